@@ -15,6 +15,7 @@ from dashboards.recordings import (
     HANDOFFS,
     KEEP,
     KV_USAGE,
+    PREFILL_FAILURES,
     REPLAY_TOKENS,
     REPLAYS,
     REQUESTS,
@@ -25,10 +26,16 @@ from dashboards.recordings import (
     model_sum,
     recorded_share,
 )
-from dashboards.sanity import TME_LIMIT
-from dashboards.serving import FIRST_TOKEN_LIMIT_S, HANDOFF_FAILURE_LIMIT, NOT_OK
+from dashboards.sanity import REPLAY_FAILURE_LIMIT, TME_LIMIT, UNTESTED_LIMIT
+from dashboards.serving import HANDOFF_FAILURE_LIMIT, NOT_OK, PREFILL_FAILURE_LIMIT
 from dashboards.speculation import BEYOND_CHANCE
-from serve_app.telemetry.metric_names import BREAKER_STATES
+from serve_app.telemetry.metric_names import (
+    BREAKER_STATES,
+    FIRST_TOKEN_LIMIT_S,
+    KV_FULL,
+    REPLAY_LAG_LIMIT_S,
+    TURNED_AWAY_LIMIT,
+)
 
 RUNBOOKS = "docs/runbooks.md"
 
@@ -40,6 +47,7 @@ _POOL = Scope("", "1h", (*KEEP, "pool"))
 _REPLICA = Scope("", "1h", (*KEEP, "pool", "replica"))
 _ERROR, _FAILED = 'outcome="error"', 'result="failed"'
 _SERVER_ERROR = 'code=~"5..",code!="503"'  # 503 is TruespecRequestsTurnedAway's
+_FAILED_PREFILLS = model_sum(f'{PREFILL_FAILURES}{{reason!="full"}}')  # a full pool is TruespecHandoffsFail's
 _REQUESTS_SERIES = _1H.series("requests_total")
 _BUILD, _WANTED_SERIES = _1H.series("build_info"), _1H.series("replicas_wanted")  # of replicas, and of the controller
 _EARLY, _LATE = 'since_handoff=~"0|1|2_3"', 'since_handoff="8_up"'
@@ -347,7 +355,7 @@ ALERTS = (
         commands=(
             shell.promql("sum(rate(truespec_repeated_seeds_total{}[1h])) / sum(rate(truespec_requests_total{}[1h]))"),
         ),
-        threshold=0.9,
+        threshold=UNTESTED_LIMIT,
         minimum=1000,
     ),
     Alert(
@@ -383,7 +391,7 @@ ALERTS = (
             shell.logged("replay of .* failed"),
             shell.watch_logged("referee", "replay of .* failed"),
         ),
-        threshold=0.5,
+        threshold=REPLAY_FAILURE_LIMIT,
         minimum=5,
     ),
     Alert(
@@ -406,7 +414,7 @@ ALERTS = (
             shell.watch_logged("referee", "replay of .* failed"),
             shell.SERVE_STATUS,
         ),
-        threshold=0.5,
+        threshold=REPLAY_FAILURE_LIMIT,
         minimum=5,
     ),
     Alert(
@@ -426,6 +434,32 @@ ALERTS = (
             shell.PODS,
         ),
         threshold=HANDOFF_FAILURE_LIMIT,
+        minimum=5,
+    ),
+    Alert(
+        "TruespecPrefillsFail",
+        f"{_FAILED_PREFILLS} / ({_FAILED_PREFILLS} + ({model_sum(HANDOFFS)} or 0 * {_FAILED_PREFILLS}) > 0) "
+        f"> {_THRESHOLD} and {_FAILED_PREFILLS} >= {_MINIMUM}",
+        "5m",
+        "warning",
+        "{{ $value | humanizePercentage }} of the prefills of {{ $labels.model_name }} failed and had to be computed "
+        "again.",
+        "Prefill replicas die, hang or fail on requests. Each prompt is computed again, by another prefill replica or "
+        "by the decode replica: answers are correct, but their first token comes late, and the work is paid for twice.",
+        "The disaggregation page: failed prefills by reason. timeout: the prefill pool is too slow for its prompts, or "
+        "a replica hangs (queue, time per handoff); died: replicas restart; engine: one kind of request fails, and the "
+        "replicas' logs name it.",
+        "timeout: add prefill replicas, limit prompts, or raise `recovery.prefill_timeout_s` if prompts rightly take "
+        "longer. died: TruespecReplicasRestart. engine: follow the error in the log, and replace the replica if only "
+        "one is affected.",
+        commands=(
+            shell.promql("model_reason:truespec_prefill_failures:increase15m{}"),
+            shell.promql("model_result:truespec_handoffs:increase15m{}"),
+            shell.promql("sum by (pool, replica) (truespec_requests_waiting{})"),
+            shell.logged("prefill of .* failed"),
+            shell.PODS,
+        ),
+        threshold=PREFILL_FAILURE_LIMIT,
         minimum=5,
     ),
     Alert(
@@ -504,7 +538,7 @@ ALERTS = (
             shell.promql("truespec_replicas_running{} / truespec_replicas_wanted{}"),
             shell.promql("sum by (pool) (truespec_requests_running{})"),
         ),
-        threshold=0.05,
+        threshold=TURNED_AWAY_LIMIT,
         minimum=20,
     ),
     Alert(
@@ -576,7 +610,7 @@ ALERTS = (
             shell.promql("sum by (pool) (rate(truespec_preemptions_total{}[15m]))"),
             shell.promql("sum by (pool, replica) (truespec_requests_running{})"),
         ),
-        threshold=0.95,
+        threshold=KV_FULL,
     ),
     Alert(
         "TruespecPreemptions",
@@ -631,7 +665,7 @@ ALERTS = (
             shell.promql("truespec_replay_queue_length{}"),
             shell.promql("sum by (pool) (truespec_requests_waiting{})"),
         ),
-        threshold=600,
+        threshold=REPLAY_LAG_LIMIT_S,
     ),
     Alert(
         "TruespecWatchedServerUnreachable",

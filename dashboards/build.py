@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 
 from dashboards.panels import Page, dashboard_json
-from dashboards.reference import metrics_page, runbooks_page
+from dashboards.reference import metrics_page, runbooks_html, runbooks_page
 from dashboards.rules import chart_alerts, rule_file, vllm_rule_file
 from dashboards.sanity import LOGPROB_SANITY
 from dashboards.serving import DISAGGREGATION, LATENCY, OVERVIEW
@@ -29,6 +29,7 @@ def files() -> dict[str, str]:
         f"{_GENERATED}/rules/vllm-names.yaml": _yaml(vllm_rule_file()),
         "docs/metrics.md": metrics_page(),
         "docs/runbooks.md": runbooks_page(),
+        "serve_app/page/static/runbooks.html": runbooks_html(),
     }
 
 

@@ -7,8 +7,12 @@ from dashboards.queries import Scope
 
 _RELEASE = 'namespace=~"$namespace",job="$job"'
 PAGE = Scope(f'{_RELEASE},model_name=~"$model",pool=~"$pool"', "$__rate_interval")
+REPLICA = Scope(f'{PAGE.matchers},replica=~"$replica"', PAGE.window)  # of gauges: counters are sums over replicas
 VISIBLE = Scope(PAGE.matchers, "$__range")  # for a single figure over all that the page shows
 TAG = "truespec"
+
+_STEP = "60s"
+_EVENTS = Scope(PAGE.matchers, "2m")  # so that a step misses none
 
 _DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 _SCHEMA_VERSION = 42  # that of Grafana 13, so that a new server migrates nothing
@@ -57,6 +61,36 @@ class Row:
 
     title: str
     panels: tuple[Panel, ...]
+    collapsed: bool = False  # nobody needs it at first
+
+
+@dataclass(frozen=True, slots=True)
+class Annotation:
+    """Events that are marked in all charts of a page; `text` may quote the labels of the query."""
+
+    name: str
+    expr: str
+    text: str
+    colour: Colour
+
+
+ANNOTATIONS = (
+    Annotation(
+        "Breaker trips",
+        f"{_EVENTS.events('breaker_trips_total', 'pool', 'reason')} > 0",
+        "{{reason}}, pool {{pool}}",
+        "red",
+    ),
+    Annotation(
+        "Weight updates",
+        f"{_EVENTS.events('weight_updates_total', 'pool', 'result')} > 0",
+        "{{result}}, pool {{pool}}",
+        "blue",
+    ),
+    Annotation(
+        "Replicas replaced", f"{_EVENTS.events('replica_restarts_total', 'pool')} > 0", "pool {{pool}}", "orange"
+    ),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +122,7 @@ def dashboard_json(page: Page) -> dict[str, Any]:
         "time": {"from": "now-1h", "to": "now"},
         "timezone": "browser",
         "links": [_links()],
-        "annotations": {"list": []},
+        "annotations": {"list": [_annotation(one) for one in ANNOTATIONS]},
         "templating": {"list": _variables()},
         "panels": _placed(page),
     }
@@ -96,30 +130,53 @@ def dashboard_json(page: Page) -> dict[str, Any]:
 
 def _placed(page: Page) -> list[dict[str, Any]]:
     placed: list[dict[str, Any]] = []
-    y = 0
+    y, number = 0, 1
     for row in page.rows:
         position = {"x": 0, "y": y, "w": _GRID_COLUMNS, "h": _ROW_HEIGHT}
-        placed.append(
-            {
-                "id": len(placed) + 1,
-                "type": "row",
-                "title": row.title,
-                "collapsed": False,
-                "gridPos": position,
-                "panels": [],
-            }
-        )
+        heading: dict[str, Any] = {
+            "id": number,
+            "type": "row",
+            "title": row.title,
+            "collapsed": row.collapsed,
+            "gridPos": position,
+            "panels": [],
+        }
+        placed.append(heading)
         y += _ROW_HEIGHT
-        x = line_height = 0
-        for panel in row.panels:
-            if x + panel.width > _GRID_COLUMNS:
-                x, y, line_height = 0, y + line_height, 0
-            position = {"x": x, "y": y, "w": panel.width, "h": panel.height}
-            placed.append(_panel_json(panel, len(placed) + 1) | {"gridPos": position})
-            x += panel.width
-            line_height = max(line_height, panel.height)
-        y += line_height
+        panels, below = _flow(row.panels, y, number + 1)
+        number += 1 + len(panels)
+        if row.collapsed:  # Grafana makes room when somebody opens it
+            heading["panels"] = panels
+        else:
+            placed += panels
+            y = below
     return placed
+
+
+def _flow(panels: tuple[Panel, ...], y: int, number: int) -> tuple[list[dict[str, Any]], int]:
+    """Panels from left to right, from that height on, with ids from that number on; and where they end."""
+    placed: list[dict[str, Any]] = []
+    x = line_height = 0
+    for panel in panels:
+        if x + panel.width > _GRID_COLUMNS:
+            x, y, line_height = 0, y + line_height, 0
+        position = {"x": x, "y": y, "w": panel.width, "h": panel.height}
+        placed.append(_panel_json(panel, number + len(placed)) | {"gridPos": position})
+        x += panel.width
+        line_height = max(line_height, panel.height)
+    return placed, y + line_height
+
+
+def _annotation(annotation: Annotation) -> dict[str, Any]:
+    return {
+        "name": annotation.name,
+        "datasource": _DATASOURCE,
+        "enable": True,
+        "iconColor": annotation.colour,
+        "target": {"refId": "Anno", "expr": annotation.expr, "interval": _STEP},
+        "titleFormat": annotation.name,
+        "textFormat": annotation.text,
+    }
 
 
 def _panel_json(panel: Panel, number: int) -> dict[str, Any]:
@@ -291,6 +348,7 @@ def _variables() -> list[dict[str, Any]]:
         _label_variable("job", "Job", 'truespec_build_info{namespace=~"$namespace"}'),
         _label_variable("model", "Model", f"truespec_build_info{{{_RELEASE}}}", label="model_name", several=True),
         _label_variable("pool", "Pool", f'truespec_build_info{{{_RELEASE},model_name=~"$model"}}', several=True),
+        _label_variable("replica", "Replica", f"truespec_build_info{{{PAGE.matchers}}}", several=True),
     ]
 
 

@@ -9,11 +9,13 @@ from typing import Any
 from dashboards import queries
 from dashboards.queries import Scope
 from dashboards.serving import NOT_OK
+from serve_app.telemetry.metric_names import NO_ROOM
 
 KEEP = ("job", "namespace", "model_name")
 _5M, _10M, _15M, _1H = (Scope("", window, KEEP) for window in ("5m", "10m", "15m", "1h"))
 _POOL = Scope("", "5m", (*KEEP, "pool"))
-_NO_ROOM = 'reason=~"capacity|load|queued_tokens|time_to_first_token|deadline"'  # a key over its limits is its owner's
+_REASONS = "|".join(NO_ROOM)
+_NO_ROOM = f'reason=~"{_REASONS}"'
 _UNAVAILABLE = 'code="503"'
 
 ACCEPTANCE = "model:truespec_acceptance:ratio_rate10m"
@@ -24,6 +26,7 @@ FIRST_TOKENS = "model_pool:truespec_time_to_first_token_seconds:increase5m"
 HANDOFFS = "model_result:truespec_handoffs:increase15m"
 HANDOFF_FAILURES = "model:truespec_handoff_failures:ratio_increase15m"
 KV_USAGE = "model_pool:truespec_kv_cache_usage:max"
+PREFILL_FAILURES = "model_reason:truespec_prefill_failures:increase15m"
 REPLAYS = "model_result:truespec_replays:increase15m"
 REPLAY_TOKENS = "model_stratum:truespec_replay_tokens:increase1h"
 REQUESTS = "model_outcome:truespec_requests:increase15m"
@@ -74,6 +77,7 @@ RECORDINGS = (
     Recording(WAITING, _POOL.gauge("requests_waiting")),
     Recording(KV_USAGE, _POOL.gauge("kv_cache_usage_ratio", how="max")),
     Recording(HANDOFFS, _15M.events("handoffs_total", "result")),
+    Recording(PREFILL_FAILURES, _15M.events("prefill_failures_total", "reason")),
     Recording(HANDOFF_FAILURES, recorded_share(HANDOFFS, NOT_OK)),
     Recording(REPLAYS, _15M.events("replays_total", "result")),
     Recording(REQUESTS, _15M.events("requests_total", "outcome")),

@@ -1,6 +1,8 @@
 """The generated pages of the documentation: the metric catalogue and the runbooks."""
 
+import re
 from collections.abc import Iterable
+from html import escape
 
 from dashboards import shell
 from dashboards.alerts import ALERTS, Alert
@@ -130,3 +132,44 @@ def _section(alert: Alert) -> list[str]:
 def _limits(alert: Alert) -> str:
     limits = {"threshold": alert.threshold, "minimum": alert.minimum}
     return "".join(f"; {name} {value:g}" for name, value in limits.items() if value is not None)
+
+
+def runbooks_html() -> str:
+    """The same for the status page, which has it from the service itself: of this version, without a network."""
+    parts = [
+        "<!doctype html>",
+        '<html lang="en">',
+        "<head>",
+        '<meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        "<title>truespec: runbooks</title>",
+        '<link rel="icon" href="icon.svg" type="image/svg+xml">',
+        '<link rel="stylesheet" href="page.css">',
+        "</head>",
+        '<body><main class="runbooks">',
+        "<h1>Runbooks</h1>",
+        "<p>What to do at each alert. The commands are for bash with curl, jq, kubectl and helm, after this:</p>",
+        f"<pre>{escape(shell.SETUP)}</pre>",
+    ]
+    for alert in ALERTS:
+        parts += [
+            f'<section class="card" id="{alert.name.lower()}">',
+            f"<h2>{alert.name}</h2>",
+            *(
+                f"<p><b>{title}.</b> {_inline(text)}</p>"
+                for title, text in (
+                    ("What it means", alert.means),
+                    ("Where to look", alert.look),
+                    ("What to do", alert.do),
+                )
+            ),
+            f"<pre>{escape(chr(10).join(alert.commands))}</pre>",
+            f"<p>It fires on:</p><pre>{escape(alert.default_expr)}</pre>",
+            "</section>",
+        ]
+    return "\n".join([*parts, "</main></body>", "</html>", ""])
+
+
+def _inline(text: str) -> str:
+    """Markdown's code spans as HTML."""
+    return re.sub("`([^`]+)`", r"<code>\1</code>", escape(text))

@@ -1,13 +1,15 @@
 """The logprob sanity page: whether served logprobs are right and the output follows the model's distribution."""
 
-from dashboards.panels import PAGE, VISIBLE, Page, Panel, Query, Row, Steps
+from dashboards.panels import PAGE, REPLICA, VISIBLE, Page, Panel, Query, Row, Steps
 from dashboards.queries import distribution_mean, replay_mean, selfcheck_z, tme, untested
 from dashboards.speculation import Z_STEPS
-from serve_app.telemetry.metric_names import BREAKER_STATES
+from serve_app.telemetry.metric_names import BREAKER_STATES, REPLAY_LAG_LIMIT_S
 
 ALL = 'stratum="all"'  # strata overlap, so their sum is meaningless
 TME_LIMIT = 1.05  # NeMo-RL's limit: beyond it the inference engine is at fault
 TME_STEPS: Steps = ((None, "green"), (1.03, "yellow"), (TME_LIMIT, "red"))
+REPLAY_FAILURE_LIMIT = 0.5
+UNTESTED_LIMIT = 0.9
 EVENT_STEPS: Steps = ((None, "green"), (1, "red"))
 _QUANTILES = (0.5, 0.9, 0.99, 0.999)
 _STATE_STEPS: Steps = ((None, "green"), (1, "orange"), (2, "red"))
@@ -162,6 +164,7 @@ _FAILED_REPLAYS = Panel(
     "answers cannot be replayed, so nothing checks it, and its answers may be wrong.",
     unit="percentunit",
     queries=(Query(PAGE.share("replays_total", 'result="failed"', "answered_by"), "{{answered_by}}"),),
+    steps=((None, "green"), (REPLAY_FAILURE_LIMIT, "red")),
     minimum=0,
     maximum=1,
 )
@@ -183,9 +186,11 @@ _QUEUE = Panel(
 )
 _LAG = Panel(
     title="Replay lag",
-    description="How long the oldest request that is not replayed yet has waited: how late a fault would be noticed.",
+    description="How long the oldest request that is not replayed yet has waited: how late a fault would be noticed. "
+    f"Above {REPLAY_LAG_LIMIT_S:g} s an alert fires.",
     unit="s",
     queries=(Query(PAGE.gauge("replay_lag_seconds", how="max"), "lag"),),
+    steps=((None, "green"), (REPLAY_LAG_LIMIT_S, "red")),
     minimum=0,
     width=6,
 )
@@ -224,6 +229,7 @@ _UNTESTED = Panel(
     "replays still work.",
     unit="percentunit",
     queries=(Query(untested(PAGE), "untested"),),
+    steps=((None, "green"), (UNTESTED_LIMIT, "red")),
     minimum=0,
     maximum=1,
 )
@@ -244,6 +250,7 @@ _ALARMS_BY_CHECK = Panel(
         Query(PAGE.events("selfcheck_alarms_total", "check"), "self-check {{check}}", sparse=True),
         Query(PAGE.events("replay_alarms_total", "alarm", "stratum"), "replay {{alarm}} {{stratum}}", sparse=True),
     ),
+    steps=EVENT_STEPS,
     minimum=0,
 )
 _VIOLATIONS_BY_KIND = Panel(
@@ -255,6 +262,7 @@ _VIOLATIONS_BY_KIND = Panel(
         Query(PAGE.events("selfcheck_violations_total", "kind"), "invariant {{kind}}", sparse=True),
         Query(PAGE.events("logprob_violations_total", "kind"), "logprobs {{kind}}", sparse=True),
     ),
+    steps=EVENT_STEPS,
     minimum=0,
 )
 _BREAKER_BY_REPLICA = Panel(
@@ -262,7 +270,7 @@ _BREAKER_BY_REPLICA = Panel(
     description="Closed is healthy. A single open breaker points to that replica; all opening together point to the "
     "model, the settings or a release.",
     unit="none",
-    queries=(Query(PAGE.gauge("breaker_state", "replica", how="max"), "{{replica}}"),),
+    queries=(Query(REPLICA.gauge("breaker_state", "replica", how="max"), "{{replica}}"),),
     steps=_STATE_STEPS,
     names=BREAKER_STATES,
     minimum=0,
@@ -362,12 +370,13 @@ LOGPROB_SANITY = Page(
                 _DISTRIBUTION,
                 _DRAWS,
             ),
+            collapsed=True,
         ),
         Row(
             "Self-checks",
             (_SELFCHECK_Z, _SELFCHECK_TERMS, _ALARMS_BY_CHECK, _VIOLATIONS_BY_KIND, _UNTESTED, _REPEATED_SEEDS),
         ),
         Row("Breaker", (_BREAKER_BY_REPLICA, _TRIPS)),
-        Row("A watched server", (_WATCHED, _WATCHED_ANSWERS)),
+        Row("A watched server", (_WATCHED, _WATCHED_ANSWERS), collapsed=True),
     ),
 )

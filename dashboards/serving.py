@@ -1,14 +1,15 @@
 """The pages about serving: overview, disaggregation, latency."""
 
-from dashboards.panels import PAGE, Page, Panel, Query, Row, Steps
+from dashboards.panels import PAGE, REPLICA, Page, Panel, Query, Row, Steps
 from dashboards.sanity import ALARMS, BREAKER, EVENT_STEPS, TME, VIOLATIONS
 from dashboards.speculation import ACCEPTANCE_RATE, ACCEPTED_LENGTH
+from serve_app.telemetry.metric_names import FIRST_TOKEN_LIMIT_S, KV_FULL
 
-FIRST_TOKEN_LIMIT_S = 5.0
-HANDOFF_FAILURE_LIMIT = 0.01
+HANDOFF_FAILURE_LIMIT = PREFILL_FAILURE_LIMIT = 0.01
 NOT_OK = 'result!="ok"'
 _QUANTILES = (0.5, 0.95, 0.99)
-_FULL_STEPS: Steps = ((None, "green"), (0.8, "yellow"), (0.95, "red"))
+_FIRST_TOKEN_STEPS: Steps = ((None, "green"), (FIRST_TOKEN_LIMIT_S, "red"))
+_FULL_STEPS: Steps = ((None, "green"), (0.8, "yellow"), (KV_FULL, "red"))
 
 _WEIGHT_UPDATES = Panel(
     title="Weight updates",
@@ -93,7 +94,7 @@ _FIRST_TOKEN = Panel(
     "the prefill pool is too small, prompts have grown, or the queue is long.",
     unit="s",
     queries=tuple(Query(PAGE.quantile(q, "time_to_first_token_seconds"), f"p{100 * q:g}") for q in _QUANTILES),
-    steps=((None, "green"), (FIRST_TOKEN_LIMIT_S, "red")),
+    steps=_FIRST_TOKEN_STEPS,
     minimum=0,
 )
 _INTER_TOKEN = Panel(
@@ -106,13 +107,13 @@ _INTER_TOKEN = Panel(
 )
 _LOAD = Panel(
     title="Requests running and waiting",
-    description="Client requests being computed and waiting for room in an engine, over all replicas, plus replays. A "
-    "waiting count that keeps growing means that the service is too small for its traffic.",
+    description="Client requests being computed and waiting for room in an engine, over the chosen replicas, plus "
+    "replays. A waiting count that keeps growing means that the service is too small for its traffic.",
     unit="none",
     queries=(
-        Query(PAGE.gauge("requests_running", "pool"), "running {{pool}}"),
-        Query(PAGE.gauge("requests_waiting", "pool"), "waiting {{pool}}"),
-        Query(PAGE.gauge("replays_running", "pool"), "replayed {{pool}}"),
+        Query(REPLICA.gauge("requests_running", "pool"), "running {{pool}}"),
+        Query(REPLICA.gauge("requests_waiting", "pool"), "waiting {{pool}}"),
+        Query(REPLICA.gauge("replays_running", "pool"), "replayed {{pool}}"),
     ),
     minimum=0,
 )
@@ -133,6 +134,7 @@ _RESTARTS = Panel(
     "or were resumed on another.",
     unit="none",
     queries=(Query(PAGE.events("replica_restarts_total", "pool"), "{{pool}}"),),
+    steps=EVENT_STEPS,
     minimum=0,
 )
 _KERNELS = Panel(
@@ -140,7 +142,8 @@ _KERNELS = Panel(
     description="Share of replicas that compute with the kernels made for their device. Others are several times "
     "slower; the status page and their logs show why.",
     unit="percentunit",
-    queries=(Query(PAGE.gauge("kernels_active", "pool", "kernels", how="avg"), "{{pool}} {{kernels}}"),),
+    queries=(Query(REPLICA.gauge("kernels_active", "pool", "kernels", how="avg"), "{{pool}} {{kernels}}"),),
+    steps=((None, "red"), (1, "green")),
     minimum=0,
     maximum=1,
 )
@@ -149,7 +152,7 @@ _UNTESTED_ENGINES = Panel(
     description="Replicas that run a version of vLLM whose faults have not been looked for, because "
     "`vllm.allow_untested` is set. Watch the logprob sanity page closely.",
     unit="none",
-    queries=(Query(PAGE.gauge("untested_engine", "engine"), "{{engine}}", sparse=True),),
+    queries=(Query(REPLICA.gauge("untested_engine", "engine"), "{{engine}}", sparse=True),),
     minimum=0,
 )
 _KV_USAGE = Panel(
@@ -157,7 +160,7 @@ _KV_USAGE = Panel(
     description="Share of the KV blocks that sequences hold, the fullest replica of each pool. Near 1, sequences are "
     "preempted and recomputed: add KV memory or replicas, or allow fewer concurrent sequences.",
     unit="percentunit",
-    queries=(Query(PAGE.gauge("kv_cache_usage_ratio", "pool", how="max"), "{{pool}}"),),
+    queries=(Query(REPLICA.gauge("kv_cache_usage_ratio", "pool", how="max"), "{{pool}}"),),
     steps=_FULL_STEPS,
     minimum=0,
     maximum=1,
@@ -204,8 +207,8 @@ OVERVIEW = Page(
         Row("Correctness", (ACCEPTANCE_RATE, TME, ALARMS, VIOLATIONS, BREAKER, _FIRING, ACCEPTED_LENGTH, _RUNS)),
         Row("Speed", (_TOKENS, _REQUESTS, _FIRST_TOKEN, _INTER_TOKEN, _RESPONSES)),
         Row("Load", (_LOAD, _KV_USAGE, _REPLICAS, _RESTARTS, _KERNELS, _UNTESTED_ENGINES)),
-        Row("Usage", (_TURNED_AWAY, _KEY_TOKENS, _KEY_REQUESTS, _KEY_RELOADS)),
-        Row("Weight updates", (_WEIGHT_UPDATES, _WEIGHT_UPDATE_TIME)),
+        Row("Usage", (_TURNED_AWAY, _KEY_TOKENS, _KEY_REQUESTS, _KEY_RELOADS), collapsed=True),
+        Row("Weight updates", (_WEIGHT_UPDATES, _WEIGHT_UPDATE_TIME), collapsed=True),
     ),
 )
 
@@ -272,7 +275,8 @@ _REFUSALS = Panel(
 _PREFILL_FAILURES = Panel(
     title="Failed prefills",
     description="Failed prefill attempts, by reason; each is retried, finally on the decode replica. Died: replicas "
-    "are lost. Timeout: they hang, or the pool is too small. Full: the pool is too small.",
+    "are lost. Timeout: they hang, or the pool is too small. Full: the pool is too small. An alert fires on the "
+    "share of all but full.",
     unit="none",
     queries=(Query(PAGE.events("prefill_failures_total", "reason"), "{{reason}}", sparse=True),),
     stacked=True,
@@ -300,7 +304,7 @@ _POOL_LOAD = Panel(
     description="Requests running on each replica. An outlier is unhealthy or badly routed; if one pool is at its "
     "limit while the other idles, change the ratio of replicas.",
     unit="none",
-    queries=(Query(PAGE.gauge("requests_running", "pool", "replica"), "{{pool}} {{replica}}"),),
+    queries=(Query(REPLICA.gauge("requests_running", "pool", "replica"), "{{pool}} {{replica}}"),),
     minimum=0,
 )
 _POOL_QUEUE = Panel(
@@ -308,7 +312,7 @@ _POOL_QUEUE = Panel(
     description="Requests waiting for room in an engine. Waiting in prefill: add prefill replicas. Waiting in decode: "
     "add decode replicas or KV memory.",
     unit="none",
-    queries=(Query(PAGE.gauge("requests_waiting", "pool"), "{{pool}}"),),
+    queries=(Query(REPLICA.gauge("requests_waiting", "pool"), "{{pool}}"),),
     minimum=0,
 )
 
@@ -370,6 +374,7 @@ _BY_MODEL_P95 = Panel(
     "the cluster.",
     unit="s",
     queries=(Query(PAGE.quantile(0.95, "time_to_first_token_seconds", "model_name"), "{{model_name}}"),),
+    steps=_FIRST_TOKEN_STEPS,
     minimum=0,
 )
 

@@ -171,6 +171,20 @@ _TIME_A_TOKEN = Panel(
     stacked=True,
     minimum=0,
 )
+_TIME_SAVED = Panel(
+    title="Decoding time saved by drafts",
+    description="Of the time that the same tokens would have taken without drafts, as estimated from timed steps. "
+    "Below 0, drafts cost more than they gain. Known for drafts of dynamic length by our own engine; steps whose cost "
+    "is not known yet are left out.",
+    unit="percentunit",
+    queries=(
+        Query(
+            f"1 - {PAGE.ratio('speculated_seconds_total', 'speculated_plain_seconds_total')}", "time saved", sparse=True
+        ),
+    ),
+    steps=((None, "red"), (0, "green")),
+    maximum=1,
+)
 _POSITIONS_VISIBLE = Panel(
     title="Acceptance by position over the visible time range",
     description="Accepted / drafted at each position over the whole time range. Values near 0 at the end mean that "
@@ -210,6 +224,6 @@ ACCEPTANCE = Page(
                 _BY_DRAFTER,
             ),
         ),
-        Row("Cost and benefit", (_COST, _TIME_A_TOKEN, _FROM_DRAFTS)),
+        Row("Cost and benefit", (_TIME_SAVED, _COST, _TIME_A_TOKEN, _FROM_DRAFTS)),
     ),
 )

@@ -1,5 +1,7 @@
 """How an engine computes on its machine: with which kernels, and whether its rounding depends on the batch."""
 
+import contextlib
+import platform
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -27,12 +29,23 @@ class Arithmetic:
     name: str
 
 
+def device_name(device: torch.device) -> str:
+    """The GPU or the processor, as its maker calls it."""
+    if device.type != "cpu":
+        return torch.cuda.get_device_name(device)
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
 def arithmetic_of(decoder: Decoder) -> Arithmetic:
     """How an engine with this model computes, on the device that the model lies on."""
     device, torch_name = decoder.device, f"torch {torch.__version__}"
     if device.type != "cpu":
         rounding = "on a GPU, products round by the size of the batch"
-        name = f"{torch_name} {torch.cuda.get_device_name(device)} {decoder.dtype}"
+        name = f"{torch_name} {device_name(device)} {decoder.dtype}"
         return Arithmetic("triton", why_no_triton(), rounding, name)
     found = find_kernels()
     if isinstance(found, str):

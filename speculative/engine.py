@@ -305,6 +305,7 @@ class EngineCore:
 
     def take_stats(self) -> StepStats:
         """Counts since the last call."""
+        self.stats.speculated_s, self.stats.speculated_plain_s = self.scheduler.draft_length.take_speculated_s()
         return self.stats.take()
 
     # -- the hot loop -------------------------------------------------------------------------------------------

@@ -19,20 +19,24 @@ LOGPROB_RULES = {
 
 CHECKS = {
     "a": "accepted or not, minus the expected acceptance: the whole accept step",
-    "a_prime": "acceptance probability of each draft, minus its mean: whether drafts come from q",
+    "a_prime": "acceptance probability of each draft, minus its mean: whether drafts come from the distribution they "
+    "claim",
     "b": "accepted or not, minus that draft's acceptance probability: the random accept decision",
-    "c": "q of emitted tokens, minus its mean: whether the output follows p at drafted positions",
-    "d": "p of emitted tokens, minus its mean: whether the output follows p",
-    "e": "q of draft tokens, minus its mean: whether drafts come from q",
-    "f": "q of recovered tokens, minus its mean: the residual distribution and its noise",
+    "c": "the drafter's probability of emitted tokens, minus its mean: whether the output follows the model where "
+    "there were drafts",
+    "d": "the model's probability of emitted tokens, minus its mean: whether the output follows the model",
+    "e": "the drafter's probability of draft tokens, minus its mean: whether drafts come from its distribution",
+    "f": "the drafter's probability of recovered tokens, minus its mean: the residual distribution and its noise",
     "g": "the rank of a round's last token within its distribution, minus its mean: the noise it is sampled with",
     "r": "residual probability of recovered tokens after a deterministic draft, minus its mean",
-    "lag_b": "b times the sign of the request's previous b at that offset: accept uniforms used again in a later round",
-    "lag_g": "g times the sign of the request's previous g at that offset: sample uniforms used again in a later round",
-    "coupled_a_prime": "a_prime of reproducible requests",
-    "coupled_c": "c of reproducible requests",
-    "coupled_d": "d of reproducible requests",
-    "coupled_e": "e of reproducible requests",
+    "lag_b": "the accept decision times the sign of the request's previous one at that offset: accept uniforms used "
+    "again in a later round",
+    "lag_g": "the sampling noise times the sign of the request's previous one at that offset: sample uniforms used "
+    "again in a later round",
+    "coupled_a_prime": "acceptance probability of each draft, minus its mean, of reproducible requests",
+    "coupled_c": "the drafter's probability of emitted tokens, minus its mean, of reproducible requests",
+    "coupled_d": "the model's probability of emitted tokens, minus its mean, of reproducible requests",
+    "coupled_e": "the drafter's probability of draft tokens, minus its mean, of reproducible requests",
 }
 """The self-checks: terms whose mean is 0 as long as an engine samples from the distributions it claims to."""
 
@@ -149,6 +153,8 @@ class StepStats:
     prefix_cache_hits: int = 0  # prompt tokens found
     draft_s: float = 0.0
     verify_s: float = 0.0
+    speculated_s: float = 0.0  # of steps that decode with drafts, where their cost without is known
+    speculated_plain_s: float = 0.0  # estimated: the same tokens without drafts
     export_s: float = 0.0  # copying computed-token state out of the cache
     check_s: float = 0.0  # checking received handoffs
     insert_s: float = 0.0  # copying them into the cache

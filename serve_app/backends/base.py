@@ -118,6 +118,7 @@ class Computing:
     drafts_shift_draws: whether drafts change which text a seed gives a sampled request that is not reproducible.
     couples_seeds: whether a sampled request that names a seed is reproducible unless it says otherwise.
     name: two replicas of one name and the same weights round alike.
+    device: what it computes on.
     weights: the form of the weights: a dtype, or what they were rounded to as they were loaded.
     dtype: of activations.
     logprobs_mode: which logprobs are returned.
@@ -131,6 +132,7 @@ class Computing:
     drafts_shift_draws: bool = False
     couples_seeds: bool = True
     name: str = ""
+    device: str = ""
     weights: str = ""
     dtype: str = ""
     logprobs_mode: str = ""

@@ -26,6 +26,7 @@ from serve_app.backends.base import (
     replayed,
 )
 from serve_app.text.grammar import StructureCompiler
+from speculative.arithmetic import device_name
 from speculative.config import EngineConfig
 from speculative.engine import EngineCore
 from speculative.errors import EngineFault
@@ -365,6 +366,7 @@ class TorchBackend:
             drafts_shift_draws=config.drafter.kind != "none" and config.verifier != "coupled",
             couples_seeds=engine.device.type == "cpu",  # on a GPU a neighbour can change a bfloat16 text
             name=arithmetic.name,
+            device=device_name(engine.device),
             weights=self._form.weights,
             dtype=config.dtype,
             logprobs_mode=config.logprobs_mode,

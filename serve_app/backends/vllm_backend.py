@@ -117,6 +117,7 @@ class VllmBackend:
         self._replayer = replayer
         self._only_known = only_known
         self._llm: Any = None
+        self._device, self._device_bytes = "", 0
         self._live = 0  # requests under way
         self._live_replays = 0  # those of them that are replays
         self._tasks: set[asyncio.Task[None]] = set()
@@ -150,7 +151,7 @@ class VllmBackend:
             self._folder = await asyncio.to_thread(resolve_model, self._source)
             await asyncio.to_thread(check_lm_head, self._folder)
             self._ends = eos_token_ids(self._folder)
-        self._device_bytes = 0 if ranks_of(self._settings.engine_args).by_ray else await asyncio.to_thread(_gpu_bytes)
+        self._device, self._device_bytes = await asyncio.to_thread(_device, ranks_of(self._settings.engine_args).by_ray)
         if self._replayer is not None:
             await asyncio.to_thread(self._make_room_for_replays)
         drafter = self._settings.engine.drafter
@@ -698,7 +699,7 @@ class VllmBackend:
         version = installed_version()
         name = f"vllm {version} {self._settings.engine.dtype}"
         untested = "" if is_tested(version) else f"vllm {version}"
-        return Computing(unrepeatable=why, couples_seeds=False, name=name, untested=untested)
+        return Computing(unrepeatable=why, couples_seeds=False, name=name, device=self._device, untested=untested)
 
     @property
     def _max_model_len(self) -> int:
@@ -748,11 +749,15 @@ class VllmBackend:
         return llm
 
 
-def _gpu_bytes() -> int:
-    """The memory of the GPU that vLLM computes on; 0 = it uses none."""
+def _device(elsewhere: bool) -> tuple[str, int]:
+    """What vLLM computes on, and the memory of that GPU; 0 = it is none. Nothing is known of it elsewhere."""
+    if elsewhere:
+        return "", 0
     from vllm.platforms import current_platform
 
-    return 0 if current_platform.is_cpu() else current_platform.get_device_total_memory()
+    if current_platform.is_cpu():
+        return "CPU", 0
+    return current_platform.get_device_name(), current_platform.get_device_total_memory()
 
 
 def _memory_folder() -> Path | None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import os
 import time
 from collections.abc import Collection, Coroutine
 from functools import cache
@@ -222,12 +223,15 @@ class Controller:
 
 
 def _about(config: AppConfig) -> dict[str, Any]:
+    grafana = os.environ.get("RAY_GRAFANA_IFRAME_HOST") or os.environ.get("RAY_GRAFANA_HOST", "")  # Ray's own settings
     return {
         "model": config.model.served_name,
         "topology": config.topology,
         "drafter": config.drafter.kind,
         "replay_share": config.replay.sample_rate,
         "max_tme": config.replay.max_tme,
+        "max_first_token_s": config.limits.max_time_to_first_token_s,
+        "grafana": grafana if grafana.startswith(("https://", "http://")) else "",
         "verifies": config.engine.logprobs_mode == "raw_logprobs",
     }
 

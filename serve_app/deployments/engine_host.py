@@ -7,6 +7,7 @@ import gc
 import importlib.metadata
 import logging
 import os
+import socket
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -31,7 +32,7 @@ from serve_app.deployments.runtime import REPORT_EVERY_S, ReplicaRuntime, Report
 from serve_app.integrity.breaker import Breaker, BreakerSettings, Mode
 from serve_app.integrity.breaker_control import Guard
 from serve_app.integrity.canary import Canary, CanarySettings
-from serve_app.integrity.heartbeat import Finished, Orders, Report
+from serve_app.integrity.heartbeat import Finished, Orders, Placed, Report
 from serve_app.integrity.replays import Records
 from serve_app.routing.autoscaling import Backlog
 from serve_app.routing.replica_router import MOST_REPORTED, reported_blocks
@@ -118,6 +119,8 @@ class EngineHost:
             "fingerprint": info.fingerprint,
             "drafter": config.drafter.kind,
         }
+        node_id = ray.get_runtime_context().get_node_id()
+        self._placed = Placed(self._build["version"], socket.gethostname(), node_id, runtime.started_at)
         self._computing, self._held_out_acceptance = info.computing, info.held_out_acceptance
         if info.computing.kernels_off:
             slow = "%s computes without its kernels, which is slow: %s"
@@ -253,7 +256,7 @@ class EngineHost:
         try:
             keeper = self.keeper
             weights = keeper.status if keeper else None
-            report = Report(guard.status, batch, finished, trips, checks, weights, computing)
+            report = Report(guard.status, batch, finished, trips, checks, weights, computing, self._placed)
             orders: Orders = await runtime.controller().report.remote(report)
         except (RayError, RayServeException) as error:
             runtime.buffer.put_back(batch)

@@ -5,6 +5,7 @@ import contextlib
 import importlib.metadata
 import logging
 import socket
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextvars import Context
 from typing import Any, Literal
@@ -37,6 +38,7 @@ class ReplicaRuntime:
         context = serve.get_replica_context()
         self.app_name = context.app_name
         self.name = context.replica_tag
+        self.started_at = time.time()
         self.tracing = observe(config, role, self.name)
         self.buffer = BufferSink(self.name)
         self.metrics = Metrics([RaySink(), self.buffer], model_name=config.model.served_name, pool=role)

@@ -53,6 +53,16 @@ class ReplicaStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class Placed:
+    """Where a replica runs, and what: version, the node's host name and its id in `ray list nodes`, since when."""
+
+    version: str = ""
+    node: str = ""
+    node_id: str = ""
+    started_at: float = 0.0  # unix seconds
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """From a replica."""
 
@@ -63,6 +73,7 @@ class Report:
     checks: tuple[CheckState, ...] = ()
     weights: WeightsStatus | None = None
     computing: Computing = field(default_factory=Computing)
+    placed: Placed = field(default_factory=Placed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from serve_app.backends.base import Computing, Replayed
 from serve_app.integrity.breaker import Mode, Trip
 from serve_app.integrity.detectors import Alarm, ReplicaWatch, Rounding, SeenToken
 from serve_app.integrity.dumps import DumpFolder
-from serve_app.integrity.heartbeat import Finding, Orders, ReplicaStatus, Report
+from serve_app.integrity.heartbeat import Finding, Orders, Placed, ReplicaStatus, Report
 from serve_app.integrity.incidents import IncidentKind, IncidentLog
 from serve_app.integrity.replays import Distribution, ReplayJob, Verdict
 from serve_app.integrity.verdicts import Checked, VerdictBook
@@ -61,6 +61,7 @@ class _Replica:
     ordered: Mode | None = None
     checks: tuple[CheckState, ...] = ()  # of its engine
     computing: Computing = dataclasses.field(default_factory=Computing)
+    placed: Placed = dataclasses.field(default_factory=Placed)
 
     def trusts(self, began_at: float) -> bool:
         """Whether a request of that time is evidence about the replica as it is now."""
@@ -187,7 +188,7 @@ class ReplicaBook:
             replica.watch = ReplicaWatch(self._rounding)
             replica.findings.clear()
         replica.status, replica.heard_at, replica.checks = report.status, now, report.checks
-        replica.computing = report.computing
+        replica.computing, replica.placed = report.computing, report.placed
         self.incidents.count(name, report.batch.counters)
         for finished in report.finished:
             self.verdicts.note(name, finished)
@@ -218,12 +219,14 @@ class ReplicaBook:
         return [one.status.to_wire() for _, one in sorted(self._replicas.items()) if one.status is not None]
 
     def overview(self) -> dict[str, Any]:
-        """Replicas with their kernels and self-checks; the latest replays' results, trips and alarms, newest first."""
+        """Replicas with their place, device, kernels and self-checks; the latest replays' results, trips and alarms,
+        newest first."""
         return {
             "replicas": [
                 one.status.to_wire()
                 | {"checks": [dataclasses.asdict(check) for check in one.checks]}
-                | {"kernels": one.computing.kernels, "kernels_off": one.computing.kernels_off}
+                | {name: getattr(one.computing, name) for name in ("device", "kernels", "kernels_off")}
+                | dataclasses.asdict(one.placed)
                 for _, one in sorted(self._replicas.items())
                 if one.status is not None
             ],

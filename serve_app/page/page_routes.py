@@ -18,6 +18,7 @@ _KINDS = {
     "answers.js": "text/javascript; charset=utf-8",
     "wire.js": "text/javascript; charset=utf-8",
     "icon.svg": "image/svg+xml",
+    "runbooks.html": "text/html; charset=utf-8",
 }
 _HEADERS = {
     "content-security-policy": (

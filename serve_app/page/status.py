@@ -3,8 +3,9 @@
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from serve_app.page.health import troubles
 from serve_app.page.history import LATENCIES, Counted, History, by_label
-from serve_app.page.words import check_words, explained
+from serve_app.page.words import LABEL_NAMES, check_words, explained
 from serve_app.telemetry.metric_names import METRICS, REPLICA_LABEL, STRATA
 from serve_app.telemetry.metrics import Sample
 
@@ -22,6 +23,7 @@ _GROUPS = {  # field -> metric, label
     "verdicts": ("truespec_verdicts_total", "verdict"),
     "distributions": ("truespec_replay_distributions_total", "distribution"),
     "handoffs": ("truespec_handoffs_total", "result"),
+    "prefill_failures": ("truespec_prefill_failures_total", "reason"),
     "trips": ("truespec_breaker_trips_total", "reason"),
     "canaries": ("truespec_canaries_total", "result"),
     "replay_alarms": ("truespec_replay_alarms_total", "alarm"),
@@ -64,20 +66,26 @@ class StatusBook:
             overview: replicas, latest replays and incidents, as the referee reports them.
         """
         samples = self._counted.samples()
-        gauges = _by_replica(samples)
-        replicas = [one | gauges.get(str(one[REPLICA_LABEL]), {}) for one in overview["replicas"]]
+        gauges, latencies = _by_replica(samples), self._history.latencies_by_replica()
+        replicas = [
+            one | gauges.get(one[REPLICA_LABEL], {}) | latencies.pop(one[REPLICA_LABEL], {})
+            for one in overview["replicas"]
+        ]
         return {
             "about": self._about,
             "started_at": self._started_at,  # the sums start here
             "at": self._clock(),
+            "troubles": troubles(self._history, samples, self._about.get("max_first_token_s")),
             "incidents": [explained(incident) for incident in overview["incidents"]],
             "replicas": replicas,
+            "routers": [{REPLICA_LABEL: name} | own for name, own in sorted(latencies.items())],  # without an engine
             **{field: sum(one.get(field, 0.0) for one in replicas) for field in ("running", "waiting", "replaying")},
             **self._history.newest(),
             "held_out": _held_out(samples),
             "latest": overview["latest"],
             "strata": _strata(samples),
             "checks": check_words(),
+            "names": LABEL_NAMES,
             **{field: by_label(samples, *group) for field, group in _GROUPS.items()},
         }
 

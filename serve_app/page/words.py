@@ -27,6 +27,12 @@ CHECK_NAMES = {
     "coupled_d": "output tokens, seeded",
     "coupled_e": "draft tokens, seeded",
 }
+LABEL_NAMES = CHECK_NAMES | {
+    "q_missing": "drafts without their distribution",
+    "q_zero": "drafts of probability 0",
+    "p_zero": "tokens of probability 0",
+}
+"""What the page calls values of labels whose own names are letters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +90,11 @@ _WORDS: dict[IncidentKind, _Words] = {
 }
 
 
+def runbook(alert: str) -> dict[str, str]:
+    """Where to read what to do at an alert; the page itself has the same as `page/runbooks.html`."""
+    return {"name": alert, "page": RUNBOOKS}
+
+
 def check_words() -> dict[str, dict[str, str]]:
     """Each self-check: a name, and what it compares."""
     return {check: {"name": CHECK_NAMES[check], "meaning": meaning} for check, meaning in CHECKS.items()}
@@ -98,8 +109,8 @@ def explained(incident: dict[str, Any]) -> dict[str, Any]:
         meaning += f"; found among: {', '.join(STRATA[stratum] for stratum in strata[:_NAMED_STRATA])}{more}"
     return incident | {
         "title": words.title,
-        "words": CHECK_NAMES.get(incident["name"], "") if incident["kind"] == "selfcheck" else "",
+        "words": LABEL_NAMES.get(incident["name"], ""),
         "meaning": meaning,
         "effect": words.effect,
-        "runbook": {"name": words.runbook, "page": RUNBOOKS},
+        "runbook": runbook(words.runbook),
     }

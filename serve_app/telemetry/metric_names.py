@@ -33,12 +33,13 @@ REFUSALS = {  # why a valid request is refused, and what each reason means
     "time_to_first_token": "the requests ahead would keep it waiting longer than the service allows",
     "deadline": "the requests ahead would keep it waiting past its own deadline",
 }
+NO_ROOM = ("capacity", "load", "queued_tokens", "time_to_first_token", "deadline")  # a key's limits are its owner's
 INDEPENDENT_RESULTS = ("agrees", "disagrees", "skipped", "outdated", "unsupported", "failed")
 REPLAY_ALARMS = {  # what replays show to be wrong, and what each finding means
     "drift": "served logprobs differ from replayed ones",
-    "probability": "tokens are more, or less, likely than tokens sampled from p",
-    "surprisal": "tokens are more, or less, surprising than tokens sampled from p",
-    "unlikely": "tokens that p all but excludes, more often than sampling from p gives",
+    "probability": "tokens are more, or less, likely than tokens sampled from the model's distribution",
+    "surprisal": "tokens are more, or less, surprising than tokens sampled from the model's distribution",
+    "unlikely": "tokens that the model's distribution all but excludes, more often than sampling from it gives",
     "support": "tokens that the request's rules or filters exclude",
     "greedy": "tokens of greedy requests that are not the most likely ones",
     "impossible": "an answer that no engine accepts: too long for the model, or invalid token ids",
@@ -60,6 +61,10 @@ WATCHED_RESULTS = {  # what becomes of requests to a watched server, and of what
     "unreachable": "answered with 502 because the server could not be reached",
 }
 READ_RESULTS = ("read", "unreadable")
+FIRST_TOKEN_LIMIT_S = 5.0  # p95; beyond it the status page and an alert say so, unless a limit of another length is set
+KV_FULL = 0.95  # share of a replica's blocks, likewise
+TURNED_AWAY_LIMIT = 0.05  # share of requests, likewise
+REPLAY_LAG_LIMIT_S = 600.0  # likewise
 DRIFT_CLIP_NATS = 10.0  # a single larger drift would dominate the sum
 
 _REQUEST_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -143,6 +148,17 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     _counter("draft_seconds_total", "seconds", "Time spent drafting."),
     _counter("verify_seconds_total", "seconds", "Time spent in the target's forward pass and in verification."),
+    _counter(
+        "speculated_seconds_total",
+        "seconds",
+        "Time of steps that decode with drafts, where it is known what they cost without: drafts of dynamic length, of "
+        "our own engine. A step that took far longer than such steps do counts as a slow one, no more.",
+    ),
+    _counter(
+        "speculated_plain_seconds_total",
+        "seconds",
+        "What the tokens of these steps would have taken without drafts, estimated from timed steps.",
+    ),
     # Handoff
     _counter(
         "handoffs_total", "handoffs", "Handoffs from prefill to decode, by result: ok, refused, failed.", "result"

@@ -92,6 +92,8 @@ class Metrics:
         self.count("truespec_achievable_accepted_tokens_total", stats.achievable_accepted)
         self.count("truespec_draft_seconds_total", stats.draft_s)
         self.count("truespec_verify_seconds_total", stats.verify_s)
+        self.count("truespec_speculated_seconds_total", stats.speculated_s)
+        self.count("truespec_speculated_plain_seconds_total", stats.speculated_plain_s)
         self.count("truespec_handoff_seconds_total", stats.export_s, phase="export")
         self.count("truespec_handoff_seconds_total", stats.check_s, phase="check")
         self.count("truespec_handoff_seconds_total", stats.insert_s, phase="insert")
@@ -247,6 +249,7 @@ class PrometheusSink(Collector):
         self._lock = threading.Lock()
         self._own = MetricBatch(source)  # the sums of the whole app, and this process's own gauges
         self._gauges: dict[str, tuple[float, dict[Series, float]]] = {}  # source -> (heard at, gauges)
+        self._observed: dict[str, dict[str, BucketCounts]] = {}  # source -> histogram -> over all its labels
         self._gauge_lifetime_s = gauge_lifetime_s
         self._clock = clock
         self._registry = CollectorRegistry() if registry is None else registry
@@ -272,6 +275,9 @@ class PrometheusSink(Collector):
         with self._lock:
             self._own.add(batch)
             self._gauges[batch.source] = (self._clock(), dict(batch.gauges))
+            observed = self._observed.setdefault(batch.source, {})
+            for (name, _), histogram in batch.histograms.items():
+                observed.setdefault(name, BucketCounts([0] * len(histogram.counts))).add(histogram)
 
     def samples(self) -> list[Sample]:
         """Every counter, and every gauge of every replica that is heard of; a gauge's labels name it."""
@@ -291,6 +297,13 @@ class PrometheusSink(Collector):
                     added.add(histogram)
         return added
 
+    def histogram_by_source(self, name: str) -> dict[str, BucketCounts]:
+        """The same of each process that is heard of and has observed anything."""
+        with self._lock:
+            self._forget_silent_replicas()
+            found = {source: own[name] for source, own in self._observed.items() if name in own}
+            return {source: BucketCounts(own.counts, own.total) for source, own in found.items()}
+
     def exposition(self) -> tuple[bytes, str]:
         """The text that Prometheus scrapes, and its content type."""
         return generate_latest(self._registry), CONTENT_TYPE_PLAIN_0_0_4
@@ -304,6 +317,7 @@ class PrometheusSink(Collector):
     def _forget_silent_replicas(self) -> None:
         oldest = self._clock() - self._gauge_lifetime_s
         self._gauges = {source: entry for source, entry in self._gauges.items() if entry[0] >= oldest}
+        self._observed = {source: own for source, own in self._observed.items() if source in self._gauges}
 
     def _family(self, metric: Metric) -> MetricFamily:
         if metric.kind == "counter":

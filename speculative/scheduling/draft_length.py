@@ -77,6 +77,11 @@ class DraftLength:
     def forget(self, request_id: str) -> None:
         """Drop what is kept about a request that has left."""
 
+    def take_speculated_s(self) -> tuple[float, float]:
+        """Seconds of steps that decoded with drafts since the last call, and what their tokens would have taken without
+        any, as far as that is known."""
+        return 0.0, 0.0
+
     def knows_cost(self, num_sequences: int) -> bool:
         """Whether it has seen enough steps with about this many sequences."""
         del num_sequences
@@ -129,6 +134,7 @@ class DynamicLength(DraftLength):
         self._is_trial = False
         self._num_steps, self._num_calibrations = 0, 0
         self._drafting = True
+        self._speculated_s = self._plain_s = 0.0
         self._probed_at, self._num_probes, self._patience = 0, 0, 1
 
     def begin_trial(self) -> None:
@@ -237,10 +243,21 @@ class DynamicLength(DraftLength):
             cost = self._cost(len(step.entries))
             longest = max(counts, default=0) if step.longest is None else step.longest
             work = Work(len(step.entries), num_drafts, longest, sum(step.starts), missed)
+            if num_drafts and cost.is_known and not self._is_trial:
+                counted_s, plain_s = cost.with_and_without_drafts(work, step.seconds)
+                num_tokens = sum(result.num_accepted + 1 for result in step.results)
+                self._speculated_s += counted_s
+                self._plain_s += plain_s * num_tokens / len(step.entries)
             if not catches_up:
                 cost.observe(work, step.seconds)
             elif self._is_trial:  # else a part of the prompt may have been shared, or computed with the target
                 cost.observe_catching_up(work, step.seconds)
+
+    def take_speculated_s(self) -> tuple[float, float]:
+        """As `DraftLength.take_speculated_s`."""
+        taken = self._speculated_s, self._plain_s
+        self._speculated_s = self._plain_s = 0.0
+        return taken
 
     def forget(self, request_id: str) -> None:
         """Drop what is kept about a request that has left."""

@@ -117,6 +117,13 @@ class StepCost:
             for count, most in zip(drafts, longest, strict=True)
         ]
 
+    def with_and_without_drafts(self, work: Work, seconds: float) -> tuple[float, float]:
+        """What a step that took so long counts as, and the expected seconds of the same one without drafts: neither
+        holds what else had the machine."""
+        drafts, longest = [work.num_drafts, 0], [work.longest, 0]
+        expected, plain = self.seconds(work.num_sequences, drafts, longest, work.context)
+        return min(seconds, _SLOW * (expected + self.of_catching_up(work.num_missed))), plain
+
     def of_one_more(self, num_drafts: float, longest: float, mean_context: float) -> float:
         """Expected seconds of one more draft, in the mean over those of a step: they share the drafter's runs."""
         per_draft, per_position, per_read = (self._weights[i] / _SCALES[i] for i in (2, 3, 6))

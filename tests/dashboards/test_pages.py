@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from dashboards import build
 from dashboards.alerts import ALERTS
-from dashboards.panels import PAGE, VISIBLE, Page, Panel
+from dashboards.panels import ANNOTATIONS, PAGE, VISIBLE, Page, Panel
 from dashboards.queries import Scope
 from dashboards.recordings import RECORDINGS
 from deploy.cli.main import main
@@ -111,14 +111,21 @@ def test_the_schema_notices_what_is_wrong(change: Any) -> None:
 @pytest.mark.parametrize("page", build.dashboards(), ids=lambda page: page["uid"])
 def test_panels_fill_the_grid_without_overlap(page: dict[str, Any]) -> None:
     taken: set[tuple[int, int]] = set()
+    for row in (panel for panel in page["panels"] if panel["type"] == "row"):
+        assert bool(row["panels"]) is row["collapsed"], "Grafana drops a row's panels that are in the wrong place"
+    shown = [inner for panel in page["panels"] for inner in (panel, *panel.get("panels", ()))]
+    opened = [panel for panel in shown if panel not in page["panels"]]
+    for row in (panel for panel in page["panels"] if panel.get("collapsed")):
+        assert all(panel["gridPos"]["y"] > row["gridPos"]["y"] for panel in row["panels"])
     for panel in page["panels"]:
         at = panel["gridPos"]
         assert at["x"] + at["w"] <= 24
         cells = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
         assert not cells & taken, panel["title"]
         taken |= cells
-    ids = [panel["id"] for panel in page["panels"]]
+    ids = [panel["id"] for panel in shown]
     assert len(ids) == len(set(ids))
+    assert all(panel["targets"] for panel in opened)
 
 
 def test_uids_and_titles_are_unique_and_fit() -> None:
@@ -160,7 +167,7 @@ def test_a_query_keeps_to_the_choices_of_the_page(pair: tuple[Page, Panel]) -> N
 @pytest.mark.parametrize("page", build.dashboards(), ids=lambda page: page["uid"])
 def test_a_page_shows_one_release_unless_asked_for_all(page: dict[str, Any]) -> None:
     variables = {variable["name"]: variable for variable in page["templating"]["list"]}
-    assert list(variables) == ["datasource", "namespace", "job", "model", "pool"]
+    assert list(variables) == ["datasource", "namespace", "job", "model", "pool", "replica"]
     namespace = variables["namespace"]
     assert not namespace["multi"] and "current" not in namespace, "the first one, or all where there is none"
     assert (namespace["includeAll"], namespace["allValue"]) == (True, ".*"), "series without a namespace are found too"
@@ -168,8 +175,26 @@ def test_a_page_shows_one_release_unless_asked_for_all(page: dict[str, Any]) -> 
         "job": ["namespace"],
         "model": ["namespace", "job"],
         "pool": ["namespace", "job", "model"],
+        "replica": ["namespace", "job", "model", "pool"],
     }.items():
         assert re.findall(r"\$(\w+)", variables[name]["query"]["query"]) == chosen
+
+
+@each_panel
+def test_a_replica_is_chosen_in_gauges_alone(pair: tuple[Page, Panel]) -> None:
+    """The app's own counters are sums over all replicas, and have no such label: a choice would empty the panel."""
+    chosen = [query for query in pair[1].queries if "$replica" in query.expr]
+    for query in chosen:
+        assert {METRICS[name].kind for name in names(query.expr)} == {"gauge"}
+    if any(name in str(pair[1].queries) for name in ("breaker_state", "kv_cache_usage", "requests_running")):
+        assert chosen or pair[1].kind == "stat"
+
+
+def test_annotations_ask_only_for_what_is_exported() -> None:
+    for annotation in ANNOTATIONS:
+        assert names(annotation.expr) <= exported()
+        for label in re.findall(r"{{(\w+)}}", annotation.text):
+            assert re.search(rf"by \([^)]*\b{label}\b", annotation.expr), label
 
 
 @each_panel

@@ -9,7 +9,7 @@ import yaml
 
 from dashboards.alerts import ALERTS, Alert
 from dashboards.build import PAGES
-from dashboards.panels import Panel
+from dashboards.panels import ANNOTATIONS, Panel
 from dashboards.sanity import ALARMS, VIOLATIONS
 from serve_app.telemetry.metric_names import CATALOGUE, COMMON_LABELS
 from serve_app.telemetry.metrics import Metrics, PrometheusSink
@@ -31,8 +31,9 @@ def test_promtool_accepts_the_rules(path: Path) -> None:
     assert "SUCCESS" in promtool("check", "rules", "--lint-fatal", str(path))
 
 
-def test_promtool_can_read_every_query_of_the_panels(tmp_path: Path) -> None:
+def test_promtool_can_read_every_query_of_the_pages(tmp_path: Path) -> None:
     exprs = [query.expr for page in PAGES for panel in page.panels for query in panel.queries]
+    exprs += [annotation.expr for annotation in ANNOTATIONS]
     filled = [re.sub(r"\$__\w+", "5m", expr) for expr in exprs]
     rules = [{"record": f"panel:query:{number}", "expr": expr} for number, expr in enumerate(filled)]
     (tmp_path / "panels.yaml").write_text(yaml.safe_dump({"groups": [{"name": "panels", "rules": rules}]}))
@@ -94,6 +95,30 @@ def test_a_figure_counts_the_first_event_of_a_series(
             }
         )
     promtool_test(tmp_path, tests=tests)
+
+
+def test_an_annotation_marks_an_event_once_and_nothing_else(tmp_path: Path) -> None:
+    series = {
+        "Breaker trips": 'breaker_trips_total{%s,reason="drift"}',
+        "Weight updates": 'weight_updates_total{%s,result="ok"}',
+        "Replicas replaced": "replica_restarts_total{%s}",
+    }
+    assert series.keys() == {annotation.name for annotation in ANNOTATIONS}
+    for annotation in ANNOTATIONS:
+        expr = annotation.expr.replace("$namespace", "n").replace("$job", "j")
+        expr = expr.replace("$model", ".*").replace("$pool", ".*")
+        for values, marked in (("_x70 1x30", range(70, 73)), ("0x70 1x30", range(71, 73)), ("7x100", ())):
+            name = series[annotation.name] % 'namespace="n",job="j",model_name="m",pool="decode"'
+            seen = [
+                {
+                    "expr": f"count({expr})",
+                    "eval_time": f"{minute}m",
+                    "exp_samples": [{"labels": "{}", "value": 1}] if minute in marked else [],
+                }
+                for minute in (65, 71, 75, 90)
+            ]
+            test = {"interval": "1m", "input_series": [{"series": f"truespec_{name}", "values": values}]}
+            promtool_test(tmp_path, tests=[test | {"promql_expr_test": seen}])
 
 
 def test_a_case_that_is_wrong_is_noticed(tmp_path: Path) -> None:

@@ -139,6 +139,7 @@ def filled(expr: str, job: str) -> str:
         "$job": job,
         "$model": ".*",
         "$pool": ".*",
+        "$replica": ".*",
         "$__rate_interval": "5m",
         "$__range": "5m",
     }.items():

@@ -5,7 +5,7 @@ from typing import Any
 
 from serve_app.backends.base import Computing
 from serve_app.integrity.breaker import BreakerState, Mode, Trip
-from serve_app.integrity.heartbeat import ReplicaStatus, Report
+from serve_app.integrity.heartbeat import Placed, ReplicaStatus, Report
 from serve_app.integrity.replica_book import ReplicaBook
 from serve_app.page.history import EVERY_S
 from serve_app.page.status import StatusBook
@@ -43,6 +43,8 @@ class MadeUpApp:
         stats = StepStats(num_emitted=40 * num, expected_accepted=15.8 * num, achievable_accepted=17.0 * num)
         for accepted in (0, 0, 1, 3):
             stats.count_round(3, accepted, times=4 * num)
+        stats.speculated_s, stats.speculated_plain_s = 0.6 * num, 0.8 * num
+        stats.prefix_cache_queries, stats.prefix_cache_hits = 100 * num, 25 * num
         stats.checks = {check: CheckSums(12 * num, 3.0, 3.0, 6.0) for check in CHECKS}
         metrics.record_steps(stats, EngineUsage(3, 1, 0, 60, 100, 16))
         metrics.count("truespec_requests_total", num, outcome="stop")
@@ -65,7 +67,9 @@ class MadeUpApp:
         )
         batch = self.buffers[replica].drain()
         self.sink.apply(batch)
-        self.replicas.hear(Report(status, batch, trips=trips, checks=checks, computing=Computing("cpu")))
+        computing = Computing("cpu", device="AMD EPYC 9654 96-Core Processor")
+        placed = Placed("0.1.0", "node-a", "3f2a", STARTED_AT)
+        self.replicas.hear(Report(status, batch, trips=trips, checks=checks, computing=computing, placed=placed))
 
     def pass_time(self, seconds: float) -> None:
         """Time with traffic: every tenth second all replicas report."""
@@ -94,6 +98,13 @@ class MadeUpApp:
     def fail(self, num: int) -> None:
         """Answers that end in an error."""
         self.metrics("app#DecodeServer#a1b2").count("truespec_requests_total", num, outcome="error")
+
+    def fail_prefills(self, num: int, reason: str = "timeout") -> None:
+        """Prompts that a prefill replica did not compute, so that the decode replica had to."""
+        metrics = self.metrics("app#DecodeServer#a1b2")
+        metrics.count("truespec_prefill_failures_total", 2 * num, reason=reason)
+        metrics.count("truespec_handoffs_total", num, result="failed")
+        metrics.count("truespec_handoffs_total", 9 * num, result="ok")
 
     def trip(self, replica: str, check: str = "a") -> None:
         """A self-check raises its alarm on a replica, whose breaker opens."""

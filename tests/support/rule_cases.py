@@ -360,6 +360,46 @@ CASES: tuple[Case, ...] = (
     ),
     Case("TruespecHandoffsFail", "all are taken in", _results("handoffs_total", result__ok=20), "40m"),
     Case(
+        "TruespecPrefillsFail",
+        "one in ten, of three reasons",
+        _results("handoffs_total", result__ok=18)
+        | _results("prefill_failures_total", reason__timeout=1, reason__died=0.5, reason__engine=0.5),
+        "40m",
+        Fires("10% of the prefills of tiny failed and had to be computed again."),
+    ),
+    Case(
+        "TruespecPrefillsFail",
+        "the first ones hang, as Ray's agent exports it",
+        {"handoffs_total result=ok": "0+5x60", "prefill_failures_total reason=timeout": "_x30 5x30"},
+        "40m",
+        Fires("6.25% of the prefills of tiny failed and had to be computed again."),
+    ),
+    Case(
+        "TruespecPrefillsFail",
+        "none is answered",
+        _results("prefill_failures_total", reason__died=1),
+        "40m",
+        Fires("100% of the prefills of tiny failed and had to be computed again."),
+    ),
+    Case(
+        "TruespecPrefillsFail",
+        "four",
+        {"handoffs_total result=ok": "0+1x60", "prefill_failures_total reason=timeout": "_x30 4x30"},
+        "40m",
+    ),
+    Case(
+        "TruespecPrefillsFail",
+        "one in two hundred",
+        _results("handoffs_total", result__ok=199) | _results("prefill_failures_total", reason__engine=1),
+        "40m",
+    ),
+    Case(
+        "TruespecPrefillsFail",
+        "the pool is full",
+        _results("handoffs_total", result__ok=8, result__failed=2) | _results("prefill_failures_total", reason__full=2),
+        "40m",
+    ),
+    Case(
         "TruespecUntestedShare",
         "everybody sends one seed",
         {"selfcheck_rounds_total": "0+100x120", "selfcheck_untested_rounds_total": "0+95x120"},

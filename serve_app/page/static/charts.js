@@ -140,11 +140,11 @@ export function columns(place, { bars, label }) {
 }
 
 /**
- * E-values on a log scale, each with the line at which it alarms. `rows`: {name, code, value, alarm, text}, log10 both.
+ * E-values on a log scale, each with the line at which it alarms. `rows`: {name, value, alarm, text}, log10 both.
  */
 export function evidence(place, { rows, label }) {
   const beside = place.clientWidth >= 560; // the names; above the bars otherwise
-  const line = beside ? 22 : 36, left = beside ? 276 : 4, head = 20, bar = 14;
+  const line = beside ? 22 : 36, left = beside ? 190 : 4, head = 20, bar = 14;
   const { svg, width } = canvas(place, head + rows.length * line + 4, label);
   const lowest = -3, highest = Math.max(8, ...rows.map((row) => Math.max(row.alarm, row.value) + 1));
   const right = width - MARGIN.right, alarms = rows.map((row) => row.alarm);
@@ -156,12 +156,11 @@ export function evidence(place, { rows, label }) {
     const text = log === 0 ? "1" : `10${[...String(log)].map((sign) => "⁰¹²³⁴⁵⁶⁷⁸⁹"[sign] ?? "⁻").join("")}`;
     shape(svg, "text", { x: x(log), y: 11, "text-anchor": log === lowest && !beside ? "start" : "middle" }, text);
   }
-  rows.forEach(({ name, code, value, alarm, text }, index) => {
+  rows.forEach(({ name, value, alarm, text }, index) => {
     const top = head + index * line, y = top + line - bar - 4;
     const group = shape(svg, "g", {});
     shape(group, "title", {}, text);
-    const words = shape(group, "text", { class: "strong", x: beside ? left - 10 : left, y: beside ? y + 11 : top + 13, "text-anchor": beside ? "end" : "start" }, `${name} `);
-    shape(words, "tspan", { class: "code" }, code);
+    shape(group, "text", { class: "strong", x: beside ? left - 10 : left, y: beside ? y + 11 : top + 13, "text-anchor": beside ? "end" : "start" }, name);
     shape(group, "rect", { class: "track", x: left, width: right - left, y, height: bar });
     const over = value >= alarm ? "bar over" : "bar";
     shape(group, "rect", { class: over, x: left, width: Math.max(x(value) - left, 2), y, height: bar, rx: 2 });

@@ -8,7 +8,7 @@ import { call, events, keyGiven } from "./wire.js";
 const HISTORY_S = 3600, SHORTEST_S = 300, RECENT_S = 3600, SHOWN_INCIDENTS = 6, SHOWN_STRATA = 10, SHOWN_REPLAYS = 8;
 const RETRY_MS = 1000, SILENT_MS = 5000;
 const sum = (counts) => Object.values(counts).reduce((total, value) => total + value, 0);
-const percent = (share) => (share === null ? "–" : `${(100 * share).toFixed(1)} %`);
+const percent = (share) => (share === null ? "–" : `${(100 * share).toFixed(1)}\u00a0%`);
 const whole = (value) => Math.round(value).toLocaleString("en");
 const rate = (value) => (value === 0 ? "0" : value < 1 ? value.toFixed(2) : value < 100 ? value.toFixed(1) : whole(value));
 const clock = (at) => new Date(1000 * at).toLocaleTimeString([], { hourCycle: "h23" });
@@ -21,6 +21,7 @@ let everyS = 10;
 let following = null; // aborts the stream
 let heardAt = performance.now();
 let locked = false; // until a key is entered
+let stale = ""; // why the figures are not those of now
 
 // ---- figures
 
@@ -49,9 +50,11 @@ const plural = (count, word) => `${whole(count)} ${word}${count === 1 ? "" : "s"
 const pill = (text, tone) => element("span", { class: `pill ${tone}` }, text);
 
 function drawHealth() {
-  const open = tripped(), [latest] = recent();
-  const [text, tone] = open.length ? [`breaker ${open[0].breaker} on ${open.length} of ${status.replicas.length}`, "bad"]
+  const open = tripped(), [latest] = recent(), { troubles } = status;
+  const [text, tone] = stale ? [stale, "warn"]
+    : open.length ? [`breaker ${open[0].breaker} on ${open.length} of ${status.replicas.length}`, "bad"]
     : latest ? [`${{ trip: "trip", canary: "failed canary" }[latest.kind] ?? "alarm"} ${ago(latest.at)} ago`, "bad"]
+    : troubles.length ? [`${troubles[0].title}${troubles.length > 1 ? `, and ${troubles.length - 1} more` : ""}`, troubles[0].tone]
     : (status.verdicts.suspect ?? 0) > 0 ? ["suspect answers", "warn"]
     : status.totals.replayed > 0 ? ["healthy", "good"]
     : ["nothing checked yet", ""];
@@ -59,21 +62,31 @@ function drawHealth() {
   byId("health").className = `pill ${tone}`;
 }
 
+/** Leads to what to do at an alert. */
+const runbook = ({ name, page }) => element("span", { class: "runbook" }, "runbook ",
+  element("a", { href: `page/runbooks.html#${name.toLowerCase()}`, title: `as in ${page}` }, name));
+
+/** What is wrong, a sentence each. */
+function drawTroubles() {
+  byId("troubles").hidden = !status.troubles.length;
+  show(byId("trouble-list"), ...status.troubles.map((one) =>
+    element("li", {}, pill(one.title, one.tone), element("span", {}, one.text), runbook(one.runbook))));
+}
+
 /** One trip or alarm: what, when, where, what it means, what to do first. */
 function incidentOf(one) {
   const pool = poolOf(one.replica);
   const times = one.num > 1 ? ` · ${plural(one.num, "time")} since ${clock(one.first_at)}` : "";
-  const words = one.words ? [element("b", {}, one.words), " "] : [];
   const suspect = one.suspect_since === null || one.at - one.suspect_since < 1 ? ""
     : ` Answers of it that ended between ${clock(one.suspect_since)} and ${clock(one.at)} are suspect.`;
   return element("li", {},
     element("p", { class: "incident-when" }, element("b", {}, clock(one.at)), ` ${ago(one.at)} ago`),
     element("div", {},
-      element("h3", {}, pill(one.title, "bad"), " ", ...words, element("code", {}, one.name)),
+      element("h3", {}, pill(one.title, "bad"), " ", one.words ? element("b", {}, one.words) : element("code", {}, one.name)),
       element("p", {}, `${one.meaning[0].toUpperCase()}${one.meaning.slice(1)}.`),
       element("p", {}, one.effect, suspect),
-      element("p", { class: "note" }, `${pool ? `${pool} ` : ""}replica `, element("b", {}, shortName(one.replica)), pool ? "" : ", gone since", `${times} · runbook `,
-        element("b", {}, one.runbook.name), ` in ${one.runbook.page}`)));
+      element("p", { class: "note" }, `${pool ? `${pool} ` : ""}replica `, element("b", {}, shortName(one.replica)), pool ? "" : ", gone since", `${times} · `,
+        runbook(one.runbook))));
 }
 
 function drawIncidents() {
@@ -103,6 +116,14 @@ function latencyTile(name, field) {
   return tile(name, duration(median, longest), median === null ? "no tokens in the last minute" : `median; p95 ${duration(high, longest)}`);
 }
 
+/** What drafts gain now; the time only where the engine has timed steps with and without them. */
+function gain({ time_saved: saved }, near) {
+  if (!near) return status.about.drafter === "none" ? "no drafter is configured" : "nothing drafted in the last minute";
+  if (saved === null) return "against 1 without drafts";
+  const share = `${Math.abs(100 * saved).toFixed(0)} %`;
+  return saved < 0 ? `drafts make decoding about ${share} slower` : `drafts save about ${share} of decoding time`;
+}
+
 function drawTiles() {
   const { now, totals, replicas } = status;
   const { verified = 0, suspect = 0, unverified = 0 } = status.verdicts;
@@ -123,6 +144,9 @@ function drawTiles() {
     tile("Output tokens", `${rate(now.tokens_per_s)} /s`, status.replaying ? `and ${plural(status.replaying, "replay")} running` : `${whole(totals.emitted)} since the start`),
     tile(near ? "Acceptance" : "Acceptance, since the start", percent(near ? now.acceptance : ever),
       near ? `the verifier expects ${percent(now.expected_acceptance)}` : totals.drafted ? "nothing drafted in the last minute" : "nothing drafted yet"),
+    tile("Tokens a round", near ? now.tokens_per_round.toFixed(2) : "–", gain(now, near)),
+    tile("KV cache in use", now.kv_usage === null ? "–" : percent(now.kv_usage),
+      now.cache_hit_rate === null ? "no prompts in the last minute" : `${percent(now.cache_hit_rate)} of prompt tokens cached`),
     tile("Logprob drift (TME)", tme === null ? "–" : tme.toFixed(4),
       totals.replayed ? `limit ${limit}; ${whole(totals.replayed)} tokens replayed` : "nothing replayed yet", tme > limit),
     suspect > 0 ? tile("Suspect answers", whole(suspect), `${whole(verified)} verified, ${whole(unverified)} not checked`, true)
@@ -162,6 +186,18 @@ const CHARTS = {
   },
   load: {
     name: "Requests running and waiting", series: () => [course("waiting", "second", "waiting"), course("running", "first", "running", true)],
+    format: whole, least: 4, whole: true, always: true,
+  },
+  kv: {
+    name: "KV cache in use", series: () => [course("kv_usage", "first", "fullest replica", true)],
+    format: (share) => `${Math.round(share * 100)} %`, least: 1, top: 1, why: "No replica has reported its KV cache yet.",
+  },
+  "prefix-cache": {
+    name: "Prefix cache hits", series: () => [course("cache_hit_rate", "first", "of prompt tokens", true)],
+    format: (share) => `${Math.round(share * 100)} %`, least: 1, top: 1, why: "No prompt was found in the prefix cache yet.",
+  },
+  preemptions: {
+    name: "Preemptions a minute", series: () => [course("preemptions", "bad", "sequences computed again", true)],
     format: whole, least: 4, whole: true, always: true,
   },
   acceptance: {
@@ -214,7 +250,7 @@ function drawChecks() {
   }
   if (!worst.size) return empty(byId("checks"), "No sampling has been checked yet: greedy answers sample nothing. Send a prompt with a temperature above 0.");
   const rows = [...worst.values()].map((check) => ({
-    name: status.checks[check.check]?.name ?? "", code: check.check,
+    name: status.checks[check.check]?.name ?? check.check,
     value: check.log_e / Math.LN10,
     alarm: check.log_threshold / Math.LN10,
     text: `${status.checks[check.check]?.meaning ?? check.check}: ${whole(check.num)} terms, z ${check.z.toFixed(2)}, on ${check.replica}`,
@@ -237,16 +273,35 @@ function table(place, columns, rows, why) {
 /** The verdict, with the reason if it is not obvious. */
 const verdict = (one, tone) => element("span", {}, pill(one.verdict, tone), one.reason === "replayed" ? "" : ` ${one.reason}`);
 
+const nameOf = (replica) => element("code", {}, shortName(replica.replica));
+
+/** Median and p95 of a replica's latency; prefill replicas answer no client. */
+function latencies(replica, field) {
+  const [median, high] = [replica[`${field}_p50_s`] ?? null, replica[`${field}_p95_s`] ?? null], longest = status.about.longest_s[field];
+  return median === null ? "–" : `${duration(median, longest)} / ${duration(high, longest)}`;
+}
+
 function drawReplicas() {
-  const rows = status.replicas.map((replica) => [
-    replica.pool, element("code", {}, shortName(replica.replica)), pill(replica.breaker, replica.breaker === "closed" ? "good" : "bad"),
-    replica.speculating === undefined ? "–" : replica.speculating ? "on" : "off", replica.mode, replica.reason || "none", ago(replica.since),
-    whole(replica.running ?? 0), whole(replica.waiting ?? 0), whole(replica.replaying ?? 0),
-    replica.kv_usage === undefined ? "–" : percent(replica.kv_usage), replica.kernels_off ? pill("off", "warn") : replica.kernels || "–",
+  const { replicas, routers } = status;
+  const load = [
+    ...replicas.map((replica) => [
+      replica.pool, nameOf(replica), pill(replica.breaker, replica.breaker === "closed" ? "good" : "bad"),
+      replica.speculating === undefined ? "–" : replica.speculating ? "on" : "off",
+      whole(replica.running ?? 0), whole(replica.waiting ?? 0), whole(replica.replaying ?? 0),
+      replica.kv_usage === undefined ? "–" : percent(replica.kv_usage), latencies(replica, "first_token"), latencies(replica, "per_token"),
+    ]),
+    ...routers.map((router) => ["router", nameOf(router), ..."––––––", latencies(router, "first_token"), latencies(router, "per_token")]),
+  ];
+  table(byId("replicas"), [["pool"], ["replica"], ["breaker"], ["speculation"], ["running", true], ["waiting", true], ["replays", true], ["KV in use", true],
+    ["first token, median / p95", true], ["inter-token, median / p95", true]], load,
+  "No replica has reported yet. Replicas report each second once their model is loaded.");
+  const build = replicas.map((replica) => [
+    replica.pool, nameOf(replica), replica.mode, replica.reason || "none", ago(replica.since), replica.version || "–",
+    replica.started_at ? ago(replica.started_at) : "–", element("span", { title: replica.node_id ?? "" }, replica.node || "–"), replica.device || "–",
+    replica.kernels_off ? pill("off", "warn") : replica.kernels || "–",
   ]);
-  const columns = [["pool"], ["replica"], ["breaker"], ["speculation"], ["mode"], ["last trip"], ["in this state", true], ["running", true], ["waiting", true],
-    ["replays", true], ["KV in use", true], ["kernels"]];
-  table(byId("replicas"), columns, rows, "No replica has reported yet. Replicas report each second once their model is loaded.");
+  table(byId("builds"), [["pool"], ["replica"], ["mode"], ["last trip"], ["in this state", true], ["version"], ["up for", true], ["node"], ["device"],
+    ["kernels"]], build, "What each runs is known once it has reported.");
 }
 
 /** Why replicas are slow; each reason is shown once. */
@@ -285,12 +340,13 @@ function drawLatest() {
 
 function drawCounts() {
   const { totals } = status;
-  const list = (counted) => Object.entries(counted).filter(([, value]) => value).map(([name, value]) => `${whole(value)} ${name.replaceAll("_", " ")}`).join(", ") || "none";
+  const words = (name) => status.names[name] ?? name.replaceAll("_", " ");
+  const list = (counted) => Object.entries(counted).filter(([, value]) => value).map(([name, value]) => `${whole(value)} ${words(name)}`).join(", ") || "none";
   const counts = {
     "Tokens emitted": whole(totals.emitted), "Tokens drafted": whole(totals.drafted), "Drafts accepted": whole(totals.accepted),
     "Expected by the verifier": whole(totals.expected), "Achievable with these drafts": whole(totals.achievable),
     Requests: list(status.requests), "Refused requests": list(status.refusals), Replays: list(status.replays),
-    "Distribution tests": list(status.distributions), Handoffs: list(status.handoffs),
+    "Distribution tests": list(status.distributions), Handoffs: list(status.handoffs), "Failed prefills": list(status.prefill_failures),
     "Breaker trips": list(status.trips), "Canary trials": list(status.canaries),
     "Self-check alarms": list(status.check_alarms), "Replay alarms": list(status.replay_alarms),
     "Logprob violations": list(status.logprob_violations), "Invariant violations": list(status.invariant_violations),
@@ -300,12 +356,14 @@ function drawCounts() {
 
 function draw() {
   if (!status) return;
-  const { model, quantization, topology, drafter, verifies } = status.about;
+  const { model, quantization, topology, drafter, verifies, grafana } = status.about;
   byId("about").textContent = `${model}${quantization ? ` (${quantization})` : ""} · ${topology} · drafter ${drafter}`;
   byId("verify-label").hidden = !verifies;
   byId("verify").disabled = !verifies;
+  byId("grafana").hidden = !grafana;
+  if (grafana) byId("grafana").href = `${grafana.replace(/\/+$/, "")}/d/truespec-overview`;
   byId("heard").textContent = `counting since ${clock(status.started_at)}`;
-  for (const part of [drawSlow, drawHealth, drawIncidents, drawTiles, drawSpan, drawPositions, drawChecks, drawReplicas, drawStrata, drawLatest, drawCounts]) part();
+  for (const part of [drawSlow, drawHealth, drawTroubles, drawIncidents, drawTiles, drawSpan, drawPositions, drawChecks, drawReplicas, drawStrata, drawLatest, drawCounts]) part();
   for (const id of Object.keys(CHARTS)) drawChart(id);
 }
 
@@ -332,14 +390,20 @@ async function recall(signal) {
   }
 }
 
-function trouble(text) {
+/** Say why the figures are not those of now; `short` is what stands in the place of the health. */
+function trouble(text, short = "") {
   byId("connection").textContent = text;
   byId("connection").hidden = !text;
+  stale = short;
+  if (status) drawHealth();
 }
 
 function hear({ event, data }) {
   heardAt = performance.now();
-  if (event === "trouble") return trouble(`${JSON.parse(data).message} The figures below are the last received.`);
+  if (event === "trouble") {
+    const { message } = JSON.parse(data);
+    return trouble(status ? `${message} The figures below are the last received.` : message, "no new figures");
+  }
   trouble("");
   take(JSON.parse(data));
 }
@@ -376,7 +440,8 @@ function connect() {
 
 setInterval(() => {
   if (document.hidden || locked || performance.now() - heardAt < SILENT_MS) return;
-  trouble("The connection is lost; retrying. The figures below are the last received.");
+  if (status) trouble("The connection is lost; retrying. The figures below are the last received.", "connection lost");
+  else trouble("Connecting… the service has not answered yet.");
 }, RETRY_MS);
 
 document.addEventListener("visibilitychange", () => {

@@ -31,12 +31,20 @@ interface OurPanel<Type extends string, Options, Custom>
 
 type NoCustom = Record<string, never>;
 
-export interface TruespecDashboard extends Omit<d.Dashboard, 'panels'> {
-  panels: (
-    | OurPanel<'timeseries', timeseries.Options, timeseries.FieldConfig>
-    | OurPanel<'stat', stat.Options, NoCustom>
-    | OurPanel<'bargauge', bargauge.Options, NoCustom>
-    | OurPanel<'heatmap', heatmap.Options, heatmap.FieldConfig>
-    | (Omit<d.RowPanel, 'panels'> & { panels: [] })
-  )[];
+type AnyPanel =
+  | OurPanel<'timeseries', timeseries.Options, timeseries.FieldConfig>
+  | OurPanel<'stat', stat.Options, NoCustom>
+  | OurPanel<'bargauge', bargauge.Options, NoCustom>
+  | OurPanel<'heatmap', heatmap.Options, heatmap.FieldConfig>;
+
+// What Grafana's Prometheus data source reads of an annotation, which the package leaves open.
+interface PrometheusAnnotation extends Omit<d.AnnotationQuery, 'target'> {
+  target: { refId: string; expr: string; interval: string };
+  titleFormat: string;
+  textFormat: string;
+}
+
+export interface TruespecDashboard extends Omit<d.Dashboard, 'panels' | 'annotations'> {
+  annotations: { list: PrometheusAnnotation[] };
+  panels: (AnyPanel | (Omit<d.RowPanel, 'panels'> & { panels: AnyPanel[] }))[];
 }

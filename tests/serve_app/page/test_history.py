@@ -145,6 +145,44 @@ def test_acceptance_is_that_of_the_minute_and_positions_those_of_the_hour(watche
     assert watched.history.newest()["positions"] == [{"drafted": 0, "accepted": 0}] * 2
 
 
+def test_cache_and_preemptions_and_what_drafts_gain_are_those_of_the_minute(watched: Watched) -> None:
+    for name in ("kv_usage", "cache_hit_rate", "tokens_per_round", "time_saved"):
+        assert watched.history.newest()["now"][name] is None
+    for name, value in (("prefix_cache_queries", 400), ("prefix_cache_hits", 100), ("preemptions", 3)):
+        watched.count(f"truespec_{name}_total", value)
+    for name, value in (("drafts", 40), ("accepted_tokens", 30), ("speculated_seconds", 6), ("draft_tokens", 90)):
+        watched.count(f"truespec_{name}_total", value)
+    watched.count("truespec_speculated_plain_seconds_total", 8)
+    other = BufferSink("r2")
+    Metrics([other], model_name="m", pool="decode").gauge("truespec_kv_cache_usage_ratio", 0.9)
+    watched.metrics.gauge("truespec_kv_cache_usage_ratio", 0.3)
+    watched.sink.apply(other.drain())
+    watched.pass_time(10)
+    now = watched.history.newest()["now"]
+    assert (now["kv_usage"], now["cache_hit_rate"], now["preemptions"]) == (0.9, 0.25, 3)  # the fullest, and no sum
+    assert (now["tokens_per_round"], now["time_saved"]) == (1.75, 0.25)
+    watched.pass_time(70)
+    now = watched.history.newest()["now"]
+    assert (now["kv_usage"], now["cache_hit_rate"], now["time_saved"]) == (0.3, None, None)
+
+
+def test_latencies_of_a_replica_are_its_own_and_of_the_last_minutes(watched: Watched) -> None:
+    other = BufferSink("r2")
+    slow = Metrics([other], model_name="m", pool="decode")
+    for _ in range(10):
+        watched.metrics.observe("truespec_time_to_first_token_seconds", 0.2)
+        slow.observe("truespec_time_to_first_token_seconds", 2.0)
+    watched.sink.apply(other.drain())
+    watched.pass_time(10)
+    found = watched.history.latencies_by_replica()
+    assert found["r1"]["first_token_p50_s"] == 0.175 and found["r2"]["first_token_p50_s"] == 1.75
+    assert "per_token_p50_s" not in found["r1"]  # nothing is known of it
+    watched.pass_time(30)
+    assert watched.history.latencies_by_replica().keys() == {"r1"}  # nothing has been heard of the other
+    watched.pass_time(300)
+    assert watched.history.latencies_by_replica()["r1"]["first_token_p50_s"] is None
+
+
 @pytest.mark.parametrize(
     ("share", "counts", "expected"),
     [

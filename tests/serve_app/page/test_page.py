@@ -16,7 +16,7 @@ from serve_app.access.request_gate import Gate
 from serve_app.page.feed import StatusFeed
 from serve_app.page.status import StatusBook
 from serve_app.telemetry.metrics import BufferSink, Metrics, PrometheusSink
-from speculative.stats import CHECKS
+from speculative.stats import CHECKS, INVARIANTS
 from tests.support.browser import SCHEMES, WIDTHS, Visit, chromium, needs_chromium
 from tests.support.clock import Clock
 from tests.support.fake_serving import Served, ServeFake
@@ -168,7 +168,7 @@ def test_the_book_adds_up_replicas_but_never_strata() -> None:
     assert (status["totals"]["emitted"], status["totals"]["replayed"], status["totals"]["excess"]) == (20, 20, 1.0)
     assert (status["now"]["tokens_per_s"], status["now"]["running"]) == (2.0, 6)
     assert book.history()["points"]["tokens_per_s"] == [2.0]
-    assert status["replicas"] == [replica | {"running": 3}]
+    assert status["replicas"] == [replica | {"running": 3}] and status["troubles"] == []
     assert status["positions"] == [{"drafted": 16, "accepted": 12}]
     assert status["held_out"] == {"greedy": [0.5]}
     assert status["requests"] == {"stop": 4}
@@ -223,6 +223,9 @@ def test_charts_tables_and_an_answer_in_a_browser(served: Served, browser: Brows
         ("per-token", 2),
         ("errors", 2),
         ("load", 2),
+        ("kv", 1),
+        ("prefix-cache", 1),
+        ("preemptions", 1),
         ("acceptance", 3),
     ):
         expect(page.locator(f"#{chart} polyline")).to_have_count(num)
@@ -302,8 +305,10 @@ def test_a_silent_referee_is_said(served: Served, referee: Referee, browser: Bro
     expect(visit.page.locator("#health")).to_have_text("healthy")
     referee.silent = True
     expect(visit.page.locator("#connection")).to_contain_text("referee does not answer")
+    expect(visit.page.locator("#health")).to_have_text("no new figures")
     referee.silent = False
     expect(visit.page.locator("#connection")).to_be_hidden()
+    expect(visit.page.locator("#health")).to_have_text("healthy")
 
 
 @needs_chromium
@@ -319,10 +324,11 @@ def test_a_trip_says_what_when_where_what_it_means_and_what_to_do(
     trip, alarm = page.locator("#incident-list li").all()
     for shown, words in (
         (trip, ("Breaker tripped", "selfcheck", "decode replica c3d4", "correct and slower", "TruespecBreakerOpen")),
-        (alarm, ("Self-check alarm", "sampling noise, next round lag_g", "may be wrong", "TruespecSelfCheckAlarm")),
+        (alarm, ("Self-check alarm", "sampling noise, next round", "may be wrong", "TruespecSelfCheckAlarm")),
     ):
-        for text in (*words, clock, "docs/runbooks.md"):
+        for text in (*words, clock):
             expect(shown).to_contain_text(text)
+        expect(shown.get_by_role("link")).to_have_attribute("href", f"page/runbooks.html#{words[-1].lower()}")
     assert page.locator("#incidents").bounding_box()["y"] < page.locator("#tiles").bounding_box()["y"]  # type: ignore[index]
     for chart in ("requests", "first-token", "errors", "acceptance"):
         assert page.locator(f"#{chart} line.mark").count() == 2
@@ -380,8 +386,92 @@ def test_a_lost_connection_is_said_and_fixed(served: Served, referee: Referee, b
     visit.page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")  # it asks for a new stream
     visit.page.clock.fast_forward(10_000)
     expect(visit.page.locator("#connection")).to_contain_text("connection is lost")
+    expect(visit.page.locator("#health")).to_have_text("connection lost")
     referee.turns_away = False
     expect(visit.page.locator("#connection")).to_be_hidden()
+
+
+@needs_chromium
+def test_a_page_that_has_not_been_answered_yet_is_connecting(
+    served: Served, referee: Referee, browser: Browser
+) -> None:
+    referee.turns_away = True
+    visit = Visit(browser, served.url)
+    expect(visit.page.locator("#connection")).to_contain_text("Connecting…")
+    expect(visit.page.locator("#connection")).not_to_contain_text("lost")
+    expect(visit.page.locator("#health")).to_have_text("connecting…")
+    referee.turns_away = False
+    expect(visit.page.locator("#connection")).to_be_hidden()
+    expect(visit.page.locator("#health")).to_have_text("healthy")
+
+
+@needs_chromium
+def test_what_is_wrong_is_a_sentence_with_its_runbook(served: Served, referee: Referee, browser: Browser) -> None:
+    referee.app.fail_prefills(2)
+    referee.app.pass_time(20)
+    visit = Visit(browser, served.url)
+    page = visit.page
+    expect(page.locator("#health")).to_have_text("prefills fail, and 1 more")
+    first, second = page.locator("#trouble-list li").all()
+    expect(first).to_contain_text("4 prefills failed in the last 15 minutes (4 timeout) and had to be computed again")
+    expect(second).to_contain_text("2 of 20 handoffs in the last 15 minutes did not succeed (2 failed)")
+    link = first.get_by_role("link")
+    expect(link).to_have_text("TruespecPrefillsFail")
+    link.click()
+    expect(page.locator("section:target")).to_contain_text("Each prompt is computed again")
+    visit.look(400, "dark")
+    assert "the page is wider than the window" not in visit.faults_of_layout()
+    page.go_back()
+    expect(page.locator("#counts")).to_contain_text("4 timeout")
+    referee.app.pass_time(1000)
+    expect(page.locator("#health")).to_have_text("healthy")
+    expect(page.locator("#troubles")).to_be_hidden()
+    assert visit.complaints == []
+
+
+@needs_chromium
+def test_a_replica_says_how_it_serves_and_what_it_runs(served: Served, referee: Referee, browser: Browser) -> None:
+    slow = "app#DecodeServer#c3d4"
+    for _ in range(5):
+        referee.app.serve(slow, 200, first_token_s=8.0)
+        referee.app.pass_time(60)
+    about = referee.app.status()["about"] | {"grafana": "https://grafana.example/"}
+    referee.changes = {"about": about, "routers": [{"replica": "app#StreamRouter#z9", "first_token_p50_s": 0.5}]}
+    visit = Visit(browser, served.url)
+    page = visit.page
+    expect(page.locator("#health")).to_have_text("first token late")
+    expect(page.locator("#trouble-list")).to_contain_text("it should be 5 s at most")
+    rows = {row.locator("td").nth(1).inner_text(): row for row in page.locator("#replicas tbody tr").all()}
+    assert " s / " in rows["c3d4"].inner_text() and " ms / " in rows["a1b2"].inner_text()
+    expect(rows["z9"]).to_contain_text("500 ms")
+    for text in ("0.1.0", "20 min", "node-a", "AMD EPYC 9654 96-Core Processor"):
+        expect(page.locator("#builds tbody tr").first).to_contain_text(text)
+    expect(page.locator("#tiles")).to_contain_text("2.00drafts save about 25 % of decoding time")
+    expect(page.get_by_role("link", name="Grafana")).to_have_attribute(
+        "href", "https://grafana.example/d/truespec-overview"
+    )
+    assert visit.complaints == []
+
+
+@needs_chromium
+def test_checks_are_called_by_names_and_never_by_letters(served: Served, referee: Referee, browser: Browser) -> None:
+    for check in CHECKS:
+        referee.app.trip("app#DecodeServer#c3d4", check=check)
+        referee.app.clock.now += 1
+    for kind in INVARIANTS:
+        referee.app.metrics("app#DecodeServer#a1b2").count("truespec_selfcheck_violations_total", 1, kind=kind)
+    referee.app.report("app#DecodeServer#a1b2")
+    visit = Visit(browser, served.url)
+    expect(visit.page.locator("#incident-list li").first).to_be_visible()
+    shown = visit.page.locator("main").inner_text() + " ".join(visit.page.locator("svg text").all_text_contents())
+    assert "draft acceptance, seeded" in shown
+    coupled = {f"coupled {name}" for name in ("a prime", "c", "d", "e")}
+    letters = {*CHECKS, *coupled, "p", "q", "a prime", "lag b", "lag g"}
+    counted = visit.page.locator("#counts dd").all_inner_texts()
+    names = {name for text in counted for name in re.findall(r"\d ([a-z][^,]*)", text)}
+    names |= set(visit.page.locator("main code, #checks text").all_text_contents())
+    assert not names & letters
+    assert not {name for name in letters - {"a"} if re.search(rf"(?<![\w/]){name}(?!\w)", shown)}
 
 
 @needs_chromium
@@ -389,8 +479,8 @@ def test_empty_states_say_what_is_missing(served: Served, referee: Referee, brow
     referee.show_nothing()
     visit = Visit(browser, served.url)
     expect(visit.page.locator("#health")).to_have_text("nothing checked yet")
-    empty_places = ("requests", "first-token", "per-token", "tokens", "acceptance", "positions", "checks")
-    for place in (*empty_places, "replicas", "strata", "latest"):
+    empty_places = ("requests", "first-token", "per-token", "tokens", "acceptance", "positions", "checks", "kv")
+    for place in (*empty_places, "prefix-cache", "replicas", "builds", "strata", "latest"):
         assert len(visit.page.locator(f"#{place} .empty").inner_text()) > 10
     assert visit.complaints == []
 
@@ -439,7 +529,7 @@ def test_a_key_is_asked_for_and_kept_in_the_tab(keyed_server: Served, browser: B
     visit = Visit(browser, keyed_server.url)
     page = visit.page
     expect(page.locator("#connection")).to_contain_text("need an API key")
-    expect(page.locator("#health")).to_have_text("connecting")
+    expect(page.locator("#health")).to_have_text("connecting…")
     for key in ("wrong", "the key"):
         page.locator("#key").fill(key)
         page.get_by_role("button", name="Open").click()
@@ -469,6 +559,7 @@ def test_nothing_is_cut_broken_or_hard_to_read(served: Served, referee: Referee,
         referee.app.trip("app#DecodeServer#c3d4", check="coupled_a_prime")
         referee.app.refuse(40_000)
         referee.app.fail(3)
+        referee.app.fail_prefills(4)
         referee.app.pass_time(120)
         slow = {"kernels_off": "no C++ compiler on PATH: install g++ where the replica runs", "breaker": "canary"}
         replicas = referee.app.status()["replicas"]
@@ -476,7 +567,7 @@ def test_nothing_is_cut_broken_or_hard_to_read(served: Served, referee: Referee,
     elif state == "empty":
         referee.show_nothing()
     visit = Visit(browser, served.url)
-    expect(visit.page.locator("#health")).not_to_have_text("connecting")
+    expect(visit.page.locator("#health")).not_to_have_text("connecting…")
     for details in visit.page.locator("summary").all():
         if details.is_visible():
             details.click()

@@ -39,6 +39,7 @@ def value(sink: PrometheusSink, name: str, **labels: str) -> float:
 def round_stats() -> StepStats:
     """Two rounds: three drafted, two accepted; then two drafted, none accepted."""
     stats = StepStats(num_emitted=4, num_prompt_tokens=7, expected_accepted=1.75, draft_s=0.5, verify_s=2.0)
+    stats.speculated_s, stats.speculated_plain_s = 1.5, 2.5
     stats.count_round(3, 2)
     stats.count_round(2, 0)
     stats.prefix_cache_queries, stats.prefix_cache_hits, stats.num_preemptions = 20, 16, 1
@@ -85,6 +86,8 @@ def test_steps_are_recorded_by_value() -> None:
     assert [value(sink, "truespec_accepted_tokens_per_position_total", position=str(i)) for i in range(3)] == [1, 1, 0]
     assert value(sink, "truespec_draft_seconds_total") == 0.5
     assert value(sink, "truespec_verify_seconds_total") == 2.0
+    assert value(sink, "truespec_speculated_seconds_total") == 1.5
+    assert value(sink, "truespec_speculated_plain_seconds_total") == 2.5
     assert value(sink, "truespec_prefix_cache_queries_total") == 20
     assert value(sink, "truespec_prefix_cache_hits_total") == 16
     assert value(sink, "truespec_preemptions_total") == 1

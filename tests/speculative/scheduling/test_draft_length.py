@@ -137,6 +137,34 @@ def test_it_is_as_fast_as_the_best_static_length(num_sequences: int, rate: float
     assert max(static) > 1.15 * min(static), "the choice matters"
 
 
+@pytest.mark.parametrize(("seconds", "rate"), [(on_cpu, 0.7), (on_cpu, 0.95), (by_rows, 0.5)])
+@pytest.mark.parametrize("num_sequences", [1, 4])
+def test_the_time_that_drafts_are_said_to_save_is_what_they_save(
+    num_sequences: int, seconds: Seconds, rate: float
+) -> None:
+    policy = DynamicLength(MOST)
+    world = World(policy, seconds, [rate] * num_sequences).run(300)
+    policy.take_speculated_s()
+    num_tokens, elapsed_s = world.num_tokens, world.elapsed_s
+    world.run(1200)
+    spent_s, plain_s = policy.take_speculated_s()
+    num_tokens, elapsed_s = world.num_tokens - num_tokens, world.elapsed_s - elapsed_s
+    saved = 1 - elapsed_s / (num_tokens / num_sequences * seconds(num_sequences, 0, 0))
+    assert saved > 0.2
+    assert 1 - spent_s / plain_s == pytest.approx(saved, abs=0.06)
+    assert policy.take_speculated_s() == (0.0, 0.0)
+
+
+def test_nothing_is_said_to_be_saved_where_nothing_is_drafted_or_known() -> None:
+    policy = DynamicLength(MOST)
+    World(policy, on_cpu, [0.7]).run(10)
+    assert policy.take_speculated_s() == (0.0, 0.0), "what a step costs is not known yet"
+    policy.begin_trial()
+    World(policy, on_cpu, [0.7]).run(100)
+    assert policy.take_speculated_s() == (0.0, 0.0), "made-up requests gain nobody anything"
+    assert make_draft_length(DrafterConfig(kind="ngram")).take_speculated_s() == (0.0, 0.0)
+
+
 @pytest.mark.parametrize("num_sequences", [1, 16])
 def test_it_drafts_nothing_where_nothing_is_accepted_and_rows_cost(num_sequences: int) -> None:
     world = World(DynamicLength(MOST), on_cpu, [0.0] * num_sequences).run(900)
