@@ -2,6 +2,7 @@
 #   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make demo
 PYTHON ?= python3
 SELECT ?= not gpu and not slow
+WORKERS ?= -n 2 --dist loadgroup
 ARGS ?=
 
 SHELL := bash
@@ -26,6 +27,7 @@ help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1|\2/p' Makefile | while IFS='|' read -r target text; do \
 	  printf '%-12s %s\n' "$$target" "$$text"; done
 	@echo "VERSION=0.31.0 chooses the vLLM of vllm and test-vllm, in an environment of its own."
+	@echo "WORKERS= runs the tests in one process, one after the other, as a debugger wants them."
 	@echo "PYTHON=python3.12 chooses the Python for .venv; ARGS='...' is passed on to pytest."
 
 setup: $(STAMP) ## set up .venv (the other targets do it when it is missing or out of date)
@@ -38,7 +40,7 @@ serve: $(STAMP) ## serve deploy/configs/demo.yaml until Ctrl-C
 	$(VENV)/bin/truespec serve deploy/configs/demo.yaml
 
 test: $(STAMP) ## run the tests that need neither a GPU nor minutes; says what it left out
-	$(VENV)/bin/python -m pytest -m "$(SELECT)" $(ARGS)
+	$(VENV)/bin/python -m pytest -m "$(SELECT)" $(WORKERS) $(ARGS)
 
 slow: $(STAMP) ## run the slow tests only
 	$(VENV)/bin/python -m pytest -m "slow and not gpu" $(ARGS)

@@ -3,6 +3,7 @@
 import os
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -24,11 +25,37 @@ if os.environ.get("CI"):
     hypothesis.settings.load_profile("ci")
 
 LEFT_OUT_BY_DEFAULT = ("gpu", "slow")
+_LEFT_OUT = "truespec_left_out"
 _deselected = pytest.StashKey[Counter[str]]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_deselected] = Counter()
+    if config.pluginmanager.hasplugin("dsession"):
+        config.pluginmanager.register(_OfWorkers(config))
+
+
+class _OfWorkers:
+    """What the process that starts the workers of `-n` hears of them: all of them leave out the same tests."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+
+    def pytest_testnodedown(self, node: Any) -> None:
+        self._config.stash[_deselected] = Counter(node.workeroutput.get(_LEFT_OUT, {}))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of a module run in one worker, one after the other, and so do all that start Ray."""
+    for item in items:
+        group = "ray" if item.get_closest_marker("ray") or "serving" in item.path.parts else str(item.path)
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if (output := getattr(session.config, "workeroutput", None)) is not None:
+        output[_LEFT_OUT] = dict(session.config.stash[_deselected])
 
 
 def pytest_deselected(items: list[pytest.Item]) -> None:

@@ -208,10 +208,14 @@ def room(module: str) -> str:
     return ".".join(module.split(".")[:2])
 
 
-@pytest.mark.parametrize("module", TREES)
-def test_libraries_and_packages_have_their_owners(module: str) -> None:
-    strangers = {name for name in imports(module) if not within(module, OWNERS.get(name.split(".")[0], {module}))}
-    assert not strangers, f"{module} may not import these; OWNERS names who may"
+def test_libraries_and_packages_have_their_owners() -> None:
+    strangers = [
+        f"{module} may not import {name}; OWNERS names who may"
+        for module in TREES
+        for name in sorted(imports(module))
+        if not within(module, OWNERS.get(name.split(".")[0], {module}))
+    ]
+    assert not strangers
 
 
 @pytest.mark.parametrize("package", ROOMS)
@@ -228,9 +232,9 @@ def test_a_room_imports_only_rooms_below_it(package: str) -> None:
     assert not upward
 
 
-@pytest.mark.parametrize("module", LEAVES)
-def test_what_the_server_knows_of_the_engine_needs_no_torch(module: str) -> None:
-    assert "torch" not in {name.split(".")[0] for name in imports(module)}
+def test_what_the_server_knows_of_the_engine_needs_no_torch() -> None:
+    heavy = [module for module in LEAVES if "torch" in {name.split(".")[0] for name in imports(module)}]
+    assert not heavy
 
 
 def test_no_two_modules_have_one_name() -> None:
@@ -244,30 +248,35 @@ def test_no_two_modules_have_one_name() -> None:
     assert not twice
 
 
-@pytest.mark.parametrize("module", [name for name in TREES if name.startswith(("serve_app", "dashboards"))])
-def test_the_server_sees_only_the_leaves_of_the_engine(module: str) -> None:
-    if module in ("serve_app.backends.torch_backend", "serve_app.backends.transformers_referee"):
-        return
-    assert (
-        not {name for name in imports(module) if name.startswith("speculative")} - LEAVES - OF_VLLM.get(module, set())
-    )
-    if module.startswith("dashboards"):
-        assert {name for name in imports(module) if name.startswith("serve_app")} <= {
-            "serve_app.telemetry.metric_names",
-        }
-    if module.startswith("serve_app.backends."):
-        ours = {name for name in imports(module) if name.startswith("serve_app")}
-        forms = {"serve_app.text.patterns", "serve_app.text.schemas"}  # what a request's form says, for either engine
-        assert all(within(name, {"serve_app.backends", "serve_app.telemetry", *forms}) for name in ours)
+def test_the_server_sees_only_the_leaves_of_the_engine() -> None:
+    wholly = ("serve_app.backends.torch_backend", "serve_app.backends.transformers_referee")
+    strangers = []
+    for module in (name for name in TREES if name.startswith(("serve_app", "dashboards")) and name not in wholly):
+        known, names = LEAVES | OF_VLLM.get(module, set()), imports(module)
+        strangers += [
+            f"{module} imports {name}" for name in names if name.startswith("speculative") and name not in known
+        ]
+        ours = {name for name in names if name.startswith("serve_app")}
+        if module.startswith("dashboards"):
+            strangers += [f"{module} imports {name}" for name in ours - {"serve_app.telemetry.metric_names"}]
+        if module.startswith("serve_app.backends."):
+            forms = {
+                "serve_app.text.patterns",
+                "serve_app.text.schemas",
+            }  # what a request's form says, for either engine
+            near = {"serve_app.backends", "serve_app.telemetry", *forms}
+            strangers += [f"{module} imports {name}" for name in ours if not within(name, near)]
+    assert not strangers
 
 
-@pytest.mark.parametrize("module", [name for name in TREES if not name.startswith("deploy.audit")])
-def test_known_faults_are_out_of_reach_of_all_but_the_audit(module: str) -> None:
-    audit = {name for name in imports(module) if name.startswith("deploy.audit")}
+def test_known_faults_are_out_of_reach_of_all_but_the_audit() -> None:
     requests_alone = {"deploy.audit", "deploy.audit.blackbox", "deploy.audit.blackbox.exchange"}
-    assert (
-        not audit or module == "deploy.cli.audit" or (module == "deploy.watch.calibration" and audit <= requests_alone)
-    )
+    strangers = []
+    for module in (name for name in TREES if not name.startswith("deploy.audit") and name != "deploy.cli.audit"):
+        audit = {name for name in imports(module) if name.startswith("deploy.audit")}
+        allowed = requests_alone if module == "deploy.watch.calibration" else set()
+        strangers += [f"{module} imports {name}" for name in audit - allowed]
+    assert not strangers
 
 
 @pytest.mark.parametrize("package", SIBLINGS)
@@ -285,29 +294,33 @@ def test_there_are_no_cycles() -> None:
         pytest.fail(f"import cycle: {' -> '.join(error.args[1])}")
 
 
-@pytest.mark.parametrize("path", INITS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_an_init_holds_only_a_docstring(path: Path) -> None:
-    body = ast.parse(path.read_text(encoding="utf-8")).body
-    assert len(body) == 1
-    assert isinstance(body[0], ast.Expr)
-    assert isinstance(body[0].value, ast.Constant)
+def test_an_init_holds_only_a_docstring() -> None:
+    bodies = {path: ast.parse(path.read_text(encoding="utf-8")).body for path in INITS}
+    more = [
+        str(path.relative_to(ROOT))
+        for path, body in bodies.items()
+        if not (len(body) == 1 and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant))
+    ]
+    assert not more
 
 
-@pytest.mark.parametrize("module", TREES)
-def test_no_types_only_imports_and_no_environment_reads_in_the_engine(module: str) -> None:
-    names = {
-        node.attr if isinstance(node, ast.Attribute) else node.id
-        for node in ast.walk(TREES[module])
-        if isinstance(node, ast.Attribute | ast.Name)
+def test_no_types_only_imports_and_no_environment_reads_in_the_engine() -> None:
+    for module, tree in TREES.items():
+        names = {
+            node.attr if isinstance(node, ast.Attribute) else node.id
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Attribute | ast.Name)
+        }
+        assert "TYPE_CHECKING" not in names, f"{module}: an import for types only hides a cycle"
+        if module.startswith("speculative.") and module != "speculative.config":
+            assert not names & {"environ", "getenv"}, f"{module}: settings are complete before the engine runs"
+
+
+def test_functions_are_short() -> None:
+    lengths = {
+        f"{module}.{node.name}": (node.end_lineno or node.lineno) - node.lineno + 1
+        for module, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     }
-    assert "TYPE_CHECKING" not in names, "an import for types only hides a cycle"
-    if module.startswith("speculative.") and module != "speculative.config":
-        assert not names & {"environ", "getenv"}, "settings are complete before the engine runs"
-
-
-@pytest.mark.parametrize("module", TREES)
-def test_functions_are_short(module: str) -> None:
-    for node in ast.walk(TREES[module]):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            length = (node.end_lineno or node.lineno) - node.lineno + 1
-            assert length <= MAX_FUNCTION_LINES, f"{module}.{node.name} has {length} lines"
+    assert not {name: length for name, length in lengths.items() if length > MAX_FUNCTION_LINES}
