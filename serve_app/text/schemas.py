@@ -180,13 +180,12 @@ class _Rewriting:
 
         Maps of Pydantic and Zod have them. Other names stay, to be refused.
         """
-        names = schema.get("propertyNames")
-        while isinstance(names, dict) and isinstance(names.get("$ref"), str) and names["$ref"].startswith("#/"):
-            others = {key: one for key, one in names.items() if key != "$ref"}
-            found = self._find(names["$ref"])
-            if found is names or not isinstance(found, dict) or others.keys() - {*_ANNOTATIONS}:
+        names, seen = schema.get("propertyNames"), set[int]()
+        while isinstance(names, dict) and str(names.get("$ref")).startswith("#/"):
+            if id(names) in seen or names.keys() - {"$ref", *_ANNOTATIONS}:
                 return
-            names = found
+            seen.add(id(names))
+            names = self._find(names["$ref"])
         if not isinstance(names, dict):
             return
         said = {key: one for key, one in names.items() if key not in _ANNOTATIONS}

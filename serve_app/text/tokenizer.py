@@ -104,6 +104,8 @@ class Tokenizer:
         ends = end_tokens(folder)
         wrapped, failed = _wrap(folder)
         own = wrapped.chat_template
+        if not all(isinstance(one, str) for one in _sources(own)):
+            raise ConfigError(f"{folder}: `chat_template` is {own!r}, and must be a text; take it from its source.")
         if chat_template is not None:
             wrapped.chat_template = _read_template(chat_template)
         name = type(wrapped).__name__
@@ -115,7 +117,7 @@ class Tokenizer:
 
     def _compare_templates(self, named: str, own: str | dict[str, str] | None) -> None:
         """Refuse a template of another model, and remark on one of ours that shows other prompts than its own."""
-        sources = list(own.values()) if isinstance(own, dict) else [] if own is None else [own]
+        sources = _sources(own)
         theirs = [list(rendered(self._renders(source))) for source in sources]
         ours = list(rendered(self._renders(None)))
         known = marks([text for texts in theirs for text in texts])
@@ -168,6 +170,12 @@ class Tokenizer:
         return (*self._remarks, *self._template_remarks())
 
     def _template_remarks(self) -> Iterator[str]:
+        for source in _sources(self._wrapped.chat_template):
+            try:
+                ChatTemplate.read(source)
+            except TemplateError as error:
+                yield f"The chat template is damaged, and conversations are refused ({error}); take it from its source."
+                return
         if self._wrapped.chat_template is None:
             return
         render = self._renders(None)
@@ -505,6 +513,11 @@ class ChatTemplate:
         """Raises TemplateError where the source is no template."""
         syntax = ImmutableSandboxedEnvironment(extensions=[_Generation, loopcontrols]).parse(source)
         return cls(source, frozenset(find_undeclared_variables(syntax)))
+
+
+def _sources(template: str | dict[str, str] | None) -> list[str]:
+    """The templates that a model has: none, one, or several by name."""
+    return list(template.values()) if isinstance(template, dict) else [] if template is None else [template]
 
 
 def _read_template(named: str) -> str:

@@ -338,3 +338,15 @@ def test_named_templates_without_a_default_are_refused_with_the_messages(tmp_pat
     assert tokenizer.chat_template().source == ""
     with pytest.raises(InvalidRequest, match="multiple chat templates with no default"):
         tokenizer.render_chat([USER])
+
+
+def test_a_damaged_template_is_reported_and_one_that_is_no_text_refused(tmp_path: Path) -> None:
+    damaged = "{% for m in messages %}{{ m.content }}{% endfo %}"
+    for template in (damaged, [{"name": "default", "template": "hi"}, {"name": "tool_use", "template": damaged}]):
+        folder = folder_of(tmp_path, PUBLISHED["chatml"], chat_template=template)
+        (remark,) = Tokenizer.from_folder(folder).remarks()
+        assert "The chat template is damaged, and conversations are refused (" in remark and "endfo" in remark
+    for template in (5, {"default": 5}):
+        folder = folder_of(tmp_path, PUBLISHED["chatml"], chat_template=template)
+        with pytest.raises(ConfigError, match="`chat_template` is "):
+            Tokenizer.from_folder(folder)

@@ -133,6 +133,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"propertyNames": {"pattern": "^a", "maxLength": 3}}, "propertyNames"),
     ({"propertyNames": {"pattern": "^a"}, "properties": {"b": {}}}, "propertyNames"),
     ({"propertyNames": {"$ref": "#/$defs/a"}, "$defs": {"a": {"$ref": "#/$defs/a"}}}, "propertyNames"),
+    ({"propertyNames": {"$ref": "#/a"}, "a": {"$ref": "#/b"}, "b": {"$ref": "#/a"}}, "propertyNames"),
+    ({"propertyNames": {"$ref": "#/a", "maxLength": 3}, "a": {"minLength": 3}}, "propertyNames"),
     ({"propertyNames": {"$ref": "elsewhere"}}, "propertyNames"),
     ({"dependentRequired": {"a": ["b"]}}, "dependentRequired"),
     ({"dependentSchemas": {"a": {}}}, "dependentSchemas"),
