@@ -36,10 +36,12 @@ from serve_app.backends.vllm_parts.adapters import Adapters, read_adapters
 from serve_app.backends.vllm_parts.checkpoint import (
     came_quantized,
     check_lm_head,
+    check_rotary,
     check_same_model,
     eos_token_ids,
     folder_fingerprint,
     most_tokens,
+    neutral_overrides,
     plain_view,
     why_not_ours,
 )
@@ -149,6 +151,7 @@ class VllmBackend:
             os.environ.setdefault(name, value)
         with naming("model.source"):
             self._folder = await asyncio.to_thread(resolve_model, self._source)
+            check_rotary(self._folder)
             await asyncio.to_thread(check_lm_head, self._folder)
             self._ends = eos_token_ids(self._folder)
         self._device, self._device_bytes = await asyncio.to_thread(_device, ranks_of(self._settings.engine_args).by_ray)
@@ -737,6 +740,7 @@ class VllmBackend:
             most_tokens=most_tokens(self._folder, config.max_model_len),
         )
         arguments |= self._adapters.arguments(self._settings.engine_args)
+        arguments |= neutral_overrides(self._folder, self._settings.engine_args)
         check_known(arguments, [field.name for field in dataclasses.fields(AsyncEngineArgs)])
         arguments["additional_config"] = {TERMS: scheduler_terms(config.drafter, self._faults, self._held_out)}
         if self._pulls:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from fractions import Fraction
 from functools import lru_cache
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,7 +21,7 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from serve_app.text.patterns import with_ascii_classes
-from serve_app.text.schemas import MAX_FORM_BYTES, held_grammar, held_text
+from serve_app.text.schemas import MAX_FORM_BYTES, SPELT_BY_OPTION, held_grammar, held_text
 from serve_app.text.tokenizer import Tokenizer
 from speculative.errors import InvalidRequest
 from speculative.request import Structure
@@ -30,7 +29,6 @@ from speculative.request import Structure
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
 _T = TypeVar("_T")
 
-_LIBRARY = tuple(map(int, version("llguidance").split(".")[:2]))
 _DIALECT = "(It is read as Rust's regex crate reads it, without look-around; \\d, \\w and \\s are ASCII.)"
 _FIELD = "response_format"  # the front end says which field asked
 _NUM_KEPT = 32  # compiled structures
@@ -42,8 +40,7 @@ _MAX_REMAINDERS = 50_000  # of multipleOf: a tenth of a second
 _JSON_OPTIONS: Any = {"whitespace_pattern": r"( |\n[ \t]{0,40})?"}
 # Characters are written as they are, and not by their numbers: "\u0078" would be a second spelling of the key "x", for
 # which `properties` does not hold.
-# Library versions before 1.7, such as the one beside vLLM, cannot be told.
-_ESCAPES = {"json_allowed_escapes": 'nrbtf\\"'} if _LIBRARY >= (1, 7) else {}
+_ESCAPES = {"json_allowed_escapes": 'nrbtf\\"'} if SPELT_BY_OPTION else {}
 _START = '%llguidance {"no_forcing": true}\nstart: @structure'
 _LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 500_000,

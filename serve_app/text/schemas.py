@@ -9,6 +9,7 @@ defines are annotations, and names of keys become the properties or the pattern 
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import version
 from typing import Any
 from urllib.parse import unquote
 
@@ -16,6 +17,9 @@ from serve_app.text.as_written import RepeatedKey, WrittenNumber, clean_key, loa
 from serve_app.text.patterns import PatternRefused, from_ecma
 
 MAX_FORM_BYTES = 1 << 16  # of a form's text
+SPELT_BY_OPTION = tuple(map(int, version("llguidance").split(".")[:2])) >= (1, 8)
+"""Whether an option of the library keeps keys from being spelt by their characters' numbers; vLLM 0.32 wants an older
+one."""
 
 FORMATS = frozenset(("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"))
 """Formats that are enforced."""
@@ -53,6 +57,7 @@ _MAX_EXACT = 2**53 - 1
 _ANNOTATIONS = ("title", "description", "default", "examples", "deprecated", "$comment", "$defs", "definitions")
 _MAX_LENGTH = 1000  # of a key's name, as a pattern counts it
 _LENIENT = ("lenient", "coerce_one_of")
+_ANY_KEY = r"^[^\\]*$"  # of the characters themselves: what the library escapes, such as quotes, it still escapes
 _UNNAMED_CONTROLS = re.compile(r"[\x00-\x07\x0b\x0e-\x1f]")
 
 
@@ -165,6 +170,8 @@ class _Rewriting:
         if isinstance(schema.get("patternProperties"), dict):
             known = schema["patternProperties"].items()
             schema["patternProperties"] = {_pattern(f"{at}patternProperties", key): one for key, one in known}
+        if not SPELT_BY_OPTION:
+            _name_other_keys(schema)
         self._waiting += _inside(at, schema)
         for keyword in ("allOf", "anyOf", "oneOf"):
             for one in schema[keyword] if isinstance(schema.get(keyword), list) else ():
@@ -300,6 +307,15 @@ def _check_keys(at: str, schema: Mapping[str, Any]) -> None:
             f"{at}minProperties: {least} cannot be kept to, as the same key might be written several times; at most "
             f"{counted + 1} can here, one more than are required. Name the keys in required."
         )
+
+
+def _name_other_keys(schema: dict[str, Any]) -> None:
+    """Let keys that are not named be what a pattern says, which numbers do not fit: "\\u0078" would be a second "x".
+
+    With a schema of their own they stay as they are, since it would count for the named ones, too."""
+    open_to_any = schema.get("additionalProperties", True) in (True, {}) and not schema.get("patternProperties")
+    if schema.get("properties") and open_to_any:
+        schema |= {"patternProperties": {_ANY_KEY: True}, "additionalProperties": False}
 
 
 def _check_open_ends(schemas: Sequence[tuple[str, dict[str, Any]]]) -> None:

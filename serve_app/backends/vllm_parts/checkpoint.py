@@ -13,6 +13,8 @@ from speculative.errors import ConfigError
 _TIED = ("lm_head.weight", "model.embed_tokens.weight")
 _OURS_ALONE = "quantized.safetensors"  # weights packed for our own engine, beside the plain ones
 _OTHER_NUMBERS = ("quantization", "kv_cache_dtype", "hf_overrides", "model_impl")  # arguments that change the numbers
+_NEUTRAL = {"sliding_window": None, "logit_scale": 1.0}  # fields that vLLM follows in models whose class has them not
+_ROTATE_ALL = ("llama", "mistral", "qwen2", "qwen3")  # model types whose class knows no `partial_rotary_factor`
 _LEAVES_MODEL_ALONE = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "held_out_acceptance"}
 
 
@@ -73,6 +75,43 @@ def check_lm_head(folder: Path) -> None:
             f"{path}: {_TIED[0]} and {_TIED[1]} differ, and config.json says that they are one, so vLLM would pass "
             f"over the first; set `tie_word_embeddings` to false, or remove {_TIED[0]} from the file."
         )
+
+
+def check_rotary(folder: Path) -> None:
+    """Check that vLLM rotates as much of a head as the model's class in transformers, which may know no part of one.
+
+    Raises:
+        ConfigError: a `partial_rotary_factor` says otherwise.
+    """
+    config = _read_json(folder / "config.json")
+    for place in (config, *(config.get(name) for name in ("rope_parameters", "rope_scaling"))):
+        factor = place.get("partial_rotary_factor") if isinstance(place, Mapping) else None
+        if factor not in (None, 1) and config.get("model_type") in _ROTATE_ALL:
+            raise ConfigError(
+                f"{folder / 'config.json'}: `partial_rotary_factor` is {factor}, which vLLM would follow, and "
+                f"transformers does not in a {config['model_type']}; set it to 1, or take the file from its source."
+            )
+
+
+def neutral_overrides(folder: Path, engine_args: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments by which vLLM passes over fields of config.json that the model's class in transformers has not, and so
+    passes over: a Llama's `sliding_window` would hide what is behind it. What `hf_overrides` sets is left alone.
+
+    Args:
+        folder: a checkpoint.
+        engine_args: of the configuration.
+    """
+    given = engine_args.get("hf_overrides") or {}
+    config = _read_json(folder / "config.json")
+    found = {name: value for name, value in _NEUTRAL.items() if config.get(name, value) != value}
+    if not found or not isinstance(given, Mapping):
+        return {}
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # imports torch, too
+
+    kind = config.get("model_type")
+    known = CONFIG_MAPPING[kind].__dataclass_fields__ if kind in CONFIG_MAPPING else found
+    unknown = {name: value for name, value in found.items() if name not in known}
+    return {"hf_overrides": {**unknown, **given}} if unknown else {}
 
 
 def folder_fingerprint(folder: Path) -> str:

@@ -25,6 +25,14 @@ from speculative.selfcheck.vllm_draws import generator_seed
 _ALL = math.nextafter(1.0, 0.0)
 
 
+class _Params(VllmParams):
+    """Ends at the tokens that it names, and at no others."""
+
+    def update_from_generation_config(self, *_: Any, **__: Any) -> None:
+        """Do nothing: vLLM would add the end tokens of its tokenizer, and forbid them before `min_tokens` even to an
+        answer that ignores them."""
+
+
 def check(request: Request, *, speculates: bool, max_model_len: int, vocab_size: int) -> None:
     """Check that this engine preserves the distribution that a request asks for.
 
@@ -71,7 +79,7 @@ def to_vllm(
         emitted: tokens that were emitted for it elsewhere; they are a part of vLLM's prompt.
         room: most tokens that may still be emitted.
         transfer: instructions for the connector.
-        ends: the checkpoint's end tokens, of which vLLM by itself reads those of one or two files.
+        ends: the checkpoint's end tokens, of which vLLM by itself reads the tokenizer's.
 
     Raises:
         EngineFault: its distribution depends on emitted tokens in ways that vLLM cannot be given.
@@ -81,7 +89,7 @@ def to_vllm(
         _check_forgetful(params)
     if request.score_from is not None:
         return _scoring(request)
-    return VllmParams(
+    return _Params(
         temperature=params.temperature,
         top_k=params.top_k,
         top_p=_ALL if params.top_k and params.top_p == 1 else params.top_p,

@@ -119,6 +119,35 @@ def test_an_lm_head_that_vllm_would_pass_over_is_refused(tmp_path: Path) -> None
     checkpoint.check_lm_head(folder)
 
 
+def test_fields_that_vllm_alone_would_follow_are_made_neutral_or_refused(tmp_path: Path) -> None:
+    def overrides(config: dict[str, Any], **engine_args: Any) -> Any:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        checkpoint.check_rotary(tmp_path)
+        return checkpoint.neutral_overrides(tmp_path, engine_args).get("hf_overrides")
+
+    window = {"sliding_window": 16, "logit_scale": 3.0}
+    assert overrides({"model_type": "llama"} | window) == {"sliding_window": None, "logit_scale": 1.0}
+    assert overrides({"model_type": "llama", "sliding_window": None}) is None
+    assert overrides({"model_type": "llama", "sliding_window": 16}, hf_overrides={"rope_theta": 1.0}) == {
+        "sliding_window": None,
+        "rope_theta": 1.0,
+    }
+    assert overrides({"model_type": "llama", "sliding_window": 16}, hf_overrides={"sliding_window": 8}) == {
+        "sliding_window": 8
+    }
+    for own in ("mistral", "qwen2", "gemma3_text", "gpt_oss"):
+        assert overrides({"model_type": own, "sliding_window": 16}) is None
+    assert overrides({"model_type": "cohere", "logit_scale": 0.1, "sliding_window": 16}) == {"sliding_window": None}
+    assert overrides({"model_type": "made_up"} | window) is None
+    factor = {"partial_rotary_factor": 0.5}
+    for config in (factor, {"rope_parameters": factor}, {"rope_scaling": factor}):
+        with pytest.raises(
+            ConfigError, match=r"config\.json: `partial_rotary_factor` is 0\.5, which vLLM would follow"
+        ):
+            overrides({"model_type": "llama"} | config)
+        assert overrides({"model_type": "stablelm"} | config) is None
+
+
 @pytest.mark.parametrize(
     ("vllm", "num_gpus", "replays"), [({}, 1, True), ({}, 0.5, False), ({"replays": "torch"}, 0.5, True)]
 )
