@@ -2,7 +2,7 @@
 #   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make demo
 PYTHON ?= python3
 SELECT ?= not gpu and not slow
-WORKERS ?= -n 2 --dist loadgroup
+WORKERS ?= -n 2
 ARGS ?=
 
 SHELL := bash

@@ -51,7 +51,8 @@ def effective_config(file: ServeFile) -> str:
     """The file as YAML with every default filled in and `deployments` folded into the pools; itself a valid file."""
     config = file.application.effective_args
     args = config.model_dump(exclude_none=True)
-    args["model"]["name"] = config.model.served_name
+    model = args["model"]
+    args["model"] = {"source": model.pop("source"), "name": config.model.served_name} | model
     if config.engine.kind == "vllm":
         for name in SIZES - config.engine.model_fields_set:  # vLLM chooses them
             args["engine"].pop(name, None)

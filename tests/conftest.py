@@ -2,6 +2,7 @@
 
 import os
 from collections import Counter
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,26 +32,29 @@ _deselected = pytest.StashKey[Counter[str]]()
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_deselected] = Counter()
-    if config.pluginmanager.hasplugin("dsession"):
-        config.pluginmanager.register(_OfWorkers(config))
 
 
-class _OfWorkers:
-    """What the process that starts the workers of `-n` hears of them: all of them leave out the same tests."""
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Tests of a file run in one worker, one after the other, and so do all files with tests that start Ray."""
+    from xdist.scheduler import LoadScopeScheduling
 
-    def __init__(self, config: pytest.Config) -> None:
-        self._config = config
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return _group(config.rootpath / nodeid.partition("::")[0])
 
-    def pytest_testnodedown(self, node: Any) -> None:
-        self._config.stash[_deselected] = Counter(node.workeroutput.get(_LEFT_OUT, {}))
+    return ByFile(config, log)
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of a module run in one worker, one after the other, and so do all that start Ray."""
-    for item in items:
-        group = "ray" if item.get_closest_marker("ray") or "serving" in item.path.parts else str(item.path)
-        item.add_marker(pytest.mark.xdist_group(group))
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """All workers leave out the same tests."""
+    node.config.stash[_deselected] = Counter(getattr(node, "workeroutput", {}).get(_LEFT_OUT, {}))
+
+
+@cache
+def _group(path: Path) -> str:
+    return "ray" if "mark.ray" in path.read_text(encoding="utf-8") else str(path)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

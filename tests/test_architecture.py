@@ -130,6 +130,7 @@ OWNERS = {
         "deploy",
     },
     "transformers": {
+        "serve_app.backends.vllm_parts.checkpoint",
         "serve_app.text.tokenizer",
         "speculative.model.loading",
         "deploy.bench.workers.transformers_engine",

@@ -150,7 +150,7 @@ def test_clean_runs_and_chosen_faults_are_written_as_json(tmp_path: Path, monkey
     (written,) = json.loads(figures.read_text("utf-8"))
     assert written["violations"] == {"support": 1} and written["worst_z"] > 0
     asked: list[str] = []
-    monkeypatch.setattr(run, "audit_mutants", lambda names, **_: asked.extend(names) or [])
+    monkeypatch.setattr(run, "audit_mutants", lambda names, *_: asked.extend(names) or [])
     monkeypatch.chdir(tmp_path)
     CliRunner().invoke(main, ["audit", "faults", "--only", "F12"])
     assert len(asked) == 2 and all(name.startswith("F12") for name in asked)
