@@ -136,7 +136,6 @@ OWNERS = {
         "deploy.bench.workers.transformers_engine",
         "deploy.audit.blackbox.tiny",
         "serve_app.backends.transformers_referee",
-        "serve_app.backends.vllm_parts.checkpoint",
     },
     "vllm": {"serve_app.backends.vllm_backend", "serve_app.backends.vllm_parts", "deploy.bench.workers.vllm_engine"},
     "xxhash": {"speculative"},
