@@ -2,7 +2,7 @@
 #   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make demo
 PYTHON ?= python3
 SELECT ?= not gpu and not slow
-WORKERS ?= -n 2
+WORKERS ?=
 ARGS ?=
 
 SHELL := bash
@@ -27,7 +27,7 @@ help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1|\2/p' Makefile | while IFS='|' read -r target text; do \
 	  printf '%-12s %s\n' "$$target" "$$text"; done
 	@echo "VERSION=0.31.0 chooses the vLLM of vllm and test-vllm, in an environment of its own."
-	@echo "WORKERS= runs the tests in one process, one after the other, as a debugger wants them."
+	@echo "WORKERS='-n 2' runs the tests of make test in two processes."
 	@echo "PYTHON=python3.12 chooses the Python for .venv; ARGS='...' is passed on to pytest."
 
 setup: $(STAMP) ## set up .venv (the other targets do it when it is missing or out of date)
