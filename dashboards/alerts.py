@@ -453,7 +453,7 @@ ALERTS = (
         "longer. died: TruespecReplicasRestart. engine: follow the error in the log, and replace the replica if only "
         "one is affected.",
         commands=(
-            shell.promql("model_reason:truespec_prefill_failures:increase15m{}"),
+            shell.promql("model_reason:truespec_prefill_failures:increase15m{} > 0"),
             shell.promql("model_result:truespec_handoffs:increase15m{}"),
             shell.promql("sum by (pool, replica) (truespec_requests_waiting{})"),
             shell.logged("prefill of .* failed"),
