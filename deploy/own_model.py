@@ -1,7 +1,6 @@
 """The application that serves a model given on the command line, without a configuration file."""
 
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,16 +74,12 @@ def _absolute(source: str) -> str:
 def _drafter(given: str) -> dict[str, Any]:
     kind, _, source = given.partition(":")
     if kind not in drafter_kinds():
-        raise ConfigError(f"--drafter {given}: the kinds are {_listed(drafter_kinds())}; give KIND or KIND:SOURCE.")
+        raise ConfigError(f"--drafter {given}: the kinds are {', '.join(drafter_kinds())}; give KIND or KIND:SOURCE.")
     if kind in KINDS_WITH_WEIGHTS and not source:
         raise ConfigError(f"--drafter {given}: {kind} drafters have weights; give {kind}:FOLDER or {kind}:HUB-ID.")
     if source and kind not in KINDS_WITH_WEIGHTS:
-        raise ConfigError(f"--drafter {given}: only {_listed(KINDS_WITH_WEIGHTS)} take weights; give {kind} alone.")
+        raise ConfigError(f"--drafter {given}: only {', '.join(KINDS_WITH_WEIGHTS)} take weights; give {kind} alone.")
     return {"kind": kind} | ({"model": _absolute(source)} if source else {})
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(names)
 
 
 def _one_if_there_is_any() -> int:

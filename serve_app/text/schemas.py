@@ -1,4 +1,4 @@
-"""Which JSON schemas the grammar holds exactly, and how they are told to it.
+"""JSON schemas that the grammar holds exactly, in the form that it takes.
 
 llguidance compiles a schema, and its documentation lists where it departs from the standard. What it would hold only
 roughly is refused here by its path: keywords that it does not know, numbers that its floats change, and counts of keys
@@ -66,7 +66,7 @@ class SchemaRefused(ValueError):
 
 
 def held(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema as the grammar is told it.
+    """The schema in the form that the grammar takes.
 
     Args:
         schema: as `load_json` reads it, so that its numbers have their own text.
@@ -100,7 +100,7 @@ def held_text(text: str) -> str:
 
 
 def held_grammar(grammar: str, options: Mapping[str, Any]) -> str:
-    """A grammar whose JSON schemas (`%json {…}`) are as the grammar is told them, with further options of theirs.
+    """A grammar whose JSON schemas (`%json {…}`) have the form that it takes, with further options of theirs.
 
     Raises:
         SchemaRefused: one of them says what the grammar cannot hold.

@@ -1,6 +1,6 @@
 """A checkpoint's tokenizer as its files have it: tokenizer.json, and the tokens that the files beside it add.
 
-`transformers` builds the normalizer and the pre-tokenizer of some classes anew and drops those of tokenizer.json, which
+`transformers` rebuilds the normalizer and the pre-tokenizer of some classes and drops those of tokenizer.json, which
 gives other ids. Here the file counts.
 """
 
