@@ -1,13 +1,17 @@
 """Settings for every test: one thread a process, no network, and a word on what was not selected."""
 
 import os
+import sys
 from collections import Counter
+from collections.abc import Generator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import hypothesis
 import pytest
+
+from tests.support.durations import Durations
 
 # Before anything imports torch: two OpenMP threads beside another busy process are far slower than one.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -27,11 +31,52 @@ if os.environ.get("CI"):
 
 LEFT_OUT_BY_DEFAULT = ("gpu", "slow")
 _LEFT_OUT = "truespec_left_out"
+_RAY = "ray"
+_SHARED_CLUSTER = "ray_port"
 _deselected = pytest.StashKey[Counter[str]]()
+_durations = pytest.StashKey[Durations]()
+_cluster_shared = pytest.StashKey[bool]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--write-durations", action="store_true", help="replace tests/durations.json by what this run takes"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_deselected] = Counter()
+    config.stash[_durations] = durations = Durations()
+    config.pluginmanager.register(durations, "durations")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Whatever order was asked for: tests that start a cluster of their own run before the shared one stands.
+
+    A worker is given the files that take longest first, so that both end at about the same time.
+    """
+    if hasattr(config, "workerinput"):
+        spent_s = config.stash[_durations].files_s
+        items.sort(key=lambda item: (_group(item.path) != _RAY, -spent_s.get(item.nodeid.partition("::")[0], 0.0)))
+    items.sort(key=_on_shared_cluster)
+
+
+def _on_shared_cluster(item: pytest.Item) -> bool:
+    return _SHARED_CLUSTER in getattr(item, "fixturenames", ())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None]:
+    """A cluster that a test left running, often one that Ray started by itself, would be everybody's after it."""
+    yield
+    shared = item.config.stash[_cluster_shared] = item.config.stash.get(_cluster_shared, False) or _on_shared_cluster(
+        item
+    )
+    ray = sys.modules.get("ray")
+    if ray is not None and ray.is_initialized() and not shared:
+        ray.shutdown()
+        pytest.fail(f"{item.nodeid} leaves a Ray cluster running: end it with the fixture `ray_ended`", pytrace=False)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -43,6 +88,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         def _split_scope(self, nodeid: str) -> str:
             return _group(config.rootpath / nodeid.partition("::")[0])
 
+    config.option.loadscopereorder = False  # they are collected in order
     return ByFile(config, log)
 
 
@@ -54,12 +100,15 @@ def pytest_testnodedown(node: Any) -> None:
 
 @cache
 def _group(path: Path) -> str:
-    return "ray" if "mark.ray" in path.read_text(encoding="utf-8") else str(path)
+    return _RAY if "mark.ray" in path.read_text(encoding="utf-8") else str(path)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    if (output := getattr(session.config, "workeroutput", None)) is not None:
-        output[_LEFT_OUT] = dict(session.config.stash[_deselected])
+    config = session.config
+    if (output := getattr(config, "workeroutput", None)) is not None:
+        output[_LEFT_OUT] = dict(config.stash[_deselected])
+    elif config.getoption("--write-durations"):
+        config.stash[_durations].write()
 
 
 def pytest_deselected(items: list[pytest.Item]) -> None:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 from prometheus_client.parser import text_string_to_metric_families
 
 from serve_app.backends.base import Prefilled, Replayed, ReplayFailed
@@ -231,6 +232,8 @@ def referee(monkeypatch: pytest.MonkeyPatch) -> RefereeHandle:
     replica = SimpleNamespace(app_name="app", replica_tag="decode-1")
     monkeypatch.setattr(runtime.serve, "get_replica_context", lambda: replica)
     monkeypatch.setattr(runtime.serve, "get_deployment_handle", lambda *_: handle)
+    here = SimpleNamespace(get_node_id=lambda: "node-1", get_accelerator_ids=lambda: {"GPU": []})
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: here)  # Ray's own starts a cluster where there is none
     monkeypatch.setattr(runtime, "observe", lambda *_: Tracing())
     monkeypatch.setattr(runtime, "RaySink", lambda: SimpleNamespace(count=_no, gauge=_no, observe=_no))
     monkeypatch.setattr(stream_router, "adopt", _no)

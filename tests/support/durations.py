@@ -1,0 +1,65 @@
+"""CPU seconds of every test: a limit for new ones, and the order in which files are given to workers.
+
+`make durations` writes `tests/durations.json`: seconds of wall time a file, and CPU seconds of each test that costs more
+than a few. A test that needs more than `LIMIT_S` and neither stands there nor is marked `slow` fails.
+"""
+
+import json
+import resource
+from collections import defaultdict
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+RECORD = Path(__file__).parents[1] / "durations.json"
+LIMIT_S = 10.0
+_NOTED_S = 3.0  # what a machine three times as slow may find above the limit
+_SPENT = "cpu_s"
+# What these take is other processes' time, and depends on what else the machine does.
+_UNLIMITED = ("slow", "gpu", "vllm", "ray")
+
+
+class Durations:
+    """The hooks; one object a pytest process."""
+
+    def __init__(self, record: Path = RECORD) -> None:
+        self._record = record
+        known = json.loads(record.read_text(encoding="utf-8")) if record.exists() else {}
+        self.files_s: dict[str, float] = known.get("files", {})
+        self._tests_s: dict[str, float] = known.get("tests", {})
+        self._seen_files_s: defaultdict[str, float] = defaultdict(float)
+        self._seen_tests_s: dict[str, float] = {}
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, Any, Any]:
+        before_s = _cpu_s()
+        try:
+            result = yield
+        finally:
+            spent_s = _cpu_s() - before_s
+            item.user_properties.append((_SPENT, spent_s))
+        if spent_s > LIMIT_S and item.nodeid not in self._tests_s and not any(map(item.get_closest_marker, _UNLIMITED)):
+            pytest.fail(
+                f"{item.nodeid} took {spent_s:.1f} CPU seconds, and a new test may take {LIMIT_S:.0f}: make it cheaper, "
+                "mark it `slow`, or accept its price with `make durations`",
+                pytrace=False,
+            )
+        return result
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._seen_files_s[report.nodeid.partition("::")[0]] += report.duration
+        if report.when == "call":
+            self._seen_tests_s[report.nodeid] = dict(report.user_properties).get(_SPENT, 0.0)  # type: ignore[arg-type]
+
+    def write(self) -> None:
+        """Replace the record by what this run took."""
+        files = {name: round(seconds, 1) for name, seconds in sorted(self._seen_files_s.items()) if seconds >= 1.0}
+        tests = {name: round(seconds, 1) for name, seconds in sorted(self._seen_tests_s.items()) if seconds >= _NOTED_S}
+        self._record.write_text(json.dumps({"files": files, "tests": tests}, indent=1) + "\n", encoding="utf-8")
+
+
+def _cpu_s() -> float:
+    usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
