@@ -2,13 +2,13 @@
 #   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make demo
 PYTHON ?= python3
 SELECT ?= not gpu and not slow
-WORKERS ?=
+WORKERS ?= -n 2
 ARGS ?=
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test slow test-gpu gpu-day vllm test-vllm clients test-clients test-all check chart chaos checkov clean
+.PHONY: help setup demo serve test durations slow test-gpu gpu-day vllm test-vllm clients test-clients test-all check chart chaos checkov clean
 
 VENV := .venv
 STAMP := $(VENV)/.installed
@@ -27,7 +27,7 @@ help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1|\2/p' Makefile | while IFS='|' read -r target text; do \
 	  printf '%-12s %s\n' "$$target" "$$text"; done
 	@echo "VERSION=0.31.0 chooses the vLLM of vllm and test-vllm, in an environment of its own."
-	@echo "WORKERS='-n 2' runs the tests of make test in two processes."
+	@echo "make test runs two processes: WORKERS='-n 4' for four, WORKERS= for one (with ARGS=--pdb, for example)."
 	@echo "PYTHON=python3.12 chooses the Python for .venv; ARGS='...' is passed on to pytest."
 
 setup: $(STAMP) ## set up .venv (the other targets do it when it is missing or out of date)
@@ -41,6 +41,9 @@ serve: $(STAMP) ## serve deploy/configs/demo.yaml until Ctrl-C
 
 test: $(STAMP) ## run the tests that need neither a GPU nor minutes; says what it left out
 	$(VENV)/bin/python -m pytest -m "$(SELECT)" $(WORKERS) $(ARGS)
+
+durations: $(STAMP) ## run the same, and write what each test takes to tests/durations.json
+	$(VENV)/bin/python -m pytest -m "$(SELECT)" $(WORKERS) --write-durations
 
 slow: $(STAMP) ## run the slow tests only
 	$(VENV)/bin/python -m pytest -m "slow and not gpu" $(ARGS)

@@ -6,6 +6,7 @@ silently, and clients reach one or the other. Binding without that option fails 
 
 import contextlib
 import errno
+import random
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,12 +47,19 @@ def free_port(http: HttpOptions) -> int:
 
 
 def free_ports(number: int) -> list[int]:
-    """Different ports of this machine that nobody listens on now."""
-    with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(number)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
+    """Different ports of this machine that nobody listens on now.
+
+    They lie below the range from which systems take ports for outgoing connections (from 32768 on Linux) and above
+    that of Ray's workers (up to 19999), and are chosen at random: another process is unlikely to take one in between.
+    """
+    found: list[int] = []
+    for port in random.sample(range(20000, 32000), 1000):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            found.append(port)
+        if len(found) == number:
+            return found
+    raise ConfigError(f"{number} free ports were not found between 20000 and 32000 of this machine")
 
 
 def _bind(http: HttpOptions, port: int) -> int:

@@ -12,9 +12,8 @@ import pytest
 from deploy.chart import ROOT
 from deploy.cli.console import CONFIGS
 from deploy.cluster import running_app
-from deploy.ports import free_port
+from deploy.ports import free_ports
 from serve_app.config.files import load_config
-from serve_app.config.serve_file import HttpOptions
 from speculative.kernels.bindings import cpu_kernels
 from speculative.model.catalogue import FetchFailed, fetch_model
 
@@ -34,7 +33,7 @@ def url() -> Iterator[str]:
     except FetchFailed as error:
         pytest.skip(str(error))
     file = load_config(CONFIGS / "demo.yaml")
-    http = file.http_options.model_copy(update={"port": free_port(HttpOptions())})
+    http = file.http_options.model_copy(update={"port": free_ports(1)[0]})
     with running_app(file.model_copy(update={"http_options": http}), lambda _: None) as app:
         yield app.base_url
 

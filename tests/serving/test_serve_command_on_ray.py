@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from deploy.ports import free_port
-from serve_app.config.serve_file import HttpOptions
+from deploy.ports import free_ports
 from tests.support.services import wait_for
 
 pytestmark = pytest.mark.ray
@@ -27,7 +26,7 @@ def test_a_service_starts_and_stops_where_serve_shares_its_loop(tiny_folder: Pat
     file = tmp_path / "serve.yaml"
     application = {"name": "tiny", "import_path": "serve_app.app:build_app", "args": {**args, "engine": engine}}
     file.write_text(yaml.safe_dump({"applications": [application]}), encoding="utf-8")
-    port = str(free_port(HttpOptions()))
+    port = str(free_ports(1)[0])
     command = [str(Path(sys.executable).with_name("truespec")), "serve", str(file), "--port", port]
     env = {**os.environ, "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0"}
     shown = tmp_path / "shown"

@@ -1,7 +1,7 @@
 """CPU seconds of every test: a limit for new ones, and the order in which files are given to workers.
 
-`make durations` writes `tests/durations.json`: seconds of wall time a file, and CPU seconds of each test that costs more
-than a few. A test that needs more than `LIMIT_S` and neither stands there nor is marked `slow` fails.
+`make durations` writes `tests/durations.json`: the wall time of each file, and the CPU seconds of each test that takes
+more than a few. A test that needs more than `LIMIT_S`, is not listed there and is not marked `slow` fails.
 """
 
 import json
@@ -42,8 +42,8 @@ class Durations:
             item.user_properties.append((_SPENT, spent_s))
         if spent_s > LIMIT_S and item.nodeid not in self._tests_s and not any(map(item.get_closest_marker, _UNLIMITED)):
             pytest.fail(
-                f"{item.nodeid} took {spent_s:.1f} CPU seconds, and a new test may take {LIMIT_S:.0f}: make it cheaper, "
-                "mark it `slow`, or accept its price with `make durations`",
+                f"{item.nodeid} took {spent_s:.1f} CPU seconds; a new test may take {LIMIT_S:.0f}. Make it cheaper, "
+                "mark it `slow`, or accept its price with `make durations`.",
                 pytrace=False,
             )
         return result
