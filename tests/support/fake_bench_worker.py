@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,8 @@ from deploy.bench.workers.channel import Ask, Meter, serve
 
 
 class Fake:
-    """Settings: name, log (a file), pause_s between tokens, fails_at (its how-manieth answer), dies (how it fails),
-    child (it starts a process)."""
+    """Its settings are name, log (a file), pause_s (between tokens, by a clock of its own), fails_at (the number of the
+    answer that fails), dies (how it fails) and child (it starts a process)."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self._settings = settings
@@ -34,10 +33,10 @@ class Fake:
                 os._exit(3)
             raise RuntimeError("it would not")
         meter = Meter(len(ask.prompts))
-        for number in range(ask.max_tokens):
-            time.sleep(self._settings.get("pause_s", 0.001))
+        pause_s = self._settings.get("pause_s", 0.001)
+        for number in range(ask.max_tokens):  # told, not slept: a busy machine changes no speed
             for stream in range(len(ask.prompts)):
-                meter.emit(stream, [number])
+                meter.emit(stream, [number], at=meter.began + (number + 1) * pause_s)
         return meter.sample() | {"environment": dict(os.environ)}
 
     def processes(self) -> list[int]:
