@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from deploy.audit.toy import LikeliestDrafter, tiny_engine
+from deploy.audit.toy import LikeliestDrafter, TableDrafter, engine_over, tiny_engine
 from speculative.config import DrafterConfig, EngineConfig
 from speculative.drafting.base import Drafter, DraftOutput, WeightlessDrafter
 from speculative.engine import EngineCore
@@ -18,7 +18,7 @@ from speculative.request import Request, SamplingParams, TokenDelta
 from speculative.state.batch import Batch
 from speculative.step.runner import ModelRunner
 from speculative.verification.draft_probs import PointMass
-from tests.support.table_engine import TableDrafter, sample, table_engine, worst_window
+from tests.support.markov_chain import sample, worst_window
 
 Install = Callable[[EngineCore], None]
 Check = Callable[["World"], None]
@@ -58,7 +58,7 @@ class World:
         logits = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(1)) * 1.5
         p = logits.softmax(-1)
         q = 0.5 * p + 0.5 * (-0.7 * logits).softmax(-1)
-        engine = table_engine(self.folder.parent / "table", logits, TableDrafter(q, 3, vary=False))
+        engine = engine_over(logits, TableDrafter(q), num_drafts=4)
         self.install(engine)
         return engine, p, q
 
