@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from speculative.config import DrafterConfig, EngineConfig
-from speculative.drafting.base import DraftOutput, WeightlessDrafter
+from speculative.drafting.base import Drafter, DraftOutput, WeightlessDrafter
 from speculative.drafting.draft_model import DecoderDraftModel
 from speculative.engine import EngineCore
 from speculative.model.config import ModelConfig
@@ -148,11 +148,23 @@ def table_engine(
     noise = torch.Generator().manual_seed(seed)
     table = torch.randn(vocab_size, vocab_size, generator=noise) * spread
     near = table + torch.randn(vocab_size, vocab_size, generator=noise) * draft_noise
-    settings = {"max_num_seqs": 128, "max_batched_tokens": 1024, "kv_cache_tokens": 32768, "prefix_caching": False}
-    weights = tiny_weights(vocab_size, seed=seed)
-    engine = _engine(weights, {**settings, **changes})
-    engine.eager.runner = TableRunner(weights.decoder, engine, table)
-    engine.eager.drafter = LikeliestDrafter(table) if deterministic else TableDrafter(near.softmax(-1))
+    drafter = LikeliestDrafter(table) if deterministic else TableDrafter(near.softmax(-1))
+    return engine_over(table, drafter, seed=seed, **changes)
+
+
+def engine_over(
+    table: Tensor, drafter: Drafter | None = None, *, num_drafts: int = NUM_DRAFTS, seed: int = 1, **changes: Any
+) -> EngineCore:
+    """An engine whose model is this table [V, V] of logits; where no drafter is given, it drafts by n-grams.
+
+    num_drafts: the most that a round may have.
+    """
+    settings = {"max_num_seqs": 256, "max_batched_tokens": 4096, "kv_cache_tokens": 32768, "prefix_caching": False}
+    weights = tiny_weights(table.shape[0], seed=seed)
+    engine = _engine(weights, {**settings, **changes}, num_drafts)
+    engine.eager.runner = TableRunner(weights.decoder, engine, table.float())
+    if drafter is not None:
+        engine.eager.drafter = drafter
     return engine
 
 
@@ -217,9 +229,9 @@ def write_checkpoint(decoder: Decoder, folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def _engine(weights: Weights, settings: dict[str, Any]) -> EngineCore:
+def _engine(weights: Weights, settings: dict[str, Any], num_drafts: int = NUM_DRAFTS) -> EngineCore:
     model = weights.decoder.config
-    drafter = DrafterConfig(kind="ngram", num_draft_tokens=NUM_DRAFTS, ngram_max=3, ngram_min=1)
+    drafter = DrafterConfig(kind="ngram", num_draft_tokens=num_drafts, ngram_max=3, ngram_min=1)
     fixed = {"dtype": "float32", "device": "cpu", "drafter": drafter}
     return EngineCore(
         weights.decoder,

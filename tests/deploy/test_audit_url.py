@@ -3,8 +3,9 @@
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from speculative.errors import ConfigError
 from speculative.request import SamplingParams
 from tests.support.fake_audited import DIES, FakeAudited, Reply, uniform_reply
 
-NAMED = {  # faults that are to be found and named, and probes that suffice for it
+NAMED = {  # a fault of each kind that can be seen over HTTP, and the probes that are to find and name it
     "F2 scored ids gathered from the logits": ["scored ids"],
     "F5 a reused slot's last token after a handoff": ["replayed logprobs", "distribution of the tokens"],
     "F9 sampling parameters skipped on drafted positions": ["sampling parameters"],
@@ -53,9 +54,16 @@ def reference(folders: tuple[Path, Path]) -> Reference:
     return Reference(folders[0])
 
 
-def audit_of(name: str, folders: tuple[Path, Path], reference: Reference, only: list[str], **how: Any) -> Audit:
-    (server,) = faulty_servers(name, *folders, guarded=how.get("guarded", False)).values()
-    return audit_faulty(server, reference, only=only)
+@pytest.fixture(scope="module")
+def audit_of(folders: tuple[Path, Path], reference: Reference) -> Callable[[str], Audit]:
+    """Audits a server with one fault by the probes that suffice for it, once."""
+
+    @cache
+    def audited(name: str) -> Audit:
+        (server,) = faulty_servers(name, *folders, guarded=False).values()
+        return audit_faulty(server, reference, only=NAMED[name])
+
+    return audited
 
 
 def reported(audit: Audit) -> str:
@@ -74,8 +82,8 @@ def test_a_sound_server_passes(folders: tuple[Path, Path], reference: Reference)
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_a_fault_is_found_and_named(name: str, folders: tuple[Path, Path], reference: Reference) -> None:
-    audit = audit_of(name, folders, reference, NAMED[name])
+def test_a_fault_is_found_and_named(name: str, audit_of: Callable[[str], Audit]) -> None:
+    audit = audit_of(name)
     assert name.split()[0] in audit.faults, reported(audit)
     assert all(finding.expected and finding.observed for finding in audit.findings)
 
@@ -89,7 +97,8 @@ def test_other_sound_servers_pass(way: str, folders: tuple[Path, Path], referenc
 
 def test_a_guarded_server_reports_of_its_own_alarms(folders: tuple[Path, Path], reference: Reference) -> None:
     name = "F9 sampling parameters skipped on drafted positions"
-    audit = audit_of(name, folders, reference, ["sampling parameters", "own alarms"], guarded=True)
+    (server,) = faulty_servers(name, *folders, guarded=True).values()
+    audit = audit_faulty(server, reference, only=["sampling parameters", "own alarms"])
     alarms = next(one for one in audit.outcomes if one.probe == "own alarms")
     assert any("F9" in finding.faults for finding in alarms.findings), reported(audit)
 
@@ -301,8 +310,8 @@ def test_the_command_reports_and_exits_by_what_it_found(fake: FakeAudited, tmp_p
     assert all(name in page for name in PROBES)
 
 
-def test_a_report_shows_findings_and_plots(folders: tuple[Path, Path], reference: Reference) -> None:
-    audit = audit_of("F12 the first draft is committed unverified", folders, reference, ["distribution of the tokens"])
+def test_a_report_shows_findings_and_plots(audit_of: Callable[[str], Audit]) -> None:
+    audit = audit_of("F12 the first draft is committed unverified")
     page = html_page(audit)
     assert page.count("<svg") >= len([name for name in PROBES if name == "distribution of the tokens"])
     assert "uniform if correct" in page

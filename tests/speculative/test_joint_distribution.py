@@ -6,36 +6,30 @@ Each test that passes has a twin that must not: the same run with one known faul
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from deploy.audit.toy import LikeliestDrafter
-from speculative.drafting.base import DraftOutput, WeightlessDrafter
+from deploy.audit.mutants import MUTANTS
+from deploy.audit.toy import LikeliestDrafter, TableDrafter, engine_over
+from speculative.drafting.base import Drafter, DraftOutput, WeightlessDrafter
+from speculative.engine import EngineCore
 from speculative.request import Request, SamplingParams
-from speculative.sampling.probs import draw
-from speculative.sampling.rng import Purpose, uniforms
-from speculative.state.batch import Batch
-from speculative.verification.base import VerifyInput, VerifyOutput
-from speculative.verification.block import verify_block
+from speculative.state.batch import Batch, Int64s
+from speculative.verification.base import VerifyInput
 from speculative.verification.draft_probs import Dense, PointMass
 from speculative.verification.token_wise import verify_token_wise
-from tests.support.table_engine import TableDrafter, sample, sigmas, table_engine, worst_window
+from tests.support.markov_chain import sample, sigmas, worst_window
 
 V, LENGTH, COUNT, FIRST = 16, 7, 12_000, 3
+FEW = 4_000  # show most faults
 FIVE_SIGMA = 5.0
 
 
 def softmax(logits: Tensor) -> np.ndarray:
     return logits.double().softmax(-1).numpy()
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("table") / "v16"
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +44,13 @@ def deceiving(table: Tensor) -> Tensor:
     return torch.where(torch.arange(V)[:, None] % 2 == 0, 0.5 * p + 0.5 * wrong, p.roll(1, -1) * 0.3 + 0.7 * p)
 
 
+class VaryingDrafter(TableDrafter):
+    """As its base, with draft lengths that depend on the prefix, 0 included."""
+
+    def counts(self, batch: Batch) -> Int64s:
+        return np.array([sum(entry.sequence.tokens) for entry in batch.entries]) % (super().counts(batch) + 1)
+
+
 class DeterministicDrafter(WeightlessDrafter):
     """Chooses drafts badly: a function of the prefix, with loops so that the same draft comes round after round."""
 
@@ -60,7 +61,7 @@ class DeterministicDrafter(WeightlessDrafter):
         )
 
 
-class RepeatingDrafter(TableDrafter):
+class RepeatingDrafter(VaryingDrafter):
     """Chooses its drafts for some entries of a batch, which its prefix decides, and samples those of the others."""
 
     def propose(self, batch: Batch) -> DraftOutput:
@@ -75,7 +76,7 @@ class RepeatingDrafter(TableDrafter):
 
 
 DRAFTERS: dict[str, Callable[[Tensor], object]] = {
-    "sampled": lambda table: TableDrafter(deceiving(table), 3),
+    "sampled": lambda table: VaryingDrafter(deceiving(table), 3),
     "sampled or repeated": lambda table: RepeatingDrafter(deceiving(table), 3),
     "deterministic": lambda table: DeterministicDrafter(),
     "likeliest": LikeliestDrafter,
@@ -85,8 +86,8 @@ DRAFTERS: dict[str, Callable[[Tensor], object]] = {
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("verifier", ["token_wise", "block", "coupled"])
-def test_joint_distribution_over_several_rounds(folder: Path, table: Tensor, verifier: str, drafter: str) -> None:
-    engine = table_engine(folder, table, DRAFTERS[drafter](table), verifier=verifier)  # type: ignore[arg-type]
+def test_joint_distribution_over_several_rounds(table: Tensor, verifier: str, drafter: str) -> None:
+    engine = engine_over(table, DRAFTERS[drafter](table), num_drafts=4, verifier=verifier)  # type: ignore[arg-type]
     samples = sample(engine, (FIRST,), COUNT, LENGTH)
     assert worst_window(samples, softmax(table), FIRST) < FIVE_SIGMA
     if drafter != "ngram":
@@ -96,8 +97,8 @@ def test_joint_distribution_over_several_rounds(folder: Path, table: Tensor, ver
         assert abs(stats.expected_accepted - stats.num_accepted) < 5 * stats.num_drafted**0.5
 
 
-def test_joint_distribution_with_temperature_and_filters(folder: Path, table: Tensor) -> None:
-    engine = table_engine(folder, table, TableDrafter(deceiving(table), 3))
+def test_joint_distribution_with_temperature_and_filters(table: Tensor) -> None:
+    engine = engine_over(table, VaryingDrafter(deceiving(table), 3))
     samples = sample(engine, (FIRST,), COUNT, LENGTH, temperature=0.8, top_k=9, top_p=0.9)
     distribution = softmax(table / 0.8)
     order = np.argsort(-distribution, axis=-1, kind="stable")
@@ -110,21 +111,21 @@ def test_joint_distribution_with_temperature_and_filters(folder: Path, table: Te
 
 
 @pytest.mark.parametrize("verifier", ["token_wise", "block"])
-def test_distribution_over_a_wide_vocabulary(tmp_path: Path, verifier: str) -> None:
+def test_distribution_over_a_wide_vocabulary(verifier: str) -> None:
     wide = 4096
     random = torch.Generator().manual_seed(2)
     # A heavy-tailed distribution: most of the mass on a few tokens, and thousands of rare ones.
     table = (-1.1 * torch.arange(1, wide + 1).float().log())[torch.randperm(wide, generator=random)].repeat(wide, 1)
     q = torch.randn(1, wide, generator=random).add(table[:1]).softmax(-1).repeat(wide, 1)
-    engine = table_engine(tmp_path / "wide", table, TableDrafter(q, 2, vary=False), verifier=verifier)
+    engine = engine_over(table, TableDrafter(q, 2), verifier=verifier)
     samples = sample(engine, (FIRST,), 8_000, 4)
     distribution = softmax(table[:1])[0]
     for position in range(4):
         assert sigmas(samples[:, position : position + 1], distribution) < FIVE_SIGMA
 
 
-def test_mixed_batch_of_reproducible_and_other_requests_keeps_both_distributions(folder: Path, table: Tensor) -> None:
-    engine = table_engine(folder, table, TableDrafter(deceiving(table), 3), verifier="block")
+def test_mixed_batch_of_reproducible_and_other_requests_keeps_both_distributions(table: Tensor) -> None:
+    engine = engine_over(table, VaryingDrafter(deceiving(table), 3), verifier="block")
     count, out = 20_000, dict[str, list[int]]()
     for number in range(count):
         params = SamplingParams(max_tokens=LENGTH, ignore_eos=True, reproducible=number % 2 == 0)
@@ -140,109 +141,64 @@ def test_mixed_batch_of_reproducible_and_other_requests_keeps_both_distributions
 # -- known faults, each of which must be seen ----------------------------------------------------------------------
 
 
-def cross_round_coins(step: VerifyInput) -> VerifyInput:
-    """F6: accept uniforms keyed by position, so that a coin seen in one round comes again in the next."""
-    seeds, positions = (x.numpy().astype(np.uint64) for x in (step.seeds, step.positions))
-    zeros = np.zeros_like(seeds)
-    return replace(
-        step, accept_uniforms=torch.from_numpy(uniforms(seeds, positions, zeros, zeros + np.uint64(Purpose.COIN)))
-    )
-
-
-def shared_coin_and_residual(step: VerifyInput) -> VerifyInput:
-    """F6: one draw used for the coin and for the residual."""
-    return replace(step, sample_uniforms=step.accept_uniforms)
-
-
-def drafts_read_in_another_order(step: VerifyInput) -> VerifyInput:
-    """F4: q of another row."""
-    if not step.judged.any():
-        return step
-    assert isinstance(step.draft_probs, Dense)
-    return replace(step, draft_probs=Dense(step.draft_probs.probs.roll(1, 0)))
-
-
-def other_temperature(step: VerifyInput) -> VerifyInput:
-    """F7: q is not the distribution the draft was drawn from."""
-    if not step.judged.any():
-        return step
-    assert isinstance(step.draft_probs, Dense)
-    sharper = step.draft_probs.probs**1.3
-    return replace(step, draft_probs=Dense(sharper / sharper.sum(-1, keepdim=True)))
-
-
-def faulty(verify: Callable[[VerifyInput], VerifyOutput], fault: Callable[[VerifyInput], VerifyInput]):  # type: ignore[no-untyped-def]
-    return lambda step: verify(fault(step))
-
-
-def residual_from_p(step: VerifyInput) -> VerifyOutput:
-    """F8: after a rejection the token is drawn from p."""
-    output = verify_token_wise(step)
-    rows = step.first_rows + output.num_accepted
-    return replace(output, token_ids=draw(step.probs[rows], step.sample_uniforms[rows]))
-
-
-def argmax_match(step: VerifyInput) -> VerifyOutput:
-    """F8: greedy acceptance at T > 0."""
-    matches = step.drafts == step.probs.argmax(-1)
-    accepted = step.leading(matches)
-    rows = step.first_rows + accepted
-    return VerifyOutput(accepted, draw(step.probs[rows], step.sample_uniforms[rows]), accepted.float())
-
-
-def first_draft_unverified(step: VerifyInput) -> VerifyOutput:
-    """F12: the first draft is committed as it is."""
-    return verify_token_wise(
-        replace(step, accept_uniforms=torch.where(step.offsets == 0, 1e-300, step.accept_uniforms))
-    )
-
-
-FAULTS = {
-    "accept uniforms by position": ("likeliest", faulty(verify_block, cross_round_coins)),
-    "coin used again for the residual": ("sampled", faulty(verify_token_wise, shared_coin_and_residual)),
-    "q in another order": ("sampled", faulty(verify_token_wise, drafts_read_in_another_order)),
-    "q at another temperature": ("sampled", faulty(verify_token_wise, other_temperature)),
-    "residual drawn from p": ("sampled", residual_from_p),
-    "argmax match": ("sampled", argmax_match),
-    "first draft unverified": ("sampled", first_draft_unverified),
+FAULTS = {  # of the catalogue, with the kind of drafts among which each shows, and how many samples show it
+    "F4 draft probabilities in another order": ("sampled", FEW),
+    "F6 draft and residual share their noise": ("sampled", FEW),
+    "F6 the coin is used again for the residual": ("sampled", COUNT),
+    "F6 block verification with accept uniforms keyed by position": ("likeliest", FEW),
+    "F7 q before the filters, drafts sampled after them": ("sampled", FEW),
+    "F8 argmax match at T > 0": ("sampled", FEW),
+    "F8 the residual is drawn from p": ("sampled", FEW),
+    "F12 the first draft is committed unverified": ("sampled", FEW),
 }
 
 
+def faulty_engine(table: Tensor, drafter: Drafter, install: Callable[[EngineCore], None]) -> EngineCore:
+    """Without the checks of its own that would end the requests."""
+    engine = engine_over(table, drafter, num_drafts=4, self_check_sample_rate=0.0)
+    install(engine)
+    return engine
+
+
 @pytest.mark.parametrize("fault", FAULTS)
-def test_the_method_sees_the_fault(folder: Path, table: Tensor, fault: str) -> None:
-    kind, verify = FAULTS[fault]
-    drafter = LikeliestDrafter(table) if kind == "likeliest" else TableDrafter(deceiving(table), 3, vary=False)
-    engine = table_engine(folder, table, drafter, self_check_sample_rate=0.0)  # its own checks would end the requests
-    engine.sampler.verify = verify
-    samples = sample(engine, (FIRST,), COUNT, LENGTH)
+def test_the_method_sees_the_fault(table: Tensor, fault: str) -> None:
+    kind, count = FAULTS[fault]
+    drafter = LikeliestDrafter(table) if kind == "likeliest" else TableDrafter(deceiving(table))
+    engine = faulty_engine(table, drafter, MUTANTS[fault].install)
+    samples = sample(engine, (FIRST,), count, LENGTH)
     assert worst_window(samples, softmax(table), FIRST) > FIVE_SIGMA
 
 
-def test_the_method_sees_draft_and_residual_sharing_noise(folder: Path, table: Tensor) -> None:
-    """F6: the residual draws with the uniform that drew the draft."""
-    engine = table_engine(folder, table, TableDrafter(deceiving(table), 3, vary=False), self_check_sample_rate=0.0)
+def test_the_method_sees_q_at_another_temperature(table: Tensor) -> None:
+    """F7: q is not the distribution the draft was drawn from."""
 
-    def shared(step: VerifyInput) -> VerifyInput:
-        seeds = step.seeds.numpy().astype(np.uint64)
-        starts = (step.positions - step.offsets).numpy().astype(np.uint64)
-        offsets = step.offsets.numpy().astype(np.uint64)
-        draft_noise = uniforms(seeds, starts, offsets, np.full_like(seeds, Purpose.DRAFT))
-        return replace(
-            step, sample_uniforms=torch.where(step.judged, torch.from_numpy(draft_noise), step.sample_uniforms)
-        )
+    def sharpened(step: VerifyInput) -> VerifyInput:
+        if not step.judged.any():
+            return step
+        assert isinstance(step.draft_probs, Dense)
+        sharper = step.draft_probs.probs**1.3
+        return replace(step, draft_probs=Dense(sharper / sharper.sum(-1, keepdim=True)))
 
-    engine.sampler.verify = lambda step: verify_token_wise(shared(step))
-    samples = sample(engine, (FIRST,), COUNT, LENGTH)
+    def install(engine: EngineCore) -> None:
+        engine.sampler.verify = lambda step: verify_token_wise(sharpened(step))
+
+    engine = faulty_engine(table, TableDrafter(deceiving(table)), install)
+    samples = sample(engine, (FIRST,), FEW, LENGTH)
     assert worst_window(samples, softmax(table), FIRST) > FIVE_SIGMA
 
 
-def test_drawn_drafts_that_forgot_their_distribution_are_lossless_but_slow(folder: Path, table: Tensor) -> None:
+def test_drawn_drafts_that_forgot_their_distribution_are_lossless_but_slow(table: Tensor) -> None:
     """F4: q never reaches the verifier. No test of the distribution can see it; acceptance does."""
-    sound = table_engine(folder, table, TableDrafter(deceiving(table), 3))
-    forgetful = table_engine(folder, table, TableDrafter(deceiving(table), 3), self_check_sample_rate=0.0)
-    forgetful.sampler.verify = lambda step: verify_token_wise(replace(step, draft_probs=PointMass()))
+    sound = engine_over(table, VaryingDrafter(deceiving(table), 3))
+    fault = MUTANTS["F4 draft probabilities never reach the verifier"]
+    forgetful = faulty_engine(table, VaryingDrafter(deceiving(table), 3), fault.install)
     assert worst_window(sample(forgetful, (FIRST,), COUNT, LENGTH), softmax(table), FIRST) < FIVE_SIGMA
-    sample(sound, (FIRST,), 2_000, LENGTH)
+    samples = sample(sound, (FIRST,), 2_000, LENGTH)
     stats = [engine.take_stats() for engine in (sound, forgetful)]
     rates = [one.num_accepted / one.num_drafted for one in stats]
     assert rates[1] < 0.8 * rates[0]
+    p, q = table.softmax(-1), deceiving(table)
+    states = torch.from_numpy(samples[:, :-3]).reshape(-1)  # about where rounds begin
+    achievable = float(torch.minimum(p, q).sum(-1)[states].mean())
+    survived = [one.accepted_per_position[0] / one.drafted_per_position[0] for one in stats]
+    assert survived[0] > 0.9 * achievable > survived[1], "the first draft survives with probability sum of min(p, q)"

@@ -7,6 +7,7 @@ A test module subclasses `Conformance`, or `EngineConformance` where there is a 
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
+from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -20,6 +21,17 @@ PROMPT = tuple([5, 9, 17, 33] * 5)
 GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True, logprobs=0)
 PLAIN = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True, speculate=False)
 LONG = SamplingParams(max_tokens=200, ignore_eos=True, temperature=0.5)
+SomeBackend = TypeVar("SomeBackend", bound=Backend)
+
+
+@contextlib.asynccontextmanager
+async def serving(backend: SomeBackend) -> AsyncIterator[SomeBackend]:
+    """Start a backend, and stop it when the block ends."""
+    await backend.start()
+    try:
+        yield backend
+    finally:
+        await backend.stop()
 
 
 async def collect(stream: AsyncIterator[TokenDelta]) -> list[TokenDelta]:

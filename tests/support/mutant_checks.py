@@ -8,24 +8,19 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-
-from deploy.audit.toy import LikeliestDrafter, tiny_engine
+from deploy.audit.toy import tiny_engine
 from speculative.config import DrafterConfig, EngineConfig
 from speculative.drafting.base import Drafter, DraftOutput, WeightlessDrafter
 from speculative.engine import EngineCore
 from speculative.request import Request, SamplingParams, TokenDelta
 from speculative.state.batch import Batch
-from speculative.step.runner import ModelRunner
 from speculative.verification.draft_probs import PointMass
-from tests.support.table_engine import TableDrafter, sample, table_engine, worst_window
 
 Install = Callable[[EngineCore], None]
 Check = Callable[["World"], None]
 LOOP = tuple([5, 9, 17, 33, 5, 9, 17, 33] * 3)
 PROMPTS = [LOOP, LOOP[:11], tuple(range(3, 40)), (7,) * 9, tuple(3 + (5 * i) % 23 for i in range(60))]
 GREEDY = SamplingParams(max_tokens=30, temperature=0, logprobs=3, ignore_eos=True)
-VOCABULARY = 16
 CHECKS: dict[str, Check] = {}
 
 
@@ -52,15 +47,6 @@ class World:
 
     def plain(self, **config: object) -> EngineCore:
         return self.engine(faulty=False, drafter=DrafterConfig(kind="none"), **config)
-
-    def table(self) -> tuple[EngineCore, torch.Tensor, torch.Tensor]:
-        """An engine over a table p with drafts drawn from another, q; both as probabilities."""
-        logits = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(1)) * 1.5
-        p = logits.softmax(-1)
-        q = 0.5 * p + 0.5 * (-0.7 * logits).softmax(-1)
-        engine = table_engine(self.folder.parent / "table", logits, TableDrafter(q, 3, vary=False))
-        self.install(engine)
-        return engine, p, q
 
 
 def run(engine: EngineCore, requests: Iterable[Request]) -> dict[str, list[TokenDelta]]:
@@ -165,62 +151,6 @@ def logprobs_hold_after_a_handoff_into_a_used_slot(world: World) -> None:
 
 
 @check
-def scored_ids_agree_with_the_most_likely(world: World) -> None:
-    params = replace(GREEDY, temperature=0.8, top_k=10, logprobs=10, logprob_token_ids=tuple(range(64)))
-    for mode in ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"):
-        for delta in run(world.engine(logprobs_mode=mode), [Request("r", LOOP, params, seed=1)])["r"]:
-            assert delta.error is None, delta.error
-            for entry in delta.logprobs or ():
-                scored = dict(entry.scored)
-                assert scored[entry.token_id] == entry.logprob
-                assert all(scored[token] == value for token, value in entry.top)
-
-
-@check
-def every_token_has_its_entry(world: World) -> None:
-    for delta in run(world.engine(), [Request("r", LOOP, GREEDY)])["r"]:
-        assert delta.error is None, delta.error
-        assert delta.logprobs is not None
-        assert [entry.token_id for entry in delta.logprobs] == list(delta.token_ids)
-
-
-@check
-def raw_logprobs_ignore_the_parameters(world: World) -> None:
-    params = replace(GREEDY, temperature=2.5, top_k=5, logprobs=0)
-    request = Request("r", LOOP, params, seed=4)
-    deltas = run(world.engine(), [request])["r"]
-    assert all(delta.error is None for delta in deltas), deltas[-1].error
-    assert_teacher_forced(world, request, tokens(deltas), served(deltas))
-
-
-@check
-def the_joint_distribution_is_the_targets(world: World) -> None:
-    engine, p, _ = world.table()
-    assert worst_window(sample(engine, (3,), 12_000, 6), p.double().numpy(), 3) < 5
-
-
-@check
-def the_joint_distribution_holds_for_likely_runs(world: World) -> None:
-    engine, p, _ = world.table()
-    engine.eager.drafter = LikeliestDrafter(p)
-    assert worst_window(sample(engine, (3,), 12_000, 7), p.double().numpy(), 3) < 5
-
-
-@check
-def acceptance_is_what_p_and_q_allow(world: World) -> None:
-    """The first draft of a round survives with probability sum of min(p, q)."""
-    engine, p, q = world.table()
-    out = sample(engine, (3,), 6_000, 6)
-    stats = engine.take_stats()
-    states = torch.from_numpy(out[:, :-3]).reshape(
-        -1
-    )  # where rounds begin, roughly: the chain is near its mean distribution
-    achievable = float(torch.minimum(p, q).sum(-1)[states].mean())
-    observed = stats.accepted_per_position[0] / stats.drafted_per_position[0]
-    assert observed > 0.9 * achievable, f"accepted {observed:.2f} of {achievable:.2f}"
-
-
-@check
 def prompt_logprobs_are_teacher_forced(world: World) -> None:
     prompt = tuple(3 + (7 * i) % 41 for i in range(53))
     (reference,) = run(world.plain(), [Request("s", prompt, score_from=1)])["s"]
@@ -259,26 +189,6 @@ def drafts_go_on_from_the_prefix_cache(world: World) -> None:
         assert (again[-1].num_cached_tokens > 0) == caching
         rounds.append([(delta.token_ids, delta.num_drafted, delta.num_accepted) for delta in again])
     assert rounds[0] == rounds[1]
-
-
-@check
-def a_row_of_nan_fails_its_request_alone(world: World) -> None:
-    engine = world.engine()
-    logits = ModelRunner.logits
-
-    def poisoned(hidden: torch.Tensor) -> torch.Tensor:
-        rows = logits(engine.runner, hidden)
-        rows[0] = torch.nan
-        return rows
-
-    engine.runner.logits = poisoned  # type: ignore[method-assign]
-    params = replace(GREEDY, logprobs=None)  # with logprobs their contract would see it too
-    engine.add(Request("bad", LOOP, params))
-    engine.add(Request("good", LOOP[:11], params))
-    first = {delta.request_id: delta for delta in engine.step()}
-    assert first["bad"].error is not None
-    assert first["bad"].token_ids == ()
-    assert first["good"].error is None
 
 
 @check

@@ -15,6 +15,7 @@ from serve_app.integrity.replays import Record, ReplayJob
 from speculative.config import DrafterConfig, EngineConfig
 from speculative.request import Request, SamplingParams
 from speculative.selfcheck.replayed_draws import DrawCheck
+from tests.support.backend_conformance import serving
 from tests.support.tiny_models import write_tiny_model
 from tests.support.vllm_installed import NEEDS_VLLM, not_with, version_here
 
@@ -47,10 +48,9 @@ async def backend(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Vll
         tmp_path_factory.mktemp("vllm") / "m", vocab_size=512, hidden_size=128, head_dim=32, tokenizer=True
     )
     ours = TorchBackend(str(folder), "tiny", replace(CONFIG, kv_cache_tokens=4096, drafter=DrafterConfig(kind="none")))
-    made = VllmBackend(str(folder), "tiny", VllmSettings(CONFIG, SIZES, {"enforce_eager": True}), ours)
-    await made.start()
-    yield made
-    await made.stop()
+    settings = VllmSettings(CONFIG, SIZES, {"enforce_eager": True})
+    async with serving(VllmBackend(str(folder), "tiny", settings, ours)) as started:
+        yield started
 
 
 async def served(backend: VllmBackend, request: Request) -> ReplayJob:

@@ -12,7 +12,7 @@ from serve_app.backends.vllm_backend import VllmBackend
 from serve_app.backends.vllm_parts.settings import SIZES, VllmSettings
 from speculative.config import DrafterConfig
 from speculative.request import Request, SamplingParams, Speculation, TokenDelta
-from tests.support.backend_conformance import GREEDY, PROMPT, collect, tokens
+from tests.support.backend_conformance import GREEDY, PROMPT, collect, serving, tokens
 from tests.support.tiny_models import write_tiny_model
 from tests.support.vllm_installed import NEEDS_VLLM
 from tests.vllm.test_vllm_engine import CONFIG, TARGET
@@ -32,10 +32,9 @@ async def backend(folder: Path) -> AsyncIterator[VllmBackend]:
     other = write_tiny_model(folder.parent / "other", vocab_size=512, tokenizer=True, seed=9, **TARGET)
     drafter = DrafterConfig(kind="draft_model", model=str(other), num_draft_tokens=3, length="dynamic")
     config = dataclasses.replace(CONFIG, drafter=drafter)
-    made = VllmBackend(str(folder), "tiny", VllmSettings(config, SIZES, {"enforce_eager": True}))
-    await made.start()
-    yield made
-    await made.stop()
+    settings = VllmSettings(config, SIZES, {"enforce_eager": True})
+    async with serving(VllmBackend(str(folder), "tiny", settings)) as started:
+        yield started
 
 
 def drafted(deltas: list[TokenDelta]) -> list[int]:

@@ -29,6 +29,7 @@ from tests.support.backend_conformance import (
     EngineConformance,
     collect,
     idle,
+    serving,
     tokens,
 )
 from tests.support.tiny_models import write_tiny_model
@@ -60,11 +61,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=["ngram", "draft_model", "eagle3"])
 def drafter(request: pytest.FixtureRequest, folder: Path) -> DrafterConfig:
-    if request.param == "ngram":
+    return drafter_for(folder, request.param)
+
+
+def drafter_for(target: Path, kind: str) -> DrafterConfig:
+    """N-grams; the target as its own draft model, which is right if it sees the prompt; or an untrained head."""
+    if kind == "ngram":
         return DrafterConfig(ngram_min=1, num_draft_tokens=3)
-    if request.param == "draft_model":
-        return DrafterConfig(kind="draft_model", model=str(folder), num_draft_tokens=3)
-    return DrafterConfig(kind="eagle3", model=str(write_head(folder, folder.parent / "head")), num_draft_tokens=3)
+    if kind == "draft_model":
+        return DrafterConfig(kind="draft_model", model=str(target), num_draft_tokens=3)
+    return DrafterConfig(kind="eagle3", model=str(write_head(target, target.parent / "head")), num_draft_tokens=3)
 
 
 def write_head(target: Path, folder: Path) -> Path:
@@ -77,18 +83,14 @@ def write_head(target: Path, folder: Path) -> Path:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def backend(folder: Path, drafter: DrafterConfig) -> AsyncIterator[VllmBackend]:
-    made = VllmBackend(str(folder), "tiny", settings(drafter))
-    await made.start()
-    yield made
-    await made.stop()
+    async with serving(VllmBackend(str(folder), "tiny", settings(drafter))) as started:
+        yield started
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def other(folder: Path, drafter: DrafterConfig) -> AsyncIterator[VllmBackend]:
-    made = VllmBackend(str(folder), "tiny", settings(drafter))
-    await made.start()
-    yield made
-    await made.stop()
+    async with serving(VllmBackend(str(folder), "tiny", settings(drafter))) as started:
+        yield started
 
 
 class TestConformance(EngineConformance):
@@ -242,10 +244,8 @@ async def test_a_drafter_follows_an_update_that_brings_its_weights_and_keeps_its
         deltas = await collect(backend.generate(Request("r", PROMPT, MANY)))
         seen.append(drawn(deltas))
         config = dataclasses.replace(CONFIG, drafter=dataclasses.replace(drafter, model=str(head or drafter.model)))
-        ours = TorchBackend(str(target), "ours", config)
-        await ours.start()
-        assert drawn(await collect(ours.generate(Request("r", PROMPT, MANY)))) == seen[-1], (target.name, head)
-        await ours.stop()
+        async with serving(TorchBackend(str(target), "ours", config)) as ours:
+            assert drawn(await collect(ours.generate(Request("r", PROMPT, MANY)))) == seen[-1], (target.name, head)
         if head is not None and target is folder:
             with pytest.raises(HandoffRefused, match="drafter"):
                 await collect(backend.resume(Request("r", PROMPT, GREEDY), handoff))

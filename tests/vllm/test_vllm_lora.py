@@ -1,7 +1,6 @@
 """LoRA adapters in vLLM: each request gets its own, wherever it is computed, handed over, cached, or computed again."""
 
 import asyncio
-import contextlib
 import dataclasses
 import gc
 import importlib.util
@@ -12,21 +11,18 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-import torch
 
 from serve_app.backends.torch_backend import TorchBackend
 from serve_app.backends.vllm_backend import VllmBackend
 from serve_app.backends.vllm_parts.settings import SIZES, VllmSettings
 from speculative.config import DrafterConfig
 from speculative.errors import ConfigError, HandoffRefused, InvalidRequest
-from speculative.model.loading import load_decoder
 from speculative.request import Request, TokenDelta
-from speculative.training.heads import initial_head, save_head
-from tests.support.backend_conformance import GREEDY, PLAIN, PROMPT, EngineConformance, collect, idle, tokens
+from tests.support.backend_conformance import GREEDY, PLAIN, PROMPT, EngineConformance, collect, idle, serving, tokens
 from tests.support.tiny_adapters import write_merged, write_tiny_adapter
 from tests.support.tiny_models import write_tiny_model
 from tests.support.vllm_installed import NEEDS_VLLM
-from tests.vllm.test_vllm_engine import CONFIG, TARGET
+from tests.vllm.test_vllm_engine import CONFIG, TARGET, drafter_for
 
 pytestmark = [*NEEDS_VLLM, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 LONG_PROMPT = (PROMPT * 10)[:129]  # several blocks and chunks
@@ -49,14 +45,7 @@ def adapters(folder: Path) -> dict[str, Path]:
 
 @pytest.fixture(scope="module", params=["ngram", "draft_model", "eagle3"])
 def settings(request: pytest.FixtureRequest, folder: Path, adapters: dict[str, Path]) -> VllmSettings:
-    drafter = DrafterConfig(ngram_min=1, num_draft_tokens=3)
-    if request.param == "draft_model":
-        drafter = DrafterConfig(kind="draft_model", model=str(folder), num_draft_tokens=3)
-    if request.param == "eagle3":
-        target = load_decoder(folder, dtype=torch.float32, device="cpu")
-        save_head(initial_head("eagle3", target, torch.arange(256)), folder.parent / "head")
-        drafter = DrafterConfig(kind="eagle3", model=str(folder.parent / "head"), num_draft_tokens=3)
-    config = dataclasses.replace(CONFIG, drafter=drafter)
+    config = dataclasses.replace(CONFIG, drafter=drafter_for(folder, request.param))
     modules = {name: str(path) for name, path in adapters.items()}
     return VllmSettings(config, SIZES, {"enforce_eager": True}, handoff="copy", lora_modules=modules)
 
@@ -89,18 +78,14 @@ class UnderAdapter:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(folder: Path, settings: VllmSettings) -> AsyncIterator[VllmBackend]:
-    made = VllmBackend(str(folder), "tiny", settings)
-    await made.start()
-    yield made
-    await made.stop()
+    async with serving(VllmBackend(str(folder), "tiny", settings)) as started:
+        yield started
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def elsewhere(folder: Path, settings: VllmSettings) -> AsyncIterator[VllmBackend]:
-    made = VllmBackend(str(folder), "tiny", settings)
-    await made.start()
-    yield made
-    await made.stop()
+    async with serving(VllmBackend(str(folder), "tiny", settings)) as started:
+        yield started
 
 
 @pytest.fixture(scope="module")
@@ -134,10 +119,8 @@ async def merged_says(folder: Path, scratch: Path, adapters: dict[str, Path], pr
     for name in NAMES:
         merged = write_merged(scratch / f"merged-{name}", folder, adapters[name]) if name else folder
         plain = dataclasses.replace(CONFIG, drafter=DrafterConfig(kind="none"))
-        reference = TorchBackend(str(merged), "merged", plain)
-        await reference.start()
-        reported[name] = await collect(reference.generate(Request("r", tuple(prompt), GREEDY)))
-        await reference.stop()
+        async with serving(TorchBackend(str(merged), "merged", plain)) as reference:
+            reported[name] = await collect(reference.generate(Request("r", tuple(prompt), GREEDY)))
     return reported
 
 
@@ -198,12 +181,10 @@ async def test_blocks_are_read_from_memory_for_their_adapter_only(
     monkeypatch.setenv("UCX_TLS", "self,sm,tcp")
     monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", "127.0.0.1")
     pulls = dataclasses.replace(settings, handoff="nixl")
-    producer = VllmBackend(str(folder), "tiny", dataclasses.replace(pulls, role="kv_producer"))
-    consumer = VllmBackend(str(folder), "tiny", dataclasses.replace(pulls, role="kv_consumer"))
-    async with contextlib.AsyncExitStack() as stack:
-        for one in (producer, consumer):
-            await one.start()
-            stack.push_async_callback(one.stop)
+    async with (
+        serving(VllmBackend(str(folder), "tiny", dataclasses.replace(pulls, role="kv_producer"))) as producer,
+        serving(VllmBackend(str(folder), "tiny", dataclasses.replace(pulls, role="kv_consumer"))) as consumer,
+    ):
         whole = await said_by(producer)
         for name in NAMES:
             request = Request(f"r-{name}", LONG_PROMPT, GREEDY, adapter=name)

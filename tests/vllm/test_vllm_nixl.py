@@ -12,7 +12,6 @@ from typing import Literal
 
 import pytest
 import pytest_asyncio
-import torch
 
 from deploy.processes import process_tree
 from serve_app.backends.base import Handoff, PauseMode
@@ -21,14 +20,12 @@ from serve_app.backends.vllm_parts import settings as vllm_settings
 from serve_app.backends.vllm_parts.settings import SIZES, VllmSettings
 from speculative.config import DrafterConfig
 from speculative.errors import HandoffRefused
-from speculative.model.loading import load_decoder
 from speculative.request import Request, SamplingParams
-from speculative.training.heads import initial_head, save_head
-from tests.support.backend_conformance import GREEDY, PLAIN, PROMPT, EngineConformance, collect, idle, tokens
+from tests.support.backend_conformance import GREEDY, PLAIN, PROMPT, EngineConformance, collect, idle, serving, tokens
 from tests.support.processes import alive
 from tests.support.tiny_models import write_tiny_model
 from tests.support.vllm_installed import NEEDS_VLLM
-from tests.vllm.test_vllm_engine import CONFIG, TARGET
+from tests.vllm.test_vllm_engine import CONFIG, TARGET, drafter_for
 
 pytestmark = [
     *NEEDS_VLLM,
@@ -58,11 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module", params=["draft_model", "eagle3"])
 def drafter(request: pytest.FixtureRequest, folder: Path) -> DrafterConfig:
     """Those with keys and values of their own; the draft model is the target, and right if it sees the prompt."""
-    if request.param == "draft_model":
-        return DrafterConfig(kind="draft_model", model=str(folder), num_draft_tokens=3)
-    target = load_decoder(folder, dtype=torch.float32, device="cpu")
-    save_head(initial_head("eagle3", target, torch.arange(256)), folder.parent / "head")
-    return DrafterConfig(kind="eagle3", model=str(folder.parent / "head"), num_draft_tokens=3)
+    return drafter_for(folder, request.param)
 
 
 @contextlib.asynccontextmanager
@@ -70,12 +63,9 @@ async def engine(
     folder: Path, drafter: DrafterConfig, role: Literal["kv_producer", "kv_consumer"]
 ) -> AsyncIterator[VllmBackend]:
     config = dataclasses.replace(CONFIG, drafter=drafter)
-    made = VllmBackend(
-        str(folder), "tiny", VllmSettings(config, SIZES, {"enforce_eager": True}, handoff="nixl", role=role)
-    )
-    await made.start()
-    yield made
-    await made.stop()
+    settings = VllmSettings(config, SIZES, {"enforce_eager": True}, handoff="nixl", role=role)
+    async with serving(VllmBackend(str(folder), "tiny", settings)) as started:
+        yield started
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -22,7 +22,17 @@ from serve_app.backends.vllm_parts.settings import SIZES, VllmSettings
 from speculative.config import DrafterConfig
 from speculative.errors import EngineFault, HandoffRefused
 from speculative.request import Request, SamplingParams
-from tests.support.backend_conformance import GREEDY, LONG, PLAIN, PROMPT, EngineConformance, collect, idle, tokens
+from tests.support.backend_conformance import (
+    GREEDY,
+    LONG,
+    PLAIN,
+    PROMPT,
+    EngineConformance,
+    collect,
+    idle,
+    serving,
+    tokens,
+)
 from tests.support.tiny_adapters import write_merged, write_tiny_adapter
 from tests.support.tiny_models import write_tiny_model
 from tests.support.vllm_installed import NEEDS_VLLM
@@ -51,12 +61,8 @@ async def engine(folder: Path, num_ranks: int = 2, **changes: Any) -> AsyncItera
     drafter = DrafterConfig(kind="draft_model", model=str(folder), num_draft_tokens=3)
     arguments = {"enforce_eager": True, "tensor_parallel_size": num_ranks}
     settings = VllmSettings(dataclasses.replace(CONFIG, drafter=drafter), SIZES, arguments, handoff="copy")
-    made = VllmBackend(str(folder), "tiny", dataclasses.replace(settings, **changes))
-    await made.start()
-    try:
-        yield made
-    finally:
-        await made.stop()
+    async with serving(VllmBackend(str(folder), "tiny", dataclasses.replace(settings, **changes))) as started:
+        yield started
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -174,10 +180,9 @@ async def test_two_ranks_compute_what_one_does_with_an_adapter_and_hand_it_over(
         after = tokens(await collect(two.generate(request)))
     for target, text in ((folder, said), (others, after)):
         merged = write_merged(tmp_path / f"merged-{target.name}", target, adapter)
-        one = TorchBackend(str(merged), "merged", dataclasses.replace(CONFIG, drafter=DrafterConfig(kind="none")))
-        await one.start()
-        assert tokens(await collect(one.generate(dataclasses.replace(request, adapter="")))) == text
-        await one.stop()
+        config = dataclasses.replace(CONFIG, drafter=DrafterConfig(kind="none"))
+        async with serving(TorchBackend(str(merged), "merged", config)) as one:
+            assert tokens(await collect(one.generate(dataclasses.replace(request, adapter="")))) == text
 
 
 async def test_a_killed_rank_ends_the_engine_and_nothing_hangs(folder: Path) -> None:

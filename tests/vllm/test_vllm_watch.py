@@ -13,7 +13,7 @@ from serve_app.backends.vllm_backend import VllmBackend
 from serve_app.backends.vllm_parts.settings import SIZES, Faults, VllmSettings
 from speculative.config import DrafterConfig, EngineConfig
 from speculative.request import Request, SamplingParams
-from tests.support.backend_conformance import collect
+from tests.support.backend_conformance import collect, serving
 from tests.support.tiny_models import write_tiny_model
 from tests.support.vllm_installed import NEEDS_VLLM
 
@@ -66,12 +66,8 @@ async def test_greedy_answers_are_found_right_and_their_drafts_expected(tmp_path
 async def started(scratch: Path) -> AsyncIterator[VllmBackend]:
     folder = write_tiny_model(scratch / "m", vocab_size=512, hidden_size=128, head_dim=32, tokenizer=True)
     settings = VllmSettings(CONFIG, SIZES, {"enforce_eager": True}, self_check_sample_rate=1.0)
-    backend = VllmBackend(str(folder), "tiny", settings)
-    await backend.start()
-    try:
+    async with serving(VllmBackend(str(folder), "tiny", settings)) as backend:
         yield backend
-    finally:
-        await backend.stop()
 
 
 async def answered(backend: VllmBackend, params: SamplingParams) -> None:

@@ -24,6 +24,7 @@ from tests.support.backend_conformance import (
     EngineConformance,
     collect,
     idle,
+    serving,
     tokens,
 )
 from tests.support.tiny_heads import write_tiny_head
@@ -41,18 +42,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 async def backend(folder: Path) -> AsyncIterator[TorchBackend]:
-    made = TorchBackend(str(folder), "tiny", CONFIG)
-    await made.start()
-    yield made
-    await made.stop()
+    async with serving(TorchBackend(str(folder), "tiny", CONFIG)) as started:
+        yield started
 
 
 @pytest.fixture
 async def other(folder: Path) -> AsyncIterator[TorchBackend]:
-    made = TorchBackend(str(folder), "tiny", CONFIG)
-    await made.start()
-    yield made
-    await made.stop()
+    async with serving(TorchBackend(str(folder), "tiny", CONFIG)) as started:
+        yield started
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,8 @@
 """The referee's detectors over what a sound engine drafts, accepts and recovers: none of them says a word."""
 
-from pathlib import Path
-
 import torch
 
+from deploy.audit.toy import TableDrafter, engine_over
 from serve_app.integrity.detectors import Alarm, ReplicaWatch, Rounding, SeenToken
 from serve_app.integrity.drift import TokenDrift
 from serve_app.integrity.replays import KNOWN_AFTERWARDS, Record, Records, ReplayJob
@@ -11,7 +10,6 @@ from serve_app.telemetry.metric_names import STRATA
 from speculative.drafting.base import NoDrafter
 from speculative.engine import EngineCore
 from speculative.request import Request, SamplingParams, TokenDelta
-from tests.support.table_engine import TableDrafter, table_engine
 
 VOCAB_SIZE, NUM_DRAFTS, BATCH = 64, 3, 16
 PROMPT = (1, 2, 3)
@@ -50,12 +48,12 @@ def seen(job: ReplayJob, referee: EngineCore) -> list[SeenToken]:
     return [SeenToken(strata, drift, row, "r1") for strata, drift, row in rows]
 
 
-def test_a_sound_engine_that_draws_its_drafts_raises_no_alarm_in_any_stratum(tmp_path: Path) -> None:
+def test_a_sound_engine_that_draws_its_drafts_raises_no_alarm_in_any_stratum() -> None:
     """Accepted and recovered tokens each follow a distribution of their own, and only together the target's."""
     table = torch.randn(VOCAB_SIZE, VOCAB_SIZE, generator=torch.Generator().manual_seed(1)) * 1.5
     draft_probs = 0.5 * table.softmax(-1) + 0.5 * (0.5 * table).softmax(-1)
-    engine = table_engine(tmp_path, table, TableDrafter(draft_probs, NUM_DRAFTS, vary=False))
-    referee = table_engine(tmp_path, table, NoDrafter())
+    engine = engine_over(table, TableDrafter(draft_probs, NUM_DRAFTS))
+    referee = engine_over(table, NoDrafter())
     watch, records = ReplicaWatch(Rounding()), Records("r1", 512)
     num_seen = dict.fromkeys(STRATA, 0)
     for number in range(0, 20 * BATCH, BATCH):
@@ -69,10 +67,10 @@ def test_a_sound_engine_that_draws_its_drafts_raises_no_alarm_in_any_stratum(tmp
     assert min(num_seen[name] for name in ("accepted", "recovered", "bonus", "speculative")) > 300
 
 
-def test_tokens_that_follow_another_distribution_are_seen_whatever_their_kind(tmp_path: Path) -> None:
+def test_tokens_that_follow_another_distribution_are_seen_whatever_their_kind() -> None:
     table = torch.randn(VOCAB_SIZE, VOCAB_SIZE, generator=torch.Generator().manual_seed(1)) * 1.5
-    broken = table_engine(tmp_path / "a", 1.3 * table, TableDrafter(table.softmax(-1), NUM_DRAFTS, vary=False))
-    referee = table_engine(tmp_path / "b", table, NoDrafter())
+    broken = engine_over(1.3 * table, TableDrafter(table.softmax(-1), NUM_DRAFTS))
+    referee = engine_over(table, NoDrafter())
     watch, records = ReplicaWatch(Rounding()), Records("r1", 512)
     alarms: list[Alarm] = []
     for number in range(0, 5 * BATCH, BATCH):

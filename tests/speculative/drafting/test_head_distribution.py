@@ -21,7 +21,7 @@ from speculative.selfcheck.monitor import SelfCheck
 from speculative.verification.base import VerifyInput, VerifyOutput
 from speculative.verification.token_wise import verify_token_wise
 from tests.support.engines import markov_decoder, settings
-from tests.support.table_engine import sample, worst_window
+from tests.support.markov_chain import sample, worst_window
 from tests.support.tiny_heads import randomise
 
 V, LENGTH, COUNT, FIRST = 8, 5, 2_500, 3

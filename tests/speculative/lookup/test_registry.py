@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import speculative.lookup
+from deploy.audit.toy import engine_over
 from serve_app.backends.vllm_parts.settings import check_settings
 from speculative.config import DrafterConfig, EngineConfig, drafter_kinds
 from speculative.drafting.weightless import make_weightless
@@ -20,7 +21,7 @@ from speculative.lookup.registry import drafter, registered
 from speculative.options import Options
 from speculative.request import Request, SamplingParams
 from tests.support.engines import NO_DRAFTS, assert_idle, run, tiny_engine
-from tests.support.table_engine import sample, table_engine, worst_window
+from tests.support.markov_chain import sample, worst_window
 from tests.support.tiny_models import write_tiny_model
 
 MODULE = '''
@@ -104,10 +105,10 @@ def test_one_file_adds_a_drafter_and_the_text_stays(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("_echo")
-def test_one_file_adds_a_drafter_and_the_distribution_stays(tmp_path: Path) -> None:
+def test_one_file_adds_a_drafter_and_the_distribution_stays() -> None:
     table = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
     echo = make_weightless(DrafterConfig(kind="echo", num_draft_tokens=3))
-    engine = table_engine(tmp_path / "table", table, echo)
+    engine = engine_over(table, echo, num_drafts=4)
     samples = sample(engine, (3,), 4000, 6)
     assert worst_window(samples, table.double().softmax(-1).numpy(), 3) < 5
     stats = engine.take_stats()

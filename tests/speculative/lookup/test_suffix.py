@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deploy.audit.toy import engine_over
 from speculative.config import DrafterConfig, EngineConfig
 from speculative.drafting.weightless import LookupDrafter
 from speculative.engine import EngineCore
@@ -23,7 +24,7 @@ from speculative.lookup.suffix import PastOutputs, SuffixDrafter, SuffixOptions,
 from speculative.request import Request, SamplingParams
 from speculative.state.sequence import Sequence
 from tests.support.engines import assert_idle, markov_engine, run, tiny_engine
-from tests.support.table_engine import sample, sigmas, table_engine, worst_window
+from tests.support.markov_chain import sample, sigmas, worst_window
 from tests.support.tiny_models import write_tiny_model
 
 Texts = list[list[int]]
@@ -245,10 +246,10 @@ def test_text_drawn_with_the_same_seed_is_not_looked_at() -> None:
 # -- in the engine -------------------------------------------------------------------------------------------------
 
 
-def test_the_distribution_is_kept_with_the_outputs_of_others(tmp_path: Path) -> None:
+def test_the_distribution_is_kept_with_the_outputs_of_others() -> None:
     table = torch.randn(16, 16, generator=torch.Generator().manual_seed(1))
     drafter = DrafterConfig(kind="suffix", num_draft_tokens=3, suffix_min_match=1, suffix_max_tokens=10**6)
-    engine = table_engine(tmp_path / "table", table, LookupDrafter(lambda: made(drafter)))
+    engine = engine_over(table, LookupDrafter(lambda: made(drafter)), num_drafts=4)
     samples = sample(engine, (3,), 12_000, 7)
     assert worst_window(samples, table.double().softmax(-1).numpy(), 3) < 5
     stats = engine.take_stats()
@@ -259,7 +260,7 @@ def test_the_distribution_is_kept_with_the_outputs_of_others(tmp_path: Path) -> 
 NUM_MARKS = 400
 
 
-def asked_again(folder: Path, distribution: torch.Tensor) -> np.ndarray:
+def asked_again(distribution: torch.Tensor) -> np.ndarray:
     """What requests say when each is asked a third time with its own seed.
 
     The second time is the first with drafts, and so the first that accept uniforms decide; the third meets those accept
@@ -270,7 +271,7 @@ def asked_again(folder: Path, distribution: torch.Tensor) -> np.ndarray:
     asking, marks = torch.arange(4, 4 + NUM_MARKS), torch.arange(4 + NUM_MARKS, 4 + 2 * NUM_MARKS)
     table[asking] = -1e9
     table[asking, marks] = 0.0  # a mark follows each prompt, and then the distribution
-    engine = table_engine(folder / "marks", table, None)
+    engine = engine_over(table, num_drafts=4)
     params = SamplingParams(max_tokens=4, ignore_eos=True)
     said = []
     for group in range(8):
@@ -283,14 +284,14 @@ def asked_again(folder: Path, distribution: torch.Tensor) -> np.ndarray:
     return np.array(said)
 
 
-def test_the_distribution_is_kept_where_a_seed_comes_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_distribution_is_kept_where_a_seed_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The twin is shown what it drew before: the accept uniforms that judge those drafts are the accept uniforms that
     made them."""
     distribution = torch.tensor([0.5, 0.3, 0.15, 0.05])
     joint = torch.einsum("a,b,c->abc", distribution, distribution, distribution).double().numpy()
-    assert sigmas(asked_again(tmp_path, distribution), joint) < 5
+    assert sigmas(asked_again(distribution), joint) < 5
     monkeypatch.setattr(suffix, "_is_drawn", lambda sequence: False)
-    assert sigmas(asked_again(tmp_path, distribution), joint) > 5
+    assert sigmas(asked_again(distribution), joint) > 5
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from deploy.audit.toy import TableDrafter, engine_over
 from speculative.config import DrafterConfig
 from speculative.drafting.base import Drafter, DraftOutput, WeightlessDrafter
 from speculative.engine import EngineCore
@@ -22,7 +23,7 @@ from speculative.state.batch import Batch, Entry, SequenceResult
 from speculative.state.sequence import Sequence
 from speculative.verification.draft_probs import PointMass
 from tests.support.engines import assert_idle, run, tiny_engine
-from tests.support.table_engine import TableDrafter, sample, table_engine, worst_window
+from tests.support.markov_chain import sample, worst_window
 from tests.support.tiny_models import write_tiny_model
 
 MOST = 4
@@ -356,10 +357,10 @@ V, LENGTH, FIRST = 16, 7, 3
 
 
 def dynamic_engine(
-    folder: Path, table: torch.Tensor, drafter: Drafter, seconds: Seconds, **changes: Any
+    table: torch.Tensor, drafter: Drafter, seconds: Seconds, **changes: Any
 ) -> tuple[EngineCore, DynamicLength]:
     """An engine over a table whose draft length is dynamic, and whose steps take as long as is said."""
-    engine = table_engine(folder, table, drafter, **changes)
+    engine = engine_over(table, drafter, num_drafts=MOST, **changes)
     policy = engine.scheduler.draft_length = DynamicLength(MOST)
     observe = policy.observe
 
@@ -384,12 +385,10 @@ def distributions() -> tuple[torch.Tensor, torch.Tensor]:
     return p, 0.6 * p + 0.4 * logits[1].softmax(-1)
 
 
-def test_it_learns_the_acceptance_that_the_distributions_give(
-    tmp_path: Path, distributions: tuple[torch.Tensor, torch.Tensor]
-) -> None:
+def test_it_learns_the_acceptance_that_the_distributions_give(distributions: tuple[torch.Tensor, torch.Tensor]) -> None:
     p, q = distributions
-    drafter = TableDrafter(alike(q), 3, vary=False)
-    engine, policy = dynamic_engine(tmp_path / "t", alike(p.log()), drafter, free_rows)
+    drafter = TableDrafter(alike(q), 3)
+    engine, policy = dynamic_engine(alike(p.log()), drafter, free_rows)
     sample(engine, (FIRST,), 2000, 12)
     truth = float(torch.minimum(p, q).sum())
     assert policy._rates[False].blended()[:3] == pytest.approx([truth] * 3, abs=0.06)
@@ -409,23 +408,23 @@ class Spy(WeightlessDrafter):
 
 
 @pytest.mark.parametrize("right", [True, False])
-def test_the_engine_asks_for_all_or_nothing(tmp_path: Path, right: bool) -> None:
+def test_the_engine_asks_for_all_or_nothing(right: bool) -> None:
     follows = torch.arange(1, V + 1) % V
     table = torch.nn.functional.one_hot(follows, V).float().clamp(min=1e-30).log()
     spy = Spy(lambda entry: [(entry.sequence.tokens[-1] + i + (1 if right else 2)) % V for i in range(MOST)])
-    engine, _ = dynamic_engine(tmp_path / "t", table, spy, on_cpu)
+    engine, _ = dynamic_engine(table, spy, on_cpu)
     sample(engine, (FIRST,), 4, 400)
     late = spy.asked[len(spy.asked) // 2 :]
     assert np.mean([length == (MOST if right else 0) for length in late]) > 0.9
 
 
 @pytest.mark.parametrize("verifier", ["token_wise", "block"])
-def test_joint_distribution_with_lengths_that_adapt(tmp_path: Path, verifier: str) -> None:
+def test_joint_distribution_with_lengths_that_adapt(verifier: str) -> None:
     table = torch.randn(V, V, generator=torch.Generator().manual_seed(1)) * 1.5
     p = table.softmax(-1)
     q = torch.where(torch.arange(V)[:, None] % 2 == 0, 0.5 * p + 0.5 * (-0.7 * table).softmax(-1), p.roll(1, -1))
-    drafter = TableDrafter(q, MOST, vary=False)
-    engine, _ = dynamic_engine(tmp_path / "t", table, drafter, on_cpu, verifier=verifier, max_num_seqs=64)
+    drafter = TableDrafter(q, MOST)
+    engine, _ = dynamic_engine(table, drafter, on_cpu, verifier=verifier, max_num_seqs=64)
     samples = sample(engine, (FIRST,), 20_000, LENGTH)
     assert worst_window(samples, table.double().softmax(-1).numpy(), FIRST) < 5
     stats = engine.take_stats()

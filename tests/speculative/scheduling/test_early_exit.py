@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from deploy.audit.toy import TableDrafter, engine_over
 from speculative.config import DrafterConfig
 from speculative.drafting.base import DraftOutput
 from speculative.engine import EngineCore
@@ -19,7 +20,7 @@ from speculative.state.batch import Batch, Entry, SequenceResult
 from speculative.state.sequence import Sequence
 from speculative.verification.draft_probs import Dense
 from tests.support.engines import assert_idle, run, tiny_engine
-from tests.support.table_engine import TableDrafter, sample, table_engine, worst_window
+from tests.support.markov_chain import sample, worst_window
 from tests.support.tiny_heads import write_tiny_head
 from tests.support.tiny_models import write_tiny_model
 
@@ -145,7 +146,7 @@ class StoppingDrafter(TableDrafter):
     """Ends its drafts by a rule; `looks`: wrongly by the token at the end, which is left out when it is unlikely."""
 
     def __init__(self, q: Tensor, rule: EarlyExit, *, looks: bool) -> None:
-        super().__init__(q, 4, vary=False)
+        super().__init__(q, 4)
         self.rule, self.looks = rule, looks
 
     def propose(self, batch: Batch) -> DraftOutput:
@@ -169,13 +170,11 @@ class StoppingDrafter(TableDrafter):
     ("verifier", "looks"),
     [("token_wise", False), ("token_wise", True), ("block", False), ("block", True), ("coupled", False)],
 )
-def test_joint_distribution_with_drafts_that_end_early(tmp_path: Path, verifier: str, looks: bool) -> None:
+def test_joint_distribution_with_drafts_that_end_early(verifier: str, looks: bool) -> None:
     table = torch.randn(V, V, generator=torch.Generator().manual_seed(1)) * 1.5
     p = table.softmax(-1)
     q = torch.where(torch.arange(V)[:, None] % 2 == 0, 0.5 * p + 0.5 * (-0.7 * table).softmax(-1), 0.3 * p + 0.7 / V)
-    engine = table_engine(
-        tmp_path / "t", table, StoppingDrafter(q, rule_of(STEEP, 0.3), looks=looks), verifier=verifier
-    )
+    engine = engine_over(table, StoppingDrafter(q, rule_of(STEEP, 0.3), looks=looks), num_drafts=4, verifier=verifier)
     deviation = worst_window(sample(engine, (FIRST,), COUNT, LENGTH), table.double().softmax(-1).numpy(), FIRST)
     assert len({*engine.take_stats().drafted_per_position}) > 2, "lengths differed"
     assert deviation > 5 if looks else deviation < 5
