@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from deploy.chart import CHART, ChartError, run_helm
-from tests.support.chart import EXAMPLE_NAMES, MINIMAL, example, merged, run_config_check, template
+from tests.support.chart import EXAMPLE_NAMES, MINIMAL, example, merged, objects_of, of_kind, run_config_check, template
 from tests.support.fake_api_server import FakeApiServer, running_api_server
 
 FIRST_VALUES = Path(__file__).parent / "values_of_the_first_chart.yaml"
@@ -41,8 +40,8 @@ class Cluster:
         return service["spec"]
 
     def claims_in_manifest(self) -> list[dict[str, Any]]:
-        objects = yaml.safe_load_all(self.helm("get", "manifest", "demo"))
-        return [found["spec"] for found in objects if found and found["kind"] == "PersistentVolumeClaim"]
+        objects = objects_of(self.helm("get", "manifest", "demo"))
+        return [claim["spec"] for claim in of_kind(objects, "PersistentVolumeClaim")]
 
     def mounted_claim(self) -> str | None:
         """The claim of the decode pods; None where they have none."""

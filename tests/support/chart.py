@@ -1,5 +1,7 @@
 """What the chart's tests share: helm runs and the objects of a render."""
 
+import copy
+import functools
 import json
 import re
 import subprocess
@@ -10,6 +12,7 @@ from typing import Any
 import yaml
 
 from deploy.chart import CHART, EXAMPLES, run_helm
+from tests.support.crds import LOADER
 
 Object = dict[str, Any]
 EXAMPLE_NAMES = sorted(path.name.removesuffix("-values.yaml") for path in EXAMPLES.glob("*-values.yaml"))
@@ -21,14 +24,26 @@ MINIMAL = {
 
 
 def template(values: dict[str, Any] | Path, *options: str, name: str = "demo", chart: Path = CHART) -> list[Object]:
-    """The objects that helm renders.
+    """The objects that helm renders, the caller's own to change.
 
     Raises:
         ChartError: helm refused the values.
     """
-    file, text = ("-", json.dumps(values)) if isinstance(values, dict) else (str(values), None)
-    made = run_helm("template", name, str(chart), "--namespace", "demo", "-f", file, *options, stdin=text)
-    return [found for found in yaml.safe_load_all(made) if found]
+    text = json.dumps(values) if isinstance(values, dict) else values.read_text(encoding="utf-8")
+    rendered = _rendered if chart == CHART else _rendered.__wrapped__
+    return copy.deepcopy(rendered(text, options, name, chart))
+
+
+@functools.cache
+def _rendered(values: str, options: tuple[str, ...], name: str, chart: Path) -> list[Object]:
+    """A render of the same values is the same but for random passwords, so that helm is started for them once."""
+    made = run_helm("template", name, str(chart), "--namespace", "demo", "-f", "-", *options, stdin=values)
+    return objects_of(made)
+
+
+def objects_of(manifests: str) -> list[Object]:
+    """The objects of a stream of YAML, without those that are empty."""
+    return [found for found in yaml.load_all(manifests, Loader=LOADER) if found]
 
 
 def example(name: str, *options: str, chart: Path = CHART) -> list[Object]:
