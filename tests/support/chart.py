@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from click.testing import CliRunner
 
 from deploy.chart import CHART, EXAMPLES, run_helm
+from deploy.cli.main import main
 from tests.support.crds import LOADER
 
 Object = dict[str, Any]
@@ -75,8 +77,8 @@ def pod_templates(objects: list[Object]) -> dict[str, Object]:
     return rays | {pod["metadata"]["labels"]["app.kubernetes.io/component"]: pod for pod in others}
 
 
-def run_config_check(job: Object, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run what the Job's container runs, with its volume in `folder` and nothing else of the pod."""
+def config_check_command(job: Object, folder: Path) -> list[str]:
+    """What the Job's container runs, with its volume in `folder` and nothing else of the pod."""
     pod = job["spec"]["template"]
     (container,), (volume,) = pod["spec"]["containers"], pod["spec"]["volumes"]
     (mount,) = container["volumeMounts"]
@@ -84,9 +86,22 @@ def run_config_check(job: Object, folder: Path) -> subprocess.CompletedProcess[s
     for item in volume["downwardAPI"]["items"]:
         (annotation,) = re.findall(r"^metadata\.annotations\['(.+)'\]$", item["fieldRef"]["fieldPath"])
         (folder / item["path"]).write_text(pod["metadata"]["annotations"][annotation])
-    program, *arguments = (word.replace(mount["mountPath"], str(folder)) for word in container["command"])
+    return [word.replace(mount["mountPath"], str(folder)) for word in container["command"]]
+
+
+def run_config_check(job: Object, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run the Job's command as its container does."""
+    program, *arguments = config_check_command(job, folder)
     command = [str(Path(sysconfig.get_path("scripts"), program)), *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, env={"COLUMNS": "80"})
+
+
+def config_check_here(job: Object, folder: Path) -> tuple[int, str]:
+    """Exit status and output of the Job's command, without a process of its own, which takes a second to start."""
+    program, *arguments = config_check_command(job, folder)
+    assert program == "truespec"
+    done = CliRunner(env={"COLUMNS": "80"}).invoke(main, arguments)
+    return done.exit_code, done.output
 
 
 def serve_config(objects: list[Object]) -> dict[str, Any]:
