@@ -76,13 +76,12 @@ EVENTS: list[tuple[str, int | None]] = [
 
 
 def test_a_figure_counts_the_first_event_of_a_series(tmp_path: Path) -> None:
-    tests = [
-        {"name": f"{panel.title}: {values}"} | figure_test(query.expr, values, shown)
+    suites = {
+        f"{panel.title}, {values}": of_expressions([figure_test(query.expr, values, shown) for query in panel.queries])
         for panel in (ALARMS, VIOLATIONS)
-        for query in panel.queries
         for values, shown in EVENTS
-    ]
-    run_suites(tmp_path, {"figures": of_expressions(tests)})
+    }
+    run_suites(tmp_path, suites)
 
 
 def figure_test(expr: str, values: str, shown: int | None) -> dict[str, Any]:
@@ -115,7 +114,7 @@ def test_an_annotation_marks_an_event_once_and_nothing_else(tmp_path: Path) -> N
         "Replicas replaced": "replica_restarts_total{%s}",
     }
     assert series.keys() == {annotation.name for annotation in ANNOTATIONS}
-    tests = []
+    suites = {}
     for annotation in ANNOTATIONS:
         expr = annotation.expr.replace("$namespace", "n").replace("$job", "j")
         expr = expr.replace("$model", ".*").replace("$pool", ".*")
@@ -130,8 +129,8 @@ def test_an_annotation_marks_an_event_once_and_nothing_else(tmp_path: Path) -> N
                 for minute in (65, 71, 75, 90)
             ]
             test = {"interval": "1m", "input_series": [{"series": f"truespec_{name}", "values": values}]}
-            tests.append({"name": f"{annotation.name}: {values}"} | test | {"promql_expr_test": seen})
-    run_suites(tmp_path, {"annotations": of_expressions(tests)})
+            suites[f"{annotation.name}, {values}"] = of_expressions([test | {"promql_expr_test": seen}])
+    run_suites(tmp_path, suites)
 
 
 def test_a_case_that_is_wrong_is_noticed_and_named(tmp_path: Path) -> None:
