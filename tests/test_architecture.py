@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.loops import for_each
+
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("speculative", "serve_app", "dashboards", "deploy")
 # Rooms, lowest first: a module imports its own room and those below it. A room is a package or a single module.
@@ -216,10 +218,10 @@ def test_libraries_and_packages_have_their_owners() -> None:
         for name in sorted(imports(module))
         if not within(module, OWNERS.get(name.split(".")[0], {module}))
     ]
-    assert not strangers
+    assert not strangers, "\n".join(strangers)
 
 
-@pytest.mark.parametrize("package", ROOMS)
+@for_each(ROOMS)
 def test_a_room_imports_only_rooms_below_it(package: str) -> None:
     order = {f"{package}.{name}": place for place, name in enumerate(ROOMS[package])}
     own = {module: {name for name in imports(module) if name in TREES} for module in TREES if within(module, {package})}
@@ -230,12 +232,12 @@ def test_a_room_imports_only_rooms_below_it(package: str) -> None:
         for name in names
         if within(name, {package}) and order.get(room(name), 0) > order.get(room(module), 0)
     ]
-    assert not upward
+    assert not upward, "\n".join(upward)
 
 
 def test_what_the_server_knows_of_the_engine_needs_no_torch() -> None:
     heavy = [module for module in LEAVES if "torch" in {name.split(".")[0] for name in imports(module)}]
-    assert not heavy
+    assert not heavy, "\n".join(heavy)
 
 
 def test_no_two_modules_have_one_name() -> None:
@@ -267,7 +269,7 @@ def test_the_server_sees_only_the_leaves_of_the_engine() -> None:
             }  # what a request's form says, for either engine
             near = {"serve_app.backends", "serve_app.telemetry", *forms}
             strangers += [f"{module} imports {name}" for name in ours if not within(name, near)]
-    assert not strangers
+    assert not strangers, "\n".join(strangers)
 
 
 def test_known_faults_are_out_of_reach_of_all_but_the_audit() -> None:
@@ -277,15 +279,19 @@ def test_known_faults_are_out_of_reach_of_all_but_the_audit() -> None:
         audit = {name for name in imports(module) if name.startswith("deploy.audit")}
         allowed = requests_alone if module == "deploy.watch.calibration" else set()
         strangers += [f"{module} imports {name}" for name in audit - allowed]
-    assert not strangers
+    assert not strangers, "\n".join(strangers)
 
 
-@pytest.mark.parametrize("package", SIBLINGS)
+@for_each(SIBLINGS)
 def test_siblings_do_not_import_each_other(package: str) -> None:
-    for module in (name for name in TREES if name.startswith(f"{package}.")):
-        siblings = {name for name in imports(module) if name.startswith(f"{package}.")}
-        strangers = {name for name in siblings if not within(name, SIBLINGS[package])}
-        assert not strangers, f"{module} imports a sibling"
+    strangers = [
+        f"{module} imports its sibling {name}"
+        for module in TREES
+        if module.startswith(f"{package}.")
+        for name in sorted(imports(module))
+        if name.startswith(f"{package}.") and not within(name, SIBLINGS[package])
+    ]
+    assert not strangers, "\n".join(strangers)
 
 
 def test_there_are_no_cycles() -> None:
@@ -302,19 +308,19 @@ def test_an_init_holds_only_a_docstring() -> None:
         for path, body in bodies.items()
         if not (len(body) == 1 and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant))
     ]
-    assert not more
+    assert not more, "\n".join(more)
 
 
-def test_no_types_only_imports_and_no_environment_reads_in_the_engine() -> None:
-    for module, tree in TREES.items():
-        names = {
-            node.attr if isinstance(node, ast.Attribute) else node.id
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Attribute | ast.Name)
-        }
-        assert "TYPE_CHECKING" not in names, f"{module}: an import for types only hides a cycle"
-        if module.startswith("speculative.") and module != "speculative.config":
-            assert not names & {"environ", "getenv"}, f"{module}: settings are complete before the engine runs"
+@for_each(TREES)
+def test_no_types_only_imports_and_no_environment_reads_in_the_engine(module: str) -> None:
+    names = {
+        node.attr if isinstance(node, ast.Attribute) else node.id
+        for node in ast.walk(TREES[module])
+        if isinstance(node, ast.Attribute | ast.Name)
+    }
+    assert "TYPE_CHECKING" not in names, "an import for types only hides a cycle"
+    if module.startswith("speculative.") and module != "speculative.config":
+        assert not names & {"environ", "getenv"}, "settings are complete before the engine runs"
 
 
 def test_functions_are_short() -> None:

@@ -7,9 +7,8 @@ from pathlib import Path
 from urllib.parse import unquote
 from xml.etree import ElementTree
 
-import pytest
-
 from tests.support.command_lines import fault, in_shell
+from tests.support.loops import for_each
 from tests.support.project_files import ROOT, project_files
 from tests.test_architecture import ROOMS
 
@@ -32,8 +31,7 @@ def documents() -> list[Path]:
     return [ROOT / name for name in project_files("*.md")]
 
 
-DOCUMENTS = documents()
-IDS = [str(path.relative_to(ROOT)) for path in DOCUMENTS]
+each_document = for_each(documents(), lambda path: str(path.relative_to(ROOT)))
 
 
 def prose(path: Path) -> str:
@@ -75,7 +73,7 @@ def links(path: Path) -> Iterator[str]:
             yield target
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=IDS)
+@each_document
 def test_links_and_anchors_lead_somewhere(path: Path) -> None:
     broken = []
     for target in links(path):
@@ -88,7 +86,7 @@ def test_links_and_anchors_lead_somewhere(path: Path) -> None:
     assert not broken, "\n".join(broken)
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=IDS)
+@each_document
 def test_commands_in_blocks_are_whole_commands_of_ours(path: Path) -> None:
     wrong = []
     for block in _FENCE.finditer(current(path)):
@@ -99,7 +97,7 @@ def test_commands_in_blocks_are_whole_commands_of_ours(path: Path) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=IDS)
+@each_document
 def test_commands_in_the_text_exist_with_their_options(path: Path) -> None:
     wrong = []
     for _, code in _CODE.findall(_FENCE.sub("", current(path))):
@@ -110,7 +108,7 @@ def test_commands_in_the_text_exist_with_their_options(path: Path) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=IDS)
+@each_document
 def test_lists_are_lists_on_the_site_too(path: Path) -> None:
     """Unlike GitHub, Python-Markdown wants a blank line before a list, and four spaces before one within another."""
     text = _FENCE.sub("", path.read_text(encoding="utf-8"))
@@ -142,7 +140,7 @@ def test_the_architecture_page_names_every_room_in_order() -> None:
         assert [name.rstrip("/") for row in rows for name in re.findall("`([a-z_/]+)`", row)] == list(rooms)
 
 
-@pytest.mark.parametrize("name", ["docs/architecture.md", "CONTRIBUTING.md"])
+@for_each(["docs/architecture.md", "CONTRIBUTING.md"])
 def test_files_that_a_page_for_contributors_names_exist(name: str) -> None:
     top = "|".join([*ROOMS, "dashboards", "deploy", "helm", "tests"])
     named = re.findall(rf"(?<![\w/])(?:{top})/[\w./]*[\w/]", (ROOT / name).read_text(encoding="utf-8"))
@@ -150,7 +148,7 @@ def test_files_that_a_page_for_contributors_names_exist(name: str) -> None:
     assert named and not missing
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "docs").rglob("*.svg")), ids=lambda path: path.name)
+@for_each(sorted((ROOT / "docs").rglob("*.svg")), lambda path: path.name)
 def test_pictures_are_self_contained_and_say_what_they_show(path: Path) -> None:
     root = ElementTree.parse(path).getroot()
     svg = "{http://www.w3.org/2000/svg}"

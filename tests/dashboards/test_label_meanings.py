@@ -23,14 +23,21 @@ from serve_app.telemetry.metric_names import (
     Metric,
 )
 from speculative.request import FinishReason
+from tests.support.loops import for_each
 
 SOURCE = Path(__file__).parents[2] / "serve_app"
 LABELS = [(metric, label) for metric in CATALOGUE for label in metric.labels]
 
 
-@pytest.mark.parametrize(("metric", "label"), LABELS, ids=lambda value: getattr(value, "name", value))
-def test_every_label_has_a_meaning_and_the_page_reports_it(metric: Metric, label: str) -> None:
-    meaning, page = meaning_of(metric, label), metrics_page()
+@pytest.fixture(scope="module")
+def page() -> str:
+    return metrics_page()
+
+
+@for_each(LABELS, lambda pair: f"{pair[1]} of {pair[0].name}")
+def test_every_label_has_a_meaning_and_the_page_reports_it(pair: tuple[Metric, str], page: str) -> None:
+    metric, label = pair
+    meaning = meaning_of(metric, label)
     section = page.split(f"### `{label}`")[1].split("###")[0]
     assert f"`{metric.name}`" in section
     if isinstance(meaning, str):

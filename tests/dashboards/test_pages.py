@@ -11,16 +11,18 @@ import yaml
 from click.testing import CliRunner
 
 from dashboards import build
-from dashboards.alerts import ALERTS
+from dashboards.alerts import ALERTS, Alert
 from dashboards.panels import ANNOTATIONS, PAGE, VISIBLE, Page, Panel
 from dashboards.queries import Scope
 from dashboards.recordings import RECORDINGS
 from deploy.cli.main import main
-from serve_app.telemetry.metric_names import CATALOGUE, METRICS
+from serve_app.telemetry.metric_names import CATALOGUE, METRICS, Metric
+from tests.support.loops import for_each
 
 ROOT = Path(__file__).parents[2]
 # From Grafana's own types, by schema/make_schema.sh; closed to fields that Grafana does not know.
 SCHEMA = json.loads((Path(__file__).parent / "schema" / "dashboard.schema.json").read_text(encoding="utf-8"))
+VALIDATOR = jsonschema.Draft7Validator(SCHEMA)
 SUFFIXES = {"counter": ("",), "gauge": ("",), "histogram": ("_bucket",)}
 PANELS = [(page, panel) for page in build.PAGES for panel in page.panels]
 WINDOW = re.compile(r"\[([^\]]*)\]")
@@ -40,10 +42,17 @@ def panel_id(pair: tuple[Page, Panel]) -> str:
     return f"{pair[0].uid}: {pair[1].title}"
 
 
-each_panel = pytest.mark.parametrize("pair", PANELS, ids=panel_id)
+each_panel = for_each(PANELS, panel_id)
+each_page = for_each(build.dashboards(), lambda page: page["uid"])
 
 
 # Generated files
+
+
+@pytest.fixture(scope="module")
+def files() -> dict[str, str]:
+    """What is generated, by path."""
+    return build.files()
 
 
 def test_what_is_committed_is_what_would_be_generated() -> None:
@@ -71,9 +80,9 @@ def test_build_writes_what_is_missing_and_removes_what_is_no_longer_made(tmp_pat
     assert build.stale(tmp_path) == []
 
 
-@pytest.mark.parametrize("metric", CATALOGUE, ids=lambda metric: metric.name)
-def test_every_metric_is_documented(metric: Any) -> None:
-    lines = [line for line in build.files()["docs/metrics.md"].splitlines() if f"`{metric.name}` |" in line]
+@for_each(CATALOGUE, lambda metric: metric.name)
+def test_every_metric_is_documented(metric: Metric, files: dict[str, str]) -> None:
+    lines = [line for line in files["docs/metrics.md"].splitlines() if f"`{metric.name}` |" in line]
     assert len(lines) == 1
     assert metric.kind in lines[0]
     assert all(f"`{label}`" in lines[0] for label in metric.labels)
@@ -82,11 +91,14 @@ def test_every_metric_is_documented(metric: Any) -> None:
 # Grafana JSON
 
 
-@pytest.mark.parametrize("page", build.dashboards(), ids=lambda page: page["uid"])
+@each_page
 def test_pages_validate_against_grafanas_own_types(page: dict[str, Any]) -> None:
-    jsonschema.Draft7Validator.check_schema(SCHEMA)
-    errors = [*jsonschema.Draft7Validator(SCHEMA).iter_errors(page)]
+    errors = [*VALIDATOR.iter_errors(page)]
     assert not errors, jsonschema.exceptions.best_match(errors)
+
+
+def test_grafanas_types_are_a_schema() -> None:
+    jsonschema.Draft7Validator.check_schema(SCHEMA)
 
 
 @pytest.mark.parametrize(
@@ -105,10 +117,10 @@ def test_pages_validate_against_grafanas_own_types(page: dict[str, Any]) -> None
 def test_the_schema_notices_what_is_wrong(change: Any) -> None:
     page = json.loads(json.dumps(build.dashboards()[0]))
     change(page)
-    assert not jsonschema.Draft7Validator(SCHEMA).is_valid(page)
+    assert not VALIDATOR.is_valid(page)
 
 
-@pytest.mark.parametrize("page", build.dashboards(), ids=lambda page: page["uid"])
+@each_page
 def test_panels_fill_the_grid_without_overlap(page: dict[str, Any]) -> None:
     taken: set[tuple[int, int]] = set()
     for row in (panel for panel in page["panels"] if panel["type"] == "row"):
@@ -160,7 +172,7 @@ def test_a_query_keeps_to_the_choices_of_the_page(pair: tuple[Page, Panel]) -> N
         assert windows <= {window}, query.expr
 
 
-@pytest.mark.parametrize("page", build.dashboards(), ids=lambda page: page["uid"])
+@each_page
 def test_a_page_shows_one_release_unless_asked_for_all(page: dict[str, Any]) -> None:
     variables = {variable["name"]: variable for variable in page["templating"]["list"]}
     assert list(variables) == ["datasource", "namespace", "job", "model", "pool", "replica"]
@@ -211,7 +223,7 @@ def test_every_metric_is_shown_somewhere() -> None:
     assert METRICS.keys() - {name.removesuffix("_bucket") for name in shown} == set(), "nobody would see these"
 
 
-@pytest.mark.parametrize("rule", [*RECORDINGS, *ALERTS], ids=lambda rule: rule.name)
+@for_each([*RECORDINGS, *ALERTS], lambda rule: rule.name)
 def test_a_rule_asks_only_for_metrics_that_are_exported_or_recorded(rule: Any) -> None:
     assert names(rule.expr) <= exported()
     recorded = set(re.findall(r"\w+:truespec_\w+:\w+", rule.expr))
@@ -219,9 +231,9 @@ def test_a_rule_asks_only_for_metrics_that_are_exported_or_recorded(rule: Any) -
     assert names(rule.expr) or recorded
 
 
-@pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: alert.name)
-def test_an_alert_has_a_runbook_and_quotes_labels_that_it_keeps(alert: Any) -> None:
-    assert f"## {alert.name}\n" in build.files()["docs/runbooks.md"]
+@for_each(ALERTS, lambda alert: alert.name)
+def test_an_alert_has_a_runbook_and_quotes_labels_that_it_keeps(alert: Alert, files: dict[str, str]) -> None:
+    assert f"## {alert.name}\n" in files["docs/runbooks.md"]
     assert alert.as_dict()["annotations"]["runbook"] == f"docs/runbooks.md#{alert.name.lower()}"
     by_name = {recording.name: recording.expr for recording in RECORDINGS}
     exprs = [alert.expr, *(expr for name, expr in by_name.items() if name in alert.expr)]
@@ -229,8 +241,8 @@ def test_an_alert_has_a_runbook_and_quotes_labels_that_it_keeps(alert: Any) -> N
         assert any(re.search(rf"by \([^)]*\b{label}\b", expr) for expr in exprs), label
 
 
-def test_rule_files_read_back_as_they_were_meant() -> None:
-    file = yaml.safe_load(build.files()["dashboards/generated/rules/truespec.yaml"])
+def test_rule_files_read_back_as_they_were_meant(files: dict[str, str]) -> None:
+    file = yaml.safe_load(files["dashboards/generated/rules/truespec.yaml"])
     rules = [rule for group in file["groups"] for rule in group["rules"]]
     assert [rule.get("alert") or rule["record"] for rule in rules] == [rule.name for rule in (*RECORDINGS, *ALERTS)]
 

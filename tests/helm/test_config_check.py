@@ -7,7 +7,17 @@ import pytest
 import yaml
 
 from deploy.chart import EXAMPLES
-from tests.support.chart import EXAMPLE_NAMES, MINIMAL, Object, merged, of_kind, one, run_config_check, template
+from tests.support.chart import (
+    EXAMPLE_NAMES,
+    MINIMAL,
+    Object,
+    config_check_here,
+    merged,
+    of_kind,
+    one,
+    run_config_check,
+    template,
+)
 
 EXAMPLE_VALUES = {name: yaml.safe_load((EXAMPLES / f"{name}-values.yaml").read_text()) for name in EXAMPLE_NAMES}
 VLLM = {"vllm": {"enabled": True}}
@@ -19,8 +29,11 @@ def config(**sections: Any) -> dict[str, Any]:
 
 def check(values: dict[str, Any], folder: Path) -> tuple[int, str]:
     """Exit status and output of the Job's command."""
-    done = run_config_check(one(template(merged(MINIMAL, values)), "Job"), folder)
-    return done.returncode, done.stdout + done.stderr
+    return config_check_here(job(values), folder)
+
+
+def job(values: dict[str, Any]) -> Object:
+    return one(template(merged(MINIMAL, values)), "Job")
 
 
 GOOD = EXAMPLE_VALUES | {
@@ -35,8 +48,8 @@ GOOD = EXAMPLE_VALUES | {
 @pytest.mark.parametrize("name", GOOD)
 def test_a_good_configuration_passes_and_is_what_the_service_gets(name: str, tmp_path: Path) -> None:
     objects = template(merged(MINIMAL, GOOD[name]))
-    done = run_config_check(one(objects, "Job"), tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
+    status, output = config_check_here(one(objects, "Job"), tmp_path)
+    assert status == 0, output
     assert (tmp_path / "serve.yaml").read_text() == one(objects, "RayService")["spec"]["serveConfigV2"].rstrip("\n")
 
 
@@ -91,8 +104,10 @@ def test_every_fault_is_reported_at_once(tmp_path: Path) -> None:
     ]
 
 
-def job(values: dict[str, Any]) -> Object:
-    return one(template(merged(MINIMAL, values)), "Job")
+@pytest.mark.parametrize("values", [GOOD["minimal"], BAD[0][0]], ids=["good", "bad"])
+def test_the_command_says_the_same_in_its_own_process(values: dict[str, Any], tmp_path: Path) -> None:
+    done = run_config_check(job(values), tmp_path)
+    assert (done.returncode, done.stdout + done.stderr) == check(values, tmp_path)
 
 
 def test_it_runs_before_anything_else_and_stays_only_if_it_failed() -> None:

@@ -4,19 +4,17 @@ import json
 import shlex
 from typing import Any
 
-import kubernetes_validate
 import pytest
 import yaml
 
 from deploy.chart import ROOT
 from serve_app.app import build_app
 from serve_app.config.files import load_config
-from tests.support import crds
+from tests.support import crds, kubernetes
 from tests.support.command_lines import fault, in_shell
 
 FOLDER = ROOT / "deploy" / "configs" / "jobs"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
-KUBERNETES = ("1.29.0", "1.33.0", "1.37.0")
 Object = dict[str, Any]
 
 
@@ -57,14 +55,10 @@ def test_it_fits_the_custom_resources_definition(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("version", KUBERNETES)
-def test_pods_and_core_objects_are_valid_kubernetes(name: str, version: str) -> None:
-    for part, pod in pods(name).items():
-        found = {"apiVersion": "v1", "kind": "Pod", **pod, "metadata": {"name": part, **pod.get("metadata", {})}}
-        kubernetes_validate.validate(found, version, strict=True)
-    for found in objects(name):
-        if found["kind"] != "RayJob":
-            kubernetes_validate.validate(found, version, strict=True)
+def test_pods_and_core_objects_are_valid_kubernetes(name: str) -> None:
+    core = [found for found in objects(name) if found["kind"] != "RayJob"]
+    core += [kubernetes.pod(pod, part) for part, pod in pods(name).items()]
+    kubernetes.check(core)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -13,7 +13,7 @@ from deploy.cli.console import CONFIGS
 from deploy.cli.main import main
 from serve_app.config.app_config import AppConfig
 from serve_app.config.files import load_config, parse_args
-from tests.support.chart import one, ray_pods, run_config_check, serve_config, template
+from tests.support.chart import config_check_here, one, ray_pods, serve_config, template
 
 RECIPES = sorted((CONFIGS / "recipes").glob("*.yaml"))
 
@@ -45,8 +45,8 @@ def test_the_command_of_a_recipe_installs_what_the_file_says(
         assert (made.num_cpus, made.num_gpus) == (pool.num_cpus, pool.num_gpus)
         (container, *_) = pods["spec"]["containers"]
         assert container["resources"]["limits"]["nvidia.com/gpu"] == str(int(pool.num_gpus))
-    done = run_config_check(one(objects, "Job"), tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
+    status, output = config_check_here(one(objects, "Job"), tmp_path)
+    assert status == 0, output
 
 
 def without_pools(config: AppConfig) -> dict[str, object]:

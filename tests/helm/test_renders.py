@@ -6,7 +6,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import kubernetes_validate
 import pytest
 import yaml
 from jsonschema import Draft7Validator
@@ -20,7 +19,7 @@ from serve_app.config.app_config import AppConfig
 from serve_app.config.files import load_config
 from serve_app.config.serve_file import ServeFile
 from speculative.errors import ConfigError
-from tests.support import crds
+from tests.support import crds, kubernetes
 from tests.support.chart import (
     EXAMPLE_NAMES,
     MINIMAL,
@@ -34,9 +33,9 @@ from tests.support.chart import (
     serve_config,
     template,
 )
-from tests.support.prometheus import promtool
+from tests.support.loops import for_each
+from tests.support.prometheus import part_of, promtool
 
-KUBERNETES = ("1.29.0", "1.33.0", "1.37.0")
 WITH_CLAIMS_ON_DEVICES = ("1.37.0",)
 SPREAD = merged(
     MINIMAL,
@@ -179,12 +178,13 @@ def renders() -> dict[str, list[dict[str, Any]]]:
     return made | {name: template(values, *options) for name, values in of_values.items()} | {"awkward": awkward}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def rendered() -> dict[str, list[dict[str, Any]]]:
     return renders()
 
 
 NAMES = [*EXAMPLE_NAMES, "everything", "claimed", "minimal", "spread", "awkward"]
+each_render = for_each(NAMES)
 
 
 def test_generated_files_are_current() -> None:
@@ -203,23 +203,14 @@ def test_lint_and_package(tmp_path: Path) -> None:
     assert listed == from_folder, "the package holds all that the folder does, dashboards included"
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("version", KUBERNETES)
-def test_core_objects_and_pods_are_valid_kubernetes(rendered: Any, name: str, version: str) -> None:
-    if name == "claimed" and version not in WITH_CLAIMS_ON_DEVICES:
-        return
+@each_render
+def test_core_objects_and_pods_are_valid_kubernetes(name: str, rendered: Any) -> None:
     objects = rendered[name]
-    for found in objects:
-        if found["kind"] not in CUSTOM:
-            kubernetes_validate.validate(found, version, strict=True)
-    for component, pod in pod_templates(objects).items():
-        metadata = {"name": component, **pod["metadata"]}
-        kubernetes_validate.validate(
-            {**pod, "apiVersion": "v1", "kind": "Pod", "metadata": metadata}, version, strict=True
-        )
+    core = [found for found in objects if found["kind"] not in CUSTOM]
+    core += [kubernetes.pod(pod, component) for component, pod in pod_templates(objects).items()]
     service = one(objects, "RayService")["spec"].get("serveService")
-    if service is not None:
-        kubernetes_validate.validate({"apiVersion": "v1", "kind": "Service", **service}, version, strict=True)
+    core += [{"apiVersion": "v1", "kind": "Service", **service}] if service is not None else []
+    kubernetes.check(core, WITH_CLAIMS_ON_DEVICES if name == "claimed" else kubernetes.VERSIONS)
 
 
 def test_awkward_names_stay_texts(rendered: Any) -> None:
@@ -324,8 +315,8 @@ def _leaves(values: dict[str, Any]) -> set[str]:
 # -- what Ray Serve gets ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_serve_config_has_only_keys_that_ray_knows(rendered: Any, name: str) -> None:
+@each_render
+def test_the_serve_config_has_only_keys_that_ray_knows(name: str, rendered: Any) -> None:
     config = serve_config(rendered[name])
     ServeDeploySchema.model_validate(config)
     assert config.keys() <= ServeDeploySchema.model_fields.keys()
@@ -337,8 +328,8 @@ def test_the_serve_config_has_only_keys_that_ray_knows(rendered: Any, name: str)
                 AutoscalingConfig(**deployment["autoscaling_config"])
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_application_accepts_the_serve_config_and_builds(rendered: Any, name: str, tmp_path: Path) -> None:
+@each_render
+def test_the_application_accepts_the_serve_config_and_builds(name: str, rendered: Any, tmp_path: Path) -> None:
     file = tmp_path / "serve.yaml"
     file.write_text(one(rendered[name], "RayService")["spec"]["serveConfigV2"])
     application = load_config(file).application
@@ -494,8 +485,8 @@ def test_the_chart_repeats_the_applications_defaults() -> None:
 OURS = {"ray-head", "ray-worker", "fetch-models", "smoke", "config-check", "proxy", "referee"}
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_pods_meet_the_restricted_security_standard(rendered: Any, name: str) -> None:
+@each_render
+def test_pods_meet_the_restricted_security_standard(name: str, rendered: Any) -> None:
     for component, pod in pod_templates(rendered[name]).items():
         spec = pod["spec"]
         assert spec["securityContext"]["runAsNonRoot"] is True
@@ -518,8 +509,8 @@ def test_pods_meet_the_restricted_security_standard(rendered: Any, name: str) ->
                 assert container["resources"]["limits"].keys() >= {"cpu", "memory"} - taken_away
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_mount_has_its_volume_and_no_secret_is_in_the_environment(rendered: Any, name: str) -> None:
+@each_render
+def test_every_mount_has_its_volume_and_no_secret_is_in_the_environment(name: str, rendered: Any) -> None:
     for component, pod in pod_templates(rendered[name]).items():
         volumes = {volume["name"] for volume in pod["spec"].get("volumes", ())}
         mounted = set()
@@ -564,9 +555,9 @@ def budgets(objects: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each_render
 def test_a_disruption_budget_needs_no_scale_subresource_and_lets_a_pod_of_each_pool_go(
-    rendered: Any, name: str
+    name: str, rendered: Any
 ) -> None:
     groups = one(rendered[name], "RayService")["spec"]["rayClusterConfig"]["workerGroupSpecs"]
     fewest = {group["groupName"]: group["minReplicas"] for group in groups}
@@ -766,8 +757,8 @@ def admits(objects: list[dict[str, Any]], namespace: str, labels: dict[str, str]
     return False
 
 
-@pytest.mark.parametrize("name", EXAMPLE_NAMES)
-def test_the_network_policy_of_an_example_admits_what_it_is_reached_through(rendered: Any, name: str) -> None:
+@for_each(EXAMPLE_NAMES)
+def test_the_network_policy_of_an_example_admits_what_it_is_reached_through(name: str, rendered: Any) -> None:
     controllers = {"nginx": ("ingress-nginx", {"app.kubernetes.io/name": "ingress-nginx"})}
     objects = rendered[name]
     (port,) = one(objects, "RayService")["spec"]["serveService"]["spec"]["ports"]
@@ -829,9 +820,11 @@ def test_rules_of_two_releases_leave_each_other_alone(tmp_path: Path) -> None:
         spec = one(template(values, name=name), "PrometheusRule")["spec"]
         exprs = [rule["expr"] for group in spec["groups"] for rule in group["rules"]]
         assert all(expr.count("truespec_") == expr.count(f'{{job="{name}",namespace="demo"') for expr in exprs)
+        (tmp_path / f"{name}-whole.yaml").write_text(yaml.safe_dump(spec))
         for rule in spec["groups"][1]["rules"]:
             del rule["annotations"]
-        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(spec))
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump({"groups": part_of(spec["groups"], alert)}))
+    promtool("check", "rules", *(str(tmp_path / f"{name}-whole.yaml") for name in thresholds))
     tests = []
     for usage in ({"blue": 0.7, "green": 0.7}, {"blue": 0.99, "green": 0.99}, {"blue": 0.1, "green": 0.97}):
         labels = {name: {"job": name, "namespace": "demo", "model_name": "tiny", "pool": "decode"} for name in usage}

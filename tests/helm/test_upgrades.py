@@ -8,10 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from deploy.chart import CHART, ChartError, run_helm
-from tests.support.chart import EXAMPLE_NAMES, MINIMAL, example, merged, run_config_check, template
+from tests.support.chart import (
+    EXAMPLE_NAMES,
+    MINIMAL,
+    config_check_here,
+    example,
+    merged,
+    objects_of,
+    of_kind,
+    template,
+)
 from tests.support.fake_api_server import FakeApiServer, running_api_server
 
 FIRST_VALUES = Path(__file__).parent / "values_of_the_first_chart.yaml"
@@ -29,10 +37,11 @@ class Cluster:
 
     api: FakeApiServer
     helm: Callable[..., str]
+    chart: Path
 
-    def upgrade(self, values: dict[str, Any], *options: str, chart: Path = CHART) -> None:
+    def upgrade(self, values: dict[str, Any], *options: str, chart: Path | None = None) -> None:
         options = ("--install", "--disable-openapi-validation", "-f", "-", *options)
-        self.helm("upgrade", "demo", str(chart), *options, stdin=json.dumps(values))
+        self.helm("upgrade", "demo", str(chart or self.chart), *options, stdin=json.dumps(values))
 
     def service(self) -> dict[str, Any]:
         """What the RayService asks for."""
@@ -41,8 +50,8 @@ class Cluster:
         return service["spec"]
 
     def claims_in_manifest(self) -> list[dict[str, Any]]:
-        objects = yaml.safe_load_all(self.helm("get", "manifest", "demo"))
-        return [found["spec"] for found in objects if found and found["kind"] == "PersistentVolumeClaim"]
+        objects = objects_of(self.helm("get", "manifest", "demo"))
+        return [claim["spec"] for claim in of_kind(objects, "PersistentVolumeClaim")]
 
     def mounted_claim(self) -> str | None:
         """The claim of the decode pods; None where they have none."""
@@ -51,14 +60,24 @@ class Cluster:
         return models.get("persistentVolumeClaim", {}).get("claimName")
 
 
+@pytest.fixture(scope="module")
+def chart(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The chart without dashboards and examples: helm packs the whole of it into every revision."""
+    brief = Path(shutil.copytree(CHART, tmp_path_factory.mktemp("chart") / "truespec"))
+    shutil.rmtree(brief / "ci")
+    for dashboard in (brief / "dashboards").glob("*.json"):
+        dashboard.unlink()
+    return brief
+
+
 @pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
+def cluster(tmp_path: Path, chart: Path) -> Iterator[Cluster]:
     with running_api_server(tmp_path) as (api, kubeconfig):
 
         def helm(*arguments: str, **options: Any) -> str:
             return run_helm(*arguments, "--namespace", "demo", "--kubeconfig", str(kubeconfig), **options)
 
-        yield Cluster(api, helm)
+        yield Cluster(api, helm, chart)
 
 
 @pytest.mark.parametrize("without", [SHARED, NO_CLAIM], ids=["another claim", "no claim"])
@@ -142,8 +161,8 @@ def test_a_bad_configuration_fails_before_anything_of_the_service_changes(cluste
     ran = []
 
     def run(job: dict[str, Any]) -> bool:
-        ran.append(run_config_check(job, tmp_path))
-        return ran[-1].returncode == 0
+        ran.append(config_check_here(job, tmp_path))
+        return ran[-1][0] == 0
 
     cluster.api.run_job = run
     bad = merged(BRIEF, {"config": {"engine": {"block_size": 24, "kv_cache_tokens": 16384}}, "worker": {"replicas": 3}})
@@ -151,11 +170,11 @@ def test_a_bad_configuration_fails_before_anything_of_the_service_changes(cluste
         cluster.upgrade(bad)
     names = [path.rsplit("/", 1)[-1] for path in cluster.api.objects if "/secrets/" not in path]
     assert names == ["demo-truespec-config-check"], "the Job stays, for its log"
-    assert "engine.kv_cache_tokens: must be a multiple of block_size (24)" in ran[-1].stderr
+    assert "engine.kv_cache_tokens: must be a multiple of block_size (24)" in ran[-1][1]
 
     cluster.upgrade(BRIEF)
     service = cluster.service()
-    assert ran[-1].returncode == 0
+    assert ran[-1][0] == 0
     assert cluster.api.named("jobs", "demo-truespec-config-check") is None
     with pytest.raises(ChartError, match=r"pre-upgrade hooks failed: [^$]*job demo-truespec-config-check failed"):
         cluster.upgrade(bad)
@@ -163,11 +182,11 @@ def test_a_bad_configuration_fails_before_anything_of_the_service_changes(cluste
 
 
 @pytest.fixture
-def first_chart(tmp_path: Path) -> Path:
+def first_chart(tmp_path: Path, chart: Path) -> Path:
     """The chart with the values that the first one had: what `--reuse-values` makes of it."""
-    chart = Path(shutil.copytree(CHART, tmp_path / "truespec"))
-    shutil.copy(FIRST_VALUES, chart / "values.yaml")
-    return chart
+    first = Path(shutil.copytree(chart, tmp_path / "truespec"))
+    shutil.copy(FIRST_VALUES, first / "values.yaml")
+    return first
 
 
 @pytest.mark.parametrize("options", [(), ("--reuse-values",), ("--reset-then-reuse-values",)], ids=str)

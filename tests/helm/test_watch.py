@@ -3,15 +3,14 @@
 import json
 from typing import Any
 
-import kubernetes_validate
 import pytest
 import yaml
 
-from deploy.chart import CHART, ROOT, ChartError, run_helm
+from deploy.chart import CHART, ROOT, ChartError
+from tests.support import kubernetes
 from tests.support.chart import MINIMAL, MONITORING, Object, merged, of_kind, one, pod_templates, template
 from tests.support.command_lines import fault
 
-KUBERNETES = ("1.29.0", "1.33.0", "1.37.0")
 URL = "http://vllm.models:8000"
 BESIDE = merged(MINIMAL, {"watch": {"enabled": True}})
 ALONE = merged(MINIMAL, {"watch": {"enabled": True, "only": True, "url": URL}})
@@ -67,12 +66,9 @@ def test_the_containers_run_commands_of_ours(values: dict[str, Any]) -> None:
         assert fault(command[1:]) is None
 
 
-@pytest.mark.parametrize("version", KUBERNETES)
 @pytest.mark.parametrize("values", [BESIDE, ALONE], ids=["beside", "alone"])
-def test_objects_are_valid_kubernetes(values: dict[str, Any], version: str) -> None:
-    for found in template(values):
-        if found["kind"] != "RayService":
-            kubernetes_validate.validate(found, version, strict=True)
+def test_objects_are_valid_kubernetes(values: dict[str, Any]) -> None:
+    kubernetes.check([found for found in template(values) if found["kind"] != "RayService"])
 
 
 def test_a_watch_alone_has_nothing_of_the_service() -> None:
@@ -122,10 +118,7 @@ def test_settings_reach_the_commands() -> None:
 
 def test_shares_by_set_are_numbers() -> None:
     for given, shown in (("0.5", "0.5"), ("1", "1"), ("0", "0")):
-        made = run_helm(
-            "template", "demo", str(CHART), "-f", "-", "--set", f"watch.share={given}", stdin=json.dumps(ALONE)
-        )
-        objects = [found for found in yaml.safe_load_all(made) if found]
+        objects = template(ALONE, "--set", f"watch.share={given}")
         assert option(objects, "proxy", "--share") == shown
 
 
@@ -304,10 +297,8 @@ def deployed(manifest: list[Object]) -> dict[str, tuple[Object, Object]]:
     return {part["name"]: (pod, part) for pod in pods for part in pod["spec"]["containers"]}
 
 
-@pytest.mark.parametrize("version", KUBERNETES)
-def test_the_manifest_is_valid_kubernetes(manifest: list[Object], version: str) -> None:
-    for found in manifest:
-        kubernetes_validate.validate(found, version, strict=True)
+def test_the_manifest_is_valid_kubernetes(manifest: list[Object]) -> None:
+    kubernetes.check(manifest)
 
 
 def test_the_manifest_takes_the_traffic_and_passes_it_on(manifest: list[Object]) -> None:

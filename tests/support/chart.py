@@ -1,5 +1,7 @@
 """What the chart's tests share: helm runs and the objects of a render."""
 
+import copy
+import functools
 import json
 import re
 import subprocess
@@ -8,8 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from click.testing import CliRunner
 
 from deploy.chart import CHART, EXAMPLES, run_helm
+from deploy.cli.main import main
+from tests.support.crds import LOADER
 
 Object = dict[str, Any]
 EXAMPLE_NAMES = sorted(path.name.removesuffix("-values.yaml") for path in EXAMPLES.glob("*-values.yaml"))
@@ -21,14 +26,26 @@ MINIMAL = {
 
 
 def template(values: dict[str, Any] | Path, *options: str, name: str = "demo", chart: Path = CHART) -> list[Object]:
-    """The objects that helm renders.
+    """The objects that helm renders, the caller's own to change.
 
     Raises:
         ChartError: helm refused the values.
     """
-    file, text = ("-", json.dumps(values)) if isinstance(values, dict) else (str(values), None)
-    made = run_helm("template", name, str(chart), "--namespace", "demo", "-f", file, *options, stdin=text)
-    return [found for found in yaml.safe_load_all(made) if found]
+    text = json.dumps(values) if isinstance(values, dict) else values.read_text(encoding="utf-8")
+    rendered = _rendered if chart == CHART else _rendered.__wrapped__
+    return copy.deepcopy(rendered(text, options, name, chart))
+
+
+@functools.cache
+def _rendered(values: str, options: tuple[str, ...], name: str, chart: Path) -> list[Object]:
+    """A render of the same values is the same but for random passwords, so that helm is started for them once."""
+    made = run_helm("template", name, str(chart), "--namespace", "demo", "-f", "-", *options, stdin=values)
+    return objects_of(made)
+
+
+def objects_of(manifests: str) -> list[Object]:
+    """The objects of a stream of YAML, without those that are empty."""
+    return [found for found in yaml.load_all(manifests, Loader=LOADER) if found]
 
 
 def example(name: str, *options: str, chart: Path = CHART) -> list[Object]:
@@ -60,8 +77,8 @@ def pod_templates(objects: list[Object]) -> dict[str, Object]:
     return rays | {pod["metadata"]["labels"]["app.kubernetes.io/component"]: pod for pod in others}
 
 
-def run_config_check(job: Object, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run what the Job's container runs, with its volume in `folder` and nothing else of the pod."""
+def config_check_command(job: Object, folder: Path) -> list[str]:
+    """What the Job's container runs, with its volume in `folder` and nothing else of the pod."""
     pod = job["spec"]["template"]
     (container,), (volume,) = pod["spec"]["containers"], pod["spec"]["volumes"]
     (mount,) = container["volumeMounts"]
@@ -69,9 +86,22 @@ def run_config_check(job: Object, folder: Path) -> subprocess.CompletedProcess[s
     for item in volume["downwardAPI"]["items"]:
         (annotation,) = re.findall(r"^metadata\.annotations\['(.+)'\]$", item["fieldRef"]["fieldPath"])
         (folder / item["path"]).write_text(pod["metadata"]["annotations"][annotation])
-    program, *arguments = (word.replace(mount["mountPath"], str(folder)) for word in container["command"])
+    return [word.replace(mount["mountPath"], str(folder)) for word in container["command"]]
+
+
+def run_config_check(job: Object, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run the Job's command as its container does."""
+    program, *arguments = config_check_command(job, folder)
     command = [str(Path(sysconfig.get_path("scripts"), program)), *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, env={"COLUMNS": "80"})
+
+
+def config_check_here(job: Object, folder: Path) -> tuple[int, str]:
+    """Exit status and output of the Job's command, without a process of its own, which takes a second to start."""
+    program, *arguments = config_check_command(job, folder)
+    assert program == "truespec"
+    done = CliRunner(env={"COLUMNS": "80"}).invoke(main, arguments)
+    return done.exit_code, done.output
 
 
 def serve_config(objects: list[Object]) -> dict[str, Any]:

@@ -1,7 +1,12 @@
 """Test helper: an app that was at work for a while, made up of real counts in the controller's own books."""
 
+import copy
+import copyreg
+import functools
 import math
+import threading
 from typing import Any
+from unittest import mock
 
 from serve_app.backends.base import Computing
 from serve_app.integrity.breaker import BreakerState, Mode, Trip
@@ -120,3 +125,16 @@ class MadeUpApp:
         replayed |= {"num_tokens": 80, "tme": 1.0001, "max_drift_nats": 2e-4, "distribution": "tested"}
         replayed |= {"checked": ["logprobs", "support", "distribution", "draws"]}
         return self.book.render(self.replicas.overview() | {"latest": [replayed] * 4})
+
+
+def app_at_work(seconds: float) -> MadeUpApp:
+    """An app after so much time with traffic, which is made once and copied, its locks as new ones."""
+    with mock.patch.dict(copyreg.dispatch_table, {type(threading.Lock()): lambda _: (threading.Lock, ())}):
+        return copy.deepcopy(_app_to_copy(seconds))
+
+
+@functools.cache
+def _app_to_copy(seconds: float) -> MadeUpApp:
+    app = MadeUpApp()
+    app.pass_time(seconds)
+    return app

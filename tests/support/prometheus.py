@@ -1,10 +1,11 @@
 """Test helpers: Prometheus' own programs, and what they say."""
 
 import contextlib
+import re
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,9 +30,54 @@ def program(name: str) -> str:
 def promtool(*args: str, text: str | None = None) -> str:
     """What promtool prints; fails the test when it is not content."""
     command = [program("promtool"), *args]
-    done = subprocess.run(command, check=False, input=text, text=True, capture_output=True, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout + done.stderr
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}  # in one, so that what failed follows its name
+    done = subprocess.run(command, check=False, input=text, text=True, timeout=120, **output)
+    assert done.returncode == 0, _without_successes(done.stdout)
+    return done.stdout
+
+
+def _without_successes(output: str) -> str:
+    """What promtool prints without the files of unit tests that succeed."""
+    parts = re.split(r"^(?=Unit Testing:)", output, flags=re.MULTILINE)
+    return "".join(part for part in parts if part.split("\n", 1)[1:] != ["  SUCCESS\n\n"])
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Unit tests as promtool's files have them, and the groups of rules that they are of.
+
+    promtool evaluates every rule each minute of every test, so `part_of` the groups is better than all of them.
+    """
+
+    groups: list[dict[str, Any]]
+    tests: list[dict[str, Any]]
+
+
+def run_suites(folder: Path, suites: dict[str, Suite]) -> None:
+    """Run promtool once for all suites; fails with what is wrong in each, by name."""
+    for name, suite in suites.items():
+        rules = folder / f"{name}-rules.yaml"
+        file = {"rule_files": [rules.name], "evaluation_interval": "1m", "tests": suite.tests}
+        rules.write_text(yaml.safe_dump({"groups": suite.groups}, sort_keys=False), encoding="utf-8")
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(file), encoding="utf-8")
+    promtool("test", "rules", *(str(folder / f"{name}.yaml") for name in suites))
+
+
+def part_of(groups: list[dict[str, Any]], alert: str = "", exprs: Iterable[str] = ()) -> list[dict[str, Any]]:
+    """The rules of an alert and the recordings that it, or other expressions, read; groups keep their names."""
+    rules = [rule for group in groups for rule in group["rules"]]
+    recorded = {rule["record"]: rule["expr"] for rule in rules if "record" in rule}
+    needed: set[str] = set()
+    waiting = [*exprs, *(rule["expr"] for rule in rules if rule.get("alert") == alert)]
+    while waiting:
+        new = set(re.findall(r"[a-zA-Z_:][\w:]*", waiting.pop())) & recorded.keys() - needed
+        needed |= new
+        waiting += [recorded[name] for name in new]
+    kept = []
+    for group in groups:
+        own = [rule for rule in group["rules"] if rule.get("record") in needed or rule.get("alert") == alert]
+        kept += [{**group, "rules": own}] if own else []
+    return kept
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from speculative.stats import CHECKS, INVARIANTS
 from tests.support.browser import SCHEMES, WIDTHS, Visit, chromium, needs_chromium
 from tests.support.clock import Clock
 from tests.support.fake_serving import Served, ServeFake
-from tests.support.made_up_app import ABOUT, STARTED_AT, MadeUpApp
+from tests.support.made_up_app import ABOUT, STARTED_AT, app_at_work
 
 HOSTILE = "<img src=x onerror=alert(1)>"
 
@@ -32,8 +32,7 @@ class Referee:
         self.reset()
 
     def reset(self) -> None:
-        self.app = MadeUpApp()
-        self.app.pass_time(900)
+        self.app = app_at_work(900)
         self.silent = False
         self.turns_away = False  # new streams
         self.changes: dict[str, Any] = {}
@@ -105,10 +104,18 @@ def keyed_server(serve_fake: ServeFake, referee: Referee) -> Served:
 
 
 @pytest.fixture(scope="module")
-def browser(page_server: Served, keyed_server: Served) -> Iterator[Browser]:
+def running_browser(page_server: Served, keyed_server: Served) -> Iterator[Browser]:
     del page_server, keyed_server  # started before a browser's event loop runs in this thread
     with chromium() as running:
         yield running
+
+
+@pytest.fixture
+def browser(running_browser: Browser) -> Iterator[Browser]:
+    """The browser, whose pages are closed after the test: they would go on drawing themselves each second."""
+    yield running_browser
+    for context in running_browser.contexts:
+        context.close()
 
 
 def test_the_page_comes_with_a_policy_that_lets_nothing_in_from_elsewhere(served: Served) -> None:
@@ -442,6 +449,7 @@ def test_a_replica_says_how_it_serves_and_what_it_runs(served: Served, referee: 
     page = visit.page
     expect(page.locator("#health")).to_have_text("first token late")
     expect(page.locator("#trouble-list")).to_contain_text("it should be 5 s at most")
+    expect(page.locator("#replicas tbody tr")).to_have_count(4)
     rows = {row.locator("td").nth(1).inner_text(): row for row in page.locator("#replicas tbody tr").all()}
     assert " s / " in rows["c3d4"].inner_text() and " ms / " in rows["a1b2"].inner_text()
     expect(rows["z9"]).to_contain_text("500 ms")

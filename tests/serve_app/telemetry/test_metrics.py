@@ -14,6 +14,7 @@ from serve_app.telemetry.metric_names import CATALOGUE, COMMON_LABELS, METRICS, 
 from serve_app.telemetry.metric_summary import summarise
 from serve_app.telemetry.metrics import BufferSink, Metrics, PrometheusSink, RaySink, Sink
 from speculative.stats import CHECKS, INVARIANTS, LOGPROB_RULES, CheckSums, EngineUsage, StepStats
+from tests.support.loops import for_each
 
 USAGE = EngineUsage(num_running=3, num_waiting=2, num_held=0, num_free_blocks=25, num_blocks=100, block_size=16)
 
@@ -49,7 +50,7 @@ def round_stats() -> StepStats:
 # The catalogue
 
 
-@pytest.mark.parametrize("metric", CATALOGUE, ids=lambda metric: metric.name)
+@for_each(CATALOGUE, lambda metric: metric.name)
 def test_metric_follows_prometheus_conventions(metric: Metric) -> None:
     assert re.fullmatch(r"truespec_[a-z][a-z_]*[a-z]", metric.name)
     assert metric.name.endswith("_total") == (metric.kind == "counter")
