@@ -1,5 +1,6 @@
-"""One target, and every kind of drafter for it; and Triton's interpreter, where it runs the kernels."""
+"""One target, and every kind of drafter for it; Triton's interpreter, where it runs the kernels; and garbage."""
 
+import gc
 import importlib.util
 import os
 from collections.abc import Iterator
@@ -23,6 +24,15 @@ def interpreter() -> Iterator[None]:
         return
     with quick_interpreter():
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def imports_are_no_garbage() -> Iterator[None]:
+    """Engines collect garbage when they free graphs, and would search all that was imported each time."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")
