@@ -1,5 +1,9 @@
-"""One target, and every kind of drafter for it."""
+"""One target, and every kind of drafter for it; Triton's interpreter, where it runs the kernels; and garbage."""
 
+import gc
+import importlib.util
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +14,25 @@ from tests.support.engines import NGRAM, NO_DRAFTS
 from tests.support.graph_scenes import NUM_DRAFTS, VOCABULARY
 from tests.support.tiny_heads import write_tiny_head, write_tiny_module
 from tests.support.tiny_models import write_tiny_model
+from tests.support.triton_interpreter import quick_interpreter
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interpreter() -> Iterator[None]:
+    if importlib.util.find_spec("triton") is None or "TRITON_INTERPRET" not in os.environ:
+        yield
+        return
+    with quick_interpreter():
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def imports_are_no_garbage() -> Iterator[None]:
+    """Engines collect garbage when they free graphs, and would search all that was imported each time."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")
