@@ -1,5 +1,6 @@
 """Settings for every test: one thread a process, no network, and a word on what was not selected."""
 
+import gc
 import os
 import sys
 from collections import Counter
@@ -60,6 +61,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         spent_s = config.stash[_durations].files_s
         items.sort(key=lambda item: (_group(item.path) != _RAY, -spent_s.get(item.nodeid.partition("::")[0], 0.0)))
     items.sort(key=_on_shared_cluster)
+
+
+def pytest_collection_finish() -> None:
+    """Imports are no garbage. Some tests and engines collect garbage often, and would search all of them each time."""
+    gc.collect()
+    gc.freeze()
 
 
 def _on_shared_cluster(item: pytest.Item) -> bool:

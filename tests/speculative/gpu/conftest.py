@@ -1,6 +1,5 @@
-"""One target, and every kind of drafter for it; Triton's interpreter, where it runs the kernels; and garbage."""
+"""One target, and every kind of drafter for it; and Triton's interpreter, where it runs the kernels."""
 
-import gc
 import importlib.util
 import os
 from collections.abc import Iterator
@@ -24,15 +23,6 @@ def interpreter() -> Iterator[None]:
         return
     with quick_interpreter():
         yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def imports_are_no_garbage() -> Iterator[None]:
-    """Engines collect garbage when they free graphs, and would search all that was imported each time."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")
