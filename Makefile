@@ -54,7 +54,7 @@ test-gpu: $(STAMP) ## run the tests that need a CUDA device; fails where there i
 	$(VENV)/bin/python -m pytest -m gpu $(ARGS)
 
 gpu-day: $(STAMP) ## on a GPU: kernels, graphs, equality, a trained head, benchmarks, a profile; continues where it stopped
-	$(VENV)/bin/python -m deploy.gpu_day build/gpu-day $(ARGS)
+	$(VENV)/bin/python -m deploy.tools.gpu_day build/gpu-day $(ARGS)
 
 test-all: $(STAMP) ## run every test; those for a GPU skip themselves where there is none
 	$(VENV)/bin/python -m pytest $(ARGS)
@@ -66,7 +66,7 @@ check: $(STAMP) ## lint, formatting and types; and how long the core engine is
 	@echo "core engine: $$(cat $(CORE) | wc -l) lines"
 
 chart: $(STAMP) ## write what is generated of the chart, and docs/configuration.md
-	$(VENV)/bin/python -m deploy.chart
+	$(VENV)/bin/python -m deploy.tools.chart
 	$(VENV)/bin/truespec config reference --out docs/configuration.md
 
 chaos: $(STAMP) ## kill replicas under load, then whole nodes, then load the service beyond saturation (an hour); writes build/chaos.json

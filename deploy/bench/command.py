@@ -13,14 +13,14 @@ from deploy.bench.engines import LLAMA, VLLM, default_names, gpu_names
 from deploy.bench.gguf import find_gguf
 from deploy.bench.plan import BenchPlan, EngineName, Measure
 from deploy.bench.plots import write_plots
-from deploy.bench.prompts import read_prompts
-from deploy.bench.provenance import provenance
 from deploy.bench.report import print_report, write_markdown
 from deploy.bench.rounds import BenchResult, run_bench
-from deploy.models import find_model
+from deploy.exchange.prompts import read_prompts
 from deploy.options import check_writable, write_json
-from deploy.progress import View
-from deploy.quiet import require_quiet
+from deploy.reports.progress import View
+from deploy.reports.provenance import provenance
+from deploy.run.models import find_model
+from deploy.run.quiet import require_quiet
 from serve_app.backends.base import SHIPPED_HEADS
 from speculative.errors import ConfigError
 from speculative.model.loading import resolve_model

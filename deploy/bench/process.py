@@ -15,7 +15,7 @@ from typing import Any, Self
 import deploy
 from deploy.bench.engines import Launch
 from deploy.bench.workers.channel import Ask
-from deploy.processes import process_tree
+from deploy.run.processes import process_tree
 from speculative.errors import TruespecError
 
 _LOG_LINES = 12

@@ -13,7 +13,7 @@ from multiprocessing.context import SpawnProcess
 import aiohttp
 from aiohttp import web
 
-from deploy.watch.exchanges import CHAT
+from deploy.exchange.exchanges import CHAT
 from deploy.watch.proxy import ProxyOptions, running_proxy
 
 _TOKENS = 16

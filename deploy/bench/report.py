@@ -10,9 +10,9 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
 from deploy.bench.figures import Acceptance, Row, memory, rows, steps
-from deploy.bench.provenance import describe
 from deploy.bench.rounds import BenchResult
-from deploy.sections import write_section
+from deploy.reports.provenance import describe
+from deploy.reports.sections import write_section
 
 _HEAD = """# Benchmarks
 

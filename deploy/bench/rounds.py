@@ -13,8 +13,8 @@ from deploy.bench.own_tools import ToolSpeed, compare_with_own_tools
 from deploy.bench.plan import BenchPlan, Case
 from deploy.bench.process import EngineFailed, EngineProcess
 from deploy.bench.workers.channel import Ask
-from deploy.progress import View
-from deploy.quiet import Others
+from deploy.reports.progress import View
+from deploy.run.quiet import Others
 from speculative.errors import ConfigError
 
 _WARM_UP_TOKENS = 64  # an engine with dynamic draft lengths has tried every length by then

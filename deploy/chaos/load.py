@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 
 import httpx
 
-from deploy.chaos.traffic import Body, Reported, ask, until_admitted
+from deploy.exchange.streams import Body, Reported, ask, until_admitted
 
 Progress = Callable[[str], None]
 

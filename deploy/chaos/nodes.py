@@ -20,9 +20,9 @@ from ray._private.authentication.authentication_token_setup import (
     ensure_token_if_auth_enabled,
 )
 
-from deploy.cluster import connected, interrupt_on_sigterm, ray_environment, uninterrupted
-from deploy.ports import free_ports
-from deploy.processes import process_tree
+from deploy.run.cluster import connected, interrupt_on_sigterm, ray_environment, uninterrupted
+from deploy.run.ports import free_ports
+from deploy.run.processes import process_tree
 from serve_app.config.serve_file import ServeFile
 from speculative.errors import ConfigError, TruespecError
 

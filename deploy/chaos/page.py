@@ -7,7 +7,7 @@ from pathlib import Path
 
 from deploy.chaos.load import LoadFigures
 from deploy.chaos.run import ChaosFigures
-from deploy.sections import write_section
+from deploy.reports.sections import write_section
 
 _HEAD = """# Reliability
 

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 import httpx
 
 from deploy.chaos.replicas import Killer, ObjectStore, num_nodes
-from deploy.chaos.traffic import Body, Reported, ask_all, differences
+from deploy.exchange.streams import Body, Reported, ask_all, differences
 
 Progress = Callable[[str], None]
 

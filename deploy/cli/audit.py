@@ -7,7 +7,7 @@ import click
 
 from deploy.cli.console import Failure, a_file, err, key_option, out, say
 from deploy.options import FiniteRange, api_key, beginning_with, check_writable, server_url, write_json
-from deploy.progress import View
+from deploy.reports.progress import View
 from speculative.errors import ConfigError
 
 _DETECTION, _AUDIT, _WATCH = Path("docs/detection.md"), Path("docs/runs/audits.md"), Path("docs/watch.md")
@@ -63,8 +63,8 @@ def audit_server(
     url: str, page: Path | None, section: str | None, json_file: Path | None, html_file: Path | None, **options: Any
 ) -> None:
     """Audit the running server at URL with requests alone."""
-    from deploy.audit.blackbox.command import AuditOptions, audit_url, put_into, show
-    from deploy.audit.blackbox.dialect import AuditFailed
+    from deploy.exchange.dialect import AuditFailed
+    from deploy.probes.command import AuditOptions, audit_url, put_into, show
 
     try:
         for option, path in {"--json": json_file, "--html": html_file, "--page": page}.items():
@@ -113,9 +113,9 @@ def audit_faults(
     if outside:
         _faults_from_outside(page or _in_a_checkout(_AUDIT), only, json_file)
         return
-    from deploy.audit.mutants import MUTANTS
-    from deploy.audit.report import detection_table, write_detection
-    from deploy.audit.run import audit_mutants
+    from deploy.faults.mutants import MUTANTS
+    from deploy.faults.report import detection_table, write_detection
+    from deploy.faults.run import audit_mutants
 
     names = beginning_with(only, list(MUTANTS), "fault")
     page = page or (_in_a_checkout(_DETECTION) if not only else None)  # the page has all of them
@@ -136,7 +136,7 @@ def _in_a_checkout(page: Path) -> Path | None:
 
 
 def _faults_from_outside(page: Path | None, only: tuple[str, ...], json_file: Path | None) -> None:
-    from deploy.audit.blackbox.command import audit_faults, servable
+    from deploy.faults.outside import audit_faults, servable
 
     names = servable(only)
     check_writable(page, "--page")
@@ -149,7 +149,7 @@ def _faults_from_outside(page: Path | None, only: tuple[str, ...], json_file: Pa
 
 
 def _faults_watched(page: Path | None, only: tuple[str, ...], json_file: Path | None) -> None:
-    from deploy.audit.watched import FAULTS, SOUND, watch_faults, write_table
+    from deploy.faults.watched import FAULTS, SOUND, watch_faults, write_table
 
     names = beginning_with(only, (SOUND, *FAULTS), "watched fault")
     check_writable(page, "--page")
@@ -170,10 +170,10 @@ def _faults_watched(page: Path | None, only: tuple[str, ...], json_file: Path | 
 @click.option("--page", type=a_file, help="Put the table into this page.")
 def audit_clean(positions: int, model: str | None, head: str | None, json_file: Path | None, page: Path | None) -> None:
     """Serve POSITIONS tokens in every setting without a fault, and report every alarm: there should be none."""
-    from deploy.audit.model import AuditedModel
-    from deploy.audit.report import clean_table, write_clean
-    from deploy.audit.run import VOCAB_SIZE, alarms_of
-    from deploy.audit.run import audit_clean as run
+    from deploy.faults.model import AuditedModel
+    from deploy.faults.report import clean_table, write_clean
+    from deploy.faults.run import VOCAB_SIZE, alarms_of
+    from deploy.faults.run import audit_clean as run
 
     check_writable(json_file, "--json")
     check_writable(page, "--page")

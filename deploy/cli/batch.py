@@ -11,7 +11,7 @@ import click
 from deploy.cli.console import Failure, a_config, a_file, application_of, concurrency_option, err, key_option, say
 from deploy.cli.serving import served
 from deploy.options import FiniteRange, api_key, check_writable, server_url, write_json
-from deploy.own_model import OwnModel
+from deploy.run.own_model import OwnModel
 
 
 @click.command()
@@ -49,7 +49,7 @@ def batch(requests: Path, answers: Path, json_file: Path | None, **options: Any)
     """
     from deploy.jobs.batch import BatchOptions, complaint, run_batch, summary
     from deploy.jobs.batch_files import BatchInput, BatchOutput
-    from deploy.progress import View
+    from deploy.reports.progress import View
 
     check_writable(json_file, "--json")
     server = {name: options.pop(name) for name in ("url", "source", "file", "address")}

@@ -7,7 +7,7 @@ import click
 
 from deploy.cli.console import Failure, a_file, err, out, say
 from deploy.options import check_writable, write_json
-from deploy.progress import View
+from deploy.reports.progress import View
 
 
 @click.command()

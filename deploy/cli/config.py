@@ -6,7 +6,7 @@ import click
 
 from deploy.cli.console import Failure, a_file, application_of, application_options, out, say
 from deploy.options import check_writable
-from deploy.own_model import OwnModel
+from deploy.run.own_model import OwnModel
 from serve_app.config.app_config import AppConfig
 
 
@@ -39,8 +39,8 @@ def config_check(file: Path | None, own: OwnModel | None, file_only: bool, addre
 
 
 def _look_here(config: AppConfig, named: Path | str) -> tuple[str, list[str]]:
-    from deploy.machine import Machine
-    from deploy.preflight import faults_here, hints_here, require_servable
+    from deploy.run.machine import Machine
+    from deploy.run.preflight import faults_here, hints_here, require_servable
 
     machine = Machine.here()
     require_servable(faults_here(config, machine), named)
@@ -48,8 +48,8 @@ def _look_here(config: AppConfig, named: Path | str) -> tuple[str, list[str]]:
 
 
 def _look_there(config: AppConfig, named: Path | str, address: str) -> tuple[str, list[str]]:
-    from deploy.cluster import connected
-    from deploy.preflight import faults_on_cluster, hints_on_cluster, require_servable
+    from deploy.run.cluster import connected
+    from deploy.run.preflight import faults_on_cluster, hints_on_cluster, require_servable
 
     with connected(address):
         require_servable(faults_on_cluster(config), named)
@@ -64,7 +64,7 @@ def config_show(file: Path | None, own: OwnModel | None) -> None:
     FILE may be the name of one that comes with truespec: demo, monolith, resilient, vllm, own; or a recipe for a large
     model: recipes/llama-3.3-70b, recipes/qwen3-32b, recipes/gpt-oss-120b, recipes/deepseek-v3.
     """
-    from deploy.reference import effective_config
+    from deploy.run.reference import effective_config
 
     out.print(effective_config(application_of(file, own)), end="", markup=False, soft_wrap=True)
 
@@ -76,7 +76,7 @@ def config_values(file: Path | None, own: OwnModel | None) -> None:
 
     Images, memory, volumes and secrets are the chart's own and not in it.
     """
-    from deploy.reference import chart_values
+    from deploy.run.reference import chart_values
 
     out.print(chart_values(application_of(file, own)), end="", markup=False, soft_wrap=True)
 
@@ -86,7 +86,7 @@ def config_values(file: Path | None, own: OwnModel | None) -> None:
 @click.option("--check", is_flag=True, help="With --out: write nothing, and fail if the file is out of date.")
 def config_reference(page: Path | None, check: bool) -> None:
     """Print the reference of all settings as Markdown (docs/configuration.md)."""
-    from deploy.reference import configuration_reference
+    from deploy.run.reference import configuration_reference
 
     text = configuration_reference()
     if page is None:

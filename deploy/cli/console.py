@@ -14,7 +14,7 @@ import click
 from rich.console import Console
 from rich.markup import escape
 
-from deploy.own_model import OwnModel, own_application
+from deploy.run.own_model import OwnModel, own_application
 from serve_app.config.files import load_config
 from serve_app.config.serve_file import ServeFile
 from speculative.errors import TruespecError

@@ -8,8 +8,8 @@ from typing import Any
 import click
 
 from deploy.cli.console import err, say
-from deploy.models import find_model
-from deploy.progress import View
+from deploy.reports.progress import View
+from deploy.run.models import find_model
 from speculative.errors import ConfigError, TruespecError
 
 _WRONG, _UNCHECKED = 1, 2
@@ -48,9 +48,9 @@ def verify(ctx: click.Context, receipt: Path, model: str, engine: Any, public_ke
 
 def _verdicts(receipt: Path, model: str, engine: Any, public_key: Path | None) -> Iterator[Any]:
     """On each receipt as soon as it is checked."""
-    from deploy.verify import verify as check
-    from serve_app.integrity.receipts import read_receipts
-    from serve_app.integrity.signatures import PublicKey
+    from deploy.run.verify import verify as check
+    from serve_app.referee.receipts import read_receipts
+    from serve_app.referee.signatures import PublicKey
 
     try:
         with click.open_file(str(receipt), encoding="utf-8") as file:

@@ -90,8 +90,8 @@ def chaos(file: Path, port: int, json_file: Path | None, page: Path | None, **op
 def _on_nodes(file: ServeFile, report: Callable[[str], None]) -> Iterator[tuple[ServeFile, Any]]:
     """The configuration as it is to be served, and the cluster for it."""
     from deploy.chaos.nodes import local_cluster, one_node_a_replica
-    from deploy.machine import Machine
-    from deploy.preflight import faults_here, require_servable
+    from deploy.run.machine import Machine
+    from deploy.run.preflight import faults_here, require_servable
 
     require_servable(faults_here(file.application.effective_args, Machine.here()))
     placed, head, shapes = one_node_a_replica(file)

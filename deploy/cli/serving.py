@@ -25,9 +25,9 @@ from deploy.cli.console import (
     progress_printer,
     say,
 )
-from deploy.models import find_model
 from deploy.options import api_key, check_writable, write_json
-from deploy.own_model import OwnModel
+from deploy.run.models import find_model
+from deploy.run.own_model import OwnModel
 from serve_app.config.files import load_config
 from serve_app.config.serve_file import ServeFile
 from speculative.errors import ConfigError
@@ -42,8 +42,8 @@ def serve(file: Path | None, own: OwnModel | None, address: str | None, port: in
 
     FILE may be the name of one that comes with truespec: demo, monolith, resilient, vllm, or own for a model of yours.
     """
-    from deploy.demo import curl_line
-    from deploy.preflight import chats
+    from deploy.run.demo import curl_line
+    from deploy.run.preflight import chats
 
     checked = application_of(file, own)
     if port is not None:
@@ -63,7 +63,7 @@ def serve(file: Path | None, own: OwnModel | None, address: str | None, port: in
 @click.option("--config", "file", type=a_config, default="demo", show_default=True, help="Serve this configuration.")
 def demo(json_file: Path | None, port: int, file: Path) -> None:
     """Serve a real model on this machine, talk to it, and show its metrics."""
-    from deploy.demo import curl_line, run_demo
+    from deploy.run.demo import curl_line, run_demo
 
     check_writable(json_file, "--json")
     checked = at_port(load_config(file), port)
@@ -97,8 +97,8 @@ def served(
     file: ServeFile, address: str | None, report: Callable[[str], None] | None = None, *, alone: bool = False
 ) -> Iterator[Any]:
     """The running application, with its model fetched first when it is one of the catalogue."""
-    from deploy.client import Client
-    from deploy.cluster import cluster_address, running_app
+    from deploy.exchange.client import Client
+    from deploy.run.cluster import cluster_address, running_app
 
     report = report or progress_printer()
     api_key()  # the client's: what is wrong with it is reported before anything starts

@@ -76,7 +76,7 @@ from deploy.options import FiniteRange, check_writable, write_json
 def train_drafter(source: str, out: Path, json_file: Path | None, **options: Any) -> None:
     """Train a draft head for a model, on what the model itself writes."""
     from deploy.jobs.train_drafter import TrainJob, run_training
-    from deploy.progress import View
+    from deploy.reports.progress import View
     from speculative.training.loop import TrainingConfig
 
     check_writable(json_file, "--json")

@@ -12,10 +12,10 @@ from typing import Any
 import click
 
 from deploy.cli.console import INTERRUPTED, Failure, a_file, err, key_option, out, progress_printer, say
-from deploy.models import find_model
+from deploy.exchange.asking import DIALECTS
 from deploy.options import FiniteRange, api_key, check_writable, server_url, write_json
-from deploy.progress import View
-from deploy.watch.asking import DIALECTS
+from deploy.reports.progress import View
+from deploy.run.models import find_model
 from deploy.watch.report import FAIL_ON, conclusion, print_report
 from speculative.errors import ConfigError
 
@@ -116,7 +116,7 @@ def _referee_options(options: dict[str, Any], **own: Any) -> tuple[Any, Any]:
     """How answers are judged, and computed again."""
     from deploy.watch.referee import RefereeOptions
     from deploy.watch.replayers import ReplayerOptions, check_options
-    from deploy.watch.tolerance import Tolerance
+    from serve_app.referee.tolerance import Tolerance
 
     defaults = dict(_default(text) for text in options["defaults"])
     if options["tolerance"] is not None and options["precision"] is not None:

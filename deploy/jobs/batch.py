@@ -17,9 +17,9 @@ from typing import Any
 
 import httpx
 
-from deploy.client import ServiceError
+from deploy.exchange.client import ServiceError
 from deploy.jobs.batch_files import ID_PREFIX, BatchInput, BatchLine, BatchOutput
-from deploy.progress import View
+from deploy.reports.progress import View
 
 _LONGEST_WAIT_S = 300.0  # between two attempts, whatever a server asks for
 _LONGEST_BACKOFF_S = 60.0

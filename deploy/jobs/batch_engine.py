@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 
-from deploy.ports import free_port
+from deploy.run.ports import free_port
 from serve_app.config.serve_file import ServeFile
 from speculative.errors import ConfigError
 

@@ -15,8 +15,8 @@ from typing import Any, Literal
 
 import torch
 
-from deploy.models import find_model
-from deploy.progress import View
+from deploy.reports.progress import View
+from deploy.run.models import find_model
 from serve_app.backends.base import SHIPPED_HEADS
 from serve_app.text.tokenizer import Tokenizer
 from speculative.config import DrafterConfig, EngineConfig

@@ -7,7 +7,7 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 
-from deploy.watch.exchanges import Batch
+from deploy.exchange.exchanges import Batch
 from deploy.watch.page import html_report
 from deploy.watch.referee import Referee, RefereeOptions
 from deploy.watch.replayers import ReplayerOptions

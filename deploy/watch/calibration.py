@@ -22,11 +22,11 @@ from typing import Any
 
 import numpy as np
 
-from deploy.audit.blackbox.exchange import Exchange, Server
-from deploy.bench.prompts import KINDS, read_texts
-from deploy.progress import View
-from deploy.watch.tolerance import Tolerance
-from serve_app.backends.transformers_referee import TransformersModel
+from deploy.exchange.prompts import KINDS, read_texts
+from deploy.exchange.server import Exchange, Server
+from deploy.reports.progress import View
+from serve_app.referee.tolerance import Tolerance
+from serve_app.referee.transformers_model import TransformersModel
 from serve_app.text.tokenizer import Tokenizer
 from speculative.errors import ConfigError
 from speculative.request import SURPRISAL_CLIP_NATS

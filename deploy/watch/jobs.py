@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from deploy.watch.answers import Choice, Reply, Unreadable, read_reply
-from deploy.watch.exchanges import CHAT, Exchange
-from deploy.watch.sampling import Json, Sampled, Sampling
+from deploy.exchange.answers import Choice, Reply, Unreadable, read_reply
+from deploy.exchange.exchanges import CHAT, Exchange
+from deploy.exchange.sampling import Json, Sampled, Sampling
 from serve_app.backends.base import ModelInfo
-from serve_app.integrity.replays import ReplayJob
+from serve_app.referee.records import ReplayJob
 from serve_app.telemetry.metric_names import WATCHED_LENGTHS, WATCHED_POSITIONS
 from serve_app.text.tokenizer import Tokenizer
 from speculative.errors import InvalidRequest

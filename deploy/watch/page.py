@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from deploy import plots
-from deploy.html_pages import card, document, escaped, facts, table
+from deploy.reports import plots
+from deploy.reports.html_pages import card, document, escaped, facts, table
 from deploy.watch import sentences
 from deploy.watch.sentences import Report
 from serve_app.telemetry.metric_names import STRATA

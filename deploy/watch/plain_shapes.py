@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
 
-from deploy.watch.asking import BROUGHT
-from deploy.watch.json_spans import Edit, cuts, edited, items, members, past_blanks
+from deploy.exchange.asking import BROUGHT
+from deploy.exchange.json_spans import Edit, cuts, edited, items, members, past_blanks
 
 _ABSENT = ""
 _OWN = "own"  # the server reports it unasked: it stays

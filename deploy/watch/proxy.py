@@ -18,9 +18,9 @@ from aiohttp.http_exceptions import HttpProcessingError
 from multidict import CIMultiDict
 from yarl import URL
 
-from deploy.watch.asking import DIALECTS, FALLBACK, OWNERS, Asked, extras_of, instrumented, read_request
-from deploy.watch.event_stream import EventEditor
-from deploy.watch.exchanges import WATCHED_PATHS, Exchange
+from deploy.exchange.asking import DIALECTS, FALLBACK, OWNERS, Asked, extras_of, instrumented, read_request
+from deploy.exchange.event_stream import EventEditor
+from deploy.exchange.exchanges import WATCHED_PATHS, Exchange
 from deploy.watch.headers import passed_on, with_length
 from deploy.watch.plain_shapes import PlainShape
 from deploy.watch.sender import Sender

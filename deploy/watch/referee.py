@@ -9,22 +9,22 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from deploy.watch.answers import Unreadable
-from deploy.watch.exchanges import Batch, Exchange
+from deploy.exchange.answers import Unreadable
+from deploy.exchange.exchanges import Batch, Exchange
 from deploy.watch.jobs import JobMaker, WatchedJob
-from deploy.watch.measures import Measures, Windows
 from deploy.watch.replayers import Replayer
-from deploy.watch.tolerance import Tolerance
 from serve_app.backends.base import ModelInfo, Replayed
-from serve_app.integrity.detectors import Alarm, by_stratum
-from serve_app.integrity.drift import TokenDrift
-from serve_app.integrity.judgement import Judge, Judgement
-from serve_app.integrity.replay_checker import ReplayChecker
-from serve_app.integrity.replays import ReplayJob, Verdict
-from serve_app.integrity.replica_book import Case, ReplicaBook
-from serve_app.integrity.verdicts import Checked
 from serve_app.page.history import by_label
 from serve_app.page.status import StatusBook
+from serve_app.referee.detectors import Alarm, by_stratum
+from serve_app.referee.drift import TokenDrift
+from serve_app.referee.judgement import Judge, Judgement
+from serve_app.referee.measures import Measures, Windows
+from serve_app.referee.records import ReplayJob, Verdict
+from serve_app.referee.replay_checker import ReplayChecker
+from serve_app.referee.replica_book import Case, ReplicaBook
+from serve_app.referee.tolerance import Tolerance
+from serve_app.referee.verdicts import Checked
 from serve_app.telemetry.metric_names import READ_RESULTS, WATCHED_RESULTS, WATCHED_STRATA
 from serve_app.telemetry.metrics import Metrics, PrometheusSink
 from serve_app.text.tokenizer import Tokenizer

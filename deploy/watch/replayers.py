@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol, TypeVar
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from deploy.cluster import connected
+from deploy.run.cluster import connected
 from serve_app.backends.base import Backend, ModelInfo, Replayed
 from serve_app.backends.torch_backend import TorchBackend
 from serve_app.deployments.gpus import ONLY_GIVEN_GPUS, given_device
@@ -172,7 +172,7 @@ class _Independent:
     def _load(self) -> ModelInfo:
         import torch
 
-        from serve_app.backends.transformers_referee import TransformersModel
+        from serve_app.referee.transformers_model import TransformersModel
         from serve_app.text.grammar import StructureCompiler
 
         if self._options.threads:

@@ -8,8 +8,8 @@ import threading
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
-from deploy.progress import View
-from deploy.watch.exchanges import Exchange
+from deploy.exchange.exchanges import Exchange
+from deploy.reports.progress import View
 from deploy.watch.referee import Referee, RefereeOptions
 from deploy.watch.replayers import ReplayerOptions, make_replayer
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 import aiohttp
 
-from deploy.watch.exchanges import Batch, Exchange
+from deploy.exchange.exchanges import Batch, Exchange
 
 _LOG = logging.getLogger(__name__)
 _COUNTS_EVERY_S = 1.0

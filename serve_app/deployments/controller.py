@@ -19,18 +19,18 @@ from serve_app.config.app_config import AppConfig
 from serve_app.deployments.pool_states import watch_pools
 from serve_app.deployments.runtime import REPORT_EVERY_S, observe, own_error
 from serve_app.http.admin import Statuses
-from serve_app.integrity.breaker import Mode
-from serve_app.integrity.detectors import Rounding
-from serve_app.integrity.dumps import DumpFolder
-from serve_app.integrity.heartbeat import Orders, Report
-from serve_app.integrity.independent_checks import IndependentChecks
-from serve_app.integrity.judgement import Judge
-from serve_app.integrity.replay_checker import ReplayChecker
-from serve_app.integrity.replays import ReplayJob
-from serve_app.integrity.replica_book import ReplicaBook
-from serve_app.integrity.verdicts import Checked
 from serve_app.openai.kept_responses import ResponseStore
 from serve_app.page.status import StatusBook
+from serve_app.referee.breaker import Mode
+from serve_app.referee.detectors import Rounding
+from serve_app.referee.dumps import DumpFolder
+from serve_app.referee.heartbeat import Orders, Report
+from serve_app.referee.independent_checks import IndependentChecks
+from serve_app.referee.judgement import Judge
+from serve_app.referee.records import ReplayJob
+from serve_app.referee.replay_checker import ReplayChecker
+from serve_app.referee.replica_book import ReplicaBook
+from serve_app.referee.verdicts import Checked
 from serve_app.telemetry.metrics import MetricBatch, Metrics, PrometheusSink, RaySink, Sink
 from serve_app.telemetry.tracing import Carried, adopt, carried
 from serve_app.weights.coordinator import WeightCoordinator

@@ -29,11 +29,11 @@ from serve_app.config.base import PoolName
 from serve_app.deployments.gpus import given_device
 from serve_app.deployments.rank_nodes import RankNodes
 from serve_app.deployments.runtime import REPORT_EVERY_S, ReplicaRuntime, Reporter, naming_node
-from serve_app.integrity.breaker import Breaker, BreakerSettings, Mode
-from serve_app.integrity.breaker_control import Guard
-from serve_app.integrity.canary import Canary, CanarySettings
-from serve_app.integrity.heartbeat import Finished, Orders, Placed, Report
-from serve_app.integrity.replays import Records
+from serve_app.guard.breaker_control import Guard
+from serve_app.guard.canary import Canary, CanarySettings
+from serve_app.referee.breaker import Breaker, BreakerSettings, Mode
+from serve_app.referee.heartbeat import Finished, Orders, Placed, Report
+from serve_app.referee.records import Records
 from serve_app.routing.autoscaling import Backlog
 from serve_app.routing.replica_router import MOST_REPORTED, reported_blocks
 from serve_app.streams import spans
@@ -169,7 +169,7 @@ class EngineHost:
         Raises:
             EngineFault: the engine is not loaded yet.
         """
-        from serve_app.backends.transformers_referee import TransformersReferee  # only where it is asked for
+        from serve_app.referee.transformers_model import TransformersReferee  # only where it is asked for
 
         if self.keeper is None:
             raise EngineFault("The replica is not started.")

@@ -19,16 +19,16 @@ from serve_app.errors import UnknownReplica
 from serve_app.http.admin import Admin, PauseOrder, SpeculationOrder, Statuses, WeightsAdmin, WeightsOrder
 from serve_app.http.routes import Operations, PastReplies, build_ingress
 from serve_app.http.vllm_routes import VllmRoutes
-from serve_app.integrity.breaker import Mode
-from serve_app.integrity.replay_selection import Checks, chosen
-from serve_app.integrity.replays import Record, Records, ReplayJob
-from serve_app.integrity.signatures import SigningKey
 from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.kept_responses import KeptResponses
 from serve_app.openai.prepared_request import Limits
 from serve_app.openai.scoring import ScoreLimits, Scorer
 from serve_app.page.feed import StatusFeed
 from serve_app.page.page_routes import add_page
+from serve_app.referee.breaker import Mode
+from serve_app.referee.records import Record, Records, ReplayJob
+from serve_app.referee.replay_selection import Checks, chosen
+from serve_app.referee.signatures import SigningKey
 from serve_app.streams.observed import ObservedSource, SourceLimits
 from serve_app.telemetry.tracing import carried
 from serve_app.text.tokenizer import Tokenizer

@@ -23,7 +23,7 @@ from serve_app.deployments.engine_host import EngineHost, make_backend
 from serve_app.deployments.http_front import HttpFront
 from serve_app.deployments.prefill_pool import token_source
 from serve_app.deployments.runtime import ReplicaRuntime
-from serve_app.integrity.replays import Record
+from serve_app.referee.records import Record
 from serve_app.streams import spans
 from serve_app.telemetry.tracing import Carried, adopt
 from serve_app.transport.base import TransferPayload

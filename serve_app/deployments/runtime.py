@@ -18,8 +18,8 @@ from ray.serve.handle import DeploymentHandle
 
 from serve_app.config.app_config import AppConfig
 from serve_app.config.base import PoolName
-from serve_app.integrity.replays import ReplayJob
-from serve_app.integrity.verdicts import Checked
+from serve_app.referee.records import ReplayJob
+from serve_app.referee.verdicts import Checked
 from serve_app.telemetry.logs import configure as configure_logs
 from serve_app.telemetry.metrics import BufferSink, Metrics, RaySink
 from serve_app.telemetry.tracing import Tracing, carried

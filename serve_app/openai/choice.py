@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from serve_app.backends.base import ParsedDelta
 from serve_app.errors import RequestAborted
-from serve_app.integrity.replays import Record
 from serve_app.openai.call_readers import put_together
 from serve_app.openai.chat import ResponseParser
 from serve_app.openai.echo import Echo
 from serve_app.openai.prepared_request import PreparedRequest, off_loop
 from serve_app.openai.responses import ChoiceDelta, RankedEntry, TokenEntry, TopEntry, Usage, finite_logprob, join
+from serve_app.referee.records import Record
 from serve_app.text.tokenizer import StopMatcher, Tokenizer
 from speculative.errors import EngineFault
 from speculative.request import FinishReason, Request, TokenDelta, TokenLogprobs

@@ -17,11 +17,6 @@ from typing import Any
 
 from serve_app.backends.base import ChatPrompt, ModelInfo, Parsers, TokenSource
 from serve_app.errors import ContextLengthExceeded, ModelNotFound, UnsupportedParameter, reply_for
-from serve_app.integrity.receipts import receipt_of
-from serve_app.integrity.replay_selection import Checks
-from serve_app.integrity.replays import worst
-from serve_app.integrity.signatures import SigningKey
-from serve_app.integrity.verdicts import checks_of_all
 from serve_app.openai.chat import ChatDesk, ResponseParser
 from serve_app.openai.choice import ChoiceRun, read_choice
 from serve_app.openai.echo import without_answer
@@ -48,6 +43,11 @@ from serve_app.openai.responses import (
 )
 from serve_app.openai.tokenization import Tokenization
 from serve_app.openai.tools import forces_calls
+from serve_app.referee.receipts import receipt_of
+from serve_app.referee.records import worst
+from serve_app.referee.replay_selection import Checks
+from serve_app.referee.signatures import SigningKey
+from serve_app.referee.verdicts import checks_of_all
 from serve_app.streams.merge import merge
 from serve_app.text.tokenizer import StopStrings, Tokenizer
 from speculative.errors import EngineFault, InvalidRequest, RequestTimeout

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from serve_app.integrity.incidents import IncidentKind
+from serve_app.referee.incidents import IncidentKind
 from serve_app.telemetry.metric_names import REPLAY_ALARMS, STRATA, TRIP_REASONS
 from speculative.stats import CHECKS, INVARIANTS, LOGPROB_RULES
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from serve_app.backends.base import TokenSource
 from serve_app.errors import NoRoom
-from serve_app.integrity.replay_selection import Selection
-from serve_app.integrity.replays import Record, Records, ReplayJob
+from serve_app.referee.records import Record, Records, ReplayJob
+from serve_app.referee.replay_selection import Selection
 from serve_app.streams.backlog import Backlog, Clock, Returns
 from serve_app.telemetry.metrics import Metrics
 from speculative.errors import EngineOverloaded, InvalidRequest, RequestTimeout

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from serve_app.errors import RequestAborted
-from serve_app.integrity.replays import Records
+from serve_app.referee.records import Records
 from serve_app.streams.backlog import Clock
 from serve_app.telemetry.metrics import Metrics
 from speculative.errors import EngineFault, EngineOverloaded

@@ -9,7 +9,7 @@ import pytest
 from dashboards.label_meanings import meaning_of
 from dashboards.reference import metrics_page
 from serve_app.config.base import POOLS_OF_TOPOLOGY
-from serve_app.integrity.replays import Verdict
+from serve_app.referee.records import Verdict
 from serve_app.telemetry.metric_names import (
     CATALOGUE,
     COMMON_LABELS,

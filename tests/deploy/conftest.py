@@ -2,7 +2,7 @@
 
 import pytest
 
-from deploy import quiet
+from deploy.run import quiet
 
 
 @pytest.fixture(autouse=True)

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from deploy.audit import run
-from deploy.audit.model import AuditedModel
-from deploy.audit.mutants import MUTANTS
-from deploy.audit.traffic import DECODERS, TABLES
 from deploy.cli.main import main
+from deploy.faults import run
+from deploy.faults.model import AuditedModel
+from deploy.faults.mutants import MUTANTS
+from deploy.faults.traffic import DECODERS, TABLES
 from speculative.stats import CheckSums
 
 FIRST = {  # the detector that is to find it, where it is not one of the terms

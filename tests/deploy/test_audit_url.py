@@ -13,19 +13,19 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from deploy.audit.blackbox import command
-from deploy.audit.blackbox.audit import Audit, run_audit
-from deploy.audit.blackbox.command import audit_faulty, faulty_servers
-from deploy.audit.blackbox.dialect import Ask, AuditFailed, find_dialect
-from deploy.audit.blackbox.exchange import Server
-from deploy.audit.blackbox.lab import EXACT, QUICK, ROUNDED, Lab
-from deploy.audit.blackbox.page import html_page
-from deploy.audit.blackbox.probes import PROBES, Verdict, delta_per_test
-from deploy.audit.blackbox.reference import Reference
-from deploy.audit.blackbox.statistics import binomial_tail, departs, mean_departs, not_uniform, too_many
-from deploy.audit.blackbox.tiny import write_tiny_pair
-from deploy.audit.mutants import MUTANTS
 from deploy.cli.main import main
+from deploy.exchange.dialect import Ask, AuditFailed, find_dialect
+from deploy.exchange.server import Server
+from deploy.faults.mutants import MUTANTS
+from deploy.faults.outside import audit_faulty, faulty_servers, servable
+from deploy.faults.tiny import write_tiny_pair
+from deploy.probes.audit import Audit, run_audit
+from deploy.probes.command import BUDGETS
+from deploy.probes.lab import EXACT, QUICK, ROUNDED, Lab
+from deploy.probes.page import html_page
+from deploy.probes.probes import PROBES, Verdict, delta_per_test
+from deploy.probes.reference import Reference
+from deploy.probes.statistics import binomial_tail, departs, mean_departs, not_uniform, too_many
 from speculative.errors import ConfigError
 from speculative.request import SamplingParams
 from tests.support.fake_audited import DIES, FakeAudited, Reply, uniform_reply
@@ -290,7 +290,7 @@ def test_faults_that_there_are_not_are_refused(tmp_path: Path) -> None:
     assert result.exit_code == 1 and "no fault that can be served begins with 'zzz'; the nearest are" in result.output
     assert not page.exists()
     with pytest.raises(ConfigError, match="begins with 'F99'"):
-        command.servable(["F2 ", "F99"])
+        servable(["F2 ", "F99"])
 
 
 # -- reports ---------------------------------------------------------------------------------------------------------
@@ -345,12 +345,12 @@ def test_false_alarms_stay_below_their_bound() -> None:
 
 
 def test_every_fault_of_the_catalogue_can_be_served(folders: tuple[Path, Path]) -> None:
-    for name in command.servable(["F"]):
+    for name in servable(["F"]):
         assert len(faulty_servers(name, *folders, guarded=True)) == 1
-    served = {name.split()[0] for name in command.servable()} | {"F28", "F31"}
+    served = {name.split()[0] for name in servable()} | {"F28", "F31"}
     assert served == {"sound", *(mutant.fault for mutant in MUTANTS.values())}
     assert set(NAMED) <= set(MUTANTS)
-    assert command.BUDGETS["full"].answers > command.BUDGETS["quick"].answers
+    assert BUDGETS["full"].answers > BUDGETS["quick"].answers
 
 
 def test_an_interrupted_audit_reports_what_it_knows(fake: FakeAudited, server: Server, monkeypatch: Any) -> None:
@@ -358,7 +358,7 @@ def test_an_interrupted_audit_reports_what_it_knows(fake: FakeAudited, server: S
         raise KeyboardInterrupt
 
     monkeypatch.setitem(PROBES, "structured output", replace(PROBES["structured output"], run=interrupted))
-    monkeypatch.setattr("deploy.audit.blackbox.audit._in_order", lambda only: [PROBES[name] for name in only])
+    monkeypatch.setattr("deploy.probes.audit._in_order", lambda only: [PROBES[name] for name in only])
     audit = run_audit(Lab(server, find_dialect(server), QUICK), only=["nonsense", "structured output", "own alarms"])
     assert [one.reported for one in audit.outcomes[1:]] == ["the audit was interrupted"] * 2
     assert audit.outcomes[0].verdict is Verdict.PASSED

@@ -1,6 +1,6 @@
 """Our service, watched through the proxy: with a fault and without."""
 
-from deploy.audit.watched import FAULTS, SOUND, watch_faults
+from deploy.faults.watched import FAULTS, SOUND, watch_faults
 
 
 def test_a_fault_is_found_through_the_proxy_and_named() -> None:

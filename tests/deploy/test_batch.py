@@ -22,8 +22,8 @@ from deploy.cli.main import main
 from deploy.jobs.batch import BatchOptions, BatchStopped, retry_wait_s, run_batch
 from deploy.jobs.batch_engine import batch_application
 from deploy.jobs.batch_files import BatchInput, BatchLine, BatchOutput, Tally
-from deploy.own_model import OwnModel, own_application
-from deploy.progress import View
+from deploy.reports.progress import View
+from deploy.run.own_model import OwnModel, own_application
 from speculative.errors import ConfigError
 from tests.support.fake_openai import BREAK, FakeOpenAI, Reply, completion, failure, wait_until
 

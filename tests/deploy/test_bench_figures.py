@@ -11,11 +11,11 @@ import pytest
 from deploy.bench.figures import ALL_KINDS, acceptance, paired_ratio, rows
 from deploy.bench.plan import BenchPlan, Case, EngineName
 from deploy.bench.plots import write_plots
-from deploy.bench.prompts import KINDS, LONG, LONG_TOKENS, read_prompts
 from deploy.bench.report import grids, write_markdown
 from deploy.bench.rounds import BenchResult, Sample
 from deploy.bench.workers.channel import Ask, Meter, checked
 from deploy.bench.workers.http_load import Server, ServerFailed
+from deploy.exchange.prompts import KINDS, LONG, LONG_TOKENS, read_prompts
 from speculative.errors import ConfigError
 
 

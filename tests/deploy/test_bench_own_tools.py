@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from deploy.audit.blackbox.tiny import write_tiny_tokenizer
 from deploy.bench import own_tools
 from deploy.bench.engines import Launch, LeftOut
 from deploy.bench.own_tools import ToolSpeed, compare_with_own_tools
 from deploy.bench.plan import BenchPlan, Case, EngineName
 from deploy.bench.process import EngineProcess
+from deploy.faults.tiny import write_tiny_tokenizer
 from serve_app.text.tokenizer import Tokenizer
 
 WORKER = "tests.support.fake_bench_worker"

@@ -12,7 +12,6 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
-from deploy import quiet
 from deploy.bench import engines, process, rounds
 from deploy.bench.command import BenchOptions, make_plan
 from deploy.bench.engines import Launch, gpu_names, resolve
@@ -20,8 +19,9 @@ from deploy.bench.plan import BenchPlan, EngineName
 from deploy.bench.rounds import BenchResult, run_bench
 from deploy.bench.workers.channel import Ask
 from deploy.cli.main import main
-from deploy.processes import process_tree
-from deploy.progress import View
+from deploy.reports.progress import View
+from deploy.run import quiet
+from deploy.run.processes import process_tree
 from speculative.errors import ConfigError
 from tests.support.tiny_models import write_tiny_model
 

@@ -7,7 +7,7 @@ import pytest
 import ray
 from ray.exceptions import GetTimeoutError, RayError, WorkerCrashedError
 
-from deploy import cluster
+from deploy.run import cluster
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from deploy.chart import ROOT
 from deploy.cli.console import CONFIGS
 from deploy.cli.main import main
-from deploy.reference import configuration_reference, effective_config
+from deploy.tools.chart import ROOT
+from deploy.run.reference import configuration_reference, effective_config
 from serve_app.backends.vllm_parts.settings import SIZES
 from serve_app.config.app_config import AppConfig
 from serve_app.config.files import load_config

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from deploy.gpu_day import Stage, main, read_outcome, run_day, stages
+from deploy.tools.gpu_day import Stage, main, read_outcome, run_day, stages
 from tests.support.command_lines import fault
 
 ROOT = Path(__file__).parents[2]

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.models import find_model, model_here
+from deploy.run.models import find_model, model_here
 from serve_app.backends.base import SHIPPED_HEADS
 from speculative.errors import ConfigError
 from speculative.model.loading import resolve_model

@@ -13,7 +13,7 @@ from deploy.bench import handoff
 from deploy.cli import batch, reliability, serving
 from deploy.cli.console import CONFIGS, progress_printer
 from deploy.cli.main import main
-from deploy.client import Client
+from deploy.exchange.client import Client
 from deploy.options import api_key, check_writable, server_url
 from speculative.errors import ConfigError
 
@@ -143,9 +143,9 @@ def test_a_file_that_cannot_be_written_is_reported_before_the_work(
     for module in (batch, reliability, serving):
         monkeypatch.setattr(module, "served", work)
     monkeypatch.setattr(handoff, "bench_on_ray", started)
-    monkeypatch.setattr("deploy.audit.run.audit_mutants", started)
-    monkeypatch.setattr("deploy.audit.blackbox.command.audit_url", started)
-    monkeypatch.setattr("deploy.audit.blackbox.command.audit_faults", started)
+    monkeypatch.setattr("deploy.faults.run.audit_mutants", started)
+    monkeypatch.setattr("deploy.probes.command.audit_url", started)
+    monkeypatch.setattr("deploy.faults.outside.audit_faults", started)
     in_the_way = tmp_path / "file"
     in_the_way.write_text("")
     path = in_the_way / "out"

@@ -9,10 +9,10 @@ from click.testing import CliRunner
 
 from deploy.cli.console import CONFIGS
 from deploy.cli.main import main
-from deploy.client import Client
-from deploy.demo import curl_line
-from deploy.own_model import BASE, OwnModel, own_application
-from deploy.preflight import chats
+from deploy.exchange.client import Client
+from deploy.run.demo import curl_line
+from deploy.run.own_model import BASE, OwnModel, own_application
+from deploy.run.preflight import chats
 from serve_app.config.app_config import AppConfig
 from serve_app.config.files import load_config
 from speculative.errors import ConfigError

@@ -12,10 +12,10 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 
-from deploy import cluster, ports
 from deploy.cli.console import CONFIGS
 from deploy.cli.main import main
-from deploy.ports import free_port, require_port
+from deploy.run import cluster, ports
+from deploy.run.ports import free_port, require_port
 from serve_app.config.serve_file import HttpOptions
 from speculative.errors import ConfigError
 from tests.support.fake_http import QuietHandler, serving

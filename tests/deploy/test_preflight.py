@@ -13,11 +13,11 @@ import yaml
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
-from deploy import preflight
 from deploy.cli.console import CONFIGS
 from deploy.cli.main import main
-from deploy.machine import Machine
-from deploy.preflight import faults_here, faults_on_cluster, hints_here
+from deploy.run import preflight
+from deploy.run.machine import Machine
+from deploy.run.preflight import faults_here, faults_on_cluster, hints_here
 from serve_app.config.app_config import AppConfig
 from serve_app.config.files import parse_args
 from tests.support.tiny_heads import write_tiny_head, write_tiny_module
@@ -312,7 +312,7 @@ def test_serve_refuses_before_ray_starts(
         pytest.fail("Ray was started")
 
     monkeypatch.setattr("ray.init", started)
-    monkeypatch.setattr("deploy.cluster.require_port", lambda http: None)
+    monkeypatch.setattr("deploy.run.cluster.require_port", lambda http: None)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     pools = {"monolith": {"num_gpus": 99}}
     args = {"model": {"source": models["model"], "name": "x"}, "topology": "monolith", "pools": pools}

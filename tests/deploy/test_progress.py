@@ -5,7 +5,7 @@ import time
 
 from rich.console import Console
 
-from deploy.progress import View
+from deploy.reports.progress import View
 
 
 def lines_of(stream: io.StringIO) -> list[str]:

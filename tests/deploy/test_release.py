@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from deploy import release
-from deploy.release import ROOT, ReleaseError, check, cut, main, notes, version
-from deploy.site import github_slug, relinked
+from deploy.tools import release
+from deploy.tools.release import ROOT, ReleaseError, check, cut, main, notes, version
+from deploy.tools.site import github_slug, relinked
 
 NEWS = "### Added\n\n- Something.\n"
 

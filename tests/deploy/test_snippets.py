@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from deploy.chart import ROOT
 from deploy.cli.console import CONFIGS
-from deploy.cluster import running_app
-from deploy.ports import free_ports
+from deploy.run.cluster import running_app
+from deploy.run.ports import free_ports
+from deploy.tools.chart import ROOT
 from serve_app.config.files import load_config
 from speculative.kernels.bindings import cpu_kernels
 from speculative.model.catalogue import FetchFailed, fetch_model

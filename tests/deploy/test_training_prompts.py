@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from deploy.bench.prompts import KINDS
-from deploy.demo import QUESTION, TASKS
-from deploy.jobs import training_prompts
+from deploy.exchange.prompts import KINDS
 from deploy.jobs.train_drafter import read_prompts
-from deploy.jobs.training_prompts import PromptWriter, asked_elsewhere, main, read_functions, read_nouns, read_texts
+from deploy.run.demo import QUESTION, TASKS
+from deploy.tools import training_prompts
+from deploy.tools.training_prompts import PromptWriter, asked_elsewhere, main, read_functions, read_nouns, read_texts
 
 BENCH = Path(training_prompts.__file__).parents[1] / "bench" / "prompts.json"
 

@@ -19,12 +19,12 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 
 from deploy.cli.main import main
-from deploy.verify import EngineName, verify
+from deploy.run.verify import EngineName, verify
 from serve_app.backends.torch_backend import TorchBackend
 from serve_app.http.routes import build_ingress
-from serve_app.integrity.receipts import NotAReceipt, Receipt, read_receipts
-from serve_app.integrity.signatures import PublicKey, SigningKey
 from serve_app.openai.frontend import FrontEnd
+from serve_app.referee.receipts import NotAReceipt, Receipt, read_receipts
+from serve_app.referee.signatures import PublicKey, SigningKey
 from serve_app.streams.pooled import PooledTokenSource
 from serve_app.telemetry.metrics import BufferSink, Metrics
 from serve_app.text.tokenizer import Tokenizer

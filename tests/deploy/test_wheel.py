@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.ports import free_ports
+from deploy.run.ports import free_ports
 from tests.support.project_files import ROOT, project_files
 from tests.support.workflow_steps import Runner, checkout
 

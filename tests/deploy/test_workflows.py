@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from deploy.release import cut
+from deploy.tools.release import cut
 from tests.support.workflow_steps import WORKFLOWS, Runner, checkout, workflow
 
 NAMES = sorted(path.stem for path in WORKFLOWS.glob("*.yml"))

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import yaml
 
-from deploy.chart import CHART, ChartError
+from deploy.tools.chart import CHART, ChartError
 from serve_app.config.files import parse_args
 from serve_app.config.renamed import RENAMED
 from tests.support.chart import MINIMAL, merged, pod_templates, ray_pods, serve_config, template

@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from deploy.chart import CHART
-from deploy.ports import free_ports
+from deploy.run.ports import free_ports
+from deploy.tools.chart import CHART
 from speculative.model.catalogue import fetch_model
 from tests.support.chart import EXAMPLES, Object, one, pod_templates, serve_config, template
 from tests.support.ray_head import RayHead, ray_head

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
-from deploy.chart import EXAMPLES
+from deploy.tools.chart import EXAMPLES
 from tests.support.chart import (
     EXAMPLE_NAMES,
     MINIMAL,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from deploy.chart import ROOT
+from deploy.tools.chart import ROOT
 from serve_app.app import build_app
 from serve_app.config.files import load_config
 from tests.support import crds, kubernetes

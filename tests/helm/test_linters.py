@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from deploy.chart import EXAMPLES, ROOT
+from deploy.tools.chart import EXAMPLES, ROOT
 from serve_app.config.files import load_config
 from tests.support.chart import example, of_kind, pod_templates
 

@@ -8,9 +8,9 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from deploy.chart import ROOT
 from deploy.cli.console import CONFIGS
 from deploy.cli.main import main
+from deploy.tools.chart import ROOT
 from serve_app.config.app_config import AppConfig
 from serve_app.config.files import load_config, parse_args
 from tests.support.chart import config_check_here, one, ray_pods, serve_config, template

@@ -13,7 +13,7 @@ from ray.serve.config import AutoscalingConfig
 from ray.serve.schema import DeploymentSchema, RayActorOptionsSchema, ServeApplicationSchema, ServeDeploySchema
 
 from dashboards.alerts import ALERTS
-from deploy.chart import CHART, CHART_SCHEMA, ROOT, generated, run_helm, schema
+from deploy.tools.chart import CHART, CHART_SCHEMA, ROOT, generated, run_helm, schema
 from serve_app.app import build_app
 from serve_app.config.app_config import AppConfig
 from serve_app.config.files import load_config
@@ -189,7 +189,7 @@ each_render = for_each(NAMES)
 
 def test_generated_files_are_current() -> None:
     stale = [str(path) for path, text in generated() if not path.is_file() or path.read_text(encoding="utf-8") != text]
-    assert not stale, "run python -m deploy.chart"
+    assert not stale, "run python -m deploy.tools.chart"
 
 
 def test_lint_and_package(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.chart import CHART, run_helm
+from deploy.tools.chart import CHART, run_helm
 from tests.support.chart import MINIMAL, merged
 from tests.support.fake_api_server import running_api_server
 from tests.support.runbook_shell import commands, run

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
-from deploy.chart import CHART
+from deploy.tools.chart import CHART
 
 TOKENS = 3
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from deploy.chart import CHART, ChartError, run_helm
+from deploy.tools.chart import CHART, ChartError, run_helm
 from tests.support.chart import (
     EXAMPLE_NAMES,
     MINIMAL,

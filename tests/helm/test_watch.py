@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
-from deploy.chart import CHART, ROOT, ChartError
+from deploy.tools.chart import CHART, ROOT, ChartError
 from tests.support import kubernetes
 from tests.support.chart import MINIMAL, MONITORING, Object, merged, of_kind, one, pod_templates, template
 from tests.support.command_lines import fault

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.audit.mutants import MUTANTS
+from deploy.faults.mutants import MUTANTS
 from tests.support.mutant_checks import CHECKS, World
 from tests.support.tiny_models import write_tiny_model
 

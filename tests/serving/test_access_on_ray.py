@@ -11,7 +11,7 @@ import openai
 import pytest
 import yaml
 
-from deploy.ports import free_ports
+from deploy.run.ports import free_ports
 from serve_app.access.access import Scope
 from serve_app.access.keys import Limits, create_key, revoke_key
 from tests.support.ray_head import ray_head

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from deploy.ports import free_ports
+from deploy.run.ports import free_ports
 from tests.support.services import ENGINE, MODEL
 from tests.support.tiny_models import write_tiny_model
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from deploy.ports import free_ports
+from deploy.run.ports import free_ports
 from tests.support.services import wait_for
 
 pytestmark = pytest.mark.ray

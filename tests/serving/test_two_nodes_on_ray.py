@@ -17,8 +17,8 @@ import httpx
 import pytest
 import yaml
 
-from deploy.chaos.traffic import ask_all, differences, plan
-from deploy.ports import free_ports
+from deploy.exchange.streams import ask_all, differences, plan
+from deploy.run.ports import free_ports
 from serve_app.telemetry.metric_summary import summarise
 from tests.support.fake_hub import FakeHub, fake_hub
 from tests.support.ray_head import RayHead, ray_head, ray_node

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from deploy.audit.mutants import MUTANTS
-from deploy.audit.toy import LikeliestDrafter, TableDrafter, engine_over
+from deploy.faults.mutants import MUTANTS
+from deploy.faults.toy import LikeliestDrafter, TableDrafter, engine_over
 from speculative.drafting.base import Drafter, DraftOutput, WeightlessDrafter
 from speculative.engine import EngineCore
 from speculative.request import Request, SamplingParams

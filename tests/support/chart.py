@@ -12,8 +12,8 @@ from typing import Any
 import yaml
 from click.testing import CliRunner
 
-from deploy.chart import CHART, EXAMPLES, run_helm
 from deploy.cli.main import main
+from deploy.tools.chart import CHART, EXAMPLES, run_helm
 from tests.support.crds import LOADER
 
 Object = dict[str, Any]

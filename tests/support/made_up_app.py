@@ -9,11 +9,11 @@ from typing import Any
 from unittest import mock
 
 from serve_app.backends.base import Computing
-from serve_app.integrity.breaker import BreakerState, Mode, Trip
-from serve_app.integrity.heartbeat import Placed, ReplicaStatus, Report
-from serve_app.integrity.replica_book import ReplicaBook
 from serve_app.page.history import EVERY_S
 from serve_app.page.status import StatusBook
+from serve_app.referee.breaker import BreakerState, Mode, Trip
+from serve_app.referee.heartbeat import Placed, ReplicaStatus, Report
+from serve_app.referee.replica_book import ReplicaBook
 from serve_app.telemetry.metric_names import STRATA
 from serve_app.telemetry.metrics import BufferSink, Metrics, PrometheusSink
 from speculative.stats import CHECKS, CheckState, CheckSums, EngineUsage, StepStats

@@ -14,7 +14,7 @@ import httpx
 import pytest
 import yaml
 
-from deploy.ports import free_ports
+from deploy.run.ports import free_ports
 
 INSTALL = "apt-get install --no-install-recommends prometheus"
 

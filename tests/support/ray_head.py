@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 
 from deploy.chaos.nodes import PATIENT, Node, NodeShape
-from deploy.ports import free_ports
+from deploy.run.ports import free_ports
 
 TOKEN = "a-token-of-this-test-only-0123456789"
 _START_S = 300

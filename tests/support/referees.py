@@ -18,14 +18,14 @@ from serve_app.config.base import PoolName
 from serve_app.deployments import runtime, stream_router
 from serve_app.deployments.engine_host import EngineHost
 from serve_app.deployments.stream_router import DecodeWorker
-from serve_app.integrity.breaker import BreakerState, Mode
-from serve_app.integrity.dumps import DumpFolder
-from serve_app.integrity.heartbeat import Orders, ReplicaStatus, Report
-from serve_app.integrity.judgement import Judge
-from serve_app.integrity.replay_checker import Replay, ReplayChecker
-from serve_app.integrity.replays import Record, ReplayJob, Verdict
-from serve_app.integrity.replica_book import ReplicaBook
-from serve_app.integrity.verdicts import Checked
+from serve_app.referee.breaker import BreakerState, Mode
+from serve_app.referee.dumps import DumpFolder
+from serve_app.referee.heartbeat import Orders, ReplicaStatus, Report
+from serve_app.referee.judgement import Judge
+from serve_app.referee.records import Record, ReplayJob, Verdict
+from serve_app.referee.replay_checker import Replay, ReplayChecker
+from serve_app.referee.replica_book import ReplicaBook
+from serve_app.referee.verdicts import Checked
 from serve_app.streams.pooled import PooledTokenSource
 from serve_app.streams.resuming import Streamed
 from serve_app.telemetry.metrics import MetricBatch, Metrics, PrometheusSink

@@ -14,7 +14,7 @@ import pytest
 import ray
 from ray import serve
 
-from deploy.ports import free_ports
+from deploy.run.ports import free_ports
 from serve_app.app import build_app
 from serve_app.telemetry.metric_summary import MetricSummary, summarise
 from tests.support.tiny_models import write_tiny_model

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from deploy.audit.blackbox.tiny import SPECIAL_TOKENS, write_tiny_tokenizer
+from deploy.faults.tiny import SPECIAL_TOKENS, write_tiny_tokenizer
 
 EOS_TOKEN_ID = 2
 CHAT_TEMPLATE = (

@@ -11,7 +11,7 @@ import pytest_asyncio
 from serve_app.backends.torch_backend import TorchBackend
 from serve_app.backends.vllm_backend import VllmBackend
 from serve_app.backends.vllm_parts.settings import SIZES, VllmSettings
-from serve_app.integrity.replays import Record, ReplayJob
+from serve_app.referee.records import Record, ReplayJob
 from speculative.config import DrafterConfig, EngineConfig
 from speculative.request import Request, SamplingParams
 from speculative.selfcheck.replayed_draws import DrawCheck

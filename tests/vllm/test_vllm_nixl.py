@@ -13,7 +13,7 @@ from typing import Literal
 import pytest
 import pytest_asyncio
 
-from deploy.processes import process_tree
+from deploy.run.processes import process_tree
 from serve_app.backends.base import Handoff, PauseMode
 from serve_app.backends.vllm_backend import VllmBackend
 from serve_app.backends.vllm_parts import settings as vllm_settings

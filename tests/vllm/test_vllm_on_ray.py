@@ -15,8 +15,8 @@ import openai
 import pytest
 from safetensors.torch import load_file, save_file
 
-from deploy.models import model_here
-from deploy.processes import process_tree
+from deploy.run.models import model_here
+from deploy.run.processes import process_tree
 from serve_app.config.files import load_config
 from speculative.model.loading import resolve_model
 from tests.support.processes import alive

@@ -13,7 +13,7 @@ import httpx
 import pytest
 import yaml
 
-from deploy.ports import free_ports
+from deploy.run.ports import free_ports
 from tests.support.pretended_gpus import write_pretended_gpus
 from tests.support.ray_head import RayHead, ray_head, ray_node
 from tests.support.services import MODEL, wait_for

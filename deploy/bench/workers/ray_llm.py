@@ -11,7 +11,7 @@ from ray.serve.llm import LLMConfig, build_openai_app
 
 from deploy.bench.workers.channel import Ask, serve
 from deploy.bench.workers.http_load import Server
-from deploy.processes import process_tree
+from deploy.run.processes import process_tree
 
 _HOST = "127.0.0.1"
 _START_S = 600.0

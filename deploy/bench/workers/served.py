@@ -8,8 +8,8 @@ from typing import Any
 
 from deploy.bench.workers.channel import Ask, serve
 from deploy.bench.workers.http_load import Server
-from deploy.cluster import running_app
-from deploy.processes import process_tree
+from deploy.run.cluster import running_app
+from deploy.run.processes import process_tree
 from serve_app.config.base import POOLS_OF_TOPOLOGY
 from serve_app.config.serve_file import ServeFile
 

@@ -8,7 +8,7 @@ import aiohttp
 import pytest
 import ray
 
-from deploy.watch.exchanges import Batch, Exchange
+from deploy.exchange.exchanges import Batch, Exchange
 from tests.support.raw_upstream import RawRequest, RawUpstream, reply
 from tests.support.watched_server import answer
 

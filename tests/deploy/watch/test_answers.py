@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from deploy.watch.answers import Reply, Unreadable, read_reply
-from deploy.watch.exchanges import CHAT, COMPLETIONS, Exchange
+from deploy.exchange.answers import Reply, Unreadable, read_reply
+from deploy.exchange.exchanges import CHAT, COMPLETIONS, Exchange
 
 REPLIES = Path(__file__).with_name("replies")
 WITH_IDS = ("vllm", "vllm-ngram", "truespec")

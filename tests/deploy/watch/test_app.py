@@ -10,13 +10,13 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from deploy.audit.blackbox.tiny import write_tiny_pair
+from deploy.exchange.exchanges import COMPLETIONS, Batch, Exchange
+from deploy.faults.tiny import write_tiny_pair
 from deploy.watch.app import referee_app
-from deploy.watch.exchanges import COMPLETIONS, Batch, Exchange
 from deploy.watch.referee import RefereeOptions
 from deploy.watch.replayers import ReplayerOptions, make_replayer
 from deploy.watch.run import running_referee
-from deploy.watch.tolerance import Tolerance
+from serve_app.referee.tolerance import Tolerance
 from speculative.request import Request
 
 PROMPT, ANSWER = [5, 6, 7, 8], [20, 21, 22]

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deploy.watch.asking import BROUGHT, DIALECTS, extras_of, instrumented, read_request
-from deploy.watch.exchanges import CHAT, COMPLETIONS
+from deploy.exchange.asking import BROUGHT, DIALECTS, extras_of, instrumented, read_request
+from deploy.exchange.exchanges import CHAT, COMPLETIONS
 
 IDS = {"token_ids", "prompt_token_ids", "response_token_ids", "token_logprobs"}
 

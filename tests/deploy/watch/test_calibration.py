@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deploy.audit.blackbox.tiny import write_tiny_pair
+from deploy.faults.tiny import write_tiny_pair
 from deploy.watch.calibration import Floats, calibrate
-from deploy.watch.tolerance import Tolerance
-from serve_app.backends.transformers_referee import TransformersModel
+from serve_app.referee.tolerance import Tolerance
+from serve_app.referee.transformers_model import TransformersModel
 from serve_app.text.tokenizer import Tokenizer
 from speculative.errors import ConfigError
 from tests.support.fake_http import QuietHandler, serving

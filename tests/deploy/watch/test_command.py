@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from deploy.audit.blackbox.tiny import write_tiny_pair
 from deploy.cli.main import main
-from serve_app.backends.transformers_referee import TransformersModel
+from deploy.faults.tiny import write_tiny_pair
+from serve_app.referee.transformers_model import TransformersModel
 
 NUM_ROLLOUTS = 30
 

@@ -8,9 +8,9 @@ from typing import Any
 import aiohttp
 import pytest
 
-from deploy.audit.blackbox.served import TINY, FaultyServer
-from deploy.audit.blackbox.tiny import write_tiny_pair
-from deploy.watch.exchanges import COMPLETIONS
+from deploy.exchange.exchanges import COMPLETIONS
+from deploy.faults.served import TINY, FaultyServer
+from deploy.faults.tiny import write_tiny_pair
 from deploy.watch.proxy import ProxyOptions, running_proxy
 
 # What differs from one reply to the next, and how much of the prompt the cache had.

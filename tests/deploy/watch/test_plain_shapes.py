@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deploy.watch.asking import BROUGHT
-from deploy.watch.event_stream import EventEditor
+from deploy.exchange.asking import BROUGHT
+from deploy.exchange.event_stream import EventEditor
 from deploy.watch.plain_shapes import PlainShape
 from tests.support.watched_server import plain_events, plain_reply
 

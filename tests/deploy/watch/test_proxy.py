@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from deploy.watch.exchanges import CHAT, COMPLETIONS
+from deploy.exchange.exchanges import CHAT, COMPLETIONS
 from deploy.watch.proxy import ProxyOptions, running_proxy
 from speculative.errors import ConfigError
 from tests.deploy.watch.conftest import Referee

@@ -10,8 +10,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from deploy.watch.answers import read_reply
-from deploy.watch.exchanges import CHAT, COMPLETIONS, Exchange
+from deploy.exchange.answers import read_reply
+from deploy.exchange.exchanges import CHAT, COMPLETIONS, Exchange
 from deploy.watch.records import read_records
 from speculative.errors import ConfigError
 

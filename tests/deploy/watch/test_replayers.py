@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.audit.blackbox.tiny import write_tiny_pair
+from deploy.faults.tiny import write_tiny_pair
 from deploy.watch.replayers import EngineName, ReplayerOptions, check_options, make_replayer
 from serve_app.backends.base import ModelInfo, Replayed
 from speculative.errors import ConfigError, EngineFault, InvalidRequest

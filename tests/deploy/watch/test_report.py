@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from deploy.audit.blackbox.tiny import write_tiny_tokenizer
-from deploy.watch.exchanges import COMPLETIONS, Batch, Exchange
+from deploy.exchange.exchanges import COMPLETIONS, Batch, Exchange
+from deploy.faults.tiny import write_tiny_tokenizer
 from deploy.watch.page import html_report
 from deploy.watch.referee import Referee, RefereeOptions
 from deploy.watch.report import FAIL_ON, conclusion, print_report
 from deploy.watch.sentences import MEASURES, headline, notes, plain
-from deploy.watch.tolerance import Tolerance
 from serve_app.backends.base import ModelInfo, Replayed
+from serve_app.referee.tolerance import Tolerance
 from serve_app.telemetry.metric_names import REPLAY_ALARMS, STRATA
 from speculative.request import ReplayedToken, Request
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from deploy.watch.sampling import Sampled, Sampling
+from deploy.exchange.sampling import Sampled, Sampling
 
 
 def sampled(dialect: str, body: dict[str, Any], generation: dict[str, Any] | None = None, **own: float) -> Sampled:

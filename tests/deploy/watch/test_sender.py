@@ -6,8 +6,8 @@ import time
 import aiohttp
 import pytest
 
+from deploy.exchange.exchanges import CHAT, Batch, Exchange
 from deploy.watch import sender as sender_module
-from deploy.watch.exchanges import CHAT, Batch, Exchange
 from deploy.watch.proxy import ProxyOptions, running_proxy
 from deploy.watch.sender import Sender
 from tests.deploy.watch.conftest import Referee

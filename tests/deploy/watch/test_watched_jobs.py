@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from deploy.audit.blackbox.tiny import write_tiny_tokenizer
-from deploy.watch.answers import Unreadable
-from deploy.watch.exchanges import CHAT, COMPLETIONS, Exchange
+from deploy.exchange.answers import Unreadable
+from deploy.exchange.exchanges import CHAT, COMPLETIONS, Exchange
+from deploy.faults.tiny import write_tiny_tokenizer
 from deploy.watch.jobs import JobMaker, WatchedJob
 from serve_app.backends.base import ModelInfo
 from serve_app.text.tokenizer import Tokenizer

@@ -16,8 +16,8 @@ from serve_app.config.files import load_config, parse_args
 from serve_app.deployments.http_front import HttpFront
 from serve_app.deployments.runtime import ReplicaRuntime, Reporter
 from serve_app.errors import NoRoom, RateLimited, reply_for
-from serve_app.integrity.replay_selection import Selection
-from serve_app.integrity.replays import Records
+from serve_app.referee.records import Records
+from serve_app.referee.replay_selection import Selection
 from serve_app.streams.backlog import Backlog, Returns
 from serve_app.streams.observed import ObservedSource, SourceLimits
 from serve_app.telemetry.metrics import Metrics, PrometheusSink

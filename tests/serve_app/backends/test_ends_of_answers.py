@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from serve_app.backends.base import ModelInfo
-from serve_app.backends.transformers_referee import TransformersModel
 from serve_app.backends.vllm_parts import checkpoint
+from serve_app.referee.transformers_model import TransformersModel
 from serve_app.text.tokenizer import Tokenizer
 from serve_app.weights.desired_state import Shard, WeightsRef
 from serve_app.weights.transfer import digest_of, fetched

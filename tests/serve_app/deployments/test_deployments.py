@@ -9,8 +9,8 @@ import pytest
 
 from serve_app.config.files import parse_args
 from serve_app.deployments import stream_router
-from serve_app.integrity.breaker import BreakerState, Mode
-from serve_app.integrity.heartbeat import Finished
+from serve_app.referee.breaker import BreakerState, Mode
+from serve_app.referee.heartbeat import Finished
 from speculative.errors import EngineFault, InvalidRequest
 from speculative.request import FinishReason, Request, SamplingParams, TokenDelta
 from speculative.stats import StepStats

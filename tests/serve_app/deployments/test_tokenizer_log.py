@@ -11,7 +11,7 @@ from serve_app.backends.base import ModelInfo
 from serve_app.config.files import parse_args
 from serve_app.deployments.http_front import HttpFront
 from serve_app.deployments.runtime import ReplicaRuntime, Reporter
-from serve_app.integrity.replays import Records
+from serve_app.referee.records import Records
 from serve_app.telemetry.metrics import Metrics, PrometheusSink
 from tests.support.front_ends import DeltaSource
 

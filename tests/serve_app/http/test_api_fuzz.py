@@ -28,13 +28,13 @@ from serve_app.http.admin import Admin, SpeculationOrder
 from serve_app.http.openapi import OPERATIONS, document
 from serve_app.http.routes import Operations, PastReplies, build_ingress
 from serve_app.http.vllm_routes import VllmRoutes
-from serve_app.integrity.replay_selection import Selection
-from serve_app.integrity.replays import Records
 from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.prepared_request import Limits
 from serve_app.openai.scoring import Scorer
 from serve_app.page.feed import StatusFeed
 from serve_app.page.page_routes import add_page
+from serve_app.referee.records import Records
+from serve_app.referee.replay_selection import Selection
 from serve_app.streams.observed import ObservedSource, SourceLimits
 from serve_app.streams.pooled import PooledTokenSource
 from serve_app.telemetry.metrics import Metrics, PrometheusSink

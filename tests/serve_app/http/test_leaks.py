@@ -21,10 +21,10 @@ from serve_app.backends.torch_backend import TorchBackend
 from serve_app.http import body
 from serve_app.http.event_stream import EventStream
 from serve_app.http.routes import build_ingress
-from serve_app.integrity.replay_selection import Selection
-from serve_app.integrity.replays import Records
 from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.scoring import Scorer
+from serve_app.referee.records import Records
+from serve_app.referee.replay_selection import Selection
 from serve_app.streams.observed import ObservedSource, SourceLimits
 from serve_app.streams.pooled import PooledTokenSource
 from serve_app.telemetry.metrics import BufferSink, Metrics

@@ -9,7 +9,7 @@ import pytest
 import uvicorn
 from uvicorn.config import HTTP_PROTOCOLS
 
-from deploy import cluster
+from deploy.run import cluster
 from serve_app.http import slow_clients
 from serve_app.http.slow_clients import PROXY_CALLBACK, PatientProtocol, bound_headers
 

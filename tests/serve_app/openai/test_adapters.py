@@ -14,13 +14,13 @@ import pytest
 from serve_app.backends.base import Adapter, ModelInfo
 from serve_app.backends.torch_backend import load_engine
 from serve_app.errors import ModelNotFound
-from serve_app.integrity.canary import Canary, CanarySettings
-from serve_app.integrity.replays import Records, ReplayJob, Verdict
-from serve_app.integrity.verdicts import Checked
+from serve_app.guard.canary import Canary, CanarySettings
 from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.parsing import parse
 from serve_app.openai.requests import CompletionRequest
 from serve_app.openai.scoring import Scorer, ScoreRequest
+from serve_app.referee.records import Records, ReplayJob, Verdict
+from serve_app.referee.verdicts import Checked
 from serve_app.streams.pooled import PooledTokenSource
 from serve_app.telemetry.metrics import Metrics
 from serve_app.text.tokenizer import Tokenizer

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from serve_app.errors import ContextLengthExceeded, ModelNotFound, RequestAborted, reply_for
-from serve_app.integrity.replay_selection import Selection
-from serve_app.integrity.replays import Records
 from serve_app.openai.frontend import FrontEnd, choice_seed
 from serve_app.openai.prepared_request import Limits
+from serve_app.referee.records import Records
+from serve_app.referee.replay_selection import Selection
 from serve_app.streams.merge import merge
 from serve_app.streams.observed import ObservedSource, SourceLimits
 from serve_app.telemetry.metrics import Metrics, PrometheusSink

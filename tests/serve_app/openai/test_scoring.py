@@ -16,11 +16,11 @@ from transformers import AutoModelForCausalLM
 from serve_app.backends.torch_backend import TorchBackend
 from serve_app.errors import NoRoom
 from serve_app.http.routes import build_ingress
-from serve_app.integrity.replay_selection import Selection
-from serve_app.integrity.replays import Records
 from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.parsing import parse
 from serve_app.openai.scoring import ScoreLimits, Scorer, ScoreRequest
+from serve_app.referee.records import Records
+from serve_app.referee.replay_selection import Selection
 from serve_app.streams.observed import ObservedSource, SourceLimits
 from serve_app.streams.pooled import PooledTokenSource
 from serve_app.telemetry.metrics import BufferSink, Metrics

@@ -5,8 +5,8 @@ from typing import get_args
 
 import pytest
 
-from serve_app.integrity.incidents import Incident, IncidentKind
 from serve_app.page.words import CHECK_NAMES, RUNBOOKS, check_words, explained
+from serve_app.referee.incidents import Incident, IncidentKind
 from serve_app.telemetry.metric_names import REPLAY_ALARMS, TRIP_REASONS
 from speculative.stats import CHECKS, INVARIANTS, LOGPROB_RULES
 

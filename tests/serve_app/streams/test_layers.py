@@ -15,10 +15,10 @@ import serve_app
 from serve_app.backends.base import ModelInfo, Prefilled
 from serve_app.backends.torch_backend import TorchBackend
 from serve_app.http.routes import build_ingress
-from serve_app.integrity.replay_selection import Selection
-from serve_app.integrity.replays import Records
 from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.prepared_request import Limits
+from serve_app.referee.records import Records
+from serve_app.referee.replay_selection import Selection
 from serve_app.streams.observed import ObservedSource, SourceLimits
 from serve_app.streams.pooled import PooledTokenSource
 from serve_app.streams.resuming import ResumingSource, Streamed

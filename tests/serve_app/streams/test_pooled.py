@@ -11,8 +11,8 @@ import pytest_asyncio
 
 from serve_app.backends.base import Prefilled
 from serve_app.backends.torch_backend import TorchBackend
-from serve_app.integrity.replay_selection import Selection
-from serve_app.integrity.replays import Record, Records, ReplayJob
+from serve_app.referee.records import Record, Records, ReplayJob
+from serve_app.referee.replay_selection import Selection
 from serve_app.streams.backlog import Backlog
 from serve_app.streams.observed import ObservedSource, SourceLimits
 from serve_app.streams.pooled import PooledTokenSource, PoolFull, PrefillPatience

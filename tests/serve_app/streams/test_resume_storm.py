@@ -15,7 +15,7 @@ import pytest_asyncio
 
 from serve_app.backends.base import Prefilled
 from serve_app.backends.torch_backend import TorchBackend
-from serve_app.integrity.replays import Records
+from serve_app.referee.records import Records
 from serve_app.streams.pooled import PooledTokenSource
 from serve_app.streams.resuming import ReplicaLost, ResumingSource, Streamed
 from serve_app.telemetry.metrics import BufferSink, Metrics

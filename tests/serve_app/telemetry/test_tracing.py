@@ -22,10 +22,10 @@ from opentelemetry.trace import StatusCode
 
 from serve_app.backends.base import Prefilled, Replayed
 from serve_app.http.routes import build_ingress
-from serve_app.integrity.replay_selection import Checks
-from serve_app.integrity.replays import Record, Records, ReplayJob
-from serve_app.integrity.verdicts import Checked
 from serve_app.openai.frontend import FrontEnd
+from serve_app.referee.records import Record, Records, ReplayJob
+from serve_app.referee.replay_selection import Checks
+from serve_app.referee.verdicts import Checked
 from serve_app.streams import spans
 from serve_app.streams.observed import ObservedSource, SourceLimits
 from serve_app.streams.pooled import PooledTokenSource

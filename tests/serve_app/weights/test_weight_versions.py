@@ -11,12 +11,12 @@ import pytest
 
 from serve_app.access.access import Access
 from serve_app.http.admin import Admin, PauseOrder, WeightsOrder
-from serve_app.integrity.replays import Record, Verdict
 from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.parsing import parse
 from serve_app.openai.prepared_request import Limits
 from serve_app.openai.requests import ChatCompletionRequest, CompletionRequest
 from serve_app.openai.responses import ChoiceDelta, join, metadata_of
+from serve_app.referee.records import Record, Verdict
 from serve_app.streams.pooled import PooledTokenSource
 from serve_app.telemetry.metrics import BufferSink, Metrics
 from serve_app.text.tokenizer import Tokenizer

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import speculative.lookup
-from deploy.audit.toy import engine_over
+from deploy.faults.toy import engine_over
 from serve_app.backends.vllm_parts.settings import check_settings
 from speculative.config import DrafterConfig, EngineConfig, drafter_kinds
 from speculative.drafting.weightless import make_weightless
@@ -53,7 +53,7 @@ class EchoDrafter:
 IN_A_FILE = """
 import sys, speculative.lookup
 speculative.lookup.__path__.append(sys.argv[1])
-from deploy.reference import configuration_reference
+from deploy.run.reference import configuration_reference
 from serve_app.config.app_config import AppConfig
 for length in (3, 9):
     given = {"model": {"source": "x"}, "drafter": {"kind": "echo", "echo_length": length, "num_draft_tokens": 5}}

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deploy.audit.toy import engine_over
+from deploy.faults.toy import engine_over
 from speculative.config import DrafterConfig, EngineConfig
 from speculative.drafting.weightless import LookupDrafter
 from speculative.engine import EngineCore

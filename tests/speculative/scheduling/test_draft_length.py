@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from deploy.audit.toy import TableDrafter, engine_over
+from deploy.faults.toy import TableDrafter, engine_over
 from speculative.config import DrafterConfig
 from speculative.drafting.base import Drafter, DraftOutput, WeightlessDrafter
 from speculative.engine import EngineCore

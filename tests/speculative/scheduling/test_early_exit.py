@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deploy.audit.toy import TableDrafter, engine_over
+from deploy.faults.toy import TableDrafter, engine_over
 from speculative.config import DrafterConfig
 from speculative.drafting.base import DraftOutput
 from speculative.engine import EngineCore

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from deploy.audit.toy import table_engine
+from deploy.faults.toy import table_engine
 from speculative.drafting.base import DraftOutput
 from speculative.engine import EngineCore
 from speculative.errors import EngineFault

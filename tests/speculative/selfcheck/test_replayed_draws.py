@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from deploy.audit.toy import EvenAndOdd, table_engine, tiny_engine, tiny_weights
-from deploy.audit.traffic import FILTERED, PLAIN, mixed, sampling
+from deploy.faults.toy import EvenAndOdd, table_engine, tiny_engine, tiny_weights
+from deploy.faults.traffic import FILTERED, PLAIN, mixed, sampling
 from speculative.config import DrafterConfig, EngineConfig
 from speculative.drafting.head_drafters import Eagle3DraftModel, MtpDraftModel
 from speculative.drafting.neural_drafter import ModelDrafter

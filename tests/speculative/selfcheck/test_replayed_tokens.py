@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from deploy.audit.toy import tiny_engine
-from deploy.audit.traffic import mixed
+from deploy.faults.toy import tiny_engine
+from deploy.faults.traffic import mixed
+from serve_app.referee.evidence import CalibrationTest
 from speculative.request import ReplayedToken, Request, SamplingParams
-from speculative.selfcheck.replay import CalibrationTest
 from tests.support.engines import decoder_of, naive_logits
 
 PROMPT = tuple(3 + (7 * i) % 41 for i in range(20))

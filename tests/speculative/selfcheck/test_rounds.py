@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from deploy.audit.mutants import MUTANTS
-from deploy.audit.toy import table_engine
-from deploy.audit.traffic import PLAIN, sampling
+from deploy.faults.mutants import MUTANTS
+from deploy.faults.toy import table_engine
+from deploy.faults.traffic import PLAIN, sampling
 from speculative.engine import EngineCore
 from speculative.request import Request
 from speculative.sampling.probs import draw

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deploy.audit.toy import table_engine
+from deploy.faults.toy import table_engine
 from speculative.request import Request, SamplingParams
 from speculative.sampling.probs import draw
 from speculative.selfcheck.eprocess import ROUNDING, STAKES

@@ -1,1 +1,0 @@
-"""The black-box audit: what can be found out about any OpenAI-compatible server by asking it."""

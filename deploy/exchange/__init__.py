@@ -1,0 +1,1 @@
+"""Requests to servers with OpenAI's API, and their replies: one reader and the clients."""

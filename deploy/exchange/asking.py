@@ -1,0 +1,100 @@
+"""What a request asks for beside what its client wants: token ids and logprobs, in the server's dialect."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from deploy.exchange.exchanges import CHAT, WATCHED_PATHS
+from deploy.exchange.json_spans import Edit, edited, members, past_blanks
+
+Extras = Mapping[str, Any]
+"""Fields of a request, with their values."""
+
+OWNERS = {"vllm": "vllm", "sglang": "sglang", "llamacpp": "llama.cpp", "tensorrt_llm": "trtllm", "truespec": "truespec"}
+"""Dialects by the `owned_by` of `GET /v1/models`."""
+DIALECTS = (*OWNERS.values(), "transformers", "other")
+FALLBACK = "vllm"
+
+# What a field of the request brings into the reply; `response_token_ids` is SGLang's, `token_logprobs` truespec's.
+_IDS = ("token_ids", "prompt_token_ids", "response_token_ids", "token_logprobs")
+_BRINGS = {"logprobs": ("logprobs", "token_logprobs"), "top_logprobs": (), "return_token_ids": _IDS}
+BROUGHT = frozenset(key for keys in _BRINGS.values() for key in keys)
+"""Keys of a reply that may come from what was added to its request."""
+# These change what a request's other fields do, or are refused without logprobs: with ours the answer would differ.
+_TOUCHY = ("echo", "use_beam_search", "top_logprobs", "logprob_token_ids", "prompt_logprobs", "n_probs")
+_BY_VALUE = ("model", "n", "stream_options", "tool_choice")  # fields whose value, not only presence, shapes a reply
+_LONGEST_VALUE = 200  # characters of such a value
+_LONGEST_FORM = 10_000  # characters
+
+
+def extras_of(dialect: str, path: str, streamed: bool) -> tuple[Extras, ...]:
+    """What to ask a server for, most first, nothing last; the next where the server refuses it."""
+    if dialect in ("transformers", "other"):  # they report nothing more than text, or are not known
+        return ({},)
+    logprobs: Extras = {"logprobs": True if path == CHAT else 1}
+    if dialect == "llama.cpp" and path == CHAT:
+        logprobs = {**logprobs, "top_logprobs": 1}  # its default is 20 for each token
+    if dialect in ("llama.cpp", "trtllm") or (dialect == "sglang" and path == CHAT and streamed):
+        return (logprobs, {})
+    return ({**logprobs, "return_token_ids": True}, logprobs, {})
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A client's request, read. form: which requests have replies of the same shape."""
+
+    body: bytes
+    fields: Mapping[str, Any]
+    form: str
+    streamed: bool
+
+    def wants(self, field: str) -> bool:
+        """Whether the client asks for it itself."""
+        value = self.fields.get("logprobs" if field == "top_logprobs" else field)
+        return value is not None and value is not False
+
+
+def read_request(path: str, body: bytes) -> Asked | None:
+    """Read a request; None where it cannot be watched without changing its answer."""
+    if path not in WATCHED_PATHS:
+        return None
+    try:
+        fields = json.loads(body.decode("utf-8"))
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(fields, dict):
+        return None
+    touchy = [name for name in _TOUCHY if fields.get(name)]
+    if touchy and (fields.get("echo") or fields.get("use_beam_search") or not fields.get("logprobs")):
+        return None
+    form = _form(path, fields)
+    return Asked(body, fields, form, bool(fields.get("stream"))) if len(form) <= _LONGEST_FORM else None
+
+
+def _form(path: str, fields: Mapping[str, Any]) -> str:
+    shapes = []
+    for name, value in sorted(fields.items()):
+        exact = name in _BY_VALUE or value is None or isinstance(value, bool)
+        shapes.append((name, json.dumps(value, sort_keys=True)[:_LONGEST_VALUE] if exact else ""))
+    return repr((path, shapes))
+
+
+def instrumented(asked: Asked, extras: Extras) -> tuple[bytes, frozenset[str]]:
+    """The request with the extras that its client does not ask for itself, and the reply's keys that these bring."""
+    missing = {name: value for name, value in extras.items() if not asked.wants(name)}
+    if not missing:
+        return asked.body, frozenset()
+    text = asked.body.decode("utf-8")
+    try:
+        found = members(text, past_blanks(text, 0))
+    except (ValueError, RecursionError):
+        return asked.body, frozenset()
+    edits = [
+        Edit(member.value, member.end, json.dumps(missing[member.key])) for member in found if member.key in missing
+    ]
+    new = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in missing.items() if name not in asked.fields]
+    if new:
+        brace = text.rindex("}")
+        edits.append(Edit(brace, brace, (", " if found else "") + ", ".join(new)))
+    return edited(text, edits).encode(), frozenset(key for name in missing for key in _BRINGS[name])

@@ -1,0 +1,77 @@
+"""Ordinary requests to a server, of many kinds at once, until somebody has seen enough."""
+
+import asyncio
+import itertools
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+from deploy.exchange.exchanges import CHAT, COMPLETIONS
+
+_OK = 200
+
+SETTINGS: tuple[Mapping[str, Any], ...] = (
+    {"temperature": 1.0},
+    {"temperature": 0.0},
+    {"temperature": 0.7},
+    {"temperature": 1.0, "top_p": 0.9},
+    {"temperature": 0.8, "min_p": 0.05},
+    {"temperature": 1.0, "frequency_penalty": 0.5, "presence_penalty": 0.3},
+)
+"""How requests are sampled, one after the other."""
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What is asked.
+
+    model: its served name. prompts: of completions (`prompt`) and chats (`messages`). settings: fields of the requests,
+    one after the other. at_once: requests in flight. streamed: every other one is.
+    """
+
+    model: str
+    prompts: Sequence[Mapping[str, Any]]
+    settings: Sequence[Mapping[str, Any]] = SETTINGS
+    max_tokens: Sequence[int] = (24, 64, 128)
+    at_once: int = 16
+
+    def bodies(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Paths and bodies without end; each kind of prompt meets each setting, streamed and not."""
+        for number in itertools.count():
+            prompt = self.prompts[number % len(self.prompts)]
+            setting = self.settings[(number // 2) % len(self.settings)]
+            body = {"model": self.model, **prompt, **setting}
+            body["max_tokens"] = self.max_tokens[(number // 3) % len(self.max_tokens)]
+            if number % 2:
+                body["stream"] = True
+            yield CHAT if "messages" in prompt else COMPLETIONS, body
+
+
+async def drive(url: str, traffic: Traffic, enough: Callable[[], bool], api_key: str | None = None) -> Counter[str]:
+    """Send requests until it is enough. Returns how many were answered, by `ok`, a status, or the name of an error."""
+    counts: Counter[str] = Counter()
+    bodies = traffic.bodies()
+    headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
+    timeout = aiohttp.ClientTimeout(total=600)
+    async with aiohttp.ClientSession(url.rstrip("/"), timeout=timeout, headers=headers) as session:
+
+        async def work() -> None:
+            while not enough():
+                path, body = next(bodies)
+                counts[await _ask(session, path, body)] += 1
+
+        await asyncio.gather(*(work() for _ in range(traffic.at_once)))
+    return counts
+
+
+async def _ask(session: aiohttp.ClientSession, path: str, body: dict[str, Any]) -> str:
+    try:
+        async with session.post(path, data=json.dumps(body), headers={"content-type": "application/json"}) as reply:
+            await reply.read()
+            return "ok" if reply.status == _OK else str(reply.status)
+    except (aiohttp.ClientError, TimeoutError) as error:
+        return type(error).__name__

@@ -1,0 +1,808 @@
+"""Faults that real systems shipped, each put back into an engine by `install(engine)`. For audits and tests only.
+
+Ids are those of the fault catalogue. A mutant changes one behaviour of one engine instance and nothing else.
+"""
+
+import copy
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deploy.faults.traffic import WARM
+from speculative.cache.prefix import hash_block
+from speculative.drafting.base import DraftOutput
+from speculative.engine import EngineCore
+from speculative.request import FinishReason, Request, SamplingParams, TokenDelta, TokenLogprobs
+from speculative.sampling.probs import draw
+from speculative.sampling.rng import Purpose, uniforms
+from speculative.scheduling.scheduler import Scheduler
+from speculative.selfcheck import terms
+from speculative.state.batch import Batch, StepInput
+from speculative.state.sequence import Sequence
+from speculative.stats import StepStats
+from speculative.step import host_copy, sampler
+from speculative.verification.base import VerifyInput, VerifyOutput
+from speculative.verification.block import verify_block
+from speculative.verification.draft_probs import Dense, PointMass
+from speculative.verification.rows import VerifyRows
+from speculative.verification.token_wise import verify_token_wise
+
+Install = Callable[[EngineCore], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """A fault, and the traffic in which it shows.
+
+    traffic: one of `TABLES` or `DECODERS`.
+    settings: of the engine, where the fault needs some.
+    place: "referee" = the engine that replays has the fault, too; "self-checks" = they have it, and the engine is
+        sound.
+    """
+
+    name: str
+    install: Install
+    traffic: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    place: Literal["engine", "referee", "self-checks"] = "engine"
+
+    @property
+    def fault(self) -> str:
+        """Its id in the catalogue."""
+        return self.name.split()[0]
+
+
+MUTANTS: dict[str, Mutant] = {}
+
+
+def mutant(
+    name: str,
+    traffic: str = "sampled",
+    *,
+    place: Literal["engine", "referee", "self-checks"] = "engine",
+    **settings: Any,
+) -> Callable[[Install], Install]:
+    """Register a mutant."""
+
+    def register(install: Install) -> Install:
+        MUTANTS[name] = Mutant(name, install, traffic, settings, place)
+        return install
+
+    return register
+
+
+def _change_layout(engine: EngineCore, change: Callable[[StepInput, Batch], StepInput]) -> None:
+    """Have the forward pass of this engine see another layout than the rest of the step."""
+    forward = engine.runner.forward_with_features
+    batches: list[Batch] = []
+    propose = engine.drafter.propose
+
+    def remember(batch: Batch) -> DraftOutput:
+        batches[:] = [batch]
+        return propose(batch)
+
+    engine.drafter.propose = remember  # type: ignore[method-assign]
+    engine.runner.forward_with_features = (  # type: ignore[method-assign]
+        lambda layout, capture: forward(change(layout, batches[0]), capture)
+    )
+
+
+def _change_draft(engine: EngineCore, change: Callable[[DraftOutput], DraftOutput]) -> None:
+    """Have the drafter say something else than it did."""
+    propose = engine.drafter.propose
+    engine.drafter.propose = lambda batch: change(propose(batch))  # type: ignore[method-assign]
+
+
+def _change_distribution(engine: EngineCore, change: Callable[[Tensor], Tensor]) -> None:
+    """Have the drafter tell other probabilities [D, V] than it drew from."""
+
+    def changed(draft: DraftOutput) -> DraftOutput:
+        return (
+            replace(draft, draft_probs=Dense(change(draft.draft_probs.probs)))
+            if isinstance(draft.draft_probs, Dense)
+            else draft
+        )
+
+    _change_draft(engine, changed)
+
+
+def _change_step(engine: EngineCore, change: Callable[[VerifyInput], VerifyInput], verify: Any = None) -> None:
+    """Have the verifier see something else than the rest of the step."""
+    original = verify or engine.sampler.verify
+    engine.sampler.verify = lambda step: original(change(step))
+
+
+# -- state that crosses a boundary ---------------------------------------------------------------------------------
+
+
+@mutant("F1 stale drafts near the length limit", "requests", max_model_len=96)
+def _stale_drafts_at_the_limit(engine: EngineCore) -> None:
+    """Where drafts no longer fit, the step runs on the last draft of the step before instead of the pending token."""
+    last_draft: dict[str, int] = {}
+
+    def change(layout: StepInput, batch: Batch) -> StepInput:
+        ids = layout.input_ids.copy()
+        counts = iter(layout.draft_counts.tolist())
+        for entry, row in zip(batch.entries, layout.row_starts.tolist(), strict=False):
+            count = next(counts) if entry.samples else 0
+            name = entry.sequence.request.request_id
+            if count:
+                last_draft[name] = int(ids[row + count])
+            elif entry.sequence.decoding and entry.max_drafts == 0 and name in last_draft:
+                ids[row] = last_draft[name]
+        return replace(layout, input_ids=ids)
+
+    _change_layout(engine, change)
+
+
+@mutant("F5 a reused slot's last token after a handoff", "handoffs")
+def _stale_slot_after_handoff(engine: EngineCore) -> None:
+    """The first step after a handoff reads the last token of whoever finished before."""
+    previous: list[int] = []
+    fresh: set[str] = set()
+    insert, commit = engine.insert, engine.scheduler.commit
+
+    def inserting(request: Request, blob: Any) -> None:
+        insert(request, blob)
+        fresh.add(request.request_id)
+
+    def committing(batch: Batch, result: Any) -> list[TokenDelta]:
+        deltas = commit(batch, result)
+        previous.extend(delta.token_ids[-1] for delta in deltas if delta.finished and delta.token_ids)
+        return deltas
+
+    def change(layout: StepInput, batch: Batch) -> StepInput:
+        ids = layout.input_ids.copy()
+        for entry, row in zip(batch.entries, layout.row_starts.tolist(), strict=False):
+            if entry.sequence.request.request_id in fresh:
+                fresh.discard(entry.sequence.request.request_id)
+                ids[row] = previous[-1] if previous else ids[row]
+        return replace(layout, input_ids=ids)
+
+    engine.insert = inserting  # type: ignore[method-assign]
+    engine.scheduler.commit = committing  # type: ignore[method-assign, assignment]
+    _change_layout(engine, change)
+
+
+@mutant("F13 the handoff's last position is not computed", "handoffs")
+def _handoff_without_last_position(engine: EngineCore) -> None:
+    insert = engine.insert
+
+    def inserting(request: Request, blob: Any) -> None:
+        insert(request, blob)
+        sequence = engine.scheduler.find(request.request_id)
+        if sequence is not None and sequence.imported_kv is not None:
+            sequence.imported_kv["kv"][:, :, -1:] = 0
+
+    engine.insert = inserting  # type: ignore[method-assign]
+
+
+@mutant("F13 the handoff drops the drafter's keys and values", "drafted handoffs")
+def _handoff_without_drafter_kv(engine: EngineCore) -> None:
+    insert = engine.insert
+
+    def inserting(request: Request, blob: Any) -> None:
+        insert(request, blob)
+        sequence = engine.scheduler.find(request.request_id)
+        if sequence is not None and sequence.imported_kv is not None and "drafter_kv" in sequence.imported_kv:
+            sequence.imported_kv["drafter_kv"][:] = 0
+
+    engine.insert = inserting  # type: ignore[method-assign]
+
+
+@mutant("F14 blocks of the prefix cache lack the drafter's keys and values", "drafted requests")
+def _cached_blocks_without_drafter_kv(engine: EngineCore) -> None:
+    """What is shared of the target's is right; the drafter believes that its own rows are there."""
+    drafter: Any = engine.drafter
+    begin = drafter._begin
+
+    def beginning(sequence: Sequence) -> Any:
+        drafter.cache.data[:, :, drafter._slots(sequence, 0, sequence.num_shared)] = 0
+        return begin(sequence)
+
+    drafter._begin = beginning
+
+
+@mutant("F14 a block of the prefix cache holds other tokens", "requests")
+def _wrong_cached_block(engine: EngineCore) -> None:
+    find = engine.scheduler.pool.find
+
+    def finding(hashes: Any) -> list[int]:
+        found = find(hashes)
+        return found if len(found) < 2 else [*found[:-1], found[0]]
+
+    engine.scheduler.pool.find = finding  # type: ignore[method-assign]
+
+
+@mutant("F14 a block's name leaves out what stands before it", "requests")
+def _name_without_the_prefix(engine: EngineCore) -> None:
+    def make(_: Any) -> Any:
+        def names(sequence: Sequence, num_tokens: int, block_size: int) -> list[bytes]:
+            ends = range(block_size, num_tokens + 1, block_size)
+            return [hash_block(b"", sequence.tokens[end - block_size : end]) for end in ends]
+
+        return names
+
+    _patch_module(engine, Sequence, "block_hashes", make)
+
+
+@mutant("F14 a block is shared before its last token is computed", "conversations")
+def _block_shared_too_soon(engine: EngineCore) -> None:
+    """Harmless as long as the sequence goes on: its next step computes the token. After an abort there is none."""
+    publish = engine.scheduler.publish
+
+    def publishing(sequence: Sequence) -> None:
+        known = min(len(sequence.tokens), len(sequence.blocks) * engine.config.block_size)
+        computed, sequence.num_computed = sequence.num_computed, known
+        publish(sequence)
+        sequence.num_computed = computed
+
+    engine.scheduler.publish = publishing  # type: ignore[method-assign]
+
+
+@mutant("F5 the step after an abort reads the last token of the request that left", "drafted requests")
+def _stale_slot_after_an_abort(engine: EngineCore) -> None:
+    left: list[int] = []
+    abort = engine.abort
+
+    def aborting(request_id: str) -> bool:
+        sequence = engine.scheduler.find(request_id)
+        left.extend([] if sequence is None else sequence.tokens[-1:])
+        return abort(request_id)
+
+    def change(layout: StepInput, batch: Batch) -> StepInput:
+        ids = layout.input_ids.copy()
+        for entry, row in zip(batch.entries, layout.row_starts.tolist(), strict=False):
+            if left and entry.sequence.decoding:
+                ids[row] = left[-1]
+        left.clear()
+        return replace(layout, input_ids=ids)
+
+    engine.abort = aborting  # type: ignore[method-assign]
+    _change_layout(engine, change)
+
+
+@mutant("F15 a preemption repeats the random numbers of the round before it", "drafted requests", kv_cache_tokens=192)
+def _random_numbers_again_after_a_preemption(engine: EngineCore) -> None:
+    last: dict[str, tuple[int, np.ndarray[Any, Any]]] = {}
+
+    def make(number: Any) -> Any:
+        def numbering(layout: StepInput) -> VerifyRows:
+            rows: VerifyRows = number(layout)
+            for index, entry in enumerate(layout.drawing):
+                own, name = layout.verify_entries == index, entry.sequence.request.request_id
+                admission, before = last.get(name, (entry.sequence.admission, None))
+                if before is not None and admission < entry.sequence.admission:
+                    common = min(before.shape[1], int(own.sum()))
+                    rows.uniforms[:, np.flatnonzero(own)[:common]] = before[:, :common]
+                last[name] = entry.sequence.admission, rows.uniforms[:, own]
+            return rows
+
+        return numbering
+
+    _patch_module(engine, VerifyRows, "of", make)
+
+
+@mutant("F20 the prefix cache outlives an update of the weights", "switched requests")
+def _prefix_cache_outlives_an_update(engine: EngineCore) -> None:
+    engine.scheduler.pool.drop_prefixes = lambda: None  # type: ignore[method-assign]
+
+
+@mutant("F28 the drafter keeps its weights through an update", "drafted switched requests")
+def _drafter_of_old_weights(engine: EngineCore) -> None:
+    drafter: Any = engine.drafter
+    model, switch = drafter.model, engine.switch
+    engine.switch = (  # type: ignore[method-assign]
+        lambda weights, version: switch(replace(weights, draft_model=model), version)
+    )
+
+
+@mutant("F30 positions shift by one behind token 32, in the referee, too", "requests", place="referee")
+def _shifted_positions(engine: EngineCore) -> None:
+    forward = engine.runner.forward_with_features
+    engine.runner.forward_with_features = (  # type: ignore[method-assign]
+        lambda layout, capture: forward(replace(layout, positions=layout.positions + (layout.positions > 32)), capture)
+    )
+
+
+@mutant("F15 penalties forget what was said before a preemption", "requests", kv_cache_tokens=192, max_model_len=160)
+def _preemption_loses_penalties(engine: EngineCore) -> None:
+    preempt = engine.scheduler._preempt
+
+    def preempting(sequence: Sequence) -> None:
+        preempt(sequence)
+        if sequence.rules is not None:
+            sequence.rules = _Amnesic(sequence.rules, sequence.num_output)  # type: ignore[assignment]
+
+    engine.scheduler._preempt = preempting  # type: ignore[method-assign]
+
+
+class _Amnesic:
+    """Rules that see the output without its first tokens."""
+
+    def __init__(self, rules: Any, forgotten: int) -> None:
+        self._rules, self._forgotten = rules, forgotten
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._rules, name)
+        if not callable(value):
+            return value
+        return lambda output, *rest: value(output[self._forgotten :], *rest)
+
+
+# -- verification --------------------------------------------------------------------------------------------------
+
+
+@mutant("F3 draft probabilities of an earlier step")
+def _q_of_an_earlier_step(engine: EngineCore) -> None:
+    """From the second draft of a round on q is what an earlier step left in the buffer."""
+    buffer: list[DraftOutput] = []
+
+    def change(draft: DraftOutput) -> DraftOutput:
+        before = buffer[-1] if buffer else draft
+        buffer[:] = [draft]
+        if not isinstance(draft.draft_probs, Dense) or not isinstance(before.draft_probs, Dense):
+            return draft
+        offsets = np.concatenate([np.arange(count) for count in draft.counts.tolist()])
+        rows = min(len(draft.draft_probs.probs), len(before.draft_probs.probs))
+        stale = torch.from_numpy(offsets[:rows] > 0)[:, None]
+        probs = torch.cat(
+            [
+                torch.where(stale, before.draft_probs.probs[:rows], draft.draft_probs.probs[:rows]),
+                draft.draft_probs.probs[rows:],
+            ]
+        )
+        return replace(draft, draft_probs=Dense(probs))
+
+    _change_draft(engine, change)
+
+
+@mutant("F4 draft probabilities in another order")
+def _q_in_another_order(engine: EngineCore) -> None:
+    _change_distribution(engine, lambda probs: probs.roll(1, 0))
+
+
+@mutant("F4 draft probabilities never reach the verifier")
+def _q_is_lost(engine: EngineCore) -> None:
+    _change_step(engine, lambda step: replace(step, draft_probs=PointMass()))
+
+
+@mutant("F6 draft and residual share their noise")
+def _shared_noise(engine: EngineCore) -> None:
+    def change(step: VerifyInput) -> VerifyInput:
+        seeds = step.seeds.numpy().astype(np.uint64)
+        starts = (step.positions - step.offsets).numpy().astype(np.uint64)
+        offsets = step.offsets.numpy().astype(np.uint64)
+        noise = torch.from_numpy(uniforms(seeds, starts, offsets, np.full_like(seeds, Purpose.DRAFT)))
+        return replace(step, sample_uniforms=torch.where(step.judged, noise, step.sample_uniforms))
+
+    _change_step(engine, change)
+
+
+@mutant("F6 the coin is used again for the residual")
+def _coin_for_residual(engine: EngineCore) -> None:
+    _change_step(engine, lambda step: replace(step, sample_uniforms=step.accept_uniforms))
+
+
+@mutant("F6 block verification with accept uniforms keyed by position", "deterministic", verifier="block")
+def _coins_by_position(engine: EngineCore) -> None:
+    def change(step: VerifyInput) -> VerifyInput:
+        seeds, positions = (x.numpy().astype(np.uint64) for x in (step.seeds, step.positions))
+        zeros = np.zeros_like(seeds)
+        accept_uniforms = uniforms(seeds, positions, zeros, zeros + np.uint64(Purpose.COIN))
+        return replace(step, accept_uniforms=torch.from_numpy(accept_uniforms))
+
+    _change_step(engine, change, verify_block)
+
+
+@mutant("F7 q at another temperature")
+def _q_at_another_temperature(engine: EngineCore) -> None:
+    def change(probs: Tensor) -> Tensor:
+        sharper = probs**1.1
+        return sharper / sharper.sum(-1, keepdim=True)
+
+    _change_distribution(engine, change)
+
+
+@mutant("F7 q before the filters, drafts sampled after them")
+def _q_before_filters(engine: EngineCore) -> None:
+    drafter: Any = engine.drafter
+    floor = drafter.q.topk(min(20, drafter.q.shape[1] // 2), dim=-1).values[:, -1:]
+    drafter.cdf = torch.where(drafter.q >= floor, drafter.q, 0.0).double().cumsum(-1).numpy()
+
+
+@mutant("F7 drafts cut short by the token that was sampled")
+def _trimmed_drafts(engine: EngineCore) -> None:
+    """A drafter that gives up where it happened to draw something unlikely."""
+
+    def change(draft: DraftOutput) -> DraftOutput:
+        assert isinstance(draft.draft_probs, Dense)
+        likely = draft.draft_probs.probs.gather(1, torch.from_numpy(draft.token_ids)[:, None])[:, 0].numpy() > 0.02
+        ends = np.split(likely, np.cumsum(draft.counts)[:-1])
+        kept = [int(np.argmin(np.append(run, False))) for run in ends]
+        rows = np.concatenate([np.arange(len(run)) < count for run, count in zip(ends, kept, strict=True)])
+        chosen = torch.from_numpy(rows)
+        return DraftOutput(np.array(kept, np.int64), draft.token_ids[rows], Dense(draft.draft_probs.probs[chosen]))
+
+    _change_draft(engine, change)
+
+
+@mutant("F8 every draft is accepted a twentieth more often")
+def _accepts_too_often(engine: EngineCore) -> None:
+    _change_step(engine, lambda step: replace(step, accept_uniforms=step.accept_uniforms / 1.05))
+
+
+@mutant("F8 argmax match at T > 0")
+def _argmax_match(engine: EngineCore) -> None:
+    def verify(step: VerifyInput) -> VerifyOutput:
+        accepted = step.leading(step.drafts == step.probs.argmax(-1))
+        rows = step.first_rows + accepted
+        return VerifyOutput(accepted, draw(step.probs[rows], step.sample_uniforms[rows]), accepted.float())
+
+    engine.sampler.verify = verify
+
+
+@mutant("F8 the residual is drawn from p")
+def _residual_from_p(engine: EngineCore) -> None:
+    def verify(step: VerifyInput) -> VerifyOutput:
+        output = verify_token_wise(step)
+        rows = step.first_rows + output.num_accepted
+        return replace(output, token_ids=draw(step.probs[rows], step.sample_uniforms[rows]))
+
+    engine.sampler.verify = verify
+
+
+@mutant("F12 the first draft is committed unverified")
+def _first_draft_unverified(engine: EngineCore) -> None:
+    def verify(step: VerifyInput) -> VerifyOutput:
+        surely = step.probs.scatter(1, step.drafts.clamp(min=0)[:, None], 1.0)
+        first = (step.judged & (step.offsets == 0))[:, None]
+        return verify_token_wise(replace(step, probs=torch.where(first, surely, step.probs), draft_probs=PointMass()))
+
+    engine.sampler.verify = verify
+
+
+@mutant("F12 the token after an accepted run is dropped")
+def _recovered_token_is_dropped(engine: EngineCore) -> None:
+    def make(results_per_entry: Any) -> Any:
+        def without_last(*args: Any) -> Any:
+            return [
+                one._replace(token_ids=one.token_ids[:-1]) if one.num_accepted else one
+                for one in results_per_entry(*args)
+            ]
+
+        return without_last
+
+    _patch_module(engine, sampler, "results_per_entry", make)
+
+
+@mutant("F16 a corrupt q accepts whatever was drafted")
+def _corrupt_q(engine: EngineCore) -> None:
+    _change_distribution(engine, lambda probs: probs.where(probs.argmax(-1, keepdim=True) % 7 > 0, torch.nan))
+
+
+@mutant("F18 every draft counts as accepted")
+def _flattering_metric(engine: EngineCore) -> None:
+    engine.stats = engine.scheduler.stats = _Flattering()
+
+
+class _Flattering(StepStats):
+    """Counts that are always 100 %."""
+
+    def count_round(self, num_drafted: int, num_accepted: int, times: int = 1) -> None:
+        super().count_round(num_drafted, num_drafted, times)
+
+
+@mutant("F19 a dead drafter")
+def _dead_drafter(engine: EngineCore) -> None:
+    propose, vocab_size = engine.drafter.propose, engine.model.vocab_size
+
+    def proposing(batch: Batch) -> DraftOutput:
+        draft = propose(batch)
+        drafts = [[(token * 7919 + 13) % vocab_size for token in run] for run in draft.per_entry()]
+        return DraftOutput.pack(drafts, PointMass())
+
+    engine.drafter.propose = proposing  # type: ignore[method-assign]
+
+
+@mutant("F20 a drafter of other weights than its target was updated to")
+def _drafter_of_other_weights(engine: EngineCore) -> None:
+    drafter: Any = engine.drafter
+    drafter.q = drafter.q.roll(1, 0)
+    drafter.cdf = drafter.q.double().cumsum(-1).numpy()
+
+
+@mutant("F26 q is lost at its source")
+def _q_is_lost_at_its_source(engine: EngineCore) -> None:
+    """Drafts are sampled, and their distribution is forgotten on the way to the step."""
+    _change_draft(engine, lambda draft: replace(draft, draft_probs=None))  # type: ignore[arg-type]
+
+
+@mutant("F26 sampled drafts are declared deterministic")
+def _drawn_drafts_said_to_be_chosen(engine: EngineCore) -> None:
+    """The verifier and the self-checks read the same point mass: lossless, and slow for no visible reason."""
+    _change_draft(engine, lambda draft: replace(draft, draft_probs=PointMass()))
+
+
+def _reuse_uniforms(engine: EngineCore, which: int) -> None:
+    """Every other round of a request gets the accept (0) or sample (1) uniforms of the round before, where it has as
+    many rows; whoever checks them is given the same."""
+    last: dict[str, np.ndarray[Any, Any]] = {}
+
+    def make(number: Any) -> Any:
+        def numbering(layout: StepInput) -> VerifyRows:
+            rows: VerifyRows = number(layout)
+            for index, entry in enumerate(layout.drawing):
+                own = layout.verify_entries == index
+                before = last.pop(entry.sequence.request.request_id, None)
+                if before is None:
+                    last[entry.sequence.request.request_id] = rows.uniforms[which, own]
+                elif len(before) == own.sum():
+                    rows.uniforms[which, own] = before
+            return rows
+
+        return numbering
+
+    _patch_module(engine, VerifyRows, "of", make)
+
+
+@mutant("F24 accept uniforms of the round before")
+def _accept_uniforms_again(engine: EngineCore) -> None:
+    _reuse_uniforms(engine, 0)
+
+
+@mutant("F24 sample uniforms of the round before", "deterministic")
+def _sample_uniforms_again(engine: EngineCore) -> None:
+    _reuse_uniforms(engine, 1)
+
+
+@mutant("F23 the residual is drawn from p, and every client sends one seed", "one seed")
+def _residual_from_p_with_one_seed(engine: EngineCore) -> None:
+    _residual_from_p(engine)
+
+
+@mutant("F29 the temperature counts twice behind the last draft of a round", "close")
+def _temperature_twice_on_the_bonus(engine: EngineCore) -> None:
+    def make(of_rows: Any) -> Any:
+        def giving(rows: VerifyRows, probs: Tensor, draft_probs: Any) -> VerifyInput:
+            step: VerifyInput = of_rows(rows, probs, draft_probs)
+            sharper = probs ** (1 / WARM.temperature)
+            last = (~step.judged & (step.offsets > 0))[:, None]
+            return replace(step, probs=torch.where(last, sharper / sharper.sum(-1, keepdim=True), probs))
+
+        return giving
+
+    _patch_module(engine, VerifyRows, "input", make)
+
+
+@mutant("F31 rounding counts where a term is certain", "uniform", place="self-checks")
+def _rounding_counts(engine: EngineCore) -> None:
+    """Terms as they were before: p(y) - sum(p^2) of tokens that are equally likely differs from 0 by rounding, always
+    to the same side."""
+    _change_ops(engine, "take_terms", lambda _: terms.take_terms)
+    _patch_module(engine, terms, "_minus", lambda _: lambda values, mean: values - mean)
+
+
+# -- sampling parameters, logprobs, ends ---------------------------------------------------------------------------
+
+
+def _patch_module(engine: EngineCore, module: Any, name: str, make: Callable[[Any], Any]) -> None:
+    """Replace a function of a module or class, but only while this engine steps."""
+    step = engine.step
+    original = getattr(module, name)
+
+    def stepping() -> list[TokenDelta]:
+        setattr(module, name, make(original))
+        try:
+            return step()
+        finally:
+            setattr(module, name, original)
+
+    engine.step = stepping  # type: ignore[method-assign]
+
+
+def _change_ops(engine: EngineCore, name: str, make: Callable[[Any], Any]) -> None:
+    """Replace an operation of the target's rows; the drafter keeps its own."""
+    ops: Any = copy.copy(engine.sampler.ops)
+    setattr(ops, name, make(getattr(ops, name)))
+    engine.sampler.ops = ops
+
+
+@mutant("F9 sampling parameters skipped on drafted positions", "requests")
+def _parameters_on_first_row_only(engine: EngineCore) -> None:
+    def make(adjust: Any) -> Any:
+        def adjusting(logits: Any, contexts: Any, *rest: Any) -> Any:
+            adjusted = adjust(logits, contexts, *rest)
+            first = torch.tensor([not context.drafts for context in contexts])
+            return torch.where(first[:, None], adjusted, logits)
+
+        return adjusting
+
+    _patch_module(engine, sampler, "adjust", make)
+
+
+@mutant("F9 penalties blind to the round's own drafts", "requests")
+def _penalties_blind_to_drafts(engine: EngineCore) -> None:
+    def make(adjust: Any) -> Any:
+        def adjusting(logits: Any, contexts: Any, *rest: Any) -> Any:
+            return adjust(logits, [replace(context, drafts=()) for context in contexts], *rest)
+
+        return adjusting
+
+    _patch_module(engine, sampler, "adjust", make)
+
+
+@mutant("F9 the structure is skipped on drafted positions", "drafted requests")
+def _structure_on_first_row_only(engine: EngineCore) -> None:
+    def make(contexts_of: Any) -> Any:
+        return lambda layout, masks: [
+            replace(one, allowed=None) if one.drafts else one for one in contexts_of(layout, masks)
+        ]
+
+    _patch_module(engine, sampler, "row_contexts", make)
+
+
+@mutant("F9 penalties are skipped where nothing else is asked for", "drafted requests")
+def _penalties_alone_are_skipped(engine: EngineCore) -> None:
+    def without(params: SamplingParams) -> SamplingParams:
+        alone = not (params.greedy or params.filtered)
+        if not alone:
+            return params
+        return replace(params, presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0)
+
+    _change_params(engine, without)
+
+
+@mutant("F27 no filters where no logprobs are asked for", "requests")
+def _no_filters_without_logprobs(engine: EngineCore) -> None:
+    def without(params: SamplingParams) -> SamplingParams:
+        return params if params.returns_logprobs else replace(params, top_k=0, top_p=1.0, min_p=0.0)
+
+    _change_params(engine, without)
+
+
+def _change_params(engine: EngineCore, change: Callable[[SamplingParams], SamplingParams]) -> None:
+    """Have the engine read other parameters than the client sent."""
+    add = engine.add
+    engine.add = (  # type: ignore[method-assign]
+        lambda request, **rest: add(replace(request, params=change(request.params)), **rest)
+    )
+
+
+@mutant("F2 scored ids gathered from the logits", "requests")
+def _scores_from_logits(engine: EngineCore) -> None:
+    def make(gather: Any) -> Any:
+        def gathering(matrix: Any, token_ids: Any, num_top: int, scored_ids: Any = None) -> Any:
+            rows = gather(matrix, token_ids, num_top, scored_ids)
+            return replace(rows, scored=rows.scored + 9.0)
+
+        return gathering
+
+    _patch_module(engine, host_copy, "gather_logprobs", make)
+
+
+def _change_entries(
+    engine: EngineCore, change: Callable[[tuple[TokenLogprobs, ...]], tuple[TokenLogprobs, ...]]
+) -> None:
+    def make(results_per_entry: Any) -> Any:
+        def drawing_entries(*args: Any) -> Any:
+            return [
+                one if one.logprobs is None else one._replace(logprobs=change(one.logprobs))
+                for one in results_per_entry(*args)
+            ]
+
+        return drawing_entries
+
+    _patch_module(engine, sampler, "results_per_entry", make)
+
+
+@mutant("F10 logprob 0 for every token", "requests")
+def _zero_logprobs(engine: EngineCore) -> None:
+    _change_entries(engine, lambda entries: tuple(replace(entry, logprob=0.0) for entry in entries))
+
+
+@mutant("F10 logprobs for the first token of a run only", "requests")
+def _first_logprob_only(engine: EngineCore) -> None:
+    _change_entries(engine, lambda entries: entries[:1])
+
+
+@mutant("F10 logprobs of another row", "requests")
+def _logprobs_of_another_row(engine: EngineCore) -> None:
+    def make(gather: Any) -> Any:
+        return lambda matrix, *rest: gather(matrix.roll(1, 0), *rest)
+
+    _patch_module(engine, host_copy, "gather_logprobs", make)
+
+
+@mutant("F10 logits modified in place", "requests")
+def _logits_modified_in_place(engine: EngineCore) -> None:
+    def make(process: Any) -> Any:
+        def processing(logits: Any, rows: Any) -> Any:
+            logits.copy_(process(logits, rows))
+            return logits
+
+        return processing
+
+    _change_ops(engine, "process", make)
+
+
+@mutant("F11 prompt logprobs damaged at chunk borders", "requests")
+def _prompt_logprobs_at_chunk_borders(engine: EngineCore) -> None:
+    score = engine.eager._score
+
+    def scoring(entry: Any, row_start: int, hidden: Any) -> Any:
+        later_chunk = entry.sequence.num_computed > 0
+        return score(entry, row_start, hidden.roll(1, 0) if later_chunk else hidden)
+
+    engine.eager._score = scoring  # type: ignore[method-assign]
+
+
+@mutant("F16 a row of NaN becomes a token", "requests")
+def _nan_becomes_a_token(engine: EngineCore) -> None:
+    """A kernel that now and then writes NaN, and nobody who looks for it."""
+    logits, calls = engine.runner.logits, itertools.count(1)
+
+    def spoiling(hidden: Tensor) -> Tensor:
+        rows = logits(hidden)
+        return rows.index_fill(0, torch.tensor([0]), torch.nan) if next(calls) % 50 == 0 else rows
+
+    def make(broken_rows: Any) -> Any:
+        return lambda step, verified, emitted, highest, outside: broken_rows(
+            step, verified, emitted, torch.zeros_like(highest), outside
+        )
+
+    engine.runner.logits = spoiling  # type: ignore[method-assign]
+    _change_ops(engine, "broken_rows", make)
+
+
+@mutant("F17 unseeded requests share a stream", "requests")
+def _shared_seed(engine: EngineCore) -> None:
+    add = engine.add
+    engine.add = lambda request, **rest: add(replace(request, seed=0), **rest)  # type: ignore[method-assign]
+
+
+@mutant("F21 a stop inside an accepted run is overlooked", "stopping")
+def _stop_inside_a_run(engine: EngineCore) -> None:
+    until_stop = Scheduler._until_stop
+
+    def last_only(sequence: Sequence, token_ids: tuple[int, ...]) -> Any:
+        kept, reason = until_stop(engine.scheduler, sequence, token_ids)
+        if reason is FinishReason.STOP and kept < len(token_ids):
+            return until_stop(engine.scheduler, sequence, (*(-1 for _ in token_ids[:-1]), token_ids[-1]))
+        return kept, reason
+
+    engine.scheduler._until_stop = last_only  # type: ignore[method-assign]
+
+
+@mutant("F25 one token beyond the model's length", "requests", max_model_len=96)
+def _one_token_too_many(engine: EngineCore) -> None:
+    """Where an answer ends is reckoned with a limit that is one too high."""
+    until_stop = Scheduler._until_stop
+
+    def one_too_many(sequence: Sequence, token_ids: tuple[int, ...]) -> Any:
+        engine.scheduler._max_model_len += 1
+        try:
+            return until_stop(engine.scheduler, sequence, token_ids)
+        finally:
+            engine.scheduler._max_model_len -= 1
+
+    engine.scheduler._until_stop = one_too_many  # type: ignore[method-assign]
+
+
+@mutant("F25 a limit that is one too high for the whole engine", "requests", max_model_len=96)
+def _limit_one_too_high(engine: EngineCore) -> None:
+    """The commit's check is blind with the rest: only another engine refuses what comes of it."""
+    engine.scheduler._max_model_len += 1
+
+
+@mutant("F22 speculation silently off while logprobs are asked for", "requests")
+def _no_drafts_with_logprobs(engine: EngineCore) -> None:
+    fit = engine.scheduler._fit_drafts
+    engine.scheduler._fit_drafts = (  # type: ignore[method-assign]
+        lambda sequence, budget: 0 if sequence.params.logprobs is not None else fit(sequence, budget)
+    )

@@ -1,0 +1,104 @@
+"""What the audits found, for people: a table to print, and a page to keep."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.table import Table
+
+from deploy.faults.run import MAX_POSITIONS, MAX_REQUESTS, REPLAY_SHARE, VOCAB_SIZE, CleanRun, Finding, pooled
+from deploy.reports.provenance import provenance
+from deploy.reports.sections import write_section
+from speculative.selfcheck.monitor import DELTA
+from speculative.stats import CHECKS
+
+_NOTHING = "NOT FOUND"
+_COMMAND = "audit"
+_HEAD = """# Which fault is found by what, and when
+
+Faults that were seen in real systems are put back into an engine, which then serves until they are found, and as long
+again. Correct engines serve for a long time, and nothing may alarm. Each section was written by the command it names.
+"""
+
+
+def detection_table(findings: Sequence[Finding]) -> Table:
+    """Fault, detectors, delay, acceptance."""
+    table = Table(title="Who finds which fault, and when")
+    for heading in ("fault", "detectors, first to fire first", "found after", "acceptance (sound)"):
+        table.add_column(heading)
+    for finding in findings:
+        table.add_row(finding.fault, _detectors(finding), _delay(finding), _acceptance(finding))
+    return table
+
+
+def write_detection(findings: Sequence[Finding], page: Path) -> None:
+    """Write the table of mutants into the page."""
+    lines = [
+        "## Faults put back",
+        "",
+        _origin(),
+        "",
+        f"Faults of sampling are served from a table of {VOCAB_SIZE} tokens for at most {MAX_POSITIONS:,} positions, "
+        f"all others by a tiny decoder for at most {MAX_REQUESTS} requests. The decoder's clients abort requests and "
+        "continue conversations, and its KV cache is too small for all of them; where a fault needs it, a model "
+        "drafts, prompts are handed off, or the weights are updated time and again. "
+        f"{REPLAY_SHARE:.0%} of the answers are replayed by an engine without the fault (in F30 with it). `term x` is "
+        f"a self-check that alarmed (false alarms: at most {DELTA:g} each over an engine's life), `invariant` a rule "
+        "that every step must keep: the request that broke it was failed. Each fault was served once, so a delay shows "
+        "its order of magnitude.",
+        "",
+        "| fault | detectors, with the delay of each | found after | acceptance (without the fault) |",
+        "|---|---|---|---|",
+    ]
+    lines += [f"| {f.fault} | {_detectors(f)} | {_delay(f)} | {_acceptance(f)} |" for f in findings]
+    lines += ["", "The terms:", ""]
+    lines += [f"- `{check}`: {meaning}." for check, meaning in CHECKS.items()]
+    write_section(page, _COMMAND, "mutants", "\n".join(lines), head=_HEAD)
+
+
+def write_clean(runs: Sequence[CleanRun], page: Path, what: str) -> None:
+    """Write the clean runs into the page; `what`: the model they were served by."""
+    lines = [
+        f"## Sound engines: {what}",
+        "",
+        f"{_origin()} Nothing may alarm.",
+        "",
+        "| setting | positions | alarms and violations | worst \\|z\\| of a term |",
+        "|---|---:|---|---:|",
+    ]
+    lines += [f"| {run.setting} | {run.num_positions:,} | {_reported(run)} | {run.worst_z:.2f} |" for run in runs]
+    lines += ["", "All settings together:", "", "| term | draws | mean | z |", "|---|---:|---:|---:|"]
+    lines += [
+        f"| `{check}` | {sums.num:,} | {sums.mean:+.2e} | {sums.z:+.2f} |" for check, sums in pooled(runs).items()
+    ]
+    write_section(page, _COMMAND, f"clean, {what}", "\n".join(lines), head=_HEAD)
+
+
+def clean_table(runs: Sequence[CleanRun]) -> Table:
+    """Settings, positions, alarms, the worst term."""
+    table = Table(title="Sound engines: nothing may alarm")
+    for heading in ("setting", "positions", "alarms and violations", "worst |z| of a term"):
+        table.add_column(heading)
+    for run in runs:
+        table.add_row(run.setting, f"{run.num_positions:,}", _reported(run), f"{run.worst_z:.2f}")
+    return table
+
+
+def _reported(run: CleanRun) -> str:
+    return ", ".join(f"{kind} {count}" for kind, count in (run.alarms | run.violations).items()) or "none"
+
+
+def _origin() -> str:
+    found = provenance()
+    return f"`{found['command']}`: {found['date']}, commit {found['commit']}, {found['cpu']}."
+
+
+def _detectors(finding: Finding) -> str:
+    return ", ".join(f"{name} ({delay:,})" for name, delay in finding.detectors.items()) or _NOTHING
+
+
+def _delay(finding: Finding) -> str:
+    return _NOTHING if finding.delay is None else f"{finding.delay:,} {finding.unit}"
+
+
+def _acceptance(finding: Finding) -> str:
+    return f"{finding.acceptance:.1%} ({finding.sound_acceptance:.1%})"

@@ -1,0 +1,291 @@
+"""What the probes of one audit share: the server, the reference model, prompts and ordinary traffic."""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+import deploy.exchange.prompts
+from deploy.exchange.dialect import Answer, Ask, Dialect
+from deploy.exchange.server import Exchange, Server
+from deploy.probes.probes import Need, Stopped, Verdict
+from deploy.probes.reference import Distribution, Reference
+from speculative.request import SamplingParams
+from speculative.selfcheck.eprocess import Floats
+
+SEED = 20_261
+AT_ONCE = 8
+NUM_TOP = 3  # top logprobs requested for every token
+
+_ORDINARY_NATS = 10.0  # surprisal of a token after which rounding may change an answer's logprobs arbitrarily
+_EXACT_NATS = 3e-4  # a server whose first tokens have a smaller median drift computes in float32
+_BASE = SamplingParams(max_tokens=32, logprobs=NUM_TOP, ignore_eos=True)
+_PENALTIES: dict[str, Any] = {"frequency_penalty": 0.8, "presence_penalty": 0.5, "repetition_penalty": 1.2}
+
+SETTINGS: dict[str, SamplingParams] = {
+    "greedy": dataclasses.replace(_BASE, temperature=0),
+    "greedy, penalties": dataclasses.replace(_BASE, temperature=0, **_PENALTIES),
+    "temperature 1": _BASE,
+    "temperature 0.6": dataclasses.replace(_BASE, temperature=0.6),
+    "top_p": dataclasses.replace(_BASE, top_p=0.8),
+    "min_p": dataclasses.replace(_BASE, min_p=0.1),
+    "penalties": dataclasses.replace(_BASE, **_PENALTIES),
+}
+"""Sampling settings that every audit tries, all in one batch. top_k has killed servers, so it has its own probe."""
+
+TOP_K = dataclasses.replace(_BASE, top_k=8)
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Size of an audit: answers per setting (`plain_share` times as many at temperature 1), and the rest."""
+
+    name: Literal["quick", "full"]
+    answers: int
+    plain_share: int
+    twins: int
+    lengths: tuple[int, ...]
+    longest: int  # tokens of a sequence that reaches the server's limit
+    first_tokens: int
+
+
+_AROUND = (16, 32, 64, 128, 256, 512)
+QUICK = Budget("quick", 6, 4, 6, (2, 15, 16, 17, 33, 63, 65, 129, 257), 1024, 160)
+FULL = Budget(
+    "full", 24, 6, 12, tuple(sorted({2, *(at + d for at in (*_AROUND, 1024) for d in (-1, 0, 1, 2))})), 8192, 640
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """Allowance for a server's rounding.
+
+    nats: |served - recomputed| of a logprob; a share `rate` of tokens may differ by more. edge: nats by which a
+    filter's edge, or the most likely token, may move. shift: of the mean of a term of the distribution.
+    """
+
+    nats: float
+    rate: float
+    edge: float
+    shift: float
+
+
+EXACT = Tolerance(nats=5e-3, rate=1e-3, edge=2e-3, shift=1e-3)
+ROUNDED = Tolerance(nats=0.5, rate=0.01, edge=0.35, shift=0.02)
+
+
+@dataclass(slots=True)
+class Served:
+    """A request and its answer. `setting`: how it was sampled; `distribution`: the reference's for the answer."""
+
+    setting: str
+    ask: Ask
+    exchange: Exchange
+    answer: Answer
+    distribution: Distribution | None = None
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """The emitted tokens."""
+        return self.answer.token_ids or ()
+
+    @property
+    def values(self) -> Floats:
+        """The served logprobs; NaN where one is missing."""
+        given = self.answer.logprobs or ()
+        return np.array([np.nan if value is None else value for value in given], float)
+
+
+@dataclass
+class Lab:
+    """Everything a probe works with.
+
+    beside: a second server of the same model, without speculation. publishing_s: the longest time between the
+    server's updates of its counters.
+    """
+
+    server: Server
+    dialect: Dialect
+    budget: Budget
+    reference: Reference | None = None
+    beside: tuple[Server, Dialect] | None = None
+    destructive: bool = False
+    publishing_s: float = 1.1
+    mixed_up: bool = False  # a parameter was found not to be applied
+    scores_wrongly: bool = False  # logprobs of requested ids were found missing or wrong
+    num_computed: int = 0  # answers that the reference has computed again
+    refused: dict[str, str] = field(default_factory=dict)  # settings that the server rejects
+    failed: list[Exchange] = field(default_factory=list)  # requests of the traffic that failed
+    gathered: list[Served] = field(default_factory=list)  # all answers with logprobs, from any probe
+
+    @property
+    def missing(self) -> set[Need]:
+        """Needs that this audit cannot meet."""
+        can, limit = self.dialect.can, self.dialect.max_model_len
+        met = {
+            Need.LOGPROBS: can.logprobs,
+            Need.TOKEN_IDS: can.token_ids and can.token_prompts,
+            Need.PROMPT_LOGPROBS: can.prompt_logprobs,
+            Need.METRICS: can.metrics is not None,
+            Need.REFERENCE: self.reference is not None,
+            Need.BESIDE: self.beside is not None or can.switches_speculation,
+            Need.LIMIT: limit is not None and limit <= self.budget.longest,
+        }
+        return {need for need, here in met.items() if not here}
+
+    # -- prompts -----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def corpus(self) -> tuple[int, ...]:
+        """Tokens of ordinary text; random ones for a model without a tokenizer."""
+        text = json.loads(Path(deploy.exchange.prompts.__file__).with_name("prompts.json").read_text(encoding="utf-8"))
+        prose = "\n\n".join(text["summarise"])
+        if self.reference is not None and self.reference.tokenizer is not None:
+            return tuple(self.reference.tokenizer.encode(prose, continuation=True))
+        if self.reference is not None:
+            random = np.random.default_rng(SEED)
+            return tuple(random.integers(3, self.reference.vocab_size, 4096).tolist())
+        body = {"model": self.dialect.model, "prompt": prose[:1500], "max_tokens": 1, "return_token_ids": True}
+        reported = self.server.post(body).reply.get("choices") or [{}]
+        ids = reported[0].get("prompt_token_ids")
+        if not ids:
+            raise Stopped(Verdict.UNSUPPORTED, "needs the model's tokenizer: give --model")
+        return tuple(ids)
+
+    def passage(self, number: int, length: int) -> tuple[int, ...]:
+        """Text of `length` tokens; each number begins elsewhere."""
+        start = (number * 61) % len(self.corpus)
+        rounds = 1 + (start + length) // len(self.corpus)
+        return (self.corpus * rounds)[start : start + length]
+
+    def loop(self, number: int, length: int = 40) -> tuple[int, ...]:
+        """Repetitive text, so that there is something to draft."""
+        period = self.passage(number, 9 + number % 4)
+        return (period * (1 + length // len(period)))[:length]
+
+    def prompt(self, number: int) -> tuple[int, ...]:
+        """One of many prompts, every other one repetitive."""
+        return self.loop(number) if number % 2 else self.passage(number, 20 + number % 23)
+
+    # -- asking ------------------------------------------------------------------------------------------------
+
+    def ask(self, ask: Ask, setting: str = "") -> Served:
+        """Send one request."""
+        return self.ask_all([ask], setting, at_once=1)[0]
+
+    def ask_all(self, asks: Sequence[Ask], setting: str = "", at_once: int = AT_ONCE) -> list[Served]:
+        """Send several, `at_once` at a time. The answer of a failed exchange is empty."""
+        exchanges = self.server.post_all([self.dialect.body(ask) for ask in asks], at_once)
+        return [self._served(setting, ask, one) for ask, one in zip(asks, exchanges, strict=True)]
+
+    def ask_plainly(self, asks: Sequence[Ask]) -> list[Served]:
+        """The same without speculation."""
+        server, dialect = self.beside or (self.server, self.dialect)
+        if self.beside is None:
+            asks = [dataclasses.replace(ask, extra=ask.extra | {"speculate": False}) for ask in asks]
+        exchanges = server.post_all([dialect.body(ask) for ask in asks], AT_ONCE)
+        return [
+            Served("", ask, one, next(iter(dialect.read(one)), NO_ANSWER))
+            for ask, one in zip(asks, exchanges, strict=True)
+        ]
+
+    def distribution(self, served: Served) -> Distribution:
+        """The reference's distribution for an answer."""
+        assert self.reference is not None
+        if served.distribution is None:
+            served.distribution = self.reference.distribution(served.ask.prompt, served.ids, served.ask.params)  # type: ignore[arg-type]
+            self.num_computed += 1
+        return served.distribution
+
+    def _served(self, setting: str, ask: Ask, exchange: Exchange) -> Served:
+        answers = self.dialect.read(exchange) if exchange.ok else []
+        served = Served(setting, ask, exchange, answers[0] if answers else NO_ANSWER)
+        if served.answer.logprobs is not None:
+            self.gathered.append(served)
+        return served
+
+    # -- ordinary traffic --------------------------------------------------------------------------------------
+
+    @cached_property
+    def traffic(self) -> dict[str, list[Served]]:
+        """Answers for every setting that the server accepts, sent together; every other one has no seed. Where a seed
+        selects the verifier, every other seeded request opts out, to be verified like most users' unseeded ones."""
+        asks: list[tuple[str, Ask]] = []
+        for place, (name, params) in enumerate(SETTINGS.items()):
+            count = self.budget.answers * (self.budget.plain_share if name == "temperature 1" else 1)
+            for number in range(count):
+                seed = SEED + 1000 * place + number if number % 2 else None
+                plain = {"reproducible": False} if self.dialect.can.reproducible and number % 4 == 1 else {}
+                asks.append((name, Ask(self.prompt(7 * place + number), params, seed, plain)))
+        order = np.random.default_rng(SEED).permutation(len(asks)).tolist()
+        answered = self.ask_all([asks[index][1] for index in order])
+        found: dict[str, list[Served]] = {name: [] for name in SETTINGS}
+        for index, served in zip(order, answered, strict=True):
+            name = served.setting = asks[index][0]
+            if served.exchange.refused:
+                self.refused.setdefault(name, served.exchange.error)
+            elif not served.exchange.ok:
+                self.failed.append(served.exchange)
+            else:
+                found[name].append(served)
+        return found
+
+    @cached_property
+    def modes(self) -> dict[str, str]:
+        """By setting, whether logprobs belong to the model's distribution ("raw") or the request's ("processed")."""
+        found = {}
+        for name, answers in self.traffic.items():
+            raw, processed = (self._drifts(answers, mode) for mode in ("raw", "processed"))
+            same = not len(raw) or np.allclose(raw, processed)
+            found[name] = "either" if same else "raw" if np.nanmedian(raw) <= np.nanmedian(processed) else "processed"
+        return found
+
+    @property
+    def mode(self) -> str:
+        """The mode of most settings."""
+        reported = [mode for mode in self.modes.values() if mode != "either"]
+        return max(set(reported), key=reported.count) if reported else "raw"
+
+    @cached_property
+    def tolerance(self) -> Tolerance:
+        """Allowance for this server's rounding, from the drift of answers' first logprobs: these are never drafted."""
+        if self.reference is None:
+            return ROUNDED
+        parts = [self._drifts([one], self.mode)[:1] for one in self.traffic["temperature 1"]]
+        drifts = np.concatenate(parts or [np.zeros(0)])
+        drifts = drifts[np.isfinite(drifts)]
+        exact = len(drifts) > 0 and float(np.median(drifts)) < _EXACT_NATS
+        return EXACT if exact else ROUNDED
+
+    def drifts(self, answers: Sequence[Served]) -> Floats:
+        """|served - recomputed| of their tokens, nats; NaN where the server reported none.
+
+        On a server that rounds, only as long as an answer is ordinary text: after a token that the model would hardly
+        ever emit, two correct computations with the same weights differ by whole nats.
+        """
+        if self.tolerance is EXACT:
+            return self._drifts(answers, self.mode)
+        parts = [self._drifts([one], self.mode)[: _num_ordinary(self.distribution(one))] for one in answers]
+        return np.concatenate(parts) if parts else np.zeros(0)
+
+    def _drifts(self, answers: Sequence[Served], mode: str) -> Floats:
+        parts = [
+            np.abs(one.values - (self.distribution(one).raw if mode == "raw" else self.distribution(one).processed))
+            for one in answers
+            if one.answer.logprobs and len(one.values) == len(one.ids)
+        ]
+        return np.concatenate(parts) if parts else np.zeros(0)
+
+
+def _num_ordinary(distribution: Distribution) -> int:
+    """Number of tokens before the first one that the model would hardly ever emit."""
+    odd = np.flatnonzero(distribution.raw < -_ORDINARY_NATS)
+    return int(odd[0]) if len(odd) else len(distribution)
+
+
+NO_ANSWER = Answer("", None, None, None, None, None, None, None)

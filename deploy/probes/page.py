@@ -1,0 +1,92 @@
+"""An audit as one self-contained HTML file."""
+
+import json
+from collections.abc import Iterable
+
+from deploy.probes.audit import Audit
+from deploy.probes.probes import Finding, Outcome, Verdict, shortened
+from deploy.probes.render import summary
+from deploy.reports import plots
+from deploy.reports.html_pages import card, document, escaped, facts
+
+_CLASSES = {Verdict.PASSED: "ok", Verdict.FAILED: "bad", Verdict.INCONCLUSIVE: "unclear", Verdict.UNSUPPORTED: "none"}
+
+
+def html_page(audit: Audit) -> str:
+    """The whole file."""
+    title = f"Audit of {audit.facts['model']}"
+    verdict = '<span class="bad">findings</span>' if audit.findings else '<span class="ok">no findings</span>'
+    parts = [
+        f"<h1>{escaped(title)}: {verdict}</h1>",
+        f'<p class="lead">{escaped(audit.url)}. {escaped(summary(audit))}</p>',
+        _findings(audit.findings),
+        f"<h2>Probes</h2>{_probes(audit.outcomes)}",
+        _plots(audit.outcomes),
+        f"<h2>What was audited, and how</h2>{_facts(audit)}",
+    ]
+    return document(title, parts)
+
+
+def _findings(findings: Iterable[Finding]) -> str:
+    cards = [
+        f'<div class="card finding"><b class="bad">{escaped(", ".join(one.faults))}</b> · {escaped(one.probe)}'
+        f"<dl><dt>expected</dt><dd>{escaped(one.expected)}</dd><dt>observed</dt><dd>{escaped(one.observed)}</dd>"
+        f"<dt>seen</dt><dd>{one.count} times</dd></dl>{_request(one)}</div>"
+        for one in findings
+    ]
+    return f"<h2>Findings</h2>{''.join(cards)}" if cards else ""
+
+
+def _request(finding: Finding) -> str:
+    if not finding.request:
+        return ""
+    body = json.dumps(shortened(finding.request), ensure_ascii=False)
+    return f"<details><summary>A request that shows it</summary><pre>{escaped(body)}</pre></details>"
+
+
+def _probes(outcomes: Iterable[Outcome]) -> str:
+    rows = [
+        f"<tr><td>{escaped(one.probe)}<small>{escaped(one.asks)}</small></td>"
+        f'<td class="{_CLASSES[one.verdict]}">{escaped(one.verdict)}</td><td>{escaped(one.reported)}</td>'
+        f'<td class="wide">{one.num_requests}</td></tr>'
+        for one in outcomes
+    ]
+    head = '<tr><th>probe</th><th>verdict</th><th>what was seen</th><th class="wide">requests</th></tr>'
+    return card(f"<table>{head}{''.join(rows)}</table>")
+
+
+def _plots(outcomes: Iterable[Outcome]) -> str:
+    drawn: list[str] = []
+    for outcome in outcomes:
+        series = outcome.series
+        for name, values in series.items():
+            if outcome.probe == "distribution of the tokens":
+                drawn.append(
+                    plots.histogram(
+                        values, f"{name}: ranks of tokens within the distribution, uniform if correct", uniform=True
+                    )
+                )
+            elif name == "drift, nats":
+                drawn.append(plots.log_histogram(values, "logprobs: |served - recomputed|, nats"))
+            elif name.endswith(": observed"):
+                place = name.removesuffix(": observed")
+                drawn.append(
+                    plots.compared(
+                        values, series[f"{place}: expected"], f"{place} of many answers: bars observed, marks expected"
+                    )
+                )
+            elif not name.endswith(": expected"):
+                drawn.append(plots.line(values, f"{outcome.probe}: {name}"))
+    return f'<h2>Plots</h2><div class="plots">{"".join(drawn)}</div>' if any(drawn) else ""
+
+
+def _facts(audit: Audit) -> str:
+    return card(facts({name: _reported(value) for name, value in audit.facts.items()}))
+
+
+def _reported(value: object) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name}: {_reported(each)}" for name, each in value.items()) or "none"
+    return (
+        {True: "yes", False: "no", None: "unknown"}[value] if value is None or isinstance(value, bool) else str(value)
+    )

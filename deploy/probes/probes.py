@@ -1,0 +1,196 @@
+"""Probes: a question to a server, what it needs, and its result."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from deploy.exchange.server import Exchange
+
+FALSE_ALARMS = 1e-4
+"""False-alarm rate of an audit of a correct server; split evenly over all statistical tests."""
+
+_MOST_EXAMPLES = 3  # findings of one kind that a probe reports with their requests
+_LONGEST_REQUEST = 600  # characters shown of a request's text
+
+
+class Verdict(StrEnum):
+    """Result of a probe."""
+
+    PASSED = "passed"
+    FAILED = "failed"
+    INCONCLUSIVE = "inconclusive"
+    UNSUPPORTED = "not supported by this server"
+
+
+class Need(StrEnum):
+    """What a probe requires."""
+
+    LOGPROBS = "logprobs"
+    TOKEN_IDS = "token ids, in and out"
+    PROMPT_LOGPROBS = "prompt_logprobs"
+    METRICS = "/metrics of vLLM or truespec"
+    REFERENCE = "the model's weights (--model)"
+    BESIDE = "a second server without speculation (--beside), or one that accepts speculate = false"
+    LIMIT = "a context length in /v1/models that is not too long for this budget"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A fault, with one request that shows it.
+
+    faults: catalogue ids that it resembles, or a name if none fits. count: how often the probe saw it.
+    """
+
+    probe: str
+    faults: tuple[str, ...]
+    request: dict[str, Any]
+    expected: str
+    observed: str
+    count: int = 1
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain, for JSON."""
+        return asdict(self) | {"request": shortened(self.request)}
+
+
+@dataclass(slots=True)
+class Outcome:
+    """Result of one probe: verdict, reason, measured figures, and series [n] to plot."""
+
+    probe: str
+    asks: str
+    verdict: Verdict
+    reported: str
+    findings: list[Finding] = field(default_factory=list)
+    figures: dict[str, float] = field(default_factory=dict)
+    series: dict[str, list[float]] = field(default_factory=dict)
+    num_requests: int = 0
+    seconds: float = 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain, for JSON."""
+        return asdict(self) | {"findings": [one.as_dict() for one in self.findings]}
+
+
+class Stopped(Exception):
+    """A probe cannot continue; `verdict` is its result."""
+
+    def __init__(self, verdict: Verdict, reported: str) -> None:
+        super().__init__(reported)
+        self.verdict = verdict
+
+
+class Trial:
+    """One run of a probe, which reports to it. `delta`: the false-alarm rate of each of its tests."""
+
+    def __init__(self, probe: "Probe", delta: float) -> None:
+        self.probe = probe
+        self.delta = delta
+        self.figures: dict[str, float] = {}
+        self.series: dict[str, list[float]] = {}
+        self.num_cases = 0
+        self.reported = ""
+        self.unclear = ""
+        self._found: dict[tuple[tuple[str, ...], str], list[Finding]] = {}
+        self._counts: dict[tuple[tuple[str, ...], str], int] = {}
+
+    def check(
+        self, holds: bool, faults: tuple[str, ...], request: dict[str, Any], expected: str, observed: str
+    ) -> bool:
+        """Count a case, and record a finding if it does not hold."""
+        self.num_cases += 1
+        if not holds:
+            self.found(faults, request, expected, observed)
+        return holds
+
+    def found(self, faults: tuple[str, ...], request: dict[str, Any], expected: str, observed: str) -> None:
+        """Record a finding; only the first few of each kind are kept."""
+        kind = (faults, expected)
+        self._counts[kind] = self._counts.get(kind, 0) + 1
+        kept = self._found.setdefault(kind, [])
+        if len(kept) < _MOST_EXAMPLES:
+            kept.append(Finding(self.probe.name, faults, request, expected, observed))
+
+    def answered(self, exchange: Exchange, faults: tuple[str, ...] = ()) -> bool:
+        """Whether a valid request was answered; a rejection is no fault, any other failure is.
+
+        `faults` is what the failure resembles. By default, a server that fails while reporting logprobs may have none
+        for a token (F10), or one that is not a number (F16) and cannot be sent.
+        """
+        if exchange.ok or exchange.refused:
+            return exchange.ok
+        failed_reporting = exchange.status is not None and exchange.body.get("logprobs") not in (None, False)
+        faults = faults or (*(("F10", "F16") if failed_reporting else ()), "request fails")
+        return self.check(False, faults, exchange.body, "an answer to a valid request", exchange.reported())
+
+    def findings(self) -> list[Finding]:
+        """One finding of each kind, with how often it was seen."""
+        return [
+            Finding(one.probe, one.faults, one.request, one.expected, one.observed, self._counts[kind])
+            for kind, examples in self._found.items()
+            for one in examples[:1]
+        ]
+
+    def outcome(self) -> Outcome:
+        """The verdict."""
+        found = self.findings()
+        verdict = Verdict.FAILED if found else Verdict.INCONCLUSIVE if self.unclear else Verdict.PASSED
+        if not found and not self.unclear and not self.num_cases:
+            verdict, self.unclear = Verdict.INCONCLUSIVE, "nothing could be checked"
+        reported = f"{found[0].observed}" if found else self.unclear or self.reported or f"{self.num_cases} cases"
+        return Outcome(self.probe.name, self.probe.asks, verdict, reported, found, self.figures, self.series)
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """A question.
+
+    asks: the question, in a sentence. needs: what it requires. tests: number of statistical tests, each of which gets
+    an equal share of FALSE_ALARMS.
+    """
+
+    name: str
+    asks: str
+    run: Callable[[Any, Trial], None]
+    needs: tuple[Need, ...]
+    tests: int
+
+
+PROBES: dict[str, Probe] = {}
+
+
+def probe(name: str, asks: str, *needs: Need, tests: int = 0) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Register a probe: a function of the lab and its trial."""
+
+    def register(run: Callable[..., None]) -> Callable[..., None]:
+        PROBES[name] = Probe(name, asks, run, needs, tests)
+        return run
+
+    return register
+
+
+def delta_per_test() -> float:
+    """The false-alarm rate of each statistical test."""
+    return FALSE_ALARMS / max(sum(one.tests for one in PROBES.values()), 1)
+
+
+@contextmanager
+def stopping(outcomes: list[Outcome], probe: Probe) -> Iterator[None]:
+    """Within it a probe may stop; the result is appended."""
+    try:
+        yield
+    except Stopped as stopped:
+        outcomes.append(Outcome(probe.name, probe.asks, stopped.verdict, str(stopped)))
+
+
+def shortened(body: dict[str, Any]) -> dict[str, Any]:
+    """A request with long values truncated, for display."""
+
+    def cut(value: Any) -> Any:
+        if isinstance(value, list) and len(value) > 24:
+            return [*value[:16], f"... {len(value)} in total"]
+        return value[:_LONGEST_REQUEST] if isinstance(value, str) else value
+
+    return {name: cut(value) for name, value in body.items()}

@@ -1,0 +1,116 @@
+"""Where figures come from: the day, the machine, the versions, the commit, and what else the machine was doing."""
+
+import datetime
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deploy.run.quiet import MOST_CORES, Others
+
+_REPORTING_FLAGS = (
+    "avx2",
+    "fma",
+    "avx512f",
+    "avx512_vnni",
+    "avx512_bf16",
+    "amx_tile",
+    "amx_bf16",
+    "amx_int8",
+    "asimd",
+    "sve",
+)
+_LIBRARIES = ("truespec", "torch", "ray", "transformers", "numpy")
+
+
+def provenance() -> dict[str, Any]:
+    """Everything but the settings of the run; take it before anything starts. It looks for three seconds at what else
+    the machine does."""
+    cpu = _cpu()
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(["truespec", *sys.argv[1:]]),
+        "commit": _commit(),
+        "cpu": cpu.get("model name", platform.processor() or platform.machine()),
+        "cpu_flags": [flag for flag in _REPORTING_FLAGS if flag in cpu.get("flags", cpu.get("Features", "")).split()],
+        "cores": os.cpu_count() or 1,
+        "memory_gib": _memory_gib(),
+        "gpu": _gpu(),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "versions": {name: importlib.metadata.version(name) for name in _LIBRARIES},
+        "others_before": Others.now(),
+    }
+
+
+def describe(found: dict[str, Any]) -> str:
+    """One paragraph for people."""
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    machine = f"{found['cpu']}, {found['cores']} cores ({' '.join(found['cpu_flags'])}), {found['memory_gib']:.0f} GiB"
+    gpu = f", {found['gpu']}" if found["gpu"] else ""
+    text = f"{found['date']}, commit {found['commit']}. {machine}{gpu}. Python {found['python']}, {versions}."
+    return f"{text} {_others(found['others_before'], found.get('others_meanwhile'))}"
+
+
+def _others(before: float | None, meanwhile: float | None) -> str:
+    """What else the machine did."""
+    seen = [cores for cores in (before, meanwhile) if cores is not None]
+    if not seen:
+        return "What else ran is not known."
+    if max(seen) > MOST_CORES:
+        return f"**The machine was not quiet**: others used up to {max(seen):.2f} cores. Do not quote these figures."
+    return f"The machine was quiet: others used {max(seen):.2f} cores at most."
+
+
+def _cpu() -> dict[str, str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")[0].splitlines()
+    except OSError:
+        return {}
+    return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+
+
+def _memory_gib() -> float:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+
+
+def _gpu() -> str | None:
+    """Name, compute capability, memory, and the versions that make its code; None where there is none."""
+    if not torch.cuda.is_available():
+        return None
+    found = torch.cuda.get_device_properties(0)
+    triton = "none" if importlib.util.find_spec("triton") is None else importlib.metadata.version("triton")
+    chip = f"{found.name}, sm_{found.major}{found.minor}, {found.total_memory / 2**30:.0f} GiB"
+    return f"{chip} (CUDA {torch.version.cuda}, driver {_driver()}, triton {triton})"
+
+
+def _driver() -> str:
+    try:
+        reported = subprocess.run(
+            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    except OSError:
+        return "unknown"
+    return next(iter(reported.stdout.split()), "unknown")
+
+
+def _commit() -> str:
+    """The commit of the source tree, with `+` when it was edited since; empty where this is no checkout."""
+    folder = Path(__file__).parent
+    reported = subprocess.run(
+        ["git", "-C", str(folder), "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude", "*"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return reported.stdout.strip()

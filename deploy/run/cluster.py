@@ -1,0 +1,374 @@
+"""Start the application on Ray, and stop it: what `serve`, `demo` and the tests share."""
+
+import logging
+import os
+import re
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray import serve
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.serve.config import HTTPOptions
+from ray.serve.context import _get_global_client
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from deploy.run.machine import Machine
+from deploy.run.ports import require_port, url_of
+from deploy.run.preflight import faults_here, faults_on_cluster, hints_here, hints_on_cluster, require_servable
+from serve_app.app import build_app
+from serve_app.config.app_config import AppConfig
+from serve_app.config.base import POOL_OF_DEPLOYMENT
+from serve_app.config.serve_file import HttpOptions, ServeFile
+from serve_app.deployments.runtime import CONTROLLER
+from serve_app.http.slow_clients import PROXY_CALLBACK
+from speculative.errors import ConfigError, TruespecError
+
+Progress = Callable[[str], None]
+
+_LOOK_EVERY_S = 0.2
+_DELETING_S = 60.0
+_ENDING_S = 30.0  # as long as `serve.shutdown` waits
+_REACH_S = 5.0  # for a connection to a cluster; Ray itself tries for minutes
+_STATUS_TIMEOUT_S = 30.0
+_SLOW_START = re.compile(
+    r"Deployment '(\w+)' .* has (\d+) replicas that have taken more than (\d+)s to (be scheduled|initialize)"
+    r"(?:.*each replica: (.*), total)?",
+    re.DOTALL,
+)
+_HEAD = "node:__internal_head__"  # a resource that only the head has
+
+
+@dataclass(frozen=True, slots=True)
+class RunningApp:
+    """Where a running application is reached."""
+
+    base_url: str
+    model_name: str
+
+
+def cluster_address(address: str | None) -> str | None:
+    """Address of the cluster to run on: as given, else RAY_ADDRESS; None if one is started here, which Ray calls
+    "local"."""
+    found = address or os.environ.get("RAY_ADDRESS")
+    return None if found in ("", "local") else found
+
+
+@contextmanager
+def running_app(
+    file: ServeFile, progress: Progress, *, address: str | None = None, alone: bool = False
+) -> Iterator[RunningApp]:
+    """Run the application of a checked file until the block ends.
+
+    At the block's end running requests may finish. An exception in it, including an interrupt, ends them at once.
+
+    Args:
+        file: what to run.
+        progress: called with status messages.
+        address: of a Ray cluster to run on; None = RAY_ADDRESS, which is set in a cluster's jobs, and without one
+            starts a cluster on this machine and stops it afterwards.
+        alone: refuse a cluster on which Serve runs already, instead of joining it.
+
+    Raises:
+        ConfigError: the port is taken, the machine or the cluster cannot serve it, the cluster cannot be reached, a
+            replica could not start (the message is its own), or Serve or the application runs there already.
+    """
+    config = file.application.effective_args
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)  # progress reports it more briefly
+    address = cluster_address(address)
+    if address is None:
+        if file.proxy_location != "Disabled":
+            require_port(file.http_options)
+        machine = Machine.here()
+        require_servable(faults_here(config, machine))
+        for hint in hints_here(config, machine):
+            progress(f"hint: {hint}")
+    try:
+        _connect(config, progress, address)
+        interrupt_on_sigterm()
+        with _on_serve(file, address, alone=alone, progress=progress) as http:
+            base_url = f"{url_of(http)}{file.application.route_prefix.rstrip('/')}"
+            yield RunningApp(base_url, config.model.served_name)
+    finally:
+        with uninterrupted():
+            ray.shutdown()  # also ends the cluster, if it was started here
+
+
+def ray_environment() -> dict[str, str]:
+    """What must stand in the environment of the process that starts Ray on this machine."""
+    wanted = {**PROXY_CALLBACK, "RAY_worker_niceness": "0"}  # Ray's default of 15 yields to everything else here
+    return {name: os.environ.get(name, value) for name, value in wanted.items()}
+
+
+@contextmanager
+def connected(address: str) -> Iterator[None]:
+    """Be connected to a Ray cluster within the block.
+
+    Raises:
+        ConfigError: it cannot be reached.
+    """
+    try:
+        _join(address)
+        yield
+    finally:
+        with uninterrupted():
+            ray.shutdown()
+
+
+def _connect(config: AppConfig, progress: Progress, address: str | None) -> None:
+    if address is not None:
+        progress(f"connecting to Ray at {address}")
+        _join(address)
+        for fault in faults_on_cluster(config):
+            progress(f"warning: {fault}")
+        for hint in hints_on_cluster(config):
+            progress(f"hint: {hint}")
+        return
+    cores = os.cpu_count() or 1
+    needed = sum(config.pool(name).most_replicas * config.pool(name).num_cpus for name in config.pool_names)
+    needed += config.router.replicas * config.router.num_cpus if config.router is not None else 0
+    if needed > cores:
+        progress(f"warning: the pools ask for {needed:g} CPUs, here are {cores}; they will slow each other down")
+    os.environ.update(ray_environment())
+    progress(f"starting Ray on this machine with {max(cores, needed):g} CPUs")
+    # "local": one of our own, also where `ray start` runs another
+    ray.init("local", num_cpus=max(cores, int(-(-needed // 1))), log_to_driver=False, logging_level="ERROR")
+
+
+def _join(address: str) -> None:
+    if address != "auto":
+        _require_reachable(address)
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+    except (ConnectionError, ValueError, RuntimeError, RayError) as error:
+        raise ConfigError(f"The Ray cluster at {address} cannot be joined: {_first_line(error)}") from error
+
+
+def _require_reachable(address: str) -> None:
+    place = re.fullmatch(r"(?:ray://)?\[?([^\s/]+?)\]?:(\d{1,5})", address)
+    if place is None:
+        raise ConfigError(f"{address!r} is not the address of a Ray cluster; give auto, or HOST:PORT of its head.")
+    try:
+        socket.create_connection((place[1], int(place[2])), timeout=_REACH_S).close()
+    except (OSError, OverflowError, UnicodeError) as error:
+        raise ConfigError(
+            f"The Ray cluster at {address} cannot be reached ({error}); give HOST:PORT of its head, as `ray start` "
+            "printed it."
+        ) from error
+
+
+@contextmanager
+def _on_serve(file: ServeFile, address: str | None, *, alone: bool, progress: Progress) -> Iterator[HttpOptions]:
+    """Run the application on the connected cluster; yields where it is reached."""
+    config, name = file.application.effective_args, file.application.name
+    joined = bool(serve.status().proxies)
+    if joined and alone:
+        raise ConfigError("Ray Serve runs on this cluster already; give the URL of what it serves (--url) instead.")
+    _wait_while_deleting(name, progress)
+    if name in serve.status().applications:
+        raise ConfigError(
+            f"applications[0].name: {name} runs on this cluster already; stop it, or give this one another name and "
+            "another route_prefix."
+        )
+    if address is not None and not joined:
+        _require_port_on_cluster(file)
+    stop = (
+        _shut_serve_down  # the cluster is left as it was found
+        if address is not None and not joined
+        else lambda: serve.delete(name, _blocking=False)
+    )
+    try:
+        http = _start_serve(file, joined=joined, progress=progress)
+        _deploy(file, config, progress)
+        yield http
+        progress("stopping; requests that run may finish")
+        _drain(name, config.limits.request_timeout_s)
+        if address is not None and not joined:
+            _shut_serve_down()
+    except BaseException:
+        progress("stopping")
+        if address is not None:  # a cluster that was started here ends with all that is on it
+            with uninterrupted():
+                stop()
+        raise
+
+
+def _shut_serve_down() -> None:
+    """End Serve, and wait until it has ended.
+
+    The call that waits ends with the controller, which is killed at last. `serve.shutdown` alone lets Ray retry that
+    call for ever, and Ray reports this in the log of a job that went well.
+    """
+    client = _get_global_client(raise_if_no_controller_running=False)
+    if client is not None:
+        wait = client._controller.graceful_shutdown.options(max_task_retries=0)
+        with suppress(RayActorError, GetTimeoutError):
+            ray.get(wait.remote(), timeout=_ENDING_S)
+    serve.shutdown()  # forgets what has ended
+
+
+def _wait_while_deleting(name: str, progress: Progress) -> None:
+    """Wait for an application of this name that is being deleted, as one that was just interrupted is."""
+    deadline = time.monotonic() + _DELETING_S
+    if _status_of(name) == "DELETING":
+        progress(f"waiting for the last {name} to end")
+    while _status_of(name) == "DELETING" and time.monotonic() < deadline:
+        time.sleep(_LOOK_EVERY_S)
+
+
+def _status_of(name: str) -> str | None:
+    application = serve.status().applications.get(name)
+    return None if application is None else str(application.status.value)
+
+
+def _start_serve(file: ServeFile, *, joined: bool, progress: Progress) -> HttpOptions:
+    http = file.http_options
+    if not joined:
+        progress(f"starting Serve on {url_of(http)}")
+        try:
+            serve.start(proxy_location=file.proxy_location, http_options={"host": http.host, "port": http.port})
+        except (RuntimeError, TimeoutError, RayError) as error:
+            raise ConfigError(f"http_options: Serve cannot listen on {url_of(http)}: {_last_line(error)}") from error
+        return http
+    running: HTTPOptions = _get_global_client().http_config
+    if (running.host, running.port) != (http.host, http.port):
+        progress(f"Serve runs there already, on port {running.port}; http_options of this file do not count")
+    return HttpOptions(host=running.host or http.host, port=running.port)
+
+
+def _require_port_on_cluster(file: ServeFile) -> None:
+    """As `require_port`, on the nodes where Serve's proxies are to listen."""
+    everywhere = file.proxy_location == "EveryNode"
+    nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"] and (everywhere or _HEAD in node["Resources"])]
+    check = ray.remote(num_cpus=0, max_retries=0)(_port_fault)
+    for node in nodes if file.proxy_location != "Disabled" else ():
+        there = check.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
+        fault = ray.get(there.remote(file.http_options))
+        if fault is not None:
+            raise ConfigError(fault)
+
+
+def _port_fault(http: HttpOptions) -> str | None:
+    try:
+        require_port(http)
+    except ConfigError as error:
+        return f"{error} (On node {socket.gethostname()}.)"
+    return None
+
+
+def _deploy(file: ServeFile, config: AppConfig, progress: Progress) -> None:
+    pools = " and ".join(f"{config.pool(name).most_replicas} {name}" for name in config.pool_names)
+    progress(f"loading {config.model.source} ({pools})")
+    application = file.application
+    target = serve.RunTarget(
+        build_app(config.model_dump(exclude_unset=True)), application.name, application.route_prefix
+    )
+    try:
+        serve.run_many([target], wait_for_applications_running=False)
+        _wait_until_running(application.name, progress)
+    except (RuntimeError, ValueError, RayServeException, RayError) as error:
+        if isinstance(error, TruespecError):
+            raise
+        raise ConfigError(f"The application did not start: {_last_line(error)}") from error
+    _warn_of_kernels(application.name, progress)
+
+
+def _warn_of_kernels(name: str, progress: Progress) -> None:
+    # In a process of its own that ends: a handle asks Serve's controller for news as long as its process runs, and at
+    # the shutdown Ray would report that this call, too, is retried for ever.
+    ask = ray.remote(num_cpus=0, max_calls=1, max_retries=0)(_kernels_off)
+    try:
+        reasons = ray.get(ask.remote(name))
+    except RayError as error:  # no reason to take down what serves
+        progress(f"warning: whether replicas have their kernels is not known: {_last_line(error)}")
+        return
+    for why in reasons:
+        progress(f"warning: replicas compute without their kernels, which is slow: {why}")
+
+
+def _kernels_off(name: str) -> list[str]:
+    """Why replicas run without the kernels for their device; empty if none does."""
+    handle: DeploymentHandle[Any] = serve.get_deployment_handle(CONTROLLER, name)
+    handle._init(_run_router_in_separate_loop=True)  # or it wants this thread's loop where Serve is set for throughput
+    status = handle.status.remote().result(timeout_s=_STATUS_TIMEOUT_S)
+    return sorted({replica["kernels_off"] for replica in status["replicas"]} - {""})
+
+
+def _wait_until_running(name: str, progress: Progress) -> None:
+    """Wait for every replica. What Serve says of one that is slow, or does not start, is passed on once; it tries that
+    one again without end where another of its pool has started."""
+    reported = ""
+    while True:
+        application = serve.status().applications[name]
+        lines = [status.message.strip() for status in application.deployments.values() if status.message.strip()]
+        if application.status == "RUNNING":
+            return
+        if application.status == "DEPLOY_FAILED":
+            reason = "; ".join(line.splitlines()[-1] for line in lines) or application.message
+            raise ConfigError(f"The application did not start: {reason}")
+        said = _brief(lines[0]) if lines else ""
+        if said and said.splitlines()[-1] != reported:  # lines before, of a traceback, name other processes each time
+            reported = said.splitlines()[-1]
+            progress(f"waiting: {' '.join(dict.fromkeys((said.splitlines()[0], reported)))}")
+        time.sleep(_LOOK_EVERY_S)
+
+
+def _brief(message: str) -> str:
+    """Serve's message on replicas that are slow to start, which reads like a failure, in words that do not; any other
+    as it is."""
+    slow = _SLOW_START.match(message)
+    if slow is None:
+        return message
+    deployment, number, seconds, stage, needed = slow.groups()
+    pool = POOL_OF_DEPLOYMENT.get(deployment, deployment)
+    replicas = f"{number} {pool} replica{'' if number == '1' else 's'}"
+    if stage == "initialize":
+        return f"{replicas} still loading after {seconds} s, as a large model or a busy machine makes it"
+    return (
+        f"{replicas} without a process after {seconds} s: the machine is busy, or no node has free what each asks for "
+        f"({needed})"
+    )
+
+
+def _drain(name: str, limit_s: float) -> None:
+    """Take the application down once its requests have ended, or had their maximum time."""
+    serve.delete(name, _blocking=False)
+    deadline = time.monotonic() + limit_s
+    while name in serve.status().applications and time.monotonic() < deadline:
+        time.sleep(_LOOK_EVERY_S)
+
+
+def interrupt_on_sigterm() -> None:
+    """Treat SIGTERM as an interrupt, in place of Ray's handler, which prints a stack first."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Ignore interrupts and SIGTERM within the block, so that a shutdown completes."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _last_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[-1]

@@ -1,0 +1,160 @@
+"""`truespec demo`: serve a real model on this machine, talk to it, and show what its metrics say."""
+
+import json
+import shlex
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+
+from deploy.exchange.client import Answer, Client, ServiceError
+from deploy.run.quiet import Others
+from serve_app.telemetry.metric_summary import MetricSummary
+
+QUESTION = "What is the capital of France, and what is it famous for? Answer in two sentences."
+_TEXT = (
+    "The lighthouse stands on a small island two miles from the harbour. It was built in 1856 of granite that ships "
+    "brought from the mainland, and its light can be seen from a distance of twenty miles. For more than a hundred "
+    "years a keeper and his family lived beside the tower. They kept goats, grew potatoes, and waited for the boat "
+    "that brought them letters every second week. Since 1971 the light has worked without a keeper, and the house is "
+    "open to visitors in summer."
+)
+_MAX_TOKENS = 96
+_ROUNDS = 3
+_BUSY_CORES = 0.25  # of others: beyond it, a small model's speed is theirs as much as speculation's
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What people ask for. temperature: sampled answers are what the self-checks count."""
+
+    name: str
+    prompt: str
+    temperature: float = 0.0
+
+
+TASKS = (
+    Task("an edit", f"Correct any spelling mistakes in the text below, and give the whole text again.\n\n{_TEXT}"),
+    Task("a question", "Why is the sky blue?"),
+    Task("a story, sampled", "Write a short story about a lighthouse keeper and a storm.", temperature=1.0),
+    Task("code", "Write a Python class for a stack, with push, pop and peek, and a docstring for each."),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TaskSpeed:
+    """Of one task, with speculation on and off in turns: medians. ratio: on to off; 0 where nothing was measured.
+    least_ratio, most_ratio: of the rounds."""
+
+    task: str
+    tokens_per_s_off: float
+    tokens_per_s_on: float
+    ratio: float
+    least_ratio: float
+    most_ratio: float
+
+
+_REPLAY_WAIT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class DemoFigures:
+    """What the demo measured. Rates are those of the service's own metrics."""
+
+    answer: str
+    acceptance_rate: float | None
+    mean_accepted_length: float | None
+    tasks: list[TaskSpeed]
+    tme: float | None
+    replayed_tokens: int
+    verdicts: dict[str, int]  # verified, suspect, unverified
+    selfcheck_terms: int  # zero-mean terms that the engines took of themselves
+    selfcheck_alarms: int
+    breaker_trips: int
+    handoffs: int
+    first_token_s: float
+    others_cores: float | None  # that others than the demo used while it measured; None where it cannot be known
+
+    @property
+    def busy(self) -> bool:
+        """Whether others used so much of the machine that speeds and ratios mean little."""
+        return self.others_cores is not None and self.others_cores > _BUSY_CORES
+
+    def as_dict(self) -> dict[str, object]:
+        """For JSON."""
+        return asdict(self)
+
+
+def run_demo(client: Client, progress: Callable[[str], None], on_text: Callable[[str], None]) -> DemoFigures:
+    """Ask, measure speculation on against off on the same tasks, and wait for what was answered to be checked."""
+    progress(f"asking: {QUESTION}")
+    answer = client.chat(QUESTION, on_text=on_text, max_tokens=_MAX_TOKENS, temperature=0)
+    on_text("\n")
+    answers: dict[str, list[tuple[Answer, Answer]]] = {task.name: [] for task in TASKS}
+    others = Others()
+    for number in range(1, _ROUNDS + 1):
+        progress(f"measuring {len(TASKS)} tasks with speculation off and on, round {number} of {_ROUNDS}")
+        for task in TASKS:
+            answers[task.name].append(_ask_twice(client, task))
+    others_cores = others.cores()
+    progress("waiting for the answers to be computed again and compared")
+    metrics = _wait_for_replay(client)
+    return DemoFigures(
+        answer=answer.text,
+        acceptance_rate=metrics["acceptance_rate"],
+        mean_accepted_length=metrics["mean_accepted_length"],
+        tasks=[_speed(name, pairs) for name, pairs in answers.items()],
+        tme=metrics["tme"],
+        replayed_tokens=int(metrics["replayed_tokens"]),
+        verdicts={name: int(count) for name, count in metrics["verdicts"].items()},
+        selfcheck_terms=int(metrics["selfcheck_terms"]),
+        selfcheck_alarms=int(metrics["selfcheck_alarms"]),
+        breaker_trips=int(metrics["breaker_trips"]),
+        handoffs=int(metrics["handoffs"]),
+        first_token_s=answer.first_token_s,
+        others_cores=others_cores,
+    )
+
+
+def curl_line(client: Client, *, chats: bool = True) -> str:
+    """A command to try by hand: a question, or the beginning of a text for a model that has no chat template."""
+    asked: dict[str, object] = {"prompt": "The capital of France is"}
+    if chats:
+        asked = {"messages": [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]}
+    settings = {"temperature": 0, "max_tokens": _MAX_TOKENS, "stream": True}
+    body = json.dumps({"model": client.model_name, **asked, **settings})
+    url = shlex.quote(f"{client.base_url}/v1/{'chat/' if chats else ''}completions")
+    return f"curl -N {url} -H 'content-type: application/json' -d {shlex.quote(body)}"
+
+
+def _ask_twice(client: Client, task: Task) -> tuple[Answer, Answer]:
+    """The answers without speculation and with it."""
+    off = client.chat(task.prompt, max_tokens=_MAX_TOKENS, temperature=task.temperature, speculate=False)
+    return off, client.chat(task.prompt, max_tokens=_MAX_TOKENS, temperature=task.temperature)
+
+
+def _speed(name: str, pairs: Sequence[tuple[Answer, Answer]]) -> TaskSpeed:
+    off, on = (statistics.median(pair[which].tokens_per_s for pair in pairs) for which in (0, 1))
+    ratios = [_ratio(without.tokens_per_s, withit.tokens_per_s) for without, withit in pairs]
+    return TaskSpeed(name, off, on, _ratio(off, on), least_ratio=min(ratios), most_ratio=max(ratios))
+
+
+def _ratio(off: float, on: float) -> float:
+    return on / off if off else 0.0
+
+
+def _wait_for_replay(client: Client) -> MetricSummary:
+    """The metrics, once no more replays are on their way.
+
+    Raises:
+        ServiceError: nothing was replayed in time.
+    """
+    deadline = time.monotonic() + _REPLAY_WAIT_S
+    seen = -1.0
+    while time.monotonic() < deadline:
+        metrics = client.metrics()
+        if metrics["replayed_tokens"] > 0 and metrics["replayed_tokens"] == seen:
+            return metrics
+        seen = metrics["replayed_tokens"]
+        time.sleep(2.0)
+    raise ServiceError(f"No request was replayed within {_REPLAY_WAIT_S:.0f} s; is replay.sample_rate above 0?")

@@ -1,0 +1,88 @@
+"""The application that serves a model given on the command line, without a configuration file."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from serve_app.config.files import check_data
+from serve_app.config.serve_file import ServeFile
+from speculative.config import KINDS_WITH_WEIGHTS, drafter_kinds
+from speculative.errors import ConfigError
+
+BASE = Path(__file__).parents[1] / "configs" / "own.yaml"
+
+_ON_A_GPU = {"max_num_seqs": 64, "max_batched_tokens": 2048}
+_CPUS_BESIDE_A_GPU = 4
+
+
+@dataclass(frozen=True, slots=True)
+class OwnModel:
+    """A model and where it is to run; whatever else there is to set is own.yaml's.
+
+    source: a folder, a catalogue name, or a hub id.
+    name: what clients ask for; None = the last part of the source.
+    gpus: GPUs to compute on: a replica on each, or with vLLM one replica over all of them; None = one where this
+        machine has any.
+    drafter: KIND, or KIND:SOURCE for a drafter with weights; None = own.yaml's.
+    engine: torch or vllm.
+    """
+
+    source: str
+    name: str | None = None
+    gpus: int | None = None
+    drafter: str | None = None
+    engine: str = "torch"
+
+
+def own_application(own: OwnModel) -> ServeFile:
+    """The checked application of a model.
+
+    Raises:
+        ConfigError: what was given is wrong or does not go together; the message names the field.
+    """
+    if not own.source.strip():  # as of a variable that a shell does not know
+        raise ConfigError("--model is empty; give a folder, or a hub id (ORG/MODEL).")
+    data = yaml.safe_load(BASE.read_text(encoding="utf-8"))
+    args: dict[str, Any] = data["applications"][0]["args"]
+    args["model"] = {"source": _absolute(own.source)} | ({} if own.name is None else {"name": own.name})
+    args["engine"]["kind"] = own.engine
+    if own.drafter is not None:
+        args["drafter"] |= _drafter(own.drafter)
+    pool = args["pools"]["monolith"]
+    gpus = _one_if_there_is_any() if own.gpus is None else own.gpus
+    if own.engine == "vllm":
+        pool["num_gpus"] = gpus
+        if gpus > 1:
+            args["vllm"] = {"engine_args": {"tensor_parallel_size": gpus}}
+    elif gpus:
+        pool |= {"replicas": gpus, "num_gpus": 1}
+    if gpus:
+        args["engine"] |= _ON_A_GPU
+    pool["num_cpus"] = _CPUS_BESIDE_A_GPU if gpus else os.cpu_count() or 1
+    return check_data(data, ServeFile, f"--model {own.source}")
+
+
+def _absolute(source: str) -> str:
+    """A folder by a path that replicas find from wherever they run; any other source as it is."""
+    folder = Path(source).expanduser()
+    return str(folder.resolve()) if folder.is_dir() else source
+
+
+def _drafter(given: str) -> dict[str, Any]:
+    kind, _, source = given.partition(":")
+    if kind not in drafter_kinds():
+        raise ConfigError(f"--drafter {given}: the kinds are {', '.join(drafter_kinds())}; give KIND or KIND:SOURCE.")
+    if kind in KINDS_WITH_WEIGHTS and not source:
+        raise ConfigError(f"--drafter {given}: {kind} drafters have weights; give {kind}:FOLDER or {kind}:HUB-ID.")
+    if source and kind not in KINDS_WITH_WEIGHTS:
+        raise ConfigError(f"--drafter {given}: only {', '.join(KINDS_WITH_WEIGHTS)} take weights; give {kind} alone.")
+    return {"kind": kind} | ({"model": _absolute(source)} if source else {})
+
+
+def _one_if_there_is_any() -> int:
+    from deploy.run.machine import Machine  # torch
+
+    return min(1, len(Machine.here().gpu_bytes))

@@ -1,0 +1,217 @@
+"""Checks receipts: is the answer what its seed demands of these weights?
+
+The logits are computed again, by our engine or, for an independent second opinion, by `transformers` in float32; then
+our rules turn them into draws again. Needs neither Ray nor a server.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from serve_app.backends.base import Replayed
+from serve_app.backends.torch_backend import load_engine
+from serve_app.config.app_config import EDGE_NATS
+from serve_app.referee.draws import NOT_REPLAYED, DrawsChecked, DrawTolerance, check_draws
+from serve_app.referee.drift import TokenDrift
+from serve_app.referee.receipts import Receipt, wrong_rounds
+from serve_app.referee.signatures import PublicKey
+from serve_app.text.grammar import StructureCompiler
+from speculative.config import DrafterConfig, EngineConfig
+from speculative.errors import ConfigError
+from speculative.model.config import ModelConfig
+from speculative.model.fingerprint import ROUNDED_FORMS, has_plain_values, model_fingerprint
+from speculative.request import ReplayedToken, Request
+from speculative.selfcheck.replayed_draws import DrawCheck
+
+EngineName = Literal["torch", "transformers"]
+
+_MEASURED = 32  # logprobs of an answer from which the noise between the engines is measured
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """On one receipt. reason: why it does not verify; "" = it does."""
+
+    receipt: Receipt
+    reason: str
+    signature: str
+    replayed_by: str = ""
+    tolerance_nats: float = 0.0
+    tolerance: str = ""  # where it comes from
+    max_drift_nats: float | None = None  # of the logprobs in the receipt
+    draws: DrawsChecked = NOT_REPLAYED
+
+    def in_words(self) -> str:
+        """As `truespec verify` prints it."""
+        receipt, draws = self.receipt, self.draws
+        lines = [
+            f"{receipt.id} by {receipt.model}: {len(receipt.token_ids)} tokens in {len(receipt.rounds)} rounds",
+            f"  signature    {self.signature}",
+        ]
+        if self.replayed_by:
+            others = f"; the others: {draws.reason}" if draws.reason else ""
+            lines += [
+                f"  replayed by  {self.replayed_by}",
+                f"  tolerance    {self.tolerance_nats:.2g} nats, {self.tolerance}",
+                f"  tokens       {draws.num_checked} checked{others}",
+            ]
+        lines += [f"  worst        token {one.token_index}: {one.kind}, {one.miss:.2g} nats off" for one in draws.worst]
+        return "\n".join([*lines, f"NOT VERIFIED: {self.reason}." if self.reason else "VERIFIED"])
+
+    def to_wire(self) -> dict[str, Any]:
+        """As `truespec verify --json` prints it."""
+        return {
+            "id": self.receipt.id,
+            "verified": not self.reason,
+            "reason": self.reason or None,
+            "signature": self.signature,
+            "num_tokens": len(self.receipt.token_ids),
+            "replayed_by": self.replayed_by or None,
+            "tolerance_nats": self.tolerance_nats,
+            "tolerance": self.tolerance or None,
+            "max_drift_nats": self.max_drift_nats,
+            "first_wrong": self.draws.wrong,
+            "draws": self.draws.to_wire(),
+        }
+
+
+def verify(receipt: Receipt, folder: Path, engine: EngineName, public_key: PublicKey | None = None) -> Verdict:
+    """Check a receipt against a model.
+
+    Raises:
+        TruespecError: it cannot be checked here; the message says why, and what to do.
+    """
+    reason, signature = _check_signature(receipt, public_key)
+    reason = reason or _wrong_contents(receipt, folder)
+    if reason:
+        return Verdict(receipt, reason, signature)
+    replay = _by_torch(receipt, folder) if engine == "torch" else _by_transformers(receipt.scored(), folder)
+    return _judge(receipt, replay, _edge_nats(receipt, folder, engine), signature, _name(receipt, engine))
+
+
+def _check_signature(receipt: Receipt, key: PublicKey | None) -> tuple[str, str]:
+    """Why the signature is wrong ("" = it is not), and what is known of it."""
+    own = receipt.signature
+    if key is None:
+        return "", "none" if own is None else f"ed25519 by key {own.key_id}, not checked: no public key was given"
+    if own is None:
+        return "it is not signed", "none"
+    if not key.signed(receipt.canonical(), own):
+        return f"the signature is not that of key {key.id} on this receipt", f"ed25519 by key {own.key_id}, wrong"
+    return "", f"ed25519 by key {own.key_id}, valid"
+
+
+def _wrong_contents(receipt: Receipt, folder: Path) -> str:
+    """What is wrong before anything is computed; "" = nothing."""
+    if len(receipt.weight_versions) > 1:
+        versions = ", ".join(receipt.weight_versions)
+        raise ConfigError(f"The weights were changed while it was generated ({versions}); no one model gives it again.")
+    model = ModelConfig.from_folder(folder)
+    beyond = next((id for id in receipt.prompt_token_ids + receipt.token_ids if id >= model.vocab_size), None)
+    if beyond is not None:
+        return f"it holds the token {beyond}, and the model has {model.vocab_size}"
+    receipt.params.check_vocabulary(model.vocab_size)
+    if reason := wrong_rounds(receipt, model.eos_token_ids):
+        return reason
+    found = model_fingerprint(folder, weights=receipt.weights)
+    if found != receipt.fingerprint:
+        return f"the weights' fingerprint is {receipt.fingerprint[:64]}, and that of {folder} is {found}"
+    return ""
+
+
+def _by_torch(receipt: Receipt, folder: Path) -> Replayed:
+    """By our engine: in float32, or in the form that the weights were rounded to."""
+    request = receipt.scored()
+    length, rounded = len(request.prompt_token_ids) + 1, receipt.weights in ROUNDED_FORMS
+    block = EngineConfig().block_size
+    config = EngineConfig(
+        dtype="bfloat16" if rounded and receipt.dtype == "bfloat16" else "float32",
+        quantization=receipt.weights if rounded else "auto",  # type: ignore[arg-type]  # `ROUNDED_FORMS` are some
+        device="auto" if receipt.weights == "fp8" else "cpu",
+        kv_cache_tokens=-(-length // block) * block,
+        num_threads=os.cpu_count() or 1,
+        drafter=DrafterConfig(kind="none"),
+    )
+    engine = load_engine(folder, config)
+    engine.add(request)
+    while engine.has_work:
+        for delta in engine.step():
+            if delta.replayed is None or delta.logprobs is None:
+                raise ConfigError(f"It cannot be computed again: {delta.error}.")
+            return Replayed(tuple(entry.logprob for entry in delta.logprobs), delta.replayed)
+    raise ConfigError("It cannot be computed again: the engine ended without a result.")
+
+
+def _by_transformers(request: Request, folder: Path) -> Replayed:
+    """By `transformers` in float32."""
+    from serve_app.referee.transformers_model import TransformersModel  # only where it is asked for
+
+    reference = TransformersModel(folder)
+    return reference.replay(request, StructureCompiler(folder, reference.vocab_size, reference.eos_token_ids))
+
+
+def _edge_nats(receipt: Receipt, folder: Path, engine: EngineName) -> tuple[float, str]:
+    """What rounding may shift a logit by between the two engines, and by what that goes.
+
+    Twice what a service allows itself: it knows how far a token's logprob drifted, which a receipt may not say.
+    """
+    if receipt.weights == "fp8" or (engine == "transformers" and not has_plain_values(folder, receipt.weights)):
+        return 2 * EDGE_NATS["fp8"], f"{receipt.weights} weights"
+    if receipt.dtype == "float32":
+        return EDGE_NATS["float32"], "float32"
+    return 2 * EDGE_NATS["bfloat16"], "bfloat16"
+
+
+def _name(receipt: Receipt, engine: EngineName) -> str:
+    if engine == "transformers":
+        return "transformers in float32"
+    return f"truespec with {receipt.weights} weights" if receipt.weights in ROUNDED_FORMS else "truespec in float32"
+
+
+def _judge(receipt: Receipt, replay: Replayed, edge: tuple[float, str], signature: str, replayed_by: str) -> Verdict:
+    edge_nats, arithmetic = edge
+    tolerance = DrawTolerance(edge_nats, min_tokens=_MEASURED, most_edges=1.0)  # forged logprobs must not widen it
+    served = receipt.logprobs if receipt.logprobs and receipt.logprobs_mode == "raw_logprobs" else ()
+    drifts = [TokenDrift.between(*pair) for pair in zip(served, replay.logprobs, strict=False)]
+    tolerance.add(drift for drift in drifts if drift.nats <= edge_nats)
+    num_tokens = len(receipt.token_ids)
+    # A token whose logprob drifts may be off by more, but not by much: whoever forges a token may forge that, too.
+    bounded: list[TokenDrift | None] = [
+        None if drift.nats > edge_nats else replace(drift, nats=min(drift.nats, edge_nats / 8)) for drift in drifts
+    ]
+    bounded += [None] * (num_tokens - len(drifts))
+    draws = check_draws(num_tokens, _checks(receipt, replay.replayed or ()), bounded, tolerance)
+    wrong = []  # each with its place; of two at one place the draw comes first
+    if (at := draws.wrong) is not None:
+        kind = receipt.token_kinds[at].value
+        wrong.append((at, f"token {at} ({kind}) is not the one that seed and weights demand"))
+    wrong += [
+        (index, f"the logprob of token {index} is {drift.nats:.3g} nats from its own")
+        for index, drift in enumerate(drifts)
+        if drift.nats > 2 * edge_nats
+    ]
+    if served and len(served) != num_tokens:
+        wrong.append((num_tokens, f"{num_tokens} tokens have {len(served)} logprobs"))
+    reason = min(wrong, key=lambda one: one[0], default=(0, ""))[1]
+    return Verdict(
+        receipt,
+        reason,
+        signature,
+        replayed_by,
+        tolerance.nats,
+        f"measured by {len(drifts)} logprobs" if tolerance.is_measured else f"for {arithmetic}",
+        max((drift.nats for drift in drifts), default=None),
+        draws,
+    )
+
+
+def _checks(receipt: Receipt, rows: Sequence[ReplayedToken]) -> list[DrawCheck]:
+    """Of every token: that it was allowed, and that it is the likeliest or follows from the draws."""
+    if receipt.params.greedy:
+        return [DrawCheck(index, "likeliest", row.gap, row.gap) for index, row in enumerate(rows)]
+    drawn = receipt.drawn.check(rows)
+    return drawn + [
+        DrawCheck(index, "allowed", row.outside, row.outside) for index, row in enumerate(rows) if row.outside > 0
+    ]

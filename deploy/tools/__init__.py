@@ -1,0 +1,1 @@
+"""Commands of the project's maintainers. Not in the images."""

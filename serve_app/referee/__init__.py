@@ -1,0 +1,1 @@
+"""Answers are computed again and judged; books of replicas, incidents and receipts. No Ray and no HTTP."""

@@ -1,0 +1,130 @@
+"""Detectors over the replayed tokens of one replica, one set for each stratum."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from serve_app.referee.draws import DrawResult, DrawTest
+from serve_app.referee.drift import Cusum, TokenDrift
+from serve_app.referee.evidence import CalibrationTest, DriftTest
+from serve_app.referee.records import KNOWN_AFTERWARDS
+from serve_app.telemetry.metric_names import STRATA
+from speculative.request import ReplayedToken
+
+_DELTA = 1e-6 / (3 * len(STRATA))  # of each test, for one false alarm in a million replica lifetimes
+_REQUEST_DELTA = 1e-6
+_JUMP_RATE = 1e-3  # share of the tokens whose logprobs rounding moves further than `Rounding.jump_nats`
+
+
+@dataclass(frozen=True, slots=True)
+class SeenToken:
+    """One replayed token."""
+
+    strata: tuple[str, ...]
+    drift: TokenDrift | None  # None if it was served without a logprob
+    row: ReplayedToken | None  # the distribution it should follow; None if nothing was drawn
+    made_by: str  # the replica that emitted it
+    draw: DrawResult | None = None  # None = its draw was not made again
+
+    @property
+    def distribution_terms(self) -> tuple[float, float] | None:
+        """p(y) - sum p^2, and surprisal minus its mean, whose means are 0; None if the token was not drawn from p."""
+        row = self.row
+        if row is None or row.outside != 0 or "greedy" in self.strata:
+            return None
+        return row.probability - row.expected_probability, row.surprisal - row.expected_surprisal
+
+
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """How far rounding may change a distribution without it counting as a fault."""
+
+    distribution_tolerance: float = 0.01  # to the means of the calibration test's terms
+    edge_nats: float = 1e-3  # to the place of a filter's edge, and to how far a token is from the likeliest
+    jump_nats: float = 1.0  # to a logprob, in all but one token of a thousand
+
+    def calibration_test(self, delta: float) -> CalibrationTest:
+        """A test with this tolerance."""
+        return CalibrationTest(tolerance=self.distribution_tolerance, edge_nats=self.edge_nats, delta=delta)
+
+
+@dataclass(frozen=True, slots=True)
+class Alarm:
+    """What a detector found in a stratum, and when the evidence of it began (unix seconds)."""
+
+    name: str
+    stratum: str
+    evidence_since: float
+
+
+class ReplicaWatch:
+    """What was observed of one replica since it was last trusted again."""
+
+    def __init__(self, rounding: Rounding) -> None:
+        self._cusums: defaultdict[str, Cusum] = defaultdict(Cusum)
+        self._jumps: defaultdict[str, DriftTest] = defaultdict(
+            lambda: DriftTest(rounding.jump_nats, _JUMP_RATE, _DELTA)
+        )
+        self._distributions: defaultdict[str, CalibrationTest] = defaultdict(lambda: rounding.calibration_test(_DELTA))
+        self._draws: defaultdict[str, DrawTest] = defaultdict(lambda: DrawTest(_DELTA))
+
+    def see(self, tokens: Sequence[SeenToken], *, greedy: bool, drift_tolerance: float, at: float = 0.0) -> list[Alarm]:
+        """Add one request's tokens, begun at that time (unix seconds); returns the alarms they raised."""
+        alarms: list[Alarm] = []
+        for stratum, members in by_stratum(tokens).items():
+            alarms += self._drifts(stratum, members, drift_tolerance, at)
+            alarms += self._is_drawn_wrongly(stratum, members, at)
+            if stratum not in KNOWN_AFTERWARDS:
+                alarms += self._breaks_distribution(stratum, members, greedy, at)
+        return alarms
+
+    def _drifts(self, stratum: str, tokens: Sequence[SeenToken], tolerance: float, at: float) -> Iterator[Alarm]:
+        cusum, jumps, drifts = self._cusums[stratum], self._jumps[stratum], drifts_of(tokens)
+        risen = cusum.add((drift.excess for drift in drifts), tolerance, at)
+        jumps.add((drift.nats for drift in drifts), at)
+        found = [cusum.evidence_since] if risen else []
+        if jumps.alarm:
+            found.append(jumps.evidence_since)
+            del self._jumps[stratum]
+        if found:
+            yield Alarm("drift", stratum, min(found))
+
+    def _is_drawn_wrongly(self, stratum: str, tokens: Sequence[SeenToken], at: float) -> Iterator[Alarm]:
+        test = self._draws[stratum]
+        test.add([token.draw for token in tokens if token.draw is not None], at)
+        if test.alarm:
+            yield Alarm("draws", stratum, test.evidence_since)
+            del self._draws[stratum]
+
+    def _breaks_distribution(
+        self, stratum: str, tokens: Sequence[SeenToken], greedy: bool, at: float
+    ) -> Iterator[Alarm]:
+        rows = [token.row for token in tokens if token.row is not None]
+        if not rows:
+            return
+        test = self._distributions[stratum]
+        test.add(rows, greedy=greedy, at=at)
+        if test.alarm is not None:
+            yield Alarm(test.alarm, stratum, test.evidence_since)
+            del self._distributions[stratum]
+
+
+def drifts_of(tokens: Iterable[SeenToken]) -> list[TokenDrift]:
+    """The drift of each token that was served with a logprob."""
+    return [token.drift for token in tokens if token.drift is not None]
+
+
+def by_stratum(tokens: Iterable[SeenToken]) -> dict[str, list[SeenToken]]:
+    """The tokens of each stratum; one may be in several."""
+    members: dict[str, list[SeenToken]] = {}
+    for token in tokens:
+        for stratum in token.strata:
+            members.setdefault(stratum, []).append(token)
+    return members
+
+
+def distribution_alarm(tokens: Sequence[SeenToken], greedy: bool, rounding: Rounding) -> str | None:
+    """The alarm that one request's own tokens raise about their distribution; None = none."""
+    test = rounding.calibration_test(_REQUEST_DELTA)
+    test.add([token.row for token in tokens if token.row is not None], greedy=greedy)
+    return test.alarm

@@ -1,0 +1,175 @@
+"""Whether the tokens of an answer are those that its seed demands, as far as rounding lets one say."""
+
+import enum
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from serve_app.referee.drift import TokenDrift
+from serve_app.referee.evidence import RareTest
+from speculative.selfcheck.replayed_draws import DrawCheck
+
+_LEAST_NATS = 1e-3  # two engines of equal arithmetic still sum in another order here and there
+_NOISE_FACTOR = 12.0  # standard deviations that rounding does not exceed
+_DRIFT_FACTOR = 4.0  # a token's own drift says how much rounding moved just there
+_MOST_DRIFTS = 3.0  # tolerances that this may add
+_NEAR = 0.25  # of the tolerance
+_NEAR_RATE = 0.02  # the share of sound tokens that come so near, at most
+_WRONG_RATE = 1e-4
+_KEPT_WORST = 3
+
+
+class DrawResult(enum.StrEnum):
+    """What came of the draw of one token, made again."""
+
+    FOLLOWS = "follows"  # it is the token that the seed demands
+    NEAR = "near"  # it would be, if rounding had moved the replayed logits a little
+    WRONG = "wrong"  # no rounding explains it
+
+
+@dataclass(slots=True)
+class _Drift:
+    """How far numbers moved between two engines. squares: their sum, nats squared."""
+
+    squares: float = 0.0
+    num_tokens: int = 0
+
+    def add(self, nats: float) -> None:
+        self.squares += nats**2
+        self.num_tokens += 1
+
+
+class DrawTolerance:
+    """How far rounding moves logits between the engines that answer and those that replay, in nats.
+
+    Measured by the drift of the logprobs, and of log q for checks that compute it again; until enough of them are
+    known, it is what `edge_nats` says of the arithmetic.
+
+    Args:
+        edge_nats: what rounding may shift a logit by.
+        min_tokens: until so many are known, that is the tolerance.
+        most_edges: the tolerance never exceeds so many times that.
+    """
+
+    def __init__(self, edge_nats: float, min_tokens: int = 256, most_edges: float = 4.0) -> None:
+        self._edge_nats = edge_nats
+        self._min_tokens = min_tokens
+        self._most_nats = most_edges * edge_nats
+        self._target, self._drafter = _Drift(), _Drift()
+
+    def add(self, drifts: Iterable[TokenDrift]) -> None:
+        """Learn from tokens of requests for which nothing was drafted; none of them counts more than `edge_nats`."""
+        for drift in drifts:
+            self._target.add(min(drift.nats, self._edge_nats))
+
+    def add_drafts(self, checks: Iterable[DrawCheck]) -> None:
+        """Learn how far log q drifts from the checks that computed it again; bounded in the same way."""
+        for check in checks:
+            if check.draft_drift is not None:
+                self._drafter.add(min(check.draft_drift, self._edge_nats))
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether enough is known of the drift."""
+        return self._target.num_tokens >= self._min_tokens
+
+    @property
+    def nats(self) -> float:
+        """A miss above this is no rounding."""
+        return self._nats(self._target)
+
+    def _nats(self, of: "_Drift") -> float:
+        if of.num_tokens < self._min_tokens:
+            return self._edge_nats
+        return min(max(_LEAST_NATS, _NOISE_FACTOR * math.sqrt(of.squares / of.num_tokens)), self._most_nats)
+
+    def judge(self, check: DrawCheck, drift: TokenDrift | None) -> DrawResult:
+        """What one check shows of a token whose logprob drifted so far; None = it was served without one."""
+        nats, moved = self.nats, 0.0 if drift is None else drift.nats
+        if check.draft_drift is not None:
+            nats, moved = max(nats, self._nats(self._drafter)), max(moved, check.draft_drift)
+        own = nats * (1 + min(_MOST_DRIFTS, _DRIFT_FACTOR * moved / nats))
+        # Where arithmetic is equal, so are the edges of the filters; a drafter's is not: it drafts in other kernels.
+        miss = check.miss if nats <= _LEAST_NATS and check.draft_drift is None else check.loose
+        return DrawResult.WRONG if not miss <= own else DrawResult.NEAR if miss > _NEAR * own else DrawResult.FOLLOWS
+
+
+class DrawTest:
+    """Whether more tokens than rounding explains are not, or only nearly, those that their seeds demand.
+
+    Args:
+        delta: probability of a false alarm, whenever one looks.
+    """
+
+    def __init__(self, delta: float) -> None:
+        self._wrong, self._near = RareTest(_WRONG_RATE, delta / 2), RareTest(_NEAR_RATE, delta / 2)
+
+    def add(self, results: Sequence[DrawResult], at: float = 0.0) -> None:
+        """Take in the results of tokens of that time, in seconds."""
+        self._wrong.add((result is DrawResult.WRONG for result in results), at)
+        self._near.add((result is not DrawResult.FOLLOWS for result in results), at)
+
+    @property
+    def evidence_since(self) -> float:
+        """When the evidence of the alarm began, in seconds."""
+        return min(test.evidence_since for test in (self._wrong, self._near) if test.alarm)
+
+    @property
+    def alarm(self) -> bool:
+        """Whether it is so."""
+        return self._wrong.alarm or self._near.alarm
+
+
+@dataclass(frozen=True, slots=True)
+class DrawsChecked:
+    """What was found about the draws of one answer.
+
+    results: of each token; None = not checked. worst: the checks that missed by most, the worst first. reason: why
+    tokens were not checked, "" = all were.
+    """
+
+    results: tuple[DrawResult | None, ...] = ()
+    worst: tuple[DrawCheck, ...] = ()
+    reason: str = ""
+
+    @property
+    def wrong(self) -> int | None:
+        """The first token that is not the one its seed demands; None = there is none."""
+        return next((index for index, result in enumerate(self.results) if result is DrawResult.WRONG), None)
+
+    @property
+    def num_checked(self) -> int:
+        """Tokens whose draws were made again."""
+        return sum(result is not None for result in self.results)
+
+    def to_wire(self) -> dict[str, Any]:
+        """As the API returns it."""
+        counts = Counter(result.value for result in self.results if result is not None)
+        return {
+            "num_checked": self.num_checked,
+            **{f"num_{result.value}": counts[result.value] for result in DrawResult},
+            "worst": [
+                {"index": check.token_index, "check": check.kind, "miss_nats": min(check.miss, 1e9)}
+                for check in self.worst
+            ],
+            "unchecked": self.reason or None,
+        }
+
+
+NOT_REPLAYED = DrawsChecked(reason="not replayed")
+
+
+def check_draws(
+    num_tokens: int, checks: Sequence[DrawCheck], drifts: Sequence[TokenDrift | None], tolerance: DrawTolerance
+) -> DrawsChecked:
+    """Judge the checks of an answer of so many tokens; drifts: of each, None where it was served without a logprob."""
+    order = tuple(DrawResult)
+    results: list[DrawResult | None] = [None] * num_tokens
+    for check in checks:
+        found, before = tolerance.judge(check, drifts[check.token_index]), results[check.token_index]
+        results[check.token_index] = found if before is None else max(found, before, key=order.index)
+    worst = sorted((check for check in checks if check.miss > 0), key=lambda check: -check.miss)[:_KEPT_WORST]
+    reason = "" if None not in results else "they end a round that was cut short, or were accepted in one (block)"
+    return DrawsChecked(tuple(results), tuple(worst), reason)

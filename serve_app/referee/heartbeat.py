@@ -1,0 +1,96 @@
+"""What a replica and the referee tell each other about once a second.
+
+The replica calls and the referee answers, so that neither needs to find the other; what the referee has found out
+reaches the replica with the answer to its next report.
+"""
+
+from dataclasses import dataclass, field
+
+from serve_app.backends.base import Computing
+from serve_app.referee.breaker import BreakerState, Mode, Trip
+from serve_app.telemetry.metrics import MetricBatch
+from serve_app.weights.desired_state import DesiredState, WeightsStatus
+from speculative.stats import CheckState
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A request that came to its end."""
+
+    request_id: str
+    began_at: float  # unix seconds, by the replica's clock, as all times here
+    ended_at: float
+    prefilled_by: str = ""  # the prefill replica that had a part in it
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaStatus:
+    """Where a replica's breaker stands."""
+
+    replica: str
+    pool: str
+    state: BreakerState
+    mode: Mode
+    since: float  # of the last change; what requests from before it show says nothing about the replica as it is now
+    reason: str  # of the last trip, "" = none
+
+    @property
+    def decodes_plainly(self) -> bool:
+        """Whether nothing is drafted there, for clients or otherwise."""
+        stopped = self.mode is Mode.AUTO and self.state in (BreakerState.OPEN, BreakerState.OUT)
+        return stopped or self.mode is Mode.OFF
+
+    def to_wire(self) -> dict[str, object]:
+        """For an operator."""
+        return {
+            "replica": self.replica,
+            "pool": self.pool,
+            "breaker": self.state.value,
+            "mode": self.mode.value,
+            "since": self.since,
+            "reason": self.reason,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Where a replica runs, and what: version, the node's host name and its id in `ray list nodes`, since when."""
+
+    version: str = ""
+    node: str = ""
+    node_id: str = ""
+    started_at: float = 0.0  # unix seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """From a replica."""
+
+    status: ReplicaStatus
+    batch: MetricBatch
+    finished: tuple[Finished, ...] = ()
+    trips: tuple[Trip, ...] = ()
+    checks: tuple[CheckState, ...] = ()
+    weights: WeightsStatus | None = None
+    computing: Computing = field(default_factory=Computing)
+    placed: Placed = field(default_factory=Placed)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """From the referee: replays show that a replica is wrong."""
+
+    replica: str
+    alarm: str  # drift, or what the calibration test names
+    stratum: str
+    began_at: float  # of the request that raised it
+    evidence_since: float  # when the evidence began, at or before that
+
+
+@dataclass(frozen=True, slots=True)
+class Orders:
+    """The referee's answer to a report."""
+
+    findings: tuple[Finding, ...] = ()
+    mode: Mode | None = None  # what an operator wants; None = nothing new
+    weights: DesiredState | None = None  # which to serve; None = no change

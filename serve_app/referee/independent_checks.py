@@ -1,0 +1,135 @@
+"""Checks a few of the replayed answers again, by a referee that shares no model code with the engine.
+
+An engine that replays its own answers repeats its own mistakes: what is wrong in every forward pass agrees with itself.
+"""
+
+import asyncio
+import dataclasses
+import logging
+import uuid
+from collections.abc import Awaitable, Callable
+
+from serve_app.backends.base import Replayed
+from serve_app.referee.detectors import ReplicaWatch, Rounding, drifts_of
+from serve_app.referee.evidence import DriftTest
+from serve_app.referee.judgement import Judge, Judgement
+from serve_app.referee.records import ReplayJob, Verdict
+from serve_app.referee.replay_selection import chosen
+from serve_app.referee.replica_book import Case, ReplicaBook
+from serve_app.telemetry.metric_names import INDEPENDENT_RESULTS
+from serve_app.telemetry.metrics import Metrics
+from speculative.errors import ConfigError
+from speculative.request import Request
+
+_logger = logging.getLogger("truespec.referee")
+
+_MAX_QUEUE = 4
+_DRIFT_RATE = 1e-3  # share of the logprobs that rounding moves by more than twice what it moves a logit
+_MAX_TOKENS = 4096  # of prompt and answer: on one core, longer ones take minutes
+
+IndependentReplay = Callable[[Request], Awaitable[Replayed]]
+"""Computes a teacher-forced request independently of the engine. Raises ConfigError where it lacks the weights."""
+
+
+class IndependentChecks:
+    """Checks a share of the answers that the engine's own replay has verified, one after another.
+
+    A fault of the model code is every replica's, and speculation is not its cause: it makes answers suspect, and is
+    counted for the alert, but trips no breaker. Evidence is gathered over all replicas.
+
+    Args:
+        replay: recomputes a request.
+        max_tme: tolerated, above the noise floor.
+        rounding: between the engine and the referee.
+        num_draft_tokens: the most drafted in a round.
+        book: is given the answers that were found wrong.
+        metrics: replays by result.
+        rate: the share of answers.
+    """
+
+    def __init__(
+        self,
+        replay: IndependentReplay,
+        rounding: Rounding,
+        book: ReplicaBook,
+        metrics: Metrics,
+        *,
+        rate: float,
+        max_tme: float = 1.05,
+        num_draft_tokens: int = 0,
+    ) -> None:
+        self._replay = replay
+        # Another pair of engines, with other rounding: its drift does not belong among that of the engine's replays.
+        self._judge = Judge(Metrics([], model_name="", pool=""), rounding, max_tme, num_draft_tokens)
+        self._watch = ReplicaWatch(rounding)
+        self._rounding = rounding
+        self._drift = self._new_drift_test()
+        self._book = book
+        self._metrics = metrics
+        self._rate = rate
+        self._queue: asyncio.Queue[ReplayJob] = asyncio.Queue(_MAX_QUEUE)
+        self._unsupported = ""  # the last reason, logged once
+        for result in INDEPENDENT_RESULTS:
+            metrics.count("truespec_independent_replays_total", 0, result=result)
+
+    def offer(self, job: ReplayJob) -> None:
+        """Queue a verified answer if it is among those to be checked; returns at once."""
+        if not chosen(f"independent {job.request.request_id}", self._rate):
+            return
+        if job.num_tokens > _MAX_TOKENS or self._queue.full():
+            self._count("skipped")
+        else:
+            self._queue.put_nowait(job)
+
+    async def run(self) -> None:
+        """Work through the queue until cancelled."""
+        while True:
+            job = await self._queue.get()
+            self._count(await self._check(job))
+
+    async def _check(self, job: ReplayJob) -> str:
+        """The result of one check, as the metric names it."""
+        try:
+            replayed = await self._replay(job.scored(f"independent-{uuid.uuid4().hex}"))
+            if set(job.weight_versions) != {replayed.weight_version}:
+                return "outdated"
+            job = dataclasses.replace(job, prompt_logprobs=())  # the prompt's are not computed
+            judgement = self._judge.judge(job, replayed)
+        except ConfigError as error:
+            if str(error) != self._unsupported:
+                _logger.warning("answers cannot be checked independently: %s", error)
+                self._unsupported = str(error)
+            return "unsupported"
+        except Exception as error:  # its process died: the check is lost, the others are not
+            _logger.warning("%s could not be checked independently: %s", job.request.request_id, error)
+            return "failed"
+        reason = self._wrong(job, judgement)
+        if not reason:
+            return "agrees"
+        reason = f"{replayed.replica} disagrees: {reason}"
+        checked = dataclasses.replace(judgement.checked, verdict=Verdict.SUSPECT, reason=reason)
+        self._book.report(Case(job, replayed, checked))
+        self._book.incidents.note("independent", "disagrees", job.replica)
+        return "disagrees"
+
+    def _wrong(self, job: ReplayJob, judgement: Judgement) -> str:
+        """What an answer shows, by itself or with those before it; "" = nothing is wrong."""
+        found = self._watch.see(
+            judgement.tokens,
+            greedy=job.request.params.greedy,
+            drift_tolerance=judgement.drift_tolerance,
+            at=job.began_at,
+        )
+        self._drift.add((drift.nats for drift in drifts_of(judgement.tokens)), job.began_at)
+        if self._drift.alarm:
+            limit, self._drift = self._drift.limit_nats, self._new_drift_test()
+            return f"drift: too many logprobs are off by more than {limit:g} nats"
+        if judgement.checked.verdict is Verdict.SUSPECT:
+            return judgement.checked.reason
+        return f"{found[0].name} in stratum {found[0].stratum}, over many answers" if found else ""
+
+    def _new_drift_test(self) -> DriftTest:
+        return DriftTest(2 * self._rounding.edge_nats, _DRIFT_RATE)
+
+    def _count(self, result: str) -> None:
+        self._metrics.count("truespec_independent_replays_total", result=result)

@@ -1,0 +1,209 @@
+"""Receipts: what a third party needs to make the draws of one answer again.
+
+A receipt is JSON of known fields; docs/proof.md describes them. What is signed is its canonical text: all fields but
+`signature`, keys sorted, no spaces, ASCII, numbers as Python writes them.
+"""
+
+import dataclasses
+import importlib.metadata
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from serve_app.backends.base import ModelInfo
+from serve_app.referee.records import Record
+from serve_app.referee.signatures import Signature, SigningKey
+from speculative.errors import EngineFault, InvalidRequest, TruespecError
+from speculative.request import Request, Round, SamplingParams, TokenKind
+from speculative.selfcheck.replayed_draws import Rounds
+
+FORMAT: Final = "truespec-receipt-1"
+
+TokenId = Annotated[int, Field(ge=0)]
+
+
+class NotAReceipt(TruespecError):
+    """What was given is no receipt of this format; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """How one choice of a reply came about. The tuples of the output have one entry a token."""
+
+    format: Literal["truespec-receipt-1"]
+    id: str  # of the reply, and behind a hyphen the choice's index
+    created: int  # unix seconds
+    model: str  # as clients name it
+    fingerprint: str  # of the configuration that matters and the weights, as they were loaded
+    weights: str  # the form in which they were loaded: a dtype, or what they were rounded to
+    dtype: str  # of activations
+    quantization: str | None  # of the weights, whoever rounded them
+    computing: str  # replicas of one name and the same weights round alike
+    truespec: str  # the version that answered
+    weight_versions: tuple[str, ...]  # that made its tokens
+    prompt_token_ids: Annotated[tuple[TokenId, ...], Field(min_length=1)]
+    token_ids: Annotated[tuple[TokenId, ...], Field(min_length=1)]
+    token_kinds: tuple[TokenKind, ...]
+    num_delivered: int  # tokens of the answer; further ones belong to the round in which a stop string ended it
+    logprobs: tuple[float, ...] | None  # nats, where the request asked for them
+    logprobs_mode: str  # which these are
+    params: SamplingParams
+    seed: Annotated[str, Field(pattern="^[0-9]{1,20}$")]  # decimal: it may have 64 bits
+    rounds: tuple[Round, ...]
+    signature: Signature | None = None
+
+    @property
+    def drawn(self) -> Rounds:
+        """Its draws, to be made again."""
+        return Rounds(len(self.prompt_token_ids), self.rounds, self.token_ids, self.token_kinds)
+
+    def scored(self) -> Request:
+        """The request that computes its tokens again.
+
+        Raises:
+            InvalidRequest: no request can have these fields.
+        """
+        return Request(
+            self.id,
+            self.prompt_token_ids + self.token_ids,
+            dataclasses.replace(self.params, prompt_logprobs=None),
+            int(self.seed),
+            score_from=len(self.prompt_token_ids),
+            draws=() if self.params.greedy else self.drawn.draws(),
+        )
+
+    def to_wire(self) -> dict[str, Any]:
+        """As the API returns it."""
+        wire: dict[str, Any] = _RECEIPT.dump_python(self, mode="json")
+        return wire | {"rounds": [dict(zip(Round._fields, values, strict=True)) for values in wire["rounds"]]}
+
+    def canonical(self) -> bytes:
+        """What is signed."""
+        unsigned = {name: value for name, value in self.to_wire().items() if name != "signature"}
+        return json.dumps(unsigned, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
+
+
+_RECEIPT = TypeAdapter(Receipt)
+
+
+def receipt_of(
+    record: Record, num_delivered: int, info: ModelInfo, created: int, signing_key: SigningKey | None
+) -> Receipt:
+    """The receipt of a finished request.
+
+    Raises:
+        EngineFault: tokens of it belong to no round.
+    """
+    request, computing = record.request, info.computing
+    receipt = Receipt(
+        format=FORMAT,
+        id=request.request_id,
+        created=created,
+        model=info.model_name,
+        fingerprint=info.fingerprint,
+        weights=computing.weights,
+        dtype=computing.dtype,
+        quantization=info.quantization,
+        computing=computing.name,
+        truespec=importlib.metadata.version("truespec"),
+        weight_versions=tuple(record.weight_versions),
+        prompt_token_ids=request.prompt_token_ids,
+        token_ids=tuple(record.token_ids),
+        token_kinds=tuple(record.kinds),
+        num_delivered=num_delivered,
+        logprobs=tuple(record.logprobs) or None,
+        logprobs_mode=computing.logprobs_mode,
+        params=request.params,
+        seed=str(request.seed),
+        rounds=tuple(record.rounds),
+    )
+    if not receipt.drawn.complete:
+        raise EngineFault(f"{request.request_id}: tokens came without the round that made them; there is no receipt.")
+    if signing_key is None:
+        return receipt
+    return dataclasses.replace(receipt, signature=signing_key.sign(receipt.canonical()))
+
+
+def read_receipts(text: str) -> list[Receipt]:
+    """The receipts of a file: it holds one, or a reply with `receipts`.
+
+    Raises:
+        NotAReceipt: it does not, or a receipt has unknown or missing fields.
+    """
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise NotAReceipt(f"It is not JSON: {error}.") from error
+    found = content.get("receipts", [content]) if isinstance(content, dict) else None
+    if not isinstance(found, list) or not found:
+        raise NotAReceipt("It is neither a receipt nor a reply with `receipts`.")
+    return [_read(one) for one in found]
+
+
+def wrong_rounds(receipt: Receipt, eos_token_ids: Sequence[int]) -> str:
+    """Why no engine can have made these tokens in these rounds, whatever the model; "" = it can."""
+    params, drawn = receipt.params, receipt.drawn
+    num_tokens = len(receipt.token_ids)
+    if not drawn.complete or len(receipt.token_kinds) != num_tokens:
+        return "the rounds do not make up the tokens"
+    if not 0 <= receipt.num_delivered <= num_tokens <= params.max_tokens:
+        return "max_tokens and the number of tokens contradict each other"
+    ends = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
+    early = next((index for index, token in enumerate(receipt.token_ids[:-1]) if token in ends), None)
+    if early is not None:
+        return f"token {early} ends the answer, and others follow"
+    start = 0
+    for one in receipt.rounds:
+        kinds = receipt.token_kinds[start : start + one.num_tokens]
+        start += one.num_tokens
+        reason = _wrong_round(one, kinds, is_last=start == num_tokens)
+        if TokenKind.FIRST in kinds and start > 1:
+            reason = "it is not the first"
+        elif one.verifier == "vllm":
+            reason = "vLLM's answers have no receipts"
+        elif params.reproducible and one.verifier != "coupled":
+            reason = f"reproducible answers are not verified by {one.verifier}"
+        if reason:
+            return f"the round that ends with token {start - 1}: {reason}"
+    return ""
+
+
+def _wrong_round(one: Round, kinds: Sequence[TokenKind], *, is_last: bool) -> str:
+    """Why there is no such round; "" = there may be."""
+    num_drafts = len(one.drafts)
+    probs = one.draft_probs
+    if not kinds or num_drafts > one.num_drafted or (probs is not None and len(probs) != num_drafts):
+        return "its tokens, drafts and probabilities are not as many as they must be"
+    if any(not 0 <= q <= 1 for q in (*(probs or ()), one.last_prob)):
+        return "a draft probability is none"
+    if any(kind is not TokenKind.ACCEPTED for kind in kinds[:-1]):
+        return "a token before its last was not accepted"
+    last, offset = kinds[-1], len(kinds) - 1
+    if last is TokenKind.ACCEPTED:
+        whole = is_last and offset < num_drafts
+    elif last is TokenKind.RECOVERED:
+        whole = offset + 1 == num_drafts
+    else:
+        whole = offset == num_drafts == one.num_drafted
+    return "" if whole else f"its last token cannot be {last.value}"
+
+
+def _read(content: Any) -> Receipt:
+    kind = content.get("format") if isinstance(content, dict) else None
+    if kind != FORMAT:
+        raise NotAReceipt(f"Its format is {str(kind)[:50]!r}, and {FORMAT!r} is known here.")
+    try:
+        text = json.dumps(content, allow_nan=False)
+        receipt = _RECEIPT.validate_json(text, strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise NotAReceipt(f"{where}: {first['msg']}.") from error
+    except (ValueError, InvalidRequest) as error:
+        raise NotAReceipt(f"params: {error}") from error
+    if receipt.to_wire() != content:
+        raise NotAReceipt(f"It has fields that {FORMAT!r} does not have, or lacks some.")
+    return receipt

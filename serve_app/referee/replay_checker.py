@@ -1,0 +1,191 @@
+"""Replays finished requests, without speculation and on fresh KV: the queue, its workers, and the replay itself."""
+
+import asyncio
+import dataclasses
+import logging
+import uuid
+from collections import deque
+from collections.abc import Awaitable, Callable, Collection
+from contextvars import Context, copy_context
+
+from serve_app.backends.base import Replayed, ReplayFailed
+from serve_app.referee.judgement import Judge
+from serve_app.referee.records import ReplayJob, Verdict
+from serve_app.referee.replica_book import Case, ReplicaBook
+from serve_app.referee.verdicts import Checked
+from serve_app.telemetry.metrics import Metrics
+from speculative.errors import InvalidRequest, SequenceTooLong
+from speculative.request import Request
+
+_logger = logging.getLogger("truespec.referee")
+
+Replay = Callable[[Request, Collection[str]], Awaitable[Replayed]]
+"""Computes a teacher-forced request on a replica, on one of those given only where there is no other."""
+
+_Queued = tuple[ReplayJob, asyncio.Future[Checked], Context]
+"""A job, the future it settles, and its context, which identifies the client's request and trace."""
+
+
+class ReplayChecker:
+    """Replays jobs from a bounded queue, a few at a time; a job that finds it full is skipped and counted.
+
+    Args:
+        replay: recomputes a request.
+        judge: compares an answer with its replay.
+        book: is given the verdicts on what clients were served.
+        metrics: replays by result, the length of the queue, and how long its oldest job has waited.
+        max_queue: jobs that wait; as many more may wait that somebody waits for.
+        max_running: replays at once.
+        verified: called for each answer of a client that was found correct.
+    """
+
+    def __init__(
+        self,
+        replay: Replay,
+        judge: Judge,
+        book: ReplicaBook,
+        metrics: Metrics,
+        *,
+        max_queue: int = 64,
+        max_running: int = 2,
+        verified: Callable[[ReplayJob], None] = lambda job: None,
+    ) -> None:
+        self._replay = replay
+        self._judge = judge
+        self._book = book
+        self._metrics = metrics
+        self._max_queue = max_queue
+        self._max_running = max_running
+        self._verified = verified
+        self._urgent: deque[_Queued] = deque()
+        self._queue: deque[_Queued] = deque()
+        self._queued_at: dict[asyncio.Future[Checked], float] = {}  # by the loop's clock; what is settled is not here
+        self._wake = asyncio.Semaphore(0)  # one permit per job in either queue
+
+    def submit(self, job: ReplayJob) -> None:
+        """Queue a job for replay when there is time; returns at once."""
+        self._enqueue(self._queue, job)
+
+    async def check(self, job: ReplayJob) -> Checked:
+        """Replay a job before those that nobody waits for, and return the result."""
+        settled = self._enqueue(self._urgent, job)
+        return await settled if settled is not None else Checked(reason="skipped: too many wait to be replayed")
+
+    def report_queue(self) -> None:
+        """Set the gauges of the queue; call this about once a second."""
+        self._metrics.gauge("truespec_replay_queue_length", len(self._urgent) + len(self._queue))
+        now = asyncio.get_running_loop().time()
+        self._metrics.gauge("truespec_replay_lag_seconds", now - next(iter(self._queued_at.values()), now))
+
+    def _enqueue(self, queue: deque[_Queued], job: ReplayJob) -> asyncio.Future[Checked] | None:
+        if len(queue) >= self._max_queue:
+            self._count(job, "skipped")
+            return None
+        loop = asyncio.get_running_loop()
+        settled: asyncio.Future[Checked] = loop.create_future()
+        queue.append((job, settled, copy_context()))
+        self._queued_at[settled] = loop.time()
+        self._wake.release()
+        return settled
+
+    async def run(self) -> None:
+        """Work through the queue until cancelled."""
+        async with asyncio.TaskGroup() as workers:
+            for _ in range(self._max_running):
+                workers.create_task(self._work())
+
+    async def _work(self) -> None:
+        while True:
+            await self._wake.acquire()
+            job, settled, context = (self._urgent or self._queue).popleft()
+            try:
+                checked = await asyncio.get_running_loop().create_task(self._check(job), context=context)
+            finally:
+                del self._queued_at[settled]
+            if not settled.done():
+                settled.set_result(checked)
+
+    async def _check(self, job: ReplayJob) -> Checked:
+        try:
+            replayed = await self._replayed(job)
+            if set(job.weight_versions) != {replayed.weight_version}:
+                return self._outdated(job, replayed)
+            judgement = self._judge.judge(job, replayed)
+            self._count(job, "ok")
+            checked = judgement.checked
+            if not job.request.canary:  # its own replica judges by it; clients never saw it
+                checked = self._book.add(Case(job, replayed, checked), judgement.tokens, judgement.drift_tolerance)
+                if checked.verdict is Verdict.VERIFIED:
+                    self._verified(job)
+            _logger.debug("%s is %s: %s", job.request.request_id, checked.verdict.value, checked.reason)
+            return checked
+        except Exception as error:  # a replica died, or was too busy: the check is lost, the referee is not
+            if _is_impossible(job, error):
+                return self._refused(job, _cause(error))
+            self._count(job, "failed")
+            self._metrics.count("truespec_verdicts_total", verdict=Verdict.UNVERIFIED.value)
+            _logger.warning("replay of %s failed: %s", job.request.request_id, error)
+            return Checked(reason="the replay failed")
+
+    async def _replayed(self, job: ReplayJob) -> Replayed:
+        """The replay of what was served; one that failed for no fault of the answer's is tried again, elsewhere."""
+        try:
+            return await self._attempt(job)
+        except Exception as error:
+            if _is_impossible(job, error):
+                raise
+            avoid = (error.replica,) if isinstance(error, ReplayFailed) else ()
+            _logger.info("replay of %s failed, and is tried again: %s", job.request.request_id, error)
+        return await self._attempt(job, avoid)
+
+    async def _attempt(self, job: ReplayJob, avoid: Collection[str] = ()) -> Replayed:
+        """The replay of what was served, including the prompt if its logprobs were returned."""
+        name = f"replay-{uuid.uuid4().hex}"
+        replayed = await self._replay(job.scored(name), avoid)
+        if not job.prompt_logprobs:
+            return replayed
+        served = job.request
+        scored = Request(
+            f"{name}-prompt",
+            served.prompt_token_ids,
+            score_from=1,
+            adapter=served.adapter,
+            cache_salt=served.cache_salt,
+            replay=True,
+        )
+        reported = await self._replay(scored, avoid)
+        version = replayed.weight_version if reported.weight_version == replayed.weight_version else ""
+        return dataclasses.replace(replayed, logprobs=(*reported.logprobs, *replayed.logprobs), weight_version=version)
+
+    def _count(self, job: ReplayJob, result: str) -> None:
+        self._metrics.count("truespec_replays_total", result=result, answered_by=job.replica)
+
+    def _outdated(self, job: ReplayJob, replayed: Replayed) -> Checked:
+        """A replay by other weights proves nothing about the answer."""
+        self._count(job, "outdated")
+        self._metrics.count("truespec_verdicts_total", verdict=Verdict.UNVERIFIED.value)
+        made, now = ", ".join(job.weight_versions), replayed.weight_version
+        _logger.info("%s was made with weights %s, and was replayed with %s", job.request.request_id, made, now)
+        return Checked(reason="the weights that made it are no longer served")
+
+    def _refused(self, job: ReplayJob, error: Exception) -> Checked:
+        """No engine takes the answer: whoever made it is wrong."""
+        self._count(job, "refused")
+        checked = Checked(verdict=Verdict.SUSPECT, reason=f"impossible: {error}")
+        return checked if job.request.canary else self._book.add_impossible(Case(job, None, checked))
+
+
+def _cause(error: Exception) -> Exception:
+    return error.why if isinstance(error, ReplayFailed) else error
+
+
+def _is_impossible(job: ReplayJob, error: Exception) -> bool:
+    """Whether a replay was refused because of the answer: it is too long, or its ids are no tokens of the model.
+
+    An engine with a shorter limit than the one that answered may refuse a correct answer; and a replica that is busy,
+    gone, or cannot do what the request asks for has not checked the answer.
+    """
+    cause = _cause(error)
+    if not isinstance(cause, InvalidRequest) or cause.field != "prompt":
+        return False
+    return not isinstance(cause, SequenceTooLong) or job.num_tokens > job.max_model_len

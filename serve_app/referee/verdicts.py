@@ -1,0 +1,146 @@
+"""What is known of each recent answer, bounded in memory."""
+
+import dataclasses
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from serve_app.referee.breaker import Trip
+from serve_app.referee.draws import NOT_REPLAYED, DrawsChecked
+from serve_app.referee.heartbeat import Finished
+from serve_app.referee.records import Distribution, ReplayJob, Verdict, worst
+
+_TRIPS_KEPT = 16  # of each replica, for answers that end after the trip that makes them suspect
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """What is known of one choice of an answer.
+
+    `checks` are those that were run, whatever they found: `logprobs` (each against the replay's), `support` (each
+    token is one that the request's rules and filters allow), `likeliest` (each token of a greedy answer is the
+    likeliest), `distribution` (the tokens count as evidence on whether tokens follow the model's distribution), `draws`
+    (tokens are those that the request's seed demands; `draws` says of how many).
+    """
+
+    verdict: Verdict = Verdict.UNVERIFIED
+    reason: str = "not replayed"
+    num_tokens: int = 0  # compared
+    tme: float | None = None
+    max_drift_nats: float | None = None
+    replayed_by: str = ""
+    checks: tuple[str, ...] = ()
+    distribution: Distribution = Distribution.UNTESTED
+    draws: DrawsChecked = NOT_REPLAYED
+
+    def to_wire(self) -> dict[str, Any]:
+        """As the API returns it."""
+        return {
+            "verdict": self.verdict.value,
+            "reason": self.reason,
+            "checked": list(self.checks),
+            "distribution": self.distribution.value,
+            "num_tokens": self.num_tokens,
+            "tme": self.tme,
+            "max_drift_nats": self.max_drift_nats,
+            "replayed_by": self.replayed_by,
+            "draws": self.draws.to_wire(),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    replicas: frozenset[str]  # that took part in it
+    began_at: float
+    ended_at: float
+    checked: Checked
+
+
+class VerdictBook:
+    """Verdicts by reply and choice; the oldest replies are forgotten.
+
+    Args:
+        max_replies: how many replies are remembered.
+    """
+
+    def __init__(self, max_replies: int) -> None:
+        self._max_replies = max_replies
+        self._replies: OrderedDict[str, dict[int, _Entry]] = OrderedDict()
+        self._trips: dict[str, deque[Trip]] = {}
+
+    def note(self, replica: str, finished: Finished) -> None:
+        """A request has ended; nothing is known of it yet, unless its check was faster."""
+        known = self._entry(finished.request_id)
+        checked = Checked() if known is None else known.checked
+        replicas = frozenset({replica, finished.prefilled_by} - {""}) | (known.replicas if known else frozenset())
+        self._put(finished.request_id, _Entry(replicas, finished.began_at, finished.ended_at, checked))
+
+    def record(self, job: ReplayJob, checked: Checked, now: float) -> Checked:
+        """A request was checked. Returns what to report: the check cannot clear what a trip made suspect."""
+        known = self._entry(job.request.request_id)
+        ended_at = now if known is None else known.ended_at
+        return self._put(job.request.request_id, _Entry(job.replicas, job.began_at, ended_at, checked)).checked
+
+    def trip(self, replica: str, trip: Trip) -> int:
+        """A replica was found faulty: what it took part in then is suspect. Returns how many answers became so."""
+        self._trips.setdefault(replica, deque(maxlen=_TRIPS_KEPT)).append(trip)
+        num_suspect = 0
+        for choices in self._replies.values():
+            for index, entry in choices.items():
+                if replica in entry.replicas:
+                    choices[index] = self._judged(entry)
+                    num_suspect += choices[index].checked.verdict is not entry.checked.verdict
+        return num_suspect
+
+    def reply(self, reply_id: str) -> dict[str, Any] | None:
+        """All that is known of a reply, as GET /v1/verdicts returns it; None if nothing is."""
+        choices = self._replies.get(reply_id)
+        return None if choices is None else render(reply_id, {index: choices[index].checked for index in choices})
+
+    def _entry(self, request_id: str) -> _Entry | None:
+        reply_id, index = split_id(request_id)
+        return self._replies.get(reply_id, {}).get(index)
+
+    def _put(self, request_id: str, entry: _Entry) -> _Entry:
+        reply_id, index = split_id(request_id)
+        judged = self._judged(entry)
+        self._replies.setdefault(reply_id, {})[index] = judged
+        while len(self._replies) > self._max_replies:
+            self._replies.popitem(last=False)
+        return judged
+
+    def _judged(self, entry: _Entry) -> _Entry:
+        for trip in (trip for replica in sorted(entry.replicas) for trip in self._trips.get(replica, ())):
+            if entry.checked.verdict is not Verdict.SUSPECT and (
+                entry.began_at < trip.at and entry.ended_at >= trip.suspect_since
+            ):
+                reason = f"the replica tripped: {trip.reason}"
+                checked = dataclasses.replace(entry.checked, verdict=Verdict.SUSPECT, reason=reason)
+                return dataclasses.replace(entry, checked=checked)
+        return entry
+
+
+def checks_of_all(choices: Sequence[Checked]) -> list[str]:
+    """The checks that every choice of a reply went through."""
+    return [check for check in choices[0].checks if all(check in choice.checks for choice in choices)]
+
+
+def render(reply_id: str, choices: dict[int, Checked]) -> dict[str, Any]:
+    """A reply's verdicts on the wire."""
+    reported = [choices[index] for index in sorted(choices)]
+    return {
+        "id": reply_id,
+        "object": "verdict",
+        "verdict": worst([checked.verdict for checked in reported]).value,
+        "checked": checks_of_all(reported),
+        "choices": [
+            {"index": index, **checked.to_wire()} for index, checked in zip(sorted(choices), reported, strict=True)
+        ],
+    }
+
+
+def split_id(request_id: str) -> tuple[str, int]:
+    """A request's reply, and its choice index there."""
+    reply_id, _, index = request_id.rpartition("-")
+    return reply_id, int(index)

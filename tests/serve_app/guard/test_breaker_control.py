@@ -1,0 +1,271 @@
+"""The guard over a fake engine: evidence in, deeds out, and a canary that tries speculation on real requests."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import pytest
+
+from serve_app.guard.breaker_control import Guard
+from serve_app.guard.canary import Canary, CanarySettings
+from serve_app.referee.breaker import Breaker, BreakerSettings, BreakerState, Mode
+from serve_app.referee.heartbeat import Finding, Orders
+from serve_app.referee.records import Records, ReplayJob, Verdict
+from serve_app.referee.verdicts import Checked
+from serve_app.streams.pooled import PooledTokenSource
+from serve_app.telemetry.metrics import BufferSink, Metrics
+from speculative.errors import EngineFault
+from speculative.request import FinishReason, Request, SamplingParams, Speculation, TokenDelta
+from speculative.stats import CheckState, StepStats
+from tests.support.fake_backend import FakeBackend, FakeConfig
+
+ALARM = StepStats(alarms={"f": 1})
+
+
+class Replica:
+    """A guard, the fake engine it guards, and a judge that answers what a test sets."""
+
+    def __init__(self, mode: Mode = Mode.AUTO, **settings: Any) -> None:
+        self.now = 1000.0
+        self.backend = FakeBackend(FakeConfig(**settings))
+        self.buffer = BufferSink("r1")
+        metrics = Metrics([self.buffer], model_name="fake", pool="decode")
+        self.breaker = Breaker(BreakerSettings(10, 100, 30), lambda: self.now, mode)
+        self.verdict: Verdict | Exception = Verdict.VERIFIED
+        self.judged: list[ReplayJob] = []
+        self.canary = Canary(
+            PooledTokenSource(self.backend, metrics), Records("r1", 256), self.judge, CanarySettings(num_requests=3)
+        )
+        self.guard = Guard(("r1", "decode"), self.backend, self.breaker, metrics, self.canary.try_out, lambda: self.now)
+
+    async def judge(self, job: ReplayJob) -> Checked:
+        self.judged.append(job)
+        if isinstance(self.verdict, Exception):
+            raise self.verdict
+        return Checked(self.verdict, "set by the test")
+
+    def count(self, name: str, **labels: str) -> float:
+        wanted = set(labels.values())
+        counters = self.buffer.drain().counters
+        return sum(value for (metric, values), value in counters.items() if metric == name and wanted <= set(values))
+
+    def step(self, stats: StepStats | None = None, *, later: float = 1.0) -> None:
+        self.now += later
+        self.guard.inspect(stats or StepStats())
+        self.guard.act()
+
+    async def canary_over(self) -> None:
+        for _ in range(500):
+            if self.breaker.state is not BreakerState.CANARY:
+                return
+            await asyncio.sleep(0.002)
+        raise AssertionError("the canary does not end")
+
+
+@pytest.fixture
+async def replica() -> Replica:
+    made = Replica()
+    await made.backend.start()
+    return made
+
+
+async def test_an_alarm_of_the_engine_stops_speculation_and_drops_what_was_computed(replica: Replica) -> None:
+    assert replica.backend.speculation is Speculation.ON
+    replica.step(ALARM)
+    assert replica.backend.speculation is Speculation.OFF
+    assert replica.backend.num_distrusted == 1
+    (trip,) = replica.guard.take_trips()
+    assert (trip.reason, trip.at) == ("selfcheck", 1001.0)
+    assert replica.guard.take_trips() == ()
+    assert replica.guard.status.state is BreakerState.OPEN
+    assert replica.count("truespec_breaker_trips_total", reason="selfcheck") == 1
+    replica.guard.check_health()
+
+
+async def test_answers_are_suspect_since_the_evidence_of_the_check_that_alarmed_began(replica: Replica) -> None:
+    (check,) = ALARM.alarms
+    states = [
+        CheckState(name, 10, 0.1, 9.0, 20.0, 14.0, 1, since) for name, since in ((check, 1300.0), ("another", 1100.0))
+    ]
+    replica.now = 2000.0
+    replica.guard.inspect(ALARM, states)
+    (trip,) = replica.guard.take_trips()
+    assert trip.suspect_since == 1300.0
+
+
+async def test_alarms_that_were_on_their_way_at_the_trip_are_not_a_second_one(replica: Replica) -> None:
+    replica.step(ALARM)
+    replica.step(ALARM)
+    assert replica.guard.status.state is BreakerState.OPEN
+    replica.step(ALARM)
+    assert replica.guard.status.state is BreakerState.OUT, "it goes on without speculation"
+    with pytest.raises(EngineFault, match="to be replaced"):
+        replica.guard.check_health()
+
+
+@pytest.mark.parametrize(
+    ("stats", "reason"),
+    [
+        (StepStats(violations={"p_zero": 1}), "invariant"),
+        (StepStats(logprob_violations={"mass": 1}), "logprobs"),
+        (StepStats(violations={"not_finite": 1, "no_token": 1}), "invariant"),
+        (StepStats(violations={"no_token": 3}), None),
+        (StepStats(), None),
+    ],
+)
+async def test_broken_rules_trip_but_no_client_can(replica: Replica, stats: StepStats, reason: str | None) -> None:
+    replica.step(stats)
+    assert [trip.reason for trip in replica.guard.take_trips()] == ([] if reason is None else [reason])
+
+
+@pytest.mark.parametrize(("alarm", "reason"), [("drift", "drift"), ("surprisal", "law"), ("support", "law")])
+async def test_what_the_referee_finds_trips(replica: Replica, alarm: str, reason: str) -> None:
+    replica.now = 2000.0
+    replica.guard.obey(Orders((Finding("r1", alarm, "all", began_at=1990.0, evidence_since=1500.0),)))
+    (trip,) = replica.guard.take_trips()
+    assert (trip.reason, trip.suspect_since) == (reason, 1500.0)
+    assert replica.backend.speculation is Speculation.OFF
+
+
+async def test_trips_that_could_not_be_reported_are_reported_later(replica: Replica) -> None:
+    replica.step(ALARM)
+    taken = replica.guard.take_trips()
+    replica.guard.put_back(taken)
+    assert replica.guard.take_trips() == taken
+
+
+async def test_a_canary_of_late_requests_brings_speculation_back(replica: Replica) -> None:
+    for number in range(5):
+        replica.canary.remember(
+            Request(
+                f"r-{number}", (number + 1, 7), SamplingParams(max_tokens=100, temperature=0.5, prompt_logprobs=1), 9
+            )
+        )
+    replica.canary.remember(Request("plain", (50, 51), SamplingParams(speculate=False)))
+    replica.step(ALARM)
+    replica.step(later=10)
+    assert replica.backend.speculation is Speculation.CANARY
+    await replica.canary_over()
+    assert replica.backend.speculation is Speculation.ON
+    assert [job.request.prompt_token_ids[0] for job in replica.judged] == [3, 4, 5]
+    assert [job.request.params.temperature for job in replica.judged] == [0.0, 0.5, 0.0], "every other one is greedy"
+    assert all(job.request.canary for job in replica.judged)
+    assert all(job.num_drafted > 0 for job in replica.judged[::2]), "what is greedy here repeats itself"
+    assert all(job.request.seed != 9 for job in replica.judged), "an old seed would draw the same numbers again"
+    assert all(job.request.params.max_tokens <= 48 for job in replica.judged)
+    assert len({job.request.request_id for job in replica.judged}) == 3
+    assert replica.backend.num_distrusted == 1
+    assert replica.count("truespec_canaries_total", result="passed") == 1
+
+
+async def test_a_request_that_its_own_rules_end_says_nothing_of_speculation(
+    replica: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was well when a client asked for less; as a canary it goes on until nothing is allowed."""
+    replica.canary.remember(Request("r", (1, 2), SamplingParams(max_tokens=2, allowed_token_ids=(5,))))
+    generate = replica.backend.generate
+
+    async def generated(request: Request, *args: Any) -> AsyncGenerator[TokenDelta, None]:
+        if request.params.allowed_token_ids:
+            yield TokenDelta(request.request_id, finish_reason=FinishReason.ERROR, error="...", broken="no_token")
+            return
+        async with contextlib.aclosing(generate(request, *args)) as deltas:
+            async for delta in deltas:
+                yield delta
+
+    monkeypatch.setattr(replica.backend, "generate", generated)
+    replica.step(ALARM)
+    replica.step(later=10)
+    await replica.canary_over()
+    assert replica.backend.speculation is Speculation.ON
+    assert replica.count("truespec_canaries_total", result="passed") == 1
+
+
+async def test_client_requests_stay_plain_while_a_canary_runs(replica: Replica) -> None:
+    replica.step(ALARM)
+    replica.step(later=10)
+    deltas = [delta async for delta in replica.backend.generate(Request("client", (1, 2)))]
+    assert sum(delta.num_drafted for delta in deltas) == 0
+    await replica.canary_over()
+
+
+@pytest.mark.parametrize(
+    ("verdict", "result"),
+    [
+        (Verdict.SUSPECT, "failed"),
+        (Verdict.UNVERIFIED, "inconclusive"),
+        (ConnectionError("no referee"), "inconclusive"),
+        (ValueError("a bug"), "inconclusive"),
+    ],
+)
+async def test_a_canary_that_does_not_pass_leaves_speculation_off(
+    replica: Replica, verdict: Verdict | Exception, result: str
+) -> None:
+    replica.verdict = verdict
+    replica.step(ALARM)
+    replica.step(later=10)
+    await replica.canary_over()
+    assert replica.backend.speculation is Speculation.OFF
+    assert replica.guard.status.state is BreakerState.OPEN
+    assert replica.backend.num_distrusted == 2
+    assert replica.count("truespec_canaries_total", result=result) == 1
+    assert replica.backend.num_live == 0
+
+
+@pytest.mark.parametrize(("min_drafted", "passed", "most"), [(1, True, 2), (10**6, None, 8), (0, True, 2)])
+async def test_a_canary_that_drafted_too_little_goes_on_and_then_has_shown_nothing(
+    replica: Replica, min_drafted: int, passed: bool | None, most: int
+) -> None:
+    source = PooledTokenSource(replica.backend, Metrics([], model_name="fake", pool="decode"))
+    canary = Canary(source, Records("r1", 256), replica.judge, CanarySettings(2, min_drafted))
+    assert await canary.try_out() is passed
+    assert len(replica.judged) == most
+
+
+async def test_an_alarm_during_a_canary_fails_it(replica: Replica) -> None:
+    replica.step(ALARM)
+    replica.step(later=10)
+    assert replica.guard.status.state is BreakerState.CANARY
+    replica.step(ALARM)
+    assert replica.backend.speculation is Speculation.OFF
+    for _ in range(20):
+        await asyncio.sleep(0.002)
+    assert replica.guard.status.state is BreakerState.OPEN
+    assert replica.count("truespec_canaries_total", result="failed") == 1
+    assert [trip.reason for trip in replica.guard.take_trips()] == ["selfcheck", "canary"]
+    assert replica.count("truespec_breaker_trips_total") == 0, "the first was counted before, a canary is no trip"
+
+
+async def test_an_operator_who_forces_speculation_on_during_a_canary_has_not_found_it_wrong(replica: Replica) -> None:
+    replica.step(ALARM)
+    replica.step(later=10)
+    assert replica.guard.status.state is BreakerState.CANARY
+    replica.guard.obey(Orders(mode=Mode.ON))
+    replica.guard.act()
+    assert replica.guard.status.state is BreakerState.CLOSED
+    for _ in range(50):
+        await asyncio.sleep(0.002)
+    canaries = {labels[-1]: n for (name, labels), n in replica.buffer.drain().counters.items() if "canaries" in name}
+    assert canaries == {"passed": 0, "failed": 0, "inconclusive": 1}
+    assert replica.backend.num_distrusted == 1, "at the trip"
+    assert [trip.reason for trip in replica.guard.take_trips()] == ["selfcheck"]
+    assert replica.guard.status.state is BreakerState.CLOSED
+
+
+async def test_an_operator_switches_speculation(replica: Replica) -> None:
+    for mode, speculation in ((Mode.OFF, Speculation.OFF), (Mode.ON, Speculation.ON), (Mode.AUTO, Speculation.ON)):
+        replica.guard.obey(Orders(mode=mode))
+        replica.guard.act()
+        assert replica.backend.speculation is speculation
+        assert replica.guard.status.mode is mode
+
+
+async def test_with_speculation_forced_on_alarms_are_counted_and_nothing_else() -> None:
+    replica = Replica(Mode.ON)
+    for _ in range(3):
+        replica.step(ALARM)
+    assert replica.backend.speculation is Speculation.ON
+    assert replica.backend.num_distrusted == 0
+    replica.guard.check_health()
+    assert len(replica.guard.take_trips()) == 3

@@ -1,0 +1,151 @@
+"""Verdicts on draws: from what an engine served, by way of the record, to what the referee says of each answer."""
+
+import dataclasses
+import itertools
+import math
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from deploy.faults.toy import table_engine
+from deploy.faults.traffic import PLAIN, sampling
+from serve_app.referee.draws import DrawResult, DrawTest, DrawTolerance, check_draws
+from serve_app.referee.drift import TokenDrift
+from serve_app.referee.records import ReplayJob, Verdict
+from speculative.request import Request
+from speculative.selfcheck.replayed_draws import DrawCheck
+from tests.support.referees import Court, EngineReplay, serve
+
+NUM_TOKENS = 256
+LOGPROBS = dataclasses.replace(PLAIN, logprobs=0)
+
+
+def answers(count: int, seed: int = 0) -> Iterator[ReplayJob]:
+    engine = table_engine(NUM_TOKENS)
+    for request in itertools.islice(sampling(NUM_TOKENS, LOGPROBS, seed), count):
+        yield serve(engine, dataclasses.replace(request, request_id=f"{request.request_id}-0"))
+
+
+@pytest.fixture
+def real(court: Court) -> Court:
+    court.checker._replay = EngineReplay(table_engine(NUM_TOKENS))
+    return court
+
+
+async def test_answers_that_follow_from_their_seeds_are_verified(real: Court) -> None:
+    for job in answers(8):
+        checked = await real.checker.check(job)
+        assert (checked.verdict, checked.reason) == (Verdict.VERIFIED, "replayed")
+        assert "draws" in checked.checks and checked.draws.num_checked == len(job.token_ids)
+        assert checked.to_wire()["draws"] == {
+            "num_checked": len(job.token_ids),
+            "num_follows": len(job.token_ids),
+            "num_near": 0,
+            "num_wrong": 0,
+            "worst": [],
+            "unchecked": None,
+        }
+    assert real.value("truespec_replay_draws_total", result="follows") > 0
+    assert real.value("truespec_replay_draws_total", check="accepted", result="wrong") == 0
+    assert real.hear("r1").findings == ()
+
+
+async def test_one_changed_token_is_named(real: Court) -> None:
+    named = 0
+    for number, job in enumerate(answers(20, seed=3)):
+        index = 7 + number
+        other = (job.token_ids[index] + 1 + number) % NUM_TOKENS
+        changed = (*job.token_ids[:index], other, *job.token_ids[index + 1 :])
+        checked = await real.checker.check(dataclasses.replace(job, token_ids=changed))
+        assert checked.verdict is Verdict.SUSPECT
+        named += checked.draws.wrong == index  # the logprobs may have drifted, too
+    assert named >= 18
+
+
+async def test_the_same_seed_everywhere_hides_nothing(real: Court) -> None:
+    """A client that sends one seed for all of its requests: each answer is checked by its own draws."""
+    engine = table_engine(NUM_TOKENS)
+    verdicts = []
+    for number in range(12):
+        job = serve(engine, Request(f"cmpl-{number}-0", (3 + number,), LOGPROBS, seed=42))
+        if number % 2:
+            job = dataclasses.replace(job, request=dataclasses.replace(job.request, seed=43))  # other random numbers
+        verdicts.append((await real.checker.check(job)).verdict)
+    assert verdicts == [Verdict.VERIFIED, Verdict.SUSPECT] * 6
+    assert "draws" in {finding.alarm for finding in real.hear("r1").findings}
+
+
+async def test_an_answer_without_rounds_says_that_its_draws_were_not_checked(real: Court) -> None:
+    (job,) = answers(1)
+    for rounds in ((), job.rounds[:-1]):
+        checked = await real.checker.check(dataclasses.replace(job, rounds=rounds))
+        assert "draws" not in checked.checks and checked.verdict is Verdict.VERIFIED
+        assert checked.to_wire()["draws"]["unchecked"] == "the engine did not report how it drew"
+
+
+def test_the_tolerance_follows_the_noise_of_the_pair() -> None:
+    tolerance = DrawTolerance(edge_nats=0.25)
+    assert tolerance.nats == 0.25, "unknown yet"
+    tolerance.add(TokenDrift.between(-1.0, -1.0) for _ in range(256))
+    assert tolerance.nats == 1e-3, "equal arithmetic"
+    tolerance.add(TokenDrift.between(-1.0, -1.0 + 0.02 * (-1) ** n) for n in range(10_000))
+    assert tolerance.nats == pytest.approx(0.24, rel=0.05)
+    tolerance.add(TokenDrift.between(-1.0, -4.0) for _ in range(100_000))
+    assert tolerance.nats == 1.0, "no fault passes for noise"
+
+
+def test_where_arithmetic_differs_tokens_near_an_edge_get_the_benefit_of_the_doubt() -> None:
+    check = DrawCheck(0, "interval", miss=3.0, loose=0.0)
+    tolerance = DrawTolerance(edge_nats=0.25)
+    assert tolerance.judge(check, None) is DrawResult.FOLLOWS
+    tolerance.add(TokenDrift.between(-1.0, -1.0) for _ in range(256))
+    assert tolerance.judge(check, None) is DrawResult.WRONG
+    assert tolerance.judge(DrawCheck(0, "interval", math.nan, math.nan), None) is DrawResult.WRONG
+
+
+def test_a_token_whose_logprob_drifted_may_miss_by_as_much() -> None:
+    tolerance = DrawTolerance(edge_nats=0.25)
+    check = DrawCheck(0, "choice", miss=0.6, loose=0.6)
+    assert tolerance.judge(check, None) is DrawResult.WRONG
+    assert tolerance.judge(check, TokenDrift.between(-1.0, -1.15)) is DrawResult.NEAR
+
+
+def test_draws_by_the_drafter_have_the_noise_of_its_own_rounding() -> None:
+    tolerance = DrawTolerance(edge_nats=0.25)
+    tolerance.add(TokenDrift.between(-1.0, -1.0) for _ in range(256))
+    check, other = DrawCheck(0, "recovered", 0.1, 0.1, draft_drift=0.0), DrawCheck(0, "interval", 0.1, 0.1)
+    tolerance.add_drafts([check] * 300)
+    assert tolerance.judge(check, None) is DrawResult.WRONG, "equal arithmetic"
+    assert tolerance.judge(check._replace(loose=0.0), None) is DrawResult.FOLLOWS, "a filter's edge"
+    tolerance.add_drafts([other._replace(draft_drift=0.02)] * 10_000)
+    assert tolerance.judge(check, None) is DrawResult.NEAR
+    assert tolerance.judge(other, None) is DrawResult.WRONG
+    moved = check._replace(miss=0.6, loose=0.6)
+    assert tolerance.judge(moved, None) is DrawResult.WRONG
+    assert tolerance.judge(moved._replace(draft_drift=0.1), None) is DrawResult.NEAR
+    tolerance.add_drafts([check._replace(draft_drift=math.inf)] * 100_000)
+    assert tolerance.judge(check._replace(miss=4.1, loose=4.1), None) is DrawResult.WRONG, "no fault passes for noise"
+
+
+def test_a_token_is_as_wrong_as_the_worst_of_its_checks() -> None:
+    checks = [DrawCheck(1, "rejected", 0.0, 0.0), DrawCheck(1, "support", 2.0, 2.0), DrawCheck(0, "interval", 0.1, 0.1)]
+    found = check_draws(3, checks, [None] * 3, DrawTolerance(edge_nats=0.25))
+    assert found.results == (DrawResult.NEAR, DrawResult.WRONG, None)
+    assert [check.kind for check in found.worst] == ["support", "interval"]
+    assert (found.wrong, found.num_checked) == (1, 2)
+    assert found.reason != ""
+
+
+def test_rounding_alone_raises_no_alarm_and_many_near_draws_do() -> None:
+    chance = random.Random(2)
+    sound, faulty = DrawTest(1e-6), DrawTest(1e-6)
+    for _ in range(200):
+        sound.add([DrawResult.NEAR if chance.random() < 0.01 else DrawResult.FOLLOWS for _ in range(100)])
+    assert not sound.alarm
+    for _ in range(20):
+        faulty.add([DrawResult.NEAR if chance.random() < 0.1 else DrawResult.FOLLOWS for _ in range(100)])
+    assert faulty.alarm
+    wrong = DrawTest(1e-6)
+    wrong.add([DrawResult.WRONG] * 3)
+    assert wrong.alarm

@@ -1,0 +1,260 @@
+"""An independent referee on tiny models: faults that the engine's own replays repeat, and what it cannot check."""
+
+import asyncio
+import dataclasses
+import random
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from serve_app.backends.base import Replayed, ServedWeights
+from serve_app.referee import transformers_model as transformers_referee
+from serve_app.referee.detectors import Rounding
+from serve_app.referee.independent_checks import IndependentChecks
+from serve_app.referee.records import ReplayJob, Verdict
+from serve_app.referee.transformers_model import TransformersModel, TransformersReferee
+from serve_app.telemetry.metrics import Metrics
+from speculative.config import DrafterConfig
+from speculative.model.config import ModelConfig
+from speculative.model.fingerprint import model_fingerprint
+from speculative.request import DEFAULT_VERSION, Request, SamplingParams
+from tests.support.engines import NGRAM, NO_DRAFTS, tiny_engine
+from tests.support.referees import NUM_TOKENS, Court, EngineReplay, Replayer, serve, served
+from tests.support.tiny_models import write_tiny_model
+
+PLAIN = SamplingParams(max_tokens=32, ignore_eos=True, logprobs=0)
+KINDS = (
+    PLAIN,
+    dataclasses.replace(PLAIN, temperature=0.8, top_p=0.9, logprobs=None),
+    dataclasses.replace(PLAIN, temperature=0),
+    dataclasses.replace(PLAIN, top_k=40, min_p=0.01, repetition_penalty=1.1, logit_bias=((40, 3.0),)),
+    dataclasses.replace(PLAIN, reproducible=True, logprobs=None),
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny", tokenizer=True)
+
+
+@pytest.fixture(scope="module")
+def drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("drafter") / "tiny", seed=1)
+
+
+def weights(folder: Path, **changes: str | None) -> ServedWeights:
+    known = ServedWeights(str(folder), str(folder), "float32", model_fingerprint(folder), DEFAULT_VERSION)
+    return dataclasses.replace(known, **changes)  # type: ignore[arg-type]
+
+
+def requests(count: int) -> Iterator[Request]:
+    """Of every kind, with prompts that repeat themselves."""
+    numbers = random.Random(0)
+    for index in range(count):
+        words = [numbers.randrange(3, 512) for _ in range(12)]
+        yield Request(f"cmpl-{index}-0", (*words, *words[:8]), KINDS[index % len(KINDS)], seed=numbers.getrandbits(63))
+
+
+Replay = Callable[[Request], Awaitable[Replayed]]
+
+
+def test_a_window_that_a_model_knows_nothing_of_hides_nothing_from_the_referee(tmp_path: Path) -> None:
+    """Neither at once nor behind a prefix whose keys and values are kept: transformers' cache goes by the field."""
+    plain, windowed = (
+        TransformersModel(write_tiny_model(tmp_path / str(window), sliding_window=window)) for window in (None, 4)
+    )
+    tokens = list(range(3, 35))
+    windowed.logits(tokens[:24], 20)
+    for start in (24, 1):
+        assert (windowed.logits(tokens, start) - plain.logits(tokens, start)).abs().max() < 1e-4
+
+
+def by_transformers(served: ServedWeights) -> Replay:
+    referee = TransformersReferee()
+
+    async def replay(request: Request) -> Replayed:
+        return referee.replay(request, served)
+
+    return replay
+
+
+class Bench:
+    """The court, and beside it an independent referee that is shown every verified answer."""
+
+    def __init__(self, court: Court, replay: Replay, rate: float = 1.0, **rounding: float) -> None:
+        self.court = court
+        self.results: Counter[str] = Counter()
+        sink = SimpleNamespace(count=lambda _, labels, value: self.results.update({labels[-1]: int(value)}))
+        metrics = Metrics([sink], model_name="tiny", pool="prefill")  # type: ignore[list-item]  # nothing else comes
+        self.checks = IndependentChecks(
+            replay, Rounding(**rounding), court.book, metrics, rate=rate, num_draft_tokens=NGRAM.max_drafts
+        )
+        court.checker._verified = self.checks.offer
+
+    async def judge(self, *jobs: ReplayJob) -> list[str]:
+        """Have the engine's own referee and then this one check answers; the own verdicts."""
+        verdicts = [(await self.court.checker.check(job)).verdict.value for job in jobs]
+        waiting, before = self.checks._queue.qsize(), self.num_checked
+        work = asyncio.create_task(self.checks.run())
+        while self.num_checked < before + waiting:
+            await asyncio.sleep(0)
+        work.cancel()
+        return verdicts
+
+    @property
+    def num_checked(self) -> int:
+        return self.results.total() - self.results["skipped"]
+
+    def verdict(self, number: int = 0) -> dict[str, Any]:
+        """What is known of an answer now."""
+        reply = self.court.book.verdicts.reply(f"cmpl-{number}")
+        assert reply is not None
+        return reply["choices"][0]  # type: ignore[no-any-return]
+
+
+async def judged(court: Court, folder: Path, count: int, drafts: DrafterConfig = NGRAM, **changes: str) -> Bench:
+    """So many answers of an engine, which another one like it verified."""
+    engine = tiny_engine(folder, drafter=drafts, **changes)
+    court.checker._replay = EngineReplay(tiny_engine(folder, drafter=NO_DRAFTS, **changes))
+    rounding = {"edge_nats": 0.5} if changes.get("dtype") == "bfloat16" else {}
+    bench = Bench(court, by_transformers(weights(folder)), **rounding)
+    for request in requests(count):
+        assert await bench.judge(serve(engine, request)) == [Verdict.VERIFIED]
+    return bench
+
+
+@pytest.mark.parametrize("verifier", ["token_wise", "block"])
+async def test_a_sound_engine_is_never_suspected(court: Court, folder: Path, drafter: Path, verifier: str) -> None:
+    sampled = DrafterConfig(kind="draft_model", model=str(drafter), num_draft_tokens=3)
+    assert (await judged(court, folder, 100, sampled, verifier=verifier)).results["agrees"] == 100
+
+
+async def test_a_sound_engine_in_bfloat16_is_never_suspected(court: Court, folder: Path) -> None:
+    assert (await judged(court, folder, 100, dtype="bfloat16")).results["agrees"] == 100
+
+
+@pytest.mark.parametrize(("field", "wrong"), [("rope_theta", 11_000.0), ("rms_norm_eps", 1e-4)])
+async def test_a_fault_of_every_forward_pass_is_found_though_the_engines_own_replays_share_it(
+    court: Court, folder: Path, monkeypatch: pytest.MonkeyPatch, field: str, wrong: float
+) -> None:
+    sound = ModelConfig.from_folder
+    monkeypatch.setattr(ModelConfig, "from_folder", lambda path: dataclasses.replace(sound(path), **{field: wrong}))
+    bench = await judged(court, folder, 20)
+    assert bench.results["disagrees"] >= 10
+    assert bench.results["agrees"] + bench.results["disagrees"] == 20
+    reasons = [one["reason"] for one in court.book.overview()["latest"] if one["verdict"] == "suspect"]
+    assert all(reason.startswith("transformers disagrees: ") for reason in reasons)
+    assert any("draws: token " in reason for reason in reasons)
+    assert any("logprobs are off" in reason for reason in reasons)
+
+
+async def test_an_answer_it_disagrees_with_is_suspect_and_dumped_and_nobody_trips(court: Court) -> None:
+    other = Replayer()
+    other.drift = -0.01
+    bench = Bench(court, lambda request: other(request, ()))
+    court.hear("r1")
+    assert await bench.judge(served()) == [Verdict.VERIFIED]
+    assert bench.results["disagrees"] == 1
+    assert [one["kind"] for one in court.book.overview()["incidents"]] == ["independent"]
+    found = bench.verdict()
+    assert (found["verdict"], found["replayed_by"]) == ("suspect", "p9")
+    assert found["reason"] == "p9 disagrees: drift: too many logprobs are off by more than 0.002 nats"
+    assert court.hear("r1").findings == (), "speculation is not the cause"
+    assert court.value("truespec_verdicts_total", verdict="suspect") == 1
+    await court.dump("*disagrees*")
+
+
+async def test_what_its_replays_show_does_not_mix_with_what_the_engines_own_show(court: Court) -> None:
+    other = Replayer()
+    other.drift = -0.0005
+    bench = Bench(court, lambda request: other(request, ()))
+    await bench.judge(served())
+    assert bench.results["agrees"] == 1
+    assert court.value("truespec_replay_tokens_total", stratum="all") == NUM_TOKENS
+    assert court.value("truespec_replay_tme_excess_total", stratum="all") == 0
+    assert bench.verdict()["verdict"] == "verified"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"form": "int8"},
+        {"source": None},
+        {"fingerprint": "0" * 32},
+        {"source": "/no/such/folder"},
+    ],
+    ids=["rounded when loaded", "over the wire", "changed on the disk", "missing"],
+)
+async def test_weights_that_it_cannot_have_are_said_once_and_counted(
+    court: Court, folder: Path, caplog: pytest.LogCaptureFixture, changes: dict[str, str | None]
+) -> None:
+    bench = Bench(court, by_transformers(weights(folder, **changes)))
+    await bench.judge(served(0), served(1))
+    assert bench.results["unsupported"] == 2
+    assert bench.verdict()["verdict"] == "verified"
+    assert caplog.text.count("answers cannot be checked independently: ") == 1
+
+
+async def test_a_model_that_there_is_no_memory_for_is_not_loaded(
+    court: Court, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transformers_referee, "_free_bytes", lambda: 2 * (folder / "model.safetensors").stat().st_size)
+    bench = Bench(court, by_transformers(weights(folder)))
+    await bench.judge(served())
+    assert bench.results["unsupported"] == 1
+
+
+async def test_it_loads_what_is_served_by_now(folder: Path, drafter: Path) -> None:
+    referee = TransformersReferee()
+    for source, version in ((folder, "default"), (drafter, "v1")):
+        job = serve(tiny_engine(source), next(requests(1)))
+        replayed = referee.replay(job.scored("again"), weights(source, version=version))
+        assert replayed.weight_version == version
+        assert replayed.logprobs == pytest.approx(job.logprobs, abs=1e-4)
+
+
+async def test_answers_of_other_weights_are_not_compared(court: Court) -> None:
+    other = Replayer()
+    other.drift = -3.0
+    bench = Bench(court, lambda request: other(request, ()))
+
+    async def now(request: Request, avoid: object) -> Replayed:
+        return dataclasses.replace(await court.replayer(request, ()), weight_version="v1")
+
+    court.checker._replay = now
+    assert await bench.judge(served(weight_versions=("v1",))) == [Verdict.VERIFIED]
+    assert bench.results["outdated"] == 1
+    assert bench.verdict()["verdict"] == "verified"
+
+
+async def test_only_answers_that_a_client_got_and_the_engine_verified_are_offered(court: Court) -> None:
+    bench = Bench(court, Replayer().__call__)  # type: ignore[arg-type]  # it is never called
+    canary = served()
+    await bench.judge(dataclasses.replace(canary, request=dataclasses.replace(canary.request, canary=True)))
+    court.replayer.drift = -2.0
+    assert await bench.judge(served(1)) == [Verdict.SUSPECT]
+    assert bench.results.total() == 0
+
+
+@pytest.mark.parametrize(("rate", "least", "most"), [(0.0, 0, 0), (0.2, 20, 60)])
+async def test_it_checks_a_share_and_skips_what_is_too_much(court: Court, rate: float, least: int, most: int) -> None:
+    bench = Bench(court, Replayer().__call__, rate)  # type: ignore[arg-type]  # it is never called
+    for number in range(200):
+        bench.checks.offer(served(number))
+    assert least <= bench.checks._queue.qsize() + bench.results["skipped"] <= most
+    assert bench.checks._queue.qsize() <= 4
+    long = Bench(court, Replayer().__call__)  # type: ignore[arg-type]
+    long.checks.offer(dataclasses.replace(served(), token_ids=(1,) * 5000))
+    assert long.checks._queue.qsize() == 0
+
+
+async def test_a_check_that_fails_is_counted_and_the_next_goes_on(court: Court) -> None:
+    other = Replayer()
+    other.fails = 1
+    bench = Bench(court, lambda request: other(request, ()))
+    await bench.judge(served(0), served(1))
+    assert (bench.results["failed"], bench.results["agrees"]) == (1, 1)

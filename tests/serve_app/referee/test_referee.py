@@ -1,0 +1,384 @@
+"""The referee on a fake replica: what it compares, what it finds, whom it reports to, and what it remembers."""
+
+import asyncio
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from serve_app.referee.breaker import BreakerState, Mode, Trip
+from serve_app.referee.heartbeat import Finished
+from serve_app.referee.records import ReplayJob, Verdict
+from speculative.errors import EngineFault, EngineOverloaded, InvalidRequest, SequenceTooLong
+from speculative.request import ReplayedToken, Request, SamplingParams, TokenKind
+from tests.support.referees import NUM_TOKENS, RIGHT, Court, served
+
+
+async def test_an_answer_that_is_right_is_verified_and_counted_by_stratum(court: Court) -> None:
+    checked = await court.checker.check(served())
+    assert checked.verdict is Verdict.VERIFIED
+    assert (checked.tme, checked.num_tokens, checked.replayed_by) == (1.0, NUM_TOKENS, "p9")
+    (forced,) = court.replayer.asked
+    assert forced.prompt_token_ids == (1, 2, 3, *range(NUM_TOKENS))
+    assert (forced.score_from, forced.params.temperature) == (3, 1.0)
+    tokens = {
+        stratum: court.value("truespec_replay_tokens_total", stratum=stratum)
+        for stratum in ("all", "first", "accepted", "handoff_0", "handoff_2_7", "near_limit", "sampled", "plain")
+    }
+    assert tokens == {
+        "all": 20,
+        "first": 1,
+        "accepted": 19,
+        "handoff_0": 1,
+        "handoff_2_7": 6,
+        "near_limit": 2,
+        "sampled": 20,
+        "plain": 0,
+    }
+    assert court.value("truespec_replays_total", result="ok") == 1
+    assert court.value("truespec_replay_importance_ratio_total", stratum="all") == pytest.approx(20)
+    assert court.value("truespec_replay_law_terms_total", stratum="all") == 20
+    assert court.hear().findings == ()
+
+
+async def test_the_lag_is_the_age_of_the_oldest_answer_that_is_not_replayed(court: Court) -> None:
+    def lag() -> float:
+        court.checker.report_queue()
+        return court.value("truespec_replay_lag_seconds")
+
+    assert lag() == 0
+    court.replayer.open.clear()
+    first = asyncio.create_task(court.checker.check(served(1)))
+    await asyncio.sleep(0.2)
+    second = asyncio.create_task(court.checker.check(served(2)))
+    await asyncio.sleep(0)
+    assert lag() >= 0.2
+    court.replayer.open.set()
+    await asyncio.gather(first, second)
+    assert lag() == 0
+
+
+async def test_a_prompt_whose_logprobs_were_reported_is_replayed_by_itself(court: Court) -> None:
+    params = SamplingParams(temperature=0.5, prompt_logprobs=1)
+    checked = await court.checker.check(served(params=params, prompt_logprobs=(-1.0, -1.0)))
+    assert checked.verdict is Verdict.VERIFIED
+    assert [(request.score_from, request.params.temperature) for request in court.replayer.asked] == [
+        (3, 0.5),
+        (1, 1.0),
+    ]
+    assert all(request.params.prompt_logprobs is None for request in court.replayer.asked)
+    assert court.value("truespec_replay_tokens_total", stratum="prompt") == 2
+    assert court.value("truespec_replay_tokens_total", stratum="all") == 20
+
+
+async def test_drift_makes_an_answer_suspect_and_is_reported_to_who_made_it(court: Court) -> None:
+    court.replayer.drift = -0.8
+    checked = await court.checker.check(served())
+    assert (checked.verdict, checked.reason) == (Verdict.SUSPECT, "drift")
+    findings = court.hear("r1").findings
+    assert {finding.alarm for finding in findings} == {"drift"}
+    assert "all" in {finding.stratum for finding in findings}
+    assert all(finding.began_at == 10.0 for finding in findings)
+    assert court.hear("p1").findings == (), "one first token is not enough to blame the prefill replica"
+    assert court.hear("r1").findings == (), "findings are delivered once"
+    assert court.value("truespec_replay_alarms_total", alarm="drift", stratum="all") >= 1
+    (incident,) = court.book.overview()["incidents"]
+    assert (incident["kind"], incident["name"], incident["replica"]) == ("replay", "drift", "r1")
+    assert "all" in incident["strata"]
+    assert court.value("truespec_verdicts_total", verdict="suspect") == 1
+    path = await court.dump("*drift*")
+    dump = json.loads(path.read_text())
+    assert dump["served"]["token_ids"] == list(range(NUM_TOKENS))
+    assert dump["served"]["request"]["params"]["temperature"] == 1.0
+    assert dump["replayed"]["logprobs"] == [-1.8] * NUM_TOKENS
+
+
+async def test_a_finding_says_when_its_evidence_began(court: Court) -> None:
+    wrong = ReplayedToken(0.3, 0.5, 1.2, 1.0, 3.0, 0.0)
+    for number in range(60):
+        court.replayer.row = lambda _, number=number: wrong if number >= 30 else RIGHT  # type: ignore[misc]
+        await court.checker.check(served(number, began_at=100.0 + 10 * number))
+        if findings := court.hear("r1").findings:
+            break
+    else:
+        raise AssertionError("nothing was found")
+    assert {finding.alarm for finding in findings} <= {"probability", "surprisal"}
+    assert {finding.evidence_since for finding in findings} == {400.0}
+    assert all(finding.began_at > 400.0 for finding in findings)
+
+
+async def test_drift_of_first_tokens_is_the_prefill_replicas(court: Court) -> None:
+    for number in range(6):
+        court.replayer.drift = -2.0
+        await court.checker.check(
+            served(
+                number,
+                token_ids=(5,),
+                logprobs=(-1.0,),
+                kinds=(TokenKind.FIRST,),
+                preempted=(False,),
+                rounds_since_handoff=(None,),
+            )
+        )
+    assert court.hear("p1").findings != ()
+    assert court.hear("r1").findings == ()
+
+
+@pytest.mark.parametrize(
+    ("state", "began_at", "both"),
+    [(BreakerState.CLOSED, 20.0, False), (BreakerState.CANARY, 20.0, False), (BreakerState.OPEN, 20.0, True)],
+)
+async def test_drift_where_nothing_is_drafted_may_be_either_replicas(
+    court: Court, state: BreakerState, began_at: float, both: bool
+) -> None:
+    court.hear("r1", since=10.0, state=state)
+    court.replayer.drift = -0.8
+    await court.checker.check(served(num_drafted=0, began_at=began_at))
+    assert court.hear("r1", since=10.0, state=state).findings != ()
+    assert (court.hear("p1").findings != ()) == both
+
+
+async def test_tokens_that_break_their_distribution_are_found_though_their_logprobs_are_right(court: Court) -> None:
+    court.replayer.row = lambda _: ReplayedToken(0.02, 0.5, 5.0, 1.0, 3.0, 0.0)
+    for number in range(5):
+        assert (await court.checker.check(served(number))).max_drift_nats == 0
+    alarms = {finding.alarm for finding in court.hear("r1").findings}
+    assert alarms and alarms <= {"probability", "surprisal"}
+
+
+SAMPLED, GREEDY = SamplingParams(temperature=1.0), SamplingParams(temperature=0)
+
+
+@pytest.mark.parametrize(
+    ("params", "seeds", "row", "checks", "distribution"),
+    [
+        (SAMPLED, (7,), RIGHT, ["logprobs", "support", "distribution"], "tested"),
+        (SAMPLED, (7, 7), RIGHT, ["logprobs", "support"], "repeated_seed"),
+        (SAMPLED, (7, 8), RIGHT, ["logprobs", "support", "distribution"], "tested"),
+        (GREEDY, (7, 7), RIGHT, ["logprobs", "likeliest"], "greedy"),
+        (SAMPLED, (7,), None, ["logprobs"], "untested"),
+    ],
+    ids=["sampled", "a seed seen before", "another seed", "greedy", "logprobs only"],
+)
+async def test_a_verdict_says_what_was_checked(
+    court: Court,
+    params: SamplingParams,
+    seeds: tuple[int, ...],
+    row: ReplayedToken | None,
+    checks: list[str],
+    distribution: str,
+) -> None:
+    court.replayer.row = lambda _: row
+    for number, seed in enumerate(seeds):
+        job = served(number, params=params)
+        asked = Request(job.request.request_id, job.request.prompt_token_ids, params, seed)
+        checked = await court.checker.check(served(number, request=asked))
+        assert checked.verdict is Verdict.VERIFIED
+    reply = court.book.verdicts.reply(f"cmpl-{len(seeds) - 1}")
+    assert reply is not None
+    assert (reply["checked"], reply["choices"][0]["checked"]) == (checks, checks)
+    assert reply["choices"][0]["distribution"] == distribution
+    assert court.book.overview()["latest"][0]["checked"] == checks
+    assert court.value("truespec_replay_distributions_total") == len(seeds)
+    assert court.value("truespec_replay_distributions_total", distribution=distribution) >= 1
+
+
+async def test_an_answer_without_logprobs_is_judged_by_its_tokens(court: Court) -> None:
+    checked = await court.checker.check(served(0, logprobs=()))
+    assert (checked.verdict, checked.checks) == (Verdict.VERIFIED, ("support", "distribution"))
+    assert (checked.tme, checked.max_drift_nats, checked.num_tokens) == (None, None, NUM_TOKENS)
+    assert court.value("truespec_replay_tokens_total") == 0, "no logprob was compared"
+    assert court.value("truespec_replay_law_terms_total", stratum="all") == NUM_TOKENS
+    prompted = await court.checker.check(served(1, logprobs=(), prompt_logprobs=(-1.0, -1.0)))
+    assert (prompted.tme, prompted.checks) == (1.0, ("support", "distribution")), "not those of the answer"
+    assert court.value("truespec_replay_tokens_total", stratum="prompt") == 2
+    court.replayer.row = lambda index: ReplayedToken(0.0, 0.5, 10.0, 0.7, 9.0, float("inf")) if index == 7 else RIGHT
+    wrong = await court.checker.check(served(2, logprobs=()))
+    assert (wrong.verdict, wrong.reason) == (Verdict.SUSPECT, "distribution: support")
+    assert {finding.alarm for finding in court.hear("r1").findings} == {"support"}
+    court.replayer.row = lambda _: None
+    nothing = await court.checker.check(served(3, logprobs=()))
+    assert (nothing.verdict, nothing.checks, nothing.num_tokens) == (Verdict.UNVERIFIED, (), 0)
+
+
+async def test_a_client_that_repeats_its_seed_repeats_its_luck_and_alarms_nobody(court: Court) -> None:
+    court.replayer.row = lambda _: ReplayedToken(0.02, 0.5, 5.0, 1.0, 3.0, 0.0)
+    for number in range(20):
+        again = served(number)
+        lucky = Request(again.request.request_id, again.request.prompt_token_ids, again.request.params, seed=7)
+        await court.checker.check(served(number, request=lucky))
+    assert court.hear("r1").findings == ()
+
+
+async def test_a_forbidden_token_is_found_at_once(court: Court) -> None:
+    court.replayer.row = lambda index: ReplayedToken(0.0, 0.5, 10.0, 0.7, 9.0, float("inf")) if index == 7 else RIGHT
+    checked = await court.checker.check(served())
+    assert (checked.verdict, checked.reason) == (Verdict.SUSPECT, "distribution: support")
+    assert "support" in {finding.alarm for finding in court.hear("r1").findings}
+
+
+async def test_right_tokens_raise_no_alarm_in_many_replays(court: Court) -> None:
+    draw = random.Random(5)
+
+    def row(_: int) -> ReplayedToken:
+        # Two tokens of 0.8 and 0.2, drawn as they should be.
+        likely = draw.random() < 0.8
+        return ReplayedToken(
+            0.8 if likely else 0.2, 0.68, 0.223 if likely else 1.609, 0.5004, 0.0 if likely else 1.386, 0.0
+        )
+
+    court.replayer.row = row
+    for number in range(400):
+        court.replayer.drift = draw.gauss(0, 0.01)
+        assert (await court.checker.check(served(number))).verdict is Verdict.VERIFIED
+    assert court.hear("r1").findings == court.hear("p1").findings == ()
+
+
+async def test_what_began_before_a_replica_changed_says_nothing_about_it(court: Court) -> None:
+    court.hear("r1", since=500.0)
+    court.replayer.drift = -0.8
+    assert (await court.checker.check(served(began_at=499.0))).verdict is Verdict.SUSPECT
+    assert court.hear("r1", since=500.0).findings == ()
+    await court.checker.check(served(began_at=501.0))
+    assert court.hear("r1", since=500.0).findings != ()
+
+
+async def test_a_canary_is_judged_and_blames_nobody(court: Court) -> None:
+    court.replayer.drift = -0.8
+    one = served()
+    canary = served(request=Request("canary-x-0", one.request.prompt_token_ids, canary=True))
+    assert (await court.checker.check(canary)).verdict is Verdict.SUSPECT
+    assert court.hear("r1").findings == ()
+    assert court.book.verdicts.reply("canary-x") is None
+
+
+async def test_a_full_queue_skips_and_says_so(tmp_path: Path) -> None:
+    court = Court(tmp_path, max_queue=3, max_running=2)
+    work = asyncio.create_task(court.checker.run())
+    court.replayer.open.clear()
+    for number in range(10):
+        court.checker.submit(served(number))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    assert court.value("truespec_replays_total", result="skipped") == 5
+    assert len(court.replayer.asked) == 2
+    urgent = asyncio.create_task(court.checker.check(served(99, params=SamplingParams(temperature=0.9))))
+    await asyncio.sleep(0)
+    court.replayer.open.set()
+    assert (await urgent).verdict is Verdict.VERIFIED
+    assert court.replayer.asked[2].params.temperature == 0.9, "who is waited for comes first"
+    work.cancel()
+
+
+async def test_a_replay_that_fails_leaves_the_answer_unverified_and_the_referee_at_work(court: Court) -> None:
+    court.replayer.fails = 2
+    checked = await court.checker.check(served(1, replica="r2"))
+    assert (checked.verdict, checked.reason) == (Verdict.UNVERIFIED, "the replay failed")
+    assert (await court.checker.check(served(2))).verdict is Verdict.VERIFIED
+    assert court.value("truespec_replays_total", result="failed", answered_by="r2") == 1
+    assert court.value("truespec_replays_total", result="ok", answered_by="r1") == 1
+
+
+async def test_a_replay_that_fails_is_tried_again_elsewhere(court: Court) -> None:
+    court.replayer.fails = 1
+    prompt_logprobs = (-1.0, -1.0)
+    assert (await court.checker.check(served(prompt_logprobs=prompt_logprobs))).verdict is Verdict.VERIFIED
+    assert court.replayer.avoided == [(), ("p8",), ("p8",)], "the prompt's part comes of the same replica"
+    assert court.value("truespec_replays_total") == court.value("truespec_replays_total", result="ok") == 1
+
+
+async def assert_impossible(court: Court, job: ReplayJob, why: str) -> None:
+    """The answer is suspect, and who made it hears of it."""
+    checked = await court.checker.check(job)
+    assert checked.verdict is Verdict.SUSPECT
+    assert checked.reason.startswith("impossible") and why in checked.reason
+    reported = court.book.verdicts.reply("cmpl-1")
+    assert reported is not None and reported["verdict"] == "suspect"
+    assert court.value("truespec_replays_total", result="refused") == 1
+    assert court.value("truespec_replays_total", result="failed") == 0
+    assert court.value("truespec_replay_alarms_total", alarm="impossible", stratum="all") == len(set(job.made_by))
+    assert court.value("truespec_verdicts_total", verdict="suspect") == 1
+    for maker in set(job.made_by):
+        (finding,) = court.hear(maker).findings
+        assert (finding.alarm, finding.began_at) == ("impossible", 10.0)
+    await court.dump("*impossible*")
+
+
+async def test_an_answer_one_token_longer_than_the_longest_sequence_is_a_finding(court: Court) -> None:
+    """Nobody needs to be asked, and so nobody can be too obliging."""
+    assert (await court.checker.check(served(0, max_model_len=3 + NUM_TOKENS))).verdict is Verdict.VERIFIED
+    await assert_impossible(court, served(1, max_model_len=3 + NUM_TOKENS - 1), "longer than the longest sequence")
+    assert len(court.replayer.asked) == 1
+
+
+async def test_an_answer_that_no_engine_takes_is_a_finding(court: Court) -> None:
+    court.replayer.refuses = InvalidRequest("prompt", "Token ids must be between 0 and 63.")
+    await assert_impossible(court, served(1), "Token ids must be between 0 and 63.")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        EngineOverloaded("All replicas are busy."),
+        EngineFault("The engine was stopped."),
+        SequenceTooLong("prompt", "The prompt has 23 tokens; this model takes at most 16."),
+        InvalidRequest("model", "This engine has no adapters."),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+async def test_a_replayer_that_did_not_look_at_the_answer_finds_nothing(court: Court, error: Exception) -> None:
+    """It is busy, gone, takes shorter sequences than the engine that answered, or cannot do what was asked for."""
+    court.replayer.refuses = error
+    checked = await court.checker.check(served(1))
+    assert (checked.verdict, checked.reason) == (Verdict.UNVERIFIED, "the replay failed")
+    assert court.value("truespec_replays_total", result="failed") == 1
+    assert court.value("truespec_replays_total", result="refused") == 0
+    assert court.hear().findings == ()
+
+
+async def test_a_canary_that_no_engine_takes_is_judged_and_blames_nobody(court: Court) -> None:
+    job = served(1, request=Request("canary-0", (1, 2, 3), canary=True), max_model_len=NUM_TOKENS)
+    assert (await court.checker.check(job)).verdict is Verdict.SUSPECT
+    assert court.hear().findings == ()
+    assert court.book.verdicts.reply("canary") is None
+
+
+async def test_a_trip_makes_answers_suspect_and_writes_a_dump(court: Court) -> None:
+    await court.checker.check(served(1))
+    finished = tuple(Finished(f"cmpl-{number}-0", 10, 12 + number) for number in range(3))
+    court.hear("r1", finished=finished)
+    assert (court.book.verdicts.reply("cmpl-1") or {})["verdict"] == "verified"
+    court.hear("r1", since=20.0, trips=(Trip("selfcheck", 20.0, 13.0),))
+    reported = [(court.book.verdicts.reply(f"cmpl-{number}") or {})["verdict"] for number in range(3)]
+    assert reported == ["unverified", "suspect", "suspect"]
+    path = await court.dump("*trip-selfcheck*")
+    dump = json.loads(path.read_text())
+    assert dump["replica"]["replica"] == "r1"
+    assert [replay["served"]["request"]["request_id"] for replay in dump["replays"]] == ["cmpl-1-0"]
+
+
+async def test_an_operators_order_reaches_one_replica_or_all_and_those_to_come(court: Court) -> None:
+    court.hear("r1")
+    court.hear("r2")
+    assert court.book.order(Mode.OFF, "nobody") is None
+    assert [status["replica"] for status in court.book.order(Mode.OFF, "r2") or ()] == ["r1", "r2"]
+    assert court.hear("r1").mode is None
+    assert court.hear("r2").mode is Mode.OFF
+    assert court.hear("r2").mode is None, "it was delivered"
+    court.book.order(Mode.ON, None)
+    assert [court.hear(name).mode for name in ("r1", "r2", "r3")] == [Mode.ON] * 3
+
+
+async def test_a_replica_that_is_gone_is_forgotten(court: Court) -> None:
+    court.hear("r1")
+    court.now += 61
+    court.hear("r2")
+    assert [status["replica"] for status in court.book.statuses()] == ["r2"]
+
+
+async def test_what_was_not_replayed_was_not_checked(court: Court) -> None:
+    court.replayer.fails = 2
+    checked = await court.checker.check(served())
+    assert (checked.verdict, checked.checks, checked.distribution) == (Verdict.UNVERIFIED, (), "untested")
+    assert court.value("truespec_replay_distributions_total") == 0

@@ -1,0 +1,249 @@
+"""Answers that carry their verdict, verdicts asked for afterwards, and the operator's switch."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from serve_app.access.access import Access, read_token
+from serve_app.errors import UnknownReplica
+from serve_app.http.admin import Admin, SpeculationOrder
+from serve_app.http.routes import PastReplies
+from serve_app.openai.frontend import FrontEnd
+from serve_app.openai.parsing import parse
+from serve_app.openai.requests import ChatCompletionRequest, CompletionRequest
+from serve_app.referee.records import Record, Records, ReplayJob, Verdict
+from serve_app.referee.replay_selection import Checks
+from serve_app.referee.verdicts import Checked
+from serve_app.streams.observed import ObservedSource, SourceLimits
+from serve_app.telemetry.metrics import BufferSink, Metrics
+from serve_app.text.tokenizer import Tokenizer
+from speculative.errors import ConfigError, InvalidRequest
+from tests.support.fake_serving import BackendSource, Served, ServeFake, make_backend
+
+Judge = Callable[[ReplayJob], Verdict]
+
+
+class Verifying:
+    """A front end over a fake engine whose answers are judged as a test says."""
+
+    def __init__(self, tokenizer: Tokenizer, judge: Judge, delay_s: float = 0.0) -> None:
+        self.jobs: list[ReplayJob] = []
+        backend, self.script = make_backend(tokenizer)
+        metrics = Metrics([BufferSink("r1")], model_name="m", pool="decode")
+
+        async def check(job: ReplayJob) -> Checked:
+            self.jobs.append(job)
+            await asyncio.sleep(delay_s)
+            return Checked(judge(job), checks=("logprobs", "support"))
+
+        def unasked(_: ReplayJob) -> None:
+            raise AssertionError("nobody's share is replayed here")
+
+        checks = Checks(lambda _: False, lambda _: True, unasked, check, timeout_s=0.5)
+
+        def ended(_: Record, job: ReplayJob | None) -> None:
+            if job is not None:
+                checks.ended(job)
+
+        source = ObservedSource(
+            BackendSource(backend),
+            metrics,
+            Records("r1", 256),
+            select=checks.select,
+            ended=ended,
+            limits=SourceLimits(64, 30),
+        )
+        self.front_end = FrontEnd(source, tokenizer, backend.info, checks=checks)
+
+    async def reply(self, wire: Any) -> dict[str, Any]:
+        return await self.front_end.collect(await self.front_end.prepare(wire))
+
+    async def chunks(self, wire: Any) -> list[Any]:
+        raw = b"".join([event async for event in self.front_end.events(await self.front_end.prepare(wire))]).decode()
+        data = [block.removeprefix("data: ") for block in raw[:-2].split("\n\n")]
+        assert data[-1] == "[DONE]"
+        return [json.loads(text) for text in data[:-1]]
+
+
+def completion(**fields: Any) -> CompletionRequest:
+    return parse(
+        json.dumps({"model": "fake", "prompt": "hello", "max_tokens": 9, **fields}).encode(), CompletionRequest
+    )
+
+
+def chat(**fields: Any) -> ChatCompletionRequest:
+    body = {"model": "fake", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 9, **fields}
+    return parse(json.dumps(body).encode(), ChatCompletionRequest)
+
+
+def right(_: ReplayJob) -> Verdict:
+    return Verdict.VERIFIED
+
+
+@pytest.mark.parametrize("wire", [completion, chat])
+async def test_a_whole_answer_carries_its_verdict(tokenizer: Tokenizer, wire: Any) -> None:
+    verifying = Verifying(tokenizer, right)
+    reply = await verifying.reply(wire(verify=True))
+    assert (reply["verdict"], reply["verdicts"], reply["checked"]) == (
+        "verified",
+        ["verified"],
+        ["logprobs", "support"],
+    )
+    (job,) = verifying.jobs
+    assert job.request.request_id == f"{reply['id']}-0"
+    assert len(job.token_ids) == len(job.logprobs) == reply["usage"]["completion_tokens"]
+    assert reply["choices"][0]["logprobs"] is None, "they were gathered for the check, and nobody asked for them"
+
+
+async def test_each_choice_has_its_verdict_and_the_reply_the_worst(tokenizer: Tokenizer) -> None:
+    reported = {0: Verdict.VERIFIED, 1: Verdict.UNVERIFIED, 2: Verdict.SUSPECT, 3: Verdict.VERIFIED}
+    verifying = Verifying(tokenizer, lambda job: reported[int(job.request.request_id[-1])])
+    reply = await verifying.reply(completion(verify=True, n=2, prompt=["one", "two"]))
+    assert reply["verdicts"] == ["verified", "unverified", "suspect", "verified"]
+    assert reply["verdict"] == "suspect"
+
+
+@pytest.mark.parametrize("wire", [completion, chat])
+@pytest.mark.parametrize("with_usage", [False, True])
+async def test_the_last_chunk_of_a_stream_carries_it(tokenizer: Tokenizer, wire: Any, with_usage: bool) -> None:
+    options = {"stream_options": {"include_usage": True}} if with_usage else {}
+    chunks = await Verifying(tokenizer, right, delay_s=0.01).chunks(wire(verify=True, stream=True, n=2, **options))
+    *before, last = chunks
+    assert (last["verdict"], last["verdicts"], last["choices"]) == ("verified", ["verified"] * 2, [])
+    assert last["object"] == before[0]["object"]
+    assert ("usage" in last) == with_usage
+    assert not any("verdict" in chunk for chunk in before)
+    assert sum(chunk["choices"][0]["finish_reason"] is not None for chunk in before) == 2
+
+
+async def test_who_does_not_ask_is_neither_checked_nor_reported(tokenizer: Tokenizer) -> None:
+    verifying = Verifying(tokenizer, right)
+    for verify in ({}, {"verify": False}, {"verify": None}):
+        assert "verdict" not in await verifying.reply(completion(**verify))
+        assert not any("verdict" in chunk for chunk in await verifying.chunks(completion(stream=True, **verify)))
+    assert verifying.jobs == []
+
+
+async def test_a_stop_string_ends_what_is_checked_too(tokenizer: Tokenizer) -> None:
+    verifying = Verifying(tokenizer, right)
+    verifying.script.say("hello STOP and on and on")
+    reply = await verifying.reply(completion(verify=True, stop=" STOP", max_tokens=60))
+    assert (reply["choices"][0]["text"], reply["verdict"]) == ("hello", "verified")
+
+
+async def test_a_check_that_takes_too_long_leaves_it_unverified(tokenizer: Tokenizer) -> None:
+    reply = await Verifying(tokenizer, right, delay_s=30).reply(completion(verify=True))
+    assert reply["verdict"] == "unverified"
+
+
+async def test_a_server_that_cannot_check_refuses_to(tokenizer: Tokenizer) -> None:
+    backend, _ = make_backend(tokenizer)
+    front_end = FrontEnd(BackendSource(backend), tokenizer, backend.info)
+    with pytest.raises(InvalidRequest, match="raw_logprobs") as caught:
+        await front_end.prepare(completion(verify=True))
+    assert caught.value.field == "verify"
+    with pytest.raises(InvalidRequest, match="verify"):
+        completion(verify="yes")
+
+
+# ---- over HTTP
+
+
+async def known(reply_id: str) -> dict[str, Any] | None:
+    return {"id": reply_id, "verdict": "verified"} if reply_id == "cmpl-known" else None
+
+
+def test_a_verdict_is_reported_afterwards_or_missing_by_name(serve_fake: ServeFake) -> None:
+    server = serve_fake(replies=PastReplies(known))
+    assert httpx.get(f"{server.url}/v1/verdicts/cmpl-known").json() == {"id": "cmpl-known", "verdict": "verified"}
+    missing = httpx.get(f"{server.url}/v1/verdicts/cmpl-other")
+    assert missing.status_code == 404
+    assert missing.json()["error"]["code"] == "verdict_not_found"
+    assert "cmpl-other" in missing.json()["error"]["message"]
+
+
+class Operator:
+    """The admin endpoints of a server with one replica."""
+
+    def __init__(self, serve_fake: ServeFake) -> None:
+        self.orders: list[SpeculationOrder] = []
+        self.server: Served = serve_fake(admin=Admin(Access(admin_token="s3cret"), self.statuses, self.order))
+
+    async def statuses(self) -> list[dict[str, Any]]:
+        return [{"replica": "r1", "mode": "auto"}]
+
+    async def order(self, order: SpeculationOrder) -> list[dict[str, Any]]:
+        if order.replica not in (None, "r1"):
+            raise UnknownReplica("There is no such replica.")
+        self.orders.append(order)
+        return await self.statuses()
+
+    def ask(self, body: Any = None, token: str | None = "s3cret") -> httpx.Response:
+        headers = {} if token is None else {"authorization": f"Bearer {token}".strip().encode("latin-1")}
+        url = f"{self.server.url}/admin/speculation"
+        return httpx.get(url, headers=headers) if body is None else httpx.post(url, json=body, headers=headers)
+
+
+@pytest.fixture(scope="module")
+def operator(serve_fake: ServeFake) -> Operator:
+    return Operator(serve_fake)
+
+
+def test_an_operator_sees_and_sets_who_decides(operator: Operator) -> None:
+    assert operator.ask().json() == {"replicas": [{"replica": "r1", "mode": "auto"}]}
+    assert operator.ask({"mode": "off", "replica": "r1"}).status_code == 200
+    assert operator.ask({"mode": "auto"}).json()["replicas"][0]["replica"] == "r1"
+    assert [(order.mode, order.replica) for order in operator.orders] == [("off", "r1"), ("auto", None)]
+
+
+@pytest.mark.parametrize("token", [None, "", "S3cret", "s3cret2", "s3cre", "\xff"])
+def test_nobody_else_does(operator: Operator, token: str | None) -> None:
+    before = list(operator.orders)
+    for body in (None, {"mode": "off"}, {"mode": "nonsense"}):
+        denied = operator.ask(body, token)
+        assert denied.status_code == 401
+        assert denied.headers["www-authenticate"] == "Bearer"
+        assert "s3cret" not in denied.text
+    assert operator.orders == before
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param"),
+    [
+        ({"mode": "maybe"}, 400, "mode"),
+        ({}, 400, "mode"),
+        ({"mode": "off", "replcia": "r1"}, 400, "replcia"),
+        ({"mode": "off", "replica": 7}, 400, "replica"),
+        ({"mode": "off", "replica": "r9"}, 404, None),
+        ({"mode": "off", "replica": "r" * 9000}, 413, None),
+    ],
+)
+def test_an_order_that_makes_no_sense_is_refused(
+    operator: Operator, body: dict[str, Any], status: int, param: str | None
+) -> None:
+    before = list(operator.orders)
+    refused = operator.ask(body)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (status, param)
+    assert operator.orders == before
+
+
+def test_without_a_token_there_is_no_admin(serve_fake: ServeFake) -> None:
+    server = serve_fake()
+    assert server.post("/admin/speculation", mode="off").status_code == 404
+    assert httpx.get(f"{server.url}/admin/speculation").status_code == 404
+
+
+def test_the_token_is_read_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    with pytest.raises(ConfigError, match=r"admin\.token_file .* cannot be read"):
+        read_token(path)
+    path.write_text(" \n")
+    with pytest.raises(ConfigError, match="is empty"):
+        read_token(path)
+    path.write_text("s3cret\n")
+    assert read_token(path) == "s3cret"
