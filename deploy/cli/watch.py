@@ -124,7 +124,7 @@ def _referee_options(options: dict[str, Any], **own: Any) -> tuple[Any, Any]:
     if options["tolerance"] is not None:
         tolerance = Tolerance.read(options["tolerance"])
     else:
-        tolerance = Tolerance.for_precision(options["precision"] or "bfloat16")
+        tolerance = Tolerance.against_float32(options["precision"] or "bfloat16")
     replayer = ReplayerOptions(
         find_model(options["model"], progress_printer()),
         **{

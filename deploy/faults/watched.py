@@ -85,7 +85,7 @@ def watch_faults(names: Sequence[str], view: View | None = None, most_tokens: in
 
 
 async def _watch(name: str, way: str, server: FaultyServer, folder: Path, most_tokens: int) -> WatchedFault:
-    options = RefereeOptions(tolerance=Tolerance.for_precision("float32"))
+    options = RefereeOptions(tolerance=Tolerance.against_float32("float32"))
     with contextlib.ExitStack() as stack:
         url = await asyncio.to_thread(stack.enter_context, server.running())
         async with (

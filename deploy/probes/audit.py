@@ -155,7 +155,7 @@ def _facts(lab: Lab) -> dict[str, Any]:
         "compared with the weights": compared,
         "compared without speculation": lab.beside is not None or lab.dialect.can.switches_speculation,
         "logprobs": lab.mode if compared and "traffic" in lab.__dict__ else "unknown",
-        "tolerance": dataclasses.asdict(lab.tolerance) if "tolerance" in lab.__dict__ else None,
+        "tolerance": lab.tolerance.to_wire() if "tolerance" in lab.__dict__ else None,
         "refused": lab.refused,
         "budget": lab.budget.name,
         "destructive": lab.destructive,

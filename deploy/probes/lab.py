@@ -15,6 +15,7 @@ from deploy.exchange.dialect import Answer, Ask, Dialect
 from deploy.exchange.server import Exchange, Server
 from deploy.probes.probes import Need, Stopped, Verdict
 from deploy.probes.reference import Distribution, Reference
+from serve_app.referee.tolerance import Tolerance
 from speculative.request import SamplingParams
 from speculative.selfcheck.eprocess import Floats
 
@@ -62,21 +63,40 @@ FULL = Budget(
 
 
 @dataclass(frozen=True, slots=True)
-class Tolerance:
-    """Allowance for a server's rounding.
+class Allowance:
+    """What is no fault of a server that the reference computes again in float32.
 
-    nats: |served - recomputed| of a logprob; a share `rate` of tokens may differ by more. edge: nats by which a
-    filter's edge, or the most likely token, may move. shift: of the mean of a term of the distribution.
+    pair: what rounding may do to the distribution. nats: |served - recomputed| of a logprob; a share `rate` of tokens
+    may differ by more, which says more about few answers than the pair's `jump_nats`.
     """
 
+    pair: Tolerance
     nats: float
     rate: float
-    edge: float
-    shift: float
+
+    @property
+    def edge(self) -> float:
+        """Nats by which a filter's edge, or the most likely token, may move."""
+        return self.pair.edge_nats
+
+    @property
+    def shift(self) -> float:
+        """Of the mean of a term of the distribution."""
+        return self.pair.distribution
+
+    def to_wire(self) -> dict[str, Any]:
+        """As JSON."""
+        return {
+            "nats": self.nats,
+            "rate": self.rate,
+            "edge": self.edge,
+            "shift": self.shift,
+            "source": self.pair.source,
+        }
 
 
-EXACT = Tolerance(nats=5e-3, rate=1e-3, edge=2e-3, shift=1e-3)
-ROUNDED = Tolerance(nats=0.5, rate=0.01, edge=0.35, shift=0.02)
+EXACT = Allowance(Tolerance.against_float32("float32"), nats=5e-3, rate=1e-3)
+ROUNDED = Allowance(Tolerance.against_float32("bfloat16"), nats=0.5, rate=0.01)
 
 
 @dataclass(slots=True)
@@ -252,7 +272,7 @@ class Lab:
         return max(set(reported), key=reported.count) if reported else "raw"
 
     @cached_property
-    def tolerance(self) -> Tolerance:
+    def tolerance(self) -> Allowance:
         """Allowance for this server's rounding, from the drift of answers' first logprobs: these are never drafted."""
         if self.reference is None:
             return ROUNDED

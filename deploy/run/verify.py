@@ -12,11 +12,11 @@ from typing import Any, Literal
 
 from serve_app.backends.base import Replayed
 from serve_app.backends.torch_backend import load_engine
-from serve_app.config.app_config import EDGE_NATS
 from serve_app.referee.draws import NOT_REPLAYED, DrawsChecked, DrawTolerance, check_draws
 from serve_app.referee.drift import TokenDrift
 from serve_app.referee.receipts import Receipt, wrong_rounds
 from serve_app.referee.signatures import PublicKey
+from serve_app.referee.tolerance import Tolerance
 from serve_app.text.grammar import StructureCompiler
 from speculative.config import DrafterConfig, EngineConfig
 from speculative.errors import ConfigError
@@ -153,15 +153,11 @@ def _by_transformers(request: Request, folder: Path) -> Replayed:
 
 
 def _edge_nats(receipt: Receipt, folder: Path, engine: EngineName) -> tuple[float, str]:
-    """What rounding may shift a logit by between the two engines, and by what that goes.
-
-    Twice what a service allows itself: it knows how far a token's logprob drifted, which a receipt may not say.
-    """
+    """What rounding may shift a logit by between the two engines, and by what that goes."""
     if receipt.weights == "fp8" or (engine == "transformers" and not has_plain_values(folder, receipt.weights)):
-        return 2 * EDGE_NATS["fp8"], f"{receipt.weights} weights"
-    if receipt.dtype == "float32":
-        return EDGE_NATS["float32"], "float32"
-    return 2 * EDGE_NATS["bfloat16"], "bfloat16"
+        return Tolerance.against_float32("fp8").edge_nats, f"{receipt.weights} weights"
+    precision = "float32" if receipt.dtype == "float32" else "bfloat16"
+    return Tolerance.against_float32(precision).edge_nats, precision
 
 
 def _name(receipt: Receipt, engine: EngineName) -> str:

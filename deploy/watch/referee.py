@@ -52,7 +52,7 @@ class RefereeOptions:
     """
 
     served: str = "watched"
-    tolerance: Tolerance = field(default_factory=Tolerance)
+    tolerance: Tolerance = field(default_factory=lambda: Tolerance.against_float32("bfloat16"))
     processed: bool = False
     dialect: str = "auto"
     defaults: Mapping[str, float] = field(default_factory=dict)
@@ -96,9 +96,8 @@ class Referee:
         self.sink = PrometheusSink(source="referee")
         self._metrics = metrics = Metrics([self.sink], model_name=options.served, pool="watched")
         self._maker = JobMaker(model, Tokenizer.from_folder(model.folder), options.dialect, options.defaults)
-        rounding = options.tolerance.rounding
         self._judge = _Judge(metrics, options)
-        self._book = ReplicaBook(metrics, rounding, strata=WATCHED_STRATA, alarmed=self._on_alarm)
+        self._book = ReplicaBook(metrics, options.tolerance, strata=WATCHED_STRATA, alarmed=self._on_alarm)
         self._checker = ReplayChecker(
             self._replay, self._judge, self._book, metrics, max_queue=options.max_queue, max_running=replayer.at_once
         )
@@ -298,8 +297,7 @@ class _Judge(Judge):
     """The service's judge, for answers of which less is known; keeps trainers' measures."""
 
     def __init__(self, metrics: Metrics, options: RefereeOptions) -> None:
-        tolerance = options.tolerance
-        super().__init__(metrics, tolerance.rounding, tolerance.max_tme, strata=WATCHED_STRATA)
+        super().__init__(metrics, options.tolerance, strata=WATCHED_STRATA)
         self._processed = options.processed
         self.by_stratum: defaultdict[str, Measures] = defaultdict(Measures)
         self.by_replica: defaultdict[str, Measures] = defaultdict(Measures)

@@ -48,9 +48,6 @@ from speculative.lookup.registry import read_options, registered
 from speculative.options import OptionError, Options, options_of
 from speculative.request import Request
 
-EDGE_NATS = {"float32": 1e-3, "bfloat16": 0.25, "fp8": 2.0}
-"""What rounding may shift a logit by, by what an engine computes in."""
-
 
 class ModelSection(Section):
     """Which model: a folder, a name of the catalogue, or a hub id; `name` is what clients ask for."""
@@ -284,20 +281,11 @@ class ReplaySection(Section):
     keep_verdicts: AtLeastOne = 10000
     """Replies whose verdicts `GET /v1/verdicts/{id}` remembers."""
 
-    def edge_of(self, engine: EngineSection) -> float:
-        """`edge_nats`, or the default for what this engine computes in."""
-        rounding = "fp8" if engine.quantization == "fp8" else engine.dtype
-        return self.edge_nats if self.edge_nats is not None else EDGE_NATS[rounding]
-
     def independent_rate_of(self, engine: EngineSection) -> float:
         """`independent_rate`, or the default for this kind of engine."""
         if self.independent_rate is not None:
             return self.independent_rate
         return 0.02 if engine.kind == "torch" else 0.0
-
-    def independent_edge_of(self, engine: EngineSection) -> float:
-        """The same between this engine and `transformers` in float32, which sums in yet another order."""
-        return self.edge_of(engine) * (1 if engine.dtype == "float32" else 2)
 
 
 class BreakerSection(Section):

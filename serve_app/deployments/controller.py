@@ -22,7 +22,6 @@ from serve_app.http.admin import Statuses
 from serve_app.openai.kept_responses import ResponseStore
 from serve_app.page.status import StatusBook
 from serve_app.referee.breaker import Mode
-from serve_app.referee.detectors import Rounding
 from serve_app.referee.dumps import DumpFolder
 from serve_app.referee.heartbeat import Orders, Report
 from serve_app.referee.independent_checks import IndependentChecks
@@ -30,6 +29,7 @@ from serve_app.referee.judgement import Judge
 from serve_app.referee.records import ReplayJob
 from serve_app.referee.replay_checker import ReplayChecker
 from serve_app.referee.replica_book import ReplicaBook
+from serve_app.referee.tolerance import tolerances_of
 from serve_app.referee.verdicts import Checked
 from serve_app.telemetry.metrics import MetricBatch, Metrics, PrometheusSink, RaySink, Sink
 from serve_app.telemetry.tracing import Carried, adopt, carried
@@ -70,21 +70,20 @@ class Controller:
         self._sums = PrometheusSink(source=context.replica_tag)
         sinks: list[Sink] = [RaySink(), self._sums]
         metrics = Metrics(sinks, model_name=config.model.served_name, pool=pool)
-        rounding = Rounding(config.replay.distribution_tolerance, config.replay.edge_of(config.engine))
-        self._book = ReplicaBook(metrics, rounding, _dump_folder(config), config.replay.keep_verdicts)
+        tolerance, against_transformers = tolerances_of(config.replay, config.engine)
+        self._book = ReplicaBook(metrics, tolerance, _dump_folder(config), config.replay.keep_verdicts)
         num_draft_tokens = config.engine_config(pool).drafter.max_drafts
         self._independent = IndependentChecks(
             replay_independently,
-            Rounding(config.replay.distribution_tolerance, config.replay.independent_edge_of(config.engine)),
+            against_transformers,
             self._book,
             metrics,
             rate=config.replay.independent_rate_of(config.engine),
-            max_tme=config.replay.max_tme,
             num_draft_tokens=num_draft_tokens,
         )
         self._checker = ReplayChecker(
             replay,
-            Judge(metrics, rounding, config.replay.max_tme, num_draft_tokens),
+            Judge(metrics, tolerance, num_draft_tokens),
             self._book,
             metrics,
             max_queue=config.replay.max_queue,

@@ -8,12 +8,13 @@ from serve_app.referee.draws import DrawResult, DrawTest
 from serve_app.referee.drift import Cusum, TokenDrift
 from serve_app.referee.evidence import CalibrationTest, DriftTest
 from serve_app.referee.records import KNOWN_AFTERWARDS
+from serve_app.referee.tolerance import Tolerance
 from serve_app.telemetry.metric_names import STRATA
 from speculative.request import ReplayedToken
 
 _DELTA = 1e-6 / (3 * len(STRATA))  # of each test, for one false alarm in a million replica lifetimes
 _REQUEST_DELTA = 1e-6
-_JUMP_RATE = 1e-3  # share of the tokens whose logprobs rounding moves further than `Rounding.jump_nats`
+_JUMP_RATE = 1e-3  # share of the tokens whose logprobs rounding moves further than `Tolerance.jump_nats`
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,19 +37,6 @@ class SeenToken:
 
 
 @dataclass(frozen=True, slots=True)
-class Rounding:
-    """How far rounding may change a distribution without it counting as a fault."""
-
-    distribution_tolerance: float = 0.01  # to the means of the calibration test's terms
-    edge_nats: float = 1e-3  # to the place of a filter's edge, and to how far a token is from the likeliest
-    jump_nats: float = 1.0  # to a logprob, in all but one token of a thousand
-
-    def calibration_test(self, delta: float) -> CalibrationTest:
-        """A test with this tolerance."""
-        return CalibrationTest(tolerance=self.distribution_tolerance, edge_nats=self.edge_nats, delta=delta)
-
-
-@dataclass(frozen=True, slots=True)
 class Alarm:
     """What a detector found in a stratum, and when the evidence of it began (unix seconds)."""
 
@@ -60,12 +48,12 @@ class Alarm:
 class ReplicaWatch:
     """What was observed of one replica since it was last trusted again."""
 
-    def __init__(self, rounding: Rounding) -> None:
+    def __init__(self, tolerance: Tolerance) -> None:
         self._cusums: defaultdict[str, Cusum] = defaultdict(Cusum)
         self._jumps: defaultdict[str, DriftTest] = defaultdict(
-            lambda: DriftTest(rounding.jump_nats, _JUMP_RATE, _DELTA)
+            lambda: DriftTest(tolerance.jump_nats, _JUMP_RATE, _DELTA)
         )
-        self._distributions: defaultdict[str, CalibrationTest] = defaultdict(lambda: rounding.calibration_test(_DELTA))
+        self._distributions: defaultdict[str, CalibrationTest] = defaultdict(lambda: tolerance.calibration_test(_DELTA))
         self._draws: defaultdict[str, DrawTest] = defaultdict(lambda: DrawTest(_DELTA))
 
     def see(self, tokens: Sequence[SeenToken], *, greedy: bool, drift_tolerance: float, at: float = 0.0) -> list[Alarm]:
@@ -123,8 +111,8 @@ def by_stratum(tokens: Iterable[SeenToken]) -> dict[str, list[SeenToken]]:
     return members
 
 
-def distribution_alarm(tokens: Sequence[SeenToken], greedy: bool, rounding: Rounding) -> str | None:
+def distribution_alarm(tokens: Sequence[SeenToken], greedy: bool, tolerance: Tolerance) -> str | None:
     """The alarm that one request's own tokens raise about their distribution; None = none."""
-    test = rounding.calibration_test(_REQUEST_DELTA)
+    test = tolerance.calibration_test(_REQUEST_DELTA)
     test.add([token.row for token in tokens if token.row is not None], greedy=greedy)
     return test.alarm

@@ -10,12 +10,13 @@ import uuid
 from collections.abc import Awaitable, Callable
 
 from serve_app.backends.base import Replayed
-from serve_app.referee.detectors import ReplicaWatch, Rounding, drifts_of
+from serve_app.referee.detectors import ReplicaWatch, drifts_of
 from serve_app.referee.evidence import DriftTest
 from serve_app.referee.judgement import Judge, Judgement
 from serve_app.referee.records import ReplayJob, Verdict
 from serve_app.referee.replay_selection import chosen
 from serve_app.referee.replica_book import Case, ReplicaBook
+from serve_app.referee.tolerance import Tolerance
 from serve_app.telemetry.metric_names import INDEPENDENT_RESULTS
 from serve_app.telemetry.metrics import Metrics
 from speculative.errors import ConfigError
@@ -39,8 +40,7 @@ class IndependentChecks:
 
     Args:
         replay: recomputes a request.
-        max_tme: tolerated, above the noise floor.
-        rounding: between the engine and the referee.
+        tolerance: between the engine and the referee.
         num_draft_tokens: the most drafted in a round.
         book: is given the answers that were found wrong.
         metrics: replays by result.
@@ -50,19 +50,18 @@ class IndependentChecks:
     def __init__(
         self,
         replay: IndependentReplay,
-        rounding: Rounding,
+        tolerance: Tolerance,
         book: ReplicaBook,
         metrics: Metrics,
         *,
         rate: float,
-        max_tme: float = 1.05,
         num_draft_tokens: int = 0,
     ) -> None:
         self._replay = replay
         # Another pair of engines, with other rounding: its drift does not belong among that of the engine's replays.
-        self._judge = Judge(Metrics([], model_name="", pool=""), rounding, max_tme, num_draft_tokens)
-        self._watch = ReplicaWatch(rounding)
-        self._rounding = rounding
+        self._judge = Judge(Metrics([], model_name="", pool=""), tolerance, num_draft_tokens)
+        self._watch = ReplicaWatch(tolerance)
+        self._tolerance = tolerance
         self._drift = self._new_drift_test()
         self._book = book
         self._metrics = metrics
@@ -129,7 +128,7 @@ class IndependentChecks:
         return f"{found[0].name} in stratum {found[0].stratum}, over many answers" if found else ""
 
     def _new_drift_test(self) -> DriftTest:
-        return DriftTest(2 * self._rounding.edge_nats, _DRIFT_RATE)
+        return DriftTest(2 * self._tolerance.edge_nats, _DRIFT_RATE)
 
     def _count(self, result: str) -> None:
         self._metrics.count("truespec_independent_replays_total", result=result)

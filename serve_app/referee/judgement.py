@@ -8,10 +8,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from serve_app.backends.base import Replayed
-from serve_app.referee.detectors import Rounding, SeenToken, by_stratum, distribution_alarm, drifts_of
+from serve_app.referee.detectors import SeenToken, by_stratum, distribution_alarm, drifts_of
 from serve_app.referee.draws import DrawResult, DrawsChecked, DrawTolerance, check_draws
 from serve_app.referee.drift import DriftSums, NoiseFloor, TokenDrift, request_drifted
 from serve_app.referee.records import KNOWN_AFTERWARDS, Distribution, ReplayJob, Verdict
+from serve_app.referee.tolerance import Tolerance
 from serve_app.referee.verdicts import Checked
 from serve_app.telemetry.metric_names import DRIFT_THRESHOLDS_NATS, SERVED_STRATA
 from serve_app.telemetry.metrics import Metrics
@@ -40,8 +41,7 @@ class Judge:
 
     Args:
         metrics: drift and terms of the calibration test, by stratum.
-        rounding: how far rounding may change a distribution.
-        max_tme: tolerated, above the noise floor.
+        tolerance: between the engines that answer and those that replay; its `max_tme` is above the noise floor.
         num_draft_tokens: the most drafted in a round.
         strata: those of the jobs.
     """
@@ -49,17 +49,15 @@ class Judge:
     def __init__(
         self,
         metrics: Metrics,
-        rounding: Rounding | None = None,
-        max_tme: float = 1.05,
+        tolerance: Tolerance,
         num_draft_tokens: int = 0,
         strata: Iterable[str] = SERVED_STRATA,
     ) -> None:
         self._metrics = metrics
-        self._rounding = rounding or Rounding()
-        self._max_tme = max_tme
+        self._tolerance = tolerance
         self._num_draft_tokens = num_draft_tokens
         self._floor = NoiseFloor()
-        self._draw_tolerance = DrawTolerance(self._rounding.edge_nats)
+        self._draw_tolerance = DrawTolerance(tolerance.edge_nats)
         self._seeds: OrderedDict[int, None] = OrderedDict()
         for stratum in strata:
             self._record_stratum(stratum, ())
@@ -81,10 +79,10 @@ class Judge:
         seen = self._seen(job, of_each, replayed, draws)
         for stratum, tokens in by_stratum(seen).items():
             self._record_stratum(stratum, tokens)
-        greedy, tolerance = job.request.params.greedy, self._floor.tolerance(self._max_tme)
+        greedy, drift_tolerance = job.request.params.greedy, self._floor.tolerance(self._tolerance.max_tme)
         output = [token for token in seen if "all" in token.strata]
-        alarm = distribution_alarm(output, greedy, self._rounding)
-        drifted = request_drifted(drifts, tolerance, self._rounding.jump_nats)
+        alarm = distribution_alarm(output, greedy, self._tolerance)
+        drifted = request_drifted(drifts, drift_tolerance, self._tolerance.jump_nats)
         distribution = self._distribution(job.request, output)
         checks = _checks(distribution, draws, greedy=greedy, logprobs=bool(job.logprobs))
         reason = "drift" if drifted else f"distribution: {alarm}" if alarm else _wrong_draw(draws, job)
@@ -104,7 +102,7 @@ class Judge:
             self._draw_tolerance.add(drifts_of(output))
         if distribution is Distribution.REPEATED_SEED:
             seen = [dataclasses.replace(token, row=None, draw=_without_rounding(token.draw)) for token in seen]
-        return Judgement(checked, tuple(seen), tolerance)
+        return Judgement(checked, tuple(seen), drift_tolerance)
 
     def _draws(self, job: ReplayJob, replayed: Replayed, drifts: Sequence[TokenDrift | None]) -> DrawsChecked:
         """Make the draws of an answer again; drifts: of its tokens."""

@@ -15,11 +15,12 @@ from typing import Any
 
 from serve_app.backends.base import Computing, Replayed
 from serve_app.referee.breaker import Mode, Trip
-from serve_app.referee.detectors import Alarm, ReplicaWatch, Rounding, SeenToken
+from serve_app.referee.detectors import Alarm, ReplicaWatch, SeenToken
 from serve_app.referee.dumps import DumpFolder
 from serve_app.referee.heartbeat import Finding, Orders, Placed, ReplicaStatus, Report
 from serve_app.referee.incidents import IncidentKind, IncidentLog
 from serve_app.referee.records import Distribution, ReplayJob, Verdict
+from serve_app.referee.tolerance import Tolerance
 from serve_app.referee.verdicts import Checked, VerdictBook
 from serve_app.telemetry.metric_names import REPLAY_ALARMS, SERVED_STRATA
 from serve_app.telemetry.metrics import Metrics
@@ -73,7 +74,7 @@ class ReplicaBook:
 
     Args:
         metrics: alarms, verdicts, dumps.
-        rounding: how far rounding may change a distribution.
+        tolerance: between the engines that answer and those that replay.
         dumps: where a post-mortem is written.
         keep_verdicts: replies whose verdicts are kept.
         strata: those of the jobs.
@@ -84,7 +85,7 @@ class ReplicaBook:
     def __init__(
         self,
         metrics: Metrics,
-        rounding: Rounding | None = None,
+        tolerance: Tolerance,
         dumps: DumpFolder | None = None,
         keep_verdicts: int = 10_000,
         *,
@@ -93,7 +94,7 @@ class ReplicaBook:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._metrics = metrics
-        self._rounding = rounding or Rounding()
+        self._tolerance = tolerance
         self._dumps = dumps or DumpFolder(None, 0, 0)
         self._alarmed = alarmed
         self._clock = clock
@@ -175,7 +176,7 @@ class ReplicaBook:
 
     def _known(self, name: str) -> _Replica:
         if name not in self._replicas:
-            self._replicas[name] = _Replica(ReplicaWatch(self._rounding), heard_at=self._clock(), ordered=self._mode)
+            self._replicas[name] = _Replica(ReplicaWatch(self._tolerance), heard_at=self._clock(), ordered=self._mode)
         return self._replicas[name]
 
     # -- reports and queries --------------------------------------------------------------------------------------
@@ -185,7 +186,7 @@ class ReplicaBook:
         now, name = self._clock(), report.status.replica
         replica = self._known(name)
         if replica.status is not None and replica.status.since != report.status.since:
-            replica.watch = ReplicaWatch(self._rounding)
+            replica.watch = ReplicaWatch(self._tolerance)
             replica.findings.clear()
         replica.status, replica.heard_at, replica.checks = report.status, now, report.checks
         replica.computing, replica.placed = report.computing, report.placed

@@ -1,4 +1,17 @@
-"""How far rounding moves what a server computes from the same weights in float32."""
+"""How far rounding moves what two engines compute from the same weights: the one place that says what is no fault.
+
+A tolerance belongs to a *pair*: the engine that answered, and the one that computes the answer again.
+
+| pair | who | a logit may move by |
+|---|---|---|
+| the same engine in the same precision | the service's own replays | `EDGE_NATS` of the precision |
+| another engine in float32 | `transformers` beside the service, `truespec watch`, `audit server`, `verify` | twice that |
+| the same arithmetic in float32 twice | any of them | `EDGE_NATS["float32"]` |
+
+Each engine rounds by itself: two that round independently are up to twice as far apart as one is from the exact value,
+while two of the same arithmetic mostly make the same error and differ where shapes differ. In float32 both errors are
+far below the bound, so that it is not doubled.
+"""
 
 import dataclasses
 import json
@@ -7,48 +20,58 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from serve_app.config.app_config import EDGE_NATS
-from serve_app.referee.detectors import Rounding
+from serve_app.config.app_config import EngineSection, ReplaySection
+from serve_app.referee.evidence import CalibrationTest
 from speculative.errors import ConfigError
 
 FORMAT = "truespec-tolerance-1"
 
+EDGE_NATS = {"float32": 1e-3, "bfloat16": 0.25, "fp8": 2.0}
+"""What rounding may shift a logit by, by what an engine computes in."""
+
 _MAX_TME = {"float32": 1.01, "bfloat16": 1.1, "fp8": 1.2}
 _DISTRIBUTION = {"float32": 0.01, "bfloat16": 0.01, "fp8": 0.03}
-_NUMBERS = ("max_tme", "edge_nats", "distribution", "jump_nats")
 _JUMP_NATS = {"float32": 0.1, "bfloat16": 1.0, "fp8": 2.0}
+_NUMBERS = ("max_tme", "edge_nats", "distribution", "jump_nats")
 
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """What is no fault.
+    """What is no fault between two engines.
 
-    max_tme: the largest mean of exp|g - t| over the logprobs. edge_nats: what rounding may shift a logit by.
-    distribution: what it may add to the means of the calibration test's terms. jump_nats: logprobs of more than one
-    token in a thousand are no further off. processed: whether the server's logprobs are those after temperature and
-    filters. source: where these figures come from. measured: what the calibration found.
+    max_tme: the largest mean of exp|g - t| over the logprobs. edge_nats: what rounding may shift a logit by, and with
+    it a filter's edge or the likeliest token. distribution: what it may add to the means of the calibration test's
+    terms. jump_nats: logprobs of more than one token in a thousand are no further off. processed: whether the server's
+    logprobs are those after temperature and filters. source: where these figures come from. measured: what the
+    calibration found.
     """
 
-    max_tme: float = _MAX_TME["bfloat16"]
-    edge_nats: float = 2 * EDGE_NATS["bfloat16"]
-    distribution: float = _DISTRIBUTION["bfloat16"]
-    jump_nats: float = 1.0
+    max_tme: float
+    edge_nats: float
+    distribution: float
+    jump_nats: float
     processed: bool = False
-    source: str = "for bfloat16"
+    source: str = ""
     measured: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
-    @property
-    def rounding(self) -> Rounding:
-        """As the detectors take it."""
-        return Rounding(self.distribution, self.edge_nats, self.jump_nats)
+    @classmethod
+    def between_equals(cls, precision: str) -> "Tolerance":
+        """For an answer that is computed again by an engine of the same kind, in the same precision."""
+        return cls._of(precision, 1, f"for equal engines in {precision}")
 
     @classmethod
-    def for_precision(cls, precision: str) -> "Tolerance":
-        """That of a server which computes in a precision of `EDGE_NATS`, where nothing was measured."""
-        edge = EDGE_NATS[precision] * (1 if precision == "float32" else 2)  # the referee rounds otherwise
-        return cls(
-            _MAX_TME[precision], edge, _DISTRIBUTION[precision], _JUMP_NATS[precision], source=f"for {precision}"
-        )
+    def against_float32(cls, precision: str) -> "Tolerance":
+        """For an answer of a server in this precision that another engine computes again in float32."""
+        return cls._of(precision, 1 if precision == "float32" else 2, f"for {precision}")
+
+    @classmethod
+    def _of(cls, precision: str, edges: int, source: str) -> "Tolerance":
+        edge = edges * EDGE_NATS[precision]
+        return cls(_MAX_TME[precision], edge, _DISTRIBUTION[precision], _JUMP_NATS[precision], source=source)
+
+    def calibration_test(self, delta: float) -> CalibrationTest:
+        """A test of the tokens' distribution with this tolerance; delta: probability of a false alarm."""
+        return CalibrationTest(tolerance=self.distribution, edge_nats=self.edge_nats, delta=delta)
 
     @classmethod
     def read(cls, path: Path) -> "Tolerance":
@@ -89,3 +112,17 @@ class Tolerance:
     def to_wire(self) -> dict[str, Any]:
         """As JSON."""
         return {"format": FORMAT, **dataclasses.asdict(self)}
+
+
+def tolerances_of(replay: ReplaySection, engine: EngineSection) -> tuple[Tolerance, Tolerance]:
+    """A service's: for replays by its own engine, and for those by `transformers` in float32."""
+    precision = "fp8" if engine.quantization == "fp8" else engine.dtype
+    set_here = {"max_tme": replay.max_tme, "distribution": replay.distribution_tolerance}
+    equals, apart = (
+        dataclasses.replace(one, **set_here)
+        for one in (Tolerance.between_equals(precision), Tolerance.against_float32(precision))
+    )
+    if replay.edge_nats is None:
+        return equals, apart
+    doubled = replay.edge_nats * apart.edge_nats / equals.edge_nats
+    return dataclasses.replace(equals, edge_nats=replay.edge_nats), dataclasses.replace(apart, edge_nats=doubled)

@@ -18,6 +18,7 @@ from serve_app.telemetry.metric_names import STRATA
 from serve_app.telemetry.metrics import BufferSink, Metrics, PrometheusSink
 from speculative.stats import CHECKS, CheckState, CheckSums, EngineUsage, StepStats
 from tests.support.clock import Clock
+from tests.support.referees import TOLERANCE
 
 ABOUT = {"model": "fake", "topology": "disaggregated", "drafter": "eagle3", "replay_share": 0.1, "max_tme": 1.05}
 POOLS = {"app#DecodeServer#a1b2": "decode", "app#DecodeServer#c3d4": "decode", "app#PrefillServer#e5f6": "prefill"}
@@ -31,7 +32,7 @@ class MadeUpApp:
         self.clock = Clock(STARTED_AT)
         self.sink = PrometheusSink(clock=self.clock)
         self._own = Metrics([self.sink], model_name="fake", pool="prefill")
-        self.replicas = ReplicaBook(self._own, clock=self.clock)
+        self.replicas = ReplicaBook(self._own, TOLERANCE, clock=self.clock)
         self.book = StatusBook(ABOUT | {"verifies": False}, self.sink, self.clock)
         self.buffers = {name: BufferSink(name) for name in POOLS}
         self.states = dict.fromkeys(POOLS, BreakerState.CLOSED)

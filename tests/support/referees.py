@@ -25,6 +25,7 @@ from serve_app.referee.judgement import Judge
 from serve_app.referee.records import Record, ReplayJob, Verdict
 from serve_app.referee.replay_checker import Replay, ReplayChecker
 from serve_app.referee.replica_book import ReplicaBook
+from serve_app.referee.tolerance import Tolerance
 from serve_app.referee.verdicts import Checked
 from serve_app.streams.pooled import PooledTokenSource
 from serve_app.streams.resuming import Streamed
@@ -36,6 +37,8 @@ from speculative.request import ReplayedToken, Request, SamplingParams, TokenKin
 from tests.support.fake_backend import FakeBackend, FakeConfig
 
 NUM_TOKENS = 20
+# Of a service in float32, but for jumps: what the fakes are moved by is not to be one.
+TOLERANCE = Tolerance(max_tme=1.05, edge_nats=1e-3, distribution=0.01, jump_nats=1.0)
 RIGHT = ReplayedToken(0.5, 0.5, 0.7, 0.7, 0.0, 0.0)
 
 
@@ -99,7 +102,13 @@ def serve(engine: EngineCore, request: Request) -> ReplayJob:
 
 def checker(replay: Replay, metrics: Metrics, book: ReplicaBook | None = None, **settings: Any) -> ReplayChecker:
     """Of replicas that draft at most four tokens in a round."""
-    return ReplayChecker(replay, Judge(metrics, num_draft_tokens=4), book or ReplicaBook(metrics), metrics, **settings)
+    return ReplayChecker(
+        replay,
+        Judge(metrics, TOLERANCE, num_draft_tokens=4),
+        book or ReplicaBook(metrics, TOLERANCE),
+        metrics,
+        **settings,
+    )
 
 
 class Court:
@@ -111,7 +120,7 @@ class Court:
         self.now = 1000.0
         self.folder = tmp_path / "dumps"
         metrics = Metrics([self.sink], model_name="tiny", pool="prefill")
-        self.book = ReplicaBook(metrics, dumps=DumpFolder(self.folder, 10, 10**7), clock=lambda: self.now)
+        self.book = ReplicaBook(metrics, TOLERANCE, dumps=DumpFolder(self.folder, 10, 10**7), clock=lambda: self.now)
         self.checker = checker(self.replayer, metrics, self.book, **settings)
 
     def hear(
@@ -169,7 +178,7 @@ class RefereeHandle:
     """A referee that is some way off: a report comes at once, and is heard and answered when `far` lets it."""
 
     def __init__(self) -> None:
-        self.book = ReplicaBook(Metrics([], model_name="fake", pool="decode"))
+        self.book = ReplicaBook(Metrics([], model_name="fake", pool="decode"), TOLERANCE)
         self.far = (asyncio.Event(), asyncio.Event())  # the way there, the way back
         for way in self.far:
             way.set()

@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest_asyncio.fixture
 async def client(folder: Path) -> AsyncIterator[httpx.AsyncClient]:
-    options = RefereeOptions(served="tiny", tolerance=Tolerance.for_precision("float32"))
+    options = RefereeOptions(served="tiny", tolerance=Tolerance.against_float32("float32"))
     async with running_referee(options, ReplayerOptions(folder, threads=1)) as referee:
         transport = httpx.ASGITransport(referee_app(referee))
         async with httpx.AsyncClient(transport=transport, base_url="http://referee") as http:

@@ -24,7 +24,7 @@ from speculative.engine import EngineCore
 from speculative.request import Request, SamplingParams
 from tests.support.engines import settings
 from tests.support.faulty_services import Fault, accept_every_draft, misplace_rounds_with_drafts
-from tests.support.referees import checker
+from tests.support.referees import TOLERANCE, checker
 from tests.support.tiny_models import write_tiny_model
 
 PROMPT = tuple([5, 9, 17, 33] * 5)
@@ -46,7 +46,7 @@ class Service:
         self.finished: list[Finished] = []
         self.buffer = BufferSink("r1")
         metrics = Metrics([self.buffer], model_name="tiny", pool="monolith")
-        self.book = ReplicaBook(metrics, clock=self.clock)
+        self.book = ReplicaBook(metrics, TOLERANCE, clock=self.clock)
         self.checker = checker(self._replay, metrics, self.book)
         records = Records("r1", 512, self.clock)
         pooled = PooledTokenSource(self.backend, metrics)

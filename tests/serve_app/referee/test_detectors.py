@@ -3,13 +3,14 @@
 import torch
 
 from deploy.faults.toy import TableDrafter, engine_over
-from serve_app.referee.detectors import Alarm, ReplicaWatch, Rounding, SeenToken
+from serve_app.referee.detectors import Alarm, ReplicaWatch, SeenToken
 from serve_app.referee.drift import TokenDrift
 from serve_app.referee.records import KNOWN_AFTERWARDS, Record, Records, ReplayJob
 from serve_app.telemetry.metric_names import STRATA
 from speculative.drafting.base import NoDrafter
 from speculative.engine import EngineCore
 from speculative.request import Request, SamplingParams, TokenDelta
+from tests.support.referees import TOLERANCE
 
 VOCAB_SIZE, NUM_DRAFTS, BATCH = 64, 3, 16
 PROMPT = (1, 2, 3)
@@ -54,7 +55,7 @@ def test_a_sound_engine_that_draws_its_drafts_raises_no_alarm_in_any_stratum() -
     draft_probs = 0.5 * table.softmax(-1) + 0.5 * (0.5 * table).softmax(-1)
     engine = engine_over(table, TableDrafter(draft_probs, NUM_DRAFTS))
     referee = engine_over(table, NoDrafter())
-    watch, records = ReplicaWatch(Rounding()), Records("r1", 512)
+    watch, records = ReplicaWatch(TOLERANCE), Records("r1", 512)
     num_seen = dict.fromkeys(STRATA, 0)
     for number in range(0, 20 * BATCH, BATCH):
         for job in jobs(engine, records, number):
@@ -71,7 +72,7 @@ def test_tokens_that_follow_another_distribution_are_seen_whatever_their_kind() 
     table = torch.randn(VOCAB_SIZE, VOCAB_SIZE, generator=torch.Generator().manual_seed(1)) * 1.5
     broken = engine_over(1.3 * table, TableDrafter(table.softmax(-1), NUM_DRAFTS))
     referee = engine_over(table, NoDrafter())
-    watch, records = ReplicaWatch(Rounding()), Records("r1", 512)
+    watch, records = ReplicaWatch(TOLERANCE), Records("r1", 512)
     alarms: list[Alarm] = []
     for number in range(0, 5 * BATCH, BATCH):
         for job in jobs(broken, records, number):

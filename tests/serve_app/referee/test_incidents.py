@@ -9,6 +9,7 @@ from serve_app.referee.replica_book import ReplicaBook
 from serve_app.telemetry.metrics import BufferSink, Metrics, PrometheusSink
 from speculative.stats import CLIENTS_FAULT
 from tests.support.clock import Clock
+from tests.support.referees import TOLERANCE
 
 
 @pytest.fixture
@@ -43,7 +44,7 @@ def test_only_the_latest_are_kept(log: IncidentLog) -> None:
 def test_a_report_of_a_trip_leaves_the_trip_and_its_alarm(log: IncidentLog) -> None:
     buffer, clock = BufferSink("r1"), Clock(100.0)
     metrics = Metrics([buffer], model_name="m", pool="decode")
-    book = ReplicaBook(Metrics([PrometheusSink()], model_name="m", pool="decode"), clock=clock)
+    book = ReplicaBook(Metrics([PrometheusSink()], model_name="m", pool="decode"), TOLERANCE, clock=clock)
     metrics.count("truespec_selfcheck_alarms_total", 0, check="b")
     metrics.count("truespec_selfcheck_alarms_total", 1, check="lag_g")
     metrics.count("truespec_selfcheck_violations_total", 1, kind=CLIENTS_FAULT)

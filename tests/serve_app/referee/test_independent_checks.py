@@ -13,7 +13,6 @@ import pytest
 
 from serve_app.backends.base import Replayed, ServedWeights
 from serve_app.referee import transformers_model as transformers_referee
-from serve_app.referee.detectors import Rounding
 from serve_app.referee.independent_checks import IndependentChecks
 from serve_app.referee.records import ReplayJob, Verdict
 from serve_app.referee.transformers_model import TransformersModel, TransformersReferee
@@ -23,7 +22,7 @@ from speculative.model.config import ModelConfig
 from speculative.model.fingerprint import model_fingerprint
 from speculative.request import DEFAULT_VERSION, Request, SamplingParams
 from tests.support.engines import NGRAM, NO_DRAFTS, tiny_engine
-from tests.support.referees import NUM_TOKENS, Court, EngineReplay, Replayer, serve, served
+from tests.support.referees import NUM_TOKENS, TOLERANCE, Court, EngineReplay, Replayer, serve, served
 from tests.support.tiny_models import write_tiny_model
 
 PLAIN = SamplingParams(max_tokens=32, ignore_eos=True, logprobs=0)
@@ -91,7 +90,12 @@ class Bench:
         sink = SimpleNamespace(count=lambda _, labels, value: self.results.update({labels[-1]: int(value)}))
         metrics = Metrics([sink], model_name="tiny", pool="prefill")  # type: ignore[list-item]  # nothing else comes
         self.checks = IndependentChecks(
-            replay, Rounding(**rounding), court.book, metrics, rate=rate, num_draft_tokens=NGRAM.max_drafts
+            replay,
+            dataclasses.replace(TOLERANCE, **rounding),
+            court.book,
+            metrics,
+            rate=rate,
+            num_draft_tokens=NGRAM.max_drafts,
         )
         court.checker._verified = self.checks.offer
 
