@@ -5,7 +5,7 @@ A tolerance belongs to a *pair*: the engine that answered, and the one that comp
 | pair | who | a logit may move by |
 |---|---|---|
 | the same engine in the same precision | the service's own replays | `EDGE_NATS` of the precision |
-| another engine in float32 | `transformers` beside the service, `truespec watch`, `audit server`, `verify` | twice that |
+| another engine in float32 | `transformers` beside a service, `watch`, `audit server`, `verify` | twice that |
 | the same arithmetic in float32 twice | any of them | `EDGE_NATS["float32"]` |
 
 Each engine rounds by itself: two that round independently are up to twice as far apart as one is from the exact value,
@@ -117,9 +117,8 @@ class Tolerance:
 def tolerances_of(replay: ReplaySection, engine: EngineSection) -> tuple[Tolerance, Tolerance]:
     """A service's: for replays by its own engine, and for those by `transformers` in float32."""
     precision = "fp8" if engine.quantization == "fp8" else engine.dtype
-    set_here = {"max_tme": replay.max_tme, "distribution": replay.distribution_tolerance}
     equals, apart = (
-        dataclasses.replace(one, **set_here)
+        dataclasses.replace(one, max_tme=replay.max_tme, distribution=replay.distribution_tolerance)
         for one in (Tolerance.between_equals(precision), Tolerance.against_float32(precision))
     )
     if replay.edge_nats is None:

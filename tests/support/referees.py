@@ -102,13 +102,8 @@ def serve(engine: EngineCore, request: Request) -> ReplayJob:
 
 def checker(replay: Replay, metrics: Metrics, book: ReplicaBook | None = None, **settings: Any) -> ReplayChecker:
     """Of replicas that draft at most four tokens in a round."""
-    return ReplayChecker(
-        replay,
-        Judge(metrics, TOLERANCE, num_draft_tokens=4),
-        book or ReplicaBook(metrics, TOLERANCE),
-        metrics,
-        **settings,
-    )
+    judge = Judge(metrics, TOLERANCE, num_draft_tokens=4)
+    return ReplayChecker(replay, judge, book or ReplicaBook(metrics, TOLERANCE), metrics, **settings)
 
 
 class Court:
