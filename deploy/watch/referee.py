@@ -96,10 +96,15 @@ class Referee:
         self.sink = PrometheusSink(source="referee")
         self._metrics = metrics = Metrics([self.sink], model_name=options.served, pool="watched")
         self._maker = JobMaker(model, Tokenizer.from_folder(model.folder), options.dialect, options.defaults)
-        self._judge = _Judge(metrics, options)
+        self._judge = _Judge(options)
         self._book = ReplicaBook(metrics, options.tolerance, strata=WATCHED_STRATA, alarmed=self._on_alarm)
         self._checker = ReplayChecker(
-            self._replay, self._judge, self._book, metrics, max_queue=options.max_queue, max_running=replayer.at_once
+            self._replay,
+            self._judge,
+            self._book,
+            metrics,
+            max_queue=options.max_queue,
+            max_running=replayer.at_once,
         )
         about = {
             "model": options.served,
@@ -296,8 +301,8 @@ class Reasons:
 class _Judge(Judge):
     """The service's judge, for answers of which less is known; keeps trainers' measures."""
 
-    def __init__(self, metrics: Metrics, options: RefereeOptions) -> None:
-        super().__init__(metrics, options.tolerance, strata=WATCHED_STRATA)
+    def __init__(self, options: RefereeOptions) -> None:
+        super().__init__(options.tolerance)
         self._processed = options.processed
         self.by_stratum: defaultdict[str, Measures] = defaultdict(Measures)
         self.by_replica: defaultdict[str, Measures] = defaultdict(Measures)

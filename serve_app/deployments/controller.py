@@ -83,7 +83,7 @@ class Controller:
         )
         self._checker = ReplayChecker(
             replay,
-            Judge(metrics, tolerance, num_draft_tokens),
+            Judge(tolerance, num_draft_tokens),
             self._book,
             metrics,
             max_queue=config.replay.max_queue,

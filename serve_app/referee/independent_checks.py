@@ -58,8 +58,7 @@ class IndependentChecks:
         num_draft_tokens: int = 0,
     ) -> None:
         self._replay = replay
-        # Another pair of engines, with other rounding: its drift does not belong among that of the engine's replays.
-        self._judge = Judge(Metrics([], model_name="", pool=""), tolerance, num_draft_tokens)
+        self._judge = Judge(tolerance, num_draft_tokens)
         self._watch = ReplicaWatch(tolerance)
         self._tolerance = tolerance
         self._drift = self._new_drift_test()

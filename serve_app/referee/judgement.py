@@ -2,22 +2,18 @@
 replay's distributions."""
 
 import dataclasses
-import math
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from serve_app.backends.base import Replayed
-from serve_app.referee.detectors import SeenToken, by_stratum, distribution_alarm, drifts_of
+from serve_app.referee.detectors import SeenToken, distribution_alarm, drifts_of
 from serve_app.referee.draws import DrawResult, DrawsChecked, DrawTolerance, check_draws
 from serve_app.referee.drift import DriftSums, NoiseFloor, TokenDrift, request_drifted
-from serve_app.referee.records import KNOWN_AFTERWARDS, Distribution, ReplayJob, Verdict
+from serve_app.referee.records import Distribution, ReplayJob, Verdict
 from serve_app.referee.tolerance import Tolerance
 from serve_app.referee.verdicts import Checked
-from serve_app.telemetry.metric_names import DRIFT_THRESHOLDS_NATS, SERVED_STRATA
-from serve_app.telemetry.metrics import Metrics
 from speculative.request import Request
-from speculative.stats import DRAW_CHECKS
 
 _SEEDS_KEPT = 65_536  # of the requests replayed last
 
@@ -27,43 +23,33 @@ class Judgement:
     """Of one answer.
 
     checked: the verdict, and what it rests on.
-    tokens: each compared token, the prompt's first, for the detectors of the replicas that made them.
+    compared: each compared token, the prompt's first.
+    tokens: the same as evidence for the detectors of the replicas that made them: without what a repeated seed repeats.
     drift_tolerance: the mean of exp|g - t| - 1 above which something is wrong.
+    draws: what was checked of each draw that was made again, and its result.
     """
 
     checked: Checked
+    compared: tuple[SeenToken, ...]
     tokens: tuple[SeenToken, ...]
     drift_tolerance: float
+    draws: tuple[tuple[str, DrawResult], ...] = ()
 
 
 class Judge:
-    """Compares answers with their replays, and counts the differences by stratum.
+    """Compares answers with their replays. It learns the noise from answers without drafts, and remembers seeds.
 
     Args:
-        metrics: drift and terms of the calibration test, by stratum.
         tolerance: between the engines that answer and those that replay; its `max_tme` is above the noise floor.
         num_draft_tokens: the most drafted in a round.
-        strata: those of the jobs.
     """
 
-    def __init__(
-        self,
-        metrics: Metrics,
-        tolerance: Tolerance,
-        num_draft_tokens: int = 0,
-        strata: Iterable[str] = SERVED_STRATA,
-    ) -> None:
-        self._metrics = metrics
+    def __init__(self, tolerance: Tolerance, num_draft_tokens: int = 0) -> None:
         self._tolerance = tolerance
         self._num_draft_tokens = num_draft_tokens
         self._floor = NoiseFloor()
         self._draw_tolerance = DrawTolerance(tolerance.edge_nats)
         self._seeds: OrderedDict[int, None] = OrderedDict()
-        for stratum in strata:
-            self._record_stratum(stratum, ())
-        for check in DRAW_CHECKS:
-            for result in DrawResult:
-                metrics.count("truespec_replay_draws_total", 0, check=check, result=result.value)
 
     def judge(self, job: ReplayJob, replayed: Replayed) -> Judgement:
         """Compare an answer with its replay.
@@ -73,12 +59,8 @@ class Judge:
         """
         of_each = _drift_of_each(job, replayed)
         drifts = [drift for drift in of_each if drift is not None]
-        for drift in drifts:
-            self._metrics.observe("truespec_replay_drift_nats", drift.nats)
-        draws = self._draws(job, replayed, of_each[len(job.prompt_logprobs) :])
-        seen = self._seen(job, of_each, replayed, draws)
-        for stratum, tokens in by_stratum(seen).items():
-            self._record_stratum(stratum, tokens)
+        draws, results = self._draws(job, replayed, of_each[len(job.prompt_logprobs) :])
+        seen = evidence = self._seen(job, of_each, replayed, draws)
         greedy, drift_tolerance = job.request.params.greedy, self._floor.tolerance(self._tolerance.max_tme)
         output = [token for token in seen if "all" in token.strata]
         alarm = distribution_alarm(output, greedy, self._tolerance)
@@ -101,22 +83,22 @@ class Judge:
             self._floor.add(drifts_of(output))
             self._draw_tolerance.add(drifts_of(output))
         if distribution is Distribution.REPEATED_SEED:
-            seen = [dataclasses.replace(token, row=None, draw=_without_rounding(token.draw)) for token in seen]
-        return Judgement(checked, tuple(seen), drift_tolerance)
+            evidence = [dataclasses.replace(token, row=None, draw=_without_rounding(token.draw)) for token in seen]
+        return Judgement(checked, tuple(seen), tuple(evidence), drift_tolerance, results)
 
-    def _draws(self, job: ReplayJob, replayed: Replayed, drifts: Sequence[TokenDrift | None]) -> DrawsChecked:
-        """Make the draws of an answer again; drifts: of its tokens."""
+    def _draws(
+        self, job: ReplayJob, replayed: Replayed, drifts: Sequence[TokenDrift | None]
+    ) -> tuple[DrawsChecked, tuple[tuple[str, DrawResult], ...]]:
+        """Make the draws of an answer again; drifts: of its tokens. The second value is `Judgement.draws`."""
         if job.request.params.greedy:
-            return DrawsChecked(reason="nothing was drawn")
+            return DrawsChecked(reason="nothing was drawn"), ()
         if job.drawn is None or replayed.replayed is None:
-            return DrawsChecked(reason="the engine did not report how it drew")
+            return DrawsChecked(reason="the engine did not report how it drew"), ()
         checks = job.drawn.check(replayed.replayed)
         checked = check_draws(len(job.token_ids), checks, drifts, self._draw_tolerance)
-        for check in checks:
-            result = self._draw_tolerance.judge(check, drifts[check.token_index])
-            self._metrics.count("truespec_replay_draws_total", check=check.kind, result=result.value)
+        results = tuple((check.kind, self._draw_tolerance.judge(check, drifts[check.token_index])) for check in checks)
         self._draw_tolerance.add_drafts(checks)
-        return checked
+        return checked, results
 
     def _seen(
         self, job: ReplayJob, drifts: Sequence[TokenDrift | None], replayed: Replayed, draws: DrawsChecked
@@ -145,29 +127,6 @@ class Judge:
         if len(self._seeds) > _SEEDS_KEPT:
             self._seeds.popitem(last=False)
         return new
-
-    def _record_stratum(self, stratum: str, tokens: Sequence[SeenToken]) -> None:
-        drifts = drifts_of(tokens)
-        sums = DriftSums(drifts)
-        count = self._metrics.count
-        count("truespec_replay_tokens_total", sums.num_tokens, stratum=stratum)
-        count("truespec_replay_tme_excess_total", sums.sums["excess"], stratum=stratum)
-        count("truespec_replay_gen_kl_total", sums.sums["gen_kl"], stratum=stratum)
-        count("truespec_replay_importance_ratio_total", sums.sums["ratio"], stratum=stratum)
-        count("truespec_replay_probability_drift_total", sums.sums["probability"], stratum=stratum)
-        for threshold in DRIFT_THRESHOLDS_NATS:
-            over = sum(drift.nats > threshold for drift in drifts)
-            count("truespec_replay_drift_over_total", over, nats=f"{threshold:g}", stratum=stratum)
-        if stratum in KNOWN_AFTERWARDS:
-            return
-        terms = [terms for token in tokens if (terms := token.distribution_terms) is not None]
-        count("truespec_replay_law_terms_total", len(terms), stratum=stratum)
-        for index, name in enumerate(("probability", "surprisal")):
-            values = [term[index] for term in terms]
-            positive = math.fsum(value for value in values if value > 0)
-            negative = math.fsum(-value for value in values if value < 0)
-            count("truespec_replay_law_positive_total", positive, term=name, stratum=stratum)
-            count("truespec_replay_law_negative_total", negative, term=name, stratum=stratum)
 
 
 def _drift_of_each(job: ReplayJob, replayed: Replayed) -> list[TokenDrift | None]:

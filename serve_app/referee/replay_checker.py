@@ -10,6 +10,7 @@ from contextvars import Context, copy_context
 
 from serve_app.backends.base import Replayed, ReplayFailed
 from serve_app.referee.judgement import Judge
+from serve_app.referee.judgement_counts import JudgementCounts
 from serve_app.referee.records import ReplayJob, Verdict
 from serve_app.referee.replica_book import Case, ReplicaBook
 from serve_app.referee.verdicts import Checked
@@ -54,6 +55,7 @@ class ReplayChecker:
         self._judge = judge
         self._book = book
         self._metrics = metrics
+        self._counts = JudgementCounts(metrics, book.strata)
         self._max_queue = max_queue
         self._max_running = max_running
         self._verified = verified
@@ -111,6 +113,7 @@ class ReplayChecker:
             if set(job.weight_versions) != {replayed.weight_version}:
                 return self._outdated(job, replayed)
             judgement = self._judge.judge(job, replayed)
+            self._counts.add(judgement)
             self._count(job, "ok")
             checked = judgement.checked
             if not job.request.canary:  # its own replica judges by it; clients never saw it

@@ -95,6 +95,7 @@ class ReplicaBook:
     ) -> None:
         self._metrics = metrics
         self._tolerance = tolerance
+        self.strata = tuple(strata)
         self._dumps = dumps or DumpFolder(None, 0, 0)
         self._alarmed = alarmed
         self._clock = clock
@@ -107,7 +108,7 @@ class ReplicaBook:
             metrics.count("truespec_verdicts_total", 0, verdict=verdict.value)
         for distribution in Distribution:
             metrics.count("truespec_replay_distributions_total", 0, distribution=distribution.value)
-        for stratum in strata:
+        for stratum in self.strata:
             for alarm in REPLAY_ALARMS:
                 metrics.count("truespec_replay_alarms_total", 0, alarm=alarm, stratum=stratum)
         metrics.count("truespec_dumps_total", 0)

@@ -102,7 +102,7 @@ def serve(engine: EngineCore, request: Request) -> ReplayJob:
 
 def checker(replay: Replay, metrics: Metrics, book: ReplicaBook | None = None, **settings: Any) -> ReplayChecker:
     """Of replicas that draft at most four tokens in a round."""
-    judge = Judge(metrics, TOLERANCE, num_draft_tokens=4)
+    judge = Judge(TOLERANCE, num_draft_tokens=4)
     return ReplayChecker(replay, judge, book or ReplicaBook(metrics, TOLERANCE), metrics, **settings)
 
 
