@@ -47,7 +47,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_deselected] = Counter()
-    config.stash[_durations] = durations = Durations()
+    config.stash[_durations] = durations = Durations(writes=config.getoption("--write-durations"))
     config.pluginmanager.register(durations, "durations")
 
 

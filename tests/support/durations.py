@@ -22,10 +22,10 @@ _UNLIMITED = ("slow", "gpu", "vllm", "ray")
 
 
 class Durations:
-    """The hooks; one object a pytest process."""
+    """The hooks; one object a pytest process. writes: whether this run makes the record, and so exceeds nothing."""
 
-    def __init__(self, record: Path = RECORD) -> None:
-        self._record = record
+    def __init__(self, *, writes: bool, record: Path = RECORD) -> None:
+        self._writes, self._record = writes, record
         known = json.loads(record.read_text(encoding="utf-8")) if record.exists() else {}
         self.files_s: dict[str, float] = known.get("files", {})
         self._tests_s: dict[str, float] = known.get("tests", {})
@@ -34,13 +34,15 @@ class Durations:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, Any, Any]:
+        __tracebackhide__ = True
         before_s = _cpu_s()
         try:
             result = yield
         finally:
             spent_s = _cpu_s() - before_s
             item.user_properties.append((_SPENT, spent_s))
-        if spent_s > LIMIT_S and item.nodeid not in self._tests_s and not any(map(item.get_closest_marker, _UNLIMITED)):
+        limited = not self._writes and item.nodeid not in self._tests_s
+        if limited and spent_s > LIMIT_S and not any(map(item.get_closest_marker, _UNLIMITED)):
             pytest.fail(
                 f"{item.nodeid} took {spent_s:.1f} CPU seconds; a new test may take {LIMIT_S:.0f}. Make it cheaper, "
                 "mark it `slow`, or accept its price with `make durations`.",
