@@ -9,19 +9,20 @@ each with its checksum; every replica of every pool gets them, or none does.
 """
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 import torch
-from ray import serve
 from ray.exceptions import RayTaskError
 from safetensors.torch import save
 
 from serve_app.backends.base import PauseMode
-from serve_app.deployments.runtime import CONTROLLER
+from serve_app.deployments.controller_client import Pending, RemoteTransfers, controller_handle
 from serve_app.weights.desired_state import Outcome
 from serve_app.weights.transfer import digest_of
 from speculative.errors import TruespecError
+
+R = TypeVar("R")
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 SHARD_BYTES = 256 * 2**20
@@ -49,16 +50,19 @@ def push_weights(
     Raises:
         UpdateRefused: nothing has changed; the message says why.
     """
-    referee = serve.get_deployment_handle(CONTROLLER, app_name).options(_by_reference=True)  # shards are large
-    transfer = _reported(referee.begin_transfer.remote())
+    controller = controller_handle(app_name)
+    transfer = _reported(RemoteTransfers.begin.send(controller))
     counts = [0, 0]
     for drafter, source in enumerate((tensors, drafter_tensors)):
         for shard in shards(source):
-            content = np.frombuffer(shard, np.uint8)
-            _reported(referee.put_shard.remote(transfer, counts[drafter], content, digest_of(shard), bool(drafter)))
+            content, digest = np.frombuffer(shard, np.uint8), digest_of(shard)
+            put = RemoteTransfers.put.send(
+                controller, transfer, counts[drafter], content, digest, drafter=bool(drafter)
+            )
+            _reported(put)
             counts[drafter] += 1
-    outcome: Outcome = _reported(referee.end_transfer.remote(transfer, tuple(counts), weight_version, mode, timeout_s))
-    return outcome
+    end = RemoteTransfers.end.send(controller, transfer, weight_version, counts[0], counts[1], mode, timeout_s)
+    return _reported(end)
 
 
 def shards(tensors: NamedTensors, most_bytes: int = SHARD_BYTES) -> Iterator[bytes]:
@@ -75,7 +79,7 @@ def shards(tensors: NamedTensors, most_bytes: int = SHARD_BYTES) -> Iterator[byt
         yield save(waiting)
 
 
-def _reported(call: Any) -> Any:
+def _reported(call: Pending[R]) -> R:
     """What the service answered; its own errors as they are."""
     try:
         return call.result()

@@ -28,7 +28,7 @@ from serve_app.app import build_app
 from serve_app.config.app_config import AppConfig
 from serve_app.config.base import POOL_OF_DEPLOYMENT
 from serve_app.config.serve_file import HttpOptions, ServeFile
-from serve_app.deployments.runtime import CONTROLLER
+from serve_app.deployments.controller_client import CONTROLLER, ControllerClient
 from serve_app.http.slow_clients import PROXY_CALLBACK
 from speculative.errors import ConfigError, TruespecError
 
@@ -298,7 +298,7 @@ def _kernels_off(name: str) -> list[str]:
     """Why replicas run without the kernels for their device; empty if none does."""
     handle: DeploymentHandle[Any] = serve.get_deployment_handle(CONTROLLER, name)
     handle._init(_run_router_in_separate_loop=True)  # or it wants this thread's loop where Serve is set for throughput
-    status = handle.status.remote().result(timeout_s=_STATUS_TIMEOUT_S)
+    status = ControllerClient.status.send(handle).result(timeout_s=_STATUS_TIMEOUT_S)
     return sorted({replica["kernels_off"] for replica in status["replicas"]} - {""})
 
 

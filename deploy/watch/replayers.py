@@ -18,7 +18,7 @@ from deploy.run.cluster import connected
 from serve_app.backends.base import Backend, ModelInfo, Replayed
 from serve_app.backends.torch_backend import TorchBackend
 from serve_app.deployments.gpus import ONLY_GIVEN_GPUS, given_device
-from serve_app.deployments.runtime import own_error
+from serve_app.deployments.remote_errors import own_error
 from speculative.config import DrafterConfig, EngineConfig
 from speculative.errors import ConfigError, EngineFault, InvalidRequest
 from speculative.model.config import ModelConfig

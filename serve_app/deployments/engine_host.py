@@ -32,7 +32,7 @@ from serve_app.deployments.runtime import REPORT_EVERY_S, ReplicaRuntime, Report
 from serve_app.guard.breaker_control import Guard
 from serve_app.guard.canary import Canary, CanarySettings
 from serve_app.referee.breaker import Breaker, BreakerSettings, Mode
-from serve_app.referee.heartbeat import Finished, Orders, Placed, Report
+from serve_app.referee.heartbeat import Finished, Placed, Report
 from serve_app.referee.records import Records
 from serve_app.routing.autoscaling import Backlog
 from serve_app.routing.replica_router import MOST_REPORTED, reported_blocks
@@ -40,7 +40,7 @@ from serve_app.streams import spans
 from serve_app.streams.pooled import PooledTokenSource
 from serve_app.streams.resuming import own_name
 from serve_app.telemetry.tracing import Carried, adopt
-from serve_app.weights.desired_state import DesiredState, WeightsRef
+from serve_app.weights.desired_state import WeightsRef
 from serve_app.weights.transfer import fetched
 from serve_app.weights.updater import WeightsKeeper
 from speculative.config import EngineConfig
@@ -257,7 +257,7 @@ class EngineHost:
             keeper = self.keeper
             weights = keeper.status if keeper else None
             report = Report(guard.status, batch, finished, trips, checks, weights, computing, self._placed)
-            orders: Orders = await runtime.controller().report.remote(report)
+            orders = await runtime.controller.report(report)
         except (RayError, RayServeException) as error:
             runtime.buffer.put_back(batch)
             guard.put_back(trips)
@@ -291,7 +291,7 @@ class EngineHost:
         keeper = WeightsKeeper(self.backend, info, fetch, switched, runtime.metrics)
         try:
             async with asyncio.timeout(_JOIN_TIMEOUT_S):
-                wanted: DesiredState = await runtime.controller().wanted_weights.remote()
+                wanted = await runtime.controller.wanted_weights()
         except (RayError, RayServeException, TimeoutError) as error:
             _logger.warning("the controller did not say which weights to serve; they come with a report: %s", error)
         else:

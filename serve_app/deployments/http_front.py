@@ -1,26 +1,23 @@
 """A deployment that answers HTTP."""
 
-import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
-from ray.serve.handle import DeploymentHandle
 
 from serve_app.access.access import Access, read_token
 from serve_app.access.keys import KeyStore
 from serve_app.access.request_gate import Gate
-from serve_app.backends.base import ModelInfo, Parsers, PauseMode, TokenSource
-from serve_app.deployments.runtime import ReplicaRuntime, Reporter, own_error
+from serve_app.backends.base import ModelInfo, Parsers, TokenSource
+from serve_app.deployments.runtime import ReplicaRuntime, Reporter
 from serve_app.errors import UnknownReplica
-from serve_app.http.admin import Admin, PauseOrder, SpeculationOrder, Statuses, WeightsAdmin, WeightsOrder
+from serve_app.http.admin import Admin, SpeculationOrder, Statuses
 from serve_app.http.routes import Operations, PastReplies, build_ingress
 from serve_app.http.vllm_routes import VllmRoutes
 from serve_app.openai.frontend import FrontEnd
-from serve_app.openai.kept_responses import KeptResponses
 from serve_app.openai.prepared_request import Limits
 from serve_app.openai.scoring import ScoreLimits, Scorer
 from serve_app.page.feed import StatusFeed
@@ -30,14 +27,10 @@ from serve_app.referee.records import Record, Records, ReplayJob
 from serve_app.referee.replay_selection import Checks, chosen
 from serve_app.referee.signatures import SigningKey
 from serve_app.streams.observed import ObservedSource, SourceLimits
-from serve_app.telemetry.tracing import carried
 from serve_app.text.tokenizer import Tokenizer
-from serve_app.weights.desired_state import Outcome, WeightsRef
 from speculative.errors import EngineFault
 
 _logger = logging.getLogger("truespec.serve")
-_TRAINER_WAITS_S = 600.0  # for new weights, of those who cannot say for how long
-_KEEP_PATIENCE_S = 5.0  # with the controller, while a client waits for the end of its answer
 
 
 class HttpFront:
@@ -133,11 +126,12 @@ class HttpFront:
         """The HTTP application of this replica; `check_health` raises where it cannot serve."""
         if self._front_end is None:
             raise EngineFault("The replica is not started.")
+        controller = self._runtime.controller
         app = build_ingress(
             self._front_end,
             scorer=self._scorer,
             operations=Operations(self.exposition, check_health, self._vllm_routes()),
-            replies=PastReplies(self.verdict, self._kept()),
+            replies=PastReplies(self.verdict, controller.responses if self._config.responses.max_mib else None),
             admin=self._admin,
             gate=Gate(
                 self._access,
@@ -149,7 +143,7 @@ class HttpFront:
             ),
             tracing=self._runtime.tracing,
         )
-        add_page(app, StatusFeed(self.status, self.status_history))
+        add_page(app, StatusFeed(self.status, controller.status_history))
         return app
 
     def _vllm_routes(self) -> VllmRoutes:
@@ -162,34 +156,25 @@ class HttpFront:
             "logprobs_mode": engine.logprobs_mode,
         }
         settings = {"model_config": model, "weight_transfer_config": {"backend": "folder"}}
-        return VllmRoutes(settings, _weights_admin(self._runtime.controller))
+        return VllmRoutes(settings, self._runtime.controller.weights)
 
     async def status(self) -> dict[str, Any]:
         """What the status page shows of the whole app; the quantization is that of the model as it is served here."""
-        reported: dict[str, Any] = await self._runtime.controller().status.remote()
+        reported = await self._runtime.controller.status()
         quantization = None
         if self._front_end is not None:
             quantization = self._front_end.model(self._config.model.served_name)["quantization"]
         return reported | {"about": reported["about"] | {"quantization": quantization}}
 
-    async def status_history(self) -> dict[str, Any]:
-        """The last hour of the status page."""
-        return await self._runtime.controller().status_history.remote()  # type: ignore[no-any-return]
-
     async def exposition(self) -> tuple[bytes, str]:
         """The whole app's metrics, this replica's newest counts included."""
         await self._reporter.report()
-        return await self._runtime.controller().exposition.remote()  # type: ignore[no-any-return]
+        return await self._runtime.controller.exposition()
 
     async def verdict(self, reply_id: str) -> dict[str, Any] | None:
         """What is known of a reply, this replica's newest ones included."""
         await self._reporter.report()
-        return await self._runtime.controller().verdict.remote(reply_id)  # type: ignore[no-any-return]
-
-    def _kept(self) -> KeptResponses | None:
-        if not self._config.responses.max_mib:
-            return None
-        return ControllersResponses(self._runtime.controller)
+        return await self._runtime.controller.verdict(reply_id)
 
     def _check_parsers(self) -> None:
         """Before an engine is loaded for minutes."""
@@ -226,16 +211,15 @@ class HttpFront:
         if not self._access.has_admin:
             return None
 
-        async def statuses() -> Statuses:
-            return await self._runtime.controller().statuses.remote()  # type: ignore[no-any-return]
+        controller = self._runtime.controller
 
         async def order(wanted: SpeculationOrder) -> Statuses:
-            reported: Statuses | None = await self._runtime.controller().order.remote(Mode(wanted.mode), wanted.replica)
+            reported = await controller.order(Mode(wanted.mode), wanted.replica)
             if reported is None:
                 raise UnknownReplica(f"There is no replica {wanted.replica!r}; GET /admin/speculation lists them.")
             return reported
 
-        return Admin(self._access, statuses, order, _weights_admin(self._runtime.controller))
+        return Admin(self._access, controller.statuses, order, controller.weights)
 
     def _request_ended(self, record: Record, job: ReplayJob | None) -> None:
         """What is to be checked of a request goes to the controller."""
@@ -249,68 +233,7 @@ class HttpFront:
 
     async def _submit_soon(self, job: ReplayJob) -> None:
         try:
-            await self._runtime.controller().submit.remote(job, carried())
+            await self._runtime.controller.submit(job)
         except (RayError, RayServeException) as error:
             self._runtime.metrics.count("truespec_replays_total", result="failed", answered_by=job.replica)
             _logger.warning("%s could not be submitted for replay: %s", job.request.request_id, error)
-
-
-class ControllersResponses:
-    """The responses that the controller keeps for all replicas (a `KeptResponses`)."""
-
-    def __init__(self, controller: Callable[[], "DeploymentHandle[Any]"]) -> None:
-        self._controller = controller
-
-    async def put(self, response_id: str, owner: str, record: bytes) -> bool:
-        """Keep a response; returns whether it is kept. The answer goes out in any case."""
-        try:
-            async with asyncio.timeout(_KEEP_PATIENCE_S):
-                return await self._controller().put_response.remote(response_id, owner, record)  # type: ignore[no-any-return]
-        except (RayError, RayServeException, TimeoutError) as error:
-            _logger.warning("%s could not be kept: %r", response_id, error)
-            return False
-
-    async def get(self, response_id: str, owner: str) -> bytes | None:
-        """A response that is kept; None where there is none."""
-        return await self._controller().response.remote(response_id, owner)  # type: ignore[no-any-return]
-
-    async def delete(self, response_id: str, owner: str) -> bool:
-        """Forget a response; returns whether there was one."""
-        return await self._controller().delete_response.remote(response_id, owner)  # type: ignore[no-any-return]
-
-
-def _weights_admin(controller: Callable[[], "DeploymentHandle[Any]"]) -> WeightsAdmin:
-    async def outcome(call: Any) -> Outcome:
-        try:
-            return await call  # type: ignore[no-any-return]
-        except RayTaskError as error:
-            raise own_error(error) from error
-
-    async def update(order: WeightsOrder) -> Outcome:
-        sent = controller().update_weights.remote(_ref_of(order), PauseMode(order.mode), order.timeout_s)
-        return await outcome(sent)
-
-    async def pause(order: PauseOrder) -> Outcome:
-        return await outcome(controller().pause.remote(PauseMode(order.mode), order.timeout_s))
-
-    async def resume() -> Outcome:
-        return await outcome(controller().resume.remote())
-
-    async def stage(order: WeightsOrder | None) -> None:
-        await controller().stage_weights.remote(None if order is None else _ref_of(order))
-
-    async def finish(version: str) -> Outcome:
-        return await outcome(controller().finish_weights.remote(version, _TRAINER_WAITS_S))
-
-    async def reset_caches() -> Outcome:
-        return await outcome(controller().reset_prefix_caches.remote())
-
-    async def statuses() -> Statuses:
-        return await controller().weights.remote()  # type: ignore[no-any-return]
-
-    return WeightsAdmin(statuses, update, pause, resume, stage, finish, reset_caches)
-
-
-def _ref_of(order: WeightsOrder) -> WeightsRef:
-    """What an order names; the coordinator numbers it."""
-    return WeightsRef(0, order.weight_version, order.path, order.drafter_path)

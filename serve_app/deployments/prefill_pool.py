@@ -10,7 +10,7 @@ from ray.serve.handle import DeploymentHandle
 
 from serve_app.backends.base import Prefilled
 from serve_app.deployments.engine_host import EngineHost
-from serve_app.deployments.runtime import own_error
+from serve_app.deployments.remote_errors import own_error
 from serve_app.streams.pooled import PooledTokenSource, PoolFull, PrefillPatience, TookIn
 from serve_app.telemetry.tracing import carried
 from serve_app.transport.base import HandoffTransport

@@ -8,25 +8,25 @@ import socket
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextvars import Context
+from functools import cache
 from typing import Any, Literal
 
 import ray
 from ray import serve
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
-from ray.serve.handle import DeploymentHandle
 
 from serve_app.config.app_config import AppConfig
 from serve_app.config.base import PoolName
+from serve_app.deployments.controller_client import ControllerClient, controller_handle
 from serve_app.referee.records import ReplayJob
 from serve_app.referee.verdicts import Checked
 from serve_app.telemetry.logs import configure as configure_logs
 from serve_app.telemetry.metrics import BufferSink, Metrics, RaySink
-from serve_app.telemetry.tracing import Tracing, carried
-from speculative.errors import ConfigError, TruespecError
+from serve_app.telemetry.tracing import Tracing
+from speculative.errors import ConfigError
 
 _logger = logging.getLogger("truespec.serve")
-CONTROLLER = "Controller"
 REPORT_EVERY_S = 1.0
 
 
@@ -43,7 +43,7 @@ class ReplicaRuntime:
         self.buffer = BufferSink(self.name)
         self.metrics = Metrics([RaySink(), self.buffer], model_name=config.model.served_name, pool=role)
         self.tasks: set[asyncio.Task[None]] = set()
-        self._controller: DeploymentHandle[Any] | None = None
+        self.controller = ControllerClient(cache(lambda: controller_handle(self.app_name)))  # once it is needed
 
     def spawn(self, work: Coroutine[Any, Any, None], context: Context | None = None) -> asyncio.Task[None]:
         """Run something beside the requests; it is kept from being collected until it ends."""
@@ -52,13 +52,6 @@ class ReplicaRuntime:
         task.add_done_callback(self.tasks.discard)
         return task
 
-    def controller(self) -> DeploymentHandle[Any]:
-        """The app's one controller. The handle is kept: each has a router of its own."""
-        if self._controller is None:
-            handle: DeploymentHandle[Any] = serve.get_deployment_handle(CONTROLLER, self.app_name)
-            self._controller = handle.options(_by_reference=True)  # weights come as references to objects
-        return self._controller
-
     async def check(self, job: ReplayJob) -> Checked:
         """Have a request replayed, and wait for the result.
 
@@ -66,7 +59,7 @@ class ReplicaRuntime:
             ConnectionError: the controller did not answer.
         """
         try:
-            return await self.controller().check.remote(job, carried())  # type: ignore[no-any-return]
+            return await self.controller.check(job)
         except (RayError, RayServeException) as error:
             raise ConnectionError(f"the controller did not answer: {error}") from error
 
@@ -110,7 +103,7 @@ class Reporter:
     async def _send_counts(self) -> None:
         batch = self._runtime.buffer.drain()
         try:
-            await self._runtime.controller().count.remote(batch)
+            await self._runtime.controller.count(batch)
         except (RayError, RayServeException) as error:
             self._runtime.buffer.put_back(batch)
             _logger.debug("nothing was reported, it goes with the next report: %s", error)
@@ -144,9 +137,3 @@ def naming_node() -> Iterator[None]:
     except ConfigError as error:
         node = f"{socket.gethostname()}, {ray.get_runtime_context().get_node_id()}"
         raise ConfigError(f"{error} (On node {node}.)") from error
-
-
-def own_error(error: RayTaskError, otherwise: type[Exception] = ConnectionError) -> Exception:
-    """What a replica raised: our own exceptions as they are, anything else as work that did not happen."""
-    cause = error.cause
-    return cause if isinstance(cause, TruespecError) else otherwise(f"a replica failed: {cause}")

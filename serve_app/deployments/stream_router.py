@@ -22,7 +22,8 @@ from serve_app.deployments.engine_host import EngineHost
 from serve_app.deployments.http_front import HttpFront
 from serve_app.deployments.pools import EngineServer
 from serve_app.deployments.prefill_pool import token_source
-from serve_app.deployments.runtime import ReplicaRuntime, Reporter, own_error
+from serve_app.deployments.remote_errors import own_error
+from serve_app.deployments.runtime import ReplicaRuntime, Reporter
 from serve_app.referee.records import Records
 from serve_app.streams.pooled import PooledTokenSource
 from serve_app.streams.resuming import ReplicaLost, ResumingSource, SignsOfLife, Streamed

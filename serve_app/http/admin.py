@@ -2,7 +2,7 @@
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
@@ -11,7 +11,7 @@ from serve_app.access.access import Access
 from serve_app.backends.base import PauseMode
 from serve_app.openai.wire import Wire
 from serve_app.referee.breaker import Mode
-from serve_app.weights.desired_state import Outcome
+from serve_app.weights.desired_state import Outcome, WeightsRef
 
 Statuses = list[dict[str, Any]]
 
@@ -51,25 +51,42 @@ class WeightsOrder(PauseOrder):
     weight_version: Annotated[str, Field(pattern=r"^[A-Za-z0-9._:/+=-]{1,128}$")]
     drafter_path: Annotated[str, Field(min_length=1)] | None = None
 
+    @property
+    def ref(self) -> WeightsRef:
+        """The weights that are named; the coordinator numbers them."""
+        return WeightsRef(0, self.weight_version, self.path, self.drafter_path)
 
-@dataclass(frozen=True, slots=True)
-class WeightsAdmin:
-    """The endpoints for weights.
 
-    statuses: which weights each replica serves.
-    update: brings new ones to every replica, or to none. Raises UpdateRefused.
-    pause, resume: of all replicas.
-    stage: keeps an order until `finish` carries it out, by the version given if it is not empty.
-    reset_caches: empties every replica's prefix cache.
-    """
+class WeightsService(Protocol):
+    """The weights of all replicas, as those who change them see them; `WeightCoordinator` has the details."""
 
-    statuses: Callable[[], Awaitable[Statuses]]
-    update: Callable[[WeightsOrder], Awaitable[Outcome]]
-    pause: Callable[[PauseOrder], Awaitable[Outcome]]
-    resume: Callable[[], Awaitable[Outcome]]
-    stage: Callable[[WeightsOrder | None], Awaitable[None]]
-    finish: Callable[[str], Awaitable[Outcome]]
-    reset_caches: Callable[[], Awaitable[Outcome]]
+    async def statuses(self) -> Statuses:
+        """Which weights each replica serves."""
+        ...
+
+    async def update(self, ref: WeightsRef, mode: PauseMode = ..., timeout_s: float = ...) -> Outcome:
+        """Bring new ones to every replica, or to none. Raises UpdateRefused."""
+        ...
+
+    async def pause(self, mode: PauseMode, timeout_s: float = ...) -> Outcome:
+        """Have every replica begin nothing new."""
+        ...
+
+    async def resume(self) -> Outcome:
+        """Have every replica go on."""
+        ...
+
+    async def stage(self, ref: WeightsRef | None) -> None:
+        """Keep what `finish` is to bring to every replica."""
+        ...
+
+    async def finish(self, version: str) -> Outcome:
+        """Bring it, by this version if it is not empty. Raises UpdateRefused."""
+        ...
+
+    async def reset_caches(self) -> Outcome:
+        """Empty every replica's prefix cache."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,4 +102,4 @@ class Admin:
     access: Access
     statuses: Callable[[], Awaitable[Statuses]]
     order: Callable[[SpeculationOrder], Awaitable[Statuses]]
-    weights: WeightsAdmin | None = None
+    weights: WeightsService | None = None

@@ -19,6 +19,7 @@ from starlette.requests import ClientDisconnect
 
 from serve_app.access.access import Access, Caller
 from serve_app.access.request_gate import HEALTH, Gate
+from serve_app.backends.base import PauseMode
 from serve_app.errors import (
     ErrorReply,
     UnknownVerdict,
@@ -26,7 +27,7 @@ from serve_app.errors import (
     reply_for,
     route_error,
 )
-from serve_app.http.admin import Admin, PauseOrder, SpeculationOrder, WeightsAdmin, WeightsOrder
+from serve_app.http.admin import Admin, PauseOrder, SpeculationOrder, WeightsOrder, WeightsService
 from serve_app.http.body import MAX_ORDER_BYTES, read_body
 from serve_app.http.event_stream import EventStream, unless_disconnected
 from serve_app.http.head_requests import HeadRequests
@@ -272,13 +273,13 @@ def _add_admin(app: FastAPI, admin: Admin) -> None:
         _add_weights(app, admin.weights)
 
 
-def _add_weights(app: FastAPI, weights: WeightsAdmin) -> None:
+def _add_weights(app: FastAPI, weights: WeightsService) -> None:
+    async def read(request: Request, kind: type[W]) -> W:
+        return parse(await read_body(request, MAX_ORDER_BYTES) or b"{}", kind)
+
     async def reported(outcome: Awaitable[Outcome]) -> Response:
         done = await outcome
         return JSONResponse({"complete": done.complete, "replicas": done.replicas})
-
-    async def ordered(request: Request, kind: type[W], do: Callable[[W], Awaitable[Outcome]]) -> Response:
-        return await reported(do(parse(await read_body(request, MAX_ORDER_BYTES) or b"{}", kind)))
 
     @app.get("/admin/weights")
     async def show_weights() -> Response:
@@ -286,11 +287,13 @@ def _add_weights(app: FastAPI, weights: WeightsAdmin) -> None:
 
     @app.post("/admin/weights")
     async def update_weights(request: Request) -> Response:
-        return await ordered(request, WeightsOrder, weights.update)
+        order = await read(request, WeightsOrder)
+        return await reported(weights.update(order.ref, PauseMode(order.mode), order.timeout_s))
 
     @app.post("/admin/pause")
     async def pause(request: Request) -> Response:
-        return await ordered(request, PauseOrder, weights.pause)
+        order = await read(request, PauseOrder)
+        return await reported(weights.pause(PauseMode(order.mode), order.timeout_s))
 
     @app.post("/admin/resume")
     async def resume() -> Response:

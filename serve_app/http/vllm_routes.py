@@ -13,13 +13,13 @@ from pydantic import Field
 from serve_app.access.request_gate import Gate
 from serve_app.backends.base import PauseMode
 from serve_app.errors import UnsupportedParameter
-from serve_app.http.admin import PauseOrder, WeightsAdmin, WeightsOrder
+from serve_app.http.admin import WeightsService
 from serve_app.http.body import MAX_ORDER_BYTES, read_body
 from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.parsing import parse
 from serve_app.openai.tokenization import DetokenizeRequest, TokenizeRequest
 from serve_app.openai.wire import W, Wire
-from serve_app.weights.desired_state import Outcome
+from serve_app.weights.desired_state import Outcome, WeightsRef
 from speculative.errors import InvalidRequest, RequestTimeout
 
 T = TypeVar("T", TokenizeRequest, DetokenizeRequest)
@@ -99,11 +99,10 @@ class UpdateOrder(Wire):
             )
 
     @property
-    def order(self) -> WeightsOrder:
-        """The same as an order of /admin/weights, without a version."""
+    def ref(self) -> WeightsRef:
+        """The weights that are named, without a version; the coordinator numbers them."""
         info = self.update_info or UpdateInfo()
-        path = info.path or self.weight_dir
-        return WeightsOrder.model_construct(path=path, drafter_path=info.drafter_path, weight_version="")
+        return WeightsRef(0, "", info.path or self.weight_dir, info.drafter_path)
 
 
 class FinishUpdate(Wire):
@@ -121,7 +120,7 @@ class VllmRoutes:
     """
 
     settings: dict[str, Any]
-    weights: WeightsAdmin
+    weights: WeightsService
 
 
 def add_vllm_routes(app: FastAPI, front_end: FrontEnd, gate: Gate, routes: VllmRoutes | None) -> None:
@@ -174,7 +173,7 @@ def _add_about(app: FastAPI, routes: VllmRoutes) -> None:
         return JSONResponse({"world_size": len(await routes.weights.statuses())})
 
 
-def _add_weight_transfer(app: FastAPI, weights: WeightsAdmin) -> None:
+def _add_weight_transfer(app: FastAPI, weights: WeightsService) -> None:
     async def read(request: Request, kind: type[W]) -> W:
         return parse(await read_body(request, MAX_ORDER_BYTES) or b"{}", kind)
 
@@ -193,9 +192,9 @@ def _add_weight_transfer(app: FastAPI, weights: WeightsAdmin) -> None:
     async def update(request: Request) -> Response:
         wire = await read(request, UpdateOrder)
         if wire.weight_dir is None:
-            await weights.stage(wire.order)
+            await weights.stage(wire.ref)
         else:  # prime-rl sends nothing to finish it
-            await _complete(weights.update(wire.order), "updated")
+            await _complete(weights.update(wire.ref), "updated")
         return JSONResponse({"message": "Weights updated"})
 
     @app.post("/finish_weight_update")
@@ -214,12 +213,12 @@ def _add_weight_transfer(app: FastAPI, weights: WeightsAdmin) -> None:
         return JSONResponse({"success": (await weights.reset_caches()).complete})
 
 
-def _add_pauses(app: FastAPI, weights: WeightsAdmin) -> None:
+def _add_pauses(app: FastAPI, weights: WeightsService) -> None:
     @app.post("/pause")
     async def pause(mode: str = "abort", clear_cache: bool = True) -> Response:
         if mode not in tuple(PauseMode):
             raise InvalidRequest("mode", "mode must be abort, wait or keep.")
-        await _complete(weights.pause(PauseOrder(mode=mode)), "paused")
+        await _complete(weights.pause(PauseMode(mode)), "paused")
         if clear_cache:
             await _complete(weights.reset_caches(), "emptied")
         return JSONResponse({"status": "paused"})

@@ -80,7 +80,6 @@ class WeightCoordinator:
     async def update(
         self,
         ref: WeightsRef,
-        *,
         mode: PauseMode = PauseMode.WAIT,
         timeout_s: float = 600.0,
     ) -> Outcome:

@@ -10,13 +10,16 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from serve_app.backends.base import ModelInfo
+from serve_app.backends.base import ModelInfo, PauseMode
 from serve_app.errors import UpdateRefused
-from serve_app.weights.desired_state import Shard, WeightsRef
+from serve_app.weights.desired_state import Outcome, Shard, WeightsRef
 from speculative.end_tokens import END_TOKEN_FILES
 
 Pull = Callable[[Any], Awaitable[Any]]
 """Gets a shard's content, a buffer of bytes, from where it lies."""
+
+Update = Callable[[WeightsRef, PauseMode, float], Awaitable[Outcome]]
+"""Brings weights to every replica, or to none: `WeightCoordinator.update`."""
 
 
 def digest_of(content: bytes | memoryview) -> str:
@@ -29,10 +32,12 @@ class Transfers:
 
     Args:
         keep: puts a shard's content where replicas can get it, and says where.
+        update: gets the weights that a transfer brought.
     """
 
-    def __init__(self, keep: Callable[[Any], Any]) -> None:
+    def __init__(self, keep: Callable[[Any], Any], update: Update) -> None:
         self._keep = keep
+        self._update = update
         self._number = 0
         self._shards: dict[tuple[bool, int], Shard] = {}
 
@@ -54,11 +59,19 @@ class Transfers:
             raise UpdateRefused(f"Shard {index} was damaged on its way; send it again.")
         self._shards[drafter, index] = Shard(self._keep(content), digest, data.nbytes)
 
-    def end(self, transfer: int, version: str, num_shards: int, num_drafter_shards: int = 0) -> WeightsRef:
-        """All is there: the weights it makes.
+    async def end(
+        self,
+        transfer: int,
+        version: str,
+        num_shards: int,
+        num_drafter_shards: int = 0,
+        mode: PauseMode = PauseMode.WAIT,
+        timeout_s: float = 600.0,
+    ) -> Outcome:
+        """All is there, so many shards of the target and of the drafter: bring them to every replica.
 
         Raises:
-            UpdateRefused: a shard is missing, or another transfer has begun since.
+            UpdateRefused: a shard is missing, another transfer has begun since, or as the coordinator raises it.
         """
         self._check(transfer)
         wanted = [(False, index) for index in range(num_shards)]
@@ -67,7 +80,9 @@ class Transfers:
             raise UpdateRefused(f"{len(self._shards)} of {len(wanted)} shards came; send those that are missing.")
         shards = [self._shards[key] for key in wanted]
         self._shards.clear()
-        return WeightsRef(0, version, shards=tuple(shards[:num_shards]), drafter_shards=tuple(shards[num_shards:]))
+        target, drafter = tuple(shards[:num_shards]), tuple(shards[num_shards:])
+        ref = WeightsRef(0, version, shards=target, drafter_shards=drafter)
+        return await self._update(ref, mode, timeout_s)
 
     def _check(self, transfer: int) -> None:
         if transfer != self._number:

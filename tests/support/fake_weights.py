@@ -2,42 +2,42 @@
 
 from typing import Any
 
+from serve_app.backends.base import PauseMode
 from serve_app.errors import UpdateRefused
-from serve_app.http.admin import WeightsAdmin
-from serve_app.weights.desired_state import Outcome
+from serve_app.weights.desired_state import Outcome, WeightsRef
 
 
 class FakeWeights:
     """Takes every order, or refuses all with `refuses`; not every replica gets there with `complete = False`."""
 
     def __init__(self) -> None:
-        self.asked: list[Any] = []
+        self.asked: list[tuple[Any, ...]] = []
         self.refuses = False
         self.complete = True
 
-    @property
-    def admin(self) -> WeightsAdmin:
-        """What the routes ask."""
-
-        async def resume() -> Outcome:
-            return await self._take("resume")
-
-        async def reset_caches() -> Outcome:
-            return await self._take("reset_caches")
-
-        async def stage(order: Any) -> None:
-            self.asked.append(("stage", order))
-
-        async def finish(version: str) -> Outcome:
-            return await self._take(("finish", version))
-
-        return WeightsAdmin(self.statuses, self._take, self._take, resume, stage, finish, reset_caches)
-
     async def statuses(self) -> list[dict[str, Any]]:
-        paused = bool(self.asked) and self.asked[-1] != "resume"
+        paused = bool(self.asked) and self.asked[-1] != ("resume",)
         return [{"replica": "r1", "weight_version": "default", "fingerprint": "f", "paused": paused}]
 
-    async def _take(self, asked: Any) -> Outcome:
+    async def update(self, ref: WeightsRef, mode: PauseMode = PauseMode.WAIT, timeout_s: float = 600.0) -> Outcome:
+        return await self._take("update", ref, mode, timeout_s)
+
+    async def pause(self, mode: PauseMode, timeout_s: float = 600.0) -> Outcome:
+        return await self._take("pause", mode, timeout_s)
+
+    async def resume(self) -> Outcome:
+        return await self._take("resume")
+
+    async def stage(self, ref: WeightsRef | None) -> None:
+        self.asked.append(("stage", ref))
+
+    async def finish(self, version: str) -> Outcome:
+        return await self._take("finish", version)
+
+    async def reset_caches(self) -> Outcome:
+        return await self._take("reset_caches")
+
+    async def _take(self, *asked: Any) -> Outcome:
         self.asked.append(asked)
         if self.refuses:
             raise UpdateRefused("Nothing has changed, the weights are 'default': r1: no such folder.")

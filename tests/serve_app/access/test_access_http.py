@@ -206,8 +206,8 @@ def test_no_other_route_of_the_whole_app_answers_without_a_key(tokenizer: Tokeni
     app = build_ingress(
         fake_front_end(tokenizer)[0],
         scorer=Scorer(None, tokenizer, None, logprobs_mode="raw_logprobs"),  # type: ignore[arg-type]  # nobody gets there
-        operations=Operations(page, well, VllmRoutes({}, weights.admin)),
-        admin=Admin(access, nothing, obey, weights.admin),
+        operations=Operations(page, well, VllmRoutes({}, weights)),
+        admin=Admin(access, nothing, obey, weights),
         gate=Gate(access),
     )
     add_page(app, StatusFeed(status, status))

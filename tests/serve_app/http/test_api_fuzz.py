@@ -85,7 +85,7 @@ class Fuzzed:
         self.app = build_ingress(
             FrontEnd(self.source, tokenizer, info, Limits(max_body_bytes=2**18, max_choices=8)),
             scorer=Scorer(self.source, tokenizer, info, logprobs_mode="raw_logprobs"),
-            operations=Operations(self.exposition, self.well, VllmRoutes({}, FakeWeights().admin)),
+            operations=Operations(self.exposition, self.well, VllmRoutes({}, FakeWeights())),
             replies=PastReplies(self.verdict, KeptInMemory()),
             admin=Admin(access, self.replicas, self.order),
             gate=Gate(access, metrics),

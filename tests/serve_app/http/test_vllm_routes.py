@@ -9,10 +9,11 @@ import pytest
 
 from serve_app.access.access import Access
 from serve_app.access.request_gate import TRAINER, Gate
-from serve_app.http.admin import PauseOrder
+from serve_app.backends.base import PauseMode
 from serve_app.http.routes import Operations
 from serve_app.http.vllm_routes import VllmRoutes
 from serve_app.text.tokenizer import Tokenizer
+from serve_app.weights.desired_state import WeightsRef
 from tests.support.fake_serving import Served, ServeFake
 from tests.support.fake_weights import FakeWeights
 
@@ -25,7 +26,7 @@ class Trainer:
     def __init__(self, serve_fake: ServeFake, **gate: Any) -> None:
         self.weights = FakeWeights()
         settings = {"model_config": {"dtype": "torch.float32"}}
-        operations = Operations(vllm=VllmRoutes(settings, self.weights.admin))
+        operations = Operations(vllm=VllmRoutes(settings, self.weights))
         gate = {"open_trainer_api": True} | gate
         self.server = serve_fake(operations=operations, gate=Gate(Access(), **gate))
 
@@ -145,9 +146,9 @@ def test_weights_are_named_and_served_when_the_update_is_finished(trainer: Train
     assert trainer.post("/start_weight_update", {}).status_code == 200
     named = {"update_info": {"path": "/m/v1", "drafter_path": "/m/head"}}
     assert trainer.post("/update_weights", named).status_code == 200
-    (_, nothing), (_, order) = trainer.weights.asked
+    (_, nothing), staged = trainer.weights.asked
     assert nothing is None, "what an earlier trainer named is forgotten"
-    assert (order.path, order.drafter_path, order.weight_version) == ("/m/v1", "/m/head", "")
+    assert staged == ("stage", WeightsRef(0, "", "/m/v1", "/m/head"))
     assert trainer.post("/finish_weight_update", finish).status_code == 200
     assert trainer.weights.asked[2:] == [("finish", "" if not finish else "step-7")]
 
@@ -155,7 +156,7 @@ def test_weights_are_named_and_served_when_the_update_is_finished(trainer: Train
 def test_prime_rls_folder_is_served_at_once(trainer: Trainer) -> None:
     assert trainer.post("/update_weights", {"weight_dir": "/m/v2"}).status_code == 200
     (order,) = trainer.weights.asked  # in one step, so that no other trainer's folder can come between
-    assert (order.path, order.weight_version) == ("/m/v2", "")
+    assert order == ("update", WeightsRef(0, "", "/m/v2"), PauseMode.WAIT, 600.0)
 
 
 @pytest.mark.parametrize(
@@ -187,12 +188,12 @@ def test_a_refused_update_is_no_success(trainer: Trainer) -> None:
 
 def test_pauses_have_vllms_form(trainer: Trainer) -> None:
     assert trainer.post("/pause?mode=keep&clear_cache=false").json() == {"status": "paused"}
-    assert trainer.weights.asked == [PauseOrder(mode="keep")]
+    assert trainer.weights.asked == [("pause", PauseMode.KEEP, 600.0)]
     assert trainer.get("/is_paused") == {"is_paused": True}
     assert trainer.post("/resume").json() == {"status": "resumed"}
     assert trainer.get("/is_paused") == {"is_paused": False}
     trainer.post("/pause")
-    assert trainer.weights.asked[2:] == [PauseOrder(mode="abort"), "reset_caches"]
+    assert trainer.weights.asked[2:] == [("pause", PauseMode.ABORT, 600.0), ("reset_caches",)]
     assert error_of(trainer.post("/pause?mode=later"), 400)["param"] == "mode"
     error = error_of(trainer.post("/pause?clear_cache=maybe"), 400)
     assert error["param"] == "clear_cache" and "clear_cache" in error["message"]

@@ -10,7 +10,8 @@ import httpx
 import pytest
 
 from serve_app.access.access import Access
-from serve_app.http.admin import Admin, PauseOrder, WeightsOrder
+from serve_app.backends.base import PauseMode
+from serve_app.http.admin import Admin
 from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.parsing import parse
 from serve_app.openai.prepared_request import Limits
@@ -20,6 +21,7 @@ from serve_app.referee.records import Record, Verdict
 from serve_app.streams.pooled import PooledTokenSource
 from serve_app.telemetry.metrics import BufferSink, Metrics
 from serve_app.text.tokenizer import Tokenizer
+from serve_app.weights.desired_state import WeightsRef
 from speculative.request import FinishReason, Request, TokenDelta, TokenKind
 from tests.support.fake_serving import Served, ServeFake, make_backend
 from tests.support.fake_weights import FakeWeights
@@ -129,7 +131,7 @@ class Operator:
         async def order(_: object) -> list[dict[str, Any]]:
             return []
 
-        admin = Admin(Access(admin_token="s3cret"), nothing, order, self.weights.admin)
+        admin = Admin(Access(admin_token="s3cret"), nothing, order, self.weights)
         self.server = serve_fake(admin=admin)
 
     def post(self, route: str, token: str = "s3cret", **body: Any) -> httpx.Response:
@@ -149,10 +151,10 @@ def test_the_admin_endpoints_pass_on_what_is_asked(operator: Operator) -> None:
     assert operator.post("pause").status_code == operator.post("pause", mode="keep").status_code == 200
     assert operator.post("resume").status_code == 200
     assert operator.weights.asked == [
-        WeightsOrder(path="/m/v1", weight_version="step-1", mode="abort", drafter_path="/m/head"),
-        PauseOrder(),
-        PauseOrder(mode="keep"),
-        "resume",
+        ("update", WeightsRef(0, "step-1", "/m/v1", "/m/head"), PauseMode.ABORT, 600.0),
+        ("pause", PauseMode.WAIT, 600.0),
+        ("pause", PauseMode.KEEP, 600.0),
+        ("resume",),
     ]
     shown = httpx.get(f"{operator.server.url}/admin/weights", headers={"authorization": "Bearer s3cret"})
     assert shown.json()["replicas"][0]["weight_version"] == "default"

@@ -442,14 +442,28 @@ def tensors() -> dict[str, torch.Tensor]:
     return {f"layer.{index}": torch.arange(100.0) + index for index in range(5)}
 
 
+class Updates:
+    """Notes which weights every replica is to get."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[WeightsRef, PauseMode, float]] = []
+
+    async def update(self, ref: WeightsRef, mode: PauseMode, timeout_s: float) -> Outcome:
+        self.asked.append((ref, mode, timeout_s))
+        return Outcome(True, [])
+
+
 async def test_weights_over_the_wire_arrive_as_a_checkpoint(tmp_path: Path) -> None:
-    transfers = Transfers(bytes)
+    updates = Updates()
+    transfers = Transfers(bytes, updates.update)
     number = transfers.begin()
     parts = list(shards(tensors().items(), most_bytes=900))
     assert len(parts) == 3, "two tensors of 400 bytes fit into a shard"
     for index, part in enumerate(parts):
         transfers.put(number, index, part, digest_of(part))
-    ref = transfers.end(number, "v1", len(parts))
+    assert (await transfers.end(number, "v1", len(parts), 0, PauseMode.KEEP, 5.0)).complete
+    ((ref, *how),) = updates.asked
+    assert how == [PauseMode.KEEP, 5.0]
     base = tmp_path / "base"
     base.mkdir()
     (base / "config.json").write_text("{}")
@@ -469,17 +483,20 @@ async def test_weights_over_the_wire_arrive_as_a_checkpoint(tmp_path: Path) -> N
 
 
 async def test_what_is_damaged_or_missing_on_the_wire_is_refused(tmp_path: Path) -> None:
-    transfers = Transfers(bytes)
+    updates = Updates()
+    transfers = Transfers(bytes, updates.update)
     number = transfers.begin()
     (part,) = shards(tensors().items())
     with pytest.raises(UpdateRefused, match="Shard 0 was damaged"):
         transfers.put(number, 0, part[:-1] + b"x", digest_of(part))
     with pytest.raises(UpdateRefused, match="0 of 1 shards came"):
-        transfers.end(number, "v1", 1)
+        await transfers.end(number, "v1", 1)
     transfers.put(number, 0, part, digest_of(part))
     with pytest.raises(UpdateRefused, match="1 of 2 shards came"):
-        transfers.end(number, "v1", 2)
-    ref = transfers.end(number, "v1", 1)
+        await transfers.end(number, "v1", 2)
+    assert updates.asked == []
+    await transfers.end(number, "v1", 1)
+    ((ref, _, _),) = updates.asked
 
     async def damaged(content: bytes) -> bytes:
         return content[:-1] + bytes([content[-1] ^ 1])
