@@ -21,12 +21,11 @@ from serve_app.config.app_config import AppConfig
 from serve_app.config.base import PoolName
 from serve_app.deployments.engine_host import EngineHost, make_backend
 from serve_app.deployments.http_front import HttpFront
-from serve_app.deployments.prefill_pool import token_source
+from serve_app.deployments.prefill_pool import PrefillReply, token_source
 from serve_app.deployments.runtime import ReplicaRuntime
 from serve_app.referee.records import Record
 from serve_app.streams import spans
 from serve_app.telemetry.tracing import Carried, adopt
-from serve_app.transport.base import TransferPayload
 from serve_app.transport.selection import make_transport
 from speculative.request import Request
 
@@ -113,19 +112,16 @@ class PrefillServer(EngineServer):
         self._transport = make_transport(config.parcels)
         await self.host.start(token_source)
 
-    async def prefill(
-        self, request: Request, first_token: bool, reported: Carried
-    ) -> tuple[tuple[Any, ...], TransferPayload | None, str, float]:
-        """Deltas so far, the handoff, this replica's name and the seconds that it took: a return value, so that the
-        caller owns it and it outlives this replica."""
+    async def prefill(self, request: Request, first_token: bool, reported: Carried) -> PrefillReply:
+        """Compute a prompt, and pack its handoff."""
         began = time.monotonic()
         adopt(reported)
         _logger.debug("computing the prompt of %s, %d tokens", request.request_id, len(request.prompt_token_ids))
         host = self.host
         with host.backlog.holding(len(request.prompt_token_ids)):
             prefilled = await spans.prefill(host.runtime.tracing, host.backend, request, first_token=first_token)
-        if prefilled.handoff is None:
-            return prefilled.deltas, None, host.runtime.name, time.monotonic() - began
-        with host.timed_handoff("pack"):
-            parcel = self._transport.pack(prefilled.handoff)
-        return prefilled.deltas, parcel, host.runtime.name, time.monotonic() - began
+        payload = None
+        if prefilled.handoff is not None:
+            with host.timed_handoff("pack"):
+                payload = self._transport.pack(prefilled.handoff)
+        return PrefillReply(prefilled.deltas, payload, host.runtime.name, time.monotonic() - began)

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from dataclasses import dataclass
 from typing import Any
 
 from ray.exceptions import RayActorError, RayError, RayTaskError
@@ -13,9 +14,25 @@ from serve_app.deployments.engine_host import EngineHost
 from serve_app.deployments.remote_errors import own_error
 from serve_app.streams.pooled import PooledTokenSource, PoolFull, PrefillPatience, TookIn
 from serve_app.telemetry.tracing import carried
-from serve_app.transport.base import HandoffTransport
+from serve_app.transport.base import HandoffTransport, TransferPayload
 from serve_app.transport.selection import make_transport
-from speculative.request import Request
+from speculative.request import Request, TokenDelta
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillReply:
+    """What a prefill replica answers: a return value, so that the caller owns it and it outlives the replica.
+
+    deltas: those that the prefill emitted.
+    payload: the handoff as the transport packed it; None = the request ended with its prefill.
+    replica: that computed it.
+    spent_s: how long it was at work on it.
+    """
+
+    deltas: tuple[TokenDelta, ...]
+    payload: TransferPayload | None
+    replica: str
+    spent_s: float
 
 
 class PrefillPool:
@@ -41,18 +58,18 @@ class PrefillPool:
         """
         began = time.monotonic()
         with self._host.runtime.tracing.call("prefill.call", {"truespec.choice": request.request_id}):
-            deltas, parcel, replica, spent_there_s = await self._reply(request, first_token)
-        if parcel is None:
-            return Prefilled(deltas, None, replica)
+            reply = await self._reply(request, first_token)
+        if reply.payload is None:
+            return Prefilled(reply.deltas, None, reply.replica)
         # Two durations, not two times of day: the clocks of two nodes differ.
-        self._host.count_handoff("transfer", max(0.0, time.monotonic() - began - spent_there_s))
+        self._host.count_handoff("transfer", max(0.0, time.monotonic() - began - reply.spent_s))
         with self._host.timed_handoff("unpack"):
-            return Prefilled(deltas, await self._transport.unpack(parcel), replica)
+            return Prefilled(reply.deltas, await self._transport.unpack(reply.payload), reply.replica)
 
-    async def _reply(self, request: Request, first_token: bool) -> Any:
+    async def _reply(self, request: Request, first_token: bool) -> PrefillReply:
         response = self._handle.prefill.remote(request, first_token, carried())
         try:
-            return await response
+            reply = await response
         except asyncio.CancelledError:
             response.cancel()
             raise
@@ -62,6 +79,9 @@ class PrefillPool:
             raise own_error(error) from error
         except (RayActorError, RayError, RayServeException) as error:
             raise ConnectionError(f"no prefill replica answered: {error}") from error
+        if not isinstance(reply, PrefillReply):  # pools are replaced one after the other
+            raise ConnectionError(f"a prefill replica of another version answered with a {type(reply).__name__}")
+        return reply
 
 
 def token_source(

@@ -1,0 +1,80 @@
+"""A handoff on its way from a prefill replica to the one that goes on from it."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import ray.cloudpickle as pickle
+
+from serve_app.config.files import parse_args
+from serve_app.deployments.engine_host import EngineHost
+from serve_app.deployments.pools import PrefillServer
+from serve_app.deployments.prefill_pool import PrefillPool, PrefillReply
+from serve_app.deployments.runtime import ReplicaRuntime
+from serve_app.streams.pooled import PooledTokenSource
+from serve_app.telemetry.tracing import Carried
+from serve_app.transport.base import TransferPayload
+from serve_app.transport.plasma import PlasmaTransport
+from speculative.request import Request, SamplingParams
+from tests.support.fake_backend import FakeBackend, FakeConfig
+from tests.support.referees import Method, RefereeHandle
+
+REQUEST = Request("cmpl-1-0", (5, 6, 7), SamplingParams(max_tokens=8, ignore_eos=True))
+
+
+@pytest.fixture
+def host(referee: RefereeHandle) -> EngineHost:
+    return EngineHost(ReplicaRuntime(parse_args({"model": {"source": "fake"}}), "decode"), "decode", _backend())
+
+
+def _backend() -> FakeBackend:
+    return FakeBackend(FakeConfig())
+
+
+def pool_of(host: EngineHost, change: Callable[[Any], Any] = lambda reply: reply) -> PrefillPool:
+    """Asks the host's own engine over a wire that may change its reply."""
+    server = object.__new__(PrefillServer)
+    server.host, server._transport = host, PlasmaTransport()
+
+    async def prefill(request: Request, first_token: bool, reported: Carried) -> Any:
+        return change(pickle.loads(pickle.dumps(await server.prefill(request, first_token, reported))))
+
+    handle: Any = SimpleNamespace(prefill=Method(prefill), options=lambda **_: handle)
+    return PrefillPool(handle, host)
+
+
+@pytest.mark.parametrize("first_token", [True, False])
+async def test_what_a_prefill_replica_computed_arrives_as_it_was(host: EngineHost, first_token: bool) -> None:
+    computed = await _backend().prefill(REQUEST, first_token=first_token)
+    arrived = await pool_of(host).prefill(REQUEST, first_token)
+    assert (arrived.deltas, arrived.replica) == (computed.deltas, "decode-1")
+    assert computed.handoff is not None and arrived.handoff is not None
+    assert arrived.handoff.tobytes() == computed.handoff.tobytes()
+
+
+async def test_a_request_that_ends_with_its_prefill_brings_no_handoff(host: EngineHost) -> None:
+    short = Request("cmpl-1-0", (5, 6, 7), SamplingParams(max_tokens=1, ignore_eos=True))
+    arrived = await pool_of(host).prefill(short, True)
+    assert arrived.handoff is None and arrived.deltas[-1].finish_reason is not None
+
+
+def test_a_reply_adds_little_to_its_handoff() -> None:
+    reply = PrefillReply((), TransferPayload(np.zeros(2**20, np.uint8), 2**20), "prefill-1", 0.5)
+    buffers: list[Any] = []
+    assert len(pickle.dumps(reply, protocol=5, buffer_callback=buffers.append)) < 1000
+    assert [buffer.raw().nbytes for buffer in buffers] == [2**20], "Ray takes it without a copy"
+
+
+async def test_the_prompt_is_computed_here_where_prefill_replicas_are_of_another_version(host: EngineHost) -> None:
+    def as_before(reply: PrefillReply) -> tuple[Any, ...]:
+        return reply.deltas, reply.payload, reply.replica, reply.spent_s
+
+    pool = pool_of(host, as_before)
+    with pytest.raises(ConnectionError, match="another version answered with a tuple"):
+        await pool.prefill(REQUEST, True)
+    alone = [delta async for delta in PooledTokenSource(_backend(), host.runtime.metrics).stream([REQUEST])]
+    source = PooledTokenSource(_backend(), host.runtime.metrics, pool.prefill)
+    streamed = [delta async for delta in source.stream([REQUEST])]
+    assert [delta.token_ids for delta in streamed] == [delta.token_ids for delta in alone]
