@@ -31,7 +31,7 @@ class _Entry:
 
 
 class ResponseStore:
-    """Responses by their ids; the oldest go first.
+    """Responses by their ids, in this process; the oldest go first (a `KeptResponses`).
 
     Args:
         max_bytes: of all of them together.
@@ -46,7 +46,7 @@ class ResponseStore:
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
         self._num_bytes = 0
 
-    def put(self, response_id: str, owner: str, record: bytes) -> bool:
+    async def put(self, response_id: str, owner: str, record: bytes) -> bool:
         """Keep a response; returns whether it is kept: one that is larger than all may be is not."""
         if len(record) > self._max_bytes:
             return False
@@ -58,15 +58,15 @@ class ResponseStore:
             self._drop(next(iter(self._entries)))
         return True
 
-    def get(self, response_id: str, owner: str) -> bytes | None:
+    async def get(self, response_id: str, owner: str) -> bytes | None:
         """A response that is kept; None where there is none."""
         self._drop_old()
         entry = self._entries.get(response_id)
         return None if entry is None or entry.owner != owner else entry.record
 
-    def delete(self, response_id: str, owner: str) -> bool:
+    async def delete(self, response_id: str, owner: str) -> bool:
         """Forget a response; returns whether there was one."""
-        found = self.get(response_id, owner) is not None
+        found = await self.get(response_id, owner) is not None
         if found:
             self._drop(response_id)
         return found

@@ -77,12 +77,7 @@ class WeightCoordinator:
         load = None if self._update is None else self._update.ref
         return DesiredState(self._serve, load, self._mode, self._paused, self._cache_resets)
 
-    async def update(
-        self,
-        ref: WeightsRef,
-        mode: PauseMode = PauseMode.WAIT,
-        timeout_s: float = 600.0,
-    ) -> Outcome:
+    async def update(self, ref: WeightsRef, mode: PauseMode = PauseMode.WAIT, timeout_s: float = 600.0) -> Outcome:
         """Bring new weights to every replica; the number of `ref` is given here.
 
         Args:

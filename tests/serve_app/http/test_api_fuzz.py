@@ -29,6 +29,7 @@ from serve_app.http.openapi import OPERATIONS, document
 from serve_app.http.routes import Operations, PastReplies, build_ingress
 from serve_app.http.vllm_routes import VllmRoutes
 from serve_app.openai.frontend import FrontEnd
+from serve_app.openai.kept_responses import ResponseStore
 from serve_app.openai.prepared_request import Limits
 from serve_app.openai.scoring import Scorer
 from serve_app.page.feed import StatusFeed
@@ -43,7 +44,6 @@ from serve_app.text.tokenizer import Tokenizer
 from tests.support.fake_backend import FakeBackend
 from tests.support.fake_serving import make_backend
 from tests.support.fake_weights import FakeWeights
-from tests.support.kept_in_memory import KeptInMemory
 
 CHECKS = [not_a_server_error, content_type_conformance, response_schema_conformance, status_code_conformance]
 # The stream of the status page lasts 30 s; weights have tests of their own.
@@ -86,7 +86,7 @@ class Fuzzed:
             FrontEnd(self.source, tokenizer, info, Limits(max_body_bytes=2**18, max_choices=8)),
             scorer=Scorer(self.source, tokenizer, info, logprobs_mode="raw_logprobs"),
             operations=Operations(self.exposition, self.well, VllmRoutes({}, FakeWeights())),
-            replies=PastReplies(self.verdict, KeptInMemory()),
+            replies=PastReplies(self.verdict, ResponseStore(10**6, 60.0)),
             admin=Admin(access, self.replicas, self.order),
             gate=Gate(access, metrics),
         )

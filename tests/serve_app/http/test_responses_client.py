@@ -15,9 +15,9 @@ from serve_app.access.access import Access, Caller, Scope
 from serve_app.access.request_gate import Gate
 from serve_app.http.routes import PastReplies, build_ingress
 from serve_app.openai.frontend import FrontEnd
+from serve_app.openai.kept_responses import ResponseStore
 from serve_app.text.tokenizer import Tokenizer
 from tests.support.fake_serving import BackendSource, Served, make_backend
-from tests.support.kept_in_memory import KeptInMemory
 
 TEXT = "one two three, four 🙂 five"
 PARAMETERS = {
@@ -45,7 +45,7 @@ def served(tooled: Tokenizer, serve_http: Callable[[FastAPI], int]) -> Served:
     backend, script = make_backend(tooled, max_model_len=2048)
     backend._started = True
     source = BackendSource(backend)
-    replies = PastReplies(kept=KeptInMemory())
+    replies = PastReplies(kept=ResponseStore(10**6, 60.0))
     app = build_ingress(FrontEnd(source, tooled, backend.info), replies=replies, gate=Gate(Access(ByName())))
     port = serve_http(app)
     return Served(f"http://127.0.0.1:{port}", port, backend, source, script)

@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 from serve_app.backends.base import Parsers
 from serve_app.errors import PreviousResponseNotFound, UnknownResponse, UnsupportedParameter
 from serve_app.openai.frontend import FrontEnd
-from serve_app.openai.kept_responses import ResponseStore
+from serve_app.openai.kept_responses import KeptResponses, ResponseStore
 from serve_app.openai.parsing import parse
 from serve_app.openai.prepared_request import Limits, Terms
 from serve_app.openai.response_requests import ResponsesRequest
@@ -21,7 +21,6 @@ from speculative.errors import EngineFault, InvalidRequest
 from speculative.request import Structure
 from tests.serve_app.openai.test_tools import FakeParsers
 from tests.support.fake_serving import BackendSource, make_backend
-from tests.support.kept_in_memory import KeptInMemory
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 WEATHER: dict[str, Any] = {
@@ -37,7 +36,7 @@ class Service:
     """A desk, and what stands behind it."""
 
     def __init__(
-        self, tokenizer: Tokenizer, parsers: Parsers | None, memory: KeptInMemory | None, run_length: int
+        self, tokenizer: Tokenizer, parsers: Parsers | None, memory: KeptResponses | None, run_length: int
     ) -> None:
         backend, self.script = make_backend(tokenizer, run_length=run_length, max_model_len=2048)
         backend._started = True
@@ -80,7 +79,7 @@ Serve = Callable[..., Service]
 
 @pytest.fixture
 def serve(tooled: Tokenizer) -> Serve:
-    def make(parsers: Parsers | None = None, memory: KeptInMemory | None = None, run_length: int = 3) -> Service:
+    def make(parsers: Parsers | None = None, memory: KeptResponses | None = None, run_length: int = 3) -> Service:
         return Service(tooled, parsers, memory, run_length)
 
     return make
@@ -317,7 +316,7 @@ async def test_nothing_is_kept_unless_it_is_set_so(serve: Serve) -> None:
 
 @pytest.mark.parametrize("streams", [False, True])
 async def test_a_conversation_goes_on_from_a_response(serve: Serve, streams: bool) -> None:
-    service = serve(memory=KeptInMemory())
+    service = serve(memory=ResponseStore(10**6, 60.0))
     service.script.say("first answer")
     if streams:
         *_, completed = await service.events(instructions="Be brief.")
@@ -339,7 +338,7 @@ async def test_a_conversation_goes_on_from_a_response(serve: Serve, streams: boo
 
 
 async def test_a_call_is_answered_by_its_output_alone(serve: Serve) -> None:
-    service = serve(memory=KeptInMemory())
+    service = serve(memory=ResponseStore(10**6, 60.0))
     service.script.say(CALLS)
     first = await service.ask(tools=[WEATHER], tool_choice="required", parallel_tool_calls=False)
     (call,) = first["output"]
@@ -351,7 +350,7 @@ async def test_a_call_is_answered_by_its_output_alone(serve: Serve) -> None:
 
 
 async def test_an_item_is_referred_to_by_its_name(serve: Serve) -> None:
-    service = serve(memory=KeptInMemory())
+    service = serve(memory=ResponseStore(10**6, 60.0))
     service.script.say("first answer")
     (message,) = (await service.ask())["output"]
     items = [{"role": "user", "content": "hi"}, {"id": message["id"]}, {"role": "user", "content": "more"}]
@@ -364,7 +363,7 @@ async def test_an_item_is_referred_to_by_its_name(serve: Serve) -> None:
 
 
 async def test_a_call_that_no_request_may_hold_is_reported_of_the_response_that_has_it(serve: Serve) -> None:
-    service = serve(FakeParsers(), KeptInMemory())
+    service = serve(FakeParsers(), ResponseStore(10**6, 60.0))
     service.script.say("@" + "f" * 300 + "{};")
     first = await service.ask(tools=[WEATHER])
     reference = {"type": "item_reference", "id": first["output"][0]["id"]}
@@ -376,7 +375,7 @@ async def test_a_call_that_no_request_may_hold_is_reported_of_the_response_that_
 
 
 async def test_one_key_finds_nothing_of_another(serve: Serve) -> None:
-    service = serve(memory=KeptInMemory())
+    service = serve(memory=ResponseStore(10**6, 60.0))
     first = await service.ask(max_output_tokens=3)
     with pytest.raises(PreviousResponseNotFound) as caught:
         await service.ask("key-2", previous_response_id=first["id"])
@@ -396,7 +395,7 @@ async def test_one_key_finds_nothing_of_another(serve: Serve) -> None:
 
 
 async def test_what_is_not_to_be_kept_or_is_too_large_says_so(serve: Serve) -> None:
-    service = serve(memory=KeptInMemory(max_bytes=2500))
+    service = serve(memory=ResponseStore(2500, 60.0))
     service.script.say("short")
     kept, not_asked = await service.ask(), await service.ask(store=False)
     too_large = await service.ask(input="long " * 300, max_output_tokens=2)
@@ -407,43 +406,44 @@ async def test_what_is_not_to_be_kept_or_is_too_large_says_so(serve: Serve) -> N
 
 
 async def test_kept_logprobs_do_not_travel_along(serve: Serve) -> None:
-    memory = KeptInMemory()
+    memory = ResponseStore(10**6, 60.0)
     service = serve(memory=memory)
     service.script.say("one two three")
     first = await service.ask(**LOGPROBS)
     second = await service.ask(previous_response_id=first["id"])
-    record = json.loads(memory.store.get(second["id"], OWNER) or b"")
+    record = json.loads(await memory.get(second["id"], OWNER) or b"")
     assert "logprobs" not in json.dumps(record["items"])
 
 
-def test_the_oldest_go_first_when_there_is_too_much() -> None:
+async def test_the_oldest_go_first_when_there_is_too_much() -> None:
     store = ResponseStore(100, 60.0)
-    assert all(store.put(f"r{number}", "a", b"x" * 40) for number in range(3))
-    assert [store.get(f"r{number}", "a") is not None for number in range(3)] == [False, True, True]
-    assert store.put("r1", "a", b"y" * 60)
-    assert [len(store.get(f"r{number}", "a") or b"") for number in range(3)] == [0, 60, 40]
-    assert not store.put("r3", "a", b"x" * 101)
-    assert store.get("r2", "a") is not None
-    assert not store.delete("r2", "b")
-    assert store.delete("r2", "a")
-    assert not store.delete("r2", "a")
-    assert store.put("r4", "a", b"x" * 40)
-    assert store.get("r1", "a") is not None
+    for number in range(3):
+        assert await store.put(f"r{number}", "a", b"x" * 40)
+    assert [await store.get(f"r{number}", "a") is not None for number in range(3)] == [False, True, True]
+    assert await store.put("r1", "a", b"y" * 60)
+    assert [len(await store.get(f"r{number}", "a") or b"") for number in range(3)] == [0, 60, 40]
+    assert not await store.put("r3", "a", b"x" * 101)
+    assert await store.get("r2", "a") is not None
+    assert not await store.delete("r2", "b")
+    assert await store.delete("r2", "a")
+    assert not await store.delete("r2", "a")
+    assert await store.put("r4", "a", b"x" * 40)
+    assert await store.get("r1", "a") is not None
 
 
-def test_what_is_old_is_forgotten() -> None:
+async def test_what_is_old_is_forgotten() -> None:
     now = 0.0
     store = ResponseStore(100, 60.0, lambda: now)
-    store.put("r1", "a", b"x" * 50)
+    await store.put("r1", "a", b"x" * 50)
     now = 30.0
-    store.put("r2", "a", b"x" * 50)
+    await store.put("r2", "a", b"x" * 50)
     now = 60.0
-    assert store.get("r1", "a") is None
-    assert store.get("r2", "a") is not None
+    assert await store.get("r1", "a") is None
+    assert await store.get("r2", "a") is not None
     now = 90.0
-    assert not store.delete("r2", "a")
-    assert store.put("r3", "a", b"x" * 60)
-    assert store.get("r3", "a") is not None
+    assert not await store.delete("r2", "a")
+    assert await store.put("r3", "a", b"x" * 60)
+    assert await store.get("r3", "a") is not None
     now = 150.0
-    assert store.put("r4", "a", b"x" * 40)
+    assert await store.put("r4", "a", b"x" * 40)
     assert store._num_bytes == 40, "a text is not held longer because nobody asks for one"
