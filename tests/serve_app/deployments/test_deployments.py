@@ -142,7 +142,7 @@ async def test_a_request_that_fails_by_itself_is_not_tried_again_as_a_canary(
 
     monkeypatch.setattr(worker.host.backend, "resume", resume)
     plain = SamplingParams(max_tokens=8, ignore_eos=True)
-    impossible = SamplingParams(allowed_token_ids=(5,), bad_words=((5,),))
+    impossible = SamplingParams(allowed_token_ids=(5,), bad_words=((5,),), ignore_eos=True)
     for number, params in enumerate((plain, impossible)):
         with contextlib.suppress(InvalidRequest):
             await worker.ask(Request(f"cmpl-{number}-0", (number + 5, 6), params))
