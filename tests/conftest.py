@@ -53,10 +53,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Whatever order was asked for: tests that start a cluster of their own run before the shared one stands.
+    """Whatever order was asked for: tests that start a cluster of their own run before the shared one stands, and those
+    marked `last` behind the others of their file.
 
     A worker is given the files that take longest first, so that both end at about the same time.
     """
+    places: dict[Path, int] = {}
+    for item in items:
+        places.setdefault(item.path, len(places))
+    items.sort(key=lambda item: (places[item.path], item.get_closest_marker("last") is not None))
     if hasattr(config, "workerinput"):
         spent_s = config.stash[_durations].files_s
         items.sort(key=lambda item: (_group(item.path) != _RAY, -spent_s.get(item.nodeid.partition("::")[0], 0.0)))
