@@ -1,40 +1,17 @@
 """Clients that stream completions, and what each of them received."""
 
 import asyncio
-import json
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from difflib import SequenceMatcher
-from typing import Any
 
-import httpx
+from deploy.exchange.answers import Choice, Json
+from deploy.exchange.client import AsyncClient, Attempt
 
 _WORDS = ("one", "two", "three", "red", "green", "blue", "sea", "storm", "lamp", "tower", "keeper", "rope", "salt")
 _TIMEOUT_S = 600.0
-
-Body = dict[str, Any]
-"""The body of a POST to /v1/completions."""
-
-
-@dataclass(slots=True)
-class Reported:
-    """The outcome of one streamed request."""
-
-    status: int = 0  # of HTTP; 0 = no answer at all
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    num_logprobs: int = 0
-    finish_reason: str = ""
-    error: str = ""
-    first_token_s: float = 0.0
-    whole_s: float = 0.0
-
-    @property
-    def complete(self) -> bool:
-        """Whether it finished by itself."""
-        return self.finish_reason in ("stop", "length") and not self.error
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +23,13 @@ class Differences:
     missing_tokens: int
 
 
-def plan(model: str, count: int, seed: int, max_tokens: int) -> list[Body]:
-    """Requests whose answers are functions of seed and prompt: greedy and sampled, with logprobs, stops and filters.
+def plan(model: str, count: int, seed: int, max_tokens: int) -> list[Json]:
+    """Completions whose answers are functions of seed and prompt: greedy and sampled, with logprobs, stops and filters.
 
     Their prompts have from a few to some hundred words, some of them in common.
     """
     rng = random.Random(seed)
-    kinds: tuple[Body, ...] = (
+    kinds: tuple[Json, ...] = (
         {"temperature": 0.0},
         {"temperature": 1.0},
         {"temperature": 0.8, "top_p": 0.9, "logprobs": 2},
@@ -76,81 +53,51 @@ def plan(model: str, count: int, seed: int, max_tokens: int) -> list[Body]:
 
 
 async def ask_all(
-    base_url: str, bodies: Sequence[Body], concurrency: int, done: Callable[[int], None] = lambda number: None
-) -> list[Reported]:
+    base_url: str, bodies: Sequence[Json], concurrency: int, done: Callable[[int], None] = lambda number: None
+) -> list[Attempt]:
     """Send all of them, a few at once; `done` gets the number that have ended. A refused one is retried."""
-    reported: list[Reported | None] = [None] * len(bodies)
+    attempts: dict[int, Attempt] = {}
     waiting = iter(enumerate(bodies))
-    async with httpx.AsyncClient(base_url=base_url, timeout=_TIMEOUT_S) as http:
+    async with AsyncClient(base_url) as client:
 
-        async def client() -> None:
+        async def work() -> None:
             for number, body in waiting:
-                reported[number] = await until_admitted(http, body)
-                done(sum(one is not None for one in reported))
+                attempts[number] = await until_admitted(client, body)
+                done(len(attempts))
 
-        await asyncio.gather(*(client() for _ in range(concurrency)))
-    return [one or Reported() for one in reported]
+        await asyncio.gather(*(work() for _ in range(concurrency)))
+    return [attempts[number] for number in range(len(bodies))]
 
 
-async def until_admitted(http: httpx.AsyncClient, body: Body) -> Reported:
+async def until_admitted(client: AsyncClient, body: Json) -> Attempt:
     """Stream one completion to its end; a refused one is retried a second later."""
     deadline = time.monotonic() + _TIMEOUT_S
     while True:
-        reported = await ask(http, body)
-        if reported.status not in (429, 503) or time.monotonic() > deadline:
-            return reported
+        attempt = await client.ask(body)
+        if attempt.status not in (429, 503) or time.monotonic() > deadline:
+            return attempt
         await asyncio.sleep(1.0)
 
 
-async def ask(http: httpx.AsyncClient, body: Body) -> Reported:
-    """Stream one completion to its end, whatever that is."""
-    reported = Reported()
-    began = time.perf_counter()
-    try:
-        async with http.stream("POST", "/v1/completions", json=body) as response:
-            reported.status = response.status_code
-            if response.status_code == httpx.codes.OK:
-                async for choice in _choices(response, reported):
-                    _take(reported, choice, time.perf_counter() - began)
-            else:
-                reported.error = (await response.aread()).decode(errors="replace")[:500]
-    except httpx.HTTPError as error:
-        reported.error = repr(error)
-    reported.whole_s = time.perf_counter() - began
-    return reported
+def complete(attempt: Attempt) -> bool:
+    """Whether an answer finished by itself."""
+    return attempt.ok and attempt.reply.first.finish_reason in ("stop", "length")
 
 
-async def _choices(response: httpx.Response, reported: Reported) -> AsyncIterator[dict[str, Any]]:
-    async for line in response.aiter_lines():
-        if line.startswith("data: {"):
-            event = json.loads(line.removeprefix("data: "))
-            reported.error = reported.error or str(event.get("error", ""))
-            for choice in event.get("choices", ()):
-                yield choice
-
-
-def _take(reported: Reported, choice: dict[str, Any], elapsed_s: float) -> None:
-    reported.first_token_s = reported.first_token_s or elapsed_s
-    reported.text += choice["text"]
-    reported.token_ids += choice.get("token_ids") or ()
-    reported.num_logprobs += len((choice.get("logprobs") or {}).get("token_logprobs") or ())
-    reported.finish_reason = choice.get("finish_reason") or reported.finish_reason
-
-
-def differences(undisturbed: Reported, disturbed: Reported) -> Differences:
+def differences(undisturbed: Attempt, disturbed: Attempt) -> Differences:
     """Compare two answers to the same request.
 
     Tokens that only the disturbed one has are reported as duplicated, those that only the other has as missing; if one
     run of tokens replaces another, the difference of their lengths counts."""
-    same = (undisturbed.token_ids, undisturbed.text, undisturbed.num_logprobs, undisturbed.finish_reason) == (
-        disturbed.token_ids,
-        disturbed.text,
-        disturbed.num_logprobs,
-        disturbed.finish_reason,
-    )
+    one, other = undisturbed.reply.first, disturbed.reply.first
+    same = _compared(one) == _compared(other)
     duplicated = missing = 0
-    matcher = SequenceMatcher(None, undisturbed.token_ids, disturbed.token_ids, autojunk=False)
+    matcher = SequenceMatcher(None, one.token_ids or (), other.token_ids or (), autojunk=False)
     for _, from_a, to_a, from_b, to_b in () if same else matcher.get_opcodes():
         duplicated += max(0, (to_b - from_b) - (to_a - from_a))
         missing += max(0, (to_a - from_a) - (to_b - from_b))
     return Differences(same, duplicated, missing)
+
+
+def _compared(choice: Choice) -> tuple[object, ...]:
+    return choice.token_ids or [], choice.text, len(choice.logprobs or ()), choice.finish_reason

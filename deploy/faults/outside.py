@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from deploy.exchange.client import Client
 from deploy.exchange.dialect import find_dialect
-from deploy.exchange.server import Server
 from deploy.faults.mutants import MUTANTS, Mutant
 from deploy.faults.served import FOR_MODELS, NGRAM, NOT_SERVABLE, TINY, FaultyServer
 from deploy.faults.tiny import write_tiny_pair
@@ -115,7 +115,7 @@ def _settings(mutant: Mutant) -> dict[str, Any]:
 
 def audit_faulty(server: FaultyServer, reference: Reference, budget: Budget = QUICK, only: Sequence[str] = ()) -> Audit:
     """Serve and audit, with the probes in `only`, or all."""
-    with server.running() as url, Server(url) as http:
+    with server.running() as url, Client(url) as http:
         return run_audit(Lab(http, find_dialect(http), budget, reference, publishing_s=_PUBLISHING_S), only=only)
 
 

@@ -161,7 +161,7 @@ def counters(lab: Lab, trial: Trial) -> None:
 
 def _serve(lab: Lab, trial: Trial, asks: list[Ask]) -> int:
     """Send the requests; returns the number of tokens received."""
-    return sum(len(one.ids) for one in lab.ask_all(asks, "counters") if trial.answered(one.exchange))
+    return sum(len(one.ids) for one in lab.ask_all(asks, "counters") if trial.answered(one.attempt))
 
 
 def _check_identities(trial: Trial, counts: Counts, tokens: int, num_requests: int, body: dict[str, object]) -> None:

@@ -11,8 +11,9 @@ from typing import Any, Literal
 import numpy as np
 
 import deploy.exchange.prompts
-from deploy.exchange.dialect import Answer, Ask, Dialect
-from deploy.exchange.server import Exchange, Server
+from deploy.exchange.answers import Choice
+from deploy.exchange.client import Attempt, Client
+from deploy.exchange.dialect import Ask, Dialect
 from deploy.probes.probes import Need, Stopped, Verdict
 from deploy.probes.reference import Distribution, Reference
 from serve_app.referee.tolerance import Tolerance
@@ -23,6 +24,7 @@ SEED = 20_261
 AT_ONCE = 8
 NUM_TOP = 3  # top logprobs requested for every token
 
+_MASKED = -9000.0  # OpenAI writes -9999 for a token that cannot occur
 _ORDINARY_NATS = 10.0  # surprisal of a token after which rounding may change an answer's logprobs arbitrarily
 _EXACT_NATS = 3e-4  # a server whose first tokens have a smaller median drift computes in float32
 _BASE = SamplingParams(max_tokens=32, logprobs=NUM_TOP, ignore_eos=True)
@@ -105,20 +107,42 @@ class Served:
 
     setting: str
     ask: Ask
-    exchange: Exchange
-    answer: Answer
+    attempt: Attempt
     distribution: Distribution | None = None
+
+    @property
+    def answer(self) -> Choice:
+        """The one choice of the reply; an empty one if the request failed."""
+        return self.attempt.reply.first
 
     @property
     def ids(self) -> tuple[int, ...]:
         """The emitted tokens."""
-        return self.answer.token_ids or ()
+        return tuple(self.answer.token_ids or ())
 
     @property
     def values(self) -> Floats:
         """The served logprobs; NaN where one is missing."""
         given = self.answer.logprobs or ()
         return np.array([np.nan if value is None else value for value in given], float)
+
+    @property
+    def top(self) -> list[list[float]] | None:
+        """Per token the highest logprobs in descending order, possibly including its own; None = not reported."""
+        places = self.answer.candidates()
+        if places is None:
+            return None
+        return [sorted((one.logprob for one in place if not one.logprob < _MASKED), reverse=True) for place in places]
+
+    @property
+    def scored(self) -> list[dict[int, float]] | None:
+        """Per token the logprobs of the ids that the request asks for; None = not reported."""
+        return self.answer.scored(self.ask.extra.get("logprob_token_ids") or ())
+
+    @property
+    def prompt_logprobs(self) -> list[float | None] | None:
+        """Of the prompt's tokens but the first; None = not reported."""
+        return self.answer.logprobs_of_prompt(self.ask.prompt)
 
 
 @dataclass
@@ -129,18 +153,18 @@ class Lab:
     server's updates of its counters.
     """
 
-    server: Server
+    server: Client
     dialect: Dialect
     budget: Budget
     reference: Reference | None = None
-    beside: tuple[Server, Dialect] | None = None
+    beside: tuple[Client, Dialect] | None = None
     destructive: bool = False
     publishing_s: float = 1.1
     mixed_up: bool = False  # a parameter was found not to be applied
     scores_wrongly: bool = False  # logprobs of requested ids were found missing or wrong
     num_computed: int = 0  # answers that the reference has computed again
     refused: dict[str, str] = field(default_factory=dict)  # settings that the server rejects
-    failed: list[Exchange] = field(default_factory=list)  # requests of the traffic that failed
+    failed: list[Attempt] = field(default_factory=list)  # requests of the traffic that failed
     gathered: list[Served] = field(default_factory=list)  # all answers with logprobs, from any probe
 
     @property
@@ -171,11 +195,10 @@ class Lab:
             random = np.random.default_rng(SEED)
             return tuple(random.integers(3, self.reference.vocab_size, 4096).tolist())
         body = {"model": self.dialect.model, "prompt": prose[:1500], "max_tokens": 1, "return_token_ids": True}
-        reported = self.server.post(body).reply.get("choices") or [{}]
-        ids = reported[0].get("prompt_token_ids")
+        ids = self.server.post(body).reply.first.prompt_token_ids
         if not ids:
             raise Stopped(Verdict.UNSUPPORTED, "needs the model's tokenizer: give --model")
-        return tuple(ids)
+        return ids
 
     def passage(self, number: int, length: int) -> tuple[int, ...]:
         """Text of `length` tokens; each number begins elsewhere."""
@@ -199,20 +222,19 @@ class Lab:
         return self.ask_all([ask], setting, at_once=1)[0]
 
     def ask_all(self, asks: Sequence[Ask], setting: str = "", at_once: int = AT_ONCE) -> list[Served]:
-        """Send several, `at_once` at a time. The answer of a failed exchange is empty."""
-        exchanges = self.server.post_all([self.dialect.body(ask) for ask in asks], at_once)
-        return [self._served(setting, ask, one) for ask, one in zip(asks, exchanges, strict=True)]
+        """Send several, `at_once` at a time."""
+        attempts = self.server.post_all([self.dialect.body(ask) for ask in asks], at_once)
+        served = [Served(setting, ask, one) for ask, one in zip(asks, attempts, strict=True)]
+        self.gathered += [one for one in served if one.answer.logprobs is not None]
+        return served
 
     def ask_plainly(self, asks: Sequence[Ask]) -> list[Served]:
         """The same without speculation."""
         server, dialect = self.beside or (self.server, self.dialect)
         if self.beside is None:
             asks = [dataclasses.replace(ask, extra=ask.extra | {"speculate": False}) for ask in asks]
-        exchanges = server.post_all([dialect.body(ask) for ask in asks], AT_ONCE)
-        return [
-            Served("", ask, one, next(iter(dialect.read(one)), NO_ANSWER))
-            for ask, one in zip(asks, exchanges, strict=True)
-        ]
+        attempts = server.post_all([dialect.body(ask) for ask in asks], AT_ONCE)
+        return [Served("", ask, one) for ask, one in zip(asks, attempts, strict=True)]
 
     def distribution(self, served: Served) -> Distribution:
         """The reference's distribution for an answer."""
@@ -221,13 +243,6 @@ class Lab:
             served.distribution = self.reference.distribution(served.ask.prompt, served.ids, served.ask.params)  # type: ignore[arg-type]
             self.num_computed += 1
         return served.distribution
-
-    def _served(self, setting: str, ask: Ask, exchange: Exchange) -> Served:
-        answers = self.dialect.read(exchange) if exchange.ok else []
-        served = Served(setting, ask, exchange, answers[0] if answers else NO_ANSWER)
-        if served.answer.logprobs is not None:
-            self.gathered.append(served)
-        return served
 
     # -- ordinary traffic --------------------------------------------------------------------------------------
 
@@ -247,10 +262,10 @@ class Lab:
         found: dict[str, list[Served]] = {name: [] for name in SETTINGS}
         for index, served in zip(order, answered, strict=True):
             name = served.setting = asks[index][0]
-            if served.exchange.refused:
-                self.refused.setdefault(name, served.exchange.error)
-            elif not served.exchange.ok:
-                self.failed.append(served.exchange)
+            if served.attempt.refused:
+                self.refused.setdefault(name, served.attempt.error)
+            elif not served.attempt.ok:
+                self.failed.append(served.attempt)
             else:
                 found[name].append(served)
         return found
@@ -306,6 +321,3 @@ def _num_ordinary(distribution: Distribution) -> int:
     """Number of tokens before the first one that the model would hardly ever emit."""
     odd = np.flatnonzero(distribution.raw < -_ORDINARY_NATS)
     return int(odd[0]) if len(odd) else len(distribution)
-
-
-NO_ANSWER = Answer("", None, None, None, None, None, None, None)

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from deploy.exchange.server import Exchange
+from deploy.exchange.client import Attempt
 
 FALSE_ALARMS = 1e-4
 """False-alarm rate of an audit of a correct server; split evenly over all statistical tests."""
@@ -113,17 +113,17 @@ class Trial:
         if len(kept) < _MOST_EXAMPLES:
             kept.append(Finding(self.probe.name, faults, request, expected, observed))
 
-    def answered(self, exchange: Exchange, faults: tuple[str, ...] = ()) -> bool:
+    def answered(self, attempt: Attempt, faults: tuple[str, ...] = ()) -> bool:
         """Whether a valid request was answered; a rejection is no fault, any other failure is.
 
         `faults` is what the failure resembles. By default, a server that fails while reporting logprobs may have none
         for a token (F10), or one that is not a number (F16) and cannot be sent.
         """
-        if exchange.ok or exchange.refused:
-            return exchange.ok
-        failed_reporting = exchange.status is not None and exchange.body.get("logprobs") not in (None, False)
+        if attempt.ok or attempt.refused:
+            return attempt.ok
+        failed_reporting = attempt.status is not None and attempt.body.get("logprobs") not in (None, False)
         faults = faults or (*(("F10", "F16") if failed_reporting else ()), "request fails")
-        return self.check(False, faults, exchange.body, "an answer to a valid request", exchange.reported())
+        return self.check(False, faults, attempt.body, "an answer to a valid request", attempt.reported())
 
     def findings(self) -> list[Finding]:
         """One finding of each kind, with how often it was seen."""

@@ -14,7 +14,7 @@ from deploy.bench.plots import write_plots
 from deploy.bench.report import grids, write_markdown
 from deploy.bench.rounds import BenchResult, Sample
 from deploy.bench.workers.channel import Ask, Meter, checked
-from deploy.bench.workers.http_load import Server, ServerFailed
+from deploy.bench.workers.http_load import ServerFailed, ServerLoad
 from deploy.exchange.prompts import KINDS, LONG, LONG_TOKENS, read_prompts
 from speculative.errors import ConfigError
 
@@ -196,7 +196,7 @@ def served(body: bytes, status: bytes = b"200 OK") -> dict[str, Any]:
         server = await asyncio.start_server(answer, "127.0.0.1", 0)
         async with server:
             port = server.sockets[0].getsockname()[1]
-            return await Server("127.0.0.1", port, "m")._run(Ask([[1, 2]], 3, 0.0, 0))
+            return await ServerLoad("127.0.0.1", port, "m")._run(Ask([[1, 2]], 3, 0.0, 0))
 
     return asyncio.run(talk())
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deploy.bench.workers.channel import Ask, Meter
+from deploy.exchange.answers import EventReader, Reply
 
 
 class ServerFailed(Exception):
@@ -13,7 +14,7 @@ class ServerFailed(Exception):
 
 
 @dataclass(frozen=True)
-class Server:
+class ServerLoad:
     """Where an OpenAI-compatible server is reached."""
 
     host: str
@@ -39,12 +40,16 @@ class Server:
             writer.write(self._request(ask.prompts[stream], ask))
             await writer.drain()
             await _read_head(reader)
-            text = b""
+            events, num_seen = EventReader(), 0
+            reply = Reply()
             while chunk := await _read_chunk(reader):
-                *lines, text = (text + chunk).split(b"\n")
-                for line in lines:
-                    if line.startswith(b"data: {"):
-                        meter.emit(stream, _token_ids(json.loads(line[6:])))
+                for event in events.push(chunk):
+                    reply.add(event)
+                    if reply.error is not None:
+                        raise ServerFailed(str(reply.error))
+                    ids = reply.first.token_ids or ()
+                    meter.emit(stream, ids[num_seen:])
+                    num_seen = len(ids)
         finally:
             writer.close()
 
@@ -79,9 +84,3 @@ async def _read_chunk(reader: asyncio.StreamReader) -> bytes:
     size = int((await reader.readline()).split(b";")[0], 16)
     data = await reader.readexactly(size + 2)
     return data[:size]
-
-
-def _token_ids(event: dict[str, Any]) -> list[int]:
-    if "error" in event:
-        raise ServerFailed(str(event["error"]))
-    return [token for choice in event.get("choices", ()) for token in choice.get("token_ids") or ()]

@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from deploy.bench.workers.channel import Ask, serve
-from deploy.bench.workers.http_load import Server
+from deploy.bench.workers.http_load import ServerLoad
 from deploy.run.cluster import running_app
 from deploy.run.processes import process_tree
 from serve_app.config.base import POOLS_OF_TOPOLOGY
@@ -36,7 +36,7 @@ class Served:
         )
         self._stack = contextlib.ExitStack()
         self._stack.enter_context(running_app(file, _report))
-        self._server = Server(_HOST, settings["port"], "bench")
+        self._server = ServerLoad(_HOST, settings["port"], "bench")
         self.versions = {name: importlib.metadata.version(name) for name in ("truespec", "ray", "torch")}
 
     def run(self, ask: Ask) -> dict[str, Any]:
