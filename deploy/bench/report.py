@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
-from deploy.bench.figures import Acceptance, Row, memory, rows, steps
+from deploy.bench.figures import MeasuredAcceptance, SpeedRow, memory, rows, steps
 from deploy.bench.rounds import BenchResult
 from deploy.reports.provenance import describe
 from deploy.reports.sections import write_section
@@ -96,7 +96,7 @@ def _speed_grids(found: BenchResult) -> list[Grid]:
     return made
 
 
-def _speed_line(row: Row) -> tuple[str, ...]:
+def _speed_line(row: SpeedRow) -> tuple[str, ...]:
     speed, ratio = row.speed, row.ratio
     return (
         row.engine,
@@ -109,7 +109,7 @@ def _speed_line(row: Row) -> tuple[str, ...]:
     )
 
 
-def _acceptance_cells(found: Acceptance | None) -> tuple[str, str]:
+def _acceptance_cells(found: MeasuredAcceptance | None) -> tuple[str, str]:
     if found is None:
         return "", ""
     return f"{found.length:.2f}", " ".join(f"{share:.2f}" for share in found.per_position)

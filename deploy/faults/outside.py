@@ -16,7 +16,7 @@ from deploy.options import beginning_with
 from deploy.probes.audit import Audit, run_audit
 from deploy.probes.command import PAGE_HEAD
 from deploy.probes.lab import FULL, QUICK, Budget, Lab
-from deploy.probes.probes import Verdict
+from deploy.probes.probes import ProbeVerdict
 from deploy.probes.reference import Reference
 from deploy.probes.render import SECTION
 from deploy.reports.progress import View
@@ -147,7 +147,7 @@ def _fault_row(fault: str, way: str, audit: Audit, origin: str) -> str:
     named = "yes" if own in audit.faults else "as another" if audit.findings else "not seen"
     if own == "sound":
         named = "FALSE ALARM" if audit.findings else "nothing found"
-    failed = ", ".join(one.probe for one in audit.outcomes if one.verdict is Verdict.FAILED)
+    failed = ", ".join(one.probe for one in audit.outcomes if one.verdict is ProbeVerdict.FAILED)
     replayed = sum(one.figures.get("tokens", 0) for one in audit.outcomes if one.probe == "replayed logprobs")
     return f"| {fault} | {way} | {named} | {failed} | {replayed:,.0f} | {origin} |"
 

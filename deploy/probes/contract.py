@@ -5,8 +5,8 @@ import dataclasses
 import numpy as np
 
 from deploy.exchange.dialect import Ask
-from deploy.probes.lab import NUM_TOP, SEED, SETTINGS, Lab, Served
-from deploy.probes.probes import Need, Stopped, Trial, Verdict, probe
+from deploy.probes.lab import NUM_TOP, SEED, SETTINGS, Lab, ServedAnswer
+from deploy.probes.probes import Need, ProbeVerdict, Stopped, Trial, probe
 
 _ROUNDING = 1e-4  # nats; a log-softmax may come out a little above 0
 _MASS = 1e-3
@@ -27,7 +27,7 @@ def logprob_contract(lab: Lab, trial: Trial) -> None:
     trial.reported = f"{len(lab.gathered)} answers"
 
 
-def _rules(served: Served) -> list[tuple[bool, tuple[str, ...], str, str]]:
+def _rules(served: ServedAnswer) -> list[tuple[bool, tuple[str, ...], str, str]]:
     answer, values, tops, counts = served.answer, served.values, served.top, served.attempt.reply.num_tokens
     given, finite = answer.logprobs or (), values[np.isfinite(values)]
     num = len(answer.token_ids) if answer.token_ids is not None else len(given)
@@ -76,7 +76,7 @@ def scored_ids(lab: Lab, trial: Trial) -> None:
     asks = [Ask(lab.prompt(number), params, SEED, extra) for number, params in enumerate(settings, start=30)]
     answered = [lab.ask(ask, "scored") for ask in asks]
     if all(one.attempt.refused for one in answered):
-        raise Stopped(Verdict.UNSUPPORTED, f"logprob_token_ids is refused: {answered[0].attempt.error}")
+        raise Stopped(ProbeVerdict.UNSUPPORTED, f"logprob_token_ids is refused: {answered[0].attempt.error}")
     for one in answered:
         if trial.answered(one.attempt, ("F2", "request fails")):
             _check_scores(lab, trial, one, ids)
@@ -87,7 +87,7 @@ def _ids_to_score(lab: Lab) -> tuple[int, ...]:
     return tuple(dict.fromkeys((*lab.passage(1, 6), 5, 11)))
 
 
-def _check_scores(lab: Lab, trial: Trial, one: Served, ids: tuple[int, ...]) -> None:
+def _check_scores(lab: Lab, trial: Trial, one: ServedAnswer, ids: tuple[int, ...]) -> None:
     body, scored = one.attempt.body, one.scored or ()
     present = bool(one.ids) and len(scored) == len(one.ids) and all(set(each) >= set(ids) for each in scored)
     reported = f"{len(scored)} of {len(one.ids)} tokens have scores"
@@ -134,7 +134,7 @@ def neighbours_of_scored_ids(lab: Lab, trial: Trial) -> None:
     """
     if lab.scores_wrongly and not lab.destructive:
         raise Stopped(
-            Verdict.UNSUPPORTED,
+            ProbeVerdict.UNSUPPORTED,
             "scores are wrong here, and mixed batches have killed such servers; to run it anyway, use --destructive",
         )
     extra = {"logprob_token_ids": list(_ids_to_score(lab))}
@@ -144,7 +144,7 @@ def neighbours_of_scored_ids(lab: Lab, trial: Trial) -> None:
     scoring = [Ask(lab.prompt(44 + number), plain, None, extra) for number in range(3)]
     answered = lab.ask_all([*scoring, *asks], "neighbours")
     if all(one.attempt.refused for one in answered if one.ask.extra):
-        raise Stopped(Verdict.UNSUPPORTED, f"logprob_token_ids is refused: {answered[0].attempt.error}")
+        raise Stopped(ProbeVerdict.UNSUPPORTED, f"logprob_token_ids is refused: {answered[0].attempt.error}")
     mixed = [one for one in answered if not one.ask.extra]
     for first, second in zip(alone, mixed, strict=True):
         if not (trial.answered(first.attempt) and trial.answered(second.attempt, ("F2", "request fails"))):

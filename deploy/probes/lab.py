@@ -14,8 +14,8 @@ import deploy.exchange.prompts
 from deploy.exchange.answers import Choice
 from deploy.exchange.client import Attempt, Client
 from deploy.exchange.dialect import Ask, Dialect
-from deploy.probes.probes import Need, Stopped, Verdict
-from deploy.probes.reference import Distribution, Reference
+from deploy.probes.probes import Need, ProbeVerdict, Stopped
+from deploy.probes.reference import AnswerDistribution, Reference
 from serve_app.referee.tolerance import Tolerance
 from speculative.request import SamplingParams
 from speculative.selfcheck.eprocess import Floats
@@ -102,13 +102,13 @@ ROUNDED = Allowance(Tolerance.against_float32("bfloat16"), nats=0.5, rate=0.01)
 
 
 @dataclass(slots=True)
-class Served:
+class ServedAnswer:
     """A request and its answer. `setting`: how it was sampled; `distribution`: the reference's for the answer."""
 
     setting: str
     ask: Ask
     attempt: Attempt
-    distribution: Distribution | None = None
+    distribution: AnswerDistribution | None = None
 
     @property
     def answer(self) -> Choice:
@@ -165,7 +165,7 @@ class Lab:
     num_computed: int = 0  # answers that the reference has computed again
     refused: dict[str, str] = field(default_factory=dict)  # settings that the server rejects
     failed: list[Attempt] = field(default_factory=list)  # requests of the traffic that failed
-    gathered: list[Served] = field(default_factory=list)  # all answers with logprobs, from any probe
+    gathered: list[ServedAnswer] = field(default_factory=list)  # all answers with logprobs, from any probe
 
     @property
     def missing(self) -> set[Need]:
@@ -197,7 +197,7 @@ class Lab:
         body = {"model": self.dialect.model, "prompt": prose[:1500], "max_tokens": 1, "return_token_ids": True}
         ids = self.server.post(body).reply.first.prompt_token_ids
         if not ids:
-            raise Stopped(Verdict.UNSUPPORTED, "needs the model's tokenizer: give --model")
+            raise Stopped(ProbeVerdict.UNSUPPORTED, "needs the model's tokenizer: give --model")
         return ids
 
     def passage(self, number: int, length: int) -> tuple[int, ...]:
@@ -217,26 +217,26 @@ class Lab:
 
     # -- asking ------------------------------------------------------------------------------------------------
 
-    def ask(self, ask: Ask, setting: str = "") -> Served:
+    def ask(self, ask: Ask, setting: str = "") -> ServedAnswer:
         """Send one request."""
         return self.ask_all([ask], setting, at_once=1)[0]
 
-    def ask_all(self, asks: Sequence[Ask], setting: str = "", at_once: int = AT_ONCE) -> list[Served]:
+    def ask_all(self, asks: Sequence[Ask], setting: str = "", at_once: int = AT_ONCE) -> list[ServedAnswer]:
         """Send several, `at_once` at a time."""
         attempts = self.server.post_all([self.dialect.body(ask) for ask in asks], at_once)
-        served = [Served(setting, ask, one) for ask, one in zip(asks, attempts, strict=True)]
+        served = [ServedAnswer(setting, ask, one) for ask, one in zip(asks, attempts, strict=True)]
         self.gathered += [one for one in served if one.answer.logprobs is not None]
         return served
 
-    def ask_plainly(self, asks: Sequence[Ask]) -> list[Served]:
+    def ask_plainly(self, asks: Sequence[Ask]) -> list[ServedAnswer]:
         """The same without speculation."""
         server, dialect = self.beside or (self.server, self.dialect)
         if self.beside is None:
             asks = [dataclasses.replace(ask, extra=ask.extra | {"speculate": False}) for ask in asks]
         attempts = server.post_all([dialect.body(ask) for ask in asks], AT_ONCE)
-        return [Served("", ask, one) for ask, one in zip(asks, attempts, strict=True)]
+        return [ServedAnswer("", ask, one) for ask, one in zip(asks, attempts, strict=True)]
 
-    def distribution(self, served: Served) -> Distribution:
+    def distribution(self, served: ServedAnswer) -> AnswerDistribution:
         """The reference's distribution for an answer."""
         assert self.reference is not None
         if served.distribution is None:
@@ -247,7 +247,7 @@ class Lab:
     # -- ordinary traffic --------------------------------------------------------------------------------------
 
     @cached_property
-    def traffic(self) -> dict[str, list[Served]]:
+    def traffic(self) -> dict[str, list[ServedAnswer]]:
         """Answers for every setting that the server accepts, sent together; every other one has no seed. Where a seed
         selects the verifier, every other seeded request opts out, to be verified like most users' unseeded ones."""
         asks: list[tuple[str, Ask]] = []
@@ -259,7 +259,7 @@ class Lab:
                 asks.append((name, Ask(self.prompt(7 * place + number), params, seed, plain)))
         order = np.random.default_rng(SEED).permutation(len(asks)).tolist()
         answered = self.ask_all([asks[index][1] for index in order])
-        found: dict[str, list[Served]] = {name: [] for name in SETTINGS}
+        found: dict[str, list[ServedAnswer]] = {name: [] for name in SETTINGS}
         for index, served in zip(order, answered, strict=True):
             name = served.setting = asks[index][0]
             if served.attempt.refused:
@@ -297,7 +297,7 @@ class Lab:
         exact = len(drifts) > 0 and float(np.median(drifts)) < _EXACT_NATS
         return EXACT if exact else ROUNDED
 
-    def drifts(self, answers: Sequence[Served]) -> Floats:
+    def drifts(self, answers: Sequence[ServedAnswer]) -> Floats:
         """|served - recomputed| of their tokens, nats; NaN where the server reported none.
 
         On a server that rounds, only as long as an answer is ordinary text: after a token that the model would hardly
@@ -308,7 +308,7 @@ class Lab:
         parts = [self._drifts([one], self.mode)[: _num_ordinary(self.distribution(one))] for one in answers]
         return np.concatenate(parts) if parts else np.zeros(0)
 
-    def _drifts(self, answers: Sequence[Served], mode: str) -> Floats:
+    def _drifts(self, answers: Sequence[ServedAnswer], mode: str) -> Floats:
         parts = [
             np.abs(one.values - (self.distribution(one).raw if mode == "raw" else self.distribution(one).processed))
             for one in answers
@@ -317,7 +317,7 @@ class Lab:
         return np.concatenate(parts) if parts else np.zeros(0)
 
 
-def _num_ordinary(distribution: Distribution) -> int:
+def _num_ordinary(distribution: AnswerDistribution) -> int:
     """Number of tokens before the first one that the model would hardly ever emit."""
     odd = np.flatnonzero(distribution.raw < -_ORDINARY_NATS)
     return int(odd[0]) if len(odd) else len(distribution)

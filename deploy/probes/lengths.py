@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 
 from deploy.exchange.dialect import Ask
-from deploy.probes.lab import SETTINGS, Lab, Served
+from deploy.probes.lab import SETTINGS, Lab, ServedAnswer
 from deploy.probes.probes import Need, Trial, probe
 from deploy.probes.replay import check_greedy
 from deploy.probes.statistics import too_many
@@ -78,7 +78,7 @@ def length_limit(lab: Lab, trial: Trial) -> None:
     assert limit is not None
     base = (*lab.passage(9, max(0, limit - 41)), *lab.loop(9, 40))[-limit:]
     total = over = 0
-    worst: tuple[float, Served | None] = (0.0, None)
+    worst: tuple[float, ServedAnswer | None] = (0.0, None)
     for room in _ROOMS:
         ask = Ask(base[: limit - room], dataclasses.replace(_GREEDY, max_tokens=room))
         one = lab.ask(ask, "limit")
@@ -163,7 +163,7 @@ def ends(lab: Lab, trial: Trial) -> None:
         _check_stop_strings(lab, trial, prompt, whole)
 
 
-def _check_stop_tokens(lab: Lab, trial: Trial, prompt: tuple[int, ...], whole: Served) -> None:
+def _check_stop_tokens(lab: Lab, trial: Trial, prompt: tuple[int, ...], whole: ServedAnswer) -> None:
     stops = list(dict.fromkeys(whole.ids))[1:7]
     asks = [Ask(prompt, dataclasses.replace(_GREEDY, stop_token_ids=(stop,))) for stop in stops]
     for stop, one in zip(stops, lab.ask_all(asks, "ends"), strict=True):
@@ -178,7 +178,7 @@ def _check_stop_tokens(lab: Lab, trial: Trial, prompt: tuple[int, ...], whole: S
         trial.check(right, ("F21",), one.attempt.body, "an end at the first stop token", reported)
 
 
-def _check_stop_strings(lab: Lab, trial: Trial, prompt: tuple[int, ...], whole: Served) -> None:
+def _check_stop_strings(lab: Lab, trial: Trial, prompt: tuple[int, ...], whole: ServedAnswer) -> None:
     text = whole.answer.text
     stops = [piece for piece in (text[3:6], text[9:13], text[20:22]) if piece.strip() and "\ufffd" not in piece]
     asks = [Ask(prompt, _GREEDY, extra={"stop": [stop]}) for stop in stops]

@@ -4,12 +4,17 @@ import json
 from collections.abc import Iterable
 
 from deploy.probes.audit import Audit
-from deploy.probes.probes import Finding, Outcome, Verdict, shortened
+from deploy.probes.probes import AuditFinding, ProbeOutcome, ProbeVerdict, shortened
 from deploy.probes.render import summary
 from deploy.reports import plots
 from deploy.reports.html_pages import card, document, escaped, facts
 
-_CLASSES = {Verdict.PASSED: "ok", Verdict.FAILED: "bad", Verdict.INCONCLUSIVE: "unclear", Verdict.UNSUPPORTED: "none"}
+_CLASSES = {
+    ProbeVerdict.PASSED: "ok",
+    ProbeVerdict.FAILED: "bad",
+    ProbeVerdict.INCONCLUSIVE: "unclear",
+    ProbeVerdict.UNSUPPORTED: "none",
+}
 
 
 def html_page(audit: Audit) -> str:
@@ -27,7 +32,7 @@ def html_page(audit: Audit) -> str:
     return document(title, parts)
 
 
-def _findings(findings: Iterable[Finding]) -> str:
+def _findings(findings: Iterable[AuditFinding]) -> str:
     cards = [
         f'<div class="card finding"><b class="bad">{escaped(", ".join(one.faults))}</b> · {escaped(one.probe)}'
         f"<dl><dt>expected</dt><dd>{escaped(one.expected)}</dd><dt>observed</dt><dd>{escaped(one.observed)}</dd>"
@@ -37,14 +42,14 @@ def _findings(findings: Iterable[Finding]) -> str:
     return f"<h2>Findings</h2>{''.join(cards)}" if cards else ""
 
 
-def _request(finding: Finding) -> str:
+def _request(finding: AuditFinding) -> str:
     if not finding.request:
         return ""
     body = json.dumps(shortened(finding.request), ensure_ascii=False)
     return f"<details><summary>A request that shows it</summary><pre>{escaped(body)}</pre></details>"
 
 
-def _probes(outcomes: Iterable[Outcome]) -> str:
+def _probes(outcomes: Iterable[ProbeOutcome]) -> str:
     rows = [
         f"<tr><td>{escaped(one.probe)}<small>{escaped(one.asks)}</small></td>"
         f'<td class="{_CLASSES[one.verdict]}">{escaped(one.verdict)}</td><td>{escaped(one.reported)}</td>'
@@ -55,7 +60,7 @@ def _probes(outcomes: Iterable[Outcome]) -> str:
     return card(f"<table>{head}{''.join(rows)}</table>")
 
 
-def _plots(outcomes: Iterable[Outcome]) -> str:
+def _plots(outcomes: Iterable[ProbeOutcome]) -> str:
     drawn: list[str] = []
     for outcome in outcomes:
         series = outcome.series

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from deploy.exchange.dialect import Ask
-from deploy.probes.lab import SEED, SETTINGS, TOP_K, Lab, Served
-from deploy.probes.probes import Need, Stopped, Trial, Verdict, probe
+from deploy.probes.lab import SEED, SETTINGS, TOP_K, Lab, ServedAnswer
+from deploy.probes.probes import Need, ProbeVerdict, Stopped, Trial, probe
 from deploy.probes.replay import check_greedy
 from deploy.probes.statistics import too_many
 from speculative.request import SamplingParams
@@ -92,26 +92,26 @@ def _word(lab: Lab, common: list[int]) -> tuple[int, str] | None:
     return None
 
 
-def _check_likeliest(lab: Lab, trial: Trial, name: str, one: Served) -> None:
+def _check_likeliest(lab: Lab, trial: Trial, name: str, one: ServedAnswer) -> None:
     """Every token is the most likely one under the parameters, at any temperature."""
     check_greedy(lab, trial, one, name, _FAULT)
 
 
-def _check_cold(lab: Lab, trial: Trial, name: str, one: Served) -> None:
+def _check_cold(lab: Lab, trial: Trial, name: str, one: ServedAnswer) -> None:
     gap = float(lab.distribution(one).gap.max())
     most = lab.tolerance.edge + _UNLIKELY_NATS * _COLD
     wanted = f"{name}: no token more than {most:g} nats below the most likely"
     trial.check(gap <= most, _FAULT, one.attempt.body, wanted, f"one is {gap:.2f} nats below")
 
 
-def _check_towards(lab: Lab, trial: Trial, name: str, one: Served) -> None:
+def _check_towards(lab: Lab, trial: Trial, name: str, one: ServedAnswer) -> None:
     wanted = one.ask.params.logit_bias[0][0]
     others = sum(token != wanted for token in one.ids)
     reported = f"{others} of {len(one.ids)} tokens differ"
     trial.check(not others, _FAULT, one.attempt.body, f"{name}: only token {wanted}", reported)
 
 
-def _check_min_tokens(lab: Lab, trial: Trial, name: str, one: Served) -> None:
+def _check_min_tokens(lab: Lab, trial: Trial, name: str, one: ServedAnswer) -> None:
     assert lab.reference is not None
     eos, least = set(lab.reference.eos_token_ids), one.ask.params.min_tokens
     text = [token for token in one.ids if token not in eos]
@@ -120,13 +120,13 @@ def _check_min_tokens(lab: Lab, trial: Trial, name: str, one: Served) -> None:
     trial.check(right, _FAULT, one.attempt.body, f"{name}: an end after exactly {least} tokens", reported)
 
 
-def _check_bad_words(lab: Lab, trial: Trial, name: str, one: Served) -> None:
+def _check_bad_words(lab: Lab, trial: Trial, name: str, one: ServedAnswer) -> None:
     ((token,),) = one.ask.params.bad_words
     count = one.ids.count(token)
     trial.check(not count, _FAULT, one.attempt.body, f"{name}: never token {token}", f"it occurs {count} times")
 
 
-_CHECKS: dict[str, Callable[[Lab, Trial, str, Served], None]] = {
+_CHECKS: dict[str, Callable[[Lab, Trial, str, ServedAnswer], None]] = {
     "logit_bias towards one": _check_towards,
     "temperature of almost 0": _check_cold,
     "min_tokens": _check_min_tokens,
@@ -171,7 +171,7 @@ def structured_output(lab: Lab, trial: Trial) -> None:
                     fits(one.answer.text), _FAULT, one.attempt.body, f"an answer that matches the {name}", reported
                 )
     if len(set(unsupported)) == len(forms):
-        raise Stopped(Verdict.UNSUPPORTED, "the server accepts no form of structured output")
+        raise Stopped(ProbeVerdict.UNSUPPORTED, "the server accepts no form of structured output")
     trial.reported = f"{trial.num_cases} answers"
 
 
@@ -220,7 +220,7 @@ def top_k(lab: Lab, trial: Trial) -> None:
     """top_k of 1 and of 8; runs last, and if other parameters are misapplied only with --destructive."""
     if lab.mixed_up and not lab.destructive:
         raise Stopped(
-            Verdict.UNSUPPORTED,
+            ProbeVerdict.UNSUPPORTED,
             "parameters are misapplied here, and top_k has killed such servers; to run it anyway, use --destructive",
         )
     asks = [Ask(lab.loop(number), dataclasses.replace(_WARM, top_k=1)) for number in (1, 3)]

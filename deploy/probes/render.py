@@ -7,11 +7,11 @@ from rich.console import Console
 from rich.table import Table
 
 from deploy.probes.audit import Audit
-from deploy.probes.probes import PROBES, Finding, Outcome, Verdict, shortened
+from deploy.probes.probes import PROBES, AuditFinding, ProbeOutcome, ProbeVerdict, shortened
 from deploy.reports.provenance import provenance
 from deploy.reports.sections import write_section
 
-_STYLES = {Verdict.PASSED: "green", Verdict.FAILED: "bold red", Verdict.INCONCLUSIVE: "yellow"}
+_STYLES = {ProbeVerdict.PASSED: "green", ProbeVerdict.FAILED: "bold red", ProbeVerdict.INCONCLUSIVE: "yellow"}
 SECTION = "audit URL"
 PROBES_MARK = f"<!-- {SECTION}: probes -->"
 _LONGEST_CELL = 220
@@ -36,7 +36,7 @@ def print_audit(audit: Audit, out: Console) -> None:
 
 def summary(audit: Audit) -> str:
     """A one-line summary."""
-    counts = ", ".join(f"{audit.count(verdict)} {verdict}" for verdict in Verdict if audit.count(verdict))
+    counts = ", ".join(f"{audit.count(verdict)} {verdict}" for verdict in ProbeVerdict if audit.count(verdict))
     verdict = f"{len(audit.findings)} findings" if audit.findings else "no findings"
     return f"{verdict}; probes: {counts}; {audit.num_requests} requests in {audit.seconds:.0f} s."
 
@@ -56,17 +56,17 @@ def write_page(audit: Audit, page: Path, name: str, head: str) -> None:
     write_section(page, SECTION, name, "\n".join(lines), head=head)
 
 
-def _row(outcome: Outcome) -> str:
+def _row(outcome: ProbeOutcome) -> str:
     faults = dict.fromkeys(fault for finding in outcome.findings for fault in finding.faults)
     reported = "; ".join(dict.fromkeys(_seen(finding) for finding in outcome.findings)) or outcome.reported
     return f"| {outcome.probe} | {outcome.verdict} | {_cell(reported)} | {', '.join(faults)} |"
 
 
-def _seen(finding: Finding) -> str:
+def _seen(finding: AuditFinding) -> str:
     return f"{finding.observed} (expected {finding.expected}; {_times(finding)})"
 
 
-def _times(finding: Finding) -> str:
+def _times(finding: AuditFinding) -> str:
     return "once" if finding.count == 1 else f"{finding.count} times"
 
 

@@ -3,9 +3,9 @@
 import numpy as np
 
 from deploy.exchange.dialect import Ask
-from deploy.probes.lab import AT_ONCE, SEED, SETTINGS, Lab, Served
+from deploy.probes.lab import AT_ONCE, SEED, SETTINGS, Lab, ServedAnswer
 from deploy.probes.probes import Need, Trial, probe
-from deploy.probes.reference import Distribution
+from deploy.probes.reference import AnswerDistribution
 from deploy.probes.statistics import departs, mean_departs, not_uniform, too_many
 from speculative.request import SURPRISAL_CLIP_NATS, SamplingParams
 from speculative.selfcheck.eprocess import Floats
@@ -125,7 +125,7 @@ def own_prompt_logprobs(lab: Lab, trial: Trial) -> None:
             for one in answers
         ]
     )
-    pairs: list[tuple[float, Served]] = []
+    pairs: list[tuple[float, ServedAnswer]] = []
     for one, again in zip(answers, back, strict=True):
         reported = again.prompt_logprobs
         if not trial.answered(again.attempt, ("F11", "request fails")) or reported is None:
@@ -194,7 +194,7 @@ def distribution_of_the_tokens(lab: Lab, trial: Trial) -> None:
     trial.reported = f"{trial.num_cases} tokens"
 
 
-def check_greedy(lab: Lab, trial: Trial, served: Served, what: str, faults: tuple[str, ...]) -> bool:
+def check_greedy(lab: Lab, trial: Trial, served: ServedAnswer, what: str, faults: tuple[str, ...]) -> bool:
     """Every token of one answer is the most likely up to a near-tie, and none is forbidden."""
     distribution = lab.distribution(served)
     wrong = np.flatnonzero((distribution.gap > lab.tolerance.edge) | np.isinf(distribution.outside))
@@ -228,7 +228,7 @@ def _check_greedy(lab: Lab, trial: Trial, name: str, faults: tuple[str, ...]) ->
         trial.found(faults, worst.attempt.body, f"'{name}': the most likely token every time", reported)
 
 
-def _terms(distributions: list[Distribution], inside: Floats) -> dict[str, Floats]:
+def _terms(distributions: list[AnswerDistribution], inside: Floats) -> dict[str, Floats]:
     def of(name: str) -> Floats:
         found: Floats = np.concatenate([getattr(distribution, name) for distribution in distributions])[inside]
         return found
@@ -246,7 +246,7 @@ def _scale(term: str) -> float:
     return SURPRISAL_CLIP_NATS if term == "surprisal" else 1.0
 
 
-def _answers(lab: Lab, name: str) -> list[Served]:
+def _answers(lab: Lab, name: str) -> list[ServedAnswer]:
     return [one for one in lab.traffic[name] if one.ids]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from deploy.exchange.dialect import Ask
-from deploy.probes.lab import AT_ONCE, NUM_TOP, ROUNDED, SEED, SETTINGS, Lab, Served
+from deploy.probes.lab import AT_ONCE, NUM_TOP, ROUNDED, SEED, SETTINGS, Lab, ServedAnswer
 from deploy.probes.probes import Need, Trial, probe
 from deploy.probes.replay import check_greedy
 from deploy.probes.statistics import too_many
@@ -18,7 +18,7 @@ _FLIPS = 0.01  # share of sampled tokens that rounding may change
 _WARM = SamplingParams(max_tokens=24, temperature=1.0, ignore_eos=True, logprobs=NUM_TOP)
 
 
-def parting(lab: Lab, first: Served, second: Served) -> str:
+def parting(lab: Lab, first: ServedAnswer, second: ServedAnswer) -> str:
     """Where two greedy answers diverge without a near-tie; empty if they agree or need not."""
     pairs = list(zip(first.ids, second.ids, strict=False))
     place = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
@@ -33,7 +33,7 @@ def parting(lab: Lab, first: Served, second: Served) -> str:
     return f"they diverge at token {place} ({tokens}), where the top two are {margin:.2f} nats apart"
 
 
-def _margin(lab: Lab, served: Served, place: int) -> float | None:
+def _margin(lab: Lab, served: ServedAnswer, place: int) -> float | None:
     """Nats between the two most likely tokens; without a reference from served logprobs, None if those are missing."""
     if lab.reference is not None:
         return float(lab.distribution(served).margin[place])
@@ -52,7 +52,7 @@ def greedy_twins(lab: Lab, trial: Trial) -> None:
     """Compared up to a near-tie."""
     asks = [Ask(lab.prompt(number), _GREEDY) for number in range(lab.budget.twins)]
     alone = [lab.ask(ask, "twins") for ask in asks]
-    ways: dict[str, tuple[Sequence[Served], tuple[str, ...]]] = {
+    ways: dict[str, tuple[Sequence[ServedAnswer], tuple[str, ...]]] = {
         "asked again alone": ([lab.ask(ask, "twins") for ask in asks], ("F5", "F14")),
         "among sampled requests": (_among_others(lab, asks), ("F5", "F9", "F10")),
     }
@@ -71,7 +71,7 @@ def greedy_twins(lab: Lab, trial: Trial) -> None:
                 check_greedy(lab, trial, served, "alone", ("F8", "F12", "F5"))
 
 
-def _among_others(lab: Lab, asks: Sequence[Ask]) -> list[Served]:
+def _among_others(lab: Lab, asks: Sequence[Ask]) -> list[ServedAnswer]:
     noise = [
         Ask(lab.prompt(50 + number), dataclasses.replace(SETTINGS[name], max_tokens=40), SEED + number)
         for number, name in enumerate(("temperature 1", "top_p", "min_p", "penalties") * 2)
@@ -88,7 +88,7 @@ def streams(lab: Lab, trial: Trial) -> None:
     for number in range(min(4, lab.budget.twins)):
         ask = Ask(lab.prompt(number), _GREEDY)
         whole = lab.ask(ask, "streams")
-        streamed = Served("streams", ask, lab.server.stream(lab.dialect.body(ask)))
+        streamed = ServedAnswer("streams", ask, lab.server.stream(lab.dialect.body(ask)))
         if not (trial.answered(whole.attempt) and trial.answered(streamed.attempt)):
             continue
         answer, body = streamed.answer, streamed.attempt.body
@@ -119,7 +119,7 @@ def streams(lab: Lab, trial: Trial) -> None:
 def seeded_twins(lab: Lab, trial: Trial) -> None:
     """Sent one after the other on a warm prefix, so that all shapes are the same; rounding may still change a few."""
     same, pairs, different = 0, 0, 0
-    example: Served | None = None
+    example: ServedAnswer | None = None
     for number in range(2 * lab.budget.twins):
         ask = Ask(lab.prompt(20 + number), _WARM, seed=SEED + number)
         lab.ask(dataclasses.replace(ask, seed=None, params=dataclasses.replace(_WARM, max_tokens=1)), "twins")
@@ -153,7 +153,7 @@ def seeded_twins(lab: Lab, trial: Trial) -> None:
         )
 
 
-def _surprising(served: Served, nats: float = 12.0) -> bool:
+def _surprising(served: ServedAnswer, nats: float = 12.0) -> bool:
     """Whether an answer is too unlikely to occur twice by chance."""
     values = served.values
     return len(values) > 0 and bool(np.isfinite(values).all()) and float(values.sum()) < -nats
@@ -172,7 +172,7 @@ def unseeded_answers(lab: Lab, trial: Trial) -> None:
     ask = Ask(lab.passage(5, 24), dataclasses.replace(_WARM, temperature=1.0))
     answered = [one for one in lab.ask_all([ask] * count, "unseeded") if trial.answered(one.attempt)]
     trial.num_cases += len(answered)
-    seen: dict[tuple[int, ...], Served] = {}
+    seen: dict[tuple[int, ...], ServedAnswer] = {}
     for one in answered:
         twin = seen.setdefault(one.ids, one)
         if twin is one or not one.ids or not np.isfinite(one.values).all():

@@ -23,7 +23,7 @@ from deploy.probes.audit import Audit, run_audit
 from deploy.probes.command import BUDGETS
 from deploy.probes.lab import EXACT, QUICK, ROUNDED, Lab
 from deploy.probes.page import html_page
-from deploy.probes.probes import PROBES, Verdict, delta_per_test
+from deploy.probes.probes import PROBES, ProbeVerdict, delta_per_test
 from deploy.probes.reference import Reference
 from deploy.probes.statistics import binomial_tail, departs, mean_departs, not_uniform, too_many
 from speculative.errors import ConfigError
@@ -77,7 +77,7 @@ def test_a_sound_server_passes(folders: tuple[Path, Path], reference: Reference)
     server = faulty_servers("sound", *folders, guarded=True)["draft model"]
     audit = audit_faulty(server, reference, SMALL)
     assert not audit.findings, reported(audit)
-    assert {one.verdict for one in audit.outcomes} == {Verdict.PASSED}, reported(audit)
+    assert {one.verdict for one in audit.outcomes} == {ProbeVerdict.PASSED}, reported(audit)
     assert {one.probe for one in audit.outcomes} == set(PROBES)
 
 
@@ -168,10 +168,10 @@ def test_what_cannot_be_asked_is_reported(server: Client) -> None:
         Lab(server, find_dialect(server), QUICK), only=["distribution of the tokens", "counters", "greedy twins"]
     )
     verdicts = {one.probe: one for one in audit.outcomes}
-    assert verdicts["distribution of the tokens"].verdict is Verdict.UNSUPPORTED
+    assert verdicts["distribution of the tokens"].verdict is ProbeVerdict.UNSUPPORTED
     assert "weights" in verdicts["distribution of the tokens"].reported
-    assert verdicts["counters"].verdict is Verdict.UNSUPPORTED
-    assert verdicts["greedy twins"].verdict is Verdict.UNSUPPORTED, "without a tokenizer it has no tokens to send"
+    assert verdicts["counters"].verdict is ProbeVerdict.UNSUPPORTED
+    assert verdicts["greedy twins"].verdict is ProbeVerdict.UNSUPPORTED, "without a tokenizer it has no tokens to send"
 
 
 def test_what_was_found_is_kept_after_every_probe(server: Client) -> None:
@@ -187,7 +187,7 @@ def test_a_dying_server_is_a_finding_and_the_audit_ends(fake: FakeAudited, serve
     fake.answer = lambda body: DIES if body.get("top_p") == 2.0 else uniform_reply(body)
     audit = run_audit(lab, only=["nonsense", "own alarms", "structured output"])
     assert "server dies" in audit.faults
-    (dead,) = [one for one in audit.outcomes if one.verdict is Verdict.FAILED]
+    (dead,) = [one for one in audit.outcomes if one.verdict is ProbeVerdict.FAILED]
     assert dead.probe == "nonsense"
     assert any(finding.request.get("top_p") == 2.0 for finding in dead.findings), "with the request that did it"
 
@@ -212,10 +212,10 @@ def test_what_kills_a_server_is_asked_last_and_named(
     assert list(reported) == ["scored ids", "top_k", "neighbours of scored ids"]
     assert reported["scored ids"].findings[0].faults == ("F2", "request fails")
     assert "server dies" in {fault for one in reported["top_k"].findings for fault in one.faults}
-    assert reported["neighbours of scored ids"].verdict is Verdict.INCONCLUSIVE
+    assert reported["neighbours of scored ids"].verdict is ProbeVerdict.INCONCLUSIVE
     careful = Lab(server, lab.dialect, QUICK, reference, scores_wrongly=True)
     (left,) = run_audit(careful, only=["neighbours of scored ids"]).outcomes
-    assert left.verdict is Verdict.UNSUPPORTED and "--destructive" in left.reported
+    assert left.verdict is ProbeVerdict.UNSUPPORTED and "--destructive" in left.reported
 
 
 def test_top_k_is_kept_from_a_server_whose_parameters_do_not_hold(
@@ -230,8 +230,8 @@ def test_top_k_is_kept_from_a_server_whose_parameters_do_not_hold(
     fake.answer = heedless
     careful = Lab(server, find_dialect(server), QUICK, reference)
     mixed, left = run_audit(careful, only=["sampling parameters", "top_k"]).outcomes
-    assert mixed.verdict is Verdict.FAILED
-    assert left.verdict is Verdict.UNSUPPORTED and "--destructive" in left.reported
+    assert mixed.verdict is ProbeVerdict.FAILED
+    assert left.verdict is ProbeVerdict.UNSUPPORTED and "--destructive" in left.reported
     assert not any(asked)
 
 
@@ -383,4 +383,4 @@ def test_an_interrupted_audit_reports_what_it_knows(fake: FakeAudited, server: C
     monkeypatch.setattr("deploy.probes.audit._in_order", lambda only: [PROBES[name] for name in only])
     audit = run_audit(Lab(server, find_dialect(server), QUICK), only=["nonsense", "structured output", "own alarms"])
     assert [one.reported for one in audit.outcomes[1:]] == ["the audit was interrupted"] * 2
-    assert audit.outcomes[0].verdict is Verdict.PASSED
+    assert audit.outcomes[0].verdict is ProbeVerdict.PASSED

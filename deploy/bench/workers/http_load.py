@@ -5,7 +5,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from deploy.bench.workers.channel import Ask, Meter
+from deploy.bench.workers.channel import BatchOfPrompts, Meter
 from deploy.exchange.answers import EventReader, Reply
 
 
@@ -21,7 +21,7 @@ class ServerLoad:
     port: int
     model: str
 
-    def run(self, ask: Ask) -> dict[str, Any]:
+    def run(self, ask: BatchOfPrompts) -> dict[str, Any]:
         """One stream a prompt, started together.
 
         Raises:
@@ -29,12 +29,12 @@ class ServerLoad:
         """
         return asyncio.run(self._run(ask))
 
-    async def _run(self, ask: Ask) -> dict[str, Any]:
+    async def _run(self, ask: BatchOfPrompts) -> dict[str, Any]:
         meter = Meter(len(ask.prompts))
         await asyncio.gather(*(self._stream(ask, stream, meter) for stream in range(len(ask.prompts))))
         return meter.sample()
 
-    async def _stream(self, ask: Ask, stream: int, meter: Meter) -> None:
+    async def _stream(self, ask: BatchOfPrompts, stream: int, meter: Meter) -> None:
         reader, writer = await asyncio.open_connection(self.host, self.port)
         try:
             writer.write(self._request(ask.prompts[stream], ask))
@@ -53,7 +53,7 @@ class ServerLoad:
         finally:
             writer.close()
 
-    def _request(self, prompt: list[int], ask: Ask) -> bytes:
+    def _request(self, prompt: list[int], ask: BatchOfPrompts) -> bytes:
         """Without a seed: our service makes sampled requests with one reproducible, which costs acceptance."""
         body = json.dumps(
             {
