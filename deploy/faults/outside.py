@@ -19,9 +19,9 @@ from deploy.probes.lab import FULL, QUICK, Budget, Lab
 from deploy.probes.probes import ProbeVerdict
 from deploy.probes.reference import Reference
 from deploy.probes.render import SECTION
+from deploy.reports.markdown import write_section
 from deploy.reports.progress import View
 from deploy.reports.provenance import provenance
-from deploy.reports.sections import write_section
 from speculative.config import DrafterConfig
 
 _DEEP = replace(FULL, answers=12, plain_share=24, first_tokens=1000)  # some 9,000 tokens at temperature 1

@@ -4,17 +4,11 @@ import json
 from collections.abc import Iterable
 
 from deploy.probes.audit import Audit
-from deploy.probes.probes import AuditFinding, ProbeOutcome, ProbeVerdict, shortened
-from deploy.probes.render import summary
+from deploy.probes.probes import AuditFinding, ProbeOutcome, shortened
+from deploy.probes.render import KINDS, summary
 from deploy.reports import plots
-from deploy.reports.html_pages import card, document, escaped, facts
-
-_CLASSES = {
-    ProbeVerdict.PASSED: "ok",
-    ProbeVerdict.FAILED: "bad",
-    ProbeVerdict.INCONCLUSIVE: "unclear",
-    ProbeVerdict.UNSUPPORTED: "none",
-}
+from deploy.reports.html_pages import card, document, escaped, facts, finding, table
+from deploy.reports.model import Cell, ReportTable, Shown
 
 
 def html_page(audit: Audit) -> str:
@@ -33,31 +27,23 @@ def html_page(audit: Audit) -> str:
 
 
 def _findings(findings: Iterable[AuditFinding]) -> str:
-    cards = [
-        f'<div class="card finding"><b class="bad">{escaped(", ".join(one.faults))}</b> · {escaped(one.probe)}'
-        f"<dl><dt>expected</dt><dd>{escaped(one.expected)}</dd><dt>observed</dt><dd>{escaped(one.observed)}</dd>"
-        f"<dt>seen</dt><dd>{one.count} times</dd></dl>{_request(one)}</div>"
-        for one in findings
-    ]
-    return f"<h2>Findings</h2>{''.join(cards)}" if cards else ""
+    cards = "".join(finding(_shown(one)) for one in findings)
+    return f"<h2>Findings</h2>{cards}" if cards else ""
 
 
-def _request(finding: AuditFinding) -> str:
-    if not finding.request:
-        return ""
-    body = json.dumps(shortened(finding.request), ensure_ascii=False)
-    return f"<details><summary>A request that shows it</summary><pre>{escaped(body)}</pre></details>"
+def _shown(one: AuditFinding) -> Shown:
+    facts_of = {"expected": one.expected, "observed": one.observed, "seen": f"{one.count} times"}
+    request = json.dumps(shortened(one.request), ensure_ascii=False) if one.request else ""
+    return Shown(", ".join(one.faults), facts_of, "A request that shows it", request, where=one.probe)
 
 
 def _probes(outcomes: Iterable[ProbeOutcome]) -> str:
     rows = [
-        f"<tr><td>{escaped(one.probe)}<small>{escaped(one.asks)}</small></td>"
-        f'<td class="{_CLASSES[one.verdict]}">{escaped(one.verdict)}</td><td>{escaped(one.reported)}</td>'
-        f'<td class="wide">{one.num_requests}</td></tr>'
+        (Cell(one.probe, detail=one.asks), Cell(one.verdict, KINDS[one.verdict]), one.reported, str(one.num_requests))
         for one in outcomes
     ]
-    head = '<tr><th>probe</th><th>verdict</th><th>what was seen</th><th class="wide">requests</th></tr>'
-    return card(f"<table>{head}{''.join(rows)}</table>")
+    columns = ("probe", "verdict", "what was seen", "requests")
+    return card(table(ReportTable("", columns, rows, optional=(3,))))
 
 
 def _plots(outcomes: Iterable[ProbeOutcome]) -> str:

@@ -11,7 +11,7 @@ import pytest
 from deploy.bench.figures import ALL_KINDS, acceptance, paired_ratio, rows
 from deploy.bench.plan import BenchCase, BenchPlan, EngineName
 from deploy.bench.plots import write_plots
-from deploy.bench.report import grids, write_markdown
+from deploy.bench.report import tables, write_markdown
 from deploy.bench.rounds import BenchResult, BenchSample
 from deploy.bench.workers.channel import BatchOfPrompts, Meter, checked
 from deploy.bench.workers.http_load import ServerFailed, ServerLoad
@@ -145,9 +145,9 @@ def test_a_section_is_written_again_in_its_place(tmp_path: Path) -> None:
 
 
 def test_every_engine_is_in_the_tables() -> None:
-    made = grids(result([sample("a/x", 1.0), sample("b/x", 2.0)], ["a/x"]))
-    assert [line[0] for line in made[0].lines] == ["a/x", "b/x"]
-    assert made[0].lines[1][3].startswith("2.00 (")
+    made = tables(result([sample("a/x", 1.0), sample("b/x", 2.0)], ["a/x"]))
+    assert [line[0] for line in made[0].rows] == ["a/x", "b/x"]
+    assert made[0].rows[1][3].startswith("2.00 (")
 
 
 def test_plots_are_drawn(tmp_path: Path) -> None:
