@@ -8,9 +8,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
+from deploy.chaos.streams import complete, until_admitted
 from deploy.exchange.answers import Json
 from deploy.exchange.client import AsyncClient, Attempt
-from deploy.exchange.streams import complete, until_admitted
 
 Progress = Callable[[str], None]
 

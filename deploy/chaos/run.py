@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass
 import httpx
 
 from deploy.chaos.replicas import Killer, ObjectStore, num_nodes
+from deploy.chaos.streams import ask_all, complete, differences
 from deploy.exchange.answers import Json
 from deploy.exchange.client import Attempt
-from deploy.exchange.streams import ask_all, complete, differences
 
 Progress = Callable[[str], None]
 

@@ -147,10 +147,10 @@ class EventReader:
         for line in lines:
             content = line.removeprefix(b"data:").strip()
             if line.startswith(b"data:") and content != _DONE:
-                yield read_object(content)
+                yield _object(content)
 
 
-def read_object(data: bytes) -> Json:
+def _object(data: bytes) -> Json:
     """A JSON object.
 
     Raises:
@@ -172,7 +172,7 @@ def read_reply(exchange: Exchange) -> Reply:
         Unreadable: it is no completion, or the stream ended early.
     """
     reply = Reply(is_chat=exchange.path == CHAT)
-    for part in EventReader().push(exchange.reply + b"\n") if exchange.streamed else [read_object(exchange.reply)]:
+    for part in EventReader().push(exchange.reply + b"\n") if exchange.streamed else [_object(exchange.reply)]:
         if part.get("error"):
             raise Unreadable("the server reported an error in the stream")
         reply.add(part)

@@ -1,19 +1,17 @@
 """What the probes of one audit share: the server, the reference model, prompts and ordinary traffic."""
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-import deploy.exchange.prompts
 from deploy.exchange.answers import Choice
 from deploy.exchange.client import Attempt, Client
 from deploy.exchange.dialect import Ask, Dialect
+from deploy.exchange.prompts import read_texts
 from deploy.probes.probes import Need, ProbeVerdict, Stopped
 from deploy.probes.reference import AnswerDistribution, Reference
 from serve_app.referee.tolerance import Tolerance
@@ -187,8 +185,7 @@ class Lab:
     @cached_property
     def corpus(self) -> tuple[int, ...]:
         """Tokens of ordinary text; random ones for a model without a tokenizer."""
-        text = json.loads(Path(deploy.exchange.prompts.__file__).with_name("prompts.json").read_text(encoding="utf-8"))
-        prose = "\n\n".join(text["summarise"])
+        prose = "\n\n".join(read_texts()["summarise"])
         if self.reference is not None and self.reference.tokenizer is not None:
             return tuple(self.reference.tokenizer.encode(prose, continuation=True))
         if self.reference is not None:

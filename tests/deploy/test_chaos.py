@@ -21,10 +21,10 @@ from deploy.chaos.nodes import POOL_LABEL, NodeShape, one_node_a_replica
 from deploy.chaos.page import write_chaos, write_load
 from deploy.chaos.replicas import Killer, NodeKills, memory_bytes, replica_pids
 from deploy.chaos.run import ChaosFigures
+from deploy.chaos.streams import ask_all, complete, differences, plan
 from deploy.exchange.answers import Choice, Reply
 from deploy.exchange.client import Attempt
 from deploy.exchange.exchanges import COMPLETIONS
-from deploy.exchange.streams import ask_all, complete, differences, plan
 from deploy.run.processes import process_tree
 from serve_app.config.files import load_config, parse_args
 from serve_app.config.serve_file import ServeFile
