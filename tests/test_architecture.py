@@ -101,7 +101,7 @@ MAX_FUNCTION_LINES = 100
 
 # Whose modules (a package stands for all in it) may import a library or one of our packages.
 OWNERS = {
-    "aiohttp": {"deploy.exchange.traffic", "deploy.watch", "deploy.bench.proxy"},
+    "aiohttp": {"deploy.watch", "deploy.bench.proxy"},
     "click": {"deploy"},
     "cryptography": {"serve_app.referee.signatures"},
     "ctypes": {"speculative.kernels", "deploy.bench.engines"},  # the bench looks for libraries

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from deploy.bench.plan import Case, Measure
-from deploy.bench.rounds import BenchResult, Sample
+from deploy.bench.plan import BenchCase, Measure
+from deploy.bench.rounds import BenchResult, BenchSample
 
 ALL_KINDS = "all"
 
@@ -39,7 +39,7 @@ class Ratio:
 
 
 @dataclass(frozen=True, slots=True)
-class Acceptance:
+class MeasuredAcceptance:
     """What became of drafts. length: mean tokens of a round that had drafts, the one after them included."""
 
     length: float
@@ -47,27 +47,27 @@ class Acceptance:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class SpeedRow:
     """All figures of one engine in one case, or over all kinds of prompts.
 
     agreement: median share of a greedy answer that is, from its begin, the same as that of the first engine.
     """
 
     engine: str
-    case: Case
+    case: BenchCase
     speed: Speed
     ratio: Ratio | None
     first_token_s: float
-    acceptance: Acceptance | None
+    acceptance: MeasuredAcceptance | None
     agreement: float | None
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class StepTimes:
     """Where the time of one engine's step goes in one case, in milliseconds a step."""
 
     engine: str
-    case: Case
+    case: BenchCase
     target_ms: float
     drafter_ms: float
     vocabulary_ms: float
@@ -80,17 +80,17 @@ class Step:
         return self.target_ms + self.drafter_ms + self.vocabulary_ms + self.checks_ms + self.other_ms
 
 
-def rows(found: BenchResult) -> list[Row]:
+def rows(found: BenchResult) -> list[SpeedRow]:
     """Case by case the engines in the plan's order; after the kinds of prompts, all of them together."""
     cases = list(dict.fromkeys(sample.case for sample in found.samples))
     kinds = {case.kind for case in cases}
     if len(kinds) > 1:
-        cases += dict.fromkeys(Case(ALL_KINDS, case.streams, case.temperature) for case in cases)
+        cases += dict.fromkeys(BenchCase(ALL_KINDS, case.streams, case.temperature) for case in cases)
     cases.sort(key=lambda case: (case.temperature, case.streams))
     return [row for case in cases for row in _case_rows(found, case)]
 
 
-def steps(found: BenchResult) -> list[Step]:
+def steps(found: BenchResult) -> list[StepTimes]:
     """The profiled runs."""
     result = []
     for sample in found.steps:
@@ -99,7 +99,7 @@ def steps(found: BenchResult) -> list[Step]:
             f"{part}_ms": 1e3 * reported[f"{part}_s"] / reported["num_steps"]
             for part in ("target", "drafter", "vocabulary", "checks", "other")
         }
-        result.append(Step(sample.engine, sample.case, **parts))
+        result.append(StepTimes(sample.engine, sample.case, **parts))
     return result
 
 
@@ -122,7 +122,7 @@ def paired_ratio(against: str, pairs: Sequence[tuple[float, float]]) -> Ratio:
     return Ratio(against, float(np.median(ratios)), float(low), float(high))
 
 
-def acceptance(samples: Sequence[Sample]) -> Acceptance | None:
+def acceptance(samples: Sequence[BenchSample]) -> MeasuredAcceptance | None:
     """Over all rounds of the samples; None where nothing was drafted or the engine does not tell."""
     drafted = _added(samples, "drafted_per_position")
     accepted = _added(samples, "accepted_per_position")
@@ -130,12 +130,12 @@ def acceptance(samples: Sequence[Sample]) -> Acceptance | None:
         return None
     num_rounds = sum(sample.reported["rounds_with_drafts"] for sample in samples)
     shares = tuple(part / whole for part, whole in zip(accepted, drafted, strict=True))
-    return Acceptance(1 + sum(accepted) / num_rounds, shares)
+    return MeasuredAcceptance(1 + sum(accepted) / num_rounds, shares)
 
 
-def _case_rows(found: BenchResult, case: Case) -> list[Row]:
+def _case_rows(found: BenchResult, case: BenchCase) -> list[SpeedRow]:
     measure = found.plan.measure
-    by_engine: dict[str, list[Sample]] = {name.text: [] for name in found.plan.engines}
+    by_engine: dict[str, list[BenchSample]] = {name.text: [] for name in found.plan.engines}
     for sample in found.samples:
         if _belongs(sample, case):
             by_engine[sample.engine].append(sample)
@@ -147,7 +147,7 @@ def _case_rows(found: BenchResult, case: Case) -> list[Row]:
     )
     first = next(iter(by_engine.values()))
     return [
-        Row(
+        SpeedRow(
             engine,
             case,
             _speeds(samples, measure),
@@ -160,28 +160,30 @@ def _case_rows(found: BenchResult, case: Case) -> list[Row]:
     ]
 
 
-def _belongs(sample: Sample, case: Case) -> bool:
+def _belongs(sample: BenchSample, case: BenchCase) -> bool:
     same = (sample.case.streams, sample.case.temperature) == (case.streams, case.temperature)
     return same and case.kind in (sample.case.kind, ALL_KINDS)
 
 
-def _speed(sample: Sample, measure: Measure) -> float:
+def _speed(sample: BenchSample, measure: Measure) -> float:
     return sample.decode_speed if measure == "decode" else sample.whole_speed
 
 
-def _speeds(samples: Sequence[Sample], measure: Measure) -> Speed:
+def _speeds(samples: Sequence[BenchSample], measure: Measure) -> Speed:
     values = [_speed(sample, measure) for sample in samples]
     return Speed(median(values), min(values), max(values), len(values))
 
 
-def _ratio(against: str, samples: Sequence[Sample], others: Sequence[Sample], measure: Measure) -> Ratio | None:
+def _ratio(
+    against: str, samples: Sequence[BenchSample], others: Sequence[BenchSample], measure: Measure
+) -> Ratio | None:
     theirs = {(sample.case, sample.round): _speed(sample, measure) for sample in others}
     mine = {(sample.case, sample.round): _speed(sample, measure) for sample in samples}
     pairs = [(speed, theirs[key]) for key, speed in mine.items() if key in theirs]
     return paired_ratio(against, pairs) if pairs else None
 
 
-def _agreement(samples: Sequence[Sample], first: Sequence[Sample]) -> float | None:
+def _agreement(samples: Sequence[BenchSample], first: Sequence[BenchSample]) -> float | None:
     expected = {(sample.case, sample.round): sample.reported["token_ids"] for sample in first}
     shares = [
         _common(mine, theirs) / len(mine)
@@ -197,7 +199,7 @@ def _common(one: Sequence[int], other: Sequence[int]) -> int:
     return next((n for n, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), len(one))
 
 
-def _added(samples: Sequence[Sample], name: str) -> list[Any]:
+def _added(samples: Sequence[BenchSample], name: str) -> list[Any]:
     """Sums position by position."""
     lists = [sample.reported[name] for sample in samples if name in sample.reported]
     return [sum(column) for column in zip_longest(*lists, fillvalue=0)]

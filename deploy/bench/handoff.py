@@ -26,7 +26,7 @@ _REFERENCE = "put, get, copy"
 _MANIFEST = Manifest("synthetic", "bfloat16", 36, 8, 128, "raw_logprobs", "none")  # of a model like Qwen3-8B
 
 
-class Sender:
+class HandoffSender:
     """Has handoffs of one size."""
 
     def __init__(self, num_bytes: int) -> None:
@@ -95,7 +95,7 @@ def measure(num_bytes: int, transports: Sequence[str], rounds: int) -> dict[str,
     Raises:
         EngineFault: a way did not bring the bytes over.
     """
-    sender = ray.remote(num_cpus=0)(Sender).remote(num_bytes)
+    sender = ray.remote(num_cpus=0)(HandoffSender).remote(num_bytes)
     size = ray.get(sender.size.remote())
     receiver = ray.remote(num_cpus=0)(Receiver).remote(size)
 

@@ -11,9 +11,9 @@ from statistics import fmean, median
 from typing import Any
 
 from deploy.bench.engines import LLAMA, VLLM, Launch, LeftOut
-from deploy.bench.plan import BenchPlan, Case
+from deploy.bench.plan import BenchCase, BenchPlan
 from deploy.bench.process import EngineFailed, EngineProcess, engine_environment
-from deploy.bench.workers.channel import Ask
+from deploy.bench.workers.channel import BatchOfPrompts
 from serve_app.text.tokenizer import Tokenizer
 
 LEAST_SHARE = 0.9
@@ -37,7 +37,7 @@ class ToolSpeed:
     """Tokens a second of one engine: by this bench, and by the engine's own tool. Medians of rounds taken in turns."""
 
     engine: str
-    case: Case
+    case: BenchCase
     here: float
     own: float
 
@@ -97,19 +97,19 @@ def compare_with_own_tools(
             continue
         try:
             for kind, streams in product(plan.prompts, plan.streams):
-                case = Case(kind, streams, tool.temperature)
+                case = BenchCase(kind, streams, tool.temperature)
                 found.append(_compare(plan, case, tool, launch.name.text, engines[launch.name.text]))
         except EngineFailed as error:
             left_out.append(LeftOut(launch.name.text, f"its own tool failed: {error}"))
     return found, left_out
 
 
-def _compare(plan: BenchPlan, case: Case, tool: _Tool, name: str, engine: EngineProcess) -> ToolSpeed:
+def _compare(plan: BenchPlan, case: BenchCase, tool: _Tool, name: str, engine: EngineProcess) -> ToolSpeed:
     here, own = [], []
     num_batches = max(1, len(plan.prompts[case.kind]) // case.streams)
     batches = [plan.round_prompts(case, number) for number in range(num_batches)]
     for number in range(_ROUNDS):
-        asks = [Ask(batch, plan.tokens, case.temperature, number + 1, engine=name) for batch in batches]
+        asks = [BatchOfPrompts(batch, plan.tokens, case.temperature, number + 1, engine=name) for batch in batches]
         samples = [engine.run(ask) for ask in asks]
         here.append(sum(one[tool.tokens] for one in samples) / sum(one[tool.seconds] for one in samples))
         own.append(tool.run([prompt for batch in batches for prompt in batch], case.streams))

@@ -37,7 +37,7 @@ class EngineName:
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class BenchCase:
     """One kind of prompts, so many at once, at one temperature."""
 
     kind: str
@@ -87,14 +87,14 @@ class BenchPlan:
         if strangers:
             raise ConfigError(f"--against {', '.join(strangers)}: not among --engines ({', '.join(names)}).")
 
-    def cases(self) -> Iterator[Case]:
+    def cases(self) -> Iterator[BenchCase]:
         """All of them, in order."""
         for temperature in self.temperatures:
             for streams in self.streams:
                 for kind in self.prompts:
-                    yield Case(kind, streams, temperature)
+                    yield BenchCase(kind, streams, temperature)
 
-    def round_prompts(self, case: Case, number: int) -> list[list[int]]:
+    def round_prompts(self, case: BenchCase, number: int) -> list[list[int]]:
         """The prompts of one round, the same for every engine; rounds go through the set."""
         prompts = self.prompts[case.kind]
         begin = number * case.streams

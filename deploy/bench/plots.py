@@ -4,7 +4,7 @@ import importlib
 from pathlib import Path
 from typing import Any
 
-from deploy.bench.figures import ALL_KINDS, Row, rows
+from deploy.bench.figures import ALL_KINDS, SpeedRow, rows
 from deploy.bench.rounds import BenchResult
 
 
@@ -28,7 +28,7 @@ def write_plots(found: BenchResult, folder: Path, stem: str = "speed") -> list[P
     return written
 
 
-def _draw(figures: Any, chosen: list[Row], temperature: float) -> Any:
+def _draw(figures: Any, chosen: list[SpeedRow], temperature: float) -> Any:
     """Panels side by side, one a number of streams; bars grouped by engine, coloured by kind of prompts."""
     streams = sorted({row.case.streams for row in chosen})
     engines = list(dict.fromkeys(row.engine for row in chosen))

@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import deploy
 from deploy.bench.engines import Launch
-from deploy.bench.workers.channel import Ask
+from deploy.bench.workers.channel import BatchOfPrompts
 from deploy.run.processes import process_tree
 from speculative.errors import TruespecError
 
@@ -74,7 +74,7 @@ class EngineProcess:
         """The process's id while it runs."""
         return None if self._process is None else self._process.pid
 
-    def run(self, ask: Ask) -> dict[str, Any]:
+    def run(self, ask: BatchOfPrompts) -> dict[str, Any]:
         """One batch of prompts.
 
         Raises:

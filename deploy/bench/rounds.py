@@ -10,9 +10,9 @@ from typing import Any
 
 from deploy.bench.engines import LeftOut, resolve
 from deploy.bench.own_tools import ToolSpeed, compare_with_own_tools
-from deploy.bench.plan import BenchPlan, Case
+from deploy.bench.plan import BenchCase, BenchPlan
 from deploy.bench.process import EngineFailed, EngineProcess
-from deploy.bench.workers.channel import Ask
+from deploy.bench.workers.channel import BatchOfPrompts
 from deploy.reports.progress import View
 from deploy.run.quiet import Others
 from speculative.errors import ConfigError
@@ -21,11 +21,11 @@ _WARM_UP_TOKENS = 64  # an engine with dynamic draft lengths has tried every len
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class BenchSample:
     """One engine's answer to one batch of prompts. `reported` is the worker's reply."""
 
     engine: str
-    case: Case
+    case: BenchCase
     round: int
     reported: dict[str, Any]
 
@@ -46,8 +46,8 @@ class BenchResult:
 
     plan: BenchPlan
     provenance: dict[str, Any]
-    samples: list[Sample] = field(default_factory=list)
-    steps: list[Sample] = field(default_factory=list)
+    samples: list[BenchSample] = field(default_factory=list)
+    steps: list[BenchSample] = field(default_factory=list)
     own_tools: list[ToolSpeed] = field(default_factory=list)
     left_out: list[LeftOut] = field(default_factory=list)
     versions: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -118,7 +118,7 @@ class _Run:
         self._num_cases = len(list(found.plan.cases()))
         self._num_begun = 0
 
-    def case(self, case: Case) -> None:
+    def case(self, case: BenchCase) -> None:
         """All rounds of a case, the first one as warm-up."""
         plan, able = self._found.plan, self._able(case)
         self._num_begun += 1
@@ -128,14 +128,14 @@ class _Run:
             for name in able:
                 reported = self._ask(name, case, _ask(plan, case, number))
                 if reported is not None and number >= 0:
-                    self._found.samples.append(Sample(name, case, number, reported))
+                    self._found.samples.append(BenchSample(name, case, number, reported))
         if plan.profile:
             for name in able:
                 reported = self._ask(name, case, _ask(plan, case, plan.rounds, profile=True))
                 if reported is not None and "step" in reported:
-                    self._found.steps.append(Sample(name, case, plan.rounds, reported))
+                    self._found.steps.append(BenchSample(name, case, plan.rounds, reported))
 
-    def _able(self, case: Case) -> list[str]:
+    def _able(self, case: BenchCase) -> list[str]:
         able = []
         for name, process in self._engines.items():
             if process.max_streams is None or case.streams <= process.max_streams:
@@ -144,7 +144,7 @@ class _Run:
                 self._view.say(f"{case}: without {name}, which answers at most {process.max_streams} at once")
         return able
 
-    def _ask(self, name: str, case: Case, ask: Ask) -> dict[str, Any] | None:
+    def _ask(self, name: str, case: BenchCase, ask: BatchOfPrompts) -> dict[str, Any] | None:
         """An engine's reply; None if it failed, now or before."""
         process = self._engines.get(name)
         if process is None:
@@ -159,9 +159,9 @@ class _Run:
             return None
 
 
-def _ask(plan: BenchPlan, case: Case, number: int, *, profile: bool = False) -> Ask:
+def _ask(plan: BenchPlan, case: BenchCase, number: int, *, profile: bool = False) -> BatchOfPrompts:
     warm_up = number < 0
-    return Ask(
+    return BatchOfPrompts(
         prompts=plan.round_prompts(case, max(number, 0)),
         max_tokens=min(plan.tokens, _WARM_UP_TOKENS) if warm_up else plan.tokens,
         temperature=case.temperature,
@@ -175,7 +175,7 @@ def _leave_out(found: BenchResult, one: LeftOut, view: View) -> None:
     view.say(f"left out: {one.name}: {one.reason}")
 
 
-def _sample_dict(sample: Sample) -> dict[str, Any]:
+def _sample_dict(sample: BenchSample) -> dict[str, Any]:
     reported = sample.reported | {"decode_tokens_per_s": sample.decode_speed, "tokens_per_s": sample.whole_speed}
     return {
         "engine": sample.engine,

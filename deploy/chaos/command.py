@@ -7,8 +7,8 @@ from deploy.chaos.load import LoadFigures, run_load, saturation_per_s
 from deploy.chaos.nodes import LocalCluster
 from deploy.chaos.replicas import Killer, NodeKills, memory_bytes
 from deploy.chaos.run import ChaosFigures, Strikes, run_chaos
+from deploy.chaos.streams import plan
 from deploy.exchange.client import ServiceError
-from deploy.exchange.streams import plan
 from serve_app.config.serve_file import Application
 from speculative.errors import ConfigError
 

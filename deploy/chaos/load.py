@@ -8,15 +8,16 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
-import httpx
-
-from deploy.exchange.streams import Body, Reported, ask, until_admitted
+from deploy.chaos.streams import complete, until_admitted
+from deploy.exchange.answers import Json
+from deploy.exchange.client import AsyncClient, Attempt
 
 Progress = Callable[[str], None]
 
 ALLOWED = frozenset({200, 429, 503})
 _SAMPLE_EVERY_S = 5.0  # a sample walks over the pages of all replicas
 _MIB = 2**20
+_OK = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ class LoadFigures:
         return asdict(self)
 
 
-def saturation_per_s(base_url: str, bodies: Sequence[Body], concurrency: int, seconds: float) -> float:
+def saturation_per_s(base_url: str, bodies: Sequence[Json], concurrency: int, seconds: float) -> float:
     """Requests a second that the service completes when this many clients ask without a pause.
 
     Args:
@@ -58,11 +59,10 @@ def saturation_per_s(base_url: str, bodies: Sequence[Body], concurrency: int, se
     return asyncio.run(_closed_loop(base_url, bodies, concurrency, seconds))
 
 
-async def _closed_loop(base_url: str, bodies: Sequence[Body], concurrency: int, seconds: float) -> float:
+async def _closed_loop(base_url: str, bodies: Sequence[Json], concurrency: int, seconds: float) -> float:
     num_warm = num_completed = 0
     counts_until: float | None = None  # it counts from when every client has had its first answer
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=base_url, timeout=600, limits=limits) as http:
+    async with AsyncClient(base_url) as http:
 
         async def client(number: int) -> None:
             nonlocal num_warm, num_completed, counts_until
@@ -72,38 +72,37 @@ async def _closed_loop(base_url: str, bodies: Sequence[Body], concurrency: int, 
                 counts_until = time.monotonic() + seconds
             while counts_until is None or time.monotonic() < counts_until:
                 number += concurrency
-                reported = await until_admitted(http, bodies[number % len(bodies)])
-                num_completed += reported.complete and counts_until is not None and time.monotonic() < counts_until
+                attempt = await until_admitted(http, bodies[number % len(bodies)])
+                num_completed += complete(attempt) and counts_until is not None and time.monotonic() < counts_until
 
         await asyncio.gather(*(client(number) for number in range(concurrency)))
     return num_completed / seconds
 
 
 def run_load(
-    base_url: str, bodies: Sequence[Body], rate_per_s: float, seconds: float, memory_bytes: Callable[[], int], seed: int
+    base_url: str, bodies: Sequence[Json], rate_per_s: float, seconds: float, memory_bytes: Callable[[], int], seed: int
 ) -> LoadFigures:
     """Send requests at a rate, at times drawn as a Poisson process, whether or not the earlier ones are answered."""
     return asyncio.run(_open_loop(base_url, bodies, rate_per_s, seconds, memory_bytes, seed))
 
 
 async def _open_loop(
-    base_url: str, bodies: Sequence[Body], rate_per_s: float, seconds: float, memory_bytes: Callable[[], int], seed: int
+    base_url: str, bodies: Sequence[Json], rate_per_s: float, seconds: float, memory_bytes: Callable[[], int], seed: int
 ) -> LoadFigures:
     rng = random.Random(seed)
     memory: list[int] = []
     sampling = asyncio.create_task(_sample(memory, memory_bytes))
     began = time.monotonic()
-    asking: list[asyncio.Task[Reported]] = []
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=base_url, timeout=600, limits=limits) as http:
+    asking: list[asyncio.Task[Attempt]] = []
+    async with AsyncClient(base_url) as http:
         due = began
         while (due := due + rng.expovariate(rate_per_s)) < began + seconds:
             await asyncio.sleep(max(0.0, due - time.monotonic()))
-            asking.append(asyncio.create_task(ask(http, bodies[len(asking) % len(bodies)])))
-        reported = await asyncio.gather(*asking)
+            asking.append(asyncio.create_task(http.ask(bodies[len(asking) % len(bodies)])))
+        attempts = await asyncio.gather(*asking)
     elapsed = time.monotonic() - began
     sampling.cancel()
-    return _figures(reported, rate_per_s, elapsed, memory)
+    return _figures(attempts, rate_per_s, elapsed, memory)
 
 
 async def _sample(memory: list[int], memory_bytes: Callable[[], int]) -> None:
@@ -112,22 +111,22 @@ async def _sample(memory: list[int], memory_bytes: Callable[[], int]) -> None:
         await asyncio.sleep(_SAMPLE_EVERY_S)
 
 
-def _figures(reported: Sequence[Reported], rate_per_s: float, elapsed_s: float, memory: Sequence[int]) -> LoadFigures:
-    admitted = [one for one in reported if one.status == httpx.codes.OK]
-    complete = [one for one in admitted if one.complete]
+def _figures(attempts: Sequence[Attempt], rate_per_s: float, elapsed_s: float, memory: Sequence[int]) -> LoadFigures:
+    admitted = [one for one in attempts if one.status == _OK]
+    whole = [one for one in admitted if complete(one)]
     quarter = max(1, len(memory) // 4)
-    first, whole = [one.first_token_s for one in complete], [one.whole_s for one in complete]
+    first_s, whole_s = [one.first_s for one in whole], [one.seconds for one in whole]
     return LoadFigures(
         rate_per_s=round(rate_per_s, 2),
         seconds=round(elapsed_s, 1),
-        statuses={str(status): count for status, count in sorted(Counter(one.status for one in reported).items())},
-        broken=len(admitted) - len(complete),
-        served_per_s=round(len(complete) / elapsed_s, 2),
-        first_token_p50_s=quantile(first, 0.5),
-        first_token_p95_s=quantile(first, 0.95),
-        whole_p50_s=quantile(whole, 0.5),
-        whole_p95_s=quantile(whole, 0.95),
-        whole_max_s=quantile(whole, 1.0),
+        statuses={str(status): count for status, count in sorted(Counter(one.status or 0 for one in attempts).items())},
+        broken=len(admitted) - len(whole),
+        served_per_s=round(len(whole) / elapsed_s, 2),
+        first_token_p50_s=quantile(first_s, 0.5),
+        first_token_p95_s=quantile(first_s, 0.95),
+        whole_p50_s=quantile(whole_s, 0.5),
+        whole_p95_s=quantile(whole_s, 0.95),
+        whole_max_s=quantile(whole_s, 1.0),
         memory_begin_mib=round(statistics.median(memory[:quarter] or [0]) / _MIB, 1),
         memory_end_mib=round(statistics.median(memory[-quarter:] or [0]) / _MIB, 1),
     )

@@ -7,8 +7,20 @@ from pathlib import Path
 
 from deploy.chaos.load import LoadFigures
 from deploy.chaos.run import ChaosFigures
-from deploy.reports.sections import write_section
+from deploy.reports import markdown
+from deploy.reports.markdown import write_section
+from deploy.reports.model import ReportTable
 
+_LOAD_COLUMNS = (
+    "requests/s",
+    "s",
+    "answers",
+    "broken",
+    "served/s",
+    "first token p50 / p95, s",
+    "whole p50 / p95 / max, s",
+    "memory, MiB",
+)
 _HEAD = """# Reliability
 
 Every section below was written by the command that stands in it, with the day and the machine.
@@ -33,37 +45,40 @@ def write_chaos(path: Path, figures: ChaosFigures, command: str, model: str) -> 
         ("tokens streamed", figures.tokens),
         ("seconds, undisturbed and under fire", f"{figures.undisturbed_s:g} and {figures.disturbed_s:g}"),
     )
-    table = "\n".join(f"| {name} | {value} |" for name, value in rows)
+    table = markdown.table(ReportTable("", ("", ""), [(name, str(value)) for name, value in rows]))
     name, struck = (model, "Replicas") if figures.nodes == 1 else (f"{model} on {figures.nodes} nodes", "Nodes")
     body = f"""## {struck} killed under load: {name}
 
 `{command}`, {_when_and_where()}.
 
-| | |
-|---|---|
 {table}"""
     write_section(path, "chaos", name, body, head=_HEAD)
 
 
 def write_load(path: Path, stretches: Sequence[LoadFigures], command: str, model: str) -> None:
     """Put what stretches of load gave into the page."""
-    rows = "\n".join(
-        f"| {one.rate_per_s:g} | {one.seconds:g} | {_statuses(one)} | {one.broken} | {one.served_per_s:g} | "
-        f"{one.first_token_p50_s:g} / {one.first_token_p95_s:g} | "
-        f"{one.whole_p50_s:g} / {one.whole_p95_s:g} / {one.whole_max_s:g} | "
-        f"{one.memory_begin_mib:g} → {one.memory_end_mib:g} |"
-        for one in stretches
-    )
+    table = markdown.table(ReportTable("", _LOAD_COLUMNS, list(map(_load_row, stretches))))
     body = f"""## Load beyond saturation: {model}
 
 `{command}`, {_when_and_where()}. The first row is at the rate that the service completes when its clients never pause,
 the second at twice that. Latencies are of requests that were let in. Memory is that of the replicas and of Ray's object
 store (PSS: shared pages count once), as median of the first and of the last quarter of the stretch.
 
-| requests/s | s | answers | broken | served/s | first token p50 / p95, s | whole p50 / p95 / max, s | memory, MiB |
-|---|---|---|---|---|---|---|---|
-{rows}"""
+{table}"""
     write_section(path, "load", model, body, head=_HEAD)
+
+
+def _load_row(one: LoadFigures) -> tuple[str, ...]:
+    return (
+        f"{one.rate_per_s:g}",
+        f"{one.seconds:g}",
+        ", ".join(f"{count} × {status}" for status, count in one.statuses.items()),
+        str(one.broken),
+        f"{one.served_per_s:g}",
+        f"{one.first_token_p50_s:g} / {one.first_token_p95_s:g}",
+        f"{one.whole_p50_s:g} / {one.whole_p95_s:g} / {one.whole_max_s:g}",
+        f"{one.memory_begin_mib:g} → {one.memory_end_mib:g}",
+    )
 
 
 def _leaked(figures: ChaosFigures) -> str:
@@ -80,10 +95,6 @@ def _handoff(figures: ChaosFigures) -> str:
         return "no handoffs"
     way = "within the node" if figures.nodes == 1 else "from node to node"
     return f"{figures.handoff_mib:g} MiB, {figures.handoff_transfer_ms:g} ms {way}"
-
-
-def _statuses(one: LoadFigures) -> str:
-    return ", ".join(f"{count} × {status}" for status, count in one.statuses.items())
 
 
 def _when_and_where() -> str:

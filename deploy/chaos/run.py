@@ -12,7 +12,9 @@ from dataclasses import asdict, dataclass
 import httpx
 
 from deploy.chaos.replicas import Killer, ObjectStore, num_nodes
-from deploy.exchange.streams import Body, Reported, ask_all, differences
+from deploy.chaos.streams import ask_all, complete, differences
+from deploy.exchange.answers import Json
+from deploy.exchange.client import Attempt
 
 Progress = Callable[[str], None]
 
@@ -90,7 +92,7 @@ class _Service:
 
 
 def run_chaos(
-    base_url: str, killer: Killer, bodies: Sequence[Body], concurrency: int, strikes: Strikes, progress: Progress
+    base_url: str, killer: Killer, bodies: Sequence[Json], concurrency: int, strikes: Strikes, progress: Progress
 ) -> ChaosFigures:
     """Ask, ask again under fire, wait for quiet, and compare."""
     service, nodes = _Service(base_url), num_nodes()
@@ -110,7 +112,7 @@ def run_chaos(
     found = [differences(one, other) for one, other in zip(undisturbed, disturbed, strict=True)]
     return ChaosFigures(
         requests=len(bodies),
-        complete=sum(reported.complete for reported in disturbed),
+        complete=sum(map(complete, disturbed)),
         identical=sum(one.identical for one in found),
         duplicated_tokens=sum(one.duplicated_tokens for one in found),
         missing_tokens=sum(one.missing_tokens for one in found),
@@ -125,14 +127,14 @@ def run_chaos(
         prefill_failures=int(failed_now - failed),
         handoff_mib=handoff_mib,
         handoff_transfer_ms=handoff_transfer_ms,
-        tokens=sum(len(reported.token_ids) for reported in disturbed),
+        tokens=sum(len(one.reply.first.token_ids or ()) for one in disturbed),
         undisturbed_s=round(undisturbed_s, 1),
         disturbed_s=round(disturbed_s, 1),
-        errors=[f"{reported.status} {_public(reported.error)}" for reported in disturbed if not reported.complete],
+        errors=[f"{one.status or 0} {_public(one.error)}" for one in disturbed if not complete(one)],
     )
 
 
-def _asked(base_url: str, bodies: Sequence[Body], concurrency: int, progress: Progress) -> tuple[list[Reported], float]:
+def _asked(base_url: str, bodies: Sequence[Json], concurrency: int, progress: Progress) -> tuple[list[Attempt], float]:
     def done(number: int) -> None:
         if number % max(1, len(bodies) // 10) == 0:
             progress(f"  {number} of {len(bodies)}")
@@ -143,7 +145,7 @@ def _asked(base_url: str, bodies: Sequence[Body], concurrency: int, progress: Pr
     return reported, time.monotonic() - began
 
 
-def _timed_handoffs(base_url: str, service: _Service, bodies: Sequence[Body]) -> tuple[float, float]:
+def _timed_handoffs(base_url: str, service: _Service, bodies: Sequence[Json]) -> tuple[float, float]:
     """Mean MiB of a handoff, and mean ms that its transfer takes where nothing else goes on; zeros without handoffs."""
 
     def counts() -> tuple[float, float, float]:

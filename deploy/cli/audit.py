@@ -116,13 +116,14 @@ def audit_faults(
     from deploy.faults.mutants import MUTANTS
     from deploy.faults.report import detection_table, write_detection
     from deploy.faults.run import audit_mutants
+    from deploy.reports import terminal
 
     names = beginning_with(only, list(MUTANTS), "fault")
     page = page or (_in_a_checkout(_DETECTION) if not only else None)  # the page has all of them
     check_writable(page, "--page")
     with View(err) as view:
         findings = audit_mutants(names, view)
-    out.print(detection_table(findings))
+    out.print(terminal.table(detection_table(findings)))
     if page is not None:
         write_detection(findings, page)
     write_json(json_file, [one.as_dict() for one in findings])
@@ -174,12 +175,13 @@ def audit_clean(positions: int, model: str | None, head: str | None, json_file: 
     from deploy.faults.report import clean_table, write_clean
     from deploy.faults.run import VOCAB_SIZE, alarms_of
     from deploy.faults.run import audit_clean as run
+    from deploy.reports import terminal
 
     check_writable(json_file, "--json")
     check_writable(page, "--page")
     with View(err) as view:
         runs = run(positions, view, None if model is None else AuditedModel.find(model, head).serve)
-    out.print(clean_table(runs))
+    out.print(terminal.table(clean_table(runs)))
     if page is not None:
         write_clean(runs, page, model or f"a table of {VOCAB_SIZE} tokens")
     write_json(json_file, [one.as_dict() for one in runs])

@@ -84,5 +84,5 @@ def _batch_server(
         return
     configured = application_of(file, None if source is None else OwnModel(source))
     application = batch_application(configured, models, on_a_cluster=bool(address or os.environ.get("RAY_ADDRESS")))
-    with served(application, address, alone=True) as client:
-        yield client.base_url
+    with served(application, address, alone=True) as service:
+        yield service.base_url

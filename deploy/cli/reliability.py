@@ -75,12 +75,12 @@ def chaos(file: Path, port: int, json_file: Path | None, page: Path | None, **op
     asked = ChaosOptions(**options)
     with (
         _on_nodes(checked, report) if asked.kill_nodes else nullcontext((checked, None)) as (placed, cluster),
-        served(placed, None if cluster is None else cluster.address, report) as client,
+        served(placed, None if cluster is None else cluster.address, report) as service,
     ):
-        figures = run(placed.application, client.base_url, asked, report, cluster)
+        figures = run(placed.application, service.base_url, asked, report, cluster)
     write_json(json_file, figures.as_dict())
     if page is not None:
-        write_chaos(page, figures, command_line(), client.model_name)
+        write_chaos(page, figures, command_line(), service.model_name)
     out.print_json(data=figures.as_dict())
     if not figures.sound:
         raise Failure("Something was lost, repeated, changed or leaked; the figures say what.")
@@ -127,12 +127,12 @@ def load(file: Path, port: int, json_file: Path | None, page: Path | None, **opt
     check_writable(page, "--page")
     checked = at_port(load_config(file), port)
     report = progress_printer()
-    with served(checked, None, report) as client:
-        stretches = run(checked.application, client.base_url, LoadOptions(**options), report)
+    with served(checked, None, report) as service:
+        stretches = run(checked.application, service.base_url, LoadOptions(**options), report)
     figures = {"stretches": [one.as_dict() for one in stretches]}
     write_json(json_file, figures)
     if page is not None:
-        write_load(page, stretches, command_line(), client.model_name)
+        write_load(page, stretches, command_line(), service.model_name)
     out.print_json(data=figures)
     if not all(one.in_order for one in stretches):
         raise Failure("Something other than full service and polite refusals was seen; the figures say what.")

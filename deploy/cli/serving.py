@@ -48,9 +48,9 @@ def serve(file: Path | None, own: OwnModel | None, address: str | None, port: in
     checked = application_of(file, own)
     if port is not None:
         checked = at_port(checked, port)
-    with served(checked, address) as client, _interruptible() as stop:
-        line = curl_line(client, chats=chats(checked.application.args))
-        say(f"Serving {client.model_name} at {client.base_url}. Try:\n  {line}", err)
+    with served(checked, address) as service, _interruptible() as stop:
+        line = curl_line(service, chats=chats(checked.application.args))
+        say(f"Serving {service.model_name} at {service.base_url}. Try:\n  {line}", err)
         if checked.application.args.access.keys_file is not None:
             say("It asks for an API key: add -H 'authorization: Bearer KEY'.", err)
         say("Ctrl-C stops it; a second one does not wait for requests that run.", err)
@@ -68,9 +68,9 @@ def demo(json_file: Path | None, port: int, file: Path) -> None:
     check_writable(json_file, "--json")
     checked = at_port(load_config(file), port)
     report = progress_printer()
-    with served(checked, None, report) as client:
-        figures = run_demo(client, report, on_text=lambda text: out.print(text, end="", markup=False, soft_wrap=True))
-        curl = curl_line(client)
+    with served(checked, None, report) as service:
+        figures = run_demo(service, report, on_text=lambda text: out.print(text, end="", markup=False, soft_wrap=True))
+        curl = curl_line(service)
     _print_figures(figures.as_dict())
     if figures.busy:
         cores = os.cpu_count() or 1
@@ -97,18 +97,17 @@ def served(
     file: ServeFile, address: str | None, report: Callable[[str], None] | None = None, *, alone: bool = False
 ) -> Iterator[Any]:
     """The running application, with its model fetched first when it is one of the catalogue."""
-    from deploy.exchange.client import Client
     from deploy.run.cluster import cluster_address, running_app
+    from deploy.run.demo import Service
 
     report = report or progress_printer()
     api_key()  # the client's: what is wrong with it is reported before anything starts
     if cluster_address(address) is None:
         _fetch(file, report)
-    with (
-        running_app(file, report, address=address, alone=alone) as app,
-        Client(app.base_url, app.model_name) as client,
-    ):
-        yield client
+    with running_app(file, report, address=address, alone=alone) as app:
+        service = Service(app.base_url, app.model_name)
+        with service.client:
+            yield service
 
 
 def _fetch(file: ServeFile, report: Callable[[str], None]) -> None:

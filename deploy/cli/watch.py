@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from deploy.cli.console import INTERRUPTED, Failure, a_file, err, key_option, out, progress_printer, say
-from deploy.exchange.asking import DIALECTS
+from deploy.exchange.vendors import VENDORS
 from deploy.options import FiniteRange, api_key, check_writable, server_url, write_json
 from deploy.reports.progress import View
 from deploy.run.models import find_model
@@ -89,7 +89,7 @@ def _judging(command: Command) -> Command:
         ),
         click.option(
             "--dialect",
-            type=click.Choice(("auto", *DIALECTS)),
+            type=click.Choice(("auto", *VENDORS)),
             default="auto",
             show_default=True,
             help="The server's vendor, which decides how requests are sampled that do not say.",
@@ -165,7 +165,7 @@ def _default(text: str) -> tuple[str, float]:
 )
 @click.option(
     "--dialect",
-    type=click.Choice(("auto", *DIALECTS)),
+    type=click.Choice(("auto", *VENDORS)),
     default="auto",
     show_default=True,
     help="The server's vendor, which decides how it is asked for token ids and logprobs.",

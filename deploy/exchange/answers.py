@@ -1,8 +1,10 @@
-"""Reads exchanges: of each choice its tokens, their logprobs and how it ended, in whichever form they come."""
+"""Reads replies with OpenAI's API, whole or event by event: of each choice its tokens, their logprobs and how it ended,
+wherever a server reports them. The watch, the audit, chaos, the demo and the bench read by it. Standard library only.
+"""
 
 import json
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -10,6 +12,7 @@ from deploy.exchange.exchanges import CHAT, Exchange
 from speculative.errors import TruespecError
 
 _TOKEN_ID = re.compile(r"token_id:(\d+)")
+_LINE_END = re.compile(rb"[\r\n]")
 _DONE = b"[DONE]"
 
 Json = dict[str, Any]
@@ -17,6 +20,14 @@ Json = dict[str, Any]
 
 class Unreadable(TruespecError):
     """An exchange that cannot be judged; the message says why."""
+
+
+class Candidate(NamedTuple):
+    """A token that could have been emitted in a place: its text, its id where it is given, and its logprob, nats."""
+
+    text: str
+    token_id: int | None
+    logprob: float
 
 
 @dataclass(slots=True)
@@ -28,7 +39,7 @@ class Choice:
     far as it says so. prompt_token_ids: None = not reported.
     """
 
-    index: int
+    index: int = 0
     token_ids: list[int] | None = None
     logprobs: list[float | None] | None = None
     text: str = ""
@@ -37,80 +48,141 @@ class Choice:
     prompt_token_ids: tuple[int, ...] | None = None
     pieces: list[bytes | None] | None = None  # of the text, one a logprob, where they came with ids
     called: bool = False  # the answer is, or holds, calls of tools: its text is not in `text`
+    top_logprobs: list[Any] | None = None  # of each token, as reported; `candidates` reads them
+    scored_logprobs: list[Any] | None = None  # of each token, as reported; `scored` reads them
+    prompt_logprobs: list[Any] | None = None  # as reported; `logprobs_of_prompt` reads them
+
+    def candidates(self) -> list[list[Candidate]] | None:
+        """Of each token the likeliest ones in its place, in the order of the reply; None = not reported."""
+        return None if self.top_logprobs is None else [_candidates(top or {}) for top in self.top_logprobs]
+
+    def scored(self, ids: Iterable[int]) -> list[dict[int, float]] | None:
+        """Of each token the logprobs of these ids, as far as they were reported; None = none were."""
+        if self.scored_logprobs is not None:
+            return [{int(token): float(value) for token, value in one.items()} for one in self.scored_logprobs]
+        wanted, places = set(ids), self.candidates()
+        if not wanted or not places:
+            return None
+        return [{one.token_id: one.logprob for one in place if one.token_id in wanted} for place in places]
+
+    def logprobs_of_prompt(self, prompt: Any) -> list[float | None] | None:
+        """Of each token of the prompt that was sent but the first; None = not reported. Of a text, whose tokens are not
+        known, the first entry of a place is its own token's."""
+        if self.prompt_logprobs is None:
+            return None
+        places = [place or {} for place in self.prompt_logprobs[1:]]
+        keys = [""] * len(places) if isinstance(prompt, str) else [str(token) for token in prompt[1:]]
+        if len(keys) != len(places):
+            return [None] * len(keys)
+        pairs = zip(keys, places, strict=True)
+        entries: list[Json] = [place.get(key) or next(iter(place.values()), {}) for key, place in pairs]
+        return [_number(entry.get("logprob")) for entry in entries]
 
 
 @dataclass(slots=True)
 class Reply:
-    """A whole reply.
+    """What has come of a reply.
 
-    num_prompt: tokens of the prompt. num_cached: those of them that a cache had. num_tokens: emitted, of all choices
-    together. None = not reported.
+    is_chat: whether it is a chat's. error: that the server reported in it. num_prompt: tokens of the prompt.
+    num_cached: those of them that a cache had. num_tokens: emitted, of all choices together. None = not reported.
     """
 
+    is_chat: bool = False
     id: str = ""
+    error: Any = None
     num_prompt: int | None = None
     num_cached: int | None = None
     num_tokens: int | None = None
     choices: dict[int, Choice] = field(default_factory=dict)
 
+    @property
+    def first(self) -> Choice:
+        """The first choice; an empty one if there is none."""
+        return next(iter(self.choices.values()), None) or Choice()
+
     def choice(self, index: int) -> Choice:
         """The choice of this index, a new one if there is none yet."""
         return self.choices.setdefault(index, Choice(index))
 
+    def add(self, part: Json) -> None:
+        """Add what a whole reply says, or one event of a stream.
+
+        Raises:
+            Unreadable: it is no part of a completion.
+        """
+        try:
+            self._add(part)
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+            raise Unreadable(_NO_COMPLETION) from error
+
+    def _add(self, part: Json) -> None:
+        self.id = str(part.get("id") or self.id)
+        self.error = self.error or part.get("error")
+        _add_usage(self, part.get("usage") or {}, part.get("timings") or {})
+        for wire in part.get("choices") or ():
+            _add(self.choice(int(wire.get("index") or 0)), wire, part, is_chat=self.is_chat)
+        own = part.get("sglext") or {}  # SGLang's, of a stream in one event of its own
+        for index, ids in enumerate(own.get("output_ids") or ()):
+            self.choice(index).token_ids = _ids(ids)
+            if own.get("input_ids"):
+                self.choice(index).prompt_token_ids = tuple(_ids(own["input_ids"]))
+
+
+_NO_COMPLETION = "the reply is no completion in OpenAI's format"
+
+
+class EventReader:
+    """The JSON objects of a stream of server-sent events, as its bytes come."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def push(self, data: bytes) -> Iterator[Json]:
+        """The events that are whole once these bytes have come.
+
+        Raises:
+            Unreadable: one is no JSON object.
+        """
+        *lines, self._rest = _LINE_END.split(self._rest + data)
+        for line in lines:
+            content = line.removeprefix(b"data:").strip()
+            if line.startswith(b"data:") and content != _DONE:
+                yield _object(content)
+
+
+def _object(data: bytes) -> Json:
+    """A JSON object.
+
+    Raises:
+        Unreadable: it is none.
+    """
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise Unreadable(_NO_COMPLETION) from error
+    if not isinstance(found, dict):
+        raise Unreadable(_NO_COMPLETION)
+    return found
+
 
 def read_reply(exchange: Exchange) -> Reply:
-    """The reply of an exchange.
+    """The whole reply of an exchange.
 
     Raises:
         Unreadable: it is no completion, or the stream ended early.
     """
-    reply = Reply()
-    is_chat = exchange.path == CHAT
-    try:
-        for part in _parts(exchange):
-            if part.get("error"):
-                raise Unreadable("the server reported an error in the stream")
-            _add_part(reply, part, is_chat=is_chat)
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise Unreadable("the reply is no completion in OpenAI's format") from error
-    if is_chat:  # which has one prompt; truespec's streams name it once
+    reply = Reply(is_chat=exchange.path == CHAT)
+    for part in EventReader().push(exchange.reply + b"\n") if exchange.streamed else [_object(exchange.reply)]:
+        if part.get("error"):
+            raise Unreadable("the server reported an error in the stream")
+        reply.add(part)
+    if reply.is_chat:  # which has one prompt; truespec's streams name it once
         _share_prompt(reply.choices.values())
     if not reply.choices:
         raise Unreadable("the reply has no choices")
     if any(choice.finish_reason is None for choice in reply.choices.values()):
         raise Unreadable("the stream ended early")
     return reply
-
-
-def _parts(exchange: Exchange) -> Iterator[Json]:
-    """The JSON objects of a reply: one, or one an event."""
-    if not exchange.streamed:
-        yield _object(exchange.reply)
-        return
-    for line in exchange.reply.splitlines():
-        data = line.removeprefix(b"data:").strip()
-        if line.startswith(b"data:") and data != _DONE:
-            yield _object(data)
-
-
-def _object(data: bytes) -> Json:
-    read = json.loads(data)
-    if not isinstance(read, dict):
-        raise ValueError("not an object")
-    return read
-
-
-def _add_part(reply: Reply, part: Json, *, is_chat: bool) -> None:
-    """Add what one part of a reply says."""
-    reply.id = str(part.get("id") or reply.id)
-    _add_usage(reply, part.get("usage") or {}, part.get("timings") or {})
-    for wire in part.get("choices") or ():
-        _add(reply.choice(int(wire.get("index") or 0)), wire, part, is_chat=is_chat)
-    own = part.get("sglext") or {}  # SGLang's, of a stream in one event of its own
-    for index, ids in enumerate(own.get("output_ids") or ()):
-        reply.choice(index).token_ids = _ids(ids)
-        if own.get("input_ids"):
-            reply.choice(index).prompt_token_ids = tuple(_ids(own["input_ids"]))
 
 
 def _share_prompt(choices: Collection[Choice]) -> None:
@@ -140,16 +212,34 @@ def _add(choice: Choice, wire: Json, part: Json, *, is_chat: bool) -> None:
     prompt = wire.get("prompt_token_ids") or part.get("prompt_token_ids")
     if prompt:
         choice.prompt_token_ids = tuple(_ids(prompt))
-    entries = _entries(wire.get("logprobs") or {})
-    if entries:
-        choice.logprobs = [*(choice.logprobs or ()), *(entry.logprob for entry in entries)]
+    if wire.get("prompt_logprobs") is not None:
+        choice.prompt_logprobs = list(wire["prompt_logprobs"])
+    own_ids, pieces = _add_logprobs(choice, wire.get("logprobs") or {})
     ids = wire.get("token_ids")
     ids = wire.get("response_token_ids") if ids is None else ids  # SGLang's, of chats
-    if ids is None and entries and all(entry.token_id is not None for entry in entries):
-        ids = [entry.token_id for entry in entries]
-        choice.pieces = [*(choice.pieces or ()), *(entry.piece for entry in entries)]
-    if ids is not None:
-        choice.token_ids = [*(choice.token_ids or ()), *_ids(ids)]
+    if ids is None and own_ids and None not in own_ids:
+        ids, choice.pieces = own_ids, _longer(choice.pieces, pieces)
+    choice.token_ids = _longer(choice.token_ids, None if ids is None else _ids(ids))
+
+
+def _add_logprobs(choice: Choice, reported: Json) -> tuple[list[int | None], list[bytes | None] | None]:
+    """Add what is reported of each token. Returns the ids that stand beside the logprobs, None = there is none, and the
+    pieces of text, where a form has them."""
+    content, values = reported.get("content"), reported.get("token_logprobs")
+    if content is None:
+        choice.logprobs = _longer(choice.logprobs, None if values is None else map(_number, values))
+        choice.top_logprobs = _longer(choice.top_logprobs, reported.get("top_logprobs"))
+        choice.scored_logprobs = _longer(choice.scored_logprobs, reported.get("scored_logprobs"))
+        return [_id(None, text) for text in reported.get("tokens") or ()], None
+    entries = [_read_entry(entry) for entry in content]  # a chat's, or llama.cpp's
+    choice.logprobs = _longer(choice.logprobs, (entry.logprob for entry in entries))
+    choice.top_logprobs = _longer(choice.top_logprobs, (entry.get("top_logprobs") for entry in content))
+    return [entry.token_id for entry in entries], [entry.piece for entry in entries]
+
+
+def _longer(known: list[Any] | None, more: Iterable[Any] | None) -> list[Any] | None:
+    """With more at its end; None = nothing was reported."""
+    return known if more is None else [*(known or ()), *more]
 
 
 def _ids(values: Any) -> list[int]:
@@ -164,16 +254,7 @@ class _Entry(NamedTuple):
 
     token_id: int | None
     logprob: float | None
-    piece: bytes | None = None
-
-
-def _entries(reported: Json) -> list[_Entry]:
-    content = reported.get("content")
-    if content is not None:  # a chat's, or llama.cpp's
-        return [_read_entry(entry) for entry in content]
-    values = reported.get("token_logprobs") or ()
-    texts: Sequence[Any] = reported.get("tokens") or [None] * len(values)
-    return [_Entry(_id(None, text), _number(value)) for text, value in zip(texts, values, strict=False)]
+    piece: bytes | None
 
 
 def _read_entry(entry: Json) -> _Entry:
@@ -182,6 +263,14 @@ def _read_entry(entry: Json) -> _Entry:
     logprob = None if made_up else _number(entry.get("logprob"))
     piece = bytes(entry["bytes"]) if own and entry.get("bytes") else None
     return _Entry(_id(entry.get("id"), entry.get("token")), logprob, piece)
+
+
+def _candidates(top: Any) -> list[Candidate]:
+    if isinstance(top, dict):  # logprobs by text
+        return [Candidate(text, _id(None, text), float(value)) for text, value in top.items() if value is not None]
+    return [
+        Candidate(str(one.get("token")), _id(one.get("id"), one.get("token")), float(one["logprob"])) for one in top
+    ]
 
 
 def _id(given: Any, text: Any) -> int | None:

@@ -5,16 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from deploy.exchange.exchanges import CHAT, WATCHED_PATHS
+from deploy.exchange.exchanges import WATCHED_PATHS
 from deploy.exchange.json_spans import Edit, edited, members, past_blanks
-
-Extras = Mapping[str, Any]
-"""Fields of a request, with their values."""
-
-OWNERS = {"vllm": "vllm", "sglang": "sglang", "llamacpp": "llama.cpp", "tensorrt_llm": "trtllm", "truespec": "truespec"}
-"""Dialects by the `owned_by` of `GET /v1/models`."""
-DIALECTS = (*OWNERS.values(), "transformers", "other")
-FALLBACK = "vllm"
+from deploy.exchange.vendors import Extras
 
 # What a field of the request brings into the reply; `response_token_ids` is SGLang's, `token_logprobs` truespec's.
 _IDS = ("token_ids", "prompt_token_ids", "response_token_ids", "token_logprobs")
@@ -26,18 +19,6 @@ _TOUCHY = ("echo", "use_beam_search", "top_logprobs", "logprob_token_ids", "prom
 _BY_VALUE = ("model", "n", "stream_options", "tool_choice")  # fields whose value, not only presence, shapes a reply
 _LONGEST_VALUE = 200  # characters of such a value
 _LONGEST_FORM = 10_000  # characters
-
-
-def extras_of(dialect: str, path: str, streamed: bool) -> tuple[Extras, ...]:
-    """What to ask a server for, most first, nothing last; the next where the server refuses it."""
-    if dialect in ("transformers", "other"):  # they report nothing more than text, or are not known
-        return ({},)
-    logprobs: Extras = {"logprobs": True if path == CHAT else 1}
-    if dialect == "llama.cpp" and path == CHAT:
-        logprobs = {**logprobs, "top_logprobs": 1}  # its default is 20 for each token
-    if dialect in ("llama.cpp", "trtllm") or (dialect == "sglang" and path == CHAT and streamed):
-        return (logprobs, {})
-    return ({**logprobs, "return_token_ids": True}, logprobs, {})
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,18 +1,20 @@
-"""A small HTTP client of a running service: stream an answer, read its metrics."""
+"""Clients of servers with OpenAI's API: every result, also a refusal, a timeout or a broken connection, is a value."""
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import httpx
 
-from deploy.options import api_key
-from serve_app.telemetry.metric_summary import MetricSummary, summarise
+from deploy.exchange.answers import EventReader, Json, Reply, Unreadable
+from deploy.exchange.exchanges import CHAT, COMPLETIONS
 from speculative.errors import TruespecError
 
-_TIMEOUT_S = 600.0
+_OK = 200
+_LONGEST_ERROR = 300  # characters kept of a failed reply
 
 
 class ServiceError(TruespecError):
@@ -20,98 +22,207 @@ class ServiceError(TruespecError):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """A streamed answer and how fast it came."""
+class Attempt:
+    """A request and its result.
 
-    text: str
-    num_tokens: int
-    num_accepted: int
-    num_rejected: int
-    first_token_s: float
-    decode_s: float  # from the first message to the last
+    status: of HTTP; None = no reply. reply: what came of it; empty if it was refused. error: what went wrong; empty =
+    nothing. seconds: until its end. first_s, last_s: of a stream, until the first and the last of its tokens came; 0 if
+    none did.
+    """
+
+    path: str
+    body: Json
+    status: int | None
+    reply: Reply
+    error: str
+    seconds: float = 0.0
+    first_s: float = 0.0
+    last_s: float = 0.0
 
     @property
-    def tokens_per_s(self) -> float:
-        """Tokens after the first message, over the time they took; 0 where there was nothing to measure."""
-        return (self.num_tokens - 1) / self.decode_s if self.decode_s > 0 and self.num_tokens > 1 else 0.0
+    def ok(self) -> bool:
+        """Whether it was answered."""
+        return self.status == _OK and not self.error
+
+    @property
+    def refused(self) -> bool:
+        """Whether the server rejected the request (4xx)."""
+        return self.status is not None and 400 <= self.status < 500
+
+    def reported(self) -> str:
+        """The result in a few words."""
+        if self.ok:
+            return "an answer"
+        return f"{'no reply' if self.status is None else f'HTTP {self.status}'}: {self.error}"
+
+
+class _Receiving:
+    """One request, and its reply as it comes; `on_event` is called after each event of a stream."""
+
+    def __init__(self, path: str, body: Json, on_event: Callable[[Reply], None] = lambda _: None) -> None:
+        self.path, self.body = path, body
+        self._on_event = on_event
+        self._reply, self._events = Reply(is_chat=path == CHAT), EventReader()
+        self._began = time.perf_counter()
+        self._first_s = self._last_s = 0.0
+        self._received = 0
+
+    def push(self, data: bytes) -> None:
+        """Read on in the stream.
+
+        Raises:
+            Unreadable: it is none of completions.
+        """
+        for event in self._events.push(data):
+            self._reply.add(event)
+            received = sum(len(one.text) + len(one.token_ids or ()) for one in self._reply.choices.values())
+            if received > self._received:
+                self._received, self._last_s = received, time.perf_counter() - self._began
+                self._first_s = self._first_s or self._last_s
+            self._on_event(self._reply)
+
+    def ended(self, status: int) -> Attempt:
+        """The stream came to its end."""
+        return self._attempt(status, "" if self._reply.error is None else _message(self._reply.error))
+
+    def answered(self, status: int, content: bytes) -> Attempt:
+        """The whole reply, or what stands in its place."""
+        try:
+            found = json.loads(content)
+        except (ValueError, RecursionError):
+            return self._attempt(status, f"not JSON: {_shortened(content)}")
+        if not isinstance(found, dict):
+            return self._attempt(status, f"not a JSON object: {_shortened(content)}")
+        if status != _OK or "error" in found:
+            return self._attempt(status, _message(found.get("error", found)))
+        try:
+            self._reply.add(found)
+        except Unreadable as error:
+            self._reply = Reply(is_chat=self._reply.is_chat)
+            return self._attempt(status, str(error))
+        return self._attempt(status, "")
+
+    def failed(self, status: int | None, error: Exception) -> Attempt:
+        """There is no reply, or it broke off."""
+        return self._attempt(status, str(error) or type(error).__name__)
+
+    def _attempt(self, status: int | None, error: str) -> Attempt:
+        seconds = time.perf_counter() - self._began
+        return Attempt(self.path, self.body, status, self._reply, error, seconds, self._first_s, self._last_s)
 
 
 class Client:
-    """Talks to one service; with the key of `TRUESPEC_API_KEY`, where that is set."""
+    """A client that waits for each reply; may be used from several threads.
 
-    def __init__(self, base_url: str, model_name: str) -> None:
-        self.base_url = base_url
-        self.model_name = model_name
-        key = api_key()
-        headers = {} if key is None else {"authorization": f"Bearer {key}"}
-        self._http = httpx.Client(base_url=base_url, timeout=_TIMEOUT_S, headers=headers)
+    Args:
+        url: of the server, with or without /v1.
+        api_key: sent as a bearer token if given.
+        timeout_s: for a whole reply.
+    """
 
-    def __enter__(self) -> "Client":
+    def __init__(self, url: str, api_key: str | None = None, timeout_s: float = 120.0) -> None:
+        options = _options(url, api_key, timeout_s)
+        self.url: str = options["base_url"]
+        self._http = httpx.Client(**options)
+        self.num_requests = 0
+        self.last_failed: Json = {}  # the body of the latest request without a proper reply
+
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._http.close()
 
-    def chat(self, content: str, *, on_text: Callable[[str], None] | None = None, **options: object) -> Answer:
-        """Ask one question and stream the answer.
-
-        Raises:
-            ServiceError: the service refused or broke off.
-        """
-        body = {
-            "model": self.model_name,
-            "messages": [{"role": "user", "content": content}],
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            **options,
-        }
-        began = time.perf_counter()
-        first = last = None
-        text = ""
-        usage: dict[str, Any] = {}
-        for chunk in self._events("/v1/chat/completions", body):
-            for choice in chunk.get("choices", ()):
-                piece = choice["delta"].get("content")
-                if piece:
-                    last = time.perf_counter()
-                    first = first or last
-                    text += piece
-                    if on_text is not None:
-                        on_text(piece)
-            usage = chunk.get("usage") or usage
-        details = usage.get("completion_tokens_details") or {}
-        end = time.perf_counter()
-        return Answer(
-            text=text,
-            num_tokens=usage.get("completion_tokens", 0),
-            num_accepted=details.get("accepted_prediction_tokens", 0),
-            num_rejected=details.get("rejected_prediction_tokens", 0),
-            first_token_s=(first or end) - began,
-            decode_s=(last or end) - (first or end),
-        )
-
-    def metrics(self) -> MetricSummary:
-        """The service's own figures, summed over its replicas."""
-        return summarise(self._get("/metrics"))
-
-    def _get(self, path: str) -> str:
+    def get(self, path: str) -> str | None:
+        """The text at a path; None if the request fails."""
         try:
             response = self._http.get(path)
-            response.raise_for_status()
-        except httpx.HTTPError as error:
-            raise ServiceError(f"{self.base_url}{path}: {error}") from error
-        return response.text
+        except httpx.HTTPError:
+            return None
+        return response.text if response.status_code == _OK else None
 
-    def _events(self, path: str, body: dict[str, object]) -> Iterator[dict[str, Any]]:
+    def post(self, body: Json, path: str = COMPLETIONS) -> Attempt:
+        """Send a request and wait for its reply."""
+        self.num_requests += 1
+        receiving = _Receiving(path, body)
+        try:
+            response = self._http.post(path, json=body)
+        except httpx.HTTPError as error:
+            self.last_failed = body
+            return receiving.failed(None, error)
+        return receiving.answered(response.status_code, response.content)
+
+    def post_all(self, bodies: Sequence[Json], at_once: int) -> list[Attempt]:
+        """Send requests, `at_once` at a time; returns the results in the order of the bodies."""
+        if not bodies:
+            return []
+        with ThreadPoolExecutor(max_workers=at_once) as threads:
+            return list(threads.map(self.post, bodies))
+
+    def stream(
+        self, body: Json, path: str = COMPLETIONS, on_event: Callable[[Reply], None] = lambda _: None
+    ) -> Attempt:
+        """Send a streaming request and read its stream to the end; `on_event` gets what has come after each event."""
+        self.num_requests += 1
+        body = body | {"stream": True}
+        receiving, status = _Receiving(path, body, on_event), None
         try:
             with self._http.stream("POST", path, json=body) as response:
-                if response.status_code != httpx.codes.OK:
-                    raise ServiceError(f"{self.base_url}{path}: {response.status_code} {response.read().decode()}")
-                for line in response.iter_lines():
-                    if line.startswith("data: ") and line != "data: [DONE]":
-                        event = json.loads(line.removeprefix("data: "))
-                        if "error" in event:
-                            raise ServiceError(f"{self.base_url}{path}: {event['error']['message']}")
-                        yield event
-        except httpx.HTTPError as error:
-            raise ServiceError(f"{self.base_url}{path}: {error}") from error
+                status = response.status_code
+                if status != _OK:
+                    return receiving.answered(status, response.read())
+                for data in response.iter_bytes():
+                    receiving.push(data)
+                receiving.push(b"\n")
+        except (httpx.HTTPError, Unreadable) as error:
+            return receiving.failed(status, error)
+        return receiving.ended(status)
+
+    def alive(self) -> bool:
+        """Whether the server still answers at all."""
+        return any(self.get(path) is not None for path in ("/health", "/healthz", "/v1/models"))
+
+
+class AsyncClient:
+    """The same for many requests at once in one thread."""
+
+    def __init__(self, url: str, api_key: str | None = None, timeout_s: float = 600.0) -> None:
+        self._http = httpx.AsyncClient(**_options(url, api_key, timeout_s))
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._http.aclose()
+
+    async def ask(self, body: Json, path: str = COMPLETIONS) -> Attempt:
+        """Send a request and read its reply to the end; a stream if the body says so."""
+        receiving, status = _Receiving(path, body), None
+        try:
+            async with self._http.stream("POST", path, json=body) as response:
+                status = response.status_code
+                if status != _OK or not body.get("stream"):
+                    return receiving.answered(status, await response.aread())
+                async for data in response.aiter_bytes():
+                    receiving.push(data)
+                receiving.push(b"\n")
+        except (httpx.HTTPError, Unreadable) as error:
+            return receiving.failed(status, error)
+        return receiving.ended(status)
+
+
+def _options(url: str, api_key: str | None, timeout_s: float) -> dict[str, Any]:
+    return {
+        "base_url": url.rstrip("/").removesuffix("/v1"),
+        "timeout": timeout_s,
+        "headers": {} if api_key is None else {"authorization": f"Bearer {api_key}"},
+        "limits": httpx.Limits(max_connections=None),
+    }
+
+
+def _message(error: Any) -> str:
+    return str(error.get("message", error) if isinstance(error, dict) else error)[:_LONGEST_ERROR]
+
+
+def _shortened(content: bytes) -> str:
+    return content.decode(errors="replace")[:_LONGEST_ERROR]

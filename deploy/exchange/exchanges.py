@@ -48,7 +48,7 @@ class Exchange:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class ExchangeBatch:
     """What a proxy sends its referee: exchanges, and what it counted since the batch before, by result."""
 
     exchanges: tuple[Exchange, ...]
@@ -59,7 +59,7 @@ class Batch:
         return json.dumps({"exchanges": [one.to_wire() for one in self.exchanges], "counts": self.counts}).encode()
 
     @classmethod
-    def from_wire(cls, body: bytes) -> "Batch":
+    def from_wire(cls, body: bytes) -> "ExchangeBatch":
         """From such a body.
 
         Raises:

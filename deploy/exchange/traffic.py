@@ -2,17 +2,13 @@
 
 import asyncio
 import itertools
-import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import aiohttp
-
+from deploy.exchange.client import AsyncClient
 from deploy.exchange.exchanges import CHAT, COMPLETIONS
-
-_OK = 200
 
 SETTINGS: tuple[Mapping[str, Any], ...] = (
     {"temperature": 1.0},
@@ -52,26 +48,16 @@ class Traffic:
 
 
 async def drive(url: str, traffic: Traffic, enough: Callable[[], bool], api_key: str | None = None) -> Counter[str]:
-    """Send requests until it is enough. Returns how many were answered, by `ok`, a status, or the name of an error."""
+    """Send requests until it is enough. Returns how many were answered, by `ok`, a status, or `no reply`."""
     counts: Counter[str] = Counter()
     bodies = traffic.bodies()
-    headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
-    timeout = aiohttp.ClientTimeout(total=600)
-    async with aiohttp.ClientSession(url.rstrip("/"), timeout=timeout, headers=headers) as session:
+    async with AsyncClient(url, api_key) as client:
 
         async def work() -> None:
             while not enough():
                 path, body = next(bodies)
-                counts[await _ask(session, path, body)] += 1
+                attempt = await client.ask(body, path)
+                counts["ok" if attempt.ok else str(attempt.status or "no reply")] += 1
 
         await asyncio.gather(*(work() for _ in range(traffic.at_once)))
     return counts
-
-
-async def _ask(session: aiohttp.ClientSession, path: str, body: dict[str, Any]) -> str:
-    try:
-        async with session.post(path, data=json.dumps(body), headers={"content-type": "application/json"}) as reply:
-            await reply.read()
-            return "ok" if reply.status == _OK else str(reply.status)
-    except (aiohttp.ClientError, TimeoutError) as error:
-        return type(error).__name__

@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from deploy.exchange.client import Client
 from deploy.exchange.dialect import find_dialect
-from deploy.exchange.server import Server
 from deploy.faults.mutants import MUTANTS, Mutant
 from deploy.faults.served import FOR_MODELS, NGRAM, NOT_SERVABLE, TINY, FaultyServer
 from deploy.faults.tiny import write_tiny_pair
@@ -16,12 +16,12 @@ from deploy.options import beginning_with
 from deploy.probes.audit import Audit, run_audit
 from deploy.probes.command import PAGE_HEAD
 from deploy.probes.lab import FULL, QUICK, Budget, Lab
-from deploy.probes.probes import Verdict
+from deploy.probes.probes import ProbeVerdict
 from deploy.probes.reference import Reference
 from deploy.probes.render import SECTION
+from deploy.reports.markdown import write_section
 from deploy.reports.progress import View
 from deploy.reports.provenance import provenance
-from deploy.reports.sections import write_section
 from speculative.config import DrafterConfig
 
 _DEEP = replace(FULL, answers=12, plain_share=24, first_tokens=1000)  # some 9,000 tokens at temperature 1
@@ -115,7 +115,7 @@ def _settings(mutant: Mutant) -> dict[str, Any]:
 
 def audit_faulty(server: FaultyServer, reference: Reference, budget: Budget = QUICK, only: Sequence[str] = ()) -> Audit:
     """Serve and audit, with the probes in `only`, or all."""
-    with server.running() as url, Server(url) as http:
+    with server.running() as url, Client(url) as http:
         return run_audit(Lab(http, find_dialect(http), budget, reference, publishing_s=_PUBLISHING_S), only=only)
 
 
@@ -147,7 +147,7 @@ def _fault_row(fault: str, way: str, audit: Audit, origin: str) -> str:
     named = "yes" if own in audit.faults else "as another" if audit.findings else "not seen"
     if own == "sound":
         named = "FALSE ALARM" if audit.findings else "nothing found"
-    failed = ", ".join(one.probe for one in audit.outcomes if one.verdict is Verdict.FAILED)
+    failed = ", ".join(one.probe for one in audit.outcomes if one.verdict is ProbeVerdict.FAILED)
     replayed = sum(one.figures.get("tokens", 0) for one in audit.outcomes if one.probe == "replayed logprobs")
     return f"| {fault} | {way} | {named} | {failed} | {replayed:,.0f} | {origin} |"
 

@@ -1,18 +1,20 @@
 """What the audits found, for people: a table to print, and a page to keep."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from rich.table import Table
-
 from deploy.faults.run import MAX_POSITIONS, MAX_REQUESTS, REPLAY_SHARE, VOCAB_SIZE, CleanRun, Finding, pooled
+from deploy.reports import markdown
+from deploy.reports.markdown import write_section
+from deploy.reports.model import ReportTable
 from deploy.reports.provenance import provenance
-from deploy.reports.sections import write_section
 from speculative.selfcheck.monitor import DELTA
 from speculative.stats import CHECKS
 
 _NOTHING = "NOT FOUND"
 _COMMAND = "audit"
+_PAGE_COLUMNS = ("fault", "detectors, with the delay of each", "found after", "acceptance (without the fault)")
 _HEAD = """# Which fault is found by what, and when
 
 Faults that were seen in real systems are put back into an engine, which then serves until they are found, and as long
@@ -20,14 +22,11 @@ again. Correct engines serve for a long time, and nothing may alarm. Each sectio
 """
 
 
-def detection_table(findings: Sequence[Finding]) -> Table:
+def detection_table(findings: Sequence[Finding]) -> ReportTable:
     """Fault, detectors, delay, acceptance."""
-    table = Table(title="Who finds which fault, and when")
-    for heading in ("fault", "detectors, first to fire first", "found after", "acceptance (sound)"):
-        table.add_column(heading)
-    for finding in findings:
-        table.add_row(finding.fault, _detectors(finding), _delay(finding), _acceptance(finding))
-    return table
+    columns = ("fault", "detectors, first to fire first", "found after", "acceptance (sound)")
+    rows = [(one.fault, _detectors(one), _delay(one), _acceptance(one)) for one in findings]
+    return ReportTable("Who finds which fault, and when", columns, rows)
 
 
 def write_detection(findings: Sequence[Finding], page: Path) -> None:
@@ -46,10 +45,8 @@ def write_detection(findings: Sequence[Finding], page: Path) -> None:
         "that every step must keep: the request that broke it was failed. Each fault was served once, so a delay shows "
         "its order of magnitude.",
         "",
-        "| fault | detectors, with the delay of each | found after | acceptance (without the fault) |",
-        "|---|---|---|---|",
+        markdown.table(replace(detection_table(findings), columns=_PAGE_COLUMNS)),
     ]
-    lines += [f"| {f.fault} | {_detectors(f)} | {_delay(f)} | {_acceptance(f)} |" for f in findings]
     lines += ["", "The terms:", ""]
     lines += [f"- `{check}`: {meaning}." for check, meaning in CHECKS.items()]
     write_section(page, _COMMAND, "mutants", "\n".join(lines), head=_HEAD)
@@ -57,30 +54,28 @@ def write_detection(findings: Sequence[Finding], page: Path) -> None:
 
 def write_clean(runs: Sequence[CleanRun], page: Path, what: str) -> None:
     """Write the clean runs into the page; `what`: the model they were served by."""
+    terms = [
+        (f"`{check}`", f"{sums.num:,}", f"{sums.mean:+.2e}", f"{sums.z:+.2f}") for check, sums in pooled(runs).items()
+    ]
     lines = [
         f"## Sound engines: {what}",
         "",
         f"{_origin()} Nothing may alarm.",
         "",
-        "| setting | positions | alarms and violations | worst \\|z\\| of a term |",
-        "|---|---:|---|---:|",
-    ]
-    lines += [f"| {run.setting} | {run.num_positions:,} | {_reported(run)} | {run.worst_z:.2f} |" for run in runs]
-    lines += ["", "All settings together:", "", "| term | draws | mean | z |", "|---|---:|---:|---:|"]
-    lines += [
-        f"| `{check}` | {sums.num:,} | {sums.mean:+.2e} | {sums.z:+.2f} |" for check, sums in pooled(runs).items()
+        markdown.table(clean_table(runs)),
+        "",
+        "All settings together:",
+        "",
+        markdown.table(ReportTable("", ("term", "draws", "mean", "z"), terms, numbers=(1, 2, 3))),
     ]
     write_section(page, _COMMAND, f"clean, {what}", "\n".join(lines), head=_HEAD)
 
 
-def clean_table(runs: Sequence[CleanRun]) -> Table:
+def clean_table(runs: Sequence[CleanRun]) -> ReportTable:
     """Settings, positions, alarms, the worst term."""
-    table = Table(title="Sound engines: nothing may alarm")
-    for heading in ("setting", "positions", "alarms and violations", "worst |z| of a term"):
-        table.add_column(heading)
-    for run in runs:
-        table.add_row(run.setting, f"{run.num_positions:,}", _reported(run), f"{run.worst_z:.2f}")
-    return table
+    columns = ("setting", "positions", "alarms and violations", "worst |z| of a term")
+    rows = [(run.setting, f"{run.num_positions:,}", _reported(run), f"{run.worst_z:.2f}") for run in runs]
+    return ReportTable("Sound engines: nothing may alarm", columns, rows, numbers=(1, 3))
 
 
 def _reported(run: CleanRun) -> str:

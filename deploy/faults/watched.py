@@ -14,9 +14,9 @@ from deploy.exchange.traffic import Traffic, drive
 from deploy.faults.outside import faulty_servers
 from deploy.faults.served import FaultyServer, serving
 from deploy.faults.tiny import VOCAB_SIZE, write_tiny_pair
+from deploy.reports.markdown import write_section
 from deploy.reports.progress import View
 from deploy.reports.provenance import provenance
-from deploy.reports.sections import write_section
 from deploy.watch.app import referee_app
 from deploy.watch.proxy import ProxyOptions, running_proxy
 from deploy.watch.referee import Referee, RefereeOptions

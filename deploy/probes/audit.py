@@ -12,12 +12,12 @@ from deploy.probes.lab import Lab
 from deploy.probes.probes import (
     FALSE_ALARMS,
     PROBES,
-    Finding,
-    Outcome,
+    AuditFinding,
     Probe,
+    ProbeOutcome,
+    ProbeVerdict,
     Stopped,
     Trial,
-    Verdict,
     delta_per_test,
 )
 from deploy.reports.progress import View
@@ -34,12 +34,12 @@ class Audit:
 
     url: str
     facts: dict[str, Any]
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[ProbeOutcome, ...]
     num_requests: int
     seconds: float
 
     @property
-    def findings(self) -> tuple[Finding, ...]:
+    def findings(self) -> tuple[AuditFinding, ...]:
         """All of them."""
         return tuple(finding for outcome in self.outcomes for finding in outcome.findings)
 
@@ -48,7 +48,7 @@ class Audit:
         """Ids of the faults that the findings resemble."""
         return tuple(dict.fromkeys(fault for finding in self.findings for fault in finding.faults))
 
-    def count(self, verdict: Verdict) -> int:
+    def count(self, verdict: ProbeVerdict) -> int:
         """Number of probes with this verdict."""
         return sum(outcome.verdict is verdict for outcome in self.outcomes)
 
@@ -75,7 +75,7 @@ def run_audit(
         keep: called with the results so far after every probe.
     """
     view, began = view or View(), time.monotonic()
-    outcomes: list[Outcome] = []
+    outcomes: list[ProbeOutcome] = []
     gone = ""
 
     def so_far() -> Audit:
@@ -89,14 +89,14 @@ def run_audit(
     probes = _in_order(only)
     for number, probe in enumerate(probes, start=1):
         if gone:
-            outcomes.append(Outcome(probe.name, probe.asks, Verdict.INCONCLUSIVE, gone))
+            outcomes.append(ProbeOutcome(probe.name, probe.asks, ProbeVerdict.INCONCLUSIVE, gone))
             continue
         view.stage(f"probe {number} of {len(probes)}, {probe.name}", note)
         try:
             outcomes.append(_run(lab, probe))
         except KeyboardInterrupt:
             gone = "the audit was interrupted"
-            outcomes.append(Outcome(probe.name, probe.asks, Verdict.INCONCLUSIVE, gone))
+            outcomes.append(ProbeOutcome(probe.name, probe.asks, ProbeVerdict.INCONCLUSIVE, gone))
             continue
         if not _serves(lab, outcomes[-1]):
             _note_death(lab, outcomes[-1], f"it stopped answering during '{probe.name}'")
@@ -115,10 +115,10 @@ def _in_order(only: Sequence[str]) -> list[Probe]:
     )
 
 
-def _run(lab: Lab, probe: Probe) -> Outcome:
+def _run(lab: Lab, probe: Probe) -> ProbeOutcome:
     missing = [need for need in probe.needs if need in lab.missing]
     if missing:
-        return Outcome(probe.name, probe.asks, Verdict.UNSUPPORTED, f"needs {'; '.join(missing)}")
+        return ProbeOutcome(probe.name, probe.asks, ProbeVerdict.UNSUPPORTED, f"needs {'; '.join(missing)}")
     trial, began, sent = Trial(probe, delta_per_test()), time.monotonic(), lab.server.num_requests
     try:
         probe.run(lab, trial)
@@ -130,7 +130,7 @@ def _run(lab: Lab, probe: Probe) -> Outcome:
     return dataclasses.replace(outcome, num_requests=lab.server.num_requests - sent, seconds=time.monotonic() - began)
 
 
-def _serves(lab: Lab, outcome: Outcome) -> bool:
+def _serves(lab: Lab, outcome: ProbeOutcome) -> bool:
     """Whether the server is up; if requests failed, whether it still answers a plain one."""
     if not lab.server.alive():
         return False
@@ -140,10 +140,12 @@ def _serves(lab: Lab, outcome: Outcome) -> bool:
     return any(not (one := lab.server.post(plain)).error or one.refused for _ in range(2))
 
 
-def _note_death(lab: Lab, outcome: Outcome, reported: str) -> None:
+def _note_death(lab: Lab, outcome: ProbeOutcome, reported: str) -> None:
     request = outcome.findings[-1].request if outcome.findings else lab.server.last_failed
-    outcome.findings.append(Finding(outcome.probe, ("server dies",), request, "a server that keeps running", reported))
-    outcome.verdict, outcome.reported = Verdict.FAILED, reported
+    outcome.findings.append(
+        AuditFinding(outcome.probe, ("server dies",), request, "a server that keeps running", reported)
+    )
+    outcome.verdict, outcome.reported = ProbeVerdict.FAILED, reported
 
 
 def _facts(lab: Lab) -> dict[str, Any]:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from deploy.exchange.client import Client
 from deploy.exchange.dialect import find_dialect
-from deploy.exchange.server import Server
 from deploy.options import nearest, write_json
 from deploy.probes.audit import Audit, run_audit
 from deploy.probes.lab import FULL, QUICK, Budget, Lab
@@ -54,12 +54,12 @@ def audit_url(options: AuditOptions, view: View, json_file: Path | None = None) 
         if name not in PROBES:
             raise ConfigError(f"--only: there is no probe {name!r}; {nearest(name, PROBES)}")
     with ExitStack() as stack:
-        server = stack.enter_context(Server(options.url, options.api_key, options.timeout_s))
+        server = stack.enter_context(Client(options.url, options.api_key, options.timeout_s))
         dialect = find_dialect(server, options.served)
         view.say(f"{server.url} serves {dialect.model}")
         beside = None
         if options.beside is not None:
-            other = stack.enter_context(Server(options.beside, options.api_key, options.timeout_s))
+            other = stack.enter_context(Client(options.beside, options.api_key, options.timeout_s))
             beside = (other, find_dialect(other))
         reference = None
         if options.model is not None:

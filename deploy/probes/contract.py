@@ -5,8 +5,8 @@ import dataclasses
 import numpy as np
 
 from deploy.exchange.dialect import Ask
-from deploy.probes.lab import NUM_TOP, SEED, SETTINGS, Lab, Served
-from deploy.probes.probes import Need, Stopped, Trial, Verdict, probe
+from deploy.probes.lab import NUM_TOP, SEED, SETTINGS, Lab, ServedAnswer
+from deploy.probes.probes import Need, ProbeVerdict, Stopped, Trial, probe
 
 _ROUNDING = 1e-4  # nats; a log-softmax may come out a little above 0
 _MASS = 1e-3
@@ -23,15 +23,15 @@ def logprob_contract(lab: Lab, trial: Trial) -> None:
     lab.traffic  # noqa: B018 -- generates the traffic if no probe has yet
     for served in lab.gathered:
         for holds, faults, expected, observed in _rules(served):
-            trial.check(holds, faults, served.exchange.body, expected, observed)
+            trial.check(holds, faults, served.attempt.body, expected, observed)
     trial.reported = f"{len(lab.gathered)} answers"
 
 
-def _rules(served: Served) -> list[tuple[bool, tuple[str, ...], str, str]]:
-    answer, values = served.answer, served.values
+def _rules(served: ServedAnswer) -> list[tuple[bool, tuple[str, ...], str, str]]:
+    answer, values, tops, counts = served.answer, served.values, served.top, served.attempt.reply.num_tokens
     given, finite = answer.logprobs or (), values[np.isfinite(values)]
     num = len(answer.token_ids) if answer.token_ids is not None else len(given)
-    counted = num if answer.num_tokens is None else answer.num_tokens
+    counted = num if counts is None else counts
     rules = [
         (len(given) == num, ("F10",), "one logprob per token", f"{len(given)} logprobs for {num} tokens"),
         (counted == num, ("F21", "F18"), "usage that matches the number of tokens", f"usage {counted}, {num} tokens"),
@@ -49,16 +49,16 @@ def _rules(served: Served) -> list[tuple[bool, tuple[str, ...], str, str]]:
         rules.append(
             (bool(finite.min() < finite.max()), ("F10",), "logprobs that differ from token to token", reported)
         )
-    for place, top in enumerate(answer.top or ()):
+    for place, top in enumerate(tops or ()):
         if place >= len(values) or not top or not np.isfinite(values[place]):
             continue
         mass, own = float(np.exp(top).sum()), float(values[place])
         rules.append((mass <= 1 + _MASS, ("F10", "F2"), "top probabilities that add up to at most 1", f"{mass:.4f}"))
         reported = f"{own:.4f} exceeds the top logprob, {top[0]:.4f}, at token {place}"
         rules.append((own <= top[0] + _ROUNDING, ("F10",), "no logprob above the top logprob", reported))
-    if answer.top is not None and given:
-        reported = f"{len(answer.top)} lists for {num} tokens"
-        rules.append((len(answer.top) == num and all(answer.top), ("F10",), "top logprobs for every token", reported))
+    if tops is not None and given:
+        reported = f"{len(tops)} lists for {num} tokens"
+        rules.append((len(tops) == num and all(tops), ("F10",), "top logprobs for every token", reported))
     return rules
 
 
@@ -75,10 +75,10 @@ def scored_ids(lab: Lab, trial: Trial) -> None:
     settings = [dataclasses.replace(SETTINGS[name], max_tokens=12) for name in ("greedy", "temperature 1", "top_p")]
     asks = [Ask(lab.prompt(number), params, SEED, extra) for number, params in enumerate(settings, start=30)]
     answered = [lab.ask(ask, "scored") for ask in asks]
-    if all(one.exchange.refused for one in answered):
-        raise Stopped(Verdict.UNSUPPORTED, f"logprob_token_ids is refused: {answered[0].exchange.error}")
+    if all(one.attempt.refused for one in answered):
+        raise Stopped(ProbeVerdict.UNSUPPORTED, f"logprob_token_ids is refused: {answered[0].attempt.error}")
     for one in answered:
-        if trial.answered(one.exchange, ("F2", "request fails")):
+        if trial.answered(one.attempt, ("F2", "request fails")):
             _check_scores(lab, trial, one, ids)
     lab.scores_wrongly = bool(trial.findings())
 
@@ -87,8 +87,8 @@ def _ids_to_score(lab: Lab) -> tuple[int, ...]:
     return tuple(dict.fromkeys((*lab.passage(1, 6), 5, 11)))
 
 
-def _check_scores(lab: Lab, trial: Trial, one: Served, ids: tuple[int, ...]) -> None:
-    body, scored = one.exchange.body, one.answer.scored or ()
+def _check_scores(lab: Lab, trial: Trial, one: ServedAnswer, ids: tuple[int, ...]) -> None:
+    body, scored = one.attempt.body, one.scored or ()
     present = bool(one.ids) and len(scored) == len(one.ids) and all(set(each) >= set(ids) for each in scored)
     reported = f"{len(scored)} of {len(one.ids)} tokens have scores"
     if not trial.check(present, ("F2",), body, f"{len(ids)} scored ids for every token", reported):
@@ -134,7 +134,7 @@ def neighbours_of_scored_ids(lab: Lab, trial: Trial) -> None:
     """
     if lab.scores_wrongly and not lab.destructive:
         raise Stopped(
-            Verdict.UNSUPPORTED,
+            ProbeVerdict.UNSUPPORTED,
             "scores are wrong here, and mixed batches have killed such servers; to run it anyway, use --destructive",
         )
     extra = {"logprob_token_ids": list(_ids_to_score(lab))}
@@ -143,21 +143,21 @@ def neighbours_of_scored_ids(lab: Lab, trial: Trial) -> None:
     alone = [lab.ask(ask, "neighbours") for ask in asks]
     scoring = [Ask(lab.prompt(44 + number), plain, None, extra) for number in range(3)]
     answered = lab.ask_all([*scoring, *asks], "neighbours")
-    if all(one.exchange.refused for one in answered if one.ask.extra):
-        raise Stopped(Verdict.UNSUPPORTED, f"logprob_token_ids is refused: {answered[0].exchange.error}")
+    if all(one.attempt.refused for one in answered if one.ask.extra):
+        raise Stopped(ProbeVerdict.UNSUPPORTED, f"logprob_token_ids is refused: {answered[0].attempt.error}")
     mixed = [one for one in answered if not one.ask.extra]
     for first, second in zip(alone, mixed, strict=True):
-        if not (trial.answered(first.exchange) and trial.answered(second.exchange, ("F2", "request fails"))):
+        if not (trial.answered(first.attempt) and trial.answered(second.attempt, ("F2", "request fails"))):
             continue
-        pairs = list(zip(first.answer.top or (), second.answer.top or (), first.ids, second.ids, strict=False))
+        pairs = list(zip(first.top or (), second.top or (), first.ids, second.ids, strict=False))
         agreed = next((i for i, (_, _, a, b) in enumerate(pairs) if a != b), len(pairs))
         worst = max((_difference(a, b) for a, b, _, _ in pairs[:agreed]), default=0.0)
         wanted = "the same top logprobs next to requests that score ids"
         reported = f"their logprobs differ by {worst:.2f} nats, or some are missing"
-        trial.check(worst <= 2 * lab.tolerance.nats, ("F2",), second.exchange.body, wanted, reported)
+        trial.check(worst <= 2 * lab.tolerance.nats, ("F2",), second.attempt.body, wanted, reported)
 
 
-def _difference(first: tuple[float, ...], second: tuple[float, ...]) -> float:
+def _difference(first: list[float], second: list[float]) -> float:
     """Largest difference between the top logprobs; infinite if the second has fewer."""
     num = min(NUM_TOP, len(first))
     if len(second) < num:

@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from deploy.exchange.dialect import Ask
 from deploy.probes.lab import SETTINGS, Lab
-from deploy.probes.probes import Need, Stopped, Trial, Verdict, probe
+from deploy.probes.probes import Need, ProbeVerdict, Stopped, Trial, probe
 
 _GREEDY = SETTINGS["greedy"]
 _SETTLE_S = 12.0  # how long a server may take to publish its counts
@@ -55,7 +55,7 @@ _OWN_CHECKS: dict[str, dict[str, tuple[str, ...]]] = {
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Counts:
+class DraftCounts:
     """A server's counters, summed over replicas. per_position: accepted at each."""
 
     drafts: float = 0.0
@@ -64,12 +64,12 @@ class Counts:
     generated: float = 0.0
     per_position: tuple[float, ...] = ()
 
-    def since(self, earlier: "Counts") -> "Counts":
+    def since(self, earlier: "DraftCounts") -> "DraftCounts":
         """The counts since an earlier reading."""
         num = max(len(self.per_position), len(earlier.per_position))
         pad = [0.0] * num
         later, before = [*self.per_position, *pad][:num], [*earlier.per_position, *pad][:num]
-        return Counts(
+        return DraftCounts(
             self.drafts - earlier.drafts,
             self.drafted - earlier.drafted,
             self.accepted - earlier.accepted,
@@ -83,7 +83,7 @@ class Counts:
         return self.accepted / self.drafted if self.drafted else 0.0
 
 
-def read_counts(lab: Lab) -> Counts:
+def read_counts(lab: Lab) -> DraftCounts:
     """Read them now."""
     names = _NAMES[lab.dialect.can.metrics or "vllm:"]
     kinds = {name: kind for kind, name in names.items()}
@@ -101,10 +101,10 @@ def read_counts(lab: Lab) -> Counts:
                 positions[place] = positions.get(place, 0.0) + sample.value
             elif kind is not None:
                 sums[kind] = sums.get(kind, 0.0) + sample.value
-    return Counts(**sums, per_position=tuple(positions[place] for place in sorted(positions)))
+    return DraftCounts(**sums, per_position=tuple(positions[place] for place in sorted(positions)))
 
 
-def counted(lab: Lab, work: Callable[[], int]) -> tuple[Counts, int]:
+def counted(lab: Lab, work: Callable[[], int]) -> tuple[DraftCounts, int]:
     """What the server counted while `work` ran, and the tokens that `work` received; waits until it is published."""
     before = _settled(lab, lambda _: True)
     tokens = work()
@@ -112,7 +112,7 @@ def counted(lab: Lab, work: Callable[[], int]) -> tuple[Counts, int]:
     return after.since(before), tokens
 
 
-def _settled(lab: Lab, enough: Callable[[Counts], bool]) -> Counts:
+def _settled(lab: Lab, enough: Callable[[DraftCounts], bool]) -> DraftCounts:
     """The counts once they are stable, or after `_SETTLE_S`."""
     deadline, last = time.monotonic() + _SETTLE_S, read_counts(lab)
     while time.monotonic() < deadline:
@@ -132,7 +132,7 @@ def _settled(lab: Lab, enough: Callable[[Counts], bool]) -> Counts:
 )
 def counters(lab: Lab, trial: Trial) -> None:
     """Greedy answers to repetitive prompts, with and without logprobs; identities that hold for any drafter."""
-    found: dict[bool, Counts] = {}
+    found: dict[bool, DraftCounts] = {}
     for with_logprobs in (False, True):
         params = dataclasses.replace(_GREEDY, max_tokens=48, logprobs=3 if with_logprobs else None)
         asks = [Ask(lab.loop(2 * number + 1), params) for number in range(lab.budget.twins)]
@@ -161,10 +161,12 @@ def counters(lab: Lab, trial: Trial) -> None:
 
 def _serve(lab: Lab, trial: Trial, asks: list[Ask]) -> int:
     """Send the requests; returns the number of tokens received."""
-    return sum(len(one.ids) for one in lab.ask_all(asks, "counters") if trial.answered(one.exchange))
+    return sum(len(one.ids) for one in lab.ask_all(asks, "counters") if trial.answered(one.attempt))
 
 
-def _check_identities(trial: Trial, counts: Counts, tokens: int, num_requests: int, body: dict[str, object]) -> None:
+def _check_identities(
+    trial: Trial, counts: DraftCounts, tokens: int, num_requests: int, body: dict[str, object]
+) -> None:
     reported = f"{counts.accepted:.0f} accepted of {counts.drafted:.0f} drafted"
     trial.check(counts.accepted <= counts.drafted, ("F18",), body, "no more accepted than drafted", reported)
     if counts.per_position:
@@ -227,7 +229,8 @@ def neighbours_of_a_long_request(lab: Lab, trial: Trial) -> None:
     alone, _ = counted(lab, lambda: _serve(lab, trial, asks))
     if alone.drafted < _LEAST_DRAFTS or alone.accepted < _LEAST_DRAFTS / 2:
         raise Stopped(
-            Verdict.INCONCLUSIVE, f"only {alone.accepted:.0f} of {alone.drafted:.0f} drafts are accepted even alone"
+            ProbeVerdict.INCONCLUSIVE,
+            f"only {alone.accepted:.0f} of {alone.drafted:.0f} drafts are accepted even alone",
         )
     over = threading.Event()
     others: list[int] = []
@@ -262,7 +265,7 @@ def neighbours_of_a_long_request(lab: Lab, trial: Trial) -> None:
 def own_alarms(lab: Lab, trial: Trial) -> None:
     """Counters of a truespec server's self-checks and replays."""
     if lab.dialect.can.metrics != "truespec_":
-        raise Stopped(Verdict.UNSUPPORTED, "this server has no checks of its own")
+        raise Stopped(ProbeVerdict.UNSUPPORTED, "this server has no checks of its own")
     time.sleep(2 * lab.publishing_s)
     for family in text_string_to_metric_families(lab.server.get("/metrics") or ""):
         for sample in family.samples:

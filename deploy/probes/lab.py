@@ -1,20 +1,19 @@
 """What the probes of one audit share: the server, the reference model, prompts and ordinary traffic."""
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-import deploy.exchange.prompts
-from deploy.exchange.dialect import Answer, Ask, Dialect
-from deploy.exchange.server import Exchange, Server
-from deploy.probes.probes import Need, Stopped, Verdict
-from deploy.probes.reference import Distribution, Reference
+from deploy.exchange.answers import Choice
+from deploy.exchange.client import Attempt, Client
+from deploy.exchange.dialect import Ask, Dialect
+from deploy.exchange.prompts import read_texts
+from deploy.probes.probes import Need, ProbeVerdict, Stopped
+from deploy.probes.reference import AnswerDistribution, Reference
 from serve_app.referee.tolerance import Tolerance
 from speculative.request import SamplingParams
 from speculative.selfcheck.eprocess import Floats
@@ -23,6 +22,7 @@ SEED = 20_261
 AT_ONCE = 8
 NUM_TOP = 3  # top logprobs requested for every token
 
+_MASKED = -9000.0  # OpenAI writes -9999 for a token that cannot occur
 _ORDINARY_NATS = 10.0  # surprisal of a token after which rounding may change an answer's logprobs arbitrarily
 _EXACT_NATS = 3e-4  # a server whose first tokens have a smaller median drift computes in float32
 _BASE = SamplingParams(max_tokens=32, logprobs=NUM_TOP, ignore_eos=True)
@@ -100,25 +100,47 @@ ROUNDED = Allowance(Tolerance.against_float32("bfloat16"), nats=0.5, rate=0.01)
 
 
 @dataclass(slots=True)
-class Served:
+class ServedAnswer:
     """A request and its answer. `setting`: how it was sampled; `distribution`: the reference's for the answer."""
 
     setting: str
     ask: Ask
-    exchange: Exchange
-    answer: Answer
-    distribution: Distribution | None = None
+    attempt: Attempt
+    distribution: AnswerDistribution | None = None
+
+    @property
+    def answer(self) -> Choice:
+        """The one choice of the reply; an empty one if the request failed."""
+        return self.attempt.reply.first
 
     @property
     def ids(self) -> tuple[int, ...]:
         """The emitted tokens."""
-        return self.answer.token_ids or ()
+        return tuple(self.answer.token_ids or ())
 
     @property
     def values(self) -> Floats:
         """The served logprobs; NaN where one is missing."""
         given = self.answer.logprobs or ()
         return np.array([np.nan if value is None else value for value in given], float)
+
+    @property
+    def top(self) -> list[list[float]] | None:
+        """Per token the highest logprobs in descending order, possibly including its own; None = not reported."""
+        places = self.answer.candidates()
+        if places is None:
+            return None
+        return [sorted((one.logprob for one in place if not one.logprob < _MASKED), reverse=True) for place in places]
+
+    @property
+    def scored(self) -> list[dict[int, float]] | None:
+        """Per token the logprobs of the ids that the request asks for; None = not reported."""
+        return self.answer.scored(self.ask.extra.get("logprob_token_ids") or ())
+
+    @property
+    def prompt_logprobs(self) -> list[float | None] | None:
+        """Of the prompt's tokens but the first; None = not reported."""
+        return self.answer.logprobs_of_prompt(self.ask.prompt)
 
 
 @dataclass
@@ -129,19 +151,19 @@ class Lab:
     server's updates of its counters.
     """
 
-    server: Server
+    server: Client
     dialect: Dialect
     budget: Budget
     reference: Reference | None = None
-    beside: tuple[Server, Dialect] | None = None
+    beside: tuple[Client, Dialect] | None = None
     destructive: bool = False
     publishing_s: float = 1.1
     mixed_up: bool = False  # a parameter was found not to be applied
     scores_wrongly: bool = False  # logprobs of requested ids were found missing or wrong
     num_computed: int = 0  # answers that the reference has computed again
     refused: dict[str, str] = field(default_factory=dict)  # settings that the server rejects
-    failed: list[Exchange] = field(default_factory=list)  # requests of the traffic that failed
-    gathered: list[Served] = field(default_factory=list)  # all answers with logprobs, from any probe
+    failed: list[Attempt] = field(default_factory=list)  # requests of the traffic that failed
+    gathered: list[ServedAnswer] = field(default_factory=list)  # all answers with logprobs, from any probe
 
     @property
     def missing(self) -> set[Need]:
@@ -163,19 +185,17 @@ class Lab:
     @cached_property
     def corpus(self) -> tuple[int, ...]:
         """Tokens of ordinary text; random ones for a model without a tokenizer."""
-        text = json.loads(Path(deploy.exchange.prompts.__file__).with_name("prompts.json").read_text(encoding="utf-8"))
-        prose = "\n\n".join(text["summarise"])
+        prose = "\n\n".join(read_texts()["summarise"])
         if self.reference is not None and self.reference.tokenizer is not None:
             return tuple(self.reference.tokenizer.encode(prose, continuation=True))
         if self.reference is not None:
             random = np.random.default_rng(SEED)
             return tuple(random.integers(3, self.reference.vocab_size, 4096).tolist())
         body = {"model": self.dialect.model, "prompt": prose[:1500], "max_tokens": 1, "return_token_ids": True}
-        reported = self.server.post(body).reply.get("choices") or [{}]
-        ids = reported[0].get("prompt_token_ids")
+        ids = self.server.post(body).reply.first.prompt_token_ids
         if not ids:
-            raise Stopped(Verdict.UNSUPPORTED, "needs the model's tokenizer: give --model")
-        return tuple(ids)
+            raise Stopped(ProbeVerdict.UNSUPPORTED, "needs the model's tokenizer: give --model")
+        return ids
 
     def passage(self, number: int, length: int) -> tuple[int, ...]:
         """Text of `length` tokens; each number begins elsewhere."""
@@ -194,27 +214,26 @@ class Lab:
 
     # -- asking ------------------------------------------------------------------------------------------------
 
-    def ask(self, ask: Ask, setting: str = "") -> Served:
+    def ask(self, ask: Ask, setting: str = "") -> ServedAnswer:
         """Send one request."""
         return self.ask_all([ask], setting, at_once=1)[0]
 
-    def ask_all(self, asks: Sequence[Ask], setting: str = "", at_once: int = AT_ONCE) -> list[Served]:
-        """Send several, `at_once` at a time. The answer of a failed exchange is empty."""
-        exchanges = self.server.post_all([self.dialect.body(ask) for ask in asks], at_once)
-        return [self._served(setting, ask, one) for ask, one in zip(asks, exchanges, strict=True)]
+    def ask_all(self, asks: Sequence[Ask], setting: str = "", at_once: int = AT_ONCE) -> list[ServedAnswer]:
+        """Send several, `at_once` at a time."""
+        attempts = self.server.post_all([self.dialect.body(ask) for ask in asks], at_once)
+        served = [ServedAnswer(setting, ask, one) for ask, one in zip(asks, attempts, strict=True)]
+        self.gathered += [one for one in served if one.answer.logprobs is not None]
+        return served
 
-    def ask_plainly(self, asks: Sequence[Ask]) -> list[Served]:
+    def ask_plainly(self, asks: Sequence[Ask]) -> list[ServedAnswer]:
         """The same without speculation."""
         server, dialect = self.beside or (self.server, self.dialect)
         if self.beside is None:
             asks = [dataclasses.replace(ask, extra=ask.extra | {"speculate": False}) for ask in asks]
-        exchanges = server.post_all([dialect.body(ask) for ask in asks], AT_ONCE)
-        return [
-            Served("", ask, one, next(iter(dialect.read(one)), NO_ANSWER))
-            for ask, one in zip(asks, exchanges, strict=True)
-        ]
+        attempts = server.post_all([dialect.body(ask) for ask in asks], AT_ONCE)
+        return [ServedAnswer("", ask, one) for ask, one in zip(asks, attempts, strict=True)]
 
-    def distribution(self, served: Served) -> Distribution:
+    def distribution(self, served: ServedAnswer) -> AnswerDistribution:
         """The reference's distribution for an answer."""
         assert self.reference is not None
         if served.distribution is None:
@@ -222,17 +241,10 @@ class Lab:
             self.num_computed += 1
         return served.distribution
 
-    def _served(self, setting: str, ask: Ask, exchange: Exchange) -> Served:
-        answers = self.dialect.read(exchange) if exchange.ok else []
-        served = Served(setting, ask, exchange, answers[0] if answers else NO_ANSWER)
-        if served.answer.logprobs is not None:
-            self.gathered.append(served)
-        return served
-
     # -- ordinary traffic --------------------------------------------------------------------------------------
 
     @cached_property
-    def traffic(self) -> dict[str, list[Served]]:
+    def traffic(self) -> dict[str, list[ServedAnswer]]:
         """Answers for every setting that the server accepts, sent together; every other one has no seed. Where a seed
         selects the verifier, every other seeded request opts out, to be verified like most users' unseeded ones."""
         asks: list[tuple[str, Ask]] = []
@@ -244,13 +256,13 @@ class Lab:
                 asks.append((name, Ask(self.prompt(7 * place + number), params, seed, plain)))
         order = np.random.default_rng(SEED).permutation(len(asks)).tolist()
         answered = self.ask_all([asks[index][1] for index in order])
-        found: dict[str, list[Served]] = {name: [] for name in SETTINGS}
+        found: dict[str, list[ServedAnswer]] = {name: [] for name in SETTINGS}
         for index, served in zip(order, answered, strict=True):
             name = served.setting = asks[index][0]
-            if served.exchange.refused:
-                self.refused.setdefault(name, served.exchange.error)
-            elif not served.exchange.ok:
-                self.failed.append(served.exchange)
+            if served.attempt.refused:
+                self.refused.setdefault(name, served.attempt.error)
+            elif not served.attempt.ok:
+                self.failed.append(served.attempt)
             else:
                 found[name].append(served)
         return found
@@ -282,7 +294,7 @@ class Lab:
         exact = len(drifts) > 0 and float(np.median(drifts)) < _EXACT_NATS
         return EXACT if exact else ROUNDED
 
-    def drifts(self, answers: Sequence[Served]) -> Floats:
+    def drifts(self, answers: Sequence[ServedAnswer]) -> Floats:
         """|served - recomputed| of their tokens, nats; NaN where the server reported none.
 
         On a server that rounds, only as long as an answer is ordinary text: after a token that the model would hardly
@@ -293,7 +305,7 @@ class Lab:
         parts = [self._drifts([one], self.mode)[: _num_ordinary(self.distribution(one))] for one in answers]
         return np.concatenate(parts) if parts else np.zeros(0)
 
-    def _drifts(self, answers: Sequence[Served], mode: str) -> Floats:
+    def _drifts(self, answers: Sequence[ServedAnswer], mode: str) -> Floats:
         parts = [
             np.abs(one.values - (self.distribution(one).raw if mode == "raw" else self.distribution(one).processed))
             for one in answers
@@ -302,10 +314,7 @@ class Lab:
         return np.concatenate(parts) if parts else np.zeros(0)
 
 
-def _num_ordinary(distribution: Distribution) -> int:
+def _num_ordinary(distribution: AnswerDistribution) -> int:
     """Number of tokens before the first one that the model would hardly ever emit."""
     odd = np.flatnonzero(distribution.raw < -_ORDINARY_NATS)
     return int(odd[0]) if len(odd) else len(distribution)
-
-
-NO_ANSWER = Answer("", None, None, None, None, None, None, None)

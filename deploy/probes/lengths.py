@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 
 from deploy.exchange.dialect import Ask
-from deploy.probes.lab import SETTINGS, Lab, Served
+from deploy.probes.lab import SETTINGS, Lab, ServedAnswer
 from deploy.probes.probes import Need, Trial, probe
 from deploy.probes.replay import check_greedy
 from deploy.probes.statistics import too_many
@@ -39,12 +39,12 @@ def prompt_logprobs(lab: Lab, trial: Trial) -> None:
     answered = [one for one in lab.ask_all(mixed, "prompt", at_once=6) if one.ask.params.prompt_logprobs is not None]
     largest = []
     for length, one in zip(lengths, answered, strict=True):
-        if not trial.answered(one.exchange, ("F11", "request fails")):
+        if not trial.answered(one.attempt, ("F11", "request fails")):
             continue
-        values = one.answer.prompt_logprobs or ()
+        values = one.prompt_logprobs or ()
         reported = f"{len(values)} logprobs, {sum(value is None for value in values)} of them null"
         whole = len(values) == length - 1 and None not in values
-        if not trial.check(whole, ("F11",), one.exchange.body, f"{length - 1} logprobs for {length} tokens", reported):
+        if not trial.check(whole, ("F11",), one.attempt.body, f"{length - 1} logprobs for {length} tokens", reported):
             continue
         drifts = np.abs(np.array(values, float) - expected[: length - 1])
         largest.append(float(drifts.max()))
@@ -54,7 +54,7 @@ def prompt_logprobs(lab: Lab, trial: Trial) -> None:
             first = int(np.argmax(drifts > lab.tolerance.nats)) + 1
             reported = f"{over} of {len(drifts)} are off, by up to {drifts.max():.2f} nats, the first at token {first}"
             wanted = f"the prompt's logprobs within {lab.tolerance.nats:g} nats of the model's"
-            trial.found(("F11",), one.exchange.body, wanted, reported)
+            trial.found(("F11",), one.attempt.body, wanted, reported)
     trial.series["largest difference by length, nats"] = largest
     trial.figures["lengths"] = float(len(lengths))
     if largest:
@@ -78,17 +78,17 @@ def length_limit(lab: Lab, trial: Trial) -> None:
     assert limit is not None
     base = (*lab.passage(9, max(0, limit - 41)), *lab.loop(9, 40))[-limit:]
     total = over = 0
-    worst: tuple[float, Served | None] = (0.0, None)
+    worst: tuple[float, ServedAnswer | None] = (0.0, None)
     for room in _ROOMS:
         ask = Ask(base[: limit - room], dataclasses.replace(_GREEDY, max_tokens=room))
         one = lab.ask(ask, "limit")
-        if not trial.answered(one.exchange, ("F1", "request fails")):
+        if not trial.answered(one.attempt, ("F1", "request fails")):
             continue
         reported = f"{len(one.ids)} tokens, finish_reason {one.answer.finish_reason}"
         trial.check(
             len(one.ids) == room,
             ("F1", "F21"),
-            one.exchange.body,
+            one.attempt.body,
             f"{room} tokens, up to the limit of {limit}",
             reported,
         )
@@ -102,9 +102,9 @@ def length_limit(lab: Lab, trial: Trial) -> None:
     if worst[1] is not None and too_many(total, over, lab.tolerance.rate, trial.delta):
         reported = f"{over} of {total} are off, by up to {worst[0]:.2f} nats"
         wanted = f"logprobs within {lab.tolerance.nats:g} nats of the model's near the length limit"
-        trial.found(("F1",), worst[1].exchange.body, wanted, reported)
+        trial.found(("F1",), worst[1].attempt.body, wanted, reported)
     beyond = lab.ask(Ask(base[: limit - 2], dataclasses.replace(_GREEDY, max_tokens=limit)), "limit")
-    trial.answered(beyond.exchange, ("F1", "request fails"))
+    trial.answered(beyond.attempt, ("F1", "request fails"))
 
 
 @probe(
@@ -122,7 +122,7 @@ def warm_prefixes(lab: Lab, trial: Trial) -> None:
         ends = [(), (), lab.passage(300 + number, 3), lab.passage(400 + number, 20)]
         for turn, end in enumerate(ends):
             one = lab.ask(Ask((*shared, *end), params), "prefix")
-            if not trial.answered(one.exchange, ("F14", "request fails")) or not one.ids:
+            if not trial.answered(one.attempt, ("F14", "request fails")) or not one.ids:
                 continue
             way = "on a cold prefix" if turn == 0 else "on a warm prefix"
             faults = ("F14",) if turn else ("F5", "F14")
@@ -131,7 +131,7 @@ def warm_prefixes(lab: Lab, trial: Trial) -> None:
                 off = float(np.nanmax(drifts, initial=0.0))
                 wanted = f"logprobs {way} within {3 * lab.tolerance.nats:g} nats of the model's"
                 trial.check(
-                    off <= 3 * lab.tolerance.nats, faults, one.exchange.body, wanted, f"one is off by {off:.2f} nats"
+                    off <= 3 * lab.tolerance.nats, faults, one.attempt.body, wanted, f"one is off by {off:.2f} nats"
                 )
 
 
@@ -146,31 +146,28 @@ def ends(lab: Lab, trial: Trial) -> None:
         before = lab.ask(Ask(lab.loop(number), _GREEDY), "ends")
         prompt = (*lab.loop(number), *before.ids)  # the continuation mostly repeats earlier text
         whole = lab.ask(Ask(prompt, _GREEDY), "ends")
-        if not trial.answered(whole.exchange):
+        if not trial.answered(whole.attempt):
             continue
         reported = f"none, finish_reason {whole.answer.finish_reason}"
         spoke = bool(whole.ids) or whole.answer.finish_reason == "stop"
-        if (
-            not trial.check(spoke, ("no tokens",), whole.exchange.body, "tokens in an answer", reported)
-            or not whole.ids
-        ):
+        if not trial.check(spoke, ("no tokens",), whole.attempt.body, "tokens in an answer", reported) or not whole.ids:
             continue
         asks = [Ask(prompt, dataclasses.replace(_GREEDY, max_tokens=most)) for most in (1, 2, 3, 4, 5, 7)]
         for one in lab.ask_all(asks, "ends"):
             most = one.ask.params.max_tokens
-            reported = f"{len(one.ids)} tokens, usage {one.answer.num_tokens}"
-            right = len(one.ids) == most and one.answer.num_tokens in (None, most)
-            if trial.answered(one.exchange):
-                trial.check(right, ("F21", "F12"), one.exchange.body, f"exactly {most} tokens", reported)
+            reported = f"{len(one.ids)} tokens, usage {one.attempt.reply.num_tokens}"
+            right = len(one.ids) == most and one.attempt.reply.num_tokens in (None, most)
+            if trial.answered(one.attempt):
+                trial.check(right, ("F21", "F12"), one.attempt.body, f"exactly {most} tokens", reported)
         _check_stop_tokens(lab, trial, prompt, whole)
         _check_stop_strings(lab, trial, prompt, whole)
 
 
-def _check_stop_tokens(lab: Lab, trial: Trial, prompt: tuple[int, ...], whole: Served) -> None:
+def _check_stop_tokens(lab: Lab, trial: Trial, prompt: tuple[int, ...], whole: ServedAnswer) -> None:
     stops = list(dict.fromkeys(whole.ids))[1:7]
     asks = [Ask(prompt, dataclasses.replace(_GREEDY, stop_token_ids=(stop,))) for stop in stops]
     for stop, one in zip(stops, lab.ask_all(asks, "ends"), strict=True):
-        if not trial.answered(one.exchange):
+        if not trial.answered(one.attempt):
             continue
         place = one.ids.index(stop) if stop in one.ids else None
         reported = f"{len(one.ids)} tokens, finish_reason {one.answer.finish_reason}"
@@ -178,16 +175,16 @@ def _check_stop_tokens(lab: Lab, trial: Trial, prompt: tuple[int, ...], whole: S
             right = one.answer.finish_reason == "stop" or len(one.ids) == one.ask.params.max_tokens
         else:
             right, reported = place == len(one.ids) - 1, f"{reported}, the stop token at position {place}"
-        trial.check(right, ("F21",), one.exchange.body, "an end at the first stop token", reported)
+        trial.check(right, ("F21",), one.attempt.body, "an end at the first stop token", reported)
 
 
-def _check_stop_strings(lab: Lab, trial: Trial, prompt: tuple[int, ...], whole: Served) -> None:
+def _check_stop_strings(lab: Lab, trial: Trial, prompt: tuple[int, ...], whole: ServedAnswer) -> None:
     text = whole.answer.text
     stops = [piece for piece in (text[3:6], text[9:13], text[20:22]) if piece.strip() and "\ufffd" not in piece]
     asks = [Ask(prompt, _GREEDY, extra={"stop": [stop]}) for stop in stops]
     for stop, one in zip(stops, lab.ask_all(asks, "ends"), strict=True):
-        if trial.answered(one.exchange):
+        if trial.answered(one.attempt):
             reported = f"{one.answer.text[-40:]!r}, finish_reason {one.answer.finish_reason}"
             trial.check(
-                stop not in one.answer.text, ("F21",), one.exchange.body, f"a text that ends before {stop!r}", reported
+                stop not in one.answer.text, ("F21",), one.attempt.body, f"a text that ends before {stop!r}", reported
             )

@@ -4,12 +4,11 @@ import json
 from collections.abc import Iterable
 
 from deploy.probes.audit import Audit
-from deploy.probes.probes import Finding, Outcome, Verdict, shortened
-from deploy.probes.render import summary
+from deploy.probes.probes import AuditFinding, ProbeOutcome, shortened
+from deploy.probes.render import KINDS, summary
 from deploy.reports import plots
-from deploy.reports.html_pages import card, document, escaped, facts
-
-_CLASSES = {Verdict.PASSED: "ok", Verdict.FAILED: "bad", Verdict.INCONCLUSIVE: "unclear", Verdict.UNSUPPORTED: "none"}
+from deploy.reports.html_pages import card, document, escaped, facts, finding, table
+from deploy.reports.model import Cell, ReportTable, Shown
 
 
 def html_page(audit: Audit) -> str:
@@ -27,35 +26,27 @@ def html_page(audit: Audit) -> str:
     return document(title, parts)
 
 
-def _findings(findings: Iterable[Finding]) -> str:
-    cards = [
-        f'<div class="card finding"><b class="bad">{escaped(", ".join(one.faults))}</b> · {escaped(one.probe)}'
-        f"<dl><dt>expected</dt><dd>{escaped(one.expected)}</dd><dt>observed</dt><dd>{escaped(one.observed)}</dd>"
-        f"<dt>seen</dt><dd>{one.count} times</dd></dl>{_request(one)}</div>"
-        for one in findings
-    ]
-    return f"<h2>Findings</h2>{''.join(cards)}" if cards else ""
+def _findings(findings: Iterable[AuditFinding]) -> str:
+    cards = "".join(finding(_shown(one)) for one in findings)
+    return f"<h2>Findings</h2>{cards}" if cards else ""
 
 
-def _request(finding: Finding) -> str:
-    if not finding.request:
-        return ""
-    body = json.dumps(shortened(finding.request), ensure_ascii=False)
-    return f"<details><summary>A request that shows it</summary><pre>{escaped(body)}</pre></details>"
+def _shown(one: AuditFinding) -> Shown:
+    facts_of = {"expected": one.expected, "observed": one.observed, "seen": f"{one.count} times"}
+    request = json.dumps(shortened(one.request), ensure_ascii=False) if one.request else ""
+    return Shown(", ".join(one.faults), facts_of, "A request that shows it", request, where=one.probe)
 
 
-def _probes(outcomes: Iterable[Outcome]) -> str:
+def _probes(outcomes: Iterable[ProbeOutcome]) -> str:
     rows = [
-        f"<tr><td>{escaped(one.probe)}<small>{escaped(one.asks)}</small></td>"
-        f'<td class="{_CLASSES[one.verdict]}">{escaped(one.verdict)}</td><td>{escaped(one.reported)}</td>'
-        f'<td class="wide">{one.num_requests}</td></tr>'
+        (Cell(one.probe, detail=one.asks), Cell(one.verdict, KINDS[one.verdict]), one.reported, str(one.num_requests))
         for one in outcomes
     ]
-    head = '<tr><th>probe</th><th>verdict</th><th>what was seen</th><th class="wide">requests</th></tr>'
-    return card(f"<table>{head}{''.join(rows)}</table>")
+    columns = ("probe", "verdict", "what was seen", "requests")
+    return card(table(ReportTable("", columns, rows, optional=(3,))))
 
 
-def _plots(outcomes: Iterable[Outcome]) -> str:
+def _plots(outcomes: Iterable[ProbeOutcome]) -> str:
     drawn: list[str] = []
     for outcome in outcomes:
         series = outcome.series

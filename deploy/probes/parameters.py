@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from deploy.exchange.dialect import Ask
-from deploy.probes.lab import SEED, SETTINGS, TOP_K, Lab, Served
-from deploy.probes.probes import Need, Stopped, Trial, Verdict, probe
+from deploy.probes.lab import SEED, SETTINGS, TOP_K, Lab, ServedAnswer
+from deploy.probes.probes import Need, ProbeVerdict, Stopped, Trial, probe
 from deploy.probes.replay import check_greedy
 from deploy.probes.statistics import too_many
 from speculative.request import SamplingParams
@@ -33,14 +33,14 @@ def sampling_parameters(lab: Lab, trial: Trial) -> None:
     for number in range(1, 2 * max(1, lab.budget.twins // 4) + 1, 2):
         prompt = lab.loop(number)
         whole = lab.ask(Ask(prompt, _GREEDY), "parameters")
-        if not trial.answered(whole.exchange) or not whole.ids:
+        if not trial.answered(whole.attempt) or not whole.ids:
             continue
         common = [token for token, _ in Counter(whole.ids).most_common(3)]
         asks = _asks(lab, prompt, common)
         for name, one in zip(asks, lab.ask_all(list(asks.values()), "parameters"), strict=True):
-            if one.exchange.refused:
-                refused[name] = one.exchange.error
-            elif trial.answered(one.exchange, (*_FAULT, "request fails")) and one.ids:
+            if one.attempt.refused:
+                refused[name] = one.attempt.error
+            elif trial.answered(one.attempt, (*_FAULT, "request fails")) and one.ids:
                 _CHECKS.get(name, _check_likeliest)(lab, trial, name, one)
     lab.mixed_up |= bool(trial.findings())
     trial.reported = f"{trial.num_cases} answers"
@@ -92,41 +92,41 @@ def _word(lab: Lab, common: list[int]) -> tuple[int, str] | None:
     return None
 
 
-def _check_likeliest(lab: Lab, trial: Trial, name: str, one: Served) -> None:
+def _check_likeliest(lab: Lab, trial: Trial, name: str, one: ServedAnswer) -> None:
     """Every token is the most likely one under the parameters, at any temperature."""
     check_greedy(lab, trial, one, name, _FAULT)
 
 
-def _check_cold(lab: Lab, trial: Trial, name: str, one: Served) -> None:
+def _check_cold(lab: Lab, trial: Trial, name: str, one: ServedAnswer) -> None:
     gap = float(lab.distribution(one).gap.max())
     most = lab.tolerance.edge + _UNLIKELY_NATS * _COLD
     wanted = f"{name}: no token more than {most:g} nats below the most likely"
-    trial.check(gap <= most, _FAULT, one.exchange.body, wanted, f"one is {gap:.2f} nats below")
+    trial.check(gap <= most, _FAULT, one.attempt.body, wanted, f"one is {gap:.2f} nats below")
 
 
-def _check_towards(lab: Lab, trial: Trial, name: str, one: Served) -> None:
+def _check_towards(lab: Lab, trial: Trial, name: str, one: ServedAnswer) -> None:
     wanted = one.ask.params.logit_bias[0][0]
     others = sum(token != wanted for token in one.ids)
     reported = f"{others} of {len(one.ids)} tokens differ"
-    trial.check(not others, _FAULT, one.exchange.body, f"{name}: only token {wanted}", reported)
+    trial.check(not others, _FAULT, one.attempt.body, f"{name}: only token {wanted}", reported)
 
 
-def _check_min_tokens(lab: Lab, trial: Trial, name: str, one: Served) -> None:
+def _check_min_tokens(lab: Lab, trial: Trial, name: str, one: ServedAnswer) -> None:
     assert lab.reference is not None
     eos, least = set(lab.reference.eos_token_ids), one.ask.params.min_tokens
     text = [token for token in one.ids if token not in eos]
     reported = f"{len(text)} tokens, finish_reason {one.answer.finish_reason}"
     right = len(text) == least and one.answer.finish_reason == "stop"
-    trial.check(right, _FAULT, one.exchange.body, f"{name}: an end after exactly {least} tokens", reported)
+    trial.check(right, _FAULT, one.attempt.body, f"{name}: an end after exactly {least} tokens", reported)
 
 
-def _check_bad_words(lab: Lab, trial: Trial, name: str, one: Served) -> None:
+def _check_bad_words(lab: Lab, trial: Trial, name: str, one: ServedAnswer) -> None:
     ((token,),) = one.ask.params.bad_words
     count = one.ids.count(token)
-    trial.check(not count, _FAULT, one.exchange.body, f"{name}: never token {token}", f"it occurs {count} times")
+    trial.check(not count, _FAULT, one.attempt.body, f"{name}: never token {token}", f"it occurs {count} times")
 
 
-_CHECKS: dict[str, Callable[[Lab, Trial, str, Served], None]] = {
+_CHECKS: dict[str, Callable[[Lab, Trial, str, ServedAnswer], None]] = {
     "logit_bias towards one": _check_towards,
     "temperature of almost 0": _check_cold,
     "min_tokens": _check_min_tokens,
@@ -163,15 +163,15 @@ def structured_output(lab: Lab, trial: Trial) -> None:
             for number, temperature in enumerate((0.0, 1.0, 1.0))
         ]
         for one in lab.ask_all(asks, "structure"):
-            if one.exchange.refused:
+            if one.attempt.refused:
                 unsupported.append(name)
-            elif trial.answered(one.exchange, (*_FAULT, "request fails")) and one.answer.finish_reason == "stop":
+            elif trial.answered(one.attempt, (*_FAULT, "request fails")) and one.answer.finish_reason == "stop":
                 reported = repr(one.answer.text[:80])
                 trial.check(
-                    fits(one.answer.text), _FAULT, one.exchange.body, f"an answer that matches the {name}", reported
+                    fits(one.answer.text), _FAULT, one.attempt.body, f"an answer that matches the {name}", reported
                 )
     if len(set(unsupported)) == len(forms):
-        raise Stopped(Verdict.UNSUPPORTED, "the server accepts no form of structured output")
+        raise Stopped(ProbeVerdict.UNSUPPORTED, "the server accepts no form of structured output")
     trial.reported = f"{trial.num_cases} answers"
 
 
@@ -200,13 +200,13 @@ def nonsense(lab: Lab, trial: Trial) -> None:
     """A rejection is an HTTP status of 4xx; accepting the request is no finding, failing on it is."""
     plain = lab.dialect.body(Ask("The", SamplingParams(max_tokens=2, temperature=0)))
     for name, change in _NONSENSE.items():
-        exchange = lab.server.post(plain | change)
-        fine = exchange.ok or exchange.refused
+        attempt = lab.server.post(plain | change)
+        fine = attempt.ok or attempt.refused
         trial.check(
-            fine, ("request fails",), exchange.body, f"{name}: an answer or a rejection with 4xx", exchange.reported()
+            fine, ("request fails",), attempt.body, f"{name}: an answer or a rejection with 4xx", attempt.reported()
         )
-    exchange = lab.server.post(plain)
-    trial.check(exchange.ok, ("server dies",), exchange.body, "a server that still answers", exchange.reported())
+    attempt = lab.server.post(plain)
+    trial.check(attempt.ok, ("server dies",), attempt.body, "a server that still answers", attempt.reported())
 
 
 @probe(
@@ -220,14 +220,14 @@ def top_k(lab: Lab, trial: Trial) -> None:
     """top_k of 1 and of 8; runs last, and if other parameters are misapplied only with --destructive."""
     if lab.mixed_up and not lab.destructive:
         raise Stopped(
-            Verdict.UNSUPPORTED,
+            ProbeVerdict.UNSUPPORTED,
             "parameters are misapplied here, and top_k has killed such servers; to run it anyway, use --destructive",
         )
     asks = [Ask(lab.loop(number), dataclasses.replace(_WARM, top_k=1)) for number in (1, 3)]
     asks += [Ask(lab.prompt(number), TOP_K, SEED + number) for number in range(lab.budget.answers)]
     outside, example = [], lab.dialect.body(asks[-1])
     for one in lab.ask_all(asks, "parameters"):
-        if not trial.answered(one.exchange, (*_FAULT, "request fails")) or not one.ids:
+        if not trial.answered(one.attempt, (*_FAULT, "request fails")) or not one.ids:
             continue
         if one.ask.params.top_k == 1:
             check_greedy(lab, trial, one, "top_k of 1", _FAULT)

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from deploy.exchange.server import Exchange
+from deploy.exchange.client import Attempt
 
 FALSE_ALARMS = 1e-4
 """False-alarm rate of an audit of a correct server; split evenly over all statistical tests."""
@@ -15,7 +15,7 @@ _MOST_EXAMPLES = 3  # findings of one kind that a probe reports with their reque
 _LONGEST_REQUEST = 600  # characters shown of a request's text
 
 
-class Verdict(StrEnum):
+class ProbeVerdict(StrEnum):
     """Result of a probe."""
 
     PASSED = "passed"
@@ -37,7 +37,7 @@ class Need(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class AuditFinding:
     """A fault, with one request that shows it.
 
     faults: catalogue ids that it resembles, or a name if none fits. count: how often the probe saw it.
@@ -56,14 +56,14 @@ class Finding:
 
 
 @dataclass(slots=True)
-class Outcome:
+class ProbeOutcome:
     """Result of one probe: verdict, reason, measured figures, and series [n] to plot."""
 
     probe: str
     asks: str
-    verdict: Verdict
+    verdict: ProbeVerdict
     reported: str
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[AuditFinding] = field(default_factory=list)
     figures: dict[str, float] = field(default_factory=dict)
     series: dict[str, list[float]] = field(default_factory=dict)
     num_requests: int = 0
@@ -77,7 +77,7 @@ class Outcome:
 class Stopped(Exception):
     """A probe cannot continue; `verdict` is its result."""
 
-    def __init__(self, verdict: Verdict, reported: str) -> None:
+    def __init__(self, verdict: ProbeVerdict, reported: str) -> None:
         super().__init__(reported)
         self.verdict = verdict
 
@@ -93,7 +93,7 @@ class Trial:
         self.num_cases = 0
         self.reported = ""
         self.unclear = ""
-        self._found: dict[tuple[tuple[str, ...], str], list[Finding]] = {}
+        self._found: dict[tuple[tuple[str, ...], str], list[AuditFinding]] = {}
         self._counts: dict[tuple[tuple[str, ...], str], int] = {}
 
     def check(
@@ -111,36 +111,36 @@ class Trial:
         self._counts[kind] = self._counts.get(kind, 0) + 1
         kept = self._found.setdefault(kind, [])
         if len(kept) < _MOST_EXAMPLES:
-            kept.append(Finding(self.probe.name, faults, request, expected, observed))
+            kept.append(AuditFinding(self.probe.name, faults, request, expected, observed))
 
-    def answered(self, exchange: Exchange, faults: tuple[str, ...] = ()) -> bool:
+    def answered(self, attempt: Attempt, faults: tuple[str, ...] = ()) -> bool:
         """Whether a valid request was answered; a rejection is no fault, any other failure is.
 
         `faults` is what the failure resembles. By default, a server that fails while reporting logprobs may have none
         for a token (F10), or one that is not a number (F16) and cannot be sent.
         """
-        if exchange.ok or exchange.refused:
-            return exchange.ok
-        failed_reporting = exchange.status is not None and exchange.body.get("logprobs") not in (None, False)
+        if attempt.ok or attempt.refused:
+            return attempt.ok
+        failed_reporting = attempt.status is not None and attempt.body.get("logprobs") not in (None, False)
         faults = faults or (*(("F10", "F16") if failed_reporting else ()), "request fails")
-        return self.check(False, faults, exchange.body, "an answer to a valid request", exchange.reported())
+        return self.check(False, faults, attempt.body, "an answer to a valid request", attempt.reported())
 
-    def findings(self) -> list[Finding]:
+    def findings(self) -> list[AuditFinding]:
         """One finding of each kind, with how often it was seen."""
         return [
-            Finding(one.probe, one.faults, one.request, one.expected, one.observed, self._counts[kind])
+            AuditFinding(one.probe, one.faults, one.request, one.expected, one.observed, self._counts[kind])
             for kind, examples in self._found.items()
             for one in examples[:1]
         ]
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> ProbeOutcome:
         """The verdict."""
         found = self.findings()
-        verdict = Verdict.FAILED if found else Verdict.INCONCLUSIVE if self.unclear else Verdict.PASSED
+        verdict = ProbeVerdict.FAILED if found else ProbeVerdict.INCONCLUSIVE if self.unclear else ProbeVerdict.PASSED
         if not found and not self.unclear and not self.num_cases:
-            verdict, self.unclear = Verdict.INCONCLUSIVE, "nothing could be checked"
+            verdict, self.unclear = ProbeVerdict.INCONCLUSIVE, "nothing could be checked"
         reported = f"{found[0].observed}" if found else self.unclear or self.reported or f"{self.num_cases} cases"
-        return Outcome(self.probe.name, self.probe.asks, verdict, reported, found, self.figures, self.series)
+        return ProbeOutcome(self.probe.name, self.probe.asks, verdict, reported, found, self.figures, self.series)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,12 +177,12 @@ def delta_per_test() -> float:
 
 
 @contextmanager
-def stopping(outcomes: list[Outcome], probe: Probe) -> Iterator[None]:
+def stopping(outcomes: list[ProbeOutcome], probe: Probe) -> Iterator[None]:
     """Within it a probe may stop; the result is appended."""
     try:
         yield
     except Stopped as stopped:
-        outcomes.append(Outcome(probe.name, probe.asks, stopped.verdict, str(stopped)))
+        outcomes.append(ProbeOutcome(probe.name, probe.asks, stopped.verdict, str(stopped)))
 
 
 def shortened(body: dict[str, Any]) -> dict[str, Any]:

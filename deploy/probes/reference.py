@@ -25,7 +25,7 @@ from speculative.state.logit_constraints import rules_of
 _COPY_LEAST = 2  # tokens that must have occurred before for their continuation to count as a draft
 
 
-class Distribution:
+class AnswerDistribution:
     """The reference's figures for the n tokens of one answer; every array is [n], in nats or probabilities.
 
     raw, processed: log-probability of the token under the model's distribution, and under the request's. p, mean_p: its
@@ -88,14 +88,14 @@ class Reference(TransformersModel):
         self.tokenizer = Tokenizer.from_folder(folder) if (folder / "tokenizer.json").is_file() else None
 
     @torch.inference_mode()
-    def distribution(self, prompt: Sequence[int], emitted: Sequence[int], params: SamplingParams) -> Distribution:
+    def distribution(self, prompt: Sequence[int], emitted: Sequence[int], params: SamplingParams) -> AnswerDistribution:
         """The model's distribution for an answer, under the request's parameters."""
         tokens, start = [*prompt, *emitted], len(prompt)
         logits = self.logits(tokens, start)
         rules = rules_of(params, prompt)
         contexts = [RowContext(rules, (), tuple(emitted[:offset])) for offset in range(len(emitted))]
         adjusted = adjust(logits, contexts, self.eos_token_ids)
-        return Distribution(logits, adjusted, params, tokens, start)
+        return AnswerDistribution(logits, adjusted, params, tokens, start)
 
     @torch.inference_mode()
     def scores(self, tokens: Sequence[int]) -> Floats:

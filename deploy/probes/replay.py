@@ -3,9 +3,9 @@
 import numpy as np
 
 from deploy.exchange.dialect import Ask
-from deploy.probes.lab import AT_ONCE, SEED, SETTINGS, Lab, Served
+from deploy.probes.lab import AT_ONCE, SEED, SETTINGS, Lab, ServedAnswer
 from deploy.probes.probes import Need, Trial, probe
-from deploy.probes.reference import Distribution
+from deploy.probes.reference import AnswerDistribution
 from deploy.probes.statistics import departs, mean_departs, not_uniform, too_many
 from speculative.request import SURPRISAL_CLIP_NATS, SamplingParams
 from speculative.selfcheck.eprocess import Floats
@@ -45,8 +45,8 @@ _MANY = 2000  # points of a plot
 def replayed_logprobs(lab: Lab, trial: Trial) -> None:
     """Logprobs of all traffic against the reference, by position in the answer."""
     traffic = lab.traffic
-    for exchange in lab.failed:
-        trial.answered(exchange)
+    for attempt in lab.failed:
+        trial.answered(attempt)
     answers = [one for name in traffic for one in traffic[name] if one.ids and len(one.values) == len(one.ids)]
     drifts = lab.drifts(answers)
     reported = drifts[np.isfinite(drifts)]
@@ -69,7 +69,7 @@ def replayed_logprobs(lab: Lab, trial: Trial) -> None:
         worst = max(answers, key=lambda one: float(np.nanmax(lab.drifts([one]), initial=0.0)))
         trial.found(
             ROWS,
-            worst.exchange.body,
+            worst.attempt.body,
             "logprobs of this model",
             f"the median error is {np.median(reported):.2f} nats",
         )
@@ -82,7 +82,7 @@ def replayed_logprobs(lab: Lab, trial: Trial) -> None:
             worst, part = max(parts, key=lambda each: float(np.nanmax(each[1], initial=0.0)))
             trial.found(
                 faults,
-                worst.exchange.body,
+                worst.attempt.body,
                 f"logprobs of {where} within {lab.tolerance.nats:g} nats of the model's",
                 f"{over} of {len(chosen)} are off, by up to {np.nanmax(part):.2f} nats",
             )
@@ -101,7 +101,7 @@ def _check_modes(lab: Lab, trial: Trial) -> None:
     modes = {name: mode for name, mode in lab.modes.items() if mode != "either"}
     odd = [name for name, mode in modes.items() if mode != lab.mode]
     if odd:
-        example = lab.traffic[odd[0]][0].exchange.body
+        example = lab.traffic[odd[0]][0].attempt.body
         reported = ", ".join(f"{name}: {mode}" for name, mode in modes.items())
         trial.found(
             ROWS, example, "logprobs of one kind in every request: the model's distribution or the request's", reported
@@ -125,10 +125,10 @@ def own_prompt_logprobs(lab: Lab, trial: Trial) -> None:
             for one in answers
         ]
     )
-    pairs: list[tuple[float, Served]] = []
+    pairs: list[tuple[float, ServedAnswer]] = []
     for one, again in zip(answers, back, strict=True):
-        reported = again.answer.prompt_logprobs
-        if not trial.answered(again.exchange, ("F11", "request fails")) or reported is None:
+        reported = again.prompt_logprobs
+        if not trial.answered(again.attempt, ("F11", "request fails")) or reported is None:
             continue
         values = np.array([np.nan if value is None else value for value in reported[-len(one.ids) :]], float)
         if len(values) == len(one.values):
@@ -146,7 +146,7 @@ def own_prompt_logprobs(lab: Lab, trial: Trial) -> None:
         worst = max(over, key=lambda each: each[0])
         trial.found(
             ("F10", "F11", "F5"),
-            worst[1].exchange.body,
+            worst[1].attempt.body,
             f"the same logprobs as when the answer is scored as a prompt, within {nats:g} nats",
             f"{len(over)} of {len(pairs)} differ, by up to {worst[0]:.2f} nats",
         )
@@ -168,7 +168,7 @@ def distribution_of_the_tokens(lab: Lab, trial: Trial) -> None:
             continue
         distributions = [lab.distribution(one) for one in answers]
         faults = PARAMETERS if name in _FILTERED or name == "penalties" else VERIFICATION
-        body = max(answers, key=lambda one: float(lab.distribution(one).surprisal.sum())).exchange.body
+        body = max(answers, key=lambda one: float(lab.distribution(one).surprisal.sum())).attempt.body
         trial.num_cases += sum(map(len, distributions))
         outside = np.concatenate([distribution.outside for distribution in distributions])
         beyond = int((outside > lab.tolerance.edge).sum())
@@ -194,12 +194,12 @@ def distribution_of_the_tokens(lab: Lab, trial: Trial) -> None:
     trial.reported = f"{trial.num_cases} tokens"
 
 
-def check_greedy(lab: Lab, trial: Trial, served: Served, what: str, faults: tuple[str, ...]) -> bool:
+def check_greedy(lab: Lab, trial: Trial, served: ServedAnswer, what: str, faults: tuple[str, ...]) -> bool:
     """Every token of one answer is the most likely up to a near-tie, and none is forbidden."""
     distribution = lab.distribution(served)
     wrong = np.flatnonzero((distribution.gap > lab.tolerance.edge) | np.isinf(distribution.outside))
     if not len(wrong):
-        return trial.check(True, faults, served.exchange.body, "", "")
+        return trial.check(True, faults, served.attempt.body, "", "")
     place = int(wrong[0])
     if place == 1:  # the first token of a decoding step
         faults = (*STATE, *faults)
@@ -210,7 +210,7 @@ def check_greedy(lab: Lab, trial: Trial, served: Served, what: str, faults: tupl
     how = "is forbidden" if forbidden else f"is {distribution.gap[place]:.2f} nats below the most likely"
     reported = f"token {place} of {len(distribution)} ({served.ids[place]}) {how}; {len(wrong)} such tokens"
     return trial.check(
-        False, faults, served.exchange.body, f"{what}: the most likely allowed token every time", reported
+        False, faults, served.attempt.body, f"{what}: the most likely allowed token every time", reported
     )
 
 
@@ -225,10 +225,10 @@ def _check_greedy(lab: Lab, trial: Trial, name: str, faults: tuple[str, ...]) ->
     if too_many(len(gaps), wrong, lab.tolerance.rate, trial.delta):
         worst = max(answers, key=lambda one: float(lab.distribution(one).gap.max()))
         reported = f"{wrong} of {len(gaps)} tokens are not, by up to {gaps.max():.2f} nats"
-        trial.found(faults, worst.exchange.body, f"'{name}': the most likely token every time", reported)
+        trial.found(faults, worst.attempt.body, f"'{name}': the most likely token every time", reported)
 
 
-def _terms(distributions: list[Distribution], inside: Floats) -> dict[str, Floats]:
+def _terms(distributions: list[AnswerDistribution], inside: Floats) -> dict[str, Floats]:
     def of(name: str) -> Floats:
         found: Floats = np.concatenate([getattr(distribution, name) for distribution in distributions])[inside]
         return found
@@ -246,7 +246,7 @@ def _scale(term: str) -> float:
     return SURPRISAL_CLIP_NATS if term == "surprisal" else 1.0
 
 
-def _answers(lab: Lab, name: str) -> list[Served]:
+def _answers(lab: Lab, name: str) -> list[ServedAnswer]:
     return [one for one in lab.traffic[name] if one.ids]
 
 
@@ -263,7 +263,7 @@ def first_tokens(lab: Lab, trial: Trial) -> None:
     prompt = min((lab.loop(number) for number in range(1, 8, 2)), key=lambda one: _uncertainty(lab, one))
     count = lab.budget.first_tokens
     asked = lab.ask_all([Ask(prompt, params, SEED + number) for number in range(count)], "first tokens", 2 * AT_ONCE)
-    answered = [one for one in asked if trial.answered(one.exchange) and len(one.ids) > 1]
+    answered = [one for one in asked if trial.answered(one.attempt) and len(one.ids) > 1]
     if not answered:
         return
     firsts = [one.ids[0] for one in answered]
@@ -290,7 +290,7 @@ def first_tokens(lab: Lab, trial: Trial) -> None:
             reported = f"{name} {hits} times in {len(emitted)}, expected {share * len(emitted):.1f}"
             trial.found(
                 VERIFICATION if place > 1 else (*STATE, "F17"),
-                answered[0].exchange.body,
+                answered[0].attempt.body,
                 f"token {place} of the answers as often as the model's distribution predicts",
                 reported,
             )

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from deploy.exchange.dialect import Ask, read_stream
-from deploy.probes.lab import AT_ONCE, NUM_TOP, ROUNDED, SEED, SETTINGS, Lab, Served
+from deploy.exchange.dialect import Ask
+from deploy.probes.lab import AT_ONCE, NUM_TOP, ROUNDED, SEED, SETTINGS, Lab, ServedAnswer
 from deploy.probes.probes import Need, Trial, probe
 from deploy.probes.replay import check_greedy
 from deploy.probes.statistics import too_many
@@ -18,7 +18,7 @@ _FLIPS = 0.01  # share of sampled tokens that rounding may change
 _WARM = SamplingParams(max_tokens=24, temperature=1.0, ignore_eos=True, logprobs=NUM_TOP)
 
 
-def parting(lab: Lab, first: Served, second: Served) -> str:
+def parting(lab: Lab, first: ServedAnswer, second: ServedAnswer) -> str:
     """Where two greedy answers diverge without a near-tie; empty if they agree or need not."""
     pairs = list(zip(first.ids, second.ids, strict=False))
     place = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
@@ -33,11 +33,11 @@ def parting(lab: Lab, first: Served, second: Served) -> str:
     return f"they diverge at token {place} ({tokens}), where the top two are {margin:.2f} nats apart"
 
 
-def _margin(lab: Lab, served: Served, place: int) -> float | None:
+def _margin(lab: Lab, served: ServedAnswer, place: int) -> float | None:
     """Nats between the two most likely tokens; without a reference from served logprobs, None if those are missing."""
     if lab.reference is not None:
         return float(lab.distribution(served).margin[place])
-    tops = served.answer.top
+    tops = served.top
     if tops is None or len(tops) <= place or len(tops[place]) < 2:
         return None
     return tops[place][0] - tops[place][1]
@@ -52,7 +52,7 @@ def greedy_twins(lab: Lab, trial: Trial) -> None:
     """Compared up to a near-tie."""
     asks = [Ask(lab.prompt(number), _GREEDY) for number in range(lab.budget.twins)]
     alone = [lab.ask(ask, "twins") for ask in asks]
-    ways: dict[str, tuple[Sequence[Served], tuple[str, ...]]] = {
+    ways: dict[str, tuple[Sequence[ServedAnswer], tuple[str, ...]]] = {
         "asked again alone": ([lab.ask(ask, "twins") for ask in asks], ("F5", "F14")),
         "among sampled requests": (_among_others(lab, asks), ("F5", "F9", "F10")),
     }
@@ -60,9 +60,9 @@ def greedy_twins(lab: Lab, trial: Trial) -> None:
         ways["without speculation"] = (lab.ask_plainly(asks), ("F8", "F12", "F1"))
     for way, (others, faults) in ways.items():
         for first, second in zip(alone, others, strict=True):
-            if trial.answered(first.exchange) and trial.answered(second.exchange):
+            if trial.answered(first.attempt) and trial.answered(second.attempt):
                 reported = parting(lab, first, second)
-                trial.check(not reported, faults, second.exchange.body, f"the same greedy answer {way}", reported)
+                trial.check(not reported, faults, second.attempt.body, f"the same greedy answer {way}", reported)
     if Need.BESIDE in lab.missing:
         trial.reported = f"{trial.num_cases} pairs; none without speculation, which needs --beside"
     if lab.reference is not None:
@@ -71,7 +71,7 @@ def greedy_twins(lab: Lab, trial: Trial) -> None:
                 check_greedy(lab, trial, served, "alone", ("F8", "F12", "F5"))
 
 
-def _among_others(lab: Lab, asks: Sequence[Ask]) -> list[Served]:
+def _among_others(lab: Lab, asks: Sequence[Ask]) -> list[ServedAnswer]:
     noise = [
         Ask(lab.prompt(50 + number), dataclasses.replace(SETTINGS[name], max_tokens=40), SEED + number)
         for number, name in enumerate(("temperature 1", "top_p", "min_p", "penalties") * 2)
@@ -88,26 +88,23 @@ def streams(lab: Lab, trial: Trial) -> None:
     for number in range(min(4, lab.budget.twins)):
         ask = Ask(lab.prompt(number), _GREEDY)
         whole = lab.ask(ask, "streams")
-        exchange, events = lab.server.stream(lab.dialect.body(ask))
-        if not (trial.answered(whole.exchange) and trial.answered(exchange)):
+        streamed = ServedAnswer("streams", ask, lab.server.stream(lab.dialect.body(ask)))
+        if not (trial.answered(whole.attempt) and trial.answered(streamed.attempt)):
             continue
-        answer = read_stream(events)
-        streamed = Served("streams", ask, exchange, answer)
+        answer, body = streamed.answer, streamed.attempt.body
         if not streamed.ids:
             trial.unclear = "this server's streams carry no token ids"
             return
         reported = parting(lab, whole, streamed)
-        trial.check(not reported, ("F10", "F21"), exchange.body, "the same tokens as a stream and as a whole", reported)
+        trial.check(not reported, ("F10", "F21"), body, "the same tokens as a stream and as a whole", reported)
         if answer.logprobs:
             reported = f"{len(answer.logprobs)} logprobs for {len(streamed.ids)} tokens"
-            trial.check(
-                len(answer.logprobs) == len(streamed.ids), ("F10",), exchange.body, "one logprob per token", reported
-            )
+            trial.check(len(answer.logprobs) == len(streamed.ids), ("F10",), body, "one logprob per token", reported)
         reported = f"{answer.finish_reason}, in the whole reply {whole.answer.finish_reason}"
         trial.check(
             answer.finish_reason == whole.answer.finish_reason,
             ("F21",),
-            exchange.body,
+            body,
             "the same finish_reason",
             reported,
         )
@@ -122,14 +119,14 @@ def streams(lab: Lab, trial: Trial) -> None:
 def seeded_twins(lab: Lab, trial: Trial) -> None:
     """Sent one after the other on a warm prefix, so that all shapes are the same; rounding may still change a few."""
     same, pairs, different = 0, 0, 0
-    example: Served | None = None
+    example: ServedAnswer | None = None
     for number in range(2 * lab.budget.twins):
         ask = Ask(lab.prompt(20 + number), _WARM, seed=SEED + number)
         lab.ask(dataclasses.replace(ask, seed=None, params=dataclasses.replace(_WARM, max_tokens=1)), "twins")
         first, second = lab.ask(ask, "twins"), lab.ask(ask, "twins")
-        if not (trial.answered(first.exchange) and trial.answered(second.exchange)):
-            if first.exchange.refused:
-                trial.unclear = f"seed is refused: {first.exchange.error}"
+        if not (trial.answered(first.attempt) and trial.answered(second.attempt)):
+            if first.attempt.refused:
+                trial.unclear = f"seed is refused: {first.attempt.error}"
                 return
             continue
         pairs, same, trial.num_cases = pairs + 1, same + (first.ids == second.ids), trial.num_cases + 1
@@ -143,7 +140,7 @@ def seeded_twins(lab: Lab, trial: Trial) -> None:
                 trial.check(
                     other.ids != first.ids,
                     ("F17", "seed"),
-                    other.exchange.body,
+                    other.attempt.body,
                     "a different answer for another seed",
                     reported,
                 )
@@ -152,11 +149,11 @@ def seeded_twins(lab: Lab, trial: Trial) -> None:
     odds = 1 - (1 - _FLIPS) ** _WARM.max_tokens
     if example is not None and too_many(pairs, pairs - same, odds, trial.delta):
         trial.found(
-            ("seed",), example.exchange.body, "the same answer for the same seed, prompt and parameters", trial.reported
+            ("seed",), example.attempt.body, "the same answer for the same seed, prompt and parameters", trial.reported
         )
 
 
-def _surprising(served: Served, nats: float = 12.0) -> bool:
+def _surprising(served: ServedAnswer, nats: float = 12.0) -> bool:
     """Whether an answer is too unlikely to occur twice by chance."""
     values = served.values
     return len(values) > 0 and bool(np.isfinite(values).all()) and float(values.sum()) < -nats
@@ -173,9 +170,9 @@ def unseeded_answers(lab: Lab, trial: Trial) -> None:
     """Equal answers to one prompt are a finding if they are too unlikely to coincide."""
     count = 2 * AT_ONCE
     ask = Ask(lab.passage(5, 24), dataclasses.replace(_WARM, temperature=1.0))
-    answered = [one for one in lab.ask_all([ask] * count, "unseeded") if trial.answered(one.exchange)]
+    answered = [one for one in lab.ask_all([ask] * count, "unseeded") if trial.answered(one.attempt)]
     trial.num_cases += len(answered)
-    seen: dict[tuple[int, ...], Served] = {}
+    seen: dict[tuple[int, ...], ServedAnswer] = {}
     for one in answered:
         twin = seen.setdefault(one.ids, one)
         if twin is one or not one.ids or not np.isfinite(one.values).all():
@@ -186,7 +183,7 @@ def unseeded_answers(lab: Lab, trial: Trial) -> None:
         trial.check(
             log_chance > math.log(trial.delta),
             ("F17",),
-            one.exchange.body,
+            one.attempt.body,
             "different answers without a seed",
             reported,
         )
@@ -208,13 +205,13 @@ def slots_and_crowds(lab: Lab, trial: Trial) -> None:
     ]
     answered = lab.ask_all(asks, "crowd", at_once=4 * AT_ONCE)
     for one in answered:
-        if not trial.answered(one.exchange):
+        if not trial.answered(one.attempt):
             continue
         reported = f"{len(one.ids)} tokens"
         full = trial.check(
             len(one.ids) == one.ask.params.max_tokens,
             ("F12", "F21"),
-            one.exchange.body,
+            one.attempt.body,
             f"{one.ask.params.max_tokens} tokens",
             reported,
         )
@@ -226,4 +223,4 @@ def slots_and_crowds(lab: Lab, trial: Trial) -> None:
                 at_last = len(drift) == len(one.ids) and drift[-1] == over
                 faults = ("F1", "F10") if at_last else ("F5", "F15", "F10", "F13")
                 expected = f"logprobs within {3 * lab.tolerance.nats:g} nats of the model's"
-                trial.check(over <= 3 * lab.tolerance.nats, faults, one.exchange.body, expected, reported)
+                trial.check(over <= 3 * lab.tolerance.nats, faults, one.attempt.body, expected, reported)

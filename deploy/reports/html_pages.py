@@ -1,7 +1,9 @@
 """What reports as one self-contained HTML file are made of, with light and dark themes."""
 
 import html
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+
+from deploy.reports.model import Cell, ReportTable, Shown
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1d2433; --soft: #5b6475; --page: #fbfbfd; --card: #ffffff; --rule: #dfe3ea;
@@ -61,15 +63,40 @@ def facts(found: Mapping[str, object]) -> str:
     return f"<dl>{rows}</dl>"
 
 
-def table(headings: Sequence[str], rows: Iterable[Sequence[object]], numbers: Collection[int]) -> str:
-    """A table of texts; numbers: the columns that are aligned on the right."""
-    kinds = [' class="number"' if place in numbers else "" for place in range(len(headings))]
-    head = "".join(f"<th{kind}>{escaped(cell)}</th>" for kind, cell in zip(kinds, headings, strict=True))
-    body = "".join(
-        "<tr>" + "".join(f"<td{kind}>{escaped(cell)}</td>" for kind, cell in zip(kinds, row, strict=True)) + "</tr>"
-        for row in rows
-    )
-    return f'<div class="scrolled"><table><tr>{head}</tr>{body}</table></div>'
+def table(shown: ReportTable) -> str:
+    """A table; its title stands above it where the page has one."""
+    kinds = [
+        " ".join(name for name, places in (("number", shown.numbers), ("wide", shown.optional)) if place in places)
+        for place in range(len(shown.columns))
+    ]
+    head = "".join(f"<th{_class(kind)}>{escaped(name)}</th>" for kind, name in zip(kinds, shown.columns, strict=True))
+    rows = ("".join(map(_cell, row, kinds)) for row in shown.cells())
+    made = f"<table><tr>{head}</tr>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"
+    return f'<div class="scrolled">{made}</div>' if shown.numbers else made
+
+
+def finding(shown: Shown) -> str:
+    """A framed part for something that was found."""
+    where = f" · {escaped(shown.where)}" if shown.where else ""
+    told = f"{facts(shown.facts)}{example(shown.named, shown.example)}"
+    return card(f'<b class="bad">{escaped(shown.title)}</b>{where}{told}', "finding")
+
+
+def example(named: str, shown: Mapping[str, object] | str) -> str:
+    """An example of something that was found, folded up; nothing if there is none."""
+    if not shown:
+        return ""
+    told = f"<pre>{escaped(shown)}</pre>" if isinstance(shown, str) else facts(shown)
+    return f"<details><summary>{escaped(named)}</summary>{told}</details>"
+
+
+def _cell(cell: Cell, kind: str) -> str:
+    detail = f"<small>{escaped(cell.detail)}</small>" if cell.detail else ""
+    return f"<td{_class(' '.join(filter(None, (kind, cell.kind))))}>{escaped(cell.text)}{detail}</td>"
+
+
+def _class(kind: str) -> str:
+    return f' class="{kind}"' if kind else ""
 
 
 def escaped(value: object) -> str:

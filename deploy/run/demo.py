@@ -7,9 +7,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
-from deploy.exchange.client import Answer, Client, ServiceError
+from deploy.exchange.answers import Reply
+from deploy.exchange.client import Client, ServiceError
+from deploy.exchange.exchanges import CHAT
+from deploy.options import api_key
 from deploy.run.quiet import Others
-from serve_app.telemetry.metric_summary import MetricSummary
+from serve_app.telemetry.metric_summary import MetricSummary, summarise
 
 QUESTION = "What is the capital of France, and what is it famous for? Answer in two sentences."
 _TEXT = (
@@ -55,6 +58,65 @@ class TaskSpeed:
 
 
 _REPLAY_WAIT_S = 60.0
+_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class ChatAnswer:
+    """A streamed answer and how fast it came."""
+
+    text: str
+    num_tokens: int
+    first_token_s: float
+    decode_s: float  # from the first message to the last
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens after the first message, over the time they took; 0 where there was nothing to measure."""
+        return (self.num_tokens - 1) / self.decode_s if self.decode_s > 0 and self.num_tokens > 1 else 0.0
+
+
+class Service:
+    """A running service and the model that it serves; asked with the key of `TRUESPEC_API_KEY`, where that is set."""
+
+    def __init__(self, base_url: str, model_name: str) -> None:
+        self.base_url = base_url
+        self.model_name = model_name
+        self.client = Client(base_url, api_key(), _TIMEOUT_S)
+
+    def chat(self, content: str, *, on_text: Callable[[str], None] = lambda _: None, **options: object) -> ChatAnswer:
+        """Ask one question and stream the answer.
+
+        Raises:
+            ServiceError: the service refused or broke off.
+        """
+        question = {"messages": [{"role": "user", "content": content}], "stream_options": {"include_usage": True}}
+        num_seen = 0
+
+        def show(reply: Reply) -> None:
+            nonlocal num_seen
+            text = reply.first.text
+            if len(text) > num_seen:
+                on_text(text[num_seen:])
+            num_seen = len(text)
+
+        found = self.client.stream({"model": self.model_name, **question, **options}, CHAT, show)
+        if not found.ok:
+            raise ServiceError(f"{self.base_url}{CHAT}: {found.reported()}")
+        reply = found.reply
+        first_s = found.first_s or found.seconds
+        return ChatAnswer(reply.first.text, reply.num_tokens or 0, first_s, max(0.0, found.last_s - first_s))
+
+    def metrics(self) -> MetricSummary:
+        """The service's own figures, summed over its replicas.
+
+        Raises:
+            ServiceError: it does not report them.
+        """
+        text = self.client.get("/metrics")
+        if text is None:
+            raise ServiceError(f"{self.base_url}/metrics: no reply with status 200")
+        return summarise(text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,20 +147,20 @@ class DemoFigures:
         return asdict(self)
 
 
-def run_demo(client: Client, progress: Callable[[str], None], on_text: Callable[[str], None]) -> DemoFigures:
+def run_demo(service: Service, progress: Callable[[str], None], on_text: Callable[[str], None]) -> DemoFigures:
     """Ask, measure speculation on against off on the same tasks, and wait for what was answered to be checked."""
     progress(f"asking: {QUESTION}")
-    answer = client.chat(QUESTION, on_text=on_text, max_tokens=_MAX_TOKENS, temperature=0)
+    answer = service.chat(QUESTION, on_text=on_text, max_tokens=_MAX_TOKENS, temperature=0)
     on_text("\n")
-    answers: dict[str, list[tuple[Answer, Answer]]] = {task.name: [] for task in TASKS}
+    answers: dict[str, list[tuple[ChatAnswer, ChatAnswer]]] = {task.name: [] for task in TASKS}
     others = Others()
     for number in range(1, _ROUNDS + 1):
         progress(f"measuring {len(TASKS)} tasks with speculation off and on, round {number} of {_ROUNDS}")
         for task in TASKS:
-            answers[task.name].append(_ask_twice(client, task))
+            answers[task.name].append(_ask_twice(service, task))
     others_cores = others.cores()
     progress("waiting for the answers to be computed again and compared")
-    metrics = _wait_for_replay(client)
+    metrics = _wait_for_replay(service)
     return DemoFigures(
         answer=answer.text,
         acceptance_rate=metrics["acceptance_rate"],
@@ -116,24 +178,24 @@ def run_demo(client: Client, progress: Callable[[str], None], on_text: Callable[
     )
 
 
-def curl_line(client: Client, *, chats: bool = True) -> str:
+def curl_line(service: Service, *, chats: bool = True) -> str:
     """A command to try by hand: a question, or the beginning of a text for a model that has no chat template."""
     asked: dict[str, object] = {"prompt": "The capital of France is"}
     if chats:
         asked = {"messages": [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]}
     settings = {"temperature": 0, "max_tokens": _MAX_TOKENS, "stream": True}
-    body = json.dumps({"model": client.model_name, **asked, **settings})
-    url = shlex.quote(f"{client.base_url}/v1/{'chat/' if chats else ''}completions")
+    body = json.dumps({"model": service.model_name, **asked, **settings})
+    url = shlex.quote(f"{service.base_url}/v1/{'chat/' if chats else ''}completions")
     return f"curl -N {url} -H 'content-type: application/json' -d {shlex.quote(body)}"
 
 
-def _ask_twice(client: Client, task: Task) -> tuple[Answer, Answer]:
+def _ask_twice(service: Service, task: Task) -> tuple[ChatAnswer, ChatAnswer]:
     """The answers without speculation and with it."""
-    off = client.chat(task.prompt, max_tokens=_MAX_TOKENS, temperature=task.temperature, speculate=False)
-    return off, client.chat(task.prompt, max_tokens=_MAX_TOKENS, temperature=task.temperature)
+    off = service.chat(task.prompt, max_tokens=_MAX_TOKENS, temperature=task.temperature, speculate=False)
+    return off, service.chat(task.prompt, max_tokens=_MAX_TOKENS, temperature=task.temperature)
 
 
-def _speed(name: str, pairs: Sequence[tuple[Answer, Answer]]) -> TaskSpeed:
+def _speed(name: str, pairs: Sequence[tuple[ChatAnswer, ChatAnswer]]) -> TaskSpeed:
     off, on = (statistics.median(pair[which].tokens_per_s for pair in pairs) for which in (0, 1))
     ratios = [_ratio(without.tokens_per_s, withit.tokens_per_s) for without, withit in pairs]
     return TaskSpeed(name, off, on, _ratio(off, on), least_ratio=min(ratios), most_ratio=max(ratios))
@@ -143,7 +205,7 @@ def _ratio(off: float, on: float) -> float:
     return on / off if off else 0.0
 
 
-def _wait_for_replay(client: Client) -> MetricSummary:
+def _wait_for_replay(service: Service) -> MetricSummary:
     """The metrics, once no more replays are on their way.
 
     Raises:
@@ -152,7 +214,7 @@ def _wait_for_replay(client: Client) -> MetricSummary:
     deadline = time.monotonic() + _REPLAY_WAIT_S
     seen = -1.0
     while time.monotonic() < deadline:
-        metrics = client.metrics()
+        metrics = service.metrics()
         if metrics["replayed_tokens"] > 0 and metrics["replayed_tokens"] == seen:
             return metrics
         seen = metrics["replayed_tokens"]

@@ -7,7 +7,7 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 
-from deploy.exchange.exchanges import Batch
+from deploy.exchange.exchanges import ExchangeBatch
 from deploy.watch.page import html_report
 from deploy.watch.referee import Referee, RefereeOptions
 from deploy.watch.replayers import ReplayerOptions
@@ -72,7 +72,7 @@ def _add_exchange_routes(app: FastAPI, referee: Referee) -> None:
         if int(request.headers.get("content-length") or 0) > _MOST_BYTES:
             return Response(f"A batch may have {_MOST_BYTES} bytes.\n", 413, media_type="text/plain")
         try:
-            batch = Batch.from_wire(await request.body())
+            batch = ExchangeBatch.from_wire(await request.body())
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             return Response(f"This is no batch of exchanges: {error}.\n", 400, media_type="text/plain")
         referee.take(batch)

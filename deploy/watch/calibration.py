@@ -22,8 +22,9 @@ from typing import Any
 
 import numpy as np
 
+from deploy.exchange.answers import Candidate
+from deploy.exchange.client import Attempt, Client
 from deploy.exchange.prompts import KINDS, read_texts
-from deploy.exchange.server import Exchange, Server
 from deploy.reports.progress import View
 from serve_app.referee.tolerance import Tolerance
 from serve_app.referee.transformers_model import TransformersModel
@@ -97,7 +98,7 @@ def calibrate(
     view.stage("loading the model")
     tokenizer, model = Tokenizer.from_folder(folder), TransformersModel(folder)
     prompts = list(_prompts(tokenizer, num_prompts, model.max_model_len - 1))
-    with Server(url, api_key) as server:
+    with Client(url, api_key) as server:
         desk = _Desk(server, served, tokenizer)
         processed = desk.is_processed(prompts[:_MODE_PROMPTS], model)
         view.stage("comparing next tokens")
@@ -125,7 +126,7 @@ def _prompts(tokenizer: Tokenizer, number: int, longest: int) -> Iterator[tuple[
 class _Desk:
     """Asks one server for the distribution of one token."""
 
-    def __init__(self, server: Server, served: str | None, tokenizer: Tokenizer) -> None:
+    def __init__(self, server: Client, served: str | None, tokenizer: Tokenizer) -> None:
         self._server = server
         self._tokenizer = tokenizer
         self._ids: dict[str, int] | None = None  # of tokens by their text, where it is one token's alone
@@ -159,13 +160,13 @@ class _Desk:
                 break
         if not reply.ok:
             raise ConfigError(f"{self._server.url} does not answer a completion with logprobs: {reply.reported()}")
-        if not _top(reply.reply):
+        if not _top(reply):
             raise ConfigError(
                 f"{self._server.url} reports no logprobs of its likeliest tokens, so that its rounding cannot be "
                 "measured; give the referee --precision."
             )
 
-    def _ask(self, prompt: Sequence[int] | str, temperature: float) -> Exchange:
+    def _ask(self, prompt: Sequence[int] | str, temperature: float) -> Attempt:
         asked = prompt if isinstance(prompt, str) else list(prompt)
         body = {"model": self.model, "prompt": asked, "max_tokens": 1, "temperature": temperature, "logprobs": _TOP}
         return self._server.post(body | self._extra)
@@ -182,23 +183,21 @@ class _Desk:
         sent = prompt if self.takes_ids else self._text(prompt)
         prompt = sent if not isinstance(sent, str) else tuple(self._tokenizer.encode(sent))
         reply = self._ask(sent, temperature)
-        counted = (reply.reply.get("usage") or {}).get("prompt_tokens", len(prompt))
-        top = _top(reply.reply) if reply.ok and counted == len(prompt) else []
-        known = [(self._id(token, given), value) for token, given, value in top]
+        counted = reply.reply.num_prompt
+        top = _top(reply) if counted in (None, len(prompt)) else []
+        known = [(self._id(one), one.logprob) for one in top]
         found = {token: value for token, value in known if token is not None and math.isfinite(value)}
         return prompt, dict(sorted(found.items(), key=lambda one: -one[1])[:_TOP])
 
-    def _id(self, text: str, given: int | None) -> int | None:
-        if given is not None:
-            return given
-        if text.startswith("token_id:"):
-            return int(text.removeprefix("token_id:"))
+    def _id(self, candidate: Candidate) -> int | None:
+        if candidate.token_id is not None:
+            return candidate.token_id
         if self._ids is None:
             texts: dict[str, list[int]] = {}
             for token in range(self._tokenizer.vocab_size):
                 texts.setdefault(self._tokenizer.token_text(token), []).append(token)
             self._ids = {text: ids[0] for text, ids in texts.items() if len(ids) == 1}
-        return self._ids.get(text)
+        return self._ids.get(candidate.text)
 
     def is_processed(self, prompts: Sequence[tuple[int, ...]], model: TransformersModel) -> bool:
         """Whether the server's logprobs are those after the temperature."""
@@ -231,15 +230,9 @@ def _logprobs(logits: Floats) -> Floats:
     return values
 
 
-def _top(reply: dict[str, Any]) -> list[tuple[str, int | None, float]]:
-    """Text, id where it is given, and logprob of the likeliest tokens of a reply's first token."""
-    choices = reply.get("choices") or [{}]
-    logprobs = choices[0].get("logprobs") or {}
-    if logprobs.get("content"):  # as in chats; llama.cpp has it so everywhere
-        top = logprobs["content"][0].get("top_logprobs") or ()
-        return [(str(one.get("token")), one.get("id"), float(one["logprob"])) for one in top]
-    top = (logprobs.get("top_logprobs") or [{}])[0] or {}
-    return [(str(token), None, float(value)) for token, value in top.items() if value is not None]
+def _top(attempt: Attempt) -> Sequence[Candidate]:
+    """The likeliest tokens in the place of a reply's first one."""
+    return next(iter(attempt.reply.first.candidates() or ()), ())
 
 
 def _tolerance(compared: Sequence[_Compared], processed: bool, desk: _Desk) -> Tolerance:

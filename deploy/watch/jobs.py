@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from deploy.exchange.answers import Choice, Reply, Unreadable, read_reply
+from deploy.exchange.answers import Choice, Json, Reply, Unreadable, read_reply
 from deploy.exchange.exchanges import CHAT, Exchange
-from deploy.exchange.sampling import Json, Sampled, Sampling
+from deploy.exchange.sampling import Sampled, Sampling
+from deploy.exchange.vendors import FALLBACK, vendor_of
 from serve_app.backends.base import ModelInfo
 from serve_app.referee.records import ReplayJob
 from serve_app.telemetry.metric_names import WATCHED_LENGTHS, WATCHED_POSITIONS
@@ -94,7 +95,7 @@ class JobMaker:
         return jobs
 
     def _dialect(self, found: str) -> str:
-        return (found or "vllm") if self.dialect == "auto" else self.dialect
+        return (found or FALLBACK) if self.dialect == "auto" else self.dialect
 
     def _sampling(self, found: str) -> Sampling:
         dialect = self._dialect(found)
@@ -122,7 +123,7 @@ class JobMaker:
         return [prompt for prompt in prompts for _ in range(each)]
 
     def _chat(self, body: Json, dialect: str) -> tuple[int, ...]:
-        between = " " if self._dialect(dialect) == "transformers" else "\n"
+        between = vendor_of(self._dialect(dialect)).joins_texts_by
         messages = [_as_text(message, between) for message in body.get("messages") or ()]
         if not isinstance(body.get("chat_template_kwargs") or {}, dict):
             raise Unreadable("its chat_template_kwargs are not an object")

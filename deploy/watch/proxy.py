@@ -18,9 +18,10 @@ from aiohttp.http_exceptions import HttpProcessingError
 from multidict import CIMultiDict
 from yarl import URL
 
-from deploy.exchange.asking import DIALECTS, FALLBACK, OWNERS, Asked, extras_of, instrumented, read_request
+from deploy.exchange.asking import Asked, instrumented, read_request
 from deploy.exchange.event_stream import EventEditor
 from deploy.exchange.exchanges import WATCHED_PATHS, Exchange
+from deploy.exchange.vendors import FALLBACK, VENDORS, dialect_of, vendor_of
 from deploy.watch.headers import passed_on, with_length
 from deploy.watch.plain_shapes import PlainShape
 from deploy.watch.sender import Sender
@@ -58,7 +59,7 @@ class ProxyOptions:
     """What a proxy needs to know.
 
     upstream: the server's URL. host, port: to listen on; port 0 takes a free one. share: of requests that are watched,
-    0 to 1. dialect: "auto" or one of `DIALECTS`. referee: its URL; None = exchanges are only counted. max_queued,
+    0 to 1. dialect: "auto" or one of `VENDORS`. referee: its URL; None = exchanges are only counted. max_queued,
     max_queued_bytes: what waits for the referee at most. max_exchange_bytes: larger requests and replies are not
     captured. replica_header: the header of a reply that names the replica.
     """
@@ -85,8 +86,8 @@ class ProxyOptions:
             raise ConfigError(f"{self.upstream} is no URL of a server; write it as http://HOST:PORT.")
         if not 0 <= self.share <= 1:
             raise ConfigError(f"The share of watched requests is {self.share}; it goes from 0 to 1.")
-        if self.dialect not in ("auto", *DIALECTS):
-            raise ConfigError(f"The dialect {self.dialect} is unknown; there are auto, {', '.join(DIALECTS)}.")
+        if self.dialect not in ("auto", *VENDORS):
+            raise ConfigError(f"The dialect {self.dialect} is unknown; there are auto, {', '.join(VENDORS)}.")
 
 
 @dataclass(slots=True)
@@ -156,8 +157,9 @@ class Proxy:
             owner = ""
         except _LOST:
             return
-        self._dialect = OWNERS.get(owner, FALLBACK)
-        known = "" if owner in OWNERS else ", since its /v1/models names no owner that is known"
+        found = dialect_of(owner)
+        self._dialect = found or FALLBACK
+        known = "" if found else ", since its /v1/models names no owner that is known"
         _LOG.info("The server at %s is asked in the dialect %s%s.", self._base, self._dialect, known)
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
@@ -259,7 +261,7 @@ class Proxy:
             return await self._passed(request, headers, body)
         form = self._form(asked.form)
         headers.popall("Accept-Encoding", None)
-        levels = extras_of(self._dialect or FALLBACK, path, asked.streamed)
+        levels = vendor_of(self._dialect or FALLBACK).extras(path, asked.streamed)
         changed, keys = instrumented(asked, levels[form.level])
         if keys and (form.stale or not form.shape.learned):
             return await self._learned(request, headers, asked, form)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from deploy.exchange.answers import Unreadable
-from deploy.exchange.exchanges import Batch, Exchange
+from deploy.exchange.exchanges import Exchange, ExchangeBatch
 from deploy.watch.jobs import JobMaker, WatchedJob
 from deploy.watch.replayers import Replayer
 from serve_app.backends.base import ModelInfo, Replayed
@@ -61,7 +61,7 @@ class RefereeOptions:
 
 
 @dataclass(slots=True)
-class Finding:
+class WatchFinding:
     """What a detector found, the first time; num: how often since."""
 
     alarm: str
@@ -115,7 +115,7 @@ class Referee:
             "verifies": False,
         }
         self._status = StatusBook(about, self.sink, time.time)
-        self.findings: OrderedDict[tuple[str, str, str], Finding] = OrderedDict()
+        self.findings: OrderedDict[tuple[str, str, str], WatchFinding] = OrderedDict()
         self.unread = Reasons()
         self._began_at = time.time()
         for result in WATCHED_RESULTS:
@@ -135,7 +135,7 @@ class Referee:
             self._status.note()
             await asyncio.sleep(_NOTE_EVERY_S)
 
-    def take(self, batch: Batch) -> None:
+    def take(self, batch: ExchangeBatch) -> None:
         """Take in what a proxy sent; what there is no room for is skipped and counted."""
         for result, num in batch.counts.items():
             if result not in WATCHED_RESULTS:
@@ -187,7 +187,7 @@ class Referee:
             example = self.show(case)
             answers = self._judge.num_answers
             _logger.warning("%s is wrong: %s in stratum %s", replica, alarm.name, alarm.stratum)
-            self.findings[key] = Finding(
+            self.findings[key] = WatchFinding(
                 *key, case.job.began_at, alarm.evidence_since, answers, tokens, self.num_tokens, example
             )
 
@@ -221,7 +221,7 @@ class Referee:
         return self._judge.by_stratum["all"].num_tokens
 
     @property
-    def first_finding(self) -> Finding | None:
+    def first_finding(self) -> WatchFinding | None:
         """What was found first; None = nothing."""
         return next(iter(self.findings.values()), None)
 

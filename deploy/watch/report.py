@@ -1,12 +1,13 @@
 """A referee's report on the terminal, and what a CI makes of it."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
+from deploy.reports import terminal
+from deploy.reports.terminal import STYLES, print_facts
 from deploy.watch import sentences
 from deploy.watch.sentences import Report
 
@@ -19,8 +20,15 @@ FAIL_ON = {
 }
 """For what a check may fail, and what each means."""
 
-_STYLES = {"alarm": "bold red", "suspect": "bold red", "nothing": "yellow", "clean": "green"}
-_SHORT = ("tme", "k3", "abs_nats", "max_nats", "probability_z", "surprisal_z")
+_SHORT = {
+    "tokens": "tokens",
+    "tme": "TME",
+    "k3": "k3",
+    "abs_nats": "abs",
+    "max_nats": "max",
+    "probability_z": "p(y) z",
+    "surprisal_z": "-log p z",
+}
 _MOST_SUSPECT = 5  # shown; the JSON has all
 
 
@@ -43,24 +51,22 @@ def conclusion(report: Report, fail_on: Collection[str]) -> list[str]:
 def print_report(report: Report, out: Console) -> None:
     """The verdict, then what it rests on."""
     verdict = sentences.headline(report)
-    out.print(Text(f"{verdict.text}.", style=_STYLES[verdict.kind]), soft_wrap=True)
+    out.print(Text(f"{verdict.text}.", style=STYLES[sentences.KINDS[verdict.kind]]), soft_wrap=True)
     for note in sentences.notes(report):
         out.print(Text(f"{note}."), soft_wrap=True)
     for group in sentences.finding_groups(report["findings"]):
         out.print(Text(f"\n{group[0]['alarm']}", style="bold red"))
-        _print_facts(sentences.group_facts(group), out)
+        print_facts(sentences.group_facts(group), out)
         out.print(Text("  shown by"))
-        _print_facts(sentences.example_facts(group[0]["example"]), out, indent=4)
+        print_facts(sentences.example_facts(group[0]["example"]), out, indent=4)
     _print_suspect(report["suspect"], out)
     if report["all"]["tokens"]:
         _print_measures(report, out)
     out.print()
-    out.print(_table("What became of it", ("", "result", "number", ""), sentences.outcome_rows(report), numbers=(2,)))
-    for title, reasons in (("Unreadable", report["unreadable"]), ("Untested", report["untested"])):
-        if reasons:
-            out.print(_table(title, ("reason", "answers"), sentences.reason_rows(reasons), numbers=(1,)))
+    for table in sentences.outcomes(report):
+        out.print(terminal.table(table))
     out.print(Text("\nTolerance"))
-    _print_facts(sentences.tolerance_facts(report["tolerance"]), out)
+    print_facts(sentences.tolerance_facts(report["tolerance"]), out)
 
 
 def _print_suspect(suspect: Sequence[Mapping[str, Any]], out: Console) -> None:
@@ -70,46 +76,13 @@ def _print_suspect(suspect: Sequence[Mapping[str, Any]], out: Console) -> None:
     of_all = f", the latest {len(latest)} of {len(suspect)}" if len(latest) < len(suspect) else ""
     out.print(Text(f"\nAnswers that are suspect each by itself{of_all}", style="bold red"))
     for example in latest:
-        _print_facts(sentences.example_facts(example), out)
+        print_facts(sentences.example_facts(example), out)
         out.print()
 
 
 def _print_measures(report: Report, out: Console) -> None:
-    rows = sentences.measure_rows(report["all"])
-    title = (
-        f"{sentences.count(report['all']['compared'], 'token')} with a logprob: g served, t replayed, r = exp(t - g)"
-    )
     out.print()
-    out.print(_table(title, ("measure", "value", "is", "trainers call it"), rows, numbers=(1,)))
-    title = f"{sentences.count(report['all']['drawn'], 'token')} against the distribution"
-    heads = ("term", "mean", "z", "tolerated", "is")
-    out.print(_table(title, heads, sentences.term_rows(report), numbers=(1, 2, 3)))
+    out.print(terminal.table(sentences.measures(report["all"])))
+    out.print(terminal.table(sentences.terms(report)))
     for title, groups in (("By stratum", report["strata"]), ("By replica", report["replicas"])):
-        out.print(_table(title, _heads(), _rows(groups), numbers=range(1, 2 + len(_SHORT))))
-
-
-def _heads() -> tuple[str, ...]:
-    return "", "tokens", "TME", "k3", "abs", "max", "p(y) z", "-log p z"
-
-
-def _rows(groups: Mapping[str, Mapping[str, Any]]) -> Iterable[Sequence[str]]:
-    for name, figures in groups.items():
-        values = (sentences.measured("z" if key.endswith("_z") else key, figures[key]) for key in _SHORT)
-        yield (sentences.plain(name), sentences.number(figures["tokens"]), *values)
-
-
-def _table(title: str, heads: Sequence[str], rows: Iterable[Sequence[str]], numbers: Collection[int]) -> Table:
-    """Its cells are texts that rich prints unchanged."""
-    table = Table(title=Text(title), title_justify="left")
-    for place, head in enumerate(heads):
-        is_number = place in numbers
-        table.add_column(head, justify="right" if is_number else "left", overflow="fold", no_wrap=is_number)
-    for row in rows:
-        table.add_row(*map(Text, row))
-    return table
-
-
-def _print_facts(facts: Mapping[str, str], out: Console, indent: int = 2) -> None:
-    width = max(map(len, facts))
-    for name, value in facts.items():
-        out.print(Text(f"{'':{indent}}{name:{width}}  {value}"), soft_wrap=True)
+        out.print(terminal.table(sentences.by_group(title, groups, _SHORT)))

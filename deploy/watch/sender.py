@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 import aiohttp
 
-from deploy.exchange.exchanges import Batch, Exchange
+from deploy.exchange.exchanges import Exchange, ExchangeBatch
 
 _LOG = logging.getLogger(__name__)
 _COUNTS_EVERY_S = 1.0
@@ -90,7 +90,7 @@ class Sender:
         """Whether the queue goes on; if not, the batch stays in it."""
         taken = self._next_batch()
         counts, self._unsent = self._unsent, Counter()
-        problem, again = await self._sent(session, url, Batch(taken, dict(counts)))
+        problem, again = await self._sent(session, url, ExchangeBatch(taken, dict(counts)))
         if again:
             _LOG.warning("The referee at %s takes no exchanges (%s); trying again.", url, problem)
             self._unsent.update(counts)
@@ -103,7 +103,7 @@ class Sender:
             self.count("failed", len(taken))
         return not problem or bool(taken)
 
-    async def _sent(self, session: aiohttp.ClientSession, url: str, batch: Batch) -> tuple[str, bool]:
+    async def _sent(self, session: aiohttp.ClientSession, url: str, batch: ExchangeBatch) -> tuple[str, bool]:
         """What went wrong, and whether to try again: only where the referee cannot have taken the batch, which would
         count its exchanges twice.
         """

@@ -2,18 +2,23 @@
 
 import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from deploy.reports.model import Kind as Shade
+from deploy.reports.model import ReportTable, Shown
 from serve_app.telemetry.metric_names import REPLAY_ALARMS, STRATA, WATCHED_RESULTS
 
 Report = Mapping[str, Any]
 """As `Referee.report` returns it."""
 
 Kind = Literal["alarm", "suspect", "nothing", "clean"]
+KINDS: Mapping[Kind, Shade] = {"alarm": "bad", "suspect": "bad", "nothing": "unclear", "clean": "ok"}
+"""How each is shown."""
 
 NOTHING = "–"
+_NUMBERS = ("tokens", "compared")
 _LONGEST = 300  # characters of what a server says
 _LAGGING = "the referee lagged behind"
 
@@ -170,6 +175,12 @@ def finding_groups(findings: Iterable[Mapping[str, Any]]) -> list[list[Mapping[s
     return list(groups.values())
 
 
+def shown(group: Sequence[Mapping[str, Any]]) -> Shown:
+    """Such findings, with the answer that shows them."""
+    example = example_facts(group[0]["example"])
+    return Shown(group[0]["alarm"], group_facts(group), "An answer that shows it", example)
+
+
 def group_facts(group: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """What is known of such findings, by name; strata are names, too."""
     first = group[0]
@@ -213,18 +224,39 @@ def _worst_token(token: Mapping[str, Any]) -> str:
     return f"token {token['index']} (id {token['token_id']}): {', '.join(said) or NOTHING}"
 
 
-def measure_rows(figures: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
-    """Of each of the trainers' measures: name, value, what it is, its name with trainers."""
-    return [(name, measured(key, figures[key]), what, theirs) for key, (name, what, theirs) in MEASURES.items()]
+def measures(figures: Mapping[str, Any]) -> ReportTable:
+    """The trainers' measures."""
+    title = f"{count(figures['compared'], 'token')} with a logprob: g served, t replayed, r = exp(t - g)"
+    rows = [(name, measured(key, figures[key]), what, theirs) for key, (name, what, theirs) in MEASURES.items()]
+    return _table(title, ("measure", "value", "is", "trainers call it"), rows, (1,))
 
 
-def term_rows(report: Report) -> list[tuple[str, str, str, str, str]]:
-    """Of each of the calibration test's terms: name, mean, z, tolerated mean, what it is."""
+def terms(report: Report) -> ReportTable:
+    """The calibration test's terms."""
     overall, tolerated = report["all"], report["tolerance"]["distribution"]
-    return [
+    rows = [
         (name, measured(name, overall[name]), measured("z", overall[f"{name}_z"]), f"± {tolerated:g}", what)
         for name, what in TERMS.items()
     ]
+    title = f"{count(overall['drawn'], 'token')} against the distribution"
+    return _table(title, ("term", "mean", "z", "tolerated", "is"), rows, (1, 2, 3))
+
+
+def by_group(title: str, groups: Mapping[str, Mapping[str, Any]], figures: Mapping[str, str]) -> ReportTable:
+    """Figures of each group, one a row; figures: their names, by key. `tokens` and `compared` are numbers."""
+    rows = [
+        (plain(name), *(number(of[key]) if key in _NUMBERS else measured(_unit(key), of[key]) for key in figures))
+        for name, of in groups.items()
+    ]
+    return _table(title, ("", *figures.values()), rows, range(1, 1 + len(figures)))
+
+
+def _unit(key: str) -> str:
+    return "z" if key.endswith("_z") else key
+
+
+def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], numbers: Collection[int]) -> ReportTable:
+    return ReportTable(title, columns, rows, numbers, whole=numbers)
 
 
 def tolerance_facts(tolerance: Mapping[str, Any]) -> dict[str, str]:
@@ -239,8 +271,8 @@ def tolerance_facts(tolerance: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def outcome_rows(report: Report) -> list[tuple[str, str, str, str]]:
-    """What became of requests, answers and replays: of which, result, number, what it means."""
+def outcomes(report: Report) -> list[ReportTable]:
+    """What became of requests, answers and replays, and why some could not be read or tested."""
     answers = report["answers"]
     groups: list[tuple[str, Mapping[str, float], Mapping[str, str]]] = [
         ("requests", report["requests"], WATCHED_RESULTS),
@@ -249,11 +281,19 @@ def outcome_rows(report: Report) -> list[tuple[str, str, str, str]]:
         ("distributions", answers["distributions"], _DISTRIBUTIONS),
         ("verdicts", answers["verdicts"], {}),
     ]
-    return [
+    rows = [
         (group, plain(name), number(num), meanings.get(name, ""))
         for group, results, meanings in groups
         for name, num in results.items()
         if num or group == "answers"
+    ]
+    return [
+        _table("What became of it", ("", "result", "number", ""), rows, (2,)),
+        *(
+            _table(title, ("reason", "answers"), [(plain(why), number(num)) for why, num in reasons.items()], (1,))
+            for title, reasons in (("Unreadable", report["unreadable"]), ("Untested", report["untested"]))
+            if reasons
+        ),
     ]
 
 
@@ -262,11 +302,6 @@ _ANSWERS = {
     "unreadable": "cannot be computed again; the reasons are below",
     "judged": "replayed and compared",
 }
-
-
-def reason_rows(reasons: Mapping[str, int]) -> list[tuple[str, str]]:
-    """Each reason and how often it was given."""
-    return [(plain(reason), number(num)) for reason, num in reasons.items()]
 
 
 def commonest(reasons: Mapping[str, int]) -> str:

@@ -14,8 +14,8 @@ import pytest
 from click.testing import CliRunner
 
 from deploy.cli.main import main
+from deploy.exchange.client import Client
 from deploy.exchange.dialect import Ask, AuditFailed, find_dialect
-from deploy.exchange.server import Server
 from deploy.faults.mutants import MUTANTS
 from deploy.faults.outside import audit_faulty, faulty_servers, servable
 from deploy.faults.tiny import write_tiny_pair
@@ -23,7 +23,7 @@ from deploy.probes.audit import Audit, run_audit
 from deploy.probes.command import BUDGETS
 from deploy.probes.lab import EXACT, QUICK, ROUNDED, Lab
 from deploy.probes.page import html_page
-from deploy.probes.probes import PROBES, Verdict, delta_per_test
+from deploy.probes.probes import PROBES, ProbeVerdict, delta_per_test
 from deploy.probes.reference import Reference
 from deploy.probes.statistics import binomial_tail, departs, mean_departs, not_uniform, too_many
 from speculative.errors import ConfigError
@@ -77,7 +77,7 @@ def test_a_sound_server_passes(folders: tuple[Path, Path], reference: Reference)
     server = faulty_servers("sound", *folders, guarded=True)["draft model"]
     audit = audit_faulty(server, reference, SMALL)
     assert not audit.findings, reported(audit)
-    assert {one.verdict for one in audit.outcomes} == {Verdict.PASSED}, reported(audit)
+    assert {one.verdict for one in audit.outcomes} == {ProbeVerdict.PASSED}, reported(audit)
     assert {one.probe for one in audit.outcomes} == set(PROBES)
 
 
@@ -113,12 +113,12 @@ def fake() -> Iterator[FakeAudited]:
 
 
 @pytest.fixture
-def server(fake: FakeAudited) -> Iterator[Server]:
-    with Server(fake.url) as opened:
+def server(fake: FakeAudited) -> Iterator[Client]:
+    with Client(fake.url) as opened:
         yield opened
 
 
-def test_the_dialect_is_found_by_asking(fake: FakeAudited, server: Server) -> None:
+def test_the_dialect_is_found_by_asking(fake: FakeAudited, server: Client) -> None:
     def strict_on_min_p(body: dict[str, Any]) -> Reply:
         return (400, {"error": {"message": "min_p?"}}) if "min_p" in body else uniform_reply(body)
 
@@ -131,28 +131,50 @@ def test_the_dialect_is_found_by_asking(fake: FakeAudited, server: Server) -> No
     assert "min_p" not in dialect.fields and "return_tokens_as_token_ids" in dialect.fields
 
 
-def test_ids_and_candidates_are_read_as_vllm_writes_them(server: Server) -> None:
+def test_ids_and_candidates_are_read_as_vllm_writes_them(server: Client) -> None:
     dialect = find_dialect(server)
     lab = Lab(server, dialect, QUICK)
     one = lab.ask(Ask((7, 8), SamplingParams(max_tokens=3, logprobs=2, temperature=0)))
     assert one.ids == (12, 13, 14)
-    assert one.answer.top == ((-1.39,) * 4,) * 3
+    assert one.top == [[-1.39] * 4] * 3
     scored = lab.ask(Ask((7, 8), SamplingParams(max_tokens=1, logprobs=2), extra={"logprob_token_ids": [901, 77]}))
-    assert scored.answer.scored == ({901: -1.39},)
+    assert scored.scored == [{901: -1.39}]
 
 
-def test_what_cannot_be_asked_is_reported(server: Server) -> None:
+def test_llama_cpp_is_not_believed_to_report_every_token(fake: FakeAudited, server: Client) -> None:
+    """Its ids lack the tokens within a character, and its logprobs those of accepted drafts."""
+
+    def as_llama_cpp(body: dict[str, Any]) -> Reply:
+        status, reply = uniform_reply(body)
+        (choice,) = reply["choices"]
+        entries = [{"id": token, "token": "a", "bytes": [97], "logprob": -1.39} for token in choice.pop("token_ids")]
+        return status, reply | {"choices": [choice | {"logprobs": {"content": entries}}]}
+
+    fake.answer = as_llama_cpp
+    can = find_dialect(server).can
+    assert not can.token_ids and not can.logprobs
+
+
+def test_a_reply_that_is_no_completion_is_a_failure(fake: FakeAudited, server: Client) -> None:
+    lab = Lab(server, find_dialect(server), QUICK)
+    fake.answer = lambda body: (200, {"choices": [{"index": 0, "text": "a", "token_ids": ["x"]}]})
+    one = lab.ask(Ask((7, 8)))
+    assert not one.attempt.ok and one.attempt.reported() == "HTTP 200: the reply is no completion in OpenAI's format"
+    assert one.ids == ()
+
+
+def test_what_cannot_be_asked_is_reported(server: Client) -> None:
     audit = run_audit(
         Lab(server, find_dialect(server), QUICK), only=["distribution of the tokens", "counters", "greedy twins"]
     )
     verdicts = {one.probe: one for one in audit.outcomes}
-    assert verdicts["distribution of the tokens"].verdict is Verdict.UNSUPPORTED
+    assert verdicts["distribution of the tokens"].verdict is ProbeVerdict.UNSUPPORTED
     assert "weights" in verdicts["distribution of the tokens"].reported
-    assert verdicts["counters"].verdict is Verdict.UNSUPPORTED
-    assert verdicts["greedy twins"].verdict is Verdict.UNSUPPORTED, "without a tokenizer it has no tokens to send"
+    assert verdicts["counters"].verdict is ProbeVerdict.UNSUPPORTED
+    assert verdicts["greedy twins"].verdict is ProbeVerdict.UNSUPPORTED, "without a tokenizer it has no tokens to send"
 
 
-def test_what_was_found_is_kept_after_every_probe(server: Server) -> None:
+def test_what_was_found_is_kept_after_every_probe(server: Client) -> None:
     kept: list[Audit] = []
     only = ["nonsense", "structured output"]
     audit = run_audit(Lab(server, find_dialect(server), QUICK), only=only, keep=kept.append)
@@ -160,18 +182,18 @@ def test_what_was_found_is_kept_after_every_probe(server: Server) -> None:
     assert kept[-1].outcomes == audit.outcomes and kept[0].num_requests < audit.num_requests
 
 
-def test_a_dying_server_is_a_finding_and_the_audit_ends(fake: FakeAudited, server: Server) -> None:
+def test_a_dying_server_is_a_finding_and_the_audit_ends(fake: FakeAudited, server: Client) -> None:
     lab = Lab(server, find_dialect(server), QUICK)
     fake.answer = lambda body: DIES if body.get("top_p") == 2.0 else uniform_reply(body)
     audit = run_audit(lab, only=["nonsense", "own alarms", "structured output"])
     assert "server dies" in audit.faults
-    (dead,) = [one for one in audit.outcomes if one.verdict is Verdict.FAILED]
+    (dead,) = [one for one in audit.outcomes if one.verdict is ProbeVerdict.FAILED]
     assert dead.probe == "nonsense"
     assert any(finding.request.get("top_p") == 2.0 for finding in dead.findings), "with the request that did it"
 
 
 def test_what_kills_a_server_is_asked_last_and_named(
-    fake: FakeAudited, server: Server, folders: tuple[Path, Path], reference: Reference
+    fake: FakeAudited, server: Client, folders: tuple[Path, Path], reference: Reference
 ) -> None:
     """A dead engine behind a door that still opens: its lists are given, and no request is answered any more."""
     gone = False
@@ -190,14 +212,14 @@ def test_what_kills_a_server_is_asked_last_and_named(
     assert list(reported) == ["scored ids", "top_k", "neighbours of scored ids"]
     assert reported["scored ids"].findings[0].faults == ("F2", "request fails")
     assert "server dies" in {fault for one in reported["top_k"].findings for fault in one.faults}
-    assert reported["neighbours of scored ids"].verdict is Verdict.INCONCLUSIVE
+    assert reported["neighbours of scored ids"].verdict is ProbeVerdict.INCONCLUSIVE
     careful = Lab(server, lab.dialect, QUICK, reference, scores_wrongly=True)
     (left,) = run_audit(careful, only=["neighbours of scored ids"]).outcomes
-    assert left.verdict is Verdict.UNSUPPORTED and "--destructive" in left.reported
+    assert left.verdict is ProbeVerdict.UNSUPPORTED and "--destructive" in left.reported
 
 
 def test_top_k_is_kept_from_a_server_whose_parameters_do_not_hold(
-    fake: FakeAudited, server: Server, reference: Reference
+    fake: FakeAudited, server: Client, reference: Reference
 ) -> None:
     asked = []
 
@@ -208,12 +230,12 @@ def test_top_k_is_kept_from_a_server_whose_parameters_do_not_hold(
     fake.answer = heedless
     careful = Lab(server, find_dialect(server), QUICK, reference)
     mixed, left = run_audit(careful, only=["sampling parameters", "top_k"]).outcomes
-    assert mixed.verdict is Verdict.FAILED
-    assert left.verdict is Verdict.UNSUPPORTED and "--destructive" in left.reported
+    assert mixed.verdict is ProbeVerdict.FAILED
+    assert left.verdict is ProbeVerdict.UNSUPPORTED and "--destructive" in left.reported
     assert not any(asked)
 
 
-def test_answers_without_a_token_are_found(fake: FakeAudited, server: Server) -> None:
+def test_answers_without_a_token_are_found(fake: FakeAudited, server: Client) -> None:
     def mute(body: dict[str, Any]) -> Reply:
         status, reply = uniform_reply(body | {"max_tokens": 0})
         return status, reply
@@ -224,7 +246,7 @@ def test_answers_without_a_token_are_found(fake: FakeAudited, server: Server) ->
     assert run_audit(lab, only=["ends"]).faults == ("no tokens",)
 
 
-def test_a_rounding_server_is_judged_on_ordinary_text_only(server: Server, reference: Reference) -> None:
+def test_a_rounding_server_is_judged_on_ordinary_text_only(server: Client, reference: Reference) -> None:
     """Where it went on from a token that the model would hardly say, rounding explains any difference."""
     lab = Lab(server, find_dialect(server), QUICK, reference)
     lab.modes = {}  # type: ignore[misc]
@@ -237,7 +259,7 @@ def test_a_rounding_server_is_judged_on_ordinary_text_only(server: Server, refer
         assert lab.drifts([one]) == pytest.approx(expected)
 
 
-def test_contradictory_logprobs_are_found_without_the_weights(fake: FakeAudited, server: Server) -> None:
+def test_contradictory_logprobs_are_found_without_the_weights(fake: FakeAudited, server: Client) -> None:
     def wrong(body: dict[str, Any]) -> Reply:
         status, reply = uniform_reply(body)
         if reply["choices"][0]["logprobs"] and body.get("max_tokens", 1) > 1:
@@ -253,8 +275,8 @@ def test_contradictory_logprobs_are_found_without_the_weights(fake: FakeAudited,
     assert "no logprob above the top logprob" in expectations
 
 
-def test_who_does_not_answer_cannot_be_audited(fake: FakeAudited, server: Server) -> None:
-    with pytest.raises(AuditFailed, match="no list of models"), Server("http://127.0.0.1:9", timeout_s=2) as nobody:
+def test_who_does_not_answer_cannot_be_audited(fake: FakeAudited, server: Client) -> None:
+    with pytest.raises(AuditFailed, match="no list of models"), Client("http://127.0.0.1:9", timeout_s=2) as nobody:
         find_dialect(nobody)
     fake.answer = lambda body: (500, {"error": "broken"})
     with pytest.raises(AuditFailed, match="does not answer a plain completion"):
@@ -353,7 +375,7 @@ def test_every_fault_of_the_catalogue_can_be_served(folders: tuple[Path, Path]) 
     assert BUDGETS["full"].answers > BUDGETS["quick"].answers
 
 
-def test_an_interrupted_audit_reports_what_it_knows(fake: FakeAudited, server: Server, monkeypatch: Any) -> None:
+def test_an_interrupted_audit_reports_what_it_knows(fake: FakeAudited, server: Client, monkeypatch: Any) -> None:
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
@@ -361,4 +383,4 @@ def test_an_interrupted_audit_reports_what_it_knows(fake: FakeAudited, server: S
     monkeypatch.setattr("deploy.probes.audit._in_order", lambda only: [PROBES[name] for name in only])
     audit = run_audit(Lab(server, find_dialect(server), QUICK), only=["nonsense", "structured output", "own alarms"])
     assert [one.reported for one in audit.outcomes[1:]] == ["the audit was interrupted"] * 2
-    assert audit.outcomes[0].verdict is Verdict.PASSED
+    assert audit.outcomes[0].verdict is ProbeVerdict.PASSED

@@ -9,25 +9,25 @@ import numpy as np
 import pytest
 
 from deploy.bench.figures import ALL_KINDS, acceptance, paired_ratio, rows
-from deploy.bench.plan import BenchPlan, Case, EngineName
+from deploy.bench.plan import BenchCase, BenchPlan, EngineName
 from deploy.bench.plots import write_plots
-from deploy.bench.report import grids, write_markdown
-from deploy.bench.rounds import BenchResult, Sample
-from deploy.bench.workers.channel import Ask, Meter, checked
-from deploy.bench.workers.http_load import Server, ServerFailed
+from deploy.bench.report import tables, write_markdown
+from deploy.bench.rounds import BenchResult, BenchSample
+from deploy.bench.workers.channel import BatchOfPrompts, Meter, checked
+from deploy.bench.workers.http_load import ServerFailed, ServerLoad
 from deploy.exchange.prompts import KINDS, LONG, LONG_TOKENS, read_prompts
 from speculative.errors import ConfigError
 
 
-def sample(engine: str, speed: float, number: int = 0, kind: str = "chat", **reported: Any) -> Sample:
+def sample(engine: str, speed: float, number: int = 0, kind: str = "chat", **reported: Any) -> BenchSample:
     """10 tokens at `speed` after a first token that took 0.5 s."""
     timing = {"wall_s": 0.5 + 10 / speed, "num_tokens": 11, "decode_s": 10 / speed, "decode_tokens": 10}
     memory = {"memory": {"resident_mib": 1.0, "peak_mib": 2.0}}
     common = {"first_token_s": [0.5], "token_ids": [[1, 2, 3, 4]], **memory}
-    return Sample(engine, Case(kind, 1, 0.0), number, {**timing, **common, **reported})
+    return BenchSample(engine, BenchCase(kind, 1, 0.0), number, {**timing, **common, **reported})
 
 
-def result(samples: Sequence[Sample], against: Sequence[str], **changes: Any) -> BenchResult:
+def result(samples: Sequence[BenchSample], against: Sequence[str], **changes: Any) -> BenchResult:
     names = list(dict.fromkeys(one.engine for one in samples))
     plan = BenchPlan(
         model=Path("none"),
@@ -67,7 +67,7 @@ def test_decoding_is_timed_from_the_last_streams_first_token() -> None:
 
 
 def test_an_answer_of_another_length_compares_with_nothing() -> None:
-    ask = Ask([[1], [2]], 3, 0.0, 0)
+    ask = BatchOfPrompts([[1], [2]], 3, 0.0, 0)
     assert checked(ask, {"token_ids": [[1, 2, 3], [4, 5, 6]]})
     with pytest.raises(RuntimeError, match=r"3 tokens .*\[3, 2\]"):
         checked(ask, {"token_ids": [[1, 2, 3], [4, 5]]})
@@ -145,9 +145,9 @@ def test_a_section_is_written_again_in_its_place(tmp_path: Path) -> None:
 
 
 def test_every_engine_is_in_the_tables() -> None:
-    made = grids(result([sample("a/x", 1.0), sample("b/x", 2.0)], ["a/x"]))
-    assert [line[0] for line in made[0].lines] == ["a/x", "b/x"]
-    assert made[0].lines[1][3].startswith("2.00 (")
+    made = tables(result([sample("a/x", 1.0), sample("b/x", 2.0)], ["a/x"]))
+    assert [line[0] for line in made[0].rows] == ["a/x", "b/x"]
+    assert made[0].rows[1][3].startswith("2.00 (")
 
 
 def test_plots_are_drawn(tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ def served(body: bytes, status: bytes = b"200 OK") -> dict[str, Any]:
         server = await asyncio.start_server(answer, "127.0.0.1", 0)
         async with server:
             port = server.sockets[0].getsockname()[1]
-            return await Server("127.0.0.1", port, "m")._run(Ask([[1, 2]], 3, 0.0, 0))
+            return await ServerLoad("127.0.0.1", port, "m")._run(BatchOfPrompts([[1, 2]], 3, 0.0, 0))
 
     return asyncio.run(talk())
 

@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from deploy.bench import handoff
-from deploy.bench.handoff import Receiver, Sender, synthetic_handoff
+from deploy.bench.handoff import HandoffSender, Receiver, synthetic_handoff
 from deploy.cli.main import main
 from serve_app.config.app_config import HandoffSection
 from serve_app.transport.selection import TRANSPORTS, make_transport
@@ -16,7 +16,7 @@ from speculative.errors import ConfigError, HandoffRefused
 
 @pytest.mark.parametrize("transport", ["plasma", "inline"])
 def test_it_arrives_checked_and_copied(transport: str) -> None:
-    sender = Sender(2**21)
+    sender = HandoffSender(2**21)
     assert 0.9 * 2**21 < sender.size() < 1.1 * 2**21
     receiver = Receiver(sender.size())
     receiver.take(transport, sender.send(transport))

@@ -10,7 +10,7 @@ import pytest
 from deploy.bench import own_tools
 from deploy.bench.engines import Launch, LeftOut
 from deploy.bench.own_tools import ToolSpeed, compare_with_own_tools
-from deploy.bench.plan import BenchPlan, Case, EngineName
+from deploy.bench.plan import BenchCase, BenchPlan, EngineName
 from deploy.bench.process import EngineProcess
 from deploy.faults.tiny import write_tiny_tokenizer
 from serve_app.text.tokenizer import Tokenizer
@@ -92,7 +92,7 @@ def test_llama_is_compared_with_its_own_tool(
         monkeypatch,
     )
     assert not left_out
-    assert [speed.case for speed in found] == [Case("chat", 1, 0.0), Case("chat", 2, 0.0)]
+    assert [speed.case for speed in found] == [BenchCase("chat", 1, 0.0), BenchCase("chat", 2, 0.0)]
     one, two = found
     assert one.own == two.own == own_speed
     assert one.here == pytest.approx(100), "one token in ten milliseconds"

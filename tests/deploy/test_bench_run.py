@@ -17,7 +17,7 @@ from deploy.bench.command import BenchOptions, make_plan
 from deploy.bench.engines import Launch, gpu_names, resolve
 from deploy.bench.plan import BenchPlan, EngineName
 from deploy.bench.rounds import BenchResult, run_bench
-from deploy.bench.workers.channel import Ask
+from deploy.bench.workers.channel import BatchOfPrompts
 from deploy.cli.main import main
 from deploy.reports.progress import View
 from deploy.run import quiet
@@ -104,7 +104,7 @@ def test_an_engine_is_stopped_with_its_children_while_others_are_asked(tmp_path:
         family = process_tree(engine.pid)
         assert len(family) == 2 and set(map(state, family)) == {"T"}
         for _ in range(2):
-            assert engine.run(Ask([[1]], 2, 0.0, 0))["num_tokens"] == 2
+            assert engine.run(BatchOfPrompts([[1]], 2, 0.0, 0))["num_tokens"] == 2
             assert set(map(state, family)) == {"T"}
     assert not any(Path(f"/proc/{pid}").exists() for pid in family[:1]), "it has ended although it was stopped"
 

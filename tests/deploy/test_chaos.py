@@ -9,6 +9,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
@@ -20,15 +21,26 @@ from deploy.chaos.nodes import POOL_LABEL, NodeShape, one_node_a_replica
 from deploy.chaos.page import write_chaos, write_load
 from deploy.chaos.replicas import Killer, NodeKills, memory_bytes, replica_pids
 from deploy.chaos.run import ChaosFigures
-from deploy.exchange.streams import Reported, ask_all, differences, plan
+from deploy.chaos.streams import ask_all, complete, differences, plan
+from deploy.exchange.answers import Choice, Reply
+from deploy.exchange.client import Attempt
+from deploy.exchange.exchanges import COMPLETIONS
 from deploy.run.processes import process_tree
 from serve_app.config.files import load_config, parse_args
 from serve_app.config.serve_file import ServeFile
 from speculative.errors import ConfigError
-from tests.support.fake_openai import BREAK, FakeOpenAI, Reply, failure
+from tests.support import fake_openai
+from tests.support.fake_openai import BREAK, FakeOpenAI, failure
 
 CONFIG = Path(__file__).parents[2] / "deploy" / "configs" / "resilient.yaml"
-CALM = Reported(200, "abc", [1, 2, 3, 4], 4, "length")
+
+
+def answered(error: str = "", **change: Any) -> Attempt:
+    choice = Choice(token_ids=[1, 2, 3, 4], logprobs=[-1.0] * 4, text="abc", finish_reason="length")
+    return Attempt(COMPLETIONS, {}, 200, Reply(choices={0: replace(choice, **change)}), error)
+
+
+CALM = answered()
 FIGURES = ChaosFigures(
     requests=2, complete=2, identical=2, duplicated_tokens=0, missing_tokens=0, leaks=0, nodes=1, kills=1,
     kills_by_deployment={"DecodeServer": 1}, nodes_killed=0, leaked={}, unpinned_objects=0, resumed=1,
@@ -50,20 +62,20 @@ LOADED = LoadFigures(2.0, 60.0, {"200": 9, "429": 3}, 0, 0.15, 0.1, 0.2, 1.0, 2.
     ],
 )
 def test_lost_and_repeated_tokens_are_reported_apart(token_ids: list[int], duplicated: int, missing: int) -> None:
-    found = differences(CALM, replace(CALM, token_ids=token_ids))
+    found = differences(CALM, answered(token_ids=token_ids))
     assert (found.duplicated_tokens, found.missing_tokens) == (duplicated, missing)
-    assert found.identical == (token_ids == CALM.token_ids)
+    assert found.identical == (token_ids == [1, 2, 3, 4])
 
 
-@pytest.mark.parametrize("change", [{"text": "ab"}, {"num_logprobs": 3}, {"finish_reason": "stop"}])
+@pytest.mark.parametrize("change", [{"text": "ab"}, {"logprobs": [-1.0] * 3}, {"finish_reason": "stop"}])
 def test_the_same_tokens_are_not_all(change: dict[str, object]) -> None:
-    assert not differences(CALM, replace(CALM, **change)).identical  # type: ignore[arg-type]
+    assert not differences(CALM, answered(**change)).identical
 
 
 def test_what_is_broken_off_is_not_complete() -> None:
-    assert CALM.complete
-    assert not replace(CALM, finish_reason="").complete
-    assert not replace(CALM, error="the server let go").complete
+    assert complete(CALM)
+    assert not complete(answered(finish_reason=""))
+    assert not complete(answered("the server let go"))
 
 
 def test_the_plan_is_a_function_of_its_seed() -> None:
@@ -225,7 +237,7 @@ def test_memory_that_replicas_share_counts_once(tmp_path: Path, monkeypatch: pyt
 # -- against a server that answers as a test says --------------------------------------------------------------------
 
 
-def streamed(*chunks: dict[str, object], end: str = "data: [DONE]\n\n") -> Reply:
+def streamed(*chunks: dict[str, object], end: str = "data: [DONE]\n\n") -> fake_openai.Reply:
     """A stream of choices."""
     return 200, {}, "".join(f"data: {json.dumps({'choices': [chunk]})}\n\n" for chunk in chunks) + end
 
@@ -240,10 +252,11 @@ BROKEN_OFF = streamed({"text": "ab", "token_ids": [1, 2]}, end='data: {"error": 
 def test_streams_are_read_to_their_end_and_refusals_asked_again() -> None:
     server = FakeOpenAI(lambda prompt, times: failure(429, "full") if times == 1 and prompt == "later" else WHOLE)
     with server.running():
-        reported = asyncio.run(ask_all(server.url, [{"prompt": "now"}, {"prompt": "later"}], 2))
-    assert [(one.text, one.token_ids, one.num_logprobs, one.complete) for one in reported] == [
-        ("abc", [1, 2, 3], 2, True)
-    ] * 2
+        bodies = [{"prompt": prompt, "stream": True} for prompt in ("now", "later")]
+        attempts = asyncio.run(ask_all(server.url, bodies, 2))
+    choices = [one.reply.first for one in attempts]
+    assert [(one.text, one.token_ids, one.logprobs) for one in choices] == [("abc", [1, 2, 3], [-1.0, -2.0])] * 2
+    assert all(map(complete, attempts))
     assert server.asked == {"now": 1, "later": 2}
 
 
@@ -258,9 +271,9 @@ def test_streams_are_read_to_their_end_and_refusals_asked_again() -> None:
     ],
     ids=["served", "refused", "broken off", "a fault", "no answer"],
 )
-def test_load_reports_order_from_disorder(reply: Reply, statuses: set[str], broken: bool) -> None:
+def test_load_reports_order_from_disorder(reply: fake_openai.Reply, statuses: set[str], broken: bool) -> None:
     server = FakeOpenAI(lambda prompt, times: reply)
-    bodies = [{"prompt": str(number)} for number in range(5)]
+    bodies = [{"prompt": str(number), "stream": True} for number in range(5)]
     with server.running():
         figures = run_load(server.url, bodies, rate_per_s=30, seconds=0.5, memory_bytes=lambda: 2**20, seed=1)
     assert set(figures.statuses) == statuses
@@ -271,10 +284,11 @@ def test_load_reports_order_from_disorder(reply: Reply, statuses: set[str], brok
 
 
 def test_saturation_counts_what_is_complete() -> None:
+    bodies = [{"prompt": prompt, "stream": True} for prompt in ("a", "b")]
     with FakeOpenAI(lambda prompt, times: WHOLE).running() as server:
-        assert saturation_per_s(server.url, [{"prompt": "a"}, {"prompt": "b"}], concurrency=2, seconds=0.2) > 0
+        assert saturation_per_s(server.url, bodies, concurrency=2, seconds=0.2) > 0
     with FakeOpenAI(lambda prompt, times: BROKEN_OFF).running() as server:
-        assert saturation_per_s(server.url, [{"prompt": "a"}], concurrency=1, seconds=0.1) == 0
+        assert saturation_per_s(server.url, bodies, concurrency=1, seconds=0.1) == 0
 
 
 def test_a_cluster_that_is_still_starting_ends_with_the_command(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from deploy.bench import handoff
 from deploy.cli import batch, reliability, serving
 from deploy.cli.console import CONFIGS, progress_printer
 from deploy.cli.main import main
-from deploy.exchange.client import Client
 from deploy.options import api_key, check_writable, server_url
+from deploy.run.demo import Service
 from speculative.errors import ConfigError
 
 
@@ -34,7 +34,7 @@ def test_a_key_is_read_without_what_is_around_it(
     assert api_key(file) == key
     monkeypatch.setenv("TRUESPEC_API_KEY", text)
     assert api_key() == key
-    with Client("http://127.0.0.1:9", "model") as client:
+    with Service("http://127.0.0.1:9", "model").client as client:
         assert client._http.headers.get("authorization") == (key and f"Bearer {key}")
 
 
@@ -48,7 +48,7 @@ def test_a_key_that_no_request_can_carry_is_refused_and_not_reported(
         api_key(file)
     monkeypatch.setenv("TRUESPEC_API_KEY", text)
     with pytest.raises(ConfigError, match=r"^TRUESPEC_API_KEY holds spaces") as of_variable:
-        Client("http://127.0.0.1:9", "model")
+        Service("http://127.0.0.1:9", "model")
     assert "sk-" not in str(of_file.value) + str(of_variable.value)
 
 

@@ -9,8 +9,7 @@ from click.testing import CliRunner
 
 from deploy.cli.console import CONFIGS
 from deploy.cli.main import main
-from deploy.exchange.client import Client
-from deploy.run.demo import curl_line
+from deploy.run.demo import Service, curl_line
 from deploy.run.own_model import BASE, OwnModel, own_application
 from deploy.run.preflight import chats
 from serve_app.config.app_config import AppConfig
@@ -116,10 +115,11 @@ def test_a_base_model_is_tried_with_a_text(tmp_path: Path) -> None:
     config = json.loads(file.read_text())
     config.pop("chat_template", None)
     (folder / "chat_template.jinja").unlink(missing_ok=True)
-    with Client("http://localhost:1", "base") as client:
+    service = Service("http://localhost:1", "base")
+    with service.client:
         for template, path in ((None, "v1/completions"), ("{{ messages[0].content }}", "v1/chat/completions")):
             file.write_text(json.dumps(config if template is None else config | {"chat_template": template}))
-            line = curl_line(client, chats=chats(args_of(str(folder))))
+            line = curl_line(service, chats=chats(args_of(str(folder))))
             assert f"/{path} " in line and ('"messages"' in line) == ("chat" in path)
     assert chats(args_of(str(tmp_path / "on" / "another" / "node")))
     assert chats(args_of(str(folder), name="x"))

@@ -15,7 +15,7 @@ from ray import serve
 import serve_app.app
 from deploy.chaos.replicas import Killer, replica_pids
 from deploy.chaos.run import Strikes, run_chaos
-from deploy.exchange.streams import plan
+from deploy.chaos.streams import plan
 from serve_app.app import build_app
 from tests.support.faulty_services import hold_long_answers, slow_steps, with_fault
 from tests.support.services import MODEL, Service, app_args, deployed, gauge_total, wait_for

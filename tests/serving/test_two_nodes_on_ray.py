@@ -17,7 +17,7 @@ import httpx
 import pytest
 import yaml
 
-from deploy.exchange.streams import ask_all, differences, plan
+from deploy.chaos.streams import ask_all, differences, plan
 from deploy.run.ports import free_ports
 from serve_app.telemetry.metric_summary import summarise
 from tests.support.fake_hub import FakeHub, fake_hub

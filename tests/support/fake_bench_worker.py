@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from deploy.bench.workers.channel import Ask, Meter, serve
+from deploy.bench.workers.channel import BatchOfPrompts, Meter, serve
 
 
 class Fake:
@@ -23,7 +23,7 @@ class Fake:
         if settings.get("fails_at") == 0:
             raise ValueError("no such fake")
 
-    def run(self, ask: Ask) -> dict[str, Any]:
+    def run(self, ask: BatchOfPrompts) -> dict[str, Any]:
         self._asked += 1
         with Path(self._settings["log"]).open("a") as log:
             log.write(f"{self._settings['name']} {ask.seed}\n")

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 
 @dataclass(frozen=True)
-class Ask:
+class BatchOfPrompts:
     """Answer these prompts at once, each with exactly `max_tokens` tokens, ends of text notwithstanding.
 
     profile: tell where the time of a step goes as well, where the engine can. engine: which one of those that share the
@@ -36,7 +36,7 @@ class Engine(Protocol):
     max_streams: int | None
     versions: dict[str, str]
 
-    def run(self, ask: Ask) -> dict[str, Any]:
+    def run(self, ask: BatchOfPrompts) -> dict[str, Any]:
         """A `Meter`'s sample, with what the engine can tell beyond it."""
         ...
 
@@ -92,7 +92,7 @@ def serve(start: Callable[[dict[str, Any]], Engine]) -> None:
                 engine = start(asked)
                 reported: dict[str, Any] = {"max_streams": engine.max_streams, "versions": engine.versions}
             else:
-                ask = Ask(**asked)
+                ask = BatchOfPrompts(**asked)
                 reported = checked(ask, engine.run(ask)) | {"memory": memory(engine.processes())}
         except Exception as error:
             traceback.print_exc()
@@ -100,7 +100,7 @@ def serve(start: Callable[[dict[str, Any]], Engine]) -> None:
         answers.write(json.dumps(reported) + "\n")
 
 
-def checked(ask: Ask, sample: dict[str, Any]) -> dict[str, Any]:
+def checked(ask: BatchOfPrompts, sample: dict[str, Any]) -> dict[str, Any]:
     """The sample, if every stream gave what was asked for.
 
     Raises:

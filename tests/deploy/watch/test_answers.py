@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from deploy.exchange.answers import Reply, Unreadable, read_reply
+from deploy.exchange.answers import Choice, EventReader, Reply, Unreadable, read_reply
 from deploy.exchange.exchanges import CHAT, COMPLETIONS, Exchange
 
 REPLIES = Path(__file__).with_name("replies")
@@ -185,3 +185,39 @@ def test_an_error_that_is_null_is_none() -> None:
 def test_token_ids_are_numbers(ids: list[Any]) -> None:
     with pytest.raises(Unreadable, match="no completion"):
         read_reply(made_up({"choices": [{"text": "a", "finish_reason": "stop", "token_ids": ids}]}))
+
+
+# Streams as they come, and what the audit reads besides.
+
+
+def test_events_are_read_wherever_the_stream_is_cut() -> None:
+    kept = recorded("vllm", "chat-streamed-wide-characters").reply + 'data: {"text": "a\u2028b"}\r\n\r\n'.encode()
+    whole = list(EventReader().push(kept))
+    for size in (1, 7, 4096):
+        events = EventReader()
+        pieces = [kept[begin : begin + size] for begin in range(0, len(kept), size)]
+        assert [event for piece in pieces for event in events.push(piece)] == whole
+    assert whole[-1] == {"text": "a\u2028b"}
+
+
+def test_candidates_are_read_in_both_forms() -> None:
+    by_text = Choice(top_logprobs=[{"token_id:7": -0.5, " a": -1, "b": None}, None])
+    assert by_text.candidates() == [[("token_id:7", 7, -0.5), (" a", None, -1.0)], []]
+    (first, *_) = read("llama.cpp", "chat-logprobs").choices[0].candidates() or [[]]
+    assert first and first[0].token_id is not None and first[0].logprob <= 0
+    assert Choice().candidates() is None
+
+
+def test_scores_are_read_where_they_are_or_among_the_candidates() -> None:
+    assert Choice(scored_logprobs=[{"7": -1}]).scored([7]) == [{7: -1.0}]
+    among = Choice(top_logprobs=[{"token_id:7": -1.0, "token_id:8": -2.0}])
+    assert among.scored([8, 9]) == [{8: -2.0}]
+    assert among.scored([]) is None and Choice().scored([8]) is None
+
+
+def test_logprobs_of_a_prompt_are_those_of_its_own_tokens() -> None:
+    choice = Choice(prompt_logprobs=[None, {"9": {"logprob": -1.0}, "7": {"logprob": -2.0}}, None])
+    assert choice.logprobs_of_prompt((5, 7, 8)) == [-2.0, None]
+    assert choice.logprobs_of_prompt("two words") == [-1.0, None], "the first is the token's own"
+    assert choice.logprobs_of_prompt((5, 7)) == [None], "another number of tokens"
+    assert Choice().logprobs_of_prompt((5, 7)) is None

@@ -10,7 +10,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from deploy.exchange.exchanges import COMPLETIONS, Batch, Exchange
+from deploy.exchange.exchanges import COMPLETIONS, Exchange, ExchangeBatch
 from deploy.faults.tiny import write_tiny_pair
 from deploy.watch.app import referee_app
 from deploy.watch.referee import RefereeOptions
@@ -51,7 +51,7 @@ def batch(reply_id: str, given: list[float], **counts: int) -> bytes:
     choice = {"index": 0, "token_ids": ANSWER, "logprobs": {"token_logprobs": given}, "finish_reason": "length"}
     reply = json.dumps({"id": reply_id, "choices": [choice]}).encode()
     exchange = Exchange(COMPLETIONS, json.dumps(request).encode(), reply, False, 1e9, 1e9 + 1, "pod-7")
-    return Batch((exchange,), counts).to_wire()
+    return ExchangeBatch((exchange,), counts).to_wire()
 
 
 async def verdict(client: httpx.AsyncClient, reply_id: str) -> dict[str, Any]:
@@ -132,7 +132,7 @@ async def test_whatever_a_server_says_the_referee_goes_on(client: httpx.AsyncCli
     """A batch that is refused with 500 would be sent again for ever."""
     request = json.dumps({"prompt": PROMPT}).encode()
     wrong = tuple(Exchange(COMPLETIONS, request, reply, False, 1e9, 1e9, "pod-\udc80") for reply in WRONG)
-    assert (await client.post("/v1/exchanges", content=Batch(wrong, {"new": 1}).to_wire())).status_code == 204
+    assert (await client.post("/v1/exchanges", content=ExchangeBatch(wrong, {"new": 1}).to_wire())).status_code == 204
     assert (await client.post("/v1/exchanges", content=batch("a/b", await logprobs(folder)))).status_code == 204
     assert (await verdict(client, "a/b"))["verdict"] == "verified"
     for page in ("/report", "/report.json", "/status", "/metrics"):

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deploy.exchange.asking import BROUGHT, DIALECTS, extras_of, instrumented, read_request
+from deploy.exchange.asking import BROUGHT, instrumented, read_request
 from deploy.exchange.exchanges import CHAT, COMPLETIONS
+from deploy.exchange.vendors import VENDORS, vendor_of
 
 IDS = {"token_ids", "prompt_token_ids", "response_token_ids", "token_logprobs"}
 
@@ -16,7 +17,7 @@ IDS = {"token_ids", "prompt_token_ids", "response_token_ids", "token_logprobs"}
 def added(path: str, fields: dict[str, Any], dialect: str = "vllm", level: int = 0) -> tuple[dict[str, Any], set[str]]:
     asked = read_request(path, json.dumps(fields).encode())
     assert asked is not None
-    body, keys = instrumented(asked, extras_of(dialect, path, asked.streamed)[level])
+    body, keys = instrumented(asked, vendor_of(dialect).extras(path, asked.streamed)[level])
     return json.loads(body), set(keys)
 
 
@@ -38,7 +39,7 @@ def test_every_byte_of_the_client_stays(fields: dict[str, Any], style: dict[str,
     body = (blanks + json.dumps(fields, **style) + blanks).encode("utf-8", "surrogatepass")
     asked = read_request(CHAT, body)
     assert asked is not None
-    changed, _ = instrumented(asked, extras_of("vllm", CHAT, False)[0])
+    changed, _ = instrumented(asked, vendor_of("vllm").extras(CHAT, False)[0])
     brace = body.rindex(b"}")
     assert changed.startswith(body[:brace])
     assert changed.endswith(body[brace:])
@@ -48,7 +49,7 @@ def test_every_byte_of_the_client_stays(fields: dict[str, Any], style: dict[str,
 def test_null_and_false_are_replaced_where_they_stand() -> None:
     asked = read_request(CHAT, b'{"logprobs" : false, "a":1e2,"return_token_ids":null}')
     assert asked is not None
-    changed, keys = instrumented(asked, extras_of("vllm", CHAT, False)[0])
+    changed, keys = instrumented(asked, vendor_of("vllm").extras(CHAT, False)[0])
     assert changed == b'{"logprobs" : true, "a":1e2,"return_token_ids":true}'
     assert keys == BROUGHT
 
@@ -68,8 +69,8 @@ def test_each_dialect_has_its_fields() -> None:
     assert added(CHAT, {"stream": True}, "sglang")[0] == {"stream": True, "logprobs": True}
     assert added(CHAT, {}, "sglang")[0] == {"logprobs": True, "return_token_ids": True}
     assert added(COMPLETIONS, {}, "trtllm")[0] == {"logprobs": 1}
-    for dialect in DIALECTS:
-        assert extras_of(dialect, CHAT, False)[-1] == {}
+    for dialect in VENDORS:
+        assert vendor_of(dialect).extras(CHAT, False)[-1] == {}
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from deploy.exchange.exchanges import COMPLETIONS, Batch, Exchange
+from deploy.exchange.exchanges import COMPLETIONS, Exchange, ExchangeBatch
 from deploy.faults.tiny import write_tiny_tokenizer
 from deploy.watch.page import html_report
 from deploy.watch.referee import Referee, RefereeOptions
@@ -96,7 +96,7 @@ def report_on(
 
     async def judge() -> dict[str, Any]:
         referee = Referee(RefereeOptions(**options), model, table or Table())
-        referee.take(Batch((), dict(counts or {})))
+        referee.take(ExchangeBatch((), dict(counts or {})))
         running = asyncio.create_task(referee.run())
         for one in exchanges:
             await referee.judge(one)

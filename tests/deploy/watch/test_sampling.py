@@ -1,12 +1,15 @@
 """From a request and a server's vendor to the parameters that sample in the same way."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from deploy.exchange.exchanges import COMPLETIONS
 from deploy.exchange.sampling import Sampled, Sampling
+from deploy.exchange.vendors import VENDORS, Vendor, dialect_of, vendor_of
 
 
 def sampled(dialect: str, body: dict[str, Any], generation: dict[str, Any] | None = None, **own: float) -> Sampled:
@@ -198,3 +201,22 @@ def test_other_settings_of_transformers(generation: dict[str, Any], tested: bool
 def test_sglangs_logprobs_are_the_models_only_where_nothing_changes_them(body: dict[str, Any], compared: bool) -> None:
     assert sampled("sglang", body).compared == compared
     assert sampled("vllm", body).compared
+
+
+def test_a_vendor_is_added_in_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Colder(Vendor):
+        owned_by = "colder"
+        defaults: Mapping[str, Any] = {"temperature": 0.5}
+        logprobs_after_temperature = True
+
+        def why_not_ours(self, values: dict[str, Any]) -> str:
+            return "top_k: it has its own" if "top_k" in values else ""
+
+    monkeypatch.setitem(VENDORS, "colder", Colder())
+    assert dialect_of("colder") == "colder" and dialect_of("") is None
+    found = sampled("colder", {})
+    assert found.params.temperature == 0.5 and not found.compared and not found.untested
+    assert sampled("colder", {"temperature": 1.0}).compared
+    assert sampled("colder", {"top_k": 5}).untested == "top_k: it has its own"
+    assert vendor_of("colder").extras(COMPLETIONS, False)[0] == {"logprobs": 1, "return_token_ids": True}
+    assert vendor_of("never heard of").extras(COMPLETIONS, False) == ({},)

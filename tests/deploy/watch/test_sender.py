@@ -6,7 +6,7 @@ import time
 import aiohttp
 import pytest
 
-from deploy.exchange.exchanges import CHAT, Batch, Exchange
+from deploy.exchange.exchanges import CHAT, Exchange, ExchangeBatch
 from deploy.watch import sender as sender_module
 from deploy.watch.proxy import ProxyOptions, running_proxy
 from deploy.watch.sender import Sender
@@ -102,7 +102,7 @@ async def test_no_exchange_is_sent_twice(referee: Referee) -> None:
         async with asyncio.timeout(10):
             while not sender.totals["failed"]:
                 await asyncio.sleep(0.01)
-    bodies = [Batch.from_wire(request.body) for request in referee.server.requests]
+    bodies = [ExchangeBatch.from_wire(request.body) for request in referee.server.requests]
     assert sum(len(batch.exchanges) for batch in bodies) == 1
 
 

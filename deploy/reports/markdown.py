@@ -1,7 +1,17 @@
-"""Sections of a Markdown page that a command writes: each is rewritten in its place, the rest of the page stays."""
+"""Parts of reports on a Markdown page, and the sections of a page that a command writes."""
 
 import re
 from pathlib import Path
+
+from deploy.reports.model import ReportTable
+
+
+def table(shown: ReportTable) -> str:
+    """A table."""
+    rule = ["---:" if place in shown.numbers else "---" for place in range(len(shown.columns))]
+    rows = [[_cell(cell.text) for cell in row] for row in shown.cells()]
+    head = f"| {' | '.join(map(_cell, shown.columns))} |\n|{'|'.join(rule)}|"
+    return "\n".join([head, *(f"| {' | '.join(row)} |" for row in rows)])
 
 
 def write_section(path: Path, command: str, name: str, body: str, *, head: str) -> None:
@@ -21,3 +31,7 @@ def write_section(path: Path, command: str, name: str, body: str, *, head: str) 
     page = there.sub(lambda _: text, page) if there.search(page) else f"{page.rstrip()}\n\n{text}"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page, encoding="utf-8")
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")

@@ -1,0 +1,57 @@
+"""One table, shown in three ways."""
+
+import io
+
+from rich.console import Console
+
+from deploy.reports import html_pages, markdown, terminal
+from deploy.reports.model import Cell, ReportTable, Shown
+
+TABLE = ReportTable(
+    "Of [x] & y",
+    ("probe", "verdict", "tokens"),
+    [(Cell("a [b] | c", detail="Is it <so>?"), Cell("failed", "bad"), "1,200"), ("d\ne", Cell("passed", "ok"), "7")],
+    numbers=(2,),
+    optional=(2,),
+)
+
+
+def test_a_terminal_shows_texts_as_they_are() -> None:
+    out = io.StringIO()
+    Console(file=out, width=60, color_system=None).print(terminal.table(TABLE))
+    lines = [line.rstrip() for line in out.getvalue().splitlines()]
+    assert lines[0] == "Of [x] & y"
+    assert lines[4] == "│ a [b] | c │ failed  │  1,200 │"
+    assert "Is it" not in out.getvalue()
+
+
+def test_a_verdict_has_its_colour() -> None:
+    out = io.StringIO()
+    Console(file=out, width=60, force_terminal=True, color_system="standard").print(terminal.table(TABLE))
+    assert "\x1b[1;31mfailed" in out.getvalue() and "\x1b[32mpassed" in out.getvalue()
+
+
+def test_a_page_escapes_texts_and_marks_columns() -> None:
+    page = html_pages.table(TABLE)
+    assert page.startswith('<div class="scrolled"><table><tr><th>probe</th><th>verdict</th><th class="number wide">')
+    assert "<td>a [b] | c<small>Is it &lt;so&gt;?</small></td>" in page
+    assert '<td class="bad">failed</td><td class="number wide">1,200</td>' in page
+
+
+def test_markdown_keeps_a_row_in_one_line() -> None:
+    assert markdown.table(TABLE).splitlines() == [
+        "| probe | verdict | tokens |",
+        "|---|---|---:|",
+        "| a [b] \\| c | failed | 1,200 |",
+        "| d e | passed | 7 |",
+    ]
+
+
+def test_a_finding_has_its_example_folded_up() -> None:
+    found = Shown("F1", {"expected": "<1>"}, "A request that shows it", '{"prompt": "&"}', where="ends")
+    assert html_pages.finding(found) == (
+        '<div class="card finding"><b class="bad">F1</b> · ends<dl><dt>expected</dt><dd>&lt;1&gt;</dd></dl>'
+        "<details><summary>A request that shows it</summary>"
+        "<pre>{&quot;prompt&quot;: &quot;&amp;&quot;}</pre></details></div>"
+    )
+    assert html_pages.example("nothing", "") == ""
