@@ -101,7 +101,7 @@ def by_audit(answer: Recorded) -> bool:
     tolerance = EXACT if answer.precision == "float32" else ROUNDED
     lab: Any = SimpleNamespace(tolerance=tolerance, distribution=lambda _: _Distribution(answer))
     served: Any = SimpleNamespace(
-        exchange=SimpleNamespace(body={}), answer=SimpleNamespace(finish_reason="length"), ids=(5,) * NUM_TOKENS
+        attempt=SimpleNamespace(body={}), answer=SimpleNamespace(finish_reason="length"), ids=(5,) * NUM_TOKENS
     )
     trial = Trial(PROBES["distribution of the tokens"], 1e-6)
     return not check_greedy(lab, trial, served, "greedy", ("F8",))
