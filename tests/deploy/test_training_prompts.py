@@ -14,7 +14,7 @@ from deploy.run.demo import QUESTION, TASKS
 from deploy.tools import training_prompts
 from deploy.tools.training_prompts import PromptWriter, asked_elsewhere, main, read_functions, read_nouns, read_texts
 
-BENCH = Path(training_prompts.__file__).parents[1] / "bench" / "prompts.json"
+BENCH = Path(training_prompts.__file__).parents[1] / "exchange" / "prompts.json"
 
 
 def entries(*lines: str) -> str:
