@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,11 +19,16 @@ EOS = 2
 
 
 @pytest.fixture(scope="session")
-def maker(tmp_path_factory: pytest.TempPathFactory) -> JobMaker:
+def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tokenizer")
     write_tiny_tokenizer(folder)
-    model = ModelInfo("tiny", 64, 512, "", str(folder), (EOS,))
-    return JobMaker(model, Tokenizer.from_folder(folder))
+    return folder
+
+
+@pytest.fixture
+def maker(tokenizer_folder: Path) -> JobMaker:
+    model = ModelInfo("tiny", 64, 512, "", str(tokenizer_folder), (EOS,))
+    return JobMaker(model, Tokenizer.from_folder(tokenizer_folder))
 
 
 def exchange(request: dict[str, Any], *choices: dict[str, Any], path: str = COMPLETIONS, **reply: Any) -> Exchange:
