@@ -54,18 +54,20 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Whatever order was asked for: tests that start a cluster of their own run before the shared one stands, and those
-    marked `last` behind the others of their file.
+    marked `last` or with a browser, whose event loop is its thread's, behind the others of their file.
 
     A worker is given the files that take longest first, so that both end at about the same time.
     """
     places: dict[Path, int] = {}
     for item in items:
         places.setdefault(item.path, len(places))
-    items.sort(key=lambda item: (places[item.path], item.get_closest_marker("last") is not None))
+    items.sort(
+        key=lambda item: (places[item.path], item.get_closest_marker("last") is not None or _has(item, "browser"))
+    )
     if hasattr(config, "workerinput"):
         spent_s = config.stash[_durations].files_s
         items.sort(key=lambda item: (_group(item.path) != _RAY, -spent_s.get(item.nodeid.partition("::")[0], 0.0)))
-    items.sort(key=_on_shared_cluster)
+    items.sort(key=lambda item: _has(item, _SHARED_CLUSTER))
 
 
 def pytest_collection_finish() -> None:
@@ -74,17 +76,16 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def _on_shared_cluster(item: pytest.Item) -> bool:
-    return _SHARED_CLUSTER in getattr(item, "fixturenames", ())
+def _has(item: pytest.Item, fixture: str) -> bool:
+    return fixture in getattr(item, "fixturenames", ())
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Generator[None]:
     """A cluster that a test left running, often one that Ray started by itself, would be everybody's after it."""
     yield
-    shared = item.config.stash[_cluster_shared] = item.config.stash.get(_cluster_shared, False) or _on_shared_cluster(
-        item
-    )
+    stash = item.config.stash
+    shared = stash[_cluster_shared] = stash.get(_cluster_shared, False) or _has(item, _SHARED_CLUSTER)
     ray = sys.modules.get("ray")
     if ray is not None and ray.is_initialized() and not shared:
         ray.shutdown()

@@ -17,7 +17,7 @@ import httpx
 import pytest
 import yaml
 
-from deploy.chaos.streams import ask_all, differences, plan
+from deploy.chaos.streams import ask_all, complete, differences, plan
 from deploy.run.ports import free_ports
 from serve_app.telemetry.metric_summary import summarise
 from tests.support.fake_hub import FakeHub, fake_hub
@@ -186,7 +186,7 @@ def test_streams_go_on_at_another_node_when_theirs_dies(cluster: Cluster) -> Non
     long = {"max_tokens": 1400, "speculate": False, "stop": None}  # seconds, on any machine
     bodies = [body | long for body in plan(MODEL, 6, seed=5, max_tokens=600)]
     undisturbed = asyncio.run(ask_all(cluster.url, bodies, 6))
-    assert all(one.complete for one in undisturbed)
+    assert all(map(complete, undisturbed)), [one.reported() for one in undisturbed]
     emitted = cluster.metric("emitted_tokens_total")
     with concurrent.futures.ThreadPoolExecutor(1) as clients:
         streams = clients.submit(asyncio.run, ask_all(cluster.url, bodies, 6))
