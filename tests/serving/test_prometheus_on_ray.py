@@ -225,6 +225,7 @@ def test_acceptance_by_promql_is_the_engines_own(watched: Watched) -> None:
     assert 0 < delivered <= metrics["accepted_tokens"] <= delivered + 4 * len(usages)
 
 
+@pytest.mark.last  # some switch speculation off, and others of the service's figures end
 @pytest.mark.parametrize("command", commands("promql", "curl", "logged"))
 def test_the_commands_of_the_runbooks_run(watched: Watched, command: str, tmp_path: Path) -> None:
     watched.load.stop()  # one of them switches speculation off
