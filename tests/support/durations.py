@@ -17,8 +17,9 @@ RECORD = Path(__file__).parents[1] / "durations.json"
 LIMIT_S = 10.0
 _NOTED_S = 3.0  # what a machine three times as slow may find above the limit
 _SPENT = "cpu_s"
-# What these take is other processes' time, and depends on what else the machine does.
+# What these take is other programs' time, and depends on what else the machine does.
 _UNLIMITED = ("slow", "gpu", "vllm", "ray")
+_UNLIMITED_FOLDER = "clients"
 
 
 class Durations:
@@ -41,8 +42,9 @@ class Durations:
         finally:
             spent_s = _cpu_s() - before_s
             item.user_properties.append((_SPENT, spent_s))
-        limited = not self._writes and item.nodeid not in self._tests_s
-        if limited and spent_s > LIMIT_S and not any(map(item.get_closest_marker, _UNLIMITED)):
+        known = self._writes or item.nodeid in self._tests_s
+        unlimited = any(map(item.get_closest_marker, _UNLIMITED)) or item.path.parent.name == _UNLIMITED_FOLDER
+        if spent_s > LIMIT_S and not known and not unlimited:
             pytest.fail(
                 f"{item.nodeid} took {spent_s:.1f} CPU seconds; a new test may take {LIMIT_S:.0f}. Make it cheaper, "
                 "mark it `slow`, or accept its price with `make durations`.",
