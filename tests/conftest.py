@@ -53,8 +53,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Whatever order was asked for: tests that start a cluster of their own run before the shared one stands, and those
-    marked `last` or with a browser, whose event loop is its thread's, behind the others of their file.
+    """Put tests in an order that holds in any shuffle: those with a cluster of their own before the shared one starts,
+    those marked `last` or with a browser, whose event loop is its thread's, behind the others of their file.
 
     A worker is given the files that take longest first, so that both end at about the same time.
     """

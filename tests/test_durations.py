@@ -72,4 +72,4 @@ def test_every_file_that_is_listed_exists() -> None:
     record = json.loads(RECORD.read_text(encoding="utf-8"))
     files = {name.partition("::")[0] for part in record.values() for name in part}
     gone = sorted(name for name in files if not (ROOT / name).exists())
-    assert not gone, f"{', '.join(gone)}: gone; `make durations` writes the record anew"
+    assert not gone, f"{', '.join(gone)}: gone; `make durations` replaces the record"

@@ -136,10 +136,23 @@ class Client:
     def get(self, path: str) -> str | None:
         """The text at a path; None if the request fails."""
         try:
-            response = self._http.get(path)
-        except httpx.HTTPError:
+            return self.fetch(path)
+        except ServiceError:
             return None
-        return response.text if response.status_code == _OK else None
+
+    def fetch(self, path: str) -> str:
+        """The text at a path.
+
+        Raises:
+            ServiceError: the request fails; the message says how.
+        """
+        try:
+            response = self._http.get(path)
+        except httpx.HTTPError as error:
+            raise ServiceError(f"{self.url}{path}: {error}") from error
+        if response.status_code != _OK:
+            raise ServiceError(f"{self.url}{path}: HTTP {response.status_code}")
+        return response.text
 
     def post(self, body: Json, path: str = COMPLETIONS) -> Attempt:
         """Send a request and wait for its reply."""

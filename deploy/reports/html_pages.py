@@ -78,16 +78,16 @@ def table(shown: ReportTable) -> str:
 def finding(shown: Shown) -> str:
     """A framed part for something that was found."""
     where = f" · {escaped(shown.where)}" if shown.where else ""
-    told = f"{facts(shown.facts)}{example(shown.named, shown.example)}"
-    return card(f'<b class="bad">{escaped(shown.title)}</b>{where}{told}', "finding")
+    body = f"{facts(shown.facts)}{example(shown.named, shown.example)}"
+    return card(f'<b class="bad">{escaped(shown.title)}</b>{where}{body}', "finding")
 
 
 def example(named: str, shown: Mapping[str, object] | str) -> str:
     """An example of something that was found, folded up; nothing if there is none."""
     if not shown:
         return ""
-    told = f"<pre>{escaped(shown)}</pre>" if isinstance(shown, str) else facts(shown)
-    return f"<details><summary>{escaped(named)}</summary>{told}</details>"
+    body = f"<pre>{escaped(shown)}</pre>" if isinstance(shown, str) else facts(shown)
+    return f"<details><summary>{escaped(named)}</summary>{body}</details>"
 
 
 def _cell(cell: Cell, kind: str) -> str:

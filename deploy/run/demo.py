@@ -113,10 +113,7 @@ class Service:
         Raises:
             ServiceError: it does not report them.
         """
-        text = self.client.get("/metrics")
-        if text is None:
-            raise ServiceError(f"{self.base_url}/metrics: no reply with status 200")
-        return summarise(text)
+        return summarise(self.client.fetch("/metrics"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,7 +65,7 @@ def test_what_a_service_refuses_is_reported(url: str, question: str, reported: s
     with service.client:
         with pytest.raises(ServiceError, match=f"{CHAT}: .*{reported}"):
             service.chat(question)
-        with pytest.raises(ServiceError, match="/metrics"):
+        with pytest.raises(ServiceError, match="/metrics: HTTP 404"):
             service.metrics()
 
 
@@ -90,3 +90,6 @@ def test_nobody_there_is_a_value() -> None:
         found = client.post({"prompt": "a"})
         assert found.status is None and found.reported().startswith("no reply: ") and not client.alive()
         assert client.last_failed == {"prompt": "a"}
+        assert client.get("/metrics") is None
+        with pytest.raises(ServiceError, match=r"9/metrics: .*refused"):
+            client.fetch("/metrics")

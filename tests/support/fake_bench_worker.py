@@ -34,7 +34,7 @@ class Fake:
             raise RuntimeError("it would not")
         meter = Meter(len(ask.prompts))
         pause_s = self._settings.get("pause_s", 0.001)
-        for number in range(ask.max_tokens):  # told, not slept: a busy machine changes no speed
+        for number in range(ask.max_tokens):  # reported, not slept: a busy machine changes no speed
             for stream in range(len(ask.prompts)):
                 meter.emit(stream, [number], at=meter.began + (number + 1) * pause_s)
         return meter.sample() | {"environment": dict(os.environ)}

@@ -35,7 +35,7 @@ def pod(template: dict[str, Any], name: str) -> dict[str, Any]:
 
 @functools.cache
 def _validator(kind: str, api_version: str, version: str) -> Draft202012Validator:
-    """What kubernetes-validate makes anew for each object, reading the 2 MB of definitions again."""
+    """Validator of a kind. kubernetes-validate builds one for each object, and reads 2 MB of definitions for it."""
     group = re.sub(r"^([^./]*)(?:\.[^/]*)?/", r"\1-", api_version)
     schema = schema_contents(f"{_folder(version)}/{kind.lower()}-{group}.json", version)
     return Draft202012Validator(schema, registry=Resource.from_contents(schema) @ _definitions(version))
