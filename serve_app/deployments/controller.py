@@ -11,14 +11,13 @@ from typing import Any
 
 import ray
 from ray import serve
-from ray.exceptions import RayTaskError
 from ray.serve.handle import DeploymentHandle
 
 from serve_app.backends.base import Replayed
 from serve_app.config.app_config import AppConfig
 from serve_app.deployments.controller_client import ANSWERED
 from serve_app.deployments.pool_states import watch_pools
-from serve_app.deployments.remote_errors import own_error
+from serve_app.deployments.remote_errors import answered
 from serve_app.deployments.replica_reports import ReplicaReports
 from serve_app.deployments.runtime import REPORT_EVERY_S, observe
 from serve_app.openai.kept_responses import ResponseStore
@@ -51,18 +50,12 @@ class Controller:
             return serve.get_deployment_handle(replayer, context.app_name)
 
         async def replay_independently(request: Request) -> Replayed:
-            try:
-                referee, weights = await replayers().independent_referee.remote()
-                return await referee.replay.remote(request, weights)  # type: ignore[no-any-return]
-            except RayTaskError as error:
-                raise own_error(error) from error
+            referee, weights = await answered(replayers().independent_referee.remote())
+            return await answered(referee.replay.remote(request, weights))
 
         async def replay(request: Request, avoid: Collection[str]) -> Replayed:
             with tracing.call("replay.call", {"truespec.choice": request.request_id}):
-                try:
-                    return await replayers().replay.remote(request, carried(), avoid=avoid)  # type: ignore[no-any-return]
-                except RayTaskError as error:
-                    raise own_error(error) from error
+                return await answered(replayers().replay.remote(request, carried(), avoid=avoid))
 
         sums = PrometheusSink(source=context.replica_tag)
         sinks: list[Sink] = [RaySink(), sums]

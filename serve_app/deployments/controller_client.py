@@ -11,11 +11,11 @@ from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping
 from typing import Any, Concatenate, Final, Generic, ParamSpec, Protocol, TypeVar, overload
 
 from ray import serve
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from serve_app.deployments.remote_errors import own_error
+from serve_app.deployments.remote_errors import answered
 from serve_app.deployments.replica_reports import ReplicaReports
 from serve_app.openai.kept_responses import ResponseStore
 from serve_app.page.status import StatusBook
@@ -116,10 +116,7 @@ class RemoteWeights(PartClient):
 
     async def answer(self, response: Awaitable[R]) -> R:
         """What the controller answered."""
-        try:
-            return await response
-        except RayTaskError as error:
-            raise own_error(error) from error
+        return await answered(response)
 
 
 class RemoteTransfers(PartClient):

@@ -27,6 +27,7 @@ from serve_app.referee.records import Record, Records, ReplayJob
 from serve_app.referee.replay_selection import Checks, chosen
 from serve_app.referee.signatures import SigningKey
 from serve_app.streams.observed import ObservedSource, SourceLimits
+from serve_app.telemetry.tracing import Carried, adopt, carried
 from serve_app.text.tokenizer import Tokenizer
 from speculative.errors import EngineFault
 
@@ -229,9 +230,10 @@ class HttpFront:
 
     def _submit(self, job: ReplayJob) -> None:
         self._runtime.metrics.count("truespec_replays_requested_total")
-        self._runtime.spawn(self._submit_soon(job))
+        self._runtime.spawn(self._submit_soon(job, carried()))
 
-    async def _submit_soon(self, job: ReplayJob) -> None:
+    async def _submit_soon(self, job: ReplayJob, client: Carried) -> None:
+        adopt(client)
         try:
             await self._runtime.controller.submit(job)
         except (RayError, RayServeException) as error:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextvars import Context
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import ray
 from ray import serve
@@ -23,11 +23,13 @@ from serve_app.referee.records import ReplayJob
 from serve_app.referee.verdicts import Checked
 from serve_app.telemetry.logs import configure as configure_logs
 from serve_app.telemetry.metrics import BufferSink, Metrics, RaySink
-from serve_app.telemetry.tracing import Tracing
+from serve_app.telemetry.tracing import Carried, Tracing, adopt, carried
 from speculative.errors import ConfigError
 
 _logger = logging.getLogger("truespec.serve")
 REPORT_EVERY_S = 1.0
+
+T = TypeVar("T")
 
 
 class ReplicaRuntime:
@@ -42,22 +44,30 @@ class ReplicaRuntime:
         self.tracing = observe(config, role, self.name)
         self.buffer = BufferSink(self.name)
         self.metrics = Metrics([RaySink(), self.buffer], model_name=config.model.served_name, pool=role)
-        self.tasks: set[asyncio.Task[None]] = set()
+        self.tasks: set[asyncio.Task[Any]] = set()
         self.controller = ControllerClient(cache(lambda: controller_handle(self.app_name)))  # once it is needed
 
-    def spawn(self, work: Coroutine[Any, Any, None], context: Context | None = None) -> asyncio.Task[None]:
-        """Run something beside the requests; it is kept from being collected until it ends."""
-        task = asyncio.get_running_loop().create_task(work, context=context)
+    def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Run something beside the requests; it is kept from being collected until it ends.
+
+        It has a context of its own: Serve cancels whatever a request has called when its client leaves, without an
+        error, even if the request is over.
+        """
+        task = asyncio.get_running_loop().create_task(work, context=Context())
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
         return task
 
     async def check(self, job: ReplayJob) -> Checked:
-        """Have a request replayed, and wait for the result.
+        """Have a request replayed, and wait for the result; it is replayed even if nobody waits any more.
 
         Raises:
             ConnectionError: the controller did not answer.
         """
+        return await asyncio.shield(self.spawn(self._check(job, carried())))
+
+    async def _check(self, job: ReplayJob, client: Carried) -> Checked:
+        adopt(client)
         try:
             return await self.controller.check(job)
         except (RayError, RayServeException) as error:
@@ -82,8 +92,7 @@ class Reporter:
     async def report(self) -> None:
         """Have what was counted until now sent, whatever becomes of the caller."""
         if self._next is None:
-            # A context of its own: Serve cancels whatever a request has called when its client leaves.
-            self._next = self._runtime.spawn(self._report_in_turn(), Context())
+            self._next = self._runtime.spawn(self._report_in_turn())
         await asyncio.shield(self._next)
 
     async def report_forever(self) -> None:

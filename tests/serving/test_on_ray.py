@@ -110,6 +110,26 @@ def test_a_client_that_leaves_frees_what_it_held(disaggregated: Service) -> None
     assert 'outcome="abort"' in disaggregated.metrics_text()
 
 
+def test_an_answer_is_replayed_even_if_its_client_leaves_before_the_end(disaggregated: Service) -> None:
+    def leave(after: int) -> None:
+        body = {"model": MODEL, "prompt": f"go on {after}", "max_tokens": 40, "stream": True, "ignore_eos": True}
+        with disaggregated.http() as http, http.stream("POST", "/v1/completions", json=body) as response:
+            for number, line in enumerate(response.iter_lines()):
+                if number >= after or '"finish_reason":"length"' in line.replace(" ", ""):
+                    break
+
+    def total(name: str) -> float:
+        lines = disaggregated.metrics_text().splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"truespec_{name}{{"))
+
+    before = total("replays_requested_total")
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        list(pool.map(leave, [1, 5, 999] * 16))
+    wait_for(lambda: _idle(disaggregated), "return to idle")
+    wait_for(lambda: total("replays_requested_total") >= before + 32, "the answers' end")
+    wait_for(lambda: total("replays_total") == total("replays_requested_total"), "a result of every replay")
+
+
 def test_metrics_agree_with_what_clients_were_reported(ray_port: int, tiny_folder: Path) -> None:
     with deployed(ray_port, "counted", app_args(tiny_folder, "disaggregated")) as service:
         # With logprobs: a quarter of the requests without is replayed as sent, and adds no compared tokens.

@@ -4,6 +4,7 @@ import asyncio
 import gc
 from collections.abc import Callable, Collection
 from contextvars import ContextVar
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +31,7 @@ from serve_app.referee.verdicts import Checked
 from serve_app.streams.pooled import PooledTokenSource
 from serve_app.streams.resuming import Streamed
 from serve_app.telemetry.metrics import MetricBatch, Metrics, PrometheusSink
-from serve_app.telemetry.tracing import Tracing
+from serve_app.telemetry.tracing import Carried, Tracing
 from serve_app.weights.desired_state import CONFIGURED, DesiredState
 from speculative.engine import EngineCore
 from speculative.request import ReplayedToken, Request, SamplingParams, TokenKind
@@ -179,11 +180,17 @@ class RefereeHandle:
             way.set()
         self.reports: list[Report] = []
         self.callers: list[str] = []
+        self.request_ids: list[str] = []  # of the clients for whom jobs came
         self.jobs: list[ReplayJob] = []
         self.call = Method(self._call)
 
-    async def _call(self, name: str, reported: object, *args: Any) -> Any:
-        answers = {"report": self._report, "check": self._check, "wanted_weights": self._wanted}
+    async def _call(self, name: str, reported: Carried, *args: Any) -> Any:
+        answers = {
+            "report": self._report,
+            "check": partial(self._check, reported),
+            "submit": partial(self._check, reported),
+            "wanted_weights": self._wanted,
+        }
         return await answers[name.rpartition(".")[2]](*args)
 
     def options(self, **_: Any) -> "RefereeHandle":
@@ -198,7 +205,10 @@ class RefereeHandle:
         await back.wait()
         return orders
 
-    async def _check(self, job: ReplayJob) -> Checked:
+    async def _check(self, reported: Carried, job: ReplayJob) -> Checked:
+        self.callers.append(CLIENT.get())
+        self.request_ids.append(reported.request_id)
+        await self.far[0].wait()
         self.jobs.append(job)
         return Checked(Verdict.VERIFIED)
 

@@ -9,12 +9,15 @@ import pytest
 
 from serve_app.config.files import parse_args
 from serve_app.deployments import stream_router
+from serve_app.deployments.http_front import HttpFront
+from serve_app.deployments.remote_errors import answered
 from serve_app.referee.breaker import BreakerState, Mode
 from serve_app.referee.heartbeat import Finished
+from serve_app.telemetry.tracing import Tracing
 from speculative.errors import EngineFault, InvalidRequest
 from speculative.request import FinishReason, Request, SamplingParams, TokenDelta
 from speculative.stats import StepStats
-from tests.support.referees import CLIENT, RefereeHandle, Worker
+from tests.support.referees import CLIENT, RefereeHandle, Worker, job
 
 
 @pytest.fixture
@@ -76,6 +79,37 @@ async def test_a_report_is_no_part_of_the_request_that_asked_for_it(worker: Work
     CLIENT.set("a client")
     await worker.host.reporter.report()
     assert referee.callers == ["nobody"]
+
+
+async def test_an_answer_is_replayed_whatever_becomes_of_its_client(worker: Worker, referee: RefereeHandle) -> None:
+    """Serve would cancel both calls when the client leaves, which may be at once."""
+    runtime = worker.host.runtime
+    CLIENT.set("a client")
+    referee.far[0].clear()
+    with Tracing().request("POST", "req-7", [], {}):
+        HttpFront(runtime, worker.host.reporter)._submit(job("cmpl-1-0"))
+        waits = asyncio.create_task(runtime.check(job("cmpl-2-0")))
+        await _settle()
+        waits.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waits
+    referee.far[0].set()
+    await _settle()
+    assert [one.request.request_id for one in referee.jobs] == ["cmpl-1-0", "cmpl-2-0"]
+    assert (referee.callers, referee.request_ids) == (["nobody"] * 2, ["req-7"] * 2)
+
+
+async def test_a_call_that_serve_cancels_is_one_that_failed_and_not_the_end_of_its_caller() -> None:
+    async def cancelled() -> None:
+        raise asyncio.CancelledError
+
+    with pytest.raises(ConnectionError, match="cancelled"):
+        await answered(cancelled())
+    caller = asyncio.create_task(answered(asyncio.sleep(60)))
+    await _settle()
+    caller.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await caller
 
 
 async def test_a_report_that_fails_is_reported_to_its_caller_and_the_next_one_goes(
