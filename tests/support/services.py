@@ -21,6 +21,7 @@ from tests.support.tiny_models import write_tiny_model
 
 MODEL = "tiny"
 ENGINE = {"dtype": "float32", "device": "cpu", "max_num_seqs": 16, "kv_cache_tokens": 8192, "max_batched_tokens": 128}
+REPLAY = {"sample_rate": 1.0, "independent_rate": 0.0, "max_queue": 1000}  # a slow machine skips none
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ def app_args(folder: Path, topology: str, **changes: Any) -> dict[str, Any]:
         "engine": ENGINE,
         "topology": topology,
         "drafter": {"kind": "ngram", "ngram_min": 1},
-        "replay": {"sample_rate": 1.0, "independent_rate": 0.1, "max_queue": 1000},  # a slow machine skips none
+        "replay": REPLAY,
         **changes,
     }
 
@@ -114,7 +115,8 @@ def deployed(port: int, name: str, args: dict[str, Any]) -> Iterator[Service]:
 
 @pytest.fixture(scope="session")
 def disaggregated(ray_port: int, tiny_folder: Path) -> Iterator[Service]:
-    args = app_args(tiny_folder, "disaggregated", limits={"max_load": 4}, responses={"max_mib": 1})
+    replay = {**REPLAY, "independent_rate": 0.1}
+    args = app_args(tiny_folder, "disaggregated", limits={"max_load": 4}, responses={"max_mib": 1}, replay=replay)
     with deployed(ray_port, "disaggregated", args) as service:
         yield service
 
