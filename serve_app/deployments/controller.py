@@ -69,18 +69,16 @@ class Controller:
         metrics = Metrics(sinks, model_name=config.model.served_name, pool=pool)
         tolerance, against_transformers = tolerances_of(config.replay, config.engine)
         book = ReplicaBook(metrics, tolerance, _dump_folder(config), config.replay.keep_verdicts)
-        num_draft_tokens = config.engine_config(pool).drafter.max_drafts
         self._independent = IndependentChecks(
             replay_independently,
             against_transformers,
             book,
             metrics,
             rate=config.replay.independent_rate_of(config.engine),
-            num_draft_tokens=num_draft_tokens,
         )
         self._checker = ReplayChecker(
             replay,
-            Judge(tolerance, num_draft_tokens),
+            Judge(tolerance).judge,
             book,
             metrics,
             max_queue=config.replay.max_queue,

@@ -7,7 +7,7 @@ from serve_app.referee.detectors import SeenToken, by_stratum, drifts_of
 from serve_app.referee.draws import DrawResult
 from serve_app.referee.drift import DriftSums
 from serve_app.referee.judgement import Judgement
-from serve_app.referee.records import KNOWN_AFTERWARDS
+from serve_app.referee.strata import KNOWN_AFTERWARDS
 from serve_app.telemetry.metric_names import DRIFT_THRESHOLDS_NATS
 from serve_app.telemetry.metrics import Metrics
 from speculative.stats import DRAW_CHECKS
@@ -18,7 +18,7 @@ class JudgementCounts:
 
     Args:
         metrics: where.
-        strata: those of the jobs; each is there with 0 from the start.
+        strata: those of the answers; each is there with 0 from the start.
     """
 
     def __init__(self, metrics: Metrics, strata: Iterable[str]) -> None:

@@ -14,15 +14,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from serve_app.backends.base import Computing, Replayed
+from serve_app.referee.answer import Answer
 from serve_app.referee.breaker import Mode, Trip
 from serve_app.referee.detectors import Alarm, ReplicaWatch, SeenToken
 from serve_app.referee.dumps import DumpFolder
 from serve_app.referee.heartbeat import Finding, Orders, Placed, ReplicaStatus, Report
 from serve_app.referee.incidents import IncidentKind, IncidentLog
-from serve_app.referee.records import Distribution, ReplayJob, Verdict
+from serve_app.referee.strata import SERVED_STRATA
 from serve_app.referee.tolerance import Tolerance
-from serve_app.referee.verdicts import Checked, VerdictBook
-from serve_app.telemetry.metric_names import REPLAY_ALARMS, SERVED_STRATA
+from serve_app.referee.verdicts import Checked, Distribution, Verdict, VerdictBook
+from serve_app.telemetry.metric_names import REPLAY_ALARMS
 from serve_app.telemetry.metrics import Metrics
 from speculative.stats import CheckState
 
@@ -37,14 +38,14 @@ _FORGOTTEN_AFTER_S = 60.0  # a replica that has not reported for so long is gone
 class Case:
     """One complete replay; `replayed` is None if the answer was refused."""
 
-    job: ReplayJob
+    answer: Answer
     replayed: Replayed | None
     checked: Checked
 
     def to_dump(self) -> dict[str, Any]:
         """Everything about it."""
         return {
-            "served": dataclasses.asdict(self.job),
+            "served": dataclasses.asdict(dataclasses.replace(self.answer, strata=())),  # they follow from the others
             "replayed": None if self.replayed is None else dataclasses.asdict(self.replayed),
             "checked": dataclasses.asdict(self.checked),
         }
@@ -77,7 +78,7 @@ class ReplicaBook:
         tolerance: between the engines that answer and those that replay.
         dumps: where a post-mortem is written.
         keep_verdicts: replies whose verdicts are kept.
-        strata: those of the jobs.
+        strata: those of the answers.
         alarmed: called with each alarm, the replica that raised it and the answer that completed its evidence.
         clock: unix seconds.
     """
@@ -121,29 +122,31 @@ class ReplicaBook:
         What a prefill replica made is its own. What a decode replica makes from a handoff may be wrong because of
         either, if speculation cannot be the cause: nothing at all was drafted there.
         """
-        job = case.job
+        answer = case.answer
         makers: dict[str, list[SeenToken]] = {}
-        for token, since in zip(tokens, [*[None] * len(job.prompt_logprobs), *job.rounds_since_handoff], strict=True):
+        for token, since in zip(
+            tokens, [*[None] * len(answer.prompt_logprobs), *answer.rounds_since_handoff], strict=True
+        ):
             makers.setdefault(token.made_by, []).append(token)
-            if since is not None and self._decoded_plainly(token.made_by, job.began_at):
-                makers.setdefault(job.prefilled_by, []).append(token)
-        greedy = job.request.params.greedy
+            if since is not None and self._decoded_plainly(token.made_by, answer.began_at):
+                makers.setdefault(answer.prefilled_by, []).append(token)
+        greedy = answer.request.params.greedy
         for name, own in makers.items():
             replica = self._known(name)
             replica.cases.append(case)
-            if replica.trusts(job.began_at):
-                seen = replica.watch.see(own, greedy=greedy, drift_tolerance=drift_tolerance, at=job.began_at)
+            if replica.trusts(answer.began_at):
+                seen = replica.watch.see(own, greedy=greedy, drift_tolerance=drift_tolerance, at=answer.began_at)
                 for found in seen:
                     self._alarm(name, replica, found, case)
         return self._record(case)
 
     def add_impossible(self, case: Case) -> Checked:
         """An answer that no engine takes is an alarm for each replica that made it. Returns what to report of it."""
-        for name in sorted(set(case.job.made_by)):
+        for name in sorted(set(case.answer.made_by)):
             replica = self._known(name)
             replica.cases.append(case)
-            if replica.trusts(case.job.began_at):
-                self._alarm(name, replica, Alarm("impossible", "all", case.job.began_at), case)
+            if replica.trusts(case.answer.began_at):
+                self._alarm(name, replica, Alarm("impossible", "all", case.answer.began_at), case)
         return self._record(case)
 
     def _record(self, case: Case) -> Checked:
@@ -153,12 +156,12 @@ class ReplicaBook:
 
     def report(self, case: Case) -> Checked:
         """Record a verdict, in the place of an earlier one on the same answer. Returns what to report of the answer."""
-        job, checked = case.job, case.checked
-        reported = self.verdicts.record(job, checked, self._clock())
-        self._latest.appendleft({"at": self._clock(), "replica": job.replica, **reported.to_wire()})
+        answer, checked = case.answer, case.checked
+        reported = self.verdicts.record(answer, checked, self._clock())
+        self._latest.appendleft({"at": self._clock(), "replica": answer.replica, **reported.to_wire()})
         self._metrics.count("truespec_verdicts_total", verdict=reported.verdict.value)
         if checked.verdict is Verdict.SUSPECT:
-            _logger.warning("%s of %s is suspect: %s", job.request.request_id, job.replica, checked.reason)
+            _logger.warning("%s of %s is suspect: %s", answer.request.request_id, answer.replica, checked.reason)
             self._dump(checked.reason, case.to_dump)
         return reported
 
@@ -167,7 +170,7 @@ class ReplicaBook:
         self._metrics.count("truespec_replay_alarms_total", alarm=found.name, stratum=found.stratum)
         self.incidents.note("replay", found.name, name, strata=(found.stratum,))
         _logger.warning("replays show that %s is wrong: %s in stratum %s", name, found.name, found.stratum)
-        replica.findings.append(Finding(name, found.name, found.stratum, case.job.began_at, found.evidence_since))
+        replica.findings.append(Finding(name, found.name, found.stratum, case.answer.began_at, found.evidence_since))
         self._alarmed(found, name, case)
 
     def _decoded_plainly(self, name: str, began_at: float) -> bool:

@@ -23,10 +23,10 @@ from deploy.watch.referee import Referee, RefereeOptions
 from serve_app.backends.base import ModelInfo, Replayed
 from serve_app.referee.judgement import Judge
 from serve_app.referee.receipts import Receipt
-from serve_app.referee.records import Verdict
 from serve_app.referee.tolerance import EDGE_NATS, Tolerance
+from serve_app.referee.verdicts import Verdict
 from speculative.request import ReplayedToken, Request, SamplingParams, TokenKind
-from tests.support.referees import job
+from tests.support.referees import recorded
 
 NUM_TOKENS = 64
 GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
@@ -57,7 +57,7 @@ class Recorded:
 def by_service(answer: Recorded, tolerance: Tolerance) -> bool:
     """Whether a service suspects it, whose replays are computed by that pair."""
     kinds = (TokenKind.FIRST, *[TokenKind.RECOVERED] * (NUM_TOKENS - 1))
-    judged = job(
+    judged = recorded(
         "cmpl-1",
         request=Request("cmpl-1", (1, 2, 3), GREEDY),
         token_ids=(5,) * NUM_TOKENS,

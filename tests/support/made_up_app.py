@@ -14,7 +14,7 @@ from serve_app.page.status import StatusBook
 from serve_app.referee.breaker import BreakerState, Mode, Trip
 from serve_app.referee.heartbeat import Placed, ReplicaStatus, Report
 from serve_app.referee.replica_book import ReplicaBook
-from serve_app.telemetry.metric_names import STRATA
+from serve_app.referee.strata import STRATA
 from serve_app.telemetry.metrics import BufferSink, Metrics, PrometheusSink
 from speculative.stats import CHECKS, CheckState, CheckSums, EngineUsage, StepStats
 from tests.support.clock import Clock

@@ -1,4 +1,4 @@
-"""Referees, replayers and jobs that tests of several rooms share."""
+"""Referees, replayers and answers that tests of several rooms share."""
 
 import asyncio
 import gc
@@ -18,22 +18,23 @@ from serve_app.config.base import PoolName
 from serve_app.deployments import runtime, stream_router
 from serve_app.deployments.engine_host import EngineHost
 from serve_app.deployments.stream_router import DecodeWorker
+from serve_app.referee.answer import Answer
 from serve_app.referee.breaker import BreakerState, Mode
 from serve_app.referee.dumps import DumpFolder
 from serve_app.referee.heartbeat import Orders, ReplicaStatus, Report
 from serve_app.referee.judgement import Judge
-from serve_app.referee.records import Record, ReplayJob, Verdict
+from serve_app.referee.records import Record
 from serve_app.referee.replay_checker import Replay, ReplayChecker
 from serve_app.referee.replica_book import ReplicaBook
 from serve_app.referee.tolerance import Tolerance
-from serve_app.referee.verdicts import Checked
+from serve_app.referee.verdicts import Checked, Verdict
 from serve_app.streams.pooled import PooledTokenSource
 from serve_app.streams.resuming import Streamed
 from serve_app.telemetry.metrics import MetricBatch, Metrics, PrometheusSink
 from serve_app.telemetry.tracing import Tracing
 from serve_app.weights.desired_state import CONFIGURED, DesiredState
 from speculative.engine import EngineCore
-from speculative.request import ReplayedToken, Request, SamplingParams, TokenKind
+from speculative.request import DEFAULT_VERSION, ReplayedToken, Request, SamplingParams, TokenKind
 from tests.support.fake_backend import FakeBackend, FakeConfig
 
 NUM_TOKENS = 20
@@ -87,7 +88,7 @@ class EngineReplay:
         raise AssertionError
 
 
-def serve(engine: EngineCore, request: Request) -> ReplayJob:
+def serve(engine: EngineCore, request: Request) -> Answer:
     """What an engine answers."""
     record = Record(request, "r1", 10.0, engine.max_model_len)
     engine.add(request)
@@ -95,15 +96,13 @@ def serve(engine: EngineCore, request: Request) -> ReplayJob:
         for delta in engine.step():
             assert delta.error is None, delta.error
             record.take(delta)
-    job = record.job()
-    assert job is not None
-    return job
+    answer = record.answer()
+    assert answer is not None
+    return answer
 
 
 def checker(replay: Replay, metrics: Metrics, book: ReplicaBook | None = None, **settings: Any) -> ReplayChecker:
-    """Of replicas that draft at most four tokens in a round."""
-    judge = Judge(TOLERANCE, num_draft_tokens=4)
-    return ReplayChecker(replay, judge, book or ReplicaBook(metrics, TOLERANCE), metrics, **settings)
+    return ReplayChecker(replay, Judge(TOLERANCE).judge, book or ReplicaBook(metrics, TOLERANCE), metrics, **settings)
 
 
 class Court:
@@ -142,7 +141,7 @@ class Court:
         )
 
 
-def served(number: int = 0, **changes: Any) -> ReplayJob:
+def served(number: int = 0, **changes: Any) -> Answer:
     fields: dict[str, Any] = {
         "began_at": 10.0,
         "token_ids": tuple(range(NUM_TOKENS)),
@@ -156,7 +155,7 @@ def served(number: int = 0, **changes: Any) -> ReplayJob:
     }
     params = changes.pop("params", SamplingParams(temperature=1.0))
     request = Request(f"cmpl-{number}-0", (1, 2, 3), params)
-    return job(request.request_id, **({"request": request} | fields | changes))
+    return recorded(request.request_id, **({"request": request} | fields | changes))
 
 
 CLIENT: ContextVar[str] = ContextVar("CLIENT", default="nobody")
@@ -179,7 +178,7 @@ class RefereeHandle:
             way.set()
         self.reports: list[Report] = []
         self.callers: list[str] = []
-        self.jobs: list[ReplayJob] = []
+        self.answers: list[Answer] = []
         self.call = Method(self._call)
 
     async def _call(self, name: str, reported: object, *args: Any) -> Any:
@@ -198,8 +197,8 @@ class RefereeHandle:
         await back.wait()
         return orders
 
-    async def _check(self, job: ReplayJob) -> Checked:
-        self.jobs.append(job)
+    async def _check(self, answer: Answer) -> Checked:
+        self.answers.append(answer)
         return Checked(Verdict.VERIFIED)
 
     async def _wanted(self) -> DesiredState:
@@ -253,13 +252,15 @@ def _no(*_: object) -> None:
     """In the place of what reaches further than a test may."""
 
 
-def job(request_id: str, began_at: float = 10.0, replica: str = "r1", **changes: Any) -> ReplayJob:
+def recorded(request_id: str, began_at: float = 10.0, replica: str = "r1", **changes: Any) -> Answer:
+    """What a replica that drafts at most four tokens in a round records."""
     fields: dict[str, Any] = {
         "request": Request(request_id, (1, 2, 3)),
         "replica": replica,
         "prefilled_by": "",
         "began_at": began_at,
         "max_model_len": 64,
+        "num_draft_tokens": 4,
         "token_ids": (4, 5),
         "logprobs": (-1.0, -2.0),
         "kinds": (TokenKind.FIRST, TokenKind.BONUS),
@@ -269,4 +270,8 @@ def job(request_id: str, began_at: float = 10.0, replica: str = "r1", **changes:
     fields |= changes
     first = fields["prefilled_by"] or fields["replica"]  # the first token is what a prefill emits
     fields.setdefault("made_by", (first, *[fields["replica"]] * (len(fields["token_ids"]) - 1)))
-    return ReplayJob(**fields)
+    weight_versions = dict.fromkeys(fields.pop("weight_versions", (DEFAULT_VERSION,)))
+    lists = {name: list(value) for name, value in fields.items() if isinstance(value, tuple)}
+    made = Record(**(fields | lists), weight_versions=weight_versions).answer()
+    assert made is not None
+    return made

@@ -21,11 +21,11 @@ from serve_app.deployments.controller_client import ANSWERED, ControllerClient, 
 from serve_app.errors import UpdateRefused
 from serve_app.referee.breaker import BreakerState, Mode
 from serve_app.referee.heartbeat import ReplicaStatus, Report
-from serve_app.referee.records import Verdict
+from serve_app.referee.verdicts import Verdict
 from serve_app.telemetry.metrics import BufferSink, Metrics
 from serve_app.telemetry.tracing import Tracing, request_id
 from serve_app.weights.desired_state import CONFIGURED, WeightsRef, WeightsStatus
-from tests.support.referees import Method, job
+from tests.support.referees import Method, recorded
 
 
 class Handle:
@@ -103,8 +103,8 @@ async def test_what_is_replayed_is_replayed_for_the_request_that_asked(
     checker: Any = controller._checker
     monkeypatch.setattr(checker, "_enqueue", lambda queue, one: asked.append((one.request.request_id, request_id())))
     with Tracing().request("POST", "req-7", [], {}):
-        await client.submit(job("cmpl-1-0"))
-        checked = await client.check(job("cmpl-2-0"))
+        await client.submit(recorded("cmpl-1-0"))
+        checked = await client.check(recorded("cmpl-2-0"))
     assert asked == [("cmpl-1-0", "req-7"), ("cmpl-2-0", "req-7")]
     assert checked.verdict is Verdict.UNVERIFIED
     assert await client.verdict("cmpl-9") is None

@@ -107,7 +107,7 @@ async def test_the_handoffs_of_canaries_are_known_to_the_records_and_leave_nothi
     worker: Worker, referee: RefereeHandle
 ) -> None:
     assert await worker.host.canary.try_out() is True
-    assert {job.prefilled_by for job in referee.jobs} == {"prefill-1"}
+    assert {answer.prefilled_by for answer in referee.answers} == {"prefill-1"}
     assert worker._prefilled_by == {}
     streamed = await worker.ask(Request("cmpl-1-0", (5, 6), SamplingParams(max_tokens=8, ignore_eos=True)))
     assert [one.prefilled_by for one in streamed if one.prefilled_by] == ["prefill-1"], "the router is reported once"
@@ -147,7 +147,7 @@ async def test_a_request_that_fails_by_itself_is_not_tried_again_as_a_canary(
         with contextlib.suppress(InvalidRequest):
             await worker.ask(Request(f"cmpl-{number}-0", (number + 5, 6), params))
     assert await worker.host.canary.try_out() is True
-    assert {job.request.prompt_token_ids[0] for job in referee.jobs} >= {5}
+    assert {answer.request.prompt_token_ids[0] for answer in referee.answers} >= {5}
     assert [one.request_id for one in worker.host.finished] == ["cmpl-0-0", "cmpl-1-0"], "what it said may be suspect"
     assert worker.host.guard.status.state is BreakerState.CLOSED
 

@@ -11,9 +11,10 @@ from serve_app.backends.base import Replayed
 from serve_app.backends.torch_backend import TorchBackend, load_engine
 from serve_app.guard.breaker_control import Guard
 from serve_app.guard.canary import Canary, CanarySettings
+from serve_app.referee.answer import Answer
 from serve_app.referee.breaker import Breaker, BreakerSettings, BreakerState
 from serve_app.referee.heartbeat import Finished, Report
-from serve_app.referee.records import Record, Records, ReplayJob
+from serve_app.referee.records import Record, Records
 from serve_app.referee.replay_selection import Selection
 from serve_app.referee.replica_book import ReplicaBook
 from serve_app.streams.observed import ObservedSource, SourceLimits
@@ -48,7 +49,7 @@ class Service:
         metrics = Metrics([self.buffer], model_name="tiny", pool="monolith")
         self.book = ReplicaBook(metrics, TOLERANCE, clock=self.clock)
         self.checker = checker(self._replay, metrics, self.book)
-        records = Records("r1", 512, self.clock)
+        records = Records("r1", 512, clock=self.clock)
         pooled = PooledTokenSource(self.backend, metrics)
         self.source = ObservedSource(
             pooled,
@@ -69,11 +70,11 @@ class Service:
     async def _replay(self, request: Request, _: object) -> Replayed:
         return await self.other.replay(request)
 
-    def _ended(self, record: Record, job: ReplayJob | None) -> None:
+    def _ended(self, record: Record, answer: Answer | None) -> None:
         self.canary.remember(record.request)
         self.finished.append(Finished(record.request.request_id, record.began_at, self.now))
-        assert job is not None
-        self.checker.submit(job)
+        assert answer is not None
+        self.checker.submit(answer)
 
     async def ask(self, *, temperature: float = 1.0) -> tuple[str, list[int], int]:
         """An answer: its id, tokens, and how many drafts were made for it."""

@@ -19,8 +19,9 @@ from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.parsing import parse
 from serve_app.openai.requests import CompletionRequest
 from serve_app.openai.scoring import Scorer, ScoreRequest
-from serve_app.referee.records import Records, ReplayJob, Verdict
-from serve_app.referee.verdicts import Checked
+from serve_app.referee.answer import Answer
+from serve_app.referee.records import Records
+from serve_app.referee.verdicts import Checked, Verdict
 from serve_app.streams.pooled import PooledTokenSource
 from serve_app.telemetry.metrics import Metrics
 from serve_app.text.tokenizer import Tokenizer
@@ -111,16 +112,16 @@ async def test_an_answer_is_replayed_with_its_adapter_and_so_is_its_prompt() -> 
     replayer = Replayer()
     checks = checker(replayer, Metrics([], model_name="m", pool="prefill"))
     one = served(prompt_logprobs=(-1.0, -1.0))
-    job = dataclasses.replace(one, request=dataclasses.replace(one.request, adapter="sql"))
-    await checks._check(job)
+    answer = dataclasses.replace(one, request=dataclasses.replace(one.request, adapter="sql"))
+    await checks._check(answer)
     assert [request.adapter for request in replayer.asked] == ["sql", "sql"]
 
 
 async def test_a_canary_tries_the_adapters_that_clients_use(backend: FakeBackend) -> None:
-    judged: list[ReplayJob] = []
+    judged: list[Answer] = []
 
-    async def judge(job: ReplayJob) -> Checked:
-        judged.append(job)
+    async def judge(answer: Answer) -> Checked:
+        judged.append(answer)
         return Checked(Verdict.VERIFIED, "set by the test")
 
     source = PooledTokenSource(backend, Metrics([], model_name="fake", pool="decode"))
@@ -128,7 +129,7 @@ async def test_a_canary_tries_the_adapters_that_clients_use(backend: FakeBackend
     for name in RULE:
         canary.remember(Request(f"client-{name}-0", (5, 6, 7), adapter=name))
     assert await canary.try_out()
-    assert {job.request.adapter for job in judged} == set(RULE)
+    assert {answer.request.adapter for answer in judged} == set(RULE)
 
 
 def test_an_engine_without_adapters_refuses_them(tmp_path: Path) -> None:

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from serve_app.referee.answer import Answer
 from serve_app.referee.breaker import BreakerState, Mode, Trip
 from serve_app.referee.heartbeat import Finished
-from serve_app.referee.records import ReplayJob, Verdict
+from serve_app.referee.verdicts import Verdict
 from speculative.errors import EngineFault, EngineOverloaded, InvalidRequest, SequenceTooLong
 from speculative.request import ReplayedToken, Request, SamplingParams, TokenKind
 from tests.support.referees import NUM_TOKENS, RIGHT, Court, served
@@ -171,8 +172,8 @@ async def test_a_verdict_says_what_was_checked(
 ) -> None:
     court.replayer.row = lambda _: row
     for number, seed in enumerate(seeds):
-        job = served(number, params=params)
-        asked = Request(job.request.request_id, job.request.prompt_token_ids, params, seed)
+        answer = served(number, params=params)
+        asked = Request(answer.request.request_id, answer.request.prompt_token_ids, params, seed)
         checked = await court.checker.check(served(number, request=asked))
         assert checked.verdict is Verdict.VERIFIED
     reply = court.book.verdicts.reply(f"cmpl-{len(seeds) - 1}")
@@ -288,18 +289,18 @@ async def test_a_replay_that_fails_is_tried_again_elsewhere(court: Court) -> Non
     assert court.value("truespec_replays_total") == court.value("truespec_replays_total", result="ok") == 1
 
 
-async def assert_impossible(court: Court, job: ReplayJob, why: str) -> None:
+async def assert_impossible(court: Court, answer: Answer, why: str) -> None:
     """The answer is suspect, and who made it hears of it."""
-    checked = await court.checker.check(job)
+    checked = await court.checker.check(answer)
     assert checked.verdict is Verdict.SUSPECT
     assert checked.reason.startswith("impossible") and why in checked.reason
     reported = court.book.verdicts.reply("cmpl-1")
     assert reported is not None and reported["verdict"] == "suspect"
     assert court.value("truespec_replays_total", result="refused") == 1
     assert court.value("truespec_replays_total", result="failed") == 0
-    assert court.value("truespec_replay_alarms_total", alarm="impossible", stratum="all") == len(set(job.made_by))
+    assert court.value("truespec_replay_alarms_total", alarm="impossible", stratum="all") == len(set(answer.made_by))
     assert court.value("truespec_verdicts_total", verdict="suspect") == 1
-    for maker in set(job.made_by):
+    for maker in set(answer.made_by):
         (finding,) = court.hear(maker).findings
         assert (finding.alarm, finding.began_at) == ("impossible", 10.0)
     await court.dump("*impossible*")
@@ -338,8 +339,8 @@ async def test_a_replayer_that_did_not_look_at_the_answer_finds_nothing(court: C
 
 
 async def test_a_canary_that_no_engine_takes_is_judged_and_blames_nobody(court: Court) -> None:
-    job = served(1, request=Request("canary-0", (1, 2, 3), canary=True), max_model_len=NUM_TOKENS)
-    assert (await court.checker.check(job)).verdict is Verdict.SUSPECT
+    answer = served(1, request=Request("canary-0", (1, 2, 3), canary=True), max_model_len=NUM_TOKENS)
+    assert (await court.checker.check(answer)).verdict is Verdict.SUSPECT
     assert court.hear().findings == ()
     assert court.book.verdicts.reply("canary") is None
 

@@ -23,7 +23,8 @@ from opentelemetry.trace import StatusCode
 from serve_app.backends.base import Prefilled, Replayed
 from serve_app.http.routes import build_ingress
 from serve_app.openai.frontend import FrontEnd
-from serve_app.referee.records import Record, Records, ReplayJob
+from serve_app.referee.answer import Answer
+from serve_app.referee.records import Record, Records
 from serve_app.referee.replay_selection import Checks
 from serve_app.referee.verdicts import Checked
 from serve_app.streams import spans
@@ -101,12 +102,12 @@ class App:
             prefilled = dataclasses.replace(prefilled, handoff=spoilt)
         return prefilled
 
-    def _ended(self, record: Record, job: ReplayJob | None) -> None:
-        if job is not None:
-            self.checks.ended(job)
+    def _ended(self, record: Record, answer: Answer | None) -> None:
+        if answer is not None:
+            self.checks.ended(answer)
 
-    async def _check(self, job: ReplayJob) -> Checked:
-        checked: Checked = await across(self.checker.check, job)
+    async def _check(self, answer: Answer) -> Checked:
+        checked: Checked = await across(self.checker.check, answer)
         return checked
 
     async def _replay(self, request: Request, _: object) -> Replayed:
