@@ -1,6 +1,8 @@
 """The import rules of the house, read off the source: arrows point down, and heavy libraries have one owner."""
 
 import ast
+import subprocess
+import sys
 from collections import Counter
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
@@ -168,6 +170,11 @@ SIBLINGS = {
     "speculative.verification": {"speculative.verification.base", "speculative.verification.draft_probs"},
     "serve_app.backends": {"serve_app.backends.base", "serve_app.backends.vllm_parts"},
 }
+# What a module does not load, for those who have not installed it or have no time for it.
+UNLOADED = {
+    "serve_app.referee.judgement": {"ray", "torch", "fastapi", "prometheus_client"},
+    "deploy.watch.proxy": {"ray", "torch"},
+}
 
 
 def name_of(path: Path) -> str:
@@ -319,6 +326,26 @@ def test_siblings_do_not_import_each_other(package: str) -> None:
         if name.startswith(f"{package}.") and not within(name, SIBLINGS[package])
     ]
     assert not strangers, "\n".join(strangers)
+
+
+def test_the_referee_counts_nothing() -> None:
+    """Whoever runs it connects its callbacks to metrics."""
+    counting = [
+        f"{module} imports {name}"
+        for module in TREES
+        if within(module, {"serve_app.referee"})
+        for name in imports(module)
+        if within(name, {"serve_app.telemetry"})
+    ]
+    assert not counting, "\n".join(counting)
+
+
+@pytest.mark.parametrize("module", UNLOADED)
+def test_an_import_loads_only_what_is_needed(module: str) -> None:
+    script = f"import sys, {module}; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    assert module in loaded.split()
+    assert not UNLOADED[module] & set(loaded.split())
 
 
 def test_there_are_no_cycles() -> None:

@@ -14,6 +14,7 @@ from deploy.exchange.exchanges import Exchange, ExchangeBatch
 from deploy.watch.replayers import Replayer
 from deploy.watch.served_answers import AnswerReader
 from serve_app.backends.base import ModelInfo, Replayed
+from serve_app.guard.referee_counts import RefereeCounts
 from serve_app.page.history import by_label
 from serve_app.page.status import StatusBook
 from serve_app.referee.answer import Answer
@@ -106,14 +107,15 @@ class Referee:
         )
         self._judge = Judge(options.tolerance)
         self._judged = Judged()
-        self._book = ReplicaBook(metrics, options.tolerance, strata=WATCHED_STRATA, alarmed=self._on_alarm)
+        self._counts = counts = RefereeCounts(metrics, WATCHED_STRATA)
+        self._book = ReplicaBook(options.tolerance, alarmed=self._on_alarm)
         self._checker = ReplayChecker(
             self._replay,
-            self._judgement,
+            counts.counting(self._judgement),
             self._book,
-            metrics,
             max_queue=options.max_queue,
             max_running=replayer.at_once,
+            ended=counts.ended,
         )
         about = {
             "model": options.served,
@@ -140,7 +142,7 @@ class Referee:
 
     async def _note_forever(self) -> None:
         while True:
-            self._checker.report_queue()
+            self._counts.show_queue(self._checker)
             self._status.note()
             await asyncio.sleep(_NOTE_EVERY_S)
 
@@ -189,6 +191,7 @@ class Referee:
         return await self._replayer.replay(request)
 
     def _on_alarm(self, alarm: Alarm, replica: str, case: Case) -> None:
+        self._counts.alarmed(alarm, replica, case)
         key = alarm.name, alarm.stratum, replica
         if key in self.findings:
             self.findings[key].num += 1  # the same fault goes on; once is enough for the log
@@ -243,7 +246,7 @@ class Referee:
 
     def status(self) -> dict[str, Any]:
         """What the status page shows."""
-        return self._status.render(self._book.overview())
+        return self._status.render({"replicas": [], **self._book.overview()})
 
     def history(self) -> dict[str, Any]:
         """The status page's last hour."""

@@ -21,6 +21,8 @@ from serve_app.deployments.pool_states import watch_pools
 from serve_app.deployments.remote_errors import own_error
 from serve_app.deployments.replica_reports import ReplicaReports
 from serve_app.deployments.runtime import REPORT_EVERY_S, observe
+from serve_app.guard.referee_counts import RefereeCounts, count_independent
+from serve_app.guard.replica_registry import ReplicaRegistry
 from serve_app.openai.kept_responses import ResponseStore
 from serve_app.page.status import StatusBook
 from serve_app.referee.dumps import DumpFolder
@@ -28,6 +30,7 @@ from serve_app.referee.independent_checks import IndependentChecks
 from serve_app.referee.judgement import Judge
 from serve_app.referee.replay_checker import ReplayChecker
 from serve_app.referee.replica_book import ReplicaBook
+from serve_app.referee.strata import SERVED_STRATA
 from serve_app.referee.tolerance import tolerances_of
 from serve_app.telemetry.metrics import Metrics, PrometheusSink, RaySink, Sink
 from serve_app.telemetry.tracing import Carried, adopt, carried
@@ -68,29 +71,37 @@ class Controller:
         sinks: list[Sink] = [RaySink(), sums]
         metrics = Metrics(sinks, model_name=config.model.served_name, pool=pool)
         tolerance, against_transformers = tolerances_of(config.replay, config.engine)
-        book = ReplicaBook(metrics, tolerance, _dump_folder(config), config.replay.keep_verdicts)
+        self._counts = counts = RefereeCounts(metrics, SERVED_STRATA)
+        book = ReplicaBook(
+            tolerance,
+            _dump_folder(config),
+            config.replay.keep_verdicts,
+            alarmed=counts.alarmed,
+            dumped=counts.dumped,
+        )
+        registry = ReplicaRegistry(book, counts)
         self._independent = IndependentChecks(
             replay_independently,
             against_transformers,
             book,
-            metrics,
             rate=config.replay.independent_rate_of(config.engine),
+            ended=count_independent(metrics),
         )
         self._checker = ReplayChecker(
             replay,
-            Judge(tolerance).judge,
+            counts.counting(Judge(tolerance).judge),
             book,
-            metrics,
             max_queue=config.replay.max_queue,
             max_running=config.replay.max_running,
+            ended=counts.ended,
             verified=self._independent.offer,
         )
         self._status = StatusBook(_about(config), sums, time.time)
         weights = WeightCoordinator()
         parts = (
-            ReplicaReports(sums, book, weights, self._status),
+            ReplicaReports(sums, registry, weights, self._status),
             sums,
-            book,
+            registry,
             book.verdicts,
             self._checker,
             self._status,
@@ -111,7 +122,7 @@ class Controller:
 
     async def _note_forever(self) -> None:
         while True:
-            self._checker.report_queue()
+            self._counts.show_queue(self._checker)
             self._status.note()
             await asyncio.sleep(REPORT_EVERY_S)
 

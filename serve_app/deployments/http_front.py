@@ -14,6 +14,7 @@ from serve_app.access.request_gate import Gate
 from serve_app.backends.base import ModelInfo, Parsers, TokenSource
 from serve_app.deployments.runtime import ReplicaRuntime, Reporter
 from serve_app.errors import UnknownReplica
+from serve_app.guard.breaker import Mode
 from serve_app.http.admin import Admin, SpeculationOrder, Statuses
 from serve_app.http.routes import Operations, PastReplies, build_ingress
 from serve_app.http.vllm_routes import VllmRoutes
@@ -23,7 +24,6 @@ from serve_app.openai.scoring import ScoreLimits, Scorer
 from serve_app.page.feed import StatusFeed
 from serve_app.page.page_routes import add_page
 from serve_app.referee.answer import Answer
-from serve_app.referee.breaker import Mode
 from serve_app.referee.records import Record, Records
 from serve_app.referee.replay_selection import Checks, chosen
 from serve_app.referee.signatures import SigningKey

@@ -8,6 +8,7 @@ import dataclasses
 import logging
 import uuid
 from collections.abc import Awaitable, Callable
+from typing import Literal
 
 from serve_app.backends.base import Replayed
 from serve_app.referee.answer import Answer
@@ -18,8 +19,6 @@ from serve_app.referee.replay_selection import chosen
 from serve_app.referee.replica_book import Case, ReplicaBook
 from serve_app.referee.tolerance import Tolerance
 from serve_app.referee.verdicts import Verdict
-from serve_app.telemetry.metric_names import INDEPENDENT_RESULTS
-from serve_app.telemetry.metrics import Metrics
 from speculative.errors import ConfigError
 from speculative.request import Request
 
@@ -28,6 +27,8 @@ _logger = logging.getLogger("truespec.referee")
 _MAX_QUEUE = 4
 _DRIFT_RATE = 1e-3  # share of the logprobs that rounding moves by more than twice what it moves a logit
 _MAX_TOKENS = 4096  # of prompt and answer: on one core, longer ones take minutes
+
+IndependentResult = Literal["agrees", "disagrees", "skipped", "outdated", "unsupported", "failed"]
 
 IndependentReplay = Callable[[Request], Awaitable[Replayed]]
 """Computes a teacher-forced request independently of the engine. Raises ConfigError where it lacks the weights."""
@@ -43,8 +44,8 @@ class IndependentChecks:
         replay: recomputes a request.
         tolerance: between the engine and the referee.
         book: is given the answers that were found wrong.
-        metrics: replays by result.
         rate: the share of answers.
+        ended: called at the end of each check.
     """
 
     def __init__(
@@ -52,9 +53,9 @@ class IndependentChecks:
         replay: IndependentReplay,
         tolerance: Tolerance,
         book: ReplicaBook,
-        metrics: Metrics,
         *,
         rate: float,
+        ended: Callable[[IndependentResult], None] = lambda result: None,
     ) -> None:
         self._replay = replay
         self._judge = Judge(tolerance)
@@ -62,19 +63,17 @@ class IndependentChecks:
         self._tolerance = tolerance
         self._drift = self._new_drift_test()
         self._book = book
-        self._metrics = metrics
         self._rate = rate
+        self._ended = ended
         self._queue: asyncio.Queue[Answer] = asyncio.Queue(_MAX_QUEUE)
         self._unsupported = ""  # the last reason, logged once
-        for result in INDEPENDENT_RESULTS:
-            metrics.count("truespec_independent_replays_total", 0, result=result)
 
     def offer(self, answer: Answer) -> None:
         """Queue a verified answer if it is among those to be checked; returns at once."""
         if not chosen(f"independent {answer.request.request_id}", self._rate):
             return
         if answer.num_tokens > _MAX_TOKENS or self._queue.full():
-            self._count("skipped")
+            self._ended("skipped")
         else:
             self._queue.put_nowait(answer)
 
@@ -82,10 +81,10 @@ class IndependentChecks:
         """Work through the queue until cancelled."""
         while True:
             answer = await self._queue.get()
-            self._count(await self._check(answer))
+            self._ended(await self._check(answer))
 
-    async def _check(self, answer: Answer) -> str:
-        """The result of one check, as the metric names it."""
+    async def _check(self, answer: Answer) -> IndependentResult:
+        """The result of one check."""
         try:
             replayed = await self._replay(answer.scored(f"independent-{uuid.uuid4().hex}"))
             if set(answer.weight_versions) != {replayed.weight_version}:
@@ -127,6 +126,3 @@ class IndependentChecks:
 
     def _new_drift_test(self) -> DriftTest:
         return DriftTest(2 * self._tolerance.edge_nats, _DRIFT_RATE)
-
-    def _count(self, result: str) -> None:
-        self._metrics.count("truespec_independent_replays_total", result=result)

@@ -7,14 +7,13 @@ import uuid
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection
 from contextvars import Context, copy_context
+from typing import Literal
 
 from serve_app.backends.base import Replayed, ReplayFailed
 from serve_app.referee.answer import Answer
 from serve_app.referee.judgement import Judgement
-from serve_app.referee.judgement_counts import JudgementCounts
 from serve_app.referee.replica_book import Case, ReplicaBook
 from serve_app.referee.verdicts import Checked, Verdict
-from serve_app.telemetry.metrics import Metrics
 from speculative.errors import InvalidRequest, SequenceTooLong
 from speculative.request import Request
 
@@ -23,20 +22,22 @@ _logger = logging.getLogger("truespec.referee")
 Replay = Callable[[Request, Collection[str]], Awaitable[Replayed]]
 """Computes a teacher-forced request on a replica, on one of those given only where there is no other."""
 
+ReplayResult = Literal["ok", "skipped", "outdated", "failed", "refused"]
+
 _Queued = tuple[Answer, asyncio.Future[Checked], Context]
 """An answer, the future it settles, and its context, which identifies the client's request and trace."""
 
 
 class ReplayChecker:
-    """Replays answers from a bounded queue, a few at a time; an answer that finds it full is skipped and counted.
+    """Replays answers from a bounded queue, a few at a time; an answer that finds it full is skipped.
 
     Args:
         replay: recomputes a request.
         judge: compares an answer with its replay.
         book: is given the verdicts on what clients were served.
-        metrics: replays by result, the length of the queue, and how long its oldest answer has waited.
         max_queue: answers that wait; as many more may wait that somebody waits for.
         max_running: replays at once.
+        ended: called at the end of each replay, with its result and what is known of the answer now.
         verified: called for each answer of a client that was found correct.
     """
 
@@ -45,19 +46,18 @@ class ReplayChecker:
         replay: Replay,
         judge: Callable[[Answer, Replayed], Judgement],
         book: ReplicaBook,
-        metrics: Metrics,
         *,
         max_queue: int = 64,
         max_running: int = 2,
+        ended: Callable[[Answer, ReplayResult, Checked], None] = lambda answer, result, checked: None,
         verified: Callable[[Answer], None] = lambda answer: None,
     ) -> None:
         self._replay = replay
         self._judge = judge
         self._book = book
-        self._metrics = metrics
-        self._counts = JudgementCounts(metrics, book.strata)
         self._max_queue = max_queue
         self._max_running = max_running
+        self._ended = ended
         self._verified = verified
         self._urgent: deque[_Queued] = deque()
         self._queue: deque[_Queued] = deque()
@@ -70,21 +70,27 @@ class ReplayChecker:
 
     async def check(self, answer: Answer) -> Checked:
         """Replay an answer before those that nobody waits for, and return the result."""
-        settled = self._enqueue(self._urgent, answer)
-        return await settled if settled is not None else Checked(reason="skipped: too many wait to be replayed")
+        return await self._enqueue(self._urgent, answer)
 
-    def report_queue(self) -> None:
-        """Set the gauges of the queue; call this about once a second."""
-        self._metrics.gauge("truespec_replay_queue_length", len(self._urgent) + len(self._queue))
+    @property
+    def num_waiting(self) -> int:
+        """Answers in the queue."""
+        return len(self._urgent) + len(self._queue)
+
+    @property
+    def lag_s(self) -> float:
+        """How long the oldest answer has waited, seconds."""
         now = asyncio.get_running_loop().time()
-        self._metrics.gauge("truespec_replay_lag_seconds", now - next(iter(self._queued_at.values()), now))
+        return now - next(iter(self._queued_at.values()), now)
 
-    def _enqueue(self, queue: deque[_Queued], answer: Answer) -> asyncio.Future[Checked] | None:
-        if len(queue) >= self._max_queue:
-            self._count(answer, "skipped")
-            return None
+    def _enqueue(self, queue: deque[_Queued], answer: Answer) -> asyncio.Future[Checked]:
         loop = asyncio.get_running_loop()
         settled: asyncio.Future[Checked] = loop.create_future()
+        if len(queue) >= self._max_queue:
+            checked = Checked(reason="skipped: too many wait to be replayed")
+            self._ended(answer, "skipped", checked)
+            settled.set_result(checked)
+            return settled
         queue.append((answer, settled, copy_context()))
         self._queued_at[settled] = loop.time()
         self._wake.release()
@@ -108,27 +114,28 @@ class ReplayChecker:
                 settled.set_result(checked)
 
     async def _check(self, answer: Answer) -> Checked:
+        result, checked = await self._result(answer)
+        self._ended(answer, result, checked)
+        return checked
+
+    async def _result(self, answer: Answer) -> tuple[ReplayResult, Checked]:
         try:
             replayed = await self._replayed(answer)
             if set(answer.weight_versions) != {replayed.weight_version}:
-                return self._outdated(answer, replayed)
+                return "outdated", _outdated(answer, replayed)
             judgement = self._judge(answer, replayed)
-            self._counts.add(judgement)
-            self._count(answer, "ok")
             checked = judgement.checked
             if not answer.request.canary:  # its own replica judges by it; clients never saw it
                 checked = self._book.add(Case(answer, replayed, checked), judgement.tokens, judgement.drift_tolerance)
                 if checked.verdict is Verdict.VERIFIED:
                     self._verified(answer)
             _logger.debug("%s is %s: %s", answer.request.request_id, checked.verdict.value, checked.reason)
-            return checked
+            return "ok", checked
         except Exception as error:  # a replica died, or was too busy: the check is lost, the referee is not
             if _is_impossible(answer, error):
-                return self._refused(answer, _cause(error))
-            self._count(answer, "failed")
-            self._metrics.count("truespec_verdicts_total", verdict=Verdict.UNVERIFIED.value)
+                return "refused", self._refused(answer, _cause(error))
             _logger.warning("replay of %s failed: %s", answer.request.request_id, error)
-            return Checked(reason="the replay failed")
+            return "failed", Checked(reason="the replay failed")
 
     async def _replayed(self, answer: Answer) -> Replayed:
         """The replay of what was served; one that failed for no fault of the answer's is tried again, elsewhere."""
@@ -160,22 +167,17 @@ class ReplayChecker:
         version = replayed.weight_version if reported.weight_version == replayed.weight_version else ""
         return dataclasses.replace(replayed, logprobs=(*reported.logprobs, *replayed.logprobs), weight_version=version)
 
-    def _count(self, answer: Answer, result: str) -> None:
-        self._metrics.count("truespec_replays_total", result=result, answered_by=answer.replica)
-
-    def _outdated(self, answer: Answer, replayed: Replayed) -> Checked:
-        """A replay by other weights proves nothing about the answer."""
-        self._count(answer, "outdated")
-        self._metrics.count("truespec_verdicts_total", verdict=Verdict.UNVERIFIED.value)
-        made, now = ", ".join(answer.weight_versions), replayed.weight_version
-        _logger.info("%s was made with weights %s, and was replayed with %s", answer.request.request_id, made, now)
-        return Checked(reason="the weights that made it are no longer served")
-
     def _refused(self, answer: Answer, error: Exception) -> Checked:
         """No engine takes the answer: whoever made it is wrong."""
-        self._count(answer, "refused")
         checked = Checked(verdict=Verdict.SUSPECT, reason=f"impossible: {error}")
         return checked if answer.request.canary else self._book.add_impossible(Case(answer, None, checked))
+
+
+def _outdated(answer: Answer, replayed: Replayed) -> Checked:
+    """A replay by other weights proves nothing about the answer."""
+    made, now = ", ".join(answer.weight_versions), replayed.weight_version
+    _logger.info("%s was made with weights %s, and was replayed with %s", answer.request.request_id, made, now)
+    return Checked(reason="the weights that made it are no longer served")
 
 
 def _cause(error: Exception) -> Exception:

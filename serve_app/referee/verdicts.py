@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from serve_app.referee.answer import Answer
-from serve_app.referee.breaker import Trip
 from serve_app.referee.draws import NOT_REPLAYED, DrawsChecked
-from serve_app.referee.heartbeat import Finished
 
 _TRIPS_KEPT = 16  # of each replica, for answers that end after the trip that makes them suspect
 
@@ -71,6 +69,25 @@ class Checked:
             "replayed_by": self.replayed_by,
             "draws": self.draws.to_wire(),
         }
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A request that came to its end."""
+
+    request_id: str
+    began_at: float  # unix seconds, by the replica's clock, as all its times
+    ended_at: float
+    prefilled_by: str = ""  # the prefill replica that had a part in it
+
+
+@dataclass(frozen=True, slots=True)
+class Trip:
+    """Something was found wrong."""
+
+    reason: str
+    at: float
+    suspect_since: float  # answers that ended after this, and began before `at`, are suspect
 
 
 @dataclass(frozen=True, slots=True)

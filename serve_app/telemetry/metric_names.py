@@ -65,7 +65,6 @@ FIRST_TOKEN_LIMIT_S = 5.0  # p95; beyond it the status page and an alert say so,
 KV_FULL = 0.95  # share of a replica's blocks, likewise
 TURNED_AWAY_LIMIT = 0.05  # share of requests, likewise
 REPLAY_LAG_LIMIT_S = 600.0  # likewise
-DRIFT_CLIP_NATS = 10.0  # a single larger drift would dominate the sum
 
 _REQUEST_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)

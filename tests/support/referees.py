@@ -18,14 +18,17 @@ from serve_app.config.base import PoolName
 from serve_app.deployments import runtime, stream_router
 from serve_app.deployments.engine_host import EngineHost
 from serve_app.deployments.stream_router import DecodeWorker
+from serve_app.guard.breaker import BreakerState, Mode
+from serve_app.guard.heartbeat import Orders, ReplicaStatus, Report
+from serve_app.guard.referee_counts import RefereeCounts
+from serve_app.guard.replica_registry import ReplicaRegistry
 from serve_app.referee.answer import Answer
-from serve_app.referee.breaker import BreakerState, Mode
 from serve_app.referee.dumps import DumpFolder
-from serve_app.referee.heartbeat import Orders, ReplicaStatus, Report
 from serve_app.referee.judgement import Judge
 from serve_app.referee.records import Record
 from serve_app.referee.replay_checker import Replay, ReplayChecker
 from serve_app.referee.replica_book import ReplicaBook
+from serve_app.referee.strata import SERVED_STRATA
 from serve_app.referee.tolerance import Tolerance
 from serve_app.referee.verdicts import Checked, Verdict
 from serve_app.streams.pooled import PooledTokenSource
@@ -101,8 +104,9 @@ def serve(engine: EngineCore, request: Request) -> Answer:
     return answer
 
 
-def checker(replay: Replay, metrics: Metrics, book: ReplicaBook | None = None, **settings: Any) -> ReplayChecker:
-    return ReplayChecker(replay, Judge(TOLERANCE).judge, book or ReplicaBook(metrics, TOLERANCE), metrics, **settings)
+def counted_checker(replay: Replay, book: ReplicaBook, counts: RefereeCounts, **settings: Any) -> ReplayChecker:
+    judge = counts.counting(Judge(TOLERANCE).judge)
+    return ReplayChecker(replay, judge, book, ended=counts.ended, **settings)
 
 
 class Court:
@@ -113,15 +117,23 @@ class Court:
         self.sink = PrometheusSink()
         self.now = 1000.0
         self.folder = tmp_path / "dumps"
-        metrics = Metrics([self.sink], model_name="tiny", pool="prefill")
-        self.book = ReplicaBook(metrics, TOLERANCE, dumps=DumpFolder(self.folder, 10, 10**7), clock=lambda: self.now)
-        self.checker = checker(self.replayer, metrics, self.book, **settings)
+        self.metrics = Metrics([self.sink], model_name="tiny", pool="prefill")
+        self.counts = counts = RefereeCounts(self.metrics, SERVED_STRATA)
+        self.book = ReplicaBook(
+            TOLERANCE,
+            DumpFolder(self.folder, 10, 10**7),
+            alarmed=counts.alarmed,
+            dumped=counts.dumped,
+            clock=lambda: self.now,
+        )
+        self.registry = ReplicaRegistry(self.book, counts, clock=lambda: self.now)
+        self.checker = counted_checker(self.replayer, self.book, counts, **settings)
 
     def hear(
         self, replica: str = "r1", *, since: float = 0.0, state: BreakerState = BreakerState.CLOSED, **changes: Any
     ) -> Orders:
         status = ReplicaStatus(replica, "decode", state, Mode.AUTO, since, "")
-        return self.book.hear(Report(status, MetricBatch(replica), **changes))
+        return self.registry.hear(Report(status, MetricBatch(replica), **changes))
 
     async def dump(self, pattern: str) -> Path:
         """The one dump of that name, which a thread writes; until it is whole it has another suffix."""
@@ -172,7 +184,8 @@ class RefereeHandle:
     """A referee that is some way off: a report comes at once, and is heard and answered when `far` lets it."""
 
     def __init__(self) -> None:
-        self.book = ReplicaBook(Metrics([], model_name="fake", pool="decode"), TOLERANCE)
+        counts = RefereeCounts(Metrics([], model_name="fake", pool="decode"), SERVED_STRATA)
+        self.registry = ReplicaRegistry(ReplicaBook(TOLERANCE), counts)
         self.far = (asyncio.Event(), asyncio.Event())  # the way there, the way back
         for way in self.far:
             way.set()
@@ -193,7 +206,7 @@ class RefereeHandle:
         there, back = self.far
         await there.wait()
         self.reports.append(report)
-        orders = self.book.hear(report)
+        orders = self.registry.hear(report)
         await back.wait()
         return orders
 

@@ -19,8 +19,8 @@ from serve_app.deployments import controller_client
 from serve_app.deployments.controller import Controller
 from serve_app.deployments.controller_client import ANSWERED, ControllerClient, RemoteTransfers
 from serve_app.errors import UpdateRefused
-from serve_app.referee.breaker import BreakerState, Mode
-from serve_app.referee.heartbeat import ReplicaStatus, Report
+from serve_app.guard.breaker import BreakerState, Mode
+from serve_app.guard.heartbeat import ReplicaStatus, Report
 from serve_app.referee.verdicts import Verdict
 from serve_app.telemetry.metrics import BufferSink, Metrics
 from serve_app.telemetry.tracing import Tracing, request_id
@@ -159,7 +159,7 @@ async def test_a_controller_that_does_not_answer_keeps_nothing(monkeypatch: pyte
         assert await ControllerClient(lambda handle=silent: handle).responses.put("resp_1", "key", b"{}") is False
 
 
-@pytest.mark.parametrize("name", ["ReplicaBook.hear", "StatusBook.__init__", "Controller._run", "report", ""])
+@pytest.mark.parametrize("name", ["ReplicaRegistry.hear", "StatusBook.__init__", "Controller._run", "report", ""])
 async def test_what_no_client_offers_is_refused(controller: Controller, name: str) -> None:
     with pytest.raises(LookupError, match="answers no call"):
         await controller.call(name, controller_client.carried(), None)

@@ -9,8 +9,8 @@ import pytest
 
 from serve_app.config.files import parse_args
 from serve_app.deployments import stream_router
-from serve_app.referee.breaker import BreakerState, Mode
-from serve_app.referee.heartbeat import Finished
+from serve_app.guard.breaker import BreakerState, Mode
+from serve_app.referee.verdicts import Finished
 from speculative.errors import EngineFault, InvalidRequest
 from speculative.request import FinishReason, Request, SamplingParams, TokenDelta
 from speculative.stats import StepStats
@@ -35,7 +35,7 @@ async def test_a_report_whose_caller_leaves_is_sent_and_its_answer_obeyed(
     worker: Worker, referee: RefereeHandle, way: int
 ) -> None:
     await worker.host.reporter.report()
-    referee.book.order(Mode.OFF, None)
+    referee.registry.order(Mode.OFF, None)
     worker.host.guard.inspect(StepStats(alarms={"f": 1}))
     worker.host.finished.append(Finished("cmpl-1-0", 1.0, 2.0))
     worker.host.runtime.metrics.count("truespec_requests_total", 7, outcome="stop")

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
+from serve_app.guard.breaker import Breaker, BreakerSettings, BreakerState, Mode
 from serve_app.guard.breaker_control import Guard
 from serve_app.guard.canary import Canary, CanarySettings
+from serve_app.guard.heartbeat import Orders
 from serve_app.referee.answer import Answer
-from serve_app.referee.breaker import Breaker, BreakerSettings, BreakerState, Mode
-from serve_app.referee.heartbeat import Finding, Orders
 from serve_app.referee.records import Records
+from serve_app.referee.replica_book import Finding
 from serve_app.referee.verdicts import Checked, Verdict
 from serve_app.streams.pooled import PooledTokenSource
 from serve_app.telemetry.metrics import BufferSink, Metrics

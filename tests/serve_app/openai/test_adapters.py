@@ -20,7 +20,10 @@ from serve_app.openai.parsing import parse
 from serve_app.openai.requests import CompletionRequest
 from serve_app.openai.scoring import Scorer, ScoreRequest
 from serve_app.referee.answer import Answer
+from serve_app.referee.judgement import Judge
 from serve_app.referee.records import Records
+from serve_app.referee.replay_checker import ReplayChecker
+from serve_app.referee.replica_book import ReplicaBook
 from serve_app.referee.verdicts import Checked, Verdict
 from serve_app.streams.pooled import PooledTokenSource
 from serve_app.telemetry.metrics import Metrics
@@ -30,7 +33,7 @@ from speculative.errors import InvalidRequest
 from speculative.request import Request
 from tests.support.fake_backend import FakeBackend, FakeConfig
 from tests.support.fake_serving import BackendSource
-from tests.support.referees import Replayer, checker, served
+from tests.support.referees import TOLERANCE, Replayer, served
 from tests.support.tiny_models import write_tiny_model
 
 ADAPTERS = (Adapter("sql", "/adapters/sql"), Adapter("legal", "/adapters/legal"))
@@ -110,7 +113,7 @@ async def test_labels_are_scored_by_the_adapter_that_was_asked_for(
 
 async def test_an_answer_is_replayed_with_its_adapter_and_so_is_its_prompt() -> None:
     replayer = Replayer()
-    checks = checker(replayer, Metrics([], model_name="m", pool="prefill"))
+    checks = ReplayChecker(replayer, Judge(TOLERANCE).judge, ReplicaBook(TOLERANCE))
     one = served(prompt_logprobs=(-1.0, -1.0))
     answer = dataclasses.replace(one, request=dataclasses.replace(one.request, adapter="sql"))
     await checks._check(answer)

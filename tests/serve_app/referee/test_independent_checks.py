@@ -6,18 +6,17 @@ import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from serve_app.backends.base import Replayed, ServedWeights
+from serve_app.guard.referee_counts import count_independent
 from serve_app.referee import transformers_model as transformers_referee
 from serve_app.referee.answer import Answer
-from serve_app.referee.independent_checks import IndependentChecks
+from serve_app.referee.independent_checks import IndependentChecks, IndependentResult
 from serve_app.referee.transformers_model import TransformersModel, TransformersReferee
 from serve_app.referee.verdicts import Verdict
-from serve_app.telemetry.metrics import Metrics
 from speculative.config import DrafterConfig
 from speculative.model.config import ModelConfig
 from speculative.model.fingerprint import model_fingerprint
@@ -88,14 +87,18 @@ class Bench:
     def __init__(self, court: Court, replay: Replay, rate: float = 1.0, **rounding: float) -> None:
         self.court = court
         self.results: Counter[str] = Counter()
-        sink = SimpleNamespace(count=lambda _, labels, value: self.results.update({labels[-1]: int(value)}))
-        metrics = Metrics([sink], model_name="tiny", pool="prefill")  # type: ignore[list-item]  # nothing else comes
+        counted = count_independent(court.metrics)
+
+        def ended(result: IndependentResult) -> None:
+            self.results[result] += 1
+            counted(result)
+
         self.checks = IndependentChecks(
             replay,
             dataclasses.replace(TOLERANCE, **rounding),
             court.book,
-            metrics,
             rate=rate,
+            ended=ended,
         )
         court.checker._verified = self.checks.offer
 

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from serve_app.guard.breaker import BreakerState, Mode
 from serve_app.referee.answer import Answer
-from serve_app.referee.breaker import BreakerState, Mode, Trip
-from serve_app.referee.heartbeat import Finished
-from serve_app.referee.verdicts import Verdict
+from serve_app.referee.verdicts import Finished, Trip, Verdict
 from speculative.errors import EngineFault, EngineOverloaded, InvalidRequest, SequenceTooLong
 from speculative.request import ReplayedToken, Request, SamplingParams, TokenKind
 from tests.support.referees import NUM_TOKENS, RIGHT, Court, served
@@ -45,7 +44,7 @@ async def test_an_answer_that_is_right_is_verified_and_counted_by_stratum(court:
 
 async def test_the_lag_is_the_age_of_the_oldest_answer_that_is_not_replayed(court: Court) -> None:
     def lag() -> float:
-        court.checker.report_queue()
+        court.counts.show_queue(court.checker)
         return court.value("truespec_replay_lag_seconds")
 
     assert lag() == 0
@@ -362,12 +361,12 @@ async def test_a_trip_makes_answers_suspect_and_writes_a_dump(court: Court) -> N
 async def test_an_operators_order_reaches_one_replica_or_all_and_those_to_come(court: Court) -> None:
     court.hear("r1")
     court.hear("r2")
-    assert court.book.order(Mode.OFF, "nobody") is None
-    assert [status["replica"] for status in court.book.order(Mode.OFF, "r2") or ()] == ["r1", "r2"]
+    assert court.registry.order(Mode.OFF, "nobody") is None
+    assert [status["replica"] for status in court.registry.order(Mode.OFF, "r2") or ()] == ["r1", "r2"]
     assert court.hear("r1").mode is None
     assert court.hear("r2").mode is Mode.OFF
     assert court.hear("r2").mode is None, "it was delivered"
-    court.book.order(Mode.ON, None)
+    court.registry.order(Mode.ON, None)
     assert [court.hear(name).mode for name in ("r1", "r2", "r3")] == [Mode.ON] * 3
 
 
@@ -375,7 +374,7 @@ async def test_a_replica_that_is_gone_is_forgotten(court: Court) -> None:
     court.hear("r1")
     court.now += 61
     court.hear("r2")
-    assert [status["replica"] for status in court.book.statuses()] == ["r2"]
+    assert [status["replica"] for status in court.registry.statuses()] == ["r2"]
 
 
 async def test_what_was_not_replayed_was_not_checked(court: Court) -> None:

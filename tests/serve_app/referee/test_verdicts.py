@@ -2,9 +2,7 @@
 
 import dataclasses
 
-from serve_app.referee.breaker import Trip
-from serve_app.referee.heartbeat import Finished
-from serve_app.referee.verdicts import Checked, Verdict, VerdictBook
+from serve_app.referee.verdicts import Checked, Finished, Trip, Verdict, VerdictBook
 from tests.support.referees import recorded
 
 VERIFIED = Checked(Verdict.VERIFIED, "replayed", 2, 1.0, 0.0, "p1")

@@ -24,8 +24,11 @@ from serve_app.backends.base import Prefilled, Replayed
 from serve_app.http.routes import build_ingress
 from serve_app.openai.frontend import FrontEnd
 from serve_app.referee.answer import Answer
+from serve_app.referee.judgement import Judge
 from serve_app.referee.records import Record, Records
+from serve_app.referee.replay_checker import ReplayChecker
 from serve_app.referee.replay_selection import Checks
+from serve_app.referee.replica_book import ReplicaBook
 from serve_app.referee.verdicts import Checked
 from serve_app.streams import spans
 from serve_app.streams.observed import ObservedSource, SourceLimits
@@ -38,7 +41,7 @@ from speculative.errors import ConfigError
 from speculative.request import Request
 from tests.support.fake_serving import make_backend
 from tests.support.otlp_collector import running_collector
-from tests.support.referees import checker
+from tests.support.referees import TOLERANCE
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 SAMPLED, UNSAMPLED = f"00-{TRACE}-{PARENT}-01", f"00-{TRACE}-{PARENT}-00"
@@ -68,7 +71,7 @@ class App:
         self.decode, self.prefill = fakes
         self.handoff_spoils = False
         self.records = Records("d", 256)
-        self.checker = checker(self._replay, metrics)
+        self.checker = ReplayChecker(self._replay, Judge(TOLERANCE).judge, ReplicaBook(TOLERANCE))
         self.checks = Checks(lambda _: False, lambda _: True, lambda _: None, self._check, 20)
         source = ObservedSource(
             PooledTokenSource(self.decode, metrics, self._ask, self.records.handed_off, tracing=self.traces["decode"]),
