@@ -174,6 +174,7 @@ SIBLINGS = {
 UNLOADED = {
     "serve_app.referee.judgement": {"ray", "torch", "fastapi", "prometheus_client"},
     "deploy.watch.proxy": {"ray", "torch"},
+    "deploy.watch.referee": {"ray"},
 }
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from deploy.exchange.answers import Unreadable
 from deploy.exchange.exchanges import Exchange, ExchangeBatch
-from deploy.watch.replayers import Replayer
+from deploy.run.replayers import LoadedReplayer
 from deploy.watch.served_answers import AnswerReader
 from serve_app.backends.base import ModelInfo, Replayed
 from serve_app.guard.referee_counts import RefereeCounts
@@ -92,7 +92,7 @@ class Referee:
         replayer: started.
     """
 
-    def __init__(self, options: RefereeOptions, model: ModelInfo, replayer: Replayer) -> None:
+    def __init__(self, options: RefereeOptions, model: ModelInfo, replayer: LoadedReplayer) -> None:
         self._options = options
         self._replayer = replayer
         self.sink = PrometheusSink(source="referee")
