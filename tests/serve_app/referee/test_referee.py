@@ -1,6 +1,7 @@
 """The referee on a fake replica: what it compares, what it finds, whom it reports to, and what it remembers."""
 
 import asyncio
+import dataclasses
 import json
 import random
 from pathlib import Path
@@ -200,6 +201,15 @@ async def test_an_answer_without_logprobs_is_judged_by_its_tokens(court: Court) 
     court.replayer.row = lambda _: None
     nothing = await court.checker.check(served(3, logprobs=()))
     assert (nothing.verdict, nothing.checks, nothing.num_tokens) == (Verdict.UNVERIFIED, (), 0)
+
+
+async def test_an_answer_whose_sampling_is_not_known_is_judged_by_its_logprobs_alone(court: Court) -> None:
+    court.replayer.row = lambda index: ReplayedToken(0.0, 0.5, 10.0, 0.7, 9.0, float("inf")) if index == 7 else RIGHT
+    checked = await court.checker.check(dataclasses.replace(served(1), untested="mirostat changes it"))
+    assert (checked.verdict, checked.checks, checked.distribution) == (Verdict.VERIFIED, ("logprobs",), "untested")
+    court.replayer.drift = -0.8
+    drifted = await court.checker.check(dataclasses.replace(served(2), untested="mirostat changes it"))
+    assert (drifted.verdict, drifted.reason) == (Verdict.SUSPECT, "drift")
 
 
 async def test_a_client_that_repeats_its_seed_repeats_its_luck_and_alarms_nobody(court: Court) -> None:
