@@ -9,7 +9,7 @@ from serve_app.referee.detectors import Alarm, SeenToken, by_stratum, drifts_of
 from serve_app.referee.draws import DrawResult
 from serve_app.referee.drift import DriftSums
 from serve_app.referee.independent_checks import IndependentResult
-from serve_app.referee.judgement import Judgement
+from serve_app.referee.judgement import Judgement, Judging
 from serve_app.referee.replay_checker import ReplayChecker, ReplayResult
 from serve_app.referee.replica_book import Case
 from serve_app.referee.strata import KNOWN_AFTERWARDS
@@ -17,8 +17,6 @@ from serve_app.referee.verdicts import Checked, Distribution, Verdict
 from serve_app.telemetry.metric_names import DRIFT_THRESHOLDS_NATS, INDEPENDENT_RESULTS, REPLAY_ALARMS
 from serve_app.telemetry.metrics import Metrics
 from speculative.stats import DRAW_CHECKS
-
-Judging = Callable[[Answer, Replayed], Judgement]
 
 
 class RefereeCounts:

@@ -3,7 +3,7 @@ replay's distributions."""
 
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from serve_app.backends.base import Replayed
@@ -35,6 +35,10 @@ class Judgement:
     tokens: tuple[SeenToken, ...]
     drift_tolerance: float
     draws: tuple[tuple[str, DrawResult], ...] = ()
+
+
+Judging = Callable[[Answer, Replayed], Judgement]
+"""`Judge.judge`, or what counts and keeps more of each judgement."""
 
 
 class Judge:

@@ -11,7 +11,7 @@ from typing import Literal
 
 from serve_app.backends.base import Replayed, ReplayFailed
 from serve_app.referee.answer import Answer
-from serve_app.referee.judgement import Judgement
+from serve_app.referee.judgement import Judging
 from serve_app.referee.replica_book import Case, ReplicaBook
 from serve_app.referee.verdicts import Checked, Verdict
 from speculative.errors import InvalidRequest, SequenceTooLong
@@ -44,7 +44,7 @@ class ReplayChecker:
     def __init__(
         self,
         replay: Replay,
-        judge: Callable[[Answer, Replayed], Judgement],
+        judge: Judging,
         book: ReplicaBook,
         *,
         max_queue: int = 64,
