@@ -4,7 +4,7 @@ import asyncio
 import inspect
 import os
 import time
-from collections.abc import Collection, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -53,13 +53,6 @@ class Controller:
         def replayers() -> DeploymentHandle[Any]:
             return serve.get_deployment_handle(replayer, context.app_name)
 
-        async def replay_independently(request: Request) -> Replayed:
-            try:
-                referee, weights = await replayers().independent_referee.remote()
-                return await referee.replay.remote(request, weights)  # type: ignore[no-any-return]
-            except RayTaskError as error:
-                raise own_error(error) from error
-
         async def replay(request: Request, avoid: Collection[str]) -> Replayed:
             with tracing.call("replay.call", {"truespec.choice": request.request_id}):
                 try:
@@ -81,7 +74,7 @@ class Controller:
         )
         registry = ReplicaRegistry(book, counts)
         self._independent = IndependentChecks(
-            replay_independently,
+            _IndependentReplayer(replayers),
             against_transformers,
             book,
             rate=config.replay.independent_rate_of(config.engine),
@@ -143,6 +136,25 @@ class Controller:
         """Called by Serve; a referee whose work has ended is replaced."""
         if self._work.done():
             raise EngineFault("The referee's work has ended.")
+
+
+class _IndependentReplayer:
+    """The app's one replayer that is not our engine, on a replayers' node.
+
+    Args:
+        replayers: gives their handle.
+    """
+
+    def __init__(self, replayers: Callable[[], DeploymentHandle[Any]]) -> None:
+        self._replayers = replayers
+
+    async def replay(self, request: Request) -> Replayed:
+        """Compute a teacher-forced request with the weights that are served."""
+        try:
+            referee, weights = await self._replayers().independent_referee.remote()
+            return await referee.replay.remote(request, weights)  # type: ignore[no-any-return]
+        except RayTaskError as error:
+            raise own_error(error) from error
 
 
 def _about(config: AppConfig) -> dict[str, Any]:

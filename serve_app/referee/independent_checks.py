@@ -7,20 +7,19 @@ import asyncio
 import dataclasses
 import logging
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Literal
 
-from serve_app.backends.base import Replayed
 from serve_app.referee.answer import Answer
 from serve_app.referee.detectors import ReplicaWatch, drifts_of
 from serve_app.referee.evidence import DriftTest
 from serve_app.referee.judgement import Judge, Judgement
 from serve_app.referee.replay_selection import chosen
+from serve_app.referee.replayer import Replayer
 from serve_app.referee.replica_book import Case, ReplicaBook
 from serve_app.referee.tolerance import Tolerance
 from serve_app.referee.verdicts import Verdict
 from speculative.errors import ConfigError
-from speculative.request import Request
 
 _logger = logging.getLogger("truespec.referee")
 
@@ -30,9 +29,6 @@ _MAX_TOKENS = 4096  # of prompt and answer: on one core, longer ones take minute
 
 IndependentResult = Literal["agrees", "disagrees", "skipped", "outdated", "unsupported", "failed"]
 
-IndependentReplay = Callable[[Request], Awaitable[Replayed]]
-"""Computes a teacher-forced request independently of the engine. Raises ConfigError where it lacks the weights."""
-
 
 class IndependentChecks:
     """Checks a share of the answers that the engine's own replay has verified, one after another.
@@ -41,7 +37,7 @@ class IndependentChecks:
     counted for the alert, but trips no breaker. Evidence is gathered over all replicas.
 
     Args:
-        replay: recomputes a request.
+        replayer: independent of the engine; it raises ConfigError where it lacks the weights.
         tolerance: between the engine and the referee.
         book: is given the answers that were found wrong.
         rate: the share of answers.
@@ -50,14 +46,14 @@ class IndependentChecks:
 
     def __init__(
         self,
-        replay: IndependentReplay,
+        replayer: Replayer,
         tolerance: Tolerance,
         book: ReplicaBook,
         *,
         rate: float,
         ended: Callable[[IndependentResult], None] = lambda result: None,
     ) -> None:
-        self._replay = replay
+        self._replayer = replayer
         self._judge = Judge(tolerance)
         self._watch = ReplicaWatch(tolerance)
         self._tolerance = tolerance
@@ -86,7 +82,7 @@ class IndependentChecks:
     async def _check(self, answer: Answer) -> IndependentResult:
         """The result of one check."""
         try:
-            replayed = await self._replay(answer.scored(f"independent-{uuid.uuid4().hex}"))
+            replayed = await self._replayer.replay(answer.scored(f"independent-{uuid.uuid4().hex}"))
             if set(answer.weight_versions) != {replayed.weight_version}:
                 return "outdated"
             answer = dataclasses.replace(answer, prompt_logprobs=())  # the prompt's are not computed

@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -94,7 +95,7 @@ class Bench:
             counted(result)
 
         self.checks = IndependentChecks(
-            replay,
+            SimpleNamespace(replay=replay),
             dataclasses.replace(TOLERANCE, **rounding),
             court.book,
             rate=rate,
