@@ -2,15 +2,8 @@
 
 from collections.abc import Mapping
 
-from serve_app.telemetry.metric_names import (
-    PREFIX,
-    REFUSALS,
-    REPLAY_ALARMS,
-    STRATA,
-    TRIP_REASONS,
-    WATCHED_RESULTS,
-    Metric,
-)
+from serve_app.referee.strata import STRATA
+from serve_app.telemetry.metric_names import PREFIX, REFUSALS, REPLAY_ALARMS, TRIP_REASONS, WATCHED_RESULTS, Metric
 from speculative.stats import CHECKS, DRAW_CHECKS, INVARIANTS, LOGPROB_RULES
 
 Meaning = Mapping[str, str] | str

@@ -1,6 +1,8 @@
 """The import rules of the house, read off the source: arrows point down, and heavy libraries have one owner."""
 
 import ast
+import subprocess
+import sys
 from collections import Counter
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
@@ -168,6 +170,12 @@ SIBLINGS = {
     "speculative.verification": {"speculative.verification.base", "speculative.verification.draft_probs"},
     "serve_app.backends": {"serve_app.backends.base", "serve_app.backends.vllm_parts"},
 }
+# What a module does not load, for those who have not installed it or have no time for it.
+UNLOADED = {
+    "serve_app.referee.judgement": {"ray", "torch", "fastapi", "prometheus_client"},
+    "deploy.watch.proxy": {"ray", "torch"},
+    "deploy.watch.referee": {"ray"},
+}
 
 
 def name_of(path: Path) -> str:
@@ -278,7 +286,8 @@ def test_the_server_sees_only_the_leaves_of_the_engine() -> None:
         ]
         ours = {name for name in names if name.startswith("serve_app")}
         if module.startswith("dashboards"):
-            strangers += [f"{module} imports {name}" for name in ours - {"serve_app.telemetry.metric_names"}]
+            catalogues = {"serve_app.telemetry.metric_names", "serve_app.referee.strata"}
+            strangers += [f"{module} imports {name}" for name in ours - catalogues]
         if module.startswith("serve_app.backends."):
             forms = {
                 "serve_app.text.patterns",
@@ -318,6 +327,26 @@ def test_siblings_do_not_import_each_other(package: str) -> None:
         if name.startswith(f"{package}.") and not within(name, SIBLINGS[package])
     ]
     assert not strangers, "\n".join(strangers)
+
+
+def test_the_referee_counts_nothing() -> None:
+    """Whoever runs it connects its callbacks to metrics."""
+    counting = [
+        f"{module} imports {name}"
+        for module in TREES
+        if within(module, {"serve_app.referee"})
+        for name in imports(module)
+        if within(name, {"serve_app.telemetry"})
+    ]
+    assert not counting, "\n".join(counting)
+
+
+@pytest.mark.parametrize("module", UNLOADED)
+def test_an_import_loads_only_what_is_needed(module: str) -> None:
+    script = f"import sys, {module}; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    assert module in loaded.split()
+    assert not UNLOADED[module] & set(loaded.split())
 
 
 def test_there_are_no_cycles() -> None:

@@ -114,8 +114,8 @@ def _judging(command: Command) -> Command:
 
 def _referee_options(options: dict[str, Any], **own: Any) -> tuple[Any, Any]:
     """How answers are judged, and computed again."""
+    from deploy.run.replayers import ReplayerOptions, check_options
     from deploy.watch.referee import RefereeOptions
-    from deploy.watch.replayers import ReplayerOptions, check_options
     from serve_app.referee.tolerance import Tolerance
 
     defaults = dict(_default(text) for text in options["defaults"])

@@ -17,10 +17,10 @@ from deploy.faults.tiny import VOCAB_SIZE, write_tiny_pair
 from deploy.reports.markdown import write_section
 from deploy.reports.progress import View
 from deploy.reports.provenance import provenance
+from deploy.run.replayers import ReplayerOptions
 from deploy.watch.app import referee_app
 from deploy.watch.proxy import ProxyOptions, running_proxy
 from deploy.watch.referee import Referee, RefereeOptions
-from deploy.watch.replayers import ReplayerOptions
 from deploy.watch.run import running_referee
 from serve_app.referee.tolerance import Tolerance
 

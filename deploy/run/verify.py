@@ -4,25 +4,23 @@ The logits are computed again, by our engine or, for an independent second opini
 our rules turn them into draws again. Needs neither Ray nor a server.
 """
 
-import os
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from deploy.run.replayers import ReplayerOptions, make_replayer
 from serve_app.backends.base import Replayed
-from serve_app.backends.torch_backend import load_engine
 from serve_app.referee.draws import NOT_REPLAYED, DrawsChecked, DrawTolerance, check_draws
 from serve_app.referee.drift import TokenDrift
 from serve_app.referee.receipts import Receipt, wrong_rounds
 from serve_app.referee.signatures import PublicKey
 from serve_app.referee.tolerance import Tolerance
-from serve_app.text.grammar import StructureCompiler
-from speculative.config import DrafterConfig, EngineConfig
 from speculative.errors import ConfigError
 from speculative.model.config import ModelConfig
 from speculative.model.fingerprint import ROUNDED_FORMS, has_plain_values, model_fingerprint
-from speculative.request import ReplayedToken, Request
+from speculative.request import ReplayedToken
 from speculative.selfcheck.replayed_draws import DrawCheck
 
 EngineName = Literal["torch", "transformers"]
@@ -87,7 +85,7 @@ def verify(receipt: Receipt, folder: Path, engine: EngineName, public_key: Publi
     reason = reason or _wrong_contents(receipt, folder)
     if reason:
         return Verdict(receipt, reason, signature)
-    replay = _by_torch(receipt, folder) if engine == "torch" else _by_transformers(receipt.scored(), folder)
+    replay = asyncio.run(_replayed(receipt, folder, engine))
     return _judge(receipt, replay, _edge_nats(receipt, folder, engine), signature, _name(receipt, engine))
 
 
@@ -121,35 +119,24 @@ def _wrong_contents(receipt: Receipt, folder: Path) -> str:
     return ""
 
 
-def _by_torch(receipt: Receipt, folder: Path) -> Replayed:
-    """By our engine: in float32, or in the form that the weights were rounded to."""
-    request = receipt.scored()
-    length, rounded = len(request.prompt_token_ids) + 1, receipt.weights in ROUNDED_FORMS
-    block = EngineConfig().block_size
-    config = EngineConfig(
+async def _replayed(receipt: Receipt, folder: Path, engine: EngineName) -> Replayed:
+    """By our engine, in float32 or in the form that the weights were rounded to; or by `transformers` in float32."""
+    request, rounded = receipt.scored(), receipt.weights in ROUNDED_FORMS
+    options = ReplayerOptions(
+        folder,
+        engine,
         dtype="bfloat16" if rounded and receipt.dtype == "bfloat16" else "float32",
         quantization=receipt.weights if rounded else "auto",  # type: ignore[arg-type]  # `ROUNDED_FORMS` are some
         device="auto" if receipt.weights == "fp8" else "cpu",
-        kv_cache_tokens=-(-length // block) * block,
-        num_threads=os.cpu_count() or 1,
-        drafter=DrafterConfig(kind="none"),
+        max_model_len=len(request.prompt_token_ids),
+        at_once=1,
     )
-    engine = load_engine(folder, config)
-    engine.add(request)
-    while engine.has_work:
-        for delta in engine.step():
-            if delta.replayed is None or delta.logprobs is None:
-                raise ConfigError(f"It cannot be computed again: {delta.error}.")
-            return Replayed(tuple(entry.logprob for entry in delta.logprobs), delta.replayed)
-    raise ConfigError("It cannot be computed again: the engine ended without a result.")
-
-
-def _by_transformers(request: Request, folder: Path) -> Replayed:
-    """By `transformers` in float32."""
-    from serve_app.referee.transformers_model import TransformersModel  # only where it is asked for
-
-    reference = TransformersModel(folder)
-    return reference.replay(request, StructureCompiler(folder, reference.vocab_size, reference.eos_token_ids))
+    replayer = make_replayer(options)
+    try:
+        await replayer.start()
+        return await replayer.replay(request)
+    finally:
+        await replayer.stop()
 
 
 def _edge_nats(receipt: Receipt, folder: Path, engine: EngineName) -> tuple[float, str]:

@@ -8,9 +8,9 @@ from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 
 from deploy.exchange.exchanges import ExchangeBatch
+from deploy.run.replayers import ReplayerOptions
 from deploy.watch.page import html_report
 from deploy.watch.referee import Referee, RefereeOptions
-from deploy.watch.replayers import ReplayerOptions
 from deploy.watch.run import running_referee
 from serve_app.errors import UnknownVerdict, reply_for
 from serve_app.page.feed import StatusFeed

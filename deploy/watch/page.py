@@ -7,7 +7,7 @@ from deploy.reports import plots
 from deploy.reports.html_pages import card, document, escaped, example, facts, finding, table
 from deploy.watch import sentences
 from deploy.watch.sentences import Report
-from serve_app.telemetry.metric_names import STRATA
+from serve_app.referee.strata import STRATA
 
 _FIGURES = {
     "tokens": "tokens",

@@ -5,27 +5,29 @@ import dataclasses
 import logging
 import time
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from deploy.exchange.answers import Unreadable
 from deploy.exchange.exchanges import Exchange, ExchangeBatch
-from deploy.watch.jobs import JobMaker, WatchedJob
-from deploy.watch.replayers import Replayer
+from deploy.run.replayers import LoadedReplayer
+from deploy.watch.served_answers import AnswerReader
 from serve_app.backends.base import ModelInfo, Replayed
+from serve_app.guard.referee_counts import RefereeCounts
 from serve_app.page.history import by_label
 from serve_app.page.status import StatusBook
+from serve_app.referee.answer import Answer
 from serve_app.referee.detectors import Alarm, by_stratum
 from serve_app.referee.drift import TokenDrift
 from serve_app.referee.judgement import Judge, Judgement
 from serve_app.referee.measures import Measures, Windows
-from serve_app.referee.records import ReplayJob, Verdict
 from serve_app.referee.replay_checker import ReplayChecker
 from serve_app.referee.replica_book import Case, ReplicaBook
+from serve_app.referee.strata import WATCHED_STRATA
 from serve_app.referee.tolerance import Tolerance
-from serve_app.referee.verdicts import Checked
-from serve_app.telemetry.metric_names import READ_RESULTS, WATCHED_RESULTS, WATCHED_STRATA
+from serve_app.referee.verdicts import Checked, Verdict
+from serve_app.telemetry.metric_names import READ_RESULTS, WATCHED_RESULTS
 from serve_app.telemetry.metrics import Metrics, PrometheusSink
 from serve_app.text.tokenizer import Tokenizer
 from speculative.request import SURPRISAL_CLIP_NATS, Request, SamplingParams
@@ -90,21 +92,30 @@ class Referee:
         replayer: started.
     """
 
-    def __init__(self, options: RefereeOptions, model: ModelInfo, replayer: Replayer) -> None:
+    def __init__(self, options: RefereeOptions, model: ModelInfo, replayer: LoadedReplayer) -> None:
         self._options = options
         self._replayer = replayer
         self.sink = PrometheusSink(source="referee")
         self._metrics = metrics = Metrics([self.sink], model_name=options.served, pool="watched")
-        self._maker = JobMaker(model, Tokenizer.from_folder(model.folder), options.dialect, options.defaults)
-        self._judge = _Judge(options)
-        self._book = ReplicaBook(metrics, options.tolerance, strata=WATCHED_STRATA, alarmed=self._on_alarm)
+        self._reader = AnswerReader(
+            model,
+            Tokenizer.from_folder(model.folder),
+            options.dialect,
+            options.defaults,
+            _COLD * options.tolerance.edge_nats,
+            options.processed,
+        )
+        self._judge = Judge(options.tolerance)
+        self._judged = Judged()
+        self._counts = counts = RefereeCounts(metrics, WATCHED_STRATA)
+        self._book = ReplicaBook(options.tolerance, alarmed=self._on_alarm)
         self._checker = ReplayChecker(
             self._replay,
-            self._judge,
+            counts.counting(self._judgement),
             self._book,
-            metrics,
             max_queue=options.max_queue,
             max_running=replayer.at_once,
+            ended=counts.ended,
         )
         about = {
             "model": options.served,
@@ -131,7 +142,7 @@ class Referee:
 
     async def _note_forever(self) -> None:
         while True:
-            self._checker.report_queue()
+            self._counts.show_queue(self._checker)
             self._status.note()
             await asyncio.sleep(_NOTE_EVERY_S)
 
@@ -142,16 +153,16 @@ class Referee:
                 continue  # of another version
             self._metrics.count("truespec_watched_requests_total", num, result=result)
         for exchange in batch.exchanges:
-            for job in self._read(exchange):
-                self._checker.submit(job)
+            for answer in self._read(exchange):
+                self._checker.submit(answer)
 
     async def judge(self, exchange: Exchange) -> list[Checked]:
         """Judge the answers of one exchange, and return what was found, in the order of its choices."""
         return list(await asyncio.gather(*map(self._checker.check, self._read(exchange))))
 
-    def _read(self, exchange: Exchange) -> list[WatchedJob]:
+    def _read(self, exchange: Exchange) -> list[Answer]:
         try:
-            jobs = self._maker.jobs(exchange)
+            answers = self._reader.answers(exchange)
         except Unreadable as error:
             self.leave_out(str(error))
             return []
@@ -159,66 +170,68 @@ class Referee:
             _logger.warning("an answer could not be read: %s", type(error).__name__)
             self.leave_out(f"it is not in OpenAI's format ({type(error).__name__})")
             return []
-        self._metrics.count("truespec_watched_answers_total", len(jobs), result="read")
-        return list(map(self._warm, jobs))
-
-    def _warm(self, job: WatchedJob) -> WatchedJob:
-        """An answer of a temperature so low that rounding decides between tokens is judged as one of temperature 0."""
-        params = job.request.params
-        if not 0 < params.temperature < _COLD * self._options.tolerance.edge_nats:
-            return job
-        request = dataclasses.replace(job.request, params=dataclasses.replace(params, temperature=0.0))
-        return dataclasses.replace(job, request=request, logprobs=() if self._options.processed else job.logprobs)
+        self._metrics.count("truespec_watched_answers_total", len(answers), result="read")
+        return answers
 
     def leave_out(self, reason: str) -> None:
         """Count an answer that cannot be judged."""
         self.unread.count(reason)
         self._metrics.count("truespec_watched_answers_total", result="unreadable")
 
+    def _judgement(self, answer: Answer, replayed: Replayed) -> Judgement:
+        """Compare an answer with its replay, as far as its request lets one."""
+        if self._options.processed:
+            answer = dataclasses.replace(answer, logprobs=_comparable(answer, replayed))
+            replayed = dataclasses.replace(replayed, logprobs=_processed(replayed))
+        judgement = self._judge.judge(answer, replayed)
+        self._judged.add(answer, replayed, judgement)
+        return judgement
+
     async def _replay(self, request: Request, avoid: Collection[str]) -> Replayed:
         return await self._replayer.replay(request)
 
     def _on_alarm(self, alarm: Alarm, replica: str, case: Case) -> None:
+        self._counts.alarmed(alarm, replica, case)
         key = alarm.name, alarm.stratum, replica
         if key in self.findings:
             self.findings[key].num += 1  # the same fault goes on; once is enough for the log
         elif len(self.findings) < _KEPT_FINDINGS:
-            tokens = self._judge.by_stratum[alarm.stratum].num_tokens
+            tokens = self._judged.by_stratum[alarm.stratum].num_tokens
             example = self.show(case)
-            answers = self._judge.num_answers
+            answers = self._judged.num_answers
             _logger.warning("%s is wrong: %s in stratum %s", replica, alarm.name, alarm.stratum)
             self.findings[key] = WatchFinding(
-                *key, case.job.began_at, alarm.evidence_since, answers, tokens, self.num_tokens, example
+                *key, case.answer.began_at, alarm.evidence_since, answers, tokens, self.num_tokens, example
             )
 
     def show(self, case: Case) -> dict[str, Any]:
         """An answer in the report: its parameters; prompt and tokens only where they are to be kept."""
-        job, checked = case.job, case.checked
-        params, plain = job.request.params, SamplingParams()
+        answer, checked = case.answer, case.checked
+        params, plain = answer.request.params, SamplingParams()
         values = {name: getattr(params, name) for name in _SHOWN}
         shown = {
-            "id": job.request.request_id,
-            "replica": job.replica,
-            "at": job.began_at,
+            "id": answer.request.request_id,
+            "replica": answer.replica,
+            "at": answer.began_at,
             "reason": checked.reason,
-            "tokens": len(job.token_ids),
-            "prompt_tokens": len(job.request.prompt_token_ids),
+            "tokens": len(answer.token_ids),
+            "prompt_tokens": len(answer.request.prompt_token_ids),
             "params": {name: value for name, value in values.items() if value != getattr(plain, name)},
-            "worst": _worst(job, case.replayed),
+            "worst": _worst(answer, case.replayed),
         }
         if self._options.keep_prompts:
-            shown |= {"prompt_token_ids": job.request.prompt_token_ids, "token_ids": job.token_ids}
+            shown |= {"prompt_token_ids": answer.request.prompt_token_ids, "token_ids": answer.token_ids}
         return shown
 
     @property
     def num_answers(self) -> int:
         """Judged so far."""
-        return self._judge.num_answers
+        return self._judged.num_answers
 
     @property
     def num_tokens(self) -> int:
         """Judged so far."""
-        return self._judge.by_stratum["all"].num_tokens
+        return self._judged.by_stratum["all"].num_tokens
 
     @property
     def first_finding(self) -> WatchFinding | None:
@@ -233,7 +246,7 @@ class Referee:
 
     def status(self) -> dict[str, Any]:
         """What the status page shows."""
-        return self._status.render(self._book.overview())
+        return self._status.render({"replicas": [], **self._book.overview()})
 
     def history(self) -> dict[str, Any]:
         """The status page's last hour."""
@@ -242,7 +255,7 @@ class Referee:
     def report(self) -> dict[str, Any]:
         """All that was found, as JSON."""
         samples = self.sink.samples()
-        judge = self._judge
+        judged = self._judged
         return {
             "model": self._options.served,
             "began_at": self._began_at,
@@ -251,19 +264,19 @@ class Referee:
             "requests": by_label(samples, "truespec_watched_requests_total", "result"),
             "answers": {
                 **by_label(samples, "truespec_watched_answers_total", "result"),
-                "judged": judge.num_answers,
+                "judged": judged.num_answers,
                 "replays": by_label(samples, "truespec_replays_total", "result"),
                 "verdicts": by_label(samples, "truespec_verdicts_total", "verdict"),
                 "distributions": by_label(samples, "truespec_replay_distributions_total", "distribution"),
             },
             "findings": [dataclasses.asdict(one) for one in self.findings.values()],
-            "suspect": list(judge.suspect(self.show)),
-            "all": judge.by_stratum["all"].figures(),
-            "strata": {name: judge.by_stratum[name].figures() for name in WATCHED_STRATA if name in judge.by_stratum},
-            "replicas": {name: one.figures() for name, one in sorted(judge.by_replica.items())},
-            "windows": judge.windows.figures(),
+            "suspect": list(map(self.show, judged.suspect)),
+            "all": judged.by_stratum["all"].figures(),
+            "strata": {name: judged.by_stratum[name].figures() for name in WATCHED_STRATA if name in judged.by_stratum},
+            "replicas": {name: one.figures() for name, one in sorted(judged.by_replica.items())},
+            "windows": judged.windows.figures(),
             "unreadable": self.unread.most_common(),
-            "untested": judge.untested.most_common(),
+            "untested": judged.untested.most_common(),
         }
 
 
@@ -298,41 +311,28 @@ class Reasons:
         return dict(self._counts.most_common())
 
 
-class _Judge(Judge):
-    """The service's judge, for answers of which less is known; keeps trainers' measures."""
+class Judged:
+    """Trainers' measures of all answers that were judged, and the latest that are suspect each by itself."""
 
-    def __init__(self, options: RefereeOptions) -> None:
-        super().__init__(options.tolerance)
-        self._processed = options.processed
+    def __init__(self) -> None:
         self.by_stratum: defaultdict[str, Measures] = defaultdict(Measures)
         self.by_replica: defaultdict[str, Measures] = defaultdict(Measures)
         self.windows = Windows()
         self.untested = Reasons()
         self.num_answers = 0
-        self._suspect: deque[Case] = deque(maxlen=_KEPT_SUSPECT)
+        self.suspect: deque[Case] = deque(maxlen=_KEPT_SUSPECT)
 
-    def judge(self, job: ReplayJob, replayed: Replayed) -> Judgement:
-        """Compare an answer with its replay, as far as its request lets one."""
-        assert isinstance(job, WatchedJob)
-        if self._processed:
-            job = dataclasses.replace(job, logprobs=_comparable(job, replayed))
-            replayed = dataclasses.replace(replayed, logprobs=_processed(replayed))
-        if job.untested:
-            self.untested.count(job.untested)
-            replayed = dataclasses.replace(replayed, replayed=None)
-        judgement = super().judge(job, replayed)
+    def add(self, answer: Answer, replayed: Replayed, judgement: Judgement) -> None:
+        """Take in an answer, its replay as it was compared, and what came of it."""
         self.num_answers += 1
+        if answer.untested:
+            self.untested.count(answer.untested)
         for stratum, tokens in by_stratum(judgement.tokens).items():
             self.by_stratum[stratum].add(tokens)
-        self.by_replica[job.replica].add(judgement.tokens)
-        self.windows.add(job.began_at, judgement.tokens)
+        self.by_replica[answer.replica].add(judgement.tokens)
+        self.windows.add(answer.began_at, judgement.tokens)
         if judgement.checked.verdict is Verdict.SUSPECT:
-            self._suspect.append(Case(job, replayed, judgement.checked))
-        return judgement
-
-    def suspect(self, show: Callable[[Case], dict[str, Any]]) -> Iterable[dict[str, Any]]:
-        """The latest answers that are suspect each by itself."""
-        return map(show, self._suspect)
+            self.suspect.append(Case(answer, replayed, judgement.checked))
 
 
 def _processed(replayed: Replayed) -> tuple[float, ...]:
@@ -342,28 +342,29 @@ def _processed(replayed: Replayed) -> tuple[float, ...]:
     return tuple(-row.surprisal for row in replayed.replayed)
 
 
-def _comparable(job: WatchedJob, replayed: Replayed) -> tuple[float | None, ...]:
+def _comparable(answer: Answer, replayed: Replayed) -> tuple[float | None, ...]:
     """Without the logprobs of tokens so unlikely that their processed logprob is clipped, and of low temperatures."""
-    if not job.logprobs or 0 < job.request.params.temperature < _LEAST_PROCESSED:
+    if not answer.logprobs or 0 < answer.request.params.temperature < _LEAST_PROCESSED:
         return ()
     clipped = [row.surprisal >= SURPRISAL_CLIP_NATS for row in replayed.replayed or ()]
     if not clipped:  # the replay has raw logprobs only
         return ()
-    return tuple(None if far else given for far, given in zip(clipped, job.logprobs, strict=True))
+    return tuple(None if far else given for far, given in zip(clipped, answer.logprobs, strict=True))
 
 
-def _worst(job: ReplayJob, replayed: Replayed | None) -> list[dict[str, Any]]:
+def _worst(answer: Answer, replayed: Replayed | None) -> list[dict[str, Any]]:
     """The tokens of an answer that are the furthest from what they should be."""
     if replayed is None:
         return []
     found: list[dict[str, Any]] = []
-    rows: Sequence[Any] = replayed.replayed or [None] * len(job.token_ids)
-    given = job.logprobs or (None,) * len(job.token_ids)
+    tested = () if answer.untested else replayed.replayed
+    rows: Sequence[Any] = tested or [None] * len(answer.token_ids)
+    given = answer.logprobs or (None,) * len(answer.token_ids)
     for index, (served, again, row) in enumerate(zip(given, replayed.logprobs[-len(rows) :], rows, strict=True)):
         found.append(
             {
                 "index": index,
-                "token_id": job.token_ids[index],
+                "token_id": answer.token_ids[index],
                 "drift_nats": None if served is None else TokenDrift.between(served, again).nats,
                 "surprisal_nats": None if row is None else row.surprisal,
                 "below_likeliest_nats": None if row is None else min(row.gap, _FORBIDDEN_NATS),

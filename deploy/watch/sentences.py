@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 from deploy.reports.model import Kind as Shade
 from deploy.reports.model import ReportTable, Shown
-from serve_app.telemetry.metric_names import REPLAY_ALARMS, STRATA, WATCHED_RESULTS
+from serve_app.referee.strata import STRATA
+from serve_app.telemetry.metric_names import REPLAY_ALARMS, WATCHED_RESULTS
 
 Report = Mapping[str, Any]
 """As `Referee.report` returns it."""

@@ -29,7 +29,7 @@ from serve_app.text.grammar import StructureCompiler
 from speculative.arithmetic import device_name
 from speculative.config import EngineConfig
 from speculative.engine import EngineCore
-from speculative.errors import EngineFault
+from speculative.errors import ConfigError, EngineFault
 from speculative.model.config import ModelConfig
 from speculative.model.head_checkpoint import held_out_rates
 from speculative.model.loading import choose_weights, resolve_model
@@ -332,7 +332,8 @@ class TorchBackend:
             engine = self._make_engine(folder, self._config)
             warm_up(engine)
         except Exception as error:
-            _logger.exception("The engine could not start.")
+            if not isinstance(error, ConfigError):  # which says all that is needed
+                _logger.exception("The engine could not start.")
             self._call(self._settle_start, error)
             return
         self._engine = engine

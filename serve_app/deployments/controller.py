@@ -4,7 +4,7 @@ import asyncio
 import inspect
 import os
 import time
-from collections.abc import Collection, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,8 @@ from serve_app.deployments.pool_states import watch_pools
 from serve_app.deployments.remote_errors import answered
 from serve_app.deployments.replica_reports import ReplicaReports
 from serve_app.deployments.runtime import REPORT_EVERY_S, observe
+from serve_app.guard.referee_counts import RefereeCounts, count_independent
+from serve_app.guard.replica_registry import ReplicaRegistry
 from serve_app.openai.kept_responses import ResponseStore
 from serve_app.page.status import StatusBook
 from serve_app.referee.dumps import DumpFolder
@@ -27,6 +29,7 @@ from serve_app.referee.independent_checks import IndependentChecks
 from serve_app.referee.judgement import Judge
 from serve_app.referee.replay_checker import ReplayChecker
 from serve_app.referee.replica_book import ReplicaBook
+from serve_app.referee.strata import SERVED_STRATA
 from serve_app.referee.tolerance import tolerances_of
 from serve_app.telemetry.metrics import Metrics, PrometheusSink, RaySink, Sink
 from serve_app.telemetry.tracing import Carried, adopt, carried
@@ -49,10 +52,6 @@ class Controller:
         def replayers() -> DeploymentHandle[Any]:
             return serve.get_deployment_handle(replayer, context.app_name)
 
-        async def replay_independently(request: Request) -> Replayed:
-            referee, weights = await answered(replayers().independent_referee.remote())
-            return await answered(referee.replay.remote(request, weights))
-
         async def replay(request: Request, avoid: Collection[str]) -> Replayed:
             with tracing.call("replay.call", {"truespec.choice": request.request_id}):
                 return await answered(replayers().replay.remote(request, carried(), avoid=avoid))
@@ -61,31 +60,37 @@ class Controller:
         sinks: list[Sink] = [RaySink(), sums]
         metrics = Metrics(sinks, model_name=config.model.served_name, pool=pool)
         tolerance, against_transformers = tolerances_of(config.replay, config.engine)
-        book = ReplicaBook(metrics, tolerance, _dump_folder(config), config.replay.keep_verdicts)
-        num_draft_tokens = config.engine_config(pool).drafter.max_drafts
+        self._counts = counts = RefereeCounts(metrics, SERVED_STRATA)
+        book = ReplicaBook(
+            tolerance,
+            _dump_folder(config),
+            config.replay.keep_verdicts,
+            alarmed=counts.alarmed,
+            dumped=counts.dumped,
+        )
+        registry = ReplicaRegistry(book, counts)
         self._independent = IndependentChecks(
-            replay_independently,
+            _IndependentReplayer(replayers),
             against_transformers,
             book,
-            metrics,
             rate=config.replay.independent_rate_of(config.engine),
-            num_draft_tokens=num_draft_tokens,
+            ended=count_independent(metrics),
         )
         self._checker = ReplayChecker(
             replay,
-            Judge(tolerance, num_draft_tokens),
+            counts.counting(Judge(tolerance).judge),
             book,
-            metrics,
             max_queue=config.replay.max_queue,
             max_running=config.replay.max_running,
+            ended=counts.ended,
             verified=self._independent.offer,
         )
         self._status = StatusBook(_about(config), sums, time.time)
         weights = WeightCoordinator()
         parts = (
-            ReplicaReports(sums, book, weights, self._status),
+            ReplicaReports(sums, registry, weights, self._status),
             sums,
-            book,
+            registry,
             book.verdicts,
             self._checker,
             self._status,
@@ -106,7 +111,7 @@ class Controller:
 
     async def _note_forever(self) -> None:
         while True:
-            self._checker.report_queue()
+            self._counts.show_queue(self._checker)
             self._status.note()
             await asyncio.sleep(REPORT_EVERY_S)
 
@@ -127,6 +132,22 @@ class Controller:
         """Called by Serve; a referee whose work has ended is replaced."""
         if self._work.done():
             raise EngineFault("The referee's work has ended.")
+
+
+class _IndependentReplayer:
+    """The app's one replayer that is not our engine, on a replayers' node.
+
+    Args:
+        replayers: gives their handle.
+    """
+
+    def __init__(self, replayers: Callable[[], DeploymentHandle[Any]]) -> None:
+        self._replayers = replayers
+
+    async def replay(self, request: Request) -> Replayed:
+        """Compute a teacher-forced request with the weights that are served."""
+        referee, weights = await answered(self._replayers().independent_referee.remote())
+        return await answered(referee.replay.remote(request, weights))
 
 
 def _about(config: AppConfig) -> dict[str, Any]:

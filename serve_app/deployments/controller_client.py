@@ -1,8 +1,8 @@
 """The controller as its callers see it.
 
-A part of the controller (the weights' coordinator, the book of replicas) offers a method to other processes by a `Call`
-in one of the clients below, which has the method's own parameters and result. These calls are all that the controller
-answers: `ANSWERED` is its table. What a part raises reaches the caller as Ray carries it, a `RayTaskError`.
+A part of the controller (the weights' coordinator, the registry of replicas) offers a method to other processes by a
+`Call` in one of the clients below, which has the method's own parameters and result. These calls are all that the
+controller answers: `ANSWERED` is its table. What a part raises reaches the caller as Ray carries it, a `RayTaskError`.
 """
 
 import asyncio
@@ -17,10 +17,10 @@ from ray.serve.handle import DeploymentHandle
 
 from serve_app.deployments.remote_errors import answered
 from serve_app.deployments.replica_reports import ReplicaReports
+from serve_app.guard.replica_registry import ReplicaRegistry
 from serve_app.openai.kept_responses import ResponseStore
 from serve_app.page.status import StatusBook
 from serve_app.referee.replay_checker import ReplayChecker
-from serve_app.referee.replica_book import ReplicaBook
 from serve_app.referee.verdicts import VerdictBook
 from serve_app.telemetry.metrics import PrometheusSink
 from serve_app.telemetry.tracing import carried
@@ -153,8 +153,8 @@ class ControllerClient(PartClient):
     submit = Call(ReplayChecker.submit)
     check = Call(ReplayChecker.check)
     verdict = Call(VerdictBook.reply)
-    statuses = Call(ReplicaBook.statuses)
-    order = Call(ReplicaBook.order)
+    statuses = Call(ReplicaRegistry.statuses)
+    order = Call(ReplicaRegistry.order)
     status = Call(ReplicaReports.status)
     status_history = Call(StatusBook.history)
     exposition = Call(PrometheusSink.exposition)

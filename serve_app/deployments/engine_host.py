@@ -29,11 +29,12 @@ from serve_app.config.base import PoolName
 from serve_app.deployments.gpus import given_device
 from serve_app.deployments.rank_nodes import RankNodes
 from serve_app.deployments.runtime import REPORT_EVERY_S, ReplicaRuntime, Reporter, naming_node
+from serve_app.guard.breaker import Breaker, BreakerSettings, Mode
 from serve_app.guard.breaker_control import Guard
 from serve_app.guard.canary import Canary, CanarySettings
-from serve_app.referee.breaker import Breaker, BreakerSettings, Mode
-from serve_app.referee.heartbeat import Finished, Placed, Report
+from serve_app.guard.heartbeat import Placed, Report
 from serve_app.referee.records import Records
+from serve_app.referee.verdicts import Finished
 from serve_app.routing.autoscaling import Backlog
 from serve_app.routing.replica_router import MOST_REPORTED, reported_blocks
 from serve_app.streams import spans
@@ -126,7 +127,7 @@ class EngineHost:
             slow = "%s computes without its kernels, which is slow: %s"
             _logger.warning(slow, runtime.name, info.computing.kernels_off)
         info = await self._join(info)
-        self.records = Records(runtime.name, info.max_model_len)
+        self.records = Records(runtime.name, info.max_model_len, config.engine_config(self.pool).drafter.max_drafts)
         self.source = make_source(self)
         self.canary = self._make_canary()
         self._guard = self._make_guard()

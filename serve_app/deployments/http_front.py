@@ -14,6 +14,7 @@ from serve_app.access.request_gate import Gate
 from serve_app.backends.base import ModelInfo, Parsers, TokenSource
 from serve_app.deployments.runtime import ReplicaRuntime, Reporter
 from serve_app.errors import UnknownReplica
+from serve_app.guard.breaker import Mode
 from serve_app.http.admin import Admin, SpeculationOrder, Statuses
 from serve_app.http.routes import Operations, PastReplies, build_ingress
 from serve_app.http.vllm_routes import VllmRoutes
@@ -22,8 +23,8 @@ from serve_app.openai.prepared_request import Limits
 from serve_app.openai.scoring import ScoreLimits, Scorer
 from serve_app.page.feed import StatusFeed
 from serve_app.page.page_routes import add_page
-from serve_app.referee.breaker import Mode
-from serve_app.referee.records import Record, Records, ReplayJob
+from serve_app.referee.answer import Answer
+from serve_app.referee.records import Record, Records
 from serve_app.referee.replay_selection import Checks, chosen
 from serve_app.referee.signatures import SigningKey
 from serve_app.streams.observed import ObservedSource, SourceLimits
@@ -222,20 +223,20 @@ class HttpFront:
 
         return Admin(self._access, controller.statuses, order, controller.weights)
 
-    def _request_ended(self, record: Record, job: ReplayJob | None) -> None:
+    def _request_ended(self, record: Record, answer: Answer | None) -> None:
         """What is to be checked of a request goes to the controller."""
         self._ended(record)
-        if job is not None:
-            self._checks.ended(job)
+        if answer is not None:
+            self._checks.ended(answer)
 
-    def _submit(self, job: ReplayJob) -> None:
+    def _submit(self, answer: Answer) -> None:
         self._runtime.metrics.count("truespec_replays_requested_total")
-        self._runtime.spawn(self._submit_soon(job, carried()))
+        self._runtime.spawn(self._submit_soon(answer, carried()))
 
-    async def _submit_soon(self, job: ReplayJob, client: Carried) -> None:
+    async def _submit_soon(self, answer: Answer, client: Carried) -> None:
         adopt(client)
         try:
-            await self._runtime.controller.submit(job)
+            await self._runtime.controller.submit(answer)
         except (RayError, RayServeException) as error:
-            self._runtime.metrics.count("truespec_replays_total", result="failed", answered_by=job.replica)
-            _logger.warning("%s could not be submitted for replay: %s", job.request.request_id, error)
+            self._runtime.metrics.count("truespec_replays_total", result="failed", answered_by=answer.replica)
+            _logger.warning("%s could not be submitted for replay: %s", answer.request.request_id, error)

@@ -3,34 +3,36 @@
 import dataclasses
 from typing import Any
 
+from serve_app.guard.heartbeat import Orders, Report
+from serve_app.guard.replica_registry import ReplicaRegistry
 from serve_app.page.status import StatusBook
-from serve_app.referee.heartbeat import Orders, Report
-from serve_app.referee.replica_book import ReplicaBook
 from serve_app.telemetry.metrics import PrometheusSink
 from serve_app.weights.coordinator import WeightCoordinator
 from serve_app.weights.desired_state import DesiredState
 
 
 class ReplicaReports:
-    """Gives each part of a report to the book that it concerns, and collects the orders that answer it.
+    """Gives each part of a report to whom it concerns, and collects the orders that answer it.
 
     Args:
         sums: what the whole app counted.
-        book: trips, finished requests and self-checks, by replica.
+        registry: trips, finished requests and self-checks, by replica.
         weights: which weights each replica serves and is to serve.
         page: the status page.
     """
 
-    def __init__(self, sums: PrometheusSink, book: ReplicaBook, weights: WeightCoordinator, page: StatusBook) -> None:
+    def __init__(
+        self, sums: PrometheusSink, registry: ReplicaRegistry, weights: WeightCoordinator, page: StatusBook
+    ) -> None:
         self._sums = sums
-        self._book = book
+        self._registry = registry
         self._weights = weights
         self._page = page
 
     def report(self, report: Report) -> Orders:
         """Take in what a replica counted and did, and answer with what it is to do."""
         self._sums.apply(report.batch)
-        orders = self._book.hear(report)
+        orders = self._registry.hear(report)
         if report.weights is None:
             return orders
         return dataclasses.replace(orders, weights=self._weights.hear(report.status.replica, report.weights))
@@ -41,4 +43,4 @@ class ReplicaReports:
 
     def status(self) -> dict[str, Any]:
         """The data of the status page."""
-        return self._page.render(self._book.overview())
+        return self._page.render(self._registry.overview())

@@ -19,7 +19,7 @@ from ray.serve.exceptions import RayServeException
 from serve_app.config.app_config import AppConfig
 from serve_app.config.base import PoolName
 from serve_app.deployments.controller_client import ControllerClient, controller_handle
-from serve_app.referee.records import ReplayJob
+from serve_app.referee.answer import Answer
 from serve_app.referee.verdicts import Checked
 from serve_app.telemetry.logs import configure as configure_logs
 from serve_app.telemetry.metrics import BufferSink, Metrics, RaySink
@@ -58,18 +58,18 @@ class ReplicaRuntime:
         task.add_done_callback(self.tasks.discard)
         return task
 
-    async def check(self, job: ReplayJob) -> Checked:
+    async def check(self, answer: Answer) -> Checked:
         """Have a request replayed, and wait for the result; it is replayed even if nobody waits any more.
 
         Raises:
             ConnectionError: the controller did not answer.
         """
-        return await asyncio.shield(self.spawn(self._check(job, carried())))
+        return await asyncio.shield(self.spawn(self._check(answer, carried())))
 
-    async def _check(self, job: ReplayJob, client: Carried) -> Checked:
+    async def _check(self, answer: Answer, client: Carried) -> Checked:
         adopt(client)
         try:
-            return await self.controller.check(job)
+            return await self.controller.check(answer)
         except (RayError, RayServeException) as error:
             raise ConnectionError(f"the controller did not answer: {error}") from error
 

@@ -129,7 +129,8 @@ class StreamRouter:
             path.parent.mkdir(exist_ok=True)
             path.write_bytes(content)
         info = self._info = dataclasses.replace(info, folder=self._folder.name)
-        records = Records(runtime.name, info.max_model_len)
+        most_drafts = config.engine_config(config.decoding_pool).drafter.max_drafts
+        records = Records(runtime.name, info.max_model_len, most_drafts)
         recovery = config.recovery
         source = ResumingSource(
             self, runtime.metrics, records, most_resumes=recovery.max_resumes, silence_s=recovery.decode_timeout_s

@@ -7,8 +7,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextvars import Context
 
 from serve_app.backends.base import Backend
-from serve_app.referee.breaker import Breaker, BreakerState, Mode, Trip
-from serve_app.referee.heartbeat import Orders, ReplicaStatus
+from serve_app.guard.breaker import Breaker, BreakerState, Mode
+from serve_app.guard.heartbeat import Orders, ReplicaStatus
+from serve_app.referee.verdicts import Trip
 from serve_app.telemetry.metric_names import BREAKER_STATES, TRIP_REASONS
 from serve_app.telemetry.metrics import Metrics
 from speculative.errors import EngineFault

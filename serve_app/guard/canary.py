@@ -15,8 +15,9 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 
 from serve_app.backends.base import TokenSource
-from serve_app.referee.records import Records, ReplayJob, Verdict
-from serve_app.referee.verdicts import Checked
+from serve_app.referee.answer import Answer
+from serve_app.referee.records import Records
+from serve_app.referee.verdicts import Checked, Verdict
 from speculative.errors import EngineFault, TruespecError
 from speculative.request import FinishReason, Request, SamplingParams
 from speculative.stats import CLIENTS_FAULT
@@ -30,7 +31,7 @@ _REPEATING = tuple(3 + index % 7 for index in range(42))  # a prompt for a repli
 
 _UNJUDGED = Checked(Verdict.VERIFIED, "served")
 
-Judge = Callable[[ReplayJob], Awaitable[Checked]]
+Judge = Callable[[Answer], Awaitable[Checked]]
 """Has a request replayed."""
 
 
@@ -74,8 +75,8 @@ class Canary:
             if number >= settings.num_requests and num_drafted >= settings.min_drafted:
                 break
             try:
-                job = await self._serve(request)
-                checked = await self._judge(job) if self._judge is not None else _UNJUDGED
+                answer = await self._serve(request)
+                checked = await self._judge(answer) if self._judge is not None else _UNJUDGED
             except _DeadEndError:
                 continue
             except EngineFault as error:
@@ -84,7 +85,7 @@ class Canary:
             except (TruespecError, ConnectionError) as error:
                 _logger.warning("a canary could not be served: %s", error)
                 return None
-            num_drafted += job.num_drafted
+            num_drafted += answer.num_drafted
             if checked.verdict is not Verdict.VERIFIED:
                 _logger.warning("a canary is %s: %s", checked.verdict, checked.reason)
                 return False if checked.verdict is Verdict.SUSPECT else None
@@ -108,7 +109,7 @@ class Canary:
             prompt, adapter, salt = request.prompt_token_ids, request.adapter, request.cache_salt
             yield Request(name, prompt, params, canary=True, adapter=adapter, cache_salt=salt)
 
-    async def _serve(self, request: Request) -> ReplayJob:
+    async def _serve(self, request: Request) -> Answer:
         record = self._records.begin(request)
         try:
             async with contextlib.aclosing(self._source.stream([request])) as deltas:
@@ -120,7 +121,7 @@ class Canary:
                     record.take(delta)
         finally:
             self._records.end(request.request_id)
-        job = record.job()
-        if job is None:
+        answer = record.answer()
+        if answer is None:
             raise TruespecError("nothing was said")
-        return job
+        return answer

@@ -9,8 +9,8 @@ from pydantic_core import PydanticCustomError
 
 from serve_app.access.access import Access
 from serve_app.backends.base import PauseMode
+from serve_app.guard.breaker import Mode
 from serve_app.openai.wire import Wire
-from serve_app.referee.breaker import Mode
 from serve_app.weights.desired_state import Outcome, WeightsRef
 
 Statuses = list[dict[str, Any]]

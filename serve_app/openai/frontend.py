@@ -44,10 +44,9 @@ from serve_app.openai.responses import (
 from serve_app.openai.tokenization import Tokenization
 from serve_app.openai.tools import forces_calls
 from serve_app.referee.receipts import receipt_of
-from serve_app.referee.records import worst
 from serve_app.referee.replay_selection import Checks
 from serve_app.referee.signatures import SigningKey
-from serve_app.referee.verdicts import checks_of_all
+from serve_app.referee.verdicts import checks_of_all, worst
 from serve_app.streams.merge import merge
 from serve_app.text.tokenizer import StopStrings, Tokenizer
 from speculative.errors import EngineFault, InvalidRequest, RequestTimeout

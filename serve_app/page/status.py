@@ -6,7 +6,8 @@ from typing import Any
 from serve_app.page.health import troubles
 from serve_app.page.history import LATENCIES, Counted, History, by_label
 from serve_app.page.words import LABEL_NAMES, check_words, explained
-from serve_app.telemetry.metric_names import METRICS, REPLICA_LABEL, STRATA
+from serve_app.referee.strata import STRATA
+from serve_app.telemetry.metric_names import METRICS, REPLICA_LABEL
 from serve_app.telemetry.metrics import Sample
 
 _GAUGES = {

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from serve_app.referee.incidents import IncidentKind
-from serve_app.telemetry.metric_names import REPLAY_ALARMS, STRATA, TRIP_REASONS
+from serve_app.referee.strata import STRATA
+from serve_app.telemetry.metric_names import REPLAY_ALARMS, TRIP_REASONS
 from speculative.stats import CHECKS, INVARIANTS, LOGPROB_RULES
 
 RUNBOOKS = "docs/runbooks.md"

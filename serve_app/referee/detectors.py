@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from serve_app.referee.draws import DrawResult, DrawTest
 from serve_app.referee.drift import Cusum, TokenDrift
 from serve_app.referee.evidence import CalibrationTest, DriftTest
-from serve_app.referee.records import KNOWN_AFTERWARDS
+from serve_app.referee.strata import KNOWN_AFTERWARDS, STRATA
 from serve_app.referee.tolerance import Tolerance
-from serve_app.telemetry.metric_names import STRATA
 from speculative.request import ReplayedToken
 
 _DELTA = 1e-6 / (3 * len(STRATA))  # of each test, for one false alarm in a million replica lifetimes

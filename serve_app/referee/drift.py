@@ -8,8 +8,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
-from serve_app.telemetry.metric_names import DRIFT_CLIP_NATS
-
+_CLIP_NATS = 10.0  # a single larger drift would dominate the sum
 _UNMISTAKABLE = 5.0  # no rounding moves a logprob by so many times `Tolerance.jump_nats`
 _REQUEST_FACTOR = 4.0  # a single request may drift so many times the tolerance: it is an average over few tokens
 
@@ -28,7 +27,7 @@ class TokenDrift:
     def between(cls, served: float, replayed: float) -> "TokenDrift":
         """Of one token's two logprobs, in nats."""
         apart = replayed - served
-        signed = DRIFT_CLIP_NATS if math.isnan(apart) else max(-DRIFT_CLIP_NATS, min(DRIFT_CLIP_NATS, apart))
+        signed = _CLIP_NATS if math.isnan(apart) else max(-_CLIP_NATS, min(_CLIP_NATS, apart))
         ratio = math.exp(signed)
         return cls(
             nats=abs(signed),

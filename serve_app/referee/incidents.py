@@ -2,22 +2,13 @@
 
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
-
-from serve_app.telemetry.metrics import Series
-from speculative.stats import CLIENTS_FAULT
 
 _KEPT = 40  # different ones
 
 IncidentKind = Literal["trip", "canary", "selfcheck", "invariant", "logprobs", "replay", "independent"]
-
-_COUNTERS: dict[str, IncidentKind] = {  # of a replica; their last label names the alarm
-    "truespec_selfcheck_alarms_total": "selfcheck",
-    "truespec_selfcheck_violations_total": "invariant",
-    "truespec_logprob_violations_total": "logprobs",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +61,6 @@ class IncidentLog:
         self._known[key] = Incident(kind, name, replica, first_at, at, num, strata, suspect_since)
         while len(self._known) > _KEPT:
             self._known.popitem(last=False)
-
-    def count(self, replica: str, counters: Mapping[Series, float]) -> None:
-        """Note the alarms among what a replica counted; what a client's own parameters break is none."""
-        for (metric, labels), value in counters.items():
-            kind = _COUNTERS.get(metric)
-            if kind is not None and value > 0 and labels[-1] != CLIENTS_FAULT:
-                self.note(kind, labels[-1], replica, num=value)
 
     def to_wire(self) -> list[dict[str, Any]]:
         """All that are kept, the latest first."""

@@ -7,20 +7,19 @@ import asyncio
 import dataclasses
 import logging
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
+from typing import Literal
 
-from serve_app.backends.base import Replayed
+from serve_app.referee.answer import Answer
 from serve_app.referee.detectors import ReplicaWatch, drifts_of
 from serve_app.referee.evidence import DriftTest
 from serve_app.referee.judgement import Judge, Judgement
-from serve_app.referee.records import ReplayJob, Verdict
 from serve_app.referee.replay_selection import chosen
+from serve_app.referee.replayer import Replayer
 from serve_app.referee.replica_book import Case, ReplicaBook
 from serve_app.referee.tolerance import Tolerance
-from serve_app.telemetry.metric_names import INDEPENDENT_RESULTS
-from serve_app.telemetry.metrics import Metrics
+from serve_app.referee.verdicts import Verdict
 from speculative.errors import ConfigError
-from speculative.request import Request
 
 _logger = logging.getLogger("truespec.referee")
 
@@ -28,8 +27,7 @@ _MAX_QUEUE = 4
 _DRIFT_RATE = 1e-3  # share of the logprobs that rounding moves by more than twice what it moves a logit
 _MAX_TOKENS = 4096  # of prompt and answer: on one core, longer ones take minutes
 
-IndependentReplay = Callable[[Request], Awaitable[Replayed]]
-"""Computes a teacher-forced request independently of the engine. Raises ConfigError where it lacks the weights."""
+IndependentResult = Literal["agrees", "disagrees", "skipped", "outdated", "unsupported", "failed"]
 
 
 class IndependentChecks:
@@ -39,86 +37,82 @@ class IndependentChecks:
     counted for the alert, but trips no breaker. Evidence is gathered over all replicas.
 
     Args:
-        replay: recomputes a request.
+        replayer: independent of the engine; it raises ConfigError where it lacks the weights.
         tolerance: between the engine and the referee.
-        num_draft_tokens: the most drafted in a round.
         book: is given the answers that were found wrong.
-        metrics: replays by result.
         rate: the share of answers.
+        ended: called at the end of each check.
     """
 
     def __init__(
         self,
-        replay: IndependentReplay,
+        replayer: Replayer,
         tolerance: Tolerance,
         book: ReplicaBook,
-        metrics: Metrics,
         *,
         rate: float,
-        num_draft_tokens: int = 0,
+        ended: Callable[[IndependentResult], None] = lambda result: None,
     ) -> None:
-        self._replay = replay
-        self._judge = Judge(tolerance, num_draft_tokens)
+        self._replayer = replayer
+        self._judge = Judge(tolerance)
         self._watch = ReplicaWatch(tolerance)
         self._tolerance = tolerance
         self._drift = self._new_drift_test()
         self._book = book
-        self._metrics = metrics
         self._rate = rate
-        self._queue: asyncio.Queue[ReplayJob] = asyncio.Queue(_MAX_QUEUE)
+        self._ended = ended
+        self._queue: asyncio.Queue[Answer] = asyncio.Queue(_MAX_QUEUE)
         self._unsupported = ""  # the last reason, logged once
-        for result in INDEPENDENT_RESULTS:
-            metrics.count("truespec_independent_replays_total", 0, result=result)
 
-    def offer(self, job: ReplayJob) -> None:
+    def offer(self, answer: Answer) -> None:
         """Queue a verified answer if it is among those to be checked; returns at once."""
-        if not chosen(f"independent {job.request.request_id}", self._rate):
+        if not chosen(f"independent {answer.request.request_id}", self._rate):
             return
-        if job.num_tokens > _MAX_TOKENS or self._queue.full():
-            self._count("skipped")
+        if answer.num_tokens > _MAX_TOKENS or self._queue.full():
+            self._ended("skipped")
         else:
-            self._queue.put_nowait(job)
+            self._queue.put_nowait(answer)
 
     async def run(self) -> None:
         """Work through the queue until cancelled."""
         while True:
-            job = await self._queue.get()
-            self._count(await self._check(job))
+            answer = await self._queue.get()
+            self._ended(await self._check(answer))
 
-    async def _check(self, job: ReplayJob) -> str:
-        """The result of one check, as the metric names it."""
+    async def _check(self, answer: Answer) -> IndependentResult:
+        """The result of one check."""
         try:
-            replayed = await self._replay(job.scored(f"independent-{uuid.uuid4().hex}"))
-            if set(job.weight_versions) != {replayed.weight_version}:
+            replayed = await self._replayer.replay(answer.scored(f"independent-{uuid.uuid4().hex}"))
+            if set(answer.weight_versions) != {replayed.weight_version}:
                 return "outdated"
-            job = dataclasses.replace(job, prompt_logprobs=())  # the prompt's are not computed
-            judgement = self._judge.judge(job, replayed)
+            answer = dataclasses.replace(answer, prompt_logprobs=())  # the prompt's are not computed
+            judgement = self._judge.judge(answer, replayed)
         except ConfigError as error:
             if str(error) != self._unsupported:
                 _logger.warning("answers cannot be checked independently: %s", error)
                 self._unsupported = str(error)
             return "unsupported"
         except Exception as error:  # its process died: the check is lost, the others are not
-            _logger.warning("%s could not be checked independently: %s", job.request.request_id, error)
+            _logger.warning("%s could not be checked independently: %s", answer.request.request_id, error)
             return "failed"
-        reason = self._wrong(job, judgement)
+        reason = self._wrong(answer, judgement)
         if not reason:
             return "agrees"
         reason = f"{replayed.replica} disagrees: {reason}"
         checked = dataclasses.replace(judgement.checked, verdict=Verdict.SUSPECT, reason=reason)
-        self._book.report(Case(job, replayed, checked))
-        self._book.incidents.note("independent", "disagrees", job.replica)
+        self._book.report(Case(answer, replayed, checked))
+        self._book.incidents.note("independent", "disagrees", answer.replica)
         return "disagrees"
 
-    def _wrong(self, job: ReplayJob, judgement: Judgement) -> str:
+    def _wrong(self, answer: Answer, judgement: Judgement) -> str:
         """What an answer shows, by itself or with those before it; "" = nothing is wrong."""
         found = self._watch.see(
             judgement.tokens,
-            greedy=job.request.params.greedy,
+            greedy=answer.request.params.greedy,
             drift_tolerance=judgement.drift_tolerance,
-            at=job.began_at,
+            at=answer.began_at,
         )
-        self._drift.add((drift.nats for drift in drifts_of(judgement.tokens)), job.began_at)
+        self._drift.add((drift.nats for drift in drifts_of(judgement.tokens)), answer.began_at)
         if self._drift.alarm:
             limit, self._drift = self._drift.limit_nats, self._new_drift_test()
             return f"drift: too many logprobs are off by more than {limit:g} nats"
@@ -128,6 +122,3 @@ class IndependentChecks:
 
     def _new_drift_test(self) -> DriftTest:
         return DriftTest(2 * self._tolerance.edge_nats, _DRIFT_RATE)
-
-    def _count(self, result: str) -> None:
-        self._metrics.count("truespec_independent_replays_total", result=result)

@@ -3,18 +3,19 @@ replay's distributions."""
 
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from serve_app.backends.base import Replayed
+from serve_app.referee.answer import Answer
 from serve_app.referee.detectors import SeenToken, distribution_alarm, drifts_of
 from serve_app.referee.draws import DrawResult, DrawsChecked, DrawTolerance, check_draws
 from serve_app.referee.drift import DriftSums, NoiseFloor, TokenDrift, request_drifted
-from serve_app.referee.records import Distribution, ReplayJob, Verdict
 from serve_app.referee.tolerance import Tolerance
-from serve_app.referee.verdicts import Checked
+from serve_app.referee.verdicts import Checked, Distribution, Verdict
 from speculative.request import Request
 
+_PROMPT = ("prompt",)
 _SEEDS_KEPT = 65_536  # of the requests replayed last
 
 
@@ -36,38 +37,42 @@ class Judgement:
     draws: tuple[tuple[str, DrawResult], ...] = ()
 
 
+Judging = Callable[[Answer, Replayed], Judgement]
+"""`Judge.judge`, or what counts and keeps more of each judgement."""
+
+
 class Judge:
     """Compares answers with their replays. It learns the noise from answers without drafts, and remembers seeds.
 
     Args:
         tolerance: between the engines that answer and those that replay; its `max_tme` is above the noise floor.
-        num_draft_tokens: the most drafted in a round.
     """
 
-    def __init__(self, tolerance: Tolerance, num_draft_tokens: int = 0) -> None:
+    def __init__(self, tolerance: Tolerance) -> None:
         self._tolerance = tolerance
-        self._num_draft_tokens = num_draft_tokens
         self._floor = NoiseFloor()
         self._draw_tolerance = DrawTolerance(tolerance.edge_nats)
         self._seeds: OrderedDict[int, None] = OrderedDict()
 
-    def judge(self, job: ReplayJob, replayed: Replayed) -> Judgement:
+    def judge(self, answer: Answer, replayed: Replayed) -> Judgement:
         """Compare an answer with its replay.
 
         Raises:
             ValueError: the replay has not one logprob for each of the answer's tokens.
         """
-        of_each = _drift_of_each(job, replayed)
+        if answer.untested:
+            replayed = dataclasses.replace(replayed, replayed=None)
+        of_each = _drift_of_each(answer, replayed)
         drifts = [drift for drift in of_each if drift is not None]
-        draws, results = self._draws(job, replayed, of_each[len(job.prompt_logprobs) :])
-        seen = evidence = self._seen(job, of_each, replayed, draws)
-        greedy, drift_tolerance = job.request.params.greedy, self._floor.tolerance(self._tolerance.max_tme)
-        output = [token for token in seen if "all" in token.strata]
+        draws, results = self._draws(answer, replayed, of_each[len(answer.prompt_logprobs) :])
+        seen = evidence = self._seen(answer, of_each, replayed, draws)
+        greedy, drift_tolerance = answer.request.params.greedy, self._floor.tolerance(self._tolerance.max_tme)
+        output = seen[len(answer.prompt_logprobs) :]
         alarm = distribution_alarm(output, greedy, self._tolerance)
         drifted = request_drifted(drifts, drift_tolerance, self._tolerance.jump_nats)
-        distribution = self._distribution(job.request, output)
-        checks = _checks(distribution, draws, greedy=greedy, logprobs=bool(job.logprobs))
-        reason = "drift" if drifted else f"distribution: {alarm}" if alarm else _wrong_draw(draws, job)
+        distribution = self._distribution(answer.request, output)
+        checks = _checks(distribution, draws, greedy=greedy, logprobs=bool(answer.logprobs))
+        reason = "drift" if drifted else f"distribution: {alarm}" if alarm else _wrong_draw(draws, answer)
         checked = Checked(
             verdict=Verdict.SUSPECT if reason else Verdict.VERIFIED if checks else Verdict.UNVERIFIED,
             reason=reason or ("replayed" if checks else "its replay gives nothing to compare it with"),
@@ -79,7 +84,7 @@ class Judge:
             distribution=distribution,
             draws=draws,
         )
-        if job.num_drafted == 0:
+        if answer.num_drafted == 0:
             self._floor.add(drifts_of(output))
             self._draw_tolerance.add(drifts_of(output))
         if distribution is Distribution.REPEATED_SEED:
@@ -87,27 +92,27 @@ class Judge:
         return Judgement(checked, tuple(seen), tuple(evidence), drift_tolerance, results)
 
     def _draws(
-        self, job: ReplayJob, replayed: Replayed, drifts: Sequence[TokenDrift | None]
+        self, answer: Answer, replayed: Replayed, drifts: Sequence[TokenDrift | None]
     ) -> tuple[DrawsChecked, tuple[tuple[str, DrawResult], ...]]:
         """Make the draws of an answer again; drifts: of its tokens. The second value is `Judgement.draws`."""
-        if job.request.params.greedy:
+        if answer.request.params.greedy:
             return DrawsChecked(reason="nothing was drawn"), ()
-        if job.drawn is None or replayed.replayed is None:
+        if answer.drawn is None or replayed.replayed is None:
             return DrawsChecked(reason="the engine did not report how it drew"), ()
-        checks = job.drawn.check(replayed.replayed)
-        checked = check_draws(len(job.token_ids), checks, drifts, self._draw_tolerance)
+        checks = answer.drawn.check(replayed.replayed)
+        checked = check_draws(len(answer.token_ids), checks, drifts, self._draw_tolerance)
         results = tuple((check.kind, self._draw_tolerance.judge(check, drifts[check.token_index])) for check in checks)
         self._draw_tolerance.add_drafts(checks)
         return checked, results
 
     def _seen(
-        self, job: ReplayJob, drifts: Sequence[TokenDrift | None], replayed: Replayed, draws: DrawsChecked
+        self, answer: Answer, drifts: Sequence[TokenDrift | None], replayed: Replayed, draws: DrawsChecked
     ) -> list[SeenToken]:
-        num_prompt = len(job.prompt_logprobs)
-        rows = [*[None] * num_prompt, *(replayed.replayed or [None] * len(job.token_ids))]
-        results = [*[None] * num_prompt, *(draws.results or [None] * len(job.token_ids))]
-        made_by = [*[job.prompt_scored_by] * num_prompt, *job.made_by]
-        strata = job.strata(self._num_draft_tokens)
+        num_prompt = len(answer.prompt_logprobs)
+        rows = [*[None] * num_prompt, *(replayed.replayed or [None] * len(answer.token_ids))]
+        results = [*[None] * num_prompt, *(draws.results or [None] * len(answer.token_ids))]
+        made_by = [*[answer.prompt_scored_by] * num_prompt, *answer.made_by]
+        strata = [*[_PROMPT] * num_prompt, *answer.strata]
         return [SeenToken(*parts) for parts in zip(strata, drifts, rows, made_by, results, strict=True)]
 
     def _distribution(self, request: Request, output: Sequence[SeenToken]) -> Distribution:
@@ -129,20 +134,22 @@ class Judge:
         return new
 
 
-def _drift_of_each(job: ReplayJob, replayed: Replayed) -> list[TokenDrift | None]:
+def _drift_of_each(answer: Answer, replayed: Replayed) -> list[TokenDrift | None]:
     """One a token, the prompt's first; None where it was served without a logprob."""
-    served = (*job.prompt_logprobs, *(job.logprobs or [None] * len(job.token_ids)))
+    served = (*answer.prompt_logprobs, *(answer.logprobs or [None] * len(answer.token_ids)))
     return [
         None if logprob is None else TokenDrift.between(logprob, again)
         for logprob, again in zip(served, replayed.logprobs, strict=True)
     ]
 
 
-def _wrong_draw(draws: DrawsChecked, job: ReplayJob) -> str:
+def _wrong_draw(draws: DrawsChecked, answer: Answer) -> str:
     """What is wrong with the draws of an answer; "" = nothing."""
     if draws.wrong is None:
         return ""
-    return f"draws: token {draws.wrong} ({job.kinds[draws.wrong].value}) is not the one that the request's seed demands"
+    return (
+        f"draws: token {draws.wrong} ({answer.kinds[draws.wrong].value}) is not the one that the request's seed demands"
+    )
 
 
 def _without_rounding(result: DrawResult | None) -> DrawResult | None:

@@ -1,126 +1,12 @@
-"""What the referee gets of a finished request, and how its tokens are grouped for the comparison.
+"""What a replica serves, recorded until it is an answer for the referee."""
 
-A stratum names the circumstances under which tokens were made, because these point to the fault: drift right after a
-handoff means a bad handoff. A token belongs to several strata, so their counts cannot be summed.
-"""
-
-import enum
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
-from speculative.errors import SequenceTooLong
-from speculative.request import DEFAULT_VERSION, Request, Round, TokenDelta, TokenKind
-from speculative.selfcheck.replayed_draws import Rounds
-
-KNOWN_AFTERWARDS = frozenset({"speculative", "plain", "accepted", "recovered"})
-"""Strata to which a token belongs because of what was drawn, there or after it. Accepted tokens follow min(p, q) and
-recovered ones the residual, and only together do they follow p: here drift is tested, the distribution is not."""
-
-
-class Verdict(enum.StrEnum):
-    """What is known of one answer; later members outweigh earlier ones."""
-
-    VERIFIED = "verified"  # recomputed, and found correct
-    UNVERIFIED = "unverified"  # not checked, or the check did not complete
-    SUSPECT = "suspect"  # found wrong, or made where a fault was found
-
-
-class Distribution(enum.StrEnum):
-    """What the replay of one answer shows about the distribution of its tokens."""
-
-    TESTED = "tested"  # sampled with new random numbers: its tokens are evidence
-    GREEDY = "greedy"  # nothing was drawn; each token was compared with the likeliest
-    REPEATED_SEED = "repeated_seed"  # its random numbers were seen before: its tokens are no further evidence
-    UNTESTED = "untested"  # no replay, or one that gives logprobs only
-
-
-def worst(verdicts: Sequence[Verdict]) -> Verdict:
-    """The verdict of a reply with several choices."""
-    order = tuple(Verdict)
-    return max(verdicts, key=order.index)
-
-
-@dataclass(frozen=True, slots=True)
-class ReplayJob:
-    """A finished request to check. The tuples of the output have one entry a token."""
-
-    request: Request
-    replica: str  # that answered
-    prefilled_by: str  # the prefill replica that reported part of it, or whose handoff was used; "" = none
-    began_at: float  # unix seconds, by the clock of `replica`
-    max_model_len: int
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float | None, ...]  # as served, nats, None where one is missing; () if none was asked for
-    kinds: tuple[TokenKind, ...]  # () where they are not known
-    made_by: tuple[str, ...]  # the replica that emitted it
-    rounds_since_handoff: tuple[int | None, ...]  # None = computed where the prompt was
-    preempted: tuple[bool, ...]
-    prompt_logprobs: tuple[float, ...] = ()  # as served, of prompt tokens 1..; () if not requested
-    prompt_scored_by: str = ""  # the replica that gave them
-    num_drafted: int = 0
-    num_cached: int = 0  # prompt tokens found in a prefix cache
-    weight_versions: tuple[str, ...] = (DEFAULT_VERSION,)  # that made its tokens
-    rounds: tuple[Round, ...] = ()  # that made its tokens; fewer where the engine does not keep them
-
-    @property
-    def drawn(self) -> Rounds | None:
-        """Its draws, to be made again; None where nothing was drawn, or how is not known."""
-        rounds = Rounds(len(self.request.prompt_token_ids), self.rounds, self.token_ids, self.kinds)
-        return None if self.request.params.greedy or not rounds.complete else rounds
-
-    @property
-    def num_tokens(self) -> int:
-        """Of prompt and output."""
-        return len(self.request.prompt_token_ids) + len(self.token_ids)
-
-    def scored(self, name: str) -> Request:
-        """The request that computes its tokens again.
-
-        Raises:
-            SequenceTooLong: no engine like the one that answered takes so many tokens.
-        """
-        if self.num_tokens > self.max_model_len:
-            limit = f"longer than the longest sequence of {self.replica}, {self.max_model_len} tokens"
-            raise SequenceTooLong("prompt", f"Prompt and answer have {self.num_tokens} tokens, {limit}.")
-        request = self.request
-        return Request(
-            name,
-            (*request.prompt_token_ids, *self.token_ids),
-            replace(request.params, prompt_logprobs=None, logprob_token_ids=()),
-            request.seed,
-            score_from=len(request.prompt_token_ids),
-            adapter=request.adapter,
-            cache_salt=request.cache_salt,
-            replay=True,
-            draws=() if self.drawn is None else self.drawn.draws(),
-        )
-
-    @property
-    def replicas(self) -> frozenset[str]:
-        """All that took part in it."""
-        return frozenset({self.replica, self.prefilled_by, *self.made_by} - {""})
-
-    def strata(self, num_draft_tokens: int) -> Iterator[tuple[str, ...]]:
-        """The strata of each compared token: first the prompt's, if its logprobs were returned, then the output's.
-
-        Args:
-            num_draft_tokens: the most tokens drafted in a round.
-        """
-        yield from (("prompt",) for _ in self.prompt_logprobs)
-        params = self.request.params
-        distribution = "greedy" if params.greedy else "filtered" if params.filtered else "sampled"
-        common = (
-            "all",
-            "speculative" if self.num_drafted else "plain",
-            "cached_prefix" if self.num_cached else "computed_prefix",
-            distribution,
-        )
-        room = self.max_model_len - len(self.request.prompt_token_ids)
-        for index, (kind, since) in enumerate(zip(self.kinds, self.rounds_since_handoff, strict=True)):
-            near = ("near_limit",) if room - index <= num_draft_tokens + 1 else ()
-            preempted = ("preempted",) if self.preempted[index] else ()
-            yield (*common, kind.value, _since(since), *near, *preempted)
+from serve_app.referee.answer import Answer
+from serve_app.referee.strata import shared
+from speculative.request import Request, Round, TokenDelta, TokenKind
 
 
 @dataclass(slots=True)
@@ -131,6 +17,7 @@ class Record:
     replica: str
     began_at: float
     max_model_len: int
+    num_draft_tokens: int = 0  # the most drafted in a round
     prefilled_by: str = ""
     num_rounds: int | None = None  # since the handoff; None where there was none
     token_ids: list[int] = field(default_factory=list)
@@ -178,12 +65,12 @@ class Record:
         self.num_cached = max(self.num_cached, delta.num_cached_tokens)
         self.skip(delta)
 
-    def job(self) -> ReplayJob | None:
-        """The job for the referee; None if there is nothing to compare."""
+    def answer(self) -> Answer | None:
+        """The answer for the referee; None if there is nothing to compare."""
         if not self.token_ids:
             return None
         complete = len(self.token_ids) == len(self.logprobs)
-        return ReplayJob(
+        return Answer(
             request=self.request,
             replica=self.replica,
             prefilled_by=self.prefilled_by,
@@ -201,7 +88,23 @@ class Record:
             num_cached=self.num_cached,
             weight_versions=tuple(self.weight_versions),
             rounds=tuple(self.rounds),
+            strata=shared(self._strata()),
         )
+
+    def _strata(self) -> Iterator[tuple[str, ...]]:
+        """Of each token."""
+        params = self.request.params
+        common = (
+            "all",
+            "speculative" if self.num_drafted else "plain",
+            "cached_prefix" if self.num_cached else "computed_prefix",
+            "greedy" if params.greedy else "filtered" if params.filtered else "sampled",
+        )
+        room = self.max_model_len - len(self.request.prompt_token_ids)
+        made = zip(self.kinds, self.rounds_since_handoff, self.preempted, strict=False)
+        for index, (kind, since, preempted) in enumerate(made):
+            near = ("near_limit",) if room - index <= self.num_draft_tokens + 1 else ()
+            yield (*common, kind.value, _since(since), *near, *(("preempted",) if preempted else ()))
 
 
 class Records:
@@ -210,18 +113,22 @@ class Records:
     Args:
         replica: its name.
         max_model_len: of its engine.
+        num_draft_tokens: the most that its engine drafts in a round.
         clock: unix seconds.
     """
 
-    def __init__(self, replica: str, max_model_len: int, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, replica: str, max_model_len: int, num_draft_tokens: int = 0, clock: Callable[[], float] = time.time
+    ) -> None:
         self._replica = replica
         self._max_model_len = max_model_len
+        self._num_draft_tokens = num_draft_tokens
         self._clock = clock
         self._live: dict[str, Record] = {}
 
     def begin(self, request: Request) -> Record:
         """Record what is served for a request from now on."""
-        record = Record(request, self._replica, self._clock(), self._max_model_len)
+        record = Record(request, self._replica, self._clock(), self._max_model_len, self._num_draft_tokens)
         self._live[request.request_id] = record
         return record
 

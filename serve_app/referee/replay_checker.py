@@ -7,14 +7,13 @@ import uuid
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection
 from contextvars import Context, copy_context
+from typing import Literal
 
 from serve_app.backends.base import Replayed, ReplayFailed
-from serve_app.referee.judgement import Judge
-from serve_app.referee.judgement_counts import JudgementCounts
-from serve_app.referee.records import ReplayJob, Verdict
+from serve_app.referee.answer import Answer
+from serve_app.referee.judgement import Judging
 from serve_app.referee.replica_book import Case, ReplicaBook
-from serve_app.referee.verdicts import Checked
-from serve_app.telemetry.metrics import Metrics
+from serve_app.referee.verdicts import Checked, Verdict
 from speculative.errors import InvalidRequest, SequenceTooLong
 from speculative.request import Request
 
@@ -23,69 +22,76 @@ _logger = logging.getLogger("truespec.referee")
 Replay = Callable[[Request, Collection[str]], Awaitable[Replayed]]
 """Computes a teacher-forced request on a replica, on one of those given only where there is no other."""
 
-_Queued = tuple[ReplayJob, asyncio.Future[Checked], Context]
-"""A job, the future it settles, and its context, which identifies the client's request and trace."""
+ReplayResult = Literal["ok", "skipped", "outdated", "failed", "refused"]
+
+_Queued = tuple[Answer, asyncio.Future[Checked], Context]
+"""An answer, the future it settles, and its context, which identifies the client's request and trace."""
 
 
 class ReplayChecker:
-    """Replays jobs from a bounded queue, a few at a time; a job that finds it full is skipped and counted.
+    """Replays answers from a bounded queue, a few at a time; an answer that finds it full is skipped.
 
     Args:
         replay: recomputes a request.
         judge: compares an answer with its replay.
         book: is given the verdicts on what clients were served.
-        metrics: replays by result, the length of the queue, and how long its oldest job has waited.
-        max_queue: jobs that wait; as many more may wait that somebody waits for.
+        max_queue: answers that wait; as many more may wait that somebody waits for.
         max_running: replays at once.
+        ended: called at the end of each replay, with its result and what is known of the answer now.
         verified: called for each answer of a client that was found correct.
     """
 
     def __init__(
         self,
         replay: Replay,
-        judge: Judge,
+        judge: Judging,
         book: ReplicaBook,
-        metrics: Metrics,
         *,
         max_queue: int = 64,
         max_running: int = 2,
-        verified: Callable[[ReplayJob], None] = lambda job: None,
+        ended: Callable[[Answer, ReplayResult, Checked], None] = lambda answer, result, checked: None,
+        verified: Callable[[Answer], None] = lambda answer: None,
     ) -> None:
         self._replay = replay
         self._judge = judge
         self._book = book
-        self._metrics = metrics
-        self._counts = JudgementCounts(metrics, book.strata)
         self._max_queue = max_queue
         self._max_running = max_running
+        self._ended = ended
         self._verified = verified
         self._urgent: deque[_Queued] = deque()
         self._queue: deque[_Queued] = deque()
         self._queued_at: dict[asyncio.Future[Checked], float] = {}  # by the loop's clock; what is settled is not here
-        self._wake = asyncio.Semaphore(0)  # one permit per job in either queue
+        self._wake = asyncio.Semaphore(0)  # one permit per answer in either queue
 
-    def submit(self, job: ReplayJob) -> None:
-        """Queue a job for replay when there is time; returns at once."""
-        self._enqueue(self._queue, job)
+    def submit(self, answer: Answer) -> None:
+        """Queue an answer for replay when there is time; returns at once."""
+        self._enqueue(self._queue, answer)
 
-    async def check(self, job: ReplayJob) -> Checked:
-        """Replay a job before those that nobody waits for, and return the result."""
-        settled = self._enqueue(self._urgent, job)
-        return await settled if settled is not None else Checked(reason="skipped: too many wait to be replayed")
+    async def check(self, answer: Answer) -> Checked:
+        """Replay an answer before those that nobody waits for, and return the result."""
+        return await self._enqueue(self._urgent, answer)
 
-    def report_queue(self) -> None:
-        """Set the gauges of the queue; call this about once a second."""
-        self._metrics.gauge("truespec_replay_queue_length", len(self._urgent) + len(self._queue))
+    @property
+    def num_waiting(self) -> int:
+        """Answers in the queue."""
+        return len(self._urgent) + len(self._queue)
+
+    @property
+    def lag_s(self) -> float:
+        """How long the oldest answer has waited, seconds."""
         now = asyncio.get_running_loop().time()
-        self._metrics.gauge("truespec_replay_lag_seconds", now - next(iter(self._queued_at.values()), now))
+        return now - next(iter(self._queued_at.values()), now)
 
-    def _enqueue(self, queue: deque[_Queued], job: ReplayJob) -> asyncio.Future[Checked] | None:
-        if len(queue) >= self._max_queue:
-            self._count(job, "skipped")
-            return None
+    def _enqueue(self, queue: deque[_Queued], answer: Answer) -> asyncio.Future[Checked]:
         loop = asyncio.get_running_loop()
         settled: asyncio.Future[Checked] = loop.create_future()
-        queue.append((job, settled, copy_context()))
+        if len(queue) >= self._max_queue:
+            checked = Checked(reason="skipped: too many wait to be replayed")
+            self._ended(answer, "skipped", checked)
+            settled.set_result(checked)
+            return settled
+        queue.append((answer, settled, copy_context()))
         self._queued_at[settled] = loop.time()
         self._wake.release()
         return settled
@@ -99,55 +105,56 @@ class ReplayChecker:
     async def _work(self) -> None:
         while True:
             await self._wake.acquire()
-            job, settled, context = (self._urgent or self._queue).popleft()
+            answer, settled, context = (self._urgent or self._queue).popleft()
             try:
-                checked = await asyncio.get_running_loop().create_task(self._check(job), context=context)
+                checked = await asyncio.get_running_loop().create_task(self._check(answer), context=context)
             finally:
                 del self._queued_at[settled]
             if not settled.done():
                 settled.set_result(checked)
 
-    async def _check(self, job: ReplayJob) -> Checked:
-        try:
-            replayed = await self._replayed(job)
-            if set(job.weight_versions) != {replayed.weight_version}:
-                return self._outdated(job, replayed)
-            judgement = self._judge.judge(job, replayed)
-            self._counts.add(judgement)
-            self._count(job, "ok")
-            checked = judgement.checked
-            if not job.request.canary:  # its own replica judges by it; clients never saw it
-                checked = self._book.add(Case(job, replayed, checked), judgement.tokens, judgement.drift_tolerance)
-                if checked.verdict is Verdict.VERIFIED:
-                    self._verified(job)
-            _logger.debug("%s is %s: %s", job.request.request_id, checked.verdict.value, checked.reason)
-            return checked
-        except Exception as error:  # a replica died, or was too busy: the check is lost, the referee is not
-            if _is_impossible(job, error):
-                return self._refused(job, _cause(error))
-            self._count(job, "failed")
-            self._metrics.count("truespec_verdicts_total", verdict=Verdict.UNVERIFIED.value)
-            _logger.warning("replay of %s failed: %s", job.request.request_id, error)
-            return Checked(reason="the replay failed")
+    async def _check(self, answer: Answer) -> Checked:
+        result, checked = await self._result(answer)
+        self._ended(answer, result, checked)
+        return checked
 
-    async def _replayed(self, job: ReplayJob) -> Replayed:
+    async def _result(self, answer: Answer) -> tuple[ReplayResult, Checked]:
+        try:
+            replayed = await self._replayed(answer)
+            if set(answer.weight_versions) != {replayed.weight_version}:
+                return "outdated", _outdated(answer, replayed)
+            judgement = self._judge(answer, replayed)
+            checked = judgement.checked
+            if not answer.request.canary:  # its own replica judges by it; clients never saw it
+                checked = self._book.add(Case(answer, replayed, checked), judgement.tokens, judgement.drift_tolerance)
+                if checked.verdict is Verdict.VERIFIED:
+                    self._verified(answer)
+            _logger.debug("%s is %s: %s", answer.request.request_id, checked.verdict.value, checked.reason)
+            return "ok", checked
+        except Exception as error:  # a replica died, or was too busy: the check is lost, the referee is not
+            if _is_impossible(answer, error):
+                return "refused", self._refused(answer, _cause(error))
+            _logger.warning("replay of %s failed: %s", answer.request.request_id, error)
+            return "failed", Checked(reason="the replay failed")
+
+    async def _replayed(self, answer: Answer) -> Replayed:
         """The replay of what was served; one that failed for no fault of the answer's is tried again, elsewhere."""
         try:
-            return await self._attempt(job)
+            return await self._attempt(answer)
         except Exception as error:
-            if _is_impossible(job, error):
+            if _is_impossible(answer, error):
                 raise
             avoid = (error.replica,) if isinstance(error, ReplayFailed) else ()
-            _logger.info("replay of %s failed, and is tried again: %s", job.request.request_id, error)
-        return await self._attempt(job, avoid)
+            _logger.info("replay of %s failed, and is tried again: %s", answer.request.request_id, error)
+        return await self._attempt(answer, avoid)
 
-    async def _attempt(self, job: ReplayJob, avoid: Collection[str] = ()) -> Replayed:
+    async def _attempt(self, answer: Answer, avoid: Collection[str] = ()) -> Replayed:
         """The replay of what was served, including the prompt if its logprobs were returned."""
         name = f"replay-{uuid.uuid4().hex}"
-        replayed = await self._replay(job.scored(name), avoid)
-        if not job.prompt_logprobs:
+        replayed = await self._replay(answer.scored(name), avoid)
+        if not answer.prompt_logprobs:
             return replayed
-        served = job.request
+        served = answer.request
         scored = Request(
             f"{name}-prompt",
             served.prompt_token_ids,
@@ -160,29 +167,24 @@ class ReplayChecker:
         version = replayed.weight_version if reported.weight_version == replayed.weight_version else ""
         return dataclasses.replace(replayed, logprobs=(*reported.logprobs, *replayed.logprobs), weight_version=version)
 
-    def _count(self, job: ReplayJob, result: str) -> None:
-        self._metrics.count("truespec_replays_total", result=result, answered_by=job.replica)
-
-    def _outdated(self, job: ReplayJob, replayed: Replayed) -> Checked:
-        """A replay by other weights proves nothing about the answer."""
-        self._count(job, "outdated")
-        self._metrics.count("truespec_verdicts_total", verdict=Verdict.UNVERIFIED.value)
-        made, now = ", ".join(job.weight_versions), replayed.weight_version
-        _logger.info("%s was made with weights %s, and was replayed with %s", job.request.request_id, made, now)
-        return Checked(reason="the weights that made it are no longer served")
-
-    def _refused(self, job: ReplayJob, error: Exception) -> Checked:
+    def _refused(self, answer: Answer, error: Exception) -> Checked:
         """No engine takes the answer: whoever made it is wrong."""
-        self._count(job, "refused")
         checked = Checked(verdict=Verdict.SUSPECT, reason=f"impossible: {error}")
-        return checked if job.request.canary else self._book.add_impossible(Case(job, None, checked))
+        return checked if answer.request.canary else self._book.add_impossible(Case(answer, None, checked))
+
+
+def _outdated(answer: Answer, replayed: Replayed) -> Checked:
+    """A replay by other weights proves nothing about the answer."""
+    made, now = ", ".join(answer.weight_versions), replayed.weight_version
+    _logger.info("%s was made with weights %s, and was replayed with %s", answer.request.request_id, made, now)
+    return Checked(reason="the weights that made it are no longer served")
 
 
 def _cause(error: Exception) -> Exception:
     return error.why if isinstance(error, ReplayFailed) else error
 
 
-def _is_impossible(job: ReplayJob, error: Exception) -> bool:
+def _is_impossible(answer: Answer, error: Exception) -> bool:
     """Whether a replay was refused because of the answer: it is too long, or its ids are no tokens of the model.
 
     An engine with a shorter limit than the one that answered may refuse a correct answer; and a replica that is busy,
@@ -191,4 +193,4 @@ def _is_impossible(job: ReplayJob, error: Exception) -> bool:
     cause = _cause(error)
     if not isinstance(cause, InvalidRequest) or cause.field != "prompt":
         return False
-    return not isinstance(cause, SequenceTooLong) or job.num_tokens > job.max_model_len
+    return not isinstance(cause, SequenceTooLong) or answer.num_tokens > answer.max_model_len

@@ -6,17 +6,17 @@ import enum
 import hashlib
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 
-from serve_app.referee.records import ReplayJob
+from serve_app.referee.answer import Answer
 from serve_app.referee.verdicts import Checked
 from speculative.request import Request
 
 _AS_SENT_SHARE = 0.25
 
-Submit = Callable[[ReplayJob], None]
-"""Hands a job to the referee; must not block."""
+Submit = Callable[[Answer], None]
+"""Hands an answer to the referee; must not block."""
 
-Check = Callable[[ReplayJob], Awaitable[Checked]]
-"""Hands a job to the referee, and waits for what comes of it."""
+Check = Callable[[Answer], Awaitable[Checked]]
+"""Hands an answer to the referee, and waits for what comes of it."""
 
 
 def chosen(request_id: str, share: float) -> bool:
@@ -39,7 +39,7 @@ class Checks:
     Args:
         chosen: whether a request, by its id, is checked in any case.
         shows_distribution: whether a replay of a request gives more than logprobs.
-        submit: for jobs that nobody waits for.
+        submit: for answers that nobody waits for.
         check: for those that somebody does.
         timeout_s: the longest an answer waits.
     """
@@ -81,13 +81,13 @@ class Checks:
         as_sent = self._shows_distribution(request) and chosen(f"as sent {request_id}", _AS_SENT_SHARE)
         return Selection.AS_SENT if as_sent else Selection.WITH_LOGPROBS
 
-    def ended(self, job: ReplayJob) -> None:
+    def ended(self, answer: Answer) -> None:
         """A request that was chosen has ended."""
-        request_id = job.request.request_id
+        request_id = answer.request.request_id
         if request_id in self._awaited:
-            self._awaited[request_id] = asyncio.ensure_future(self._check(job))
+            self._awaited[request_id] = asyncio.ensure_future(self._check(answer))
         else:
-            self._submit(job)
+            self._submit(answer)
 
     async def verdicts(self, request_ids: Sequence[str]) -> list[Checked]:
         """What is known of requests that were expected, once their checks are over or have taken too long."""

@@ -4,27 +4,31 @@ Of our code it shares what turns logits into draws: the rules of a request's par
 numbers. docs/detection.md says what that leaves unseen.
 """
 
+import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from serve_app.backends.base import Replayed, ServedWeights
+from serve_app.backends.base import ModelInfo, Replayed, ServedWeights
 from serve_app.text.grammar import StructureCompiler
 from speculative.end_tokens import end_tokens
-from speculative.errors import ConfigError, UnsupportedModel
+from speculative.errors import ConfigError, InvalidRequest, SequenceTooLong, UnsupportedModel
 from speculative.model.fingerprint import has_plain_values, model_fingerprint
 from speculative.model.loading import checkpoint_files, resolve_model
 from speculative.request import ReplayedToken, Request
 from speculative.sampling.probs import process
 from speculative.selfcheck.replayed_tokens import replayed_tokens
 from speculative.state.token_constraint import ConstraintMaker
+
+T = TypeVar("T")
 
 _PIECE = 128  # tokens whose logits are in memory at once
 _FLOAT32_SHARE = 2.5  # bytes needed for each byte of a 16-bit checkpoint, with some to compute in
@@ -84,6 +88,57 @@ class TransformersModel:
             constraint = None if structure is None else compile_structure(structure)
             rows += replayed_tokens(logits, request, start, constraint, self.eos_token_ids, process)
         return Replayed(tuple(logprobs), tuple(rows), "transformers")
+
+
+class TransformersReplayer:
+    """A `Replayer` with the weights of a folder, on a thread of its own.
+
+    Args:
+        folder: the model's, with its tokenizer.
+        max_model_len: tokens of prompt and answer; None = the model's own limit, which it never exceeds.
+        num_threads: of the CPU; 0 = as many as torch takes.
+    """
+
+    at_once = 1
+
+    def __init__(self, folder: Path, max_model_len: int | None = None, num_threads: int = 0) -> None:
+        self._folder = folder
+        self._max_model_len = max_model_len
+        self._num_threads = num_threads
+        self._thread = ThreadPoolExecutor(1, "truespec-referee")
+
+    async def start(self) -> ModelInfo:
+        """Load the model.
+
+        Raises:
+            ConfigError: transformers cannot load it.
+        """
+        return await self._call(self._load)
+
+    def _load(self) -> ModelInfo:
+        if self._num_threads:
+            torch.set_num_threads(self._num_threads)
+        self._model = model = TransformersModel(self._folder)
+        self._compiler = StructureCompiler(self._folder, model.vocab_size, model.eos_token_ids)
+        longest = min(self._max_model_len or model.max_model_len, model.max_model_len)
+        self._info = ModelInfo("watched", longest, model.vocab_size, "", str(self._folder), model.eos_token_ids)
+        return self._info
+
+    async def replay(self, request: Request) -> Replayed:
+        """Compute a teacher-forced request."""
+        tokens, info = request.prompt_token_ids, self._info
+        if len(tokens) > info.max_model_len:
+            raise SequenceTooLong("prompt", f"Prompt and answer have {len(tokens)} tokens, not {info.max_model_len}.")
+        if not all(0 <= token < info.vocab_size for token in tokens):
+            raise InvalidRequest("prompt", f"Token ids must be between 0 and {info.vocab_size - 1}.")
+        return await self._call(lambda: self._model.replay(request, self._compiler))
+
+    async def stop(self) -> None:
+        """Let the thread end; what waits is not computed."""
+        self._thread.shutdown(cancel_futures=True)
+
+    async def _call(self, function: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function)
 
 
 class TransformersReferee:

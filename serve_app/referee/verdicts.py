@@ -1,17 +1,39 @@
 """What is known of each recent answer, bounded in memory."""
 
 import dataclasses
+import enum
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from serve_app.referee.breaker import Trip
+from serve_app.referee.answer import Answer
 from serve_app.referee.draws import NOT_REPLAYED, DrawsChecked
-from serve_app.referee.heartbeat import Finished
-from serve_app.referee.records import Distribution, ReplayJob, Verdict, worst
 
 _TRIPS_KEPT = 16  # of each replica, for answers that end after the trip that makes them suspect
+
+
+class Verdict(enum.StrEnum):
+    """What is known of one answer; later members outweigh earlier ones."""
+
+    VERIFIED = "verified"  # recomputed, and found correct
+    UNVERIFIED = "unverified"  # not checked, or the check did not complete
+    SUSPECT = "suspect"  # found wrong, or made where a fault was found
+
+
+class Distribution(enum.StrEnum):
+    """What the replay of one answer shows about the distribution of its tokens."""
+
+    TESTED = "tested"  # sampled with new random numbers: its tokens are evidence
+    GREEDY = "greedy"  # nothing was drawn; each token was compared with the likeliest
+    REPEATED_SEED = "repeated_seed"  # its random numbers were seen before: its tokens are no further evidence
+    UNTESTED = "untested"  # no replay, or one that gives logprobs only
+
+
+def worst(verdicts: Sequence[Verdict]) -> Verdict:
+    """The verdict of a reply with several choices."""
+    order = tuple(Verdict)
+    return max(verdicts, key=order.index)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +72,25 @@ class Checked:
 
 
 @dataclass(frozen=True, slots=True)
+class Finished:
+    """A request that came to its end."""
+
+    request_id: str
+    began_at: float  # unix seconds, by the replica's clock, as all its times
+    ended_at: float
+    prefilled_by: str = ""  # the prefill replica that had a part in it
+
+
+@dataclass(frozen=True, slots=True)
+class Trip:
+    """Something was found wrong."""
+
+    reason: str
+    at: float
+    suspect_since: float  # answers that ended after this, and began before `at`, are suspect
+
+
+@dataclass(frozen=True, slots=True)
 class _Entry:
     replicas: frozenset[str]  # that took part in it
     began_at: float
@@ -76,11 +117,11 @@ class VerdictBook:
         replicas = frozenset({replica, finished.prefilled_by} - {""}) | (known.replicas if known else frozenset())
         self._put(finished.request_id, _Entry(replicas, finished.began_at, finished.ended_at, checked))
 
-    def record(self, job: ReplayJob, checked: Checked, now: float) -> Checked:
+    def record(self, answer: Answer, checked: Checked, now: float) -> Checked:
         """A request was checked. Returns what to report: the check cannot clear what a trip made suspect."""
-        known = self._entry(job.request.request_id)
+        known = self._entry(answer.request.request_id)
         ended_at = now if known is None else known.ended_at
-        return self._put(job.request.request_id, _Entry(job.replicas, job.began_at, ended_at, checked)).checked
+        return self._put(answer.request.request_id, _Entry(answer.replicas, answer.began_at, ended_at, checked)).checked
 
     def trip(self, replica: str, trip: Trip) -> int:
         """A replica was found faulty: what it took part in then is suspect. Returns how many answers became so."""

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from serve_app.backends.base import TokenSource
 from serve_app.errors import NoRoom
-from serve_app.referee.records import Record, Records, ReplayJob
+from serve_app.referee.answer import Answer
+from serve_app.referee.records import Record, Records
 from serve_app.referee.replay_selection import Selection
 from serve_app.streams.backlog import Backlog, Clock, Returns
 from serve_app.telemetry.metrics import Metrics
@@ -75,7 +76,7 @@ class ObservedSource:
         records: Records,
         *,
         select: Callable[[Request], Selection],
-        ended: Callable[[Record, ReplayJob | None], None],
+        ended: Callable[[Record, Answer | None], None],
         limits: SourceLimits,
         clock: Clock = time.monotonic,
     ) -> None:
@@ -230,7 +231,7 @@ class ObservedSource:
         self._metrics.count("truespec_requests_total", outcome=entry.outcome)
         self._records.end(entry.request.request_id)
         if entry.outcome not in (FinishReason.ERROR, "rejected") and entry.request.score_from is None:
-            self._ended(entry.record, entry.record.job() if entry.replayed else None)
+            self._ended(entry.record, entry.record.answer() if entry.replayed else None)
 
 
 def _owner(request: Request) -> str:

@@ -65,7 +65,6 @@ FIRST_TOKEN_LIMIT_S = 5.0  # p95; beyond it the status page and an alert say so,
 KV_FULL = 0.95  # share of a replica's blocks, likewise
 TURNED_AWAY_LIMIT = 0.05  # share of requests, likewise
 REPLAY_LAG_LIMIT_S = 600.0  # likewise
-DRIFT_CLIP_NATS = 10.0  # a single larger drift would dominate the sum
 
 _REQUEST_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
@@ -457,70 +456,3 @@ CATALOGUE: tuple[Metric, ...] = (
 )
 
 METRICS: dict[str, Metric] = {metric.name: metric for metric in CATALOGUE}
-
-
-SERVED_STRATA: dict[str, str] = {
-    "all": "every emitted token",
-    "prompt": "prompt tokens whose logprobs were returned",
-    "speculative": "tokens of requests with drafts",
-    "plain": "tokens of requests without drafts: their drift is the noise floor",
-    "handoff_0": "the first round after a handoff",
-    "handoff_1": "the second round after a handoff",
-    "handoff_2_7": "rounds 2 to 7 after a handoff, counted from 0",
-    "handoff_8_up": "later rounds after a handoff",
-    "no_handoff": "computed on the replica that computed the prompt",
-    "near_limit": "so near the model's maximum length that a full round of drafts no longer fits",
-    "first": "first tokens after a prompt",
-    "accepted": "accepted drafts",
-    "recovered": "sampled after a rejected draft",
-    "bonus": "sampled after the last draft, or where there was none",
-    "cached_prefix": "tokens of requests that found part of their prompt in the prefix cache",
-    "computed_prefix": "tokens of requests that computed their whole prompt",
-    "preempted": "emitted after the request was preempted and its keys and values were recomputed",
-    "greedy": "tokens of requests at temperature 0",
-    "sampled": "tokens of requests at a temperature above 0, without a filter",
-    "filtered": "tokens of requests with top_k, top_p or min_p",
-}
-"""Strata of a service's own answers, and what each means."""
-
-WATCHED_POSITIONS = {
-    "position_0": 1,
-    "position_1_7": 8,
-    "position_8_31": 32,
-    "position_32_127": 128,
-    "position_128_up": 2**63,
-}
-WATCHED_LENGTHS = {
-    "length_256": 256,
-    "length_1024": 1024,
-    "length_4096": 4096,
-    "length_16384": 16384,
-    "length_up": 2**63,
-}
-"""Strata of watched tokens by their index in the answer, and by the tokens before them; each with the first value
-beyond it."""
-
-WATCHED_STRATA: dict[str, str] = {
-    **{
-        name: SERVED_STRATA[name]
-        for name in ("all", "greedy", "sampled", "filtered", "cached_prefix", "computed_prefix")
-    },
-    "position_0": "first tokens of watched answers",
-    "position_1_7": "tokens 1 to 7 of watched answers, counted from 0",
-    "position_8_31": "tokens 8 to 31 of watched answers",
-    "position_32_127": "tokens 32 to 127 of watched answers",
-    "position_128_up": "later tokens of watched answers",
-    "length_256": "tokens of watched answers with fewer than 256 tokens before them",
-    "length_1024": "tokens of watched answers with 256 to 1,023 tokens before them",
-    "length_4096": "tokens of watched answers with 1,024 to 4,095 tokens before them",
-    "length_16384": "tokens of watched answers with 4,096 to 16,383 tokens before them",
-    "length_up": "tokens of watched answers with more tokens before them",
-    "ended_stop": "tokens of watched answers that the model ended",
-    "ended_length": "tokens of watched answers that a limit ended",
-    "ended_tool_calls": "tokens of watched answers that ended with calls of tools",
-    "ended_otherwise": "tokens of watched answers that ended for another reason",
-}
-"""Strata of a watched server's answers (`truespec watch`), and what each means."""
-
-STRATA = SERVED_STRATA | WATCHED_STRATA
-"""What each value of the label `stratum` means."""

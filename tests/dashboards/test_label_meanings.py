@@ -9,7 +9,8 @@ import pytest
 from dashboards.label_meanings import meaning_of
 from dashboards.reference import metrics_page
 from serve_app.config.base import POOLS_OF_TOPOLOGY
-from serve_app.referee.records import Verdict
+from serve_app.referee.strata import STRATA
+from serve_app.referee.verdicts import Verdict
 from serve_app.telemetry.metric_names import (
     CATALOGUE,
     COMMON_LABELS,
@@ -17,7 +18,6 @@ from serve_app.telemetry.metric_names import (
     METRICS,
     READ_RESULTS,
     REPLAY_ALARMS,
-    STRATA,
     TRIP_REASONS,
     WATCHED_RESULTS,
     Metric,

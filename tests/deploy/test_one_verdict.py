@@ -23,10 +23,10 @@ from deploy.watch.referee import Referee, RefereeOptions
 from serve_app.backends.base import ModelInfo, Replayed
 from serve_app.referee.judgement import Judge
 from serve_app.referee.receipts import Receipt
-from serve_app.referee.records import Verdict
 from serve_app.referee.tolerance import EDGE_NATS, Tolerance
+from serve_app.referee.verdicts import Verdict
 from speculative.request import ReplayedToken, Request, SamplingParams, TokenKind
-from tests.support.referees import job
+from tests.support.referees import recorded
 
 NUM_TOKENS = 64
 GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
@@ -57,7 +57,7 @@ class Recorded:
 def by_service(answer: Recorded, tolerance: Tolerance) -> bool:
     """Whether a service suspects it, whose replays are computed by that pair."""
     kinds = (TokenKind.FIRST, *[TokenKind.RECOVERED] * (NUM_TOKENS - 1))
-    judged = job(
+    judged = recorded(
         "cmpl-1",
         request=Request("cmpl-1", (1, 2, 3), GREEDY),
         token_ids=(5,) * NUM_TOKENS,
@@ -72,13 +72,6 @@ def by_service(answer: Recorded, tolerance: Tolerance) -> bool:
 
 def by_watch(answer: Recorded, folder: Path) -> bool:
     """Whether `truespec watch --precision` suspects it."""
-
-    class Rows:
-        at_once = 1
-
-        async def replay(self, request: Any) -> Replayed:
-            return answer.replayed
-
     request = {"prompt": [1, 2, 3], "temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True}
     logprobs = {"token_logprobs": [-0.1] * NUM_TOKENS}
     choice = {"index": 0, "text": "", "finish_reason": "length", "token_ids": [5] * NUM_TOKENS, "logprobs": logprobs}
@@ -87,7 +80,7 @@ def by_watch(answer: Recorded, folder: Path) -> bool:
 
     async def judged() -> bool:
         options = RefereeOptions(tolerance=Tolerance.against_float32(answer.precision))
-        referee = Referee(options, ModelInfo("tiny", 512, 512, "", str(folder), (2,)), Rows())  # type: ignore[arg-type]
+        referee = Referee(options, ModelInfo("tiny", 512, 512, "", str(folder), (2,)), Rows(answer))
         running = asyncio.create_task(referee.run())
         (checked,) = await referee.judge(exchange)
         running.cancel()
@@ -110,7 +103,7 @@ def by_audit(answer: Recorded) -> bool:
 def by_verify(answer: Recorded, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether `truespec verify` refuses its receipt."""
     monkeypatch.setattr(verify, "_wrong_contents", lambda *_: "")
-    monkeypatch.setattr(verify, "_by_torch", lambda *_: answer.replayed)
+    monkeypatch.setattr(verify, "make_replayer", lambda _: Rows(answer))
     receipt = Receipt(
         format="truespec-receipt-1",
         id="cmpl-1-0",
@@ -134,6 +127,25 @@ def by_verify(answer: Recorded, monkeypatch: pytest.MonkeyPatch) -> bool:
         rounds=(),
     )
     return bool(verify.verify(receipt, Path(), "torch").reason)
+
+
+class Rows:
+    """The replayer that gives an answer its rows."""
+
+    at_once = 1
+
+    def __init__(self, answer: Recorded) -> None:
+        self._answer = answer
+        self.info = ModelInfo("tiny", 512, 512, "", "", (2,))
+
+    async def start(self) -> ModelInfo:
+        return self.info
+
+    async def replay(self, request: Any) -> Replayed:
+        return self._answer.replayed
+
+    async def stop(self) -> None:
+        """Nothing was loaded."""
 
 
 class _Distribution:

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import ray
 
-from deploy.watch.replayers import ReplayerOptions, _OnRay
+from deploy.run.replayers import ReplayerOptions
+from deploy.watch.ray_replayer import RayReplayer
 from serve_app import app
 from serve_app.config.files import parse_args
 from tests.support.gpu_probe import GpuProbe, replays_on, visible_gpus
@@ -44,6 +45,6 @@ def test_an_engine_of_the_watch_takes_a_gpu_if_it_was_given_one(tiny_folder: Pat
     for gpus, expected in ((0.0, [("cpu", "")]), (0.5, [("cuda", "0"), ("cuda", "1")])):
         # transformers' makes no engine until it is started
         options = ReplayerOptions(tiny_folder, engine="transformers", max_replicas=1, gpus=gpus)
-        actor = _OnRay(options)._new_actor().handle
+        actor = RayReplayer(options)._new_actor().handle
         assert ray.get(actor.__ray_call__.remote(replays_on)) in expected
         ray.kill(actor)

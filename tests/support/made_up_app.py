@@ -9,12 +9,15 @@ from typing import Any
 from unittest import mock
 
 from serve_app.backends.base import Computing
+from serve_app.guard.breaker import BreakerState, Mode
+from serve_app.guard.heartbeat import Placed, ReplicaStatus, Report
+from serve_app.guard.referee_counts import RefereeCounts
+from serve_app.guard.replica_registry import ReplicaRegistry
 from serve_app.page.history import EVERY_S
 from serve_app.page.status import StatusBook
-from serve_app.referee.breaker import BreakerState, Mode, Trip
-from serve_app.referee.heartbeat import Placed, ReplicaStatus, Report
 from serve_app.referee.replica_book import ReplicaBook
-from serve_app.telemetry.metric_names import STRATA
+from serve_app.referee.strata import SERVED_STRATA, STRATA
+from serve_app.referee.verdicts import Trip
 from serve_app.telemetry.metrics import BufferSink, Metrics, PrometheusSink
 from speculative.stats import CHECKS, CheckState, CheckSums, EngineUsage, StepStats
 from tests.support.clock import Clock
@@ -32,7 +35,8 @@ class MadeUpApp:
         self.clock = Clock(STARTED_AT)
         self.sink = PrometheusSink(clock=self.clock)
         self._own = Metrics([self.sink], model_name="fake", pool="prefill")
-        self.replicas = ReplicaBook(self._own, TOLERANCE, clock=self.clock)
+        counts = RefereeCounts(self._own, SERVED_STRATA)
+        self.replicas = ReplicaRegistry(ReplicaBook(TOLERANCE, clock=self.clock), counts, clock=self.clock)
         self.book = StatusBook(ABOUT | {"verifies": False}, self.sink, self.clock)
         self.buffers = {name: BufferSink(name) for name in POOLS}
         self.states = dict.fromkeys(POOLS, BreakerState.CLOSED)

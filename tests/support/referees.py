@@ -1,4 +1,4 @@
-"""Referees, replayers and jobs that tests of several rooms share."""
+"""Referees, replayers and answers that tests of several rooms share."""
 
 import asyncio
 import gc
@@ -19,22 +19,26 @@ from serve_app.config.base import PoolName
 from serve_app.deployments import runtime, stream_router
 from serve_app.deployments.engine_host import EngineHost
 from serve_app.deployments.stream_router import DecodeWorker
-from serve_app.referee.breaker import BreakerState, Mode
+from serve_app.guard.breaker import BreakerState, Mode
+from serve_app.guard.heartbeat import Orders, ReplicaStatus, Report
+from serve_app.guard.referee_counts import RefereeCounts
+from serve_app.guard.replica_registry import ReplicaRegistry
+from serve_app.referee.answer import Answer
 from serve_app.referee.dumps import DumpFolder
-from serve_app.referee.heartbeat import Orders, ReplicaStatus, Report
 from serve_app.referee.judgement import Judge
-from serve_app.referee.records import Record, ReplayJob, Verdict
+from serve_app.referee.records import Record
 from serve_app.referee.replay_checker import Replay, ReplayChecker
 from serve_app.referee.replica_book import ReplicaBook
+from serve_app.referee.strata import SERVED_STRATA
 from serve_app.referee.tolerance import Tolerance
-from serve_app.referee.verdicts import Checked
+from serve_app.referee.verdicts import Checked, Verdict
 from serve_app.streams.pooled import PooledTokenSource
 from serve_app.streams.resuming import Streamed
 from serve_app.telemetry.metrics import MetricBatch, Metrics, PrometheusSink
 from serve_app.telemetry.tracing import Carried, Tracing
 from serve_app.weights.desired_state import CONFIGURED, DesiredState
 from speculative.engine import EngineCore
-from speculative.request import ReplayedToken, Request, SamplingParams, TokenKind
+from speculative.request import DEFAULT_VERSION, ReplayedToken, Request, SamplingParams, TokenKind
 from tests.support.fake_backend import FakeBackend, FakeConfig
 
 NUM_TOKENS = 20
@@ -88,7 +92,7 @@ class EngineReplay:
         raise AssertionError
 
 
-def serve(engine: EngineCore, request: Request) -> ReplayJob:
+def serve(engine: EngineCore, request: Request) -> Answer:
     """What an engine answers."""
     record = Record(request, "r1", 10.0, engine.max_model_len)
     engine.add(request)
@@ -96,15 +100,14 @@ def serve(engine: EngineCore, request: Request) -> ReplayJob:
         for delta in engine.step():
             assert delta.error is None, delta.error
             record.take(delta)
-    job = record.job()
-    assert job is not None
-    return job
+    answer = record.answer()
+    assert answer is not None
+    return answer
 
 
-def checker(replay: Replay, metrics: Metrics, book: ReplicaBook | None = None, **settings: Any) -> ReplayChecker:
-    """Of replicas that draft at most four tokens in a round."""
-    judge = Judge(TOLERANCE, num_draft_tokens=4)
-    return ReplayChecker(replay, judge, book or ReplicaBook(metrics, TOLERANCE), metrics, **settings)
+def counted_checker(replay: Replay, book: ReplicaBook, counts: RefereeCounts, **settings: Any) -> ReplayChecker:
+    judge = counts.counting(Judge(TOLERANCE).judge)
+    return ReplayChecker(replay, judge, book, ended=counts.ended, **settings)
 
 
 class Court:
@@ -115,15 +118,23 @@ class Court:
         self.sink = PrometheusSink()
         self.now = 1000.0
         self.folder = tmp_path / "dumps"
-        metrics = Metrics([self.sink], model_name="tiny", pool="prefill")
-        self.book = ReplicaBook(metrics, TOLERANCE, dumps=DumpFolder(self.folder, 10, 10**7), clock=lambda: self.now)
-        self.checker = checker(self.replayer, metrics, self.book, **settings)
+        self.metrics = Metrics([self.sink], model_name="tiny", pool="prefill")
+        self.counts = counts = RefereeCounts(self.metrics, SERVED_STRATA)
+        self.book = ReplicaBook(
+            TOLERANCE,
+            DumpFolder(self.folder, 10, 10**7),
+            alarmed=counts.alarmed,
+            dumped=counts.dumped,
+            clock=lambda: self.now,
+        )
+        self.registry = ReplicaRegistry(self.book, counts, clock=lambda: self.now)
+        self.checker = counted_checker(self.replayer, self.book, counts, **settings)
 
     def hear(
         self, replica: str = "r1", *, since: float = 0.0, state: BreakerState = BreakerState.CLOSED, **changes: Any
     ) -> Orders:
         status = ReplicaStatus(replica, "decode", state, Mode.AUTO, since, "")
-        return self.book.hear(Report(status, MetricBatch(replica), **changes))
+        return self.registry.hear(Report(status, MetricBatch(replica), **changes))
 
     async def dump(self, pattern: str) -> Path:
         """The one dump of that name, which a thread writes; until it is whole it has another suffix."""
@@ -143,7 +154,7 @@ class Court:
         )
 
 
-def served(number: int = 0, **changes: Any) -> ReplayJob:
+def served(number: int = 0, **changes: Any) -> Answer:
     fields: dict[str, Any] = {
         "began_at": 10.0,
         "token_ids": tuple(range(NUM_TOKENS)),
@@ -157,7 +168,7 @@ def served(number: int = 0, **changes: Any) -> ReplayJob:
     }
     params = changes.pop("params", SamplingParams(temperature=1.0))
     request = Request(f"cmpl-{number}-0", (1, 2, 3), params)
-    return job(request.request_id, **({"request": request} | fields | changes))
+    return recorded(request.request_id, **({"request": request} | fields | changes))
 
 
 CLIENT: ContextVar[str] = ContextVar("CLIENT", default="nobody")
@@ -174,14 +185,15 @@ class RefereeHandle:
     """A referee that is some way off: a report comes at once, and is heard and answered when `far` lets it."""
 
     def __init__(self) -> None:
-        self.book = ReplicaBook(Metrics([], model_name="fake", pool="decode"), TOLERANCE)
+        counts = RefereeCounts(Metrics([], model_name="fake", pool="decode"), SERVED_STRATA)
+        self.registry = ReplicaRegistry(ReplicaBook(TOLERANCE), counts)
         self.far = (asyncio.Event(), asyncio.Event())  # the way there, the way back
         for way in self.far:
             way.set()
         self.reports: list[Report] = []
         self.callers: list[str] = []
-        self.request_ids: list[str] = []  # of the clients for whom jobs came
-        self.jobs: list[ReplayJob] = []
+        self.request_ids: list[str] = []  # of the clients for whom answers came
+        self.answers: list[Answer] = []
         self.call = Method(self._call)
 
     async def _call(self, name: str, reported: Carried, *args: Any) -> Any:
@@ -201,15 +213,15 @@ class RefereeHandle:
         there, back = self.far
         await there.wait()
         self.reports.append(report)
-        orders = self.book.hear(report)
+        orders = self.registry.hear(report)
         await back.wait()
         return orders
 
-    async def _check(self, reported: Carried, job: ReplayJob) -> Checked:
+    async def _check(self, reported: Carried, answer: Answer) -> Checked:
         self.callers.append(CLIENT.get())
         self.request_ids.append(reported.request_id)
         await self.far[0].wait()
-        self.jobs.append(job)
+        self.answers.append(answer)
         return Checked(Verdict.VERIFIED)
 
     async def _wanted(self) -> DesiredState:
@@ -263,13 +275,15 @@ def _no(*_: object) -> None:
     """In the place of what reaches further than a test may."""
 
 
-def job(request_id: str, began_at: float = 10.0, replica: str = "r1", **changes: Any) -> ReplayJob:
+def recorded(request_id: str, began_at: float = 10.0, replica: str = "r1", **changes: Any) -> Answer:
+    """What a replica that drafts at most four tokens in a round records."""
     fields: dict[str, Any] = {
         "request": Request(request_id, (1, 2, 3)),
         "replica": replica,
         "prefilled_by": "",
         "began_at": began_at,
         "max_model_len": 64,
+        "num_draft_tokens": 4,
         "token_ids": (4, 5),
         "logprobs": (-1.0, -2.0),
         "kinds": (TokenKind.FIRST, TokenKind.BONUS),
@@ -279,4 +293,8 @@ def job(request_id: str, began_at: float = 10.0, replica: str = "r1", **changes:
     fields |= changes
     first = fields["prefilled_by"] or fields["replica"]  # the first token is what a prefill emits
     fields.setdefault("made_by", (first, *[fields["replica"]] * (len(fields["token_ids"]) - 1)))
-    return ReplayJob(**fields)
+    weight_versions = dict.fromkeys(fields.pop("weight_versions", (DEFAULT_VERSION,)))
+    lists = {name: list(value) for name, value in fields.items() if isinstance(value, tuple)}
+    made = Record(**(fields | lists), weight_versions=weight_versions).answer()
+    assert made is not None
+    return made

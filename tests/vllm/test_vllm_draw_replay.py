@@ -11,7 +11,8 @@ import pytest_asyncio
 from serve_app.backends.torch_backend import TorchBackend
 from serve_app.backends.vllm_backend import VllmBackend
 from serve_app.backends.vllm_parts.settings import SIZES, VllmSettings
-from serve_app.referee.records import Record, ReplayJob
+from serve_app.referee.answer import Answer
+from serve_app.referee.records import Record
 from speculative.config import DrafterConfig, EngineConfig
 from speculative.request import Request, SamplingParams
 from speculative.selfcheck.replayed_draws import DrawCheck
@@ -53,21 +54,21 @@ async def backend(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Vll
         yield started
 
 
-async def served(backend: VllmBackend, request: Request) -> ReplayJob:
+async def served(backend: VllmBackend, request: Request) -> Answer:
     record = Record(request, "r1", 0.0, CONFIG.max_model_len)
     async for delta in backend.generate(request):
         assert delta.error is None
         record.take(delta)
-    job = record.job()
-    assert job is not None
-    return job
+    answer = record.answer()
+    assert answer is not None
+    return answer
 
 
-async def checked(backend: VllmBackend, job: ReplayJob) -> list[DrawCheck]:
-    assert job.drawn is not None
-    replay = (await backend.replay(job.scored(f"replay {job.request.request_id}"))).replayed
+async def checked(backend: VllmBackend, answer: Answer) -> list[DrawCheck]:
+    assert answer.drawn is not None
+    replay = (await backend.replay(answer.scored(f"replay {answer.request.request_id}"))).replayed
     assert replay is not None
-    return job.drawn.check(replay)
+    return answer.drawn.check(replay)
 
 
 @not_with("0.31", "it draws otherwise, which the engine finds out when it starts; the next test says so")
@@ -78,15 +79,15 @@ async def test_each_token_follows_from_its_seed_and_a_changed_one_does_not(backe
         for name, params in PARAMS.items()
     ]
     chance, found, changed, preempted = random.Random(1), 0, 0, 0
-    for job in await asyncio.gather(*(served(backend, request) for request in requests)):
-        name = job.request.request_id
-        preempted += any(job.preempted)
-        checks = await checked(backend, job)
-        assert len(checks) == len(job.token_ids) == 100, name
+    for answer in await asyncio.gather(*(served(backend, request) for request in requests)):
+        name = answer.request.request_id
+        preempted += any(answer.preempted)
+        checks = await checked(backend, answer)
+        assert len(checks) == len(answer.token_ids) == 100, name
         assert all(check.kind == "choice" and check.loose < ROUNDING for check in checks), name
         for place in chance.sample(range(100), 4):
-            token = chance.choice([one for one in range(40, 90) if one != job.token_ids[place]])
-            other = replace(job, token_ids=(*job.token_ids[:place], token, *job.token_ids[place + 1 :]))
+            token = chance.choice([one for one in range(40, 90) if one != answer.token_ids[place]])
+            other = replace(answer, token_ids=(*answer.token_ids[:place], token, *answer.token_ids[place + 1 :]))
             found += (await checked(backend, other))[place].miss > ROUNDING
             changed += 1
     assert preempted > 0
@@ -95,9 +96,9 @@ async def test_each_token_follows_from_its_seed_and_a_changed_one_does_not(backe
 
 @pytest.mark.skipif(not version_here().startswith("0.31."), reason="its draws are repeated")
 async def test_where_the_sampler_draws_otherwise_no_draws_are_checked(backend: VllmBackend) -> None:
-    job = await served(backend, Request("plain", tuple(range(30, 130)), PLAIN, seed=1))
-    assert len(job.token_ids) == 100 and job.drawn is None
-    replay = (await backend.replay(job.scored("replay"))).replayed
+    answer = await served(backend, Request("plain", tuple(range(30, 130)), PLAIN, seed=1))
+    assert len(answer.token_ids) == 100 and answer.drawn is None
+    replay = (await backend.replay(answer.scored("replay"))).replayed
     assert replay is not None and len(replay) == 100, "its distribution is known all the same"
 
 

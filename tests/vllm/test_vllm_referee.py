@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from deploy.watch.replayers import ReplayerOptions, make_replayer
+from deploy.run.replayers import ReplayerOptions, make_replayer
 from speculative.request import Request, SamplingParams
+from tests.support.replayer_conformance import CHECKS, MAX_MODEL_LEN, on_trial
 from tests.support.tiny_models import write_tiny_model
 from tests.support.vllm_installed import NEEDS_VLLM
 
@@ -15,6 +16,14 @@ NOT_OF_LLAMA = {"sliding_window": 4, "logit_scale": 3.0}  # vLLM would follow th
 TARGET = {"num_hidden_layers": 2, "hidden_size": 128, "head_dim": 32, "max_position_embeddings": 512}
 
 REQUEST = Request("r", tuple(range(5, 25)), SamplingParams(temperature=0.7, logprobs=0), score_from=8)
+
+
+async def test_it_passes_the_kit_of_all_replayers(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "tiny", tokenizer=True, **TARGET)
+    options = ReplayerOptions(folder, engine="vllm", threads=1, max_model_len=MAX_MODEL_LEN)
+    async with on_trial(make_replayer(options), folder, gives_rows=False) as trial:
+        for check in CHECKS:
+            await check(trial)
 
 
 async def test_its_logprobs_are_ours(tmp_path: Path) -> None:

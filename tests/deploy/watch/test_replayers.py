@@ -1,86 +1,55 @@
-"""Whatever computes answers again, it gives the same figures."""
+"""Whatever computes answers again passes one kit, and each has something of its own."""
 
-import math
 from pathlib import Path
 
 import pytest
 
-from deploy.faults.tiny import write_tiny_pair
-from deploy.watch.replayers import EngineName, ReplayerOptions, check_options, make_replayer
-from serve_app.backends.base import ModelInfo, Replayed
-from speculative.errors import ConfigError, EngineFault, InvalidRequest
-from speculative.request import Request, SamplingParams
-
-TOKENS = (5, 6, 7, 8, 20, 21, 22, 23)
-REQUEST = Request("r", TOKENS, SamplingParams(temperature=0.7, top_p=0.9, logprobs=0), score_from=4)
+from deploy.run.replayers import EngineName, ReplayerOptions, check_options, make_replayer
+from deploy.watch.ray_replayer import RayReplayer
+from speculative.errors import ConfigError, EngineFault
+from speculative.request import Request
+from tests.support.replayer_conformance import CHECKS, MAX_MODEL_LEN, SAMPLED, TOKENS, Check, on_trial
+from tests.support.tiny_models import write_tiny_model
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_pair(tmp_path_factory.mktemp("tiny"))[0]
+    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny", tokenizer=True)
 
 
-async def replayed(options: ReplayerOptions) -> tuple[ModelInfo, Replayed]:
-    replayer = make_replayer(options)
-    try:
-        return await replayer.start(), await replayer.replay(REQUEST)
-    finally:
-        await replayer.stop()
-
-
-def check_same(one: Replayed, other: Replayed) -> None:
-    assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
-    assert one.replayed is not None
-    assert other.replayed is not None
-    for row, same in zip(one.replayed, other.replayed, strict=True):
-        assert row.expected_surprisal == pytest.approx(same.expected_surprisal, abs=1e-3)
-        assert math.isclose(row.outside, same.outside, abs_tol=1e-3)
-
-
-async def test_our_engine_and_transformers_agree(folder: Path) -> None:
-    ours, first = await replayed(ReplayerOptions(folder, threads=1))
-    theirs, second = await replayed(ReplayerOptions(folder, engine="transformers", threads=1))
-    check_same(first, second)
-    assert (ours.vocab_size, ours.max_model_len) == (theirs.vocab_size, theirs.max_model_len)
-    assert ours.eos_token_ids == theirs.eos_token_ids
-
-
-async def test_an_engine_that_stopped_is_loaded_again(folder: Path) -> None:
-    replayer = make_replayer(ReplayerOptions(folder, threads=1))
-    try:
-        await replayer.start()
-        before = await replayer.replay(REQUEST)
-        with pytest.raises(EngineFault):
-            await replayer.replay(Request("broken", (5, 6, 7.5), score_from=1))  # type: ignore[arg-type]
-        check_same(before, await replayer.replay(REQUEST))
-    finally:
-        await replayer.stop()
-
-
-@pytest.mark.parametrize("token", [-1, 512, 10**30])
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 @pytest.mark.parametrize("engine", ["torch", "transformers"])
-async def test_ids_that_are_no_tokens_are_refused(folder: Path, engine: EngineName, token: int) -> None:
-    replayer = make_replayer(ReplayerOptions(folder, engine=engine, threads=1))
-    try:
-        await replayer.start()
-        with pytest.raises(InvalidRequest, match="Token ids"):
-            await replayer.replay(Request("r", (5, 6, token), score_from=1))
-    finally:
-        await replayer.stop()
+async def test_a_replayer_in_this_process(folder: Path, engine: EngineName, check: Check) -> None:
+    options = ReplayerOptions(folder, engine, threads=1, max_model_len=MAX_MODEL_LEN)
+    async with on_trial(make_replayer(options), folder) as trial:
+        await check(trial)
 
 
 @pytest.mark.ray
 @pytest.mark.usefixtures("ray_ended")
-async def test_engines_on_ray_give_the_same(folder: Path) -> None:
-    _, here = await replayed(ReplayerOptions(folder, threads=1))
-    info, there = await replayed(ReplayerOptions(folder, threads=1, max_replicas=2))
-    check_same(here, there)
-    assert info.max_model_len == 512
+async def test_engines_on_ray(folder: Path) -> None:
+    options = ReplayerOptions(folder, threads=1, max_model_len=MAX_MODEL_LEN, max_replicas=2)
+    async with on_trial(RayReplayer(options), folder) as trial:
+        for check in CHECKS:
+            await check(trial)
 
 
-async def test_longer_answers_than_asked_for_are_not_taken(folder: Path) -> None:
-    info, _ = await replayed(ReplayerOptions(folder, threads=1, max_model_len=64))
-    assert info.max_model_len == 64
+async def test_an_engine_that_stopped_is_loaded_again(folder: Path) -> None:
+    request = Request("r", TOKENS, SAMPLED, score_from=4)
+    async with on_trial(make_replayer(ReplayerOptions(folder, threads=1)), folder) as trial:
+        before = await trial.replayer.replay(request)
+        with pytest.raises(EngineFault):
+            await trial.replayer.replay(Request("broken", (5, 6, 7.5), score_from=1))  # type: ignore[arg-type]
+        assert (await trial.replayer.replay(request)).logprobs == pytest.approx(before.logprobs, abs=1e-4)
+
+
+async def test_our_engine_and_transformers_say_the_same_of_a_model(folder: Path) -> None:
+    said = []
+    for engine in ("torch", "transformers"):
+        options = ReplayerOptions(folder, engine, threads=1)  # type: ignore[arg-type]
+        async with on_trial(make_replayer(options), folder) as trial:
+            said.append((trial.info.vocab_size, trial.info.max_model_len, trial.info.eos_token_ids))
+    assert said == [(512, 512, (2,))] * 2
 
 
 @pytest.mark.parametrize(

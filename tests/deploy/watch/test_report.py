@@ -21,8 +21,9 @@ from deploy.watch.referee import Referee, RefereeOptions
 from deploy.watch.report import FAIL_ON, conclusion, print_report
 from deploy.watch.sentences import MEASURES, headline, notes, plain
 from serve_app.backends.base import ModelInfo, Replayed
+from serve_app.referee.strata import STRATA
 from serve_app.referee.tolerance import Tolerance
-from serve_app.telemetry.metric_names import REPLAY_ALARMS, STRATA
+from serve_app.telemetry.metric_names import REPLAY_ALARMS
 from speculative.request import ReplayedToken, Request
 
 P = {10: 0.9, 11: 0.1}

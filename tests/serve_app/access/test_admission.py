@@ -193,7 +193,7 @@ class Watched:
             Metrics([self.sink], model_name="m", pool="decode"),
             Records("r1", 1000),
             select=lambda _: Selection.NOT_CHECKED,
-            ended=lambda record, job: None,
+            ended=lambda record, answer: None,
             limits=SourceLimits(**{"max_running": 8, "timeout_s": 60.0} | limits),  # type: ignore[arg-type]
             clock=clock,
         )
@@ -418,7 +418,7 @@ async def test_what_the_source_refuses_is_rejected_unless_it_has_begun(
         ended: list[str] = []
         watched = Watched(clock)
         watched.source._source = watched.slow = Failing(error, num_given)
-        watched.source._ended = lambda record, job, ended=ended: ended.append(record.request.request_id)
+        watched.source._ended = lambda record, answer, ended=ended: ended.append(record.request.request_id)
         await watched.begin("cmpl-a-0", choices=2)
         with pytest.raises(type(error)):
             await watched.tasks["cmpl-a-0"]

@@ -19,13 +19,14 @@ from serve_app.deployments import controller_client
 from serve_app.deployments.controller import Controller
 from serve_app.deployments.controller_client import ANSWERED, ControllerClient, RemoteTransfers
 from serve_app.errors import UpdateRefused
-from serve_app.referee.breaker import BreakerState, Mode
-from serve_app.referee.heartbeat import ReplicaStatus, Report
-from serve_app.referee.records import Verdict
+from serve_app.guard.breaker import BreakerState, Mode
+from serve_app.guard.heartbeat import ReplicaStatus, Report
+from serve_app.referee.answer import Answer
+from serve_app.referee.verdicts import Checked, Verdict
 from serve_app.telemetry.metrics import BufferSink, Metrics
 from serve_app.telemetry.tracing import Tracing, request_id
 from serve_app.weights.desired_state import CONFIGURED, WeightsRef, WeightsStatus
-from tests.support.referees import Method, job
+from tests.support.referees import Method, recorded
 
 
 class Handle:
@@ -100,11 +101,17 @@ async def test_what_is_replayed_is_replayed_for_the_request_that_asked(
 ) -> None:
     """The controller's replays and log lines are those of the client's request."""
     asked: list[tuple[str, str]] = []
-    checker: Any = controller._checker
-    monkeypatch.setattr(checker, "_enqueue", lambda queue, one: asked.append((one.request.request_id, request_id())))
+
+    def enqueue(_: object, answer: Answer) -> asyncio.Future[Checked]:
+        asked.append((answer.request.request_id, request_id()))
+        settled: asyncio.Future[Checked] = asyncio.get_running_loop().create_future()
+        settled.set_result(Checked())
+        return settled
+
+    monkeypatch.setattr(controller._checker, "_enqueue", enqueue)
     with Tracing().request("POST", "req-7", [], {}):
-        await client.submit(job("cmpl-1-0"))
-        checked = await client.check(job("cmpl-2-0"))
+        await client.submit(recorded("cmpl-1-0"))
+        checked = await client.check(recorded("cmpl-2-0"))
     assert asked == [("cmpl-1-0", "req-7"), ("cmpl-2-0", "req-7")]
     assert checked.verdict is Verdict.UNVERIFIED
     assert await client.verdict("cmpl-9") is None
@@ -159,7 +166,7 @@ async def test_a_controller_that_does_not_answer_keeps_nothing(monkeypatch: pyte
         assert await ControllerClient(lambda handle=silent: handle).responses.put("resp_1", "key", b"{}") is False
 
 
-@pytest.mark.parametrize("name", ["ReplicaBook.hear", "StatusBook.__init__", "Controller._run", "report", ""])
+@pytest.mark.parametrize("name", ["ReplicaRegistry.hear", "StatusBook.__init__", "Controller._run", "report", ""])
 async def test_what_no_client_offers_is_refused(controller: Controller, name: str) -> None:
     with pytest.raises(LookupError, match="answers no call"):
         await controller.call(name, controller_client.carried(), None)

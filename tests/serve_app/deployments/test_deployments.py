@@ -11,13 +11,13 @@ from serve_app.config.files import parse_args
 from serve_app.deployments import stream_router
 from serve_app.deployments.http_front import HttpFront
 from serve_app.deployments.remote_errors import answered
-from serve_app.referee.breaker import BreakerState, Mode
-from serve_app.referee.heartbeat import Finished
+from serve_app.guard.breaker import BreakerState, Mode
+from serve_app.referee.verdicts import Finished
 from serve_app.telemetry.tracing import Tracing
 from speculative.errors import EngineFault, InvalidRequest
 from speculative.request import FinishReason, Request, SamplingParams, TokenDelta
 from speculative.stats import StepStats
-from tests.support.referees import CLIENT, RefereeHandle, Worker, job
+from tests.support.referees import CLIENT, RefereeHandle, Worker, recorded
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ async def test_a_report_whose_caller_leaves_is_sent_and_its_answer_obeyed(
     worker: Worker, referee: RefereeHandle, way: int
 ) -> None:
     await worker.host.reporter.report()
-    referee.book.order(Mode.OFF, None)
+    referee.registry.order(Mode.OFF, None)
     worker.host.guard.inspect(StepStats(alarms={"f": 1}))
     worker.host.finished.append(Finished("cmpl-1-0", 1.0, 2.0))
     worker.host.runtime.metrics.count("truespec_requests_total", 7, outcome="stop")
@@ -87,15 +87,15 @@ async def test_an_answer_is_replayed_whatever_becomes_of_its_client(worker: Work
     CLIENT.set("a client")
     referee.far[0].clear()
     with Tracing().request("POST", "req-7", [], {}):
-        HttpFront(runtime, worker.host.reporter)._submit(job("cmpl-1-0"))
-        waits = asyncio.create_task(runtime.check(job("cmpl-2-0")))
+        HttpFront(runtime, worker.host.reporter)._submit(recorded("cmpl-1-0"))
+        waits = asyncio.create_task(runtime.check(recorded("cmpl-2-0")))
         await _settle()
         waits.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waits
     referee.far[0].set()
     await _settle()
-    assert [one.request.request_id for one in referee.jobs] == ["cmpl-1-0", "cmpl-2-0"]
+    assert [one.request.request_id for one in referee.answers] == ["cmpl-1-0", "cmpl-2-0"]
     assert (referee.callers, referee.request_ids) == (["nobody"] * 2, ["req-7"] * 2)
 
 
@@ -141,7 +141,7 @@ async def test_the_handoffs_of_canaries_are_known_to_the_records_and_leave_nothi
     worker: Worker, referee: RefereeHandle
 ) -> None:
     assert await worker.host.canary.try_out() is True
-    assert {job.prefilled_by for job in referee.jobs} == {"prefill-1"}
+    assert {answer.prefilled_by for answer in referee.answers} == {"prefill-1"}
     assert worker._prefilled_by == {}
     streamed = await worker.ask(Request("cmpl-1-0", (5, 6), SamplingParams(max_tokens=8, ignore_eos=True)))
     assert [one.prefilled_by for one in streamed if one.prefilled_by] == ["prefill-1"], "the router is reported once"
@@ -181,7 +181,7 @@ async def test_a_request_that_fails_by_itself_is_not_tried_again_as_a_canary(
         with contextlib.suppress(InvalidRequest):
             await worker.ask(Request(f"cmpl-{number}-0", (number + 5, 6), params))
     assert await worker.host.canary.try_out() is True
-    assert {job.request.prompt_token_ids[0] for job in referee.jobs} >= {5}
+    assert {answer.request.prompt_token_ids[0] for answer in referee.answers} >= {5}
     assert [one.request_id for one in worker.host.finished] == ["cmpl-0-0", "cmpl-1-0"], "what it said may be suspect"
     assert worker.host.guard.status.state is BreakerState.CLOSED
 

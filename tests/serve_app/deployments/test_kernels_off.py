@@ -43,7 +43,7 @@ async def test_a_replica_without_its_kernels_says_so(
     with caplog.at_level(logging.WARNING):
         await made.__init__(parse_args({"model": {"source": "fake"}}), "decode", referee)  # type: ignore[misc]
         await made.host.reporter.report()
-    (shown,) = StatusBook({}, PrometheusSink(), lambda: 0.0).render(referee.book.overview())["replicas"]
+    (shown,) = StatusBook({}, PrometheusSink(), lambda: 0.0).render(referee.registry.overview())["replicas"]
     for task in made.host.runtime.tasks:
         task.cancel()
     await asyncio.gather(*made.host.runtime.tasks, return_exceptions=True)

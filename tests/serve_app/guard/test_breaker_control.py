@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 
+from serve_app.guard.breaker import Breaker, BreakerSettings, BreakerState, Mode
 from serve_app.guard.breaker_control import Guard
 from serve_app.guard.canary import Canary, CanarySettings
-from serve_app.referee.breaker import Breaker, BreakerSettings, BreakerState, Mode
-from serve_app.referee.heartbeat import Finding, Orders
-from serve_app.referee.records import Records, ReplayJob, Verdict
-from serve_app.referee.verdicts import Checked
+from serve_app.guard.heartbeat import Orders
+from serve_app.referee.answer import Answer
+from serve_app.referee.records import Records
+from serve_app.referee.replica_book import Finding
+from serve_app.referee.verdicts import Checked, Verdict
 from serve_app.streams.pooled import PooledTokenSource
 from serve_app.telemetry.metrics import BufferSink, Metrics
 from speculative.errors import EngineFault
@@ -33,14 +35,14 @@ class Replica:
         metrics = Metrics([self.buffer], model_name="fake", pool="decode")
         self.breaker = Breaker(BreakerSettings(10, 100, 30), lambda: self.now, mode)
         self.verdict: Verdict | Exception = Verdict.VERIFIED
-        self.judged: list[ReplayJob] = []
+        self.judged: list[Answer] = []
         self.canary = Canary(
             PooledTokenSource(self.backend, metrics), Records("r1", 256), self.judge, CanarySettings(num_requests=3)
         )
         self.guard = Guard(("r1", "decode"), self.backend, self.breaker, metrics, self.canary.try_out, lambda: self.now)
 
-    async def judge(self, job: ReplayJob) -> Checked:
-        self.judged.append(job)
+    async def judge(self, answer: Answer) -> Checked:
+        self.judged.append(answer)
         if isinstance(self.verdict, Exception):
             raise self.verdict
         return Checked(self.verdict, "set by the test")
@@ -148,13 +150,15 @@ async def test_a_canary_of_late_requests_brings_speculation_back(replica: Replic
     assert replica.backend.speculation is Speculation.CANARY
     await replica.canary_over()
     assert replica.backend.speculation is Speculation.ON
-    assert [job.request.prompt_token_ids[0] for job in replica.judged] == [3, 4, 5]
-    assert [job.request.params.temperature for job in replica.judged] == [0.0, 0.5, 0.0], "every other one is greedy"
-    assert all(job.request.canary for job in replica.judged)
-    assert all(job.num_drafted > 0 for job in replica.judged[::2]), "what is greedy here repeats itself"
-    assert all(job.request.seed != 9 for job in replica.judged), "an old seed would draw the same numbers again"
-    assert all(job.request.params.max_tokens <= 48 for job in replica.judged)
-    assert len({job.request.request_id for job in replica.judged}) == 3
+    assert [answer.request.prompt_token_ids[0] for answer in replica.judged] == [3, 4, 5]
+    assert [answer.request.params.temperature for answer in replica.judged] == [0.0, 0.5, 0.0], (
+        "every other one is greedy"
+    )
+    assert all(answer.request.canary for answer in replica.judged)
+    assert all(answer.num_drafted > 0 for answer in replica.judged[::2]), "what is greedy here repeats itself"
+    assert all(answer.request.seed != 9 for answer in replica.judged), "an old seed would draw the same numbers again"
+    assert all(answer.request.params.max_tokens <= 48 for answer in replica.judged)
+    assert len({answer.request.request_id for answer in replica.judged}) == 3
     assert replica.backend.num_distrusted == 1
     assert replica.count("truespec_canaries_total", result="passed") == 1
 

@@ -9,13 +9,18 @@ import pytest
 
 from serve_app.backends.base import Replayed
 from serve_app.backends.torch_backend import TorchBackend, load_engine
+from serve_app.guard.breaker import Breaker, BreakerSettings, BreakerState
 from serve_app.guard.breaker_control import Guard
 from serve_app.guard.canary import Canary, CanarySettings
-from serve_app.referee.breaker import Breaker, BreakerSettings, BreakerState
-from serve_app.referee.heartbeat import Finished, Report
-from serve_app.referee.records import Record, Records, ReplayJob
+from serve_app.guard.heartbeat import Report
+from serve_app.guard.referee_counts import RefereeCounts
+from serve_app.guard.replica_registry import ReplicaRegistry
+from serve_app.referee.answer import Answer
+from serve_app.referee.records import Record, Records
 from serve_app.referee.replay_selection import Selection
 from serve_app.referee.replica_book import ReplicaBook
+from serve_app.referee.strata import SERVED_STRATA
+from serve_app.referee.verdicts import Finished
 from serve_app.streams.observed import ObservedSource, SourceLimits
 from serve_app.streams.pooled import PooledTokenSource
 from serve_app.telemetry.metrics import BufferSink, Metrics
@@ -24,7 +29,7 @@ from speculative.engine import EngineCore
 from speculative.request import Request, SamplingParams
 from tests.support.engines import settings
 from tests.support.faulty_services import Fault, accept_every_draft, misplace_rounds_with_drafts
-from tests.support.referees import TOLERANCE, checker
+from tests.support.referees import TOLERANCE, counted_checker
 from tests.support.tiny_models import write_tiny_model
 
 PROMPT = tuple([5, 9, 17, 33] * 5)
@@ -46,9 +51,11 @@ class Service:
         self.finished: list[Finished] = []
         self.buffer = BufferSink("r1")
         metrics = Metrics([self.buffer], model_name="tiny", pool="monolith")
-        self.book = ReplicaBook(metrics, TOLERANCE, clock=self.clock)
-        self.checker = checker(self._replay, metrics, self.book)
-        records = Records("r1", 512, self.clock)
+        counts = RefereeCounts(metrics, SERVED_STRATA)
+        self.book = ReplicaBook(TOLERANCE, alarmed=counts.alarmed, clock=self.clock)
+        self.registry = ReplicaRegistry(self.book, counts, clock=self.clock)
+        self.checker = counted_checker(self._replay, self.book, counts)
+        records = Records("r1", 512, clock=self.clock)
         pooled = PooledTokenSource(self.backend, metrics)
         self.source = ObservedSource(
             pooled,
@@ -69,11 +76,11 @@ class Service:
     async def _replay(self, request: Request, _: object) -> Replayed:
         return await self.other.replay(request)
 
-    def _ended(self, record: Record, job: ReplayJob | None) -> None:
+    def _ended(self, record: Record, answer: Answer | None) -> None:
         self.canary.remember(record.request)
         self.finished.append(Finished(record.request.request_id, record.began_at, self.now))
-        assert job is not None
-        self.checker.submit(job)
+        assert answer is not None
+        self.checker.submit(answer)
 
     async def ask(self, *, temperature: float = 1.0) -> tuple[str, list[int], int]:
         """An answer: its id, tokens, and how many drafts were made for it."""
@@ -91,7 +98,7 @@ class Service:
         self.guard.inspect(self.backend.take_stats())
         trips, finished = self.guard.take_trips(), tuple(self.finished)
         self.finished.clear()
-        orders = self.book.hear(Report(self.guard.status, self.buffer.drain(), finished, trips))
+        orders = self.registry.hear(Report(self.guard.status, self.buffer.drain(), finished, trips))
         self.guard.obey(orders)
         self.guard.act()
 

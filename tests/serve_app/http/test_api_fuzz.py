@@ -77,7 +77,7 @@ class Fuzzed:
             metrics,
             Records("r1", 96),
             select=lambda _: Selection.NOT_CHECKED,
-            ended=lambda record, job: None,
+            ended=lambda record, answer: None,
             limits=SourceLimits(64, 20.0, max_queued_tokens=5000, max_first_token_s=20.0),
         )
         info = self.backend.info

@@ -68,7 +68,7 @@ class Replica:
             metrics,
             Records("r1", info.max_model_len),
             select=lambda _: Selection.NOT_CHECKED,
-            ended=lambda record, job: None,
+            ended=lambda record, answer: None,
             limits=SourceLimits(8, timeout_s=300),
         )
         tokenizer = Tokenizer.from_folder(info.folder)

@@ -19,8 +19,12 @@ from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.parsing import parse
 from serve_app.openai.requests import CompletionRequest
 from serve_app.openai.scoring import Scorer, ScoreRequest
-from serve_app.referee.records import Records, ReplayJob, Verdict
-from serve_app.referee.verdicts import Checked
+from serve_app.referee.answer import Answer
+from serve_app.referee.judgement import Judge
+from serve_app.referee.records import Records
+from serve_app.referee.replay_checker import ReplayChecker
+from serve_app.referee.replica_book import ReplicaBook
+from serve_app.referee.verdicts import Checked, Verdict
 from serve_app.streams.pooled import PooledTokenSource
 from serve_app.telemetry.metrics import Metrics
 from serve_app.text.tokenizer import Tokenizer
@@ -29,7 +33,7 @@ from speculative.errors import InvalidRequest
 from speculative.request import Request
 from tests.support.fake_backend import FakeBackend, FakeConfig
 from tests.support.fake_serving import BackendSource
-from tests.support.referees import Replayer, checker, served
+from tests.support.referees import TOLERANCE, Replayer, served
 from tests.support.tiny_models import write_tiny_model
 
 ADAPTERS = (Adapter("sql", "/adapters/sql"), Adapter("legal", "/adapters/legal"))
@@ -109,18 +113,18 @@ async def test_labels_are_scored_by_the_adapter_that_was_asked_for(
 
 async def test_an_answer_is_replayed_with_its_adapter_and_so_is_its_prompt() -> None:
     replayer = Replayer()
-    checks = checker(replayer, Metrics([], model_name="m", pool="prefill"))
+    checks = ReplayChecker(replayer, Judge(TOLERANCE).judge, ReplicaBook(TOLERANCE))
     one = served(prompt_logprobs=(-1.0, -1.0))
-    job = dataclasses.replace(one, request=dataclasses.replace(one.request, adapter="sql"))
-    await checks._check(job)
+    answer = dataclasses.replace(one, request=dataclasses.replace(one.request, adapter="sql"))
+    await checks._check(answer)
     assert [request.adapter for request in replayer.asked] == ["sql", "sql"]
 
 
 async def test_a_canary_tries_the_adapters_that_clients_use(backend: FakeBackend) -> None:
-    judged: list[ReplayJob] = []
+    judged: list[Answer] = []
 
-    async def judge(job: ReplayJob) -> Checked:
-        judged.append(job)
+    async def judge(answer: Answer) -> Checked:
+        judged.append(answer)
         return Checked(Verdict.VERIFIED, "set by the test")
 
     source = PooledTokenSource(backend, Metrics([], model_name="fake", pool="decode"))
@@ -128,7 +132,7 @@ async def test_a_canary_tries_the_adapters_that_clients_use(backend: FakeBackend
     for name in RULE:
         canary.remember(Request(f"client-{name}-0", (5, 6, 7), adapter=name))
     assert await canary.try_out()
-    assert {job.request.adapter for job in judged} == set(RULE)
+    assert {answer.request.adapter for answer in judged} == set(RULE)
 
 
 def test_an_engine_without_adapters_refuses_them(tmp_path: Path) -> None:

@@ -3,10 +3,11 @@
 import torch
 
 from deploy.faults.toy import TableDrafter, engine_over
+from serve_app.referee.answer import Answer
 from serve_app.referee.detectors import Alarm, ReplicaWatch, SeenToken
 from serve_app.referee.drift import TokenDrift
-from serve_app.referee.records import KNOWN_AFTERWARDS, Record, Records, ReplayJob
-from serve_app.telemetry.metric_names import STRATA
+from serve_app.referee.records import Record, Records
+from serve_app.referee.strata import KNOWN_AFTERWARDS, STRATA
 from speculative.drafting.base import NoDrafter
 from speculative.engine import EngineCore
 from speculative.request import Request, SamplingParams, TokenDelta
@@ -25,7 +26,7 @@ def drained(engine: EngineCore) -> dict[str, list[TokenDelta]]:
     return out
 
 
-def jobs(engine: EngineCore, records: Records, number: int) -> list[ReplayJob]:
+def answers(engine: EngineCore, records: Records, number: int) -> list[Answer]:
     params = SamplingParams(max_tokens=48, ignore_eos=True, logprobs=0)
     requests = [Request(f"cmpl-{number + i}-0", PROMPT, params, seed=number + i) for i in range(BATCH)]
     kept: dict[str, Record] = {request.request_id: records.begin(request) for request in requests}
@@ -34,18 +35,18 @@ def jobs(engine: EngineCore, records: Records, number: int) -> list[ReplayJob]:
     for request_id, deltas in drained(engine).items():
         for delta in deltas:
             kept[request_id].take(delta)
-    made = [record.job() for record in kept.values()]
-    return [job for job in made if job is not None]
+    made = [record.answer() for record in kept.values()]
+    return [answer for answer in made if answer is not None]
 
 
-def seen(job: ReplayJob, referee: EngineCore) -> list[SeenToken]:
-    request = Request("replay", (*PROMPT, *job.token_ids), job.request.params, score_from=len(PROMPT))
+def seen(answer: Answer, referee: EngineCore) -> list[SeenToken]:
+    request = Request("replay", (*PROMPT, *answer.token_ids), answer.request.params, score_from=len(PROMPT))
     referee.add(request)
     ((delta,),) = drained(referee).values()
     assert delta.replayed is not None and delta.logprobs is not None
     replayed = (entry.logprob for entry in delta.logprobs)
-    drifts = [TokenDrift.between(*pair) for pair in zip(job.logprobs, replayed, strict=True)]
-    rows = zip(job.strata(NUM_DRAFTS), drifts, delta.replayed, strict=True)
+    drifts = [TokenDrift.between(*pair) for pair in zip(answer.logprobs, replayed, strict=True)]
+    rows = zip(answer.strata, drifts, delta.replayed, strict=True)
     return [SeenToken(strata, drift, row, "r1") for strata, drift, row in rows]
 
 
@@ -58,8 +59,8 @@ def test_a_sound_engine_that_draws_its_drafts_raises_no_alarm_in_any_stratum() -
     watch, records = ReplicaWatch(TOLERANCE), Records("r1", 512)
     num_seen = dict.fromkeys(STRATA, 0)
     for number in range(0, 20 * BATCH, BATCH):
-        for job in jobs(engine, records, number):
-            tokens = seen(job, referee)
+        for answer in answers(engine, records, number):
+            tokens = seen(answer, referee)
             assert watch.see(tokens, greedy=False, drift_tolerance=0.05) == []
             for token in tokens:
                 for stratum in token.strata:
@@ -75,8 +76,8 @@ def test_tokens_that_follow_another_distribution_are_seen_whatever_their_kind() 
     watch, records = ReplicaWatch(TOLERANCE), Records("r1", 512)
     alarms: list[Alarm] = []
     for number in range(0, 5 * BATCH, BATCH):
-        for job in jobs(broken, records, number):
-            alarms += watch.see(seen(job, referee), greedy=False, drift_tolerance=10.0)
+        for answer in answers(broken, records, number):
+            alarms += watch.see(seen(answer, referee), greedy=False, drift_tolerance=10.0)
     of_distribution = {alarm.stratum for alarm in alarms if alarm.name in ("probability", "surprisal")}
     assert {"all", "sampled"} <= of_distribution
     assert not of_distribution & KNOWN_AFTERWARDS

@@ -10,9 +10,10 @@ import pytest
 
 from deploy.faults.toy import table_engine
 from deploy.faults.traffic import PLAIN, sampling
+from serve_app.referee.answer import Answer
 from serve_app.referee.draws import DrawResult, DrawTest, DrawTolerance, check_draws
 from serve_app.referee.drift import TokenDrift
-from serve_app.referee.records import ReplayJob, Verdict
+from serve_app.referee.verdicts import Verdict
 from speculative.request import Request
 from speculative.selfcheck.replayed_draws import DrawCheck
 from tests.support.referees import Court, EngineReplay, serve
@@ -21,7 +22,7 @@ NUM_TOKENS = 256
 LOGPROBS = dataclasses.replace(PLAIN, logprobs=0)
 
 
-def answers(count: int, seed: int = 0) -> Iterator[ReplayJob]:
+def answers(count: int, seed: int = 0) -> Iterator[Answer]:
     engine = table_engine(NUM_TOKENS)
     for request in itertools.islice(sampling(NUM_TOKENS, LOGPROBS, seed), count):
         yield serve(engine, dataclasses.replace(request, request_id=f"{request.request_id}-0"))
@@ -34,13 +35,13 @@ def real(court: Court) -> Court:
 
 
 async def test_answers_that_follow_from_their_seeds_are_verified(real: Court) -> None:
-    for job in answers(8):
-        checked = await real.checker.check(job)
+    for answer in answers(8):
+        checked = await real.checker.check(answer)
         assert (checked.verdict, checked.reason) == (Verdict.VERIFIED, "replayed")
-        assert "draws" in checked.checks and checked.draws.num_checked == len(job.token_ids)
+        assert "draws" in checked.checks and checked.draws.num_checked == len(answer.token_ids)
         assert checked.to_wire()["draws"] == {
-            "num_checked": len(job.token_ids),
-            "num_follows": len(job.token_ids),
+            "num_checked": len(answer.token_ids),
+            "num_follows": len(answer.token_ids),
             "num_near": 0,
             "num_wrong": 0,
             "worst": [],
@@ -53,11 +54,11 @@ async def test_answers_that_follow_from_their_seeds_are_verified(real: Court) ->
 
 async def test_one_changed_token_is_named(real: Court) -> None:
     named = 0
-    for number, job in enumerate(answers(20, seed=3)):
+    for number, answer in enumerate(answers(20, seed=3)):
         index = 7 + number
-        other = (job.token_ids[index] + 1 + number) % NUM_TOKENS
-        changed = (*job.token_ids[:index], other, *job.token_ids[index + 1 :])
-        checked = await real.checker.check(dataclasses.replace(job, token_ids=changed))
+        other = (answer.token_ids[index] + 1 + number) % NUM_TOKENS
+        changed = (*answer.token_ids[:index], other, *answer.token_ids[index + 1 :])
+        checked = await real.checker.check(dataclasses.replace(answer, token_ids=changed))
         assert checked.verdict is Verdict.SUSPECT
         named += checked.draws.wrong == index  # the logprobs may have drifted, too
     assert named >= 18
@@ -68,18 +69,20 @@ async def test_the_same_seed_everywhere_hides_nothing(real: Court) -> None:
     engine = table_engine(NUM_TOKENS)
     verdicts = []
     for number in range(12):
-        job = serve(engine, Request(f"cmpl-{number}-0", (3 + number,), LOGPROBS, seed=42))
+        answer = serve(engine, Request(f"cmpl-{number}-0", (3 + number,), LOGPROBS, seed=42))
         if number % 2:
-            job = dataclasses.replace(job, request=dataclasses.replace(job.request, seed=43))  # other random numbers
-        verdicts.append((await real.checker.check(job)).verdict)
+            answer = dataclasses.replace(
+                answer, request=dataclasses.replace(answer.request, seed=43)
+            )  # other random numbers
+        verdicts.append((await real.checker.check(answer)).verdict)
     assert verdicts == [Verdict.VERIFIED, Verdict.SUSPECT] * 6
     assert "draws" in {finding.alarm for finding in real.hear("r1").findings}
 
 
 async def test_an_answer_without_rounds_says_that_its_draws_were_not_checked(real: Court) -> None:
-    (job,) = answers(1)
-    for rounds in ((), job.rounds[:-1]):
-        checked = await real.checker.check(dataclasses.replace(job, rounds=rounds))
+    (answer,) = answers(1)
+    for rounds in ((), answer.rounds[:-1]):
+        checked = await real.checker.check(dataclasses.replace(answer, rounds=rounds))
         assert "draws" not in checked.checks and checked.verdict is Verdict.VERIFIED
         assert checked.to_wire()["draws"]["unchecked"] == "the engine did not report how it drew"
 

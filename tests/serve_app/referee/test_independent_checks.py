@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 
 from serve_app.backends.base import Replayed, ServedWeights
+from serve_app.guard.referee_counts import count_independent
 from serve_app.referee import transformers_model as transformers_referee
-from serve_app.referee.independent_checks import IndependentChecks
-from serve_app.referee.records import ReplayJob, Verdict
+from serve_app.referee.answer import Answer
+from serve_app.referee.independent_checks import IndependentChecks, IndependentResult
 from serve_app.referee.transformers_model import TransformersModel, TransformersReferee
-from serve_app.telemetry.metrics import Metrics
+from serve_app.referee.verdicts import Verdict
 from speculative.config import DrafterConfig
 from speculative.model.config import ModelConfig
 from speculative.model.fingerprint import model_fingerprint
@@ -87,21 +88,24 @@ class Bench:
     def __init__(self, court: Court, replay: Replay, rate: float = 1.0, **rounding: float) -> None:
         self.court = court
         self.results: Counter[str] = Counter()
-        sink = SimpleNamespace(count=lambda _, labels, value: self.results.update({labels[-1]: int(value)}))
-        metrics = Metrics([sink], model_name="tiny", pool="prefill")  # type: ignore[list-item]  # nothing else comes
+        counted = count_independent(court.metrics)
+
+        def ended(result: IndependentResult) -> None:
+            self.results[result] += 1
+            counted(result)
+
         self.checks = IndependentChecks(
-            replay,
+            SimpleNamespace(replay=replay),
             dataclasses.replace(TOLERANCE, **rounding),
             court.book,
-            metrics,
             rate=rate,
-            num_draft_tokens=NGRAM.max_drafts,
+            ended=ended,
         )
         court.checker._verified = self.checks.offer
 
-    async def judge(self, *jobs: ReplayJob) -> list[str]:
+    async def judge(self, *answers: Answer) -> list[str]:
         """Have the engine's own referee and then this one check answers; the own verdicts."""
-        verdicts = [(await self.court.checker.check(job)).verdict.value for job in jobs]
+        verdicts = [(await self.court.checker.check(answer)).verdict.value for answer in answers]
         waiting, before = self.checks._queue.qsize(), self.num_checked
         work = asyncio.create_task(self.checks.run())
         while self.num_checked < before + waiting:
@@ -215,10 +219,10 @@ async def test_a_model_that_there_is_no_memory_for_is_not_loaded(
 async def test_it_loads_what_is_served_by_now(folder: Path, drafter: Path) -> None:
     referee = TransformersReferee()
     for source, version in ((folder, "default"), (drafter, "v1")):
-        job = serve(tiny_engine(source), next(requests(1)))
-        replayed = referee.replay(job.scored("again"), weights(source, version=version))
+        answer = serve(tiny_engine(source), next(requests(1)))
+        replayed = referee.replay(answer.scored("again"), weights(source, version=version))
         assert replayed.weight_version == version
-        assert replayed.logprobs == pytest.approx(job.logprobs, abs=1e-4)
+        assert replayed.logprobs == pytest.approx(answer.logprobs, abs=1e-4)
 
 
 async def test_answers_of_other_weights_are_not_compared(court: Court) -> None:

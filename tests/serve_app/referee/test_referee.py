@@ -1,15 +1,16 @@
 """The referee on a fake replica: what it compares, what it finds, whom it reports to, and what it remembers."""
 
 import asyncio
+import dataclasses
 import json
 import random
 from pathlib import Path
 
 import pytest
 
-from serve_app.referee.breaker import BreakerState, Mode, Trip
-from serve_app.referee.heartbeat import Finished
-from serve_app.referee.records import ReplayJob, Verdict
+from serve_app.guard.breaker import BreakerState, Mode
+from serve_app.referee.answer import Answer
+from serve_app.referee.verdicts import Finished, Trip, Verdict
 from speculative.errors import EngineFault, EngineOverloaded, InvalidRequest, SequenceTooLong
 from speculative.request import ReplayedToken, Request, SamplingParams, TokenKind
 from tests.support.referees import NUM_TOKENS, RIGHT, Court, served
@@ -44,7 +45,7 @@ async def test_an_answer_that_is_right_is_verified_and_counted_by_stratum(court:
 
 async def test_the_lag_is_the_age_of_the_oldest_answer_that_is_not_replayed(court: Court) -> None:
     def lag() -> float:
-        court.checker.report_queue()
+        court.counts.show_queue(court.checker)
         return court.value("truespec_replay_lag_seconds")
 
     assert lag() == 0
@@ -171,8 +172,8 @@ async def test_a_verdict_says_what_was_checked(
 ) -> None:
     court.replayer.row = lambda _: row
     for number, seed in enumerate(seeds):
-        job = served(number, params=params)
-        asked = Request(job.request.request_id, job.request.prompt_token_ids, params, seed)
+        answer = served(number, params=params)
+        asked = Request(answer.request.request_id, answer.request.prompt_token_ids, params, seed)
         checked = await court.checker.check(served(number, request=asked))
         assert checked.verdict is Verdict.VERIFIED
     reply = court.book.verdicts.reply(f"cmpl-{len(seeds) - 1}")
@@ -200,6 +201,15 @@ async def test_an_answer_without_logprobs_is_judged_by_its_tokens(court: Court) 
     court.replayer.row = lambda _: None
     nothing = await court.checker.check(served(3, logprobs=()))
     assert (nothing.verdict, nothing.checks, nothing.num_tokens) == (Verdict.UNVERIFIED, (), 0)
+
+
+async def test_an_answer_whose_sampling_is_not_known_is_judged_by_its_logprobs_alone(court: Court) -> None:
+    court.replayer.row = lambda index: ReplayedToken(0.0, 0.5, 10.0, 0.7, 9.0, float("inf")) if index == 7 else RIGHT
+    checked = await court.checker.check(dataclasses.replace(served(1), untested="mirostat changes it"))
+    assert (checked.verdict, checked.checks, checked.distribution) == (Verdict.VERIFIED, ("logprobs",), "untested")
+    court.replayer.drift = -0.8
+    drifted = await court.checker.check(dataclasses.replace(served(2), untested="mirostat changes it"))
+    assert (drifted.verdict, drifted.reason) == (Verdict.SUSPECT, "drift")
 
 
 async def test_a_client_that_repeats_its_seed_repeats_its_luck_and_alarms_nobody(court: Court) -> None:
@@ -288,18 +298,18 @@ async def test_a_replay_that_fails_is_tried_again_elsewhere(court: Court) -> Non
     assert court.value("truespec_replays_total") == court.value("truespec_replays_total", result="ok") == 1
 
 
-async def assert_impossible(court: Court, job: ReplayJob, why: str) -> None:
+async def assert_impossible(court: Court, answer: Answer, why: str) -> None:
     """The answer is suspect, and who made it hears of it."""
-    checked = await court.checker.check(job)
+    checked = await court.checker.check(answer)
     assert checked.verdict is Verdict.SUSPECT
     assert checked.reason.startswith("impossible") and why in checked.reason
     reported = court.book.verdicts.reply("cmpl-1")
     assert reported is not None and reported["verdict"] == "suspect"
     assert court.value("truespec_replays_total", result="refused") == 1
     assert court.value("truespec_replays_total", result="failed") == 0
-    assert court.value("truespec_replay_alarms_total", alarm="impossible", stratum="all") == len(set(job.made_by))
+    assert court.value("truespec_replay_alarms_total", alarm="impossible", stratum="all") == len(set(answer.made_by))
     assert court.value("truespec_verdicts_total", verdict="suspect") == 1
-    for maker in set(job.made_by):
+    for maker in set(answer.made_by):
         (finding,) = court.hear(maker).findings
         assert (finding.alarm, finding.began_at) == ("impossible", 10.0)
     await court.dump("*impossible*")
@@ -338,8 +348,8 @@ async def test_a_replayer_that_did_not_look_at_the_answer_finds_nothing(court: C
 
 
 async def test_a_canary_that_no_engine_takes_is_judged_and_blames_nobody(court: Court) -> None:
-    job = served(1, request=Request("canary-0", (1, 2, 3), canary=True), max_model_len=NUM_TOKENS)
-    assert (await court.checker.check(job)).verdict is Verdict.SUSPECT
+    answer = served(1, request=Request("canary-0", (1, 2, 3), canary=True), max_model_len=NUM_TOKENS)
+    assert (await court.checker.check(answer)).verdict is Verdict.SUSPECT
     assert court.hear().findings == ()
     assert court.book.verdicts.reply("canary") is None
 
@@ -361,12 +371,12 @@ async def test_a_trip_makes_answers_suspect_and_writes_a_dump(court: Court) -> N
 async def test_an_operators_order_reaches_one_replica_or_all_and_those_to_come(court: Court) -> None:
     court.hear("r1")
     court.hear("r2")
-    assert court.book.order(Mode.OFF, "nobody") is None
-    assert [status["replica"] for status in court.book.order(Mode.OFF, "r2") or ()] == ["r1", "r2"]
+    assert court.registry.order(Mode.OFF, "nobody") is None
+    assert [status["replica"] for status in court.registry.order(Mode.OFF, "r2") or ()] == ["r1", "r2"]
     assert court.hear("r1").mode is None
     assert court.hear("r2").mode is Mode.OFF
     assert court.hear("r2").mode is None, "it was delivered"
-    court.book.order(Mode.ON, None)
+    court.registry.order(Mode.ON, None)
     assert [court.hear(name).mode for name in ("r1", "r2", "r3")] == [Mode.ON] * 3
 
 
@@ -374,7 +384,7 @@ async def test_a_replica_that_is_gone_is_forgotten(court: Court) -> None:
     court.hear("r1")
     court.now += 61
     court.hear("r2")
-    assert [status["replica"] for status in court.book.statuses()] == ["r2"]
+    assert [status["replica"] for status in court.registry.statuses()] == ["r2"]
 
 
 async def test_what_was_not_replayed_was_not_checked(court: Court) -> None:

@@ -5,21 +5,21 @@ import dataclasses
 
 import pytest
 
-from serve_app.referee.records import ReplayJob, Verdict
+from serve_app.referee.answer import Answer
 from serve_app.referee.replay_selection import Checks, Selection, chosen
-from serve_app.referee.verdicts import Checked
+from serve_app.referee.verdicts import Checked, Verdict
 from speculative.request import Request
-from tests.support.referees import job
+from tests.support.referees import recorded
 
 
 class Referee:
-    """Takes jobs; those that are waited for end when a test says so."""
+    """Takes answers; those that are waited for end when a test says so."""
 
     def __init__(self) -> None:
-        self.submitted: list[ReplayJob] = []
+        self.submitted: list[Answer] = []
         self.waiting: dict[str, asyncio.Future[Checked]] = {}
 
-    async def check(self, one: ReplayJob) -> Checked:
+    async def check(self, one: Answer) -> Checked:
         self.waiting[one.request.request_id] = asyncio.get_running_loop().create_future()
         return await self.waiting[one.request.request_id]
 
@@ -46,7 +46,7 @@ def is_checked(checks: Checks, name: str) -> bool:
 async def test_who_does_not_ask_does_not_wait(referee: Referee) -> None:
     checks = checks_of(referee)
     assert is_checked(checks, "chosen-0") and not is_checked(checks, "other-0")
-    checks.ended(job("chosen-0"))
+    checks.ended(recorded("chosen-0"))
     assert [one.request.request_id for one in referee.submitted] == ["chosen-0"]
     assert referee.waiting == {}
 
@@ -56,7 +56,7 @@ async def test_who_asks_is_chosen_and_waits(referee: Referee) -> None:
     with checks.expecting(["a-0", "a-1"]):
         assert is_checked(checks, "a-0")
         for name in ("a-0", "a-1"):
-            checks.ended(job(name))
+            checks.ended(recorded(name))
         waiting = asyncio.create_task(checks.verdicts(["a-0", "a-1"]))
         await asyncio.sleep(0.01)
         assert not waiting.done()
@@ -82,8 +82,8 @@ def test_some_chosen_requests_are_computed_as_they_were_sent_if_their_replay_sho
 async def test_what_cannot_be_checked_in_time_is_unverified(referee: Referee) -> None:
     checks = checks_of(referee, timeout_s=0.02)
     with checks.expecting(["late-0", "failed-0", "silent-0"]):
-        checks.ended(job("late-0"))
-        checks.ended(job("failed-0"))
+        checks.ended(recorded("late-0"))
+        checks.ended(recorded("failed-0"))
         await asyncio.sleep(0)
         referee.waiting["failed-0"].set_exception(ConnectionError("no referee"))
         reported = await checks.verdicts(["late-0", "failed-0", "silent-0"])
@@ -98,7 +98,7 @@ async def test_a_client_that_leaves_lets_go_of_its_checks(referee: Referee) -> N
 
     async def ask() -> None:
         with checks.expecting(["a-0"]):
-            checks.ended(job("a-0"))
+            checks.ended(recorded("a-0"))
             await checks.verdicts(["a-0"])
 
     asking = asyncio.create_task(ask())

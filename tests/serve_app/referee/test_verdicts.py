@@ -2,11 +2,8 @@
 
 import dataclasses
 
-from serve_app.referee.breaker import Trip
-from serve_app.referee.heartbeat import Finished
-from serve_app.referee.records import Verdict
-from serve_app.referee.verdicts import Checked, VerdictBook
-from tests.support.referees import job
+from serve_app.referee.verdicts import Checked, Finished, Trip, Verdict, VerdictBook
+from tests.support.referees import recorded
 
 VERIFIED = Checked(Verdict.VERIFIED, "replayed", 2, 1.0, 0.0, "p1")
 
@@ -21,7 +18,7 @@ def test_choices_have_verdicts_of_their_own_and_the_reply_the_worst() -> None:
     book = VerdictBook(10)
     for choice in (1, 0, 2):
         book.note("r1", Finished(f"cmpl-a-{choice}", 10, 12))
-    book.record(job("cmpl-a-1"), VERIFIED, now=13)
+    book.record(recorded("cmpl-a-1"), VERIFIED, now=13)
     reply = book.reply("cmpl-a")
     assert reply is not None
     assert (reply["id"], reply["verdict"]) == ("cmpl-a", "unverified")
@@ -36,7 +33,7 @@ def test_choices_have_verdicts_of_their_own_and_the_reply_the_worst() -> None:
 
 def test_a_check_may_be_quicker_than_the_news_that_the_request_has_ended() -> None:
     book = VerdictBook(10)
-    book.record(job("cmpl-a-0"), VERIFIED, now=11)
+    book.record(recorded("cmpl-a-0"), VERIFIED, now=11)
     book.note("r1", Finished("cmpl-a-0", 10, 10.5))
     assert verdicts(book, "cmpl-a") == ["verified"]
 
@@ -64,7 +61,7 @@ def test_a_trip_makes_suspect_what_ended_about_then_whenever_it_is_reported() ->
 def test_a_trip_of_the_prefill_replica_makes_suspect_what_was_decoded_from_its_handoffs() -> None:
     book = VerdictBook(10)
     book.note("r1", Finished("unchecked-0", 6, 7, prefilled_by="p1"))
-    book.record(job("checked-0", began_at=6, prefilled_by="p1"), VERIFIED, now=7)
+    book.record(recorded("checked-0", began_at=6, prefilled_by="p1"), VERIFIED, now=7)
     book.note("r1", Finished("checked-0", 6, 7, prefilled_by="p1"))
     book.note("r1", Finished("other-0", 6, 7, prefilled_by="p2"))
     assert book.trip("p1", Trip("drift", at=10, suspect_since=5)) == 2
@@ -76,7 +73,7 @@ def test_a_check_cannot_clear_what_a_trip_made_suspect() -> None:
     book = VerdictBook(10)
     book.note("r1", Finished("a-0", 6, 7))
     book.trip("r1", Trip("selfcheck", at=10, suspect_since=5))
-    assert book.record(job("a-0", began_at=6), VERIFIED, now=11).verdict is Verdict.SUSPECT
+    assert book.record(recorded("a-0", began_at=6), VERIFIED, now=11).verdict is Verdict.SUSPECT
     assert verdicts(book, "a") == ["suspect"]
 
 
@@ -91,7 +88,7 @@ def test_the_oldest_replies_are_forgotten() -> None:
 def test_a_reply_was_checked_for_what_all_of_its_choices_were() -> None:
     book = VerdictBook(10)
     for choice, checks in enumerate((("logprobs", "support", "distribution"), ("logprobs", "support"))):
-        book.record(job(f"cmpl-a-{choice}"), dataclasses.replace(VERIFIED, checks=checks), now=13)
+        book.record(recorded(f"cmpl-a-{choice}"), dataclasses.replace(VERIFIED, checks=checks), now=13)
     reply = book.reply("cmpl-a")
     assert reply is not None
     assert reply["checked"] == ["logprobs", "support"]

@@ -16,39 +16,40 @@ from serve_app.http.routes import PastReplies
 from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.parsing import parse
 from serve_app.openai.requests import ChatCompletionRequest, CompletionRequest
-from serve_app.referee.records import Record, Records, ReplayJob, Verdict
+from serve_app.referee.answer import Answer
+from serve_app.referee.records import Record, Records
 from serve_app.referee.replay_selection import Checks
-from serve_app.referee.verdicts import Checked
+from serve_app.referee.verdicts import Checked, Verdict
 from serve_app.streams.observed import ObservedSource, SourceLimits
 from serve_app.telemetry.metrics import BufferSink, Metrics
 from serve_app.text.tokenizer import Tokenizer
 from speculative.errors import ConfigError, InvalidRequest
 from tests.support.fake_serving import BackendSource, Served, ServeFake, make_backend
 
-Judge = Callable[[ReplayJob], Verdict]
+Judge = Callable[[Answer], Verdict]
 
 
 class Verifying:
     """A front end over a fake engine whose answers are judged as a test says."""
 
     def __init__(self, tokenizer: Tokenizer, judge: Judge, delay_s: float = 0.0) -> None:
-        self.jobs: list[ReplayJob] = []
+        self.answers: list[Answer] = []
         backend, self.script = make_backend(tokenizer)
         metrics = Metrics([BufferSink("r1")], model_name="m", pool="decode")
 
-        async def check(job: ReplayJob) -> Checked:
-            self.jobs.append(job)
+        async def check(answer: Answer) -> Checked:
+            self.answers.append(answer)
             await asyncio.sleep(delay_s)
-            return Checked(judge(job), checks=("logprobs", "support"))
+            return Checked(judge(answer), checks=("logprobs", "support"))
 
-        def unasked(_: ReplayJob) -> None:
+        def unasked(_: Answer) -> None:
             raise AssertionError("nobody's share is replayed here")
 
         checks = Checks(lambda _: False, lambda _: True, unasked, check, timeout_s=0.5)
 
-        def ended(_: Record, job: ReplayJob | None) -> None:
-            if job is not None:
-                checks.ended(job)
+        def ended(_: Record, answer: Answer | None) -> None:
+            if answer is not None:
+                checks.ended(answer)
 
         source = ObservedSource(
             BackendSource(backend),
@@ -81,7 +82,7 @@ def chat(**fields: Any) -> ChatCompletionRequest:
     return parse(json.dumps(body).encode(), ChatCompletionRequest)
 
 
-def right(_: ReplayJob) -> Verdict:
+def right(_: Answer) -> Verdict:
     return Verdict.VERIFIED
 
 
@@ -94,15 +95,15 @@ async def test_a_whole_answer_carries_its_verdict(tokenizer: Tokenizer, wire: An
         ["verified"],
         ["logprobs", "support"],
     )
-    (job,) = verifying.jobs
-    assert job.request.request_id == f"{reply['id']}-0"
-    assert len(job.token_ids) == len(job.logprobs) == reply["usage"]["completion_tokens"]
+    (answer,) = verifying.answers
+    assert answer.request.request_id == f"{reply['id']}-0"
+    assert len(answer.token_ids) == len(answer.logprobs) == reply["usage"]["completion_tokens"]
     assert reply["choices"][0]["logprobs"] is None, "they were gathered for the check, and nobody asked for them"
 
 
 async def test_each_choice_has_its_verdict_and_the_reply_the_worst(tokenizer: Tokenizer) -> None:
     reported = {0: Verdict.VERIFIED, 1: Verdict.UNVERIFIED, 2: Verdict.SUSPECT, 3: Verdict.VERIFIED}
-    verifying = Verifying(tokenizer, lambda job: reported[int(job.request.request_id[-1])])
+    verifying = Verifying(tokenizer, lambda answer: reported[int(answer.request.request_id[-1])])
     reply = await verifying.reply(completion(verify=True, n=2, prompt=["one", "two"]))
     assert reply["verdicts"] == ["verified", "unverified", "suspect", "verified"]
     assert reply["verdict"] == "suspect"
@@ -126,7 +127,7 @@ async def test_who_does_not_ask_is_neither_checked_nor_reported(tokenizer: Token
     for verify in ({}, {"verify": False}, {"verify": None}):
         assert "verdict" not in await verifying.reply(completion(**verify))
         assert not any("verdict" in chunk for chunk in await verifying.chunks(completion(stream=True, **verify)))
-    assert verifying.jobs == []
+    assert verifying.answers == []
 
 
 async def test_a_stop_string_ends_what_is_checked_too(tokenizer: Tokenizer) -> None:

@@ -77,7 +77,7 @@ class Engines:
             self.metrics,
             Records("r1", 512),
             select=lambda _: Selection.WITH_LOGPROBS,
-            ended=lambda record, job: None,
+            ended=lambda record, answer: None,
             limits=SourceLimits(8, 300.0, max_first_token_s=300.0),
         )
         tokenizer = Tokenizer.from_folder(self.info.folder)

@@ -11,12 +11,13 @@ import pytest_asyncio
 
 from serve_app.backends.base import Prefilled
 from serve_app.backends.torch_backend import TorchBackend
-from serve_app.referee.records import Record, Records, ReplayJob
+from serve_app.referee.answer import Answer
+from serve_app.referee.records import Record, Records
 from serve_app.referee.replay_selection import Selection
+from serve_app.referee.strata import STRATA
 from serve_app.streams.backlog import Backlog
 from serve_app.streams.observed import ObservedSource, SourceLimits
 from serve_app.streams.pooled import PooledTokenSource, PoolFull, PrefillPatience
-from serve_app.telemetry.metric_names import STRATA
 from serve_app.telemetry.metrics import BufferSink, Metrics
 from speculative.errors import EngineFault, InvalidRequest
 from speculative.request import Request, SamplingParams, TokenDelta
@@ -242,13 +243,13 @@ _SELECTED = {
 }
 
 
-def observed(pools: Pools, ended: list[tuple[Record, ReplayJob | None]]) -> ObservedSource:
+def observed(pools: Pools, ended: list[tuple[Record, Answer | None]]) -> ObservedSource:
     return ObservedSource(
         pools.source,
         pools.metrics,
         pools.records,
         select=lambda one: _SELECTED.get(one.request_id, Selection.WITH_LOGPROBS),
-        ended=lambda record, job: ended.append((record, job)),
+        ended=lambda record, answer: ended.append((record, answer)),
         limits=SourceLimits(max_running=4, timeout_s=300),
     )
 
@@ -283,7 +284,7 @@ async def test_acceptance_is_counted_by_the_rounds_since_the_handoff(pools: Pool
 
 
 async def test_logprobs_that_were_asked_for_in_any_way_are_passed_on(pools: Pools) -> None:
-    ended: list[tuple[Record, ReplayJob | None]] = []
+    ended: list[tuple[Record, Answer | None]] = []
     source = observed(pools, ended)
     asked = {
         "plain": PLAIN,
@@ -298,43 +299,43 @@ async def test_logprobs_that_were_asked_for_in_any_way_are_passed_on(pools: Pool
         assert len(entries) == (0 if params is PLAIN else 6)
         assert all(len(entry.scored) == 2 * (name == "scored") for entry in entries)
     assert [record.request.request_id for record, _ in ended] == list(asked)
-    assert [None if job is None else len(job.logprobs) for _, job in ended] == [6, 6, 6, 0, None]
+    assert [None if answer is None else len(answer.logprobs) for _, answer in ended] == [6, 6, 6, 0, None]
 
 
 async def test_an_answer_of_one_token_is_the_prefill_replicas(pools: Pools) -> None:
-    ended: list[tuple[Record, ReplayJob | None]] = []
+    ended: list[tuple[Record, Answer | None]] = []
     request = Request("r", (7, 8, 9), dataclasses.replace(ASKING, max_tokens=1), 1)
     assert len([delta async for delta in observed(pools, ended).stream([request])]) == 1
-    ((_, job),) = ended
-    assert job is not None
-    assert (job.replica, job.prefilled_by, job.made_by) == ("decode-1", "prefill-1", ("prefill-1",))
+    ((_, answer),) = ended
+    assert answer is not None
+    assert (answer.replica, answer.prefilled_by, answer.made_by) == ("decode-1", "prefill-1", ("prefill-1",))
 
 
 @pytest.mark.parametrize("damaged", [False, True], ids=["handed off", "refused"])
 async def test_what_is_to_be_replayed_reports_how_each_token_was_made(pools: Pools, damaged: bool) -> None:
     pools.damaged = damaged
-    ended: list[tuple[Record, ReplayJob | None]] = []
+    ended: list[tuple[Record, Answer | None]] = []
     request = Request("r", (7, 8, 9) * 6, dataclasses.replace(ASKING, temperature=0.0, max_tokens=30), 1)
     deltas = [delta async for delta in observed(pools, ended).stream([request])]
-    ((_, job),) = ended
-    assert job is not None
-    assert (job.replica, job.prefilled_by, job.prompt_scored_by) == ("decode-1", "prefill-1", "prefill-1")
-    assert job.made_by == ("prefill-1", *["decode-1"] * 29)
-    assert list(job.token_ids) == text_of(deltas, "r")
-    assert len(job.prompt_logprobs) == 17
-    assert job.num_drafted == sum(delta.num_drafted for delta in deltas)
+    ((_, answer),) = ended
+    assert answer is not None
+    assert (answer.replica, answer.prefilled_by, answer.prompt_scored_by) == ("decode-1", "prefill-1", "prefill-1")
+    assert answer.made_by == ("prefill-1", *["decode-1"] * 29)
+    assert list(answer.token_ids) == text_of(deltas, "r")
+    assert len(answer.prompt_logprobs) == 17
+    assert answer.num_drafted == sum(delta.num_drafted for delta in deltas)
     rounds = [number for number, delta in enumerate(deltas[1:]) for _ in delta.token_ids]
-    assert list(job.rounds_since_handoff) == ([None] * 30 if damaged else [None, *rounds])
-    strata = list(job.strata(4))
-    assert strata[:17] == [("prompt",)] * 17
-    assert strata[17][-2:] == ("first", "no_handoff")
-    assert ("handoff_0" in strata[18]) == (not damaged)
-    assert all("greedy" in names and "all" in names for names in strata[17:])
+    assert list(answer.rounds_since_handoff) == ([None] * 30 if damaged else [None, *rounds])
+    strata = answer.strata
+    assert len(strata) == 30
+    assert strata[0][-2:] == ("first", "no_handoff")
+    assert ("handoff_0" in strata[1]) == (not damaged)
+    assert all("greedy" in names and "all" in names for names in strata)
     assert set().union(*strata) <= set(STRATA)
 
 
 async def test_a_teacher_forced_request_is_not_replayed(pools: Pools) -> None:
-    ended: list[tuple[Record, ReplayJob | None]] = []
+    ended: list[tuple[Record, Answer | None]] = []
     requests = [Request("score", PROMPT, score_from=4)]
     deltas = [delta async for delta in observed(pools, ended).stream(requests)]
     assert len(deltas[-1].logprobs or ()) == len(PROMPT) - 4

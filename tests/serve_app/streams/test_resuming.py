@@ -298,11 +298,11 @@ async def test_the_record_reports_who_answered_and_what_was_computed_again(servi
             seen.append((record.replica, record.prefilled_by))
     service.records.end("r")
     assert list(dict.fromkeys(seen)) == [("decode-0", "prefill-1"), ("decode-1", "")]
-    job = record.job()
-    assert job is not None and len(job.token_ids) == 20
-    moved = [("preempted" in strata) for strata in job.strata(4)]
+    answer = record.answer()
+    assert answer is not None and len(answer.token_ids) == 20
+    moved = [("preempted" in strata) for strata in answer.strata]
     assert moved == sorted(moved) and any(moved) and not all(moved)
-    assert [since is None for since in job.rounds_since_handoff] == moved
+    assert [since is None for since in answer.rounds_since_handoff] == moved
 
 
 async def test_a_prompt_whose_logprobs_were_reported_is_not_reported_again() -> None:

@@ -23,8 +23,12 @@ from opentelemetry.trace import StatusCode
 from serve_app.backends.base import Prefilled, Replayed
 from serve_app.http.routes import build_ingress
 from serve_app.openai.frontend import FrontEnd
-from serve_app.referee.records import Record, Records, ReplayJob
+from serve_app.referee.answer import Answer
+from serve_app.referee.judgement import Judge
+from serve_app.referee.records import Record, Records
+from serve_app.referee.replay_checker import ReplayChecker
 from serve_app.referee.replay_selection import Checks
+from serve_app.referee.replica_book import ReplicaBook
 from serve_app.referee.verdicts import Checked
 from serve_app.streams import spans
 from serve_app.streams.observed import ObservedSource, SourceLimits
@@ -37,7 +41,7 @@ from speculative.errors import ConfigError
 from speculative.request import Request
 from tests.support.fake_serving import make_backend
 from tests.support.otlp_collector import running_collector
-from tests.support.referees import checker
+from tests.support.referees import TOLERANCE
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 SAMPLED, UNSAMPLED = f"00-{TRACE}-{PARENT}-01", f"00-{TRACE}-{PARENT}-00"
@@ -67,7 +71,7 @@ class App:
         self.decode, self.prefill = fakes
         self.handoff_spoils = False
         self.records = Records("d", 256)
-        self.checker = checker(self._replay, metrics)
+        self.checker = ReplayChecker(self._replay, Judge(TOLERANCE).judge, ReplicaBook(TOLERANCE))
         self.checks = Checks(lambda _: False, lambda _: True, lambda _: None, self._check, 20)
         source = ObservedSource(
             PooledTokenSource(self.decode, metrics, self._ask, self.records.handed_off, tracing=self.traces["decode"]),
@@ -101,12 +105,12 @@ class App:
             prefilled = dataclasses.replace(prefilled, handoff=spoilt)
         return prefilled
 
-    def _ended(self, record: Record, job: ReplayJob | None) -> None:
-        if job is not None:
-            self.checks.ended(job)
+    def _ended(self, record: Record, answer: Answer | None) -> None:
+        if answer is not None:
+            self.checks.ended(answer)
 
-    async def _check(self, job: ReplayJob) -> Checked:
-        checked: Checked = await across(self.checker.check, job)
+    async def _check(self, answer: Answer) -> Checked:
+        checked: Checked = await across(self.checker.check, answer)
         return checked
 
     async def _replay(self, request: Request, _: object) -> Replayed:

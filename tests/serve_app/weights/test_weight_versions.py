@@ -17,7 +17,8 @@ from serve_app.openai.parsing import parse
 from serve_app.openai.prepared_request import Limits
 from serve_app.openai.requests import ChatCompletionRequest, CompletionRequest
 from serve_app.openai.responses import ChoiceDelta, join, metadata_of
-from serve_app.referee.records import Record, Verdict
+from serve_app.referee.records import Record
+from serve_app.referee.verdicts import Verdict
 from serve_app.streams.pooled import PooledTokenSource
 from serve_app.telemetry.metrics import BufferSink, Metrics
 from serve_app.text.tokenizer import Tokenizer

@@ -1,4 +1,4 @@
-"""From exchanges to jobs: the tokens, how they were sampled, and what cannot be judged."""
+"""From exchanges to answers: the tokens, how they were sampled, and what cannot be judged."""
 
 import dataclasses
 import json
@@ -10,7 +10,7 @@ import pytest
 from deploy.exchange.answers import Unreadable
 from deploy.exchange.exchanges import CHAT, COMPLETIONS, Exchange
 from deploy.faults.tiny import write_tiny_tokenizer
-from deploy.watch.jobs import JobMaker, WatchedJob
+from deploy.watch.served_answers import Answer, AnswerReader
 from serve_app.backends.base import ModelInfo
 from serve_app.text.tokenizer import Tokenizer
 from speculative.errors import InvalidRequest
@@ -26,9 +26,9 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def maker(tokenizer_folder: Path) -> JobMaker:
+def maker(tokenizer_folder: Path) -> AnswerReader:
     model = ModelInfo("tiny", 64, 512, "", str(tokenizer_folder), (EOS,))
-    return JobMaker(model, Tokenizer.from_folder(tokenizer_folder))
+    return AnswerReader(model, Tokenizer.from_folder(tokenizer_folder))
 
 
 def exchange(request: dict[str, Any], *choices: dict[str, Any], path: str = COMPLETIONS, **reply: Any) -> Exchange:
@@ -43,66 +43,67 @@ def choice(
     return {"token_ids": ids, "logprobs": reported, "finish_reason": reason, **more}
 
 
-def job_of(maker: JobMaker, request: dict[str, Any], *choices: dict[str, Any], **more: Any) -> WatchedJob:
-    return maker.jobs(exchange(request, *choices, **more))[0]
+def answer_of(maker: AnswerReader, request: dict[str, Any], *choices: dict[str, Any], **more: Any) -> Answer:
+    return maker.answers(exchange(request, *choices, **more))[0]
 
 
-def test_tokens_logprobs_and_parameters_are_taken_over(maker: JobMaker) -> None:
+def test_tokens_logprobs_and_parameters_are_taken_over(maker: AnswerReader) -> None:
     request = {"prompt": [7, 8, 9], "temperature": 0.5, "top_k": -1, "top_p": 0.9, "seed": 11, "min_tokens": 3}
-    job = job_of(maker, request, choice([20, 21], logprobs=[-0.5, -1.5]))
-    assert job.request.prompt_token_ids == (7, 8, 9)
-    assert (job.token_ids, job.logprobs) == ((20, 21), (-0.5, -1.5))
-    params = job.request.params
+    answer = answer_of(maker, request, choice([20, 21], logprobs=[-0.5, -1.5]))
+    assert answer.request.prompt_token_ids == (7, 8, 9)
+    assert (answer.token_ids, answer.logprobs) == ((20, 21), (-0.5, -1.5))
+    params = answer.request.params
     assert (params.temperature, params.top_k, params.top_p, params.min_tokens) == (0.5, 0, 0.9, 3)
-    assert job.request.seed == 11
-    assert job.request.request_id == "cmpl-1-0"
-    assert job.untested == ""
-    assert (job.began_at, job.replica) == (5.0, "server")
+    assert answer.request.seed == 11
+    assert answer.request.request_id == "cmpl-1-0"
+    assert answer.untested == ""
+    assert (answer.began_at, answer.replica) == (5.0, "server")
 
 
-def test_choices_of_several_prompts_belong_to_theirs(maker: JobMaker) -> None:
+def test_choices_of_several_prompts_belong_to_theirs(maker: AnswerReader) -> None:
     whole = exchange({"prompt": [[5, 6], [7]], "n": 2, "seed": 3}, *(choice([20 + n]) for n in range(4)))
-    jobs = maker.jobs(whole)
-    assert [job.request.prompt_token_ids for job in jobs] == [(5, 6), (5, 6), (7,), (7,)]
-    assert [job.request.seed for job in jobs] == [3, 4, 3, 4], "servers draw for each prompt with the same numbers"
+    answers = maker.answers(whole)
+    assert [answer.request.prompt_token_ids for answer in answers] == [(5, 6), (5, 6), (7,), (7,)]
+    assert [answer.request.seed for answer in answers] == [3, 4, 3, 4], (
+        "servers draw for each prompt with the same numbers"
+    )
 
 
-def test_requests_without_a_seed_never_share_one(maker: JobMaker) -> None:
+def test_requests_without_a_seed_never_share_one(maker: AnswerReader) -> None:
     replies: list[dict[str, Any]] = [*({"id": f"cmpl-{number}"} for number in range(20)), *([{"id": ""}] * 20)]
-    seeds = {job_of(maker, {"prompt": [5]}, choice([20]), **reply).request.seed for reply in replies}
+    seeds = {answer_of(maker, {"prompt": [5]}, choice([20]), **reply).request.seed for reply in replies}
     assert len(seeds) == 40
 
 
-def test_an_answer_that_comes_twice_is_one_answer(maker: JobMaker) -> None:
+def test_an_answer_that_comes_twice_is_one_answer(maker: AnswerReader) -> None:
     """The detectors take no further evidence from a seed that they have seen."""
-    once, twice = (job_of(maker, {"prompt": [5]}, choice([20])).request.seed for _ in range(2))
+    once, twice = (answer_of(maker, {"prompt": [5]}, choice([20])).request.seed for _ in range(2))
     assert once == twice
 
 
-def test_the_token_that_ended_an_answer_is_added_where_a_server_leaves_it_out(maker: JobMaker) -> None:
-    left_out = job_of(maker, {"prompt": [5]}, choice([20, 21], logprobs=[-1.0, -2.0], reason="stop"))
+def test_the_token_that_ended_an_answer_is_added_where_a_server_leaves_it_out(maker: AnswerReader) -> None:
+    left_out = answer_of(maker, {"prompt": [5]}, choice([20, 21], logprobs=[-1.0, -2.0], reason="stop"))
     assert left_out.token_ids == (20, 21, EOS)
     assert left_out.logprobs == (-1.0, -2.0, None)
-    reported = job_of(maker, {"prompt": [5]}, choice([20, EOS], logprobs=[-1.0, -2.0], reason="stop"))
+    reported = answer_of(maker, {"prompt": [5]}, choice([20, EOS], logprobs=[-1.0, -2.0], reason="stop"))
     assert reported.token_ids == (20, EOS)
-    by_text = job_of(maker, {"prompt": [5], "stop": ["x"]}, choice([20, 21], reason="stop"))
+    by_text = answer_of(maker, {"prompt": [5], "stop": ["x"]}, choice([20, 21], reason="stop"))
     assert by_text.token_ids == (20, 21), "a stop string may have ended it"
 
 
-def test_text_alone_is_read_as_tokens_if_their_number_is_right(maker: JobMaker) -> None:
+def test_text_alone_is_read_as_tokens_if_their_number_is_right(maker: AnswerReader) -> None:
     text = maker.tokenizer.decode([30, 31, 32])
     ids = tuple(maker.tokenizer.encode(text, continuation=True))
     plain = {"text": text, "finish_reason": "length"}
-    job = job_of(maker, {"prompt": "ab"}, plain, usage={"completion_tokens": len(ids)})
-    assert job.retokenized
-    assert job.token_ids == ids
+    answer = answer_of(maker, {"prompt": "ab"}, plain, usage={"completion_tokens": len(ids)})
+    assert answer.token_ids == ids
     with pytest.raises(Unreadable, match="another number of tokens"):
-        job_of(maker, {"prompt": "ab"}, plain, usage={"completion_tokens": len(ids) + 1})
+        answer_of(maker, {"prompt": "ab"}, plain, usage={"completion_tokens": len(ids) + 1})
 
 
-def test_a_text_has_no_logprobs_of_its_tokens(maker: JobMaker) -> None:
+def test_a_text_has_no_logprobs_of_its_tokens(maker: AnswerReader) -> None:
     given = {"text": "ab", "finish_reason": "length", "logprobs": {"token_logprobs": [-1.0], "tokens": ["ab"]}}
-    assert job_of(maker, {"prompt": "ab"}, given).logprobs == ()
+    assert answer_of(maker, {"prompt": "ab"}, given).logprobs == ()
 
 
 @pytest.mark.parametrize(
@@ -113,10 +114,10 @@ def test_a_text_has_no_logprobs_of_its_tokens(maker: JobMaker) -> None:
         ({"temperature": 1000}, "temperature"),
     ],
 )
-def test_what_cannot_be_repeated_is_not_tested(maker: JobMaker, request_body: dict[str, Any], reason: str) -> None:
-    job = job_of(maker, {"prompt": [5], **request_body}, choice([20], logprobs=[-1.0]))
-    assert reason in job.untested
-    assert job.logprobs == (-1.0,), "its logprobs are compared all the same"
+def test_what_cannot_be_repeated_is_not_tested(maker: AnswerReader, request_body: dict[str, Any], reason: str) -> None:
+    answer = answer_of(maker, {"prompt": [5], **request_body}, choice([20], logprobs=[-1.0]))
+    assert reason in answer.untested
+    assert answer.logprobs == (-1.0,), "its logprobs are compared all the same"
 
 
 GRAMMARS = (
@@ -130,13 +131,13 @@ GRAMMARS = (
 @pytest.mark.parametrize("request_body", GRAMMARS)
 @pytest.mark.parametrize(("dialect", "compared"), [("vllm", False), ("llama.cpp", True)])
 def test_logprobs_that_a_grammar_leaves_are_not_the_models(
-    maker: JobMaker, request_body: dict[str, Any], dialect: str, compared: bool
+    maker: AnswerReader, request_body: dict[str, Any], dialect: str, compared: bool
 ) -> None:
     """vLLM applies the grammar's mask to the logits before it takes what it calls raw logprobs."""
     whole = exchange({"prompt": [5], **request_body}, choice([20], logprobs=[-1.0]))
-    (job,) = maker.jobs(dataclasses.replace(whole, dialect=dialect))
-    assert next(iter(request_body)) in job.untested
-    assert job.logprobs == ((-1.0,) if compared else ())
+    (answer,) = maker.answers(dataclasses.replace(whole, dialect=dialect))
+    assert next(iter(request_body)) in answer.untested
+    assert answer.logprobs == ((-1.0,) if compared else ())
 
 
 SECRET = "the clients own words"
@@ -152,39 +153,41 @@ SECRET = "the clients own words"
         {"max_tokens": SECRET},
     ],
 )
-def test_a_reason_holds_none_of_a_clients_words(maker: JobMaker, request_body: dict[str, Any]) -> None:
-    untested = job_of(maker, {"prompt": [5], **request_body}, choice([20])).untested
+def test_a_reason_holds_none_of_a_clients_words(maker: AnswerReader, request_body: dict[str, Any]) -> None:
+    untested = answer_of(maker, {"prompt": [5], **request_body}, choice([20])).untested
     assert untested
     assert SECRET not in untested
 
 
-def test_a_prompt_that_cannot_be_encoded_is_not_quoted(maker: JobMaker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_that_cannot_be_encoded_is_not_quoted(maker: AnswerReader, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> list[int]:
         raise InvalidRequest("messages", f"The template refuses {SECRET}.")
 
     monkeypatch.setattr(Tokenizer, "encode_chat", refuse)
     with pytest.raises(Unreadable) as error:
-        job_of(maker, {"messages": [{"role": "user", "content": SECRET}]}, choice([20]), path=CHAT)
+        answer_of(maker, {"messages": [{"role": "user", "content": SECRET}]}, choice([20]), path=CHAT)
     assert SECRET not in str(error.value)
 
 
 @pytest.mark.parametrize("ids", [[20.5], [True], ["20"], "ab", [None]])
-def test_ids_that_are_none_are_unreadable(maker: JobMaker, ids: Any) -> None:
+def test_ids_that_are_none_are_unreadable(maker: AnswerReader, ids: Any) -> None:
     with pytest.raises(Unreadable):
-        job_of(maker, {"prompt": [5]}, choice(ids))
+        answer_of(maker, {"prompt": [5]}, choice(ids))
     with pytest.raises(Unreadable):
-        job_of(maker, {"prompt": "x"}, choice([20], prompt_token_ids=ids))
+        answer_of(maker, {"prompt": "x"}, choice([20], prompt_token_ids=ids))
 
 
-def test_where_a_text_ended_an_answer_no_token_is_added(maker: JobMaker) -> None:
+def test_where_a_text_ended_an_answer_no_token_is_added(maker: AnswerReader) -> None:
     """Even where the request names none: servers have texts of their own."""
-    job = job_of(maker, {"prompt": [5]}, choice([20, 21], logprobs=[-1.0, -2.0], reason="stop", stop_reason="User:"))
-    assert job.token_ids == (20, 21)
+    answer = answer_of(
+        maker, {"prompt": [5]}, choice([20, 21], logprobs=[-1.0, -2.0], reason="stop", stop_reason="User:")
+    )
+    assert answer.token_ids == (20, 21)
 
 
-def test_replicas_have_names_that_can_be_shown_and_an_end(maker: JobMaker) -> None:
+def test_replicas_have_names_that_can_be_shown_and_an_end(maker: AnswerReader) -> None:
     def replica(name: str) -> str:
-        return maker.jobs(dataclasses.replace(exchange({"prompt": [5]}, choice([20])), replica=name))[0].replica
+        return maker.answers(dataclasses.replace(exchange({"prompt": [5]}, choice([20])), replica=name))[0].replica
 
     assert replica("pod-\udc80\n7") == "pod-??7"
     names = {replica(f"request-{number}") for number in range(1000)}
@@ -192,14 +195,14 @@ def test_replicas_have_names_that_can_be_shown_and_an_end(maker: JobMaker) -> No
     assert "others" in names
 
 
-def test_fields_that_change_no_distribution_are_no_reason(maker: JobMaker) -> None:
+def test_fields_that_change_no_distribution_are_no_reason(maker: AnswerReader) -> None:
     harmless = {"user": "u", "stream_options": {}, "stop": ["x"], "mirostat": 0, "response_format": {"type": "text"}}
-    assert job_of(maker, {"prompt": [5], **harmless}, choice([20])).untested == ""
+    assert answer_of(maker, {"prompt": [5], **harmless}, choice([20])).untested == ""
 
 
-def test_the_strata_say_where_a_token_stood(maker: JobMaker) -> None:
-    job = job_of(maker, {"prompt": [5] * 20, "temperature": 0}, choice(list(range(20, 60)), reason="length"))
-    strata = list(job.strata(0))
+def test_the_strata_say_where_a_token_stood(maker: AnswerReader) -> None:
+    answer = answer_of(maker, {"prompt": [5] * 20, "temperature": 0}, choice(list(range(20, 60)), reason="length"))
+    strata = answer.strata
     assert len(strata) == 40
     assert {"all", "greedy", "position_0", "length_256", "ended_length", "computed_prefix"} == set(strata[0])
     assert "position_1_7" in strata[7]
@@ -207,9 +210,9 @@ def test_the_strata_say_where_a_token_stood(maker: JobMaker) -> None:
     assert "position_32_127" in strata[39]
 
 
-def test_a_prefix_from_the_cache_is_a_stratum_of_its_own(maker: JobMaker) -> None:
+def test_a_prefix_from_the_cache_is_a_stratum_of_its_own(maker: AnswerReader) -> None:
     usage = {"completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 16}}
-    assert "cached_prefix" in next(job_of(maker, {"prompt": [5]}, choice([20]), usage=usage).strata(0))
+    assert "cached_prefix" in answer_of(maker, {"prompt": [5]}, choice([20]), usage=usage).strata[0]
 
 
 @pytest.mark.parametrize(
@@ -222,30 +225,30 @@ def test_a_prefix_from_the_cache_is_a_stratum_of_its_own(maker: JobMaker) -> Non
     ],
 )
 def test_what_cannot_be_computed_again_says_why(
-    maker: JobMaker, request_body: dict[str, Any], served: dict[str, Any], reason: str
+    maker: AnswerReader, request_body: dict[str, Any], served: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(Unreadable, match=reason):
-        job_of(maker, request_body, served)
+        answer_of(maker, request_body, served)
 
 
-def test_several_answers_to_one_prompt_are_tested(maker: JobMaker) -> None:
-    jobs = maker.jobs(exchange({"prompt": [5], "n": 2}, choice([20]), choice([21])))
-    assert [job.untested for job in jobs] == ["", ""]
-    assert job_of(maker, {"prompt": [5], "n": 2, "best_of": 2}, choice([20])).untested == ""
+def test_several_answers_to_one_prompt_are_tested(maker: AnswerReader) -> None:
+    answers = maker.answers(exchange({"prompt": [5], "n": 2}, choice([20]), choice([21])))
+    assert [answer.untested for answer in answers] == ["", ""]
+    assert answer_of(maker, {"prompt": [5], "n": 2, "best_of": 2}, choice([20])).untested == ""
 
 
 @pytest.mark.parametrize("counted", [{"usage": {"prompt_tokens": 9}}, {"timings": {"prompt_n": 4, "cache_n": 5}}])
-def test_a_prompt_that_the_server_encodes_otherwise_is_unreadable(maker: JobMaker, counted: dict[str, Any]) -> None:
+def test_a_prompt_that_the_server_encodes_otherwise_is_unreadable(maker: AnswerReader, counted: dict[str, Any]) -> None:
     """Its logprobs would be those after another text."""
     with pytest.raises(Unreadable, match="another number of tokens"):
-        job_of(maker, {"prompt": [5, 6]}, choice([20]), **counted)
+        answer_of(maker, {"prompt": [5, 6]}, choice([20]), **counted)
     reported = choice([20], prompt_token_ids=[1] * 9)
-    assert len(job_of(maker, {"prompt": "x"}, reported, **counted).request.prompt_token_ids) == 9
+    assert len(answer_of(maker, {"prompt": "x"}, reported, **counted).request.prompt_token_ids) == 9
 
 
 @pytest.mark.parametrize(("dialect", "text"), [("llama.cpp", "a\nb"), ("transformers", "a b")])
 def test_parts_of_a_message_are_joined_as_the_server_does(
-    maker: JobMaker, monkeypatch: pytest.MonkeyPatch, dialect: str, text: str
+    maker: AnswerReader, monkeypatch: pytest.MonkeyPatch, dialect: str, text: str
 ) -> None:
     seen: list[Any] = []
 
@@ -256,24 +259,24 @@ def test_parts_of_a_message_are_joined_as_the_server_does(
     monkeypatch.setattr(Tokenizer, "encode_chat", encode)
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     whole = exchange({"messages": [{"role": "user", "content": parts}]}, choice([20]), path=CHAT)
-    maker.jobs(dataclasses.replace(whole, dialect=dialect))
+    maker.answers(dataclasses.replace(whole, dialect=dialect))
     assert seen[0]["content"] == text
 
 
-def test_a_chat_with_an_image_is_unreadable(maker: JobMaker) -> None:
+def test_a_chat_with_an_image_is_unreadable(maker: AnswerReader) -> None:
     parts = [{"type": "image_url", "image_url": {"url": "data:"}}]
     whole = exchange({"messages": [{"role": "user", "content": parts}]}, choice([20]), path=CHAT)
     with pytest.raises(Unreadable, match="more than text"):
-        maker.jobs(whole)
+        maker.answers(whole)
 
 
-def test_a_header_that_names_each_request_makes_no_end_of_replicas(maker: JobMaker) -> None:
+def test_a_header_that_names_each_request_makes_no_end_of_replicas(maker: AnswerReader) -> None:
     whole = exchange({"prompt": [5]}, choice([20]))
-    names = {maker.jobs(dataclasses.replace(whole, replica=f"request-{n}"))[0].replica for n in range(1000)}
+    names = {maker.answers(dataclasses.replace(whole, replica=f"request-{n}"))[0].replica for n in range(1000)}
     assert len(names) <= 257
     assert "others" in names
 
 
-def test_a_text_that_ended_at_once_is_the_token_that_ended_it(maker: JobMaker) -> None:
-    job = job_of(maker, {"prompt": "ab"}, {"text": "", "finish_reason": "stop"}, usage={"completion_tokens": 1})
-    assert job.token_ids == (EOS,)
+def test_a_text_that_ended_at_once_is_the_token_that_ended_it(maker: AnswerReader) -> None:
+    answer = answer_of(maker, {"prompt": "ab"}, {"text": "", "finish_reason": "stop"}, usage={"completion_tokens": 1})
+    assert answer.token_ids == (EOS,)

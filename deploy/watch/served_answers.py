@@ -1,11 +1,11 @@
-"""From an exchange to the jobs of the referee, one a choice."""
+"""From an exchange with a watched server to its answers, as the referee judges them, one a choice."""
 
 import hashlib
 import json
 import secrets
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,11 @@ from deploy.exchange.exchanges import CHAT, Exchange
 from deploy.exchange.sampling import Sampled, Sampling
 from deploy.exchange.vendors import FALLBACK, vendor_of
 from serve_app.backends.base import ModelInfo
-from serve_app.referee.records import ReplayJob
-from serve_app.telemetry.metric_names import WATCHED_LENGTHS, WATCHED_POSITIONS
+from serve_app.referee.answer import Answer
+from serve_app.referee.strata import WATCHED_LENGTHS, WATCHED_POSITIONS, shared
 from serve_app.text.tokenizer import Tokenizer
 from speculative.errors import InvalidRequest
-from speculative.request import Request
+from speculative.request import Request, SamplingParams
 
 UNNAMED = "server"
 """The replica of answers whose headers name none."""
@@ -29,70 +29,63 @@ _MOST_REPLICAS, _LONGEST_REPLICA = 256, 100
 _OTHERS = "others"
 
 
-@dataclass(frozen=True, slots=True)
-class WatchedJob(ReplayJob):
-    """An answer of a watched server, which does not say how its tokens came about.
-
-    untested: why its tokens cannot be compared with a distribution, "" = they can. ended: its finish reason.
-    retokenized: whether its tokens were read off its text, and may be others than those that the server drew.
-    """
-
-    untested: str = ""
-    ended: str = ""
-    retokenized: bool = False
-
-    def strata(self, num_draft_tokens: int) -> Iterator[tuple[str, ...]]:
-        """Of each token: length, position, the prefix cache, how it was sampled, and how the answer ended."""
-        params = self.request.params
-        common = (
-            "all",
-            "greedy" if params.greedy else "filtered" if params.filtered else "sampled",
-            "cached_prefix" if self.num_cached else "computed_prefix",
-            f"ended_{self.ended if self.ended in _ENDS else 'otherwise'}",
-        )
-        num_prompt = len(self.request.prompt_token_ids)
-        for index in range(len(self.token_ids)):
-            yield (*common, bucket(index, WATCHED_POSITIONS), bucket(num_prompt + index, WATCHED_LENGTHS))
-
-
 def bucket(value: int, names: Mapping[str, int]) -> str:
     """The stratum of a value; `names` gives the first value beyond each, in ascending order."""
     return next(name for name, beyond in names.items() if value < beyond)
 
 
+def _strata(
+    params: SamplingParams, num_prompt: int, num_tokens: int, num_cached: int | None, ended: str | None
+) -> Iterator[tuple[str, ...]]:
+    """Of each token of an answer: length, position, the prefix cache, how it was sampled, and how the answer ended."""
+    common = (
+        "all",
+        "greedy" if params.greedy else "filtered" if params.filtered else "sampled",
+        "cached_prefix" if num_cached else "computed_prefix",
+        f"ended_{ended if ended in _ENDS else 'otherwise'}",
+    )
+    for index in range(num_tokens):
+        yield (*common, bucket(index, WATCHED_POSITIONS), bucket(num_prompt + index, WATCHED_LENGTHS))
+
+
 @dataclass(slots=True)
-class JobMaker:
-    """Makes jobs of exchanges.
+class AnswerReader:
+    """Reads the answers in exchanges.
 
     Args:
         model: that replays.
         tokenizer: of the same folder; for prompts and answers whose token ids are not reported.
         dialect: the server's vendor; "auto" = as the proxy found, and as vLLM where that is not known.
         defaults: what the server samples with where a request does not say.
+        coldest: the temperature below which rounding decides between tokens, so that an answer is judged as one of
+            temperature 0.
+        processed: whether the server's logprobs are those after temperature and filters.
     """
 
     model: ModelInfo
     tokenizer: Tokenizer
     dialect: str = "auto"
     defaults: Mapping[str, float] = field(default_factory=dict)
+    coldest: float = 0.0
+    processed: bool = False
     _samplings: dict[str, Sampling] = field(default_factory=dict)
     _replicas: set[str] = field(default_factory=set)
 
-    def jobs(self, exchange: Exchange) -> list[WatchedJob]:
-        """The jobs of an exchange, in the order of its choices.
+    def answers(self, exchange: Exchange) -> list[Answer]:
+        """The answers of an exchange, in the order of its choices.
 
         Raises:
             Unreadable: it cannot be computed again; the message says why.
         """
         body = _body(exchange.request)
         reply = read_reply(exchange)
-        sampled = self._sampling(exchange.dialect).sampled_as(body, is_chat=exchange.path == CHAT)
+        sampled = self._warm(self._sampling(exchange.dialect).sampled_as(body, is_chat=exchange.path == CHAT))
         choices = [reply.choices[index] for index in sorted(reply.choices)]
         prompts = self._prompts(exchange, body, choices, reply.num_prompt)
         pairs = zip(choices, prompts, strict=True)
-        jobs = [self._job(exchange, reply, choice, prompt, sampled) for choice, prompt in pairs]
-        _check_whole(reply, jobs)
-        return jobs
+        read = [(choice, self._tokens(choice, sampled), prompt) for choice, prompt in pairs]
+        _check_whole(reply, [(choice, tokens) for choice, tokens, _ in read])
+        return [self._answer(exchange, reply, choice, tokens, prompt, sampled) for choice, tokens, prompt in read]
 
     def _dialect(self, found: str) -> str:
         return (found or FALLBACK) if self.dialect == "auto" else self.dialect
@@ -102,6 +95,12 @@ class JobMaker:
         if dialect not in self._samplings:
             self._samplings[dialect] = Sampling.of(dialect, Path(self.model.folder), self.defaults)
         return self._samplings[dialect]
+
+    def _warm(self, sampled: Sampled) -> Sampled:
+        if not 0 < sampled.params.temperature < self.coldest:
+            return sampled
+        params = replace(sampled.params, temperature=0.0)
+        return replace(sampled, params=params, compared=sampled.compared and not self.processed)
 
     def _prompts(
         self, exchange: Exchange, body: Json, choices: Sequence[Choice], num_tokens: int | None
@@ -142,10 +141,15 @@ class JobMaker:
                 return [ids for one in prompt for ids in self._plain(one)]
         raise Unreadable("its prompt is neither a text nor token ids")
 
-    def _job(
-        self, exchange: Exchange, reply: Reply, choice: Choice, prompt: tuple[int, ...], sampled: Sampled
-    ) -> WatchedJob:
-        tokens = self._tokens(choice, sampled)
+    def _answer(
+        self,
+        exchange: Exchange,
+        reply: Reply,
+        choice: Choice,
+        tokens: "_Tokens",
+        prompt: tuple[int, ...],
+        sampled: Sampled,
+    ) -> Answer:
         ids = tuple(tokens.ids)
         if any(type(one) is not int for one in (*prompt, *ids)):
             raise Unreadable("its token ids are not whole numbers")
@@ -156,7 +160,7 @@ class JobMaker:
         if sampled.seed is not None:  # of each prompt the first choice has it, the next the next
             seed = (sampled.seed + choice.index % sampled.num_choices) % 2**64
         request_id = f"{reply.id or secrets.token_hex(8)}-{choice.index}"
-        return WatchedJob(
+        return Answer(
             request=Request(request_id, prompt, sampled.params, seed),
             replica=replica,
             prefilled_by="",
@@ -170,9 +174,8 @@ class JobMaker:
             preempted=(False,) * len(ids),
             num_drafted=1,  # not known: what it shows does not count as the noise of rounding
             num_cached=reply.num_cached or 0,
+            strata=shared(_strata(sampled.params, len(prompt), len(ids), reply.num_cached, choice.finish_reason)),
             untested=sampled.untested,
-            ended=choice.finish_reason or "",
-            retokenized=tokens.retokenized,
         )
 
     def _replica(self, name: str) -> str:
@@ -244,20 +247,21 @@ def _reported(choice: Choice, ids: Sequence[int]) -> _Tokens:
     return _Tokens(list(ids), given if len(given) == len(ids) else [])
 
 
-def _check_whole(reply: Reply, jobs: Sequence[WatchedJob]) -> None:
+def _check_whole(reply: Reply, answers: Sequence[tuple[Choice, _Tokens]]) -> None:
     """Refuse a reply that does not report all tokens of its answers, or whose text can be written in another number of
     tokens than were drawn."""
     if reply.num_tokens is None:
         return
-    counted = [jobs, *([job] for job in jobs)]  # llama.cpp counts those of one choice
+    counted = [answers, *([answer] for answer in answers)]  # llama.cpp counts those of one choice
     if not any(_is_number(reply.num_tokens, some) for some in counted):
-        what = "its text has another number of tokens than were drawn" if jobs[0].retokenized else _MISSING
-        raise Unreadable(what)
+        retokenized = answers[0][1].retokenized
+        raise Unreadable("its text has another number of tokens than were drawn" if retokenized else _MISSING)
 
 
-def _is_number(num_tokens: int, jobs: Sequence[WatchedJob]) -> bool:
+def _is_number(num_tokens: int, answers: Sequence[tuple[Choice, _Tokens]]) -> bool:
     """Whether answers have so many tokens; servers differ in whether they count the one that ends an answer."""
-    known, ended = sum(len(job.token_ids) for job in jobs), sum(job.ended == "stop" for job in jobs)
+    known = sum(len(tokens.ids) for _, tokens in answers)
+    ended = sum(choice.finish_reason == "stop" for choice, _ in answers)
     return known - ended <= num_tokens <= known
 
 

@@ -5,7 +5,7 @@
                         └────────── failed ────────┘       a second trip within the window, or one while OPEN, where
                                                            speculation cannot be the cause ──► OUT
 
-It knows no engine and no clock of its own: what follows from its state, `guard.Guard` does.
+It knows no engine and no clock of its own: what follows from its state, `breaker_control.Guard` does.
 """
 
 import enum
@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from serve_app.referee.verdicts import Trip
 from speculative.request import Speculation
 
 _MOST_BACK_OFF = 16
@@ -43,15 +44,6 @@ class BreakerSettings:
     cooldown_s: float = 30.0  # from a trip to the first canary; doubled with each canary that fails
     window_s: float = 600.0  # a second trip within it takes the replica out
     suspect_s: float = 60.0  # what ended so long before a trip is suspect, however young the evidence
-
-
-@dataclass(frozen=True, slots=True)
-class Trip:
-    """Something was found wrong."""
-
-    reason: str
-    at: float
-    suspect_since: float  # answers that ended after this, and began before `at`, are suspect
 
 
 class Breaker:

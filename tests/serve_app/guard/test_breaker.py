@@ -2,7 +2,7 @@
 
 import pytest
 
-from serve_app.referee.breaker import Breaker, BreakerSettings, BreakerState, Mode
+from serve_app.guard.breaker import Breaker, BreakerSettings, BreakerState, Mode
 from speculative.request import Speculation
 from tests.support.clock import Clock
 

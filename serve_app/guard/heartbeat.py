@@ -7,20 +7,12 @@ reaches the replica with the answer to its next report.
 from dataclasses import dataclass, field
 
 from serve_app.backends.base import Computing
-from serve_app.referee.breaker import BreakerState, Mode, Trip
+from serve_app.guard.breaker import BreakerState, Mode
+from serve_app.referee.replica_book import Finding
+from serve_app.referee.verdicts import Finished, Trip
 from serve_app.telemetry.metrics import MetricBatch
 from serve_app.weights.desired_state import DesiredState, WeightsStatus
 from speculative.stats import CheckState
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """A request that came to its end."""
-
-    request_id: str
-    began_at: float  # unix seconds, by the replica's clock, as all times here
-    ended_at: float
-    prefilled_by: str = ""  # the prefill replica that had a part in it
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,17 +66,6 @@ class Report:
     weights: WeightsStatus | None = None
     computing: Computing = field(default_factory=Computing)
     placed: Placed = field(default_factory=Placed)
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """From the referee: replays show that a replica is wrong."""
-
-    replica: str
-    alarm: str  # drift, or what the calibration test names
-    stratum: str
-    began_at: float  # of the request that raised it
-    evidence_since: float  # when the evidence began, at or before that
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,155 @@
+"""What computes answers again for the watch and for `verify`: our engine, vLLM or `transformers`, without Ray."""
+
+import asyncio
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+from serve_app.backends.base import Backend, ModelInfo, Replayed
+from serve_app.backends.torch_backend import TorchBackend
+from serve_app.referee.replayer import Replayer
+from speculative.config import DrafterConfig, EngineConfig, WeightsName
+from speculative.errors import ConfigError, EngineFault
+from speculative.model.config import ModelConfig
+from speculative.request import Request
+
+EngineName = Literal["torch", "transformers", "vllm"]
+
+_logger = logging.getLogger("truespec.referee")
+
+_BLOCK = EngineConfig().block_size
+_CPU_CACHE_TOKENS = 16_384
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayerOptions:
+    """How answers are computed again.
+
+    folder: the model's. engine: which one. dtype: of weights and activations. quantization: form of the weights; None =
+    as `dtype`. threads: CPU threads, 0 = the machine's. max_model_len: tokens of prompt and answer, None = the model's
+    own limit, and on a CPU at most 16,384. at_once: requests that an engine computes together. max_replicas: engines on
+    Ray that there may be; 0 = one in this process, without Ray. gpus: of each engine on Ray. device: of our engine; on
+    Ray, `auto` is a GPU where it was given one.
+    """
+
+    folder: Path
+    engine: EngineName = "torch"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    quantization: WeightsName | None = None
+    threads: int = 0
+    max_model_len: int | None = None
+    at_once: int = 4
+    max_replicas: int = 0
+    gpus: float = 0.0
+    device: str = "auto"
+    address: str | None = None
+
+
+class LoadedReplayer(Replayer, Protocol):
+    """A replayer with a model of its own. Its methods are called from one asyncio loop."""
+
+    at_once: int
+    """How many requests keep it busy."""
+
+    async def start(self) -> ModelInfo:
+        """Load the model."""
+        ...
+
+    async def stop(self) -> None:
+        """Let the model go."""
+        ...
+
+
+def make_replayer(options: ReplayerOptions) -> LoadedReplayer:
+    """The replayer of these options in this process, not yet started."""
+    if options.engine == "transformers":
+        from serve_app.referee.transformers_model import TransformersReplayer  # imports transformers' models
+
+        return TransformersReplayer(options.folder, options.max_model_len, options.threads)
+    return EngineReplayer(options)
+
+
+class EngineReplayer:
+    """Our engine, or vLLM, in this process."""
+
+    def __init__(self, options: ReplayerOptions) -> None:
+        self._options = options
+        self.at_once = options.at_once
+        self._backend = _backend(options)
+        self._restarting = asyncio.Lock()
+
+    async def start(self) -> ModelInfo:
+        return await self._backend.start()
+
+    async def replay(self, request: Request) -> Replayed:
+        backend = self._backend
+        try:
+            return await backend.replay(request)
+        except EngineFault:
+            await self._restart(backend)
+            raise
+
+    async def _restart(self, broken: Backend) -> None:
+        """Load the model again where the engine has stopped for good."""
+        async with self._restarting:
+            if self._backend is not broken or _is_well(broken):
+                return
+            _logger.error("the engine stopped, and is loaded again")
+            await broken.stop()
+            self._backend = _backend(self._options)
+            await self._backend.start()
+
+    async def stop(self) -> None:
+        await self._backend.stop()
+
+
+def _is_well(backend: Backend) -> bool:
+    try:
+        backend.check_health()
+    except EngineFault:
+        return False
+    return True
+
+
+def _backend(options: ReplayerOptions) -> Backend:
+    model = ModelConfig.from_folder(options.folder)
+    gpu, own = _on_gpu(options.device), model.max_position_embeddings
+    longest = min(options.max_model_len or (own if gpu else _CPU_CACHE_TOKENS), own)
+    cached = max(longest, _CPU_CACHE_TOKENS) if options.at_once > 1 else longest
+    config = EngineConfig(
+        dtype=options.dtype,
+        quantization=options.quantization or options.dtype,
+        device=options.device,
+        max_model_len=longest,
+        kv_cache_tokens=None if gpu else _BLOCK * -(-cached // _BLOCK),
+        max_num_seqs=options.at_once,
+        prefix_caching=False,
+        num_threads=options.threads or os.cpu_count() or 1,
+        drafter=DrafterConfig(kind="none"),
+    )
+    if options.engine == "torch":
+        return TorchBackend(str(options.folder), "watched", config)
+    from serve_app.backends.vllm_backend import VllmBackend  # vLLM has an environment of its own
+    from serve_app.backends.vllm_parts.settings import VllmSettings
+
+    return VllmBackend(str(options.folder), "watched", VllmSettings(config, given=frozenset({"max_model_len"})))
+
+
+def _on_gpu(device: str) -> bool:
+    from speculative.engine import resolve_device  # imports torch, not before it is needed
+
+    return resolve_device(device).type == "cuda"
+
+
+def check_options(options: ReplayerOptions) -> None:
+    """Refuse what cannot be.
+
+    Raises:
+        ConfigError: the message names the option.
+    """
+    if options.engine == "transformers" and options.dtype != "float32":
+        raise ConfigError("--dtype: transformers computes in float32 here; leave it out, or choose --engine torch.")
+    if options.address is not None and not options.max_replicas:
+        raise ConfigError("--address: say with --max-replicas how many engines there may be on that cluster.")

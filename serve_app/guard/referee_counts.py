@@ -1,0 +1,120 @@
+"""What the referee finds, in the metrics. It counts nothing itself: whoever runs it connects its callbacks to these."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+
+from serve_app.backends.base import Replayed
+from serve_app.referee.answer import Answer
+from serve_app.referee.detectors import Alarm, SeenToken, by_stratum, drifts_of
+from serve_app.referee.draws import DrawResult
+from serve_app.referee.drift import DriftSums
+from serve_app.referee.independent_checks import IndependentResult
+from serve_app.referee.judgement import Judgement, Judging
+from serve_app.referee.replay_checker import ReplayChecker, ReplayResult
+from serve_app.referee.replica_book import Case
+from serve_app.referee.strata import KNOWN_AFTERWARDS
+from serve_app.referee.verdicts import Checked, Distribution, Verdict
+from serve_app.telemetry.metric_names import DRIFT_THRESHOLDS_NATS, INDEPENDENT_RESULTS, REPLAY_ALARMS
+from serve_app.telemetry.metrics import Metrics
+from speculative.stats import DRAW_CHECKS
+
+
+class RefereeCounts:
+    """Counts what it is told.
+
+    Args:
+        metrics: where.
+        strata: those of the answers; each is there with 0 from the start.
+    """
+
+    def __init__(self, metrics: Metrics, strata: Iterable[str]) -> None:
+        self._metrics = metrics
+        for stratum in strata:
+            self._count_stratum(stratum, ())
+            for alarm in REPLAY_ALARMS:
+                metrics.count("truespec_replay_alarms_total", 0, alarm=alarm, stratum=stratum)
+        for check in DRAW_CHECKS:
+            for result in DrawResult:
+                metrics.count("truespec_replay_draws_total", 0, check=check, result=result.value)
+        for verdict in Verdict:
+            metrics.count("truespec_verdicts_total", 0, verdict=verdict.value)
+        for distribution in Distribution:
+            metrics.count("truespec_replay_distributions_total", 0, distribution=distribution.value)
+        metrics.count("truespec_dumps_total", 0)
+
+    def counting(self, judge: Judging) -> Judging:
+        """A judge whose judgements are counted: drift, terms of the calibration test and draws, by stratum."""
+
+        def counted(answer: Answer, replayed: Replayed) -> Judgement:
+            judgement = judge(answer, replayed)
+            for drift in drifts_of(judgement.compared):
+                self._metrics.observe("truespec_replay_drift_nats", drift.nats)
+            for stratum, tokens in by_stratum(judgement.compared).items():
+                self._count_stratum(stratum, tokens)
+            for check, result in judgement.draws:
+                self._metrics.count("truespec_replay_draws_total", check=check, result=result.value)
+            return judgement
+
+        return counted
+
+    def ended(self, answer: Answer, result: ReplayResult, checked: Checked) -> None:
+        """A replay came to its end."""
+        self._metrics.count("truespec_replays_total", result=result, answered_by=answer.replica)
+        is_recorded = result in ("ok", "refused") and not answer.request.canary
+        if is_recorded:
+            self._metrics.count("truespec_replay_distributions_total", distribution=checked.distribution.value)
+        if is_recorded or result in ("outdated", "failed"):
+            self._metrics.count("truespec_verdicts_total", verdict=checked.verdict.value)
+
+    def alarmed(self, alarm: Alarm, replica: str, case: Case) -> None:
+        """Replays show that a replica is wrong."""
+        self._metrics.count("truespec_replay_alarms_total", alarm=alarm.name, stratum=alarm.stratum)
+
+    def tripped(self, num_suspect: int) -> None:
+        """A trip made so many answers suspect."""
+        self._metrics.count("truespec_verdicts_total", num_suspect, verdict=Verdict.SUSPECT.value)
+
+    def dumped(self) -> None:
+        """A post-mortem was written."""
+        self._metrics.count("truespec_dumps_total")
+
+    def show_queue(self, checker: ReplayChecker) -> None:
+        """Set the gauges of a checker's queue; call this about once a second."""
+        self._metrics.gauge("truespec_replay_queue_length", checker.num_waiting)
+        self._metrics.gauge("truespec_replay_lag_seconds", checker.lag_s)
+
+    def _count_stratum(self, stratum: str, tokens: Sequence[SeenToken]) -> None:
+        drifts = drifts_of(tokens)
+        sums = DriftSums(drifts)
+        count = self._metrics.count
+        count("truespec_replay_tokens_total", sums.num_tokens, stratum=stratum)
+        count("truespec_replay_tme_excess_total", sums.sums["excess"], stratum=stratum)
+        count("truespec_replay_gen_kl_total", sums.sums["gen_kl"], stratum=stratum)
+        count("truespec_replay_importance_ratio_total", sums.sums["ratio"], stratum=stratum)
+        count("truespec_replay_probability_drift_total", sums.sums["probability"], stratum=stratum)
+        for threshold in DRIFT_THRESHOLDS_NATS:
+            over = sum(drift.nats > threshold for drift in drifts)
+            count("truespec_replay_drift_over_total", over, nats=f"{threshold:g}", stratum=stratum)
+        if stratum in KNOWN_AFTERWARDS:
+            return
+        terms = [terms for token in tokens if (terms := token.distribution_terms) is not None]
+        count("truespec_replay_law_terms_total", len(terms), stratum=stratum)
+        for index, name in enumerate(("probability", "surprisal")):
+            values = [term[index] for term in terms]
+            positive = math.fsum(value for value in values if value > 0)
+            negative = math.fsum(-value for value in values if value < 0)
+            count("truespec_replay_law_positive_total", positive, term=name, stratum=stratum)
+            count("truespec_replay_law_negative_total", negative, term=name, stratum=stratum)
+
+
+def count_independent(metrics: Metrics) -> Callable[[IndependentResult], None]:
+    """What counts the results of independent checks; each is there with 0 from the start."""
+
+    def ended(result: IndependentResult) -> None:
+        metrics.count("truespec_independent_replays_total", result=result)
+        if result == "disagrees":
+            metrics.count("truespec_verdicts_total", verdict=Verdict.SUSPECT.value)
+
+    for result in INDEPENDENT_RESULTS:
+        metrics.count("truespec_independent_replays_total", 0, result=result)
+    return ended

@@ -1,0 +1,99 @@
+"""What replicas report of themselves, and what they are ordered to do."""
+
+import dataclasses
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from serve_app.guard.breaker import Mode
+from serve_app.guard.heartbeat import Orders, Report
+from serve_app.guard.referee_counts import RefereeCounts
+from serve_app.referee.incidents import IncidentKind
+from serve_app.referee.replica_book import ReplicaBook
+from speculative.stats import CLIENTS_FAULT
+
+_FORGOTTEN_AFTER_S = 60.0  # a replica that has not reported for so long is gone
+
+_ALARM_COUNTERS: dict[str, IncidentKind] = {  # of a replica; their last label names the alarm
+    "truespec_selfcheck_alarms_total": "selfcheck",
+    "truespec_selfcheck_violations_total": "invariant",
+    "truespec_logprob_violations_total": "logprobs",
+}
+
+
+@dataclass(slots=True)
+class _Replica:
+    """A replica's last report; the mode that was ordered since."""
+
+    report: Report
+    heard_at: float
+    ordered: Mode | None = None
+
+
+class ReplicaRegistry:
+    """Reports of replicas in, orders out. What concerns their answers goes on to the referee's book.
+
+    Args:
+        book: finished requests, trips and self-checks' alarms go there; its findings reach the replicas' breakers.
+        counts: of the answers that trips made suspect.
+        clock: unix seconds.
+    """
+
+    def __init__(self, book: ReplicaBook, counts: RefereeCounts, clock: Callable[[], float] = time.time) -> None:
+        self._book = book
+        self._counts = counts
+        self._clock = clock
+        self._replicas: dict[str, _Replica] = {}
+        self._mode: Mode | None = None  # ordered for all replicas, including future ones
+
+    def hear(self, report: Report) -> Orders:
+        """Process a replica's report, and answer it."""
+        now, status, book = self._clock(), report.status, self._book
+        name = status.replica
+        known = self._replicas.get(name)
+        ordered = self._mode if known is None else known.ordered
+        self._replicas[name] = _Replica(report, now)
+        book.observe(name, since=status.since, plain=status.decodes_plainly)
+        for (metric, labels), value in report.batch.counters.items():
+            kind = _ALARM_COUNTERS.get(metric)
+            if kind is not None and value > 0 and labels[-1] != CLIENTS_FAULT:
+                book.incidents.note(kind, labels[-1], name, num=value)
+        for finished in report.finished:
+            book.verdicts.note(name, finished)
+        for trip in report.trips:
+            self._counts.tripped(book.trip(name, trip, status.to_wire()))
+        gone = now - _FORGOTTEN_AFTER_S
+        self._replicas = {key: one for key, one in self._replicas.items() if one.heard_at > gone}
+        book.forget(gone)
+        return Orders(book.take_findings(name), ordered)
+
+    def order(self, mode: Mode, name: str | None) -> list[dict[str, object]] | None:
+        """Set who decides about speculation, for one replica, or for all including future ones.
+
+        Returns every replica's status; None if there is no such replica.
+        """
+        if name is not None and name not in self._replicas:
+            return None
+        if name is None:
+            self._mode = mode
+        for key, replica in self._replicas.items():
+            if name in (None, key):
+                replica.ordered = mode
+        return self.statuses()
+
+    def statuses(self) -> list[dict[str, object]]:
+        """Every replica's status."""
+        return [one.report.status.to_wire() for _, one in sorted(self._replicas.items())]
+
+    def overview(self) -> dict[str, Any]:
+        """Replicas with their place, device, kernels and self-checks, and the overview of the referee's book."""
+        reports = [one.report for _, one in sorted(self._replicas.items())]
+        replicas = [
+            report.status.to_wire()
+            | {"checks": [dataclasses.asdict(check) for check in report.checks]}
+            | {name: getattr(report.computing, name) for name in ("device", "kernels", "kernels_off")}
+            | dataclasses.asdict(report.placed)
+            for report in reports
+        ]
+        return {"replicas": replicas, **self._book.overview()}

@@ -1,0 +1,36 @@
+"""What replicas report, and what is remembered of it."""
+
+from serve_app.guard.breaker import BreakerState, Mode
+from serve_app.guard.heartbeat import ReplicaStatus, Report
+from serve_app.guard.referee_counts import RefereeCounts
+from serve_app.guard.replica_registry import ReplicaRegistry
+from serve_app.referee.replica_book import ReplicaBook
+from serve_app.referee.strata import SERVED_STRATA
+from serve_app.referee.verdicts import Trip
+from serve_app.telemetry.metrics import BufferSink, Metrics
+from speculative.stats import CLIENTS_FAULT
+from tests.support.clock import Clock
+from tests.support.referees import TOLERANCE
+
+
+def test_a_report_of_a_trip_leaves_the_trip_and_its_alarm() -> None:
+    buffer, clock = BufferSink("r1"), Clock(100.0)
+    metrics = Metrics([buffer], model_name="m", pool="decode")
+    counts = RefereeCounts(Metrics([], model_name="m", pool="decode"), SERVED_STRATA)
+    registry = ReplicaRegistry(ReplicaBook(TOLERANCE, clock=clock), counts, clock=clock)
+    metrics.count("truespec_selfcheck_alarms_total", 0, check="b")
+    metrics.count("truespec_selfcheck_alarms_total", 1, check="lag_g")
+    metrics.count("truespec_selfcheck_violations_total", 1, kind=CLIENTS_FAULT)
+    metrics.count("truespec_logprob_violations_total", 4, kind="mass")
+    status = ReplicaStatus("r1", "decode", BreakerState.OPEN, Mode.AUTO, 98.0, "selfcheck")
+    registry.hear(Report(status, buffer.drain(), trips=(Trip("selfcheck", 98.0, 40.0), Trip("canary", 99.0, 98.5))))
+    known = {(one["kind"], one["name"]): one for one in registry.overview()["incidents"]}
+    assert set(known) == {("selfcheck", "lag_g"), ("logprobs", "mass"), ("trip", "selfcheck"), ("canary", "canary")}
+    assert known["logprobs", "mass"]["num"] == 4
+    assert (known["trip", "selfcheck"]["at"], known["trip", "selfcheck"]["suspect_since"]) == (98.0, 40.0)
+    clock.now += 1000
+    registry.hear(
+        Report(ReplicaStatus("r2", "decode", BreakerState.CLOSED, Mode.AUTO, 0.0, ""), BufferSink("r2").drain())
+    )
+    assert [one["replica"] for one in registry.overview()["replicas"]] == ["r2"]
+    assert {one["replica"] for one in registry.overview()["incidents"]} == {"r1"}
