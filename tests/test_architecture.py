@@ -349,6 +349,18 @@ def test_no_types_only_imports_and_no_environment_reads_in_the_engine(module: st
         assert not names & {"environ", "getenv"}, "settings are complete before the engine runs"
 
 
+def test_a_url_is_read_by_parameters_of_the_route_only() -> None:
+    """So that the API's description can be compared with what is read."""
+    readers = [
+        module
+        for module, tree in TREES.items()
+        if within(module, {"serve_app"})
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and node.attr == "query_params"
+    ]
+    assert not readers, "\n".join(readers)
+
+
 def test_functions_are_short() -> None:
     lengths = {
         f"{module}.{node.name}": (node.end_lineno or node.lineno) - node.lineno + 1

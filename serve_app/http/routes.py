@@ -232,8 +232,8 @@ def _add_responses(app: FastAPI, front_end: FrontEnd, desk: ResponsesDesk, gate:
         return await _generate(front_end, gate, request, ResponsesRequest, prepare)
 
     @app.get("/v1/responses/{response_id}")
-    async def show_response(request: Request, response_id: str) -> Response:
-        if request.query_params.get("stream") == "true":
+    async def show_response(request: Request, response_id: str, stream: bool = False) -> Response:
+        if stream:
             raise UnsupportedParameter("stream", "stream: a response that was kept is returned whole; leave it out.")
         return JSONResponse(await desk.show(response_id, request.state.caller.id))
 
