@@ -18,7 +18,7 @@ from pydantic import Discriminator, Field, Tag
 from serve_app.backends.base import ModelInfo, TokenSource
 from serve_app.errors import ContextLengthExceeded, RequestAborted, UnsupportedParameter
 from serve_app.openai.choice import refuse_failure
-from serve_app.openai.prepared_request import NO_TERMS, Spend, Terms, free
+from serve_app.openai.prepared_request import NO_TERMS, RequestTerms, Spend, free
 from serve_app.openai.requests import Seconds
 from serve_app.openai.responses import Usage, metadata_of
 from serve_app.openai.wire import Many, Wire
@@ -113,7 +113,7 @@ class Scorer:
         self._limits = limits or ScoreLimits()
         self._room = asyncio.Semaphore(self._limits.max_concurrent)
 
-    async def score(self, wire: ScoreRequest, terms: Terms = NO_TERMS, spend: Spend = free) -> dict[str, Any]:
+    async def score(self, wire: ScoreRequest, terms: RequestTerms = NO_TERMS, spend: Spend = free) -> dict[str, Any]:
         """The reply: for each context, each label's token ids, logprob (nats, summed over its tokens) and score.
 
         A score is the label's share of its context's labels (softmax), or with normalize = false its probability.

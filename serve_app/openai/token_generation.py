@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 from serve_app.errors import UnknownParameter
 from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.parsing import checked, in_words
-from serve_app.openai.prepared_request import PreparedRequest, Terms
+from serve_app.openai.prepared_request import PreparedRequest, RequestTerms
 from serve_app.openai.requests import MAX_CACHE_SALT, CompletionRequest, TokenId
 from serve_app.openai.responses import ChoiceDelta, ReplyHead, ReplyStream, TokenEntry, TopEntry, Usage
 from serve_app.openai.wire import Many, Wire
@@ -105,7 +105,7 @@ class GenerateRequest(Wire):
             return checked(fields | sampling, CompletionRequest)
 
 
-async def prepare_generation(front_end: FrontEnd, wire: GenerateRequest, terms: Terms) -> PreparedRequest:
+async def prepare_generation(front_end: FrontEnd, wire: GenerateRequest, terms: RequestTerms) -> PreparedRequest:
     """Check a request and make it one for a completion.
 
     Raises:
