@@ -66,7 +66,8 @@ def keys_list(file: Path) -> None:
     """Show the keys of the file; what opens the service is not among what it holds."""
     table = Table("id", "scopes", "created", "expires", "limits")
     for key in read_keys(file).keys:
-        table.add_row(key.id, ", ".join(key.scopes), _day(key.created), _expiry(key), _limits(key))
+        limits = ", ".join(f"{name} {value}" for name, value in key.limits.model_dump(exclude_defaults=True).items())
+        table.add_row(key.id, ", ".join(key.scopes), _day(key.created), _expiry(key), limits)
     out.print(table)
 
 
@@ -87,7 +88,3 @@ def _expiry(key: Key) -> str:
     if key.expires is None:
         return "never"
     return _day(key.expires) + (" (expired)" if key.expires <= datetime.now(UTC) else "")
-
-
-def _limits(key: Key) -> str:
-    return ", ".join(f"{name} {value}" for name, value in key.limits.model_dump(exclude_defaults=True).items())

@@ -151,13 +151,12 @@ class TokensFormat:
 
 
 def _choice(piece: ChoiceDelta) -> dict[str, Any]:
-    logprobs = None if piece.logprobs is None else {"content": [_entry(entry) for entry in piece.logprobs]}
+    logprobs = None
+    if piece.logprobs is not None:
+        content = [_token(entry) | {"top_logprobs": [_token(other) for other in entry.top]} for entry in piece.logprobs]
+        logprobs = {"content": content}
     chosen = {"index": piece.index, "finish_reason": piece.finish_reason, "token_ids": list(piece.token_ids)}
     return chosen | {"logprobs": logprobs} | piece.version_fields()
-
-
-def _entry(entry: TokenEntry) -> dict[str, Any]:
-    return _token(entry) | {"top_logprobs": [_token(candidate) for candidate in entry.top]}
 
 
 def _token(entry: TokenEntry | TopEntry) -> dict[str, Any]:

@@ -57,7 +57,7 @@ def distributions(drafts: list[int]) -> dict[str, DraftProbs]:
     }
 
 
-def naive(step: VerifyInput, accepted: int, final: int) -> dict[str, list[float]]:  # noqa: C901
+def naive(step: VerifyInput, accepted: int, final: int) -> dict[str, list[float]]:
     """Token-wise verification's terms, by the definitions."""
     p = step.probs.double().numpy()
     drafts = step.drafts.tolist()[:-1]
