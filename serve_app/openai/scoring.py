@@ -151,13 +151,18 @@ class Scorer:
         for part in reported:
             for label, logprob in zip(part.ask.labels, part.logprobs, strict=True):
                 rows[part.ask.context][label] = logprob
+        # Nothing is generated: each context counts once, and each label once after each of them.
+        usage = Usage(
+            prompt_tokens=sum(map(len, contexts)) + len(contexts) * sum(map(len, labels)),
+            cached_tokens=sum(part.num_cached for part in reported),
+        )
         return {
             "id": score_id,
             "object": "score",
             "created": int(time.time()),
             "model": wire.model,
             "data": [_rendered(index, labels, row, wire.normalize) for index, row in enumerate(rows)],
-            "usage": _usage(contexts, labels, reported).to_wire(),
+            "usage": usage.to_wire(),
             **metadata_of(versions),
         }
 
@@ -270,11 +275,3 @@ def _rendered(index: int, labels: Sequence[Ids], logprobs: Sequence[float], norm
             for ids, logprob, weight in zip(labels, logprobs, weights, strict=True)
         ],
     }
-
-
-def _usage(contexts: Sequence[Ids], labels: Sequence[Ids], reported: Sequence[_Reported] = ()) -> Usage:
-    """Nothing is generated: each context counts once, and each label once after each of them."""
-    return Usage(
-        prompt_tokens=sum(map(len, contexts)) + len(contexts) * sum(map(len, labels)),
-        cached_tokens=sum(part.num_cached for part in reported),
-    )
