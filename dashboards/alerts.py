@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from dashboards import queries, shell
-from dashboards.queries import Scope
+from dashboards.queries import QueryScope
 from dashboards.recordings import (
     ACCEPTANCE,
     ACCEPTANCE_Z,
@@ -42,9 +42,9 @@ RUNBOOKS = "docs/runbooks.md"
 _MODEL = "{{ $labels.model_name }}"
 _IN_NAMESPACE = "{{ with $labels.namespace }} in {{ . }}{{ end }}"
 _OF_JOB = "{{ with $labels.job }} (job {{ . }}){{ end }}"
-_15M, _30M, _1H = (Scope("", window, KEEP) for window in ("15m", "30m", "1h"))
-_POOL = Scope("", "1h", (*KEEP, "pool"))
-_REPLICA = Scope("", "1h", (*KEEP, "pool", "replica"))
+_15M, _30M, _1H = (QueryScope("", window, KEEP) for window in ("15m", "30m", "1h"))
+_POOL = QueryScope("", "1h", (*KEEP, "pool"))
+_REPLICA = QueryScope("", "1h", (*KEEP, "pool", "replica"))
 _ERROR, _FAILED = 'outcome="error"', 'result="failed"'
 _SERVER_ERROR = 'code=~"5..",code!="503"'  # 503 is TruespecRequestsTurnedAway's
 _FAILED_PREFILLS = model_sum(f'{PREFILL_FAILURES}{{reason!="full"}}')  # a full pool is TruespecHandoffsFail's

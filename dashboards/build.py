@@ -22,7 +22,10 @@ _YAML_HEADER = "# Made by `truespec dashboards build`; not edited by hand.\n"
 
 def files() -> dict[str, str]:
     """Path below the root -> text, of every generated file."""
-    made = {f"{_GENERATED}/{_file_name(page)}.json": _json(dashboard_json(page)) for page in PAGES}
+    made = {}
+    for page in PAGES:
+        text = json.dumps(dashboard_json(page), indent=2, ensure_ascii=False) + "\n"
+        made[f"{_GENERATED}/{page.uid.removeprefix('truespec-')}.json"] = text
     return made | {
         f"{_GENERATED}/rules/truespec.yaml": _yaml(rule_file()),
         f"{_GENERATED}/alerts.yaml": _yaml(chart_alerts()),
@@ -55,21 +58,13 @@ def write(root: Path = ROOT) -> list[str]:
 def stale(root: Path = ROOT) -> list[str]:
     """Generated files below `root` that are missing, out of date, or no longer generated."""
     made = files()
-    old = [path for path, text in made.items() if not _holds(root / path, text)]
+    old = [
+        path
+        for path, text in made.items()
+        if not (root / path).is_file() or (root / path).read_text(encoding="utf-8") != text
+    ]
     present = {str(path.relative_to(root)) for path in (root / _GENERATED).rglob("*") if path.is_file()}
     return sorted({*old, *(present - made.keys())})
-
-
-def _holds(path: Path, text: str) -> bool:
-    return path.is_file() and path.read_text(encoding="utf-8") == text
-
-
-def _file_name(page: Page) -> str:
-    return page.uid.removeprefix("truespec-")
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
 
 
 def _yaml(value: Any) -> str:

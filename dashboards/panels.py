@@ -3,16 +3,16 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from dashboards.queries import Scope
+from dashboards.queries import QueryScope
 
 _RELEASE = 'namespace=~"$namespace",job="$job"'
-PAGE = Scope(f'{_RELEASE},model_name=~"$model",pool=~"$pool"', "$__rate_interval")
-REPLICA = Scope(f'{PAGE.matchers},replica=~"$replica"', PAGE.window)  # of gauges: counters are sums over replicas
-VISIBLE = Scope(PAGE.matchers, "$__range")  # for a single figure over all that the page shows
+PAGE = QueryScope(f'{_RELEASE},model_name=~"$model",pool=~"$pool"', "$__rate_interval")
+REPLICA = QueryScope(f'{PAGE.matchers},replica=~"$replica"', PAGE.window)  # of gauges: counters are sums over replicas
+VISIBLE = QueryScope(PAGE.matchers, "$__range")  # for a single figure over all that the page shows
 TAG = "truespec"
 
 _STEP = "60s"
-_EVENTS = Scope(PAGE.matchers, "2m")  # so that a step misses none
+_EVENTS = QueryScope(PAGE.matchers, "2m")  # so that a step misses none
 
 _DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 _SCHEMA_VERSION = 42  # that of Grafana 13, so that a new server migrates nothing

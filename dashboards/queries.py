@@ -16,7 +16,7 @@ _LABEL = re.compile(r'(\w+)\s*(?:=~|!~|!=|=)\s*"')
 
 
 @dataclass(frozen=True, slots=True)
-class Scope:
+class QueryScope:
     """Which series a query reads, how far back, and which labels stay. Names are the catalogue's without the prefix."""
 
     matchers: str  # label matchers that every series gets, comma-separated
@@ -85,49 +85,49 @@ class Scope:
         return f" by ({', '.join(labels)})" if labels else ""
 
 
-def acceptance(scope: Scope, *by: str) -> str:
+def acceptance(scope: QueryScope, *by: str) -> str:
     """Accepted / drafted tokens (vLLM's definition)."""
     return scope.ratio("accepted_tokens_total", "draft_tokens_total", *by)
 
 
-def expected_acceptance(scope: Scope, *by: str) -> str:
+def expected_acceptance(scope: QueryScope, *by: str) -> str:
     """What the verifier's own probabilities say that acceptance is."""
     return scope.ratio("expected_accepted_tokens_total", "draft_tokens_total", *by)
 
 
-def achievable_acceptance(scope: Scope, *by: str) -> str:
+def achievable_acceptance(scope: QueryScope, *by: str) -> str:
     """What a verifier that knows q can accept."""
     return scope.ratio("achievable_accepted_tokens_total", "draft_tokens_total", *by)
 
 
-def accepted_length(scope: Scope, *by: str) -> str:
+def accepted_length(scope: QueryScope, *by: str) -> str:
     """Mean accepted length, 1 + accepted / drafts (vLLM's definition)."""
     return f"1 + {scope.ratio('accepted_tokens_total', 'drafts_total', *by)}"
 
 
-def acceptance_by_position(scope: Scope) -> str:
+def acceptance_by_position(scope: QueryScope) -> str:
     """Accepted at a position / rounds (vLLM's definition); these and 1 add up to the mean accepted length."""
     accepted = scope.rate("accepted_tokens_per_position_total", "position")
     return f"{accepted} / ignoring (position) group_left () ({scope.rate('drafts_total')} > 0)"
 
 
-def conditional_acceptance_by_position(scope: Scope) -> str:
+def conditional_acceptance_by_position(scope: QueryScope) -> str:
     """Accepted / drafted at a position: right when the draft length varies too."""
     return scope.ratio("accepted_tokens_per_position_total", "draft_tokens_per_position_total", "position")
 
 
-def held_out_acceptance(scope: Scope, *by: str) -> str:
+def held_out_acceptance(scope: QueryScope, *by: str) -> str:
     """What training measured of a draft head, the least of sampled and greedy answers."""
     return scope.gauge("held_out_acceptance_ratio", *by, how="min")
 
 
-def acceptance_since_handoff(scope: Scope, *by: str, where: str = "") -> str:
+def acceptance_since_handoff(scope: QueryScope, *by: str, where: str = "") -> str:
     """Accepted / drafted tokens of clients' requests."""
     counters = "accepted_tokens_since_handoff_total", "draft_tokens_since_handoff_total"
     return scope.ratio(*counters, *by, over_where=where, under_where=where)
 
 
-def acceptance_z(scope: Scope) -> str:
+def acceptance_z(scope: QueryScope) -> str:
     """Accepted minus expected in standard deviations, at least as many as they are.
 
     A round of K drafts accepts between 0 and K, so its variance is at most K² / 4 whatever the verifier.
@@ -137,28 +137,28 @@ def acceptance_z(scope: Scope) -> str:
     return f"({accepted} - {expected}) * 2 * sqrt({drafts}) / ({drafted} > 0)"
 
 
-def selfcheck_z(scope: Scope) -> str:
+def selfcheck_z(scope: QueryScope) -> str:
     """Sum of a check's zero-mean terms in standard deviations."""
     positive, negative = (scope.increase(f"selfcheck_{sign}_total", "check") for sign in _SIGNS)
     return f"({positive} - {negative}) / sqrt({scope.increase('selfcheck_square_total', 'check')} > 0)"
 
 
-def untested(scope: Scope) -> str:
+def untested(scope: QueryScope) -> str:
     """The share of checked rounds that no term counts, because another request used their random numbers."""
     return scope.ratio("selfcheck_untested_rounds_total", "selfcheck_rounds_total")
 
 
-def tme(scope: Scope, where: str = "") -> str:
+def tme(scope: QueryScope, where: str = "") -> str:
     """Token multiplicative probability error by stratum: mean of exp|logprob given - logprob replayed|."""
     return f"1 + {replay_mean(scope, 'replay_tme_excess_total', where)}"
 
 
-def replay_mean(scope: Scope, total: str, where: str = "") -> str:
+def replay_mean(scope: QueryScope, total: str, where: str = "") -> str:
     """A sum over replayed tokens, by token and stratum."""
     return scope.ratio(total, "replay_tokens_total", "stratum", over_where=where, under_where=where)
 
 
-def distribution_mean(scope: Scope, where: str = "") -> str:
+def distribution_mean(scope: QueryScope, where: str = "") -> str:
     """Mean of the calibration test's terms, by term and stratum; 0 where the output follows p."""
     positive, negative = (scope.rate(f"replay_law_{sign}_total", "term", "stratum", where=where) for sign in _SIGNS)
     terms = scope.rate("replay_law_terms_total", "stratum", where=where)

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from dashboards import queries
-from dashboards.queries import Scope
+from dashboards.queries import QueryScope
 from dashboards.serving import NOT_OK
 from serve_app.telemetry.metric_names import NO_ROOM
 
 KEEP = ("job", "namespace", "model_name")
-_5M, _10M, _15M, _1H = (Scope("", window, KEEP) for window in ("5m", "10m", "15m", "1h"))
-_POOL = Scope("", "5m", (*KEEP, "pool"))
+_5M, _10M, _15M, _1H = (QueryScope("", window, KEEP) for window in ("5m", "10m", "15m", "1h"))
+_POOL = QueryScope("", "5m", (*KEEP, "pool"))
 _REASONS = "|".join(NO_ROOM)
 _NO_ROOM = f'reason=~"{_REASONS}"'
 _UNAVAILABLE = 'code="503"'

@@ -105,10 +105,12 @@ def runbooks_page() -> str:
 
 
 def _section(alert: Alert) -> list[str]:
+    limits = {"threshold": alert.threshold, "minimum": alert.minimum}
+    limited = "".join(f"; {name} {value:g}" for name, value in limits.items() if value is not None)
     return [
         f"## {alert.name}",
         "",
-        f"Severity {alert.severity}; {'at once' if alert.hold == '0m' else f'after {alert.hold}'}{_limits(alert)}.",
+        f"Severity {alert.severity}; {'at once' if alert.hold == '0m' else f'after {alert.hold}'}{limited}.",
         "",
         f"**What it means.** {alert.means}",
         "",
@@ -127,11 +129,6 @@ def _section(alert: Alert) -> list[str]:
         "```",
         "",
     ]
-
-
-def _limits(alert: Alert) -> str:
-    limits = {"threshold": alert.threshold, "minimum": alert.minimum}
-    return "".join(f"; {name} {value:g}" for name, value in limits.items() if value is not None)
 
 
 def runbooks_html() -> str:

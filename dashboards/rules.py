@@ -3,10 +3,10 @@
 from typing import Any
 
 from dashboards.alerts import ALERTS
-from dashboards.queries import Scope
+from dashboards.queries import QueryScope
 from dashboards.recordings import RECORDINGS
 
-_ALL = Scope("", "5m")
+_ALL = QueryScope("", "5m")
 _INTERVAL = "30s"
 
 # vLLM's names, for public dashboards that expect them; truespec itself never exports these.

@@ -100,6 +100,13 @@ LEAVES = {
     )
 }
 MAX_FUNCTION_LINES = 100
+# Public classes that share a name, with the reason.
+NAMESAKES = {
+    "Answer": "the referee's; what an audited engine served",
+    "Finding": "the referee's about a replica; an audit's about a fault that was put in",
+    "Replayer": "the watch's protocol; the audit's engine that replays for it",
+    "Verdict": "the referee's; what `truespec verify` says of a receipt",
+}
 
 # Whose modules (a package stands for all in it) may import a library or one of our packages.
 OWNERS = {
@@ -276,6 +283,17 @@ def test_no_two_modules_have_one_name() -> None:
     assert not twice
 
 
+def test_a_public_class_name_stands_for_one_thing() -> None:
+    """Except for those that NAMESAKES lists."""
+    names = Counter(
+        node.name
+        for tree in TREES.values()
+        for node in tree.body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    assert {name for name, count in names.items() if count > 1} == NAMESAKES.keys()
+
+
 def test_the_server_sees_only_the_leaves_of_the_engine() -> None:
     wholly = ("serve_app.backends.torch_backend", "serve_app.referee.transformers_model")
     strangers = []
@@ -376,6 +394,18 @@ def test_no_types_only_imports_and_no_environment_reads_in_the_engine(module: st
     assert "TYPE_CHECKING" not in names, "an import for types only hides a cycle"
     if module.startswith("speculative.") and module != "speculative.config":
         assert not names & {"environ", "getenv"}, "settings are complete before the engine runs"
+
+
+def test_a_url_is_read_by_parameters_of_the_route_only() -> None:
+    """So that the API's description can be compared with what is read."""
+    readers = [
+        module
+        for module, tree in TREES.items()
+        if within(module, {"serve_app"})
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and node.attr == "query_params"
+    ]
+    assert not readers, "\n".join(readers)
 
 
 def test_functions_are_short() -> None:

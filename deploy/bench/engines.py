@@ -73,10 +73,13 @@ def resolve(plan: BenchPlan) -> tuple[list[Launch], list[LeftOut]]:
     Raises:
         ConfigError: a name or an option is not known.
     """
+    resolvers = {OURS: _ours, TRANSFORMERS: _transformers, LLAMA: _llama, VLLM: _vllm, SERVED: _served}
     launches: list[Launch] = []
     left_out: list[LeftOut] = []
     for name in plan.engines:
-        found = _resolver(name)(plan, name)
+        if name.family not in resolvers:
+            raise ConfigError(f"--engines: no engine {name.family!r} ({name.text}); known: {', '.join(resolvers)}.")
+        found = resolvers[name.family](plan, name)
         (launches if isinstance(found, Launch) else left_out).append(found)  # type: ignore[arg-type]
     return _together(launches) if plan.together else launches, left_out
 
@@ -109,13 +112,6 @@ def gpu_names(head: str | None) -> list[str]:
     """What `--engines` stands for with `--gpu`: plain decoding, n-grams and the head, and without captured graphs."""
     kinds = ["off", "ngram", *(["eagle3"] if head else [])]
     return [f"ours/{kind}" for kind in kinds] + [f"ours/{kind}:graphs=no" for kind in kinds]
-
-
-def _resolver(name: EngineName) -> Callable[[BenchPlan, EngineName], Launch | LeftOut]:
-    resolvers = {OURS: _ours, TRANSFORMERS: _transformers, LLAMA: _llama, VLLM: _vllm, SERVED: _served}
-    if name.family not in resolvers:
-        raise ConfigError(f"--engines: no engine {name.family!r} ({name.text}); known: {', '.join(resolvers)}.")
-    return resolvers[name.family]
 
 
 def _ours(plan: BenchPlan, name: EngineName) -> Launch | LeftOut:

@@ -137,7 +137,8 @@ def _case_rows(found: BenchResult, case: BenchCase) -> list[SpeedRow]:
     measure = found.plan.measure
     by_engine: dict[str, list[BenchSample]] = {name.text: [] for name in found.plan.engines}
     for sample in found.samples:
-        if _belongs(sample, case):
+        same = (sample.case.streams, sample.case.temperature) == (case.streams, case.temperature)
+        if same and case.kind in (sample.case.kind, ALL_KINDS):
             by_engine[sample.engine].append(sample)
     by_engine = {engine: samples for engine, samples in by_engine.items() if samples}
     best = max(
@@ -158,11 +159,6 @@ def _case_rows(found: BenchResult, case: BenchCase) -> list[SpeedRow]:
         )
         for engine, samples in by_engine.items()
     ]
-
-
-def _belongs(sample: BenchSample, case: BenchCase) -> bool:
-    same = (sample.case.streams, sample.case.temperature) == (case.streams, case.temperature)
-    return same and case.kind in (sample.case.kind, ALL_KINDS)
 
 
 def _speed(sample: BenchSample, measure: Measure) -> float:

@@ -28,7 +28,11 @@ def tables(found: BenchResult) -> list[ReportTable]:
         *_step_tables(found),
         _own_tools_table(found),
         _engine_table(found),
-        _missing_table(found),
+        _table(
+            "Left out",
+            ("engine", "why, and how to get it"),
+            [(one.name, one.reason.splitlines()[0]) for one in found.left_out],
+        ),
     ]
     return [table for table in made if table.rows]
 
@@ -53,16 +57,13 @@ def _markdown(found: BenchResult, section: str, path: Path, plots: Sequence[Path
     parts += [f"{table.title}\n\n{markdown.table(table)}\n" for table in tables(found)]
     for plot in plots:
         if plot.suffix == ".png":  # on a ground of its own, light or dark
-            parts.append(f"![Bars: tokens a second of each engine ({plot.stem})]({_relative(plot, path.parent)})\n")
+            file = Path(os.path.relpath(plot.resolve(), path.parent.resolve())).as_posix()
+            parts.append(f"![Bars: tokens a second of each engine ({plot.stem})]({file})\n")
     return "\n".join(parts)
 
 
 def _table(title: str, columns: Sequence[str], lines: Sequence[tuple[str, ...]]) -> ReportTable:
     return ReportTable(title, columns, lines, numbers=range(1, len(columns)), whole=(0,))
-
-
-def _relative(path: Path, folder: Path) -> str:
-    return Path(os.path.relpath(path.resolve(), folder.resolve())).as_posix()
 
 
 def _speed_tables(found: BenchResult) -> list[ReportTable]:
@@ -127,8 +128,3 @@ def _own_tools_table(found: BenchResult) -> ReportTable:
     ]
     columns = ("engine", "case", "tokens/s here", "tokens/s by its own tool", "ratio")
     return _table("Other engines here and in their own benchmark tools", columns, lines)
-
-
-def _missing_table(found: BenchResult) -> ReportTable:
-    lines = [(one.name, one.reason.splitlines()[0]) for one in found.left_out]
-    return _table("Left out", ("engine", "why, and how to get it"), lines)

@@ -29,15 +29,17 @@ Every section below was written by the command that stands in it, with the day a
 
 def write_chaos(path: Path, figures: ChaosFigures, command: str, model: str) -> None:
     """Put what a run under fire gave into the page."""
+    by_deployment = ", ".join(f"{count} {name}" for name, count in figures.kills_by_deployment.items())
+    leaked = [f"{value:g} {kind.replace('_', ' ')}" for kind, value in figures.leaked.items() if value]
     rows = (
         ("requests", figures.requests),
         ("complete", figures.complete),
         ("identical to the undisturbed run (text, tokens, number of logprobs, reason)", figures.identical),
         ("tokens that came twice", figures.duplicated_tokens),
         ("tokens that were missing", figures.missing_tokens),
-        ("held with nobody there", _leaked(figures)),
+        ("held with nobody there", ", ".join(leaked) or "nothing"),
         ("more objects in Ray's store than before, free to be dropped", figures.unpinned_objects),
-        ("replicas killed", _kills(figures)),
+        ("replicas killed", f"{figures.kills} ({by_deployment})"),
         *([("of them with their whole node", figures.nodes_killed)] if figures.nodes_killed else []),
         ("requests that went on elsewhere", figures.resumed),
         ("prefills that failed", figures.prefill_failures),
@@ -79,15 +81,6 @@ def _load_row(one: LoadFigures) -> tuple[str, ...]:
         f"{one.whole_p50_s:g} / {one.whole_p95_s:g} / {one.whole_max_s:g}",
         f"{one.memory_begin_mib:g} → {one.memory_end_mib:g}",
     )
-
-
-def _leaked(figures: ChaosFigures) -> str:
-    found = [f"{value:g} {kind.replace('_', ' ')}" for kind, value in figures.leaked.items() if value]
-    return ", ".join(found) or "nothing"
-
-
-def _kills(figures: ChaosFigures) -> str:
-    return f"{figures.kills} ({', '.join(f'{count} {name}' for name, count in figures.kills_by_deployment.items())})"
 
 
 def _handoff(figures: ChaosFigures) -> str:

@@ -100,7 +100,8 @@ def run_chaos(
     handoff_mib, handoff_transfer_ms = _timed_handoffs(base_url, service, bodies)
     progress(f"{len(bodies)} requests, {concurrency} at once, undisturbed")
     undisturbed, undisturbed_s = _asked(base_url, bodies, concurrency, progress)
-    before = _settled_store(service)
+    _wait_for_quiet(service)
+    before = ObjectStore.read()
     resumed, failed = _recoveries(service)
     progress(f"the same, and about every {strikes.every_s:g} s a replica is killed, or its node with it")
     with _under_fire(killer, strikes, progress):
@@ -186,11 +187,6 @@ def _under_fire(killer: Killer, strikes: Strikes, progress: Progress) -> Iterato
         finally:
             over.set()
             firing.result()
-
-
-def _settled_store(service: _Service) -> ObjectStore:
-    _wait_for_quiet(service)
-    return ObjectStore.read()
 
 
 def _leaked(service: _Service, before: ObjectStore) -> tuple[dict[str, float], int]:

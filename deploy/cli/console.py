@@ -127,14 +127,21 @@ class Failure(click.ClickException):
 
 
 class MainGroup(click.Group):
-    """Reports our own errors in one line, and ends quietly when interrupted; anything else is a bug and keeps its
-    traceback."""
+    """Reports our own errors and what an image leaves out in one line, and ends quietly when interrupted; anything else
+    is a bug and keeps its traceback."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
         except TruespecError as error:
             raise Failure(str(error)) from error
+        except ModuleNotFoundError as error:
+            if not str(error.name).startswith("deploy."):
+                raise
+            raise Failure(
+                f"{error.name} is not part of this installation; container images leave it out. Run the command in a "
+                "checkout, or where truespec was installed from its wheel."
+            ) from error
         except KeyboardInterrupt:
             say("Interrupted.", err)
             raise click.exceptions.Exit(INTERRUPTED) from None

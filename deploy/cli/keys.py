@@ -10,7 +10,7 @@ from rich.table import Table
 from deploy.cli.console import a_file, err, out
 from deploy.options import FiniteRange
 from serve_app.access.access import Scope
-from serve_app.access.keys import Key, Limits, create_key, read_keys, revoke_key
+from serve_app.access.keys import Key, KeyLimits, create_key, read_keys, revoke_key
 from speculative.request import MAX_PRIORITY
 
 _FILE = click.option(
@@ -55,7 +55,7 @@ def keys_create(file: Path, key_id: str, scopes: tuple[str, ...], expires_days: 
     expires = None
     if expires_days is not None:
         expires = datetime.now(UTC).replace(microsecond=0) + timedelta(days=expires_days)
-    made = create_key(file, key_id, [Scope(scope) for scope in scopes], expires, Limits(**limits))
+    made = create_key(file, key_id, [Scope(scope) for scope in scopes], expires, KeyLimits(**limits))
     err.print(f"{file}: added the key {key_id}, which is shown this once:", markup=False, soft_wrap=True)
     out.print(made, markup=False, soft_wrap=True)
 
@@ -66,7 +66,8 @@ def keys_list(file: Path) -> None:
     """Show the keys of the file; what opens the service is not among what it holds."""
     table = Table("id", "scopes", "created", "expires", "limits")
     for key in read_keys(file).keys:
-        table.add_row(key.id, ", ".join(key.scopes), _day(key.created), _expiry(key), _limits(key))
+        limits = ", ".join(f"{name} {value}" for name, value in key.limits.model_dump(exclude_defaults=True).items())
+        table.add_row(key.id, ", ".join(key.scopes), _day(key.created), _expiry(key), limits)
     out.print(table)
 
 
@@ -87,7 +88,3 @@ def _expiry(key: Key) -> str:
     if key.expires is None:
         return "never"
     return _day(key.expires) + (" (expired)" if key.expires <= datetime.now(UTC) else "")
-
-
-def _limits(key: Key) -> str:
-    return ", ".join(f"{name} {value}" for name, value in key.limits.model_dump(exclude_defaults=True).items())

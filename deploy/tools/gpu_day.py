@@ -37,7 +37,7 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class StageResult:
     """How a stage ended. exit_code: None where it ran out of time."""
 
     stage: str
@@ -92,7 +92,7 @@ def stages(folder: Path) -> tuple[Stage, ...]:
 
 def run_day(
     chosen: Sequence[Stage], folder: Path, device: str, say: Callable[[str], None], *, again: bool = False
-) -> list[Outcome]:
+) -> list[StageResult]:
     """Run what has not passed yet.
 
     Args:
@@ -106,7 +106,7 @@ def run_day(
         The outcomes there are now, in order.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    outcomes: dict[str, Outcome] = {}
+    outcomes: dict[str, StageResult] = {}
     for stage in chosen:
         before = read_outcome(folder, stage.name)
         if before is not None and before.passed and not again:
@@ -125,10 +125,10 @@ def run_day(
     return list(outcomes.values())
 
 
-def read_outcome(folder: Path, name: str) -> Outcome | None:
+def read_outcome(folder: Path, name: str) -> StageResult | None:
     """How a stage ended the last time; None where it has not."""
     path = folder / f"{name}.json"
-    return Outcome(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
+    return StageResult(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
 
 
 def _has_passed(folder: Path, name: str) -> bool:
@@ -136,7 +136,7 @@ def _has_passed(folder: Path, name: str) -> bool:
     return outcome is not None and outcome.passed
 
 
-def _run(stage: Stage, folder: Path, device: str) -> Outcome:
+def _run(stage: Stage, folder: Path, device: str) -> StageResult:
     began = time.monotonic()
     with (folder / f"{stage.name}.log").open("w", encoding="utf-8") as log:
         process = subprocess.Popen(stage.command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
@@ -145,7 +145,7 @@ def _run(stage: Stage, folder: Path, device: str) -> Outcome:
             exit_code = process.wait(timeout=stage.budget_s)
         except subprocess.TimeoutExpired:
             _stop(process)
-    return Outcome(stage.name, exit_code, time.monotonic() - began, shlex.join(stage.command), device)
+    return StageResult(stage.name, exit_code, time.monotonic() - began, shlex.join(stage.command), device)
 
 
 def _stop(process: "subprocess.Popen[bytes]") -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from deploy.exchange.answers import Unreadable
 from deploy.exchange.exchanges import Exchange, ExchangeBatch
 from deploy.run.replayers import LoadedReplayer
-from deploy.watch.served_answers import AnswerReader
+from deploy.watch.served_answers import ExchangeReader
 from serve_app.backends.base import ModelInfo, Replayed
 from serve_app.guard.referee_counts import RefereeCounts
 from serve_app.page.history import by_label
@@ -97,7 +97,7 @@ class Referee:
         self._replayer = replayer
         self.sink = PrometheusSink(source="referee")
         self._metrics = metrics = Metrics([self.sink], model_name=options.served, pool="watched")
-        self._reader = AnswerReader(
+        self._reader = ExchangeReader(
             model,
             Tokenizer.from_folder(model.folder),
             options.dialect,

@@ -49,7 +49,7 @@ def _strata(
 
 
 @dataclass(slots=True)
-class AnswerReader:
+class ExchangeReader:
     """Reads the answers in exchanges.
 
     Args:

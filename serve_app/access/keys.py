@@ -39,7 +39,7 @@ class _Part(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-class Limits(_Part):
+class KeyLimits(_Part):
     """A key's limits. One that is not set leaves only the server's own; each replica counts for itself."""
 
     max_concurrent: AtLeastOne | None = None  # HTTP requests at once
@@ -57,7 +57,7 @@ class Key(_Part):
     scopes: Annotated[list[Annotated[Scope, Field(strict=False)]], Field(min_length=1)]
     created: _Time | None = None
     expires: _Time | None = None
-    limits: Limits = Limits()
+    limits: KeyLimits = KeyLimits()
 
 
 class KeyFile(_Part):
@@ -90,7 +90,7 @@ def read_keys(path: Path) -> KeyFile:
     return read_file(path, KeyFile)
 
 
-def create_key(path: Path, key_id: str, scopes: list[Scope], expires: datetime | None, limits: Limits) -> str:
+def create_key(path: Path, key_id: str, scopes: list[Scope], expires: datetime | None, limits: KeyLimits) -> str:
     """Add a key to the file, creating it if needed, and return the key. It can never be shown again.
 
     Raises:

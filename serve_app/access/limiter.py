@@ -17,7 +17,7 @@ _MINUTE_S = 60.0
 _ROUNDING = 1e-6  # else a client that returns exactly on time would be refused
 
 
-class Bucket:
+class TokenBucket:
     """Fills evenly, up to a minute's worth.
 
     More may be taken than is there; nothing more is admitted until that debt is paid off. So the rate holds in the long
@@ -62,8 +62,8 @@ class Lease:
 class _Use:
     """One key's requests in flight, and what it has left."""
 
-    requests: Bucket | None = None
-    tokens: Bucket | None = None
+    requests: TokenBucket | None = None
+    tokens: TokenBucket | None = None
     num_running: int = 0
 
 
@@ -124,8 +124,8 @@ class KeyLimiter:
         use.tokens = self._bucket(use.tokens, caller.tokens_per_minute)
         return use
 
-    def _bucket(self, known: Bucket | None, per_minute: int | None) -> Bucket | None:
+    def _bucket(self, known: TokenBucket | None, per_minute: int | None) -> TokenBucket | None:
         """The existing bucket, or a full one if the limit is new."""
         if per_minute is None or (known is not None and known.per_minute == per_minute):
             return None if per_minute is None else known
-        return Bucket(per_minute, self._clock)
+        return TokenBucket(per_minute, self._clock)

@@ -64,7 +64,7 @@ from serve_app.backends.vllm_parts.settings import (
     ranks_of,
     scheduler_terms,
 )
-from serve_app.backends.vllm_parts.vllm_handoff import Manifest, Readings, pack, source_of, unpack
+from serve_app.backends.vllm_parts.vllm_handoff import Readings, VllmManifest, pack, source_of, unpack
 from speculative.errors import ConfigError, EngineFault, HandoffRefused, InvalidRequest
 from speculative.model.head_checkpoint import held_out_rates
 from speculative.model.loading import resolve_model
@@ -183,7 +183,7 @@ class VllmBackend:
         layout = f"{cache.cache_dtype} {self._settings.engine.dtype} {cache.block_size}"
         if self._pulls:
             layout += f" {(await self._llm.collective_rpc('cache_layout'))[0]}"
-        self._manifest = Manifest(
+        self._manifest = VllmManifest(
             fingerprint=self._fingerprint,
             drafter=self._drafter_identity,
             vllm=version,
@@ -552,7 +552,7 @@ class VllmBackend:
         finally:
             self._live -= 1
 
-    def _manifest_for(self, request: Request) -> Manifest:
+    def _manifest_for(self, request: Request) -> VllmManifest:
         return dataclasses.replace(self._manifest, adapter=self._adapters.identity(request.adapter))
 
     def _check(self, request: Request) -> None:
@@ -777,7 +777,7 @@ def _open_side_channel() -> None:
     os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(get_open_port())
 
 
-def _packed(manifest: Manifest, request: Request, parts: Sequence[Path], source: dict[str, Any]) -> Handoff:
+def _packed(manifest: VllmManifest, request: Request, parts: Sequence[Path], source: dict[str, Any]) -> Handoff:
     if manifest.way == "nixl" and not source:
         raise EngineFault("vLLM did not say where the computed prompt is to be read.")
     try:

@@ -35,7 +35,7 @@ from serve_app.guard.canary import Canary, CanarySettings
 from serve_app.guard.heartbeat import Placed, Report
 from serve_app.referee.records import Records
 from serve_app.referee.verdicts import Finished
-from serve_app.routing.autoscaling import Backlog
+from serve_app.routing.autoscaling import PrefillBacklog
 from serve_app.routing.replica_router import MOST_REPORTED, reported_blocks
 from serve_app.streams import spans
 from serve_app.streams.pooled import PooledTokenSource
@@ -96,7 +96,7 @@ class EngineHost:
         self.backend = backend
         self.reporter = Reporter(runtime, self._send_report)
         self.keeper: WeightsKeeper | None = None
-        self.backlog = Backlog()
+        self.backlog = PrefillBacklog()
         self.finished: deque[Finished] = deque(maxlen=_MOST_UNREPORTED)
         self._weights_switched = weights_switched
         self._guard: Guard | None = None

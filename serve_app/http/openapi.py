@@ -9,6 +9,7 @@ from pydantic.json_schema import models_json_schema
 
 from serve_app.access.access import Scope
 from serve_app.access.request_gate import HEALTH, scope_of
+from serve_app.backends.base import PauseMode
 from serve_app.http.admin import PauseOrder, SpeculationOrder, WeightsOrder
 from serve_app.http.vllm_routes import FinishUpdate, InitTransfer, StartUpdate, UpdateOrder
 from serve_app.openai.requests import ChatCompletionRequest, CompletionRequest
@@ -33,6 +34,7 @@ def _ref(name: str) -> Schema:
 
 
 _TEXT: Schema = {"type": "string"}
+_FLAG: Schema = {"type": "boolean"}
 _COUNT: Schema = {"type": "integer", "minimum": 0}
 _MAYBE_TEXT: Schema = {"type": ["string", "null"]}
 _STOPPED: Schema = {"type": ["string", "integer", "null"]}  # a stop string, or the id of a stop token
@@ -41,7 +43,7 @@ _STOPPED: Schema = {"type": ["string", "integer", "null"]}  # a stop string, or 
 def _reply(kind: str, *choice_fields: str) -> Schema:
     choice = _object(
         {"index": _COUNT, "finish_reason": _MAYBE_TEXT, "stop_reason": _STOPPED} | {name: {} for name in choice_fields},
-        reproducible={"type": "boolean"},  # if a seed was sent
+        reproducible=_FLAG,  # if a seed was sent
         reproducible_reason=_TEXT,
     )
     about = {"id": _TEXT, "object": {"const": kind}, "created": _COUNT, "model": _TEXT, "choices": _list(choice)}
@@ -72,10 +74,10 @@ _REPLIES: dict[str, Schema] = {
             "output": _list(_object({"type": {"enum": ["message", "function_call", "reasoning"]}, "id": _TEXT})),
             "incomplete_details": {"type": ["object", "null"]},
             "error": {"type": ["object", "null"]},
-            "store": {"type": "boolean"},
+            "store": _FLAG,
             "usage": _object({"input_tokens": _COUNT, "output_tokens": _COUNT, "total_tokens": _COUNT}),
         },
-        reproducible={"type": "boolean"},  # if a seed was sent
+        reproducible=_FLAG,  # if a seed was sent
         reproducible_reason=_TEXT,
         verdict=_TEXT,
         verdicts=_list(_TEXT),
@@ -148,6 +150,7 @@ class Operation:
     body: type[BaseModel] | None = None
     streams: bool = False  # the reply may be server-sent events
     body_required: bool = True
+    query: tuple[tuple[str, Schema], ...] = ()  # parameters in the URL, none of which is required
 
 
 OPERATIONS = (
@@ -158,7 +161,9 @@ OPERATIONS = (
         "POST", "/v1/chat/completions", "Answer a conversation.", "ChatCompletion", ChatCompletionRequest, streams=True
     ),
     Operation("POST", "/v1/responses", "Answer a conversation, as items.", "Response", ResponsesRequest, streams=True),
-    Operation("GET", "/v1/responses/{response_id}", "Show a response that was kept.", "Response"),
+    Operation(
+        "GET", "/v1/responses/{response_id}", "Show a response that was kept.", "Response", query=(("stream", _FLAG),)
+    ),
     Operation("DELETE", "/v1/responses/{response_id}", "Forget a response that was kept.", "Deleted"),
     Operation("POST", "/inference/v1/generate", "Continue token ids.", "GeneratedTokens", GenerateRequest),
     Operation("POST", "/v1/score", "Score how likely labels are after contexts.", "Scores", ScoreRequest),
@@ -181,7 +186,13 @@ OPERATIONS = (
     Operation("POST", "/tokenize", "Tokenize a prompt or a conversation.", "Tokens", TokenizeRequest),
     Operation("POST", "/detokenize", "Turn token ids into text.", "Text", DetokenizeRequest),
     Operation("GET", "/tokenizer_info", "Describe the tokenizer.", "Status"),
-    Operation("GET", "/server_info", "Return the engine's settings, as vLLM does.", "Status"),
+    Operation(
+        "GET",
+        "/server_info",
+        "Return the engine's settings, as vLLM does.",
+        "Status",
+        query=(("config_format", {"enum": ["text", "json"]}),),
+    ),
     Operation("GET", "/get_world_size", "Count the replicas that hold weights.", "Status"),
     Operation("POST", "/init_weight_transfer_engine", "Check how weights are to be sent.", "Done", InitTransfer),
     Operation("POST", "/start_weight_update", "Begin a weight update.", "Done", StartUpdate, body_required=False),
@@ -196,7 +207,13 @@ OPERATIONS = (
     ),
     Operation("GET", "/weight_info", "Return the version of the weights.", "Status"),
     Operation("POST", "/reset_prefix_cache", "Empty every replica's prefix cache.", "Status"),
-    Operation("POST", "/pause", "Stop starting requests on all replicas, as vLLM does.", "Status"),
+    Operation(
+        "POST",
+        "/pause",
+        "Stop starting requests on all replicas, as vLLM does.",
+        "Status",
+        query=(("mode", {"enum": [*PauseMode]}), ("clear_cache", _FLAG)),
+    ),
     Operation("POST", "/resume", "Resume starting requests, as vLLM does.", "Status"),
     Operation("GET", "/is_paused", "Report whether all replicas are paused.", "Status"),
     Operation("GET", "/metrics", "Metrics for Prometheus.", "text/plain"),
@@ -266,10 +283,11 @@ def _described(operation: Operation, needs_key: bool) -> Schema:
 
 def _parameters(operation: Operation) -> list[Schema]:
     names = [part[1:-1] for part in operation.path.split("/") if part.startswith("{")]
-    in_path = [{"name": name, "in": "path", "required": True, "schema": _TEXT} for name in names]
+    in_url = [{"name": name, "in": "path", "required": True, "schema": _TEXT} for name in names]
+    in_url += [{"name": name, "in": "query", "schema": schema} for name, schema in operation.query]
     if scope_of(operation.path) is not Scope.USER or operation.body is None:
-        return in_path
-    return in_path + [
+        return in_url
+    return in_url + [
         {"name": name, "in": "header", "description": text, "schema": schema} for name, text, schema in _HEADERS
     ]
 

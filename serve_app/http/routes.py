@@ -37,7 +37,7 @@ from serve_app.http.vllm_routes import VllmRoutes, add_vllm_routes
 from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.kept_responses import KeptResponses
 from serve_app.openai.parsing import parse
-from serve_app.openai.prepared_request import PreparedRequest, Terms
+from serve_app.openai.prepared_request import PreparedRequest, RequestTerms
 from serve_app.openai.requests import UNSUPPORTED_ENDPOINTS, ChatCompletionRequest, CompletionRequest
 from serve_app.openai.response_requests import ResponsesRequest
 from serve_app.openai.responses_desk import ResponsesDesk
@@ -226,14 +226,14 @@ def _add_responses(app: FastAPI, front_end: FrontEnd, desk: ResponsesDesk, gate:
     async def create_response(request: Request) -> Response:
         owner = request.state.caller.id
 
-        async def prepare(wire: ResponsesRequest, terms: Terms) -> PreparedRequest:
+        async def prepare(wire: ResponsesRequest, terms: RequestTerms) -> PreparedRequest:
             return await desk.prepare(wire, terms, owner)
 
         return await _generate(front_end, gate, request, ResponsesRequest, prepare)
 
     @app.get("/v1/responses/{response_id}")
-    async def show_response(request: Request, response_id: str) -> Response:
-        if request.query_params.get("stream") == "true":
+    async def show_response(request: Request, response_id: str, stream: bool = False) -> Response:
+        if stream:
             raise UnsupportedParameter("stream", "stream: a response that was kept is returned whole; leave it out.")
         return JSONResponse(await desk.show(response_id, request.state.caller.id))
 
@@ -328,7 +328,7 @@ async def _generate(
     gate: Gate,
     request: Request,
     kind: type[R],
-    prepare: Callable[[R, Terms], Awaitable[PreparedRequest]],
+    prepare: Callable[[R, RequestTerms], Awaitable[PreparedRequest]],
 ) -> Response:
     lease = gate.enter(request.state.caller)
     with contextlib.ExitStack() as at_the_end:
@@ -371,14 +371,14 @@ async def _score(front_end: FrontEnd, scorer: Scorer, gate: Gate, request: Reque
         lease.leave()
 
 
-def _terms(request: Request) -> Terms:
+def _terms(request: Request) -> RequestTerms:
     """What who sent a request may ask for, and for how long they want to wait.
 
     Raises:
         InvalidRequest: the header names no time.
     """
     caller: Caller = request.state.caller
-    return Terms(caller.max_prompt_tokens, caller.earliest_priority, _header_timeout_s(request))
+    return RequestTerms(caller.max_prompt_tokens, caller.earliest_priority, _header_timeout_s(request))
 
 
 def _header_timeout_s(request: Request) -> float | None:

@@ -4,7 +4,7 @@ import importlib.metadata
 import json
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
@@ -162,9 +162,7 @@ def _add_tokenization(app: FastAPI, front_end: FrontEnd, gate: Gate) -> None:
 
 def _add_about(app: FastAPI, routes: VllmRoutes) -> None:
     @app.get("/server_info")
-    async def show_server(config_format: str = "text") -> Response:
-        if config_format not in ("text", "json"):
-            raise InvalidRequest("config_format", "config_format must be text or json.")
+    async def show_server(config_format: Literal["text", "json"] = "text") -> Response:
         config = routes.settings if config_format == "json" else json.dumps(routes.settings)
         return JSONResponse({"vllm_config": config, "vllm_env": {}, "system_env": {}})
 
@@ -215,10 +213,8 @@ def _add_weight_transfer(app: FastAPI, weights: WeightsService) -> None:
 
 def _add_pauses(app: FastAPI, weights: WeightsService) -> None:
     @app.post("/pause")
-    async def pause(mode: str = "abort", clear_cache: bool = True) -> Response:
-        if mode not in tuple(PauseMode):
-            raise InvalidRequest("mode", "mode must be abort, wait or keep.")
-        await _complete(weights.pause(PauseMode(mode)), "paused")
+    async def pause(mode: PauseMode = PauseMode.ABORT, clear_cache: bool = True) -> Response:
+        await _complete(weights.pause(mode), "paused")
         if clear_cache:
             await _complete(weights.reset_caches(), "emptied")
         return JSONResponse({"status": "paused"})

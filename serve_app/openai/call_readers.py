@@ -380,7 +380,8 @@ class XmlCalls(FreeCalls):
             return False
         self._begin(name)
         self._add("{")
-        parameters, separator = _parameters(self._tools, name), ""
+        schemas = (tool["function"].get("parameters") for tool in self._tools if tool["function"]["name"] == name)
+        parameters, separator = next(schemas, None) or {}, ""
         while (yield from self._parameter(separator, parameters)):
             separator = ", "
         closed = yield from self._closing("</function>")
@@ -434,12 +435,6 @@ class XmlCalls(FreeCalls):
 
 def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
-
-
-def _parameters(tools: Tools, name: str) -> Mapping[str, Any]:
-    """The schema of a function's arguments."""
-    schemas = (tool["function"].get("parameters") for tool in tools if tool["function"]["name"] == name)
-    return next(schemas, None) or {}
 
 
 _KINDS: dict[type, tuple[str, ...]] = {

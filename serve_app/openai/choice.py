@@ -76,7 +76,10 @@ class _Choice:
         reason = self._end(delta, released)
         num_delivered = len(offsets)
         ids, kinds = delta.token_ids[:num_delivered], tuple(delta.kinds[:num_delivered])
-        self._count(delta, num_delivered)
+        self.num_delivered += num_delivered
+        self.num_accepted += min(delta.num_accepted, num_delivered)  # accepted drafts come first
+        self.num_rejected += delta.num_drafted - delta.num_accepted
+        self.num_cached = max(self.num_cached, delta.num_cached_tokens)
         text = "".join(released)
         said = ParsedDelta(text)
         if self._reader is not None:
@@ -184,12 +187,6 @@ class _Choice:
             return None
         released.append(self._matcher.finish())
         return delta.finish_reason.value
-
-    def _count(self, delta: TokenDelta, num_delivered: int) -> None:
-        self.num_delivered += num_delivered
-        self.num_accepted += min(delta.num_accepted, num_delivered)  # accepted drafts come first
-        self.num_rejected += delta.num_drafted - delta.num_accepted
-        self.num_cached = max(self.num_cached, delta.num_cached_tokens)
 
     def _entries(self, delta: TokenDelta, offsets: list[int]) -> tuple[TokenEntry, ...]:
         logprobs = delta.logprobs or ()

@@ -25,8 +25,8 @@ from serve_app.openai.prepared_request import (
     NO_TERMS,
     Limits,
     PreparedRequest,
+    RequestTerms,
     Spend,
-    Terms,
     free,
     off_loop,
 )
@@ -136,7 +136,7 @@ class FrontEnd:
     async def prepare(
         self,
         wire: CompletionRequest | ChatCompletionRequest,
-        terms: Terms = NO_TERMS,
+        terms: RequestTerms = NO_TERMS,
         reply_format: ReplyFormat | None = None,
     ) -> PreparedRequest:
         """Check a wire request against the model and the terms of who sent it, and tokenise it. The reply has the form

@@ -43,7 +43,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class RequestTerms:
     """What holds for one HTTP request beside its body: what who sent it may ask for."""
 
     max_prompt_tokens: int | None = None
@@ -75,7 +75,7 @@ class Terms:
         return min((limit for limit in (asked, self.timeout_s) if limit is not None), default=None)
 
 
-NO_TERMS = Terms()
+NO_TERMS = RequestTerms()
 
 
 @dataclass(frozen=True, slots=True)

@@ -203,7 +203,9 @@ class ResponsesRequest(WireRequest):
         """The chat request that is answered in the same way; its values have been checked, but not yet together."""
         shared: dict[str, Any] = {name: getattr(self, name) for name in WireRequest.model_fields}
         form = None if self.text is None else self.text.format
-        chosen = self.tool_choice
+        choice: Any = self.tool_choice
+        if isinstance(choice, ChosenFunction):
+            choice = NamedTool(type="function", function=FunctionName(name=choice.name))
         own: dict[str, Any] = {
             "messages": talk.messages,
             "max_completion_tokens": self.max_output_tokens,
@@ -211,7 +213,7 @@ class ResponsesRequest(WireRequest):
             "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
             "chat_template_kwargs": self.chat_template_kwargs,
             "tools": None if self.tools is None else [tool.for_chat() for tool in self.tools],
-            "tool_choice": _named(chosen) if isinstance(chosen, ChosenFunction) else chosen,
+            "tool_choice": choice,
             "logprobs": self.with_logprobs,
             "top_logprobs": self.top_logprobs if self.with_logprobs else None,
         }
@@ -243,10 +245,6 @@ class ResponsesRequest(WireRequest):
             "truncation": "disabled",
             "user": self.user,
         }
-
-
-def _named(chosen: ChosenFunction) -> NamedTool:
-    return NamedTool(type="function", function=FunctionName(name=chosen.name))
 
 
 def _echo_of(tool: FunctionTool) -> dict[str, Any]:

@@ -377,7 +377,8 @@ class ChatFormat:
         return head.envelope(self._kind, rendered) | counted | prompt | reported
 
     def _choice(self, head: ReplyHead, piece: ChoiceDelta, name: str, said: dict[str, Any]) -> dict[str, Any]:
-        logprobs = None if piece.logprobs is None else _chat_logprobs(piece.logprobs)
+        entries = piece.logprobs
+        logprobs = None if entries is None else {"content": token_logprobs(entries), "refusal": None}
         choice = _chat_choice(piece.index, name, said, logprobs, piece.finish_reason)
         ended = {} if piece.finish_reason is None else {"stop_reason": piece.stop_reason}
         return choice | ended | head.token_fields(piece) | piece.version_fields() | piece.seed_fields()
@@ -444,10 +445,6 @@ def _legacy_top(entry: TokenEntry) -> dict[str, float] | None:
         top.setdefault(candidate.text, candidate.logprob)
     top.setdefault(entry.text, entry.logprob)
     return top
-
-
-def _chat_logprobs(entries: Sequence[TokenEntry]) -> dict[str, Any]:
-    return {"content": token_logprobs(entries), "refusal": None}
 
 
 def token_logprobs(entries: Sequence[TokenEntry]) -> list[dict[str, Any]]:

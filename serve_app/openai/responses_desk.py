@@ -11,7 +11,7 @@ from serve_app.errors import PreviousResponseNotFound, UnknownResponse, Unsuppor
 from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.kept_responses import KeptResponses
 from serve_app.openai.parsing import in_words
-from serve_app.openai.prepared_request import PreparedRequest, Terms
+from serve_app.openai.prepared_request import PreparedRequest, RequestTerms
 from serve_app.openai.response_items import AnyItem, ItemReference, items_from
 from serve_app.openai.response_objects import Fields, ResponsesFormat, response_of
 from serve_app.openai.response_requests import ResponsesRequest
@@ -32,7 +32,7 @@ class ResponsesDesk:
         self._front_end = front_end
         self._kept = kept
 
-    async def prepare(self, wire: ResponsesRequest, terms: Terms, owner: str) -> PreparedRequest:
+    async def prepare(self, wire: ResponsesRequest, terms: RequestTerms, owner: str) -> PreparedRequest:
         """Check a request and tokenise it; `owner` is whose responses it may refer to.
 
         Raises:

@@ -18,7 +18,7 @@ from pydantic import Discriminator, Field, Tag
 from serve_app.backends.base import ModelInfo, TokenSource
 from serve_app.errors import ContextLengthExceeded, RequestAborted, UnsupportedParameter
 from serve_app.openai.choice import refuse_failure
-from serve_app.openai.prepared_request import NO_TERMS, Spend, Terms, free
+from serve_app.openai.prepared_request import NO_TERMS, RequestTerms, Spend, free
 from serve_app.openai.requests import Seconds
 from serve_app.openai.responses import Usage, metadata_of
 from serve_app.openai.wire import Many, Wire
@@ -113,7 +113,7 @@ class Scorer:
         self._limits = limits or ScoreLimits()
         self._room = asyncio.Semaphore(self._limits.max_concurrent)
 
-    async def score(self, wire: ScoreRequest, terms: Terms = NO_TERMS, spend: Spend = free) -> dict[str, Any]:
+    async def score(self, wire: ScoreRequest, terms: RequestTerms = NO_TERMS, spend: Spend = free) -> dict[str, Any]:
         """The reply: for each context, each label's token ids, logprob (nats, summed over its tokens) and score.
 
         A score is the label's share of its context's labels (softmax), or with normalize = false its probability.
@@ -151,13 +151,18 @@ class Scorer:
         for part in reported:
             for label, logprob in zip(part.ask.labels, part.logprobs, strict=True):
                 rows[part.ask.context][label] = logprob
+        # Nothing is generated: each context counts once, and each label once after each of them.
+        usage = Usage(
+            prompt_tokens=sum(map(len, contexts)) + len(contexts) * sum(map(len, labels)),
+            cached_tokens=sum(part.num_cached for part in reported),
+        )
         return {
             "id": score_id,
             "object": "score",
             "created": int(time.time()),
             "model": wire.model,
             "data": [_rendered(index, labels, row, wire.normalize) for index, row in enumerate(rows)],
-            "usage": _usage(contexts, labels, reported).to_wire(),
+            "usage": usage.to_wire(),
             **metadata_of(versions),
         }
 
@@ -270,11 +275,3 @@ def _rendered(index: int, labels: Sequence[Ids], logprobs: Sequence[float], norm
             for ids, logprob, weight in zip(labels, logprobs, weights, strict=True)
         ],
     }
-
-
-def _usage(contexts: Sequence[Ids], labels: Sequence[Ids], reported: Sequence[_Reported] = ()) -> Usage:
-    """Nothing is generated: each context counts once, and each label once after each of them."""
-    return Usage(
-        prompt_tokens=sum(map(len, contexts)) + len(contexts) * sum(map(len, labels)),
-        cached_tokens=sum(part.num_cached for part in reported),
-    )

@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 from serve_app.errors import UnknownParameter
 from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.parsing import checked, in_words
-from serve_app.openai.prepared_request import PreparedRequest, Terms
+from serve_app.openai.prepared_request import PreparedRequest, RequestTerms
 from serve_app.openai.requests import MAX_CACHE_SALT, CompletionRequest, TokenId
 from serve_app.openai.responses import ChoiceDelta, ReplyHead, ReplyStream, TokenEntry, TopEntry, Usage
 from serve_app.openai.wire import Many, Wire
@@ -105,7 +105,7 @@ class GenerateRequest(Wire):
             return checked(fields | sampling, CompletionRequest)
 
 
-async def prepare_generation(front_end: FrontEnd, wire: GenerateRequest, terms: Terms) -> PreparedRequest:
+async def prepare_generation(front_end: FrontEnd, wire: GenerateRequest, terms: RequestTerms) -> PreparedRequest:
     """Check a request and make it one for a completion.
 
     Raises:
@@ -151,13 +151,12 @@ class TokensFormat:
 
 
 def _choice(piece: ChoiceDelta) -> dict[str, Any]:
-    logprobs = None if piece.logprobs is None else {"content": [_entry(entry) for entry in piece.logprobs]}
+    logprobs = None
+    if piece.logprobs is not None:
+        content = [_token(entry) | {"top_logprobs": [_token(other) for other in entry.top]} for entry in piece.logprobs]
+        logprobs = {"content": content}
     chosen = {"index": piece.index, "finish_reason": piece.finish_reason, "token_ids": list(piece.token_ids)}
     return chosen | {"logprobs": logprobs} | piece.version_fields()
-
-
-def _entry(entry: TokenEntry) -> dict[str, Any]:
-    return _token(entry) | {"top_logprobs": [_token(candidate) for candidate in entry.top]}
 
 
 def _token(entry: TokenEntry | TopEntry) -> dict[str, Any]:

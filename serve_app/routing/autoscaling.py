@@ -55,7 +55,7 @@ class LoadPolicy:
         return wanted_replicas(recorded, context.target_num_replicas), {}
 
 
-class Backlog:
+class PrefillBacklog:
     """Prompts that a prefill replica has been given and has not computed, and how long they will take it."""
 
     def __init__(self) -> None:

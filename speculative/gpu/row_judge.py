@@ -12,7 +12,7 @@ from speculative.gpu.filters import sampling_rows
 from speculative.sampling.logprobs import gather_logprobs, mode_matrix
 from speculative.sampling.probs import target_probs
 from speculative.selfcheck.invariants import broken_rows
-from speculative.selfcheck.terms import Scope, take_terms
+from speculative.selfcheck.terms import TermScope, take_terms
 from speculative.step.sampler import outside_filters_of
 from speculative.verification.base import Verifier, VerifyInput, emitted_at_rows
 from speculative.verification.block import verify_block
@@ -109,7 +109,7 @@ class TorchJudge:
         outside = outside_filters_of(sampling, logits, emitted)
         broken = broken_rows(step, verified, emitted, processed.amax(dim=-1), outside)
         reported = gather_logprobs(mode_matrix(self._mode, logits, processed), emitted, 0)
-        terms = take_terms(step, verified, emitted, Scope(self._verifier, rows.counted, rows.coupled))
+        terms = take_terms(step, verified, emitted, TermScope(self._verifier, rows.counted, rows.coupled))
         parts = [verified.num_accepted, verified.token_ids, step.drafts, broken, verified.expected_accepted]
         parts += [reported.values, reported.ranks, terms.achievable, terms.rows, terms.sums]
         return copy_once(parts), terms.checks

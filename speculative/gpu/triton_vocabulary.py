@@ -584,7 +584,7 @@ def _is_undecided(chance):
 
 
 @_kernel
-def _take_terms(  # noqa: PLR0913, PLR0915
+def _take_terms(  # noqa: PLR0913
     logits,
     temperature,
     greedy,

@@ -73,7 +73,7 @@ class JudgedRows:
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class JudgedStep:
     """The results, from the one copy. draft_ids: [R] the draft judged at each row, -1 in last rows."""
 
     verdicts: Verdicts
@@ -128,7 +128,7 @@ class VerifyGraph:
             self._captured[bucket, extras] = _Captured(inputs, replay)
         return self._captured[bucket, extras]
 
-    def run(self, bucket: Bucket, rows: JudgedRows) -> Judged:
+    def run(self, bucket: Bucket, rows: JudgedRows) -> JudgedStep:
         """Judge, and copy the results to the host."""
         params, vocab_size = [entry.sequence.params for entry in rows.layout.drawing], self._decoder.config.vocab_size
         extras = self._extras_of(rows, params)
@@ -249,7 +249,7 @@ def _give_rows_to_nobodies(host: dict[str, Array], num_rows: int, num_entries: i
     host["offsets"][own] = 0
 
 
-def _unpack(vector: Array, bucket: Bucket, checks: tuple[str, ...], rows: JudgedRows) -> Judged:
+def _unpack(vector: Array, bucket: Bucket, checks: tuple[str, ...], rows: JudgedRows) -> JudgedStep:
     rest = vector
 
     def take(count: int) -> Array:
@@ -269,4 +269,4 @@ def _unpack(vector: Array, bucket: Bucket, checks: tuple[str, ...], rows: Judged
     if rows.checked:
         achievable, per_row = float(take(1)[0]), take(3 * bucket.num_rows).reshape(3, -1)[:, :num_rows]
         terms = Terms(checks, rest.reshape(len(checks), -1), achievable, per_row)
-    return Judged(Verdicts(accepted, token_ids, broken, float(expected)), drafts, logprobs, terms)
+    return JudgedStep(Verdicts(accepted, token_ids, broken, float(expected)), drafts, logprobs, terms)

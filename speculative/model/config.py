@@ -11,7 +11,7 @@ from speculative.cache.kv_cache import KVShape
 from speculative.end_tokens import Json, end_tokens, read_if_there, read_json, stated_ids
 from speculative.errors import ConfigError, UnsupportedModel
 
-_FIX = "serve this model with `engine: vllm`"
+_FIX = "serve this model with `engine.kind: vllm`"
 
 
 @dataclass(frozen=True, slots=True)

@@ -296,7 +296,7 @@ def _refuse_unknown(folder: Path, config: Mapping[str, Any], layer: Mapping[str,
     }
     for what, holds in fine.items():
         if not holds:
-            raise UnsupportedModel(f"{folder}: {what}, unknown here; use another head, or `engine: vllm`.")
+            raise UnsupportedModel(f"{folder}: {what}, unknown here; use another head, or `engine.kind: vllm`.")
 
 
 def _aux_layers(folder: Path, config: Mapping[str, Any]) -> Sequence[int] | None:

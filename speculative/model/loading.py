@@ -242,7 +242,7 @@ def _fill(path: Path, name: str, slot: Tensor, tensor: Tensor) -> None:
     if not is_plain and tensor.dtype != slot.dtype:
         raise UnsupportedModel(
             f"{path}: tensor {name} is {tensor.dtype}: of quantized weights, only FP8 ones are read, on a GPU; take "
-            "the checkpoint that this one was made of, or `engine: vllm`."
+            "the checkpoint that this one was made of, or `engine.kind: vllm`."
         )
     slot.copy_(tensor)
 

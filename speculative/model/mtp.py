@@ -48,13 +48,13 @@ class MtpConfig:
         if architecture != _ARCHITECTURE:
             raise UnsupportedModel(
                 f"{folder}: `architectures` is {architecture!r}, no MTP module with a Llama layer ({_ARCHITECTURE}); "
-                "give another module, or `engine: vllm`."
+                "give another module, or `engine.kind: vllm`."
             )
         num_modules = config.get("num_nextn_predict_layers", 1)
         if num_modules != 1:
             raise UnsupportedModel(
                 f"{folder}: num_nextn_predict_layers is {num_modules}, and one module makes all drafts here; keep the "
-                "first module's tensors and set it to 1, or use `engine: vllm`."
+                "first module's tensors and set it to 1, or use `engine.kind: vllm`."
             )
         return cls(ModelConfig.from_json({**config, "architectures": ["LlamaForCausalLM"], "model_type": "llama"}))
 

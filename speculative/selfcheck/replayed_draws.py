@@ -1,5 +1,13 @@
 """The draws of one answer, made again: which of its tokens follow from the request's seed.
 
+    Round      what the engine that answers reports of a round: its verifier, the drafts that were judged, their q
+    Draw       how a replay draws one token of the answer again: by which rule, with which random numbers
+    Redrawn    what the replay reports of it: by how much its logits miss the token; its coins, p of the rejected draft
+    DrawCheck  one decision about the token, and the nats by which it misses
+
+`Rounds` makes the draws of the rounds, `selfcheck.draw_margins` makes them again from the replayed logits, and
+`Rounds.check` makes the checks; what rounding may explain of a miss is decided by the referee.
+
 Every random number is a function of (seed, round start, offset, purpose), so whoever knows the rounds and p can repeat
 each decision. With p replayed, u and coins recomputed, x a draft and q what it was sampled from:
 

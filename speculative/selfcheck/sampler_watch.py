@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from speculative.selfcheck.monitor import SelfCheck
-from speculative.selfcheck.terms import Scope, take_terms
+from speculative.selfcheck.terms import TermScope, take_terms
 from speculative.state.batch import Terms
 from speculative.verification.base import VerifyInput, VerifyOutput
 from speculative.verification.draft_probs import Dense, DraftProbs, PointMass
@@ -261,6 +261,6 @@ def round_terms(
     step = VerifyInput(probs=probs, draft_probs=draft_probs, **{**known, "drafts": drafts})
     last = emitted.gather(1, num_accepted.clamp(min=0)[:, None])[:, 0]
     verified = VerifyOutput(num_accepted, last, probs.new_zeros(len(counts), dtype=torch.float64))
-    scope = Scope("token_wise", torch.tensor(counted, device=device))
+    scope = TermScope("token_wise", torch.tensor(counted, device=device))
     at_rows = torch.where(known["offsets"] < num_accepted[entries], drafts, last[entries]).clamp(min=0)
     return take_terms(step, verified, at_rows, scope).to_host()

@@ -55,7 +55,7 @@ EQUAL = 4e-6  # two numbers that differ by this share of the greater are equal b
 
 
 @dataclass(frozen=True, slots=True)
-class Scope:
+class TermScope:
     """What of a step the terms are taken of.
 
     verifier: of the entries that are not coupled.
@@ -85,7 +85,7 @@ class _Facts:
     alive: Tensor  # bool: p was not 0 at an earlier draft of the round
 
 
-def take_terms(step: VerifyInput, verified: VerifyOutput, emitted: Tensor, scope: Scope) -> Terms:
+def take_terms(step: VerifyInput, verified: VerifyOutput, emitted: Tensor, scope: TermScope) -> Terms:
     """The terms of a step.
 
     Args:

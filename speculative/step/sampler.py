@@ -18,7 +18,7 @@ from speculative.sampling.probs import LastRows, SamplingRows
 from speculative.selfcheck.invariants import forbidden_by_rules, misplaced, outside_filters
 from speculative.selfcheck.monitor import SelfCheck
 from speculative.selfcheck.rounds import contradicted, misdrafted, with_lagged
-from speculative.selfcheck.terms import Scope
+from speculative.selfcheck.terms import TermScope
 from speculative.state.batch import SequenceResult, StepInput, StepOutcome, Terms, merge_outcomes, row_contexts
 from speculative.state.token_constraint import Bools
 from speculative.step.host_copy import Verdicts, copy_to_host, logprobs_to_host, results_per_entry
@@ -135,7 +135,7 @@ class Sampler:
     def _terms(
         self, step: VerifyInput, verified: VerifyOutput, emitted: Tensor, counted: Bools, coupled: Bools
     ) -> Terms:
-        scope = Scope(
+        scope = TermScope(
             self._verifier,
             torch.from_numpy(counted).to(self._device),
             torch.from_numpy(coupled).to(self._device) if coupled.any() else None,

@@ -31,7 +31,7 @@ class Acceptance:
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class HeadAcceptance:
     """Per draft step and target: [J, A] each. ratio: min(1, q/p) of the answer's next token, the chance that it would
     be accepted as a draft (in the mean over drafts); hit: whether it is the head's likeliest token."""
 
@@ -44,7 +44,7 @@ class Judged:
 
 def judge(
     hidden: Tensor, weight: Tensor, distribution: TargetDistribution, ids: Tensor, batch: TrainingBatch
-) -> Judged:
+) -> HeadAcceptance:
     """Compare a head's drafts with the target's distribution.
 
     Args:
@@ -69,10 +69,10 @@ def judge(
             ratios = (log_q - log_p).gather(1, wanted.clamp(min=0)).clamp(max=0).exp()
             ratio[step, run] = torch.where(known, ratios, 0.0).squeeze(1)
             hit[step, run] = (log_q.argmax(-1, keepdim=True) == wanted).float().squeeze(1)
-    return Judged(acceptance, ratio, hit, batch.depths, batch.temperatures)
+    return HeadAcceptance(acceptance, ratio, hit, batch.depths, batch.temperatures)
 
 
-def summary(parts: list[Judged]) -> Acceptance:
+def summary(parts: list[HeadAcceptance]) -> Acceptance:
     """The means over all targets of the parts."""
     num_steps = len(parts[0].acceptance)
     acceptance, ratio, hit = (

@@ -16,7 +16,7 @@ from speculative.selfcheck.terms import (
     EQUAL,
     LEAST_RESIDUAL,
     LEAST_SPREAD,
-    Scope,
+    TermScope,
 )
 from speculative.state.batch import Terms
 from speculative.verification import block, coupled
@@ -88,7 +88,7 @@ class KernelOps:
         found = (verified.num_accepted, emitted, highest, outside)
         return self._kernels.broken_rows(_struct(step), *found, MASS_ROUNDING)
 
-    def take_terms(self, step: VerifyInput, verified: VerifyOutput, emitted: Tensor, scope: Scope) -> Terms:
+    def take_terms(self, step: VerifyInput, verified: VerifyOutput, emitted: Tensor, scope: TermScope) -> Terms:
         if scope.verifier != "token_wise" or scope.coupled is not None:
             return terms.take_terms(step, verified, emitted, scope)
         struct = _struct(step)

@@ -11,7 +11,7 @@ from torch import Tensor
 from speculative.sampling import probs
 from speculative.sampling.probs import SamplingRows
 from speculative.selfcheck import invariants, terms
-from speculative.selfcheck.terms import Scope
+from speculative.selfcheck.terms import TermScope
 from speculative.state.batch import Terms
 from speculative.verification import base, block, coupled, token_wise
 from speculative.verification.base import VerifyInput, VerifyOutput
@@ -56,7 +56,7 @@ class VocabularyOps(Protocol):
     ) -> Tensor:
         """[R] int64: 1 + the index into ROW_KINDS of the invariant that is broken at a row, or 0."""
 
-    def take_terms(self, step: VerifyInput, verified: VerifyOutput, emitted: Tensor, scope: Scope) -> Terms:
+    def take_terms(self, step: VerifyInput, verified: VerifyOutput, emitted: Tensor, scope: TermScope) -> Terms:
         """The terms of the self-checks."""
 
 

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from dashboards import build
 from dashboards.alerts import ALERTS, Alert
 from dashboards.panels import ANNOTATIONS, PAGE, VISIBLE, Page, Panel
-from dashboards.queries import Scope
+from dashboards.queries import QueryScope
 from dashboards.recordings import RECORDINGS
 from deploy.cli.main import main
 from serve_app.telemetry.metric_names import CATALOGUE, METRICS, Metric
@@ -253,4 +253,4 @@ def test_rule_files_read_back_as_they_were_meant(files: dict[str, str]) -> None:
 @pytest.mark.parametrize(("name", "where"), [("draft_total", ""), ("drafts_total", 'position="0"')])
 def test_a_query_for_what_is_not_there_is_refused(name: str, where: str) -> None:
     with pytest.raises(ValueError, match="truespec_draft"):
-        Scope("", "5m").rate(name, where=where)
+        QueryScope("", "5m").rate(name, where=where)

@@ -37,7 +37,7 @@ def test_all_that_states_a_version_states_the_same() -> None:
         ("helm/truespec/Chart.yaml", "appVersion: {}", "appVersion: 7.7.7"),
         ("helm/truespec/Chart.yaml", "\nversion: {}", "\nversion: 7.7.7"),
         ("helm/truespec/ci/cpu-demo-values.yaml", "tag: {}-cpu", "tag: 7.7.7-cpu"),
-        ("deploy/configs/jobs/audit.yaml", "truespec:{}-cpu", "truespec:7.7.7-cpu"),
+        ("deploy/configs/jobs/batch.yaml", "truespec:{}", "truespec:7.7.7"),
         ("deploy/docker/compose.yaml", "truespec:{}-cpu", "truespec:7.7.7-cpu"),
     ],
 )

@@ -139,7 +139,7 @@ def test_the_chart_is_packaged_with_the_images_that_are_published(runner: Runner
 def test_the_documentation_is_built_strictly_and_kept_by_version(runner: Runner) -> None:
     runner.run("docs", "publish", "Build, strictly")
     page = (runner.tree / "build" / "site" / "jobs" / "index.html").read_text()
-    assert f'href="{_SOURCE}/blob/v9.8.7/deploy/configs/jobs/audit.yaml"' in page and 'href="../detection/"' in page
+    assert f'href="{_SOURCE}/blob/v9.8.7/deploy/configs/jobs/batch.yaml"' in page and 'href="../detection/"' in page
     runner.run("docs", "publish", "Commit as a version")
     listed = subprocess.run(
         ["git", "ls-tree", "--name-only", "gh-pages"], cwd=runner.tree, capture_output=True, text=True, check=True

@@ -13,7 +13,7 @@ import yaml
 
 from deploy.run.ports import free_ports
 from serve_app.access.access import Scope
-from serve_app.access.keys import Limits, create_key, revoke_key
+from serve_app.access.keys import KeyLimits, create_key, revoke_key
 from tests.support.ray_head import ray_head
 from tests.support.services import MODEL, app_args, deployed, wait_for
 
@@ -22,8 +22,8 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(1200)]
 
 def test_keys_open_a_service_and_change_without_a_restart(ray_port: int, tiny_folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "keys.yaml"
-    alice = create_key(path, "alice", [Scope.USER], None, Limits(tokens_per_minute=20))
-    operator = create_key(path, "operator", [Scope.USER, Scope.ADMIN], None, Limits())
+    alice = create_key(path, "alice", [Scope.USER], None, KeyLimits(tokens_per_minute=20))
+    operator = create_key(path, "operator", [Scope.USER, Scope.ADMIN], None, KeyLimits())
     args = app_args(tiny_folder, "monolith", access={"keys_file": str(path), "open_metrics": False})
     with deployed(ray_port, "keyed", args) as service:
 
@@ -49,7 +49,7 @@ def test_keys_open_a_service_and_change_without_a_restart(ray_port: int, tiny_fo
         assert any('key="alice"' in line and float(line.rsplit(" ", 1)[1]) > 20 for line in spent), spent
         assert alice not in reported and operator not in reported
 
-        carol = create_key(path, "carol", [Scope.USER], None, Limits())
+        carol = create_key(path, "carol", [Scope.USER], None, KeyLimits())
         wait_for(lambda: code(carol) == 200, "the new key is known")
         revoke_key(path, "alice")
         wait_for(lambda: code(alice) == 401, "the revoked key is refused")

@@ -5,14 +5,13 @@ May run under the interpreter of an environment of its own.
 
 import os
 import time
-from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
 import llama_cpp
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
-from deploy.bench.workers.channel import BatchOfPrompts, Engine, Meter, serve
+from deploy.bench.workers.channel import BatchOfPrompts, Meter, serve
 
 _BATCH = 512  # rows of a prompt computed at once
 
@@ -100,16 +99,14 @@ class LlamaLookup:
         self._llama.reset()
         self._llama.set_seed(ask.seed)
         meter = Meter(1)
-        for token in islice(self._tokens(ask.prompts[0], ask.temperature), ask.max_tokens):
+        tokens = self._llama.generate(ask.prompts[0], temp=ask.temperature, top_k=0, top_p=1.0, min_p=0.0)
+        for token in islice(tokens, ask.max_tokens):
             meter.emit(0, [token])
         return meter.sample()
 
     def processes(self) -> list[int]:
         """This one."""
         return [os.getpid()]
-
-    def _tokens(self, prompt: Sequence[int], temperature: float) -> Iterator[int]:
-        return self._llama.generate(prompt, temp=temperature, top_k=0, top_p=1.0, min_p=0.0)  # type: ignore[no-any-return]
 
 
 def _versions() -> dict[str, str]:
@@ -125,9 +122,5 @@ def _sampler(temperature: float, seed: int) -> Any:
     return chain
 
 
-def _start(settings: dict[str, Any]) -> Engine:
-    return LlamaBatches(settings) if settings["k"] is None else LlamaLookup(settings)
-
-
 if __name__ == "__main__":
-    serve(_start)
+    serve(lambda settings: LlamaBatches(settings) if settings["k"] is None else LlamaLookup(settings))

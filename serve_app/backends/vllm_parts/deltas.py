@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from serve_app.backends.vllm_parts.settings import TERMS
-from speculative.request import FinishReason, ReplayedToken, Request, TokenDelta, TokenKind, TokenLogprobs
-from speculative.request import Round as DrawnRound
+from speculative.request import FinishReason, ReplayedToken, Request, Round, TokenDelta, TokenKind, TokenLogprobs
 
 GAVE_UP = "vLLM gave up the request."
 """The error of a request that vLLM ends by itself, without giving a reason."""
@@ -19,7 +18,7 @@ _REASONS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class SpeculationRound:
     """One step of one request; an answer may end before the last draft that was accepted."""
 
     num_emitted: int
@@ -47,7 +46,7 @@ class DeltaReader:
         self._num_read = 0
         self._begun = False
 
-    def read(self, output: Any, weight_version: str) -> tuple[TokenDelta, list[Round]]:
+    def read(self, output: Any, weight_version: str) -> tuple[TokenDelta, list[SpeculationRound]]:
         """The delta of one output, and its rounds; a slow reader finds several rounds in one output."""
         request, completion = self._request, output.outputs[0]
         params = request.params
@@ -78,24 +77,24 @@ class DeltaReader:
         self._begun = True
         return delta, rounds
 
-    def _rounds(self, reported: Sequence[Sequence[int]], num_new: int) -> list[Round]:
+    def _rounds(self, reported: Sequence[Sequence[int]], num_new: int) -> list[SpeculationRound]:
         """The rounds that emitted the newest tokens. Rounds that are not reported had no drafts."""
         rounds, begin = [], self._num_read
         self._num_read += num_new
         for end, num_drafted, num_accepted in reported:
             if begin < end <= self._num_read:
-                rounds.append(Round(end - begin, num_drafted, num_accepted))
+                rounds.append(SpeculationRound(end - begin, num_drafted, num_accepted))
                 begin = end
         if begin < self._num_read:
-            rounds.append(Round(self._num_read - begin))
+            rounds.append(SpeculationRound(self._num_read - begin))
         return rounds
 
-    def _drawn(self, rounds: Sequence[Round], num_new: int) -> DrawnRound | None:
+    def _drawn(self, rounds: Sequence[SpeculationRound], num_new: int) -> Round | None:
         """For the referee; a judged draft takes numbers from the generator of which nothing is known here."""
         self._keeps_draws &= not any(one.num_drafted for one in rounds)
-        return DrawnRound("vllm", num_new) if self._keeps_draws and num_new else None
+        return Round("vllm", num_new) if self._keeps_draws and num_new else None
 
-    def _kinds(self, rounds: Sequence[Round]) -> tuple[TokenKind, ...]:
+    def _kinds(self, rounds: Sequence[SpeculationRound]) -> tuple[TokenKind, ...]:
         kinds: list[TokenKind] = []
         for one in rounds:
             if self._is_first:
@@ -109,7 +108,7 @@ class DeltaReader:
         return tuple(kinds)
 
 
-def scored(request: Request, output: Any, weight_version: str) -> tuple[TokenDelta, list[Round]]:
+def scored(request: Request, output: Any, weight_version: str) -> tuple[TokenDelta, list[SpeculationRound]]:
     """The delta of a teacher-forced request; no rounds.
 
     For a greedy one with unchanged logits, the logprobs are enough: they show how much less likely each token is than

@@ -22,7 +22,7 @@ _MOST_READINGS = 4096  # remembered; an older one that is read again is reported
 
 
 @dataclass(frozen=True, slots=True)
-class Manifest:
+class VllmManifest:
     """What two engines must agree on for one to continue from what the other computed."""
 
     fingerprint: str  # of the model
@@ -38,13 +38,13 @@ class Manifest:
 class Sent:
     """A handoff that arrived intact; whether it fits is checked separately."""
 
-    manifest: Manifest
+    manifest: VllmManifest
     prompt: int  # its digest
     num_computed: int  # tokens
     parts: list[memoryview]  # of each rank
     source: dict[str, Any]  # where the blocks are to be read, in vLLM's terms; empty if they were sent along
 
-    def check(self, manifest: Manifest, prompt: Sequence[int]) -> None:
+    def check(self, manifest: VllmManifest, prompt: Sequence[int]) -> None:
         """Check that an engine with this manifest may continue from it with this prompt.
 
         Raises:
@@ -62,7 +62,7 @@ class Sent:
 
 
 def pack(
-    manifest: Manifest, prompt: Sequence[int], parts: Sequence[bytes], source: dict[str, Any] | None = None
+    manifest: VllmManifest, prompt: Sequence[int], parts: Sequence[bytes], source: dict[str, Any] | None = None
 ) -> Handoff:
     """The handoff of a prompt: all its tokens but the last are computed."""
     header = json.dumps(
@@ -96,7 +96,9 @@ def unpack(handoff: Handoff) -> Sent:
         header = json.loads(bytes(raw[start : start + length]))
         ends = np.cumsum([start + length, *header["sizes"]]).tolist()
         parts = [raw[begin:end] for begin, end in itertools.pairwise(ends)]
-        return Sent(Manifest(**header["manifest"]), header["prompt"], header["num_computed"], parts, header["source"])
+        return Sent(
+            VllmManifest(**header["manifest"]), header["prompt"], header["num_computed"], parts, header["source"]
+        )
     except (ValueError, KeyError, TypeError) as error:
         raise HandoffRefused("damaged", "The handoff's manifest cannot be read. Prefill again.") from error
 

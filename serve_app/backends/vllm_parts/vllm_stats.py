@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from serve_app.backends.vllm_parts.deltas import Round
+from serve_app.backends.vllm_parts.deltas import SpeculationRound
 from speculative.request import Request, TokenDelta
 from speculative.stats import EngineUsage, StepStats
 
@@ -51,7 +51,7 @@ class Counts:
             stats.num_preemptions += iteration.num_preempted_reqs
             stats.num_prompt_tokens += iteration.prompt_token_stats.computed
 
-    def add_rounds(self, request: Request, delta: TokenDelta, rounds: Sequence[Round]) -> None:
+    def add_rounds(self, request: Request, delta: TokenDelta, rounds: Sequence[SpeculationRound]) -> None:
         """Count what one request was given. vLLM's own counts of drafts have placeholders among them."""
         stats = self._stats
         stats.num_emitted += len(delta.token_ids)

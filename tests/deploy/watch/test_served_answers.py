@@ -10,7 +10,7 @@ import pytest
 from deploy.exchange.answers import Unreadable
 from deploy.exchange.exchanges import CHAT, COMPLETIONS, Exchange
 from deploy.faults.tiny import write_tiny_tokenizer
-from deploy.watch.served_answers import Answer, AnswerReader
+from deploy.watch.served_answers import Answer, ExchangeReader
 from serve_app.backends.base import ModelInfo
 from serve_app.text.tokenizer import Tokenizer
 from speculative.errors import InvalidRequest
@@ -26,9 +26,9 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def maker(tokenizer_folder: Path) -> AnswerReader:
+def reader(tokenizer_folder: Path) -> ExchangeReader:
     model = ModelInfo("tiny", 64, 512, "", str(tokenizer_folder), (EOS,))
-    return AnswerReader(model, Tokenizer.from_folder(tokenizer_folder))
+    return ExchangeReader(model, Tokenizer.from_folder(tokenizer_folder))
 
 
 def exchange(request: dict[str, Any], *choices: dict[str, Any], path: str = COMPLETIONS, **reply: Any) -> Exchange:
@@ -43,13 +43,13 @@ def choice(
     return {"token_ids": ids, "logprobs": reported, "finish_reason": reason, **more}
 
 
-def answer_of(maker: AnswerReader, request: dict[str, Any], *choices: dict[str, Any], **more: Any) -> Answer:
-    return maker.answers(exchange(request, *choices, **more))[0]
+def answer_of(reader: ExchangeReader, request: dict[str, Any], *choices: dict[str, Any], **more: Any) -> Answer:
+    return reader.answers(exchange(request, *choices, **more))[0]
 
 
-def test_tokens_logprobs_and_parameters_are_taken_over(maker: AnswerReader) -> None:
+def test_tokens_logprobs_and_parameters_are_taken_over(reader: ExchangeReader) -> None:
     request = {"prompt": [7, 8, 9], "temperature": 0.5, "top_k": -1, "top_p": 0.9, "seed": 11, "min_tokens": 3}
-    answer = answer_of(maker, request, choice([20, 21], logprobs=[-0.5, -1.5]))
+    answer = answer_of(reader, request, choice([20, 21], logprobs=[-0.5, -1.5]))
     assert answer.request.prompt_token_ids == (7, 8, 9)
     assert (answer.token_ids, answer.logprobs) == ((20, 21), (-0.5, -1.5))
     params = answer.request.params
@@ -60,50 +60,50 @@ def test_tokens_logprobs_and_parameters_are_taken_over(maker: AnswerReader) -> N
     assert (answer.began_at, answer.replica) == (5.0, "server")
 
 
-def test_choices_of_several_prompts_belong_to_theirs(maker: AnswerReader) -> None:
+def test_choices_of_several_prompts_belong_to_theirs(reader: ExchangeReader) -> None:
     whole = exchange({"prompt": [[5, 6], [7]], "n": 2, "seed": 3}, *(choice([20 + n]) for n in range(4)))
-    answers = maker.answers(whole)
+    answers = reader.answers(whole)
     assert [answer.request.prompt_token_ids for answer in answers] == [(5, 6), (5, 6), (7,), (7,)]
     assert [answer.request.seed for answer in answers] == [3, 4, 3, 4], (
         "servers draw for each prompt with the same numbers"
     )
 
 
-def test_requests_without_a_seed_never_share_one(maker: AnswerReader) -> None:
+def test_requests_without_a_seed_never_share_one(reader: ExchangeReader) -> None:
     replies: list[dict[str, Any]] = [*({"id": f"cmpl-{number}"} for number in range(20)), *([{"id": ""}] * 20)]
-    seeds = {answer_of(maker, {"prompt": [5]}, choice([20]), **reply).request.seed for reply in replies}
+    seeds = {answer_of(reader, {"prompt": [5]}, choice([20]), **reply).request.seed for reply in replies}
     assert len(seeds) == 40
 
 
-def test_an_answer_that_comes_twice_is_one_answer(maker: AnswerReader) -> None:
+def test_an_answer_that_comes_twice_is_one_answer(reader: ExchangeReader) -> None:
     """The detectors take no further evidence from a seed that they have seen."""
-    once, twice = (answer_of(maker, {"prompt": [5]}, choice([20])).request.seed for _ in range(2))
+    once, twice = (answer_of(reader, {"prompt": [5]}, choice([20])).request.seed for _ in range(2))
     assert once == twice
 
 
-def test_the_token_that_ended_an_answer_is_added_where_a_server_leaves_it_out(maker: AnswerReader) -> None:
-    left_out = answer_of(maker, {"prompt": [5]}, choice([20, 21], logprobs=[-1.0, -2.0], reason="stop"))
+def test_the_token_that_ended_an_answer_is_added_where_a_server_leaves_it_out(reader: ExchangeReader) -> None:
+    left_out = answer_of(reader, {"prompt": [5]}, choice([20, 21], logprobs=[-1.0, -2.0], reason="stop"))
     assert left_out.token_ids == (20, 21, EOS)
     assert left_out.logprobs == (-1.0, -2.0, None)
-    reported = answer_of(maker, {"prompt": [5]}, choice([20, EOS], logprobs=[-1.0, -2.0], reason="stop"))
+    reported = answer_of(reader, {"prompt": [5]}, choice([20, EOS], logprobs=[-1.0, -2.0], reason="stop"))
     assert reported.token_ids == (20, EOS)
-    by_text = answer_of(maker, {"prompt": [5], "stop": ["x"]}, choice([20, 21], reason="stop"))
+    by_text = answer_of(reader, {"prompt": [5], "stop": ["x"]}, choice([20, 21], reason="stop"))
     assert by_text.token_ids == (20, 21), "a stop string may have ended it"
 
 
-def test_text_alone_is_read_as_tokens_if_their_number_is_right(maker: AnswerReader) -> None:
-    text = maker.tokenizer.decode([30, 31, 32])
-    ids = tuple(maker.tokenizer.encode(text, continuation=True))
+def test_text_alone_is_read_as_tokens_if_their_number_is_right(reader: ExchangeReader) -> None:
+    text = reader.tokenizer.decode([30, 31, 32])
+    ids = tuple(reader.tokenizer.encode(text, continuation=True))
     plain = {"text": text, "finish_reason": "length"}
-    answer = answer_of(maker, {"prompt": "ab"}, plain, usage={"completion_tokens": len(ids)})
+    answer = answer_of(reader, {"prompt": "ab"}, plain, usage={"completion_tokens": len(ids)})
     assert answer.token_ids == ids
     with pytest.raises(Unreadable, match="another number of tokens"):
-        answer_of(maker, {"prompt": "ab"}, plain, usage={"completion_tokens": len(ids) + 1})
+        answer_of(reader, {"prompt": "ab"}, plain, usage={"completion_tokens": len(ids) + 1})
 
 
-def test_a_text_has_no_logprobs_of_its_tokens(maker: AnswerReader) -> None:
+def test_a_text_has_no_logprobs_of_its_tokens(reader: ExchangeReader) -> None:
     given = {"text": "ab", "finish_reason": "length", "logprobs": {"token_logprobs": [-1.0], "tokens": ["ab"]}}
-    assert answer_of(maker, {"prompt": "ab"}, given).logprobs == ()
+    assert answer_of(reader, {"prompt": "ab"}, given).logprobs == ()
 
 
 @pytest.mark.parametrize(
@@ -114,8 +114,10 @@ def test_a_text_has_no_logprobs_of_its_tokens(maker: AnswerReader) -> None:
         ({"temperature": 1000}, "temperature"),
     ],
 )
-def test_what_cannot_be_repeated_is_not_tested(maker: AnswerReader, request_body: dict[str, Any], reason: str) -> None:
-    answer = answer_of(maker, {"prompt": [5], **request_body}, choice([20], logprobs=[-1.0]))
+def test_what_cannot_be_repeated_is_not_tested(
+    reader: ExchangeReader, request_body: dict[str, Any], reason: str
+) -> None:
+    answer = answer_of(reader, {"prompt": [5], **request_body}, choice([20], logprobs=[-1.0]))
     assert reason in answer.untested
     assert answer.logprobs == (-1.0,), "its logprobs are compared all the same"
 
@@ -131,11 +133,11 @@ GRAMMARS = (
 @pytest.mark.parametrize("request_body", GRAMMARS)
 @pytest.mark.parametrize(("dialect", "compared"), [("vllm", False), ("llama.cpp", True)])
 def test_logprobs_that_a_grammar_leaves_are_not_the_models(
-    maker: AnswerReader, request_body: dict[str, Any], dialect: str, compared: bool
+    reader: ExchangeReader, request_body: dict[str, Any], dialect: str, compared: bool
 ) -> None:
     """vLLM applies the grammar's mask to the logits before it takes what it calls raw logprobs."""
     whole = exchange({"prompt": [5], **request_body}, choice([20], logprobs=[-1.0]))
-    (answer,) = maker.answers(dataclasses.replace(whole, dialect=dialect))
+    (answer,) = reader.answers(dataclasses.replace(whole, dialect=dialect))
     assert next(iter(request_body)) in answer.untested
     assert answer.logprobs == ((-1.0,) if compared else ())
 
@@ -153,41 +155,41 @@ SECRET = "the clients own words"
         {"max_tokens": SECRET},
     ],
 )
-def test_a_reason_holds_none_of_a_clients_words(maker: AnswerReader, request_body: dict[str, Any]) -> None:
-    untested = answer_of(maker, {"prompt": [5], **request_body}, choice([20])).untested
+def test_a_reason_holds_none_of_a_clients_words(reader: ExchangeReader, request_body: dict[str, Any]) -> None:
+    untested = answer_of(reader, {"prompt": [5], **request_body}, choice([20])).untested
     assert untested
     assert SECRET not in untested
 
 
-def test_a_prompt_that_cannot_be_encoded_is_not_quoted(maker: AnswerReader, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_that_cannot_be_encoded_is_not_quoted(reader: ExchangeReader, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> list[int]:
         raise InvalidRequest("messages", f"The template refuses {SECRET}.")
 
     monkeypatch.setattr(Tokenizer, "encode_chat", refuse)
     with pytest.raises(Unreadable) as error:
-        answer_of(maker, {"messages": [{"role": "user", "content": SECRET}]}, choice([20]), path=CHAT)
+        answer_of(reader, {"messages": [{"role": "user", "content": SECRET}]}, choice([20]), path=CHAT)
     assert SECRET not in str(error.value)
 
 
 @pytest.mark.parametrize("ids", [[20.5], [True], ["20"], "ab", [None]])
-def test_ids_that_are_none_are_unreadable(maker: AnswerReader, ids: Any) -> None:
+def test_ids_that_are_none_are_unreadable(reader: ExchangeReader, ids: Any) -> None:
     with pytest.raises(Unreadable):
-        answer_of(maker, {"prompt": [5]}, choice(ids))
+        answer_of(reader, {"prompt": [5]}, choice(ids))
     with pytest.raises(Unreadable):
-        answer_of(maker, {"prompt": "x"}, choice([20], prompt_token_ids=ids))
+        answer_of(reader, {"prompt": "x"}, choice([20], prompt_token_ids=ids))
 
 
-def test_where_a_text_ended_an_answer_no_token_is_added(maker: AnswerReader) -> None:
+def test_where_a_text_ended_an_answer_no_token_is_added(reader: ExchangeReader) -> None:
     """Even where the request names none: servers have texts of their own."""
     answer = answer_of(
-        maker, {"prompt": [5]}, choice([20, 21], logprobs=[-1.0, -2.0], reason="stop", stop_reason="User:")
+        reader, {"prompt": [5]}, choice([20, 21], logprobs=[-1.0, -2.0], reason="stop", stop_reason="User:")
     )
     assert answer.token_ids == (20, 21)
 
 
-def test_replicas_have_names_that_can_be_shown_and_an_end(maker: AnswerReader) -> None:
+def test_replicas_have_names_that_can_be_shown_and_an_end(reader: ExchangeReader) -> None:
     def replica(name: str) -> str:
-        return maker.answers(dataclasses.replace(exchange({"prompt": [5]}, choice([20])), replica=name))[0].replica
+        return reader.answers(dataclasses.replace(exchange({"prompt": [5]}, choice([20])), replica=name))[0].replica
 
     assert replica("pod-\udc80\n7") == "pod-??7"
     names = {replica(f"request-{number}") for number in range(1000)}
@@ -195,13 +197,13 @@ def test_replicas_have_names_that_can_be_shown_and_an_end(maker: AnswerReader) -
     assert "others" in names
 
 
-def test_fields_that_change_no_distribution_are_no_reason(maker: AnswerReader) -> None:
+def test_fields_that_change_no_distribution_are_no_reason(reader: ExchangeReader) -> None:
     harmless = {"user": "u", "stream_options": {}, "stop": ["x"], "mirostat": 0, "response_format": {"type": "text"}}
-    assert answer_of(maker, {"prompt": [5], **harmless}, choice([20])).untested == ""
+    assert answer_of(reader, {"prompt": [5], **harmless}, choice([20])).untested == ""
 
 
-def test_the_strata_say_where_a_token_stood(maker: AnswerReader) -> None:
-    answer = answer_of(maker, {"prompt": [5] * 20, "temperature": 0}, choice(list(range(20, 60)), reason="length"))
+def test_the_strata_say_where_a_token_stood(reader: ExchangeReader) -> None:
+    answer = answer_of(reader, {"prompt": [5] * 20, "temperature": 0}, choice(list(range(20, 60)), reason="length"))
     strata = answer.strata
     assert len(strata) == 40
     assert {"all", "greedy", "position_0", "length_256", "ended_length", "computed_prefix"} == set(strata[0])
@@ -210,9 +212,9 @@ def test_the_strata_say_where_a_token_stood(maker: AnswerReader) -> None:
     assert "position_32_127" in strata[39]
 
 
-def test_a_prefix_from_the_cache_is_a_stratum_of_its_own(maker: AnswerReader) -> None:
+def test_a_prefix_from_the_cache_is_a_stratum_of_its_own(reader: ExchangeReader) -> None:
     usage = {"completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 16}}
-    assert "cached_prefix" in answer_of(maker, {"prompt": [5]}, choice([20]), usage=usage).strata[0]
+    assert "cached_prefix" in answer_of(reader, {"prompt": [5]}, choice([20]), usage=usage).strata[0]
 
 
 @pytest.mark.parametrize(
@@ -225,30 +227,32 @@ def test_a_prefix_from_the_cache_is_a_stratum_of_its_own(maker: AnswerReader) ->
     ],
 )
 def test_what_cannot_be_computed_again_says_why(
-    maker: AnswerReader, request_body: dict[str, Any], served: dict[str, Any], reason: str
+    reader: ExchangeReader, request_body: dict[str, Any], served: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(Unreadable, match=reason):
-        answer_of(maker, request_body, served)
+        answer_of(reader, request_body, served)
 
 
-def test_several_answers_to_one_prompt_are_tested(maker: AnswerReader) -> None:
-    answers = maker.answers(exchange({"prompt": [5], "n": 2}, choice([20]), choice([21])))
+def test_several_answers_to_one_prompt_are_tested(reader: ExchangeReader) -> None:
+    answers = reader.answers(exchange({"prompt": [5], "n": 2}, choice([20]), choice([21])))
     assert [answer.untested for answer in answers] == ["", ""]
-    assert answer_of(maker, {"prompt": [5], "n": 2, "best_of": 2}, choice([20])).untested == ""
+    assert answer_of(reader, {"prompt": [5], "n": 2, "best_of": 2}, choice([20])).untested == ""
 
 
 @pytest.mark.parametrize("counted", [{"usage": {"prompt_tokens": 9}}, {"timings": {"prompt_n": 4, "cache_n": 5}}])
-def test_a_prompt_that_the_server_encodes_otherwise_is_unreadable(maker: AnswerReader, counted: dict[str, Any]) -> None:
+def test_a_prompt_that_the_server_encodes_otherwise_is_unreadable(
+    reader: ExchangeReader, counted: dict[str, Any]
+) -> None:
     """Its logprobs would be those after another text."""
     with pytest.raises(Unreadable, match="another number of tokens"):
-        answer_of(maker, {"prompt": [5, 6]}, choice([20]), **counted)
+        answer_of(reader, {"prompt": [5, 6]}, choice([20]), **counted)
     reported = choice([20], prompt_token_ids=[1] * 9)
-    assert len(answer_of(maker, {"prompt": "x"}, reported, **counted).request.prompt_token_ids) == 9
+    assert len(answer_of(reader, {"prompt": "x"}, reported, **counted).request.prompt_token_ids) == 9
 
 
 @pytest.mark.parametrize(("dialect", "text"), [("llama.cpp", "a\nb"), ("transformers", "a b")])
 def test_parts_of_a_message_are_joined_as_the_server_does(
-    maker: AnswerReader, monkeypatch: pytest.MonkeyPatch, dialect: str, text: str
+    reader: ExchangeReader, monkeypatch: pytest.MonkeyPatch, dialect: str, text: str
 ) -> None:
     seen: list[Any] = []
 
@@ -259,24 +263,24 @@ def test_parts_of_a_message_are_joined_as_the_server_does(
     monkeypatch.setattr(Tokenizer, "encode_chat", encode)
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     whole = exchange({"messages": [{"role": "user", "content": parts}]}, choice([20]), path=CHAT)
-    maker.answers(dataclasses.replace(whole, dialect=dialect))
+    reader.answers(dataclasses.replace(whole, dialect=dialect))
     assert seen[0]["content"] == text
 
 
-def test_a_chat_with_an_image_is_unreadable(maker: AnswerReader) -> None:
+def test_a_chat_with_an_image_is_unreadable(reader: ExchangeReader) -> None:
     parts = [{"type": "image_url", "image_url": {"url": "data:"}}]
     whole = exchange({"messages": [{"role": "user", "content": parts}]}, choice([20]), path=CHAT)
     with pytest.raises(Unreadable, match="more than text"):
-        maker.answers(whole)
+        reader.answers(whole)
 
 
-def test_a_header_that_names_each_request_makes_no_end_of_replicas(maker: AnswerReader) -> None:
+def test_a_header_that_names_each_request_makes_no_end_of_replicas(reader: ExchangeReader) -> None:
     whole = exchange({"prompt": [5]}, choice([20]))
-    names = {maker.answers(dataclasses.replace(whole, replica=f"request-{n}"))[0].replica for n in range(1000)}
+    names = {reader.answers(dataclasses.replace(whole, replica=f"request-{n}"))[0].replica for n in range(1000)}
     assert len(names) <= 257
     assert "others" in names
 
 
-def test_a_text_that_ended_at_once_is_the_token_that_ended_it(maker: AnswerReader) -> None:
-    answer = answer_of(maker, {"prompt": "ab"}, {"text": "", "finish_reason": "stop"}, usage={"completion_tokens": 1})
+def test_a_text_that_ended_at_once_is_the_token_that_ended_it(reader: ExchangeReader) -> None:
+    answer = answer_of(reader, {"prompt": "ab"}, {"text": "", "finish_reason": "stop"}, usage={"completion_tokens": 1})
     assert answer.token_ids == (EOS,)

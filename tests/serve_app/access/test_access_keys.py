@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 
 from deploy.cli.main import main
 from serve_app.access.access import ANYBODY, Access, Scope
-from serve_app.access.keys import KeyFile, KeyStore, Limits, create_key, digest_of, read_keys, revoke_key
+from serve_app.access.keys import KeyFile, KeyLimits, KeyStore, create_key, digest_of, read_keys, revoke_key
 from serve_app.config.files import parse_args
 from serve_app.errors import AccessDenied, Forbidden
 from speculative.errors import ConfigError
@@ -38,8 +38,8 @@ def touch(path: Path, seconds: float) -> None:
 def test_a_key_is_made_once_and_only_its_hash_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "etc" / "keys.yaml"
     expires = datetime(2030, 1, 2, 3, 4, 5, tzinfo=UTC)
-    key = create_key(path, "alice", [Scope.USER], expires, Limits(max_concurrent=2, tokens_per_minute=100))
-    other = create_key(path, "ops", [Scope.USER, Scope.ADMIN], None, Limits())
+    key = create_key(path, "alice", [Scope.USER], expires, KeyLimits(max_concurrent=2, tokens_per_minute=100))
+    other = create_key(path, "ops", [Scope.USER, Scope.ADMIN], None, KeyLimits())
     assert key != other and len(key) >= 43 and key.startswith("sk-")
     assert key not in path.read_text() and other not in path.read_text()
     assert path.stat().st_mode & 0o077 == 0, "nobody else reads it"
@@ -169,15 +169,15 @@ def test_every_key_is_compared_whichever_fits(tmp_path: Path, monkeypatch: pytes
 def test_the_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     path = file_with(tmp_path / "keys.yaml", alice={})
     with pytest.raises(ConfigError, match="there is a key alice already"):
-        create_key(path, "alice", [Scope.USER], None, Limits())
+        create_key(path, "alice", [Scope.USER], None, KeyLimits())
     with pytest.raises(ConfigError, match="is no id"):
-        create_key(path, "a\nb", [Scope.USER], None, Limits())
+        create_key(path, "a\nb", [Scope.USER], None, KeyLimits())
     with pytest.raises(ConfigError, match="there is no key bob"):
         revoke_key(path, "bob")
     revoke_key(path, "alice")
     assert read_keys(path) == KeyFile()
     with pytest.raises(ConfigError, match="cannot be written"):
-        create_key(path / "below", "a", [Scope.USER], None, Limits())
+        create_key(path / "below", "a", [Scope.USER], None, KeyLimits())
 
 
 # ---- access

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from serve_app.access.access import Caller, Scope
-from serve_app.access.limiter import Bucket, KeyLimiter
+from serve_app.access.limiter import KeyLimiter, TokenBucket
 from serve_app.backends.base import ModelInfo
 from serve_app.config.files import load_config, parse_args
 from serve_app.deployments.http_front import HttpFront
@@ -37,7 +37,7 @@ def clock() -> Clock:
 
 
 def test_a_bucket_fills_evenly_up_to_a_minutes_worth(clock: Clock) -> None:
-    bucket = Bucket(60, clock)
+    bucket = TokenBucket(60, clock)
     assert bucket.wait_s(60) == 0
     bucket.take(60)
     assert bucket.wait_s(1) == 1
@@ -49,7 +49,7 @@ def test_a_bucket_fills_evenly_up_to_a_minutes_worth(clock: Clock) -> None:
 
 
 def test_a_debt_is_made_up_for_and_the_rate_holds(clock: Clock) -> None:
-    bucket, taken = Bucket(600, clock), 0
+    bucket, taken = TokenBucket(600, clock), 0
     start = clock.now
     for _ in range(50):
         clock.now += bucket.wait_s(1)
@@ -61,7 +61,7 @@ def test_a_debt_is_made_up_for_and_the_rate_holds(clock: Clock) -> None:
 
 @pytest.mark.parametrize("per_minute", [1, 7, 60, 997])
 def test_who_comes_back_when_reported_is_let_in(clock: Clock, per_minute: int) -> None:
-    bucket = Bucket(per_minute, clock)
+    bucket = TokenBucket(per_minute, clock)
     for amount in (1, 3, 0.1, 17, 1e4):
         bucket.take(amount)
         clock.now += bucket.wait_s(1)

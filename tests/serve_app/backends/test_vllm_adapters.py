@@ -15,7 +15,7 @@ from serve_app.backends.vllm_backend import VllmBackend
 from serve_app.backends.vllm_parts import settings
 from serve_app.backends.vllm_parts.adapters import Adapters, read_adapters
 from serve_app.backends.vllm_parts.settings import VllmSettings
-from serve_app.backends.vllm_parts.vllm_handoff import Manifest, pack, unpack
+from serve_app.backends.vllm_parts.vllm_handoff import VllmManifest, pack, unpack
 from serve_app.config.files import parse_args
 from speculative.config import EngineConfig
 from speculative.errors import ConfigError, EngineFault, HandoffRefused, InvalidRequest
@@ -234,7 +234,7 @@ def read_adapters_fingerprint(folder: Path, model: Path) -> str:
 
 
 def test_a_handoff_of_another_adapter_or_of_none_is_refused() -> None:
-    ours, prompt = Manifest("f00", "ngram", "0.32.0", "auto bfloat16 32", 1), (5, 9, 17)
+    ours, prompt = VllmManifest("f00", "ngram", "0.32.0", "auto bfloat16 32", 1), (5, 9, 17)
     reported = [dataclasses.replace(ours, adapter=adapter) for adapter in ("", "sql a1", "sql a2", "distribution a1")]
     for computed in reported:
         sent = unpack(pack(computed, prompt, [b"abcd"]))

@@ -21,7 +21,7 @@ from serve_app.backends.vllm_parts import checkpoint, settings
 from serve_app.backends.vllm_parts.block_sums import block_sums
 from serve_app.backends.vllm_parts.deltas import DeltaReader, scored
 from serve_app.backends.vllm_parts.settings import VllmSettings
-from serve_app.backends.vllm_parts.vllm_handoff import Manifest, Readings, pack, source_of, unpack
+from serve_app.backends.vllm_parts.vllm_handoff import Readings, VllmManifest, pack, source_of, unpack
 from serve_app.config.files import parse_args
 from speculative.config import DrafterConfig, EngineConfig
 from speculative.errors import ConfigError, HandoffRefused
@@ -30,7 +30,7 @@ from tests.support.fake_backend import FakeBackend
 from tests.support.tiny_models import write_tiny_model
 
 FIRST, ACCEPTED, RECOVERED, BONUS = TokenKind.FIRST, TokenKind.ACCEPTED, TokenKind.RECOVERED, TokenKind.BONUS
-OURS = Manifest("f00", "ngram", "0.32.0", "auto bfloat16 32", 2)
+OURS = VllmManifest("f00", "ngram", "0.32.0", "auto bfloat16 32", 2)
 PROMPT = (5, 9, 17, 33)
 GIB = 1 << 30
 

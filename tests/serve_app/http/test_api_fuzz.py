@@ -13,6 +13,7 @@ import pytest
 import requests
 import schemathesis
 from fastapi import FastAPI
+from fastapi.routing import APIRoute
 from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis import Case, GenerationMode
 from schemathesis.checks import not_a_server_error
@@ -280,6 +281,19 @@ def test_the_document_is_the_one_of_the_routes(fuzzed: Fuzzed) -> None:
     assert routes - catch_all - of_the_page == reported
     assert "security" not in served["paths"]["/v1/models"]["get"]
     assert served["paths"]["/admin/speculation"]["get"]["security"] == [{"key": []}]
+    queries = {
+        (method.upper(), path): {one["name"] for one in described["parameters"] if one["in"] == "query"}
+        for path, methods in served["paths"].items()
+        for method, described in methods.items()
+    }
+    assert queries == {
+        (method, route.path_format): {one.alias for one in route.dependant.query_params}
+        for route in fuzzed.app.routes
+        if isinstance(route, APIRoute)
+        for method in route.methods
+        if (method, route.path_format) in reported
+    }
+    assert queries["POST", "/pause"] == {"mode", "clear_cache"}
     needing = document(reported, version="1", needs_key=True)["paths"]
     assert needing["/v1/models"]["get"]["security"] == [{"key": []}]
     assert "security" not in needing["/healthz"]["get"]

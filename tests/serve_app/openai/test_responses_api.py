@@ -13,7 +13,7 @@ from serve_app.errors import PreviousResponseNotFound, UnknownResponse, Unsuppor
 from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.kept_responses import KeptResponses, ResponseStore
 from serve_app.openai.parsing import parse
-from serve_app.openai.prepared_request import Limits, Terms
+from serve_app.openai.prepared_request import Limits, RequestTerms
 from serve_app.openai.response_requests import ResponsesRequest
 from serve_app.openai.responses_desk import ResponsesDesk
 from serve_app.text.tokenizer import Tokenizer
@@ -71,7 +71,7 @@ class Service:
 
     async def _prepare(self, owner: str, fields: dict[str, Any]) -> Any:
         body = {"model": "fake", "input": "hi", **fields}
-        return await self.desk.prepare(parse(json.dumps(body).encode(), ResponsesRequest), Terms(), owner)
+        return await self.desk.prepare(parse(json.dumps(body).encode(), ResponsesRequest), RequestTerms(), owner)
 
 
 Serve = Callable[..., Service]

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from serve_app.routing.autoscaling import Backlog, LoadPolicy, loads, wanted_replicas
+from serve_app.routing.autoscaling import LoadPolicy, PrefillBacklog, loads, wanted_replicas
 
 KV = {"kv_usage": 0.7, "running_share": 0.8}
 
@@ -54,7 +54,7 @@ def test_the_policy_reads_what_ray_serve_collects() -> None:
 
 
 def test_a_backlog_is_as_long_as_it_takes_to_compute() -> None:
-    backlog = Backlog()
+    backlog = PrefillBacklog()
     with backlog.holding(3000):
         assert backlog.seconds == 0, "nothing was measured yet"
         backlog.observe(1000, 2.0)

@@ -124,7 +124,7 @@ REFUSED = [
 def test_what_is_unknown_is_refused_with_the_field_and_the_fix(
     config: dict[str, Any], field: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(UnsupportedModel, match=f"`{field}`.*engine: vllm"):
+    with pytest.raises(UnsupportedModel, match=f"`{field}`.*engine.kind: vllm"):
         read(tmp_path, config)
 
 

@@ -13,7 +13,7 @@ from speculative.request import Request
 from speculative.sampling.probs import draw
 from speculative.selfcheck.eprocess import STAKES
 from speculative.selfcheck.monitor import SelfCheck
-from speculative.selfcheck.terms import Scope
+from speculative.selfcheck.terms import TermScope
 from speculative.state.batch import Entry
 from speculative.state.sequence import Sequence
 from speculative.stats import CheckSums, StepStats
@@ -171,7 +171,7 @@ def sums_of(ops: VocabularyOps, p: torch.Tensor, q: torch.Tensor, num_rounds: in
     for seed in range(num_rounds // at_once):
         step = many_rounds(p, q, at_once, seed, deterministic=deterministic)
         verified = verify_token_wise(step)
-        scope = Scope("token_wise", torch.ones(at_once, dtype=torch.bool))
+        scope = TermScope("token_wise", torch.ones(at_once, dtype=torch.bool))
         check.take(ops.take_terms(step, verified, ops.emitted_at_rows(verified, step), scope).to_host(), stats)
     return stats
 
@@ -198,7 +198,7 @@ def test_a_bet_on_rounding_loses(ops: VocabularyOps) -> None:
     p, q = certain(3, "equal tokens")
     step = many_rounds(p, q, 1000, 0, deterministic=False)
     verified = verify_token_wise(step)
-    scope = Scope("token_wise", torch.ones(1000, dtype=torch.bool))
+    scope = TermScope("token_wise", torch.ones(1000, dtype=torch.bool))
     found = ops.take_terms(step, verified, ops.emitted_at_rows(verified, step), scope).to_host()
     own = found.sums[found.checks.index("d")]
     assert own[len(STAKES)] == 2000 and (own[: len(STAKES)] < 0).all()

@@ -12,7 +12,7 @@ from speculative.request import Request, SamplingParams
 from speculative.sampling.probs import draw
 from speculative.selfcheck.eprocess import ROUNDING, STAKES
 from speculative.selfcheck.monitor import SelfCheck
-from speculative.selfcheck.terms import Scope
+from speculative.selfcheck.terms import TermScope
 from speculative.state.batch import Entry
 from speculative.state.sequence import Sequence
 from speculative.stats import CheckSums, StepStats
@@ -57,7 +57,7 @@ def distributions(drafts: list[int]) -> dict[str, DraftProbs]:
     }
 
 
-def naive(step: VerifyInput, accepted: int, final: int) -> dict[str, list[float]]:  # noqa: C901
+def naive(step: VerifyInput, accepted: int, final: int) -> dict[str, list[float]]:
     """Token-wise verification's terms, by the definitions."""
     p = step.probs.double().numpy()
     drafts = step.drafts.tolist()[:-1]
@@ -110,7 +110,7 @@ def test_terms_are_what_the_definitions_say(ops: VocabularyOps, kind: str, seed:
     verified = ops.verify_token_wise(step)
     accepted, final = int(verified.num_accepted[0]), int(verified.token_ids[0])
     emitted = torch.tensor([*drafts[:accepted], *[final] * (len(drafts) + 1 - accepted)])
-    scope = Scope("token_wise", counted=torch.tensor([True]))
+    scope = TermScope("token_wise", counted=torch.tensor([True]))
     found = ops.take_terms(step, verified, emitted, scope)
     expected = naive(step, accepted, final)
     for check, row in zip(found.checks, found.sums.numpy(), strict=True):
@@ -194,7 +194,7 @@ def take(
     """
     verified = ops.verify_token_wise(step)
     verified = verified if token_ids is None else replace(verified, token_ids=token_ids)
-    scope = Scope("token_wise", counted=torch.ones(ROUNDS, dtype=torch.bool))
+    scope = TermScope("token_wise", counted=torch.ones(ROUNDS, dtype=torch.bool))
     found = ops.take_terms(step, verified, ops.emitted_at_rows(verified, step), scope).to_host()
     stats = StepStats()
     SelfCheck().take(found, stats)

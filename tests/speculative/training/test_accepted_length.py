@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from speculative.training.acceptance import Judged, summary
+from speculative.training.acceptance import HeadAcceptance, summary
 
 LENGTHS = (12, 1, 7)  # targets of three answers; the second leaves no room for drafts behind the first
 
@@ -22,9 +22,9 @@ def walk(hits: np.ndarray) -> int:
     return rounds
 
 
-def judged(chances: np.ndarray, temperatures: tuple[float, ...]) -> Judged:
+def judged(chances: np.ndarray, temperatures: tuple[float, ...]) -> HeadAcceptance:
     values = torch.from_numpy(chances).float()
-    return Judged(
+    return HeadAcceptance(
         acceptance=values,
         ratio=values,
         hit=values,

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from speculative.request import SamplingParams
 from speculative.sampling.probs import SamplingRows
-from speculative.selfcheck.terms import Scope
+from speculative.selfcheck.terms import TermScope
 from speculative.verification.base import VerifyInput
 from speculative.verification.draft_probs import Dense, DraftProbs, PointMass, SubVocabulary
 from speculative.vocabulary.ops import TorchOps
@@ -215,7 +215,7 @@ def test_terms_are_torchs(kind: str, damage: str) -> None:
     verified = OURS.verify_token_wise(step)
     emitted = OURS.emitted_at_rows(verified, step)
     num_entries = len(step.counts)
-    scope = Scope("token_wise", torch.arange(num_entries) % 4 > 0)
+    scope = TermScope("token_wise", torch.arange(num_entries) % 4 > 0)
     ours = OURS.take_terms(step, verified, emitted, scope)
     theirs = TORCHS.take_terms(step, verified, emitted, scope)
     sums = dict(zip(theirs.checks, theirs.sums, strict=True))
