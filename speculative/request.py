@@ -272,9 +272,11 @@ class Redrawn(NamedTuple):
     """What comes of a draw that is made again from replayed logits.
 
     miss: nats by which the logits would have to move for the draw to give this token, in standard deviations of 1 nat
-    on each logit; 0 where it does. loose: the same where tokens near an edge of the filters may be on either side of
-    it. rejected_probability: p of `Draw.rejected`. coins: the uniforms in (0, 1) that decide on the draft at its
-    offset, and at the next. rejected_draft_probability: q of `Draw.rejected`, where q was computed again.
+    on each logit, before the temperature; 0 where it does. loose: the same where tokens near an edge of the filters may
+    be on either side of it. rejected_probability: p of `Draw.rejected`. coins: the uniforms in (0, 1) that decide on
+    the draft at its offset, and at the next. rejected_draft_probability: q of `Draw.rejected`, where q was computed
+    again. bounds, rejected_bounds: the least and the most that p of the token and of `Draw.rejected` may be with the
+    tokens near an edge on either side of it. temperature: the request's; a nat on a logit moves log p by its inverse.
     """
 
     miss: float = 0.0
@@ -282,22 +284,25 @@ class Redrawn(NamedTuple):
     rejected_probability: float = 0.0
     coins: tuple[float, float] = (0.5, 0.5)
     rejected_draft_probability: float | None = None
+    bounds: tuple[float, float] = (0.0, 1.0)
+    rejected_bounds: tuple[float, float] = (0.0, 1.0)
+    temperature: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayedToken:
     """What a teacher-forced pass reports of one token: its place in the distribution p of the request's parameters.
 
-    Surprisals are nats, clipped at SURPRISAL_CLIP_NATS. For a greedy request only `gap` is informative. `redrawn` is of
-    its draw, if the request names it.
+    Surprisals are nats, clipped at SURPRISAL_CLIP_NATS; `gap` and `outside` are nats of the logits before the
+    temperature. For a greedy request only `gap` is informative. `redrawn` is of its draw, if the request names it.
     """
 
     probability: float  # p(y)
     expected_probability: float  # sum(p^2), its mean where y is drawn from p
     surprisal: float  # -log p(y)
     expected_surprisal: float  # its mean
-    gap: float  # nats by which y is less likely than the likeliest token
-    outside: float  # nats by which y lies outside the filters; 0 = inside, inf = forbidden by a rule or the structure
+    gap: float  # nats by which y's logit is below the likeliest token's
+    outside: float  # nats by which it is outside the filters; 0 = inside, inf = forbidden by a rule or the structure
     redrawn: Redrawn | None = None
 
 

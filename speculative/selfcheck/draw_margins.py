@@ -2,10 +2,13 @@
 was served.
 
 With equal arithmetic the same draw gives the same token. Where rounding differs, the edges of a token's interval of the
-cumulative distribution move: if each logit moves by noise of standard deviation s, the edge F_k by s times
-sqrt(sum over i of p_i^2 (1[i <= k] - F_k)^2). The distance of the uniform to the interval over that root is a miss in
-nats. A draw from (p - q)+ moves with the drafter's logits, too. For a choice by noise it is the gap to the winner (as
-in DiFR, Karvonen et al., arXiv 2511.20621).
+cumulative distribution move: if each logit moves by noise of standard deviation s, the edge F_k by s / T times
+sqrt(sum over i of p_i^2 (1[i <= k] - F_k)^2), and its log odds by that over F_k (1 - F_k), which holds further: of two
+tokens exactly. The distance of the uniform to the interval in log odds over that root is a miss in nats. A draw from
+(p - q)+ moves with the drafter's logits, too. For a choice by noise it is the gap to the winner (as in DiFR, Karvonen
+et al., arXiv 2511.20621).
+
+Rounding also moves tokens across the edges of the filters, and with one token's mass all others' share: `_Edges`.
 """
 
 import math
@@ -23,16 +26,8 @@ from speculative.sampling.rng import Purpose, noise_uniforms, uniforms
 from speculative.selfcheck.replayed_draws import log_share
 from speculative.selfcheck.vllm_draws import token_numbers, uniforms_of
 
-
-class _Edges(NamedTuple):
-    """How near to a filter's edge a token may be on either side of it."""
-
-    nats: float
-    mass: float  # for the edge of the nucleus, which a cumulative mass decides
-
-
-_OWN_EDGES = _Edges(0.1, 0.01)  # where an engine of the same arithmetic replays
-_VLLM_EDGES = _Edges(0.25, 0.04)  # vLLM computes logits in bfloat16: 0.04 nats of noise
+_EDGE_NATS = 0.25  # of a logit: what is so near to an edge of the filters may be on either side of it
+_FURTHER_NATS = 2.0  # of log p; what lies further below the nucleus cannot enter it
 _CDF_ROUNDING = 1e-6  # of a cumulative sum of float32 probabilities
 _RACE_ROUNDING = 1e-9  # of E / p
 _NEARLY = 0.75  # of q: where p is above it, noise may leave something of p - q
@@ -74,10 +69,9 @@ def redraw(
         request: its seed and parameters.
         drafter: that the drafts rejected there were sampled from, by row; where known.
     """
-    rows = [
-        _Row(own, token, request.params, _edges_of(draw))
-        for own, token, draw in zip(target.each(), tokens, draws, strict=True)
-    ]
+    temperature = request.params.temperature
+    edges = _edges_of(target, request.params)
+    rows = [_Row(*parts, request.params) for parts in zip(target.each(), edges, tokens, strict=True)]
     numbers = _numbers_of(draws, request)
     redrawn = []
     for index, (row, draw, drawn) in enumerate(zip(rows, draws, _uniforms_of(draws, request.seed), strict=True)):
@@ -94,13 +88,44 @@ def redraw(
             miss, loose = _by_noise(row, _noise_at(request.seed, draw.round_start + draw.offset, len(row.probs)))
         elif draw.rule == "vllm_noise":
             miss, loose = _by_noise(row, uniforms_of(numbers[_token_index(draw, request)], len(row.probs)))
-        of_rejected = float(row.probs[draw.rejected]) if draw.rejected >= 0 else 0.0
-        redrawn.append(Redrawn(miss, loose, of_rejected, (drawn[2], drawn[3]), of_draft))
+        rejected = float(row.probs[draw.rejected]) if draw.rejected >= 0 else 0.0
+        redrawn.append(
+            Redrawn(
+                miss * temperature,
+                loose * temperature,
+                rejected,
+                (drawn[2], drawn[3]),
+                of_draft,
+                row.bounds(row.token),
+                row.bounds(draw.rejected),
+                temperature,
+            )
+        )
     return redrawn
 
 
-def _edges_of(draw: Draw) -> _Edges:
-    return _VLLM_EDGES if draw.rule == "vllm_noise" else _OWN_EDGES
+class _Edges(NamedTuple):
+    """What rounding may move across the edges of one token's filters.
+
+    mass: [V] float32, of each token beside those that are kept. near: [V] bool. sure: the mass of what is kept and not
+    near; moving: of what is near.
+    """
+
+    mass: Tensor
+    near: Tensor
+    sure: float
+    moving: float
+
+
+def _edges_of(target: Distributions, params: SamplingParams) -> "Sequence[_Edges | None]":
+    """Those of n distributions; None where nothing is filtered."""
+    if not params.filtered:
+        return [None] * len(target.kept)
+    near = _near_edges(target, params)
+    mass = (target.scaled - target.kept.logsumexp(dim=-1, keepdim=True)).exp()
+    sure = torch.where((target.kept > -torch.inf) & ~near, mass, 0.0).sum(dim=-1)
+    moving = torch.where(near, mass, 0.0).sum(dim=-1)
+    return [_Edges(*row) for row in zip(mass.cpu(), near.cpu(), sure.tolist(), moving.tolist(), strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,23 +133,28 @@ class _Row:
     """One token, and what it was sampled from."""
 
     target: Distributions
+    edges: _Edges | None
     token: int
     params: SamplingParams
-    edges: _Edges
 
     @property
     def probs(self) -> Tensor:
         """[V] float32, on the host."""
         return self.target.probs
 
-    def edge_mass(self, of: Distributions | None = None) -> Tensor:
-        """[V] float64, of tokens that rounding may move across an edge of the filters; 0 elsewhere."""
-        scaled, kept, probs = of or self.target
-        if not self.params.filtered:
-            return torch.zeros_like(probs, dtype=torch.float64)
-        near = _near_edges(scaled, kept, self.params, self.edges)
-        mass = (scaled - kept.logsumexp(dim=-1)).double().exp()
-        return torch.where(near, mass, 0.0).cpu()
+    def bounds(self, token: int) -> tuple[float, float]:
+        """The least and the most that p of a token may be; of -1, which is none, 0."""
+        if token < 0 or self.edges is None:
+            return (float(self.probs[token]) if token >= 0 else 0.0,) * 2
+        mass, near, sure, moving = self.edges
+        own = float(mass[token])
+        if near[token]:
+            return 0.0, own / (sure + own)
+        return (own / (sure + moving), own / sure) if self.probs[token] > 0 else (0.0, 0.0)
+
+
+def _near(edges: _Edges | None, token: int) -> bool:
+    return edges is not None and bool(edges.near[token])
 
 
 def _uniforms_of(draws: Sequence[Draw], seed: int) -> list[list[float]]:
@@ -142,13 +172,13 @@ def _by_uniform(row: _Row, uniform: float, without: int = -1) -> tuple[float, fl
         probs = probs.clone()
         probs[without] = 0.0
     if not probs[row.token] > 0:
-        return math.inf, 0.0 if row.edge_mass()[row.token] > 0 else math.inf
+        return math.inf, 0.0 if _near(row.edges, row.token) else math.inf
 
     def moves(at: float, first_above: int) -> float:
         before, after = (float(part.double().square().sum()) for part in probs.tensor_split([first_above]))
         return math.sqrt((1 - at) ** 2 * before + at**2 * after)
 
-    return _of_interval(row, probs, uniform, moves)
+    return _of_interval(row, probs, uniform, moves, (row.edges,))
 
 
 def _by_residual(row: _Row, draft: Distributions, uniform: float, log_ratios: Sequence[float]) -> tuple[float, float]:
@@ -163,7 +193,7 @@ def _by_residual(row: _Row, draft: Distributions, uniform: float, log_ratios: Se
         return 0.0, 0.0
     p, q, token = row.probs * math.exp(share), draft.probs, row.token
     if not p[token] > 0:
-        return math.inf, 0.0 if row.edge_mass()[token] > 0 else math.inf
+        return math.inf, 0.0 if _near(row.edges, token) else math.inf
     residual = (p - q).clamp(min=0)
     if residual.sum() <= _CDF_ROUNDING:  # all of it is rounding
         return 0.0, 0.0
@@ -174,11 +204,12 @@ def _by_residual(row: _Row, draft: Distributions, uniform: float, log_ratios: Se
         of_share = len(log_ratios) * float(weights @ p.double()) ** 2  # it moves all of p together
         return math.sqrt(math.exp(2 * share) * _variance(row.probs, weights) + _variance(q, weights) + of_share)
 
-    miss, loose = _of_interval(row, residual, uniform, moves, draft)
+    (of_draft,) = _edges_of(Distributions(*(part[None] for part in draft)), row.params)
+    miss, loose = _of_interval(row, residual, uniform, moves, (row.edges, of_draft))
     if q[token] < p[token]:
         return miss, loose
     apart = math.log(q[token] / p[token])
-    return max(miss, apart), 0.0 if row.edge_mass(draft)[token] > 0 else max(loose, apart)
+    return max(miss, apart), 0.0 if _near(of_draft, token) else max(loose, apart)
 
 
 def _log_ratios(accepted: Sequence[_Row], draft_probs: Sequence[float]) -> list[float]:
@@ -196,32 +227,40 @@ def _variance(probs: Tensor, weights: Tensor) -> float:
 
 
 def _of_interval(
-    row: _Row,
-    weights: Tensor,
-    uniform: float,
-    moves: Callable[[float, int], float],
-    draft: Distributions | None = None,
+    row: _Row, weights: Tensor, uniform: float, moves: Callable[[float, int], float], edges: Sequence[_Edges | None]
 ) -> tuple[float, float]:
-    """The miss of a token's interval, and the loose one.
+    """The miss of a token's interval, and the loose one, in nats of the logits behind the weights.
 
     Args:
         weights: [V] that it was drawn by: p, or what is left of it.
         moves: the mass by which a nat of noise moves an edge of the cumulative distribution, given its place and the
             first token above it.
-        draft: whose rejection left this of p; None = there was none.
+        edges: of the filters of all that the weights are made of.
     """
     total = float(weights.sum(dtype=torch.float64))
     own = float(weights[row.token]) / total
     below = float(weights[: row.token].sum(dtype=torch.float64)) / total
-    distance = max(below - uniform, uniform - below - own) - _CDF_ROUNDING / total
-    if distance <= 0:
-        return 0.0, 0.0
-    at, first_above = (below, row.token) if uniform < below else (below + own, row.token + 1)
-    moved = max(moves(at, first_above) / total, _CDF_ROUNDING)
+    rounding = _CDF_ROUNDING / total
+
+    def miss(reach: float) -> float:
+        """Where the edges of the interval may move so far by themselves."""
+        if below - reach <= uniform <= below + own + reach:
+            return 0.0
+        at, first_above = (below, row.token) if uniform < below else (below + own, row.token + 1)
+        at = min(max(at, rounding), 1 - rounding)
+        near = uniform + reach if uniform < below else uniform - reach
+        moved = max(moves(at, first_above) / total, rounding) / (at * (1 - at))
+        return abs(_log_odds(near) - _log_odds(at)) / moved
+
+    if any(_near(one, row.token) for one in edges):
+        return miss(rounding), 0.0
     # What is on an edge may be there or not, and moves every edge of the cumulative distribution with it.
-    edge_mass = row.edge_mass() if draft is None else row.edge_mass() + row.edge_mass(draft)
-    slack = math.inf if edge_mass[row.token] > 0 else float(edge_mass.sum()) / total
-    return distance / moved, max(0.0, distance - slack) / moved
+    slack = sum(one.moving for one in edges if one is not None) / total
+    return miss(rounding), miss(rounding + slack)
+
+
+def _log_odds(share: float) -> float:
+    return math.log(share) - math.log1p(-share)
 
 
 def _noise_at(seed: int, position: int, vocab_size: int) -> Tensor:
@@ -246,29 +285,40 @@ def _by_noise(row: _Row, unit: Tensor) -> tuple[float, float]:
     rules out all but a few."""
     own = float(row.probs[row.token])
     if own <= 0:
-        return math.inf, 0.0 if row.edge_mass()[row.token] > 0 else math.inf
+        return math.inf, 0.0 if _near(row.edges, row.token) else math.inf
     lead = -math.log(float(unit[row.token])) / own
     better = torch.nonzero(1 - unit < row.probs * lead)[:, 0]
     leads = -unit[better].log() / row.probs[better].double()
     if len(leads) == 0 or float(leads.min()) >= lead * (1 - _RACE_ROUNDING):
         return 0.0, 0.0
-    edge_mass = row.edge_mass()
-    certain = leads[edge_mass[better] == 0] if edge_mass[row.token] == 0 else leads[:0]
+    certain = leads[:0] if _near(row.edges, row.token) else leads
+    if row.edges is not None and len(certain):
+        certain = leads[~row.edges.near[better]]
     loose = max(0.0, math.log(lead / float(certain.min()))) if len(certain) else 0.0
     return math.log(lead / float(leads.min())), loose
 
 
-def _near_edges(scaled: Tensor, kept: Tensor, params: SamplingParams, edges: _Edges) -> Tensor:
-    """[V] bool: tokens that rounding may move across an edge of the filters."""
-    inside = kept > -torch.inf
-    lowest, highest_outside = kept[inside].amin(), scaled.masked_fill(inside, -torch.inf).amax()
-    near = torch.where(inside, scaled <= highest_outside + edges.nats, scaled >= lowest - edges.nats)
+def _near_edges(target: Distributions, params: SamplingParams) -> Tensor:
+    """[n, V] bool: tokens that rounding may move across an edge of the filters."""
+    scaled, inside = target.scaled, target.kept > -torch.inf
+    reach = _EDGE_NATS / params.temperature
+    lowest = target.kept.masked_fill(~inside, torch.inf).amin(dim=-1, keepdim=True)
+    highest_outside = scaled.masked_fill(inside, -torch.inf).amax(dim=-1, keepdim=True)
+    near = torch.where(inside, scaled <= highest_outside + reach, scaled >= lowest - reach)
     if params.min_p > 0:
-        near |= (scaled - (scaled.amax() + math.log(params.min_p))).abs() <= edges.nats
+        edge = scaled.amax(dim=-1, keepdim=True) + math.log(params.min_p)
+        near |= (scaled - edge).abs() <= reach
     if params.top_p < 1:
-        probs, order = scaled.softmax(dim=-1).sort(descending=True)
+        most = int((scaled >= lowest - reach - _FURTHER_NATS).sum(dim=-1).amax())
+        highest, order = scaled.topk(most, dim=-1)  # the nucleus, and what may enter it
+        within = scaled.logsumexp(dim=-1, keepdim=True)
         if params.top_k:
-            probs = probs / probs[: params.top_k].sum()
+            within = highest[:, : params.top_k].logsumexp(dim=-1, keepdim=True)
+        probs = (highest - within).exp()
         before = probs.cumsum(dim=-1) - probs  # a token is in the nucleus if this is below top_p
-        near[order] |= (before - params.top_p).abs() <= edges.mass
+        squares = probs.square()
+        above = squares.cumsum(dim=-1) - squares
+        below = squares.sum(dim=-1, keepdim=True) - above
+        moved = reach * ((1 - before) ** 2 * above + before**2 * below).sqrt()
+        near.scatter_(1, order, near.gather(1, order) | ((before - params.top_p).abs() <= moved))
     return near & (scaled > -torch.inf)

@@ -21,7 +21,8 @@ each decision. With p replayed, u and coins recomputed, x a draft and q what it 
     block      coin < h_tau, last coin >= h_n          block verification, where h follows from what is known
     choice     y = argmax(log p + noise)               coupled, and vLLM without drafts
 
-Sources: the verifiers (`speculative.verification`). A check that fails misses by so many nats.
+Sources: the verifiers (`speculative.verification`). A check that fails misses by so many nats, which are those of the
+logits before the temperature: what rounding moves.
 """
 
 import math
@@ -130,17 +131,19 @@ def _checks_of(place: _Place, rows: Sequence[ReplayedToken]) -> Iterator[DrawChe
     if place.kind is TokenKind.ACCEPTED:
         yield from _checks_of_accepted(place, row, again)
         return
-    share = 0.0  # log of what p counts there
+    share = _Share()
     if one.verifier == "block":
-        share = _running_share(place, rows)
+        share = _Share.before(place, rows)
         yield from _block_coins(place, again, share)
     elif place.kind is TokenKind.RECOVERED:
-        ratio = _log(again.rejected_probability) - _log_q(one, place.offset)
-        yield _checked(place, "rejected", math.log(again.coins[0]) - ratio)
+        reserve = math.log(again.coins[0]) + _log_q(one, place.offset)
+        rejected = again.rejected_probability, again.rejected_bounds[0]
+        yield _checked(place, again, "rejected", *(reserve - _log(p) for p in rejected))
     if place.kind is TokenKind.RECOVERED and one.draft_probs is not None:
-        yield _checked(place, "support", share + _log(row.probability) - _log(one.last_prob))
+        strict, loose = share.log + _log(row.probability), share.most + _log(again.bounds[1])
+        yield _checked(place, again, "support", strict - _log(one.last_prob), loose - _log(one.last_prob))
         if again.rejected_draft_probability is not None:
-            drift = abs(_log_q(one, place.offset) - _log(again.rejected_draft_probability))
+            drift = abs(_log_q(one, place.offset) - _log(again.rejected_draft_probability)) * again.temperature
             yield DrawCheck(place.token_index, "recovered", again.miss, again.loose, drift)
     else:
         kind = "residual" if place.kind is TokenKind.RECOVERED else "interval"
@@ -149,10 +152,10 @@ def _checks_of(place: _Place, rows: Sequence[ReplayedToken]) -> Iterator[DrawChe
 
 def _checks_of_accepted(place: _Place, row: ReplayedToken, again: Redrawn) -> Iterator[DrawCheck]:
     if place.token != place.round.drafts[place.offset]:
-        yield _checked(place, "draft", -math.inf)
+        yield _checked(place, again, "draft", -math.inf, -math.inf)
     elif place.round.verifier == "token_wise":
-        ratio = _log(row.probability) - _log_q(place.round, place.offset)
-        yield _checked(place, "accepted", ratio - math.log(again.coins[0]))
+        needed = math.log(again.coins[0]) + _log_q(place.round, place.offset)
+        yield _checked(place, again, "accepted", *(_log(p) - needed for p in (row.probability, again.bounds[1])))
 
 
 def log_share(log_ratios: Iterable[float]) -> float:
@@ -163,21 +166,36 @@ def log_share(log_ratios: Iterable[float]) -> float:
     return share
 
 
-def _running_share(place: _Place, rows: Sequence[ReplayedToken]) -> float:
-    """log of rho where the round came to, as in block verification."""
-    before = rows[place.token_index - place.offset : place.token_index]
-    return log_share(_log(own.probability) - _log_q(place.round, offset) for offset, own in enumerate(before))
+class _Share(NamedTuple):
+    """log of rho in block verification, where a round came to. least, most: the same with the tokens near an edge of
+    the filters on either side of it."""
+
+    log: float = 0.0
+    least: float = 0.0
+    most: float = 0.0
+
+    @classmethod
+    def before(cls, place: _Place, rows: Sequence[ReplayedToken]) -> "_Share":
+        """Behind the drafts that were accepted before a place."""
+        accepted = rows[place.token_index - place.offset : place.token_index]
+        bounds = [(0.0, 1.0) if own.redrawn is None else own.redrawn.bounds for own in accepted]
+        each = ([own.probability for own in accepted], [least for least, _ in bounds], [most for _, most in bounds])
+        qs = [_log_q(place.round, offset) for offset in range(place.offset)]
+        return cls(*(log_share(_log(p) - q for p, q in zip(probs, qs, strict=True)) for probs in each))
 
 
-def _block_coins(place: _Place, again: Redrawn, share: float) -> Iterator[DrawCheck]:
+def _block_coins(place: _Place, again: Redrawn, share: _Share) -> Iterator[DrawCheck]:
     """The coin that succeeded, and the one after it if it was the last: what others failed at is not known."""
     one, is_last = place.round, place.offset == place.round.num_drafted
+    strict = again.rejected_probability
     if place.offset > 0 and (is_last or one.draft_probs is None):
-        passes = share if is_last else _log(_survival(math.exp(share), again.rejected_probability))
-        yield _checked(place, "block", passes - math.log(again.coins[0]))
+        ways = (share.log, strict), (share.most, again.rejected_bounds[0])
+        passes = [rho if is_last else _log(_survival(math.exp(rho), rejected)) for rho, rejected in ways]
+        yield _checked(place, again, "block", *(passed - math.log(again.coins[0]) for passed in passes))
     if place.offset + 1 == one.num_drafted:
-        passes = min(0.0, share + _log(again.rejected_probability) - _log_q(one, place.offset))
-        yield _checked(place, "block", math.log(again.coins[1]) - passes)
+        ways = (share.log, strict), (share.least, again.rejected_bounds[0])
+        passes = [min(0.0, rho + _log(rejected) - _log_q(one, place.offset)) for rho, rejected in ways]
+        yield _checked(place, again, "block", *(math.log(again.coins[1]) - passed for passed in passes))
 
 
 def _survival(share: float, of_rejected: float) -> float:
@@ -186,10 +204,11 @@ def _survival(share: float, of_rejected: float) -> float:
     return mass / (mass + 1 - share) if mass + 1 - share > 0 else 1.0
 
 
-def _checked(place: _Place, kind: str, reserve: float) -> DrawCheck:
-    """A check that holds while `reserve` is not below 0."""
-    miss = max(0.0, -reserve)
-    return DrawCheck(place.token_index, kind, miss, miss)
+def _checked(place: _Place, again: Redrawn, kind: str, strict: float, loose: float) -> DrawCheck:
+    """A check that holds while `strict`, in nats of log p, is not below 0; `loose`: the same with the tokens near an
+    edge of the filters on the side that helps."""
+    misses = (max(0.0, -reserve) * again.temperature for reserve in (strict, max(strict, loose)))
+    return DrawCheck(place.token_index, kind, *misses)
 
 
 def _log(value: float) -> float:

@@ -48,7 +48,7 @@ def replayed_tokens(
     rows = SamplingRows.build([request.params] * len(served), logits.shape[1], logits.device)
     adjusted = adjust(logits, contexts, eos_token_ids)
     target = Distributions.of(adjusted, rows, process)
-    replayed = _rows(target, torch.from_numpy(np.array(served)).to(logits.device))
+    replayed = _rows(target, rows.temperature[:, 0], torch.from_numpy(np.array(served)).to(logits.device))
     draws = request.draws[start - num_prompt : start - num_prompt + len(served)]
     if not draws:
         return replayed
@@ -61,8 +61,8 @@ def replayed_tokens(
     return tuple(replace(row, redrawn=own) for row, own in zip(replayed, redrawn, strict=True))
 
 
-def _rows(target: Distributions, token_ids: Tensor) -> tuple[ReplayedToken, ...]:
-    """Of the tokens [n] that were served."""
+def _rows(target: Distributions, temperature: Tensor, token_ids: Tensor) -> tuple[ReplayedToken, ...]:
+    """Of the tokens [n] that were served at temperatures [n]."""
     token_ids = token_ids[:, None]
     scaled, kept, probs = target
     normaliser = kept.logsumexp(dim=-1)
@@ -76,7 +76,7 @@ def _rows(target: Distributions, token_ids: Tensor) -> tuple[ReplayedToken, ...]
         probs.square().sum(dim=-1),
         (-logprob).clamp(max=SURPRISAL_CLIP_NATS),
         (probs * surprisals).sum(dim=-1),
-        kept.amax(dim=-1) - own,
-        torch.where(inside, 0.0, edge - own),
+        (kept.amax(dim=-1) - own) * temperature,
+        torch.where(inside, 0.0, (edge - own) * temperature),
     )
     return tuple(ReplayedToken(*row) for row in torch.stack(columns, dim=1).double().cpu().tolist())

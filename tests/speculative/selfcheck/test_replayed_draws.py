@@ -204,6 +204,10 @@ def one_row(
     return redrawn
 
 
+def log_odds(share: float) -> float:
+    return math.log(share / (1 - share))
+
+
 def test_a_miss_is_what_the_logits_would_have_to_move() -> None:
     draw = Draw("bonus", 5, 0)
     (uniform,) = uniforms(*np.array([[7], [5], [0], [Purpose.BONUS]], np.uint64)).tolist()
@@ -211,8 +215,8 @@ def test_a_miss_is_what_the_logits_would_have_to_move() -> None:
     logits = [math.log(p / (1 - p)), 0.0]
     assert one_row(logits, 0, draw, PLAIN)[:2] == (0, 0)
     redrawn = one_row(logits, 1, draw, PLAIN)
-    # The edge at p moves by p (1 - p) for each nat that one logit moves against the other: sqrt(2) as much for two.
-    assert redrawn.miss == pytest.approx(0.05 / (p * (1 - p) * math.sqrt(2)), rel=1e-3)
+    # Its log odds move by as much as one logit against the other: sqrt(2) as much for two that move by themselves.
+    assert redrawn.miss == pytest.approx((log_odds(p) - log_odds(uniform)) / math.sqrt(2), rel=1e-3)
     assert redrawn.loose == redrawn.miss
 
 
@@ -240,7 +244,8 @@ def test_a_miss_behind_a_sampled_draft_is_what_the_logits_of_both_would_have_to_
             assert redrawn.miss == 0
         elif exact[token] > (exact[token - 1] if token else 0):
             edge = token if token < demanded else token - 1
-            expected = abs(float(exact[edge]) - uniform) / float(moved[edge])
+            place = float(exact[edge])
+            expected = abs(log_odds(place) - log_odds(uniform)) * place * (1 - place) / float(moved[edge])
             assert redrawn.miss == pytest.approx(expected, rel=0.03)
         else:
             assert redrawn.miss > 0

@@ -1,0 +1,136 @@
+"""Sound answers, replayed by an engine whose logits are off by noise of the size that bfloat16 rounds: none is accused,
+whatever was filtered, however cold, whoever drafted; and a token that is wrong is still found."""
+
+import itertools
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from deploy.faults.toy import LikeliestDrafter, TableDrafter, engine_over
+from deploy.faults.traffic import PLAIN, sampling
+from serve_app.backends.base import Replayed
+from serve_app.referee.detectors import ReplicaWatch
+from serve_app.referee.judgement import Judge
+from serve_app.referee.records import Records, ReplayJob, Verdict
+from serve_app.referee.tolerance import Tolerance
+from speculative.drafting.base import Drafter, DraftOutput, WeightlessDrafter
+from speculative.engine import EngineCore
+from speculative.request import Request, SamplingParams, TokenDelta
+from speculative.state.batch import Batch
+from speculative.verification.draft_probs import PointMass
+
+VOCAB = 256
+NOISE_NATS = 0.02  # of a logit, between a batch of drafts in bfloat16 and the same tokens in one prefill
+TOLERANCE = Tolerance.between_equals("bfloat16")
+MOST_DRAFTS = 3
+FILTERS: Mapping[str, Mapping[str, float]] = {
+    "nothing": {},
+    "top_k 1": {"top_k": 1},
+    "top_p 0.05": {"top_p": 0.05},
+    "Qwen's": {"top_k": 20, "top_p": 0.8},
+    "min_p 0.1": {"min_p": 0.1},
+}
+SETTINGS = {
+    f"{name} at {temperature}": replace(PLAIN, temperature=temperature, logprobs=0, **filters)  # type: ignore[arg-type]
+    for temperature in (0.01, 0.05, 0.3, 0.7, 1.0, 1.5)
+    for name, filters in FILTERS.items()
+}
+
+
+class RunnerUpDrafter(WeightlessDrafter):
+    """Drafts the likeliest token and the second by turns: where both are nearly alike, filters keep either."""
+
+    def __init__(self, table: Tensor) -> None:
+        self._two = table.topk(2, dim=-1).indices.tolist()
+
+    def propose(self, batch: Batch) -> DraftOutput:
+        drafts = []
+        for entry in batch.entries:
+            start, chain = len(entry.sequence.tokens), [entry.sequence.tokens[-1]]
+            while len(chain) <= min(entry.max_drafts, MOST_DRAFTS):
+                chain.append(self._two[chain[-1]][(start + len(chain)) % 2])
+            drafts.append(chain[1:])
+        return DraftOutput.pack(drafts, PointMass())
+
+
+def engines(drafted: str, verifier: str) -> tuple[EngineCore, EngineCore]:
+    """One that answers, and one that replays; target and drafter of the other are off by noise."""
+    chance = torch.Generator().manual_seed(1)
+    table, of_drafter, noise, more_noise = (torch.randn(VOCAB, VOCAB, generator=chance) for _ in range(4))
+    table = 3 * table
+    both = (table, table + of_drafter), (table + NOISE_NATS * noise, table + of_drafter + NOISE_NATS * more_noise)
+
+    def drafter(target: Tensor, near: Tensor) -> Drafter:
+        if drafted == "sampled":
+            return TableDrafter(near.softmax(-1), MOST_DRAFTS)
+        return LikeliestDrafter(target) if drafted == "likeliest" else RunnerUpDrafter(target)
+
+    served, replaying = (engine_over(one[0], drafter(*one), verifier=verifier, kv_cache_tokens=65536) for one in both)
+    return served, replaying
+
+
+def run(engine: EngineCore, requests: Sequence[Request]) -> Iterator[TokenDelta]:
+    for request in requests:
+        engine.add(request)
+    while engine.has_work:
+        for delta in engine.step():
+            assert delta.error is None, delta.error
+            yield delta
+
+
+def answers(engine: EngineCore, settings: Mapping[str, SamplingParams], each: int) -> dict[str, list[ReplayJob]]:
+    """By setting."""
+    records = Records("r1", 512)
+    requests = {
+        name: list(itertools.islice(sampling(VOCAB, params, number), each))
+        for number, (name, params) in enumerate(settings.items())
+    }
+    kept = {one.request_id: records.begin(one) for asked in requests.values() for one in asked}
+    for delta in run(engine, [one for asked in requests.values() for one in asked]):
+        kept[delta.request_id].take(delta)
+    jobs = {name: [kept[one.request_id].job() for one in asked] for name, asked in requests.items()}
+    return {name: [job for job in own if job is not None] for name, own in jobs.items()}
+
+
+def replayed(engine: EngineCore, jobs: Sequence[ReplayJob]) -> list[Replayed]:
+    found = {}
+    for delta in run(engine, [job.scored(job.request.request_id) for job in jobs]):
+        assert delta.logprobs is not None
+        logprobs = tuple(entry.logprob for entry in delta.logprobs)
+        found[delta.request_id] = Replayed(logprobs, delta.replayed, "p1")
+    return [found[job.request.request_id] for job in jobs]
+
+
+@pytest.mark.parametrize("drafted", ["sampled", "likeliest", "runner-up"])
+@pytest.mark.parametrize("verifier", ["token_wise", "block", "coupled"])
+def test_no_sound_answer_is_accused_because_logits_are_rounded(verifier: str, drafted: str) -> None:
+    served, replaying = engines(drafted, verifier)
+    for name, jobs in answers(served, SETTINGS, 3).items():
+        judge, watch = Judge(TOLERANCE, MOST_DRAFTS), ReplicaWatch(TOLERANCE)
+        for job, again in zip(jobs, replayed(replaying, jobs), strict=True):
+            judgement = judge.judge(job, again)
+            assert judgement.checked.verdict is Verdict.VERIFIED, f"{name}: {judgement.checked}"
+            assert judgement.checked.draws.num_checked or verifier == "block"
+            limit = judgement.drift_tolerance
+            assert not watch.see(judgement.tokens, greedy=False, drift_tolerance=limit), name
+
+
+@pytest.mark.parametrize("verifier", ["token_wise", "coupled"])
+def test_a_wrong_token_is_found_although_logits_are_rounded(verifier: str) -> None:
+    served, replaying = engines("sampled", verifier)
+    chance = random.Random(2)
+    settings = {name: one for name, one in SETTINGS.items() if "0.7" in name or "1.0" in name}
+    jobs = [job for own in answers(served, settings, 4).values() for job in own]
+    wrong = []
+    for job in jobs:
+        tokens = list(job.token_ids)
+        index = chance.randrange(len(tokens))
+        tokens[index] = chance.choice([token for token in range(VOCAB) if token != tokens[index]])
+        wrong.append(replace(job, token_ids=tuple(tokens), logprobs=()))
+    judge = Judge(TOLERANCE, MOST_DRAFTS)
+    judged = [judge.judge(job, again).checked for job, again in zip(wrong, replayed(replaying, wrong), strict=True)]
+    assert sum(one.verdict is Verdict.SUSPECT for one in judged) >= 0.95 * len(wrong)
