@@ -13,10 +13,12 @@ from torch import Tensor
 from deploy.faults.toy import LikeliestDrafter, TableDrafter, engine_over
 from deploy.faults.traffic import PLAIN, sampling
 from serve_app.backends.base import Replayed
+from serve_app.referee.answer import Answer
 from serve_app.referee.detectors import ReplicaWatch
 from serve_app.referee.judgement import Judge
-from serve_app.referee.records import Records, ReplayJob, Verdict
+from serve_app.referee.records import Records
 from serve_app.referee.tolerance import Tolerance
+from serve_app.referee.verdicts import Verdict
 from speculative.drafting.base import Drafter, DraftOutput, WeightlessDrafter
 from speculative.engine import EngineCore
 from speculative.request import Request, SamplingParams, TokenDelta
@@ -82,9 +84,9 @@ def run(engine: EngineCore, requests: Sequence[Request]) -> Iterator[TokenDelta]
             yield delta
 
 
-def answers(engine: EngineCore, settings: Mapping[str, SamplingParams], each: int) -> dict[str, list[ReplayJob]]:
+def answers(engine: EngineCore, settings: Mapping[str, SamplingParams], each: int) -> dict[str, list[Answer]]:
     """By setting."""
-    records = Records("r1", 512)
+    records = Records("r1", 512, MOST_DRAFTS)
     requests = {
         name: list(itertools.islice(sampling(VOCAB, params, number), each))
         for number, (name, params) in enumerate(settings.items())
@@ -92,27 +94,27 @@ def answers(engine: EngineCore, settings: Mapping[str, SamplingParams], each: in
     kept = {one.request_id: records.begin(one) for asked in requests.values() for one in asked}
     for delta in run(engine, [one for asked in requests.values() for one in asked]):
         kept[delta.request_id].take(delta)
-    jobs = {name: [kept[one.request_id].job() for one in asked] for name, asked in requests.items()}
-    return {name: [job for job in own if job is not None] for name, own in jobs.items()}
+    served = {name: [kept[one.request_id].answer() for one in asked] for name, asked in requests.items()}
+    return {name: [answer for answer in own if answer is not None] for name, own in served.items()}
 
 
-def replayed(engine: EngineCore, jobs: Sequence[ReplayJob]) -> list[Replayed]:
+def replayed(engine: EngineCore, served: Sequence[Answer]) -> list[Replayed]:
     found = {}
-    for delta in run(engine, [job.scored(job.request.request_id) for job in jobs]):
+    for delta in run(engine, [one.scored(one.request.request_id) for one in served]):
         assert delta.logprobs is not None
         logprobs = tuple(entry.logprob for entry in delta.logprobs)
         found[delta.request_id] = Replayed(logprobs, delta.replayed, "p1")
-    return [found[job.request.request_id] for job in jobs]
+    return [found[one.request.request_id] for one in served]
 
 
 @pytest.mark.parametrize("drafted", ["sampled", "likeliest", "runner-up"])
 @pytest.mark.parametrize("verifier", ["token_wise", "block", "coupled"])
 def test_no_sound_answer_is_accused_because_logits_are_rounded(verifier: str, drafted: str) -> None:
     served, replaying = engines(drafted, verifier)
-    for name, jobs in answers(served, SETTINGS, 3).items():
-        judge, watch = Judge(TOLERANCE, MOST_DRAFTS), ReplicaWatch(TOLERANCE)
-        for job, again in zip(jobs, replayed(replaying, jobs), strict=True):
-            judgement = judge.judge(job, again)
+    for name, given in answers(served, SETTINGS, 3).items():
+        judge, watch = Judge(TOLERANCE), ReplicaWatch(TOLERANCE)
+        for answer, again in zip(given, replayed(replaying, given), strict=True):
+            judgement = judge.judge(answer, again)
             assert judgement.checked.verdict is Verdict.VERIFIED, f"{name}: {judgement.checked}"
             assert judgement.checked.draws.num_checked or verifier == "block"
             limit = judgement.drift_tolerance
@@ -124,13 +126,12 @@ def test_a_wrong_token_is_found_although_logits_are_rounded(verifier: str) -> No
     served, replaying = engines("sampled", verifier)
     chance = random.Random(2)
     settings = {name: one for name, one in SETTINGS.items() if "0.7" in name or "1.0" in name}
-    jobs = [job for own in answers(served, settings, 4).values() for job in own]
     wrong = []
-    for job in jobs:
-        tokens = list(job.token_ids)
+    for answer in itertools.chain(*answers(served, settings, 4).values()):
+        tokens = list(answer.token_ids)
         index = chance.randrange(len(tokens))
         tokens[index] = chance.choice([token for token in range(VOCAB) if token != tokens[index]])
-        wrong.append(replace(job, token_ids=tuple(tokens), logprobs=()))
-    judge = Judge(TOLERANCE, MOST_DRAFTS)
-    judged = [judge.judge(job, again).checked for job, again in zip(wrong, replayed(replaying, wrong), strict=True)]
+        wrong.append(replace(answer, token_ids=tuple(tokens), logprobs=()))
+    judge = Judge(TOLERANCE)
+    judged = [judge.judge(one, again).checked for one, again in zip(wrong, replayed(replaying, wrong), strict=True)]
     assert sum(one.verdict is Verdict.SUSPECT for one in judged) >= 0.95 * len(wrong)
