@@ -41,7 +41,8 @@ _PLAIN_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.]{0,39}")
 class Sampled:
     """How the choices of one request were sampled. stops: whether a text or token that it names may have ended them.
     untested: why their tokens cannot be compared with a distribution, "" = they can. compared: whether their logprobs
-    are the model's. num_choices: of each prompt."""
+    are the model's. num_choices: of each prompt. is_limited: whether the request names `max_tokens`, which are the
+    parameters' then."""
 
     params: SamplingParams
     seed: int | None
@@ -49,6 +50,7 @@ class Sampled:
     untested: str = ""
     compared: bool = True
     num_choices: int = 1
+    is_limited: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,18 +79,20 @@ class Sampling:
         vendor, seed = vendor_of(self.dialect), body.get("seed")
         seed = seed % 2**64 if isinstance(seed, int) and seed >= 0 else None
         stops = bool(body.get("stop") or body.get("stop_token_ids"))
-        params, untested = SamplingParams(logprobs=0), _untested(body, vendor.fields)
+        params, untested, is_limited = SamplingParams(logprobs=0), _untested(body, vendor.fields), False
         try:
             values = vendor.values(self.generation, self.own, body, is_chat=is_chat)
             untested = untested or vendor.why_not_ours(values)
             params = SamplingParams(logprobs=0, max_tokens=_most_tokens(body), **_read(vendor.ours(values)))
+            is_limited = bool(_asked_tokens(body))
         except (InvalidRequest, TypeError, ValueError, OverflowError, AttributeError) as error:
             what = f"{error.field}: its value" if isinstance(error, InvalidRequest) else "a parameter: its value"
             params, untested = SamplingParams(logprobs=0), untested or f"{what} cannot be repeated"
         compared = not (vendor.logprobs_after_grammar and _has_grammar(body))
         compared &= not vendor.logprobs_after_temperature or _is_bare(params)
         num = body.get("n")
-        return Sampled(params, seed, stops, untested, compared, max(1, num) if isinstance(num, int) else 1)
+        num_choices = max(1, num) if isinstance(num, int) else 1
+        return Sampled(params, seed, stops, untested, compared, num_choices, is_limited)
 
 
 def _is_bare(params: SamplingParams) -> bool:
@@ -99,8 +103,11 @@ def _is_bare(params: SamplingParams) -> bool:
 
 def _most_tokens(body: Json) -> int:
     """Large enough for `min_tokens`, whatever the server's own limit is."""
-    asked = body.get("max_completion_tokens") or body.get("max_tokens") or 0
-    return max(1, int(asked), int(body.get("min_tokens") or 0))
+    return max(1, _asked_tokens(body), int(body.get("min_tokens") or 0))
+
+
+def _asked_tokens(body: Json) -> int:
+    return int(body.get("max_completion_tokens") or body.get("max_tokens") or 0)
 
 
 def _read(values: Mapping[str, Any]) -> Json:

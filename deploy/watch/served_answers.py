@@ -15,6 +15,7 @@ from deploy.exchange.sampling import Sampled, Sampling
 from deploy.exchange.vendors import FALLBACK, vendor_of
 from serve_app.backends.base import ModelInfo
 from serve_app.referee.answer import Answer
+from serve_app.referee.request_limits import broken_limit
 from serve_app.referee.strata import WATCHED_LENGTHS, WATCHED_POSITIONS, shared
 from serve_app.text.tokenizer import Tokenizer
 from speculative.errors import InvalidRequest
@@ -175,6 +176,8 @@ class ExchangeReader:
             num_drafted=1,  # not known: what it shows does not count as the noise of rounding
             num_cached=reply.num_cached or 0,
             strata=shared(_strata(sampled.params, len(prompt), len(ids), reply.num_cached, choice.finish_reason)),
+            # The ids that end an answer of that server are not known, only those that the request names.
+            broken_limit=broken_limit(sampled.params, ids) if sampled.is_limited and not tokens.retokenized else "",
             untested=sampled.untested,
         )
 

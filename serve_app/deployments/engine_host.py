@@ -127,7 +127,8 @@ class EngineHost:
             slow = "%s computes without its kernels, which is slow: %s"
             _logger.warning(slow, runtime.name, info.computing.kernels_off)
         info = await self._join(info)
-        self.records = Records(runtime.name, info.max_model_len, config.engine_config(self.pool).drafter.max_drafts)
+        most_drafts = config.engine_config(self.pool).drafter.max_drafts
+        self.records = Records(runtime.name, info.max_model_len, most_drafts, info.eos_token_ids)
         self.source = make_source(self)
         self.canary = self._make_canary()
         self._guard = self._make_guard()

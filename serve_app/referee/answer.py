@@ -29,6 +29,7 @@ class Answer:
     weight_versions: tuple[str, ...] = (DEFAULT_VERSION,)  # that made its tokens
     rounds: tuple[Round, ...] = ()  # that made its tokens; fewer where the engine does not keep them
     strata: tuple[tuple[str, ...], ...] = ()  # `strata.shared`, so that they add little to a message
+    broken_limit: str = ""  # of its request, in words; "" = it keeps to all
     untested: str = ""  # why its tokens cannot be compared with a distribution; "" = they can
 
     @property

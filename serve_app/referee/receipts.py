@@ -15,6 +15,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from serve_app.backends.base import ModelInfo
 from serve_app.referee.records import Record
+from serve_app.referee.request_limits import broken_limit
 from serve_app.referee.signatures import Signature, SigningKey
 from speculative.errors import EngineFault, InvalidRequest, TruespecError
 from speculative.request import Request, Round, SamplingParams, TokenKind
@@ -149,12 +150,10 @@ def wrong_rounds(receipt: Receipt, eos_token_ids: Sequence[int]) -> str:
     num_tokens = len(receipt.token_ids)
     if not drawn.complete or len(receipt.token_kinds) != num_tokens:
         return "the rounds do not make up the tokens"
-    if not 0 <= receipt.num_delivered <= num_tokens <= params.max_tokens:
-        return "max_tokens and the number of tokens contradict each other"
-    ends = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
-    early = next((index for index, token in enumerate(receipt.token_ids[:-1]) if token in ends), None)
-    if early is not None:
-        return f"token {early} ends the answer, and others follow"
+    if not 0 <= receipt.num_delivered <= num_tokens:
+        return f"{receipt.num_delivered} of {num_tokens} tokens cannot have been delivered"
+    if reason := broken_limit(params, receipt.token_ids, eos_token_ids):
+        return reason
     start = 0
     for one in receipt.rounds:
         kinds = receipt.token_kinds[start : start + one.num_tokens]

@@ -5,8 +5,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from serve_app.referee.answer import Answer
+from serve_app.referee.request_limits import broken_limit
 from serve_app.referee.strata import shared
-from speculative.request import Request, Round, TokenDelta, TokenKind
+from speculative.request import FinishReason, Request, Round, TokenDelta, TokenKind
 
 
 @dataclass(slots=True)
@@ -18,6 +19,7 @@ class Record:
     began_at: float
     max_model_len: int
     num_draft_tokens: int = 0  # the most drafted in a round
+    eos_token_ids: tuple[int, ...] = ()  # of the model
     prefilled_by: str = ""
     num_rounds: int | None = None  # since the handoff; None where there was none
     token_ids: list[int] = field(default_factory=list)
@@ -32,6 +34,7 @@ class Record:
     num_cached: int = 0
     weight_versions: dict[str, None] = field(default_factory=dict)  # a set in order
     rounds: list[Round] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
 
     @property
     def since_handoff(self) -> str:
@@ -40,11 +43,6 @@ class Record:
         if rounds is None:
             return "none"
         return str(rounds) if rounds < 2 else "2_3" if rounds < 4 else "4_7" if rounds < 8 else "8_up"
-
-    def skip(self, delta: TokenDelta) -> None:
-        """Count a round of a request that is not replayed."""
-        if self.num_rounds is not None and delta.token_ids:
-            self.num_rounds += 1
 
     def take(self, delta: TokenDelta) -> None:
         """Add what one step emitted."""
@@ -63,7 +61,20 @@ class Record:
         self.rounds += [] if delta.round is None else [delta.round]
         self.weight_versions[delta.weight_version] = None
         self.num_cached = max(self.num_cached, delta.num_cached_tokens)
-        self.skip(delta)
+        self.finish_reason = delta.finish_reason or self.finish_reason
+        if self.num_rounds is not None and delta.token_ids:
+            self.num_rounds += 1
+
+    @property
+    def broken_limit(self) -> str:
+        """The limit of its request that the answer breaks, in words; "" = none."""
+        return broken_limit(
+            self.request.params,
+            self.token_ids,
+            self.eos_token_ids,
+            finish_reason=self.finish_reason,
+            room=self.max_model_len - len(self.request.prompt_token_ids),
+        )
 
     def answer(self) -> Answer | None:
         """The answer for the referee; None if there is nothing to compare."""
@@ -89,6 +100,7 @@ class Record:
             weight_versions=tuple(self.weight_versions),
             rounds=tuple(self.rounds),
             strata=shared(self._strata()),
+            broken_limit=self.broken_limit,
         )
 
     def _strata(self) -> Iterator[tuple[str, ...]]:
@@ -114,21 +126,29 @@ class Records:
         replica: its name.
         max_model_len: of its engine.
         num_draft_tokens: the most that its engine drafts in a round.
+        eos_token_ids: with which its model ends an answer.
         clock: unix seconds.
     """
 
     def __init__(
-        self, replica: str, max_model_len: int, num_draft_tokens: int = 0, clock: Callable[[], float] = time.time
+        self,
+        replica: str,
+        max_model_len: int,
+        num_draft_tokens: int = 0,
+        eos_token_ids: tuple[int, ...] = (),
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self._replica = replica
         self._max_model_len = max_model_len
         self._num_draft_tokens = num_draft_tokens
+        self._eos_token_ids = eos_token_ids
         self._clock = clock
         self._live: dict[str, Record] = {}
 
     def begin(self, request: Request) -> Record:
         """Record what is served for a request from now on."""
-        record = Record(request, self._replica, self._clock(), self._max_model_len, self._num_draft_tokens)
+        began = self._replica, self._clock()
+        record = Record(request, *began, self._max_model_len, self._num_draft_tokens, self._eos_token_ids)
         self._live[request.request_id] = record
         return record
 

@@ -119,6 +119,8 @@ class ReplayChecker:
         return checked
 
     async def _result(self, answer: Answer) -> tuple[ReplayResult, Checked]:
+        if answer.broken_limit:
+            return "refused", self._refused(answer, answer.broken_limit)
         try:
             replayed = await self._replayed(answer)
             if set(answer.weight_versions) != {replayed.weight_version}:
@@ -133,7 +135,7 @@ class ReplayChecker:
             return "ok", checked
         except Exception as error:  # a replica died, or was too busy: the check is lost, the referee is not
             if _is_impossible(answer, error):
-                return "refused", self._refused(answer, _cause(error))
+                return "refused", self._refused(answer, str(_cause(error)))
             _logger.warning("replay of %s failed: %s", answer.request.request_id, error)
             return "failed", Checked(reason="the replay failed")
 
@@ -167,9 +169,9 @@ class ReplayChecker:
         version = replayed.weight_version if reported.weight_version == replayed.weight_version else ""
         return dataclasses.replace(replayed, logprobs=(*reported.logprobs, *replayed.logprobs), weight_version=version)
 
-    def _refused(self, answer: Answer, error: Exception) -> Checked:
-        """No engine takes the answer: whoever made it is wrong."""
-        checked = Checked(verdict=Verdict.SUSPECT, reason=f"impossible: {error}")
+    def _refused(self, answer: Answer, reason: str) -> Checked:
+        """No engine can have made the answer: whoever did is wrong."""
+        checked = Checked(verdict=Verdict.SUSPECT, reason=f"impossible: {reason}")
         return checked if answer.request.canary else self._book.add_impossible(Case(answer, None, checked))
 
 

@@ -63,8 +63,8 @@ class ObservedSource:
         metrics: latencies and outcomes are recorded here.
         records: what is served, request by request.
         select: whether a request is to be replayed, and how it is computed then.
-        ended: called for each request that came to an end: the record of it, and what is to be replayed of it, if
-            anything is; must not block.
+        ended: called for each request that came to an end: the record of it, and its answer if that is to be checked:
+            it was selected, or breaks a limit of its request; must not block.
         limits: how many requests may run at once, and how long each.
         clock: seconds, monotonic.
     """
@@ -224,14 +224,15 @@ class ObservedSource:
             labels = {"since_handoff": entry.record.since_handoff, "weight_version": delta.weight_version}
             self._metrics.count("truespec_draft_tokens_since_handoff_total", delta.num_drafted, **labels)
             self._metrics.count("truespec_accepted_tokens_since_handoff_total", delta.num_accepted, **labels)
-        (entry.record.take if entry.replayed else entry.record.skip)(delta)
+        entry.record.take(delta)
 
     def _end(self, entry: _Watched) -> None:
         self._returns.ended(self._clock() - entry.began_at)
         self._metrics.count("truespec_requests_total", outcome=entry.outcome)
         self._records.end(entry.request.request_id)
         if entry.outcome not in (FinishReason.ERROR, "rejected") and entry.request.score_from is None:
-            self._ended(entry.record, entry.record.answer() if entry.replayed else None)
+            checked = entry.replayed or entry.record.broken_limit
+            self._ended(entry.record, entry.record.answer() if checked else None)
 
 
 def _owner(request: Request) -> str:

@@ -42,7 +42,9 @@ REPLAY_ALARMS = {  # what replays show to be wrong, and what each finding means
     "unlikely": "tokens that the model's distribution all but excludes, more often than sampling from it gives",
     "support": "tokens that the request's rules or filters exclude",
     "greedy": "tokens of greedy requests that are not the most likely ones",
-    "impossible": "an answer that no engine accepts: too long for the model, or invalid token ids",
+    "impossible": (
+        "an answer that no sound engine gives: it breaks a limit of its request, is too long, or has invalid token ids"
+    ),
     "draws": "tokens that are not those which the request's seed demands",
 }
 WATCHED_RESULTS = {  # what becomes of requests to a watched server, and of what is captured

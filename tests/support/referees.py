@@ -166,7 +166,7 @@ def served(number: int = 0, **changes: Any) -> Answer:
         "prefilled_by": "p1",
         "max_model_len": NUM_TOKENS + 6,
     }
-    params = changes.pop("params", SamplingParams(temperature=1.0))
+    params = changes.pop("params", SamplingParams(temperature=1.0, max_tokens=NUM_TOKENS))
     request = Request(f"cmpl-{number}-0", (1, 2, 3), params)
     return recorded(request.request_id, **({"request": request} | fields | changes))
 

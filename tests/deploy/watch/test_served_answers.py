@@ -284,3 +284,19 @@ def test_a_header_that_names_each_request_makes_no_end_of_replicas(reader: Excha
 def test_a_text_that_ended_at_once_is_the_token_that_ended_it(reader: ExchangeReader) -> None:
     answer = answer_of(reader, {"prompt": "ab"}, {"text": "", "finish_reason": "stop"}, usage={"completion_tokens": 1})
     assert answer.token_ids == (EOS,)
+
+
+@pytest.mark.parametrize(
+    ("request_body", "found"),
+    [
+        ({"max_tokens": 3}, ""),
+        ({"max_tokens": 2}, "it has 3 tokens, and max_tokens is 2"),
+        ({"max_tokens": 3, "stop_token_ids": [21]}, "token 1 ends the answer, and others follow"),
+        ({}, ""),  # how many tokens there may be is the server's own default
+    ],
+)
+def test_an_answer_is_compared_with_the_limits_of_its_request(
+    reader: ExchangeReader, request_body: dict[str, Any], found: str
+) -> None:
+    answered = choice([20, 21, 22], logprobs=[-1.0, -1.0, -1.0])
+    assert answer_of(reader, {"prompt": [5], **request_body}, answered).broken_limit == found

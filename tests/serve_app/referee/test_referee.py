@@ -61,7 +61,7 @@ async def test_the_lag_is_the_age_of_the_oldest_answer_that_is_not_replayed(cour
 
 
 async def test_a_prompt_whose_logprobs_were_reported_is_replayed_by_itself(court: Court) -> None:
-    params = SamplingParams(temperature=0.5, prompt_logprobs=1)
+    params = SamplingParams(temperature=0.5, prompt_logprobs=1, max_tokens=NUM_TOKENS)
     checked = await court.checker.check(served(params=params, prompt_logprobs=(-1.0, -1.0)))
     assert checked.verdict is Verdict.VERIFIED
     assert [(request.score_from, request.params.temperature) for request in court.replayer.asked] == [
@@ -148,7 +148,7 @@ async def test_tokens_that_break_their_distribution_are_found_though_their_logpr
     assert alarms and alarms <= {"probability", "surprisal"}
 
 
-SAMPLED, GREEDY = SamplingParams(temperature=1.0), SamplingParams(temperature=0)
+SAMPLED, GREEDY = (SamplingParams(temperature=one, max_tokens=NUM_TOKENS) for one in (1.0, 0.0))
 
 
 @pytest.mark.parametrize(
@@ -273,7 +273,9 @@ async def test_a_full_queue_skips_and_says_so(tmp_path: Path) -> None:
         await asyncio.sleep(0)
     assert court.value("truespec_replays_total", result="skipped") == 5
     assert len(court.replayer.asked) == 2
-    urgent = asyncio.create_task(court.checker.check(served(99, params=SamplingParams(temperature=0.9))))
+    urgent = asyncio.create_task(
+        court.checker.check(served(99, params=SamplingParams(temperature=0.9, max_tokens=NUM_TOKENS)))
+    )
     await asyncio.sleep(0)
     court.replayer.open.set()
     assert (await urgent).verdict is Verdict.VERIFIED

@@ -1,0 +1,90 @@
+"""The request against the answer: what breaks its limits is found without a replay, whether it was selected or not."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from serve_app.referee.answer import Answer
+from serve_app.referee.records import Record, Records
+from serve_app.referee.replay_selection import Selection
+from serve_app.referee.request_limits import broken_limit
+from serve_app.referee.verdicts import Verdict
+from serve_app.streams.observed import ObservedSource, SourceLimits
+from serve_app.telemetry.metrics import Metrics
+from speculative.request import FinishReason, Request, SamplingParams, TokenDelta, TokenKind
+from tests.support.fake_serving import BackendSource
+from tests.support.referees import Court, served
+
+EOS = 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "tokens", "ended", "found"),
+    [
+        ({}, (5, 6, 7, 8), FinishReason.LENGTH, ""),
+        ({}, (5, 6), FinishReason.STOP, ""),
+        ({}, (5, 6, EOS), FinishReason.STOP, ""),
+        ({}, (5, 6), FinishReason.ABORT, ""),
+        ({"max_tokens": 3}, (5, 6, 7, 8), FinishReason.LENGTH, "it has 4 tokens, and max_tokens is 3"),
+        ({}, (5, EOS, 7, 8), FinishReason.LENGTH, "token 1 ends the answer, and others follow"),
+        ({"ignore_eos": True}, (5, EOS, 7, 8), FinishReason.LENGTH, ""),
+        (
+            {"ignore_eos": True, "stop_token_ids": (7,)},
+            (5, EOS, 7, 8),
+            FinishReason.LENGTH,
+            "token 2 ends the answer, and others follow",
+        ),
+        ({"min_tokens": 3}, (5, 6, 7, EOS), FinishReason.STOP, ""),
+        ({"min_tokens": 3}, (5, EOS), FinishReason.STOP, "token 1 ends the answer, and min_tokens is 3"),
+        ({}, (5, 6), FinishReason.LENGTH, "it ended for its length with 2 tokens, and there was room for 4"),
+        ({"max_tokens": 100}, (5, 6, 7, 8, 9), FinishReason.LENGTH, ""),
+    ],
+)
+def test_what_a_request_demands_of_its_answer(
+    changes: dict[str, object], tokens: tuple[int, ...], ended: FinishReason, found: str
+) -> None:
+    params = SamplingParams(**{"max_tokens": 4, **changes})  # type: ignore[arg-type]
+    assert broken_limit(params, tokens, (EOS,), finish_reason=ended, room=5) == found
+
+
+@pytest.mark.parametrize(("num_tokens", "found"), [(3, ""), (4, "it has 4 tokens, and max_tokens is 3")])
+async def test_an_answer_too_long_goes_to_the_referee_though_it_was_not_selected(num_tokens: int, found: str) -> None:
+    ended: list[Answer | None] = []
+
+    class Source(BackendSource):
+        def __init__(self) -> None: ...
+
+        async def stream(self, requests):  # type: ignore[no-untyped-def]
+            for index in range(num_tokens):
+                last = FinishReason.LENGTH if index == num_tokens - 1 else None
+                yield TokenDelta(requests[0].request_id, (5 + index,), (TokenKind.BONUS,), finish_reason=last)
+
+    def end(record: Record, answer: Answer | None) -> None:
+        ended.append(answer)
+
+    source = ObservedSource(
+        Source(),
+        Metrics([], model_name="m", pool="decode"),
+        Records("r1", 256, 4, (EOS,)),
+        select=lambda _: Selection.NOT_CHECKED,
+        ended=end,
+        limits=SourceLimits(8, 30),
+    )
+    request = Request("cmpl-1-0", (1, 2), SamplingParams(max_tokens=3))
+    assert len([delta async for delta in source.stream([request])]) == num_tokens
+    (answer,) = ended
+    assert ("" if answer is None else answer.broken_limit) == found
+
+
+async def test_whoever_made_it_is_alarmed_and_nothing_is_replayed(tmp_path: Path) -> None:
+    court = Court(tmp_path)
+    court.hear("r1")
+    running = asyncio.create_task(court.checker.run())
+    checked = await court.checker.check(served(params=SamplingParams(max_tokens=19)))
+    running.cancel()
+    assert checked.verdict is Verdict.SUSPECT
+    assert checked.reason == "impossible: it has 20 tokens, and max_tokens is 19"
+    assert not court.replayer.asked
+    assert court.value("truespec_replay_alarms_total", alarm="impossible") == 2, "of both that made it"
+    assert [(one.alarm, one.replica) for one in court.hear("r1").findings] == [("impossible", "r1")]
