@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 
 from serve_app.telemetry.metric_names import DRIFT_CLIP_NATS
 
-_UNMISTAKABLE = 5.0  # no rounding moves a logprob by so many times `Tolerance.jump_nats`
+_UNMISTAKABLE = 4.0  # no rounding moves a logprob by so many times `Tolerance.jump_nats`
 _REQUEST_FACTOR = 4.0  # a single request may drift so many times the tolerance: it is an average over few tokens
 
 

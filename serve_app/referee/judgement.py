@@ -8,12 +8,13 @@ from dataclasses import dataclass
 
 from serve_app.backends.base import Replayed
 from serve_app.referee.detectors import SeenToken, distribution_alarm, drifts_of
-from serve_app.referee.draws import DrawResult, DrawsChecked, DrawTolerance, check_draws
+from serve_app.referee.draws import DrawResult, DrawsChecked, DrawTolerance, check_draws, placement_checks
 from serve_app.referee.drift import DriftSums, NoiseFloor, TokenDrift, request_drifted
 from serve_app.referee.records import Distribution, ReplayJob, Verdict
 from serve_app.referee.tolerance import Tolerance
 from serve_app.referee.verdicts import Checked
 from speculative.request import Request
+from speculative.selfcheck.replayed_draws import DrawCheck
 
 _SEEDS_KEPT = 65_536  # of the requests replayed last
 
@@ -26,6 +27,7 @@ class Judgement:
     compared: each compared token, the prompt's first.
     tokens: the same as evidence for the detectors of the replicas that made them: without what a repeated seed repeats.
     drift_tolerance: the mean of exp|g - t| - 1 above which something is wrong.
+    misplaced: the checks of tokens that are not the likeliest of a greedy answer, or not allowed in a sampled one.
     draws: what was checked of each draw that was made again, and its result.
     """
 
@@ -33,6 +35,7 @@ class Judgement:
     compared: tuple[SeenToken, ...]
     tokens: tuple[SeenToken, ...]
     drift_tolerance: float
+    misplaced: tuple[DrawCheck, ...] = ()
     draws: tuple[tuple[str, DrawResult], ...] = ()
 
 
@@ -48,6 +51,8 @@ class Judge:
         self._tolerance = tolerance
         self._num_draft_tokens = num_draft_tokens
         self._floor = NoiseFloor()
+        # Logprobs of likely tokens say little of how far rounding moves a near-tie, so it is always the pair's.
+        self._placement_tolerance = DrawTolerance(tolerance.edge_nats)
         self._draw_tolerance = DrawTolerance(tolerance.edge_nats)
         self._seeds: OrderedDict[int, None] = OrderedDict()
 
@@ -59,15 +64,21 @@ class Judge:
         """
         of_each = _drift_of_each(job, replayed)
         drifts = [drift for drift in of_each if drift is not None]
-        draws, results = self._draws(job, replayed, of_each[len(job.prompt_logprobs) :])
+        greedy, of_output = job.request.params.greedy, of_each[len(job.prompt_logprobs) :]
+        draws, results = self._draws(job, replayed, of_output)
+        misplaced = tuple(
+            check
+            for check in placement_checks(replayed.replayed or (), job.request.params)
+            if self._placement_tolerance.judge(check, of_output[check.token_index]) is DrawResult.WRONG
+        )
         seen = evidence = self._seen(job, of_each, replayed, draws)
-        greedy, drift_tolerance = job.request.params.greedy, self._floor.tolerance(self._tolerance.max_tme)
+        drift_tolerance = self._floor.tolerance(self._tolerance.max_tme)
         output = [token for token in seen if "all" in token.strata]
-        alarm = distribution_alarm(output, greedy, self._tolerance)
+        alarm = distribution_alarm(replayed.replayed or (), greedy, self._tolerance)
         drifted = request_drifted(drifts, drift_tolerance, self._tolerance.jump_nats)
         distribution = self._distribution(job.request, output)
         checks = _checks(distribution, draws, greedy=greedy, logprobs=bool(job.logprobs))
-        reason = "drift" if drifted else f"distribution: {alarm}" if alarm else _wrong_draw(draws, job)
+        reason = "drift" if drifted else f"distribution: {alarm}" if alarm else _wrong_token(misplaced, draws, job)
         checked = Checked(
             verdict=Verdict.SUSPECT if reason else Verdict.VERIFIED if checks else Verdict.UNVERIFIED,
             reason=reason or ("replayed" if checks else "its replay gives nothing to compare it with"),
@@ -84,7 +95,7 @@ class Judge:
             self._draw_tolerance.add(drifts_of(output))
         if distribution is Distribution.REPEATED_SEED:
             evidence = [dataclasses.replace(token, row=None, draw=_without_rounding(token.draw)) for token in seen]
-        return Judgement(checked, tuple(seen), tuple(evidence), drift_tolerance, results)
+        return Judgement(checked, tuple(seen), tuple(evidence), drift_tolerance, misplaced, results)
 
     def _draws(
         self, job: ReplayJob, replayed: Replayed, drifts: Sequence[TokenDrift | None]
@@ -138,8 +149,12 @@ def _drift_of_each(job: ReplayJob, replayed: Replayed) -> list[TokenDrift | None
     ]
 
 
-def _wrong_draw(draws: DrawsChecked, job: ReplayJob) -> str:
-    """What is wrong with the draws of an answer; "" = nothing."""
+def _wrong_token(misplaced: Sequence[DrawCheck], draws: DrawsChecked, job: ReplayJob) -> str:
+    """The first token of an answer that is wrong by itself; "" = none is."""
+    if misplaced:
+        index, kind, nats, *_ = misplaced[0]
+        beyond = "below the likeliest" if kind == "likeliest" else "outside what the request allows"
+        return f"{kind}: token {index} is {nats:.3g} nats {beyond}"
     if draws.wrong is None:
         return ""
     return f"draws: token {draws.wrong} ({job.kinds[draws.wrong].value}) is not the one that the request's seed demands"
