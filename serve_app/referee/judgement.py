@@ -5,6 +5,7 @@ import dataclasses
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from serve_app.backends.base import Replayed
 from serve_app.referee.detectors import SeenToken, distribution_alarm, drifts_of
@@ -13,10 +14,13 @@ from serve_app.referee.drift import DriftSums, NoiseFloor, TokenDrift, request_d
 from serve_app.referee.records import Distribution, ReplayJob, Verdict
 from serve_app.referee.tolerance import Tolerance
 from serve_app.referee.verdicts import Checked
-from speculative.request import Request
+from speculative.request import SURPRISAL_CLIP_NATS, Request
 from speculative.selfcheck.replayed_draws import DrawCheck
 
 _SEEDS_KEPT = 65_536  # of the requests replayed last
+_LEAST_PROCESSED = 0.5  # temperature; below it rounding moves a processed logprob too far
+
+JobT = TypeVar("JobT", bound=ReplayJob)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +142,23 @@ class Judge:
         if len(self._seeds) > _SEEDS_KEPT:
             self._seeds.popitem(last=False)
         return new
+
+
+def processed_logprobs(replayed: Replayed) -> tuple[float, ...]:
+    """The logprob of each token after temperature and filters, nats; no further below 0 than surprisals are clipped."""
+    rows = replayed.replayed
+    return replayed.logprobs if rows is None else tuple(-row.surprisal for row in rows)
+
+
+def as_processed(job: JobT, replayed: Replayed) -> tuple[JobT, Replayed]:
+    """Both with logprobs after temperature and filters, for a server that reports these; without those of tokens so
+    unlikely that they are clipped, and of temperatures that magnify rounding."""
+    far = [row.surprisal >= SURPRISAL_CLIP_NATS for row in replayed.replayed or ()]
+    comparable = far and job.logprobs and not 0 < job.request.params.temperature < _LEAST_PROCESSED
+    logprobs = tuple(None if one else own for one, own in zip(far, job.logprobs, strict=True)) if comparable else ()
+    return dataclasses.replace(job, logprobs=logprobs), dataclasses.replace(
+        replayed, logprobs=processed_logprobs(replayed)
+    )
 
 
 def _drift_of_each(job: ReplayJob, replayed: Replayed) -> list[TokenDrift | None]:
