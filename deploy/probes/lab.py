@@ -77,15 +77,13 @@ ROUNDED = Tolerance.against_float32("bfloat16")
 
 @dataclass(frozen=True, slots=True)
 class AuditedAnswer(ReplayJob):
-    """An answer for the referee. setting: how it was sampled."""
-
-    setting: str = ""
+    """An answer for the referee."""
 
     def strata(self, num_draft_tokens: int) -> Iterator[tuple[str, ...]]:
-        """Of each token: the setting, and its position."""
+        """Of each token: its position."""
         last = len(self.token_ids) - 1
         for index in range(last + 1):
-            yield "all", self.setting, FIRST if index < 2 else LAST if index == last else BETWEEN
+            yield "all", FIRST if index < 2 else LAST if index == last else BETWEEN
 
 
 @dataclass(slots=True)
@@ -245,7 +243,6 @@ class Lab:
             rounds_since_handoff=(None,) * num,
             preempted=(False,) * num,
             num_drafted=1,  # not known: what it shows does not count as the noise of rounding
-            setting=served.setting,
         )
 
     def replayed(self, served: ServedAnswer) -> Replayed:
@@ -282,27 +279,18 @@ class Lab:
         """Of its logprobs, nats."""
         return self.judge(served).checked.max_drift_nats or 0.0
 
-    @cached_property
-    def alarms(self) -> dict[tuple[str, str], ServedAnswer]:
-        """What the service's detectors find in ordinary traffic: by alarm and stratum the answer that completed the
-        evidence."""
-        watch, found = ReplicaWatch(self.tolerance), dict[tuple[str, str], ServedAnswer]()
-        for one in (one for answers in self.traffic.values() for one in answers if one.ids):
-            for alarm in self._seen_by(watch, one, self.judge(one).tokens):
-                found.setdefault((alarm.name, alarm.stratum), one)
-        return found
-
     def drifted(self, answers: Iterable[tuple[ServedAnswer, Sequence[TokenDrift]]]) -> ServedAnswer | None:
         """The first answer whose logprobs are too far off by themselves, or with those of the answers before it."""
         watch, tolerance = ReplicaWatch(self.tolerance), self.tolerance
         for one, drifts in answers:
             tokens = [SeenToken(("all",), drift, None, "server") for drift in drifts]
             alone = request_drifted(drifts, tolerance.max_tme - 1, tolerance.jump_nats)
-            if alone or self._seen_by(watch, one, tokens):
+            if alone or self.alarms(watch, one, tokens):
                 return one
         return None
 
-    def _seen_by(self, watch: ReplicaWatch, one: ServedAnswer, tokens: Sequence[SeenToken]) -> list[Alarm]:
+    def alarms(self, watch: ReplicaWatch, one: ServedAnswer, tokens: Sequence[SeenToken]) -> list[Alarm]:
+        """Those that the tokens of an answer raise in the service's detectors, after the answers before it."""
         return watch.see(tokens, greedy=one.ask.params.greedy, drift_tolerance=self.tolerance.max_tme - 1)
 
     # -- ordinary traffic --------------------------------------------------------------------------------------

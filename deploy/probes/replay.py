@@ -1,5 +1,6 @@
 """Probes that recompute answers: whether logprobs are correct and tokens follow the distribution."""
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -8,7 +9,7 @@ from deploy.exchange.dialect import Ask
 from deploy.probes.lab import AT_ONCE, BETWEEN, FIRST, LAST, SEED, SETTINGS, Lab, ServedAnswer, copies, nan_for_none
 from deploy.probes.probes import Need, Trial, probe
 from deploy.probes.statistics import departs, mean_departs
-from serve_app.referee.detectors import drifts_of
+from serve_app.referee.detectors import ReplicaWatch, drifts_of
 from serve_app.referee.drift import TokenDrift
 from serve_app.referee.measures import Measures
 from speculative.request import SamplingParams
@@ -34,6 +35,11 @@ _ALARMS = {
     "surprisal": "surprisal - entropy has mean {surprisal:+.3f}",
 }
 """Of the calibration test, and what each has seen."""
+
+_TERMS = {
+    "likeliest": "share of most likely tokens - its expectation",
+    "copied": "share of tokens that repeat the text - its expectation",
+}
 
 _HOPELESS_NATS = 0.2  # a median drift beyond it is not rounding
 _MANY = 2000  # points of a plot
@@ -73,10 +79,11 @@ def replayed_logprobs(lab: Lab, trial: Trial) -> None:
         reported = f"the median error is {np.median(nats):.2f} nats"
         trial.found(ROWS, max(answers, key=lab.largest_drift).attempt.body, "logprobs of this model", reported)
         return
-    for where, faults in _POSITIONS.items():
-        if (example := lab.alarms.get(("drift", where))) is not None:
-            _found_drift(lab, trial, example, where, faults)
+    watch = ReplicaWatch(lab.tolerance)
     for one in answers:
+        for alarm in lab.alarms(watch, one, lab.judge(one).tokens):
+            if alarm.name == "drift" and alarm.stratum in _POSITIONS:
+                _found_drift(lab, trial, one, alarm.stratum, _POSITIONS[alarm.stratum])
         if lab.judge(one).checked.reason == "drift":
             _found_drift(lab, trial, one, "one answer", ROWS)
 
@@ -161,10 +168,11 @@ def own_prompt_logprobs(lab: Lab, trial: Trial) -> None:
     "Do sampled tokens follow the model's distribution under the request's parameters, and greedy ones its argmax?",
     Need.TOKEN_IDS,
     Need.REFERENCE,
-    tests=len(_SAMPLED),
+    tests=len(_SAMPLED) * (1 + len(_TERMS)),
 )
 def distribution_of_the_tokens(lab: Lab, trial: Trial) -> None:
-    """By the referee's calibration test; and whether tokens repeat the text as often as they should."""
+    """By the referee's calibration test; and whether tokens are the likeliest, or repeat the text, as often as they
+    should."""
     for name in _SAMPLED:
         answers = _answers(lab, name)
         if not answers:
@@ -177,29 +185,39 @@ def distribution_of_the_tokens(lab: Lab, trial: Trial) -> None:
         trial.num_cases += measures.num_tokens
         figures = {term: measures.figures()[term] or 0.0 for term in ("probability", "surprisal")}
         trial.figures |= {f"{name}: {term}": mean for term, mean in figures.items()}
-        seen = {alarm for alarm, stratum in lab.alarms if stratum == name and alarm != "drift"}
-        seen |= {alarm for one in answers for alarm in lab.wrong_alone(one)}
-        for alarm in sorted(seen):
+        test = lab.tolerance.calibration_test(trial.delta)
+        for one in answers:
+            test.add(lab.rows(one), greedy=False)
+        alarms = {test.alarm, *(alarm for one in answers for alarm in lab.wrong_alone(one))} - {None}
+        for alarm in sorted(map(str, alarms)):
             lab.mixed_up |= alarm == "support"
             reported = f"{_ALARMS[alarm].format(**figures)}, over {measures.num_tokens} tokens"
             own = PARAMETERS if alarm == "support" else faults
             trial.found(own, body, f"tokens of '{name}' that follow the distribution that the request makes", reported)
-        repeats = [
-            (copy == token) - row.redrawn.rejected_probability
-            for one in answers
-            for copy, token, row in zip(copies(one), one.ids, lab.rows(one), strict=True)
-            if copy >= 0 and row.outside == 0 and row.redrawn is not None
-        ]
-        trial.figures[f"{name}: copied"] = float(np.mean(repeats)) if repeats else 0.0
-        if mean_departs(np.array(repeats), lab.tolerance.distribution, trial.delta):
-            reported = f"share of tokens that repeat the text - its expectation has mean {np.mean(repeats):+.3f}"
-            trial.found(faults, body, f"tokens of '{name}' that follow the distribution: a mean of 0", reported)
+        for term, values in _terms(lab, answers).items():
+            trial.figures[f"{name}: {term}"] = mean = float(np.mean(values)) if values else 0.0
+            if mean_departs(np.array(values), lab.tolerance.distribution, trial.delta):
+                reported = f"{_TERMS[term]} has mean {mean:+.3f} over {len(values)} tokens"
+                trial.found(faults, body, f"tokens of '{name}' that follow the distribution: a mean of 0", reported)
         surprises = [row.surprisal - row.expected_surprisal for one in answers for row in lab.rows(one)]
         trial.series[name] = surprises[:_MANY]
     for name, resembled in _GREEDY.items():
         for one in _answers(lab, name):
             check_greedy(lab, trial, one, f"'{name}'", resembled)
     trial.reported = f"{trial.num_cases} tokens"
+
+
+def _terms(lab: Lab, answers: Sequence[ServedAnswer]) -> dict[str, list[float]]:
+    """Terms with mean 0 that the calibration test does not have: drafts are mostly the likeliest token, or a copy."""
+    found: dict[str, list[float]] = {term: [] for term in _TERMS}
+    for one in answers:
+        for copy, token, row in zip(copies(one), one.ids, lab.rows(one), strict=True):
+            if row.outside > 0:
+                continue
+            found["likeliest"].append((row.gap == 0) - row.probability * math.exp(row.gap))
+            if copy >= 0 and row.redrawn is not None:
+                found["copied"].append((copy == token) - row.redrawn.rejected_probability)
+    return found
 
 
 def check_greedy(lab: Lab, trial: Trial, served: ServedAnswer, what: str, faults: tuple[str, ...]) -> bool:
