@@ -24,7 +24,7 @@ from deploy.reports.progress import View
 from deploy.reports.provenance import provenance
 from speculative.config import DrafterConfig
 
-_DEEP = replace(FULL, answers=12, plain_share=24, first_tokens=1000)  # some 9,000 tokens at temperature 1
+_DEEP = replace(FULL, answers=12, plain_share=40, first_tokens=1000)  # some 15,000 tokens at temperature 1
 _SHIFTS = ("F6 ", "F7 ", "F8 ")
 _SIZES = ("max_model_len", "kv_cache_tokens")
 _SHORT_OF_BLOCKS = 256  # tokens of the KV cache, and of the longest sequence; concurrent requests need more

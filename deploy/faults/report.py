@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from deploy.faults.run import MAX_POSITIONS, MAX_REQUESTS, REPLAY_SHARE, VOCAB_SIZE, CleanRun, Finding, pooled
+from deploy.faults.run import MAX_POSITIONS, MAX_REQUESTS, REPLAY_SHARE, VOCAB_SIZE, CleanRun, MutantAudit, pooled
 from deploy.reports import markdown
 from deploy.reports.markdown import write_section
 from deploy.reports.model import ReportTable
@@ -22,14 +22,14 @@ again. Correct engines serve for a long time, and nothing may alarm. Each sectio
 """
 
 
-def detection_table(findings: Sequence[Finding]) -> ReportTable:
+def detection_table(findings: Sequence[MutantAudit]) -> ReportTable:
     """Fault, detectors, delay, acceptance."""
     columns = ("fault", "detectors, first to fire first", "found after", "acceptance (sound)")
     rows = [(one.fault, _detectors(one), _delay(one), _acceptance(one)) for one in findings]
     return ReportTable("Who finds which fault, and when", columns, rows)
 
 
-def write_detection(findings: Sequence[Finding], page: Path) -> None:
+def write_detection(findings: Sequence[MutantAudit], page: Path) -> None:
     """Write the table of mutants into the page."""
     lines = [
         "## Faults put back",
@@ -87,13 +87,13 @@ def _origin() -> str:
     return f"`{found['command']}`: {found['date']}, commit {found['commit']}, {found['cpu']}."
 
 
-def _detectors(finding: Finding) -> str:
+def _detectors(finding: MutantAudit) -> str:
     return ", ".join(f"{name} ({delay:,})" for name, delay in finding.detectors.items()) or _NOTHING
 
 
-def _delay(finding: Finding) -> str:
+def _delay(finding: MutantAudit) -> str:
     return _NOTHING if finding.delay is None else f"{finding.delay:,} {finding.unit}"
 
 
-def _acceptance(finding: Finding) -> str:
+def _acceptance(finding: MutantAudit) -> str:
     return f"{finding.acceptance:.1%} ({finding.sound_acceptance:.1%})"

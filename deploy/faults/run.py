@@ -18,7 +18,7 @@ from deploy.faults.traffic import (
     mixed,
     sampling,
 )
-from deploy.faults.watch import MAX_Z, Answer, Recompute, Replayer, Watch, by_engine, by_transformers
+from deploy.faults.watch import MAX_Z, Recompute, ReplayAudit, ServedRequest, Watch, by_engine, by_transformers
 from deploy.reports.progress import View
 from speculative.config import VerifierName
 from speculative.engine import EngineCore
@@ -43,7 +43,7 @@ Until = Callable[[Watch, int], bool]
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class MutantAudit:
     """What an audit of one mutant came to.
 
     detectors: each with the positions (or requests) it needed, first to fire first. delay: of the first; None where
@@ -62,7 +62,7 @@ class Finding:
         return asdict(self)
 
 
-def audit_mutant(name: str, patience: float = 2.0) -> Finding:
+def audit_mutant(name: str, patience: float = 2.0) -> MutantAudit:
     """Put one fault into an engine and serve until somebody has found it; then on, to `patience` times as much."""
     mutant = MUTANTS[name]
     samples = mutant.traffic in TABLES
@@ -75,7 +75,7 @@ def audit_mutant(name: str, patience: float = 2.0) -> Finding:
     watch = _watch(mutant, until, sound)
     found = dict(sorted(watch.found.items(), key=lambda item: item[1]))
     unit = "positions" if samples else "requests"
-    return Finding(name, found, unit, min(found.values(), default=None), watch.acceptance, sound)
+    return MutantAudit(name, found, unit, min(found.values(), default=None), watch.acceptance, sound)
 
 
 @cache
@@ -91,9 +91,9 @@ def _sound(traffic: str, **settings: Any) -> Mutant:
 
 def audit_mutants(
     names: Sequence[str] = tuple(MUTANTS), view: View | None = None, patience: float = 2.0
-) -> list[Finding]:
+) -> list[MutantAudit]:
     """Audit every mutant."""
-    view, findings = view or View(), list[Finding]()
+    view, findings = view or View(), list[MutantAudit]()
 
     def note() -> str:
         missed = [one.fault for one in findings if one.delay is None]
@@ -225,7 +225,7 @@ def _watch_table(mutant: Mutant, traffic: TableTraffic, until: Until, sound_acce
     watch = Watch(sound_acceptance, one_seed=traffic.seed is not None, sound=mutant.place == "self-checks")
     engine, referee = (table_engine(VOCAB_SIZE, **traffic.table, **mutant.settings) for _ in range(2))
     mutant.install(engine)
-    replayer = Replayer(lambda _: by_engine(referee), REPLAY_SHARE, engine.max_model_len)
+    replayer = ReplayAudit(lambda _: by_engine(referee), REPLAY_SHARE, engine.max_model_len)
     requests = sampling(VOCAB_SIZE, traffic.params, one_seed=traffic.seed)
     _Clients(engine, requests, watch, [replayer], counts_requests=False).serve(until)
     return watch
@@ -244,10 +244,10 @@ def _watch_decoder(mutant: Mutant, traffic: DecoderTraffic, until: Until, sound_
             mutant.install(again)
         return by_engine(again)
 
-    replayers = [Replayer(referee, REPLAY_SHARE, engine.max_model_len)]
+    replayers = [ReplayAudit(referee, REPLAY_SHARE, engine.max_model_len)]
     if mutant.place == "referee":
         independent = by_transformers(tiny_weights().decoder)
-        replayers.append(Replayer(lambda _: independent, REPLAY_SHARE, engine.max_model_len, "transformers: "))
+        replayers.append(ReplayAudit(lambda _: independent, REPLAY_SHARE, engine.max_model_len, "transformers: "))
     earlier: list[tuple[int, ...]] = []
     longest = mutant.settings.get("max_model_len")
     requests = mixed(engine.model.vocab_size, longest=longest, earlier=earlier, continues=traffic.continues)
@@ -272,12 +272,12 @@ class _Clients:
     engine: EngineCore
     requests: Iterator[Request]
     watch: Watch
-    replayers: Sequence[Replayer] = ()
+    replayers: Sequence[ReplayAudit] = ()
     counts_requests: bool = True
     earlier: list[tuple[int, ...]] | None = None
     prefill: EngineCore | None = None
     update: Callable[[str], Weights] | None = None
-    _answers: dict[str, Answer] = field(default_factory=dict)
+    _answers: dict[str, ServedRequest] = field(default_factory=dict)
     _num_begun: int = 0
 
     def serve(self, until: Until) -> None:
@@ -304,7 +304,7 @@ class _Clients:
         """Hand a request to the engine, by way of another that computes its prompt and first token where there is
         one."""
         self._num_begun += 1
-        answer = Answer(request, self.prefill is not None, hangs_up=self._num_begun % _HANGS_UP == 0)
+        answer = ServedRequest(request, self.prefill is not None, hangs_up=self._num_begun % _HANGS_UP == 0)
         self._answers[request.request_id] = answer
         if self.prefill is None:
             self.engine.add(request)
@@ -314,7 +314,7 @@ class _Clients:
             answer.deltas += self.prefill.step()
         self.engine.insert(request, self.prefill.export(request.request_id))
 
-    def _hang_up(self, finished: list[Answer]) -> None:
+    def _hang_up(self, finished: list[ServedRequest]) -> None:
         """Abort the requests of clients that leave; what was said is there to be continued."""
         if self.earlier is None:
             return

@@ -1,25 +1,29 @@
 """What finds a fault in a running engine: its own self-checks, and replays of a share of what it served."""
 
-import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from deploy.faults.toy import NUM_DRAFTS, EvenAndOdd, write_checkpoint
-from serve_app.referee.evidence import CalibrationTest, DriftTest
+from serve_app.backends.base import Replayed
+from serve_app.referee.answer import Answer
+from serve_app.referee.detectors import ReplicaWatch
+from serve_app.referee.draws import DrawResult
+from serve_app.referee.judgement import Judge
+from serve_app.referee.records import Record
+from serve_app.referee.replay_selection import chosen
+from serve_app.referee.tolerance import Tolerance
 from speculative.engine import EngineCore
 from speculative.errors import InvalidRequest
 from speculative.model.decoder import Decoder
-from speculative.request import FinishReason, ReplayedToken, Request, TokenDelta
-from speculative.selfcheck.replayed_draws import Rounds
+from speculative.request import FinishReason, Request, TokenDelta
 from speculative.stats import StepStats
 
-_LIMIT_NATS = 1e-3  # float32 rounding is a hundred times smaller
-_RATE = 1e-3
 _LEAST_ROUNDS = 500  # without drafts, before that means anything
 _LEAST_ACCEPTED = 100  # that a sound engine would have had, before an acceptance rate means anything
 _LEAST_SHARE = 0.5  # of the acceptance a sound engine has
+_SHOWN = ("all", "prompt", "first", "handoff_0", "handoff_1", "near_limit")  # strata that point to a fault, and all
 MAX_Z = 5.0  # of the mean of a term where the engine is sound
 
 
@@ -66,7 +70,7 @@ class Watch:
 
 
 @dataclass
-class Answer:
+class ServedRequest:
     """What a request was served.
 
     handed_off: the first delta came of a prefill elsewhere. hangs_up: its client does not wait for the end.
@@ -87,20 +91,24 @@ class Answer:
         """Prompt and answer."""
         return (*self.request.prompt_token_ids, *self.token_ids)
 
-    @property
-    def drawn(self) -> Rounds:
-        """How they were drawn."""
-        rounds = tuple(delta.round for delta in self.deltas if delta.round is not None)
-        kinds = tuple(kind for delta in self.deltas for kind in delta.kinds)
-        return Rounds(len(self.request.prompt_token_ids), rounds, self.token_ids, kinds)
+    def answer(self, limit: int) -> Answer | None:
+        """As the referee takes it; limit: the longest sequence of the engine. None = it cannot be computed again: it
+        broke off, or two versions of the weights made it."""
+        record = Record(self.request, "engine", 0.0, limit, NUM_DRAFTS)
+        for delta in self.deltas:
+            record.take(delta)
+            if self.handed_off and record.num_rounds is None:
+                record.num_rounds = 0
+        broke = self.deltas[-1].finish_reason is FinishReason.ERROR
+        return None if broke or len(record.weight_versions) > 1 else record.answer()
 
 
-Recompute = Callable[[Request], tuple[Sequence[float], Sequence[ReplayedToken]]]
-"""Raw logprobs of a scoring request's tokens, and where they lie in its distribution."""
+Recompute = Callable[[Request], Replayed]
+"""Computes a scoring request."""
 
 
-class Replayer:
-    """Has a share of the answers computed again by others, and compares. One test for each stratum.
+class ReplayAudit:
+    """Has a share of the answers computed again by others, and judges them as a service does.
 
     Args:
         recompute: with the weights of this version.
@@ -114,68 +122,56 @@ class Replayer:
         self._share = share
         self._limit = limit  # of prompt and output
         self._by = by
-        strata = ("output", "first", "handoff", "limit", "prompt")
-        self._drifts = {name: DriftTest(_LIMIT_NATS, _RATE) for name in strata}
-        self._distribution = CalibrationTest(tolerance=1e-4, edge_nats=_LIMIT_NATS, rate=_RATE)
+        tolerance = Tolerance.between_equals("float32")
+        self._judge = Judge(tolerance)
+        self._watch = ReplicaWatch(tolerance)
 
-    def check(self, answer: Answer) -> list[str]:
-        """Replay an answer, if it is of the share; which detectors have fired so far."""
-        fired = list[str]()
-        if self._chosen(answer):
-            try:
-                fired += self._compare(answer)
-            except InvalidRequest:
-                fired.append(f"{self._by}replay refused")
-        fired += [f"{self._by}replay drift ({stratum})" for stratum, test in self._drifts.items() if test.alarm]
-        found = self._distribution.alarm
-        return fired + ([f"{self._by}replay distribution: {found}"] if found else [])
+    def check(self, served: ServedRequest) -> list[str]:
+        """Replay an answer, if it is of the share; which detectors fire."""
+        answer = served.answer(self._limit)
+        if answer is None:
+            return []
+        if answer.broken_limit:  # which a service compares of every answer
+            return ["request limit"]
+        if not chosen(answer.request.request_id, self._share):
+            return []
+        try:
+            return [f"{self._by}{detector}" for detector in self._compare(answer)]
+        except InvalidRequest:
+            return [f"{self._by}replay refused"]
 
-    def _compare(self, answer: Answer) -> list[str]:
-        """Show an answer to the tests; which detectors it alone makes fire."""
-        request, drawn = answer.request, answer.drawn
-        recompute = self._recompute(answer.deltas[0].weight_version)
-        num_prompt = len(request.prompt_token_ids)
-        draws = drawn.draws() if drawn.complete and not request.params.greedy else ()
-        params = replace(request.params, prompt_logprobs=None)
-        request = replace(request, request_id=f"replay-{request.request_id}", params=params)
-        replayed, rows = recompute(
-            replace(request, prompt_token_ids=answer.sequence, score_from=num_prompt, draws=draws)
-        )
-        self._distribution.add(rows, greedy=params.greedy)
-        missed = sorted({check.kind for check in drawn.check(rows) if check.miss > _LIMIT_NATS}) if draws else []
-        fired = [f"{self._by}replayed draws: {kind}" for kind in missed]
-        served = [entry.logprob for delta in answer.deltas for entry in delta.logprobs or ()]
-        if not served:
-            return fired
-        drifts = [abs(a - b) for a, b in zip(served, replayed, strict=True)]
-        self._drifts["first"].add(drifts[:1])
-        if answer.handed_off:
-            begin = len(answer.deltas[0].token_ids)
-            self._drifts["handoff"].add(drifts[begin : begin + 1])
-        self._drifts["limit"].add(drifts[max(0, self._limit - NUM_DRAFTS - num_prompt) :])
-        self._drifts["output"].add(drifts)
-        prompt = [entry.logprob for delta in answer.deltas for entry in delta.prompt_logprobs or ()]
-        if prompt:
-            pairs = zip(prompt, recompute(replace(request, score_from=1))[0], strict=True)
-            self._drifts["prompt"].add(abs(a - b) for a, b in pairs)
-        return fired
-
-    def _chosen(self, answer: Answer) -> bool:
-        """Whether it is of the share and can be computed again: not what broke, nor what two versions made."""
-        digest = hashlib.blake2b(answer.request.request_id.encode(), digest_size=8).digest()
-        broke = not answer.token_ids or answer.deltas[-1].finish_reason is FinishReason.ERROR
-        one_version = len({delta.weight_version for delta in answer.deltas}) == 1
-        return int.from_bytes(digest, "big") < self._share * 2.0**64 and one_version and not broke
+    def _compare(self, answer: Answer) -> Iterator[str]:
+        recompute, greedy = self._recompute(answer.weight_versions[0]), answer.request.params.greedy
+        replayed = recompute(answer.scored(f"replay-{answer.request.request_id}"))
+        if answer.prompt_logprobs:
+            prompt = recompute(Request("replay-prompt", answer.request.prompt_token_ids, score_from=1, replay=True))
+            replayed = replace(replayed, logprobs=(*prompt.logprobs, *replayed.logprobs))
+        judgement = self._judge.judge(answer, replayed)
+        for alarm in self._watch.see(judgement.tokens, greedy=greedy, drift_tolerance=judgement.drift_tolerance):
+            if alarm.name == "drift":
+                if alarm.stratum in _SHOWN:
+                    yield f"replay drift ({alarm.stratum})"
+            elif alarm.name != "draws":
+                yield f"replay distribution: {alarm.name}"
+        for kind in sorted({kind for kind, result in judgement.draws if result is DrawResult.WRONG}):
+            yield f"replayed draws: {kind}"
+        kind, _, detail = judgement.checked.reason.partition(": ")
+        if kind == "drift":
+            yield "replay drift (one answer)"
+        elif kind == "distribution":
+            yield f"replay distribution: {detail}"
+        elif judgement.misplaced:
+            yield f"replayed token: {kind}"
 
 
 def by_engine(engine: EngineCore) -> Recompute:
     """By another engine."""
 
-    def recompute(request: Request) -> tuple[Sequence[float], Sequence[ReplayedToken]]:
+    def recompute(request: Request) -> Replayed:
         engine.add(request)
         while engine.has_work:
             for delta in engine.step():
-                return [entry.logprob for entry in delta.logprobs or ()], delta.replayed or ()
+                return Replayed(tuple(entry.logprob for entry in delta.logprobs or ()), delta.replayed)
         raise RuntimeError("The replay ended without a result.")
 
     return recompute
@@ -189,8 +185,4 @@ def by_transformers(decoder: Decoder) -> Recompute:
         write_checkpoint(decoder, Path(folder))
         model = TransformersModel(Path(folder))
 
-    def recompute(request: Request) -> tuple[Sequence[float], Sequence[ReplayedToken]]:
-        replayed = model.replay(request, lambda _: EvenAndOdd(decoder.config.vocab_size))
-        return replayed.logprobs, replayed.replayed or ()
-
-    return recompute
+    return lambda request: model.replay(request, lambda _: EvenAndOdd(decoder.config.vocab_size))

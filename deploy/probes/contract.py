@@ -117,8 +117,8 @@ def _check_scores(lab: Lab, trial: Trial, one: ServedAnswer, ids: tuple[int, ...
         ]
         off = float(np.nanmedian(np.abs(table - reported_distribution.numpy())))
         if lab.mode == "raw":
-            wanted = f"scores within {lab.tolerance.nats:g} nats of the model's"
-            trial.check(off <= lab.tolerance.nats, ("F2",), body, wanted, f"the median error is {off:.2f} nats")
+            wanted = f"scores within {lab.tolerance.edge_nats:g} nats of the model's"
+            trial.check(off <= lab.tolerance.edge_nats, ("F2",), body, wanted, f"the median error is {off:.2f} nats")
 
 
 @probe(
@@ -154,7 +154,7 @@ def neighbours_of_scored_ids(lab: Lab, trial: Trial) -> None:
         worst = max((_difference(a, b) for a, b, _, _ in pairs[:agreed]), default=0.0)
         wanted = "the same top logprobs next to requests that score ids"
         reported = f"their logprobs differ by {worst:.2f} nats, or some are missing"
-        trial.check(worst <= 2 * lab.tolerance.nats, ("F2",), second.attempt.body, wanted, reported)
+        trial.check(worst <= 2 * lab.tolerance.edge_nats, ("F2",), second.attempt.body, wanted, reported)
 
 
 def _difference(first: list[float], second: list[float]) -> float:

@@ -1,7 +1,8 @@
 """What the probes of one audit share: the server, the reference model, prompts and ordinary traffic."""
 
 import dataclasses
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -13,9 +14,14 @@ from deploy.exchange.client import Attempt, Client
 from deploy.exchange.dialect import Ask, Dialect
 from deploy.exchange.prompts import read_texts
 from deploy.probes.probes import Need, ProbeVerdict, Stopped
-from deploy.probes.reference import AnswerDistribution, Reference
+from deploy.probes.reference import Reference
+from serve_app.backends.base import Replayed
+from serve_app.referee.answer import Answer
+from serve_app.referee.detectors import Alarm, ReplicaWatch, SeenToken
+from serve_app.referee.drift import TokenDrift, request_drifted
+from serve_app.referee.judgement import Judge, Judgement, as_processed, processed_logprobs
 from serve_app.referee.tolerance import Tolerance
-from speculative.request import SamplingParams
+from speculative.request import Draw, ReplayedToken, Request, SamplingParams
 from speculative.selfcheck.eprocess import Floats
 
 SEED = 20_261
@@ -23,7 +29,7 @@ AT_ONCE = 8
 NUM_TOP = 3  # top logprobs requested for every token
 
 _MASKED = -9000.0  # OpenAI writes -9999 for a token that cannot occur
-_ORDINARY_NATS = 10.0  # surprisal of a token after which rounding may change an answer's logprobs arbitrarily
+_COPY_LEAST = 2  # tokens that must have occurred before for their continuation to count as a draft
 _EXACT_NATS = 3e-4  # a server whose first tokens have a smaller median drift computes in float32
 _BASE = SamplingParams(max_tokens=32, logprobs=NUM_TOP, ignore_eos=True)
 _PENALTIES: dict[str, Any] = {"frequency_penalty": 0.8, "presence_penalty": 0.5, "repetition_penalty": 1.2}
@@ -38,6 +44,9 @@ SETTINGS: dict[str, SamplingParams] = {
     "penalties": dataclasses.replace(_BASE, **_PENALTIES),
 }
 """Sampling settings that every audit tries, all in one batch. top_k has killed servers, so it has its own probe."""
+
+FIRST, LAST, BETWEEN = "the first two tokens", "the last token before max_tokens", "tokens in between"
+"""Positions of a token in its answer."""
 
 TOP_K = dataclasses.replace(_BASE, top_k=8)
 
@@ -62,51 +71,19 @@ FULL = Budget(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Allowance:
-    """What is no fault of a server that the reference computes again in float32.
-
-    pair: what rounding may do to the distribution. nats: |served - recomputed| of a logprob; a share `rate` of tokens
-    may differ by more, which says more about few answers than the pair's `jump_nats`.
-    """
-
-    pair: Tolerance
-    nats: float
-    rate: float
-
-    @property
-    def edge(self) -> float:
-        """Nats by which a filter's edge, or the most likely token, may move."""
-        return self.pair.edge_nats
-
-    @property
-    def shift(self) -> float:
-        """Of the mean of a term of the distribution."""
-        return self.pair.distribution
-
-    def to_wire(self) -> dict[str, Any]:
-        """As JSON."""
-        return {
-            "nats": self.nats,
-            "rate": self.rate,
-            "edge": self.edge,
-            "shift": self.shift,
-            "source": self.pair.source,
-        }
-
-
-EXACT = Allowance(Tolerance.against_float32("float32"), nats=5e-3, rate=1e-3)
-ROUNDED = Allowance(Tolerance.against_float32("bfloat16"), nats=0.5, rate=0.01)
+ROUNDED = Tolerance.against_float32("bfloat16")
+"""Of a server whose precision does not show."""
 
 
 @dataclass(slots=True)
 class ServedAnswer:
-    """A request and its answer. `setting`: how it was sampled; `distribution`: the reference's for the answer."""
+    """A request and its answer. `setting`: how it was sampled; `replayed`: by the reference; `judgement`: of it."""
 
     setting: str
     ask: Ask
     attempt: Attempt
-    distribution: AnswerDistribution | None = None
+    replayed: Replayed | None = None
+    judgement: Judgement | None = None
 
     @property
     def answer(self) -> Choice:
@@ -121,8 +98,7 @@ class ServedAnswer:
     @property
     def values(self) -> Floats:
         """The served logprobs; NaN where one is missing."""
-        given = self.answer.logprobs or ()
-        return np.array([np.nan if value is None else value for value in given], float)
+        return nan_for_none(self.answer.logprobs or ())
 
     @property
     def top(self) -> list[list[float]] | None:
@@ -233,13 +209,79 @@ class Lab:
         attempts = server.post_all([dialect.body(ask) for ask in asks], AT_ONCE)
         return [ServedAnswer("", ask, one) for ask, one in zip(asks, attempts, strict=True)]
 
-    def distribution(self, served: ServedAnswer) -> AnswerDistribution:
-        """The reference's distribution for an answer."""
+    # -- judging -----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _judge(self) -> Judge:
+        return Judge(self.tolerance)
+
+    def answer(self, served: ServedAnswer) -> Answer:
+        """As the referee takes it; the server does not say how its tokens came about."""
+        num, values = len(served.ids), served.answer.logprobs or ()
+        seed = {} if served.ask.seed is None else {"seed": served.ask.seed}
+        return Answer(
+            request=Request("audited", tuple(served.ask.prompt), served.ask.params, **seed),  # type: ignore[arg-type]
+            replica="server",
+            prefilled_by="",
+            began_at=0.0,
+            max_model_len=sys.maxsize,
+            token_ids=served.ids,
+            logprobs=tuple(values) if len(values) == num else (),
+            kinds=(),
+            made_by=("server",) * num,
+            rounds_since_handoff=(None,) * num,
+            preempted=(False,) * num,
+            num_drafted=1,  # not known: what it shows does not count as the noise of rounding
+            strata=tuple(("all", FIRST if at < 2 else LAST if at == num - 1 else BETWEEN) for at in range(num)),
+        )
+
+    def replayed(self, served: ServedAnswer) -> Replayed:
+        """An answer computed again. `rejected_probability` of a token is that of its copy: what followed the latest
+        tokens the last time they occurred, which drafters without weights draft."""
         assert self.reference is not None
-        if served.distribution is None:
-            served.distribution = self.reference.distribution(served.ask.prompt, served.ids, served.ask.params)  # type: ignore[arg-type]
+        if served.replayed is None:
+            draws = tuple(Draw("none", at, 0, copy) for at, copy in enumerate(copies(served)))
+            request = dataclasses.replace(self.answer(served).scored("audited"), draws=draws)
+            served.replayed = self.reference.compute(request)
             self.num_computed += 1
-        return served.distribution
+        return served.replayed
+
+    def rows(self, served: ServedAnswer) -> tuple[ReplayedToken, ...]:
+        """Where the tokens of an answer lie in their distributions."""
+        return self.replayed(served).replayed or ()
+
+    def judge(self, served: ServedAnswer) -> Judgement:
+        """By the service's judge. Of a greedy answer `misplaced` has the tokens that are wrong."""
+        if served.judgement is None:
+            answer, replayed = self.answer(served), self.replayed(served)
+            if self.mode == "processed":
+                answer, replayed = as_processed(answer, replayed)
+            served.judgement = self._judge.judge(answer, replayed)
+        return served.judgement
+
+    def wrong_alone(self, served: ServedAnswer) -> list[str]:
+        """The alarms about its distribution that the tokens of one answer raise by themselves."""
+        judgement = self.judge(served)
+        found = judgement.checked.reason.partition("distribution: ")[2]
+        return [found] if found else ["support"] * bool(judgement.misplaced)
+
+    def largest_drift(self, served: ServedAnswer) -> float:
+        """Of its logprobs, nats."""
+        return self.judge(served).checked.max_drift_nats or 0.0
+
+    def drifted(self, answers: Iterable[tuple[ServedAnswer, Sequence[TokenDrift]]]) -> ServedAnswer | None:
+        """The first answer whose logprobs are too far off by themselves, or with those of the answers before it."""
+        watch, tolerance = ReplicaWatch(self.tolerance), self.tolerance
+        for one, drifts in answers:
+            tokens = [SeenToken(("all",), drift, None, "server") for drift in drifts]
+            alone = request_drifted(drifts, tolerance.max_tme - 1, tolerance.jump_nats)
+            if alone or self.alarms(watch, one, tokens):
+                return one
+        return None
+
+    def alarms(self, watch: ReplicaWatch, one: ServedAnswer, tokens: Sequence[SeenToken]) -> list[Alarm]:
+        """Those that the tokens of an answer raise in the service's detectors, after the answers before it."""
+        return watch.see(tokens, greedy=one.ask.params.greedy, drift_tolerance=self.tolerance.max_tme - 1)
 
     # -- ordinary traffic --------------------------------------------------------------------------------------
 
@@ -284,37 +326,38 @@ class Lab:
         return max(set(reported), key=reported.count) if reported else "raw"
 
     @cached_property
-    def tolerance(self) -> Allowance:
-        """Allowance for this server's rounding, from the drift of answers' first logprobs: these are never drafted."""
+    def tolerance(self) -> Tolerance:
+        """For this server's precision, from the drift of answers' first logprobs: these are never drafted."""
         if self.reference is None:
             return ROUNDED
         parts = [self._drifts([one], self.mode)[:1] for one in self.traffic["temperature 1"]]
         drifts = np.concatenate(parts or [np.zeros(0)])
         drifts = drifts[np.isfinite(drifts)]
         exact = len(drifts) > 0 and float(np.median(drifts)) < _EXACT_NATS
-        return EXACT if exact else ROUNDED
-
-    def drifts(self, answers: Sequence[ServedAnswer]) -> Floats:
-        """|served - recomputed| of their tokens, nats; NaN where the server reported none.
-
-        On a server that rounds, only as long as an answer is ordinary text: after a token that the model would hardly
-        ever emit, two correct computations with the same weights differ by whole nats.
-        """
-        if self.tolerance is EXACT:
-            return self._drifts(answers, self.mode)
-        parts = [self._drifts([one], self.mode)[: _num_ordinary(self.distribution(one))] for one in answers]
-        return np.concatenate(parts) if parts else np.zeros(0)
+        return Tolerance.against_float32("float32") if exact else ROUNDED
 
     def _drifts(self, answers: Sequence[ServedAnswer], mode: str) -> Floats:
+        """|served - recomputed| of their tokens, nats; NaN where the server reported none."""
         parts = [
-            np.abs(one.values - (self.distribution(one).raw if mode == "raw" else self.distribution(one).processed))
+            np.abs(one.values - np.array(again.logprobs if mode == "raw" else processed_logprobs(again)))
             for one in answers
-            if one.answer.logprobs and len(one.values) == len(one.ids)
+            if one.answer.logprobs and len(one.values) == len(one.ids) and (again := self.replayed(one))
         ]
         return np.concatenate(parts) if parts else np.zeros(0)
 
 
-def _num_ordinary(distribution: AnswerDistribution) -> int:
-    """Number of tokens before the first one that the model would hardly ever emit."""
-    odd = np.flatnonzero(distribution.raw < -_ORDINARY_NATS)
-    return int(odd[0]) if len(odd) else len(distribution)
+def copies(served: ServedAnswer) -> list[int]:
+    """Of each token what followed the latest tokens before it the last time they occurred; -1 where they never did."""
+    tokens, start = (*served.ask.prompt, *served.ids), len(served.ask.prompt)
+    return [_copy_of(tokens, place) for place in range(start, len(tokens))]
+
+
+def _copy_of(tokens: Sequence[Any], place: int) -> int:
+    latest = tokens[place - _COPY_LEAST : place]
+    ends = range(place - 1, _COPY_LEAST - 1, -1)
+    return next((tokens[end] for end in ends if tokens[end - _COPY_LEAST : end] == latest), -1)
+
+
+def nan_for_none(values: Iterable[float | None]) -> Floats:
+    """Logprobs as an array, NaN where one is missing."""
+    return np.array([np.nan if value is None else value for value in values], float)

@@ -2,13 +2,11 @@
 
 import dataclasses
 
-import numpy as np
-
 from deploy.exchange.dialect import Ask
-from deploy.probes.lab import SETTINGS, Lab, ServedAnswer
+from deploy.probes.lab import SETTINGS, Lab, ServedAnswer, nan_for_none
 from deploy.probes.probes import Need, Trial, probe
-from deploy.probes.replay import check_greedy
-from deploy.probes.statistics import too_many
+from deploy.probes.replay import check_greedy, check_logprobs
+from serve_app.referee.drift import TokenDrift
 from speculative.request import SamplingParams
 
 _GREEDY = SETTINGS["greedy"]
@@ -22,7 +20,6 @@ _ROOMS = (*range(1, 10), 12, 16)
     Need.PROMPT_LOGPROBS,
     Need.TOKEN_IDS,
     Need.REFERENCE,
-    tests=30,
 )
 def prompt_logprobs(lab: Lab, trial: Trial) -> None:
     """Prefixes of one text, so that one pass of the reference covers them all; sent next to greedy requests."""
@@ -41,19 +38,19 @@ def prompt_logprobs(lab: Lab, trial: Trial) -> None:
     for length, one in zip(lengths, answered, strict=True):
         if not trial.answered(one.attempt, ("F11", "request fails")):
             continue
-        values = one.prompt_logprobs or ()
+        values = one.prompt_logprobs or []
         reported = f"{len(values)} logprobs, {sum(value is None for value in values)} of them null"
         whole = len(values) == length - 1 and None not in values
         if not trial.check(whole, ("F11",), one.attempt.body, f"{length - 1} logprobs for {length} tokens", reported):
             continue
-        drifts = np.abs(np.array(values, float) - expected[: length - 1])
-        largest.append(float(drifts.max()))
-        over = int((~(drifts <= lab.tolerance.nats)).sum())
-        trial.num_cases += len(drifts)
-        if too_many(len(drifts), over, lab.tolerance.rate, trial.delta):
-            first = int(np.argmax(drifts > lab.tolerance.nats)) + 1
-            reported = f"{over} of {len(drifts)} are off, by up to {drifts.max():.2f} nats, the first at token {first}"
-            wanted = f"the prompt's logprobs within {lab.tolerance.nats:g} nats of the model's"
+        drifts = [TokenDrift.between(*both) for both in zip(nan_for_none(values), expected, strict=False)]
+        nats = [drift.nats for drift in drifts]
+        largest.append(max(nats))
+        trial.num_cases += len(nats)
+        if lab.drifted([(one, drifts)]) is not None:
+            worst = nats.index(max(nats))
+            reported = f"the logprob of token {worst + 1} of {length} is off by {nats[worst]:.2f} nats"
+            wanted = f"the prompt's logprobs within the tolerance ({lab.tolerance.source})"
             trial.found(("F11",), one.attempt.body, wanted, reported)
     trial.series["largest difference by length, nats"] = largest
     trial.figures["lengths"] = float(len(lengths))
@@ -70,15 +67,13 @@ def prompt_logprobs(lab: Lab, trial: Trial) -> None:
     Need.LOGPROBS,
     Need.REFERENCE,
     Need.LIMIT,
-    tests=1,
 )
 def length_limit(lab: Lab, trial: Trial) -> None:
     """Greedy, so that drafting goes on until drafts no longer fit."""
     limit = lab.dialect.max_model_len
     assert limit is not None
     base = (*lab.passage(9, max(0, limit - 41)), *lab.loop(9, 40))[-limit:]
-    total = over = 0
-    worst: tuple[float, ServedAnswer | None] = (0.0, None)
+    answers = []
     for room in _ROOMS:
         ask = Ask(base[: limit - room], dataclasses.replace(_GREEDY, max_tokens=room))
         one = lab.ask(ask, "limit")
@@ -95,14 +90,10 @@ def length_limit(lab: Lab, trial: Trial) -> None:
         if not one.ids:
             continue
         check_greedy(lab, trial, one, "at the length limit", ("F1",))
-        drifts = lab.drifts([one])
-        total, over = total + len(drifts), over + int((~(drifts <= lab.tolerance.nats)).sum())
-        worst = max(worst, (float(np.nanmax(drifts, initial=0.0)), one), key=lambda each: each[0])
-    trial.reported = f"{total} tokens before the limit of {limit}, off by at most {worst[0]:.3g} nats"
-    if worst[1] is not None and too_many(total, over, lab.tolerance.rate, trial.delta):
-        reported = f"{over} of {total} are off, by up to {worst[0]:.2f} nats"
-        wanted = f"logprobs within {lab.tolerance.nats:g} nats of the model's near the length limit"
-        trial.found(("F1",), worst[1].attempt.body, wanted, reported)
+        answers.append(one)
+    check_logprobs(lab, trial, answers, "answers near the length limit", ("F1",))
+    total, largest = sum(len(one.ids) for one in answers), max(map(lab.largest_drift, answers), default=0.0)
+    trial.reported = f"{total} tokens before the limit of {limit}, off by at most {largest:.3g} nats"
     beyond = lab.ask(Ask(base[: limit - 2], dataclasses.replace(_GREEDY, max_tokens=limit)), "limit")
     trial.answered(beyond.attempt, ("F1", "request fails"))
 
@@ -127,12 +118,7 @@ def warm_prefixes(lab: Lab, trial: Trial) -> None:
             way = "on a cold prefix" if turn == 0 else "on a warm prefix"
             faults = ("F14",) if turn else ("F5", "F14")
             if check_greedy(lab, trial, one, way, faults):
-                drifts = lab.drifts([one])
-                off = float(np.nanmax(drifts, initial=0.0))
-                wanted = f"logprobs {way} within {3 * lab.tolerance.nats:g} nats of the model's"
-                trial.check(
-                    off <= 3 * lab.tolerance.nats, faults, one.attempt.body, wanted, f"one is off by {off:.2f} nats"
-                )
+                check_logprobs(lab, trial, [one], f"an answer {way}", faults)
 
 
 @probe(

@@ -52,11 +52,7 @@ def _plots(outcomes: Iterable[ProbeOutcome]) -> str:
         series = outcome.series
         for name, values in series.items():
             if outcome.probe == "distribution of the tokens":
-                drawn.append(
-                    plots.histogram(
-                        values, f"{name}: ranks of tokens within the distribution, uniform if correct", uniform=True
-                    )
-                )
+                drawn.append(plots.histogram(values, f"{name}: surprisal - entropy, nats; 0 on average if correct"))
             elif name == "drift, nats":
                 drawn.append(plots.log_histogram(values, "logprobs: |served - recomputed|, nats"))
             elif name.endswith(": observed"):

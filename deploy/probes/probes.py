@@ -1,7 +1,6 @@
 """Probes: a question to a server, what it needs, and its result."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -174,15 +173,6 @@ def probe(name: str, asks: str, *needs: Need, tests: int = 0) -> Callable[[Calla
 def delta_per_test() -> float:
     """The false-alarm rate of each statistical test."""
     return FALSE_ALARMS / max(sum(one.tests for one in PROBES.values()), 1)
-
-
-@contextmanager
-def stopping(outcomes: list[ProbeOutcome], probe: Probe) -> Iterator[None]:
-    """Within it a probe may stop; the result is appended."""
-    try:
-        yield
-    except Stopped as stopped:
-        outcomes.append(ProbeOutcome(probe.name, probe.asks, stopped.verdict, str(stopped)))
 
 
 def shortened(body: dict[str, Any]) -> dict[str, Any]:

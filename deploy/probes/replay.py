@@ -1,13 +1,18 @@
 """Probes that recompute answers: whether logprobs are correct and tokens follow the distribution."""
 
+import math
+from collections.abc import Sequence
+
 import numpy as np
 
 from deploy.exchange.dialect import Ask
-from deploy.probes.lab import AT_ONCE, SEED, SETTINGS, Lab, ServedAnswer
+from deploy.probes.lab import AT_ONCE, BETWEEN, FIRST, LAST, SEED, SETTINGS, Lab, ServedAnswer, copies, nan_for_none
 from deploy.probes.probes import Need, Trial, probe
-from deploy.probes.reference import AnswerDistribution
-from deploy.probes.statistics import departs, mean_departs, not_uniform, too_many
-from speculative.request import SURPRISAL_CLIP_NATS, SamplingParams
+from deploy.probes.statistics import departs, mean_departs
+from serve_app.referee.detectors import ReplicaWatch, drifts_of
+from serve_app.referee.drift import TokenDrift
+from serve_app.referee.measures import Measures
+from speculative.request import SamplingParams
 from speculative.selfcheck.eprocess import Floats
 
 VERIFICATION = ("F6", "F7", "F8", "F12")
@@ -17,19 +22,25 @@ ROWS = ("F10",)
 
 _SAMPLED = [name for name, params in SETTINGS.items() if not params.greedy]
 _FILTERED = ("top_p", "min_p")
-_STRATA = {
-    "the first two tokens": STATE,
-    "the last token before max_tokens": ("F1", "F10"),
-    "tokens in between": ("F10", *STATE),
+_GREEDY = {"greedy": ("F8", "F12", "F5"), "greedy, penalties": ("F9", "F15")}
+"""Settings, and what a token that is not the likeliest resembles there."""
+
+_POSITIONS = {FIRST: STATE, LAST: ("F1", "F10"), BETWEEN: ("F10", *STATE)}
+"""Of a logprob in its answer, and the faults that errors there suggest."""
+
+_ALARMS = {
+    "support": "some are forbidden, or outside its filters",
+    "unlikely": "some are all but impossible",
+    "probability": "p(y) - sum(p^2) has mean {probability:+.3f}",
+    "surprisal": "surprisal - entropy has mean {surprisal:+.3f}",
 }
-"""Positions of a logprob in its answer, and the faults that errors there suggest."""
+"""Of the calibration test, and what each has seen."""
 
 _TERMS = {
-    "probability": "p(y) - sum(p^2)",
-    "surprisal": "surprisal - entropy",
     "likeliest": "share of most likely tokens - its expectation",
     "copied": "share of tokens that repeat the text - its expectation",
 }
+
 _HOPELESS_NATS = 0.2  # a median drift beyond it is not rounding
 _MANY = 2000  # points of a plot
 
@@ -40,60 +51,63 @@ _MANY = 2000  # points of a plot
     Need.LOGPROBS,
     Need.TOKEN_IDS,
     Need.REFERENCE,
-    tests=3,
 )
 def replayed_logprobs(lab: Lab, trial: Trial) -> None:
     """Logprobs of all traffic against the reference, by position in the answer."""
-    traffic = lab.traffic
     for attempt in lab.failed:
         trial.answered(attempt)
-    answers = [one for name in traffic for one in traffic[name] if one.ids and len(one.values) == len(one.ids)]
-    drifts = lab.drifts(answers)
-    reported = drifts[np.isfinite(drifts)]
-    if not len(reported):
+    answers = [one for some in lab.traffic.values() for one in some if one.ids and len(one.values) == len(one.ids)]
+    measures = Measures()
+    for one in answers:
+        measures.add(lab.judge(one).tokens)
+    nats = [drift.nats for one in answers for drift in drifts_of(lab.judge(one).tokens)]
+    if not nats:
         trial.unclear = "no answer had a logprob for each of its tokens"
         return
-    trial.num_cases = len(reported)
-    clipped = np.minimum(reported, 10.0)
+    trial.num_cases, tme = len(nats), measures.figures()["tme"]
     trial.figures |= {
-        "tokens": float(len(reported)),
-        "TME": float(np.exp(clipped).mean()),
-        "median nats": float(np.median(reported)),
-        "largest nats": float(reported.max()),
-        "share beyond tolerance": float((reported > lab.tolerance.nats).mean()),
+        "tokens": float(len(nats)),
+        "TME": tme,
+        "median nats": float(np.median(nats)),
+        "largest nats": max(nats),
+        "share beyond tolerance": float((np.array(nats) > lab.tolerance.jump_nats).mean()),
     }
-    trial.series["drift, nats"] = reported[:_MANY].tolist()
-    trial.reported = f"TME {trial.figures['TME']:.4f} over {len(reported)} tokens, {lab.mode} logprobs"
+    trial.series["drift, nats"] = nats[:_MANY]
+    trial.reported = f"TME {tme:.4f} over {len(nats)} tokens, {lab.mode} logprobs"
     _check_modes(lab, trial)
-    if np.median(reported) > _HOPELESS_NATS:
-        worst = max(answers, key=lambda one: float(np.nanmax(lab.drifts([one]), initial=0.0)))
-        trial.found(
-            ROWS,
-            worst.attempt.body,
-            "logprobs of this model",
-            f"the median error is {np.median(reported):.2f} nats",
-        )
+    if np.median(nats) > _HOPELESS_NATS:
+        reported = f"the median error is {np.median(nats):.2f} nats"
+        trial.found(ROWS, max(answers, key=lab.largest_drift).attempt.body, "logprobs of this model", reported)
         return
-    for where, faults in _STRATA.items():
-        parts = [(one, _stratum(lab.drifts([one]), where, len(one.ids))) for one in answers]
-        chosen = np.concatenate([part for _, part in parts])
-        over = int((chosen > lab.tolerance.nats).sum())
-        if too_many(len(chosen), over, lab.tolerance.rate, trial.delta):
-            worst, part = max(parts, key=lambda each: float(np.nanmax(each[1], initial=0.0)))
-            trial.found(
-                faults,
-                worst.attempt.body,
-                f"logprobs of {where} within {lab.tolerance.nats:g} nats of the model's",
-                f"{over} of {len(chosen)} are off, by up to {np.nanmax(part):.2f} nats",
-            )
+    watch = ReplicaWatch(lab.tolerance)
+    for one in answers:
+        for alarm in lab.alarms(watch, one, lab.judge(one).tokens):
+            if alarm.name == "drift" and alarm.stratum in _POSITIONS:
+                _found_drift(lab, trial, one, alarm.stratum, _POSITIONS[alarm.stratum])
+        if lab.judge(one).checked.reason == "drift":
+            _found_drift(lab, trial, one, "one answer", ROWS)
 
 
-def _stratum(drifts: Floats, where: str, num_tokens: int) -> Floats:
-    """The drifts of an answer in one stratum; there may be fewer drifts than tokens."""
-    if where == "the first two tokens":
-        return drifts[:2]
-    last = num_tokens - 1
-    return drifts[last:] if where == "the last token before max_tokens" else drifts[2:last]
+def check_logprobs(
+    lab: Lab, trial: Trial, answers: Sequence[ServedAnswer], where: str, faults: tuple[str, ...]
+) -> bool:
+    """The logprobs of these answers, one by one and together, are as near to the model's as the tolerance wants."""
+    wrong = lab.drifted((one, drifts_of(lab.judge(one).compared)) for one in answers if one.ids)
+    if wrong is None:
+        return trial.check(True, faults, {}, "", "")
+    _found_drift(lab, trial, wrong, where, faults)
+    return False
+
+
+def _found_drift(lab: Lab, trial: Trial, one: ServedAnswer, where: str, faults: tuple[str, ...]) -> None:
+    drifts = drifts_of(lab.judge(one).compared)
+    largest = lab.largest_drift(one)
+    if drifts[-1].nats == largest and len(drifts) == len(one.ids):
+        faults = tuple(dict.fromkeys(("F1", *faults)))
+    expected = f"logprobs of {where} that the model's tolerance allows ({lab.tolerance.source})"
+    over = sum(drift.nats > lab.tolerance.jump_nats for drift in drifts)
+    reported = f"one of {len(drifts)} is off by {largest:.2f} nats; {over} by more than {lab.tolerance.jump_nats:g}"
+    trial.found(faults, one.attempt.body, expected, reported)
 
 
 def _check_modes(lab: Lab, trial: Trial) -> None:
@@ -114,7 +128,6 @@ def _check_modes(lab: Lab, trial: Trial) -> None:
     Need.LOGPROBS,
     Need.TOKEN_IDS,
     Need.PROMPT_LOGPROBS,
-    tests=1,
 )
 def own_prompt_logprobs(lab: Lab, trial: Trial) -> None:
     """A replay without the weights: scoring a prompt involves no speculation."""
@@ -125,30 +138,28 @@ def own_prompt_logprobs(lab: Lab, trial: Trial) -> None:
             for one in answers
         ]
     )
-    pairs: list[tuple[float, ServedAnswer]] = []
+    pairs: list[tuple[ServedAnswer, list[TokenDrift]]] = []
     for one, again in zip(answers, back, strict=True):
         reported = again.prompt_logprobs
         if not trial.answered(again.attempt, ("F11", "request fails")) or reported is None:
             continue
-        values = np.array([np.nan if value is None else value for value in reported[-len(one.ids) :]], float)
-        if len(values) == len(one.values):
-            pairs += [(float(drift), one) for drift in np.abs(values - one.values)]
-    tolerance = lab.tolerance if lab.reference is not None else None
-    nats, rate = (1.0, 0.02) if tolerance is None else (2 * tolerance.nats, 2 * tolerance.rate)
-    over = [(drift, one) for drift, one in pairs if not drift <= nats]
-    trial.num_cases += len(pairs)
-    trial.figures["tokens"] = float(len(pairs))
-    if pairs:
-        trial.reported = (
-            f"the largest difference is {max(drift for drift, _ in pairs):.3g} nats over {len(pairs)} tokens"
-        )
-    if pairs and too_many(len(pairs), len(over), rate, trial.delta):
-        worst = max(over, key=lambda each: each[0])
+        own = reported[-len(one.ids) :]
+        if len(own) == len(one.values):
+            pairs.append((one, [TokenDrift.between(*both) for both in zip(one.values, nan_for_none(own), strict=True)]))
+    nats = [drift.nats for _, drifts in pairs for drift in drifts]
+    trial.num_cases += len(nats)
+    trial.figures["tokens"] = float(len(nats))
+    if not nats:
+        return
+    trial.reported = f"the largest difference is {max(nats):.3g} nats over {len(nats)} tokens"
+    wrong = lab.drifted(pairs)
+    if wrong is not None:
+        over = sum(drift > lab.tolerance.jump_nats for drift in nats)
         trial.found(
             ("F10", "F11", "F5"),
-            worst[1].attempt.body,
-            f"the same logprobs as when the answer is scored as a prompt, within {nats:g} nats",
-            f"{len(over)} of {len(pairs)} differ, by up to {worst[0]:.2f} nats",
+            wrong.attempt.body,
+            "the same logprobs as when the answer is scored as a prompt, up to rounding",
+            f"{over} of {len(nats)} differ by more than {lab.tolerance.jump_nats:g} nats, one by {max(nats):.2f}",
         )
 
 
@@ -157,93 +168,75 @@ def own_prompt_logprobs(lab: Lab, trial: Trial) -> None:
     "Do sampled tokens follow the model's distribution under the request's parameters, and greedy ones its argmax?",
     Need.TOKEN_IDS,
     Need.REFERENCE,
-    tests=len(_SAMPLED) * (len(_TERMS) + 2) + 2,
+    tests=len(_SAMPLED) * (1 + len(_TERMS)),
 )
 def distribution_of_the_tokens(lab: Lab, trial: Trial) -> None:
-    """Surprisal against entropy, probability against its mean, the most likely and the copied token, support, PIT."""
-    random = np.random.default_rng(SEED)
+    """By the referee's calibration test; and whether tokens are the likeliest, or repeat the text, as often as they
+    should."""
     for name in _SAMPLED:
         answers = _answers(lab, name)
         if not answers:
             continue
-        distributions = [lab.distribution(one) for one in answers]
         faults = PARAMETERS if name in _FILTERED or name == "penalties" else VERIFICATION
-        body = max(answers, key=lambda one: float(lab.distribution(one).surprisal.sum())).attempt.body
-        trial.num_cases += sum(map(len, distributions))
-        outside = np.concatenate([distribution.outside for distribution in distributions])
-        beyond = int((outside > lab.tolerance.edge).sum())
-        if np.isinf(outside).any() or too_many(len(outside), beyond, lab.tolerance.rate, trial.delta):
-            lab.mixed_up = True
-            reported = f"{beyond} of {len(outside)} tokens are outside them"
-            trial.found(PARAMETERS, body, f"only tokens within the filters of '{name}'", reported)
-        for term, values in _terms(distributions, outside == 0).items():
-            trial.figures[f"{name}: {term}"] = float(values.mean()) if len(values) else 0.0
-            if mean_departs(np.clip(values, -1, 1), lab.tolerance.shift, trial.delta):
-                reported = f"{_TERMS[term]} has mean {_scale(term) * values.mean():+.3f} over {len(values)} tokens"
+        body = max(answers, key=lambda one: sum(row.surprisal for row in lab.rows(one))).attempt.body
+        measures = Measures()
+        for one in answers:
+            measures.add(lab.judge(one).compared)
+        trial.num_cases += measures.num_tokens
+        figures = {term: measures.figures()[term] or 0.0 for term in ("probability", "surprisal")}
+        trial.figures |= {f"{name}: {term}": mean for term, mean in figures.items()}
+        test = lab.tolerance.calibration_test(trial.delta)
+        for one in answers:
+            test.add(lab.rows(one), greedy=False)
+        alarms = {test.alarm, *(alarm for one in answers for alarm in lab.wrong_alone(one))} - {None}
+        for alarm in sorted(map(str, alarms)):
+            lab.mixed_up |= alarm == "support"
+            reported = f"{_ALARMS[alarm].format(**figures)}, over {measures.num_tokens} tokens"
+            own = PARAMETERS if alarm == "support" else faults
+            trial.found(own, body, f"tokens of '{name}' that follow the distribution that the request makes", reported)
+        for term, values in _terms(lab, answers).items():
+            trial.figures[f"{name}: {term}"] = mean = float(np.mean(values)) if values else 0.0
+            if mean_departs(np.array(values), lab.tolerance.distribution, trial.delta):
+                reported = f"{_TERMS[term]} has mean {mean:+.3f} over {len(values)} tokens"
                 trial.found(faults, body, f"tokens of '{name}' that follow the distribution: a mean of 0", reported)
-        places = np.concatenate(
-            [distribution.below + random.random(len(distribution)) * distribution.own for distribution in distributions]
-        )[outside == 0]
-        trial.series[name] = places[:_MANY].tolist()
-        distance = not_uniform(places, lab.tolerance.shift, trial.delta)
-        if distance is not None:
-            reported = f"its distance from uniform is {distance:.3f} over {len(places)} tokens"
-            trial.found(faults, body, f"a uniform probability integral transform of the tokens of '{name}'", reported)
-    _check_greedy(lab, trial, "greedy", ("F8", "F12", "F5"))
-    _check_greedy(lab, trial, "greedy, penalties", ("F9", "F15"))
+        surprises = [row.surprisal - row.expected_surprisal for one in answers for row in lab.rows(one)]
+        trial.series[name] = surprises[:_MANY]
+    for name, resembled in _GREEDY.items():
+        for one in _answers(lab, name):
+            check_greedy(lab, trial, one, f"'{name}'", resembled)
     trial.reported = f"{trial.num_cases} tokens"
+
+
+def _terms(lab: Lab, answers: Sequence[ServedAnswer]) -> dict[str, list[float]]:
+    """Terms with mean 0 that the calibration test does not have: drafts are mostly the likeliest token, or a copy."""
+    found: dict[str, list[float]] = {term: [] for term in _TERMS}
+    for one in answers:
+        for copy, token, row in zip(copies(one), one.ids, lab.rows(one), strict=True):
+            if row.outside > 0:
+                continue
+            found["likeliest"].append((row.gap == 0) - row.probability * math.exp(row.gap))
+            if copy >= 0 and row.redrawn is not None:
+                found["copied"].append((copy == token) - row.redrawn.rejected_probability)
+    return found
 
 
 def check_greedy(lab: Lab, trial: Trial, served: ServedAnswer, what: str, faults: tuple[str, ...]) -> bool:
     """Every token of one answer is the most likely up to a near-tie, and none is forbidden."""
-    distribution = lab.distribution(served)
-    wrong = np.flatnonzero((distribution.gap > lab.tolerance.edge) | np.isinf(distribution.outside))
-    if not len(wrong):
+    wrong = lab.judge(served).misplaced
+    if not wrong:
         return trial.check(True, faults, served.attempt.body, "", "")
-    place = int(wrong[0])
+    place, _, nats, *_ = wrong[0]
+    num_tokens = len(served.ids)
     if place == 1:  # the first token of a decoding step
         faults = (*STATE, *faults)
-    elif place == len(distribution) - 1 and served.answer.finish_reason == "length":  # where drafts no longer fit
+    elif place == num_tokens - 1 and served.answer.finish_reason == "length":  # where drafts no longer fit
         faults = ("F1", *faults)
     faults = tuple(dict.fromkeys(faults))
-    forbidden = np.isinf(distribution.outside[place])
-    how = "is forbidden" if forbidden else f"is {distribution.gap[place]:.2f} nats below the most likely"
-    reported = f"token {place} of {len(distribution)} ({served.ids[place]}) {how}; {len(wrong)} such tokens"
+    how = "is forbidden" if np.isinf(nats) else f"is {nats:.2f} nats below the most likely"
+    reported = f"token {place} of {num_tokens} ({served.ids[place]}) {how}; {len(wrong)} such tokens"
     return trial.check(
         False, faults, served.attempt.body, f"{what}: the most likely allowed token every time", reported
     )
-
-
-def _check_greedy(lab: Lab, trial: Trial, name: str, faults: tuple[str, ...]) -> None:
-    answers = _answers(lab, name)
-    gaps = np.concatenate([lab.distribution(one).gap for one in answers] or [np.zeros(0)])
-    if not len(gaps):
-        return
-    trial.num_cases += len(gaps)
-    wrong = int((gaps > lab.tolerance.edge).sum())
-    trial.figures[f"{name}: share of likeliest"] = float((gaps <= lab.tolerance.edge).mean())
-    if too_many(len(gaps), wrong, lab.tolerance.rate, trial.delta):
-        worst = max(answers, key=lambda one: float(lab.distribution(one).gap.max()))
-        reported = f"{wrong} of {len(gaps)} tokens are not, by up to {gaps.max():.2f} nats"
-        trial.found(faults, worst.attempt.body, f"'{name}': the most likely token every time", reported)
-
-
-def _terms(distributions: list[AnswerDistribution], inside: Floats) -> dict[str, Floats]:
-    def of(name: str) -> Floats:
-        found: Floats = np.concatenate([getattr(distribution, name) for distribution in distributions])[inside]
-        return found
-
-    known = of("p_copied") >= 0
-    return {
-        "probability": of("p") - of("mean_p"),
-        "surprisal": (of("surprisal") - of("mean_surprisal")) / SURPRISAL_CLIP_NATS,
-        "likeliest": of("best") - of("p_best"),
-        "copied": (of("copied") - of("p_copied"))[known],
-    }
-
-
-def _scale(term: str) -> float:
-    return SURPRISAL_CLIP_NATS if term == "surprisal" else 1.0
 
 
 def _answers(lab: Lab, name: str) -> list[ServedAnswer]:
@@ -282,7 +275,7 @@ def first_tokens(lab: Lab, trial: Trial) -> None:
         off = [
             (hits, share, token)
             for hits, share, token in whole
-            if departs(len(emitted), hits, share, lab.tolerance.shift, trial.delta / len(whole))
+            if departs(len(emitted), hits, share, lab.tolerance.distribution, trial.delta / len(whole))
         ]
         if off:
             hits, share, token = max(off, key=lambda each: abs(each[0] / len(emitted) - each[1]))

@@ -41,19 +41,5 @@ def mean_departs(values: Floats, shift: float, delta: float) -> bool:
     return process.alarm
 
 
-def not_uniform(values: Floats, shift: float, delta: float) -> float | None:
-    """The largest distance from the uniform distribution on [0, 1] if it exceeds chance plus `shift`, else None.
-
-    Source: Massart, "The tight constant in the Dvoretzky-Kiefer-Wolfowitz inequality" (1990).
-    """
-    num = len(values)
-    if num == 0:
-        return None
-    ordered = np.sort(values)
-    steps = np.arange(1, num + 1) / num
-    distance = float(max((steps - ordered).max(), (ordered - steps + 1 / num).max()))
-    return distance if distance > math.sqrt(math.log(2 / delta) / (2 * num)) + shift else None
-
-
 def _log_choose(num: int, chosen: int) -> float:
     return math.lgamma(num + 1) - math.lgamma(chosen + 1) - math.lgamma(num - chosen + 1)

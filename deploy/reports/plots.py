@@ -8,17 +8,16 @@ _WIDTH, _HEIGHT = 320, 150
 _LEFT, _BOTTOM, _TOP = 42, 22, 8
 
 
-def histogram(values: Sequence[float], label: str, *, num_bins: int = 20, uniform: bool = False) -> str:
-    """A histogram of values; `uniform` draws the level of a uniform distribution on [0, 1]."""
+def histogram(values: Sequence[float], label: str, *, num_bins: int = 20) -> str:
+    """A histogram of values."""
     if not values:
         return ""
-    low, high = (0.0, 1.0) if uniform else (min(values), max(values))
+    low, high = min(values), max(values)
     width = (high - low) / num_bins or 1.0
     counts = [0] * num_bins
     for value in values:
         counts[min(num_bins - 1, max(0, int((value - low) / width)))] += 1
-    level = len(values) / num_bins if uniform else None
-    return _bars(counts, [f"{low + width * index:.3g}" for index in range(num_bins)], label, level, f"{high:.3g}")
+    return _bars(counts, [f"{low + width * index:.3g}" for index in range(num_bins)], label, f"{high:.3g}")
 
 
 def log_histogram(values: Sequence[float], label: str) -> str:
@@ -30,7 +29,7 @@ def log_histogram(values: Sequence[float], label: str) -> str:
     for value in logs:
         counts[min(num - 1, max(0, int((value - low) * 2)))] += 1
     names = [f"1e{low + index // 2}" if index % 2 == 0 else "" for index in range(num)]
-    return _bars(counts, names, label, None, f"1e{high}")
+    return _bars(counts, names, label, f"1e{high}")
 
 
 def compared(observed: Sequence[float], expected: Sequence[float], label: str) -> str:
@@ -78,16 +77,13 @@ def timeline(points: Sequence[tuple[float, float]], label: str, marks: Sequence[
     return _frame("".join(drawn), label, "", first, last)
 
 
-def _bars(counts: Sequence[int], names: Sequence[str], label: str, level: float | None, last: str) -> str:
-    top = max([*counts, level or 0]) or 1
+def _bars(counts: Sequence[int], names: Sequence[str], label: str, last: str) -> str:
+    top = max(counts) or 1
     step = (_WIDTH - _LEFT - 6) / len(counts)
     bars = [
         _bar(_LEFT + step * index, step * 0.9, count / top, f"{name}: {count}")
         for index, (count, name) in enumerate(zip(counts, names, strict=True))
     ]
-    if level is not None:
-        height = _level(level / top)
-        bars.append(f'<line class="mark" x1="{_LEFT}" x2="{_WIDTH - 6}" y1="{height:.1f}" y2="{height:.1f}"/>')
     return _frame("".join(bars), label, f"{top:.0f}", names[0], last)
 
 

@@ -5,23 +5,21 @@ our rules turn them into draws again. Needs neither Ray nor a server.
 """
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from deploy.run.replayers import ReplayerOptions, make_replayer
 from serve_app.backends.base import Replayed
-from serve_app.referee.draws import NOT_REPLAYED, DrawsChecked, DrawTolerance, check_draws
-from serve_app.referee.drift import TokenDrift
+from serve_app.referee.detectors import distribution_alarm
+from serve_app.referee.draws import NOT_REPLAYED, DrawsChecked, DrawTolerance, check_draws, placement_checks
+from serve_app.referee.drift import DriftSums, TokenDrift, request_drifted
 from serve_app.referee.receipts import Receipt, wrong_rounds
 from serve_app.referee.signatures import PublicKey
 from serve_app.referee.tolerance import Tolerance
 from speculative.errors import ConfigError
 from speculative.model.config import ModelConfig
 from speculative.model.fingerprint import ROUNDED_FORMS, has_plain_values, model_fingerprint
-from speculative.request import ReplayedToken
-from speculative.selfcheck.replayed_draws import DrawCheck
 
 EngineName = Literal["torch", "transformers"]
 
@@ -29,7 +27,7 @@ _MEASURED = 32  # logprobs of an answer from which the noise between the engines
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class ReceiptVerdict:
     """On one receipt. reason: why it does not verify; "" = it does."""
 
     receipt: Receipt
@@ -38,7 +36,8 @@ class Verdict:
     replayed_by: str = ""
     tolerance_nats: float = 0.0
     tolerance: str = ""  # where it comes from
-    max_drift_nats: float | None = None  # of the logprobs in the receipt
+    tme: float | None = None  # mean of exp|g - t| over the logprobs in the receipt
+    max_drift_nats: float | None = None  # of them
     draws: DrawsChecked = NOT_REPLAYED
 
     def in_words(self) -> str:
@@ -69,13 +68,14 @@ class Verdict:
             "replayed_by": self.replayed_by or None,
             "tolerance_nats": self.tolerance_nats,
             "tolerance": self.tolerance or None,
+            "tme": self.tme,
             "max_drift_nats": self.max_drift_nats,
             "first_wrong": self.draws.wrong,
             "draws": self.draws.to_wire(),
         }
 
 
-def verify(receipt: Receipt, folder: Path, engine: EngineName, public_key: PublicKey | None = None) -> Verdict:
+def verify(receipt: Receipt, folder: Path, engine: EngineName, public_key: PublicKey | None = None) -> ReceiptVerdict:
     """Check a receipt against a model.
 
     Raises:
@@ -84,9 +84,9 @@ def verify(receipt: Receipt, folder: Path, engine: EngineName, public_key: Publi
     reason, signature = _check_signature(receipt, public_key)
     reason = reason or _wrong_contents(receipt, folder)
     if reason:
-        return Verdict(receipt, reason, signature)
+        return ReceiptVerdict(receipt, reason, signature)
     replay = asyncio.run(_replayed(receipt, folder, engine))
-    return _judge(receipt, replay, _edge_nats(receipt, folder, engine), signature, _name(receipt, engine))
+    return _judge(receipt, replay, _tolerance(receipt, folder, engine), signature, _name(receipt, engine))
 
 
 def _check_signature(receipt: Receipt, key: PublicKey | None) -> tuple[str, str]:
@@ -139,12 +139,11 @@ async def _replayed(receipt: Receipt, folder: Path, engine: EngineName) -> Repla
         await replayer.stop()
 
 
-def _edge_nats(receipt: Receipt, folder: Path, engine: EngineName) -> tuple[float, str]:
-    """What rounding may shift a logit by between the two engines, and by what that goes."""
+def _tolerance(receipt: Receipt, folder: Path, engine: EngineName) -> Tolerance:
+    """Between the engine that answered and the one that replays; `source` is what it goes by."""
     if receipt.weights == "fp8" or (engine == "transformers" and not has_plain_values(folder, receipt.weights)):
-        return Tolerance.against_float32("fp8").edge_nats, f"{receipt.weights} weights"
-    precision = "float32" if receipt.dtype == "float32" else "bfloat16"
-    return Tolerance.against_float32(precision).edge_nats, precision
+        return replace(Tolerance.against_float32("fp8"), source=f"for {receipt.weights} weights")
+    return Tolerance.against_float32("float32" if receipt.dtype == "float32" else "bfloat16")
 
 
 def _name(receipt: Receipt, engine: EngineName) -> str:
@@ -153,48 +152,42 @@ def _name(receipt: Receipt, engine: EngineName) -> str:
     return f"truespec with {receipt.weights} weights" if receipt.weights in ROUNDED_FORMS else "truespec in float32"
 
 
-def _judge(receipt: Receipt, replay: Replayed, edge: tuple[float, str], signature: str, replayed_by: str) -> Verdict:
-    edge_nats, arithmetic = edge
-    tolerance = DrawTolerance(edge_nats, min_tokens=_MEASURED, most_edges=1.0)  # forged logprobs must not widen it
+def _judge(receipt: Receipt, replay: Replayed, pair: Tolerance, signature: str, replayed_by: str) -> ReceiptVerdict:
+    """By the rules of `Judge`; but a receipt's own logprobs may narrow the tolerance of its draws, and cannot widen it
+    by much."""
+    edge, rows = pair.edge_nats, replay.replayed or ()
+    tolerance = DrawTolerance(edge, min_tokens=_MEASURED, most_edges=1.0)  # forged logprobs must not widen it
     served = receipt.logprobs if receipt.logprobs and receipt.logprobs_mode == "raw_logprobs" else ()
-    drifts = [TokenDrift.between(*pair) for pair in zip(served, replay.logprobs, strict=False)]
-    tolerance.add(drift for drift in drifts if drift.nats <= edge_nats)
-    num_tokens = len(receipt.token_ids)
+    drifts = [TokenDrift.between(*one) for one in zip(served, replay.logprobs, strict=False)]
+    tolerance.add(drift for drift in drifts if drift.nats <= edge)
+    num_tokens, greedy = len(receipt.token_ids), receipt.params.greedy
     # A token whose logprob drifts may be off by more, but not by much: whoever forges a token may forge that, too.
     bounded: list[TokenDrift | None] = [
-        None if drift.nats > edge_nats else replace(drift, nats=min(drift.nats, edge_nats / 8)) for drift in drifts
+        None if drift.nats > edge else replace(drift, nats=min(drift.nats, edge / 8)) for drift in drifts
     ]
     bounded += [None] * (num_tokens - len(drifts))
-    draws = check_draws(num_tokens, _checks(receipt, replay.replayed or ()), bounded, tolerance)
+    checks = placement_checks(rows, receipt.params) + ([] if greedy else receipt.drawn.check(rows))
+    draws = check_draws(num_tokens, checks, bounded, tolerance)
     wrong = []  # each with its place; of two at one place the draw comes first
     if (at := draws.wrong) is not None:
         kind = receipt.token_kinds[at].value
         wrong.append((at, f"token {at} ({kind}) is not the one that seed and weights demand"))
-    wrong += [
-        (index, f"the logprob of token {index} is {drift.nats:.3g} nats from its own")
-        for index, drift in enumerate(drifts)
-        if drift.nats > 2 * edge_nats
-    ]
+    if request_drifted(drifts, pair.max_tme - 1, pair.jump_nats):
+        nats, at = max((drift.nats, -index) for index, drift in enumerate(drifts))
+        wrong.append((-at, f"the logprob of token {-at} is {nats:.3g} nats from its own"))
     if served and len(served) != num_tokens:
         wrong.append((num_tokens, f"{num_tokens} tokens have {len(served)} logprobs"))
+    if alarm := distribution_alarm(rows, greedy, pair):
+        wrong.append((num_tokens, f"its tokens do not follow the model's distribution ({alarm})"))
     reason = min(wrong, key=lambda one: one[0], default=(0, ""))[1]
-    return Verdict(
+    return ReceiptVerdict(
         receipt,
         reason,
         signature,
         replayed_by,
         tolerance.nats,
-        f"measured by {len(drifts)} logprobs" if tolerance.is_measured else f"for {arithmetic}",
+        f"measured by {len(drifts)} logprobs" if tolerance.is_measured else pair.source,
+        DriftSums(drifts).tme if drifts else None,
         max((drift.nats for drift in drifts), default=None),
         draws,
     )
-
-
-def _checks(receipt: Receipt, rows: Sequence[ReplayedToken]) -> list[DrawCheck]:
-    """Of every token: that it was allowed, and that it is the likeliest or follows from the draws."""
-    if receipt.params.greedy:
-        return [DrawCheck(index, "likeliest", row.gap, row.gap) for index, row in enumerate(rows)]
-    drawn = receipt.drawn.check(rows)
-    return drawn + [
-        DrawCheck(index, "allowed", row.outside, row.outside) for index, row in enumerate(rows) if row.outside > 0
-    ]

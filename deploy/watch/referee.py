@@ -20,7 +20,7 @@ from serve_app.page.status import StatusBook
 from serve_app.referee.answer import Answer
 from serve_app.referee.detectors import Alarm, by_stratum
 from serve_app.referee.drift import TokenDrift
-from serve_app.referee.judgement import Judge, Judgement
+from serve_app.referee.judgement import Judge, Judgement, as_processed
 from serve_app.referee.measures import Measures, Windows
 from serve_app.referee.replay_checker import ReplayChecker
 from serve_app.referee.replica_book import Case, ReplicaBook
@@ -40,7 +40,6 @@ _FORBIDDEN_NATS = 1e9  # JSON has no infinity
 _KEPT_REASONS = 100
 _NOTE_EVERY_S = 1.0
 _COLD = 0.1  # of what rounding moves logits by; below this temperature the likeliest token is as good as certain
-_LEAST_PROCESSED = 0.5  # temperature; below it rounding moves a processed logprob too far
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,8 +180,7 @@ class Referee:
     def _judgement(self, answer: Answer, replayed: Replayed) -> Judgement:
         """Compare an answer with its replay, as far as its request lets one."""
         if self._options.processed:
-            answer = dataclasses.replace(answer, logprobs=_comparable(answer, replayed))
-            replayed = dataclasses.replace(replayed, logprobs=_processed(replayed))
+            answer, replayed = as_processed(answer, replayed)
         judgement = self._judge.judge(answer, replayed)
         self._judged.add(answer, replayed, judgement)
         return judgement
@@ -333,23 +331,6 @@ class Judged:
         self.windows.add(answer.began_at, judgement.tokens)
         if judgement.checked.verdict is Verdict.SUSPECT:
             self.suspect.append(Case(answer, replayed, judgement.checked))
-
-
-def _processed(replayed: Replayed) -> tuple[float, ...]:
-    """The logprob of each token after temperature and filters, nats."""
-    if replayed.replayed is None:
-        return replayed.logprobs
-    return tuple(-row.surprisal for row in replayed.replayed)
-
-
-def _comparable(answer: Answer, replayed: Replayed) -> tuple[float | None, ...]:
-    """Without the logprobs of tokens so unlikely that their processed logprob is clipped, and of low temperatures."""
-    if not answer.logprobs or 0 < answer.request.params.temperature < _LEAST_PROCESSED:
-        return ()
-    clipped = [row.surprisal >= SURPRISAL_CLIP_NATS for row in replayed.replayed or ()]
-    if not clipped:  # the replay has raw logprobs only
-        return ()
-    return tuple(None if far else given for far, given in zip(clipped, answer.logprobs, strict=True))
 
 
 def _worst(answer: Answer, replayed: Replayed | None) -> list[dict[str, Any]]:

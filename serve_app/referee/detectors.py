@@ -110,8 +110,8 @@ def by_stratum(tokens: Iterable[SeenToken]) -> dict[str, list[SeenToken]]:
     return members
 
 
-def distribution_alarm(tokens: Sequence[SeenToken], greedy: bool, tolerance: Tolerance) -> str | None:
+def distribution_alarm(rows: Iterable[ReplayedToken], greedy: bool, tolerance: Tolerance) -> str | None:
     """The alarm that one request's own tokens raise about their distribution; None = none."""
     test = tolerance.calibration_test(_REQUEST_DELTA)
-    test.add([token.row for token in tokens if token.row is not None], greedy=greedy)
+    test.add(rows, greedy=greedy)
     return test.alarm

@@ -9,6 +9,7 @@ from typing import Any
 
 from serve_app.referee.drift import TokenDrift
 from serve_app.referee.evidence import RareTest
+from speculative.request import ReplayedToken, SamplingParams
 from speculative.selfcheck.replayed_draws import DrawCheck
 
 _LEAST_NATS = 1e-3  # two engines of equal arithmetic still sum in another order here and there
@@ -159,6 +160,20 @@ class DrawsChecked:
 
 
 NOT_REPLAYED = DrawsChecked(reason="not replayed")
+
+
+def placement_checks(rows: Sequence[ReplayedToken], params: SamplingParams) -> list[DrawCheck]:
+    """What shows without the random numbers: each token of a greedy answer is the likeliest, each of a sampled one is
+    allowed.
+
+    The edges of a nucleus and of min_p are a mass and a ratio: what rounding moves across them may lie whole nats
+    below the last token that was kept. So with these only what a rule forbids counts here.
+    """
+    if params.greedy:
+        return [DrawCheck(index, "likeliest", row.gap, row.gap) for index, row in enumerate(rows)]
+    in_nats = params.top_p == 1 and params.min_p == 0
+    beyond = ((index, row.outside) for index, row in enumerate(rows) if row.outside > 0)
+    return [DrawCheck(index, "allowed", nats, nats) for index, nats in beyond if in_nats or nats == math.inf]
 
 
 def check_draws(

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
 _CLIP_NATS = 10.0  # a single larger drift would dominate the sum
-_UNMISTAKABLE = 5.0  # no rounding moves a logprob by so many times `Tolerance.jump_nats`
+_UNMISTAKABLE = 4.0  # no rounding moves a logprob by so many times `Tolerance.jump_nats`
 _REQUEST_FACTOR = 4.0  # a single request may drift so many times the tolerance: it is an average over few tokens
 
 

@@ -9,14 +9,16 @@ from dataclasses import dataclass
 from serve_app.backends.base import Replayed
 from serve_app.referee.answer import Answer
 from serve_app.referee.detectors import SeenToken, distribution_alarm, drifts_of
-from serve_app.referee.draws import DrawResult, DrawsChecked, DrawTolerance, check_draws
+from serve_app.referee.draws import DrawResult, DrawsChecked, DrawTolerance, check_draws, placement_checks
 from serve_app.referee.drift import DriftSums, NoiseFloor, TokenDrift, request_drifted
 from serve_app.referee.tolerance import Tolerance
 from serve_app.referee.verdicts import Checked, Distribution, Verdict
-from speculative.request import Request
+from speculative.request import SURPRISAL_CLIP_NATS, Request
+from speculative.selfcheck.replayed_draws import DrawCheck
 
 _PROMPT = ("prompt",)
 _SEEDS_KEPT = 65_536  # of the requests replayed last
+_LEAST_PROCESSED = 0.5  # temperature; below it rounding moves a processed logprob too far
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,7 @@ class Judgement:
     compared: each compared token, the prompt's first.
     tokens: the same as evidence for the detectors of the replicas that made them: without what a repeated seed repeats.
     drift_tolerance: the mean of exp|g - t| - 1 above which something is wrong.
+    misplaced: the checks of tokens that are not the likeliest of a greedy answer, or not allowed in a sampled one.
     draws: what was checked of each draw that was made again, and its result.
     """
 
@@ -34,6 +37,7 @@ class Judgement:
     compared: tuple[SeenToken, ...]
     tokens: tuple[SeenToken, ...]
     drift_tolerance: float
+    misplaced: tuple[DrawCheck, ...] = ()
     draws: tuple[tuple[str, DrawResult], ...] = ()
 
 
@@ -51,6 +55,8 @@ class Judge:
     def __init__(self, tolerance: Tolerance) -> None:
         self._tolerance = tolerance
         self._floor = NoiseFloor()
+        # Logprobs of likely tokens say little of how far rounding moves a near-tie, so it is always the pair's.
+        self._placement_tolerance = DrawTolerance(tolerance.edge_nats)
         self._draw_tolerance = DrawTolerance(tolerance.edge_nats)
         self._seeds: OrderedDict[int, None] = OrderedDict()
 
@@ -64,15 +70,21 @@ class Judge:
             replayed = dataclasses.replace(replayed, replayed=None)
         of_each = _drift_of_each(answer, replayed)
         drifts = [drift for drift in of_each if drift is not None]
-        draws, results = self._draws(answer, replayed, of_each[len(answer.prompt_logprobs) :])
+        greedy, of_output = answer.request.params.greedy, of_each[len(answer.prompt_logprobs) :]
+        draws, results = self._draws(answer, replayed, of_output)
+        misplaced = tuple(
+            check
+            for check in placement_checks(replayed.replayed or (), answer.request.params)
+            if self._placement_tolerance.judge(check, of_output[check.token_index]) is DrawResult.WRONG
+        )
         seen = evidence = self._seen(answer, of_each, replayed, draws)
-        greedy, drift_tolerance = answer.request.params.greedy, self._floor.tolerance(self._tolerance.max_tme)
+        drift_tolerance = self._floor.tolerance(self._tolerance.max_tme)
         output = seen[len(answer.prompt_logprobs) :]
-        alarm = distribution_alarm(output, greedy, self._tolerance)
+        alarm = distribution_alarm(replayed.replayed or (), greedy, self._tolerance)
         drifted = request_drifted(drifts, drift_tolerance, self._tolerance.jump_nats)
         distribution = self._distribution(answer.request, output)
         checks = _checks(distribution, draws, greedy=greedy, logprobs=bool(answer.logprobs))
-        reason = "drift" if drifted else f"distribution: {alarm}" if alarm else _wrong_draw(draws, answer)
+        reason = "drift" if drifted else f"distribution: {alarm}" if alarm else _wrong_token(misplaced, draws, answer)
         checked = Checked(
             verdict=Verdict.SUSPECT if reason else Verdict.VERIFIED if checks else Verdict.UNVERIFIED,
             reason=reason or ("replayed" if checks else "its replay gives nothing to compare it with"),
@@ -89,7 +101,7 @@ class Judge:
             self._draw_tolerance.add(drifts_of(output))
         if distribution is Distribution.REPEATED_SEED:
             evidence = [dataclasses.replace(token, row=None, draw=_without_rounding(token.draw)) for token in seen]
-        return Judgement(checked, tuple(seen), tuple(evidence), drift_tolerance, results)
+        return Judgement(checked, tuple(seen), tuple(evidence), drift_tolerance, misplaced, results)
 
     def _draws(
         self, answer: Answer, replayed: Replayed, drifts: Sequence[TokenDrift | None]
@@ -134,6 +146,23 @@ class Judge:
         return new
 
 
+def processed_logprobs(replayed: Replayed) -> tuple[float, ...]:
+    """The logprob of each token after temperature and filters, nats; no further below 0 than surprisals are clipped."""
+    rows = replayed.replayed
+    return replayed.logprobs if rows is None else tuple(-row.surprisal for row in rows)
+
+
+def as_processed(answer: Answer, replayed: Replayed) -> tuple[Answer, Replayed]:
+    """Both with logprobs after temperature and filters, for a server that reports these; without those of tokens so
+    unlikely that they are clipped, and of temperatures that magnify rounding."""
+    far = [row.surprisal >= SURPRISAL_CLIP_NATS for row in replayed.replayed or ()]
+    comparable = far and answer.logprobs and not 0 < answer.request.params.temperature < _LEAST_PROCESSED
+    logprobs = tuple(None if one else own for one, own in zip(far, answer.logprobs, strict=True)) if comparable else ()
+    return dataclasses.replace(answer, logprobs=logprobs), dataclasses.replace(
+        replayed, logprobs=processed_logprobs(replayed)
+    )
+
+
 def _drift_of_each(answer: Answer, replayed: Replayed) -> list[TokenDrift | None]:
     """One a token, the prompt's first; None where it was served without a logprob."""
     served = (*answer.prompt_logprobs, *(answer.logprobs or [None] * len(answer.token_ids)))
@@ -143,8 +172,12 @@ def _drift_of_each(answer: Answer, replayed: Replayed) -> list[TokenDrift | None
     ]
 
 
-def _wrong_draw(draws: DrawsChecked, answer: Answer) -> str:
-    """What is wrong with the draws of an answer; "" = nothing."""
+def _wrong_token(misplaced: Sequence[DrawCheck], draws: DrawsChecked, answer: Answer) -> str:
+    """The first token of an answer that is wrong by itself; "" = none is."""
+    if misplaced:
+        index, kind, nats, *_ = misplaced[0]
+        beyond = "below the likeliest" if kind == "likeliest" else "outside what the request allows"
+        return f"{kind}: token {index} is {nats:.3g} nats {beyond}"
     if draws.wrong is None:
         return ""
     return (

@@ -87,8 +87,8 @@ def test_sound_engines_raise_no_alarm_in_two_million_positions() -> None:
 
 
 def test_the_command_prints_and_writes_what_it_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = run.Finding("F8 something", {"term f": 416, "term c": 717}, "positions", 416, 0.43, 0.45)
-    lost = run.Finding("F9 something else", {}, "requests", None, 0.2, 0.2)
+    found = run.MutantAudit("F8 something", {"term f": 416, "term c": 717}, "positions", 416, 0.43, 0.45)
+    lost = run.MutantAudit("F9 something else", {}, "requests", None, 0.2, 0.2)
     monkeypatch.setattr(run, "audit_mutants", lambda *_, **__: [found, lost])
     page, figures = tmp_path / "docs" / "detection.md", tmp_path / "audit.json"
     result = CliRunner().invoke(main, ["audit", "faults", "--page", str(page), "--json", str(figures)])
@@ -126,7 +126,7 @@ def test_a_clean_run_is_written_beside_the_faults(tmp_path: Path, monkeypatch: p
 
 
 def test_spellings_of_earlier_versions_still_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = run.Finding("F8 something", {"term f": 416}, "positions", 416, 0.43, 0.45)
+    found = run.MutantAudit("F8 something", {"term f": 416}, "positions", 416, 0.43, 0.45)
     sound = run.CleanRun("block, drawn", 10, {}, {}, {"a": CheckSums(100, 10.0, 9.0, 40.0)})
     monkeypatch.setattr(run, "audit_mutants", lambda *_, **__: [found])
     monkeypatch.setattr(run, "audit_clean", lambda *_: [sound])

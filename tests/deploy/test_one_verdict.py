@@ -1,185 +1,218 @@
-"""One answer, one verdict: the service, the watch, the audit and `verify` judge by the same tolerances.
+"""One answer, one verdict: the service, the watch, the audit and `verify` judge by the same rule and tolerances.
 
-Where they differ, the pair of engines does: a service replays with its own engine, the others in float32.
+Where they differ, the pair of engines does, since a service replays with its own engine and the others in float32; or
+what is known of the answer, since only a service and a receipt have the draws.
 """
 
 import asyncio
 import json
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
+from deploy.exchange.answers import read_reply
+from deploy.exchange.client import Attempt
+from deploy.exchange.dialect import Ask
 from deploy.exchange.exchanges import COMPLETIONS, Exchange
-from deploy.faults.tiny import write_tiny_tokenizer
-from deploy.probes.lab import EXACT, ROUNDED
+from deploy.faults.tiny import VOCAB_SIZE, write_tiny_pair
+from deploy.probes.lab import QUICK, SETTINGS, Lab, ServedAnswer
 from deploy.probes.probes import PROBES, Trial
-from deploy.probes.replay import check_greedy
+from deploy.probes.replay import distribution_of_the_tokens, replayed_logprobs
 from deploy.run import verify
 from deploy.watch.referee import Referee, RefereeOptions
 from serve_app.backends.base import ModelInfo, Replayed
+from serve_app.referee.answer import Answer
 from serve_app.referee.judgement import Judge
 from serve_app.referee.receipts import Receipt
 from serve_app.referee.tolerance import EDGE_NATS, Tolerance
+from serve_app.referee.transformers_model import TransformersModel
 from serve_app.referee.verdicts import Verdict
+from speculative.config import DrafterConfig
 from speculative.request import ReplayedToken, Request, SamplingParams, TokenKind
-from tests.support.referees import recorded
+from tests.support.engines import NGRAM, tiny_engine
+from tests.support.referees import recorded as recorded_answer
+from tests.support.referees import serve
 
 NUM_TOKENS = 64
-GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
+GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True, logprobs=0)
+SAMPLED = replace(GREEDY, temperature=0.9)
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """A greedy answer, `num_off` of whose tokens lie `gap` nats below the likeliest in its replay.
-
-    precision: of the server.
-    """
+    """An answer of a server in this precision, and its replay in float32."""
 
     precision: str
-    gap: float
-    num_off: int = 8
+    answer: Answer
+    replayed: Replayed
 
     @property
-    def rows(self) -> tuple[ReplayedToken, ...]:
-        every = NUM_TOKENS // max(self.num_off, 1)
-        off = [self.num_off > 0 and index % every == 0 for index in range(NUM_TOKENS)]
-        return tuple(ReplayedToken(0.9, 0.85, 0.1, 0.2, self.gap if one else 0.0, 0.0) for one in off)
+    def tolerance(self) -> Tolerance:
+        return Tolerance.against_float32(self.precision)
 
     @property
-    def replayed(self) -> Replayed:
-        return Replayed((-0.1,) * NUM_TOKENS, self.rows, replica="p1")
+    def without_draws(self) -> Replayed:
+        """As those see it who do not know them."""
+        rows = tuple(replace(row, redrawn=None) for row in self.replayed.replayed or ())
+        return replace(self.replayed, replayed=rows)
+
+    @property
+    def exchange(self) -> Exchange:
+        """As a server that is not ours reports it."""
+        request, logprobs = (
+            self.answer.request,
+            {"token_logprobs": self.answer.logprobs} if self.answer.logprobs else None,
+        )
+        body = {
+            "prompt": request.prompt_token_ids,
+            "temperature": request.params.temperature,
+            "max_tokens": request.params.max_tokens,
+            "ignore_eos": True,
+            "seed": request.seed,
+        }
+        choice = {"index": 0, "text": "", "finish_reason": "length", "token_ids": self.answer.token_ids}
+        reply = {"id": "cmpl-1", "choices": [choice | {"logprobs": logprobs}]}
+        bodies = (json.dumps(one).encode() for one in (body, reply))
+        return Exchange(COMPLETIONS, *bodies, streamed=False, began_at=1.0, ended_at=2.0)
 
 
-def by_service(answer: Recorded, tolerance: Tolerance) -> bool:
-    """Whether a service suspects it, whose replays are computed by that pair."""
-    kinds = (TokenKind.FIRST, *[TokenKind.RECOVERED] * (NUM_TOKENS - 1))
-    judged = recorded(
-        "cmpl-1",
-        request=Request("cmpl-1", (1, 2, 3), GREEDY),
-        token_ids=(5,) * NUM_TOKENS,
-        logprobs=(-0.1,) * NUM_TOKENS,
-        kinds=kinds,
-        rounds_since_handoff=(None,) * NUM_TOKENS,
-        preempted=(False,) * NUM_TOKENS,
-        max_model_len=512,
-    )
-    return Judge(tolerance).judge(judged, answer.replayed).checked.verdict is Verdict.SUSPECT
+@dataclass(frozen=True)
+class Found:
+    """What somebody says of an answer."""
+
+    suspect: bool
+    tme: float | None
+    max_drift_nats: float | None
 
 
-def by_watch(answer: Recorded, folder: Path) -> bool:
-    """Whether `truespec watch --precision` suspects it."""
-    request = {"prompt": [1, 2, 3], "temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True}
-    logprobs = {"token_logprobs": [-0.1] * NUM_TOKENS}
-    choice = {"index": 0, "text": "", "finish_reason": "length", "token_ids": [5] * NUM_TOKENS, "logprobs": logprobs}
-    bodies = (json.dumps(one).encode() for one in (request, {"id": "cmpl-1", "choices": [choice]}))
-    exchange = Exchange(COMPLETIONS, *bodies, streamed=False, began_at=1.0, ended_at=2.0)
+def by_service(recorded: Recorded, tolerance: Tolerance | None = None) -> Found:
+    """A service's verdict, whose replays are computed by that pair."""
+    checked = Judge(tolerance or recorded.tolerance).judge(recorded.answer, recorded.replayed).checked
+    return Found(checked.verdict is Verdict.SUSPECT, checked.tme, checked.max_drift_nats)
 
-    async def judged() -> bool:
-        options = RefereeOptions(tolerance=Tolerance.against_float32(answer.precision))
-        referee = Referee(options, ModelInfo("tiny", 512, 512, "", str(folder), (2,)), Rows(answer))
+
+def by_watch(recorded: Recorded, folder: Path) -> Found:
+    """What `truespec watch --precision` says."""
+
+    class Rows:
+        at_once = 1
+
+        async def replay(self, request: Any) -> Replayed:
+            return recorded.without_draws
+
+    async def judged() -> Found:
+        model = ModelInfo("tiny", 512, 512, "", str(folder), (2,))
+        referee = Referee(RefereeOptions(tolerance=recorded.tolerance), model, Rows())  # type: ignore[arg-type]
         running = asyncio.create_task(referee.run())
-        (checked,) = await referee.judge(exchange)
+        (checked,) = await referee.judge(recorded.exchange)
         running.cancel()
-        return checked.verdict is Verdict.SUSPECT
+        return Found(checked.verdict is Verdict.SUSPECT, checked.tme, checked.max_drift_nats)
 
     return asyncio.run(judged())
 
 
-def by_audit(answer: Recorded) -> bool:
-    """Whether `truespec audit server` finds something in it."""
-    tolerance = EXACT if answer.precision == "float32" else ROUNDED
-    lab: Any = SimpleNamespace(tolerance=tolerance, distribution=lambda _: _Distribution(answer))
-    served: Any = SimpleNamespace(
-        attempt=SimpleNamespace(body={}), answer=SimpleNamespace(finish_reason="length"), ids=(5,) * NUM_TOKENS
-    )
-    trial = Trial(PROBES["distribution of the tokens"], 1e-6)
-    return not check_greedy(lab, trial, served, "greedy", ("F8",))
+def by_audit(recorded: Recorded) -> Found:
+    """What `truespec audit server` says, had it got this one answer."""
+    nobody: Any = None
+    lab = Lab(nobody, nobody, QUICK, nobody)
+    lab.reference, lab.tolerance, lab.modes = object(), recorded.tolerance, {}  # type: ignore[assignment,misc]
+    request, setting = recorded.answer.request, "greedy" if recorded.answer.request.params.greedy else "temperature 1"
+    attempt = Attempt(COMPLETIONS, {}, 200, read_reply(recorded.exchange), "")
+    one = ServedAnswer(setting, Ask(request.prompt_token_ids, request.params, request.seed), attempt)
+    one.replayed = recorded.without_draws
+    lab.traffic = {name: [one] if name == setting else [] for name in SETTINGS}  # type: ignore[misc]
+    trials = [Trial(PROBES[name], 1e-6) for name in ("replayed logprobs", "distribution of the tokens")]
+    replayed_logprobs(lab, trials[0])
+    distribution_of_the_tokens(lab, trials[1])
+    figures = trials[0].figures
+    return Found(any(trial.findings() for trial in trials), figures.get("TME"), figures.get("largest nats"))
 
 
-def by_verify(answer: Recorded, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether `truespec verify` refuses its receipt."""
+def verified(recorded: Recorded, monkeypatch: pytest.MonkeyPatch) -> verify.ReceiptVerdict:
+    """What `truespec verify` says of its receipt."""
     monkeypatch.setattr(verify, "_wrong_contents", lambda *_: "")
-    monkeypatch.setattr(verify, "make_replayer", lambda _: Rows(answer))
+
+    async def replayed(*_: object) -> Replayed:
+        return recorded.replayed
+
+    monkeypatch.setattr(verify, "_replayed", replayed)
+    served = recorded.answer
     receipt = Receipt(
         format="truespec-receipt-1",
         id="cmpl-1-0",
         created=1,
         model="tiny",
         fingerprint="f",
-        weights=answer.precision,
-        dtype=answer.precision,
+        weights=recorded.precision,
+        dtype=recorded.precision,
         quantization=None,
         computing="c",
         truespec="0",
         weight_versions=("v",),
-        prompt_token_ids=(1, 2, 3),
-        token_ids=(5,) * NUM_TOKENS,
-        token_kinds=(TokenKind.FIRST, *[TokenKind.RECOVERED] * (NUM_TOKENS - 1)),
-        num_delivered=NUM_TOKENS,
-        logprobs=None,
+        prompt_token_ids=served.request.prompt_token_ids,
+        token_ids=served.token_ids,
+        token_kinds=served.kinds,
+        num_delivered=len(served.token_ids),
+        logprobs=served.logprobs or None,  # type: ignore[arg-type]
         logprobs_mode="raw_logprobs",
-        params=GREEDY,
-        seed="1",
-        rounds=(),
+        params=served.request.params,
+        seed=str(served.request.seed),
+        rounds=served.rounds,
     )
-    return bool(verify.verify(receipt, Path(), "torch").reason)
+    return verify.verify(receipt, Path(), "torch")
 
 
-class Rows:
-    """The replayer that gives an answer its rows."""
-
-    at_once = 1
-
-    def __init__(self, answer: Recorded) -> None:
-        self._answer = answer
-        self.info = ModelInfo("tiny", 512, 512, "", "", (2,))
-
-    async def start(self) -> ModelInfo:
-        return self.info
-
-    async def replay(self, request: Any) -> Replayed:
-        return self._answer.replayed
-
-    async def stop(self) -> None:
-        """Nothing was loaded."""
+def by_verify(recorded: Recorded, monkeypatch: pytest.MonkeyPatch) -> Found:
+    verdict = verified(recorded, monkeypatch)
+    return Found(bool(verdict.reason), verdict.tme, verdict.max_drift_nats)
 
 
-class _Distribution:
-    """As the audit's reference gives it."""
-
-    def __init__(self, answer: Recorded) -> None:
-        self.gap = np.array([row.gap for row in answer.rows])
-        self.outside = np.zeros(NUM_TOKENS)
-
-    def __len__(self) -> int:
-        return NUM_TOKENS
+def made_up(precision: str, gap: float, num_off: int = 8, logprobs: bool = False) -> Recorded:
+    """A greedy answer, `num_off` of whose tokens lie `gap` nats below the likeliest in its replay."""
+    every = NUM_TOKENS // max(num_off, 1)
+    off = [num_off > 0 and index % every == 0 for index in range(NUM_TOKENS)]
+    rows = tuple(ReplayedToken(0.9, 0.85, 0.1, 0.2, gap if one else 0.0, 0.0) for one in off)
+    served = recorded_answer(
+        "cmpl-1",
+        request=Request("cmpl-1", (1, 2, 3), GREEDY),
+        token_ids=(5,) * NUM_TOKENS,
+        logprobs=(-0.1,) * NUM_TOKENS if logprobs else (),
+        kinds=(TokenKind.FIRST, *[TokenKind.RECOVERED] * (NUM_TOKENS - 1)),
+        rounds_since_handoff=(None,) * NUM_TOKENS,
+        preempted=(False,) * NUM_TOKENS,
+        max_model_len=512,
+    )
+    return Recorded(precision, served, Replayed((-0.1,) * NUM_TOKENS, rows, replica="p1"))
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("tokenizer")
-    write_tiny_tokenizer(made)
-    return made
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return write_tiny_pair(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("num_off", [1, 8])
 @pytest.mark.parametrize(("edges", "suspect"), [(0.0, False), (0.8, False), (1.6, True), (8.0, True)])
-def test_all_who_replay_in_float32_say_the_same(
-    precision: str, edges: float, suspect: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+def test_all_who_replay_in_float32_say_the_same_of_near_ties(
+    precision: str,
+    num_off: int,
+    edges: float,
+    suspect: bool,
+    folders: tuple[Path, Path],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    tolerance = Tolerance.against_float32(precision)
-    answer = Recorded(precision, edges * tolerance.edge_nats)
+    recorded = made_up(precision, edges * Tolerance.against_float32(precision).edge_nats, num_off)
     found = {
-        "independent check": by_service(answer, tolerance),
-        "watch": by_watch(answer, folder),
-        "audit": by_audit(answer),
-        "verify": by_verify(answer, monkeypatch),
+        "independent check": by_service(recorded),
+        "watch": by_watch(recorded, folders[0]),
+        "audit": by_audit(recorded),
+        "verify": by_verify(recorded, monkeypatch),
     }
-    assert found == dict.fromkeys(found, suspect)
+    assert found == dict.fromkeys(found, Found(suspect, None, None))
 
 
 @pytest.mark.parametrize(
@@ -188,7 +221,154 @@ def test_all_who_replay_in_float32_say_the_same(
 def test_a_service_that_replays_on_its_own_engine_is_stricter_by_its_pair(
     gap: float, equals: bool, apart: bool
 ) -> None:
-    answer = Recorded("bfloat16", gap)
+    recorded = made_up("bfloat16", gap)
     own, other = Tolerance.between_equals("bfloat16"), Tolerance.against_float32("bfloat16")
     assert (own.edge_nats, other.edge_nats) == (EDGE_NATS["bfloat16"], 2 * EDGE_NATS["bfloat16"])
-    assert (by_service(answer, own), by_service(answer, other)) == (equals, apart)
+    assert (by_service(recorded, own).suspect, by_service(recorded, other).suspect) == (equals, apart)
+
+
+def test_a_receipt_whose_logprobs_are_quiet_is_held_to_less_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded = made_up("bfloat16", 0.3, num_off=1, logprobs=True)
+    assert not by_service(recorded).suspect and not by_audit(recorded).suspect
+    verdict = verified(recorded, monkeypatch)
+    assert verdict.reason == "token 0 (first) is not the one that seed and weights demand"
+    assert (verdict.tolerance_nats, verdict.tolerance) == (0.001, "measured by 64 logprobs")
+
+
+# -- answers of an engine, and what faults make of them ---------------------------------------------------------------
+
+
+class Answers:
+    """What tiny engines answer, and what `transformers` makes of it."""
+
+    def __init__(self, target: Path, draft: Path) -> None:
+        self._target = target
+        self._drafters = {
+            "n-gram": NGRAM,
+            "draft model": DrafterConfig(kind="draft_model", model=str(draft), num_draft_tokens=3),
+        }
+        self._reference = TransformersModel(target)
+        self.sound = cache(self._sound)
+
+    def _sound(self, precision: str, drafter: str, params: SamplingParams) -> Recorded:
+        engine = tiny_engine(self._target, dtype=precision, drafter=self._drafters[drafter])
+        prompt = tuple(range(20, 32)) * 2
+        return self.replayed(precision, serve(engine, Request("cmpl-1-0", prompt, params, seed=7)))
+
+    def replayed(self, precision: str, served: Answer) -> Recorded:
+        def refuse(_: object) -> Any:
+            raise AssertionError("no request has a structure")
+
+        return Recorded(precision, served, self._reference.replay(served.scored("replay-1"), refuse))
+
+
+Fault = Callable[[Answers, Recorded], Recorded]
+
+
+def sound(_: Answers, recorded: Recorded) -> Recorded:
+    return recorded
+
+
+def of_logprobs(change: Callable[[Recorded], list[float | None]]) -> Fault:
+    def fault(_: Answers, recorded: Recorded) -> Recorded:
+        return replace(recorded, answer=replace(recorded.answer, logprobs=tuple(change(recorded))))
+
+    return fault
+
+
+def _one_off(jumps: float) -> Fault:
+    """The logprob of one token is so many jumps from where it was."""
+
+    def change(recorded: Recorded) -> list[float | None]:
+        given = list(recorded.answer.logprobs)
+        given[20] = (given[20] or 0.0) - jumps * recorded.tolerance.jump_nats
+        return given
+
+    return of_logprobs(change)
+
+
+def of_tokens(change: Callable[[list[int]], list[int]], *, right_logprobs: bool = False) -> Fault:
+    def fault(answers: Answers, recorded: Recorded) -> Recorded:
+        forged = replace(recorded.answer, token_ids=tuple(change(list(recorded.answer.token_ids))))
+        found = answers.replayed(recorded.precision, forged)
+        return replace(found, answer=replace(forged, logprobs=found.replayed.logprobs)) if right_logprobs else found
+
+    return fault
+
+
+def _forged(tokens: list[int]) -> list[int]:
+    tokens[20] = (tokens[20] + VOCAB_SIZE // 2) % VOCAB_SIZE
+    return tokens
+
+
+def _garbage(tokens: list[int]) -> list[int]:
+    return [3 + (101 * index + 7 * index * index) % (VOCAB_SIZE - 3) for index, _ in enumerate(tokens)]
+
+
+def wrongly_accepted(answers: Answers, recorded: Recorded) -> Recorded:
+    """The answer ends in the least likely of the drafts that were rejected, as if it had been accepted."""
+    served, rows, ends = recorded.answer, recorded.replayed.replayed or (), 0
+    rejected = []
+    for number, one in enumerate(served.rounds):
+        last = ends + one.num_tokens - 1
+        if served.kinds[last] is TokenKind.RECOVERED:
+            probability = rows[last].redrawn.rejected_probability  # type: ignore[union-attr]
+            rejected.append((probability, number, last, one.drafts[one.num_tokens - 1]))
+        ends += one.num_tokens
+    _, number, last, draft = min(rejected)
+    changes: dict[str, Any] = {name: getattr(served, name)[: last + 1] for name in PER_TOKEN}
+    changes["token_ids"] = (*served.token_ids[:last], draft)
+    changes["kinds"] = (*served.kinds[:last], TokenKind.ACCEPTED)
+    forged = replace(served, rounds=served.rounds[: number + 1], **changes)
+    found = answers.replayed(recorded.precision, forged)
+    logprobs = (*forged.logprobs[:-1], found.replayed.logprobs[-1])
+    return replace(found, answer=replace(forged, logprobs=logprobs))
+
+
+PER_TOKEN = ("logprobs", "made_by", "rounds_since_handoff", "preempted", "strata")
+FAULTS: dict[str, tuple[Fault, bool, bool]] = {  # whether those see it who know the draws, and those who do not
+    "sound": (sound, False, False),
+    "logprob 0 for every token": (of_logprobs(lambda one: [0.0] * len(one.answer.logprobs)), True, True),
+    "logprobs of another row": (of_logprobs(lambda one: [*one.answer.logprobs[1:], -1.0]), True, True),
+    "one logprob two jumps off": (_one_off(2.0), False, False),
+    "one logprob five jumps off": (_one_off(5.0), True, True),
+    "a forged token": (of_tokens(_forged), True, True),
+    "tokens of another row": (of_tokens(lambda tokens: [*tokens[:10], *tokens[11:], tokens[10]]), True, True),
+    "tokens of garbage with their right logprobs": (of_tokens(_garbage, right_logprobs=True), True, True),
+    "a rejected draft is accepted": (wrongly_accepted, True, False),
+}
+
+
+@pytest.fixture(scope="module")
+def answers(folders: tuple[Path, Path]) -> Answers:
+    return Answers(*folders)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("drafter", ["n-gram", "draft model"])
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_everybody_says_the_same_of_what_an_engine_answered(
+    precision: str,
+    drafter: str,
+    params: SamplingParams,
+    answers: Answers,
+    folders: tuple[Path, Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recorded = answers.sound(precision, drafter, params)
+    assert recorded.answer.num_drafted and recorded.answer.logprobs
+    for name, (fault, with_draws, without) in FAULTS.items():
+        if fault is wrongly_accepted and params.greedy:
+            continue  # its token is not the likeliest, as that of any forgery
+        changed = fault(answers, recorded)
+        found = {
+            "independent check": by_service(changed),
+            "verify": by_verify(changed, monkeypatch),
+            "watch": by_watch(changed, folders[0]),
+            "audit": by_audit(changed),
+        }
+        assert [one.suspect for one in found.values()] == [with_draws, with_draws, without, without], (name, found)
+        first = found["independent check"]
+        assert first.tme is not None and first.max_drift_nats is not None
+        for one in found.values():
+            assert (one.tme, one.max_drift_nats) == pytest.approx((first.tme, first.max_drift_nats), rel=1e-9), name

@@ -10,13 +10,16 @@ import pytest
 
 from deploy.faults.toy import table_engine
 from deploy.faults.traffic import PLAIN, sampling
+from serve_app.backends.base import Replayed
 from serve_app.referee.answer import Answer
-from serve_app.referee.draws import DrawResult, DrawTest, DrawTolerance, check_draws
+from serve_app.referee.draws import DrawResult, DrawTest, DrawTolerance, check_draws, placement_checks
 from serve_app.referee.drift import TokenDrift
+from serve_app.referee.judgement import Judge
+from serve_app.referee.tolerance import Tolerance
 from serve_app.referee.verdicts import Verdict
-from speculative.request import Request
+from speculative.request import ReplayedToken, Request, SamplingParams, TokenKind
 from speculative.selfcheck.replayed_draws import DrawCheck
-from tests.support.referees import Court, EngineReplay, serve
+from tests.support.referees import Court, EngineReplay, recorded, serve
 
 NUM_TOKENS = 256
 LOGPROBS = dataclasses.replace(PLAIN, logprobs=0)
@@ -152,3 +155,41 @@ def test_rounding_alone_raises_no_alarm_and_many_near_draws_do() -> None:
     wrong = DrawTest(1e-6)
     wrong.add([DrawResult.WRONG] * 3)
     assert wrong.alarm
+
+
+def row(gap: float = 0.0, outside: float = 0.0) -> ReplayedToken:
+    return ReplayedToken(0.5, 0.5, 0.7, 0.7, gap, outside)
+
+
+@pytest.mark.parametrize(("gap", "verdict"), [(0.2, Verdict.VERIFIED), (0.3, Verdict.SUSPECT)])
+def test_one_greedy_token_that_no_rounding_explains_is_enough(gap: float, verdict: Verdict) -> None:
+    rows = [row()] * 199 + [row(gap)]
+    request = Request("cmpl-1", (1, 2, 3), SamplingParams(temperature=0))
+    fields = {"token_ids": (5,) * 200, "logprobs": (-0.7,) * 200, "max_model_len": 512}
+    fields |= {"rounds_since_handoff": (None,) * 200, "preempted": (False,) * 200, "kinds": (TokenKind.BONUS,) * 200}
+    judge = Judge(Tolerance.between_equals("bfloat16"))
+    for number in range(3):  # quiet logprobs of other answers do not make it stricter with this one
+        judge.judge(recorded(f"cmpl-{number}", request=request, **fields), Replayed((-0.7,) * 200, (row(),) * 200))
+    judged = judge.judge(recorded("cmpl-9", request=request, **fields), Replayed((-0.7,) * 200, tuple(rows)))
+    assert judged.checked.verdict is verdict
+    assert [check.token_index for check in judged.misplaced] == ([199] if verdict is Verdict.SUSPECT else [])
+    if judged.misplaced:
+        assert judged.checked.reason == "likeliest: token 199 is 0.3 nats below the likeliest"
+
+
+@pytest.mark.parametrize(
+    ("params", "outside", "misses"),
+    [
+        (SamplingParams(top_k=8), 0.6, [0.6]),
+        (SamplingParams(top_p=0.9), 3.0, []),  # a mass that rounding moves by a thousandth may end whole nats below
+        (SamplingParams(min_p=0.1), 3.0, []),
+        (SamplingParams(top_p=0.9), math.inf, [math.inf]),
+        (SamplingParams(), 0.0, []),
+    ],
+)
+def test_a_token_outside_the_filters_counts_by_itself_where_their_edge_lies_in_nats(
+    params: SamplingParams, outside: float, misses: list[float]
+) -> None:
+    checks = placement_checks([row(), row(outside=outside)], params)
+    assert [(check.token_index, check.kind) for check in checks] == [(1, "allowed")] * len(misses)
+    assert [check.miss for check in checks] == pytest.approx(misses)
