@@ -1,7 +1,7 @@
 """`truespec verify`: whether receipts follow from the weights and seeds that they name."""
 
+import asyncio
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,35 +32,60 @@ _WRONG, _UNCHECKED = 1, 2
 def verify(ctx: click.Context, receipt: Path, model: str, engine: Any, public_key: Path | None, as_json: bool) -> None:
     """Compute an answer again from its receipt, and make its draws again.
 
-    RECEIPT is a file with a receipt, or with a reply that has `receipts`; - reads standard input. The exit status is 0
-    where every answer follows from its seed and the weights, 1 where one does not, 2 where that cannot be checked.
+    RECEIPT is a file with a receipt, or with a reply that has `receipts`; - reads standard input. Each verdict is
+    printed when it is there. The exit status is 1 where an answer does not follow from its seed and the weights,
+    otherwise 2 where one cannot be checked, and 0 where all follow.
     """
-    wrong = False
     try:
-        for verdict in _verdicts(receipt, model, engine, public_key):
-            say(json.dumps(verdict.to_wire()) if as_json else verdict.in_words())
-            wrong |= bool(verdict.reason)
+        status = asyncio.run(_check(receipt, model, engine, public_key, as_json))
     except TruespecError as error:
         say(f"This cannot be checked: {error}", err)
-        ctx.exit(_UNCHECKED)
-    ctx.exit(_WRONG if wrong else 0)
+        status = _UNCHECKED
+    ctx.exit(status)
 
 
-def _verdicts(receipt: Path, model: str, engine: Any, public_key: Path | None) -> Iterator[Any]:
-    """On each receipt as soon as it is checked."""
-    from deploy.run.verify import verify as check
-    from serve_app.referee.receipts import read_receipts
+async def _check(path: Path, model: str, engine: Any, public_key: Path | None, as_json: bool) -> int:
+    """Check every receipt of a file; the exit status."""
+    from deploy.run.verify import Verifier
+    from serve_app.referee.receipts import Receipt, receipts_in
     from serve_app.referee.signatures import PublicKey
 
     try:
-        with click.open_file(str(receipt), encoding="utf-8") as file:
+        with click.open_file(str(path), encoding="utf-8") as file:
             text = file.read()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{receipt} cannot be read: {error}.") from error
-    receipts = read_receipts(text)
+        raise ConfigError(f"{path} cannot be read: {error}.") from error
+    receipts = [_read(content) for content in receipts_in(text)]
+    readable = [one for one in receipts if isinstance(one, Receipt)]
     key = None if public_key is None else PublicKey.from_file(public_key)
+    if not readable:
+        raise receipts[0]
+    wrong = unchecked = False
     with View(err) as view:
         folder = find_model(model, view)
-        for number, one in enumerate(receipts, start=1):
-            view.stage(f"computing receipt {number} of {len(receipts)} again, {len(one.token_ids)} tokens")
-            yield check(one, folder, engine, key)
+        async with Verifier(folder, engine, max(one.num_tokens for one in readable), key) as verifier:
+            for number, one in enumerate(receipts, start=1):
+                which = f"receipt {number} of {len(receipts)}"
+                try:
+                    if isinstance(one, TruespecError):
+                        raise one
+                    view.stage(f"computing {which} again, {len(one.token_ids)} tokens")
+                    verdict = await verifier.check(one)
+                    say(json.dumps(verdict.to_wire()) if as_json else verdict.in_words())
+                    wrong |= bool(verdict.reason)
+                except TruespecError as error:
+                    unchecked = True
+                    say(f"{which.capitalize()} cannot be checked: {error}", err)
+                    if as_json:
+                        say(json.dumps({"id": getattr(one, "id", None), "verified": None, "reason": str(error)}))
+    return _WRONG if wrong else _UNCHECKED if unchecked else 0
+
+
+def _read(content: Any) -> Any:
+    """A receipt, or why it is none."""
+    from serve_app.referee.receipts import NotAReceipt, read_receipt
+
+    try:
+        return read_receipt(content)
+    except NotAReceipt as error:
+        return error

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from deploy.run.replayers import ReplayerOptions, make_replayer
+from deploy.run.replayers import LoadedReplayer, ReplayerOptions, make_replayer
 from serve_app.backends.base import Replayed
 from serve_app.referee.detectors import distribution_alarm
 from serve_app.referee.draws import NOT_REPLAYED, DrawsChecked, DrawTolerance, check_draws, placement_checks
@@ -75,18 +75,100 @@ class ReceiptVerdict:
         }
 
 
+class Verifier:
+    """Checks receipts against one model. Each form of the weights is read once, and let go when the block ends.
+
+    Args:
+        folder: the model's.
+        engine: what computes the logits again.
+        longest: tokens of prompt and answer of the longest receipt that will come.
+        public_key: of whoever must have signed them; None = nobody.
+    """
+
+    def __init__(self, folder: Path, engine: EngineName, longest: int, public_key: PublicKey | None = None) -> None:
+        self._folder = folder
+        self._engine = engine
+        self._longest = longest
+        self._public_key = public_key
+        self._fingerprints: dict[str, str] = {}  # by form of the weights
+        self._replayers: dict[ReplayerOptions, LoadedReplayer] = {}
+
+    async def __aenter__(self) -> "Verifier":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for replayer in self._replayers.values():
+            await replayer.stop()
+
+    async def check(self, receipt: Receipt) -> ReceiptVerdict:
+        """Compute a receipt's answer again, and compare.
+
+        Raises:
+            TruespecError: it cannot be checked here; the message says why, and what to do.
+        """
+        reason, signature = _check_signature(receipt, self._public_key)
+        reason = reason or self._wrong_contents(receipt)
+        if reason:
+            return ReceiptVerdict(receipt, reason, signature)
+        tolerance = _tolerance(receipt, self._folder, self._engine)
+        return _judge(receipt, await self._replayed(receipt), tolerance, signature, _name(receipt, self._engine))
+
+    def _wrong_contents(self, receipt: Receipt) -> str:
+        """What is wrong before anything is computed; "" = nothing."""
+        if len(receipt.weight_versions) > 1:
+            versions = ", ".join(receipt.weight_versions)
+            raise ConfigError(
+                f"The weights were changed while it was generated ({versions}); no one model gives it again."
+            )
+        model = ModelConfig.from_folder(self._folder)
+        beyond = next((id for id in receipt.prompt_token_ids + receipt.token_ids if id >= model.vocab_size), None)
+        if beyond is not None:
+            return f"it holds the token {beyond}, and the model has {model.vocab_size}"
+        receipt.params.check_vocabulary(model.vocab_size)
+        if reason := wrong_rounds(receipt, model.eos_token_ids):
+            return reason
+        if receipt.weights not in self._fingerprints:
+            self._fingerprints[receipt.weights] = model_fingerprint(self._folder, weights=receipt.weights)
+        found = self._fingerprints[receipt.weights]
+        if found != receipt.fingerprint:
+            return f"the weights' fingerprint is {receipt.fingerprint[:64]}, and that of {self._folder} is {found}"
+        return ""
+
+    async def _replayed(self, receipt: Receipt) -> Replayed:
+        """By our engine, in float32 or in the form that the weights were rounded to; or by `transformers`."""
+        rounded = receipt.weights in ROUNDED_FORMS
+        options = ReplayerOptions(
+            self._folder,
+            self._engine,
+            dtype="bfloat16" if rounded and receipt.dtype == "bfloat16" else "float32",
+            quantization=receipt.weights if rounded else "auto",  # type: ignore[arg-type]  # `ROUNDED_FORMS` are some
+            device="auto" if receipt.weights == "fp8" else "cpu",
+            max_model_len=self._longest,
+            at_once=1,
+        )
+        if options not in self._replayers:
+            replayer = make_replayer(options)
+            try:
+                await replayer.start()
+            except BaseException:
+                await replayer.stop()
+                raise
+            self._replayers[options] = replayer
+        return await self._replayers[options].replay(receipt.scored())
+
+
 def verify(receipt: Receipt, folder: Path, engine: EngineName, public_key: PublicKey | None = None) -> ReceiptVerdict:
-    """Check a receipt against a model.
+    """Check one receipt.
 
     Raises:
         TruespecError: it cannot be checked here; the message says why, and what to do.
     """
-    reason, signature = _check_signature(receipt, public_key)
-    reason = reason or _wrong_contents(receipt, folder)
-    if reason:
-        return ReceiptVerdict(receipt, reason, signature)
-    replay = asyncio.run(_replayed(receipt, folder, engine))
-    return _judge(receipt, replay, _tolerance(receipt, folder, engine), signature, _name(receipt, engine))
+
+    async def check() -> ReceiptVerdict:
+        async with Verifier(folder, engine, receipt.num_tokens, public_key) as verifier:
+            return await verifier.check(receipt)
+
+    return asyncio.run(check())
 
 
 def _check_signature(receipt: Receipt, key: PublicKey | None) -> tuple[str, str]:
@@ -99,44 +181,6 @@ def _check_signature(receipt: Receipt, key: PublicKey | None) -> tuple[str, str]
     if not key.signed(receipt.canonical(), own):
         return f"the signature is not that of key {key.id} on this receipt", f"ed25519 by key {own.key_id}, wrong"
     return "", f"ed25519 by key {own.key_id}, valid"
-
-
-def _wrong_contents(receipt: Receipt, folder: Path) -> str:
-    """What is wrong before anything is computed; "" = nothing."""
-    if len(receipt.weight_versions) > 1:
-        versions = ", ".join(receipt.weight_versions)
-        raise ConfigError(f"The weights were changed while it was generated ({versions}); no one model gives it again.")
-    model = ModelConfig.from_folder(folder)
-    beyond = next((id for id in receipt.prompt_token_ids + receipt.token_ids if id >= model.vocab_size), None)
-    if beyond is not None:
-        return f"it holds the token {beyond}, and the model has {model.vocab_size}"
-    receipt.params.check_vocabulary(model.vocab_size)
-    if reason := wrong_rounds(receipt, model.eos_token_ids):
-        return reason
-    found = model_fingerprint(folder, weights=receipt.weights)
-    if found != receipt.fingerprint:
-        return f"the weights' fingerprint is {receipt.fingerprint[:64]}, and that of {folder} is {found}"
-    return ""
-
-
-async def _replayed(receipt: Receipt, folder: Path, engine: EngineName) -> Replayed:
-    """By our engine, in float32 or in the form that the weights were rounded to; or by `transformers` in float32."""
-    request, rounded = receipt.scored(), receipt.weights in ROUNDED_FORMS
-    options = ReplayerOptions(
-        folder,
-        engine,
-        dtype="bfloat16" if rounded and receipt.dtype == "bfloat16" else "float32",
-        quantization=receipt.weights if rounded else "auto",  # type: ignore[arg-type]  # `ROUNDED_FORMS` are some
-        device="auto" if receipt.weights == "fp8" else "cpu",
-        max_model_len=len(request.prompt_token_ids),
-        at_once=1,
-    )
-    replayer = make_replayer(options)
-    try:
-        await replayer.start()
-        return await replayer.replay(request)
-    finally:
-        await replayer.stop()
 
 
 def _tolerance(receipt: Receipt, folder: Path, engine: EngineName) -> Tolerance:

@@ -57,6 +57,11 @@ class Receipt:
     signature: Signature | None = None
 
     @property
+    def num_tokens(self) -> int:
+        """Of prompt and answer."""
+        return len(self.prompt_token_ids) + len(self.token_ids)
+
+    @property
     def drawn(self) -> Rounds:
         """Its draws, to be made again."""
         return Rounds(len(self.prompt_token_ids), self.rounds, self.token_ids, self.token_kinds)
@@ -134,6 +139,15 @@ def read_receipts(text: str) -> list[Receipt]:
     Raises:
         NotAReceipt: it does not, or a receipt has unknown or missing fields.
     """
+    return [read_receipt(one) for one in receipts_in(text)]
+
+
+def receipts_in(text: str) -> list[Any]:
+    """What a file holds in the place of receipts, as JSON that nobody has looked at.
+
+    Raises:
+        NotAReceipt: it is neither a receipt nor a reply with `receipts`.
+    """
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -141,7 +155,7 @@ def read_receipts(text: str) -> list[Receipt]:
     found = content.get("receipts", [content]) if isinstance(content, dict) else None
     if not isinstance(found, list) or not found:
         raise NotAReceipt("It is neither a receipt nor a reply with `receipts`.")
-    return [_read(one) for one in found]
+    return found
 
 
 def wrong_rounds(receipt: Receipt, eos_token_ids: Sequence[int]) -> str:
@@ -190,7 +204,12 @@ def _wrong_round(one: Round, kinds: Sequence[TokenKind], *, is_last: bool) -> st
     return "" if whole else f"its last token cannot be {last.value}"
 
 
-def _read(content: Any) -> Receipt:
+def read_receipt(content: Any) -> Receipt:
+    """A receipt, as JSON.
+
+    Raises:
+        NotAReceipt: it is none, or has unknown or missing fields.
+    """
     kind = content.get("format") if isinstance(content, dict) else None
     if kind != FORMAT:
         raise NotAReceipt(f"Its format is {str(kind)[:50]!r}, and {FORMAT!r} is known here.")

@@ -134,12 +134,12 @@ def by_audit(recorded: Recorded) -> Found:
 
 def verified(recorded: Recorded, monkeypatch: pytest.MonkeyPatch) -> verify.ReceiptVerdict:
     """What `truespec verify` says of its receipt."""
-    monkeypatch.setattr(verify, "_wrong_contents", lambda *_: "")
+    monkeypatch.setattr(verify.Verifier, "_wrong_contents", lambda *_: "")
 
     async def replayed(*_: object) -> Replayed:
         return recorded.replayed
 
-    monkeypatch.setattr(verify, "_replayed", replayed)
+    monkeypatch.setattr(verify.Verifier, "_replayed", replayed)
     served = recorded.answer
     receipt = Receipt(
         format="truespec-receipt-1",

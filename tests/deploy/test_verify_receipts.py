@@ -19,6 +19,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 
 from deploy.cli.main import main
+from deploy.run.replayers import make_replayer
 from deploy.run.verify import EngineName, verify
 from serve_app.backends.torch_backend import TorchBackend
 from serve_app.http.routes import build_ingress
@@ -429,6 +430,29 @@ def test_the_command_says_what_it_found(sound: dict[str, Any], folder: Path, key
         [str(path)],
     ):
         assert run(main, ["verify", *arguments]).exit_code == 2
+
+
+def test_one_that_cannot_be_checked_does_not_keep_the_others_from_it(
+    sound: dict[str, Any], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the model is loaded once for all."""
+    loaded: list[object] = []
+    monkeypatch.setattr(
+        "deploy.run.verify.make_replayer", lambda options: loaded.append(options) or make_replayer(options)
+    )
+    path, run = tmp_path / "receipts.json", CliRunner().invoke
+    two = sound | {"id": "cmpl-2", "weight_versions": ["default", "step-2"]}
+    path.write_text(json.dumps({"receipts": [sound | {"seed": 7}, two, sound, sound]}))
+    found = run(main, ["verify", str(path), "--model", str(folder), "--json"])
+    verdicts = [json.loads(line) for line in found.stdout.splitlines()]
+    assert (found.exit_code, [one["verified"] for one in verdicts]) == (2, [None, None, True, True])
+    assert "seed: Input should be a valid string" in verdicts[0]["reason"]
+    assert verdicts[1]["id"] == "cmpl-2" and "weights were changed" in verdicts[1]["reason"]
+    assert "Receipt 1 of 4 cannot be checked: seed: Input" in found.stderr
+    assert len(loaded) == 1
+    other_token(forged := copy.deepcopy(sound))
+    path.write_text(json.dumps({"receipts": [{}, forged]}))
+    assert run(main, ["verify", str(path), "--model", str(folder)]).exit_code == 1
 
 
 WITHOUT_RAY = """
