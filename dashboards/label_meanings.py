@@ -69,8 +69,8 @@ _MEANINGS: dict[str, dict[str, Meaning]] = {
             "failed": "could not be submitted, or two attempts did not compute it: the answer stays unverified",
             "skipped": "not tried: too many were waiting",
             "outdated": "not comparable: the weights have been changed since",
-            "refused": "not computed: no sound engine gives that answer (it breaks a limit of its request, is too long, "
-            "or has invalid token ids)",
+            "refused": "not computed: no sound engine gives that answer (it breaks a limit of its request, is too "
+            "long, or has invalid token ids)",
         },
         "independent_replays_total": {
             "agrees": "`transformers` finds what was served",
