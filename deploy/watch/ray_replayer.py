@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import RayActorError, RayError
 
 from deploy.run.cluster import connected
 from deploy.run.replayers import ReplayerOptions, make_replayer
 from serve_app.backends.base import ModelInfo, Replayed
 from serve_app.deployments.gpus import ONLY_GIVEN_GPUS, given_device
-from serve_app.deployments.remote_errors import own_error
+from serve_app.deployments.remote_errors import answered
 from speculative.request import Request
 
 _logger = logging.getLogger("truespec.referee")
@@ -53,10 +53,7 @@ class RayReplayer:
         actor = min(self._actors, key=lambda one: one.running)
         actor.running += 1
         try:
-            replayed: Replayed = await actor.handle.replay.remote(request)
-            return replayed
-        except RayTaskError as error:
-            raise own_error(error) from error
+            return await answered(actor.handle.replay.remote(request))
         except RayActorError:
             self._actors = [one for one in self._actors if one is not actor] or [self._new_actor()]
             raise
