@@ -28,6 +28,7 @@ _IRRELEVANT = frozenset((
 # fmt: on
 """Fields that do not change from which distribution a token is drawn, or whose values are looked at below."""
 
+_LIMITS = ("max_completion_tokens", "max_tokens", "max_new_tokens", "n_predict", "max_output_tokens")
 _TEXT_FORM = ("text", None)
 _GRAMMARS = (
     "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structural_tag", "regex",
@@ -41,8 +42,8 @@ _PLAIN_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.]{0,39}")
 class Sampled:
     """How the choices of one request were sampled. stops: whether a text or token that it names may have ended them.
     untested: why their tokens cannot be compared with a distribution, "" = they can. compared: whether their logprobs
-    are the model's. num_choices: of each prompt. is_limited: whether the request names `max_tokens`, which are the
-    parameters' then."""
+    are the model's. num_choices: of each prompt. max_tokens: that the request names; None = it does not, or another
+    field may count."""
 
     params: SamplingParams
     seed: int | None
@@ -50,7 +51,7 @@ class Sampled:
     untested: str = ""
     compared: bool = True
     num_choices: int = 1
-    is_limited: bool = False
+    max_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +80,11 @@ class Sampling:
         vendor, seed = vendor_of(self.dialect), body.get("seed")
         seed = seed % 2**64 if isinstance(seed, int) and seed >= 0 else None
         stops = bool(body.get("stop") or body.get("stop_token_ids"))
-        params, untested, is_limited = SamplingParams(logprobs=0), _untested(body, vendor.fields), False
+        params, untested = SamplingParams(logprobs=0), _untested(body, vendor.fields)
         try:
             values = vendor.values(self.generation, self.own, body, is_chat=is_chat)
             untested = untested or vendor.why_not_ours(values)
             params = SamplingParams(logprobs=0, max_tokens=_most_tokens(body), **_read(vendor.ours(values)))
-            is_limited = bool(_asked_tokens(body))
         except (InvalidRequest, TypeError, ValueError, OverflowError, AttributeError) as error:
             what = f"{error.field}: its value" if isinstance(error, InvalidRequest) else "a parameter: its value"
             params, untested = SamplingParams(logprobs=0), untested or f"{what} cannot be repeated"
@@ -92,7 +92,7 @@ class Sampling:
         compared &= not vendor.logprobs_after_temperature or _is_bare(params)
         num = body.get("n")
         num_choices = max(1, num) if isinstance(num, int) else 1
-        return Sampled(params, seed, stops, untested, compared, num_choices, is_limited)
+        return Sampled(params, seed, stops, untested, compared, num_choices, _limit(body, is_chat=is_chat))
 
 
 def _is_bare(params: SamplingParams) -> bool:
@@ -103,11 +103,19 @@ def _is_bare(params: SamplingParams) -> bool:
 
 def _most_tokens(body: Json) -> int:
     """Large enough for `min_tokens`, whatever the server's own limit is."""
-    return max(1, _asked_tokens(body), int(body.get("min_tokens") or 0))
+    asked = body.get("max_completion_tokens") or body.get("max_tokens") or 0
+    return max(1, int(asked), int(body.get("min_tokens") or 0))
 
 
-def _asked_tokens(body: Json) -> int:
-    return int(body.get("max_completion_tokens") or body.get("max_tokens") or 0)
+def _limit(body: Json, *, is_chat: bool) -> int | None:
+    """The tokens that an answer may have, where all vendors read the request alike: -1 is no limit to some, of two
+    fields another one counts here and there, and an echo holds the prompt."""
+    given = [body[name] for name in _LIMITS if body.get(name) is not None]
+    names = ("max_completion_tokens", "max_tokens") if is_chat else ("max_tokens",)
+    asked = next((body[name] for name in names if body.get(name) is not None), None)
+    if type(asked) is not int or asked < 1 or any(one != asked for one in given) or body.get("echo"):
+        return None
+    return asked
 
 
 def _read(values: Mapping[str, Any]) -> Json:

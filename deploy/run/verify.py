@@ -23,6 +23,8 @@ from speculative.model.fingerprint import ROUNDED_FORMS, has_plain_values, model
 
 EngineName = Literal["torch", "transformers"]
 
+_DTYPES = ("float32", "bfloat16")
+_LONGEST_SHOWN = 200  # characters
 _MEASURED = 32  # logprobs of an answer from which the noise between the engines is measured
 
 
@@ -44,7 +46,8 @@ class ReceiptVerdict:
         """As `truespec verify` prints it."""
         receipt, draws = self.receipt, self.draws
         lines = [
-            f"{receipt.id} by {receipt.model}: {len(receipt.token_ids)} tokens in {len(receipt.rounds)} rounds",
+            f"{_shown(receipt.id)} by {_shown(receipt.model)}: "
+            f"{len(receipt.token_ids)} tokens in {len(receipt.rounds)} rounds",
             f"  signature    {self.signature}",
         ]
         if self.replayed_by:
@@ -73,6 +76,11 @@ class ReceiptVerdict:
             "first_wrong": self.draws.wrong,
             "draws": self.draws.to_wire(),
         }
+
+
+def _shown(text: str) -> str:
+    """What a receipt claims, on one line."""
+    return "".join(one if one.isprintable() else "?" for one in text[:_LONGEST_SHOWN])
 
 
 class Verifier:
@@ -120,6 +128,8 @@ class Verifier:
             raise ConfigError(
                 f"The weights were changed while it was generated ({versions}); no one model gives it again."
             )
+        if receipt.dtype not in _DTYPES:
+            return f"its dtype is {_shown(receipt.dtype)}, and an engine computes in {' or '.join(_DTYPES)}"
         model = ModelConfig.from_folder(self._folder)
         beyond = next((id for id in receipt.prompt_token_ids + receipt.token_ids if id >= model.vocab_size), None)
         if beyond is not None:

@@ -176,8 +176,7 @@ class ExchangeReader:
             num_drafted=1,  # not known: what it shows does not count as the noise of rounding
             num_cached=reply.num_cached or 0,
             strata=shared(_strata(sampled.params, len(prompt), len(ids), reply.num_cached, choice.finish_reason)),
-            # The ids that end an answer of that server are not known, only those that the request names.
-            broken_limit=broken_limit(sampled.params, ids) if sampled.is_limited and not tokens.retokenized else "",
+            broken_limit=_too_long(sampled, choice),
             untested=sampled.untested,
         )
 
@@ -219,6 +218,14 @@ class ExchangeReader:
                     tokens.add(one, None)
             tokens.add(token, logprob)
         return tokens
+
+
+def _too_long(sampled: Sampled, choice: Choice) -> str:
+    """Whether an answer has more tokens than its request allows, in words. Only ids that the server reports count, and
+    not how it ended: vendors differ in which tokens end an answer, and in what they report of these."""
+    if sampled.max_tokens is None:
+        return ""
+    return broken_limit(SamplingParams(max_tokens=sampled.max_tokens), choice.token_ids or ())
 
 
 @dataclass(slots=True)

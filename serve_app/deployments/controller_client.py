@@ -15,7 +15,7 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from serve_app.deployments.remote_errors import answered
+from serve_app.deployments.remote_errors import answered, uncancelled
 from serve_app.deployments.replica_reports import ReplicaReports
 from serve_app.guard.replica_registry import ReplicaRegistry
 from serve_app.openai.kept_responses import ResponseStore
@@ -100,7 +100,7 @@ class PartClient:
 
     async def answer(self, response: Awaitable[R]) -> R:
         """What the controller answered."""
-        return await response
+        return await uncancelled(response)
 
 
 class RemoteWeights(PartClient):

@@ -5,6 +5,7 @@ from collections.abc import Awaitable
 from typing import TypeVar
 
 from ray.exceptions import RayTaskError
+from ray.serve.exceptions import RequestCancelledError
 
 from speculative.errors import TruespecError
 
@@ -17,19 +18,30 @@ def own_error(error: RayTaskError, otherwise: type[Exception] = ConnectionError)
     return cause if isinstance(cause, TruespecError) else otherwise(f"a replica failed: {cause}")
 
 
+async def uncancelled(response: Awaitable[R]) -> R:
+    """What another replica answered, and what it raised as Ray carries it.
+
+    Raises:
+        RequestCancelledError: Serve cancelled the call, which by itself looks as if the caller were cancelled.
+    """
+    try:
+        return await response
+    except asyncio.CancelledError:
+        caller = asyncio.current_task()
+        if caller is not None and caller.cancelling():
+            raise
+        raise RequestCancelledError from None
+
+
 async def answered(response: Awaitable[R]) -> R:
     """What another replica answered.
 
     Raises:
         TruespecError: as it was raised there.
-        ConnectionError: the replica failed; or Serve cancelled the call, which looks as if the caller were cancelled.
+        ConnectionError: the replica failed.
+        RequestCancelledError: Serve cancelled the call.
     """
     try:
-        return await response
+        return await uncancelled(response)
     except RayTaskError as error:
         raise own_error(error) from error
-    except asyncio.CancelledError:
-        caller = asyncio.current_task()
-        if caller is not None and caller.cancelling():
-            raise
-        raise ConnectionError("Ray Serve cancelled the call") from None

@@ -58,13 +58,12 @@ class ReplicaRuntime:
         task.add_done_callback(self.tasks.discard)
         return task
 
-    async def check(self, answer: Answer) -> Checked:
-        """Have a request replayed, and wait for the result; it is replayed even if nobody waits any more.
+    def check(self, answer: Answer) -> asyncio.Task[Checked]:
+        """Have an answer replayed, whether anybody waits for the result or not.
 
-        Raises:
-            ConnectionError: the controller did not answer.
+        The task raises ConnectionError where the controller did not answer.
         """
-        return await asyncio.shield(self.spawn(self._check(answer, carried())))
+        return self.spawn(self._check(answer, carried()))
 
     async def _check(self, answer: Answer, client: Carried) -> Checked:
         adopt(client)

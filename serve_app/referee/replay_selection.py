@@ -16,7 +16,7 @@ Submit = Callable[[Answer], None]
 """Hands an answer to the referee; must not block."""
 
 Check = Callable[[Answer], Awaitable[Checked]]
-"""Hands an answer to the referee, and waits for what comes of it."""
+"""Hands an answer to the referee; what comes of it may be waited for."""
 
 
 def chosen(request_id: str, share: float) -> bool:
@@ -67,9 +67,7 @@ class Checks:
             yield
         finally:
             for request_id in request_ids:
-                check = self._awaited.pop(request_id)
-                if check is not None:
-                    check.cancel()
+                del self._awaited[request_id]  # a check goes on: the answer is evidence, whoever waits for its verdict
 
     def select(self, request: Request) -> Selection:
         """Whether a request is to be checked; with its logprobs, if its client waits for the verdict."""
@@ -85,7 +83,8 @@ class Checks:
         """A request that was chosen has ended."""
         request_id = answer.request.request_id
         if request_id in self._awaited:
-            self._awaited[request_id] = asyncio.ensure_future(self._check(answer))
+            self._awaited[request_id] = check = asyncio.ensure_future(self._check(answer))
+            check.add_done_callback(_error)  # which is nobody's where nobody waits
         else:
             self._submit(answer)
 
@@ -102,5 +101,8 @@ def _result(check: asyncio.Future[Checked] | None) -> Checked:
         return Checked(reason="it ended before there was anything to compare")
     if not check.done():
         return Checked(reason="the replay took too long")
-    error = check.exception()
-    return check.result() if error is None else Checked(reason="the referee did not answer")
+    return check.result() if _error(check) is None else Checked(reason="the referee did not answer")
+
+
+def _error(check: asyncio.Future[Checked]) -> BaseException | None:
+    return asyncio.CancelledError() if check.cancelled() else check.exception()

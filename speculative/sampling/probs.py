@@ -72,7 +72,7 @@ class SamplingRows:
     def build(cls, params: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> "SamplingRows":
         """`params` holds one entry per verify row."""
         greedy = [p.greedy for p in params]
-        temperature = [1.0 if p.greedy else max(p.temperature, _COLDEST) for p in params]
+        temperature = list(map(temperature_of, params))
         return cls(
             temperature=torch.tensor(temperature, dtype=torch.float32, device=device)[:, None],
             greedy=torch.tensor(greedy, dtype=torch.bool, device=device),
@@ -85,6 +85,11 @@ class SamplingRows:
     def on_device(cls, temperature: Tensor, greedy: Tensor, filters: Filters | None) -> "SamplingRows":
         """Rows whose parameters only the device knows when the code is captured."""
         return cls(temperature, greedy, any_greedy=True, all_warm=False, filters=filters)
+
+
+def temperature_of(params: SamplingParams) -> float:
+    """What logits are divided by; 1 for a greedy request."""
+    return 1.0 if params.greedy else max(params.temperature, _COLDEST)
 
 
 class LastRows:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from speculative.request import Draw, Redrawn, Request, SamplingParams
-from speculative.sampling.probs import SamplingRows
+from speculative.sampling.probs import SamplingRows, temperature_of
 from speculative.sampling.rng import Purpose, noise_uniforms, uniforms
 from speculative.selfcheck.replayed_draws import log_share
 from speculative.selfcheck.vllm_draws import token_numbers, uniforms_of
@@ -69,7 +69,7 @@ def redraw(
         request: its seed and parameters.
         drafter: that the drafts rejected there were sampled from, by row; where known.
     """
-    temperature = request.params.temperature
+    temperature = temperature_of(request.params)
     edges = _edges_of(target, request.params)
     rows = [_Row(*parts, request.params) for parts in zip(target.each(), edges, tokens, strict=True)]
     numbers = _numbers_of(draws, request)
@@ -148,9 +148,9 @@ class _Row:
             return (float(self.probs[token]) if token >= 0 else 0.0,) * 2
         mass, near, sure, moving = self.edges
         own = float(mass[token])
-        if near[token]:
-            return 0.0, own / (sure + own)
-        return (own / (sure + moving), own / sure) if self.probs[token] > 0 else (0.0, 0.0)
+        if near[token]:  # with nothing that is sure, whatever is near may be all there is
+            return 0.0, own / (sure + own) if sure > 0 else 1.0
+        return (own / (sure + moving), own / sure) if own > 0 and self.probs[token] > 0 else (0.0, 0.0)
 
 
 def _near(edges: _Edges | None, token: int) -> bool:
@@ -301,7 +301,7 @@ def _by_noise(row: _Row, unit: Tensor) -> tuple[float, float]:
 def _near_edges(target: Distributions, params: SamplingParams) -> Tensor:
     """[n, V] bool: tokens that rounding may move across an edge of the filters."""
     scaled, inside = target.scaled, target.kept > -torch.inf
-    reach = _EDGE_NATS / params.temperature
+    reach = _EDGE_NATS / temperature_of(params)
     lowest = target.kept.masked_fill(~inside, torch.inf).amin(dim=-1, keepdim=True)
     highest_outside = scaled.masked_fill(inside, -torch.inf).amax(dim=-1, keepdim=True)
     near = torch.where(inside, scaled <= highest_outside + reach, scaled >= lowest - reach)

@@ -140,10 +140,11 @@ def _checks_of(place: _Place, rows: Sequence[ReplayedToken]) -> Iterator[DrawChe
         rejected = again.rejected_probability, again.rejected_bounds[0]
         yield _checked(place, again, "rejected", *(reserve - _log(p) for p in rejected))
     if place.kind is TokenKind.RECOVERED and one.draft_probs is not None:
-        strict, loose = share.log + _log(row.probability), share.most + _log(again.bounds[1])
+        strict, loose = share.log + _log(_probability(row)), share.most + _log(again.bounds[1])
         yield _checked(place, again, "support", strict - _log(one.last_prob), loose - _log(one.last_prob))
-        if again.rejected_draft_probability is not None:
-            drift = abs(_log_q(one, place.offset) - _log(again.rejected_draft_probability)) * again.temperature
+        if (q := again.rejected_draft_probability) is not None:
+            served = _log_q(one, place.offset)
+            drift = 0.0 if served == _log(q) else abs(served - _log(q)) * again.temperature
             yield DrawCheck(place.token_index, "recovered", again.miss, again.loose, drift)
     else:
         kind = "residual" if place.kind is TokenKind.RECOVERED else "interval"
@@ -154,8 +155,9 @@ def _checks_of_accepted(place: _Place, row: ReplayedToken, again: Redrawn) -> It
     if place.token != place.round.drafts[place.offset]:
         yield _checked(place, again, "draft", -math.inf, -math.inf)
     elif place.round.verifier == "token_wise":
-        needed = math.log(again.coins[0]) + _log_q(place.round, place.offset)
-        yield _checked(place, again, "accepted", *(_log(p) - needed for p in (row.probability, again.bounds[1])))
+        log_q, log_coin = _log_q(place.round, place.offset), math.log(again.coins[0])
+        ways = _probability(row), again.bounds[1]
+        yield _checked(place, again, "accepted", *(_log_ratio(p, log_q) - log_coin for p in ways))
 
 
 def log_share(log_ratios: Iterable[float]) -> float:
@@ -179,9 +181,9 @@ class _Share(NamedTuple):
         """Behind the drafts that were accepted before a place."""
         accepted = rows[place.token_index - place.offset : place.token_index]
         bounds = [(0.0, 1.0) if own.redrawn is None else own.redrawn.bounds for own in accepted]
-        each = ([own.probability for own in accepted], [least for least, _ in bounds], [most for _, most in bounds])
+        each = (map(_probability, accepted), [least for least, _ in bounds], [most for _, most in bounds])
         qs = [_log_q(place.round, offset) for offset in range(place.offset)]
-        return cls(*(log_share(_log(p) - q for p, q in zip(probs, qs, strict=True)) for probs in each))
+        return cls(*(log_share(_log_ratio(p, q) for p, q in zip(probs, qs, strict=True)) for probs in each))
 
 
 def _block_coins(place: _Place, again: Redrawn, share: _Share) -> Iterator[DrawCheck]:
@@ -207,12 +209,22 @@ def _survival(share: float, of_rejected: float) -> float:
 def _checked(place: _Place, again: Redrawn, kind: str, strict: float, loose: float) -> DrawCheck:
     """A check that holds while `strict`, in nats of log p, is not below 0; `loose`: the same with the tokens near an
     edge of the filters on the side that helps."""
-    misses = (max(0.0, -reserve) * again.temperature for reserve in (strict, max(strict, loose)))
-    return DrawCheck(place.token_index, kind, *misses)
+    missed = [math.inf if math.isnan(one) else max(0.0, -one) * again.temperature for one in (strict, loose)]
+    return DrawCheck(place.token_index, kind, missed[0], min(missed))
+
+
+def _probability(row: ReplayedToken) -> float:
+    """p of the token; 0 where it is filtered out."""
+    return row.probability if row.outside == 0 else 0.0
 
 
 def _log(value: float) -> float:
     return math.log(value) if value > 0 else -math.inf
+
+
+def _log_ratio(probability: float, log_q: float) -> float:
+    """log p / q; no draft that p excludes is accepted, whatever q is said to be."""
+    return math.log(probability) - log_q if probability > 0 else -math.inf
 
 
 def _log_q(one: Round, offset: int) -> float:

@@ -291,7 +291,15 @@ def test_a_text_that_ended_at_once_is_the_token_that_ended_it(reader: ExchangeRe
     [
         ({"max_tokens": 3}, ""),
         ({"max_tokens": 2}, "it has 3 tokens, and max_tokens is 2"),
-        ({"max_tokens": 3, "stop_token_ids": [21]}, "token 1 ends the answer, and others follow"),
+        ({"max_tokens": 2, "max_new_tokens": 2}, "it has 3 tokens, and max_tokens is 2"),
+        ({"max_tokens": 2, "n_predict": 3}, ""),  # which of them counts depends on the vendor
+        ({"max_tokens": 2, "max_completion_tokens": 50}, ""),
+        ({"max_completion_tokens": 2}, ""),  # which completions do not have
+        ({"max_tokens": 2, "echo": True}, ""),
+        ({"max_tokens": -1}, ""),  # no limit to llama.cpp
+        ({"max_tokens": True}, ""),
+        ({"max_tokens": 2.5}, ""),
+        ({"max_tokens": 3, "stop_token_ids": [21]}, ""),  # which some vendors ignore
         ({}, ""),  # how many tokens there may be is the server's own default
     ],
 )

@@ -90,10 +90,10 @@ async def test_what_cannot_be_checked_in_time_is_unverified(referee: Referee) ->
     assert {one.verdict for one in reported} == {Verdict.UNVERIFIED}
     assert len({one.reason for one in reported}) == 3
     await asyncio.sleep(0)
-    assert referee.waiting["late-0"].cancelled(), "nobody waits for it any more"
+    assert not referee.waiting["late-0"].done(), "its answer is evidence, whoever waits"
 
 
-async def test_a_client_that_leaves_lets_go_of_its_checks(referee: Referee) -> None:
+async def test_a_check_goes_on_when_its_client_leaves_at_any_moment(referee: Referee) -> None:
     checks = checks_of(referee)
 
     async def ask() -> None:
@@ -106,6 +106,19 @@ async def test_a_client_that_leaves_lets_go_of_its_checks(referee: Referee) -> N
     asking.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asking
+    with checks.expecting(["b-0"]):  # as when the client leaves in the middle of its stream
+        checks.ended(recorded("b-0"))
     await asyncio.sleep(0)
-    assert referee.waiting["a-0"].cancelled()
+    assert {"a-0", "b-0"} <= referee.waiting.keys()
+    assert not any(referee.waiting[name].done() for name in ("a-0", "b-0"))
     assert not is_checked(checks, "a-0")
+
+
+async def test_a_check_that_serve_cancelled_is_no_cancellation_of_its_client(referee: Referee) -> None:
+    checks = checks_of(referee)
+    with checks.expecting(["a-0"]):
+        checks.ended(recorded("a-0"))
+        await asyncio.sleep(0)
+        referee.waiting["a-0"].cancel()
+        (reported,) = await checks.verdicts(["a-0"])
+    assert (reported.verdict, reported.reason) == (Verdict.UNVERIFIED, "the referee did not answer")

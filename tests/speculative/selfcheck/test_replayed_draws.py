@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,9 +23,11 @@ from speculative.errors import InvalidRequest
 from speculative.model.eagle3 import Eagle3Config, Eagle3Head
 from speculative.model.mtp import MtpConfig, MtpHead
 from speculative.request import Draw, Redrawn, ReplayedToken, Request, Round, SamplingParams, TokenKind
+from speculative.sampling.probs import SamplingRows, process
 from speculative.sampling.rng import Purpose, gumbel, uniforms
 from speculative.selfcheck.draw_margins import Distributions, redraw
 from speculative.selfcheck.replayed_draws import DrawCheck, Rounds
+from speculative.selfcheck.replayed_tokens import replayed_tokens
 from speculative.stats import DRAW_CHECKS
 from tests.support.tiny_heads import randomise
 
@@ -290,3 +293,66 @@ def test_a_draw_for_each_scored_token_or_none() -> None:
     with pytest.raises(ValueError, match="1 tokens were served, and 0 replayed"):
         answer.check([])
     assert not replace(answer, rounds=()).complete
+
+
+DRAWS = (
+    Draw("bonus", 2, 0),
+    Draw("residual", 2, 0, 3),
+    Draw("recovered", 2, 0, 3),
+    Draw("noise", 2, 0),
+    Draw("none", 2, 0),
+)
+
+
+@pytest.mark.parametrize("temperature", [1e-9, 1e-7, 1e-6, 1e-3, 0.05, 1.0, 50.0])
+def test_nothing_that_is_replayed_ends_the_engine(temperature: float) -> None:
+    """An exception would be the engine's end, and that of the next one which the answer is replayed by."""
+    chance = torch.Generator().manual_seed(int(1e9 * temperature))
+    filters = (
+        {},
+        {"top_k": 1},
+        {"top_k": 20, "top_p": 0.8},
+        {"top_p": 0.05},
+        {"min_p": 1.0},
+        {"top_p": 0.9, "min_p": 0.3},
+    )
+    for spread in (0.0, 1e-3, 1.0, 30.0, 1e4):
+        logits = torch.randn(len(DRAWS), 40, generator=chance) * spread
+        logits[:, :4] = torch.tensor([0.0, 20.0, 19.8, 3.0]) * spread
+        logits[:, 30:] = -torch.inf  # what a rule forbids
+        for fields in filters:
+            params = SamplingParams(temperature=temperature, **fields)
+            rows = SamplingRows.build([params] * len(DRAWS), 40, logits.device)
+            target = Distributions.of(logits, rows, process)
+            drafter = dict(enumerate(Distributions.of(logits.roll(1, 1), rows, process).each()))
+            for token in (0, 1, 2, 3, 35):
+                redrawn = redraw(target, [token] * len(DRAWS), DRAWS, Request("r", (1,), params, 7), drafter)
+                for one in redrawn:
+                    assert one.miss >= one.loose >= 0
+                    for least, most in (one.bounds, one.rejected_bounds):
+                        assert 0 <= least <= most <= 1 + 1e-5
+                row = ReplayedToken(0.0, 0.0, 0.0, 0.0, 0.0, math.inf)
+                answer = Rounds(2, (Round("token_wise", 1, 1, (3,), (0.0,), 0.0),), (token,), (TokenKind.RECOVERED,))
+                for check in answer.check([replace(row, redrawn=redrawn[2])]):
+                    assert check.miss >= check.loose >= 0
+
+
+@pytest.mark.parametrize("fields", [{"top_p": 0.5}, {"min_p": 0.3}, {"top_k": 5}])
+@pytest.mark.parametrize("kind", [TokenKind.RECOVERED, TokenKind.ACCEPTED])
+def test_a_token_that_a_filter_excludes_is_no_draft_and_comes_in_no_drafts_stead(
+    kind: TokenKind, fields: dict[str, Any]
+) -> None:
+    """Whatever its q is said to be."""
+    logits = torch.linspace(5.0, 0.0, 100)[None]
+    params = SamplingParams(**fields)
+    rows = SamplingRows.build([params], 100, logits.device)
+    token, rejected = 60, 1 if kind is TokenKind.RECOVERED else -1
+    draw = Draw("recovered" if rejected == 1 else "none", 2, 0, rejected)
+    (redrawn,) = redraw(Distributions.of(logits, rows, process), [token], [draw], Request("r", (1,), params, 7), {})
+    request = Request("r", (1, 2, token), params, score_from=2, draws=(draw,), replay=True)
+    (row,) = replayed_tokens(logits, request, 2, None, (), process)
+    assert row.redrawn == redrawn and row.outside > 0
+    drafted = (1,) if rejected == 1 else (token,)
+    for q in (1.0, 1e-30, 0.0):
+        answer = Rounds(2, (Round("token_wise", 1, 1, drafted, (q,), 0.0),), (token,), (kind,))
+        assert max(check.loose for check in answer.check([row])) == math.inf
