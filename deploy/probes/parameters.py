@@ -97,7 +97,7 @@ def _check_likeliest(lab: Lab, trial: Trial, name: str, one: ServedAnswer) -> No
 
 
 def _check_cold(lab: Lab, trial: Trial, name: str, one: ServedAnswer) -> None:
-    gap = _COLD * max(row.gap for row in lab.rows(one))
+    gap = max(row.gap for row in lab.rows(one))
     most = lab.tolerance.edge_nats + _UNLIKELY_NATS * _COLD
     wanted = f"{name}: no token more than {most:g} nats below the most likely"
     trial.check(gap <= most, _FAULT, one.attempt.body, wanted, f"one is {gap:.2f} nats below")

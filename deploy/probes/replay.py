@@ -13,6 +13,7 @@ from serve_app.referee.detectors import ReplicaWatch, drifts_of
 from serve_app.referee.drift import TokenDrift
 from serve_app.referee.measures import Measures
 from speculative.request import SamplingParams
+from speculative.sampling.probs import temperature_of
 from speculative.selfcheck.eprocess import Floats
 
 VERIFICATION = ("F6", "F7", "F8", "F12")
@@ -211,10 +212,11 @@ def _terms(lab: Lab, answers: Sequence[ServedAnswer]) -> dict[str, list[float]]:
     """Terms with mean 0 that the calibration test does not have: drafts are mostly the likeliest token, or a copy."""
     found: dict[str, list[float]] = {term: [] for term in _TERMS}
     for one in answers:
+        temperature = temperature_of(one.ask.params)
         for copy, token, row in zip(copies(one), one.ids, lab.rows(one), strict=True):
             if row.outside > 0:
                 continue
-            found["likeliest"].append((row.gap == 0) - row.probability * math.exp(row.gap))
+            found["likeliest"].append((row.gap == 0) - row.probability * math.exp(row.gap / temperature))
             if copy >= 0 and row.redrawn is not None:
                 found["copied"].append((copy == token) - row.redrawn.rejected_probability)
     return found
