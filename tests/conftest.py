@@ -54,7 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Put tests in an order that holds in any shuffle: those with a cluster of their own before the shared one starts,
-    those marked `last` or with a browser, whose event loop is its thread's, behind the others of their file.
+    those marked `first` as it does, those marked `last` or with a browser, whose event loop is its thread's, behind the others of their file.
 
     A worker is given the files that take longest first, so that both end at about the same time.
     """
@@ -67,7 +67,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if hasattr(config, "workerinput"):
         spent_s = config.stash[_durations].files_s
         items.sort(key=lambda item: (_group(item.path) != _RAY, -spent_s.get(item.nodeid.partition("::")[0], 0.0)))
-    items.sort(key=lambda item: _has(item, _SHARED_CLUSTER))
+    items.sort(key=lambda item: (_has(item, _SHARED_CLUSTER), item.get_closest_marker("first") is None))
 
 
 def pytest_collection_finish() -> None:

@@ -24,7 +24,8 @@ from tests.support.prometheus import Prometheus, program, promtool, running_prom
 from tests.support.runbook_shell import commands, run
 from tests.support.services import Service, app_args, deployed, wait_for
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(1200)]
+# First: Ray's agent exports what every service of its cluster ever counted, and takes seconds for that of many.
+pytestmark = [pytest.mark.ray, pytest.mark.first, pytest.mark.timeout(1200)]
 
 ROOT = Path(__file__).parents[2]
 RULES = [ROOT / "dashboards" / "generated" / "rules" / name for name in ("truespec.yaml", "vllm-names.yaml")]
@@ -99,6 +100,8 @@ def scrape_configs(service: Service) -> list[dict[str, Any]]:
         {"job_name": "app", "metrics_path": f"{path}/metrics", "static_configs": [{"targets": [front]}]},
         {
             "job_name": "ray",
+            "scrape_interval": "10s",  # it may take seconds, and would take as many more where the next ones wait
+            "scrape_timeout": "10s",
             "static_configs": [{"targets": [f"127.0.0.1:{agent}"]}],
             "metric_relabel_configs": [
                 {"source_labels": ["__name__", "application"], "regex": f"ray_truespec_.+;{APP}", "action": "keep"},
