@@ -54,7 +54,8 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Put tests in an order that holds in any shuffle: those with a cluster of their own before the shared one starts,
-    those marked `first` as it does, those marked `last` or with a browser, whose event loop is its thread's, behind the others of their file.
+    those marked `first` as it does, and behind the others of their file those marked `last`, or with a browser, whose
+    event loop is its thread's.
 
     A worker is given the files that take longest first, so that both end at about the same time.
     """
