@@ -218,6 +218,9 @@ def test_memory_that_replicas_share_counts_once(tmp_path: Path, monkeypatch: pyt
     like a raylet has its cluster's session in its arguments."""
     file, app = tmp_path / "shared", f"app-{tmp_path.name}"
     file.write_bytes(bytes(64 * 2**20))
+    monkeypatch.setattr(
+        replicas.ray, "is_initialized", lambda: False
+    )  # as other tests of this process may have left it
     assert memory_bytes(app) == 0
     command = [sys.executable, "-c", _STARTS_TWO, _MAPS_A_FILE, str(file), app, "session-1"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
