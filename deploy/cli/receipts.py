@@ -60,25 +60,31 @@ async def _check(path: Path, model: str, engine: Any, public_key: Path | None, a
     key = None if public_key is None else PublicKey.from_file(public_key)
     if not readable:
         raise receipts[0]
-    wrong = unchecked = False
     with View(err) as view:
         folder = find_model(model, view)
         async with Verifier(folder, engine, max(one.num_tokens for one in readable), key) as verifier:
+            found = []
             for number, one in enumerate(receipts, start=1):
                 which = f"receipt {number} of {len(receipts)}"
-                try:
-                    if isinstance(one, TruespecError):
-                        raise one
+                if isinstance(one, Receipt):
                     view.stage(f"computing {which} again, {len(one.token_ids)} tokens")
-                    verdict = await verifier.check(one)
-                    say(json.dumps(verdict.to_wire()) if as_json else verdict.in_words())
-                    wrong |= bool(verdict.reason)
-                except TruespecError as error:
-                    unchecked = True
-                    say(f"{which.capitalize()} cannot be checked: {error}", err)
-                    if as_json:
-                        say(json.dumps({"id": getattr(one, "id", None), "verified": None, "reason": str(error)}))
-    return _WRONG if wrong else _UNCHECKED if unchecked else 0
+                found.append(await _check_one(verifier, one, which, as_json))
+    return _WRONG if _WRONG in found else max(found)
+
+
+async def _check_one(verifier: Any, receipt: Any, which: str, as_json: bool) -> int:
+    """Check a receipt, or say why it is none; the exit status, were it the only one."""
+    try:
+        if isinstance(receipt, TruespecError):
+            raise receipt
+        verdict = await verifier.check(receipt)
+    except TruespecError as error:
+        say(f"{which.capitalize()} cannot be checked: {error}", err)
+        if as_json:
+            say(json.dumps({"id": getattr(receipt, "id", None), "verified": None, "reason": str(error)}))
+        return _UNCHECKED
+    say(json.dumps(verdict.to_wire()) if as_json else verdict.in_words())
+    return _WRONG if verdict.reason else 0
 
 
 def _read(content: Any) -> Any:

@@ -1,7 +1,6 @@
 """What the probes of one audit share: the server, the reference model, prompts and ordinary traffic."""
 
 import dataclasses
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -216,23 +215,15 @@ class Lab:
         return Judge(self.tolerance)
 
     def answer(self, served: ServedAnswer) -> Answer:
-        """As the referee takes it; the server does not say how its tokens came about."""
+        """The answer in the referee's form."""
         num, values = len(served.ids), served.answer.logprobs or ()
         seed = {} if served.ask.seed is None else {"seed": served.ask.seed}
-        return Answer(
-            request=Request("audited", tuple(served.ask.prompt), served.ask.params, **seed),  # type: ignore[arg-type]
-            replica="server",
-            prefilled_by="",
-            began_at=0.0,
-            max_model_len=sys.maxsize,
-            token_ids=served.ids,
-            logprobs=tuple(values) if len(values) == num else (),
-            kinds=(),
-            made_by=("server",) * num,
-            rounds_since_handoff=(None,) * num,
-            preempted=(False,) * num,
-            num_drafted=1,  # not known: what it shows does not count as the noise of rounding
-            strata=tuple(("all", FIRST if at < 2 else LAST if at == num - 1 else BETWEEN) for at in range(num)),
+        return Answer.reported(
+            Request("audited", tuple(served.ask.prompt), served.ask.params, **seed),  # type: ignore[arg-type]
+            "server",
+            served.ids,
+            tuple(values) if len(values) == num else (),
+            tuple(("all", FIRST if at < 2 else LAST if at == num - 1 else BETWEEN) for at in range(num)),
         )
 
     def replayed(self, served: ServedAnswer) -> Replayed:

@@ -1,4 +1,4 @@
-"""What computes answers again for the watch and for `verify`: our engine, vLLM or `transformers`, without Ray."""
+"""Replayers for the watch and for `verify`: our engine, vLLM or `transformers`, in this process and without Ray."""
 
 import asyncio
 import logging

@@ -221,7 +221,7 @@ def _judge(receipt: Receipt, replay: Replayed, pair: Tolerance, signature: str, 
     ]
     bounded += [None] * (num_tokens - len(drifts))
     checks = placement_checks(rows, receipt.params) + ([] if greedy else receipt.drawn.check(rows))
-    draws = check_draws(num_tokens, checks, bounded, tolerance)
+    draws = check_draws(num_tokens, checks, tolerance.judge_all(checks, bounded))
     wrong = []  # each with its place; of two at one place the draw comes first
     if (at := draws.wrong) is not None:
         kind = receipt.token_kinds[at].value

@@ -110,7 +110,7 @@ class _Actor:
 
 
 class _RemoteEngine:
-    """What runs in the actor."""
+    """The actor."""
 
     def __init__(self, options: ReplayerOptions) -> None:
         device = given_device() if options.device == "auto" else options.device

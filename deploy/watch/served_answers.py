@@ -3,7 +3,6 @@
 import hashlib
 import json
 import secrets
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -161,21 +160,17 @@ class ExchangeReader:
         if sampled.seed is not None:  # of each prompt the first choice has it, the next the next
             seed = (sampled.seed + choice.index % sampled.num_choices) % 2**64
         request_id = f"{reply.id or secrets.token_hex(8)}-{choice.index}"
-        return Answer(
-            request=Request(request_id, prompt, sampled.params, seed),
-            replica=replica,
-            prefilled_by="",
+        answer = Answer.reported(
+            Request(request_id, prompt, sampled.params, seed),
+            replica,
+            ids,
+            tuple(tokens.logprobs) if sampled.compared else (),
+            shared(_strata(sampled.params, len(prompt), len(ids), reply.num_cached, choice.finish_reason)),
+        )
+        return replace(
+            answer,
             began_at=exchange.began_at,
-            max_model_len=sys.maxsize,  # the watched server's is not known
-            token_ids=ids,
-            logprobs=tuple(tokens.logprobs) if sampled.compared else (),
-            kinds=(),
-            made_by=(replica,) * len(ids),
-            rounds_since_handoff=(None,) * len(ids),
-            preempted=(False,) * len(ids),
-            num_drafted=1,  # not known: what it shows does not count as the noise of rounding
             num_cached=reply.num_cached or 0,
-            strata=shared(_strata(sampled.params, len(prompt), len(ids), reply.num_cached, choice.finish_reason)),
             broken_limit=_too_long(sampled, choice),
             untested=sampled.untested,
         )

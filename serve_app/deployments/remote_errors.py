@@ -19,7 +19,7 @@ def own_error(error: RayTaskError, otherwise: type[Exception] = ConnectionError)
 
 
 async def uncancelled(response: Awaitable[R]) -> R:
-    """What another replica answered, and what it raised as Ray carries it.
+    """Await another replica's answer; it raises as Ray carries it.
 
     Raises:
         RequestCancelledError: Serve cancelled the call, which by itself looks as if the caller were cancelled.
@@ -34,7 +34,7 @@ async def uncancelled(response: Awaitable[R]) -> R:
 
 
 async def answered(response: Awaitable[R]) -> R:
-    """What another replica answered.
+    """Await another replica's answer.
 
     Raises:
         TruespecError: as it was raised there.

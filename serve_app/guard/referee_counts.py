@@ -1,4 +1,4 @@
-"""What the referee finds, in the metrics. It counts nothing itself: whoever runs it connects its callbacks to these."""
+"""Counts the referee's results in metrics: whoever runs the referee connects its callbacks to these."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -108,7 +108,7 @@ class RefereeCounts:
 
 
 def count_independent(metrics: Metrics) -> Callable[[IndependentResult], None]:
-    """What counts the results of independent checks; each is there with 0 from the start."""
+    """A counter of the results of independent checks; each is there with 0 from the start."""
 
     def ended(result: IndependentResult) -> None:
         metrics.count("truespec_independent_replays_total", result=result)

@@ -1,4 +1,4 @@
-"""What replicas report of themselves, and what they are ordered to do."""
+"""The reports of replicas, and the orders that answer them."""
 
 import dataclasses
 import time

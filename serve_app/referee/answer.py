@@ -1,5 +1,6 @@
 """The answer to one request, as it was served: what the referee judges."""
 
+import sys
 from dataclasses import dataclass, replace
 
 from speculative.errors import SequenceTooLong
@@ -31,6 +32,32 @@ class Answer:
     strata: tuple[tuple[str, ...], ...] = ()  # `strata.shared`, so that they add little to a message
     broken_limit: str = ""  # of its request, in words; "" = it keeps to all
     untested: str = ""  # why its tokens cannot be compared with a distribution; "" = they can
+
+    @classmethod
+    def reported(
+        cls,
+        request: Request,
+        replica: str,
+        token_ids: tuple[int, ...],
+        logprobs: tuple[float | None, ...],
+        strata: tuple[tuple[str, ...], ...],
+    ) -> "Answer":
+        """The answer of a server that does not say how its tokens came about."""
+        return cls(
+            request=request,
+            replica=replica,
+            prefilled_by="",
+            began_at=0.0,
+            max_model_len=sys.maxsize,  # the server's is not known
+            token_ids=token_ids,
+            logprobs=logprobs,
+            kinds=(),
+            made_by=(replica,) * len(token_ids),
+            rounds_since_handoff=(None,) * len(token_ids),
+            preempted=(False,) * len(token_ids),
+            num_drafted=1,  # not known: what it shows does not count as the noise of rounding
+            strata=strata,
+        )
 
     @property
     def drawn(self) -> Rounds | None:

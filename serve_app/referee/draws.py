@@ -96,6 +96,10 @@ class DrawTolerance:
         miss = check.miss if nats <= _LEAST_NATS and check.draft_drift is None else check.loose
         return DrawResult.WRONG if not miss <= own else DrawResult.NEAR if miss > _NEAR * own else DrawResult.FOLLOWS
 
+    def judge_all(self, checks: Sequence[DrawCheck], drifts: Sequence[TokenDrift | None]) -> list[DrawResult]:
+        """The result of each check; drifts: of each token of the answer."""
+        return [self.judge(check, drifts[check.token_index]) for check in checks]
+
 
 class DrawTest:
     """Whether more tokens than rounding explains are not, or only nearly, those that their seeds demand.
@@ -163,7 +167,7 @@ NOT_REPLAYED = DrawsChecked(reason="not replayed")
 
 
 def placement_checks(rows: Sequence[ReplayedToken], params: SamplingParams) -> list[DrawCheck]:
-    """What shows without the random numbers: each token of a greedy answer is the likeliest, each of a sampled one is
+    """Checks that need no random numbers: each token of a greedy answer is the likeliest, each of a sampled one is
     allowed.
 
     The edges of a nucleus and of min_p are a mass and a ratio: what rounding moves across them may lie whole nats
@@ -176,15 +180,13 @@ def placement_checks(rows: Sequence[ReplayedToken], params: SamplingParams) -> l
     return [DrawCheck(index, "allowed", nats, nats) for index, nats in beyond if in_nats or nats == math.inf]
 
 
-def check_draws(
-    num_tokens: int, checks: Sequence[DrawCheck], drifts: Sequence[TokenDrift | None], tolerance: DrawTolerance
-) -> DrawsChecked:
-    """Judge the checks of an answer of so many tokens; drifts: of each, None where it was served without a logprob."""
+def check_draws(num_tokens: int, checks: Sequence[DrawCheck], found: Sequence[DrawResult]) -> DrawsChecked:
+    """Sum up the checks of an answer of so many tokens; found: the result of each check."""
     order = tuple(DrawResult)
     results: list[DrawResult | None] = [None] * num_tokens
-    for check in checks:
-        found, before = tolerance.judge(check, drifts[check.token_index]), results[check.token_index]
-        results[check.token_index] = found if before is None else max(found, before, key=order.index)
+    for check, result in zip(checks, found, strict=True):
+        before = results[check.token_index]
+        results[check.token_index] = result if before is None else max(result, before, key=order.index)
     worst = sorted((check for check in checks if check.miss > 0), key=lambda check: -check.miss)[:_KEPT_WORST]
     reason = "" if None not in results else "they end a round that was cut short, or were accepted in one (block)"
     return DrawsChecked(tuple(results), tuple(worst), reason)

@@ -72,11 +72,9 @@ class Judge:
         drifts = [drift for drift in of_each if drift is not None]
         greedy, of_output = answer.request.params.greedy, of_each[len(answer.prompt_logprobs) :]
         draws, results = self._draws(answer, replayed, of_output)
-        misplaced = tuple(
-            check
-            for check in placement_checks(replayed.replayed or (), answer.request.params)
-            if self._placement_tolerance.judge(check, of_output[check.token_index]) is DrawResult.WRONG
-        )
+        placed = placement_checks(replayed.replayed or (), answer.request.params)
+        found = self._placement_tolerance.judge_all(placed, of_output)
+        misplaced = tuple(one for one, result in zip(placed, found, strict=True) if result is DrawResult.WRONG)
         seen = evidence = self._seen(answer, of_each, replayed, draws)
         drift_tolerance = self._floor.tolerance(self._tolerance.max_tme)
         output = seen[len(answer.prompt_logprobs) :]
@@ -112,10 +110,10 @@ class Judge:
         if answer.drawn is None or replayed.replayed is None:
             return DrawsChecked(reason="the engine did not report how it drew"), ()
         checks = answer.drawn.check(replayed.replayed)
-        checked = check_draws(len(answer.token_ids), checks, drifts, self._draw_tolerance)
-        results = tuple((check.kind, self._draw_tolerance.judge(check, drifts[check.token_index])) for check in checks)
+        found = self._draw_tolerance.judge_all(checks, drifts)
         self._draw_tolerance.add_drafts(checks)
-        return checked, results
+        results = tuple((check.kind, result) for check, result in zip(checks, found, strict=True))
+        return check_draws(len(answer.token_ids), checks, found), results
 
     def _seen(
         self, answer: Answer, drifts: Sequence[TokenDrift | None], replayed: Replayed, draws: DrawsChecked

@@ -143,7 +143,7 @@ def read_receipts(text: str) -> list[Receipt]:
 
 
 def receipts_in(text: str) -> list[Any]:
-    """What a file holds in the place of receipts, as JSON that nobody has looked at.
+    """The contents of a file in the place of receipts, as JSON that nobody has looked at.
 
     Raises:
         NotAReceipt: it is neither a receipt nor a reply with `receipts`.

@@ -1,4 +1,4 @@
-"""What a replica serves, recorded until it is an answer for the referee."""
+"""Records what a replica serves, until it is an answer for the referee."""
 
 import time
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""What computes answers again: the protocol that engines, `transformers` and actors on Ray follow."""
+"""The protocol of everything that computes answers again: engines, `transformers`, actors on Ray."""
 
 from typing import Protocol
 

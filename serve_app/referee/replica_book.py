@@ -1,4 +1,4 @@
-"""What replays show about each replica, and the verdicts on what it answered.
+"""Findings of replays about each replica, and the verdicts on its answers.
 
 Each replica has its own detectors, one per stratum. What they find waits until it is taken by whoever speaks with the
 replica.
@@ -180,7 +180,7 @@ class ReplicaBook:
         replica.since, replica.plain, replica.heard_at = since, plain, self._clock()
 
     def take_findings(self, name: str) -> tuple[Finding, ...]:
-        """What was found about a replica since the last call."""
+        """The findings about a replica since the last call."""
         replica = self._known(name)
         taken = tuple(replica.findings)
         replica.findings.clear()

@@ -1,4 +1,4 @@
-"""What the tokens of an answer have to keep to whatever the model says: the limits that the client's request sets."""
+"""The limits that a client's request sets, and that an answer keeps to whatever the model says."""
 
 from collections.abc import Collection, Sequence
 

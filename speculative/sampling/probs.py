@@ -88,7 +88,7 @@ class SamplingRows:
 
 
 def temperature_of(params: SamplingParams) -> float:
-    """What logits are divided by; 1 for a greedy request."""
+    """The divisor of a request's logits; 1 for a greedy one."""
     return 1.0 if params.greedy else max(params.temperature, _COLDEST)
 
 

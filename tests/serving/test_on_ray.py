@@ -12,7 +12,7 @@ import ray
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
-from tests.support.services import MODEL, Service, app_args, deployed, gauge_total, wait_for
+from tests.support.services import MODEL, Service, app_args, counter_total, deployed, gauge_total, wait_for
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(1200)]
 
@@ -120,8 +120,7 @@ def test_an_answer_is_replayed_even_if_its_client_leaves_before_the_end(disaggre
                     break
 
     def total(name: str) -> float:
-        lines = disaggregated.metrics_text().splitlines()
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"truespec_{name}{{"))
+        return counter_total(disaggregated.metrics_text(), f"truespec_{name}")
 
     def ended() -> float:  # without those of answers that carry their verdict, which nobody submits
         return total("replays_total") - verdicts

@@ -22,7 +22,7 @@ from deploy.run.ports import free_ports
 from serve_app.telemetry.metric_summary import summarise
 from tests.support.fake_hub import FakeHub, fake_hub
 from tests.support.ray_head import RayHead, ray_head, ray_node
-from tests.support.services import ENGINE, MODEL, gauge_total, wait_for
+from tests.support.services import ENGINE, MODEL, counter_total, wait_for
 from tests.support.tiny_models import write_tiny_model
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(1200)]
@@ -48,7 +48,7 @@ class Cluster:
     def metric(self, name: str) -> float:
         """Summed over its series; 0 where there is none yet."""
         text = httpx.get(f"{self.url}/metrics", timeout=60).text
-        return gauge_total(text, f"truespec_{name}") if f"truespec_{name}{{" in text else 0.0
+        return counter_total(text, f"truespec_{name}")
 
     def handoffs(self) -> dict[str, float]:
         counts = summarise(httpx.get(f"{self.url}/metrics", timeout=60).text)["handoffs_by_result"]

@@ -66,6 +66,11 @@ def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = 300.0)
         time.sleep(0.3)
 
 
+def counter_total(text: str, name: str) -> float:
+    """A counter summed over its series; 0 where there is none yet."""
+    return gauge_total(text, name) if f"\n{name}{{" in text else 0.0
+
+
 def gauge_total(text: str, name: str) -> float:
     """A gauge summed over replicas."""
     values = [float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith(f"{name}{{")]

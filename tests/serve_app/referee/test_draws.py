@@ -136,7 +136,7 @@ def test_draws_by_the_drafter_have_the_noise_of_its_own_rounding() -> None:
 
 def test_a_token_is_as_wrong_as_the_worst_of_its_checks() -> None:
     checks = [DrawCheck(1, "rejected", 0.0, 0.0), DrawCheck(1, "support", 2.0, 2.0), DrawCheck(0, "interval", 0.1, 0.1)]
-    found = check_draws(3, checks, [None] * 3, DrawTolerance(edge_nats=0.25))
+    found = check_draws(3, checks, DrawTolerance(edge_nats=0.25).judge_all(checks, [None] * 3))
     assert found.results == (DrawResult.NEAR, DrawResult.WRONG, None)
     assert [check.kind for check in found.worst] == ["support", "interval"]
     assert (found.wrong, found.num_checked) == (1, 2)
