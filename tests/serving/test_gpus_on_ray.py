@@ -46,5 +46,5 @@ def test_an_engine_of_the_watch_takes_a_gpu_if_it_was_given_one(tiny_folder: Pat
         # transformers' makes no engine until it is started
         options = ReplayerOptions(tiny_folder, engine="transformers", max_replicas=1, gpus=gpus)
         actor = RayReplayer(options)._new_actor().handle
-        assert ray.get(actor.__ray_call__.remote(replays_on)) in expected
+        assert ray.get(actor.__ray_call__.remote(replays_on, options)) in expected
         ray.kill(actor)

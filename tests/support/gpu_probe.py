@@ -8,6 +8,7 @@ from unittest import mock
 
 import ray
 
+from deploy.run.replayers import ReplayerOptions
 from serve_app.backends.torch_backend import TorchBackend
 from serve_app.config.files import parse_args
 from serve_app.deployments.engine_host import make_backend
@@ -53,6 +54,8 @@ def visible_gpus(actor: object) -> str | None:
     return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
-def replays_on(engine: Any) -> tuple[str, str | None]:
-    """The device of an engine of the watch, and the GPUs that its process sees."""
-    return engine._replayer._options.device, visible_gpus(engine)
+def replays_on(engine: object, options: ReplayerOptions) -> tuple[str, str | None]:
+    """The device that an engine of the watch asks for, made once more in its process, and the GPUs that this sees."""
+    with mock.patch("deploy.watch.ray_replayer.make_replayer") as made:
+        type(engine)(options)  # type: ignore[call-arg]
+    return made.call_args.args[0].device, visible_gpus(engine)
