@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -15,6 +16,8 @@ from speculative.errors import TruespecError
 
 _OK = 200
 _LONGEST_ERROR = 300  # characters kept of a failed reply
+_IDLE_S = 3.0  # of a connection that stays open; servers close theirs after 5 s
+_CROSSED_WITHIN_S = 2.0  # until a request is known to have met a closed connection; what breaks later was under way
 
 
 class ServiceError(TruespecError):
@@ -114,6 +117,9 @@ class _Receiving:
 class Client:
     """A client that waits for each reply; may be used from several threads.
 
+    Its connections stay open, and a server may close an idle one just as a request sets out on it. As other clients do,
+    it sends that request once more, on a new connection. Whatever breaks on a new connection is the server's failure.
+
     Args:
         url: of the server, with or without /v1.
         api_key: sent as a bearer token if given.
@@ -123,7 +129,8 @@ class Client:
     def __init__(self, url: str, api_key: str | None = None, timeout_s: float = 120.0) -> None:
         options = _options(url, api_key, timeout_s)
         self.url: str = options["base_url"]
-        self._http = httpx.Client(**options)
+        self._http = httpx.Client(**options, limits=_limits(keepalive_expiry=_IDLE_S))
+        self._fresh = httpx.Client(**options, limits=_limits(max_keepalive_connections=0))
         self.num_requests = 0
         self.last_failed: Json = {}  # the body of the latest request without a proper reply
 
@@ -132,6 +139,7 @@ class Client:
 
     def __exit__(self, *_: object) -> None:
         self._http.close()
+        self._fresh.close()
 
     def get(self, path: str) -> str | None:
         """The text at a path; None if the request fails."""
@@ -147,7 +155,8 @@ class Client:
             ServiceError: the request fails; the message says how.
         """
         try:
-            response = self._http.get(path)
+            with closing(self._send("GET", path)) as response:
+                response.read()
         except httpx.HTTPError as error:
             raise ServiceError(f"{self.url}{path}: {error}") from error
         if response.status_code != _OK:
@@ -159,11 +168,12 @@ class Client:
         self.num_requests += 1
         receiving = _Receiving(path, body)
         try:
-            response = self._http.post(path, json=body)
+            with closing(self._send("POST", path, body)) as response:
+                content = response.read()
         except httpx.HTTPError as error:
             self.last_failed = body
             return receiving.failed(None, error)
-        return receiving.answered(response.status_code, response.content)
+        return receiving.answered(response.status_code, content)
 
     def post_all(self, bodies: Sequence[Json], at_once: int) -> list[Attempt]:
         """Send requests, `at_once` at a time; returns the results in the order of the bodies."""
@@ -180,7 +190,7 @@ class Client:
         body = body | {"stream": True}
         receiving, status = _Receiving(path, body, on_event), None
         try:
-            with self._http.stream("POST", path, json=body) as response:
+            with closing(self._send("POST", path, body)) as response:
                 status = response.status_code
                 if status != _OK:
                     return receiving.answered(status, response.read())
@@ -195,12 +205,28 @@ class Client:
         """Whether the server still answers at all."""
         return any(self.get(path) is not None for path in ("/health", "/healthz", "/v1/models"))
 
+    def _send(self, method: str, path: str, body: Json | None = None) -> httpx.Response:
+        """The reply, of which the body is still to come."""
+        steps: list[str] = []
+        began = time.perf_counter()
+        extensions = {"trace": lambda step, _: steps.append(step)}
+        try:
+            request = self._http.build_request(method, path, json=body, extensions=extensions)
+            return self._http.send(request, stream=True)
+        except (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError) as error:
+            reused = not any("connect_" in step for step in steps)
+            if not (reused and _is_closed(error) and time.perf_counter() - began < _CROSSED_WITHIN_S):
+                raise
+        return self._fresh.send(self._fresh.build_request(method, path, json=body), stream=True)
+
 
 class AsyncClient:
-    """The same for many requests at once in one thread."""
+    """The same for many requests at once in one thread, each on a connection of its own, so that none that is lost was
+    merely idle."""
 
     def __init__(self, url: str, api_key: str | None = None, timeout_s: float = 600.0) -> None:
-        self._http = httpx.AsyncClient(**_options(url, api_key, timeout_s))
+        limits = _limits(max_keepalive_connections=0)
+        self._http = httpx.AsyncClient(**_options(url, api_key, timeout_s), limits=limits)
 
     async def __aenter__(self) -> Self:
         return self
@@ -229,8 +255,16 @@ def _options(url: str, api_key: str | None, timeout_s: float) -> dict[str, Any]:
         "base_url": url.rstrip("/").removesuffix("/v1"),
         "timeout": timeout_s,
         "headers": {} if api_key is None else {"authorization": f"Bearer {api_key}"},
-        "limits": httpx.Limits(max_connections=None),
     }
+
+
+def _limits(**idle: Any) -> httpx.Limits:
+    return httpx.Limits(max_connections=None, **idle)
+
+
+def _is_closed(error: httpx.TransportError) -> bool:
+    """Whether the connection ended before the head of a reply, not within a malformed one."""
+    return not isinstance(error, httpx.RemoteProtocolError) or "disconnected without" in str(error)
 
 
 def _message(error: Any) -> str:

@@ -2,11 +2,16 @@
 
 import asyncio
 import json
-from collections.abc import Iterator
+import os
+import socket
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
+from deploy.exchange import client as client_module
 from deploy.exchange.client import AsyncClient, Client, ServiceError
 from deploy.exchange.exchanges import CHAT
 from deploy.run.demo import Service
@@ -93,3 +98,117 @@ def test_nobody_there_is_a_value() -> None:
         assert client.get("/metrics") is None
         with pytest.raises(ServiceError, match=r"9/metrics: .*refused"):
             client.fetch("/metrics")
+
+
+# -- connections that break ------------------------------------------------------------------------------------------
+
+BODY = {"prompt": "a"}
+WAYS: dict[str, Callable[[Client], bool]] = {
+    "post": lambda client: client.post(BODY).ok,
+    "stream": lambda client: client.stream(BODY).ok,
+    "fetch": lambda client: client.get("/metrics") is not None,
+}
+
+
+def ended(handler: QuietHandler) -> None:
+    handler.close_connection = True
+
+
+def reset(handler: QuietHandler) -> None:
+    handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    os.close(handler.connection.detach())
+    handler.close_connection = True
+
+
+def garbled(handler: QuietHandler) -> None:
+    handler.wfile.write(b"what?\r\n\r\n")
+    handler.close_connection = True
+
+
+class Breaking:
+    """A server that breaks connections with `way`: each after so many replies, or all after so many in total."""
+
+    def __init__(self, way: Callable[[QuietHandler], None], each: int = 100, total: int = 100) -> None:
+        self.way, self.each, self.total = way, each, total
+        self.url = ""
+        self.num_connections = self.num_requests = 0
+
+    @contextmanager
+    def running(self) -> Iterator["Breaking"]:
+        breaking = self
+
+        class Handler(QuietHandler):
+            def setup(self) -> None:
+                super().setup()
+                breaking.num_connections += 1
+                self.num_requests = 0
+
+            def do_GET(self) -> None:
+                self._answer({})
+
+            def do_POST(self) -> None:
+                self._answer(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+
+            def _answer(self, body: dict[str, Any]) -> None:
+                breaking.num_requests += 1
+                self.num_requests += 1
+                if self.num_requests > breaking.each or breaking.num_requests > breaking.total:
+                    return breaking.way(self)
+                reply = b'{"choices": [{"index": 0, "text": "b", "finish_reason": "stop"}]}'
+                reply = b"data: %s\n\n" % reply if body.get("stream") else reply
+                self.send_response(200)
+                self.send_header("content-length", str(len(reply)))
+                self.end_headers()
+                self.wfile.write(reply)
+
+        with serving(Handler) as self.url:
+            yield self
+
+
+@pytest.mark.parametrize("way", [ended, reset])
+@pytest.mark.parametrize("ask", WAYS)
+def test_a_request_that_meets_a_closed_connection_is_sent_once_more(
+    ask: str, way: Callable[[QuietHandler], None]
+) -> None:
+    with Breaking(way, each=1).running() as server, Client(server.url) as client:
+        assert [WAYS[ask](client) for _ in range(3)] == [True] * 3
+    assert (server.num_connections, server.num_requests) == (3, 4)
+
+
+@pytest.mark.parametrize("way", [ended, reset])
+@pytest.mark.parametrize("ask", WAYS)
+def test_a_new_connection_that_breaks_is_a_failure(ask: str, way: Callable[[QuietHandler], None]) -> None:
+    with Breaking(way, total=0).running() as server, Client(server.url) as client:
+        assert not WAYS[ask](client)
+    assert server.num_requests == 1
+
+
+def test_a_server_that_dies_is_a_failure() -> None:
+    with Breaking(reset, total=1).running() as server, Client(server.url) as client:
+        assert client.post(BODY).ok
+        assert client.post(BODY).reported().startswith("no reply: ")
+    assert server.num_requests == 3
+
+
+def test_a_garbled_reply_is_a_failure() -> None:
+    with Breaking(garbled, total=1).running() as server, Client(server.url) as client:
+        assert client.post(BODY).ok and not client.post(BODY).ok
+    assert server.num_requests == 2
+
+
+def test_a_connection_that_is_lost_with_its_request_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "_CROSSED_WITHIN_S", 0.0)
+    with Breaking(reset, total=1).running() as server, Client(server.url) as client:
+        assert client.post(BODY).ok and not client.post(BODY).ok
+    assert server.num_requests == 2
+
+
+@pytest.mark.parametrize("way", [ended, reset])
+def test_requests_in_one_thread_have_a_connection_each(way: Callable[[QuietHandler], None]) -> None:
+    async def ask() -> list[bool]:
+        async with AsyncClient(server.url) as client:
+            return [(await client.ask(BODY)).ok for _ in range(3)]
+
+    with Breaking(way, each=1, total=2).running() as server:
+        assert asyncio.run(ask()) == [True, True, False]
+    assert server.num_connections == server.num_requests == 3
