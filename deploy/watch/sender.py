@@ -58,8 +58,12 @@ class Sender:
         if self._url is None:
             yield self
             return
-        timeout = aiohttp.ClientTimeout(total=_ANSWER_WITHIN_S)
-        async with aiohttp.ClientSession(timeout=timeout, cookie_jar=aiohttp.DummyCookieJar()) as session:
+        async with aiohttp.ClientSession(
+            # Each batch has a connection of its own: one that met the closing of an idle one could not be sent again.
+            connector=aiohttp.TCPConnector(force_close=True),
+            timeout=aiohttp.ClientTimeout(total=_ANSWER_WITHIN_S),
+            cookie_jar=aiohttp.DummyCookieJar(),
+        ) as session:
             task = asyncio.create_task(self._run(session, self._url))
             try:
                 yield self

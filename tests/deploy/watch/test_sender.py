@@ -106,6 +106,25 @@ async def test_no_exchange_is_sent_twice(referee: Referee) -> None:
     assert sum(len(batch.exchanges) for batch in bodies) == 1
 
 
+async def test_no_exchange_meets_a_connection_that_the_referee_closes(referee: Referee) -> None:
+    """A batch that crossed the closing of an idle connection would be lost: the referee may have taken it."""
+    known: list[asyncio.StreamWriter] = []
+    take = referee.server.answer
+
+    async def closes_what_was_idle(request: RawRequest, writer: asyncio.StreamWriter) -> bool | None:
+        if writer in known:
+            return False
+        known.append(writer)
+        return await take(request, writer)
+
+    referee.server.answer = closes_what_was_idle
+    async with Sender(referee.server.url, 10, 1000).running() as sender:
+        for number in range(3):
+            sender.offer(exchange(number))
+            assert await arrive(referee, number + 1) == list(range(number + 1))
+    assert sender.totals == {"captured": 3}
+
+
 @pytest.mark.parametrize("state", ["gone", "slow"])
 async def test_requests_pass_while_the_referee_does_not_answer(
     state: str, referee: Referee, server: RawUpstream, client: aiohttp.ClientSession
