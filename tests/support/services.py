@@ -40,7 +40,8 @@ class Service:
         return self.clients[-1]
 
     def http(self) -> httpx.Client:
-        return httpx.Client(base_url=self.base_url, timeout=300)
+        limits = httpx.Limits(keepalive_expiry=3.0)  # Ray closes idle ones after 5 s: no request may meet that
+        return httpx.Client(base_url=self.base_url, timeout=300, limits=limits)
 
     def metrics_text(self) -> str:
         with self.http() as http:
