@@ -221,8 +221,8 @@ class Client:
 
 
 class AsyncClient:
-    """The same for many requests at once in one thread, each on a connection of its own, so that none that is lost was
-    merely idle."""
+    """The same for many requests at once in one thread. Each has a connection of its own, so whatever breaks is the
+    server's failure."""
 
     def __init__(self, url: str, api_key: str | None = None, timeout_s: float = 600.0) -> None:
         limits = _limits(max_keepalive_connections=0)

@@ -123,10 +123,11 @@ def _target(x, token, row, there, facts, floors, temperature, greedy, num_rows):
 @triton.jit
 def _place(packed, places, row, judged, Q: tl.constexpr):
     """The row of q that a row's draft was sampled from."""
-    if Q == POINT_MASS:
-        return row * 0
-    draft = tl.load(packed + row, mask=judged, other=0)
-    return tl.load(places + draft, mask=judged, other=0)
+    place = row * 0
+    if Q != POINT_MASS:
+        draft = tl.load(packed + row, mask=judged, other=0)
+        place = tl.load(places + draft, mask=judged, other=0)
+    return place
 
 
 @triton.jit
@@ -134,11 +135,13 @@ def _draft_prob(q, columns, q_stride, place, draft, token, inside, Q: tl.constex
     """q of tokens; 0 where nothing is judged."""
     judged = inside & (draft >= 0)
     if Q == POINT_MASS:
-        return tl.where(judged & (token == draft), 1.0, 0.0)
-    column = token
-    if Q == PART:
-        column = tl.load(columns + token, mask=judged, other=-1).to(tl.int64)
-    return tl.load(q + place * q_stride + column, mask=judged & (column >= 0), other=0.0)
+        found = tl.where(judged & (token == draft), 1.0, 0.0)
+    else:  # not behind a `return`: Triton compiles that, too, and here q may be anything, of any type
+        column = token
+        if Q == PART:
+            column = tl.load(columns + token, mask=judged, other=-1).to(tl.int64)
+        found = tl.load(q + place * q_stride + column, mask=judged & (column >= 0), other=0.0)
+    return found
 
 
 @triton.jit

@@ -109,7 +109,11 @@ class Compiled(NamedTuple):
     spilled: int
 
 
-@pytest.fixture(scope="module", params=[80, 90, 100], ids="sm_{}".format)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(80, marks=pytest.mark.slow), 90, pytest.param(100, marks=pytest.mark.slow)],
+    ids="sm_{}".format,
+)
 def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Compiled]:
     """In a process of its own, where Triton compiles instead of interpreting."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
