@@ -67,6 +67,7 @@ INVARIANTS = {
     "conservation": "tokens, keys and values do not add up",
     "length": "more tokens than the model's maximum sequence length would have been emitted",
     "stop": "tokens after the one that ends the answer would have been emitted",
+    "isolation": "cached keys and values of another cache_salt or adapter would have been read",
     "metrics": "drafts that did not exist were counted, or drafts were not counted",
 }
 """What breaking each invariant means."""

@@ -22,6 +22,7 @@ from speculative.sampling.probs import draw
 from speculative.sampling.rng import Purpose, uniforms
 from speculative.scheduling.scheduler import Scheduler
 from speculative.selfcheck import terms
+from speculative.state import sequence as sequence_module
 from speculative.state.batch import Batch, StepInput
 from speculative.state.sequence import Sequence
 from speculative.stats import StepStats
@@ -229,6 +230,12 @@ def _name_without_the_prefix(engine: EngineCore) -> None:
         return names
 
     _patch_module(engine, Sequence, "block_hashes", make)
+
+
+@mutant("F14 blocks of the prefix cache are shared with requests of another cache_salt", "salted requests")
+def _name_without_the_salt(engine: EngineCore) -> None:
+    """No answer shows it: the keys and values are those that the request would have computed."""
+    _patch_module(engine, sequence_module, "chain_root", lambda chain_root: lambda scope: chain_root(""))
 
 
 @mutant("F14 a block is shared before its last token is computed", "conversations")

@@ -250,7 +250,9 @@ def _watch_decoder(mutant: Mutant, traffic: DecoderTraffic, until: Until, sound_
         replayers.append(ReplayAudit(lambda _: independent, REPLAY_SHARE, engine.max_model_len, "transformers: "))
     earlier: list[tuple[int, ...]] = []
     longest = mutant.settings.get("max_model_len")
-    requests = mixed(engine.model.vocab_size, longest=longest, earlier=earlier, continues=traffic.continues)
+    requests = mixed(
+        engine.model.vocab_size, longest=longest, earlier=earlier, continues=traffic.continues, salted=traffic.salted
+    )
     clients = _Clients(engine, requests, watch, replayers, earlier=earlier)
     if traffic.handoffs:
         clients.prefill = tiny_engine(own_drafts=traffic.drafted)

@@ -42,14 +42,15 @@ class DecoderTraffic:
     """Requests of all kinds to a tiny decoder.
 
     drafted: a model drafts, not n-grams. handoffs: prompts are computed by a second engine. switched: the weights are
-    changed again and again meanwhile. continues: every so many requests one continues what was said before. room:
-    tokens of the KV cache; eight requests need about 500.
+    changed again and again meanwhile. continues: every so many requests one continues what was said before. salted:
+    every other request sends a `cache_salt`. room: tokens of the KV cache; eight requests need about 500.
     """
 
     drafted: bool = False
     handoffs: bool = False
     switched: bool = False
     continues: int = 3
+    salted: bool = False
     room: int = 256
 
 
@@ -61,6 +62,7 @@ DECODERS = {
     "switched requests": DecoderTraffic(switched=True),
     "drafted switched requests": DecoderTraffic(drafted=True, switched=True),
     "conversations": DecoderTraffic(continues=1, room=1024),
+    "salted requests": DecoderTraffic(salted=True),
 }
 
 _ALL = SamplingParams(max_tokens=24, logprobs=2, ignore_eos=True)
@@ -97,6 +99,7 @@ def mixed(
     seed: int = 0,
     earlier: list[tuple[int, ...]] | None = None,
     continues: int = 3,
+    salted: bool = False,
 ) -> Iterator[Request]:
     """Endless requests of all kinds. Prompts repeat themselves; all have the same second and third block, and one of
     three first ones.
@@ -107,6 +110,7 @@ def mixed(
         seed: of the prompts and of the requests.
         earlier: prompts with what was answered, to which the caller appends. Each is continued at most once.
         continues: every so many requests one continues the last of them.
+        salted: whether every other request sends a `cache_salt`.
     """
     random = np.random.default_rng(seed)
     starts = [tuple(random.integers(2, vocab_size, 8).tolist()) for _ in range(3)]
@@ -124,5 +128,6 @@ def mixed(
             prompt = (*start, *loop * 3)
         if longest is not None and params.prompt_logprobs is None:
             params = replace(params, max_tokens=longest)
-        yield Request(f"r{number}", prompt, params, seed=int(random.integers(2**62)))
+        salt = "a tenant's" if salted and number % 2 else ""
+        yield Request(f"r{number}", prompt, params, seed=int(random.integers(2**62)), cache_salt=salt)
         number += 1

@@ -27,14 +27,15 @@ class BlockPool:
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
         self._marked: set[int] = set()
+        self._scopes = [""] * num_blocks
 
     @property
     def num_free(self) -> int:
         """Blocks nobody holds, those with a cached prefix included."""
         return len(self._free)
 
-    def take(self, count: int) -> list[int] | None:
-        """`count` blocks for one holder, or None when there are not so many free."""
+    def take(self, count: int, scope: str = "") -> list[int] | None:
+        """`count` blocks for one holder, of this `Request.cache_scope`, or None when there are not so many free."""
         if count > len(self._free):
             return None
         blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
@@ -42,6 +43,7 @@ class BlockPool:
             self._marked.discard(block)
             self._forget_name(block)
             self._holders[block] = 1
+            self._scopes[block] = scope
         return blocks
 
     def find(self, hashes: Iterable[bytes]) -> list[int]:
@@ -53,6 +55,10 @@ class BlockPool:
                 break
             blocks.append(block)
         return blocks
+
+    def lie_within(self, blocks: Iterable[int], scope: str) -> bool:
+        """Whether all of these were filled by requests of one scope, whatever their names say."""
+        return all(self._scopes[block] == scope for block in blocks)
 
     def hold(self, blocks: Sequence[int]) -> None:
         """Become one more holder of blocks that `find` returned."""

@@ -169,7 +169,7 @@ class Scheduler:
         if needed + self.pool.num_free_of(cached) > self.pool.num_free:
             return False
         self.pool.hold(cached)
-        sequence.blocks = cached + (self.pool.take(needed) or [])
+        sequence.blocks = cached + (self.pool.take(needed, sequence.request.cache_scope) or [])
         sequence.num_published = len(cached)
         sequence.num_shared = sequence.num_computed = len(cached) * self._config.block_size
         sequence.admission += 1
@@ -185,10 +185,17 @@ class Scheduler:
         return True
 
     def _find_prefix(self, sequence: Sequence) -> list[int]:
-        """Cached blocks to share. At least the pending token is left to compute; a scored sequence shares none."""
+        """Cached blocks to share. At least the pending token is left to compute; a scored sequence shares none.
+
+        Names keep scopes apart. Should a block of another scope be found all the same, nobody shares it any more.
+        """
         if not sequence.reads_cache or not self._config.prefix_caching:
             return []
         found = self.pool.find(sequence.block_hashes(len(sequence.tokens) - 1, self._config.block_size))
+        if not self.pool.lie_within(found, sequence.request.cache_scope):
+            self.stats.count_violation("isolation")
+            self.pool.withdraw(found)
+            return []
         if self.drafter_reads_features and sequence.params.speculate and sequence.imported_kv is None:
             # A hidden-state drafter cannot rebuild missing rows: the features they need are not computed.
             return list(itertools.takewhile(self.pool.is_marked, found))
@@ -205,7 +212,7 @@ class Scheduler:
         needed = -(-(sequence.num_computed + num_tokens) // self._config.block_size) - len(sequence.blocks)
         if needed <= 0:
             return True
-        blocks = self.pool.take(needed)
+        blocks = self.pool.take(needed, sequence.request.cache_scope)
         sequence.blocks.extend(blocks or ())
         return blocks is not None
 

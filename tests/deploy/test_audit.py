@@ -25,6 +25,7 @@ FIRST = {  # the detector that is to find it, where it is not one of the terms
     "F13 the handoff drops the drafter's keys and values": "acceptance floor",
     "F14 blocks of the prefix cache lack the drafter's keys and values": "acceptance floor",
     "F14": "replay",
+    "F14 blocks of the prefix cache are shared with requests of another cache_salt": "invariant isolation",
     "F15": "replay",
     "F16": "invariant",
     "F17": "repeated random streams",

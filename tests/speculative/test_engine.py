@@ -189,6 +189,19 @@ def test_a_prefix_is_shared_within_one_salt_only(tiny_folder: Path) -> None:
     assert cached[:3] == [0, 0, 0] and cached[3] == cached[4] > 0
 
 
+def test_blocks_of_another_scope_are_not_read_whatever_their_names(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("speculative.state.sequence.chain_root", lambda scope: b"")
+    engine = tiny_engine(tiny_folder)
+    cached = []
+    for name, salt in (("a", ""), ("b", ""), ("c", "x"), ("d", "x"), ("e", "")):
+        engine.add(Request(name, PROMPTS["plain"], GREEDY, cache_salt=salt))
+        cached.append(run(engine)[name].num_cached_tokens)
+    assert cached[0] == cached[2] == cached[4] == 0 and cached[1] == cached[3] > 0
+    assert engine.take_stats().violations == {"isolation": 2}
+
+
 def test_an_emptied_prefix_cache_is_filled_again(tiny_folder: Path) -> None:
     engine = tiny_engine(tiny_folder)
     fresh = answer_all(engine, requests())

@@ -109,6 +109,15 @@ def test_a_cached_prefix_lives_until_its_block_is_needed() -> None:
     assert pool.find(DIGESTS[:2]) == [first]
 
 
+def test_a_block_belongs_to_the_scope_of_the_holder_that_filled_it() -> None:
+    pool = BlockPool(2)
+    (own,), (other,) = pool.take(1, "a") or (), pool.take(1, "b") or ()
+    pool.hold([own])
+    assert pool.lie_within([own], "a") and pool.lie_within([], "b") and not pool.lie_within([own, other], "a")
+    pool.release([other])
+    assert pool.take(1, "a") == [other] and pool.lie_within([own, other], "a")
+
+
 def test_taking_more_than_there_is_takes_nothing() -> None:
     pool = BlockPool(3)
     assert pool.take(4) is None
