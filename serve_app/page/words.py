@@ -68,7 +68,8 @@ _WORDS: dict[IncidentKind, _Words] = {
         "Rule of the engine broken",
         INVARIANTS,
         "TruespecInvariantViolations",
-        "These requests failed; nothing wrong was delivered. One replica: its GPU or memory. All: roll back.",
+        "Nothing wrong was delivered: requests failed, or did without the cache. One replica: its GPU or memory. "
+        "All: roll back.",
     ),
     "logprobs": _Words(
         "Logprob contract broken",
