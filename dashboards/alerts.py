@@ -293,6 +293,28 @@ ALERTS = (
         ),
     ),
     Alert(
+        "TruespecRefereeMissesFaults",
+        _15M.events("referee_controls_total", "change", where='result="missed"') + " > 0",
+        "0m",
+        "critical",
+        "The referee of {{ $labels.model_name }} called an answer verified that was made wrong on purpose "
+        "({{ $labels.change }}).",
+        "Of every fifty verified answers one is judged again with a change that no sound referee overlooks. This one "
+        "was overlooked: replays come without the distribution of each token (token, seed), or the tolerance has grown "
+        "beyond all measure (logprobs). What this referee verified since then may be wrong.",
+        "The referee's log: `did not find what was changed` names the answer and the replica that replayed it. The "
+        "controls by change and result on the sanity page: since when, and whether all kinds are missed.",
+        "Replace the replica that replays, or roll back the last release; until controls are found again, treat "
+        "verified answers as unverified. Look at replay.max_tme, replay.edge_nats or the file of --tolerance if only "
+        "logprobs are missed.",
+        commands=(
+            shell.promql("sum by (change, result) (increase(truespec_referee_controls_total{}[1h]))"),
+            shell.logged("did not find what was changed"),
+            shell.watch_logged("referee", "did not find what was changed"),
+            shell.HISTORY,
+        ),
+    ),
+    Alert(
         "TruespecLogprobViolations",
         _15M.events("logprob_violations_total", "kind") + " > 0",
         "0m",

@@ -81,6 +81,11 @@ _MEANINGS: dict[str, dict[str, Meaning]] = {
             "unsupported": "`transformers` cannot have the weights that are served (the log says why)",
             "failed": "not computed: its process died, or no replica could start it",
         },
+        "referee_controls_total": {
+            "found": "the referee called it suspect, as it must",
+            "missed": "it did not: verdicts of this referee cannot be trusted",
+            "failed": "not replayed",
+        },
         "canaries_total": {
             "passed": "no fault was found: speculation is re-enabled",
             "failed": "a fault was found: speculation stays off for longer",
@@ -135,6 +140,13 @@ _MEANINGS: dict[str, dict[str, Meaning]] = {
             "lost": "vLLM could not read it through NIXL, or it was no longer there",
         },
         "breaker_trips_total": TRIP_REASONS,
+    },
+    "change": {
+        "referee_controls_total": {
+            "logprobs": "each logprob is a nat too high",
+            "token": "the surest tokens are replaced by others",
+            "seed": "the seed is another",
+        }
     },
     "check": {"": CHECKS, "replay_draws_total": DRAW_CHECKS},
     "kind": {"selfcheck_violations_total": INVARIANTS, "logprob_violations_total": LOGPROB_RULES},

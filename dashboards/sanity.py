@@ -158,6 +158,15 @@ _INDEPENDENT = Panel(
     stacked=True,
     minimum=0,
 )
+_CONTROLS = Panel(
+    title="Controls of the referee",
+    description="Verified answers that were judged again with a change, per second, by change and result. Each must "
+    "be found: a referee that misses one verifies wrong answers, too.",
+    unit="ops",
+    queries=(Query(PAGE.rate("referee_controls_total", "change", "result"), "{{change}} {{result}}"),),
+    stacked=True,
+    minimum=0,
+)
 _FAILED_REPLAYS = Panel(
     title="Replays that failed, by the replica that answered",
     description="Share of a replica's answers whose replay failed twice. One replica far above the others: what it "
@@ -360,6 +369,7 @@ LOGPROB_SANITY = Page(
             (
                 _REPLAYS,
                 _INDEPENDENT,
+                _CONTROLS,
                 _FAILED_REPLAYS,
                 _REPLAY_TOKENS,
                 _QUEUE,

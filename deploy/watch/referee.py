@@ -14,10 +14,11 @@ from deploy.exchange.exchanges import Exchange, ExchangeBatch
 from deploy.run.replayers import LoadedReplayer
 from deploy.watch.served_answers import ExchangeReader
 from serve_app.backends.base import ModelInfo, Replayed
-from serve_app.guard.referee_counts import RefereeCounts
+from serve_app.guard.referee_counts import RefereeCounts, count_controls
 from serve_app.page.history import by_label
 from serve_app.page.status import StatusBook
 from serve_app.referee.answer import Answer
+from serve_app.referee.controls import Controls
 from serve_app.referee.detectors import Alarm, by_stratum
 from serve_app.referee.drift import TokenDrift
 from serve_app.referee.judgement import Judge, Judgement, as_processed
@@ -108,6 +109,7 @@ class Referee:
         self._judged = Judged()
         self._counts = counts = RefereeCounts(metrics, WATCHED_STRATA)
         self._book = ReplicaBook(options.tolerance, alarmed=self._on_alarm)
+        self._controls = Controls(self._replay, self._compared, ended=count_controls(metrics))
         self._checker = ReplayChecker(
             self._replay,
             counts.counting(self._judgement),
@@ -115,6 +117,7 @@ class Referee:
             max_queue=options.max_queue,
             max_running=replayer.at_once,
             ended=counts.ended,
+            verified=self._controls.offer,
         )
         about = {
             "model": options.served,
@@ -137,6 +140,7 @@ class Referee:
         """Work until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._checker.run())
+            tasks.create_task(self._controls.run())
             tasks.create_task(self._note_forever())
 
     async def _note_forever(self) -> None:
@@ -178,12 +182,15 @@ class Referee:
         self._metrics.count("truespec_watched_answers_total", result="unreadable")
 
     def _judgement(self, answer: Answer, replayed: Replayed) -> Judgement:
-        """Compare an answer with its replay, as far as its request lets one."""
-        if self._options.processed:
-            answer, replayed = as_processed(answer, replayed)
-        judgement = self._judge.judge(answer, replayed)
+        judgement = self._compared(answer, replayed)
         self._judged.add(answer, replayed, judgement)
         return judgement
+
+    def _compared(self, answer: Answer, replayed: Replayed) -> Judgement:
+        """An answer beside its replay, as far as its request lets one compare them."""
+        if self._options.processed:
+            answer, replayed = as_processed(answer, replayed)
+        return self._judge.judge(answer, replayed)
 
     async def _replay(self, request: Request, avoid: Collection[str]) -> Replayed:
         return await self._replayer.replay(request)

@@ -20,10 +20,12 @@ from serve_app.deployments.pool_states import watch_pools
 from serve_app.deployments.remote_errors import answered
 from serve_app.deployments.replica_reports import ReplicaReports
 from serve_app.deployments.runtime import REPORT_EVERY_S, observe
-from serve_app.guard.referee_counts import RefereeCounts, count_independent
+from serve_app.guard.referee_counts import RefereeCounts, count_controls, count_independent
 from serve_app.guard.replica_registry import ReplicaRegistry
 from serve_app.openai.kept_responses import ResponseStore
 from serve_app.page.status import StatusBook
+from serve_app.referee.answer import Answer
+from serve_app.referee.controls import Controls
 from serve_app.referee.dumps import DumpFolder
 from serve_app.referee.independent_checks import IndependentChecks
 from serve_app.referee.judgement import Judge
@@ -31,6 +33,7 @@ from serve_app.referee.replay_checker import ReplayChecker
 from serve_app.referee.replica_book import ReplicaBook
 from serve_app.referee.strata import SERVED_STRATA
 from serve_app.referee.tolerance import tolerances_of
+from serve_app.referee.verdicts import Checked
 from serve_app.telemetry.metrics import Metrics, PrometheusSink, RaySink, Sink
 from serve_app.telemetry.tracing import Carried, adopt, carried
 from serve_app.weights.coordinator import WeightCoordinator
@@ -76,14 +79,16 @@ class Controller:
             rate=config.replay.independent_rate_of(config.engine),
             ended=count_independent(metrics),
         )
+        judge = Judge(tolerance)
+        self._controls = Controls(replay, judge.judge, ended=count_controls(metrics))
         self._checker = ReplayChecker(
             replay,
-            counts.counting(Judge(tolerance).judge),
+            counts.counting(judge.judge),
             book,
             max_queue=config.replay.max_queue,
             max_running=config.replay.max_running,
             ended=counts.ended,
-            verified=self._independent.offer,
+            verified=self._on_verified,
         )
         self._status = StatusBook(_about(config), sums, time.time)
         weights = WeightCoordinator()
@@ -106,8 +111,13 @@ class Controller:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._checker.run())
             tasks.create_task(self._independent.run())
+            tasks.create_task(self._controls.run())
             tasks.create_task(self._note_forever())
             tasks.create_task(pools)
+
+    def _on_verified(self, answer: Answer, checked: Checked) -> None:
+        self._independent.offer(answer)
+        self._controls.offer(answer, checked)
 
     async def _note_forever(self) -> None:
         while True:

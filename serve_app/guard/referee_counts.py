@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from serve_app.backends.base import Replayed
 from serve_app.referee.answer import Answer
+from serve_app.referee.controls import CONTROL_CHANGES, CONTROL_RESULTS, ControlChange, ControlResult
 from serve_app.referee.detectors import Alarm, SeenToken, by_stratum, drifts_of
 from serve_app.referee.draws import DrawResult
 from serve_app.referee.drift import DriftSums
@@ -117,4 +118,16 @@ def count_independent(metrics: Metrics) -> Callable[[IndependentResult], None]:
 
     for result in INDEPENDENT_RESULTS:
         metrics.count("truespec_independent_replays_total", 0, result=result)
+    return ended
+
+
+def count_controls(metrics: Metrics) -> Callable[[ControlChange, ControlResult], None]:
+    """A counter of what became of controls; each is there with 0 from the start."""
+
+    def ended(change: ControlChange, result: ControlResult) -> None:
+        metrics.count("truespec_referee_controls_total", change=change, result=result)
+
+    for change in CONTROL_CHANGES:
+        for result in CONTROL_RESULTS:
+            metrics.count("truespec_referee_controls_total", 0, change=change, result=result)
     return ended

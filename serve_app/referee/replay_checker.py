@@ -50,7 +50,7 @@ class ReplayChecker:
         max_queue: int = 64,
         max_running: int = 2,
         ended: Callable[[Answer, ReplayResult, Checked], None] = lambda answer, result, checked: None,
-        verified: Callable[[Answer], None] = lambda answer: None,
+        verified: Callable[[Answer, Checked], None] = lambda answer, checked: None,
     ) -> None:
         self._replay = replay
         self._judge = judge
@@ -130,7 +130,7 @@ class ReplayChecker:
             if not answer.request.canary:  # its own replica judges by it; clients never saw it
                 checked = self._book.add(Case(answer, replayed, checked), judgement.tokens, judgement.drift_tolerance)
                 if checked.verdict is Verdict.VERIFIED:
-                    self._verified(answer)
+                    self._verified(answer, checked)
             _logger.debug("%s is %s: %s", answer.request.request_id, checked.verdict.value, checked.reason)
             return "ok", checked
         except Exception as error:  # a replica died, or was too busy: the check is lost, the referee is not

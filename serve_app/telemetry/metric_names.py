@@ -300,6 +300,14 @@ CATALOGUE: tuple[Metric, ...] = (
         f"Answers that an independent referee checked again, by result: {', '.join(INDEPENDENT_RESULTS)}.",
         "result",
     ),
+    _counter(
+        "referee_controls_total",
+        "replays",
+        "Verified answers that were judged again with a change (logprobs, token, seed) that the referee must find, by "
+        "result: found, missed, failed (not replayed).",
+        "change",
+        "result",
+    ),
     _gauge("replay_queue_length", "replays", "Finished requests waiting to be replayed."),
     _gauge("replay_lag_seconds", "seconds", "How long the oldest request that is not replayed yet has waited for it."),
     _gauge("replays_running", "replays", "Replays that a replica is computing, or that wait for room in its engine."),

@@ -9,6 +9,7 @@ import pytest
 from dashboards.label_meanings import meaning_of
 from dashboards.reference import metrics_page
 from serve_app.config.base import POOLS_OF_TOPOLOGY
+from serve_app.referee.controls import CONTROL_CHANGES, CONTROL_RESULTS
 from serve_app.referee.strata import STRATA
 from serve_app.referee.verdicts import Verdict
 from serve_app.telemetry.metric_names import (
@@ -52,6 +53,8 @@ def test_every_label_has_a_meaning_and_the_page_reports_it(pair: tuple[Metric, s
         ("breaker_trips_total", "reason", set(TRIP_REASONS)),
         ("replay_alarms_total", "alarm", set(REPLAY_ALARMS)),
         ("independent_replays_total", "result", set(INDEPENDENT_RESULTS)),
+        ("referee_controls_total", "change", set(CONTROL_CHANGES)),
+        ("referee_controls_total", "result", set(CONTROL_RESULTS)),
         ("replay_tokens_total", "stratum", set(STRATA)),
         ("verdicts_total", "verdict", {verdict.value for verdict in Verdict}),
         ("requests_total", "outcome", {reason.value for reason in FinishReason} | {"rejected"}),

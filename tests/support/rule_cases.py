@@ -191,6 +191,11 @@ def _event_cases() -> Iterator[Case]:
             "transformers does not find what tiny answers.",
             {},
         ),
+        "TruespecRefereeMissesFaults": (
+            "referee_controls_total change=token result=missed",
+            "The referee of tiny called an answer verified that was made wrong on purpose (token).",
+            {"change": "token"},
+        ),
         "TruespecLogprobViolations": (
             "logprob_violations_total kind=mass",
             "Logprobs of tiny broke the rule mass.",

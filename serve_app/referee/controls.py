@@ -1,0 +1,145 @@
+"""Answers made wrong on purpose, by which the referee shows that it still finds what is wrong."""
+
+import asyncio
+import dataclasses
+import logging
+import uuid
+from collections.abc import Callable
+from typing import Literal, get_args
+
+from serve_app.referee.answer import Answer
+from serve_app.referee.judgement import Judging
+from serve_app.referee.replay_checker import Replay
+from serve_app.referee.verdicts import Checked, Distribution, Verdict
+
+_logger = logging.getLogger("truespec.referee")
+
+ControlChange = Literal["logprobs", "token", "seed"]
+ControlResult = Literal["found", "missed", "failed"]
+
+CONTROL_CHANGES: tuple[ControlChange, ...] = get_args(ControlChange)
+CONTROL_RESULTS: tuple[ControlResult, ...] = get_args(ControlResult)
+
+_EVERY = 50  # verified answers
+_LEAST_TOKENS = 8
+_SHIFT_NATS = 1.0
+_CERTAIN_NATS = -0.02  # the logprob of a token whose place no other can take
+_NUM_CHANGED = 3  # tokens: that a random number comes to lie at an edge of each has no chance
+_LEAST_SURPRISAL_NATS = 40.0  # of an answer: other random numbers do not give it again
+_LEAST_TEMPERATURE = 0.7  # below it an answer is more likely than its logprobs say
+
+
+class Controls:
+    """Has verified answers judged again with a change that no sound referee overlooks, each kind of change in turn.
+
+    - `logprobs`: each is a nat too high.
+    - `token`: the surest ones are replaced by others, and served without logprobs.
+    - `seed`: it is another, and no logprobs were served.
+
+    The last two are found only by what the replay says of each token's distribution, so they begin when replays do say
+    it. Nothing of a control is counted as a client's answer.
+
+    Args:
+        replay: recomputes a request.
+        judge: the referee's own.
+        every: how many verified answers there are to a control.
+        ended: called with the change, and whether it was found.
+    """
+
+    def __init__(
+        self,
+        replay: Replay,
+        judge: Judging,
+        *,
+        every: int = _EVERY,
+        ended: Callable[[ControlChange, ControlResult], None] = lambda change, result: None,
+    ) -> None:
+        self._replay = replay
+        self._judge = judge
+        self._every = every
+        self._ended = ended
+        self._since = every - 1  # so that the first answer becomes a control
+        self._turn = 0
+        self._rows_are_replayed = False
+        self._next: asyncio.Queue[tuple[ControlChange, Answer]] = asyncio.Queue(1)
+
+    def offer(self, answer: Answer, checked: Checked) -> None:
+        """Take a verified answer as a control if one is due; returns at once."""
+        self._rows_are_replayed |= checked.distribution is not Distribution.UNTESTED
+        self._since += 1
+        if self._since < self._every or self._next.full():
+            return
+        for turn in range(self._turn, self._turn + len(CONTROL_CHANGES)):
+            change = CONTROL_CHANGES[turn % len(CONTROL_CHANGES)]
+            spoiled = self._spoiled(answer, change)
+            if spoiled is not None:
+                self._since, self._turn = 0, turn + 1
+                self._next.put_nowait((change, spoiled))
+                return
+
+    async def run(self) -> None:
+        """Have one control after another judged, until cancelled."""
+        while True:
+            change, spoiled = await self._next.get()
+            result = await self._result(change, spoiled)
+            if result is not None:
+                self._ended(change, result)
+
+    async def _result(self, change: ControlChange, spoiled: Answer) -> ControlResult | None:
+        """None where the weights have changed since."""
+        try:
+            replayed = await self._replay(spoiled.scored(f"control-{uuid.uuid4().hex}"), ())
+            if set(spoiled.weight_versions) != {replayed.weight_version}:
+                return None
+            verdict = self._judge(spoiled, replayed).checked.verdict
+        except Exception as error:  # a replica died, or was too busy: that says nothing of the judge
+            _logger.info("a control could not be replayed: %s", error)
+            return "failed"
+        if verdict is Verdict.SUSPECT:
+            return "found"
+        _logger.error(
+            "the referee did not find what was changed (%s) in %s, replayed by %s: its verdict was %s",
+            *(change, spoiled.request.request_id, replayed.replica, verdict.value),
+        )
+        return "missed"
+
+    def _spoiled(self, answer: Answer, change: ControlChange) -> Answer | None:
+        """The answer with a change that cannot be overlooked; None where this one has no place for it."""
+        if len(answer.token_ids) < _LEAST_TOKENS or not answer.logprobs or None in answer.logprobs:
+            return None
+        logprobs = [logprob for logprob in answer.logprobs if logprob is not None]
+        if change == "logprobs":
+            return _as_control(answer, logprobs=tuple(logprob + _SHIFT_NATS for logprob in logprobs))
+        if not self._rows_are_replayed:
+            return None
+        if change == "token":
+            return _with_other_tokens(answer, logprobs)
+        params = answer.request.params
+        can_differ = answer.drawn is not None and params.temperature >= _LEAST_TEMPERATURE
+        if not can_differ or -sum(logprobs) < _LEAST_SURPRISAL_NATS:
+            return None
+        request = dataclasses.replace(answer.request, seed=answer.request.seed ^ 1)
+        return _as_control(dataclasses.replace(answer, request=request), logprobs=())
+
+
+def _with_other_tokens(answer: Answer, logprobs: list[float]) -> Answer | None:
+    params = answer.request.params
+    surest = sorted(range(len(logprobs)), key=lambda index: -logprobs[index])[:_NUM_CHANGED]
+    drawn_or_greedy = params.greedy or answer.drawn is not None
+    if not drawn_or_greedy or any(logprobs[index] < _CERTAIN_NATS for index in surest):
+        return None
+    known = (*answer.request.prompt_token_ids, *answer.token_ids)
+    token_ids = list(answer.token_ids)
+    for index in surest:
+        other = next((token for token in known if token != token_ids[index]), None)
+        if other is None:
+            return None
+        token_ids[index] = other
+    return _as_control(answer, token_ids=tuple(token_ids), logprobs=())
+
+
+def _as_control(answer: Answer, **changes: object) -> Answer:
+    """One that teaches the referee neither a seed nor the noise of rounding."""
+    request = dataclasses.replace(answer.request, canary=True)
+    own = {"request": request, "num_drafted": max(1, answer.num_drafted), "prompt_logprobs": ()}
+    return dataclasses.replace(answer, **(own | changes))  # type: ignore[arg-type]

@@ -1,0 +1,177 @@
+"""Answers made wrong on purpose: a sound referee finds each, and one that has gone blind is noticed."""
+
+import asyncio
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Collection
+
+import pytest
+
+from serve_app.backends.base import Replayed
+from serve_app.guard.referee_counts import count_controls
+from serve_app.referee.answer import Answer
+from serve_app.referee.controls import CONTROL_CHANGES, CONTROL_RESULTS, Controls
+from serve_app.referee.judgement import Judge, Judging
+from serve_app.referee.replay_checker import Replay, ReplayChecker
+from serve_app.referee.replica_book import ReplicaBook
+from serve_app.telemetry.metrics import Metrics, PrometheusSink
+from speculative.engine import EngineCore
+from speculative.request import Request, SamplingParams
+from tests.support.engines import NGRAM, markov_engine
+from tests.support.referees import TOLERANCE, EngineReplay, serve
+
+SAMPLED = SamplingParams(max_tokens=120, ignore_eos=True, logprobs=0)
+GREEDY = dataclasses.replace(SAMPLED, temperature=0.0)
+
+
+async def controlled(
+    answers: Collection[Answer], replay: Replay, judge: Judging | None = None, every: int = 1
+) -> Counter[tuple[str, str]]:
+    """What became of the controls when a referee had verified these answers, each before the next was served."""
+    judge = judge or Judge(TOLERANCE).judge
+    ended: Counter[tuple[str, str]] = Counter()
+    controls = Controls(replay, judge, every=every, ended=lambda *result: ended.update([result]))
+    checker = ReplayChecker(replay, judge, ReplicaBook(TOLERANCE), verified=controls.offer)
+    async with asyncio.TaskGroup() as tasks:
+        work = [tasks.create_task(one.run()) for one in (checker, controls)]
+        for answer in answers:
+            assert (await checker.check(answer)).reason == "replayed"
+            for _ in range(3):
+                await asyncio.sleep(0)  # the control follows
+        for task in work:
+            task.cancel()
+    return ended
+
+
+def engine_that_is_often_sure() -> EngineCore:
+    """Of eight tokens; what follows half of them is all but certain, what follows the others is drawn from three."""
+    rows = []
+    for token in range(8):
+        row = [1e-4] * 8
+        if token % 2:
+            row[(token + 1) % 8] = 1.0
+        else:
+            row[token + 1] = row[(token + 3) % 8] = row[(token + 5) % 8] = 0.5
+        rows.append([one / sum(row) for one in row])
+    return markov_engine(rows, drafter=NGRAM)
+
+
+def answers_of(engine: EngineCore, params: SamplingParams, number: int) -> list[Answer]:
+    return [serve(engine, Request(f"r{seed}-0", (1 + seed % 7, 2), params, seed=seed)) for seed in range(number)]
+
+
+async def test_a_sound_referee_finds_every_change() -> None:
+    engine = engine_that_is_often_sure()
+    ended = await controlled(answers_of(engine, SAMPLED, 30), EngineReplay(engine))
+    assert ended == dict.fromkeys(((change, "found") for change in CONTROL_CHANGES), 10)
+
+
+async def test_greedy_answers_have_no_seed_to_change() -> None:
+    engine = engine_that_is_often_sure()
+    ended = await controlled(answers_of(engine, GREEDY, 10), EngineReplay(engine))
+    assert ended == {("logprobs", "found"): 5, ("token", "found"): 5}
+
+
+async def test_a_referee_that_lost_the_rows_is_noticed() -> None:
+    engine = engine_that_is_often_sure()
+    whole, num_replays = EngineReplay(engine), 0
+
+    async def replay(request: Request, avoid: Collection[str]) -> Replayed:
+        nonlocal num_replays
+        num_replays += 1
+        replayed = await whole(request, avoid)
+        return replayed if num_replays <= 4 else dataclasses.replace(replayed, replayed=None)
+
+    ended = await controlled(answers_of(engine, SAMPLED, 30), replay)
+    assert ended["token", "missed"] >= 9 and ended["seed", "missed"] >= 9 and ended["logprobs", "found"] == 10
+
+
+async def test_a_judge_without_a_limit_is_noticed() -> None:
+    engine = engine_that_is_often_sure()
+    careless = Judge(dataclasses.replace(TOLERANCE, max_tme=100.0, jump_nats=100.0)).judge
+    ended = await controlled(answers_of(engine, SAMPLED, 3), EngineReplay(engine), careless)
+    assert ended["logprobs", "missed"] >= 1
+
+
+async def test_engines_that_replay_logprobs_only_are_asked_for_no_more() -> None:
+    engine = engine_that_is_often_sure()
+    whole = EngineReplay(engine)
+
+    async def replay(request: Request, avoid: Collection[str]) -> Replayed:
+        return dataclasses.replace(await whole(request, avoid), replayed=None)
+
+    ended = await controlled(answers_of(engine, SAMPLED, 6), replay)
+    assert ended == {("logprobs", "found"): 6}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda answer: dataclasses.replace(answer, logprobs=()),
+        lambda answer: dataclasses.replace(answer, logprobs=(None, *answer.logprobs[1:])),
+    ],
+)
+async def test_an_answer_without_logprobs_is_no_control(change: Callable[[Answer], Answer]) -> None:
+    engine = engine_that_is_often_sure()
+    assert not await controlled([change(one) for one in answers_of(engine, SAMPLED, 3)], EngineReplay(engine))
+
+
+async def test_a_short_answer_is_no_control() -> None:
+    engine = engine_that_is_often_sure()
+    short = dataclasses.replace(SAMPLED, max_tokens=4)
+    assert not await controlled(answers_of(engine, short, 3), EngineReplay(engine))
+
+
+async def test_the_first_answer_is_a_control_and_then_one_of_so_many() -> None:
+    engine = engine_that_is_often_sure()
+    ended = await controlled(answers_of(engine, SAMPLED, 11), EngineReplay(engine), every=5)
+    assert ended.total() == 3
+
+
+async def test_controls_teach_the_referee_nothing() -> None:
+    """Neither are their seeds those of clients, nor is what was added to logprobs rounding, nor are they verdicts."""
+    engine = engine_that_is_often_sure()
+    answers = answers_of(engine, SAMPLED, 9)
+    verdicts = []
+    for every in (1, 1000):
+        judge, book = Judge(TOLERANCE).judge, ReplicaBook(TOLERANCE)
+        controls = Controls(EngineReplay(engine), judge, every=every)
+        checker = ReplayChecker(EngineReplay(engine), judge, book, verified=controls.offer)
+        async with asyncio.TaskGroup() as tasks:
+            work = [tasks.create_task(one.run()) for one in (checker, controls)]
+            found = [await checker.check(answer) for answer in (*answers, *answers)]
+            for task in work:
+                task.cancel()
+        verdicts.append([(one.verdict, one.distribution, one.tme) for one in found])
+        assert not book.incidents.to_wire()
+    assert verdicts[0] == verdicts[1]
+
+
+@pytest.mark.parametrize("failing", ["replay", "weights"])
+async def test_what_was_not_replayed_is_not_missed(failing: str) -> None:
+    engine = engine_that_is_often_sure()
+    whole = EngineReplay(engine)
+
+    async def replay(request: Request, avoid: Collection[str]) -> Replayed:
+        replayed = await whole(request, avoid)
+        if not request.request_id.startswith("control-"):
+            return replayed
+        if failing == "replay":
+            raise RuntimeError("the replica is gone")
+        return dataclasses.replace(replayed, weight_version="later")
+
+    ended = await controlled(answers_of(engine, SAMPLED, 2), replay)
+    assert ended.keys() <= {("logprobs", "failed"), ("token", "failed")}
+    assert bool(ended) == (failing == "replay")
+
+
+def test_every_result_is_counted_from_the_start() -> None:
+    sink = PrometheusSink()
+    ended = count_controls(Metrics([sink], model_name="tiny", pool="prefill"))
+    ended("seed", "missed")
+    exposition, _ = sink.exposition()
+    series = [line for line in exposition.decode().splitlines() if line.startswith("truespec_referee_controls_total{")]
+    assert len(series) == len(CONTROL_CHANGES) * len(CONTROL_RESULTS)
+    assert [line for line in series if line.endswith(" 1.0")] == [
+        line for line in series if 'change="seed"' in line and 'result="missed"' in line
+    ]
