@@ -300,6 +300,11 @@ def _prefix_cache_outlives_an_update(engine: EngineCore) -> None:
     engine.scheduler.pool.drop_prefixes = lambda: None  # type: ignore[method-assign]
 
 
+@mutant("F20 running requests keep the keys and values of old weights through an update", "switched requests")
+def _kept_through_an_update(engine: EngineCore) -> None:
+    engine.scheduler.reset = engine.scheduler.pool.drop_prefixes  # type: ignore[method-assign]
+
+
 @mutant("F28 the drafter keeps its weights through an update", "drafted switched requests")
 def _drafter_of_old_weights(engine: EngineCore) -> None:
     drafter: Any = engine.drafter

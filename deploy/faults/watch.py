@@ -12,6 +12,7 @@ from serve_app.referee.detectors import ReplicaWatch
 from serve_app.referee.draws import DrawResult
 from serve_app.referee.judgement import Judge
 from serve_app.referee.records import Record
+from serve_app.referee.replay_checker import comparable
 from serve_app.referee.replay_selection import chosen
 from serve_app.referee.tolerance import Tolerance
 from speculative.engine import EngineCore
@@ -92,15 +93,15 @@ class ServedRequest:
         return (*self.request.prompt_token_ids, *self.token_ids)
 
     def answer(self, limit: int) -> Answer | None:
-        """As the referee takes it; limit: the longest sequence of the engine. None = it cannot be computed again: it
-        broke off, or two versions of the weights made it."""
+        """As the referee takes it; limit: the longest sequence of the engine. None = it cannot be computed again, since
+        it broke off."""
         record = Record(self.request, "engine", 0.0, limit, NUM_DRAFTS)
         for delta in self.deltas:
             record.take(delta)
             if self.handed_off and record.num_rounds is None:
                 record.num_rounds = 0
         broke = self.deltas[-1].finish_reason is FinishReason.ERROR
-        return None if broke or len(record.weight_versions) > 1 else record.answer()
+        return None if broke else record.answer()
 
 
 Recompute = Callable[[Request], Replayed]
@@ -141,12 +142,16 @@ class ReplayAudit:
             return [f"{self._by}replay refused"]
 
     def _compare(self, answer: Answer) -> Iterator[str]:
-        recompute, greedy = self._recompute(answer.weight_versions[0]), answer.request.params.greedy
-        replayed = recompute(answer.scored(f"replay-{answer.request.request_id}"))
+        version, greedy = answer.weight_versions[-1], answer.request.params.greedy
+        recompute = self._recompute(version)
+        replayed = replace(recompute(answer.scored(f"replay-{answer.request.request_id}")), weight_version=version)
         if answer.prompt_logprobs:
             prompt = recompute(Request("replay-prompt", answer.request.prompt_token_ids, score_from=1, replay=True))
             replayed = replace(replayed, logprobs=(*prompt.logprobs, *replayed.logprobs))
-        judgement = self._judge.judge(answer, replayed)
+        own = comparable(answer, replayed)
+        if own is None:
+            return
+        judgement = self._judge.judge(*own)
         for alarm in self._watch.see(judgement.tokens, greedy=greedy, drift_tolerance=judgement.drift_tolerance):
             if alarm.name == "drift":
                 if alarm.stratum in _SHOWN:

@@ -4,7 +4,7 @@ import contextlib
 import enum
 import hashlib
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -43,6 +43,12 @@ class Replayed:
     replayed: tuple[ReplayedToken, ...] | None = None
     replica: str = ""  # that computed it
     weight_version: str = DEFAULT_VERSION  # it was computed with
+
+    def last(self, num_tokens: int) -> "Replayed":
+        """Of the last tokens alone."""
+        first = len(self.logprobs) - num_tokens
+        rows = None if self.replayed is None else self.replayed[len(self.replayed) - num_tokens :]
+        return replace(self, logprobs=self.logprobs[first:], replayed=rows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from speculative.errors import SequenceTooLong
 from speculative.request import DEFAULT_VERSION, Request, Round, TokenKind
@@ -27,7 +28,8 @@ class Answer:
     prompt_scored_by: str = ""  # the replica that gave them
     num_drafted: int = 0
     num_cached: int = 0  # prompt tokens found in a prefix cache
-    weight_versions: tuple[str, ...] = (DEFAULT_VERSION,)  # that made its tokens
+    weight_versions: tuple[str, ...] = (DEFAULT_VERSION,)  # that made its tokens, the latest last
+    num_before_update: int = 0  # of its tokens, made by earlier versions than the latest
     rounds: tuple[Round, ...] = ()  # that made its tokens; fewer where the engine does not keep them
     strata: tuple[tuple[str, ...], ...] = ()  # `strata.shared`, so that they add little to a message
     broken_limit: str = ""  # of its request, in words; "" = it keeps to all
@@ -90,6 +92,28 @@ class Answer:
             cache_salt=request.cache_salt,
             replay=True,
             draws=() if self.drawn is None else self.drawn.draws(),
+        )
+
+    def since_update(self) -> "Answer":
+        """What the latest version of the weights made, behind a prompt of all before it; itself if that made it all."""
+        start, request = self.num_before_update, self.request
+        if len(self.weight_versions) == 1:
+            return self
+        ends = accumulate(one.num_tokens for one in self.rounds)
+        return replace(
+            self,
+            request=replace(request, prompt_token_ids=(*request.prompt_token_ids, *self.token_ids[:start])),
+            token_ids=self.token_ids[start:],
+            logprobs=self.logprobs[start:],
+            kinds=self.kinds[start:],
+            made_by=self.made_by[start:],
+            rounds_since_handoff=self.rounds_since_handoff[start:],
+            preempted=self.preempted[start:],
+            prompt_logprobs=(),
+            weight_versions=self.weight_versions[-1:],
+            num_before_update=0,
+            rounds=tuple(one for one, end in zip(self.rounds, ends, strict=True) if end > start),
+            strata=self.strata[start:],
         )
 
     @property

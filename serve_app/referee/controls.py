@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 from serve_app.referee.answer import Answer
 from serve_app.referee.judgement import Judging
-from serve_app.referee.replay_checker import Replay
+from serve_app.referee.replay_checker import Replay, comparable
 from serve_app.referee.verdicts import Checked, Distribution, Verdict
 
 _logger = logging.getLogger("truespec.referee")
@@ -89,9 +89,9 @@ class Controls:
         """None where the weights have changed since."""
         try:
             replayed = await self._replay(spoiled.scored(f"control-{uuid.uuid4().hex}"), ())
-            if set(spoiled.weight_versions) != {replayed.weight_version}:
+            if (own := comparable(spoiled, replayed)) is None:
                 return None
-            verdict = self._judge(spoiled, replayed).checked.verdict
+            verdict = self._judge(*own).checked.verdict
         except Exception as error:  # a replica died, or was too busy: that says nothing of the judge
             _logger.info("a control could not be replayed: %s", error)
             return "failed"
@@ -106,6 +106,8 @@ class Controls:
     def _spoiled(self, answer: Answer, change: ControlChange) -> Answer | None:
         """The answer with a change that cannot be overlooked; None where this one has no place for it."""
         if len(answer.token_ids) < _LEAST_TOKENS or not answer.logprobs or None in answer.logprobs:
+            return None
+        if len(answer.weight_versions) > 1:  # what was changed might lie before the update
             return None
         logprobs = [logprob for logprob in answer.logprobs if logprob is not None]
         if change == "logprobs":

@@ -14,6 +14,7 @@ from serve_app.referee.answer import Answer
 from serve_app.referee.detectors import ReplicaWatch, drifts_of
 from serve_app.referee.evidence import DriftTest
 from serve_app.referee.judgement import Judge, Judgement
+from serve_app.referee.replay_checker import comparable
 from serve_app.referee.replay_selection import chosen
 from serve_app.referee.replayer import Replayer
 from serve_app.referee.replica_book import Case, ReplicaBook
@@ -83,9 +84,10 @@ class IndependentChecks:
         """The result of one check."""
         try:
             replayed = await self._replayer.replay(answer.scored(f"independent-{uuid.uuid4().hex}"))
-            if set(answer.weight_versions) != {replayed.weight_version}:
-                return "outdated"
             answer = dataclasses.replace(answer, prompt_logprobs=())  # the prompt's are not computed
+            if (own := comparable(answer, replayed)) is None:
+                return "outdated"
+            answer, replayed = own
             judgement = self._judge.judge(answer, replayed)
         except ConfigError as error:
             if str(error) != self._unsupported:

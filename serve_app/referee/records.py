@@ -32,7 +32,8 @@ class Record:
     prompt_scored_by: str = ""
     num_drafted: int = 0
     num_cached: int = 0
-    weight_versions: dict[str, None] = field(default_factory=dict)  # a set in order
+    weight_versions: dict[str, None] = field(default_factory=dict)  # a set, the latest last
+    num_before_update: int = 0  # tokens of earlier versions than the latest
     rounds: list[Round] = field(default_factory=list)
     finish_reason: FinishReason | None = None
 
@@ -48,6 +49,7 @@ class Record:
         """Add what one step emitted."""
         count, maker = len(delta.token_ids), delta.prefilled_by or self.replica
         self.prefilled_by = delta.prefilled_by or self.prefilled_by
+        self._note_version(delta)
         self.token_ids += delta.token_ids
         self.kinds += delta.kinds
         self.made_by += [maker] * count
@@ -59,11 +61,20 @@ class Record:
         self.preempted += [delta.preempted] * count
         self.num_drafted += delta.num_drafted
         self.rounds += [] if delta.round is None else [delta.round]
-        self.weight_versions[delta.weight_version] = None
         self.num_cached = max(self.num_cached, delta.num_cached_tokens)
         self.finish_reason = delta.finish_reason or self.finish_reason
         if self.num_rounds is not None and delta.token_ids:
             self.num_rounds += 1
+
+    def _note_version(self, delta: TokenDelta) -> None:
+        """The weights that made the next tokens."""
+        latest = next(reversed(self.weight_versions), delta.weight_version)
+        if not (delta.token_ids or delta.prompt_logprobs) and self.weight_versions:
+            return
+        if delta.weight_version != latest:
+            self.num_before_update = len(self.token_ids)
+        self.weight_versions.pop(delta.weight_version, None)
+        self.weight_versions[delta.weight_version] = None
 
     @property
     def broken_limit(self) -> str:
@@ -98,6 +109,7 @@ class Record:
             num_drafted=self.num_drafted,
             num_cached=self.num_cached,
             weight_versions=tuple(self.weight_versions),
+            num_before_update=self.num_before_update,
             rounds=tuple(self.rounds),
             strata=shared(self._strata()),
             broken_limit=self.broken_limit,

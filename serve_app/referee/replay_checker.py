@@ -123,12 +123,12 @@ class ReplayChecker:
             return "refused", self._refused(answer, answer.broken_limit)
         try:
             replayed = await self._replayed(answer)
-            if set(answer.weight_versions) != {replayed.weight_version}:
+            if (own := comparable(answer, replayed)) is None:
                 return "outdated", _outdated(answer, replayed)
-            judgement = self._judge(answer, replayed)
-            checked = judgement.checked
+            judgement = self._judge(*own)
+            checked = _saying_from_where(answer, judgement.checked)
             if not answer.request.canary:  # its own replica judges by it; clients never saw it
-                checked = self._book.add(Case(answer, replayed, checked), judgement.tokens, judgement.drift_tolerance)
+                checked = self._book.add(Case(*own, checked), judgement.tokens, judgement.drift_tolerance)
                 if checked.verdict is Verdict.VERIFIED:
                     self._verified(answer, checked)
             _logger.debug("%s is %s: %s", answer.request.request_id, checked.verdict.value, checked.reason)
@@ -173,6 +173,25 @@ class ReplayChecker:
         """No engine can have made the answer: whoever did is wrong."""
         checked = Checked(verdict=Verdict.SUSPECT, reason=f"impossible: {reason}")
         return checked if answer.request.canary else self._book.add_impossible(Case(answer, None, checked))
+
+
+def comparable(answer: Answer, replayed: Replayed) -> tuple[Answer, Replayed] | None:
+    """What the weights of a replay made of an answer, beside what they give again; None = nothing.
+
+    Where the weights were updated while the answer was made, that is what came after the last update: the engine
+    computed all tokens before it again, as the replay does.
+    """
+    own = answer.since_update()
+    if not own.token_ids or own.weight_versions != (replayed.weight_version,):
+        return None
+    return own, replayed if own is answer else replayed.last(len(own.token_ids))
+
+
+def _saying_from_where(answer: Answer, checked: Checked) -> Checked:
+    if len(answer.weight_versions) == 1:
+        return checked
+    since = f"from token {answer.num_before_update} on, since when these weights made it"
+    return dataclasses.replace(checked, reason=f"{checked.reason} ({since})")
 
 
 def _outdated(answer: Answer, replayed: Replayed) -> Checked:

@@ -33,6 +33,7 @@ FIRST = {  # the detector that is to find it, where it is not one of the terms
     "F19": "acceptance floor",
     "F20": "acceptance floor",
     "F20 the prefix cache outlives an update of the weights": "replay",
+    "F20 running requests keep the keys and values of old weights through an update": "replay",
     "F21": "invariant stop",
     "F22": "no drafts while logprobs are asked for",
     "F23": "invariant draw",

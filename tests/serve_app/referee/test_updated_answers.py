@@ -1,0 +1,99 @@
+"""Answers during which the weights were updated: what came after the last update is computed again and judged."""
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+
+from deploy.faults.mutants import MUTANTS
+from deploy.faults.toy import tiny_engine, tiny_weights
+from serve_app.backends.base import Replayed
+from serve_app.referee.answer import Answer
+from serve_app.referee.judgement import Judge
+from serve_app.referee.records import Record
+from serve_app.referee.replay_checker import ReplayChecker, comparable
+from serve_app.referee.replica_book import ReplicaBook
+from serve_app.referee.verdicts import Checked, Distribution, Verdict
+from speculative.engine import EngineCore
+from speculative.request import Request, SamplingParams
+from tests.support.referees import TOLERANCE, EngineReplay
+
+KEPT = "F20 running requests keep the keys and values of old weights through an update"
+PROMPT = tuple(range(3, 23))
+SAMPLED = SamplingParams(max_tokens=24, ignore_eos=True, logprobs=0, prompt_logprobs=0)
+WISHES = {
+    "sampled": SAMPLED,
+    "greedy": dataclasses.replace(SAMPLED, temperature=0.0),
+    "filtered": dataclasses.replace(SAMPLED, temperature=0.8, top_k=12, top_p=0.9),
+    "penalties that count what came before the update": dataclasses.replace(
+        SAMPLED, frequency_penalty=0.8, presence_penalty=0.5, repetition_penalty=1.2
+    ),
+    "a least length that ends after the update": dataclasses.replace(
+        SAMPLED, ignore_eos=False, stop_token_ids=tuple(range(0, 64, 2)), min_tokens=20
+    ),
+}
+
+
+def answer_with_updates(
+    params: SamplingParams, versions: tuple[str, ...], change: Callable[[EngineCore], None] = lambda engine: None
+) -> Answer:
+    """What an engine answers whose weights are updated after every few tokens."""
+    engine = tiny_engine()
+    change(engine)
+    record, waiting = Record(Request("r-0", PROMPT, params, seed=5), "r1", 10.0, engine.max_model_len), list(versions)
+    engine.add(record.request)
+    while engine.has_work:
+        for delta in engine.step():
+            assert delta.error is None, delta.error
+            record.take(delta)
+        if waiting and len(record.token_ids) >= 6 * (1 + len(versions) - len(waiting)):
+            engine.switch(tiny_weights(seed=int(waiting[0])), waiting[0])
+            waiting.pop(0)
+    answer = record.answer()
+    assert answer is not None and len(answer.token_ids) >= 20 and not waiting
+    return answer
+
+
+async def judged(answer: Answer, version: str) -> Checked:
+    """By a referee whose replayer has these weights."""
+    whole = EngineReplay(tiny_engine(seed=int(version)))
+
+    async def replay(request: Request, avoid: object) -> Replayed:
+        return dataclasses.replace(await whole(request), weight_version=version)
+
+    checker = ReplayChecker(replay, Judge(TOLERANCE).judge, ReplicaBook(TOLERANCE))
+    _, checked = await checker._result(answer)
+    return checked
+
+
+@pytest.mark.parametrize("versions", [("2",), ("2", "3"), ("2", "3", "2")], ids=" ".join)
+@pytest.mark.parametrize("wish", WISHES)
+async def test_what_the_last_weights_made_is_verified(wish: str, versions: tuple[str, ...]) -> None:
+    answer = answer_with_updates(WISHES[wish], versions)
+    assert answer.weight_versions[-1] == versions[-1] and answer.num_before_update >= 6 * len(versions)
+    checked = await judged(answer, versions[-1])
+    assert checked.verdict is Verdict.VERIFIED
+    since = f"from token {answer.num_before_update} on, since when these weights made it"
+    assert checked.reason == f"replayed ({since})"
+    num_judged = len(answer.token_ids) - answer.num_before_update
+    assert checked.num_tokens == num_judged and checked.checks[0] == "logprobs"
+    if wish != "greedy":
+        assert checked.draws.num_checked == num_judged and checked.distribution is Distribution.TESTED
+
+
+@pytest.mark.parametrize("wish", ["sampled", "greedy"])
+async def test_keys_and_values_of_old_weights_are_found(wish: str) -> None:
+    answer = answer_with_updates(WISHES[wish], ("2",), MUTANTS[KEPT].install)
+    checked = await judged(answer, "2")
+    assert checked.verdict is Verdict.SUSPECT and "since when these weights made it" in checked.reason
+
+
+async def test_weights_that_are_gone_judge_nothing() -> None:
+    answer = answer_with_updates(SAMPLED, ("2",))
+    assert (await judged(answer, "3")).reason == "the weights that made it are no longer served"
+
+
+def test_an_answer_of_one_version_is_compared_whole() -> None:
+    answer = answer_with_updates(SAMPLED, ())
+    replayed = Replayed((-1.0,) * (len(PROMPT) - 1 + len(answer.token_ids)))
+    assert comparable(answer, replayed) == (answer, replayed)
