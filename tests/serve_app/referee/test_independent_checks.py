@@ -101,7 +101,7 @@ class Bench:
             rate=rate,
             ended=ended,
         )
-        court.checker._verified = self.checks.offer
+        court.checker._verified = lambda answer, _: self.checks.offer(answer)
 
     async def judge(self, *answers: Answer) -> list[str]:
         """Have the engine's own referee and then this one check answers; the own verdicts."""
