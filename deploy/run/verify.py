@@ -100,7 +100,7 @@ class ReceiptVerdict:
             "id": receipt.id,
             "verified": not self.reason,
             "reason": self.reason or None,
-            "claimed": {name: getattr(receipt, name) for name in _CLAIMS},
+            "claimed": {name: getattr(receipt, name) for name in _CLAIMS} | {"verifier": _verifier(receipt)},
             "not_shown": self.not_shown,
             "signature": self.signature,
             "finish_reason": None if receipt.ending is None else receipt.ending.finish_reason,
@@ -111,6 +111,7 @@ class ReceiptVerdict:
             "tolerance": self.tolerance or None,
             "tme": self.tme,
             "max_drift_nats": self.max_drift_nats,
+            "most_drifted": self.most_drifted,
             "first_wrong": self.draws.wrong,
             "draws": self.draws.to_wire(),
         }
@@ -121,7 +122,11 @@ def _claims(receipt: Receipt) -> dict[str, Any]:
     claims = {name: getattr(receipt, name) for name in _CLAIMS}
     with contextlib.suppress(ValueError, OverflowError, OSError):  # no date
         claims["created"] = f"{datetime.fromtimestamp(receipt.created, UTC):%Y-%m-%d %H:%M:%S} UTC"
-    return claims | {"weight_versions": " ".join(receipt.weight_versions)}
+    return claims | {"weight_versions": " ".join(receipt.weight_versions), "verifier": _verifier(receipt)}
+
+
+def _verifier(receipt: Receipt) -> str:
+    return " ".join(sorted({one.verifier for one in receipt.rounds}))
 
 
 def _asked(receipt: Receipt) -> dict[str, Any]:
@@ -131,8 +136,9 @@ def _asked(receipt: Receipt) -> dict[str, Any]:
         for field in fields(SamplingParams)
         if field.name in _ALWAYS_SHOWN or getattr(receipt.params, field.name) != field.default
     }
-    stops = {} if receipt.ending is None else {"stop": receipt.ending.stop_strings}
-    return asked | {"seed": receipt.seed} | {name: value for name, value in stops.items() if value}
+    ending = receipt.ending
+    of_text = {} if ending is None else {"stop": ending.stop_strings, "include_stop_str_in_output": ending.include_stop}
+    return asked | {"seed": receipt.seed} | {name: value for name, value in of_text.items() if value}
 
 
 def _listed(values: Mapping[str, Any]) -> str:

@@ -17,6 +17,7 @@ from serve_app.backends.base import ModelInfo
 from serve_app.referee.records import Record
 from serve_app.referee.request_limits import broken_limit
 from serve_app.referee.signatures import Signature, SigningKey
+from speculative.config import LogprobsMode
 from speculative.errors import EngineFault, InvalidRequest, TruespecError
 from speculative.request import Request, Round, SamplingParams, TokenKind
 from speculative.selfcheck.replayed_draws import Rounds
@@ -63,7 +64,7 @@ class Receipt:
     token_kinds: tuple[TokenKind, ...]
     num_delivered: int  # tokens of the answer; further ones belong to the round in which a stop string ended it
     logprobs: tuple[float, ...] | None  # nats, where the request asked for them
-    logprobs_mode: str  # which these are
+    logprobs_mode: LogprobsMode  # which these are
     params: SamplingParams
     seed: Annotated[str, Field(pattern="^[0-9]{1,20}$")]  # decimal: it may have 64 bits
     rounds: tuple[Round, ...]
@@ -142,7 +143,7 @@ def receipt_of(
         token_kinds=tuple(record.kinds),
         num_delivered=num_delivered,
         logprobs=tuple(record.logprobs) or None,
-        logprobs_mode=computing.logprobs_mode,
+        logprobs_mode=computing.logprobs_mode,  # type: ignore[arg-type]  # of an engine that keeps rounds
         params=request.params,
         seed=str(request.seed),
         rounds=tuple(record.rounds),
@@ -191,8 +192,8 @@ def wrong_rounds(receipt: Receipt, eos_token_ids: Sequence[int]) -> str:
     num_tokens = len(receipt.token_ids)
     if not drawn.complete or len(receipt.token_kinds) != num_tokens:
         return "the rounds do not make up the tokens"
-    if receipt.logprobs is not None and len(receipt.logprobs) != num_tokens:
-        return f"{num_tokens} tokens have {len(receipt.logprobs)} logprobs"
+    if len(receipt.logprobs or ()) != (num_tokens if params.returns_logprobs else 0):
+        return f"{num_tokens} tokens have {len(receipt.logprobs or ())} logprobs"
     if not 0 <= receipt.num_delivered <= num_tokens:
         return f"{receipt.num_delivered} of {num_tokens} tokens cannot have been delivered"
     if reason := broken_limit(params, receipt.token_ids, eos_token_ids):
@@ -204,14 +205,24 @@ def wrong_rounds(receipt: Receipt, eos_token_ids: Sequence[int]) -> str:
         kinds = receipt.token_kinds[start : start + one.num_tokens]
         start += one.num_tokens
         reason = _wrong_round(one, kinds, is_last=start == num_tokens)
-        if TokenKind.FIRST in kinds and start > 1:
-            reason = "it is not the first"
-        elif one.verifier == "vllm":
-            reason = "vLLM's answers have no receipts"
-        elif params.reproducible and one.verifier != "coupled":
-            reason = f"reproducible answers are not verified by {one.verifier}"
+        if (kinds[0] is TokenKind.FIRST) != (start == one.num_tokens):
+            reason = "only the first token of an answer is its first"
         if reason:
             return f"the round that ends with token {start - 1}: {reason}"
+    return _wrong_verification(receipt)
+
+
+def _wrong_verification(receipt: Receipt) -> str:
+    """Why nobody verifies such an answer in such a way; "" = somebody may."""
+    params, verifiers = receipt.params, sorted({one.verifier for one in receipt.rounds})
+    if len(verifiers) > 1:
+        return f"its rounds were judged by several verifiers: {', '.join(verifiers)}"
+    if verifiers == ["vllm"]:
+        return "vLLM's answers have no receipts"
+    if params.reproducible and verifiers != ["coupled"]:
+        return f"reproducible answers are not verified by {verifiers[0]}"
+    if not params.speculate and any(one.num_drafted for one in receipt.rounds):
+        return "its request forbids drafts, and it has some"
     return ""
 
 

@@ -410,7 +410,30 @@ def stop_strings_that_came(wire: dict[str, Any]) -> None:
     wire["ending"]["stop_strings"] = ["a", "e", "i", "o", "t", " "]
 
 
+def logprobs_left_out(wire: dict[str, Any]) -> None:
+    wire["logprobs"] = None
+
+
+def other_verifier(wire: dict[str, Any]) -> None:
+    name = "token_wise" if wire["rounds"][0]["verifier"] != "token_wise" else "block"
+    for one in wire["rounds"]:
+        one["verifier"] = name
+
+
+def other_verifier_of_a_round(wire: dict[str, Any]) -> None:
+    wire["rounds"][7]["verifier"] = "token_wise" if wire["rounds"][7]["verifier"] == "block" else "block"
+
+
+def drafts_for_one_who_forbade_them(wire: dict[str, Any]) -> None:
+    wire["params"]["speculate"] = False
+
+
+def no_first_token(wire: dict[str, Any]) -> None:
+    wire["token_kinds"][0] = "bonus"
+
+
 OF_ANY_VERIFIER = (
+    *(logprobs_left_out, other_verifier, other_verifier_of_a_round, drafts_for_one_who_forbade_them, no_first_token),
     *(other_token, other_seed, other_draft, other_prompt, other_temperature, other_filter, unknown_token),
     *(unknown_draft, every_logprob_higher, a_missing_logprob, cut, cut_and_stopped, fewer_delivered),
     *(other_finish_reason, last_round_twice, rounds_swapped, a_round_of_minus_one_token, stop_strings_that_came),
@@ -512,7 +535,7 @@ def test_the_tolerance_comes_from_the_engines_alone(sound: dict[str, Any], folde
         wire["logprobs"][5] -= 0.2
 
     def none(wire: dict[str, Any]) -> None:
-        wire["logprobs"] = None
+        wire["logprobs"] = wire["params"]["logprobs"] = None
 
     wires = [forged(sound, forge) for forge in (one_logprob, every_logprob_higher, none)]
     found = Checked(folder)(sound, *wires)
@@ -520,6 +543,15 @@ def test_the_tolerance_comes_from_the_engines_alone(sound: dict[str, Any], folde
     assert "TME 1.0022, the largest 0.2 nats off (token 5)" in found[1].in_words()
     assert found[2].tme == pytest.approx(1.35, abs=0.03) and found[2].reason
     assert "not shown    logprobs: it has none" in found[3].in_words() and not found[3].reason
+
+
+@pytest.mark.xfail(reason="in float32 one logprob may be off by 0.4 nats (`request_drifted`)", strict=False)
+def test_one_logprob_that_is_off_by_a_fifth_does_not_verify(sound: dict[str, Any], folder: Path) -> None:
+    def lower(wire: dict[str, Any]) -> None:
+        wire["logprobs"][5] -= 0.2
+
+    (found,) = Checked(folder)(forged(sound, lower))
+    assert "the logprob of token 5 is 0.2 nats from its own" in found.reason
 
 
 CLAIMS = {
@@ -540,7 +572,8 @@ def test_what_is_only_claimed_is_printed_as_claimed(sound: dict[str, Any], folde
     for value in ("cmpl-of-another", "GPT-9", "9.9", "step-7", "a machine", "int3"):
         assert value in claimed[0] and value not in others
     assert len(claimed) == 1 and str(10**12) in claimed[0]
-    assert found.to_wire()["claimed"] == CLAIMS | {"weight_versions": ("step-7",), "dtype": "float32"}
+    others = {"dtype": "float32", "verifier": "token_wise"}
+    assert found.to_wire()["claimed"] == CLAIMS | others | {"weight_versions": ("step-7",)}
 
 
 def test_a_shorter_answer_to_another_request_shows_what_was_asked_for(sound: dict[str, Any], folder: Path) -> None:
@@ -559,7 +592,8 @@ def test_a_shorter_answer_to_another_request_shows_what_was_asked_for(sound: dic
 
 def test_no_receipt_has_rounds_of_another_engine(sound: dict[str, Any], folder: Path) -> None:
     forged = copy.deepcopy(sound)
-    forged["rounds"][0]["verifier"] = "vllm"
+    for one in forged["rounds"]:
+        one["verifier"] = "vllm"
     (receipt,) = read_receipts(json.dumps(forged))
     assert "vLLM's answers have no receipts" in verify(receipt, folder, "torch").reason
 
@@ -711,6 +745,7 @@ MALFORMED: list[Any] = [
     {"prompt_token_ids": [10**30]},
     {"weights": "w17"},
     {"dtype": "float128"},
+    {"logprobs_mode": "of_another"},
     {"weight_versions": []},
     {"params": {"structure": {"kind": "regex", "text": "(" * 3000}}},
     {"params": {"structure": {"kind": "grammar", "text": "start: start"}}},
