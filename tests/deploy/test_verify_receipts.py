@@ -2,12 +2,13 @@
 
 import asyncio
 import base64
+import contextlib
 import copy
 import dataclasses
 import json
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -574,6 +575,48 @@ def test_what_is_only_claimed_is_printed_as_claimed(sound: dict[str, Any], folde
     assert len(claimed) == 1 and str(10**12) in claimed[0]
     others = {"dtype": "float32", "verifier": "token_wise"}
     assert found.to_wire()["claimed"] == CLAIMS | others | {"weight_versions": ("step-7",)}
+
+
+OPEN = CLAIMS.keys() | {  # what docs/proof.md names as claimed, or as not shown
+    *("params.ignore_eos", "params.min_tokens", "params.logprobs", "params.reproducible", "ending.include_stop"),
+    *("params.frequency_penalty", "params.presence_penalty"),  # so little that no draw of this answer changes
+    *("rounds.drafts", "rounds.draft_probs", "rounds.last_prob", "rounds.num_drafted"),
+}
+OTHER_WORDS = {"accepted": "bonus", "bonus": "accepted", "recovered": "bonus", "first": "bonus", "length": "stop"}
+
+
+def changes_of(wire: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Each value of a receipt changed, or the last of a list left out, with the name of its field."""
+    if isinstance(wire, dict):
+        for key, value in wire.items():
+            yield from ((where, wire | {key: new}) for where, new in changes_of(value, f"{name}.{key}".lstrip(".")))
+    elif isinstance(wire, list):
+        if wire:
+            yield name, wire[:-1]
+        for index, value in enumerate(wire[:3]):
+            for where, new in changes_of(value, name):
+                yield where, [*wire[:index], new, *wire[index + 1 :]]
+    elif isinstance(wire, bool):
+        yield name, not wire
+    elif isinstance(wire, int):
+        yield name, wire + 1
+    elif isinstance(wire, float):
+        yield name, wire + 0.05 if 0 <= wire < 0.9 else wire - 0.9
+    elif isinstance(wire, str):
+        yield name, str(int(wire) + 1) if wire.isdigit() else OTHER_WORDS.get(wire, wire + "x")
+
+
+@pytest.mark.parametrize("verifier", ["token_wise", "coupled"])
+def test_whatever_else_is_changed_is_refused(folder: Path, other: Path, verifier: str) -> None:
+    names, wires = [], []
+    for name, wire in changes_of(made_by(verifier, folder, other)):
+        with contextlib.suppress(NotAReceipt):
+            read_receipts(json.dumps(wire))
+            names.append(name)
+            wires.append(wire)
+    found = Checked(folder)(*wires)
+    assert len(set(names)) > 25 and {"seed", "token_ids", "logprobs", "rounds.num_tokens"} <= set(names)
+    assert {name for name, one in zip(names, found, strict=True) if not one.reason} <= OPEN
 
 
 def test_a_shorter_answer_to_another_request_shows_what_was_asked_for(sound: dict[str, Any], folder: Path) -> None:
