@@ -45,7 +45,7 @@ DRAW_CHECKS = {
     "residual": "the uniform lies in the interval of the token that replaced a deterministic draft",
     "support": "the token that replaced a sampled draft is likelier under p than under q",
     "recovered": "the uniform lies in that token's interval of what p has in excess of q, computed again",
-    "draft": "an accepted token is the draft that was offered",
+    "draft": "an accepted token is the draft that was offered, and one that replaced a draft is another",
     "accepted": "the coin of an accepted draft is below p / q",
     "rejected": "the coin of a rejected draft is not below p / q",
     "block": "the coins of block verification succeed as far as the drafts were accepted, and not further",

@@ -68,6 +68,8 @@ async def _check(path: Path, model: str, engine: Any, public_key: Path | None, a
                 which = f"receipt {number} of {len(receipts)}"
                 if isinstance(one, Receipt):
                     view.stage(f"computing {which} again, {len(one.token_ids)} tokens")
+                if not as_json and len(receipts) > 1:
+                    say(f"{which.capitalize()}:")
                 found.append(await _check_one(verifier, one, which, as_json))
     return _WRONG if _WRONG in found else max(found)
 
@@ -78,12 +80,14 @@ async def _check_one(verifier: Any, receipt: Any, which: str, as_json: bool) -> 
         if isinstance(receipt, TruespecError):
             raise receipt
         verdict = await verifier.check(receipt)
-    except TruespecError as error:
-        say(f"{which.capitalize()} cannot be checked: {error}", err)
+        found = json.dumps(verdict.to_wire()) if as_json else verdict.in_words()
+    except Exception as error:  # whatever one receipt does to the check, the others are checked
+        reason = str(error) if isinstance(error, TruespecError) else f"the check failed with {error!r}."
+        say(f"{which.capitalize()} cannot be checked: {reason}", err)
         if as_json:
-            say(json.dumps({"id": getattr(receipt, "id", None), "verified": None, "reason": str(error)}))
+            say(json.dumps({"id": getattr(receipt, "id", None), "verified": None, "reason": reason}))
         return _UNCHECKED
-    say(json.dumps(verdict.to_wire()) if as_json else verdict.in_words())
+    say(found)
     return _WRONG if verdict.reason else 0
 
 

@@ -5,7 +5,11 @@ our rules turn them into draws again. Needs neither Ray nor a server.
 """
 
 import asyncio
-from dataclasses import dataclass, replace
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,18 +18,23 @@ from serve_app.backends.base import Replayed
 from serve_app.referee.detectors import distribution_alarm
 from serve_app.referee.draws import NOT_REPLAYED, DrawsChecked, DrawTolerance, check_draws, placement_checks
 from serve_app.referee.drift import DriftSums, TokenDrift, request_drifted
-from serve_app.referee.receipts import Receipt, wrong_rounds
+from serve_app.referee.receipts import Receipt, wrong_ending, wrong_rounds
 from serve_app.referee.signatures import PublicKey
 from serve_app.referee.tolerance import Tolerance
+from serve_app.text.answer_text import AnswerText
+from serve_app.text.tokenizer import StopMatcher, StopStrings, Tokenizer
 from speculative.errors import ConfigError
 from speculative.model.config import ModelConfig
 from speculative.model.fingerprint import ROUNDED_FORMS, has_plain_values, model_fingerprint
+from speculative.request import SamplingParams
 
 EngineName = Literal["torch", "transformers"]
 
 _DTYPES = ("float32", "bfloat16")
 _LONGEST_SHOWN = 200  # characters
-_MEASURED = 32  # logprobs of an answer from which the noise between the engines is measured
+_CLAIMS = ("id", "model", "created", "truespec", "weight_versions", "dtype", "quantization", "computing")
+_ALWAYS_SHOWN = ("max_tokens", "temperature")
+_COMPARED = ("raw_logprobs",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,42 +49,100 @@ class ReceiptVerdict:
     tolerance: str = ""  # where it comes from
     tme: float | None = None  # mean of exp|g - t| over the logprobs in the receipt
     max_drift_nats: float | None = None  # of them
+    most_drifted: int | None = None  # the token of this
     draws: DrawsChecked = NOT_REPLAYED
+
+    @property
+    def not_shown(self) -> list[str]:
+        """What a receipt like this does not show, even where it verifies."""
+        receipt, missing = self.receipt, []
+        if receipt.ending is None:
+            missing.append(f"whether the answer is whole: {receipt.format} does not say how it ended")
+        if receipt.logprobs is None:
+            missing.append("logprobs: it has none")
+        elif receipt.logprobs_mode not in _COMPARED:
+            missing.append(f"logprobs: its are {_shown(receipt.logprobs_mode)}, and raw_logprobs are compared")
+        if self.replayed_by and self.draws.reason:
+            missing.append(
+                f"the draws of {len(receipt.token_ids) - self.draws.num_checked} tokens: {self.draws.reason}"
+            )
+        return missing
 
     def in_words(self) -> str:
         """As `truespec verify` prints it."""
         receipt, draws = self.receipt, self.draws
+        num_tokens = len(receipt.token_ids)
+        ended = "" if receipt.ending is None else f", finish_reason {receipt.ending.finish_reason}"
         lines = [
-            f"{_shown(receipt.id)} by {_shown(receipt.model)}: "
-            f"{len(receipt.token_ids)} tokens in {len(receipt.rounds)} rounds",
+            f"{num_tokens} tokens in {len(receipt.rounds)} rounds, {receipt.num_delivered} of them delivered{ended}",
+            f"  claimed      {_listed(_claims(receipt))}",
+            f"  asked for    {_listed(_asked(receipt))} (as claimed: compare it with your request)",
             f"  signature    {self.signature}",
         ]
         if self.replayed_by:
-            others = f"; the others: {draws.reason}" if draws.reason else ""
             lines += [
                 f"  replayed by  {self.replayed_by}",
                 f"  tolerance    {self.tolerance_nats:.2g} nats, {self.tolerance}",
-                f"  tokens       {draws.num_checked} checked{others}",
             ]
+        if self.tme is not None:
+            largest = f"the largest {self.max_drift_nats:.2g} nats off (token {self.most_drifted})"
+            lines.append(f"  logprobs     {len(receipt.logprobs or ())} compared: TME {self.tme:.5g}, {largest}")
+        if self.replayed_by:
+            lines.append(f"  tokens       {draws.num_checked} checked")
         lines += [f"  worst        token {one.token_index}: {one.kind}, {one.miss:.2g} nats off" for one in draws.worst]
+        lines += [f"  not shown    {one}" for one in self.not_shown]
         return "\n".join([*lines, f"NOT VERIFIED: {self.reason}." if self.reason else "VERIFIED"])
 
     def to_wire(self) -> dict[str, Any]:
         """As `truespec verify --json` prints it."""
+        receipt = self.receipt
         return {
-            "id": self.receipt.id,
+            "id": receipt.id,
             "verified": not self.reason,
             "reason": self.reason or None,
+            "claimed": {name: getattr(receipt, name) for name in _CLAIMS} | {"verifier": _verifier(receipt)},
+            "not_shown": self.not_shown,
             "signature": self.signature,
-            "num_tokens": len(self.receipt.token_ids),
+            "finish_reason": None if receipt.ending is None else receipt.ending.finish_reason,
+            "num_tokens": len(receipt.token_ids),
+            "num_delivered": receipt.num_delivered,
             "replayed_by": self.replayed_by or None,
             "tolerance_nats": self.tolerance_nats,
             "tolerance": self.tolerance or None,
             "tme": self.tme,
             "max_drift_nats": self.max_drift_nats,
+            "most_drifted": self.most_drifted,
             "first_wrong": self.draws.wrong,
             "draws": self.draws.to_wire(),
         }
+
+
+def _claims(receipt: Receipt) -> dict[str, Any]:
+    """What nothing in a receipt proves, by field."""
+    claims = {name: getattr(receipt, name) for name in _CLAIMS}
+    with contextlib.suppress(ValueError, OverflowError, OSError):  # no date
+        claims["created"] = f"{datetime.fromtimestamp(receipt.created, UTC):%Y-%m-%d %H:%M:%S} UTC"
+    return claims | {"weight_versions": " ".join(receipt.weight_versions), "verifier": _verifier(receipt)}
+
+
+def _verifier(receipt: Receipt) -> str:
+    return " ".join(sorted({one.verifier for one in receipt.rounds}))
+
+
+def _asked(receipt: Receipt) -> dict[str, Any]:
+    """What the request asked for beyond the defaults, as its answer depends on it."""
+    asked = {
+        field.name: getattr(receipt.params, field.name)
+        for field in fields(SamplingParams)
+        if field.name in _ALWAYS_SHOWN or getattr(receipt.params, field.name) != field.default
+    }
+    ending = receipt.ending
+    of_text = {} if ending is None else {"stop": ending.stop_strings, "include_stop_str_in_output": ending.include_stop}
+    return asked | {"seed": receipt.seed} | {name: value for name, value in of_text.items() if value}
+
+
+def _listed(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {_shown(str(value))}" for name, value in values.items() if value is not None)
 
 
 def _shown(text: str) -> str:
@@ -100,6 +167,7 @@ class Verifier:
         self._public_key = public_key
         self._fingerprints: dict[str, str] = {}  # by form of the weights
         self._replayers: dict[ReplayerOptions, LoadedReplayer] = {}
+        self._tokenizer: Tokenizer | None = None  # read where a receipt has stop strings
 
     async def __aenter__(self) -> "Verifier":
         return self
@@ -121,6 +189,10 @@ class Verifier:
         tolerance = _tolerance(receipt, self._folder, self._engine)
         return _judge(receipt, await self._replayed(receipt), tolerance, signature, _name(receipt, self._engine))
 
+    @cached_property
+    def _model(self) -> ModelConfig:
+        return ModelConfig.from_folder(self._folder)
+
     def _wrong_contents(self, receipt: Receipt) -> str:
         """What is wrong before anything is computed; "" = nothing."""
         if len(receipt.weight_versions) > 1:
@@ -130,12 +202,20 @@ class Verifier:
             )
         if receipt.dtype not in _DTYPES:
             return f"its dtype is {_shown(receipt.dtype)}, and an engine computes in {' or '.join(_DTYPES)}"
-        model = ModelConfig.from_folder(self._folder)
-        beyond = next((id for id in receipt.prompt_token_ids + receipt.token_ids if id >= model.vocab_size), None)
+        if receipt.weights not in (*_DTYPES, *ROUNDED_FORMS):
+            return f"its weights are {_shown(receipt.weights)}, a form that no engine has"
+        model = self._model
+        if receipt.num_tokens > model.max_position_embeddings:
+            return f"it has {receipt.num_tokens} tokens, and the model takes {model.max_position_embeddings}"
+        drafts = [draft for one in receipt.rounds for draft in one.drafts]
+        ids = (*receipt.prompt_token_ids, *receipt.token_ids, *drafts)
+        beyond = next((id for id in ids if not 0 <= id < model.vocab_size), None)
         if beyond is not None:
             return f"it holds the token {beyond}, and the model has {model.vocab_size}"
         receipt.params.check_vocabulary(model.vocab_size)
         if reason := wrong_rounds(receipt, model.eos_token_ids):
+            return reason
+        if reason := wrong_ending(receipt, model.eos_token_ids, self._stopped(receipt)):
             return reason
         if receipt.weights not in self._fingerprints:
             self._fingerprints[receipt.weights] = model_fingerprint(self._folder, weights=receipt.weights)
@@ -143,6 +223,26 @@ class Verifier:
         if found != receipt.fingerprint:
             return f"the weights' fingerprint is {receipt.fingerprint[:64]}, and that of {self._folder} is {found}"
         return ""
+
+    def _stopped(self, receipt: Receipt) -> tuple[int, str] | None:
+        """How many tokens complete a stop string of the request, and which; None = no number of them does."""
+        ending, params = receipt.ending, receipt.params
+        if ending is None or not ending.stop_strings:
+            return None
+        if self._tokenizer is None:
+            self._tokenizer = Tokenizer.from_folder(self._folder)
+        special = ending.shown_special
+        text = AnswerText(
+            self._tokenizer.detokenizer(skip_special=special is not None, shown=special or (), continuation=True),
+            StopMatcher(StopStrings(ending.stop_strings), include=ending.include_stop),
+            include_stop=ending.include_stop,
+            min_tokens=params.min_tokens,
+        )
+        ends = {*params.stop_token_ids, *(() if params.ignore_eos else self._model.eos_token_ids)}
+        last = receipt.token_ids[-1]
+        text.push(receipt.token_ids, last if last in ends else None)
+        text.end()
+        return None if text.found is None else (text.num_delivered, text.found)
 
     async def _replayed(self, receipt: Receipt) -> Replayed:
         """By our engine, in float32 or in the form that the weights were rounded to; or by `transformers`."""
@@ -207,41 +307,31 @@ def _name(receipt: Receipt, engine: EngineName) -> str:
 
 
 def _judge(receipt: Receipt, replay: Replayed, pair: Tolerance, signature: str, replayed_by: str) -> ReceiptVerdict:
-    """By the rules of `Judge`; but a receipt's own logprobs may narrow the tolerance of its draws, and cannot widen it
-    by much."""
-    edge, rows = pair.edge_nats, replay.replayed or ()
-    tolerance = DrawTolerance(edge, min_tokens=_MEASURED, most_edges=1.0)  # forged logprobs must not widen it
-    served = receipt.logprobs if receipt.logprobs and receipt.logprobs_mode == "raw_logprobs" else ()
+    """By the rules of `Judge`, and the pair's tolerance alone: nothing that a receipt holds may widen or narrow it."""
+    rows, num_tokens, greedy = replay.replayed or (), len(receipt.token_ids), receipt.params.greedy
+    served = receipt.logprobs if receipt.logprobs and receipt.logprobs_mode in _COMPARED else ()
     drifts = [TokenDrift.between(*one) for one in zip(served, replay.logprobs, strict=False)]
-    tolerance.add(drift for drift in drifts if drift.nats <= edge)
-    num_tokens, greedy = len(receipt.token_ids), receipt.params.greedy
-    # A token whose logprob drifts may be off by more, but not by much: whoever forges a token may forge that, too.
-    bounded: list[TokenDrift | None] = [
-        None if drift.nats > edge else replace(drift, nats=min(drift.nats, edge / 8)) for drift in drifts
-    ]
-    bounded += [None] * (num_tokens - len(drifts))
     checks = placement_checks(rows, receipt.params) + ([] if greedy else receipt.drawn.check(rows))
-    draws = check_draws(num_tokens, checks, tolerance.judge_all(checks, bounded))
+    found = DrawTolerance(pair.edge_nats).judge_all(checks, [None] * num_tokens)
+    draws = check_draws(num_tokens, checks, found)
+    largest = max(range(len(drifts)), key=lambda index: drifts[index].nats, default=None)
     wrong = []  # each with its place; of two at one place the draw comes first
     if (at := draws.wrong) is not None:
         kind = receipt.token_kinds[at].value
         wrong.append((at, f"token {at} ({kind}) is not the one that seed and weights demand"))
-    if request_drifted(drifts, pair.max_tme - 1, pair.jump_nats):
-        nats, at = max((drift.nats, -index) for index, drift in enumerate(drifts))
-        wrong.append((-at, f"the logprob of token {-at} is {nats:.3g} nats from its own"))
-    if served and len(served) != num_tokens:
-        wrong.append((num_tokens, f"{num_tokens} tokens have {len(served)} logprobs"))
+    if largest is not None and request_drifted(drifts, pair.max_tme - 1, pair.jump_nats):
+        wrong.append((largest, f"the logprob of token {largest} is {drifts[largest].nats:.3g} nats from its own"))
     if alarm := distribution_alarm(rows, greedy, pair):
         wrong.append((num_tokens, f"its tokens do not follow the model's distribution ({alarm})"))
-    reason = min(wrong, key=lambda one: one[0], default=(0, ""))[1]
     return ReceiptVerdict(
         receipt,
-        reason,
+        min(wrong, key=lambda one: one[0], default=(0, ""))[1],
         signature,
         replayed_by,
-        tolerance.nats,
-        f"measured by {len(drifts)} logprobs" if tolerance.is_measured else pair.source,
+        pair.edge_nats,
+        pair.source,
         DriftSums(drifts).tme if drifts else None,
-        max((drift.nats for drift in drifts), default=None),
+        None if largest is None else drifts[largest].nats,
+        largest,
         draws,
     )

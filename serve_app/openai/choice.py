@@ -3,6 +3,7 @@
 import dataclasses
 from collections import deque
 from collections.abc import Sequence
+from itertools import accumulate
 
 from serve_app.backends.base import ParsedDelta
 from serve_app.errors import RequestAborted
@@ -11,7 +12,9 @@ from serve_app.openai.chat import ResponseParser
 from serve_app.openai.echo import Echo
 from serve_app.openai.prepared_request import PreparedRequest, off_loop
 from serve_app.openai.responses import ChoiceDelta, RankedEntry, TokenEntry, TopEntry, Usage, finite_logprob, join
+from serve_app.referee.receipts import Ending
 from serve_app.referee.records import Record
+from serve_app.text.answer_text import AnswerText
 from serve_app.text.tokenizer import StopMatcher, Tokenizer
 from speculative.errors import EngineFault
 from speculative.request import FinishReason, Request, TokenDelta, TokenLogprobs
@@ -40,9 +43,12 @@ class _Choice:
         self._tokenizer = tokenizer
         keeps_special = not job.text_form.skip_special or (job.answers is not None and job.answers.keeps_special)
         markers = () if job.answers is None else job.answers.markers
-        self._detokenizer = tokenizer.detokenizer(skip_special=not keeps_special, shown=markers, continuation=True)
         self._reader = _StreamReader(job.answers) if streams and job.answers is not None else None
-        self._matcher = StopMatcher(job.stops, include=job.text_form.include_stop)
+        detokenizer = tokenizer.detokenizer(skip_special=not keeps_special, shown=markers, continuation=True)
+        includes = job.text_form.include_stop
+        matcher = StopMatcher(job.stops, include=includes)
+        self._text = AnswerText(detokenizer, matcher, include_stop=includes, min_tokens=request.params.min_tokens)
+        self.ending = Ending("length", job.stops.strings, includes, None if keeps_special else tuple(markers))
         self._text_offset = 0 if echo is None else len(echo.prompt.text)
         self._begun = False
         self._versions: dict[str, None] = {}  # of the weights that made its tokens
@@ -51,7 +57,6 @@ class _Choice:
         self._prompt_due = request.params.prompt_logprobs is not None  # its logprobs are still to come
         self._prompt_entries: tuple[tuple[RankedEntry, ...], ...] | None = None
         self.record = Record(request, "", 0.0, 0) if job.receipt else None
-        self.num_delivered = 0
         self.num_accepted = 0
         self.num_rejected = 0
         self.num_cached = 0
@@ -59,7 +64,7 @@ class _Choice:
     @property
     def ended_here(self) -> bool:
         """Whether a stop string ended it, of which the source knows nothing."""
-        return self._matcher.stopped
+        return self._text.stopped
 
     def push(self, delta: TokenDelta) -> ChoiceDelta | None:
         """Take in a delta; None when it has nothing to tell the client.
@@ -72,11 +77,11 @@ class _Choice:
         if self.record is not None:
             self.record.take(delta)
         self._take_prompt_logprobs(delta)
-        texts, released, offsets = self._release(delta)
+        texts, released = self._text.push(delta.token_ids, delta.stop_token_id)
+        offsets = self._offsets(texts[: len(released)])
         reason = self._end(delta, released)
         num_delivered = len(offsets)
         ids, kinds = delta.token_ids[:num_delivered], tuple(delta.kinds[:num_delivered])
-        self.num_delivered += num_delivered
         self.num_accepted += min(delta.num_accepted, num_delivered)  # accepted drafts come first
         self.num_rejected += delta.num_drafted - delta.num_accepted
         self.num_cached = max(self.num_cached, delta.num_cached_tokens)
@@ -114,8 +119,8 @@ class _Choice:
 
     def _stop_reason(self, delta: TokenDelta) -> str | int | None:
         """The stop string or token that ended the choice, as vLLM has it: not the tokenizer's own end of text."""
-        if self._matcher.stopped:
-            return self._matcher.found
+        if self._text.stopped:
+            return self._text.found
         token = delta.stop_token_id
         of_itself = token == self._tokenizer.eos_token_id and not self._request.params.ignore_eos
         return None if of_itself else token
@@ -158,35 +163,26 @@ class _Choice:
             for token, logprob, rank in (own, *(each for each in top if each[0] != entry.token_id))
         )
 
-    def _release(self, delta: TokenDelta) -> tuple[list[str], list[str], list[int]]:
-        """Each token's text, the text that may go out, and each delivered token's offset; a token that completes a
-        stop string is last."""
-        ids = delta.token_ids
-        # Such a token has no text, unless it is asked for.
-        stopped_by_token = bool(ids) and delta.stop_token_id == ids[-1] and not self._text_form.include_stop
-        texts = [*self._detokenizer.push(ids[:-1]), ""] if stopped_by_token else self._detokenizer.push(ids)
-        released: list[str] = []
-        offsets: list[int] = []
-        for number, text in enumerate(texts, start=self.num_delivered):
-            offsets.append(self._text_offset)
-            self._text_offset += len(text)
-            # No stop before min_tokens: what was said until then is not searched for stop strings either.
-            may_stop = number >= self._request.params.min_tokens
-            released.append(self._matcher.push(text) if may_stop else text)
-            if self._matcher.stopped:
-                break
-        return texts, released, offsets
+    def _offsets(self, texts: Sequence[str]) -> list[int]:
+        """Where each of these texts begins in the choice's."""
+        ends = list(accumulate(map(len, texts), initial=self._text_offset))
+        self._text_offset = ends.pop()
+        return ends
 
     def _end(self, delta: TokenDelta, released: list[str]) -> str | None:
         """The finish reason, if the choice ends here; the text held back until now is added to `released`."""
-        if delta.finished and not self._matcher.stopped:
-            released.append(self._matcher.push(self._detokenizer.finish()))
-        if self._matcher.stopped:
-            return FinishReason.STOP.value
-        if delta.finish_reason is None:
+        if delta.finished:
+            released.append(self._text.end())
+        stops = self._text.stopped or delta.finish_reason is FinishReason.STOP
+        if not (stops or delta.finished):
             return None
-        released.append(self._matcher.finish())
-        return delta.finish_reason.value
+        self.ending = dataclasses.replace(self.ending, finish_reason="stop" if stops else "length")
+        return self.ending.finish_reason
+
+    @property
+    def num_delivered(self) -> int:
+        """Tokens of the answer up to now."""
+        return self._text.num_delivered
 
     def _entries(self, delta: TokenDelta, offsets: list[int]) -> tuple[TokenEntry, ...]:
         logprobs = delta.logprobs or ()
@@ -246,9 +242,10 @@ class ChoiceRun:
         """Whether a choice was ended by its front end."""
         return self._choices[request_id].ended_here
 
-    def records(self) -> list[tuple[Record, int]]:
-        """What was recorded for receipts, of each choice, and how many of its tokens were delivered."""
-        return [(one.record, one.num_delivered) for one in self._choices.values() if one.record is not None]
+    def records(self) -> list[tuple[Record, int, Ending]]:
+        """Of each choice that gets a receipt: what was recorded, how many tokens were delivered, and how it ended."""
+        choices = self._choices.values()
+        return [(one.record, one.num_delivered, one.ending) for one in choices if one.record is not None]
 
     def price(self, delta: TokenDelta) -> int:
         """Tokens to pay for: those of the delta, and those of its prompt where it is the first that came of it."""

@@ -13,6 +13,8 @@ from speculative.request import ReplayedToken, SamplingParams
 from speculative.selfcheck.replayed_draws import DrawCheck
 
 _LEAST_NATS = 1e-3  # two engines of equal arithmetic still sum in another order here and there
+_MEASURED = 256  # drifts from which the tolerance is measured
+_MOST_EDGES = 4.0  # it never exceeds so many times what the arithmetic says
 _NOISE_FACTOR = 12.0  # standard deviations that rounding does not exceed
 _DRIFT_FACTOR = 4.0  # a token's own drift says how much rounding moved just there
 _MOST_DRIFTS = 3.0  # tolerances that this may add
@@ -50,14 +52,10 @@ class DrawTolerance:
 
     Args:
         edge_nats: what rounding may shift a logit by.
-        min_tokens: until so many are known, that is the tolerance.
-        most_edges: the tolerance never exceeds so many times that.
     """
 
-    def __init__(self, edge_nats: float, min_tokens: int = 256, most_edges: float = 4.0) -> None:
+    def __init__(self, edge_nats: float) -> None:
         self._edge_nats = edge_nats
-        self._min_tokens = min_tokens
-        self._most_nats = most_edges * edge_nats
         self._target, self._drafter = _Drift(), _Drift()
 
     def add(self, drifts: Iterable[TokenDrift]) -> None:
@@ -72,19 +70,15 @@ class DrawTolerance:
                 self._drafter.add(min(check.draft_drift, self._edge_nats))
 
     @property
-    def is_measured(self) -> bool:
-        """Whether enough is known of the drift."""
-        return self._target.num_tokens >= self._min_tokens
-
-    @property
     def nats(self) -> float:
         """A miss above this is no rounding."""
         return self._nats(self._target)
 
     def _nats(self, of: "_Drift") -> float:
-        if of.num_tokens < self._min_tokens:
+        if of.num_tokens < _MEASURED:
             return self._edge_nats
-        return min(max(_LEAST_NATS, _NOISE_FACTOR * math.sqrt(of.squares / of.num_tokens)), self._most_nats)
+        measured = _NOISE_FACTOR * math.sqrt(of.squares / of.num_tokens)
+        return min(max(_LEAST_NATS, measured), _MOST_EDGES * self._edge_nats)
 
     def judge(self, check: DrawCheck, drift: TokenDrift | None) -> DrawResult:
         """What one check shows of a token whose logprob drifted so far; None = it was served without one."""

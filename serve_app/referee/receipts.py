@@ -7,7 +7,7 @@ A receipt is JSON of known fields; docs/proof.md describes them. What is signed 
 import dataclasses
 import importlib.metadata
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal
 
@@ -17,24 +17,38 @@ from serve_app.backends.base import ModelInfo
 from serve_app.referee.records import Record
 from serve_app.referee.request_limits import broken_limit
 from serve_app.referee.signatures import Signature, SigningKey
+from speculative.config import LogprobsMode
 from speculative.errors import EngineFault, InvalidRequest, TruespecError
 from speculative.request import Request, Round, SamplingParams, TokenKind
 from speculative.selfcheck.replayed_draws import Rounds
 
-FORMAT: Final = "truespec-receipt-1"
+FORMAT: Final = "truespec-receipt-2"
+WITHOUT_ENDING: Final = "truespec-receipt-1"  # does not say how the answer ended
+
+_MOST_DIGITS = 400
 
 TokenId = Annotated[int, Field(ge=0)]
 
 
 class NotAReceipt(TruespecError):
-    """What was given is no receipt of this format; the message says why."""
+    """What was given is no receipt of a known format; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How an answer ended, and what of its text was searched for stop strings."""
+
+    finish_reason: Literal["stop", "length"]  # of the tokens, whatever calls a parser found in the text
+    stop_strings: tuple[Annotated[str, Field(min_length=1)], ...]  # of the request
+    include_stop: bool  # what stopped the answer is part of its text
+    shown_special: tuple[str, ...] | None  # special tokens that the text has, None = all
 
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
     """How one choice of a reply came about. The tuples of the output have one entry a token."""
 
-    format: Literal["truespec-receipt-1"]
+    format: Literal["truespec-receipt-1", "truespec-receipt-2"]
     id: str  # of the reply, and behind a hyphen the choice's index
     created: int  # unix seconds
     model: str  # as clients name it
@@ -44,16 +58,17 @@ class Receipt:
     quantization: str | None  # of the weights, whoever rounded them
     computing: str  # replicas of one name and the same weights round alike
     truespec: str  # the version that answered
-    weight_versions: tuple[str, ...]  # that made its tokens
+    weight_versions: Annotated[tuple[str, ...], Field(min_length=1)]  # that made its tokens
     prompt_token_ids: Annotated[tuple[TokenId, ...], Field(min_length=1)]
     token_ids: Annotated[tuple[TokenId, ...], Field(min_length=1)]
     token_kinds: tuple[TokenKind, ...]
     num_delivered: int  # tokens of the answer; further ones belong to the round in which a stop string ended it
     logprobs: tuple[float, ...] | None  # nats, where the request asked for them
-    logprobs_mode: str  # which these are
+    logprobs_mode: LogprobsMode  # which these are
     params: SamplingParams
     seed: Annotated[str, Field(pattern="^[0-9]{1,20}$")]  # decimal: it may have 64 bits
     rounds: tuple[Round, ...]
+    ending: Ending | None = None  # None in the first format only
     signature: Signature | None = None
 
     @property
@@ -84,6 +99,8 @@ class Receipt:
     def to_wire(self) -> dict[str, Any]:
         """As the API returns it."""
         wire: dict[str, Any] = _RECEIPT.dump_python(self, mode="json")
+        if self.ending is None:
+            del wire["ending"]
         return wire | {"rounds": [dict(zip(Round._fields, values, strict=True)) for values in wire["rounds"]]}
 
     def canonical(self) -> bytes:
@@ -96,9 +113,14 @@ _RECEIPT = TypeAdapter(Receipt)
 
 
 def receipt_of(
-    record: Record, num_delivered: int, info: ModelInfo, created: int, signing_key: SigningKey | None
+    record: Record,
+    num_delivered: int,
+    ending: Ending,
+    info: ModelInfo,
+    created: int,
+    signing_key: SigningKey | None,
 ) -> Receipt:
-    """The receipt of a finished request.
+    """The receipt of a finished request, `num_delivered` of whose tokens are the answer.
 
     Raises:
         EngineFault: tokens of it belong to no round.
@@ -121,10 +143,11 @@ def receipt_of(
         token_kinds=tuple(record.kinds),
         num_delivered=num_delivered,
         logprobs=tuple(record.logprobs) or None,
-        logprobs_mode=computing.logprobs_mode,
+        logprobs_mode=computing.logprobs_mode,  # type: ignore[arg-type]  # of an engine that keeps rounds
         params=request.params,
         seed=str(request.seed),
         rounds=tuple(record.rounds),
+        ending=ending,
     )
     if not receipt.drawn.complete:
         raise EngineFault(f"{request.request_id}: tokens came without the round that made them; there is no receipt.")
@@ -149,7 +172,7 @@ def receipts_in(text: str) -> list[Any]:
         NotAReceipt: it is neither a receipt nor a reply with `receipts`.
     """
     try:
-        content = json.loads(text)
+        content = json.loads(text, parse_int=_integer)
     except (ValueError, RecursionError) as error:
         raise NotAReceipt(f"It is not JSON: {error}.") from error
     found = content.get("receipts", [content]) if isinstance(content, dict) else None
@@ -158,29 +181,77 @@ def receipts_in(text: str) -> list[Any]:
     return found
 
 
+def _integer(digits: str) -> int | str:
+    """An integer of JSON. One longer than Python reads stays a text, so that it spoils its own receipt only."""
+    return int(digits) if len(digits) <= _MOST_DIGITS else digits
+
+
 def wrong_rounds(receipt: Receipt, eos_token_ids: Sequence[int]) -> str:
     """Why no engine can have made these tokens in these rounds, whatever the model; "" = it can."""
     params, drawn = receipt.params, receipt.drawn
     num_tokens = len(receipt.token_ids)
     if not drawn.complete or len(receipt.token_kinds) != num_tokens:
         return "the rounds do not make up the tokens"
+    if len(receipt.logprobs or ()) != (num_tokens if params.returns_logprobs else 0):
+        return f"{num_tokens} tokens have {len(receipt.logprobs or ())} logprobs"
     if not 0 <= receipt.num_delivered <= num_tokens:
         return f"{receipt.num_delivered} of {num_tokens} tokens cannot have been delivered"
     if reason := broken_limit(params, receipt.token_ids, eos_token_ids):
         return reason
+    if (at := next(drawn.wrong_drafts(greedy=params.greedy), None)) is not None:
+        return f"token {at} was {receipt.token_kinds[at].value}, and its draft says otherwise"
     start = 0
     for one in receipt.rounds:
         kinds = receipt.token_kinds[start : start + one.num_tokens]
         start += one.num_tokens
         reason = _wrong_round(one, kinds, is_last=start == num_tokens)
-        if TokenKind.FIRST in kinds and start > 1:
-            reason = "it is not the first"
-        elif one.verifier == "vllm":
-            reason = "vLLM's answers have no receipts"
-        elif params.reproducible and one.verifier != "coupled":
-            reason = f"reproducible answers are not verified by {one.verifier}"
+        if (kinds[0] is TokenKind.FIRST) != (start == one.num_tokens):
+            reason = "only the first token of an answer is its first"
         if reason:
             return f"the round that ends with token {start - 1}: {reason}"
+    return _wrong_verification(receipt)
+
+
+def _wrong_verification(receipt: Receipt) -> str:
+    """Why nobody verifies such an answer in such a way; "" = somebody may."""
+    params, verifiers = receipt.params, sorted({one.verifier for one in receipt.rounds})
+    if len(verifiers) > 1:
+        return f"its rounds were judged by several verifiers: {', '.join(verifiers)}"
+    if verifiers == ["vllm"]:
+        return "vLLM's answers have no receipts"
+    if params.reproducible and verifiers != ["coupled"]:
+        return f"reproducible answers are not verified by {verifiers[0]}"
+    if not params.speculate and any(one.num_drafted for one in receipt.rounds):
+        return "its request forbids drafts, and it has some"
+    return ""
+
+
+def wrong_ending(receipt: Receipt, eos_token_ids: Collection[int], stopped: "tuple[int, str] | None") -> str:
+    """Why no answer ends where this one does; "" = one may, or its format does not say how it ended.
+
+    Args:
+        receipt: its rounds make up its tokens.
+        eos_token_ids: with which the model ends an answer.
+        stopped: how many of its tokens complete a stop string, and that string; None = there is none in its text.
+    """
+    ending, params, num_tokens = receipt.ending, receipt.params, len(receipt.token_ids)
+    if ending is None:
+        return ""
+    ends = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
+    if stopped is None:
+        num_whole, reason = num_tokens, "stop" if receipt.token_ids[-1] in ends else "length"
+        cause = "no stop string ended it"
+    else:
+        num_whole, reason = stopped[0], "stop"
+        cause = f"the stop string {stopped[1][:50]!r} is complete with token {num_whole - 1}"
+    if receipt.num_delivered != num_whole:
+        return f"{receipt.num_delivered} of {num_tokens} tokens were delivered, and {cause}"
+    if num_tokens - receipt.rounds[-1].num_tokens >= num_whole:
+        return f"{cause}, and further rounds follow"
+    if ending.finish_reason != reason:
+        return f"its finish_reason is {ending.finish_reason!r}, and it can only be {reason!r}"
+    if reason == "length" and num_tokens < params.max_tokens:
+        return f"it is cut off: it ended for its length with {num_tokens} tokens, and max_tokens is {params.max_tokens}"
     return ""
 
 
@@ -211,8 +282,8 @@ def read_receipt(content: Any) -> Receipt:
         NotAReceipt: it is none, or has unknown or missing fields.
     """
     kind = content.get("format") if isinstance(content, dict) else None
-    if kind != FORMAT:
-        raise NotAReceipt(f"Its format is {str(kind)[:50]!r}, and {FORMAT!r} is known here.")
+    if kind not in (FORMAT, WITHOUT_ENDING):
+        raise NotAReceipt(f"Its format is {str(kind)[:50]!r}, and {FORMAT!r} and {WITHOUT_ENDING!r} are known here.")
     try:
         text = json.dumps(content, allow_nan=False)
         receipt = _RECEIPT.validate_json(text, strict=True)
@@ -220,8 +291,10 @@ def read_receipt(content: Any) -> Receipt:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"]))
         raise NotAReceipt(f"{where}: {first['msg']}.") from error
-    except (ValueError, InvalidRequest) as error:
+    except InvalidRequest as error:
         raise NotAReceipt(f"params: {error}") from error
-    if receipt.to_wire() != content:
-        raise NotAReceipt(f"It has fields that {FORMAT!r} does not have, or lacks some.")
+    except (ValueError, RecursionError) as error:
+        raise NotAReceipt(f"It is not what JSON may hold: {error}.") from error
+    if receipt.to_wire() != content or (receipt.ending is None) != (kind == WITHOUT_ENDING):
+        raise NotAReceipt(f"It has fields that {kind!r} does not have, or lacks some.")
     return receipt

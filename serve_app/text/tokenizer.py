@@ -418,6 +418,7 @@ class StopStrings:
     """The stop strings of one request, compiled once."""
 
     def __init__(self, strings: Sequence[str]) -> None:
+        self.strings = tuple(strings)
         self.patterns = tuple((string, _prefix_table(string)) for string in strings)
 
 

@@ -15,7 +15,7 @@ each decision. With p replayed, u and coins recomputed, x a draft and q what it 
     residual   the same, F of p without x              what replaced a deterministic draft
     support    p(y) > q(y)                             what replaced a sampled draft
     recovered  F(y - 1) < u <= F(y), F of (p - q)+     the same, where q was computed again; block: of (rho p - q)+
-    draft      y is the draft that was accepted
+    draft      y is the draft that was accepted, or is not the one that was rejected (deterministic drafts, coupled)
     accepted   coin <= p(x) / q(x)                     token-wise
     rejected   coin > p(x) / q(x)                      token-wise
     block      coin < h_tau, last coin >= h_n          block verification, where h follows from what is known
@@ -50,6 +50,8 @@ class Rounds:
         """Whether every token belongs to one of them, and every draft that was judged is there, with its q."""
         if not self.kinds or not sum(one.num_tokens for one in self.rounds) == len(self.kinds) == len(self.tokens):
             return False
+        if any(one.num_tokens < 1 for one in self.rounds):
+            return False
         return all(
             len(place.round.drafts) > place.offset
             and (place.round.draft_probs is None or len(place.round.draft_probs) > place.offset)
@@ -60,6 +62,10 @@ class Rounds:
     def draws(self) -> tuple[Draw, ...]:
         """What a replay must draw again, one a token."""
         return tuple(_draw(place) for place in self._places())
+
+    def wrong_drafts(self, *, greedy: bool) -> Iterator[int]:
+        """The tokens that contradict their drafts, whatever p; greedy: whether the likeliest were taken."""
+        return (place.token_index for place in self._places() if _contradicts_draft(place, greedy=greedy))
 
     def check(self, rows: Sequence[ReplayedToken]) -> "list[DrawCheck]":
         """Every check of the answer's tokens, in their order; rows: its replayed tokens, with `redrawn`.
@@ -125,6 +131,8 @@ def _checks_of(place: _Place, rows: Sequence[ReplayedToken]) -> Iterator[DrawChe
     again = row.redrawn
     if again is None:
         return
+    if _contradicts_draft(place):
+        yield DrawCheck(place.token_index, "draft", math.inf, math.inf)
     if one.verifier in _NOISE:
         yield DrawCheck(place.token_index, "choice", again.miss, again.loose)
         return
@@ -152,12 +160,19 @@ def _checks_of(place: _Place, rows: Sequence[ReplayedToken]) -> Iterator[DrawChe
 
 
 def _checks_of_accepted(place: _Place, row: ReplayedToken, again: Redrawn) -> Iterator[DrawCheck]:
-    if place.token != place.round.drafts[place.offset]:
-        yield _checked(place, again, "draft", -math.inf, -math.inf)
-    elif place.round.verifier == "token_wise":
+    if place.round.verifier == "token_wise" and not _contradicts_draft(place):
         log_q, log_coin = _log_q(place.round, place.offset), math.log(again.coins[0])
         ways = _probability(row), again.bounds[1]
         yield _checked(place, again, "accepted", *(_log_ratio(p, log_q) - log_coin for p in ways))
+
+
+def _contradicts_draft(place: _Place, *, greedy: bool = False) -> bool:
+    """Whether the token was accepted and is another than the draft, or replaced a draft and is the same where only
+    another can: a residual without it, or another choice."""
+    if place.kind is TokenKind.ACCEPTED:
+        return place.token != place.round.drafts[place.offset]
+    by_another = greedy or place.round.verifier == "coupled" or place.round.draft_probs is None
+    return by_another and place.token == place.rejected
 
 
 def log_share(log_ratios: Iterable[float]) -> float:

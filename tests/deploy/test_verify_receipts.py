@@ -2,11 +2,13 @@
 
 import asyncio
 import base64
+import contextlib
 import copy
+import dataclasses
 import json
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 
 from deploy.cli.main import main
 from deploy.run.replayers import make_replayer
-from deploy.run.verify import EngineName, verify
+from deploy.run.verify import EngineName, ReceiptVerdict, Verifier, verify
 from serve_app.backends.torch_backend import TorchBackend
 from serve_app.http.routes import build_ingress
 from serve_app.openai.frontend import FrontEnd
@@ -38,7 +40,9 @@ from tests.support.tiny_models import write_tiny_model
 
 ENGINES = pytest.mark.parametrize("engine", ["torch", "transformers"])
 PROMPT = "the quick brown fox jumps over the lazy dog, the quick brown fox"
+# Seeded requests are coupled unless they say otherwise; here the service's verifier is to judge.
 BODY = {"model": "tiny", "prompt": PROMPT, "max_tokens": 48, "ignore_eos": True, "seed": 7, "temperature": 0.8}
+BODY |= {"reproducible": False}
 RULES = {
     "top_p": 0.95,
     "top_k": 100,
@@ -111,7 +115,7 @@ async def receipts(folder: Path, drafter: Path | None = None, **changes: Any) ->
             for fields in (
                 {},
                 RULES,
-                {"structured_outputs": {"regex": "[a-z ]{12,40}"}, "ignore_eos": False, "reproducible": False},
+                {"structured_outputs": {"regex": "[a-z ]{12,40}"}, "ignore_eos": False},
                 {"temperature": 0, "logprobs": 0},
             )
         ]
@@ -127,6 +131,7 @@ async def test_sound_receipts_verify(
     made = await receipts(folder, other if sampled else None, verifier=verifier)
     assert any(one.drafts for receipt in made for one in receipt.rounds)
     for receipt in made:
+        assert {one.verifier for one in receipt.rounds} == {verifier}
         found = await asyncio.to_thread(verify, receipt, folder, engine)
         assert not found.reason, found
         assert found.draws.num_checked >= (0.3 if verifier == "block" else 0.9) * len(receipt.token_ids)
@@ -139,8 +144,9 @@ async def test_a_bfloat16_answer_verifies_in_float32(folder: Path, engine: Engin
         reply = await ask(client, **BODY | {"max_tokens": 100, "temperature": 1.0, "logprobs": logprobs})
     found = await asyncio.to_thread(verify, *read_receipts(json.dumps(reply)), folder, engine)
     assert not found.reason, found
-    assert (found.tolerance == "for bfloat16") == (logprobs is None)
-    assert found.tolerance_nats == 0.5 if logprobs is None else 0.001 < found.tolerance_nats < 0.5
+    assert (found.tolerance_nats, found.tolerance) == (0.5, "for bfloat16")
+    assert (found.tme is None) == (logprobs is None)
+    assert ("logprobs: it has none" in found.not_shown) == (logprobs is None)
 
 
 @pytest.mark.skipif(cpu_kernels() is None, reason="rounded weights need the CPU kernels")
@@ -189,8 +195,35 @@ async def test_a_chat_that_a_stop_string_ends_within_a_round(folder: Path) -> No
     assert receipt.logprobs == tuple(logprobs)
     assert list(cut.token_ids[: cut.num_delivered]) == stopped["choices"][0]["token_ids"]
     assert cut.token_ids == receipt.token_ids[: len(cut.token_ids)] and len(cut.token_ids) < len(receipt.token_ids)
+    assert receipt.ending is not None and cut.ending is not None
+    assert (receipt.ending.finish_reason, receipt.ending.stop_strings) == ("stop", ())
+    assert (cut.ending.finish_reason, cut.ending.stop_strings) == ("stop", (text[20:24],))
     for one in (receipt, cut):
         assert not (await asyncio.to_thread(verify, one, folder, "torch")).reason
+    for changes, reported in (
+        ({"num_delivered": cut.num_delivered - 1}, "tokens were delivered, and the stop string"),
+        ({"ending": dataclasses.replace(cut.ending, stop_strings=())}, "can only be 'length'"),
+        ({"ending": dataclasses.replace(cut.ending, finish_reason="length")}, "can only be 'stop'"),
+        ({"token_ids": receipt.token_ids, "token_kinds": receipt.token_kinds, "rounds": receipt.rounds}, "follow"),
+    ):
+        forged = dataclasses.replace(cut, **changes)
+        assert reported in (await asyncio.to_thread(verify, forged, folder, "torch")).reason
+
+
+@pytest.mark.parametrize("asked", [{"stop_token_ids": [77, 78, 79]}, {"ignore_eos": False, "logit_bias": {"2": 20.0}}])
+@pytest.mark.parametrize("include", [False, True])
+async def test_an_answer_that_a_token_ends_is_whole(folder: Path, asked: dict[str, Any], include: bool) -> None:
+    rules = {"min_tokens": 5, "include_stop_str_in_output": include, "stop": "never", "max_tokens": 400}
+    async with service(folder) as client:
+        reply = await ask(client, **BODY | rules | asked | {"temperature": 3.0})
+    (receipt,) = read_receipts(json.dumps(reply))
+    assert receipt.ending is not None and receipt.ending.finish_reason == "stop" and len(receipt.token_ids) > 5
+    found = await asyncio.to_thread(verify, receipt, folder, "torch")
+    assert not found.reason, found.reason
+    forged = dataclasses.replace(
+        receipt, params=dataclasses.replace(receipt.params, ignore_eos=True, stop_token_ids=())
+    )
+    assert "can only be 'length'" in (await asyncio.to_thread(verify, forged, folder, "torch")).reason
 
 
 async def test_an_engine_without_rounds_refuses(folder: Path) -> None:
@@ -306,23 +339,149 @@ def unknown_token(wire: dict[str, Any]) -> None:
     wire["token_ids"][4] = 100_000
 
 
+def unknown_draft(wire: dict[str, Any]) -> None:
+    one, offset, _ = judged(wire, "recovered")
+    one["drafts"][offset] = 10**30
+
+
+def every_logprob_higher(wire: dict[str, Any]) -> None:
+    wire["logprobs"] = [min(one + 0.3, 0.0) for one in wire["logprobs"]]
+
+
+def a_missing_logprob(wire: dict[str, Any]) -> None:
+    wire["logprobs"].pop()
+
+
+def cut(wire: dict[str, Any], num_rounds: int = 3) -> None:
+    """Without the last rounds."""
+    kept = wire["rounds"][:-num_rounds]
+    wire["rounds"], count = kept, sum(one["num_tokens"] for one in kept)
+    for name in ("token_ids", "token_kinds", "logprobs"):
+        wire[name] = wire[name][:count] if wire[name] is not None else None
+    wire["num_delivered"] = count
+
+
+def cut_and_stopped(wire: dict[str, Any]) -> None:
+    """Cut off, and as if the model had ended there."""
+    cut(wire)
+    wire["ending"]["finish_reason"] = "stop"
+
+
+def fewer_delivered(wire: dict[str, Any]) -> None:
+    wire["num_delivered"] -= 2
+
+
+def other_finish_reason(wire: dict[str, Any]) -> None:
+    wire["ending"]["finish_reason"] = "stop"
+
+
+def last_round_twice(wire: dict[str, Any]) -> None:
+    count = wire["rounds"][-1]["num_tokens"]
+    wire["rounds"].append(wire["rounds"][-1])
+    for name in ("token_ids", "token_kinds", "logprobs"):
+        wire[name] += wire[name][-count:]
+    wire["num_delivered"] += count
+    wire["params"]["max_tokens"] += count
+
+
+def rounds_swapped(wire: dict[str, Any]) -> None:
+    """Two rounds of equal length, each with the tokens of the other."""
+    rounds, start = wire["rounds"], 0
+    starts = [start := start + one["num_tokens"] for one in rounds]
+    first, second = next(
+        (one, other)
+        for one in range(2, len(rounds))
+        for other in range(one + 1, len(rounds) - 1)
+        if rounds[one]["num_tokens"] == rounds[other]["num_tokens"] == 2
+    )
+    rounds[first], rounds[second] = rounds[second], rounds[first]
+    for name in ("token_ids", "token_kinds", "logprobs"):
+        one, other = (slice(starts[number] - 2, starts[number]) for number in (first, second))
+        wire[name][one], wire[name][other] = wire[name][other], wire[name][one]
+
+
+def a_round_of_minus_one_token(wire: dict[str, Any]) -> None:
+    """Its tokens are as many as before."""
+    empty = wire["rounds"][0] | {"num_tokens": -(10**9)}
+    wire["rounds"][1:1] = [empty, empty | {"num_tokens": 10**9}]
+
+
+def stop_strings_that_came(wire: dict[str, Any]) -> None:
+    """As if the request had named a stop string that its text had long before the end."""
+    wire["ending"]["stop_strings"] = ["a", "e", "i", "o", "t", " "]
+
+
+def logprobs_left_out(wire: dict[str, Any]) -> None:
+    wire["logprobs"] = None
+
+
+def other_verifier(wire: dict[str, Any]) -> None:
+    name = "token_wise" if wire["rounds"][0]["verifier"] != "token_wise" else "block"
+    for one in wire["rounds"]:
+        one["verifier"] = name
+
+
+def other_verifier_of_a_round(wire: dict[str, Any]) -> None:
+    wire["rounds"][7]["verifier"] = "token_wise" if wire["rounds"][7]["verifier"] == "block" else "block"
+
+
+def drafts_for_one_who_forbade_them(wire: dict[str, Any]) -> None:
+    wire["params"]["speculate"] = False
+
+
+def no_first_token(wire: dict[str, Any]) -> None:
+    wire["token_kinds"][0] = "bonus"
+
+
+OF_ANY_VERIFIER = (
+    *(logprobs_left_out, other_verifier, other_verifier_of_a_round, drafts_for_one_who_forbade_them, no_first_token),
+    *(other_token, other_seed, other_draft, other_prompt, other_temperature, other_filter, unknown_token),
+    *(unknown_draft, every_logprob_higher, a_missing_logprob, cut, cut_and_stopped, fewer_delivered),
+    *(other_finish_reason, last_round_twice, rounds_swapped, a_round_of_minus_one_token, stop_strings_that_came),
+)
 FORGERIES = (
-    *(other_token, other_seed, other_draft, smaller_q, larger_q, other_rounds, other_prompt, other_fingerprint),
-    *(other_temperature, other_filter, other_penalty, other_rules, a_stop_before_the_end, fewer_tokens_allowed),
-    *(a_last_token_that_nobody_accepted, other_logprob, as_if_greedy, unknown_token),
+    *OF_ANY_VERIFIER,
+    *(smaller_q, larger_q, other_rounds, other_fingerprint, other_penalty, other_rules, a_stop_before_the_end),
+    *(fewer_tokens_allowed, a_last_token_that_nobody_accepted, other_logprob, as_if_greedy),
 )
 
 
 @pytest.fixture(scope="module")
 def sound(folder: Path, other: Path, key_file: Path) -> dict[str, Any]:
     """A signed receipt of sampled drafts, verified token by token."""
+    return made_by("token_wise", folder, other, key_file)
+
+
+def made_by(verifier: str, folder: Path, other: Path, key_file: Path | None = None) -> dict[str, Any]:
+    """A receipt of an answer with sampled drafts and logprobs, as JSON."""
 
     async def made() -> dict[str, Any]:
-        asked = BODY | {"max_tokens": 100, "logprobs": 0, "temperature": 1.0, "reproducible": False}
-        async with service(folder, other, key_file) as client:
+        asked = BODY | {"max_tokens": 100, "logprobs": 0, "temperature": 1.0}
+        async with service(folder, other, key_file, verifier=verifier) as client:
             return await ask(client, **asked)
 
-    return asyncio.run(made())["receipts"][0]  # type: ignore[no-any-return]
+    receipt: dict[str, Any] = asyncio.run(made())["receipts"][0]
+    assert {one["verifier"] for one in receipt["rounds"]} == {verifier}
+    return receipt
+
+
+class Checked:
+    """What `truespec verify` says of receipts, the model loaded once."""
+
+    def __init__(self, folder: Path, engine: EngineName = "torch") -> None:
+        self._folder, self._engine = folder, engine
+
+    def __call__(self, *wires: dict[str, Any]) -> list[ReceiptVerdict]:
+        async def all_of_them() -> list[ReceiptVerdict]:
+            async with Verifier(self._folder, self._engine, 256) as verifier:
+                return [await verifier.check(one) for wire in wires for one in read_receipts(json.dumps(wire))]
+
+        return asyncio.run(all_of_them())
+
+
+def forged(wire: dict[str, Any], forge: Forge) -> dict[str, Any]:
+    forge(changed := copy.deepcopy(wire))
+    return changed
 
 
 @ENGINES
@@ -332,24 +491,176 @@ def test_a_forged_receipt_does_not_verify(
 ) -> None:
     key = PublicKey.from_file(public_key(key_file))
     assert not verify(*read_receipts(json.dumps(sound)), folder, engine, key).reason
-    forged = copy.deepcopy(sound)
-    forge(forged)
-    (receipt,) = read_receipts(json.dumps(forged))
+    (receipt,) = read_receipts(json.dumps(forged(sound, forge)))
     assert verify(receipt, folder, engine).reason
     assert "signature" in verify(receipt, folder, engine, key).reason
     if forge is other_token:
         assert verify(receipt, folder, engine).draws.wrong == 20
 
 
+def replaced_by_the_rejected_draft(wire: dict[str, Any]) -> None:
+    one, offset, index = judged(wire, "recovered")
+    one["drafts"][offset] = wire["token_ids"][index]
+
+
+@pytest.mark.parametrize("verifier", ["block", "coupled"])
+def test_forgeries_of_other_verifiers_do_not_verify(folder: Path, other: Path, verifier: str) -> None:
+    sound = made_by(verifier, folder, other)
+    forgeries = list(OF_ANY_VERIFIER)
+    if verifier == "coupled":
+        forgeries.append(replaced_by_the_rejected_draft)
+    first, *others = Checked(folder)(sound, *(forged(sound, forge) for forge in forgeries))
+    assert not first.reason and first.draws.num_checked >= (30 if verifier == "block" else 100)
+    assert [forge.__name__ for forge, one in zip(forgeries, others, strict=True) if not one.reason] == []
+
+
+@pytest.mark.parametrize("verifier", ["token_wise", "block", "coupled"])
+def test_drafts_of_greedy_answers_are_compared_with_their_tokens(folder: Path, verifier: str) -> None:
+    async def made() -> dict[str, Any]:
+        async with service(folder, verifier=verifier) as client:
+            return (await ask(client, **BODY | {"temperature": 0}))["receipts"][0]  # type: ignore[no-any-return]
+
+    def accepted(wire: dict[str, Any]) -> None:
+        one = next(one for one in wire["rounds"] if one["num_tokens"] > 1)
+        one["drafts"][0] = (one["drafts"][0] + 1) % 500
+
+    sound = asyncio.run(made())
+    first, second = Checked(folder)(sound, forged(sound, accepted))
+    assert not first.reason and "its draft says otherwise" in second.reason
+
+
+def test_the_tolerance_comes_from_the_engines_alone(sound: dict[str, Any], folder: Path) -> None:
+    """Logprobs that are far off, or close, are evidence, and no measure of what rounding may do."""
+
+    def one_logprob(wire: dict[str, Any]) -> None:
+        wire["logprobs"][5] -= 0.2
+
+    def none(wire: dict[str, Any]) -> None:
+        wire["logprobs"] = wire["params"]["logprobs"] = None
+
+    wires = [forged(sound, forge) for forge in (one_logprob, every_logprob_higher, none)]
+    found = Checked(folder)(sound, *wires)
+    assert {(one.tolerance_nats, one.tolerance) for one in found} == {(0.001, "for float32")}
+    assert "TME 1.0022, the largest 0.2 nats off (token 5)" in found[1].in_words()
+    assert found[2].tme == pytest.approx(1.35, abs=0.03) and found[2].reason
+    assert "not shown    logprobs: it has none" in found[3].in_words() and not found[3].reason
+
+
+@pytest.mark.xfail(reason="in float32 one logprob may be off by 0.4 nats (`request_drifted`)", strict=False)
+def test_one_logprob_that_is_off_by_a_fifth_does_not_verify(sound: dict[str, Any], folder: Path) -> None:
+    def lower(wire: dict[str, Any]) -> None:
+        wire["logprobs"][5] -= 0.2
+
+    (found,) = Checked(folder)(forged(sound, lower))
+    assert "the logprob of token 5 is 0.2 nats from its own" in found.reason
+
+
+CLAIMS = {
+    "id": "cmpl-of-another",
+    "model": "GPT-9",
+    "created": 10**12,
+    "truespec": "9.9",
+    "weight_versions": ["step-7"],
+    "computing": "a machine",
+    "quantization": "int3",
+}
+
+
+def test_what_is_only_claimed_is_printed_as_claimed(sound: dict[str, Any], folder: Path) -> None:
+    (found,) = Checked(folder)(sound | CLAIMS)
+    claimed = [line for line in found.in_words().splitlines() if line.startswith("  claimed ")]
+    others = found.in_words().replace(claimed[0], "")
+    for value in ("cmpl-of-another", "GPT-9", "9.9", "step-7", "a machine", "int3"):
+        assert value in claimed[0] and value not in others
+    assert len(claimed) == 1 and str(10**12) in claimed[0]
+    others = {"dtype": "float32", "verifier": "token_wise"}
+    assert found.to_wire()["claimed"] == CLAIMS | others | {"weight_versions": ("step-7",)}
+
+
+OPEN = CLAIMS.keys() | {  # what docs/proof.md names as claimed, or as not shown
+    *("params.ignore_eos", "params.min_tokens", "params.logprobs", "params.reproducible", "ending.include_stop"),
+    *("params.frequency_penalty", "params.presence_penalty"),  # so little that no draw of this answer changes
+    *("rounds.drafts", "rounds.draft_probs", "rounds.last_prob", "rounds.num_drafted"),
+}
+OTHER_WORDS = {"accepted": "bonus", "bonus": "accepted", "recovered": "bonus", "first": "bonus", "length": "stop"}
+
+
+def changes_of(wire: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Each value of a receipt changed, or the last of a list left out, with the name of its field."""
+    if isinstance(wire, dict):
+        for key, value in wire.items():
+            yield from ((where, wire | {key: new}) for where, new in changes_of(value, f"{name}.{key}".lstrip(".")))
+    elif isinstance(wire, list):
+        if wire:
+            yield name, wire[:-1]
+        for index, value in enumerate(wire[:3]):
+            for where, new in changes_of(value, name):
+                yield where, [*wire[:index], new, *wire[index + 1 :]]
+    elif isinstance(wire, bool):
+        yield name, not wire
+    elif isinstance(wire, int):
+        yield name, wire + 1
+    elif isinstance(wire, float):
+        yield name, wire + 0.05 if 0 <= wire < 0.9 else wire - 0.9
+    elif isinstance(wire, str):
+        yield name, str(int(wire) + 1) if wire.isdigit() else OTHER_WORDS.get(wire, wire + "x")
+
+
+@pytest.mark.parametrize("verifier", ["token_wise", "coupled"])
+def test_whatever_else_is_changed_is_refused(folder: Path, other: Path, verifier: str) -> None:
+    names, wires = [], []
+    for name, wire in changes_of(made_by(verifier, folder, other)):
+        with contextlib.suppress(NotAReceipt):
+            read_receipts(json.dumps(wire))
+            names.append(name)
+            wires.append(wire)
+    found = Checked(folder)(*wires)
+    assert len(set(names)) > 25 and {"seed", "token_ids", "logprobs", "rounds.num_tokens"} <= set(names)
+    assert {name for name, one in zip(names, found, strict=True) if not one.reason} <= OPEN
+
+
+def test_a_shorter_answer_to_another_request_shows_what_was_asked_for(sound: dict[str, Any], folder: Path) -> None:
+    """Whoever cuts off an answer and lowers its limit with it has a sound receipt of another request."""
+
+    def shorter(wire: dict[str, Any]) -> None:
+        cut(wire)
+        wire["params"]["max_tokens"] = len(wire["token_ids"])
+
+    (found,) = Checked(folder)(cut_off := forged(sound, shorter))
+    words = found.in_words()
+    assert not found.reason
+    assert f"asked for    max_tokens {len(cut_off['token_ids'])}, temperature 1.0" in words
+    assert "as claimed: compare it with your request" in words
+
+
 def test_no_receipt_has_rounds_of_another_engine(sound: dict[str, Any], folder: Path) -> None:
     forged = copy.deepcopy(sound)
-    forged["rounds"][0]["verifier"] = "vllm"
+    for one in forged["rounds"]:
+        one["verifier"] = "vllm"
     (receipt,) = read_receipts(json.dumps(forged))
     assert "vLLM's answers have no receipts" in verify(receipt, folder, "torch").reason
 
 
 def test_weights_that_others_have_do_not_verify(sound: dict[str, Any], other: Path) -> None:
     assert "fingerprint" in verify(*read_receipts(json.dumps(sound)), other, "torch").reason
+
+
+def test_the_first_format_is_read_and_says_what_it_does_not_show(
+    sound: dict[str, Any], folder: Path, key_file: Path
+) -> None:
+    first = {name: value for name, value in sound.items() if name != "ending"} | {"format": "truespec-receipt-1"}
+    (receipt,) = read_receipts(json.dumps(first | {"signature": None}))
+    signature = SigningKey(key_file).sign(receipt.canonical())
+    signed = receipt.to_wire() | {"signature": dataclasses.asdict(signature)}
+    (receipt,) = read_receipts(json.dumps(signed))
+    assert b"ending" not in receipt.canonical()
+    verdict = verify(receipt, folder, "torch", PublicKey.from_file(public_key(key_file)))
+    assert not verdict.reason and verdict.signature.endswith("valid")
+    whole, cut_off = Checked(folder)(first, forged(first, cut))
+    for found in (whole, cut_off):
+        (missing,) = found.not_shown
+        assert not found.reason and missing.startswith("whether the answer is whole")
+        assert found.to_wire()["not_shown"] == [missing] and f"not shown    {missing}" in found.in_words()
 
 
 def test_any_field_is_under_the_signature(sound: dict[str, Any], folder: Path, key_file: Path) -> None:
@@ -378,7 +689,10 @@ def test_several_weights_cannot_be_checked(sound: dict[str, Any], folder: Path) 
         ({"format": "truespec-receipt-9"}, "format is 'truespec-receipt-9'"),
         ({"seed": "seven"}, "seed: String should match"),
         ({"seed": 7}, "seed: Input should be a valid string"),
-        ({"note": "x"}, "fields that 'truespec-receipt-1' does not have"),
+        ({"note": "x"}, "fields that 'truespec-receipt-2' does not have"),
+        ({"format": "truespec-receipt-1"}, "fields that 'truespec-receipt-1' does not have"),
+        ({"ending": None}, "fields that 'truespec-receipt-2' does not have, or lacks some"),
+        ({"seed": 10**500}, "seed: String should match"),
         ({"token_ids": []}, "token_ids: Tuple should have at least 1 item"),
         ({"params": {"temperature": -1}}, "temperature must be"),
         ({"rounds": [{"verifier": "none", "num_tokens": 1}]}, r"rounds\.0\.verifier"),
@@ -415,7 +729,8 @@ def test_the_command_says_what_it_found(sound: dict[str, Any], folder: Path, key
     found = run(main, ["verify", str(path), "--model", str(folder), "--public-key", key])
     assert found.exit_code == 0, found.output
     assert found.stdout.splitlines()[-1] == "VERIFIED"
-    assert "valid" in found.stdout and "0.001 nats, measured by 100 logprobs" in found.stdout
+    assert "valid" in found.stdout and "0.001 nats, for float32" in found.stdout
+    assert "100 compared: TME 1, the largest" in found.stdout
     other_token(forged := copy.deepcopy(sound))
     path.write_text(json.dumps(forged))
     found = run(main, ["verify", str(path), "--model", str(folder)])
@@ -453,6 +768,106 @@ def test_one_that_cannot_be_checked_does_not_keep_the_others_from_it(
     other_token(forged := copy.deepcopy(sound))
     path.write_text(json.dumps({"receipts": [{}, forged]}))
     assert run(main, ["verify", str(path), "--model", str(folder)]).exit_code == 1
+
+
+STRANGE_CLAIMS = {"id": "\x1b[2J\n", "model": "[bold]x[/bold]\r", "created": -(10**300)}
+MALFORMED: list[Any] = [
+    7,
+    None,
+    [],
+    {},
+    {"format": []},
+    {"created": 10**500},
+    {"rounds": [{"num_tokens": 10**12}]},
+    {"rounds": []},
+    {"logprobs": []},
+    {"logprobs": [1e308] * 100},
+    {"seed": "9" * 20},
+    {"token_kinds": []},
+    {"prompt_token_ids": [1] * 4000},
+    {"prompt_token_ids": [10**30]},
+    {"weights": "w17"},
+    {"dtype": "float128"},
+    {"logprobs_mode": "of_another"},
+    {"weight_versions": []},
+    {"params": {"structure": {"kind": "regex", "text": "(" * 3000}}},
+    {"params": {"structure": {"kind": "grammar", "text": "start: start"}}},
+    {"ending": {"finish_reason": "abort", "stop_strings": [], "include_stop": False, "shown_special": []}},
+    {"ending": {"finish_reason": "stop", "stop_strings": [""], "include_stop": False, "shown_special": []}},
+    {"ending": {"finish_reason": "stop", "stop_strings": ["x" * 9999], "include_stop": True, "shown_special": None}},
+]
+
+
+def test_no_malformed_receipt_stops_the_others(sound: dict[str, Any], folder: Path, tmp_path: Path) -> None:
+    def changed(by: Any) -> Any:
+        if not isinstance(by, dict) or not by:
+            return by
+        wire = copy.deepcopy(sound)
+        return wire | {name: wire[name] | value if isinstance(value, dict) else value for name, value in by.items()}
+
+    path = tmp_path / "receipts.json"
+    content = [one for changes in MALFORMED for one in (sound, changed(changes))]
+    path.write_text(json.dumps({"receipts": [*content, sound | STRANGE_CLAIMS]}))
+    found = CliRunner().invoke(main, ["verify", str(path), "--model", str(folder), "--json"])
+    verified = [json.loads(line)["verified"] for line in found.stdout.splitlines()]
+    assert verified[::2] == [True] * (len(MALFORMED) + 1)
+    believed = [str(one)[:60] for one, found in zip(MALFORMED, verified[1::2], strict=True) if found]
+    assert believed == []
+    words = CliRunner().invoke(main, ["verify", str(path), "--model", str(folder)])
+    assert words.stdout.count("\nVERIFIED\n") == len(MALFORMED) + 1
+    assert "\x1b" not in words.stdout and "id ?[2J?, model [bold]x[/bold]?, created -1000" in words.stdout
+
+
+def test_what_breaks_the_check_of_one_receipt_leaves_the_others(
+    sound: dict[str, Any], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(receipt: Receipt) -> str:
+        raise RuntimeError("out of memory")
+
+    check = Verifier.check
+
+    async def once(self: Verifier, receipt: Receipt) -> ReceiptVerdict:
+        return await check(self, receipt) if receipt.id != "breaks" else fails(receipt)  # type: ignore[return-value]
+
+    monkeypatch.setattr(Verifier, "check", once)
+    path = tmp_path / "receipts.json"
+    path.write_text(json.dumps({"receipts": [sound | {"id": "breaks"}, sound]}))
+    found = CliRunner().invoke(main, ["verify", str(path), "--model", str(folder), "--json"])
+    first, second = (json.loads(line) for line in found.stdout.splitlines())
+    assert (first["verified"], second["verified"], found.exit_code) == (None, True, 2)
+    assert "the check failed with RuntimeError('out of memory')" in first["reason"]
+
+
+HELD_BACK = """
+import sys
+from deploy.run.verify import Verifier
+check = Verifier.check
+async def held(self, receipt):
+    if receipt.id == "second":
+        sys.stdin.readline()
+    return await check(self, receipt)
+Verifier.check = held
+from deploy.cli.main import main
+main()
+"""
+
+
+@pytest.mark.parametrize("options", [["--json"], []])
+def test_a_verdict_is_printed_before_the_next_receipt_is_checked(
+    sound: dict[str, Any], folder: Path, tmp_path: Path, options: list[str]
+) -> None:
+    path = tmp_path / "receipts.json"
+    path.write_text(json.dumps({"receipts": [sound, sound | {"id": "second"}]}))
+    command = [sys.executable, "-c", HELD_BACK, "verify", str(path), "--model", str(folder), *options]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as running:
+        assert running.stdin and running.stdout
+        for line in running.stdout:
+            if line == "VERIFIED\n" or options:
+                break
+        assert running.poll() is None  # it waits for the second
+        rest, _ = running.communicate("go on\n")
+    assert '"verified": true' in line if options else line == "VERIFIED\n"
+    assert running.returncode == 0 and ('"second"' in rest if options else "id second" in rest)
 
 
 WITHOUT_RAY = """
