@@ -719,6 +719,46 @@ def _logprobs_of_another_row(engine: EngineCore) -> None:
     _patch_module(engine, host_copy, "gather_logprobs", make)
 
 
+@mutant("F10 ids of other tokens beside the likeliest tokens' logprobs", "requests")
+def _ids_of_other_tokens(engine: EngineCore) -> None:
+    _change_entries(engine, lambda entries: tuple(_renamed(entry, engine.model.vocab_size) for entry in entries))
+
+
+def _renamed(entry: TokenLogprobs, vocab_size: int) -> TokenLogprobs:
+    """With other ids among the likeliest. Values, order, the own token and those that are scored are right: no two of
+    its numbers disagree."""
+    known = {entry.token_id, *(token for token, _ in entry.scored)}
+    free = (token for token in range(vocab_size) if token not in {*known, *(one for one, _ in entry.top)})
+    top = tuple((token if token in known else next(free), value) for token, value in entry.top)
+    return replace(entry, top=top)
+
+
+@mutant("F10 scored ids of the row before", "requests")
+def _scored_ids_of_the_row_before(engine: EngineCore) -> None:
+    """In an engine that does not compare what it reports of one row: its contract would see some of them."""
+    engine.scheduler._contract = None
+
+    def make(gather: Any) -> Any:
+        def gathering(matrix: Any, token_ids: Any, num_top: int, scored_ids: Any = None) -> Any:
+            rows = gather(matrix, token_ids, num_top, scored_ids)
+            return rows if scored_ids is None else replace(rows, scored=matrix.roll(1, 0).gather(1, scored_ids))
+
+        return gathering
+
+    _patch_module(engine, host_copy, "gather_logprobs", make)
+
+
+@mutant("F11 the prompt's likeliest tokens go by other ids", "requests")
+def _prompt_ids_of_other_tokens(engine: EngineCore) -> None:
+    score = engine.eager._score
+
+    def scoring(entry: Any, row_start: int, hidden: Any) -> Any:
+        logprobs, replayed = score(entry, row_start, hidden)
+        return tuple(_renamed(one, engine.model.vocab_size) for one in logprobs), replayed
+
+    engine.eager._score = scoring  # type: ignore[method-assign]
+
+
 @mutant("F10 logits modified in place", "requests")
 def _logits_modified_in_place(engine: EngineCore) -> None:
     def make(process: Any) -> Any:

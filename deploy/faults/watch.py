@@ -1,7 +1,7 @@
 """What finds a fault in a running engine: its own self-checks, and replays of a share of what it served."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -144,13 +144,14 @@ class ReplayAudit:
         recompute, greedy = self._recompute(answer.weight_versions[0]), answer.request.params.greedy
         replayed = recompute(answer.scored(f"replay-{answer.request.request_id}"))
         if answer.prompt_logprobs:
-            prompt = recompute(Request("replay-prompt", answer.request.prompt_token_ids, score_from=1, replay=True))
-            replayed = replace(replayed, logprobs=(*prompt.logprobs, *replayed.logprobs))
+            replayed = replayed.after(recompute(answer.scored_prompt("replay-prompt")))
         judgement = self._judge.judge(answer, replayed)
         for alarm in self._watch.see(judgement.tokens, greedy=greedy, drift_tolerance=judgement.drift_tolerance):
             if alarm.name == "drift":
                 if alarm.stratum in _SHOWN:
                     yield f"replay drift ({alarm.stratum})"
+            elif alarm.name == "alternatives":
+                yield "replayed alternatives (all)"
             elif alarm.name != "draws":
                 yield f"replay distribution: {alarm.name}"
         for kind in sorted({kind for kind, result in judgement.draws if result is DrawResult.WRONG}):
@@ -160,6 +161,8 @@ class ReplayAudit:
             yield "replay drift (one answer)"
         elif kind == "distribution":
             yield f"replay distribution: {detail}"
+        elif kind == "alternatives":
+            yield "replayed alternatives (one answer)"
         elif judgement.misplaced:
             yield f"replayed token: {kind}"
 
@@ -171,7 +174,7 @@ def by_engine(engine: EngineCore) -> Recompute:
         engine.add(request)
         while engine.has_work:
             for delta in engine.step():
-                return Replayed(tuple(entry.logprob for entry in delta.logprobs or ()), delta.replayed)
+                return Replayed.reported(delta)
         raise RuntimeError("The replay ended without a result.")
 
     return recompute

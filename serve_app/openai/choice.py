@@ -50,7 +50,7 @@ class _Choice:
         self._held: list[ChoiceDelta] = []  # tokens that had nothing to say; the next piece has them too
         self._prompt_due = request.params.prompt_logprobs is not None  # its logprobs are still to come
         self._prompt_entries: tuple[tuple[RankedEntry, ...], ...] | None = None
-        self.record = Record(request, "", 0.0, 0) if job.receipt else None
+        self.record = Record(request, "", 0.0, 0, keeps_alternatives=False) if job.receipt else None
         self.num_delivered = 0
         self.num_accepted = 0
         self.num_rejected = 0
