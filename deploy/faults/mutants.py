@@ -14,6 +14,9 @@ import torch
 from torch import Tensor
 
 from deploy.faults.traffic import WARM
+from serve_app.openai.frontend import FrontEnd
+from serve_app.openai.prepared_request import PreparedRequest
+from serve_app.text.tokenizer import StopStrings
 from speculative.cache.prefix import hash_block
 from speculative.drafting.base import DraftOutput
 from speculative.engine import EngineCore
@@ -33,20 +36,24 @@ from speculative.verification.rows import VerifyRows
 from speculative.verification.token_wise import verify_token_wise
 
 Install = Callable[[EngineCore], None]
+FrontInstall = Callable[[FrontEnd], None]
+FRONT_END = "front end"
+"""The traffic of faults between a client's request and the engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
     """A fault, and the traffic in which it shows.
 
-    traffic: one of `TABLES` or `DECODERS`.
+    install: takes the engine; of `FRONT_END` the front end before it.
+    traffic: one of `TABLES` or `DECODERS`, or `FRONT_END`.
     settings: of the engine, where the fault needs some.
     place: "referee" = the engine that replays has the fault, too; "self-checks" = they have it, and the engine is
         sound.
     """
 
     name: str
-    install: Install
+    install: Callable[[Any], None]
     traffic: str
     settings: Mapping[str, Any] = field(default_factory=dict)
     place: Literal["engine", "referee", "self-checks"] = "engine"
@@ -71,6 +78,16 @@ def mutant(
 
     def register(install: Install) -> Install:
         MUTANTS[name] = Mutant(name, install, traffic, settings, place)
+        return install
+
+    return register
+
+
+def front_mutant(name: str) -> Callable[[FrontInstall], FrontInstall]:
+    """Register a mutant of the front end."""
+
+    def register(install: FrontInstall) -> FrontInstall:
+        MUTANTS[name] = Mutant(name, install, FRONT_END)
         return install
 
     return register
@@ -656,6 +673,44 @@ def _penalties_alone_are_skipped(engine: EngineCore) -> None:
         return replace(params, presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0)
 
     _change_params(engine, without)
+
+
+@mutant("F9 a bad word is forbidden one token too late", "requests")
+def _bad_words_one_token_late(engine: EngineCore) -> None:
+    """Once it was said, its last token may not be said again."""
+    _change_params(
+        engine, lambda params: replace(params, bad_words=tuple((*word, word[-1]) for word in params.bad_words))
+    )
+
+
+@front_mutant("F9 the structure is lost between client and engine")
+def _structure_is_lost(front_end: FrontEnd) -> None:
+    _change_groups(
+        front_end,
+        lambda group: tuple(replace(one, params=replace(one.params, structure=None)) for one in group),
+    )
+
+
+@front_mutant("F21 one choice too few is generated")
+def _one_choice_too_few(front_end: FrontEnd) -> None:
+    _change_groups(front_end, lambda group: group[: max(1, len(group) - 1)])
+
+
+@front_mutant("F21 a stop string is lost")
+def _last_stop_string_is_lost(front_end: FrontEnd) -> None:
+    prepare = front_end.prepare
+
+    async def preparing(*args: Any, **rest: Any) -> PreparedRequest:
+        job = await prepare(*args, **rest)
+        return replace(job, stops=StopStrings([string for string, _ in job.stops.patterns[:-1]]))
+
+    front_end.prepare = preparing  # type: ignore[method-assign]
+
+
+def _change_groups(front_end: FrontEnd, change: Callable[[tuple[Request, ...]], tuple[Request, ...]]) -> None:
+    """Have the front end ask the engine for something else than the client's choices."""
+    group = front_end._group
+    front_end._group = lambda *args: change(group(*args))  # type: ignore[method-assign]
 
 
 @mutant("F27 no filters where no logprobs are asked for", "requests")

@@ -5,6 +5,7 @@ import json
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from deploy.exchange.answers import Choice, Json, Reply, Unreadable, read_reply
 from deploy.exchange.exchanges import CHAT, Exchange
 from deploy.exchange.sampling import Sampled, Sampling
 from deploy.exchange.vendors import FALLBACK, vendor_of
+from deploy.watch.demanded import broken_demands
 from deploy.watch.reported_alternatives import AlternativesReader
 from serve_app.backends.base import ModelInfo
 from serve_app.referee.answer import Answer
@@ -90,7 +92,14 @@ class ExchangeReader:
         pairs = zip(choices, prompts, strict=True)
         read = [(choice, self._tokens(choice, sampled), prompt) for choice, prompt in pairs]
         _check_whole(reply, [(choice, tokens) for choice, tokens, _ in read])
-        return [self._answer(exchange, reply, choice, tokens, prompt, sampled) for choice, tokens, prompt in read]
+        broken = {}
+        if vendor_of(self._dialect(exchange.dialect)).keeps_demands:
+            broken = broken_demands(body, reply, partial(self.tokenizer.encode, continuation=True))
+        answers = [self._answer(exchange, reply, *one, sampled) for one in read]
+        return [
+            replace(answer, broken_limit=answer.broken_limit or broken.get(choice.index, ""))
+            for answer, choice in zip(answers, choices, strict=True)
+        ]
 
     def _dialect(self, found: str) -> str:
         return (found or FALLBACK) if self.dialect == "auto" else self.dialect

@@ -4,13 +4,14 @@ import dataclasses
 from collections import deque
 from collections.abc import Sequence
 
-from serve_app.backends.base import ParsedDelta
+from serve_app.backends.base import ModelInfo, ParsedDelta
 from serve_app.errors import RequestAborted
 from serve_app.openai.call_readers import put_together
 from serve_app.openai.chat import ResponseParser
 from serve_app.openai.echo import Echo
 from serve_app.openai.prepared_request import PreparedRequest, off_loop
 from serve_app.openai.responses import ChoiceDelta, RankedEntry, TokenEntry, TopEntry, Usage, finite_logprob, join
+from serve_app.referee.client_demands import Delivered
 from serve_app.referee.records import Record
 from serve_app.text.tokenizer import StopMatcher, Tokenizer
 from speculative.errors import EngineFault
@@ -35,6 +36,7 @@ class _Choice:
         self._echo = echo
         self._num_ranked = job.head.num_prompt_logprobs
         self._text_form = job.text_form
+        self._parsed = job.answers is not None
         self._with_logprobs = request.params.returns_logprobs
         self._with_tokens = self._with_logprobs or job.head.with_token_ids or job.head.with_token_kinds
         self._tokenizer = tokenizer
@@ -50,6 +52,11 @@ class _Choice:
         self._held: list[ChoiceDelta] = []  # tokens that had nothing to say; the next piece has them too
         self._prompt_due = request.params.prompt_logprobs is not None  # its logprobs are still to come
         self._prompt_entries: tuple[tuple[RankedEntry, ...], ...] | None = None
+        self._said: list[str] = []
+        self._ids: list[int] = []
+        self._unsearched = 0
+        self.delivered: Delivered | None = None
+        """What its client got, once it is complete."""
         self.record = Record(request, "", 0.0, 0, keeps_alternatives=False) if job.receipt else None
         self.num_delivered = 0
         self.num_accepted = 0
@@ -75,6 +82,7 @@ class _Choice:
         texts, released, offsets = self._release(delta)
         reason = self._end(delta, released)
         num_delivered = len(offsets)
+        self._deliver(delta, released, num_delivered, reason)
         ids, kinds = delta.token_ids[:num_delivered], tuple(delta.kinds[:num_delivered])
         self.num_delivered += num_delivered
         self.num_accepted += min(delta.num_accepted, num_delivered)  # accepted drafts come first
@@ -111,6 +119,14 @@ class _Choice:
             None if reason is None else self._unrepeatable(),
             None if reason is None else self._stop_reason(delta),
         )
+
+    def _deliver(self, delta: TokenDelta, released: list[str], num_tokens: int, reason: str | None) -> None:
+        """Note what goes out, for whoever compares it with the request."""
+        self._said += released
+        self._ids += delta.token_ids[:num_tokens]
+        if reason is not None:
+            text, found = "".join(self._said), self._matcher.found
+            self.delivered = Delivered(text, self._ids, reason, found, self._unsearched, not self._parsed)
 
     def _stop_reason(self, delta: TokenDelta) -> str | int | None:
         """The stop string or token that ended the choice, as vLLM has it: not the tokenizer's own end of text."""
@@ -172,6 +188,7 @@ class _Choice:
             self._text_offset += len(text)
             # No stop before min_tokens: what was said until then is not searched for stop strings either.
             may_stop = number >= self._request.params.min_tokens
+            self._unsearched += 0 if may_stop else len(text)
             released.append(self._matcher.push(text) if may_stop else text)
             if self._matcher.stopped:
                 break
@@ -245,6 +262,17 @@ class ChoiceRun:
     def ended_here(self, request_id: str) -> bool:
         """Whether a choice was ended by its front end."""
         return self._choices[request_id].ended_here
+
+    def broken(self, request_id: str, model: ModelInfo) -> str:
+        """What a complete choice breaks of its client's request, in words; "" = nothing."""
+        demands, said = self._job.demands, self._choices[request_id].delivered
+        if demands is None or said is None:
+            return ""
+        number = self._group_of[request_id]
+        if (num := len(self._job.groups[number])) != demands.num_choices:
+            return f"{num} choices were generated, and n is {demands.num_choices}"
+        room = model.max_model_len - len(self._job.head.prompts[number])
+        return demands.broken(said, model.eos_token_ids, room)
 
     def records(self) -> list[tuple[Record, int]]:
         """What was recorded for receipts, of each choice, and how many of its tokens were delivered."""

@@ -137,6 +137,12 @@ class ObservedSource:
         if not ended:
             await self._source.abort(request_id)
 
+    def broken(self, request_id: str, why: str) -> None:
+        """What the client was sent of a request breaks the client's own words. Call it before the stream ends."""
+        entry = self._watched.get(request_id)
+        if entry is not None:
+            entry.record.broken_demand = why
+
     def _begin(self, request: Request, now: float) -> _Watched:
         record, selection = self._records.begin(request), self._select(request)
         record.keeps_alternatives = selection is not Selection.NOT_CHECKED
