@@ -115,6 +115,19 @@ def test_what_is_wrong_beside_right_logprobs_makes_the_answer_suspect(
     assert checked.reason.startswith("alternatives: ") and said in checked.reason
 
 
+def test_a_referee_that_computes_no_prompts_leaves_theirs_out_and_counts_them(
+    answer: Answer, replayed: Replayed
+) -> None:
+    num_prompt = len(PROMPT) - 1
+    of_answer = replace(replayed, logprobs=replayed.logprobs[num_prompt:], entries=replayed.entries[num_prompt:])
+    checked = judged(replace(answer, prompt_logprobs=()), of_answer)
+    assert checked.verdict is Verdict.VERIFIED
+    assert checked.alternatives.num_left_out == num_prompt * 2
+    nothing = judged(replace(answer, prompt_logprobs=()), replace(of_answer, entries=()))
+    assert nothing.alternatives.num_compared == 0 and "alternatives" not in nothing.checks
+    assert nothing.alternatives.num_left_out == num_prompt * 2 + 24 * (3 + len(NAMED))
+
+
 ROW = TokenLogprobs(1, -1.0, 1, ((1, -1.0), (2, -1.5), (3, -1.5005), (4, -4.0)), ((9, -7.0),))
 
 
