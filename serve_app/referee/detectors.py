@@ -59,15 +59,15 @@ class ReplicaWatch:
 
     def see(self, tokens: Sequence[SeenToken], *, greedy: bool, drift_tolerance: float, at: float = 0.0) -> list[Alarm]:
         """Add one request's tokens, begun at that time (unix seconds); returns the alarms they raised."""
-        others = [token.others.excess for token in tokens if token.others is not None]
         alarms: list[Alarm] = []
-        if self._others.add(others, drift_tolerance, at):
-            alarms.append(Alarm("alternatives", "all", self._others.evidence_since))
         for stratum, members in by_stratum(tokens).items():
             alarms += self._drifts(stratum, members, drift_tolerance, at)
             alarms += self._is_drawn_wrongly(stratum, members, at)
             if stratum not in KNOWN_AFTERWARDS:
                 alarms += self._breaks_distribution(stratum, members, greedy, at)
+        others = [token.others.excess for token in tokens if token.others is not None]
+        if self._others.add(others, drift_tolerance, at):
+            alarms.append(Alarm("alternatives", "all", self._others.evidence_since))
         return alarms
 
     def _drifts(self, stratum: str, tokens: Sequence[SeenToken], tolerance: float, at: float) -> Iterator[Alarm]:

@@ -31,6 +31,7 @@ FIRST = {  # the detector that is to find it, where it is not one of the terms
     "F14 blocks of the prefix cache lack the drafter's keys and values": "acceptance floor",
     "F14": "replay",
     "F15": "replay",
+    "F15 penalties forget what was said before a preemption": "request limit",  # bad words, too
     "F16": "invariant",
     "F17": "repeated random streams",
     "F18": "invariant metrics",
