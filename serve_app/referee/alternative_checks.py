@@ -115,7 +115,7 @@ class ComparedAlternatives:
                 left_out += len(one.pairs)
                 continue
             asked = _asked_for(params, of_prompt=one.place < num_prompt)
-            places.append(compare_place(one, replayed.entries[one.place - start], *asked))
+            places.append(compare_place(one, replayed.entries[one.place - answer.num_tokens], *asked))
         return cls(tuple(places), left_out, num_prompt)
 
     def drift_at(self, start: int, stop: int) -> list[TokenDrift | None]:

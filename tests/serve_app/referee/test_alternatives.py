@@ -123,6 +123,8 @@ def test_a_referee_that_computes_no_prompts_leaves_theirs_out_and_counts_them(
     checked = judged(replace(answer, prompt_logprobs=()), of_answer)
     assert checked.verdict is Verdict.VERIFIED
     assert checked.alternatives.num_left_out == num_prompt * 2
+    last = judged(replace(answer, prompt_logprobs=()), replace(of_answer, entries=replayed.entries))
+    assert last.alternatives == checked.alternatives, "entries belong to the last tokens, as logprobs do"
     nothing = judged(replace(answer, prompt_logprobs=()), replace(of_answer, entries=()))
     assert nothing.alternatives.num_compared == 0 and "alternatives" not in nothing.checks
     assert nothing.alternatives.num_left_out == num_prompt * 2 + 24 * (3 + len(NAMED))
