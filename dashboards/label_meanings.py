@@ -64,6 +64,10 @@ _MEANINGS: dict[str, dict[str, Meaning]] = {
             "failed": "no prefill replica supplied one; the decode engine computed the prompt",
         },
         "resumes_total": {"resumed": "continues on another replica", "failed": "ended with an error"},
+        "replay_alternatives_total": {
+            "compared": "with the replay's of the same token",
+            "left_out": "not compared: they were too many, or the replay knows nothing of the token",
+        },
         "replays_total": {
             "ok": "computed and compared",
             "failed": "could not be submitted, or two attempts did not compute it: the answer stays unverified",

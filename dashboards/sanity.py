@@ -316,6 +316,15 @@ _DISTRIBUTION = Panel(
     stacked=True,
     minimum=0,
 )
+_ALTERNATIVES = Panel(
+    title="Logprobs of other tokens, compared",
+    description="Logprobs per second that replayed answers report of other tokens than the emitted ones. Left out: not "
+    "compared, since an answer had too many, or since the replay knows nothing of the token.",
+    unit="ops",
+    queries=(Query(PAGE.rate("replay_alternatives_total", "result"), "{{result}}"),),
+    stacked=True,
+    minimum=0,
+)
 _DRAWS = Panel(
     title="Draws that a replay does not repeat",
     description="Share of the checked draws that are near an edge (rounding explains it) or wrong (nothing does: the "
@@ -378,6 +387,7 @@ LOGPROB_SANITY = Page(
                 _SPECULATION,
                 _VERDICTS,
                 _DISTRIBUTION,
+                _ALTERNATIVES,
                 _DRAWS,
             ),
             collapsed=True,

@@ -403,6 +403,7 @@ class EngineCore:
         if max(tokens) >= self.model.vocab_size or min(tokens) < 0:
             raise InvalidRequest("prompt", f"Token ids must be between 0 and {self.model.vocab_size - 1}.")
         request.params.check_vocabulary(self.model.vocab_size)
+        request.check_scored_ids(self.model.vocab_size)
         if request.adapter:
             raise InvalidRequest("model", f"This engine has no adapters; {request.adapter!r} was asked for.")
 

@@ -215,7 +215,8 @@ class Request:
     longest that the client waits for the whole answer. With `resume` the request continues elsewhere when its decode
     replica is lost; the engine uses neither. An `adapter` changes the model; engines without adapters refuse it. A
     `replay` is a finished request that is recomputed for the referee: no client waits for it. Its `draws`, one a scored
-    token, are made again; () = they are not.
+    token, are made again; () = they are not. Of a teacher-forced request `scored_ids`, one tuple a scored token, are
+    further tokens whose raw logprobs are returned in its place; () = none.
     """
 
     request_id: str
@@ -231,6 +232,7 @@ class Request:
     cache_salt: str = ""  # the prefix cache is shared with requests of the same salt only
     replay: bool = False
     draws: tuple[Draw, ...] = ()
+    scored_ids: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         _require(bool(self.prompt_token_ids), "prompt", "must hold at least one token", [])
@@ -249,7 +251,18 @@ class Request:
         )
         _require(self.timeout_s is None or 0 < self.timeout_s < math.inf, "timeout", "must be above 0", self.timeout_s)
         num_scored = len(self.prompt_token_ids) - (self.score_from or len(self.prompt_token_ids))
-        _require(len(self.draws) in (0, num_scored), "draws", "must be one for each scored token", len(self.draws))
+        for name in ("draws", "scored_ids"):
+            count = len(getattr(self, name))
+            _require(count in (0, num_scored), name, "must be one for each scored token", count)
+
+    def check_scored_ids(self, vocab_size: int) -> None:
+        """Check that every one of `scored_ids` is one of the model's.
+
+        Raises:
+            InvalidRequest: one is not.
+        """
+        wrong = next((token for ids in self.scored_ids for token in ids if not 0 <= token < vocab_size), None)
+        _require(wrong is None, "scored_ids", f"may hold token ids from 0 to {vocab_size - 1}", wrong)
 
     @property
     def cache_scope(self) -> str:

@@ -110,7 +110,8 @@ OWNERS = {
     "fastapi": {"serve_app.http", "serve_app.page.page_routes", "deploy.watch.app"},
     "gguf": {"speculative.model"},
     "grafana_api": {"dashboards.push"},
-    "jsonschema": set(),
+    "jsonschema": {"serve_app.referee.structure_checks"},
+    "jsonschema_specifications": {"serve_app.referee.structure_checks"},
     "llama_cpp": {"deploy.bench.workers.llama_engine"},
     "llguidance": {"serve_app.text.grammar"},
     "openai": set(),
@@ -132,6 +133,7 @@ OWNERS = {
         "serve_app.transport.nixl",
         "deploy",
     },
+    "regex": {"serve_app.referee.structure_checks"},
     "rich": {"deploy"},
     "safetensors": {
         "speculative",

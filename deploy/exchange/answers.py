@@ -50,6 +50,7 @@ class Choice:
     called: bool = False  # the answer is, or holds, calls of tools: its text is not in `text`
     top_logprobs: list[Any] | None = None  # of each token, as reported; `candidates` reads them
     scored_logprobs: list[Any] | None = None  # of each token, as reported; `scored` reads them
+    token_texts: list[Any] | None = None  # of each token that has a logprob, as reported
     prompt_logprobs: list[Any] | None = None  # as reported; `logprobs_of_prompt` reads them
 
     def candidates(self) -> list[list[Candidate]] | None:
@@ -230,10 +231,14 @@ def _add_logprobs(choice: Choice, reported: Json) -> tuple[list[int | None], lis
         choice.logprobs = _longer(choice.logprobs, None if values is None else map(_number, values))
         choice.top_logprobs = _longer(choice.top_logprobs, reported.get("top_logprobs"))
         choice.scored_logprobs = _longer(choice.scored_logprobs, reported.get("scored_logprobs"))
+        choice.token_texts = _longer(choice.token_texts, reported.get("tokens"))
         return [_id(None, text) for text in reported.get("tokens") or ()], None
     entries = [_read_entry(entry) for entry in content]  # a chat's, or llama.cpp's
     choice.logprobs = _longer(choice.logprobs, (entry.logprob for entry in entries))
     choice.top_logprobs = _longer(choice.top_logprobs, (entry.get("top_logprobs") for entry in content))
+    if any("scored" in entry for entry in content):  # truespec's
+        choice.scored_logprobs = _longer(choice.scored_logprobs, (entry.get("scored") or {} for entry in content))
+    choice.token_texts = _longer(choice.token_texts, (entry.get("token") for entry in content))
     return [entry.token_id for entry in entries], [entry.piece for entry in entries]
 
 

@@ -40,6 +40,8 @@ class Vendor:
     """Whether the logprobs that it reports are those that a grammar leaves."""
     logprobs_after_temperature = False
     """Whether they are those after penalties and temperature."""
+    keeps_demands = False
+    """Whether it is known to keep to `n`, stop strings, bad words and structure, not to pass over any."""
     joins_texts_by = "\n"
     """What it puts between the texts of one message."""
 
@@ -76,6 +78,7 @@ class Vendor:
 
 class _Vllm(Vendor):
     owned_by = "vllm"
+    keeps_demands = True
     reads_generation_config = "always"
 
 

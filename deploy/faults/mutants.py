@@ -14,6 +14,9 @@ import torch
 from torch import Tensor
 
 from deploy.faults.traffic import WARM
+from serve_app.openai.frontend import FrontEnd
+from serve_app.openai.prepared_request import PreparedRequest
+from serve_app.text.tokenizer import StopStrings
 from speculative.cache.prefix import hash_block
 from speculative.drafting.base import DraftOutput
 from speculative.engine import EngineCore
@@ -34,20 +37,24 @@ from speculative.verification.rows import VerifyRows
 from speculative.verification.token_wise import verify_token_wise
 
 Install = Callable[[EngineCore], None]
+FrontInstall = Callable[[FrontEnd], None]
+FRONT_END = "front end"
+"""The traffic of faults between a client's request and the engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
     """A fault, and the traffic in which it shows.
 
-    traffic: one of `TABLES` or `DECODERS`.
+    install: takes the engine; of `FRONT_END` the front end before it.
+    traffic: one of `TABLES` or `DECODERS`, or `FRONT_END`.
     settings: of the engine, where the fault needs some.
     place: "referee" = the engine that replays has the fault, too; "self-checks" = they have it, and the engine is
         sound.
     """
 
     name: str
-    install: Install
+    install: Callable[[Any], None]
     traffic: str
     settings: Mapping[str, Any] = field(default_factory=dict)
     place: Literal["engine", "referee", "self-checks"] = "engine"
@@ -72,6 +79,16 @@ def mutant(
 
     def register(install: Install) -> Install:
         MUTANTS[name] = Mutant(name, install, traffic, settings, place)
+        return install
+
+    return register
+
+
+def front_mutant(name: str) -> Callable[[FrontInstall], FrontInstall]:
+    """Register a mutant of the front end."""
+
+    def register(install: FrontInstall) -> FrontInstall:
+        MUTANTS[name] = Mutant(name, install, FRONT_END)
         return install
 
     return register
@@ -670,6 +687,44 @@ def _penalties_alone_are_skipped(engine: EngineCore) -> None:
     _change_params(engine, without)
 
 
+@mutant("F9 a bad word is forbidden one token too late", "requests")
+def _bad_words_one_token_late(engine: EngineCore) -> None:
+    """Once it was said, its last token may not be said again."""
+    _change_params(
+        engine, lambda params: replace(params, bad_words=tuple((*word, word[-1]) for word in params.bad_words))
+    )
+
+
+@front_mutant("F9 the structure is lost between client and engine")
+def _structure_is_lost(front_end: FrontEnd) -> None:
+    _change_groups(
+        front_end,
+        lambda group: tuple(replace(one, params=replace(one.params, structure=None)) for one in group),
+    )
+
+
+@front_mutant("F21 one choice too few is generated")
+def _one_choice_too_few(front_end: FrontEnd) -> None:
+    _change_groups(front_end, lambda group: group[: max(1, len(group) - 1)])
+
+
+@front_mutant("F21 a stop string is lost")
+def _last_stop_string_is_lost(front_end: FrontEnd) -> None:
+    prepare = front_end.prepare
+
+    async def preparing(*args: Any, **rest: Any) -> PreparedRequest:
+        job = await prepare(*args, **rest)
+        return replace(job, stops=StopStrings([string for string, _ in job.stops.patterns[:-1]]))
+
+    front_end.prepare = preparing  # type: ignore[method-assign]
+
+
+def _change_groups(front_end: FrontEnd, change: Callable[[tuple[Request, ...]], tuple[Request, ...]]) -> None:
+    """Have the front end ask the engine for something else than the client's choices."""
+    group = front_end._group
+    front_end._group = lambda *args: change(group(*args))  # type: ignore[method-assign]
+
+
 @mutant("F27 no filters where no logprobs are asked for", "requests")
 def _no_filters_without_logprobs(engine: EngineCore) -> None:
     def without(params: SamplingParams) -> SamplingParams:
@@ -729,6 +784,46 @@ def _logprobs_of_another_row(engine: EngineCore) -> None:
         return lambda matrix, *rest: gather(matrix.roll(1, 0), *rest)
 
     _patch_module(engine, host_copy, "gather_logprobs", make)
+
+
+@mutant("F10 ids of other tokens beside the likeliest tokens' logprobs", "requests")
+def _ids_of_other_tokens(engine: EngineCore) -> None:
+    _change_entries(engine, lambda entries: tuple(_renamed(entry, engine.model.vocab_size) for entry in entries))
+
+
+def _renamed(entry: TokenLogprobs, vocab_size: int) -> TokenLogprobs:
+    """With other ids among the likeliest. Values, order, the own token and those that are scored are right: no two of
+    its numbers disagree."""
+    known = {entry.token_id, *(token for token, _ in entry.scored)}
+    free = (token for token in range(vocab_size) if token not in {*known, *(one for one, _ in entry.top)})
+    top = tuple((token if token in known else next(free), value) for token, value in entry.top)
+    return replace(entry, top=top)
+
+
+@mutant("F10 scored ids of the row before", "requests")
+def _scored_ids_of_the_row_before(engine: EngineCore) -> None:
+    """In an engine that does not compare what it reports of one row: its contract would see some of them."""
+    engine.scheduler._contract = None
+
+    def make(gather: Any) -> Any:
+        def gathering(matrix: Any, token_ids: Any, num_top: int, scored_ids: Any = None) -> Any:
+            rows = gather(matrix, token_ids, num_top, scored_ids)
+            return rows if scored_ids is None else replace(rows, scored=matrix.roll(1, 0).gather(1, scored_ids))
+
+        return gathering
+
+    _patch_module(engine, host_copy, "gather_logprobs", make)
+
+
+@mutant("F11 the prompt's likeliest tokens go by other ids", "requests")
+def _prompt_ids_of_other_tokens(engine: EngineCore) -> None:
+    score = engine.eager._score
+
+    def scoring(entry: Any, row_start: int, hidden: Any) -> Any:
+        logprobs, replayed = score(entry, row_start, hidden)
+        return tuple(_renamed(one, engine.model.vocab_size) for one in logprobs), replayed
+
+    engine.eager._score = scoring  # type: ignore[method-assign]
 
 
 @mutant("F10 logits modified in place", "requests")

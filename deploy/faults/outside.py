@@ -8,7 +8,7 @@ from typing import Any
 
 from deploy.exchange.client import Client
 from deploy.exchange.dialect import find_dialect
-from deploy.faults.mutants import MUTANTS, Mutant
+from deploy.faults.mutants import FRONT_END, MUTANTS, Mutant
 from deploy.faults.served import FOR_MODELS, NGRAM, NOT_SERVABLE, TINY, FaultyServer
 from deploy.faults.tiny import write_tiny_pair
 from deploy.faults.traffic import DECODERS, TABLES
@@ -75,7 +75,8 @@ def servable(prefixes: Sequence[str] = ()) -> list[str]:
     Raises:
         ConfigError: nothing matches one of the prefixes.
     """
-    names = [name for name in ("sound", *MUTANTS) if name not in NOT_SERVABLE]
+    of_engines = [name for name, mutant in MUTANTS.items() if mutant.traffic != FRONT_END]
+    names = [name for name in ("sound", *of_engines) if name not in NOT_SERVABLE]
     return beginning_with(prefixes, names, "fault that can be served")
 
 

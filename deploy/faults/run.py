@@ -6,7 +6,8 @@ from functools import cache
 from itertools import islice
 from typing import Any
 
-from deploy.faults.mutants import MUTANTS, Mutant
+from deploy.faults.front import watch_front_end
+from deploy.faults.mutants import FRONT_END, MUTANTS, Mutant
 from deploy.faults.toy import table_engine, tiny_engine, tiny_weights
 from deploy.faults.traffic import (
     DECODERS,
@@ -216,6 +217,8 @@ def alarms_of(runs: Sequence[CleanRun]) -> list[str]:
 
 def _watch(mutant: Mutant, until: Until, sound_acceptance: float | None) -> Watch:
     """Serve a mutant's traffic with an engine that has its fault."""
+    if mutant.traffic == FRONT_END:
+        return watch_front_end(mutant, until)
     if mutant.traffic in TABLES:
         return _watch_table(mutant, TABLES[mutant.traffic], until, sound_acceptance)
     return _watch_decoder(mutant, DECODERS[mutant.traffic], until, sound_acceptance)

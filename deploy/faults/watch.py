@@ -144,10 +144,10 @@ class ReplayAudit:
     def _compare(self, answer: Answer) -> Iterator[str]:
         version, greedy = answer.weight_versions[-1], answer.request.params.greedy
         recompute = self._recompute(version)
-        replayed = replace(recompute(answer.scored(f"replay-{answer.request.request_id}")), weight_version=version)
+        replayed = recompute(answer.scored(f"replay-{answer.request.request_id}"))
         if answer.prompt_logprobs:
-            prompt = recompute(Request("replay-prompt", answer.request.prompt_token_ids, score_from=1, replay=True))
-            replayed = replace(replayed, logprobs=(*prompt.logprobs, *replayed.logprobs))
+            replayed = replayed.after(recompute(answer.scored_prompt("replay-prompt")))
+        replayed = replace(replayed, weight_version=version)
         own = comparable(answer, replayed)
         if own is None:
             return
@@ -156,6 +156,8 @@ class ReplayAudit:
             if alarm.name == "drift":
                 if alarm.stratum in _SHOWN:
                     yield f"replay drift ({alarm.stratum})"
+            elif alarm.name == "alternatives":
+                yield "replayed alternatives (all)"
             elif alarm.name != "draws":
                 yield f"replay distribution: {alarm.name}"
         for kind in sorted({kind for kind, result in judgement.draws if result is DrawResult.WRONG}):
@@ -165,6 +167,8 @@ class ReplayAudit:
             yield "replay drift (one answer)"
         elif kind == "distribution":
             yield f"replay distribution: {detail}"
+        elif kind == "alternatives":
+            yield "replayed alternatives (one answer)"
         elif judgement.misplaced:
             yield f"replayed token: {kind}"
 
@@ -176,7 +180,7 @@ def by_engine(engine: EngineCore) -> Recompute:
         engine.add(request)
         while engine.has_work:
             for delta in engine.step():
-                return Replayed(tuple(entry.logprob for entry in delta.logprobs or ()), delta.replayed)
+                return Replayed.reported(delta)
         raise RuntimeError("The replay ended without a result.")
 
     return recompute

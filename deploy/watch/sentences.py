@@ -32,6 +32,7 @@ _ALARMS = {
     "greedy": "tokens at temperature 0 are not the likeliest ones",
     "impossible": "answers came that the model cannot have produced",
     "draws": "tokens are not those that the requests' seeds demand",
+    "alternatives": "the logprobs reported of other tokens are not their own",
 }
 """What a headline says of each alarm."""
 

@@ -5,6 +5,7 @@ import json
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from deploy.exchange.answers import Choice, Json, Reply, Unreadable, read_reply
 from deploy.exchange.exchanges import CHAT, Exchange
 from deploy.exchange.sampling import Sampled, Sampling
 from deploy.exchange.vendors import FALLBACK, vendor_of
+from deploy.watch.demanded import broken_demands
+from deploy.watch.reported_alternatives import AlternativesReader
 from serve_app.backends.base import ModelInfo
 from serve_app.referee.answer import Answer
 from serve_app.referee.request_limits import broken_limit
@@ -70,6 +73,10 @@ class ExchangeReader:
     processed: bool = False
     _samplings: dict[str, Sampling] = field(default_factory=dict)
     _replicas: set[str] = field(default_factory=set)
+    _alternatives: AlternativesReader = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._alternatives = AlternativesReader(self.tokenizer)
 
     def answers(self, exchange: Exchange) -> list[Answer]:
         """The answers of an exchange, in the order of its choices.
@@ -85,7 +92,14 @@ class ExchangeReader:
         pairs = zip(choices, prompts, strict=True)
         read = [(choice, self._tokens(choice, sampled), prompt) for choice, prompt in pairs]
         _check_whole(reply, [(choice, tokens) for choice, tokens, _ in read])
-        return [self._answer(exchange, reply, choice, tokens, prompt, sampled) for choice, tokens, prompt in read]
+        broken = {}
+        if vendor_of(self._dialect(exchange.dialect)).keeps_demands:
+            broken = broken_demands(body, reply, partial(self.tokenizer.encode, continuation=True))
+        answers = [self._answer(exchange, reply, *one, sampled) for one in read]
+        return [
+            replace(answer, broken_limit=answer.broken_limit or broken.get(choice.index, ""))
+            for answer, choice in zip(answers, choices, strict=True)
+        ]
 
     def _dialect(self, found: str) -> str:
         return (found or FALLBACK) if self.dialect == "auto" else self.dialect
@@ -167,12 +181,33 @@ class ExchangeReader:
             tuple(tokens.logprobs) if sampled.compared else (),
             shared(_strata(sampled.params, len(prompt), len(ids), reply.num_cached, choice.finish_reason)),
         )
+        if sampled.compared:
+            answer = self._with_alternatives(answer, choice)
         return replace(
             answer,
             began_at=exchange.began_at,
             num_cached=reply.num_cached or 0,
             broken_limit=_too_long(sampled, choice),
             untested=sampled.untested,
+        )
+
+    def _with_alternatives(self, answer: Answer, choice: Choice) -> Answer:
+        """The answer with what is reported beside its logprobs, and with its prompt's."""
+        prompt = answer.request.prompt_token_ids
+        shown = tuple(choice.token_ids or ())  # those that were added afterwards were reported without anything
+        known = shown if answer.token_ids[: len(shown)] == shown else ()
+        found = self._alternatives.of_choice(choice, len(prompt), known)
+        own = choice.logprobs_of_prompt(list(prompt)) or ()
+        whole = tuple(one for one in own if one is not None)
+        places = found.kept
+        if len(whole) != len(prompt) - 1:
+            whole, places = (), [one for one in places if one.place >= len(prompt)]
+        return replace(
+            answer,
+            prompt_logprobs=whole,
+            prompt_scored_by=answer.replica,
+            alternatives=tuple(places),
+            num_left_out=found.num_left_out,
         )
 
     def _replica(self, name: str) -> str:

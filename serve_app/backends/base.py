@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from speculative.errors import ConfigError, EngineFault, TruespecError
-from speculative.request import DEFAULT_VERSION, ReplayedToken, Request, Speculation, TokenDelta
+from speculative.request import DEFAULT_VERSION, ReplayedToken, Request, Speculation, TokenDelta, TokenLogprobs
 from speculative.stats import CheckState, EngineUsage, StepStats
 
 SHIPPED_HEADS = Path(__file__).parents[1] / "heads"
@@ -36,19 +36,44 @@ class Prefilled:
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """What a teacher-forced request gave: of each scored token its raw logprob (nats), and the distribution it was to
-    follow."""
+    """What a teacher-forced request gave: of each scored token its raw logprob (nats), the distribution it was to
+    follow, and its entry with the likeliest tokens and `Request.scored_ids` in its place; () = none were asked for."""
 
     logprobs: tuple[float, ...]
     replayed: tuple[ReplayedToken, ...] | None = None
     replica: str = ""  # that computed it
     weight_version: str = DEFAULT_VERSION  # it was computed with
+    entries: tuple[TokenLogprobs, ...] = ()
+
+    @classmethod
+    def reported(cls, delta: TokenDelta, replica: str = "") -> "Replayed":
+        """As the one delta of a teacher-forced request reports it."""
+        entries = delta.logprobs or ()
+        return cls(
+            tuple(entry.logprob for entry in entries),
+            delta.replayed,
+            replica,
+            delta.weight_version,
+            entries if any(entry.top or entry.scored for entry in entries) else (),
+        )
+
+    def after(self, prompt: "Replayed") -> "Replayed":
+        """With what the replay of the prompt's own tokens gave before it. Two versions of the weights make none."""
+        entries = () if not (prompt.entries or self.entries) else (*prompt.entries_of_each, *self.entries_of_each)
+        version = self.weight_version if prompt.weight_version == self.weight_version else ""
+        logprobs = (*prompt.logprobs, *self.logprobs)
+        return replace(self, logprobs=logprobs, weight_version=version, entries=entries)
+
+    @property
+    def entries_of_each(self) -> tuple[TokenLogprobs, ...]:
+        """One entry a logprob; where none were asked for, with nothing but the logprob."""
+        return self.entries or tuple(TokenLogprobs(-1, logprob, 0) for logprob in self.logprobs)
 
     def last(self, num_tokens: int) -> "Replayed":
         """Of the last tokens alone."""
         first = len(self.logprobs) - num_tokens
         rows = None if self.replayed is None else self.replayed[len(self.replayed) - num_tokens :]
-        return replace(self, logprobs=self.logprobs[first:], replayed=rows)
+        return replace(self, logprobs=self.logprobs[first:], replayed=rows, entries=self.entries[first:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +126,7 @@ async def replayed(deltas: AsyncGenerator[TokenDelta, None]) -> Replayed:
             if delta.error is not None:
                 raise EngineFault(delta.error)
             if delta.logprobs is not None:
-                logprobs = tuple(entry.logprob for entry in delta.logprobs)
-                return Replayed(logprobs, delta.replayed, weight_version=delta.weight_version)
+                return Replayed.reported(delta)
     raise EngineFault("The replay ended without a result.")
 
 

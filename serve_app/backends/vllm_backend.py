@@ -325,8 +325,8 @@ class VllmBackend:
                 return replay
             return dataclasses.replace(replay, replayed=None)  # the distribution was a different one
         self._live_replays += 1
-        try:
-            return await replayed(self.generate(request))
+        try:  # of a prompt, vLLM returns the likeliest tokens' logprobs, and none of tokens that one names
+            return await replayed(self.generate(dataclasses.replace(request, scored_ids=())))
         finally:
             self._live_replays -= 1
 

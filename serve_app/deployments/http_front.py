@@ -107,6 +107,7 @@ class HttpFront:
             parsers=self._make_parsers(info.folder),
             signing_key=self._signing_key,
         )
+        self._front_end.report_broken_to(source.broken)
         self._scorer = Scorer(
             source,
             tokenizer,

@@ -83,7 +83,7 @@ class Guard:
     def obey(self, orders: Orders) -> None:
         """Carry out the orders in the referee's answer."""
         for finding in orders.findings:
-            reason = "drift" if finding.alarm == "drift" else "law"
+            reason = "drift" if finding.alarm in ("drift", "alternatives") else "law"
             what = f"replays: {finding.alarm} in stratum {finding.stratum}"
             self._trip(reason, what, finding.began_at, finding.evidence_since)
         if orders.mode is not None and orders.mode is not self._breaker.mode:

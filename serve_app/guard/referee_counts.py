@@ -41,6 +41,8 @@ class RefereeCounts:
             metrics.count("truespec_verdicts_total", 0, verdict=verdict.value)
         for distribution in Distribution:
             metrics.count("truespec_replay_distributions_total", 0, distribution=distribution.value)
+        for what in ("compared", "left_out"):
+            metrics.count("truespec_replay_alternatives_total", 0, result=what)
         metrics.count("truespec_dumps_total", 0)
 
     def counting(self, judge: Judging) -> Judging:
@@ -52,6 +54,9 @@ class RefereeCounts:
                 self._metrics.observe("truespec_replay_drift_nats", drift.nats)
             for stratum, tokens in by_stratum(judgement.compared).items():
                 self._count_stratum(stratum, tokens)
+            found = judgement.checked.alternatives
+            self._metrics.count("truespec_replay_alternatives_total", found.num_compared, result="compared")
+            self._metrics.count("truespec_replay_alternatives_total", found.num_left_out, result="left_out")
             for check, result in judgement.draws:
                 self._metrics.count("truespec_replay_draws_total", check=check, result=result.value)
             return judgement

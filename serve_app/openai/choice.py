@@ -5,13 +5,14 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import accumulate
 
-from serve_app.backends.base import ParsedDelta
+from serve_app.backends.base import ModelInfo, ParsedDelta
 from serve_app.errors import RequestAborted
 from serve_app.openai.call_readers import put_together
 from serve_app.openai.chat import ResponseParser
 from serve_app.openai.echo import Echo
 from serve_app.openai.prepared_request import PreparedRequest, off_loop
 from serve_app.openai.responses import ChoiceDelta, RankedEntry, TokenEntry, TopEntry, Usage, finite_logprob, join
+from serve_app.referee.client_demands import Delivered
 from serve_app.referee.receipts import Ending
 from serve_app.referee.records import Record
 from serve_app.text.answer_text import AnswerText
@@ -38,6 +39,7 @@ class _Choice:
         self._echo = echo
         self._num_ranked = job.head.num_prompt_logprobs
         self._text_form = job.text_form
+        self._parsed = job.answers is not None
         self._with_logprobs = request.params.returns_logprobs
         self._with_tokens = self._with_logprobs or job.head.with_token_ids or job.head.with_token_kinds
         self._tokenizer = tokenizer
@@ -56,7 +58,11 @@ class _Choice:
         self._held: list[ChoiceDelta] = []  # tokens that had nothing to say; the next piece has them too
         self._prompt_due = request.params.prompt_logprobs is not None  # its logprobs are still to come
         self._prompt_entries: tuple[tuple[RankedEntry, ...], ...] | None = None
-        self.record = Record(request, "", 0.0, 0) if job.receipt else None
+        self._said: list[str] = []
+        self._ids: list[int] = []
+        self.delivered: Delivered | None = None
+        """What its client got, once it is complete."""
+        self.record = Record(request, "", 0.0, 0, keeps_alternatives=False) if job.receipt else None
         self.num_accepted = 0
         self.num_rejected = 0
         self.num_cached = 0
@@ -81,6 +87,7 @@ class _Choice:
         offsets = self._offsets(texts[: len(released)])
         reason = self._end(delta, released)
         num_delivered = len(offsets)
+        self._deliver(delta, released, num_delivered, reason)
         ids, kinds = delta.token_ids[:num_delivered], tuple(delta.kinds[:num_delivered])
         self.num_accepted += min(delta.num_accepted, num_delivered)  # accepted drafts come first
         self.num_rejected += delta.num_drafted - delta.num_accepted
@@ -116,6 +123,14 @@ class _Choice:
             None if reason is None else self._unrepeatable(),
             None if reason is None else self._stop_reason(delta),
         )
+
+    def _deliver(self, delta: TokenDelta, released: list[str], num_tokens: int, reason: str | None) -> None:
+        """Note what goes out, for whoever compares it with the request."""
+        self._said += released
+        self._ids += delta.token_ids[:num_tokens]
+        if reason is not None:
+            text, found = "".join(self._said), self._text.found
+            self.delivered = Delivered(text, self._ids, reason, found, self._text.num_unsearched, not self._parsed)
 
     def _stop_reason(self, delta: TokenDelta) -> str | int | None:
         """The stop string or token that ended the choice, as vLLM has it: not the tokenizer's own end of text."""
@@ -246,6 +261,17 @@ class ChoiceRun:
         """Of each choice that gets a receipt: what was recorded, how many tokens were delivered, and how it ended."""
         choices = self._choices.values()
         return [(one.record, one.num_delivered, one.ending) for one in choices if one.record is not None]
+
+    def broken(self, request_id: str, model: ModelInfo) -> str:
+        """What a complete choice breaks of its client's request, in words; "" = nothing."""
+        demands, said = self._job.demands, self._choices[request_id].delivered
+        if demands is None or said is None:
+            return ""
+        number = self._group_of[request_id]
+        if (num := len(self._job.groups[number])) != demands.num_choices:
+            return f"{num} choices were generated, and n is {demands.num_choices}"
+        room = model.max_model_len - len(self._job.head.prompts[number])
+        return demands.broken(said, model.eos_token_ids, room)
 
     def price(self, delta: TokenDelta) -> int:
         """Tokens to pay for: those of the delta, and those of its prompt where it is the first that came of it."""

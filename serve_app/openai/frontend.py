@@ -6,12 +6,13 @@ router mount the same one.
 
 import asyncio
 import dataclasses
+import functools
 import hashlib
 import logging
 import re
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext
 from typing import Any
 
@@ -43,6 +44,7 @@ from serve_app.openai.responses import (
 )
 from serve_app.openai.tokenization import Tokenization
 from serve_app.openai.tools import forces_calls
+from serve_app.referee.client_demands import DEMANDING, ClientDemands
 from serve_app.referee.receipts import receipt_of
 from serve_app.referee.replay_selection import Checks
 from serve_app.referee.signatures import SigningKey
@@ -86,6 +88,12 @@ class FrontEnd:
         self._model = model
         self._names = (model.model_name, *(one.name for one in model.adapters))
         self._created = int(time.time())
+        self._broken: Callable[[str, str], None] = lambda request_id, why: None
+
+    def report_broken_to(self, broken: Callable[[str, str], None]) -> None:
+        """Have each choice that breaks its client's own request reported, before its stream ends: the id of its
+        request, and what it breaks."""
+        self._broken = broken
 
     def weights_switched(self, model: ModelInfo) -> None:
         """Other weights of the model are served from now on."""
@@ -200,8 +208,17 @@ class FrontEnd:
             answers=answers,
             form_field=form_field,
             words=_of_chat if talk is not None else str,
+            demands=await self._demands(wire),
             unrepeatable=None if wire.seed is None else self._unrepeatable(groups[0][0].params),
         )
+
+    async def _demands(self, wire: WireRequest) -> ClientDemands | None:
+        """What the client's own words demand; None = nothing is to be generated."""
+        if wire.prompt_only:
+            return None
+        body = wire.model_dump(mode="json", by_alias=True, exclude_none=True, include=set(DEMANDING))
+        encode = functools.partial(self._tokenizer.encode, continuation=True)
+        return await off_loop(sum(map(len, wire.bad_words or ())), lambda: ClientDemands.of(body, encode))
 
     def _check_served(self, wire: WireRequest, num_choices: int) -> None:
         """Refuse what this server, as it is configured, serves to nobody."""
@@ -409,6 +426,8 @@ class FrontEnd:
                 visible = without_answer(delta) if run.prompt_only else delta
                 pieces = run.push(visible)
                 spend(run.price(visible))
+                if why := run.broken(delta.request_id, self._model):
+                    self._broken(delta.request_id, why)
                 if run.ended_here(delta.request_id):
                     await self._source.abort(delta.request_id)
                 for piece in pieces:

@@ -11,6 +11,7 @@ from serve_app.openai.control_tokens import Policy
 from serve_app.openai.echo import EchoedPrompt
 from serve_app.openai.requests import TextForm
 from serve_app.openai.responses import ReplyFormat, ReplyHead
+from serve_app.referee.client_demands import ClientDemands
 from serve_app.text.tokenizer import StopStrings
 from speculative.request import MAX_PRIORITY, Request
 
@@ -96,6 +97,7 @@ class PreparedRequest:
     answers: ResponseParser | None = None  # None: all text is content
     form_field: str = FORM  # that asks for the form of the answers
     words: Callable[[str], str] = str  # an engine's names of fields, in a text, as this endpoint's
+    demands: ClientDemands | None = None  # that what is sent is compared with; None = it is not
     unrepeatable: str | None = None  # why its seed may give another text again; "" = it gives the same, None = no seed
 
     @property

@@ -4,8 +4,9 @@ import sys
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
+from serve_app.referee.alternatives import Alternatives
 from speculative.errors import SequenceTooLong
-from speculative.request import DEFAULT_VERSION, Request, Round, TokenKind
+from speculative.request import DEFAULT_VERSION, MAX_LOGPROBS, Request, Round, SamplingParams, TokenKind
 from speculative.selfcheck.replayed_draws import Rounds
 
 
@@ -34,6 +35,8 @@ class Answer:
     strata: tuple[tuple[str, ...], ...] = ()  # `strata.shared`, so that they add little to a message
     broken_limit: str = ""  # of its request, in words; "" = it keeps to all
     untested: str = ""  # why its tokens cannot be compared with a distribution; "" = they can
+    alternatives: tuple[Alternatives, ...] = ()  # reported beside the logprobs, in the order of their places
+    num_left_out: int = 0  # numbers that were reported beside them and are not kept
 
     @classmethod
     def reported(
@@ -72,6 +75,32 @@ class Answer:
         """Of prompt and output."""
         return len(self.request.prompt_token_ids) + len(self.token_ids)
 
+    def scored_prompt(self, name: str) -> Request:
+        """The request that computes the logprobs of its prompt again."""
+        request, num_tokens = self.request, len(self.request.prompt_token_ids)
+        num_top, scored_ids = self._looked_up(request.params.prompt_logprobs, 1, num_tokens)
+        return Request(
+            name,
+            request.prompt_token_ids,
+            SamplingParams(prompt_logprobs=num_top),
+            score_from=1,
+            adapter=request.adapter,
+            cache_salt=request.cache_salt,
+            replay=True,
+            scored_ids=scored_ids,
+        )
+
+    def _looked_up(self, asked: int | None, start: int, stop: int) -> tuple[int | None, tuple[tuple[int, ...], ...]]:
+        """Of the tokens start..stop of prompt and answer: how many of the likeliest a replay is to report in each
+        place, None = none are needed; and the tokens whose logprobs it is to look up. asked: by the client."""
+        there = {one.place: one for one in self.alternatives if start <= one.place < stop}
+        if not there:
+            return None, ()
+        num_top = max(asked or 0, *(len(one.top) for one in there.values()))
+        nothing = Alternatives(0)
+        ids = tuple(tuple(token for token, _ in there.get(place, nothing).pairs) for place in range(start, stop))
+        return min(num_top, MAX_LOGPROBS), ids
+
     def scored(self, name: str) -> Request:
         """The request that computes its tokens again.
 
@@ -81,17 +110,19 @@ class Answer:
         if self.num_tokens > self.max_model_len:
             limit = f"longer than the longest sequence of {self.replica}, {self.max_model_len} tokens"
             raise SequenceTooLong("prompt", f"Prompt and answer have {self.num_tokens} tokens, {limit}.")
-        request = self.request
+        request, num_prompt = self.request, len(self.request.prompt_token_ids)
+        num_top, scored_ids = self._looked_up(request.params.logprobs, num_prompt, self.num_tokens)
         return Request(
             name,
             (*request.prompt_token_ids, *self.token_ids),
-            replace(request.params, prompt_logprobs=None, logprob_token_ids=()),
+            replace(request.params, prompt_logprobs=num_top, logprob_token_ids=()),
             request.seed,
-            score_from=len(request.prompt_token_ids),
+            score_from=num_prompt,
             adapter=request.adapter,
             cache_salt=request.cache_salt,
             replay=True,
             draws=() if self.drawn is None else self.drawn.draws(),
+            scored_ids=scored_ids,
         )
 
     def since_update(self) -> "Answer":
@@ -114,6 +145,7 @@ class Answer:
             num_before_update=0,
             rounds=tuple(one for one, end in zip(self.rounds, ends, strict=True) if end > start),
             strata=self.strata[start:],
+            alternatives=tuple(one for one in self.alternatives if one.place >= len(request.prompt_token_ids) + start),
         )
 
     @property

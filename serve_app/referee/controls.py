@@ -143,5 +143,5 @@ def _with_other_tokens(answer: Answer, logprobs: list[float]) -> Answer | None:
 def _as_control(answer: Answer, **changes: object) -> Answer:
     """One that teaches the referee neither a seed nor the noise of rounding."""
     request = dataclasses.replace(answer.request, canary=True)
-    own = {"request": request, "num_drafted": max(1, answer.num_drafted), "prompt_logprobs": ()}
+    own = {"request": request, "num_drafted": max(1, answer.num_drafted), "prompt_logprobs": (), "alternatives": ()}
     return dataclasses.replace(answer, **(own | changes))  # type: ignore[arg-type]

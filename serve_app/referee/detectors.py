@@ -25,6 +25,7 @@ class SeenToken:
     row: ReplayedToken | None  # the distribution it should follow; None if nothing was drawn
     made_by: str  # the replica that emitted it
     draw: DrawResult | None = None  # None = its draw was not made again
+    others: TokenDrift | None = None  # of what was reported beside its logprob; None = nothing was compared
 
     @property
     def distribution_terms(self) -> tuple[float, float] | None:
@@ -54,6 +55,7 @@ class ReplicaWatch:
         )
         self._distributions: defaultdict[str, CalibrationTest] = defaultdict(lambda: tolerance.calibration_test(_DELTA))
         self._draws: defaultdict[str, DrawTest] = defaultdict(lambda: DrawTest(_DELTA))
+        self._others = Cusum()
 
     def see(self, tokens: Sequence[SeenToken], *, greedy: bool, drift_tolerance: float, at: float = 0.0) -> list[Alarm]:
         """Add one request's tokens, begun at that time (unix seconds); returns the alarms they raised."""
@@ -63,6 +65,9 @@ class ReplicaWatch:
             alarms += self._is_drawn_wrongly(stratum, members, at)
             if stratum not in KNOWN_AFTERWARDS:
                 alarms += self._breaks_distribution(stratum, members, greedy, at)
+        others = [token.others.excess for token in tokens if token.others is not None]
+        if self._others.add(others, drift_tolerance, at):
+            alarms.append(Alarm("alternatives", "all", self._others.evidence_since))
         return alarms
 
     def _drifts(self, stratum: str, tokens: Sequence[SeenToken], tolerance: float, at: float) -> Iterator[Alarm]:

@@ -110,6 +110,11 @@ class NoiseFloor:
         return allowed + min(self._sums.tme - 1 if known else 0.0, allowed)
 
 
+def is_unmistakable(drift: TokenDrift, jump_nats: float) -> bool:
+    """Whether one logprob is further off than rounding moves any; jump_nats: as of `request_drifted`."""
+    return drift.nats > _UNMISTAKABLE * jump_nats
+
+
 def request_drifted(drifts: Sequence[TokenDrift], tolerance: float, jump_nats: float = 1.0) -> bool:
     """Whether one request's own tokens are enough to call it wrong.
 
@@ -117,7 +122,7 @@ def request_drifted(drifts: Sequence[TokenDrift], tolerance: float, jump_nats: f
         tolerance: of the mean excess.
         jump_nats: rounding moves all but one logprob of a thousand by less.
     """
-    if any(drift.nats > _UNMISTAKABLE * jump_nats for drift in drifts):
+    if any(is_unmistakable(drift, jump_nats) for drift in drifts):
         return True
     if Cusum().add((drift.excess for drift in drifts), tolerance):
         return True

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from serve_app.backends.base import Replayed
+from serve_app.referee.alternative_checks import ComparedAlternatives
 from serve_app.referee.answer import Answer
 from serve_app.referee.detectors import SeenToken, distribution_alarm, drifts_of
 from serve_app.referee.draws import DrawResult, DrawsChecked, DrawTolerance, check_draws, placement_checks
@@ -75,14 +76,17 @@ class Judge:
         placed = placement_checks(replayed.replayed or (), answer.request.params)
         found = self._placement_tolerance.judge_all(placed, of_output)
         misplaced = tuple(one for one, result in zip(placed, found, strict=True) if result is DrawResult.WRONG)
-        seen = evidence = self._seen(answer, of_each, replayed, draws)
+        others = ComparedAlternatives.of(answer, replayed)
+        seen = evidence = self._seen(answer, of_each, replayed, draws, others)
         drift_tolerance = self._floor.tolerance(self._tolerance.max_tme)
         output = seen[len(answer.prompt_logprobs) :]
         alarm = distribution_alarm(replayed.replayed or (), greedy, self._tolerance)
         drifted = request_drifted(drifts, drift_tolerance, self._tolerance.jump_nats)
         distribution = self._distribution(answer.request, output)
         checks = _checks(distribution, draws, greedy=greedy, logprobs=bool(answer.logprobs))
+        checks += ("alternatives",) * bool(others.found.num_compared)
         reason = "drift" if drifted else f"distribution: {alarm}" if alarm else _wrong_token(misplaced, draws, answer)
+        reason = reason or others.wrong(self._placement_tolerance, drift_tolerance, self._tolerance.jump_nats)
         checked = Checked(
             verdict=Verdict.SUSPECT if reason else Verdict.VERIFIED if checks else Verdict.UNVERIFIED,
             reason=reason or ("replayed" if checks else "its replay gives nothing to compare it with"),
@@ -93,6 +97,7 @@ class Judge:
             checks=checks,
             distribution=distribution,
             draws=draws,
+            alternatives=others.found,
         )
         if answer.num_drafted == 0:
             self._floor.add(drifts_of(output))
@@ -116,14 +121,20 @@ class Judge:
         return check_draws(len(answer.token_ids), checks, found), results
 
     def _seen(
-        self, answer: Answer, drifts: Sequence[TokenDrift | None], replayed: Replayed, draws: DrawsChecked
+        self,
+        answer: Answer,
+        drifts: Sequence[TokenDrift | None],
+        replayed: Replayed,
+        draws: DrawsChecked,
+        others: ComparedAlternatives,
     ) -> list[SeenToken]:
         num_prompt = len(answer.prompt_logprobs)
+        beside = others.drift_at(answer.num_tokens - len(drifts), answer.num_tokens)
         rows = [*[None] * num_prompt, *(replayed.replayed or [None] * len(answer.token_ids))]
         results = [*[None] * num_prompt, *(draws.results or [None] * len(answer.token_ids))]
         made_by = [*[answer.prompt_scored_by] * num_prompt, *answer.made_by]
         strata = [*[_PROMPT] * num_prompt, *answer.strata]
-        return [SeenToken(*parts) for parts in zip(strata, drifts, rows, made_by, results, strict=True)]
+        return [SeenToken(*parts) for parts in zip(strata, drifts, rows, made_by, results, beside, strict=True)]
 
     def _distribution(self, request: Request, output: Sequence[SeenToken]) -> Distribution:
         """What its replayed tokens can show about their distribution."""
@@ -156,9 +167,12 @@ def as_processed(answer: Answer, replayed: Replayed) -> tuple[Answer, Replayed]:
     far = [row.surprisal >= SURPRISAL_CLIP_NATS for row in replayed.replayed or ()]
     comparable = far and answer.logprobs and not 0 < answer.request.params.temperature < _LEAST_PROCESSED
     logprobs = tuple(None if one else own for one, own in zip(far, answer.logprobs, strict=True)) if comparable else ()
-    return dataclasses.replace(answer, logprobs=logprobs), dataclasses.replace(
-        replayed, logprobs=processed_logprobs(replayed)
+    left_out = answer.num_left_out + sum(len(one.pairs) for one in answer.alternatives)
+    as_served = dataclasses.replace(
+        answer, logprobs=logprobs, prompt_logprobs=(), alternatives=(), num_left_out=left_out
     )
+    of_output = processed_logprobs(replayed)[-len(answer.token_ids) :]
+    return as_served, dataclasses.replace(replayed, logprobs=of_output, entries=())
 
 
 def _drift_of_each(answer: Answer, replayed: Replayed) -> list[TokenDrift | None]:

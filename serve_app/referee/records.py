@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from serve_app.referee.alternatives import Alternatives, KeptAlternatives
 from serve_app.referee.answer import Answer
 from serve_app.referee.request_limits import broken_limit
 from serve_app.referee.strata import shared
@@ -36,6 +37,10 @@ class Record:
     num_before_update: int = 0  # tokens of earlier versions than the latest
     rounds: list[Round] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    keeps_alternatives: bool = True  # what is reported beside the logprobs; nobody looks at it without a replay
+    alternatives: KeptAlternatives = field(default_factory=KeptAlternatives)
+    broken_demand: str = ""  # what its client was sent breaks the client's own request, in words
+    misnamed: str = ""  # the first logprob that is said to be another token's, in words
 
     @property
     def since_handoff(self) -> str:
@@ -50,6 +55,7 @@ class Record:
         count, maker = len(delta.token_ids), delta.prefilled_by or self.replica
         self.prefilled_by = delta.prefilled_by or self.prefilled_by
         self._note_version(delta)
+        self._take_entries(delta)
         self.token_ids += delta.token_ids
         self.kinds += delta.kinds
         self.made_by += [maker] * count
@@ -76,15 +82,38 @@ class Record:
         self.weight_versions.pop(delta.weight_version, None)
         self.weight_versions[delta.weight_version] = None
 
+    def _take_entries(self, delta: TokenDelta) -> None:
+        """Add what is reported beside each logprob, before the delta's tokens are counted."""
+        params, prompt = self.request.params, self.request.prompt_token_ids
+        own, of_prompt = delta.logprobs or (), delta.prompt_logprobs or ()
+        start = len(prompt) + len(self.token_ids)
+        named = (*zip(of_prompt, prompt[1:], strict=False), *zip(own, delta.token_ids, strict=False))
+        wrong = next((one for one in named if one[0].token_id != one[1]), None)
+        if wrong is not None and not self.misnamed:
+            self.misnamed = f"the logprob of the token {wrong[1]} is said to be that of {wrong[0].token_id}"
+        if not self.keeps_alternatives:
+            return
+        add = self.alternatives.add
+        if params.prompt_logprobs:
+            for place, entry in enumerate(of_prompt, start=1):
+                add(Alternatives(place, entry.top))
+        if params.logprobs or params.logprob_token_ids:
+            for place, entry in enumerate(own, start=start):
+                add(Alternatives(place, entry.top, entry.scored))
+
     @property
     def broken_limit(self) -> str:
         """The limit of its request that the answer breaks, in words; "" = none."""
-        return broken_limit(
-            self.request.params,
-            self.token_ids,
-            self.eos_token_ids,
-            finish_reason=self.finish_reason,
-            room=self.max_model_len - len(self.request.prompt_token_ids),
+        return (
+            self.misnamed
+            or self.broken_demand
+            or broken_limit(
+                self.request.params,
+                self.token_ids,
+                self.eos_token_ids,
+                finish_reason=self.finish_reason,
+                room=self.max_model_len - len(self.request.prompt_token_ids),
+            )
         )
 
     def answer(self) -> Answer | None:
@@ -113,6 +142,8 @@ class Record:
             rounds=tuple(self.rounds),
             strata=shared(self._strata()),
             broken_limit=self.broken_limit,
+            alternatives=tuple(self.alternatives.kept),
+            num_left_out=self.alternatives.num_left_out,
         )
 
     def _strata(self) -> Iterator[tuple[str, ...]]:

@@ -156,18 +156,7 @@ class ReplayChecker:
         replayed = await self._replay(answer.scored(name), avoid)
         if not answer.prompt_logprobs:
             return replayed
-        served = answer.request
-        scored = Request(
-            f"{name}-prompt",
-            served.prompt_token_ids,
-            score_from=1,
-            adapter=served.adapter,
-            cache_salt=served.cache_salt,
-            replay=True,
-        )
-        reported = await self._replay(scored, avoid)
-        version = replayed.weight_version if reported.weight_version == replayed.weight_version else ""
-        return dataclasses.replace(replayed, logprobs=(*reported.logprobs, *replayed.logprobs), weight_version=version)
+        return replayed.after(await self._replay(answer.scored_prompt(f"{name}-prompt"), avoid))
 
     def _refused(self, answer: Answer, reason: str) -> Checked:
         """No engine can have made the answer: whoever did is wrong."""
@@ -212,6 +201,6 @@ def _is_impossible(answer: Answer, error: Exception) -> bool:
     gone, or cannot do what the request asks for has not checked the answer.
     """
     cause = _cause(error)
-    if not isinstance(cause, InvalidRequest) or cause.field != "prompt":
+    if not isinstance(cause, InvalidRequest) or cause.field not in ("prompt", "scored_ids"):
         return False
     return not isinstance(cause, SequenceTooLong) or answer.num_tokens > answer.max_model_len

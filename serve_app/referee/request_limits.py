@@ -31,7 +31,24 @@ def broken_limit(
         return f"token {places[0]} ends the answer, and others follow"
     if places and places[0] < params.min_tokens:
         return f"token {places[0]} ends the answer, and min_tokens is {params.min_tokens}"
+    if (place := _bad_word(params.bad_words, token_ids)) is not None:
+        return f"a bad word ends with token {place}"
     most = most if room is None else min(most, room)
     if finish_reason is FinishReason.LENGTH and num_tokens < most:
         return f"it ended for its length with {num_tokens} tokens, and there was room for {most}"
     return ""
+
+
+def _bad_word(words: Sequence[Sequence[int]], token_ids: Sequence[int]) -> int | None:
+    """The last token of the first word in an answer; None = it holds none."""
+    by_first: dict[int, list[tuple[int, ...]]] = {}
+    for word in words:
+        by_first.setdefault(word[0], []).append(tuple(word))
+    ids = tuple(token_ids) if words else ()
+    ends = (
+        at + len(word) - 1
+        for at, token in enumerate(ids)
+        for word in by_first.get(token, ())
+        if ids[at : at + len(word)] == word
+    )
+    return min(ends, default=None)

@@ -51,7 +51,7 @@ beyond it."""
 WATCHED_STRATA: dict[str, str] = {
     **{
         name: SERVED_STRATA[name]
-        for name in ("all", "greedy", "sampled", "filtered", "cached_prefix", "computed_prefix")
+        for name in ("all", "prompt", "greedy", "sampled", "filtered", "cached_prefix", "computed_prefix")
     },
     "position_0": "first tokens of watched answers",
     "position_1_7": "tokens 1 to 7 of watched answers, counted from 0",

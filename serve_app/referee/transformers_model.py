@@ -23,7 +23,7 @@ from speculative.end_tokens import end_tokens
 from speculative.errors import ConfigError, InvalidRequest, SequenceTooLong, UnsupportedModel
 from speculative.model.fingerprint import has_plain_values, model_fingerprint
 from speculative.model.loading import checkpoint_files, resolve_model
-from speculative.request import ReplayedToken, Request
+from speculative.request import ReplayedToken, Request, TokenLogprobs
 from speculative.sampling.probs import process
 from speculative.selfcheck.replayed_tokens import replayed_tokens
 from speculative.state.token_constraint import ConstraintMaker
@@ -78,16 +78,22 @@ class TransformersModel:
     def replay(self, request: Request, compile_structure: ConstraintMaker) -> Replayed:
         """Compute a teacher-forced request (`score_from`)."""
         structure, tokens = request.params.structure, request.prompt_token_ids
+        num_top, first = request.params.prompt_logprobs or 0, request.score_from or 0
         logprobs: list[float] = []
         rows: list[ReplayedToken] = []
-        for start in range(request.score_from or 0, len(tokens), _PIECE):
+        entries: list[TokenLogprobs] = []
+        for start in range(first, len(tokens), _PIECE):
             until = min(start + _PIECE, len(tokens))
             logits = self.logits(tokens[:until], start)
-            served = torch.tensor(tokens[start:until])[:, None]
-            logprobs += logits.log_softmax(-1).gather(1, served)[:, 0].tolist()
+            values, served = logits.log_softmax(-1), tokens[start:until]
+            logprobs += values.gather(1, torch.tensor(served)[:, None])[:, 0].tolist()
+            asked = request.scored_ids[start - first : until - first] or ((),) * len(served)
+            if num_top or any(asked):
+                places = zip(values, served, asked, strict=True)
+                entries += [_entry(row, token, num_top, ids) for row, token, ids in places]
             constraint = None if structure is None else compile_structure(structure)
             rows += replayed_tokens(logits, request, start, constraint, self.eos_token_ids, process)
-        return Replayed(tuple(logprobs), tuple(rows), "transformers")
+        return Replayed(tuple(logprobs), tuple(rows), "transformers", entries=tuple(entries))
 
 
 class TransformersReplayer:
@@ -131,6 +137,7 @@ class TransformersReplayer:
             raise SequenceTooLong("prompt", f"Prompt and answer have {len(tokens)} tokens, not {info.max_model_len}.")
         if not all(0 <= token < info.vocab_size for token in tokens):
             raise InvalidRequest("prompt", f"Token ids must be between 0 and {info.vocab_size - 1}.")
+        request.check_scored_ids(info.vocab_size)
         return await self._call(lambda: self._model.replay(request, self._compiler))
 
     async def stop(self) -> None:
@@ -169,6 +176,19 @@ class TransformersReferee:
             self._loaded = weights, model, compiler
         _, model, compiler = self._loaded
         return replace(model.replay(request, compiler), weight_version=weights.version)
+
+
+def _entry(row: Tensor, token: int, num_top: int, ids: Sequence[int]) -> TokenLogprobs:
+    """Of log-probabilities [V]: the token's, the likeliest, and those of ids."""
+    best = row.topk(min(num_top, len(row)))
+    value = row[token]
+    return TokenLogprobs(
+        token,
+        value.item(),
+        1 + int((row > value).sum()),
+        tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True)),
+        tuple(zip(ids, row[list(ids)].tolist(), strict=True)),
+    )
 
 
 def _load(weights: ServedWeights) -> TransformersModel:

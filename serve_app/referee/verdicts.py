@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from serve_app.referee.alternatives import NOTHING_COMPARED, AlternativesFound
 from serve_app.referee.answer import Answer
 from serve_app.referee.draws import NOT_REPLAYED, DrawsChecked
 
@@ -43,7 +44,8 @@ class Checked:
     `checks` are those that were run, whatever they found: `logprobs` (each against the replay's), `support` (each
     token is one that the request's rules and filters allow), `likeliest` (each token of a greedy answer is the
     likeliest), `distribution` (the tokens count as evidence on whether tokens follow the model's distribution), `draws`
-    (tokens are those that the request's seed demands; `draws` says of how many).
+    (tokens are those that the request's seed demands; `draws` says of how many), `alternatives` (what was reported
+    beside the logprobs: of the likeliest tokens, and of those that the request names; `alternatives` says of how much).
     """
 
     verdict: Verdict = Verdict.UNVERIFIED
@@ -55,6 +57,7 @@ class Checked:
     checks: tuple[str, ...] = ()
     distribution: Distribution = Distribution.UNTESTED
     draws: DrawsChecked = NOT_REPLAYED
+    alternatives: AlternativesFound = NOTHING_COMPARED
 
     def to_wire(self) -> dict[str, Any]:
         """As the API returns it."""
@@ -68,6 +71,7 @@ class Checked:
             "max_drift_nats": self.max_drift_nats,
             "replayed_by": self.replayed_by,
             "draws": self.draws.to_wire(),
+            "alternatives": self.alternatives.to_wire(),
         }
 
 

@@ -102,9 +102,7 @@ class ObservedSource:
         """
         self._admit(requests)
         now = self._clock()
-        watched = {
-            one.request_id: _Watched(one, self._records.begin(one), self._select(one), now, now) for one in requests
-        }
+        watched = {one.request_id: self._begin(one, now) for one in requests}
         self._watched |= watched
         asked = [entry.as_computed for entry in watched.values()]
         ticket = self._backlog.join(len(requests[0].prompt_token_ids), _owner(requests[0]))
@@ -138,6 +136,17 @@ class ObservedSource:
             entry.outcome = "stop"
         if not ended:
             await self._source.abort(request_id)
+
+    def broken(self, request_id: str, why: str) -> None:
+        """What the client was sent of a request breaks the client's own words. Call it before the stream ends."""
+        entry = self._watched.get(request_id)
+        if entry is not None:
+            entry.record.broken_demand = why
+
+    def _begin(self, request: Request, now: float) -> _Watched:
+        record, selection = self._records.begin(request), self._select(request)
+        record.keeps_alternatives = selection is not Selection.NOT_CHECKED
+        return _Watched(request, record, selection, now, now)
 
     def _time_limit_s(self, request: Request) -> float:
         return min(self._limits.timeout_s, request.timeout_s or math.inf)

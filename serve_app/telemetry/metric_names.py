@@ -46,6 +46,7 @@ REPLAY_ALARMS = {  # what replays show to be wrong, and what each finding means
         "an answer that no sound engine gives: it breaks a limit of its request, is too long, or has invalid token ids"
     ),
     "draws": "tokens that are not those which the request's seed demands",
+    "alternatives": "logprobs reported of other tokens than the emitted ones that are not these tokens' own",
 }
 WATCHED_RESULTS = {  # what becomes of requests to a watched server, and of what is captured
     "passed": "not in the share that is watched",
@@ -383,6 +384,13 @@ CATALOGUE: tuple[Metric, ...] = (
         "requests",
         "Replayed requests, by what they show about the distribution: tested, greedy, repeated_seed, untested.",
         "distribution",
+    ),
+    _counter(
+        "replay_alternatives_total",
+        "logprobs",
+        "Logprobs that replayed answers report of other tokens than the emitted ones: `top_logprobs`, "
+        "`logprob_token_ids`, `prompt_logprobs`.",
+        "result",
     ),
     _counter(
         "verdicts_total",

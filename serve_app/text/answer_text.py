@@ -22,6 +22,8 @@ class AnswerText:
         self._min_tokens = min_tokens
         self.num_delivered = 0
         """Tokens of the answer; one that completes a stop string is the last."""
+        self.num_unsearched = 0
+        """Characters at its beginning in which no stop string counts."""
 
     @property
     def stopped(self) -> bool:
@@ -42,7 +44,11 @@ class AnswerText:
         texts = [*self._detokenizer.push(ids[:-1]), ""] if without_text else self._detokenizer.push(ids)
         released: list[str] = []
         for number, text in enumerate(texts, start=self.num_delivered):
-            released.append(self._matcher.push(text) if number >= self._min_tokens else text)
+            if number < self._min_tokens:
+                self.num_unsearched += len(text)
+                released.append(text)
+                continue
+            released.append(self._matcher.push(text))
             if self._matcher.stopped:
                 break
         self.num_delivered += len(released)

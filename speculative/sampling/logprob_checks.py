@@ -8,24 +8,32 @@ import math
 from collections.abc import Callable
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from speculative.config import LogprobsMode
-from speculative.request import Request, SamplingParams, TokenDelta, TokenLogprobs
+from speculative.request import Request, TokenDelta, TokenLogprobs
 
 _ROUNDING = 1e-6  # nats by which a float32 log-softmax may exceed 0
 _MASS_ROUNDING = 1e-4
 
 
-def violation(entry: TokenLogprobs, mode: LogprobsMode, *, asked: SamplingParams, vocab_size: int) -> str | None:
+class AskedLogprobs(NamedTuple):
+    """What is to be reported beside a token: how many of the most likely ones, and which further ones, in order."""
+
+    num_top: int
+    scored_ids: Tokens[int] = ()
+
+
+def violation(entry: TokenLogprobs, mode: LogprobsMode, *, asked: AskedLogprobs, vocab_size: int) -> str | None:
     """Which rule of the contract one entry violates, one of `LOGPROB_RULES`; None if none.
 
     Args:
         entry: what is reported of one emitted token.
         mode: what its values mean.
-        asked: how many of the most likely tokens, and which further ones, were requested.
+        asked: what was requested beside it.
         vocab_size: no more candidates can be reported.
     """
-    num_top = min(asked.logprobs or 0, vocab_size)
+    num_top = min(asked.num_top, vocab_size)
     checks: Tokens[tuple[str, Callable[[], bool]]] = (
         ("not_finite", lambda: _not_finite(entry, masked=mode.startswith("processed"))),
         ("positive", lambda: mode.endswith("logprobs") and max(_values(entry)) > _ROUNDING),
@@ -33,7 +41,7 @@ def violation(entry: TokenLogprobs, mode: LogprobsMode, *, asked: SamplingParams
         ("order", lambda: any(left < right for (_, left), (_, right) in zip(entry.top, entry.top[1:], strict=False))),
         ("disagreement", lambda: _disagree(entry)),
         ("rank", lambda: _misranked(entry)),
-        ("count", lambda: _miscounted(entry, num_top, asked.logprob_token_ids, mode)),
+        ("count", lambda: _miscounted(entry, num_top, asked.scored_ids, mode)),
         ("mass", lambda: mode.endswith("logprobs") and _mass(entry) > 1 + _MASS_ROUNDING),
     )
     return next((kind for kind, broken in checks if broken()), None)
@@ -52,28 +60,36 @@ class LogprobContract:
             return None
         params, prompt = request.params, request.prompt_token_ids
         if request.score_from is not None:
-            return self._first(delta.logprobs, prompt[request.score_from :], _of_prompt(params), "raw_logprobs")
+            scored, num_top = prompt[request.score_from :], params.prompt_logprobs or 0
+            of_each = [AskedLogprobs(num_top, ids) for ids in request.scored_ids] or [AskedLogprobs(num_top)] * len(
+                scored
+            )
+            return self._first(delta.logprobs, scored, of_each, "raw_logprobs")
         kind = None
         if params.returns_logprobs and (delta.token_ids or delta.logprobs):
-            kind = self._first(delta.logprobs, delta.token_ids, params, self.mode)
+            own = AskedLogprobs(params.logprobs or 0, params.logprob_token_ids)
+            kind = self._first(delta.logprobs, delta.token_ids, [own] * len(delta.token_ids), self.mode)
         if kind is None and delta.prompt_logprobs is not None:
-            kind = self._first(delta.prompt_logprobs, prompt[1:], _of_prompt(params), self.mode)
+            of_prompt = [AskedLogprobs(params.prompt_logprobs or 0)] * (len(prompt) - 1)
+            kind = self._first(delta.prompt_logprobs, prompt[1:], of_prompt, self.mode)
         return kind
 
     def _first(
-        self, entries: Tokens[TokenLogprobs] | None, token_ids: Tokens[int], asked: SamplingParams, mode: LogprobsMode
+        self,
+        entries: Tokens[TokenLogprobs] | None,
+        token_ids: Tokens[int],
+        asked: Tokens[AskedLogprobs],
+        mode: LogprobsMode,
     ) -> str | None:
         if entries is None or len(entries) != len(token_ids):
             return "count"
         if any(entry.token_id != token for entry, token in zip(entries, token_ids, strict=True)):
             return "token"
-        kinds = (violation(entry, mode, asked=asked, vocab_size=self.vocab_size) for entry in entries)
+        kinds = (
+            violation(entry, mode, asked=own, vocab_size=self.vocab_size)
+            for entry, own in zip(entries, asked, strict=True)
+        )
         return next((kind for kind in kinds if kind is not None), None)
-
-
-def _of_prompt(params: SamplingParams) -> SamplingParams:
-    """What is requested of the prompt's tokens, expressed as if of emitted ones."""
-    return SamplingParams(logprobs=params.prompt_logprobs)
 
 
 def _values(entry: TokenLogprobs) -> list[float]:

@@ -64,6 +64,14 @@ class LogprobRows:
         )
 
 
+def padded_ids(sets: Tokens[Tokens[int]]) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """[R, S] of R sets of ids, each padded to the longest with token 0, which nobody reads."""
+    padded = np.zeros((len(sets), max(map(len, sets), default=0)), np.int64)
+    for index, ids in enumerate(sets):
+        padded[index, : len(ids)] = ids
+    return padded
+
+
 def gather_logprobs(matrix: Tensor, token_ids: Tensor, num_top: int, scored_ids: Tensor | None = None) -> LogprobRows:
     """Read token_ids [R], the num_top best and scored_ids [R, S] of each row out of the mode's matrix [R, V]."""
     values = matrix.gather(1, token_ids[:, None])

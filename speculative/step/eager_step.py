@@ -10,7 +10,7 @@ from torch import Tensor
 from speculative.config import EngineConfig
 from speculative.drafting.base import Drafter, DraftOutput, constrain
 from speculative.request import ReplayedToken, Request, TokenLogprobs
-from speculative.sampling.logprobs import gather_logprobs, mode_matrix
+from speculative.sampling.logprobs import gather_logprobs, mode_matrix, padded_ids
 from speculative.selfcheck.replayed_tokens import replayed_tokens
 from speculative.state.batch import Batch, Entry, SequenceResult, StepInput, StepOutcome, build_step_input
 from speculative.state.sequence import Sequence
@@ -119,8 +119,14 @@ class EagerStep:
             token_ids = sequence.tokens[start + 1 : stop + 1]
             logits = self.runner.logits(hidden[offset + start : offset + stop])
             matrix = mode_matrix(mode, logits, logits)  # nothing is sampled here, so no processor applies
-            host = gather_logprobs(matrix, torch.tensor(token_ids, device=logits.device), num_top).to_host()
-            logprobs.extend(host.entry(row, token, num_top) for row, token in enumerate(token_ids))
+            asked = sequence.request.scored_ids[start + 1 - wanted.start : stop + 1 - wanted.start]
+            ids = torch.from_numpy(padded_ids(asked)).to(logits.device) if asked else None
+            host = gather_logprobs(matrix, torch.tensor(token_ids, device=logits.device), num_top, ids).to_host()
+            own_ids = asked or ((),) * len(token_ids)
+            logprobs.extend(
+                host.entry(row, token, num_top, own)
+                for row, (token, own) in enumerate(zip(token_ids, own_ids, strict=True))
+            )
             if sequence.scores_only:
                 constraint = self._constraint_of(sequence.request)
                 known = (sequence.request, start + 1, constraint, self.sampler.eos_token_ids)

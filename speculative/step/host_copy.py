@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speculative.sampling.logprobs import LogprobRows, gather_logprobs
+from speculative.sampling.logprobs import LogprobRows, gather_logprobs, padded_ids
 from speculative.selfcheck.invariants import ROW_KINDS
 from speculative.state.batch import SequenceResult, StepInput
 from speculative.verification.base import VerifyOutput
@@ -62,11 +62,8 @@ def logprobs_to_host(layout: StepInput, matrix: Callable[[], Tensor], emitted: T
 
 
 def _scored_ids(layout: StepInput, device: torch.device) -> Tensor:
-    """[R, S] int64: each row's logprob_token_ids, padded to the longest set with token 0, which nobody reads."""
-    sets = [entry.sequence.params.logprob_token_ids for entry in layout.drawing]
-    padded = np.zeros((len(sets), max(len(ids) for ids in sets)), np.int64)
-    for index, ids in enumerate(sets):
-        padded[index, : len(ids)] = ids
+    """[R, S] int64: each row's logprob_token_ids, padded."""
+    padded = padded_ids([entry.sequence.params.logprob_token_ids for entry in layout.drawing])
     return torch.from_numpy(padded).to(device)[torch.from_numpy(layout.verify_entries).to(device)]
 
 

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from deploy.cli.main import main
 from deploy.faults import run
 from deploy.faults.model import AuditedModel
-from deploy.faults.mutants import MUTANTS
+from deploy.faults.mutants import FRONT_END, MUTANTS
 from deploy.faults.traffic import DECODERS, TABLES
 from speculative.stats import CheckSums
 
@@ -20,13 +20,19 @@ FIRST = {  # the detector that is to find it, where it is not one of the terms
     "F5": "replay",
     "F9": "invariant support",
     "F9 penalties are skipped where nothing else is asked for": "replay",
+    "F9 a bad word is forbidden one token too late": "request limit",
+    "F9 the structure is lost between client and engine": "request limit",
+    "F10 ids of other tokens beside the likeliest tokens' logprobs": "replayed alternatives",
+    "F10 scored ids of the row before": "replayed alternatives",
     "F11": "replay drift (prompt)",
+    "F11 the prompt's likeliest tokens go by other ids": "replayed alternatives",
     "F13": "replay",
     "F13 the handoff drops the drafter's keys and values": "acceptance floor",
     "F14 blocks of the prefix cache lack the drafter's keys and values": "acceptance floor",
     "F14": "replay",
     "F14 blocks of the prefix cache are shared with requests of another cache_salt": "invariant isolation",
     "F15": "replay",
+    "F15 penalties forget what was said before a preemption": "request limit",  # bad words, too
     "F16": "invariant",
     "F17": "repeated random streams",
     "F18": "invariant metrics",
@@ -35,6 +41,8 @@ FIRST = {  # the detector that is to find it, where it is not one of the terms
     "F20 the prefix cache outlives an update of the weights": "replay",
     "F20 running requests keep the keys and values of old weights through an update": "replay",
     "F21": "invariant stop",
+    "F21 a stop string is lost": "request limit",
+    "F21 one choice too few is generated": "request limit",
     "F22": "no drafts while logprobs are asked for",
     "F23": "invariant draw",
     "F25 one token beyond the model's length": "invariant length",
@@ -67,7 +75,7 @@ def test_a_fault_of_the_referee_is_seen_by_nobody_who_has_it() -> None:
     assert all(detector.startswith("transformers: ") for detector in run.audit_mutant(name).detectors)
 
 
-@pytest.mark.parametrize("traffic", [*TABLES, *DECODERS])
+@pytest.mark.parametrize("traffic", [*TABLES, *DECODERS, FRONT_END])
 def test_traffic_without_a_fault_raises_no_alarm(traffic: str) -> None:
     settings = {tuple(mutant.settings.items()) for mutant in MUTANTS.values() if mutant.traffic == traffic}
     for own in settings | {()}:

@@ -38,7 +38,7 @@ from serve_app.telemetry.metrics import MetricBatch, Metrics, PrometheusSink
 from serve_app.telemetry.tracing import Carried, Tracing
 from serve_app.weights.desired_state import CONFIGURED, DesiredState
 from speculative.engine import EngineCore
-from speculative.request import DEFAULT_VERSION, ReplayedToken, Request, SamplingParams, TokenKind
+from speculative.request import DEFAULT_VERSION, ReplayedToken, Request, SamplingParams, TokenKind, TokenLogprobs
 from tests.support.fake_backend import FakeBackend, FakeConfig
 
 NUM_TOKENS = 20
@@ -54,6 +54,7 @@ class Replayer:
     def __init__(self) -> None:
         self.asked: list[Request] = []
         self.drift = 0.0
+        self.beside = -1.0  # the logprob of every token that is looked up
         self.row: Callable[[int], ReplayedToken | None] = lambda _: RIGHT
         self.open = asyncio.Event()
         self.open.set()
@@ -74,7 +75,10 @@ class Replayer:
         count = len(request.prompt_token_ids) - request.score_from
         rows = [self.row(index) for index in range(count)]
         distribution = tuple(row for row in rows if row is not None) or None
-        return Replayed((-1.0 + self.drift,) * count, distribution, "p9")
+        entries = tuple(
+            TokenLogprobs(-1, -1.0, 1, (), tuple((one, self.beside) for one in ids)) for ids in request.scored_ids
+        )
+        return Replayed((-1.0 + self.drift,) * count, distribution, "p9", entries=entries)
 
 
 class EngineReplay:
@@ -88,7 +92,7 @@ class EngineReplay:
         while self._engine.has_work:
             for delta in self._engine.step():
                 assert delta.logprobs is not None, delta.error
-                return Replayed(tuple(entry.logprob for entry in delta.logprobs), delta.replayed, "p9")
+                return Replayed.reported(delta, "p9")
         raise AssertionError
 
 

@@ -85,6 +85,22 @@ async def each_token_has_its_raw_logprob_whatever_the_parameters(trial: Trial) -
             assert (await trial.replayer.replay(request)).logprobs == pytest.approx(expected, abs=NATS)
 
 
+async def beside_each_token_it_gives_the_likeliest_and_those_that_are_named(trial: Trial) -> None:
+    params, named = replace(SAMPLED, prompt_logprobs=3), tuple((7 + place, 90, 3) for place in range(len(TOKENS) - 8))
+    request = Request("beside", TOKENS, params, score_from=8, scored_ids=named)
+    entries = (await trial.replayer.replay(request)).entries
+    expected = logits_of(trial.folder, TOKENS)[7:-1].log_softmax(-1)
+    best = expected.topk(3)
+    assert [[value for _, value in one.top] for one in entries] == [
+        pytest.approx(row, abs=NATS) for row in best.values.tolist()
+    ]
+    for entry, ids, row in zip(entries, named, expected, strict=True):
+        assert [row[token].item() for token, _ in entry.top] == pytest.approx([v for _, v in entry.top], abs=NATS)
+        if trial.gives_rows:  # vLLM gives the likeliest only
+            assert [token for token, _ in entry.scored] == list(ids)
+            assert [v for _, v in entry.scored] == pytest.approx(row[list(ids)].tolist(), abs=NATS)
+
+
 async def a_sampled_token_lies_where_its_parameters_place_it(trial: Trial) -> None:
     rows = (await trial.replayer.replay(Request("sampled", TOKENS, SAMPLED, score_from=8))).replayed
     if not trial.gives_rows:
@@ -152,6 +168,7 @@ async def it_takes_as_many_tokens_as_it_says_and_no_more(trial: Trial) -> None:
 
 CHECKS = (
     each_token_has_its_raw_logprob_whatever_the_parameters,
+    beside_each_token_it_gives_the_likeliest_and_those_that_are_named,
     a_sampled_token_lies_where_its_parameters_place_it,
     a_greedy_token_is_so_far_below_the_likeliest,
     answers_that_are_right_are_verified_and_others_are_not,

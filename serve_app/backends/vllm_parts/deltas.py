@@ -1,7 +1,7 @@
 """vLLM's outputs as our deltas: token kinds, logprobs, and the contract of these."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from serve_app.backends.vllm_parts.settings import TERMS
@@ -114,8 +114,9 @@ def scored(request: Request, output: Any, weight_version: str) -> tuple[TokenDel
     For a greedy one with unchanged logits, the logprobs are enough: they show how much less likely each token is than
     the likeliest. Any other would need the whole distribution, which vLLM does not return."""
     assert request.score_from is not None
-    entries = _prompt_entries(request, output, 1)[request.score_from - 1 :]
     params = request.params
+    num_top = params.prompt_logprobs or 0
+    entries = _prompt_entries(request, output, max(1, num_top))[request.score_from - 1 :]
     untouched = (
         params.greedy
         and params.presence_penalty == params.frequency_penalty == 0
@@ -125,7 +126,7 @@ def scored(request: Request, output: Any, weight_version: str) -> tuple[TokenDel
     )
     delta = TokenDelta(
         request.request_id,
-        logprobs=tuple(TokenLogprobs(entry.token_id, entry.logprob, entry.rank) for entry in entries),
+        logprobs=tuple(replace(entry, top=entry.top[:num_top]) for entry in entries),
         num_cached_tokens=output.num_cached_tokens or 0,
         queue_s=queue_s(output),
         replayed=tuple(_greedy_row(entry) for entry in entries) if untouched else None,

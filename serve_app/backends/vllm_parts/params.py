@@ -145,7 +145,7 @@ def _scoring(request: Request) -> VllmParams:
         temperature=0,
         max_tokens=1,
         ignore_eos=True,
-        prompt_logprobs=1,
+        prompt_logprobs=max(1, request.params.prompt_logprobs or 0),
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
         extra_args={TERMS: {}},

@@ -308,3 +308,37 @@ def test_an_answer_is_compared_with_the_limits_of_its_request(
 ) -> None:
     answered = choice([20, 21, 22], logprobs=[-1.0, -1.0, -1.0])
     assert answer_of(reader, {"prompt": [5], **request_body}, answered).broken_limit == found
+
+
+@pytest.mark.parametrize(
+    ("request_body", "text", "found"),
+    [
+        ({"stop": "STOP"}, "before", ""),
+        ({"stop": "STOP"}, "before STOP after", "its text goes on behind stop string 0, or holds it"),
+        ({"stop": "STOP", "min_tokens": 9}, "before STOP after", ""),  # how far it was searched is the server's to know
+        ({"stop": "STOP", "echo": True}, "before STOP after", ""),
+        ({"response_format": {"type": "json_object"}}, "[1]", "it is no JSON object"),
+        ({"response_format": {"type": "json_object"}, "tools": [{}]}, "[1]", ""),
+        ({"guided_choice": ["yes", "no"]}, "maybe", "it is none of its choices"),
+        ({"guided_choice": 7}, "maybe", ""),
+        ({"n": 2}, "one", "1 choices came, and the request demands 2"),
+        ({"n": "x"}, "one", ""),
+        ({"prompt": ["ab", "cd"], "n": 1}, "one", "1 choices came, and the request demands 2"),
+    ],
+)
+def test_what_is_sent_is_compared_with_the_request_where_the_vendor_keeps_to_it(
+    tokenizer_folder: Path, request_body: dict[str, Any], text: str, found: str
+) -> None:
+    for dialect in ("vllm", "llama.cpp"):
+        model = ModelInfo("tiny", 64, 512, "", str(tokenizer_folder), (EOS,))
+        reader = ExchangeReader(model, Tokenizer.from_folder(tokenizer_folder), dialect)
+        answered = choice([20, EOS], reason="stop", text=text, prompt_token_ids=[5])
+        answer = answer_of(reader, {"prompt": [5], **request_body}, answered)
+        assert answer.broken_limit == (found if dialect == "vllm" else "")
+
+
+def test_a_bad_word_in_the_ids_is_found(reader: ExchangeReader) -> None:
+    word = reader.tokenizer.encode("hat", continuation=True)
+    for ids, found in (([30, *word], True), ([30, 31], False)):
+        answer = answer_of(reader, {"prompt": [5], "bad_words": ["hat"]}, choice(ids))
+        assert bool(answer.broken_limit) is found

@@ -445,6 +445,10 @@ def test_a_replay_reports_the_distribution_where_logprobs_hold_it() -> None:
     assert delta.replayed is not None and [row.gap for row in delta.replayed] == [1.0, 1.0]
     for params in (SamplingParams(), SamplingParams(temperature=0, frequency_penalty=1.0)):
         assert scored(Request("r", PROMPT, params, score_from=2), reported, "v")[0].replayed is None
+    assert all(entry.top == () for entry in delta.logprobs), "nobody asked for them"
+    delta, _ = scored(Request("r", PROMPT, SamplingParams(prompt_logprobs=2), score_from=2), reported, "v")
+    assert delta.logprobs is not None
+    assert [entry.top for entry in delta.logprobs] == [((99, -0.5), (17, -1.5)), ((99, -0.5), (33, -1.5))]
 
 
 def test_an_engine_ends_when_its_replica_is_killed() -> None:

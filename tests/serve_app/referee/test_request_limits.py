@@ -39,6 +39,8 @@ EOS = 2
         ({"min_tokens": 3}, (5, EOS), FinishReason.STOP, "token 1 ends the answer, and min_tokens is 3"),
         ({}, (5, 6), FinishReason.LENGTH, "it ended for its length with 2 tokens, and there was room for 4"),
         ({"max_tokens": 100}, (5, 6, 7, 8, 9), FinishReason.LENGTH, ""),
+        ({"bad_words": ((6, 7), (7, 9))}, (5, 6, 8, 7), FinishReason.LENGTH, ""),
+        ({"bad_words": ((7, 8), (6, 7), (9,))}, (5, 6, 7, 8), FinishReason.LENGTH, "a bad word ends with token 2"),
     ],
 )
 def test_what_a_request_demands_of_its_answer(

@@ -1,0 +1,81 @@
+"""Faults between a client's request and the engine: a front end that has one is asked, and what it sends is compared
+with what was asked for."""
+
+import asyncio
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from deploy.faults.mutants import Mutant
+from deploy.faults.served import TINY
+from deploy.faults.tiny import write_tiny_pair
+from deploy.faults.watch import Watch
+from serve_app.backends.torch_backend import TorchBackend
+from serve_app.openai.frontend import FrontEnd
+from serve_app.openai.requests import CompletionRequest
+from serve_app.referee.answer import Answer
+from serve_app.referee.records import Record, Records
+from serve_app.referee.replay_selection import Selection
+from serve_app.streams.observed import ObservedSource, SourceLimits
+from serve_app.streams.pooled import PooledTokenSource
+from serve_app.telemetry.metrics import Metrics
+from serve_app.text.tokenizer import Tokenizer
+
+_KINDS: tuple[dict[str, Any], ...] = (
+    {"stop": ["e", "t", "a"]},
+    {"bad_words": ["e", "t"]},
+    {"n": 2},
+    {"structured_outputs": {"choice": ["one", "two"]}},
+    {"structured_outputs": {"regex": "[a-d]{3,6}"}},
+    {"structured_outputs": {"json": {"type": "array", "items": {"type": "boolean"}, "maxItems": 4}}},
+    {"min_tokens": 8, "stop": ["e", "t", "a"], "include_stop_str_in_output": True},
+    {"stop_token_ids": list(range(0, 500, 5)), "max_tokens": 9},
+)
+
+
+def watch_front_end(mutant: Mutant, until: Callable[[Watch, int], bool]) -> Watch:
+    """Ask a front end with a fault until told to stop, given what was found and the requests that were answered."""
+    with TemporaryDirectory() as scratch:
+        folder, _ = write_tiny_pair(Path(scratch))
+        return asyncio.run(_watch(mutant, folder, until))
+
+
+async def _watch(mutant: Mutant, folder: Path, until: Callable[[Watch, int], bool]) -> Watch:
+    watch, count = Watch(), 0
+    backend = TorchBackend(str(folder), "audited", TINY)
+    info = await backend.start()
+
+    def ended(record: Record, answer: Answer | None) -> None:
+        watch.note(["request limit"] if record.broken_limit else [], count)
+
+    try:
+        metrics = Metrics([], model_name="audited", pool="monolith")
+        source = ObservedSource(
+            PooledTokenSource(backend, metrics, None),
+            metrics,
+            Records("engine", info.max_model_len, eos_token_ids=info.eos_token_ids),
+            select=lambda _: Selection.NOT_CHECKED,
+            ended=ended,
+            limits=SourceLimits(8, 60.0),
+        )
+        front_end = FrontEnd(source, Tokenizer.from_folder(folder), info)
+        front_end.report_broken_to(source.broken)
+        mutant.install(front_end)
+        for request in _requests():
+            count += 1
+            await front_end.collect(await front_end.prepare(request))
+            watch.total.merge(backend.take_stats())
+            if until(watch, count):
+                return watch
+    finally:
+        await backend.stop()
+    raise AssertionError("requests do not end")
+
+
+def _requests() -> Iterator[CompletionRequest]:
+    for number in itertools.count():
+        prompt = [3 + (7 * number + 5 * place) % 400 for place in range(12)]
+        body = {"model": "audited", "prompt": prompt, "seed": number, "max_tokens": 24, **_KINDS[number % len(_KINDS)]}
+        yield CompletionRequest.model_validate(body)

@@ -1,0 +1,73 @@
+"""What is reported beside the logprob of each token: of the likeliest tokens in its place, and of a request's ids."""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
+
+MOST_ALTERNATIVES = 16_384
+"""Numbers that are kept of one answer and its prompt. Of more, every second place is left out, or every fourth, and so
+on."""
+
+
+class Alternatives(NamedTuple):
+    """What was reported in one place. Pairs of a token id and its logprob, nats.
+
+    place: the index of the place's own token in prompt and answer. top: the likeliest first. scored: of the ids that
+    the request names.
+    """
+
+    place: int
+    top: tuple[tuple[int, float], ...] = ()
+    scored: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def pairs(self) -> tuple[tuple[int, float], ...]:
+        """All that were reported."""
+        return (*self.top, *self.scored)
+
+
+@dataclass(slots=True)
+class KeptAlternatives:
+    """Those of one answer while it grows. num_left_out: numbers that were reported and are not kept."""
+
+    most: int = MOST_ALTERNATIVES
+    kept: list[Alternatives] = field(default_factory=list)
+    num_left_out: int = 0
+    _every: int = 1
+    _num_kept: int = 0
+
+    def add(self, one: Alternatives) -> None:
+        """Add what was reported in the next place."""
+        self.kept.append(one)
+        self._num_kept += len(one.pairs)
+        self._thin()
+        while self._num_kept > self.most and len(self.kept) > 1:
+            self._every *= 2
+            self._thin()
+
+    def _thin(self) -> None:
+        """Leave out what does not stand in every so many places."""
+        left_out = sum(len(one.pairs) for one in self.kept if one.place % self._every)
+        if left_out:
+            self.kept = [one for one in self.kept if one.place % self._every == 0]
+            self.num_left_out += left_out
+            self._num_kept -= left_out
+
+
+@dataclass(frozen=True, slots=True)
+class AlternativesFound:
+    """What the comparison of one answer's came to.
+
+    num_compared: numbers. num_left_out: those that were reported and not compared, since there were too many, or since
+    the replay knows nothing of their tokens. max_drift_nats: the largest |served - replayed|; None = none was compared.
+    """
+
+    num_compared: int = 0
+    num_left_out: int = 0
+    max_drift_nats: float | None = None
+
+    def to_wire(self) -> dict[str, Any]:
+        """As the API returns it."""
+        return asdict(self)
+
+
+NOTHING_COMPARED = AlternativesFound()
