@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from deploy.run.replayers import LoadedReplayer, ReplayerOptions, make_replayer
-from serve_app.backends.base import Replayed
-from serve_app.referee.detectors import distribution_alarm
+from serve_app.backends.base import Numerics, Replayed, precision_of
+from serve_app.referee.detectors import distribution_alarm, why_shifted
 from serve_app.referee.draws import NOT_REPLAYED, DrawsChecked, DrawTolerance, check_draws, placement_checks
 from serve_app.referee.drift import DriftSums, TokenDrift, request_drifted
 from serve_app.referee.receipts import Receipt, wrong_rounds
+from serve_app.referee.shift import moves_of
 from serve_app.referee.signatures import PublicKey
-from serve_app.referee.tolerance import Tolerance
+from serve_app.referee.tolerance import Tolerance, coarser_of
 from speculative.errors import ConfigError
 from speculative.model.config import ModelConfig
 from speculative.model.fingerprint import ROUNDED_FORMS, has_plain_values, model_fingerprint
@@ -197,7 +198,11 @@ def _tolerance(receipt: Receipt, folder: Path, engine: EngineName) -> Tolerance:
     """Between the engine that answered and the one that replays; `source` is what it goes by."""
     if receipt.weights == "fp8" or (engine == "transformers" and not has_plain_values(folder, receipt.weights)):
         return replace(Tolerance.against_float32("fp8"), source=f"for {receipt.weights} weights")
-    return Tolerance.against_float32("float32" if receipt.dtype == "float32" else "bfloat16")
+    rounded = receipt.weights in ROUNDED_FORMS
+    form = receipt.weights if rounded or receipt.weights in _DTYPES else None  # it may claim anything
+    own = Numerics("truespec", precision_of(receipt.dtype, form), receipt.weights if rounded else "plain")
+    other = replace(own, precision="float32", weights=own.weights if engine == "torch" else "plain")
+    return Tolerance.against_float32(coarser_of(own, other))
 
 
 def _name(receipt: Receipt, engine: EngineName) -> str:
@@ -229,6 +234,9 @@ def _judge(receipt: Receipt, replay: Replayed, pair: Tolerance, signature: str, 
     if request_drifted(drifts, pair.max_tme - 1, pair.jump_nats):
         nats, at = max((drift.nats, -index) for index, drift in enumerate(drifts))
         wrong.append((-at, f"the logprob of token {-at} is {nats:.3g} nats from its own"))
+    moves = moves_of(receipt.prompt_token_ids + receipt.token_ids[: len(drifts)], served, replay.logprobs)
+    if shifted := why_shifted(moves, pair):
+        wrong.append((num_tokens, shifted))
     if served and len(served) != num_tokens:
         wrong.append((num_tokens, f"{num_tokens} tokens have {len(served)} logprobs"))
     if alarm := distribution_alarm(rows, greedy, pair):

@@ -3,6 +3,7 @@
 import sys
 from dataclasses import dataclass, replace
 
+from serve_app.backends.base import UNKNOWN_NUMERICS, Numerics
 from speculative.errors import SequenceTooLong
 from speculative.request import DEFAULT_VERSION, Request, Round, TokenKind
 from speculative.selfcheck.replayed_draws import Rounds
@@ -31,6 +32,7 @@ class Answer:
     rounds: tuple[Round, ...] = ()  # that made its tokens; fewer where the engine does not keep them
     strata: tuple[tuple[str, ...], ...] = ()  # `strata.shared`, so that they add little to a message
     broken_limit: str = ""  # of its request, in words; "" = it keeps to all
+    numerics: Numerics = UNKNOWN_NUMERICS  # of the engine that decoded it
     untested: str = ""  # why its tokens cannot be compared with a distribution; "" = they can
 
     @classmethod
