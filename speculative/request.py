@@ -215,7 +215,8 @@ class Request:
     longest that the client waits for the whole answer. With `resume` the request continues elsewhere when its decode
     replica is lost; the engine uses neither. An `adapter` changes the model; engines without adapters refuse it. A
     `replay` is a finished request that is recomputed for the referee: no client waits for it. Its `draws`, one a scored
-    token, are made again; () = they are not.
+    token, are made again; () = they are not. What lies within `edge_nats` of an edge of the filters may be on either
+    side of it then.
     """
 
     request_id: str
@@ -231,6 +232,7 @@ class Request:
     cache_salt: str = ""  # the prefix cache is shared with requests of the same salt only
     replay: bool = False
     draws: tuple[Draw, ...] = ()
+    edge_nats: float = 0.25  # of a logit
 
     def __post_init__(self) -> None:
         _require(bool(self.prompt_token_ids), "prompt", "must hold at least one token", [])

@@ -268,7 +268,7 @@ def _tolerance(compared: Sequence[_Compared], processed: bool, desk: _Desk) -> T
         edge_nats=max(_LEAST.edge_nats, _ROOM * float(np.quantile(edges, _KEPT_SHARE))),
         distribution=max(_LEAST.distribution, float((np.abs(means) + _SPREAD * errors).max())),
         jump_nats=max(_LEAST.jump_nats, _ROOM * largest),
-        shift_nats=max(_LEAST.shift_nats, abs(float(moves.mean())) + _SPREAD * float(moves.std(ddof=1))),
+        shift_nats=max(_LEAST.shift_nats, abs(float(moves.mean())) + _ROOM * float(moves.std(ddof=1))),
         processed=processed,
         source=f"measured by {len(compared)} prompts",
         measured={

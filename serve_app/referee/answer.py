@@ -4,6 +4,7 @@ import sys
 from dataclasses import dataclass, replace
 
 from serve_app.backends.base import UNKNOWN_NUMERICS, Numerics
+from serve_app.referee.tolerance import reach_of
 from speculative.errors import SequenceTooLong
 from speculative.request import DEFAULT_VERSION, Request, Round, TokenKind
 from speculative.selfcheck.replayed_draws import Rounds
@@ -92,6 +93,7 @@ class Answer:
             cache_salt=request.cache_salt,
             replay=True,
             draws=() if self.drawn is None else self.drawn.draws(),
+            edge_nats=reach_of(self.numerics.precision),
         )
 
     @property

@@ -32,14 +32,20 @@ from speculative.errors import ConfigError
 
 FORMAT = "truespec-tolerance-1"
 
-EDGE_NATS = {"float32": 1e-3, "bfloat16": 0.25, "int8": 0.5, "fp8": 2.0}
+EDGE_NATS = {"float32": 1e-3, "bfloat16": 0.25, "int8": 1.0, "fp8": 2.0}
 """What rounding may shift a logit by, by what an engine computes in."""
 
 _MAX_TME = {"float32": (1.001, 1.001), "bfloat16": (1.05, 1.1), "int8": (1.05, 1.1), "fp8": (1.2, 1.3)}
-_SHIFT_NATS = {"float32": 1e-4, "bfloat16": 0.05, "int8": 0.1, "fp8": 0.2}
+_SHIFT_NATS = {"float32": 1e-4, "bfloat16": 0.025, "int8": 0.05, "fp8": 0.1}
 _DISTRIBUTION = {"float32": 0.01, "bfloat16": 0.01, "int8": 0.01, "fp8": 0.03}
 _JUMP_NATS = {"float32": 0.01, "bfloat16": 1.0, "int8": 1.0, "fp8": 2.0}
 _NUMBERS = ("max_tme", "edge_nats", "distribution", "jump_nats")
+
+
+def reach_of(precision: str) -> float:
+    """How far from an edge of the filters a token may be found on its other side, nats, where the engine that answered
+    is of this precision; "" = it is not known."""
+    return max(EDGE_NATS["bfloat16"], EDGE_NATS.get(precision, 0.0))
 
 
 class Tolerances(Protocol):

@@ -24,7 +24,7 @@ def test_what_rounding_does_depends_on_the_precision_unless_it_is_set() -> None:
     given = tolerances(replay={"edge_nats": 0.5, "max_tme": 1.2, "distribution_tolerance": 0.02})
     equals, apart = given.between(own, own), given.between(own, reference)
     assert (equals.edge_nats, apart.edge_nats) == (0.5, 1.0), "two engines round each by itself"
-    assert (equals.shift_nats, apart.shift_nats) == (0.1, 0.2), "which moves the mean as it moves logits"
+    assert (equals.shift_nats, apart.shift_nats) == (0.05, 0.1), "which moves the mean as it moves logits"
     assert {(one.max_tme, one.distribution) for one in (equals, apart)} == {(1.2, 0.02)}
 
 
