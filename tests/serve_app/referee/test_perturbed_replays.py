@@ -138,31 +138,27 @@ PAIRS: Mapping[str, tuple[str, Callable[[str], Tolerance], float]] = {
 """Pairs of engines, and the standard deviation of the noise between their logits; docs/watch.md has measurements."""
 
 
-@pytest.mark.slow  # 20 minutes on a core
-@pytest.mark.timeout(7200)
-def test_of_a_hundred_thousand_sound_answers_none_is_suspect() -> None:
-    accused, alarms, judged = [], [], 0
-    for verifier, drafted in itertools.product(
-        ["token_wise", "block", "coupled"], ["sampled", "likeliest", "runner-up"]
-    ):
-        served = answers(engine(drafted, verifier), SETTINGS, EACH)
-        for pair, (precision, between, nats) in PAIRS.items():
-            tolerance, numerics = between(precision), Numerics("truespec", precision)
-            replaying = engine(drafted, verifier, nats, heavy=True)
-            for name, found in served.items():
-                own = [replace(answer, numerics=numerics) for answer in found]
-                where = f"{pair}, {verifier}, {drafted}, {name}"
-                judge, watch = Judge(tolerance), ReplicaWatch(tolerance)
-                for answer, again in zip(own, replayed(replaying, own), strict=True):
-                    judgement = judge.judge(answer, again)
-                    judged += 1
-                    if judgement.checked.verdict is not Verdict.VERIFIED:
-                        accused.append((where, judgement.checked.reason))
-                    whole = [replace(token, strata=("all",)) for token in judgement.tokens]
-                    raised = watch.see(whole, greedy=False, drift_tolerance=judgement.drift_tolerance)
-                    alarms += [(where, alarm) for alarm in raised]
-    assert judged >= 100_000
-    assert not accused and not alarms, (accused[:20], alarms[:20])
+@pytest.mark.slow  # an hour on a core: 101,250 answers in all
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("drafted", ["sampled", "likeliest", "runner-up"])
+@pytest.mark.parametrize("verifier", ["token_wise", "block", "coupled"])
+def test_of_a_hundred_thousand_sound_answers_none_is_suspect(verifier: str, drafted: str, pair: str) -> None:
+    precision, between, nats = PAIRS[pair]
+    tolerance, numerics = between(precision), Numerics("truespec", precision)
+    replaying = engine(drafted, verifier, nats, heavy=True)
+    accused: list[tuple[str, str]] = []
+    for name, served in answers(engine(drafted, verifier), SETTINGS, EACH).items():
+        judge, watch = Judge(tolerance), ReplicaWatch(tolerance)
+        own = [replace(answer, numerics=numerics) for answer in served]
+        assert len(own) == EACH
+        for answer, again in zip(own, replayed(replaying, own), strict=True):
+            judgement = judge.judge(answer, again)
+            accused += [(name, judgement.checked.reason)] * (judgement.checked.verdict is not Verdict.VERIFIED)
+            whole = [replace(token, strata=("all",)) for token in judgement.tokens]
+            found = watch.see(whole, greedy=False, drift_tolerance=judgement.drift_tolerance)
+            accused += [(name, f"alarm: {alarm.name}") for alarm in found]
+    assert not accused
 
 
 @pytest.mark.parametrize("verifier", ["token_wise", "coupled"])
