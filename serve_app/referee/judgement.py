@@ -96,10 +96,11 @@ class Judge:
         seen = _seen(answer, of_each, replayed, draws)
         drift_tolerance = noise.floor.tolerance(tolerance.max_tme)
         output = seen[len(answer.prompt_logprobs) :]
-        alarm = distribution_alarm(replayed.replayed or (), greedy, tolerance)
+        likeliest = answer.request.params.temperature < tolerance.cold  # are all that is drawn; greedy ones anyway
+        alarm = distribution_alarm(replayed.replayed or (), likeliest, tolerance)
         drifted = why_drifted(seen, drift_tolerance, tolerance)
-        distribution = self._distribution(answer.request, output)
-        checks = _checks(distribution, draws, greedy=greedy, logprobs=bool(answer.logprobs))
+        distribution = self._distribution(answer.request, output, likeliest)
+        checks = _checks(distribution, draws, greedy=likeliest, logprobs=bool(answer.logprobs))
         reason = drifted or (f"distribution: {alarm}" if alarm else _wrong_token(misplaced, draws, answer))
         checked = Checked(
             verdict=Verdict.SUSPECT if reason else Verdict.VERIFIED if checks else Verdict.UNVERIFIED,
@@ -115,6 +116,8 @@ class Judge:
         if answer.num_drafted == 0:
             noise.learn(drifts_of(output))
         evidence = self._without_known_contexts(answer, seen)
+        if likeliest and not greedy:  # how rounding turns out decides
+            evidence = [dataclasses.replace(token, row=None) for token in evidence]
         if distribution is Distribution.REPEATED_SEED:
             evidence = [dataclasses.replace(token, row=None, draw=_without_rounding(token.draw)) for token in evidence]
         return Judgement(checked, tuple(seen), tuple(evidence), drift_tolerance, misplaced, results)
@@ -133,11 +136,11 @@ class Judge:
             token if new else dataclasses.replace(token, move=None) for token, new in zip(seen, unknown, strict=True)
         ]
 
-    def _distribution(self, request: Request, output: Sequence[SeenToken]) -> Distribution:
-        """What its replayed tokens can show about their distribution."""
+    def _distribution(self, request: Request, output: Sequence[SeenToken], likeliest: bool) -> Distribution:
+        """What its replayed tokens can show about their distribution; likeliest: or only whether they are that."""
         if all(token.row is None for token in output):
             return Distribution.UNTESTED
-        if request.params.greedy:
+        if likeliest:
             return Distribution.GREEDY
         if request.canary:  # whose seeds are its replica's own
             return Distribution.TESTED

@@ -39,13 +39,14 @@ _MAX_TME = {"float32": (1.001, 1.001), "bfloat16": (1.05, 1.1), "int8": (1.05, 1
 _SHIFT_NATS = {"float32": 1e-4, "bfloat16": 0.025, "int8": 0.05, "fp8": 0.1}
 _DISTRIBUTION = {"float32": 0.01, "bfloat16": 0.01, "int8": 0.01, "fp8": 0.03}
 _JUMP_NATS = {"float32": 0.01, "bfloat16": 1.0, "int8": 1.0, "fp8": 2.0}
+_COLD = 0.1  # of what rounding moves logits by
 _NUMBERS = ("max_tme", "edge_nats", "distribution", "jump_nats")
 
 
 def reach_of(precision: str) -> float:
     """How far from an edge of the filters a token may be found on its other side, nats, where the engine that answered
     is of this precision; "" = it is not known."""
-    return max(EDGE_NATS["bfloat16"], EDGE_NATS.get(precision, 0.0))
+    return 2 * max(EDGE_NATS["bfloat16"], EDGE_NATS.get(precision, 0.0))  # whoever replays it
 
 
 class Tolerances(Protocol):
@@ -97,6 +98,11 @@ class Tolerance:
             shift_nats=times * _SHIFT_NATS[precision],
             source=source,
         )
+
+    @property
+    def cold(self) -> float:
+        """A temperature below which rounding decides which token is drawn: the likeliest is as good as certain."""
+        return _COLD * self.edge_nats
 
     def between(self, served: Numerics, replayed: Numerics) -> "Tolerance":
         """This one, whatever the pair: for referees that know of one only."""

@@ -64,9 +64,9 @@ def engine(drafted: str, verifier: str, nats: float = 0.0, *, heavy: bool = Fals
     """One whose target's and drafter's logits are off by noise of this size; heavy: with tails of a t distribution."""
     chance = torch.Generator().manual_seed(1)
     table, of_drafter, noise, more_noise = (torch.randn(VOCAB, VOCAB, generator=chance) for _ in range(4))
-    if heavy:  # Student's t with 4 degrees of freedom, of variance 1
-        squares = torch.randn(2, 4, VOCAB, VOCAB, generator=chance).square().sum(1)
-        noise, more_noise = noise * (2 / squares[0]).sqrt(), more_noise * (2 / squares[1]).sqrt()
+    if heavy:  # Student's t with 5 degrees of freedom, of variance 1
+        squares = torch.randn(2, 5, VOCAB, VOCAB, generator=chance).square().sum(1)
+        noise, more_noise = noise * (3 / squares[0]).sqrt(), more_noise * (3 / squares[1]).sqrt()
     target = 3 * table + nats * noise
     near = 3 * table + of_drafter + nats * more_noise
     drafters: Mapping[str, Callable[[], Drafter]] = {
@@ -130,10 +130,10 @@ def test_no_sound_answer_is_accused_because_logits_are_rounded(verifier: str, dr
 
 PAIRS: Mapping[str, tuple[str, Callable[[str], Tolerance], float]] = {
     "float32, another engine": ("float32", Tolerance.against_float32, 1.5e-5),
-    "bfloat16, the same engine": ("bfloat16", Tolerance.between_equals, 0.03),
-    "bfloat16 and float32": ("bfloat16", Tolerance.against_float32, 0.06),
-    "four bits and bfloat16": ("bfloat16", Tolerance.against_float32, 0.03),
-    "w4a8 and float32": ("int8", Tolerance.against_float32, 0.12),
+    "bfloat16, the same engine": ("bfloat16", Tolerance.between_equals, 0.02),
+    "bfloat16 and float32": ("bfloat16", Tolerance.against_float32, 0.015),
+    "four bits and bfloat16": ("bfloat16", Tolerance.against_float32, 0.025),
+    "w4a8 and float32": ("int8", Tolerance.against_float32, 0.1),
 }
 """Pairs of engines, and the standard deviation of the noise between their logits; docs/watch.md has measurements."""
 
@@ -158,7 +158,7 @@ def test_of_a_hundred_thousand_sound_answers_none_is_suspect(verifier: str, draf
             whole = [replace(token, strata=("all",)) for token in judgement.tokens]
             found = watch.see(whole, greedy=False, drift_tolerance=judgement.drift_tolerance)
             accused += [(name, f"alarm: {alarm.name}") for alarm in found]
-    assert not accused
+    assert not accused, accused[:20]
 
 
 @pytest.mark.parametrize("verifier", ["token_wise", "coupled"])
