@@ -216,7 +216,8 @@ class Request:
     replica is lost; the engine uses neither. An `adapter` changes the model; engines without adapters refuse it. A
     `replay` is a finished request that is recomputed for the referee: no client waits for it. Its `draws`, one a scored
     token, are made again; () = they are not. Of a teacher-forced request `scored_ids`, one tuple a scored token, are
-    further tokens whose raw logprobs are returned in its place; () = none.
+    further tokens whose raw logprobs are returned in its place; () = none. What lies within `edge_nats` of
+    an edge of the filters may be on either side of it when draws are made again.
     """
 
     request_id: str
@@ -233,6 +234,7 @@ class Request:
     replay: bool = False
     draws: tuple[Draw, ...] = ()
     scored_ids: tuple[tuple[int, ...], ...] = ()
+    edge_nats: float = 0.25  # of a logit
 
     def __post_init__(self) -> None:
         _require(bool(self.prompt_token_ids), "prompt", "must hold at least one token", [])

@@ -116,6 +116,7 @@ def _referee_options(options: dict[str, Any], **own: Any) -> tuple[Any, Any]:
     """How answers are judged, and computed again."""
     from deploy.run.replayers import ReplayerOptions, check_options
     from deploy.watch.referee import RefereeOptions
+    from serve_app.backends.base import PRECISIONS
     from serve_app.referee.tolerance import Tolerance
 
     defaults = dict(_default(text) for text in options["defaults"])
@@ -124,7 +125,8 @@ def _referee_options(options: dict[str, Any], **own: Any) -> tuple[Any, Any]:
     if options["tolerance"] is not None:
         tolerance = Tolerance.read(options["tolerance"])
     else:
-        tolerance = Tolerance.against_float32(options["precision"] or "bfloat16")
+        precisions = options["precision"] or "bfloat16", options["dtype"]
+        tolerance = Tolerance.against_float32(max(precisions, key=PRECISIONS.index))
     replayer = ReplayerOptions(
         find_model(options["model"], progress_printer()),
         **{

@@ -773,6 +773,20 @@ def _zero_logprobs(engine: EngineCore) -> None:
     _change_entries(engine, lambda entries: tuple(replace(entry, logprob=0.0) for entry in entries))
 
 
+def _shifted(nats: float) -> Install:
+    """All that is reported is so much too low, as where another normalizer is subtracted from the logits."""
+
+    def shift(entry: TokenLogprobs) -> TokenLogprobs:
+        top, scored = (tuple((token, own - nats) for token, own in part) for part in (entry.top, entry.scored))
+        return replace(entry, logprob=entry.logprob - nats, top=top, scored=scored)
+
+    return lambda engine: _change_entries(engine, lambda entries: tuple(map(shift, entries)))
+
+
+for _nats in (0.04, 0.005):
+    mutant(f"F10 every logprob {_nats} nats too low", "requests")(_shifted(_nats))
+
+
 @mutant("F10 logprobs for the first token of a run only", "requests")
 def _first_logprob_only(engine: EngineCore) -> None:
     _change_entries(engine, lambda entries: entries[:1])

@@ -16,9 +16,10 @@ from deploy.probes.probes import Need, ProbeVerdict, Stopped
 from deploy.probes.reference import Reference
 from serve_app.backends.base import Replayed
 from serve_app.referee.answer import Answer
-from serve_app.referee.detectors import Alarm, ReplicaWatch, SeenToken
-from serve_app.referee.drift import TokenDrift, request_drifted
+from serve_app.referee.detectors import Alarm, ReplicaWatch, SeenToken, why_drifted
+from serve_app.referee.drift import TokenDrift
 from serve_app.referee.judgement import Judge, Judgement, as_processed, processed_logprobs
+from serve_app.referee.shift import moves_of
 from serve_app.referee.tolerance import Tolerance
 from speculative.request import Draw, ReplayedToken, Request, SamplingParams
 from speculative.selfcheck.eprocess import Floats
@@ -260,13 +261,12 @@ class Lab:
         """Of its logprobs, nats."""
         return self.judge(served).checked.max_drift_nats or 0.0
 
-    def drifted(self, answers: Iterable[tuple[ServedAnswer, Sequence[TokenDrift]]]) -> ServedAnswer | None:
+    def drifted(self, answers: Iterable[tuple[ServedAnswer, Sequence[SeenToken]]]) -> ServedAnswer | None:
         """The first answer whose logprobs are too far off by themselves, or with those of the answers before it."""
         watch, tolerance = ReplicaWatch(self.tolerance), self.tolerance
-        for one, drifts in answers:
-            tokens = [SeenToken(("all",), drift, None, "server") for drift in drifts]
-            alone = request_drifted(drifts, tolerance.max_tme - 1, tolerance.jump_nats)
-            if alone or self.alarms(watch, one, tokens):
+        for one, found in answers:
+            tokens = [SeenToken(("all",), token.drift, None, "server", move=token.move) for token in found]
+            if why_drifted(tokens, tolerance.max_tme - 1, tolerance) or self.alarms(watch, one, tokens):
                 return one
         return None
 
@@ -347,6 +347,13 @@ def _copy_of(tokens: Sequence[Any], place: int) -> int:
     latest = tokens[place - _COPY_LEAST : place]
     ends = range(place - 1, _COPY_LEAST - 1, -1)
     return next((tokens[end] for end in ends if tokens[end - _COPY_LEAST : end] == latest), -1)
+
+
+def compared(tokens: Sequence[int], values: Floats, again: Floats) -> list[SeenToken]:
+    """Logprobs that the server reported for the last of these tokens, beside those that it should have."""
+    drifts = [TokenDrift.between(*both) for both in zip(values, again, strict=True)]
+    moves = moves_of(tokens, values.tolist(), again.tolist())
+    return [SeenToken(("all",), drift, None, "server", move=move) for drift, move in zip(drifts, moves, strict=True)]
 
 
 def nan_for_none(values: Iterable[float | None]) -> Floats:

@@ -2,11 +2,13 @@
 
 import dataclasses
 
+import numpy as np
+
 from deploy.exchange.dialect import Ask
-from deploy.probes.lab import SETTINGS, Lab, ServedAnswer, nan_for_none
+from deploy.probes.lab import SETTINGS, Lab, ServedAnswer, compared, nan_for_none
 from deploy.probes.probes import Need, Trial, probe
 from deploy.probes.replay import check_greedy, check_logprobs
-from serve_app.referee.drift import TokenDrift
+from serve_app.referee.detectors import drifts_of
 from speculative.request import SamplingParams
 
 _GREEDY = SETTINGS["greedy"]
@@ -35,7 +37,7 @@ def prompt_logprobs(lab: Lab, trial: Trial) -> None:
     mixed = [ask for pair in zip(asks, (busy * len(asks))[: len(asks)], strict=True) for ask in pair]
     answered = [one for one in lab.ask_all(mixed, "prompt", at_once=6) if one.ask.params.prompt_logprobs is not None]
     largest = []
-    for length, one in zip(lengths, answered, strict=True):
+    for length, prompt, one in zip(lengths, prompts, answered, strict=True):
         if not trial.answered(one.attempt, ("F11", "request fails")):
             continue
         values = one.prompt_logprobs or []
@@ -43,11 +45,11 @@ def prompt_logprobs(lab: Lab, trial: Trial) -> None:
         whole = len(values) == length - 1 and None not in values
         if not trial.check(whole, ("F11",), one.attempt.body, f"{length - 1} logprobs for {length} tokens", reported):
             continue
-        drifts = [TokenDrift.between(*both) for both in zip(nan_for_none(values), expected, strict=False)]
-        nats = [drift.nats for drift in drifts]
+        tokens = compared(prompt, nan_for_none(values), np.array(expected)[: len(values)])
+        nats = [drift.nats for drift in drifts_of(tokens)]
         largest.append(max(nats))
         trial.num_cases += len(nats)
-        if lab.drifted([(one, drifts)]) is not None:
+        if lab.drifted([(one, tokens)]) is not None:
             worst = nats.index(max(nats))
             reported = f"the logprob of token {worst + 1} of {length} is off by {nats[worst]:.2f} nats"
             wanted = f"the prompt's logprobs within the tolerance ({lab.tolerance.source})"

@@ -6,11 +6,22 @@ from collections.abc import Sequence
 import numpy as np
 
 from deploy.exchange.dialect import Ask
-from deploy.probes.lab import AT_ONCE, BETWEEN, FIRST, LAST, SEED, SETTINGS, Lab, ServedAnswer, copies, nan_for_none
+from deploy.probes.lab import (
+    AT_ONCE,
+    BETWEEN,
+    FIRST,
+    LAST,
+    SEED,
+    SETTINGS,
+    Lab,
+    ServedAnswer,
+    compared,
+    copies,
+    nan_for_none,
+)
 from deploy.probes.probes import Need, Trial, probe
 from deploy.probes.statistics import departs, mean_departs
-from serve_app.referee.detectors import ReplicaWatch, drifts_of
-from serve_app.referee.drift import TokenDrift
+from serve_app.referee.detectors import ReplicaWatch, SeenToken, drifts_of
 from serve_app.referee.measures import Measures
 from speculative.request import SamplingParams
 from speculative.sampling.probs import temperature_of
@@ -85,7 +96,7 @@ def replayed_logprobs(lab: Lab, trial: Trial) -> None:
         for alarm in lab.alarms(watch, one, lab.judge(one).tokens):
             if alarm.name == "drift" and alarm.stratum in _POSITIONS:
                 _found_drift(lab, trial, one, alarm.stratum, _POSITIONS[alarm.stratum])
-        if lab.judge(one).checked.reason == "drift":
+        if lab.judge(one).checked.reason.startswith("drift"):
             _found_drift(lab, trial, one, "one answer", ROWS)
 
 
@@ -93,7 +104,7 @@ def check_logprobs(
     lab: Lab, trial: Trial, answers: Sequence[ServedAnswer], where: str, faults: tuple[str, ...]
 ) -> bool:
     """The logprobs of these answers, one by one and together, are as near to the model's as the tolerance wants."""
-    wrong = lab.drifted((one, drifts_of(lab.judge(one).compared)) for one in answers if one.ids)
+    wrong = lab.drifted((one, lab.judge(one).tokens) for one in answers if one.ids)
     if wrong is None:
         return trial.check(True, faults, {}, "", "")
     _found_drift(lab, trial, wrong, where, faults)
@@ -139,15 +150,15 @@ def own_prompt_logprobs(lab: Lab, trial: Trial) -> None:
             for one in answers
         ]
     )
-    pairs: list[tuple[ServedAnswer, list[TokenDrift]]] = []
+    pairs: list[tuple[ServedAnswer, list[SeenToken]]] = []
     for one, again in zip(answers, back, strict=True):
         reported = again.prompt_logprobs
         if not trial.answered(again.attempt, ("F11", "request fails")) or reported is None:
             continue
         own = reported[-len(one.ids) :]
         if len(own) == len(one.values):
-            pairs.append((one, [TokenDrift.between(*both) for both in zip(one.values, nan_for_none(own), strict=True)]))
-    nats = [drift.nats for _, drifts in pairs for drift in drifts]
+            pairs.append((one, compared((*one.ask.prompt, *one.ids), one.values, nan_for_none(own))))
+    nats = [drift.nats for _, tokens in pairs for drift in drifts_of(tokens)]
     trial.num_cases += len(nats)
     trial.figures["tokens"] = float(len(nats))
     if not nats:

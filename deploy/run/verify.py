@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from deploy.run.replayers import LoadedReplayer, ReplayerOptions, make_replayer
-from serve_app.backends.base import Replayed
-from serve_app.referee.detectors import distribution_alarm
+from serve_app.backends.base import Numerics, Replayed, precision_of
+from serve_app.referee.detectors import distribution_alarm, why_shifted
 from serve_app.referee.draws import NOT_REPLAYED, DrawsChecked, DrawTolerance, check_draws, placement_checks
 from serve_app.referee.drift import DriftSums, TokenDrift, request_drifted
 from serve_app.referee.receipts import Receipt, wrong_ending, wrong_rounds
+from serve_app.referee.shift import moves_of
 from serve_app.referee.signatures import PublicKey
-from serve_app.referee.tolerance import Tolerance
+from serve_app.referee.tolerance import Tolerance, coarser_of
 from serve_app.text.answer_text import AnswerText
 from serve_app.text.tokenizer import StopMatcher, StopStrings, Tokenizer
 from speculative.errors import ConfigError
@@ -297,7 +298,11 @@ def _tolerance(receipt: Receipt, folder: Path, engine: EngineName) -> Tolerance:
     """Between the engine that answered and the one that replays; `source` is what it goes by."""
     if receipt.weights == "fp8" or (engine == "transformers" and not has_plain_values(folder, receipt.weights)):
         return replace(Tolerance.against_float32("fp8"), source=f"for {receipt.weights} weights")
-    return Tolerance.against_float32("float32" if receipt.dtype == "float32" else "bfloat16")
+    rounded = receipt.weights in ROUNDED_FORMS
+    form = receipt.weights if rounded or receipt.weights in _DTYPES else None  # it may claim anything
+    own = Numerics("truespec", precision_of(receipt.dtype, form), receipt.weights if rounded else "plain")
+    other = replace(own, precision="float32", weights=own.weights if engine == "torch" else "plain")
+    return Tolerance.against_float32(coarser_of(own, other))
 
 
 def _name(receipt: Receipt, engine: EngineName) -> str:
@@ -321,6 +326,9 @@ def _judge(receipt: Receipt, replay: Replayed, pair: Tolerance, signature: str, 
         wrong.append((at, f"token {at} ({kind}) is not the one that seed and weights demand"))
     if largest is not None and request_drifted(drifts, pair.max_tme - 1, pair.jump_nats):
         wrong.append((largest, f"the logprob of token {largest} is {drifts[largest].nats:.3g} nats from its own"))
+    moves = moves_of(receipt.prompt_token_ids + receipt.token_ids[: len(drifts)], served, replay.logprobs)
+    if shifted := why_shifted(moves, pair):
+        wrong.append((num_tokens, shifted))
     if alarm := distribution_alarm(rows, greedy, pair):
         wrong.append((num_tokens, f"its tokens do not follow the model's distribution ({alarm})"))
     return ReceiptVerdict(

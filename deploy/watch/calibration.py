@@ -6,6 +6,7 @@ prompt:
 
     drift         |log s - log p| of a token, weighted by s, as if it had been drawn
     edge          |(log s - log s_1) - (log p - log p_1)|, what a logit moved against the likeliest token's
+    log odds      mean of log odds(p) - log odds(s), weighted by s: what rounding adds to the mean of their moves
     probability   sum (s - p) p            what rounding adds to the mean of p(y) - sum p^2
     surprisal     sum (s - p)(-log p)      what it adds to the mean of the surprisal minus the entropy
 
@@ -16,7 +17,7 @@ import json
 import math
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from deploy.exchange.answers import Candidate
 from deploy.exchange.client import Attempt, Client
 from deploy.exchange.prompts import KINDS, read_texts
 from deploy.reports.progress import View
+from serve_app.referee.shift import move_of_log_odds
 from serve_app.referee.tolerance import Tolerance
 from serve_app.referee.transformers_model import TransformersModel
 from serve_app.text.tokenizer import Tokenizer
@@ -41,7 +43,7 @@ _MODE_PROMPTS = 12
 _HALF = 0.5  # temperature at which logprobs before and after it differ
 _SPREAD = 4.0  # standard errors that the mean shift may be off by
 _ROOM = 2.0  # times what was measured
-_LEAST = Tolerance(max_tme=1.01, edge_nats=1e-3, distribution=0.005, jump_nats=0.1)
+_LEAST = replace(Tolerance.against_float32("float32"), distribution=0.005)
 _KEPT_SHARE = 0.999
 _OTHER_TME = 1.5  # beyond which logprobs are not these weights', rounded: 8 bits have 1.2 at most
 _NEUTRAL = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
@@ -75,6 +77,12 @@ class _Compared:
     def drifts(self) -> Floats:
         drifts: Floats = np.abs(self.served - self.exact)
         return drifts
+
+    @property
+    def move(self) -> float:
+        """How far log odds moved, on average over what is drawn."""
+        moves = [move_of_log_odds(*one) for one in zip(self.served.tolist(), self.exact.tolist(), strict=True)]
+        return float(np.average(moves, weights=self.weights))
 
     @property
     def shifts(self) -> tuple[float, float]:
@@ -249,6 +257,7 @@ def _tolerance(compared: Sequence[_Compared], processed: bool, desk: _Desk) -> T
     largest = _quantile(drifts, weights, _KEPT_SHARE)
     shifts = np.array([one.shifts for one in compared])
     means, errors = shifts.mean(0), shifts.std(0, ddof=1) / math.sqrt(len(shifts))
+    moves = np.array([one.move for one in compared])
     if tme > _OTHER_TME or largest > SURPRISAL_CLIP_NATS / 2:
         raise ConfigError(
             f"The logprobs of {desk.model} are not those of --model, rounded: their TME is {tme:.3g}, and one in a "
@@ -259,6 +268,7 @@ def _tolerance(compared: Sequence[_Compared], processed: bool, desk: _Desk) -> T
         edge_nats=max(_LEAST.edge_nats, _ROOM * float(np.quantile(edges, _KEPT_SHARE))),
         distribution=max(_LEAST.distribution, float((np.abs(means) + _SPREAD * errors).max())),
         jump_nats=max(_LEAST.jump_nats, _ROOM * largest),
+        shift_nats=max(_LEAST.shift_nats, abs(float(moves.mean())) + _ROOM * float(moves.std(ddof=1))),
         processed=processed,
         source=f"measured by {len(compared)} prompts",
         measured={
@@ -272,6 +282,7 @@ def _tolerance(compared: Sequence[_Compared], processed: bool, desk: _Desk) -> T
             "edge_nats_999": float(np.quantile(edges, _KEPT_SHARE)),
             "probability_shift": float(means[0]),
             "surprisal_shift": float(means[1]),
+            "log_odds_shift": float(moves.mean()),
             "standard_errors": [float(error) for error in errors],
         },
     )

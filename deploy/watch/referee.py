@@ -40,7 +40,6 @@ _KEPT_WORST = 3
 _FORBIDDEN_NATS = 1e9  # JSON has no infinity
 _KEPT_REASONS = 100
 _NOTE_EVERY_S = 1.0
-_COLD = 0.1  # of what rounding moves logits by; below this temperature the likeliest token is as good as certain
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +101,7 @@ class Referee:
             Tokenizer.from_folder(model.folder),
             options.dialect,
             options.defaults,
-            _COLD * options.tolerance.edge_nats,
+            options.tolerance.cold,
             options.processed,
         )
         self._judge = Judge(options.tolerance)

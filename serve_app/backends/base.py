@@ -21,6 +21,44 @@ Handoff = np.ndarray[Any, np.dtype[np.uint8]]
 """A computed-token state on its way from one engine to another: one run of bytes that only an engine opens."""
 
 
+PRECISIONS = ("float32", "bfloat16", "int8", "fp8")
+"""What engines compute in, the finest first: the type of activations, or what they are rounded to in products."""
+
+_OF_WEIGHTS_ALONE = ("auto", "float32", "int8", "int4", "awq", "gptq", "bitsandbytes", "gguf")
+"""Beginnings of quantizations that leave activations as they are."""
+
+
+def precision_of(dtype: str, quantization: str | None) -> str:
+    """What an engine computes in, one of `PRECISIONS`.
+
+    Args:
+        dtype: of activations, where the quantization leaves them as they are.
+        quantization: the form of the weights, as a configuration or an engine names it. One that is not known counts as
+            the coarsest, so that nobody is accused for it.
+    """
+    if quantization in ("w8a8", "w4a8"):
+        return "int8"
+    if quantization in ("bfloat16", "w16a16"):
+        return "bfloat16"
+    return dtype if quantization is None or quantization.startswith(_OF_WEIGHTS_ALONE) else "fp8"
+
+
+@dataclass(frozen=True, slots=True)
+class Numerics:
+    """How far an engine rounds. Two that are equal mostly round alike.
+
+    engine: whose code computes. precision: one of `PRECISIONS`. weights: "plain", as the checkpoint's files have them,
+    or the form to which they were rounded. "" = not known.
+    """
+
+    engine: str = ""
+    precision: str = ""
+    weights: str = ""
+
+
+UNKNOWN_NUMERICS = Numerics()
+
+
 @dataclass(frozen=True, slots=True)
 class Prefilled:
     """What a prefill gives back: the deltas it emitted, and the handoff to go on from.
@@ -44,6 +82,7 @@ class Replayed:
     replica: str = ""  # that computed it
     weight_version: str = DEFAULT_VERSION  # it was computed with
     entries: tuple[TokenLogprobs, ...] = ()
+    numerics: Numerics = UNKNOWN_NUMERICS  # of the engine that computed it
 
     @classmethod
     def reported(cls, delta: TokenDelta, replica: str = "") -> "Replayed":
@@ -151,6 +190,7 @@ class Computing:
     device: what it computes on.
     weights: the form of the weights: a dtype, or what they were rounded to as they were loaded.
     dtype: of activations.
+    numerics: how far it rounds.
     logprobs_mode: which logprobs are returned.
     keeps_rounds: whether deltas come with the rounds that made them.
     untested: name and version of an engine whose faults have not been looked for; "" = they are known.
@@ -165,6 +205,7 @@ class Computing:
     device: str = ""
     weights: str = ""
     dtype: str = ""
+    numerics: Numerics = UNKNOWN_NUMERICS
     logprobs_mode: str = ""
     keeps_rounds: bool = False
     untested: str = ""

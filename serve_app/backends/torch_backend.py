@@ -19,10 +19,12 @@ from serve_app.backends.base import (
     Computing,
     Handoff,
     ModelInfo,
+    Numerics,
     PauseMode,
     Prefilled,
     Replayed,
     naming,
+    precision_of,
     replayed,
 )
 from serve_app.text.grammar import StructureCompiler
@@ -31,6 +33,7 @@ from speculative.config import EngineConfig
 from speculative.engine import EngineCore
 from speculative.errors import ConfigError, EngineFault
 from speculative.model.config import ModelConfig
+from speculative.model.fingerprint import ROUNDED_FORMS
 from speculative.model.head_checkpoint import held_out_rates
 from speculative.model.loading import choose_weights, resolve_model
 from speculative.model.quantized import QUANTIZED_FILE
@@ -152,7 +155,7 @@ class TorchBackend:
 
     async def replay(self, request: Request) -> Replayed:
         """Compute a teacher-forced request."""
-        return await replayed(self.generate(request))
+        return replace(await replayed(self.generate(request)), numerics=self._numerics)
 
     def set_speculation(self, speculation: Speculation) -> None:
         """Set who may draft from the next step on."""
@@ -370,9 +373,16 @@ class TorchBackend:
             device=device_name(engine.device),
             weights=self._form.weights,
             dtype=config.dtype,
+            numerics=self._numerics,
             logprobs_mode=config.logprobs_mode,
             keeps_rounds=True,
         )
+
+    @property
+    def _numerics(self) -> Numerics:
+        form = self._form.weights
+        weights = form if form in ROUNDED_FORMS else "plain"
+        return Numerics("truespec", precision_of(self._config.dtype, form), weights)
 
     def _settle_start(self, result: ModelInfo | Exception) -> None:
         assert self._ready is not None

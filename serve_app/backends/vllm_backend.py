@@ -26,10 +26,12 @@ from serve_app.backends.base import (
     Computing,
     Handoff,
     ModelInfo,
+    Numerics,
     PauseMode,
     Prefilled,
     Replayed,
     naming,
+    precision_of,
     replayed,
 )
 from serve_app.backends.vllm_parts.adapters import Adapters, read_adapters
@@ -326,7 +328,8 @@ class VllmBackend:
             return dataclasses.replace(replay, replayed=None)  # the distribution was a different one
         self._live_replays += 1
         try:  # of a prompt, vLLM returns the likeliest tokens' logprobs, and none of tokens that one names
-            return await replayed(self.generate(dataclasses.replace(request, scored_ids=())))
+            replay = await replayed(self.generate(dataclasses.replace(request, scored_ids=())))
+            return dataclasses.replace(replay, numerics=self._numerics)
         finally:
             self._live_replays -= 1
 
@@ -702,7 +705,19 @@ class VllmBackend:
         version = installed_version()
         name = f"vllm {version} {self._settings.engine.dtype}"
         untested = "" if is_tested(version) else f"vllm {version}"
-        return Computing(unrepeatable=why, couples_seeds=False, name=name, device=self._device, untested=untested)
+        return Computing(
+            unrepeatable=why,
+            couples_seeds=False,
+            name=name,
+            device=self._device,
+            numerics=self._numerics,
+            untested=untested,
+        )
+
+    @property
+    def _numerics(self) -> Numerics:
+        form = self._llm.model_config.quantization
+        return Numerics("vllm", precision_of(self._settings.engine.dtype, form), form or "plain")
 
     @property
     def _max_model_len(self) -> int:

@@ -270,12 +270,13 @@ class ReplaySection(Section):
     """Requests that may wait for their replay; more are counted as skipped."""
     max_running: AtLeastOne = 2
     """Replays at once; on a replica they come after everything else."""
-    max_tme: Annotated[float, Field(gt=1, le=10)] = 1.05
-    """TME above which something is wrong, on top of the noise floor that plain requests show."""
-    distribution_tolerance: Annotated[float, Field(ge=0, le=1)] = 0.01
-    """How far rounding may move the means of the calibration test."""
+    max_tme: Annotated[float, Field(gt=1, le=10)] | None = None
+    """TME above which something is wrong, on top of the noise floor that plain requests show; by precision when not
+    set, as docs/watch.md says."""
+    distribution_tolerance: Annotated[float, Field(ge=0, le=1)] | None = None
+    """How far rounding may move the means of the calibration test; by precision when not set."""
     edge_nats: Annotated[float, Field(gt=0, le=10)] | None = None
-    """Nats by which rounding may move a filter's edge, or the likeliest token; by dtype, or fp8, when not set."""
+    """Nats by which rounding may move a filter's edge, or the likeliest token; by precision when not set."""
     verify_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 60.0
     """How long an answer with `verify` waits for its replay; then it says `unverified`."""
     keep_verdicts: AtLeastOne = 10000

@@ -32,7 +32,7 @@ from serve_app.referee.judgement import Judge
 from serve_app.referee.replay_checker import ReplayChecker
 from serve_app.referee.replica_book import ReplicaBook
 from serve_app.referee.strata import SERVED_STRATA
-from serve_app.referee.tolerance import tolerances_of
+from serve_app.referee.tolerance import ServiceTolerances, Tolerance
 from serve_app.referee.verdicts import Checked
 from serve_app.telemetry.metrics import Metrics, PrometheusSink, RaySink, Sink
 from serve_app.telemetry.tracing import Carried, adopt, carried
@@ -62,10 +62,10 @@ class Controller:
         sums = PrometheusSink(source=context.replica_tag)
         sinks: list[Sink] = [RaySink(), sums]
         metrics = Metrics(sinks, model_name=config.model.served_name, pool=pool)
-        tolerance, against_transformers = tolerances_of(config.replay, config.engine)
+        tolerances = ServiceTolerances(config.replay, config.engine)
         self._counts = counts = RefereeCounts(metrics, SERVED_STRATA)
         book = ReplicaBook(
-            tolerance,
+            tolerances,
             _dump_folder(config),
             config.replay.keep_verdicts,
             alarmed=counts.alarmed,
@@ -74,12 +74,12 @@ class Controller:
         registry = ReplicaRegistry(book, counts)
         self._independent = IndependentChecks(
             _IndependentReplayer(replayers),
-            against_transformers,
+            tolerances,
             book,
             rate=config.replay.independent_rate_of(config.engine),
             ended=count_independent(metrics),
         )
-        judge = Judge(tolerance)
+        judge = Judge(tolerances)
         self._controls = Controls(replay, judge.judge, ended=count_controls(metrics))
         self._checker = ReplayChecker(
             replay,
@@ -90,7 +90,7 @@ class Controller:
             ended=counts.ended,
             verified=self._on_verified,
         )
-        self._status = StatusBook(_about(config), sums, time.time)
+        self._status = StatusBook(_about(config, tolerances.configured), sums, time.time)
         weights = WeightCoordinator()
         parts = (
             ReplicaReports(sums, registry, weights, self._status),
@@ -160,14 +160,14 @@ class _IndependentReplayer:
         return await answered(referee.replay.remote(request, weights))
 
 
-def _about(config: AppConfig) -> dict[str, Any]:
+def _about(config: AppConfig, tolerance: Tolerance) -> dict[str, Any]:
     grafana = os.environ.get("RAY_GRAFANA_IFRAME_HOST") or os.environ.get("RAY_GRAFANA_HOST", "")  # Ray's own settings
     return {
         "model": config.model.served_name,
         "topology": config.topology,
         "drafter": config.drafter.kind,
         "replay_share": config.replay.sample_rate,
-        "max_tme": config.replay.max_tme,
+        "max_tme": tolerance.max_tme,
         "max_first_token_s": config.limits.max_time_to_first_token_s,
         "grafana": grafana if grafana.startswith(("https://", "http://")) else "",
         "verifies": config.engine.logprobs_mode == "raw_logprobs",

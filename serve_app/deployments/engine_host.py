@@ -128,7 +128,9 @@ class EngineHost:
             _logger.warning(slow, runtime.name, info.computing.kernels_off)
         info = await self._join(info)
         most_drafts = config.engine_config(self.pool).drafter.max_drafts
-        self.records = Records(runtime.name, info.max_model_len, most_drafts, info.eos_token_ids)
+        self.records = Records(
+            runtime.name, info.max_model_len, most_drafts, info.eos_token_ids, info.computing.numerics
+        )
         self.source = make_source(self)
         self.canary = self._make_canary()
         self._guard = self._make_guard()

@@ -130,7 +130,7 @@ class StreamRouter:
             path.write_bytes(content)
         info = self._info = dataclasses.replace(info, folder=self._folder.name)
         most_drafts = config.engine_config(config.decoding_pool).drafter.max_drafts
-        records = Records(runtime.name, info.max_model_len, most_drafts, info.eos_token_ids)
+        records = Records(runtime.name, info.max_model_len, most_drafts, info.eos_token_ids, info.computing.numerics)
         recovery = config.recovery
         source = ResumingSource(
             self, runtime.metrics, records, most_resumes=recovery.max_resumes, silence_s=recovery.decode_timeout_s

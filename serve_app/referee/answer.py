@@ -4,7 +4,9 @@ import sys
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
+from serve_app.backends.base import UNKNOWN_NUMERICS, Numerics
 from serve_app.referee.alternatives import Alternatives
+from serve_app.referee.tolerance import reach_of
 from speculative.errors import SequenceTooLong
 from speculative.request import DEFAULT_VERSION, MAX_LOGPROBS, Request, Round, SamplingParams, TokenKind
 from speculative.selfcheck.replayed_draws import Rounds
@@ -34,6 +36,7 @@ class Answer:
     rounds: tuple[Round, ...] = ()  # that made its tokens; fewer where the engine does not keep them
     strata: tuple[tuple[str, ...], ...] = ()  # `strata.shared`, so that they add little to a message
     broken_limit: str = ""  # of its request, in words; "" = it keeps to all
+    numerics: Numerics = UNKNOWN_NUMERICS  # of the engine that decoded it
     untested: str = ""  # why its tokens cannot be compared with a distribution; "" = they can
     alternatives: tuple[Alternatives, ...] = ()  # reported beside the logprobs, in the order of their places
     num_left_out: int = 0  # numbers that were reported beside them and are not kept
@@ -123,6 +126,7 @@ class Answer:
             replay=True,
             draws=() if self.drawn is None else self.drawn.draws(),
             scored_ids=scored_ids,
+            edge_nats=reach_of(self.numerics.precision),
         )
 
     def since_update(self) -> "Answer":

@@ -1,17 +1,19 @@
 """Detectors over the replayed tokens of one replica, one set for each stratum."""
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from serve_app.referee.draws import DrawResult, DrawTest
-from serve_app.referee.drift import Cusum, TokenDrift
+from serve_app.referee.drift import Cusum, TokenDrift, request_drifted
 from serve_app.referee.evidence import CalibrationTest, DriftTest
+from serve_app.referee.shift import ShiftTest
 from serve_app.referee.strata import KNOWN_AFTERWARDS, STRATA
 from serve_app.referee.tolerance import Tolerance
 from speculative.request import ReplayedToken
 
-_DELTA = 1e-6 / (3 * len(STRATA))  # of each test, for one false alarm in a million replica lifetimes
+_DELTA = 1e-6 / (4 * len(STRATA))  # of each test, for one false alarm in a million replica lifetimes
 _REQUEST_DELTA = 1e-6
 _JUMP_RATE = 1e-3  # share of the tokens whose logprobs rounding moves further than `Tolerance.jump_nats`
 
@@ -26,6 +28,7 @@ class SeenToken:
     made_by: str  # the replica that emitted it
     draw: DrawResult | None = None  # None = its draw was not made again
     others: TokenDrift | None = None  # of what was reported beside its logprob; None = nothing was compared
+    move: float | None = None  # of its log odds, nats; None = it was served without a logprob, or its context is known
 
     @property
     def distribution_terms(self) -> tuple[float, float] | None:
@@ -53,6 +56,7 @@ class ReplicaWatch:
         self._jumps: defaultdict[str, DriftTest] = defaultdict(
             lambda: DriftTest(tolerance.jump_nats, _JUMP_RATE, _DELTA)
         )
+        self._shifts: defaultdict[str, ShiftTest] = defaultdict(lambda: tolerance.shift_test(_DELTA))
         self._distributions: defaultdict[str, CalibrationTest] = defaultdict(lambda: tolerance.calibration_test(_DELTA))
         self._draws: defaultdict[str, DrawTest] = defaultdict(lambda: DrawTest(_DELTA))
         self._others = Cusum()
@@ -72,12 +76,17 @@ class ReplicaWatch:
 
     def _drifts(self, stratum: str, tokens: Sequence[SeenToken], tolerance: float, at: float) -> Iterator[Alarm]:
         cusum, jumps, drifts = self._cusums[stratum], self._jumps[stratum], drifts_of(tokens)
+        shifts = self._shifts[stratum]
         risen = cusum.add((drift.excess for drift in drifts), tolerance, at)
         jumps.add((drift.nats for drift in drifts), at)
+        shifts.add((token.move for token in tokens if token.move is not None), at)
         found = [cusum.evidence_since] if risen else []
         if jumps.alarm:
             found.append(jumps.evidence_since)
             del self._jumps[stratum]
+        if shifts.alarm:
+            found.append(shifts.evidence_since)
+            del self._shifts[stratum]
         if found:
             yield Alarm("drift", stratum, min(found))
 
@@ -113,6 +122,26 @@ def by_stratum(tokens: Iterable[SeenToken]) -> dict[str, list[SeenToken]]:
         for stratum in token.strata:
             members.setdefault(stratum, []).append(token)
     return members
+
+
+def why_drifted(tokens: Sequence[SeenToken], drift_tolerance: float, tolerance: Tolerance) -> str:
+    """Why the logprobs of one answer are too far off; "" = they are not."""
+    if request_drifted(drifts_of(tokens), drift_tolerance, tolerance.jump_nats):
+        return "drift"
+    shifted = why_shifted((token.move for token in tokens), tolerance)
+    return f"drift: {shifted}" if shifted else ""
+
+
+def why_shifted(moves: Iterable[float | None], tolerance: Tolerance) -> str:
+    """Why one answer's own logprobs are shifted, with a false alarm in a million answers; "" = they are not."""
+    known = [move for move in moves if move is not None]
+    test = tolerance.shift_test(_REQUEST_DELTA)
+    test.add(known)
+    if not test.alarm:
+        return ""
+    mean = math.fsum(known) / len(known)
+    side = "low" if mean > 0 else "high"
+    return f"the log odds of its logprobs are {abs(mean):.2g} nats too {side} on average"
 
 
 def distribution_alarm(rows: Iterable[ReplayedToken], greedy: bool, tolerance: Tolerance) -> str | None:

@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Callable
 from typing import Literal
 
+from serve_app.backends.base import Replayed
 from serve_app.referee.answer import Answer
 from serve_app.referee.detectors import ReplicaWatch, drifts_of
 from serve_app.referee.evidence import DriftTest
@@ -18,7 +19,7 @@ from serve_app.referee.replay_checker import comparable
 from serve_app.referee.replay_selection import chosen
 from serve_app.referee.replayer import Replayer
 from serve_app.referee.replica_book import Case, ReplicaBook
-from serve_app.referee.tolerance import Tolerance
+from serve_app.referee.tolerance import Tolerance, Tolerances
 from serve_app.referee.verdicts import Verdict
 from speculative.errors import ConfigError
 
@@ -39,7 +40,7 @@ class IndependentChecks:
 
     Args:
         replayer: independent of the engine; it raises ConfigError where it lacks the weights.
-        tolerance: between the engine and the referee.
+        tolerances: between the engine and the referee.
         book: is given the answers that were found wrong.
         rate: the share of answers.
         ended: called at the end of each check.
@@ -48,17 +49,16 @@ class IndependentChecks:
     def __init__(
         self,
         replayer: Replayer,
-        tolerance: Tolerance,
+        tolerances: Tolerances,
         book: ReplicaBook,
         *,
         rate: float,
         ended: Callable[[IndependentResult], None] = lambda result: None,
     ) -> None:
         self._replayer = replayer
-        self._judge = Judge(tolerance)
-        self._watch = ReplicaWatch(tolerance)
-        self._tolerance = tolerance
-        self._drift = self._new_drift_test()
+        self._judge = Judge(tolerances)
+        self._tolerances = tolerances
+        self._evidence: dict[Tolerance, _Evidence] = {}
         self._book = book
         self._rate = rate
         self._ended = ended
@@ -97,7 +97,7 @@ class IndependentChecks:
         except Exception as error:  # its process died: the check is lost, the others are not
             _logger.warning("%s could not be checked independently: %s", answer.request.request_id, error)
             return "failed"
-        reason = self._wrong(answer, judgement)
+        reason = self._wrong(answer, replayed, judgement)
         if not reason:
             return "agrees"
         reason = f"{replayed.replica} disagrees: {reason}"
@@ -106,21 +106,33 @@ class IndependentChecks:
         self._book.incidents.note("independent", "disagrees", answer.replica)
         return "disagrees"
 
-    def _wrong(self, answer: Answer, judgement: Judgement) -> str:
+    def _wrong(self, answer: Answer, replayed: Replayed, judgement: Judgement) -> str:
         """What an answer shows, by itself or with those before it; "" = nothing is wrong."""
-        found = self._watch.see(
+        tolerance = self._tolerances.between(answer.numerics, replayed.numerics)
+        evidence = self._evidence_of(tolerance)
+        found = evidence.watch.see(
             judgement.tokens,
             greedy=answer.request.params.greedy,
             drift_tolerance=judgement.drift_tolerance,
             at=answer.began_at,
         )
-        self._drift.add((drift.nats for drift in drifts_of(judgement.tokens)), answer.began_at)
-        if self._drift.alarm:
-            limit, self._drift = self._drift.limit_nats, self._new_drift_test()
-            return f"drift: too many logprobs are off by more than {limit:g} nats"
+        evidence.drift.add((drift.nats for drift in drifts_of(judgement.tokens)), answer.began_at)
+        if evidence.drift.alarm:
+            del self._evidence[tolerance]
+            return f"drift: too many logprobs are off by more than {evidence.drift.limit_nats:g} nats"
         if judgement.checked.verdict is Verdict.SUSPECT:
             return judgement.checked.reason
         return f"{found[0].name} in stratum {found[0].stratum}, over many answers" if found else ""
 
-    def _new_drift_test(self) -> DriftTest:
-        return DriftTest(2 * self._tolerance.edge_nats, _DRIFT_RATE)
+    def _evidence_of(self, tolerance: Tolerance) -> "_Evidence":
+        if tolerance not in self._evidence:
+            self._evidence[tolerance] = _Evidence(tolerance)
+        return self._evidence[tolerance]
+
+
+class _Evidence:
+    """What answers that were judged with one tolerance show together."""
+
+    def __init__(self, tolerance: Tolerance) -> None:
+        self.watch = ReplicaWatch(tolerance)
+        self.drift = DriftTest(2 * tolerance.edge_nats, _DRIFT_RATE)

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from serve_app.backends.base import Replayed
 from serve_app.referee.alternative_checks import ComparedAlternatives
 from serve_app.referee.answer import Answer
-from serve_app.referee.detectors import SeenToken, distribution_alarm, drifts_of
+from serve_app.referee.detectors import SeenToken, distribution_alarm, drifts_of, why_drifted
 from serve_app.referee.draws import DrawResult, DrawsChecked, DrawTolerance, check_draws, placement_checks
-from serve_app.referee.drift import DriftSums, NoiseFloor, TokenDrift, request_drifted
-from serve_app.referee.tolerance import Tolerance
+from serve_app.referee.drift import DriftSums, NoiseFloor, TokenDrift
+from serve_app.referee.shift import KnownContexts, contexts_of, moves_of
+from serve_app.referee.tolerance import Tolerance, Tolerances
 from serve_app.referee.verdicts import Checked, Distribution, Verdict
 from speculative.request import SURPRISAL_CLIP_NATS, Request
 from speculative.selfcheck.replayed_draws import DrawCheck
@@ -46,19 +47,34 @@ Judging = Callable[[Answer, Replayed], Judgement]
 """`Judge.judge`, or what counts and keeps more of each judgement."""
 
 
-class Judge:
-    """Compares answers with their replays. It learns the noise from answers without drafts, and remembers seeds.
-
-    Args:
-        tolerance: between the engines that answer and those that replay; its `max_tme` is above the noise floor.
-    """
+class _Noise:
+    """Between the engines of one pair: what is tolerated, and what was learnt of it."""
 
     def __init__(self, tolerance: Tolerance) -> None:
-        self._tolerance = tolerance
-        self._floor = NoiseFloor()
+        self.tolerance = tolerance
+        self.floor = NoiseFloor()
         # Logprobs of likely tokens say little of how far rounding moves a near-tie, so it is always the pair's.
-        self._placement_tolerance = DrawTolerance(tolerance.edge_nats)
-        self._draw_tolerance = DrawTolerance(tolerance.edge_nats)
+        self.of_placement = DrawTolerance(tolerance.edge_nats)
+        self.of_draws = DrawTolerance(tolerance.edge_nats)
+
+    def learn(self, drifts: Sequence[TokenDrift]) -> None:
+        """Take in the tokens of an answer for which nothing was drafted."""
+        self.floor.add(drifts)
+        self.of_draws.add(drifts)
+
+
+class Judge:
+    """Compares answers with their replays. It learns the noise from answers without drafts, and remembers seeds, and
+    contexts.
+
+    Args:
+        tolerances: between the engines that answer and those that replay; `max_tme` is above the noise floor.
+    """
+
+    def __init__(self, tolerances: Tolerances) -> None:
+        self._tolerances = tolerances
+        self._noise: dict[Tolerance, _Noise] = {}
+        self._contexts = KnownContexts()
         self._seeds: OrderedDict[int, None] = OrderedDict()
 
     def judge(self, answer: Answer, replayed: Replayed) -> Judgement:
@@ -72,21 +88,24 @@ class Judge:
         of_each = _drift_of_each(answer, replayed)
         drifts = [drift for drift in of_each if drift is not None]
         greedy, of_output = answer.request.params.greedy, of_each[len(answer.prompt_logprobs) :]
-        draws, results = self._draws(answer, replayed, of_output)
+        noise = self._noise_of(answer, replayed)
+        tolerance = noise.tolerance
+        draws, results = _draws(noise.of_draws, answer, replayed, of_output)
         placed = placement_checks(replayed.replayed or (), answer.request.params)
-        found = self._placement_tolerance.judge_all(placed, of_output)
+        found = noise.of_placement.judge_all(placed, of_output)
         misplaced = tuple(one for one, result in zip(placed, found, strict=True) if result is DrawResult.WRONG)
         others = ComparedAlternatives.of(answer, replayed)
-        seen = evidence = self._seen(answer, of_each, replayed, draws, others)
-        drift_tolerance = self._floor.tolerance(self._tolerance.max_tme)
+        seen = _seen(answer, of_each, replayed, draws, others)
+        drift_tolerance = noise.floor.tolerance(tolerance.max_tme)
         output = seen[len(answer.prompt_logprobs) :]
-        alarm = distribution_alarm(replayed.replayed or (), greedy, self._tolerance)
-        drifted = request_drifted(drifts, drift_tolerance, self._tolerance.jump_nats)
-        distribution = self._distribution(answer.request, output)
-        checks = _checks(distribution, draws, greedy=greedy, logprobs=bool(answer.logprobs))
+        likeliest = answer.request.params.temperature < tolerance.cold  # are all that is drawn; greedy ones anyway
+        alarm = distribution_alarm(replayed.replayed or (), likeliest, tolerance)
+        drifted = why_drifted(seen, drift_tolerance, tolerance)
+        distribution = self._distribution(answer.request, output, likeliest)
+        checks = _checks(distribution, draws, greedy=likeliest, logprobs=bool(answer.logprobs))
+        reason = drifted or (f"distribution: {alarm}" if alarm else _wrong_token(misplaced, draws, answer))
         checks += ("alternatives",) * bool(others.found.num_compared)
-        reason = "drift" if drifted else f"distribution: {alarm}" if alarm else _wrong_token(misplaced, draws, answer)
-        reason = reason or others.wrong(self._placement_tolerance, drift_tolerance, self._tolerance.jump_nats)
+        reason = reason or others.wrong(noise.of_placement, drift_tolerance, tolerance.jump_nats)
         checked = Checked(
             verdict=Verdict.SUSPECT if reason else Verdict.VERIFIED if checks else Verdict.UNVERIFIED,
             reason=reason or ("replayed" if checks else "its replay gives nothing to compare it with"),
@@ -100,47 +119,33 @@ class Judge:
             alternatives=others.found,
         )
         if answer.num_drafted == 0:
-            self._floor.add(drifts_of(output))
-            self._draw_tolerance.add(drifts_of(output))
+            noise.learn(drifts_of(output))
+        evidence = self._without_known_contexts(answer, seen)
+        if likeliest and not greedy:  # how rounding turns out decides
+            evidence = [dataclasses.replace(token, row=None) for token in evidence]
         if distribution is Distribution.REPEATED_SEED:
-            evidence = [dataclasses.replace(token, row=None, draw=_without_rounding(token.draw)) for token in seen]
+            evidence = [dataclasses.replace(token, row=None, draw=_without_rounding(token.draw)) for token in evidence]
         return Judgement(checked, tuple(seen), tuple(evidence), drift_tolerance, misplaced, results)
 
-    def _draws(
-        self, answer: Answer, replayed: Replayed, drifts: Sequence[TokenDrift | None]
-    ) -> tuple[DrawsChecked, tuple[tuple[str, DrawResult], ...]]:
-        """Make the draws of an answer again; drifts: of its tokens. The second value is `Judgement.draws`."""
-        if answer.request.params.greedy:
-            return DrawsChecked(reason="nothing was drawn"), ()
-        if answer.drawn is None or replayed.replayed is None:
-            return DrawsChecked(reason="the engine did not report how it drew"), ()
-        checks = answer.drawn.check(replayed.replayed)
-        found = self._draw_tolerance.judge_all(checks, drifts)
-        self._draw_tolerance.add_drafts(checks)
-        results = tuple((check.kind, result) for check, result in zip(checks, found, strict=True))
-        return check_draws(len(answer.token_ids), checks, found), results
+    def _noise_of(self, answer: Answer, replayed: Replayed) -> _Noise:
+        """Of the pair of engines that made them."""
+        tolerance = self._tolerances.between(answer.numerics, replayed.numerics)
+        if tolerance not in self._noise:
+            self._noise[tolerance] = _Noise(tolerance)
+        return self._noise[tolerance]
 
-    def _seen(
-        self,
-        answer: Answer,
-        drifts: Sequence[TokenDrift | None],
-        replayed: Replayed,
-        draws: DrawsChecked,
-        others: ComparedAlternatives,
-    ) -> list[SeenToken]:
-        num_prompt = len(answer.prompt_logprobs)
-        beside = others.drift_at(answer.num_tokens - len(drifts), answer.num_tokens)
-        rows = [*[None] * num_prompt, *(replayed.replayed or [None] * len(answer.token_ids))]
-        results = [*[None] * num_prompt, *(draws.results or [None] * len(answer.token_ids))]
-        made_by = [*[answer.prompt_scored_by] * num_prompt, *answer.made_by]
-        strata = [*[_PROMPT] * num_prompt, *answer.strata]
-        return [SeenToken(*parts) for parts in zip(strata, drifts, rows, made_by, results, beside, strict=True)]
+    def _without_known_contexts(self, answer: Answer, seen: Sequence[SeenToken]) -> list[SeenToken]:
+        """Without the moves of tokens whose contexts are those of earlier answers: what rounds them is the same."""
+        unknown = self._contexts.add(contexts_of(_tokens(answer), len(seen)))
+        return [
+            token if new else dataclasses.replace(token, move=None) for token, new in zip(seen, unknown, strict=True)
+        ]
 
-    def _distribution(self, request: Request, output: Sequence[SeenToken]) -> Distribution:
-        """What its replayed tokens can show about their distribution."""
+    def _distribution(self, request: Request, output: Sequence[SeenToken], likeliest: bool) -> Distribution:
+        """What its replayed tokens can show about their distribution; likeliest: or only whether they are that."""
         if all(token.row is None for token in output):
             return Distribution.UNTESTED
-        if request.params.greedy:
+        if likeliest:
             return Distribution.GREEDY
         if request.canary:  # whose seeds are its replica's own
             return Distribution.TESTED
@@ -175,13 +180,54 @@ def as_processed(answer: Answer, replayed: Replayed) -> tuple[Answer, Replayed]:
     return as_served, dataclasses.replace(replayed, logprobs=of_output, entries=())
 
 
+def _tokens(answer: Answer) -> tuple[int, ...]:
+    return answer.request.prompt_token_ids + answer.token_ids
+
+
+def _draws(
+    tolerance: DrawTolerance, answer: Answer, replayed: Replayed, drifts: Sequence[TokenDrift | None]
+) -> tuple[DrawsChecked, tuple[tuple[str, DrawResult], ...]]:
+    """Make the draws of an answer again; drifts: of its tokens. The second value is `Judgement.draws`."""
+    if answer.request.params.greedy:
+        return DrawsChecked(reason="nothing was drawn"), ()
+    if answer.drawn is None or replayed.replayed is None:
+        return DrawsChecked(reason="the engine did not report how it drew"), ()
+    checks = answer.drawn.check(replayed.replayed)
+    found = tolerance.judge_all(checks, drifts)
+    if not answer.request.canary:  # which may be wrong on purpose
+        tolerance.add_drafts(checks)
+    results = tuple((check.kind, result) for check, result in zip(checks, found, strict=True))
+    return check_draws(len(answer.token_ids), checks, found), results
+
+
+def _seen(
+    answer: Answer,
+    drifts: Sequence[TokenDrift | None],
+    replayed: Replayed,
+    draws: DrawsChecked,
+    others: ComparedAlternatives,
+) -> list[SeenToken]:
+    num_prompt = len(answer.prompt_logprobs)
+    beside = others.drift_at(answer.num_tokens - len(drifts), answer.num_tokens)
+    rows = [*[None] * num_prompt, *(replayed.replayed or [None] * len(answer.token_ids))]
+    results = [*[None] * num_prompt, *(draws.results or [None] * len(answer.token_ids))]
+    made_by = [*[answer.prompt_scored_by] * num_prompt, *answer.made_by]
+    strata = [*[_PROMPT] * num_prompt, *answer.strata]
+    moves = moves_of(_tokens(answer), _served(answer), replayed.logprobs)
+    return [SeenToken(*parts) for parts in zip(strata, drifts, rows, made_by, results, beside, moves, strict=True)]
+
+
 def _drift_of_each(answer: Answer, replayed: Replayed) -> list[TokenDrift | None]:
     """One a token, the prompt's first; None where it was served without a logprob."""
-    served = (*answer.prompt_logprobs, *(answer.logprobs or [None] * len(answer.token_ids)))
     return [
         None if logprob is None else TokenDrift.between(logprob, again)
-        for logprob, again in zip(served, replayed.logprobs, strict=True)
+        for logprob, again in zip(_served(answer), replayed.logprobs, strict=True)
     ]
+
+
+def _served(answer: Answer) -> tuple[float | None, ...]:
+    """Its logprobs, the prompt's first; None where there is none."""
+    return (*answer.prompt_logprobs, *(answer.logprobs or [None] * len(answer.token_ids)))
 
 
 def _wrong_token(misplaced: Sequence[DrawCheck], draws: DrawsChecked, answer: Answer) -> str:

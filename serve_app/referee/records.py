@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from serve_app.backends.base import UNKNOWN_NUMERICS, Numerics
 from serve_app.referee.alternatives import Alternatives, KeptAlternatives
 from serve_app.referee.answer import Answer
 from serve_app.referee.request_limits import broken_limit
@@ -20,6 +21,7 @@ class Record:
     began_at: float
     max_model_len: int
     num_draft_tokens: int = 0  # the most drafted in a round
+    numerics: Numerics = UNKNOWN_NUMERICS  # of the engine that decodes
     eos_token_ids: tuple[int, ...] = ()  # of the model
     prefilled_by: str = ""
     num_rounds: int | None = None  # since the handoff; None where there was none
@@ -144,6 +146,7 @@ class Record:
             broken_limit=self.broken_limit,
             alternatives=tuple(self.alternatives.kept),
             num_left_out=self.alternatives.num_left_out,
+            numerics=self.numerics,
         )
 
     def _strata(self) -> Iterator[tuple[str, ...]]:
@@ -170,6 +173,7 @@ class Records:
         max_model_len: of its engine.
         num_draft_tokens: the most that its engine drafts in a round.
         eos_token_ids: with which its model ends an answer.
+        numerics: of its engine.
         clock: unix seconds.
     """
 
@@ -179,19 +183,22 @@ class Records:
         max_model_len: int,
         num_draft_tokens: int = 0,
         eos_token_ids: tuple[int, ...] = (),
+        numerics: Numerics = UNKNOWN_NUMERICS,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._replica = replica
         self._max_model_len = max_model_len
         self._num_draft_tokens = num_draft_tokens
         self._eos_token_ids = eos_token_ids
+        self._numerics = numerics
         self._clock = clock
         self._live: dict[str, Record] = {}
 
     def begin(self, request: Request) -> Record:
         """Record what is served for a request from now on."""
         began = self._replica, self._clock()
-        record = Record(request, *began, self._max_model_len, self._num_draft_tokens, self._eos_token_ids)
+        sizes = self._max_model_len, self._num_draft_tokens
+        record = Record(request, *began, *sizes, eos_token_ids=self._eos_token_ids, numerics=self._numerics)
         self._live[request.request_id] = record
         return record
 

@@ -13,12 +13,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from serve_app.backends.base import Replayed
+from serve_app.backends.base import UNKNOWN_NUMERICS, Replayed
 from serve_app.referee.answer import Answer
 from serve_app.referee.detectors import Alarm, ReplicaWatch, SeenToken
 from serve_app.referee.dumps import DumpFolder
 from serve_app.referee.incidents import IncidentKind, IncidentLog
-from serve_app.referee.tolerance import Tolerance
+from serve_app.referee.tolerance import Tolerance, Tolerances
 from serve_app.referee.verdicts import Checked, Trip, Verdict, VerdictBook
 
 _logger = logging.getLogger("truespec.referee")
@@ -61,13 +61,14 @@ class _Replica:
     """What is known of a replica.
 
     since: it is as it is now since then, unix seconds; None = not known. plain: whether it drafts nothing at all.
-    heard_at: when it reported last, or was first named by an answer.
+    heard_at: when it reported last, or was first named by an answer. watches: its detectors, by the tolerance that its
+    answers were judged with.
     """
 
-    watch: ReplicaWatch
     heard_at: float
     since: float | None = None
     plain: bool = False
+    watches: dict[Tolerance, ReplicaWatch] = dataclasses.field(default_factory=dict)
     findings: deque[Finding] = dataclasses.field(default_factory=lambda: deque(maxlen=_KEPT_FINDINGS))
     cases: deque[Case] = dataclasses.field(default_factory=lambda: deque(maxlen=_KEPT_CASES))
 
@@ -75,12 +76,18 @@ class _Replica:
         """Whether a request of that time is evidence about the replica as it is now."""
         return self.since is None or began_at >= self.since
 
+    def watch(self, tolerance: Tolerance) -> ReplicaWatch:
+        """Its detectors with this tolerance."""
+        if tolerance not in self.watches:
+            self.watches[tolerance] = ReplicaWatch(tolerance)
+        return self.watches[tolerance]
+
 
 class ReplicaBook:
     """The detectors of every replica; `verdicts` on what they answered, and `incidents`.
 
     Args:
-        tolerance: between the engines that answer and those that replay.
+        tolerances: between the engines that answer and those that replay.
         dumps: where a post-mortem is written.
         keep_verdicts: replies whose verdicts are kept.
         alarmed: called with each alarm, the replica that raised it and the answer that completed its evidence.
@@ -90,7 +97,7 @@ class ReplicaBook:
 
     def __init__(
         self,
-        tolerance: Tolerance,
+        tolerances: Tolerances,
         dumps: DumpFolder | None = None,
         keep_verdicts: int = 10_000,
         *,
@@ -98,7 +105,7 @@ class ReplicaBook:
         dumped: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._tolerance = tolerance
+        self._tolerances = tolerances
         self._dumps = dumps or DumpFolder(None, 0, 0)
         self._alarmed = alarmed
         self._dumped = dumped
@@ -114,7 +121,9 @@ class ReplicaBook:
         What a prefill replica made is its own. What a decode replica makes from a handoff may be wrong because of
         either, if speculation cannot be the cause: nothing at all was drafted there.
         """
-        answer = case.answer
+        answer, replayed = case.answer, case.replayed
+        by = UNKNOWN_NUMERICS if replayed is None else replayed.numerics
+        tolerance = self._tolerances.between(answer.numerics, by)
         makers: dict[str, list[SeenToken]] = {}
         rounds = [*[None] * len(answer.prompt_logprobs), *answer.rounds_since_handoff]
         for token, since in zip(tokens, rounds, strict=True):
@@ -126,7 +135,8 @@ class ReplicaBook:
             replica = self._known(name)
             replica.cases.append(case)
             if replica.trusts(answer.began_at):
-                seen = replica.watch.see(own, greedy=greedy, drift_tolerance=drift_tolerance, at=answer.began_at)
+                watch = replica.watch(tolerance)
+                seen = watch.see(own, greedy=greedy, drift_tolerance=drift_tolerance, at=answer.began_at)
                 for found in seen:
                     self._alarm(name, replica, found, case)
         return self.report(case)
@@ -163,7 +173,7 @@ class ReplicaBook:
 
     def _known(self, name: str) -> _Replica:
         if name not in self._replicas:
-            self._replicas[name] = _Replica(ReplicaWatch(self._tolerance), heard_at=self._clock())
+            self._replicas[name] = _Replica(heard_at=self._clock())
         return self._replicas[name]
 
     def observe(self, name: str, *, since: float, plain: bool) -> None:
@@ -175,7 +185,7 @@ class ReplicaBook:
         """
         replica = self._known(name)
         if replica.since is not None and replica.since != since:
-            replica.watch = ReplicaWatch(self._tolerance)
+            replica.watches.clear()
             replica.findings.clear()
         replica.since, replica.plain, replica.heard_at = since, plain, self._clock()
 

@@ -1,16 +1,20 @@
 """How far rounding moves what two engines compute from the same weights: the one place that says what is no fault.
 
-A tolerance belongs to a *pair*: the engine that answered, and the one that computes the answer again.
+A tolerance belongs to a *pair*: the engine that answered, and the one that computes the answer again. It goes by the
+coarser precision of the two, which the replicas report themselves (`Numerics`): a configuration does not know what
+`auto` became on a machine. Where one has the weights in another form than the other, that counts as bfloat16 at least:
+the plain weights beside four-bit ones are those, rounded to bfloat16.
 
 | pair | who | a logit may move by |
 |---|---|---|
 | the same engine in the same precision | the service's own replays | `EDGE_NATS` of the precision |
-| another engine in float32 | `transformers` beside a service, `watch`, `audit server`, `verify` | twice that |
-| the same arithmetic in float32 twice | any of them | `EDGE_NATS["float32"]` |
+| any other | `transformers`, or our engine beside vLLM; `watch`, `audit server`, `verify` | twice that |
+| two in float32 | any of them | `EDGE_NATS["float32"]` |
 
 Each engine rounds by itself: two that round independently are up to twice as far apart as one is from the exact value,
 while two of the same arithmetic mostly make the same error and differ where shapes differ. In float32 both errors are
-far below the bound, so that it is not doubled.
+far below the bound, so that it is not doubled. What is said of logits holds of the mean of their moves and of TME's
+excess, too.
 """
 
 import dataclasses
@@ -18,21 +22,39 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+from serve_app.backends.base import PRECISIONS, UNKNOWN_NUMERICS, Numerics, precision_of
 from serve_app.config.app_config import EngineSection, ReplaySection
 from serve_app.referee.evidence import CalibrationTest
+from serve_app.referee.shift import ShiftTest
 from speculative.errors import ConfigError
 
 FORMAT = "truespec-tolerance-1"
 
-EDGE_NATS = {"float32": 1e-3, "bfloat16": 0.25, "fp8": 2.0}
+EDGE_NATS = {"float32": 1e-3, "bfloat16": 0.25, "int8": 1.0, "fp8": 2.0}
 """What rounding may shift a logit by, by what an engine computes in."""
 
-_MAX_TME = {"float32": 1.01, "bfloat16": 1.1, "fp8": 1.2}
-_DISTRIBUTION = {"float32": 0.01, "bfloat16": 0.01, "fp8": 0.03}
-_JUMP_NATS = {"float32": 0.1, "bfloat16": 1.0, "fp8": 2.0}
+_MAX_TME = {"float32": (1.001, 1.001), "bfloat16": (1.05, 1.1), "int8": (1.05, 1.1), "fp8": (1.2, 1.3)}
+_SHIFT_NATS = {"float32": 1e-4, "bfloat16": 0.025, "int8": 0.05, "fp8": 0.1}
+_DISTRIBUTION = {"float32": 0.01, "bfloat16": 0.01, "int8": 0.01, "fp8": 0.03}
+_JUMP_NATS = {"float32": 0.01, "bfloat16": 1.0, "int8": 1.0, "fp8": 2.0}
+_COLD = 0.1  # of what rounding moves logits by
 _NUMBERS = ("max_tme", "edge_nats", "distribution", "jump_nats")
+
+
+def reach_of(precision: str) -> float:
+    """How far from an edge of the filters a token may be found on its other side, nats, where the engine that answered
+    is of this precision; "" = it is not known."""
+    return 2 * max(EDGE_NATS["bfloat16"], EDGE_NATS.get(precision, 0.0))  # whoever replays it
+
+
+class Tolerances(Protocol):
+    """The tolerance of each pair of engines."""
+
+    def between(self, served: Numerics, replayed: Numerics) -> "Tolerance":
+        """Of answers that an engine of these numerics gave, and another computes again."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,37 +63,58 @@ class Tolerance:
 
     max_tme: the largest mean of exp|g - t| over the logprobs. edge_nats: what rounding may shift a logit by, and with
     it a filter's edge or the likeliest token. distribution: what it may add to the means of the calibration test's
-    terms. jump_nats: logprobs of more than one token in a thousand are no further off. processed: whether the server's
-    logprobs are those after temperature and filters. source: where these figures come from. measured: what the
-    calibration found.
+    terms. jump_nats: logprobs of more than one token in a thousand are no further off. shift_nats: what it may shift
+    the mean of the logprobs' log odds by. processed: whether the server's logprobs are those after temperature and
+    filters. source: where these figures come from. measured: what the calibration found.
     """
 
     max_tme: float
     edge_nats: float
     distribution: float
     jump_nats: float
+    shift_nats: float
     processed: bool = False
     source: str = ""
-    measured: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    measured: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False)
 
     @classmethod
     def between_equals(cls, precision: str) -> "Tolerance":
         """For an answer that is computed again by an engine of the same kind, in the same precision."""
-        return cls._of(precision, 1, f"for equal engines in {precision}")
+        return cls._of(precision, False, f"for equal engines in {precision}")
 
     @classmethod
     def against_float32(cls, precision: str) -> "Tolerance":
         """For an answer of a server in this precision that another engine computes again in float32."""
-        return cls._of(precision, 1 if precision == "float32" else 2, f"for {precision}")
+        return cls._of(precision, True, f"for {precision}")
 
     @classmethod
-    def _of(cls, precision: str, edges: int, source: str) -> "Tolerance":
-        edge = edges * EDGE_NATS[precision]
-        return cls(_MAX_TME[precision], edge, _DISTRIBUTION[precision], _JUMP_NATS[precision], source=source)
+    def _of(cls, precision: str, apart: bool, source: str) -> "Tolerance":
+        times = 2 if apart and precision != "float32" else 1
+        return cls(
+            max_tme=_MAX_TME[precision][apart],
+            edge_nats=times * EDGE_NATS[precision],
+            distribution=_DISTRIBUTION[precision],
+            jump_nats=_JUMP_NATS[precision],
+            shift_nats=times * _SHIFT_NATS[precision],
+            source=source,
+        )
+
+    @property
+    def cold(self) -> float:
+        """A temperature below which rounding decides which token is drawn: the likeliest is as good as certain."""
+        return _COLD * self.edge_nats
+
+    def between(self, served: Numerics, replayed: Numerics) -> "Tolerance":
+        """This one, whatever the pair: for referees that know of one only."""
+        return self
 
     def calibration_test(self, delta: float) -> CalibrationTest:
         """A test of the tokens' distribution with this tolerance; delta: probability of a false alarm."""
         return CalibrationTest(tolerance=self.distribution, edge_nats=self.edge_nats, delta=delta)
+
+    def shift_test(self, delta: float) -> ShiftTest:
+        """A test of the mean of the logprobs with this tolerance; delta: probability of a false alarm."""
+        return ShiftTest(self.edge_nats, self.shift_nats, delta)
 
     @classmethod
     def read(cls, path: Path) -> "Tolerance":
@@ -87,8 +130,10 @@ class Tolerance:
             numbers = {name: float(wire[name]) for name in _NUMBERS}
             if not (numbers["max_tme"] >= 1 > numbers["distribution"] and all(one >= 0 for one in numbers.values())):
                 raise ValueError("a figure is out of range")
+            # Files of earlier versions know nothing of the mean; it may then move as far as a logit.
             return cls(
                 **numbers,
+                shift_nats=float(wire.get("shift_nats", numbers["edge_nats"])),
                 processed=wire["processed"] is True,
                 source=str(wire["source"]),
                 measured=dict(wire["measured"]),
@@ -104,6 +149,7 @@ class Tolerance:
             f"TME at most            {self.max_tme:.4f}",
             f"logits may move by     {self.edge_nats:.3g} nats",
             f"means may shift by     {self.distribution:.4f}",
+            f"log odds may shift by  {self.shift_nats:.3g} nats on average",
             f"logprobs may jump by   {self.jump_nats:.3g} nats, in one token of a thousand",
             f"logprobs are           {'after' if self.processed else 'before'} temperature and filters",
             *(f"measured: {name} = {value}" for name, value in self.measured.items()),
@@ -114,14 +160,47 @@ class Tolerance:
         return {"format": FORMAT, **dataclasses.asdict(self)}
 
 
-def tolerances_of(replay: ReplaySection, engine: EngineSection) -> tuple[Tolerance, Tolerance]:
-    """A service's: for replays by its own engine, and for those by `transformers` in float32."""
-    precision = "fp8" if engine.quantization == "fp8" else engine.dtype
-    equals, apart = (
-        dataclasses.replace(one, max_tme=replay.max_tme, distribution=replay.distribution_tolerance)
-        for one in (Tolerance.between_equals(precision), Tolerance.against_float32(precision))
-    )
-    if replay.edge_nats is None:
-        return equals, apart
-    doubled = replay.edge_nats * apart.edge_nats / equals.edge_nats
-    return dataclasses.replace(equals, edge_nats=replay.edge_nats), dataclasses.replace(apart, edge_nats=doubled)
+def coarser_of(served: Numerics, replayed: Numerics) -> str:
+    """The precision by which a pair's tolerance goes; both say what theirs is."""
+    precisions = [served.precision, replayed.precision]
+    if served.weights != replayed.weights and served.weights and replayed.weights:
+        precisions.append("bfloat16")
+    return max(precisions, key=PRECISIONS.index)
+
+
+class ServiceTolerances:
+    """A service's: by the pair's precisions, as its replicas report them, and by what its configuration sets."""
+
+    def __init__(self, replay: ReplaySection, engine: EngineSection) -> None:
+        self._replay = replay
+        self._configured = precision_of(engine.dtype, engine.quantization)
+        self._known: dict[tuple[Numerics, Numerics], Tolerance] = {}
+
+    @property
+    def configured(self) -> Tolerance:
+        """Between replicas that compute as the configuration says."""
+        return self.between(UNKNOWN_NUMERICS, UNKNOWN_NUMERICS)
+
+    def between(self, served: Numerics, replayed: Numerics) -> Tolerance:
+        """Of a pair; what does not say how it computes does so as configured."""
+        pair = served, replayed
+        if pair not in self._known:
+            self._known[pair] = self._between(*pair)
+        return self._known[pair]
+
+    def _between(self, served: Numerics, replayed: Numerics) -> Tolerance:
+        served, replayed = (
+            one if one.precision else dataclasses.replace(one, precision=self._configured) for one in (served, replayed)
+        )
+        coarser = coarser_of(served, replayed)
+        own = Tolerance.between_equals(coarser)
+        found = own if served == replayed else Tolerance.against_float32(coarser)
+        replay = self._replay
+        times = 1.0 if replay.edge_nats is None else replay.edge_nats / own.edge_nats
+        return dataclasses.replace(
+            found,
+            max_tme=replay.max_tme or found.max_tme,
+            distribution=found.distribution if replay.distribution_tolerance is None else replay.distribution_tolerance,
+            edge_nats=times * found.edge_nats,
+            shift_nats=times * found.shift_nats,
+        )

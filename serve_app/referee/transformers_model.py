@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from serve_app.backends.base import ModelInfo, Replayed, ServedWeights
+from serve_app.backends.base import ModelInfo, Numerics, Replayed, ServedWeights
 from serve_app.text.grammar import StructureCompiler
 from speculative.end_tokens import end_tokens
 from speculative.errors import ConfigError, InvalidRequest, SequenceTooLong, UnsupportedModel
@@ -33,6 +33,7 @@ T = TypeVar("T")
 _PIECE = 128  # tokens whose logits are in memory at once
 _FLOAT32_SHARE = 2.5  # bytes needed for each byte of a 16-bit checkpoint, with some to compute in
 _GIB = 2**30
+_NUMERICS = Numerics("transformers", "float32", "plain")
 
 
 class TransformersModel:
@@ -93,7 +94,7 @@ class TransformersModel:
                 entries += [_entry(row, token, num_top, ids) for row, token, ids in places]
             constraint = None if structure is None else compile_structure(structure)
             rows += replayed_tokens(logits, request, start, constraint, self.eos_token_ids, process)
-        return Replayed(tuple(logprobs), tuple(rows), "transformers", entries=tuple(entries))
+        return Replayed(tuple(logprobs), tuple(rows), "transformers", entries=tuple(entries), numerics=_NUMERICS)
 
 
 class TransformersReplayer:

@@ -26,7 +26,6 @@ from speculative.sampling.rng import Purpose, noise_uniforms, uniforms
 from speculative.selfcheck.replayed_draws import log_share
 from speculative.selfcheck.vllm_draws import token_numbers, uniforms_of
 
-_EDGE_NATS = 0.25  # of a logit: what is so near to an edge of the filters may be on either side of it
 _FURTHER_NATS = 2.0  # of log p; what lies further below the nucleus cannot enter it
 _CDF_ROUNDING = 1e-6  # of a cumulative sum of float32 probabilities
 _RACE_ROUNDING = 1e-9  # of E / p
@@ -70,8 +69,8 @@ def redraw(
         drafter: that the drafts rejected there were sampled from, by row; where known.
     """
     temperature = temperature_of(request.params)
-    edges = _edges_of(target, request.params)
-    rows = [_Row(*parts, request.params) for parts in zip(target.each(), edges, tokens, strict=True)]
+    edges = _edges_of(target, request)
+    rows = [_Row(*parts, request) for parts in zip(target.each(), edges, tokens, strict=True)]
     numbers = _numbers_of(draws, request)
     redrawn = []
     for index, (row, draw, drawn) in enumerate(zip(rows, draws, _uniforms_of(draws, request.seed), strict=True)):
@@ -117,11 +116,11 @@ class _Edges(NamedTuple):
     moving: float
 
 
-def _edges_of(target: Distributions, params: SamplingParams) -> "Sequence[_Edges | None]":
+def _edges_of(target: Distributions, request: Request) -> "Sequence[_Edges | None]":
     """Those of n distributions; None where nothing is filtered."""
-    if not params.filtered:
+    if not request.params.filtered:
         return [None] * len(target.kept)
-    near = _near_edges(target, params)
+    near = _near_edges(target, request.params, request.edge_nats)
     mass = (target.scaled - target.kept.logsumexp(dim=-1, keepdim=True)).exp()
     sure = torch.where((target.kept > -torch.inf) & ~near, mass, 0.0).sum(dim=-1)
     moving = torch.where(near, mass, 0.0).sum(dim=-1)
@@ -135,7 +134,7 @@ class _Row:
     target: Distributions
     edges: _Edges | None
     token: int
-    params: SamplingParams
+    request: Request
 
     @property
     def probs(self) -> Tensor:
@@ -204,7 +203,7 @@ def _by_residual(row: _Row, draft: Distributions, uniform: float, log_ratios: Se
         of_share = len(log_ratios) * float(weights @ p.double()) ** 2  # it moves all of p together
         return math.sqrt(math.exp(2 * share) * _variance(row.probs, weights) + _variance(q, weights) + of_share)
 
-    (of_draft,) = _edges_of(Distributions(*(part[None] for part in draft)), row.params)
+    (of_draft,) = _edges_of(Distributions(*(part[None] for part in draft)), row.request)
     miss, loose = _of_interval(row, residual, uniform, moves, (row.edges, of_draft))
     if q[token] < p[token]:
         return miss, loose
@@ -298,10 +297,10 @@ def _by_noise(row: _Row, unit: Tensor) -> tuple[float, float]:
     return math.log(lead / float(leads.min())), loose
 
 
-def _near_edges(target: Distributions, params: SamplingParams) -> Tensor:
+def _near_edges(target: Distributions, params: SamplingParams, edge_nats: float) -> Tensor:
     """[n, V] bool: tokens that rounding may move across an edge of the filters."""
     scaled, inside = target.scaled, target.kept > -torch.inf
-    reach = _EDGE_NATS / temperature_of(params)
+    reach = edge_nats / temperature_of(params)
     lowest = target.kept.masked_fill(~inside, torch.inf).amin(dim=-1, keepdim=True)
     highest_outside = scaled.masked_fill(inside, -torch.inf).amax(dim=-1, keepdim=True)
     near = torch.where(inside, scaled <= highest_outside + reach, scaled >= lowest - reach)

@@ -263,7 +263,7 @@ def test_logprobs_are_judged_by_the_servers_precision(
     trial = Trial(PROBES["replayed logprobs"], 1e-6)
     assert check_logprobs(lab, trial, [one], "an answer", ("F10",)) == (not wrong)
     assert [finding.observed for finding in trial.findings()] == (
-        ["one of 4 is off by 1.20 nats; 1 by more than 0.1"] if wrong else []
+        ["one of 4 is off by 1.20 nats; 1 by more than 0.01"] if wrong else []
     )
 
 

@@ -5,7 +5,10 @@ what is known of the answer, since only a service and a receipt have the draws.
 """
 
 import asyncio
+import itertools
 import json
+import math
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -375,3 +378,45 @@ def test_everybody_says_the_same_of_what_an_engine_answered(
         assert first.tme is not None and first.max_drift_nats is not None
         for one in found.values():
             assert (one.tme, one.max_drift_nats) == pytest.approx((first.tme, first.max_drift_nats), rel=1e-9), name
+
+
+def by_all(changed: Recorded, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
+    """Whether each finds an answer suspect."""
+    found = {
+        "independent check": by_service(changed),
+        "verify": by_verify(changed, monkeypatch),
+        "watch": by_watch(changed, folder),
+        "audit": by_audit(changed),
+    }
+    return {name: one.suspect for name, one in found.items()}
+
+
+@pytest.mark.parametrize(
+    ("nats", "params"),
+    [
+        *itertools.product([-0.04, -0.005, 0.0, 0.005, 0.04], [GREEDY, SAMPLED]),
+        *itertools.product([-0.002, 0.002], [SAMPLED]),  # the greedy one soon repeats itself
+    ],
+)
+def test_everybody_sees_a_shift_of_all_logprobs_in_float32(
+    nats: float, params: SamplingParams, answers: Answers, folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded = answers.sound("float32", "n-gram", params)
+    shifted = of_logprobs(lambda one: [min((own or 0.0) + nats, 0.0) for own in one.answer.logprobs])
+    found = by_all(shifted(answers, recorded), folders[0], monkeypatch)
+    assert found == dict.fromkeys(found, nats != 0)
+
+
+def test_in_bfloat16_a_shift_shows_where_tokens_are_nearly_certain(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many tokens of a language model are; logits of the tiny model's are nearly equal, and move with rounding."""
+    draw = random.Random(4)
+    sound = made_up("bfloat16", 0.0, 0, logprobs=True)
+    again = tuple(-math.exp(draw.uniform(-7.0, 0.5)) for _ in range(NUM_TOKENS))
+    tokens = tuple(range(5, 5 + NUM_TOKENS))
+    for nats in (0.0, 0.04):
+        served = replace(sound.answer, token_ids=tokens, logprobs=tuple(own - nats for own in again))
+        recorded = replace(sound, answer=served, replayed=replace(sound.replayed, logprobs=again))
+        found = by_all(recorded, folders[0], monkeypatch)
+        assert found == dict.fromkeys(found, nats > 0)

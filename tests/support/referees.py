@@ -42,8 +42,8 @@ from speculative.request import DEFAULT_VERSION, ReplayedToken, Request, Samplin
 from tests.support.fake_backend import FakeBackend, FakeConfig
 
 NUM_TOKENS = 20
-# Of a service in float32, but for jumps: what the fakes are moved by is not to be one.
-TOLERANCE = Tolerance(max_tme=1.05, edge_nats=1e-3, distribution=0.01, jump_nats=1.0)
+# Of a service in float32, but for jumps and shifts: what the fakes are moved by is to be neither.
+TOLERANCE = Tolerance(max_tme=1.05, edge_nats=1e-3, distribution=0.01, jump_nats=1.0, shift_nats=1e-3)
 RIGHT = ReplayedToken(0.5, 0.5, 0.7, 0.7, 0.0, 0.0)
 
 

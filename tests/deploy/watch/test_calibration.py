@@ -4,6 +4,7 @@ import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,7 @@ def calibrated(folder: Path, served: str | None = None, **is_: Any) -> Tolerance
 
 def test_an_exact_server_gets_the_least_tolerance(folders: tuple[Path, Path]) -> None:
     found = calibrated(folders[0])
-    assert (found.max_tme, found.edge_nats, found.distribution, found.jump_nats) == (1.01, 1e-3, 0.005, 0.1)
+    assert found == replace(Tolerance.against_float32("float32"), distribution=0.005, source=found.source)
     assert not found.processed
     assert found.measured["prompts"] == PROMPTS
     assert found.measured["prompts_as"] == "token ids"
@@ -118,7 +119,7 @@ def test_a_tolerance_has_room_for_twice_what_was_measured(folders: tuple[Path, P
     measured = found.measured
     assert found.max_tme - 1 == pytest.approx(2 * (measured["tme"] - 1))
     assert found.edge_nats == pytest.approx(2 * measured["edge_nats_999"])
-    assert found.jump_nats == max(0.1, 2 * measured["drift_nats_999"])
+    assert found.jump_nats == max(0.01, 2 * measured["drift_nats_999"])
 
 
 @pytest.mark.parametrize("processed", [False, True])

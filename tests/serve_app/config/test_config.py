@@ -12,7 +12,6 @@ from pydantic import ValidationError
 
 from serve_app.config.app_config import AppConfig
 from serve_app.config.files import load_config, parse_args
-from serve_app.referee.tolerance import tolerances_of
 from speculative.config import DrafterConfig, EngineConfig
 from speculative.errors import ConfigError
 
@@ -139,20 +138,6 @@ def test_our_defaults_are_the_engines() -> None:
     config = parse_args({"model": {"source": "hub/name", "name": "served"}})
     assert config.engine_config("decode") == EngineConfig()
     assert config.model.served_name == "served"
-
-
-def test_what_rounding_does_depends_on_the_type_unless_it_is_set() -> None:
-    def edge(**engine: str) -> float:
-        config = parse_args({"model": {"source": "m"}, "engine": engine})
-        equals, apart = tolerances_of(config.replay, config.engine)
-        assert apart.edge_nats == equals.edge_nats * (1 if engine.get("dtype") == "float32" else 2)
-        return equals.edge_nats
-
-    assert edge(dtype="float32") < edge(dtype="bfloat16") < edge(quantization="fp8")
-    config = parse_args({"model": {"source": "m"}, "replay": {"edge_nats": 0.5, "max_tme": 1.2}})
-    equals, apart = tolerances_of(config.replay, config.engine)
-    assert (equals.edge_nats, apart.edge_nats) == (0.5, 1.0), "two engines round each by itself"
-    assert equals.max_tme == apart.max_tme == 1.2
 
 
 def test_settings_are_frozen() -> None:

@@ -11,6 +11,7 @@ from serve_app.backends.base import Replayed
 from serve_app.referee.alternative_checks import ComparedAlternatives, compare_place
 from serve_app.referee.alternatives import Alternatives, KeptAlternatives
 from serve_app.referee.answer import Answer
+from serve_app.referee.draws import DrawTolerance
 from serve_app.referee.judgement import Judge
 from serve_app.referee.records import Record
 from serve_app.referee.tolerance import Tolerance
@@ -148,8 +149,8 @@ def test_the_likeliest_are_the_likeliest_up_to_near_ties(top: tuple[int, ...], w
     values = dict(ROW.top)
     reported = Alternatives(5, tuple((token, values[token]) for token in top))
     compared = ComparedAlternatives((compare_place(reported, ROW, num_top=3),), 0, 2)
-    judge = Judge(Tolerance.between_equals("float32"))
-    assert bool(compared.wrong(judge._placement_tolerance, 0.01, 0.1)) is wrong
+    rounding = DrawTolerance(Tolerance.between_equals("float32").edge_nats)
+    assert bool(compared.wrong(rounding, 0.01, 0.1)) is wrong
 
 
 def test_of_a_token_that_the_replay_does_not_name_it_knows_an_upper_bound() -> None:

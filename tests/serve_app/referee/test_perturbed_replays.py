@@ -3,7 +3,7 @@ whatever was filtered, however cold, whoever drafted; and a token that is wrong 
 
 import itertools
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import pytest
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from deploy.faults.toy import LikeliestDrafter, TableDrafter, engine_over
 from deploy.faults.traffic import PLAIN, sampling
-from serve_app.backends.base import Replayed
+from serve_app.backends.base import Numerics, Replayed
 from serve_app.referee.answer import Answer
 from serve_app.referee.detectors import ReplicaWatch
 from serve_app.referee.judgement import Judge
@@ -29,6 +29,7 @@ VOCAB = 256
 NOISE_NATS = 0.02  # of a logit, between a batch of drafts in bfloat16 and the same tokens in one prefill
 TOLERANCE = Tolerance.between_equals("bfloat16")
 MOST_DRAFTS = 3
+EACH = 75  # answers of each setting, verifier and drafter in the long run
 FILTERS: Mapping[str, Mapping[str, float]] = {
     "nothing": {},
     "top_k 1": {"top_k": 1},
@@ -59,20 +60,26 @@ class RunnerUpDrafter(WeightlessDrafter):
         return DraftOutput.pack(drafts, PointMass())
 
 
-def engines(drafted: str, verifier: str) -> tuple[EngineCore, EngineCore]:
-    """One that answers, and one that replays; target and drafter of the other are off by noise."""
+def engine(drafted: str, verifier: str, nats: float = 0.0, *, heavy: bool = False) -> EngineCore:
+    """One whose target's and drafter's logits are off by noise of this size; heavy: with tails of a t distribution."""
     chance = torch.Generator().manual_seed(1)
     table, of_drafter, noise, more_noise = (torch.randn(VOCAB, VOCAB, generator=chance) for _ in range(4))
-    table = 3 * table
-    both = (table, table + of_drafter), (table + NOISE_NATS * noise, table + of_drafter + NOISE_NATS * more_noise)
+    if heavy:  # Student's t with 5 degrees of freedom, of variance 1
+        squares = torch.randn(2, 5, VOCAB, VOCAB, generator=chance).square().sum(1)
+        noise, more_noise = noise * (3 / squares[0]).sqrt(), more_noise * (3 / squares[1]).sqrt()
+    target = 3 * table + nats * noise
+    near = 3 * table + of_drafter + nats * more_noise
+    drafters: Mapping[str, Callable[[], Drafter]] = {
+        "sampled": lambda: TableDrafter(near.softmax(-1), MOST_DRAFTS),
+        "likeliest": lambda: LikeliestDrafter(target),
+        "runner-up": lambda: RunnerUpDrafter(target),
+    }
+    return engine_over(target, drafters[drafted](), verifier=verifier, kv_cache_tokens=65536)
 
-    def drafter(target: Tensor, near: Tensor) -> Drafter:
-        if drafted == "sampled":
-            return TableDrafter(near.softmax(-1), MOST_DRAFTS)
-        return LikeliestDrafter(target) if drafted == "likeliest" else RunnerUpDrafter(target)
 
-    served, replaying = (engine_over(one[0], drafter(*one), verifier=verifier, kv_cache_tokens=65536) for one in both)
-    return served, replaying
+def engines(drafted: str, verifier: str) -> tuple[EngineCore, EngineCore]:
+    """One that answers, and one that replays with noise."""
+    return engine(drafted, verifier), engine(drafted, verifier, NOISE_NATS)
 
 
 def run(engine: EngineCore, requests: Sequence[Request]) -> Iterator[TokenDelta]:
@@ -119,6 +126,39 @@ def test_no_sound_answer_is_accused_because_logits_are_rounded(verifier: str, dr
             assert judgement.checked.draws.num_checked or verifier == "block"
             limit = judgement.drift_tolerance
             assert not watch.see(judgement.tokens, greedy=False, drift_tolerance=limit), name
+
+
+PAIRS: Mapping[str, tuple[str, Callable[[str], Tolerance], float]] = {
+    "float32, another engine": ("float32", Tolerance.against_float32, 1.5e-5),
+    "bfloat16, the same engine": ("bfloat16", Tolerance.between_equals, 0.02),
+    "bfloat16 and float32": ("bfloat16", Tolerance.against_float32, 0.015),
+    "four bits and bfloat16": ("bfloat16", Tolerance.against_float32, 0.025),
+    "w4a8 and float32": ("int8", Tolerance.against_float32, 0.1),
+}
+"""Pairs of engines, and the standard deviation of the noise between their logits; docs/watch.md has measurements."""
+
+
+@pytest.mark.slow  # an hour on a core: 101,250 answers in all
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("drafted", ["sampled", "likeliest", "runner-up"])
+@pytest.mark.parametrize("verifier", ["token_wise", "block", "coupled"])
+def test_of_a_hundred_thousand_sound_answers_none_is_suspect(verifier: str, drafted: str, pair: str) -> None:
+    precision, between, nats = PAIRS[pair]
+    tolerance, numerics = between(precision), Numerics("truespec", precision)
+    replaying = engine(drafted, verifier, nats, heavy=True)
+    accused: list[tuple[str, str]] = []
+    for name, served in answers(engine(drafted, verifier), SETTINGS, EACH).items():
+        judge, watch = Judge(tolerance), ReplicaWatch(tolerance)
+        own = [replace(answer, numerics=numerics) for answer in served]
+        assert len(own) == EACH
+        for answer, again in zip(own, replayed(replaying, own), strict=True):
+            judgement = judge.judge(answer, again)
+            accused += [(name, judgement.checked.reason)] * (judgement.checked.verdict is not Verdict.VERIFIED)
+            whole = [replace(token, strata=("all",)) for token in judgement.tokens]
+            found = watch.see(whole, greedy=False, drift_tolerance=judgement.drift_tolerance)
+            accused += [(name, f"alarm: {alarm.name}") for alarm in found]
+    assert not accused, accused[:20]
 
 
 @pytest.mark.parametrize("verifier", ["token_wise", "coupled"])
