@@ -37,9 +37,11 @@ class KeptAlternatives:
 
     def add(self, one: Alternatives) -> None:
         """Add what was reported in the next place."""
+        if one.place % self._every:
+            self.num_left_out += len(one.pairs)
+            return
         self.kept.append(one)
         self._num_kept += len(one.pairs)
-        self._thin()
         while self._num_kept > self.most and len(self.kept) > 1:
             self._every *= 2
             self._thin()

@@ -11,6 +11,7 @@ from serve_app.referee.answer import Answer
 from serve_app.referee.judgement import Judging
 from serve_app.referee.replay_checker import Replay, comparable
 from serve_app.referee.verdicts import Checked, Distribution, Verdict
+from speculative.request import SamplingParams
 
 _logger = logging.getLogger("truespec.referee")
 
@@ -20,8 +21,12 @@ ControlResult = Literal["found", "missed", "failed"]
 CONTROL_CHANGES: tuple[ControlChange, ...] = get_args(ControlChange)
 CONTROL_RESULTS: tuple[ControlResult, ...] = get_args(ControlResult)
 
+_RULES = (
+    *("structure", "logit_bias", "allowed_token_ids", "bad_words", "min_tokens"),
+    *("repetition_penalty", "frequency_penalty", "presence_penalty"),
+)
 _EVERY = 50  # verified answers
-_LEAST_TOKENS = 8
+_LEAST_TOKENS = 16
 _SHIFT_NATS = 1.0
 _CERTAIN_NATS = -0.02  # the logprob of a token whose place no other can take
 _NUM_CHANGED = 3  # tokens: that a random number comes to lie at an edge of each has no chance
@@ -36,8 +41,9 @@ class Controls:
     - `token`: the surest ones are replaced by others, and served without logprobs.
     - `seed`: it is another, and no logprobs were served.
 
-    The last two are found only by what the replay says of each token's distribution, so they begin when replays do say
-    it. Nothing of a control is counted as a client's answer.
+    The last two are found only by what the replay says of each token's distribution. Where rules change the logits,
+    some engines do not say it; so these controls are answers without rules, and begin when replays do say it of such
+    answers, greedy ones and others for themselves. Nothing of a control is counted as a client's answer.
 
     Args:
         replay: recomputes a request.
@@ -60,18 +66,19 @@ class Controls:
         self._ended = ended
         self._since = every - 1  # so that the first answer becomes a control
         self._turn = 0
-        self._rows_are_replayed = False
+        self._with_rows: set[bool] = set()  # whether those answers are greedy of which replays give distributions
         self._next: asyncio.Queue[tuple[ControlChange, Answer]] = asyncio.Queue(1)
 
     def offer(self, answer: Answer, checked: Checked) -> None:
         """Take a verified answer as a control if one is due; returns at once."""
-        self._rows_are_replayed |= checked.distribution is not Distribution.UNTESTED
+        if checked.distribution is not Distribution.UNTESTED and _is_plain(answer):
+            self._with_rows.add(answer.request.params.greedy)
         self._since += 1
         if self._since < self._every or self._next.full():
             return
         for turn in range(self._turn, self._turn + len(CONTROL_CHANGES)):
             change = CONTROL_CHANGES[turn % len(CONTROL_CHANGES)]
-            spoiled = self._spoiled(answer, change)
+            spoiled = self._spoiled(answer, checked, change)
             if spoiled is not None:
                 self._since, self._turn = 0, turn + 1
                 self._next.put_nowait((change, spoiled))
@@ -103,8 +110,10 @@ class Controls:
         )
         return "missed"
 
-    def _spoiled(self, answer: Answer, change: ControlChange) -> Answer | None:
+    def _spoiled(self, answer: Answer, checked: Checked, change: ControlChange) -> Answer | None:
         """The answer with a change that cannot be overlooked; None where this one has no place for it."""
+        if "logprobs" not in checked.checks:
+            return None
         if len(answer.token_ids) < _LEAST_TOKENS or not answer.logprobs or None in answer.logprobs:
             return None
         if len(answer.weight_versions) > 1:  # what was changed might lie before the update
@@ -112,16 +121,23 @@ class Controls:
         logprobs = [logprob for logprob in answer.logprobs if logprob is not None]
         if change == "logprobs":
             return _as_control(answer, logprobs=tuple(logprob + _SHIFT_NATS for logprob in logprobs))
-        if not self._rows_are_replayed:
+        params = answer.request.params
+        if params.greedy not in self._with_rows or not _is_plain(answer):
             return None
         if change == "token":
             return _with_other_tokens(answer, logprobs)
-        params = answer.request.params
-        can_differ = answer.drawn is not None and params.temperature >= _LEAST_TEMPERATURE
+        can_differ = answer.drawn is not None and not params.filtered and params.temperature >= _LEAST_TEMPERATURE
         if not can_differ or -sum(logprobs) < _LEAST_SURPRISAL_NATS:
             return None
         request = dataclasses.replace(answer.request, seed=answer.request.seed ^ 1)
         return _as_control(dataclasses.replace(answer, request=request), logprobs=())
+
+
+def _is_plain(answer: Answer) -> bool:
+    """Whether no rule of its request changes the logits."""
+    params, none = answer.request.params, SamplingParams()
+    changed = any(getattr(params, name) != getattr(none, name) for name in _RULES)
+    return not (changed or answer.request.adapter or answer.untested)
 
 
 def _with_other_tokens(answer: Answer, logprobs: list[float]) -> Answer | None:

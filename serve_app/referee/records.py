@@ -80,7 +80,9 @@ class Record:
         if not (delta.token_ids or delta.prompt_logprobs) and self.weight_versions:
             return
         if delta.weight_version != latest:
-            self.num_before_update = len(self.token_ids)
+            # What vLLM made before a switch may be read with what it made after it.
+            merged = len(delta.token_ids) if self.numerics.engine == "vllm" else 0
+            self.num_before_update = len(self.token_ids) + merged
         self.weight_versions.pop(delta.weight_version, None)
         self.weight_versions[delta.weight_version] = None
 

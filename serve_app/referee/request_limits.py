@@ -1,5 +1,6 @@
 """The limits that a client's request sets, and that an answer keeps to whatever the model says."""
 
+import sys
 from collections.abc import Collection, Sequence
 
 from speculative.request import FinishReason, SamplingParams
@@ -41,14 +42,12 @@ def broken_limit(
 
 def _bad_word(words: Sequence[Sequence[int]], token_ids: Sequence[int]) -> int | None:
     """The last token of the first word in an answer; None = it holds none."""
-    by_first: dict[int, list[tuple[int, ...]]] = {}
-    for word in words:
-        by_first.setdefault(word[0], []).append(tuple(word))
-    ids = tuple(token_ids) if words else ()
-    ends = (
-        at + len(word) - 1
-        for at, token in enumerate(ids)
-        for word in by_first.get(token, ())
-        if ids[at : at + len(word)] == word
-    )
+    if not words:
+        return None
+    answer = _as_text(token_ids)  # which Python searches in linear time
+    ends = (at + len(word) - 1 for word in words if (at := answer.find(_as_text(word))) >= 0)
     return min(ends, default=None)
+
+
+def _as_text(token_ids: Sequence[int]) -> str:
+    return "".join(chr(min(max(token, 0), sys.maxunicode)) for token in token_ids)

@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Collection
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,7 @@ from serve_app.backends.base import Replayed
 from serve_app.guard.referee_counts import count_controls
 from serve_app.referee.answer import Answer
 from serve_app.referee.controls import CONTROL_CHANGES, CONTROL_RESULTS, Controls
-from serve_app.referee.judgement import Judge, Judging
+from serve_app.referee.judgement import Judge, Judgement, Judging
 from serve_app.referee.replay_checker import Replay, ReplayChecker
 from serve_app.referee.replica_book import ReplicaBook
 from serve_app.telemetry.metrics import Metrics, PrometheusSink
@@ -175,3 +176,33 @@ def test_every_result_is_counted_from_the_start() -> None:
     assert [line for line in series if line.endswith(" 1.0")] == [
         line for line in series if 'change="seed"' in line and 'result="missed"' in line
     ]
+
+
+@pytest.mark.parametrize("filters", [{"top_k": 1}, {"top_p": 0.2}, {"min_p": 0.9}], ids=str)
+async def test_another_seed_is_no_control_where_filters_may_leave_one_token(filters: dict[str, Any]) -> None:
+    engine = engine_that_is_often_sure()
+    answers = answers_of(engine, dataclasses.replace(SAMPLED, **filters), 8)
+    assert (await controlled(answers, EngineReplay(engine))).keys() <= {("logprobs", "found"), ("token", "found")}
+
+
+async def test_answers_with_rules_are_no_controls_of_the_rows_that_some_engines_lack() -> None:
+    engine = engine_that_is_often_sure()
+    whole = EngineReplay(engine)
+
+    async def replay(request: Request, avoid: Collection[str]) -> Replayed:  # as vLLM
+        replayed = await whole(request, avoid)
+        return replayed if request.params.min_tokens == 0 else dataclasses.replace(replayed, replayed=None)
+
+    ruled = dataclasses.replace(GREEDY, min_tokens=4)
+    ended = await controlled([*answers_of(engine, GREEDY, 2), *answers_of(engine, ruled, 4)], replay)
+    assert ended.keys() == {("logprobs", "found"), ("token", "found")} and ended["token", "found"] == 1
+
+
+async def test_logprobs_that_were_not_compared_are_no_control() -> None:
+    engine = engine_that_is_often_sure()
+    judge = Judge(TOLERANCE).judge
+
+    def without_logprobs(answer: Answer, replayed: Replayed) -> Judgement:
+        return judge(dataclasses.replace(answer, logprobs=()), replayed)
+
+    assert not await controlled(answers_of(engine, GREEDY, 3), EngineReplay(engine), without_logprobs)

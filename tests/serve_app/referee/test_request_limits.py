@@ -2,6 +2,7 @@
 
 import asyncio
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -90,3 +91,19 @@ async def test_whoever_made_it_is_alarmed_and_nothing_is_replayed(tmp_path: Path
     assert not court.replayer.asked
     assert court.value("truespec_replay_alarms_total", alarm="impossible") == 2, "of both that made it"
     assert [(one.alarm, one.replica) for one in court.hear("r1").findings] == [("impossible", "r1")]
+
+
+def test_the_first_bad_word_that_ends_is_found_wherever_it_is() -> None:
+    random = Random(0)
+    for _ in range(300):
+        ids = [random.randrange(3) for _ in range(random.randrange(12))]
+        words = [tuple(random.randrange(3) for _ in range(random.randrange(1, 4))) for _ in range(2)]
+        ends = (
+            end
+            for end in range(len(ids))
+            for word in words
+            if tuple(ids[max(0, end + 1 - len(word)) : end + 1]) == word
+        )
+        first = next(ends, None)
+        found = broken_limit(SamplingParams(max_tokens=99, bad_words=tuple(words), ignore_eos=True), ids)
+        assert found == ("" if first is None else f"a bad word ends with token {first}")

@@ -7,7 +7,7 @@ import pytest
 
 from deploy.faults.mutants import MUTANTS
 from deploy.faults.toy import tiny_engine, tiny_weights
-from serve_app.backends.base import Replayed
+from serve_app.backends.base import Numerics, Replayed
 from serve_app.referee.answer import Answer
 from serve_app.referee.judgement import Judge
 from serve_app.referee.records import Record
@@ -15,7 +15,7 @@ from serve_app.referee.replay_checker import ReplayChecker, comparable
 from serve_app.referee.replica_book import ReplicaBook
 from serve_app.referee.verdicts import Checked, Distribution, Verdict
 from speculative.engine import EngineCore
-from speculative.request import Request, SamplingParams
+from speculative.request import Request, SamplingParams, TokenDelta
 from tests.support.referees import TOLERANCE, EngineReplay
 
 KEPT = "F20 running requests keep the keys and values of old weights through an update"
@@ -97,3 +97,11 @@ def test_an_answer_of_one_version_is_compared_whole() -> None:
     answer = answer_with_updates(SAMPLED, ())
     replayed = Replayed((-1.0,) * (len(PROMPT) - 1 + len(answer.token_ids)))
     assert comparable(answer, replayed) == (answer, replayed)
+
+
+def test_what_vllm_may_have_merged_with_tokens_of_older_weights_is_not_judged() -> None:
+    """A slow reader finds what was made before and after a switch in one output."""
+    record = Record(Request("r-0", PROMPT, SAMPLED), "r1", 10.0, 512, numerics=Numerics("vllm"))
+    for version, tokens in (("1", (4, 5)), ("2", (6, 7, 8)), ("2", (9,))):
+        record.take(TokenDelta("r-0", tokens, weight_version=version))
+    assert record.num_before_update == 5
