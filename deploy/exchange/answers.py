@@ -35,8 +35,8 @@ class Choice:
     """One choice of a reply.
 
     token_ids: emitted, None = the server did not report them. logprobs: of each of them, nats; None = not reported.
-    text: of the answer. finish_reason: as reported. stopped_by: whether a stop text of the server ended it, as
-    far as it says so. prompt_token_ids: None = not reported.
+    text: of the answer. finish_reason: as reported. stopped_by: the stop text or token that ended it, as
+    far as the server says so. prompt_token_ids: None = not reported.
     """
 
     index: int = 0
@@ -44,7 +44,7 @@ class Choice:
     logprobs: list[float | None] | None = None
     text: str = ""
     finish_reason: str | None = None
-    stopped_by: bool = False
+    stopped_by: str | int | None = None
     prompt_token_ids: tuple[int, ...] | None = None
     pieces: list[bytes | None] | None = None  # of the text, one a logprob, where they came with ids
     called: bool = False  # the answer is, or holds, calls of tools: its text is not in `text`
@@ -209,7 +209,8 @@ def _add(choice: Choice, wire: Json, part: Json, *, is_chat: bool) -> None:
     choice.text += (message.get("content") if is_chat else wire.get("text")) or ""
     choice.called |= bool(message.get("tool_calls") or message.get("reasoning_content") or message.get("reasoning"))
     choice.finish_reason = wire.get("finish_reason") or choice.finish_reason
-    choice.stopped_by |= isinstance(wire.get("stop_reason") or wire.get("matched_stop"), str)
+    stopped_by = next((wire[name] for name in ("stop_reason", "matched_stop") if wire.get(name) is not None), None)
+    choice.stopped_by = stopped_by if isinstance(stopped_by, str | int) else choice.stopped_by
     prompt = wire.get("prompt_token_ids") or part.get("prompt_token_ids")
     if prompt:
         choice.prompt_token_ids = tuple(_ids(prompt))

@@ -228,7 +228,8 @@ class ExchangeReader:
             ids = self.tokenizer.encode(choice.text, continuation=True)
             tokens = _Tokens(list(ids), [], retokenized=True)
         eos = self.model.eos_token_ids
-        ends_itself = choice.finish_reason in ("stop", "tool_calls") and not (sampled.stops or choice.stopped_by)
+        by_text = sampled.stops or (isinstance(choice.stopped_by, str) and choice.stopped_by)
+        ends_itself = choice.finish_reason in ("stop", "tool_calls") and not by_text
         is_open = not tokens.ids or tokens.ids[-1] not in eos
         if ends_itself and len(eos) == 1 and not sampled.params.ignore_eos and is_open:
             tokens.add(eos[0], None)  # some servers leave it out, and its absence would bias the others

@@ -262,6 +262,12 @@ class ChoiceRun:
         choices = self._choices.values()
         return [(one.record, one.num_delivered, one.ending) for one in choices if one.record is not None]
 
+    def has_structure(self, request_id: str) -> bool:
+        """Whether a choice is complete, and of a structure that its client asked for."""
+        demands = self._job.demands
+        is_complete = self._choices[request_id].delivered is not None
+        return is_complete and demands is not None and demands.structure is not None
+
     def broken(self, request_id: str, model: ModelInfo) -> str:
         """What a complete choice breaks of its client's request, in words; "" = nothing."""
         demands, said = self._job.demands, self._choices[request_id].delivered

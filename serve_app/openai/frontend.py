@@ -89,6 +89,7 @@ class FrontEnd:
         self._names = (model.model_name, *(one.name for one in model.adapters))
         self._created = int(time.time())
         self._broken: Callable[[str, str], None] = lambda request_id, why: None
+        self._says_not_compared = False
 
     def report_broken_to(self, broken: Callable[[str, str], None]) -> None:
         """Have each choice that breaks its client's own request reported, before its stream ends: the id of its
@@ -213,12 +214,16 @@ class FrontEnd:
         )
 
     async def _demands(self, wire: WireRequest) -> ClientDemands | None:
-        """What the client's own words demand; None = nothing is to be generated."""
+        """What the client's own words demand; None = nothing is to be generated, or nobody can read them."""
         if wire.prompt_only:
             return None
-        body = wire.model_dump(mode="json", by_alias=True, exclude_none=True, include=set(DEMANDING))
         encode = functools.partial(self._tokenizer.encode, continuation=True)
-        return await off_loop(sum(map(len, wire.bad_words or ())), lambda: ClientDemands.of(body, encode))
+        try:
+            body = wire.model_dump(mode="json", by_alias=True, exclude_none=True, include=set(DEMANDING))
+            return await off_loop(sum(map(len, wire.bad_words or ())), lambda: ClientDemands.of(body, encode))
+        except Exception as error:
+            self._not_compared(error)
+            return None
 
     def _check_served(self, wire: WireRequest, num_choices: int) -> None:
         """Refuse what this server, as it is configured, serves to nobody."""
@@ -426,14 +431,40 @@ class FrontEnd:
                 visible = without_answer(delta) if run.prompt_only else delta
                 pieces = run.push(visible)
                 spend(run.price(visible))
-                if why := run.broken(delta.request_id, self._model):
-                    self._broken(delta.request_id, why)
+                await self._compare(run, delta.request_id)
                 if run.ended_here(delta.request_id):
                     await self._source.abort(delta.request_id)
                 for piece in pieces:
                     yield piece
                 if run.unfinished.isdisjoint(names):
                     return
+
+    async def _compare(self, run: ChoiceRun, request_id: str) -> None:
+        """Report what a complete choice breaks of its client's request. Whatever happens here, the reply goes out."""
+        try:
+            if run.has_structure(request_id):
+                why = await asyncio.to_thread(run.broken, request_id, self._model)
+            else:
+                why = run.broken(request_id, self._model)
+            if why:
+                self._broken(request_id, why)
+        except Exception as error:
+            self._not_compared(error)
+
+    def _not_compared(self, error: Exception) -> None:
+        """Log once that something could not be compared, without an error's text, which may hold a client's words."""
+        if not self._says_not_compared:
+            self._says_not_compared = True
+            place = error.__traceback__
+            while place is not None and place.tb_next is not None:
+                place = place.tb_next
+            where = "" if place is None else f"{place.tb_frame.f_code.co_filename}:{place.tb_lineno}"
+            logger.error(
+                "A reply was not compared with its request: %s at %s. It went out as it is. Others like it are not "
+                "compared either, and are not logged; please report this.",
+                type(error).__name__,
+                where,
+            )
 
 
 _NO_FIELDS = ("request", "request_id")  # what engines refuse that no client has sent

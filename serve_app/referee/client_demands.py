@@ -49,13 +49,15 @@ class Delivered:
 
 @dataclass(frozen=True, slots=True)
 class ClientDemands:
-    """Of all choices of one request. limits: those that concern token ids; structure: its kind and its text."""
+    """Of all choices of one request. limits: those that concern token ids; structure: its kind and its text.
+    ascii_classes: whether the server reads `\\w`, `\\d`, `\\s` and `\\b` in it as ASCII; not known = False."""
 
     limits: SamplingParams
     num_choices: int = 1
     stops: tuple[str, ...] = ()
     keeps_stop: bool = False
     structure: tuple[str, str] | None = None
+    ascii_classes: bool = True
 
     @classmethod
     def of(cls, body: Mapping[str, Any], encode: Encode, *, bad_words: BadWords | None = None) -> "ClientDemands":
@@ -102,10 +104,12 @@ class ClientDemands:
         limit = broken_limit(self.limits, said.token_ids, end_token_ids, finish_reason=reason, room=room)
         return limit or self.broken_end(said) or self.broken_structure(said)
 
-    def broken_end(self, said: Delivered) -> str:
-        """What is wrong with its end, in words; "" = nothing."""
+    def broken_end(self, said: Delivered, only: str | None = None) -> str:
+        """What is wrong with its end, in words; "" = nothing. only: of the stop strings; None = all."""
         text, ended = said.text[said.unsearched :], said.finish_reason == "stop"
         for number, stop in enumerate(self.stops):
+            if only not in (None, stop):
+                continue
             at = text.find(stop)
             if at >= 0 and not (self.keeps_stop and ended and at + len(stop) == len(text)):
                 return f"its text goes on behind stop string {number}, or holds it"
@@ -117,10 +121,12 @@ class ClientDemands:
 
     def broken_structure(self, said: Delivered) -> str:
         """Why it does not keep to its structure, in words; "" = it does, or nobody can say."""
-        if self.structure is None or not said.shown_whole:
+        ended = said.finish_reason == "stop"
+        ends_in_token = self.keeps_stop and ended and said.stop_reason is None  # which may have a text
+        if self.structure is None or not said.shown_whole or ends_in_token:
             return ""
-        whole = said.finish_reason == "stop" and not self._may_stop(said)
-        return breaks_structure(*self.structure, said.text, whole=whole)
+        whole = ended and not self._may_stop(said)
+        return breaks_structure(*self.structure, said.text, whole=whole, ascii_classes=self.ascii_classes)
 
     def _may_stop(self, said: Delivered) -> bool:
         """Whether something else than the structure's own end may have ended it."""

@@ -2,11 +2,12 @@
 
 llguidance makes the answers; here `json`, `jsonschema` and `regex` read them. What these read differently, or at a cost
 that has no bound, is not checked: schemas with `patternProperties` or references to elsewhere, expressions beyond the
-syntax that both read alike, Lark grammars, and whatever takes too long.
+syntax that both read alike, Lark grammars, numbers that no arithmetic holds, and whatever takes too long.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator
 from decimal import Decimal
 from typing import Any
 
@@ -16,20 +17,26 @@ from jsonschema.exceptions import ValidationError
 from jsonschema.validators import validator_for
 from jsonschema_specifications import REGISTRY
 
-_MOST_STEPS = 5_000  # keywords of a schema applied to values; 0.2 s
+_MOST_STEPS = 5_000  # of a schema: about 0.2 s
+_STEP_SIZE = 50  # values that are looked at in the time of one step
 _MOST_CHARACTERS = 100_000
-_PATTERN_S = 0.05
-_UNREAD = ("patternProperties", "x-guidance", "unevaluated")
+_MOST_PATTERN_CHARACTERS = 2_000  # which compile in 0.02 s
+_PATTERN_S = 0.05  # of matching, all expressions of an answer together
+_MOST_DIGITS = 100  # of a number, as it is written
+_UNREAD = ("patternProperties", "x-guidance", "unevaluatedItems", "unevaluatedProperties")
+_REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 _JSON_BEGINS = ("", *'{["-0123456789tfn')
 _ODD_SYNTAX = regex.compile(r"&&|--|~~|\[[^\]\\]*\[|\{,|\\b\{|\\[xupPzAQEB]|\(\?(?!:)|[*+?}]\+")
 """Where Rust's expressions, which the server takes, and Python's may differ."""
+_CLASSES = regex.compile(r"\\[wWdDsSbB]")
+"""What some servers read as Unicode has it, and others as ASCII."""
 
 
-class _TooCostly(Exception):
-    """A schema that takes more steps than there are for one answer."""
+class _Unchecked(Exception):
+    """A text that nobody reads here, or not within what there is for one answer."""
 
 
-def breaks_structure(kind: str, text: str, answer: str, *, whole: bool = True) -> str:
+def breaks_structure(kind: str, text: str, answer: str, *, whole: bool = True, ascii_classes: bool = True) -> str:
     """Why an answer does not keep to a structure, in words without a client's own; "" = it does, or who knows.
 
     Args:
@@ -37,50 +44,25 @@ def breaks_structure(kind: str, text: str, answer: str, *, whole: bool = True) -
         text: a JSON schema, a regular expression, or a JSON list of choices.
         answer: its text.
         whole: whether it came to its end; of one that was cut off, JSON shows little more than how it begins.
+        ascii_classes: whether the server is known to read `\\w`, `\\d`, `\\s` and `\\b` as ASCII; expressions that have
+            them are not checked otherwise.
     """
-    check = _CHECKS.get(kind)
-    if check is None or max(len(text), len(answer)) > _MOST_CHARACTERS:
+    if kind not in _KINDS or max(len(text), len(answer)) > _MOST_CHARACTERS:
         return ""
-    return check(text, answer if whole else answer.rstrip("\ufffd"), whole)  # it may have been cut within a character
-
-
-def _json_object(_: str, answer: str, whole: bool) -> str:
     if not whole:
-        return "" if answer.strip()[:1] in ("", "{") else "it is no JSON object"
+        answer = answer.rstrip("\ufffd")  # it may have been cut within a character
+    budget = _Budget(ascii_classes)
     try:
-        value = _read(answer)
-    except (ValueError, RecursionError):
-        return "it is not JSON"
-    return "" if isinstance(value, dict) else "it is no JSON object"
+        if kind == "regex":
+            return "" if budget.matches(text, answer, whole) else "it does not match its regular expression"
+        if kind == "choice":
+            return _choice(text, answer, whole)
+        return _json(text if kind == "json_schema" else None, answer, whole, budget)
+    except (_Unchecked, RecursionError):
+        return ""
 
 
-def _json_schema(text: str, answer: str, whole: bool) -> str:
-    if not whole:
-        return "" if answer.strip()[:1] in _JSON_BEGINS else "it is not JSON"
-    if any(word in text for word in _UNREAD):
-        return ""
-    try:
-        value = _read(answer)
-    except RecursionError:
-        return ""
-    except ValueError:
-        return "it is not JSON"
-    try:
-        schema = _read(text)
-        error = next(_validator(schema).iter_errors(value), None)
-    except Exception:  # a schema that the library does not take, or cannot resolve, or that costs too much
-        return ""
-    return "" if error is None else f"it breaks `{error.validator}` of its JSON schema"
-
-
-def _regex(text: str, answer: str, whole: bool) -> str:
-    if _ODD_SYNTAX.search(text):
-        return ""
-    try:
-        found = regex.compile(text, regex.ASCII).fullmatch(answer, partial=not whole, timeout=_PATTERN_S)
-    except (regex.error, TimeoutError, RecursionError):
-        return ""
-    return "" if found else "it does not match its regular expression"
+_KINDS = ("json_object", "json_schema", "regex", "choice")
 
 
 def _choice(text: str, answer: str, whole: bool) -> str:
@@ -89,52 +71,173 @@ def _choice(text: str, answer: str, whole: bool) -> str:
     return "" if fits else "it is none of its choices"
 
 
-_CHECKS: Mapping[str, Callable[[str, str, bool], str]] = {
-    "json_object": _json_object,
-    "json_schema": _json_schema,
-    "regex": _regex,
-    "choice": _choice,
-}
+def _json(schema: str | None, answer: str, whole: bool, budget: "_Budget") -> str:
+    """What is wrong with JSON of a schema; None = it is to be any object."""
+    if not whole:
+        begins, what = (("", "{"), "it is no JSON object") if schema is None else (_JSON_BEGINS, "it is not JSON")
+        return "" if answer.strip()[:1] in begins else what
+    try:
+        value = _read(answer)
+    except ValueError:
+        return "it is not JSON"
+    if schema is None:
+        return "" if isinstance(value, dict) else "it is no JSON object"
+    try:
+        error = next(_validator(_read(schema), budget).iter_errors(value), None)
+    except Exception:  # a schema that the library does not take, or cannot resolve, or that costs too much
+        return ""
+    return "" if error is None else f"it breaks `{error.validator}` of its JSON schema"
 
 
 def _read(text: str) -> Any:
-    """JSON, with exact numbers: 0.3 is a multiple of 0.1."""
-    return json.loads(text, parse_float=Decimal, parse_constant=_no_constant)
+    """JSON, with exact numbers: 0.3 is a multiple of 0.1.
+
+    Raises:
+        ValueError: it is not JSON.
+        _Unchecked: a number in it is longer, or larger, than is computed with.
+    """
+    return json.loads(text, parse_float=_number, parse_int=_number, parse_constant=_no_constant)
+
+
+def _number(text: str) -> Decimal:
+    try:
+        if len(text) <= _MOST_DIGITS:
+            return Decimal(text)
+    except ArithmeticError as error:
+        raise _Unchecked from error
+    raise _Unchecked
 
 
 def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON")
 
 
-def _validator(schema: Any) -> Any:
-    """A validator of one schema, which fetches nothing and ends."""
-    library = validator_for(schema, default=jsonschema.Draft202012Validator)
-    num_left = _MOST_STEPS
+class _Budget:
+    """The work that there is for one answer.
 
-    def bounded(keyword: Callable[..., Iterator[ValidationError] | None]) -> Callable[..., Iterator[ValidationError]]:
-        def check(*args: Any) -> Iterator[ValidationError]:
-            nonlocal num_left
-            num_left -= 1
-            if num_left < 0:
-                raise _TooCostly
-            yield from keyword(*args) or ()
+    A step is one keyword or one part of a schema, applied to one value; one that looks at many values counts as more.
+
+    Args:
+        ascii_classes: as for `breaks_structure`.
+    """
+
+    def __init__(self, ascii_classes: bool) -> None:
+        self._ascii_classes = ascii_classes
+        self._num_left, self._left_s = _MOST_STEPS, _PATTERN_S
+        self._sizes: dict[int, tuple[Any, int]] = {}
+        self._compiled: dict[str, Any] = {}
+
+    def spend(self, size: int) -> None:
+        """Take a step that looks at so many values.
+
+        Raises:
+            _Unchecked: there were too many.
+        """
+        self._num_left -= 1 + size // _STEP_SIZE
+        if self._num_left < 0:
+            raise _Unchecked
+
+    def size(self, value: Any) -> int:
+        """The number of values in one, itself included; a long text counts as several."""
+        if isinstance(value, str):
+            return 1 + len(value) // 16
+        if not isinstance(value, dict | list):
+            return 1
+        if id(value) not in self._sizes:
+            parts = (*value, *value.values()) if isinstance(value, dict) else value
+            self._sizes[id(value)] = value, 1 + sum(map(self.size, parts))  # kept alive, or its id is another's
+        return self._sizes[id(value)][1]
+
+    def reads(self, pattern: str) -> bool:
+        """Whether an expression means here what it means to the server, and compiles in little time."""
+        if len(pattern) > _MOST_PATTERN_CHARACTERS or _ODD_SYNTAX.search(pattern):
+            return False
+        return self._ascii_classes or not _CLASSES.search(pattern)
+
+    def matches(self, pattern: str, text: str, whole: bool) -> bool:
+        """Whether an expression matches all of a text, or, if that is not whole, may match what it goes on to.
+
+        Raises:
+            _Unchecked: that is not known.
+        """
+        return bool(self._timed(pattern, lambda one, s: one.fullmatch(text, partial=not whole, timeout=s)))
+
+    def finds(self, pattern: str, text: str) -> bool:
+        """Whether an expression matches anywhere in a text.
+
+        Raises:
+            _Unchecked: that is not known.
+        """
+        return bool(self._timed(pattern, lambda one, s: one.search(text, timeout=s)))
+
+    def _timed(self, pattern: str, match: Callable[[Any, float], Any]) -> Any:
+        if not self.reads(pattern) or self._left_s <= 0:
+            raise _Unchecked
+        try:
+            if pattern not in self._compiled:
+                self.spend(len(pattern) * _STEP_SIZE // 2)
+                self._compiled[pattern] = regex.compile(pattern, regex.ASCII)
+            began = time.perf_counter()
+            found = match(self._compiled[pattern], self._left_s)
+        except (regex.error, TimeoutError) as error:
+            raise _Unchecked from error
+        self._left_s -= time.perf_counter() - began
+        return found
+
+
+def _validator(schema: Any, budget: _Budget) -> Any:
+    """A validator of one schema, which fetches nothing and ends.
+
+    Raises:
+        _Unchecked: the schema has what is not read here.
+    """
+    _check_names(schema)
+    library = validator_for(schema, default=jsonschema.Draft202012Validator)
+
+    def bounded(name: str, keyword: Callable[..., Iterator[ValidationError] | None]) -> Callable[..., Any]:
+        def check(validator: Any, wanted: Any, value: Any, part: Any) -> Iterator[ValidationError]:
+            size = budget.size(value)
+            if name == "uniqueItems" and isinstance(value, list):
+                size *= len(value)
+            looked_up = budget.size(schema) if name in _REFERENCES else 0  # a name may be anywhere
+            budget.spend(size + budget.size(wanted) + looked_up)
+            yield from keyword(validator, wanted, value, part) or ()
 
         return check
 
-    keywords = {name: bounded(keyword) for name, keyword in library.VALIDATORS.items()}
-    keywords["pattern"] = bounded(_pattern)
+    def pattern(_: Any, wanted: str, value: Any, __: Any) -> Iterator[ValidationError]:
+        if isinstance(value, str) and budget.reads(wanted) and not budget.finds(wanted, value):
+            yield ValidationError("pattern")
+
+    keywords = {name: bounded(name, keyword) for name, keyword in {**library.VALIDATORS, "pattern": pattern}.items()}
     numbers = library.TYPE_CHECKER.redefine("integer", _is_integer)
-    return jsonschema.validators.extend(library, keywords, type_checker=numbers)(schema, registry=REGISTRY)
+    validator = jsonschema.validators.extend(library, keywords, type_checker=numbers)
+    evolve = validator.evolve
+
+    def evolved(self: Any, **changes: Any) -> Any:  # for each part of the schema that is applied to a value
+        part = changes.get("schema")
+        named = sum(budget.size(part.get(name)) for name in ("$id", "id")) if isinstance(part, dict) else 0
+        budget.spend(named + (len(part) if isinstance(part, dict) else 0))
+        return evolve(self, **changes)
+
+    validator.evolve = evolved
+    return validator(schema, registry=REGISTRY)
+
+
+def _check_names(schema: Any) -> None:
+    """Refuse a schema with a name that is not read here, or of which a part is in another dialect: the library would
+    validate that without a bound."""
+    parts = [schema]
+    while parts:
+        part = parts.pop()
+        if isinstance(part, dict):
+            if any(name in part for name in _UNREAD) or ("$schema" in part and part is not schema):
+                raise _Unchecked
+            parts += part.values()
+        elif isinstance(part, list):
+            parts += part
 
 
 def _is_integer(_: Any, value: Any) -> bool:
     """As JSON Schema has it, for which 1.0 is one."""
-    if isinstance(value, Decimal):
-        return value.is_finite() and value == value.to_integral_value()
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _pattern(_: Any, pattern: str, value: Any, __: Any) -> Iterator[ValidationError]:
-    is_read = isinstance(value, str) and not _ODD_SYNTAX.search(pattern)
-    if is_read and not regex.search(pattern, value, regex.ASCII, timeout=_PATTERN_S):
-        yield ValidationError("pattern")
+    return isinstance(value, Decimal) and value == value.to_integral_value()

@@ -12,6 +12,7 @@ from deploy.exchange.exchanges import CHAT, COMPLETIONS, Exchange
 from deploy.faults.tiny import write_tiny_tokenizer
 from deploy.watch.served_answers import Answer, ExchangeReader
 from serve_app.backends.base import ModelInfo
+from serve_app.referee.client_demands import ClientDemands
 from serve_app.text.tokenizer import Tokenizer
 from speculative.errors import InvalidRequest
 
@@ -337,8 +338,53 @@ def test_what_is_sent_is_compared_with_the_request_where_the_vendor_keeps_to_it(
         assert answer.broken_limit == (found if dialect == "vllm" else "")
 
 
+JSON_OBJECT = {"response_format": {"type": "json_object"}}
+TWO_STOPS = {"stop": ["STOP", "HALT"]}
+HOLDS_STOP = "its text goes on behind stop string 0, or holds it"
+HOLDS_HALT = HOLDS_STOP.replace("0", "1")
+
+
+@pytest.mark.parametrize(
+    ("request_body", "text", "stop_reason", "found"),
+    [
+        (JSON_OBJECT, '{"a": 1', None, "it is not JSON"),
+        (JSON_OBJECT | {"stop_token_ids": [20]}, '{"a": 1', 20, ""),
+        (JSON_OBJECT | {"stop_token_ids": [20]}, '{"a": 1', None, ""),
+        (JSON_OBJECT, '{"a": 1', 20, ""),
+        (JSON_OBJECT, "[1", 20, "it is no JSON object"),
+        (JSON_OBJECT | {"include_stop_str_in_output": True}, '{"a": 1}<|im_end|>', None, ""),
+        (JSON_OBJECT | {"include_stop_str_in_output": True, "stop_token_ids": [20]}, '{"a": 1}<|x|>', 20, ""),
+        (TWO_STOPS, "before HALT and", "STOP", ""),  # both came in one step, and the first in the list ended the text
+        (TWO_STOPS, "before HALT and", "HALT", HOLDS_HALT),
+        (TWO_STOPS, "before STOP and", "STOP", HOLDS_STOP),
+        (TWO_STOPS, "before HALT and", None, HOLDS_HALT),
+        (TWO_STOPS | {"include_stop_str_in_output": True}, "before HALT and STOP", "STOP", ""),
+        ({"guided_regex": r"\d+"}, "\u0663", None, ""),  # a digit, as Unicode has it
+        ({"guided_regex": "[0-9]+"}, "\u0663", None, "it does not match its regular expression"),
+        ({"stop": "STOP", "bad_words": [""]}, "before", None, ""),
+        ({"stop": [f"{n} " for n in range(51)]}, "7 or 8", None, ""),  # more than are searched for
+        ({"bad_words": ["x" * 2001]}, "x", None, ""),
+    ],
+)
+def test_what_a_sound_vllm_sends_is_not_accused(
+    tokenizer_folder: Path, request_body: dict[str, Any], text: str, stop_reason: str | int | None, found: str
+) -> None:
+    model = ModelInfo("tiny", 64, 512, "", str(tokenizer_folder), (EOS,))
+    reader = ExchangeReader(model, Tokenizer.from_folder(tokenizer_folder), "vllm")
+    answered = choice([20], reason="stop", text=text, stop_reason=stop_reason, prompt_token_ids=[5])
+    assert answer_of(reader, {"prompt": [5], **request_body}, answered).broken_limit == found
+
+
 def test_a_bad_word_in_the_ids_is_found(reader: ExchangeReader) -> None:
     word = reader.tokenizer.encode("hat", continuation=True)
     for ids, found in (([30, *word], True), ([30, 31], False)):
         answer = answer_of(reader, {"prompt": [5], "bad_words": ["hat"]}, choice(ids))
         assert bool(answer.broken_limit) is found
+
+
+def test_a_comparison_that_fails_loses_no_answer(reader: ExchangeReader, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: Any) -> str:
+        raise ArithmeticError
+
+    monkeypatch.setattr(ClientDemands, "broken_structure", failing)
+    assert answer_of(reader, {"prompt": [5], "stop": ["a"]}, choice([30])).broken_limit == ""

@@ -1,5 +1,6 @@
 """What a client was sent is compared with what it asked for, in its own words."""
 
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -61,6 +62,12 @@ def said(text: str, *, reason: str = "stop", **more: Any) -> Delivered:
         ({"guided_regex": "[0-9]+"}, said("12a"), "it does not match its regular expression"),
         ({"guided_regex": "[0-9]+"}, said("12a", shown_whole=False), ""),  # a parser left out the rest
         ({"structured_outputs": {"choice": ["yes", "no"]}, "stop": "s"}, said("ye", stop_reason="s"), ""),
+        ({"guided_regex": "[0-9]+", "include_stop_str_in_output": True}, said("12<end>"), ""),  # its last token's text
+        (
+            {"guided_regex": "[0-9]+", "include_stop_str_in_output": True},
+            said("12<end>", reason="length"),
+            "it does not match its regular expression",
+        ),
     ],
 )
 def test_what_a_request_demands(body: dict[str, Any], answer: Delivered, found: str) -> None:
@@ -102,6 +109,9 @@ def one_choice(job: PreparedRequest) -> PreparedRequest:
     return replace(job, groups=tuple(group[:1] for group in job.groups))
 
 
+ALL_SHOWN = {"include_stop_str_in_output": True, "skip_special_tokens": False}
+
+
 @pytest.mark.parametrize(
     ("fields", "change", "found"),
     [
@@ -112,6 +122,7 @@ def one_choice(job: PreparedRequest) -> PreparedRequest:
         ({"n": 2}, as_it_is, []),
         ({"n": 2}, one_choice, ["1 choices were generated, and n is 2"]),
         ({"structured_outputs": {"choice": ["one two", "three"]}}, as_it_is, ["it is none of its choices"]),
+        ({"structured_outputs": {"choice": ["one two STOP four"]}, **ALL_SHOWN}, as_it_is, []),
         ({"bad_words": ["two"]}, as_it_is, ["a bad word ends with token 1"]),
         ({"max_tokens": 4}, as_it_is, []),
     ],
@@ -123,3 +134,34 @@ async def test_the_front_end_compares_what_it_sends_with_what_came(
     assert await reported(tokenizer, completion(**fields), "one two STOP four", change) == found
     if "max_tokens" not in fields:
         assert await reported(tokenizer, chat(**fields), "one two STOP four", change) == found
+
+
+@pytest.mark.parametrize("name", ["of", "broken"])
+async def test_a_comparison_that_fails_changes_no_reply_and_is_logged_once(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    def failing(*_: Any, **__: Any) -> str:
+        raise ArithmeticError("a client's own words")
+
+    monkeypatch.setattr(ClientDemands, name, failing)
+    front, _, script = fake_front_end(tokenizer)
+    for fields in ({}, {"structured_outputs": {"choice": ["one two"]}}):
+        script.say("one two")
+        reply = await front.collect(await front.prepare(completion(**fields)))
+        assert reply["choices"][0]["text"] == "one two"
+    (logged,) = caplog.records
+    assert "ArithmeticError" in logged.getMessage() and "own words" not in caplog.text
+
+
+async def test_a_structure_is_compared_beside_the_event_loop(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_loop: list[bool] = []
+
+    def noted(*_: Any) -> str:
+        on_loop.append(threading.current_thread() is threading.main_thread())
+        return ""
+
+    monkeypatch.setattr(ClientDemands, "broken", noted)
+    assert await reported(tokenizer, completion(structured_outputs={"choice": ["a"]}), "a", as_it_is) == []
+    assert on_loop == [False, False]
