@@ -37,7 +37,8 @@ def test_the_page_answers_and_shows_what_became_of_it(disaggregated: Service) ->
         page.fill("#prompt", LOOPING)
         page.fill("#max-tokens", "24")
         page.get_by_role("button", name="Send").click()
-        expect(page.locator(".answer .pill")).to_have_text("verified: logprobs, support, distribution, draws, alternatives")
+        checked = "logprobs, support, distribution, draws, alternatives"
+        expect(page.locator(".answer .pill")).to_have_text(f"verified: {checked}")
         tokens = page.locator(".answer .tok")
         count = tokens.count()
         assert 0 < count <= 24
