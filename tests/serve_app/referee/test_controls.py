@@ -63,8 +63,8 @@ def answers_of(engine: EngineCore, params: SamplingParams, number: int) -> list[
 
 async def test_a_sound_referee_finds_every_change() -> None:
     engine = engine_that_is_often_sure()
-    ended = await controlled(answers_of(engine, SAMPLED, 30), EngineReplay(engine))
-    assert ended == dict.fromkeys(((change, "found") for change in CONTROL_CHANGES), 10)
+    ended = await controlled(answers_of(engine, SAMPLED, 12), EngineReplay(engine))
+    assert ended == dict.fromkeys(((change, "found") for change in CONTROL_CHANGES), 4)
 
 
 async def test_greedy_answers_have_no_seed_to_change() -> None:
@@ -83,8 +83,8 @@ async def test_a_referee_that_lost_the_rows_is_noticed() -> None:
         replayed = await whole(request, avoid)
         return replayed if num_replays <= 4 else dataclasses.replace(replayed, replayed=None)
 
-    ended = await controlled(answers_of(engine, SAMPLED, 30), replay)
-    assert ended["token", "missed"] >= 9 and ended["seed", "missed"] >= 9 and ended["logprobs", "found"] == 10
+    ended = await controlled(answers_of(engine, SAMPLED, 13), replay)
+    assert ended["token", "missed"] >= 2 and ended["seed", "missed"] >= 2 and ended["logprobs", "found"] >= 4
 
 
 async def test_a_judge_without_a_limit_is_noticed() -> None:
