@@ -198,6 +198,17 @@ class SamplingParams:
         return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
     @property
+    def penalised(self) -> bool:
+        """Whether tokens that were emitted, or stand in the prompt, have other logits than before."""
+        return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
+
+    @property
+    def ruled(self) -> bool:
+        """Whether allowed or forbidden tokens, biases or penalties change the logits; a structure does so beside."""
+        tokens = self.bad_words or self.min_tokens or self.logit_bias
+        return self.allowed_token_ids is not None or bool(tokens) or self.penalised
+
+    @property
     def returns_logprobs(self) -> bool:
         """Whether every emitted token comes with a logprobs entry."""
         return self.logprobs is not None or bool(self.logprob_token_ids)

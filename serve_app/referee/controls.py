@@ -11,7 +11,6 @@ from serve_app.referee.answer import Answer
 from serve_app.referee.judgement import Judging
 from serve_app.referee.replay_checker import Replay, comparable
 from serve_app.referee.verdicts import Checked, Distribution, Verdict
-from speculative.request import SamplingParams
 
 _logger = logging.getLogger("truespec.referee")
 
@@ -21,10 +20,6 @@ ControlResult = Literal["found", "missed", "failed"]
 CONTROL_CHANGES: tuple[ControlChange, ...] = get_args(ControlChange)
 CONTROL_RESULTS: tuple[ControlResult, ...] = get_args(ControlResult)
 
-_RULES = (
-    *("structure", "logit_bias", "allowed_token_ids", "bad_words", "min_tokens"),
-    *("repetition_penalty", "frequency_penalty", "presence_penalty"),
-)
 _EVERY = 50  # verified answers
 _LEAST_TOKENS = 16
 _SHIFT_NATS = 1.0
@@ -135,9 +130,8 @@ class Controls:
 
 def _is_plain(answer: Answer) -> bool:
     """Whether no rule of its request changes the logits."""
-    params, none = answer.request.params, SamplingParams()
-    changed = any(getattr(params, name) != getattr(none, name) for name in _RULES)
-    return not (changed or answer.request.adapter or answer.untested)
+    params = answer.request.params
+    return not (params.ruled or params.structure or answer.request.adapter or answer.untested)
 
 
 def _with_other_tokens(answer: Answer, logprobs: list[float]) -> Answer | None:

@@ -35,7 +35,7 @@ class TokenRules:
             if len(word) > 1:
                 self._phrases[word[-2]].append(word)
         self._memory = max((len(word) - 1 for word in params.bad_words), default=0)
-        self.penalised = _penalises(params)
+        self.penalised = params.penalised
         self.reads_drafts = bool(self._phrases)
         at_once = max(map(len, self._phrases.values()), default=0)
         self.most_biased = len(biases) + len(self._banned) + at_once + len(params.stop_token_ids)
@@ -89,14 +89,7 @@ class TokenRules:
 
 def rules_of(params: SamplingParams, prompt: Tokens[int]) -> TokenRules | None:
     """The rules of a request; None when it has none."""
-    asks = (
-        params.allowed_token_ids is not None
-        or params.bad_words
-        or params.min_tokens
-        or params.logit_bias
-        or _penalises(params)
-    )
-    return TokenRules(params, prompt) if asks else None
+    return TokenRules(params, prompt) if params.ruled else None
 
 
 class _Counts:
@@ -137,10 +130,6 @@ class _Counts:
         self._tokens = np.concatenate([self._tokens, _int64s(new)])
         self._emitted = np.concatenate([self._emitted, np.zeros(len(new), np.int64)])
         np.add.at(self._emitted, [self._place[token] for token in fresh], 1)
-
-
-def _penalises(params: SamplingParams) -> bool:
-    return params.repetition_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0
 
 
 def _int64s(tokens: Tokens[int]) -> Int64s:

@@ -117,13 +117,7 @@ def scored(request: Request, output: Any, weight_version: str) -> tuple[TokenDel
     params = request.params
     num_top = params.prompt_logprobs or 0
     entries = _prompt_entries(request, output, max(1, num_top))[request.score_from - 1 :]
-    untouched = (
-        params.greedy
-        and params.presence_penalty == params.frequency_penalty == 0
-        and params.repetition_penalty == 1
-        and not (params.logit_bias or params.bad_words or params.structure or params.min_tokens)
-        and params.allowed_token_ids is None
-    )
+    untouched = params.greedy and not params.ruled and params.structure is None
     delta = TokenDelta(
         request.request_id,
         logprobs=tuple(replace(entry, top=entry.top[:num_top]) for entry in entries),
