@@ -300,8 +300,9 @@ ALERTS = (
         "The referee of {{ $labels.model_name }} called an answer verified that was made wrong on purpose "
         "({{ $labels.change }}).",
         "Of every fifty verified answers one is judged again with a change that no sound referee overlooks. This one "
-        "was overlooked: replays come without the distribution of each token (token, seed), or the tolerance has grown "
-        "beyond all measure (logprobs). What this referee verified since then may be wrong.",
+        "was overlooked: replays come without the distribution of each token (token, seed), the tolerance has grown "
+        "beyond all measure (logprobs), or neither other tokens' logprobs (alternatives) nor the client's limits "
+        "(limit) are compared any more. What this referee verified since then may be wrong.",
         "The referee's log: `did not find what was changed` names the answer and the replica that replayed it. The "
         "controls by change and result on the sanity page: since when, and whether all kinds are missed.",
         "Replace the replica that replays, or roll back the last release; until controls are found again, treat "

@@ -150,6 +150,8 @@ _MEANINGS: dict[str, dict[str, Meaning]] = {
             "logprobs": "each logprob is a nat too high",
             "token": "the surest tokens are replaced by others",
             "seed": "the seed is another",
+            "alternatives": "the logprobs of the likeliest tokens are named in the reverse order",
+            "limit": "max_tokens is one less than the number of tokens",
         }
     },
     "check": {"": CHECKS, "replay_draws_total": DRAW_CHECKS},
@@ -173,7 +175,8 @@ _MEANINGS: dict[str, dict[str, Meaning]] = {
     },
     "verdict": {
         "": {
-            "verified": "recomputed; no fault found in what was checked",
+            "verified": "recomputed; no fault found in its tokens, nor in the logprobs that it came with",
+            "logprobs_only": "recomputed; its logprobs agree, and the replay could not compare its tokens",
             "unverified": "the check did not take place",
             "suspect": "found wrong, or generated in a window in which a fault was found",
         }

@@ -300,7 +300,7 @@ _TRIPS = Panel(
 _VERDICTS = Panel(
     title="Verdicts",
     description="Verdicts on answers per second. Suspect: the answer was generated in a window in which a fault was "
-    "found; trainers mask it. Unverified: it was not replayed.",
+    "found; trainers mask it. Logprobs only: the replay could not compare its tokens. Unverified: it was not replayed.",
     unit="ops",
     queries=(Query(PAGE.rate("verdicts_total", "verdict"), "{{verdict}}"),),
     stacked=True,

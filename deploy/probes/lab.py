@@ -12,9 +12,11 @@ from deploy.exchange.answers import Choice
 from deploy.exchange.client import Attempt, Client
 from deploy.exchange.dialect import Ask, Dialect
 from deploy.exchange.prompts import read_texts
+from deploy.exchange.reported_alternatives import AlternativesReader
 from deploy.probes.probes import Need, ProbeVerdict, Stopped
 from deploy.probes.reference import Reference
 from serve_app.backends.base import Replayed
+from serve_app.referee.alternatives import Alternatives
 from serve_app.referee.answer import Answer
 from serve_app.referee.detectors import Alarm, ReplicaWatch, SeenToken, why_drifted
 from serve_app.referee.drift import TokenDrift
@@ -216,16 +218,37 @@ class Lab:
         return Judge(self.tolerance)
 
     def answer(self, served: ServedAnswer) -> Answer:
-        """The answer in the referee's form."""
-        num, values = len(served.ids), served.answer.logprobs or ()
+        """The answer in the referee's form. Of its prompt nothing is compared."""
+        num, values, prompt = len(served.ids), served.answer.logprobs or (), tuple(served.ask.prompt)
         seed = {} if served.ask.seed is None else {"seed": served.ask.seed}
-        return Answer.reported(
-            Request("audited", tuple(served.ask.prompt), served.ask.params, **seed),  # type: ignore[arg-type]
+        # How many of the likeliest are reported beside the emitted token is the server's own custom.
+        params = dataclasses.replace(served.ask.params, logprobs=None if served.ask.params.logprobs is None else 0)
+        answer = Answer.reported(
+            Request("audited", prompt, params, **seed),  # type: ignore[arg-type]
             "server",
             served.ids,
             tuple(values) if len(values) == num else (),
             tuple(("all", FIRST if at < 2 else LAST if at == num - 1 else BETWEEN) for at in range(num)),
         )
+        own = () if self.stranger(served) is not None else tuple(self._named_beside(served))
+        return dataclasses.replace(answer, alternatives=own)
+
+    def stranger(self, served: ServedAnswer) -> int | None:
+        """An id that it names beside its tokens and that is none of the model's; None = there is none."""
+        assert self.reference is not None
+        ids = (token for one in self._named_beside(served) for token, _ in one.pairs)
+        return next((token for token in ids if not 0 <= token < self.reference.vocab_size), None)
+
+    def _named_beside(self, served: ServedAnswer) -> list[Alternatives]:
+        """What was reported beside the logprobs of its tokens."""
+        num_prompt = len(served.ask.prompt)
+        kept = self._alternatives.of_choice(served.answer, num_prompt, served.ids).kept
+        return [one for one in kept if one.place >= num_prompt]
+
+    @cached_property
+    def _alternatives(self) -> AlternativesReader:
+        assert self.reference is not None
+        return AlternativesReader(self.reference.tokenizer)
 
     def replayed(self, served: ServedAnswer) -> Replayed:
         """An answer computed again. `rejected_probability` of a token is that of its copy: what followed the latest

@@ -31,6 +31,7 @@ VERIFICATION = ("F6", "F7", "F8", "F12")
 PARAMETERS = ("F9",)
 STATE = ("F5", "F13")
 ROWS = ("F10",)
+OTHERS = ("F10", "F2")
 
 _SAMPLED = [name for name, params in SETTINGS.items() if not params.greedy]
 _FILTERED = ("top_p", "min_p")
@@ -59,7 +60,7 @@ _MANY = 2000  # points of a plot
 
 @probe(
     "replayed logprobs",
-    "Does every logprob match the model's for this token, however it was sampled?",
+    "Does every logprob, of other tokens too, match the model's for its token, however it was sampled?",
     Need.LOGPROBS,
     Need.TOKEN_IDS,
     Need.REFERENCE,
@@ -79,6 +80,7 @@ def replayed_logprobs(lab: Lab, trial: Trial) -> None:
     trial.num_cases, tme = len(nats), measures.figures()["tme"]
     trial.figures |= {
         "tokens": float(len(nats)),
+        "logprobs of other tokens": float(sum(lab.judge(one).checked.alternatives.num_compared for one in answers)),
         "TME": tme,
         "median nats": float(np.median(nats)),
         "largest nats": max(nats),
@@ -96,8 +98,13 @@ def replayed_logprobs(lab: Lab, trial: Trial) -> None:
         for alarm in lab.alarms(watch, one, lab.judge(one).tokens):
             if alarm.name == "drift" and alarm.stratum in _POSITIONS:
                 _found_drift(lab, trial, one, alarm.stratum, _POSITIONS[alarm.stratum])
-        if lab.judge(one).checked.reason.startswith("drift"):
+        reason = lab.judge(one).checked.reason
+        if (stranger := lab.stranger(one)) is not None:
+            trial.found(OTHERS, one.attempt.body, "logprobs of the model's tokens", f"{stranger} is none of them")
+        if reason.startswith("drift"):
             _found_drift(lab, trial, one, "one answer", ROWS)
+        elif reason.startswith("alternatives"):
+            trial.found(OTHERS, one.attempt.body, "logprobs of other tokens that are the model's", reason)
 
 
 def check_logprobs(

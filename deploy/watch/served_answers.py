@@ -11,10 +11,10 @@ from typing import Any
 
 from deploy.exchange.answers import Choice, Json, Reply, Unreadable, read_reply
 from deploy.exchange.exchanges import CHAT, Exchange
+from deploy.exchange.reported_alternatives import AlternativesReader
 from deploy.exchange.sampling import Sampled, Sampling
 from deploy.exchange.vendors import FALLBACK, vendor_of
 from deploy.watch.demanded import broken_demands
-from deploy.watch.reported_alternatives import AlternativesReader
 from serve_app.backends.base import ModelInfo
 from serve_app.referee.answer import Answer
 from serve_app.referee.request_limits import broken_limit

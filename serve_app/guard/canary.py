@@ -86,7 +86,7 @@ class Canary:
                 _logger.warning("a canary could not be served: %s", error)
                 return None
             num_drafted += answer.num_drafted
-            if checked.verdict is not Verdict.VERIFIED:
+            if not checked.verdict.agrees:
                 _logger.warning("a canary is %s: %s", checked.verdict, checked.reason)
                 return False if checked.verdict is Verdict.SUSPECT else None
         return True if num_drafted >= settings.min_drafted else None

@@ -9,12 +9,12 @@ from typing import Literal, get_args
 
 from serve_app.referee.answer import Answer
 from serve_app.referee.judgement import Judging
-from serve_app.referee.replay_checker import Replay, comparable
+from serve_app.referee.replay_checker import Replay, comparable, impossible
 from serve_app.referee.verdicts import Checked, Distribution, Verdict
 
 _logger = logging.getLogger("truespec.referee")
 
-ControlChange = Literal["logprobs", "token", "seed"]
+ControlChange = Literal["logprobs", "token", "seed", "alternatives", "limit"]
 ControlResult = Literal["found", "missed", "failed"]
 
 CONTROL_CHANGES: tuple[ControlChange, ...] = get_args(ControlChange)
@@ -26,6 +26,7 @@ _SHIFT_NATS = 1.0
 _CERTAIN_NATS = -0.02  # the logprob of a token whose place no other can take
 _NUM_CHANGED = 3  # tokens: that a random number comes to lie at an edge of each has no chance
 _LEAST_SURPRISAL_NATS = 40.0  # of an answer: other random numbers do not give it again
+_LEAST_SPREAD_NATS = 4.0  # between the likeliest tokens of a place: their numbers cannot be taken for each other's
 _LEAST_TEMPERATURE = 0.7  # below it an answer is more likely than its logprobs say
 
 
@@ -35,10 +36,12 @@ class Controls:
     - `logprobs`: each is a nat too high.
     - `token`: the surest ones are replaced by others, and served without logprobs.
     - `seed`: it is another, and no logprobs were served.
+    - `alternatives`: in each place the numbers of the likeliest tokens are named in the reverse order.
+    - `limit`: `max_tokens` is one less than it has.
 
-    The last two are found only by what the replay says of each token's distribution. Where rules change the logits,
-    some engines do not say it; so these controls are answers without rules, and begin when replays do say it of such
-    answers, greedy ones and others for themselves. Nothing of a control is counted as a client's answer.
+    `token` and `seed` are found only by what the replay says of each token's distribution. Where rules change the
+    logits, some engines do not say it; so these controls are answers without rules, and begin when replays do say it of
+    such answers, greedy ones and others for themselves. Nothing of a control is counted as a client's answer.
 
     Args:
         replay: recomputes a request.
@@ -89,6 +92,8 @@ class Controls:
 
     async def _result(self, change: ControlChange, spoiled: Answer) -> ControlResult | None:
         """None where the weights have changed since."""
+        if change == "limit":
+            return "found" if impossible(spoiled) else self._missed(change, spoiled, Verdict.VERIFIED, "no replay")
         try:
             replayed = await self._replay(spoiled.scored(f"control-{uuid.uuid4().hex}"), ())
             if (own := comparable(spoiled, replayed)) is None:
@@ -97,11 +102,12 @@ class Controls:
         except Exception as error:  # a replica died, or was too busy: that says nothing of the judge
             _logger.info("a control could not be replayed: %s", error)
             return "failed"
-        if verdict is Verdict.SUSPECT:
-            return "found"
+        return "found" if verdict is Verdict.SUSPECT else self._missed(change, spoiled, verdict, replayed.replica)
+
+    def _missed(self, change: ControlChange, spoiled: Answer, verdict: Verdict, replayed_by: str) -> ControlResult:
         _logger.error(
             "the referee did not find what was changed (%s) in %s, replayed by %s: its verdict was %s",
-            *(change, spoiled.request.request_id, replayed.replica, verdict.value),
+            *(change, spoiled.request.request_id, replayed_by, verdict.value),
         )
         return "missed"
 
@@ -117,6 +123,13 @@ class Controls:
         if change == "logprobs":
             return _as_control(answer, logprobs=tuple(logprob + _SHIFT_NATS for logprob in logprobs))
         params = answer.request.params
+        if change == "limit":
+            if not answer.kinds:  # of a server that is watched, which may read limits in another way
+                return None
+            params = dataclasses.replace(params, max_tokens=len(answer.token_ids) - 1, min_tokens=0)
+            return _as_control(dataclasses.replace(answer, request=dataclasses.replace(answer.request, params=params)))
+        if change == "alternatives":
+            return _with_names_reversed(answer) if "alternatives" in checked.checks else None
         if params.greedy not in self._with_rows or not _is_plain(answer):
             return None
         if change == "token":
@@ -148,6 +161,17 @@ def _with_other_tokens(answer: Answer, logprobs: list[float]) -> Answer | None:
             return None
         token_ids[index] = other
     return _as_control(answer, token_ids=tuple(token_ids), logprobs=())
+
+
+def _with_names_reversed(answer: Answer) -> Answer | None:
+    spreads = [one.top[0][1] - one.top[-1][1] for one in answer.alternatives if one.top]
+    if max(spreads, default=0.0) < _LEAST_SPREAD_NATS:
+        return None
+    reversed_names = []
+    for one in answer.alternatives:
+        ids, values = [token for token, _ in one.top], [value for _, value in one.top]
+        reversed_names.append(one._replace(top=tuple(zip(reversed(ids), values, strict=True))))
+    return _as_control(answer, alternatives=tuple(reversed_names))
 
 
 def _as_control(answer: Answer, **changes: object) -> Answer:

@@ -106,8 +106,9 @@ class Judge:
         reason = drifted or (f"distribution: {alarm}" if alarm else _wrong_token(misplaced, draws, answer))
         checks += ("alternatives",) * bool(others.found.num_compared)
         reason = reason or others.wrong(noise.of_placement, drift_tolerance, tolerance.jump_nats)
+        agrees = Verdict.LOGPROBS_ONLY if distribution is Distribution.UNTESTED else Verdict.VERIFIED
         checked = Checked(
-            verdict=Verdict.SUSPECT if reason else Verdict.VERIFIED if checks else Verdict.UNVERIFIED,
+            verdict=Verdict.SUSPECT if reason else agrees if checks else Verdict.UNVERIFIED,
             reason=reason or ("replayed" if checks else "its replay gives nothing to compare it with"),
             num_tokens=len(seen) if checks else len(drifts),
             tme=DriftSums(drifts).tme if drifts else None,

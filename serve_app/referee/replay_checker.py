@@ -13,6 +13,7 @@ from serve_app.backends.base import Replayed, ReplayFailed
 from serve_app.referee.answer import Answer
 from serve_app.referee.judgement import Judging
 from serve_app.referee.replica_book import Case, ReplicaBook
+from serve_app.referee.request_limits import broken_limit
 from serve_app.referee.verdicts import Checked, Verdict
 from speculative.errors import InvalidRequest, SequenceTooLong
 from speculative.request import Request
@@ -119,8 +120,8 @@ class ReplayChecker:
         return checked
 
     async def _result(self, answer: Answer) -> tuple[ReplayResult, Checked]:
-        if answer.broken_limit:
-            return "refused", self._refused(answer, answer.broken_limit)
+        if limit := impossible(answer):
+            return "refused", self._refused(answer, limit)
         try:
             replayed = await self._replayed(answer)
             if (own := comparable(answer, replayed)) is None:
@@ -129,7 +130,7 @@ class ReplayChecker:
             checked = _saying_from_where(answer, judgement.checked)
             if not answer.request.canary:  # its own replica judges by it; clients never saw it
                 checked = self._book.add(Case(*own, checked), judgement.tokens, judgement.drift_tolerance)
-                if checked.verdict is Verdict.VERIFIED:
+                if checked.verdict.agrees:
                     self._verified(answer, checked)
             _logger.debug("%s is %s: %s", answer.request.request_id, checked.verdict.value, checked.reason)
             return "ok", checked
@@ -162,6 +163,17 @@ class ReplayChecker:
         """No engine can have made the answer: whoever did is wrong."""
         checked = Checked(verdict=Verdict.SUSPECT, reason=f"impossible: {reason}")
         return checked if answer.request.canary else self._book.add_impossible(Case(answer, None, checked))
+
+
+def impossible(answer: Answer) -> str:
+    """The limit of its request that an answer breaks, in words; "" = none.
+
+    The replica that served it has looked already; here its word is not taken for it. Of a server that is watched only
+    what was read off its request counts, since servers read limits in different ways.
+    """
+    if answer.broken_limit or not answer.kinds:
+        return answer.broken_limit
+    return broken_limit(answer.request.params, answer.token_ids)
 
 
 def comparable(answer: Answer, replayed: Replayed) -> tuple[Answer, Replayed] | None:

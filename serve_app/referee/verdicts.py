@@ -17,9 +17,15 @@ _TRIPS_KEPT = 16  # of each replica, for answers that end after the trip that ma
 class Verdict(enum.StrEnum):
     """What is known of one answer; later members outweigh earlier ones."""
 
-    VERIFIED = "verified"  # recomputed, and found correct
+    VERIFIED = "verified"  # recomputed, and found correct: its tokens as well as the logprobs that it came with
+    LOGPROBS_ONLY = "logprobs_only"  # its logprobs are correct; the replay could not compare its tokens
     UNVERIFIED = "unverified"  # not checked, or the check did not complete
     SUSPECT = "suspect"  # found wrong, or made where a fault was found
+
+    @property
+    def agrees(self) -> bool:
+        """True where a replay was compared with the answer and nothing was wrong."""
+        return self in (Verdict.VERIFIED, Verdict.LOGPROBS_ONLY)
 
 
 class Distribution(enum.StrEnum):

@@ -304,8 +304,8 @@ CATALOGUE: tuple[Metric, ...] = (
     _counter(
         "referee_controls_total",
         "replays",
-        "Verified answers that were judged again with a change (logprobs, token, seed) that the referee must find, by "
-        "result: found, missed, failed (not replayed).",
+        "Verified answers that were judged again with a change (logprobs, token, seed, alternatives, limit) that the "
+        "referee must find, by result: found, missed, failed (not replayed).",
         "change",
         "result",
     ),
@@ -395,7 +395,8 @@ CATALOGUE: tuple[Metric, ...] = (
     _counter(
         "verdicts_total",
         "requests",
-        "Verdicts on answers: verified, suspect, unverified (a replay that failed).",
+        "Verdicts on answers: verified, logprobs_only (the tokens were not compared), suspect, unverified (a replay "
+        "that failed).",
         "verdict",
     ),
     # A watched server

@@ -38,6 +38,7 @@ NAMED = {  # a fault of each kind that can be seen over HTTP, and the probes tha
     "F5 a reused slot's last token after a handoff": ["replayed logprobs", "distribution of the tokens"],
     "F9 sampling parameters skipped on drafted positions": ["sampling parameters"],
     "F10 logprob 0 for every token": ["replayed logprobs", "logprob contract"],
+    "F10 ids of other tokens beside the likeliest tokens' logprobs": ["replayed logprobs"],
     "F11 prompt logprobs damaged at chunk borders": ["prompt logprobs"],
     "F12 the first draft is committed unverified": ["distribution of the tokens"],
     "F17 unseeded requests share a stream": ["unseeded answers"],
@@ -258,6 +259,7 @@ def test_logprobs_are_judged_by_the_servers_precision(
     lab.modes, lab.tolerance = {}, Tolerance.against_float32(precision)  # type: ignore[misc]
     one = lab.ask(Ask((7, 8), SamplingParams(max_tokens=4, logprobs=2)))
     one.replayed = Replayed((-1.39, -2.59, -1.39, -1.39), lab.rows(one))
+    assert lab.stranger(one) == 900, "the tiny model has 512 tokens"
     assert (lab.judge(one).checked.reason == "drift") == wrong
     assert lab.largest_drift(one) == pytest.approx(1.2)
     trial = Trial(PROBES["replayed logprobs"], 1e-6)

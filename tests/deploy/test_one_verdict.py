@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -122,7 +123,11 @@ def by_audit(recorded: Recorded) -> Found:
     """What `truespec audit server` says, had it got this one answer."""
     nobody: Any = None
     lab = Lab(nobody, nobody, QUICK, nobody)
-    lab.reference, lab.tolerance, lab.modes = object(), recorded.tolerance, {}  # type: ignore[assignment,misc]
+    lab.reference, lab.tolerance, lab.modes = (
+        SimpleNamespace(tokenizer=None, vocab_size=1 << 20),
+        recorded.tolerance,
+        {},
+    )  # type: ignore[assignment,misc]
     request, setting = recorded.answer.request, "greedy" if recorded.answer.request.params.greedy else "temperature 1"
     attempt = Attempt(COMPLETIONS, {}, 200, read_reply(recorded.exchange), "")
     one = ServedAnswer(setting, Ask(request.prompt_token_ids, request.params, request.seed), attempt)

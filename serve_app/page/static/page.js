@@ -126,7 +126,8 @@ function gain({ time_saved: saved }, near) {
 
 function drawTiles() {
   const { now, totals, replicas } = status;
-  const { verified = 0, suspect = 0, unverified = 0 } = status.verdicts;
+  const { verified = 0, logprobs_only = 0, suspect = 0, unverified = 0 } = status.verdicts;
+  const others = `${logprobs_only ? `${whole(logprobs_only)} logprobs only, ` : ""}${whole(unverified)} not checked`;
   const tme = totals.replayed ? 1 + totals.excess / totals.replayed : null, limit = status.about.max_tme;
   const pools = Object.entries(Object.groupBy(replicas, ({ pool }) => pool)).map(([pool, own]) => `${own.length} ${pool}`);
   const near = now.acceptance !== null, ever = totals.drafted ? totals.accepted / totals.drafted : null;
@@ -149,8 +150,8 @@ function drawTiles() {
       now.cache_hit_rate === null ? "no prompts in the last minute" : `${percent(now.cache_hit_rate)} of prompt tokens cached`),
     tile("Logprob drift (TME)", tme === null ? "–" : tme.toFixed(4),
       totals.replayed ? `limit ${limit}; ${whole(totals.replayed)} tokens replayed` : "nothing replayed yet", tme > limit),
-    suspect > 0 ? tile("Suspect answers", whole(suspect), `${whole(verified)} verified, ${whole(unverified)} not checked`, true)
-      : tile("Verified answers", whole(verified), `none suspect, ${whole(unverified)} not checked`),
+    suspect > 0 ? tile("Suspect answers", whole(suspect), `${whole(verified)} verified, ${others}`, true)
+      : tile("Verified answers", whole(verified), `none suspect, ${others}`),
   );
 }
 

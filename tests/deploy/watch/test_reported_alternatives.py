@@ -10,10 +10,10 @@ import pytest_asyncio
 
 from deploy.exchange.answers import read_reply
 from deploy.exchange.exchanges import COMPLETIONS, Exchange
+from deploy.exchange.reported_alternatives import AlternativesReader
 from deploy.faults.tiny import write_tiny_pair
 from deploy.run.replayers import ReplayerOptions, make_replayer
 from deploy.watch.referee import Referee, RefereeOptions
-from deploy.watch.reported_alternatives import AlternativesReader
 from deploy.watch.run import running_referee
 from serve_app.referee.alternatives import Alternatives, KeptAlternatives
 from serve_app.referee.tolerance import Tolerance

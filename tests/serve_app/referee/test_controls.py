@@ -63,14 +63,39 @@ def answers_of(engine: EngineCore, params: SamplingParams, number: int) -> list[
 
 async def test_a_sound_referee_finds_every_change() -> None:
     engine = engine_that_is_often_sure()
-    ended = await controlled(answers_of(engine, SAMPLED, 12), EngineReplay(engine))
-    assert ended == dict.fromkeys(((change, "found") for change in CONTROL_CHANGES), 4)
+    ended = await controlled(answers_of(engine, dataclasses.replace(SAMPLED, logprobs=3), 15), EngineReplay(engine))
+    assert ended == dict.fromkeys(((change, "found") for change in CONTROL_CHANGES), 3)
+
+
+@pytest.mark.parametrize("change", ["alternatives", "limit"])
+async def test_a_referee_that_no_longer_compares_something_is_noticed(
+    change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_that_is_often_sure()
+    if change == "alternatives":
+        monkeypatch.setattr("serve_app.referee.judgement.ComparedAlternatives.wrong", lambda *_: "")
+    else:
+        monkeypatch.setattr("serve_app.referee.replay_checker.broken_limit", lambda *_: "")
+    ended = await controlled(answers_of(engine, dataclasses.replace(SAMPLED, logprobs=3), 5), EngineReplay(engine))
+    assert ended == {(one, "missed" if one == change else "found"): 1 for one in CONTROL_CHANGES}
+
+
+async def test_an_answer_over_its_limit_is_suspect_though_its_replica_did_not_say_so() -> None:
+    engine = engine_that_is_often_sure()
+    answer = answers_of(engine, SAMPLED, 1)[0]
+    request = dataclasses.replace(answer.request, params=dataclasses.replace(SAMPLED, max_tokens=119))
+    checker = ReplayChecker(EngineReplay(engine), Judge(TOLERANCE).judge, ReplicaBook(TOLERANCE))
+    async with asyncio.TaskGroup() as tasks:
+        work = tasks.create_task(checker.run())
+        checked = await checker.check(dataclasses.replace(answer, request=request))
+        work.cancel()
+    assert (checked.verdict, checked.reason) == ("suspect", "impossible: it has 120 tokens, and max_tokens is 119")
 
 
 async def test_greedy_answers_have_no_seed_to_change() -> None:
     engine = engine_that_is_often_sure()
     ended = await controlled(answers_of(engine, GREEDY, 10), EngineReplay(engine))
-    assert ended == {("logprobs", "found"): 5, ("token", "found"): 5}
+    assert ended == {("logprobs", "found"): 4, ("token", "found"): 3, ("limit", "found"): 3}
 
 
 async def test_a_referee_that_lost_the_rows_is_noticed() -> None:
@@ -83,7 +108,7 @@ async def test_a_referee_that_lost_the_rows_is_noticed() -> None:
         replayed = await whole(request, avoid)
         return replayed if num_replays <= 4 else dataclasses.replace(replayed, replayed=None)
 
-    ended = await controlled(answers_of(engine, SAMPLED, 13), replay)
+    ended = await controlled(answers_of(engine, SAMPLED, 17), replay)
     assert ended["token", "missed"] >= 2 and ended["seed", "missed"] >= 2 and ended["logprobs", "found"] >= 4
 
 
@@ -102,7 +127,7 @@ async def test_engines_that_replay_logprobs_only_are_asked_for_no_more() -> None
         return dataclasses.replace(await whole(request, avoid), replayed=None)
 
     ended = await controlled(answers_of(engine, SAMPLED, 6), replay)
-    assert ended == {("logprobs", "found"): 6}
+    assert ended == {("logprobs", "found"): 3, ("limit", "found"): 3}
 
 
 @pytest.mark.parametrize(
@@ -162,7 +187,7 @@ async def test_what_was_not_replayed_is_not_missed(failing: str) -> None:
         return dataclasses.replace(replayed, weight_version="later")
 
     ended = await controlled(answers_of(engine, SAMPLED, 2), replay)
-    assert ended.keys() <= {("logprobs", "failed"), ("token", "failed")}
+    assert ended.keys() <= {("logprobs", "failed"), ("token", "failed"), ("limit", "found")}
     assert bool(ended) == (failing == "replay")
 
 
@@ -182,7 +207,8 @@ def test_every_result_is_counted_from_the_start() -> None:
 async def test_another_seed_is_no_control_where_filters_may_leave_one_token(filters: dict[str, Any]) -> None:
     engine = engine_that_is_often_sure()
     answers = answers_of(engine, dataclasses.replace(SAMPLED, **filters), 8)
-    assert (await controlled(answers, EngineReplay(engine))).keys() <= {("logprobs", "found"), ("token", "found")}
+    ended = await controlled(answers, EngineReplay(engine))
+    assert ended.keys() <= {(change, "found") for change in ("logprobs", "token", "limit")}
 
 
 async def test_answers_with_rules_are_no_controls_of_the_rows_that_some_engines_lack() -> None:
@@ -195,7 +221,8 @@ async def test_answers_with_rules_are_no_controls_of_the_rows_that_some_engines_
 
     ruled = dataclasses.replace(GREEDY, min_tokens=4)
     ended = await controlled([*answers_of(engine, GREEDY, 2), *answers_of(engine, ruled, 4)], replay)
-    assert ended.keys() == {("logprobs", "found"), ("token", "found")} and ended["token", "found"] == 1
+    assert ended.keys() == {("logprobs", "found"), ("token", "found"), ("limit", "found")}
+    assert ended["token", "found"] == 1
 
 
 async def test_logprobs_that_were_not_compared_are_no_control() -> None:

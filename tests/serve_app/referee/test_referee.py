@@ -175,7 +175,7 @@ async def test_a_verdict_says_what_was_checked(
         answer = served(number, params=params)
         asked = Request(answer.request.request_id, answer.request.prompt_token_ids, params, seed)
         checked = await court.checker.check(served(number, request=asked))
-        assert checked.verdict is Verdict.VERIFIED
+        assert checked.verdict is (Verdict.LOGPROBS_ONLY if row is None else Verdict.VERIFIED)
     reply = court.book.verdicts.reply(f"cmpl-{len(seeds) - 1}")
     assert reply is not None
     assert (reply["checked"], reply["choices"][0]["checked"]) == (checks, checks)
@@ -206,7 +206,7 @@ async def test_an_answer_without_logprobs_is_judged_by_its_tokens(court: Court) 
 async def test_an_answer_whose_sampling_is_not_known_is_judged_by_its_logprobs_alone(court: Court) -> None:
     court.replayer.row = lambda index: ReplayedToken(0.0, 0.5, 10.0, 0.7, 9.0, float("inf")) if index == 7 else RIGHT
     checked = await court.checker.check(dataclasses.replace(served(1), untested="mirostat changes it"))
-    assert (checked.verdict, checked.checks, checked.distribution) == (Verdict.VERIFIED, ("logprobs",), "untested")
+    assert (checked.verdict, checked.checks, checked.distribution) == (Verdict.LOGPROBS_ONLY, ("logprobs",), "untested")
     court.replayer.drift = -0.8
     drifted = await court.checker.check(dataclasses.replace(served(2), untested="mirostat changes it"))
     assert (drifted.verdict, drifted.reason) == (Verdict.SUSPECT, "drift")

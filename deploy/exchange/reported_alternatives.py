@@ -1,4 +1,4 @@
-"""What a watched server reports beside the logprobs: the likeliest tokens, those that a request names, the prompt's.
+"""What a server reports beside the logprobs: the likeliest tokens, those that a request names, the prompt's.
 
 Some forms name a token by its text alone. It counts where one token only has this text, and where the server shows the
 emitted tokens, whose ids are known, by texts that are these tokens' own, leading spaces included.
@@ -22,10 +22,10 @@ class AlternativesReader:
     """Reads what the choices of a server's replies report beside the logprobs.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: of the model; without one, tokens that are named by their texts are not known.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
 
     def of_choice(self, choice: Choice, num_prompt: int, ids: Sequence[int]) -> KeptAlternatives:
@@ -53,7 +53,7 @@ class AlternativesReader:
     def _shows_texts(self, choice: Choice, ids: Sequence[int]) -> bool:
         """Whether the texts by which a server shows tokens are those that the tokenizer gives them."""
         shown = choice.token_texts or ()
-        if len(shown) != len(ids):
+        if self._tokenizer is None or len(shown) != len(ids):
             return False
         pairs = [(text, self._tokenizer.token_text(token)) for text, token in zip(shown, ids, strict=True)]
         whole = [pair for pair in pairs if _LOST not in str(pair[0])]
@@ -62,6 +62,7 @@ class AlternativesReader:
     @cached_property
     def _by_text(self) -> Mapping[str, int]:
         """The token of each text that one token only has."""
+        assert self._tokenizer is not None
         found: dict[str, int | None] = {}
         for token in range(self._tokenizer.vocab_size):
             text = self._tokenizer.token_text(token)
