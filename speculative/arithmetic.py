@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from speculative.gpu.attention_choice import why_no_triton
+from speculative.config import why_no_triton
 from speculative.kernels.bindings import find_kernels
 from speculative.model.decoder import Decoder
 

@@ -23,9 +23,6 @@ from speculative.drafting.draft_sampler import DraftSampler
 from speculative.drafting.neural_drafter import DraftModel, ModelDrafter
 from speculative.drafting.weightless import make_weightless
 from speculative.errors import ConfigError, EngineFault, HandoffRefused, InvalidRequest, SequenceTooLong
-from speculative.gpu.device_ops import DeviceOps
-from speculative.gpu.graph_step import GraphStep
-from speculative.gpu.memory import tokens_that_fit
 from speculative.handoff import Blob, ComputedTokenState, Manifest, allocate_blob, decode_state, seal
 from speculative.model.config import ModelConfig
 from speculative.model.decoder import Decoder
@@ -75,7 +72,12 @@ class EngineCore:
             config, self.max_model_len, model.eos_token_ids, self.stats, contract, make_draft_length(config.drafter)
         )
         self.self_check = SelfCheck(config.self_check_sample_rate)
-        self.ops = DeviceOps(self.device) if self._uses_graphs else choose_ops(self.device)
+        self.ops, self._operators = choose_ops(self.device), None
+        if self._uses_graphs:  # an engine on a CPU loads nothing of speculative.gpu
+            from speculative.gpu.operators import GraphOperators
+
+            self._operators = GraphOperators.on(self.device)
+            self.ops = self._operators.vocabulary
         self.sampler = Sampler(config, self.device, model.eos_token_ids, self.self_check, self.ops)
         self.cache = self._make_cache(model.kv_shape)
         self._make_executor(decoder, draft_model, NoDrafter() if draft_model else make_weightless(config.drafter))
@@ -94,10 +96,13 @@ class EngineCore:
         neural = None if draft_model is None else self._model_drafter(draft_model)
         drafter = neural or weightless
         self._decoder = decoder
-        self.graphs: GraphStep | None = None
+        self.graphs = None
         runner = ModelRunner(decoder, self.cache, self.device)
-        if self._uses_graphs:
-            self.graphs = GraphStep(self.config, decoder, self.cache, drafter, self.sampler, self.max_model_len, neural)
+        if self._operators is not None:
+            from speculative.gpu.graph_step import GraphStep
+
+            parts = (self.config, decoder, self.cache, drafter, self.sampler, self.max_model_len, self._operators)
+            self.graphs = GraphStep(*parts)
             runner = self.graphs.runner
             if self.device.type == "cuda":
                 self.graphs.capture_all()
@@ -123,6 +128,8 @@ class EngineCore:
     def _with_cache_size(self, config: EngineConfig, decoder: Decoder, draft_model: DraftModel | None) -> EngineConfig:
         if self.device.type == "cpu" or config.kv_cache_tokens is not None:
             return config.on_cpu()
+        from speculative.gpu.memory import tokens_that_fit
+
         return dataclasses.replace(config, kv_cache_tokens=tokens_that_fit(config, decoder, draft_model))
 
     def _make_cache(self, shape: KVShape) -> KVCache:

@@ -177,6 +177,7 @@ UNLOADED = {
     "serve_app.referee.judgement": {"ray", "torch", "fastapi", "prometheus_client"},
     "deploy.watch.proxy": {"ray", "torch"},
     "deploy.watch.referee": {"ray"},
+    "serve_app.backends.torch_backend": {"speculative.gpu"},  # of which an engine on a CPU runs nothing
 }
 
 

@@ -14,7 +14,6 @@ from speculative.config import EngineConfig
 from speculative.drafting.base import Drafter, allowed_masks, constrain, split_drafts
 from speculative.drafting.neural_drafter import ModelDrafter
 from speculative.errors import ConfigError, EngineFault
-from speculative.gpu.attention_choice import make_attend, make_layer_ops, make_prepare
 from speculative.gpu.buckets import Buckets
 from speculative.gpu.buffers import GraphBuffers
 from speculative.gpu.capture import Capturer
@@ -22,6 +21,7 @@ from speculative.gpu.catch_up_graph import CatchUpPass
 from speculative.gpu.draft_graph import DraftLoop
 from speculative.gpu.logit_edits import LogitEdits, StepEdits, fits
 from speculative.gpu.memory import free_bytes, graph_bytes
+from speculative.gpu.operators import GraphOperators
 from speculative.gpu.padding import CacheRoom, PagedCache
 from speculative.gpu.paged_attention import AttentionSizes
 from speculative.gpu.staged_inputs import LateCopy
@@ -59,10 +59,10 @@ class GraphStep:
         config: of the engine.
         decoder: the target.
         cache: the target's keys and values, with a block more than the pool owns: the trash block.
-        drafter: of the engine.
+        drafter: of the engine; the passes of one that has a model are captured, too.
         sampler: of the engine.
         max_model_len: tokens of the longest sequence.
-        neural: that drafter where it has a model, whose passes are captured, too.
+        operators: of the engine.
     """
 
     def __init__(
@@ -73,39 +73,38 @@ class GraphStep:
         drafter: Drafter,
         sampler: Sampler,
         max_model_len: int,
-        neural: ModelDrafter | None = None,
+        operators: GraphOperators,
     ) -> None:
         self.buckets = Buckets.of(config.max_num_seqs, config.drafter.max_drafts, config.drafter.num_draft_tokens)
         self.capturer = Capturer(decoder.device)
         self._config = config
         self._drafter = drafter
         self._sampler = sampler
-        self._neural = neural
+        self._neural = neural = drafter if isinstance(drafter, ModelDrafter) else None
         self._draft_model = None if neural is None else neural.model
         room = CacheRoom(config.block_size, -(-max_model_len // config.block_size), config.num_blocks)
         sizes = AttentionSizes(config.block_size, self.buckets.largest.num_queries, room.max_blocks)
         self._check_memory(decoder, sizes)
         self.buffers = GraphBuffers.make(decoder, self.buckets, self._draft_model)
-        attend, layer_ops = make_attend(sizes, decoder.device), make_layer_ops(decoder.device)
-        use_layer_ops(decoder, layer_ops)
+        attend = operators.attend(sizes)
+        use_layer_ops(decoder, operators.layers)
         paged = PagedCache(cache, room, attend)
         target = TargetPass(decoder, paged, self.buffers, drafter.capture, self.capturer)
-        prepare = make_prepare(config.block_size, 0, decoder.device)
-        self.runner = GraphRunner(decoder, cache, target, self.buckets, prepare)
+        self.runner = GraphRunner(decoder, cache, target, self.buckets, operators.prepare(config.block_size, 0))
         self._vocab_size = decoder.config.vocab_size
-        edits = LogitEdits(self.buckets.largest, self._vocab_size, decoder.device)
-        self.judge = VerifyGraph(decoder, self.buffers, self._draft_model, config, self.capturer, edits)
+        edits = LogitEdits(self.buckets.largest, self._vocab_size, decoder.device, operators.edit)
+        self.judge = VerifyGraph(decoder, self.buffers, self._draft_model, config, self.capturer, edits, operators)
         self._drafts_on_host = LateCopy(self.buffers.draft_tokens)
         self.loop: DraftLoop | None = None
         self._catch_up: CatchUpPass | None = None
         if neural is not None:
-            use_layer_ops(neural.model.network, layer_ops)
+            use_layer_ops(neural.model.network, operators.layers)
             paged = PagedCache(neural.cache, room, attend)
             self._lengths = self.buckets.of_drafts(varying=config.drafter.length == "dynamic")
             self.loop = DraftLoop(neural.model, neural.sampler, paged, self.buffers, self._lengths, self.capturer)
             self._catch_up = CatchUpPass(neural.model, paged, neural.edges, self.buffers, self.buckets, self.capturer)
             neural.catch_up, neural.draft_loop = self._catch_up, self.loop.make
-            neural.prepare = make_prepare(config.block_size, 1 if neural.capture else 0, decoder.device)
+            neural.prepare = operators.prepare(config.block_size, 1 if neural.capture else 0)
 
     # -- which steps --------------------------------------------------------------------------------------------
 

@@ -14,9 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speculative.gpu.attention_choice import uses_triton
 from speculative.gpu.buckets import Bucket
-from speculative.gpu.row_edits import EditFields, EditLogits, torch_edit
+from speculative.gpu.row_edits import EditFields, EditLogits
 from speculative.gpu.row_judge import RowFields
 from speculative.gpu.staged_inputs import Array, Field, StagedInputs
 from speculative.request import SamplingParams
@@ -45,11 +44,11 @@ class LogitEdits:
         largest: rows and sequences of the largest step.
         vocab_size: of the target.
         device: of the steps.
+        edit: what applies them.
     """
 
-    def __init__(self, largest: Bucket, vocab_size: int, device: torch.device) -> None:
-        self._largest, self._vocab_size, self._device = largest, vocab_size, device
-        self._edit = make_edit(device)
+    def __init__(self, largest: Bucket, vocab_size: int, device: torch.device, edit: EditLogits) -> None:
+        self._largest, self._vocab_size, self._device, self._edit = largest, vocab_size, device, edit
         self._inputs: dict[EditSizes, StagedInputs] = {}
 
     def prepare(self, sizes: EditSizes) -> None:
@@ -89,15 +88,6 @@ class LogitEdits:
             "frequency": Field(entries, torch.float64),
             "presence": Field(entries, torch.float64),
         }
-
-
-def make_edit(device: torch.device) -> EditLogits:
-    """The Triton kernels on a CUDA device where they can be compiled, else plain torch."""
-    if uses_triton(device):
-        from speculative.gpu.triton_edits import triton_edit
-
-        return triton_edit
-    return torch_edit
 
 
 # -- on the host ----------------------------------------------------------------------------------------------------

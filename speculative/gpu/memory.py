@@ -7,8 +7,8 @@ import torch
 from speculative.config import EngineConfig
 from speculative.drafting.neural_drafter import DraftModel
 from speculative.errors import ConfigError
-from speculative.gpu.attention_choice import uses_triton
 from speculative.gpu.buckets import Buckets
+from speculative.gpu.operators import uses_triton
 from speculative.gpu.paged_attention import AttentionSizes
 from speculative.model.config import ModelConfig
 from speculative.model.decoder import Decoder

@@ -19,11 +19,10 @@ from speculative.drafting.neural_drafter import DraftModel
 from speculative.gpu.buckets import Bucket
 from speculative.gpu.buffers import GraphBuffers
 from speculative.gpu.capture import Capturer
-from speculative.gpu.device_ops import DeviceOps
 from speculative.gpu.filters import fill_filters, filter_fields
-from speculative.gpu.judge_choice import make_judge
 from speculative.gpu.logit_edits import EditSizes, LogitEdits, StepEdits
 from speculative.gpu.logprob_report import Reported
+from speculative.gpu.operators import GraphOperators
 from speculative.gpu.row_judge import RowFields, SampledFrom
 from speculative.gpu.staged_inputs import Array, Field, StagedInputs
 from speculative.model.decoder import Decoder
@@ -98,11 +97,12 @@ class VerifyGraph:
         config: EngineConfig,
         capturer: Capturer,
         edits: LogitEdits,
+        operators: GraphOperators,
     ) -> None:
         """`draft_model` is the drafter's, whose drafts and their distributions lie in the statics; else the host knows
         the drafts."""
         self._capturer, self._edits, self._mode = capturer, edits, config.logprobs_mode
-        self._judge, self._ops = make_judge(capturer.device, config), DeviceOps(capturer.device)
+        self._judge, self._ops = operators.judge(config), operators.vocabulary
         self._decoder, self._statics = decoder, buffers
         self._samples = draft_model is not None
         self._draft_ids = ids = None if draft_model is None else draft_model.ids

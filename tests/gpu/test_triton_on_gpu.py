@@ -179,8 +179,7 @@ def test_edits_of_logits_are_torchs(cuda: torch.device, dtype: torch.dtype) -> N
     assert own is not None
     found = []
     for edit in (triton_edit, torch_edit):
-        edits = LogitEdits(bucket, size, cuda)
-        edits._edit = edit
+        edits = LogitEdits(bucket, size, cuda, edit)
         edits.prepare(own.sizes)
         edits.send(own)
         rows = RowFields(*(tensor.to(cuda) for tensor in rows_of(layout, Bucket(bucket.num_seqs, 7))))

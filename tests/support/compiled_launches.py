@@ -15,10 +15,10 @@ from unittest import mock
 
 from torch import Tensor
 
-from speculative.config import DrafterConfig, EngineConfig
+from speculative.config import DrafterConfig, LogprobsMode
 from speculative.engine import EngineCore
-from speculative.gpu.device_ops import DeviceOps
 from speculative.gpu.filters import torch_floors
+from speculative.gpu.operators import CapturedVocabularyOps, GraphOperators
 from speculative.gpu.packed_attention import SendPacked
 from speculative.gpu.paged_attention import AttendPaged, AttentionSizes, TorchAttend
 from speculative.gpu.row_edits import torch_edit
@@ -76,7 +76,11 @@ def compiled_launches(capability: int) -> Iterator[Counter[str]]:
         return launch(kernel, *args, grid=grid, warmup=True, **options)
 
     driver.set_active(_Driver(capability))
-    patches = {"triton.runtime.jit.JITFunction.run": compile_only} | _launchers()
+    operators = _operators()
+    patches = {
+        "triton.runtime.jit.JITFunction.run": compile_only,
+        "speculative.gpu.operators.GraphOperators.on": lambda _: operators,
+    }
     # The CPU has kernels of its own, whose layers launch nothing.
     patches |= {f"speculative.model.{module}.cpu_kernels": lambda: None for module in _WITH_CPU_KERNELS}
     with ExitStack() as stack:
@@ -85,8 +89,8 @@ def compiled_launches(capability: int) -> Iterator[Counter[str]]:
         yield launches
 
 
-def _launchers() -> dict[str, Any]:
-    """By the places where the product chooses them: Triton's, whose results torch computes."""
+def _operators() -> GraphOperators:
+    """Triton's launchers, whose results torch computes."""
     from speculative.gpu.triton_attention import TritonAttend
     from speculative.gpu.triton_edits import triton_edit
     from speculative.gpu.triton_filters import triton_floors
@@ -95,29 +99,25 @@ def _launchers() -> dict[str, Any]:
     from speculative.gpu.triton_places import triton_mass_before
     from speculative.gpu.triton_prompts import TritonAttendPacked
 
-    def make_attend(sizes: AttentionSizes, device: Any) -> AttendPaged:
-        del device
+    def attend(sizes: AttentionSizes) -> AttendPaged:
         return _computed(TritonAttend(sizes), TorchAttend(sizes.block_size))
 
-    def make_prepare(block_size: int, first: int, device: Any) -> PreparePass:
-        del device
+    def prepare(block_size: int, first: int) -> PreparePass:
         return SendPacked(block_size, first, _computed(TritonAttendPacked(), attend_packed))
 
-    def make_judge(device: Any, config: EngineConfig) -> RowJudge:
-        del device
-        return _computed(TritonJudge(config.logprobs_mode), TorchJudge(TorchOps(), config.logprobs_mode))
+    def judge(mode: LogprobsMode) -> RowJudge:
+        return _computed(TritonJudge(mode), TorchJudge(TorchOps(), mode))
 
     chosen = _computed(triton_choose, lambda probs, columns, *rest: columns.copy_(choose(probs, columns, *rest)))
-    return {
-        "speculative.gpu.device_ops.make_find_floors": lambda _: _computed(triton_floors, torch_floors),
-        "speculative.gpu.device_ops.make_choose": lambda _: chosen,
-        "speculative.gpu.device_ops.make_mass_before": lambda _: _computed(triton_mass_before, mass_before),
-        "speculative.gpu.logit_edits.make_edit": lambda _: _computed(triton_edit, torch_edit),
-        "speculative.gpu.graph_step.make_attend": make_attend,
-        "speculative.gpu.graph_step.make_prepare": make_prepare,
-        "speculative.gpu.verify_graph.make_judge": make_judge,
-        "speculative.gpu.graph_step.make_layer_ops": lambda _: _LayerOps(),
-    }
+    floors, before = _computed(triton_floors, torch_floors), _computed(triton_mass_before, mass_before)
+    return GraphOperators(
+        attend=attend,
+        prepare=prepare,
+        layers=_LayerOps(),
+        edit=_computed(triton_edit, torch_edit),
+        vocabulary=CapturedVocabularyOps(floors, chosen, before),
+        judge_token_wise=judge,
+    )
 
 
 def _computed(launch: Callable[..., Any], compute: Callable[..., Any]) -> Any:
@@ -160,7 +160,7 @@ def launch_all(folder: Path, drafter: DrafterConfig, dtype: str) -> None:
     """All that an engine launches: what it captures before its first request, then requests of all kinds of wishes."""
     config = settings(dtype=dtype, drafter=drafter, cuda_graphs=True)
     engine = EngineCore.load(folder, config, make_constraint=lambda _: Alternating())
-    assert engine.graphs is not None and isinstance(engine.ops, DeviceOps)
+    assert engine.graphs is not None and isinstance(engine.ops, CapturedVocabularyOps)
     engine.graphs.capture_all()
     for name, params in {"plain": PLAIN, "other": OTHER_WISHES, "edited": EDITED}.items():
         add_all(engine, params, prefix=name)

@@ -27,15 +27,15 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from speculative.config import EngineConfig, LogprobsMode
+from speculative.config import LogprobsMode
 from speculative.gpu.capture import side_stream
 from speculative.gpu.filters import torch_floors
 from speculative.gpu.graph_step import GraphStep
-from speculative.gpu.judge_choice import make_judge
+from speculative.gpu.operators import CapturedVocabularyOps, GraphOperators
 from speculative.gpu.packed_attention import PackedRows, SendPacked
 from speculative.gpu.paged_attention import AttentionSizes, PagedRows, TorchAttend
 from speculative.gpu.row_edits import EditFields, torch_edit
-from speculative.gpu.row_judge import RowFields, RowJudge, SampledFrom, TorchJudge
+from speculative.gpu.row_judge import RowFields, SampledFrom, TorchJudge
 from speculative.model.attention import CacheAttention
 from speculative.model.fp8 import Fp8Rows, Rows, quantize_rows
 from speculative.model.layers import Attend, Attention, RMSNorm, Rotary, Rotation, TorchLayerOps, rotate
@@ -224,17 +224,19 @@ class PretendedCuda(TorchFunctionMode):
             "torch.cuda.graph_pool_handle": lambda: (0, 1),
             "torch.cuda.CUDAGraph": lambda: _Recording(self),
             "torch.cuda.graph": self._capture,
-            "speculative.gpu.device_ops.make_find_floors": lambda _: torch_floors,
-            "speculative.gpu.device_ops.make_choose": lambda _: self._choose,
-            "speculative.gpu.device_ops.make_mass_before": lambda _: self._mass_before,
-            "speculative.gpu.logit_edits.make_edit": lambda _: self._edit_logits,
-            "speculative.gpu.graph_step.make_attend": lambda sizes, _: _PagedAttention(self, sizes),
-            "speculative.gpu.graph_step.make_prepare": lambda size, first, _: SendPacked(
-                size, first, self._attend_packed
-            ),
-            "speculative.gpu.verify_graph.make_judge": self._make_judge,
-            "speculative.gpu.graph_step.make_layer_ops": lambda _: _LayerOps(self),
+            "speculative.gpu.operators.GraphOperators.on": lambda _: self._operators(),
         }
+
+    def _operators(self) -> GraphOperators:
+        """In the place of Triton's."""
+        return GraphOperators(
+            attend=lambda sizes: _PagedAttention(self, sizes),
+            prepare=lambda block_size, first: SendPacked(block_size, first, self._attend_packed),
+            layers=_LayerOps(self),
+            edit=self._edit_logits,
+            vocabulary=CapturedVocabularyOps(torch_floors, self._choose, self._mass_before),
+            judge_token_wise=lambda mode: _RowJudge(self, mode),
+        )
 
     def _attend_packed(self, query: Tensor, keys: Tensor, values: Tensor, rows: PackedRows) -> Tensor:
         """In the place of `TritonAttendPacked`."""
@@ -266,10 +268,6 @@ class PretendedCuda(TorchFunctionMode):
         assert all(isinstance(tensor, DeviceTensor) for tensor in given), "a kernel was given a host tensor"
         assert all(tensor.is_contiguous() and tensor.dtype == torch.int64 for tensor in (rows, columns))
         return self.opaque(1, mass_before, *given)
-
-    def _make_judge(self, device: torch.device, config: EngineConfig) -> RowJudge:
-        """Block verification has no kernels."""
-        return make_judge(device, config) if config.verifier == "block" else _RowJudge(self, config.logprobs_mode)
 
     @contextmanager
     def _capture(self, graph: _Recording, **_: Any) -> Iterator[None]:

@@ -13,7 +13,8 @@ from serve_app.backends.torch_backend import TorchBackend
 from serve_app.config.files import parse_args
 from serve_app.page.status import StatusBook
 from serve_app.telemetry.metrics import PrometheusSink
-from speculative.gpu.attention_choice import make_attend, why_no_triton
+from speculative.config import why_no_triton
+from speculative.gpu.operators import GraphOperators
 from speculative.gpu.paged_attention import AttentionSizes, TorchAttend
 from speculative.kernels.bindings import cpu_kernels, find_kernels
 from tests.support.engines import settings
@@ -61,4 +62,4 @@ async def test_a_replica_without_its_kernels_says_so(
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_without_a_c_compiler_a_gpu_attends_by_torch(no_compiler: None) -> None:
     assert "install gcc" in why_no_triton()
-    assert isinstance(make_attend(AttentionSizes(16, 1, 4), torch.device("cuda")), TorchAttend)
+    assert isinstance(GraphOperators.on(torch.device("cuda")).attend(AttentionSizes(16, 1, 4)), TorchAttend)

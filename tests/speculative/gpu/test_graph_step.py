@@ -15,15 +15,18 @@ from speculative.config import DrafterConfig, EngineConfig
 from speculative.drafting.neural_drafter import CatchUpRows, ModelDrafter
 from speculative.engine import EngineCore
 from speculative.errors import ConfigError
-from speculative.gpu.attention_choice import make_attend
 from speculative.gpu.capture import Capturer
 from speculative.gpu.graph_step import GraphStep
 from speculative.gpu.logit_edits import EditSizes, LogitEdits
 from speculative.gpu.memory import graph_bytes
+from speculative.gpu.operators import GraphOperators
 from speculative.gpu.paged_attention import AttentionSizes, TorchAttend
+from speculative.gpu.row_edits import torch_edit
+from speculative.gpu.row_judge import TorchJudge
 from speculative.gpu.verify_graph import Extras
 from speculative.lookup.suffix import SuffixOptions
 from speculative.model.decoder import Decoder
+from speculative.model.layers import TorchLayerOps
 from speculative.model.loading import load_decoder
 from speculative.request import FinishReason, Request, SamplingParams
 from speculative.state.batch import Int64s, StepInput
@@ -88,7 +91,7 @@ def twin_caches(decoder: Decoder, num_blocks: int, block_size: int) -> tuple[KVC
 
 def graph_step(config: EngineConfig, decoder: Decoder, cache: KVCache, engine: EngineCore) -> GraphStep:
     """A captured step over this cache, with the drafter and the sampler of an engine."""
-    return GraphStep(config, decoder, cache, engine.drafter, engine.sampler, 256)
+    return GraphStep(config, decoder, cache, engine.drafter, engine.sampler, 256, GraphOperators.by_torch())
 
 
 @torch.inference_mode()
@@ -339,8 +342,11 @@ def test_padding_alone_can_be_judged_in_every_bucket(
 # -- settings -------------------------------------------------------------------------------------------------------
 
 
-def test_without_a_gpu_attention_is_plain_torch() -> None:
-    assert isinstance(make_attend(AttentionSizes(4, 5, 64), torch.device("cpu")), TorchAttend)
+def test_without_a_gpu_the_operators_are_torchs() -> None:
+    operators = GraphOperators.on(torch.device("cpu"))
+    assert isinstance(operators.attend(AttentionSizes(4, 5, 64)), TorchAttend)
+    assert isinstance(operators.layers, TorchLayerOps) and operators.edit is torch_edit
+    assert isinstance(operators.judge(EngineConfig()), TorchJudge)
 
 
 def test_graphs_are_off_without_a_gpu_unless_asked_for(target: Path) -> None:

@@ -57,9 +57,7 @@ def edited(
 
 
 def make_edits(edit: EditLogits, size: int) -> LogitEdits:
-    edits = LogitEdits(LARGEST, size, torch.device("cpu"))
-    edits._edit = edit
-    return edits
+    return LogitEdits(LARGEST, size, torch.device("cpu"), edit)
 
 
 @pytest.mark.parametrize("size", [64, 203])

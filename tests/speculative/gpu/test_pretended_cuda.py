@@ -5,6 +5,7 @@ import gc
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from speculative.drafting.neural_drafter import ModelDrafter
 from speculative.engine import EngineCore
 from speculative.errors import ConfigError
 from speculative.gpu.capture import Capturer
+from speculative.gpu.operators import GraphOperators
 from speculative.gpu.staged_inputs import StagedInputs
 from speculative.gpu.target_graph import TargetPass
 from speculative.model import attention, loading
@@ -94,7 +96,9 @@ def test_fp8_weights(
 
     def scene(load: Load) -> dict[str, Answer]:
         with pytest.MonkeyPatch.context() as patch:  # prompts as on the CPU: FP8 would round other sums otherwise
-            patch.setattr("speculative.gpu.graph_step.make_prepare", lambda *_: attention.prepare_pass)
+            chosen = GraphOperators.on
+            as_on_the_cpu = {"prepare": lambda *_: attention.prepare_pass}
+            patch.setattr(GraphOperators, "on", lambda device: replace(chosen(device), **as_on_the_cpu))
             engine = load(drafter=drafters[name], quantization="fp8", self_check_sample_rate=1.0, cuda_graphs=True)
             linears = [one for one in decoder_of(engine).modules() if isinstance(one, Fp8Linear)]
             assert len(linears) == 4 * engine.model.num_layers

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from speculative.cache.kv_cache import KVCache, KVShape
-from speculative.gpu.attention_choice import make_layer_ops
 from speculative.gpu.paged_attention import PagedAttention, PagedRows, TorchAttend
 from speculative.model.attention import CacheAttention
 from speculative.model.config import ModelConfig
@@ -257,7 +256,3 @@ def test_a_whole_head(triton: LayerOps, tmp_path: Path, kind: str) -> None:
         use_layer_ops(head, ops)
         found.append(head(IDS, hidden, POSITIONS, two_sequences(head.config.shape))[:5])
     assert torch.allclose(*found, rtol=1e-4, atol=1e-4)
-
-
-def test_without_a_gpu_the_operations_are_torchs() -> None:
-    assert isinstance(make_layer_ops(CPU), TorchLayerOps)
