@@ -1,8 +1,10 @@
 """The GPU's day: which stages run, in which order, and what becomes of one that fails or takes too long."""
 
+import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -41,19 +43,32 @@ def test_a_stage_whose_needs_did_not_pass_is_left_out(tmp_path: Path) -> None:
     assert read_outcome(tmp_path, "bench") is None
 
 
-def test_a_stage_over_its_budget_is_interrupted_with_what_it_started(tmp_path: Path) -> None:
+def test_a_stage_over_its_budget_is_interrupted_with_what_it_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait = subprocess.Popen.wait
+
+    def wait_once_ready(process: Any, timeout: float | None = None) -> int:
+        if timeout == budget_s:  # which begins when the stage is at work, however busy the machine
+            while not (tmp_path / "ready").exists():
+                time.sleep(0.02)
+        return wait(process, timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", wait_once_ready)
+    budget_s = 0.5
     code = f"""
 import subprocess, sys, time
 ignoring = "import signal, time; signal.signal(2, signal.SIG_IGN); time.sleep(600)"
 child = subprocess.Popen([sys.executable, "-c", ignoring])
 open({str(tmp_path / "child")!r}, "w").write(str(child.pid))
 try:
+    open({str(tmp_path / "ready")!r}, "w").close()
     time.sleep(600)
 except KeyboardInterrupt:
     print("checkpoint written")
     raise SystemExit(130)
 """
-    said = run([python("head", code, budget_s=2)], tmp_path)
+    said = run([python("head", code, budget_s=budget_s)], tmp_path)
     assert said[-1].startswith("head: ran out of time")
     assert "checkpoint written" in (tmp_path / "head.log").read_text()
     outcome = read_outcome(tmp_path, "head")

@@ -1,19 +1,18 @@
-"""An actor that looks around for GPUs, from a module that Ray's workers can import."""
+"""An actor that looks around for GPUs, from a module that Ray's workers can import.
+
+Most of these actors only look at their environment, so nothing that takes seconds to import is imported for them.
+"""
 
 import os
 import subprocess
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import ray
 
-from deploy.run.replayers import ReplayerOptions
-from serve_app.backends.torch_backend import TorchBackend
-from serve_app.config.files import parse_args
-from serve_app.deployments.engine_host import make_backend
-from speculative.engine import resolve_device
-from speculative.errors import ConfigError
+if TYPE_CHECKING:
+    from deploy.run.replayers import ReplayerOptions
 
 _VISIBLE = "import os; print(os.environ.get('CUDA_VISIBLE_DEVICES'))"
 
@@ -32,6 +31,12 @@ class GpuProbe:
 
         The first is pretended, as there is none.
         """
+        from serve_app.backends.torch_backend import TorchBackend
+        from serve_app.config.files import parse_args
+        from serve_app.deployments.engine_host import make_backend
+        from speculative.engine import resolve_device
+        from speculative.errors import ConfigError
+
         backend = make_backend(parse_args(args), "monolith")
         assert isinstance(backend, TorchBackend)
         name = backend._config.device
@@ -54,7 +59,7 @@ def visible_gpus(actor: object) -> str | None:
     return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
-def replays_on(engine: object, options: ReplayerOptions) -> tuple[str, str | None]:
+def replays_on(engine: object, options: "ReplayerOptions") -> tuple[str, str | None]:
     """The device that an engine of the watch asks for, made once more in its process, and the GPUs that this sees."""
     with mock.patch("deploy.watch.ray_replayer.make_replayer") as made:
         type(engine)(options)  # type: ignore[call-arg]
