@@ -1,4 +1,4 @@
-"""The CPU kernels of `kernels.cpp`: compiled once for this machine's processor, kept, and called without copies.
+"""The CPU kernels of this folder: compiled once for this machine's processor, kept, and called without copies.
 
 Without a compiler or AVX-512 there are none, and torch's own operators do the work.
 """
@@ -7,7 +7,6 @@ import contextlib
 import ctypes
 import functools
 import hashlib
-import itertools
 import logging
 import os
 import platform
@@ -24,9 +23,18 @@ from torch import Tensor
 
 from speculative.config import kernels_folder
 
-_SOURCE = Path(__file__).with_name("kernels.cpp")
+_SOURCES = Path(__file__).parent  # whose *.cpp are compiled
 _COMPILERS = ("c++", "g++", "clang++")
-_FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-strict-aliasing", "-fopenmp", "-fPIC", "-shared")
+_FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-march=native",
+    "-fno-strict-aliasing",
+    "-fopenmp",
+    "-fPIC",
+    "-fno-semantic-interposition",
+    "-shared",
+)
 _COMPILE_LIMIT_S = 120
 
 Uint64s = np.ndarray[Any, np.dtype[np.uint64]]
@@ -36,7 +44,7 @@ _log = logging.getLogger(__name__)
 
 
 class LinearStruct(ctypes.Structure):
-    """`Linear` of kernels.cpp."""
+    """`Linear` of kernels.h."""
 
     _fields_ = [
         ("weight", c_void_p),
@@ -48,7 +56,7 @@ class LinearStruct(ctypes.Structure):
 
 
 class LayerStruct(ctypes.Structure):
-    """`Layer` of kernels.cpp."""
+    """`Layer` of kernels.h."""
 
     _fields_ = [
         ("input_norm", c_void_p),
@@ -62,7 +70,7 @@ class LayerStruct(ctypes.Structure):
 
 
 class DraftHeadStruct(ctypes.Structure):
-    """`DraftHead` of kernels.cpp."""
+    """`DraftHead` of kernels.h."""
 
     _fields_ = [
         ("embedding", c_void_p),
@@ -78,7 +86,7 @@ class DraftHeadStruct(ctypes.Structure):
 
 
 class ShapeStruct(ctypes.Structure):
-    """`Shape` of kernels.cpp."""
+    """`Shape` of kernels.h."""
 
     _fields_ = [
         ("hidden_size", c_int64),
@@ -94,7 +102,7 @@ class ShapeStruct(ctypes.Structure):
 
 
 class StepStruct(ctypes.Structure):
-    """`Step` of kernels.cpp."""
+    """`Step` of kernels.h."""
 
     _fields_ = [
         ("num_rows", c_int64),
@@ -108,7 +116,7 @@ class StepStruct(ctypes.Structure):
 
 
 class DraftRoundStruct(ctypes.Structure):
-    """`DraftRound` of kernels.cpp."""
+    """`DraftRound` of kernels.h."""
 
     _fields_ = [
         ("num_entries", c_int64),
@@ -135,7 +143,7 @@ class DraftRoundStruct(ctypes.Structure):
 
 
 class VerifyStruct(ctypes.Structure):
-    """`VerifyStep` of kernels.cpp."""
+    """`VerifyStep` of vocabulary.cpp."""
 
     _fields_ = [
         ("num_rows", c_int64),
@@ -154,7 +162,7 @@ class VerifyStruct(ctypes.Structure):
 
 
 class TermStruct(ctypes.Structure):
-    """`TermRules` of kernels.cpp."""
+    """`TermRules` of vocabulary.cpp."""
 
     _fields_ = [
         ("stakes", c_void_p),
@@ -179,24 +187,25 @@ _MIRRORED: dict[str, type[ctypes.Structure]] = {
 
 
 class _Place(ctypes.Structure):
-    """`Place` of kernels.cpp."""
+    """`Place` of kernels.h."""
 
     _fields_ = [("name", ctypes.c_char_p), ("bytes", c_int64)]
 
 
 def misplaced_fields(library: ctypes.CDLL) -> list[str]:
     """Where the structs of a compiled library and their mirrors here disagree; empty if they match."""
-    library.truespec_places.restype = ctypes.POINTER(_Place)
-    places, compiled = library.truespec_places(), dict[str, int]()
-    for index in itertools.count():
-        if places[index].name is None:
-            break
-        compiled[places[index].name.decode()] = places[index].bytes
+    compiled: dict[str, int] = {}
+    for table in (library.truespec_places, library.truespec_vocabulary_places):
+        table.restype = ctypes.POINTER(_Place)
+        places, index = table(), 0
+        while places[index].name is not None:
+            compiled[places[index].name.decode()] = places[index].bytes
+            index += 1
     mirrored = {name: ctypes.sizeof(struct) for name, struct in _MIRRORED.items()}
     for name, struct in _MIRRORED.items():
         mirrored |= {f"{name}.{field[0]}": getattr(struct, field[0]).offset for field in struct._fields_}
     return [
-        f"{name}: {compiled.get(name)} in kernels.cpp, {mirrored.get(name)} in bindings.py"
+        f"{name}: {compiled.get(name)} in the kernels, {mirrored.get(name)} in bindings.py"
         for name in sorted(compiled.keys() | mirrored.keys())
         if compiled.get(name) != mirrored.get(name)
     ]
@@ -207,7 +216,7 @@ class Kernels:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         if misplaced := misplaced_fields(library):
-            raise RuntimeError(f"Structs of kernels.cpp differ from their mirrors: {'; '.join(misplaced)}.")
+            raise RuntimeError(f"Structs of the kernels differ from their mirrors: {'; '.join(misplaced)}.")
         self.file: str = library._name  # whose name is a hash of source, compiler and processor
         self._linear = library.truespec_linear
         self._linear.argtypes = [
@@ -590,7 +599,8 @@ def cpu_kernels() -> Kernels | None:
 
 def _built(compiler: str) -> Path:
     version = subprocess.run([compiler, "--version"], check=True, capture_output=True, timeout=_COMPILE_LIMIT_S).stdout
-    key = hashlib.blake2b(_SOURCE.read_bytes(), digest_size=12)
+    sources = sorted(path for path in _SOURCES.iterdir() if path.suffix in (".cpp", ".h"))
+    key = hashlib.blake2b(b"".join(path.read_bytes() for path in sources), digest_size=12)
     for part in (" ".join((compiler, *_FLAGS)).encode(), version, _processor().encode()):
         key.update(part)
     library = kernels_folder() / f"kernels-{key.hexdigest()}.so"
@@ -599,7 +609,7 @@ def _built(compiler: str) -> Path:
     library.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=library.parent) as scratch:  # another process never loads a partial library
         made = Path(scratch) / library.name
-        command = [compiler, *_FLAGS, str(_SOURCE), "-o", str(made)]
+        command = [compiler, *_FLAGS, *(str(path) for path in sources if path.suffix == ".cpp"), "-o", str(made)]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_LIMIT_S)
         os.replace(made, library)
     return library

@@ -1,8 +1,9 @@
 """Weights laid out once the way a CPU's kernels want them, instead of again at every product.
 
 Which kernels: oneDNN's where the processor multiplies bfloat16 matrices (AMX), which no other code comes near at many
-rows; else those of `kernels.cpp`, which read each weight once for all rows of a step. The first keep activations in
-bfloat16, the second in float32, which a product reads as the sum of two bfloat16s where the processor multiplies those.
+rows; else those of `speculative.kernels`, which read each weight once for all rows of a step. The first keep
+activations in bfloat16, the second in float32, which a product reads as the sum of two bfloat16s where the processor
+multiplies those.
 """
 
 from typing import Literal

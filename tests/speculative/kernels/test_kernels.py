@@ -271,9 +271,8 @@ def test_without_avx_512_there_are_none_and_it_is_said_why(monkeypatch: pytest.M
 def test_what_does_not_compile_is_done_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    source = tmp_path / "kernels.cpp"
-    source.write_text("#error this does not compile\n")
-    monkeypatch.setattr(bindings, "_SOURCE", source)
+    (tmp_path / "kernels.cpp").write_text("#error this does not compile\n")
+    monkeypatch.setattr(bindings, "_SOURCES", tmp_path)
     monkeypatch.setenv("TRUESPEC_CACHE", str(tmp_path))
     with caplog.at_level(logging.WARNING):
         why = find_kernels.__wrapped__()
@@ -310,6 +309,6 @@ def test_a_struct_that_differs_from_its_mirror_is_refused_by_field(monkeypatch: 
         )
 
     monkeypatch.setitem(bindings._MIRRORED, "Linear", Swapped)
-    with pytest.raises(RuntimeError, match=r"Linear: 40 in kernels.cpp, 32 in bindings.py; Linear.bias: 8 .*, 24 "):
+    with pytest.raises(RuntimeError, match=r"Linear: 40 in the kernels, 32 in bindings.py; Linear.bias: 8 .*, 24 "):
         Kernels(library)
-    assert "Linear.kind: 32 in kernels.cpp, None in bindings.py" in bindings.misplaced_fields(library)
+    assert "Linear.kind: 32 in the kernels, None in bindings.py" in bindings.misplaced_fields(library)

@@ -1,0 +1,314 @@
+// Attention over the paged cache.
+
+#include "kernels.h"
+
+#include <cmath>
+#include <cstring>
+
+namespace {
+
+constexpr int64_t kQueryTile = 6;  // queries that share one pass over keys or values
+
+// Sums of 16 vectors: lane i is the sum of vector i.
+inline __m512 sums_of(const __m512* v) {
+    __m512 quads[4];
+    for (int g = 0; g < 4; ++g) {
+        const __m512 *a = v + 4 * g;
+        const __m512 first = _mm512_add_ps(_mm512_unpacklo_ps(a[0], a[1]), _mm512_unpackhi_ps(a[0], a[1]));
+        const __m512 second = _mm512_add_ps(_mm512_unpacklo_ps(a[2], a[3]), _mm512_unpackhi_ps(a[2], a[3]));
+        quads[g] = _mm512_add_ps(_mm512_shuffle_ps(first, second, 0x44), _mm512_shuffle_ps(first, second, 0xEE));
+    }
+    __m512 halves[2];
+    for (int h = 0; h < 2; ++h) {
+        const __m512 a = quads[2 * h], b = quads[2 * h + 1];
+        halves[h] = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xEE));
+    }
+    return _mm512_add_ps(_mm512_shuffle_f32x4(halves[0], halves[1], 0x88),
+                         _mm512_shuffle_f32x4(halves[0], halves[1], 0xDD));
+}
+
+void write_cache(const float* numbers, char* to, int64_t size, int64_t width) {
+    if (width == 4) {
+        std::memcpy(to, numbers, size * 4);
+        return;
+    }
+    for (int64_t i = 0; i < size; i += 16) {
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + 2 * i), round_to_bfloat16(_mm512_loadu_ps(numbers + i)));
+    }
+}
+
+inline __m512 load_cached(const char* from, int64_t width) {
+    if (width == 4) return _mm512_loadu_ps(reinterpret_cast<const float*>(from));
+    return expand(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+}
+
+// Rows of one span that one thread attends for, and one of the cache's heads.
+struct Piece {
+    int64_t row_begin, row_end;  // of the step
+    int64_t length;              // positions that the first row attends to; each later row one more
+    const int64_t* context;
+    int64_t kv_head;
+
+    int64_t most() const { return length + row_end - row_begin - 1; }  // positions that the last row attends to
+};
+
+// Asks for the numbers of some positions of a piece's head, for the second cache: they lie apart, so the processor
+// would ask for few at once.
+void fetch_positions(const char* numbers, const Cache& cache, const Piece& piece, int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t) {
+        const char* own = numbers + cache.at(piece.context[t], piece.kv_head);
+        for (int64_t line = 0; line < cache.head_dim * cache.width; line += 64) _mm_prefetch(own + line, _MM_HINT_T1);
+    }
+}
+
+constexpr int64_t kPositionsAhead = 64;
+
+// Scores of 16 positions from `t` on, of every query: what lies behind a query's own position is garbage.
+void score_block(const Cache& cache, const Piece& piece, int64_t t, int64_t last, const float* const* queries,
+                 int64_t count, float* scores, int64_t scores_stride, float* copied) {
+    const int64_t size = cache.head_dim;
+    const float* keys[16];
+    for (int64_t i = 0; i < 16; ++i) {
+        const char* key = cache.keys + cache.at(piece.context[std::min(t + i, last)], piece.kv_head);
+        if (cache.width == 4) {
+            keys[i] = reinterpret_cast<const float*>(key);
+            continue;
+        }
+        for (int64_t d = 0; d < size; d += 16) _mm512_storeu_ps(copied + i * size + d, load_cached(key + 2 * d, 2));
+        keys[i] = copied + i * size;
+    }
+    for (int64_t q = 0; q < count; ++q) {
+        __m512 products[16];
+        const __m512 first = _mm512_loadu_ps(queries[q]);
+        for (int i = 0; i < 16; ++i) products[i] = _mm512_mul_ps(first, _mm512_loadu_ps(keys[i]));
+        for (int64_t d = 16; d < size; d += 16) {
+            const __m512 part = _mm512_loadu_ps(queries[q] + d);
+            for (int i = 0; i < 16; ++i) {
+                products[i] = _mm512_fmadd_ps(part, _mm512_loadu_ps(keys[i] + d), products[i]);
+            }
+        }
+        _mm512_storeu_ps(scores + q * scores_stride + t, sums_of(products));
+    }
+}
+
+#if defined(__AVX512BF16__)
+
+// 16 rows of 16 words to 16 columns.
+inline void transpose(const __m512i* rows, __m512i* columns) {
+    __m512i quads[16];  // 4 * g + j: in every fourth, four rows from 4 * g on of one column, j + 4 * (which fourth)
+    for (int g = 0; g < 4; ++g) {
+        const __m512i* r = rows + 4 * g;
+        const __m512i a = _mm512_unpacklo_epi32(r[0], r[1]), b = _mm512_unpackhi_epi32(r[0], r[1]);
+        const __m512i c = _mm512_unpacklo_epi32(r[2], r[3]), d = _mm512_unpackhi_epi32(r[2], r[3]);
+        quads[4 * g] = _mm512_unpacklo_epi64(a, c);
+        quads[4 * g + 1] = _mm512_unpackhi_epi64(a, c);
+        quads[4 * g + 2] = _mm512_unpacklo_epi64(b, d);
+        quads[4 * g + 3] = _mm512_unpackhi_epi64(b, d);
+    }
+    for (int j = 0; j < 4; ++j) {
+        const __m512i a = _mm512_shuffle_i32x4(quads[j], quads[4 + j], 0x44);
+        const __m512i b = _mm512_shuffle_i32x4(quads[8 + j], quads[12 + j], 0x44);
+        const __m512i c = _mm512_shuffle_i32x4(quads[j], quads[4 + j], 0xEE);
+        const __m512i d = _mm512_shuffle_i32x4(quads[8 + j], quads[12 + j], 0xEE);
+        columns[j] = _mm512_shuffle_i32x4(a, b, 0x88);
+        columns[4 + j] = _mm512_shuffle_i32x4(a, b, 0xDD);
+        columns[8 + j] = _mm512_shuffle_i32x4(c, d, 0x88);
+        columns[12 + j] = _mm512_shuffle_i32x4(c, d, 0xDD);
+    }
+}
+
+// Scores of 16 positions, of Q queries. keys: for every two numbers of the head, a pair of each position.
+template <int Q>
+void score_pairs(const float* keys, int64_t pairs, const int8_t* queries, float* scores, int64_t stride) {
+    __m512 sums[Q][2];
+    for (int q = 0; q < Q; ++q) sums[q][0] = sums[q][1] = _mm512_setzero_ps();
+    for (int64_t k = 0; k < pairs; ++k) {
+        const __m512bh key = (__m512bh)_mm512_loadu_si512(keys + 16 * k);
+        for (int q = 0; q < Q; ++q) {
+            const int32_t* both = reinterpret_cast<const int32_t*>(queries + 8 * (q * pairs + k));
+            sums[q][0] = _mm512_dpbf16_ps(sums[q][0], key, (__m512bh)_mm512_set1_epi32(both[0]));
+            sums[q][1] = _mm512_dpbf16_ps(sums[q][1], key, (__m512bh)_mm512_set1_epi32(both[1]));
+        }
+    }
+    for (int q = 0; q < Q; ++q) _mm512_storeu_ps(scores + q * stride, _mm512_add_ps(sums[q][0], sums[q][1]));
+}
+
+// As `score_block`, of a cache in bfloat16 and queries that `split_row` has split in two.
+void score_pairs_of_block(const Cache& cache, const Piece& piece, int64_t t, int64_t last, const int8_t* queries,
+                          int64_t count, float* scores, int64_t scores_stride, float* keys) {
+    const int64_t pairs = cache.head_dim / 2;
+    for (int64_t k = 0; k < pairs; k += 16) {
+        __m512i rows[16], columns[16];
+        for (int64_t i = 0; i < 16; ++i) {
+            const char* key = cache.keys + cache.at(piece.context[std::min(t + i, last)], piece.kv_head);
+            rows[i] = _mm512_maskz_loadu_epi32(first_lanes(pairs - k), key + 4 * k);
+        }
+        transpose(rows, columns);
+        for (int64_t i = 0; i < 16; ++i) _mm512_storeu_si512(keys + 16 * (k + i), columns[i]);
+    }
+    scores += t;
+    for (int64_t q = 0; q < count; q += kQueryTile) {
+        with_count<kQueryTile>(std::min(kQueryTile, count - q), [&](auto tile) {
+            score_pairs<tile()>(keys, pairs, queries + q * 8 * pairs, scores + q * scores_stride, scores_stride);
+        });
+    }
+}
+
+#endif
+
+// Scores of one query to e^(score - largest); returns their sum.
+float exponentiate(float* scores, int64_t length, float scale) {
+    __m512 largest = _mm512_set1_ps(-INFINITY);
+    for (int64_t t = 0; t < length; t += 16) {
+        largest = _mm512_mask_max_ps(largest, first_lanes(length - t), largest, _mm512_loadu_ps(scores + t));
+    }
+    const __m512 top = _mm512_set1_ps(_mm512_reduce_max_ps(largest)), factor = _mm512_set1_ps(scale);
+    __m512 total = _mm512_setzero_ps();
+    for (int64_t t = 0; t < length; t += 16) {
+        const __m512 x = _mm512_mul_ps(_mm512_sub_ps(_mm512_loadu_ps(scores + t), top), factor);
+        const __m512 weight = _mm512_maskz_mov_ps(first_lanes(length - t), exponential(x));
+        _mm512_storeu_ps(scores + t, weight);
+        total = _mm512_add_ps(total, weight);
+    }
+    return _mm512_reduce_add_ps(total);
+}
+
+// Adds the weighted values of positions begin..end to Q queries' sums, 64 numbers (or fewer) of the head at a time.
+template <int Q>
+void add_values(const Cache& cache, const Piece& piece, int64_t begin, int64_t end, const float* const* weights,
+                float* const* outs) {
+    for (int64_t d = 0; d < cache.head_dim; d += 64) {
+        const int parts = static_cast<int>(std::min<int64_t>(64, cache.head_dim - d) / 16);
+        __m512 sums[Q][4];
+        for (int q = 0; q < Q; ++q) {
+            for (int i = 0; i < 4; ++i) sums[q][i] = i < parts ? _mm512_loadu_ps(outs[q] + d + 16 * i) : __m512{};
+        }
+        for (int64_t t = begin; t < end; ++t) {
+            const char* value = cache.values + cache.at(piece.context[t], piece.kv_head) + d * cache.width;
+            __m512 v[4];
+            for (int i = 0; i < 4; ++i) {
+                v[i] = i < parts ? load_cached(value + 16 * i * cache.width, cache.width) : __m512{};
+            }
+            for (int q = 0; q < Q; ++q) {
+                const __m512 weight = _mm512_set1_ps(weights[q][t]);
+                for (int i = 0; i < 4; ++i) sums[q][i] = _mm512_fmadd_ps(weight, v[i], sums[q][i]);
+            }
+        }
+        for (int q = 0; q < Q; ++q) {
+            for (int i = 0; i < 4; ++i) {
+                if (i < parts) _mm512_storeu_ps(outs[q] + d + 16 * i, sums[q][i]);
+            }
+        }
+    }
+}
+
+constexpr int64_t kPieceRows = 8;
+
+int64_t padded(int64_t length) { return (length + 15) / 16 * 16; }
+
+void attend_piece(const Shape& shape, const Cache& cache, const Heads& heads, const Piece& piece, const Piece& next,
+                  float* scratch, float* attended) {
+    const int64_t size = shape.head_dim, group = shape.num_heads / shape.num_kv_heads;
+    const int64_t most = piece.most(), stride = padded(most), count = (piece.row_end - piece.row_begin) * group;
+    float* scores = scratch + (16 + count) * size;
+    std::vector<const float*> queries(count), weights(count);
+    std::vector<float*> outs(count);
+    std::vector<float> totals(count);
+    for (int64_t q = 0; q < count; ++q) {
+        const int64_t row = piece.row_begin + q / group, head = piece.kv_head * group + q % group;
+        queries[q] = heads.query + row * heads.query_stride + head * size;
+        weights[q] = scores + q * stride;
+        outs[q] = attended + (row * shape.num_heads + head) * size;
+    }
+    const bool in_pairs = kPairs && cache.width == 2;
+    int8_t* split = reinterpret_cast<int8_t*>(scratch + 16 * size);
+    for (int64_t q = 0; in_pairs && q < count; ++q) split_row<2>(queries[q], size, split + 4 * q * size);
+    for (int64_t t = 0; t < most; t += 16) {
+        fetch_positions(cache.keys, cache, piece, t + kPositionsAhead, std::min(t + kPositionsAhead + 16, most));
+        fetch_positions(cache.values, cache, piece, t, std::min(t + 16, most));
+#if defined(__AVX512BF16__)
+        if (in_pairs) {
+            score_pairs_of_block(cache, piece, t, most - 1, split, count, scores, stride, scratch);
+            continue;
+        }
+#endif
+        score_block(cache, piece, t, most - 1, queries.data(), count, scores, stride, scratch);
+    }
+    fetch_positions(cache.keys, cache, next, 0, std::min(kPositionsAhead, next.most()));
+    const float scale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(size)));
+    for (int64_t q = 0; q < count; ++q) {
+        totals[q] = exponentiate(scores + q * stride, piece.length + q / group, scale);
+        std::memset(outs[q], 0, size * sizeof(float));
+    }
+    for (int64_t q = 0; q < count; q += kQueryTile) {
+        const int64_t tile = std::min(kQueryTile, count - q);
+        const int64_t common = piece.length + q / group;  // the first of a tile is the shortest
+        with_count<kQueryTile>(tile, [&](auto queries) {
+            add_values<queries()>(cache, piece, 0, common, weights.data() + q, outs.data() + q);
+        });
+        for (int64_t i = q; i < q + tile; ++i) {
+            const int64_t own = piece.length + i / group;
+            if (own > common) add_values<1>(cache, piece, common, own, weights.data() + i, outs.data() + i);
+        }
+    }
+    for (int64_t q = 0; q < count; ++q) {
+        const __m512 inverse = _mm512_set1_ps(1.0f / totals[q]);
+        for (int64_t d = 0; d < size; d += 16) {
+            _mm512_storeu_ps(outs[q] + d, _mm512_mul_ps(_mm512_loadu_ps(outs[q] + d), inverse));
+        }
+    }
+}
+
+}  // namespace
+
+Cache layer_cache(const Shape& shape, void* data, int64_t layer) {
+    const int64_t width = shape.cache_is_bfloat16 ? 2 : 4;
+    const int64_t part = shape.num_slots * shape.num_kv_heads * shape.head_dim * width;
+    char* keys = static_cast<char*>(data) + 2 * layer * part;
+    return {keys, keys + part, width, shape.num_kv_heads, shape.head_dim};
+}
+
+void write_rows(const Cache& cache, const Heads& heads, const Step& step, int thread, int threads) {
+    const Range rows = share(step.num_rows, thread, threads);
+    const int64_t size = cache.num_kv_heads * cache.head_dim;
+    for (int64_t r = rows.begin; r < rows.end; ++r) {
+        const int64_t at = cache.at(step.slots[r], 0);
+        write_cache(heads.key + r * heads.key_stride, cache.keys + at, size, cache.width);
+        write_cache(heads.value + r * heads.value_stride, cache.values + at, size, cache.width);
+    }
+}
+
+int64_t scratch_size(const Shape& shape, int64_t longest) {
+    const int64_t group = shape.num_heads / shape.num_kv_heads;
+    return 16 * shape.head_dim + kPieceRows * group * (shape.head_dim + padded(longest));
+}
+
+int64_t longest_context(const Step& step) {
+    int64_t longest = 0;
+    for (int64_t s = 0; s < step.num_spans; ++s) {
+        longest = std::max(longest, step.context_starts[s + 1] - step.context_starts[s]);
+    }
+    return longest;
+}
+
+void attend_spans(const Shape& shape, const Cache& cache, const Heads& heads, const Step& step, float* scratch,
+                  float* attended, int thread, int threads) {
+    const bool scarce = threads > 1 && step.num_spans * shape.num_kv_heads < 4 * threads;
+    int64_t turn = 0;
+    Piece piece{};
+    for (int64_t s = 0; s < step.num_spans; ++s) {
+        const int64_t start = step.row_starts[s], stop = step.row_starts[s + 1];
+        const int64_t length = step.context_starts[s + 1] - step.context_starts[s];
+        const int64_t most = scarce ? std::max<int64_t>(1, std::min(kPieceRows, (stop - start) / threads)) : kPieceRows;
+        for (int64_t row = start; row < stop; row += most) {
+            for (int64_t g = 0; g < shape.num_kv_heads; ++g) {
+                if (turn++ % threads != thread) continue;
+                const Piece next{row, std::min(row + most, stop), length - (stop - 1 - row),
+                                 step.context + step.context_starts[s], g};
+                if (piece.context) attend_piece(shape, cache, heads, piece, next, scratch, attended);
+                piece = next;
+            }
+        }
+    }
+    if (piece.context) attend_piece(shape, cache, heads, piece, piece, scratch, attended);
+}

@@ -1,0 +1,397 @@
+// Products of rows with packed weights.
+
+#include "kernels.h"
+
+#include <cmath>
+#include <cstring>
+
+namespace {
+
+// silu(gate) * up, of a row [gate | up].
+void swiglu_row(const float* row, int64_t size, float* out) {
+    for (int64_t i = 0; i < size; i += 16) {
+        const __mmask16 lanes = first_lanes(size - i);
+        const __m512 gate = _mm512_maskz_loadu_ps(lanes, row + i), up = _mm512_maskz_loadu_ps(lanes, row + size + i);
+        const __m512 decay = exponential(_mm512_sub_ps(_mm512_setzero_ps(), gate));
+        const __m512 silu = _mm512_div_ps(gate, _mm512_add_ps(_mm512_set1_ps(1.0f), decay));
+        _mm512_mask_storeu_ps(out + i, lanes, _mm512_mul_ps(silu, up));
+    }
+}
+
+// The largest integers that a block's largest number becomes; of two planes, no high byte comes to 128.
+constexpr float kLargest[] = {0.0f, 127.0f, 32512.0f};
+
+int32_t sum_of_bytes(__m256i bytes) {
+    const __m512i words = _mm512_cvtepi8_epi16(bytes);
+    return _mm512_reduce_add_epi32(_mm512_madd_epi16(words, _mm512_set1_epi16(1)));
+}
+
+template <int planes>
+void quantise_row(const float* row, int64_t size, int8_t* bytes, float* scales, float* sums, int32_t* zeros) {
+    for (int64_t i = 0; i < size; i += kBlock) {
+        const __m512 x0 = _mm512_loadu_ps(row + i), x1 = _mm512_loadu_ps(row + i + 16);
+        const float largest = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(x0), _mm512_abs_ps(x1)));
+        // NaN and infinity must come out as NaN: integers would hide them.
+        const __m512 probe = _mm512_mul_ps(_mm512_add_ps(x0, x1), _mm512_setzero_ps());
+        const bool finite = _mm512_cmp_ps_mask(probe, probe, _CMP_UNORD_Q) == 0 && std::isfinite(largest);
+        const __m512 inverse = _mm512_set1_ps(largest > 0 && finite ? kLargest[planes] / largest : 0.0f);
+        const __m512i q0 = _mm512_cvtps_epi32(_mm512_mul_ps(x0, inverse));
+        const __m512i q1 = _mm512_cvtps_epi32(_mm512_mul_ps(x1, inverse));
+        const float scale = finite ? largest / kLargest[planes] : NAN;
+        const __m256i low = _mm256_set_m128i(_mm512_cvtepi32_epi8(q1), _mm512_cvtepi32_epi8(q0));
+        int32_t sum = sum_of_bytes(low);
+        __m256i* place = reinterpret_cast<__m256i*>(bytes + planes * i);
+        if constexpr (planes == 1) {
+            _mm256_storeu_si256(place, low);
+        } else {
+            const __m512i half = _mm512_set1_epi32(128);  // a low byte above 127 is a negative one: the high byte has it
+            const __m128i h0 = _mm512_cvtepi32_epi8(_mm512_srai_epi32(_mm512_add_epi32(q0, half), 8));
+            const __m128i h1 = _mm512_cvtepi32_epi8(_mm512_srai_epi32(_mm512_add_epi32(q1, half), 8));
+            const __m256i high = _mm256_set_m128i(h1, h0);
+            sum += 256 * sum_of_bytes(high);
+            const __m256i first = _mm256_unpacklo_epi32(high, low), second = _mm256_unpackhi_epi32(high, low);
+            _mm256_storeu_si256(place, _mm256_permute2x128_si256(first, second, 0x20));
+            _mm256_storeu_si256(place + 1, _mm256_permute2x128_si256(first, second, 0x31));
+        }
+        scales[i / kBlock] = scale;
+        sums[i / kBlock] = scale * static_cast<float>(sum);
+        zeros[i / kBlock] = -128 * sum;
+    }
+}
+
+void round_row(const float* row, int64_t size, float* out) {
+    for (int64_t i = 0; i < size; i += 16) {
+        const __mmask16 lanes = first_lanes(size - i);
+        _mm512_mask_storeu_ps(out + i, lanes, expand(round_to_bfloat16(_mm512_maskz_loadu_ps(lanes, row + i))));
+    }
+}
+
+int64_t planes_of(const Linear& linear) {
+    return linear.kind == kBfloat16Act16 || linear.kind == kInt8Act8 || linear.kind == kInt4Act8 ? 1 : 2;
+}
+
+}  // namespace
+
+Workspace& workspace() {
+    thread_local Workspace own;
+    return own;
+}
+
+void norm_row(const float* row, const float* weight, float eps, int64_t size, float* out) {
+    __m512 squares = _mm512_setzero_ps();
+    for (int64_t i = 0; i < size; i += 16) {
+        const __m512 x = _mm512_maskz_loadu_ps(first_lanes(size - i), row + i);
+        squares = _mm512_fmadd_ps(x, x, squares);
+    }
+    const float scale = 1.0f / std::sqrt(_mm512_reduce_add_ps(squares) / static_cast<float>(size) + eps);
+    for (int64_t i = 0; i < size; i += 16) {
+        const __mmask16 lanes = first_lanes(size - i);
+        const __m512 x = _mm512_mul_ps(_mm512_maskz_loadu_ps(lanes, row + i), _mm512_set1_ps(scale));
+        _mm512_mask_storeu_ps(out + i, lanes, _mm512_mul_ps(x, _mm512_maskz_loadu_ps(lanes, weight + i)));
+    }
+}
+
+Rows prepare(const Source& source, const Linear& linear, int64_t num_rows, const Prepared& to, int thread,
+             int threads) {
+    const bool is_int = linear.kind >= kInt8, is_float = linear.kind == kFloat32 || (linear.kind == kBfloat16 && !kPairs);
+    if (source.input == Input::kPlain && is_float) return {source.rows, source.stride, nullptr, nullptr, nullptr, nullptr};
+    const bool own = to.num_parts > 1 || threads == 1;
+    const int64_t part = own ? thread % to.num_parts : 0, size = linear.num_inputs, blocks = size / kBlock;
+    float* floats = to.floats + part * to.rows_size;
+    int8_t* bytes = to.bytes + part * to.bytes_size;
+    float* scales = to.scales + part * (to.rows_size / kBlock + 1);
+    float* sums = to.sums + part * (to.rows_size / kBlock + 1);
+    int32_t* zeros = to.zeros + part * (to.rows_size / kBlock + 1);
+    const Range rows = own ? Range{0, num_rows} : share(num_rows, thread, threads);
+    for (int64_t r = rows.begin; r < rows.end; ++r) {
+        const float* row = source.rows + r * source.stride;
+        if (source.input != Input::kPlain) {
+            float* out = floats + r * size;
+            if (source.input == Input::kNormed) norm_row(row, source.norm, source.eps, size, out);
+            else swiglu_row(row, size, out);
+            row = out;
+        }
+        const int64_t at = r * blocks;
+        if (is_int && planes_of(linear) == 2) {
+            quantise_row<2>(row, size, bytes + 2 * r * size, scales + at, sums + at, zeros + at);
+        } else if (is_int) {
+            quantise_row<1>(row, size, bytes + r * size, scales + at, sums + at, zeros + at);
+        } else if (kPairs && linear.kind == kBfloat16) {
+            split_row<2>(row, size, bytes + r * ((size + 1) / 2) * 8);
+        } else if (kPairs && linear.kind == kBfloat16Act16) {
+            split_row<1>(row, size, bytes + r * ((size + 1) / 2) * 4);
+        } else if (linear.kind == kBfloat16Act16) {
+            round_row(row, size, floats + r * size);
+        }
+    }
+    if (!own) {
+#pragma omp barrier
+    }
+    return {floats, size, bytes, scales, sums, zeros};
+}
+
+namespace {
+
+inline void store(__m512 sum, const Linear& linear, const Target& target, int64_t row, int64_t output) {
+    const __mmask16 lanes = first_lanes(linear.num_outputs - output);
+    float* out = target.rows + row * target.stride + output;
+    if (linear.bias) sum = _mm512_add_ps(sum, _mm512_maskz_loadu_ps(lanes, linear.bias + output));
+    if (target.add) sum = _mm512_add_ps(_mm512_maskz_loadu_ps(lanes, out), sum);
+    _mm512_mask_storeu_ps(out, lanes, sum);
+}
+
+template <int R>
+void store_panel(const __m512 (&sums)[R][2], const Linear& linear, const Target& target, int64_t row, int64_t panel) {
+    for (int r = 0; r < R; ++r) {
+        for (int half = 0; half < 2; ++half) store(sums[r][half], linear, target, row + r, panel * kPanel + 16 * half);
+    }
+}
+
+// Rows that share one pass over a panel: what two sums for each and plane need of the processor's 32 registers.
+constexpr int kFloatRows = 12, kPairRows = 8, kSplitPairRows = 6, kQuadRows = 6, kSplitQuadRows = 4;
+
+// Which of the passes over a panel.
+struct Turn {
+    int64_t index, count;
+};
+
+// Asks for weights ahead of their use, line by line.
+//
+// One pass reads its panels in order. Where the processor multiplies bfloat16 (measured on AMD), bfloat16 weights in
+// one product come fastest by the processor's own prefetching, those in few from past the outer caches, all others
+// through all caches. Elsewhere (measured on Intel) a little ahead, into all caches, is best.
+//
+// Of several passes over a panel only the first would wait for memory, so each asks for half of the next panel.
+constexpr int kAllCaches = 6;  // products, or more
+
+template <int products>
+class Ahead {
+   public:
+    Ahead(const char* weights, int64_t panel_bytes, Turn turn) : again_(turn.count > 1), step_(again_ ? 32 : 64) {
+        place_ = weights + (again_ ? panel_bytes + panel_bytes * turn.index / turn.count : kDistance);
+    }
+
+    void fetch_line() {
+        if (!kPairs || products >= kAllCaches || again_) _mm_prefetch(place_, _MM_HINT_T0);
+        else if constexpr (products > 1) _mm_prefetch(place_, _MM_HINT_NTA);
+        place_ += step_;
+    }
+
+   private:
+    static constexpr int64_t kDistance = kPairs ? 8192 : 2048;
+    bool again_;
+    int64_t step_;
+    const char* place_;
+};
+
+template <int R>
+void float_tile(const Rows& rows, int64_t row, const Linear& linear, int64_t panel, Turn, const Target& target) {
+    const int64_t size = linear.num_inputs;
+    const float* a[R];
+    __m512 sums[R][2];
+    for (int r = 0; r < R; ++r) {
+        a[r] = rows.floats + (row + r) * rows.stride;
+        sums[r][0] = sums[r][1] = _mm512_setzero_ps();
+    }
+    const float* weight = static_cast<const float*>(linear.weight) + panel * size * kPanel;
+    for (int64_t k = 0; k < size; ++k, weight += kPanel) {
+        const __m512 w0 = _mm512_loadu_ps(weight), w1 = _mm512_loadu_ps(weight + 16);
+        for (int r = 0; r < R; ++r) {
+            const __m512 x = _mm512_set1_ps(a[r][k]);
+            sums[r][0] = _mm512_fmadd_ps(w0, x, sums[r][0]);
+            sums[r][1] = _mm512_fmadd_ps(w1, x, sums[r][1]);
+        }
+    }
+    store_panel<R>(sums, linear, target, row, panel);
+}
+
+// A panel of bfloat16 weights: for every two inputs, a pair for each of 32 outputs. An odd last input is paired with 0.
+#if defined(__AVX512BF16__)
+
+template <int R, int planes>
+void pair_tile(const Rows& rows, int64_t row, const Linear& linear, int64_t panel, Turn turn, const Target& target) {
+    const int64_t pairs = (linear.num_inputs + 1) / 2;
+    const int8_t* a[R];
+    __m512 sums[planes][R][2];
+    for (int r = 0; r < R; ++r) {
+        a[r] = rows.bytes + (row + r) * pairs * planes * 4;
+        for (int p = 0; p < planes; ++p) sums[p][r][0] = sums[p][r][1] = _mm512_setzero_ps();
+    }
+    const char* weight = static_cast<const char*>(linear.weight) + panel * pairs * kPanel * 4;
+    Ahead<R * planes> ahead(weight, pairs * kPanel * 4, turn);
+    for (int64_t k = 0; k < pairs; ++k, weight += kPanel * 4) {
+        ahead.fetch_line(), ahead.fetch_line();
+        const __m512bh w0 = (__m512bh)_mm512_loadu_si512(weight), w1 = (__m512bh)_mm512_loadu_si512(weight + 64);
+        for (int r = 0; r < R; ++r) {
+            for (int p = 0; p < planes; ++p) {
+                const int32_t* pair = reinterpret_cast<const int32_t*>(a[r] + (k * planes + p) * 4);
+                const __m512bh x = (__m512bh)_mm512_set1_epi32(*pair);
+                sums[p][r][0] = _mm512_dpbf16_ps(sums[p][r][0], w0, x);
+                sums[p][r][1] = _mm512_dpbf16_ps(sums[p][r][1], w1, x);
+            }
+        }
+    }
+    for (int r = 0; planes == 2 && r < R; ++r) {
+        for (int half = 0; half < 2; ++half) sums[0][r][half] = _mm512_add_ps(sums[0][r][half], sums[planes - 1][r][half]);
+    }
+    store_panel<R>(sums[0], linear, target, row, panel);
+}
+
+#else
+
+template <int R, int planes>
+void pair_tile(const Rows& rows, int64_t row, const Linear& linear, int64_t panel, Turn turn, const Target& target) {
+    const int64_t size = linear.num_inputs;
+    const float* a[R];
+    __m512 sums[R][2];
+    for (int r = 0; r < R; ++r) {
+        a[r] = rows.floats + (row + r) * rows.stride;
+        sums[r][0] = sums[r][1] = _mm512_setzero_ps();
+    }
+    const int64_t panel_bytes = (size + 1) / 2 * kPanel * 4;
+    const char* weight = static_cast<const char*>(linear.weight) + panel * panel_bytes;
+    Ahead<R * planes> ahead(weight, panel_bytes, turn);
+    const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xFFFF0000));
+    for (int64_t k = 0; k < size; k += 2, weight += kPanel * 4) {
+        ahead.fetch_line(), ahead.fetch_line();
+        const __m512i p0 = _mm512_loadu_si512(weight), p1 = _mm512_loadu_si512(weight + 64);
+        const __m512 even0 = _mm512_castsi512_ps(_mm512_slli_epi32(p0, 16));
+        const __m512 even1 = _mm512_castsi512_ps(_mm512_slli_epi32(p1, 16));
+        const __m512 odd0 = _mm512_castsi512_ps(_mm512_and_si512(p0, upper));
+        const __m512 odd1 = _mm512_castsi512_ps(_mm512_and_si512(p1, upper));
+        for (int r = 0; r < R; ++r) {
+            const __m512 x = _mm512_set1_ps(a[r][k]), y = _mm512_set1_ps(k + 1 < size ? a[r][k + 1] : 0.0f);
+            sums[r][0] = _mm512_fmadd_ps(odd0, y, _mm512_fmadd_ps(even0, x, sums[r][0]));
+            sums[r][1] = _mm512_fmadd_ps(odd1, y, _mm512_fmadd_ps(even1, x, sums[r][1]));
+        }
+    }
+    store_panel<R>(sums, linear, target, row, panel);
+}
+
+#endif
+
+// Adds to each of 16 sums the products of four weights (unsigned bytes) with four activations (signed).
+inline __m512i multiply_quads(__m512i sum, __m512i weights, __m512i activations) {
+#if defined(__AVX512VNNI__)
+    return _mm512_dpbusd_epi32(sum, weights, activations);
+#else
+    const __m512i even = _mm512_srai_epi16(_mm512_slli_epi16(activations, 8), 8), odd = _mm512_srai_epi16(activations, 8);
+    const __m512i low = _mm512_and_si512(weights, _mm512_set1_epi16(255)), high = _mm512_srli_epi16(weights, 8);
+    return _mm512_add_epi32(sum, _mm512_add_epi32(_mm512_madd_epi16(low, even), _mm512_madd_epi16(high, odd)));
+#endif
+}
+
+inline __m512 load_halves(const void* halves) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(halves)));
+}
+
+constexpr int64_t kInt4Bytes = 512 + 64 + 64;  // a block of a panel: 32 x 32 numbers, scales, smallest values
+constexpr int64_t kInt8Bytes = 1024 + 64;      // 32 x 32 numbers, scales
+
+// Blocks of a panel of four-bit weights w = scale * n + least: 64 bytes hold four inputs of 16 outputs in their low
+// halves, four more in the high ones. Of eight-bit weights w = scale * (n - 128) they hold four inputs.
+template <int R, bool is_int4, int planes>
+void int_tile(const Rows& rows, int64_t row, const Linear& linear, int64_t panel, Turn turn, const Target& target) {
+    constexpr int64_t kNumbers = is_int4 ? 512 : 1024, kBytes = is_int4 ? kInt4Bytes : kInt8Bytes;
+    const int64_t size = linear.num_inputs, blocks = size / kBlock;
+    const char* block = static_cast<const char*>(linear.weight) + panel * blocks * kBytes;
+    Ahead<kAllCaches> ahead(block, blocks * kBytes, turn);
+    const int8_t* a[R];
+    __m512 sums[R][2];
+    for (int r = 0; r < R; ++r) {
+        a[r] = rows.bytes + (row + r) * planes * size;
+        sums[r][0] = sums[r][1] = _mm512_setzero_ps();
+    }
+    const __m512i low_half = _mm512_set1_epi8(15);
+    for (int64_t b = 0; b < blocks; ++b, block += kBytes) {
+        for (int64_t line = 0; line < kBytes; line += 64) ahead.fetch_line();
+        __m512i products[R][planes][2];
+        for (int r = 0; r < R; ++r) {
+            for (int p = 0; p < planes; ++p) products[r][p][0] = products[r][p][1] = _mm512_setzero_si512();
+            if (is_int4) continue;
+            products[r][planes - 1][0] = _mm512_set1_epi32(rows.zeros[(row + r) * blocks + b]);
+            products[r][planes - 1][1] = products[r][planes - 1][0];
+        }
+#pragma GCC unroll 8
+        for (int z = 0; z < 8; ++z) {
+            __m512i weights[2];
+            for (int half = 0; half < 2; ++half) {
+                if constexpr (is_int4) {
+                    const __m512i packed = _mm512_loadu_si512(block + z / 2 * 128 + 64 * half);
+                    weights[half] = _mm512_and_si512(z % 2 ? _mm512_srli_epi16(packed, 4) : packed, low_half);
+                } else {
+                    weights[half] = _mm512_loadu_si512(block + z * 128 + 64 * half);
+                }
+            }
+            for (int r = 0; r < R; ++r) {
+                for (int p = 0; p < planes; ++p) {
+                    const int8_t* quad = a[r] + planes * (b * kBlock + 4 * z) + 4 * p;
+                    const __m512i four = _mm512_set1_epi32(*reinterpret_cast<const int32_t*>(quad));
+                    for (int half = 0; half < 2; ++half) {
+                        products[r][p][half] = multiply_quads(products[r][p][half], weights[half], four);
+                    }
+                }
+            }
+        }
+        for (int half = 0; half < 2; ++half) {
+            const __m512 scale = load_halves(block + kNumbers + 32 * half);
+            for (int r = 0; r < R; ++r) {
+                const int64_t at = (row + r) * blocks + b;
+                __m512i product = products[r][planes - 1][half];
+                if constexpr (planes == 2) product = _mm512_add_epi32(product, _mm512_slli_epi32(products[r][0][half], 8));
+                const __m512 both = _mm512_mul_ps(scale, _mm512_set1_ps(rows.scales[at]));
+                sums[r][half] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(product), both, sums[r][half]);
+                if constexpr (is_int4) {
+                    const __m512 least = load_halves(block + kNumbers + 64 + 32 * half);
+                    sums[r][half] = _mm512_fmadd_ps(least, _mm512_set1_ps(rows.sums[at]), sums[r][half]);
+                }
+            }
+        }
+    }
+    store_panel<R>(sums, linear, target, row, panel);
+}
+
+// Every panel is multiplied with all rows before the next one, in tiles of about the same size, `most` rows or fewer:
+// as many as have room for their sums in the processor's registers.
+template <int most, typename Tile>
+void multiply_tiles(int64_t num_rows, Range panels, const Tile& tile) {
+    const int64_t tiles = (num_rows + most - 1) / most;
+    for (int64_t panel = panels.begin; panel < panels.end; ++panel) {
+        for (int64_t t = 0; t < tiles; ++t) {
+            const Range rows = share(num_rows, t, tiles);
+            with_count<most>(rows.end - rows.begin, [&](auto count) {
+                tile(count, rows.begin, panel, Turn{t, tiles});
+            });
+        }
+    }
+}
+
+}  // namespace
+
+void multiply(const Rows& rows, int64_t num_rows, const Linear& linear, const Target& to, int thread, int threads) {
+    const Range panels = share((linear.num_outputs + kPanel - 1) / kPanel, thread, threads);
+    const auto floats = [&](auto R, int64_t row, int64_t panel, Turn turn) {
+        float_tile<R()>(rows, row, linear, panel, turn, to);
+    };
+    const auto pairs = [&](auto planes) {
+        return [&](auto R, int64_t row, int64_t panel, Turn turn) {
+            pair_tile<R(), planes()>(rows, row, linear, panel, turn, to);
+        };
+    };
+    const auto ints = [&](auto is_int4, auto planes) {
+        return [&](auto R, int64_t row, int64_t panel, Turn turn) {
+            int_tile<R(), is_int4(), planes()>(rows, row, linear, panel, turn, to);
+        };
+    };
+    const std::integral_constant<int, 1> one;
+    const std::integral_constant<int, 2> two;
+    switch (linear.kind) {
+        case kFloat32: return multiply_tiles<kFloatRows>(num_rows, panels, floats);
+        case kBfloat16: return multiply_tiles<kSplitPairRows>(num_rows, panels, pairs(two));
+        case kBfloat16Act16: return multiply_tiles<kPairRows>(num_rows, panels, pairs(one));
+        case kInt8: return multiply_tiles<kSplitQuadRows>(num_rows, panels, ints(std::false_type(), two));
+        case kInt4: return multiply_tiles<kSplitQuadRows>(num_rows, panels, ints(std::true_type(), two));
+        case kInt8Act8: return multiply_tiles<kQuadRows>(num_rows, panels, ints(std::false_type(), one));
+        default: return multiply_tiles<kQuadRows>(num_rows, panels, ints(std::true_type(), one));
+    }
+}
