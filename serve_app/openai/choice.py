@@ -40,10 +40,12 @@ class _Choice:
         self._num_ranked = job.head.num_prompt_logprobs
         self._text_form = job.text_form
         self._answers = job.answers
+        self._thought_end_id = None if job.answers is None else tokenizer.added_id(job.answers.thought_end)
         self._with_logprobs = request.params.returns_logprobs
         self._with_tokens = self._with_logprobs or job.head.with_token_ids or job.head.with_token_kinds
         self._tokenizer = tokenizer
         keeps_special = not job.text_form.skip_special or (job.answers is not None and job.answers.keeps_special)
+        self._hides_thought_end = not keeps_special and self._thought_end_id in tokenizer.special_ids
         markers = () if job.answers is None else job.answers.markers
         self._reader = _StreamReader(job.answers) if streams and job.answers is not None else None
         detokenizer = tokenizer.detokenizer(skip_special=not keeps_special, shown=markers, continuation=True)
@@ -157,14 +159,12 @@ class _Choice:
     def _parsed(self) -> Parsed:
         assert self._answers is not None
         calls = put_together(part for one in self._read for part in one.calls)
-        end = self._answers.thought_end
         return Parsed(
             "".join(one.content for one in self._read),
-            "".join(one.reasoning for one in self._read),
             tuple((call.name or "", call.arguments) for call in calls),
             self._answers.reading is not None,
-            end,
-            self._tokenizer.added_id(end),
+            None if self._hides_thought_end else self._answers.thought_end,
+            self._thought_end_id,
         )
 
     def _stop_reason(self, delta: TokenDelta) -> str | int | None:

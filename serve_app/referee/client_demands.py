@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from serve_app.referee.request_limits import broken_limit
-from serve_app.referee.structure_checks import Budget, breaks_structure
+from serve_app.referee.structure_checks import CheckBudget, breaks_structure
 from speculative.request import FinishReason, SamplingParams
 
 DEMANDING = (
@@ -34,15 +34,14 @@ class Parsed:
     """What a client got of a text that was split into its fields.
 
     calls: the function of each, and its arguments. loses_text: whether the parser may leave out some of the text.
-    thought_end: what ends the reasoning behind which a form begins; "" = there is no reasoning. thought_end_id: the
-    token that was added for that text; None = there is none.
+    thought_end: what ends the reasoning behind which a form begins; "" = there is no reasoning, None = the text does
+    not show its end. thought_end_id: the token that was added for that end; None = there is none.
     """
 
     content: str
-    reasoning: str = ""
     calls: tuple[tuple[str, str], ...] = ()
     loses_text: bool = False
-    thought_end: str = ""
+    thought_end: str | None = ""
     thought_end_id: int | None = None
 
 
@@ -156,18 +155,18 @@ class ClientDemands:
         form = _form(said, parsed)
         if form is None:
             return ""
-        budget = Budget(ascii_classes=self.ascii_classes)
+        budget = CheckBudget(ascii_classes=self.ascii_classes)
         if self.structure is None:
             return self._broken_calls(form, parsed, whole, budget)
         kind, text = self.structure
-        if parsed.content.strip() != form.strip():
+        if parsed.content.strip() != form.strip():  # a parser split it elsewhere, or left out some of it
             return ""
         if parsed.thought_end:  # blanks may stand behind it
             form = form.strip()
             text = json.dumps([one.strip() for one in json.loads(text)]) if kind == "choice" else text
         return breaks_structure(kind, text, form, whole=whole, budget=budget)
 
-    def _broken_calls(self, form: str, parsed: Parsed, whole: bool, budget: Budget) -> str:
+    def _broken_calls(self, form: str, parsed: Parsed, whole: bool, budget: CheckBudget) -> str:
         """What is wrong with calls that had to be made; of an answer that was cut off, the last may be, too."""
         try:
             as_made = is_made_of(form, parsed.calls)
@@ -269,14 +268,15 @@ def _is_all_thought(said: Delivered, parsed: Parsed) -> bool:
     """Whether what ends its reasoning is not there."""
     if parsed.thought_end_id is not None:
         return parsed.thought_end_id not in said.token_ids
-    return parsed.thought_end not in said.text
+    return parsed.thought_end is not None and parsed.thought_end not in said.text
 
 
 def _form(said: Delivered, parsed: Parsed) -> str | None:
-    """The text that has to have a form; None = nobody can say where it begins, or a parser split the text elsewhere."""
-    before, behind = "", said.text
-    if parsed.thought_end:
-        if _is_all_thought(said, parsed) or said.text.count(parsed.thought_end) != 1:  # or the model spelt it
-            return None
-        before, _, behind = said.text.partition(parsed.thought_end)
-    return behind if before.strip().endswith(parsed.reasoning.strip()) else None
+    """The text that has to have a form; None = nobody can say where it begins."""
+    if parsed.thought_end == "":
+        return said.text
+    if (
+        parsed.thought_end is None or _is_all_thought(said, parsed) or said.text.count(parsed.thought_end) != 1
+    ):  # or the model spelt it
+        return None
+    return said.text.partition(parsed.thought_end)[2]

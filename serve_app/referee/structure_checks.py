@@ -37,7 +37,9 @@ class _Unchecked(Exception):
     """A text that nobody reads here, or not within what there is for one answer."""
 
 
-def breaks_structure(kind: str, text: str, answer: str, *, whole: bool = True, budget: "Budget | None" = None) -> str:
+def breaks_structure(
+    kind: str, text: str, answer: str, *, whole: bool = True, budget: "CheckBudget | None" = None
+) -> str:
     """Why an answer does not keep to a structure, in words without a client's own; "" = it does, or who knows.
 
     Args:
@@ -51,7 +53,7 @@ def breaks_structure(kind: str, text: str, answer: str, *, whole: bool = True, b
         return ""
     if not whole:
         answer = answer.rstrip("\ufffd")  # it may have been cut within a character
-    budget = budget or Budget()
+    budget = budget or CheckBudget()
     try:
         budget.spend((len(text) + len(answer)) // _CHARACTERS)
         if kind == "regex":
@@ -72,7 +74,7 @@ def _choice(text: str, answer: str, whole: bool) -> str:
     return "" if fits else "it is none of its choices"
 
 
-def _json(schema: str | None, answer: str, whole: bool, budget: "Budget") -> str:
+def _json(schema: str | None, answer: str, whole: bool, budget: "CheckBudget") -> str:
     """What is wrong with JSON of a schema; None = it is to be any object."""
     if not whole:
         begins, what = (("", "{"), "it is no JSON object") if schema is None else (_JSON_BEGINS, "it is not JSON")
@@ -113,7 +115,7 @@ def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON")
 
 
-class Budget:
+class CheckBudget:
     """The work that there is for one answer.
 
     A step is one keyword or one part of a schema, applied to one value; one that looks at many values counts as more.
@@ -187,7 +189,7 @@ class Budget:
         return found
 
 
-def _validator(schema: Any, budget: Budget) -> Any:
+def _validator(schema: Any, budget: CheckBudget) -> Any:
     """A validator of one schema, which fetches nothing and ends.
 
     Raises:

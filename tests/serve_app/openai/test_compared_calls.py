@@ -4,11 +4,13 @@ The engine is a fake that says what a test sets, whatever the request asks for.
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from serve_app.backends.base import ParsedDelta
 from serve_app.openai.chat import ResponseParser
 from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.parsing import parse
@@ -17,7 +19,7 @@ from serve_app.openai.requests import ChatCompletionRequest
 from serve_app.openai.response_requests import ResponsesRequest
 from serve_app.openai.responses_desk import ResponsesDesk
 from serve_app.text.tokenizer import Tokenizer
-from tests.serve_app.openai.test_tools import FakeParsers, ask, ask_streaming, front
+from tests.serve_app.openai.test_tools import FakeParser, FakeParsers, ask, ask_streaming, front
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER: dict[str, Any] = {"name": "weather", "parameters": SCHEMA}
@@ -112,6 +114,30 @@ async def test_content_and_calls_behind_reasoning_are_compared(
     end, _, script = front(tooled, FakeParsers(reasoning=True, end="|"))
     script.say(text)
     assert await reported(end, **fields) == found
+
+
+@pytest.mark.parametrize(("shown", "found"), [(False, []), (True, ["it is not JSON"])])
+async def test_an_end_of_reasoning_that_no_text_shows_is_not_taken_for_one_that_the_model_spelt(
+    tooled: Tokenizer, monkeypatch: pytest.MonkeyPatch, shown: bool, found: list[str]
+) -> None:
+    """The first end is written letter by letter; the second is the token, which a text may leave out."""
+    end = "<|im_start|>"
+
+    class AtText(FakeParser):
+        def whole(self, text: str, token_ids: Sequence[int]) -> ParsedDelta:
+            reasoning, _, content = text.partition(end)
+            return ParsedDelta(content, reasoning)
+
+    parsers = FakeParsers(reasoning=True, end=end)
+    monkeypatch.setattr(parsers, "parser", lambda: AtText(True, []))
+    parsers.keeps_special = shown
+    front_end, _, script = front(tooled, parsers)
+    reports, token = noted(front_end), tooled.added_id(end)
+    assert token is not None
+    spelt = [*tooled.encode("<|im_"), *tooled.encode("start|>")]
+    script.say([*([] if shown else spelt), *tooled.encode(" b"), token, *tooled.encode(" b{}" if shown else "{}")])
+    await ask(front_end, response_format={"type": "json_object"})
+    assert reports == found
 
 
 async def test_the_responses_api_is_compared_in_its_own_words(
