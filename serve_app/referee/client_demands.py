@@ -161,9 +161,8 @@ class ClientDemands:
         kind, text = self.structure
         if parsed.content.strip() != form.strip():  # a parser split it elsewhere, or left out some of it
             return ""
-        if parsed.thought_end:  # blanks may stand behind it
-            form = form.strip()
-            text = json.dumps([one.strip() for one in json.loads(text)]) if kind == "choice" else text
+        if parsed.thought_end and kind == "choice":
+            text = json.dumps([one.strip() for one in json.loads(text)])
         return breaks_structure(kind, text, form, whole=whole, budget=budget)
 
     def _broken_calls(self, form: str, parsed: Parsed, whole: bool, budget: CheckBudget) -> str:
@@ -279,4 +278,4 @@ def _form(said: Delivered, parsed: Parsed) -> str | None:
         parsed.thought_end is None or _is_all_thought(said, parsed) or said.text.count(parsed.thought_end) != 1
     ):  # or the model spelt it
         return None
-    return said.text.partition(parsed.thought_end)[2]
+    return said.text.partition(parsed.thought_end)[2].strip()  # blanks may stand behind it

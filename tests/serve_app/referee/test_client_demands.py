@@ -247,6 +247,7 @@ def test_calls_behind_reasoning_that_a_parser_split_elsewhere_are_left_unchecked
     bad, good = (("weather", "{}"),), f"so</t>{listed(ROME)}"
     thought = Parsed("", bad, loses_text=True, thought_end="</t>")
     assert demands.broken(said(f"hm</t>{listed(*bad)}", parsed=thought), (EOS,)) == BROKEN
+    assert demands.broken(said(f"hm</t>\u2003{listed(ROME)}", parsed=replace(thought, calls=(ROME,))), (EOS,)) == ""
     assert demands.broken(said(f"hm</t>{good}", parsed=replace(thought, calls=())), (EOS,)) == ""
     assert demands.broken(said("hm</t>[{}", reason="length", parsed=thought), (EOS,)) == ""
 
