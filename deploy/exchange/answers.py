@@ -48,6 +48,7 @@ class Choice:
     prompt_token_ids: tuple[int, ...] | None = None
     pieces: list[bytes | None] | None = None  # of the text, one a logprob, where they came with ids
     called: bool = False  # the answer is, or holds, calls of tools: its text is not in `text`
+    calls: dict[int, tuple[str, str]] = field(default_factory=dict)  # of tools: their names and arguments, by index
     top_logprobs: list[Any] | None = None  # of each token, as reported; `candidates` reads them
     scored_logprobs: list[Any] | None = None  # of each token, as reported; `scored` reads them
     token_texts: list[Any] | None = None  # of each token that has a logprob, as reported
@@ -208,6 +209,12 @@ def _add(choice: Choice, wire: Json, part: Json, *, is_chat: bool) -> None:
     message = wire.get("message") or wire.get("delta") or {}
     choice.text += (message.get("content") if is_chat else wire.get("text")) or ""
     choice.called |= bool(message.get("tool_calls") or message.get("reasoning_content") or message.get("reasoning"))
+    for number, part in enumerate(message.get("tool_calls") or ()):
+        index, function = part.get("index", number), part.get("function") or {}
+        name, arguments = choice.calls.get(index, ("", ""))
+        more = function.get("arguments") or ""
+        more = more if isinstance(more, str) else json.dumps(more)
+        choice.calls[index] = name or str(function.get("name") or ""), arguments + more
     choice.finish_reason = wire.get("finish_reason") or choice.finish_reason
     stopped_by = next((wire[name] for name in ("stop_reason", "matched_stop") if wire.get(name) is not None), None)
     choice.stopped_by = stopped_by if isinstance(stopped_by, str | int) else choice.stopped_by

@@ -42,6 +42,8 @@ class Vendor:
     """Whether they are those after penalties and temperature."""
     keeps_demands = False
     """Whether it is known to keep to `n`, stop strings, bad words and structure, not to pass over any."""
+    keeps_all = False
+    """Whether it keeps to every keyword of a schema, and to each field that says whether tools are to be called."""
     joins_texts_by = "\n"
     """What it puts between the texts of one message."""
 
@@ -85,6 +87,7 @@ class _Vllm(Vendor):
 class _Truespec(_Vllm):
     owned_by = "truespec"
     logprobs_after_grammar = False
+    keeps_all = True
 
 
 class _TensorRtLlm(Vendor):

@@ -14,7 +14,7 @@ from deploy.faults.tiny import write_tiny_pair
 from deploy.faults.watch import Watch
 from serve_app.backends.torch_backend import TorchBackend
 from serve_app.openai.frontend import FrontEnd
-from serve_app.openai.requests import CompletionRequest
+from serve_app.openai.requests import ChatCompletionRequest, CompletionRequest
 from serve_app.referee.answer import Answer
 from serve_app.referee.records import Record, Records
 from serve_app.referee.replay_selection import Selection
@@ -23,6 +23,16 @@ from serve_app.streams.pooled import PooledTokenSource
 from serve_app.telemetry.metrics import Metrics
 from serve_app.text.tokenizer import Tokenizer
 
+_SHOWS_TOOLS = "{{ tools | tojson }}{% for one in messages %}{{ one.content }}{% endfor %}"
+
+
+def _tool(name: str, argument: str, schema: dict[str, Any]) -> dict[str, Any]:
+    parameters = {"properties": {argument: schema}, "required": [argument], "additionalProperties": False}
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+_TOOLS = [_tool("light", "on", {"type": "boolean"}), _tool("heat", "to", {"enum": [1, 2, 3]})]
+_NAMED = {"type": "function", "function": {"name": "light"}}
 _KINDS: tuple[dict[str, Any], ...] = (
     {"stop": ["e", "t", "a"]},
     {"bad_words": ["e", "t"]},
@@ -32,6 +42,8 @@ _KINDS: tuple[dict[str, Any], ...] = (
     {"structured_outputs": {"json": {"type": "array", "items": {"type": "boolean"}, "maxItems": 4}}},
     {"min_tokens": 8, "stop": ["e", "t", "a"], "include_stop_str_in_output": True},
     {"stop_token_ids": list(range(0, 500, 5)), "max_tokens": 9},
+    {"tools": _TOOLS, "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 80},
+    {"tools": _TOOLS, "tool_choice": _NAMED, "max_tokens": 80},
 )
 
 
@@ -60,7 +72,9 @@ async def _watch(mutant: Mutant, folder: Path, until: Callable[[Watch, int], boo
             ended=ended,
             limits=SourceLimits(8, 60.0),
         )
-        front_end = FrontEnd(source, Tokenizer.from_folder(folder), info)
+        template = folder / "tools.jinja"
+        template.write_text(_SHOWS_TOOLS, encoding="utf-8")
+        front_end = FrontEnd(source, Tokenizer.from_folder(folder, str(template)), info)
         front_end.report_broken_to(source.broken)
         mutant.install(front_end)
         for request in _requests():
@@ -74,8 +88,12 @@ async def _watch(mutant: Mutant, folder: Path, until: Callable[[Watch, int], boo
     raise AssertionError("requests do not end")
 
 
-def _requests() -> Iterator[CompletionRequest]:
+def _requests() -> Iterator[CompletionRequest | ChatCompletionRequest]:
     for number in itertools.count():
-        prompt = [3 + (7 * number + 5 * place) % 400 for place in range(12)]
-        body = {"model": "audited", "prompt": prompt, "seed": number, "max_tokens": 24, **_KINDS[number % len(_KINDS)]}
-        yield CompletionRequest.model_validate(body)
+        body = {"model": "audited", "seed": number, "max_tokens": 24, **_KINDS[number % len(_KINDS)]}
+        if "tools" in body:
+            said = {"role": "user", "content": f"Call {number}."}
+            yield ChatCompletionRequest.model_validate({"messages": [said], **body})
+        else:
+            prompt = [3 + (7 * number + 5 * place) % 400 for place in range(12)]
+            yield CompletionRequest.model_validate({"prompt": prompt, **body})

@@ -14,13 +14,15 @@ import torch
 from torch import Tensor
 
 from deploy.faults.traffic import WARM
+from serve_app.backends.base import ChatPrompt
+from serve_app.openai.chat import ResponseParser
 from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.prepared_request import PreparedRequest
 from serve_app.text.tokenizer import StopStrings
 from speculative.cache.prefix import hash_block
 from speculative.drafting.base import DraftOutput
 from speculative.engine import EngineCore
-from speculative.request import FinishReason, Request, SamplingParams, TokenDelta, TokenLogprobs
+from speculative.request import FinishReason, Request, SamplingParams, Structure, TokenDelta, TokenLogprobs
 from speculative.sampling.probs import draw
 from speculative.sampling.rng import Purpose, uniforms
 from speculative.scheduling.scheduler import Scheduler
@@ -701,6 +703,29 @@ def _structure_is_lost(front_end: FrontEnd) -> None:
         front_end,
         lambda group: tuple(replace(one, params=replace(one.params, structure=None)) for one in group),
     )
+
+
+@front_mutant("F9 calls are held to no schema of their tools")
+def _calls_without_schemas(front_end: FrontEnd) -> None:
+    _change_parameters(front_end, lambda known: [{} for _ in known])
+
+
+@front_mutant("F9 calls are held to another tool's schema")
+def _schemas_of_other_tools(front_end: FrontEnd) -> None:
+    _change_parameters(front_end, lambda known: [*known[1:], *known[:1]])
+
+
+def _change_parameters(front_end: FrontEnd, change: Callable[[list[Any]], list[Any]]) -> None:
+    """Have calls forced into other JSON schemas than those of the client's tools."""
+    answers = front_end._chats.answers
+
+    def answering(talk: ChatPrompt, prompt: Any, form: Structure | None) -> ResponseParser | None:
+        functions = [tool["function"] for tool in talk.tools]
+        changed = zip(functions, change([one["parameters"] for one in functions]), strict=True)
+        tools = tuple({"function": {**function, "parameters": parameters}} for function, parameters in changed)
+        return answers(replace(talk, tools=tools), prompt, form)
+
+    front_end._chats.answers = answering  # type: ignore[method-assign]
 
 
 @front_mutant("F21 one choice too few is generated")

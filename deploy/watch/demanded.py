@@ -1,45 +1,76 @@
 """Whether the choices of a watched reply keep to what its request says of them, as far as the reply shows it."""
 
+import json
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from deploy.exchange.answers import Choice, Json, Reply
-from serve_app.referee.client_demands import DEMANDING, ClientDemands, Delivered, Encode, vllm_spellings
+from serve_app.referee.client_demands import DEMANDING, ClientDemands, Delivered, Parsed, is_made_of, vllm_spellings
 from serve_app.referee.request_limits import broken_limit
+from serve_app.text.tokenizer import Tokenizer
 
-_LIMITS = ("max_tokens", "max_completion_tokens", "min_tokens", "stop_token_ids", "ignore_eos")
-"""Of which vendors differ in what they mean."""
+_LEFT_OUT = (
+    "max_tokens", "max_completion_tokens", "min_tokens", "stop_token_ids", "ignore_eos",  # vendors differ in them
+    "max_output_tokens", "text",  # of the Responses API, which is not read
+)  # fmt: skip
 _CHANGES_CHOICES = ("echo", "suffix", "best_of", "use_beam_search")
 """Fields with which the choices are not what was generated for each."""
 _MOST_TEXTS, _MOST_CHARACTERS = 50, 2_000
 """Stop strings, or bad words, of a request, and characters of them all; no front end has limited those of others."""
+_LOOSE = frozenset((
+    "allOf", "oneOf", "not", "if", "contains", "uniqueItems", "multipleOf", "propertyNames", "minProperties",
+    "maxProperties", "dependentRequired", "dependentSchemas", "dependencies", "additionalItems",
+))  # fmt: skip
+"""Keywords of JSON schemas that a library of vLLM's passes over, or reads as a wider one."""
+_BY_ITSELF = ("$ref", "anyOf")
+"""Those beside which it may pass over others."""
+_SAYS_NOTHING = {"title", "description", "default", "examples", "deprecated", "$defs", "definitions", "$schema"}
+_NEAR = "#/$defs/"
+"""Where a reference is found again once schemas of several tools are put into one."""
 
 
-def broken_demands(body: Json, reply: Reply, encode: Encode) -> dict[int, str]:
+def broken_demands(body: Json, reply: Reply, tokenizer: Tokenizer, *, keeps_all: bool) -> dict[int, str]:
     """What choices break, in words, by their index; those that keep to everything are not there.
 
     Args:
         body: the client's request.
         reply: whole.
-        encode: by the model's tokenizer.
+        tokenizer: the model's.
+        keeps_all: as `Vendor` has it.
     """
     try:
-        return _found(body, reply, encode)
+        return _found(body, reply, tokenizer, keeps_all)
     except Exception:  # a body that nobody has checked may hold anything; its answers are judged all the same
         return {}
 
 
-def _found(body: Json, reply: Reply, encode: Encode) -> dict[int, str]:
+def _found(body: Json, reply: Reply, tokenizer: Tokenizer, keeps_all: bool) -> dict[int, str]:
     if any(body.get(name) for name in _CHANGES_CHOICES):
         return {}
-    read = {name: body[name] for name in DEMANDING if name not in _LIMITS and body.get(name) is not None}
+    read = {name: body[name] for name in DEMANDING if name not in _LEFT_OUT and body.get(name) is not None}
     if body.get("min_tokens"):  # how much of a text they keep from being searched, only its server knows
         read.pop("stop", None)
     for name in ("stop", "bad_words"):
         if not _is_small(read.get(name) or []):
             read.pop(name)
-    demands = replace(ClientDemands.of(read, encode, bad_words=vllm_spellings), ascii_classes=False)
-    found = {index: why for index, one in reply.choices.items() if (why := _broken(demands, body, one))}
+    demands = ClientDemands.of(read, partial(tokenizer.encode, continuation=True), bad_words=vllm_spellings)
+    demands = replace(demands, ascii_classes=False)
+    if not keeps_all:
+        demands = replace(demands, max_calls=None)
+        if _is_lenient(body) or any(map(_is_loose, (*demands.functions.values(), *(demands.structure or ())[1:]))):
+            demands = replace(demands, functions={}, structure=None)
+    found = {}
+    for index, choice in reply.choices.items():
+        asked, by_text, made = demands, isinstance(choice.stopped_by, str), ""
+        if by_text or choice.called or body.get("tools"):
+            asked = replace(asked, structure=None)
+        if asked.functions:
+            made = "" if by_text else tokenizer.decode(choice.token_ids or ())
+            if not is_made_of(made, [*choice.calls.values()]):  # out of other text, which nothing forced
+                asked = replace(asked, functions={})
+        if why := _broken(asked, body, choice, made):
+            found[index] = why
     wanted = demands.num_choices * _num_prompts(body)
     if len(reply.choices) != wanted:
         found[min(reply.choices)] = f"{len(reply.choices)} choices came, and the request demands {wanted}"
@@ -51,11 +82,32 @@ def _is_small(texts: str | list[str]) -> bool:
     return len(several) <= _MOST_TEXTS and sum(map(len, several)) <= _MOST_CHARACTERS
 
 
-def _broken(demands: ClientDemands, body: Json, choice: Choice) -> str:
-    """What one choice breaks, in words; "" = nothing."""
-    by_text = isinstance(choice.stopped_by, str)
-    whole = not (choice.called or by_text or body.get("tools") or _is_lenient(body))
-    said = Delivered(choice.text, choice.token_ids or (), choice.finish_reason or "", shown_whole=whole)
+def _is_loose(text: str) -> bool:
+    """Whether a JSON schema may hold what a server passes over; no other structure does."""
+    try:
+        waiting = [json.loads(text)]
+    except ValueError:
+        return False
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, dict):
+            alone = any(name in part for name in _BY_ITSELF) and len(part.keys() - _SAYS_NOTHING) > 1
+            away = not str(part.get("$ref", _NEAR)).startswith(_NEAR)
+            length = "pattern" in part and ("minLength" in part or "maxLength" in part)
+            required, known = part.get("required"), part.get("properties") or ()
+            unnamed = isinstance(required, list) and not all(one in known for one in required)
+            if alone or away or length or unnamed or not _LOOSE.isdisjoint(part):
+                return True
+        waiting += part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
+    return False
+
+
+def _broken(demands: ClientDemands, body: Json, choice: Choice, made: str) -> str:
+    """What one choice breaks, in words; "" = nothing. made: the text of which calls were made that had to be made."""
+    reason = "stop" if choice.finish_reason == "tool_calls" else choice.finish_reason or ""
+    said = Delivered(
+        choice.text, choice.token_ids or (), reason, parsed=Parsed(choice.text, calls=tuple(choice.calls.values()))
+    )
     # of several that came at once, vLLM's versions differ in which one ends the text
     only = choice.stopped_by if isinstance(choice.stopped_by, str) and len(demands.stops) > 1 else None
     if why := broken_limit(demands.limits, said.token_ids) or demands.broken_end(said, only):
@@ -63,13 +115,14 @@ def _broken(demands: ClientDemands, body: Json, choice: Choice) -> str:
     by_token = body.get("stop_token_ids") or isinstance(choice.stopped_by, int)
     if by_token and not demands.keeps_stop:  # which may have come before the structure's own end
         said = replace(said, finish_reason="length")
-    return demands.broken_structure(said)
+    return demands.broken_form(replace(said, text=made) if demands.functions else said)
 
 
 def _is_lenient(body: Json) -> bool:
-    """Whether its JSON schema is a wish."""
-    schema: Any = (body.get("response_format") or {}).get("json_schema") or {}
-    return schema.get("strict") is False
+    """Whether a JSON schema of it is a wish."""
+    schemas: list[Any] = [(body.get("response_format") or {}).get("json_schema")]
+    schemas += [tool.get("function") for tool in body.get("tools") or ()]
+    return any(schema and schema.get("strict") is False for schema in schemas)
 
 
 def _num_prompts(body: Json) -> int:

@@ -5,7 +5,6 @@ import json
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,9 +91,9 @@ class ExchangeReader:
         pairs = zip(choices, prompts, strict=True)
         read = [(choice, self._tokens(choice, sampled), prompt) for choice, prompt in pairs]
         _check_whole(reply, [(choice, tokens) for choice, tokens, _ in read])
-        broken = {}
-        if vendor_of(self._dialect(exchange.dialect)).keeps_demands:
-            broken = broken_demands(body, reply, partial(self.tokenizer.encode, continuation=True))
+        broken, vendor = {}, vendor_of(self._dialect(exchange.dialect))
+        if vendor.keeps_demands:
+            broken = broken_demands(body, reply, self.tokenizer, keeps_all=vendor.keeps_all)
         answers = [self._answer(exchange, reply, *one, sampled) for one in read]
         return [
             replace(answer, broken_limit=answer.broken_limit or broken.get(choice.index, ""))

@@ -43,6 +43,11 @@ class ResponseParser:
         """Special tokens that the text is to hold in any case."""
         return () if self.format is None else self.format.markers
 
+    @property
+    def thought_end(self) -> str:
+        """What ends the reasoning that an answer begins with; "" = it begins with none, or nobody can tell."""
+        return "" if self.reading is None else self.reading.thought_end or ""
+
     def parser(self) -> ReplyParser:
         """A parser of one answer."""
         inner = None if self.reading is None else self.reading.parser()
@@ -60,7 +65,9 @@ class ResponseParser:
         return None if self.format is None else self.format(self.talk.tools)
 
     def allowed(self, calls: Sequence[CallPart]) -> tuple[CallPart, ...]:
-        """Calls, or parts of them, as far as one answer may hold several."""
+        """Calls, or parts of them, as far as an answer may hold any, or several."""
+        if self.talk.use == "none":  # vLLM's parsers may read some at the end of a stream all the same
+            return ()
         return tuple(calls) if self.talk.parallel else tuple(part for part in calls if part.index == 0)
 
     def reason(self, reason: str | None, *, called: bool) -> str | None:

@@ -12,7 +12,7 @@ from serve_app.openai.chat import ResponseParser
 from serve_app.openai.echo import Echo
 from serve_app.openai.prepared_request import PreparedRequest, off_loop
 from serve_app.openai.responses import ChoiceDelta, RankedEntry, TokenEntry, TopEntry, Usage, finite_logprob, join
-from serve_app.referee.client_demands import Delivered
+from serve_app.referee.client_demands import Delivered, Parsed
 from serve_app.referee.receipts import Ending
 from serve_app.referee.records import Record
 from serve_app.text.answer_text import AnswerText
@@ -39,11 +39,13 @@ class _Choice:
         self._echo = echo
         self._num_ranked = job.head.num_prompt_logprobs
         self._text_form = job.text_form
-        self._parsed = job.answers is not None
+        self._answers = job.answers
+        self._thought_end_id = None if job.answers is None else tokenizer.added_id(job.answers.thought_end)
         self._with_logprobs = request.params.returns_logprobs
         self._with_tokens = self._with_logprobs or job.head.with_token_ids or job.head.with_token_kinds
         self._tokenizer = tokenizer
         keeps_special = not job.text_form.skip_special or (job.answers is not None and job.answers.keeps_special)
+        self._hides_thought_end = not keeps_special and self._thought_end_id in tokenizer.special_ids
         markers = () if job.answers is None else job.answers.markers
         self._reader = _StreamReader(job.answers) if streams and job.answers is not None else None
         detokenizer = tokenizer.detokenizer(skip_special=not keeps_special, shown=markers, continuation=True)
@@ -60,6 +62,7 @@ class _Choice:
         self._prompt_entries: tuple[tuple[RankedEntry, ...], ...] | None = None
         self._said: list[str] = []
         self._ids: list[int] = []
+        self._read: list[ParsedDelta] = []  # what was read in it
         self.delivered: Delivered | None = None
         """What its client got, once it is complete."""
         self.record = Record(request, "", 0.0, 0, keeps_alternatives=False) if job.receipt else None
@@ -87,15 +90,16 @@ class _Choice:
         offsets = self._offsets(texts[: len(released)])
         reason = self._end(delta, released)
         num_delivered = len(offsets)
-        self._deliver(delta, released, num_delivered, reason)
         ids, kinds = delta.token_ids[:num_delivered], tuple(delta.kinds[:num_delivered])
         self.num_accepted += min(delta.num_accepted, num_delivered)  # accepted drafts come first
         self.num_rejected += delta.num_drafted - delta.num_accepted
         self.num_cached = max(self.num_cached, delta.num_cached_tokens)
-        text = "".join(released)
+        text, ended = "".join(released), reason
         said = ParsedDelta(text)
         if self._reader is not None:
             said, reason = self._reader.push(ids, texts[:num_delivered], text, reason)
+            self._read.append(said)
+        self._deliver(text, ids, ended)
         tokens = ChoiceDelta(
             self._index, token_ids=ids, token_kinds=kinds, weight_versions=((delta.weight_version, num_delivered),)
         )
@@ -124,13 +128,44 @@ class _Choice:
             None if reason is None else self._stop_reason(delta),
         )
 
-    def _deliver(self, delta: TokenDelta, released: list[str], num_tokens: int, reason: str | None) -> None:
+    def _deliver(self, text: str, ids: Sequence[int], reason: str | None) -> None:
         """Note what goes out, for whoever compares it with the request."""
-        self._said += released
-        self._ids += delta.token_ids[:num_tokens]
+        self._said.append(text)
+        self._ids += ids
         if reason is not None:
+            parsed = None if self._reader is None else self._parsed()
             text, found = "".join(self._said), self._text.found
-            self.delivered = Delivered(text, self._ids, reason, found, self._text.num_unsearched, not self._parsed)
+            self.delivered = Delivered(text, self._ids, reason, found, self._text.num_unsearched, parsed)
+
+    async def read(self) -> None:
+        """Read a complete answer as a whole, where it was not read as it grew."""
+        if self._answers is None or self._reader is not None or self.delivered is None:
+            return
+        text, parser = self.delivered.text, self._answers.parser()
+        said = await off_loop(len(text), lambda: parser.whole(text, self._ids))
+        self._read = [dataclasses.replace(said, calls=self._answers.allowed(said.calls))]
+        self.delivered = dataclasses.replace(self.delivered, parsed=self._parsed())
+
+    def whole(self, piece: ChoiceDelta) -> ChoiceDelta:
+        """The whole answer, with what was read in its text."""
+        if self._answers is None:
+            return piece
+        (said,) = self._read
+        reason = self._answers.reason(piece.finish_reason, called=bool(said.calls))
+        return dataclasses.replace(
+            piece, text=said.content, reasoning=said.reasoning, calls=said.calls, finish_reason=reason
+        )
+
+    def _parsed(self) -> Parsed:
+        assert self._answers is not None
+        calls = put_together(part for one in self._read for part in one.calls)
+        return Parsed(
+            "".join(one.content for one in self._read),
+            tuple((call.name or "", call.arguments) for call in calls),
+            self._answers.reading is not None,
+            None if self._hides_thought_end else self._answers.thought_end,
+            self._thought_end_id,
+        )
 
     def _stop_reason(self, delta: TokenDelta) -> str | int | None:
         """The stop string or token that ended the choice, as vLLM has it: not the tokenizer's own end of text."""
@@ -262,11 +297,19 @@ class ChoiceRun:
         choices = self._choices.values()
         return [(one.record, one.num_delivered, one.ending) for one in choices if one.record is not None]
 
-    def has_structure(self, request_id: str) -> bool:
-        """Whether a choice is complete, and of a structure that its client asked for."""
+    async def read(self, request_id: str) -> None:
+        """Read a complete choice as a whole, where it was not read as it grew."""
+        await self._choices[request_id].read()
+
+    def whole(self, piece: ChoiceDelta) -> ChoiceDelta:
+        """A whole choice, with what was read in its text."""
+        return self._choices[self._job.requests[piece.index].request_id].whole(piece)
+
+    def has_form(self, request_id: str) -> bool:
+        """Whether a choice is complete, and of a structure, or with calls, that its client asked for."""
         demands = self._job.demands
         is_complete = self._choices[request_id].delivered is not None
-        return is_complete and demands is not None and demands.structure is not None
+        return is_complete and demands is not None and bool(demands.structure or demands.functions)
 
     def broken(self, request_id: str, model: ModelInfo) -> str:
         """What a complete choice breaks of its client's request, in words; "" = nothing."""
@@ -332,17 +375,6 @@ class _StreamReader:
         self._called = self._called or bool(calls)
         reported = ParsedDelta("".join(one.content for one in said), "".join(one.reasoning for one in said), calls)
         return reported, self._answers.reason(reason, called=self._called)
-
-
-async def read_choice(piece: ChoiceDelta, answers: ResponseParser | None) -> ChoiceDelta:
-    """A whole answer, its text read."""
-    if answers is None:
-        return piece
-    parser = answers.parser()
-    said = await off_loop(len(piece.text), lambda: parser.whole(piece.text, piece.token_ids))
-    calls = answers.allowed(said.calls)
-    reason = answers.reason(piece.finish_reason, called=bool(calls))
-    return dataclasses.replace(piece, text=said.content, reasoning=said.reasoning, calls=calls, finish_reason=reason)
 
 
 def refuse_failure(delta: TokenDelta) -> None:

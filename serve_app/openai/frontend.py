@@ -19,7 +19,7 @@ from typing import Any
 from serve_app.backends.base import ChatPrompt, ModelInfo, Parsers, TokenSource
 from serve_app.errors import ContextLengthExceeded, ModelNotFound, UnsupportedParameter, reply_for
 from serve_app.openai.chat import ChatDesk, ResponseParser
-from serve_app.openai.choice import ChoiceRun, read_choice
+from serve_app.openai.choice import ChoiceRun
 from serve_app.openai.echo import without_answer
 from serve_app.openai.prepared_request import (
     FORM,
@@ -147,9 +147,10 @@ class FrontEnd:
         wire: CompletionRequest | ChatCompletionRequest,
         terms: RequestTerms = NO_TERMS,
         reply_format: ReplyFormat | None = None,
+        sent: WireRequest | None = None,
     ) -> PreparedRequest:
         """Check a wire request against the model and the terms of who sent it, and tokenise it. The reply has the form
-        of the request's endpoint, if no other is given.
+        of the request's endpoint, if no other is given. `sent` is what the client sent, if `wire` was made of that.
 
         Raises:
             InvalidRequest: it can never be served; `field` names what is wrong.
@@ -209,7 +210,7 @@ class FrontEnd:
             answers=answers,
             form_field=form_field,
             words=_of_chat if talk is not None else str,
-            demands=await self._demands(wire),
+            demands=await self._demands(sent or wire),
             unrepeatable=None if wire.seed is None else self._unrepeatable(groups[0][0].params),
         )
 
@@ -219,7 +220,8 @@ class FrontEnd:
             return None
         encode = functools.partial(self._tokenizer.encode, continuation=True)
         try:
-            body = wire.model_dump(mode="json", by_alias=True, exclude_none=True, include=set(DEMANDING))
+            how: dict[str, Any] = {"mode": "json", "by_alias": True, "exclude_none": True, "warnings": False}
+            body = wire.model_dump(include=set(DEMANDING), **how)  # it would warn of values whose kind we tell
             return await off_loop(sum(map(len, wire.bad_words or ())), lambda: ClientDemands.of(body, encode))
         except Exception as error:
             self._not_compared(error)
@@ -284,7 +286,7 @@ class FrontEnd:
                     async for piece in arriving:
                         pieces[piece.index].append(piece)
             reported = await self._verdicts(job) | self._receipts(job, run)
-        choices = [await read_choice(join(parts), job.answers) for parts in pieces]
+        choices = [run.whole(join(parts)) for parts in pieces]
         return await job.format.whole(self._current(job.head), choices, run.usage(), reported)
 
     async def events(self, job: PreparedRequest, spend: Spend = free) -> AsyncGenerator[bytes, None]:
@@ -431,6 +433,7 @@ class FrontEnd:
                 visible = without_answer(delta) if run.prompt_only else delta
                 pieces = run.push(visible)
                 spend(run.price(visible))
+                await run.read(delta.request_id)
                 await self._compare(run, delta.request_id)
                 if run.ended_here(delta.request_id):
                     await self._source.abort(delta.request_id)
@@ -442,7 +445,7 @@ class FrontEnd:
     async def _compare(self, run: ChoiceRun, request_id: str) -> None:
         """Report what a complete choice breaks of its client's request. Whatever happens here, the reply goes out."""
         try:
-            if run.has_structure(request_id):
+            if run.has_form(request_id):
                 why = await asyncio.to_thread(run.broken, request_id, self._model)
             else:
                 why = run.broken(request_id, self._model)

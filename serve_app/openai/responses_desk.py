@@ -50,7 +50,7 @@ class ResponsesDesk:
         with in_words(talk.in_our_words):
             chat = wire.as_chat(talk)
             chat.check_together()
-            job = await self._front_end.prepare(chat, terms, form)
+            job = await self._front_end.prepare(chat, terms, form, wire)
         words = job.words
         return dataclasses.replace(
             job, form_field=talk.in_our_words(job.form_field), words=lambda text: talk.in_our_words(words(text))

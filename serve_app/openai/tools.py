@@ -21,7 +21,7 @@ _HEADER = '%llguidance {"no_forcing": true}'  # as in `structured`: no tokenisat
 _START = "start: answer"
 _LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _FREE_TEXT = "/(?s:.*)/"
-_BLANKS = r"/\s{0,8}/"
+_BLANKS = r"/[ \t\n\r]{0,8}/"  # those of JSON
 
 
 def forces_calls(talk: ChatPrompt) -> bool:

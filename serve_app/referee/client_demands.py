@@ -6,17 +6,17 @@ found says nothing of a client's own words.
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from serve_app.referee.request_limits import broken_limit
-from serve_app.referee.structure_checks import breaks_structure
+from serve_app.referee.structure_checks import CheckBudget, breaks_structure
 from speculative.request import FinishReason, SamplingParams
 
 DEMANDING = (
-    "max_tokens", "max_completion_tokens", "min_tokens", "stop_token_ids", "ignore_eos", "bad_words", "n", "stop",
-    "include_stop_str_in_output", "response_format", "structured_outputs", "guided_json", "guided_regex",
-    "guided_choice",
+    "max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens", "stop_token_ids", "ignore_eos",
+    "bad_words", "n", "stop", "include_stop_str_in_output", "response_format", "text", "structured_outputs",
+    "guided_json", "guided_regex", "guided_choice", "tools", "tool_choice", "parallel_tool_calls",
 )  # fmt: skip
 """The fields that are read."""
 _NO_LIMIT = 2**31 - 1
@@ -30,13 +30,28 @@ BadWords = Callable[[str, Encode], list[tuple[int, ...]]]
 
 
 @dataclass(frozen=True, slots=True)
+class Parsed:
+    """What a client got of a text that was split into its fields.
+
+    calls: the function of each, and its arguments. loses_text: whether the parser may leave out some of the text.
+    thought_end: what ends the reasoning behind which a form begins; "" = there is no reasoning, None = the text does
+    not show its end. thought_end_id: the token that was added for that end; None = there is none.
+    """
+
+    content: str
+    calls: tuple[tuple[str, str], ...] = ()
+    loses_text: bool = False
+    thought_end: str | None = ""
+    thought_end_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Delivered:
     """What a client got as one choice.
 
     text: generated, as it was sent. token_ids: of it, those that ended it included. finish_reason: in OpenAI's words.
     stop_reason: the stop string that is said to have ended it. unsearched: characters at its beginning that
-    `min_tokens` keeps from being searched for stop strings. shown_whole: whether the text is all that was generated; a
-    parser of reasoning or calls leaves some of it out.
+    `min_tokens` keeps from being searched for stop strings. parsed: what became of the text; None = all is content.
     """
 
     text: str
@@ -44,19 +59,22 @@ class Delivered:
     finish_reason: str
     stop_reason: str | None = None
     unsearched: int = 0
-    shown_whole: bool = True
+    parsed: Parsed | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ClientDemands:
-    """Of all choices of one request. limits: those that concern token ids; structure: its kind and its text.
-    ascii_classes: whether the server reads `\\w`, `\\d`, `\\s` and `\\b` in it as ASCII; not known = False."""
+    """Of all choices of one request. limits: those that concern token ids; structure: its kind and its text. functions:
+    JSON schemas of the arguments of those of which one must be called; none = no call must be made. max_calls: None =
+    any number. ascii_classes: whether the server reads `\\w`, `\\d`, `\\s` and `\\b` as ASCII; not known = False."""
 
     limits: SamplingParams
     num_choices: int = 1
     stops: tuple[str, ...] = ()
     keeps_stop: bool = False
     structure: tuple[str, str] | None = None
+    functions: Mapping[str, str] = field(default_factory=dict)
+    max_calls: int | None = None
     ascii_classes: bool = True
 
     @classmethod
@@ -69,9 +87,10 @@ class ClientDemands:
             bad_words: the token sequences that a bad word stands for; None = those of this service.
 
         Raises:
-            InvalidRequest, TypeError, ValueError: a field is not what the API takes.
+            InvalidRequest, KeyError, TypeError, ValueError: a field is not what the API takes.
         """
-        most = body.get("max_completion_tokens") or body.get("max_tokens") or _NO_LIMIT
+        names = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+        most = next((body[name] for name in names if body.get(name)), _NO_LIMIT)
         stop, num_choices = body.get("stop") or (), body.get("n") or 1
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         if type(num_choices) is not int or not all(isinstance(one, str) for one in stops):
@@ -89,6 +108,8 @@ class ClientDemands:
             stops=stops,
             keeps_stop=bool(body.get("include_stop_str_in_output")),
             structure=_structure(body),
+            functions=_functions(body),
+            max_calls=_max_calls(body),
         )
 
     def broken(self, said: Delivered, end_token_ids: Collection[int], room: int | None = None) -> str:
@@ -102,7 +123,7 @@ class ClientDemands:
         is_limited = said.finish_reason == "length" and self.limits.max_tokens < _NO_LIMIT
         reason = FinishReason.LENGTH if is_limited else None
         limit = broken_limit(self.limits, said.token_ids, end_token_ids, finish_reason=reason, room=room)
-        return limit or self.broken_end(said) or self.broken_structure(said)
+        return limit or self.broken_end(said) or self.broken_form(said)
 
     def broken_end(self, said: Delivered, only: str | None = None) -> str:
         """What is wrong with its end, in words; "" = nothing. only: of the stop strings; None = all."""
@@ -119,14 +140,49 @@ class ClientDemands:
             return f"it ended with {len(said.token_ids)} tokens, and min_tokens is {self.limits.min_tokens}"
         return ""
 
-    def broken_structure(self, said: Delivered) -> str:
-        """Why it does not keep to its structure, in words; "" = it does, or nobody can say."""
-        ended = said.finish_reason == "stop"
+    def broken_form(self, said: Delivered) -> str:
+        """Why its structure or its calls are not those that were asked for, in words; "" = they are, or nobody can
+        say."""
+        parsed, ended = said.parsed or Parsed(said.text), said.finish_reason == "stop"
+        if self.max_calls is not None and len(parsed.calls) > self.max_calls:
+            return f"{len(parsed.calls)} calls were made, and the request allows {self.max_calls}"
         ends_in_token = self.keeps_stop and ended and said.stop_reason is None  # which may have a text
-        if self.structure is None or not said.shown_whole or ends_in_token:
+        if ends_in_token or (self.structure is None and not self.functions):
             return ""
         whole = ended and not self._may_stop(said)
-        return breaks_structure(*self.structure, said.text, whole=whole, ascii_classes=self.ascii_classes)
+        if whole and _is_all_thought(said, parsed):
+            return "it ended before its reasoning did"
+        form = _form(said, parsed)
+        if form is None:
+            return ""
+        budget = CheckBudget(ascii_classes=self.ascii_classes)
+        if self.structure is None:
+            return self._broken_calls(form, parsed, whole, budget)
+        kind, text = self.structure
+        if parsed.content.strip() != form.strip():  # a parser split it elsewhere, or left out some of it
+            return ""
+        if parsed.thought_end and kind == "choice":
+            text = json.dumps([one.strip() for one in json.loads(text)])
+        return breaks_structure(kind, text, form, whole=whole, budget=budget)
+
+    def _broken_calls(self, form: str, parsed: Parsed, whole: bool, budget: CheckBudget) -> str:
+        """What is wrong with calls that had to be made; of an answer that was cut off, the last may be, too."""
+        try:
+            as_made = is_made_of(form, parsed.calls)
+            is_json = _value(form) is not _NO_JSON
+        except RecursionError:
+            return ""
+        if parsed.loses_text and not as_made and (is_json or not whole):
+            return ""
+        if whole and not as_made:
+            return "it says something else than the calls that the request demands"
+        for number, (name, arguments) in enumerate(parsed.calls):
+            if name not in self.functions:
+                return f"call {number} is of a function that the request does not have called"
+            is_whole = whole or number < len(parsed.calls) - 1
+            if why := breaks_structure("json_schema", self.functions[name], arguments, whole=is_whole, budget=budget):
+                return f"the arguments of call {number}: {why}"
+        return ""
 
     def _may_stop(self, said: Delivered) -> bool:
         """Whether something else than the structure's own end may have ended it."""
@@ -156,8 +212,70 @@ def _structure(body: Mapping[str, Any]) -> tuple[str, str] | None:
             raise TypeError("choices are texts")
         if value is not None:
             return kind, value if isinstance(value, str) and kind != "choice" else json.dumps(value)
-    form = body.get("response_format") or {}
+    form = body.get("response_format") or (body.get("text") or {}).get("format") or {}
     if form.get("type") == "json_schema":
-        schema = form["json_schema"]["schema"]
+        schema = (form.get("json_schema") or form)["schema"]
         return "json_schema", schema if isinstance(schema, str) else json.dumps(schema)
     return ("json_object", "") if form.get("type") == "json_object" else None
+
+
+def _functions(body: Mapping[str, Any]) -> dict[str, str]:
+    """JSON schemas of the arguments of the functions of which one must be called, by name; none = none must."""
+    choice = body.get("tool_choice")
+    if choice != "required" and not isinstance(choice, dict):
+        return {}
+    listed = [tool.get("function") or tool for tool in body["tools"]]  # the Responses API does without `function`
+    known = {one["name"]: json.dumps({"type": "object", **(one.get("parameters") or {})}) for one in listed}
+    if choice == "required":
+        return known
+    name = (choice.get("function") or choice)["name"]
+    return {name: known[name]}
+
+
+def _max_calls(body: Mapping[str, Any]) -> int | None:
+    """How many calls an answer may make; None = any number."""
+    choice = body.get("tool_choice")
+    if choice == "none" or not body.get("tools"):
+        return 0
+    return 1 if isinstance(choice, dict) or body.get("parallel_tool_calls") is False else None
+
+
+_NO_JSON = object()
+
+
+def _value(text: str) -> Any:
+    """What JSON says, with numbers as they are written."""
+    try:
+        return json.loads(text, parse_int=str, parse_float=str)
+    except ValueError:
+        return _NO_JSON
+
+
+def is_made_of(text: str, calls: Sequence[tuple[str, str]]) -> bool:
+    """Whether a text is these calls and nothing else, as servers force it: a JSON list of them, or the arguments of the
+    only one.
+
+    Raises:
+        RecursionError: it is nested too deeply.
+    """
+    made, sent = _value(text), [(name, _value(arguments)) for name, arguments in calls]
+    lists = [[{"name": name, key: value} for name, value in sent] for key in ("arguments", "parameters")]
+    return bool(sent) and made is not _NO_JSON and (made in lists or (len(sent) == 1 and made == sent[0][1]))
+
+
+def _is_all_thought(said: Delivered, parsed: Parsed) -> bool:
+    """Whether what ends its reasoning is not there."""
+    if parsed.thought_end_id is not None:
+        return parsed.thought_end_id not in said.token_ids
+    return parsed.thought_end is not None and parsed.thought_end not in said.text
+
+
+def _form(said: Delivered, parsed: Parsed) -> str | None:
+    """The text that has to have a form; None = nobody can say where it begins."""
+    if parsed.thought_end == "":
+        return said.text
+    if (
+        parsed.thought_end is None or _is_all_thought(said, parsed) or said.text.count(parsed.thought_end) != 1
+    ):  # or the model spelt it
+        return None
+    return said.text.partition(parsed.thought_end)[2].strip()  # blanks may stand behind it

@@ -19,6 +19,7 @@ from jsonschema_specifications import REGISTRY
 
 _MOST_STEPS = 5_000  # of a schema: about 0.2 s
 _STEP_SIZE = 50  # values that are looked at in the time of one step
+_CHARACTERS = 16  # that count as one value
 _MOST_CHARACTERS = 100_000
 _MOST_PATTERN_CHARACTERS = 2_000  # which compile in 0.02 s
 _PATTERN_S = 0.05  # of matching, all expressions of an answer together
@@ -36,7 +37,9 @@ class _Unchecked(Exception):
     """A text that nobody reads here, or not within what there is for one answer."""
 
 
-def breaks_structure(kind: str, text: str, answer: str, *, whole: bool = True, ascii_classes: bool = True) -> str:
+def breaks_structure(
+    kind: str, text: str, answer: str, *, whole: bool = True, budget: "CheckBudget | None" = None
+) -> str:
     """Why an answer does not keep to a structure, in words without a client's own; "" = it does, or who knows.
 
     Args:
@@ -44,15 +47,15 @@ def breaks_structure(kind: str, text: str, answer: str, *, whole: bool = True, a
         text: a JSON schema, a regular expression, or a JSON list of choices.
         answer: its text.
         whole: whether it came to its end; of one that was cut off, JSON shows little more than how it begins.
-        ascii_classes: whether the server is known to read `\\w`, `\\d`, `\\s` and `\\b` as ASCII; expressions that have
-            them are not checked otherwise.
+        budget: the work that is left for it; None = that of one answer.
     """
     if kind not in _KINDS or max(len(text), len(answer)) > _MOST_CHARACTERS:
         return ""
     if not whole:
         answer = answer.rstrip("\ufffd")  # it may have been cut within a character
-    budget = _Budget(ascii_classes)
+    budget = budget or CheckBudget()
     try:
+        budget.spend((len(text) + len(answer)) // _CHARACTERS)
         if kind == "regex":
             return "" if budget.matches(text, answer, whole) else "it does not match its regular expression"
         if kind == "choice":
@@ -71,7 +74,7 @@ def _choice(text: str, answer: str, whole: bool) -> str:
     return "" if fits else "it is none of its choices"
 
 
-def _json(schema: str | None, answer: str, whole: bool, budget: "_Budget") -> str:
+def _json(schema: str | None, answer: str, whole: bool, budget: "CheckBudget") -> str:
     """What is wrong with JSON of a schema; None = it is to be any object."""
     if not whole:
         begins, what = (("", "{"), "it is no JSON object") if schema is None else (_JSON_BEGINS, "it is not JSON")
@@ -112,16 +115,17 @@ def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON")
 
 
-class _Budget:
+class CheckBudget:
     """The work that there is for one answer.
 
     A step is one keyword or one part of a schema, applied to one value; one that looks at many values counts as more.
 
     Args:
-        ascii_classes: as for `breaks_structure`.
+        ascii_classes: whether the server is known to read `\\w`, `\\d`, `\\s` and `\\b` as ASCII; expressions that have
+            them are not checked otherwise.
     """
 
-    def __init__(self, ascii_classes: bool) -> None:
+    def __init__(self, *, ascii_classes: bool = True) -> None:
         self._ascii_classes = ascii_classes
         self._num_left, self._left_s = _MOST_STEPS, _PATTERN_S
         self._sizes: dict[int, tuple[Any, int]] = {}
@@ -140,7 +144,7 @@ class _Budget:
     def size(self, value: Any) -> int:
         """The number of values in one, itself included; a long text counts as several."""
         if isinstance(value, str):
-            return 1 + len(value) // 16
+            return 1 + len(value) // _CHARACTERS
         if not isinstance(value, dict | list):
             return 1
         if id(value) not in self._sizes:
@@ -185,7 +189,7 @@ class _Budget:
         return found
 
 
-def _validator(schema: Any, budget: _Budget) -> Any:
+def _validator(schema: Any, budget: CheckBudget) -> Any:
     """A validator of one schema, which fetches nothing and ends.
 
     Raises:

@@ -22,6 +22,8 @@ FIRST = {  # the detector that is to find it, where it is not one of the terms
     "F9 penalties are skipped where nothing else is asked for": "replay",
     "F9 a bad word is forbidden one token too late": "request limit",
     "F9 the structure is lost between client and engine": "request limit",
+    "F9 calls are held to no schema of their tools": "request limit",
+    "F9 calls are held to another tool's schema": "request limit",
     "F10 ids of other tokens beside the likeliest tokens' logprobs": "replayed alternatives",
     "F10 scored ids of the row before": "replayed alternatives",
     "F11": "replay drift (prompt)",

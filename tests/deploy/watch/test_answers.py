@@ -143,6 +143,19 @@ def test_calls_of_tools_and_thoughts_are_noted() -> None:
         assert read_reply(made_up(*parts, path=CHAT)).choices[0].called
 
 
+def test_the_parts_of_calls_are_put_together() -> None:
+    def event(index: int, **function: Any) -> dict[str, Any]:
+        return {"choices": [{"delta": {"tool_calls": [{"index": index, "function": function}]}}]}
+
+    parts = [event(0, name="a", arguments=""), event(0, arguments='{"x"'), event(1, name="b", arguments="{"), END]
+    parts += [event(0, arguments=": 1}"), event(1, arguments="}")]
+    assert list(read_reply(made_up(*parts, path=CHAT)).choices[0].calls.values()) == [("a", '{"x": 1}'), ("b", "{}")]
+    calls = [{"function": {"name": "a", "arguments": "{}"}}, {"function": {"name": "b", "arguments": {"x": 1}}}]
+    whole = {"choices": [{"message": {"tool_calls": calls}, "finish_reason": "tool_calls"}]}
+    reply = read_reply(made_up(whole, streamed=False, path=CHAT))
+    assert list(reply.choices[0].calls.values()) == [("a", "{}"), ("b", '{"x": 1}')]
+
+
 def test_comments_and_blank_lines_of_a_stream_are_no_part_of_it() -> None:
     event = json.dumps({"choices": [{"text": "a", "finish_reason": "stop"}]})
     body = f": ping\r\n\r\nevent: message\r\nid: 1\r\ndata:{event}\r\n\r\ndata: [DONE]\r\n\r\n"

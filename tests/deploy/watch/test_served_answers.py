@@ -311,6 +311,10 @@ def test_an_answer_is_compared_with_the_limits_of_its_request(
     assert answer_of(reader, {"prompt": [5], **request_body}, answered).broken_limit == found
 
 
+def json_form(schema: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, **more}}
+
+
 @pytest.mark.parametrize(
     ("request_body", "text", "found"),
     [
@@ -320,6 +324,8 @@ def test_an_answer_is_compared_with_the_limits_of_its_request(
         ({"stop": "STOP", "echo": True}, "before STOP after", ""),
         ({"response_format": {"type": "json_object"}}, "[1]", "it is no JSON object"),
         ({"response_format": {"type": "json_object"}, "tools": [{}]}, "[1]", ""),
+        ({"response_format": json_form({"type": "null"})}, "1", "it breaks `type` of its JSON schema"),
+        ({"response_format": json_form({"type": "null"}, strict=False)}, "1", ""),
         ({"guided_choice": ["yes", "no"]}, "maybe", "it is none of its choices"),
         ({"guided_choice": 7}, "maybe", ""),
         ({"n": 2}, "one", "1 choices came, and the request demands 2"),
@@ -338,6 +344,92 @@ def test_what_is_sent_is_compared_with_the_request_where_the_vendor_keeps_to_it(
         assert answer.broken_limit == (found if dialect == "vllm" else "")
 
 
+def calling(tokenizer: Tokenizer, text: str, *calls: tuple[str, str], **more: Any) -> dict[str, Any]:
+    """A choice of a chat for which a text was generated, and in which these calls were read."""
+    parts = [{"id": "1", "function": {"name": name, "arguments": arguments}} for name, arguments in calls]
+    message = {"role": "assistant", "content": None, "tool_calls": parts}
+    ended = {"reason": "tool_calls", "prompt_token_ids": [5], **more}
+    return choice([*tokenizer.encode(text, continuation=True), EOS], message=message, **ended)
+
+
+CITY = {"properties": {"city": {"type": "string"}}, "required": ["city"]}
+WEATHER = {"tools": [{"type": "function", "function": {"name": "weather", "parameters": CITY}}]}
+REQUIRED = {**WEATHER, "tool_choice": "required"}
+NAMED = {**WEATHER, "tool_choice": {"type": "function", "function": {"name": "weather"}}}
+BAD = ("weather", '{"town": "x"}')
+BAD_LIST = '[{"name": "weather", "parameters": {"town": "x"}}]'
+BROKEN = "the arguments of call 0: it breaks `required` of its JSON schema"
+
+
+def with_schema(**parameters: Any) -> dict[str, Any]:
+    tool = {"type": "function", "function": {"name": "weather", "parameters": CITY | parameters}}
+    return REQUIRED | {"tools": [tool]}
+
+
+@pytest.mark.parametrize(
+    ("request_body", "text", "calls", "of_vllm", "of_truespec"),
+    [
+        (REQUIRED, '[{"name": "weather", "parameters": {"city": "x"}}]', [("weather", '{"city": "x"}')], "", ""),
+        (REQUIRED, BAD_LIST, [BAD], BROKEN, BROKEN),
+        (REQUIRED, BAD_LIST.replace("parameters", "arguments"), [BAD], BROKEN, BROKEN),
+        (
+            REQUIRED,
+            BAD_LIST.replace("weather", "wind"),
+            [("wind", BAD[1])],
+            "call 0 is of a function that the request does not have called",
+            "call 0 is of a function that the request does not have called",
+        ),
+        (NAMED, BAD[1], [BAD], BROKEN, BROKEN),
+        # a parser read the call out of a text that nothing forced
+        (REQUIRED, f"<tool_call>{BAD_LIST}</tool_call>", [BAD], "", ""),
+        (NAMED, f"so</think>{BAD[1]}", [BAD], "", ""),
+        (NAMED, BAD[1], [("weather", '{"town": "y"}')], "", ""),
+        (WEATHER, BAD_LIST, [BAD], "", ""),
+        # vLLM passes over some keywords, and over a schema that is a wish
+        (with_schema(oneOf=[{"required": ["city"]}]), BAD_LIST, [BAD], "", BROKEN),
+        (with_schema(allOf=[{}, {}]), BAD_LIST, [BAD], "", BROKEN),
+        (with_schema(required=["land"]), BAD_LIST, [BAD], "", BROKEN),
+        (
+            with_schema(properties={"city": {"$ref": "#/properties/b"}, "b": {"type": "string"}}),
+            BAD_LIST,
+            [BAD],
+            "",
+            BROKEN,
+        ),
+        (with_schema(**{"$defs": {"a": {}}, "items": {"$ref": "#/$defs/a"}}), BAD_LIST, [BAD], BROKEN, BROKEN),
+        (
+            REQUIRED | {"tools": [{"function": {"name": "weather", "parameters": CITY, "strict": False}}]},
+            BAD_LIST,
+            [BAD],
+            "",
+            BROKEN,
+        ),
+        # and its versions differ in these
+        (WEATHER | {"tool_choice": "none"}, "x", [BAD], "", "1 calls were made, and the request allows 0"),
+        (WEATHER | {"parallel_tool_calls": False}, "x", [BAD] * 2, "", "2 calls were made, and the request allows 1"),
+    ],
+)
+def test_calls_are_compared_where_the_vendor_forces_them(
+    tokenizer_folder: Path,
+    request_body: dict[str, Any],
+    text: str,
+    calls: list[tuple[str, str]],
+    of_vllm: str,
+    of_truespec: str,
+) -> None:
+    tokenizer = Tokenizer.from_folder(tokenizer_folder)
+    for dialect, found in (("vllm", of_vllm), ("truespec", of_truespec), ("sglang", "")):
+        reader = ExchangeReader(ModelInfo("tiny", 64, 512, "", str(tokenizer_folder), (EOS,)), tokenizer, dialect)
+        for ended, expected in (
+            ({}, found),
+            ({"reason": "length"}, "" if found == BROKEN else found),
+            ({"stop_reason": "x"}, found if "were made" in found else ""),
+        ):
+            answered = calling(tokenizer, text, *calls, **ended)
+            answer = answer_of(reader, {"messages": [], **request_body}, answered, path=CHAT)
+            assert answer.broken_limit == expected, dialect
+
+
 JSON_OBJECT = {"response_format": {"type": "json_object"}}
 TWO_STOPS = {"stop": ["STOP", "HALT"]}
 HOLDS_STOP = "its text goes on behind stop string 0, or holds it"
@@ -352,6 +444,14 @@ HOLDS_HALT = HOLDS_STOP.replace("0", "1")
         (JSON_OBJECT | {"stop_token_ids": [20]}, '{"a": 1', None, ""),
         (JSON_OBJECT, '{"a": 1', 20, ""),
         (JSON_OBJECT, "[1", 20, "it is no JSON object"),
+        ({"response_format": json_form({"oneOf": [{}, {}]})}, "1", None, ""),  # read as anyOf
+        ({"response_format": json_form({"anyOf": [{}], "type": "null"})}, "1", None, ""),
+        (
+            {"response_format": json_form({"anyOf": [{"type": "null"}]})},
+            "1",
+            None,
+            "it breaks `anyOf` of its JSON schema",
+        ),
         (JSON_OBJECT | {"include_stop_str_in_output": True}, '{"a": 1}<|im_end|>', None, ""),
         (JSON_OBJECT | {"include_stop_str_in_output": True, "stop_token_ids": [20]}, '{"a": 1}<|x|>', 20, ""),
         (TWO_STOPS, "before HALT and", "STOP", ""),  # both came in one step, and the first in the list ended the text
@@ -386,5 +486,5 @@ def test_a_comparison_that_fails_loses_no_answer(reader: ExchangeReader, monkeyp
     def failing(*_: Any) -> str:
         raise ArithmeticError
 
-    monkeypatch.setattr(ClientDemands, "broken_structure", failing)
+    monkeypatch.setattr(ClientDemands, "broken_form", failing)
     assert answer_of(reader, {"prompt": [5], "stop": ["a"]}, choice([30])).broken_limit == ""

@@ -155,6 +155,7 @@ def test_a_form_may_begin_behind_free_reasoning(
     assert not any(compiler(form).allowed([], thought[:3])[-1][list(ends)])
     assert fits(compiler, form, [*thought, *tooled.encode(f"\n\n{answer}")], end)
     assert fits(compiler, form, [*thought, *tooled.encode(answer)], end)
+    assert not fits(compiler, form, [*thought, *tooled.encode(f"\u2003{answer}")], end), "no blank of JSON's"
     assert not fits(compiler, form, tooled.encode(answer), end)
     assert not fits(compiler, form, [*thought, *tooled.encode("I say no more")], end)
 
