@@ -617,7 +617,7 @@ def _rounding_counts(engine: EngineCore) -> None:
     _patch_module(engine, terms, "_minus", lambda _: lambda values, mean: values - mean)
 
 
-@mutant("F32 drafting stops at a coin that would hardly accept")
+@mutant("F32 drafting stops at a coin that would hardly accept", "deterministic")
 def _stops_at_a_high_coin(engine: EngineCore) -> None:
     """An early exit that saves drafts, and has those that are judged accepted too often."""
     fit = engine.scheduler._fit_drafts
