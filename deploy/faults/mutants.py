@@ -624,8 +624,8 @@ def _stops_at_a_high_coin(engine: EngineCore) -> None:
 
     def fitting(sequence: Sequence, budget: int) -> int:
         offsets = np.arange(fit(sequence, budget), dtype=np.uint64)
-        key = (np.full_like(offsets, value) for value in (sequence.request.seed, len(sequence.tokens)))
-        coins = uniforms(*key, offsets, np.full_like(offsets, Purpose.COIN))
+        seeds, starts = np.full_like(offsets, sequence.request.seed), np.full_like(offsets, len(sequence.tokens))
+        coins = uniforms(seeds, starts, offsets, np.full_like(offsets, Purpose.COIN))
         return int(np.append(coins > 0.7, True).argmax())
 
     engine.scheduler._fit_drafts = fitting  # type: ignore[method-assign]
