@@ -33,6 +33,8 @@ CHECKS = {
     "again in a later round",
     "lag_g": "the sampling noise times the sign of the request's previous one at that offset: sample uniforms used "
     "again in a later round",
+    "coin": "the accept uniform behind a round's last draft, which decides nothing, minus its mean: whether the number "
+    "of drafts depends on accept uniforms",
     "coupled_a_prime": "acceptance probability of each draft, minus its mean, of reproducible requests",
     "coupled_c": "the drafter's probability of emitted tokens, minus its mean, of reproducible requests",
     "coupled_d": "the model's probability of emitted tokens, minus its mean, of reproducible requests",
@@ -62,6 +64,7 @@ INVARIANTS = {
     "p_zero": "a token of probability 0 would have been emitted",
     "support": "a token that the request forbids would have been emitted",
     "draw": "a draft was sampled, accepted or rejected, or a token drawn, against its random number",
+    "resolution": "the random numbers of a round end with the same bits: they were cut short",
     "greedy": "the token of a greedy request was not the likeliest",
     "positions": "rows of drafts are at the wrong positions",
     "conservation": "tokens, keys and values do not add up",

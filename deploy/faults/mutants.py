@@ -619,6 +619,35 @@ def _rounding_counts(engine: EngineCore) -> None:
     _patch_module(engine, terms, "_minus", lambda _: lambda values, mean: values - mean)
 
 
+@mutant("F32 drafting stops at a coin that would hardly accept", "deterministic")
+def _stops_at_a_high_coin(engine: EngineCore) -> None:
+    """An early exit that saves drafts, and has those that are judged accepted too often."""
+    fit = engine.scheduler._fit_drafts
+
+    def fitting(sequence: Sequence, budget: int) -> int:
+        offsets = np.arange(fit(sequence, budget), dtype=np.uint64)
+        seeds, starts = np.full_like(offsets, sequence.request.seed), np.full_like(offsets, len(sequence.tokens))
+        coins = uniforms(seeds, starts, offsets, np.full_like(offsets, Purpose.COIN))
+        return int(np.append(coins > 0.7, True).argmax())
+
+    engine.scheduler._fit_drafts = fitting  # type: ignore[method-assign]
+
+
+@mutant("F33 uniforms of 16 bits")
+def _uniforms_of_16_bits(engine: EngineCore) -> None:
+    """Tokens and rejections less likely than 2**-17 never come, and no mean shows it."""
+
+    def make(number: Any) -> Any:
+        def numbering(layout: StepInput) -> VerifyRows:
+            rows: VerifyRows = number(layout)
+            rows.uniforms[:] = (np.floor(rows.uniforms * 2**16) + 0.5) / 2**16
+            return rows
+
+        return numbering
+
+    _patch_module(engine, VerifyRows, "of", make)
+
+
 # -- sampling parameters, logprobs, ends ---------------------------------------------------------------------------
 
 

@@ -46,9 +46,10 @@ _OWN_CHECKS: dict[str, dict[str, tuple[str, ...]]] = {
         "metrics": ("F18",),
         "q_zero": ("F3", "F4", "F7", "F16"),
         "positions": ("F1", "F5"),
+        "resolution": ("F33",),
         "": ("F16",),
     },
-    "truespec_selfcheck_alarms_total": {"": ("F3", "F4", "F6", "F7", "F8", "F12")},
+    "truespec_selfcheck_alarms_total": {"coin": ("F32",), "": ("F3", "F4", "F6", "F7", "F8", "F12")},
     "truespec_replay_alarms_total": {"": ("F1", "F5", "F10", "F11", "F13", "F14", "F15")},
 }
 """Metrics of truespec's own checks and the faults they suggest, by the value of `kind`, `check` or `alarm`."""

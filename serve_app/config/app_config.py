@@ -265,7 +265,8 @@ class ReplaySection(Section):
     sample_rate: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Share of the finished requests that are replayed without speculation and compared."""
     independent_rate: Annotated[float, Field(ge=0, le=1)] | None = None
-    """Share of the replayed requests that `transformers` checks, too; not set: 0.02 with our engine, 0 with vLLM."""
+    """Share of the replayed requests that `transformers` checks, too, beside one of each shape, as docs/detection.md
+    says; 0 = none. Not set: 0.02 with our engine, 0 with vLLM."""
     max_queue: AtLeastOne = 64
     """Requests that may wait for their replay; more are counted as skipped."""
     max_running: AtLeastOne = 2

@@ -23,6 +23,7 @@ CHECK_NAMES = {
     "r": "residual",
     "lag_b": "accept decision, next round",
     "lag_g": "sampling noise, next round",
+    "coin": "number of drafts",
     "coupled_a_prime": "draft acceptance, seeded",
     "coupled_c": "output at drafts, seeded",
     "coupled_d": "output tokens, seeded",

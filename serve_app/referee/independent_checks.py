@@ -1,6 +1,8 @@
 """Checks a few of the replayed answers again, by a referee that shares no model code with the engine.
 
 An engine that replays its own answers repeats its own mistakes: what is wrong in every forward pass agrees with itself.
+So does what is wrong in passes of one size only, as where the last rows of a kernel's tile are: so the first answer of
+each shape is checked, beside a share of all.
 """
 
 import asyncio
@@ -10,7 +12,7 @@ import uuid
 from collections.abc import Callable
 from typing import Literal
 
-from serve_app.backends.base import Replayed
+from serve_app.backends.base import Numerics, Replayed
 from serve_app.referee.answer import Answer
 from serve_app.referee.detectors import ReplicaWatch, drifts_of
 from serve_app.referee.evidence import DriftTest
@@ -28,6 +30,7 @@ _logger = logging.getLogger("truespec.referee")
 _MAX_QUEUE = 4
 _DRIFT_RATE = 1e-3  # share of the logprobs that rounding moves by more than twice what it moves a logit
 _MAX_TOKENS = 4096  # of prompt and answer: on one core, longer ones take minutes
+_PERIODS = (128, 12)  # rows: tiles of the kernels have 4 to 128, and each of these numbers divides 128 or 12
 
 IndependentResult = Literal["agrees", "disagrees", "skipped", "outdated", "unsupported", "failed"]
 
@@ -42,7 +45,8 @@ class IndependentChecks:
         replayer: independent of the engine; it raises ConfigError where it lacks the weights.
         tolerances: between the engine and the referee.
         book: is given the answers that were found wrong.
-        rate: the share of answers.
+        rate: the share of answers. Unless it is 0, an answer of a shape that was not checked yet is checked as well,
+            as long as no other waits.
         ended: called at the end of each check.
     """
 
@@ -63,22 +67,31 @@ class IndependentChecks:
         self._rate = rate
         self._ended = ended
         self._queue: asyncio.Queue[Answer] = asyncio.Queue(_MAX_QUEUE)
+        self._shapes: set[_Shape] = set()  # that were checked, or are about to be
+        self._able = True  # to replay, at its last check; if it lacks the weights, a share of the answers tries again
         self._unsupported = ""  # the last reason, logged once
 
     def offer(self, answer: Answer) -> None:
         """Queue a verified answer if it is among those to be checked; returns at once."""
-        if not chosen(f"independent {answer.request.request_id}", self._rate):
-            return
+        picked = chosen(f"independent {answer.request.request_id}", self._rate)
+        shapes = _shapes_of(answer)
+        due = self._rate > 0 and self._able and self._queue.empty() and not shapes <= self._shapes
         if answer.num_tokens > _MAX_TOKENS or self._queue.full():
-            self._ended("skipped")
-        else:
+            if picked:
+                self._ended("skipped")
+        elif picked or due:
+            self._shapes |= shapes
             self._queue.put_nowait(answer)
 
     async def run(self) -> None:
         """Work through the queue until cancelled."""
         while True:
             answer = await self._queue.get()
-            self._ended(await self._check(answer))
+            result = await self._check(answer)
+            self._able = result not in ("unsupported", "failed")
+            if result not in ("agrees", "disagrees"):
+                self._shapes -= _shapes_of(answer)
+            self._ended(result)
 
     async def _check(self, answer: Answer) -> IndependentResult:
         """The result of one check."""
@@ -128,6 +141,16 @@ class IndependentChecks:
         if tolerance not in self._evidence:
             self._evidence[tolerance] = _Evidence(tolerance)
         return self._evidence[tolerance]
+
+
+_Shape = tuple[Numerics, int, int, int]
+"""Of a prefill: by which engine, a period, the remainder of its rows by it, and their number of binary digits."""
+
+
+def _shapes_of(answer: Answer) -> set[_Shape]:
+    """How many rows were computed of its prompt, as kernels see them; weights of another version change none of it."""
+    num_rows = max(1, len(answer.request.prompt_token_ids) - answer.num_cached)
+    return {(answer.numerics, period, num_rows % period, num_rows.bit_length()) for period in _PERIODS}
 
 
 class _Evidence:

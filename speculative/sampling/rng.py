@@ -4,6 +4,9 @@ Every uniform is named by (request seed, round, offset in the round, purpose) th
 "Parallel random numbers: as easy as 1, 2, 3", 2011). The round is the number of tokens at its start: it is unique, and
 still known after a handoff, a preemption or a resume, so the seed is all that has to travel.
 
+A uniform is (k + 1/2) / 2**52 with 52 random bits k: of a coin every chance counts to 2**-53, at both ends, and neither
+0 nor 1 ever comes. Float32 would end at 2**-24, and lose tokens that are less likely.
+
 The uniforms are generated on the host for all rows of a step at once, so the CPU and the GPU share them. The coupled
 verifier's Gumbel noise, one number per token of the vocabulary, is generated where the probabilities are, by the same
 integer arithmetic, and is keyed by (request seed, position) alone.
@@ -23,6 +26,9 @@ Uint64s = np.ndarray[Any, np.dtype[np.uint64]]
 Float64s = np.ndarray[Any, np.dtype[np.float64]]
 Words = Any  # 32-bit words, in uint64 arrays or int64 tensors
 
+RESOLUTION = 2.0**-52
+"""Of a uniform, each of which lies in the middle between two multiples of it."""
+
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -41,7 +47,7 @@ class Purpose(enum.IntEnum):
 
 
 def uniforms(seeds: Uint64s, rounds: Uint64s, offsets: Uint64s, purposes: Uint64s) -> Float64s:
-    """One uniform in the open interval (0, 1) per row, with 52 random bits.
+    """One uniform in the open interval (0, 1) per row, with 52 random bits: from 2**-53 to 1 - 2**-53.
 
     Args:
         seeds: [R] uint64, the request's seed.
@@ -56,7 +62,7 @@ def uniforms(seeds: Uint64s, rounds: Uint64s, offsets: Uint64s, purposes: Uint64
     if kernels is not None:
         return kernels.uniforms(*map(np.ascontiguousarray, (seeds, rounds, offsets, purposes)))
     words = _philox((rounds, offsets, purposes, np.zeros_like(rounds)), _key(seeds))
-    drawn: Float64s = (_bits(words[0], words[1]) + 0.5) * 2.0**-52
+    drawn: Float64s = (_bits(words[0], words[1]) + 0.5) * RESOLUTION
     return drawn
 
 
@@ -101,7 +107,7 @@ def _noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     low, high = _key(seeds[:, None].expand_as(pairs))
     words = _philox((pairs, positions[:, None].expand_as(pairs), purpose, torch.zeros_like(pairs)), (low, high))
     bits = torch.stack((_bits(words[0], words[1]), _bits(words[2], words[3])), dim=-1)  # two tokens a call
-    return (bits.reshape(seeds.shape[0], -1)[:, :vocab_size].double() + 0.5) * 2.0**-52
+    return (bits.reshape(seeds.shape[0], -1)[:, :vocab_size].double() + 0.5) * RESOLUTION
 
 
 def _key(seeds: Words) -> tuple[Words, Words]:

@@ -1,28 +1,33 @@
 """What the host sees of the rounds of a checked step: whether each draw is the one that its random number gives, and
-whether draws of successive rounds are independent.
+whether these numbers are fine enough, independent from round to round, and not seen by whoever drafts.
 
-The first needs no statistics and no fresh random numbers: given its uniform a draw is certain, whatever other requests
-had the same seed. The second finds random numbers that are used again in a later round, which no marginal mean shows:
-with b of a draft, and with its sign at the same offset of the request's last round that was checked,
+The first two need no statistics and no fresh random numbers: given its uniform a draw is certain, whatever other
+requests had the same seed, and only numbers that were cut short end alike. The others are terms of mean 0. With b of a
+draft, with its sign at the same offset of the request's last round that was checked, and with u the accept uniform of
+the row behind the last draft,
 
     lag_b    b now, times the sign of b then
     lag_g    the same of g
+    coin     2 u - 1                                        token-wise, every round, also one without drafts
 
-have conditional mean 0, since that sign was known before anything of the round was drawn.
+The sign was known before anything of the round was drawn, so lagged terms find random numbers that are used again in a
+later round, which no marginal mean shows. In token-wise verification u decides nothing: however many drafts there are,
+it is uniform, unless whoever stopped drafting looked at it.
 """
 
 from dataclasses import replace
 
 import numpy as np
 
-from speculative.sampling.rng import Float64s
+from speculative.sampling.rng import RESOLUTION, Float64s
 from speculative.selfcheck.eprocess import ROUNDING, STAKES
 from speculative.selfcheck.terms import EQUAL, LEAST_SPREAD
 from speculative.state.batch import Int64s, StepInput, Terms
 from speculative.state.token_constraint import Bools
 
-LAGGED_CHECKS = ("lag_b", "lag_g")
+ROUND_CHECKS = ("lag_b", "lag_g", "coin")
 DRAW_ROUNDING = 1e-3  # of a uniform: ours are float32 sums of a vocabulary, and 1e-5 off at most
+_LOWEST = 2**20 - 1  # bits of a uniform that a float32 does not hold: of numbers above 2**-9 not one
 _STAKES = np.array(STAKES)[:, None]
 
 
@@ -45,6 +50,22 @@ def contradicted(layout: StepInput, num_accepted: Int64s, rows: Float64s, unifor
     return found
 
 
+def too_coarse(layout: StepInput, uniforms: Float64s) -> Bools:
+    """[E] the entries with drafts all of whose random numbers end with the same 20 bits, as cut ones do: by chance of
+    four numbers once in 2**60 rounds.
+
+    Args:
+        layout: of the step.
+        uniforms: [2, R] the step's accept and sample uniforms.
+    """
+    ends = (uniforms / RESOLUTION).astype(np.int64) & _LOWEST
+    first_rows = np.flatnonzero(layout.offsets == 0)
+    least = np.minimum.reduceat(ends.min(axis=0), first_rows)
+    most = np.maximum.reduceat(ends.max(axis=0), first_rows)
+    found: Bools = (least == most) & (layout.draft_counts > 0)
+    return found
+
+
 def misdrafted(layout: StepInput, places: Float64s, uniforms: Float64s) -> Bools:
     """[E] the entries of which a draft was sampled from another distribution than its q, or with another random number.
 
@@ -61,14 +82,17 @@ def misdrafted(layout: StepInput, places: Float64s, uniforms: Float64s) -> Bools
     return found
 
 
-def with_lagged(terms: Terms, layout: StepInput, num_accepted: Int64s, counted: Bools, verifier: str) -> Terms:
-    """The terms with those of `LAGGED_CHECKS`, and without the rows that they were made of; the sequences keep the
+def with_round_terms(
+    terms: Terms, layout: StepInput, num_accepted: Int64s, accept_uniforms: Float64s, counted: Bools, verifier: str
+) -> Terms:
+    """The terms with those of `ROUND_CHECKS`, and without the rows that they were made of; the sequences keep the
     signs that their next ones need.
 
     Args:
         terms: of the step, with its rows.
-        layout: of the step. num_accepted: [E]. counted: [E] whose terms count.
-        verifier: token_wise or block, of the entries that are not coupled.
+        layout: of the step. num_accepted: [E]. accept_uniforms: [R].
+        counted: [E] whose terms count; none of an entry that the coupled verifier judges.
+        verifier: token_wise or block.
     """
     assert terms.rows is not None
     chance, below, own = terms.rows
@@ -86,7 +110,9 @@ def with_lagged(terms: Terms, layout: StepInput, num_accepted: Int64s, counted: 
         signs[entries[drawn], which, offsets[drawn]] = np.sign(values[which][drawn])
     for entry, of_entry in zip(layout.drawing, signs, strict=True):
         entry.sequence.last_signs = of_entry
-    return replace(terms, checks=(*terms.checks, *LAGGED_CHECKS), sums=np.concatenate([terms.sums, found]), rows=None)
+    undecided = counted[entries] & (layout.drafts < 0) & (verifier == "token_wise")
+    found.append(_sums(2 * accept_uniforms[undecided] - 1))
+    return replace(terms, checks=(*terms.checks, *ROUND_CHECKS), sums=np.concatenate([terms.sums, found]), rows=None)
 
 
 def _succeeded(layout: StepInput, num_accepted: Int64s, verifier: str) -> Bools:

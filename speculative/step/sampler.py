@@ -17,7 +17,7 @@ from speculative.sampling.logprobs import mode_matrix
 from speculative.sampling.probs import LastRows, SamplingRows
 from speculative.selfcheck.invariants import forbidden_by_rules, misplaced, outside_filters
 from speculative.selfcheck.monitor import SelfCheck
-from speculative.selfcheck.rounds import contradicted, misdrafted, with_lagged
+from speculative.selfcheck.rounds import contradicted, misdrafted, too_coarse, with_round_terms
 from speculative.selfcheck.terms import TermScope
 from speculative.state.batch import SequenceResult, StepInput, StepOutcome, Terms, merge_outcomes, row_contexts
 from speculative.state.token_constraint import Bools
@@ -151,19 +151,23 @@ class Sampler:
         terms: Terms,
         counted: Bools,
     ) -> tuple[Terms, list[SequenceResult]]:
-        """A step's terms with the lagged ones, and what each entry drew, with the fault of those whose draws are not
-        what their random numbers give."""
+        """A step's terms with those of its rounds, and what each entry drew, with the fault of those whose draws are
+        not what their random numbers give."""
+        coupled = self.coupled(layout)
         wrong = contradicted(layout, verdicts.num_accepted, terms.rows, rows.uniforms, self._verifier)
         if verdicts.draft_probs is not None and verdicts.mass_before is not None:
-            by_noise = self.coupled(layout)[layout.verify_entries]
+            by_noise = coupled[layout.verify_entries]
             of_drafts = np.where(by_noise, np.nan, [verdicts.mass_before, verdicts.draft_probs])
             wrong |= misdrafted(layout, of_drafts, rows.draft_uniforms())
-        if wrong.any():
-            drawn = [
-                one._replace(fault="draw") if own and one.fault is None else one
-                for one, own in zip(drawn, wrong.tolist(), strict=True)
-            ]
-        return with_lagged(terms, layout, verdicts.num_accepted, counted, self._verifier), drawn
+        for fault, of_entries in (("resolution", too_coarse(layout, rows.uniforms)), ("draw", wrong)):
+            if of_entries.any():
+                drawn = [
+                    one._replace(fault=fault) if own and one.fault is None else one
+                    for one, own in zip(drawn, of_entries.tolist(), strict=True)
+                ]
+        accept_uniforms, rejection = rows.uniforms[0], counted & ~coupled
+        terms = with_round_terms(terms, layout, verdicts.num_accepted, accept_uniforms, rejection, self._verifier)
+        return terms, drawn
 
     def check_on_host(
         self, layout: StepInput, drawn: list[SequenceResult], masks: list[list[Bools] | None]

@@ -266,3 +266,73 @@ async def test_a_check_that_fails_is_counted_and_the_next_goes_on(court: Court) 
     bench = Bench(court, lambda request: other(request, ()))
     await bench.judge(served(0), served(1))
     assert (bench.results["failed"], bench.results["agrees"]) == (1, 1)
+
+
+# -- shapes of a pass --------------------------------------------------------------------------------------------------
+
+RARELY = 1e-9
+
+
+def of_length(num_rows: int, number: int = 0, num_cached: int = 0) -> Answer:
+    """An answer to a prompt of which so many rows were computed."""
+    request = Request(f"cmpl-{number}-0", (1,) * (num_rows + num_cached), SamplingParams(max_tokens=NUM_TOKENS))
+    return served(number, request=request, num_cached=num_cached, max_model_len=8192)
+
+
+async def test_a_fault_of_one_remainder_is_found_within_as_many_answers_as_there_are_remainders(court: Court) -> None:
+    """Engine and replays are wrong where a kernel's last tile has 77 rows of 128."""
+    other = Replayer()
+
+    async def replay(request: Request) -> Replayed:
+        other.drift = -0.01 if (request.score_from or 0) % 128 == 77 else 0.0
+        return await other(request, ())
+
+    bench = Bench(court, replay, RARELY)
+    lengths = random.Random(0).sample(range(256, 384), 128)
+    for round_ in range(2):
+        for number, length in enumerate(lengths):
+            assert await bench.judge(of_length(length, 128 * round_ + number)) == [Verdict.VERIFIED]
+    assert bench.results == {"disagrees": 1, "agrees": 127}, "each once"
+    assert bench.verdict(lengths.index(256 + 77))["verdict"] == "suspect"
+
+
+async def test_what_is_a_shape(court: Court) -> None:
+    """Rows that were computed, not those found in a cache; another remainder by 12; another power of two."""
+    other = Replayer()
+    bench = Bench(court, lambda request: other(request, ()), RARELY)
+    for number, (num_rows, num_cached, count) in enumerate(
+        [(200, 0, 1), (200, 64, 1), (136, 64, 2), (136 + 128, 0, 3), (136 + 128 + 128, 0, 4), (264, 0, 4), (270, 0, 5)]
+    ):
+        await bench.judge(of_length(num_rows, number, num_cached))
+        assert bench.num_checked == count
+
+
+async def test_shapes_that_are_due_never_fill_the_queue(court: Court) -> None:
+    bench = Bench(court, Replayer().__call__, RARELY)  # type: ignore[arg-type]  # it is never called
+    for num_rows in (5000, *range(1, 200)):
+        bench.checks.offer(of_length(num_rows, num_rows))
+    assert bench.checks._queue.qsize() == 1
+    assert bench.results == {}, "a shape that waits for its turn is not an answer that was skipped"
+    nothing = Bench(court, Replayer().__call__, 0.0)  # type: ignore[arg-type]
+    nothing.checks.offer(of_length(1))
+    assert nothing.checks._queue.empty()
+
+
+async def test_a_shape_is_due_until_one_of_its_answers_was_checked(court: Court) -> None:
+    other, versions = Replayer(), iter(["v1", DEFAULT_VERSION, "never"])
+
+    async def replay(request: Request) -> Replayed:
+        return dataclasses.replace(await other(request, ()), weight_version=next(versions))
+
+    bench = Bench(court, replay, RARELY)
+    await bench.judge(*(of_length(7, number) for number in range(2)))
+    await bench.judge(of_length(7, 2))
+    await bench.judge(of_length(7, 3))
+    assert bench.results == {"outdated": 1, "agrees": 1}
+
+
+async def test_a_referee_without_the_weights_is_not_asked_for_every_shape(court: Court, folder: Path) -> None:
+    bench = Bench(court, by_transformers(weights(folder, form="int8")), RARELY)
+    for num_rows in range(1, 30):
+        await bench.judge(of_length(num_rows, num_rows))
+    assert bench.results == {"unsupported": 1}

@@ -45,12 +45,39 @@ def test_philox_gives_the_published_answers(counter: str, key: str, result: str)
     assert [int(word[0]) for word in rng._philox(words(counter), words(key))] == [int(x, 16) for x in result.split()]
 
 
-def test_a_uniform_is_made_of_the_two_first_words_of_its_name() -> None:
-    seed, round_, offset, purpose = 0x0123456789ABCDEF, 1000, 3, Purpose.RESIDUAL
-    counter = tuple(u64([value]) for value in (round_, offset, purpose, 0))
-    high, low, *_ = rng._philox(counter, (u64([seed & 0xFFFFFFFF]), u64([seed >> 32])))
-    exact = ((int(high[0]) >> 6 << 26) + (int(low[0]) >> 6) + 0.5) / 2**52
-    assert uniforms(u64([seed]), u64([round_]), u64([offset]), u64([purpose]))[0] == exact
+def published(seed: int, *counter: int) -> list[int]:
+    """The four words of Philox4x32-10 (Salmon et al., 2011), in whole numbers of any size."""
+    words, keys = [*counter, 0], [seed % 2**32, seed >> 32]
+    for _ in range(10):
+        first, second = words[0] * 0xD2511F53, words[2] * 0xCD9E8D57
+        words = [second >> 32 ^ words[1] ^ keys[0], second % 2**32, first >> 32 ^ words[3] ^ keys[1], first % 2**32]
+        keys = [(keys[0] + 0x9E3779B9) % 2**32, (keys[1] + 0xBB67AE85) % 2**32]
+    return words
+
+
+def of_52_bits(high: int, low: int) -> float:
+    return ((high >> 6 << 26) + (low >> 6) + 0.5) / 2**52
+
+
+@pytest.fixture(params=["torch", "kernels"])
+def generator(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who makes random numbers. Triton's are compared with these in `test_row_judge.py`."""
+    if request.param == "torch":
+        monkeypatch.setattr(rng, "cpu_kernels", lambda: None)
+    elif cpu_kernels() is None:
+        pytest.skip("no C++ compiler, or a CPU without AVX-512")
+
+
+@pytest.mark.usefixtures("generator")
+def test_random_numbers_are_those_of_the_published_algorithm_bit_by_bit() -> None:
+    names = np.random.default_rng(1).integers(0, [2**64 - 1, 2**32, 2**32, 5], (200, 4), np.uint64, endpoint=False)
+    expected = [of_52_bits(*published(*name)[:2]) for name in names.tolist()]
+    assert uniforms(*names.T).tolist() == expected
+    seeds, positions = names[:20, 0].view(np.int64), names[:20, 1].astype(np.int64)
+    noise = rng.noise_uniforms(torch.from_numpy(seeds.copy()), torch.from_numpy(positions), 34)
+    for row, (seed, position) in zip(noise.tolist(), names[:20, :2].tolist(), strict=True):
+        pairs = [published(seed, pair, position, Purpose.NOISE) for pair in range(17)]
+        assert row == [of_52_bits(*half) for words in pairs for half in (words[:2], words[2:])]
 
 
 @pytest.mark.skipif(cpu_kernels() is None, reason="no C++ compiler, or a CPU without AVX-512")
@@ -81,10 +108,41 @@ def test_a_stream_is_uniform(bins: int) -> None:
     assert_follows(np.bincount((stream() * bins).astype(int), minlength=bins), np.full(bins, 1 / bins))
 
 
-def test_the_lower_bits_are_uniform_too() -> None:
-    """24-bit uniforms lose the tail."""
-    lower = stream() * 2**26 % 1
-    assert_follows(np.bincount((lower * 256).astype(int), minlength=256), np.full(256, 1 / 256))
+def unbalanced_bits(drawn: np.ndarray) -> list[int]:
+    """Which of the 52 bits of uniforms are not 0 as often as 1: of all, or of the smallest 256th, which has other bits
+    where they are floats of fewer."""
+    found = []
+    for numbers, num_bits in ((drawn, 52), (drawn[drawn < 2**-8], 44)):
+        bits = (numbers * 2.0**52).astype(np.uint64)[:, None] >> np.arange(num_bits, dtype=np.uint64) & np.uint64(1)
+        found += np.flatnonzero(abs(bits.mean(axis=0) - 0.5) > 2.5 / len(numbers) ** 0.5).tolist()
+    return found
+
+
+@pytest.mark.usefixtures("generator")
+def test_every_one_of_52_bits_is_random() -> None:
+    assert unbalanced_bits(stream()) == []
+    assert unbalanced_bits(rng.noise_uniforms(torch.tensor([7]), torch.tensor([3]), NUM_DRAWS)[0].numpy()) == []
+    assert len(set(stream().tolist())) == NUM_DRAWS
+
+
+def cut_to(num_bits: int, drawn: np.ndarray) -> np.ndarray:
+    return (np.floor(drawn * 2.0**num_bits) + 0.5) * 2.0**-num_bits
+
+
+@pytest.mark.parametrize("num_bits", [16, 23, 24, 32, 51])
+def test_the_test_of_bits_sees_numbers_that_were_cut_short(num_bits: int) -> None:
+    assert unbalanced_bits(cut_to(num_bits, stream()))
+    assert unbalanced_bits(stream().astype(np.float32).astype(np.float64))
+
+
+def test_what_is_rare_happens_as_often_as_it_should() -> None:
+    """Of 16 bits nothing is below 2**-17: tokens of that chance would never come."""
+    rounds = np.arange(1 << 22, dtype=np.uint64)
+    drawn = uniforms(np.full_like(rounds, 7), rounds, np.zeros_like(rounds), np.zeros_like(rounds))
+    for chance in (2.0**-17, 2.0**-19):
+        assert abs((drawn < chance).sum() - len(drawn) * chance) < 5 * (len(drawn) * chance) ** 0.5
+        assert abs((drawn > 1 - chance).sum() - len(drawn) * chance) < 5 * (len(drawn) * chance) ** 0.5
+    assert not (cut_to(16, drawn) < 2.0**-17).any() and (drawn < 2.0**-19).any()
 
 
 @pytest.mark.parametrize(

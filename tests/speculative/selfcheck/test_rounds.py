@@ -1,7 +1,10 @@
-"""Constant seeds, draws against their random numbers, lagged terms, and what rounding leaves of certain terms."""
+"""Constant seeds, draws against their random numbers, lagged terms, coins that the drafter saw, numbers of too few
+bits, and what rounding leaves of certain terms."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -9,14 +12,16 @@ from deploy.faults.mutants import MUTANTS
 from deploy.faults.toy import table_engine
 from deploy.faults.traffic import PLAIN, sampling
 from speculative.engine import EngineCore
-from speculative.request import Request
+from speculative.request import Request, SamplingParams
 from speculative.sampling.probs import draw
+from speculative.sampling.rng import Purpose, uniforms
 from speculative.selfcheck.eprocess import STAKES
 from speculative.selfcheck.monitor import SelfCheck
 from speculative.selfcheck.terms import TermScope
-from speculative.state.batch import Entry
+from speculative.state.batch import Batch, Entry
 from speculative.state.sequence import Sequence
 from speculative.stats import CheckSums, StepStats
+from speculative.verification import rows
 from speculative.verification.base import VerifyInput
 from speculative.verification.draft_probs import Dense, PointMass
 from speculative.verification.token_wise import verify_token_wise
@@ -24,10 +29,10 @@ from speculative.vocabulary.ops import VocabularyOps
 from tests.support.vocabulary import with_both_ops
 
 
-def serve(engine: EngineCore, num_positions: int, seed: int | None) -> StepStats:
+def serve(engine: EngineCore, num_positions: int, seed: int | None, params: SamplingParams = PLAIN) -> StepStats:
     """One kind of traffic, 32 requests at once, all with `seed`; None = each with its own."""
     total, waiting = StepStats(), 0
-    requests = sampling(64, PLAIN, 3)
+    requests = sampling(64, params, 3)
     while total.num_emitted < num_positions and not (total.violations or total.alarms):
         while waiting < 32:
             request = next(requests)
@@ -73,6 +78,65 @@ def test_random_numbers_used_again_in_a_later_round_alarm(name: str, check: str)
     engine = table_engine(64, self_check_sample_rate=1.0, deterministic=True)
     MUTANTS[name].install(engine)
     assert check in serve(engine, 30_000, seed=None).alarms
+
+
+# -- what is drafted, and the coins -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["sampled", "deterministic"])
+def test_an_early_exit_that_looks_at_the_coin_alarms(deterministic: bool) -> None:
+    engine = table_engine(64, self_check_sample_rate=1.0, deterministic=deterministic)
+    MUTANTS["F32 drafting stops at a coin that would hardly accept"].install(engine)
+    assert "coin" in serve(engine, 1000, seed=None).alarms
+
+
+def test_whether_to_draft_at_all_by_the_coin_alarms() -> None:
+    engine = table_engine(64, self_check_sample_rate=1.0)
+    counts = engine.eager.drafter.counts
+
+    def all_or_none(batch: Batch) -> np.ndarray:
+        sequences = [entry.sequence for entry in batch.entries]
+        seeds = np.array([sequence.request.seed for sequence in sequences], np.uint64)
+        lengths = np.array([len(sequence.tokens) for sequence in sequences], np.uint64)
+        zeros = np.zeros_like(seeds)
+        return np.where(uniforms(seeds, lengths, zeros, zeros + np.uint64(Purpose.COIN)) < 0.7, counts(batch), 0)
+
+    engine.eager.drafter.counts = all_or_none
+    assert "coin" in serve(engine, 4000, seed=None).alarms
+
+
+@pytest.mark.parametrize(
+    ("verifier", "reproducible", "counts"),
+    [("token_wise", False, True), ("token_wise", True, False), ("block", False, False), ("coupled", False, False)],
+)
+def test_a_coin_is_evidence_where_nothing_depends_on_it(verifier: str, reproducible: bool, counts: bool) -> None:
+    engine = table_engine(64, self_check_sample_rate=1.0, verifier=verifier)
+    stats = serve(engine, 2000, None, replace(PLAIN, reproducible=reproducible))
+    num_fresh = stats.num_checked_rounds - stats.num_untested_rounds
+    assert stats.checks.get("coin", CheckSums()).num == (num_fresh if counts else 0)
+    assert stats.alarms == {} and num_fresh > 500
+
+
+# -- numbers of too few bits ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        lambda drawn: (np.floor(drawn * 2**16) + 0.5) / 2**16,
+        lambda drawn: np.ceil(drawn * 2**23) / 2**23,
+        lambda drawn: drawn.astype(np.float32).astype(np.float64),
+        lambda drawn: (np.floor(drawn * 2**32) + 0.1) / 2**32,
+    ],
+    ids=["16 bits", "23 bits", "float32", "32 bits"],
+)
+@pytest.mark.parametrize("verifier", ["token_wise", "block", "coupled"])
+def test_random_numbers_that_were_cut_short_fail_their_requests(
+    verifier: str, cut: Callable[[np.ndarray], np.ndarray], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rows, "uniforms", lambda *name: cut(uniforms(*name)))
+    stats = serve(table_engine(64, self_check_sample_rate=1.0, verifier=verifier), 500, seed=None)
+    assert set(stats.violations) == {"resolution"}
 
 
 # -- which rounds are fresh --------------------------------------------------------------------------------------------
@@ -146,22 +210,22 @@ def certain(vocab_size: int, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
 def many_rounds(p: torch.Tensor, q: torch.Tensor, num_rounds: int, seed: int, *, deterministic: bool) -> VerifyInput:
     """Rounds of one draft each at the same p and q."""
     noise = torch.Generator().manual_seed(seed)
-    rows = torch.arange(2 * num_rounds)
+    numbers = torch.arange(2 * num_rounds)
     drafts = draw(q.expand(num_rounds, -1), torch.rand(num_rounds, generator=noise, dtype=torch.float64))
     drafts = torch.full_like(drafts, int(p.argmax())) if deterministic else drafts
     return VerifyInput(
         probs=p.expand(2 * num_rounds, -1),
         draft_probs=PointMass() if deterministic else Dense(q.expand(num_rounds, -1)),
-        drafts=torch.where(rows % 2 == 0, drafts.repeat_interleave(2), -1),
-        packed=rows // 2,
-        entries=rows // 2,
-        offsets=rows % 2,
-        first_rows=rows[::2],
+        drafts=torch.where(numbers % 2 == 0, drafts.repeat_interleave(2), -1),
+        packed=numbers // 2,
+        entries=numbers // 2,
+        offsets=numbers % 2,
+        first_rows=numbers[::2],
         counts=torch.ones(num_rounds, dtype=torch.int64),
         accept_uniforms=torch.rand(2 * num_rounds, generator=noise, dtype=torch.float64),
         sample_uniforms=torch.rand(2 * num_rounds, generator=noise, dtype=torch.float64),
-        seeds=rows,
-        positions=rows,
+        seeds=numbers,
+        positions=numbers,
     )
 
 
