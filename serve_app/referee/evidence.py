@@ -36,8 +36,8 @@ class RareTest:
 
     def add(self, events: Iterable[bool], at: float = 0.0) -> None:
         """Take in cases of that time: whether it happened."""
-        for event in events:
-            self.alarm |= self._processes.add(np.log1p(self._stakes * (event - self._rate)), 1, at)
+        happened = np.array(list(events), float)
+        self.alarm |= self._processes.add_each(np.log1p(self._stakes * (happened[:, None] - self._rate)), at)
 
 
 class DriftTest:
@@ -89,9 +89,9 @@ class UnlikelyTest:
 
     def add(self, probabilities: Iterable[float], at: float = 0.0) -> None:
         """Take in p(y) of tokens that were drawn at that time."""
-        for probability in probabilities:
-            gain = min(_MOST_GAIN, self._scale / max(probability, 1e-30))
-            self.alarm |= self._processes.add(np.log1p(_UNLIKELY_STAKES * (gain - 1)), 1, at)
+        ratios = self._scale / np.maximum(np.array(list(probabilities), float), 1e-30)
+        gains = np.fmin(ratios, _MOST_GAIN)  # which is what a probability that is no number counts as
+        self.alarm |= self._processes.add_each(np.log1p(_UNLIKELY_STAKES * (gains[:, None] - 1)), at)
 
 
 class CalibrationTest:

@@ -303,6 +303,9 @@ def _near_edges(target: Distributions, params: SamplingParams, edge_nats: float)
     reach = edge_nats / temperature_of(params)
     lowest = target.kept.masked_fill(~inside, torch.inf).amin(dim=-1, keepdim=True)
     highest_outside = scaled.masked_fill(inside, -torch.inf).amax(dim=-1, keepdim=True)
+    if params.top_k or params.top_p < 1:  # keep ties with the last token, too, of which rounding may part some
+        tied = (target.kept == lowest).sum(dim=-1, keepdim=True) > 1
+        highest_outside = torch.where(tied, lowest, highest_outside)
     near = torch.where(inside, scaled <= highest_outside + reach, scaled >= lowest - reach)
     if params.min_p > 0:
         edge = scaled.amax(dim=-1, keepdim=True) + math.log(params.min_p)

@@ -88,6 +88,15 @@ class FreshStarts:
             self._begin(due)
         return alarm
 
+    def add_each(self, log_products: Floats, at: float = 0.0) -> bool:
+        """Take in numbers [N, num_stakes] that are looked at one by one; whether an e-process crossed its threshold.
+
+        Those that raise no product cross none, so they are taken in together with the next that does.
+        """
+        rising = np.flatnonzero((log_products > 0).any(axis=1))
+        alarms = [self.add(part.sum(axis=0), len(part), at) for part in np.split(log_products, rising + 1) if len(part)]
+        return any(alarms)
+
     def _note_lows(self, at: float) -> None:
         """Note with which stakes one for life never had less than now, before what is drawn at this time."""
         self._at = at

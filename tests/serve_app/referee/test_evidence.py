@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from serve_app.referee.evidence import CalibrationTest, DriftTest
+from serve_app.referee.evidence import CalibrationTest, DriftTest, UnlikelyTest
 from speculative.request import SURPRISAL_CLIP_NATS, ReplayedToken
 
 
@@ -82,4 +82,13 @@ def test_drift_within_the_measured_noise_is_no_alarm() -> None:
 def test_a_few_tokens_that_drift_are_found(drift: float) -> None:
     test = DriftTest(limit_nats=0.07, rate=1e-3)
     test.add([0.001] * 10 + [drift] * 4)
+    assert test.alarm
+
+
+@pytest.mark.parametrize("probability", [1e-12, 0.0, math.nan])
+def test_a_few_tokens_that_are_all_but_excluded_are_found(probability: float) -> None:
+    test = UnlikelyTest(edge_nats=0.25, delta=1e-6)
+    test.add([0.1] * 100)
+    assert not test.alarm
+    test.add([0.1] * 10 + [probability] * 4)
     assert test.alarm

@@ -39,6 +39,17 @@ def test_no_alarm_without_a_fault() -> None:
     assert feed(FreshStarts(1e-6), values) is None
 
 
+@pytest.mark.parametrize("share", [0.005, 0.02, 0.05])
+def test_rare_events_are_taken_in_together_as_one_by_one(share: float) -> None:
+    events = np.random.default_rng(6).random((20, 100)) < share
+    gains = np.log1p(np.array([0.5, 0.2, 0.05]) / 0.01 * (events[:, :, None] - 0.01))
+    together, singly = FreshStarts(1e-3, 3, periods=()), FreshStarts(1e-3, 3, periods=())
+    for answer in gains:
+        alarms = [singly.add(row, 1) for row in answer]
+        assert together.add_each(answer) == any(alarms)
+        assert together.leading() == pytest.approx(singly.leading())
+
+
 def test_a_drift_after_a_long_life_is_found_by_a_fresh_start() -> None:
     random = np.random.default_rng(3)
     process = FreshStarts(1e-6)

@@ -6,7 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -198,9 +198,8 @@ def one_row(
     drafter: list[float] | None = None,
 ) -> Redrawn:
     def distributions(logits: list[float]) -> Distributions:
-        scaled = torch.tensor([logits]) / params.temperature
-        kept = scaled.masked_fill(scaled < scaled.topk(params.top_k or len(logits)).values[:, -1:], -torch.inf)
-        return Distributions(scaled, kept, kept.softmax(-1))
+        rows = SamplingRows.build([params], len(logits), torch.device("cpu"))
+        return Distributions.of(torch.tensor([logits]), rows, process)
 
     known = {} if drafter is None else dict(enumerate(distributions(drafter).each()))
     (redrawn,) = redraw(distributions(logits), [token], [draw], Request("r", (1,), params, seed), known)
@@ -269,6 +268,17 @@ def test_tokens_near_an_edge_of_the_filters_may_be_on_either_side() -> None:
     assert outside.miss == math.inf and outside.loose == 0
     far = one_row([2.0, 1.0, 0.5, -3.0], 2, draw, params)
     assert far.miss == far.loose == math.inf
+
+
+@pytest.mark.parametrize("rule", ["bonus", "noise"])
+@pytest.mark.parametrize("filters", [{"top_k": 1}, {"top_p": 0.3}])
+def test_of_tokens_that_tie_at_an_edge_either_may_have_been_outside(
+    filters: dict[str, float], rule: Literal["bonus", "noise"]
+) -> None:
+    draw, params = Draw(rule, 5, 0), replace(PLAIN, **filters)
+    assert [one_row([1.0, 1.0, -3.0], token, draw, params).loose for token in range(2)] == [0, 0]
+    without = [one_row([1.0, 1.0, -3.0], token, draw, PLAIN).loose for token in range(2)]
+    assert min(without) == 0 < max(without), "unless nothing is filtered: of two one was drawn"
 
 
 def test_block_verification_is_followed_as_far_as_it_is_known() -> None:
