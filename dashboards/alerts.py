@@ -105,7 +105,7 @@ class Alert:
         return expr
 
     def as_dict(self) -> dict[str, Any]:
-        """As a rule file has it."""
+        """Return the form of a rule file."""
         return {
             "alert": self.name,
             "expr": self.default_expr,

@@ -185,7 +185,7 @@ _MEANINGS: dict[str, dict[str, Meaning]] = {
 
 
 def meaning_of(metric: Metric, label: str) -> Meaning:
-    """What a metric's label means.
+    """Return what a metric's label means.
 
     Raises:
         KeyError: no meaning is listed for it.

@@ -100,7 +100,7 @@ def _push_dashboard(grafana: "_Grafana", dashboard: dict[str, Any], *, dry_run: 
 
 
 def _holds(there: Any, ours: Any) -> bool:
-    """Whether `there` has all that is in `ours`; a server adds fields of its own, but no elements to a list."""
+    """Return whether `there` has all that is in `ours`; a server adds fields of its own, but no elements to a list."""
     if isinstance(ours, dict) and isinstance(there, dict):
         return all(key in there and _holds(there[key], value) for key, value in ours.items())
     if isinstance(ours, list) and isinstance(there, list):

@@ -91,12 +91,12 @@ def acceptance(scope: QueryScope, *by: str) -> str:
 
 
 def expected_acceptance(scope: QueryScope, *by: str) -> str:
-    """What the verifier's own probabilities say that acceptance is."""
+    """Return what the verifier's own probabilities say that acceptance is."""
     return scope.ratio("expected_accepted_tokens_total", "draft_tokens_total", *by)
 
 
 def achievable_acceptance(scope: QueryScope, *by: str) -> str:
-    """What a verifier that knows q can accept."""
+    """Return what a verifier that knows q can accept."""
     return scope.ratio("achievable_accepted_tokens_total", "draft_tokens_total", *by)
 
 
@@ -117,7 +117,7 @@ def conditional_acceptance_by_position(scope: QueryScope) -> str:
 
 
 def held_out_acceptance(scope: QueryScope, *by: str) -> str:
-    """What training measured of a draft head, the least of sampled and greedy answers."""
+    """Return what training measured of a draft head, the least of sampled and greedy answers."""
     return scope.gauge("held_out_acceptance_ratio", *by, how="min")
 
 

@@ -44,7 +44,7 @@ class Recording:
     expr: str
 
     def as_dict(self) -> dict[str, Any]:
-        """As a rule file has it."""
+        """Return the form of a rule file."""
         return {"record": self.name, "expr": self.expr}
 
 

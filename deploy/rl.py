@@ -80,7 +80,7 @@ def shards(tensors: NamedTensors, most_bytes: int = SHARD_BYTES) -> Iterator[byt
 
 
 def _reported(call: Pending[R]) -> R:
-    """What the service answered; its own errors as they are."""
+    """Return what the service answered; its own errors as they are."""
     try:
         return call.result()
     except RayTaskError as error:

@@ -80,8 +80,8 @@ def _options(config: AppConfig, name: PoolName) -> dict[str, Any]:
 
 
 def _place(config: AppConfig, name: PoolName) -> dict[str, Any]:
-    """What Ray reserves for a replica: a share of one node, or where Ray places vLLM's ranks, a GPU for each of them on
-    as few nodes as have them, the first beside the replica itself."""
+    """Return what Ray reserves for a replica: a share of one node, or where Ray places vLLM's ranks, a GPU for each of
+    them on as few nodes as have them, the first beside the replica itself."""
     pool = config.pool(name)
     actor, environment = {"num_cpus": pool.num_cpus}, _thread_environment(pool.num_threads)
     if not config.ranks.by_ray:
@@ -136,7 +136,8 @@ def _router_options(config: AppConfig, router: RouterSection) -> dict[str, Any]:
 
 
 def _logging(config: AppConfig) -> dict[str, Any]:
-    """How Ray Serve logs in a replica until the replica has set up its lines; each request has a line of our own."""
+    """Return how Ray Serve logs in a replica until the replica has set up its lines; each request has a line of our
+    own."""
     settings = config.observability
     return {
         "encoding": settings.log_format.upper(),

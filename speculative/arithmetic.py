@@ -41,7 +41,7 @@ def device_name(device: torch.device) -> str:
 
 
 def arithmetic_of(decoder: Decoder) -> Arithmetic:
-    """How an engine with this model computes, on the device that the model lies on."""
+    """Return how an engine with this model computes, on the device that the model lies on."""
     device, torch_name = decoder.device, f"torch {torch.__version__}"
     if device.type != "cpu":
         rounding = "on a GPU, products round by the size of the batch"

@@ -24,7 +24,7 @@ KINDS_WITH_WEIGHTS = ("draft_model", "eagle3", "mtp")
 
 
 def drafter_kinds() -> tuple[str, ...]:
-    """What `DrafterConfig.kind` may be."""
+    """Return what `DrafterConfig.kind` may be."""
     return ("none", *registered(), *KINDS_WITH_WEIGHTS)
 
 
@@ -194,12 +194,12 @@ class EngineConfig(EngineSettings):
 
 
 def models_folder(cache_dir: Path | None = None) -> Path:
-    """Where fetched models live: `<cache>/models`, the cache being TRUESPEC_CACHE or ~/.cache/truespec."""
+    """Return where fetched models live: `<cache>/models`, the cache being TRUESPEC_CACHE or ~/.cache/truespec."""
     return (cache_dir or _cache_folder()) / "models"
 
 
 def kernels_folder() -> Path:
-    """Where the CPU kernels that were compiled for this machine are kept: `<cache>/kernels`."""
+    """Return where the CPU kernels that were compiled for this machine are kept: `<cache>/kernels`."""
     return _cache_folder() / "kernels"
 
 

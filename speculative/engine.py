@@ -112,7 +112,7 @@ class EngineCore:
 
     @property
     def drafter(self) -> Drafter:
-        """What makes the drafts of eager steps; captured ones run it, too."""
+        """Return what makes the drafts of eager steps; captured ones run it, too."""
         return self.eager.drafter
 
     @property
@@ -268,12 +268,12 @@ class EngineCore:
 
     @property
     def arithmetic(self) -> Arithmetic:
-        """How it computes on this machine."""
+        """Return how it computes on this machine."""
         return arithmetic_of(self._decoder)
 
     @property
     def weight_version(self) -> str:
-        """What the weights are called that it computes with; every delta says it."""
+        """Return what the weights are called that it computes with; every delta says it."""
         return self.scheduler.weight_version
 
     def switch(self, weights: Weights, version: str) -> None:
@@ -298,7 +298,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do something."""
+        """Return whether a step would do something."""
         return self.scheduler.has_work
 
     @property
@@ -307,7 +307,7 @@ class EngineCore:
         return tuple(sequence.request.request_id for sequence in self.scheduler.held)
 
     def usage(self) -> EngineUsage:
-        """What is held right now."""
+        """Return what is held right now."""
         return self.scheduler.usage()
 
     def take_stats(self) -> StepStats:

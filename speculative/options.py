@@ -36,7 +36,7 @@ class Option:
     pattern: str | None = None
 
     def fault(self, value: Any) -> str | None:
-        """What is wrong with a value; None if it is good, or not set."""
+        """Return what is wrong with a value; None if it is good, or not set."""
         if value is None:
             return None
         if self.most is not None and self.least is not None and not self.least <= value <= self.most:

@@ -189,28 +189,29 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether the most likely token is taken each time."""
+        """Return whether the most likely token is taken each time."""
         return self.temperature == 0
 
     @property
     def filtered(self) -> bool:
-        """Whether top-k, top-p or min-p may change the distribution."""
+        """Return whether top-k, top-p or min-p may change the distribution."""
         return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
     @property
     def penalised(self) -> bool:
-        """Whether tokens that were emitted, or stand in the prompt, have other logits than before."""
+        """Return whether tokens that were emitted, or stand in the prompt, have other logits than before."""
         return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
 
     @property
     def ruled(self) -> bool:
-        """Whether allowed or forbidden tokens, biases or penalties change the logits; a structure does so beside."""
+        """Return whether allowed or forbidden tokens, biases or penalties change the logits; a structure does so
+        beside."""
         tokens = self.bad_words or self.min_tokens or self.logit_bias
         return self.allowed_token_ids is not None or bool(tokens) or self.penalised
 
     @property
     def returns_logprobs(self) -> bool:
-        """Whether every emitted token comes with a logprobs entry."""
+        """Return whether every emitted token comes with a logprobs entry."""
         return self.logprobs is not None or bool(self.logprob_token_ids)
 
 
@@ -279,7 +280,7 @@ class Request:
 
     @property
     def cache_scope(self) -> str:
-        """What else than its tokens names the blocks of the prompt: blocks are shared within one scope only."""
+        """Return what else than its tokens names the blocks of the prompt: blocks are shared within one scope only."""
         return f"{self.adapter}\0{self.cache_salt}" if self.cache_salt else self.adapter
 
 
@@ -360,7 +361,7 @@ class TokenDelta(NamedTuple):
 
     @property
     def finished(self) -> bool:
-        """Whether this is the request's last delta."""
+        """Return whether this is the request's last delta."""
         return self.finish_reason is not None
 
     def replace(self, **changes: Any) -> "TokenDelta":

@@ -190,7 +190,7 @@ class StepStats:
         self.violations[kind] = self.violations.get(kind, 0) + number
 
     def take(self) -> "StepStats":
-        """What was counted since the last call; all counts start again."""
+        """Return what was counted since the last call; all counts start again."""
         taken = dataclasses.replace(self)
         self.__init__()  # type: ignore[misc]
         return taken

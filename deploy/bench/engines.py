@@ -68,7 +68,7 @@ class LeftOut:
 
 
 def resolve(plan: BenchPlan) -> tuple[list[Launch], list[LeftOut]]:
-    """How to start each engine of the plan, and those that cannot be, with the fix.
+    """Return how to start each engine of the plan, and those that cannot be, with the fix.
 
     Raises:
         ConfigError: a name or an option is not known.
@@ -100,7 +100,7 @@ def _together(launches: list[Launch]) -> list[Launch]:
 
 
 def default_names(head: str | None, draft_model: str | None) -> list[str]:
-    """What `--engines` stands for when it is not given: all that run without a server."""
+    """Return what `--engines` stands for when it is not given: all that run without a server."""
     names = ["ours/off", "ours/ngram", "ours/suffix"]
     names += ["ours/eagle3", "ours/dynamic"] if head else []
     names += ["ours/draft_model"] if draft_model else []
@@ -109,7 +109,8 @@ def default_names(head: str | None, draft_model: str | None) -> list[str]:
 
 
 def gpu_names(head: str | None) -> list[str]:
-    """What `--engines` stands for with `--gpu`: plain decoding, n-grams and the head, and without captured graphs."""
+    """Return what `--engines` stands for with `--gpu`: plain decoding, n-grams and the head, and without captured
+    graphs."""
     kinds = ["off", "ngram", *(["eagle3"] if head else [])]
     return [f"ours/{kind}" for kind in kinds] + [f"ours/{kind}:graphs=no" for kind in kinds]
 
@@ -127,7 +128,7 @@ def _ours(plan: BenchPlan, name: EngineName) -> Launch | LeftOut:
 
 
 def _engine_settings(plan: BenchPlan, drafter: Mapping[str, Any], options: "_Options") -> dict[str, Any]:
-    """As `EngineConfig` takes them: every stream fits, and nothing is remembered from one round to the next."""
+    """Return them as `EngineConfig` takes them: every stream fits, and nothing is remembered from one round to the next."""
     most = max(plan.streams)
     drafts = max(int(drafter.get("num_draft_tokens", 4)), int(drafter.get("suffix_first", 0)))
     blocks = -(-plan.max_model_len // 16)
@@ -148,7 +149,8 @@ def _engine_settings(plan: BenchPlan, drafter: Mapping[str, Any], options: "_Opt
 
 
 def _drafter(plan: BenchPlan, name: EngineName, variant: str, options: "_Options") -> dict[str, Any] | LeftOut:
-    """As `DrafterConfig` takes it; `suffix` remembers nothing of past answers, which would be this round's own."""
+    """Return it as `DrafterConfig` takes it; `suffix` remembers nothing of past answers: they would be this round's
+    own."""
     kinds = drafter_kinds()
     kind = {"off": "none", "dynamic": "eagle3" if plan.head else "ngram"}.get(variant, variant)
     if kind not in kinds:
@@ -334,7 +336,7 @@ def _require_variant(name: EngineName, known: tuple[str, ...]) -> None:
 
 
 def _imports(python: str, library: str) -> bool:
-    """Whether an interpreter has a library: a top-level one is looked for, a module within one is imported."""
+    """Return whether an interpreter has a library: a top-level one is looked for, a module within one is imported."""
     look = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({library!r}) is None)"
     code = f"import {library}" if "." in library else look
     try:

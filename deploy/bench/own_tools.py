@@ -48,7 +48,7 @@ class ToolSpeed:
 
     @property
     def fair(self) -> bool:
-        """Whether the engine is about as fast here as its own tool has it."""
+        """Return whether the engine is about as fast here as its own tool has it."""
         return self.share >= LEAST_SHARE
 
     def as_dict(self) -> dict[str, Any]:
@@ -170,7 +170,7 @@ def _llama_tool(plan: BenchPlan, launch: Launch, folder: Path) -> _Tool | LeftOu
 
 
 def _run(command: Sequence[str], launch: Launch, folder: Path) -> str:
-    """What the tool prints.
+    """Return what the tool prints.
 
     Raises:
         EngineFailed: it ended with an error.

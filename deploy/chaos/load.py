@@ -39,7 +39,7 @@ class LoadFigures:
 
     @property
     def in_order(self) -> bool:
-        """Whether nothing but full service and polite refusals was seen."""
+        """Return whether nothing but full service and polite refusals was seen."""
         return self.broken == 0 and {int(status) for status in self.statuses} <= ALLOWED
 
     def as_dict(self) -> dict[str, object]:

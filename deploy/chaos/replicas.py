@@ -56,7 +56,7 @@ def _parent(pid: int) -> int:
 
 
 def _number_in(path: Path, key: str) -> int:
-    """What a file of /proc says of a key; 0 where its process has ended."""
+    """Return what a file of /proc says of a key; 0 where its process has ended."""
     try:
         lines = path.read_text().splitlines()
     except OSError:

@@ -55,7 +55,7 @@ class ChaosFigures:
 
     @property
     def sound(self) -> bool:
-        """Whether nothing was lost, repeated, changed or leaked."""
+        """Return whether nothing was lost, repeated, changed or leaked."""
         damage = self.duplicated_tokens + self.missing_tokens + self.leaks
         return self.complete == self.identical == self.requests and not damage
 
@@ -87,7 +87,7 @@ class _Service:
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if all(each in line for each in wanted))
 
     def held(self) -> dict[str, float]:
-        """What is held, by kind."""
+        """Return what is held, by kind."""
         return {kind: sum(self.total(name) for name in names) for kind, names in _HELD.items()}
 
 
@@ -190,7 +190,7 @@ def _under_fire(killer: Killer, strikes: Strikes, progress: Progress) -> Iterato
 
 
 def _leaked(service: _Service, before: ObjectStore) -> tuple[dict[str, float], int]:
-    """What is held although there are no requests, and the new objects that are not held."""
+    """Return what is held although there are no requests, and the new objects that are not held."""
     held = _wait_for_quiet(service)
     deadline = time.monotonic() + _IDLE_WITHIN_S
     while (after := ObjectStore.read()).num_pinned > before.num_pinned and time.monotonic() < deadline:

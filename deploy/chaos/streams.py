@@ -80,7 +80,7 @@ async def until_admitted(client: AsyncClient, body: Json) -> Attempt:
 
 
 def complete(attempt: Attempt) -> bool:
-    """Whether an answer finished by itself."""
+    """Return whether an answer finished by itself."""
     return attempt.ok and attempt.reply.first.finish_reason in ("stop", "length")
 
 

@@ -71,7 +71,8 @@ def batch(requests: Path, answers: Path, json_file: Path | None, **options: Any)
 def _batch_server(
     url: str | None, source: str | None, file: Path | None, address: str | None, models: set[str] | None
 ) -> Iterator[str]:
-    """Where a batch that asks for these models is answered: a server that runs, or one that runs until the block ends.
+    """Return where a batch that asks for these models is answered: a server that runs, or one that runs until the block
+    ends.
 
     `models` is None where nothing is left to answer; then nothing is started.
     """

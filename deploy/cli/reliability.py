@@ -15,7 +15,7 @@ from serve_app.config.serve_file import ServeFile
 
 
 def _reliability_options(command: Callable[..., None]) -> Callable[..., None]:
-    """What `chaos` and `load` have in common."""
+    """Return what `chaos` and `load` have in common."""
     for option in (
         click.option(
             "--config", "file", type=a_config, default="resilient", show_default=True, help="Serve this configuration."

@@ -113,7 +113,7 @@ def _judging(command: Command) -> Command:
 
 
 def _referee_options(options: dict[str, Any], **own: Any) -> tuple[Any, Any]:
-    """How answers are judged, and computed again."""
+    """Return how answers are judged, and computed again."""
     from deploy.run.replayers import ReplayerOptions, check_options
     from deploy.watch.referee import RefereeOptions
     from serve_app.backends.base import PRECISIONS

@@ -31,7 +31,7 @@ class Asked:
     streamed: bool
 
     def wants(self, field: str) -> bool:
-        """Whether the client asks for it itself."""
+        """Return whether the client asks for it itself."""
         value = self.fields.get("logprobs" if field == "top_logprobs" else field)
         return value is not None and value is not False
 

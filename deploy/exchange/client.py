@@ -44,12 +44,12 @@ class Attempt:
 
     @property
     def ok(self) -> bool:
-        """Whether it was answered."""
+        """Return whether it was answered."""
         return self.status == _OK and not self.error
 
     @property
     def refused(self) -> bool:
-        """Whether the server rejected the request (4xx)."""
+        """Return whether the server rejected the request (4xx)."""
         return self.status is not None and 400 <= self.status < 500
 
     def reported(self) -> str:
@@ -202,7 +202,7 @@ class Client:
         return receiving.ended(status)
 
     def alive(self) -> bool:
-        """Whether the server still answers at all."""
+        """Return whether the server still answers at all."""
         return any(self.get(path) is not None for path in ("/health", "/healthz", "/v1/models"))
 
     def _send(self, method: str, path: str, body: Json | None = None) -> httpx.Response:
@@ -263,7 +263,7 @@ def _limits(**idle: Any) -> httpx.Limits:
 
 
 def _is_closed(error: httpx.TransportError) -> bool:
-    """Whether the connection ended before the head of a reply, not within a malformed one."""
+    """Return whether the connection ended before the head of a reply, not within a malformed one."""
     return not isinstance(error, httpx.RemoteProtocolError) or "disconnected without" in str(error)
 
 

@@ -19,7 +19,8 @@ class EventEditor:
         self._rest = b""
 
     def push(self, data: bytes) -> Iterator[bytes]:
-        """What to pass on once these bytes have come: the first whole event as soon as it is there, then the others."""
+        """Return what to pass on once these bytes have come: the first whole event as soon as it is there, then the
+        others."""
         data = self._rest + data if self._rest else data
         ends = [found.end() for found in _END.finditer(data)]
         self._rest = data[ends[-1] :] if ends else data
@@ -28,7 +29,7 @@ class EventEditor:
         yield b"".join(events)
 
     def last(self) -> bytes:
-        """What is left at the end of the stream."""
+        """Return what is left at the end of the stream."""
         rest, self._rest = self._rest, b""
         return self._event(rest) if rest else b""
 

@@ -29,7 +29,7 @@ class Exchange:
     dialect: str = ""
 
     def to_wire(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return it as JSON."""
         names = ("path", "streamed", "began_at", "ended_at", "replica", "dialect")
         fields = {name: getattr(self, name) for name in names}
         return fields | {name: base64.b64encode(getattr(self, name)).decode("ascii") for name in ("request", "reply")}

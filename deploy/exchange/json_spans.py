@@ -53,7 +53,7 @@ def members(text: str, at: int) -> list[Member]:
 
 
 def items(text: str, at: int) -> list[int]:
-    """Where the items of the array start whose bracket is at `at`; none where there is no array.
+    """Return where the items of the array start whose bracket is at `at`; none where there is no array.
 
     Raises:
         ValueError: it is broken.

@@ -51,7 +51,7 @@ class AlternativesReader:
         return kept
 
     def _shows_texts(self, choice: Choice, ids: Sequence[int]) -> bool:
-        """Whether the texts by which a server shows tokens are those that the tokenizer gives them."""
+        """Return whether the texts by which a server shows tokens are those that the tokenizer gives them."""
         shown = choice.token_texts or ()
         if self._tokenizer is None or len(shown) != len(ids):
             return False

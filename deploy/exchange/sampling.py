@@ -76,7 +76,7 @@ class Sampling:
         return cls(dialect, read, own)
 
     def sampled_as(self, body: Json, *, is_chat: bool) -> Sampled:
-        """How the choices of a request were sampled; the body is the client's."""
+        """Return how the choices of a request were sampled; the body is the client's."""
         vendor, seed = vendor_of(self.dialect), body.get("seed")
         seed = seed % 2**64 if isinstance(seed, int) and seed >= 0 else None
         stops = bool(body.get("stop") or body.get("stop_token_ids"))
@@ -96,7 +96,7 @@ class Sampling:
 
 
 def _is_bare(params: SamplingParams) -> bool:
-    """Whether nothing but filters comes between the model's logits and the distribution."""
+    """Return whether nothing but filters comes between the model's logits and the distribution."""
     penalties = params.presence_penalty, params.frequency_penalty, params.repetition_penalty - 1
     return params.temperature in (0, 1) and not any(penalties) and not params.logit_bias
 
@@ -156,5 +156,5 @@ def _has_to_call(body: Json) -> bool:
 
 
 def _has_grammar(body: Json) -> bool:
-    """Whether a grammar decides which tokens there may be."""
+    """Return whether a grammar decides which tokens there may be."""
     return _has_form(body) or _has_to_call(body) or any(not is_off(body.get(name)) for name in _GRAMMARS)

@@ -48,13 +48,13 @@ class Vendor:
     """What it puts between the texts of one message."""
 
     def extras(self, path: str, streamed: bool) -> tuple[Extras, ...]:
-        """What to ask it for, most first, nothing last; the next where the server refuses it."""
+        """Return what to ask it for, most first, nothing last; the next where the server refuses it."""
         del streamed
         logprobs = {"logprobs": True if path == CHAT else 1}
         return {**logprobs, "return_token_ids": True}, logprobs, {}
 
     def values(self, generation: Mapping[str, Any], own: Mapping[str, float], body: Json, *, is_chat: bool) -> Json:
-        """What it samples with, by its own names.
+        """Return what it samples with, by its own names.
 
         Args:
             generation: the model's generation_config.json.
@@ -217,5 +217,5 @@ def dialect_of(owner: str) -> str | None:
 
 
 def is_off(value: Any) -> bool:
-    """Whether a field with this value is as good as none."""
+    """Return whether a field with this value is as good as none."""
     return value is None or value == 0 or (isinstance(value, Sequence | Mapping) and not value)

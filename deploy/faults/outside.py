@@ -42,7 +42,7 @@ class FaultFound:
 
     @property
     def is_false_alarm(self) -> bool:
-        """Whether something was found in a sound server."""
+        """Return whether something was found in a sound server."""
         return self.fault == "sound" and bool(self.probes)
 
     def as_dict(self) -> dict[str, Any]:

@@ -61,7 +61,7 @@ class WatchedFault:
 
     @property
     def is_wrong(self) -> bool:
-        """Whether a sound server was found at fault, or a fault was missed."""
+        """Return whether a sound server was found at fault, or a fault was missed."""
         return bool(self.found) == (self.fault == SOUND)
 
     def as_dict(self) -> dict[str, Any]:

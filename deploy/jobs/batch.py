@@ -289,7 +289,7 @@ def summary(figures: dict[str, Any]) -> list[str]:
 
 
 def complaint(figures: dict[str, Any]) -> str | None:
-    """What is wrong with a finished batch; None if every line has an answer and none is suspect."""
+    """Return what is wrong with a finished batch; None if every line has an answer and none is suspect."""
     suspect = figures["verdicts"].get("suspect", 0)
     if unread := figures["requests"] - figures["done"]:
         return f"{unread} requests were not read; did the input change?"

@@ -78,7 +78,7 @@ class BatchInput:
             raise ConfigError(f"{self.path} cannot be read: {error}.") from error
 
     def _check(self, number: int, raw: bytes) -> str | None:
-        """What is wrong with a line; records the id of a valid one."""
+        """Return what is wrong with a line; records the id of a valid one."""
         try:
             entry = json.loads(raw)
         except (ValueError, RecursionError) as error:
@@ -109,7 +109,7 @@ class BatchInput:
 
 
 def _is_path(url: str) -> bool:
-    """Whether requests can be sent to this path of a server."""
+    """Return whether requests can be sent to this path of a server."""
     try:
         return url.startswith("/v1/") and len(httpx.URL(url).raw_path) <= _LONGEST_PATH
     except (httpx.InvalidURL, ValueError):
@@ -248,7 +248,8 @@ def _results(path: Path, file: BinaryIO, expected: Collection[str]) -> Iterator[
 
 
 def _is_torn(raw: bytes) -> bool:
-    """Whether this is the beginning of a line of ours whose end was never written (zeros: after a loss of power)."""
+    """Return whether this is the beginning of a line of ours whose end was never written (zeros: after a loss of
+    power)."""
     written = raw.rstrip(b"\0")
     return not raw.endswith(b"\n") and (written.startswith(_LINE_BEGINS) or _LINE_BEGINS.startswith(written))
 

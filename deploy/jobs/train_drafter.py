@@ -114,7 +114,8 @@ def run_training(job: TrainJob, view: View) -> dict[str, Any]:
 
 
 def multiplies_bfloat16(device: torch.device) -> bool:
-    """Whether the device has instructions for bfloat16 products; a CPU without them is four times slower at it."""
+    """Return whether the device has instructions for bfloat16 products; a CPU without them is four times slower at
+    it."""
     if device.type != "cpu":
         return True
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
@@ -339,7 +340,7 @@ def _show_step(view: View, step: StepReport) -> None:
 
 
 def _provenance(job: TrainJob, conversations: Conversations, start: DraftHead | None) -> dict[str, Any]:
-    """Where a head comes from, for its report; a resumed run keeps what the first one reported of its start."""
+    """Return where a head comes from, for its report; a resumed run keeps what the first one reported of its start."""
     reported = {
         "model": job.model,
         **_sizes(conversations),

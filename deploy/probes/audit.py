@@ -131,7 +131,7 @@ def _run(lab: Lab, probe: Probe) -> ProbeOutcome:
 
 
 def _serves(lab: Lab, outcome: ProbeOutcome) -> bool:
-    """Whether the server is up; if requests failed, whether it still answers a plain one."""
+    """Return whether the server is up; if requests failed, whether it still answers a plain one."""
     if not lab.server.alive():
         return False
     if not any("request fails" in finding.faults for finding in outcome.findings):

@@ -106,7 +106,8 @@ def read_counts(lab: Lab) -> DraftCounts:
 
 
 def counted(lab: Lab, work: Callable[[], int]) -> tuple[DraftCounts, int]:
-    """What the server counted while `work` ran, and the tokens that `work` received; waits until it is published."""
+    """Return what the server counted while `work` ran, and the tokens that `work` received; waits until it is
+    published."""
     before = _settled(lab, lambda _: True)
     tokens = work()
     after = _settled(lab, lambda now: now.since(before).generated >= tokens)

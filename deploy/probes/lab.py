@@ -240,7 +240,7 @@ class Lab:
         return next((token for token in ids if not 0 <= token < self.reference.vocab_size), None)
 
     def _named_beside(self, served: ServedAnswer) -> list[Alternatives]:
-        """What was reported beside the logprobs of its tokens."""
+        """Return what was reported beside the logprobs of its tokens."""
         num_prompt = len(served.ask.prompt)
         kept = self._alternatives.of_choice(served.answer, num_prompt, served.ids).kept
         return [one for one in kept if one.place >= num_prompt]
@@ -262,7 +262,7 @@ class Lab:
         return served.replayed
 
     def rows(self, served: ServedAnswer) -> tuple[ReplayedToken, ...]:
-        """Where the tokens of an answer lie in their distributions."""
+        """Return where the tokens of an answer lie in their distributions."""
         return self.replayed(served).replayed or ()
 
     def judge(self, served: ServedAnswer) -> Judgement:

@@ -113,7 +113,7 @@ class Trial:
             kept.append(AuditFinding(self.probe.name, faults, request, expected, observed))
 
     def answered(self, attempt: Attempt, faults: tuple[str, ...] = ()) -> bool:
-        """Whether a valid request was answered; a rejection is no fault, any other failure is.
+        """Return whether a valid request was answered; a rejection is no fault, any other failure is.
 
         `faults` is what the failure resembles. By default, a server that fails while reporting logprobs may have none
         for a token (F10), or one that is not a number (F16) and cannot be sent.

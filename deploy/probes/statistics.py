@@ -21,20 +21,21 @@ def binomial_tail(num: int, events: int, rate: float) -> float:
 
 
 def too_many(num: int, events: int, rate: float, delta: float) -> bool:
-    """Whether this many events show a rate above `rate`; the false-alarm rate is at most delta."""
+    """Return whether this many events show a rate above `rate`; the false-alarm rate is at most delta."""
     return binomial_tail(num, events, rate) <= delta
 
 
 def departs(num: int, events: int, rate: float, shift: float, delta: float) -> bool:
-    """Whether this many events show a rate more than `shift` from `rate`; the false-alarm rate is at most delta."""
+    """Return whether this many events show a rate more than `shift` from `rate`; the false-alarm rate is at most
+    delta."""
     more = binomial_tail(num, events, min(1.0, rate + shift))
     fewer = binomial_tail(num, num - events, min(1.0, 1 - rate + shift))
     return min(more, fewer) <= delta / 2
 
 
 def mean_departs(values: Floats, shift: float, delta: float) -> bool:
-    """Whether values in [-1, 1] with conditional mean 0 (up to `shift`) depart from it; an e-process, evaluated after
-    every value."""
+    """Return whether values in [-1, 1] with conditional mean 0 (up to `shift`) depart from it; an e-process, evaluated
+    after every value."""
     process = EProcess(delta, shift)
     for value in values:
         process.add(np.array([value]))

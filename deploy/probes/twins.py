@@ -20,7 +20,7 @@ _WARM = SamplingParams(max_tokens=24, temperature=1.0, ignore_eos=True, logprobs
 
 
 def parting(lab: Lab, first: ServedAnswer, second: ServedAnswer) -> str:
-    """Where two greedy answers diverge without a near-tie; empty if they agree or need not."""
+    """Return where two greedy answers diverge without a near-tie; empty if they agree or need not."""
     pairs = list(zip(first.ids, second.ids, strict=False))
     place = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
     if place is None:
@@ -157,7 +157,7 @@ def seeded_twins(lab: Lab, trial: Trial) -> None:
 
 
 def _surprising(served: ServedAnswer, nats: float = 12.0) -> bool:
-    """Whether an answer is too unlikely to occur twice by chance."""
+    """Return whether an answer is too unlikely to occur twice by chance."""
     values = served.values
     return len(values) > 0 and bool(np.isfinite(values).all()) and float(values.sum()) < -nats
 

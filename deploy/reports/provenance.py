@@ -60,7 +60,7 @@ def describe(found: dict[str, Any]) -> str:
 
 
 def _others(before: float | None, meanwhile: float | None) -> str:
-    """What else the machine did."""
+    """Return what else the machine did."""
     seen = [cores for cores in (before, meanwhile) if cores is not None]
     if not seen:
         return "What else ran is not known."

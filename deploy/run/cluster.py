@@ -103,7 +103,7 @@ def running_app(
 
 
 def ray_environment() -> dict[str, str]:
-    """What must stand in the environment of the process that starts Ray on this machine."""
+    """Return what must stand in the environment of the process that starts Ray on this machine."""
     wanted = {**PROXY_CALLBACK, "RAY_worker_niceness": "0"}  # Ray's default of 15 yields to everything else here
     return {name: os.environ.get(name, value) for name, value in wanted.items()}
 

@@ -136,7 +136,7 @@ class DemoFigures:
 
     @property
     def busy(self) -> bool:
-        """Whether others used so much of the machine that speeds and ratios mean little."""
+        """Return whether others used so much of the machine that speeds and ratios mean little."""
         return self.others_cores is not None and self.others_cores > _BUSY_CORES
 
     def as_dict(self) -> dict[str, object]:

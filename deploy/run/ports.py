@@ -23,7 +23,7 @@ _HOST, _PORT = "http_options.host", "http_options.port"
 
 
 def url_of(http: HttpOptions) -> str:
-    """Where the proxy is reached from this machine."""
+    """Return where the proxy is reached from this machine."""
     host = f"[{http.host}]" if ":" in http.host else http.host
     return f"http://{host}:{http.port}"
 
@@ -91,7 +91,7 @@ def _fault(http: HttpOptions, error: OSError | UnicodeError) -> str:
 
 
 def _holder(http: HttpOptions) -> str:
-    """What listens there, as far as can be determined."""
+    """Return what listens there, as far as can be determined."""
     names = [name for name in (_service(http), *_processes(http.port)) if name is not None]
     return ", ".join(names) or "another program"
 

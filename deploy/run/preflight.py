@@ -76,7 +76,7 @@ def require_servable(faults: Iterator[Fault], file: Path | str | None = None) ->
 
 
 def faults_here(config: AppConfig, machine: Machine) -> Iterator[Fault]:
-    """What keeps this machine from serving a configuration, without starting anything or using the network."""
+    """Return what keeps this machine from serving a configuration, without starting anything or using the network."""
     yield from _program_faults(config)
     yield from _file_faults(config)
     yield from _processor_faults(config, machine)
@@ -99,7 +99,7 @@ def faults_here(config: AppConfig, machine: Machine) -> Iterator[Fault]:
 
 
 def hints_here(config: AppConfig, machine: Machine) -> Iterator[str]:
-    """What whoever serves a configuration without faults on this machine should know."""
+    """Return what whoever serves a configuration without faults on this machine should know."""
     yield from _idle_gpus(config, len(machine.gpu_bytes), "this machine")
     yield from _model_hints(config)
 
@@ -110,7 +110,7 @@ def hints_on_cluster(config: AppConfig) -> Iterator[str]:
 
 
 def chats(config: AppConfig) -> bool:
-    """Whether a model takes conversations: it has a chat template, or is on other machines only."""
+    """Return whether a model takes conversations: it has a chat template, or is on other machines only."""
     try:
         folder = model_here(config.model.source)
         return folder is None or bool(Tokenizer.from_folder(folder, config.model.chat_template).chat_template().source)
@@ -143,7 +143,8 @@ def _model_hints(config: AppConfig) -> Iterator[str]:
 
 
 def faults_on_cluster(config: AppConfig) -> Iterator[Fault]:
-    """What the Ray cluster that this process is connected to lacks at present, at the pools' least numbers of replicas.
+    """Return what the Ray cluster that this process is connected to lacks at present, at the pools' least numbers of
+    replicas.
 
     An autoscaling cluster may add it. Paths are those of its nodes and are not checked.
     """
@@ -176,7 +177,7 @@ def faults_on_cluster(config: AppConfig) -> Iterator[Fault]:
 
 
 def _resources_there(name: str) -> float:
-    """How much of a resource, such as GPU, the cluster has that this process is connected to."""
+    """Return how much of a resource, such as GPU, the cluster has that this process is connected to."""
     import ray
 
     return float(ray.cluster_resources().get(name, 0))
@@ -189,14 +190,14 @@ def _holds(node: Mapping[str, Any], pool: PoolSection) -> bool:
 
 
 def _carries(labels: Mapping[str, str], key: str, wanted: str) -> bool:
-    """Whether a node matches one line of a label selector: `a`, `!a`, `in(a,b)` or `!in(a,b)`."""
+    """Return whether a node matches one line of a label selector: `a`, `!a`, `in(a,b)` or `!in(a,b)`."""
     negative, text = wanted.startswith("!"), wanted.removeprefix("!")
     values = text[3:-1].split(",") if text.startswith("in(") and text.endswith(")") else [text]
     return (labels.get(key) in [value.strip() for value in values]) != negative
 
 
 def _look(field: str, find: Callable[[], _Found]) -> tuple[list[Fault], _Found | None]:
-    """What was found; or the fault, whose message may begin with its field, and None."""
+    """Return what was found; or the fault, whose message may begin with its field, and None."""
     try:
         return [], find()
     except TruespecError as error:
@@ -296,7 +297,7 @@ def _read_model(folder: Path) -> ModelConfig:
 
 
 def _is_a(kind: str, folder: Path) -> bool:
-    """Whether a folder holds such a drafter."""
+    """Return whether a folder holds such a drafter."""
     return not _look("", partial(_DRAFTERS[kind][1], folder))[0]
 
 
@@ -309,7 +310,7 @@ def _tokenizer_faults(config: AppConfig, folder: Path) -> Iterator[Fault]:
 
 
 def _model_faults(config: AppConfig, model: ModelConfig, sources: Mapping[str, Path]) -> Iterator[Fault]:
-    """What does not fit the model: its tokenizer, lengths, weights, drafter."""
+    """Return what does not fit the model: its tokenizer, lengths, weights, drafter."""
     folder, engine = sources["model.source"], config.engine_config(config.pool_names[0])
     yield from _tokenizer_faults(config, folder)
     faults, longest = _look("engine.max_model_len", partial(longest_sequence, model, engine))
@@ -403,7 +404,7 @@ def _room_faults(config: AppConfig, model: ModelConfig, sources: Mapping[str, Pa
 
 
 def _smallest_form(engine: EngineConfig, folder: Path, *, uses_gpu: bool) -> str:
-    """What takes the fewest bytes among the forms that weights may have once loaded: four bits on a CPU unless
+    """Return what takes the fewest bytes among the forms that weights may have once loaded: four bits on a CPU unless
     configured otherwise."""
     if engine.quantization == "fp8" or holds_fp8(folder):
         return "fp8"

@@ -122,7 +122,7 @@ def _whole(number: float) -> float | int:
 
 
 def _remarks(config: AppConfig) -> str:
-    """What the file does not say by itself, as comments."""
+    """Return what the file does not say by itself, as comments."""
     source = config.model.source
     if source not in CATALOGUE:
         return ""

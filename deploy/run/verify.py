@@ -55,7 +55,7 @@ class ReceiptVerdict:
 
     @property
     def not_shown(self) -> list[str]:
-        """What a receipt like this does not show, even where it verifies."""
+        """Return what a receipt like this does not show, even where it verifies."""
         receipt, missing = self.receipt, []
         if receipt.ending is None:
             missing.append(f"whether the answer is whole: {receipt.format} does not say how it ended")
@@ -119,7 +119,7 @@ class ReceiptVerdict:
 
 
 def _claims(receipt: Receipt) -> dict[str, Any]:
-    """What nothing in a receipt proves, by field."""
+    """Return what nothing in a receipt proves, by field."""
     claims = {name: getattr(receipt, name) for name in _CLAIMS}
     with contextlib.suppress(ValueError, OverflowError, OSError):  # no date
         claims["created"] = f"{datetime.fromtimestamp(receipt.created, UTC):%Y-%m-%d %H:%M:%S} UTC"
@@ -131,7 +131,7 @@ def _verifier(receipt: Receipt) -> str:
 
 
 def _asked(receipt: Receipt) -> dict[str, Any]:
-    """What the request asked for beyond the defaults, as its answer depends on it."""
+    """Return what the request asked for beyond the defaults, as its answer depends on it."""
     asked = {
         field.name: getattr(receipt.params, field.name)
         for field in fields(SamplingParams)
@@ -147,7 +147,7 @@ def _listed(values: Mapping[str, Any]) -> str:
 
 
 def _shown(text: str) -> str:
-    """What a receipt claims, on one line."""
+    """Return what a receipt claims, on one line."""
     return "".join(one if one.isprintable() else "?" for one in text[:_LONGEST_SHOWN])
 
 
@@ -195,7 +195,7 @@ class Verifier:
         return ModelConfig.from_folder(self._folder)
 
     def _wrong_contents(self, receipt: Receipt) -> str:
-        """What is wrong before anything is computed; "" = nothing."""
+        """Say what is wrong before anything is computed; "" = nothing."""
         if len(receipt.weight_versions) > 1:
             versions = ", ".join(receipt.weight_versions)
             raise ConfigError(
@@ -226,7 +226,7 @@ class Verifier:
         return ""
 
     def _stopped(self, receipt: Receipt) -> tuple[int, str] | None:
-        """How many tokens complete a stop string of the request, and which; None = no number of them does."""
+        """Return how many tokens complete a stop string of the request, and which; None = no number of them does."""
         ending, params = receipt.ending, receipt.params
         if ending is None or not ending.stop_strings:
             return None

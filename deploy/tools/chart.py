@@ -77,7 +77,7 @@ def schema() -> dict[str, Any]:
 
 
 def _alert(alert: Alert) -> dict[str, Any]:
-    """What the values may change of an alert: a threshold and a minimum only where it has them."""
+    """Return what the values may change of an alert: a threshold and a minimum only where it has them."""
     number = {"$ref": "#/definitions/from0"}
     return _object(
         {
@@ -176,7 +176,7 @@ def _comment_above(lines: list[str], number: int) -> str:
 
 
 def render(values: Path, *options: str) -> str:
-    """What helm makes of the chart with an example's values.
+    """Return what helm makes of the chart with an example's values.
 
     Raises:
         ChartError: helm refused them, or there is no helm.
@@ -224,7 +224,7 @@ def main(check: bool) -> None:
 
 
 def _update(path: Path, text: str, *, write: bool) -> bool:
-    """Whether the file was outdated; written at once, since later ones may be generated from it."""
+    """Return whether the file was outdated; written at once, since later ones may be generated from it."""
     if path.is_file() and path.read_text(encoding="utf-8") == text:
         return False
     if write:

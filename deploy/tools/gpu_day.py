@@ -48,7 +48,7 @@ class StageResult:
 
     @property
     def passed(self) -> bool:
-        """Whether it need not run again."""
+        """Return whether it need not run again."""
         return self.exit_code == 0
 
 
@@ -127,7 +127,7 @@ def run_day(
 
 
 def read_outcome(folder: Path, name: str) -> StageResult | None:
-    """How a stage ended the last time; None where it has not."""
+    """Return how a stage ended the last time; None where it has not."""
     path = folder / f"{name}.json"
     return StageResult(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
 

@@ -59,7 +59,7 @@ def check(tag: str | None = None, root: Path = ROOT) -> str:
 
 
 def notes(released: str, root: Path = ROOT) -> str:
-    """What the changelog says of a version.
+    """Return what the changelog says of a version.
 
     Raises:
         ReleaseError: it says nothing.

@@ -60,7 +60,7 @@ class _Compared:
 
     @property
     def weights(self) -> Floats:
-        """How often each is drawn; tokens that are not known count as the less likely half of those that are."""
+        """Return how often each is drawn; tokens that are not known count as the less likely half of those that are."""
         weights: Floats = np.exp(self.served)
         less_likely = np.arange(len(weights)) >= len(weights) // 2
         weights[less_likely] += max(0.0, 1 - weights.sum()) / less_likely.sum()
@@ -68,7 +68,7 @@ class _Compared:
 
     @property
     def edges(self) -> Floats:
-        """How far logits moved against that of the likeliest token, of tokens that are drawn now and then."""
+        """Return how far logits moved against that of the likeliest token, of tokens that are drawn now and then."""
         moved: Floats = np.abs((self.served - self.served[0]) - (self.exact - self.exact[0]))
         likely: Floats = moved[np.exp(self.served) >= _LIKELY]
         return likely
@@ -80,13 +80,13 @@ class _Compared:
 
     @property
     def move(self) -> float:
-        """How far log odds moved, on average over what is drawn."""
+        """Return how far log odds moved, on average over what is drawn."""
         moves = [move_of_log_odds(*one) for one in zip(self.served.tolist(), self.exact.tolist(), strict=True)]
         return float(np.average(moves, weights=self.weights))
 
     @property
     def shifts(self) -> tuple[float, float]:
-        """What rounding adds to the two terms, as far as the likeliest tokens show."""
+        """Return what rounding adds to the two terms, as far as the likeliest tokens show."""
         s, p = np.exp(self.served), np.exp(self.exact)
         surprisals = np.minimum(-self.exact, SURPRISAL_CLIP_NATS)
         rest = (1 - s.sum()) - (1 - p.sum())  # of the other tokens, which are all unlikely
@@ -208,7 +208,7 @@ class _Desk:
         return self._ids.get(candidate.text)
 
     def is_processed(self, prompts: Sequence[tuple[int, ...]], model: TransformersModel) -> bool:
-        """Whether the server's logprobs are those after the temperature."""
+        """Return whether the server's logprobs are those after the temperature."""
         off = {1.0: 0.0, _HALF: 0.0}
         for prompt in prompts:
             taken, row = self._row(prompt, _HALF)

@@ -31,7 +31,7 @@ _NEAR = "#/$defs/"
 
 
 def broken_demands(body: Json, reply: Reply, tokenizer: Tokenizer, *, keeps_all: bool) -> dict[int, str]:
-    """What choices break, in words, by their index; those that keep to everything are not there.
+    """Return what choices break, in words, by their index; those that keep to everything are not there.
 
     Args:
         body: the client's request.
@@ -83,7 +83,7 @@ def _is_small(texts: str | list[str]) -> bool:
 
 
 def _is_loose(text: str) -> bool:
-    """Whether a JSON schema may hold what a server passes over; no other structure does."""
+    """Return whether a JSON schema may hold what a server passes over; no other structure does."""
     try:
         waiting = [json.loads(text)]
     except ValueError:
@@ -103,7 +103,8 @@ def _is_loose(text: str) -> bool:
 
 
 def _broken(demands: ClientDemands, body: Json, choice: Choice, made: str) -> str:
-    """What one choice breaks, in words; "" = nothing. made: the text of which calls were made that had to be made."""
+    """Say what one choice breaks, in words; "" = nothing. made: the text of which calls were made that had to be
+    made."""
     reason = "stop" if choice.finish_reason == "tool_calls" else choice.finish_reason or ""
     said = Delivered(
         choice.text, choice.token_ids or (), reason, parsed=Parsed(choice.text, calls=tuple(choice.calls.values()))
@@ -119,7 +120,7 @@ def _broken(demands: ClientDemands, body: Json, choice: Choice, made: str) -> st
 
 
 def _is_lenient(body: Json) -> bool:
-    """Whether a JSON schema of it is a wish."""
+    """Return whether a JSON schema of it is a wish."""
     schemas: list[Any] = [(body.get("response_format") or {}).get("json_schema")]
     schemas += [tool.get("function") for tool in body.get("tools") or ()]
     return any(schema and schema.get("strict") is False for schema in schemas)

@@ -71,12 +71,12 @@ class PlainShape:
 
     @property
     def learned(self) -> bool:
-        """Whether a reply with choices was seen."""
+        """Return whether a reply with choices was seen."""
         return any(_of_choice(role) for role, _ in self._values)
 
     @property
     def usable(self) -> bool:
-        """Whether plain replies are alike enough to make others look like them."""
+        """Return whether plain replies are alike enough to make others look like them."""
         return not self._mixed and not self._empty_events
 
     def learn(self, text: str, streamed: bool) -> None:
@@ -141,7 +141,7 @@ class PlainShape:
         return _Plan(tuple(steps), any(guesses), firsts)
 
     def _value(self, role: Role, key: str) -> tuple[str, bool]:
-        """What a plain reply has there, and whether that is a guess from the object most like it."""
+        """Return what a plain reply has there, and whether that is a guess from the object most like it."""
         known = self._values.get((role, key))
         if known is not None:
             return known, False
@@ -206,7 +206,8 @@ def _may_say_nothing(reply: Mapping[str, Any]) -> bool:
 
 
 def _says_nothing(found: list[_Object], silent: bool) -> bool:
-    """Whether it is an event that some servers send only to carry token ids: nothing is added, and nothing ends."""
+    """Return whether it is an event that some servers send only to carry token ids: nothing is added, and nothing
+    ends."""
     choices = [fields for _, fields in found[1:]]
     return bool(choices) and all(_is_empty(fields, silent) for fields in choices)
 

@@ -137,7 +137,7 @@ class Proxy:
 
     @property
     def counts(self) -> Counter[str]:
-        """What was counted since the start, by result."""
+        """Return what was counted since the start, by result."""
         return self._sender.totals
 
     async def find_dialect(self, authorization: str | None = None) -> None:
@@ -285,7 +285,7 @@ class Proxy:
             reply.close() if not reply.content.is_eof() else reply.release()
 
     async def _knows_dialect(self, key: str | None) -> bool:
-        """Whether it is known what the server is; at times it is asked again."""
+        """Return whether it is known what the server is; at times it is asked again."""
         looked_at = self._looked_at.get(key is not None, -_LOOK_EVERY_S)
         if self._dialect is None and time.monotonic() - looked_at >= _LOOK_EVERY_S:
             await self.find_dialect(key)
@@ -368,7 +368,7 @@ class Proxy:
         watch: "_Watch",
         recording: _Recording,
     ) -> bool:
-        """Whether all of the reply was passed back."""
+        """Return whether all of the reply was passed back."""
         await response.prepare(request)
         editor = EventEditor(watch.plain_event) if watch.keys and reply.status == 200 else None
         try:
@@ -570,7 +570,8 @@ async def running_proxy(options: ProxyOptions) -> AsyncIterator[tuple[str, Proxy
 
 
 def _without_contents() -> logging.Logger:
-    """What aiohttp logs of connections, without the bytes of malformed requests: they may hold keys or prompts."""
+    """Return what aiohttp logs of connections, without the bytes of malformed requests: they may hold keys or
+    prompts."""
     logger = logging.getLogger("truespec.watch.http")
 
     def strip(record: logging.LogRecord) -> bool:

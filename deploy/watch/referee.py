@@ -239,17 +239,17 @@ class Referee:
 
     @property
     def first_finding(self) -> WatchFinding | None:
-        """What was found first; None = nothing."""
+        """Return what was found first; None = nothing."""
         return next(iter(self.findings.values()), None)
 
     # -- what is known ------------------------------------------------------------------------------------------------
 
     def verdict(self, reply_id: str) -> dict[str, Any] | None:
-        """What is known of a reply, as `GET /v1/verdicts/ID` returns it; None = nothing."""
+        """Return what is known of a reply, as `GET /v1/verdicts/ID` returns it; None = nothing."""
         return self._book.verdicts.reply(reply_id)
 
     def status(self) -> dict[str, Any]:
-        """What the status page shows."""
+        """Return what the status page shows."""
         return self._status.render({"replicas": [], **self._book.overview()})
 
     def history(self) -> dict[str, Any]:

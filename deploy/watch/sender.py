@@ -91,7 +91,7 @@ class Sender:
                     pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     async def _send_batch(self, session: aiohttp.ClientSession, url: str) -> bool:
-        """Whether the queue goes on; if not, the batch stays in it."""
+        """Return whether the queue goes on; if not, the batch stays in it."""
         taken = self._next_batch()
         counts, self._unsent = self._unsent, Counter()
         problem, again = await self._sent(session, url, ExchangeBatch(taken, dict(counts)))
@@ -108,8 +108,8 @@ class Sender:
         return not problem or bool(taken)
 
     async def _sent(self, session: aiohttp.ClientSession, url: str, batch: ExchangeBatch) -> tuple[str, bool]:
-        """What went wrong, and whether to try again: only where the referee cannot have taken the batch, which would
-        count its exchanges twice.
+        """Return what went wrong, and whether to try again: only where the referee cannot have taken the batch, which
+        would count its exchanges twice.
         """
         try:
             body = await asyncio.to_thread(batch.to_wire)

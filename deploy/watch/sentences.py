@@ -80,7 +80,7 @@ class Headline:
 
 
 def headline(report: Report) -> Headline:
-    """What was found, in one sentence."""
+    """Return what was found, in one sentence."""
     answers, overall = report["answers"], report["all"]
     if report["findings"]:
         return Headline("alarm", _alarm_sentence(report["findings"]))
@@ -104,7 +104,7 @@ def _alarm_sentence(findings: Iterable[Mapping[str, Any]]) -> str:
 
 
 def nothing_compared(report: Report) -> bool:
-    """Whether neither a logprob nor a distribution was compared."""
+    """Return whether neither a logprob nor a distribution was compared."""
     distributions = report["answers"]["distributions"]
     looked_at = sum(distributions.get(name, 0) for name in ("tested", "greedy", "repeated_seed"))
     return not report["all"]["compared"] and not looked_at
@@ -130,7 +130,7 @@ def _num_suspect(report: Report) -> int:
 
 
 def shortcomings(report: Report) -> dict[str, str]:
-    """What keeps the report from being clean and whole, by the names of `--fail-on`; only those that apply."""
+    """Return what keeps the report from being clean and whole, by the names of `--fail-on`; only those that apply."""
     found: dict[str, str] = {}
     answers, requests = report["answers"], report["requests"]
     if report["findings"]:
@@ -155,7 +155,7 @@ def shortcomings(report: Report) -> dict[str, str]:
 
 
 def notes(report: Report) -> list[str]:
-    """What a reader of the headline must know besides, as sentences without their full stop."""
+    """Return what a reader of the headline must know besides, as sentences without their full stop."""
     answers = report["answers"]
     unreadable, failed = int(answers.get("unreadable", 0)), int(answers["replays"].get("failed", 0))
     found = {key: text for key, text in shortcomings(report).items() if key in ("untested", "dropped")}
@@ -184,7 +184,7 @@ def shown(group: Sequence[Mapping[str, Any]]) -> Shown:
 
 
 def group_facts(group: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """What is known of such findings, by name; strata are names, too."""
+    """Return what is known of such findings, by name; strata are names, too."""
     first = group[0]
     return {
         "means": REPLAY_ALARMS.get(first["alarm"], NOTHING),
@@ -199,7 +199,7 @@ def group_facts(group: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def example_facts(example: Mapping[str, Any]) -> dict[str, str]:
-    """What is known of an answer that shows something, by name."""
+    """Return what is known of an answer that shows something, by name."""
     shown = {
         "answer": plain(example["id"]),
         "replica": plain(example["replica"]),
@@ -262,7 +262,7 @@ def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], nu
 
 
 def tolerance_facts(tolerance: Mapping[str, Any]) -> dict[str, str]:
-    """What is no fault, by name."""
+    """Return what is no fault, by name."""
     measured_values = plain(json.dumps(tolerance["measured"])) if tolerance["measured"] else ""
     return {
         "from": plain(tolerance["source"]),
@@ -274,7 +274,7 @@ def tolerance_facts(tolerance: Mapping[str, Any]) -> dict[str, str]:
 
 
 def outcomes(report: Report) -> list[ReportTable]:
-    """What became of requests, answers and replays, and why some could not be read or tested."""
+    """Return what became of requests, answers and replays, and why some could not be read or tested."""
     answers = report["answers"]
     groups: list[tuple[str, Mapping[str, float], Mapping[str, str]]] = [
         ("requests", report["requests"], WATCHED_RESULTS),
@@ -343,7 +343,7 @@ def moment(at: float) -> str:
 
 
 def plain(text: object) -> str:
-    """What a server said, without characters that a terminal obeys or that cannot be seen, and not too long."""
+    """Return what a server said, without characters that a terminal obeys or that cannot be seen, and not too long."""
     said = str(text)
     shown = "".join(one if one.isprintable() else one.encode("unicode_escape").decode("ascii") for one in said)
     return shown if len(shown) <= _LONGEST else f"{shown[:_LONGEST]}…"

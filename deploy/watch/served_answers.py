@@ -251,8 +251,8 @@ class ExchangeReader:
 
 
 def _too_long(sampled: Sampled, choice: Choice) -> str:
-    """Whether an answer has more tokens than its request allows, in words. Only ids that the server reports count, and
-    not how it ended: vendors differ in which tokens end an answer, and in what they report of these."""
+    """Return whether an answer has more tokens than its request allows, in words. Only ids that the server reports
+    count, and not how it ended: vendors differ in which tokens end an answer, and in what they report of these."""
     if sampled.max_tokens is None:
         return ""
     return broken_limit(SamplingParams(max_tokens=sampled.max_tokens), choice.token_ids or ())
@@ -299,7 +299,7 @@ def _check_whole(reply: Reply, answers: Sequence[tuple[Choice, _Tokens]]) -> Non
 
 
 def _is_number(num_tokens: int, answers: Sequence[tuple[Choice, _Tokens]]) -> bool:
-    """Whether answers have so many tokens; servers differ in whether they count the one that ends an answer."""
+    """Return whether answers have so many tokens; servers differ in whether they count the one that ends an answer."""
     known = sum(len(tokens.ids) for _, tokens in answers)
     ended = sum(choice.finish_reason == "stop" for choice, _ in answers)
     return known - ended <= num_tokens <= known

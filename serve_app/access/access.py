@@ -41,7 +41,7 @@ class Keys(Protocol):
     """The keys that are known."""
 
     def find(self, key: str) -> Caller | None:
-        """Who has this key, if anybody."""
+        """Return who has this key, if anybody."""
         ...
 
 
@@ -59,12 +59,12 @@ class Access:
 
     @property
     def is_open(self) -> bool:
-        """Whether `/v1` needs no key."""
+        """Return whether `/v1` needs no key."""
         return self._keys is None
 
     @property
     def has_admin(self) -> bool:
-        """Whether there is a way to be let into `/admin`."""
+        """Return whether there is a way to be let into `/admin`."""
         return self._keys is not None or self._admin_token is not None
 
     def require(self, scope: Scope | None, authorization: str | None) -> Caller:

@@ -83,7 +83,7 @@ class Gate:
 
     @property
     def is_open(self) -> bool:
-        """Whether users need no key."""
+        """Return whether users need no key."""
         return self._access.is_open
 
     def admit(self, route: str, authorization: str | None) -> Caller:

@@ -29,7 +29,7 @@ _OF_WEIGHTS_ALONE = ("auto", "float32", "int8", "int4", "awq", "gptq", "bitsandb
 
 
 def precision_of(dtype: str, quantization: str | None) -> str:
-    """What an engine computes in, one of `PRECISIONS`.
+    """Return what an engine computes in, one of `PRECISIONS`.
 
     Args:
         dtype: of activations, where the quantization leaves them as they are.
@@ -155,7 +155,7 @@ def naming(field: str) -> Iterator[None]:
 
 
 async def replayed(deltas: AsyncGenerator[TokenDelta, None]) -> Replayed:
-    """What a teacher-forced request gave, from its deltas.
+    """Return what a teacher-forced request gave, from its deltas.
 
     Raises:
         EngineFault: the engine failed on it.
@@ -290,11 +290,11 @@ class ReplyParser(Protocol):
     `push` as the text grows, or `whole` once."""
 
     def push(self, text: str, token_ids: Sequence[int], *, last: bool) -> ParsedDelta:
-        """What the next part of the text says; `last` = it ends here."""
+        """Return what the next part of the text says; `last` = it ends here."""
         ...
 
     def whole(self, text: str, token_ids: Sequence[int]) -> ParsedDelta:
-        """What the whole text says; each call is one part."""
+        """Return what the whole text says; each call is one part."""
         ...
 
 
@@ -318,7 +318,7 @@ class Parsers(Protocol):
     reads_reasoning: bool
 
     def reading(self, talk: ChatPrompt, prompt: Sequence[int]) -> Reading:
-        """How answers to a conversation are to be read, whose prompt has these tokens.
+        """Return how answers to a conversation are to be read, whose prompt has these tokens.
 
         Raises:
             InvalidRequest: the parser cannot do what is asked.
@@ -418,7 +418,7 @@ class Backend(Protocol):
         ...
 
     def usage(self) -> EngineUsage:
-        """What the engine holds right now."""
+        """Return what the engine holds right now."""
         ...
 
     def cached_blocks(self, most: int) -> list[bytes]:
@@ -430,7 +430,7 @@ class Backend(Protocol):
         ...
 
     def self_checks(self) -> tuple[CheckState, ...]:
-        """How the engine's self-checks stand; none where it has none."""
+        """Return how the engine's self-checks stand; none where it has none."""
         ...
 
     def check_health(self) -> None:

@@ -232,7 +232,7 @@ class TorchBackend:
         self._open.set()
 
     def usage(self) -> EngineUsage:
-        """What the engine holds right now, read without stopping it."""
+        """Return what the engine holds right now, read without stopping it."""
         return self._live_engine().usage()
 
     def cached_blocks(self, most: int) -> list[bytes]:

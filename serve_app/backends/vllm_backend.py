@@ -438,7 +438,7 @@ class VllmBackend:
         self._paused = False
 
     def usage(self) -> EngineUsage:
-        """What the engine holds, as of its last step."""
+        """Return what the engine holds, as of its last step."""
         return self._counts.usage(self._live, self._live_replays)
 
     def cached_blocks(self, most: int) -> list[bytes]:
@@ -769,7 +769,7 @@ class VllmBackend:
 
 
 def _device(elsewhere: bool) -> tuple[str, int]:
-    """What vLLM computes on, and the memory of that GPU; 0 = it is none. Nothing is known of it elsewhere."""
+    """Return what vLLM computes on, and the memory of that GPU; 0 = it is none. Nothing is known of it elsewhere."""
     if elsewhere:
         return "", 0
     from vllm.platforms import current_platform

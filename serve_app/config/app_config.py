@@ -127,7 +127,7 @@ class VllmSection(Section):
 
     @property
     def has_parsers(self) -> bool:
-        """Whether the text of answers is parsed."""
+        """Return whether the text of answers is parsed."""
         return self.tool_parser is not None or self.reasoning_parser is not None
 
 
@@ -517,7 +517,7 @@ class AppConfig(Section):
             )
 
     def _rank_errors(self) -> Iterator[FieldError]:
-        """What does not go together with ranks on several nodes, or of several stages."""
+        """Return what does not go together with ranks on several nodes, or of several stages."""
         ranks = self.ranks
         if ranks.by_ray and not all(self.pool(name).num_gpus > 0 for name in self.pool_names):
             yield FieldError(
@@ -597,7 +597,7 @@ class AppConfig(Section):
 
     @property
     def ranks(self) -> Ranks:
-        """How the model of a replica is split among devices.
+        """Return how the model of a replica is split among devices.
 
         Raises:
             ConfigError: an argument of vLLM's that decides it has a wrong value.
@@ -637,13 +637,13 @@ class AppConfig(Section):
         return replace(config, kv_cache_tokens=None) if self.pool(pool).num_gpus >= 1 else config
 
     def may_replay_vllm(self, pool: PoolName) -> bool:
-        """Whether replicas of `pool` load our own engine beside vLLM, if it knows the model and fits, or must. What
-        others take of a GPU that they share is not known, so there they do it only if they must."""
+        """Return whether replicas of `pool` load our own engine beside vLLM, if it knows the model and fits, or must.
+        What others take of a GPU that they share is not known, so there they do it only if they must."""
         shared = 0 < self.pool(pool).num_gpus < 1 and self.vllm.replays is None
         return pool != "decode" and self.vllm.replays != "vllm" and not self.ranks.by_ray and not shared
 
     def replays_show_distribution(self, folder: str, device_bytes: int = 0) -> Callable[[Request], bool]:
-        """Whether a replay of a request gives the distribution of its tokens, and not their logprobs alone.
+        """Return whether a replay of a request gives the distribution of its tokens, and not their logprobs alone.
 
         Args:
             folder: holds the model.
@@ -666,12 +666,12 @@ class AppConfig(Section):
 
     @property
     def parcels(self) -> Literal["plasma", "inline", "nixl"]:
-        """How handoff messages travel between replicas; vLLM's engines do their NIXL copies themselves."""
+        """Return how handoff messages travel between replicas; vLLM's engines do their NIXL copies themselves."""
         by_vllm = self.engine.kind == "vllm" and self.handoff.transport == "nixl"
         return "inline" if by_vllm else self.handoff.transport
 
     def vllm_settings(self, pool: PoolName) -> VllmSettings:
-        """How vLLM is set up on a replica of `pool`."""
+        """Return how vLLM is set up on a replica of `pool`."""
         given = frozenset(
             name for name in SIZES & self.engine.model_fields_set if getattr(self.engine, name) is not None
         )

@@ -53,7 +53,7 @@ class AutoscalingSection(_Scaling):
         return self
 
     def targets(self, pool: PoolName) -> dict[str, float]:
-        """What a replica of a pool should have at most, by the names under which it records its load."""
+        """Return what a replica of a pool should have at most, by the names under which it records its load."""
         if pool == "prefill":
             return {"backlog_s": self.target_backlog_s}
         return {"kv_usage": self.target_kv_usage, "running_share": self.target_running_share}

@@ -40,7 +40,7 @@ class DeploymentOverride(Section):
         return POOL_OF_DEPLOYMENT[self.name]
 
     def place_of(self, field: str) -> str:
-        """Where this override sets what a pool's `autoscaling` has under `field`."""
+        """Return where this override sets what a pool's `autoscaling` has under `field`."""
         target = field.removeprefix("target_")
         policy = self.autoscaling_config and self.autoscaling_config.policy
         if policy and target in policy.policy_kwargs["targets"]:

@@ -99,7 +99,7 @@ class PartClient:
         self.connect = connect
 
     async def answer(self, response: Awaitable[R]) -> R:
-        """What the controller answered."""
+        """Return what the controller answered."""
         return await uncancelled(response)
 
 
@@ -115,7 +115,7 @@ class RemoteWeights(PartClient):
     reset_caches = Call(WeightCoordinator.reset_caches)
 
     async def answer(self, response: Awaitable[R]) -> R:
-        """What the controller answered."""
+        """Return what the controller answered."""
         return await answered(response)
 
 

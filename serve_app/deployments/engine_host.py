@@ -199,7 +199,7 @@ class EngineHost:
         }
 
     def routing_stats(self) -> dict[str, Any]:
-        """What the routers of `serve_app.routing.replica_router` choose by."""
+        """Return what the routers of `serve_app.routing.replica_router` choose by."""
         blocks = reported_blocks(self.backend.cached_blocks(MOST_REPORTED))
         return self.load() | {"blocks": blocks, "backlog_tokens": self.backlog.num_tokens}
 
@@ -226,7 +226,7 @@ class EngineHost:
 
     @property
     def guard(self) -> Guard:
-        """What decides about speculation here.
+        """Return what decides about speculation here.
 
         Raises:
             EngineFault: the engine is not loaded yet.

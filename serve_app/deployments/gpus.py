@@ -13,5 +13,5 @@ CUDA_VISIBLE_DEVICES there; an empty one in `env_vars` would also hide the GPUs 
 
 
 def given_device() -> Literal["cpu", "cuda"]:
-    """What `device: auto` means in an actor. A GPU that it was given is the first of those it sees."""
+    """Return what `device: auto` means in an actor. A GPU that it was given is the first of those it sees."""
     return "cuda" if ray.get_runtime_context().get_accelerator_ids()["GPU"] else "cpu"

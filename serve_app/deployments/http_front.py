@@ -162,7 +162,8 @@ class HttpFront:
         return VllmRoutes(settings, self._runtime.controller.weights)
 
     async def status(self) -> dict[str, Any]:
-        """What the status page shows of the whole app; the quantization is that of the model as it is served here."""
+        """Return what the status page shows of the whole app; the quantization is that of the model as it is served
+        here."""
         reported = await self._runtime.controller.status()
         quantization = None
         if self._front_end is not None:
@@ -175,7 +176,7 @@ class HttpFront:
         return await self._runtime.controller.exposition()
 
     async def verdict(self, reply_id: str) -> dict[str, Any] | None:
-        """What is known of a reply, this replica's newest ones included."""
+        """Return what is known of a reply, this replica's newest ones included."""
         await self._reporter.report()
         return await self._runtime.controller.verdict(reply_id)
 

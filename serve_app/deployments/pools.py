@@ -44,7 +44,8 @@ class EngineServer:
         return await self.host.replay(request, reported)
 
     async def independent_referee(self) -> tuple[ActorHandle, ServedWeights]:
-        """Where the controller has answers replayed by other code than this replica's, and with which weights."""
+        """Return where the controller has answers replayed by other code than this replica's, and with which
+        weights."""
         return self.host.independent_referee()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:

@@ -87,7 +87,7 @@ class PrefillPool:
 def token_source(
     host: EngineHost, prefill: "DeploymentHandle[Any] | None" = None, took_in: TookIn | None = None
 ) -> PooledTokenSource:
-    """Where the tokens of an engine come from: its prompts from the prefill pool where there is one."""
+    """Return where the tokens of an engine come from: its prompts from the prefill pool where there is one."""
     recovery = host.runtime.config.recovery
     patience = PrefillPatience(recovery.prefill_timeout_s, recovery.prefill_retries)
     ask = None if prefill is None else PrefillPool(prefill, host).prefill

@@ -48,7 +48,7 @@ class DecodeWorker(EngineServer):
         self._info = await self.host.start(lambda host: self.token_source(host, prefill))
 
     def token_source(self, host: EngineHost, prefill: "DeploymentHandle[Any] | None") -> PooledTokenSource:
-        """Where this replica's tokens come from."""
+        """Return where this replica's tokens come from."""
         return token_source(host, prefill, self._handed_off)
 
     def _weights_switched(self, info: ModelInfo) -> None:
@@ -62,7 +62,7 @@ class DecodeWorker(EngineServer):
             self.host.handed_off(request_id, prefilled_by)
 
     async def model(self) -> tuple[ModelInfo, dict[str, bytes]]:
-        """What is served, and the files that the tokenizer is made of."""
+        """Return what is served, and the files that the tokenizer is made of."""
         return self._info, await asyncio.to_thread(tokenizer_files, Path(self._info.folder))
 
     async def stream(

@@ -70,7 +70,7 @@ class Breaker:
 
     @property
     def speculation(self) -> Speculation:
-        """Who may speculate now."""
+        """Return who may speculate now."""
         if self.mode is not Mode.AUTO:
             return Speculation.ON if self.mode is Mode.ON else Speculation.OFF
         if self.state is BreakerState.CLOSED:
@@ -79,7 +79,7 @@ class Breaker:
 
     @property
     def out_of_service(self) -> bool:
-        """Whether the replica is to be replaced."""
+        """Return whether the replica is to be replaced."""
         return self.state is BreakerState.OUT and self.mode is Mode.AUTO
 
     def trip(self, reason: str, shown_at: float, evidence_since: float) -> Trip | None:
@@ -110,7 +110,7 @@ class Breaker:
 
     @property
     def canary_due(self) -> bool:
-        """Whether it is time to try speculation out."""
+        """Return whether it is time to try speculation out."""
         wait_s = self._settings.cooldown_s * min(2**self._num_failed, _MOST_BACK_OFF)
         rested = self._clock() - self.since >= wait_s
         return self.state is BreakerState.OPEN and self.mode is Mode.AUTO and rested

@@ -69,7 +69,7 @@ class Canary:
             self._recent.append(request)
 
     async def try_out(self) -> bool | None:
-        """Whether speculation is right now; None where the trial has shown nothing."""
+        """Return whether speculation is right now; None where the trial has shown nothing."""
         settings, num_drafted = self._settings, 0
         for number, request in enumerate(list(self._requests())):
             if number >= settings.num_requests and num_drafted >= settings.min_drafted:

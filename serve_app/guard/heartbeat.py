@@ -28,7 +28,7 @@ class ReplicaStatus:
 
     @property
     def decodes_plainly(self) -> bool:
-        """Whether nothing is drafted there, for clients or otherwise."""
+        """Return whether nothing is drafted there, for clients or otherwise."""
         stopped = self.mode is Mode.AUTO and self.state in (BreakerState.OPEN, BreakerState.OUT)
         return stopped or self.mode is Mode.OFF
 

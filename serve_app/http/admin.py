@@ -61,7 +61,7 @@ class WeightsService(Protocol):
     """The weights of all replicas, as those who change them see them; `WeightCoordinator` has the details."""
 
     async def statuses(self) -> Statuses:
-        """Which weights each replica serves."""
+        """Return which weights each replica serves."""
         ...
 
     async def update(self, ref: WeightsRef, mode: PauseMode = ..., timeout_s: float = ...) -> Outcome:

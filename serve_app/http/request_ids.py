@@ -87,5 +87,5 @@ def request_id_of(scope: Scope) -> str:
 
 
 def _sent_id(scope: Scope) -> str:
-    """What the request itself gives as its id; "" = nothing."""
+    """Return what the request itself gives as its id; "" = nothing."""
     return next((value for name, value in scope["headers"] if name == b"x-request-id"), b"").decode("latin-1")

@@ -170,14 +170,15 @@ class _GuardedRoute(APIRoute):
 
 
 def _wrong_query(error: RequestValidationError) -> InvalidRequest:
-    """What FastAPI refuses: a parameter in the URL, as bodies are read by us."""
+    """Return what FastAPI refuses: a parameter in the URL, as bodies are read by us."""
     first = error.errors()[0]
     name = str(first["loc"][-1])
     return InvalidRequest(name, f"{name}: {first['msg']}.")
 
 
 def _admission(gate: Gate) -> Callable[[Request], Awaitable[None]]:
-    """What every route depends on. It goes by the route that was chosen, so no spelling of a path leads around it."""
+    """Return what every route depends on. It goes by the route that was chosen, so no spelling of a path leads around
+    it."""
 
     async def admit(request: Request) -> None:
         caller = gate.admit(request.scope["route"].path, request.headers.get("authorization"))
@@ -372,7 +373,7 @@ async def _score(front_end: FrontEnd, scorer: Scorer, gate: Gate, request: Reque
 
 
 def _terms(request: Request) -> RequestTerms:
-    """What who sent a request may ask for, and for how long they want to wait.
+    """Return what who sent a request may ask for, and for how long they want to wait.
 
     Raises:
         InvalidRequest: the header names no time.

@@ -43,7 +43,7 @@ class PatientProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # on
 
     @property
     def _answering(self) -> bool:
-        """Whether the headers of a request are there, and its answer is not."""
+        """Return whether the headers of a request are there, and its answer is not."""
         return self.cycle is not None and not self.cycle.response_complete
 
     def _wait(self) -> None:

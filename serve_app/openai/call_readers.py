@@ -52,12 +52,12 @@ class AnswerReader:
         self._inner = inner
 
     def push(self, text: str, token_ids: Sequence[int], *, last: bool) -> ParsedDelta:
-        """What the next part of the text says."""
+        """Return what the next part of the text says."""
         said = ParsedDelta(text) if self._inner is None else self._inner.push(text, token_ids, last=last)
         return self._read(said, last=last)
 
     def whole(self, text: str, token_ids: Sequence[int]) -> ParsedDelta:
-        """What the whole text says."""
+        """Return what the whole text says."""
         said = ParsedDelta(text) if self._inner is None else self._inner.whole(text, token_ids)
         return self._read(said, last=True)
 
@@ -89,7 +89,7 @@ class CallReader(ABC):
         self._steps = self._read()
 
     def push(self, text: str, *, last: bool) -> ParsedDelta:
-        """What the next part of the text says; `last` = it ends here."""
+        """Return what the next part of the text says; `last` = it ends here."""
         self._text.add(text, last=last)
         next(self._steps, None)
         calls = tuple(
@@ -471,7 +471,7 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def _referred(reference: Any, root: Mapping[str, Any]) -> Any:
-    """What a reference within a schema names; None = it names nothing there."""
+    """Return what a reference within a schema names; None = it names nothing there."""
     found: Any = root
     for key in str(reference).removeprefix("#/").split("/"):
         found = found.get(key) if isinstance(found, Mapping) else None

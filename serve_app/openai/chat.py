@@ -35,7 +35,7 @@ class ResponseParser:
 
     @property
     def keeps_special(self) -> bool:
-        """Whether the text is to hold special tokens."""
+        """Return whether the text is to hold special tokens."""
         return self.reading is not None and self.reading.keeps_special
 
     @property
@@ -45,7 +45,7 @@ class ResponseParser:
 
     @property
     def thought_end(self) -> str:
-        """What ends the reasoning that an answer begins with; "" = it begins with none, or nobody can tell."""
+        """Return what ends the reasoning that an answer begins with; "" = it begins with none, or nobody can tell."""
         return "" if self.reading is None else self.reading.thought_end or ""
 
     def parser(self) -> ReplyParser:
@@ -115,7 +115,8 @@ class ChatDesk:
         return dataclasses.replace(talk, variables=_effort(wire.reasoning_effort, template) | dict(talk.variables))
 
     def answers(self, talk: ChatPrompt, prompt: Sequence[int], form: Structure | None) -> ResponseParser | None:
-        """How the answers to a prompt are to be read, that are to have a form; None where all their text is content.
+        """Return how the answers to a prompt are to be read, that are to have a form; None where all their text is
+        content.
 
         Raises:
             UnsupportedParameter: the form that is asked for cannot begin behind the model's reasoning.

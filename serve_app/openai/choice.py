@@ -72,7 +72,7 @@ class _Choice:
 
     @property
     def ended_here(self) -> bool:
-        """Whether a stop string ended it, of which the source knows nothing."""
+        """Return whether a stop string ended it, of which the source knows nothing."""
         return self._text.stopped
 
     def push(self, delta: TokenDelta) -> ChoiceDelta | None:
@@ -176,7 +176,7 @@ class _Choice:
         return None if of_itself else token
 
     def _unrepeatable(self) -> str | None:
-        """As `Job.unrepeatable`, of the finished choice."""
+        """Implement `Job.unrepeatable`, of the finished choice."""
         if self._job_unrepeatable == "" and len(self._versions) > 1:
             return "the weights were changed while it was generated"
         return self._job_unrepeatable
@@ -214,7 +214,7 @@ class _Choice:
         )
 
     def _offsets(self, texts: Sequence[str]) -> list[int]:
-        """Where each of these texts begins in the choice's."""
+        """Return where each of these texts begins in the choice's."""
         ends = list(accumulate(map(len, texts), initial=self._text_offset))
         self._text_offset = ends.pop()
         return ends
@@ -289,7 +289,7 @@ class ChoiceRun:
         return self._echoes[self._group_of[request_id]] if self._echoes else None
 
     def ended_here(self, request_id: str) -> bool:
-        """Whether a choice was ended by its front end."""
+        """Return whether a choice was ended by its front end."""
         return self._choices[request_id].ended_here
 
     def records(self) -> list[tuple[Record, int, Ending]]:
@@ -306,13 +306,13 @@ class ChoiceRun:
         return self._choices[self._job.requests[piece.index].request_id].whole(piece)
 
     def has_form(self, request_id: str) -> bool:
-        """Whether a choice is complete, and of a structure, or with calls, that its client asked for."""
+        """Return whether a choice is complete, and of a structure, or with calls, that its client asked for."""
         demands = self._job.demands
         is_complete = self._choices[request_id].delivered is not None
         return is_complete and demands is not None and bool(demands.structure or demands.functions)
 
     def broken(self, request_id: str, model: ModelInfo) -> str:
-        """What a complete choice breaks of its client's request, in words; "" = nothing."""
+        """Say what a complete choice breaks of its client's request, in words; "" = nothing."""
         demands, said = self._job.demands, self._choices[request_id].delivered
         if demands is None or said is None:
             return ""
@@ -357,7 +357,7 @@ class _StreamReader:
     def push(
         self, ids: Sequence[int], texts: Sequence[str], released: str, reason: str | None
     ) -> tuple[ParsedDelta, str | None]:
-        """What newly delivered tokens say, of whose text some may go out, and why the answer ends if it does."""
+        """Return what newly delivered tokens say, of whose text some may go out, and why the answer ends if it does."""
         self._waiting.extend(zip(ids, texts, strict=True))
         self._text += released
         parts: list[tuple[tuple[int, ...], str]] = []

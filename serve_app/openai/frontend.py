@@ -139,7 +139,7 @@ class FrontEnd:
         )
 
     def count_tokens(self, text: str) -> int:
-        """How many tokens a text has that goes on after others."""
+        """Return how many tokens a text has that goes on after others."""
         return len(self._tokenizer.encode(text, continuation=True))
 
     async def prepare(
@@ -215,7 +215,7 @@ class FrontEnd:
         )
 
     async def _demands(self, wire: WireRequest) -> ClientDemands | None:
-        """What the client's own words demand; None = nothing is to be generated, or nobody can read them."""
+        """Return what the client's own words demand; None = nothing is to be generated, or nobody can read them."""
         if wire.prompt_only:
             return None
         encode = functools.partial(self._tokenizer.encode, continuation=True)

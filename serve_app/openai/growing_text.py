@@ -30,7 +30,7 @@ class GrowingText:
         self._complete = self._complete or last
 
     def since(self, begin: int) -> str:
-        """What was read since then."""
+        """Return what was read since then."""
         return self._text[begin : self.at]
 
     def peek(self) -> Step[str]:

@@ -37,7 +37,7 @@ class TextPart(Wire):
 
 
 def _is_deep(value: dict[str, Any]) -> bool:
-    """Whether a JSON object is nested deeper than is passed to templates."""
+    """Return whether a JSON object is nested deeper than is passed to templates."""
     level: list[Any] = [value]
     for _ in range(MAX_LEVELS):
         inner = [one.values() if isinstance(one, dict) else one for one in level]
@@ -224,7 +224,7 @@ _CHOICES = ("none", "auto", "required")
 
 
 def choice_kind(value: Any) -> str:
-    """Which kind of tool_choice a value is to be."""
+    """Return which kind of tool_choice a value is to be."""
     return "<function>" if isinstance(value, dict) else "<nothing>" if value is None else "<word>"
 
 

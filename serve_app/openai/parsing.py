@@ -118,7 +118,7 @@ def _complain(error: ErrorDetails) -> NoReturn:
 
 
 def _is_tag(part: str | int) -> bool:
-    """Whether a part of a location is no field, but a kind that a value may have."""
+    """Return whether a part of a location is no field, but a kind that a value may have."""
     return isinstance(part, str) and part.startswith("<")
 
 

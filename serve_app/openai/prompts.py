@@ -41,7 +41,7 @@ class PromptEncoder:
         return [self._fit(await self.template(wire, talk), wire, "messages")]
 
     async def template(self, wire: ChatCompletionRequest, talk: ChatPrompt) -> Ids:
-        """What the chat template makes of a conversation, whatever its length."""
+        """Return what the chat template makes of a conversation, whatever its length."""
         continues = bool(wire.continue_final_message)
         ending = {
             "add_generation_prompt": not continues

@@ -335,7 +335,7 @@ class WireRequest(Wire):
 
     @property
     def text_form(self) -> TextForm:
-        """How tokens are to become text."""
+        """Return how tokens are to become text."""
         return TextForm(
             self.skip_special_tokens is not False,
             bool(self.include_stop_str_in_output),
@@ -344,17 +344,17 @@ class WireRequest(Wire):
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """As in SamplingParams: None = off, 0 = the prompt's own tokens only."""
+        """Return it as in SamplingParams: None = off, 0 = the prompt's own tokens only."""
         return self.prompt_logprobs
 
     @property
     def include_usage(self) -> bool:
-        """Whether a stream ends with a usage chunk."""
+        """Return whether a stream ends with a usage chunk."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
     @property
     def continuous_usage(self) -> bool:
-        """Whether every chunk has the usage up to there."""
+        """Return whether every chunk has the usage up to there."""
         return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     @property
@@ -364,7 +364,7 @@ class WireRequest(Wire):
 
     @property
     def prompt_only(self) -> bool:
-        """Whether nothing is to be generated, but the prompt echoed."""
+        """Return whether nothing is to be generated, but the prompt echoed."""
         return self.token_budget[1] == 0
 
     def check_together(self) -> None:
@@ -455,12 +455,13 @@ class CompletionRequest(WireRequest):
 
     @property
     def num_logprobs(self) -> int | None:
-        """As in SamplingParams: None = off, 0 = the emitted token only."""
+        """Return it as in SamplingParams: None = off, 0 = the emitted token only."""
         return self.logprobs
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """As in SamplingParams: what the echo shows of the prompt, or `prompt_logprobs` asks for, whichever is more."""
+        """Return it as in SamplingParams: what the echo shows of the prompt, or `prompt_logprobs` asks for, whichever
+        is more."""
         counts = [count for count in (self.prompt_logprobs, self.logprobs if self.echo else None) if count is not None]
         return max(counts, default=None)
 
@@ -511,7 +512,7 @@ class ChatCompletionRequest(WireRequest):
 
     @property
     def num_logprobs(self) -> int | None:
-        """As in SamplingParams: None = off, 0 = the emitted token only."""
+        """Return it as in SamplingParams: None = off, 0 = the emitted token only."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property

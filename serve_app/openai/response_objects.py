@@ -53,7 +53,7 @@ class ResponsesFormat:
     id_prefix: str = ID_PREFIX
 
     def stream(self, *, continuous_usage: bool) -> "ResponseEvents":
-        """What writes one reply as a stream; its usage comes with its last event."""
+        """Return what writes one reply as a stream; its usage comes with its last event."""
         return ResponseEvents(self)
 
     async def whole(self, head: ReplyHead, choices: Sequence[ChoiceDelta], usage: Usage, reported: Fields) -> Fields:
@@ -245,7 +245,7 @@ class _OpenItem:
         self.texts: list[str] = []
 
     def place(self) -> Fields:
-        """Where an event belongs."""
+        """Return where an event belongs."""
         placed = {"item_id": self.item["id"], "output_index": self.index}
         return placed if self.kind == "fc" else placed | {"content_index": 0}
 
@@ -261,7 +261,7 @@ class _OpenItem:
 
 
 def _without_text(piece: ChoiceDelta) -> ChoiceDelta:
-    """What is needed of a piece at the end."""
+    """Return what is needed of a piece at the end."""
     return ChoiceDelta(
         piece.index,
         finish_reason=piece.finish_reason,

@@ -184,7 +184,7 @@ class ResponsesRequest(WireRequest):
 
     @property
     def with_logprobs(self) -> bool:
-        """Whether the text comes with logprobs; to ask for the most likely tokens is to ask for them."""
+        """Return whether the text comes with logprobs; to ask for the most likely tokens is to ask for them."""
         return LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
 
     def conversation(self, earlier: Sequence[AnyItem], items: Sequence[AnyItem]) -> Conversation:

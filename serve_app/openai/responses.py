@@ -223,11 +223,11 @@ class ReplyFormat(Protocol):
 
     @property
     def id_prefix(self) -> str:
-        """What the ids of replies begin with."""
+        """Return what the ids of replies begin with."""
         ...
 
     def stream(self, *, continuous_usage: bool) -> ReplyStream:
-        """What writes one reply as a stream."""
+        """Return what writes one reply as a stream."""
         ...
 
     async def whole(
@@ -296,7 +296,7 @@ class CompletionFormat:
     _kind = "text_completion"
 
     def stream(self, *, continuous_usage: bool) -> ReplyStream:
-        """What writes one reply as a stream."""
+        """Return what writes one reply as a stream."""
         return ChunkStream(self, continuous_usage=continuous_usage)
 
     def opening(self, head: ReplyHead) -> list[dict[str, Any]]:
@@ -339,7 +339,7 @@ class ChatFormat:
     _kind = "chat.completion"
 
     def stream(self, *, continuous_usage: bool) -> ReplyStream:
-        """What writes one reply as a stream."""
+        """Return what writes one reply as a stream."""
         return ChunkStream(self, continuous_usage=continuous_usage)
 
     def opening(self, head: ReplyHead) -> list[dict[str, Any]]:

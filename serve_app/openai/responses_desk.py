@@ -112,7 +112,7 @@ class ResponsesDesk:
         return _read_again([*found["items"], *found["response"]["output"]], name, response_id)
 
     async def _referred(self, item: AnyItem, path: str, owner: str) -> AnyItem:
-        """What an item refers to; itself, where it is no reference."""
+        """Return what an item refers to; itself, where it is no reference."""
         if not isinstance(item, ItemReference):
             return item
         if self._kept is None:

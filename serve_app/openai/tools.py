@@ -25,7 +25,7 @@ _BLANKS = r"/[ \t\n\r]{0,8}/"  # those of JSON
 
 
 def forces_calls(talk: ChatPrompt) -> bool:
-    """Whether the answer must call a tool."""
+    """Return whether the answer must call a tool."""
     return talk.use in ("required", "named")
 
 

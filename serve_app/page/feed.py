@@ -31,7 +31,7 @@ class StatusFeed:
 
     @property
     def full(self) -> bool:
-        """Whether no more streams are taken on."""
+        """Return whether no more streams are taken on."""
         return self._num_streams >= _MAX_STREAMS
 
     async def events(self) -> AsyncGenerator[bytes, None]:

@@ -18,7 +18,7 @@ Trouble = dict[str, Any]
 
 
 def troubles(history: History, samples: list[Sample], max_first_token_s: float | None) -> list[Trouble]:
-    """What is wrong, the worst first: title, tone (`bad` or `warn`), a sentence, and the runbook.
+    """Return what is wrong, the worst first: title, tone (`bad` or `warn`), a sentence, and the runbook.
 
     Args:
         history: counts of the last hour.

@@ -126,7 +126,7 @@ class History:
         return found
 
     def since(self, seconds: float, now: Sums) -> "Happened":
-        """What happened in so many of the last seconds, or since the start."""
+        """Return what happened in so many of the last seconds, or since the start."""
         first = next((sums for sums in self._sums if sums.at >= now.at - seconds), self._sums[-1])
         usages = [sums.kv_usage for sums in (*self._sums, now) if sums.at >= first.at and sums.kv_usage is not None]
         is_covered = self._sums[0].at <= now.at - seconds
@@ -149,7 +149,7 @@ class History:
         return self._sums[max(0, len(self._sums) - _MINUTE)]
 
     def take(self) -> Sums:
-        """What has been counted by now."""
+        """Return what has been counted by now."""
         samples = self._counted.samples()
         return Sums(
             self._clock(),
@@ -226,7 +226,7 @@ def _counts(samples: list[Sample]) -> dict[str, float]:
 
 
 def _figures(first: Sums, last: Sums) -> Point:
-    """What happened between two times."""
+    """Return what happened between two times."""
     seconds = max(last.at - first.at, _SHORTEST_S)
     grown = {field: value - first.counts[field] for field, value in last.counts.items()}
     drafted = grown["drafted"]

@@ -94,7 +94,7 @@ _WORDS: dict[IncidentKind, _Words] = {
 
 
 def runbook(alert: str) -> dict[str, str]:
-    """Where to read what to do at an alert; the page itself has the same as `page/runbooks.html`."""
+    """Return where to read what to do at an alert; the page itself has the same as `page/runbooks.html`."""
     return {"name": alert, "page": RUNBOOKS}
 
 

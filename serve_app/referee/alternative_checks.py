@@ -76,7 +76,7 @@ def compare_place(
 
 
 def _wrong_form(reported: Alternatives, num_top: int, scored_ids: Sequence[int]) -> str:
-    """What is wrong whatever the model says; "" = nothing."""
+    """Say what is wrong whatever the model says; "" = nothing."""
     ids = [token for token, _ in reported.top]
     if len(ids) < num_top:
         return f"{len(ids)} of the {num_top} likeliest tokens were reported"
@@ -124,7 +124,7 @@ class ComparedAlternatives:
         return [known.get(place) for place in range(start, stop)]
 
     def wrong(self, placement: DrawTolerance, drift_tolerance: float, jump_nats: float) -> str:
-        """What is wrong with them, in words; "" = nothing.
+        """Say what is wrong with them, in words; "" = nothing.
 
         Args:
             placement: what rounding moves a logit by.
@@ -153,5 +153,5 @@ class ComparedAlternatives:
 
 
 def _asked_for(params: SamplingParams, *, of_prompt: bool) -> tuple[int, tuple[int, ...]]:
-    """How many of the likeliest tokens a request wants reported in each place, and which further ones."""
+    """Return how many of the likeliest tokens a request wants reported in each place, and which further ones."""
     return (params.prompt_logprobs or 0, ()) if of_prompt else (params.logprobs or 0, params.logprob_token_ids)

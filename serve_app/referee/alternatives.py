@@ -68,7 +68,7 @@ class AlternativesFound:
     max_drift_nats: float | None = None
 
     def to_wire(self) -> dict[str, Any]:
-        """As the API returns it."""
+        """Return the form that the API returns."""
         return asdict(self)
 
 

@@ -130,7 +130,8 @@ class Answer:
         )
 
     def since_update(self) -> "Answer":
-        """What the latest version of the weights made, behind a prompt of all before it; itself if that made it all."""
+        """Return what the latest version of the weights made, behind a prompt of all before it; itself if that made it
+        all."""
         start, request = self.num_before_update, self.request
         if len(self.weight_versions) == 1:
             return self

@@ -126,7 +126,7 @@ class ClientDemands:
         return limit or self.broken_end(said) or self.broken_form(said)
 
     def broken_end(self, said: Delivered, only: str | None = None) -> str:
-        """What is wrong with its end, in words; "" = nothing. only: of the stop strings; None = all."""
+        """Say what is wrong with its end, in words; "" = nothing. only: of the stop strings; None = all."""
         text, ended = said.text[said.unsearched :], said.finish_reason == "stop"
         for number, stop in enumerate(self.stops):
             if only not in (None, stop):
@@ -166,7 +166,7 @@ class ClientDemands:
         return breaks_structure(kind, text, form, whole=whole, budget=budget)
 
     def _broken_calls(self, form: str, parsed: Parsed, whole: bool, budget: CheckBudget) -> str:
-        """What is wrong with calls that had to be made; of an answer that was cut off, the last may be, too."""
+        """Say what is wrong with calls that had to be made; of an answer that was cut off, the last may be, too."""
         try:
             as_made = is_made_of(form, parsed.calls)
             is_json = _value(form) is not _NO_JSON
@@ -185,7 +185,7 @@ class ClientDemands:
         return ""
 
     def _may_stop(self, said: Delivered) -> bool:
-        """Whether something else than the structure's own end may have ended it."""
+        """Return whether something else than the structure's own end may have ended it."""
         by_token = bool(said.token_ids) and said.token_ids[-1] in self.limits.stop_token_ids
         return by_token or bool(self.stops and said.stop_reason is not None)
 
@@ -233,7 +233,7 @@ def _functions(body: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _max_calls(body: Mapping[str, Any]) -> int | None:
-    """How many calls an answer may make; None = any number."""
+    """Return how many calls an answer may make; None = any number."""
     choice = body.get("tool_choice")
     if choice == "none" or not body.get("tools"):
         return 0
@@ -244,7 +244,7 @@ _NO_JSON = object()
 
 
 def _value(text: str) -> Any:
-    """What JSON says, with numbers as they are written."""
+    """Return what JSON says, with numbers as they are written."""
     try:
         return json.loads(text, parse_int=str, parse_float=str)
     except ValueError:
@@ -252,8 +252,8 @@ def _value(text: str) -> Any:
 
 
 def is_made_of(text: str, calls: Sequence[tuple[str, str]]) -> bool:
-    """Whether a text is these calls and nothing else, as servers force it: a JSON list of them, or the arguments of the
-    only one.
+    """Return whether a text is these calls and nothing else, as servers force it: a JSON list of them, or the arguments
+    of the only one.
 
     Raises:
         RecursionError: it is nested too deeply.
@@ -264,7 +264,7 @@ def is_made_of(text: str, calls: Sequence[tuple[str, str]]) -> bool:
 
 
 def _is_all_thought(said: Delivered, parsed: Parsed) -> bool:
-    """Whether what ends its reasoning is not there."""
+    """Return whether what ends its reasoning is not there."""
     if parsed.thought_end_id is not None:
         return parsed.thought_end_id not in said.token_ids
     return parsed.thought_end is not None and parsed.thought_end not in said.text

@@ -142,7 +142,7 @@ class Controls:
 
 
 def _is_plain(answer: Answer) -> bool:
-    """Whether no rule of its request changes the logits."""
+    """Return whether no rule of its request changes the logits."""
     params = answer.request.params
     return not (params.ruled or params.structure or answer.request.adapter or answer.untested)
 

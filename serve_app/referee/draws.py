@@ -81,7 +81,7 @@ class DrawTolerance:
         return min(max(_LEAST_NATS, measured), _MOST_EDGES * self._edge_nats)
 
     def judge(self, check: DrawCheck, drift: TokenDrift | None) -> DrawResult:
-        """What one check shows of a token whose logprob drifted so far; None = it was served without one."""
+        """Return what one check shows of a token whose logprob drifted so far; None = it was served without one."""
         nats, moved = self.nats, 0.0 if drift is None else drift.nats
         if check.draft_drift is not None:
             nats, moved = max(nats, self._nats(self._drafter)), max(moved, check.draft_drift)
@@ -112,12 +112,12 @@ class DrawTest:
 
     @property
     def evidence_since(self) -> float:
-        """When the evidence of the alarm began, in seconds."""
+        """Return when the evidence of the alarm began, in seconds."""
         return min(test.evidence_since for test in (self._wrong, self._near) if test.alarm)
 
     @property
     def alarm(self) -> bool:
-        """Whether it is so."""
+        """Return whether it is so."""
         return self._wrong.alarm or self._near.alarm
 
 
@@ -144,7 +144,7 @@ class DrawsChecked:
         return sum(result is not None for result in self.results)
 
     def to_wire(self) -> dict[str, Any]:
-        """As the API returns it."""
+        """Return the form that the API returns."""
         counts = Counter(result.value for result in self.results if result is not None)
         return {
             "num_checked": self.num_checked,

@@ -111,12 +111,12 @@ class NoiseFloor:
 
 
 def is_unmistakable(drift: TokenDrift, jump_nats: float) -> bool:
-    """Whether one logprob is further off than rounding moves any; jump_nats: as of `request_drifted`."""
+    """Return whether one logprob is further off than rounding moves any; jump_nats: as of `request_drifted`."""
     return drift.nats > _UNMISTAKABLE * jump_nats
 
 
 def request_drifted(drifts: Sequence[TokenDrift], tolerance: float, jump_nats: float = 1.0) -> bool:
-    """Whether one request's own tokens are enough to call it wrong.
+    """Return whether one request's own tokens are enough to call it wrong.
 
     Args:
         tolerance: of the mean excess.

@@ -36,7 +36,7 @@ class DumpFolder:
 
     @property
     def enabled(self) -> bool:
-        """Whether anything is ever written."""
+        """Return whether anything is ever written."""
         return self._folder is not None
 
     def write(self, reason: str, content: dict[str, Any]) -> Path | None:

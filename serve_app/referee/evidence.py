@@ -31,7 +31,7 @@ class RareTest:
 
     @property
     def evidence_since(self) -> float:
-        """As that of `FreshStarts`."""
+        """Return it as `FreshStarts` does."""
         return self._processes.evidence_since
 
     def add(self, events: Iterable[bool], at: float = 0.0) -> None:
@@ -56,12 +56,12 @@ class DriftTest:
 
     @property
     def evidence_since(self) -> float:
-        """As that of `FreshStarts`."""
+        """Return it as `FreshStarts` does."""
         return self._test.evidence_since
 
     @property
     def alarm(self) -> bool:
-        """Whether too many drifted."""
+        """Return whether too many drifted."""
         return self._test.alarm
 
 
@@ -84,7 +84,7 @@ class UnlikelyTest:
 
     @property
     def evidence_since(self) -> float:
-        """As that of `FreshStarts`."""
+        """Return it as `FreshStarts` does."""
         return self._processes.evidence_since
 
     def add(self, probabilities: Iterable[float], at: float = 0.0) -> None:
@@ -135,8 +135,8 @@ class CalibrationTest:
 
     @property
     def alarm(self) -> str | None:
-        """Which test found the tokens at fault: support, greedy, unlikely, probability or surprisal; None when none
-        did."""
+        """Return which test found the tokens at fault: support, greedy, unlikely, probability or surprisal; None when
+        none did."""
         return self._found[0] if self._found else None
 
     @property

@@ -120,7 +120,7 @@ class IndependentChecks:
         return "disagrees"
 
     def _wrong(self, answer: Answer, replayed: Replayed, judgement: Judgement) -> str:
-        """What an answer shows, by itself or with those before it; "" = nothing is wrong."""
+        """Say what an answer shows, by itself or with those before it; "" = nothing is wrong."""
         tolerance = self._tolerances.between(answer.numerics, replayed.numerics)
         evidence = self._evidence_of(tolerance)
         found = evidence.watch.see(
@@ -148,7 +148,8 @@ _Shape = tuple[Numerics, int, int, int]
 
 
 def _shapes_of(answer: Answer) -> set[_Shape]:
-    """How many rows were computed of its prompt, as kernels see them; weights of another version change none of it."""
+    """Return how many rows were computed of its prompt, as kernels see them; weights of another version change none of
+    it."""
     num_rows = max(1, len(answer.request.prompt_token_ids) - answer.num_cached)
     return {(answer.numerics, period, num_rows % period, num_rows.bit_length()) for period in _PERIODS}
 

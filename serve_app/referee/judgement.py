@@ -143,7 +143,8 @@ class Judge:
         ]
 
     def _distribution(self, request: Request, output: Sequence[SeenToken], likeliest: bool) -> Distribution:
-        """What its replayed tokens can show about their distribution; likeliest: or only whether they are that."""
+        """Return what its replayed tokens can show about their distribution; likeliest: or only whether they are
+        that."""
         if all(token.row is None for token in output):
             return Distribution.UNTESTED
         if likeliest:
@@ -153,7 +154,7 @@ class Judge:
         return Distribution.TESTED if self._is_new(request.seed) else Distribution.REPEATED_SEED
 
     def _is_new(self, seed: int) -> bool:
-        """Whether no answer of late had this seed: with the same seed come the same random numbers."""
+        """Return whether no answer of late had this seed: with the same seed come the same random numbers."""
         new = seed not in self._seeds
         self._seeds[seed] = None
         if len(self._seeds) > _SEEDS_KEPT:

@@ -82,7 +82,7 @@ class Measures:
         self.largest_nats = largest
 
     def figures(self) -> dict[str, Any]:
-        """What the report shows; None where there is nothing to compute it from."""
+        """Return what the report shows; None where there is nothing to compute it from."""
         compared, terms = self.num_compared, self.num_terms
         drift = {
             "tme": 1 + _mean(self.excess, compared),

@@ -97,14 +97,14 @@ class Receipt:
         )
 
     def to_wire(self) -> dict[str, Any]:
-        """As the API returns it."""
+        """Return the form that the API returns."""
         wire: dict[str, Any] = _RECEIPT.dump_python(self, mode="json")
         if self.ending is None:
             del wire["ending"]
         return wire | {"rounds": [dict(zip(Round._fields, values, strict=True)) for values in wire["rounds"]]}
 
     def canonical(self) -> bytes:
-        """What is signed."""
+        """Return what is signed."""
         unsigned = {name: value for name, value in self.to_wire().items() if name != "signature"}
         return json.dumps(unsigned, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
 

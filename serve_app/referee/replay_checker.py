@@ -80,7 +80,7 @@ class ReplayChecker:
 
     @property
     def lag_s(self) -> float:
-        """How long the oldest answer has waited, seconds."""
+        """Return how long the oldest answer has waited, seconds."""
         now = asyncio.get_running_loop().time()
         return now - next(iter(self._queued_at.values()), now)
 
@@ -177,7 +177,7 @@ def impossible(answer: Answer) -> str:
 
 
 def comparable(answer: Answer, replayed: Replayed) -> tuple[Answer, Replayed] | None:
-    """What the weights of a replay made of an answer, beside what they give again; None = nothing.
+    """Return what the weights of a replay made of an answer, beside what they give again; None = nothing.
 
     Where the weights were updated while the answer was made, that is what came after the last update: the engine
     computed all tokens before it again, as the replay does.
@@ -207,7 +207,7 @@ def _cause(error: Exception) -> Exception:
 
 
 def _is_impossible(answer: Answer, error: Exception) -> bool:
-    """Whether a replay was refused because of the answer: it is too long, or its ids are no tokens of the model.
+    """Return whether a replay was refused because of the answer: it is too long, or its ids are no tokens of the model.
 
     An engine with a shorter limit than the one that answered may refuse a correct answer; and a replica that is busy,
     gone, or cannot do what the request asks for has not checked the answer.

@@ -20,7 +20,7 @@ Check = Callable[[Answer], Awaitable[Checked]]
 
 
 def chosen(request_id: str, share: float) -> bool:
-    """Whether a request is in the replayed share: a function of its id alone, so that every replica agrees."""
+    """Return whether a request is in the replayed share: a function of its id alone, so that every replica agrees."""
     digest = hashlib.blake2b(request_id.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") < share * 2.0**64
 
@@ -70,7 +70,7 @@ class Checks:
                 del self._awaited[request_id]  # a check goes on: the answer is evidence, whoever waits for its verdict
 
     def select(self, request: Request) -> Selection:
-        """Whether a request is to be checked; with its logprobs, if its client waits for the verdict."""
+        """Return whether a request is to be checked; with its logprobs, if its client waits for the verdict."""
         request_id = request.request_id
         if request_id in self._awaited:
             return Selection.WITH_LOGPROBS
@@ -89,7 +89,7 @@ class Checks:
             self._submit(answer)
 
     async def verdicts(self, request_ids: Sequence[str]) -> list[Checked]:
-        """What is known of requests that were expected, once their checks are over or have taken too long."""
+        """Return what is known of requests that were expected, once their checks are over or have taken too long."""
         checks = [check for request_id in request_ids if (check := self._awaited[request_id]) is not None]
         if checks:
             await asyncio.wait(checks, timeout=self._timeout_s)

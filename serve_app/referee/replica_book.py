@@ -73,7 +73,7 @@ class _Replica:
     cases: deque[Case] = dataclasses.field(default_factory=lambda: deque(maxlen=_KEPT_CASES))
 
     def trusts(self, began_at: float) -> bool:
-        """Whether a request of that time is evidence about the replica as it is now."""
+        """Return whether a request of that time is evidence about the replica as it is now."""
         return self.since is None or began_at >= self.since
 
     def watch(self, tolerance: Tolerance) -> ReplicaWatch:
@@ -167,7 +167,7 @@ class ReplicaBook:
         self._alarmed(found, name, case)
 
     def _decoded_plainly(self, name: str, began_at: float) -> bool:
-        """Whether a replica drafted nothing at all for what began then (unix seconds)."""
+        """Return whether a replica drafted nothing at all for what began then (unix seconds)."""
         replica = self._known(name)
         return replica.plain and replica.since is not None and began_at > replica.since
 

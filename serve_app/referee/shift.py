@@ -23,8 +23,8 @@ _CLIP_NATS = 10.0
 
 
 def move_of_log_odds(served: float, replayed: float) -> float:
-    """How far the log odds of a replayed logprob are above those of the served one, nats, within +-10. What is no
-    number has moved without bound."""
+    """Return how far the log odds of a replayed logprob are above those of the served one, nats, within +-10. What is
+    no number has moved without bound."""
     move = _log_odds(replayed) - _log_odds(served)
     return _CLIP_NATS if math.isnan(move) else max(-_CLIP_NATS, min(_CLIP_NATS, move))
 
@@ -41,7 +41,7 @@ def contexts_of(tokens: Sequence[int], count: int) -> list[int]:
 
 
 def moves_of(tokens: Sequence[int], served: Sequence[float | None], replayed: Sequence[float]) -> list[float | None]:
-    """How far the log odds of each logprob moved; None where there is none, or a context comes again.
+    """Return how far the log odds of each logprob moved; None where there is none, or a context comes again.
 
     Args:
         tokens: prompt and answer, or the end of both.
@@ -63,7 +63,7 @@ class KnownContexts:
         self._known: OrderedDict[int, None] = OrderedDict()
 
     def add(self, contexts: Iterable[int]) -> list[bool]:
-        """Whether each was unknown before these; they are known now."""
+        """Return whether each was unknown before these; they are known now."""
         contexts = list(contexts)
         unknown = [context not in self._known for context in contexts]
         self._known.update(dict.fromkeys(contexts))
@@ -97,10 +97,10 @@ class ShiftTest:
 
     @property
     def evidence_since(self) -> float:
-        """As that of `FreshStarts`."""
+        """Return it as `FreshStarts` does."""
         return self._process.evidence_since
 
     @property
     def alarm(self) -> bool:
-        """Whether they are shifted."""
+        """Return whether they are shifted."""
         return self._process.alarm

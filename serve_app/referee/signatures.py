@@ -45,7 +45,7 @@ class PublicKey:
         return cls(key)
 
     def signed(self, text: bytes, signature: Signature) -> bool:
-        """Whether the signature is this key's, of this text."""
+        """Return whether the signature is this key's, of this text."""
         try:
             self._key.verify(base64.b64decode(signature.value, validate=True), text)
         except (ValueError, InvalidSignature):

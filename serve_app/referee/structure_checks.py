@@ -75,7 +75,7 @@ def _choice(text: str, answer: str, whole: bool) -> str:
 
 
 def _json(schema: str | None, answer: str, whole: bool, budget: "CheckBudget") -> str:
-    """What is wrong with JSON of a schema; None = it is to be any object."""
+    """Say what is wrong with JSON of a schema; None = it is to be any object."""
     if not whole:
         begins, what = (("", "{"), "it is no JSON object") if schema is None else (_JSON_BEGINS, "it is not JSON")
         return "" if answer.strip()[:1] in begins else what
@@ -153,13 +153,13 @@ class CheckBudget:
         return self._sizes[id(value)][1]
 
     def reads(self, pattern: str) -> bool:
-        """Whether an expression means here what it means to the server, and compiles in little time."""
+        """Return whether an expression means here what it means to the server, and compiles in little time."""
         if len(pattern) > _MOST_PATTERN_CHARACTERS or _ODD_SYNTAX.search(pattern):
             return False
         return self._ascii_classes or not _CLASSES.search(pattern)
 
     def matches(self, pattern: str, text: str, whole: bool) -> bool:
-        """Whether an expression matches all of a text, or, if that is not whole, may match what it goes on to.
+        """Return whether an expression matches all of a text, or, if that is not whole, may match what it goes on to.
 
         Raises:
             _Unchecked: that is not known.
@@ -167,7 +167,7 @@ class CheckBudget:
         return bool(self._timed(pattern, lambda one, s: one.fullmatch(text, partial=not whole, timeout=s)))
 
     def finds(self, pattern: str, text: str) -> bool:
-        """Whether an expression matches anywhere in a text.
+        """Return whether an expression matches anywhere in a text.
 
         Raises:
             _Unchecked: that is not known.
@@ -243,5 +243,5 @@ def _check_names(schema: Any) -> None:
 
 
 def _is_integer(_: Any, value: Any) -> bool:
-    """As JSON Schema has it, for which 1.0 is one."""
+    """Return it as JSON Schema has it, for which 1.0 is one."""
     return isinstance(value, Decimal) and value == value.to_integral_value()

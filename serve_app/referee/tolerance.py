@@ -44,8 +44,8 @@ _NUMBERS = ("max_tme", "edge_nats", "distribution", "jump_nats")
 
 
 def reach_of(precision: str) -> float:
-    """How far from an edge of the filters a token may be found on its other side, nats, where the engine that answered
-    is of this precision; "" = it is not known."""
+    """Return how far from an edge of the filters a token may be found on its other side, nats, where the engine that
+    answered is of this precision; "" = it is not known."""
     return 2 * max(EDGE_NATS["bfloat16"], EDGE_NATS.get(precision, 0.0))  # whoever replays it
 
 
@@ -118,7 +118,7 @@ class Tolerance:
 
     @classmethod
     def read(cls, path: Path) -> "Tolerance":
-        """What `truespec watch calibrate` wrote.
+        """Return what `truespec watch calibrate` wrote.
 
         Raises:
             ConfigError: the file cannot be read, or holds something else.
@@ -156,7 +156,7 @@ class Tolerance:
         ]
 
     def to_wire(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return it as JSON."""
         return {"format": FORMAT, **dataclasses.asdict(self)}
 
 

@@ -218,7 +218,7 @@ def _free_bytes() -> int:
 
 
 def _number(path: str, name: str) -> int:
-    """What a file says of a name, in a line of its own."""
+    """Return what a file says of a name, in a line of its own."""
     lines = Path(path).read_text(encoding="ascii").splitlines()
     return next(int(words[1]) for words in map(str.split, lines) if words[0] == name)
 

@@ -66,7 +66,7 @@ class Checked:
     alternatives: AlternativesFound = NOTHING_COMPARED
 
     def to_wire(self) -> dict[str, Any]:
-        """As the API returns it."""
+        """Return the form that the API returns."""
         return {
             "verdict": self.verdict.value,
             "reason": self.reason,

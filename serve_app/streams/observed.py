@@ -44,7 +44,7 @@ class _Watched:
 
     @property
     def replayed(self) -> bool:
-        """Whether it is to be."""
+        """Return whether it is to be."""
         return self.selection is not Selection.NOT_CHECKED
 
     @property

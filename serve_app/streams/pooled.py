@@ -120,8 +120,8 @@ class PooledTokenSource:
     async def _choice(
         self, request: Request, prefilled: Prefilled | None = None, *, asks: bool = False, emitted: Sequence[int] = ()
     ) -> Deltas:
-        """What the prefill emitted, then what the local engine adds: from the handoff, or from the tokens alone where
-        there is none, or the engine refuses it. With `asks`, the prefill pool is asked first."""
+        """Return what the prefill emitted, then what the local engine adds: from the handoff, or from the tokens alone
+        where there is none, or the engine refuses it. With `asks`, the prefill pool is asked first."""
         if asks:
             prefilled = await self._prefill(request, first_token=True)
         handoff, replica = None, ""

@@ -255,7 +255,7 @@ class ResumingSource:
         return tuple(self._silent)
 
     def _failed_there(self, one: _Progress, delta: TokenDelta) -> bool:
-        """Whether an engine failed the request in a way another may recover; that delta is not passed on."""
+        """Return whether an engine failed the request in a way another may recover; that delta is not passed on."""
         gave_up = delta.finish_reason in (FinishReason.ERROR, FinishReason.ABORT)
         return gave_up and one.request.resume and one.num_lost < self._most_resumes
 

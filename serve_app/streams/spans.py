@@ -33,7 +33,7 @@ def phases(tracing: Tracing, request: Request, handoff: Handoff | None) -> Itera
 
 
 async def prefill(tracing: Tracing, backend: Backend, request: Request, *, first_token: bool) -> Prefilled:
-    """As `Backend.prefill`, with spans `queue` and `prefill`."""
+    """Implement `Backend.prefill`, with spans `queue` and `prefill`."""
     if not tracing.recording:
         return await backend.prefill(request, first_token=first_token)
     began_ns, deltas = time.time_ns(), tuple[TokenDelta, ...]()
@@ -50,7 +50,7 @@ async def prefill(tracing: Tracing, backend: Backend, request: Request, *, first
 
 
 async def replay(tracing: Tracing, backend: Backend, request: Request) -> Replayed:
-    """As `Backend.replay`, with a span `replay`."""
+    """Implement `Backend.replay`, with a span `replay`."""
     if not tracing.recording:
         return await backend.replay(request)
     span = tracing.start("replay", time.time_ns(), _about(request))

@@ -53,7 +53,7 @@ def trace_id() -> str:
 
 
 def carried() -> Carried:
-    """What a call to another replica carries."""
+    """Return what a call to another replica carries."""
     headers: dict[str, str] = {}
     _propagator.inject(headers)
     return Carried(request_id(), tuple(headers.items()))
@@ -103,7 +103,7 @@ class Tracing:
 
     @property
     def recording(self) -> bool:
-        """Whether the request being served here is recorded."""
+        """Return whether the request being served here is recorded."""
         span = trace.get_current_span().get_span_context()
         return self._provider is not None and span.is_valid and span.trace_flags.sampled
 

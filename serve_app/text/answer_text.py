@@ -27,7 +27,7 @@ class AnswerText:
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string ended it."""
+        """Return whether a stop string ended it."""
         return self._matcher.stopped
 
     @property

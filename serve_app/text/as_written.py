@@ -34,7 +34,7 @@ class WrittenNumber(float):
 
     @property
     def is_float(self) -> bool:
-        """Whether a float holds it: all digits that it is written with are those of the float nearest to it."""
+        """Return whether a float holds it: all digits that it is written with are those of the float nearest to it."""
         return math.isfinite(self) and Decimal(self.written) == Decimal(float.__repr__(self))
 
     def __repr__(self) -> str:

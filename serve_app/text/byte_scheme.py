@@ -86,7 +86,7 @@ def _flattened(decoder: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
 
 
 def _is_readable(step: Mapping[str, Any]) -> bool:
-    """Whether a step is known; replacements are, where they are of a text and not of a regular expression."""
+    """Return whether a step is known; replacements are, where they are of a text and not of a regular expression."""
     is_of_text = step["type"] == "Replace" and bool(step["pattern"].get("String"))
     return is_of_text or step["type"] in ("Metaspace", "ByteFallback", "Fuse")
 

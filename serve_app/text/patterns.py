@@ -199,5 +199,5 @@ class _Translation:
 
 
 def _is_character(member: str) -> bool:
-    """Whether a translated member of a set is one character."""
+    """Return whether a translated member of a set is one character."""
     return re.fullmatch(r"[^\\\[]|\\[^pPu]|\\x..|\\u\{\w+\}", member, re.DOTALL) is not None

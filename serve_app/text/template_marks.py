@@ -38,7 +38,7 @@ def marks(texts: Sequence[str | None]) -> list[str]:
 
 
 def behind_answer(render: Render) -> str:
-    """What follows an answer before the next question; "" where that is unknown."""
+    """Return what follows an answer before the next question; "" where that is unknown."""
     for messages in PLAIN[1::2]:
         try:
             text = render(messages, ())

@@ -141,7 +141,7 @@ class Tokenizer:
             )
 
     def _renders(self, source: str | None) -> Render:
-        """What renders a template: None = the one that is served."""
+        """Return what renders a template: None = the one that is served."""
         return lambda messages, tools: self._wrapped.apply_chat_template(
             list(messages),
             tools=list(tools) or None,
@@ -155,7 +155,7 @@ class Tokenizer:
         return token_id is not None and token_id in self._core.encode(f"x{text}x", add_special_tokens=False).ids
 
     def ends(self) -> str:
-        """Which tokens end an answer, and the files that say so, for people to read."""
+        """Return which tokens end an answer, and the files that say so, for people to read."""
         if not self._ends:
             return "No file of the model names an end token: an answer ends by its length or a stop string only."
         named = (
@@ -165,8 +165,8 @@ class Tokenizer:
         return f"An answer ends with any of the tokens {'; '.join(named)}."
 
     def remarks(self) -> tuple[str, ...]:
-        """What whoever serves this tokenizer should know: what its files contradict each other in, and what its chat
-        template writes that other files do not know."""
+        """Return what whoever serves this tokenizer should know: what its files contradict each other in, and what its
+        chat template writes that other files do not know."""
         return (*self._remarks, *self._template_remarks())
 
     def _template_remarks(self) -> Iterator[str]:
@@ -300,7 +300,7 @@ class Tokenizer:
 
     @cached_property
     def special_texts(self) -> tuple[str, ...]:
-        """How the special tokens are spelt."""
+        """Return how the special tokens are spelt."""
         return tuple(token.content for token in self._core.get_added_tokens_decoder().values() if token.special)
 
     @cached_property

@@ -55,7 +55,7 @@ def read_tokenizer(folder: Path) -> tuple[RawTokenizer, tuple[str, ...]]:
 
 
 def differences(core: RawTokenizer, rebuilt: RawTokenizer, name: str, folder: Path) -> Iterator[str]:
-    """What the tokenizer that `transformers` builds, of a class, encodes otherwise than the files say."""
+    """Return what the tokenizer that `transformers` builds, of a class, encodes otherwise than the files say."""
     rebuilt.no_truncation()
     rebuilt.no_padding()
     texts = [token.content for token in core.get_added_tokens_decoder().values() if token.special][:3]
@@ -74,7 +74,7 @@ def differences(core: RawTokenizer, rebuilt: RawTokenizer, name: str, folder: Pa
 
 
 def lossy(core: RawTokenizer, folder: Path) -> Iterator[str]:
-    """What does not come back from its tokens, spaces at its start apart."""
+    """Return what does not come back from its tokens, spaces at its start apart."""
     for probe in _PROBES:
         text = core.decode(core.encode(probe, add_special_tokens=False).ids, skip_special_tokens=False)
         if text.lstrip(" ") != probe.lstrip(" "):

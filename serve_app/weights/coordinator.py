@@ -73,7 +73,7 @@ class WeightCoordinator:
 
     @property
     def wanted(self) -> DesiredState:
-        """What every replica is to come to."""
+        """Return what every replica is to come to."""
         load = None if self._update is None else self._update.ref
         return DesiredState(self._serve, load, self._mode, self._paused, self._cache_resets)
 
@@ -153,7 +153,7 @@ class WeightCoordinator:
         return Outcome(complete, self.statuses())
 
     def statuses(self) -> list[dict[str, Any]]:
-        """Where every replica stands."""
+        """Return where every replica stands."""
         return [
             {
                 "replica": name,
@@ -190,7 +190,7 @@ class WeightCoordinator:
             await asyncio.sleep(_LOOK_EVERY_S)
 
     async def _until(self, holds: Callable[[], bool], timeout_s: float) -> bool:
-        """Whether it came to hold in time. What members say changes between two looks."""
+        """Return whether it came to hold in time. What members say changes between two looks."""
         deadline = self._clock() + timeout_s
         while True:
             self._decide()

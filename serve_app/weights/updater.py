@@ -73,14 +73,14 @@ class WeightsKeeper:
 
     @property
     def served(self) -> ServedWeights:
-        """What is served, and where it lies."""
+        """Return what is served, and where it lies."""
         info, ref = self.info, self._serving
         source = info.folder if ref == CONFIGURED else ref.path
         return ServedWeights(source, info.folder, info.computing.weights, info.fingerprint, ref.version)
 
     @property
     def behind(self) -> bool:
-        """Whether work is under way, so that the coordinator should be updated soon."""
+        """Return whether work is under way, so that the coordinator should be updated soon."""
         wanted = self._wanted
         return wanted.load is not None or wanted.serve.number != self._serving.number or wanted.paused != self._paused
 

@@ -57,7 +57,7 @@ class BlockPool:
         return blocks
 
     def lie_within(self, blocks: Iterable[int], scope: str) -> bool:
-        """Whether all of these were filled by requests of one scope, whatever their names say."""
+        """Return whether all of these were filled by requests of one scope, whatever their names say."""
         return all(self._scopes[block] == scope for block in blocks)
 
     def hold(self, blocks: Sequence[int]) -> None:
@@ -67,7 +67,7 @@ class BlockPool:
             self._holders[block] += 1
 
     def num_free_of(self, blocks: Sequence[int]) -> int:
-        """How many of `blocks` are free: holding them uses up room."""
+        """Return how many of `blocks` are free: holding them uses up room."""
         return sum(self._holders[block] == 0 for block in blocks)
 
     def release(self, blocks: Sequence[int]) -> None:
@@ -97,7 +97,7 @@ class BlockPool:
         self._marked.add(block)
 
     def is_marked(self, block: int) -> bool:
-        """Whether a block's drafter rows are complete."""
+        """Return whether a block's drafter rows are complete."""
         return block in self._marked
 
     def drop_prefixes(self) -> None:

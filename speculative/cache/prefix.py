@@ -11,7 +11,7 @@ def hash_block(parent: bytes, token_ids: Sequence[int]) -> bytes:
 
 
 def chain_root(scope: str) -> bytes:
-    """What the name of a first block is made of, beside its tokens; "" = the model itself, shared by all."""
+    """Return what the name of a first block is made of, beside its tokens; "" = the model itself, shared by all."""
     return hashlib.blake2b(scope.encode(), digest_size=16).digest() if scope else b""
 
 

@@ -45,7 +45,7 @@ class DraftOutput:
 
     @property
     def lacks_q(self) -> bool:
-        """Whether there is not one row of q for each sampled draft: what they were sampled from is lost."""
+        """Return whether there is not one row of q for each sampled draft: what they were sampled from is lost."""
         rows = num_rows(self.draft_probs)
         return rows is not None and rows != self.counts.sum() - self.counts[list(self.repeated)].sum()
 
@@ -163,7 +163,7 @@ def constrain(batch: Batch, draft: DraftOutput) -> tuple[DraftOutput, dict[int, 
 
 
 def allowed_masks(batch: Batch, drafts: Entries[list[int]]) -> dict[int, list[Bools]]:
-    """What the structures of the entries that sample allow, by entry, given the drafts of each."""
+    """Return what the structures of the entries that sample allow, by entry, given the drafts of each."""
     structured = [
         (index, entry.sequence, entry.sequence.constraint)
         for index, entry in enumerate(batch.entries)

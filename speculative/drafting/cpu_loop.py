@@ -34,7 +34,7 @@ class FusedDraftLoop:
         self._block_size = block_size
 
     def __call__(self, entries: Sequences[Entry], hidden: Tensor, rule: EarlyExit | None) -> MadeDrafts | None:
-        """As `MakeDrafts`; None where drafts are chosen with the noise of their tokens."""
+        """Implement `MakeDrafts`; None where drafts are chosen with the noise of their tokens."""
         sequences = [entry.sequence for entry in entries]
         if any(self._sampler.is_coupled(sequence) for sequence in sequences):
             return None

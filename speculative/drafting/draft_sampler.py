@@ -65,7 +65,7 @@ class DraftSampler:
         self._rows = LastRows()
 
     def start_round(self, sequences: Sequences[Sequence], num_drafts: int, device: torch.device) -> DraftRound:
-        """What up to `num_drafts` drafts of each sequence are drawn with."""
+        """Return what up to `num_drafts` drafts of each sequence are drawn with."""
         coupled = [self.is_coupled(sequence) for sequence in sequences]
         noise = None
         if any(coupled):
@@ -75,7 +75,7 @@ class DraftSampler:
         return DraftRound(self.rows_of(sequences, device), drawn, noise)
 
     def is_coupled(self, sequence: Sequence) -> bool:
-        """Whether its drafts are chosen with the noise of their target tokens."""
+        """Return whether its drafts are chosen with the noise of their target tokens."""
         return self._all_coupled or sequence.params.reproducible
 
     def rows_of(self, sequences: Sequences[Sequence], device: torch.device) -> SamplingRows:
@@ -115,7 +115,7 @@ def noise_keys(sequences: Sequences[Sequence], num_drafts: int) -> tuple[Int64s,
 
 
 def draft_uniforms(sequences: Sequences[Sequence], num_drafts: int) -> Float64s:
-    """What the drafts that come next are drawn with, [num_drafts, E] float64 in (0, 1)."""
+    """Return what the drafts that come next are drawn with, [num_drafts, E] float64 in (0, 1)."""
     key = np.empty((4, num_drafts, len(sequences)), np.uint64)
     key[0] = np.array([sequence.request.seed for sequence in sequences], np.uint64)
     key[1] = [len(sequence.tokens) for sequence in sequences]

@@ -55,7 +55,7 @@ class DraftModel(Protocol):
 
     @property
     def network(self) -> nn.Module:
-        """What computes `run`."""
+        """Return what computes `run`."""
         ...
 
     @property
@@ -204,7 +204,7 @@ class ModelDrafter:
     # -- the drafter's contract ---------------------------------------------------------------------------------
 
     def propose(self, batch: Batch) -> DraftOutput:
-        """What sequences repeat; for the others catch up, then draft token after token."""
+        """Return what sequences repeat; for the others catch up, then draft token after token."""
         repeats = [self.length.repeated(entry.sequence)[: entry.max_drafts] for entry in batch.entries]
         repeated = frozenset(index for index, drafts in enumerate(repeats) if drafts)
         own = [one._replace(max_drafts=0) if index in repeated else one for index, one in enumerate(batch.entries)]
@@ -486,7 +486,7 @@ class ModelDrafter:
             state.in_buffer = None
 
     def _compute(self, rows: CatchUpRows) -> Tensor:
-        """As `CatchUp.run`, eagerly."""
+        """Implement `CatchUp.run`, eagerly."""
         assert isinstance(rows.features, Tensor)
         features = rows.features
         spans = list(zip(rows.starts.tolist(), rows.stops.tolist(), strict=True))

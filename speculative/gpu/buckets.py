@@ -79,7 +79,7 @@ class Buckets:
 
     @property
     def largest(self) -> Bucket:
-        """What the buffers are made for."""
+        """Return what the buffers are made for."""
         return Bucket(self.batch_sizes[-1], self.query_lengths[-1])
 
     def __iter__(self) -> Iterator[Bucket]:

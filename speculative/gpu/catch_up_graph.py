@@ -84,7 +84,7 @@ class CatchUpPass:
         return self._buffers.draft_hidden[: len(counts)]
 
     def _places(self, features: Tensor | Int64s) -> Int64s:
-        """Where the features of packed rows lie in the buffer; they are stored there if they are elsewhere."""
+        """Return where the features of packed rows lie in the buffer; they are stored there if they are elsewhere."""
         if not isinstance(features, Tensor):
             return features
         self.buffer.version += 1

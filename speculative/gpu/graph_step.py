@@ -109,7 +109,7 @@ class GraphStep:
     # -- which steps --------------------------------------------------------------------------------------------
 
     def takes(self, batch: Batch) -> bool:
-        """Whether the whole step can be replayed."""
+        """Return whether the whole step can be replayed."""
         if self._neural is not None and any(
             entry.max_drafts and self._neural.length.repeated(entry.sequence) for entry in batch.entries
         ):
@@ -239,7 +239,8 @@ class GraphStep:
 
 
 def _host_reads_drafts(batch: Batch) -> bool:
-    """Whether what some request does to its logits depends on drafts, in a way that only the host can find out."""
+    """Return whether what some request does to its logits depends on drafts, in a way that only the host can find
+    out."""
     drafting = [entry.sequence for entry in batch.entries if entry.max_drafts > 0]
     return any(
         sequence.constraint is not None or (sequence.rules is not None and sequence.rules.reads_drafts)

@@ -169,7 +169,7 @@ class StepEdits:
 
 
 def fits(entries: Sequences[Entry], num_eos: int) -> bool:
-    """Whether what the entries' requests do to logits fits into a captured step, whatever is drafted."""
+    """Return whether what the entries' requests do to logits fits into a captured step, whatever is drafted."""
     ruled = [(entry, entry.sequence.rules) for entry in entries if entry.sequence.rules is not None]
     num_biased = sum((entry.max_drafts + 1) * (rules.most_biased + num_eos) for entry, rules in ruled)
     counted = (_counted(entry) for entry, _ in ruled)

@@ -37,8 +37,8 @@ def graph_bytes(decoder: Decoder, buckets: Buckets, sizes: AttentionSizes, draft
 
 
 def free_bytes(device: torch.device) -> tuple[int, int]:
-    """What is free of a CUDA device's memory, and all of it. What the allocator keeps does not count as taken: graphs
-    have a pool of their own."""
+    """Return what is free of a CUDA device's memory, and all of it. What the allocator keeps does not count as taken:
+    graphs have a pool of their own."""
     gc.collect()  # graphs of old weights, if anything still holds them
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info(device)

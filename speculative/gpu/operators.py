@@ -39,7 +39,7 @@ class CapturedVocabularyOps(TorchOps):
         self._find_floors, self._choose, self.mass_before = find_floors, choose, mass_before
 
     def process(self, logits: Tensor, rows: SamplingRows) -> Tensor:
-        """As `VocabularyOps`."""
+        """Implement `VocabularyOps`."""
         filters = rows.filters
         if filters is None:
             return super().process(logits, rows)
@@ -53,7 +53,7 @@ class CapturedVocabularyOps(TorchOps):
         return processed.masked_fill_(processed < floors[:, None], -torch.inf)
 
     def choose(self, probs: Tensor, columns: Tensor, rows: NoiseRows, ids: Tensor | None, vocab_size: int) -> Tensor:
-        """As `VocabularyOps`."""
+        """Implement `VocabularyOps`."""
         return self._choose(probs, columns, rows, ids, vocab_size)
 
 

@@ -40,7 +40,7 @@ class PackedAttention(CacheAttention):
         self._rows, self._attend = rows, attend
 
     def attend_stored(self, layer: int, query: Tensor) -> Tensor:
-        """As `CacheAttention`."""
+        """Implement `CacheAttention`."""
         keys, values = self.cache.data[layer].unbind(0)
         return self._attend(query, keys, values, self._rows)
 
@@ -55,7 +55,7 @@ class SendPacked:
         self._block_size, self._first, self._attend = block_size, first, attend
 
     def __call__(self, cache: KVCache, rows: AttentionRows, *arrays: Int64s) -> tuple[CacheAttention, list[Tensor]]:
-        """As `PreparePass`."""
+        """Implement `PreparePass`."""
         spans, blocks = tables_of(rows, self._block_size, self._first)
         sent = send_once((rows.slots, spans, blocks, *arrays), cache.data.device)
         most_rows = int(spans[:, 1].max())

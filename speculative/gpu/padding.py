@@ -75,7 +75,7 @@ def fill_rows(
 
 
 def paged_rows(on_device: Mapping[str, torch.Tensor], first: int = 0) -> PagedRows:
-    """What attention reads of the fields; positions below `first` do not exist."""
+    """Return what attention reads of the fields; positions below `first` do not exist."""
     return PagedRows(on_device["slots"].view(-1), on_device["visible"].view(-1), block_tables(on_device), first)
 
 
@@ -86,6 +86,6 @@ def block_tables(on_device: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 
 def padded_places(counts: Int64s, num_queries: int) -> Int64s:
-    """Where the packed rows lie among the padded ones."""
+    """Return where the packed rows lie among the padded ones."""
     offsets = np.arange(num_queries)
     return (np.arange(len(counts))[:, None] * num_queries + offsets)[offsets < counts[:, None]]

@@ -74,7 +74,7 @@ class PagedAttention(CacheAttention):
         self._rows, self._attend = rows, attend
 
     def attend_stored(self, layer: int, query: Tensor) -> Tensor:
-        """As `CacheAttention`."""
+        """Implement `CacheAttention`."""
         keys, values = self.cache.data[layer].unbind(0)
         return self._attend(query, keys, values, self._rows)
 
@@ -86,7 +86,7 @@ class TorchAttend:
         self._block_size = block_size
 
     def __call__(self, query: Tensor, keys: Tensor, values: Tensor, rows: PagedRows) -> Tensor:
-        """As `AttendPaged`; computed in float32 whatever the types."""
+        """Implement `AttendPaged`; computed in float32 whatever the types."""
         num_seqs, num_kv_heads = rows.blocks.shape[0], keys.shape[1]
         offsets = torch.arange(self._block_size, device=query.device)
         slots = (rows.blocks[:, :, None] * self._block_size + offsets).flatten()  # [B * L]

@@ -97,7 +97,7 @@ class TorchJudge:
         self._verifier: Literal["token_wise", "block"] = "token_wise" if block_drafts is None else "block"
 
     def __call__(self, logits: Tensor, rows: RowFields, sampled: SampledFrom | None) -> tuple[Tensor, tuple[str, ...]]:
-        """As `RowJudge`."""
+        """Implement `RowJudge`."""
         logits = logits.float()
         sampling = sampling_rows(rows._asdict())
         processed = self._ops.process(logits, sampling)

@@ -131,7 +131,7 @@ class LateCopy:
             self._copied.record(torch.cuda.current_stream(self._tensor.device))
 
     def wait(self) -> Array:
-        """What was copied last, until the next copy."""
+        """Return what was copied last, until the next copy."""
         if self._copied is not None:
             self._copied.synchronize()
         copied: Array = self._host.numpy()

@@ -168,7 +168,7 @@ class TritonAttend:
         self._sizes = sizes
 
     def __call__(self, query: Tensor, keys: Tensor, values: Tensor, rows: PagedRows) -> Tensor:
-        """As `AttendPaged`."""
+        """Implement `AttendPaged`."""
         num_rows, num_heads, head_dim = query.shape
         num_seqs, num_kv_heads = rows.blocks.shape[0], keys.shape[1]
         group = num_heads // num_kv_heads

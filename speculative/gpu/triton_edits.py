@@ -106,7 +106,7 @@ def _penalise(  # noqa: PLR0913
 
 
 def triton_edit(logits: Tensor, rows: RowFields, edits: EditFields, max_drafts: int) -> Tensor:
-    """As `EditLogits`; the kernels take any number of drafts."""
+    """Implement `EditLogits`; the kernels take any number of drafts."""
     (num_rows, size), num_cells = logits.shape, len(edits.biases)
     edited = torch.empty((num_rows, size), dtype=torch.float32, device=logits.device)
     _copy_allowed[(num_rows, triton.cdiv(size, BLOCK))](

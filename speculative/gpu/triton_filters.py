@@ -136,7 +136,7 @@ def _find_floor(  # noqa: PLR0913
 
 
 def triton_floors(logits: Tensor, temperature: Tensor, log_min_p: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """As `FindFloors`."""
+    """Implement `FindFloors`."""
     floors = torch.empty_like(top_p)
     _find_floor[(len(logits),)](
         logits,

@@ -31,7 +31,7 @@ class TritonJudge:
         self._mode = mode
 
     def __call__(self, logits: Tensor, rows: RowFields, sampled: SampledFrom | None) -> tuple[Tensor, tuple[str, ...]]:
-        """As `RowJudge`."""
+        """Implement `RowJudge`."""
         launches = _Launches(logits, rows, sampled)
         launches.settle()
         launches.report(self._mode)

@@ -167,7 +167,7 @@ class TritonLayerOps:
     """`LayerOps` of one launch each, without gradients. Attention is over a KV cache, a `CacheAttention`."""
 
     def add_norm(self, hidden: Tensor, update: Tensor, norm: RMSNorm) -> tuple[Tensor, Rows]:
-        """As `LayerOps`."""
+        """Implement `LayerOps`."""
         hidden, update = hidden.contiguous(), update.contiguous()
         added, (num_rows, size) = torch.empty_like(hidden), hidden.shape
         quantized = _empty_fp8(hidden, size) if norm.feeds_fp8 else None
@@ -183,7 +183,7 @@ class TritonLayerOps:
         return added, quantized or normed
 
     def gate(self, gate_up: Tensor, *, feeds_fp8: bool = False) -> Rows:
-        """As `LayerOps`."""
+        """Implement `LayerOps`."""
         if feeds_fp8:
             return _quantized(gate_up, gated=True)
         num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
@@ -192,16 +192,16 @@ class TritonLayerOps:
         return out
 
     def quantize(self, rows: Tensor) -> Fp8Rows:
-        """As `LayerOps`."""
+        """Implement `LayerOps`."""
         return _quantized(rows, gated=False)
 
     def rotation(self, rotary: Rotary, positions: Tensor, like: Tensor) -> Rotation:
-        """As `LayerOps`: the whole table, which the kernel reads at the positions."""
+        """Implement `LayerOps`: the whole table, which the kernel reads at the positions."""
         del like
         return rotary.table, positions
 
     def attend(self, heads: Tensor, attention: Attention, rotation: Rotation, attend: Attend, layer: int) -> Tensor:
-        """As `LayerOps`."""
+        """Implement `LayerOps`."""
         assert isinstance(attend, CacheAttention), "keys and values are stored by the kernel that rotates them"
         keys, values = attend.cache.data[layer].unbind(0)
         query = rotate_and_store(heads, attention, rotation, attend.slots, keys, values)

@@ -77,7 +77,7 @@ def _choose(
 
 
 def triton_choose(probs: Tensor, columns: Tensor, rows: NoiseRows, ids: Tensor | None, vocab_size: int) -> Tensor:
-    """As `VocabularyOps.choose`; `columns` are written to."""
+    """Implement `VocabularyOps.choose`; `columns` are written to."""
     del vocab_size  # the noise of a token needs no other's
     num_rows, width = probs.shape
     num_blocks = triton.cdiv(width, _BLOCK)

@@ -81,7 +81,7 @@ class TritonAttendPacked:
     """Launches it."""
 
     def __call__(self, query: Tensor, keys: Tensor, values: Tensor, rows: PackedRows) -> Tensor:
-        """As `AttendPacked`."""
+        """Implement `AttendPacked`."""
         num_rows, num_heads, head_dim = query.shape
         num_kv_heads = keys.shape[1]
         group, dim = num_heads // num_kv_heads, max(16, triton.next_power_of_2(head_dim))

@@ -193,7 +193,7 @@ class _Place(ctypes.Structure):
 
 
 def misplaced_fields(library: ctypes.CDLL) -> list[str]:
-    """Where the structs of a compiled library and their mirrors here disagree; empty if they match."""
+    """Return where the structs of a compiled library and their mirrors here disagree; empty if they match."""
     compiled: dict[str, int] = {}
     for table in (library.truespec_places, library.truespec_vocabulary_places):
         table.restype = ctypes.POINTER(_Place)
@@ -488,7 +488,7 @@ class Kernels:
     def round_probs(
         self, step: VerifyStruct, num_accepted: Tensor, token_ids: Tensor, column_of: Tensor | None, *, places: bool
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """As `VocabularyOps.round_probs`; column_of: [V] int32, of each token, None where it is the token."""
+        """Implement `VocabularyOps.round_probs`; column_of: [V] int32, of each token, None where it is the token."""
         of_drafts, of_last = (torch.empty(n, dtype=torch.float64) for n in (step.num_rows, step.num_entries))
         before = torch.empty_like(of_drafts) if places else None
         kept = [num_accepted.contiguous(), token_ids.contiguous(), column_of, of_drafts, of_last, before]
@@ -616,7 +616,7 @@ def _built(compiler: str) -> Path:
 
 
 def _processor() -> str:
-    """What the compiler's `native` depends on."""
+    """Return what the compiler's `native` depends on."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("flags"):

@@ -76,13 +76,13 @@ class StepAttention(CacheAttention):
         )
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """As `CacheAttention`."""
+        """Implement `CacheAttention`."""
         if self.native is not None:
             return self.native.attend(layer, query, key, value)
         return super().__call__(layer, query, key, value)
 
     def attend_stored(self, layer: int, query: Tensor) -> Tensor:
-        """As `CacheAttention`."""
+        """Implement `CacheAttention`."""
         outputs = [self._attend(layer, query[span.start : span.stop], span) for span in self._spans]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
@@ -132,14 +132,14 @@ class NativeStep:
         return None if kernels is None else cls(kernels, cache, rows)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """As `StepAttention`; computed in float32 whatever the query's type."""
+        """Implement `StepAttention`; computed in float32 whatever the query's type."""
         self.shape.num_heads = query.shape[1]
         heads = (_packed_heads(query), _packed_heads(key), _packed_heads(value))
         return self.kernels.attend(self.shape, self.struct, self.cache, layer, heads).to(query.dtype)
 
 
 def cache_shape(cache: KVCache) -> ShapeStruct:
-    """What our kernels have to know of a cache; the rest is the model's."""
+    """Return what our kernels have to know of a cache; the rest is the model's."""
     return ShapeStruct(
         num_kv_heads=cache.shape.num_kv_heads,
         head_dim=cache.shape.head_dim,

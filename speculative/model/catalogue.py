@@ -145,7 +145,7 @@ def _convert(gguf_path: Path, folder: Path) -> None:
 
 
 def is_complete(folder: Path, model: CatalogueModel) -> bool:
-    """Whether a folder holds the model, as the present converter writes it."""
+    """Return whether a folder holds the model, as the present converter writes it."""
     provenance = folder / _PROVENANCE_FILE
     if not (folder / "model.safetensors").is_file():
         return False

@@ -201,7 +201,7 @@ def _refuse_unknown(config: Json) -> None:
 
 
 def holds_fp8(folder: Path) -> bool:
-    """Whether a checkpoint that `ModelConfig` takes has FP8 weights."""
+    """Return whether a checkpoint that `ModelConfig` takes has FP8 weights."""
     path = folder / "config.json"
     return path.is_file() and read_json(path).get("quantization_config") is not None
 

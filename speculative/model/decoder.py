@@ -132,7 +132,8 @@ class Decoder(FusibleLayer):
         return names
 
     def checkpoint_slots(self) -> dict[str, Tensor]:
-        """Where the tensors of a Hugging Face checkpoint go: name, and the view of a parameter to copy it into."""
+        """Return where the tensors of a Hugging Face checkpoint go: name, and the view of a parameter to copy it
+        into."""
         slots: dict[str, Tensor] = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.norm.weight}
         if not self.config.tie_word_embeddings:
             slots["lm_head.weight"] = self.lm_head.weight
@@ -143,7 +144,7 @@ class Decoder(FusibleLayer):
 
 
 def layer_slots(layer: DecoderLayer) -> dict[str, Tensor]:
-    """Where a layer's tensors go, by their names within the layer."""
+    """Return where a layer's tensors go, by their names within the layer."""
     attention, mlp = layer.attention, layer.mlp
     return {
         "input_layernorm.weight": layer.input_norm.weight,

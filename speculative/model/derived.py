@@ -16,7 +16,7 @@ _TABLE_ERROR = 0.02  # of a cosine in bfloat16, at an angle of ten thousands in 
 
 
 def is_derived(path: Path, name: str, tensor: Tensor, config: ModelConfig) -> bool:
-    """Whether a checkpoint's tensor is one that the model makes itself.
+    """Return whether a checkpoint's tensor is one that the model makes itself.
 
     Args:
         path: the file that it is from.

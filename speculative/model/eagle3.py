@@ -219,7 +219,7 @@ class Eagle3Head(FusibleLayer):
         self.fused = FusedHead.of(parts, self.config.shape)
 
     def checkpoint_slots(self) -> dict[str, Tensor]:
-        """Where the tensors of a checkpoint go: name, and the view of a parameter to copy it into."""
+        """Return where the tensors of a checkpoint go: name, and the view of a parameter to copy it into."""
         attention, mlp = self.attention, self.mlp
         slots: dict[str, Tensor] = {
             "fc.weight": self.fc.weight,

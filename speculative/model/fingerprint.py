@@ -22,7 +22,8 @@ _CHUNK_BYTES = 1 << 24
 
 
 def has_plain_values(folder: Path, form: str) -> bool:
-    """Whether weights in this form have the values of the folder's safetensors files, up to rounding to a dtype."""
+    """Return whether weights in this form have the values of the folder's safetensors files, up to rounding to a
+    dtype."""
     # Where there are four-bit weights beside them, the plain weights are those values, dequantized.
     return form not in ROUNDED_FORMS or (form == "int4" and (folder / QUANTIZED_FILE).is_file())
 

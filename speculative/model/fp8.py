@@ -38,7 +38,7 @@ def quantize_rows(rows: Tensor) -> Fp8Rows:
 
 
 def has_nan(tensor: Tensor) -> bool:
-    """Whether a tensor of any floating type holds NaN; torch does not compare FP8 on every device."""
+    """Return whether a tensor of any floating type holds NaN; torch does not compare FP8 on every device."""
     is_nan = tensor.isnan() if tensor.dtype != E4M3 else tensor.view(torch.uint8) & 0x7F == 0x7F
     return bool(is_nan.any())
 

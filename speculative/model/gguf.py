@@ -142,7 +142,7 @@ class GGUFHeader:
 
 
 def llama_config(header: GGUFHeader, *, tied: bool) -> dict[str, Any]:
-    """What config.json says of the model in the file."""
+    """Return what config.json says of the model in the file."""
     _refuse_unknown(header)
     hidden_size, num_heads = header.require("llama.embedding_length"), header.require("llama.attention.head_count")
     head_dim = header.get("llama.attention.key_length", hidden_size // num_heads)
@@ -180,7 +180,7 @@ def _end_tokens(header: GGUFHeader) -> int | list[int] | None:
 
 
 def byte_level_bpe(header: GGUFHeader) -> dict[str, Any]:
-    """What tokenizer.json (of the `tokenizers` library) says of a byte-level BPE tokenizer in the file."""
+    """Return what tokenizer.json (of the `tokenizers` library) says of a byte-level BPE tokenizer in the file."""
     kind, split = header.require("tokenizer.ggml.model"), header.get("tokenizer.ggml.pre")
     if kind != "gpt2" or split not in _PRE_TOKENIZERS:
         raise UnsupportedModel(f"The GGUF tokenizer is {kind!r} with pre-tokenizer {split!r}; {_FIX}.")
@@ -211,7 +211,7 @@ def _added_token(token_id: int, token: str, *, special: bool) -> dict[str, Any]:
 
 
 def _post_processor(header: GGUFHeader, tokens: list[str]) -> dict[str, Any] | None:
-    """What puts a token before a text, or behind it, where the file says so."""
+    """Return what puts a token before a text, or behind it, where the file says so."""
     template: list[dict[str, Any]] = [{"Sequence": {"id": "A", "type_id": 0}}]
     special: dict[str, Any] = {}
     for name, place in (("bos", 0), ("eos", 1)):

@@ -74,7 +74,7 @@ class Head(Protocol):
     """A module whose parameters have names in a checkpoint."""
 
     def checkpoint_slots(self) -> dict[str, Tensor]:
-        """Where the tensors of a checkpoint go: name, and the view of a parameter to copy it into."""
+        """Return where the tensors of a checkpoint go: name, and the view of a parameter to copy it into."""
         ...
 
     def modules(self) -> Iterator[nn.Module]:
@@ -111,7 +111,7 @@ def write_held_out_rates(folder: Path, sampled: Sequence[float], greedy: Sequenc
 
 
 def read_held_out_rates(folder: Path) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """What `write_held_out_rates` added; nothing where somebody else trained the head.
+    """Return what `write_held_out_rates` added; nothing where somebody else trained the head.
 
     Raises:
         ConfigError: they are no numbers between 0 and 1.
@@ -135,7 +135,8 @@ def held_out_rates(kind: str, folder: Path | None) -> tuple[tuple[float, ...], t
 
 
 def layer_json(shape: ModelConfig) -> dict[str, Any]:
-    """What config.json says of a Llama layer; the inverse of `ModelConfig.from_json`, as far as a head needs it."""
+    """Return what config.json says of a Llama layer; the inverse of `ModelConfig.from_json`, as far as a head needs
+    it."""
     rope: dict[str, Any] = {"rope_type": "default"}
     if shape.rope_scaling is not None:
         rope = {"rope_type": "llama3", **dataclasses.asdict(shape.rope_scaling)}

@@ -90,7 +90,7 @@ class Rotary(nn.Module):
         self.register_buffer("table", torch.stack((angles.cos(), angles.sin()), dim=1).to(device), persistent=False)
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """What `rotate` needs at these positions: two of [N, 1, head_dim]."""
+        """Return what `rotate` needs at these positions: two of [N, 1, head_dim]."""
         cos, sin = self.table[positions].to(dtype).unsqueeze(1).unbind(2)  # [N, 1, head_dim/2]
         return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
@@ -138,7 +138,7 @@ class LayerOps(Protocol):
         ...
 
     def rotation(self, rotary: Rotary, positions: Tensor, like: Tensor) -> Rotation:
-        """What `attend` needs of positions [N] int64, for rows as `like`. Once a forward, not once a layer."""
+        """Return what `attend` needs of positions [N] int64, for rows as `like`. Once a forward, not once a layer."""
         ...
 
     def attend(self, heads: Tensor, attention: "Attention", rotation: Rotation, attend: Attend, layer: int) -> Tensor:
@@ -161,26 +161,26 @@ class TorchLayerOps:
     """`LayerOps` of torch's operators, for any device and with gradients."""
 
     def add_norm(self, hidden: Tensor, update: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
-        """As `LayerOps`."""
+        """Implement `LayerOps`."""
         hidden = hidden + update
         return hidden, norm(hidden)
 
     def gate(self, gate_up: Tensor, *, feeds_fp8: bool = False) -> Tensor:
-        """As `LayerOps`, not quantized."""
+        """Implement `LayerOps`, not quantized."""
         del feeds_fp8
         gate, up = gate_up.chunk(2, dim=-1)
         return functional.silu(gate) * up
 
     def quantize(self, rows: Tensor) -> Fp8Rows:
-        """As `LayerOps`."""
+        """Implement `LayerOps`."""
         return quantize_rows(rows)
 
     def rotation(self, rotary: Rotary, positions: Tensor, like: Tensor) -> Rotation:
-        """As `LayerOps`: what `Rotary` gives."""
+        """Implement `LayerOps`: what `Rotary` gives."""
         return rotary(positions, like.dtype)  # type: ignore[no-any-return]
 
     def attend(self, heads: Tensor, attention: "Attention", rotation: Rotation, attend: Attend, layer: int) -> Tensor:
-        """As `LayerOps`."""
+        """Implement `LayerOps`."""
         num_heads, num_kv_heads = attention.num_heads, attention.num_kv_heads
         query_key = heads[:, :-num_kv_heads]  # normalised and rotated together
         if attention.qk_norm is not None:
@@ -295,7 +295,7 @@ class DecoderLayer(FusibleLayer):
     def forward(
         self, hidden: Tensor, normed: Rows, rotation: Rotation, attend: Attend, layer: int
     ) -> tuple[Tensor, Tensor]:
-        """What comes in and its `input_norm` -> what the MLP's output is still to be added to, and that output.
+        """Return what comes in and its `input_norm` -> what the MLP's output is still to be added to, and that output.
 
         All are [N, hidden_size]: the sum is left to the caller, who can make the next norm of it at once.
         """

@@ -127,7 +127,7 @@ class MtpHead(FusibleLayer):
         return rows + update  # type: ignore[no-any-return]
 
     def checkpoint_slots(self) -> dict[str, Tensor]:
-        """Where the tensors of a checkpoint go: name, and the view of a parameter to copy it into."""
+        """Return where the tensors of a checkpoint go: name, and the view of a parameter to copy it into."""
         slots = {
             "enorm.weight": self.enorm.weight,
             "hnorm.weight": self.hnorm.weight,

@@ -46,7 +46,7 @@ class Quantized:
         return groups.flatten(1)
 
     def is_rounded_to(self, weight: Tensor) -> bool:
-        """Whether [O, I] are these weights, each rounded to bfloat16 or less."""
+        """Return whether [O, I] are these weights, each rounded to bfloat16 or less."""
         step = max(1, _COMPARED // weight.shape[1])
         for start in range(0, len(weight), step):
             rows = slice(start, start + step)

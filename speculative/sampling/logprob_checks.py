@@ -25,7 +25,7 @@ class AskedLogprobs(NamedTuple):
 
 
 def violation(entry: TokenLogprobs, mode: LogprobsMode, *, asked: AskedLogprobs, vocab_size: int) -> str | None:
-    """Which rule of the contract one entry violates, one of `LOGPROB_RULES`; None if none.
+    """Return which rule of the contract one entry violates, one of `LOGPROB_RULES`; None if none.
 
     Args:
         entry: what is reported of one emitted token.
@@ -55,7 +55,7 @@ class LogprobContract:
     vocab_size: int
 
     def first_violation(self, delta: TokenDelta, request: Request) -> str | None:
-        """Which of `LOGPROB_RULES` a delta violates; None if none, or if it reports no logprobs."""
+        """Return which of `LOGPROB_RULES` a delta violates; None if none, or if it reports no logprobs."""
         if delta.error is not None:
             return None
         params, prompt = request.params, request.prompt_token_ids

@@ -99,7 +99,7 @@ class LastRows:
         self._last: tuple[list[SamplingParams], SamplingRows] | None = None
 
     def of(self, params: list[SamplingParams], vocab_size: int, device: torch.device) -> SamplingRows:
-        """As `SamplingRows.build`."""
+        """Implement `SamplingRows.build`."""
         if self._last is None or self._last[0] != params:
             self._last = params, SamplingRows.build(params, vocab_size, device)
         return self._last[1]

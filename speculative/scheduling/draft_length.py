@@ -48,17 +48,18 @@ class DraftLength:
         """Plan for all sequences of the next step together."""
 
     def max_drafts(self, sequence: Sequence, wanted: int) -> int:
-        """How many drafts this one gets, at most `wanted`; 0 leaves the drafter alone."""
+        """Return how many drafts this one gets, at most `wanted`; 0 leaves the drafter alone."""
         del sequence
         return wanted
 
     def repeated(self, sequence: Sequence) -> list[int]:
-        """What is drafted in a model's place: how a passage goes on that is being repeated; [] = the model drafts."""
+        """Return what is drafted in a model's place: how a passage goes on that is being repeated; [] = the model
+        drafts."""
         del sequence
         return []
 
     def early_exit(self) -> EarlyExit | None:
-        """Where the drafts of this step may end early; None = none of them does."""
+        """Return where the drafts of this step may end early; None = none of them does."""
         return None
 
     def drafted(self, sequence: Sequence, probabilities: Sequences[float]) -> None:
@@ -83,7 +84,7 @@ class DraftLength:
         return 0.0, 0.0
 
     def knows_cost(self, num_sequences: int) -> bool:
-        """Whether it has seen enough steps with about this many sequences."""
+        """Return whether it has seen enough steps with about this many sequences."""
         del num_sequences
         return True
 
@@ -114,7 +115,7 @@ class DynamicLength(DraftLength):
         self.restart()
 
     def restart(self, expected: ExpectedRates | None = None) -> None:
-        """As `DraftLength.restart`."""
+        """Implement `DraftLength.restart`."""
         self._passages.restart()
         self._expected_rates = self._expected_rates if expected is None else expected
         # Of sampled drafts and of greedy requests' ones, which differ. Made: whether what might end early was drafted.
@@ -138,11 +139,11 @@ class DynamicLength(DraftLength):
         self._probed_at, self._num_probes, self._patience = 0, 0, 1
 
     def begin_trial(self) -> None:
-        """As `DraftLength.begin_trial`."""
+        """Implement `DraftLength.begin_trial`."""
         self._is_trial = True
 
     def knows_cost(self, num_sequences: int) -> bool:
-        """As `DraftLength.knows_cost`."""
+        """Implement `DraftLength.knows_cost`."""
         return self._cost(num_sequences).is_known
 
     def plan(self, decoding: Sequences[Sequence]) -> None:
@@ -188,7 +189,7 @@ class DynamicLength(DraftLength):
         return min(wanted, len(self.repeated(sequence)) or planned)
 
     def repeated(self, sequence: Sequence) -> list[int]:
-        """As `DraftLength.repeated`."""
+        """Implement `DraftLength.repeated`."""
         return self._passages.of(sequence)
 
     def early_exit(self) -> EarlyExit | None:
@@ -254,7 +255,7 @@ class DynamicLength(DraftLength):
                 cost.observe_catching_up(work, step.seconds)
 
     def take_speculated_s(self) -> tuple[float, float]:
-        """As `DraftLength.take_speculated_s`."""
+        """Implement `DraftLength.take_speculated_s`."""
         taken = self._speculated_s, self._plain_s
         self._speculated_s = self._plain_s = 0.0
         return taken
@@ -268,7 +269,7 @@ class DynamicLength(DraftLength):
         self._passages.forget(request_id)
 
     def _note_probabilities(self, entry: Entry, step: "_Step", result: SequenceResult) -> int:
-        """How many drafts it was to get: a position after an early exit counts as not accepted."""
+        """Return how many drafts it was to get: a position after an early exit counts as not accepted."""
         probabilities = step.probabilities.get(entry.sequence.request.request_id)
         if not probabilities:
             return result.num_drafted
@@ -373,7 +374,7 @@ class DynamicLength(DraftLength):
                 tokens, num_drafts, lengths[index] = expected, least + count, 0
 
     def _expected_tokens(self, sequence: Sequence, num_drafts: int) -> float:
-        """How many of the model's drafts will be accepted."""
+        """Return how many of the model's drafts will be accepted."""
         prior = self._rates[sequence.params.greedy].hoped_for()
         rates = self._requests[sequence.request.request_id].rates.blended(prior)
         return math.fsum(accumulate(rates[:num_drafts], mul))

@@ -46,7 +46,7 @@ class _Record:
         self.accepted, self.expected = keep * self.accepted, keep * self.expected
 
     def trust(self, prior: float = 1.0) -> float:
-        """What chances are multiplied by."""
+        """Return what chances are multiplied by."""
         return min(1.0, (_BELIEF * prior + self.accepted) / (_BELIEF + self.expected))
 
 
@@ -68,7 +68,7 @@ class Passages:
 
     @property
     def any_chosen(self) -> bool:
-        """Whether any sequence of the step that is planned repeats something."""
+        """Return whether any sequence of the step that is planned repeats something."""
         return bool(self._chosen)
 
     def restart(self) -> None:
@@ -115,7 +115,7 @@ class Passages:
         del self._chosen[sequence.request.request_id].tokens[count:]
 
     def of(self, sequence: Sequence) -> list[int]:
-        """What is drafted for a sequence; [] where nothing was chosen."""
+        """Return what is drafted for a sequence; [] where nothing was chosen."""
         passage = self._chosen.get(sequence.request.request_id)
         return [] if passage is None else passage.tokens
 
@@ -141,7 +141,7 @@ class Passages:
 
 
 def best_count(chances: Sequences[float], tokens: float, seconds: Sequences[float]) -> tuple[int, float]:
-    """How many drafts of a passage give the most tokens a second, and how many tokens that are.
+    """Return how many drafts of a passage give the most tokens a second, and how many tokens that are.
 
     Args:
         chances: as `Passages.find` returns them.

@@ -51,7 +51,7 @@ class RequestQueue:
 
     @property
     def first(self) -> Sequence | None:
-        """Who is next; None when nobody waits."""
+        """Return who is next; None when nobody waits."""
         return self._line[0][1] if self._line else None
 
     def due_at(self, sequence: Sequence) -> float:

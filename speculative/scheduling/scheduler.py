@@ -88,12 +88,12 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would have anything to do."""
+        """Return whether a step would have anything to do."""
         return bool(self._running or len(self._waiting))
 
     @property
     def is_running(self) -> bool:
-        """Whether anything is admitted and being computed."""
+        """Return whether anything is admitted and being computed."""
         return bool(self._running)
 
     @property
@@ -217,8 +217,8 @@ class Scheduler:
         return blocks is not None
 
     def _fit_drafts(self, sequence: Sequence, budget: int) -> int:
-        """How many drafts fit. The one place that combines, per sequence, the drafter's setting, the request's own
-        choice, what pays, the length limits, the token budget and the free blocks."""
+        """Return how many drafts fit. The one place that combines, per sequence, the drafter's setting, the request's
+        own choice, what pays, the length limits, the token budget and the free blocks."""
         if not self._may_draft(sequence):
             return 0
         wanted = self.draft_length.max_drafts(sequence, self._most_drafts)
@@ -352,7 +352,7 @@ class Scheduler:
         return TokenDelta(sequence.request.request_id, finish_reason=FinishReason.ERROR, error=error, broken=kind)
 
     def _until_stop(self, sequence: Sequence, token_ids: tuple[int, ...]) -> tuple[int, FinishReason | None]:
-        """How many of the emitted tokens count, and why the request ends there, if it does.
+        """Return how many of the emitted tokens count, and why the request ends there, if it does.
 
         A limit inside an accepted run is no error: the tokens after it were never emitted.
         """

@@ -59,7 +59,7 @@ class StepCost:
 
     @property
     def is_known(self) -> bool:
-        """Whether enough steps were seen."""
+        """Return whether enough steps were seen."""
         return self.num_observed >= _CALIBRATION_STEPS
 
     def lend(self) -> "StepCost":
@@ -118,8 +118,8 @@ class StepCost:
         ]
 
     def with_and_without_drafts(self, work: Work, seconds: float) -> tuple[float, float]:
-        """What a step that took so long counts as, and the expected seconds of the same one without drafts: neither
-        holds what else had the machine."""
+        """Return what a step that took so long counts as, and the expected seconds of the same one without drafts:
+        neither holds what else had the machine."""
         drafts, longest = [work.num_drafts, 0], [work.longest, 0]
         expected, plain = self.seconds(work.num_sequences, drafts, longest, work.context)
         return min(seconds, _SLOW * (expected + self.of_catching_up(work.num_missed))), plain

@@ -242,7 +242,7 @@ def _of_interval(
     rounding = _CDF_ROUNDING / total
 
     def miss(reach: float) -> float:
-        """Where the edges of the interval may move so far by themselves."""
+        """Return where the edges of the interval may move so far by themselves."""
         if below - reach <= uniform <= below + own + reach:
             return 0.0
         at, first_above = (below, row.token) if uniform < below else (below + own, row.token + 1)

@@ -129,7 +129,7 @@ class EProcess:
 
     @property
     def evidence_since(self) -> float:
-        """As that of `FreshStarts`."""
+        """Return it as `FreshStarts` does."""
         return self._processes.evidence_since
 
     def add(self, values: Floats, at: float = 0.0) -> None:

@@ -69,7 +69,7 @@ def outside_filters(adjusted: Tensor, temperature: Tensor, filters: Filters, emi
 def forbidden_by_rules(
     entry: Entry, token_ids: Tokens[int], masks: list[Bools] | None, eos_token_ids: Tokens[int]
 ) -> bool:
-    """Whether a token breaks its request's own rules (allowed ids, bad words, min_tokens) or its structure."""
+    """Return whether a token breaks its request's own rules (allowed ids, bad words, min_tokens) or its structure."""
     sequence = entry.sequence
     if masks is not None and not all(mask[token] for mask, token in zip(masks, token_ids, strict=False)):
         return True

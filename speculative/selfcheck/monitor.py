@@ -43,7 +43,7 @@ class _Seed:
     uses: list[_Use] = field(default_factory=list)
 
     def is_fresh(self, own: _Use, begin: int, end: int) -> bool:
-        """Whether nobody else used the random numbers of these positions."""
+        """Return whether nobody else used the random numbers of these positions."""
         others = (*self.spans, *(use.span() for use in self.uses if use is not own))
         return all(end <= first or last <= begin for first, last in others)
 
@@ -108,7 +108,7 @@ class SelfCheck:
             of_seed.close(use)
 
     def due(self) -> bool:
-        """Whether the terms of the next step are taken: known before anything of it is drawn.
+        """Return whether the terms of the next step are taken: known before anything of it is drawn.
 
         At most one step of each run of 1 / share is, so that none waits long; which one is chosen at random.
         """
@@ -168,7 +168,7 @@ class SelfCheck:
             process.restart()
 
     def snapshot(self) -> tuple[CheckState, ...]:
-        """How every self-check stands; any thread may ask."""
+        """Return how every self-check stands; any thread may ask."""
         return tuple(self._state(check) for check in CHECKS)
 
     def _state(self, check: str) -> CheckState:

@@ -47,7 +47,7 @@ class Rounds:
 
     @property
     def complete(self) -> bool:
-        """Whether every token belongs to one of them, and every draft that was judged is there, with its q."""
+        """Return whether every token belongs to one of them, and every draft that was judged is there, with its q."""
         if not self.kinds or not sum(one.num_tokens for one in self.rounds) == len(self.kinds) == len(self.tokens):
             return False
         if any(one.num_tokens < 1 for one in self.rounds):
@@ -60,7 +60,7 @@ class Rounds:
         )
 
     def draws(self) -> tuple[Draw, ...]:
-        """What a replay must draw again, one a token."""
+        """Return what a replay must draw again, one a token."""
         return tuple(_draw(place) for place in self._places())
 
     def wrong_drafts(self, *, greedy: bool) -> Iterator[int]:
@@ -167,8 +167,8 @@ def _checks_of_accepted(place: _Place, row: ReplayedToken, again: Redrawn) -> It
 
 
 def _contradicts_draft(place: _Place, *, greedy: bool = False) -> bool:
-    """Whether the token was accepted and is another than the draft, or replaced a draft and is the same where only
-    another can: a residual without it, or another choice."""
+    """Return whether the token was accepted and is another than the draft, or replaced a draft and is the same where
+    only another can: a residual without it, or another choice."""
     if place.kind is TokenKind.ACCEPTED:
         return place.token != place.round.drafts[place.offset]
     by_another = greedy or place.round.verifier == "coupled" or place.round.draft_probs is None

@@ -124,13 +124,13 @@ class SamplerWatch:
         return taken
 
     def take_excess(self) -> float:
-        """How many more drafts the checked steps should have accepted since the last call, by vLLM's own p and q, than
-        they did."""
+        """Return how many more drafts the checked steps should have accepted since the last call, by vLLM's own p and
+        q, than they did."""
         taken, self._excess = self._excess, 0.0
         return taken
 
     def _begin(self, sampling: SamplingMetadata) -> _Step | None:
-        """What is checked of a step; None if nothing is. Who had a seed first is noted in every step."""
+        """Return what is checked of a step; None if nothing is. Who had a seed first is noted in every step."""
         owners = self._owners()
         first = [
             owner is not None and self._is_first(sampling.generators.get(row), owner)
@@ -144,7 +144,7 @@ class SamplerWatch:
         return _Step(greedy, [fresh and not same for fresh, same in zip(first, greedy, strict=True)])
 
     def _is_first(self, generator: torch.Generator | None, request_id: str) -> bool:
-        """Whether nobody had this request's seed before it: the same random numbers would count twice."""
+        """Return whether nobody had this request's seed before it: the same random numbers would count twice."""
         if generator is None:
             return True
         owner = self._first_owners.setdefault(generator.initial_seed(), request_id)
@@ -154,7 +154,7 @@ class SamplerWatch:
         return owner == request_id
 
     def _lost_q(self, given: dict[str, Any]) -> bool:
-        """Whether a request that samples has sampled drafts, and nobody knows from what.
+        """Return whether a request that samples has sampled drafts, and nobody knows from what.
 
         A step that vLLM did not draft for, since a request was too near its longest length, has token 0 as every draft.
         Where all requests of a step are greedy vLLM drafts greedily, without q; these have to be the same in the next.

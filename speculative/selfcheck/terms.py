@@ -232,17 +232,17 @@ def _of_chosen(
 
 
 def _is_open(certain: Tensor) -> Tensor:
-    """Whether what is certain at 1 may still turn out one way or the other; not where it is NaN."""
+    """Return whether what is certain at 1 may still turn out one way or the other; not where it is NaN."""
     return certain < 1 - LEAST_SPREAD
 
 
 def _is_undecided(chance: Tensor) -> Tensor:
-    """Whether what has this chance may turn out one way or the other; not where it is NaN."""
+    """Return whether what has this chance may turn out one way or the other; not where it is NaN."""
     return (chance > LEAST_SPREAD) & _is_open(chance)
 
 
 def _minus(values: Tensor, mean: Tensor) -> Tensor:
-    """What values differ from their mean by; 0 where that is rounding."""
+    """Return what values differ from their mean by; 0 where that is rounding."""
     difference = values - mean
     return torch.where(difference.abs() <= EQUAL * torch.maximum(values, mean), 0.0, difference)
 

@@ -46,7 +46,7 @@ def uniforms_of(number: int, vocab_size: int) -> Tensor:
 
 
 def samples_so(sampler: Sampler) -> bool:
-    """Whether a sampler for CPUs draws in this way: two tokens for each of four seeded requests."""
+    """Return whether a sampler for CPUs draws in this way: two tokens for each of four seeded requests."""
     logits = torch.randn(4, 1000, generator=torch.Generator().manual_seed(0))
     generators = {row: torch.Generator().manual_seed(generator_seed(row, 0)) for row in range(4)}
     sampled = [sampler(logits.clone(), generators, None, None)[0].tolist() for _ in range(2)]

@@ -72,7 +72,7 @@ class TokenRules:
         return self._counts.of(output)
 
     def penalties(self, output: Tokens[int], drafts: Tokens[int]) -> tuple[Int64s, Float32s, Float32s]:
-        """What prompt, output and the first j drafts take from the logits that follow them.
+        """Return what prompt, output and the first j drafts take from the logits that follow them.
 
         Sources: repetition: Keskar et al., "CTRL" (2019); frequency and presence: the OpenAI API.
 

@@ -91,7 +91,7 @@ class Sequence:
 
     @property
     def scores_only(self) -> bool:
-        """Whether the request is teacher-forced: its tokens are scored, and none is drawn."""
+        """Return whether the request is teacher-forced: its tokens are scored, and none is drawn."""
         return self.request.score_from is not None
 
     @property
@@ -103,7 +103,7 @@ class Sequence:
 
     @property
     def reads_cache(self) -> bool:
-        """Whether it may use the prefix cache: rows that are not computed cannot be scored."""
+        """Return whether it may use the prefix cache: rows that are not computed cannot be scored."""
         return not (self.scores_only or self.returns_prompt)
 
     def take_prompt_logprobs(self) -> tuple[TokenLogprobs, ...] | None:
@@ -127,7 +127,7 @@ class Sequence:
 
     @property
     def ready_to_hold(self) -> bool:
-        """Whether it has reached the point where it is held for export."""
+        """Return whether it has reached the point where it is held for export."""
         return (
             self.prefill_only_after is not None
             and self.prefill_only_after <= self.num_output
@@ -136,11 +136,11 @@ class Sequence:
 
     @property
     def decoding(self) -> bool:
-        """Whether only the pending token is left to compute."""
+        """Return whether only the pending token is left to compute."""
         return len(self.tokens) == self.num_computed + 1 and self.request.score_from is None
 
     def num_drafts_that_fit(self, wanted: int, max_model_len: int) -> int:
-        """How many drafts the length limits leave room for: one more token must fit after all of them.
+        """Return how many drafts the length limits leave room for: one more token must fit after all of them.
 
         0 before the first token, wherever it is drawn: prefill and decode replicas then draw the same one.
         """

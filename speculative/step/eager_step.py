@@ -104,7 +104,7 @@ class EagerStep:
     def _score(
         self, entry: Entry, row_start: int, hidden: Tensor
     ) -> tuple[tuple[TokenLogprobs, ...], tuple[ReplayedToken, ...]]:
-        """What was asked for of the known tokens that this entry's rows predict, as in `SequenceResult`."""
+        """Return what was asked for of the known tokens that this entry's rows predict, as in `SequenceResult`."""
         sequence = entry.sequence
         wanted = sequence.scored_positions
         begin = max(wanted.start - 1, sequence.num_computed)

@@ -12,11 +12,11 @@ class Step(Protocol):
     """One way to compute a batch: eagerly (`EagerStep`), or as captured graphs (`gpu.GraphStep`)."""
 
     def takes(self, batch: Batch) -> bool:
-        """Whether it can compute this batch."""
+        """Return whether it can compute this batch."""
         ...
 
     def draft(self, batch: Batch) -> Any:
-        """What was drafted, in the form that its own `verify` takes."""
+        """Return what was drafted, in the form that its own `verify` takes."""
         ...
 
     def verify(self, batch: Batch, drafts: Any) -> StepOutcome:

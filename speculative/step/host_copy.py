@@ -68,7 +68,7 @@ def _scored_ids(layout: StepInput, device: torch.device) -> Tensor:
 
 
 def results_per_entry(layout: StepInput, verdicts: Verdicts, logprobs: LogprobRows | None) -> list[SequenceResult]:
-    """What was drawn, one value per drawing entry, in order."""
+    """Return what was drawn, one value per drawing entry, in order."""
     drafts, broken = layout.drafts.tolist(), verdicts.broken.tolist()
     draft_probs = None if verdicts.draft_probs is None else verdicts.draft_probs.tolist()
     last_probs = [0.0] * len(layout.drawing) if verdicts.last_probs is None else verdicts.last_probs.tolist()

@@ -60,7 +60,7 @@ class Sampler:
         masks: list[list[Bools] | None],
         repeated: Bools | None = None,
     ) -> StepOutcome:
-        """What each drawing entry emits, and the step's self-checks.
+        """Return what each drawing entry emits, and the step's self-checks.
 
         Args:
             layout: the step's rows.
@@ -172,7 +172,7 @@ class Sampler:
     def check_on_host(
         self, layout: StepInput, drawn: list[SequenceResult], masks: list[list[Bools] | None]
     ) -> list[SequenceResult]:
-        """What each entry drew, with the fault of those that break a rule which the host can see."""
+        """Return what each entry drew, with the fault of those that break a rule which the host can see."""
         wrong = misplaced(layout).tolist()
         checked = []
         for index, (entry, one) in enumerate(zip(layout.drawing, drawn, strict=True)):

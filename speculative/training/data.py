@@ -203,7 +203,7 @@ def write_answers(
 def _generate(
     engine: EngineCore, requests: Sequence[Request], progress: Progress | None
 ) -> Iterator[tuple[Prompt, bool]]:
-    """What each request got, and whether it came to an end by itself; in the order of the requests."""
+    """Return what each request got, and whether it came to an end by itself; in the order of the requests."""
     tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
     ended: dict[str, bool] = {}
     for request in requests:

@@ -157,7 +157,7 @@ def _key(conversations: Conversations, aux_layers: tuple[int, ...], model_key: s
 
 
 def _is_done(folder: Path, key: str, aux_layers: tuple[int, ...]) -> bool:
-    """Whether the cache is complete; if not, its mark is removed before anything is overwritten."""
+    """Return whether the cache is complete; if not, its mark is removed before anything is overwritten."""
     meta = folder / _META
     files = (_AUX, _FINAL, _LOG_Z) if aux_layers else (_FINAL, _LOG_Z)
     whole = meta.is_file() and all((folder / name).is_file() for name in files)

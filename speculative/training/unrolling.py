@@ -67,12 +67,13 @@ def make_batch(features: Features, which: Sequence[int], device: torch.device) -
 
 
 def is_trainable(length: int, prompt_length: int) -> bool:
-    """Whether a conversation has a target at all."""
+    """Return whether a conversation has a target at all."""
     return prompt_length >= 1 and length - prompt_length >= 2
 
 
 def drafted_hidden(head: DraftHead, batch: TrainingBatch, num_steps: int) -> Tensor:
-    """What the head's final norm makes of each step's hidden states, aligned with the targets: [num_steps, A, hidden].
+    """Return what the head's final norm makes of each step's hidden states, aligned with the targets: [num_steps, A,
+    hidden].
 
     Row [j, i] drafts target i at step j; where its answer has no row i - j (depths[i] < j) it means nothing.
     """

@@ -157,7 +157,7 @@ def draw_last(step: VerifyInput, rows: Tensor, shares: Tensor | None = None) -> 
 
 
 def round_probs(step: VerifyInput, verified: VerifyOutput, *, places: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """As `VocabularyOps.round_probs`."""
+    """Implement `VocabularyOps.round_probs`."""
     assert not isinstance(step.draft_probs, PointMass), "a point mass needs no record"
     rows = step.first_rows + verified.num_accepted
     of_last = step.draft_probs.of_tokens(verified.token_ids, step.drafts[rows], step.packed[rows], step.probs.shape[1])

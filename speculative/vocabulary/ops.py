@@ -75,5 +75,5 @@ class TorchOps:
     take_terms = staticmethod(terms.take_terms)
 
     def process(self, logits: Tensor, rows: SamplingRows) -> Tensor:
-        """As `VocabularyOps`."""
+        """Implement `VocabularyOps`."""
         return probs.process(logits, rows)

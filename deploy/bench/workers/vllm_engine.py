@@ -54,7 +54,8 @@ class Vllm:
         return [os.getpid()]
 
     def _counts(self) -> dict[str, Any]:
-        """What became of drafts since the last time. vLLM counts no drafts by position: all are taken to be full."""
+        """Return what became of drafts since the last time. vLLM counts no drafts by position: all are taken to be
+        full."""
         if not self._num_drafts:
             return {}
         now = {

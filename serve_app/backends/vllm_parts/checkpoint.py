@@ -35,7 +35,7 @@ def plain_view(folder: Path, scratch: Path) -> Path:
 
 
 def came_quantized(folder: Path) -> bool:
-    """Whether the plain weights of a folder are those of a quantized checkpoint, written out."""
+    """Return whether the plain weights of a folder are those of a quantized checkpoint, written out."""
     return (folder / _OURS_ALONE).is_file()
 
 

@@ -60,7 +60,7 @@ class CopyConnector(KVConnectorBase_V1):
         self._waiting.clear()
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
-        """How many further tokens the request's file has; the last of its prompt is always computed here."""
+        """Return how many further tokens the request's file has; the last of its prompt is always computed here."""
         params = request.kv_transfer_params or {}
         if "load" not in params or request.request_id in self._loaded:
             return 0, False
@@ -78,7 +78,7 @@ class CopyConnector(KVConnectorBase_V1):
         self._loads.append(Copy(params["load"], held, num_local // self._block_size))
 
     def build_connector_meta(self, scheduler_output: Any) -> CopyMetadata:
-        """What is to be copied in this step."""
+        """Return what is to be copied in this step."""
         loads, self._loads = self._loads, []
         return CopyMetadata(loads, self._saves.take(scheduler_output))
 

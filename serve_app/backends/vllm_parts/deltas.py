@@ -139,7 +139,7 @@ def prompt_logprobs(request: Request, output: Any) -> tuple[TokenLogprobs, ...] 
 
 
 def queue_s(output: Any) -> float:
-    """How long the request waited for its first step."""
+    """Return how long the request waited for its first step."""
     metrics = output.metrics
     return 0.0 if metrics is None else max(0.0, metrics.scheduled_ts - metrics.queued_ts)
 

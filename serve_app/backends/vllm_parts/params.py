@@ -72,7 +72,7 @@ def check(request: Request, *, speculates: bool, max_model_len: int, vocab_size:
 def to_vllm(
     request: Request, *, emitted: Sequence[int] = (), room: int, transfer: dict[str, Any], ends: Sequence[int]
 ) -> VllmParams:
-    """How vLLM is to sample a request.
+    """Return how vLLM is to sample a request.
 
     Args:
         request: checked.
@@ -181,8 +181,8 @@ def _num_logprobs(params: SamplingParams) -> int | None:
 
 
 def allows_what_ours_allows(structure: Structure | None) -> bool:
-    """Whether vLLM's masks are those that our own engine would make: vLLM forces the tokenisation of text that has to
-    come, unless a grammar says otherwise, and its JSON has white space without end."""
+    """Return whether vLLM's masks are those that our own engine would make: vLLM forces the tokenisation of text that
+    has to come, unless a grammar says otherwise, and its JSON has white space without end."""
     return structure is None or (structure.kind == "grammar" and '"no_forcing": true' in structure.text)
 
 

@@ -80,7 +80,7 @@ class VllmParsers:
             ) from error
 
     def reading(self, talk: ChatPrompt, prompt: Sequence[int]) -> "VllmReading":
-        """How answers to a conversation are to be read, whose prompt has these tokens.
+        """Return how answers to a conversation are to be read, whose prompt has these tokens.
 
         Raises:
             InvalidRequest: the parser cannot do what is asked.
@@ -141,7 +141,7 @@ class VllmReplyParser:
         self._prompt = prompt
 
     def push(self, text: str, token_ids: Sequence[int], *, last: bool) -> ParsedDelta:
-        """What the next part of the text says."""
+        """Return what the next part of the text says."""
         if self._parser is None:
             return ParsedDelta(text)
         with _failing():
@@ -157,7 +157,7 @@ class VllmReplyParser:
         return ParsedDelta(delta.content or "", delta.reasoning or "", tuple(map(_part, delta.tool_calls)))
 
     def whole(self, text: str, token_ids: Sequence[int]) -> ParsedDelta:
-        """What the whole text says."""
+        """Return what the whole text says."""
         if self._parser is None:
             return ParsedDelta(text)
         with _failing():

@@ -55,12 +55,13 @@ class PlannedDrafts:
         self._policy.restart()
 
     def num_verified(self, request_id: str, num_made: int) -> int:
-        """How many of the drafts made for a request are to be verified, by the last plan."""
+        """Return how many of the drafts made for a request are to be verified, by the last plan."""
         sequence = self._sequences.get(request_id)
         return num_made if sequence is None else self._policy.max_drafts(sequence, num_made)
 
     def plan(self, running: Collection[str], drafting: Collection[str]) -> int:
-        """How many tokens to draft at the end of the next step; where none of its requests is known, as many as last.
+        """Return how many tokens to draft at the end of the next step; where none of its requests is known, as many as
+        last.
 
         Args:
             running: the requests of that step.

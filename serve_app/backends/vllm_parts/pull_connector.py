@@ -139,7 +139,7 @@ class NixlConnector(NixlPullConnector):
             Path(f"{copy.path}.{self._rank}").write_bytes(sums.tobytes())
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """What was read and what was sent; reads that differ from what was computed have failed."""
+        """Return what was read and what was sent; reads that differ from what was computed have failed."""
         reading = {name: meta.local_block_ids for name, meta in self.connector_worker._recving_metadata.items()}
         results = super().get_transfer_results(finished_req_ids)
         for request_id in results.finished_recving:
@@ -149,7 +149,7 @@ class NixlConnector(NixlPullConnector):
         return results
 
     def _is_whole(self, blocks: Blocks, path: str | None) -> bool:
-        """Whether the blocks read match the last ones of those with checksums."""
+        """Return whether the blocks read match the last ones of those with checksums."""
         try:
             reported = np.frombuffer(Path(f"{path}.{self._rank}").read_bytes(), np.int64).reshape(len(blocks), -1)
         except (OSError, ValueError):  # the request has ended, and its file is gone

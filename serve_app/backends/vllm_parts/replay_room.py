@@ -25,7 +25,7 @@ class Needs:
 
 
 def needs_of(folder: Path, config: EngineConfig, engine_args: Mapping[str, Any]) -> Needs:
-    """What a checkpoint needs that both engines know.
+    """Return what a checkpoint needs that both engines know.
 
     Args:
         folder: holds it.

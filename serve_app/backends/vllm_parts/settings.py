@@ -204,7 +204,7 @@ def _check_drafter(drafter: DrafterConfig) -> None:
 
 
 def ranks_of(engine_args: Mapping[str, Any]) -> Ranks:
-    """How vLLM splits the model of a replica.
+    """Return how vLLM splits the model of a replica.
 
     Raises:
         ConfigError: an argument has no such value.
@@ -270,12 +270,13 @@ def installed_version(*, allow_untested: bool = True) -> str:
 
 
 def is_tested(version: str) -> bool:
-    """Whether the faults of a version of vLLM are known."""
+    """Return whether the faults of a version of vLLM are known."""
     return _minor(version) in TESTED
 
 
 def faults_of(version: str, *, cpu: bool) -> Faults:
-    """What is wrong with a version on this kind of machine; of a version that is not known, what was wrong last."""
+    """Return what is wrong with a version on this kind of machine; of a version that is not known, what was wrong
+    last."""
     return _CPU_FAULTS.get(_minor(version), _CPU_FAULTS[TESTED[-1]]) if cpu else Faults()
 
 
@@ -422,12 +423,12 @@ def _check_handoff(settings: VllmSettings) -> None:
 
 
 def draws_drafts(drafter: DrafterConfig) -> bool:
-    """Whether vLLM draws its drafts, so that they come with q; n-grams and suffixes are deterministic."""
+    """Return whether vLLM draws its drafts, so that they come with q; n-grams and suffixes are deterministic."""
     return drafter.sampled and drafter.kind in KINDS_WITH_WEIGHTS
 
 
 def scheduler_terms(drafter: DrafterConfig, faults: Faults, held_out: Sequence[Sequence[float]]) -> dict[str, Any]:
-    """What our scheduler in vLLM is to know, as JSON.
+    """Return what our scheduler in vLLM is to know, as JSON.
 
     Args:
         drafter: the configured one.

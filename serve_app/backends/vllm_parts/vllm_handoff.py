@@ -104,7 +104,7 @@ def unpack(handoff: Handoff) -> Sent:
 
 
 def source_of(output: Any) -> dict[str, Any]:
-    """Where to read a prompt that vLLM has computed, in its terms; empty before it is computed."""
+    """Return where to read a prompt that vLLM has computed, in its terms; empty before it is computed."""
     reported = {name: value for name, value in (output.kv_transfer_params or {}).items() if name != TERMS}
     return reported if "remote_request_id" in reported else {}
 

@@ -95,7 +95,7 @@ class SpeculationScheduler(Scheduler):
         self._ended = time.perf_counter()
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        """What the step emitted, each output with its rounds."""
+        """Return what the step emitted, each output with its rounds."""
         step = _computed(scheduler_output, model_runner_output)
         if self._planned is not None:
             self._last_step = step
@@ -118,7 +118,7 @@ class SpeculationScheduler(Scheduler):
         return reported
 
     def has_requests(self) -> bool:
-        """Whether there is something to do, also while paused: ongoing reads are completed."""
+        """Return whether there is something to do, also while paused: ongoing reads are completed."""
         return super().has_requests() or any(
             request.request_id not in self.finished_recving_kv_req_ids for request in self._reading()
         )
@@ -158,7 +158,7 @@ def _terms(request: Any) -> dict[str, Any]:
 
 
 def _ours(request: Any) -> Request:
-    """What the choice of lengths reads of a request."""
+    """Return what the choice of lengths reads of a request."""
     params = request.sampling_params
     speculate = _terms(request)["speculate"]
     ours = SamplingParams(max_tokens=params.max_tokens, temperature=params.temperature, speculate=speculate)
@@ -166,7 +166,7 @@ def _ours(request: Any) -> Request:
 
 
 def _computed(scheduled: Any, output: Any) -> dict[str, Computed]:
-    """What a step did for each request, before anything ends it."""
+    """Return what a step did for each request, before anything ends it."""
     step = {}
     for name, number in scheduled.num_scheduled_tokens.items():
         drafts = scheduled.scheduled_spec_decode_tokens.get(name, ())

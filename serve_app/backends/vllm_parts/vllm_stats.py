@@ -29,7 +29,7 @@ class Counts:
 
     @property
     def last_step_at(self) -> float:
-        """When vLLM last reported a step, monotonic seconds."""
+        """Return when vLLM last reported a step, monotonic seconds."""
         return self._last_at
 
     def begin(self) -> None:
@@ -88,8 +88,8 @@ class Counts:
         return taken
 
     def usage(self, num_live: int, num_replays: int) -> EngineUsage:
-        """What the engine holds, where so many requests are there, so many of them replays. vLLM reports nothing while
-        it stands still, and counts replays like other requests: they are taken for those that run."""
+        """Return what the engine holds, where so many requests are there, so many of them replays. vLLM reports nothing
+        while it stands still, and counts replays like other requests: they are taken for those that run."""
         used = math.ceil(self._kv_usage * self._num_blocks) if num_live else 0
         num_running = max(min(num_live, self._num_running) - num_replays, 0)
         return EngineUsage(

@@ -127,7 +127,7 @@ class WorkerExtension:
         rejection_sampler.rejection_sample = self._watch.around_rejection(rejection_sampler.rejection_sample)
 
     def draws_can_be_repeated(self) -> bool:
-        """Whether this sampler draws as `vllm_draws` says; those of GPUs do not."""
+        """Return whether this sampler draws as `vllm_draws` says; those of GPUs do not."""
         runner = self.model_runner
         return runner.device.type == "cpu" and samples_so(runner.sampler.topk_topp_sampler)
 

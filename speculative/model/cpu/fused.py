@@ -124,7 +124,7 @@ class FusedHead:
     def draft(
         self, draft_round: DraftRoundStruct, num_drafts: int, hidden: Tensor, place: tuple[ShapeStruct, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """As `Kernels.draft_round`; hidden is [E, hidden_size] float32."""
+        """Implement `Kernels.draft_round`; hidden is [E, hidden_size] float32."""
         kernels = cpu_kernels()
         assert kernels is not None, "the head is packed for them"
         hidden = hidden if hidden.stride(-1) == 1 else hidden.contiguous()

@@ -20,21 +20,21 @@ _ROWS_HINT = 32  # rows a product the layout is chosen for: as fast as any at 1 
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether packing is possible here and pays: bfloat16 on a CPU with kernels for it."""
+    """Return whether packing is possible here and pays: bfloat16 on a CPU with kernels for it."""
     if device.type != "cpu" or dtype != torch.bfloat16:
         return False
     return can_pack_for_onednn(dtype, device) or cpu_kernels() is not None
 
 
 def can_pack_for_onednn(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether oneDNN has kernels for it: bfloat16 on most CPUs, emulated or not."""
+    """Return whether oneDNN has kernels for it: bfloat16 on most CPUs, emulated or not."""
     if device.type != "cpu" or dtype != torch.bfloat16 or not torch.backends.mkldnn.is_available():
         return False
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def prefers_onednn() -> bool:
-    """Whether oneDNN's bfloat16 kernels are the fastest here."""
+    """Return whether oneDNN's bfloat16 kernels are the fastest here."""
     return torch.cpu._is_amx_tile_supported() and can_pack_for_onednn(torch.bfloat16, torch.device("cpu"))
 
 
