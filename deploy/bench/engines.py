@@ -128,7 +128,7 @@ def _ours(plan: BenchPlan, name: EngineName) -> Launch | LeftOut:
 
 
 def _engine_settings(plan: BenchPlan, drafter: Mapping[str, Any], options: "_Options") -> dict[str, Any]:
-    """Return them as `EngineConfig` takes them: every stream fits, and nothing is remembered from one round to the next."""
+    """Return them for `EngineConfig`: every stream fits, and nothing is remembered from one round to the next."""
     most = max(plan.streams)
     drafts = max(int(drafter.get("num_draft_tokens", 4)), int(drafter.get("suffix_first", 0)))
     blocks = -(-plan.max_model_len // 16)
@@ -149,8 +149,7 @@ def _engine_settings(plan: BenchPlan, drafter: Mapping[str, Any], options: "_Opt
 
 
 def _drafter(plan: BenchPlan, name: EngineName, variant: str, options: "_Options") -> dict[str, Any] | LeftOut:
-    """Return it as `DrafterConfig` takes it; `suffix` remembers nothing of past answers: they would be this round's
-    own."""
+    """Return it for `DrafterConfig`; `suffix` remembers nothing of past answers, which would be this round's own."""
     kinds = drafter_kinds()
     kind = {"off": "none", "dynamic": "eagle3" if plan.head else "ngram"}.get(variant, variant)
     if kind not in kinds:
