@@ -109,9 +109,9 @@ def test_answers_are_replayed_and_found_right(service: Service) -> None:
     assert reply["verdict"] == "verified"
     of_greedy = gauge_total(service.metrics_text(), "truespec_replay_law_terms_total")
     sampled = complete(service, prompt=COUNTING, verify=True, temperature=1.0, seed=4)
-    assert sampled["verdict"] == "verified"
+    by_vllm = service.name.endswith("ngram")  # which gives no distribution of sampled answers
+    assert sampled["verdict"] == ("logprobs_only" if by_vllm else "verified")
     of_both = gauge_total(service.metrics_text(), "truespec_replay_law_terms_total")
-    by_vllm = service.name.endswith("ngram")
     assert (of_both > of_greedy) == (not by_vllm), "our own engine, the default, knows how answers are sampled"
     metrics = service.metrics()
     assert metrics["replayed_tokens"] >= 48 and metrics["tme"] is not None and metrics["tme"] < 1.05

@@ -90,7 +90,7 @@ def test_required_calls_are_made(service: Service) -> None:
     else:
         assert (name, arguments) == ("get_time", {})
     with service.http() as http:
-        assert reply.model_dump()["verdict"] == "verified", http.get(f"/v1/verdicts/{reply.id}").text
+        assert reply.model_dump()["verdict"] in ("verified", "logprobs_only"), http.get(f"/v1/verdicts/{reply.id}").text
     with service.openai.chat.completions.stream(**ASKED, tool_choice="required", parallel_tool_calls=False) as stream:
         streamed = stream.get_final_completion().choices[0]
     assert calls_of(streamed.message) == [(name, arguments)] and streamed.finish_reason == "tool_calls"
@@ -102,7 +102,9 @@ def test_answers_with_a_form_are_replayed_and_found_right(service: Service) -> N
     body = {name: value for name, value in ASKED.items() if name != "tools"} | {"logprobs": True, "verify": True}
     with service.http() as http:
         reply = http.post("/v1/chat/completions", json=body | {"response_format": form}).json()
-        assert reply["verdict"] == "verified", http.get(f"/v1/verdicts/{reply['id']}").text
+        # vLLM's masks are not ours, so that tokens of its forms are compared with no distribution.
+        expected = "verified" if service.name.endswith("torch") else "logprobs_only"
+        assert reply["verdict"] == expected, http.get(f"/v1/verdicts/{reply['id']}").text
     (choice,) = reply["choices"]
     check_weather(json.loads(choice["message"]["content"]))
     assert min(entry["logprob"] for entry in choice["logprobs"]["content"]) < -1.0
