@@ -48,7 +48,8 @@ class Form:
     def numerics(self) -> Numerics:
         """As the replica reports it."""
         weights = self.weights if self.weights in ROUNDED_FORMS else "plain"
-        return Numerics("truespec", precision_of(self.dtype, self.weights), weights)
+        repeats = self.weights is not None  # our own kernels
+        return Numerics("truespec", precision_of(self.dtype, self.weights), weights, repeats)
 
 
 FORMS: dict[str, tuple[Form, Form | None]] = {
