@@ -45,15 +45,17 @@ def precision_of(dtype: str, quantization: str | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Numerics:
-    """How far an engine rounds. Two that are equal mostly round alike.
+    """How far an engine rounds.
 
     engine: whose code computes. precision: one of `PRECISIONS`. weights: "plain", as the checkpoint's files have them,
-    or the form to which they were rounded. "" = not known.
+    or the form to which they were rounded. "" = not known. repeats: a row is rounded alike in any batch, so that
+    two engines that are equal mostly make the same error.
     """
 
     engine: str = ""
     precision: str = ""
     weights: str = ""
+    repeats: bool = False
 
 
 UNKNOWN_NUMERICS = Numerics()

@@ -382,7 +382,8 @@ class TorchBackend:
     def _numerics(self) -> Numerics:
         form = self._form.weights
         weights = form if form in ROUNDED_FORMS else "plain"
-        return Numerics("truespec", precision_of(self._config.dtype, form), weights)
+        repeats = not self._live_engine().arithmetic.rounding
+        return Numerics("truespec", precision_of(self._config.dtype, form), weights, repeats)
 
     def _settle_start(self, result: ModelInfo | Exception) -> None:
         assert self._ready is not None

@@ -9,13 +9,15 @@ from pathlib import Path
 import pytest
 
 from serve_app.backends import torch_backend
+from serve_app.backends.base import Numerics
 from serve_app.backends.torch_backend import TorchBackend
+from speculative.arithmetic import Arithmetic
 from speculative.config import DrafterConfig, EngineConfig, WeightsName
 from speculative.engine import EngineCore
 from speculative.errors import ConfigError, EngineFault
 from speculative.model import loading
 from speculative.model.quantized import save_quantized
-from speculative.request import FinishReason, Request, Speculation, TokenDelta
+from speculative.request import FinishReason, Request, SamplingParams, Speculation, TokenDelta
 from tests.support.backend_conformance import (
     GREEDY,
     LONG,
@@ -67,6 +69,16 @@ async def test_rounded_weights_are_reported_in_whatever_form_they_are_kept(
     await backend.load_weights(str(folder))
     assert (await backend.switch_weights("other")).quantization is None
     await backend.stop()
+
+
+@pytest.mark.parametrize("rounding", ["", "products round by the size of the batch"])
+async def test_a_replica_says_whether_it_rounds_a_row_alike_in_any_batch(
+    rounding: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(EngineCore, "arithmetic", Arithmetic("cpu", "", rounding, "made up"))
+    async with serving(TorchBackend(str(folder), "tiny", CONFIG)) as backend:
+        replay = await backend.replay(Request("r", (3, 4, 5), SamplingParams(), score_from=1, replay=True))
+    assert replay.numerics == Numerics("truespec", "float32", "plain", repeats=not rounding)
 
 
 async def test_fp8_weights_are_reported_and_updated(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

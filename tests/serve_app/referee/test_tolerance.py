@@ -16,9 +16,10 @@ def tolerances(**sections: dict[str, Any]) -> ServiceTolerances:
 
 
 def test_what_rounding_does_depends_on_the_precision_unless_it_is_set() -> None:
-    own, reference = Numerics("truespec", "bfloat16", "plain"), Numerics("transformers", "float32", "plain")
-    found = tolerances()
+    own, reference = Numerics("truespec", "bfloat16", "plain", True), Numerics("transformers", "float32", "plain")
+    found, by_batch = tolerances(), replace(own, repeats=False)
     assert found.between(own, own) == Tolerance.between_equals("bfloat16")
+    assert found.between(by_batch, by_batch) == Tolerance.against_float32("bfloat16"), "batches of another size"
     assert found.between(own, reference) == Tolerance.against_float32("bfloat16")
     assert found.between(own, replace(own, engine="vllm")) == Tolerance.against_float32("bfloat16")
     given = tolerances(replay={"edge_nats": 0.5, "max_tme": 1.2, "distribution_tolerance": 0.02})
@@ -29,10 +30,10 @@ def test_what_rounding_does_depends_on_the_precision_unless_it_is_set() -> None:
 
 
 def test_replicas_know_better_than_the_configuration_what_they_compute_in() -> None:
-    found, exact = tolerances(engine={"dtype": "float32"}), Numerics("truespec", "float32", "plain")
+    found, exact = tolerances(engine={"dtype": "float32"}), Numerics("truespec", "float32", "plain", True)
     fp8, int4 = Numerics("truespec", "fp8", "fp8"), replace(exact, weights="int4")
     reference = replace(exact, engine="transformers")
-    assert found.configured == Tolerance.between_equals("float32")
+    assert found.configured == Tolerance.against_float32("float32")
     assert found.between(exact, reference) == Tolerance.against_float32("float32")
     assert found.between(fp8, fp8) == Tolerance.between_equals("fp8")
     assert found.between(exact, fp8) == Tolerance.against_float32("fp8"), "the coarser of the two"

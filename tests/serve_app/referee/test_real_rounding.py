@@ -1,0 +1,48 @@
+"""Sound answers, replayed with the rounding that SmolLM2-135M really has between two engines: none is accused, and a
+token that is wrong is still found. docs/detection.md has the figures."""
+
+import pytest
+
+from speculative.kernels.bindings import cpu_kernels
+from speculative.model.catalogue import fetch_model
+from tests.support.perturbed_engines import DRAFTERS, SETTINGS, VERIFIERS
+from tests.support.real_logits import FORMS, RealLogits
+
+EACH = 38  # answers of each setting, verifier and drafter in the long run: 10,260 a pair
+PAIR = "w4a8 and float32"  # the noisiest
+
+pytestmark = pytest.mark.skipif(cpu_kernels() is None, reason="without AVX-512 there are no four-bit kernels")
+
+
+@pytest.fixture(scope="module")
+def real() -> RealLogits:
+    return RealLogits(fetch_model("smollm2-135m"))
+
+
+def test_the_tables_hold_what_the_model_says_and_how_it_was_rounded(real: RealLogits) -> None:
+    assert real.mass.mean() > 0.8, "of the next token's distribution"
+    assert 0.05 < real.noise(PAIR).std() < 0.5, "nats"
+
+
+@pytest.mark.parametrize("drafted", DRAFTERS)
+@pytest.mark.parametrize("verifier", VERIFIERS)
+def test_no_sound_answer_is_accused_in_four_bits(real: RealLogits, verifier: str, drafted: str) -> None:
+    assert not real.pair(PAIR).accused(verifier, drafted, SETTINGS, 1)
+
+
+@pytest.mark.parametrize("verifier", VERIFIERS)
+def test_a_wrong_token_is_found_in_four_bits(real: RealLogits, verifier: str) -> None:
+    settings = {name: one for name, one in SETTINGS.items() if "0.7" in name or "1.0" in name}
+    assert real.pair(PAIR).share_found(verifier, "sampled", settings, 4) >= 0.95
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("pair", FORMS)
+@pytest.mark.parametrize("drafted", DRAFTERS)
+@pytest.mark.parametrize("verifier", VERIFIERS)
+def test_of_ten_thousand_sound_answers_a_pair_none_is_suspect(
+    real: RealLogits, verifier: str, drafted: str, pair: str
+) -> None:
+    accused = real.pair(pair).accused(verifier, drafted, SETTINGS, EACH)
+    assert not accused, accused[:20]
