@@ -84,12 +84,16 @@ class Pair:
     numerics: Numerics = UNKNOWN_NUMERICS
 
     def accused(
-        self, verifier: str, drafted: str, settings: Mapping[str, SamplingParams], each: int
+        self, verifier: str, drafted: str, settings: Mapping[str, SamplingParams], each: int, number: int = 0
     ) -> list[tuple[str, str]]:
-        """Setting and reason of every answer, of so many of each setting, that is not verified, and of every alarm."""
+        """Setting and reason of every answer, of so many of each setting, that is not verified, and of every alarm.
+
+        number: of the pair; requests are others for each, and for each verifier and drafter.
+        """
+        number = (number * len(VERIFIERS) + VERIFIERS.index(verifier)) * len(DRAFTERS) + DRAFTERS.index(drafted)
         answering, replaying = self.served.engine(drafted, verifier), self.replayed.engine(drafted, verifier)
         accused: list[tuple[str, str]] = []
-        for name, served in answers(answering, settings, each, self.numerics).items():
+        for name, served in answers(answering, settings, each, self.numerics, number).items():
             judge, watch = Judge(self.tolerance), ReplicaWatch(self.tolerance)
             assert len(served) == each
             for answer, again in zip(served, replayed(replaying, served), strict=True):
@@ -127,13 +131,17 @@ def run(engine: EngineCore, requests: Sequence[Request]) -> Iterator[TokenDelta]
 
 
 def answers(
-    engine: EngineCore, settings: Mapping[str, SamplingParams], each: int, numerics: Numerics = UNKNOWN_NUMERICS
+    engine: EngineCore,
+    settings: Mapping[str, SamplingParams],
+    each: int,
+    numerics: Numerics = UNKNOWN_NUMERICS,
+    seed: int = 0,
 ) -> dict[str, list[Answer]]:
     """By setting."""
     records = Records("r1", 512, MOST_DRAFTS, numerics=numerics)
     requests = {
         name: list(itertools.islice(sampling(VOCAB, params, number), each))
-        for number, (name, params) in enumerate(settings.items())
+        for number, (name, params) in enumerate(settings.items(), seed * len(settings))
     }
     kept = {one.request_id: records.begin(one) for asked in requests.values() for one in asked}
     for delta in run(engine, [one for asked in requests.values() for one in asked]):
