@@ -1,4 +1,5 @@
-"""What is generated from the catalogue, the panels and the rules, and whether the files that are there hold it."""
+"""Files that are generated from the catalogue, the panels and the rules, and whether those that are there are up to
+date."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What the labels of the metrics mean, value by value: the generated documentation and its tests read this."""
+"""Meanings of the labels of the metrics, value by value: the generated documentation and its tests read this."""
 
 from collections.abc import Mapping
 

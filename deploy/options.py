@@ -1,4 +1,4 @@
-"""What a command line gives, checked before any work is done: keys, addresses, numbers, and files to be written."""
+"""Values of command lines, checked before any work is done: keys, addresses, numbers, and files to be written."""
 
 import difflib
 import json

@@ -1,4 +1,4 @@
-"""What a client gets when something goes wrong: one table from exception to HTTP error in OpenAI's form.
+"""Errors as clients get them: one table from exception to HTTP error in OpenAI's form.
 
 InvalidRequest (speculative.errors)
 ├── ModelNotFound          this server has no model of that name

@@ -1,4 +1,4 @@
-"""How an engine computes on its machine: with which kernels, and whether its rounding depends on the batch."""
+"""The arithmetic of an engine on its machine: its kernels, and whether its rounding depends on the batch."""
 
 import contextlib
 import platform

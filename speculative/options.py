@@ -1,4 +1,4 @@
-"""What can be set: fields of frozen dataclasses, each declared once with its default, its range and its meaning.
+"""Settings: fields of frozen dataclasses, each declared once with its default, its range and its meaning.
 
 The configuration file and its reference are made from them.
 """

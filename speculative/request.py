@@ -1,4 +1,4 @@
-"""What crosses every boundary: requests in, token deltas out. Frozen, picklable, free of torch."""
+"""The values that cross every boundary: requests in, token deltas out. Frozen, picklable, free of torch."""
 
 import enum
 import math

@@ -1,4 +1,4 @@
-"""How fast a handoff gets from one process to another, beside what shared memory itself does.
+"""The speed of a handoff from one process to another, beside what shared memory itself does.
 
 Two Ray actors on this machine, as a prefill and a decode replica are. The sender has a finished handoff; the clock
 stops when its checksum was checked and its bytes lie in the receiver's cache. The reference is Ray's store without us:

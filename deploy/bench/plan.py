@@ -1,4 +1,4 @@
-"""What is to be measured: engines by name, cases, and how often."""
+"""The plan of a bench: engines by name, cases, and how often."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""What the proxy adds to a request's time: the same requests straight and through it, in turns, in one run."""
+"""The time that the proxy adds to a request: the same requests straight and through it, in turns, in one run."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""What `truespec chaos` and `truespec load` do with a running application."""
+"""The commands `truespec chaos` and `truespec load`, on a running application."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What the chaos and load commands write into docs/reliability.md."""
+"""The sections that the chaos and load commands write into docs/reliability.md."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""What all commands share: the two consoles, progress, and how errors and interrupts end a command."""
+"""The console of all commands: the two outputs, progress, and how errors and interrupts end a command."""
 
 import functools
 import os

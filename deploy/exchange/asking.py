@@ -1,4 +1,4 @@
-"""What a request asks for beside what its client wants: token ids and logprobs, in the server's dialect."""
+"""Fields that are added to a client's request: for token ids and logprobs, in the server's dialect."""
 
 import json
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Which fields a server accepts and how it replies, found by trying, so that probes need not know its vendor."""
+"""The fields that a server accepts, and its replies, found by trying, so that probes need not know its vendor."""
 
 import dataclasses
 import json

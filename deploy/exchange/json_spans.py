@@ -1,4 +1,4 @@
-"""Where the members of a JSON text lie, so that one can be cut out and every other byte stays as it was."""
+"""Spans of the members of a JSON text, so that one can be cut out and every other byte stays as it was."""
 
 import json
 import re

@@ -1,4 +1,5 @@
-"""What a server reports beside the logprobs: the likeliest tokens, those that a request names, the prompt's.
+"""Logprobs that a server reports beside its tokens' own: of the likeliest tokens, those that a request names, the
+prompt's.
 
 Some forms name a token by its text alone. It counts where one token only has this text, and where the server shows the
 emitted tokens, whose ids are known, by texts that are these tokens' own, leading spaces included.

@@ -1,4 +1,4 @@
-"""How the tokens of a watched request were sampled, from the request and the server's own defaults."""
+"""The sampling of a watched request, from the request and the server's own defaults."""
 
 import json
 import re

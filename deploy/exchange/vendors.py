@@ -1,4 +1,4 @@
-"""What is known of each vendor's server: what it is asked for beside what a client wants, and how it samples.
+"""Vendors of servers: what each is asked for beside what a client wants, and how it samples.
 
 To add a vendor, write a subclass of `Vendor` and enter it in `VENDORS`. Standard library only: the proxy needs no more.
 """

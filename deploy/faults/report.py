@@ -1,4 +1,4 @@
-"""What the audits found, for people: a table to print, and a page to keep."""
+"""Results of the audits, for people: a table to print, and a page to keep."""
 
 from collections.abc import Sequence
 from dataclasses import replace

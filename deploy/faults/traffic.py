@@ -1,4 +1,4 @@
-"""What an audited engine is asked to do."""
+"""The traffic of an audited engine."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace

@@ -1,4 +1,4 @@
-"""What finds a fault in a running engine: its own self-checks, and replays of a share of what it served."""
+"""Detectors of faults in a running engine: its own self-checks, and replays of a share of what it served."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace

@@ -1,4 +1,4 @@
-"""What the probes of one audit share: the server, the reference model, prompts and ordinary traffic."""
+"""The laboratory that the probes of one audit share: the server, the reference model, prompts and ordinary traffic."""
 
 import dataclasses
 from collections.abc import Iterable, Sequence

@@ -1,4 +1,4 @@
-"""What reports as one self-contained HTML file are made of, with light and dark themes."""
+"""Parts of reports as one self-contained HTML file, with light and dark themes."""
 
 import html
 from collections.abc import Iterable, Mapping

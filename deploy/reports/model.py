@@ -1,4 +1,4 @@
-"""What reports are made of, whichever way they are shown: `terminal`, `html_pages` and `markdown` render it."""
+"""Parts of reports, whichever way they are shown: `terminal`, `html_pages` and `markdown` render them."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass

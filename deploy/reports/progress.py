@@ -1,4 +1,4 @@
-"""How long commands show that they go on: a bar on a terminal, plain lines in a log."""
+"""Progress of long commands: a bar on a terminal, plain lines in a log."""
 
 import contextlib
 import threading

@@ -1,4 +1,4 @@
-"""Where figures come from: the day, the machine, the versions, the commit, and what else the machine was doing."""
+"""The provenance of figures: the day, the machine, the versions, the commit, and what else the machine was doing."""
 
 import datetime
 import importlib.metadata

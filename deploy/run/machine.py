@@ -1,4 +1,4 @@
-"""What the machine that this runs on has."""
+"""Facts about the machine that this runs on."""
 
 import os
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Whether a service can listen at its configured address.
+"""The port of a service: whether it can listen at its configured address.
 
 Ray Serve's proxy binds with SO_REUSEPORT, which lets ports be shared: a second service on the same port starts
 silently, and clients reach one or the other. Binding without that option fails if anything listens there.

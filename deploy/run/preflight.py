@@ -1,4 +1,4 @@
-"""Whether a checked configuration can be served on its machine: files, programs, processors, memory.
+"""Checks of a configuration against its machine before it is served: files, programs, processors, memory.
 
 Anything missing there would otherwise leave a replica waiting forever, or end it with another library's error. Every
 fault names its field and the fix.

@@ -1,4 +1,4 @@
-"""Whether the machine was quiet: processor time that others than this process and what it started took, in cores.
+"""The load of a machine: processor time that others than this process and what it started took, in cores.
 
 Read from Linux's /proc; what a hypervisor gave to other machines (steal) counts too.
 """

@@ -1,5 +1,5 @@
-"""What the configuration's models say of themselves: docs/configuration.md, the schema that the chart takes over, and a
-file with all its defaults, or as values of the chart."""
+"""The reference of the configuration, from its models: docs/configuration.md, the schema that the chart takes over, and
+a file with all its defaults, or as values of the chart."""
 
 from collections.abc import Iterator
 from typing import Any

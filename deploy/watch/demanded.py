@@ -1,4 +1,4 @@
-"""Whether the choices of a watched reply keep to what its request says of them, as far as the reply shows it."""
+"""Checks of the choices of a watched reply against its request, as far as the reply shows them."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What replies look like where nothing was added to the request, and how a reply is made to look like that again."""
+"""The shape of replies where nothing was added to the request, and how a reply is made to look like that again."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""What a referee's report says, in sentences and rows: the terminal and the page show these."""
+"""A referee's report in sentences and rows: the terminal and the page show these."""
 
 import json
 import time

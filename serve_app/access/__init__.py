@@ -1,1 +1,1 @@
-"""Who may ask, how much, and how many at once: API keys, quotas and admission."""
+"""Access: API keys, quotas and admission."""

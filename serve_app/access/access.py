@@ -1,4 +1,4 @@
-"""Who may do what. By a file of keys, by the one token of `/admin`, or, where neither is set, anybody."""
+"""Permissions by a file of keys, by the one token of `/admin`, or, where neither is set, for anybody."""
 
 import enum
 import secrets

@@ -1,4 +1,5 @@
-"""What the server asks of an engine. It sees requests, deltas and sealed handoffs, never a tensor."""
+"""The interface between the server and an engine. The server sees requests, deltas and sealed handoffs, never a
+tensor."""
 
 import contextlib
 import enum

@@ -1,4 +1,4 @@
-"""What Ray Serve knows of this application's pools."""
+"""The state of this application's pools, as Ray Serve knows it."""
 
 import asyncio
 import logging

@@ -1,4 +1,4 @@
-"""What a caller sees of an error that was raised in another replica."""
+"""Errors that were raised in another replica, as their caller sees them."""
 
 import asyncio
 from collections.abc import Awaitable

@@ -1,4 +1,4 @@
-"""What replicas report to the controller, and what it makes of all reports together."""
+"""Reports of replicas to the controller, and what it makes of all of them together."""
 
 import dataclasses
 from typing import Any

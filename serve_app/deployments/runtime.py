@@ -1,4 +1,4 @@
-"""What every deployment but the controller has: a name, logs, traces, metrics, and reports to the controller."""
+"""The runtime of every deployment but the controller: a name, logs, traces, metrics, and reports to the controller."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""What a replica and the referee tell each other about once a second.
+"""Messages between a replica and the referee, about once a second.
 
 The replica calls and the referee answers, so that neither needs to find the other; what the referee has found out
 reaches the replica with the answer to its next report.

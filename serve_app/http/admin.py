@@ -1,4 +1,4 @@
-"""What an operator may do while the service runs."""
+"""Routes for operators, while the service runs."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass

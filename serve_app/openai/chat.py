@@ -1,6 +1,5 @@
-"""What becomes of a chat request's tools and reasoning: whether they can be served, the form that the answer must have,
-and how its text is read.
-"""
+"""Tools and reasoning of chat requests: whether they can be served, the form that the answer must have, and how its
+text is read."""
 
 import dataclasses
 from collections.abc import Sequence

@@ -1,5 +1,6 @@
-"""What is wrong now, as the alerts know it, in a sentence each: the page never says "healthy" where one of them would
-disagree. Alerts wait before they fire and want a minimum of events; a page that somebody looks at says it at once."""
+"""Faults of the moment, as the alerts know them, in a sentence each: the page never says "healthy" where one of them
+would disagree. Alerts wait before they fire and want a minimum of events; a page that somebody looks at says it at
+once."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any

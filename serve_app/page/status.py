@@ -1,4 +1,4 @@
-"""What the status page shows of the whole app, as plain JSON; it holds no prompt and no answer."""
+"""The status of the whole app as plain JSON, for the status page; it holds no prompt and no answer."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any

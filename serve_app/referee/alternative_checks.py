@@ -1,4 +1,4 @@
-"""Whether what was reported beside the logprobs of an answer is what a replay finds.
+"""Checks of the numbers that were reported beside the logprobs of an answer, against its replay.
 
 A number is right if it is the logprob of its own token. The likeliest tokens are right if each is as likely as the
 replay's in its place of the order, up to what rounding moves.

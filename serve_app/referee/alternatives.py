@@ -1,4 +1,4 @@
-"""What is reported beside the logprob of each token: of the likeliest tokens in its place, and of a request's ids."""
+"""Logprobs that are reported beside each token's own: of the likeliest tokens in its place, and of a request's ids."""
 
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple

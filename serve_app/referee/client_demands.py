@@ -1,4 +1,4 @@
-"""What a client's request demands of its answers, read off the JSON that it sent, and whether an answer keeps to it.
+"""Demands of a client's request on its answers, read off the JSON that it sent, and whether an answer keeps to them.
 
 This shares no code with what serves: not the parsing of requests, the matching of stop strings or the grammar. What is
 found says nothing of a client's own words.

@@ -1,4 +1,4 @@
-"""Whether the tokens of an answer are those that its seed demands, as far as rounding lets one say."""
+"""Checks of draws: whether the tokens of an answer are those that its seed demands, as far as rounding lets one say."""
 
 import enum
 import math

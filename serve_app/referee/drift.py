@@ -1,4 +1,4 @@
-"""How far served logprobs are from replayed ones, and when that is too far.
+"""Drift between served and replayed logprobs, and the point at which it is too much.
 
 With g the logprob that was served and t the replayed one, TME (token multiplicative probability error, NeMo-RL) is the
 mean of exp|g - t|: 1.00 in float32, up to 1.03 in bfloat16.

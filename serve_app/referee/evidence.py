@@ -1,4 +1,4 @@
-"""What a replay can tell: whether the logprobs that were served drifted, and whether the tokens follow the
+"""Tests over many replays: whether the logprobs that were served drifted, and whether the tokens follow the
 distribution.
 
 The calibration test and the drift are different tests. One engine served the right logprobs of garbage tokens, which no

@@ -1,4 +1,4 @@
-"""What was found wrong, when, and on which replica: trips and alarms, remembered after the replica is gone."""
+"""Incidents: trips and alarms by time and replica, remembered after the replica is gone."""
 
 import dataclasses
 from collections import OrderedDict

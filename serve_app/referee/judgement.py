@@ -1,5 +1,5 @@
-"""What a replay shows about one answer: how far its logprobs are from the replay's, and whether its tokens follow the
-replay's distributions."""
+"""The judgement of one answer by its replay: how far its logprobs are from the replay's, and whether its tokens follow
+the replay's distributions."""
 
 import dataclasses
 from collections import OrderedDict

@@ -1,4 +1,4 @@
-"""How far served logprobs are from replayed ones, by the measures that trainers of policies use.
+"""Measures of the difference between served and replayed logprobs, as trainers of policies use them.
 
 With g the served logprob of a token (the rollout's), t the replayed one (the trainer's) and r = exp(t - g):
 

@@ -1,4 +1,4 @@
-"""Which finished requests are checked, and the answers that wait for it."""
+"""The selection of finished requests to be checked, and the answers that wait for it."""
 
 import asyncio
 import contextlib

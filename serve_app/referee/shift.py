@@ -1,4 +1,4 @@
-"""Whether reported logprobs are shifted: the mean move of their log odds against what rounding may bring.
+"""The test for shifted logprobs: the mean move of their log odds against what rounding may bring.
 
 Rounding moves logits. A logprob near 0 hardly moves with them, so that moves are compared as those of its log odds, g -
 log(1 - e^g), which are of one size for likely and unlikely tokens: 0.04 less on each logprob are 1.5 nats of log odds

@@ -1,4 +1,4 @@
-"""Whether a whole answer keeps to the structure that its client asked for, by other libraries than generate it.
+"""Checks of whole answers against the structure that their client asked for, by other libraries than generate them.
 
 llguidance makes the answers; here `json`, `jsonschema` and `regex` read them. What these read differently, or at a cost
 that has no bound, is not checked: schemas with `patternProperties` or references to elsewhere, expressions beyond the

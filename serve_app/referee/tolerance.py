@@ -1,4 +1,5 @@
-"""How far rounding moves what two engines compute from the same weights: the one place that says what is no fault.
+"""Tolerances: how far rounding moves what two engines compute from the same weights. This is the one place that says
+what is no fault.
 
 A tolerance belongs to a *pair*: the engine that answered, and the one that computes the answer again. It goes by the
 coarser precision of the two, which the replicas report themselves (`Numerics`): a configuration does not know what

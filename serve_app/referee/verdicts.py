@@ -1,4 +1,4 @@
-"""What is known of each recent answer, bounded in memory."""
+"""Verdicts on recent answers, bounded in memory."""
 
 import dataclasses
 import enum

@@ -1,1 +1,1 @@
-"""Which replica takes a request, and how many replicas there are."""
+"""Routing: the replica that takes a request, and the number of replicas."""

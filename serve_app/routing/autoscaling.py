@@ -1,4 +1,4 @@
-"""How many replicas a pool needs, from what each of them says of its load.
+"""The number of replicas that a pool needs, from what each of them says of its load.
 
 A load is a share of a target: at 1 a replica has as much to do as it should have. A prefill replica's load is
 the seconds that its backlog takes to drain; a decode replica's the larger of its KV use and its running requests.

@@ -1,4 +1,4 @@
-"""How many replicas each pool has and should have, and how many had to be replaced, as Ray Serve reports it."""
+"""Counts of each pool's replicas: present, wanted and replaced, as Ray Serve reports them."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

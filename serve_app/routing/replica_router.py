@@ -1,4 +1,4 @@
-"""Which replica a request goes to.
+"""The choice of a replica for a request.
 
 A prompt goes to the prefill replica that will finish it first: its uncached tokens, after the tokens already queued
 there. A stream goes to the decode replica of its session, and without one to the replica with most room. Replicas

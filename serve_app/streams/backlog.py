@@ -1,4 +1,4 @@
-"""How many requests wait, for how long, and when one that is refused should return."""
+"""The backlog: how many requests wait, for how long, and when one that is refused should return."""
 
 import math
 import time

@@ -1,4 +1,4 @@
-"""Where a front end's tokens come from: prefill elsewhere when there is a prefill pool, decode on the local engine.
+"""A source of tokens for a front end: prefill elsewhere when there is a prefill pool, decode on the local engine.
 
 It knows a local `Backend` and, in a disaggregated service, a function that calls the prefill pool; it does not know how
 that function reaches it. A prefill that fails or takes too long is retried, on whichever replica is then available; if

@@ -1,4 +1,4 @@
-"""How the strings of a tokenizer's tokens stand for bytes: the `decoder` of its tokenizer.json."""
+"""The bytes that the strings of a tokenizer's tokens stand for: the `decoder` of its tokenizer.json."""
 
 import codecs
 import re

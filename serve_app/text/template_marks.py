@@ -1,4 +1,4 @@
-"""What a chat template writes around messages: its marks, and how it ends the assistant's turn."""
+"""Marks that a chat template writes around messages, and the end of the assistant's turn."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence

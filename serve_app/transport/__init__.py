@@ -1,1 +1,1 @@
-"""How handoffs get from a prefill replica to a decode replica."""
+"""Transports of handoffs from a prefill replica to a decode replica."""

@@ -1,4 +1,5 @@
-"""What a transport does. None opens a handoff: its checksum goes with it, and the engine that takes it in checks it."""
+"""The interface of a transport. None opens a handoff: its checksum goes with it, and the engine that takes it in checks
+it."""
 
 from dataclasses import dataclass
 from typing import Any, Protocol

@@ -1,4 +1,4 @@
-"""Which weights are wanted, and what replicas say of theirs."""
+"""The weights that are wanted, and those that replicas report."""
 
 from dataclasses import dataclass
 from typing import Any

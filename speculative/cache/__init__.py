@@ -1,1 +1,1 @@
-"""Where computed keys and values lie: paged blocks, and the names by which equal prefixes are found."""
+"""The cache of computed keys and values: paged blocks, and the names by which equal prefixes are found."""

@@ -1,4 +1,4 @@
-"""Which shapes are captured: every step is padded to one of them."""
+"""The shapes that are captured: every step is padded to one of them."""
 
 from bisect import bisect_left
 from collections.abc import Iterator

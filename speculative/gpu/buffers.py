@@ -1,4 +1,4 @@
-"""What captured functions hand to one another: tensors that never move."""
+"""The buffers that captured functions hand to one another: tensors that never move."""
 
 from dataclasses import dataclass
 

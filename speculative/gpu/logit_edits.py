@@ -1,4 +1,4 @@
-"""What requests do to the logits of a captured step: masks, biases and bans, penalties.
+"""Edits of the logits of a captured step: masks, biases and bans, penalties.
 
 As `sampling.logits_processors.adjust`, from lists of a few sizes that the host sends. It counts the tokens that were
 emitted before the step; what the step's drafts add to that is counted on the device, which may be the only one to know

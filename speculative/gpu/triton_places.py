@@ -1,4 +1,5 @@
-"""Where drafts lie in the distributions that they were sampled from, in Triton; imported only where it is installed."""
+"""The places of drafts in the distributions that they were sampled from, in Triton; imported only where it is
+installed."""
 
 import torch
 import triton

@@ -1,4 +1,4 @@
-"""What a checkpoint's config.json says, in the terms of this engine. What the engine does not know is refused."""
+"""A checkpoint's config.json in the terms of this engine, which refuses settings that it does not know."""
 
 import math
 from collections.abc import Mapping

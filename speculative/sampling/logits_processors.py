@@ -1,4 +1,4 @@
-"""What a request's tokens so far, and its own wishes, do to the logits of a row: masks, biases, penalties.
+"""Changes that a request's tokens so far, and its parameters, make to the logits of a row: masks, biases, penalties.
 
 Everything here holds at every verified position, drafted ones included: a row's context is the sequence's tokens and
 the drafts of the round before it. Only the cells of the logits that change are touched, and only in rows that ask.

@@ -1,1 +1,1 @@
-"""Which sequences enter a step, how much is drafted for each, and what is committed."""
+"""Scheduling: the sequences of a step, the number of drafts for each, and what is committed."""

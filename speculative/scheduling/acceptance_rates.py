@@ -1,4 +1,4 @@
-"""How often drafts are accepted, by their position."""
+"""Acceptance rates of drafts, by their position."""
 
 import math
 from collections.abc import Sequence as Sequences

@@ -1,4 +1,4 @@
-"""How many tokens to draft: a fixed number, or as many as pay.
+"""The number of tokens to draft: fixed, or as many as pay.
 
 Source of the rule: Liu et al., "Optimizing Speculative Decoding for Serving LLMs Using Goodput" (arXiv 2406.14066): of
 all draft lengths of a batch, choose those with the most expected tokens a second. Expected tokens come from measured

@@ -1,4 +1,4 @@
-"""When drafting ends: when another draft is likely to cost more than it gains.
+"""Early exits from drafting: where another draft is likely to cost more than it gains.
 
 A drafter's confidence in its draft predicts whether the draft is accepted (Li et al., "EAGLE-2", 2406.16858, section
 3). How well it predicts that is measured here, not assumed.

@@ -1,4 +1,4 @@
-"""Which sequences run in a step, and how its results are applied.
+"""The scheduler: it chooses the sequences of a step, and applies the step's results.
 
 Synchronous: nothing is scheduled on tokens that the host has not seen. Each step computes the one pending token of
 every decoding sequence; the rest of the token budget goes to drafts, then to prefill chunks in queue order (by priority

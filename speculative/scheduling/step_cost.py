@@ -1,4 +1,4 @@
-"""What a step costs, in seconds, learned from the steps that were timed."""
+"""The cost of a step, in seconds, learned from the steps that were timed."""
 
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass, field

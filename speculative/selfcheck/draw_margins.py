@@ -1,5 +1,5 @@
-"""How far replayed logits would have to move for a draw, made again with its own random number, to give the token that
-was served.
+"""Margins of draws that are made again with their own random numbers: how far replayed logits would have to move to
+give the token that was served.
 
 With equal arithmetic the same draw gives the same token. Where rounding differs, the edges of a token's interval of the
 cumulative distribution move: if each logit moves by noise of standard deviation s, the edge F_k by s / T times

@@ -1,5 +1,5 @@
-"""What must hold in every step. A breach is reported by its kind (`INVARIANTS`) and fails its request; it never becomes
-a token."""
+"""Invariants of every step. A breach is reported by its kind (`INVARIANTS`) and fails its request; it never becomes a
+token."""
 
 from collections.abc import Sequence as Tokens
 

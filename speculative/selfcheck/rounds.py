@@ -1,5 +1,5 @@
-"""What the host sees of the rounds of a checked step: whether each draw is the one that its random number gives, and
-whether these numbers are fine enough, independent from round to round, and not seen by whoever drafts.
+"""Checks of a step's rounds on the host: whether each draw is the one that its random number gives, and whether these
+numbers are fine enough, independent from round to round, and not seen by whoever drafts.
 
 The first two need no statistics and no fresh random numbers: given its uniform a draw is certain, whatever other
 requests had the same seed, and only numbers that were cut short end alike. The others are terms of mean 0. With b of a

@@ -1,4 +1,4 @@
-"""What one request forbids, favours and penalises, prepared once and kept up with its tokens."""
+"""The tokens that one request forbids, favours and penalises, prepared once and kept up with its output."""
 
 from collections import defaultdict
 from collections.abc import Sequence as Tokens

@@ -1,4 +1,4 @@
-"""How often what a head drafts would be accepted, measured on answers it was not trained on."""
+"""Acceptance rates of a head's drafts, measured on answers it was not trained on."""
 
 from dataclasses import dataclass
 from typing import Any

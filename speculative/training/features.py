@@ -1,4 +1,4 @@
-"""What a drafter learns from: the frozen target's features and distributions, computed once and kept on disk."""
+"""Training data of a drafter: the frozen target's features and distributions, computed once and kept on disk."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""What verifiers take and give."""
+"""Inputs and outputs of verifiers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""What the bench says to an engine's process and hears back: one JSON object a line.
+"""Messages between the bench and an engine's process: one JSON object a line.
 
 Standard library only, as every worker of an engine that lives in an environment of its own must be.
 """

@@ -1,4 +1,4 @@
-"""Where the time of a step goes, measured from outside the engine: its parts are wrapped, and unwrapped again."""
+"""The time of a step by its parts, measured from outside the engine: they are wrapped, and unwrapped again."""
 
 import time
 from collections.abc import Callable

@@ -1,1 +1,1 @@
-"""What the vLLM engine is made of, piece by piece; `serve_app.backends.vllm_backend` puts them together."""
+"""The parts of the vLLM engine; `serve_app.backends.vllm_backend` puts them together."""

@@ -1,4 +1,4 @@
-"""What this engine reads of a checkpoint by itself: which one it is, and how long its sequences may be."""
+"""Facts about a checkpoint that this engine reads by itself: which one it is, and how long its sequences may be."""
 
 import json
 import tempfile

@@ -1,4 +1,4 @@
-"""Which prompts a vLLM step completes, and in which blocks: what both of our connectors save."""
+"""Prompts that a vLLM step completes, and their blocks: both of our connectors save these."""
 
 import math
 from collections.abc import Iterator

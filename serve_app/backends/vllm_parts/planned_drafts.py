@@ -1,4 +1,4 @@
-"""How many tokens vLLM drafts and verifies in each step: as many as pay, by the policy of our own engine.
+"""The number of tokens that vLLM drafts and verifies in each step: as many as pay, by the policy of our own engine.
 
 Ours drafts and then verifies in one step. vLLM drafts at the end of a step what the next one verifies, and as many for
 every request: the longest of the planned lengths; before the next step the others are cut to theirs.

@@ -1,4 +1,4 @@
-"""Whether our own engine has room beside vLLM on a GPU, to replay what that has answered there."""
+"""Room for our own engine beside vLLM on a GPU, to replay what that has answered there."""
 
 import math
 from collections.abc import Mapping
