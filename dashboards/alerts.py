@@ -77,7 +77,7 @@ _THRESHOLD, _MINIMUM = "$threshold", "$minimum"  # in an expression: what the ch
 
 @dataclass(frozen=True, slots=True)
 class Alert:
-    """When an alert fires, and what its reader needs to know.
+    """The condition of an alert, and what its reader needs to know.
 
     `summary` may quote the alert's labels; the namespace, if any, is appended to the model's name. `expr` may have
     `$threshold` and `$minimum` (how many events there must be at least), whose defaults are given here.

@@ -32,7 +32,7 @@ class PushError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """Where Grafana is, and the token of a service account that may edit there (never printed)."""
+    """The address of Grafana, and the token of a service account that may edit there (never printed)."""
 
     url: str  # may have a path: https://host/grafana
     token: str = field(repr=False)
@@ -40,7 +40,7 @@ class Server:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What was done to a folder or a dashboard, or would be."""
+    """A change to a folder or a dashboard that was made, or would be."""
 
     what: str
     action: Action

@@ -17,7 +17,8 @@ _LABEL = re.compile(r'(\w+)\s*(?:=~|!~|!=|=)\s*"')
 
 @dataclass(frozen=True, slots=True)
 class QueryScope:
-    """Which series a query reads, how far back, and which labels stay. Names are the catalogue's without the prefix."""
+    """The series that a query reads, how far back, and which labels stay. Names are the catalogue's without the
+    prefix."""
 
     matchers: str  # label matchers that every series gets, comma-separated
     window: str  # of rates and increases

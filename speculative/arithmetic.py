@@ -15,7 +15,7 @@ from speculative.model.decoder import Decoder
 
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
-    """How one engine computes.
+    """The arithmetic of one engine.
 
     kernels: those made for its device: our own on a CPU, Triton's paged attention on a GPU.
     kernels_off: why they are not used, and what to do about it; "" = they are used.

@@ -30,7 +30,7 @@ def drafter_kinds() -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, init=False)
 class DrafterConfig:
-    """Which drafter, and how it drafts.
+    """The drafter of an engine, and how it drafts.
 
     `none` drafts nothing. Drafters without weights, such as `ngram`, are those of `speculative.lookup`, where their
     options are declared. `draft_model` is a smaller model of the same vocabulary, `eagle3` a head over the hidden

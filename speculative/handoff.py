@@ -39,7 +39,7 @@ _MAX_HEADER_BYTES = 64 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a state was computed with; both sides must agree on all of it."""
+    """The settings that a state was computed with; both sides must agree on all of them."""
 
     fingerprint: str  # of the model's configuration and weights
     dtype: str

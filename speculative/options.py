@@ -25,7 +25,7 @@ class OptionError(ConfigError):
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """What is declared of a field. meaning: for the reference. The others limit a number, or a text by its pattern."""
+    """The declaration of a field. meaning: for the reference. The others limit a number, or a text by its pattern."""
 
     type: Any
     default: Any

@@ -28,7 +28,7 @@ class FinishReason(enum.StrEnum):
 
 
 class TokenKind(enum.StrEnum):
-    """How a token came to be emitted."""
+    """The origin of an emitted token."""
 
     FIRST = "first"  # the first token after the prompt
     ACCEPTED = "accepted"  # a draft that passed verification
@@ -37,7 +37,7 @@ class TokenKind(enum.StrEnum):
 
 
 class Round(NamedTuple):
-    """What a referee must know of one round, beside p and the request's seed, to make its draws again.
+    """The facts of one round that a referee needs, beside p and the request's seed, to make its draws again.
 
     verifier: that judged it; `vllm` = it had no drafts, and vLLM sampled its tokens on a CPU. num_tokens: emitted.
     num_drafted: all that were judged together. drafts: those accepted, and the first that was not. draft_probs: q of
@@ -53,7 +53,7 @@ class Round(NamedTuple):
 
 
 class Draw(NamedTuple):
-    """How one token of a scoring request is to be drawn again.
+    """The draw of one token of a scoring request, to be made again.
 
     rule: `bonus` = from p by inverse CDF; `residual` = so from p without the rejected draft; `recovered` = so from
     (share p - q)+, where the drafter that sampled the rejected draft is there to compute q again; `noise` = the largest
@@ -71,7 +71,7 @@ class Draw(NamedTuple):
 
 
 class Speculation(enum.StrEnum):
-    """Who may currently draft; no request's token distribution depends on it."""
+    """The requests that may currently draft; no request's token distribution depends on it."""
 
     ON = "on"
     CANARY = "canary"  # only requests that are marked as canaries
@@ -89,7 +89,7 @@ class Structure:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one request is sampled; checked on construction.
+    """The sampling of one request; checked on construction.
 
     A token's distribution is computed from the model's logits in this order: allowed ids, bad words, min_tokens,
     logit_bias and the structure; then repetition, frequency and presence penalty; temperature; min_p; top_k; top_p.
@@ -296,7 +296,7 @@ class TokenLogprobs:
 
 
 class Redrawn(NamedTuple):
-    """What comes of a draw that is made again from replayed logits.
+    """The result of a draw that is made again from replayed logits.
 
     miss: nats by which the logits would have to move for the draw to give this token, in standard deviations of 1 nat
     on each logit, before the temperature; 0 where it does. loose: the same where tokens near an edge of the filters may
@@ -318,7 +318,7 @@ class Redrawn(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ReplayedToken:
-    """What a teacher-forced pass reports of one token: its place in the distribution p of the request's parameters.
+    """The place of one token in the distribution p of the request's parameters, as a teacher-forced pass finds it.
 
     Surprisals are nats, clipped at SURPRISAL_CLIP_NATS; `gap` and `outside` are nats of the logits before the
     temperature. For a greedy request only `gap` is informative. `redrawn` is of its draw, if the request names it.
@@ -334,7 +334,7 @@ class ReplayedToken:
 
 
 class TokenDelta(NamedTuple):
-    """What one step added to one request: the accepted run and the token after it.
+    """The tokens that one step added to one request: the accepted run and the token after it.
 
     `token_ids`, `kinds` and (when asked for) `logprobs` have one entry per emitted token. The last delta
     carries the finish reason; a delta may be empty when it only reports the end.

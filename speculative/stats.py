@@ -212,7 +212,8 @@ class StepStats:
 
 @dataclass(frozen=True, slots=True)
 class EngineUsage:
-    """What an engine holds right now. Replays, for which no client waits, are counted separately."""
+    """The requests and memory that an engine holds right now. Replays, for which no client waits, are counted
+    separately."""
 
     num_running: int
     num_waiting: int

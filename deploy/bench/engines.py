@@ -41,7 +41,7 @@ _VLLM_ENVIRONMENT = {
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How to start an engine: a worker's module, the interpreter, and the first line it is sent.
+    """The start of an engine: a worker's module, the interpreter, and the first line it is sent.
 
     Engines of ours that share a process share a launch, that of the first; its settings name them all.
     """

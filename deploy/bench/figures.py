@@ -40,7 +40,7 @@ class Ratio:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredAcceptance:
-    """What became of drafts. length: mean tokens of a round that had drafts, the one after them included."""
+    """Acceptance of drafts. length: mean tokens of a round that had drafts, the one after them included."""
 
     length: float
     per_position: tuple[float, ...]  # share of the drafts at each position that were accepted
@@ -64,7 +64,7 @@ class SpeedRow:
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Where the time of one engine's step goes in one case, in milliseconds a step."""
+    """The time of one engine's step by its parts in one case, in milliseconds a step."""
 
     engine: str
     case: BenchCase

@@ -42,7 +42,7 @@ class BenchSample:
 
 @dataclass(slots=True)
 class BenchResult:
-    """What a run found. `steps` are the samples of the profiled runs, which count nowhere else."""
+    """The results of a run. `steps` are the samples of the profiled runs, which count nowhere else."""
 
     plan: BenchPlan
     provenance: dict[str, Any]

@@ -19,7 +19,7 @@ _DEPLOYMENTS = {"prefill": "PrefillServer", "decode": "DecodeServer", "monolith"
 
 @dataclass(frozen=True, slots=True)
 class ChaosOptions:
-    """What is asked, and how the fire is laid."""
+    """The requests that are sent, and how the fire is laid."""
 
     requests: int
     concurrency: int
@@ -32,7 +32,7 @@ class ChaosOptions:
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """What is asked, and for how long."""
+    """The requests that are sent, and for how long."""
 
     seconds: float  # of each stretch
     calibrate_s: float

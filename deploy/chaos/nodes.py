@@ -45,7 +45,7 @@ class NodeNotStarted(TruespecError):
 
 @dataclass(frozen=True, slots=True)
 class NodeShape:
-    """What a node says that it has."""
+    """The resources that a node says that it has."""
 
     num_cpus: int
     labels: Mapping[str, str]

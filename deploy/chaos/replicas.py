@@ -71,7 +71,7 @@ def num_nodes() -> int:
 
 @dataclass(frozen=True, slots=True)
 class ObjectStore:
-    """What lies in Ray's object store. Pinned objects stay; the others make room as soon as it is wanted."""
+    """The contents of Ray's object store. Pinned objects stay; the others make room as soon as it is wanted."""
 
     num_pinned: int
     num_unpinned: int

@@ -30,7 +30,7 @@ _IDLE_WITHIN_S = 90.0  # dead replicas' gauges vanish after some seconds
 
 @dataclass(frozen=True, slots=True)
 class ChaosFigures:
-    """What came of it. Tokens are counted over all requests."""
+    """The results of a run. Tokens are counted over all requests."""
 
     requests: int
     complete: int
@@ -66,7 +66,7 @@ class ChaosFigures:
 
 @dataclass(frozen=True, slots=True)
 class Strikes:
-    """When replicas are killed."""
+    """Times at which replicas are killed."""
 
     every_s: float
     longest_s: float  # no more after that
@@ -74,7 +74,7 @@ class Strikes:
 
 
 class _Service:
-    """What the service reports about itself."""
+    """The service's reports about itself."""
 
     def __init__(self, base_url: str) -> None:
         self._base_url = base_url

@@ -16,7 +16,7 @@ _TIMEOUT_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Differences:
-    """What a disturbance changed in one answer."""
+    """The differences that a disturbance made to one answer."""
 
     identical: bool
     duplicated_tokens: int

@@ -83,7 +83,7 @@ class Choice:
 
 @dataclass(slots=True)
 class Reply:
-    """What has come of a reply.
+    """A reply, as far as it has come.
 
     is_chat: whether it is a chat's. error: that the server reported in it. num_prompt: tokens of the prompt.
     num_cached: those of them that a cache had. num_tokens: emitted, of all choices together. None = not reported.
@@ -263,7 +263,7 @@ def _ids(values: Any) -> list[int]:
 
 
 class _Entry(NamedTuple):
-    """What is reported of one token; None = it is not."""
+    """The entry of one token; None = it is not reported."""
 
     token_id: int | None
     logprob: float | None

@@ -57,7 +57,7 @@ class Can:
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """How to talk to one server: model name, maximum sequence length, accepted fields."""
+    """The dialect of one server: model name, maximum sequence length, accepted fields."""
 
     model: str
     max_model_len: int | None

@@ -49,7 +49,7 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class ExchangeBatch:
-    """What a proxy sends its referee: exchanges, and what it counted since the batch before, by result."""
+    """A message from a proxy to its referee: exchanges, and counts since the batch before, by result."""
 
     exchanges: tuple[Exchange, ...]
     counts: dict[str, int]

@@ -40,7 +40,7 @@ _PLAIN_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.]{0,39}")
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """How the choices of one request were sampled. stops: whether a text or token that it names may have ended them.
+    """The sampling of the choices of one request. stops: whether a text or token that it names may have ended them.
     untested: why their tokens cannot be compared with a distribution, "" = they can. compared: whether their logprobs
     are the model's. num_choices: of each prompt. max_tokens: that the request names; None = it does not, or another
     field may count."""
@@ -56,7 +56,7 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How servers of one vendor sample.
+    """The sampling of one vendor's servers.
 
     Args:
         dialect: of the server, as `vendors` names them.

@@ -23,7 +23,7 @@ SETTINGS: tuple[Mapping[str, Any], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What is asked.
+    """The requests that are sent.
 
     model: its served name. prompts: of completions (`prompt`) and chats (`messages`). settings: fields of the requests,
     one after the other. at_once: requests in flight. streamed: every other one is.

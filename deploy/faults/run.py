@@ -45,7 +45,7 @@ Until = Callable[[Watch, int], bool]
 
 @dataclass(frozen=True, slots=True)
 class MutantAudit:
-    """What an audit of one mutant came to.
+    """The result of an audit of one mutant.
 
     detectors: each with the positions (or requests) it needed, first to fire first. delay: of the first; None where
     nothing fired. acceptance: what the metric showed meanwhile, sound_acceptance what it shows without the fault.
@@ -109,7 +109,7 @@ def audit_mutants(
 
 @dataclass(frozen=True, slots=True)
 class CleanRun:
-    """What a sound engine's self-checks came to: its alarms and violations, and the terms."""
+    """The result of a sound engine's self-checks: its alarms and violations, and the terms."""
 
     setting: str
     num_positions: int

@@ -36,7 +36,7 @@ _DISTRIBUTION, _Q_ZERO = (1 + ROW_KINDS.index(kind) for kind in ("law", "q_zero"
 
 @dataclass(frozen=True, slots=True)
 class FaultyServer:
-    """What to serve: a model folder, an engine's settings, the fault in its decoding engine.
+    """A server with a fault: a model folder, an engine's settings, the fault in its decoding engine.
 
     guarded: whether the engine's own rules, which fail requests that break them, stay on. handoffs: prompts are
     computed by a second engine, without the fault.

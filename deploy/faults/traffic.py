@@ -16,7 +16,7 @@ FILTERED = replace(PLAIN, temperature=0.9, top_k=50, top_p=0.95, min_p=0.001)
 
 @dataclass(frozen=True, slots=True)
 class TableTraffic:
-    """What a table serves.
+    """The traffic of a table.
 
     params: of every request. seed: that every client sends; None = each its own. table: what `table_engine` takes.
     """

@@ -72,7 +72,7 @@ class Watch:
 
 @dataclass
 class ServedRequest:
-    """What a request was served.
+    """A request with what it was served.
 
     handed_off: the first delta came of a prefill elsewhere. hangs_up: its client does not wait for the end.
     """

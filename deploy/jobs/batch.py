@@ -30,7 +30,7 @@ _FIRST_RETRIES = 4  # at most, for a server that has never answered: no long wai
 
 @dataclass(frozen=True, slots=True)
 class BatchOptions:
-    """How the requests are sent.
+    """The way in which the requests are sent.
 
     url: of the server, with or without /v1.
     concurrency: requests in flight.
@@ -90,7 +90,7 @@ def _asked_wait_s(retry_after: str | None) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class _Try:
-    """How one try ended: an answer, or an error without one; `retry_after` as the server sent it."""
+    """The end of one try: an answer, or an error without one; `retry_after` as the server sent it."""
 
     response: dict[str, Any] | None = None
     error: dict[str, str] | None = None

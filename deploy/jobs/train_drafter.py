@@ -61,7 +61,7 @@ _OPTION_OF = {"kind": "kind", "model_fingerprint": "model", "data": "data", "con
 
 @dataclass(frozen=True, slots=True)
 class TrainJob:
-    """What to train, on what, and where to.
+    """The head to train, its data, and the folder that it is written to.
 
     data: an .npz of conversations, a .jsonl of prompts for the model to answer, or "self": it asks and answers itself.
     out: gets `head` (the checkpoint), `report.json`, the plot, the state for a resume, and the features' cache.

@@ -24,7 +24,7 @@ class ProbeVerdict(StrEnum):
 
 
 class Need(StrEnum):
-    """What a probe requires."""
+    """A requirement of a probe."""
 
     LOGPROBS = "logprobs"
     TOKEN_IDS = "token ids, in and out"

@@ -49,7 +49,7 @@ _HEAD = "node:__internal_head__"  # a resource that only the head has
 
 @dataclass(frozen=True, slots=True)
 class RunningApp:
-    """Where a running application is reached."""
+    """The address of a running application."""
 
     base_url: str
     model_name: str

@@ -29,7 +29,7 @@ _BUSY_CORES = 0.25  # of others: beyond it, a small model's speed is theirs as m
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What people ask for. temperature: sampled answers are what the self-checks count."""
+    """A task that people ask for. temperature: sampled answers are what the self-checks count."""
 
     name: str
     prompt: str
@@ -118,7 +118,7 @@ class Service:
 
 @dataclass(frozen=True, slots=True)
 class DemoFigures:
-    """What the demo measured. Rates are those of the service's own metrics."""
+    """The figures of the demo. Rates are those of the service's own metrics."""
 
     answer: str
     acceptance_rate: float | None

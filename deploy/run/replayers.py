@@ -25,7 +25,7 @@ _CPU_CACHE_TOKENS = 16_384
 
 @dataclass(frozen=True, slots=True)
 class ReplayerOptions:
-    """How answers are computed again.
+    """The engines that compute answers again.
 
     folder: the model's. engine: which one. dtype: of weights and activations. quantization: form of the weights; None =
     as `dtype`. threads: CPU threads, 0 = the machine's. max_model_len: tokens of prompt and answer, None = the model's

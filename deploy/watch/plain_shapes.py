@@ -34,7 +34,7 @@ class _Object(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """What becomes of a member: it is cut out (""), keeps its value (None), or gets another."""
+    """The fate of a member: it is cut out (""), keeps its value (None), or gets another."""
 
     key: str
     value: str | None

@@ -56,7 +56,7 @@ HEALTH = "/.truespec/health"
 
 @dataclass(frozen=True, slots=True)
 class ProxyOptions:
-    """What a proxy needs to know.
+    """The settings of a proxy.
 
     upstream: the server's URL. host, port: to listen on; port 0 takes a free one. share: of requests that are watched,
     0 to 1. dialect: "auto" or one of `VENDORS`. referee: its URL; None = exchanges are only counted. max_queued,
@@ -92,8 +92,8 @@ class ProxyOptions:
 
 @dataclass(slots=True)
 class _Form:
-    """What is known of requests of one form. level: which of the extras the server takes. failures: of the server, one
-    after the other, when it was asked for them."""
+    """The knowledge about requests of one form. level: which of the extras the server takes. failures: of the server,
+    one after the other, when it was asked for them."""
 
     shape: PlainShape
     level: int = 0

@@ -44,7 +44,7 @@ _NOTE_EVERY_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class RefereeOptions:
-    """How answers are judged.
+    """The way in which answers are judged.
 
     served: the model's name in metrics. tolerance: how far rounding moves what this server computes. processed: whether
     the server's logprobs are those after temperature and filters. dialect, defaults: its vendor, and what it samples
@@ -63,7 +63,7 @@ class RefereeOptions:
 
 @dataclass(slots=True)
 class WatchFinding:
-    """What a detector found, the first time; num: how often since."""
+    """The finding of a detector, the first time; num: how often since."""
 
     alarm: str
     stratum: str

@@ -12,7 +12,7 @@ from speculative.request import MAX_PRIORITY
 
 
 class Scope(enum.StrEnum):
-    """What a key opens."""
+    """The routes that a key opens."""
 
     USER = "user"  # /v1 and the figures of the status page
     ADMIN = "admin"  # /admin
@@ -20,7 +20,7 @@ class Scope(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who sends a request, and what they may use; None = no limit beyond those of the server.
+    """The sender of a request, and what they may use; None = no limit beyond those of the server.
 
     Requests and tokens are counted by each replica for itself.
     """

@@ -46,7 +46,7 @@ def precision_of(dtype: str, quantization: str | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Numerics:
-    """How far an engine rounds.
+    """The rounding of an engine.
 
     engine: whose code computes. precision: one of `PRECISIONS`. weights: "plain", as the checkpoint's files have them,
     or the form to which they were rounded. "" = not known. repeats: a row is rounded alike in any batch, so that
@@ -64,7 +64,7 @@ UNKNOWN_NUMERICS = Numerics()
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """What a prefill gives back: the deltas it emitted, and the handoff to go on from.
+    """The result of a prefill: the deltas it emitted, and the handoff to go on from.
 
     `handoff` is None when the request already ended (its first token was a stop, or it asked for one token only).
     """
@@ -77,7 +77,7 @@ class Prefilled:
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """What a teacher-forced request gave: of each scored token its raw logprob (nats), the distribution it was to
+    """The result of a teacher-forced request: of each scored token its raw logprob (nats), the distribution it was to
     follow, and its entry with the likeliest tokens and `Request.scored_ids` in its place; () = none were asked for."""
 
     logprobs: tuple[float, ...]
@@ -120,7 +120,7 @@ class Replayed:
 
 @dataclass(frozen=True, slots=True)
 class ServedWeights:
-    """What an independent referee must load to compute with the weights that a replica serves.
+    """The weights that an independent referee must load to compute with those that a replica serves.
 
     source: a folder, a catalogue name, or a hub id; None = they came over the wire. tokenizer_folder: the folder with
     the model's tokenizer. form, fingerprint: as `Computing.weights` and `ModelInfo.fingerprint`. version: of them.
@@ -182,7 +182,7 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class Computing:
-    """How a replica's engine computes.
+    """The hardware and kernels of a replica's engine.
 
     kernels: those made for its device, as the metrics name them; "" = it has none of ours.
     kernels_off: why they are not used, and what to do about it; "" = they are used.
@@ -216,7 +216,7 @@ class Computing:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What is served: the name clients use, sizes, and fingerprints of configuration and weights."""
+    """The model that is served: the name clients use, sizes, and fingerprints of configuration and weights."""
 
     model_name: str
     max_model_len: int
@@ -246,7 +246,7 @@ class ModelInfo:
 
 
 class PauseMode(enum.StrEnum):
-    """What becomes of the requests that run when an engine is paused."""
+    """The fate of the requests that run when an engine is paused."""
 
     WAIT = "wait"  # they run to their end
     ABORT = "abort"  # they end at once
@@ -281,7 +281,7 @@ class CallPart:
 
 @dataclass(frozen=True, slots=True)
 class ParsedDelta:
-    """What a part of an answer's text says, field by field."""
+    """The fields of a part of an answer's text."""
 
     content: str = ""
     reasoning: str = ""
@@ -302,7 +302,7 @@ class ReplyParser(Protocol):
 
 
 class Reading(Protocol):
-    """How the answers to one request are to be read."""
+    """The way in which the answers to one request are to be read."""
 
     keeps_special: bool
     """Whether the text must hold special tokens for that."""
@@ -444,7 +444,7 @@ class Backend(Protocol):
 
 
 class TokenSource(Protocol):
-    """Where tokens come from: a local engine, or replicas behind handles."""
+    """A source of tokens: a local engine, or replicas behind handles."""
 
     def stream(self, requests: Sequence[Request]) -> AsyncGenerator[TokenDelta, None]:
         """Generate for requests that share one prompt and its parameters, each with a seed of its own.

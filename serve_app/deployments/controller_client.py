@@ -145,7 +145,7 @@ class RemoteResponses(PartClient):
 
 
 class ControllerClient(PartClient):
-    """What replicas report to the controller and ask of it."""
+    """A client of the controller: replicas report to it and ask it through this."""
 
     report = Call(ReplicaReports.report)
     count = Call(PrometheusSink.apply)  # what a replica without an engine counted

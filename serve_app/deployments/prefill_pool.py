@@ -21,7 +21,7 @@ from speculative.request import Request, TokenDelta
 
 @dataclass(frozen=True, slots=True)
 class PrefillReply:
-    """What a prefill replica answers: a return value, so that the caller owns it and it outlives the replica.
+    """The answer of a prefill replica: a return value, so that the caller owns it and it outlives the replica.
 
     deltas: those that the prefill emitted.
     payload: the handoff as the transport packed it; None = the request ended with its prefill.

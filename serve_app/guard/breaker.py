@@ -21,7 +21,7 @@ _MOST_BACK_OFF = 16
 
 
 class BreakerState(enum.StrEnum):
-    """What a replica may do."""
+    """The state of a replica's breaker: what the replica may do."""
 
     CLOSED = "closed"  # speculates
     CANARY = "canary"  # decodes plainly, and tries speculation out on requests of its own
@@ -30,7 +30,7 @@ class BreakerState(enum.StrEnum):
 
 
 class Mode(enum.StrEnum):
-    """Who decides about speculation: the breaker, or an operator."""
+    """The authority over speculation: the breaker, or an operator."""
 
     AUTO = "auto"
     ON = "on"  # whatever the breaker says; nothing is replaced either

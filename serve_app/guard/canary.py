@@ -37,7 +37,7 @@ Judge = Callable[[Answer], Awaitable[Checked]]
 
 @dataclass(frozen=True, slots=True)
 class CanarySettings:
-    """What a trial is made of."""
+    """The settings of a trial."""
 
     num_requests: int = 4
     min_drafted: int = 1  # draft tokens; a trial with fewer, even after four times the requests, has shown nothing

@@ -17,7 +17,7 @@ from speculative.stats import CheckState
 
 @dataclass(frozen=True, slots=True)
 class ReplicaStatus:
-    """Where a replica's breaker stands."""
+    """The state of a replica's breaker, as it is reported."""
 
     replica: str
     pool: str
@@ -46,7 +46,7 @@ class ReplicaStatus:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Where a replica runs, and what: version, the node's host name and its id in `ray list nodes`, since when."""
+    """The place of a replica: version, the node's host name and its id in `ray list nodes`, since when."""
 
     version: str = ""
     node: str = ""

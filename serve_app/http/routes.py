@@ -80,7 +80,7 @@ _CLIENT_CLOSED = 499  # nginx's number; nobody reads it, but access logs do
 
 @dataclass(frozen=True, slots=True)
 class Operations:
-    """What the tools of an operator read, and those of a trainer that knows vLLM's server."""
+    """Reads for the tools of an operator, and for those of a trainer that knows vLLM's server."""
 
     metrics: MetricsPage | None = None
     health: HealthCheck | None = None
@@ -89,7 +89,7 @@ class Operations:
 
 @dataclass(frozen=True, slots=True)
 class PastReplies:
-    """What is known of replies that were given."""
+    """Facts about replies that were given."""
 
     verdicts: VerdictPage | None = None
     kept: KeptResponses | None = None

@@ -67,7 +67,7 @@ class StartUpdate(Wire):
 
 
 class UpdateInfo(Wire):
-    """Where new weights lie; the other fields are those of vLLM's NCCL transfer, which is refused."""
+    """The place of new weights; the other fields are those of vLLM's NCCL transfer, which is refused."""
 
     path: _PATH | None = None
     drafter_path: _PATH | None = None
@@ -113,7 +113,7 @@ class FinishUpdate(Wire):
 
 @dataclass(frozen=True, slots=True)
 class VllmRoutes:
-    """What the routes answer from.
+    """The objects that the routes answer from.
 
     settings: those of the engine that clients of vLLM read, by vLLM's names.
     weights: of the service.

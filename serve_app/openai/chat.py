@@ -24,7 +24,7 @@ _GIVEN = frozenset(("messages", "tools", "documents", "add_generation_prompt", "
 
 @dataclass(frozen=True, slots=True)
 class ResponseParser:
-    """How the answers to one chat request are to be read."""
+    """The way in which the answers to one chat request are to be read."""
 
     talk: ChatPrompt
     form: Structure | None  # that they must have

@@ -8,7 +8,7 @@ from typing import Protocol
 
 
 class KeptResponses(Protocol):
-    """Where responses are kept. Each belongs to the key that it was made with; who has another one finds nothing."""
+    """A store of responses. Each belongs to the key that it was made with; who has another one finds nothing."""
 
     async def put(self, response_id: str, owner: str, record: bytes) -> bool:
         """Keep a response; returns whether it is kept."""

@@ -31,7 +31,7 @@ FORM = "response_format"  # how an engine names the form of an answer, whichever
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one HTTP request may ask for."""
+    """The limits of one HTTP request."""
 
     max_body_bytes: int = 8 * 2**20
     max_choices: int = 64  # of each prompt
@@ -45,7 +45,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class RequestTerms:
-    """What holds for one HTTP request beside its body: what who sent it may ask for."""
+    """The terms of one HTTP request beside its body: what who sent it may ask for."""
 
     max_prompt_tokens: int | None = None
     earliest_priority: int = -MAX_PRIORITY

@@ -53,7 +53,7 @@ def _prompt_kind(value: Any) -> str:
 
 
 class StreamOptions(Wire):
-    """What a stream includes besides the text."""
+    """The contents of a stream besides the text."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None  # vLLM's: with include_usage, every chunk has the usage up to there
@@ -183,7 +183,7 @@ Seconds = Annotated[float, Field(ge=0.001, le=86400)]
 
 @dataclass(frozen=True, slots=True)
 class TextForm:
-    """How the tokens of an answer are shown."""
+    """The form in which the tokens of an answer are shown."""
 
     skip_special: bool = True  # special tokens are left out of the text
     include_stop: bool = False  # what stopped the answer is part of its text

@@ -95,7 +95,7 @@ class FunctionCallItem(Wire):
 
 
 class FunctionOutputItem(Wire):
-    """What a function returned."""
+    """The output of a function."""
 
     type: Literal["function_call_output"]
     call_id: str
@@ -167,7 +167,7 @@ def items_from(kept: Sequence[Any]) -> list[AnyItem]:
 
 @dataclass(slots=True)
 class _Turn:
-    """What the model said in one turn: one message in chat, several items here."""
+    """The words of the model in one turn: one message in chat, several items here."""
 
     path: str = ""
     reasoning: str = ""

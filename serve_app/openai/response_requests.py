@@ -39,7 +39,7 @@ INCLUDABLE = (
 
 
 class Reasoning(Wire):
-    """How much the model is to reason."""
+    """The amount of reasoning."""
 
     effort: Effort | None = None
     summary: Literal["auto"] | None = None  # reasoning is returned whole, and not summarized

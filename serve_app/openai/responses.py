@@ -35,7 +35,7 @@ class TokenEntry:
 
 @dataclass(frozen=True, slots=True)
 class RankedEntry:
-    """What is reported of one token at a position of the prompt."""
+    """The entry of one token at a position of the prompt."""
 
     token_id: int
     text: str
@@ -49,7 +49,7 @@ class RankedEntry:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceDelta:
-    """What one step adds to one choice of a reply."""
+    """The part that one step adds to one choice of a reply."""
 
     index: int
     text: str = ""

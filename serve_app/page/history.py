@@ -50,7 +50,7 @@ Point = dict[str, float | None]
 
 
 class Counted(Protocol):
-    """What the whole app counted since the start; sums never fall, whichever replicas come and go."""
+    """Counts of the whole app since the start; sums never fall, whichever replicas come and go."""
 
     def samples(self) -> list[Sample]:
         """Counters and gauges."""
@@ -67,7 +67,7 @@ class Counted(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """What had been counted at a time."""
+    """Counts at a time."""
 
     at: float
     counts: dict[str, float]
@@ -169,7 +169,7 @@ class History:
 
 @dataclass(frozen=True, slots=True)
 class Happened:
-    """What was counted in some time. kv_usage: the least in all of it, of the fullest replica; None = not known."""
+    """Counts over some time. kv_usage: the least in all of it, of the fullest replica; None = not known."""
 
     counts: dict[str, float]
     by_label: dict[str, dict[str, float]]

@@ -9,7 +9,7 @@ on."""
 
 
 class Alternatives(NamedTuple):
-    """What was reported in one place. Pairs of a token id and its logprob, nats.
+    """Logprobs that were reported in one place. Pairs of a token id and its logprob, nats.
 
     place: the index of the place's own token in prompt and answer. top: the likeliest first. scored: of the ids that
     the request names.
@@ -57,7 +57,7 @@ class KeptAlternatives:
 
 @dataclass(frozen=True, slots=True)
 class AlternativesFound:
-    """What the comparison of one answer's came to.
+    """The result of comparing one answer's.
 
     num_compared: numbers. num_left_out: those that were reported and not compared, since there were too many, or since
     the replay knows nothing of their tokens. max_drift_nats: the largest |served - replayed|; None = none was compared.

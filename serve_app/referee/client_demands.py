@@ -31,7 +31,7 @@ BadWords = Callable[[str, Encode], list[tuple[int, ...]]]
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """What a client got of a text that was split into its fields.
+    """The fields that a client got of a text.
 
     calls: the function of each, and its arguments. loses_text: whether the parser may leave out some of the text.
     thought_end: what ends the reasoning behind which a form begins; "" = there is no reasoning, None = the text does
@@ -47,7 +47,7 @@ class Parsed:
 
 @dataclass(frozen=True, slots=True)
 class Delivered:
-    """What a client got as one choice.
+    """One choice as a client got it.
 
     text: generated, as it was sent. token_ids: of it, those that ended it included. finish_reason: in OpenAI's words.
     stop_reason: the stop string that is said to have ended it. unsearched: characters at its beginning that

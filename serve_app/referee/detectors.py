@@ -41,7 +41,7 @@ class SeenToken:
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """What a detector found in a stratum, and when the evidence of it began (unix seconds)."""
+    """The finding of a detector in a stratum, and when the evidence of it began (unix seconds)."""
 
     name: str
     stratum: str
@@ -49,7 +49,7 @@ class Alarm:
 
 
 class ReplicaWatch:
-    """What was observed of one replica since it was last trusted again."""
+    """Observations of one replica since it was last trusted again."""
 
     def __init__(self, tolerance: Tolerance) -> None:
         self._cusums: defaultdict[str, Cusum] = defaultdict(Cusum)

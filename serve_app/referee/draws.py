@@ -25,7 +25,7 @@ _KEPT_WORST = 3
 
 
 class DrawResult(enum.StrEnum):
-    """What came of the draw of one token, made again."""
+    """The result of the draw of one token, made again."""
 
     FOLLOWS = "follows"  # it is the token that the seed demands
     NEAR = "near"  # it would be, if rounding had moved the replayed logits a little
@@ -34,7 +34,7 @@ class DrawResult(enum.StrEnum):
 
 @dataclass(slots=True)
 class _Drift:
-    """How far numbers moved between two engines. squares: their sum, nats squared."""
+    """The moves of numbers between two engines. squares: their sum, nats squared."""
 
     squares: float = 0.0
     num_tokens: int = 0
@@ -45,7 +45,7 @@ class _Drift:
 
 
 class DrawTolerance:
-    """How far rounding moves logits between the engines that answer and those that replay, in nats.
+    """The moves of logits by rounding between the engines that answer and those that replay, in nats.
 
     Measured by the drift of the logprobs, and of log q for checks that compute it again; until enough of them are
     known, it is what `edge_nats` says of the arithmetic.
@@ -96,7 +96,7 @@ class DrawTolerance:
 
 
 class DrawTest:
-    """Whether more tokens than rounding explains are not, or only nearly, those that their seeds demand.
+    """A test for more tokens than rounding explains that are not, or only nearly, those that their seeds demand.
 
     Args:
         delta: probability of a false alarm, whenever one looks.
@@ -123,7 +123,7 @@ class DrawTest:
 
 @dataclass(frozen=True, slots=True)
 class DrawsChecked:
-    """What was found about the draws of one answer.
+    """The findings about the draws of one answer.
 
     results: of each token; None = not checked. worst: the checks that missed by most, the worst first. reason: why
     tokens were not checked, "" = all were.

@@ -41,7 +41,8 @@ class RareTest:
 
 
 class DriftTest:
-    """Whether more tokens drift by more than `limit_nats` than the measured noise does: at most a share `rate` of them.
+    """A test for more tokens that drift by more than `limit_nats` than the measured noise explains: at most a share
+    `rate` of them.
 
     One instance sees one stratum of one replica.
     """
@@ -95,7 +96,7 @@ class UnlikelyTest:
 
 
 class CalibrationTest:
-    """Whether served tokens follow the distribution that a replay finds for them.
+    """A test for served tokens that do not follow the distribution that a replay finds for them.
 
     Args:
         tolerance: |mean| of p(y) - sum(p^2), and of surprisal minus its mean over 10 nats, that rounding may bring.

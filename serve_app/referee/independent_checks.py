@@ -155,7 +155,7 @@ def _shapes_of(answer: Answer) -> set[_Shape]:
 
 
 class _Evidence:
-    """What answers that were judged with one tolerance show together."""
+    """The evidence of answers that were judged with one tolerance."""
 
     def __init__(self, tolerance: Tolerance) -> None:
         self.watch = ReplicaWatch(tolerance)

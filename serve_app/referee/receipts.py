@@ -31,12 +31,12 @@ TokenId = Annotated[int, Field(ge=0)]
 
 
 class NotAReceipt(TruespecError):
-    """What was given is no receipt of a known format; the message says why."""
+    """The given text is no receipt of a known format; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How an answer ended, and what of its text was searched for stop strings."""
+    """The end of an answer, and the part of its text that was searched for stop strings."""
 
     finish_reason: Literal["stop", "length"]  # of the tokens, whatever calls a parser found in the text
     stop_strings: tuple[Annotated[str, Field(min_length=1)], ...]  # of the request
@@ -46,7 +46,7 @@ class Ending:
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """How one choice of a reply came about. The tuples of the output have one entry a token."""
+    """The account of how one choice of a reply came about. The tuples of the output have one entry a token."""
 
     format: Literal["truespec-receipt-1", "truespec-receipt-2"]
     id: str  # of the reply, and behind a hyphen the choice's index

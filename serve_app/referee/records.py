@@ -14,7 +14,7 @@ from speculative.request import FinishReason, Request, Round, TokenDelta, TokenK
 
 @dataclass(slots=True)
 class Record:
-    """What was served for one request, delta by delta."""
+    """A record of what was served for one request, delta by delta."""
 
     request: Request
     replica: str
@@ -168,7 +168,7 @@ class Record:
 
 
 class Records:
-    """What one replica is serving, by request id.
+    """Records of the requests that one replica is serving, by request id.
 
     Args:
         replica: its name.

@@ -26,7 +26,7 @@ def chosen(request_id: str, share: float) -> bool:
 
 
 class Selection(enum.Enum):
-    """Whether a request is checked, and how it is computed then."""
+    """The choice whether a request is checked, and how it is computed then."""
 
     NOT_CHECKED = enum.auto()
     AS_SENT = enum.auto()  # without logprobs if its client asked for none: a fault may exist only there

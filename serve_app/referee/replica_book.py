@@ -58,7 +58,7 @@ class Finding:
 
 @dataclass(slots=True)
 class _Replica:
-    """What is known of a replica.
+    """The facts about a replica.
 
     since: it is as it is now since then, unix seconds; None = not known. plain: whether it drafts nothing at all.
     heard_at: when it reported last, or was first named by an answer. watches: its detectors, by the tolerance that its

@@ -61,7 +61,7 @@ class Tolerances(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """What is no fault between two engines.
+    """The differences between two engines that are no fault.
 
     max_tme: the largest mean of exp|g - t| over the logprobs. edge_nats: what rounding may shift a logit by, and with
     it a filter's edge or the likeliest token. distribution: what it may add to the means of the calibration test's

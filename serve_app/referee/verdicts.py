@@ -15,7 +15,7 @@ _TRIPS_KEPT = 16  # of each replica, for answers that end after the trip that ma
 
 
 class Verdict(enum.StrEnum):
-    """What is known of one answer; later members outweigh earlier ones."""
+    """The verdict on one answer; later members outweigh earlier ones."""
 
     VERIFIED = "verified"  # recomputed, and found correct: its tokens as well as the logprobs that it came with
     LOGPROBS_ONLY = "logprobs_only"  # its logprobs are correct; the replay could not compare its tokens
@@ -29,7 +29,7 @@ class Verdict(enum.StrEnum):
 
 
 class Distribution(enum.StrEnum):
-    """What the replay of one answer shows about the distribution of its tokens."""
+    """The evidence that the replay of one answer gives about the distribution of its tokens."""
 
     TESTED = "tested"  # sampled with new random numbers: its tokens are evidence
     GREEDY = "greedy"  # nothing was drawn; each token was compared with the likeliest
@@ -45,7 +45,7 @@ def worst(verdicts: Sequence[Verdict]) -> Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """What is known of one choice of an answer.
+    """The verdict on one choice of an answer, and what it rests on.
 
     `checks` are those that were run, whatever they found: `logprobs` (each against the replay's), `support` (each
     token is one that the request's rules and filters allow), `likeliest` (each token of a greedy answer is the

@@ -8,7 +8,8 @@ from serve_app.telemetry.metrics import Metrics
 
 @dataclass(frozen=True, slots=True)
 class PoolState:
-    """What Ray Serve reports of one pool: names of replicas, and whether it is about to change their number or code."""
+    """The state of one pool, as Ray Serve reports it: names of replicas, and whether it is about to change their number
+    or code."""
 
     wanted: int
     running: frozenset[str]

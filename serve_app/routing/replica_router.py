@@ -93,7 +93,7 @@ def _short_names(reported: bytes) -> frozenset[int]:
 
 
 class PrefixBook:
-    """What a router knows of the prefixes that replicas have cached, and of the prompts sent to them.
+    """The knowledge of a router about the prefixes that replicas have cached, and the prompts sent to them.
 
     Args:
         block_size: tokens a block.

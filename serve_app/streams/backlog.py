@@ -83,7 +83,7 @@ class Ticket:
 
 
 class Returns:
-    """When refused clients should retry: each when room is expected for it, after those refused earlier.
+    """Times at which refused clients should retry: each when room is expected for it, after those refused earlier.
 
     Room is freed as running requests end, after about the mean duration of the last ones. Until one has ended that
     duration is unknown, and a request is expected to take twice as long as it has run.

@@ -21,7 +21,7 @@ from speculative.request import FinishReason, Request, TokenDelta
 
 @dataclass(frozen=True, slots=True)
 class SourceLimits:
-    """What one replica takes on."""
+    """The load that one replica takes on."""
 
     max_running: int  # requests at once; a request with n choices counts n times
     timeout_s: float  # the longest a request may take; it may ask for less

@@ -46,7 +46,7 @@ _MARGIN = 2.0  # by which an attempt may take longer than estimated
 
 @dataclass(frozen=True, slots=True)
 class PrefillPatience:
-    """How long and how often the prefill pool is asked before the local engine does the work."""
+    """Patience with the prefill pool: how long and how often it is asked before the local engine does the work."""
 
     timeout_s: float = 60.0  # of one attempt, on top of twice what its tokens and those ahead are estimated to take
     retries: int = 2  # attempts after the first

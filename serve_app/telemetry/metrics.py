@@ -35,7 +35,7 @@ Series = tuple[str, LabelValues]  # (metric name, label values)
 
 
 class Sink(Protocol):
-    """Where recorded values go. Labels and kinds have been checked; calls come from any thread."""
+    """A receiver of recorded values. Labels and kinds have been checked; calls come from any thread."""
 
     def count(self, metric: Metric, labels: LabelValues, value: float) -> None:
         """Add `value` >= 0 to a counter; 0 makes the series appear."""
@@ -156,7 +156,7 @@ class BucketCounts:
 
 @dataclass(slots=True)
 class MetricBatch:
-    """What one replica counted since its last batch, and its gauges now. Plain and picklable."""
+    """Counts of one replica since its last batch, and its gauges now. Plain and picklable."""
 
     source: str
     counters: dict[Series, float] = field(default_factory=dict)

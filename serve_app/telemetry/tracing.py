@@ -35,7 +35,8 @@ _request_id: ContextVar[str] = ContextVar("truespec_request_id", default="")
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """What is sent with a call to another replica: the request's id ("" = none), and the trace context as headers."""
+    """Context that is sent with a call to another replica: the request's id ("" = none), and the trace context as
+    headers."""
 
     request_id: str = ""
     headers: tuple[tuple[str, str], ...] = ()

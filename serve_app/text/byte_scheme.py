@@ -24,7 +24,7 @@ codecs.register_error(_BY_BYTE, _replaced_by_byte)
 
 @dataclass(frozen=True, slots=True)
 class ByteScheme:
-    """How token strings stand for bytes.
+    """The bytes that token strings stand for.
 
     to_bytes: of one token. first_to_bytes: of a text's first token. stripped, num_stripped: the character dropped at
     the start of a decoded text, and how many of it at most. byte_level: whether a token is spelled in GPT-2's stand-ins

@@ -164,7 +164,8 @@ class StructureConstraint:
 
 
 class _TokenTable:
-    """What each token stands for, from the same table that decodes the answers, in the form llguidance reads."""
+    """A table of the bytes of each token, from the same table that decodes the answers, in the form llguidance
+    reads."""
 
     bos_token_id = None
 

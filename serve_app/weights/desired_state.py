@@ -18,7 +18,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class WeightsRef:
-    """Which weights: of a folder that every replica can read, or of shards."""
+    """A reference to weights: to a folder that every replica can read, or to shards."""
 
     number: int  # grows with each update; 0 = those of the configuration
     version: str
@@ -58,7 +58,7 @@ class WeightsStatus:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of an update or a pause."""
+    """The outcome of an update or a pause."""
 
     complete: bool  # False: decided, and some replica still has requests to finish
     replicas: list[dict[str, Any]]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class BlockPool:
-    """Who holds which block, and which blocks carry a prefix that may be shared.
+    """The blocks of a cache: who holds each, and which of them carry a prefix that may be shared.
 
     Free blocks are taken least recently used first, so cached prefixes live as long as there is room.
     """
@@ -113,7 +113,7 @@ class BlockPool:
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """What one position of the cache holds."""
+    """The contents of one position of the cache."""
 
     num_layers: int
     num_kv_heads: int

@@ -31,7 +31,7 @@ class SampledDrafts:
 
 @dataclass(frozen=True, slots=True)
 class DraftRound:
-    """What the drafts of a round are drawn with: made once for all of them.
+    """Parameters and random numbers of a round's drafts, made once for all of them.
 
     uniforms: [K, E] float64, one row for each draft of the round. noise: that of the coupled verifier, its positions
     [K, E]; None where no request uses it.

@@ -21,7 +21,7 @@ from speculative.scheduling.draft_length import ExpectedRates
 
 
 class _HeadDraftModel:
-    """What heads share as draft models: a name, the cache of one layer, and the layer."""
+    """The base of heads as draft models: a name, the cache of one layer, and the layer."""
 
     ids: Tensor | None = None
     held_out_rates: ExpectedRates = (), ()

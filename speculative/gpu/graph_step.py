@@ -39,7 +39,7 @@ from speculative.verification.rows import VerifyRows
 
 @dataclass(frozen=True, slots=True)
 class StepDrafts:
-    """What was drafted, before the host has seen it.
+    """Drafts of a step, before the host has seen them.
 
     counts: [B] per entry. token_ids: [sum(counts)], zeros where only the device knows them. rows: [sum(counts)] where
     each lies in the statics; None where the host knows them. masks: by entry, what its structure allows; None where a

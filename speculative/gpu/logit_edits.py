@@ -31,7 +31,7 @@ _GROWTH = 16  # from one size to the next: few captures matter more than what is
 
 
 class EditSizes(NamedTuple):
-    """What a capture has room for: masks, and cells of either list."""
+    """Room of a capture: masks, and cells of either list."""
 
     num_masks: int
     num_cells: int
@@ -95,7 +95,7 @@ class LogitEdits:
 
 @dataclass(frozen=True, slots=True)
 class StepEdits:
-    """What a step's requests do to its rows, as the host knows it.
+    """Edits of a step's rows by their requests, as the host knows them.
 
     masks: of V tokens each. mask_of_row: [R]. biased: rows with tokens and what is added to their logits. counted: per
     entry the tokens that it is penalised for, how often they were emitted before the step, and whether they are in the

@@ -24,8 +24,8 @@ _NUM_SCORED = (0, 16, 64, 256, MAX_SCORED_IDS)
 
 
 class Reported(NamedTuple):
-    """What is reported of every row beside its emitted token, as it is captured: so many of the most likely tokens, and
-    so many that requests name."""
+    """Logprobs that are reported of every row beside its emitted token, as they are captured: so many of the most
+    likely tokens, and so many that requests name."""
 
     num_top: int = 0
     num_scored: int = 0

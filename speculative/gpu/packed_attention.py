@@ -13,7 +13,7 @@ from speculative.state.batch import AttentionRows, Int64s
 
 
 class PackedRows(NamedTuple):
-    """What the rows of B sequences see, on the cache's device.
+    """The context of the rows of B sequences, on the cache's device.
 
     spans: [B, 4] int32: a sequence's first row, how many it has, the position of the first, and where its blocks begin
         in `blocks`. A row sees the positions of its sequence up to its own.

@@ -15,7 +15,7 @@ from speculative.state.batch import Int64s
 
 @dataclass(frozen=True, slots=True)
 class CacheRoom:
-    """Where rows may lie. trash_block: belongs to nobody; what stands for nothing is written there."""
+    """The room for rows. trash_block: belongs to nobody; what stands for nothing is written there."""
 
     block_size: int
     max_blocks: int  # of a sequence

@@ -22,7 +22,7 @@ _MOST_PROGRAMS = 32  # more would leave at once where the context is not the lon
 
 @dataclass(frozen=True, slots=True)
 class PagedRows:
-    """Where the rows of B sequences with Q rows each are stored, and what they see. All int64 on the cache's device.
+    """Slots and contexts of the rows of B sequences with Q rows each. All int64 on the cache's device.
 
     slots: [B * Q] where each row's key and value go; rows that stand for nothing go to the trash block.
     visible: [B * Q] a row sees the positions below this of its sequence; 0 = it stands for nothing.
@@ -43,7 +43,7 @@ class PagedRows:
 
 @dataclass(frozen=True, slots=True)
 class AttentionSizes:
-    """What a kernel is compiled for, the same for all batches of an engine.
+    """Sizes that a kernel is compiled for, the same for all batches of an engine.
 
     block_size: tokens a block. max_queries: the largest Q. max_blocks: M.
     """

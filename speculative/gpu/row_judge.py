@@ -54,7 +54,7 @@ class RowFields(NamedTuple):
 
 
 class SampledFrom(NamedTuple):
-    """What drafts were sampled from, where it lies.
+    """Distributions that drafts were sampled from, where they lie.
 
     probs: [N, W] float32. places: [D] int64, its row for each packed draft. columns: [V] int32, its column for each
     token, -1 = none; None where W = V. ids: [W] int64, the token of each column. own_columns: [N] int64, that of the

@@ -31,8 +31,7 @@ class CapturedPass:
 
 
 class Places(NamedTuple):
-    """Where each packed row lies among the padded ones, [N] int64; `on_device` holds until the next run of its
-    bucket."""
+    """Places of packed rows among the padded ones, [N] int64; `on_device` holds until the next run of its bucket."""
 
     on_host: Int64s
     on_device: Tensor
@@ -113,7 +112,7 @@ class TargetPass:
 
 
 class GraphRunner(ModelRunner):
-    """As ModelRunner; the rows of sequences that have a few each are replayed, those of prompts run eagerly."""
+    """A ModelRunner that replays the rows of sequences that have a few each, and runs those of prompts eagerly."""
 
     def __init__(
         self, decoder: Decoder, cache: KVCache, target: TargetPass, buckets: Buckets, prepare: PreparePass

@@ -175,7 +175,7 @@ class _Launches:
 
 
 class _Workspace:
-    """What the kernels hand to one another; `triton_vocabulary` says what lies where."""
+    """Memory in which the kernels hand results to one another; `triton_vocabulary` says what lies where."""
 
     def __init__(self, num_rows: int, num_entries: int, num_blocks: int, device: torch.device) -> None:
         def empty(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:

@@ -39,7 +39,7 @@ _NEVER = 1 << 20  # offset of a padding row: after every draft
 
 
 class Extras(NamedTuple):
-    """What a capture depends on besides its bucket, where requests ask for more than most do.
+    """Parts of a capture's key besides its bucket, where requests ask for more than most do.
 
     reported: the logprobs that the judge does not report; None where it reports what is asked for. edits: room for what
     requests do to logits; None where none does anything.

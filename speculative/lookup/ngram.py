@@ -13,7 +13,7 @@ from speculative.state.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class NgramOptions(Options):
-    """How long the runs are that are looked up."""
+    """Lengths of the runs that are looked up."""
 
     ngram_max: int = option(4, "`ngram`: longest run of tokens to look up.", least=1)
     ngram_min: int = option(2, "`ngram`: shortest run of tokens to look up.", least=1)

@@ -18,7 +18,7 @@ from speculative.state.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class SuffixOptions(Options):
-    """What is looked for, and how much of the past is remembered: about 300 bytes a token."""
+    """Lengths that are looked for, and the size of the remembered past: about 300 bytes a token."""
 
     suffix_depth: int = option(32, "`suffix`: longest suffix that is kept, in tokens.", least=1, most=256)
     suffix_min_match: int = option(2, "`suffix`: shortest suffix that drafts, in tokens.", least=1)
@@ -107,7 +107,7 @@ class _OwnIndex:
 
 
 class PastOutputs:
-    """What finished requests wrote, in two halves: the newer one grows, and the older is dropped when it is full.
+    """Outputs of finished requests, in two halves: the newer one grows, and the older is dropped when it is full.
 
     Args:
         depth: of the trees.
@@ -172,7 +172,7 @@ class _Node:
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """What most likely follows a context, and its estimated probability.
+    """The likeliest continuation of a context, and its estimated probability.
 
     complete: it is as long as it was to be, or was cut for its low probability; False where the text ended.
     """

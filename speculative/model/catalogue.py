@@ -33,7 +33,7 @@ class FetchFailed(TruespecError):
 
 @dataclass(frozen=True, slots=True)
 class CatalogueModel:
-    """Where a model's weights come from, pinned byte for byte.
+    """The source of a model's weights, pinned byte for byte.
 
     `conversion` is counted up whenever the converter writes something else, so that old caches are made again.
     """

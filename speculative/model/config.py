@@ -16,7 +16,7 @@ _FIX = "serve this model with `engine.kind: vllm`"
 
 @dataclass(frozen=True, slots=True)
 class Llama3RopeScaling:
-    """How Llama 3.1 and later stretch their rotary wavelengths."""
+    """The stretching of rotary wavelengths by Llama 3.1 and later."""
 
     factor: float
     low_freq_factor: float
@@ -79,7 +79,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """What transformers hard-codes or assumes for an architecture when config.json is silent."""
+    """Values that transformers hard-codes or assumes for an architecture when config.json is silent."""
 
     model_type: str
     num_kv_heads: int | None = None  # None = as many as heads

@@ -18,7 +18,7 @@ _MASS_ROUNDING = 1e-4
 
 
 class AskedLogprobs(NamedTuple):
-    """What is to be reported beside a token: how many of the most likely ones, and which further ones, in order."""
+    """Logprobs to be reported beside a token: how many of the most likely ones, and which further ones, in order."""
 
     num_top: int
     scored_ids: Tokens[int] = ()

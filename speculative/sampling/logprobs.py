@@ -27,7 +27,7 @@ def mode_matrix(mode: LogprobsMode, logits: Tensor, processed: Tensor) -> Tensor
 
 @dataclass(frozen=True, slots=True)
 class LogprobRows:
-    """What was gathered: tensors on the device, numpy arrays after `to_host`.
+    """Gathered logprobs: tensors on the device, numpy arrays after `to_host`.
 
     values: [R] of the row's own token. ranks: [R], 1 = the most likely.
     top_ids, top_values: [R, k], most likely first.

@@ -37,7 +37,7 @@ _ROWS_KEPT = 64  # of noise; 400 KB each for a vocabulary of 50,000
 
 
 class Purpose(enum.IntEnum):
-    """What a random number decides. Two purposes never share one: a shared draw biases the output."""
+    """The purpose of a random number. Two purposes never share one: a shared draw biases the output."""
 
     DRAFT = 0
     COIN = 1

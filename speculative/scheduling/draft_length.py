@@ -97,7 +97,7 @@ class DraftLength:
 
 
 class DynamicLength(DraftLength):
-    """As many drafts as give the most tokens a second, for each sequence of a batch.
+    """The number of drafts that gives the most tokens a second, for each sequence of a batch.
 
     Where drafting does not pay, it stops. One step in one or two hundred then still drafts a little for a few sequences
     to see whether that still holds; where drafting pays, one in a hundred tries none at all, or all for a few.
@@ -422,7 +422,7 @@ class _Step(NamedTuple):
 
 @dataclass(slots=True)
 class _RequestHistory:
-    """What is known of one request. drafted_at: its tokens at the start of its last round with drafts."""
+    """The history of one request. drafted_at: its tokens at the start of its last round with drafts."""
 
     rates: AcceptanceRates
     drafted_at: int | None = None

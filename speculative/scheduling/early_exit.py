@@ -29,7 +29,7 @@ _KEEP = 0.998  # of a class's counts, each time it is seen again
 
 @dataclass(frozen=True, slots=True)
 class EarlyExit:
-    """When a draft goes on: while the chance that its next token is accepted, too, is at least `least`.
+    """The rule by which a draft goes on: while the chance that its next token is accepted, too, is at least `least`.
 
     survival: [2, C] float64, the chance that a draft is accepted whose probability in q is of class c; the second row
     is for greedy requests. following: [2, C], the chance of the next draft, given that this one is accepted.
@@ -47,7 +47,7 @@ class EarlyExit:
 
 
 class Confidence:
-    """How well a drafter's own probabilities predict acceptance, by class; old rounds count less."""
+    """Acceptance by class of a drafter's own probabilities; old rounds count less."""
 
     def __init__(self) -> None:
         beliefs = np.stack([_SURVIVAL, _FOLLOWING])  # [2, 2, C]

@@ -36,7 +36,7 @@ class _Passage:
 
 @dataclass(slots=True)
 class _Record:
-    """How many drafts of passages were accepted, and how many were expected to be."""
+    """The number of drafts of passages that were accepted, and that was expected to be."""
 
     accepted: float = 0.0
     expected: float = 0.0
@@ -51,7 +51,7 @@ class _Record:
 
 
 class Passages:
-    """What is repeated in the step that is planned.
+    """Passages that are repeated in the step that is planned.
 
     Args:
         max_drafts: tokens of a passage that are drafted; 0 = nothing ever is.

@@ -15,7 +15,7 @@ _BELIEF = 2.0  # steps that the regression counts as, for a number of rows that 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a step did.
+    """The work of a step.
 
     longest: drafts that a drafter made for one sequence; 0 where it made none. context: tokens of all its sequences.
     num_missed: tokens that the drafter had to catch up with.

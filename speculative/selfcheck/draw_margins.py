@@ -104,7 +104,7 @@ def redraw(
 
 
 class _Edges(NamedTuple):
-    """What rounding may move across the edges of one token's filters.
+    """Tokens that rounding may move across the edges of one token's filters.
 
     mass: [V] float32, of each token beside those that are kept. near: [V] bool. sure: the mass of what is kept and not
     near; moving: of what is near.

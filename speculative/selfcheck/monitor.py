@@ -37,7 +37,7 @@ class _Use:
 
 @dataclass(slots=True)
 class _Seed:
-    """Who used the random numbers of one seed: spans of positions of those that are gone, and those that are here."""
+    """The users of one seed's random numbers: spans of positions of those that are gone, and those that are here."""
 
     spans: list[tuple[int, int]] = field(default_factory=list)
     uses: list[_Use] = field(default_factory=list)

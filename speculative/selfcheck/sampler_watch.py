@@ -35,7 +35,7 @@ Filter = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
 
 
 class SamplingMetadata(Protocol):
-    """What is read of vLLM's class of that name."""
+    """The part that is read of vLLM's class of that name."""
 
     all_greedy: bool
     temperature: Tensor | None

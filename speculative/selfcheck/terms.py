@@ -56,7 +56,7 @@ EQUAL = 4e-6  # two numbers that differ by this share of the greater are equal b
 
 @dataclass(frozen=True, slots=True)
 class TermScope:
-    """What of a step the terms are taken of.
+    """The part of a step that the terms are taken of.
 
     verifier: of the entries that are not coupled.
     counted: [E] bool, entries whose terms count: chosen before anything of the step was drawn.
@@ -70,7 +70,7 @@ class TermScope:
 
 @dataclass(frozen=True, slots=True)
 class _Facts:
-    """What several terms are made of, per row: [R]."""
+    """Quantities that several terms are made of, per row: [R]."""
 
     overlap: Tensor  # sum(min(p, q)), or alpha
     chance: Tensor  # min(1, p(x)/q(x))

@@ -35,7 +35,7 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What one step computes. `admitted` are the sequences that got their blocks in this step."""
+    """The work of one step. `admitted` are the sequences that got their blocks in this step."""
 
     entries: tuple[Entry, ...]
     admitted: tuple[Sequence, ...] = ()
@@ -43,7 +43,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class AttentionRows:
-    """Where packed rows are stored and what they attend to. int64 on the host.
+    """Slots and contexts of packed rows. int64 on the host.
 
     slots: [N] where each row's key and value go.
     row_starts: [B + 1] first row of each sequence, and N.
@@ -57,7 +57,7 @@ class AttentionRows:
 
 @dataclass(frozen=True, slots=True)
 class StepInput(AttentionRows):
-    """Where every token of a step lies; its sequences are the entries. All arrays are int64 on the host.
+    """The layout of a step's tokens; its sequences are the entries. All arrays are int64 on the host.
 
     input_ids, positions: [N] per row: the token, and its position in its sequence.
     verify_rows: [R] rows whose logits are needed to draw tokens, entry by entry.
@@ -131,7 +131,7 @@ def build_step_input(entries: Entries[Entry], counts: Int64s, draft_ids: Int64s,
 
 @dataclass(frozen=True, slots=True)
 class RowContext:
-    """What decides which tokens one verify row may draw, beside the model.
+    """The facts, beside the model, that decide which tokens one verify row may draw.
 
     rules: of its request; None where it has none. output: tokens emitted before the round. drafts: those of the round
     before the row. allowed: [V] the tokens its structure allows; None where it has none.
@@ -161,7 +161,7 @@ def row_contexts(layout: StepInput, masks: Entries[list[Bools] | None]) -> list[
 
 
 class SequenceResult(NamedTuple):
-    """What a step decided for one sequence, on the host.
+    """The result of a step for one sequence, on the host.
 
     token_ids: the accepted drafts and the token drawn after them; none while a prefill goes on.
     num_drafted, num_accepted: of this round.

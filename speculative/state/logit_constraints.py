@@ -93,7 +93,7 @@ def rules_of(params: SamplingParams, prompt: Tokens[int]) -> TokenRules | None:
 
 
 class _Counts:
-    """How often each token was emitted: counts every output token once, whenever it is next asked."""
+    """Counts of emitted tokens: every output token is counted once, whenever the counts are next asked for."""
 
     def __init__(self, prompt: Tokens[int]) -> None:
         self._tokens = np.unique(_int64s(prompt))  # then those of the output that are new

@@ -16,7 +16,7 @@ Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """How a head does on held-out answers; one entry per draft position.
+    """Acceptance of a head on held-out answers; one entry per draft position.
 
     acceptance: mean of the sum of min(p, q) at T = 1, prefix and earlier drafts true. top1: how often the head's
     likeliest token is the answer's next, on greedy answers. length_t1, length_t0: tokens a round with as many drafts,

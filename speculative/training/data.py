@@ -141,7 +141,8 @@ class Conversations:
 
 @dataclass(frozen=True, slots=True)
 class ChatFrame:
-    """What a chat template puts around a question: `opening` + question + `closing`, and the answer follows."""
+    """The frame that a chat template puts around a question: `opening` + question + `closing`, and the answer
+    follows."""
 
     opening: Prompt
     closing: Prompt

@@ -29,7 +29,7 @@ STATE, REPORT, HEAD = "state.pt", "report.json", "head"  # what a training run l
 
 @dataclass(frozen=True, slots=True)
 class TrainingConfig:
-    """How to train. The end is `steps` or `minutes`, whichever comes first.
+    """The settings of a training. The end is `steps` or `minutes`, whichever comes first.
 
     Raises:
         ConfigError: a value is out of range.
@@ -98,7 +98,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What a step reports: acceptance per draft position on its own batch."""
+    """The report of a step: acceptance per draft position on its own batch."""
 
     step: int
     progress: float

@@ -116,7 +116,7 @@ class VerifyInput:
 
 @dataclass(frozen=True, slots=True)
 class VerifyOutput:
-    """What survived, on the device.
+    """The drafts that survived, on the device.
 
     num_accepted: [E] int64, leading drafts that survived.
     token_ids: [E] int64, the recovered or bonus token after them.

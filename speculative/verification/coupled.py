@@ -34,7 +34,7 @@ def accept_choice(step: VerifyInput, choice: Tensor) -> VerifyOutput:
 
 
 class NoiseRows(NamedTuple):
-    """Which of E rows choose with noise, and which noise. coupled: [E] bool. seeds, positions: [E] int64, as for
+    """The noise of those of E rows that choose with noise. coupled: [E] bool. seeds, positions: [E] int64, as for
     `gumbel`."""
 
     coupled: Tensor

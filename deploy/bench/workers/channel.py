@@ -31,7 +31,8 @@ class BatchOfPrompts:
 
 
 class Engine(Protocol):
-    """What a worker runs. max_streams: the most prompts at once; None = any number. versions: of what it runs on."""
+    """The engine that a worker runs. max_streams: the most prompts at once; None = any number. versions: of what it
+    runs on."""
 
     max_streams: int | None
     versions: dict[str, str]

@@ -15,7 +15,7 @@ class ServerFailed(Exception):
 
 @dataclass(frozen=True)
 class ServerLoad:
-    """Where an OpenAI-compatible server is reached."""
+    """The address of an OpenAI-compatible server."""
 
     host: str
     port: int

@@ -26,7 +26,7 @@ _logger = logging.getLogger("truespec.handoff")
 
 @dataclass
 class CopyMetadata(KVConnectorMetadata):
-    """What the workers are to copy in a step."""
+    """The blocks that the workers are to copy in a step."""
 
     loads: list[Copy] = field(default_factory=list)
     saves: list[Copy] = field(default_factory=list)

@@ -101,7 +101,7 @@ class VllmParsers:
 
 
 class VllmReading:
-    """How the answers to one request are read."""
+    """The way in which the answers to one request are read."""
 
     def __init__(self, kind: Any, tokenizer: Any, request: Any, prompt: Sequence[int]) -> None:
         self._kind = kind  # None: there is nothing to parse

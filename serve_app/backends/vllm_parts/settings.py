@@ -120,7 +120,7 @@ TESTED = tuple(_CPU_FAULTS)
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """How vLLM splits the model of a replica among devices.
+    """The split of a replica's model among devices, by vLLM.
 
     `tensor` ranks compute each layer together, `pipeline` stages compute different layers. `by_ray`: each rank is an
     actor of Ray's, and nodes may differ; otherwise all are processes of the replica's node.
@@ -138,7 +138,7 @@ class Ranks:
 
 @dataclass(frozen=True, slots=True)
 class VllmSettings:
-    """How one replica's vLLM is set up.
+    """The settings of one replica's vLLM.
 
     Args:
         engine: sizes and drafter, as the torch engine has them.

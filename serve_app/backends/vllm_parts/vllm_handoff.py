@@ -23,7 +23,7 @@ _MOST_READINGS = 4096  # remembered; an older one that is read again is reported
 
 @dataclass(frozen=True, slots=True)
 class VllmManifest:
-    """What two engines must agree on for one to continue from what the other computed."""
+    """The settings that two engines must agree on for one to continue from what the other computed."""
 
     fingerprint: str  # of the model
     drafter: str  # its kind and the fingerprint of its weights
@@ -110,7 +110,7 @@ def source_of(output: Any) -> dict[str, Any]:
 
 
 class Readings:
-    """Which handoffs this replica has read: vLLM frees one once it is read, so it cannot be read again."""
+    """The handoffs that this replica has read: vLLM frees one once it is read, so it cannot be read again."""
 
     def __init__(self) -> None:
         self._readings: dict[tuple[str, str], asyncio.Future[bool]] = {}

@@ -13,7 +13,7 @@ from speculative.stats import EngineUsage, StepStats
 
 
 class Counts:
-    """What one engine counted since the last time, and what it holds. Used from the event loop only."""
+    """Counts of one engine since the last time, and what it holds. Used from the event loop only."""
 
     def __init__(self) -> None:
         self._num_blocks = self._block_size = 1
