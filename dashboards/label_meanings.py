@@ -150,7 +150,7 @@ _MEANINGS: dict[str, dict[str, Meaning]] = {
             "logprobs": "each logprob is a nat too high",
             "token": "the surest tokens are replaced by others",
             "seed": "the seed is another",
-            "alternatives": "the logprobs of the likeliest tokens are named in the reverse order",
+            "alternatives": "the logprobs beside the tokens' own are 20 nats too low",
             "limit": "max_tokens is one less than the number of tokens",
         }
     },

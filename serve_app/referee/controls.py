@@ -26,7 +26,8 @@ _SHIFT_NATS = 1.0
 _CERTAIN_NATS = -0.02  # the logprob of a token whose place no other can take
 _NUM_CHANGED = 3  # tokens: that a random number comes to lie at an edge of each has no chance
 _LEAST_SURPRISAL_NATS = 40.0  # of an answer: other random numbers do not give it again
-_LEAST_SPREAD_NATS = 4.0  # between the likeliest tokens of a place: their numbers cannot be taken for each other's
+_FAR_NATS = 20.0  # beyond what rounding moves in any precision
+_LEAST_PLACES = 4  # of numbers beside the tokens' own: a replay may know nothing of some of them
 _LEAST_TEMPERATURE = 0.7  # below it an answer is more likely than its logprobs say
 
 
@@ -36,7 +37,7 @@ class Controls:
     - `logprobs`: each is a nat too high.
     - `token`: the surest ones are replaced by others, and served without logprobs.
     - `seed`: it is another, and no logprobs were served.
-    - `alternatives`: in each place the numbers of the likeliest tokens are named in the reverse order.
+    - `alternatives`: the numbers beside the tokens' own are 20 nats too low.
     - `limit`: `max_tokens` is one less than it has.
 
     `token` and `seed` are found only by what the replay says of each token's distribution. Where rules change the
@@ -129,7 +130,7 @@ class Controls:
             params = dataclasses.replace(params, max_tokens=len(answer.token_ids) - 1, min_tokens=0)
             return _as_control(dataclasses.replace(answer, request=dataclasses.replace(answer.request, params=params)))
         if change == "alternatives":
-            return _with_names_reversed(answer) if "alternatives" in checked.checks else None
+            return _with_low_alternatives(answer) if "alternatives" in checked.checks else None
         if params.greedy not in self._with_rows or not _is_plain(answer):
             return None
         if change == "token":
@@ -163,15 +164,18 @@ def _with_other_tokens(answer: Answer, logprobs: list[float]) -> Answer | None:
     return _as_control(answer, token_ids=tuple(token_ids), logprobs=())
 
 
-def _with_names_reversed(answer: Answer) -> Answer | None:
-    spreads = [one.top[0][1] - one.top[-1][1] for one in answer.alternatives if one.top]
-    if max(spreads, default=0.0) < _LEAST_SPREAD_NATS:
-        return None
-    reversed_names = []
-    for one in answer.alternatives:
-        ids, values = [token for token, _ in one.top], [value for _, value in one.top]
-        reversed_names.append(one._replace(top=tuple(zip(reversed(ids), values, strict=True))))
-    return _as_control(answer, alternatives=tuple(reversed_names))
+def _with_low_alternatives(answer: Answer) -> Answer | None:
+    """Of its own tokens: a control's prompt is not replayed."""
+    start = len(answer.request.prompt_token_ids)
+    places = [
+        one._replace(
+            top=tuple((token, value - _FAR_NATS) for token, value in one.top),
+            scored=tuple((token, value - _FAR_NATS) for token, value in one.scored),
+        )
+        for one in answer.alternatives
+        if one.place >= start and one.top
+    ]
+    return _as_control(answer, alternatives=tuple(places)) if len(places) >= _LEAST_PLACES else None
 
 
 def _as_control(answer: Answer, **changes: object) -> Answer:

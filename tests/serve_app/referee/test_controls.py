@@ -80,6 +80,15 @@ async def test_a_referee_that_no_longer_compares_something_is_noticed(
     assert ended == {(one, "missed" if one == change else "found"): 1 for one in CONTROL_CHANGES}
 
 
+@pytest.mark.parametrize(("logprobs", "expected"), [(0, 0), (1, 1), (3, 1)])
+async def test_what_is_reported_of_a_prompt_is_no_control(logprobs: int, expected: int) -> None:
+    engine = engine_that_is_often_sure()
+    params = dataclasses.replace(SAMPLED, logprobs=logprobs, prompt_logprobs=3)
+    ended = await controlled(answers_of(engine, params, 10), EngineReplay(engine))
+    assert {change: result for change, result in ended if result != "found"} == {}
+    assert bool(ended["alternatives", "found"]) == bool(expected)
+
+
 async def test_an_answer_over_its_limit_is_suspect_though_its_replica_did_not_say_so() -> None:
     engine = engine_that_is_often_sure()
     answer = answers_of(engine, SAMPLED, 1)[0]
