@@ -18,14 +18,13 @@ _CHANGES_CHOICES = ("echo", "suffix", "best_of", "use_beam_search")
 """Fields with which the choices are not what was generated for each."""
 _MOST_TEXTS, _MOST_CHARACTERS = 50, 2_000
 """Stop strings, or bad words, of a request, and characters of them all; no front end has limited those of others."""
-_LOOSE = frozenset((
-    "allOf", "oneOf", "not", "if", "contains", "uniqueItems", "multipleOf", "propertyNames", "minProperties",
-    "maxProperties", "dependentRequired", "dependentSchemas", "dependencies", "additionalItems",
-))  # fmt: skip
-"""Keywords of JSON schemas that a library of vLLM's passes over, or reads as a wider one."""
-_BY_ITSELF = ("$ref", "anyOf")
-"""Those beside which it may pass over others."""
-_SAYS_NOTHING = {"title", "description", "default", "examples", "deprecated", "$defs", "definitions", "$schema"}
+_SAYS_NOTHING = {"title", "description", "default", "examples", "deprecated", "$defs", "$schema"}
+_KEYWORDS = {
+    "object": {"properties", "required", "additionalProperties"}, "array": {"items", "minItems", "maxItems"},
+    "string": set[str](), "integer": set[str](), "number": set[str](), "boolean": set[str](), "null": set[str](),
+}  # fmt: skip
+"""Keywords that the libraries of vLLM read as JSON Schema has it, by the one type beside which they stand. They pass
+over many others, or read them as wider ones, by their version."""
 _NEAR = "#/$defs/"
 """Where a reference is found again once schemas of several tools are put into one."""
 
@@ -58,7 +57,7 @@ def _found(body: Json, reply: Reply, tokenizer: Tokenizer, keeps_all: bool) -> d
     demands = replace(demands, ascii_classes=False)
     if not keeps_all:
         demands = replace(demands, max_calls=None)
-        if _is_lenient(body) or any(map(_is_loose, (*demands.functions.values(), *(demands.structure or ())[1:]))):
+        if _is_lenient(body) or _is_loose(demands):
             demands = replace(demands, functions={}, structure=None)
     found = {}
     for index, choice in reply.choices.items():
@@ -82,24 +81,31 @@ def _is_small(texts: str | list[str]) -> bool:
     return len(several) <= _MOST_TEXTS and sum(map(len, several)) <= _MOST_CHARACTERS
 
 
-def _is_loose(text: str) -> bool:
-    """Return whether a JSON schema may hold what a server passes over; no other structure does."""
-    try:
-        waiting = [json.loads(text)]
-    except ValueError:
+def _is_loose(demands: ClientDemands) -> bool:
+    """Return whether a JSON schema of them may be read as a wider one."""
+    texts = [*demands.functions.values()]
+    if demands.structure is not None and demands.structure[0] == "json_schema":
+        texts.append(demands.structure[1])
+    return not all(_is_read_alike(json.loads(text)) for text in texts)
+
+
+def _is_read_alike(schema: Any) -> bool:
+    """Return whether all of a JSON schema is of the kind that every library reads alike."""
+    if not isinstance(schema, dict) or not all(map(_is_read_alike, (schema.get("$defs") or {}).values())):
         return False
-    while waiting:
-        part = waiting.pop()
-        if isinstance(part, dict):
-            alone = any(name in part for name in _BY_ITSELF) and len(part.keys() - _SAYS_NOTHING) > 1
-            away = not str(part.get("$ref", _NEAR)).startswith(_NEAR)
-            length = "pattern" in part and ("minLength" in part or "maxLength" in part)
-            required, known = part.get("required"), part.get("properties") or ()
-            unnamed = isinstance(required, list) and not all(one in known for one in required)
-            if alone or away or length or unnamed or not _LOOSE.isdisjoint(part):
-                return True
-        waiting += part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
-    return False
+    own = schema.keys() - _SAYS_NOTHING
+    if own == {"$ref"}:
+        return str(schema["$ref"]).startswith(_NEAR)
+    if own == {"anyOf"}:
+        return all(map(_is_read_alike, schema["anyOf"]))
+    if own == {"enum"} or (own == {"enum", "type"} and schema["type"] == "string"):
+        return all(isinstance(one, str) for one in schema["enum"])
+    if not isinstance(schema.get("type"), str) or not own - {"type"} <= _KEYWORDS.get(schema["type"], set()):
+        return False
+    known = schema.get("properties", {})
+    parts = [*known.values(), *([schema["items"]] if "items" in schema else ())]
+    named = all(one in known for one in schema.get("required", ()))
+    return named and isinstance(schema.get("additionalProperties", False), bool) and all(map(_is_read_alike, parts))
 
 
 def _broken(demands: ClientDemands, body: Json, choice: Choice, made: str) -> str:
@@ -120,10 +126,12 @@ def _broken(demands: ClientDemands, body: Json, choice: Choice, made: str) -> st
 
 
 def _is_lenient(body: Json) -> bool:
-    """Return whether a JSON schema of it is a wish."""
-    schemas: list[Any] = [(body.get("response_format") or {}).get("json_schema")]
-    schemas += [tool.get("function") for tool in body.get("tools") or ()]
-    return any(schema and schema.get("strict") is False for schema in schemas)
+    """Return whether a JSON schema of it is a wish, or parameters of a tool need not be an object."""
+    functions: list[Any] = [tool.get("function") or {} for tool in body.get("tools") or ()]
+    schemas = [(body.get("response_format") or {}).get("json_schema") or {}, *functions]
+    return any(schema.get("strict") is False for schema in schemas) or any(
+        "type" not in (one.get("parameters") or {}) for one in functions
+    )
 
 
 def _num_prompts(body: Json) -> int:

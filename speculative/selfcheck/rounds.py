@@ -28,6 +28,7 @@ from speculative.state.token_constraint import Bools
 ROUND_CHECKS = ("lag_b", "lag_g", "coin")
 DRAW_ROUNDING = 1e-3  # of a uniform: ours are float32 sums of a vocabulary, and 1e-5 off at most
 _LOWEST = 2**20 - 1  # bits of a uniform that a float32 does not hold: of numbers above 2**-9 not one
+_ENOUGH = 4  # numbers that end alike
 _STAKES = np.array(STAKES)[:, None]
 
 
@@ -51,8 +52,9 @@ def contradicted(layout: StepInput, num_accepted: Int64s, rows: Float64s, unifor
 
 
 def too_coarse(layout: StepInput, uniforms: Float64s) -> Bools:
-    """[E] the entries with drafts all of whose random numbers end with the same 20 bits, as cut ones do: by chance of
-    four numbers once in 2**60 rounds.
+    """[E] the entries with drafts whose random numbers end with the same 20 bits, as those do that were cut to 32 bits
+    or fewer: all of one entry, or all of the step's coins, or of what tokens are drawn with. Of four numbers, fewer of
+    which are not looked at, that happens by chance once in 2**60 steps.
 
     Args:
         layout: of the step.
@@ -62,8 +64,16 @@ def too_coarse(layout: StepInput, uniforms: Float64s) -> Bools:
     first_rows = np.flatnonzero(layout.offsets == 0)
     least = np.minimum.reduceat(ends.min(axis=0), first_rows)
     most = np.maximum.reduceat(ends.max(axis=0), first_rows)
-    found: Bools = (least == most) & (layout.draft_counts > 0)
+    drafting = layout.draft_counts > 0
+    of_drafting = uniforms[:, drafting[layout.verify_entries]]
+    cut = any(_end_alike(np.unique(own)) for own in of_drafting)  # requests with one seed have the same numbers
+    found: Bools = drafting & (cut | (least == most))
     return found
+
+
+def _end_alike(distinct: Float64s) -> bool:
+    ends = (distinct / RESOLUTION).astype(np.int64) & _LOWEST
+    return len(ends) >= _ENOUGH and bool((ends == ends[0]).all())
 
 
 def misdrafted(layout: StepInput, places: Float64s, uniforms: Float64s) -> Bools:

@@ -352,7 +352,7 @@ def calling(tokenizer: Tokenizer, text: str, *calls: tuple[str, str], **more: An
     return choice([*tokenizer.encode(text, continuation=True), EOS], message=message, **ended)
 
 
-CITY = {"properties": {"city": {"type": "string"}}, "required": ["city"]}
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER = {"tools": [{"type": "function", "function": {"name": "weather", "parameters": CITY}}]}
 REQUIRED = {**WEATHER, "tool_choice": "required"}
 NAMED = {**WEATHER, "tool_choice": {"type": "function", "function": {"name": "weather"}}}
@@ -396,7 +396,31 @@ def with_schema(**parameters: Any) -> dict[str, Any]:
             "",
             BROKEN,
         ),
-        (with_schema(**{"$defs": {"a": {}}, "items": {"$ref": "#/$defs/a"}}), BAD_LIST, [BAD], BROKEN, BROKEN),
+        (
+            with_schema(**{"$defs": {"a": {"type": "null"}}, "properties": {"city": {"$ref": "#/$defs/a"}}}),
+            BAD_LIST,
+            [BAD],
+            BROKEN,
+            BROKEN,
+        ),
+        # or what it takes for more than JSON Schema does
+        (with_schema(**{"$defs": {"a": {}}}), BAD_LIST, [BAD], "", BROKEN),
+        (with_schema(properties={"city": {"minLength": 1}}), BAD_LIST, [BAD], "", BROKEN),
+        (
+            with_schema(properties={"city": {"type": "string", "format": "uri", "minLength": 9}}),
+            BAD_LIST,
+            [BAD],
+            "",
+            BROKEN,
+        ),
+        (with_schema(properties={"city": {"type": "integer", "enum": ["x"]}}), BAD_LIST, [BAD], "", BROKEN),
+        (
+            REQUIRED | {"tools": [{"function": {"name": "weather", "parameters": {"required": ["city"]}}}]},
+            BAD_LIST,
+            [BAD],
+            "",
+            BROKEN,
+        ),
         (
             REQUIRED | {"tools": [{"function": {"name": "weather", "parameters": CITY, "strict": False}}]},
             BAD_LIST,

@@ -139,6 +139,39 @@ def test_random_numbers_that_were_cut_short_fail_their_requests(
     assert set(stats.violations) == {"resolution"}
 
 
+@pytest.mark.parametrize("are_coins", [True, False])
+@pytest.mark.parametrize("num_bits", [4, 16])
+def test_numbers_of_one_purpose_that_were_cut_short_are_found(
+    are_coins: bool, num_bits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cut(*name: np.ndarray) -> np.ndarray:
+        drawn = uniforms(*name)
+        return np.where(
+            (name[3] == Purpose.COIN) == are_coins, (np.floor(drawn * 2**num_bits) + 0.5) / 2**num_bits, drawn
+        )
+
+    monkeypatch.setattr(rows, "uniforms", cut)
+    stats = serve(table_engine(64, self_check_sample_rate=1.0), 500, seed=None)
+    assert set(stats.violations) == {"resolution"}
+
+
+def test_requests_with_one_seed_share_their_random_numbers_and_break_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two numbers in four rows may end alike by chance, which is no evidence."""
+
+    def alike(*name: np.ndarray) -> np.ndarray:
+        drawn = uniforms(*name)
+        return np.where(name[3] == Purpose.COIN, np.floor(drawn * 2**32) / 2**32 + 2.0**-53, drawn)
+
+    monkeypatch.setattr(rows, "uniforms", alike)
+    engine = table_engine(64, self_check_sample_rate=1.0)
+    engine.eager.drafter.most = 1  # type: ignore[attr-defined]
+    for number in range(4):
+        engine.add(Request(f"r{number}", (1, 2, 3), replace(PLAIN, max_tokens=2), seed=7))
+    while engine.has_work:
+        engine.step()
+    assert "resolution" not in engine.take_stats().violations
+
+
 # -- which rounds are fresh --------------------------------------------------------------------------------------------
 
 
