@@ -20,6 +20,7 @@ from jsonschema_specifications import REGISTRY
 _MOST_STEPS = 5_000  # of a schema: about 0.2 s
 _STEP_SIZE = 50  # values that are looked at in the time of one step
 _CHARACTERS = 16  # that count as one value
+_MAKING = 50  # steps that it takes to make a validator
 _MOST_CHARACTERS = 100_000
 _MOST_PATTERN_CHARACTERS = 2_000  # which compile in 0.02 s
 _PATTERN_S = 0.05  # of matching, all expressions of an answer together
@@ -55,7 +56,7 @@ def breaks_structure(
         answer = answer.rstrip("\ufffd")  # it may have been cut within a character
     budget = budget or CheckBudget()
     try:
-        budget.spend((len(text) + len(answer)) // _CHARACTERS)
+        budget.spend(len(answer) // _CHARACTERS + (0 if kind == "json_schema" else len(text) // _CHARACTERS))
         if kind == "regex":
             return "" if budget.matches(text, answer, whole) else "it does not match its regular expression"
         if kind == "choice":
@@ -86,7 +87,7 @@ def _json(schema: str | None, answer: str, whole: bool, budget: "CheckBudget") -
     if schema is None:
         return "" if isinstance(value, dict) else "it is no JSON object"
     try:
-        error = next(_validator(_read(schema), budget).iter_errors(value), None)
+        error = next(budget.validator(schema).iter_errors(value), None)
     except Exception:  # a schema that the library does not take, or cannot resolve, or that costs too much
         return ""
     return "" if error is None else f"it breaks `{error.validator}` of its JSON schema"
@@ -130,6 +131,19 @@ class CheckBudget:
         self._num_left, self._left_s = _MOST_STEPS, _PATTERN_S
         self._sizes: dict[int, tuple[Any, int]] = {}
         self._compiled: dict[str, Any] = {}
+        self._validators: dict[str, Any] = {}  # by the schema's text
+
+    def validator(self, schema: str) -> Any:
+        """A validator of a JSON schema, made once for all that is read with it.
+
+        Raises:
+            ValueError: it is not JSON.
+            _Unchecked: it has what is not read here, or there is no work left.
+        """
+        if schema not in self._validators:
+            self.spend(len(schema) // _CHARACTERS + _MAKING * _STEP_SIZE)
+            self._validators[schema] = _validator(_read(schema), self)
+        return self._validators[schema]
 
     def spend(self, size: int) -> None:
         """Take a step that looks at so many values.
