@@ -279,11 +279,13 @@ def _read_entry(entry: Json) -> _Entry:
 
 
 def _candidates(top: Any) -> list[Candidate]:
+    """Those that come with a number."""
     if isinstance(top, dict):  # logprobs by text
-        return [Candidate(text, _id(None, text), float(value)) for text, value in top.items() if value is not None]
-    return [
-        Candidate(str(one.get("token")), _id(one.get("id"), one.get("token")), float(one["logprob"])) for one in top
-    ]
+        named = [(text, _id(None, text), value) for text, value in top.items()]
+    else:
+        entries = [one for one in top if isinstance(one, dict)]
+        named = [(str(one.get("token")), _id(one.get("id"), one.get("token")), one.get("logprob")) for one in entries]
+    return [Candidate(text, token, number) for text, token, value in named if (number := _number(value)) is not None]
 
 
 def _id(given: Any, text: Any) -> int | None:
@@ -294,4 +296,4 @@ def _id(given: Any, text: Any) -> int | None:
 
 
 def _number(value: Any) -> float | None:
-    return None if value is None else float(value)
+    return float(value) if isinstance(value, int | float) else None
