@@ -285,7 +285,7 @@ def _candidates(top: Any) -> list[Candidate]:
     else:
         entries = [one for one in top if isinstance(one, dict)]
         named = [(str(one.get("token")), _id(one.get("id"), one.get("token")), one.get("logprob")) for one in entries]
-    return [Candidate(text, token, number) for text, token, value in named if (number := _number(value)) is not None]
+    return [Candidate(text, token, float(value)) for text, token, value in named if isinstance(value, int | float)]
 
 
 def _id(given: Any, text: Any) -> int | None:
@@ -296,4 +296,4 @@ def _id(given: Any, text: Any) -> int | None:
 
 
 def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) else None
+    return None if value is None else float(value)
