@@ -127,13 +127,16 @@ def _fetch(file: ServeFile, report: Callable[[str], None]) -> None:
 
 def _print_figures(figures: dict[str, Any]) -> None:
     table = Table(title="What the service measured of itself", show_header=False)
+    verdicts = "{0[verified]} verified, {0[suspect]} suspect"
+    if figures["verdicts"].get("logprobs_only"):
+        verdicts = "{0[verified]} verified, {0[logprobs_only]} by their logprobs only, {0[suspect]} suspect"
     rows = (
         ("acceptance rate", "acceptance_rate", "{:.1%}"),
         ("mean accepted length", "mean_accepted_length", "{:.2f} tokens a round"),
         ("first token after", "first_token_s", "{:.2f} s"),
         ("TME (1.00 = the logprobs are right)", "tme", "{:.4f}"),
         ("tokens replayed for it", "replayed_tokens", "{}"),
-        ("answers computed again", "verdicts", "{0[verified]} verified, {0[suspect]} suspect"),
+        ("answers computed again", "verdicts", verdicts),
         ("self-check terms taken", "selfcheck_terms", "{}"),
         ("self-check alarms", "selfcheck_alarms", "{}"),
         ("breaker trips", "breaker_trips", "{}"),

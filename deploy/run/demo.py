@@ -126,7 +126,7 @@ class DemoFigures:
     tasks: list[TaskSpeed]
     tme: float | None
     replayed_tokens: int
-    verdicts: dict[str, int]  # verified, suspect, unverified
+    verdicts: dict[str, int]  # by `Verdict`
     selfcheck_terms: int  # zero-mean terms that the engines took of themselves
     selfcheck_alarms: int
     breaker_trips: int

@@ -8,6 +8,8 @@ each shape is checked, beside a share of all.
 import asyncio
 import dataclasses
 import logging
+import math
+import time
 import uuid
 from collections.abc import Callable
 from typing import Literal
@@ -30,6 +32,7 @@ _logger = logging.getLogger("truespec.referee")
 _MAX_QUEUE = 4
 _DRIFT_RATE = 1e-3  # share of the logprobs that rounding moves by more than twice what it moves a logit
 _MAX_TOKENS = 4096  # of prompt and answer: on one core, longer ones take minutes
+_REST = 9.0  # times as long as the last check took: shapes take a tenth of the referee's time at most
 _PERIODS = (128, 12)  # rows: tiles of the kernels have 4 to 128, and each of these numbers divides 128 or 12
 
 IndependentResult = Literal["agrees", "disagrees", "skipped", "outdated", "unsupported", "failed"]
@@ -46,8 +49,9 @@ class IndependentChecks:
         tolerances: between the engine and the referee.
         book: is given the answers that were found wrong.
         rate: the share of answers. Unless it is 0, an answer of a shape that was not checked yet is checked as well,
-            as long as no other waits.
+            as long as no other waits, in a tenth of the time.
         ended: called at the end of each check.
+        clock: seconds.
     """
 
     def __init__(
@@ -58,6 +62,7 @@ class IndependentChecks:
         *,
         rate: float,
         ended: Callable[[IndependentResult], None] = lambda result: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._replayer = replayer
         self._judge = Judge(tolerances)
@@ -66,9 +71,11 @@ class IndependentChecks:
         self._book = book
         self._rate = rate
         self._ended = ended
+        self._clock = clock
         self._queue: asyncio.Queue[Answer] = asyncio.Queue(_MAX_QUEUE)
         self._shapes: set[_Shape] = set()  # that were checked, or are about to be
         self._able = True  # to replay, at its last check; if it lacks the weights, a share of the answers tries again
+        self._rests_until = -math.inf  # by the clock; before it, no shape is due
         self._unsupported = ""  # the last reason, logged once
 
     def offer(self, answer: Answer) -> None:
@@ -76,6 +83,7 @@ class IndependentChecks:
         picked = chosen(f"independent {answer.request.request_id}", self._rate)
         shapes = _shapes_of(answer)
         due = self._rate > 0 and self._able and self._queue.empty() and not shapes <= self._shapes
+        due = due and self._clock() >= self._rests_until
         if answer.num_tokens > _MAX_TOKENS or self._queue.full():
             if picked:
                 self._ended("skipped")
@@ -86,8 +94,10 @@ class IndependentChecks:
     async def run(self) -> None:
         """Work through the queue until cancelled."""
         while True:
-            answer = await self._queue.get()
+            answer, began = await self._queue.get(), self._clock()
             result = await self._check(answer)
+            ended = self._clock()
+            self._rests_until = ended + _REST * (ended - began)
             self._able = result not in ("unsupported", "failed")
             if result not in ("agrees", "disagrees"):
                 self._shapes -= _shapes_of(answer)

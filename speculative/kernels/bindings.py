@@ -23,7 +23,10 @@ from torch import Tensor
 
 from speculative.config import kernels_folder
 
-_SOURCES = Path(__file__).parent  # whose *.cpp are compiled
+_SOURCES = tuple(
+    Path(__file__).with_name(name)
+    for name in ("kernels.h", "attention.cpp", "layers.cpp", "products.cpp", "vocabulary.cpp")
+)
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = (
     "-std=c++17",
@@ -599,8 +602,7 @@ def cpu_kernels() -> Kernels | None:
 
 def _built(compiler: str) -> Path:
     version = subprocess.run([compiler, "--version"], check=True, capture_output=True, timeout=_COMPILE_LIMIT_S).stdout
-    sources = sorted(path for path in _SOURCES.iterdir() if path.suffix in (".cpp", ".h"))
-    key = hashlib.blake2b(b"".join(path.read_bytes() for path in sources), digest_size=12)
+    key = hashlib.blake2b(b"".join(path.read_bytes() for path in _SOURCES), digest_size=12)
     for part in (" ".join((compiler, *_FLAGS)).encode(), version, _processor().encode()):
         key.update(part)
     library = kernels_folder() / f"kernels-{key.hexdigest()}.so"
@@ -609,7 +611,7 @@ def _built(compiler: str) -> Path:
     library.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=library.parent) as scratch:  # another process never loads a partial library
         made = Path(scratch) / library.name
-        command = [compiler, *_FLAGS, *(str(path) for path in sources if path.suffix == ".cpp"), "-o", str(made)]
+        command = [compiler, *_FLAGS, *(str(path) for path in _SOURCES if path.suffix == ".cpp"), "-o", str(made)]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_LIMIT_S)
         os.replace(made, library)
     return library

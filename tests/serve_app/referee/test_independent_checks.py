@@ -94,12 +94,14 @@ class Bench:
             self.results[result] += 1
             counted(result)
 
+        self.now = 0.0
         self.checks = IndependentChecks(
             SimpleNamespace(replay=replay),
             dataclasses.replace(TOLERANCE, **rounding),
             court.book,
             rate=rate,
             ended=ended,
+            clock=lambda: self.now,
         )
         court.checker._verified = lambda answer, _: self.checks.offer(answer)
 
@@ -329,6 +331,20 @@ async def test_a_shape_is_due_until_one_of_its_answers_was_checked(court: Court)
     await bench.judge(of_length(7, 2))
     await bench.judge(of_length(7, 3))
     assert bench.results == {"outdated": 1, "agrees": 1}
+
+
+async def test_shapes_take_a_tenth_of_the_time(court: Court) -> None:
+    other = Replayer()
+
+    async def replay(request: Request) -> Replayed:
+        bench.now += 2.0
+        return await other(request, ())
+
+    bench = Bench(court, replay, RARELY)
+    for number in range(100):
+        await bench.judge(of_length(1 + number, number))
+        bench.now += 1.0
+    assert 4 <= bench.num_checked <= 6, "two seconds each, in a hundred"
 
 
 async def test_a_referee_without_the_weights_is_not_asked_for_every_shape(court: Court, folder: Path) -> None:

@@ -271,8 +271,9 @@ def test_without_avx_512_there_are_none_and_it_is_said_why(monkeypatch: pytest.M
 def test_what_does_not_compile_is_done_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / "kernels.cpp").write_text("#error this does not compile\n")
-    monkeypatch.setattr(bindings, "_SOURCES", tmp_path)
+    source = tmp_path / "kernels.cpp"
+    source.write_text("#error this does not compile\n")
+    monkeypatch.setattr(bindings, "_SOURCES", (source,))
     monkeypatch.setenv("TRUESPEC_CACHE", str(tmp_path))
     with caplog.at_level(logging.WARNING):
         why = find_kernels.__wrapped__()
