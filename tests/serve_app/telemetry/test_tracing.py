@@ -159,7 +159,7 @@ async def test_responses_are_traced(app: App) -> None:
 
 async def test_a_request_is_one_trace_over_all_replicas(app: App) -> None:
     reply = await app.post({"traceparent": SAMPLED, "x-request-id": "r-1"}, verify=True)
-    assert reply.status_code == 200 and reply.json()["verdict"] == "verified"
+    assert reply.status_code == 200 and reply.json()["verdict"] == "logprobs_only", "the backend is a fake without rows"
     spans = app.spans()
     request = "POST /v1/completions"
     assert {name: parent_of(span, spans) for name, span in spans.items()} == {
