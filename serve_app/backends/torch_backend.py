@@ -102,6 +102,7 @@ class TorchBackend:
         self._folder = Path()
         self._loaded: tuple[Weights, _Form] | None = None
         self._form = _Form()
+        self._repeats = False  # rounds a row alike in any batch
         self._begun: set[str] = set()  # requests the engine may know
         self._open = asyncio.Event()  # new requests may begin
         self._open.set()
@@ -363,6 +364,7 @@ class TorchBackend:
 
     def _computing(self, engine: EngineCore) -> Computing:
         arithmetic, config = engine.arithmetic, self._config
+        self._repeats = not arithmetic.rounding
         return Computing(
             kernels=arithmetic.kernels,
             kernels_off=arithmetic.kernels_off,
@@ -382,8 +384,7 @@ class TorchBackend:
     def _numerics(self) -> Numerics:
         form = self._form.weights
         weights = form if form in ROUNDED_FORMS else "plain"
-        repeats = not self._live_engine().arithmetic.rounding
-        return Numerics("truespec", precision_of(self._config.dtype, form), weights, repeats)
+        return Numerics("truespec", precision_of(self._config.dtype, form), weights, self._repeats)
 
     def _settle_start(self, result: ModelInfo | Exception) -> None:
         assert self._ready is not None
