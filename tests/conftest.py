@@ -61,6 +61,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """
     places: dict[Path, int] = {}
     for item in items:
+        if _has(item, _SHARED_CLUSTER) and item.get_closest_marker("ray") is None:
+            raise pytest.UsageError(
+                f"{item.nodeid} uses the shared Ray cluster: mark its file `ray`, so that it runs there"
+            )
         places.setdefault(item.path, len(places))
     items.sort(
         key=lambda item: (places[item.path], item.get_closest_marker("last") is not None or _has(item, "browser"))

@@ -12,6 +12,8 @@ from serve_app.config.files import parse_args
 from tests.support.gpu_probe import GpuProbe, replays_on, visible_gpus
 from tests.support.services import ENGINE, app_args, deployed
 
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
+
 
 @pytest.mark.usefixtures("ray_port")
 def test_an_engine_takes_a_gpu_that_its_replica_was_given_and_no_other(tiny_folder: Path) -> None:
