@@ -72,12 +72,12 @@ class EngineCore:
             config, self.max_model_len, model.eos_token_ids, self.stats, contract, make_draft_length(config.drafter)
         )
         self.self_check = SelfCheck(config.self_check_sample_rate)
-        self.ops, self._operators = choose_ops(self.device), None
+        self._operators = None
         if self._uses_graphs:  # an engine on a CPU loads nothing of speculative.gpu
             from speculative.gpu.operators import GraphOperators
 
             self._operators = GraphOperators.on(self.device)
-            self.ops = self._operators.vocabulary
+        self.ops = choose_ops(self.device) if self._operators is None else self._operators.vocabulary
         self.sampler = Sampler(config, self.device, model.eos_token_ids, self.self_check, self.ops)
         self.cache = self._make_cache(model.kv_shape)
         self._make_executor(decoder, draft_model, NoDrafter() if draft_model else make_weightless(config.drafter))

@@ -43,7 +43,7 @@ class Vendor:
     keeps_demands = False
     """Whether it is known to keep to `n`, stop strings, bad words and structure, not to pass over any."""
     keeps_all = False
-    """Whether it keeps to every keyword of a schema, and to each field that says whether tools are to be called."""
+    """True where it keeps to every keyword of a schema, and to each field that says whether tools are to be called."""
     joins_texts_by = "\n"
     """What it puts between the texts of one message."""
 

@@ -79,13 +79,15 @@ ROUNDED = Tolerance.against_float32("bfloat16")
 
 @dataclass(slots=True)
 class ServedAnswer:
-    """A request and its answer. `setting`: how it was sampled; `replayed`: by the reference; `judgement`: of it."""
+    """A request and its answer. `setting`: how it was sampled; `replayed`: by the reference; `judgement`: of it.
+    `named_beside`: what was reported beside the logprobs of its tokens, once it is read."""
 
     setting: str
     ask: Ask
     attempt: Attempt
     replayed: Replayed | None = None
     judgement: Judgement | None = None
+    named_beside: list[Alternatives] | None = None
 
     @property
     def answer(self) -> Choice:
@@ -240,10 +242,11 @@ class Lab:
         return next((token for token in ids if not 0 <= token < self.reference.vocab_size), None)
 
     def _named_beside(self, served: ServedAnswer) -> list[Alternatives]:
-        """Return what was reported beside the logprobs of its tokens."""
-        num_prompt = len(served.ask.prompt)
-        kept = self._alternatives.of_choice(served.answer, num_prompt, served.ids).kept
-        return [one for one in kept if one.place >= num_prompt]
+        if served.named_beside is None:
+            num_prompt = len(served.ask.prompt)
+            kept = self._alternatives.of_choice(served.answer, num_prompt, served.ids).kept
+            served.named_beside = [one for one in kept if one.place >= num_prompt]
+        return served.named_beside
 
     @cached_property
     def _alternatives(self) -> AlternativesReader:

@@ -305,11 +305,15 @@ class ChoiceRun:
         """A whole choice, with what was read in its text."""
         return self._choices[self._job.requests[piece.index].request_id].whole(piece)
 
-    def has_form(self, request_id: str) -> bool:
-        """Return whether a choice is complete, and of a structure, or with calls, that its client asked for."""
+    def is_complete(self, request_id: str) -> bool:
+        """Return whether all of a choice was delivered."""
+        return self._choices[request_id].delivered is not None
+
+    @property
+    def has_form(self) -> bool:
+        """Return whether the client asked for a structure, or for calls."""
         demands = self._job.demands
-        is_complete = self._choices[request_id].delivered is not None
-        return is_complete and demands is not None and bool(demands.structure or demands.functions)
+        return demands is not None and bool(demands.structure or demands.functions)
 
     def broken(self, request_id: str, model: ModelInfo) -> str:
         """Say what a complete choice breaks of its client's request, in words; "" = nothing."""

@@ -433,8 +433,9 @@ class FrontEnd:
                 visible = without_answer(delta) if run.prompt_only else delta
                 pieces = run.push(visible)
                 spend(run.price(visible))
-                await run.read(delta.request_id)
-                await self._compare(run, delta.request_id)
+                if run.is_complete(delta.request_id):
+                    await run.read(delta.request_id)
+                    await self._compare(run, delta.request_id)
                 if run.ended_here(delta.request_id):
                     await self._source.abort(delta.request_id)
                 for piece in pieces:
@@ -445,7 +446,7 @@ class FrontEnd:
     async def _compare(self, run: ChoiceRun, request_id: str) -> None:
         """Report what a complete choice breaks of its client's request. Whatever happens here, the reply goes out."""
         try:
-            if run.has_form(request_id):
+            if run.has_form:
                 why = await asyncio.to_thread(run.broken, request_id, self._model)
             else:
                 why = run.broken(request_id, self._model)

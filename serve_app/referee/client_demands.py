@@ -64,9 +64,10 @@ class Delivered:
 
 @dataclass(frozen=True, slots=True)
 class ClientDemands:
-    """Of all choices of one request. limits: those that concern token ids; structure: its kind and its text. functions:
-    JSON schemas of the arguments of those of which one must be called; none = no call must be made. max_calls: None =
-    any number. ascii_classes: whether the server reads `\\w`, `\\d`, `\\s` and `\\b` as ASCII; not known = False."""
+    """The demands on all choices of one request. limits: those that concern token ids; structure: its kind and its
+    text. functions: JSON schemas of the arguments of those of which one must be called; none = no call must be made.
+    max_calls: None = any number. ascii_classes: whether the server reads `\\w`, `\\d`, `\\s` and `\\b` as ASCII; not
+    known = False."""
 
     limits: SamplingParams
     num_choices: int = 1
@@ -169,10 +170,9 @@ class ClientDemands:
         """Say what is wrong with calls that had to be made; of an answer that was cut off, the last may be, too."""
         try:
             as_made = is_made_of(form, parsed.calls)
-            is_json = _value(form) is not _NO_JSON
+            if parsed.loses_text and not as_made and (not whole or _value(form) is not _NO_JSON):
+                return ""
         except RecursionError:
-            return ""
-        if parsed.loses_text and not as_made and (is_json or not whole):
             return ""
         if whole and not as_made:
             return "it says something else than the calls that the request demands"
@@ -274,8 +274,8 @@ def _form(said: Delivered, parsed: Parsed) -> str | None:
     """The text that has to have a form; None = nobody can say where it begins."""
     if parsed.thought_end == "":
         return said.text
-    if (
-        parsed.thought_end is None or _is_all_thought(said, parsed) or said.text.count(parsed.thought_end) != 1
-    ):  # or the model spelt it
+    if parsed.thought_end is None or _is_all_thought(said, parsed):
+        return None
+    if said.text.count(parsed.thought_end) != 1:  # or the model spelt it
         return None
     return said.text.partition(parsed.thought_end)[2].strip()  # blanks may stand behind it

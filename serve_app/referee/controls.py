@@ -165,7 +165,7 @@ def _with_other_tokens(answer: Answer, logprobs: list[float]) -> Answer | None:
 
 
 def _with_low_alternatives(answer: Answer) -> Answer | None:
-    """Of its own tokens: a control's prompt is not replayed."""
+    """Lower the numbers of its own tokens: a control's prompt is not replayed."""
     start = len(answer.request.prompt_token_ids)
     places = [
         one._replace(

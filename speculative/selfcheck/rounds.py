@@ -60,20 +60,20 @@ def too_coarse(layout: StepInput, uniforms: Float64s) -> Bools:
         layout: of the step.
         uniforms: [2, R] the step's accept and sample uniforms.
     """
-    ends = (uniforms / RESOLUTION).astype(np.int64) & _LOWEST
+    ends = _ends(uniforms)
     first_rows = np.flatnonzero(layout.offsets == 0)
     least = np.minimum.reduceat(ends.min(axis=0), first_rows)
     most = np.maximum.reduceat(ends.max(axis=0), first_rows)
     drafting = layout.draft_counts > 0
-    of_drafting = uniforms[:, drafting[layout.verify_entries]]
-    cut = any(_end_alike(np.unique(own)) for own in of_drafting)  # requests with one seed have the same numbers
+    distinct = map(np.unique, uniforms[:, drafting[layout.verify_entries]])  # requests with one seed have the same
+    cut = any(len(own) >= _ENOUGH and len(np.unique(_ends(own))) == 1 for own in distinct)
     found: Bools = drafting & (cut | (least == most))
     return found
 
 
-def _end_alike(distinct: Float64s) -> bool:
-    ends = (distinct / RESOLUTION).astype(np.int64) & _LOWEST
-    return len(ends) >= _ENOUGH and bool((ends == ends[0]).all())
+def _ends(uniforms: Float64s) -> Int64s:
+    """The lowest 20 bits."""
+    return (uniforms / RESOLUTION).astype(np.int64) & _LOWEST
 
 
 def misdrafted(layout: StepInput, places: Float64s, uniforms: Float64s) -> Bools:

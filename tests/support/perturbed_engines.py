@@ -121,7 +121,7 @@ class Pair:
 
 
 def run(engine: EngineCore, requests: Sequence[Request]) -> Iterator[TokenDelta]:
-    """What an engine emits until it is idle."""
+    """Yield what an engine emits until it is idle."""
     for request in requests:
         engine.add(request)
     while engine.has_work:
@@ -137,7 +137,7 @@ def answers(
     numerics: Numerics = UNKNOWN_NUMERICS,
     seed: int = 0,
 ) -> dict[str, list[Answer]]:
-    """By setting."""
+    """Serve requests of each setting; answers by setting."""
     records = Records("r1", 512, MOST_DRAFTS, numerics=numerics)
     requests = {
         name: list(itertools.islice(sampling(VOCAB, params, number), each))
@@ -151,7 +151,7 @@ def answers(
 
 
 def replayed(engine: EngineCore, served: Sequence[Answer]) -> list[Replayed]:
-    """What a replay gives for each of these answers."""
+    """Replay each of these answers."""
     found = {}
     for delta in run(engine, [one.scored(one.request.request_id) for one in served]):
         assert delta.logprobs is not None

@@ -37,7 +37,7 @@ _REFERENCE = Numerics("transformers", "float32", "plain")
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How an engine of ours computes. weights: as `load_decoder` has them; None = left to torch, or oneDNN.
+    """The arithmetic of an engine of ours. weights: as `load_decoder` has them; None = left to torch, or oneDNN.
     singly: each row in a step of its own, as answers are decoded; not all of a text's in one, as replays are."""
 
     dtype: Dtype
@@ -46,7 +46,7 @@ class Form:
 
     @property
     def numerics(self) -> Numerics:
-        """As the replica reports it."""
+        """The numerics that its replica reports."""
         weights = self.weights if self.weights in ROUNDED_FORMS else "plain"
         repeats = self.weights is not None  # our own kernels
         return Numerics("truespec", precision_of(self.dtype, self.weights), weights, repeats)
@@ -64,7 +64,7 @@ FORMS: dict[str, tuple[Form, Form | None]] = {
 
 
 class RealLogits:
-    """Of a model's folder: logits after 256 contexts, in eight texts and behind 40 to 71 tokens of each, on
+    """Real logits of a model's folder: after 256 contexts, in eight texts and behind 40 to 71 tokens of each, on
     256 of its tokens.
 
     A table [256, 256] of them is a model in which context i follows token i. Each context has its own names for the

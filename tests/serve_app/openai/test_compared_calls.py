@@ -43,7 +43,7 @@ def noted(end: FrontEnd) -> list[str]:
 
 
 async def reported(end: FrontEnd, **fields: Any) -> list[str]:
-    """What is reported of the choices of one request, which is the same for a stream."""
+    """Return what is reported of the choices of one request, which is the same for a stream."""
     found = noted(end)
     await ask(end, **fields)
     whole = list(found)
@@ -143,7 +143,7 @@ async def test_an_end_of_reasoning_that_no_text_shows_is_not_taken_for_one_that_
 async def test_the_responses_api_is_compared_in_its_own_words(
     tooled: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What became of the request on the way to the engine plays no part."""
+    """The request counts as it was sent, not as it reached the engine."""
     end, _, script = front(tooled)
     found = noted(end)
 

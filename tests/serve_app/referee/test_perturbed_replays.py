@@ -18,7 +18,7 @@ EACH = 75  # answers of each setting, verifier and drafter in the long run
 
 
 def made_up(nats: float, *, heavy: bool = False) -> tuple[Tables, Tables]:
-    """Of an engine that answers, and of one whose logits are off by noise of this size; heavy: with tails of a t
+    """Tables of an engine that answers, and of one whose logits are off by noise of this size; heavy: with tails of a t
     distribution."""
     chance = torch.Generator().manual_seed(1)
     table, of_drafter, noise, more_noise = (torch.randn(VOCAB, VOCAB, generator=chance) for _ in range(4))

@@ -136,7 +136,7 @@ def test_the_test_of_bits_sees_numbers_that_were_cut_short(num_bits: int) -> Non
 
 
 def test_what_is_rare_happens_as_often_as_it_should() -> None:
-    """Of 16 bits nothing is below 2**-17: tokens of that chance would never come."""
+    """Numbers of 16 bits are never below 2**-17: tokens of that chance would never come."""
     rounds = np.arange(1 << 22, dtype=np.uint64)
     drawn = uniforms(np.full_like(rounds, 7), rounds, np.zeros_like(rounds), np.zeros_like(rounds))
     for chance in (2.0**-17, 2.0**-19):
