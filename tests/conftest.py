@@ -86,13 +86,18 @@ def _has(item: pytest.Item, fixture: str) -> bool:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_teardown(item: pytest.Item) -> Generator[None]:
-    """A cluster that a test left running, often one that Ray started by itself, would be everybody's after it."""
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None]:
+    """A cluster that a test left running, often one that Ray started by itself, would be everybody's after it; and the
+    shared one lives until the last test has ended."""
     yield
     stash = item.config.stash
     shared = stash[_cluster_shared] = stash.get(_cluster_shared, False) or _has(item, _SHARED_CLUSTER)
     ray = sys.modules.get("ray")
-    if ray is not None and ray.is_initialized() and not shared:
+    if ray is None:
+        return
+    if shared and nextitem is not None and not ray.is_initialized():
+        pytest.fail(f"{item.nodeid} ended the Ray cluster that other tests share", pytrace=False)
+    if not shared and ray.is_initialized():
         ray.shutdown()
         pytest.fail(f"{item.nodeid} leaves a Ray cluster running: end it with the fixture `ray_ended`", pytrace=False)
 

@@ -91,15 +91,12 @@ def running_app(
         require_servable(faults_here(config, machine))
         for hint in hints_here(config, machine):
             progress(f"hint: {hint}")
-    try:
+    with own_connection():
         _connect(config, progress, address)
         interrupt_on_sigterm()
         with _on_serve(file, address, alone=alone, progress=progress) as http:
             base_url = f"{url_of(http)}{file.application.route_prefix.rstrip('/')}"
             yield RunningApp(base_url, config.model.served_name)
-    finally:
-        with uninterrupted():
-            ray.shutdown()  # also ends the cluster, if it was started here
 
 
 def ray_environment() -> dict[str, str]:
@@ -115,12 +112,21 @@ def connected(address: str) -> Iterator[None]:
     Raises:
         ConfigError: it cannot be reached.
     """
-    try:
+    with own_connection():
         _join(address)
         yield
+
+
+@contextmanager
+def own_connection() -> Iterator[None]:
+    """At the block's end, leave the Ray cluster that was joined or started in it; one from before it stays."""
+    connected_before = ray.is_initialized()
+    try:
+        yield
     finally:
-        with uninterrupted():
-            ray.shutdown()
+        if not connected_before:
+            with uninterrupted():
+                ray.shutdown()  # also ends the cluster, if it was started here
 
 
 def _connect(config: AppConfig, progress: Progress, address: str | None) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError
 
-from deploy.run.cluster import connected
+from deploy.run.cluster import connected, own_connection
 from deploy.run.replayers import ReplayerOptions, make_replayer
 from serve_app.backends.base import ModelInfo, Replayed
 from serve_app.deployments.gpus import ONLY_GIVEN_GPUS, given_device
@@ -38,7 +38,7 @@ class RayReplayer:
     async def start(self) -> ModelInfo:
         """Join or start the cluster, and load the first engine."""
         if self._options.address is None:
-            self._stack.callback(ray.shutdown)
+            self._stack.enter_context(own_connection())
             ray.init("local", log_to_driver=False, logging_level="ERROR")
         else:
             self._stack.enter_context(connected(self._options.address))

@@ -8,6 +8,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError, WorkerCrashedError
 
 from deploy.run import cluster
+from speculative.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -70,3 +71,15 @@ def test_replicas_that_are_slow_to_start_are_no_failure_in_what_is_said(monkeypa
         "waiting: 1 monolith replica still loading after 30 s, as a large model or a busy machine makes it",
         "waiting: A replica failed to start ConfigError: drafter.model: No model 'x'",
     ]
+
+
+@pytest.mark.parametrize("connected_before", [True, False])
+def test_a_connection_from_before_a_command_outlives_it(
+    connected_before: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[bool] = []
+    monkeypatch.setattr(ray, "is_initialized", lambda: connected_before)
+    monkeypatch.setattr(ray, "shutdown", lambda: ended.append(True))
+    with pytest.raises(ConfigError, match="is not the address"), cluster.connected("nowhere"):
+        pass
+    assert bool(ended) is not connected_before
