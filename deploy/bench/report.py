@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, Group
 
 from deploy.bench.figures import MeasuredAcceptance, SpeedRow, memory, rows, steps
 from deploy.bench.rounds import BenchResult
@@ -48,11 +48,6 @@ def tables(found: BenchResult) -> list[ReportTable]:
     return [table for table in made if table.rows]
 
 
-def render(found: BenchResult) -> RenderableType:
-    """For a terminal."""
-    return Group(*map(terminal.table, tables(found)), describe(found.provenance))
-
-
 def write_markdown(found: BenchResult, path: Path, section: str, plots: Sequence[Path] = ()) -> None:
     """Put the section into the page: in the place of the one of that name, or at its end."""
     write_section(path, "bench", section, _markdown(found, section, path, plots), head=_HEAD)
@@ -60,7 +55,7 @@ def write_markdown(found: BenchResult, path: Path, section: str, plots: Sequence
 
 def print_report(found: BenchResult, console: Console) -> None:
     """Print all tables and where they come from."""
-    console.print(render(found))
+    console.print(Group(*map(terminal.table, tables(found)), describe(found.provenance)))
 
 
 def _markdown(found: BenchResult, section: str, path: Path, plots: Sequence[Path]) -> str:
