@@ -39,13 +39,13 @@ class Panel:
 
     title: str
     description: str
-    unit: str  # in Grafana's ids
     queries: tuple[Query, ...]
+    unit: str = "none"  # in Grafana's ids
     kind: Literal["timeseries", "stat", "bargauge", "heatmap"] = "timeseries"
     width: int = 12
     height: int = 8
     steps: Steps = ((None, "green"),)
-    minimum: float | None = None
+    minimum: float | None = 0  # None leaves it to the data
     maximum: float | None = None
     decimals: int | None = None
     interval: str = ""  # the shortest step; "" leaves it to the data source
@@ -53,6 +53,16 @@ class Panel:
     stacked: bool = False
     names: tuple[str, ...] = ()  # what the values 0, 1, ... are called
     shows_name: bool = False  # a stat that shows its series' name in place of the value
+
+
+@dataclass(frozen=True, slots=True)
+class Stat(Panel):
+    """A small panel with one figure, or one for each series."""
+
+    kind: Literal["timeseries", "stat", "bargauge", "heatmap"] = "stat"
+    width: int = 6
+    height: int = 5
+    minimum: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

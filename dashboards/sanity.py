@@ -1,6 +1,6 @@
 """The logprob sanity page: whether served logprobs are right and the output follows the model's distribution."""
 
-from dashboards.panels import PAGE, REPLICA, VISIBLE, Page, Panel, Query, Row, Steps
+from dashboards.panels import PAGE, REPLICA, VISIBLE, Page, Panel, Query, Row, Stat, Steps
 from dashboards.queries import distribution_mean, replay_mean, selfcheck_z, tme, untested
 from dashboards.speculation import Z_STEPS
 from serve_app.telemetry.metric_names import BREAKER_STATES, REPLAY_LAG_LIMIT_S
@@ -14,58 +14,42 @@ EVENT_STEPS: Steps = ((None, "green"), (1, "red"))
 _QUANTILES = (0.5, 0.9, 0.99, 0.999)
 _STATE_STEPS: Steps = ((None, "green"), (1, "orange"), (2, "red"))
 
-TME = Panel(
+TME = Stat(
     title="TME",
     description="Mean of exp|served - replayed logprob| over replayed tokens: 1.00 in float32, up to 1.03 in bfloat16. "
     "Above 1.05 the served logprobs are not those of the model: do not train or score on them. A single token far off "
     "is enough, so check the quantiles as well.",
-    unit="none",
     queries=(Query(tme(VISIBLE, ALL), "TME", instant=True),),
-    kind="stat",
-    width=6,
-    height=5,
     steps=TME_STEPS,
     decimals=4,
 )
-ALARMS = Panel(
+ALARMS = Stat(
     title="Alarms",
     description="Alarms of the engine's self-checks and of the replays in the visible time range. The false-alarm rate "
     "is 1e-6 per check over a replica's life: treat any alarm as a fault.",
-    unit="none",
     queries=(
         Query(VISIBLE.events("selfcheck_alarms_total"), "self-checks", instant=True, sparse=True),
         Query(VISIBLE.events("replay_alarms_total"), "replays", instant=True, sparse=True),
     ),
-    kind="stat",
-    width=6,
-    height=5,
     steps=EVENT_STEPS,
     decimals=0,
 )
-VIOLATIONS = Panel(
+VIOLATIONS = Stat(
     title="Broken rules",
     description="Requests that were failed in the visible time range because a step broke an invariant, or because "
     "logprobs broke their contract. Each is an engine fault; none was answered wrongly.",
-    unit="none",
     queries=(
         Query(VISIBLE.events("selfcheck_violations_total"), "invariants", instant=True, sparse=True),
         Query(VISIBLE.events("logprob_violations_total"), "logprobs", instant=True, sparse=True),
     ),
-    kind="stat",
-    width=6,
-    height=5,
     steps=EVENT_STEPS,
     decimals=0,
 )
-BREAKER = Panel(
+BREAKER = Stat(
     title="Breaker",
     description="The worst state of any replica's breaker. Open or canary: that replica serves without speculation "
     "because a fault was found. Out: it has left service and is being replaced.",
-    unit="none",
     queries=(Query(PAGE.gauge("breaker_state", how="max"), "worst replica"),),
-    kind="stat",
-    width=6,
-    height=5,
     steps=_STATE_STEPS,
     names=BREAKER_STATES,
 )
@@ -75,27 +59,27 @@ _TME_BY_STRATUM = Panel(
     description="The stratum that stands out points to the fault: after a handoff, near the length limit, "
     "prefix-cached, at drafted positions. Strata overlap and do not add up. Above 1.05 the logprobs of that stratum "
     "are wrong.",
-    unit="none",
     queries=(Query(tme(PAGE), "{{stratum}}"),),
     steps=((None, "green"), (TME_LIMIT, "red")),
     interval="5m",
     decimals=4,
+    minimum=None,
 )
 _DRIFT_QUANTILES = Panel(
     title="Drift of replayed tokens",
     description="Quantiles of |served - replayed logprob|. Rounding in bfloat16 stays below a few tenths of a nat in "
     "the tail; a median above 0.01 or a tail above 1 nat indicates a fault.",
-    unit="none",
     queries=tuple(Query(PAGE.quantile(q, "replay_drift_nats"), f"p{100 * q:g} nats") for q in _QUANTILES),
     log_scale=True,
+    minimum=None,
 )
 _DRIFT_HEATMAP = Panel(
     title="Distribution of drift",
     description="Replayed tokens by logprob drift, in nats. Healthy: one steady band at the bottom. A second band "
     "higher up is a fault that affects only some tokens.",
-    unit="none",
     queries=(Query(PAGE.increase("replay_drift_nats", "le"), "{{le}}"),),
     kind="heatmap",
+    minimum=None,
 )
 _DRIFT_OVER = Panel(
     title="Share of tokens with large drift",
@@ -108,36 +92,35 @@ _DRIFT_OVER = Panel(
             "over {{nats}} nats",
         ),
     ),
-    minimum=0,
 )
 _IMPORTANCE = Panel(
     title="Importance ratio",
     description="Mean of exp(replayed - served); 1 when healthy. More than 1 % away from 1, importance sampling in "
     "training is biased.",
-    unit="none",
     queries=(Query(replay_mean(PAGE, "replay_importance_ratio_total", ALL), "importance ratio"),),
     interval="5m",
     decimals=4,
+    minimum=None,
 )
 _KL = Panel(
     title="Generation KL and probability drift",
     description="Means over replayed tokens. Generation KL is healthy below 0.001 nats; a mean probability difference "
     "above 0.01 is an engine fault.",
-    unit="none",
     queries=(
         Query(replay_mean(PAGE, "replay_gen_kl_total", ALL), "generation KL, nats"),
         Query(replay_mean(PAGE, "replay_probability_drift_total", ALL), "probability difference"),
     ),
     interval="5m",
+    minimum=None,
 )
 _CALIBRATION = Panel(
     title="Distribution test",
     description="Whether replayed tokens are as likely as under the model's distribution: p(y) minus its mean, and "
     "surprisal minus its mean. Both are 0 up to rounding; away from 0 the text does not follow the model, even if its "
     "logprobs are right.",
-    unit="none",
     queries=(Query(distribution_mean(PAGE, ALL), "{{term}}"),),
     interval="5m",
+    minimum=None,
 )
 _REPLAYS = Panel(
     title="Replays",
@@ -146,7 +129,6 @@ _REPLAYS = Panel(
     unit="ops",
     queries=(Query(PAGE.rate("replays_total", "result"), "{{result}}"),),
     stacked=True,
-    minimum=0,
 )
 _INDEPENDENT = Panel(
     title="Independent replays",
@@ -156,7 +138,6 @@ _INDEPENDENT = Panel(
     unit="ops",
     queries=(Query(PAGE.rate("independent_replays_total", "result"), "{{result}}"),),
     stacked=True,
-    minimum=0,
 )
 _CONTROLS = Panel(
     title="Controls of the referee",
@@ -165,7 +146,6 @@ _CONTROLS = Panel(
     unit="ops",
     queries=(Query(PAGE.rate("referee_controls_total", "change", "result"), "{{change}} {{result}}"),),
     stacked=True,
-    minimum=0,
 )
 _FAILED_REPLAYS = Panel(
     title="Replays that failed, by the replica that answered",
@@ -174,7 +154,6 @@ _FAILED_REPLAYS = Panel(
     unit="percentunit",
     queries=(Query(PAGE.share("replays_total", 'result="failed"', "answered_by"), "{{answered_by}}"),),
     steps=((None, "green"), (REPLAY_FAILURE_LIMIT, "red")),
-    minimum=0,
     maximum=1,
 )
 _REPLAY_TOKENS = Panel(
@@ -182,15 +161,12 @@ _REPLAY_TOKENS = Panel(
     description="Tokens compared per second, by stratum. A stratum without tokens is not monitored. Strata overlap.",
     unit="ops",
     queries=(Query(PAGE.rate("replay_tokens_total", "stratum"), "{{stratum}}"),),
-    minimum=0,
 )
 _QUEUE = Panel(
     title="Replay queue",
     description="Finished requests waiting to be replayed. While the queue is full, replays are skipped: lower the "
     "share.",
-    unit="none",
     queries=(Query(PAGE.gauge("replay_queue_length"), "waiting"),),
-    minimum=0,
     width=6,
 )
 _LAG = Panel(
@@ -200,7 +176,6 @@ _LAG = Panel(
     unit="s",
     queries=(Query(PAGE.gauge("replay_lag_seconds", how="max"), "lag"),),
     steps=((None, "green"), (REPLAY_LAG_LIMIT_S, "red")),
-    minimum=0,
     width=6,
 )
 _SELECTED = Panel(
@@ -208,14 +183,12 @@ _SELECTED = Panel(
     description="Without any, nothing is checked: `replay.sample_rate` is 0, or there is no traffic.",
     unit="reqps",
     queries=(Query(PAGE.rate("replays_requested_total"), "selected"),),
-    minimum=0,
     width=6,
 )
 _SELFCHECK_Z = Panel(
     title="Self-check terms, in standard deviations",
     description="Each term has mean 0 while the sampler is correct. Beyond ±5 over the visible time range, the part of "
     "the sampler that the check covers is wrong; docs/metrics.md lists what each covers.",
-    unit="none",
     queries=(Query(selfcheck_z(VISIBLE), "{{check}}", instant=True),),
     kind="bargauge",
     steps=Z_STEPS,
@@ -229,7 +202,6 @@ _SELFCHECK_TERMS = Panel(
     "and some checks need sampled drafts.",
     unit="ops",
     queries=(Query(PAGE.rate("selfcheck_terms_total", "check"), "{{check}}"),),
-    minimum=0,
 )
 _UNTESTED = Panel(
     title="Rounds untested",
@@ -239,7 +211,6 @@ _UNTESTED = Panel(
     unit="percentunit",
     queries=(Query(untested(PAGE), "untested"),),
     steps=((None, "green"), (UNTESTED_LIMIT, "red")),
-    minimum=0,
     maximum=1,
 )
 _REPEATED_SEEDS = Panel(
@@ -248,54 +219,45 @@ _REPEATED_SEEDS = Panel(
     "numbers.",
     unit="reqps",
     queries=(Query(PAGE.rate("repeated_seeds_total"), "repeated"),),
-    minimum=0,
 )
 _ALARMS_BY_CHECK = Panel(
     title="Alarms by check",
     description="Alarms of the self-checks and of the replays. Each is a fault; the check that fired names the faulty "
     "part (docs/runbooks.md).",
-    unit="none",
     queries=(
         Query(PAGE.events("selfcheck_alarms_total", "check"), "self-check {{check}}", sparse=True),
         Query(PAGE.events("replay_alarms_total", "alarm", "stratum"), "replay {{alarm}} {{stratum}}", sparse=True),
     ),
     steps=EVENT_STEPS,
-    minimum=0,
 )
 _VIOLATIONS_BY_KIND = Panel(
     title="Broken rules by kind",
     description="Requests that were failed because an invariant or the logprob contract was broken. Each is an engine "
     "fault.",
-    unit="none",
     queries=(
         Query(PAGE.events("selfcheck_violations_total", "kind"), "invariant {{kind}}", sparse=True),
         Query(PAGE.events("logprob_violations_total", "kind"), "logprobs {{kind}}", sparse=True),
     ),
     steps=EVENT_STEPS,
-    minimum=0,
 )
 _BREAKER_BY_REPLICA = Panel(
     title="Breaker by replica",
     description="Closed is healthy. A single open breaker points to that replica; all opening together point to the "
     "model, the settings or a release.",
-    unit="none",
     queries=(Query(REPLICA.gauge("breaker_state", "replica", how="max"), "{{replica}}"),),
     steps=_STATE_STEPS,
     names=BREAKER_STATES,
-    minimum=0,
     maximum=3,
 )
 _TRIPS = Panel(
     title="Trips, canaries and dumps",
     description="Breaker trips by reason, canary trials of speculation by result, and dumps written for a post-mortem. "
     "Failed canaries: the fault persists, and a second trip takes the replica out.",
-    unit="none",
     queries=(
         Query(PAGE.events("breaker_trips_total", "reason"), "trip: {{reason}}", sparse=True),
         Query(PAGE.events("canaries_total", "result"), "canary {{result}}", sparse=True),
         Query(PAGE.events("dumps_total"), "dumps", sparse=True),
     ),
-    minimum=0,
 )
 _VERDICTS = Panel(
     title="Verdicts",
@@ -304,7 +266,6 @@ _VERDICTS = Panel(
     unit="ops",
     queries=(Query(PAGE.rate("verdicts_total", "verdict"), "{{verdict}}"),),
     stacked=True,
-    minimum=0,
 )
 _DISTRIBUTION = Panel(
     title="Replays as evidence on the distribution",
@@ -314,7 +275,6 @@ _DISTRIBUTION = Panel(
     unit="ops",
     queries=(Query(PAGE.rate("replay_distributions_total", "distribution"), "{{distribution}}"),),
     stacked=True,
-    minimum=0,
 )
 _ALTERNATIVES = Panel(
     title="Logprobs of other tokens, compared",
@@ -323,7 +283,6 @@ _ALTERNATIVES = Panel(
     unit="ops",
     queries=(Query(PAGE.rate("replay_alternatives_total", "result"), "{{result}}"),),
     stacked=True,
-    minimum=0,
 )
 _DRAWS = Panel(
     title="Draws that a replay does not repeat",
@@ -334,7 +293,6 @@ _DRAWS = Panel(
         Query(PAGE.share("replay_draws_total", f'result="{result}"'), result, sparse=True)
         for result in ("near", "wrong")
     ),
-    minimum=0,
 )
 _SPECULATION = Panel(
     title="Speculating replicas",
@@ -342,7 +300,6 @@ _SPECULATION = Panel(
     "off somewhere: output is correct, but slower.",
     unit="percentunit",
     queries=(Query(PAGE.gauge("speculation_enabled", how="avg"), "speculating"),),
-    minimum=0,
     maximum=1,
     width=6,
 )
@@ -354,7 +311,6 @@ _WATCHED = Panel(
     unit="reqps",
     queries=(Query(PAGE.rate("watched_requests_total", "result"), "{{result}}", sparse=True),),
     stacked=True,
-    minimum=0,
 )
 _WATCHED_ANSWERS = Panel(
     title="Watched answers that could be read",
@@ -362,7 +318,6 @@ _WATCHED_ANSWERS = Panel(
     "report has the reasons: no token ids, prompts with images, a stream that broke off.",
     unit="percentunit",
     queries=(Query(PAGE.share("watched_answers_total", 'result="read"'), "read", sparse=True),),
-    minimum=0,
     maximum=1,
 )
 

@@ -1,6 +1,6 @@
 """The pages about serving: overview, disaggregation, latency."""
 
-from dashboards.panels import PAGE, REPLICA, Page, Panel, Query, Row, Steps
+from dashboards.panels import PAGE, REPLICA, Page, Panel, Query, Row, Stat, Steps
 from dashboards.sanity import ALARMS, BREAKER, EVENT_STEPS, TME, VIOLATIONS
 from dashboards.speculation import ACCEPTANCE_RATE, ACCEPTED_LENGTH
 from serve_app.telemetry.metric_names import FIRST_TOKEN_LIMIT_S, KV_FULL
@@ -15,9 +15,7 @@ _WEIGHT_UPDATES = Panel(
     title="Weight updates",
     description="Replicas that loaded new weights or failed to. A failure cancels the update on all replicas; the "
     "reason is returned to the trainer and logged by the replica.",
-    unit="none",
     queries=(Query(PAGE.events("weight_updates_total", "pool", "result"), "{{pool}} {{result}}"),),
-    minimum=0,
 )
 _WEIGHT_UPDATE_TIME = Panel(
     title="Time for weight updates",
@@ -25,14 +23,12 @@ _WEIGHT_UPDATE_TIME = Panel(
     "during the switch, which is long if the update waits for running requests.",
     unit="percentunit",
     queries=(Query(PAGE.rate("weight_update_seconds_total", "pool", "phase"), "{{pool}} {{phase}}", sparse=True),),
-    minimum=0,
 )
 
-_FIRING = Panel(
+_FIRING = Stat(
     title="Firing alerts",
     description="Currently firing alerts of truespec's rules, regardless of the selection above; docs/runbooks.md "
     "describes what to do. Empty if the rules are not installed.",
-    unit="none",
     queries=(
         Query(
             'count by (alertname, namespace) (ALERTS{alertname=~"Truespec.+",alertstate="firing"})',
@@ -40,25 +36,18 @@ _FIRING = Panel(
             sparse=True,
         ),
     ),
-    kind="stat",
-    width=6,
-    height=5,
     steps=EVENT_STEPS,
 )
-_RUNS = Panel(
+_RUNS = Stat(
     title="Running versions",
     description="Version, drafter and model fingerprint of the replicas. More than one outside an upgrade means that "
     "replicas serve different models under one name and refuse each other's handoffs.",
-    unit="none",
     queries=(
         Query(
             PAGE.gauge("build_info", "namespace", "model_name", "version", "drafter", "fingerprint", how="count"),
             "{{model_name}} {{version}} {{drafter}} {{fingerprint}} {{namespace}}",
         ),
     ),
-    kind="stat",
-    width=6,
-    height=5,
     steps=((None, "text"),),
     shows_name=True,
 )
@@ -68,7 +57,6 @@ _TOKENS = Panel(
     unit="ops",
     queries=(Query(PAGE.rate("emitted_tokens_total", "pool"), "{{pool}}"),),
     stacked=True,
-    minimum=0,
 )
 _REQUESTS = Panel(
     title="Requests per second",
@@ -77,7 +65,6 @@ _REQUESTS = Panel(
     unit="reqps",
     queries=(Query(PAGE.rate("requests_total", "outcome"), "{{outcome}}"),),
     stacked=True,
-    minimum=0,
 )
 _RESPONSES = Panel(
     title="Responses by status code",
@@ -86,7 +73,6 @@ _RESPONSES = Panel(
     unit="reqps",
     queries=(Query(PAGE.rate("http_responses_total", "code"), "{{code}}"),),
     stacked=True,
-    minimum=0,
 )
 _FIRST_TOKEN = Panel(
     title="Time to first token",
@@ -95,7 +81,6 @@ _FIRST_TOKEN = Panel(
     unit="s",
     queries=tuple(Query(PAGE.quantile(q, "time_to_first_token_seconds"), f"p{100 * q:g}") for q in _QUANTILES),
     steps=_FIRST_TOKEN_STEPS,
-    minimum=0,
 )
 _INTER_TOKEN = Panel(
     title="Time between tokens",
@@ -103,39 +88,32 @@ _INTER_TOKEN = Panel(
     "pool, with long contexts, and when acceptance falls.",
     unit="s",
     queries=tuple(Query(PAGE.quantile(q, "inter_token_latency_seconds"), f"p{100 * q:g}") for q in _QUANTILES),
-    minimum=0,
 )
 _LOAD = Panel(
     title="Requests running and waiting",
     description="Client requests being computed and waiting for room in an engine, over the chosen replicas, plus "
     "replays. A waiting count that keeps growing means that the service is too small for its traffic.",
-    unit="none",
     queries=(
         Query(REPLICA.gauge("requests_running", "pool"), "running {{pool}}"),
         Query(REPLICA.gauge("requests_waiting", "pool"), "waiting {{pool}}"),
         Query(REPLICA.gauge("replays_running", "pool"), "replayed {{pool}}"),
     ),
-    minimum=0,
 )
 _REPLICAS = Panel(
     title="Replicas wanted and running",
     description="What Ray Serve is to run, and what runs. A gap that stays means that replicas do not start: "
     "`serve status` has the reason.",
-    unit="none",
     queries=(
         Query(PAGE.gauge("replicas_running", "pool", how="max"), "running {{pool}}"),
         Query(PAGE.gauge("replicas_wanted", "pool", how="max"), "wanted {{pool}}"),
     ),
-    minimum=0,
 )
 _RESTARTS = Panel(
     title="Replicas replaced",
     description="Replicas that died or failed their health check, and were replaced. Streams that ran there broke off, "
     "or were resumed on another.",
-    unit="none",
     queries=(Query(PAGE.events("replica_restarts_total", "pool"), "{{pool}}"),),
     steps=EVENT_STEPS,
-    minimum=0,
 )
 _KERNELS = Panel(
     title="Replicas with active kernels",
@@ -144,16 +122,13 @@ _KERNELS = Panel(
     unit="percentunit",
     queries=(Query(REPLICA.gauge("kernels_active", "pool", "kernels", how="avg"), "{{pool}} {{kernels}}"),),
     steps=((None, "red"), (1, "green")),
-    minimum=0,
     maximum=1,
 )
 _UNTESTED_ENGINES = Panel(
     title="Replicas with an untested engine",
     description="Replicas that run a version of vLLM whose faults have not been looked for, because "
     "`vllm.allow_untested` is set. Watch the logprob sanity page closely.",
-    unit="none",
     queries=(Query(REPLICA.gauge("untested_engine", "engine"), "{{engine}}", sparse=True),),
-    minimum=0,
 )
 _KV_USAGE = Panel(
     title="KV cache in use",
@@ -162,7 +137,6 @@ _KV_USAGE = Panel(
     unit="percentunit",
     queries=(Query(REPLICA.gauge("kv_cache_usage_ratio", "pool", how="max"), "{{pool}}"),),
     steps=_FULL_STEPS,
-    minimum=0,
     maximum=1,
 )
 _TURNED_AWAY = Panel(
@@ -172,7 +146,6 @@ _TURNED_AWAY = Panel(
     unit="reqps",
     queries=(Query(PAGE.rate("refusals_total", "reason"), "{{reason}}", sparse=True),),
     stacked=True,
-    minimum=0,
 )
 _KEY_TOKENS = Panel(
     title="Tokens by API key",
@@ -180,7 +153,6 @@ _KEY_TOKENS = Panel(
     unit="ops",
     queries=(Query(PAGE.rate("key_tokens_total", "key"), "{{key}}", sparse=True),),
     stacked=True,
-    minimum=0,
 )
 _KEY_REQUESTS = Panel(
     title="Requests by API key",
@@ -188,15 +160,12 @@ _KEY_REQUESTS = Panel(
     unit="reqps",
     queries=(Query(PAGE.rate("key_requests_total", "key"), "{{key}}", sparse=True),),
     stacked=True,
-    minimum=0,
 )
 _KEY_RELOADS = Panel(
     title="Key file reloads",
     description="Changed key files read by replicas, by result. Failed: the new file is invalid, and the previous keys "
     "stay in effect, revoked ones included.",
-    unit="none",
     queries=(Query(PAGE.events("key_file_reloads_total", "result"), "{{result}}", sparse=True),),
-    minimum=0,
 )
 
 OVERVIEW = Page(
@@ -220,7 +189,6 @@ _HANDOFFS = Panel(
     unit="ops",
     queries=(Query(PAGE.rate("handoffs_total", "result"), "{{result}}"),),
     stacked=True,
-    minimum=0,
 )
 _HANDOFF_FAILURES = Panel(
     title="Share of unsuccessful handoffs",
@@ -229,7 +197,6 @@ _HANDOFF_FAILURES = Panel(
     unit="percentunit",
     queries=(Query(PAGE.share("handoffs_total", NOT_OK), "refused or failed"),),
     steps=((None, "green"), (HANDOFF_FAILURE_LIMIT, "red")),
-    minimum=0,
 )
 _HANDOFF_TIME = Panel(
     title="Time per handoff",
@@ -245,7 +212,6 @@ _HANDOFF_TIME = Panel(
             "{{phase}}",
         ),
     ),
-    minimum=0,
 )
 _HANDOFF_BYTES = Panel(
     title="Bytes handed off",
@@ -253,7 +219,6 @@ _HANDOFF_BYTES = Panel(
     "limit, the time to first token grows.",
     unit="Bps",
     queries=(Query(PAGE.rate("handoff_bytes_total"), "bytes"),),
-    minimum=0,
 )
 _HANDOFF_SIZE = Panel(
     title="Handoff size",
@@ -261,35 +226,28 @@ _HANDOFF_SIZE = Panel(
     "fault.",
     unit="bytes",
     queries=(Query(PAGE.ratio("handoff_bytes_total", "handoffs_total", under_where='result="ok"'), "mean"),),
-    minimum=0,
 )
 _REFUSALS = Panel(
     title="Refusals by reason",
     description="Handoffs that the decode side refused. Manifest or version: two models or versions run under one "
     "name. Damaged: the state was corrupted in transit.",
-    unit="none",
     queries=(Query(PAGE.events("handoff_refusals_total", "reason"), "{{reason}}", sparse=True),),
     stacked=True,
-    minimum=0,
 )
 _PREFILL_FAILURES = Panel(
     title="Failed prefills",
     description="Failed prefill attempts, by reason; each is retried, finally on the decode replica. Died: replicas "
     "are lost. Timeout: they hang, or the pool is too small. Full: the pool is too small. An alert fires on the "
     "share of all but full.",
-    unit="none",
     queries=(Query(PAGE.events("prefill_failures_total", "reason"), "{{reason}}", sparse=True),),
     stacked=True,
-    minimum=0,
 )
 _RESUMES = Panel(
     title="Requests that lost their replica",
     description="Requests whose decode replica was lost. Resumed: they continued elsewhere, and their clients saw a "
     "pause. Failed: they did not ask to be resumed, or were resumed too often.",
-    unit="none",
     queries=(Query(PAGE.events("resumes_total", "result"), "{{result}}", sparse=True),),
     stacked=True,
-    minimum=0,
 )
 _PROMPT_TOKENS = Panel(
     title="Prompt tokens computed",
@@ -297,23 +255,18 @@ _PROMPT_TOKENS = Panel(
     "preempted, and decoding waits for prompts.",
     unit="ops",
     queries=(Query(PAGE.rate("prompt_tokens_total", "pool"), "{{pool}}"),),
-    minimum=0,
 )
 _POOL_LOAD = Panel(
     title="Running by replica",
     description="Requests running on each replica. An outlier is unhealthy or badly routed; if one pool is at its "
     "limit while the other idles, change the ratio of replicas.",
-    unit="none",
     queries=(Query(REPLICA.gauge("requests_running", "pool", "replica"), "{{pool}} {{replica}}"),),
-    minimum=0,
 )
 _POOL_QUEUE = Panel(
     title="Waiting by pool",
     description="Requests waiting for room in an engine. Waiting in prefill: add prefill replicas. Waiting in decode: "
     "add decode replicas or KV memory.",
-    unit="none",
     queries=(Query(REPLICA.gauge("requests_waiting", "pool"), "{{pool}}"),),
-    minimum=0,
 )
 
 DISAGGREGATION = Page(
@@ -333,7 +286,6 @@ _QUEUE_TIME = Panel(
     "service is too small; if not, prompts are long.",
     unit="s",
     queries=tuple(Query(PAGE.quantile(q, "queue_time_seconds"), f"p{100 * q:g}") for q in _QUANTILES),
-    minimum=0,
 )
 _FIRST_TOKEN_HEATMAP = Panel(
     title="Distribution of the time to first token",
@@ -342,6 +294,7 @@ _FIRST_TOKEN_HEATMAP = Panel(
     unit="s",
     queries=(Query(PAGE.increase("time_to_first_token_seconds", "le"), "{{le}}"),),
     kind="heatmap",
+    minimum=None,
 )
 _INTER_TOKEN_HEATMAP = Panel(
     title="Distribution of the time between tokens",
@@ -350,6 +303,7 @@ _INTER_TOKEN_HEATMAP = Panel(
     unit="s",
     queries=(Query(PAGE.increase("inter_token_latency_seconds", "le"), "{{le}}"),),
     kind="heatmap",
+    minimum=None,
 )
 _PREFIX_CACHE = Panel(
     title="Prefix cache hits",
@@ -357,7 +311,6 @@ _PREFIX_CACHE = Panel(
     "less, routing scatters them, or the cache is too small.",
     unit="percentunit",
     queries=(Query(PAGE.ratio("prefix_cache_hits_total", "prefix_cache_queries_total", "pool"), "{{pool}}"),),
-    minimum=0,
     maximum=1,
 )
 _PREEMPTIONS = Panel(
@@ -366,7 +319,6 @@ _PREEMPTIONS = Panel(
     "small for that many concurrent sequences.",
     unit="ops",
     queries=(Query(PAGE.rate("preemptions_total", "pool"), "{{pool}}"),),
-    minimum=0,
 )
 _BY_MODEL_P95 = Panel(
     title="Time to first token by model",
@@ -375,7 +327,6 @@ _BY_MODEL_P95 = Panel(
     unit="s",
     queries=(Query(PAGE.quantile(0.95, "time_to_first_token_seconds", "model_name"), "{{model_name}}"),),
     steps=_FIRST_TOKEN_STEPS,
-    minimum=0,
 )
 
 LATENCY = Page(

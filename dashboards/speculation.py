@@ -1,6 +1,6 @@
 """The acceptance page: whether drafting pays off, and whether the verifier accepts what it should."""
 
-from dashboards.panels import PAGE, VISIBLE, Page, Panel, Query, Row, Steps
+from dashboards.panels import PAGE, VISIBLE, Page, Panel, Query, Row, Stat, Steps
 from dashboards.queries import (
     acceptance,
     acceptance_by_position,
@@ -26,29 +26,22 @@ def _acceptance_by_drafter() -> str:
     return f"{acceptance(PAGE, *by)} * on ({labels}) group_left (drafter) {alone}"
 
 
-ACCEPTANCE_RATE = Panel(
+ACCEPTANCE_RATE = Stat(
     title="Acceptance rate",
     description="Accepted / drafted tokens. A drop means that drafts fit the traffic less well (new kind of prompts, "
     "higher temperature, another drafter) or that something is broken: the panel with observed and expected acceptance "
     "shows which. A rise does not prove health.",
     unit="percentunit",
     queries=(Query(acceptance(PAGE), "acceptance rate"),),
-    kind="stat",
-    width=6,
-    height=5,
     minimum=0,
     maximum=1,
     decimals=1,
 )
-ACCEPTED_LENGTH = Panel(
+ACCEPTED_LENGTH = Stat(
     title="Mean accepted length",
     description="Tokens per round: 1 + accepted / rounds with drafts. Near 1, drafting is wasted work: choose another "
     "drafter, fewer draft tokens or the dynamic length.",
-    unit="none",
     queries=(Query(accepted_length(PAGE), "tokens per round"),),
-    kind="stat",
-    width=6,
-    height=5,
     minimum=1,
     decimals=2,
 )
@@ -64,7 +57,6 @@ _OBSERVED_AND_EXPECTED = Panel(
         Query(expected_acceptance(PAGE), "expected"),
         Query(achievable_acceptance(PAGE), "achievable"),
     ),
-    minimum=0,
     maximum=1,
 )
 _ACCEPTANCE_Z = Panel(
@@ -72,11 +64,11 @@ _ACCEPTANCE_Z = Panel(
     description="Beyond ±5 the difference is not chance: the verifier accepts more or fewer drafts than its own "
     "probabilities predict, and the output distribution is wrong. The scale is an upper bound on the standard "
     "deviation for any verifier, so healthy values stay well within it.",
-    unit="none",
     queries=(Query(acceptance_z(PAGE), "z"),),
     steps=Z_STEPS,
     interval="5m",
     decimals=1,
+    minimum=None,
 )
 _POSITIONS = Panel(
     title="Acceptance by position",
@@ -85,7 +77,6 @@ _POSITIONS = Panel(
     "state lost within the round.",
     unit="percentunit",
     queries=(Query(acceptance_by_position(PAGE), "position {{position}}"),),
-    minimum=0,
     maximum=1,
 )
 _CONDITIONAL_POSITIONS = Panel(
@@ -98,7 +89,6 @@ _CONDITIONAL_POSITIONS = Panel(
         Query(conditional_acceptance_by_position(PAGE), "position {{position}}"),
         Query(held_out_acceptance(PAGE, "position", "sampling"), "held out, {{sampling}}, {{position}}", sparse=True),
     ),
-    minimum=0,
     maximum=1,
 )
 _SINCE_HANDOFF = Panel(
@@ -107,7 +97,6 @@ _SINCE_HANDOFF = Panel(
     "drafter's keys and values did not come with it, or are wrong.",
     unit="percentunit",
     queries=(Query(acceptance_since_handoff(PAGE, "since_handoff"), "{{since_handoff}}"),),
-    minimum=0,
     maximum=1,
 )
 _BY_WEIGHTS = Panel(
@@ -116,27 +105,22 @@ _BY_WEIGHTS = Panel(
     "not fit the new weights; update it with them.",
     unit="percentunit",
     queries=(Query(acceptance_since_handoff(PAGE, "weight_version"), "{{weight_version}}"),),
-    minimum=0,
     maximum=1,
 )
 _LENGTHS = Panel(
     title="Draft length and accepted length",
     description="Draft tokens and accepted tokens per round. Long drafts with few accepted tokens cost time: shorten "
     "them or use the dynamic length. With the dynamic length, drafts that shrink to nothing do not pay off.",
-    unit="none",
     queries=(
         Query(PAGE.ratio("draft_tokens_total", "drafts_total"), "drafted"),
         Query(PAGE.ratio("accepted_tokens_total", "drafts_total"), "accepted"),
     ),
-    minimum=0,
 )
 _WITH_LOGPROBS = Panel(
     title="Draft length of requests with logprobs",
     description="Draft tokens per round of requests that ask for logprobs. It must be close to that of all requests: 0 "
     "means that logprobs switch speculation off.",
-    unit="none",
     queries=(Query(PAGE.ratio("draft_tokens_with_logprobs_total", "rounds_with_logprobs_total"), "drafted"),),
-    minimum=0,
 )
 _BY_DRAFTER = Panel(
     title="Acceptance by drafter and model",
@@ -144,7 +128,6 @@ _BY_DRAFTER = Panel(
     "first.",
     unit="percentunit",
     queries=(Query(_acceptance_by_drafter(), "{{drafter}} {{model_name}} {{pool}} {{namespace}}"),),
-    minimum=0,
     maximum=1,
 )
 _COST = Panel(
@@ -157,7 +140,6 @@ _COST = Panel(
         Query(PAGE.rate("verify_seconds_total"), "target and verification"),
     ),
     stacked=True,
-    minimum=0,
 )
 _TIME_A_TOKEN = Panel(
     title="Engine time per emitted token",
@@ -169,7 +151,6 @@ _TIME_A_TOKEN = Panel(
         Query(PAGE.ratio("draft_seconds_total", "emitted_tokens_total"), "drafting"),
     ),
     stacked=True,
-    minimum=0,
 )
 _TIME_SAVED = Panel(
     title="Decoding time saved by drafts",
@@ -184,6 +165,7 @@ _TIME_SAVED = Panel(
     ),
     steps=((None, "red"), (0, "green")),
     maximum=1,
+    minimum=None,
 )
 _POSITIONS_VISIBLE = Panel(
     title="Acceptance by position over the visible time range",
@@ -192,7 +174,6 @@ _POSITIONS_VISIBLE = Panel(
     unit="percentunit",
     queries=(Query(conditional_acceptance_by_position(VISIBLE), "position {{position}}", instant=True),),
     kind="bargauge",
-    minimum=0,
     maximum=1,
     decimals=1,
 )
@@ -202,7 +183,6 @@ _FROM_DRAFTS = Panel(
     "switched it off, or no draft is accepted.",
     unit="percentunit",
     queries=(Query(PAGE.ratio("accepted_tokens_total", "emitted_tokens_total"), "drafted"),),
-    minimum=0,
     maximum=1,
 )
 

@@ -2,6 +2,8 @@
 
 import os
 import re
+import shutil
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +12,6 @@ import torch
 from rich.console import Console
 
 from deploy.bench.engines import LLAMA, VLLM, default_names, gpu_names
-from deploy.bench.gguf import find_gguf
 from deploy.bench.plan import BenchPlan, EngineName, Measure
 from deploy.bench.plots import write_plots
 from deploy.bench.report import print_report, write_markdown
@@ -22,7 +23,9 @@ from deploy.reports.provenance import provenance
 from deploy.run.models import find_model
 from deploy.run.quiet import require_quiet
 from serve_app.backends.base import SHIPPED_HEADS
+from speculative.config import models_folder
 from speculative.errors import ConfigError
+from speculative.model.catalogue import CATALOGUE, download_gguf
 from speculative.model.loading import resolve_model
 
 _STREAMS = {False: "1,4,16", True: "1,4,16,64"}  # with --gpu and without
@@ -116,7 +119,7 @@ def make_plan(options: BenchOptions, view: View) -> BenchPlan:
     folder = find_model(options.model, view)
     gguf = options.gguf
     if gguf is None and any(engine.family == LLAMA for engine in engines):
-        gguf = find_gguf(options.model, folder, view)
+        gguf = _find_gguf(options.model, folder, view)
     streams = _STREAMS[options.gpu] if options.streams is None else options.streams
     pythons = {LLAMA: options.llama_python, VLLM: options.vllm_python}
     return BenchPlan(
@@ -139,6 +142,25 @@ def make_plan(options: BenchOptions, view: View) -> BenchPlan:
         draft_model=options.draft_model and str(resolve_model(options.draft_model)),
         pythons={family: python for family, python in pythons.items() if python is not None},
     )
+
+
+def _find_gguf(model: str, folder: Path, view: View) -> Path | None:
+    """The GGUF file beside a model's weights, or that of a catalogue model, fetched once into the cache; else None.
+
+    Raises:
+        FetchFailed: it could not be downloaded.
+    """
+    beside = sorted(folder.glob("*.gguf"))
+    if beside:
+        return beside[0]
+    if model not in CATALOGUE:
+        return None
+    kept = models_folder().parent / "gguf" / Path(CATALOGUE[model].member).name
+    if not kept.is_file():
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=kept.parent) as temporary:
+            shutil.move(download_gguf(CATALOGUE[model], Path(temporary), view), kept)
+    return kept
 
 
 def _thread_counts(option: str | None) -> list[int]:

@@ -120,15 +120,14 @@ class EngineProcess:
         except BrokenPipeError:
             line = ""
         if not line:
-            raise EngineFailed(f"it ended with status {process.wait()}: {self._last_words()}")
+            status = process.wait()  # the log is whole then
+            lines = self._log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+            last = "\n".join(lines[-_LOG_LINES:]) or "it said nothing"
+            raise EngineFailed(f"it ended with status {status}: {last}")
         reported: dict[str, Any] = json.loads(line)
         if "error" in reported:
             raise EngineFailed(reported["error"])
         return reported
-
-    def _last_words(self) -> str:
-        lines = self._log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        return "\n".join(lines[-_LOG_LINES:]) or "it said nothing"
 
 
 def engine_environment(launch: Launch, folder: Path) -> dict[str, str]:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, Group
 
 from deploy.bench.figures import MeasuredAcceptance, SpeedRow, memory, rows, steps
 from deploy.bench.rounds import BenchResult
@@ -23,11 +23,22 @@ the machine.
 
 def tables(found: BenchResult) -> list[ReportTable]:
     """All tables of a run; those with nothing in them are left out."""
+    own_tools = [
+        (one.engine, str(one.case), f"{one.here:.1f}", f"{one.own:.1f}", f"{one.share:.2f}") for one in found.own_tools
+    ]
+    engines = [
+        (engine, f"{resident:.0f} MiB", f"{peak:.0f} MiB", ", ".join(map(" ".join, found.versions[engine].items())))
+        for engine, (resident, peak) in memory(found).items()
+    ]
     made = [
         *_speed_tables(found),
         *_step_tables(found),
-        _own_tools_table(found),
-        _engine_table(found),
+        _table(
+            "Other engines here and in their own benchmark tools",
+            ("engine", "case", "tokens/s here", "tokens/s by its own tool", "ratio"),
+            own_tools,
+        ),
+        _table("Memory of each engine's processes", ("engine", "resident", "peak", "versions"), engines),
         _table(
             "Left out",
             ("engine", "why, and how to get it"),
@@ -37,11 +48,6 @@ def tables(found: BenchResult) -> list[ReportTable]:
     return [table for table in made if table.rows]
 
 
-def render(found: BenchResult) -> RenderableType:
-    """For a terminal."""
-    return Group(*map(terminal.table, tables(found)), describe(found.provenance))
-
-
 def write_markdown(found: BenchResult, path: Path, section: str, plots: Sequence[Path] = ()) -> None:
     """Put the section into the page: in the place of the one of that name, or at its end."""
     write_section(path, "bench", section, _markdown(found, section, path, plots), head=_HEAD)
@@ -49,7 +55,7 @@ def write_markdown(found: BenchResult, path: Path, section: str, plots: Sequence
 
 def print_report(found: BenchResult, console: Console) -> None:
     """Print all tables and where they come from."""
-    console.print(render(found))
+    console.print(Group(*map(terminal.table, tables(found)), describe(found.provenance)))
 
 
 def _markdown(found: BenchResult, section: str, path: Path, plots: Sequence[Path]) -> str:
@@ -112,19 +118,3 @@ def _step_tables(found: BenchResult) -> list[ReportTable]:
             lines.append((step.engine, f"{step.total_ms:.1f} ms", *shares))
         made.append(_table(f"{case}: where the time of our steps goes", columns, lines))
     return made
-
-
-def _engine_table(found: BenchResult) -> ReportTable:
-    lines = [
-        (engine, f"{resident:.0f} MiB", f"{peak:.0f} MiB", ", ".join(map(" ".join, found.versions[engine].items())))
-        for engine, (resident, peak) in memory(found).items()
-    ]
-    return _table("Memory of each engine's processes", ("engine", "resident", "peak", "versions"), lines)
-
-
-def _own_tools_table(found: BenchResult) -> ReportTable:
-    lines = [
-        (one.engine, str(one.case), f"{one.here:.1f}", f"{one.own:.1f}", f"{one.share:.2f}") for one in found.own_tools
-    ]
-    columns = ("engine", "case", "tokens/s here", "tokens/s by its own tool", "ratio")
-    return _table("Other engines here and in their own benchmark tools", columns, lines)

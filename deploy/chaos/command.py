@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from deploy.chaos.load import LoadFigures, run_load, saturation_per_s
 from deploy.chaos.nodes import LocalCluster
-from deploy.chaos.replicas import Killer, NodeKills, memory_bytes
+from deploy.chaos.replicas import Killer, memory_bytes
 from deploy.chaos.run import ChaosFigures, Strikes, run_chaos
 from deploy.chaos.streams import plan
 from deploy.exchange.client import ServiceError
@@ -59,8 +59,8 @@ def chaos(
     application: Application, base_url: str, options: ChaosOptions, progress: Progress, cluster: LocalCluster | None
 ) -> ChaosFigures:
     """Run it against the application, which runs on this machine; `cluster` has the nodes that may be killed."""
-    node_kills = None if cluster is None else NodeKills(options.kill_nodes, cluster.replace_node_of)
-    killer = Killer(application.name, sizes_to_kill(application), options.seed, node_kills)
+    replace_node_of = None if cluster is None else cluster.replace_node_of
+    killer = Killer(application.name, sizes_to_kill(application), options.seed, options.kill_nodes, replace_node_of)
     model = application.args.model.served_name
     bodies = plan(model, options.requests, options.seed, options.max_tokens)
     strikes = Strikes(options.kill_every_s, 60 * options.minutes)

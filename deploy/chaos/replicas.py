@@ -85,14 +85,6 @@ class ObjectStore:
         return cls(pinned, max(0, stats.num_local_objects - pinned), stats.object_store_bytes_used)
 
 
-@dataclass(frozen=True, slots=True)
-class NodeKills:
-    """Whole nodes that are to die."""
-
-    most: int
-    replace_node_of: Callable[[int], None]  # kills the node that a process is of, and starts another
-
-
 class Killer:
     """Kills replicas of an application with SIGKILL, one at a time, and never the last one of a pool that lives.
 
@@ -103,14 +95,22 @@ class Killer:
         app: the application's name.
         sizes: replicas of each deployment that may lose one; two at least.
         seed: of the choice among them.
-        node_kills: how often a whole node dies; None = never.
+        most_nodes: how often a whole node dies.
+        replace_node_of: kills the node that a process is of, and starts another; None = no node can die.
     """
 
-    def __init__(self, app: str, sizes: dict[str, int], seed: int, node_kills: NodeKills | None = None) -> None:
+    def __init__(
+        self,
+        app: str,
+        sizes: dict[str, int],
+        seed: int,
+        most_nodes: int = 0,
+        replace_node_of: Callable[[int], None] | None = None,
+    ) -> None:
         self._app = app
         self._sizes = sizes
         self._rng = random.Random(seed)
-        self._node_kills = node_kills
+        self._most_nodes, self._replace_node_of = most_nodes, replace_node_of
         self.kills: dict[str, int] = dict.fromkeys(sizes, 0)
         self.nodes_killed = 0  # with the replica that was to die
 
@@ -124,9 +124,9 @@ class Killer:
     def kill(self, deployment: str) -> None:
         """Kill a replica of this deployment, which has all of its own, and wait until its process is gone."""
         pid = self._rng.choice(replica_pids(self._app, deployment))
-        node_kills = self._node_kills
-        if node_kills is not None and self.nodes_killed < node_kills.most and sum(self.kills.values()) % 2 == 0:
-            node_kills.replace_node_of(pid)
+        replace, is_due = self._replace_node_of, sum(self.kills.values()) % 2 == 0
+        if replace is not None and self.nodes_killed < self._most_nodes and is_due:
+            replace(pid)
             self.nodes_killed += 1
         else:
             os.kill(pid, signal.SIGKILL)

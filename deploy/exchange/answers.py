@@ -4,7 +4,7 @@ wherever a server reports them. The watch, the audit, chaos, the demo and the be
 
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -179,18 +179,15 @@ def read_reply(exchange: Exchange) -> Reply:
             raise Unreadable("the server reported an error in the stream")
         reply.add(part)
     if reply.is_chat:  # which has one prompt; truespec's streams name it once
-        _share_prompt(reply.choices.values())
+        choices = reply.choices.values()
+        known = next((choice.prompt_token_ids for choice in choices if choice.prompt_token_ids), None)
+        for choice in choices:
+            choice.prompt_token_ids = choice.prompt_token_ids or known
     if not reply.choices:
         raise Unreadable("the reply has no choices")
     if any(choice.finish_reason is None for choice in reply.choices.values()):
         raise Unreadable("the stream ended early")
     return reply
-
-
-def _share_prompt(choices: Collection[Choice]) -> None:
-    known = next((choice.prompt_token_ids for choice in choices if choice.prompt_token_ids), None)
-    for choice in choices:
-        choice.prompt_token_ids = choice.prompt_token_ids or known
 
 
 def _add_usage(reply: Reply, usage: Json, timings: Json) -> None:
@@ -209,8 +206,8 @@ def _add(choice: Choice, wire: Json, part: Json, *, is_chat: bool) -> None:
     message = wire.get("message") or wire.get("delta") or {}
     choice.text += (message.get("content") if is_chat else wire.get("text")) or ""
     choice.called |= bool(message.get("tool_calls") or message.get("reasoning_content") or message.get("reasoning"))
-    for number, part in enumerate(message.get("tool_calls") or ()):
-        index, function = part.get("index", number), part.get("function") or {}
+    for number, call in enumerate(message.get("tool_calls") or ()):
+        index, function = call.get("index", number), call.get("function") or {}
         name, arguments = choice.calls.get(index, ("", ""))
         more = function.get("arguments") or ""
         more = more if isinstance(more, str) else json.dumps(more)

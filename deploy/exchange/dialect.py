@@ -108,7 +108,9 @@ def find_dialect(server: Client, model: str | None = None) -> Dialect:
     can["prompt_logprobs"] = bool(scored.logprobs_of_prompt(plain["prompt"]))
     for capability, switch in (("switches_speculation", "speculate"), ("reproducible", "reproducible")):
         can[capability] = can["strict"] and server.post(plain | {switch: False}).ok
-    return Dialect(name, longest, fields, Can(**can, metrics=_metrics_prefix(server)))
+    metrics = server.get("/metrics") or ""
+    prefix = next((prefix for prefix in ("truespec_", "vllm:") if f"\n{prefix}" in metrics), None)
+    return Dialect(name, longest, fields, Can(**can, metrics=prefix))
 
 
 def _model(server: Client, wanted: str | None) -> tuple[str, int | None]:
@@ -127,8 +129,3 @@ def _model(server: Client, wanted: str | None) -> tuple[str, int | None]:
         )
     name = wanted or next(iter(cards))
     return name, cards[name].get("max_model_len")
-
-
-def _metrics_prefix(server: Client) -> str | None:
-    text = server.get("/metrics") or ""
-    return next((prefix for prefix in ("truespec_", "vllm:") if f"\n{prefix}" in text), None)

@@ -4,6 +4,7 @@ Those of the kind `held-out` are questions that SmolLM2 asked itself, of the con
 head that comes with the package was trained.
 """
 
+import itertools
 import json
 from pathlib import Path
 
@@ -34,7 +35,9 @@ def read_prompts(folder: Path, kinds: tuple[str, ...], own: Path | None = None) 
         kind: [tokenizer.encode_chat([{"role": "user", "content": text}]) for text in known[kind]] for kind in kinds
     }
     if own is None and LONG in kinds:
-        prompts[LONG] = [_long(prompts[LONG][number:] + prompts[LONG][:number]) for number in range(len(known[LONG]))]
+        texts = prompts[LONG]
+        turned = (texts[number:] + texts[:number] for number in range(len(texts)))
+        prompts[LONG] = [list(itertools.chain.from_iterable(one))[:LONG_TOKENS] for one in turned]
     return prompts
 
 
@@ -51,7 +54,3 @@ def read_texts(own: Path | None = None) -> dict[str, list[str]]:
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"{path} is not a JSON object with a list of prompts for every kind ({error}).") from error
     return known if own is not None else known | {LONG: known["summarise"]}
-
-
-def _long(texts: list[list[int]]) -> list[int]:
-    return [token for text in texts for token in text][:LONG_TOKENS]

@@ -5,7 +5,7 @@ Some forms name a token by its text alone. It counts where one token only has th
 emitted tokens, whose ids are known, by texts that are these tokens' own, leading spaces included.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -99,10 +99,5 @@ def _likeliest(pairs: Pairs, own: int) -> Pairs:
 
 
 def _numbers(scored: Any) -> Pairs:
-    return list(_pairs(scored)) if isinstance(scored, Mapping) else []
-
-
-def _pairs(scored: Mapping[Any, Any]) -> Iterator[tuple[int, float]]:
-    for token, value in scored.items():
-        if value is not None:
-            yield int(token), float(value)
+    known = scored.items() if isinstance(scored, Mapping) else ()
+    return [(int(token), float(value)) for token, value in known if value is not None]

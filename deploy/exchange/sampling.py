@@ -84,7 +84,9 @@ class Sampling:
         try:
             values = vendor.values(self.generation, self.own, body, is_chat=is_chat)
             untested = untested or vendor.why_not_ours(values)
-            params = SamplingParams(logprobs=0, max_tokens=_most_tokens(body), **_read(vendor.ours(values)))
+            asked = body.get("max_completion_tokens") or body.get("max_tokens") or 0
+            most = max(1, int(asked), int(body.get("min_tokens") or 0))  # whatever the server's own limit is
+            params = SamplingParams(logprobs=0, max_tokens=most, **_read(vendor.ours(values)))
         except (InvalidRequest, TypeError, ValueError, OverflowError, AttributeError) as error:
             what = f"{error.field}: its value" if isinstance(error, InvalidRequest) else "a parameter: its value"
             params, untested = SamplingParams(logprobs=0), untested or f"{what} cannot be repeated"
@@ -99,12 +101,6 @@ def _is_bare(params: SamplingParams) -> bool:
     """Return whether nothing but filters comes between the model's logits and the distribution."""
     penalties = params.presence_penalty, params.frequency_penalty, params.repetition_penalty - 1
     return params.temperature in (0, 1) and not any(penalties) and not params.logit_bias
-
-
-def _most_tokens(body: Json) -> int:
-    """Large enough for `min_tokens`, whatever the server's own limit is."""
-    asked = body.get("max_completion_tokens") or body.get("max_tokens") or 0
-    return max(1, int(asked), int(body.get("min_tokens") or 0))
 
 
 def _limit(body: Json, *, is_chat: bool) -> int | None:

@@ -7,6 +7,7 @@ import copy
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -15,7 +16,6 @@ from torch import Tensor
 
 from deploy.faults.traffic import WARM
 from serve_app.backends.base import ChatPrompt
-from serve_app.openai.chat import ResponseParser
 from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.prepared_request import PreparedRequest
 from serve_app.text.tokenizer import StopStrings
@@ -96,6 +96,11 @@ def front_mutant(name: str) -> Callable[[FrontInstall], FrontInstall]:
     return register
 
 
+def _wrap(owner: Any, name: str, call: Callable[..., Any]) -> None:
+    """Have another function called for a method of this object; it gets the method before the arguments."""
+    setattr(owner, name, partial(call, getattr(owner, name)))
+
+
 def _change_layout(engine: EngineCore, change: Callable[[StepInput, Batch], StepInput]) -> None:
     """Have the forward pass of this engine see another layout than the rest of the step."""
     forward = engine.runner.forward_with_features
@@ -114,8 +119,7 @@ def _change_layout(engine: EngineCore, change: Callable[[StepInput, Batch], Step
 
 def _change_draft(engine: EngineCore, change: Callable[[DraftOutput], DraftOutput]) -> None:
     """Have the drafter say something else than it did."""
-    propose = engine.drafter.propose
-    engine.drafter.propose = lambda batch: change(propose(batch))  # type: ignore[method-assign]
+    _wrap(engine.drafter, "propose", lambda propose, batch: change(propose(batch)))
 
 
 def _change_distribution(engine: EngineCore, change: Callable[[Tensor], Tensor]) -> None:
@@ -135,6 +139,18 @@ def _change_step(engine: EngineCore, change: Callable[[VerifyInput], VerifyInput
     """Have the verifier see something else than the rest of the step."""
     original = verify or engine.sampler.verify
     engine.sampler.verify = lambda step: original(change(step))
+
+
+def _zero_imported(engine: EngineCore, name: str, places: Any) -> None:
+    """Have zeros stand in these places of what a handoff brings."""
+
+    def inserting(insert: Any, request: Request, blob: Any) -> None:
+        insert(request, blob)
+        sequence = engine.scheduler.find(request.request_id)
+        if sequence is not None and sequence.imported_kv is not None and name in sequence.imported_kv:
+            sequence.imported_kv[name][places] = 0
+
+    _wrap(engine, "insert", inserting)
 
 
 # -- state that crosses a boundary ---------------------------------------------------------------------------------
@@ -165,14 +181,13 @@ def _stale_slot_after_handoff(engine: EngineCore) -> None:
     """The first step after a handoff reads the last token of whoever finished before."""
     previous: list[int] = []
     fresh: set[str] = set()
-    insert, commit = engine.insert, engine.scheduler.commit
 
-    def inserting(request: Request, blob: Any) -> None:
+    def inserting(insert: Any, request: Request, blob: Any) -> None:
         insert(request, blob)
         fresh.add(request.request_id)
 
-    def committing(batch: Batch, result: Any) -> list[TokenDelta]:
-        deltas = commit(batch, result)
+    def committing(commit: Any, batch: Batch, result: Any) -> list[TokenDelta]:
+        deltas: list[TokenDelta] = commit(batch, result)
         previous.extend(delta.token_ids[-1] for delta in deltas if delta.finished and delta.token_ids)
         return deltas
 
@@ -184,99 +199,75 @@ def _stale_slot_after_handoff(engine: EngineCore) -> None:
                 ids[row] = previous[-1] if previous else ids[row]
         return replace(layout, input_ids=ids)
 
-    engine.insert = inserting  # type: ignore[method-assign]
-    engine.scheduler.commit = committing  # type: ignore[method-assign, assignment]
+    _wrap(engine, "insert", inserting)
+    _wrap(engine.scheduler, "commit", committing)
     _change_layout(engine, change)
 
 
 @mutant("F13 the handoff's last position is not computed", "handoffs")
 def _handoff_without_last_position(engine: EngineCore) -> None:
-    insert = engine.insert
-
-    def inserting(request: Request, blob: Any) -> None:
-        insert(request, blob)
-        sequence = engine.scheduler.find(request.request_id)
-        if sequence is not None and sequence.imported_kv is not None:
-            sequence.imported_kv["kv"][:, :, -1:] = 0
-
-    engine.insert = inserting  # type: ignore[method-assign]
+    _zero_imported(engine, "kv", np.s_[:, :, -1:])
 
 
 @mutant("F13 the handoff drops the drafter's keys and values", "drafted handoffs")
 def _handoff_without_drafter_kv(engine: EngineCore) -> None:
-    insert = engine.insert
-
-    def inserting(request: Request, blob: Any) -> None:
-        insert(request, blob)
-        sequence = engine.scheduler.find(request.request_id)
-        if sequence is not None and sequence.imported_kv is not None and "drafter_kv" in sequence.imported_kv:
-            sequence.imported_kv["drafter_kv"][:] = 0
-
-    engine.insert = inserting  # type: ignore[method-assign]
+    _zero_imported(engine, "drafter_kv", np.s_[:])
 
 
 @mutant("F14 blocks of the prefix cache lack the drafter's keys and values", "drafted requests")
 def _cached_blocks_without_drafter_kv(engine: EngineCore) -> None:
     """What is shared of the target's is right; the drafter believes that its own rows are there."""
     drafter: Any = engine.drafter
-    begin = drafter._begin
 
-    def beginning(sequence: Sequence) -> Any:
+    def beginning(begin: Any, sequence: Sequence) -> Any:
         drafter.cache.data[:, :, drafter._slots(sequence, 0, sequence.num_shared)] = 0
         return begin(sequence)
 
-    drafter._begin = beginning
+    _wrap(drafter, "_begin", beginning)
 
 
 @mutant("F14 a block of the prefix cache holds other tokens", "requests")
 def _wrong_cached_block(engine: EngineCore) -> None:
-    find = engine.scheduler.pool.find
-
-    def finding(hashes: Any) -> list[int]:
+    def finding(find: Any, hashes: Any) -> list[int]:
         found = find(hashes)
         return found if len(found) < 2 else [*found[:-1], found[0]]
 
-    engine.scheduler.pool.find = finding  # type: ignore[method-assign]
+    _wrap(engine.scheduler.pool, "find", finding)
 
 
 @mutant("F14 a block's name leaves out what stands before it", "requests")
 def _name_without_the_prefix(engine: EngineCore) -> None:
-    def make(_: Any) -> Any:
-        def names(sequence: Sequence, num_tokens: int, block_size: int) -> list[bytes]:
-            ends = range(block_size, num_tokens + 1, block_size)
-            return [hash_block(b"", sequence.tokens[end - block_size : end]) for end in ends]
+    def names(_: Any, sequence: Sequence, num_tokens: int, block_size: int) -> list[bytes]:
+        ends = range(block_size, num_tokens + 1, block_size)
+        return [hash_block(b"", sequence.tokens[end - block_size : end]) for end in ends]
 
-        return names
-
-    _patch_module(engine, Sequence, "block_hashes", make)
+    _patch_module(engine, Sequence, "block_hashes", names)
 
 
 @mutant("F14 blocks of the prefix cache are shared with requests of another cache_salt", "salted requests")
 def _name_without_the_salt(engine: EngineCore) -> None:
     """No answer shows it: the keys and values are those that the request would have computed."""
-    _patch_module(engine, sequence_module, "chain_root", lambda chain_root: lambda scope: chain_root(""))
+    _patch_module(engine, sequence_module, "chain_root", lambda chain_root, scope: chain_root(""))
 
 
 @mutant("F14 a block is shared before its last token is computed", "conversations")
 def _block_shared_too_soon(engine: EngineCore) -> None:
     """Harmless as long as the sequence goes on: its next step computes the token. After an abort there is none."""
-    publish = engine.scheduler.publish
 
-    def publishing(sequence: Sequence) -> None:
+    def publishing(publish: Any, sequence: Sequence) -> None:
         known = min(len(sequence.tokens), len(sequence.blocks) * engine.config.block_size)
         computed, sequence.num_computed = sequence.num_computed, known
         publish(sequence)
         sequence.num_computed = computed
 
-    engine.scheduler.publish = publishing  # type: ignore[method-assign]
+    _wrap(engine.scheduler, "publish", publishing)
 
 
 @mutant("F5 the step after an abort reads the last token of the request that left", "drafted requests")
 def _stale_slot_after_an_abort(engine: EngineCore) -> None:
     left: list[int] = []
-    abort = engine.abort
 
-    def aborting(request_id: str) -> bool:
+    def aborting(abort: Callable[[str], bool], request_id: str) -> bool:
         sequence = engine.scheduler.find(request_id)
         left.extend([] if sequence is None else sequence.tokens[-1:])
         return abort(request_id)
@@ -289,7 +280,7 @@ def _stale_slot_after_an_abort(engine: EngineCore) -> None:
         left.clear()
         return replace(layout, input_ids=ids)
 
-    engine.abort = aborting  # type: ignore[method-assign]
+    _wrap(engine, "abort", aborting)
     _change_layout(engine, change)
 
 
@@ -297,21 +288,18 @@ def _stale_slot_after_an_abort(engine: EngineCore) -> None:
 def _random_numbers_again_after_a_preemption(engine: EngineCore) -> None:
     last: dict[str, tuple[int, np.ndarray[Any, Any]]] = {}
 
-    def make(number: Any) -> Any:
-        def numbering(layout: StepInput) -> VerifyRows:
-            rows: VerifyRows = number(layout)
-            for index, entry in enumerate(layout.drawing):
-                own, name = layout.verify_entries == index, entry.sequence.request.request_id
-                admission, before = last.get(name, (entry.sequence.admission, None))
-                if before is not None and admission < entry.sequence.admission:
-                    common = min(before.shape[1], int(own.sum()))
-                    rows.uniforms[:, np.flatnonzero(own)[:common]] = before[:, :common]
-                last[name] = entry.sequence.admission, rows.uniforms[:, own]
-            return rows
+    def numbering(number: Any, layout: StepInput) -> VerifyRows:
+        rows: VerifyRows = number(layout)
+        for index, entry in enumerate(layout.drawing):
+            own, name = layout.verify_entries == index, entry.sequence.request.request_id
+            admission, before = last.get(name, (entry.sequence.admission, None))
+            if before is not None and admission < entry.sequence.admission:
+                common = min(before.shape[1], int(own.sum()))
+                rows.uniforms[:, np.flatnonzero(own)[:common]] = before[:, :common]
+            last[name] = entry.sequence.admission, rows.uniforms[:, own]
+        return rows
 
-        return numbering
-
-    _patch_module(engine, VerifyRows, "of", make)
+    _patch_module(engine, VerifyRows, "of", numbering)
 
 
 @mutant("F20 the prefix cache outlives an update of the weights", "switched requests")
@@ -335,22 +323,20 @@ def _drafter_of_old_weights(engine: EngineCore) -> None:
 
 @mutant("F30 positions shift by one behind token 32, in the referee, too", "requests", place="referee")
 def _shifted_positions(engine: EngineCore) -> None:
-    forward = engine.runner.forward_with_features
-    engine.runner.forward_with_features = (  # type: ignore[method-assign]
-        lambda layout, capture: forward(replace(layout, positions=layout.positions + (layout.positions > 32)), capture)
-    )
+    def shifted(forward: Any, layout: StepInput, capture: Any) -> Any:
+        return forward(replace(layout, positions=layout.positions + (layout.positions > 32)), capture)
+
+    _wrap(engine.runner, "forward_with_features", shifted)
 
 
 @mutant("F15 penalties forget what was said before a preemption", "requests", kv_cache_tokens=192, max_model_len=160)
 def _preemption_loses_penalties(engine: EngineCore) -> None:
-    preempt = engine.scheduler._preempt
-
-    def preempting(sequence: Sequence) -> None:
+    def preempting(preempt: Any, sequence: Sequence) -> None:
         preempt(sequence)
         if sequence.rules is not None:
             sequence.rules = _Amnesic(sequence.rules, sequence.num_output)  # type: ignore[assignment]
 
-    engine.scheduler._preempt = preempting  # type: ignore[method-assign]
+    _wrap(engine.scheduler, "_preempt", preempting)
 
 
 class _Amnesic:
@@ -500,16 +486,12 @@ def _first_draft_unverified(engine: EngineCore) -> None:
 
 @mutant("F12 the token after an accepted run is dropped")
 def _recovered_token_is_dropped(engine: EngineCore) -> None:
-    def make(results_per_entry: Any) -> Any:
-        def without_last(*args: Any) -> Any:
-            return [
-                one._replace(token_ids=one.token_ids[:-1]) if one.num_accepted else one
-                for one in results_per_entry(*args)
-            ]
+    def without_last(results_per_entry: Any, *args: Any) -> Any:
+        return [
+            one._replace(token_ids=one.token_ids[:-1]) if one.num_accepted else one for one in results_per_entry(*args)
+        ]
 
-        return without_last
-
-    _patch_module(engine, sampler, "results_per_entry", make)
+    _patch_module(engine, sampler, "results_per_entry", without_last)
 
 
 @mutant("F16 a corrupt q accepts whatever was drafted")
@@ -565,21 +547,18 @@ def _reuse_uniforms(engine: EngineCore, which: int) -> None:
     many rows; whoever checks them is given the same."""
     last: dict[str, np.ndarray[Any, Any]] = {}
 
-    def make(number: Any) -> Any:
-        def numbering(layout: StepInput) -> VerifyRows:
-            rows: VerifyRows = number(layout)
-            for index, entry in enumerate(layout.drawing):
-                own = layout.verify_entries == index
-                before = last.pop(entry.sequence.request.request_id, None)
-                if before is None:
-                    last[entry.sequence.request.request_id] = rows.uniforms[which, own]
-                elif len(before) == own.sum():
-                    rows.uniforms[which, own] = before
-            return rows
+    def numbering(number: Any, layout: StepInput) -> VerifyRows:
+        rows: VerifyRows = number(layout)
+        for index, entry in enumerate(layout.drawing):
+            own = layout.verify_entries == index
+            before = last.pop(entry.sequence.request.request_id, None)
+            if before is None:
+                last[entry.sequence.request.request_id] = rows.uniforms[which, own]
+            elif len(before) == own.sum():
+                rows.uniforms[which, own] = before
+        return rows
 
-        return numbering
-
-    _patch_module(engine, VerifyRows, "of", make)
+    _patch_module(engine, VerifyRows, "of", numbering)
 
 
 @mutant("F24 accept uniforms of the round before")
@@ -599,112 +578,99 @@ def _residual_from_p_with_one_seed(engine: EngineCore) -> None:
 
 @mutant("F29 the temperature counts twice behind the last draft of a round", "close")
 def _temperature_twice_on_the_bonus(engine: EngineCore) -> None:
-    def make(of_rows: Any) -> Any:
-        def giving(rows: VerifyRows, probs: Tensor, draft_probs: Any) -> VerifyInput:
-            step: VerifyInput = of_rows(rows, probs, draft_probs)
-            sharper = probs ** (1 / WARM.temperature)
-            last = (~step.judged & (step.offsets > 0))[:, None]
-            return replace(step, probs=torch.where(last, sharper / sharper.sum(-1, keepdim=True), probs))
+    def giving(of_rows: Any, rows: VerifyRows, probs: Tensor, draft_probs: Any) -> VerifyInput:
+        step: VerifyInput = of_rows(rows, probs, draft_probs)
+        sharper = probs ** (1 / WARM.temperature)
+        last = (~step.judged & (step.offsets > 0))[:, None]
+        return replace(step, probs=torch.where(last, sharper / sharper.sum(-1, keepdim=True), probs))
 
-        return giving
-
-    _patch_module(engine, VerifyRows, "input", make)
+    _patch_module(engine, VerifyRows, "input", giving)
 
 
 @mutant("F31 rounding counts where a term is certain", "uniform", place="self-checks")
 def _rounding_counts(engine: EngineCore) -> None:
     """Terms as they were before: p(y) - sum(p^2) of tokens that are equally likely differs from 0 by rounding, always
     to the same side."""
-    _change_ops(engine, "take_terms", lambda _: terms.take_terms)
-    _patch_module(engine, terms, "_minus", lambda _: lambda values, mean: values - mean)
+    _change_ops(engine, "take_terms", lambda _, *args, **rest: terms.take_terms(*args, **rest))
+    _patch_module(engine, terms, "_minus", lambda _, values, mean: values - mean)
 
 
 @mutant("F32 drafting stops at a coin that would hardly accept", "deterministic")
 def _stops_at_a_high_coin(engine: EngineCore) -> None:
     """An early exit that saves drafts, and has those that are judged accepted too often."""
-    fit = engine.scheduler._fit_drafts
 
-    def fitting(sequence: Sequence, budget: int) -> int:
+    def fitting(fit: Any, sequence: Sequence, budget: int) -> int:
         offsets = np.arange(fit(sequence, budget), dtype=np.uint64)
         seeds, starts = np.full_like(offsets, sequence.request.seed), np.full_like(offsets, len(sequence.tokens))
         coins = uniforms(seeds, starts, offsets, np.full_like(offsets, Purpose.COIN))
         return int(np.append(coins > 0.7, True).argmax())
 
-    engine.scheduler._fit_drafts = fitting  # type: ignore[method-assign]
+    _wrap(engine.scheduler, "_fit_drafts", fitting)
 
 
 @mutant("F33 uniforms of 16 bits")
 def _uniforms_of_16_bits(engine: EngineCore) -> None:
     """Tokens and rejections less likely than 2**-17 never come, and no mean shows it."""
 
-    def make(number: Any) -> Any:
-        def numbering(layout: StepInput) -> VerifyRows:
-            rows: VerifyRows = number(layout)
-            rows.uniforms[:] = (np.floor(rows.uniforms * 2**16) + 0.5) / 2**16
-            return rows
+    def numbering(number: Any, layout: StepInput) -> VerifyRows:
+        rows: VerifyRows = number(layout)
+        rows.uniforms[:] = (np.floor(rows.uniforms * 2**16) + 0.5) / 2**16
+        return rows
 
-        return numbering
-
-    _patch_module(engine, VerifyRows, "of", make)
+    _patch_module(engine, VerifyRows, "of", numbering)
 
 
 # -- sampling parameters, logprobs, ends ---------------------------------------------------------------------------
 
 
-def _patch_module(engine: EngineCore, module: Any, name: str, make: Callable[[Any], Any]) -> None:
-    """Replace a function of a module or class, but only while this engine steps."""
-    step = engine.step
+def _patch_module(engine: EngineCore, module: Any, name: str, call: Callable[..., Any]) -> None:
+    """Have another function called for one of a module or class, but only while this engine steps. It gets the original
+    before the arguments."""
     original = getattr(module, name)
 
-    def stepping() -> list[TokenDelta]:
-        setattr(module, name, make(original))
+    def stepping(step: Callable[[], list[TokenDelta]]) -> list[TokenDelta]:
+        # A function, not a partial: of a class it has to become a method.
+        setattr(module, name, lambda *args, **rest: call(original, *args, **rest))
         try:
             return step()
         finally:
             setattr(module, name, original)
 
-    engine.step = stepping  # type: ignore[method-assign]
+    _wrap(engine, "step", stepping)
 
 
-def _change_ops(engine: EngineCore, name: str, make: Callable[[Any], Any]) -> None:
-    """Replace an operation of the target's rows; the drafter keeps its own."""
+def _change_ops(engine: EngineCore, name: str, call: Callable[..., Any]) -> None:
+    """Have another function called for an operation of the target's rows, with the operation before the arguments; the
+    drafter keeps its own."""
     ops: Any = copy.copy(engine.sampler.ops)
-    setattr(ops, name, make(getattr(ops, name)))
+    _wrap(ops, name, call)
     engine.sampler.ops = ops
 
 
 @mutant("F9 sampling parameters skipped on drafted positions", "requests")
 def _parameters_on_first_row_only(engine: EngineCore) -> None:
-    def make(adjust: Any) -> Any:
-        def adjusting(logits: Any, contexts: Any, *rest: Any) -> Any:
-            adjusted = adjust(logits, contexts, *rest)
-            first = torch.tensor([not context.drafts for context in contexts])
-            return torch.where(first[:, None], adjusted, logits)
+    def adjusting(adjust: Any, logits: Any, contexts: Any, *rest: Any) -> Any:
+        adjusted = adjust(logits, contexts, *rest)
+        first = torch.tensor([not context.drafts for context in contexts])
+        return torch.where(first[:, None], adjusted, logits)
 
-        return adjusting
-
-    _patch_module(engine, sampler, "adjust", make)
+    _patch_module(engine, sampler, "adjust", adjusting)
 
 
 @mutant("F9 penalties blind to the round's own drafts", "requests")
 def _penalties_blind_to_drafts(engine: EngineCore) -> None:
-    def make(adjust: Any) -> Any:
-        def adjusting(logits: Any, contexts: Any, *rest: Any) -> Any:
-            return adjust(logits, [replace(context, drafts=()) for context in contexts], *rest)
+    def adjusting(adjust: Any, logits: Any, contexts: Any, *rest: Any) -> Any:
+        return adjust(logits, [replace(context, drafts=()) for context in contexts], *rest)
 
-        return adjusting
-
-    _patch_module(engine, sampler, "adjust", make)
+    _patch_module(engine, sampler, "adjust", adjusting)
 
 
 @mutant("F9 the structure is skipped on drafted positions", "drafted requests")
 def _structure_on_first_row_only(engine: EngineCore) -> None:
-    def make(contexts_of: Any) -> Any:
-        return lambda layout, masks: [
-            replace(one, allowed=None) if one.drafts else one for one in contexts_of(layout, masks)
-        ]
+    def without(contexts_of: Any, layout: Any, masks: Any) -> Any:
+        return [replace(one, allowed=None) if one.drafts else one for one in contexts_of(layout, masks)]
 
-    _patch_module(engine, sampler, "row_contexts", make)
+    _patch_module(engine, sampler, "row_contexts", without)
 
 
 @mutant("F9 penalties are skipped where nothing else is asked for", "drafted requests")
@@ -746,15 +712,14 @@ def _schemas_of_other_tools(front_end: FrontEnd) -> None:
 
 def _change_parameters(front_end: FrontEnd, change: Callable[[list[Any]], list[Any]]) -> None:
     """Have calls forced into other JSON schemas than those of the client's tools."""
-    answers = front_end._chats.answers
 
-    def answering(talk: ChatPrompt, prompt: Any, form: Structure | None) -> ResponseParser | None:
+    def answering(answers: Any, talk: ChatPrompt, prompt: Any, form: Structure | None) -> Any:
         functions = [tool["function"] for tool in talk.tools]
         changed = zip(functions, change([one["parameters"] for one in functions]), strict=True)
         tools = tuple({"function": {**function, "parameters": parameters}} for function, parameters in changed)
         return answers(replace(talk, tools=tools), prompt, form)
 
-    front_end._chats.answers = answering  # type: ignore[method-assign]
+    _wrap(front_end._chats, "answers", answering)
 
 
 @front_mutant("F21 one choice too few is generated")
@@ -764,19 +729,16 @@ def _one_choice_too_few(front_end: FrontEnd) -> None:
 
 @front_mutant("F21 a stop string is lost")
 def _last_stop_string_is_lost(front_end: FrontEnd) -> None:
-    prepare = front_end.prepare
-
-    async def preparing(*args: Any, **rest: Any) -> PreparedRequest:
-        job = await prepare(*args, **rest)
+    async def preparing(prepare: Any, *args: Any, **rest: Any) -> PreparedRequest:
+        job: PreparedRequest = await prepare(*args, **rest)
         return replace(job, stops=StopStrings([string for string, _ in job.stops.patterns[:-1]]))
 
-    front_end.prepare = preparing  # type: ignore[method-assign]
+    _wrap(front_end, "prepare", preparing)
 
 
 def _change_groups(front_end: FrontEnd, change: Callable[[tuple[Request, ...]], tuple[Request, ...]]) -> None:
     """Have the front end ask the engine for something else than the client's choices."""
-    group = front_end._group
-    front_end._group = lambda *args: change(group(*args))  # type: ignore[method-assign]
+    _wrap(front_end, "_group", lambda group, *args: change(group(*args)))
 
 
 @mutant("F27 no filters where no logprobs are asked for", "requests")
@@ -789,37 +751,28 @@ def _no_filters_without_logprobs(engine: EngineCore) -> None:
 
 def _change_params(engine: EngineCore, change: Callable[[SamplingParams], SamplingParams]) -> None:
     """Have the engine read other parameters than the client sent."""
-    add = engine.add
-    engine.add = (  # type: ignore[method-assign]
-        lambda request, **rest: add(replace(request, params=change(request.params)), **rest)
-    )
+    _wrap(engine, "add", lambda add, request, **rest: add(replace(request, params=change(request.params)), **rest))
 
 
 @mutant("F2 scored ids gathered from the logits", "requests")
 def _scores_from_logits(engine: EngineCore) -> None:
-    def make(gather: Any) -> Any:
-        def gathering(matrix: Any, token_ids: Any, num_top: int, scored_ids: Any = None) -> Any:
-            rows = gather(matrix, token_ids, num_top, scored_ids)
-            return replace(rows, scored=rows.scored + 9.0)
+    def gathering(gather: Any, matrix: Any, token_ids: Any, num_top: int, scored_ids: Any = None) -> Any:
+        rows = gather(matrix, token_ids, num_top, scored_ids)
+        return replace(rows, scored=rows.scored + 9.0)
 
-        return gathering
-
-    _patch_module(engine, host_copy, "gather_logprobs", make)
+    _patch_module(engine, host_copy, "gather_logprobs", gathering)
 
 
 def _change_entries(
     engine: EngineCore, change: Callable[[tuple[TokenLogprobs, ...]], tuple[TokenLogprobs, ...]]
 ) -> None:
-    def make(results_per_entry: Any) -> Any:
-        def drawing_entries(*args: Any) -> Any:
-            return [
-                one if one.logprobs is None else one._replace(logprobs=change(one.logprobs))
-                for one in results_per_entry(*args)
-            ]
+    def drawing_entries(results_per_entry: Any, *args: Any) -> Any:
+        return [
+            one if one.logprobs is None else one._replace(logprobs=change(one.logprobs))
+            for one in results_per_entry(*args)
+        ]
 
-        return drawing_entries
-
-    _patch_module(engine, sampler, "results_per_entry", make)
+    _patch_module(engine, sampler, "results_per_entry", drawing_entries)
 
 
 @mutant("F10 logprob 0 for every token", "requests")
@@ -848,10 +801,7 @@ def _first_logprob_only(engine: EngineCore) -> None:
 
 @mutant("F10 logprobs of another row", "requests")
 def _logprobs_of_another_row(engine: EngineCore) -> None:
-    def make(gather: Any) -> Any:
-        return lambda matrix, *rest: gather(matrix.roll(1, 0), *rest)
-
-    _patch_module(engine, host_copy, "gather_logprobs", make)
+    _patch_module(engine, host_copy, "gather_logprobs", lambda gather, matrix, *rest: gather(matrix.roll(1, 0), *rest))
 
 
 @mutant("F10 ids of other tokens beside the likeliest tokens' logprobs", "requests")
@@ -873,48 +823,38 @@ def _scored_ids_of_the_row_before(engine: EngineCore) -> None:
     """In an engine that does not compare what it reports of one row: its contract would see some of them."""
     engine.scheduler._contract = None
 
-    def make(gather: Any) -> Any:
-        def gathering(matrix: Any, token_ids: Any, num_top: int, scored_ids: Any = None) -> Any:
-            rows = gather(matrix, token_ids, num_top, scored_ids)
-            return rows if scored_ids is None else replace(rows, scored=matrix.roll(1, 0).gather(1, scored_ids))
+    def gathering(gather: Any, matrix: Any, token_ids: Any, num_top: int, scored_ids: Any = None) -> Any:
+        rows = gather(matrix, token_ids, num_top, scored_ids)
+        return rows if scored_ids is None else replace(rows, scored=matrix.roll(1, 0).gather(1, scored_ids))
 
-        return gathering
-
-    _patch_module(engine, host_copy, "gather_logprobs", make)
+    _patch_module(engine, host_copy, "gather_logprobs", gathering)
 
 
 @mutant("F11 the prompt's likeliest tokens go by other ids", "requests")
 def _prompt_ids_of_other_tokens(engine: EngineCore) -> None:
-    score = engine.eager._score
-
-    def scoring(entry: Any, row_start: int, hidden: Any) -> Any:
+    def scoring(score: Any, entry: Any, row_start: int, hidden: Any) -> Any:
         logprobs, replayed = score(entry, row_start, hidden)
         return tuple(_renamed(one, engine.model.vocab_size) for one in logprobs), replayed
 
-    engine.eager._score = scoring  # type: ignore[method-assign]
+    _wrap(engine.eager, "_score", scoring)
 
 
 @mutant("F10 logits modified in place", "requests")
 def _logits_modified_in_place(engine: EngineCore) -> None:
-    def make(process: Any) -> Any:
-        def processing(logits: Any, rows: Any) -> Any:
-            logits.copy_(process(logits, rows))
-            return logits
+    def processing(process: Any, logits: Any, rows: Any) -> Any:
+        logits.copy_(process(logits, rows))
+        return logits
 
-        return processing
-
-    _change_ops(engine, "process", make)
+    _change_ops(engine, "process", processing)
 
 
 @mutant("F11 prompt logprobs damaged at chunk borders", "requests")
 def _prompt_logprobs_at_chunk_borders(engine: EngineCore) -> None:
-    score = engine.eager._score
-
-    def scoring(entry: Any, row_start: int, hidden: Any) -> Any:
+    def scoring(score: Any, entry: Any, row_start: int, hidden: Any) -> Any:
         later_chunk = entry.sequence.num_computed > 0
         return score(entry, row_start, hidden.roll(1, 0) if later_chunk else hidden)
 
-    engine.eager._score = scoring  # type: ignore[method-assign]
+    _wrap(engine.eager, "_score", scoring)
 
 
 @mutant("F16 a row of NaN becomes a token", "requests")
@@ -926,19 +866,16 @@ def _nan_becomes_a_token(engine: EngineCore) -> None:
         rows = logits(hidden)
         return rows.index_fill(0, torch.tensor([0]), torch.nan) if next(calls) % 50 == 0 else rows
 
-    def make(broken_rows: Any) -> Any:
-        return lambda step, verified, emitted, highest, outside: broken_rows(
-            step, verified, emitted, torch.zeros_like(highest), outside
-        )
+    def overlooking(broken_rows: Any, step: Any, verified: Any, emitted: Any, highest: Any, outside: Any) -> Any:
+        return broken_rows(step, verified, emitted, torch.zeros_like(highest), outside)
 
     engine.runner.logits = spoiling  # type: ignore[method-assign]
-    _change_ops(engine, "broken_rows", make)
+    _change_ops(engine, "broken_rows", overlooking)
 
 
 @mutant("F17 unseeded requests share a stream", "requests")
 def _shared_seed(engine: EngineCore) -> None:
-    add = engine.add
-    engine.add = lambda request, **rest: add(replace(request, seed=0), **rest)  # type: ignore[method-assign]
+    _wrap(engine, "add", lambda add, request, **rest: add(replace(request, seed=0), **rest))
 
 
 @mutant("F21 a stop inside an accepted run is overlooked", "stopping")
@@ -977,7 +914,7 @@ def _limit_one_too_high(engine: EngineCore) -> None:
 
 @mutant("F22 speculation silently off while logprobs are asked for", "requests")
 def _no_drafts_with_logprobs(engine: EngineCore) -> None:
-    fit = engine.scheduler._fit_drafts
-    engine.scheduler._fit_drafts = (  # type: ignore[method-assign]
-        lambda sequence, budget: 0 if sequence.params.logprobs is not None else fit(sequence, budget)
-    )
+    def fitting(fit: Any, sequence: Sequence, budget: int) -> int:
+        return 0 if sequence.params.logprobs is not None else fit(sequence, budget)
+
+    _wrap(engine.scheduler, "_fit_drafts", fitting)

@@ -25,7 +25,7 @@ from deploy.reports.provenance import provenance
 from speculative.config import DrafterConfig
 
 _DEEP = replace(FULL, answers=12, plain_share=40, first_tokens=1000)  # some 15,000 tokens at temperature 1
-_SHIFTS = ("F6 ", "F7 ", "F8 ")
+_SHIFTS = ("F6 ", "F7 ", "F8 ")  # faults that only shift the distribution of tokens
 _SIZES = ("max_model_len", "kv_cache_tokens")
 _SHORT_OF_BLOCKS = 256  # tokens of the KV cache, and of the longest sequence; concurrent requests need more
 _PUBLISHING_S = 0.05  # of a server in this process, which counts when asked
@@ -60,7 +60,8 @@ def audit_faults(names: Sequence[str], page: Path | None, view: View | None = No
         for number, name in enumerate(names, start=1):
             view.stage(f"fault {number} of {len(names)}, {name}")
             for way, server in faulty_servers(name, target, draft, guarded=name == "sound").items():
-                audit = audit_faulty(server, reference, budget_for(name))
+                budget = _DEEP if name.startswith(_SHIFTS) else QUICK
+                audit = audit_faulty(server, reference, budget)
                 if page is not None:
                     write_faults([(name, way, audit)], page)
                 view.say(f"{name}, {way}: {', '.join(audit.faults) or 'nothing found'}")
@@ -101,11 +102,6 @@ def faulty_servers(name: str, target: Path, draft: Path, *, guarded: bool) -> di
     handoffs = requests is not None and requests.handoffs
     config = replace(TINY, drafter=drafters[way], **_settings(mutant))
     return {way: FaultyServer(target, FOR_MODELS.get(name, mutant.install), config, guarded, handoffs)}
-
-
-def budget_for(name: str) -> Budget:
-    """The budget for a fault: larger if it only shifts the distribution of tokens."""
-    return _DEEP if name.startswith(_SHIFTS) else QUICK
 
 
 def _settings(mutant: Mutant) -> dict[str, Any]:

@@ -182,11 +182,6 @@ class _Sender:
             f"{wait_s:.0f} s"
         )
 
-    def _note_answer(self) -> None:
-        if self._failures_said:
-            self._view.say(f"{self._options.url} answers again")
-        self._has_answered, self._failures_said = True, 0
-
     async def _try(self, client: httpx.AsyncClient, line: BatchLine, request_id: str) -> _Try:
         body = {"verify": True, **line.body} if self._options.verify and line.url in _VERIFIED_URLS else line.body
         try:
@@ -202,7 +197,9 @@ class _Sender:
             raise BatchStopped(reported) from error
         except httpx.TransportError as error:
             return _Try(error={"code": "connection_broken", "message": _reported(error)})
-        self._note_answer()
+        if self._failures_said:
+            self._view.say(f"{self._options.url} answers again")
+        self._has_answered, self._failures_said = True, 0
         if response.status_code in (401, 403):
             raise BatchStopped(f"{self._options.url} refuses the key ({response.status_code}): {response.text[:200]}")
         answer = {

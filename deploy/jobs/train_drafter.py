@@ -92,7 +92,8 @@ def run_training(job: TrainJob, view: View) -> dict[str, Any]:
     """
     torch.set_num_threads(job.threads)
     job = _resolved(job)
-    _require_fresh(job)
+    if not job.resume and (job.out / STATE).exists():
+        raise ConfigError(f"{job.out} already holds a training; continue it with --resume, or give another folder.")
     _require_writable(job.out)
     folder = find_model(job.model, view.say)
     origin = {"kind": job.kind, "data": Path(job.data).name, "model_fingerprint": model_fingerprint(folder)}
@@ -203,11 +204,6 @@ def _resolved(job: TrainJob) -> TrainJob:
         dtype = "bfloat16" if multiplies_bfloat16(device) else "float32"
     training = dataclasses.replace(job.training, low_precision=dtype == "bfloat16")
     return dataclasses.replace(job, device=str(device), dtype=dtype, training=training)
-
-
-def _require_fresh(job: TrainJob) -> None:
-    if not job.resume and (job.out / STATE).exists():
-        raise ConfigError(f"{job.out} already holds a training; continue it with --resume, or give another folder.")
 
 
 def _require_writable(out: Path) -> None:

@@ -1,13 +1,13 @@
 """An audit as one self-contained HTML file."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from deploy.probes.audit import Audit
 from deploy.probes.probes import AuditFinding, ProbeOutcome, shortened
 from deploy.probes.render import KINDS, summary
 from deploy.reports import plots
-from deploy.reports.html_pages import card, document, escaped, facts, finding, table
+from deploy.reports.html_pages import card, document, escaped, facts, figures, findings, table
 from deploy.reports.model import Cell, ReportTable, Shown
 
 
@@ -18,17 +18,12 @@ def html_page(audit: Audit) -> str:
     parts = [
         f"<h1>{escaped(title)}: {verdict}</h1>",
         f'<p class="lead">{escaped(audit.url)}. {escaped(summary(audit))}</p>',
-        _findings(audit.findings),
+        findings(map(_shown, audit.findings)),
         f"<h2>Probes</h2>{_probes(audit.outcomes)}",
-        _plots(audit.outcomes),
-        f"<h2>What was audited, and how</h2>{_facts(audit)}",
+        figures("Plots", _plots(audit.outcomes)),
+        f"<h2>What was audited, and how</h2>{card(facts({name: _reported(one) for name, one in audit.facts.items()}))}",
     ]
     return document(title, parts)
-
-
-def _findings(findings: Iterable[AuditFinding]) -> str:
-    cards = "".join(finding(_shown(one)) for one in findings)
-    return f"<h2>Findings</h2>{cards}" if cards else ""
 
 
 def _shown(one: AuditFinding) -> Shown:
@@ -46,29 +41,20 @@ def _probes(outcomes: Iterable[ProbeOutcome]) -> str:
     return card(table(ReportTable("", columns, rows, optional=(3,))))
 
 
-def _plots(outcomes: Iterable[ProbeOutcome]) -> str:
-    drawn: list[str] = []
+def _plots(outcomes: Iterable[ProbeOutcome]) -> Iterator[str]:
     for outcome in outcomes:
         series = outcome.series
         for name, values in series.items():
             if outcome.probe == "distribution of the tokens":
-                drawn.append(plots.histogram(values, f"{name}: surprisal - entropy, nats; 0 on average if correct"))
+                yield plots.histogram(values, f"{name}: surprisal - entropy, nats; 0 on average if correct")
             elif name == "drift, nats":
-                drawn.append(plots.log_histogram(values, "logprobs: |served - recomputed|, nats"))
+                yield plots.log_histogram(values, "logprobs: |served - recomputed|, nats")
             elif name.endswith(": observed"):
                 place = name.removesuffix(": observed")
-                drawn.append(
-                    plots.compared(
-                        values, series[f"{place}: expected"], f"{place} of many answers: bars observed, marks expected"
-                    )
-                )
+                label = f"{place} of many answers: bars observed, marks expected"
+                yield plots.compared(values, series[f"{place}: expected"], label)
             elif not name.endswith(": expected"):
-                drawn.append(plots.line(values, f"{outcome.probe}: {name}"))
-    return f'<h2>Plots</h2><div class="plots">{"".join(drawn)}</div>' if any(drawn) else ""
-
-
-def _facts(audit: Audit) -> str:
-    return card(facts({name: _reported(value) for name, value in audit.facts.items()}))
+                yield plots.line(values, f"{outcome.probe}: {name}")
 
 
 def _reported(value: object) -> str:

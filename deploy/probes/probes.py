@@ -1,7 +1,7 @@
 """Probes: a question to a server, what it needs, and its result."""
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -10,7 +10,6 @@ from deploy.exchange.client import Attempt
 FALSE_ALARMS = 1e-4
 """False-alarm rate of an audit of a correct server; split evenly over all statistical tests."""
 
-_MOST_EXAMPLES = 3  # findings of one kind that a probe reports with their requests
 _LONGEST_REQUEST = 600  # characters shown of a request's text
 
 
@@ -92,8 +91,7 @@ class Trial:
         self.num_cases = 0
         self.reported = ""
         self.unclear = ""
-        self._found: dict[tuple[tuple[str, ...], str], list[AuditFinding]] = {}
-        self._counts: dict[tuple[tuple[str, ...], str], int] = {}
+        self._found: dict[tuple[tuple[str, ...], str], AuditFinding] = {}
 
     def check(
         self, holds: bool, faults: tuple[str, ...], request: dict[str, Any], expected: str, observed: str
@@ -105,12 +103,10 @@ class Trial:
         return holds
 
     def found(self, faults: tuple[str, ...], request: dict[str, Any], expected: str, observed: str) -> None:
-        """Record a finding; only the first few of each kind are kept."""
-        kind = (faults, expected)
-        self._counts[kind] = self._counts.get(kind, 0) + 1
-        kept = self._found.setdefault(kind, [])
-        if len(kept) < _MOST_EXAMPLES:
-            kept.append(AuditFinding(self.probe.name, faults, request, expected, observed))
+        """Record a finding; of those of one kind the first is kept, and counted."""
+        new = AuditFinding(self.probe.name, faults, request, expected, observed, count=0)
+        first = self._found.get((faults, expected), new)
+        self._found[faults, expected] = replace(first, count=first.count + 1)
 
     def answered(self, attempt: Attempt, faults: tuple[str, ...] = ()) -> bool:
         """Return whether a valid request was answered; a rejection is no fault, any other failure is.
@@ -126,11 +122,7 @@ class Trial:
 
     def findings(self) -> list[AuditFinding]:
         """One finding of each kind, with how often it was seen."""
-        return [
-            AuditFinding(one.probe, one.faults, one.request, one.expected, one.observed, self._counts[kind])
-            for kind, examples in self._found.items()
-            for one in examples[:1]
-        ]
+        return list(self._found.values())
 
     def outcome(self) -> ProbeOutcome:
         """The verdict."""

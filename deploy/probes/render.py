@@ -55,21 +55,15 @@ def write_page(audit: Audit, page: Path, name: str, head: str) -> None:
 
 def _row(outcome: ProbeOutcome) -> tuple[str, ...]:
     faults = dict.fromkeys(fault for finding in outcome.findings for fault in finding.faults)
-    reported = "; ".join(dict.fromkeys(_seen(finding) for finding in outcome.findings)) or outcome.reported
-    return outcome.probe, outcome.verdict, _shortened(reported), ", ".join(faults)
-
-
-def _seen(finding: AuditFinding) -> str:
-    return f"{finding.observed} (expected {finding.expected}; {_times(finding)})"
+    seen = dict.fromkeys(f"{one.observed} (expected {one.expected}; {_times(one)})" for one in outcome.findings)
+    reported = " ".join(("; ".join(seen) or outcome.reported).split())
+    if len(reported) > _LONGEST_CELL:
+        reported = f"{reported[:_LONGEST_CELL]}…"
+    return outcome.probe, outcome.verdict, reported, ", ".join(faults)
 
 
 def _times(finding: AuditFinding) -> str:
     return "once" if finding.count == 1 else f"{finding.count} times"
-
-
-def _shortened(text: str) -> str:
-    one_line = " ".join(text.split())
-    return one_line if len(one_line) <= _LONGEST_CELL else f"{one_line[:_LONGEST_CELL]}…"
 
 
 def write_probes(page: Path, head: str) -> None:

@@ -75,11 +75,14 @@ def table(shown: ReportTable) -> str:
     return f'<div class="scrolled">{made}</div>' if shown.numbers else made
 
 
-def finding(shown: Shown) -> str:
-    """A framed part for something that was found."""
-    where = f" · {escaped(shown.where)}" if shown.where else ""
-    body = f"{facts(shown.facts)}{example(shown.named, shown.example)}"
-    return card(f'<b class="bad">{escaped(shown.title)}</b>{where}{body}', "finding")
+def findings(found: Iterable[Shown]) -> str:
+    """A framed part for each thing that was found, with a heading above them; nothing if there is none."""
+    cards = ""
+    for one in found:
+        where = f" · {escaped(one.where)}" if one.where else ""
+        body = f"{facts(one.facts)}{example(one.named, one.example)}"
+        cards += card(f'<b class="bad">{escaped(one.title)}</b>{where}{body}', "finding")
+    return f"<h2>Findings</h2>{cards}" if cards else ""
 
 
 def example(named: str, shown: Mapping[str, object] | str) -> str:
@@ -88,6 +91,12 @@ def example(named: str, shown: Mapping[str, object] | str) -> str:
         return ""
     body = f"<pre>{escaped(shown)}</pre>" if isinstance(shown, str) else facts(shown)
     return f"<details><summary>{escaped(named)}</summary>{body}</details>"
+
+
+def figures(title: str, drawn: Iterable[str]) -> str:
+    """Plots beside each other, with a heading above them; nothing if there is none."""
+    shown = "".join(drawn)
+    return f'<h2>{title}</h2><div class="plots">{shown}</div>' if shown else ""
 
 
 def _cell(cell: Cell, kind: str) -> str:

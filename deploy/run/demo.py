@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 
 from deploy.exchange.answers import Reply
 from deploy.exchange.client import Client, ServiceError
@@ -149,12 +150,14 @@ def run_demo(service: Service, progress: Callable[[str], None], on_text: Callabl
     progress(f"asking: {QUESTION}")
     answer = service.chat(QUESTION, on_text=on_text, max_tokens=_MAX_TOKENS, temperature=0)
     on_text("\n")
+    # Without speculation and with it.
     answers: dict[str, list[tuple[ChatAnswer, ChatAnswer]]] = {task.name: [] for task in TASKS}
     others = Others()
     for number in range(1, _ROUNDS + 1):
         progress(f"measuring {len(TASKS)} tasks with speculation off and on, round {number} of {_ROUNDS}")
         for task in TASKS:
-            answers[task.name].append(_ask_twice(service, task))
+            ask = partial(service.chat, task.prompt, max_tokens=_MAX_TOKENS, temperature=task.temperature)
+            answers[task.name].append((ask(speculate=False), ask()))
     others_cores = others.cores()
     progress("waiting for the answers to be computed again and compared")
     metrics = _wait_for_replay(service)
@@ -184,12 +187,6 @@ def curl_line(service: Service, *, chats: bool = True) -> str:
     body = json.dumps({"model": service.model_name, **asked, **settings})
     url = shlex.quote(f"{service.base_url}/v1/{'chat/' if chats else ''}completions")
     return f"curl -N {url} -H 'content-type: application/json' -d {shlex.quote(body)}"
-
-
-def _ask_twice(service: Service, task: Task) -> tuple[ChatAnswer, ChatAnswer]:
-    """The answers without speculation and with it."""
-    off = service.chat(task.prompt, max_tokens=_MAX_TOKENS, temperature=task.temperature, speculate=False)
-    return off, service.chat(task.prompt, max_tokens=_MAX_TOKENS, temperature=task.temperature)
 
 
 def _speed(name: str, pairs: Sequence[tuple[ChatAnswer, ChatAnswer]]) -> TaskSpeed:

@@ -27,12 +27,9 @@ class Machine:
         """The one that this runs on."""
         devices = range(torch.cuda.device_count())
         gpus = tuple(torch.cuda.get_device_properties(device).total_memory for device in devices)
-        return cls(os.cpu_count() or 1, _memory_bytes(), gpus)
-
-
-def _memory_bytes() -> int:
-    installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min([installed, *(limit for path in _CGROUP_LIMITS if (limit := _limit(Path(path))) is not None)])
+        installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        limits = [limit for path in _CGROUP_LIMITS if (limit := _limit(Path(path))) is not None]
+        return cls(os.cpu_count() or 1, min([installed, *limits]), gpus)
 
 
 def _limit(path: Path) -> int | None:

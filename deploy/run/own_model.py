@@ -52,7 +52,11 @@ def own_application(own: OwnModel) -> ServeFile:
     if own.drafter is not None:
         args["drafter"] |= _drafter(own.drafter)
     pool = args["pools"]["monolith"]
-    gpus = _one_if_there_is_any() if own.gpus is None else own.gpus
+    gpus = own.gpus
+    if gpus is None:
+        from deploy.run.machine import Machine  # torch
+
+        gpus = min(1, len(Machine.here().gpu_bytes))
     if own.engine == "vllm":
         pool["num_gpus"] = gpus
         if gpus > 1:
@@ -80,9 +84,3 @@ def _drafter(given: str) -> dict[str, Any]:
     if source and kind not in KINDS_WITH_WEIGHTS:
         raise ConfigError(f"--drafter {given}: only {', '.join(KINDS_WITH_WEIGHTS)} take weights; give {kind} alone.")
     return {"kind": kind} | ({"model": _absolute(source)} if source else {})
-
-
-def _one_if_there_is_any() -> int:
-    from deploy.run.machine import Machine  # torch
-
-    return min(1, len(Machine.here().gpu_bytes))

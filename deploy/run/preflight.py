@@ -5,7 +5,6 @@ fault names its field and the fix.
 """
 
 import importlib.util
-import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -415,17 +414,15 @@ def _smallest_form(engine: EngineConfig, folder: Path, *, uses_gpu: bool) -> str
 
 def _num_weights(folder: Path) -> int:
     """Numbers of a model, from its files' headers; of files that cannot be read the loading says more."""
+    sizes: dict[str, int] = {}
     try:
-        sizes = dict(itertools.chain.from_iterable(_sizes(path) for path in checkpoint_files(folder)))
+        for path in checkpoint_files(folder):
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118  (a safetensors file is no mapping)
+                    sizes[name] = torch.Size(file.get_slice(name).get_shape()).numel()
         tied = read_json(folder / "config.json").get("tie_word_embeddings") is True
     except (TruespecError, SafetensorError, OSError):
         return 0
     if tied and "model.embed_tokens.weight" in sizes:
         sizes.pop("lm_head.weight", None)  # a copy that some files have
     return sum(sizes.values())
-
-
-def _sizes(path: Path) -> Iterator[tuple[str, int]]:
-    with safe_open(path, framework="pt") as file:
-        for name in file.keys():  # noqa: SIM118  (a safetensors file is no mapping)
-            yield name, torch.Size(file.get_slice(name).get_shape()).numel()

@@ -7,7 +7,7 @@ import os
 import time
 from pathlib import Path
 
-from deploy.run.processes import process_tree
+from deploy.run.processes import process_tree, stat_of
 from speculative.errors import ConfigError
 
 MOST_CORES = 0.1
@@ -66,7 +66,9 @@ def others_s() -> float | None:
     busy = busy_s()
     if busy is None:
         return None
-    return busy - sum(map(_ticks, process_tree(os.getpid()))) / os.sysconf("SC_CLK_TCK")
+    # One that has ended since has no fields; its parent counts its time once it has waited for it.
+    own = sum(int(field) for pid in process_tree(os.getpid()) for field in stat_of(pid)[_TIMES])
+    return busy - own / os.sysconf("SC_CLK_TCK")
 
 
 def busy_s() -> float | None:
@@ -77,11 +79,3 @@ def busy_s() -> float | None:
         return None
     ticks = [int(column) for column in columns[:_NUM_COLUMNS]]
     return (sum(ticks) - ticks[_IDLE] - ticks[_IOWAIT]) / os.sysconf("SC_CLK_TCK")
-
-
-def _ticks(pid: int) -> int:
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:  # it has ended; its parent counts it once it has waited for it
-        return 0
-    return sum(map(int, stat.rpartition(")")[2].split()[_TIMES]))

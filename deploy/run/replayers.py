@@ -114,8 +114,10 @@ def _is_well(backend: Backend) -> bool:
 
 
 def _backend(options: ReplayerOptions) -> Backend:
-    model = ModelConfig.from_folder(options.folder)
-    gpu, own = _on_gpu(options.device), model.max_position_embeddings
+    from speculative.engine import resolve_device  # imports torch, not before it is needed
+
+    own = ModelConfig.from_folder(options.folder).max_position_embeddings
+    gpu = resolve_device(options.device).type == "cuda"
     longest = min(options.max_model_len or (own if gpu else _CPU_CACHE_TOKENS), own)
     cached = max(longest, _CPU_CACHE_TOKENS) if options.at_once > 1 else longest
     config = EngineConfig(
@@ -135,12 +137,6 @@ def _backend(options: ReplayerOptions) -> Backend:
     from serve_app.backends.vllm_parts.settings import VllmSettings
 
     return VllmBackend(str(options.folder), "watched", VllmSettings(config, given=frozenset({"max_model_len"})))
-
-
-def _on_gpu(device: str) -> bool:
-    from speculative.engine import resolve_device  # imports torch, not before it is needed
-
-    return resolve_device(device).type == "cuda"
 
 
 def check_options(options: ReplayerOptions) -> None:

@@ -258,6 +258,8 @@ def _tolerance(compared: Sequence[_Compared], processed: bool, desk: _Desk) -> T
     shifts = np.array([one.shifts for one in compared])
     means, errors = shifts.mean(0), shifts.std(0, ddof=1) / math.sqrt(len(shifts))
     moves = np.array([one.move for one in compared])
+    apart = np.clip(np.concatenate([one.exact - one.served for one in compared]), -10.0, 10.0)
+    k3 = np.expm1(apart) - apart  # of each token, p / s - log(p / s) - 1
     if tme > _OTHER_TME or largest > SURPRISAL_CLIP_NATS / 2:
         raise ConfigError(
             f"The logprobs of {desk.model} are not those of --model, rounded: their TME is {tme:.3g}, and one in a "
@@ -276,7 +278,7 @@ def _tolerance(compared: Sequence[_Compared], processed: bool, desk: _Desk) -> T
             "prompts": len(compared),
             "prompts_as": "token ids" if desk.takes_ids else "text",
             "tme": tme,
-            "gen_kl": float((weights * _gen_kl(compared)).sum() / weights.sum()),
+            "gen_kl": float((weights * k3).sum() / weights.sum()),
             "drift_nats_median": _quantile(drifts, weights, 0.5),
             "drift_nats_999": largest,
             "edge_nats_999": float(np.quantile(edges, _KEPT_SHARE)),
@@ -286,13 +288,6 @@ def _tolerance(compared: Sequence[_Compared], processed: bool, desk: _Desk) -> T
             "standard_errors": [float(error) for error in errors],
         },
     )
-
-
-def _gen_kl(compared: Sequence[_Compared]) -> Floats:
-    """k3 of each token, p / s - log(p / s) - 1."""
-    apart = np.clip(np.concatenate([one.exact - one.served for one in compared]), -10.0, 10.0)
-    values: Floats = np.expm1(apart) - apart
-    return values
 
 
 def _quantile(values: Floats, weights: Floats, share: float) -> float:

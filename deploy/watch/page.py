@@ -1,10 +1,10 @@
 """A referee's report as one self-contained HTML file."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from deploy.reports import plots
-from deploy.reports.html_pages import card, document, escaped, example, facts, finding, table
+from deploy.reports.html_pages import card, document, escaped, example, facts, figures, findings, table
 from deploy.watch import sentences
 from deploy.watch.sentences import Report
 from serve_app.referee.strata import STRATA
@@ -28,19 +28,14 @@ def html_report(report: Report) -> str:
         f'<h1 class="verdict {sentences.KINDS[verdict.kind]}">{escaped(verdict.text)}.</h1>',
         f'<p class="lead">Answers of {escaped(sentences.plain(report["model"]))}, {escaped(when)}.</p>',
         f"<ul>{noted}</ul>" if noted else "",
-        _findings(report["findings"]),
+        findings(map(sentences.shown, sentences.finding_groups(report["findings"]))),
         _suspect(report["suspect"]),
         _measures(report),
-        _plots(report),
-        _outcomes(report),
+        figures("By time", _plots(report)),
+        *(f"<h2>{escaped(one.title)}</h2>{card(table(one))}" for one in sentences.outcomes(report)),
         f"<h2>Tolerance</h2>{card(facts(sentences.tolerance_facts(report['tolerance'])))}",
     ]
     return document(f"Watch of {sentences.plain(report['model'])}", parts)
-
-
-def _findings(findings: Iterable[Mapping[str, Any]]) -> str:
-    cards = [finding(sentences.shown(group)) for group in sentences.finding_groups(findings)]
-    return f"<h2>Findings</h2>{''.join(cards)}" if cards else ""
 
 
 def _suspect(suspect: Sequence[Mapping[str, Any]]) -> str:
@@ -70,18 +65,13 @@ def _measures(report: Report) -> str:
     return "".join(parts)
 
 
-def _plots(report: Report) -> str:
-    tolerance = report["tolerance"]
-    drawn = [
-        _over_time(report["windows"], "tme", "TME", (tolerance["max_tme"],)),
-        _over_time(
-            report["windows"],
-            "surprisal",
-            "surprisal minus its mean, nats",
-            (-tolerance["distribution"], tolerance["distribution"]),
-        ),
-    ]
-    return f'<h2>By time</h2><div class="plots">{"".join(drawn)}</div>' if any(drawn) else ""
+def _plots(report: Report) -> tuple[str, str]:
+    windows, tolerance = report["windows"], report["tolerance"]
+    shift = tolerance["distribution"]
+    return (
+        _over_time(windows, "tme", "TME", (tolerance["max_tme"],)),
+        _over_time(windows, "surprisal", "surprisal minus its mean, nats", (-shift, shift)),
+    )
 
 
 def _over_time(windows: Sequence[Mapping[str, Any]], key: str, name: str, marks: Sequence[float]) -> str:
@@ -91,7 +81,3 @@ def _over_time(windows: Sequence[Mapping[str, Any]], key: str, name: str, marks:
     label = f"{name}: means over {windows[0]['seconds']:g} s; the lines are what is tolerated"
     first, last = (sentences.moment(points[place][0]) for place in (0, -1))
     return plots.timeline(points, label, marks, first, last if len(points) > 1 else "")
-
-
-def _outcomes(report: Report) -> str:
-    return "".join(f"<h2>{escaped(one.title)}</h2>{card(table(one))}" for one in sentences.outcomes(report))

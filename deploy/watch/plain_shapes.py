@@ -72,7 +72,7 @@ class PlainShape:
     @property
     def learned(self) -> bool:
         """Return whether a reply with choices was seen."""
-        return any(_of_choice(role) for role, _ in self._values)
+        return any(len(role) == 2 for role, _ in self._values)  # a choice's; a reply's has three sets
 
     @property
     def usable(self) -> bool:
@@ -90,13 +90,12 @@ class PlainShape:
         self._plans.clear()
         for role, fields in found:
             for key in BROUGHT:
-                self._note((role, key), _kind(fields[key]) if key in fields else _ABSENT)
-
-    def _note(self, place: tuple[Role, str], value: str) -> None:
-        before = self._values.setdefault(place, value)
-        if before != value:
-            self._mixed |= _ABSENT in (before, value)
-            self._values[place] = _OWN if _OWN in (before, value) else before
+                value = _kind(fields[key]) if key in fields else _ABSENT
+                before = self._values.setdefault((role, key), value)
+                if before != value:
+                    # A key that comes and goes: to leave it in or out would be a guess, and the client might notice.
+                    self._mixed |= _ABSENT in (before, value)
+                    self._values[role, key] = _OWN if _OWN in (before, value) else before
 
     def plain(self, text: str, keys: frozenset[str], streamed: bool) -> Plain:
         """A reply, or an event of one, with `keys` as plain replies have them.
@@ -109,11 +108,13 @@ class PlainShape:
         plan = self._plans.get(shape)
         if plan is None:
             plan = self._plan(_objects(reply), reply, keys)
-            if len(self._plans) < _MOST_PLANS:
+            if len(self._plans) < _MOST_PLANS:  # the keys are the server's: it could name others in each reply
                 self._plans[shape] = plan
         silent = self.silent and keys >= _CARRY_TOKENS
         if streamed and _may_say_nothing(reply) and _says_nothing(_objects(reply), silent):
             return Plain(None, unknown=False)
+        # A search for the keys is quick, but finds no first member, and cannot tell in which object it is. Where it
+        # does not find just the members of the plan, such a key stands elsewhere too, and cutting it would spoil that.
         edits = None if plan.firsts else _quick_edits(text, keys, plan.steps)
         if edits is None:
             edits = _careful_edits(text, keys, plan.steps)
@@ -191,10 +192,6 @@ def _objects(reply: Mapping[str, Any]) -> list[_Object]:
     return [_Object(role, reply), *choices]
 
 
-def _of_choice(role: Role) -> bool:
-    return len(role) == 2
-
-
 def _unlike(one: Role, other: Role) -> int:
     if len(one) != len(other):
         return _UNRELATED
@@ -235,7 +232,7 @@ def _quick_edits(text: str, keys: frozenset[str], steps: tuple[_Step, ...]) -> l
         found = search(text, at)
         if found is None or found[1] != step.key:
             return None
-        _, at = _value_end(text, found.end())
+        _, at = _value_end(text, found.end())  # past the value: what it holds may have keys of the same names
         if step.value is not None:
             edits.append(Edit(found.end() if step.value else found.start(), at, step.value))
     return edits if search(text, at) is None else None

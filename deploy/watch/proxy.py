@@ -529,13 +529,6 @@ async def _as_the_server_sent(request: web.Request, response: web.StreamResponse
             response.headers.popall(name, None)
 
 
-def _application(proxy: Proxy) -> web.Application:
-    app = web.Application(client_max_size=0)  # 0 = unlimited
-    app.router.add_route("*", "/{path:.*}", proxy.handle)
-    app.on_response_prepare.append(_as_the_server_sent)
-    return app
-
-
 @contextlib.asynccontextmanager
 async def running_proxy(options: ProxyOptions) -> AsyncIterator[tuple[str, Proxy]]:
     """A proxy that runs until the block ends; gives its URL."""
@@ -550,8 +543,11 @@ async def running_proxy(options: ProxyOptions) -> AsyncIterator[tuple[str, Proxy
             await proxy.find_dialect()
         family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
         listening = socket.create_server((options.host, options.port), family=family, backlog=_BACKLOG)
+        app = web.Application(client_max_size=0)  # 0 = unlimited
+        app.router.add_route("*", "/{path:.*}", proxy.handle)
+        app.on_response_prepare.append(_as_the_server_sent)
         runner = web.AppRunner(
-            _application(proxy),
+            app,
             handler_cancellation=True,
             auto_decompress=False,
             access_log=None,

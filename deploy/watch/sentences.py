@@ -237,7 +237,7 @@ def terms(report: Report) -> ReportTable:
     """The calibration test's terms."""
     overall, tolerated = report["all"], report["tolerance"]["distribution"]
     rows = [
-        (name, measured(name, overall[name]), measured("z", overall[f"{name}_z"]), f"± {tolerated:g}", what)
+        (name, measured(name, overall[name]), measured(f"{name}_z", overall[f"{name}_z"]), f"± {tolerated:g}", what)
         for name, what in TERMS.items()
     ]
     title = f"{count(overall['drawn'], 'token')} against the distribution"
@@ -247,14 +247,10 @@ def terms(report: Report) -> ReportTable:
 def by_group(title: str, groups: Mapping[str, Mapping[str, Any]], figures: Mapping[str, str]) -> ReportTable:
     """Figures of each group, one a row; figures: their names, by key. `tokens` and `compared` are numbers."""
     rows = [
-        (plain(name), *(number(of[key]) if key in _NUMBERS else measured(_unit(key), of[key]) for key in figures))
+        (plain(name), *(number(of[key]) if key in _NUMBERS else measured(key, of[key]) for key in figures))
         for name, of in groups.items()
     ]
     return _table(title, ("", *figures.values()), rows, range(1, 1 + len(figures)))
-
-
-def _unit(key: str) -> str:
-    return "z" if key.endswith("_z") else key
 
 
 def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], numbers: Collection[int]) -> ReportTable:
@@ -321,7 +317,7 @@ def measured(name: str, value: float | None) -> str:
         return f"{value:.3%}"
     if name in ("tme", "mean_ratio", "ess"):
         return f"{value:.4f}"
-    return f"{value:.1f}" if name == "z" else f"{value:.3g}"
+    return f"{value:.1f}" if name.endswith("_z") else f"{value:.3g}"
 
 
 def count(num: float, what: str) -> str:

@@ -219,8 +219,12 @@ class ExchangeReader:
 
     def _tokens(self, choice: Choice, sampled: Sampled) -> "_Tokens":
         """The tokens of an answer, the one that ended it included."""
-        if choice.token_ids is not None:
-            tokens = self._whole(choice, choice.token_ids) if choice.pieces else _reported(choice, choice.token_ids)
+        reported = choice.token_ids
+        if reported is not None and choice.pieces:
+            tokens = self._whole(choice, reported)
+        elif reported is not None:
+            given = choice.logprobs or ()
+            tokens = _Tokens(list(reported), list(given) if len(given) == len(reported) else [])
         elif choice.called or not (choice.text or choice.finish_reason == "stop"):
             raise Unreadable("the reply has no token ids")
         else:
@@ -279,12 +283,6 @@ def _unseeded(reply_id: str, index: int, began_at: float) -> int:
     if not reply_id:
         return secrets.randbits(64)
     return int.from_bytes(hashlib.sha256(repr((reply_id, index, began_at)).encode()).digest()[:8], "big")
-
-
-def _reported(choice: Choice, ids: Sequence[int]) -> _Tokens:
-    """Tokens as they were reported; their logprobs only if there is one each."""
-    given = list(choice.logprobs or ())
-    return _Tokens(list(ids), given if len(given) == len(ids) else [])
 
 
 def _check_whole(reply: Reply, answers: Sequence[tuple[Choice, _Tokens]]) -> None:

@@ -19,7 +19,7 @@ from deploy.chaos.command import sizes_to_kill
 from deploy.chaos.load import LoadFigures, quantile, run_load, saturation_per_s
 from deploy.chaos.nodes import POOL_LABEL, NodeShape, one_node_a_replica
 from deploy.chaos.page import write_chaos, write_load
-from deploy.chaos.replicas import Killer, NodeKills, memory_bytes, replica_pids
+from deploy.chaos.replicas import Killer, memory_bytes, replica_pids
 from deploy.chaos.run import ChaosFigures
 from deploy.chaos.streams import ask_all, complete, differences, plan
 from deploy.exchange.answers import Choice, Reply
@@ -128,7 +128,7 @@ def test_every_second_kill_is_a_whole_node_until_enough_have_died(monkeypatch: p
 
     monkeypatch.setattr(replicas, "replica_pids", lambda app, deployment: sorted(alive))
     monkeypatch.setattr(replicas.os, "kill", lambda pid, number: dies(killed, pid))
-    killer = Killer("app", {"DecodeServer": 2}, seed=1, node_kills=NodeKills(2, lambda pid: dies(lost, pid)))
+    killer = Killer("app", {"DecodeServer": 2}, seed=1, most_nodes=2, replace_node_of=lambda pid: dies(lost, pid))
     order = []
     for _ in range(6):
         killer.kill("DecodeServer")

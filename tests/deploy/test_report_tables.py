@@ -49,9 +49,10 @@ def test_markdown_keeps_a_row_in_one_line() -> None:
 
 def test_a_finding_has_its_example_folded_up() -> None:
     found = Shown("F1", {"expected": "<1>"}, "A request that shows it", '{"prompt": "&"}', where="ends")
-    assert html_pages.finding(found) == (
+    assert html_pages.findings([found]) == (
+        "<h2>Findings</h2>"
         '<div class="card finding"><b class="bad">F1</b> · ends<dl><dt>expected</dt><dd>&lt;1&gt;</dd></dl>'
         "<details><summary>A request that shows it</summary>"
         "<pre>{&quot;prompt&quot;: &quot;&amp;&quot;}</pre></details></div>"
     )
-    assert html_pages.example("nothing", "") == ""
+    assert html_pages.findings([]) == html_pages.example("nothing", "") == ""

@@ -156,6 +156,12 @@ def test_the_parts_of_calls_are_put_together() -> None:
     assert list(reply.choices[0].calls.values()) == [("a", "{}"), ("b", '{"x": 1}')]
 
 
+def test_the_prompt_of_a_reply_with_calls_is_known() -> None:
+    message = {"tool_calls": [{"function": {"name": "a", "arguments": "{}"}}]}
+    whole = {"choices": [{"message": message, "finish_reason": "tool_calls"}], "prompt_token_ids": [5, 6]}
+    assert read_reply(made_up(whole, streamed=False, path=CHAT)).choices[0].prompt_token_ids == (5, 6)
+
+
 def test_comments_and_blank_lines_of_a_stream_are_no_part_of_it() -> None:
     event = json.dumps({"choices": [{"text": "a", "finish_reason": "stop"}]})
     body = f": ping\r\n\r\nevent: message\r\nid: 1\r\ndata:{event}\r\n\r\ndata: [DONE]\r\n\r\n"
