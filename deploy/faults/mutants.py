@@ -15,7 +15,7 @@ from torch import Tensor
 
 from deploy.faults.traffic import WARM
 from serve_app.backends.base import ChatPrompt
-from serve_app.openai.chat import ResponseParser
+from serve_app.openai.chat.chat_preprocessor import ResponseParser
 from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.prepared_request import PreparedRequest
 from serve_app.text.tokenizer import StopStrings
