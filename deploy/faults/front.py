@@ -13,8 +13,9 @@ from deploy.faults.served import TINY
 from deploy.faults.tiny import write_tiny_pair
 from deploy.faults.watch import Watch
 from serve_app.backends.torch_backend import TorchBackend
+from serve_app.openai.chat.chat_request import ChatCompletionRequest
+from serve_app.openai.completions.completion_request import CompletionRequest
 from serve_app.openai.frontend import FrontEnd
-from serve_app.openai.requests import ChatCompletionRequest, CompletionRequest
 from serve_app.referee.answer import Answer
 from serve_app.referee.records import Record, Records
 from serve_app.referee.replay_selection import Selection

@@ -22,7 +22,7 @@ from serve_app.deployments.replica_reports import ReplicaReports
 from serve_app.deployments.runtime import REPORT_EVERY_S, observe
 from serve_app.guard.referee_counts import RefereeCounts, count_controls, count_independent
 from serve_app.guard.replica_registry import ReplicaRegistry
-from serve_app.openai.kept_responses import ResponseStore
+from serve_app.openai.responses.kept_responses import ResponseStore
 from serve_app.page.status import StatusBook
 from serve_app.referee.answer import Answer
 from serve_app.referee.controls import Controls

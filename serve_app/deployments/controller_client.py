@@ -18,7 +18,7 @@ from ray.serve.handle import DeploymentHandle
 from serve_app.deployments.remote_errors import answered, uncancelled
 from serve_app.deployments.replica_reports import ReplicaReports
 from serve_app.guard.replica_registry import ReplicaRegistry
-from serve_app.openai.kept_responses import ResponseStore
+from serve_app.openai.responses.kept_responses import ResponseStore
 from serve_app.page.status import StatusBook
 from serve_app.referee.replay_checker import ReplayChecker
 from serve_app.referee.verdicts import VerdictBook

@@ -20,7 +20,7 @@ from serve_app.http.routes import Operations, PastReplies, build_ingress
 from serve_app.http.vllm_routes import VllmRoutes
 from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.prepared_request import Limits
-from serve_app.openai.scoring import ScoreLimits, Scorer
+from serve_app.openai.scoring.scorer import ScoreLimits, Scorer
 from serve_app.page.feed import StatusFeed
 from serve_app.page.page_routes import add_page
 from serve_app.referee.answer import Answer

@@ -12,11 +12,12 @@ from serve_app.access.request_gate import HEALTH, scope_of
 from serve_app.backends.base import PauseMode
 from serve_app.http.admin import PauseOrder, SpeculationOrder, WeightsOrder
 from serve_app.http.vllm_routes import FinishUpdate, InitTransfer, StartUpdate, UpdateOrder
-from serve_app.openai.requests import ChatCompletionRequest, CompletionRequest
-from serve_app.openai.response_requests import ResponsesRequest
-from serve_app.openai.scoring import ScoreRequest
-from serve_app.openai.token_generation import GenerateRequest
-from serve_app.openai.tokenization import DetokenizeRequest, TokenizeRequest
+from serve_app.openai.chat.chat_request import ChatCompletionRequest
+from serve_app.openai.completions.completion_request import CompletionRequest
+from serve_app.openai.responses.response_requests import ResponsesRequest
+from serve_app.openai.scoring.score_request import ScoreRequest
+from serve_app.openai.tokens.token_generation import GenerateRequest
+from serve_app.openai.tokens.tokenization import DetokenizeRequest, TokenizeRequest
 
 Schema = dict[str, Any]
 

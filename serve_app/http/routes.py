@@ -34,15 +34,18 @@ from serve_app.http.head_requests import HeadRequests
 from serve_app.http.openapi import document
 from serve_app.http.request_ids import LONGEST_PATH, RequestIds, request_id_of
 from serve_app.http.vllm_routes import VllmRoutes, add_vllm_routes
+from serve_app.openai.chat.chat_request import ChatCompletionRequest
+from serve_app.openai.completions.completion_request import CompletionRequest
 from serve_app.openai.frontend import FrontEnd
-from serve_app.openai.kept_responses import KeptResponses
 from serve_app.openai.parsing import parse
 from serve_app.openai.prepared_request import PreparedRequest, RequestTerms
-from serve_app.openai.requests import UNSUPPORTED_ENDPOINTS, ChatCompletionRequest, CompletionRequest
-from serve_app.openai.response_requests import ResponsesRequest
-from serve_app.openai.responses_desk import ResponsesDesk
-from serve_app.openai.scoring import Scorer, ScoreRequest
-from serve_app.openai.token_generation import GenerateRequest, prepare_generation
+from serve_app.openai.requests import UNSUPPORTED_ENDPOINTS
+from serve_app.openai.responses.kept_responses import KeptResponses
+from serve_app.openai.responses.response_requests import ResponsesRequest
+from serve_app.openai.responses.responses_adapter import ResponsesDesk
+from serve_app.openai.scoring.score_request import ScoreRequest
+from serve_app.openai.scoring.scorer import Scorer
+from serve_app.openai.tokens.token_generation import GenerateRequest, prepare_generation
 from serve_app.openai.wire import Wire
 from serve_app.telemetry.tracing import Tracing
 from serve_app.weights.desired_state import Outcome

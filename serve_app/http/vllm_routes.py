@@ -17,7 +17,7 @@ from serve_app.http.admin import WeightsService
 from serve_app.http.body import MAX_ORDER_BYTES, read_body
 from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.parsing import parse
-from serve_app.openai.tokenization import DetokenizeRequest, TokenizeRequest
+from serve_app.openai.tokens.tokenization import DetokenizeRequest, TokenizeRequest
 from serve_app.openai.wire import W, Wire
 from serve_app.weights.desired_state import Outcome, WeightsRef
 from speculative.errors import InvalidRequest, RequestTimeout

@@ -1,1 +1,1 @@
-"""OpenAI's API over a token source: requests in, responses out, chat, tools and scoring."""
+"""OpenAI's API over a token source: a folder for each endpoint and for tool calls, and what they share."""

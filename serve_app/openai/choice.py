@@ -7,11 +7,11 @@ from itertools import accumulate
 
 from serve_app.backends.base import ModelInfo, ParsedDelta
 from serve_app.errors import RequestAborted
-from serve_app.openai.call_readers import put_together
-from serve_app.openai.chat import ResponseParser
-from serve_app.openai.echo import Echo
+from serve_app.openai.chat.chat_preprocessor import ResponseParser
+from serve_app.openai.completions.echo import Echo
 from serve_app.openai.prepared_request import PreparedRequest, off_loop
-from serve_app.openai.responses import ChoiceDelta, RankedEntry, TokenEntry, TopEntry, Usage, finite_logprob, join
+from serve_app.openai.replies import ChoiceDelta, RankedEntry, TokenEntry, TopEntry, Usage, finite_logprob, join
+from serve_app.openai.tools.call_readers import put_together
 from serve_app.referee.client_demands import Delivered, Parsed
 from serve_app.referee.receipts import Ending
 from serve_app.referee.records import Record

@@ -18,9 +18,11 @@ from typing import Any
 
 from serve_app.backends.base import ChatPrompt, ModelInfo, Parsers, TokenSource
 from serve_app.errors import ContextLengthExceeded, ModelNotFound, UnsupportedParameter, reply_for
-from serve_app.openai.chat import ChatDesk, ResponseParser
+from serve_app.openai.chat.chat_preprocessor import ChatDesk, ResponseParser
+from serve_app.openai.chat.chat_request import ChatCompletionRequest
 from serve_app.openai.choice import ChoiceRun
-from serve_app.openai.echo import without_answer
+from serve_app.openai.completions.completion_request import CompletionRequest
+from serve_app.openai.completions.echo import without_answer
 from serve_app.openai.prepared_request import (
     FORM,
     NO_TERMS,
@@ -32,8 +34,7 @@ from serve_app.openai.prepared_request import (
     off_loop,
 )
 from serve_app.openai.prompts import PromptEncoder
-from serve_app.openai.requests import LEGACY_MAX_TOKENS, ChatCompletionRequest, CompletionRequest, WireRequest
-from serve_app.openai.responses import (
+from serve_app.openai.replies import (
     ChatFormat,
     ChoiceDelta,
     CompletionFormat,
@@ -42,8 +43,9 @@ from serve_app.openai.responses import (
     join,
     model_card,
 )
-from serve_app.openai.tokenization import Tokenization
-from serve_app.openai.tools import forces_calls
+from serve_app.openai.requests import LEGACY_MAX_TOKENS, WireRequest
+from serve_app.openai.tokens.tokenization import Tokenization
+from serve_app.openai.tools.forced_calls import forces_calls
 from serve_app.referee.client_demands import DEMANDING, ClientDemands
 from serve_app.referee.receipts import receipt_of
 from serve_app.referee.replay_selection import Checks

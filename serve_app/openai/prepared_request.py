@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from serve_app.errors import ContextLengthExceeded, PriorityForbidden
-from serve_app.openai.chat import ResponseParser
-from serve_app.openai.control_tokens import Policy
-from serve_app.openai.echo import EchoedPrompt
+from serve_app.openai.chat.chat_preprocessor import ResponseParser
+from serve_app.openai.chat.control_tokens import Policy
+from serve_app.openai.completions.echo import EchoedPrompt
+from serve_app.openai.replies import ReplyFormat, ReplyHead
 from serve_app.openai.requests import TextForm
-from serve_app.openai.responses import ReplyFormat, ReplyHead
 from serve_app.referee.client_demands import ClientDemands
 from serve_app.text.tokenizer import StopStrings
 from speculative.request import MAX_PRIORITY, Request

@@ -5,11 +5,12 @@ from typing import Any
 
 from serve_app.backends.base import ChatPrompt, ModelInfo
 from serve_app.errors import ContextLengthExceeded
-from serve_app.openai.control_tokens import ControlTokens, Policy
-from serve_app.openai.echo import EchoedPrompt
+from serve_app.openai.chat.chat_request import ChatCompletionRequest
+from serve_app.openai.chat.control_tokens import ControlTokens, Policy
+from serve_app.openai.chat.shown import prompt_text
+from serve_app.openai.completions.completion_request import CompletionRequest
+from serve_app.openai.completions.echo import EchoedPrompt
 from serve_app.openai.prepared_request import LONG_TEXT, off_loop
-from serve_app.openai.requests import ChatCompletionRequest, CompletionRequest
-from serve_app.openai.shown import prompt_text
 from serve_app.text.tokenizer import Tokenizer
 from speculative.errors import InvalidRequest
 

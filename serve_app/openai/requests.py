@@ -1,7 +1,6 @@
-"""The OpenAI API on the wire: what requests may contain, and what replies look like.
+"""Fields that requests of /v1/completions and /v1/chat/completions share.
 
-Requests are checked here as far as possible without model and tokenizer. Replies are built as plain dictionaries, one
-`Piece` of a choice at a time; a whole reply is rendered from the joined pieces by the same code as a streamed chunk.
+Requests are checked here as far as possible without model and tokenizer.
 """
 
 import json
@@ -9,12 +8,10 @@ import re
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, WithJsonSchema, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator
 from pydantic_core import PydanticCustomError
 
-from serve_app.backends.base import ChatPrompt
-from serve_app.openai.messages import Message, NamedTool, Tool, ToolChoice
-from serve_app.openai.wire import INT32_MAX, MAX_TOOLS, Many, Wire
+from serve_app.openai.wire import INT32_MAX, Many, Wire
 from serve_app.text.as_written import RepeatedKey, load_json
 from serve_app.text.schemas import MAX_FORM_BYTES, SchemaRefused, held, held_grammar
 from speculative.errors import InvalidRequest
@@ -43,13 +40,6 @@ UNSUPPORTED_ENDPOINTS: dict[str, str] = {
     "unload_lora_adapter": "adapters are those of vllm.lora_modules in the configuration; remove it there and restart.",
 }
 """First path parts under /v1 that clients may try, and what to use instead."""
-
-
-def _prompt_kind(value: Any) -> str:
-    if not isinstance(value, list) or not value:
-        return "<text>" if not isinstance(value, list) else "<ids>"
-    first = value[0]
-    return "<texts>" if isinstance(first, str) else "<id lists>" if isinstance(first, list) else "<ids>"
 
 
 class StreamOptions(Wire):
@@ -414,164 +404,3 @@ _AS_SENT = (
 _GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 _ID_LISTS = ("stop_token_ids", "allowed_token_ids", "logprob_token_ids")
 _TOKEN_ID = re.compile("[0-9]{1,10}")
-
-
-# The forms of a non-empty prompt; an empty one is reported the same way for all of them.
-_NOT_EMPTY: dict[str, Any] = {
-    "text": {"type": "string", "minLength": 1},
-    "ids": {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0, "maximum": INT32_MAX}},
-}
-
-
-_NOT_EMPTY |= {
-    "texts": {"type": "array", "minItems": 1, "items": _NOT_EMPTY["text"]},
-    "id lists": {"type": "array", "minItems": 1, "items": _NOT_EMPTY["ids"]},
-}
-
-
-class CompletionRequest(WireRequest):
-    """POST /v1/completions."""
-
-    prompt: Annotated[
-        Annotated[str, Tag("<text>"), WithJsonSchema(_NOT_EMPTY["text"])]
-        | Annotated[Many[str], Tag("<texts>"), WithJsonSchema(_NOT_EMPTY["texts"])]
-        | Annotated[Many[int], Tag("<ids>"), WithJsonSchema(_NOT_EMPTY["ids"])]
-        | Annotated[
-            Many[Annotated[Many[int], Field(min_length=1)]], Tag("<id lists>"), WithJsonSchema(_NOT_EMPTY["id lists"])
-        ],
-        Discriminator(_prompt_kind),
-    ]
-    max_tokens: int | None = Field(None, ge=0, le=INT32_MAX)  # 0 = only the echo
-    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    echo: bool | None = None  # the prompt and its logprobs come before the text
-    add_special_tokens: bool | None = None  # false = a text gets no tokens at its start, whatever the model wants
-
-    @field_validator("prompt", mode="after")
-    @classmethod
-    def _not_empty(cls, prompt: Any) -> Any:
-        if not prompt or (isinstance(prompt, list) and "" in prompt):
-            raise PydanticCustomError("empty", "must hold at least one token.")
-        return prompt
-
-    @property
-    def num_logprobs(self) -> int | None:
-        """Return it as in SamplingParams: None = off, 0 = the emitted token only."""
-        return self.logprobs
-
-    @property
-    def num_prompt_logprobs(self) -> int | None:
-        """Return it as in SamplingParams: what the echo shows of the prompt, or `prompt_logprobs` asks for, whichever
-        is more."""
-        counts = [count for count in (self.prompt_logprobs, self.logprobs if self.echo else None) if count is not None]
-        return max(counts, default=None)
-
-    def check_together(self) -> None:
-        """Check fields against each other.
-
-        Raises:
-            InvalidRequest: two fields contradict each other.
-        """
-        super().check_together()
-        if self.prompt_only and not self.echo:
-            raise InvalidRequest("max_tokens", "max_tokens may be 0 only with echo = true; else it must be at least 1.")
-        if self.prompt_only and self.receipt:
-            raise InvalidRequest("receipt", "receipt needs an answer, and max_tokens = 0 asks for none.")
-
-    def prompts(self) -> list[str | list[int]]:
-        """The prompts, in whichever form they were sent: each a text or token ids."""
-        prompt: Any = self.prompt
-        return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else list(prompt)
-
-
-_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-
-
-def _known_effort(effort: str) -> str:
-    if effort not in _EFFORTS:
-        raise PydanticCustomError("effort", "must be {known}.", {"known": ", ".join(_EFFORTS)})
-    return effort
-
-
-Effort = Annotated[str, Field(json_schema_extra={"enum": [*_EFFORTS]}), AfterValidator(_known_effort)]
-
-
-class ChatCompletionRequest(WireRequest):
-    """POST /v1/chat/completions."""
-
-    messages: Many[Message] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=1, le=INT32_MAX)
-    logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
-    tool_choice: ToolChoice = None
-    reasoning_effort: Effort | None = None
-    chat_template_kwargs: dict[str, Any] | None = None  # variables that the chat template reads
-    add_generation_prompt: bool | None = None  # default: true, unless the last message is continued
-    continue_final_message: bool | None = None  # the answer continues the last message
-    add_special_tokens: bool | None = None  # true = also those that begin a text, beside the template's own
-
-    @property
-    def num_logprobs(self) -> int | None:
-        """Return it as in SamplingParams: None = off, 0 = the emitted token only."""
-        return (self.top_logprobs or 0) if self.logprobs else None
-
-    @property
-    def token_budget(self) -> tuple[str, int | None]:
-        """`max_completion_tokens`, or its older name `max_tokens`."""
-        if self.max_completion_tokens is not None:
-            return "max_completion_tokens", self.max_completion_tokens
-        return "max_tokens", self.max_tokens
-
-    def check_together(self) -> None:
-        """Check fields against each other.
-
-        Raises:
-            InvalidRequest: two fields contradict each other.
-        """
-        super().check_together()
-        if self.top_logprobs is not None and not self.logprobs:
-            raise InvalidRequest("top_logprobs", "top_logprobs needs logprobs = true.")
-        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
-            raise InvalidRequest("max_tokens", "max_tokens and max_completion_tokens differ; send one of them.")
-        if self.continue_final_message and self.add_generation_prompt:
-            raise InvalidRequest(
-                "add_generation_prompt",
-                "continue_final_message continues the last message, and add_generation_prompt begins another; send one "
-                "of them.",
-            )
-        for number, message in enumerate(self.messages):
-            message.check(f"messages.{number}")
-        self._check_tools()
-
-    def _check_tools(self) -> None:
-        names = [tool.function.name for tool in self.tools or ()]
-        for number, name in enumerate(names):
-            if name in names[:number]:
-                raise InvalidRequest(f"tools.{number}.function.name", "tools holds two functions of this name.")
-        choice = self.tool_choice
-        if isinstance(choice, NamedTool) and choice.function.name not in names:
-            raise InvalidRequest("tool_choice", "tool_choice names a function that is not in tools.")
-        if choice == "required" and not names:
-            raise InvalidRequest("tool_choice", "tool_choice = required needs tools.")
-        if not names or choice == "none":
-            return
-        if self.structure is not None:
-            name = self._structure_parameter
-            raise InvalidRequest(name, f"{name} asks for a form in which no tool can be called; send it without tools.")
-        if choice not in (None, "auto"):
-            self._check_structure("tool_choice")
-
-    def talk(self) -> ChatPrompt:
-        """The conversation and the tools as chat templates expect them, and the tool choice.
-
-        Raises:
-            InvalidRequest: a call of the conversation has damaged arguments.
-        """
-        messages = tuple(message.for_template(f"messages.{n}") for n, message in enumerate(self.messages))
-        tools = tuple(tool.for_template() for tool in self.tools or ())
-        choice = self.tool_choice or "auto"
-        named = choice.function.name if isinstance(choice, NamedTool) else ""
-        use: Any = "none" if not tools else "named" if named else choice
-        return ChatPrompt(
-            messages, tools, use, named, self.parallel_tool_calls is not False, self.chat_template_kwargs or {}
-        )

@@ -5,10 +5,11 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from serve_app.backends.base import ModelInfo
+from serve_app.openai.chat.chat_request import ChatCompletionRequest
+from serve_app.openai.completions.completion_request import CompletionRequest
 from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.parsing import parse
 from serve_app.openai.prepared_request import Limits
-from serve_app.openai.requests import ChatCompletionRequest, CompletionRequest
 from serve_app.text.tokenizer import Tokenizer
 from speculative.request import Request, TokenDelta
 from tests.support.fake_serving import BackendSource, Script, make_backend

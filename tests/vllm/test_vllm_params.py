@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from serve_app.backends.base import ChatPrompt
-from serve_app.openai.tools import call_form
+from serve_app.openai.tools.forced_calls import call_form
 from speculative.errors import EngineFault, InvalidRequest
 from speculative.request import Request, SamplingParams, Structure
 from tests.support.vllm_installed import NEEDS_VLLM

@@ -18,10 +18,10 @@ from tokenizers import Tokenizer as RawTokenizer
 from transformers import PreTrainedTokenizerFast
 
 from serve_app.backends.base import ChatPrompt, ModelInfo
+from serve_app.openai.chat.chat_request import ChatCompletionRequest
 from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.parsing import parse
-from serve_app.openai.requests import ChatCompletionRequest
-from serve_app.openai.tools import behind_thought, call_form
+from serve_app.openai.tools.forced_calls import behind_thought, call_form
 from serve_app.text.tokenizer import Tokenizer
 from speculative.errors import ConfigError
 from speculative.request import FinishReason, Request, SamplingParams, Structure, TokenDelta

@@ -2,7 +2,7 @@
 
 vLLM composes the two of a model in one `Parser`, with one way for whole answers and one for streams; we ask it as its
 own server does. Calls that have to be made are none of its business here: they come in a form of our own
-(`serve_app.openai.tools`), and only the reasoning before them is parsed.
+(`serve_app.openai.tools.forced_calls`), and only the reasoning before them is parsed.
 """
 
 import contextlib

@@ -22,7 +22,7 @@ from serve_app.http.admin import Admin, SpeculationOrder
 from serve_app.http.routes import Operations, build_ingress
 from serve_app.http.vllm_routes import VllmRoutes
 from serve_app.openai.prepared_request import Limits
-from serve_app.openai.scoring import Scorer
+from serve_app.openai.scoring.scorer import Scorer
 from serve_app.page.feed import StatusFeed
 from serve_app.page.page_routes import add_page
 from serve_app.telemetry.metrics import Metrics, PrometheusSink

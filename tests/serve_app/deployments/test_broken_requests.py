@@ -9,8 +9,8 @@ from serve_app.backends.base import ModelInfo
 from serve_app.config.files import parse_args
 from serve_app.deployments.http_front import HttpFront
 from serve_app.deployments.runtime import ReplicaRuntime, Reporter
+from serve_app.openai.completions.completion_request import CompletionRequest
 from serve_app.openai.parsing import parse
-from serve_app.openai.requests import CompletionRequest
 from serve_app.referee.answer import Answer
 from serve_app.referee.records import Records
 from serve_app.telemetry.metrics import Metrics, PrometheusSink

@@ -30,9 +30,9 @@ from serve_app.http.openapi import OPERATIONS, document
 from serve_app.http.routes import Operations, PastReplies, build_ingress
 from serve_app.http.vllm_routes import VllmRoutes
 from serve_app.openai.frontend import FrontEnd
-from serve_app.openai.kept_responses import ResponseStore
 from serve_app.openai.prepared_request import Limits
-from serve_app.openai.scoring import Scorer
+from serve_app.openai.responses.kept_responses import ResponseStore
+from serve_app.openai.scoring.scorer import Scorer
 from serve_app.page.feed import StatusFeed
 from serve_app.page.page_routes import add_page
 from serve_app.referee.records import Records

@@ -22,7 +22,7 @@ from serve_app.http import body
 from serve_app.http.event_stream import EventStream
 from serve_app.http.routes import build_ingress
 from serve_app.openai.frontend import FrontEnd
-from serve_app.openai.scoring import Scorer
+from serve_app.openai.scoring.scorer import Scorer
 from serve_app.referee.records import Records
 from serve_app.referee.replay_selection import Selection
 from serve_app.streams.observed import ObservedSource, SourceLimits

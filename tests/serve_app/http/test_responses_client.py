@@ -15,7 +15,7 @@ from serve_app.access.access import Access, Caller, Scope
 from serve_app.access.request_gate import Gate
 from serve_app.http.routes import PastReplies, build_ingress
 from serve_app.openai.frontend import FrontEnd
-from serve_app.openai.kept_responses import ResponseStore
+from serve_app.openai.responses.kept_responses import ResponseStore
 from serve_app.text.tokenizer import Tokenizer
 from tests.support.fake_serving import BackendSource, Served, make_backend
 

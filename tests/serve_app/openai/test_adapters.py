@@ -15,10 +15,11 @@ from serve_app.backends.base import Adapter, ModelInfo
 from serve_app.backends.torch_backend import load_engine
 from serve_app.errors import ModelNotFound
 from serve_app.guard.canary import Canary, CanarySettings
+from serve_app.openai.completions.completion_request import CompletionRequest
 from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.parsing import parse
-from serve_app.openai.requests import CompletionRequest
-from serve_app.openai.scoring import Scorer, ScoreRequest
+from serve_app.openai.scoring.score_request import ScoreRequest
+from serve_app.openai.scoring.scorer import Scorer
 from serve_app.referee.answer import Answer
 from serve_app.referee.judgement import Judge
 from serve_app.referee.records import Records

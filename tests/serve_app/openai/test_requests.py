@@ -8,9 +8,10 @@ import pytest
 from pydantic import ValidationError
 
 from serve_app.errors import UnknownParameter, UnsupportedParameter
+from serve_app.openai.chat.chat_request import ChatCompletionRequest
+from serve_app.openai.completions.completion_request import CompletionRequest
 from serve_app.openai.parsing import parse
-from serve_app.openai.requests import ChatCompletionRequest, CompletionRequest
-from serve_app.openai.scoring import ScoreRequest
+from serve_app.openai.scoring.score_request import ScoreRequest
 from serve_app.openai.wire import MAX_LEVELS, UNSUPPORTED, Wire
 from serve_app.text.tokenizer import Tokenizer
 from speculative.errors import InvalidRequest

@@ -12,9 +12,10 @@ import pytest_asyncio
 
 from serve_app.backends.base import Computing, ModelInfo
 from serve_app.backends.torch_backend import TorchBackend, load_engine
+from serve_app.openai.chat.chat_request import ChatCompletionRequest
+from serve_app.openai.completions.completion_request import CompletionRequest
 from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.parsing import parse
-from serve_app.openai.requests import ChatCompletionRequest, CompletionRequest
 from serve_app.streams.pooled import PooledTokenSource
 from serve_app.telemetry.metrics import BufferSink, Metrics
 from serve_app.text.tokenizer import Tokenizer

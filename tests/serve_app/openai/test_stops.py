@@ -10,9 +10,9 @@ import pytest
 from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.parsing import parse
 from serve_app.openai.prepared_request import NO_TERMS
-from serve_app.openai.response_requests import ResponsesRequest
-from serve_app.openai.responses_desk import ResponsesDesk
-from serve_app.openai.token_generation import GenerateRequest, prepare_generation
+from serve_app.openai.responses.response_requests import ResponsesRequest
+from serve_app.openai.responses.responses_adapter import ResponsesDesk
+from serve_app.openai.tokens.token_generation import GenerateRequest, prepare_generation
 from serve_app.text.tokenizer import Tokenizer
 from speculative.errors import InvalidRequest, SequenceTooLong
 from speculative.request import Request

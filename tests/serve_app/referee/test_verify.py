@@ -13,9 +13,10 @@ from serve_app.access.access import Access, read_token
 from serve_app.errors import UnknownReplica
 from serve_app.http.admin import Admin, SpeculationOrder
 from serve_app.http.routes import PastReplies
+from serve_app.openai.chat.chat_request import ChatCompletionRequest
+from serve_app.openai.completions.completion_request import CompletionRequest
 from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.parsing import parse
-from serve_app.openai.requests import ChatCompletionRequest, CompletionRequest
 from serve_app.referee.answer import Answer
 from serve_app.referee.records import Record, Records
 from serve_app.referee.replay_selection import Checks

@@ -9,8 +9,9 @@ from typing import Any
 import jsonschema
 import pytest
 
+from serve_app.openai.chat.chat_request import ChatCompletionRequest
+from serve_app.openai.completions.completion_request import CompletionRequest
 from serve_app.openai.parsing import parse
-from serve_app.openai.requests import ChatCompletionRequest, CompletionRequest
 from serve_app.text.as_written import RepeatedKey, load_json
 from serve_app.text.grammar import StructureCompiler
 from serve_app.text.patterns import PatternRefused, from_ecma, with_ascii_classes

@@ -12,11 +12,12 @@ import pytest
 from serve_app.access.access import Access
 from serve_app.backends.base import PauseMode
 from serve_app.http.admin import Admin
+from serve_app.openai.chat.chat_request import ChatCompletionRequest
+from serve_app.openai.completions.completion_request import CompletionRequest
 from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.parsing import parse
 from serve_app.openai.prepared_request import Limits
-from serve_app.openai.requests import ChatCompletionRequest, CompletionRequest
-from serve_app.openai.responses import ChoiceDelta, join, metadata_of
+from serve_app.openai.replies import ChoiceDelta, join, metadata_of
 from serve_app.referee.records import Record
 from serve_app.referee.verdicts import Verdict
 from serve_app.streams.pooled import PooledTokenSource

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from serve_app.errors import UnsupportedParameter
+from serve_app.openai.chat.chat_request import ChatCompletionRequest
+from serve_app.openai.chat.shown import prompt_text
 from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.parsing import parse
 from serve_app.openai.prepared_request import NO_TERMS
-from serve_app.openai.requests import ChatCompletionRequest
-from serve_app.openai.response_requests import ResponsesRequest
-from serve_app.openai.responses_desk import ResponsesDesk
-from serve_app.openai.shown import prompt_text
+from serve_app.openai.responses.response_requests import ResponsesRequest
+from serve_app.openai.responses.responses_adapter import ResponsesDesk
 from serve_app.text.tokenizer import Tokenizer
 from speculative.errors import InvalidRequest
 from tests.support.fake_serving import BackendSource, make_backend

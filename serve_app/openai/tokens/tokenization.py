@@ -4,11 +4,12 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from serve_app.openai.chat import ChatDesk
-from serve_app.openai.messages import Message, Tool
+from serve_app.openai.chat.chat_preprocessor import ChatDesk
+from serve_app.openai.chat.chat_request import ChatCompletionRequest
+from serve_app.openai.chat.messages import Message, Tool
 from serve_app.openai.prepared_request import off_loop
 from serve_app.openai.prompts import PromptEncoder
-from serve_app.openai.requests import ChatCompletionRequest, TokenId
+from serve_app.openai.requests import TokenId
 from serve_app.openai.wire import MAX_TOOLS, Many, Wire
 from serve_app.text.tokenizer import Tokenizer
 from speculative.errors import InvalidRequest

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from serve_app.openai.responses import ChoiceDelta, TokenEntry
+from serve_app.openai.replies import ChoiceDelta, TokenEntry
 from serve_app.text.tokenizer import Tokenizer
 from speculative.request import FinishReason, TokenDelta
 

@@ -9,12 +9,12 @@ from pydantic import ValidationError
 
 from serve_app.errors import PreviousResponseNotFound, UnknownResponse, UnsupportedParameter
 from serve_app.openai.frontend import FrontEnd
-from serve_app.openai.kept_responses import KeptResponses
 from serve_app.openai.parsing import in_words
 from serve_app.openai.prepared_request import PreparedRequest, RequestTerms
-from serve_app.openai.response_items import AnyItem, ItemReference, items_from
-from serve_app.openai.response_objects import Fields, ResponsesFormat, response_of
-from serve_app.openai.response_requests import ResponsesRequest
+from serve_app.openai.responses.kept_responses import KeptResponses
+from serve_app.openai.responses.response_items import AnyItem, ItemReference, items_from
+from serve_app.openai.responses.response_objects import Fields, ResponsesFormat, response_of
+from serve_app.openai.responses.response_requests import ResponsesRequest
 from speculative.errors import InvalidRequest
 
 _NOTHING_KEPT = "this server keeps no responses; set responses.max_mib in its configuration"

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 
 from serve_app.backends.base import ParsedDelta
-from serve_app.openai.chat import ResponseParser
+from serve_app.openai.chat.chat_preprocessor import ResponseParser
+from serve_app.openai.chat.chat_request import ChatCompletionRequest
 from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.parsing import parse
 from serve_app.openai.prepared_request import NO_TERMS, PreparedRequest
-from serve_app.openai.requests import ChatCompletionRequest
-from serve_app.openai.response_requests import ResponsesRequest
-from serve_app.openai.responses_desk import ResponsesDesk
+from serve_app.openai.responses.response_requests import ResponsesRequest
+from serve_app.openai.responses.responses_adapter import ResponsesDesk
 from serve_app.text.tokenizer import Tokenizer
-from tests.serve_app.openai.test_tools import FakeParser, FakeParsers, ask, ask_streaming, front
+from tests.serve_app.openai.tools.test_tools import FakeParser, FakeParsers, ask, ask_streaming, front
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER: dict[str, Any] = {"name": "weather", "parameters": SCHEMA}

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve_app.backends.base import CallPart
-from serve_app.openai.call_readers import FreeCalls, HermesCalls, LlamaCalls, MistralCalls, XmlCalls, put_together
-from serve_app.openai.growing_text import GrowingText, Step
+from serve_app.openai.tools.call_readers import FreeCalls, HermesCalls, LlamaCalls, MistralCalls, XmlCalls, put_together
+from serve_app.openai.tools.growing_text import GrowingText, Step
 
 Calls = list[tuple[str, str]]
 LIGHTS: dict[str, Any] = {

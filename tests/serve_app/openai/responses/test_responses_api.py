@@ -11,15 +11,15 @@ from pydantic import TypeAdapter
 from serve_app.backends.base import Parsers
 from serve_app.errors import PreviousResponseNotFound, UnknownResponse, UnsupportedParameter
 from serve_app.openai.frontend import FrontEnd
-from serve_app.openai.kept_responses import KeptResponses, ResponseStore
 from serve_app.openai.parsing import parse
 from serve_app.openai.prepared_request import Limits, RequestTerms
-from serve_app.openai.response_requests import ResponsesRequest
-from serve_app.openai.responses_desk import ResponsesDesk
+from serve_app.openai.responses.kept_responses import KeptResponses, ResponseStore
+from serve_app.openai.responses.response_requests import ResponsesRequest
+from serve_app.openai.responses.responses_adapter import ResponsesDesk
 from serve_app.text.tokenizer import Tokenizer
 from speculative.errors import EngineFault, InvalidRequest
 from speculative.request import Structure
-from tests.serve_app.openai.test_tools import FakeParsers
+from tests.serve_app.openai.tools.test_tools import FakeParsers
 from tests.support.fake_serving import BackendSource, make_backend
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)

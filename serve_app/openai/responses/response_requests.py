@@ -8,7 +8,8 @@ from pydantic import Discriminator, Field, GetJsonSchemaHandler, Tag, field_vali
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError
 
-from serve_app.openai.messages import (
+from serve_app.openai.chat.chat_request import ChatCompletionRequest, Effort
+from serve_app.openai.chat.messages import (
     ChoiceWord,
     FunctionKind,
     FunctionName,
@@ -18,8 +19,8 @@ from serve_app.openai.messages import (
     ToolName,
     choice_kind,
 )
-from serve_app.openai.requests import ChatCompletionRequest, Effort, JsonSchemaFormat, ResponseFormat, WireRequest
-from serve_app.openai.response_items import AnyItem, Conversation, Item, MessageItem
+from serve_app.openai.requests import JsonSchemaFormat, ResponseFormat, WireRequest
+from serve_app.openai.responses.response_items import AnyItem, Conversation, Item, MessageItem
 from serve_app.openai.wire import INT32_MAX, MAX_TOOLS, UNSUPPORTED_IN_RESPONSES, Many, Wire
 from speculative.request import MAX_LOGPROBS
 

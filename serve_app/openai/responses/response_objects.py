@@ -7,7 +7,7 @@ from typing import Any
 
 from serve_app.backends.base import CallPart
 from serve_app.errors import ErrorReply
-from serve_app.openai.responses import (
+from serve_app.openai.replies import (
     ChoiceDelta,
     ReplyHead,
     Usage,

@@ -23,8 +23,12 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from serve_app.backends.base import CallPart, ChatPrompt, ParsedDelta, Parsers
 from serve_app.errors import UnsupportedParameter
 from serve_app.http.routes import build_ingress
-from serve_app.openai.call_formats import format_of
-from serve_app.openai.call_readers import (
+from serve_app.openai.chat.chat_request import ChatCompletionRequest
+from serve_app.openai.completions.completion_request import CompletionRequest
+from serve_app.openai.frontend import FrontEnd
+from serve_app.openai.parsing import parse
+from serve_app.openai.tools.call_formats import format_of
+from serve_app.openai.tools.call_readers import (
     ForcedList,
     FreeCalls,
     HermesCalls,
@@ -34,10 +38,7 @@ from serve_app.openai.call_readers import (
     XmlCalls,
     put_together,
 )
-from serve_app.openai.frontend import FrontEnd
-from serve_app.openai.parsing import parse
-from serve_app.openai.requests import ChatCompletionRequest, CompletionRequest
-from serve_app.openai.tools import behind_thought, call_form
+from serve_app.openai.tools.forced_calls import behind_thought, call_form
 from serve_app.text.grammar import StructureCompiler
 from serve_app.text.tokenizer import Tokenizer
 from speculative.errors import ConfigError, EngineFault, InvalidRequest

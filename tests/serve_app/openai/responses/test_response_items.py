@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from serve_app.errors import UnknownParameter, UnsupportedParameter
+from serve_app.openai.chat.chat_request import ChatCompletionRequest
 from serve_app.openai.parsing import parse
-from serve_app.openai.requests import ChatCompletionRequest
-from serve_app.openai.response_requests import ResponsesRequest
+from serve_app.openai.responses.response_requests import ResponsesRequest
 from speculative.errors import InvalidRequest
 
 CALL = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": '{"a": 1}'}

@@ -8,10 +8,18 @@ from typing import Any
 
 from serve_app.backends.base import CallPart, ChatPrompt, Parsers, Reading, ReplyParser
 from serve_app.errors import UnsupportedParameter
-from serve_app.openai.call_formats import FORMATS, format_of
-from serve_app.openai.call_readers import AnswerReader, CallReader, ForcedList, FreeCalls, NamedCall, NewId, new_call_id
-from serve_app.openai.requests import ChatCompletionRequest
-from serve_app.openai.tools import behind_thought, call_form, forces_calls
+from serve_app.openai.chat.chat_request import ChatCompletionRequest
+from serve_app.openai.tools.call_formats import FORMATS, format_of
+from serve_app.openai.tools.call_readers import (
+    AnswerReader,
+    CallReader,
+    ForcedList,
+    FreeCalls,
+    NamedCall,
+    NewId,
+    new_call_id,
+)
+from serve_app.openai.tools.forced_calls import behind_thought, call_form, forces_calls
 from serve_app.text.as_written import first_not_float
 from serve_app.text.schemas import SchemaRefused, held
 from serve_app.text.tokenizer import ChatTemplate, Tokenizer, shipped_templates

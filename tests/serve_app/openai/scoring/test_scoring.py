@@ -18,7 +18,8 @@ from serve_app.errors import NoRoom
 from serve_app.http.routes import build_ingress
 from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.parsing import parse
-from serve_app.openai.scoring import ScoreLimits, Scorer, ScoreRequest
+from serve_app.openai.scoring.score_request import ScoreRequest
+from serve_app.openai.scoring.scorer import ScoreLimits, Scorer
 from serve_app.referee.records import Records
 from serve_app.referee.replay_selection import Selection
 from serve_app.streams.observed import ObservedSource, SourceLimits

@@ -9,11 +9,12 @@ from pydantic import Field, WithJsonSchema, create_model, field_validator
 from pydantic_core import PydanticCustomError
 
 from serve_app.errors import UnknownParameter
+from serve_app.openai.completions.completion_request import CompletionRequest
 from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.parsing import checked, in_words
 from serve_app.openai.prepared_request import PreparedRequest, RequestTerms
-from serve_app.openai.requests import MAX_CACHE_SALT, CompletionRequest, TokenId
-from serve_app.openai.responses import ChoiceDelta, ReplyHead, ReplyStream, TokenEntry, TopEntry, Usage
+from serve_app.openai.replies import ChoiceDelta, ReplyHead, ReplyStream, TokenEntry, TopEntry, Usage
+from serve_app.openai.requests import MAX_CACHE_SALT, TokenId
 from serve_app.openai.wire import Many, Wire
 from speculative.errors import InvalidRequest
 from speculative.request import MAX_PRIORITY

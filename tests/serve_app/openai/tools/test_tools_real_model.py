@@ -8,9 +8,9 @@ import pytest
 from openai.types.chat import ChatCompletion
 
 from serve_app.backends.torch_backend import TorchBackend
+from serve_app.openai.chat.chat_request import ChatCompletionRequest
 from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.parsing import parse
-from serve_app.openai.requests import ChatCompletionRequest
 from serve_app.text.tokenizer import Tokenizer
 from speculative.config import DrafterConfig, EngineConfig
 from speculative.model.catalogue import FetchFailed, fetch_model

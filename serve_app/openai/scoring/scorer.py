@@ -11,49 +11,20 @@ import uuid
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
-
-from pydantic import Discriminator, Field, Tag
+from typing import Any
 
 from serve_app.backends.base import ModelInfo, TokenSource
 from serve_app.errors import ContextLengthExceeded, RequestAborted, UnsupportedParameter
 from serve_app.openai.choice import refuse_failure
 from serve_app.openai.prepared_request import NO_TERMS, RequestTerms, Spend, free
-from serve_app.openai.requests import Seconds
-from serve_app.openai.responses import Usage, metadata_of
-from serve_app.openai.wire import Many, Wire
+from serve_app.openai.replies import Usage, metadata_of
+from serve_app.openai.scoring.score_request import ScoreRequest
 from serve_app.text.tokenizer import Tokenizer
 from speculative.config import LogprobsMode
 from speculative.errors import EngineFault, InvalidRequest, RequestTimeout
-from speculative.request import MAX_PRIORITY, MAX_SCORED_IDS, Request, SamplingParams, TokenDelta
+from speculative.request import MAX_SCORED_IDS, Request, SamplingParams, TokenDelta
 
 Ids = tuple[int, ...]
-
-
-def _context_kind(value: Any) -> str:
-    return "<ids>" if isinstance(value, list) else "<text>"
-
-
-def _label_kind(value: Any) -> str:
-    return "<id>" if type(value) is int else _context_kind(value)
-
-
-_Text = Annotated[str, Field(min_length=1), Tag("<text>")]
-_Ids = Annotated[Many[int], Field(min_length=1), Tag("<ids>")]
-
-
-class ScoreRequest(Wire):
-    """POST /v1/score."""
-
-    model: str
-    contexts: Annotated[Many[Annotated[_Text | _Ids, Discriminator(_context_kind)]], Field(min_length=1)]
-    labels: Annotated[
-        Many[Annotated[_Text | Annotated[int, Tag("<id>")] | _Ids, Discriminator(_label_kind)]], Field(min_length=1)
-    ]
-    normalize: bool = True
-    priority: int | None = Field(None, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
-    timeout: Seconds | None = None
-    user: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

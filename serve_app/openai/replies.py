@@ -1,4 +1,8 @@
-"""Responses, chunks and their logprobs as OpenAI writes them."""
+"""Replies of /v1/completions and /v1/chat/completions: whole ones, chunks, usage and logprobs as OpenAI writes them.
+
+Replies are built as plain dictionaries, one `ChoiceDelta` at a time. A whole reply is rendered from the joined deltas
+of its choices by the same code as a streamed chunk.
+"""
 
 import json
 import math

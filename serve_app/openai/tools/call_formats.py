@@ -1,6 +1,6 @@
 """In which format a model writes the calls that it makes as it likes: that of the calls in its chat template."""
 
-from serve_app.openai.call_readers import FreeCalls, HermesCalls, LlamaCalls, MistralCalls, XmlCalls
+from serve_app.openai.tools.call_readers import FreeCalls, HermesCalls, LlamaCalls, MistralCalls, XmlCalls
 from serve_app.text.tokenizer import Tokenizer
 from speculative.errors import InvalidRequest
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, TypeAdapter, field_validator
 from pydantic_core import PydanticCustomError
 
-from serve_app.openai.messages import CalledFunction, Message, TextPart, ToolCall, ToolName
+from serve_app.openai.chat.messages import CalledFunction, Message, TextPart, ToolCall, ToolName
 from serve_app.openai.wire import Many, Wire
 
 Status = Literal["in_progress", "completed", "incomplete"]

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from serve_app.openai.echo import EchoedPrompt
+from serve_app.openai.completions.echo import EchoedPrompt
 from serve_app.openai.frontend import FrontEnd
 from serve_app.text.tokenizer import Tokenizer
 from speculative.errors import EngineFault

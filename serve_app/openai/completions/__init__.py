@@ -1,0 +1,1 @@
+"""Legacy completions: their requests, and the echo of prompts."""

@@ -1,0 +1,1 @@
+"""Generative scoring: POST /v1/score."""

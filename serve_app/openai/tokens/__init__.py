@@ -1,0 +1,1 @@
+"""Token ids over HTTP: generation from token ids, /tokenize and /detokenize."""
