@@ -16,7 +16,7 @@ import numpy as np
 from speculative.cache.prefix import chain_root, hash_block
 from speculative.request import Request
 from speculative.state.logit_constraints import Int64s, rules_of
-from speculative.state.reply import Reply
+from speculative.state.reply_state import ReplyState
 from speculative.state.token_constraint import TokenConstraint
 
 
@@ -71,7 +71,7 @@ class Sequence:
         # Returned once, by the engine that computes the prompt; of a one-token prompt there is nothing to compute.
         computes_prompt = self.num_output == 0 and (imported_kv is None or self.num_prompt == 1)
         returns_prompt = self.params.prompt_logprobs is not None and computes_prompt
-        self.reply = Reply(returns_prompt, num_cached)
+        self.reply = ReplyState(returns_prompt, num_cached)
         self._hashes: list[bytes] = []
         self._slots: tuple[list[int], Int64s] = ([], np.empty(0, np.int64))  # of all positions in these blocks
 

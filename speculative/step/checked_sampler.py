@@ -16,7 +16,7 @@ from speculative.selfcheck.terms import TermScope
 from speculative.state.batch import Int64s, SequenceResult, StepInput, StepOutcome, Terms, merge_outcomes
 from speculative.state.token_constraint import Bools
 from speculative.step.host_copy import Verdicts
-from speculative.step.sampler import Sampled, Sampler
+from speculative.step.sampler import SampledStep, Sampler
 from speculative.verification.draft_probs import DraftProbs, PointMass
 from speculative.verification.rows import VerifyRows
 
@@ -84,7 +84,7 @@ class CheckedSampler:
         verdicts, results = self.sampler.report(step_input, sampled, places=checked)
         return self.check(step_input, verdicts, results, masks, found, sampled.rows)
 
-    def _check_on_device(self, step_input: StepInput, sampled: Sampled, *, checked: bool) -> DeviceChecks:
+    def _check_on_device(self, step_input: StepInput, sampled: SampledStep, *, checked: bool) -> DeviceChecks:
         given, verified, token_ids, params = sampled.given, sampled.verified, sampled.token_ids, sampled.params
         device, ops = token_ids.device, self.sampler.ops
         outside = outside_filters(sampled.adjusted, params, token_ids)

@@ -22,7 +22,7 @@ from speculative.vocabulary.ops import VocabularyOps
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
+class SampledStep:
     """The tokens of a step on the device, and what they were sampled from.
 
     logits: [R, V] the model's own.
@@ -67,7 +67,7 @@ class Sampler:
 
     def sample(
         self, step_input: StepInput, logits: Tensor, draft_probs: DraftProbs, masks: list[list[Bools] | None]
-    ) -> Sampled:
+    ) -> SampledStep:
         """Adjust the logits, and verify the drafts against what becomes of them.
 
         Args:
@@ -88,7 +88,7 @@ class Sampler:
         coupled = self.coupled(step_input)
         verified = self._verify(given, coupled)
         token_ids = self.ops.emitted_at_rows(verified, given)
-        return Sampled(logits, adjusted, processed, sampling_rows, rows, coupled, given, verified, token_ids)
+        return SampledStep(logits, adjusted, processed, sampling_rows, rows, coupled, given, verified, token_ids)
 
     def coupled(self, step_input: StepInput) -> Bools:
         """[E] which entries the coupled verifier judges."""
@@ -103,7 +103,7 @@ class Sampler:
         return verify_mixed(given, torch.from_numpy(coupled).to(self._device), verify_coupled, self.verify)
 
     def report(
-        self, step_input: StepInput, sampled: Sampled, *, places: bool = False
+        self, step_input: StepInput, sampled: SampledStep, *, places: bool = False
     ) -> tuple[Verdicts, list[SequenceResult]]:
         """Copy to the host what was decided, and by which q, and the logprobs that were asked for.
 

@@ -6,7 +6,7 @@ from speculative.request import ReplayedToken, TokenLogprobs
 
 
 @dataclass(slots=True)
-class Reply:
+class ReplyState:
     """Kept beside a sequence until a delta takes it along; no step reads it but to know what is to be scored.
 
     returns_prompt: the prompt's logprobs are requested, and still to be returned.
