@@ -35,6 +35,7 @@ from speculative.state.batch import Batch, StepOutcome
 from speculative.state.sequence import Phase, Sequence
 from speculative.state.token_constraint import ConstraintMaker, TokenConstraint
 from speculative.stats import EngineUsage, StepStats
+from speculative.step.checked_sampler import CheckedSampler
 from speculative.step.eager_step import EagerStep
 from speculative.step.executor import StepExecutor
 from speculative.step.runner import ModelRunner
@@ -78,7 +79,8 @@ class EngineCore:
 
             self._operators = GraphOperators.on(self.device)
         self.ops = choose_ops(self.device) if self._operators is None else self._operators.vocabulary
-        self.sampler = Sampler(config, self.device, model.eos_token_ids, self.self_check, self.ops)
+        self.sampler = Sampler(config, self.device, model.eos_token_ids, self.ops)
+        self.checked_sampler = CheckedSampler(config, self.sampler, self.self_check)
         self.cache = self._make_cache(model.kv_shape)
         self._make_executor(decoder, draft_model, NoDrafter() if draft_model else make_weightless(config.drafter))
         self.manifest = Manifest(
@@ -101,12 +103,20 @@ class EngineCore:
         if self._operators is not None:
             from speculative.gpu.graph_step import GraphStep
 
-            parts = (self.config, decoder, self.cache, drafter, self.sampler, self.max_model_len, self._operators)
+            parts = (
+                self.config,
+                decoder,
+                self.cache,
+                drafter,
+                self.checked_sampler,
+                self.max_model_len,
+                self._operators,
+            )
             self.graphs = GraphStep(*parts)
             runner = self.graphs.runner
             if self.device.type == "cuda":
                 self.graphs.capture_all()
-        self.eager = EagerStep(self.config, runner, drafter, self.sampler, self._constraint)
+        self.eager = EagerStep(self.config, runner, drafter, self.checked_sampler, self._constraint)
         steps = (self.eager,) if self.graphs is None else (self.graphs, self.eager)
         self.executor = StepExecutor(steps, self.stats)
 
@@ -223,7 +233,7 @@ class EngineCore:
         with _timed(self.stats, "export_s"):
             extra = self.drafter.export_state(sequence)
             state = ComputedTokenState(
-                tuple(sequence.tokens), sequence.num_prompt, sequence.num_cached, torch.empty(0), extra
+                tuple(sequence.tokens), sequence.num_prompt, sequence.reply.num_cached, torch.empty(0), extra
             )
             blob, kv = allocate_blob(state, self.manifest)
             self.cache.read_all(self._slots(sequence, 0, sequence.num_computed), kv)

@@ -101,8 +101,8 @@ def _wrap(owner: Any, name: str, call: Callable[..., Any]) -> None:
     setattr(owner, name, partial(call, getattr(owner, name)))
 
 
-def _change_layout(engine: EngineCore, change: Callable[[StepInput, Batch], StepInput]) -> None:
-    """Have the forward pass of this engine see another layout than the rest of the step."""
+def _change_input(engine: EngineCore, change: Callable[[StepInput, Batch], StepInput]) -> None:
+    """Have the forward pass of this engine see another input than the rest of the step."""
     forward = engine.runner.forward_with_features
     batches: list[Batch] = []
     propose = engine.drafter.propose
@@ -113,7 +113,7 @@ def _change_layout(engine: EngineCore, change: Callable[[StepInput, Batch], Step
 
     engine.drafter.propose = remember  # type: ignore[method-assign]
     engine.runner.forward_with_features = (  # type: ignore[method-assign]
-        lambda layout, capture: forward(change(layout, batches[0]), capture)
+        lambda step_input, capture: forward(change(step_input, batches[0]), capture)
     )
 
 
@@ -161,19 +161,19 @@ def _stale_drafts_at_the_limit(engine: EngineCore) -> None:
     """Where drafts no longer fit, the step runs on the last draft of the step before instead of the pending token."""
     last_draft: dict[str, int] = {}
 
-    def change(layout: StepInput, batch: Batch) -> StepInput:
-        ids = layout.input_ids.copy()
-        counts = iter(layout.draft_counts.tolist())
-        for entry, row in zip(batch.entries, layout.row_starts.tolist(), strict=False):
+    def change(step_input: StepInput, batch: Batch) -> StepInput:
+        ids = step_input.input_ids.copy()
+        counts = iter(step_input.draft_counts.tolist())
+        for entry, row in zip(batch.entries, step_input.row_starts.tolist(), strict=False):
             count = next(counts) if entry.samples else 0
             name = entry.sequence.request.request_id
             if count:
                 last_draft[name] = int(ids[row + count])
             elif entry.sequence.decoding and entry.max_drafts == 0 and name in last_draft:
                 ids[row] = last_draft[name]
-        return replace(layout, input_ids=ids)
+        return replace(step_input, input_ids=ids)
 
-    _change_layout(engine, change)
+    _change_input(engine, change)
 
 
 @mutant("F5 a reused slot's last token after a handoff", "handoffs")
@@ -191,17 +191,17 @@ def _stale_slot_after_handoff(engine: EngineCore) -> None:
         previous.extend(delta.token_ids[-1] for delta in deltas if delta.finished and delta.token_ids)
         return deltas
 
-    def change(layout: StepInput, batch: Batch) -> StepInput:
-        ids = layout.input_ids.copy()
-        for entry, row in zip(batch.entries, layout.row_starts.tolist(), strict=False):
+    def change(step_input: StepInput, batch: Batch) -> StepInput:
+        ids = step_input.input_ids.copy()
+        for entry, row in zip(batch.entries, step_input.row_starts.tolist(), strict=False):
             if entry.sequence.request.request_id in fresh:
                 fresh.discard(entry.sequence.request.request_id)
                 ids[row] = previous[-1] if previous else ids[row]
-        return replace(layout, input_ids=ids)
+        return replace(step_input, input_ids=ids)
 
     _wrap(engine, "insert", inserting)
     _wrap(engine.scheduler, "commit", committing)
-    _change_layout(engine, change)
+    _change_input(engine, change)
 
 
 @mutant("F13 the handoff's last position is not computed", "handoffs")
@@ -272,26 +272,26 @@ def _stale_slot_after_an_abort(engine: EngineCore) -> None:
         left.extend([] if sequence is None else sequence.tokens[-1:])
         return abort(request_id)
 
-    def change(layout: StepInput, batch: Batch) -> StepInput:
-        ids = layout.input_ids.copy()
-        for entry, row in zip(batch.entries, layout.row_starts.tolist(), strict=False):
+    def change(step_input: StepInput, batch: Batch) -> StepInput:
+        ids = step_input.input_ids.copy()
+        for entry, row in zip(batch.entries, step_input.row_starts.tolist(), strict=False):
             if left and entry.sequence.decoding:
                 ids[row] = left[-1]
         left.clear()
-        return replace(layout, input_ids=ids)
+        return replace(step_input, input_ids=ids)
 
     _wrap(engine, "abort", aborting)
-    _change_layout(engine, change)
+    _change_input(engine, change)
 
 
 @mutant("F15 a preemption repeats the random numbers of the round before it", "drafted requests", kv_cache_tokens=192)
 def _random_numbers_again_after_a_preemption(engine: EngineCore) -> None:
     last: dict[str, tuple[int, np.ndarray[Any, Any]]] = {}
 
-    def numbering(number: Any, layout: StepInput) -> VerifyRows:
-        rows: VerifyRows = number(layout)
-        for index, entry in enumerate(layout.drawing):
-            own, name = layout.verify_entries == index, entry.sequence.request.request_id
+    def numbering(number: Any, step_input: StepInput) -> VerifyRows:
+        rows: VerifyRows = number(step_input)
+        for index, entry in enumerate(step_input.sampled_entries):
+            own, name = step_input.verify_entries == index, entry.sequence.request.request_id
             admission, before = last.get(name, (entry.sequence.admission, None))
             if before is not None and admission < entry.sequence.admission:
                 common = min(before.shape[1], int(own.sum()))
@@ -323,8 +323,8 @@ def _drafter_of_old_weights(engine: EngineCore) -> None:
 
 @mutant("F30 positions shift by one behind token 32, in the referee, too", "requests", place="referee")
 def _shifted_positions(engine: EngineCore) -> None:
-    def shifted(forward: Any, layout: StepInput, capture: Any) -> Any:
-        return forward(replace(layout, positions=layout.positions + (layout.positions > 32)), capture)
+    def shifted(forward: Any, step_input: StepInput, capture: Any) -> Any:
+        return forward(replace(step_input, positions=step_input.positions + (step_input.positions > 32)), capture)
 
     _wrap(engine.runner, "forward_with_features", shifted)
 
@@ -547,10 +547,10 @@ def _reuse_uniforms(engine: EngineCore, which: int) -> None:
     many rows; whoever checks them is given the same."""
     last: dict[str, np.ndarray[Any, Any]] = {}
 
-    def numbering(number: Any, layout: StepInput) -> VerifyRows:
-        rows: VerifyRows = number(layout)
-        for index, entry in enumerate(layout.drawing):
-            own = layout.verify_entries == index
+    def numbering(number: Any, step_input: StepInput) -> VerifyRows:
+        rows: VerifyRows = number(step_input)
+        for index, entry in enumerate(step_input.sampled_entries):
+            own = step_input.verify_entries == index
             before = last.pop(entry.sequence.request.request_id, None)
             if before is None:
                 last[entry.sequence.request.request_id] = rows.uniforms[which, own]
@@ -612,8 +612,8 @@ def _stops_at_a_high_coin(engine: EngineCore) -> None:
 def _uniforms_of_16_bits(engine: EngineCore) -> None:
     """Tokens and rejections less likely than 2**-17 never come, and no mean shows it."""
 
-    def numbering(number: Any, layout: StepInput) -> VerifyRows:
-        rows: VerifyRows = number(layout)
+    def numbering(number: Any, step_input: StepInput) -> VerifyRows:
+        rows: VerifyRows = number(step_input)
         rows.uniforms[:] = (np.floor(rows.uniforms * 2**16) + 0.5) / 2**16
         return rows
 
@@ -667,8 +667,8 @@ def _penalties_blind_to_drafts(engine: EngineCore) -> None:
 
 @mutant("F9 the structure is skipped on drafted positions", "drafted requests")
 def _structure_on_first_row_only(engine: EngineCore) -> None:
-    def without(contexts_of: Any, layout: Any, masks: Any) -> Any:
-        return [replace(one, allowed=None) if one.drafts else one for one in contexts_of(layout, masks)]
+    def without(contexts_of: Any, step_input: Any, masks: Any) -> Any:
+        return [replace(one, allowed=None) if one.drafts else one for one in contexts_of(step_input, masks)]
 
     _patch_module(engine, sampler, "row_contexts", without)
 

@@ -143,9 +143,9 @@ def unguard(engine: EngineCore) -> None:
     """
     engine.scheduler._contract = None
     engine.scheduler._breach = lambda sequence, delta, length: None  # type: ignore[method-assign]
-    engine.sampler.check_on_host = lambda layout, drawn, masks: drawn  # type: ignore[method-assign]
-    engine.sampler.check_rounds = (  # type: ignore[method-assign]
-        lambda layout, rows, verdicts, drawn, terms, counted: (replace(terms, rows=None), drawn)
+    engine.checked_sampler.check_on_host = lambda step_input, results, masks: results  # type: ignore[method-assign]
+    engine.checked_sampler.check_rounds = (  # type: ignore[method-assign]
+        lambda step_input, rows, verdicts, results, terms, counted: (replace(terms, rows=None), results)
     )
     ops: Any = copy.copy(engine.sampler.ops)
     original = ops.broken_rows

@@ -43,10 +43,10 @@ class TableRunner(ModelRunner):
         super().__init__(decoder, engine.cache, engine.device)
         self.table = table
 
-    def forward_with_features(self, layout: StepInput, capture: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    def forward_with_features(self, step_input: StepInput, capture: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """The tokens themselves, [N, 1], and no features."""
         del capture
-        hidden = torch.from_numpy(layout.input_ids)[:, None].float()
+        hidden = torch.from_numpy(step_input.input_ids)[:, None].float()
         return hidden, hidden[:, :0]
 
     def logits(self, hidden: Tensor) -> Tensor:

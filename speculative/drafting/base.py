@@ -77,7 +77,7 @@ class Drafter(Protocol):
         before, never of a token or a random number that was drawn at the position."""
         ...
 
-    def observe(self, batch: Batch, layout: StepInput, features: Tensor) -> None:
+    def observe(self, batch: Batch, step_input: StepInput, features: Tensor) -> None:
         """Take in the features [N, F] of a step's rows, before anybody knows which of them will stand."""
         ...
 
@@ -115,7 +115,7 @@ class WeightlessDrafter:
     capture: tuple[int, ...] = ()
     state_name = "none"
 
-    def observe(self, batch: Batch, layout: StepInput, features: Tensor) -> None:
+    def observe(self, batch: Batch, step_input: StepInput, features: Tensor) -> None:
         """Nothing is read."""
 
     def logits_again(self, sequence: Sequence, places: Entries[tuple[int, int]]) -> Tensor | None:

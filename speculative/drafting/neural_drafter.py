@@ -239,20 +239,20 @@ class ModelDrafter:
             state = self._state(entry.sequence)
             state.drafted_after, state.drafted = len(entry.sequence.tokens), draft
 
-    def observe(self, batch: Batch, layout: StepInput, features: Tensor) -> None:
+    def observe(self, batch: Batch, step_input: StepInput, features: Tensor) -> None:
         """Record the features [N, F] of a step's rows, before it is known which of them will be kept."""
         if not self.capture:
             return
-        for entry, (begin, end) in zip(batch.entries, pairwise(layout.row_starts.tolist()), strict=True):
+        for entry, (begin, end) in zip(batch.entries, pairwise(step_input.row_starts.tolist()), strict=True):
             if _drafts_for(entry.sequence):
                 state = self._state(entry.sequence)
                 state.features.append((entry.sequence.num_computed, features[begin:end]))
 
-    def observe_in_buffer(self, batch: Batch, layout: StepInput, rows: Int64s) -> None:
+    def observe_in_buffer(self, batch: Batch, step_input: StepInput, rows: Int64s) -> None:
         """As `observe`, of features that lie in the buffer: those of the step's packed rows in `rows` [N]."""
         if self.catch_up is None or not self.capture:
             return
-        starts, version = layout.row_starts, self.catch_up.buffer.version
+        starts, version = step_input.row_starts, self.catch_up.buffer.version
         counts = np.diff(starts).tolist()
         for entry, row, count in zip(batch.entries, rows[starts[:-1]].tolist(), counts, strict=True):
             if _drafts_for(entry.sequence):

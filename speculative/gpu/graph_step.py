@@ -31,10 +31,9 @@ from speculative.model.decoder import Decoder
 from speculative.model.layers import use_layer_ops
 from speculative.state.batch import Batch, Int64s, StepInput, StepOutcome, build_step_input, merge_outcomes
 from speculative.state.token_constraint import Bools
+from speculative.step.checked_sampler import CheckedSampler, DeviceChecks
 from speculative.step.host_copy import results_per_entry
-from speculative.step.sampler import Sampler
 from speculative.verification.draft_probs import PointMass
-from speculative.verification.rows import VerifyRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +70,7 @@ class GraphStep:
         decoder: Decoder,
         cache: KVCache,
         drafter: Drafter,
-        sampler: Sampler,
+        sampler: CheckedSampler,
         max_model_len: int,
         operators: GraphOperators,
     ) -> None:
@@ -79,7 +78,7 @@ class GraphStep:
         self.capturer = Capturer(decoder.device)
         self._config = config
         self._drafter = drafter
-        self._sampler = sampler
+        self._checked = sampler
         self._neural = neural = drafter if isinstance(drafter, ModelDrafter) else None
         self._draft_model = None if neural is None else neural.model
         room = CacheRoom(config.block_size, -(-max_model_len // config.block_size), config.num_blocks)
@@ -117,7 +116,7 @@ class GraphStep:
         decoding = all(
             entry.samples and entry.num_known == 1 and not entry.sequence.scored_positions for entry in batch.entries
         )
-        return decoding and fits(batch.entries, len(self._sampler.eos_token_ids))
+        return decoding and fits(batch.entries, len(self._checked.sampler.eos_token_ids))
 
     # -- the step -----------------------------------------------------------------------------------------------
 
@@ -157,58 +156,50 @@ class GraphStep:
             most = self.buckets.batch_sizes[-1]
             parts = [Batch(batch.entries[begin : begin + most]) for begin in range(0, len(batch.entries), most)]
             return merge_outcomes([self.verify(part, self.draft(part)) for part in parts])
-        layout = build_step_input(batch.entries, drafts.counts, drafts.token_ids, self._config.block_size)
+        step_input = build_step_input(batch.entries, drafts.counts, drafts.token_ids, self._config.block_size)
         bucket = self.buckets.fit(len(batch.entries), int(drafts.counts.max()) + 1)
-        rows_bucket = self.buckets.fit_rows(len(batch.entries), len(layout.verify_rows))
+        rows_bucket = self.buckets.fit_rows(len(batch.entries), len(step_input.verify_rows))
         assert bucket is not None and rows_bucket is not None, "every batch that is taken fits"
-        places = self.runner.target.run(bucket, layout, _sources(layout, drafts))
+        places = self.runner.target.run(bucket, step_input, _sources(step_input, drafts))
         if self._neural is not None:
-            self._neural.observe_in_buffer(batch, layout, places.on_host)
-        layout, masks = self._read_drafts(batch, layout, drafts)
-        sequences, checked = [entry.sequence for entry in batch.entries], self._sampler.self_check.due()
+            self._neural.observe_in_buffer(batch, step_input, places.on_host)
+        step_input, masks = self._read_drafts(batch, step_input, drafts)
+        sampler, self_check = self._checked.sampler, self._checked.self_check
+        sequences, checked = [entry.sequence for entry in batch.entries], self_check.due()
         rows = JudgedRows(
-            layout,
-            places.on_host[layout.verify_rows],
+            step_input,
+            places.on_host[step_input.verify_rows],
             drafts.rows,
-            counted=self._sampler.self_check.counted(batch.entries, checked=checked),
-            coupled=self._sampler.coupled(layout),
+            counted=self_check.counted(batch.entries, checked=checked),
+            coupled=sampler.coupled(step_input),
             checked=checked,
             reported=any(sequence.params.returns_logprobs for sequence in sequences),
-            edits=StepEdits.of(layout, masks, self._sampler.eos_token_ids, self._vocab_size),
+            edits=StepEdits.of(step_input, masks, sampler.eos_token_ids, self._vocab_size),
         )
         judged = self.judge.run(rows_bucket, rows)
-        known = _with_drafts(layout, judged.draft_ids)
-        drawn, terms = results_per_entry(known, judged.verdicts, judged.logprobs), judged.terms
-        drawn = self._sampler.check_on_host(known, drawn, masks)
-        if terms is not None:
-            own = VerifyRows.of(known)
-            terms, drawn = self._sampler.check_rounds(known, own, judged.verdicts, drawn, terms, rows.counted)
-        self._note_drafts(batch, known)
-        return StepOutcome(
-            results=tuple(drawn),
-            expected_accepted=judged.verdicts.expected_accepted,
-            terms=terms,
-        )
+        known = _with_drafts(step_input, judged.draft_ids)
+        results = results_per_entry(known, judged.verdicts, judged.logprobs)
+        found = DeviceChecks(judged.broken, rows.counted, judged.terms)
+        outcome = self._checked.check(known, judged.verdicts, results, masks, found)
+        if self._neural is not None and not self._neural.capture:
+            self._neural.end_round(batch.entries, _per_entry(known))
+        return outcome
 
     def _read_drafts(
-        self, batch: Batch, layout: StepInput, drafts: StepDrafts
+        self, batch: Batch, step_input: StepInput, drafts: StepDrafts
     ) -> tuple[StepInput, list[list[Bools] | None]]:
         """The step's rows, with the drafts that rules read, and per entry what its structure allows.
 
         Where a model made such drafts this waits for them, while the target runs."""
         if drafts.rows is not None and _host_reads_drafts(batch):
-            own = layout.drafts.copy()
+            own = step_input.drafts.copy()
             own[own >= 0] = self._drafts_on_host.wait()[drafts.rows]
-            layout = _with_drafts(layout, own)
+            step_input = _with_drafts(step_input, own)
         masks = drafts.masks
         if masks is None:
             structured = any(entry.sequence.constraint is not None for entry in batch.entries)
-            masks = allowed_masks(batch, _per_entry(layout)) if structured else {}
-        return layout, [masks.get(index) for index in range(len(batch.entries))]
-
-    def _note_drafts(self, batch: Batch, layout: StepInput) -> None:
-        if self._neural is not None and not self._neural.capture:
-            self._neural.end_round(batch.entries, _per_entry(layout))
+            masks = allowed_masks(batch, _per_entry(step_input)) if structured else {}
+        return step_input, [masks.get(index) for index in range(len(batch.entries))]
 
     # -- before the first step ----------------------------------------------------------------------------------
 
@@ -248,22 +239,22 @@ def _host_reads_drafts(batch: Batch) -> bool:
     )
 
 
-def _sources(layout: StepInput, drafts: StepDrafts) -> Int64s | None:
-    """[N] per packed row, where its token lies in the statics; -1 where the layout has it."""
+def _sources(step_input: StepInput, drafts: StepDrafts) -> Int64s | None:
+    """[N] per packed row, where its token lies in the statics; -1 where the host knows it."""
     if drafts.rows is None:
         return None
-    sources = np.full(len(layout.input_ids), -1, np.int64)
-    sources[layout.verify_rows[layout.offsets > 0]] = drafts.rows
+    sources = np.full(len(step_input.input_ids), -1, np.int64)
+    sources[step_input.verify_rows[step_input.offsets > 0]] = drafts.rows
     return sources
 
 
-def _per_entry(layout: StepInput) -> list[list[int]]:
+def _per_entry(step_input: StepInput) -> list[list[int]]:
     """The drafts of each entry."""
-    return split_drafts(layout.drafts[layout.drafts >= 0], layout.draft_counts)
+    return split_drafts(step_input.drafts[step_input.drafts >= 0], step_input.draft_counts)
 
 
-def _with_drafts(layout: StepInput, draft_ids: Int64s) -> StepInput:
-    """The layout with the drafts that were on the device only."""
-    input_ids = layout.input_ids.copy()
-    input_ids[layout.verify_rows[layout.offsets > 0]] = draft_ids[draft_ids >= 0]
-    return dataclasses.replace(layout, drafts=draft_ids, input_ids=input_ids)
+def _with_drafts(step_input: StepInput, draft_ids: Int64s) -> StepInput:
+    """The step's rows with the drafts that were on the device only."""
+    input_ids = step_input.input_ids.copy()
+    input_ids[step_input.verify_rows[step_input.offsets > 0]] = draft_ids[draft_ids >= 0]
+    return dataclasses.replace(step_input, drafts=draft_ids, input_ids=input_ids)

@@ -110,26 +110,37 @@ class StepEdits:
 
     @classmethod
     def of(
-        cls, layout: StepInput, masks: Sequences[list[Bools] | None], eos_token_ids: Sequences[int], vocab_size: int
+        cls, step_input: StepInput, masks: Sequences[list[Bools] | None], eos_token_ids: Sequences[int], vocab_size: int
     ) -> "StepEdits | None":
         """The edits of a step; None where no request has any.
 
         Args:
-            layout: the step's rows, with those drafts that rules read.
-            masks: per drawing entry, what its structure allows, row by row; None where it has none.
+            step_input: the step's rows, with those drafts that rules read.
+            masks: per sampled entry, what its structure allows, row by row; None where it has none.
             eos_token_ids: tokens that end an answer.
             vocab_size: of the target.
         """
-        if all(mask is None for mask in masks) and all(entry.sequence.rules is None for entry in layout.drawing):
+        if all(mask is None for mask in masks) and all(
+            entry.sequence.rules is None for entry in step_input.sampled_entries
+        ):
             return None
-        params = [entry.sequence.params for entry in layout.drawing]
-        edits = cls([], np.full(len(layout.drafts), -1), [], [_counted(entry) for entry in layout.drawing], params)
+        params = [entry.sequence.params for entry in step_input.sampled_entries]
+        edits = cls(
+            [],
+            np.full(len(step_input.drafts), -1),
+            [],
+            [_counted(entry) for entry in step_input.sampled_entries],
+            params,
+        )
         first_row = 0
-        for entry, count, mask in zip(layout.drawing, layout.draft_counts.tolist(), masks, strict=True):
+        for entry, count, mask in zip(step_input.sampled_entries, step_input.draft_counts.tolist(), masks, strict=True):
             rows = range(first_row, first_row + count + 1)
             edits._keep(rows, _allowed(entry.sequence.rules, mask, vocab_size))
             if entry.sequence.rules is not None:
-                output, drafts = entry.sequence.tokens[entry.sequence.num_prompt :], layout.drafts[rows[:-1]].tolist()
+                output, drafts = (
+                    entry.sequence.tokens[entry.sequence.num_prompt :],
+                    step_input.drafts[rows[:-1]].tolist(),
+                )
                 for offset, row in enumerate(rows):
                     biased = entry.sequence.rules.biased(output, tuple(drafts[:offset]), eos_token_ids)
                     edits.biased.append((row, *biased))

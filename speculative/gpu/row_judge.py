@@ -11,9 +11,8 @@ from speculative.gpu.capture import copy_once
 from speculative.gpu.filters import sampling_rows
 from speculative.sampling.logprobs import gather_logprobs, mode_matrix
 from speculative.sampling.probs import target_probs
-from speculative.selfcheck.invariants import broken_rows
+from speculative.selfcheck.invariants import broken_rows, outside_filters
 from speculative.selfcheck.terms import TermScope, take_terms
-from speculative.step.sampler import outside_filters_of
 from speculative.verification.base import Verifier, VerifyInput, emitted_at_rows
 from speculative.verification.block import verify_block
 from speculative.verification.coupled import NoiseRows, accept_choice
@@ -106,7 +105,7 @@ class TorchJudge:
         choice = self._ops.choose(step.probs, torch.zeros_like(rows.drafts), noise, None, logits.shape[1])
         verified = merge(rows.coupled, accept_choice(step, choice), self._verify(step))
         emitted = emitted_at_rows(verified, step)
-        outside = outside_filters_of(sampling, logits, emitted)
+        outside = outside_filters(logits, sampling, emitted)
         broken = broken_rows(step, verified, emitted, processed.amax(dim=-1), outside)
         reported = gather_logprobs(mode_matrix(self._mode, logits, processed), emitted, 0)
         terms = take_terms(step, verified, emitted, TermScope(self._verifier, rows.counted, rows.coupled))

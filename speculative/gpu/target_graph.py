@@ -72,25 +72,25 @@ class TargetPass:
             self._passes[bucket] = CapturedPass(inputs, replay)
         return self._passes[bucket]
 
-    def run(self, bucket: Bucket, layout: StepInput, sources: Int64s | None) -> Places:
+    def run(self, bucket: Bucket, step_input: StepInput, sources: Int64s | None) -> Places:
         """Compute a step's rows.
 
         Args:
             bucket: holds them.
-            layout: the step's rows.
-            sources: [N] per packed row, the row of `GraphBuffers.draft_tokens` that holds its token; -1 = the layout
+            step_input: the step's rows.
+            sources: [N] per packed row, the row of `GraphBuffers.draft_tokens` that holds its token; -1 = `step_input`
             has it.
 
         Returns:
             Where each packed row lies in `GraphBuffers.hidden`.
         """
         captured = self.prepare(bucket)
-        counts = np.diff(layout.row_starts)
+        counts = np.diff(step_input.row_starts)
         places = padded_places(counts, bucket.num_queries)
         host = captured.inputs.next_host()
-        starts = layout.positions[layout.row_starts[:-1]]
-        num_blocks = fill_rows(host, layout.context_slots, starts, counts, self._room)
-        host["input_ids"].reshape(-1)[places] = layout.input_ids
+        starts = step_input.positions[step_input.row_starts[:-1]]
+        num_blocks = fill_rows(host, step_input.context_slots, starts, counts, self._room)
+        host["input_ids"].reshape(-1)[places] = step_input.input_ids
         if sources is not None:
             host["sources"].reshape(-1)[places] = sources
         host["places"][: len(places)] = places
@@ -121,47 +121,47 @@ class GraphRunner(ModelRunner):
         self.target = target
         self._buckets = buckets
 
-    def forward_with_features(self, layout: StepInput, capture: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    def forward_with_features(self, step_input: StepInput, capture: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """As ModelRunner's."""
-        counts = np.diff(layout.row_starts)
+        counts = np.diff(step_input.row_starts)
         few = counts <= self._buckets.query_lengths[-1]
         if not few.any() or capture not in ((), self.target.capture):
-            return super().forward_with_features(layout, capture)
+            return super().forward_with_features(step_input, capture)
         if few.all():
-            return self._replay(layout, capture)
+            return self._replay(step_input, capture)
         hidden: list[Tensor] = []
         features: list[Tensor] = []
         for chosen, run in ((few, self._replay), (~few, super().forward_with_features)):
-            found = run(_select(layout, chosen), capture)
+            found = run(_select(step_input, chosen), capture)
             hidden.append(found[0])
             features.append(found[1])
         is_few = np.repeat(few, counts)
         (order,) = send_once([np.argsort(np.argsort(~is_few, kind="stable"))], self.device)
         return torch.cat(hidden)[order], torch.cat(features)[order]
 
-    def _replay(self, layout: StepInput, capture: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        counts, most = np.diff(layout.row_starts), self._buckets.batch_sizes[-1]
+    def _replay(self, step_input: StepInput, capture: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        counts, most = np.diff(step_input.row_starts), self._buckets.batch_sizes[-1]
         if len(counts) > most:  # several replays: eagerly, each sequence would be several launches a layer
             parts = np.arange(len(counts)) // most
-            found = [self._replay(_select(layout, parts == part), capture) for part in range(parts[-1] + 1)]
+            found = [self._replay(_select(step_input, parts == part), capture) for part in range(parts[-1] + 1)]
             return torch.cat([hidden for hidden, _ in found]), torch.cat([features for _, features in found])
         bucket = self._buckets.fit(len(counts), int(counts.max()))
         assert bucket is not None, "the rows were chosen to fit"
-        places = self.target.run(bucket, layout, None).on_device
+        places = self.target.run(bucket, step_input, None).on_device
         buffers = self.target.buffers
         hidden = buffers.hidden[places]  # a copy: the next step overwrites what it was gathered from
         return hidden, buffers.features.rows[places] if capture else hidden[:, :0]
 
 
-def _select(layout: StepInput, chosen: Bools) -> StepInput:
+def _select(step_input: StepInput, chosen: Bools) -> StepInput:
     """The rows of some sequences, as far as a forward pass reads them."""
-    counts = np.diff(layout.row_starts)
+    counts = np.diff(step_input.row_starts)
     rows = np.repeat(chosen, counts)
     return dataclasses.replace(
-        layout,
-        input_ids=layout.input_ids[rows],
-        positions=layout.positions[rows],
-        slots=layout.slots[rows],
+        step_input,
+        input_ids=step_input.input_ids[rows],
+        positions=step_input.positions[rows],
+        slots=step_input.slots[rows],
         row_starts=np.concatenate([[0], np.cumsum(counts[chosen])]),
-        context_slots=tuple(own for own, is_chosen in zip(layout.context_slots, chosen, strict=True) if is_chosen),
+        context_slots=tuple(own for own, is_chosen in zip(step_input.context_slots, chosen, strict=True) if is_chosen),
     )

@@ -61,7 +61,7 @@ class JudgedRows:
     coupled verifier. checked, reported: whether the terms of the self-checks, and logprobs, are wanted. edits: of the
     rows' logits, if any."""
 
-    layout: StepInput
+    step_input: StepInput
     places: Array
     draft_rows: Array | None
     counted: Bools
@@ -73,9 +73,14 @@ class JudgedRows:
 
 @dataclass(frozen=True, slots=True)
 class JudgedStep:
-    """The results, from the one copy. draft_ids: [R] the draft judged at each row, -1 in last rows."""
+    """The results, from the one copy.
+
+    broken: [R] as `broken_rows` returns it.
+    draft_ids: [R] the draft judged at each row, -1 in last rows.
+    """
 
     verdicts: Verdicts
+    broken: Array
     draft_ids: Array
     logprobs: LogprobRows | None
     terms: Terms | None
@@ -130,7 +135,10 @@ class VerifyGraph:
 
     def run(self, bucket: Bucket, rows: JudgedRows) -> JudgedStep:
         """Judge, and copy the results to the host."""
-        params, vocab_size = [entry.sequence.params for entry in rows.layout.drawing], self._decoder.config.vocab_size
+        params, vocab_size = (
+            [entry.sequence.params for entry in rows.step_input.sampled_entries],
+            self._decoder.config.vocab_size,
+        )
         extras = self._extras_of(rows, params)
         captured = self.prepare(bucket, extras)
         host = captured.inputs.next_host()
@@ -149,7 +157,7 @@ class VerifyGraph:
         judged = _unpack(values, bucket, checks, rows)
         if own_q is not None:
             of_rows, of_last = np.split(own_q, [2 * bucket.num_rows])
-            of_drafts, before = of_rows.reshape(2, -1)[:, : len(rows.layout.drafts)]
+            of_drafts, before = of_rows.reshape(2, -1)[:, : len(rows.step_input.drafts)]
             of_last = np.where(self._is_drafted[judged.verdicts.token_ids], of_last[: len(params)], 0.0)
             own = {"draft_probs": of_drafts, "mass_before": before, "last_probs": of_last}
             verdicts = dataclasses.replace(judged.verdicts, **own)
@@ -223,11 +231,11 @@ def _fields(bucket: Bucket, vocab_size: int) -> dict[str, Field]:
 
 
 def _fill(host: dict[str, Array], rows: JudgedRows, per_entry: SamplingRows) -> None:
-    layout = rows.layout
-    num_rows, num_entries = len(layout.drafts), len(layout.drawing)
-    entries = layout.verify_entries
+    step_input = rows.step_input
+    num_rows, num_entries = len(step_input.drafts), len(step_input.sampled_entries)
+    entries = step_input.verify_entries
     host["places"][:num_rows] = rows.places
-    for name, values in VerifyRows.of(layout).named().items():
+    for name, values in VerifyRows.of(step_input).named().items():
         if name in host:
             host[name][: len(values)] = values
     host["temperature"][:num_rows] = per_entry.temperature.numpy()[entries]
@@ -257,7 +265,7 @@ def _unpack(vector: Array, bucket: Bucket, checks: tuple[str, ...], rows: Judged
         taken, rest = rest[:count], rest[count:]
         return taken
 
-    num_rows, num_entries = len(rows.layout.drafts), len(rows.layout.drawing)
+    num_rows, num_entries = len(rows.step_input.drafts), len(rows.step_input.sampled_entries)
     accepted, token_ids = (take(bucket.num_seqs)[:num_entries].astype(np.int64) for _ in range(2))
     drafts, broken = (take(bucket.num_rows)[:num_rows].astype(np.int64) for _ in range(2))
     expected = np.nan_to_num(take(bucket.num_seqs)[:num_entries]).sum()
@@ -269,4 +277,4 @@ def _unpack(vector: Array, bucket: Bucket, checks: tuple[str, ...], rows: Judged
     if rows.checked:
         achievable, per_row = float(take(1)[0]), take(3 * bucket.num_rows).reshape(3, -1)[:, :num_rows]
         terms = Terms(checks, rest.reshape(len(checks), -1), achievable, per_row)
-    return JudgedStep(Verdicts(accepted, token_ids, broken, float(expected)), drafts, logprobs, terms)
+    return JudgedStep(Verdicts(accepted, token_ids, float(expected)), broken, drafts, logprobs, terms)

@@ -176,12 +176,14 @@ class Scheduler:
         if sequence.imported_kv is not None:  # written before this step's forward pass, so it may be shared at once
             sequence.num_computed = len(sequence.tokens) - 1
             self.publish(sequence)
-        elif sequence.queue_s is None and sequence.reads_cache:
-            sequence.num_cached = min(sequence.num_shared, sequence.num_prompt)  # what was emitted may be cached too
+        elif sequence.reply.queue_s is None and sequence.reads_cache:
+            sequence.reply.num_cached = min(
+                sequence.num_shared, sequence.num_prompt
+            )  # what was emitted may be cached too
             self.stats.prefix_cache_queries += sequence.num_prompt
-            self.stats.prefix_cache_hits += sequence.num_cached
-        if sequence.queue_s is None:
-            sequence.queue_s = time.monotonic() - sequence.arrived_at
+            self.stats.prefix_cache_hits += sequence.reply.num_cached
+        if sequence.reply.queue_s is None:
+            sequence.reply.queue_s = time.monotonic() - sequence.arrived_at
         return True
 
     def _find_prefix(self, sequence: Sequence) -> list[int]:
@@ -256,8 +258,7 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         self._running.remove(sequence)
         self._free(sequence)
-        sequence.prompt_logprobs.clear()  # they are recomputed
-        sequence.replayed.clear()
+        sequence.reply.recompute()
         sequence.phase = Phase.WAITING
         self._waiting.push_in(sequence)
         self.stats.num_preemptions += 1
@@ -282,8 +283,8 @@ class Scheduler:
         deltas = []
         for entry, result in zip(batch.entries, outcome.results, strict=True):
             if result.prompt_logprobs or result.replayed:
-                entry.sequence.prompt_logprobs += result.prompt_logprobs
-                entry.sequence.replayed += result.replayed
+                entry.sequence.reply.prompt_logprobs += result.prompt_logprobs
+                entry.sequence.reply.replayed += result.replayed
             delta = self._advance(entry, result)
             if delta is not None:
                 delta = self._checked(delta, entry.sequence.request)
@@ -305,7 +306,7 @@ class Scheduler:
             token_ids=result.token_ids[:kept],
             kinds=_kinds(result, first=sequence.num_output == 0)[:kept],
             logprobs=None if result.logprobs is None else result.logprobs[:kept],
-            prompt_logprobs=sequence.take_prompt_logprobs(),
+            prompt_logprobs=sequence.reply.take_prompt_logprobs(),
             num_drafted=result.num_drafted,
             num_accepted=min(result.num_accepted, kept),
             round=Round(
@@ -316,8 +317,8 @@ class Scheduler:
                 result.draft_probs,
                 result.last_prob,
             ),
-            num_cached_tokens=sequence.num_cached,
-            queue_s=sequence.queue_s or 0.0,
+            num_cached_tokens=sequence.reply.num_cached,
+            queue_s=sequence.reply.queue_s or 0.0,
             preempted=sequence.admission > 1,
             weight_version=self.weight_version,
             finish_reason=reason,
@@ -372,15 +373,15 @@ class Scheduler:
             return None
         return TokenDelta(
             sequence.request.request_id,
-            logprobs=tuple(sequence.prompt_logprobs),
-            replayed=tuple(sequence.replayed),
+            logprobs=tuple(sequence.reply.prompt_logprobs),
+            replayed=tuple(sequence.reply.replayed),
             finish_reason=FinishReason.STOP,
             weight_version=self.weight_version,
         )
 
     def _report_held(self, sequence: Sequence) -> TokenDelta | None:
         """The prompt logprobs of a request held before its first token: whoever continues it returns none."""
-        reported = sequence.take_prompt_logprobs() if sequence.ready_to_hold else None
+        reported = sequence.reply.take_prompt_logprobs() if sequence.ready_to_hold else None
         if reported is None:
             return None
         return TokenDelta(sequence.request.request_id, prompt_logprobs=reported, weight_version=self.weight_version)

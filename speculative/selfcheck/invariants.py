@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speculative.sampling.probs import Filters
+from speculative.sampling.probs import SamplingRows
 from speculative.state.batch import Entry, Int64s, StepInput
 from speculative.state.token_constraint import Bools
 from speculative.verification.base import VerifyInput, VerifyOutput
@@ -45,17 +45,20 @@ def broken_rows(step: VerifyInput, verified: VerifyOutput, emitted: Tensor, high
     return torch.where(reached & ~(highest < torch.inf), _code("not_finite"), broken)
 
 
-def outside_filters(adjusted: Tensor, temperature: Tensor, filters: Filters, emitted: Tensor) -> Tensor:
-    """[F] bool: rows whose token none of the request's filters can have let through; found without the filters' code.
+def outside_filters(adjusted: Tensor, params: SamplingRows, emitted: Tensor) -> Tensor:
+    """[R] bool: rows whose token the request's filters cannot have let through; found without the filters' code.
 
     Args:
-        adjusted: [F, V] logits after the request's rules, of the rows that have filters.
-        temperature: [F, 1].
-        filters: theirs.
-        emitted: [F] int64.
+        adjusted: [R, V] logits after the requests' rules.
+        params: temperature and filters of each row.
+        emitted: [R] int64.
     """
-    distribution = torch.softmax(adjusted / temperature, dim=-1)
-    own = distribution.gather(1, emitted[:, None])
+    outside, filters = torch.zeros_like(params.greedy), params.filters
+    if filters is None:
+        return outside
+    which = filters.rows
+    distribution = torch.softmax(adjusted[which] / params.temperature[which], dim=-1)
+    own = distribution.gather(1, emitted[which, None])
     likelier = distribution > own * (1 + EDGE_ROUNDING)
     too_far = likelier.sum(dim=-1) >= filters.top_k
     # Of all mass, of what is kept it is more. A float32 softmax of a large vocabulary does not add up to 1 so closely.
@@ -63,7 +66,8 @@ def outside_filters(adjusted: Tensor, temperature: Tensor, filters: Filters, emi
     too_far |= above > (filters.top_p + EDGE_ROUNDING) * total
     if filters.min_p is not None:
         too_far |= own[:, 0] < distribution.amax(dim=-1) * filters.min_p * (1 - 10 * EDGE_ROUNDING)
-    return too_far
+    outside[which] = too_far
+    return outside
 
 
 def forbidden_by_rules(
@@ -84,13 +88,13 @@ def forbidden_by_rules(
     )
 
 
-def misplaced(layout: StepInput) -> Int64s:
-    """[E] whether rows of a drawing entry stand elsewhere than behind its tokens, or do not begin with its last one."""
-    lengths = np.array([len(entry.sequence.tokens) for entry in layout.drawing], np.int64)
-    pending = np.array([entry.sequence.tokens[-1] for entry in layout.drawing], np.int64)
-    rows, owners = layout.verify_rows, layout.verify_entries
-    wrong = layout.positions[rows] != lengths[owners] - 1 + layout.offsets
-    wrong |= (layout.offsets == 0) & (layout.input_ids[rows] != pending[owners])
+def misplaced(step_input: StepInput) -> Int64s:
+    """[E] whether rows of a sampled entry stand elsewhere than behind its tokens, or do not begin with its last one."""
+    lengths = np.array([len(entry.sequence.tokens) for entry in step_input.sampled_entries], np.int64)
+    pending = np.array([entry.sequence.tokens[-1] for entry in step_input.sampled_entries], np.int64)
+    rows, owners = step_input.verify_rows, step_input.verify_entries
+    wrong = step_input.positions[rows] != lengths[owners] - 1 + step_input.offsets
+    wrong |= (step_input.offsets == 0) & (step_input.input_ids[rows] != pending[owners])
     return np.bincount(owners, wrong, minlength=len(lengths)).astype(np.int64)
 
 

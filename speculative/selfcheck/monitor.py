@@ -9,6 +9,7 @@ from random import Random
 
 import numpy as np
 
+from speculative.sampling.rng import Float64s
 from speculative.selfcheck.eprocess import STAKES, FreshStarts
 from speculative.state.batch import Entry, Terms
 from speculative.state.sequence import Sequence
@@ -23,13 +24,21 @@ _MAX_SEEDS = 65536  # that are remembered
 _MAX_SPANS = 32  # of one seed
 
 
-@dataclass(slots=True)
+def _no_signs() -> Float64s:
+    return np.zeros((2, 65))
+
+
+@dataclass(slots=True, eq=False)
 class _Use:
-    """The positions whose random numbers one sequence uses: from where it began to `end`, or as long as it is now."""
+    """The positions whose random numbers one sequence uses: from where it began to `end`, or as long as it is now.
+
+    last_signs: of its last checked round, as in `with_round_terms`.
+    """
 
     sequence: Sequence
     begin: int
     end: int = 0
+    last_signs: Float64s = field(default_factory=_no_signs)
 
     def span(self) -> tuple[int, int]:
         return self.begin, max(self.end, len(self.sequence.tokens))
@@ -143,6 +152,12 @@ class SelfCheck:
             own.end = end
         self._num_untested += not fresh
         return fresh
+
+    def last_signs(self, entries: Sequences[Entry]) -> list[Float64s]:
+        """Per entry, the signs that `with_round_terms` reads and replaces; none of a request that was never admitted
+        are kept, and its terms do not count."""
+        uses = [self._uses.get(entry.sequence.request.request_id) for entry in entries]
+        return [_no_signs() if use is None else use.last_signs for use in uses]
 
     def take(self, terms: Terms, stats: StepStats) -> None:
         """Add a step's terms; `stats` counts them, and the alarms they raise."""

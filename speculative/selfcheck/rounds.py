@@ -32,40 +32,42 @@ _ENOUGH = 4  # numbers that end alike
 _STAKES = np.array(STAKES)[:, None]
 
 
-def contradicted(layout: StepInput, num_accepted: Int64s, rows: Float64s, uniforms: Float64s, verifier: str) -> Bools:
+def contradicted(
+    step_input: StepInput, num_accepted: Int64s, rows: Float64s, uniforms: Float64s, verifier: str
+) -> Bools:
     """[E] the entries of which a draft was accepted or rejected, or the last token drawn, against its random number.
 
     Args:
-        layout: of the step. num_accepted: [E].
+        step_input: of the step. num_accepted: [E].
         rows: [3, R], as in `Terms`.
         uniforms: [2, R] the step's accept and sample uniforms.
         verifier: token_wise or block, of the entries that are not coupled.
     """
     chance, below, own = rows
     accept, sample = uniforms
-    succeeded = _succeeded(layout, num_accepted, verifier)
+    succeeded = _succeeded(step_input, num_accepted, verifier)
     wrong = np.where(succeeded, accept > chance + DRAW_ROUNDING, accept < chance - DRAW_ROUNDING)  # NaN is neither
     wrong |= (sample < below - DRAW_ROUNDING) | (sample > below + own + DRAW_ROUNDING)
-    found = np.zeros(len(layout.drawing), np.bool_)
-    found[layout.verify_entries[wrong]] = True
+    found = np.zeros(len(step_input.sampled_entries), np.bool_)
+    found[step_input.verify_entries[wrong]] = True
     return found
 
 
-def too_coarse(layout: StepInput, uniforms: Float64s) -> Bools:
+def too_coarse(step_input: StepInput, uniforms: Float64s) -> Bools:
     """[E] the entries with drafts whose random numbers end with the same 20 bits, as those do that were cut to 32 bits
     or fewer: all of one entry, or all of the step's coins, or of what tokens are drawn with. Of four numbers, fewer of
     which are not looked at, that happens by chance once in 2**60 steps.
 
     Args:
-        layout: of the step.
+        step_input: of the step.
         uniforms: [2, R] the step's accept and sample uniforms.
     """
     ends = _ends(uniforms)
-    first_rows = np.flatnonzero(layout.offsets == 0)
+    first_rows = np.flatnonzero(step_input.offsets == 0)
     least = np.minimum.reduceat(ends.min(axis=0), first_rows)
     most = np.maximum.reduceat(ends.max(axis=0), first_rows)
-    drafting = layout.draft_counts > 0
-    distinct = map(np.unique, uniforms[:, drafting[layout.verify_entries]])  # requests with one seed have the same
+    drafting = step_input.draft_counts > 0
+    distinct = map(np.unique, uniforms[:, drafting[step_input.verify_entries]])  # requests with one seed have the same
     cut = any(len(own) >= _ENOUGH and len(np.unique(_ends(own))) == 1 for own in distinct)
     found: Bools = drafting & (cut | (least == most))
     return found
@@ -76,40 +78,47 @@ def _ends(uniforms: Float64s) -> Int64s:
     return (uniforms / RESOLUTION).astype(np.int64) & _LOWEST
 
 
-def misdrafted(layout: StepInput, places: Float64s, uniforms: Float64s) -> Bools:
+def misdrafted(step_input: StepInput, places: Float64s, uniforms: Float64s) -> Bools:
     """[E] the entries of which a draft was sampled from another distribution than its q, or with another random number.
 
     Args:
-        layout: of the step.
+        step_input: of the step.
         places: [2, R] of the draft judged at each row: the mass of q before it, and its own; NaN where it was not
             sampled by inverse CDF.
         uniforms: [R] what drafts are sampled with.
     """
     below, own = places
-    wrong = (layout.drafts >= 0) & ((uniforms < below - DRAW_ROUNDING) | (uniforms > below + own + DRAW_ROUNDING))
-    found = np.zeros(len(layout.drawing), np.bool_)
-    found[layout.verify_entries[wrong]] = True
+    wrong = (step_input.drafts >= 0) & ((uniforms < below - DRAW_ROUNDING) | (uniforms > below + own + DRAW_ROUNDING))
+    found = np.zeros(len(step_input.sampled_entries), np.bool_)
+    found[step_input.verify_entries[wrong]] = True
     return found
 
 
 def with_round_terms(
-    terms: Terms, layout: StepInput, num_accepted: Int64s, accept_uniforms: Float64s, counted: Bools, verifier: str
+    terms: Terms,
+    step_input: StepInput,
+    num_accepted: Int64s,
+    accept_uniforms: Float64s,
+    counted: Bools,
+    verifier: str,
+    last_signs: list[Float64s],
 ) -> Terms:
-    """The terms with those of `ROUND_CHECKS`, and without the rows that they were made of; the sequences keep the
-    signs that their next ones need.
+    """The terms with those of `ROUND_CHECKS`, and without the rows that they were made of.
 
     Args:
         terms: of the step, with its rows.
-        layout: of the step. num_accepted: [E]. accept_uniforms: [R].
+        step_input: of the step. num_accepted: [E]. accept_uniforms: [R].
         counted: [E] whose terms count; none of an entry that the coupled verifier judges.
         verifier: token_wise or block.
+        last_signs: per entry, [2, offsets] of its last round that was checked: b's and g's, 0 = none yet. Those of
+            this round are written over them.
     """
     assert terms.rows is not None
     chance, below, own = terms.rows
     place = np.where(abs(2 * below + own - 1) <= EQUAL, 0.0, 2 * below + own - 1)
-    values = np.stack([_succeeded(layout, num_accepted, verifier) - chance, place])  # [2, R]
-    entries, offsets = layout.verify_entries, layout.offsets
-    signs = np.stack([entry.sequence.last_signs for entry in layout.drawing])  # [E, 2, offsets]
+    values = np.stack([_succeeded(step_input, num_accepted, verifier) - chance, place])  # [2, R]
+    entries, offsets = step_input.verify_entries, step_input.offsets
+    signs = np.stack(last_signs)  # [E, 2, offsets]
     kept = offsets < signs.shape[2]  # a longer round's other rows take no part
     before = np.where(kept, signs[entries, :, np.minimum(offsets, signs.shape[2] - 1)].T, 0)
     counts = counted[entries] & (before != 0) & np.isfinite(values)
@@ -118,17 +127,17 @@ def with_round_terms(
     for which in range(len(values)):
         drawn = np.isfinite(values[which]) & kept
         signs[entries[drawn], which, offsets[drawn]] = np.sign(values[which][drawn])
-    for entry, of_entry in zip(layout.drawing, signs, strict=True):
-        entry.sequence.last_signs = of_entry
-    undecided = counted[entries] & (layout.drafts < 0) & (verifier == "token_wise")
+    for kept_signs, of_entry in zip(last_signs, signs, strict=True):
+        kept_signs[:] = of_entry
+    undecided = counted[entries] & (step_input.drafts < 0) & (verifier == "token_wise")
     found.append(_sums(2 * accept_uniforms[undecided] - 1))
     return replace(terms, checks=(*terms.checks, *ROUND_CHECKS), sums=np.concatenate([terms.sums, found]), rows=None)
 
 
-def _succeeded(layout: StepInput, num_accepted: Int64s, verifier: str) -> Bools:
+def _succeeded(step_input: StepInput, num_accepted: Int64s, verifier: str) -> Bools:
     """[R] whether the row's accept uniform succeeded, where it decided something."""
-    reached = num_accepted[layout.verify_entries]
-    found: Bools = layout.offsets == reached if verifier == "block" else layout.offsets < reached
+    reached = num_accepted[step_input.verify_entries]
+    found: Bools = step_input.offsets == reached if verifier == "block" else step_input.offsets < reached
     return found
 
 

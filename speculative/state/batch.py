@@ -1,7 +1,7 @@
-"""One step's work: what the scheduler chose, how it lies in memory, and what came of it.
+"""One step's work: the scheduled batch, the packed input of the model, and the results.
 
 Rows are packed: an entry that computes c known tokens and n drafts has c + n rows. The last 1 + n rows of an entry that
-draws a token are its verify rows; row j of them holds the target's distribution after j accepted drafts.
+samples a token are its verify rows; row j of them holds the target's distribution after j accepted drafts.
 """
 
 from collections.abc import Sequence as Entries
@@ -24,7 +24,7 @@ class Entry(NamedTuple):
 
     num_known: known tokens computed in this step: the pending one, or a chunk of a prefill.
     max_drafts: how many drafts fit; 0 while prefilling.
-    samples: whether the known tokens reach the pending one, so that a token is drawn after it.
+    samples: whether the known tokens reach the pending one, so that a token is sampled after it.
     """
 
     sequence: Sequence
@@ -57,14 +57,16 @@ class AttentionRows:
 
 @dataclass(frozen=True, slots=True)
 class StepInput(AttentionRows):
-    """The layout of a step's tokens; its sequences are the entries. All arrays are int64 on the host.
+    """The packed rows of a step's tokens, entry by entry. All arrays are int64 on the host.
 
-    input_ids, positions: [N] per row: the token, and its position in its sequence.
-    verify_rows: [R] rows whose logits are needed to draw tokens, entry by entry.
-    verify_entries: [R] the entry of each verify row, counted over the entries that draw.
+    input_ids: [N] the token of each row.
+    positions: [N] its position in its sequence.
+    verify_rows: [R] the rows whose logits are needed to sample tokens.
+    verify_entries: [R] the entry of each verify row, counted over the sampled entries.
     offsets: [R] its offset in its round.
     drafts: [R] the draft that the row judges; -1 in each entry's last row.
-    drawing: the entries that draw. draft_counts: [E] their drafts.
+    sampled_entries: the E entries that get a token.
+    draft_counts: [E] their drafts.
     """
 
     input_ids: Int64s
@@ -73,11 +75,11 @@ class StepInput(AttentionRows):
     verify_entries: Int64s
     offsets: Int64s
     drafts: Int64s
-    drawing: tuple[Entry, ...]
+    sampled_entries: tuple[Entry, ...]
     draft_counts: Int64s
 
-    def drawing_only(self, chosen: Bools) -> "StepInput":
-        """The same rows, of which only some of the drawing entries draw; chosen: [E]."""
+    def select(self, chosen: Bools) -> "StepInput":
+        """The same rows, with the verify rows of only some sampled entries; chosen: [E]."""
         rows = chosen[self.verify_entries]
         return replace(
             self,
@@ -85,13 +87,13 @@ class StepInput(AttentionRows):
             verify_entries=(np.cumsum(chosen) - 1)[self.verify_entries[rows]],
             offsets=self.offsets[rows],
             drafts=self.drafts[rows],
-            drawing=tuple(compress(self.drawing, chosen)),
+            sampled_entries=tuple(compress(self.sampled_entries, chosen)),
             draft_counts=self.draft_counts[chosen],
         )
 
 
 def build_step_input(entries: Entries[Entry], counts: Int64s, draft_ids: Int64s, block_size: int) -> StepInput:
-    """Lay out a step: `counts[i]` drafts follow the known tokens of entry i; `draft_ids` holds them packed."""
+    """Pack a step's tokens: `counts[i]` drafts follow the known tokens of entry i; `draft_ids` holds all of them."""
     sequences = [entry.sequence for entry in entries]
     begins = np.array([sequence.num_computed for sequence in sequences], np.int64)
     known = np.array([entry.num_known for entry in entries], np.int64)
@@ -124,14 +126,14 @@ def build_step_input(entries: Entries[Entry], counts: Int64s, draft_ids: Int64s,
         verify_entries=verify_entries,
         offsets=verify_offsets,
         drafts=judged,
-        drawing=tuple(entry for entry in entries if entry.samples),
+        sampled_entries=tuple(entry for entry in entries if entry.samples),
         draft_counts=draft_counts,
     )
 
 
 @dataclass(frozen=True, slots=True)
 class RowContext:
-    """The facts, beside the model, that decide which tokens one verify row may draw.
+    """The facts, beside the model, that decide which tokens one verify row may emit.
 
     rules: of its request; None where it has none. output: tokens emitted before the round. drafts: those of the round
     before the row. allowed: [V] the tokens its structure allows; None where it has none.
@@ -143,16 +145,16 @@ class RowContext:
     allowed: Bools | None = None
 
 
-def row_contexts(layout: StepInput, masks: Entries[list[Bools] | None]) -> list[RowContext]:
+def row_contexts(step_input: StepInput, masks: Entries[list[Bools] | None]) -> list[RowContext]:
     """One context per verify row, in order.
 
-    masks: per drawing entry, what its structure allows, row by row. Rows behind a forbidden draft are never reached;
+    masks: per sampled entry, what its structure allows, row by row. Rows behind a forbidden draft are never reached;
         they repeat the last mask.
     """
     contexts, first_row = list[RowContext](), 0
-    for entry, count, mask in zip(layout.drawing, layout.draft_counts.tolist(), masks, strict=True):
+    for entry, count, mask in zip(step_input.sampled_entries, step_input.draft_counts.tolist(), masks, strict=True):
         output = entry.sequence.tokens[entry.sequence.num_prompt :]
-        drafts = tuple(layout.drafts[first_row : first_row + count].tolist())
+        drafts = tuple(step_input.drafts[first_row : first_row + count].tolist())
         for offset in range(count + 1):
             allowed = None if mask is None else mask[min(offset, len(mask) - 1)]
             contexts.append(RowContext(entry.sequence.rules, output, drafts[:offset], allowed))

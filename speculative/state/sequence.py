@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from speculative.cache.prefix import chain_root, hash_block
-from speculative.request import ReplayedToken, Request, TokenLogprobs
+from speculative.request import Request
 from speculative.state.logit_constraints import Int64s, rules_of
+from speculative.state.reply_state import ReplyState
 from speculative.state.token_constraint import TokenConstraint
 
 
@@ -63,18 +64,14 @@ class Sequence:
         self.blocks: list[int] = []
         self.constraint = constraint
         self.rules = rules_of(self.params, request.prompt_token_ids)  # None if the request has none
-        self.num_cached = num_cached
         self.admission = 0  # how often it got its first blocks; what is kept about them is valid for one admission
         self.num_shared = 0  # leading positions whose blocks were found in this engine's prefix cache
         self.arrived_at = time.monotonic()
-        self.queue_s: float | None = None  # from arrival to the first blocks
         self.num_published = 0  # leading blocks already offered to the prefix cache
-        self.last_signs = np.zeros((2, 65))  # of the lagged self-checks: b's and g's by offset, 0 = none yet
-        self.prompt_logprobs: list[TokenLogprobs] = []  # so far, if requested
-        self.replayed: list[ReplayedToken] = []  # so far, of a scoring request
         # Returned once, by the engine that computes the prompt; of a one-token prompt there is nothing to compute.
         computes_prompt = self.num_output == 0 and (imported_kv is None or self.num_prompt == 1)
-        self.returns_prompt = self.params.prompt_logprobs is not None and computes_prompt
+        returns_prompt = self.params.prompt_logprobs is not None and computes_prompt
+        self.reply = ReplyState(returns_prompt, num_cached)
         self._hashes: list[bytes] = []
         self._slots: tuple[list[int], Int64s] = ([], np.empty(0, np.int64))  # of all positions in these blocks
 
@@ -99,20 +96,12 @@ class Sequence:
         """Known tokens whose logprobs are to be returned: of a scoring request, or of a prompt being computed."""
         if self.request.score_from is not None:
             return range(self.request.score_from, len(self.tokens))
-        return range(1, self.num_prompt if self.returns_prompt else 1)
+        return range(1, self.num_prompt if self.reply.returns_prompt else 1)
 
     @property
     def reads_cache(self) -> bool:
         """Return whether it may use the prefix cache: rows that are not computed cannot be scored."""
-        return not (self.scores_only or self.returns_prompt)
-
-    def take_prompt_logprobs(self) -> tuple[TokenLogprobs, ...] | None:
-        """The prompt's logprobs, returned once; None if not requested, or already returned."""
-        if not self.returns_prompt:
-            return None
-        self.returns_prompt = False
-        reported, self.prompt_logprobs = tuple(self.prompt_logprobs), []
-        return reported
+        return not (self.scores_only or self.reply.returns_prompt)
 
     @property
     def num_to_compute(self) -> int:

@@ -15,8 +15,8 @@ from speculative.selfcheck.replayed_tokens import replayed_tokens
 from speculative.state.batch import Batch, Entry, SequenceResult, StepInput, StepOutcome, build_step_input
 from speculative.state.sequence import Sequence
 from speculative.state.token_constraint import Bools, TokenConstraint
+from speculative.step.checked_sampler import CheckedSampler
 from speculative.step.runner import ModelRunner
-from speculative.step.sampler import Sampler
 
 _SCORED_ROWS_AT_ONCE = 64  # bounds the logits of a scored prompt
 
@@ -50,7 +50,7 @@ class EagerStep:
         config: EngineConfig,
         runner: ModelRunner,
         drafter: Drafter,
-        sampler: Sampler,
+        sampler: CheckedSampler,
         constraint_of: Callable[[Request], TokenConstraint | None],
     ) -> None:
         self.runner = runner
@@ -74,31 +74,31 @@ class EagerStep:
     def verify(self, batch: Batch, drafts: Proposal) -> StepOutcome:
         """Run the target over known tokens and drafts, verify and sample, and score what was asked for."""
         draft = drafts.draft
-        layout = build_step_input(batch.entries, draft.counts, draft.token_ids, self._config.block_size)
-        hidden = self._forward(batch, layout)
+        step_input = build_step_input(batch.entries, draft.counts, draft.token_ids, self._config.block_size)
+        hidden = self._forward(batch, step_input)
         outcome = StepOutcome(())
-        if layout.drawing:
-            decoding_only = len(layout.verify_rows) == len(hidden)
-            rows = hidden if decoding_only else hidden[torch.from_numpy(layout.verify_rows).to(hidden.device)]
+        if step_input.sampled_entries:
+            decoding_only = len(step_input.verify_rows) == len(hidden)
+            rows = hidden if decoding_only else hidden[torch.from_numpy(step_input.verify_rows).to(hidden.device)]
             logits = self.runner.logits(rows)  # [R, V]
             masks = [drafts.masks.get(index) for index, entry in enumerate(batch.entries) if entry.samples]
             repeated = [index in draft.repeated for index, entry in enumerate(batch.entries) if entry.samples]
-            outcome = self.sampler.draw(layout, logits, draft.draft_probs, masks, np.array(repeated))
+            outcome = self.sampler.sample(step_input, logits, draft.draft_probs, masks, np.array(repeated))
         sampled = iter(outcome.results)
         results = [next(sampled) if entry.samples else SequenceResult() for entry in batch.entries]
         for index in drafts.without_q:
             results[index] = SequenceResult(fault="q_missing")
         for index, entry in enumerate(batch.entries):
             if entry.sequence.scored_positions:
-                logprobs, replayed = self._score(entry, int(layout.row_starts[index]), hidden)
+                logprobs, replayed = self._score(entry, int(step_input.row_starts[index]), hidden)
                 results[index] = results[index]._replace(prompt_logprobs=logprobs, replayed=replayed)
         return replace(outcome, results=tuple(results))
 
-    def _forward(self, batch: Batch, layout: StepInput) -> Tensor:
+    def _forward(self, batch: Batch, step_input: StepInput) -> Tensor:
         """Hidden states [N, hidden]; a drafter that reads features gets them."""
-        hidden, features = self.runner.forward_with_features(layout, self.drafter.capture)
+        hidden, features = self.runner.forward_with_features(step_input, self.drafter.capture)
         if self.drafter.capture:
-            self.drafter.observe(batch, layout, features)
+            self.drafter.observe(batch, step_input, features)
         return hidden
 
     def _score(
@@ -129,9 +129,9 @@ class EagerStep:
             )
             if sequence.scores_only:
                 constraint = self._constraint_of(sequence.request)
-                known = (sequence.request, start + 1, constraint, self.sampler.eos_token_ids)
+                known = (sequence.request, start + 1, constraint, self.sampler.sampler.eos_token_ids)
                 draft_logits = self._draft_logits(sequence, start + 1, stop + 1)
-                replayed.extend(replayed_tokens(logits, *known, self.sampler.ops.process, draft_logits))
+                replayed.extend(replayed_tokens(logits, *known, self.sampler.sampler.ops.process, draft_logits))
         return tuple(logprobs), tuple(replayed)
 
     def _draft_logits(self, sequence: Sequence, start: int, stop: int) -> dict[int, Tensor]:

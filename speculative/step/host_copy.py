@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from speculative.sampling.logprobs import LogprobRows, gather_logprobs, padded_ids
-from speculative.selfcheck.invariants import ROW_KINDS
 from speculative.state.batch import SequenceResult, StepInput
 from speculative.verification.base import VerifyOutput
 
@@ -18,7 +17,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Verdicts:
-    """The host copy of a verification: per drawing entry.
+    """The host copy of a verification, per sampled entry.
 
     draft_probs: [R] q of the draft judged at each row, and last_probs: q of each entry's last token; None where drafts
     are deterministic. mass_before: [R] the mass of q before that draft, in the order it is sampled in; None where it
@@ -27,21 +26,19 @@ class Verdicts:
 
     num_accepted: Array
     token_ids: Array
-    broken: Array  # per verify row: 1 + the index into ROW_KINDS of the invariant it breaks, or 0
     expected_accepted: float
     draft_probs: Array | None = None
     last_probs: Array | None = None
     mass_before: Array | None = None
 
 
-def copy_to_host(verified: VerifyOutput, broken: Tensor, probs: tuple[Tensor | None, ...] = (None,) * 3) -> Verdicts:
-    """Copy what was decided, and the q it was decided by; probs: what `VocabularyOps.round_probs` returned, if any."""
+def copy_to_host(verified: VerifyOutput, probs: tuple[Tensor | None, ...]) -> Verdicts:
+    """Copy what was decided, and the q it was decided by; probs: what `VocabularyOps.round_probs` returned, or None."""
     expected = verified.expected_accepted.cpu().numpy()
     of_drafts, of_last, before = (None if part is None else part.cpu().numpy() for part in probs)
     return Verdicts(
         num_accepted=verified.num_accepted.cpu().numpy(),
         token_ids=verified.token_ids.cpu().numpy(),
-        broken=broken.cpu().numpy(),
         expected_accepted=float(expected[np.isfinite(expected)].sum()),  # a faulty row counts nothing
         draft_probs=of_drafts,
         last_probs=of_last,
@@ -49,33 +46,40 @@ def copy_to_host(verified: VerifyOutput, broken: Tensor, probs: tuple[Tensor | N
     )
 
 
-def logprobs_to_host(layout: StepInput, matrix: Callable[[], Tensor], emitted: Tensor) -> LogprobRows | None:
+def logprobs_to_host(step_input: StepInput, matrix: Callable[[], Tensor], emitted: Tensor) -> LogprobRows | None:
     """Gather the logprobs of every verify row, as many as the most demanding entry asks for; None if nobody asks.
 
     `matrix` makes the mode's matrix [R, V]: nobody pays for it unless somebody asks.
     """
-    asking = [entry.sequence.params for entry in layout.drawing if entry.sequence.params.returns_logprobs]
+    asking = [entry.sequence.params for entry in step_input.sampled_entries if entry.sequence.params.returns_logprobs]
     if not asking:
         return None
     num_top = max(params.logprobs or 0 for params in asking)
-    return gather_logprobs(matrix(), emitted, num_top, _scored_ids(layout, emitted.device)).to_host()
+    return gather_logprobs(matrix(), emitted, num_top, _scored_ids(step_input, emitted.device)).to_host()
 
 
-def _scored_ids(layout: StepInput, device: torch.device) -> Tensor:
+def _scored_ids(step_input: StepInput, device: torch.device) -> Tensor:
     """[R, S] int64: each row's logprob_token_ids, padded."""
-    padded = padded_ids([entry.sequence.params.logprob_token_ids for entry in layout.drawing])
-    return torch.from_numpy(padded).to(device)[torch.from_numpy(layout.verify_entries).to(device)]
+    padded = padded_ids([entry.sequence.params.logprob_token_ids for entry in step_input.sampled_entries])
+    return torch.from_numpy(padded).to(device)[torch.from_numpy(step_input.verify_entries).to(device)]
 
 
-def results_per_entry(layout: StepInput, verdicts: Verdicts, logprobs: LogprobRows | None) -> list[SequenceResult]:
-    """Return what was drawn, one value per drawing entry, in order."""
-    drafts, broken = layout.drafts.tolist(), verdicts.broken.tolist()
+def results_per_entry(step_input: StepInput, verdicts: Verdicts, logprobs: LogprobRows | None) -> list[SequenceResult]:
+    """What each sampled entry emits, in order."""
+    drafts = step_input.drafts.tolist()
     draft_probs = None if verdicts.draft_probs is None else verdicts.draft_probs.tolist()
-    last_probs = [0.0] * len(layout.drawing) if verdicts.last_probs is None else verdicts.last_probs.tolist()
+    last_probs = (
+        [0.0] * len(step_input.sampled_entries) if verdicts.last_probs is None else verdicts.last_probs.tolist()
+    )
     first_row = 0
-    drawn = []
-    decided = (layout.draft_counts.tolist(), verdicts.num_accepted.tolist(), verdicts.token_ids.tolist(), last_probs)
-    for entry, count, accepted, last, last_prob in zip(layout.drawing, *decided, strict=True):
+    results = []
+    decided = (
+        step_input.draft_counts.tolist(),
+        verdicts.num_accepted.tolist(),
+        verdicts.token_ids.tolist(),
+        last_probs,
+    )
+    for entry, count, accepted, last, last_prob in zip(step_input.sampled_entries, *decided, strict=True):
         token_ids = (*drafts[first_row : first_row + accepted], last)
         judged = slice(first_row, first_row + min(accepted + 1, count))
         params = entry.sequence.params
@@ -85,12 +89,8 @@ def results_per_entry(layout: StepInput, verdicts: Verdicts, logprobs: LogprobRo
             entries = tuple(
                 logprobs.entry(row, token, num_top, scored_ids) for row, token in enumerate(token_ids, start=first_row)
             )
-        kinds = [kind for kind in broken[first_row : first_row + count + 1] if kind]
-        fault = ROW_KINDS[min(kinds) - 1] if kinds else None
         own_probs = None if draft_probs is None else tuple(draft_probs[judged])
         of_last = last_prob if accepted < count else 0.0
-        drawn.append(
-            SequenceResult(token_ids, count, accepted, tuple(drafts[judged]), own_probs, of_last, entries, fault)
-        )
+        results.append(SequenceResult(token_ids, count, accepted, tuple(drafts[judged]), own_probs, of_last, entries))
         first_row += count + 1
-    return drawn
+    return results

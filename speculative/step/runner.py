@@ -19,10 +19,12 @@ class ModelRunner:
         self.device = device
         self._decoder, self._prepare = decoder, prepare
 
-    def forward_with_features(self, layout: StepInput, capture: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    def forward_with_features(self, step_input: StepInput, capture: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """Hidden states [N, hidden] of the step's rows, and the features [N, len(capture) * hidden] that enter the
         layers of `capture`; keys and values are in the cache afterwards."""
-        attention, (input_ids, positions) = self._prepare(self.cache, layout, layout.input_ids, layout.positions)
+        attention, (input_ids, positions) = self._prepare(
+            self.cache, step_input, step_input.input_ids, step_input.positions
+        )
         return self._decoder.run(input_ids, positions, attention, capture)
 
     def logits(self, hidden: Tensor) -> Tensor:

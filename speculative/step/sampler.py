@@ -1,11 +1,6 @@
-"""Samples the tokens of a step on the device: from logits to p, from p and drafts to emitted tokens and their logprobs.
+"""Samples a step's tokens on the device: from logits to p, from p and drafts to tokens and their logprobs."""
 
-A few copies to the host end it. On the way the self-checks take their terms and check every invariant of a row.
-"""
-
-from dataclasses import replace
-from itertools import compress
-from typing import Literal
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -15,11 +10,7 @@ from speculative.config import EngineConfig
 from speculative.sampling.logits_processors import adjust
 from speculative.sampling.logprobs import mode_matrix
 from speculative.sampling.probs import LastRows, SamplingRows
-from speculative.selfcheck.invariants import forbidden_by_rules, misplaced, outside_filters
-from speculative.selfcheck.monitor import SelfCheck
-from speculative.selfcheck.rounds import contradicted, misdrafted, too_coarse, with_round_terms
-from speculative.selfcheck.terms import TermScope
-from speculative.state.batch import SequenceResult, StepInput, StepOutcome, Terms, merge_outcomes, row_contexts
+from speculative.state.batch import SequenceResult, StepInput, row_contexts
 from speculative.state.token_constraint import Bools
 from speculative.step.host_copy import Verdicts, copy_to_host, logprobs_to_host, results_per_entry
 from speculative.verification.base import Verifier, VerifyInput, VerifyOutput
@@ -30,167 +21,101 @@ from speculative.verification.rows import VerifyRows
 from speculative.vocabulary.ops import VocabularyOps
 
 
+@dataclass(frozen=True, slots=True)
+class SampledStep:
+    """The tokens of a step on the device, and what they were sampled from.
+
+    logits: [R, V] the model's own.
+    adjusted: [R, V] after the requests' penalties, biases and masks.
+    processed: [R, V] after temperature and filters.
+    params: temperature and filters of each row.
+    rows: the verify rows on the host, with their random numbers.
+    coupled: [E] the entries that the coupled verifier judges.
+    given: what was verified.
+    verified: the drafts accepted, and the token after them.
+    token_ids: [R] the token emitted at each row.
+    """
+
+    logits: Tensor
+    adjusted: Tensor
+    processed: Tensor
+    params: SamplingRows
+    rows: VerifyRows
+    coupled: Bools
+    given: VerifyInput
+    verified: VerifyOutput
+    token_ids: Tensor
+
+
 class Sampler:
-    """Turns one step's logits into tokens, by the engine's verifier and each request's own parameters."""
+    """Turns a step's logits into tokens, by the engine's verifier and each request's own parameters.
+
+    Knows no self-checks: `CheckedSampler` has them, around this.
+    """
 
     def __init__(
-        self,
-        config: EngineConfig,
-        device: torch.device,
-        eos_token_ids: tuple[int, ...],
-        self_check: SelfCheck,
-        ops: VocabularyOps,
+        self, config: EngineConfig, device: torch.device, eos_token_ids: tuple[int, ...], ops: VocabularyOps
     ) -> None:
         self.ops = ops
-        self.self_check = self_check
-        self._verifier: Literal["token_wise", "block"] = "block" if config.verifier == "block" else "token_wise"
-        self._mode = config.logprobs_mode
         self.eos_token_ids = eos_token_ids
+        self._mode = config.logprobs_mode
         self._device = device
         verifiers = {"token_wise": ops.verify_token_wise, "block": ops.verify_block, "coupled": verify_coupled}
         self.verify: Verifier = verifiers[config.verifier]
         self._all_coupled = config.verifier == "coupled"
         self._rows = LastRows()
 
-    def draw(
-        self,
-        layout: StepInput,
-        logits: Tensor,
-        draft_probs: DraftProbs,
-        masks: list[list[Bools] | None],
-        repeated: Bools | None = None,
-    ) -> StepOutcome:
-        """Return what each drawing entry emits, and the step's self-checks.
+    def sample(
+        self, step_input: StepInput, logits: Tensor, draft_probs: DraftProbs, masks: list[list[Bools] | None]
+    ) -> SampledStep:
+        """Adjust the logits, and verify the drafts against what becomes of them.
 
         Args:
-            layout: the step's rows.
+            step_input: the step's rows.
             logits: [R, V] float32 of the verify rows; not written to.
             draft_probs: q of the step's drafts.
-            masks: per drawing entry, the tokens its structure allows, row by row; None where it has none.
-            repeated: [E] the entries whose drafts are deterministic although others' are sampled; None = none.
+            masks: per sampled entry, the tokens its structure allows, row by row; None where it has none.
         """
-        checked = self.self_check.due()
-        if repeated is None or not repeated.any():
-            return self._draw(layout, logits, draft_probs, masks, checked=checked)
-        parts = []
-        for chosen, q in ((repeated, PointMass()), (~repeated, draft_probs)):
-            rows = torch.from_numpy(np.flatnonzero(chosen[layout.verify_entries])).to(logits.device)
-            own_masks = list(compress(masks, chosen))
-            parts.append(self._draw(layout.drawing_only(chosen), logits[rows], q, own_masks, checked=checked))
-        drawn = merge_outcomes(parts)
-        theirs, others = iter(drawn.results[: repeated.sum()]), iter(drawn.results[repeated.sum() :])
-        return replace(drawn, results=tuple(next(theirs if own else others) for own in repeated))
+        entries = step_input.sampled_entries
+        adjusted = logits
+        if any(mask is not None for mask in masks) or any(entry.sequence.rules is not None for entry in entries):
+            adjusted = adjust(logits, row_contexts(step_input, masks), self.eos_token_ids)
+        params = [entries[entry].sequence.params for entry in step_input.verify_entries.tolist()]
+        sampling_rows = self._rows.of(params, logits.shape[-1], self._device)
+        processed = self.ops.process(adjusted, sampling_rows)
+        rows = VerifyRows.of(step_input)
+        given = rows.input(self.ops.target_probs(processed, sampling_rows), draft_probs)
+        coupled = self.coupled(step_input)
+        verified = self._verify(given, coupled)
+        token_ids = self.ops.emitted_at_rows(verified, given)
+        return SampledStep(logits, adjusted, processed, sampling_rows, rows, coupled, given, verified, token_ids)
 
-    def _draw(
-        self,
-        layout: StepInput,
-        logits: Tensor,
-        draft_probs: DraftProbs,
-        masks: list[list[Bools] | None],
-        *,
-        checked: bool,
-    ) -> StepOutcome:
-        """As `draw`, of entries whose drafts come from one kind of q."""
-        params = [layout.drawing[entry].sequence.params for entry in layout.verify_entries.tolist()]
-        rows = self._rows.of(params, logits.shape[-1], self._device)
-        adjusted = self._adjust(layout, logits, masks)
-        processed = self.ops.process(adjusted, rows)  # [R, V]
-        of_rows = VerifyRows.of(layout)
-        step = of_rows.input(self.ops.target_probs(processed, rows), draft_probs)
-        coupled = self.coupled(layout)
-        verified = self._verify(step, coupled)
-        emitted = self.ops.emitted_at_rows(verified, step)
-        logprobs = logprobs_to_host(layout, lambda: mode_matrix(self._mode, logits, processed), emitted)
-        outside = outside_filters_of(rows, adjusted, emitted)
-        broken = self.ops.broken_rows(step, verified, emitted, processed.amax(dim=-1), outside)
-        terms, counted = None, self.self_check.counted(layout.drawing, checked=checked)
-        if checked:
-            terms = self._terms(step, verified, emitted, counted, coupled)
-        sampled = not isinstance(step.draft_probs, PointMass)
-        q = self.ops.round_probs(step, verified, places=checked) if sampled else (None, None, None)
-        verdicts = copy_to_host(verified, broken, q)
-        drawn = self.check_on_host(layout, results_per_entry(layout, verdicts, logprobs), masks)
-        if terms is not None:
-            terms, drawn = self.check_rounds(layout, of_rows, verdicts, drawn, terms, counted)
-        return StepOutcome(tuple(drawn), verdicts.expected_accepted, terms)
-
-    def _adjust(self, layout: StepInput, logits: Tensor, masks: list[list[Bools] | None]) -> Tensor:
-        if all(mask is None for mask in masks) and all(entry.sequence.rules is None for entry in layout.drawing):
-            return logits
-        return adjust(logits, row_contexts(layout, masks), self.eos_token_ids)
-
-    def _verify(self, step: VerifyInput, coupled: Bools) -> VerifyOutput:
-        if coupled.all():
-            return verify_coupled(step)
-        if not coupled.any():
-            return self.verify(step)
-        return verify_mixed(step, torch.from_numpy(coupled).to(self._device), verify_coupled, self.verify)
-
-    def coupled(self, layout: StepInput) -> Bools:
+    def coupled(self, step_input: StepInput) -> Bools:
         """[E] which entries the coupled verifier judges."""
-        return np.array([self._all_coupled or entry.sequence.params.reproducible for entry in layout.drawing], np.bool_)
+        reproducible = [entry.sequence.params.reproducible for entry in step_input.sampled_entries]
+        return np.array(reproducible, np.bool_) | self._all_coupled
 
-    # -- self-checks --------------------------------------------------------------------------------------------
+    def _verify(self, given: VerifyInput, coupled: Bools) -> VerifyOutput:
+        if coupled.all():
+            return verify_coupled(given)
+        if not coupled.any():
+            return self.verify(given)
+        return verify_mixed(given, torch.from_numpy(coupled).to(self._device), verify_coupled, self.verify)
 
-    def _terms(
-        self, step: VerifyInput, verified: VerifyOutput, emitted: Tensor, counted: Bools, coupled: Bools
-    ) -> Terms:
-        scope = TermScope(
-            self._verifier,
-            torch.from_numpy(counted).to(self._device),
-            torch.from_numpy(coupled).to(self._device) if coupled.any() else None,
+    def report(
+        self, step_input: StepInput, sampled: SampledStep, *, places: bool = False
+    ) -> tuple[Verdicts, list[SequenceResult]]:
+        """Copy to the host what was decided, and by which q, and the logprobs that were asked for.
+
+        Args:
+            step_input: the step's rows.
+            sampled: what `sample` returned for them.
+            places: copy the mass of q before each draft, too.
+        """
+        logprobs = logprobs_to_host(
+            step_input, lambda: mode_matrix(self._mode, sampled.logits, sampled.processed), sampled.token_ids
         )
-        return self.ops.take_terms(step, verified, emitted, scope).to_host()
-
-    def check_rounds(
-        self,
-        layout: StepInput,
-        rows: VerifyRows,
-        verdicts: Verdicts,
-        drawn: list[SequenceResult],
-        terms: Terms,
-        counted: Bools,
-    ) -> tuple[Terms, list[SequenceResult]]:
-        """A step's terms with those of its rounds, and what each entry drew, with the fault of those whose draws are
-        not what their random numbers give."""
-        coupled = self.coupled(layout)
-        wrong = contradicted(layout, verdicts.num_accepted, terms.rows, rows.uniforms, self._verifier)
-        if verdicts.draft_probs is not None and verdicts.mass_before is not None:
-            by_noise = coupled[layout.verify_entries]
-            of_drafts = np.where(by_noise, np.nan, [verdicts.mass_before, verdicts.draft_probs])
-            wrong |= misdrafted(layout, of_drafts, rows.draft_uniforms())
-        for fault, of_entries in (("resolution", too_coarse(layout, rows.uniforms)), ("draw", wrong)):
-            if of_entries.any():
-                drawn = [
-                    one._replace(fault=fault) if own and one.fault is None else one
-                    for one, own in zip(drawn, of_entries.tolist(), strict=True)
-                ]
-        accept_uniforms, rejection = rows.uniforms[0], counted & ~coupled
-        terms = with_round_terms(terms, layout, verdicts.num_accepted, accept_uniforms, rejection, self._verifier)
-        return terms, drawn
-
-    def check_on_host(
-        self, layout: StepInput, drawn: list[SequenceResult], masks: list[list[Bools] | None]
-    ) -> list[SequenceResult]:
-        """Return what each entry drew, with the fault of those that break a rule which the host can see."""
-        wrong = misplaced(layout).tolist()
-        checked = []
-        for index, (entry, one) in enumerate(zip(layout.drawing, drawn, strict=True)):
-            fault = one.fault
-            if fault is None and not 0 <= len(one.token_ids) - 1 == one.num_accepted <= one.num_drafted:
-                fault = "conservation"
-            if fault is None and wrong[index]:
-                fault = "positions"
-            if fault is None and forbidden_by_rules(entry, one.token_ids, masks[index], self.eos_token_ids):
-                fault = "support"
-            checked.append(one if fault is one.fault else one._replace(fault=fault))
-        return checked
-
-
-def outside_filters_of(rows: SamplingRows, adjusted: Tensor, emitted: Tensor) -> Tensor:
-    """[R] bool: rows whose token lies outside the filters of its request."""
-    outside = torch.zeros_like(rows.greedy)
-    if rows.filters is not None:
-        which = rows.filters.rows
-        outside[which] = outside_filters(adjusted[which], rows.temperature[which], rows.filters, emitted[which])
-    return outside
+        has_q = not isinstance(sampled.given.draft_probs, PointMass)
+        q = self.ops.round_probs(sampled.given, sampled.verified, places=places) if has_q else (None, None, None)
+        verdicts = copy_to_host(sampled.verified, q)
+        return verdicts, results_per_entry(step_input, verdicts, logprobs)

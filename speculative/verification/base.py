@@ -21,7 +21,7 @@ class VerifyInput:
     draft_probs: q, the distribution of the drafts; where nobody drafted, a point mass whatever was given.
     drafts: [R] int64, the draft judged there; -1 in each entry's last row.
     packed: [R] int64, which of the step's packed drafts that is; meaningless in last rows.
-    entries: [R] int64, which drawing entry a row belongs to.
+    entries: [R] int64, which sampled entry a row belongs to.
     offsets: [R] int64, its position in the round.
     first_rows: [E] int64, each entry's first row.
     counts: [E] int64, its drafts.

@@ -63,13 +63,13 @@ class VerifyRows:
         return cls(rows, np.stack([first_rows, counts]), uniforms(*key.reshape(4, -1)).reshape(2, -1))
 
     @classmethod
-    def of(cls, layout: StepInput) -> "VerifyRows":
+    def of(cls, step_input: StepInput) -> "VerifyRows":
         """Those of a step's entries."""
-        sequences = [entry.sequence for entry in layout.drawing]
+        sequences = [entry.sequence for entry in step_input.sampled_entries]
         seeds = [sequence.request.seed for sequence in sequences]
         lengths = [len(sequence.tokens) for sequence in sequences]
-        owners = (layout.verify_entries, layout.offsets)
-        return cls.build(owners, layout.draft_counts, seeds, lengths, layout.drafts)
+        owners = (step_input.verify_entries, step_input.offsets)
+        return cls.build(owners, step_input.draft_counts, seeds, lengths, step_input.drafts)
 
     def draft_uniforms(self) -> Float64s:
         """[R] what the draft judged at each row is sampled with, if it is; meaningless in last rows."""

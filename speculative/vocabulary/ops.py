@@ -19,7 +19,7 @@ from speculative.verification.coupled import NoiseRows
 
 
 class VocabularyOps(Protocol):
-    """R verify rows, E drawing entries, V tokens; logits and probabilities are float32."""
+    """R verify rows, E sampled entries, V tokens; logits and probabilities are float32."""
 
     def process(self, logits: Tensor, rows: SamplingRows) -> Tensor:
         """Logits [R, V] after temperature and filters; given back as they are where neither changes anything."""

@@ -16,7 +16,7 @@ from speculative.gpu.row_judge import RowFields
 from speculative.model.attention import StepAttention
 from speculative.state.batch import AttentionRows
 from tests.support.edited_rows import ALL as EDITED_ROWS
-from tests.support.edited_rows import EOS, layout_of, logits_of, masks_of, rows_of
+from tests.support.edited_rows import EOS, input_of, logits_of, masks_of, rows_of
 from tests.support.judged_rows import KINDS, Scene, assert_equal, filtered, padded, parts
 from tests.support.judged_rows import scene as rows_to_judge
 
@@ -174,15 +174,15 @@ def test_edits_of_logits_are_torchs(cuda: torch.device, dtype: torch.dtype) -> N
 
     size, drafted = 128_256, [*EDITED_ROWS, *EDITED_ROWS[:2]] * 6
     bucket = Bucket(len(drafted), 7)
-    layout, logits = layout_of(drafted), logits_of(drafted, size, dtype=dtype).to(cuda)
-    own = StepEdits.of(layout, masks_of(drafted, size), EOS, size)
+    step_input, logits = input_of(drafted), logits_of(drafted, size, dtype=dtype).to(cuda)
+    own = StepEdits.of(step_input, masks_of(drafted, size), EOS, size)
     assert own is not None
     found = []
     for edit in (triton_edit, torch_edit):
         edits = LogitEdits(bucket, size, cuda, edit)
         edits.prepare(own.sizes)
         edits.send(own)
-        rows = RowFields(*(tensor.to(cuda) for tensor in rows_of(layout, Bucket(bucket.num_seqs, 7))))
+        rows = RowFields(*(tensor.to(cuda) for tensor in rows_of(step_input, Bucket(bucket.num_seqs, 7))))
         padded = torch.cat([logits, logits.new_zeros((bucket.num_rows - len(logits), size))])
         found.append(edits.apply(padded, rows, own.sizes)[: len(logits)])
     assert torch.equal(*found)

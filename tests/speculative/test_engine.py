@@ -496,15 +496,15 @@ def test_an_aborted_name_may_be_used_again(tiny_folder: Path) -> None:
 
 def poison(engine: EngineCore, victim: str, value: float) -> None:
     """Spoil one logit of every verify row of one request."""
-    healthy_draw = engine.sampler.draw
+    healthy = engine.sampler.sample
 
-    def draw_spoiled(layout: Any, logits: Tensor, *rest: Any) -> Any:
-        names = [layout.drawing[entry].sequence.request.request_id for entry in layout.verify_entries]
+    def sample_spoiled(step_input: Any, logits: Tensor, *rest: Any) -> Any:
+        names = [step_input.sampled_entries[entry].sequence.request.request_id for entry in step_input.verify_entries]
         spoiled = logits.clone()
         spoiled[[name == victim for name in names], 7] = value
-        return healthy_draw(layout, spoiled, *rest)
+        return healthy(step_input, spoiled, *rest)
 
-    engine.sampler.draw = draw_spoiled  # type: ignore[method-assign]
+    engine.sampler.sample = sample_spoiled  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf], ids=["NaN", "inf"])

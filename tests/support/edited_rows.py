@@ -42,7 +42,7 @@ ALL = [
 ]
 
 
-def layout_of(drafted: list[Drafted]) -> StepInput:
+def input_of(drafted: list[Drafted]) -> StepInput:
     entries, counts, drafts = [], [], list[int]()
     for index, one in enumerate(drafted):
         sequence = Sequence(Request(f"r{index}", (7, 5, 7), one.params), tokens=(7, 5, 7, *one.output))
@@ -64,23 +64,23 @@ def masks_of(drafted: list[Drafted], size: int, seed: int = 0) -> list[list[Bool
     ]
 
 
-def rows_of(layout: StepInput, bucket: Bucket) -> RowFields:
+def rows_of(step_input: StepInput, bucket: Bucket) -> RowFields:
     """Padded to a bucket: entries of nobody have a row each, and rows of nobody come last."""
-    num_rows, num_entries = len(layout.drafts), len(layout.drawing)
+    num_rows, num_entries = len(step_input.drafts), len(step_input.sampled_entries)
     nobodies = np.arange(num_entries, bucket.num_seqs)
     rest = bucket.num_rows - num_rows - len(nobodies)
     assert rest >= 0
-    starts = np.cumsum(layout.draft_counts + 1) - layout.draft_counts - 1
+    starts = np.cumsum(step_input.draft_counts + 1) - step_input.draft_counts - 1
 
     def tensor(*parts: Any) -> Tensor:
         return torch.from_numpy(np.concatenate([np.asarray(part, np.int64) for part in parts]))
 
     used = {
-        "drafts": tensor(layout.drafts, [-1] * (len(nobodies) + rest)),
-        "entries": tensor(layout.verify_entries, nobodies, [bucket.num_seqs - 1] * rest),
-        "offsets": tensor(layout.offsets, [0] * len(nobodies), [NEVER] * rest),
+        "drafts": tensor(step_input.drafts, [-1] * (len(nobodies) + rest)),
+        "entries": tensor(step_input.verify_entries, nobodies, [bucket.num_seqs - 1] * rest),
+        "offsets": tensor(step_input.offsets, [0] * len(nobodies), [NEVER] * rest),
         "first_rows": tensor(starts, num_rows + np.arange(len(nobodies))),
-        "counts": tensor(layout.draft_counts, [0] * len(nobodies)),
+        "counts": tensor(step_input.draft_counts, [0] * len(nobodies)),
     }
     return RowFields(**dict.fromkeys(RowFields._fields, torch.empty(0)) | used)
 

@@ -43,9 +43,9 @@ def misplace_rounds_with_drafts(engine: EngineCore, flag: Path) -> None:
     """Rounds with drafts are computed some positions further on; what they leave in the KV cache is wrong too."""
     right = engine.runner.forward_with_features
 
-    def forward(layout: StepInput, capture: tuple[int, ...]) -> Any:
-        wrong = flag.exists() and layout.draft_counts.any()
-        return right(replace(layout, positions=layout.positions + 9) if wrong else layout, capture)
+    def forward(step_input: StepInput, capture: tuple[int, ...]) -> Any:
+        wrong = flag.exists() and step_input.draft_counts.any()
+        return right(replace(step_input, positions=step_input.positions + 9) if wrong else step_input, capture)
 
     engine.runner.forward_with_features = forward  # type: ignore[method-assign]
 

@@ -21,7 +21,7 @@ class Profile:
     target: the model's forward and its LM head. drafter: those of a drafter with weights (and the draws, where one call
     makes all drafts of a round), or the whole of one that looks up. vocabulary: arithmetic over the vocabulary, that is
     processors, softmax, verification, draws, logprobs. checks: the self-checks. other: the rest of the step:
-    scheduling, layouts, copies, bookkeeping. A part inside another counts as its own.
+    scheduling, packing, copies, bookkeeping. A part inside another counts as its own.
     """
 
     def __init__(self, engine: EngineCore) -> None:
@@ -53,9 +53,7 @@ class Profile:
             self._wrap(engine.ops, name, VOCABULARY)
         self._wrap(engine.sampler, "_verify", VOCABULARY)
         for owner, names in (
-            (sampler, ("outside_filters_of",)),
-            (engine.ops, ("broken_rows",)),
-            (engine.sampler, ("_terms", "check_on_host")),
+            (engine.checked_sampler, ("_check_on_device", "check")),
             (engine.self_check, ("admit", "take")),
         ):
             for name in names:

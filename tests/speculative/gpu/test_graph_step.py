@@ -49,7 +49,7 @@ HIDDEN_TOLERANCE = 1e-4
 # -- the forward pass, bucket by bucket -----------------------------------------------------------------------------
 
 
-def layout_of(lengths: list[int], counts: list[int], block_size: int, seed: int) -> StepInput:
+def input_of(lengths: list[int], counts: list[int], block_size: int, seed: int) -> StepInput:
     """Rows of sequences with `lengths` known positions, `counts` rows each, in blocks at random places."""
     random = np.random.default_rng(seed)
     blocks_each = [-(-(length + count) // block_size) for length, count in zip(lengths, counts, strict=True)]
@@ -71,7 +71,7 @@ def layout_of(lengths: list[int], counts: list[int], block_size: int, seed: int)
         verify_entries=empty,
         offsets=empty,
         drafts=empty,
-        drawing=(),
+        sampled_entries=(),
         draft_counts=empty,
     )
 
@@ -107,14 +107,14 @@ def test_every_bucket_gives_what_the_plain_path_gives_at_any_fill(target: Path) 
             counts = [1 + (index * 3 + number) % bucket.num_queries for index in range(num_seqs)]
             counts[-1] = bucket.num_queries
             lengths = [(index * 17 + number) % 60 for index in range(num_seqs)]
-            layout = layout_of(lengths, counts, config.block_size, seed=number)
+            step_input = input_of(lengths, counts, config.block_size, seed=number)
             graphs.buffers.hidden.fill_(torch.nan)
             padded_cache.data[:, :, trash:] = torch.nan
-            places = graphs.runner.target.run(bucket, layout, None).on_device
-            expected, _ = plain.forward_with_features(layout, ())
+            places = graphs.runner.target.run(bucket, step_input, None).on_device
+            expected, _ = plain.forward_with_features(step_input, ())
             assert (graphs.buffers.hidden[places] - expected).abs().max() < HIDDEN_TOLERANCE
             assert not graphs.buffers.hidden[: bucket.num_rows].isnan().any(), "padding computes numbers"
-            written = torch.from_numpy(layout.slots)
+            written = torch.from_numpy(step_input.slots)
             assert torch.allclose(
                 padded_cache.data[:, :, written], plain_cache.data[:, :, written], atol=HIDDEN_TOLERANCE, rtol=0
             )
@@ -134,9 +134,9 @@ def test_in_a_mixed_step_prompts_run_eagerly_and_rows_keep_their_order(target: P
     graphs.buffers.features.rows = torch.zeros((len(graphs.buffers.hidden), width))
     plain = ModelRunner(decoder, plain_cache, torch.device("cpu"))
     for counts in ([2, 20, 1, 30, 5], [40, 3], [33, 9], [7, 7]):
-        layout = layout_of([11, 0, 25, 4, 0][: len(counts)], counts, config.block_size, seed=len(counts))
-        found = graphs.runner.forward_with_features(layout, capture)
-        expected = plain.forward_with_features(layout, capture)
+        step_input = input_of([11, 0, 25, 4, 0][: len(counts)], counts, config.block_size, seed=len(counts))
+        found = graphs.runner.forward_with_features(step_input, capture)
+        expected = plain.forward_with_features(step_input, capture)
         for own, other in zip(found, expected, strict=True):
             assert own.shape == other.shape
             assert torch.allclose(own, other, atol=HIDDEN_TOLERANCE, rtol=0)
@@ -149,12 +149,12 @@ def test_padding_writes_to_nobodys_blocks(target: Path) -> None:
     _, cache = twin_caches(decoder, config.num_blocks, config.block_size)
     graphs = graph_step(config, decoder, cache, tiny_engine(target))
     bucket = graphs.buckets.largest
-    layout = layout_of([5, 0, 12], [2, 1, 5], config.block_size, seed=0)
+    step_input = input_of([5, 0, 12], [2, 1, 5], config.block_size, seed=0)
     before = cache.data.clone()
-    graphs.runner.target.run(bucket, layout, None)
+    graphs.runner.target.run(bucket, step_input, None)
     live = config.num_blocks * config.block_size
     changed = (cache.data[:, :, :live] != before[:, :, :live]).flatten(3).any(dim=-1).any(dim=0).any(dim=0)
-    assert set(changed.nonzero().flatten().tolist()) == set(layout.slots.tolist())
+    assert set(changed.nonzero().flatten().tolist()) == set(step_input.slots.tolist())
 
 
 # -- the engine -----------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from speculative.request import SamplingParams
 from speculative.sampling.logits_processors import adjust
 from speculative.state.batch import row_contexts
 from speculative.state.token_constraint import Bools
-from tests.support.edited_rows import ALL, EOS, Drafted, layout_of, logits_of, masks_of, rows_of
+from tests.support.edited_rows import ALL, EOS, Drafted, input_of, logits_of, masks_of, rows_of
 
 LARGEST = Bucket(8, 7)
 
@@ -42,14 +42,14 @@ def edited(
     edits: LogitEdits, drafted: list[Drafted], logits: Tensor, bucket: Bucket, masks: list[list[Bools] | None]
 ) -> Tensor:
     """What the captured function makes of the rows of some requests."""
-    layout = layout_of(drafted)
-    own = StepEdits.of(layout, masks, EOS, logits.shape[1])
+    step_input = input_of(drafted)
+    own = StepEdits.of(step_input, masks, EOS, logits.shape[1])
     assert own is not None
     edits.prepare(own.sizes)
     edits.send(own)
     padded = torch.cat([logits, torch.zeros(bucket.num_rows - len(logits), logits.shape[1], dtype=logits.dtype)])
     before = padded.clone()
-    found = edits.apply(padded, rows_of(layout, bucket), own.sizes)
+    found = edits.apply(padded, rows_of(step_input, bucket), own.sizes)
     assert torch.equal(padded.nan_to_num(), before.nan_to_num()), "the model's logits stay as they are"
     assert found.shape == padded.shape and found.dtype == torch.float32 and found.is_contiguous()
     assert torch.equal(found[len(logits) :], padded[len(logits) :].float()), "nobody's rows"
@@ -69,7 +69,7 @@ def test_every_edit_is_the_plain_one(edit: EditLogits, size: int, dtype: torch.d
     scenes += [(ALL[::-1], LARGEST), (ALL[2:5], Bucket(4, 7)), (ALL[6:], Bucket(2, 4))]
     for number, (drafted, bucket) in enumerate(scenes):
         logits, masks = logits_of(drafted, size, number, dtype), masks_of(drafted, size, number)
-        expected = adjust(logits.float(), row_contexts(layout_of(drafted), masks), EOS)
+        expected = adjust(logits.float(), row_contexts(input_of(drafted), masks), EOS)
         found = edited(edits, drafted, logits, bucket, masks)
         assert torch.equal(found, expected), number
         assert not torch.equal(found, logits.float())
@@ -81,7 +81,7 @@ def test_rows_of_no_numbers_stay_so(edit: EditLogits) -> None:
     found = edited(make_edits(edit, 64), ALL, logits, LARGEST, masks_of(ALL, 64))
     assert found[0].isnan().all() and found[9].amax() == torch.inf
     others = [row for row in range(len(logits)) if row not in (0, 9)]
-    expected = adjust(logits, row_contexts(layout_of(ALL), masks_of(ALL, 64)), EOS)
+    expected = adjust(logits, row_contexts(input_of(ALL), masks_of(ALL, 64)), EOS)
     assert torch.equal(found[others], expected[others])
 
 
@@ -94,11 +94,11 @@ def test_lists_at_the_edge_of_a_size(edit: EditLogits, what: str, count: int) ->
     else:
         output = tuple(token for token in range(1200) if token not in (5, 7))[: count - 2]
         one = Drafted(SamplingParams(repetition_penalty=1.2, frequency_penalty=0.1), output, (1250, 0, 1250))
-    layout, logits = layout_of([one]), logits_of([one], 1300)
-    own = StepEdits.of(layout, [None], EOS, 1300)
+    step_input, logits = input_of([one]), logits_of([one], 1300)
+    own = StepEdits.of(step_input, [None], EOS, 1300)
     assert own is not None and own.sizes == EditSizes(16, 1024 if count <= 1024 else 16384)
     found = edited(make_edits(edit, 1300), [one], logits, Bucket(1, 4), [None])
-    assert torch.equal(found, adjust(logits, row_contexts(layout, [None]), EOS))
+    assert torch.equal(found, adjust(logits, row_contexts(step_input, [None]), EOS))
 
 
 @pytest.mark.parametrize("num_masks", [15, 16, 17, 56])
@@ -107,23 +107,23 @@ def test_masks_at_the_edge_of_a_size(edit: EditLogits, num_masks: int) -> None:
         Drafted(SamplingParams(), drafts=(3,) * min(6, num_masks - 7 * index - 1), masked=True)
         for index in range(-(-num_masks // 7))
     ]
-    layout, logits = layout_of(drafted), logits_of(drafted, 64)
+    step_input, logits = input_of(drafted), logits_of(drafted, 64)
     random = np.random.default_rng(num_masks)
     masks: list[list[Bools] | None] = [[random.random(64) < 0.3 for _ in range(len(one.drafts) + 1)] for one in drafted]
-    own = StepEdits.of(layout, masks, EOS, 64)
+    own = StepEdits.of(step_input, masks, EOS, 64)
     assert own is not None and own.sizes == EditSizes(16 if num_masks <= 16 else 256, 1024)
     found = edited(make_edits(edit, 64), drafted, logits, LARGEST, masks)
-    assert torch.equal(found, adjust(logits, row_contexts(layout, masks), EOS))
+    assert torch.equal(found, adjust(logits, row_contexts(step_input, masks), EOS))
 
 
 def test_a_step_without_edits_has_none() -> None:
     plain = [Drafted(SamplingParams(top_p=0.5, logprobs=5), drafts=(3,))]
-    assert StepEdits.of(layout_of(plain), [None], EOS, 64) is None
+    assert StepEdits.of(input_of(plain), [None], EOS, 64) is None
 
 
 def test_what_fits_is_known_before_anything_is_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
-    biased = layout_of([Drafted(SamplingParams(logit_bias=((5, 1.0), (6, 1.0))), drafts=(3, 4))] * 2).drawing
-    counted = layout_of([Drafted(SamplingParams(presence_penalty=1.0))] * 4).drawing
+    biased = input_of([Drafted(SamplingParams(logit_bias=((5, 1.0), (6, 1.0))), drafts=(3, 4))] * 2).sampled_entries
+    counted = input_of([Drafted(SamplingParams(presence_penalty=1.0))] * 4).sampled_entries
     for entries, needed in ((biased, 2 * 3 * (2 + len(EOS))), (counted, 4 * 3)):
         monkeypatch.setattr("speculative.gpu.logit_edits.MAX_CELLS", needed)
         assert fits(entries, len(EOS))

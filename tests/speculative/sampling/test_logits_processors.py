@@ -239,9 +239,9 @@ def test_greedy_text_is_the_same_with_drafts_and_without(tiny_folder: Path, para
     assert [a.token_ids for a in plain[:3]] != [a.token_ids for a in untouched[:3]], "the parameter did nothing"
 
 
-def without_drafts(layout: StepInput, masks: list[list[Bools] | None]) -> list[RowContext]:
+def without_drafts(step_input: StepInput, masks: list[list[Bools] | None]) -> list[RowContext]:
     """The fault: what a row draws after is taken without the drafts before it (vLLM #42744, #54437)."""
-    return [dataclasses.replace(context, drafts=()) for context in row_contexts(layout, masks)]
+    return [dataclasses.replace(context, drafts=()) for context in row_contexts(step_input, masks)]
 
 
 DRAFTED: dict[str, tuple[int, tuple[int, ...], dict[str, Any]]] = {

@@ -115,14 +115,14 @@ def a_bad_word(engine: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def rows_out_of_place(engine: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
-    draw = engine.sampler.draw
+    sample = engine.checked_sampler.sample
 
-    def drawing_elsewhere(layout: Any, *rest: Any) -> Any:
-        positions = layout.positions.copy()
+    def sampling_elsewhere(step_input: Any, *rest: Any) -> Any:
+        positions = step_input.positions.copy()
         positions[0] += 1
-        return draw(replace(layout, positions=positions), *rest)
+        return sample(replace(step_input, positions=positions), *rest)
 
-    engine.sampler.draw = drawing_elsewhere  # type: ignore[method-assign]
+    engine.checked_sampler.sample = sampling_elsewhere  # type: ignore[method-assign]
 
 
 def logits_of_nan(engine: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,6 +256,6 @@ def test_what_a_filter_kept_of_a_large_vocabulary_is_not_called_outside(
         kept = (distribution > 0).nonzero()[:, 0]
         edge = kept[distribution[kept].argsort()[:30]]
         for token in edge:
-            assert not outside_filters(logits, rows.temperature, rows.filters, token[None]).any()
+            assert not outside_filters(logits, rows, token[None]).any()
         left_out = logits[0].argmin()
-        assert outside_filters(logits, rows.temperature, rows.filters, left_out[None]).all()
+        assert outside_filters(logits, rows, left_out[None]).all()
