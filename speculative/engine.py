@@ -103,16 +103,8 @@ class EngineCore:
         if self._operators is not None:
             from speculative.gpu.graph_step import GraphStep
 
-            parts = (
-                self.config,
-                decoder,
-                self.cache,
-                drafter,
-                self.checked_sampler,
-                self.max_model_len,
-                self._operators,
-            )
-            self.graphs = GraphStep(*parts)
+            sampler, longest = self.checked_sampler, self.max_model_len
+            self.graphs = GraphStep(self.config, decoder, self.cache, drafter, sampler, longest, self._operators)
             runner = self.graphs.runner
             if self.device.type == "cuda":
                 self.graphs.capture_all()

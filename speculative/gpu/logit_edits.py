@@ -120,27 +120,18 @@ class StepEdits:
             eos_token_ids: tokens that end an answer.
             vocab_size: of the target.
         """
-        if all(mask is None for mask in masks) and all(
-            entry.sequence.rules is None for entry in step_input.sampled_entries
-        ):
+        entries = step_input.sampled_entries
+        if all(mask is None for mask in masks) and all(entry.sequence.rules is None for entry in entries):
             return None
-        params = [entry.sequence.params for entry in step_input.sampled_entries]
-        edits = cls(
-            [],
-            np.full(len(step_input.drafts), -1),
-            [],
-            [_counted(entry) for entry in step_input.sampled_entries],
-            params,
-        )
+        params = [entry.sequence.params for entry in entries]
+        edits = cls([], np.full(len(step_input.drafts), -1), [], [_counted(entry) for entry in entries], params)
         first_row = 0
-        for entry, count, mask in zip(step_input.sampled_entries, step_input.draft_counts.tolist(), masks, strict=True):
+        for entry, count, mask in zip(entries, step_input.draft_counts.tolist(), masks, strict=True):
             rows = range(first_row, first_row + count + 1)
             edits._keep(rows, _allowed(entry.sequence.rules, mask, vocab_size))
             if entry.sequence.rules is not None:
-                output, drafts = (
-                    entry.sequence.tokens[entry.sequence.num_prompt :],
-                    step_input.drafts[rows[:-1]].tolist(),
-                )
+                output = entry.sequence.tokens[entry.sequence.num_prompt :]
+                drafts = step_input.drafts[rows[:-1]].tolist()
                 for offset, row in enumerate(rows):
                     biased = entry.sequence.rules.biased(output, tuple(drafts[:offset]), eos_token_ids)
                     edits.biased.append((row, *biased))

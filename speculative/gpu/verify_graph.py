@@ -135,10 +135,8 @@ class VerifyGraph:
 
     def run(self, bucket: Bucket, rows: JudgedRows) -> JudgedStep:
         """Judge, and copy the results to the host."""
-        params, vocab_size = (
-            [entry.sequence.params for entry in rows.step_input.sampled_entries],
-            self._decoder.config.vocab_size,
-        )
+        params = [entry.sequence.params for entry in rows.step_input.sampled_entries]
+        vocab_size = self._decoder.config.vocab_size
         extras = self._extras_of(rows, params)
         captured = self.prepare(bucket, extras)
         host = captured.inputs.next_host()

@@ -177,9 +177,8 @@ class Scheduler:
             sequence.num_computed = len(sequence.tokens) - 1
             self.publish(sequence)
         elif sequence.reply.queue_s is None and sequence.reads_cache:
-            sequence.reply.num_cached = min(
-                sequence.num_shared, sequence.num_prompt
-            )  # what was emitted may be cached too
+            # What was emitted may be cached, too.
+            sequence.reply.num_cached = min(sequence.num_shared, sequence.num_prompt)
             self.stats.prefix_cache_queries += sequence.num_prompt
             self.stats.prefix_cache_hits += sequence.reply.num_cached
         if sequence.reply.queue_s is None:
