@@ -289,7 +289,7 @@ def test_what_is_no_number_is_not_handed_off_and_not_found_again() -> None:
             engine.step()
         sequence = engine.scheduler.find(name)
         assert sequence is not None
-        assert sequence.num_cached == 0  # nothing of the damaged prompt may be shared
+        assert sequence.reply.num_cached == 0  # nothing of the damaged prompt may be shared
         if damaged:
             engine.cache.data[:, :, engine._slots(sequence, 0, sequence.num_computed)] = torch.nan
             with pytest.raises(EngineFault, match="not finite"):

@@ -81,6 +81,6 @@ def test_the_method_sees_a_draft_that_was_not_verified(decoder: Decoder, distrib
 
     engine = head_engine("mtp", decoder)
     engine.sampler.verify, engine.self_check = first_unverified, SelfCheck(0.0)
-    engine.sampler.self_check = engine.self_check  # else the engine's own checks end the requests
+    engine.checked_sampler.self_check = engine.self_check  # else the engine's own checks end the requests
     samples = sample(engine, (FIRST, FIRST), COUNT, LENGTH)
     assert worst_window(samples, distribution.double().numpy(), FIRST) > FIVE_SIGMA

@@ -435,7 +435,7 @@ def test_a_last_token_that_equals_its_rejected_draft_is_computed_again(target: P
     plain = texts(tiny_engine(target, drafter=NO_DRAFTS), requests(GREEDY))
     engine = same_model_engine(target)
     engine.sampler.verify, engine.self_check = reject, SelfCheck(0.0)
-    engine.sampler.self_check = engine.self_check  # else the engine's own checks end the requests
+    engine.checked_sampler.self_check = engine.self_check  # else the engine's own checks end the requests
     reported = texts(engine, requests(GREEDY))
     assert {name: answer.token_ids for name, answer in reported.items()} == {
         name: answer.token_ids for name, answer in plain.items()
