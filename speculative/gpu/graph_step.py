@@ -181,7 +181,7 @@ class GraphStep:
         drawn, terms = results_per_entry(known, judged.verdicts, judged.logprobs), judged.terms
         drawn = self._sampler.check_on_host(known, drawn, masks)
         if terms is not None:
-            own = VerifyRows.of(known)
+            own = VerifyRows.of(known, self._sampler.ops.host)
             terms, drawn = self._sampler.check_rounds(known, own, judged.verdicts, drawn, terms, rows.counted)
         self._note_drafts(batch, known)
         return StepOutcome(

@@ -134,7 +134,8 @@ class VerifyGraph:
         extras = self._extras_of(rows, params)
         captured = self.prepare(bucket, extras)
         host = captured.inputs.next_host()
-        _fill(host, rows, self._rows.of(params, vocab_size, torch.device("cpu")))
+        verify_rows = VerifyRows.of(rows.layout, self._ops.host)
+        _fill(host, rows, verify_rows, self._rows.of(params, vocab_size, torch.device("cpu")))
         if extras.reported is not None:
             extras.reported.fill(host, params)
         captured.inputs.send()
@@ -222,12 +223,12 @@ def _fields(bucket: Bucket, vocab_size: int) -> dict[str, Field]:
     } | filter_fields(bucket.num_rows, vocab_size)
 
 
-def _fill(host: dict[str, Array], rows: JudgedRows, per_entry: SamplingRows) -> None:
+def _fill(host: dict[str, Array], rows: JudgedRows, verify_rows: VerifyRows, per_entry: SamplingRows) -> None:
     layout = rows.layout
     num_rows, num_entries = len(layout.drafts), len(layout.drawing)
     entries = layout.verify_entries
     host["places"][:num_rows] = rows.places
-    for name, values in VerifyRows.of(layout).named().items():
+    for name, values in verify_rows.named().items():
         if name in host:
             host[name][: len(values)] = values
     host["temperature"][:num_rows] = per_entry.temperature.numpy()[entries]

@@ -95,7 +95,7 @@ class Sampler:
         rows = self._rows.of(params, logits.shape[-1], self._device)
         adjusted = self._adjust(layout, logits, masks)
         processed = self.ops.process(adjusted, rows)  # [R, V]
-        of_rows = VerifyRows.of(layout)
+        of_rows = VerifyRows.of(layout, self.ops.host)
         step = of_rows.input(self.ops.target_probs(processed, rows), draft_probs)
         coupled = self.coupled(layout)
         verified = self._verify(step, coupled)
