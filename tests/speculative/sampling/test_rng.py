@@ -30,11 +30,17 @@ def u64(values: object) -> np.ndarray:
     return np.asarray(values, np.uint64)
 
 
-def stream(seed: object = 7, first_round: int = 100, offset: int = 0, purpose: Purpose = Purpose.COIN) -> np.ndarray:
+def stream(
+    seed: object = 7,
+    first_round: int = 100,
+    offset: int = 0,
+    purpose: Purpose = Purpose.COIN,
+    kernels: Kernels | None = None,
+) -> np.ndarray:
     """Uniforms of consecutive rounds."""
     rounds = np.arange(first_round, first_round + NUM_DRAWS, dtype=np.uint64)
     shape = np.zeros(NUM_DRAWS, np.uint64)
-    return uniforms(shape + u64(seed), rounds, shape + u64(offset), shape + u64(purpose))
+    return uniforms(shape + u64(seed), rounds, shape + u64(offset), shape + u64(purpose), kernels=kernels)
 
 
 def pair_counts(first: np.ndarray, second: np.ndarray, bins: int = 16) -> np.ndarray:
@@ -57,13 +63,16 @@ def published(seed: int, *counter: int) -> list[int]:
     return words
 
 
+by_each = pytest.mark.parametrize(
+    "kernels", [pytest.param(None, id="torch"), pytest.param(KERNELS, marks=needs_kernels, id="kernels")]
+)
+
+
 def of_52_bits(high: int, low: int) -> float:
     return ((high >> 6 << 26) + (low >> 6) + 0.5) / 2**52
 
 
-@pytest.mark.parametrize(
-    "kernels", [pytest.param(None, id="torch"), pytest.param(KERNELS, marks=needs_kernels, id="kernels")]
-)
+@by_each
 def test_random_numbers_are_those_of_the_published_algorithm_bit_by_bit(kernels: Kernels | None) -> None:
     """Triton's are compared with these in `test_row_judge.py`."""
     names = np.random.default_rng(1).integers(0, [2**64 - 1, 2**32, 2**32, 5], (200, 4), np.uint64, endpoint=False)
@@ -112,11 +121,12 @@ def unbalanced_bits(drawn: np.ndarray) -> list[int]:
     return found
 
 
-@pytest.mark.usefixtures("generator")
-def test_every_one_of_52_bits_is_random() -> None:
-    assert unbalanced_bits(stream()) == []
-    assert unbalanced_bits(rng.noise_uniforms(torch.tensor([7]), torch.tensor([3]), NUM_DRAWS)[0].numpy()) == []
-    assert len(set(stream().tolist())) == NUM_DRAWS
+@by_each
+def test_every_one_of_52_bits_is_random(kernels: Kernels | None) -> None:
+    assert unbalanced_bits(stream(kernels=kernels)) == []
+    noise = rng.noise_uniforms(torch.tensor([7]), torch.tensor([3]), NUM_DRAWS, kernels)
+    assert unbalanced_bits(noise[0].numpy()) == []
+    assert len(set(stream(kernels=kernels).tolist())) == NUM_DRAWS
 
 
 def cut_to(num_bits: int, drawn: np.ndarray) -> np.ndarray:
