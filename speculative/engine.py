@@ -24,6 +24,7 @@ from speculative.drafting.neural_drafter import DraftModel, ModelDrafter
 from speculative.drafting.weightless import make_weightless
 from speculative.errors import ConfigError, EngineFault, HandoffRefused, InvalidRequest, SequenceTooLong
 from speculative.handoff import Blob, ComputedTokenState, Manifest, allocate_blob, decode_state, seal
+from speculative.model.attention import prepare_by
 from speculative.model.config import ModelConfig
 from speculative.model.decoder import Decoder
 from speculative.request import Request, Speculation, Structure, TokenDelta
@@ -73,12 +74,13 @@ class EngineCore:
             config, self.max_model_len, model.eos_token_ids, self.stats, contract, make_draft_length(config.drafter)
         )
         self.self_check = SelfCheck(config.self_check_sample_rate)
+        self._prepare = prepare_by(decoder.kernels.model)
         self._operators = None
         if self._uses_graphs:  # an engine on a CPU loads nothing of speculative.gpu
             from speculative.gpu.operators import GraphOperators
 
-            self._operators = GraphOperators.on(self.device)
-        self.ops = choose_ops(self.device) if self._operators is None else self._operators.vocabulary
+            self._operators = GraphOperators.on(self.device, decoder.kernels)
+        self.ops = choose_ops(decoder.kernels) if self._operators is None else self._operators.vocabulary
         self.sampler = Sampler(config, self.device, model.eos_token_ids, self.ops)
         self.checked_sampler = CheckedSampler(config, self.sampler, self.self_check)
         self.cache = self._make_cache(model.kv_shape)
@@ -99,7 +101,7 @@ class EngineCore:
         drafter = neural or weightless
         self._decoder = decoder
         self.graphs = None
-        runner = ModelRunner(decoder, self.cache, self.device)
+        runner = ModelRunner(decoder, self.cache, self.device, self._prepare)
         if self._operators is not None:
             from speculative.gpu.graph_step import GraphStep
 
@@ -150,9 +152,8 @@ class EngineCore:
         )
         self.scheduler.drafter_reads_features = bool(model.capture)
         cache = self._make_cache(model.kv_shape)
-        drafter = ModelDrafter(
-            model, cache, self.scheduler.pool, sampler, config.block_size, self.scheduler.draft_length
-        )
+        parts = (model, cache, self.scheduler.pool, sampler, config.block_size, self._prepare)
+        drafter = ModelDrafter(*parts, self.scheduler.draft_length)
         self.scheduler.draft_length.restart(model.held_out_rates)
         if model.fused and config.drafter.sampled:
             drafter.draft_loop = FusedDraftLoop(model.fused, sampler, cache, config.block_size)

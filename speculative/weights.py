@@ -10,6 +10,7 @@ from speculative.drafting.draft_model import DecoderDraftModel
 from speculative.drafting.head_drafters import Eagle3DraftModel, MtpDraftModel
 from speculative.drafting.neural_drafter import DraftModel
 from speculative.errors import ConfigError
+from speculative.kernels.chosen import choose_kernels
 from speculative.model.config import ModelConfig
 from speculative.model.decoder import Decoder
 from speculative.model.fingerprint import model_fingerprint
@@ -48,8 +49,11 @@ def load_weights(
     if drafter is not None and config.drafter.model is None:
         raise ConfigError(f"drafter.kind {config.drafter.kind} has no weights, but an update names some ({drafter}).")
     config = config.on_cpu() if device.type == "cpu" else config
-    kind = choose_weights(config.quantization, folder, dtype=config.dtype, device=device)
-    decoder = decoder or load_decoder(folder, dtype=getattr(torch, config.dtype), device=device, weights=kind)
+    kernels = choose_kernels(device) if decoder is None else decoder.kernels
+    kind = choose_weights(config.quantization, folder, dtype=config.dtype, device=device, kernels=kernels)
+    if decoder is None:
+        dtype = getattr(torch, config.dtype)
+        decoder = load_decoder(folder, dtype=dtype, device=device, weights=kind, kernels=kernels)
     draft_model = _load_draft_model(folder, config, decoder, drafter)
     return Weights(decoder, model_fingerprint(folder, weights=kind), draft_model)
 
@@ -98,5 +102,4 @@ def _load_draft_model(
         return Eagle3DraftModel.load(found, target, dtype=dtype, device=target.device)
     if config.drafter.kind == "mtp":
         return MtpDraftModel.load(found, target, dtype=dtype, device=target.device)
-    longest = longest_sequence(target.config, config)
-    return DecoderDraftModel.load(found, folder, longest, dtype=dtype, device=target.device)
+    return DecoderDraftModel.load(found, folder, target, longest_sequence(target.config, config), dtype=dtype)

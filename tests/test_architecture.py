@@ -342,6 +342,23 @@ def test_siblings_do_not_import_each_other(package: str) -> None:
     assert not strangers, "\n".join(strangers)
 
 
+def test_the_arithmetic_of_a_model_is_chosen_in_one_place() -> None:
+    """`cpu_kernels` is asked by `choose_kernels` alone, and that by what builds a model."""
+    asked = {
+        name: {module for module, tree in TREES.items() for node in ast.walk(tree) if _calls(node, name)}
+        for name in ("cpu_kernels", "choose_kernels", "find_kernels")
+    }
+    assert asked == {
+        "cpu_kernels": {"speculative.kernels.chosen"},
+        "choose_kernels": {"speculative.model.decoder", "speculative.model.loading", "speculative.weights"},
+        "find_kernels": {"speculative.kernels.bindings", "speculative.arithmetic"},
+    }
+
+
+def _calls(node: ast.AST, name: str) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name
+
+
 def test_the_referee_counts_nothing() -> None:
     """Whoever runs it connects its callbacks to metrics."""
     counting = [

@@ -22,6 +22,7 @@ from serve_app.text.tokenizer import StopStrings
 from speculative.cache.prefix import hash_block
 from speculative.drafting.base import DraftOutput
 from speculative.engine import EngineCore
+from speculative.kernels.bindings import Kernels
 from speculative.request import FinishReason, Request, SamplingParams, Structure, TokenDelta, TokenLogprobs
 from speculative.sampling.probs import draw
 from speculative.sampling.rng import Purpose, uniforms
@@ -288,8 +289,8 @@ def _stale_slot_after_an_abort(engine: EngineCore) -> None:
 def _random_numbers_again_after_a_preemption(engine: EngineCore) -> None:
     last: dict[str, tuple[int, np.ndarray[Any, Any]]] = {}
 
-    def numbering(number: Any, step_input: StepInput) -> VerifyRows:
-        rows: VerifyRows = number(step_input)
+    def numbering(number: Any, step_input: StepInput, host: Kernels | None) -> VerifyRows:
+        rows: VerifyRows = number(step_input, host)
         for index, entry in enumerate(step_input.sampled_entries):
             own, name = step_input.verify_entries == index, entry.sequence.request.request_id
             admission, before = last.get(name, (entry.sequence.admission, None))
@@ -547,8 +548,8 @@ def _reuse_uniforms(engine: EngineCore, which: int) -> None:
     many rows; whoever checks them is given the same."""
     last: dict[str, np.ndarray[Any, Any]] = {}
 
-    def numbering(number: Any, step_input: StepInput) -> VerifyRows:
-        rows: VerifyRows = number(step_input)
+    def numbering(number: Any, step_input: StepInput, host: Kernels | None) -> VerifyRows:
+        rows: VerifyRows = number(step_input, host)
         for index, entry in enumerate(step_input.sampled_entries):
             own = step_input.verify_entries == index
             before = last.pop(entry.sequence.request.request_id, None)
@@ -612,8 +613,8 @@ def _stops_at_a_high_coin(engine: EngineCore) -> None:
 def _uniforms_of_16_bits(engine: EngineCore) -> None:
     """Tokens and rejections less likely than 2**-17 never come, and no mean shows it."""
 
-    def numbering(number: Any, step_input: StepInput) -> VerifyRows:
-        rows: VerifyRows = number(step_input)
+    def numbering(number: Any, step_input: StepInput, host: Kernels | None) -> VerifyRows:
+        rows: VerifyRows = number(step_input, host)
         rows.uniforms[:] = (np.floor(rows.uniforms * 2**16) + 0.5) / 2**16
         return rows
 

@@ -17,6 +17,7 @@ from speculative.config import DrafterConfig, EngineConfig
 from speculative.drafting.base import Drafter, DraftOutput, WeightlessDrafter
 from speculative.drafting.draft_model import DecoderDraftModel
 from speculative.engine import EngineCore
+from speculative.model.attention import prepare_by
 from speculative.model.config import ModelConfig
 from speculative.model.decoder import Decoder
 from speculative.sampling.rng import Purpose, uniforms
@@ -40,7 +41,7 @@ class TableRunner(ModelRunner):
     """A model whose next token depends on the last one only: logits are rows of a table [V, V]."""
 
     def __init__(self, decoder: Decoder, engine: EngineCore, table: Tensor) -> None:
-        super().__init__(decoder, engine.cache, engine.device)
+        super().__init__(decoder, engine.cache, engine.device, prepare_by(None))
         self.table = table
 
     def forward_with_features(self, step_input: StepInput, capture: tuple[int, ...]) -> tuple[Tensor, Tensor]:

@@ -24,9 +24,9 @@ from speculative.errors import ConfigError, InvalidRequest, SequenceTooLong, Uns
 from speculative.model.fingerprint import has_plain_values, model_fingerprint
 from speculative.model.loading import checkpoint_files, resolve_model
 from speculative.request import ReplayedToken, Request, TokenLogprobs
-from speculative.sampling.probs import process
 from speculative.selfcheck.replayed_tokens import replayed_tokens
 from speculative.state.token_constraint import ConstraintMaker
+from speculative.vocabulary.ops import TorchOps
 
 T = TypeVar("T")
 
@@ -93,7 +93,7 @@ class TransformersModel:
                 places = zip(values, served, asked, strict=True)
                 entries += [_entry(row, token, num_top, ids) for row, token, ids in places]
             constraint = None if structure is None else compile_structure(structure)
-            rows += replayed_tokens(logits, request, start, constraint, self.eos_token_ids, process)
+            rows += replayed_tokens(logits, request, start, constraint, self.eos_token_ids, TorchOps())
         return Replayed(tuple(logprobs), tuple(rows), "transformers", entries=tuple(entries), numerics=_NUMERICS)
 
 

@@ -36,16 +36,16 @@ class DecoderDraftModel:
 
     @classmethod
     def load(
-        cls, folder: Path, target_folder: Path, max_model_len: int, *, dtype: torch.dtype, device: torch.device
+        cls, folder: Path, target_folder: Path, target: Decoder, max_model_len: int, *, dtype: torch.dtype
     ) -> "DecoderDraftModel":
-        """Load a checkpoint folder.
+        """Load a checkpoint folder to the target's device, for the same kernels.
 
         Args:
             folder: the draft model's.
             target_folder: the target's, whose vocabulary it has to have.
+            target: the loaded one.
             max_model_len: tokens of the longest sequence that is drafted for.
             dtype: of its weights.
-            device: where to.
 
         Raises:
             ConfigError: its vocabulary is not the target's, or it has too few positions.
@@ -57,8 +57,10 @@ class DecoderDraftModel:
                 f"drafter.model {folder} has {positions} positions, but max_model_len is {max_model_len}; "
                 f"set max_model_len to {positions}, or take another draft model."
             )
-        weights = choose_weights("auto", folder, dtype=str(dtype).removeprefix("torch."), device=device)
-        decoder = load_decoder(folder, dtype=dtype, device=device, weights=weights)
+        device, kernels = target.device, target.kernels
+        name = str(dtype).removeprefix("torch.")
+        weights = choose_weights("auto", folder, dtype=name, device=device, kernels=kernels)
+        decoder = load_decoder(folder, dtype=dtype, device=device, weights=weights, kernels=kernels)
         return cls(decoder, model_fingerprint(folder, weights=weights))
 
     def fuse(self, features: Tensor) -> Tensor:

@@ -71,8 +71,17 @@ class DraftSampler:
         if any(coupled):
             keys = (np.array(coupled), *noise_keys(sequences, num_drafts))
             noise = NoiseRows(*(torch.from_numpy(key).to(device) for key in keys))
-        drawn = torch.from_numpy(draft_uniforms(sequences, num_drafts)).to(device)
+        drawn = torch.from_numpy(self.uniforms(sequences, num_drafts)).to(device)
         return DraftRound(self.rows_of(sequences, device), drawn, noise)
+
+    def uniforms(self, sequences: Sequences[Sequence], num_drafts: int) -> Float64s:
+        """Return what the drafts that come next are drawn with, [num_drafts, E] float64 in (0, 1)."""
+        key = np.empty((4, num_drafts, len(sequences)), np.uint64)
+        key[0] = np.array([sequence.request.seed for sequence in sequences], np.uint64)
+        key[1] = [len(sequence.tokens) for sequence in sequences]
+        key[2] = np.arange(num_drafts)[:, None]
+        key[3] = Purpose.DRAFT
+        return uniforms(*key.reshape(4, -1), kernels=self._ops.host).reshape(num_drafts, len(sequences))
 
     def is_coupled(self, sequence: Sequence) -> bool:
         """Return whether its drafts are chosen with the noise of their target tokens."""
@@ -112,13 +121,3 @@ def noise_keys(sequences: Sequences[Sequence], num_drafts: int) -> tuple[Int64s,
     seeds = np.array([sequence.request.seed for sequence in sequences], np.uint64).view(np.int64)
     lengths = np.array([len(sequence.tokens) for sequence in sequences], np.int64)
     return seeds, lengths + np.arange(num_drafts)[:, None]
-
-
-def draft_uniforms(sequences: Sequences[Sequence], num_drafts: int) -> Float64s:
-    """Return what the drafts that come next are drawn with, [num_drafts, E] float64 in (0, 1)."""
-    key = np.empty((4, num_drafts, len(sequences)), np.uint64)
-    key[0] = np.array([sequence.request.seed for sequence in sequences], np.uint64)
-    key[1] = [len(sequence.tokens) for sequence in sequences]
-    key[2] = np.arange(num_drafts)[:, None]
-    key[3] = Purpose.DRAFT
-    return uniforms(*key.reshape(4, -1)).reshape(num_drafts, len(sequences))

@@ -22,7 +22,7 @@ from speculative.cache.kv_cache import BlockPool, KVCache, KVShape
 from speculative.drafting.base import DraftOutput
 from speculative.drafting.draft_sampler import DraftSampler
 from speculative.errors import HandoffRefused
-from speculative.model.attention import PreparePass, prepare_pass
+from speculative.model.attention import PreparePass
 from speculative.model.cpu.fused import FusedHead
 from speculative.model.layers import Attend
 from speculative.scheduling.draft_length import DraftLength, ExpectedRates
@@ -171,6 +171,7 @@ class ModelDrafter:
         pool: the blocks both share; blocks whose drafter rows are also computed are marked.
         sampler: draws its drafts.
         block_size: tokens a block.
+        prepare: brings the rows of its passes to the device.
         length: decides where drafts may end early, and learns from what was drafted.
     """
 
@@ -181,6 +182,7 @@ class ModelDrafter:
         pool: BlockPool,
         sampler: DraftSampler,
         block_size: int,
+        prepare: PreparePass,
         length: DraftLength | None = None,
     ) -> None:
         self.model = model
@@ -194,7 +196,7 @@ class ModelDrafter:
         self._device = cache.data.device
         self.catch_up: CatchUp | None = None  # computes a few rows of many sequences, if set
         self.draft_loop: MakeDrafts | None = None  # makes all drafts of a round at once, if set
-        self.prepare: PreparePass = prepare_pass
+        self.prepare = prepare
         self._first_row = 1 if model.capture else 0
         self._states: dict[str, _State] = {}
         self._in_buffer: list[_State] = []  # all whose features may lie in the buffer

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speculative.drafting.draft_sampler import DraftRound, DraftSampler, draft_uniforms, noise_keys
+from speculative.drafting.draft_sampler import DraftRound, DraftSampler, noise_keys
 from speculative.drafting.neural_drafter import DraftModel, MadeDrafts
 from speculative.gpu.buckets import Bucket, Buckets
 from speculative.gpu.buffers import GraphBuffers
@@ -92,7 +92,7 @@ class DraftLoop:
         contexts = [sequence.slots(stop, size) for sequence, stop in zip(sequences, stops, strict=True)]
         num_blocks = fill_rows(host, contexts, lengths, drafts - 1, self._room)
         num_seqs, num_drafts = len(entries), bucket.num_queries
-        host["uniforms"][:, :num_seqs] = draft_uniforms(sequences, num_drafts)
+        host["uniforms"][:, :num_seqs] = self._sampler.uniforms(sequences, num_drafts)
         params = self._rows.of([sequence.params for sequence in sequences], self._sampler.width, torch.device("cpu"))
         host["temperature"][:num_seqs] = params.temperature.numpy()
         host["greedy"][:num_seqs] = params.greedy.numpy()

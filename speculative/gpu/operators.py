@@ -12,7 +12,9 @@ from speculative.gpu.packed_attention import SendPacked
 from speculative.gpu.paged_attention import AttendPaged, AttentionSizes, TorchAttend
 from speculative.gpu.row_edits import EditLogits, torch_edit
 from speculative.gpu.row_judge import RowJudge, TorchJudge
-from speculative.model.attention import PreparePass, prepare_pass
+from speculative.kernels.bindings import Kernels
+from speculative.kernels.chosen import ChosenKernels
+from speculative.model.attention import PreparePass, prepare_by
 from speculative.model.layers import LayerOps, TorchLayerOps
 from speculative.sampling.probs import SamplingRows
 from speculative.verification.coupled import NoiseRows, choose
@@ -33,9 +35,13 @@ class CapturedVocabularyOps(TorchOps):
         find_floors: of the filters.
         choose: the columns of coupled drafts.
         mass_before: of q, before each draft.
+        host: CPU kernels for random numbers.
     """
 
-    def __init__(self, find_floors: FindFloors, choose: Choose, mass_before: MassBefore) -> None:
+    def __init__(
+        self, find_floors: FindFloors, choose: Choose, mass_before: MassBefore, host: Kernels | None = None
+    ) -> None:
+        super().__init__(host)
         self._find_floors, self._choose, self.mass_before = find_floors, choose, mass_before
 
     def process(self, logits: Tensor, rows: SamplingRows) -> Tensor:
@@ -74,17 +80,17 @@ class GraphOperators:
     judge_token_wise: Callable[[LogprobsMode], RowJudge]
 
     @classmethod
-    def on(cls, device: torch.device) -> "GraphOperators":
-        """Choose those of a device."""
-        return cls.by_triton() if uses_triton(device) else cls.by_torch()
+    def on(cls, device: torch.device, kernels: ChosenKernels) -> "GraphOperators":
+        """Choose those of a device, whose eager passes and host have these kernels."""
+        return cls.by_triton(kernels) if uses_triton(device) else cls.by_torch(kernels)
 
     @classmethod
-    def by_torch(cls) -> "GraphOperators":
+    def by_torch(cls, kernels: ChosenKernels) -> "GraphOperators":
         """torch's, on any device."""
-        vocabulary = CapturedVocabularyOps(torch_floors, choose, mass_before)
+        vocabulary = CapturedVocabularyOps(torch_floors, choose, mass_before, kernels.host)
         return cls(
             attend=lambda sizes: TorchAttend(sizes.block_size),
-            prepare=lambda block_size, first: prepare_pass,
+            prepare=lambda block_size, first: prepare_by(kernels.model),
             layers=TorchLayerOps(),
             edit=torch_edit,
             vocabulary=vocabulary,
@@ -92,7 +98,7 @@ class GraphOperators:
         )
 
     @classmethod
-    def by_triton(cls) -> "GraphOperators":
+    def by_triton(cls, kernels: ChosenKernels) -> "GraphOperators":
         """Triton's kernels, on a CUDA device."""
         from speculative.gpu.triton_attention import TritonAttend
         from speculative.gpu.triton_edits import triton_edit
@@ -108,7 +114,7 @@ class GraphOperators:
             prepare=lambda block_size, first: SendPacked(block_size, first, TritonAttendPacked()),
             layers=TritonLayerOps(),
             edit=triton_edit,
-            vocabulary=CapturedVocabularyOps(triton_floors, triton_choose, triton_mass_before),
+            vocabulary=CapturedVocabularyOps(triton_floors, triton_choose, triton_mass_before, kernels.host),
             judge_token_wise=TritonJudge,
         )
 

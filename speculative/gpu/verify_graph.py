@@ -140,7 +140,8 @@ class VerifyGraph:
         extras = self._extras_of(rows, params)
         captured = self.prepare(bucket, extras)
         host = captured.inputs.next_host()
-        _fill(host, rows, self._rows.of(params, vocab_size, torch.device("cpu")))
+        verify_rows = VerifyRows.of(rows.step_input, self._ops.host)
+        _fill(host, rows, verify_rows, self._rows.of(params, vocab_size, torch.device("cpu")))
         if extras.reported is not None:
             extras.reported.fill(host, params)
         captured.inputs.send()
@@ -228,12 +229,12 @@ def _fields(bucket: Bucket, vocab_size: int) -> dict[str, Field]:
     } | filter_fields(bucket.num_rows, vocab_size)
 
 
-def _fill(host: dict[str, Array], rows: JudgedRows, per_entry: SamplingRows) -> None:
+def _fill(host: dict[str, Array], rows: JudgedRows, verify_rows: VerifyRows, per_entry: SamplingRows) -> None:
     step_input = rows.step_input
     num_rows, num_entries = len(step_input.drafts), len(step_input.sampled_entries)
     entries = step_input.verify_entries
     host["places"][:num_rows] = rows.places
-    for name, values in VerifyRows.of(step_input).named().items():
+    for name, values in verify_rows.named().items():
         if name in host:
             host[name][: len(values)] = values
     host["temperature"][:num_rows] = per_entry.temperature.numpy()[entries]

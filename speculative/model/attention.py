@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from speculative.cache.kv_cache import KVCache
-from speculative.kernels.bindings import Kernels, ShapeStruct, StepStruct, cpu_kernels
+from speculative.kernels.bindings import Kernels, ShapeStruct, StepStruct
 from speculative.state.batch import AttentionRows, Int64s
 
 
@@ -50,24 +50,30 @@ PreparePass = Callable[..., tuple[CacheAttention, list[Tensor]]]
 those rows, and the arrays."""
 
 
-def prepare_pass(cache: KVCache, rows: AttentionRows, *arrays: Int64s) -> tuple[CacheAttention, list[Tensor]]:
-    """A `PreparePass` for any device."""
-    device = cache.data.device
-    return StepAttention(cache, rows, device), [torch.from_numpy(array).to(device) for array in arrays]
+def prepare_by(kernels: Kernels | None) -> PreparePass:
+    """A `PreparePass` by our CPU kernels, or by torch on any device."""
+
+    def prepare(cache: KVCache, rows: AttentionRows, *arrays: Int64s) -> tuple[CacheAttention, list[Tensor]]:
+        device = cache.data.device
+        return StepAttention(cache, rows, kernels), [torch.from_numpy(array).to(device) for array in arrays]
+
+    return prepare
 
 
 class StepAttention(CacheAttention):
     """Attention of one step.
 
-    On a CPU our own kernels read the cache where it lies, if they are to be had; else each sequence's part of it is
-    gathered for torch's.
+    Our own CPU kernels, where they are given and know the shape, read the cache where it lies; else each sequence's
+    part of it is gathered for torch's.
     """
 
-    def __init__(self, cache: KVCache, rows: AttentionRows, device: torch.device) -> None:
+    def __init__(self, cache: KVCache, rows: AttentionRows, kernels: Kernels | None = None) -> None:
         self.cache = cache
-        self.native = NativeStep.of(cache, rows)
-        if self.native is not None:
+        self.native = None
+        if kernels is not None and cache.shape.head_dim % 16 == 0:
+            self.native = NativeStep(kernels, cache, rows)
             return
+        device = cache.data.device
         self.slots = torch.from_numpy(rows.slots).to(device)
         starts = rows.row_starts.tolist()
         self._spans = tuple(
@@ -122,14 +128,6 @@ class NativeStep:
             context_starts=starts.ctypes.data,
         )
         self.shape = cache_shape(cache)
-
-    @classmethod
-    def of(cls, cache: KVCache, rows: AttentionRows) -> "NativeStep | None":
-        """None where the kernels are not to be had, or do not know this shape."""
-        if cache.data.device.type != "cpu" or cache.shape.head_dim % 16 != 0:
-            return None
-        kernels = cpu_kernels()
-        return None if kernels is None else cls(kernels, cache, rows)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Implement `StepAttention`; computed in float32 whatever the query's type."""

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from speculative.kernels.chosen import ChosenKernels, choose_kernels
 from speculative.model.attention import StepAttention
 from speculative.model.config import ModelConfig
 from speculative.model.cpu.fused import FusedLayers
@@ -28,11 +29,21 @@ class Decoder(FusibleLayer):
     """Token ids in, hidden states out; attention over the cache is the caller's.
 
     All parameters start as NaN; fill them through `checkpoint_slots`. `fp8`: the layers' matrices have FP8 weights.
+    `kernels`: of all that computes with it; None = those for the device.
     """
 
-    def __init__(self, config: ModelConfig, *, fp8: bool = False, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        fp8: bool = False,
+        dtype: torch.dtype,
+        device: torch.device,
+        kernels: ChosenKernels | None = None,
+    ) -> None:
         super().__init__()
         self.config, self.dtype, self.device = config, dtype, device
+        self.kernels = choose_kernels(device) if kernels is None else kernels
         self.embedding = nan_parameter(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
         layers = [DecoderLayer(config, fp8=fp8, dtype=dtype, device=device) for _ in range(config.num_layers)]
         self.layers = nn.ModuleList(layers)
@@ -101,7 +112,8 @@ class Decoder(FusibleLayer):
             quantized: weights that are quantized already, by their names in the checkpoint; the rest is rounded. Each
                 leaves it when it is packed.
         """
-        lm_head, names = self.lm_head, self._linear_names()
+        lm_head, names, kernels = self.lm_head, self._linear_names(), self.kernels.model
+        assert kernels is not None, "`choose_weights` packs nothing without them"
         coarse = kind in ("w8a8", "w4a8")
 
         def weight_of(linear: Linear) -> Quantized | Kind:
@@ -115,7 +127,7 @@ class Decoder(FusibleLayer):
             whole = len(given) == len(own) and all(part.bits == bits for part in given)
             return Quantized.stack(given) if whole else quantize(linear.weight, bits)
 
-        pack_natively(self, weight_of, lambda linear: 8 if coarse and linear is not lm_head else 16)
+        pack_natively(self, kernels, weight_of, lambda linear: 8 if coarse and linear is not lm_head else 16)
         self.packed = kind
         self.dtype = torch.float32
         self.fused = FusedLayers.of(self.layers, self.rotary, self.config)

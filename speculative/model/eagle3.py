@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from speculative.end_tokens import read_json
 from speculative.errors import ConfigError, UnsupportedModel
+from speculative.kernels.bindings import Kernels
 from speculative.model.attention import StepAttention
 from speculative.model.config import ModelConfig, flag
 from speculative.model.cpu.fused import FusedHead, HeadParts
@@ -200,9 +201,9 @@ class Eagle3Head(FusibleLayer):
             return self.fused.logits(hidden)
         return self.lm_head(self.norm(hidden)).float()  # type: ignore[no-any-return]
 
-    def pack(self, target: Kind | None) -> None:
+    def pack(self, target: Kind | None, kernels: Kernels | None) -> None:
         """Lay the loaded weights out for the CPU's kernels, beside a target with weights of that kind."""
-        pack_weights(self, target)
+        pack_weights(self, target, kernels)
         parts = HeadParts(
             embedding=self.embedding,
             token_norm=self.input_norm,
@@ -266,8 +267,8 @@ def load_eagle3(
         )
     head = Eagle3Head(config, draft_ids, embedding, dtype=dtype)
     fill_slots(folder, head.checkpoint_slots(), tensors)
-    if can_pack(dtype, device):
-        head.pack(target.packed)
+    if can_pack(dtype, device, target.kernels.model):
+        head.pack(target.packed, target.kernels.model)
     return head.eval()
 
 

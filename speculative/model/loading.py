@@ -14,7 +14,7 @@ from torch import Tensor
 
 from speculative.config import WeightsName, models_folder
 from speculative.errors import ConfigError, UnsupportedModel
-from speculative.kernels.bindings import cpu_kernels
+from speculative.kernels.chosen import ChosenKernels, choose_kernels
 from speculative.model.catalogue import CATALOGUE, fetch_model
 from speculative.model.config import ModelConfig, holds_fp8
 from speculative.model.cpu.native import Kind
@@ -68,7 +68,12 @@ def resolve_model(name_or_path: str | Path, *others: Path) -> Path:
 
 
 def load_decoder(
-    folder: Path, *, dtype: torch.dtype, device: torch.device | str, weights: Kind | Literal["fp8"] | None = None
+    folder: Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    weights: Kind | Literal["fp8"] | None = None,
+    kernels: ChosenKernels | None = None,
 ) -> Decoder:
     """A decoder with the folder's weights, converted to `dtype`.
 
@@ -78,6 +83,7 @@ def load_decoder(
         device: where to.
         weights: what `choose_weights` said: packed for our CPU kernels in this form, or FP8; None = left to torch, or
             oneDNN.
+        kernels: that the weights were chosen for; None = those for the device.
 
     Raises:
         ConfigError: files or tensors are missing, unexpected, damaged or of another shape, or a weight is NaN.
@@ -87,7 +93,7 @@ def load_decoder(
     files = checkpoint_files(folder)
     if weights == "fp8":
         check_fp8_sizes(config)
-    decoder = Decoder(config, fp8=weights == "fp8", dtype=dtype, device=torch.device(device))
+    decoder = Decoder(config, fp8=weights == "fp8", dtype=dtype, device=torch.device(device), kernels=kernels)
     _read_into(decoder, folder, files)
     if weights == "fp8":
         return decoder.eval()
@@ -139,9 +145,16 @@ def _require_equal(first: tuple[str, Path], second: tuple[str, Path], slot: Tens
 
 
 def choose_weights(
-    wanted: WeightsName, folder: Path, *, dtype: str, device: torch.device
+    wanted: WeightsName, folder: Path, *, dtype: str, device: torch.device, kernels: ChosenKernels | None = None
 ) -> Kind | Literal["fp8"] | None:
     """The form of a model's weights on this machine, as `load_decoder` takes it; None = torch's own, of `dtype`.
+
+    Args:
+        wanted: in the settings.
+        folder: a checkpoint.
+        dtype: of activations.
+        device: where to.
+        kernels: of the model; None = those for the device.
 
     Raises:
         ConfigError: it is not to be had here.
@@ -156,7 +169,7 @@ def choose_weights(
         if why := why_no_fp8(device, dtype):
             raise ConfigError(f"quantization: fp8 is not to be had here: {why}.")
         return "fp8"
-    if device.type != "cpu" or cpu_kernels() is None:
+    if (kernels or choose_kernels(device)).model is None:
         if wanted in ("auto", dtype):
             return None
         raise ConfigError(

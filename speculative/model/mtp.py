@@ -149,8 +149,9 @@ def load_mtp(folder: Path, target: Decoder, *, dtype: torch.dtype, device: torch
     config = MtpConfig.from_folder(folder).for_target(target.config)
     head = MtpHead(config, target.embedding.to(device or target.device), dtype=dtype)
     fill_slots(folder, head.checkpoint_slots(), read_tensors(folder, config.shape))
-    if can_pack(dtype, head.embedding.device):
-        pack_weights(head, target.packed)
+    kernels = target.kernels.model
+    if can_pack(dtype, head.embedding.device, kernels):
+        pack_weights(head, target.packed, kernels)
     return head.eval()
 
 

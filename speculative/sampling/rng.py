@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speculative.kernels.bindings import cpu_kernels
+from speculative.kernels.bindings import Kernels
 
 Uint64s = np.ndarray[Any, np.dtype[np.uint64]]
 Float64s = np.ndarray[Any, np.dtype[np.float64]]
@@ -46,7 +46,9 @@ class Purpose(enum.IntEnum):
     NOISE = 4
 
 
-def uniforms(seeds: Uint64s, rounds: Uint64s, offsets: Uint64s, purposes: Uint64s) -> Float64s:
+def uniforms(
+    seeds: Uint64s, rounds: Uint64s, offsets: Uint64s, purposes: Uint64s, *, kernels: Kernels | None = None
+) -> Float64s:
     """One uniform in the open interval (0, 1) per row, with 52 random bits: from 2**-53 to 1 - 2**-53.
 
     Args:
@@ -54,11 +56,11 @@ def uniforms(seeds: Uint64s, rounds: Uint64s, offsets: Uint64s, purposes: Uint64
         rounds: [R] number of tokens at the start of the round, < 2**32.
         offsets: [R] position in the round, < 2**32.
         purposes: [R] values of `Purpose`.
+        kernels: that compute them; None = numpy, with the same bits.
 
     Returns:
         [R] float64; never 0 (a coin of 0 would accept a token of probability 0) and never 1.
     """
-    kernels = cpu_kernels()
     if kernels is not None:
         return kernels.uniforms(*map(np.ascontiguousarray, (seeds, rounds, offsets, purposes)))
     words = _philox((rounds, offsets, purposes, np.zeros_like(rounds)), _key(seeds))
@@ -66,39 +68,42 @@ def uniforms(seeds: Uint64s, rounds: Uint64s, offsets: Uint64s, purposes: Uint64
     return drawn
 
 
-def gumbel(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+def gumbel(seeds: Tensor, positions: Tensor, vocab_size: int, kernels: Kernels | None = None) -> Tensor:
     """Gumbel noise for every token of the vocabulary: argmax(log p + noise) is a draw from p.
 
     Args:
         seeds: [R] int64, the request's seed as two's complement.
         positions: [R] int64, the position of the token that is drawn, < 2**32.
+        vocab_size: tokens.
+        kernels: that compute the uniforms of a CPU; None = torch, with the same bits.
 
     Returns:
         [R, vocab_size] float64, finite; a function of (seed, position, token) alone.
     """
     if seeds.device.type == "cpu" and 0 < len(seeds) <= _ROWS_KEPT:
         where = zip(seeds.tolist(), positions.tolist(), strict=True)
-        return torch.stack([_gumbel_row(seed, position, vocab_size) for seed, position in where])
-    return _make_gumbel(seeds, positions, vocab_size)
+        return torch.stack([_gumbel_row(seed, position, vocab_size, kernels) for seed, position in where])
+    return _make_gumbel(seeds, positions, vocab_size, kernels)
 
 
 @functools.lru_cache(maxsize=_ROWS_KEPT)
-def _gumbel_row(seed: int, position: int, vocab_size: int) -> Tensor:
+def _gumbel_row(seed: int, position: int, vocab_size: int, kernels: Kernels | None) -> Tensor:
     """[vocab_size] of `gumbel` on a CPU, read-only.
 
     Cached, because a position is first drafted and then judged, and again after a rejection before it.
     """
-    return _make_gumbel(torch.tensor([seed]), torch.tensor([position]), vocab_size)[0]
+    return _make_gumbel(torch.tensor([seed]), torch.tensor([position]), vocab_size, kernels)[0]
 
 
-def _make_gumbel(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-    return -(-noise_uniforms(seeds, positions, vocab_size).log()).log()
+def _make_gumbel(seeds: Tensor, positions: Tensor, vocab_size: int, kernels: Kernels | None) -> Tensor:
+    return -(-noise_uniforms(seeds, positions, vocab_size, kernels).log()).log()
 
 
-def noise_uniforms(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+def noise_uniforms(seeds: Tensor, positions: Tensor, vocab_size: int, kernels: Kernels | None = None) -> Tensor:
     """[R, vocab_size] float64 in (0, 1): the uniforms behind `gumbel`."""
-    kernels = cpu_kernels() if seeds.device.type == "cpu" else None
-    return _noise(seeds, positions, vocab_size) if kernels is None else kernels.noise(seeds, positions, vocab_size)
+    if kernels is None or seeds.device.type != "cpu":
+        return _noise(seeds, positions, vocab_size)
+    return kernels.noise(seeds, positions, vocab_size)
 
 
 def _noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from speculative.kernels.bindings import Kernels
 from speculative.request import Draw, Redrawn, Request, SamplingParams
 from speculative.sampling.probs import SamplingRows, temperature_of
 from speculative.sampling.rng import Purpose, noise_uniforms, uniforms
@@ -59,6 +60,7 @@ def redraw(
     draws: Sequence[Draw],
     request: Request,
     drafter: Mapping[int, Distributions],
+    host: Kernels | None = None,
 ) -> list[Redrawn]:
     """Draw n tokens again.
 
@@ -67,13 +69,14 @@ def redraw(
         tokens: those that were served. draws: of each.
         request: its seed and parameters.
         drafter: that the drafts rejected there were sampled from, by row; where known.
+        host: kernels that compute random numbers; None = numpy and torch.
     """
     temperature = temperature_of(request.params)
     edges = _edges_of(target, request)
     rows = [_Row(*parts, request) for parts in zip(target.each(), edges, tokens, strict=True)]
     numbers = _numbers_of(draws, request)
     redrawn = []
-    for index, (row, draw, drawn) in enumerate(zip(rows, draws, _uniforms_of(draws, request.seed), strict=True)):
+    for index, (row, draw, drawn) in enumerate(zip(rows, draws, _uniforms_of(draws, request.seed, host), strict=True)):
         miss, loose, of_draft = 0.0, 0.0, None
         if draw.rule == "bonus":
             miss, loose = _by_uniform(row, drawn[0])
@@ -84,7 +87,7 @@ def redraw(
             miss, loose = _by_residual(row, drafter[index], drawn[1], _log_ratios(accepted, draw.accepted_probs))
             of_draft = float(drafter[index].probs[draw.rejected])
         elif draw.rule == "noise":
-            miss, loose = _by_noise(row, _noise_at(request.seed, draw.round_start + draw.offset, len(row.probs)))
+            miss, loose = _by_noise(row, _noise_at(request.seed, draw.round_start + draw.offset, len(row.probs), host))
         elif draw.rule == "vllm_noise":
             miss, loose = _by_noise(row, uniforms_of(numbers[_token_index(draw, request)], len(row.probs)))
         rejected = float(row.probs[draw.rejected]) if draw.rejected >= 0 else 0.0
@@ -156,11 +159,11 @@ def _near(edges: _Edges | None, token: int) -> bool:
     return edges is not None and bool(edges.near[token])
 
 
-def _uniforms_of(draws: Sequence[Draw], seed: int) -> list[list[float]]:
+def _uniforms_of(draws: Sequence[Draw], seed: int, host: Kernels | None) -> list[list[float]]:
     """[n, 4] for a bonus token, for the residual, and for the coins at the draw's offset and the next."""
     uses = ((Purpose.BONUS, 0), (Purpose.RESIDUAL, 0), (Purpose.COIN, 0), (Purpose.COIN, 1))
     keys = [(seed, draw.round_start, draw.offset + ahead, use) for draw in draws for use, ahead in uses]
-    drawn: list[list[float]] = uniforms(*np.array(keys, np.uint64).T).reshape(-1, len(uses)).tolist()
+    drawn: list[list[float]] = uniforms(*np.array(keys, np.uint64).T, kernels=host).reshape(-1, len(uses)).tolist()
     return drawn
 
 
@@ -262,10 +265,10 @@ def _log_odds(share: float) -> float:
     return math.log(share) - math.log1p(-share)
 
 
-def _noise_at(seed: int, position: int, vocab_size: int) -> Tensor:
+def _noise_at(seed: int, position: int, vocab_size: int, host: Kernels | None) -> Tensor:
     """[V] float64, the uniforms behind our own noise."""
     signed = torch.tensor([seed - 2**64 if seed >= 2**63 else seed])
-    return noise_uniforms(signed, torch.tensor([position]), vocab_size)[0]
+    return noise_uniforms(signed, torch.tensor([position]), vocab_size, host)[0]
 
 
 def _numbers_of(draws: Sequence[Draw], request: Request) -> list[int]:

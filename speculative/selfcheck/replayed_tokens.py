@@ -1,13 +1,15 @@
 """The distribution that a teacher-forced pass finds for tokens that were served: what the calibration test works on."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Tokens
 from dataclasses import replace
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from speculative.kernels.bindings import Kernels
 from speculative.request import SURPRISAL_CLIP_NATS, ReplayedToken, Request
 from speculative.sampling.logits_processors import adjust
 from speculative.sampling.probs import SamplingRows
@@ -17,13 +19,22 @@ from speculative.state.logit_constraints import rules_of
 from speculative.state.token_constraint import TokenConstraint
 
 
+class SamplingOps(Protocol):
+    """The part of `VocabularyOps` that replays read."""
+
+    host: Kernels | None
+
+    def process(self, logits: Tensor, rows: SamplingRows) -> Tensor:
+        """Implement `VocabularyOps.process`."""
+
+
 def replayed_tokens(
     logits: Tensor,
     request: Request,
     start: int,
     constraint: TokenConstraint | None,
     eos_token_ids: Tokens[int],
-    process: Callable[[Tensor, SamplingRows], Tensor],
+    ops: SamplingOps,
     draft_logits: Mapping[int, Tensor] | None = None,
 ) -> tuple[ReplayedToken, ...]:
     """One row for each token that the logits [n, V] float32 predict.
@@ -34,7 +45,7 @@ def replayed_tokens(
         start: the first token predicted; what lies between `score_from` and it is output already.
         constraint: a fresh one, of the request's structure.
         eos_token_ids: tokens that end an answer.
-        process: of the engine's `VocabularyOps`.
+        ops: the engine's `VocabularyOps`.
         draft_logits: [V] float32, that the draft rejected before a token was sampled from, by row; where known.
     """
     tokens, num_prompt = request.prompt_token_ids, request.score_from or 0
@@ -47,7 +58,7 @@ def replayed_tokens(
     ]
     rows = SamplingRows.build([request.params] * len(served), logits.shape[1], logits.device)
     adjusted = adjust(logits, contexts, eos_token_ids)
-    target = Distributions.of(adjusted, rows, process)
+    target = Distributions.of(adjusted, rows, ops.process)
     replayed = _rows(target, rows.temperature[:, 0], torch.from_numpy(np.array(served)).to(logits.device))
     draws = request.draws[start - num_prompt : start - num_prompt + len(served)]
     if not draws:
@@ -55,9 +66,9 @@ def replayed_tokens(
     drafted: dict[int, Distributions] = {}
     if draft_logits:
         rows = SamplingRows.build([request.params] * len(draft_logits), logits.shape[1], logits.device)
-        drafter = Distributions.of(torch.stack(list(draft_logits.values())), rows, process)
+        drafter = Distributions.of(torch.stack(list(draft_logits.values())), rows, ops.process)
         drafted = dict(zip(draft_logits, drafter.each(), strict=True))
-    redrawn = redraw(target, served, draws, request, drafted)
+    redrawn = redraw(target, served, draws, request, drafted, ops.host)
     return tuple(replace(row, redrawn=own) for row, own in zip(replayed, redrawn, strict=True))
 
 

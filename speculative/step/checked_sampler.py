@@ -117,7 +117,7 @@ class CheckedSampler:
         results = self.check_on_host(step_input, with_row_faults(step_input, results, found.broken), masks)
         terms = found.terms
         if terms is not None:
-            rows = rows or VerifyRows.of(step_input)
+            rows = rows or VerifyRows.of(step_input, self.sampler.ops.host)
             terms, results = self.check_rounds(step_input, rows, verdicts, results, terms, found.counted)
         return StepOutcome(tuple(results), verdicts.expected_accepted, terms)
 

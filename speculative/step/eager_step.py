@@ -131,7 +131,7 @@ class EagerStep:
                 constraint = self._constraint_of(sequence.request)
                 known = (sequence.request, start + 1, constraint, self.sampler.sampler.eos_token_ids)
                 draft_logits = self._draft_logits(sequence, start + 1, stop + 1)
-                replayed.extend(replayed_tokens(logits, *known, self.sampler.sampler.ops.process, draft_logits))
+                replayed.extend(replayed_tokens(logits, *known, self.sampler.sampler.ops, draft_logits))
         return tuple(logprobs), tuple(replayed)
 
     def _draft_logits(self, sequence: Sequence, start: int, stop: int) -> dict[int, Tensor]:

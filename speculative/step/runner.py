@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from speculative.cache.kv_cache import KVCache
-from speculative.model.attention import PreparePass, prepare_pass
+from speculative.model.attention import PreparePass
 from speculative.model.decoder import Decoder
 from speculative.state.batch import StepInput
 
@@ -12,9 +12,7 @@ from speculative.state.batch import StepInput
 class ModelRunner:
     """The target model and its KV cache, eagerly."""
 
-    def __init__(
-        self, decoder: Decoder, cache: KVCache, device: torch.device, prepare: PreparePass = prepare_pass
-    ) -> None:
+    def __init__(self, decoder: Decoder, cache: KVCache, device: torch.device, prepare: PreparePass) -> None:
         self.cache = cache
         self.device = device
         self._decoder, self._prepare = decoder, prepare

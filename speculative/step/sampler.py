@@ -83,7 +83,7 @@ class Sampler:
         params = [entries[entry].sequence.params for entry in step_input.verify_entries.tolist()]
         sampling_rows = self._rows.of(params, logits.shape[-1], self._device)
         processed = self.ops.process(adjusted, sampling_rows)
-        rows = VerifyRows.of(step_input)
+        rows = VerifyRows.of(step_input, self.ops.host)
         given = rows.input(self.ops.target_probs(processed, sampling_rows), draft_probs)
         coupled = self.coupled(step_input)
         verified = self._verify(given, coupled)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from speculative.errors import EngineFault
+from speculative.kernels.bindings import Kernels
 from speculative.sampling.probs import draw
 from speculative.sampling.rng import gumbel
 from speculative.verification.draft_probs import DraftProbs, PointMass, num_rows
@@ -30,6 +31,7 @@ class VerifyInput:
         residual where a draft was rejected, purpose bonus in the last row.
     seeds, positions: [R] int64, the request's seed (as two's complement) and the position of the token drawn there.
     longest: the most drafts that an entry may have; None = whatever the offsets say, which a GPU's host waits for.
+    host: kernels of the noise; None = torch.
     prepared: what an implementation keeps of this step between its calls; a copy of the step starts without it.
 
     Raises:
@@ -49,6 +51,7 @@ class VerifyInput:
     seeds: Tensor
     positions: Tensor
     longest: int | None = None
+    host: Kernels | None = None
     prepared: dict[object, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -80,7 +83,7 @@ class VerifyInput:
 
     def noise(self) -> Tensor:
         """[R, V] float64 Gumbel noise of the coupled verifier, a function of (seed, position) alone."""
-        return gumbel(self.seeds, self.positions, self.probs.shape[1])
+        return gumbel(self.seeds, self.positions, self.probs.shape[1], self.host)
 
     def leading(self, survives: Tensor) -> Tensor:
         """[E] how many of each entry's first drafts survive, given [R] bool which survive on their own."""
@@ -111,6 +114,7 @@ class VerifyInput:
             sample_uniforms=self.sample_uniforms[rows],
             seeds=self.seeds[rows],
             positions=self.positions[rows],
+            host=self.host,
         )
 
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from speculative.kernels.bindings import Kernels
 from speculative.sampling.rng import gumbel
 from speculative.verification.base import VerifyInput, VerifyOutput
 
@@ -42,12 +43,19 @@ class NoiseRows(NamedTuple):
     positions: Tensor
 
 
-def choose(probs: Tensor, columns: Tensor, rows: NoiseRows, ids: Tensor | None, vocab_size: int) -> Tensor:
+def choose(
+    probs: Tensor,
+    columns: Tensor,
+    rows: NoiseRows,
+    ids: Tensor | None,
+    vocab_size: int,
+    kernels: Kernels | None = None,
+) -> Tensor:
     """[E] the column of each draft: chosen from its distribution [E, W] with the noise of its target token where the
     row is coupled, else as in `columns` [E].
 
-    ids: [W] the token of each column; None where it is the column.
+    ids: [W] the token of each column; None where it is the column. kernels: of the noise.
     """
-    noise = gumbel(rows.seeds, rows.positions, vocab_size)
+    noise = gumbel(rows.seeds, rows.positions, vocab_size, kernels)
     choice = (probs.log() + (noise if ids is None else noise[:, ids])).argmax(dim=-1)
     return torch.where(rows.coupled, choice, columns)

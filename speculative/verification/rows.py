@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from speculative.kernels.bindings import Kernels
 from speculative.sampling.rng import Float64s, Purpose, uniforms
 from speculative.state.batch import StepInput
 from speculative.verification.base import VerifyInput
@@ -24,11 +25,13 @@ class VerifyRows:
     """The fields of `VerifyInput` beside p and q, in three arrays: one copy to a device each.
 
     rows: [6, R] int64, drafts to positions. entries: [2, E] int64, first_rows and counts. uniforms: [2, R] float64.
+    host: kernels that compute the random numbers; None = numpy.
     """
 
     rows: Int64s
     entries: Int64s
     uniforms: Float64s
+    host: Kernels | None = None
 
     @classmethod
     def build(
@@ -38,6 +41,7 @@ class VerifyRows:
         seeds: Sequence[int],
         lengths: Sequence[int],
         drafts: Int64s,
+        host: Kernels | None = None,
     ) -> "VerifyRows":
         """Number the drafts of E entries and give each row its random numbers.
 
@@ -48,6 +52,7 @@ class VerifyRows:
             seeds: [E] of each request.
             lengths: [E] tokens of each sequence before the round.
             drafts: [R] the draft verified at each row, -1 in each entry's last row.
+            host: kernels that compute the random numbers; None = numpy.
         """
         entries, offsets = owners
         num_rows = len(entries)
@@ -60,21 +65,22 @@ class VerifyRows:
         np.subtract(np.arange(num_rows), entries, out=rows[1])  # each entry before has one row without a draft
         np.add(row_lengths.view(np.int64), offsets, out=rows[5])
         first_rows = np.cumsum(counts + 1) - counts - 1
-        return cls(rows, np.stack([first_rows, counts]), uniforms(*key.reshape(4, -1)).reshape(2, -1))
+        drawn = uniforms(*key.reshape(4, -1), kernels=host).reshape(2, -1)
+        return cls(rows, np.stack([first_rows, counts]), drawn, host)
 
     @classmethod
-    def of(cls, step_input: StepInput) -> "VerifyRows":
+    def of(cls, step_input: StepInput, host: Kernels | None) -> "VerifyRows":
         """Those of a step's entries."""
         sequences = [entry.sequence for entry in step_input.sampled_entries]
         seeds = [sequence.request.seed for sequence in sequences]
         lengths = [len(sequence.tokens) for sequence in sequences]
         owners = (step_input.verify_entries, step_input.offsets)
-        return cls.build(owners, step_input.draft_counts, seeds, lengths, step_input.drafts)
+        return cls.build(owners, step_input.draft_counts, seeds, lengths, step_input.drafts, host)
 
     def draft_uniforms(self) -> Float64s:
         """[R] what the draft judged at each row is sampled with, if it is; meaningless in last rows."""
         _, _, _, offsets, seeds, positions = self.rows.view(np.uint64)
-        return uniforms(seeds, positions - offsets, offsets, np.full_like(offsets, Purpose.DRAFT))
+        return uniforms(seeds, positions - offsets, offsets, np.full_like(offsets, Purpose.DRAFT), kernels=self.host)
 
     def named(self) -> dict[str, Int64s | Float64s]:
         """Each array by the name of its field."""
@@ -87,4 +93,4 @@ class VerifyRows:
 
     def input(self, probs: Tensor, draft_probs: DraftProbs) -> VerifyInput:
         """The input of a verifier, on the device of p [R, V]."""
-        return VerifyInput(probs=probs, draft_probs=draft_probs, **self.on_device(probs.device))
+        return VerifyInput(probs=probs, draft_probs=draft_probs, host=self.host, **self.on_device(probs.device))

@@ -4,7 +4,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speculative.kernels.bindings import Kernels, TermStruct, VerifyStruct, cpu_kernels
+from speculative.kernels.bindings import Kernels, TermStruct, VerifyStruct
+from speculative.kernels.chosen import ChosenKernels
 from speculative.sampling import probs
 from speculative.sampling.probs import SamplingRows
 from speculative.selfcheck import terms
@@ -21,6 +22,7 @@ from speculative.selfcheck.terms import (
 from speculative.state.batch import Terms
 from speculative.verification import block, coupled
 from speculative.verification.base import VerifyInput, VerifyOutput
+from speculative.verification.coupled import NoiseRows
 from speculative.verification.draft_probs import PointMass, SubVocabulary, columns_of
 from speculative.vocabulary.ops import TorchOps, VocabularyOps
 
@@ -31,10 +33,9 @@ _RULES = TermStruct(_STAKES.ctypes.data, len(STAKES), LEAST_RESIDUAL, LEAST_SPRE
 class KernelOps:
     """`VocabularyOps` for float32 on a CPU."""
 
-    choose = staticmethod(coupled.choose)
-
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
+        self.host: Kernels | None = kernels
 
     def process(self, logits: Tensor, rows: SamplingRows) -> Tensor:
         if rows.filters is None:
@@ -48,6 +49,9 @@ class KernelOps:
 
     def draw(self, distribution: Tensor, uniform: Tensor) -> Tensor:
         return self._kernels.draw(distribution, uniform)
+
+    def choose(self, probs: Tensor, columns: Tensor, rows: NoiseRows, ids: Tensor | None, vocab_size: int) -> Tensor:
+        return coupled.choose(probs, columns, rows, ids, vocab_size, self._kernels)
 
     def draw_last(self, step: VerifyInput, rows: Tensor, shares: Tensor | None = None) -> Tensor:
         draft_probs, drafts = step.draft_probs, step.drafts[rows]
@@ -97,10 +101,9 @@ class KernelOps:
         return Terms(checks, *self._kernels.terms(struct, *reported))
 
 
-def choose_ops(device: torch.device) -> VocabularyOps:
-    """Our kernels on a CPU that has them, else torch's operators."""
-    kernels = cpu_kernels() if device.type == "cpu" else None
-    return TorchOps() if kernels is None else KernelOps(kernels)
+def choose_ops(kernels: ChosenKernels) -> VocabularyOps:
+    """Those of a model with these kernels."""
+    return TorchOps(kernels.host) if kernels.model is None else KernelOps(kernels.model)
 
 
 def _struct(step: VerifyInput) -> VerifyStruct:

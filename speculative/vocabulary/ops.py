@@ -8,6 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from speculative.kernels.bindings import Kernels
 from speculative.sampling import probs
 from speculative.sampling.probs import SamplingRows
 from speculative.selfcheck import invariants, terms
@@ -19,7 +20,12 @@ from speculative.verification.coupled import NoiseRows
 
 
 class VocabularyOps(Protocol):
-    """R verify rows, E sampled entries, V tokens; logits and probabilities are float32."""
+    """R verify rows, E sampled entries, V tokens; logits and probabilities are float32.
+
+    host: kernels for random numbers; None = numpy.
+    """
+
+    host: Kernels | None
 
     def process(self, logits: Tensor, rows: SamplingRows) -> Tensor:
         """Logits [R, V] after temperature and filters; given back as they are where neither changes anything."""
@@ -66,7 +72,6 @@ class TorchOps:
     target_probs = staticmethod(probs.target_probs)
     draw = staticmethod(probs.draw)
     draw_last = staticmethod(base.draw_last)
-    choose = staticmethod(coupled.choose)
     verify_token_wise = staticmethod(token_wise.verify_token_wise)
     verify_block = staticmethod(block.verify_block)
     emitted_at_rows = staticmethod(base.emitted_at_rows)
@@ -74,6 +79,13 @@ class TorchOps:
     broken_rows = staticmethod(invariants.broken_rows)
     take_terms = staticmethod(terms.take_terms)
 
+    def __init__(self, host: Kernels | None = None) -> None:
+        self.host = host
+
     def process(self, logits: Tensor, rows: SamplingRows) -> Tensor:
         """Implement `VocabularyOps`."""
         return probs.process(logits, rows)
+
+    def choose(self, probs: Tensor, columns: Tensor, rows: NoiseRows, ids: Tensor | None, vocab_size: int) -> Tensor:
+        """Implement `VocabularyOps`."""
+        return coupled.choose(probs, columns, rows, ids, vocab_size, self.host)

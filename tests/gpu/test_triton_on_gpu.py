@@ -115,7 +115,7 @@ def test_prompts_and_chunks_are_attended_as_torch_does(
         starts = np.cumsum([0, *(count for *_, count in chunks)])
         rows = AttentionRows(np.concatenate(slots), starts, tuple(contexts))
         given = torch.cat([query[before : before + count] for _, before, count in chunks])
-        return [attend.attend_stored(0, given) for attend in (send(cache, rows)[0], StepAttention(cache, rows, cuda))]
+        return [attend.attend_stored(0, given) for attend in (send(cache, rows)[0], StepAttention(cache, rows))]
 
     found, expected = attended([(0, 0, 2000), (130, 1000, 515), (230, 0, 1), (231, 40, 60)])
     assert (found.float() - expected.float()).abs().max() < TOLERANCE[dtype]

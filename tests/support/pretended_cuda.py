@@ -224,7 +224,7 @@ class PretendedCuda(TorchFunctionMode):
             "torch.cuda.graph_pool_handle": lambda: (0, 1),
             "torch.cuda.CUDAGraph": lambda: _Recording(self),
             "torch.cuda.graph": self._capture,
-            "speculative.gpu.operators.GraphOperators.on": lambda _: self._operators(),
+            "speculative.gpu.operators.GraphOperators.on": lambda *_: self._operators(),
         }
 
     def _operators(self) -> GraphOperators:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from speculative.cache.kv_cache import KVCache
-from speculative.kernels.bindings import DraftHeadStruct, DraftRoundStruct, LayerStruct, ShapeStruct, cpu_kernels
+from speculative.kernels.bindings import DraftHeadStruct, DraftRoundStruct, LayerStruct, ShapeStruct
 from speculative.model.attention import NativeStep, cache_shape
 from speculative.model.config import ModelConfig
 from speculative.model.cpu.native import NativeAttention, NativeLinear, NativeMLP, NativeNorm
@@ -27,7 +27,7 @@ class FusedLayers:
     def of(cls, layers: nn.ModuleList, rotary: Rotary, config: ModelConfig) -> "FusedLayers | None":
         """None where the layers are not packed for our kernels."""
         packed = all(isinstance(linear, NativeLinear) for layer in layers for linear in _linears(layer))
-        return cls(layers, rotary, config) if packed and config.head_dim % 16 == 0 and cpu_kernels() else None
+        return cls(layers, rotary, config) if packed and config.head_dim % 16 == 0 else None
 
     def run(
         self, hidden: Tensor, positions: Tensor, step: NativeStep, capture: tuple[int, ...]
@@ -96,6 +96,7 @@ class FusedHead:
         self._rotary = parts.rotary.table.float().contiguous()
         self._config = config
         self._parts = parts
+        self._kernels = lm_head.kernels
 
     @classmethod
     def of(cls, parts: HeadParts, config: ModelConfig) -> "FusedHead | None":
@@ -125,10 +126,8 @@ class FusedHead:
         self, draft_round: DraftRoundStruct, num_drafts: int, hidden: Tensor, place: tuple[ShapeStruct, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Implement `Kernels.draft_round`; hidden is [E, hidden_size] float32."""
-        kernels = cpu_kernels()
-        assert kernels is not None, "the head is packed for them"
         hidden = hidden if hidden.stride(-1) == 1 else hidden.contiguous()
-        return kernels.draft_round(self._struct, draft_round, num_drafts, hidden, place)
+        return self._kernels.draft_round(self._struct, draft_round, num_drafts, hidden, place)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [R, hidden_size], each of them contiguous -> [R, draft_vocab] float32."""

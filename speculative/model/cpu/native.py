@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from speculative.kernels.bindings import Kernels, LayerStruct, LinearStruct, cpu_kernels
+from speculative.kernels.bindings import Kernels, LayerStruct, LinearStruct
 from speculative.kernels.huge_pages import HugePages, give_back_freed_memory
 from speculative.model.attention import StepAttention
 from speculative.model.fp8 import Rows
@@ -31,6 +31,7 @@ _QUANTIZED_KINDS: dict[tuple[int, ActivationBits], Kind] = {
 
 def pack_natively(
     module: nn.Module,
+    kernels: Kernels,
     weight_of: Callable[[Linear], Quantized | Kind],
     activation_bits: Callable[[Linear], ActivationBits] = lambda linear: 16,
 ) -> None:
@@ -41,6 +42,7 @@ def pack_natively(
 
     Args:
         module: the model.
+        kernels: that compute it from here on.
         weight_of: a layer's weights in integers, or the form they get; called once for each layer.
         activation_bits: to how many bits a product with quantized weights rounds what it reads.
     """
@@ -49,15 +51,15 @@ def pack_natively(
     for parent in parents:
         for name, child in list(parent.named_children()):
             if isinstance(child, Linear):
-                setattr(parent, name, NativeLinear(child, weight_of(child), activation_bits(child), pages))
+                setattr(parent, name, NativeLinear(child, kernels, weight_of(child), activation_bits(child), pages))
             elif isinstance(child, RMSNorm):
-                setattr(parent, name, NativeNorm(child))
+                setattr(parent, name, NativeNorm(child, kernels))
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, Attention):
                 setattr(parent, name, NativeAttention(child))
             elif isinstance(child, MLP):
-                setattr(parent, name, NativeMLP(child))
+                setattr(parent, name, NativeMLP(child, kernels))
     give_back_freed_memory()
 
 
@@ -67,6 +69,7 @@ class NativeLinear(PackedLinear):
     def __init__(
         self,
         linear: Linear,
+        kernels: Kernels,
         weight: Kind | Quantized,
         activation_bits: ActivationBits = 16,
         pages: HugePages | None = None,
@@ -81,7 +84,7 @@ class NativeLinear(PackedLinear):
             panels = _float_panels(linear.weight.detach(), weight)
         self.panels = (pages or HugePages()).keep(panels)
         self.bias = None if linear.bias is None else linear.bias.detach().float()
-        self._kernels: Kernels = _required_kernels()
+        self.kernels = kernels
         self.struct = LinearStruct(
             weight=self.panels.data_ptr(),
             bias=None if self.bias is None else self.bias.data_ptr(),
@@ -93,21 +96,21 @@ class NativeLinear(PackedLinear):
     def forward(self, rows: Tensor) -> Tensor:
         """[N, num_inputs] -> [N, num_outputs] float32."""
         rows = rows.float()
-        return self._kernels.linear(self.struct, rows if rows.stride(-1) == 1 else rows.contiguous())
+        return self.kernels.linear(self.struct, rows if rows.stride(-1) == 1 else rows.contiguous())
 
     def after_norm(self, rows: Tensor, norm: "NativeNorm") -> Tensor:
         """Rows [N, num_inputs] float32, each of them contiguous and first normed -> [N, num_outputs] float32."""
-        return self._kernels.linear(self.struct, rows, (norm.weight, norm.eps))
+        return self.kernels.linear(self.struct, rows, (norm.weight, norm.eps))
 
 
 class NativeNorm(nn.Module):
     """An RMSNorm of our own kernels."""
 
-    def __init__(self, norm: RMSNorm) -> None:
+    def __init__(self, norm: RMSNorm, kernels: Kernels) -> None:
         super().__init__()
         self.weight = norm.weight.detach().float().contiguous()
         self.eps = norm.eps
-        self._kernels = _required_kernels()
+        self._kernels = kernels
 
     def forward(self, rows: Tensor) -> Tensor:
         """[N, size] -> [N, size] float32."""
@@ -153,22 +156,15 @@ class NativeAttention(Attention):
 class NativeMLP(nn.Module):
     """SwiGLU in one call."""
 
-    def __init__(self, mlp: MLP) -> None:
+    def __init__(self, mlp: MLP, kernels: Kernels) -> None:
         super().__init__()
         self.gate_up_proj, self.down_proj = mlp.gate_up_proj, mlp.down_proj
         self.struct = LayerStruct(gate_up=self.gate_up_proj.struct, down=self.down_proj.struct)
-        self._kernels = _required_kernels()
+        self._kernels = kernels
 
     def forward(self, rows: Tensor) -> Tensor:
         """[N, hidden_size] -> [N, hidden_size] float32."""
         return self._kernels.mlp(self.struct, rows if rows.stride(-1) == 1 else rows.contiguous())
-
-
-def _required_kernels() -> Kernels:
-    kernels = cpu_kernels()
-    if kernels is None:
-        raise RuntimeError("There are no CPU kernels here; ask `cpu_kernels` before packing for them.")
-    return kernels
 
 
 def _panels(rows: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from speculative.kernels.bindings import cpu_kernels
+from speculative.kernels.bindings import Kernels
 from speculative.model.cpu.native import Kind, pack_natively
 from speculative.model.layers import Linear, PackedLinear
 from speculative.model.quantized import GROUP, Quantized, quantize
@@ -19,11 +19,11 @@ from speculative.model.quantized import GROUP, Quantized, quantize
 _ROWS_HINT = 32  # rows a product the layout is chosen for: as fast as any at 1 to 16 rows, and the fastest at 512
 
 
-def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether packing is possible here and pays: bfloat16 on a CPU with kernels for it."""
+def can_pack(dtype: torch.dtype, device: torch.device, kernels: Kernels | None) -> bool:
+    """Return whether packing is possible here and pays: bfloat16 on a CPU with kernels for it, ours or oneDNN's."""
     if device.type != "cpu" or dtype != torch.bfloat16:
         return False
-    return can_pack_for_onednn(dtype, device) or cpu_kernels() is not None
+    return can_pack_for_onednn(dtype, device) or kernels is not None
 
 
 def can_pack_for_onednn(dtype: torch.dtype, device: torch.device) -> bool:
@@ -38,13 +38,13 @@ def prefers_onednn() -> bool:
     return torch.cpu._is_amx_tile_supported() and can_pack_for_onednn(torch.bfloat16, torch.device("cpu"))
 
 
-def pack_weights(head: nn.Module, target: Kind | None) -> None:
+def pack_weights(head: nn.Module, target: Kind | None, kernels: Kernels | None) -> None:
     """Replace every Linear of a loaded bfloat16 draft head by a packed twin. The plain weights go.
 
     Our kernels take them in eight bits, in four where the target's have four; and what they multiply in eight: rounding
     a drafter changes what is proposed, never the distribution of what is emitted.
     """
-    if prefers_onednn() or cpu_kernels() is None:
+    if prefers_onednn() or kernels is None:
         pack_for_onednn(head)
         return
     bits: Literal[4, 8] = 4 if target in ("int4", "w4a8") else 8
@@ -52,7 +52,7 @@ def pack_weights(head: nn.Module, target: Kind | None) -> None:
     def weight_of(linear: Linear) -> Quantized | Kind:
         return "bfloat16" if linear.weight.shape[1] % GROUP else quantize(linear.weight, bits)
 
-    pack_natively(head, weight_of, lambda linear: 8)
+    pack_natively(head, kernels, weight_of, lambda linear: 8)
 
 
 def pack_for_onednn(module: nn.Module) -> None:

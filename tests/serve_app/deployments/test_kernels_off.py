@@ -17,6 +17,7 @@ from speculative.config import why_no_triton
 from speculative.gpu.operators import GraphOperators
 from speculative.gpu.paged_attention import AttentionSizes, TorchAttend
 from speculative.kernels.bindings import cpu_kernels, find_kernels
+from speculative.kernels.chosen import ChosenKernels
 from tests.support.engines import settings
 from tests.support.referees import RefereeHandle, Worker
 from tests.support.tiny_models import write_tiny_model
@@ -62,4 +63,6 @@ async def test_a_replica_without_its_kernels_says_so(
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_without_a_c_compiler_a_gpu_attends_by_torch(no_compiler: None) -> None:
     assert "install gcc" in why_no_triton()
-    assert isinstance(GraphOperators.on(torch.device("cuda")).attend(AttentionSizes(16, 1, 4)), TorchAttend)
+    assert isinstance(
+        GraphOperators.on(torch.device("cuda"), ChosenKernels()).attend(AttentionSizes(16, 1, 4)), TorchAttend
+    )

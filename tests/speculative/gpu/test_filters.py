@@ -9,6 +9,7 @@ import torch
 
 from speculative.gpu.filters import FindFloors, torch_floors
 from speculative.gpu.operators import GraphOperators
+from speculative.kernels.chosen import ChosenKernels
 from speculative.request import SamplingParams
 from speculative.sampling.probs import Filters, SamplingRows
 from speculative.vocabulary.ops import TorchOps
@@ -99,5 +100,5 @@ def test_rows_with_and_without_filters_are_processed_as_on_a_cpu() -> None:
         SamplingParams(temperature=1.5, top_k=7, min_p=0.01),
     ]
     rows = SamplingRows.build(params, VOCABULARY, torch.device("cpu"))
-    found = GraphOperators.by_torch().vocabulary.process(logits, rows)
+    found = GraphOperators.by_torch(ChosenKernels()).vocabulary.process(logits, rows)
     assert torch.equal(found, TorchOps().process(logits, rows))

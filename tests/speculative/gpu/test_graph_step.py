@@ -24,7 +24,9 @@ from speculative.gpu.paged_attention import AttentionSizes, TorchAttend
 from speculative.gpu.row_edits import torch_edit
 from speculative.gpu.row_judge import TorchJudge
 from speculative.gpu.verify_graph import Extras
+from speculative.kernels.chosen import ChosenKernels
 from speculative.lookup.suffix import SuffixOptions
+from speculative.model.attention import prepare_by
 from speculative.model.decoder import Decoder
 from speculative.model.layers import TorchLayerOps
 from speculative.model.loading import load_decoder
@@ -91,7 +93,9 @@ def twin_caches(decoder: Decoder, num_blocks: int, block_size: int) -> tuple[KVC
 
 def graph_step(config: EngineConfig, decoder: Decoder, cache: KVCache, engine: EngineCore) -> GraphStep:
     """A captured step over this cache, with the drafter and the sampler of an engine."""
-    return GraphStep(config, decoder, cache, engine.drafter, engine.sampler, 256, GraphOperators.by_torch())
+    return GraphStep(
+        config, decoder, cache, engine.drafter, engine.sampler, 256, GraphOperators.by_torch(decoder.kernels)
+    )
 
 
 @torch.inference_mode()
@@ -100,7 +104,7 @@ def test_every_bucket_gives_what_the_plain_path_gives_at_any_fill(target: Path) 
     config = settings(cuda_graphs=True, max_num_seqs=9, drafter=NGRAM)
     plain_cache, padded_cache = twin_caches(decoder, config.num_blocks, config.block_size)
     graphs = graph_step(config, decoder, padded_cache, tiny_engine(target, drafter=NGRAM))
-    plain = ModelRunner(decoder, plain_cache, torch.device("cpu"))
+    plain = ModelRunner(decoder, plain_cache, torch.device("cpu"), prepare_by(decoder.kernels.model))
     trash = config.num_blocks * config.block_size
     for number, bucket in enumerate(graphs.buckets):
         for num_seqs in {1, (bucket.num_seqs + 1) // 2, bucket.num_seqs}:
@@ -132,7 +136,7 @@ def test_in_a_mixed_step_prompts_run_eagerly_and_rows_keep_their_order(target: P
     graphs.runner.target.capture = capture
     width = len(capture) * decoder.config.hidden_size
     graphs.buffers.features.rows = torch.zeros((len(graphs.buffers.hidden), width))
-    plain = ModelRunner(decoder, plain_cache, torch.device("cpu"))
+    plain = ModelRunner(decoder, plain_cache, torch.device("cpu"), prepare_by(decoder.kernels.model))
     for counts in ([2, 20, 1, 30, 5], [40, 3], [33, 9], [7, 7]):
         step_input = input_of([11, 0, 25, 4, 0][: len(counts)], counts, config.block_size, seed=len(counts))
         found = graphs.runner.forward_with_features(step_input, capture)
@@ -343,7 +347,7 @@ def test_padding_alone_can_be_judged_in_every_bucket(
 
 
 def test_without_a_gpu_the_operators_are_torchs() -> None:
-    operators = GraphOperators.on(torch.device("cpu"))
+    operators = GraphOperators.on(torch.device("cpu"), ChosenKernels())
     assert isinstance(operators.attend(AttentionSizes(4, 5, 64)), TorchAttend)
     assert isinstance(operators.layers, TorchLayerOps) and operators.edit is torch_edit
     assert isinstance(operators.judge(EngineConfig()), TorchJudge)

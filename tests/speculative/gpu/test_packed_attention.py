@@ -154,7 +154,7 @@ def test_the_loop_over_rows_is_torchs_attention() -> None:
     rows = AttentionRows(np.empty(0, np.int64), np.array([0, 20, 24, 31]), contexts)
     attend: list[CacheAttention] = [
         SendPacked(BLOCK_SIZE, 0, attend_packed)(cache, rows)[0],
-        StepAttention(cache, rows, CPU),
+        StepAttention(cache, rows),
     ]
     found, expected = (one.attend_stored(0, query) for one in attend)
     assert (found - expected).abs().max() < 1e-5

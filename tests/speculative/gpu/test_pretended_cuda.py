@@ -21,7 +21,9 @@ from speculative.gpu.capture import Capturer
 from speculative.gpu.operators import GraphOperators
 from speculative.gpu.staged_inputs import StagedInputs
 from speculative.gpu.target_graph import TargetPass
-from speculative.model import attention, loading
+from speculative.kernels import chosen
+from speculative.model import loading
+from speculative.model.attention import prepare_by
 from speculative.model.layers import Fp8Linear
 from speculative.request import Request, SamplingParams, Structure
 from speculative.state.batch import Batch
@@ -91,14 +93,14 @@ def test_fp8_weights(
 ) -> None:
     """Against the same weights in steps that the CPU runs on the same buffers; with a switch to the same weights."""
     monkeypatch.setattr(loading, "why_no_fp8", lambda *_: "")
-    for module in (attention, loading):  # what rounds the last bit otherwise can round FP8 to the next number
-        monkeypatch.setattr(module, "cpu_kernels", lambda: None)
+    # What rounds the last bit otherwise can round FP8 to the next number.
+    monkeypatch.setattr(chosen, "cpu_kernels", lambda: None)
 
     def scene(load: Load) -> dict[str, Answer]:
         with pytest.MonkeyPatch.context() as patch:  # prompts as on the CPU: FP8 would round other sums otherwise
             chosen = GraphOperators.on
-            as_on_the_cpu = {"prepare": lambda *_: attention.prepare_pass}
-            patch.setattr(GraphOperators, "on", lambda device: replace(chosen(device), **as_on_the_cpu))
+            as_on_the_cpu = {"prepare": lambda *_: prepare_by(None)}
+            patch.setattr(GraphOperators, "on", lambda *given: replace(chosen(*given), **as_on_the_cpu))
             engine = load(drafter=drafters[name], quantization="fp8", self_check_sample_rate=1.0, cuda_graphs=True)
             linears = [one for one in decoder_of(engine).modules() if isinstance(one, Fp8Linear)]
             assert len(linears) == 4 * engine.model.num_layers

@@ -13,7 +13,6 @@ from torch import Tensor
 from speculative.cache.kv_cache import KVCache, KVShape
 from speculative.kernels import bindings
 from speculative.kernels.bindings import Kernels, cpu_kernels, find_kernels
-from speculative.model import attention
 from speculative.model.attention import StepAttention
 from speculative.model.cpu.native import Kind, NativeLinear, NativeNorm
 from speculative.model.decoder import Decoder
@@ -27,6 +26,12 @@ CPU = torch.device("cpu")
 KINDS: tuple[Kind, ...] = ("float32", "bfloat16", "w16a16", "int8", "int4", "w8a8", "w4a8")
 FAMILIES = ("llama_biased", "llama3", "smollm", "mistral", "qwen3")
 needs_kernels = pytest.mark.skipif(cpu_kernels() is None, reason="no C++ compiler, or a CPU without AVX-512")
+
+
+def compiled() -> Kernels:
+    kernels = cpu_kernels()
+    assert kernels is not None
+    return kernels
 
 
 @pytest.fixture
@@ -51,7 +56,7 @@ def native(kind: Kind, num_inputs: int, num_outputs: int) -> tuple[NativeLinear,
     if kind not in ("float32", "bfloat16", "w16a16"):
         given = quantize(linear.weight, 4 if "4" in kind else 8)
         weight = given.to_float()
-    ours = NativeLinear(linear, given, 8 if "a8" in kind else 16)
+    ours = NativeLinear(linear, compiled(), given, 8 if "a8" in kind else 16)
     assert ours.kind == kind
     return ours, weight, linear.bias.detach().clone()
 
@@ -141,7 +146,7 @@ def test_a_norm() -> None:
     norm = torch.nn.RMSNorm(75, eps=1e-5)
     norm.weight.data.copy_(random(75))
     rows = random(5, 100)[:, :75] * 3
-    ours = NativeNorm(norm)  # type: ignore[arg-type]
+    ours = NativeNorm(norm, compiled())  # type: ignore[arg-type]
     torch.testing.assert_close(ours(rows), norm(rows).detach(), rtol=1e-5, atol=1e-6)
 
 
@@ -168,16 +173,14 @@ def three_sequences() -> tuple[AttentionRows, int]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("head_dim", [16, 80])
 @pytest.mark.usefixtures("two_threads")
-def test_attention(head_dim: int, dtype: torch.dtype, num_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention(head_dim: int, dtype: torch.dtype, num_threads: int) -> None:
     torch.set_num_threads(num_threads)
     rows, count = three_sequences()
     ours, theirs = cache_with(200, dtype, head_dim=head_dim), cache_with(200, dtype, head_dim=head_dim)
     qkv = random(count, 10, head_dim)
     query, key, value = qkv[:, :6], qkv[:, 6:8], qkv[:, 8:]
-    found = StepAttention(ours, rows, CPU)(1, query, key, value)
-    monkeypatch.setattr(attention, "cpu_kernels", lambda: None)
-    plain = StepAttention(theirs, rows, CPU)
-    assert plain.native is None
+    found = StepAttention(ours, rows, compiled())(1, query, key, value)
+    plain = StepAttention(theirs, rows)
     expected = plain(1, *(part.to(dtype) for part in (query, key, value)))
     assert torch.equal(ours.data, theirs.data), "what is stored"
     torch.testing.assert_close(found, expected.float(), rtol=0, atol=1e-5 if dtype == torch.float32 else 0.03)
@@ -187,10 +190,13 @@ def test_attention(head_dim: int, dtype: torch.dtype, num_threads: int, monkeypa
 def test_a_query_sees_nothing_behind_itself() -> None:
     rows, count = three_sequences()
     qkv = random(count, 10, 32)
-    first = StepAttention(cache_with(200, torch.float32), rows, CPU)(0, qkv[:, :6], qkv[:, 6:8], qkv[:, 8:])
+    kernels = compiled()
+    first = StepAttention(cache_with(200, torch.float32), rows, kernels)(0, qkv[:, :6], qkv[:, 6:8], qkv[:, 8:])
     spoilt = qkv.clone()
     spoilt[24:26, 6:] = torch.nan  # keys and values of the long sequence's last two rows, 21 to 25
-    second = StepAttention(cache_with(200, torch.float32), rows, CPU)(0, qkv[:, :6], spoilt[:, 6:8], spoilt[:, 8:])
+    second = StepAttention(cache_with(200, torch.float32), rows, compiled())(
+        0, qkv[:, :6], spoilt[:, 6:8], spoilt[:, 8:]
+    )
     assert torch.equal(second[:24], first[:24])
     assert second[24:26].isnan().all()
     assert torch.equal(second[26:], first[26:])
@@ -205,7 +211,7 @@ def hidden_states(decoder: Decoder, ids: Tensor, chunks: list[int], capture: tup
     for chunk in chunks:
         end = begin + chunk
         rows = AttentionRows(np.arange(begin, end), np.array([0, chunk]), (np.arange(end),))
-        attend = StepAttention(cache, rows, CPU)
+        attend = StepAttention(cache, rows, decoder.kernels.model)
         parts.append(decoder.run(ids[begin:end], torch.arange(begin, end), attend, capture))
         begin = end
     return [torch.cat(part) for part in zip(*parts, strict=True)] + [cache.data]
@@ -294,8 +300,7 @@ def test_what_was_compiled_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @needs_kernels
 def test_a_struct_that_differs_from_its_mirror_is_refused_by_field(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels = cpu_kernels()
-    assert kernels is not None
+    kernels = compiled()
     library = ctypes.CDLL(kernels.file)
     assert bindings.misplaced_fields(library) == []
 

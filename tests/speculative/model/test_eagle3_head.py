@@ -74,7 +74,7 @@ class TestEagle3(HeadConformance):
             parts = []
             for begin, end in ((0, 7), (7, 10)):
                 rows = AttentionRows(np.arange(begin, end), np.array([0, end - begin]), (np.arange(end),))
-                attend = StepAttention(cache, rows, hidden.device)
+                attend = StepAttention(cache, rows, cpu_kernels())
                 parts.append(served(tokens[begin:end], hidden[begin:end], torch.arange(begin, end), attend))
             out = torch.cat(parts)
             return [out, served.logits(out), cache.data]

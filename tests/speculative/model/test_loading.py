@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from speculative.errors import ConfigError, UnsupportedModel
+from speculative.kernels.bindings import cpu_kernels
 from speculative.model import loading
 from speculative.model.config import ModelConfig
 from speculative.model.decoder import Decoder
@@ -71,7 +72,7 @@ def test_an_lm_head_under_a_tied_config_is_the_embedding_or_refused(tmp_path: Pa
     folder = write_tiny_model(tmp_path, "smollm")
     embedding = load_file(folder / WEIGHTS)["model.embed_tokens.weight"]
     edit_weights(folder, lambda weights: weights.update({"lm_head.weight": embedding.clone()}))
-    for kind in (None, "float32") if loading.cpu_kernels() else (None,):
+    for kind in (None, "float32") if cpu_kernels() else (None,):
         decoder = load_decoder(folder, dtype=torch.float32, device="cpu", weights=kind)  # type: ignore[arg-type]
         assert torch.equal(decoder.embedding, embedding)
     one_off = embedding.clone()

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from speculative.errors import ConfigError
+from speculative.kernels import chosen
 from speculative.kernels.bindings import cpu_kernels
 from speculative.model import loading
 from speculative.model.cpu.native import NativeLinear
@@ -122,7 +123,7 @@ def test_a_fingerprint_reports_the_weights(tmp_path: Path) -> None:
 def test_without_kernels_weights_are_torchs_own_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loading, "cpu_kernels", lambda: None)
+    monkeypatch.setattr(chosen, "cpu_kernels", lambda: None)
     (tmp_path / QUANTIZED_FILE).touch()
     for wanted in ("auto", "bfloat16"):
         assert choose_weights(wanted, tmp_path, dtype="bfloat16", device=CPU) is None  # type: ignore[arg-type]

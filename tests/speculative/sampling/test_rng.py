@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from speculative.kernels.bindings import cpu_kernels
+from speculative.kernels.bindings import Kernels, cpu_kernels
 from speculative.sampling import rng
 from speculative.sampling.rng import Purpose, gumbel, uniforms
 from tests.support.distributions import assert_departs, assert_follows
@@ -18,6 +18,8 @@ KNOWN_ANSWERS = (
     ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
 )
 NUM_DRAWS = 1 << 16
+KERNELS = cpu_kernels()
+needs_kernels = pytest.mark.skipif(KERNELS is None, reason="no C++ compiler, or a CPU without AVX-512")
 
 
 def words(text: str) -> tuple[np.ndarray, ...]:
@@ -28,11 +30,17 @@ def u64(values: object) -> np.ndarray:
     return np.asarray(values, np.uint64)
 
 
-def stream(seed: object = 7, first_round: int = 100, offset: int = 0, purpose: Purpose = Purpose.COIN) -> np.ndarray:
+def stream(
+    seed: object = 7,
+    first_round: int = 100,
+    offset: int = 0,
+    purpose: Purpose = Purpose.COIN,
+    kernels: Kernels | None = None,
+) -> np.ndarray:
     """Uniforms of consecutive rounds."""
     rounds = np.arange(first_round, first_round + NUM_DRAWS, dtype=np.uint64)
     shape = np.zeros(NUM_DRAWS, np.uint64)
-    return uniforms(shape + u64(seed), rounds, shape + u64(offset), shape + u64(purpose))
+    return uniforms(shape + u64(seed), rounds, shape + u64(offset), shape + u64(purpose), kernels=kernels)
 
 
 def pair_counts(first: np.ndarray, second: np.ndarray, bins: int = 16) -> np.ndarray:
@@ -55,39 +63,35 @@ def published(seed: int, *counter: int) -> list[int]:
     return words
 
 
+by_each = pytest.mark.parametrize(
+    "kernels", [pytest.param(None, id="torch"), pytest.param(KERNELS, marks=needs_kernels, id="kernels")]
+)
+
+
 def of_52_bits(high: int, low: int) -> float:
     return ((high >> 6 << 26) + (low >> 6) + 0.5) / 2**52
 
 
-@pytest.fixture(params=["torch", "kernels"])
-def generator(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who makes random numbers. Triton's are compared with these in `test_row_judge.py`."""
-    if request.param == "torch":
-        monkeypatch.setattr(rng, "cpu_kernels", lambda: None)
-    elif cpu_kernels() is None:
-        pytest.skip("no C++ compiler, or a CPU without AVX-512")
-
-
-@pytest.mark.usefixtures("generator")
-def test_random_numbers_are_those_of_the_published_algorithm_bit_by_bit() -> None:
+@by_each
+def test_random_numbers_are_those_of_the_published_algorithm_bit_by_bit(kernels: Kernels | None) -> None:
+    """Triton's are compared with these in `test_row_judge.py`."""
     names = np.random.default_rng(1).integers(0, [2**64 - 1, 2**32, 2**32, 5], (200, 4), np.uint64, endpoint=False)
     expected = [of_52_bits(*published(*name)[:2]) for name in names.tolist()]
-    assert uniforms(*names.T).tolist() == expected
+    assert uniforms(*names.T, kernels=kernels).tolist() == expected
     seeds, positions = names[:20, 0].view(np.int64), names[:20, 1].astype(np.int64)
-    noise = rng.noise_uniforms(torch.from_numpy(seeds.copy()), torch.from_numpy(positions), 34)
+    noise = rng.noise_uniforms(torch.from_numpy(seeds.copy()), torch.from_numpy(positions), 34, kernels)
     for row, (seed, position) in zip(noise.tolist(), names[:20, :2].tolist(), strict=True):
         pairs = [published(seed, pair, position, Purpose.NOISE) for pair in range(17)]
         assert row == [of_52_bits(*half) for words in pairs for half in (words[:2], words[2:])]
 
 
-@pytest.mark.skipif(cpu_kernels() is None, reason="no C++ compiler, or a CPU without AVX-512")
-def test_the_kernels_uniforms_are_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+@needs_kernels
+def test_the_kernels_uniforms_are_the_same_bits() -> None:
     generator = np.random.default_rng(0)
     seeds = generator.integers(0, 2**64, 1000, np.uint64)
     rest = [generator.integers(0, 2**32, 1000, np.uint64) for _ in range(3)]
-    ours = uniforms(seeds, *rest)
-    strided = uniforms(np.repeat(seeds, 2)[::2], *rest)
-    monkeypatch.setattr(rng, "cpu_kernels", lambda: None)
+    ours = uniforms(seeds, *rest, kernels=KERNELS)
+    strided = uniforms(np.repeat(seeds, 2)[::2], *rest, kernels=KERNELS)
     assert np.array_equal(ours, uniforms(seeds, *rest))
     assert np.array_equal(strided, ours)
 
@@ -95,7 +99,6 @@ def test_the_kernels_uniforms_are_the_same_bits(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(("word", "value"), [(0, 2.0**-53), (0xFFFFFFFF, 1 - 2.0**-53)])
 def test_the_interval_is_open(monkeypatch: pytest.MonkeyPatch, word: int, value: float) -> None:
     """A coin of 0 would accept a token of probability 0; a uniform of 1 would fall off the end of the distribution."""
-    monkeypatch.setattr(rng, "cpu_kernels", lambda: None)
     monkeypatch.setattr(rng, "_philox", lambda *_: (u64([word]),) * 4)
     drawn = uniforms(*(u64([1]) for _ in range(4)))
     assert drawn.dtype == np.float64
@@ -118,11 +121,12 @@ def unbalanced_bits(drawn: np.ndarray) -> list[int]:
     return found
 
 
-@pytest.mark.usefixtures("generator")
-def test_every_one_of_52_bits_is_random() -> None:
-    assert unbalanced_bits(stream()) == []
-    assert unbalanced_bits(rng.noise_uniforms(torch.tensor([7]), torch.tensor([3]), NUM_DRAWS)[0].numpy()) == []
-    assert len(set(stream().tolist())) == NUM_DRAWS
+@by_each
+def test_every_one_of_52_bits_is_random(kernels: Kernels | None) -> None:
+    assert unbalanced_bits(stream(kernels=kernels)) == []
+    noise = rng.noise_uniforms(torch.tensor([7]), torch.tensor([3]), NUM_DRAWS, kernels)
+    assert unbalanced_bits(noise[0].numpy()) == []
+    assert len(set(stream(kernels=kernels).tolist())) == NUM_DRAWS
 
 
 def cut_to(num_bits: int, drawn: np.ndarray) -> np.ndarray:
@@ -196,12 +200,9 @@ def test_all_at_once_is_one_by_one() -> None:
     assert together.tolist() == singly
 
 
+@needs_kernels
 @pytest.mark.parametrize("size", [1, 2, 31, 32, 33, 4097])
-def test_the_kernel_makes_the_same_noise_bit_for_bit(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    if cpu_kernels() is None:
-        pytest.skip("no C++ compiler, or a CPU without AVX-512")
+def test_the_kernel_makes_the_same_noise_bit_for_bit(size: int) -> None:
     seeds, positions = torch.tensor([0, -1, 2**62 + 17]), torch.tensor([0, 7, 2**32 - 1])
-    ours = gumbel(seeds, positions, size)
-    monkeypatch.setattr(rng, "cpu_kernels", lambda: None)
-    rng._gumbel_row.cache_clear()
+    ours = gumbel(seeds, positions, size, KERNELS)
     assert torch.equal(ours, gumbel(seeds, positions, size))

@@ -29,6 +29,7 @@ from speculative.selfcheck.draw_margins import Distributions, redraw
 from speculative.selfcheck.replayed_draws import DrawCheck, Rounds
 from speculative.selfcheck.replayed_tokens import replayed_tokens
 from speculative.stats import DRAW_CHECKS
+from speculative.vocabulary.ops import TorchOps
 from tests.support.tiny_heads import randomise
 
 NUM_TOKENS = 256
@@ -358,7 +359,7 @@ def test_a_token_that_a_filter_excludes_is_no_draft_and_comes_in_no_drafts_stead
     token, rejected = 60, 1 if kind is TokenKind.RECOVERED else -1
     draw = Draw("recovered" if rejected == 1 else "none", 2, 0, rejected)
     request = Request("r", (1, 2, token), params, score_from=2, draws=(draw,), replay=True)
-    (row,) = replayed_tokens(logits, request, 2, None, (), process)
+    (row,) = replayed_tokens(logits, request, 2, None, (), TorchOps())
     assert row.outside > 0
     drafted = (1,) if rejected == 1 else (token,)
     for q in (1.0, 1e-30, 0.0):

@@ -33,8 +33,8 @@ def a_linear(num_inputs: int = 96) -> Linear:
 
 
 def test_only_bfloat16_on_the_cpu_is_packed() -> None:
-    assert not can_pack(torch.float32, torch.device("cpu"))
-    assert not can_pack(torch.bfloat16, torch.device("cuda"))
+    assert not can_pack(torch.float32, torch.device("cpu"), cpu_kernels())
+    assert not can_pack(torch.bfloat16, torch.device("cuda"), None)
 
 
 @needs_packing
@@ -69,7 +69,7 @@ def test_a_head_for_onednn_takes_rows_of_a_float32_target(monkeypatch: pytest.Mo
     head = nn.Sequential(a_linear())
     rows = torch.randn(3, 96)
     expected = head(rows.bfloat16())
-    pack_weights(head, None)
+    pack_weights(head, None, cpu_kernels())
     assert isinstance(head[0], OneDnnLinear)
     assert torch.equal(head(rows), expected.float())
 
@@ -85,7 +85,7 @@ def test_a_head_for_our_kernels_has_few_bits_where_they_fit(
     monkeypatch.setattr(packed, "prefers_onednn", lambda: False)
     linear = a_linear(num_inputs)
     head = nn.Sequential(linear)
-    pack_weights(head, target)
+    pack_weights(head, target, cpu_kernels())
     assert isinstance(head[0], NativeLinear)
     assert head[0].kind == kind
     rows = torch.randn(3, num_inputs)

@@ -1,0 +1,24 @@
+"""The choice between our CPU kernels and torch's operators, made once for a model."""
+
+from typing import NamedTuple
+
+import torch
+
+from speculative.kernels.bindings import Kernels, cpu_kernels
+
+
+class ChosenKernels(NamedTuple):
+    """Our CPU kernels for a model and what drafts for it; None = torch's operators, or numpy's.
+
+    model: for layers, attention and the vocabulary; None off the CPU. host: for random numbers, which come from the
+    host whatever the device.
+    """
+
+    model: Kernels | None = None
+    host: Kernels | None = None
+
+
+def choose_kernels(device: torch.device) -> ChosenKernels:
+    """Those of a model on this device."""
+    found = cpu_kernels()
+    return ChosenKernels(found if device.type == "cpu" else None, found)
