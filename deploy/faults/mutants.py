@@ -748,11 +748,11 @@ def _change_parameters(front_end: FrontEnd, change: Callable[[list[Any]], list[A
     """Have calls forced into other JSON schemas than those of the client's tools."""
     answers = front_end._chats.answers
 
-    def answering(talk: ChatPrompt, prompt: Any, form: Structure | None) -> ResponseParser | None:
-        functions = [tool["function"] for tool in talk.tools]
+    def answering(chat: ChatPrompt, prompt: Any, form: Structure | None) -> ResponseParser | None:
+        functions = [tool["function"] for tool in chat.tools]
         changed = zip(functions, change([one["parameters"] for one in functions]), strict=True)
         tools = tuple({"function": {**function, "parameters": parameters}} for function, parameters in changed)
-        return answers(replace(talk, tools=tools), prompt, form)
+        return answers(replace(chat, tools=tools), prompt, form)
 
     front_end._chats.answers = answering  # type: ignore[method-assign]
 
