@@ -51,9 +51,9 @@ class Receiver:
     def __init__(self, num_bytes: int) -> None:
         self._cache = np.zeros(num_bytes, np.uint8)  # touched, as a cache in use is
 
-    def take(self, transport: str, parcel: TransferPayload) -> None:
+    def take(self, transport: str, payload: TransferPayload) -> None:
         """As a decode replica takes a handoff in: unpack, check, copy."""
-        handoff = asyncio.run(make_transport(transport).unpack(parcel))
+        handoff = asyncio.run(make_transport(transport).unpack(payload))
         state = decode_state(handoff, _MANIFEST)
         values = state.kv.reshape(-1).view(torch.uint8)
         torch.from_numpy(self._cache)[: len(values)].copy_(values)

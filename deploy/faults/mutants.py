@@ -714,11 +714,11 @@ def _schemas_of_other_tools(front_end: FrontEnd) -> None:
 def _change_parameters(front_end: FrontEnd, change: Callable[[list[Any]], list[Any]]) -> None:
     """Have calls forced into other JSON schemas than those of the client's tools."""
 
-    def answering(answers: Any, talk: ChatPrompt, prompt: Any, form: Structure | None) -> Any:
-        functions = [tool["function"] for tool in talk.tools]
+    def answering(answers: Any, chat: ChatPrompt, prompt: Any, form: Structure | None) -> Any:
+        functions = [tool["function"] for tool in chat.tools]
         changed = zip(functions, change([one["parameters"] for one in functions]), strict=True)
         tools = tuple({"function": {**function, "parameters": parameters}} for function, parameters in changed)
-        return answers(replace(talk, tools=tools), prompt, form)
+        return answers(replace(chat, tools=tools), prompt, form)
 
     _wrap(front_end._chats, "answers", answering)
 

@@ -316,7 +316,7 @@ def _judge(receipt: Receipt, replay: Replayed, pair: Tolerance, signature: str, 
     rows, num_tokens, greedy = replay.replayed or (), len(receipt.token_ids), receipt.params.greedy
     served = receipt.logprobs if receipt.logprobs and receipt.logprobs_mode in _COMPARED else ()
     drifts = [TokenDrift.between(*one) for one in zip(served, replay.logprobs, strict=False)]
-    checks = placement_checks(rows, receipt.params) + ([] if greedy else receipt.drawn.check(rows))
+    checks = placement_checks(rows, receipt.params) + ([] if greedy else receipt.replayable_rounds.check(rows))
     found = DrawTolerance(pair.edge_nats).judge_all(checks, [None] * num_tokens)
     draws = check_draws(num_tokens, checks, found)
     largest = max(range(len(drifts)), key=lambda index: drifts[index].nats, default=None)

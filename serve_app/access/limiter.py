@@ -47,8 +47,8 @@ class TokenBucket:
 class Lease:
     """One request of a key, while it lasts."""
 
-    def __init__(self, use: "_Use", spend: Callable[[int], None]) -> None:
-        self.spend = spend  # called with the number of further tokens used
+    def __init__(self, use: "_Use", charge: Callable[[int], None]) -> None:
+        self.charge = charge  # called with the number of further tokens used
         self._use: _Use | None = use
 
     def leave(self) -> None:
@@ -93,12 +93,12 @@ class KeyLimiter:
             use.requests.take(1)
         self._count("truespec_key_requests_total", 1, caller)
 
-        def spend(num_tokens: int) -> None:
+        def charge(num_tokens: int) -> None:
             if use.tokens is not None:
                 use.tokens.take(num_tokens)
             self._count("truespec_key_tokens_total", num_tokens, caller)
 
-        return Lease(use, spend)
+        return Lease(use, charge)
 
     def _check(self, caller: Caller, use: _Use) -> None:
         if caller.max_concurrent is not None and use.num_running >= caller.max_concurrent:

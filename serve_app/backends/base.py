@@ -320,7 +320,7 @@ class Parsers(Protocol):
     reads_tools: bool
     reads_reasoning: bool
 
-    def reading(self, talk: ChatPrompt, prompt: Sequence[int]) -> Reading:
+    def reading(self, chat: ChatPrompt, prompt: Sequence[int]) -> Reading:
         """Return how answers to a conversation are to be read, whose prompt has these tokens.
 
         Raises:

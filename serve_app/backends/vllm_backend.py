@@ -3,8 +3,8 @@
 vLLM's engine runs in a process of its own. We talk to it through `AsyncLLM`; in its process run our scheduler, which
 withholds drafts that must not be verified (`vllm_parts.scheduler`), our connector, which copies keys and values out and
 in (`vllm_parts.connector`) or has NIXL read them (`vllm_parts.pull_connector`), and workarounds for worker faults
-(`vllm_parts.worker`). A prefill samples nothing: the decode side computes the prompt's last token, so everything drawn
-for a request is drawn by one engine.
+(`vllm_parts.worker`). A prefill samples nothing: the decode side computes the prompt's last token, so one engine
+samples every token of a request.
 """
 
 import asyncio

@@ -665,7 +665,7 @@ class AppConfig(Section):
         return needs is None or vllms_share(needs, device_bytes, arguments.get(SHARE)) is not None
 
     @property
-    def parcels(self) -> Literal["plasma", "inline", "nixl"]:
+    def payload_transport(self) -> Literal["plasma", "inline", "nixl"]:
         """Return how handoff messages travel between replicas; vLLM's engines do their NIXL copies themselves."""
         by_vllm = self.engine.kind == "vllm" and self.handoff.transport == "nixl"
         return "inline" if by_vllm else self.handoff.transport

@@ -30,7 +30,7 @@ from serve_app.deployments.gpus import given_device
 from serve_app.deployments.rank_nodes import RankNodes
 from serve_app.deployments.runtime import REPORT_EVERY_S, ReplicaRuntime, Reporter, naming_node
 from serve_app.guard.breaker import Breaker, BreakerSettings, Mode
-from serve_app.guard.breaker_control import Guard
+from serve_app.guard.breaker_control import BreakerController
 from serve_app.guard.canary import Canary, CanarySettings
 from serve_app.guard.heartbeat import Placed, Report
 from serve_app.referee.records import Records
@@ -43,7 +43,7 @@ from serve_app.streams.resuming import own_name
 from serve_app.telemetry.tracing import Carried, adopt
 from serve_app.weights.desired_state import WeightsRef
 from serve_app.weights.transfer import fetched
-from serve_app.weights.updater import WeightsKeeper
+from serve_app.weights.updater import WeightUpdater
 from speculative.config import EngineConfig
 from speculative.errors import EngineFault
 from speculative.request import Request
@@ -95,11 +95,11 @@ class EngineHost:
         self.pool: PoolName = pool
         self.backend = backend
         self.reporter = Reporter(runtime, self._send_report)
-        self.keeper: WeightsKeeper | None = None
+        self.updater: WeightUpdater | None = None
         self.backlog = PrefillBacklog()
         self.finished: deque[Finished] = deque(maxlen=_MOST_UNREPORTED)
         self._weights_switched = weights_switched
-        self._guard: Guard | None = None
+        self._breaker_controller: BreakerController | None = None
         self._rank_nodes: RankNodes | None = None  # where Ray places ranks
         self._referee: ActorHandle | None = None
 
@@ -133,7 +133,7 @@ class EngineHost:
         )
         self.source = make_source(self)
         self.canary = self._make_canary()
-        self._guard = self._make_guard()
+        self._breaker_controller = self._make_breaker_controller()
         with contextlib.suppress(Exception):  # the next report may get through
             async with asyncio.timeout(_FIRST_REPORT_S):  # what is wrong from the start is known when the service is
                 await self.reporter.report()
@@ -175,7 +175,7 @@ class EngineHost:
         """
         from serve_app.referee.transformers_model import TransformersReferee  # only where it is asked for
 
-        if self.keeper is None:
+        if self.updater is None:
             raise EngineFault("The replica is not started.")
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         actor = ray.remote(TransformersReferee).options(
@@ -187,7 +187,7 @@ class EngineHost:
         referee = actor.remote(background=True)
         if referee != self._referee:  # it ends with the handle that began it; one that was found by name keeps nothing
             self._referee = referee
-        return self._referee, self.keeper.served
+        return self._referee, self.updater.served
 
     def load(self) -> dict[str, float]:
         """This replica's load, by the names of `AutoscalingSection.targets`."""
@@ -219,25 +219,25 @@ class EngineHost:
         self.backend.check_health()
         if self._rank_nodes is not None:
             self._rank_nodes.check_health()
-        if self.keeper is not None:
-            self.keeper.check_health()
-        if self._guard is not None:
-            self._guard.check_health()
+        if self.updater is not None:
+            self.updater.check_health()
+        if self._breaker_controller is not None:
+            self._breaker_controller.check_health()
 
     @property
-    def guard(self) -> Guard:
+    def breaker_controller(self) -> BreakerController:
         """Return what decides about speculation here.
 
         Raises:
             EngineFault: the engine is not loaded yet.
         """
-        if self._guard is None:
+        if self._breaker_controller is None:
             raise EngineFault("The replica is not started.")
-        return self._guard
+        return self._breaker_controller
 
     async def _send_report(self) -> None:
         """Send what was counted since the last time, and do what the controller's answer asks for."""
-        guard, runtime = self.guard, self.runtime
+        breaker_controller, runtime = self.breaker_controller, self.runtime
         stats = self.backend.take_stats()
         runtime.metrics.record_steps(stats, self.backend.usage())
         self.backlog.observe(stats.num_prompt_tokens + stats.prefix_cache_hits, stats.draft_s + stats.verify_s)
@@ -253,26 +253,26 @@ class EngineHost:
         if computing.untested:
             runtime.metrics.gauge("truespec_untested_engine", 1, engine=computing.untested)
         checks = self.backend.self_checks()
-        guard.inspect(stats, checks)
-        guard.act()
-        batch, trips, finished = runtime.buffer.drain(), guard.take_trips(), tuple(self.finished)
+        breaker_controller.inspect(stats, checks)
+        breaker_controller.act()
+        batch, trips, finished = runtime.buffer.drain(), breaker_controller.take_trips(), tuple(self.finished)
         self.finished.clear()
         try:
-            keeper = self.keeper
-            weights = keeper.status if keeper else None
-            report = Report(guard.status, batch, finished, trips, checks, weights, computing, self._placed)
+            updater = self.updater
+            weights = updater.status if updater else None
+            report = Report(breaker_controller.status, batch, finished, trips, checks, weights, computing, self._placed)
             orders = await runtime.controller.report(report)
         except (RayError, RayServeException) as error:
             runtime.buffer.put_back(batch)
-            guard.put_back(trips)
+            breaker_controller.put_back(trips)
             self.finished.extendleft(reversed(finished))
             _logger.debug("nothing was reported, it goes with the next report: %s", error)
             return
-        guard.obey(orders)
-        guard.act()
-        if self.keeper is not None and orders.weights is not None:
-            self.keeper.obey(orders.weights)
-            self.reporter.every_s = _HURRIED_REPORT_S if self.keeper.behind else REPORT_EVERY_S
+        breaker_controller.apply(orders)
+        breaker_controller.act()
+        if self.updater is not None and orders.weights is not None:
+            self.updater.apply(orders.weights)
+            self.reporter.every_s = _HURRIED_REPORT_S if self.updater.behind else REPORT_EVERY_S
 
     async def _join(self, info: ModelInfo) -> ModelInfo:
         """Come to the weights that the service has by now, before any request comes; what is served then."""
@@ -292,18 +292,18 @@ class EngineHost:
             self._weights_switched(info)
 
         runtime = self.runtime
-        keeper = WeightsKeeper(self.backend, info, fetch, switched, runtime.metrics)
+        updater = WeightUpdater(self.backend, info, fetch, switched, runtime.metrics)
         try:
             async with asyncio.timeout(_JOIN_TIMEOUT_S):
                 wanted = await runtime.controller.wanted_weights()
         except (RayError, RayServeException, TimeoutError) as error:
             _logger.warning("the controller did not say which weights to serve; they come with a report: %s", error)
         else:
-            keeper.obey(dataclasses.replace(wanted, load=None))
-            await keeper.wait_converged()
-            keeper.check_health()
-        self.keeper = keeper
-        return keeper.info
+            updater.apply(dataclasses.replace(wanted, load=None))
+            await updater.wait_converged()
+            updater.check_health()
+        self.updater = updater
+        return updater.info
 
     def _make_canary(self) -> Canary:
         config = self.runtime.config
@@ -312,10 +312,10 @@ class EngineHost:
         settings = CanarySettings(config.breaker.canary_requests, min_drafted=_CANARY_DRAFTS if drafts else 0)
         return Canary(self.source, self.records, self.runtime.check if comparable else None, settings)
 
-    def _make_guard(self) -> Guard:
+    def _make_breaker_controller(self) -> BreakerController:
         breaker = self.runtime.config.breaker
         settings = BreakerSettings(breaker.cooldown_s, breaker.window_s, breaker.suspect_s)
-        return Guard(
+        return BreakerController(
             (self.runtime.name, self.pool),
             self.backend,
             Breaker(settings, time.time, Mode(breaker.mode)),

@@ -110,7 +110,7 @@ class PrefillServer(EngineServer):
 
     async def __init__(self, config: AppConfig) -> None:  # type: ignore[misc]
         self.host = EngineHost(ReplicaRuntime(config, "prefill"), "prefill", self.make_backend(config, "prefill"))
-        self._transport = make_transport(config.parcels)
+        self._transport = make_transport(config.payload_transport)
         await self.host.start(token_source)
 
     async def prefill(self, request: Request, first_token: bool, reported: Carried) -> PrefillReply:

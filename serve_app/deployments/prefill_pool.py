@@ -47,7 +47,7 @@ class PrefillPool:
         # By reference, also where Serve's handles go by value otherwise: messages by value end at 4 MiB.
         self._handle = handle.options(_by_reference=True)
         self._host = host
-        self._transport: HandoffTransport = make_transport(host.runtime.config.parcels)
+        self._transport: HandoffTransport = make_transport(host.runtime.config.payload_transport)
 
     async def prefill(self, request: Request, first_token: bool) -> Prefilled:
         """The prompt's first deltas, and its handoff.

@@ -32,10 +32,10 @@ class ReplicaReports:
     def report(self, report: Report) -> Orders:
         """Take in what a replica counted and did, and answer with what it is to do."""
         self._sums.apply(report.batch)
-        orders = self._registry.hear(report)
+        orders = self._registry.on_heartbeat(report)
         if report.weights is None:
             return orders
-        return dataclasses.replace(orders, weights=self._weights.hear(report.status.replica, report.weights))
+        return dataclasses.replace(orders, weights=self._weights.on_heartbeat(report.status.replica, report.weights))
 
     def wanted_weights(self) -> DesiredState:
         """The weights that a replica is to serve which has just started."""

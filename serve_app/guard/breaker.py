@@ -5,7 +5,7 @@
                         └────────── failed ────────┘       a second trip within the window, or one while OPEN, where
                                                            speculation cannot be the cause ──► OUT
 
-It knows no engine and no clock of its own: what follows from its state, `breaker_control.Guard` does.
+It knows no engine and no clock of its own: what follows from its state, `breaker_control.BreakerController` does.
 """
 
 import enum

@@ -24,7 +24,7 @@ TryOut = Callable[[], Awaitable[bool | None]]
 """Tries speculation out: whether it is correct; None if inconclusive."""
 
 
-class Guard:
+class BreakerController:
     """Stops one replica from continuing with a fault.
 
     Args:
@@ -80,7 +80,7 @@ class Guard:
             if found:
                 self._trip(reason, f"the engine's own checks: {', '.join(found)}", began, evidence_since)
 
-    def obey(self, orders: Orders) -> None:
+    def apply(self, orders: Orders) -> None:
         """Carry out the orders in the referee's answer."""
         for finding in orders.findings:
             reason = "drift" if finding.alarm in ("drift", "alternatives") else "law"

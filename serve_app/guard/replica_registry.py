@@ -27,7 +27,7 @@ class _Replica:
     """A replica's last report; the mode that was ordered since."""
 
     report: Report
-    heard_at: float
+    reported_at: float
     ordered: Mode | None = None
 
 
@@ -47,7 +47,7 @@ class ReplicaRegistry:
         self._replicas: dict[str, _Replica] = {}
         self._mode: Mode | None = None  # ordered for all replicas, including future ones
 
-    def hear(self, report: Report) -> Orders:
+    def on_heartbeat(self, report: Report) -> Orders:
         """Process a replica's report, and answer it."""
         now, status, book = self._clock(), report.status, self._book
         name = status.replica
@@ -64,7 +64,7 @@ class ReplicaRegistry:
         for trip in report.trips:
             self._counts.tripped(book.trip(name, trip, status.to_wire()))
         gone = now - _FORGOTTEN_AFTER_S
-        self._replicas = {key: one for key, one in self._replicas.items() if one.heard_at > gone}
+        self._replicas = {key: one for key, one in self._replicas.items() if one.reported_at > gone}
         book.forget(gone)
         return Orders(book.take_findings(name), ordered)
 

@@ -42,7 +42,7 @@ from serve_app.openai.prepared_request import PreparedRequest, RequestTerms
 from serve_app.openai.requests import UNSUPPORTED_ENDPOINTS
 from serve_app.openai.responses.kept_responses import KeptResponses
 from serve_app.openai.responses.response_requests import ResponsesRequest
-from serve_app.openai.responses.responses_adapter import ResponsesDesk
+from serve_app.openai.responses.responses_adapter import ResponsesAdapter
 from serve_app.openai.scoring.score_request import ScoreRequest
 from serve_app.openai.scoring.scorer import Scorer
 from serve_app.openai.tokens.token_generation import GenerateRequest, prepare_generation
@@ -129,7 +129,7 @@ def build_ingress(
         app.add_middleware(CORSMiddleware, allow_origins=gate.cors_origins, **_CORS)
     app.add_exception_handler(HTTPException, _on_http_exception)
     _add_generation(app, front_end, gate)
-    _add_responses(app, front_end, ResponsesDesk(front_end, replies.kept), gate)
+    _add_responses(app, front_end, ResponsesAdapter(front_end, replies.kept), gate)
     if scorer is not None:
         _add_scoring(app, front_end, scorer, gate)
     _add_operations(app, operations)
@@ -225,13 +225,13 @@ def _add_generation(app: FastAPI, front_end: FrontEnd, gate: Gate) -> None:
         return await _generate(front_end, gate, request, GenerateRequest, prepare)
 
 
-def _add_responses(app: FastAPI, front_end: FrontEnd, desk: ResponsesDesk, gate: Gate) -> None:
+def _add_responses(app: FastAPI, front_end: FrontEnd, adapter: ResponsesAdapter, gate: Gate) -> None:
     @app.post("/v1/responses")
     async def create_response(request: Request) -> Response:
         owner = request.state.caller.id
 
         async def prepare(wire: ResponsesRequest, terms: RequestTerms) -> PreparedRequest:
-            return await desk.prepare(wire, terms, owner)
+            return await adapter.prepare(wire, terms, owner)
 
         return await _generate(front_end, gate, request, ResponsesRequest, prepare)
 
@@ -239,11 +239,11 @@ def _add_responses(app: FastAPI, front_end: FrontEnd, desk: ResponsesDesk, gate:
     async def show_response(request: Request, response_id: str, stream: bool = False) -> Response:
         if stream:
             raise UnsupportedParameter("stream", "stream: a response that was kept is returned whole; leave it out.")
-        return JSONResponse(await desk.show(response_id, request.state.caller.id))
+        return JSONResponse(await adapter.show(response_id, request.state.caller.id))
 
     @app.delete("/v1/responses/{response_id}")
     async def delete_response(request: Request, response_id: str) -> Response:
-        return JSONResponse(await desk.delete(response_id, request.state.caller.id))
+        return JSONResponse(await adapter.delete(response_id, request.state.caller.id))
 
 
 def _add_scoring(app: FastAPI, front_end: FrontEnd, scorer: Scorer, gate: Gate) -> None:
@@ -342,9 +342,9 @@ async def _generate(
         headers = _warning(wire)
         logger.debug("%s is %s", request_id_of(request.scope), job.head.reply_id)
         if not job.stream:
-            reply = await unless_disconnected(request.receive, front_end.collect(job, lease.spend))
+            reply = await unless_disconnected(request.receive, front_end.collect(job, lease.charge))
             return JSONResponse(reply, headers=headers)
-        events = front_end.events(job, lease.spend)
+        events = front_end.events(job, lease.charge)
         try:
             first = await unless_disconnected(request.receive, anext(events))
         except BaseException:
@@ -369,7 +369,7 @@ async def _score(front_end: FrontEnd, scorer: Scorer, gate: Gate, request: Reque
         wire = parse(await read_body(request, front_end.limits.max_body_bytes), ScoreRequest)
         front_end.model(wire.model)
         return JSONResponse(
-            await unless_disconnected(request.receive, scorer.score(wire, _terms(request), lease.spend))
+            await unless_disconnected(request.receive, scorer.score(wire, _terms(request), lease.charge))
         )
     finally:
         lease.leave()

@@ -326,12 +326,12 @@ class ChoiceRun:
         room = model.max_model_len - len(self._job.head.prompts[number])
         return demands.broken(said, model.eos_token_ids, room)
 
-    def price(self, delta: TokenDelta) -> int:
+    def tokens_to_charge(self, delta: TokenDelta) -> int:
         """Tokens to pay for: those of the delta, and those of its prompt where it is the first that came of it."""
         return len(delta.token_ids) + self._unpaid.pop(self._group_of[delta.request_id], 0)
 
     @property
-    def num_unpaid(self) -> int:
+    def num_uncharged(self) -> int:
         """Tokens of prompts of which nothing came yet."""
         return sum(self._unpaid.values())
 

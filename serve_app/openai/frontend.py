@@ -18,7 +18,7 @@ from typing import Any
 
 from serve_app.backends.base import ChatPrompt, ModelInfo, Parsers, TokenSource
 from serve_app.errors import ContextLengthExceeded, ModelNotFound, UnsupportedParameter, reply_for
-from serve_app.openai.chat.chat_preprocessor import ChatDesk, ResponseParser
+from serve_app.openai.chat.chat_preprocessor import ChatPreprocessor, ResponseParser
 from serve_app.openai.chat.chat_request import ChatCompletionRequest
 from serve_app.openai.choice import ChoiceRun
 from serve_app.openai.completions.completion_request import CompletionRequest
@@ -26,11 +26,11 @@ from serve_app.openai.completions.echo import without_answer
 from serve_app.openai.prepared_request import (
     FORM,
     NO_TERMS,
+    Charge,
     Limits,
     PreparedRequest,
     RequestTerms,
-    Spend,
-    free,
+    charge_nothing,
     off_loop,
 )
 from serve_app.openai.prompts import PromptEncoder
@@ -80,7 +80,7 @@ class FrontEnd:
         """Without `checks`, `verify` is refused; without `parsers` nobody reads reasoning, or calls that the model
         makes as it likes; without `signing_key` receipts are not signed."""
         self._source = source
-        self._chats = ChatDesk(tokenizer, parsers)
+        self._chats = ChatPreprocessor(tokenizer, parsers)
         self._checks = checks
         self._signing_key = signing_key
         self._tokenizer = tokenizer
@@ -161,14 +161,14 @@ class FrontEnd:
         num_choices = wire.n or 1
         self._check_served(wire, num_choices)
         priority = terms.priority(wire.priority)
-        talk = self._chats.talk(wire) if isinstance(wire, ChatCompletionRequest) else None
+        chat = self._chats.chat_prompt(wire) if isinstance(wire, ChatCompletionRequest) else None
         self._check_sequences(len(wire.prompts()) if isinstance(wire, CompletionRequest) else 1, num_choices)
-        prompts = await self._prompts(wire, talk)
+        prompts = await self._prompts(wire, chat)
         echoed = await self._encoder.echoed(wire, prompts) if isinstance(wire, CompletionRequest) else ()
         for prompt in prompts:
             name = "messages" if isinstance(wire, ChatCompletionRequest) else "prompt"
             terms.check_prompt(name, len(prompt), self.limits.max_prompt_tokens)
-        answers = None if talk is None else self._chats.answers(talk, prompts[0], wire.structure)
+        answers = None if chat is None else self._chats.answers(chat, prompts[0], wire.structure)
         if reply_format is None:
             reply_format = ChatFormat() if isinstance(wire, ChatCompletionRequest) else CompletionFormat()
         head = ReplyHead(
@@ -196,7 +196,7 @@ class FrontEnd:
             for index in range(len(prompts))
         )
         stops = StopStrings(wire.stop_strings)
-        form_field = "tools" if talk is not None and forces_calls(talk) else wire.structure_field
+        form_field = "tools" if chat is not None and forces_calls(chat) else wire.structure_field
         return PreparedRequest(
             head,
             reply_format,
@@ -211,7 +211,7 @@ class FrontEnd:
             prompt_only=wire.prompt_only,
             answers=answers,
             form_field=form_field,
-            words=_of_chat if talk is not None else str,
+            words=_of_chat if chat is not None else str,
             demands=await self._demands(sent or wire),
             unrepeatable=None if wire.seed is None else self._unrepeatable(groups[0][0].params),
         )
@@ -274,8 +274,8 @@ class FrontEnd:
         now = self._model.system_fingerprint
         return head if head.system_fingerprint == now else dataclasses.replace(head, system_fingerprint=now)
 
-    async def collect(self, job: PreparedRequest, spend: Spend = free) -> dict[str, Any]:
-        """Generate and give the whole reply. `spend` is called with the tokens as they are emitted.
+    async def collect(self, job: PreparedRequest, charge: Charge = charge_nothing) -> dict[str, Any]:
+        """Generate and give the whole reply. `charge` is called with the tokens as they are emitted.
 
         Raises:
             TruespecError: the source refused the request or failed.
@@ -283,16 +283,16 @@ class FrontEnd:
         run = ChoiceRun(job, self._tokenizer, streams=False)
         pieces: list[list[ChoiceDelta]] = [[] for _ in job.requests]
         with self._expecting(job):
-            with _settled(job, run, spend):
-                async with aclosing(self._pieces(job, run, spend)) as arriving:
+            with _settled(job, run, charge):
+                async with aclosing(self._pieces(job, run, charge)) as arriving:
                     async for piece in arriving:
                         pieces[piece.index].append(piece)
             reported = await self._verdicts(job) | self._receipts(job, run)
         choices = [run.whole(join(parts)) for parts in pieces]
         return await job.format.whole(self._current(job.head), choices, run.usage(), reported)
 
-    async def events(self, job: PreparedRequest, spend: Spend = free) -> AsyncGenerator[bytes, None]:
-        """Generate and give server-sent events, one for each delta that has something to say. `spend` is called with
+    async def events(self, job: PreparedRequest, charge: Charge = charge_nothing) -> AsyncGenerator[bytes, None]:
+        """Generate and give server-sent events, one for each delta that has something to say. `charge` is called with
         tokens as they are emitted.
 
         What goes wrong before the first event is raised, so that it can still become an HTTP status; later it becomes
@@ -303,8 +303,8 @@ class FrontEnd:
         begun = False
         try:
             with self._expecting(job):
-                with _settled(job, run, spend):
-                    async with aclosing(self._pieces(job, run, spend)) as arriving:
+                with _settled(job, run, charge):
+                    async with aclosing(self._pieces(job, run, charge)) as arriving:
                         async for piece in arriving:
                             yield stream.piece(self._current(job.head), piece, run.usage)
                             begun = True
@@ -342,11 +342,11 @@ class FrontEnd:
         return {"receipts": [receipt.to_wire() for receipt in made]}
 
     async def _prompts(
-        self, wire: CompletionRequest | ChatCompletionRequest, talk: ChatPrompt | None
+        self, wire: CompletionRequest | ChatCompletionRequest, chat: ChatPrompt | None
     ) -> list[tuple[int, ...]]:
         if isinstance(wire, ChatCompletionRequest):
-            assert talk is not None
-            return await self._encoder.chat(wire, talk)
+            assert chat is not None
+            return await self._encoder.chat(wire, chat)
         return await self._encoder.completion(wire)
 
     async def _bad_words(self, wire: WireRequest) -> tuple[tuple[int, ...], ...]:
@@ -418,12 +418,12 @@ class FrontEnd:
             )
         return max(asked, 1)  # the engine cannot generate nothing
 
-    def _pieces(self, job: PreparedRequest, run: ChoiceRun, spend: Spend) -> AsyncGenerator[ChoiceDelta, None]:
+    def _pieces(self, job: PreparedRequest, run: ChoiceRun, charge: Charge) -> AsyncGenerator[ChoiceDelta, None]:
         """The pieces of all choices as they come."""
-        return merge([self._group_pieces(group, run, spend) for group in job.groups])
+        return merge([self._group_pieces(group, run, charge) for group in job.groups])
 
     async def _group_pieces(
-        self, group: Sequence[Request], run: ChoiceRun, spend: Spend
+        self, group: Sequence[Request], run: ChoiceRun, charge: Charge
     ) -> AsyncGenerator[ChoiceDelta, None]:
         """The pieces of one prompt's choices. The source hears of a choice that ended here before it is asked for more:
         how a request ended is counted when its stream ends."""
@@ -434,7 +434,7 @@ class FrontEnd:
                     continue
                 visible = without_answer(delta) if run.prompt_only else delta
                 pieces = run.push(visible)
-                spend(run.price(visible))
+                charge(run.tokens_to_charge(visible))
                 if run.is_complete(delta.request_id):
                     await run.read(delta.request_id)
                     await self._compare(run, delta.request_id)
@@ -482,7 +482,7 @@ def _of_chat(text: str) -> str:
 
 
 @contextmanager
-def _settled(job: PreparedRequest, run: ChoiceRun, spend: Spend) -> Iterator[None]:
+def _settled(job: PreparedRequest, run: ChoiceRun, charge: Charge) -> Iterator[None]:
     """Within it, the pieces of a request are taken.
 
     Raises:
@@ -500,7 +500,7 @@ def _settled(job: PreparedRequest, run: ChoiceRun, spend: Spend) -> Iterator[Non
             refusal = type(error)(field, job.words(error.message))
         raise refusal from error
     except (asyncio.CancelledError, GeneratorExit, RequestTimeout):  # or who never waits would never pay
-        spend(run.num_unpaid)
+        charge(run.num_uncharged)
         raise
     if run.unfinished:
         raise EngineFault(f"The token stream ended before its requests did: {', '.join(sorted(run.unfinished))}.")

@@ -17,12 +17,12 @@ from speculative.request import MAX_PRIORITY, Request
 
 T = TypeVar("T")
 
-Spend = Callable[[int], None]
+Charge = Callable[[int], None]
 """Called with the number of further tokens used."""
 
 
-def free(num_tokens: int) -> None:
-    """For who need not pay."""
+def charge_nothing(num_tokens: int) -> None:
+    """Charges nobody."""
 
 
 LONG_TEXT = 4096  # characters; encoding more than this leaves the event loop

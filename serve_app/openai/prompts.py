@@ -33,15 +33,15 @@ class PromptEncoder:
         """
         return [self._fit(await self._encode(prompt, wire), wire, "prompt") for prompt in wire.prompts()]
 
-    async def chat(self, wire: ChatCompletionRequest, talk: ChatPrompt) -> list[Ids]:
+    async def chat(self, wire: ChatCompletionRequest, chat: ChatPrompt) -> list[Ids]:
         """Token ids of the one prompt that the chat template makes of a conversation.
 
         Raises:
             InvalidRequest: the template refuses the messages or leaves out a part of them, or they are too long.
         """
-        return [self._fit(await self.template(wire, talk), wire, "messages")]
+        return [self._fit(await self.template(wire, chat), wire, "messages")]
 
-    async def template(self, wire: ChatCompletionRequest, talk: ChatPrompt) -> Ids:
+    async def template(self, wire: ChatCompletionRequest, chat: ChatPrompt) -> Ids:
         """Return what the chat template makes of a conversation, whatever its length."""
         continues = bool(wire.continue_final_message)
         ending = {
@@ -53,10 +53,10 @@ class PromptEncoder:
         tokenizer, controls = self._tokenizer, self._controls
 
         def encode() -> list[int]:
-            guarded = controls.guarded(talk)
+            guarded = controls.guarded(chat)
             return controls.encode(prompt_text(tokenizer, guarded, {**guarded.variables, **ending}))
 
-        ids = await off_loop(_size((talk.messages, talk.tools, talk.variables)), encode)
+        ids = await off_loop(_size((chat.messages, chat.tools, chat.variables)), encode)
         before, behind = tokenizer.prefix_ids, tokenizer.suffix_ids
         return (*before, *ids, *behind) if wire.add_special_tokens else tuple(ids)
 

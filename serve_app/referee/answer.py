@@ -68,8 +68,8 @@ class Answer:
         )
 
     @property
-    def drawn(self) -> Rounds | None:
-        """Its draws, to be made again; None where nothing was drawn, or how is not known."""
+    def replayable_rounds(self) -> Rounds | None:
+        """Its rounds, whose draws can be made again; None for a greedy answer, and where rounds are missing."""
         rounds = Rounds(len(self.request.prompt_token_ids), self.rounds, self.token_ids, self.kinds)
         return None if self.request.params.greedy or not rounds.complete else rounds
 
@@ -124,7 +124,7 @@ class Answer:
             adapter=request.adapter,
             cache_salt=request.cache_salt,
             replay=True,
-            draws=() if self.drawn is None else self.drawn.draws(),
+            draws=() if self.replayable_rounds is None else self.replayable_rounds.draws(),
             scored_ids=scored_ids,
             edge_nats=reach_of(self.numerics.precision),
         )

@@ -135,7 +135,9 @@ class Controls:
             return None
         if change == "token":
             return _with_other_tokens(answer, logprobs)
-        can_differ = answer.drawn is not None and not params.filtered and params.temperature >= _LEAST_TEMPERATURE
+        can_differ = (
+            answer.replayable_rounds is not None and not params.filtered and params.temperature >= _LEAST_TEMPERATURE
+        )
         if not can_differ or -sum(logprobs) < _LEAST_SURPRISAL_NATS:
             return None
         request = dataclasses.replace(answer.request, seed=answer.request.seed ^ 1)
@@ -151,8 +153,8 @@ def _is_plain(answer: Answer) -> bool:
 def _with_other_tokens(answer: Answer, logprobs: list[float]) -> Answer | None:
     params = answer.request.params
     surest = sorted(range(len(logprobs)), key=lambda index: -logprobs[index])[:_NUM_CHANGED]
-    drawn_or_greedy = params.greedy or answer.drawn is not None
-    if not drawn_or_greedy or any(logprobs[index] < _CERTAIN_NATS for index in surest):
+    replayable = params.greedy or answer.replayable_rounds is not None
+    if not replayable or any(logprobs[index] < _CERTAIN_NATS for index in surest):
         return None
     known = (*answer.request.prompt_token_ids, *answer.token_ids)
     token_ids = list(answer.token_ids)

@@ -67,10 +67,10 @@ class DriftTest:
 
 
 class UnlikelyTest:
-    """A latched alarm where tokens are drawn that p all but excludes: a bet on the uniform distribution over all
+    """A latched alarm where tokens are sampled that p all but excludes: a bet on the uniform distribution over all
     tokens.
 
-    For y drawn from p over at most V tokens, 1 / (V p(y)) has mean at most 1, so the product of 1 + lambda (1 / (V
+    For y sampled from p over at most V tokens, 1 / (V p(y)) has mean at most 1, so the product of 1 + lambda (1 / (V
     p(y)) - 1) is an e-process. A few tokens of garbage are enough, where a test of means needs hundreds of tokens.
 
     Args:
@@ -89,7 +89,7 @@ class UnlikelyTest:
         return self._processes.evidence_since
 
     def add(self, probabilities: Iterable[float], at: float = 0.0) -> None:
-        """Take in p(y) of tokens that were drawn at that time."""
+        """Take in p(y) of tokens that were sampled at that time."""
         ratios = self._scale / np.maximum(np.array(list(probabilities), float), 1e-30)
         gains = np.fmin(ratios, _MOST_GAIN)  # which is what a probability that is no number counts as
         self.alarm |= self._processes.add_each(np.log1p(_UNLIKELY_STAKES * (gains[:, None] - 1)), at)

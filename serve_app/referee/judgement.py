@@ -192,9 +192,9 @@ def _draws(
     """Make the draws of an answer again; drifts: of its tokens. The second value is `Judgement.draws`."""
     if answer.request.params.greedy:
         return DrawsChecked(reason="nothing was drawn"), ()
-    if answer.drawn is None or replayed.replayed is None:
+    if answer.replayable_rounds is None or replayed.replayed is None:
         return DrawsChecked(reason="the engine did not report how it drew"), ()
-    checks = answer.drawn.check(replayed.replayed)
+    checks = answer.replayable_rounds.check(replayed.replayed)
     found = tolerance.judge_all(checks, drifts)
     if not answer.request.canary:  # which may be wrong on purpose
         tolerance.add_drafts(checks)

@@ -42,7 +42,7 @@ class Measures:
     largest_nats: float = 0.0
     num_high: int = 0
     num_low: int = 0
-    num_terms: int = 0  # that were drawn, and whose distribution was computed
+    num_terms: int = 0  # that were sampled, and whose distribution was computed
     probability: float = 0.0
     probability_squared: float = 0.0
     surprisal: float = 0.0

@@ -77,8 +77,8 @@ class Receipt:
         return len(self.prompt_token_ids) + len(self.token_ids)
 
     @property
-    def drawn(self) -> Rounds:
-        """Its draws, to be made again."""
+    def replayable_rounds(self) -> Rounds:
+        """Its rounds, whose draws can be made again."""
         return Rounds(len(self.prompt_token_ids), self.rounds, self.token_ids, self.token_kinds)
 
     def scored(self) -> Request:
@@ -93,7 +93,7 @@ class Receipt:
             dataclasses.replace(self.params, prompt_logprobs=None),
             int(self.seed),
             score_from=len(self.prompt_token_ids),
-            draws=() if self.params.greedy else self.drawn.draws(),
+            draws=() if self.params.greedy else self.replayable_rounds.draws(),
         )
 
     def to_wire(self) -> dict[str, Any]:
@@ -149,7 +149,7 @@ def receipt_of(
         rounds=tuple(record.rounds),
         ending=ending,
     )
-    if not receipt.drawn.complete:
+    if not receipt.replayable_rounds.complete:
         raise EngineFault(f"{request.request_id}: tokens came without the round that made them; there is no receipt.")
     if signing_key is None:
         return receipt
@@ -188,9 +188,9 @@ def _integer(digits: str) -> int | str:
 
 def wrong_rounds(receipt: Receipt, eos_token_ids: Sequence[int]) -> str:
     """Why no engine can have made these tokens in these rounds, whatever the model; "" = it can."""
-    params, drawn = receipt.params, receipt.drawn
+    params, rounds = receipt.params, receipt.replayable_rounds
     num_tokens = len(receipt.token_ids)
-    if not drawn.complete or len(receipt.token_kinds) != num_tokens:
+    if not rounds.complete or len(receipt.token_kinds) != num_tokens:
         return "the rounds do not make up the tokens"
     if len(receipt.logprobs or ()) != (num_tokens if params.returns_logprobs else 0):
         return f"{num_tokens} tokens have {len(receipt.logprobs or ())} logprobs"
@@ -198,7 +198,7 @@ def wrong_rounds(receipt: Receipt, eos_token_ids: Sequence[int]) -> str:
         return f"{receipt.num_delivered} of {num_tokens} tokens cannot have been delivered"
     if reason := broken_limit(params, receipt.token_ids, eos_token_ids):
         return reason
-    if (at := next(drawn.wrong_drafts(greedy=params.greedy), None)) is not None:
+    if (at := next(rounds.wrong_drafts(greedy=params.greedy), None)) is not None:
         return f"token {at} was {receipt.token_kinds[at].value}, and its draft says otherwise"
     start = 0
     for one in receipt.rounds:

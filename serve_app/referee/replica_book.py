@@ -60,12 +60,16 @@ class Finding:
 class _Replica:
     """The facts about a replica.
 
-    since: it is as it is now since then, unix seconds; None = not known. plain: whether it drafts nothing at all.
-    heard_at: when it reported last, or was first named by an answer. watches: its detectors, by the tolerance that its
-    answers were judged with.
+    Attributes:
+        reported_at: when it reported last, or was first named by an answer.
+        since: it is as it is now since then, unix seconds; None = not known.
+        plain: whether it drafts nothing at all.
+        watches: its detectors, by the tolerance that its answers were judged with.
+        findings: those that `take_findings` has not yet returned.
+        cases: its latest judged answers, for dumps.
     """
 
-    heard_at: float
+    reported_at: float
     since: float | None = None
     plain: bool = False
     watches: dict[Tolerance, ReplicaWatch] = dataclasses.field(default_factory=dict)
@@ -173,7 +177,7 @@ class ReplicaBook:
 
     def _known(self, name: str) -> _Replica:
         if name not in self._replicas:
-            self._replicas[name] = _Replica(heard_at=self._clock())
+            self._replicas[name] = _Replica(reported_at=self._clock())
         return self._replicas[name]
 
     def observe(self, name: str, *, since: float, plain: bool) -> None:
@@ -187,7 +191,7 @@ class ReplicaBook:
         if replica.since is not None and replica.since != since:
             replica.watches.clear()
             replica.findings.clear()
-        replica.since, replica.plain, replica.heard_at = since, plain, self._clock()
+        replica.since, replica.plain, replica.reported_at = since, plain, self._clock()
 
     def take_findings(self, name: str) -> tuple[Finding, ...]:
         """The findings about a replica since the last call."""
@@ -198,7 +202,7 @@ class ReplicaBook:
 
     def forget(self, before: float) -> None:
         """Forget replicas that were last heard of before that time, unix seconds."""
-        self._replicas = {name: one for name, one in self._replicas.items() if one.heard_at > before}
+        self._replicas = {name: one for name, one in self._replicas.items() if one.reported_at > before}
 
     def trip(self, name: str, trip: Trip, status: dict[str, object]) -> int:
         """A replica was found faulty: what it took part in then is suspect. Returns how many answers became so.

@@ -74,7 +74,7 @@ STRATA = SERVED_STRATA | WATCHED_STRATA
 """What each stratum means."""
 
 KNOWN_AFTERWARDS = frozenset({"speculative", "plain", "accepted", "recovered"})
-"""Strata to which a token belongs because of what was drawn, there or after it. Accepted tokens follow min(p, q) and
+"""Strata to which a token belongs because of what was sampled, there or after it. Accepted tokens follow min(p, q) and
 recovered ones the residual, and only together do they follow p: here drift is tested, the distribution is not."""
 
 

@@ -103,7 +103,7 @@ class Tolerance:
 
     @property
     def cold(self) -> float:
-        """A temperature below which rounding decides which token is drawn: the likeliest is as good as certain."""
+        """A temperature below which rounding decides which token is sampled: the likeliest is as good as certain."""
         return _COLD * self.edge_nats
 
     def between(self, served: Numerics, replayed: Numerics) -> "Tolerance":

@@ -32,7 +32,7 @@ class Distribution(enum.StrEnum):
     """The evidence that the replay of one answer gives about the distribution of its tokens."""
 
     TESTED = "tested"  # sampled with new random numbers: its tokens are evidence
-    GREEDY = "greedy"  # nothing was drawn; each token was compared with the likeliest
+    GREEDY = "greedy"  # nothing was sampled; each token was compared with the likeliest
     REPEATED_SEED = "repeated_seed"  # its random numbers were seen before: its tokens are no further evidence
     UNTESTED = "untested"  # no replay, or one that gives logprobs only
 

@@ -106,7 +106,7 @@ class PrefixBook:
         self._backlog: dict[str, int] = {}  # as reported
         self._on_their_way: dict[Hashable, tuple[str, int]] = {}  # by call: replica, tokens
 
-    def hear(self, replica: str, reported: bytes, backlog: int = 0) -> None:
+    def update(self, replica: str, reported: bytes, backlog: int = 0) -> None:
         """Record a replica's report: its cached blocks, and how many tokens wait there, from all routers."""
         self._backlog[replica] = backlog
         known = self._reported.get(replica)
@@ -246,7 +246,7 @@ class PrefillRouter(_Ranking):
         self._book.keep_only(replica.replica_id.unique_id for replica in replicas)
         for replica in replicas:
             stats = replica.routing_stats
-            self._book.hear(replica.replica_id.unique_id, stats.get("blocks", b""), stats.get("backlog_tokens", 0))
+            self._book.update(replica.replica_id.unique_id, stats.get("blocks", b""), stats.get("backlog_tokens", 0))
 
     def rank(self, replicas: Mapping[str, Any], pending: Any) -> list[str]:
         """The replicas, the earliest done first."""

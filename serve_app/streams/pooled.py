@@ -103,7 +103,7 @@ class PooledTokenSource:
         self._backend.abort(request_id)
 
     async def _choices(self, requests: Sequence[Request]) -> Deltas:
-        """Each choice draws its own first token, so what is handed off has the last prompt token pending.
+        """Each choice samples its own first token, so what is handed off has the last prompt token pending.
 
         What the prefill reported of the prompt belongs to the first choice, in whose name it was requested.
         """

@@ -22,7 +22,7 @@ class HandoffTransport(Protocol):
         """Make a handoff ready to travel."""
         ...
 
-    async def unpack(self, parcel: TransferPayload) -> Handoff:
+    async def unpack(self, payload: TransferPayload) -> Handoff:
         """The handoff, byte for byte.
 
         Raises:

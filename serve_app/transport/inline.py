@@ -15,6 +15,6 @@ class InlineTransport:
         """A copy of the bytes, or the array where it is long."""
         return TransferPayload(handoff.tobytes() if handoff.nbytes <= MOST_BYTES else handoff, handoff.nbytes)
 
-    async def unpack(self, parcel: TransferPayload) -> Handoff:
+    async def unpack(self, payload: TransferPayload) -> Handoff:
         """The bytes as an array; read-only."""
-        return np.frombuffer(parcel.content, np.uint8)
+        return np.frombuffer(payload.content, np.uint8)

@@ -32,14 +32,14 @@ class NixlTransport:
         tensor = torch.from_numpy(handoff)
         return TransferPayload([ray.put(tensor, _tensor_transport="nixl")], handoff.nbytes)
 
-    async def unpack(self, parcel: TransferPayload) -> Handoff:
+    async def unpack(self, payload: TransferPayload) -> Handoff:
         """Read them.
 
         Raises:
             ConnectionError: the sender is gone.
         """
         try:
-            tensor: torch.Tensor = await asyncio.to_thread(ray.get, parcel.content[0])
+            tensor: torch.Tensor = await asyncio.to_thread(ray.get, payload.content[0])
         except RayError as error:
             raise ConnectionError(f"the handoff could not be read from its sender: {error}") from error
         return tensor.numpy()

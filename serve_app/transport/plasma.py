@@ -14,7 +14,7 @@ class PlasmaTransport:
         """As it is: Ray takes an array's bytes without a copy of ours."""
         return TransferPayload(handoff, handoff.nbytes)
 
-    async def unpack(self, parcel: TransferPayload) -> Handoff:
+    async def unpack(self, payload: TransferPayload) -> Handoff:
         """The array, over the store's own memory."""
-        content: Handoff = parcel.content
+        content: Handoff = payload.content
         return content

@@ -27,7 +27,7 @@ _LOOK_EVERY_S = 0.1
 @dataclass(slots=True)
 class _Member:
     status: WeightsStatus
-    heard_at: float
+    reported_at: float
 
 
 @dataclass(slots=True)
@@ -57,7 +57,7 @@ class WeightCoordinator:
         self._cache_resets = 0
         self._members: dict[str, _Member] = {}
 
-    def hear(self, name: str, status: WeightsStatus) -> DesiredState:
+    def on_heartbeat(self, name: str, status: WeightsStatus) -> DesiredState:
         """Take in where a replica stands, and say what it is to come to."""
         self._members[name] = _Member(status, self._clock())
         update = self._update
@@ -208,7 +208,7 @@ class WeightCoordinator:
         return [one for one in self._members.values() if self._heard(one)]
 
     def _heard(self, member: _Member) -> bool:
-        return member.heard_at > self._clock() - _SILENT_AFTER_S
+        return member.reported_at > self._clock() - _SILENT_AFTER_S
 
     @staticmethod
     def _serves(member: _Member, ref: WeightsRef) -> bool:

@@ -18,7 +18,7 @@ Fetch = Callable[[WeightsRef], contextlib.AbstractAsyncContextManager[tuple[str,
 """Folders of weights while they are loaded: the target's, and the drafter's (None = the configured one)."""
 
 
-class WeightsKeeper:
+class WeightUpdater:
     """Brings one replica to the state that the coordinator asks for.
 
     Args:
@@ -84,7 +84,7 @@ class WeightsKeeper:
         wanted = self._wanted
         return wanted.load is not None or wanted.serve.number != self._serving.number or wanted.paused != self._paused
 
-    def obey(self, wanted: DesiredState) -> None:
+    def apply(self, wanted: DesiredState) -> None:
         """Start converging to the desired state; returns at once."""
         self._wanted = wanted
         if wanted.cache_resets > self._cache_resets:

@@ -79,7 +79,9 @@ class MadeUpApp:
         self.sink.apply(batch)
         computing = Computing("cpu", device="AMD EPYC 9654 96-Core Processor")
         placed = Placed("0.1.0", "node-a", "3f2a", STARTED_AT)
-        self.replicas.hear(Report(status, batch, trips=trips, checks=checks, computing=computing, placed=placed))
+        self.replicas.on_heartbeat(
+            Report(status, batch, trips=trips, checks=checks, computing=computing, placed=placed)
+        )
 
     def pass_time(self, seconds: float) -> None:
         """Time with traffic: every tenth second all replicas report."""

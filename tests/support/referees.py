@@ -134,11 +134,11 @@ class Court:
         self.registry = ReplicaRegistry(self.book, counts, clock=lambda: self.now)
         self.checker = counted_checker(self.replayer, self.book, counts, **settings)
 
-    def hear(
+    def on_heartbeat(
         self, replica: str = "r1", *, since: float = 0.0, state: BreakerState = BreakerState.CLOSED, **changes: Any
     ) -> Orders:
         status = ReplicaStatus(replica, "decode", state, Mode.AUTO, since, "")
-        return self.registry.hear(Report(status, MetricBatch(replica), **changes))
+        return self.registry.on_heartbeat(Report(status, MetricBatch(replica), **changes))
 
     async def dump(self, pattern: str) -> Path:
         """The one dump of that name, which a thread writes; until it is whole it has another suffix."""
@@ -217,7 +217,7 @@ class RefereeHandle:
         there, back = self.far
         await there.wait()
         self.reports.append(report)
-        orders = self.registry.hear(report)
+        orders = self.registry.on_heartbeat(report)
         await back.wait()
         return orders
 

@@ -65,10 +65,10 @@ async def served(backend: VllmBackend, request: Request) -> Answer:
 
 
 async def checked(backend: VllmBackend, answer: Answer) -> list[DrawCheck]:
-    assert answer.drawn is not None
+    assert answer.replayable_rounds is not None
     replay = (await backend.replay(answer.scored(f"replay {answer.request.request_id}"))).replayed
     assert replay is not None
-    return answer.drawn.check(replay)
+    return answer.replayable_rounds.check(replay)
 
 
 @not_with("0.31", "it draws otherwise, which the engine finds out when it starts; the next test says so")
@@ -97,7 +97,7 @@ async def test_each_token_follows_from_its_seed_and_a_changed_one_does_not(backe
 @pytest.mark.skipif(not version_here().startswith("0.31."), reason="its draws are repeated")
 async def test_where_the_sampler_draws_otherwise_no_draws_are_checked(backend: VllmBackend) -> None:
     answer = await served(backend, Request("plain", tuple(range(30, 130)), PLAIN, seed=1))
-    assert len(answer.token_ids) == 100 and answer.drawn is None
+    assert len(answer.token_ids) == 100 and answer.replayable_rounds is None
     replay = (await backend.replay(answer.scored("replay"))).replayed
     assert replay is not None and len(replay) == 100, "its distribution is known all the same"
 

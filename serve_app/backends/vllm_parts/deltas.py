@@ -72,7 +72,7 @@ class DeltaReader:
             stop_token_id=token_ids[-1] if reason is FinishReason.STOP and token_ids else None,
             error=GAVE_UP if reason is FinishReason.ERROR else None,
             weight_version=weight_version,
-            round=self._drawn(rounds, len(token_ids)),
+            round=self._sampled_round(rounds, len(token_ids)),
         )
         self._begun = True
         return delta, rounds
@@ -89,7 +89,7 @@ class DeltaReader:
             rounds.append(SpeculationRound(self._num_read - begin))
         return rounds
 
-    def _drawn(self, rounds: Sequence[SpeculationRound], num_new: int) -> Round | None:
+    def _sampled_round(self, rounds: Sequence[SpeculationRound], num_new: int) -> Round | None:
         """For the referee; a judged draft takes numbers from the generator of which nothing is known here."""
         self._keeps_draws &= not any(one.num_drafted for one in rounds)
         return Round("vllm", num_new) if self._keeps_draws and num_new else None

@@ -79,13 +79,13 @@ class VllmParsers:
                 f"{error.__cause__ or error}"
             ) from error
 
-    def reading(self, talk: ChatPrompt, prompt: Sequence[int]) -> "VllmReading":
+    def reading(self, chat: ChatPrompt, prompt: Sequence[int]) -> "VllmReading":
         """Return how answers to a conversation are to be read, whose prompt has these tokens.
 
         Raises:
             InvalidRequest: the parser cannot do what is asked.
         """
-        request = _request(talk)
+        request = _request(chat)
         reading = VllmReading(self._full, self._tokenizer, request, prompt)
         if self.reads_reasoning and reading.thought_end == "":
             return VllmReading(self._without_reasoning, self._tokenizer, request, prompt)
@@ -178,16 +178,16 @@ def _part(call: Any) -> CallPart:
     return CallPart(call.index, arguments, name, call.id or (_call_id() if name else None))
 
 
-def _request(talk: ChatPrompt) -> Any:
+def _request(chat: ChatPrompt) -> Any:
     """The request in vLLM's words, as far as parsers look at it; what has to be called is not theirs to find."""
-    auto = talk.use == "auto"
+    auto = chat.use == "auto"
     with _refusing():
         return ChatCompletionRequest(
-            messages=[dict(message) for message in talk.messages],
-            tools=[dict(tool) for tool in talk.tools] if auto else None,
+            messages=[dict(message) for message in chat.messages],
+            tools=[dict(tool) for tool in chat.tools] if auto else None,
             tool_choice="auto" if auto else "none",
-            parallel_tool_calls=talk.parallel,
-            chat_template_kwargs=dict(talk.variables) or None,
+            parallel_tool_calls=chat.parallel,
+            chat_template_kwargs=dict(chat.variables) or None,
         )
 
 

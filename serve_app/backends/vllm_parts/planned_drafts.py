@@ -14,7 +14,7 @@ from speculative.state.sequence import Sequence
 
 
 class Computed(NamedTuple):
-    """One request's share of a step: known tokens, drafts, the tokens drawn for it, kept or not."""
+    """One request's share of a step: known tokens, drafts, the tokens sampled for it, kept or not."""
 
     num_known: int
     num_drafted: int

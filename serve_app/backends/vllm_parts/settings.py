@@ -423,7 +423,7 @@ def _check_handoff(settings: VllmSettings) -> None:
 
 
 def draws_drafts(drafter: DrafterConfig) -> bool:
-    """Return whether vLLM draws its drafts, so that they come with q; n-grams and suffixes are deterministic."""
+    """Return whether vLLM samples its drafts, so that they come with q; n-grams and suffixes are deterministic."""
     return drafter.sampled and drafter.kind in KINDS_WITH_WEIGHTS
 
 

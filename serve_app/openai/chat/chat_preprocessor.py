@@ -34,7 +34,7 @@ _GIVEN = frozenset(("messages", "tools", "documents", "add_generation_prompt", "
 class ResponseParser:
     """The way in which the answers to one chat request are to be read."""
 
-    talk: ChatPrompt
+    chat: ChatPrompt
     form: Structure | None  # that they must have
     reading: Reading | None  # None: nobody separates reasoning, nor finds calls with a parser of vLLM's
     format: type[FreeCalls] | None = None  # of calls that the model makes; None: `reading` finds them, if anybody does
@@ -65,31 +65,31 @@ class ResponseParser:
         return AnswerReader(calls, inner)
 
     def _calls(self) -> CallReader | None:
-        if self.talk.use == "named":
-            return NamedCall(self.talk.function, self.new_id)
-        if self.talk.use == "required":
+        if self.chat.use == "named":
+            return NamedCall(self.chat.function, self.new_id)
+        if self.chat.use == "required":
             return ForcedList(self.new_id)
-        return None if self.format is None else self.format(self.talk.tools)
+        return None if self.format is None else self.format(self.chat.tools)
 
     def allowed(self, calls: Sequence[CallPart]) -> tuple[CallPart, ...]:
         """Calls, or parts of them, as far as an answer may hold any, or several."""
-        if self.talk.use == "none":  # vLLM's parsers may read some at the end of a stream all the same
+        if self.chat.use == "none":  # vLLM's parsers may read some at the end of a stream all the same
             return ()
-        return tuple(calls) if self.talk.parallel else tuple(part for part in calls if part.index == 0)
+        return tuple(calls) if self.chat.parallel else tuple(part for part in calls if part.index == 0)
 
     def reason(self, reason: str | None, *, called: bool) -> str | None:
         """Why an answer ended; where the model chose what to call, it ended for that, as OpenAI has it."""
-        chose = called and self.talk.use != "named"
+        chose = called and self.chat.use != "named"
         return "tool_calls" if chose and reason == FinishReason.STOP.value else reason
 
     def refusal_of_tools(self, error: InvalidRequest) -> InvalidRequest | None:
         """An engine's refusal of the grammar that forces calls, with the field that it is made of; else None."""
-        if not forces_calls(self.talk) or "rammar" not in error.message:
+        if not forces_calls(self.chat) or "rammar" not in error.message:
             return None
         return InvalidRequest("tools", f"tools: the functions' schemas cannot be kept to: {error.message}")
 
 
-class ChatDesk:
+class ChatPreprocessor:
     """Takes chat requests in, with one model's chat template and its parsers."""
 
     def __init__(self, tokenizer: Tokenizer, parsers: Parsers | None = None) -> None:
@@ -97,46 +97,46 @@ class ChatDesk:
         self._parsers = parsers
         self._format = format_of(tokenizer)
 
-    def talk(self, wire: ChatCompletionRequest) -> ChatPrompt:
+    def chat_prompt(self, wire: ChatCompletionRequest) -> ChatPrompt:
         """The conversation and its tools, as far as the chat template shows them to the model.
 
         Raises:
             UnsupportedParameter: it does not, or nobody here can read the calls.
             InvalidRequest: a call of the conversation is damaged.
         """
-        talk = wire.talk()
-        template = self._tokenizer.chat_template(with_tools=bool(talk.tools))
-        self._check_tools(wire, talk, template)
+        chat = wire.chat_prompt()
+        template = self._tokenizer.chat_template(with_tools=bool(chat.tools))
+        self._check_tools(wire, chat, template)
         known = template.variables - _GIVEN
-        for name in talk.variables:
+        for name in chat.variables:
             if name not in known or name.endswith("_token"):
                 raise UnsupportedParameter(
                     f"chat_template_kwargs.{name[:100]}",
                     f"chat_template_kwargs: the model's chat template has no variable {name[:100]!r}; "
                     f"it has: {', '.join(sorted(known)) or 'none'}.",
                 )
-        changed = first_not_float(talk.variables, "chat_template_kwargs")
+        changed = first_not_float(chat.variables, "chat_template_kwargs")
         if changed is not None:
             path, number = changed
             raise InvalidRequest(path, f"{path}: {number[:40]} is no number that a template can hold; send it as text.")
-        return dataclasses.replace(talk, variables=_effort(wire.reasoning_effort, template) | dict(talk.variables))
+        return dataclasses.replace(chat, variables=_effort(wire.reasoning_effort, template) | dict(chat.variables))
 
-    def answers(self, talk: ChatPrompt, prompt: Sequence[int], form: Structure | None) -> ResponseParser | None:
+    def answers(self, chat: ChatPrompt, prompt: Sequence[int], form: Structure | None) -> ResponseParser | None:
         """Return how the answers to a prompt are to be read, that are to have a form; None where all their text is
         content.
 
         Raises:
             UnsupportedParameter: the form that is asked for cannot begin behind the model's reasoning.
         """
-        parsers, form = self._parsers, call_form(talk) if forces_calls(talk) else form
+        parsers, form = self._parsers, call_form(chat) if forces_calls(chat) else form
         finds_calls = parsers is not None and parsers.reads_tools
-        reads = parsers is not None and (parsers.reads_reasoning or (finds_calls and talk.use == "auto"))
-        reading = parsers.reading(talk, prompt) if parsers is not None and reads else None
-        own = self._format if talk.use == "auto" and not finds_calls else None
-        if reading is None and own is None and not forces_calls(talk):
+        reads = parsers is not None and (parsers.reads_reasoning or (finds_calls and chat.use == "auto"))
+        reading = parsers.reading(chat, prompt) if parsers is not None and reads else None
+        own = self._format if chat.use == "auto" and not finds_calls else None
+        if reading is None and own is None and not forces_calls(chat):
             return None
         if form is not None and reading is not None and reading.thought_end is None:
-            field = "tool_choice" if forces_calls(talk) else "response_format"
+            field = "tool_choice" if forces_calls(chat) else "response_format"
             raise UnsupportedParameter(
                 field, f"{field}: the model reasons first, and its parser does not say where that ends; leave it out."
             )
@@ -144,21 +144,21 @@ class ChatDesk:
             tokenizer, end = self._tokenizer, reading.thought_end
             form = behind_thought(form, end, tokenizer.added_id(end), tokenizer.eos_token_ids)
         new_id = new_call_id if self._format is None else self._format.new_id
-        return ResponseParser(talk, form, reading, own, new_id)
+        return ResponseParser(chat, form, reading, own, new_id)
 
-    def _check_tools(self, wire: ChatCompletionRequest, talk: ChatPrompt, template: ChatTemplate) -> None:
+    def _check_tools(self, wire: ChatCompletionRequest, chat: ChatPrompt, template: ChatTemplate) -> None:
         shipped = " or ".join(shipped_templates())
         fix = f"Set model.chat_template to one that does; for ChatML models {shipped} comes with the package."
-        if talk.use != "none" and template.source and "tools" not in template.variables:
+        if chat.use != "none" and template.source and "tools" not in template.variables:
             raise UnsupportedParameter("tools", f"tools: the chat template does not show the model any. {fix}")
-        for number, tool in enumerate(talk.tools if forces_calls(talk) else ()):
+        for number, tool in enumerate(chat.tools if forces_calls(chat) else ()):
             try:
                 held(tool["function"].get("parameters") or {})
             except SchemaRefused as error:
                 field = f"tools.{number}.function.parameters"
                 raise UnsupportedParameter(field, f"{field}: {error}") from error
         finds_calls = self._format is not None or (self._parsers is not None and self._parsers.reads_tools)
-        if talk.use == "auto" and template.source and not finds_calls:
+        if chat.use == "auto" and template.source and not finds_calls:
             field = "tools" if wire.tool_choice is None else "tool_choice"
             raise UnsupportedParameter(
                 field,

@@ -90,7 +90,7 @@ class ChatCompletionRequest(WireRequest):
         if choice not in (None, "auto"):
             self._check_structure("tool_choice")
 
-    def talk(self) -> ChatPrompt:
+    def chat_prompt(self) -> ChatPrompt:
         """The conversation and the tools as chat templates expect them, and the tool choice.
 
         Raises:

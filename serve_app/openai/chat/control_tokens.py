@@ -56,19 +56,19 @@ class ControlTokens:
                     f"{text!r} as plain text. Set it to refuse, or to allow."
                 )
 
-    def guarded(self, talk: ChatPrompt) -> ChatPrompt:
+    def guarded(self, chat: ChatPrompt) -> ChatPrompt:
         """A conversation as the template is given it.
 
         Raises:
             InvalidRequest: a text of it spells a special token, and that is refused.
         """
         if self._policy == "allow":
-            return talk
+            return chat
         return replace(
-            talk,
-            messages=tuple(self._guard(talk.messages, "messages")),
-            tools=tuple(self._guard(talk.tools, "tools")),
-            variables=self._guard(talk.variables, "chat_template_kwargs"),
+            chat,
+            messages=tuple(self._guard(chat.messages, "messages")),
+            tools=tuple(self._guard(chat.tools, "tools")),
+            variables=self._guard(chat.variables, "chat_template_kwargs"),
         )
 
     def _guard(self, value: Any, path: str) -> Any:

@@ -59,12 +59,12 @@ class _Rendered:
         return len(self.missing), self.writes_python, self.num_none
 
 
-def prompt_text(tokenizer: Tokenizer, talk: ChatPrompt, variables: Mapping[str, Any]) -> str:
+def prompt_text(tokenizer: Tokenizer, chat: ChatPrompt, variables: Mapping[str, Any]) -> str:
     """The prompt of a conversation in the chat template.
 
     Args:
         tokenizer: the model's, with its chat template.
-        talk: the conversation and its tools.
+        chat: the conversation and its tools.
         variables: further ones of the template.
 
     Raises:
@@ -73,9 +73,9 @@ def prompt_text(tokenizer: Tokenizer, talk: ChatPrompt, variables: Mapping[str, 
     """
     best: _Rendered | None = None
     refused: InvalidRequest | None = None
-    for messages in _forms(talk):
+    for messages in _forms(chat):
         try:
-            found = _render(tokenizer, talk, messages, variables)
+            found = _render(tokenizer, chat, messages, variables)
         except InvalidRequest as error:
             refused = refused or error
             continue
@@ -88,20 +88,20 @@ def prompt_text(tokenizer: Tokenizer, talk: ChatPrompt, variables: Mapping[str, 
         raise refused
     for name, fix in best.missing[:1]:
         raise UnsupportedParameter(name, f"{name}: {_NOT_SHOWN}. {fix}")
-    _check_order(talk.messages, best.text)
+    _check_order(chat.messages, best.text)
     return best.text
 
 
-def _render(tokenizer: Tokenizer, talk: ChatPrompt, messages: Messages, variables: Mapping[str, Any]) -> _Rendered:
+def _render(tokenizer: Tokenizer, chat: ChatPrompt, messages: Messages, variables: Mapping[str, Any]) -> _Rendered:
     numbers = KeptNumbers()
     kept = numbers.hold(messages)
-    text = numbers.put_back(tokenizer.render_chat(kept, tools=numbers.hold(talk.tools), variables=variables))
+    text = numbers.put_back(tokenizer.render_chat(kept, tools=numbers.hold(chat.tools), variables=variables))
     marks = _Marks()
     marked = [_marked(message, f"messages.{number}", marks) for number, message in enumerate(kept)]
-    tools = [_marked_tool(tool, f"tools.{number}", marks) for number, tool in enumerate(talk.tools)]
-    hidden = talk.use == "none" and bool(tools)
+    tools = [_marked_tool(tool, f"tools.{number}", marks) for number, tool in enumerate(chat.tools)]
+    hidden = chat.use == "none" and bool(tools)
     try:
-        shown = tokenizer.render_chat(marked, tools=talk.tools if hidden else tools, variables=variables)
+        shown = tokenizer.render_chat(marked, tools=chat.tools if hidden else tools, variables=variables)
     except InvalidRequest:  # it takes no names but those that it knows, say
         return _Rendered(text, [], False, text.count("None") if _lacks_content(messages) else 0)
     missing = [one for one in marks.missing(shown) if not (hidden and one[0].startswith("tools."))]
@@ -116,14 +116,14 @@ def _lacks_content(messages: Messages) -> bool:
 # ---- the forms that templates take
 
 
-def _forms(talk: ChatPrompt) -> Iterator[Messages]:
+def _forms(chat: ChatPrompt) -> Iterator[Messages]:
     """The messages in the forms that templates may want, first as they were sent."""
-    has_calls = any("tool_calls" in message for message in talk.messages)
+    has_calls = any("tool_calls" in message for message in chat.messages)
     for in_parts, as_text, nothing in itertools.product(
         (False, True), (False, True), ("as sent", None, "", "left out")
     ):
         if has_calls or not (as_text or nothing != "as sent"):
-            yield [_in_form(dict(message), in_parts, as_text, nothing) for message in talk.messages]
+            yield [_in_form(dict(message), in_parts, as_text, nothing) for message in chat.messages]
 
 
 def _in_form(message: dict[str, Any], in_parts: bool, as_text: bool, nothing: str | None) -> dict[str, Any]:

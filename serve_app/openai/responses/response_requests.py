@@ -190,17 +190,17 @@ class ResponsesRequest(WireRequest):
 
     def conversation(self, earlier: Sequence[AnyItem], items: Sequence[AnyItem]) -> Conversation:
         """The conversation: instructions, the items of the response before, and those of the input."""
-        talk = Conversation()
+        conversation = Conversation()
         if self.instructions is not None:
-            talk.say("system", self.instructions, "instructions")
+            conversation.say("system", self.instructions, "instructions")
         for item in earlier:
-            talk.add(item, "previous_response_id")
+            conversation.add(item, "previous_response_id")
         for number, item in enumerate(items):
-            talk.add(item, "input" if isinstance(self.input, str) else f"input.{number}")
-        talk.close()
-        return talk
+            conversation.add(item, "input" if isinstance(self.input, str) else f"input.{number}")
+        conversation.close()
+        return conversation
 
-    def as_chat(self, talk: Conversation) -> ChatCompletionRequest:
+    def as_chat(self, conversation: Conversation) -> ChatCompletionRequest:
         """The chat request that is answered in the same way; its values have been checked, but not yet together."""
         shared: dict[str, Any] = {name: getattr(self, name) for name in WireRequest.model_fields}
         form = None if self.text is None else self.text.format
@@ -208,7 +208,7 @@ class ResponsesRequest(WireRequest):
         if isinstance(choice, ChosenFunction):
             choice = NamedTool(type="function", function=FunctionName(name=choice.name))
         own: dict[str, Any] = {
-            "messages": talk.messages,
+            "messages": conversation.messages,
             "max_completion_tokens": self.max_output_tokens,
             "response_format": None if form is None else form.for_chat(),
             "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,

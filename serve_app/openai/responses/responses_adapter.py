@@ -20,7 +20,7 @@ from speculative.errors import InvalidRequest
 _NOTHING_KEPT = "this server keeps no responses; set responses.max_mib in its configuration"
 
 
-class ResponsesDesk:
+class ResponsesAdapter:
     """The Responses API over a front end.
 
     Args:
@@ -40,20 +40,22 @@ class ResponsesDesk:
         """
         earlier = await self._earlier(wire, owner)
         items = [await self._referred(item, f"input.{number}", owner) for number, item in enumerate(wire.items)]
-        talk = wire.conversation(earlier, items)
+        conversation = wire.conversation(earlier, items)
         stores = self._kept is not None and wire.store is not False
 
         async def keep(response: Fields) -> bool:
             return await self._keep(response, [*earlier, *items], owner)
 
         form = ResponsesFormat(wire.echo(), stores, keep, self._front_end.count_tokens)
-        with in_words(talk.in_our_words):
-            chat = wire.as_chat(talk)
+        with in_words(conversation.in_our_words):
+            chat = wire.as_chat(conversation)
             chat.check_together()
             job = await self._front_end.prepare(chat, terms, form, wire)
         words = job.words
         return dataclasses.replace(
-            job, form_field=talk.in_our_words(job.form_field), words=lambda text: talk.in_our_words(words(text))
+            job,
+            form_field=conversation.in_our_words(job.form_field),
+            words=lambda text: conversation.in_our_words(words(text)),
         )
 
     async def show(self, response_id: str, owner: str) -> Fields:

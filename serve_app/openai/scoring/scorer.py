@@ -16,7 +16,7 @@ from typing import Any
 from serve_app.backends.base import ModelInfo, TokenSource
 from serve_app.errors import ContextLengthExceeded, RequestAborted, UnsupportedParameter
 from serve_app.openai.choice import refuse_failure
-from serve_app.openai.prepared_request import NO_TERMS, RequestTerms, Spend, free
+from serve_app.openai.prepared_request import NO_TERMS, Charge, RequestTerms, charge_nothing
 from serve_app.openai.replies import Usage, metadata_of
 from serve_app.openai.scoring.score_request import ScoreRequest
 from serve_app.text.tokenizer import Tokenizer
@@ -84,11 +84,13 @@ class Scorer:
         self._limits = limits or ScoreLimits()
         self._room = asyncio.Semaphore(self._limits.max_concurrent)
 
-    async def score(self, wire: ScoreRequest, terms: RequestTerms = NO_TERMS, spend: Spend = free) -> dict[str, Any]:
+    async def score(
+        self, wire: ScoreRequest, terms: RequestTerms = NO_TERMS, charge: Charge = charge_nothing
+    ) -> dict[str, Any]:
         """The reply: for each context, each label's token ids, logprob (nats, summed over its tokens) and score.
 
         A score is the label's share of its context's labels (softmax), or with normalize = false its probability.
-        Running requests are aborted when this is cancelled or anything fails. `spend` is called with tokens
+        Running requests are aborted when this is cancelled or anything fails. `charge` is called with tokens
         as they are computed.
 
         Raises:
@@ -112,7 +114,7 @@ class Scorer:
         limit_s = min(self._limits.timeout_s, limit_s or math.inf)
         try:
             async with asyncio.timeout(limit_s):
-                reported = await self._all(asks, spend)
+                reported = await self._all(asks, charge)
         except TimeoutError as error:
             raise RequestTimeout(f"Scoring took longer than the {limit_s:g} s it had; send fewer at once.") from error
         versions = {part.weight_version for part in reported}
@@ -191,9 +193,9 @@ class Scorer:
                     f"label {longest_label}. Shorten it.",
                 )
 
-    async def _all(self, asks: Sequence[_Ask], spend: Spend) -> list[_Reported]:
+    async def _all(self, asks: Sequence[_Ask], charge: Charge) -> list[_Reported]:
         """All answers; when one fails, or the caller leaves, the others are aborted before this returns."""
-        tasks = [asyncio.create_task(self._one(ask, spend)) for ask in asks]
+        tasks = [asyncio.create_task(self._one(ask, charge)) for ask in asks]
         try:
             return await asyncio.gather(*tasks)
         finally:
@@ -201,12 +203,12 @@ class Scorer:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _one(self, ask: _Ask, spend: Spend) -> _Reported:
+    async def _one(self, ask: _Ask, charge: Charge) -> _Reported:
         async with self._room, aclosing(self._source.stream((ask.request,))) as deltas:
             async for delta in deltas:
                 refuse_failure(delta)
                 if delta.logprobs is not None:
-                    spend(ask.num_tokens)
+                    charge(ask.num_tokens)
                     return _Reported(ask, _label_logprobs(ask, delta), delta.num_cached_tokens, delta.weight_version)
         raise EngineFault(f"{ask.request.request_id} ended without its logprobs.")
 
@@ -216,7 +218,7 @@ def _asks(score_id: str, index: int, context: Ids, labels: Sequence[Ids]) -> lis
     single = tuple(label for label, ids in enumerate(labels) if len(ids) == 1)
     asks = []
     if single:
-        # One greedy token: nothing is drawn, and raw logprobs do not depend on the sampling parameters.
+        # One greedy token: nothing is sampled, and raw logprobs do not depend on the sampling parameters.
         params = SamplingParams(
             max_tokens=1, temperature=0, logprob_token_ids=tuple(labels[label][0] for label in single)
         )

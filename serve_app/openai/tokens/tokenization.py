@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from serve_app.openai.chat.chat_preprocessor import ChatDesk
+from serve_app.openai.chat.chat_preprocessor import ChatPreprocessor
 from serve_app.openai.chat.chat_request import ChatCompletionRequest
 from serve_app.openai.chat.messages import Message, Tool
 from serve_app.openai.prepared_request import off_loop
@@ -66,7 +66,9 @@ class DetokenizeRequest(Wire):
 class Tokenization:
     """Answers what a client asks of the served model's tokenizer."""
 
-    def __init__(self, tokenizer: Tokenizer, chats: ChatDesk, encoder: PromptEncoder, max_model_len: int) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, chats: ChatPreprocessor, encoder: PromptEncoder, max_model_len: int
+    ) -> None:
         self._tokenizer = tokenizer
         self._chats = chats
         self._encoder = encoder
@@ -106,4 +108,4 @@ class Tokenization:
             prompt, bare = wire.prompt, wire.add_special_tokens is False
             return await off_loop(len(prompt), lambda: self._tokenizer.encode(prompt, continuation=bare))
         conversation = wire.conversation()
-        return list(await self._encoder.template(conversation, self._chats.talk(conversation)))
+        return list(await self._encoder.template(conversation, self._chats.chat_prompt(conversation)))

@@ -24,22 +24,22 @@ _FREE_TEXT = "/(?s:.*)/"
 _BLANKS = r"/[ \t\n\r]{0,8}/"  # those of JSON
 
 
-def forces_calls(talk: ChatPrompt) -> bool:
+def forces_calls(chat: ChatPrompt) -> bool:
     """Return whether the answer must call a tool."""
-    return talk.use in ("required", "named")
+    return chat.use in ("required", "named")
 
 
-def call_form(talk: ChatPrompt) -> Structure:
+def call_form(chat: ChatPrompt) -> Structure:
     """The form of an answer that must call a tool."""
-    functions = [tool["function"] for tool in talk.tools]
+    functions = [tool["function"] for tool in chat.tools]
     schemas = {one["name"]: {"type": "object", **one.get("parameters", {})} for one in functions}
-    if talk.use == "named":
-        return _grammar([_START, f"answer: {_json(schemas[talk.function])}"])
+    if chat.use == "named":
+        return _grammar([_START, f"answer: {_json(schemas[chat.function])}"])
     rules = []
     for number, (name, schema) in enumerate(schemas.items()):
         head = json.dumps(f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": ')
         rules += [f'call{number}: {head} arguments{number} "}}"', f"arguments{number}: {_json(schema)}"]
-    more = ' (", " call)*' if talk.parallel else ""
+    more = ' (", " call)*' if chat.parallel else ""
     calls = " | ".join(f"call{number}" for number in range(len(schemas)))
     return _grammar([_START, f'answer: "[" call{more} "]"', f"call: {calls}", *rules])
 

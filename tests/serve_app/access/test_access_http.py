@@ -72,7 +72,7 @@ async def nothing() -> list[dict[str, Any]]:
     return []
 
 
-async def obey(order: SpeculationOrder) -> list[dict[str, Any]]:
+async def apply(order: SpeculationOrder) -> list[dict[str, Any]]:
     return []
 
 
@@ -100,7 +100,7 @@ def make(serve_fake: ServeFake, tmp_path_factory: pytest.TempPathFactory) -> Cal
         sink, clock = PrometheusSink(), Clock()
         access = Access(KeyStore(path))
         gate = Gate(access, Metrics([sink], model_name="fake", pool="decode"), clock=clock, **options)
-        admin = Admin(access, nothing, obey)
+        admin = Admin(access, nothing, apply)
         return Guarded(
             serve_fake(
                 operations=Operations(page, well), admin=admin, page=StatusFeed(status, status), gate=gate, step_s=0.01
@@ -207,7 +207,7 @@ def test_no_other_route_of_the_whole_app_answers_without_a_key(tokenizer: Tokeni
         fake_front_end(tokenizer)[0],
         scorer=Scorer(None, tokenizer, None, logprobs_mode="raw_logprobs"),  # type: ignore[arg-type]  # nobody gets there
         operations=Operations(page, well, VllmRoutes({}, weights)),
-        admin=Admin(access, nothing, obey, weights),
+        admin=Admin(access, nothing, apply, weights),
         gate=Gate(access),
     )
     add_page(app, StatusFeed(status, status))

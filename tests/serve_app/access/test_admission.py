@@ -92,7 +92,7 @@ def test_leases_come_back_once_and_each_key_has_its_own(clock: Clock) -> None:
 def test_a_refused_request_costs_nothing_and_a_new_limit_holds_at_once(clock: Clock) -> None:
     limiter = KeyLimiter(clock=clock)
     limits = {"requests_per_minute": 3, "tokens_per_minute": 100}
-    limiter.enter(caller(**limits)).spend(101)
+    limiter.enter(caller(**limits)).charge(101)
     for _ in range(10):
         with pytest.raises(RateLimited) as refused:
             limiter.enter(caller(**limits))

@@ -231,8 +231,8 @@ def test_nixl_is_vllms_own_and_what_we_send_is_small() -> None:
         assert transfer["kv_connector_module_path"].startswith("serve_app."), "ours, under its name"
         assert transfer["kv_load_failure_policy"] == "fail", "what vLLM recomputes by itself is not counted"
         assert reported[pool]["disable_hybrid_kv_cache_manager"] is True
-    assert config.parcels == "inline"
-    assert parse_args({"model": {"source": "m"}, "handoff": {"transport": "nixl"}}).parcels == "nixl"
+    assert config.payload_transport == "inline"
+    assert parse_args({"model": {"source": "m"}, "handoff": {"transport": "nixl"}}).payload_transport == "nixl"
     alone = parse_args(args(topology="monolith", handoff={"transport": "nixl"})).vllm_settings("monolith")
     assert alone.handoff == "none"
 

@@ -166,7 +166,9 @@ async def test_a_controller_that_does_not_answer_keeps_nothing(monkeypatch: pyte
         assert await ControllerClient(lambda handle=silent: handle).responses.put("resp_1", "key", b"{}") is False
 
 
-@pytest.mark.parametrize("name", ["ReplicaRegistry.hear", "StatusBook.__init__", "Controller._run", "report", ""])
+@pytest.mark.parametrize(
+    "name", ["ReplicaRegistry.on_heartbeat", "StatusBook.__init__", "Controller._run", "report", ""]
+)
 async def test_what_no_client_offers_is_refused(controller: Controller, name: str) -> None:
     with pytest.raises(LookupError, match="answers no call"):
         await controller.call(name, controller_client.carried(), None)

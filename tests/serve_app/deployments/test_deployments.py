@@ -41,7 +41,7 @@ async def test_a_report_whose_caller_leaves_is_sent_and_its_answer_obeyed(
 ) -> None:
     await worker.host.reporter.report()
     referee.registry.order(Mode.OFF, None)
-    worker.host.guard.inspect(StepStats(alarms={"f": 1}))
+    worker.host.breaker_controller.inspect(StepStats(alarms={"f": 1}))
     worker.host.finished.append(Finished("cmpl-1-0", 1.0, 2.0))
     worker.host.runtime.metrics.count("truespec_requests_total", 7, outcome="stop")
     referee.far[way].clear()
@@ -55,7 +55,7 @@ async def test_a_report_whose_caller_leaves_is_sent_and_its_answer_obeyed(
     assert [trip.reason for report in referee.reports for trip in report.trips] == ["selfcheck"]
     assert [one.request_id for report in referee.reports for one in report.finished] == ["cmpl-1-0"]
     assert referee.counted("requests_total") == 7
-    assert worker.host.guard.status.mode is Mode.OFF
+    assert worker.host.breaker_controller.status.mode is Mode.OFF
 
 
 async def test_reports_go_one_at_a_time_and_take_along_what_their_callers_counted(
@@ -184,7 +184,7 @@ async def test_a_request_that_fails_by_itself_is_not_tried_again_as_a_canary(
     assert await worker.host.canary.try_out() is True
     assert {answer.request.prompt_token_ids[0] for answer in referee.answers} >= {5}
     assert [one.request_id for one in worker.host.finished] == ["cmpl-0-0", "cmpl-1-0"], "what it said may be suspect"
-    assert worker.host.guard.status.state is BreakerState.CLOSED
+    assert worker.host.breaker_controller.status.state is BreakerState.CLOSED
 
 
 async def test_a_worker_without_news_gives_signs_of_life_until_its_engine_is_broken(

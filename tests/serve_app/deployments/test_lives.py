@@ -127,9 +127,9 @@ async def _live(folder: Path, patch: pytest.MonkeyPatch, visits: Visits) -> Live
         del log[so_far:]  # another request's life
         controller_answers.set()
         assert await _verdict(service, wrong) == "suspect"
-        assert service.decode.host.guard.status.state is BreakerState.CLOSED
+        assert service.decode.host.breaker_controller.status.state is BreakerState.CLOSED
         await service.decode.host.reporter.report()
-        assert service.decode.host.guard.status.state is BreakerState.OPEN
+        assert service.decode.host.breaker_controller.status.state is BreakerState.OPEN
         reply = await service.client.get(f"/v1/verdicts/{sound}")
         assert reply.json()["choices"][0]["reason"] == "the replica tripped: drift"
     first = named(VERDICT)[0]

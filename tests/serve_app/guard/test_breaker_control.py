@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from serve_app.guard.breaker import Breaker, BreakerSettings, BreakerState, Mode
-from serve_app.guard.breaker_control import Guard
+from serve_app.guard.breaker_control import BreakerController
 from serve_app.guard.canary import Canary, CanarySettings
 from serve_app.guard.heartbeat import Orders
 from serve_app.referee.answer import Answer
@@ -39,7 +39,9 @@ class Replica:
         self.canary = Canary(
             PooledTokenSource(self.backend, metrics), Records("r1", 256), self.judge, CanarySettings(num_requests=3)
         )
-        self.guard = Guard(("r1", "decode"), self.backend, self.breaker, metrics, self.canary.try_out, lambda: self.now)
+        self.breaker_controller = BreakerController(
+            ("r1", "decode"), self.backend, self.breaker, metrics, self.canary.try_out, lambda: self.now
+        )
 
     async def judge(self, answer: Answer) -> Checked:
         self.judged.append(answer)
@@ -54,8 +56,8 @@ class Replica:
 
     def step(self, stats: StepStats | None = None, *, later: float = 1.0) -> None:
         self.now += later
-        self.guard.inspect(stats or StepStats())
-        self.guard.act()
+        self.breaker_controller.inspect(stats or StepStats())
+        self.breaker_controller.act()
 
     async def canary_over(self) -> None:
         for _ in range(500):
@@ -77,12 +79,12 @@ async def test_an_alarm_of_the_engine_stops_speculation_and_drops_what_was_compu
     replica.step(ALARM)
     assert replica.backend.speculation is Speculation.OFF
     assert replica.backend.num_distrusted == 1
-    (trip,) = replica.guard.take_trips()
+    (trip,) = replica.breaker_controller.take_trips()
     assert (trip.reason, trip.at) == ("selfcheck", 1001.0)
-    assert replica.guard.take_trips() == ()
-    assert replica.guard.status.state is BreakerState.OPEN
+    assert replica.breaker_controller.take_trips() == ()
+    assert replica.breaker_controller.status.state is BreakerState.OPEN
     assert replica.count("truespec_breaker_trips_total", reason="selfcheck") == 1
-    replica.guard.check_health()
+    replica.breaker_controller.check_health()
 
 
 async def test_answers_are_suspect_since_the_evidence_of_the_check_that_alarmed_began(replica: Replica) -> None:
@@ -91,19 +93,19 @@ async def test_answers_are_suspect_since_the_evidence_of_the_check_that_alarmed_
         CheckState(name, 10, 0.1, 9.0, 20.0, 14.0, 1, since) for name, since in ((check, 1300.0), ("another", 1100.0))
     ]
     replica.now = 2000.0
-    replica.guard.inspect(ALARM, states)
-    (trip,) = replica.guard.take_trips()
+    replica.breaker_controller.inspect(ALARM, states)
+    (trip,) = replica.breaker_controller.take_trips()
     assert trip.suspect_since == 1300.0
 
 
 async def test_alarms_that_were_on_their_way_at_the_trip_are_not_a_second_one(replica: Replica) -> None:
     replica.step(ALARM)
     replica.step(ALARM)
-    assert replica.guard.status.state is BreakerState.OPEN
+    assert replica.breaker_controller.status.state is BreakerState.OPEN
     replica.step(ALARM)
-    assert replica.guard.status.state is BreakerState.OUT, "it goes on without speculation"
+    assert replica.breaker_controller.status.state is BreakerState.OUT, "it goes on without speculation"
     with pytest.raises(EngineFault, match="to be replaced"):
-        replica.guard.check_health()
+        replica.breaker_controller.check_health()
 
 
 @pytest.mark.parametrize(
@@ -118,23 +120,23 @@ async def test_alarms_that_were_on_their_way_at_the_trip_are_not_a_second_one(re
 )
 async def test_broken_rules_trip_but_no_client_can(replica: Replica, stats: StepStats, reason: str | None) -> None:
     replica.step(stats)
-    assert [trip.reason for trip in replica.guard.take_trips()] == ([] if reason is None else [reason])
+    assert [trip.reason for trip in replica.breaker_controller.take_trips()] == ([] if reason is None else [reason])
 
 
 @pytest.mark.parametrize(("alarm", "reason"), [("drift", "drift"), ("surprisal", "law"), ("support", "law")])
 async def test_what_the_referee_finds_trips(replica: Replica, alarm: str, reason: str) -> None:
     replica.now = 2000.0
-    replica.guard.obey(Orders((Finding("r1", alarm, "all", began_at=1990.0, evidence_since=1500.0),)))
-    (trip,) = replica.guard.take_trips()
+    replica.breaker_controller.apply(Orders((Finding("r1", alarm, "all", began_at=1990.0, evidence_since=1500.0),)))
+    (trip,) = replica.breaker_controller.take_trips()
     assert (trip.reason, trip.suspect_since) == (reason, 1500.0)
     assert replica.backend.speculation is Speculation.OFF
 
 
 async def test_trips_that_could_not_be_reported_are_reported_later(replica: Replica) -> None:
     replica.step(ALARM)
-    taken = replica.guard.take_trips()
-    replica.guard.put_back(taken)
-    assert replica.guard.take_trips() == taken
+    taken = replica.breaker_controller.take_trips()
+    replica.breaker_controller.put_back(taken)
+    assert replica.breaker_controller.take_trips() == taken
 
 
 async def test_a_canary_of_late_requests_brings_speculation_back(replica: Replica) -> None:
@@ -211,7 +213,7 @@ async def test_a_canary_that_does_not_pass_leaves_speculation_off(
     replica.step(later=10)
     await replica.canary_over()
     assert replica.backend.speculation is Speculation.OFF
-    assert replica.guard.status.state is BreakerState.OPEN
+    assert replica.breaker_controller.status.state is BreakerState.OPEN
     assert replica.backend.num_distrusted == 2
     assert replica.count("truespec_canaries_total", result=result) == 1
     assert replica.backend.num_live == 0
@@ -230,39 +232,39 @@ async def test_a_canary_that_drafted_too_little_goes_on_and_then_has_shown_nothi
 async def test_an_alarm_during_a_canary_fails_it(replica: Replica) -> None:
     replica.step(ALARM)
     replica.step(later=10)
-    assert replica.guard.status.state is BreakerState.CANARY
+    assert replica.breaker_controller.status.state is BreakerState.CANARY
     replica.step(ALARM)
     assert replica.backend.speculation is Speculation.OFF
     for _ in range(20):
         await asyncio.sleep(0.002)
-    assert replica.guard.status.state is BreakerState.OPEN
+    assert replica.breaker_controller.status.state is BreakerState.OPEN
     assert replica.count("truespec_canaries_total", result="failed") == 1
-    assert [trip.reason for trip in replica.guard.take_trips()] == ["selfcheck", "canary"]
+    assert [trip.reason for trip in replica.breaker_controller.take_trips()] == ["selfcheck", "canary"]
     assert replica.count("truespec_breaker_trips_total") == 0, "the first was counted before, a canary is no trip"
 
 
 async def test_an_operator_who_forces_speculation_on_during_a_canary_has_not_found_it_wrong(replica: Replica) -> None:
     replica.step(ALARM)
     replica.step(later=10)
-    assert replica.guard.status.state is BreakerState.CANARY
-    replica.guard.obey(Orders(mode=Mode.ON))
-    replica.guard.act()
-    assert replica.guard.status.state is BreakerState.CLOSED
+    assert replica.breaker_controller.status.state is BreakerState.CANARY
+    replica.breaker_controller.apply(Orders(mode=Mode.ON))
+    replica.breaker_controller.act()
+    assert replica.breaker_controller.status.state is BreakerState.CLOSED
     for _ in range(50):
         await asyncio.sleep(0.002)
     canaries = {labels[-1]: n for (name, labels), n in replica.buffer.drain().counters.items() if "canaries" in name}
     assert canaries == {"passed": 0, "failed": 0, "inconclusive": 1}
     assert replica.backend.num_distrusted == 1, "at the trip"
-    assert [trip.reason for trip in replica.guard.take_trips()] == ["selfcheck"]
-    assert replica.guard.status.state is BreakerState.CLOSED
+    assert [trip.reason for trip in replica.breaker_controller.take_trips()] == ["selfcheck"]
+    assert replica.breaker_controller.status.state is BreakerState.CLOSED
 
 
 async def test_an_operator_switches_speculation(replica: Replica) -> None:
     for mode, speculation in ((Mode.OFF, Speculation.OFF), (Mode.ON, Speculation.ON), (Mode.AUTO, Speculation.ON)):
-        replica.guard.obey(Orders(mode=mode))
-        replica.guard.act()
+        replica.breaker_controller.apply(Orders(mode=mode))
+        replica.breaker_controller.act()
         assert replica.backend.speculation is speculation
-        assert replica.guard.status.mode is mode
+        assert replica.breaker_controller.status.mode is mode
 
 
 async def test_with_speculation_forced_on_alarms_are_counted_and_nothing_else() -> None:
@@ -271,5 +273,5 @@ async def test_with_speculation_forced_on_alarms_are_counted_and_nothing_else() 
         replica.step(ALARM)
     assert replica.backend.speculation is Speculation.ON
     assert replica.backend.num_distrusted == 0
-    replica.guard.check_health()
-    assert len(replica.guard.take_trips()) == 3
+    replica.breaker_controller.check_health()
+    assert len(replica.breaker_controller.take_trips()) == 3

@@ -10,7 +10,7 @@ import pytest
 from serve_app.backends.base import Replayed
 from serve_app.backends.torch_backend import TorchBackend, load_engine
 from serve_app.guard.breaker import Breaker, BreakerSettings, BreakerState
-from serve_app.guard.breaker_control import Guard
+from serve_app.guard.breaker_control import BreakerController
 from serve_app.guard.canary import Canary, CanarySettings
 from serve_app.guard.heartbeat import Report
 from serve_app.guard.referee_counts import RefereeCounts
@@ -67,7 +67,9 @@ class Service:
         )
         self.canary = Canary(pooled, records, self.checker.check, CanarySettings(3, min_drafted=32))
         self.breaker = Breaker(BreakerSettings(cooldown_s=10, window_s=1000, suspect_s=60), self.clock)
-        self.guard = Guard(("r1", "monolith"), self.backend, self.breaker, metrics, self.canary.try_out, self.clock)
+        self.breaker_controller = BreakerController(
+            ("r1", "monolith"), self.backend, self.breaker, metrics, self.canary.try_out, self.clock
+        )
         self._number = 0
 
     def clock(self) -> float:
@@ -95,12 +97,14 @@ class Service:
         """What a replica does once a second."""
         await asyncio.sleep(0.02)
         self.now += 1
-        self.guard.inspect(self.backend.take_stats())
-        trips, finished = self.guard.take_trips(), tuple(self.finished)
+        self.breaker_controller.inspect(self.backend.take_stats())
+        trips, finished = self.breaker_controller.take_trips(), tuple(self.finished)
         self.finished.clear()
-        orders = self.registry.hear(Report(self.guard.status, self.buffer.drain(), finished, trips))
-        self.guard.obey(orders)
-        self.guard.act()
+        orders = self.registry.on_heartbeat(
+            Report(self.breaker_controller.status, self.buffer.drain(), finished, trips)
+        )
+        self.breaker_controller.apply(orders)
+        self.breaker_controller.act()
 
     async def verdict_of(self, name: str) -> str:
         """The verdict on an answer, once it was checked."""

@@ -23,13 +23,15 @@ def test_a_report_of_a_trip_leaves_the_trip_and_its_alarm() -> None:
     metrics.count("truespec_selfcheck_violations_total", 1, kind=CLIENTS_FAULT)
     metrics.count("truespec_logprob_violations_total", 4, kind="mass")
     status = ReplicaStatus("r1", "decode", BreakerState.OPEN, Mode.AUTO, 98.0, "selfcheck")
-    registry.hear(Report(status, buffer.drain(), trips=(Trip("selfcheck", 98.0, 40.0), Trip("canary", 99.0, 98.5))))
+    registry.on_heartbeat(
+        Report(status, buffer.drain(), trips=(Trip("selfcheck", 98.0, 40.0), Trip("canary", 99.0, 98.5)))
+    )
     known = {(one["kind"], one["name"]): one for one in registry.overview()["incidents"]}
     assert set(known) == {("selfcheck", "lag_g"), ("logprobs", "mass"), ("trip", "selfcheck"), ("canary", "canary")}
     assert known["logprobs", "mass"]["num"] == 4
     assert (known["trip", "selfcheck"]["at"], known["trip", "selfcheck"]["suspect_since"]) == (98.0, 40.0)
     clock.now += 1000
-    registry.hear(
+    registry.on_heartbeat(
         Report(ReplicaStatus("r2", "decode", BreakerState.CLOSED, Mode.AUTO, 0.0, ""), BufferSink("r2").drain())
     )
     assert [one["replica"] for one in registry.overview()["replicas"]] == ["r2"]

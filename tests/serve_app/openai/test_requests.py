@@ -343,14 +343,14 @@ def nested(levels: int) -> str:
 )
 def test_arguments_that_no_template_can_show_are_refused(arguments: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        called_with(arguments).talk()
+        called_with(arguments).chat_prompt()
     assert caught.value.field == "messages.1.tool_calls.0.function.arguments"
     assert len(caught.value.message) < 200
 
 
 def test_arguments_may_hold_any_character_and_some_levels() -> None:
     for arguments in ('{"a": "\\ud83d\\ude42 \\\\u0000 \\\\ud800"}', nested(MAX_LEVELS), "{}", ""):
-        (message,) = called_with(arguments).talk().messages[1:]
+        (message,) = called_with(arguments).chat_prompt().messages[1:]
         assert message["tool_calls"][0]["function"]["arguments"] == json.loads(arguments or "{}")
 
 
@@ -358,7 +358,7 @@ def test_parameters_may_be_nested_some_levels() -> None:
     def tool(levels: int) -> dict[str, Any]:
         return {"type": "function", "function": {"name": "f", "parameters": json.loads(nested(levels))}}
 
-    (shown,) = chat(tools=[tool(MAX_LEVELS)]).talk().tools
+    (shown,) = chat(tools=[tool(MAX_LEVELS)]).chat_prompt().tools
     assert shown == tool(MAX_LEVELS)
     for levels in (MAX_LEVELS + 1, 300, 900):
         with pytest.raises(InvalidRequest, match="at most 64 levels") as caught:
@@ -423,5 +423,5 @@ def test_arguments_with_a_key_twice_are_refused() -> None:
     sent = {"type": "function", "function": {"name": "f", "arguments": '{"a": {"x": 1, "x": 2}}'}}
     body = {"model": "m", "messages": [{"role": "assistant", "content": None, "tool_calls": [sent]}]}
     with pytest.raises(InvalidRequest, match=r"a\.x is given twice") as caught:
-        parse(json.dumps(body).encode(), ChatCompletionRequest).talk()
+        parse(json.dumps(body).encode(), ChatCompletionRequest).chat_prompt()
     assert caught.value.field == "messages.0.tool_calls.0.function.arguments"

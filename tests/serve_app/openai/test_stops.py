@@ -11,7 +11,7 @@ from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.parsing import parse
 from serve_app.openai.prepared_request import NO_TERMS
 from serve_app.openai.responses.response_requests import ResponsesRequest
-from serve_app.openai.responses.responses_adapter import ResponsesDesk
+from serve_app.openai.responses.responses_adapter import ResponsesAdapter
 from serve_app.openai.tokens.token_generation import GenerateRequest, prepare_generation
 from serve_app.text.tokenizer import Tokenizer
 from speculative.errors import InvalidRequest, SequenceTooLong
@@ -109,7 +109,7 @@ def generation() -> GenerateRequest:
 
 async def ask(front: FrontEnd, endpoint: str) -> None:
     if endpoint == "responses":
-        job = await ResponsesDesk(front).prepare(responses(), NO_TERMS, "")
+        job = await ResponsesAdapter(front).prepare(responses(), NO_TERMS, "")
     elif endpoint == "generate":
         job = await prepare_generation(front, generation(), NO_TERMS)
     else:

@@ -189,7 +189,7 @@ def test_a_logprob_that_goes_by_another_token_is_found_without_a_replay() -> Non
 
 
 async def test_the_replica_that_reports_others_numbers_is_alarmed(court: Court) -> None:
-    court.hear("r1")
+    court.on_heartbeat("r1")
     court.replayer.beside = -3.0
     for number in range(4):
         one = recorded(f"cmpl-{number}-0", params=None) if False else recorded(f"cmpl-{number}-0")

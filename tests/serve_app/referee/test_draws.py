@@ -52,7 +52,7 @@ async def test_answers_that_follow_from_their_seeds_are_verified(real: Court) ->
         }
     assert real.value("truespec_replay_draws_total", result="follows") > 0
     assert real.value("truespec_replay_draws_total", check="accepted", result="wrong") == 0
-    assert real.hear("r1").findings == ()
+    assert real.on_heartbeat("r1").findings == ()
 
 
 async def test_one_changed_token_is_named(real: Court) -> None:
@@ -79,7 +79,7 @@ async def test_the_same_seed_everywhere_hides_nothing(real: Court) -> None:
             )  # other random numbers
         verdicts.append((await real.checker.check(answer)).verdict)
     assert verdicts == [Verdict.VERIFIED, Verdict.SUSPECT] * 6
-    assert "draws" in {finding.alarm for finding in real.hear("r1").findings}
+    assert "draws" in {finding.alarm for finding in real.on_heartbeat("r1").findings}
 
 
 async def test_an_answer_without_rounds_says_that_its_draws_were_not_checked(real: Court) -> None:

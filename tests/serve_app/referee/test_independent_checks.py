@@ -169,14 +169,14 @@ async def test_an_answer_it_disagrees_with_is_suspect_and_dumped_and_nobody_trip
     other = Replayer()
     other.drift = -0.01
     bench = Bench(court, lambda request: other(request, ()))
-    court.hear("r1")
+    court.on_heartbeat("r1")
     assert await bench.judge(served()) == [Verdict.VERIFIED]
     assert bench.results["disagrees"] == 1
     assert [one["kind"] for one in court.book.overview()["incidents"]] == ["independent"]
     found = bench.verdict()
     assert (found["verdict"], found["replayed_by"]) == ("suspect", "p9")
     assert found["reason"] == "p9 disagrees: drift: too many logprobs are off by more than 0.002 nats"
-    assert court.hear("r1").findings == (), "speculation is not the cause"
+    assert court.on_heartbeat("r1").findings == (), "speculation is not the cause"
     assert court.value("truespec_verdicts_total", verdict="suspect") == 1
     await court.dump("*disagrees*")
 

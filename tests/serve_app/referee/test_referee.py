@@ -40,7 +40,7 @@ async def test_an_answer_that_is_right_is_verified_and_counted_by_stratum(court:
     assert court.value("truespec_replays_total", result="ok") == 1
     assert court.value("truespec_replay_importance_ratio_total", stratum="all") == pytest.approx(20)
     assert court.value("truespec_replay_law_terms_total", stratum="all") == 20
-    assert court.hear().findings == ()
+    assert court.on_heartbeat().findings == ()
 
 
 async def test_the_lag_is_the_age_of_the_oldest_answer_that_is_not_replayed(court: Court) -> None:
@@ -77,12 +77,12 @@ async def test_drift_makes_an_answer_suspect_and_is_reported_to_who_made_it(cour
     court.replayer.drift = -0.8
     checked = await court.checker.check(served())
     assert (checked.verdict, checked.reason) == (Verdict.SUSPECT, "drift")
-    findings = court.hear("r1").findings
+    findings = court.on_heartbeat("r1").findings
     assert {finding.alarm for finding in findings} == {"drift"}
     assert "all" in {finding.stratum for finding in findings}
     assert all(finding.began_at == 10.0 for finding in findings)
-    assert court.hear("p1").findings == (), "one first token is not enough to blame the prefill replica"
-    assert court.hear("r1").findings == (), "findings are delivered once"
+    assert court.on_heartbeat("p1").findings == (), "one first token is not enough to blame the prefill replica"
+    assert court.on_heartbeat("r1").findings == (), "findings are delivered once"
     assert court.value("truespec_replay_alarms_total", alarm="drift", stratum="all") >= 1
     (incident,) = court.book.overview()["incidents"]
     assert (incident["kind"], incident["name"], incident["replica"]) == ("replay", "drift", "r1")
@@ -100,7 +100,7 @@ async def test_a_finding_says_when_its_evidence_began(court: Court) -> None:
     for number in range(60):
         court.replayer.row = lambda _, number=number: wrong if number >= 30 else RIGHT  # type: ignore[misc]
         await court.checker.check(served(number, began_at=100.0 + 10 * number))
-        if findings := court.hear("r1").findings:
+        if findings := court.on_heartbeat("r1").findings:
             break
     else:
         raise AssertionError("nothing was found")
@@ -122,8 +122,8 @@ async def test_drift_of_first_tokens_is_the_prefill_replicas(court: Court) -> No
                 rounds_since_handoff=(None,),
             )
         )
-    assert court.hear("p1").findings != ()
-    assert court.hear("r1").findings == ()
+    assert court.on_heartbeat("p1").findings != ()
+    assert court.on_heartbeat("r1").findings == ()
 
 
 @pytest.mark.parametrize(
@@ -133,18 +133,18 @@ async def test_drift_of_first_tokens_is_the_prefill_replicas(court: Court) -> No
 async def test_drift_where_nothing_is_drafted_may_be_either_replicas(
     court: Court, state: BreakerState, began_at: float, both: bool
 ) -> None:
-    court.hear("r1", since=10.0, state=state)
+    court.on_heartbeat("r1", since=10.0, state=state)
     court.replayer.drift = -0.8
     await court.checker.check(served(num_drafted=0, began_at=began_at))
-    assert court.hear("r1", since=10.0, state=state).findings != ()
-    assert (court.hear("p1").findings != ()) == both
+    assert court.on_heartbeat("r1", since=10.0, state=state).findings != ()
+    assert (court.on_heartbeat("p1").findings != ()) == both
 
 
 async def test_tokens_that_break_their_distribution_are_found_though_their_logprobs_are_right(court: Court) -> None:
     court.replayer.row = lambda _: ReplayedToken(0.02, 0.5, 5.0, 1.0, 3.0, 0.0)
     for number in range(5):
         assert (await court.checker.check(served(number))).max_drift_nats == 0
-    alarms = {finding.alarm for finding in court.hear("r1").findings}
+    alarms = {finding.alarm for finding in court.on_heartbeat("r1").findings}
     assert alarms and alarms <= {"probability", "surprisal"}
 
 
@@ -197,7 +197,7 @@ async def test_an_answer_without_logprobs_is_judged_by_its_tokens(court: Court) 
     court.replayer.row = lambda index: ReplayedToken(0.0, 0.5, 10.0, 0.7, 9.0, float("inf")) if index == 7 else RIGHT
     wrong = await court.checker.check(served(2, logprobs=()))
     assert (wrong.verdict, wrong.reason) == (Verdict.SUSPECT, "distribution: support")
-    assert {finding.alarm for finding in court.hear("r1").findings} == {"support"}
+    assert {finding.alarm for finding in court.on_heartbeat("r1").findings} == {"support"}
     court.replayer.row = lambda _: None
     nothing = await court.checker.check(served(3, logprobs=()))
     assert (nothing.verdict, nothing.checks, nothing.num_tokens) == (Verdict.UNVERIFIED, (), 0)
@@ -218,14 +218,14 @@ async def test_a_client_that_repeats_its_seed_repeats_its_luck_and_alarms_nobody
         again = served(number)
         lucky = Request(again.request.request_id, again.request.prompt_token_ids, again.request.params, seed=7)
         await court.checker.check(served(number, request=lucky))
-    assert court.hear("r1").findings == ()
+    assert court.on_heartbeat("r1").findings == ()
 
 
 async def test_a_forbidden_token_is_found_at_once(court: Court) -> None:
     court.replayer.row = lambda index: ReplayedToken(0.0, 0.5, 10.0, 0.7, 9.0, float("inf")) if index == 7 else RIGHT
     checked = await court.checker.check(served())
     assert (checked.verdict, checked.reason) == (Verdict.SUSPECT, "distribution: support")
-    assert "support" in {finding.alarm for finding in court.hear("r1").findings}
+    assert "support" in {finding.alarm for finding in court.on_heartbeat("r1").findings}
 
 
 async def test_right_tokens_raise_no_alarm_in_many_replays(court: Court) -> None:
@@ -242,16 +242,16 @@ async def test_right_tokens_raise_no_alarm_in_many_replays(court: Court) -> None
     for number in range(400):
         court.replayer.drift = draw.gauss(0, 0.01)
         assert (await court.checker.check(served(number))).verdict is Verdict.VERIFIED
-    assert court.hear("r1").findings == court.hear("p1").findings == ()
+    assert court.on_heartbeat("r1").findings == court.on_heartbeat("p1").findings == ()
 
 
 async def test_what_began_before_a_replica_changed_says_nothing_about_it(court: Court) -> None:
-    court.hear("r1", since=500.0)
+    court.on_heartbeat("r1", since=500.0)
     court.replayer.drift = -0.8
     assert (await court.checker.check(served(began_at=499.0))).verdict is Verdict.SUSPECT
-    assert court.hear("r1", since=500.0).findings == ()
+    assert court.on_heartbeat("r1", since=500.0).findings == ()
     await court.checker.check(served(began_at=501.0))
-    assert court.hear("r1", since=500.0).findings != ()
+    assert court.on_heartbeat("r1", since=500.0).findings != ()
 
 
 async def test_a_canary_is_judged_and_blames_nobody(court: Court) -> None:
@@ -259,7 +259,7 @@ async def test_a_canary_is_judged_and_blames_nobody(court: Court) -> None:
     one = served()
     canary = served(request=Request("canary-x-0", one.request.prompt_token_ids, canary=True))
     assert (await court.checker.check(canary)).verdict is Verdict.SUSPECT
-    assert court.hear("r1").findings == ()
+    assert court.on_heartbeat("r1").findings == ()
     assert court.book.verdicts.reply("canary-x") is None
 
 
@@ -312,7 +312,7 @@ async def assert_impossible(court: Court, answer: Answer, why: str) -> None:
     assert court.value("truespec_replay_alarms_total", alarm="impossible", stratum="all") == len(set(answer.made_by))
     assert court.value("truespec_verdicts_total", verdict="suspect") == 1
     for maker in set(answer.made_by):
-        (finding,) = court.hear(maker).findings
+        (finding,) = court.on_heartbeat(maker).findings
         assert (finding.alarm, finding.began_at) == ("impossible", 10.0)
     await court.dump("*impossible*")
 
@@ -346,22 +346,22 @@ async def test_a_replayer_that_did_not_look_at_the_answer_finds_nothing(court: C
     assert (checked.verdict, checked.reason) == (Verdict.UNVERIFIED, "the replay failed")
     assert court.value("truespec_replays_total", result="failed") == 1
     assert court.value("truespec_replays_total", result="refused") == 0
-    assert court.hear().findings == ()
+    assert court.on_heartbeat().findings == ()
 
 
 async def test_a_canary_that_no_engine_takes_is_judged_and_blames_nobody(court: Court) -> None:
     answer = served(1, request=Request("canary-0", (1, 2, 3), canary=True), max_model_len=NUM_TOKENS)
     assert (await court.checker.check(answer)).verdict is Verdict.SUSPECT
-    assert court.hear().findings == ()
+    assert court.on_heartbeat().findings == ()
     assert court.book.verdicts.reply("canary") is None
 
 
 async def test_a_trip_makes_answers_suspect_and_writes_a_dump(court: Court) -> None:
     await court.checker.check(served(1))
     finished = tuple(Finished(f"cmpl-{number}-0", 10, 12 + number) for number in range(3))
-    court.hear("r1", finished=finished)
+    court.on_heartbeat("r1", finished=finished)
     assert (court.book.verdicts.reply("cmpl-1") or {})["verdict"] == "verified"
-    court.hear("r1", since=20.0, trips=(Trip("selfcheck", 20.0, 13.0),))
+    court.on_heartbeat("r1", since=20.0, trips=(Trip("selfcheck", 20.0, 13.0),))
     reported = [(court.book.verdicts.reply(f"cmpl-{number}") or {})["verdict"] for number in range(3)]
     assert reported == ["unverified", "suspect", "suspect"]
     path = await court.dump("*trip-selfcheck*")
@@ -371,21 +371,21 @@ async def test_a_trip_makes_answers_suspect_and_writes_a_dump(court: Court) -> N
 
 
 async def test_an_operators_order_reaches_one_replica_or_all_and_those_to_come(court: Court) -> None:
-    court.hear("r1")
-    court.hear("r2")
+    court.on_heartbeat("r1")
+    court.on_heartbeat("r2")
     assert court.registry.order(Mode.OFF, "nobody") is None
     assert [status["replica"] for status in court.registry.order(Mode.OFF, "r2") or ()] == ["r1", "r2"]
-    assert court.hear("r1").mode is None
-    assert court.hear("r2").mode is Mode.OFF
-    assert court.hear("r2").mode is None, "it was delivered"
+    assert court.on_heartbeat("r1").mode is None
+    assert court.on_heartbeat("r2").mode is Mode.OFF
+    assert court.on_heartbeat("r2").mode is None, "it was delivered"
     court.registry.order(Mode.ON, None)
-    assert [court.hear(name).mode for name in ("r1", "r2", "r3")] == [Mode.ON] * 3
+    assert [court.on_heartbeat(name).mode for name in ("r1", "r2", "r3")] == [Mode.ON] * 3
 
 
 async def test_a_replica_that_is_gone_is_forgotten(court: Court) -> None:
-    court.hear("r1")
+    court.on_heartbeat("r1")
     court.now += 61
-    court.hear("r2")
+    court.on_heartbeat("r2")
     assert [status["replica"] for status in court.registry.statuses()] == ["r2"]
 
 

@@ -82,7 +82,7 @@ async def test_an_answer_too_long_goes_to_the_referee_though_it_was_not_selected
 
 async def test_whoever_made_it_is_alarmed_and_nothing_is_replayed(tmp_path: Path) -> None:
     court = Court(tmp_path)
-    court.hear("r1")
+    court.on_heartbeat("r1")
     running = asyncio.create_task(court.checker.run())
     checked = await court.checker.check(served(params=SamplingParams(max_tokens=19)))
     running.cancel()
@@ -90,7 +90,7 @@ async def test_whoever_made_it_is_alarmed_and_nothing_is_replayed(tmp_path: Path
     assert checked.reason == "impossible: it has 20 tokens, and max_tokens is 19"
     assert not court.replayer.asked
     assert court.value("truespec_replay_alarms_total", alarm="impossible") == 2, "of both that made it"
-    assert [(one.alarm, one.replica) for one in court.hear("r1").findings] == [("impossible", "r1")]
+    assert [(one.alarm, one.replica) for one in court.on_heartbeat("r1").findings] == [("impossible", "r1")]
 
 
 def test_the_first_bad_word_that_ends_is_found_wherever_it_is() -> None:

@@ -78,7 +78,7 @@ def test_a_session_stays_where_it_is_and_moves_only_when_its_replica_is_full_or_
 
 def heard(replica: str, token_ids: tuple[int, ...]) -> PrefixBook:
     book = PrefixBook(BLOCK)
-    book.hear(replica, reported_blocks(block_chain(token_ids, BLOCK)))
+    book.update(replica, reported_blocks(block_chain(token_ids, BLOCK)))
     return book
 
 
@@ -113,7 +113,7 @@ def test_what_was_sent_counts_at_once_as_cached_and_as_backlog_until_it_is_done(
 
 def test_what_other_routers_sent_is_reported_and_own_prompts_do_not_count_twice() -> None:
     book = PrefixBook(BLOCK)
-    book.hear("a", b"", backlog=500)
+    book.update("a", b"", backlog=500)
     book.sent("a", "r1", PROMPT, caches=False)
     book.sent("b", "r2", PROMPT, caches=False)
     assert book.loads("ab", PROMPT) == {"a": PrefillLoad(0, 500), "b": PrefillLoad(0, 40)}
@@ -124,7 +124,7 @@ def test_what_a_replica_reports_is_bounded_and_its_newest() -> None:
     reported = reported_blocks(name for chain in chains for name in chain)
     assert len(reported) == MOST_REPORTED * 8
     book = PrefixBook(BLOCK)
-    book.hear("a", reported)
+    book.update("a", reported)
     assert book.loads("a", tuple(range(99_920, 100_000)))["a"].cached == 80
     assert book.loads("a", tuple(range(80)))["a"].cached == 0
 
@@ -172,7 +172,7 @@ async def first_of(router: Any, replicas: list[Any], asked: Any) -> str:
 async def test_the_prefill_router_ranks_by_what_replicas_reported_and_what_it_sent() -> None:
     router = bare(PrefillRouter, block_size=BLOCK)
     replicas = [Replica("a"), Replica("b"), Replica("c")]
-    router._book.hear("b", reported_blocks(block_chain(PROMPT, BLOCK)))
+    router._book.update("b", reported_blocks(block_chain(PROMPT, BLOCK)))
     asked = pending(Request("r1", PROMPT))
     ranks = await router.choose_replicas(replicas, asked)
     assert [len(rank) for rank in ranks] == [1, 1, 1] and asked.routing_context.should_backoff
@@ -209,7 +209,7 @@ async def test_what_one_adapter_computed_is_no_prefix_of_anothers() -> None:
         calls = [pending(Request(f"r{number}", PROMPT, adapter=computed)) for number in range(4)]
         assert {await first_of(router, replicas, call) for call in calls[:1]} == {"b"}
         reported = bare(PrefillRouter, block_size=BLOCK)
-        reported._book.hear(
+        reported._book.update(
             "a", reported_blocks(block_chain(PROMPT, BLOCK))
         )  # an engine of our own: it has no adapters
         assert reported._book.loads("a", PROMPT, computed)["a"].cached == (0 if computed else 40)

@@ -15,9 +15,9 @@ from speculative.errors import ConfigError
 async def test_what_goes_in_comes_out(name: str, size: int) -> None:
     transport = make_transport(name)
     handoff = np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8)
-    parcel = pickle.loads(pickle.dumps(transport.pack(handoff)))  # as a reply between processes
-    arrived = await transport.unpack(parcel)
-    assert arrived.dtype == np.uint8 and parcel.num_bytes == size
+    payload = pickle.loads(pickle.dumps(transport.pack(handoff)))  # as a reply between processes
+    arrived = await transport.unpack(payload)
+    assert arrived.dtype == np.uint8 and payload.num_bytes == size
     assert np.array_equal(arrived, handoff)
 
 
@@ -25,9 +25,9 @@ async def test_what_is_too_long_for_a_message_goes_another_way() -> None:
     transport = make_transport("inline")
     assert isinstance(transport.pack(np.zeros(MOST_BYTES, np.uint8)).content, bytes)
     long = np.arange(MOST_BYTES + 1, dtype=np.uint8)
-    parcel = transport.pack(long)
-    assert parcel.content is long
-    assert np.array_equal(await transport.unpack(parcel), long)
+    payload = transport.pack(long)
+    assert payload.content is long
+    assert np.array_equal(await transport.unpack(payload), long)
 
 
 def test_without_nixl_the_setting_is_refused_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:

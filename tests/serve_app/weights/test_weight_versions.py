@@ -116,7 +116,7 @@ async def test_other_weights_accuse_nobody(tmp_path: Path, versions: tuple[str, 
     assert checked.verdict is Verdict.UNVERIFIED and checked.reason == "the weights that made it are no longer served"
     assert court.value("truespec_replays_total", result="outdated") == 1
     assert court.value("truespec_replay_tokens_total", stratum="all") == 0
-    assert court.hear("r1").findings == ()
+    assert court.on_heartbeat("r1").findings == ()
     wrong = await court.checker._check(served(1))
     assert wrong.verdict is Verdict.SUSPECT, "the same drift with the same weights is a fault"
 

@@ -18,7 +18,7 @@ from serve_app.telemetry.metrics import BufferSink, Metrics
 from serve_app.weights.coordinator import WeightCoordinator
 from serve_app.weights.desired_state import CONFIGURED, DesiredState, Outcome, Shard, WeightsRef, WeightsStatus
 from serve_app.weights.transfer import Transfers, digest_of, fetched
-from serve_app.weights.updater import WeightsKeeper
+from serve_app.weights.updater import WeightUpdater
 from speculative.errors import EngineFault
 from tests.support.clock import Clock
 from tests.support.fake_backend import FakeBackend, FakeConfig
@@ -39,7 +39,7 @@ class App:
 
     def report(self, name: str, **changes: object) -> DesiredState:
         self.stands[name] = dataclasses.replace(self.stands[name], **changes)  # type: ignore[arg-type]
-        return self.coordinator.hear(name, self.stands[name])
+        return self.coordinator.on_heartbeat(name, self.stands[name])
 
     def update(self, ref: WeightsRef = NEW, **options: object) -> "asyncio.Task[Outcome]":
         return asyncio.create_task(self.coordinator.update(ref, **options))  # type: ignore[arg-type]
@@ -188,7 +188,7 @@ async def test_a_new_desk_learns_from_the_replicas_what_the_last_one_decided() -
 
 
 def restarted(app: App) -> App:
-    """The app with a desk that has just begun."""
+    """The app with a coordinator that has just begun."""
     app.coordinator = WeightCoordinator(app.clock)
     return app
 
@@ -280,7 +280,7 @@ async def test_a_pause_is_over_when_something_else_is_wanted(resumed: bool) -> N
 
 
 class Replica:
-    """A keeper over a fake engine."""
+    """An updater over a fake engine."""
 
     def __init__(self, backend: FakeBackend | None = None) -> None:
         self.backend = backend or FakeBackend(FakeConfig(fingerprint="f0"))
@@ -292,12 +292,12 @@ class Replica:
             assert ref.path is not None
             yield ref.path, ref.drafter_path
 
-        self.keeper = WeightsKeeper(self.backend, self.backend.info, folders, self.switched.append, metrics)
+        self.updater = WeightUpdater(self.backend, self.backend.info, folders, self.switched.append, metrics)
 
     async def come_to(self, wanted: DesiredState) -> WeightsStatus:
-        self.keeper.obey(wanted)
-        await self.keeper.wait_converged()
-        return self.keeper.status
+        self.updater.apply(wanted)
+        await self.updater.wait_converged()
+        return self.updater.status
 
 
 async def test_a_replica_loads_beside_then_switches() -> None:
@@ -310,17 +310,17 @@ async def test_a_replica_loads_beside_then_switches() -> None:
     assert (status.serving, status.fingerprint, status.loaded, status.paused) == (ref, "one with head", None, None)
     assert replica.backend.weight_version == "v1" and replica.backend.paused is None
     assert [info.fingerprint for info in replica.switched] == ["one with head"]
-    assert not replica.keeper.behind
+    assert not replica.updater.behind
 
 
 async def test_a_replica_says_where_the_weights_lie_that_it_serves() -> None:
     replica = Replica()
-    info = replica.keeper.info
-    assert replica.keeper.served == ServedWeights(info.folder, info.folder, info.computing.weights, "f0", "default")
+    info = replica.updater.info
+    assert replica.updater.served == ServedWeights(info.folder, info.folder, info.computing.weights, "f0", "default")
     await replica.come_to(DesiredState(WeightsRef(1, "v1", path="one")))
-    assert replica.keeper.served == ServedWeights("one", info.folder, info.computing.weights, "one", "v1")
-    replica.keeper._serving = WeightsRef(2, "v2", shards=(Shard(None, "", 1),))
-    assert replica.keeper.served.source is None
+    assert replica.updater.served == ServedWeights("one", info.folder, info.computing.weights, "one", "v1")
+    replica.updater._serving = WeightsRef(2, "v2", shards=(Shard(None, "", 1),))
+    assert replica.updater.served.source is None
 
 
 async def test_a_replica_drops_what_was_called_off_and_comes_to_what_others_serve() -> None:
@@ -337,10 +337,10 @@ async def test_a_replica_that_cannot_load_says_why_and_is_replaced_only_where_th
     missing = WeightsRef(1, "v1", path="missing")
     status = await replica.come_to(DesiredState(CONFIGURED, load=missing))
     assert (status.failed, status.serving) == (1, CONFIGURED) and "no such folder" in status.reason
-    replica.keeper.check_health()
+    replica.updater.check_health()
     await replica.come_to(DesiredState(missing))
     with pytest.raises(EngineFault, match="could not be loaded here"):
-        replica.keeper.check_health()
+        replica.updater.check_health()
 
 
 async def test_weights_that_no_memory_is_left_for_are_not_tried_again_with_every_report(
@@ -388,28 +388,28 @@ class Draining(FakeBackend):
 async def test_a_pause_that_takes_long_holds_up_no_loading() -> None:
     backend = Draining()
     replica = Replica(backend)
-    keeper, ref = replica.keeper, WeightsRef(1, "v1", path="one")
+    updater, ref = replica.updater, WeightsRef(1, "v1", path="one")
     assert (await replica.come_to(DesiredState(CONFIGURED, paused=PauseMode.KEEP))).paused is PauseMode.KEEP
-    keeper.obey(DesiredState(CONFIGURED, paused=PauseMode.WAIT))
+    updater.apply(DesiredState(CONFIGURED, paused=PauseMode.WAIT))
     await asyncio.sleep(0.02)
-    assert keeper.status.paused is None and keeper.behind
-    keeper.obey(DesiredState(CONFIGURED, load=ref, paused=PauseMode.WAIT))
-    await soon(lambda: keeper.status.loaded == 1)
-    keeper.obey(DesiredState(ref, mode=PauseMode.ABORT, paused=PauseMode.WAIT))
+    assert updater.status.paused is None and updater.behind
+    updater.apply(DesiredState(CONFIGURED, load=ref, paused=PauseMode.WAIT))
+    await soon(lambda: updater.status.loaded == 1)
+    updater.apply(DesiredState(ref, mode=PauseMode.ABORT, paused=PauseMode.WAIT))
     await asyncio.sleep(0.02)
-    assert keeper.status.serving == CONFIGURED, "two hands were on the pause"
+    assert updater.status.serving == CONFIGURED, "two hands were on the pause"
     backend.drained.set()
-    await keeper.wait_converged()
-    assert (keeper.status.serving, keeper.status.paused, backend.paused) == (ref, PauseMode.WAIT, PauseMode.WAIT)
+    await updater.wait_converged()
+    assert (updater.status.serving, updater.status.paused, backend.paused) == (ref, PauseMode.WAIT, PauseMode.WAIT)
 
 
 async def test_a_pause_that_takes_long_can_be_called_off() -> None:
     replica = Replica(Draining())
-    replica.keeper.obey(DesiredState(CONFIGURED, paused=PauseMode.WAIT))
+    replica.updater.apply(DesiredState(CONFIGURED, paused=PauseMode.WAIT))
     await asyncio.sleep(0.02)
     ref = WeightsRef(1, "v1", path="one")
     status = await replica.come_to(DesiredState(ref, mode=PauseMode.KEEP))
-    assert (status.serving, status.paused, replica.keeper.behind) == (ref, None, False)
+    assert (status.serving, status.paused, replica.updater.behind) == (ref, None, False)
 
 
 class HalfSwitching(FakeBackend):
@@ -434,7 +434,7 @@ async def test_a_switch_that_fails_is_not_tried_again() -> None:
             "CUDA out of memory",
         )
         with pytest.raises(EngineFault, match="could not be loaded here: CUDA out of memory"):
-            replica.keeper.check_health()
+            replica.updater.check_health()
     assert backend.num_switches == 1 and not replica.switched
 
 
@@ -550,7 +550,7 @@ async def test_every_replicas_prefix_cache_is_emptied_once() -> None:
     app.report("d", cache_resets=1)
     assert (await reset).complete
     later = WeightCoordinator(app.clock)
-    later.hear("p", app.stands["p"])
+    later.on_heartbeat("p", app.stands["p"])
     assert later.wanted.cache_resets == 1, "a coordinator that starts later does not count from 0"
 
 
@@ -560,11 +560,11 @@ async def test_a_new_coordinator_empties_no_cache_before_it_knows_how_often_the_
     reset = asyncio.create_task(coordinator.reset_caches())
     await asyncio.sleep(0.02)
     replica = WeightsStatus(CONFIGURED, "f0", cache_resets=5)
-    coordinator.hear("p", replica)
+    coordinator.on_heartbeat("p", replica)
     clock.now += 10
     await soon(lambda: coordinator.wanted.cache_resets == 6)
     assert not reset.done(), "the replica has done what the last coordinator wanted, and not yet this"
-    coordinator.hear("p", dataclasses.replace(replica, cache_resets=6))
+    coordinator.on_heartbeat("p", dataclasses.replace(replica, cache_resets=6))
     assert (await reset).complete
 
 
@@ -576,11 +576,11 @@ async def test_a_replica_empties_its_cache_as_often_as_it_is_told_to() -> None:
     def unused(ref: WeightsRef) -> object:
         raise AssertionError(ref)
 
-    keeper = WeightsKeeper(backend, info, unused, lambda info: None, metrics)  # type: ignore[arg-type]
+    updater = WeightUpdater(backend, info, unused, lambda info: None, metrics)  # type: ignore[arg-type]
     for resets in (1, 1, 1, 2):
-        keeper.obey(DesiredState(CONFIGURED, cache_resets=resets))
-    await keeper.wait_converged()
-    assert backend.num_cache_resets == 2 and keeper.status.cache_resets == 2
+        updater.apply(DesiredState(CONFIGURED, cache_resets=resets))
+    await updater.wait_converged()
+    assert backend.num_cache_resets == 2 and updater.status.cache_resets == 2
 
 
 async def test_a_coordinator_that_starts_later_keeps_a_pause_until_it_is_told_to_end_it() -> None:

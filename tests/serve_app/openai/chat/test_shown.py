@@ -15,7 +15,7 @@ from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.parsing import parse
 from serve_app.openai.prepared_request import NO_TERMS
 from serve_app.openai.responses.response_requests import ResponsesRequest
-from serve_app.openai.responses.responses_adapter import ResponsesDesk
+from serve_app.openai.responses.responses_adapter import ResponsesAdapter
 from serve_app.text.tokenizer import Tokenizer
 from speculative.errors import InvalidRequest
 from tests.support.fake_serving import BackendSource, make_backend
@@ -105,7 +105,7 @@ class Shower:
 
     def of_body(self, template: str, body: str) -> str:
         wire = parse(body.encode(), ChatCompletionRequest)
-        return prompt_text(self.tokenizer(template), wire.talk(), {"add_generation_prompt": True})
+        return prompt_text(self.tokenizer(template), wire.chat_prompt(), {"add_generation_prompt": True})
 
 
 @pytest.fixture
@@ -199,7 +199,7 @@ def test_a_template_that_breaks_on_a_message_is_a_refusal(show: Shower) -> None:
 async def test_the_responses_api_names_its_own_items(show: Shower) -> None:
     tokenizer = show.tokenizer(HERMES.replace("m.tool_calls or []", "[]"))
     backend, _ = make_backend(tokenizer)
-    desk = ResponsesDesk(FrontEnd(BackendSource(backend), tokenizer, backend.info))
+    adapter = ResponsesAdapter(FrontEnd(BackendSource(backend), tokenizer, backend.info))
     items = [
         {"role": "user", "content": "a"},
         {"type": "function_call", "name": "f", "arguments": "{}", "call_id": "1"},
@@ -207,7 +207,7 @@ async def test_the_responses_api_names_its_own_items(show: Shower) -> None:
     ]
     wire = parse(json.dumps({"model": "fake", "input": items}).encode(), ResponsesRequest)
     with pytest.raises(UnsupportedParameter, match=r"^input\.1: ") as caught:
-        await desk.prepare(wire, NO_TERMS, "")
+        await adapter.prepare(wire, NO_TERMS, "")
     assert caught.value.field == "input.1"
 
 
@@ -235,9 +235,9 @@ def test_many_numbers_and_messages_take_time_in_proportion(show: Shower) -> None
 
     def seconds(count: int) -> float:
         said = [USER, called("", '{"a": [' + ", ".join(["1.10"] * count) + "]}"), result("x"), *([USER] * count)]
-        talk = parse(json.dumps({"model": "m", "messages": said}).encode(), ChatCompletionRequest).talk()
+        chat = parse(json.dumps({"model": "m", "messages": said}).encode(), ChatCompletionRequest).chat_prompt()
         began = time.process_time()
-        text = prompt_text(tokenizer, talk, {"add_generation_prompt": True})
+        text = prompt_text(tokenizer, chat, {"add_generation_prompt": True})
         assert text.count("1.10") == count
         return time.process_time() - began
 

@@ -175,7 +175,7 @@ def test_the_settings_are_those_of_chat() -> None:
         **{"logprobs": True, "top_logprobs": 2, "parallel_tool_calls": False},
     }
     expected = ChatCompletionRequest.model_validate(sent)
-    assert chat.talk() == expected.talk()
+    assert chat.chat_prompt() == expected.chat_prompt()
     assert chat.sampling_fields() == expected.sampling_fields()
     assert (chat.num_logprobs, chat.token_budget) == (2, ("max_completion_tokens", 7))
     named = ("seed", "priority", "reasoning_effort", "parallel_tool_calls", "tool_choice")

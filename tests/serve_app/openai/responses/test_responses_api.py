@@ -15,7 +15,7 @@ from serve_app.openai.parsing import parse
 from serve_app.openai.prepared_request import Limits, RequestTerms
 from serve_app.openai.responses.kept_responses import KeptResponses, ResponseStore
 from serve_app.openai.responses.response_requests import ResponsesRequest
-from serve_app.openai.responses.responses_adapter import ResponsesDesk
+from serve_app.openai.responses.responses_adapter import ResponsesAdapter
 from serve_app.text.tokenizer import Tokenizer
 from speculative.errors import EngineFault, InvalidRequest
 from speculative.request import Structure
@@ -33,7 +33,7 @@ OWNER = "key-1"
 
 
 class Service:
-    """A desk, and what stands behind it."""
+    """A adapter, and what stands behind it."""
 
     def __init__(
         self, tokenizer: Tokenizer, parsers: Parsers | None, memory: KeptResponses | None, run_length: int
@@ -42,7 +42,7 @@ class Service:
         backend._started = True
         self.source = BackendSource(backend)
         self.front_end = FrontEnd(self.source, tokenizer, backend.info, Limits(), parsers=parsers)
-        self.desk = ResponsesDesk(self.front_end, memory)
+        self.adapter = ResponsesAdapter(self.front_end, memory)
         self._tokenizer = tokenizer
 
     async def ask(self, owner: str = OWNER, **fields: Any) -> dict[str, Any]:
@@ -71,7 +71,7 @@ class Service:
 
     async def _prepare(self, owner: str, fields: dict[str, Any]) -> Any:
         body = {"model": "fake", "input": "hi", **fields}
-        return await self.desk.prepare(parse(json.dumps(body).encode(), ResponsesRequest), RequestTerms(), owner)
+        return await self.adapter.prepare(parse(json.dumps(body).encode(), ResponsesRequest), RequestTerms(), owner)
 
 
 Serve = Callable[..., Service]
@@ -309,9 +309,9 @@ async def test_nothing_is_kept_unless_it_is_set_so(serve: Serve) -> None:
     with pytest.raises(UnsupportedParameter, match="max_mib"):
         await service.ask(previous_response_id="resp_1")
     with pytest.raises(UnknownResponse, match="max_mib"):
-        await service.desk.show("resp_1", OWNER)
+        await service.adapter.show("resp_1", OWNER)
     with pytest.raises(UnknownResponse, match="max_mib"):
-        await service.desk.delete("resp_1", OWNER)
+        await service.adapter.delete("resp_1", OWNER)
 
 
 @pytest.mark.parametrize("streams", [False, True])
@@ -324,14 +324,14 @@ async def test_a_conversation_goes_on_from_a_response(serve: Serve, streams: boo
     else:
         first = await service.ask(instructions="Be brief.")
     assert first["store"] is True
-    assert await service.desk.show(first["id"], OWNER) == first
+    assert await service.adapter.show(first["id"], OWNER) == first
     service.script.say("second answer")
     second = await service.ask(input="and then?", previous_response_id=first["id"])
     assert second["previous_response_id"] == first["id"]
     prompt = service.prompt()
     assert prompt.index("hi") < prompt.index("first answer") < prompt.index("and then?")
     assert "Be brief." not in prompt  # instructions are of their request alone, as OpenAI has it
-    await service.desk.delete(first["id"], OWNER)
+    await service.adapter.delete(first["id"], OWNER)
     await service.ask(input="and now?", previous_response_id=second["id"])
     prompt = service.prompt()
     assert prompt.index("first answer") < prompt.index("second answer") < prompt.index("and now?")
@@ -384,14 +384,14 @@ async def test_one_key_finds_nothing_of_another(serve: Serve) -> None:
         await service.ask("key-2", input=[{"type": "item_reference", "id": first["output"][0]["id"]}])
     for wrong in ("key-2", ""):
         with pytest.raises(UnknownResponse):
-            await service.desk.show(first["id"], wrong)
+            await service.adapter.show(first["id"], wrong)
         with pytest.raises(UnknownResponse):
-            await service.desk.delete(first["id"], wrong)
-    assert await service.desk.show(first["id"], OWNER) == first
+            await service.adapter.delete(first["id"], wrong)
+    assert await service.adapter.show(first["id"], OWNER) == first
     deleted = {"id": first["id"], "object": "response", "deleted": True}
-    assert await service.desk.delete(first["id"], OWNER) == deleted
+    assert await service.adapter.delete(first["id"], OWNER) == deleted
     with pytest.raises(UnknownResponse):
-        await service.desk.show(first["id"], OWNER)
+        await service.adapter.show(first["id"], OWNER)
 
 
 async def test_what_is_not_to_be_kept_or_is_too_large_says_so(serve: Serve) -> None:
@@ -402,7 +402,7 @@ async def test_what_is_not_to_be_kept_or_is_too_large_says_so(serve: Serve) -> N
     assert [one["store"] for one in (kept, not_asked, too_large)] == [True, False, False]
     for one in (not_asked, too_large):
         with pytest.raises(UnknownResponse):
-            await service.desk.show(one["id"], OWNER)
+            await service.adapter.show(one["id"], OWNER)
 
 
 async def test_kept_logprobs_do_not_travel_along(serve: Serve) -> None:

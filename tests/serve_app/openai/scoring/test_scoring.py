@@ -199,7 +199,7 @@ async def test_what_is_paid_for_is_what_the_usage_reports(replica: Run) -> None:
     spent: list[int] = []
     async with replica() as server:
         for labels in (LABELS, [1, 2], [[2, 3], [4, 5]]):
-            reply = await server.scorer.score(asked(contexts=CONTEXTS, labels=labels), spend=spent.append)
+            reply = await server.scorer.score(asked(contexts=CONTEXTS, labels=labels), charge=spent.append)
             assert sum(spent) == reply["usage"]["prompt_tokens"]
             spent.clear()
 
@@ -214,7 +214,7 @@ async def test_what_is_refused_costs_nothing(replica: Run) -> None:
 
         server.source.stream = full  # type: ignore[method-assign, assignment]
         with pytest.raises(NoRoom):
-            await server.scorer.score(asked(contexts=CONTEXTS, labels=LABELS), spend=spent.append)
+            await server.scorer.score(asked(contexts=CONTEXTS, labels=LABELS), charge=spent.append)
     assert spent == []
 
 

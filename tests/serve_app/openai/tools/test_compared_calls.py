@@ -17,7 +17,7 @@ from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.parsing import parse
 from serve_app.openai.prepared_request import NO_TERMS, PreparedRequest
 from serve_app.openai.responses.response_requests import ResponsesRequest
-from serve_app.openai.responses.responses_adapter import ResponsesDesk
+from serve_app.openai.responses.responses_adapter import ResponsesAdapter
 from serve_app.text.tokenizer import Tokenizer
 from tests.serve_app.openai.tools.test_tools import FakeParser, FakeParsers, ask, ask_streaming, front
 
@@ -149,7 +149,7 @@ async def test_the_responses_api_is_compared_in_its_own_words(
 
     async def prepared(**fields: Any) -> PreparedRequest:
         body = {"model": "fake", "input": "hi", **fields}
-        return await ResponsesDesk(end).prepare(parse(json.dumps(body).encode(), ResponsesRequest), NO_TERMS, "")
+        return await ResponsesAdapter(end).prepare(parse(json.dumps(body).encode(), ResponsesRequest), NO_TERMS, "")
 
     async def send(**fields: Any) -> list[str]:
         found.clear()
@@ -167,9 +167,9 @@ async def test_the_responses_api_is_compared_in_its_own_words(
     assert await send(text={"format": form}) == ["it breaks `type` of its JSON schema"] * 2
     as_chat = ResponsesRequest.as_chat
 
-    def losing(self: ResponsesRequest, talk: Any) -> ChatCompletionRequest:
+    def losing(self: ResponsesRequest, conversation: Any) -> ChatCompletionRequest:
         lost = {"tools": None, "tool_choice": None, "response_format": None}
-        return as_chat(self, talk).model_copy(update=lost)
+        return as_chat(self, conversation).model_copy(update=lost)
 
     monkeypatch.setattr(ResponsesRequest, "as_chat", losing)
     script.say("It rains.")
@@ -184,9 +184,9 @@ async def test_schemas_of_the_tools_are_read_again_off_the_clients_own_words(
     found = noted(end)
     answers = end._chats.answers
 
-    def other(talk: Any, prompt: Any, form: Any) -> ResponseParser | None:
+    def other(chat: Any, prompt: Any, form: Any) -> ResponseParser | None:
         function = {**WEATHER, "parameters": {"type": "object"}}
-        return answers(replace(talk, tools=({"type": "function", "function": function},)), prompt, form)
+        return answers(replace(chat, tools=({"type": "function", "function": function},)), prompt, form)
 
     monkeypatch.setattr(end._chats, "answers", other)
     script.say(BAD)

@@ -70,7 +70,7 @@ CALLS = [
 LIST = "[" + ", ".join(f'{{"name": {json.dumps(name)}, "arguments": {text}}}' for name, text in CALLS) + "]"
 
 
-def talk(use: Any, **fields: Any) -> ChatPrompt:
+def chat_prompt(use: Any, **fields: Any) -> ChatPrompt:
     named = "weather" if use == "named" else ""
     return ChatPrompt(tuple(HI), tuple(TOOLS), use, named, **fields)
 
@@ -108,17 +108,17 @@ def test_required_calls_are_calls_of_the_tools(
     compiler: StructureCompiler, tooled: Tokenizer, text: str, right: bool
 ) -> None:
     ids = tooled.encode(text)
-    assert fits(compiler, call_form(talk("required")), ids, tooled.eos_token_ids[0]) == right
+    assert fits(compiler, call_form(chat_prompt("required")), ids, tooled.eos_token_ids[0]) == right
 
 
 def test_one_call_is_all_where_they_may_not_be_parallel(compiler: StructureCompiler, tooled: Tokenizer) -> None:
-    form, end = call_form(talk("required", parallel=False)), tooled.eos_token_ids[0]
+    form, end = call_form(chat_prompt("required", parallel=False)), tooled.eos_token_ids[0]
     assert not fits(compiler, form, tooled.encode(LIST), end)
     assert fits(compiler, form, tooled.encode('[{"name": "weather", "arguments": {"city": "x"}}]'), end)
 
 
 def test_a_named_functions_answer_is_its_arguments(compiler: StructureCompiler, tooled: Tokenizer) -> None:
-    form, end = call_form(talk("named")), tooled.eos_token_ids[0]
+    form, end = call_form(chat_prompt("named")), tooled.eos_token_ids[0]
     assert fits(compiler, form, tooled.encode(CALLS[0][1]), end)
     assert not fits(compiler, form, tooled.encode(CALLS[1][1]), end)
 
@@ -144,7 +144,7 @@ def test_a_form_may_begin_behind_free_reasoning(
 ) -> None:
     """One end is text, and one a token that was added to the vocabulary."""
     forms = {
-        "required": (call_form(talk("required")), LIST),
+        "required": (call_form(chat_prompt("required")), LIST),
         "json_schema": (Structure("json_schema", '{"properties": {"a": {"const": 1}}}'), '{"a": 1}'),
         "json_object": (Structure("json_object"), '{"b": [2]}'),
         "choice": (Structure("choice", '["yes", "no"]'), "no"),
@@ -316,7 +316,7 @@ async def test_calls_that_nobody_can_read_are_refused_with_the_fix(copied: Path)
     for fix in ("tool_choice = required", "vllm.tool_parser", "model.chat_template", "chatml-tools", "Hermes"):
         assert fix in caught.value.message
     job = await end.prepare(wire(tools=TOOLS, tool_choice="required"))
-    assert job.requests[0].params.structure == call_form(talk("required"))
+    assert job.requests[0].params.structure == call_form(chat_prompt("required"))
 
 
 async def test_calls_that_vllm_reads_need_no_format_of_ours(copied: Path) -> None:
@@ -404,7 +404,7 @@ class FakeParsers:
         self.keeps_special, self.thought_end = True, end
         self.noted: list[tuple[str, tuple[int, ...], bool]] = []
 
-    def reading(self, talk: ChatPrompt, prompt: Sequence[int]) -> "FakeParsers":
+    def reading(self, chat: ChatPrompt, prompt: Sequence[int]) -> "FakeParsers":
         return self
 
     def parser(self) -> FakeParser:
@@ -471,7 +471,7 @@ async def test_a_named_functions_call_ends_with_stop_as_openai_has_it(tooled: To
     asked = {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "weather"}}}
     expected = {"content": None, "reasoning": "", "calls": CALLS[:1], "reason": "stop"}
     assert same_form(await ask(end, **asked)) == reported(await ask_streaming(end, **asked)) == expected
-    assert source.requests[0].params.structure == call_form(talk("named"))
+    assert source.requests[0].params.structure == call_form(chat_prompt("named"))
 
 
 SAID = 'hm, 你 so|Let me see 🙂. @weather{"city": "x"};@the "clock"{};'
@@ -538,7 +538,7 @@ async def test_forced_calls_and_forms_come_behind_the_reasoning(tooled: Tokenize
     expected = {"content": None, "reasoning": "so", "calls": CALLS, "reason": "tool_calls"}
     asked: dict[str, Any] = {"tools": TOOLS, "tool_choice": "required"}
     assert same_form(await ask(end, **asked)) == reported(await ask_streaming(end, **asked)) == expected
-    assert source.requests[0].params.structure == behind_thought(call_form(talk("required")), "|", None, ())
+    assert source.requests[0].params.structure == behind_thought(call_form(chat_prompt("required")), "|", None, ())
     script.say("so|no")
     form = {"structured_outputs": {"choice": ["yes", "no"]}}
     assert same_form(await ask(end, **form)) == expected | {"content": "no", "calls": [], "reason": "stop"}
