@@ -303,15 +303,15 @@ ALERTS = (
         "was overlooked: replays come without the distribution of each token (token, seed), the tolerance has grown "
         "beyond all measure (logprobs), or neither other tokens' logprobs (alternatives) nor the client's limits "
         "(limit) are compared any more. What this referee verified since then may be wrong.",
-        "The referee's log: `did not find what was changed` names the answer and the replica that replayed it. The "
+        "The referee's log: `referee missed the change` names the answer and the replica that replayed it. The "
         "controls by change and result on the sanity page: since when, and whether all kinds are missed.",
         "Replace the replica that replays, or roll back the last release; until controls are found again, treat "
         "verified answers as unverified. Look at replay.max_tme, replay.edge_nats or the file of --tolerance if only "
         "logprobs are missed.",
         commands=(
             shell.promql("sum by (change, result) (increase(truespec_referee_controls_total{}[1h]))"),
-            shell.logged("did not find what was changed"),
-            shell.watch_logged("referee", "did not find what was changed"),
+            shell.logged("referee missed the change"),
+            shell.watch_logged("referee", "referee missed the change"),
             shell.HISTORY,
         ),
     ),

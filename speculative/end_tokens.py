@@ -68,7 +68,7 @@ def read_json(path: Path) -> Json:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read ({error}); take the file from its source.") from error
     if not isinstance(content, dict):
-        raise ConfigError(f"{path} is no JSON object; take the file from its source.")
+        raise ConfigError(f"{path} is not a JSON object; take the file from its source.")
     return content
 
 

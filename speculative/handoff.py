@@ -125,7 +125,7 @@ def decode_state(blob: Blob, manifest: Manifest) -> ComputedTokenState:
         named = theirs if isinstance(theirs, dict) else {}
         differing = sorted(key for key in ours if named.get(key) != ours[key])
         detail = ", ".join(f"{key}: theirs {named.get(key)!r}, ours {ours[key]!r}" for key in differing)
-        raise HandoffRefused("manifest", f"The handoff was computed with something else ({detail or 'extra fields'}).")
+        raise HandoffRefused("manifest", f"The handoff was computed with other settings ({detail or 'extra fields'}).")
     token_ids, num_prompt, num_cached = _read_counts(header)
     shapes = {"": manifest.kv_shape(len(token_ids) - 1), **_read_extra(header)}
     sizes = [math.prod(one) for one in shapes.values()]

@@ -52,7 +52,7 @@ def audit() -> None:
     type=FiniteRange(min=1),
     default=120,
     show_default=True,
-    help="Give a request up after this many seconds.",
+    help="Give up on a request after this many seconds.",
 )
 @key_option
 @click.option("--json", "json_file", type=a_file, help="Write the findings to this file.")
@@ -220,7 +220,7 @@ def audit_legacy(url: str | None, mutants: bool, clean: int, **options: Any) -> 
         ctx.invoke(audit_server, url=url, **ours, **passed("json_file", "html_file", "page", "section"))
         return
     if not (mutants or clean):
-        raise click.UsageError("Say what to audit: `audit server URL`, `audit faults` or `audit clean POSITIONS`.")
+        raise click.UsageError("Choose what to audit: `audit server URL`, `audit faults` or `audit clean POSITIONS`.")
     if clean:
         say("warning: `truespec audit --clean N` is now `truespec audit clean N`.", err)
         json_file = None if mutants else options["json_file"]

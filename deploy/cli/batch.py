@@ -28,7 +28,11 @@ from deploy.run.own_model import OwnModel
 @click.option("--address", help="With --model or --config: run on this Ray cluster, not on one started here.")
 @concurrency_option
 @click.option(
-    "--retries", type=click.IntRange(min=0), default=8, show_default=True, help="Retry each request up to this often."
+    "--retries",
+    type=click.IntRange(min=0),
+    default=8,
+    show_default=True,
+    help="Retry each request up to this many times.",
 )
 @click.option(
     "--timeout",
@@ -36,7 +40,7 @@ from deploy.run.own_model import OwnModel
     type=FiniteRange(min=1),
     default=600,
     show_default=True,
-    help="Give a request up after this many seconds.",
+    help="Give up on a request after this many seconds.",
 )
 @click.option("--verify", is_flag=True, help="Have every answer replayed; its verdict is written with it.")
 @click.option("--retry-failed", is_flag=True, help="Ask again the requests whose lines hold no answer.")
@@ -79,7 +83,7 @@ def _batch_server(
     from deploy.jobs.batch_engine import batch_application
 
     if [url, source, file].count(None) != 2:
-        raise click.UsageError("Say who answers: --url of a server, or --model or --config for an engine of its own.")
+        raise click.UsageError("Set --url to use a running server, or --model or --config to start an engine here.")
     if url is not None or models is None:
         yield url or ""
         return

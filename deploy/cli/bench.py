@@ -16,7 +16,7 @@ from deploy.reports.progress import View
 )
 @click.option(
     "--engines",
-    help="Measure these: family/variant[:option=value]..., separated by commas. The default is all that are installed.",
+    help="Measure these: family/variant[:option=value]..., separated by commas. The default is all installed ones.",
 )
 @click.option("--kinds", default="chat,code,summarise", show_default=True, help="Use these kinds of prompts.")
 @click.option("--prompts", type=click.Path(path_type=Path), help="Read prompts from this JSON file: a list per kind.")

@@ -38,10 +38,16 @@ def keys() -> None:
     show_default=True,
     help="user opens /v1 and the status page's figures, admin opens /admin; give it twice for both.",
 )
-@click.option("--expires-days", type=FiniteRange(0, 36500, min_open=True), help="Never, when not given.")
-@click.option("--max-concurrent", type=click.IntRange(min=1), help="Requests under way at once.")
+@click.option(
+    "--expires-days",
+    type=FiniteRange(0, 36500, min_open=True),
+    help="Days until the key expires; the default is never.",
+)
+@click.option("--max-concurrent", type=click.IntRange(min=1), help="Limit of concurrent requests.")
 @click.option("--requests-per-minute", type=click.IntRange(min=1))
-@click.option("--tokens-per-minute", type=click.IntRange(min=1), help="Of prompts and answers together.")
+@click.option(
+    "--tokens-per-minute", type=click.IntRange(min=1), help="Limit of tokens, of prompts and answers together."
+)
 @click.option("--max-prompt-tokens", type=click.IntRange(min=1))
 @click.option(
     "--earliest-priority",

@@ -23,7 +23,8 @@ _WRONG, _UNCHECKED = 1, 2
     type=click.Choice(["torch", "transformers"]),
     default="torch",
     show_default=True,
-    help="What computes the logits again: this engine, or transformers in float32, which shares no model code with it. "
+    help="The engine that computes the logits again: this one, or transformers in float32, which shares no model code "
+    "with it. "
     "The sampling rules applied to them and the random numbers are this engine's in both.",
 )
 @click.option("--public-key", type=click.Path(path_type=Path), help="The PEM file of the key that must have signed.")

@@ -48,14 +48,14 @@ def _reliability_options(command: Callable[..., None]) -> Callable[..., None]:
     type=FiniteRange(min=0.1),
     default=3.0,
     show_default=True,
-    help="Kill a replica about every so many seconds.",
+    help="Kill a replica about once in this many seconds.",
 )
 @click.option(
     "--kill-nodes",
     type=click.IntRange(min=0),
     default=0,
     show_default=True,
-    help="Give each replica a node of its own on this machine, and kill so many whole nodes.",
+    help="Give each replica a node of its own on this machine, and kill this many whole nodes.",
 )
 @click.option(
     "--minutes", type=FiniteRange(min=0), default=12.0, show_default=True, help="Kill none after this many minutes."
@@ -115,7 +115,7 @@ def _on_nodes(file: ServeFile, report: Callable[[str], None]) -> Iterator[tuple[
     type=FiniteRange(min=1),
     default=60.0,
     show_default=True,
-    help="Find out what it can do for this many seconds first.",
+    help="Measure its capacity for this many seconds first.",
 )
 def load(file: Path, port: int, json_file: Path | None, page: Path | None, **options: Any) -> None:
     """Load the service with what it can do and with twice that; check that it refuses in good order."""

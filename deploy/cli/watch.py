@@ -43,14 +43,14 @@ def _judging(command: Command) -> Command:
             type=click.Choice(_ENGINES),
             default="torch",
             show_default=True,
-            help="What computes answers again. `vllm` compares logprobs only.",
+            help="The engine that computes answers again. `vllm` compares logprobs only.",
         ),
         click.option(
             "--dtype",
             type=click.Choice(["float32", "bfloat16"]),
             default="float32",
             show_default=True,
-            help="What it computes in.",
+            help="The data type that it computes in.",
         ),
         click.option(
             "--threads",
@@ -67,24 +67,24 @@ def _judging(command: Command) -> Command:
             "--max-replicas",
             type=click.IntRange(min=0),
             default=0,
-            help="Compute on Ray, with up to so many engines as answers wait; 0 computes in this process.",
+            help="Compute on Ray, with up to this many engines while answers wait; 0 computes in this process.",
         ),
         click.option("--gpus", type=FiniteRange(min=0), default=0.0, help="GPUs of each engine on Ray."),
         click.option("--address", help="The Ray cluster (auto, or host:port); the default starts one here."),
         click.option(
             "--tolerance",
             type=a_file,
-            help="What rounding does to this server, as `truespec watch calibrate` wrote it.",
+            help="The tolerance for this server's rounding, as `truespec watch calibrate` wrote it.",
         ),
         click.option(
             "--precision",
             type=click.Choice(_PRECISIONS),
-            help="Without --tolerance: what the server computes in; the default is bfloat16.",
+            help="Without --tolerance: the data type that the server computes in; the default is bfloat16.",
         ),
         click.option(
             "--logprobs",
             type=click.Choice(["raw", "processed"]),
-            help="Whether the server's logprobs are those before or after temperature and filters; the default is what "
+            help="The server's logprobs are those before or after temperature and filters; the default is what "
             "--tolerance says, or raw.",
         ),
         click.option(
@@ -92,14 +92,14 @@ def _judging(command: Command) -> Command:
             type=click.Choice(("auto", *VENDORS)),
             default="auto",
             show_default=True,
-            help="The server's vendor, which decides how requests are sampled that do not say.",
+            help="The server's vendor, which decides how requests are sampled by default.",
         ),
         click.option(
             "--default",
             "defaults",
             multiple=True,
             metavar="NAME=VALUE",
-            help="What the server samples with where a request does not say. May be given several times.",
+            help="A sampling default of the server, for requests that do not set it. May be given several times.",
         ),
         click.option(
             "--keep-prompts",
@@ -188,7 +188,7 @@ def _default(text: str) -> tuple[str, float]:
     type=click.IntRange(min=1),
     default=1000,
     show_default=True,
-    help="Exchanges that may wait for the referee; what comes beyond is dropped and counted.",
+    help="Exchanges that may wait for the referee; further ones are dropped and counted.",
 )
 def watch_proxy(
     url: str, referee: str | None, model: str | None, referee_port: int, tolerance: Path | None, **options: Any
@@ -200,7 +200,7 @@ def watch_proxy(
     if referee is not None:
         server_url(referee, "--referee")
     if (referee is None) == (model is None):
-        raise click.UsageError("Say who judges: --referee of one that runs, or --model to start one here.")
+        raise click.UsageError("Set --referee URL to use a running referee, or --model to start one here.")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with _own_referee(model, referee_port, tolerance, options) as own:
         proxy_options = ProxyOptions(url, referee=own or referee, **options)
@@ -304,7 +304,7 @@ def watch_files(
     type=click.IntRange(min=8),
     default=96,
     show_default=True,
-    help="Compare the next token's distribution after so many prompts.",
+    help="Compare the next token's distribution after this many prompts.",
 )
 @click.option("--out", "file", type=a_file, required=True, help="Write the tolerance to this file, for --tolerance.")
 @key_option

@@ -130,7 +130,7 @@ class Reply:
                 self.choice(index).prompt_token_ids = tuple(_ids(own["input_ids"]))
 
 
-_NO_COMPLETION = "the reply is no completion in OpenAI's format"
+_NO_COMPLETION = "the reply is not a completion in OpenAI's format"
 
 
 class EventReader:
@@ -143,7 +143,7 @@ class EventReader:
         """The events that are whole once these bytes have come.
 
         Raises:
-            Unreadable: one is no JSON object.
+            Unreadable: one is not a JSON object.
         """
         *lines, self._rest = _LINE_END.split(self._rest + data)
         for line in lines:

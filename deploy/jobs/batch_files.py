@@ -47,7 +47,7 @@ class BatchInput:
         faults = [f"line {number}: {fault}" for number, raw in self._raw() if (fault := self._check(number, raw))]
         if faults:
             more = f"\n... and {len(faults) - _FAULTS_SHOWN} more" if len(faults) > _FAULTS_SHOWN else ""
-            raise ConfigError(f"{path} is no batch input:\n" + "\n".join(faults[:_FAULTS_SHOWN]) + more)
+            raise ConfigError(f"{path} is not a batch input:\n" + "\n".join(faults[:_FAULTS_SHOWN]) + more)
         if not self._line_of:
             raise ConfigError(f"{path} holds no request.")
 

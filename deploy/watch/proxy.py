@@ -83,7 +83,7 @@ class ProxyOptions:
         """
         url = URL(self.upstream)
         if url.scheme not in ("http", "https") or not url.host:
-            raise ConfigError(f"{self.upstream} is no URL of a server; write it as http://HOST:PORT.")
+            raise ConfigError(f"{self.upstream} is not the URL of a server; write it as http://HOST:PORT.")
         if not 0 <= self.share <= 1:
             raise ConfigError(f"The share of watched requests is {self.share}; it goes from 0 to 1.")
         if self.dialect not in ("auto", *VENDORS):

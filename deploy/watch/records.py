@@ -105,13 +105,15 @@ def _requests(path: Path) -> dict[str, tuple[str, Json]]:
         try:
             bodies[str(line["custom_id"])] = str(line["url"]), dict(line["body"])
         except (KeyError, TypeError, ValueError) as error:
-            raise ConfigError(f"--requests {path} line {number}: is no line of a batch's input ({error}).") from error
+            raise ConfigError(
+                f"--requests {path} line {number}: is not a line of a batch's input ({error})."
+            ) from error
     return bodies
 
 
 def _exchange(record: Json, bodies: Mapping[str, tuple[str, Json]], name: str) -> Exchange | str:
     if not isinstance(record, dict):
-        raise ValueError("it is no object")
+        raise ValueError("it is not an object")
     if "custom_id" in record and "request" not in record:
         return _of_batch(record, bodies)
     if "request" in record:

@@ -82,7 +82,7 @@ class Access:
         if caller is None or (caller is ANYBODY and scope is Scope.ADMIN):
             raise AccessDenied("This needs a valid key: send it as 'Authorization: Bearer KEY'.")
         if scope is not None and scope not in caller.scopes:
-            raise Forbidden(f"This needs a key of the scope {scope.value}; the key {caller.id} has not got it.")
+            raise Forbidden(f"This needs a key with the scope {scope.value}; the key {caller.id} does not have it.")
         return caller
 
     def _identify(self, authorization: str | None) -> Caller | None:

@@ -98,9 +98,9 @@ def create_key(path: Path, key_id: str, scopes: list[Scope], expires: datetime |
     """
     known = read_keys(path) if path.exists() else KeyFile()
     if not re.fullmatch(_ID, key_id):
-        raise ConfigError(f"{key_id!r} is no id: letters, digits, '.', '_' and '-', at most 64, no sign first.")
+        raise ConfigError(f"{key_id!r} is not an id: use up to 64 letters, digits, '.', '_' and '-', no sign first.")
     if any(key.id == key_id for key in known.keys):
-        raise ConfigError(f"{path}: there is a key {key_id} already; choose another id, or revoke it first.")
+        raise ConfigError(f"{path}: the key {key_id} already exists; choose another id, or revoke it first.")
     secret = f"sk-{secrets.token_urlsafe(32)}"  # 256 bits
     made = Key(
         id=key_id,
@@ -201,10 +201,10 @@ class KeyStore(Keys):
         try:
             self._keys = _ready(read_keys(self._path))
         except ConfigError as error:
-            _logger.error("the keys stay as they were, for the changed file is wrong: %s", error)
+            _logger.error("keeping the previous keys, because the changed file is invalid: %s", error)
             self._reloaded(False)
         else:
-            _logger.info("%s was read again: %d keys", self._path, len(self._keys))
+            _logger.info("reloaded %s: %d keys", self._path, len(self._keys))
             self._reloaded(True)
 
     def _signature(self) -> tuple[int, int, int] | None:

@@ -142,8 +142,8 @@ class VllmBackend:
         version = installed_version(allow_untested=self._settings.allow_untested)
         if not is_tested(version):
             _logger.warning(
-                "vLLM %s has not been looked through for faults (%s was): every known fault is worked around as if it "
-                "had it, every step is checked, and truespec_untested_engine is 1.",
+                "vLLM %s has not been tested for known faults (%s was): all workarounds stay on, every step is "
+                "checked, and truespec_untested_engine is 1.",
                 version,
                 ", ".join(TESTED),
             )
@@ -306,7 +306,7 @@ class VllmBackend:
         elif await self._readings.end(sent.source) and self._settings.engine.prefix_caching:
             stream = self._deltas(request, (), {"do_remote_prefill": False})
         else:
-            raise HandoffRefused("lost", "The handoff was read before, and is read once only.")
+            raise HandoffRefused("lost", "The handoff has already been read, and can be read only once.")
         async with contextlib.aclosing(stream) as deltas:
             async for delta in deltas:
                 yield delta
@@ -408,7 +408,7 @@ class VllmBackend:
                 await self._replayer.switch_weights(version)
         except Exception as error:
             self._fault = error  # partly old, partly new: it must not serve
-            raise EngineFault(f"vLLM could not take the new weights: {error}") from error
+            raise EngineFault(f"vLLM could not load the new weights: {error}") from error
         finally:
             if not was_paused:
                 await self.unpause()
@@ -518,7 +518,7 @@ class VllmBackend:
             async with contextlib.aclosing(stream) as deltas:
                 async for delta in deltas:
                     if delta.error == GAVE_UP and not reading.done():
-                        raise HandoffRefused("lost", "What was computed could not be read, or was no longer there.")
+                        raise HandoffRefused("lost", "The KV files of the prefill are missing or truncated.")
                     if not reading.done():
                         reading.set_result(delta.error is None)
                     yield delta
@@ -586,7 +586,7 @@ class VllmBackend:
                 await self._llm.add_lora(self._params.lora(one))
             except Exception as error:
                 raise ConfigError(
-                    f"vllm.lora_modules.{one.adapter.name} is {one.adapter.root}, which vLLM does not take: {error}"
+                    f"vllm.lora_modules.{one.adapter.name} is {one.adapter.root}, which vLLM rejects: {error}"
                 ) from error
 
     async def _report(self, order: Any) -> None:
@@ -644,7 +644,7 @@ class VllmBackend:
             try:
                 await work
             except Exception as error:
-                _logger.exception("vLLM did not do what was asked of it.")
+                _logger.exception("vLLM did not carry out the request.")
                 self._fault = error
 
         self._orders = self._spawn(run())
@@ -794,11 +794,11 @@ def _open_side_channel() -> None:
 
 def _packed(manifest: VllmManifest, request: Request, parts: Sequence[Path], source: dict[str, Any]) -> Handoff:
     if manifest.way == "nixl" and not source:
-        raise EngineFault("vLLM did not say where the computed prompt is to be read.")
+        raise EngineFault("vLLM did not report where to read the computed prompt.")
     try:
         return pack(manifest, request.prompt_token_ids, [part.read_bytes() for part in parts], source)
     except OSError as error:
-        raise EngineFault(f"vLLM did not copy the computed prompt out: {error}") from error
+        raise EngineFault(f"vLLM did not export the computed prompt: {error}") from error
 
 
 def _write(files: Sequence[Path], parts: Sequence[memoryview]) -> None:

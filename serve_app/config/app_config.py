@@ -66,7 +66,7 @@ class ModelSection(Section):
     @model_validator(mode="after")
     def _is_called_something(self) -> Self:
         if not self.served_name:
-            raise FieldError("name", f"is missing: source {self.source!r} ends in no name to ask for, so set one.")
+            raise FieldError("name", f"is missing: source {self.source!r} does not end in a name; set one.")
         return self
 
     @property
@@ -540,7 +540,7 @@ class AppConfig(Section):
         if ranks.pipeline > 1 and self.topology == "disaggregated":
             yield FieldError(
                 "topology",
-                "is disaggregated, but handoffs between stages of layers are not known "
+                "is disaggregated, but handoffs between stages of layers are not supported "
                 "(vllm.engine_args.pipeline_parallel_size): set it to monolith.",
             )
 
@@ -557,8 +557,8 @@ class AppConfig(Section):
         if self.engine.kind != "vllm" and self.vllm.lora_modules:
             yield FieldError(
                 "vllm.lora_modules",
-                f"names adapters, which engine.kind {self.engine.kind} has not: set it to vllm, or merge one into the "
-                "model.",
+                f"names adapters, which engine.kind {self.engine.kind} does not serve: set it to vllm, or merge one "
+                "into the model.",
             )
         elif self.engine.kind != "vllm" and "vllm" in self.model_fields_set:
             yield FieldError("vllm", f"is set, but engine.kind is {self.engine.kind}; remove it or set kind to vllm.")

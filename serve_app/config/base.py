@@ -66,5 +66,5 @@ LOAD_POLICY = "serve_app.routing.autoscaling:LoadPolicy"
 
 def ray_share(number: float) -> float:
     if 0 < number < _RAY_PRECISION:
-        raise ValueError(f"must be 0 or at least {_RAY_PRECISION}, the least that Ray sets aside; got {number!r}.")
+        raise ValueError(f"must be 0 or at least {_RAY_PRECISION}, the least that Ray reserves; got {number!r}.")
     return number

@@ -78,7 +78,9 @@ class _Loader(yaml.SafeLoader):
                 str(made)  # Python writes no number of thousands of digits, so nothing could tell or show it
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             kind, value = node.tag.rpartition(":")[2], str(node.value)[:40]
-            raise yaml.constructor.ConstructorError(None, None, f"{value!r} is no {kind}", node.start_mark) from error
+            raise yaml.constructor.ConstructorError(
+                None, None, f"{value!r} is not a valid {kind}", node.start_mark
+            ) from error
         return made
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:

@@ -49,7 +49,7 @@ class AutoscalingSection(_Scaling):
         of_load = ("target_backlog_s", "target_kv_usage", "target_running_share")
         for name in of_load if self.policy == "requests" else ("target_ongoing_requests",):
             if getattr(self, name) != type(self).model_fields[name].default:
-                raise FieldError(name, f"means nothing to policy {self.policy}; remove it or change policy.")
+                raise FieldError(name, f"has no effect with policy {self.policy}; remove it or change policy.")
         return self
 
     def targets(self, pool: PoolName) -> dict[str, float]:

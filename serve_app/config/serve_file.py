@@ -68,7 +68,7 @@ class Application(Section):
         if prefix != "/" and prefix.endswith("/"):
             raise ValueError(f"must not end with /; got {prefix!r}, so remove it.")
         if "{" in prefix or "}" in prefix:
-            raise ValueError(f"must be a path as it is, without {{ and }}; got {prefix!r}.")
+            raise ValueError(f"must be a literal path, without {{ and }}; got {prefix!r}.")
         return prefix
 
     @model_validator(mode="after")

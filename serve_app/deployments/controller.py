@@ -134,14 +134,14 @@ class Controller:
         adopt(reported)
         method = ANSWERED.get(name)
         if method is None:
-            raise LookupError(f"The controller answers no call {name!r}; its caller may be of another version.")
+            raise LookupError(f"The controller has no call {name!r}; the caller may run another version.")
         answer = method(self._parts[name.partition(".")[0]], *args, **kwargs)
         return await answer if inspect.isawaitable(answer) else answer
 
     async def check_health(self) -> None:
         """Called by Serve; a referee whose work has ended is replaced."""
         if self._work.done():
-            raise EngineFault("The referee's work has ended.")
+            raise EngineFault("The referee has stopped.")
 
 
 class _IndependentReplayer:

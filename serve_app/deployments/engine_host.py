@@ -266,7 +266,7 @@ class EngineHost:
             runtime.buffer.put_back(batch)
             breaker_controller.put_back(trips)
             self.finished.extendleft(reversed(finished))
-            _logger.debug("nothing was reported, it goes with the next report: %s", error)
+            _logger.debug("the report failed; its contents go with the next one: %s", error)
             return
         breaker_controller.apply(orders)
         breaker_controller.act()
@@ -297,7 +297,9 @@ class EngineHost:
             async with asyncio.timeout(_JOIN_TIMEOUT_S):
                 wanted = await runtime.controller.wanted_weights()
         except (RayError, RayServeException, TimeoutError) as error:
-            _logger.warning("the controller did not say which weights to serve; they come with a report: %s", error)
+            _logger.warning(
+                "the controller did not say which weights to serve; a later report will bring them: %s", error
+            )
         else:
             updater.apply(dataclasses.replace(wanted, load=None))
             await updater.wait_converged()

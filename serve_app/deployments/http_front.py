@@ -200,7 +200,7 @@ class HttpFront:
         keys_file, token_file = self._config.access.keys_file, self._config.admin.token_file
         keys = None
         if keys_file is None:
-            _logger.info("no access.keys_file is set: who can reach this service may use it")
+            _logger.info("no access.keys_file is set: anyone who can reach this service may use it")
         else:
             keys = KeyStore(Path(keys_file), self._count_reload)
             for result in ("ok", "failed"):

@@ -27,8 +27,8 @@ class RankNodes:
             for process in multiprocessing.active_children():  # vLLM's, without which requests end with an error
                 process.kill()
             raise EngineFault(
-                f"A node with ranks of this replica's vLLM died ({', '.join(lost)}); the replica ends, and is started "
-                "again where there are GPUs."
+                f"A node with ranks of this replica's vLLM died ({', '.join(lost)}); the replica stops, and restarts "
+                "where GPUs are free."
             )
 
     def _reserved(self) -> dict[Any, str]:

@@ -101,7 +101,7 @@ class Reporter:
             try:
                 await self.report()
             except Exception:  # whatever it was, the next report may get through
-                _logger.warning("nothing could be reported", exc_info=True)
+                _logger.warning("the last report could not be sent", exc_info=True)
 
     async def _report_in_turn(self) -> None:
         async with self._one_at_a_time:
@@ -114,7 +114,7 @@ class Reporter:
             await self._runtime.controller.count(batch)
         except (RayError, RayServeException) as error:
             self._runtime.buffer.put_back(batch)
-            _logger.debug("nothing was reported, it goes with the next report: %s", error)
+            _logger.debug("the report failed; its contents go with the next one: %s", error)
 
 
 def observe(config: AppConfig, role: str, replica: str) -> Tracing:

@@ -163,7 +163,7 @@ class StreamRouter:
                 self._learn(streamed.fingerprint)
                 yield streamed
         except BackPressureError as error:
-            raise EngineOverloaded("All replicas are busy; try again soon.", retry_after_s=1.0) from error
+            raise EngineOverloaded("All replicas are busy. Retry later.", retry_after_s=1.0) from error
         except RayTaskError as error:
             raise own_error(error, ReplicaLost) from error
         except (RayActorError, RayError, RayServeException) as error:
@@ -172,7 +172,7 @@ class StreamRouter:
             response.cancel()
 
     def _learn(self, fingerprint: str) -> None:
-        """A worker serves these weights; where they are others than before, replies say so from now on."""
+        """Update the fingerprint in replies if the worker switched weights."""
         if fingerprint != self._info.fingerprint:
             self._info = dataclasses.replace(self._info, fingerprint=fingerprint)
             self._front.weights_switched(self._info)

@@ -116,7 +116,7 @@ class BreakerController:
         EngineFault: the replica is to be replaced.
         """
         if self._breaker.out_of_service:
-            raise EngineFault(f"This replica was found wrong twice ({self._breaker.reason}); it is to be replaced.")
+            raise EngineFault(f"This replica failed its checks twice ({self._breaker.reason}) and must be replaced.")
 
     def _trip(self, reason: str, what: str, shown_at: float, evidence_since: float) -> None:
         on_trial = self._breaker.state is BreakerState.CANARY

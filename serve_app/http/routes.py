@@ -258,7 +258,7 @@ def _add_verdicts(app: FastAPI, verdicts: VerdictPage) -> None:
         known = await verdicts(reply_id)
         if known is None:
             raise UnknownVerdict(
-                f"Nothing is known of '{reply_id[:100]}': it is no reply of this service, still under way, or long ago."
+                f"No verdict is known for '{reply_id[:100]}': no finished reply has this id, or it is too old."
             )
         return JSONResponse(known)
 

@@ -239,5 +239,5 @@ async def _complete(work: Awaitable[Outcome], done: str) -> None:
     outcome = await work
     if not outcome.complete:
         raise RequestTimeout(
-            f"Not every replica is {done} yet; they go on. GET /admin/weights shows where each stands."
+            f"Not every replica is {done} yet; they continue. GET /admin/weights shows where each stands."
         )

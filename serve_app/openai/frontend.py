@@ -239,7 +239,7 @@ class FrontEnd:
             )
         if wire.receipt and not self._model.computing.keeps_rounds:
             raise UnsupportedParameter(
-                "receipt", "receipt needs engine.kind: torch; what vLLM draws, only its own service makes again."
+                "receipt", "receipt needs engine.kind: torch; only its own service can make vLLM's draws again."
             )
         if wire.resume and self.limits.resumes is None:
             raise UnsupportedParameter(
@@ -413,8 +413,8 @@ class FrontEnd:
         if asked > room:
             raise ContextLengthExceeded(
                 name,
-                f"The model's context is {longest} tokens, and {num_prompt} of prompt with {asked} of output are "
-                f"more. {name} may be at most {room} for this prompt.",
+                f"The model's context is {longest} tokens; {num_prompt} of prompt and {asked} of output exceed it. "
+                f"{name} may be at most {room} for this prompt.",
             )
         return max(asked, 1)  # the engine cannot generate nothing
 
@@ -528,5 +528,5 @@ def _refuse_dead_end(params: SamplingParams, eos_token_ids: Sequence[int]) -> No
     if forbidden.issuperset(params.allowed_token_ids):
         raise InvalidRequest(
             "allowed_token_ids",
-            "allowed_token_ids leaves nothing to say: bad_words and min_tokens forbid every one of them.",
+            "allowed_token_ids leaves no token to choose: bad_words and min_tokens forbid every one of them.",
         )

@@ -59,7 +59,7 @@ class RequestTerms:
         """
         most = min((limit for limit in (self.max_prompt_tokens, longest) if limit is not None), default=num_tokens)
         if num_tokens > most:
-            raise ContextLengthExceeded(name, f"{name} has {num_tokens} tokens, and may have {most} here. Shorten it.")
+            raise ContextLengthExceeded(name, f"{name} has {num_tokens} tokens; the limit is {most}. Shorten it.")
 
     def priority(self, asked: int | None) -> int:
         """The priority of a request: what it asks for, or 0 where that is allowed.

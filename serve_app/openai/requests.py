@@ -89,7 +89,7 @@ class ResponseFormat(Wire):
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise InvalidRequest(
                 "response_format.json_schema",
-                "response_format.json_schema goes with type = json_schema, and only with it.",
+                "response_format.json_schema and type = json_schema need each other.",
             )
         if self.json_schema is not None:
             return Structure("json_schema", self.json_schema.schema_text)
@@ -376,11 +376,11 @@ class WireRequest(Wire):
                 old[0], f"{old[0]} is an old name of structured_outputs; send structured_outputs only."
             )
         if len(old) > 1:
-            raise InvalidRequest(old[1], f"{old[0]} and {old[1]} both ask for a form; send one of them.")
+            raise InvalidRequest(old[1], f"{old[0]} and {old[1]} both constrain the answer; send one of them.")
 
     def _check_structure(self, name: str) -> None:
         if self.response_format is not None and name != "response_format" and self.response_format.type != "text":
-            raise InvalidRequest(name, f"response_format and {name} both ask for a form; send one of them.")
+            raise InvalidRequest(name, f"response_format and {name} both constrain the answer; send one of them.")
         other = "min_tokens" if self.min_tokens else "ignore_eos" if self.ignore_eos else None
         if other is not None:
             raise InvalidRequest(name, f"{name} ends the answer by itself: it cannot be combined with {other}.")

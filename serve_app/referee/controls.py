@@ -107,7 +107,7 @@ class Controls:
 
     def _missed(self, change: ControlChange, spoiled: Answer, verdict: Verdict, replayed_by: str) -> ControlResult:
         _logger.error(
-            "the referee did not find what was changed (%s) in %s, replayed by %s: its verdict was %s",
+            "the referee missed the change (%s) made to %s, replayed by %s: its verdict was %s",
             *(change, spoiled.request.request_id, replayed_by, verdict.value),
         )
         return "missed"

@@ -45,7 +45,7 @@ class DumpFolder:
             return None
         text = json.dumps(_plain(content), separators=(",", ":"), default=str, allow_nan=False)
         if len(text) > self._max_bytes:
-            _logger.warning("a dump of %d bytes (%s) is larger than all dumps may be", len(text), reason)
+            _logger.warning("a dump of %d bytes (%s) exceeds the limit for all dumps", len(text), reason)
             return None
         try:
             with self._lock:

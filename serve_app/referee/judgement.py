@@ -109,7 +109,7 @@ class Judge:
         agrees = Verdict.LOGPROBS_ONLY if distribution is Distribution.UNTESTED else Verdict.VERIFIED
         checked = Checked(
             verdict=Verdict.SUSPECT if reason else agrees if checks else Verdict.UNVERIFIED,
-            reason=reason or ("replayed" if checks else "its replay gives nothing to compare it with"),
+            reason=reason or ("replayed" if checks else "its replay reports nothing to compare with"),
             num_tokens=len(seen) if checks else len(drifts),
             tme=DriftSums(drifts).tme if drifts else None,
             max_drift_nats=max((drift.nats for drift in drifts), default=None),
@@ -193,7 +193,7 @@ def _draws(
     if answer.request.params.greedy:
         return DrawsChecked(reason="nothing was drawn"), ()
     if answer.replayable_rounds is None or replayed.replayed is None:
-        return DrawsChecked(reason="the engine did not report how it drew"), ()
+        return DrawsChecked(reason="the engine did not report how it sampled"), ()
     checks = answer.replayable_rounds.check(replayed.replayed)
     found = tolerance.judge_all(checks, drifts)
     if not answer.request.canary:  # which may be wrong on purpose

@@ -283,7 +283,7 @@ def read_receipt(content: Any) -> Receipt:
     """
     kind = content.get("format") if isinstance(content, dict) else None
     if kind not in (FORMAT, WITHOUT_ENDING):
-        raise NotAReceipt(f"Its format is {str(kind)[:50]!r}, and {FORMAT!r} and {WITHOUT_ENDING!r} are known here.")
+        raise NotAReceipt(f"Its format is {str(kind)[:50]!r}; this version reads {FORMAT!r} and {WITHOUT_ENDING!r}.")
     try:
         text = json.dumps(content, allow_nan=False)
         receipt = _RECEIPT.validate_json(text, strict=True)
@@ -294,7 +294,7 @@ def read_receipt(content: Any) -> Receipt:
     except InvalidRequest as error:
         raise NotAReceipt(f"params: {error}") from error
     except (ValueError, RecursionError) as error:
-        raise NotAReceipt(f"It is not what JSON may hold: {error}.") from error
+        raise NotAReceipt(f"It is not valid JSON: {error}.") from error
     if receipt.to_wire() != content or (receipt.ending is None) != (kind == WITHOUT_ENDING):
         raise NotAReceipt(f"It has fields that {kind!r} does not have, or lacks some.")
     return receipt

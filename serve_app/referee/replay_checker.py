@@ -88,7 +88,7 @@ class ReplayChecker:
         loop = asyncio.get_running_loop()
         settled: asyncio.Future[Checked] = loop.create_future()
         if len(queue) >= self._max_queue:
-            checked = Checked(reason="skipped: too many wait to be replayed")
+            checked = Checked(reason="skipped: too many answers wait for their replay")
             self._ended(answer, "skipped", checked)
             settled.set_result(checked)
             return settled
@@ -148,7 +148,7 @@ class ReplayChecker:
             if _is_impossible(answer, error):
                 raise
             avoid = (error.replica,) if isinstance(error, ReplayFailed) else ()
-            _logger.info("replay of %s failed, and is tried again: %s", answer.request.request_id, error)
+            _logger.info("replay of %s failed and will be retried: %s", answer.request.request_id, error)
         return await self._attempt(answer, avoid)
 
     async def _attempt(self, answer: Answer, avoid: Collection[str] = ()) -> Replayed:

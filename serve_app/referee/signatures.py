@@ -41,7 +41,7 @@ class PublicKey:
         except (OSError, ValueError, UnsupportedAlgorithm) as error:
             raise ConfigError(f"{path} holds no public key in PEM: {error}") from error
         if not isinstance(key, Ed25519PublicKey):
-            raise ConfigError(f"{path} holds a key of another kind than Ed25519.")
+            raise ConfigError(f"{path} holds a key that is not Ed25519.")
         return cls(key)
 
     def signed(self, text: bytes, signature: Signature) -> bool:
@@ -70,7 +70,7 @@ class SigningKey:
             reason = "it is encrypted" if isinstance(error, TypeError) else str(error)
             raise ConfigError(f"receipts.key_file {path} holds no private key in PEM: {reason}.") from error
         if not isinstance(key, Ed25519PrivateKey):
-            raise ConfigError(f"receipts.key_file {path} holds a key of another kind than Ed25519.")
+            raise ConfigError(f"receipts.key_file {path} holds a key that is not Ed25519.")
         self._key = key
         self.public = PublicKey(key.public_key())
 

@@ -78,14 +78,14 @@ def _choice(text: str, answer: str, whole: bool) -> str:
 def _json(schema: str | None, answer: str, whole: bool, budget: "CheckBudget") -> str:
     """Say what is wrong with JSON of a schema; None = it is to be any object."""
     if not whole:
-        begins, what = (("", "{"), "it is no JSON object") if schema is None else (_JSON_BEGINS, "it is not JSON")
+        begins, what = (("", "{"), "it is not a JSON object") if schema is None else (_JSON_BEGINS, "it is not JSON")
         return "" if answer.strip()[:1] in begins else what
     try:
         value = _read(answer)
     except ValueError:
         return "it is not JSON"
     if schema is None:
-        return "" if isinstance(value, dict) else "it is no JSON object"
+        return "" if isinstance(value, dict) else "it is not a JSON object"
     try:
         error = next(budget.validator(schema).iter_errors(value), None)
     except Exception:  # a schema that the library does not take, or cannot resolve, or that costs too much
@@ -113,7 +113,7 @@ def _number(text: str) -> Decimal:
 
 
 def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not valid JSON")
 
 
 class CheckBudget:

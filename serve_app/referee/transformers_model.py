@@ -135,7 +135,9 @@ class TransformersReplayer:
         """Compute a teacher-forced request."""
         tokens, info = request.prompt_token_ids, self._info
         if len(tokens) > info.max_model_len:
-            raise SequenceTooLong("prompt", f"Prompt and answer have {len(tokens)} tokens, not {info.max_model_len}.")
+            raise SequenceTooLong(
+                "prompt", f"Prompt and answer have {len(tokens)} tokens; the limit is {info.max_model_len}."
+            )
         if not all(0 <= token < info.vocab_size for token in tokens):
             raise InvalidRequest("prompt", f"Token ids must be between 0 and {info.vocab_size - 1}.")
         request.check_scored_ids(info.vocab_size)
@@ -194,16 +196,18 @@ def _entry(row: Tensor, token: int, num_top: int, ids: Sequence[int]) -> TokenLo
 
 def _load(weights: ServedWeights) -> TransformersModel:
     if weights.source is None:
-        raise UnsupportedModel(f"The weights {weights.version!r} came over the wire, and lie in no folder.")
+        raise UnsupportedModel(f"The weights {weights.version!r} were sent over the network, and are in no folder.")
     folder = resolve_model(weights.source)
     if not has_plain_values(folder, weights.form):
-        raise UnsupportedModel(f"The engine rounds the weights of {folder} to {weights.form}: they are others.")
+        raise UnsupportedModel(
+            f"The engine serves {folder} quantized to {weights.form}; transformers replays unquantized weights only."
+        )
     found = model_fingerprint(folder, weights=weights.form)
     if found != weights.fingerprint:
         raise ConfigError(f"{folder} no longer holds what is served: fingerprint {found}, not {weights.fingerprint}.")
     needed = _FLOAT32_SHARE * sum(file.stat().st_size for file in checkpoint_files(folder))
     if needed > (free := _free_bytes()):
-        raise UnsupportedModel(f"{folder} in float32 takes {needed / _GIB:.1f} GiB, and {free / _GIB:.1f} are free.")
+        raise UnsupportedModel(f"{folder} in float32 takes {needed / _GIB:.1f} GiB; only {free / _GIB:.1f} are free.")
     return TransformersModel(folder)
 
 

@@ -177,7 +177,7 @@ class ObservedSource:
         if running + count > limit:
             raise NoRoom(
                 "capacity",
-                f"{running} requests are running here, and the limit is {limit}; try again soon.",
+                f"{running} requests are running; the limit is {limit}. Retry later.",
                 self._retry_after_s(running + count - limit),
             )
         most = self._limits.max_others
@@ -188,7 +188,7 @@ class ObservedSource:
         if others >= most:
             raise NoRoom(
                 "load",
-                f"{others} requests are computed or wait here, and no more are let in from {most} on; try again soon.",
+                f"{others} requests are running or queued; the limit is {most}. Retry later.",
                 self._retry_after_s(others + 1 - most),
             )
 
@@ -202,7 +202,7 @@ class ObservedSource:
         num_tokens, most_tokens = self._backlog.num_tokens(_owner(request)), self._limits.max_queued_tokens
         if most_tokens is not None and num_tokens and num_tokens + len(request.prompt_token_ids) > most_tokens:
             raise NoRoom(
-                "queued_tokens", f"{num_tokens} prompt tokens wait here, and the limit is {most_tokens}.", wait_s or 1.0
+                "queued_tokens", f"{num_tokens} prompt tokens are queued; the limit is {most_tokens}.", wait_s or 1.0
             )
         if wait_s is None:
             return

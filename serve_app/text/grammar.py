@@ -100,7 +100,7 @@ class StructureCompiler:
 
     def _read_vocabulary(self) -> LLTokenizer:
         if not self._eos_token_ids:
-            raise InvalidRequest(_FIELD, "This model names no end of text, so a structured answer could never end.")
+            raise InvalidRequest(_FIELD, "This model has no end-of-text token, so a structured answer could never end.")
         with self._lock:
             if self._vocabulary is None:
                 tokenizer = Tokenizer.from_folder(self._folder)
@@ -204,14 +204,14 @@ def _grammar(structure: Structure) -> dict[str, Any]:
 def _choices(text: str) -> list[str]:
     choices = json.loads(text)
     if not isinstance(choices, list) or not choices or not all(isinstance(choice, str) for choice in choices):
-        raise ValueError("a JSON list of one or more strings is wanted")
+        raise ValueError("it must be a JSON list of one or more strings")
     return choices
 
 
 def _check_size(structure: Structure) -> None:
     num_bytes = len(structure.text.encode(errors="replace"))
     if num_bytes > MAX_FORM_BYTES:
-        raise _refused(structure, f"it has {num_bytes} bytes, and {MAX_FORM_BYTES} are allowed")
+        raise _refused(structure, f"it has {num_bytes} bytes; the limit is {MAX_FORM_BYTES}")
     if structure.kind in ("json_schema", "grammar"):
         _check_divisors(structure)
 

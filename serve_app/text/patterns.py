@@ -20,7 +20,7 @@ _GROUP = re.compile(r"\(\?(?::|P?<[A-Za-z_]\w*>)")  # with P as Python and Rust 
 
 
 class PatternRefused(ValueError):
-    """The expression cannot be kept to; the message says why."""
+    """The expression cannot be enforced; the message says why."""
 
 
 def from_ecma(pattern: str) -> str:
@@ -136,7 +136,7 @@ class _Translation:
             raise PatternRefused(f"{what} refers to a group, which the grammar cannot hold")
         if letter in ("b", "B"):
             raise PatternRefused(f"{what} looks around, which the grammar cannot hold")
-        raise PatternRefused(f"{what} is no escape of ECMA-262")
+        raise PatternRefused(f"{what} is not an escape of ECMA-262")
 
     def _numbered(self, place: int) -> str:
         """A character by its number, or by a letter if it is a control character; two surrogates are one character."""
@@ -154,7 +154,7 @@ class _Translation:
             self._place = low.end()
             number = 0x10000 + ((number - 0xD800) << 10) + int(low[1], 16) - 0xDC00
         if 0xD800 <= number < 0xE000 or number > 0x10FFFF:
-            raise PatternRefused(f"{code[0]} at {place} is no character")
+            raise PatternRefused(f"{code[0]} at {place} is not a character")
         return f"\\u{{{number:x}}}"
 
     def _property(self, place: int) -> str:

@@ -77,13 +77,13 @@ def held(schema: Mapping[str, Any]) -> dict[str, Any]:
     options = schema.get("x-guidance")
     for name in _LENIENT if isinstance(options, Mapping) else ():
         if options.get(name):  # type: ignore[union-attr]
-            raise SchemaRefused(f"x-guidance.{name}: a schema is kept to in all that it says; leave it out.")
+            raise SchemaRefused(f"x-guidance.{name}: every keyword of a schema is enforced; leave it out.")
     rewriting = _Rewriting(schema)
     return rewriting.run()
 
 
 def held_text(text: str) -> str:
-    """The same of a schema's text; what is no JSON object, or nested too deeply, is left to the compiler to refuse.
+    """The same of a schema's text; what is not a JSON object, or nested too deeply, is left to the compiler to refuse.
 
     Raises:
         SchemaRefused: it says what the grammar cannot hold.
@@ -219,7 +219,7 @@ class _Rewriting:
             if keyword not in schema:
                 continue
             if not any(type(schema[keyword]) is type(one) and schema[keyword] == one for one in harmless):
-                raise SchemaRefused(f"{at}{keyword} cannot be kept to while the answer is written; leave it out.")
+                raise SchemaRefused(f"{at}{keyword} cannot be enforced while the answer is generated; leave it out.")
             del schema[keyword]
         for keyword, other in _OF_OTHERS.items():
             if other not in schema:
@@ -240,7 +240,7 @@ class _Rewriting:
         kind = schema["format"]
         if kind in _OTHER_FORMATS:
             known = ", ".join(sorted(FORMATS))
-            raise SchemaRefused(f"{at}format: {kind} cannot be kept to; {known} are. Leave it out, or say a pattern.")
+            raise SchemaRefused(f"{at}format: {kind} cannot be enforced; {known} can. Leave it out, or give a pattern.")
         if kind not in FORMATS:
             del schema["format"]
 
@@ -304,8 +304,8 @@ def _check_keys(at: str, schema: Mapping[str, Any]) -> None:
     closed = schema.get("additionalProperties") is False and not schema.get("patternProperties")
     if least > counted + 1 and not closed:
         raise SchemaRefused(
-            f"{at}minProperties: {least} cannot be kept to, as the same key might be written several times; at most "
-            f"{counted + 1} can here, one more than are required. Name the keys in required."
+            f"{at}minProperties: {least} cannot be enforced, as the same key might be written several times; at most "
+            f"{counted + 1} can be, one more than are required. Name the keys in required."
         )
 
 
@@ -334,8 +334,8 @@ def _check_open_ends(schemas: Sequence[tuple[str, dict[str, Any]]]) -> None:
         near = any(0 < (other - number) * side < 1 for _, other in others)
         if near and number == int(number) and any(one.get("type") != "integer" for _, one in schemas):
             raise SchemaRefused(
-                f"{path}: {number} cannot be excluded beside a bound that is less than 1 away; say the least number "
-                "that is wanted as minimum, or the greatest as maximum."
+                f"{path}: {number} cannot be excluded beside a bound that is less than 1 away; give the least "
+                "number as minimum, or the greatest as maximum."
             )
 
 
@@ -343,7 +343,7 @@ def _check_strings(at: str, schema: Mapping[str, Any]) -> None:
     for keyword in ("const", "enum"):
         text = json.dumps(schema.get(keyword), ensure_ascii=False)
         if re.search(r"\\u00[01]", text) and any(map(_UNNAMED_CONTROLS.search, _strings_in(schema.get(keyword)))):
-            raise SchemaRefused(f"{at}{keyword} holds a control character, which no answer is to hold; leave it out.")
+            raise SchemaRefused(f"{at}{keyword} holds a control character, which no answer may hold; leave it out.")
 
 
 def _strings_in(value: Any) -> Iterator[str]:
@@ -369,7 +369,7 @@ def _is_exact(number: int | float) -> bool:
 def _refuse_number(path: str, number: Any) -> None:
     shown = number.written if isinstance(number, WrittenNumber) else str(number)
     raise SchemaRefused(
-        f"{path}: {shown[:40]} is no number that the grammar keeps exactly; use up to 15 digits, or a string with a "
+        f"{path}: {shown[:40]} is not a number that the grammar keeps exactly; use up to 15 digits, or a string with a "
         "pattern."
     )
 
@@ -378,4 +378,4 @@ def _pattern(path: str, pattern: str) -> str:
     try:
         return from_ecma(pattern)
     except PatternRefused as error:
-        raise SchemaRefused(f"{path}: {pattern[:60]!r} cannot be kept to: {error}.") from error
+        raise SchemaRefused(f"{path}: {pattern[:60]!r} cannot be enforced: {error}.") from error

@@ -90,9 +90,9 @@ class WeightCoordinator:
         """
         await self._first_reports()
         if self._update is not None:
-            raise UpdateRefused(f"The update to {self._update.ref.version!r} is under way; wait for its end.")
+            raise UpdateRefused(f"The update to {self._update.ref.version!r} is in progress; wait until it ends.")
         if ref.version == self._serve.version:
-            raise UpdateRefused(f"weight_version {ref.version!r} is what is served; give new weights a new name.")
+            raise UpdateRefused(f"weight_version {ref.version!r} is already served; give new weights a new name.")
         stands = (one.status for one in self._members.values())
         seen = (number for one in stands for number in (one.serving.number, one.loaded or 0, one.failed or 0))
         self._last_number = 1 + max(self._serve.number, self._last_number, *seen)
@@ -104,7 +104,7 @@ class WeightCoordinator:
                 update.refusal = f"{self._behind(numbered)} did not load them within {timeout_s:g} s"
             if update.refusal:
                 why = update.refusal.rstrip(".")
-                raise UpdateRefused(f"Nothing has changed, the weights are {self._serve.version!r}: {why}.")
+                raise UpdateRefused(f"Nothing changed; the weights are still {self._serve.version!r}: {why}.")
         finally:
             self._update = None
         complete = await self._until(lambda: all(self._serves(one, numbered) for one in self._live()), timeout_s)
@@ -121,7 +121,7 @@ class WeightCoordinator:
             UpdateRefused: nothing is staged, or as `update` does.
         """
         if self._staged is None:
-            raise UpdateRefused("No weights were named: POST /update_weights comes before /finish_weight_update.")
+            raise UpdateRefused("No weights were named; POST /update_weights before /finish_weight_update.")
         ref = self._staged
         outcome = await self.update(dataclasses.replace(ref, version=version or ref.version), timeout_s=timeout_s)
         if self._staged is ref:  # after a refusal it may be tried again

@@ -86,7 +86,7 @@ class Transfers:
 
     def _check(self, transfer: int) -> None:
         if transfer != self._number:
-            raise UpdateRefused(f"Transfer {transfer} is over; another one has begun since.")
+            raise UpdateRefused(f"Transfer {transfer} has ended; another one has begun.")
 
 
 @contextlib.asynccontextmanager
@@ -121,7 +121,7 @@ async def _lay_out(shards: Sequence[Shard], like: Path, folder: Path, pull: Pull
         names = await asyncio.to_thread(_write_shard, content, shard.digest, folder / name)
         if twice := sorted(weight_map.keys() & names):
             raise UpdateRefused(
-                f"shard {name} brings {twice[0]}, and {weight_map[twice[0]]} has it too; send each tensor once."
+                f"shard {name} contains {twice[0]}, which is also in {weight_map[twice[0]]}; send each tensor once."
             )
         weight_map |= dict.fromkeys(names, name)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}), encoding="utf-8")

@@ -132,7 +132,7 @@ class WeightUpdater:
         if self._loaded is not None and self._loaded.number not in numbers:
             self._backend.drop_weights()
             self._loaded, self._loaded_fingerprint = None, ""
-            _logger.warning("the weights that were loaded last are dropped: they are not to be served")
+            _logger.warning("dropping the weights loaded last: they are no longer wanted")
 
     async def _load(self) -> None:
         target = self._wanted.load or self._wanted.serve
@@ -157,7 +157,7 @@ class WeightUpdater:
             with self._timed("switch"):
                 await self._switch_while_still(wanted)
         self._metrics.count("truespec_weight_updates_total", result="ok")
-        _logger.warning("weights %r are served now", wanted.serve.version)
+        _logger.warning("now serving weights %r", wanted.serve.version)
 
     async def _switch_while_still(self, wanted: DesiredState) -> None:
         if self._paused is None:
@@ -178,7 +178,7 @@ class WeightUpdater:
         self._loaded, self._loaded_fingerprint = None, ""
         self._failed = (ref.number, str(error) or type(error).__name__)
         self._metrics.count("truespec_weight_updates_total", result="failed")
-        _logger.error("weights %r could not be taken: %s", ref.version, error)
+        _logger.error("weights %r could not be loaded: %s", ref.version, error)
 
     async def _pause(self) -> None:
         if self._wanted.paused is self._paused:

@@ -163,7 +163,7 @@ def test_a_reply_that_is_no_completion_is_a_failure(fake: FakeAudited, server: C
     lab = Lab(server, find_dialect(server), QUICK)
     fake.answer = lambda body: (200, {"choices": [{"index": 0, "text": "a", "token_ids": ["x"]}]})
     one = lab.ask(Ask((7, 8)))
-    assert not one.attempt.ok and one.attempt.reported() == "HTTP 200: the reply is no completion in OpenAI's format"
+    assert not one.attempt.ok and one.attempt.reported() == "HTTP 200: the reply is not a completion in OpenAI's format"
     assert one.ids == ()
 
 

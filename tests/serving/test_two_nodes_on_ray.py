@@ -166,7 +166,7 @@ def test_each_node_fetches_a_model_of_the_hub(cluster: Cluster) -> None:
         answer = httpx.post(f"{cluster.url}/fetched/admin/weights", json=order, headers=headers, timeout=300)
         assert answer.status_code == 409
         said = answer.json()["error"]["message"]
-        assert "Nothing has changed" in said and "path: No model 'on-one-node'" in said
+        assert "Nothing changed" in said and "path: No model 'on-one-node'" in said
         assert [name for node, name in cluster.names().items() if node in said] == ["decode-2"]
 
 

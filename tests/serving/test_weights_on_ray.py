@@ -98,7 +98,7 @@ def test_handoffs_go_on_and_replays_of_old_answers_accuse_nobody(service: Servic
 
 def test_weights_that_one_cannot_load_change_nothing(service: Service, tmp_path: Path, checkpoints: list[Path]) -> None:
     refused = admin(service, "POST", "weights", path=str(tmp_path / "nowhere"), weight_version="step-9")
-    assert refused.status_code == 409 and "Nothing has changed" in refused.json()["error"]["message"]
+    assert refused.status_code == 409 and "Nothing changed" in refused.json()["error"]["message"]
     same = admin(service, "POST", "weights", path=str(checkpoints[1]), weight_version="step-1")
     assert same.status_code == 409 and "give new weights a new name" in same.json()["error"]["message"]
     assert_made_by(answer(service, 2), "step-1", checkpoints[1])

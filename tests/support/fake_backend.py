@@ -318,7 +318,7 @@ class FakeBackend:
     def _unpack(self, handoff: Handoff) -> list[int]:
         raw = handoff.tobytes()
         if zlib.crc32(raw[4:]) != int.from_bytes(raw[:4], "little"):
-            raise HandoffRefused("damaged", "The handoff's checksum does not fit. Prefill again.")
+            raise HandoffRefused("damaged", "The handoff's checksum does not match. Prefill again.")
         packed = json.loads(raw[4:])
         theirs, ours = packed["fingerprint"], self.config.fingerprint
         if theirs != ours:

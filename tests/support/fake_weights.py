@@ -40,5 +40,5 @@ class FakeWeights:
     async def _take(self, *asked: Any) -> Outcome:
         self.asked.append(asked)
         if self.refuses:
-            raise UpdateRefused("Nothing has changed, the weights are 'default': r1: no such folder.")
+            raise UpdateRefused("Nothing changed; the weights are still 'default': r1: no such folder.")
         return Outcome(self.complete, await self.statuses())

@@ -276,6 +276,6 @@ async def test_what_vllm_does_not_take_is_refused_at_start(
         pytest.skip("no drafter changes that")
     dora = write_tiny_adapter(folder.parent / "dora", folder, seed=4, config={"use_dora": True})
     wrong = dataclasses.replace(settings, lora_modules={"dora": str(dora)})
-    with pytest.raises(ConfigError, match=r"vllm.lora_modules.dora is .*, which vLLM does not take: .*DoRA"):
+    with pytest.raises(ConfigError, match=r"vllm.lora_modules.dora is .*, which vLLM rejects: .*DoRA"):
         await VllmBackend(str(folder), "tiny", wrong).start()
     gc.collect()  # what vLLM leaves open is found here, where its warnings are put up with

@@ -76,7 +76,7 @@ async def _read_head(reader: asyncio.StreamReader) -> None:
     if status.split()[1] != "200":
         raise ServerFailed(f"{status}: {(await reader.read(2000)).decode(errors='replace')}")
     if not any(field.lower().replace(" ", "") == "transfer-encoding:chunked" for field in fields):
-        raise ServerFailed(f"the answer is no stream: {head}")
+        raise ServerFailed(f"the answer is not a stream: {head}")
 
 
 async def _read_chunk(reader: asyncio.StreamReader) -> bytes:

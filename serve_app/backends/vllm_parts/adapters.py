@@ -114,7 +114,7 @@ class Adapters:
         for one in self:
             if one.rank > most:
                 fix = "raise vllm.engine_args.max_lora_rank" if most < RANKS[-1] else "vLLM takes none of more"
-                raise ConfigError(f"{_field(one.adapter.name)} has rank {one.rank}, and {most} is the most: {fix}.")
+                raise ConfigError(f"{_field(one.adapter.name)} has rank {one.rank}; the maximum is {most}: {fix}.")
         largest = max(one.rank for one in self)
         num_slots = given.get("max_loras", len(self))
         return {
@@ -185,17 +185,17 @@ def _check_tensor(field: str, tensor: str, shape: tuple[int, ...], layers: Layer
         raise ConfigError(f"{field} changes {last}: {_NEVER[last]}. Train it without, or merge it into the model.")
     if not tensor.endswith((_A, _B)):
         raise ConfigError(
-            f"{field} holds {tensor}, which is no matrix of a LoRA, and which vLLM would pass over. Train it without "
+            f"{field} holds {tensor}, which is not a LoRA matrix, and which vLLM would ignore. Train it without "
             "modules_to_save and new tokens, or merge it into the model."
         )
     if _place(module) not in layers:
-        raise ConfigError(f"{field} changes {module}, which the model has not: it is of another model; leave it out.")
+        raise ConfigError(f"{field} changes {module}, which this model does not have; leave it out.")
     which, what = (-1, "inputs") if tensor.endswith(_A) else (0, "outputs")
     fitting = {whole[which] for whole in layers[_place(module)]}
     if fitting and shape[which] not in fitting:
         raise ConfigError(
             f"{field} changes {module} with {shape[which]} {what}, and the model's has "
-            f"{' or '.join(map(str, sorted(fitting)))}: it is of another model; leave it out."
+            f"{' or '.join(map(str, sorted(fitting)))}: it belongs to another model; leave it out."
         )
 
 
@@ -227,7 +227,7 @@ def _shapes(path: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
     with path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(_LENGTH_BYTES))
         if length > path.stat().st_size:
-            raise ValueError(f"{path.name} is no safetensors file")
+            raise ValueError(f"{path.name} is not a safetensors file")
         header: dict[str, Any] = json.loads(file.read(length))
     for name, entry in header.items():
         if name != "__metadata__":

@@ -72,8 +72,8 @@ def check_lm_head(folder: Path) -> None:
     (path, head), (_, embedding) = (found[name] for name in _TIED)
     if head.shape != embedding.shape or not bool((head == embedding).all()):
         raise ConfigError(
-            f"{path}: {_TIED[0]} and {_TIED[1]} differ, and config.json says that they are one, so vLLM would pass "
-            f"over the first; set `tie_word_embeddings` to false, or remove {_TIED[0]} from the file."
+            f"{path}: {_TIED[0]} and {_TIED[1]} differ, but config.json ties them, so vLLM would ignore the "
+            f"first; set `tie_word_embeddings` to false, or remove {_TIED[0]} from the file."
         )
 
 
@@ -88,8 +88,8 @@ def check_rotary(folder: Path) -> None:
         factor = place.get("partial_rotary_factor") if isinstance(place, Mapping) else None
         if factor not in (None, 1) and config.get("model_type") in _ROTATE_ALL:
             raise ConfigError(
-                f"{folder / 'config.json'}: `partial_rotary_factor` is {factor}, which vLLM would follow, and "
-                f"transformers does not in a {config['model_type']}; set it to 1, or take the file from its source."
+                f"{folder / 'config.json'}: `partial_rotary_factor` is {factor}, which vLLM would follow, but "
+                f"transformers ignores in a {config['model_type']}; set it to 1, or take the file from its source."
             )
 
 

@@ -139,11 +139,11 @@ class CopyConnector(KVConnectorBase_V1):
         for cache, ids in self._layers(copy.blocks):
             num_bytes = len(ids) * cache[0].numel() * cache.element_size()
             if begin + num_bytes > len(content):
-                raise ValueError("it is shorter than the blocks it is to fill.")
+                raise ValueError("it is shorter than the blocks to fill.")
             rows = torch.frombuffer(content[begin : begin + num_bytes], dtype=cache.dtype)
             rows = rows.view(len(ids), *cache.shape[1:])
             begin += num_bytes
             wanted = torch.tensor(ids[copy.first :], dtype=torch.long, device=cache.device)
             cache[wanted] = rows[copy.first :].to(cache.device)
         if begin != len(content):
-            raise ValueError("it is longer than the blocks it is to fill.")
+            raise ValueError("it is longer than the blocks to fill.")

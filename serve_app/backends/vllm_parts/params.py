@@ -57,14 +57,14 @@ def check(request: Request, *, speculates: bool, max_model_len: int, vocab_size:
     params.check_vocabulary(vocab_size)
     if params.reproducible:
         raise InvalidRequest(
-            "reproducible", "reproducible needs the coupled verifier, which the vllm engine has not; leave it out."
+            "reproducible", "reproducible needs the coupled verifier, which the vllm engine lacks; leave it out."
         )
     if speculates and request.score_from is None:
         for name, is_set in (("min_p", params.min_p > 0), ("logit_bias", bool(params.logit_bias))):
             if is_set:
                 raise InvalidRequest(
                     name,
-                    f"{name} is passed over by vLLM where it speculates; leave it out, or ask a server whose drafter "
+                    f"{name} is ignored by vLLM when it speculates; leave it out, or ask a server whose drafter "
                     "is none or whose engine is torch.",
                 )
 

@@ -47,9 +47,9 @@ def check_names(tool_parser: str | None, reasoning_parser: str | None) -> None:
         ("reasoning_parser", reasoning_parser, ReasoningParserManager.list_registered()),
     ):
         if name in _OF_HARMONY:
-            raise ConfigError(f"vllm.{field} is {name}, whose prompts are no chat template's; it is not served here.")
+            raise ConfigError(f"vllm.{field} is {name}, which uses no chat template; it is not supported here.")
         if name is not None and name not in known:
-            raise ConfigError(f"vllm.{field} is {name}, which the installed vLLM has not; it has {', '.join(known)}.")
+            raise ConfigError(f"vllm.{field} is {name}, which the installed vLLM lacks; it has {', '.join(known)}.")
 
 
 class VllmParsers:
@@ -197,7 +197,7 @@ def _refusing() -> Iterator[None]:
         yield
     except (VLLMClientError, ValueError) as error:
         field = getattr(error, "parameter", None) or "messages"
-        raise InvalidRequest(field, f"{field}: vLLM's parser does not take this: {error}") from error
+        raise InvalidRequest(field, f"{field}: vLLM's parser rejects this: {error}") from error
 
 
 @contextlib.contextmanager

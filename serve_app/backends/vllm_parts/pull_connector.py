@@ -157,7 +157,7 @@ class NixlConnector(NixlPullConnector):
         ours = zip(reported, self._sums(blocks), strict=True)
         same = all(np.array_equal(group[len(group) - len(sums) :], sums) for group, sums in ours)
         if not same:
-            _logger.warning("what was read for a handoff is not what was computed for it: %s", path)
+            _logger.warning("the blocks read for a handoff differ from those computed: %s", path)
         return same
 
     def _sums(self, blocks: Blocks) -> Iterator[np.ndarray[Any, Any]]:

@@ -191,7 +191,7 @@ def check_settings(config: EngineConfig, engine_args: Mapping[str, Any]) -> None
 
 def _check_drafter(drafter: DrafterConfig) -> None:
     if drafter.kind not in _KINDS:
-        raise ConfigError(f"drafter.kind {drafter.kind} is not among vLLM's: use {', '.join(_KINDS)}.")
+        raise ConfigError(f"drafter.kind {drafter.kind} is not supported by vLLM: use {', '.join(_KINDS)}.")
     if drafter.length == "dynamic" and drafter.kind == "suffix":
         raise ConfigError(
             "drafter.length must be static for drafter.kind suffix with engine.kind vllm, which drafts as far as the "
@@ -368,8 +368,8 @@ def check_build(settings: VllmSettings, *, cpu: bool, ray: bool = True, hidden: 
     ranks = ranks_of(settings.engine_args)
     if ranks.by_ray and not ray:
         raise ConfigError(
-            "vllm.engine_args.distributed_executor_backend is ray, but Ray knows no device of this build of vLLM (on a "
-            "CPU it knows none) to place its ranks by: remove it here."
+            "vllm.engine_args.distributed_executor_backend is ray, but Ray cannot place ranks of this build of vLLM "
+            "(nor of any build for a CPU): remove it here."
         )
     if not cpu and hidden and not ranks.by_ray:
         raise ConfigError(
@@ -378,7 +378,7 @@ def check_build(settings: VllmSettings, *, cpu: bool, ray: bool = True, hidden: 
         )
     if cpu and ranks.pipeline > 1:
         raise ConfigError(
-            f"vllm.engine_args.pipeline_parallel_size is {ranks.pipeline}, with which vLLM's CPU build ends at its "
+            f"vllm.engine_args.pipeline_parallel_size is {ranks.pipeline}, with which vLLM's CPU build crashes at its "
             "first token; split the model with tensor_parallel_size there."
         )
     if cpu and "block_size" in settings.given and block_size % _CPU_BLOCKS:
@@ -403,8 +403,8 @@ def check_build(settings: VllmSettings, *, cpu: bool, ray: bool = True, hidden: 
         )
     if cpu and settings.lora_modules and not settings.engine_args.get("enforce_eager"):
         raise ConfigError(
-            "vllm.lora_modules needs vllm.engine_args.enforce_eager: true on vLLM's CPU build: what it compiles cannot "
-            "be kept from computing requests without an adapter with one."
+            "vllm.lora_modules needs vllm.engine_args.enforce_eager: true on vLLM's CPU build: its compiled code "
+            "would compute requests without an adapter with one."
         )
 
 

@@ -54,11 +54,11 @@ class Sent:
             if getattr(self.manifest, name) != value:
                 raise HandoffRefused(
                     "manifest",
-                    f"The handoff was computed with something else ({name}: {getattr(self.manifest, name)}, not "
+                    f"The handoff was computed with other settings ({name}: {getattr(self.manifest, name)}, not "
                     f"{value}).",
                 )
         if (self.prompt, self.num_computed) != (_digest(prompt), len(prompt) - 1):
-            raise HandoffRefused("request", "The handoff is of another prompt.")
+            raise HandoffRefused("request", "The handoff belongs to another prompt.")
 
 
 def pack(
@@ -88,10 +88,10 @@ def unpack(handoff: Handoff) -> Sent:
     raw = np.ascontiguousarray(handoff).data
     middle, start = len(_MAGIC) + 8, len(_MAGIC) + 16
     if bytes(raw[: len(_MAGIC)]) != _MAGIC:
-        raise HandoffRefused("damaged", "This is no handoff of the vLLM engine. Use the same engine.kind in all pools.")
+        raise HandoffRefused("damaged", "This is not a vLLM handoff. Use the same engine.kind in all pools.")
     length, checksum = (int.from_bytes(raw[begin : begin + 8], "little") for begin in (len(_MAGIC), middle))
     if zlib.crc32(raw[start:]) != checksum:
-        raise HandoffRefused("damaged", "The handoff's checksum does not fit. Prefill again.")
+        raise HandoffRefused("damaged", "The handoff's checksum does not match. Prefill again.")
     try:
         header = json.loads(bytes(raw[start : start + length]))
         ends = np.cumsum([start + length, *header["sizes"]]).tolist()

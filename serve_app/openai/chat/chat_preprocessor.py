@@ -86,7 +86,7 @@ class ResponseParser:
         """An engine's refusal of the grammar that forces calls, with the field that it is made of; else None."""
         if not forces_calls(self.chat) or "rammar" not in error.message:
             return None
-        return InvalidRequest("tools", f"tools: the functions' schemas cannot be kept to: {error.message}")
+        return InvalidRequest("tools", f"tools: the functions' schemas cannot be enforced: {error.message}")
 
 
 class ChatPreprocessor:
@@ -118,7 +118,9 @@ class ChatPreprocessor:
         changed = first_not_float(chat.variables, "chat_template_kwargs")
         if changed is not None:
             path, number = changed
-            raise InvalidRequest(path, f"{path}: {number[:40]} is no number that a template can hold; send it as text.")
+            raise InvalidRequest(
+                path, f"{path}: {number[:40]} is not a number that a template can hold; send it as text."
+            )
         return dataclasses.replace(chat, variables=_effort(wire.reasoning_effort, template) | dict(chat.variables))
 
     def answers(self, chat: ChatPrompt, prompt: Sequence[int], form: Structure | None) -> ResponseParser | None:
@@ -126,7 +128,7 @@ class ChatPreprocessor:
         content.
 
         Raises:
-            UnsupportedParameter: the form that is asked for cannot begin behind the model's reasoning.
+            UnsupportedParameter: the form that is asked for cannot start after the model's reasoning.
         """
         parsers, form = self._parsers, call_form(chat) if forces_calls(chat) else form
         finds_calls = parsers is not None and parsers.reads_tools
@@ -162,8 +164,8 @@ class ChatPreprocessor:
             field = "tools" if wire.tool_choice is None else "tool_choice"
             raise UnsupportedParameter(
                 field,
-                f"{field}: whether to call a tool is left to the model, and its chat template writes calls in none of "
-                f"the formats that are read here: {', '.join(one.title for one in FORMATS)}. Send tool_choice = "
+                f"{field}: the model decides whether to call a tool, and its chat template writes calls in none of "
+                f"the supported formats: {', '.join(one.title for one in FORMATS)}. Send tool_choice = "
                 "required or a function; or set engine.kind: vllm and vllm.tool_parser in the server's configuration, "
                 f"or model.chat_template to a template of such a format (for ChatML models {shipped}).",
             )
@@ -181,6 +183,6 @@ def _effort(effort: str | None, template: ChatTemplate) -> dict[str, Any]:
     known = {name: value for name, value in reported.items() if name in template.variables}
     if not known and effort != "none":
         raise UnsupportedParameter(
-            "reasoning_effort", "reasoning_effort: the model's chat template has nothing to say how much to reason."
+            "reasoning_effort", "reasoning_effort: the model's chat template has no setting for the effort."
         )
     return known

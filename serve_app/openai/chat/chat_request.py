@@ -86,7 +86,7 @@ class ChatCompletionRequest(WireRequest):
             return
         if self.structure is not None:
             name = self._structure_parameter
-            raise InvalidRequest(name, f"{name} asks for a form in which no tool can be called; send it without tools.")
+            raise InvalidRequest(name, f"{name} leaves no room for tool calls; send it without tools.")
         if choice not in (None, "auto"):
             self._check_structure("tool_choice")
 

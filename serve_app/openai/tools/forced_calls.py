@@ -81,7 +81,7 @@ def _answer(form: Structure) -> str:
         return f"answer: {' | '.join(map(json.dumps, json.loads(form.text)))}"
     field = f"structured_outputs.{form.kind}"
     raise UnsupportedParameter(
-        field, f"{field} cannot begin behind the model's reasoning; use json or choice, or ask for no reasoning."
+        field, f"{field} cannot start after the model's reasoning; use json or choice, or ask for no reasoning."
     )
 
 

@@ -101,7 +101,7 @@ async def test_nothing_of_a_client_is_shown_unless_asked(client: httpx.AsyncClie
 async def test_what_is_no_batch_is_refused(client: httpx.AsyncClient, body: bytes) -> None:
     reply = await client.post("/v1/exchanges", content=body)
     assert reply.status_code == 400
-    assert "no batch of exchanges" in reply.text
+    assert "not a batch of exchanges" in reply.text
     assert (await client.get("/health")).is_success
 
 

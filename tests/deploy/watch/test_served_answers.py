@@ -322,7 +322,7 @@ def json_form(schema: dict[str, Any], **more: Any) -> dict[str, Any]:
         ({"stop": "STOP"}, "before STOP after", "its text goes on behind stop string 0, or holds it"),
         ({"stop": "STOP", "min_tokens": 9}, "before STOP after", ""),  # how far it was searched is the server's to know
         ({"stop": "STOP", "echo": True}, "before STOP after", ""),
-        ({"response_format": {"type": "json_object"}}, "[1]", "it is no JSON object"),
+        ({"response_format": {"type": "json_object"}}, "[1]", "it is not a JSON object"),
         ({"response_format": {"type": "json_object"}, "tools": [{}]}, "[1]", ""),
         ({"response_format": json_form({"type": "null"})}, "1", "it breaks `type` of its JSON schema"),
         ({"response_format": json_form({"type": "null"}, strict=False)}, "1", ""),
@@ -467,7 +467,7 @@ HOLDS_HALT = HOLDS_STOP.replace("0", "1")
         (JSON_OBJECT | {"stop_token_ids": [20]}, '{"a": 1', 20, ""),
         (JSON_OBJECT | {"stop_token_ids": [20]}, '{"a": 1', None, ""),
         (JSON_OBJECT, '{"a": 1', 20, ""),
-        (JSON_OBJECT, "[1", 20, "it is no JSON object"),
+        (JSON_OBJECT, "[1", 20, "it is not a JSON object"),
         ({"response_format": json_form({"oneOf": [{}, {}]})}, "1", None, ""),  # read as anyOf
         ({"response_format": json_form({"anyOf": [{}], "type": "null"})}, "1", None, ""),
         (

@@ -58,7 +58,7 @@ def test_the_commands_on_logs_show_the_lines_that_match(command: str, tmp_path: 
     lines = [
         "replay of cmpl-1 failed: out of memory",
         "The referee at http://r cannot be reached (ClientError); trying again.",
-        "the referee did not find what was changed (seed) in cmpl-1, replayed by p: its verdict was verified",
+        "the referee missed the change (seed) made to cmpl-1, replayed by p: its verdict was verified",
         "The server refuses return_token_ids; asking for less (dialect vllm).",
     ]
     kubectl.write_text(

@@ -344,7 +344,7 @@ def test_a_key_has_so_many_prompt_tokens(guarded: Guarded) -> None:
     assert guarded.ask("/v1/completions", "short", PROMPT | {"prompt": [5] * 8}).status_code == 200
     refused = error_of(guarded.ask("/v1/completions", "short", PROMPT | {"prompt": [5] * 9}), 400)
     assert (refused["param"], refused["code"]) == ("prompt", "context_length_exceeded")
-    assert "9 tokens, and may have 8" in refused["message"]
+    assert "9 tokens; the limit is 8" in refused["message"]
 
 
 def test_a_priority_is_asked_for_within_what_the_key_may(guarded: Guarded) -> None:
@@ -436,7 +436,7 @@ def test_the_service_has_a_limit_for_prompts_too(serve_fake: ServeFake) -> None:
     ):
         refused = error_of(served.post(path, **body), 400)
         assert (refused["param"], refused["code"]) == (param, "context_length_exceeded")
-        assert "may have 6" in refused["message"]
+        assert "the limit is 6" in refused["message"]
     assert not served.source.requests[1:], "none of a body is begun where one of its prompts is refused"
 
 

@@ -168,9 +168,9 @@ def test_every_key_is_compared_whichever_fits(tmp_path: Path, monkeypatch: pytes
 
 def test_the_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     path = file_with(tmp_path / "keys.yaml", alice={})
-    with pytest.raises(ConfigError, match="there is a key alice already"):
+    with pytest.raises(ConfigError, match="the key alice already exists"):
         create_key(path, "alice", [Scope.USER], None, KeyLimits())
-    with pytest.raises(ConfigError, match="is no id"):
+    with pytest.raises(ConfigError, match="is not an id"):
         create_key(path, "a\nb", [Scope.USER], None, KeyLimits())
     with pytest.raises(ConfigError, match="there is no key bob"):
         revoke_key(path, "bob")

@@ -46,7 +46,12 @@ def args(**vllm: Any) -> dict[str, Any]:
     ("vllm", "changes", "field", "message"),
     [
         ({"lora_modules": {"chat": "/a"}}, {}, "vllm.lora_modules.chat", "the name of the model itself"),
-        ({"lora_modules": {"a": "/a"}}, {"engine": {}}, "vllm.lora_modules", "which engine.kind torch has not: set it"),
+        (
+            {"lora_modules": {"a": "/a"}},
+            {"engine": {}},
+            "vllm.lora_modules",
+            "which engine.kind torch does not serve: set it",
+        ),
         ({"lora_modules": {"a": ""}}, {}, "vllm.lora_modules.a", "at least 1 character"),
         ({"lora_modules": {"two words": "/a"}}, {}, "vllm.lora_modules", "'two words': give a name without spaces"),
         ({"lora_modules": {"": "/a"}}, {}, "vllm.lora_modules", "give a name without spaces"),
@@ -107,13 +112,13 @@ def test_vllm_makes_room_for_all_and_wraps_only_what_they_change(model: Path, sq
     assert both.arguments({"max_loras": 4})["max_cpu_loras"] == 4
     with pytest.raises(
         ConfigError,
-        match=r"lora_modules.legal has rank 10, and 8 is the most: raise "
+        match=r"lora_modules.legal has rank 10; the maximum is 8: raise "
         r".*max_lora_rank",
     ):
         both.arguments({"max_lora_rank": 8})
     assert Adapters({}).arguments({}) == {}
     pattern = write_tiny_adapter(tmp_path / "p", model, seed=2, config={"rank_pattern": {"q_proj": 700}})
-    with pytest.raises(ConfigError, match="rank 700, and 512 is the most: vLLM takes none"):
+    with pytest.raises(ConfigError, match="rank 700; the maximum is 512: vLLM takes none"):
         read_adapters({"p": str(pattern)}, model).arguments({})
 
 
@@ -146,8 +151,8 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         "of the type IA3; only LORA",
     ),
     "no tensors": (changed(lambda _: {}), "is empty"),
-    "a layer too many": (renamed("layers.1.", "layers.7."), "layers.7.mlp.down_proj, which the model has not"),
-    "another name": (renamed("q_proj", "query"), "query, which the model has not"),
+    "a layer too many": (renamed("layers.1.", "layers.7."), "layers.7.mlp.down_proj, which this model does not have"),
+    "another name": (renamed("q_proj", "query"), "query, which this model does not have"),
     "the head": (renamed("layers.0.self_attn.q_proj", "lm_head"), "changes lm_head: vLLM does that where it samples"),
     "the embeddings": (
         changed(lambda tensors: {**tensors, "base_model.model.model.embed_tokens.lora_embedding_A": torch.zeros(4, 8)}),
@@ -155,17 +160,17 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "whole weights": (
         changed(lambda tensors: {**tensors, f"{Q}.weight": torch.zeros(64, 64)}),
-        "no matrix of a LoRA, and which vLLM would pass over",
+        "not a LoRA matrix, and which vLLM would ignore",
     ),
     "a table with new tokens": (
         changed(
             lambda tensors: {**tensors, "base_model.model.model.embed_tokens.base_layer.weight": torch.zeros(9, 4)}
         ),
-        "no matrix of a LoRA, and which vLLM would pass over",
+        "not a LoRA matrix, and which vLLM would ignore",
     ),
     "magnitudes": (
         changed(lambda tensors: {**tensors, f"{Q}.lora_magnitude_vector": torch.zeros(64)}),
-        "no matrix of a LoRA",
+        "not a LoRA matrix",
     ),
     "fewer inputs": (
         changed(lambda tensors: {**tensors, f"{Q}.lora_A.weight": torch.zeros(4, 32)}),

@@ -112,7 +112,7 @@ def test_an_lm_head_that_vllm_would_pass_over_is_refused(tmp_path: Path) -> None
         save_file({"lm_head.weight": head}, folder / "head.safetensors")
         if fits:
             checkpoint.check_lm_head(folder)
-    with pytest.raises(ConfigError, match=r"head\.safetensors: lm_head\.weight .*vLLM would pass over"):
+    with pytest.raises(ConfigError, match=r"head\.safetensors: lm_head\.weight .*vLLM would ignore"):
         checkpoint.check_lm_head(folder)
     config = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": False}
     (folder / "config.json").write_text(json.dumps(config))
@@ -161,7 +161,7 @@ def test_the_cpu_build_runs_ranks_of_one_stage_and_one_node() -> None:
     config = parse_args(args()).engine_config("decode")
     for engine_args, message in (
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size is 2, .* split the model with tensor_parallel_size"),
-        ({"distributed_executor_backend": "ray"}, "distributed_executor_backend is ray, but Ray knows no device"),
+        ({"distributed_executor_backend": "ray"}, "distributed_executor_backend is ray, but Ray cannot place ranks"),
     ):
         with pytest.raises(ConfigError, match=message):
             settings.check_build(VllmSettings(config, engine_args=engine_args), cpu=True, ray=False)

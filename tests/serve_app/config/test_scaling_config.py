@@ -124,9 +124,11 @@ def test_wrong_overrides_are_reported_with_the_fix(
 def test_wrong_pools_are_reported_with_the_fix() -> None:
     with pytest.raises(ConfigError, match=r"args\.pools\.decode\.replicas: is set beside autoscaling; remove one"):
         parse_args({"model": {"source": "x"}, "pools": {"decode": {"replicas": 2, "autoscaling": BY_LOAD}}})
-    with pytest.raises(ConfigError, match="target_ongoing_requests: means nothing to policy load; remove it or change"):
+    with pytest.raises(
+        ConfigError, match="target_ongoing_requests: has no effect with policy load; remove it or change"
+    ):
         parse_args({"model": {"source": "x"}, "pools": {"decode": {"autoscaling": AUTO}}})
-    with pytest.raises(ConfigError, match="target_kv_usage: means nothing to policy requests"):
+    with pytest.raises(ConfigError, match="target_kv_usage: has no effect with policy requests"):
         parse_args({"model": {"source": "x"}, "pools": {"decode": {"autoscaling": {**BY_LOAD, "policy": "requests"}}}})
     scale = {"min_replicas": 2, "max_replicas": 1}
     with pytest.raises(ConfigError, match=r"min_replicas: must be at most max_replicas \(1\); lower it"):

@@ -118,11 +118,11 @@ async def test_what_is_replayed_is_replayed_for_the_request_that_asked(
 
 
 async def test_an_update_is_refused_with_the_coordinators_own_error(client: ControllerClient) -> None:
-    with pytest.raises(UpdateRefused, match="is what is served") as refused:
+    with pytest.raises(UpdateRefused, match="is already served") as refused:
         await client.weights.update(WeightsRef(0, "default", "/m"), PauseMode.ABORT, 1.0)
     assert type(refused.value) is UpdateRefused, "not Ray's, whose message is a traceback"
     await client.weights.stage(WeightsRef(0, "default", "/m"))
-    with pytest.raises(UpdateRefused, match="is what is served"):
+    with pytest.raises(UpdateRefused, match="is already served"):
         await client.weights.finish("")
     assert not (await client.weights.pause(PauseMode.KEEP, 0.0)).complete, "no replica has reported"
 
@@ -136,7 +136,7 @@ async def test_a_trainers_shards_become_an_update(client: ControllerClient, monk
         tensors = [("w", torch.zeros(4))]
         await asyncio.to_thread(rl.push_weights, tensors, weight_version=version, app_name="a", timeout_s=0.0)
 
-    with pytest.raises(UpdateRefused, match="'default' is what is served"):
+    with pytest.raises(UpdateRefused, match="'default' is already served"):
         await push("default")
     with pytest.raises(UpdateRefused, match="did not load them within 0 s"):
         await push("v1")
@@ -170,7 +170,7 @@ async def test_a_controller_that_does_not_answer_keeps_nothing(monkeypatch: pyte
     "name", ["ReplicaRegistry.on_heartbeat", "StatusBook.__init__", "Controller._run", "report", ""]
 )
 async def test_what_no_client_offers_is_refused(controller: Controller, name: str) -> None:
-    with pytest.raises(LookupError, match="answers no call"):
+    with pytest.raises(LookupError, match="has no call"):
         await controller.call(name, controller_client.carried(), None)
 
 

@@ -577,7 +577,7 @@ async def test_developer_messages_and_text_parts_reach_the_template(tokenizer: T
         (completion(model="other"), ModelNotFound, "model", "served: m"),
         (completion(prompt=[5] * 100), ContextLengthExceeded, "prompt", "100 tokens, and prompt has 100"),
         (chat(max_completion_tokens=99), ContextLengthExceeded, "max_completion_tokens", "may be at most"),
-        (completion(prompt=[5] * 60, max_tokens=41), ContextLengthExceeded, "max_tokens", "60 of prompt with 41"),
+        (completion(prompt=[5] * 60, max_tokens=41), ContextLengthExceeded, "max_tokens", "60 of prompt and 41"),
         (completion(prompt=[5, 9999]), InvalidRequest, "prompt", "token id 9999"),
         (completion(prompt=[[5], [-1]]), InvalidRequest, "prompt", "token id -1"),
         (completion(stop_token_ids=[9999]), InvalidRequest, "stop_token_ids", "from 0 to"),

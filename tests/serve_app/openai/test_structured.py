@@ -328,7 +328,7 @@ BAD: dict[str, tuple[Structure, str]] = {
     "not JSON": (Structure("json_schema", "{type: string}"), "key must be a string"),
     "not a schema": (Structure("json_schema", "[1]"), "bject"),
     "unknown type": (Structure("json_schema", '{"type": "text"}'), "Invalid type"),
-    "not supported": (Structure("json_schema", '{"items": {"not": {}}}'), "items.not cannot be kept to"),
+    "not supported": (Structure("json_schema", '{"items": {"not": {}}}'), "items.not cannot be enforced"),
     "never": (Structure("json_schema", '{"type": "integer", "minimum": 2, "maximum": 1}'), "nsatisfiable"),
     "elsewhere": (Structure("json_schema", '{"$ref": "http://example.org/schema"}'), "example.org"),
     "remainders": (Structure("json_schema", '{"multipleOf": 9973, "allOf": [{"multipleOf": 9967}]}'), "remainders"),
@@ -382,7 +382,7 @@ def test_an_ordinary_divisor_is_fine(compiler: StructureCompiler, tokens: list[b
 
 
 def test_a_model_without_an_end_cannot_keep_to_a_structure(folder: Path) -> None:
-    with pytest.raises(InvalidRequest, match="no end of text"):
+    with pytest.raises(InvalidRequest, match="no end-of-text token"):
         StructureCompiler(folder, VOCAB_SIZE, ())(Structure("json_object"))
 
 

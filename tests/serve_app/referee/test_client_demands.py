@@ -52,7 +52,7 @@ def said(text: str, *, reason: str = "stop", **more: Any) -> Delivered:
         ({"bad_words": ["bc"]}, said("abcd"), "a bad word ends with token 2"),
         ({"bad_words": ["bx", "cd"]}, said("abcd"), "a bad word ends with token 3"),
         ({"bad_words": ["bd"]}, said("abcd"), ""),
-        ({"response_format": {"type": "json_object"}}, said("[1]"), "it is no JSON object"),
+        ({"response_format": {"type": "json_object"}}, said("[1]"), "it is not a JSON object"),
         ({"response_format": {"type": "text"}}, said("[1]"), ""),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "null"}}}},
@@ -96,10 +96,10 @@ LATE = "it ended before its reasoning did"
         (YES, "hm</t>no", TOKEN, "it is none of its choices"),
         (YES, "hm</t>\n\nyes", replace(THOUGHT, content="\n\nyes"), ""),
         (YES, "<t>hm</t>\n yes, sir ", replace(THOUGHT, content="yes, sir"), ""),  # as some parsers have it
-        (JSON_FORM, "hm</t>[1]", replace(THOUGHT, content="[1]"), "it is no JSON object"),
+        (JSON_FORM, "hm</t>[1]", replace(THOUGHT, content="[1]"), "it is not a JSON object"),
         (JSON_FORM, 'hm</t> {"a": 1}', replace(THOUGHT, content='{"a": 1}'), ""),
         (JSON_FORM, "{}", Parsed("{}"), ""),
-        (JSON_FORM, "[]", Parsed("[]"), "it is no JSON object"),
+        (JSON_FORM, "[]", Parsed("[]"), "it is not a JSON object"),
         (JSON_FORM, "no</t>", Parsed(""), ""),  # no parser of ours reads reasoning where there is to be none
         (JSON_FORM, "hm", Parsed("", thought_end="</t>"), LATE),
         (JSON_FORM, "hm", Parsed("hm", thought_end="</t>", thought_end_id=1), LATE),
@@ -122,7 +122,7 @@ def test_a_structure_is_looked_for_behind_the_reasoning(
     ("text", "parsed", "found"),
     [
         ("hm", Parsed("", thought_end="</t>"), ""),
-        ("hm</t>So", replace(THOUGHT, content="So"), "it is no JSON object"),
+        ("hm</t>So", replace(THOUGHT, content="So"), "it is not a JSON object"),
         ("hm</t>So", Parsed("So", thought_end="</t>", thought_end_id=1), ""),  # the model spelt it, and goes on
         ('hm</t>{"a', replace(THOUGHT, content='{"a'), ""),
     ],

@@ -87,7 +87,7 @@ async def test_an_answer_without_rounds_says_that_its_draws_were_not_checked(rea
     for rounds in ((), answer.rounds[:-1]):
         checked = await real.checker.check(dataclasses.replace(answer, rounds=rounds))
         assert "draws" not in checked.checks and checked.verdict is Verdict.VERIFIED
-        assert checked.to_wire()["draws"]["unchecked"] == "the engine did not report how it drew"
+        assert checked.to_wire()["draws"]["unchecked"] == "the engine did not report how it sampled"
 
 
 def test_the_tolerance_follows_the_noise_of_the_pair() -> None:

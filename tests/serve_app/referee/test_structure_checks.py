@@ -22,7 +22,7 @@ TYPE = "it breaks `type` of its JSON schema"
     ("kind", "text", "answer", "found"),
     [
         ("json_object", "", '{"a": 1}', ""),
-        ("json_object", "", "[1]", "it is no JSON object"),
+        ("json_object", "", "[1]", "it is not a JSON object"),
         ("json_object", "", '{"a": NaN}', "it is not JSON"),
         ("json_object", "", '{"a": 1e99999999999999999999}', ""),  # JSON, which no arithmetic holds
         ("json_object", "", '{"a": ' + "1" * 5000 + "}", ""),

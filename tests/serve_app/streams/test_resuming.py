@@ -52,7 +52,7 @@ class Replicas:
         number = len(self.calls)
         self.calls.append(([one.request_id for one in requests], dict(emitted)))
         if number in self.full:
-            raise EngineOverloaded("All replicas are busy; try again soon.", retry_after_s=7.0)
+            raise EngineOverloaded("All replicas are busy. Retry later.", retry_after_s=7.0)
         left = self.deaths[number] if number < len(self.deaths) else NEVER
         source = self.sources[number % len(self.sources)]
         tokens = source.go_on(requests, emitted) if emitted else source.stream(requests)

@@ -186,7 +186,7 @@ def test_the_api_names_the_field_that_a_schema_came_in() -> None:
         "guided_grammar": {"guided_grammar": f"start: %json {json.dumps(schema)}"},
     }
     for field, fields in sent.items():
-        with pytest.raises(InvalidRequest, match=r"properties\.a\.minProperties: 4 cannot be kept") as caught:
+        with pytest.raises(InvalidRequest, match=r"properties\.a\.minProperties: 4 cannot be enforced") as caught:
             parse(json.dumps({"model": "m", "prompt": "a", **fields}).encode(), CompletionRequest)
         assert caught.value.field == field
 

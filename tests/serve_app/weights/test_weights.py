@@ -84,7 +84,7 @@ async def test_one_replica_that_cannot_load_them_calls_it_off_for_all() -> None:
     await begun(app)
     app.report("p", loaded=1, loaded_fingerprint="f1")
     app.report("d1", failed=1, reason="no such folder")
-    with pytest.raises(UpdateRefused, match=r"Nothing has changed, the weights are 'default': d1: no such folder"):
+    with pytest.raises(UpdateRefused, match=r"Nothing changed; the weights are still 'default': d1: no such folder"):
         await update
     assert app.report("p") == DesiredState(CONFIGURED), "what was loaded is to be dropped"
     app.report("p", loaded=None)
@@ -172,7 +172,7 @@ async def test_two_updates_at_once_and_an_old_name_are_refused() -> None:
     with pytest.raises(UpdateRefused, match="'v1' is under way"):
         await app.coordinator.update(dataclasses.replace(NEW, version="v2"))
     update.cancel()
-    with pytest.raises(UpdateRefused, match="'default' is what is served"):
+    with pytest.raises(UpdateRefused, match="'default' is already served"):
         await App("d1").coordinator.update(dataclasses.replace(NEW, version="default"))
 
 
@@ -204,7 +204,7 @@ async def test_a_desk_that_has_just_begun_waits_for_what_the_last_one_decided() 
     app.clock.now += 4
     load = await begun(app)
     assert (load.version, load.number) == ("v1", 4)
-    with pytest.raises(UpdateRefused, match="The update to 'v1' is under way"):
+    with pytest.raises(UpdateRefused, match="The update to 'v1' is in progress"):
         await same
     for name in app.stands:
         app.report(name, loaded=4, loaded_fingerprint="f4")
@@ -521,7 +521,7 @@ async def test_what_is_damaged_or_missing_on_the_wire_is_refused(tmp_path: Path)
 
 async def test_staged_weights_are_brought_when_they_are_finished() -> None:
     app = App("p")
-    with pytest.raises(UpdateRefused, match="/update_weights comes before"):
+    with pytest.raises(UpdateRefused, match="POST /update_weights before"):
         await app.coordinator.finish("")
     app.coordinator.stage(WeightsRef(0, "", path="/models/step"))
     finished = asyncio.create_task(app.coordinator.finish(""))

@@ -117,7 +117,7 @@ def test_one_file_adds_a_drafter_and_the_distribution_stays() -> None:
 
 @pytest.mark.usefixtures("_echo")
 def test_vllm_does_not_have_it() -> None:
-    with pytest.raises(ConfigError, match=r"drafter.kind echo is not among vLLM's: use none, ngram, suffix"):
+    with pytest.raises(ConfigError, match=r"drafter.kind echo is not supported by vLLM: use none, ngram, suffix"):
         check_settings(EngineConfig(drafter=DrafterConfig(kind="echo")), {})
 
 

@@ -201,7 +201,7 @@ def test_to_ask_for_likely_tokens_is_to_ask_for_logprobs(
         ("messages.2: a", "input.4: a"),
         ("and messages has 9 tokens", "and input has 9 tokens"),
         ("max_completion_tokens may be", "max_output_tokens may be"),
-        ("response_format.json_schema goes", "text.format goes"),
+        ("response_format.json_schema and type", "text.format and type"),
         ("tools.3.function.name", "tools.3.name"),
         ("reasoning_effort: none", "reasoning.effort: none"),
     ],

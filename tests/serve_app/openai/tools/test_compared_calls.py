@@ -99,7 +99,7 @@ async def test_calls_that_may_not_be_made_are_reported(tooled: Tokenizer, monkey
         ({"structured_outputs": {"choice": ["yes", "no"]}}, "so|maybe", ["it is none of its choices"]),
         ({"structured_outputs": {"choice": ["yes", "no"]}}, "so", ["it ended before its reasoning did"]),
         ({"response_format": {"type": "json_object"}}, 'so|{"a": 1}', []),
-        ({"response_format": {"type": "json_object"}}, "so|[1]", ["it is no JSON object"]),
+        ({"response_format": {"type": "json_object"}}, "so|[1]", ["it is not a JSON object"]),
         ({"response_format": {"type": "json_object"}}, "so|[1|]", []),  # where the reasoning ended is not certain
         ({"response_format": {"type": "json_object"}, "max_tokens": 2}, "so and so|[1]", []),
         (REQUIRED, "so|" + listed(("weather", GOOD)), []),

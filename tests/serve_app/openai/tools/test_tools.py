@@ -575,7 +575,7 @@ async def test_schemas_that_no_form_can_be_made_of_are_blamed_on_the_tools(
     end, source, _ = front(tooled)
     source.stream = compiling(compiler)  # type: ignore[method-assign]
     wrong = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"$ref": "#/$defs/no"}}}}}
-    with pytest.raises(InvalidRequest, match="cannot be kept to") as caught:
+    with pytest.raises(InvalidRequest, match="cannot be enforced") as caught:
         await ask(end, tools=[wrong], tool_choice="required")
     assert caught.value.field == "tools"
 
