@@ -39,6 +39,7 @@ from speculative.stats import EngineUsage, StepStats
 from speculative.step.checked_sampler import CheckedSampler
 from speculative.step.eager_step import EagerStep
 from speculative.step.executor import StepExecutor
+from speculative.step.prompt_scorer import PromptScorer
 from speculative.step.runner import ModelRunner
 from speculative.step.sampler import Sampler
 from speculative.vocabulary.kernel_ops import choose_ops
@@ -110,7 +111,8 @@ class EngineCore:
             runner = self.graphs.runner
             if self.device.type == "cuda":
                 self.graphs.capture_all()
-        self.eager = EagerStep(self.config, runner, drafter, self.checked_sampler, self._constraint)
+        scorer = PromptScorer(self.config.logprobs_mode, self.sampler, self._constraint)
+        self.eager = EagerStep(self.config, runner, drafter, self.checked_sampler, scorer)
         steps = (self.eager,) if self.graphs is None else (self.graphs, self.eager)
         self.executor = StepExecutor(steps, self.stats)
 

@@ -833,11 +833,11 @@ def _scored_ids_of_the_row_before(engine: EngineCore) -> None:
 
 @mutant("F11 the prompt's likeliest tokens go by other ids", "requests")
 def _prompt_ids_of_other_tokens(engine: EngineCore) -> None:
-    def scoring(score: Any, entry: Any, row_start: int, hidden: Any) -> Any:
-        logprobs, replayed = score(entry, row_start, hidden)
+    def scoring(score: Any, entry: Any, row_start: int, hidden: Any, *parts: Any) -> Any:
+        logprobs, replayed = score(entry, row_start, hidden, *parts)
         return tuple(_renamed(one, engine.model.vocab_size) for one in logprobs), replayed
 
-    _wrap(engine.eager, "_score", scoring)
+    _wrap(engine.eager.scorer, "score", scoring)
 
 
 @mutant("F10 logits modified in place", "requests")
@@ -851,11 +851,11 @@ def _logits_modified_in_place(engine: EngineCore) -> None:
 
 @mutant("F11 prompt logprobs damaged at chunk borders", "requests")
 def _prompt_logprobs_at_chunk_borders(engine: EngineCore) -> None:
-    def scoring(score: Any, entry: Any, row_start: int, hidden: Any) -> Any:
+    def scoring(score: Any, entry: Any, row_start: int, hidden: Any, *parts: Any) -> Any:
         later_chunk = entry.sequence.num_computed > 0
-        return score(entry, row_start, hidden.roll(1, 0) if later_chunk else hidden)
+        return score(entry, row_start, hidden.roll(1, 0) if later_chunk else hidden, *parts)
 
-    _wrap(engine.eager, "_score", scoring)
+    _wrap(engine.eager.scorer, "score", scoring)
 
 
 @mutant("F16 a row of NaN becomes a token", "requests")
