@@ -97,7 +97,7 @@ class EngineCore:
         )
 
     def _make_executor(self, decoder: Decoder, draft_model: DraftModel | None, weightless: Drafter) -> None:
-        """What runs the steps, drafting by a model or else `weightless`; nothing holds old weights any more."""
+        """Build the steps and their executor, drafting by a model or else by `weightless`; drop all old weights."""
         neural = None if draft_model is None else self._model_drafter(draft_model)
         drafter = neural or weightless
         self._decoder = decoder
@@ -220,7 +220,7 @@ class EngineCore:
         """Take a held request out, as bytes that another engine can insert. Its blocks become free.
 
         Raises:
-            EngineFault: what was computed are no numbers; it leaves neither by handoff nor by the prefix cache.
+            EngineFault: the KV contains NaN or infinity; it is neither exported nor cached.
         """
         sequence = self.scheduler.find(request_id)
         if sequence is None or sequence.phase is not Phase.HELD:
@@ -260,7 +260,7 @@ class EngineCore:
         return self._make_constraint(structure)
 
     def set_speculation(self, speculation: Speculation) -> None:
-        """Who may draft from the next step on; what is under way goes on, and its distribution stays as it is."""
+        """Set which requests may draft from the next step on; running requests go on, and keep their distribution."""
         self.scheduler.speculation = speculation
 
     def invalidate_cache(self) -> None:

@@ -247,7 +247,7 @@ def _vllm_settings(plan: BenchPlan, options: "_Options") -> dict[str, Any]:
 
 
 def _vllm_environment(python: str, options: "_Options") -> dict[str, str]:
-    """As its documentation has it run on a CPU: with tcmalloc and Intel's OpenMP preloaded, where installed."""
+    """Return the environment that vLLM's documentation advises for a CPU: tcmalloc and Intel's OpenMP, if installed."""
     found = _VLLM_ENVIRONMENT | {"VLLM_CPU_OMP_THREADS_BIND": options.text("bind", "nobind")}
     if options.choice("preload", ("yes", "no")) == "no":
         return found

@@ -51,7 +51,7 @@ class Can:
     metrics: str | None = None  # prefix of its metrics' names
 
     def reported(self) -> dict[str, Any]:
-        """As a dict, for a report."""
+        """Return a dict, for a report."""
         return dataclasses.asdict(self)
 
 

@@ -125,7 +125,7 @@ def _read(values: Mapping[str, Any]) -> Json:
 
 
 def _untested(body: Json, fields: Sequence[str]) -> str:
-    """Why the distribution of the answers cannot be computed again, "" = it can."""
+    """Return why the distribution of the answers cannot be computed again; "" = it can."""
     if _has_form(body):
         return "response_format: the server's own grammar decides what is allowed"
     if _has_to_call(body):

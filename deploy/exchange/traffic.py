@@ -18,7 +18,7 @@ SETTINGS: tuple[Mapping[str, Any], ...] = (
     {"temperature": 0.8, "min_p": 0.05},
     {"temperature": 1.0, "frequency_penalty": 0.5, "presence_penalty": 0.3},
 )
-"""How requests are sampled, one after the other."""
+"""Sampling parameters of the requests, in turn."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -159,7 +159,7 @@ def _zero_imported(engine: EngineCore, name: str, places: Any) -> None:
 
 @mutant("F1 stale drafts near the length limit", "requests", max_model_len=96)
 def _stale_drafts_at_the_limit(engine: EngineCore) -> None:
-    """Where drafts no longer fit, the step runs on the last draft of the step before instead of the pending token."""
+    """A step in which drafts no longer fit reads the last draft of the step before instead of the pending token."""
     last_draft: dict[str, int] = {}
 
     def change(step_input: StepInput, batch: Batch) -> StepInput:
@@ -217,7 +217,7 @@ def _handoff_without_drafter_kv(engine: EngineCore) -> None:
 
 @mutant("F14 blocks of the prefix cache lack the drafter's keys and values", "drafted requests")
 def _cached_blocks_without_drafter_kv(engine: EngineCore) -> None:
-    """What is shared of the target's is right; the drafter believes that its own rows are there."""
+    """Shared rows of the target are right; the drafter believes that its own are there."""
     drafter: Any = engine.drafter
 
     def beginning(begin: Any, sequence: Sequence) -> Any:
@@ -782,7 +782,7 @@ def _zero_logprobs(engine: EngineCore) -> None:
 
 
 def _shifted(nats: float) -> Install:
-    """All that is reported is so much too low, as where another normalizer is subtracted from the logits."""
+    """Reported logprobs are so much too low, as if another normalizer were subtracted from the logits."""
 
     def shift(entry: TokenLogprobs) -> TokenLogprobs:
         top, scored = (tuple((token, own - nats) for token, own in part) for part in (entry.top, entry.scored))
@@ -894,7 +894,7 @@ def _stop_inside_a_run(engine: EngineCore) -> None:
 
 @mutant("F25 one token beyond the model's length", "requests", max_model_len=96)
 def _one_token_too_many(engine: EngineCore) -> None:
-    """Where an answer ends is reckoned with a limit that is one too high."""
+    """The end of an answer is computed with a limit that is one too high."""
     until_stop = Scheduler._until_stop
 
     def one_too_many(sequence: Sequence, token_ids: tuple[int, ...]) -> Any:

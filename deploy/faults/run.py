@@ -40,7 +40,7 @@ _SOUND_POSITIONS = 5_000  # that tell the acceptance of a sound engine
 _SOUND_REQUESTS = 32
 
 Until = Callable[[Watch, int], bool]
-"""Whether to stop, given who found something so far, and the positions or requests served."""
+"""Test whether to stop, given who found something so far, and the positions or requests served."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,8 +93,8 @@ class ServedRequest:
         return (*self.request.prompt_token_ids, *self.token_ids)
 
     def answer(self, limit: int) -> Answer | None:
-        """As the referee takes it; limit: the longest sequence of the engine. None = it cannot be computed again, since
-        it broke off."""
+        """Return the referee's form; None if it broke off and cannot be computed again. limit: the longest sequence of
+        the engine."""
         record = Record(self.request, "engine", 0.0, limit, NUM_DRAFTS)
         for delta in self.deltas:
             record.take(delta)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Kind = Literal["ok", "bad", "unclear", "none", ""]
-"""What a text says of what was checked; "" = nothing."""
+"""Result of a check that a text reports; "" = none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,7 @@ class LoadedReplayer(Replayer, Protocol):
     """A replayer with a model of its own. Its methods are called from one asyncio loop."""
 
     at_once: int
-    """How many requests keep it busy."""
+    """Number of requests that keep it busy."""
 
     async def start(self) -> ModelInfo:
         """Load the model."""

@@ -22,7 +22,7 @@ _MOST_PLANS = 4096
 _value_end = json.JSONDecoder().raw_decode
 
 Role = tuple[frozenset[str], ...]
-"""Which object it is: the keys that it has beside those that may be asked for, and those of its message."""
+"""Kind of an object: its keys beside those that may be asked for, and the keys of its message."""
 
 Keys = tuple[tuple[str, ...], ...]
 """Of an object and its choices with their messages: the keys, in order."""

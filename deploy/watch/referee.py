@@ -257,7 +257,7 @@ class Referee:
         return self._status.history()
 
     def report(self) -> dict[str, Any]:
-        """All that was found, as JSON."""
+        """Return all findings, as JSON."""
         samples = self.sink.samples()
         judged = self._judged
         return {

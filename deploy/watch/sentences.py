@@ -12,11 +12,11 @@ from serve_app.referee.strata import STRATA
 from serve_app.telemetry.metric_names import REPLAY_ALARMS, WATCHED_RESULTS
 
 Report = Mapping[str, Any]
-"""As `Referee.report` returns it."""
+"""Return value of `Referee.report`."""
 
 Kind = Literal["alarm", "suspect", "nothing", "clean"]
 KINDS: Mapping[Kind, Shade] = {"alarm": "bad", "suspect": "bad", "nothing": "unclear", "clean": "ok"}
-"""How each is shown."""
+"""Shade in which each is shown."""
 
 NOTHING = "–"
 _NUMBERS = ("tokens", "compared")
@@ -34,7 +34,7 @@ _ALARMS = {
     "draws": "tokens are not those that the requests' seeds demand",
     "alternatives": "the logprobs reported of other tokens are not their own",
 }
-"""What a headline says of each alarm."""
+"""Words of a headline for each alarm."""
 
 MEASURES = {
     "tme": ("TME", "mean exp|g - t|", "NeMo-RL token_mult_prob_error"),

@@ -23,7 +23,7 @@ Handoff = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 PRECISIONS = ("float32", "bfloat16", "int8", "fp8")
-"""What engines compute in, the finest first: the type of activations, or what they are rounded to in products."""
+"""Precisions that engines compute in, the finest first: the type of activations, or of their rounding in products."""
 
 _OF_WEIGHTS_ALONE = ("auto", "float32", "int8", "int4", "awq", "gptq", "bitsandbytes", "gguf")
 """Beginnings of quantizations that leave activations as they are."""
@@ -89,7 +89,7 @@ class Replayed:
 
     @classmethod
     def reported(cls, delta: TokenDelta, replica: str = "") -> "Replayed":
-        """As the one delta of a teacher-forced request reports it."""
+        """Build it from the one delta of a teacher-forced request."""
         entries = delta.logprobs or ()
         return cls(
             tuple(entry.logprob for entry in entries),
@@ -305,9 +305,9 @@ class Reading(Protocol):
     """The way in which the answers to one request are to be read."""
 
     keeps_special: bool
-    """Whether the text must hold special tokens for that."""
+    """True if the text must keep special tokens for that."""
     thought_end: str | None
-    """What ends the reasoning that an answer begins with: "" = it begins with none, None = nobody can tell."""
+    """Text that ends the reasoning at the beginning of an answer: "" = it begins with none, None = unknown."""
 
     def parser(self) -> ReplyParser:
         """A parser of one answer."""
@@ -373,7 +373,7 @@ class Backend(Protocol):
         ...
 
     def set_speculation(self, speculation: Speculation) -> None:
-        """Who may draft from now on. Requests under way go on, and nothing of their distribution changes."""
+        """Set which requests may draft from now on. Running requests go on, and their distribution does not change."""
         ...
 
     def invalidate_cache(self) -> None:

@@ -51,7 +51,7 @@ _ROUNDED = ("int8", "int4", "w8a8", "w4a8", "fp8")  # values of `engine.quantiza
 
 Command = Callable[[EngineCore], None]
 Event = TokenDelta | Handoff | Exception
-"""What a request's queue carries: deltas; the handoff once it is held; or why it could not start."""
+"""Item of a request's queue: a delta; the handoff once it is held; or the reason that it could not start."""
 
 
 def load_engine(folder: Path, config: EngineConfig) -> EngineCore:
@@ -467,7 +467,7 @@ class _Form:
 
     @classmethod
     def of(cls, folder: Path, engine: EngineCore) -> "_Form":
-        """As this engine loads a folder."""
+        """Describe a folder as this engine loads it."""
         config = engine.config
         kept = choose_weights(config.quantization, folder, dtype=config.dtype, device=engine.device) or config.dtype
         if kept in _ROUNDED:

@@ -64,7 +64,7 @@ class _Choice:
         self._ids: list[int] = []
         self._read: list[ParsedDelta] = []  # what was read in it
         self.delivered: Delivered | None = None
-        """What its client got, once it is complete."""
+        """Reply that the client got, once it is complete."""
         self.record = Record(request, "", 0.0, 0, keeps_alternatives=False) if job.receipt else None
         self.num_accepted = 0
         self.num_rejected = 0

@@ -21,7 +21,7 @@ class Alternatives(NamedTuple):
 
     @property
     def pairs(self) -> tuple[tuple[int, float], ...]:
-        """All that were reported."""
+        """Return all reported alternatives."""
         return (*self.top, *self.scored)
 
 

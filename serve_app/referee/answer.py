@@ -155,5 +155,5 @@ class Answer:
 
     @property
     def replicas(self) -> frozenset[str]:
-        """All that took part in it."""
+        """Return all replicas that took part in it."""
         return frozenset({self.replica, self.prefilled_by, *self.made_by} - {""})

@@ -142,8 +142,8 @@ class ClientDemands:
         return ""
 
     def broken_form(self, said: Delivered) -> str:
-        """Why its structure or its calls are not those that were asked for, in words; "" = they are, or nobody can
-        say."""
+        """Return how the structure or the calls differ from the request, in words; "" = they do not, or it is
+        unknown."""
         parsed, ended = said.parsed or Parsed(said.text), said.finish_reason == "stop"
         if self.max_calls is not None and len(parsed.calls) > self.max_calls:
             return f"{len(parsed.calls)} calls were made, and the request allows {self.max_calls}"

@@ -35,7 +35,7 @@ from speculative.errors import ConfigError
 FORMAT = "truespec-tolerance-1"
 
 EDGE_NATS = {"float32": 1e-3, "bfloat16": 0.25, "int8": 1.0, "fp8": 2.0}
-"""What rounding may shift a logit by, by what an engine computes in."""
+"""Largest shift of a logit by rounding, in nats, by the engine's precision."""
 
 _MAX_TME = {"float32": (1.001, 1.001), "bfloat16": (1.05, 1.1), "int8": (1.05, 1.1), "fp8": (1.2, 1.3)}
 _SHIFT_NATS = {"float32": 1e-4, "bfloat16": 0.025, "int8": 0.05, "fp8": 0.1}
@@ -146,7 +146,7 @@ class Tolerance:
             ) from error
 
     def in_words(self) -> list[str]:
-        """As `truespec watch calibrate` prints it."""
+        """Return the lines that `truespec watch calibrate` prints."""
         return [
             f"TME at most            {self.max_tme:.4f}",
             f"logits may move by     {self.edge_nats:.3g} nats",

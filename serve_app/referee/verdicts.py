@@ -145,7 +145,7 @@ class VerdictBook:
         return num_suspect
 
     def reply(self, reply_id: str) -> dict[str, Any] | None:
-        """All that is known of a reply, as GET /v1/verdicts returns it; None if nothing is."""
+        """Return the body of GET /v1/verdicts/ID; None if nothing is known of the reply."""
         choices = self._replies.get(reply_id)
         return None if choices is None else render(reply_id, {index: choices[index].checked for index in choices})
 

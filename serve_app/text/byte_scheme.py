@@ -13,8 +13,8 @@ _BY_BYTE = "truespec.replaced_by_byte"
 
 
 def _replaced_by_byte(error: UnicodeError) -> tuple[str, int]:
-    """As ByteFallback has it: U+FFFD for each byte. It loses the characters before them in a run of bytes, too, which
-    have been shown by then and stay here."""
+    """Return U+FFFD for each byte, as ByteFallback does. ByteFallback also loses the characters before them in a run of
+    bytes; those have been shown by then and stay here."""
     assert isinstance(error, UnicodeDecodeError)
     return "\ufffd" * (error.end - error.start), error.end
 

@@ -251,7 +251,7 @@ class ModelDrafter:
                 state.features.append((entry.sequence.num_computed, features[begin:end]))
 
     def observe_in_buffer(self, batch: Batch, step_input: StepInput, rows: Int64s) -> None:
-        """As `observe`, of features that lie in the buffer: those of the step's packed rows in `rows` [N]."""
+        """Take in features that lie in the buffer: those of the step's packed rows in `rows` [N]."""
         if self.catch_up is None or not self.capture:
             return
         starts, version = step_input.row_starts, self.catch_up.buffer.version
@@ -404,7 +404,7 @@ class ModelDrafter:
         return torch.cat([next(hidden[own]) for own in is_long])
 
     def _replay(self, jobs: Sequences[_Job]) -> Tensor:
-        """As `_catch_up`, where every job has few rows. Features are read where they lie in the buffer, if all do."""
+        """Catch up by captured steps, if every job has few rows. Features are read in the buffer if all lie there."""
         assert self.catch_up is not None
         places = self._places_in_buffer(jobs)
         if places is None:
@@ -442,7 +442,7 @@ class ModelDrafter:
         return np.array(places, np.int64)
 
     def _run_eagerly(self, jobs: Sequences[_Job]) -> Tensor:
-        """As `_catch_up`."""
+        """Catch up by one eager forward pass over the packed rows of all jobs."""
         hidden = self._compute(self._rows(jobs, self._features_of(jobs)))
         self._finish(jobs)
         return hidden

@@ -66,7 +66,7 @@ class SuffixDrafter:
         return self.find(sequence, max_drafts)[0]
 
     def find(self, sequence: Sequence, max_drafts: int) -> tuple[list[int], int]:
-        """As `draft`; and the length of the suffix that was seen before."""
+        """Return drafts, and the length of the suffix that was seen before."""
         request_id = sequence.request.request_id
         index = self._indexes.get(request_id)
         if index is None:

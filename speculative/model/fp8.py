@@ -44,7 +44,7 @@ def has_nan(tensor: Tensor) -> bool:
 
 
 def why_no_fp8(device: torch.device, dtype: str) -> str:
-    """Why FP8 weights cannot be multiplied on a device where the others are of `dtype`, and the fix; "" = they can.
+    """Return why a device cannot multiply FP8 weights beside others of `dtype`, and the fix; "" = it can.
 
     Where there is no GPU, one to come counts as able.
     """

@@ -193,7 +193,7 @@ class DynamicLength(DraftLength):
         return self._passages.of(sequence)
 
     def early_exit(self) -> EarlyExit | None:
-        """That of the step that was planned; in a probe no draft ends early, and a single one never does."""
+        """Return the early exit of the planned step; None in a probe, and for a single draft."""
         return self._rule if max(self._lengths.values(), default=0) > 1 else None
 
     def drafted(self, sequence: Sequence, probabilities: Sequences[float]) -> None:

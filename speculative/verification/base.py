@@ -136,7 +136,7 @@ Verifier = Callable[[VerifyInput], VerifyOutput]
 """Decides which drafts survive, so that what is emitted follows the target's distribution."""
 
 DrawLast = Callable[[VerifyInput, Tensor, Tensor | None], Tensor]
-"""As `draw_last`."""
+"""Signature of `draw_last`."""
 
 
 def residual(probs: Tensor, draft_probs: Tensor) -> Tensor:

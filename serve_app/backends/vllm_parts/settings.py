@@ -61,7 +61,7 @@ OWN_ARGUMENTS = {
 """Arguments of `AsyncEngineArgs` that this engine sets itself, and the setting that decides each (None = none does)."""
 
 LEASE_S = 30
-"""How long the prefill side keeps unread blocks; the decode side renews the lease while the request waits there."""
+"""Seconds that the prefill side keeps unread blocks; the decode side renews the lease while the request waits."""
 
 SIZES = frozenset(("max_batched_tokens", "block_size", "kv_cache_tokens"))
 """Sizes that vLLM chooses if not set; the number of tokens only together with the size of a block."""

@@ -90,7 +90,7 @@ class SpeculationScheduler(Scheduler):
         self.dynamic_sd_lookup = self._lookups[self._num_made]
 
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:
-        """What was drafted; with that a step is over."""
+        """Take in the drafts; with them a step is over."""
         super().update_draft_token_ids(draft_token_ids)
         self._ended = time.perf_counter()
 

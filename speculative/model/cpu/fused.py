@@ -137,7 +137,7 @@ class FusedHead:
 
 
 def _fill(shape: ShapeStruct, config: ModelConfig, rotary: Tensor) -> None:
-    """What the kernels have to know of a model, beside its cache."""
+    """Fill in the facts of a model that the kernels need beside its cache."""
     shape.hidden_size, shape.intermediate_size = config.hidden_size, config.intermediate_size
     shape.num_heads, shape.eps, shape.rotary = config.num_heads, config.rms_norm_eps, rotary.data_ptr()
 
