@@ -111,8 +111,13 @@ class CheckSums:
 class CheckState:
     """State of one self-check over an engine's life.
 
-    log_e, log_threshold: nats, of the e-process closest to an alarm. evidence_since: when the evidence of the last
-    alarm began, unix seconds; 0 = there was none.
+    num: terms so far.
+    mean: of the terms.
+    z: their mean in standard errors.
+    log_e: nats, of the e-process closest to an alarm.
+    log_threshold: nats at which that one raises it.
+    num_alarms: so far.
+    evidence_since: unix seconds at which the evidence of the last alarm began; 0 = there was none.
     """
 
     check: str

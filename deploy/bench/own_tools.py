@@ -63,8 +63,12 @@ class ToolSpeed:
 
 @dataclass(frozen=True, slots=True)
 class _Tool:
-    """An engine's own benchmark program. temperature: at which it samples. tokens, seconds: what of a worker's samples
-    it counts. run: the tokens a second it reports, of these prompts and with so many streams."""
+    """An engine's own benchmark program.
+
+    temperature: at which it samples.
+    tokens, seconds: what of a worker's samples it counts.
+    run: the tokens a second it reports, of these prompts and with so many streams.
+    """
 
     temperature: float
     tokens: str

@@ -34,9 +34,12 @@ class Candidate(NamedTuple):
 class Choice:
     """One choice of a reply.
 
-    token_ids: emitted, None = the server did not report them. logprobs: of each of them, nats; None = not reported.
-    text: of the answer. finish_reason: as reported. stopped_by: the stop text or token that ended it, as
-    far as the server says so. prompt_token_ids: None = not reported.
+    token_ids: emitted, None = the server did not report them.
+    logprobs: of each of them, nats; None = not reported.
+    text: of the answer.
+    finish_reason: as reported.
+    stopped_by: the stop text or token that ended it, as far as the server says so.
+    prompt_token_ids: None = not reported.
     """
 
     index: int = 0
@@ -85,8 +88,11 @@ class Choice:
 class Reply:
     """A reply, as far as it has come.
 
-    is_chat: whether it is a chat's. error: that the server reported in it. num_prompt: tokens of the prompt.
-    num_cached: those of them that a cache had. num_tokens: emitted, of all choices together. None = not reported.
+    is_chat: whether it is a chat's.
+    error: that the server reported in it.
+    num_prompt: tokens of the prompt.
+    num_cached: those of them that a cache had.
+    num_tokens: emitted, of all choices together. None = not reported.
     """
 
     is_chat: bool = False

@@ -28,9 +28,11 @@ class ServiceError(TruespecError):
 class Attempt:
     """A request and its result.
 
-    status: of HTTP; None = no reply. reply: what came of it; empty if it was refused. error: what went wrong; empty =
-    nothing. seconds: until its end. first_s, last_s: of a stream, until the first and the last of its tokens came; 0 if
-    none did.
+    status: of HTTP; None = no reply.
+    reply: what came of it; empty if it was refused.
+    error: what went wrong; empty = nothing.
+    seconds: until its end.
+    first_s, last_s: of a stream, until the first and the last of its tokens came; 0 if none did.
     """
 
     path: str

@@ -28,7 +28,8 @@ class AuditFailed(TruespecError):
 class Ask:
     """One request, independent of the server's dialect.
 
-    prompt: token ids, or a text. extra: additional fields of the body.
+    prompt: token ids, or a text.
+    extra: additional fields of the body.
     """
 
     prompt: tuple[int, ...] | str

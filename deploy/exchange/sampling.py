@@ -40,10 +40,14 @@ _PLAIN_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.]{0,39}")
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """The sampling of the choices of one request. stops: whether a text or token that it names may have ended them.
-    untested: why their tokens cannot be compared with a distribution, "" = they can. compared: whether their logprobs
-    are the model's. num_choices: of each prompt. max_tokens: that the request names; None = it does not, or another
-    field may count."""
+    """The sampling of the choices of one request.
+
+    stops: whether a text or token that it names may have ended them.
+    untested: why their tokens cannot be compared with a distribution, "" = they can.
+    compared: whether their logprobs are the model's.
+    num_choices: of each prompt.
+    max_tokens: that the request names; None = it does not, or another field may count.
+    """
 
     params: SamplingParams
     seed: int | None

@@ -23,10 +23,12 @@ SETTINGS: tuple[Mapping[str, Any], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """The requests that are sent.
+    """The requests that are sent; every other one is streamed.
 
-    model: its served name. prompts: of completions (`prompt`) and chats (`messages`). settings: fields of the requests,
-    one after the other. at_once: requests in flight. streamed: every other one is.
+    model: its served name.
+    prompts: of completions (`prompt`) and chats (`messages`).
+    settings: fields of the requests, one after the other.
+    at_once: requests in flight.
     """
 
     model: str

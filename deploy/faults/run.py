@@ -47,8 +47,10 @@ Until = Callable[[Watch, int], bool]
 class MutantAudit:
     """The result of an audit of one mutant.
 
-    detectors: each with the positions (or requests) it needed, first to fire first. delay: of the first; None where
-    nothing fired. acceptance: what the metric showed meanwhile, sound_acceptance what it shows without the fault.
+    detectors: each with the positions (or requests) it needed, first to fire first.
+    delay: of the first; None where nothing fired.
+    acceptance: of drafts, by the metric, meanwhile.
+    sound_acceptance: the same without the fault.
     """
 
     fault: str
@@ -269,9 +271,10 @@ def _watch_decoder(mutant: Mutant, traffic: DecoderTraffic, until: Until, sound_
 class _Clients:
     """They keep an engine busy and look at every step; some hang up before their answer is complete.
 
-    earlier: what was said so far, for the requests to continue; None = nobody hangs up. prefill: computes prompt and
-    first token of each request. update: makes the weights of versions 2, 3 and so on, of which the engine gets the next
-    after every `_UPDATE_EVERY` requests.
+    earlier: what was said so far, for the requests to continue; None = nobody hangs up.
+    prefill: computes prompt and first token of each request.
+    update: makes the weights of versions 2, 3 and so on, of which the engine gets the next after every `_UPDATE_EVERY`
+        requests.
     """
 
     engine: EngineCore

@@ -50,8 +50,12 @@ _SEED = 20_261
 
 @dataclass(frozen=True, slots=True)
 class WatchedFault:
-    """The result of watching one fault. way: how it was served. tokens, answers: judged until it was found, or until
-    the end. found: what the referee found first, and in which stratum; "" = nothing."""
+    """The result of watching one fault.
+
+    way: how it was served.
+    tokens, answers: judged until it was found, or until the end.
+    found: what the referee found first, and in which stratum; "" = nothing.
+    """
 
     fault: str
     way: str

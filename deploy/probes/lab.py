@@ -127,8 +127,8 @@ class ServedAnswer:
 class Lab:
     """Everything a probe works with.
 
-    beside: a second server of the same model, without speculation. publishing_s: the longest time between the
-    server's updates of its counters.
+    beside: a second server of the same model, without speculation.
+    publishing_s: the longest time between the server's updates of its counters.
     """
 
     server: Client

@@ -27,11 +27,16 @@ _CPU_CACHE_TOKENS = 16_384
 class ReplayerOptions:
     """The engines that compute answers again.
 
-    folder: the model's. engine: which one. dtype: of weights and activations. quantization: form of the weights; None =
-    as `dtype`. threads: CPU threads, 0 = the machine's. max_model_len: tokens of prompt and answer, None = the model's
-    own limit, and on a CPU at most 16,384. at_once: requests that an engine computes together. max_replicas: engines on
-    Ray that there may be; 0 = one in this process, without Ray. gpus: of each engine on Ray. device: of our engine; on
-    Ray, `auto` is a GPU where it was given one.
+    folder: the model's.
+    engine: which one.
+    dtype: of weights and activations.
+    quantization: form of the weights; None = as `dtype`.
+    threads: CPU threads, 0 = the machine's.
+    max_model_len: tokens of prompt and answer, None = the model's own limit, and on a CPU at most 16,384.
+    at_once: requests that an engine computes together.
+    max_replicas: engines on Ray that there may be; 0 = one in this process, without Ray.
+    gpus: of each engine on Ray.
+    device: of our engine; on Ray, `auto` is a GPU where it was given one.
     """
 
     folder: Path

@@ -40,7 +40,10 @@ _COMPARED = ("raw_logprobs",)
 
 @dataclass(frozen=True, slots=True)
 class ReceiptVerdict:
-    """On one receipt. reason: why it does not verify; "" = it does."""
+    """On one receipt.
+
+    reason: why it does not verify; "" = it does.
+    """
 
     receipt: Receipt
     reason: str

@@ -38,7 +38,10 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class StageResult:
-    """The end of a stage. exit_code: None where it ran out of time."""
+    """The end of a stage.
+
+    exit_code: None where it ran out of time.
+    """
 
     stage: str
     exit_code: int | None

@@ -50,7 +50,10 @@ class _Plan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Plain:
-    """A reply or event as the client is to get it; None = it would not have come. unknown: no such shape was seen."""
+    """A reply or event as the client is to get it; None = it would not have come.
+
+    unknown: no such shape was seen.
+    """
 
     text: str | None
     unknown: bool

@@ -46,10 +46,12 @@ _NOTE_EVERY_S = 1.0
 class RefereeOptions:
     """The way in which answers are judged.
 
-    served: the model's name in metrics. tolerance: how far rounding moves what this server computes. processed: whether
-    the server's logprobs are those after temperature and filters. dialect, defaults: its vendor, and what it samples
-    with where a request does not say. max_queue: answers that wait. keep_prompts: whether findings show prompts and
-    answers.
+    served: the model's name in metrics.
+    tolerance: how far rounding moves what this server computes.
+    processed: whether the server's logprobs are those after temperature and filters.
+    dialect, defaults: its vendor, and what it samples with where a request does not say.
+    max_queue: answers that wait.
+    keep_prompts: whether findings show prompts and answers.
     """
 
     served: str = "watched"
@@ -63,7 +65,10 @@ class RefereeOptions:
 
 @dataclass(slots=True)
 class WatchFinding:
-    """The finding of a detector, the first time; num: how often since."""
+    """The first finding of a detector.
+
+    num: times that it was found since.
+    """
 
     alarm: str
     stratum: str

@@ -48,9 +48,10 @@ def precision_of(dtype: str, quantization: str | None) -> str:
 class Numerics:
     """The rounding of an engine.
 
-    engine: whose code computes. precision: one of `PRECISIONS`. weights: "plain", as the checkpoint's files have them,
-    or the form to which they were rounded. "" = not known. repeats: a row is rounded alike in any batch, so that
-    two engines that are equal mostly make the same error.
+    engine: whose code computes.
+    precision: one of `PRECISIONS`.
+    weights: "plain", as the checkpoint's files have them, or the form to which they were rounded. "" = not known.
+    repeats: a row is rounded alike in any batch, so that two engines that are equal mostly make the same error.
     """
 
     engine: str = ""
@@ -122,8 +123,11 @@ class Replayed:
 class ServedWeights:
     """The weights that an independent referee must load to compute with those that a replica serves.
 
-    source: a folder, a catalogue name, or a hub id; None = they came over the wire. tokenizer_folder: the folder with
-    the model's tokenizer. form, fingerprint: as `Computing.weights` and `ModelInfo.fingerprint`. version: of them.
+    source: a folder, a catalogue name, or a hub id; None = they came over the wire.
+    tokenizer_folder: the folder with the model's tokenizer.
+    form: as `Computing.weights`.
+    fingerprint: as `ModelInfo.fingerprint`.
+    version: of the weights.
     """
 
     source: str | None

@@ -169,7 +169,10 @@ class History:
 
 @dataclass(frozen=True, slots=True)
 class Happened:
-    """Counts over some time. kv_usage: the least in all of it, of the fullest replica; None = not known."""
+    """Counts over some time.
+
+    kv_usage: the least in all of it, of the fullest replica; None = not known.
+    """
 
     counts: dict[str, float]
     by_label: dict[str, dict[str, float]]

@@ -20,9 +20,10 @@ from speculative.selfcheck.replayed_draws import DrawCheck
 class ComparedPlace:
     """One place.
 
-    drifts: of each number that was compared, with its token. num_unknown: numbers of tokens that the replay does not
-    name. below: of each of the likeliest tokens, nats by which it is less likely than the replay's in its place of the
-    order. wrong_form: what is wrong whatever the values, in words; "" = nothing.
+    drifts: of each number that was compared, with its token.
+    num_unknown: numbers of tokens that the replay does not name.
+    below: of each of the likeliest tokens, nats by which it is less likely than the replay's in its place of the order.
+    wrong_form: what is wrong whatever the values, in words; "" = nothing.
     """
 
     place: int
@@ -89,7 +90,10 @@ def _wrong_form(reported: Alternatives, num_top: int, scored_ids: Sequence[int])
 
 @dataclass(frozen=True, slots=True)
 class ComparedAlternatives:
-    """All places of one answer; num_prompt: tokens of its prompt."""
+    """All places of one answer.
+
+    num_prompt: tokens of its prompt.
+    """
 
     places: tuple[ComparedPlace, ...] = ()
     num_left_out: int = 0

@@ -63,11 +63,14 @@ class Tolerances(Protocol):
 class Tolerance:
     """The differences between two engines that are no fault.
 
-    max_tme: the largest mean of exp|g - t| over the logprobs. edge_nats: what rounding may shift a logit by, and with
-    it a filter's edge or the likeliest token. distribution: what it may add to the means of the calibration test's
-    terms. jump_nats: logprobs of more than one token in a thousand are no further off. shift_nats: what it may shift
-    the mean of the logprobs' log odds by. processed: whether the server's logprobs are those after temperature and
-    filters. source: where these figures come from. measured: what the calibration found.
+    max_tme: the largest mean of exp|g - t| over the logprobs.
+    edge_nats: largest shift of a logit by rounding, and with it of a filter's edge or the likeliest token.
+    distribution: the most that rounding adds to the means of the calibration test's terms.
+    jump_nats: logprobs of more than one token in a thousand are no further off.
+    shift_nats: largest shift of the mean of the logprobs' log odds by rounding.
+    processed: whether the server's logprobs are those after temperature and filters.
+    source: of these figures, in words.
+    measured: results of the calibration.
     """
 
     max_tme: float

@@ -78,7 +78,10 @@ class DraftModel(Protocol):
 
 @dataclass(slots=True)
 class FeatureBuffer:
-    """Features [N, F] of the last replayed step's rows. version: how often they were overwritten."""
+    """Features [N, F] of the last replayed step's rows.
+
+    version: how often they were overwritten.
+    """
 
     rows: Tensor
     version: int = 0
@@ -88,7 +91,8 @@ class FeatureBuffer:
 class CatchUpRows:
     """Rows of verified tokens, positions starts..stops of B sequences.
 
-    token_ids: [N] packed. features: [N, F] those that the rows read, or [N] where they lie in the `FeatureBuffer`.
+    token_ids: [N] packed.
+    features: [N, F] those that the rows read, or [N] where they lie in the `FeatureBuffer`.
     edges: [N] the block that ends with the token before the row, where its features are to be kept; -1 = nowhere.
     """
 

@@ -159,8 +159,9 @@ def _is_drawn(sequence: Sequence) -> bool:
 class _Node:
     """The end of an edge: a string that occurred, and where it goes on in more than one way or not at all.
 
-    count: how often it occurred.
-    start, length: the edge's tokens in the text; the latest place that this string occurred at.
+    count: occurrences.
+    start: index in the text of the edge's first token, where this string occurred last.
+    length: tokens of the edge.
     children: edges that go on from here, by their first token.
     """
 

@@ -20,7 +20,8 @@ _MULTIPLE = 16  # of all sizes, for the GPU's products
 class Fp8Rows(NamedTuple):
     """Rows whose largest number is the largest that FP8 has.
 
-    numbers: [N, I] e4m3. scales: [N, 1] float32.
+    numbers: [N, I] e4m3.
+    scales: [N, 1] float32.
     """
 
     numbers: Tensor

@@ -405,9 +405,11 @@ class DynamicLength(DraftLength):
 class _Step(NamedTuple):
     """A step that nothing was learned from yet.
 
-    starts: tokens of each entry's sequence before it. seconds, longest: as `DraftLength.observe` gets them.
-    probabilities: of each request's drafts in the drafter's distribution, where they are known. repeats: whether some
-        drafts were passages; those are looked up before the next step.
+    starts: tokens of each entry's sequence before it.
+    seconds: of the whole step.
+    longest: as `DraftLength.observe` gets it.
+    probabilities: of each request's drafts in the drafter's distribution, where they are known.
+    repeats: whether some drafts were passages; those are looked up before the next step.
     """
 
     entries: Sequences[Entry]
@@ -422,7 +424,10 @@ class _Step(NamedTuple):
 
 @dataclass(slots=True)
 class _RequestHistory:
-    """The history of one request. drafted_at: its tokens at the start of its last round with drafts."""
+    """The history of one request.
+
+    drafted_at: its tokens at the start of its last round with drafts.
+    """
 
     rates: AcceptanceRates
     drafted_at: int | None = None

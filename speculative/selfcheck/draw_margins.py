@@ -34,8 +34,12 @@ _NEARLY = 0.75  # of q: where p is above it, noise may leave something of p - q
 
 
 class Distributions(NamedTuple):
-    """Of n tokens, [n, V] float32, or of one. scaled: logits after the rules and the temperature. kept: the same with
-    -inf where a token is filtered out. probs: softmax of `kept`."""
+    """Of n tokens, [n, V] float32, or of one.
+
+    scaled: logits after the rules and the temperature.
+    kept: the same with -inf where a token is filtered out.
+    probs: softmax of `kept`.
+    """
 
     scaled: Tensor
     kept: Tensor
@@ -109,8 +113,10 @@ def redraw(
 class _Edges(NamedTuple):
     """Tokens that rounding may move across the edges of one token's filters.
 
-    mass: [V] float32, of each token beside those that are kept. near: [V] bool. sure: the mass of what is kept and not
-    near; moving: of what is near.
+    mass: [V] float32, of each token beside those that are kept.
+    near: [V] bool.
+    sure: the mass of what is kept and not near.
+    moving: of what is near.
     """
 
     mass: Tensor

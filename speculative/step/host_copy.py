@@ -19,9 +19,14 @@ Array = np.ndarray[Any, np.dtype[Any]]
 class Verdicts:
     """The host copy of a verification, per sampled entry.
 
-    draft_probs: [R] q of the draft judged at each row, and last_probs: q of each entry's last token; None where drafts
-    are deterministic. mass_before: [R] the mass of q before that draft, in the order it is sampled in; None where it
-    was not asked for. Rows without a draft hold anything.
+    Rows without a draft hold anything.
+
+    num_accepted: [E] leading drafts that survived.
+    token_ids: [E] the token after them.
+    expected_accepted: the chances of acceptance, summed over the positions that were reached.
+    draft_probs: [R] q of the draft judged at each row; None where drafts are deterministic.
+    last_probs: [E] q of each entry's last token; None where drafts are deterministic.
+    mass_before: [R] the mass of q before that draft, in the order it is sampled in; None where it was not asked for.
     """
 
     num_accepted: Array

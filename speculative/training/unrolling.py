@@ -21,9 +21,10 @@ class TrainingBatch:
     """Some conversations, packed: S tokens, of which A are targets (answer tokens after the first, but for the last).
 
     lengths: rows of each conversation, and answer_starts: the first row that drafts, both on the host.
-    token_ids: [S] int64. inputs: [S, F], what the head reads of the target.
+    token_ids: [S] int64.
+    inputs: [S, F], what the head reads of the target.
     final: [A, target_hidden], log_z: [A], next_ids: [A] int64: the target's distribution at each target and what came
-    of it.
+        of it.
     depths: [A] int64, place of each target within its answer: how many rows can draft it.
     temperatures: [A] float32, of the answer.
     """

@@ -51,7 +51,8 @@ class FusedLayers:
 class HeadParts:
     """The modules of a draft head that reads a token and a hidden state side by side.
 
-    embedding: [vocab, hidden], bfloat16 or float32. draft_ids: [draft_vocab] int64, the target's tokens.
+    embedding: [vocab, hidden], bfloat16 or float32.
+    draft_ids: [draft_vocab] int64, the target's tokens.
     residual_is_normed: whether it goes on from the normed hidden state.
     """
 
