@@ -66,8 +66,9 @@ class _Tool:
     """An engine's own benchmark program.
 
     temperature: at which it samples.
-    tokens, seconds: what of a worker's samples it counts.
-    run: the tokens a second it reports, of these prompts and with so many streams.
+    tokens: field of a worker's samples that it counts as tokens.
+    seconds: field of a worker's samples that it counts as time.
+    run: returns the tokens a second that it reports, of these prompts and with so many streams.
     """
 
     temperature: float

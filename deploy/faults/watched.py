@@ -52,9 +52,10 @@ _SEED = 20_261
 class WatchedFault:
     """The result of watching one fault.
 
-    way: how it was served.
-    tokens, answers: judged until it was found, or until the end.
-    found: what the referee found first, and in which stratum; "" = nothing.
+    way: in which it was served.
+    found: the referee's first finding, with its stratum; "" = none.
+    tokens: judged until then, or until the end.
+    answers: judged until then, or until the end.
     """
 
     fault: str

@@ -50,10 +50,11 @@ TASKS = (
 
 @dataclass(frozen=True, slots=True)
 class TaskSpeed:
-    """Of one task, with speculation on and off in turns: medians.
+    """Medians of one task, with speculation on and off in turns.
 
     ratio: on to off; 0 where nothing was measured.
-    least_ratio, most_ratio: of the rounds.
+    least_ratio: of the rounds.
+    most_ratio: of the rounds.
     """
 
     task: str

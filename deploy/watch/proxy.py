@@ -59,11 +59,13 @@ class ProxyOptions:
     """The settings of a proxy.
 
     upstream: the server's URL.
-    host, port: to listen on; port 0 takes a free one.
+    host: address to listen on.
+    port: to listen on; 0 takes a free one.
     share: of requests that are watched, 0 to 1.
     dialect: "auto" or one of `VENDORS`.
     referee: its URL; None = exchanges are only counted.
-    max_queued, max_queued_bytes: what waits for the referee at most.
+    max_queued: most exchanges that wait for the referee.
+    max_queued_bytes: most bytes of these.
     max_exchange_bytes: larger requests and replies are not captured.
     replica_header: the header of a reply that names the replica.
     """

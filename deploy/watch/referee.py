@@ -47,11 +47,12 @@ class RefereeOptions:
     """The way in which answers are judged.
 
     served: the model's name in metrics.
-    tolerance: how far rounding moves what this server computes.
-    processed: whether the server's logprobs are those after temperature and filters.
-    dialect, defaults: its vendor, and what it samples with where a request does not say.
-    max_queue: answers that wait.
-    keep_prompts: whether findings show prompts and answers.
+    tolerance: for the rounding of this server.
+    processed: true if the server's logprobs are those after temperature and filters.
+    dialect: the server's vendor.
+    defaults: sampling parameters of requests that do not set them.
+    max_queue: most answers that wait.
+    keep_prompts: true if findings show prompts and answers.
     """
 
     served: str = "watched"

@@ -261,8 +261,7 @@ class PauseMode(enum.StrEnum):
 class ChatPrompt:
     """One chat request as the model sees it: the conversation, and what may be answered.
 
-    `use` is what is to become of the tools: `none`, `auto` (as the model likes), `required` (one call or more), or
-    `named` (one call of `function`).
+    use: of the tools: `none`, `auto` (as the model likes), `required` (one call or more), `named` (one of `function`).
     """
 
     messages: tuple[Mapping[str, Any], ...] = ()

@@ -39,7 +39,8 @@ class DraftModel(Protocol):
 
     name: what its state in a handoff must have been made with.
     capture: the target's layers whose inputs it reads (the LM head counts as the layer after the last); () where it
-        reads none. num_features: numbers a position.
+        reads none.
+    num_features: numbers a position.
     hidden_size: of what `run` returns.
     ids: [W] int64, the target's token of each of its logits; None = the target's vocabulary.
     held_out_rates: how often its drafts were accepted at the end of its training, where that is known.
@@ -117,10 +118,14 @@ class CatchUp(Protocol):
 
 
 class MadeDrafts(NamedTuple):
-    """The drafts of each entry; their columns [D] int64 among the drafter's logits, and q [D, W], entry after entry.
+    """The drafts of a round, entry after entry.
 
+    tokens: of each entry.
+    columns: [D] int64, of the drafts among the drafter's logits.
+    q: [D, W].
     probabilities: of each draft in the drafter's own distribution, also where all of q is on it; None where nobody
-    asked."""
+        asked.
+    """
 
     tokens: list[list[int]]
     columns: Tensor
@@ -136,12 +141,12 @@ Drafts whose probabilities are unknown are all made, whatever the rule says.
 
 
 class _Span(NamedTuple):
-    """Features of `num_rows` positions from `first` on, in the rows from `row` on of one version of the buffer."""
+    """Features of consecutive positions, in consecutive rows of the buffer."""
 
-    first: int
-    row: int
+    first: int  # position
+    row: int  # of the first
     num_rows: int
-    version: int
+    version: int  # of the buffer
 
 
 @dataclass(slots=True)
