@@ -218,6 +218,7 @@ class ModelDrafter:
         """Return what sequences repeat; for the others catch up, then draft token after token."""
         repeats = [self.length.repeated(entry.sequence)[: entry.max_drafts] for entry in batch.entries]
         repeated = frozenset(index for index, drafts in enumerate(repeats) if drafts)
+        # A repeated passage takes the place of the model's drafts; like a prefill, it is caught up on only when long.
         own = [one._replace(max_drafts=0) if index in repeated else one for index, one in enumerate(batch.entries)]
         drafting, hidden = self.begin_round(replace(batch, entries=tuple(own)))
         if not drafting:
@@ -236,6 +237,7 @@ class ModelDrafter:
         """Catch up: the entries that draft, and the hidden states [E, hidden] their first drafts are drawn from."""
         self._flush([entry.sequence for entry in batch.entries if entry.max_drafts == 0])
         drafting = [entry for entry in batch.entries if entry.max_drafts > 0]
+        # Each has a row to compute, that of its pending token, whose hidden state gives its first draft.
         hidden = self._catch_up([(entry.sequence, len(entry.sequence.tokens)) for entry in drafting])
         self._empty_buffer()  # before the target's next rows are stored there
         return drafting, hidden
@@ -432,6 +434,7 @@ class ModelDrafter:
             state.num_computed, state.in_buffer = stop, None
             state.features.clear()
         hidden = self.catch_up.run(rows)
+        # Only now: whoever shares a marked block reads the rows and the edge that the run has written.
         for block in blocks:
             self._pool.mark(block)
         return hidden
@@ -469,7 +472,7 @@ class ModelDrafter:
 
     def _features_of(self, jobs: Sequences[_Job]) -> Tensor:
         """[N, F] what the jobs' rows read."""
-        self._empty_buffer()
+        self._empty_buffer()  # a job may read features of several steps, of which the buffer has but the last
         if not self.capture:
             return self.cache.data.new_empty((sum(job.stop - job.start for job in jobs), 0))
         parts = [self._features(state, start - 1, stop - 1) for _, state, start, stop in jobs]
@@ -539,6 +542,7 @@ class ModelDrafter:
     def _trim(self, state: _State, end: int) -> None:
         """Drop features that no later row needs, and those from position `end` on, which will be computed again."""
         begin = max(state.num_computed - 1, 0)
+        # Copies: a view would keep the features of its whole step, of all sequences, in memory.
         state.features = [
             (max(first, begin), features[max(begin - first, 0) : end - first].clone())
             for first, features in state.features
@@ -599,6 +603,7 @@ class ModelDrafter:
             if len(going_on) < len(active):
                 active = [active[row] for row in going_on]
                 sequences, slots = [sequences[row] for row in going_on], [slots[row] for row in going_on]
+                # Random numbers follow from seed, round and offset, so those that go on keep theirs.
                 draft_round = self.sampler.start_round(sequences, most, self._device)
                 tokens, hidden = tokens[going_on], hidden[going_on]
             spans = [(len(seq.tokens) + offset, len(seq.tokens) + offset + 1) for seq in sequences]
@@ -620,6 +625,7 @@ class ModelDrafter:
             row_starts=np.array([0, *accumulate(stop - start for start, stop in spans)], np.int64),
             context_slots=tuple(own[first:] for own in slots),
         )
+        # A hidden-state drafter's row of token i has the position of its features, i - 1; there is no row 0.
         positions = np.concatenate([np.arange(start - first, stop - first) for start, stop in spans])
         on_host = [positions, rows.row_starts[1:] - 1] + ([] if isinstance(tokens, Tensor) else [tokens])
         attend, (sent, lasts, *sent_tokens) = self.prepare(self.cache, rows, *on_host)
