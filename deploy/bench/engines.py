@@ -236,7 +236,7 @@ def _vllm(plan: BenchPlan, name: EngineName) -> Launch | LeftOut:
 
 
 def _vllm_settings(plan: BenchPlan, options: "_Options") -> dict[str, Any]:
-    """Of the engine, in its own process or behind `ray.serve.llm`."""
+    """Return the engine's settings, in its own process or behind `ray.serve.llm`."""
     return {
         "dtype": options.text("dtype", plan.dtype),
         "max_model_len": plan.max_model_len,

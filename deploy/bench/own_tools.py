@@ -17,7 +17,7 @@ from deploy.bench.workers.channel import BatchOfPrompts
 from serve_app.text.tokenizer import Tokenizer
 
 LEAST_SHARE = 0.9
-"""Of what its own tool reports: below it, the bench handicaps an engine."""
+"""Least share of the figure of an engine's own tool; below it, the bench handicaps the engine."""
 
 _ROUNDS = 3  # of the bench's worker and the tool, in turns
 _LLAMA_TOOL = "llama-batched-bench"

@@ -44,7 +44,7 @@ def memory_bytes(app: str) -> int:
 
 
 def _command_line(pid: int) -> bytes:
-    """Of a process; empty where it has ended."""
+    """Read the command line of a process; empty if it has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:

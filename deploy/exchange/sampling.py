@@ -74,7 +74,7 @@ class Sampling:
 
     @classmethod
     def of(cls, dialect: str, folder: Path, own: Mapping[str, float]) -> "Sampling":
-        """Of a vendor that serves the model in this folder."""
+        """Read the sampling of a vendor that serves the model in this folder."""
         path = folder / "generation_config.json"
         read = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
         return cls(dialect, read, own)

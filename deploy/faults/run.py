@@ -83,7 +83,7 @@ def audit_mutant(name: str, patience: float = 2.0) -> MutantAudit:
 
 @cache
 def sound_watch(traffic: str, settings: tuple[tuple[str, Any], ...]) -> Watch:
-    """Of an engine without a fault: its acceptance, and what was found all the same."""
+    """Watch an engine without a fault: its acceptance, and false alarms."""
     few = _SOUND_POSITIONS if traffic in TABLES else _SOUND_REQUESTS
     return _watch(_sound(traffic, **dict(settings)), lambda _, count: count >= few, None)
 

@@ -56,7 +56,7 @@ class BatchInput:
 
     @property
     def custom_ids(self) -> Collection[str]:
-        """Of all lines, in order."""
+        """Ids of all lines, in order."""
         return self._line_of.keys()
 
     def lines(self, but: Collection[str]) -> Iterator[BatchLine]:

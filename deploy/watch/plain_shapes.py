@@ -25,7 +25,7 @@ Role = tuple[frozenset[str], ...]
 """Kind of an object: its keys beside those that may be asked for, and the keys of its message."""
 
 Keys = tuple[tuple[str, ...], ...]
-"""Of an object and its choices with their messages: the keys, in order."""
+"""Keys, in order, of an object and of its choices with their messages."""
 
 
 class _Object(NamedTuple):

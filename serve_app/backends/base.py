@@ -113,7 +113,7 @@ class Replayed:
         return self.entries or tuple(TokenLogprobs(-1, logprob, 0) for logprob in self.logprobs)
 
     def last(self, num_tokens: int) -> "Replayed":
-        """Of the last tokens alone."""
+        """Return the replay of the last tokens alone."""
         first = len(self.logprobs) - num_tokens
         rows = None if self.replayed is None else self.replayed[len(self.replayed) - num_tokens :]
         return replace(self, logprobs=self.logprobs[first:], replayed=rows, entries=self.entries[first:])
@@ -231,7 +231,7 @@ class ModelInfo:
     device_bytes: int = 0  # memory of the GPU that vLLM computes on; 0 = it uses none
     drafter_folder: str = ""  # where the drafter's weights lie, "" = it has none
     held_out_acceptance: tuple[tuple[float, ...], tuple[float, ...]] = (), ()
-    """Of the drafter, by position, where its training measured it: at temperature 1, and of greedy answers."""
+    """Acceptance by position that the drafter's training measured, if any: at temperature 1, and of greedy answers."""
     adapters: tuple[Adapter, ...] = ()
     computing: Computing = Computing()
     quantization: str | None = None  # of the weights, whoever rounded them: "int4" or another name; None = not rounded

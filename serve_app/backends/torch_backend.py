@@ -459,7 +459,7 @@ class TorchBackend:
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """Of a folder's weights in an engine.
+    """Form of a folder's weights in an engine.
 
     weights: as it has loaded them.
     quantization: how they are rounded, whoever did it; None = as given by `dtype`.

@@ -366,7 +366,7 @@ class ObservabilitySection(Section):
     """Reports of single requests: log lines and traces."""
 
     log_format: Literal["text", "json"] = "text"
-    """Of every replica's log lines, including Ray Serve's own: plain text, or one JSON object per line."""
+    """Format of every replica's log lines, including Ray Serve's own: plain text, or one JSON object per line."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Lowest level of the lines that are written."""
     traces_endpoint: str | None = None

@@ -52,7 +52,7 @@ class Application(Section):
     """One Ray Serve application."""
 
     name: Annotated[str, Field(min_length=1)] = "truespec"
-    """Of the application in Ray Serve."""
+    """Name of the application in Ray Serve."""
     route_prefix: Annotated[str, Field(pattern=r"^/")] = "/"
     """Path under which it is served."""
     import_path: Literal["serve_app.app:build_app"] = "serve_app.app:build_app"

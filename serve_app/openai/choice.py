@@ -293,7 +293,7 @@ class ChoiceRun:
         return self._choices[request_id].ended_here
 
     def records(self) -> list[tuple[Record, int, Ending]]:
-        """Of each choice that gets a receipt: what was recorded, how many tokens were delivered, and how it ended."""
+        """Return record, number of delivered tokens and ending of each choice that gets a receipt."""
         choices = self._choices.values()
         return [(one.record, one.num_delivered, one.ending) for one in choices if one.record is not None]
 

@@ -116,7 +116,7 @@ class History:
         }
 
     def latencies_by_replica(self) -> dict[str, Point]:
-        """Of the last minutes, of each replica that answers clients."""
+        """Return the latencies of the last minutes, of each replica that answers clients."""
         now, before = self._take_replicas(), self._of_replicas[0]
         found: dict[str, Point] = {}
         for field, own in now.items():

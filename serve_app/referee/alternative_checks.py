@@ -34,7 +34,7 @@ class ComparedPlace:
 
     @property
     def drift(self) -> TokenDrift | None:
-        """Of the mean |served - replayed|, as rounding moves all numbers of a place together; None = none was
+        """Drift of the mean |served - replayed|, as rounding moves all numbers of a place together; None = none was
         compared."""
         nats = [drift.nats for _, drift in self.drifts]
         return TokenDrift.between(sum(nats) / len(nats), 0.0) if nats else None
@@ -123,7 +123,7 @@ class ComparedAlternatives:
         return cls(tuple(places), left_out, num_prompt)
 
     def drift_at(self, start: int, stop: int) -> list[TokenDrift | None]:
-        """Of each of the tokens start..stop of prompt and answer; None = nothing was compared there."""
+        """Return the drifts of tokens start..stop of prompt and answer; None = nothing was compared there."""
         known = {one.place: one.drift for one in self.places}
         return [known.get(place) for place in range(start, stop)]
 

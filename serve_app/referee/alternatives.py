@@ -28,7 +28,7 @@ class Alternatives(NamedTuple):
 
 @dataclass(slots=True)
 class KeptAlternatives:
-    """Those of one answer while it grows.
+    """Alternatives of one answer while it grows.
 
     num_left_out: numbers that were reported and are not kept.
     """

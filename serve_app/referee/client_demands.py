@@ -206,7 +206,7 @@ def spellings(word: str, encode: Encode) -> list[tuple[int, ...]]:
 
 
 def vllm_spellings(word: str, encode: Encode) -> list[tuple[int, ...]]:
-    """Those that it stands for in vLLM: behind a space only if that takes as many tokens, the first of them another."""
+    """Return its spellings in vLLM: behind a space only if that takes as many tokens, the first of them another."""
     first, *others = spellings(word, encode)
     return [first, *(one for one in others if len(one) == len(first) and one[0] != first[0])]
 

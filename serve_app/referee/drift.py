@@ -25,7 +25,7 @@ class TokenDrift:
 
     @classmethod
     def between(cls, served: float, replayed: float) -> "TokenDrift":
-        """Of one token's two logprobs, in nats."""
+        """Compare one token's two logprobs, in nats."""
         apart = replayed - served
         signed = _CLIP_NATS if math.isnan(apart) else max(-_CLIP_NATS, min(_CLIP_NATS, apart))
         ratio = math.exp(signed)

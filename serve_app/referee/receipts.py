@@ -73,7 +73,7 @@ class Receipt:
 
     @property
     def num_tokens(self) -> int:
-        """Of prompt and answer."""
+        """Tokens of prompt and answer."""
         return len(self.prompt_token_ids) + len(self.token_ids)
 
     @property

@@ -152,7 +152,7 @@ class Record:
         )
 
     def _strata(self) -> Iterator[tuple[str, ...]]:
-        """Of each token."""
+        """Yield the strata of each token."""
         params = self.request.params
         common = (
             "all",

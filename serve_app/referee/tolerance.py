@@ -55,7 +55,7 @@ class Tolerances(Protocol):
     """The tolerance of each pair of engines."""
 
     def between(self, served: Numerics, replayed: Numerics) -> "Tolerance":
-        """Of answers that an engine of these numerics gave, and another computes again."""
+        """Return the tolerance for answers of an engine of these numerics that another computes again."""
         ...
 
 
@@ -187,7 +187,7 @@ class ServiceTolerances:
         return self.between(UNKNOWN_NUMERICS, UNKNOWN_NUMERICS)
 
     def between(self, served: Numerics, replayed: Numerics) -> Tolerance:
-        """Of a pair; what does not say how it computes does so as configured."""
+        """Return the tolerance of a pair; an engine that does not say how it computes does so as configured."""
         pair = served, replayed
         if pair not in self._known:
             self._known[pair] = self._between(*pair)

@@ -19,6 +19,6 @@ class ChosenKernels(NamedTuple):
 
 
 def choose_kernels(device: torch.device) -> ChosenKernels:
-    """Those of a model on this device."""
+    """Choose the kernels of a model on this device."""
     found = cpu_kernels()
     return ChosenKernels(found if device.type == "cpu" else None, found)

@@ -78,7 +78,7 @@ class Head(Protocol):
         ...
 
     def modules(self) -> Iterator[nn.Module]:
-        """Those of `nn.Module`."""
+        """Implement `nn.Module.modules`."""
         ...
 
 

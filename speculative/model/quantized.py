@@ -36,7 +36,7 @@ class Quantized:
 
     @property
     def bits(self) -> int:
-        """Of a number."""
+        """Bits of a number."""
         return 8 if self.least is None else 4
 
     def to_float(self) -> Tensor:

@@ -433,7 +433,7 @@ class _RequestHistory:
     drafted_at: int | None = None
 
     def num_missed(self, length: int, most: int) -> int:
-        """Of so many tokens, those that its drafter has to catch up with beyond those of an ordinary round."""
+        """Count, of so many tokens, those that its drafter has to catch up with beyond those of an ordinary round."""
         return length if self.drafted_at is None else max(0, length - self.drafted_at - most - 1)
 
 

@@ -182,5 +182,5 @@ class StepCost:
 
 
 def _rows(features: list[float]) -> int:
-    """Those of the step that they describe."""
+    """Return the rows of the step that the features describe."""
     return round(features[1] * _SCALES[1] + features[2] * _SCALES[2])

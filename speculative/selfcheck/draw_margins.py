@@ -34,7 +34,7 @@ _NEARLY = 0.75  # of q: where p is above it, noise may leave something of p - q
 
 
 class Distributions(NamedTuple):
-    """Of n tokens, [n, V] float32, or of one.
+    """Distributions of n tokens, [n, V] float32, or of one.
 
     scaled: logits after the rules and the temperature.
     kept: the same with -inf where a token is filtered out.
@@ -49,7 +49,7 @@ class Distributions(NamedTuple):
     def of(
         cls, adjusted: Tensor, rows: SamplingRows, process: Callable[[Tensor, SamplingRows], Tensor]
     ) -> "Distributions":
-        """Those that temperature and filters make of logits [n, V]; process: of the engine's `VocabularyOps`."""
+        """Apply temperature and filters to logits [n, V]; process: of the engine's `VocabularyOps`."""
         kept = process(adjusted, rows)
         return cls(adjusted / rows.temperature, kept, kept.softmax(dim=-1))
 
@@ -129,7 +129,7 @@ class _Edges(NamedTuple):
 
 
 def _edges_of(target: Distributions, request: Request) -> "Sequence[_Edges | None]":
-    """Those of n distributions; None where nothing is filtered."""
+    """Find the edges of n distributions; None where nothing is filtered."""
     if not request.params.filtered:
         return [None] * len(target.kept)
     near = _near_edges(target, request.params, request.edge_nats)
@@ -237,7 +237,7 @@ def _log_ratios(accepted: Sequence[_Row], draft_probs: Sequence[float]) -> list[
 
 
 def _variance(probs: Tensor, weights: Tensor) -> float:
-    """Of the sum of weights [V] times probabilities [V], if noise of variance 1 is added to each logit behind these."""
+    """Return the variance of weights [V] @ probs [V], if noise of variance 1 is added to each logit behind these."""
     own = probs.double()
     return float((own * (weights - weights @ own)).square().sum())
 

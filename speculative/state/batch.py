@@ -231,7 +231,7 @@ class StepOutcome:
 
 
 def merge_outcomes(parts: Entries[StepOutcome]) -> StepOutcome:
-    """Of a step whose entries were computed in parts, one after another."""
+    """Merge the outcomes of a step whose entries were computed in parts."""
     terms = [part.terms for part in parts if part.terms is not None]
     return StepOutcome(
         results=tuple(chain.from_iterable(part.results for part in parts)),

@@ -72,7 +72,7 @@ class VerifyRows:
 
     @classmethod
     def of(cls, step_input: StepInput, host: Kernels | None) -> "VerifyRows":
-        """Those of a step's entries."""
+        """Build the rows of a step's entries."""
         sequences = [entry.sequence for entry in step_input.sampled_entries]
         seeds = [sequence.request.seed for sequence in sequences]
         lengths = [len(sequence.tokens) for sequence in sequences]

@@ -65,7 +65,7 @@ class SpeculationScheduler(Scheduler):
         return super().schedule(*args, **kwargs)
 
     def _choose_drafts(self) -> None:
-        """Of what was drafted in the last step, keep what may be verified; then say how much to draft in this one."""
+        """Keep those drafts of the last step that may be verified; then set the number of drafts of this one."""
         if self._planned is not None:
             if self._last_step:
                 self._planned.observe(self._last_step, self._ended - self._began, self._num_made)
