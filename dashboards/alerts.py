@@ -115,7 +115,7 @@ class Alert:
         }
 
     def for_chart(self) -> dict[str, Any]:
-        """As the chart reads it: what its values may change stands alone."""
+        """Return the form that the chart reads: thresholds that its values may change stand alone."""
         limits = {"threshold": self.threshold, "minimum": self.minimum}
         return {
             "alert": self.name,

@@ -106,7 +106,7 @@ def write_json(path: Path | None, figures: object, indent: int = 2) -> None:
 
 
 def beginning_with(prefixes: Sequence[str], names: Sequence[str], what: str) -> list[str]:
-    """Those of the names that begin with one of the prefixes, in their order; all without any prefix.
+    """Return the names that begin with one of the prefixes, in their order; all without any prefix.
 
     Raises:
         ConfigError: no name begins with one of them.

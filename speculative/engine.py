@@ -39,6 +39,7 @@ from speculative.stats import EngineUsage, StepStats
 from speculative.step.checked_sampler import CheckedSampler
 from speculative.step.eager_step import EagerStep
 from speculative.step.executor import StepExecutor
+from speculative.step.prompt_scorer import PromptScorer
 from speculative.step.runner import ModelRunner
 from speculative.step.sampler import Sampler
 from speculative.vocabulary.kernel_ops import choose_ops
@@ -96,7 +97,7 @@ class EngineCore:
         )
 
     def _make_executor(self, decoder: Decoder, draft_model: DraftModel | None, weightless: Drafter) -> None:
-        """What runs the steps, drafting by a model or else `weightless`; nothing holds old weights any more."""
+        """Build the steps and their executor, drafting by a model or else by `weightless`; drop all old weights."""
         neural = None if draft_model is None else self._model_drafter(draft_model)
         drafter = neural or weightless
         self._decoder = decoder
@@ -110,7 +111,8 @@ class EngineCore:
             runner = self.graphs.runner
             if self.device.type == "cuda":
                 self.graphs.capture_all()
-        self.eager = EagerStep(self.config, runner, drafter, self.checked_sampler, self._constraint)
+        scorer = PromptScorer(self.config.logprobs_mode, self.sampler, self._constraint)
+        self.eager = EagerStep(self.config, runner, drafter, self.checked_sampler, scorer)
         steps = (self.eager,) if self.graphs is None else (self.graphs, self.eager)
         self.executor = StepExecutor(steps, self.stats)
 
@@ -218,7 +220,7 @@ class EngineCore:
         """Take a held request out, as bytes that another engine can insert. Its blocks become free.
 
         Raises:
-            EngineFault: what was computed are no numbers; it leaves neither by handoff nor by the prefix cache.
+            EngineFault: the KV contains NaN or infinity; it is neither exported nor cached.
         """
         sequence = self.scheduler.find(request_id)
         if sequence is None or sequence.phase is not Phase.HELD:
@@ -258,7 +260,7 @@ class EngineCore:
         return self._make_constraint(structure)
 
     def set_speculation(self, speculation: Speculation) -> None:
-        """Who may draft from the next step on; what is under way goes on, and its distribution stays as it is."""
+        """Set which requests may draft from the next step on; running requests go on, and keep their distribution."""
         self.scheduler.speculation = speculation
 
     def invalidate_cache(self) -> None:

@@ -50,7 +50,7 @@ class Manifest:
     drafter_state: str  # which drafter's state travels along: "none" for drafters that rebuild theirs from the tokens
 
     def kv_shape(self, num_computed: int) -> tuple[int, ...]:
-        """Of the keys and values of so many positions."""
+        """Return the shape of the keys and values of so many positions."""
         return (self.num_layers, 2, num_computed, self.num_kv_heads, self.head_dim)
 
 

@@ -25,7 +25,10 @@ class OptionError(ConfigError):
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """The declaration of a field. meaning: for the reference. The others limit a number, or a text by its pattern."""
+    """The declaration of a field; `least` to `pattern` limit its values.
+
+    meaning: its description in the reference.
+    """
 
     type: Any
     default: Any

@@ -19,7 +19,7 @@ DEFAULT_VERSION = "default"
 
 
 class FinishReason(enum.StrEnum):
-    """Why a request ended, in the words of the OpenAI API (plus `abort` and `error`)."""
+    """Reason for the end of a request, in the words of the OpenAI API (plus `abort` and `error`)."""
 
     STOP = "stop"
     LENGTH = "length"

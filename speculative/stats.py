@@ -15,7 +15,7 @@ LOGPROB_RULES = {
     "rank": "a rank contradicts the values",
     "mass": "the probabilities add up to more than 1",
 }
-"""What breaking each rule of the logprob contract means."""
+"""Meaning of a violation, by rule of the logprob contract."""
 
 CHECKS = {
     "a": "accepted or not, minus the expected acceptance: the whole accept step",
@@ -53,7 +53,7 @@ DRAW_CHECKS = {
     "block": "the coins of block verification succeed as far as the drafts were accepted, and not further",
     "choice": "the token of a reproducible request has the highest log p plus noise",
 }
-"""What a replay checks of a draw that it makes again."""
+"""Checks of a draw that a replay makes again."""
 
 INVARIANTS = {
     "not_finite": "the logits were not finite",
@@ -73,7 +73,7 @@ INVARIANTS = {
     "isolation": "cached keys and values of another cache_salt or adapter would have been read",
     "metrics": "drafts that did not exist were counted, or drafts were not counted",
 }
-"""What breaking each invariant means."""
+"""Meaning of a violation, by invariant."""
 
 CLIENTS_FAULT = "no_token"
 """The one invariant that a client's own parameters can break: it fails the request and is no engine fault."""
@@ -111,8 +111,13 @@ class CheckSums:
 class CheckState:
     """State of one self-check over an engine's life.
 
-    log_e, log_threshold: nats, of the e-process closest to an alarm. evidence_since: when the evidence of the last
-    alarm began, unix seconds; 0 = there was none.
+    num: terms so far.
+    mean: of the terms.
+    z: their mean in standard errors.
+    log_e: nats, of the e-process closest to an alarm.
+    log_threshold: nats at which that one raises it.
+    num_alarms: so far.
+    evidence_since: unix seconds at which the evidence of the last alarm began; 0 = there was none.
     """
 
     check: str

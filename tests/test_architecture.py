@@ -1,9 +1,11 @@
 """The import rules of the house, read off the source: arrows point down, and heavy libraries have one owner."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -100,6 +102,8 @@ LEAVES = {
     )
 }
 MAX_FUNCTION_LINES = 100
+# Words that make a docstring a clause; it begins with a verb or a noun.
+CLAUSE = re.compile(r"(All that|As|How|If|So|That|What|When|Where|Whether|Which|Who|Why)\b")
 
 # Whose modules (a package stands for all in it) may import a library or one of our packages.
 OWNERS = {
@@ -428,3 +432,22 @@ def test_functions_are_short() -> None:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     }
     assert not {name: length for name, length in lengths.items() if length > MAX_FUNCTION_LINES}
+
+
+def test_a_docstring_begins_with_a_verb_or_a_noun() -> None:
+    clauses = [
+        f"{module} line {line}: {text.splitlines()[0]}"
+        for module, tree in TREES.items()
+        for line, text in docstrings(tree)
+        if CLAUSE.match(text)
+    ]
+    assert not clauses, "\n".join(clauses)
+
+
+def docstrings(node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[tuple[int, str]]:
+    """Yield the docstrings of a module, its classes, functions, constants and fields, with their lines."""
+    for inner in node.body:
+        if isinstance(inner, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield from docstrings(inner)
+        elif isinstance(inner, ast.Expr) and isinstance(inner.value, ast.Constant):
+            yield inner.lineno, str(inner.value.value).strip()

@@ -236,7 +236,7 @@ def _vllm(plan: BenchPlan, name: EngineName) -> Launch | LeftOut:
 
 
 def _vllm_settings(plan: BenchPlan, options: "_Options") -> dict[str, Any]:
-    """Of the engine, in its own process or behind `ray.serve.llm`."""
+    """Return the engine's settings, in its own process or behind `ray.serve.llm`."""
     return {
         "dtype": options.text("dtype", plan.dtype),
         "max_model_len": plan.max_model_len,
@@ -247,7 +247,7 @@ def _vllm_settings(plan: BenchPlan, options: "_Options") -> dict[str, Any]:
 
 
 def _vllm_environment(python: str, options: "_Options") -> dict[str, str]:
-    """As its documentation has it run on a CPU: with tcmalloc and Intel's OpenMP preloaded, where installed."""
+    """Return the environment that vLLM's documentation advises for a CPU: tcmalloc and Intel's OpenMP, if installed."""
     found = _VLLM_ENVIRONMENT | {"VLLM_CPU_OMP_THREADS_BIND": options.text("bind", "nobind")}
     if options.choice("preload", ("yes", "no")) == "no":
         return found

@@ -40,7 +40,10 @@ class Ratio:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredAcceptance:
-    """Acceptance of drafts. length: mean tokens of a round that had drafts, the one after them included."""
+    """Acceptance of drafts.
+
+    length: mean tokens of a round that had drafts, the one after them included.
+    """
 
     length: float
     per_position: tuple[float, ...]  # share of the drafts at each position that were accepted

@@ -37,7 +37,7 @@ class HandoffSender:
         return self._blob.nbytes
 
     def send(self, transport: str) -> TransferPayload:
-        """As a prefill replica replies."""
+        """Export and pack a handoff, as a prefill replica does."""
         return make_transport(transport).pack(self._blob)
 
     def put(self) -> list[Any]:
@@ -52,7 +52,7 @@ class Receiver:
         self._cache = np.zeros(num_bytes, np.uint8)  # touched, as a cache in use is
 
     def take(self, transport: str, payload: TransferPayload) -> None:
-        """As a decode replica takes a handoff in: unpack, check, copy."""
+        """Unpack, check and copy a handoff, as a decode replica does."""
         handoff = asyncio.run(make_transport(transport).unpack(payload))
         state = decode_state(handoff, _MANIFEST)
         values = state.kv.reshape(-1).view(torch.uint8)

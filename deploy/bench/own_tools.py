@@ -17,7 +17,7 @@ from deploy.bench.workers.channel import BatchOfPrompts
 from serve_app.text.tokenizer import Tokenizer
 
 LEAST_SHARE = 0.9
-"""Of what its own tool reports: below it, the bench handicaps an engine."""
+"""Least share of the figure of an engine's own tool; below it, the bench handicaps the engine."""
 
 _ROUNDS = 3  # of the bench's worker and the tool, in turns
 _LLAMA_TOOL = "llama-batched-bench"
@@ -63,8 +63,13 @@ class ToolSpeed:
 
 @dataclass(frozen=True, slots=True)
 class _Tool:
-    """An engine's own benchmark program. temperature: at which it samples. tokens, seconds: what of a worker's samples
-    it counts. run: the tokens a second it reports, of these prompts and with so many streams."""
+    """An engine's own benchmark program.
+
+    temperature: at which it samples.
+    tokens: field of a worker's samples that it counts as tokens.
+    seconds: field of a worker's samples that it counts as time.
+    run: returns the tokens a second that it reports, of these prompts and with so many streams.
+    """
 
     temperature: float
     tokens: str

@@ -53,7 +53,9 @@ class BenchCase:
 class BenchPlan:
     """Everything a run needs to know.
 
-    model: a folder. gguf: the same weights for llama.cpp. head, draft_model: of drafters with weights.
+    model: a folder.
+    gguf: the same weights for llama.cpp.
+    head, draft_model: of drafters with weights.
     against: the engines of which the best, case by case, is what the others are compared with.
     measure: tokens a second once every stream has its first token, or from the first prompt to the last token.
     together: our engines of the same weights share a process and one copy of them.

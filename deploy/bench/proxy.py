@@ -126,7 +126,7 @@ def _serve_upstream(port: int) -> None:
 
 
 async def _answer(request: web.Request) -> web.StreamResponse:
-    """As vLLM would: a reply at once, or a stream of 16 tokens, one each millisecond."""
+    """Answer like vLLM: with a reply at once, or a stream of 16 tokens, one each millisecond."""
     asked = json.loads(await request.read())
     ids = [17] if asked.get("return_token_ids") else None
     entry = {"token": " a", "logprob": -0.5, "bytes": [32, 97], "top_logprobs": []}

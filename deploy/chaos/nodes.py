@@ -53,7 +53,7 @@ class NodeShape:
 
     @property
     def arguments(self) -> list[str]:
-        """Of `ray start`."""
+        """Arguments of `ray start`."""
         labels = ",".join(f"{key}={value}" for key, value in self.labels.items())
         return [f"--num-cpus={self.num_cpus}", f"--num-gpus={self.num_gpus}", *(["--labels", labels] if labels else [])]
 
@@ -218,12 +218,12 @@ def local_cluster(head: NodeShape, shapes: Sequence[NodeShape]) -> Iterator[Loca
 
 
 def _labels() -> Iterator[Mapping[str, str]]:
-    """Of the nodes that live, of the cluster that this process is connected to."""
+    """Return the labels of the live nodes of the cluster that this process is connected to."""
     return (node["Labels"] for node in ray.nodes() if node["Alive"])
 
 
 def _ports(agent: int, metrics: int) -> list[str]:
-    """Those that nodes of one machine would otherwise all want."""
+    """Return options for the ports that nodes of one machine would otherwise all want."""
     return [f"--dashboard-agent-listen-port={agent}", f"--metrics-export-port={metrics}"]
 
 

@@ -44,7 +44,7 @@ def memory_bytes(app: str) -> int:
 
 
 def _command_line(pid: int) -> bytes:
-    """Of a process; empty where it has ended."""
+    """Read the command line of a process; empty if it has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
@@ -79,7 +79,7 @@ class ObjectStore:
 
     @classmethod
     def read(cls) -> "ObjectStore":
-        """As it is now, on all nodes together."""
+        """Read its current size, on all nodes together."""
         stats = get_memory_info_reply(get_state_from_address(ray.get_runtime_context().gcs_address)).store_stats
         pinned = stats.num_object_store_primary_copies
         return cls(pinned, max(0, stats.num_local_objects - pinned), stats.object_store_bytes_used)

@@ -34,9 +34,12 @@ class Candidate(NamedTuple):
 class Choice:
     """One choice of a reply.
 
-    token_ids: emitted, None = the server did not report them. logprobs: of each of them, nats; None = not reported.
-    text: of the answer. finish_reason: as reported. stopped_by: the stop text or token that ended it, as
-    far as the server says so. prompt_token_ids: None = not reported.
+    token_ids: emitted, None = the server did not report them.
+    logprobs: of each of them, nats; None = not reported.
+    text: of the answer.
+    finish_reason: as reported.
+    stopped_by: the stop text or token that ended it, as far as the server says so.
+    prompt_token_ids: None = not reported.
     """
 
     index: int = 0
@@ -55,11 +58,11 @@ class Choice:
     prompt_logprobs: list[Any] | None = None  # as reported; `logprobs_of_prompt` reads them
 
     def candidates(self) -> list[list[Candidate]] | None:
-        """Of each token the likeliest ones in its place, in the order of the reply; None = not reported."""
+        """Return the likeliest tokens in each token's place, in the order of the reply; None = not reported."""
         return None if self.top_logprobs is None else [_candidates(top or {}) for top in self.top_logprobs]
 
     def scored(self, ids: Iterable[int]) -> list[dict[int, float]] | None:
-        """Of each token the logprobs of these ids, as far as they were reported; None = none were."""
+        """Return each token's logprobs of these ids, as far as they were reported; None = none were."""
         if self.scored_logprobs is not None:
             return [{int(token): float(value) for token, value in one.items()} for one in self.scored_logprobs]
         wanted, places = set(ids), self.candidates()
@@ -68,8 +71,8 @@ class Choice:
         return [{one.token_id: one.logprob for one in place if one.token_id in wanted} for place in places]
 
     def logprobs_of_prompt(self, prompt: Any) -> list[float | None] | None:
-        """Of each token of the prompt that was sent but the first; None = not reported. Of a text, whose tokens are not
-        known, the first entry of a place is its own token's."""
+        """Return the logprobs of the sent prompt's tokens but the first; None = not reported. Of a text, whose tokens
+        are not known, the first entry of a place is its own token's."""
         if self.prompt_logprobs is None:
             return None
         places = [place or {} for place in self.prompt_logprobs[1:]]
@@ -85,8 +88,11 @@ class Choice:
 class Reply:
     """A reply, as far as it has come.
 
-    is_chat: whether it is a chat's. error: that the server reported in it. num_prompt: tokens of the prompt.
-    num_cached: those of them that a cache had. num_tokens: emitted, of all choices together. None = not reported.
+    is_chat: whether it is a chat's.
+    error: that the server reported in it.
+    num_prompt: tokens of the prompt.
+    num_cached: those of them that a cache had.
+    num_tokens: emitted, of all choices together. None = not reported.
     """
 
     is_chat: bool = False
@@ -276,7 +282,7 @@ def _read_entry(entry: Json) -> _Entry:
 
 
 def _candidates(top: Any) -> list[Candidate]:
-    """Those that come with a number."""
+    """Return the candidates that come with a number."""
     if isinstance(top, dict):  # logprobs by text
         named = [(text, _id(None, text), value) for text, value in top.items()]
     else:

@@ -23,7 +23,10 @@ _LONGEST_FORM = 10_000  # characters
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A client's request, read. form: which requests have replies of the same shape."""
+    """A client's request, read.
+
+    form: which requests have replies of the same shape.
+    """
 
     body: bytes
     fields: Mapping[str, Any]

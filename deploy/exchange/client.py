@@ -28,9 +28,12 @@ class ServiceError(TruespecError):
 class Attempt:
     """A request and its result.
 
-    status: of HTTP; None = no reply. reply: what came of it; empty if it was refused. error: what went wrong; empty =
-    nothing. seconds: until its end. first_s, last_s: of a stream, until the first and the last of its tokens came; 0 if
-    none did.
+    status: of HTTP; None = no reply.
+    reply: empty if it was refused.
+    error: in words; empty = none.
+    seconds: until its end.
+    first_s: seconds until the first token of a stream; 0 if none came.
+    last_s: seconds until the last one.
     """
 
     path: str

@@ -28,7 +28,8 @@ class AuditFailed(TruespecError):
 class Ask:
     """One request, independent of the server's dialect.
 
-    prompt: token ids, or a text. extra: additional fields of the body.
+    prompt: token ids, or a text.
+    extra: additional fields of the body.
     """
 
     prompt: tuple[int, ...] | str
@@ -51,7 +52,7 @@ class Can:
     metrics: str | None = None  # prefix of its metrics' names
 
     def reported(self) -> dict[str, Any]:
-        """As a dict, for a report."""
+        """Return a dict, for a report."""
         return dataclasses.asdict(self)
 
 

@@ -14,9 +14,13 @@ WATCHED_PATHS = (COMPLETIONS, CHAT)
 class Exchange:
     """A request that was answered with 200.
 
-    path: of the URL, one of `WATCHED_PATHS`. request: the client's body, without what was added to it. reply: the body
-    as the server sent it, with token ids and logprobs; of a stream its server-sent events. began_at, ended_at: unix
-    seconds. replica: that answered, where a header names it; dialect: the server's; "" = unknown.
+    path: of the URL, one of `WATCHED_PATHS`.
+    request: the client's body, without what was added to it.
+    reply: the body as the server sent it, with token ids and logprobs; of a stream its server-sent events.
+    began_at: unix seconds.
+    ended_at: unix seconds.
+    replica: that answered, where a header names it.
+    dialect: the server's; "" = unknown.
     """
 
     path: str

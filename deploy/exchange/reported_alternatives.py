@@ -30,7 +30,7 @@ class AlternativesReader:
         self._tokenizer = tokenizer
 
     def of_choice(self, choice: Choice, num_prompt: int, ids: Sequence[int]) -> KeptAlternatives:
-        """Those of an answer with these token ids; num_prompt: tokens before it. Its prompt's come first."""
+        """Return the alternatives of an answer, its prompt's first; ids: of its tokens, after num_prompt others."""
         kept = KeptAlternatives()
         for place, entries in enumerate((choice.prompt_logprobs or ())[1:num_prompt], start=1):
             known = {int(token): one for token, one in (entries or {}).items()}

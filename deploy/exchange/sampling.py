@@ -40,10 +40,14 @@ _PLAIN_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.]{0,39}")
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """The sampling of the choices of one request. stops: whether a text or token that it names may have ended them.
-    untested: why their tokens cannot be compared with a distribution, "" = they can. compared: whether their logprobs
-    are the model's. num_choices: of each prompt. max_tokens: that the request names; None = it does not, or another
-    field may count."""
+    """The sampling of the choices of one request.
+
+    stops: whether a text or token that it names may have ended them.
+    untested: why their tokens cannot be compared with a distribution, "" = they can.
+    compared: whether their logprobs are the model's.
+    num_choices: of each prompt.
+    max_tokens: that the request names; None = it does not, or another field may count.
+    """
 
     params: SamplingParams
     seed: int | None
@@ -70,7 +74,7 @@ class Sampling:
 
     @classmethod
     def of(cls, dialect: str, folder: Path, own: Mapping[str, float]) -> "Sampling":
-        """Of a vendor that serves the model in this folder."""
+        """Read the sampling of a vendor that serves the model in this folder."""
         path = folder / "generation_config.json"
         read = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
         return cls(dialect, read, own)
@@ -125,7 +129,7 @@ def _read(values: Mapping[str, Any]) -> Json:
 
 
 def _untested(body: Json, fields: Sequence[str]) -> str:
-    """Why the distribution of the answers cannot be computed again, "" = it can."""
+    """Return why the distribution of the answers cannot be computed again; "" = it can."""
     if _has_form(body):
         return "response_format: the server's own grammar decides what is allowed"
     if _has_to_call(body):

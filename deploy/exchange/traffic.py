@@ -18,15 +18,17 @@ SETTINGS: tuple[Mapping[str, Any], ...] = (
     {"temperature": 0.8, "min_p": 0.05},
     {"temperature": 1.0, "frequency_penalty": 0.5, "presence_penalty": 0.3},
 )
-"""How requests are sampled, one after the other."""
+"""Sampling parameters of the requests, in turn."""
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """The requests that are sent.
+    """The requests that are sent; every other one is streamed.
 
-    model: its served name. prompts: of completions (`prompt`) and chats (`messages`). settings: fields of the requests,
-    one after the other. at_once: requests in flight. streamed: every other one is.
+    model: its served name.
+    prompts: of completions (`prompt`) and chats (`messages`).
+    settings: fields of the requests, one after the other.
+    at_once: requests in flight.
     """
 
     model: str

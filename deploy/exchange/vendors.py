@@ -31,21 +31,21 @@ class Vendor:
     owned_by = ""
     """The `owned_by` of its `GET /v1/models`; "" = it is named by hand."""
     defaults: Mapping[str, Any] = {}
-    """What it samples with where a request does not say."""
+    """Sampling parameters of requests that do not set them."""
     reads_generation_config: Literal["always", "chats", "never"] = "never"
     """For which requests the model's generation_config.json replaces the defaults."""
     fields: tuple[str, ...] = ()
     """Its own fields that say how a token is sampled."""
     logprobs_after_grammar = True
-    """Whether the logprobs that it reports are those that a grammar leaves."""
+    """True if the reported logprobs are those that a grammar leaves."""
     logprobs_after_temperature = False
-    """Whether they are those after penalties and temperature."""
+    """True if they are those after penalties and temperature."""
     keeps_demands = False
-    """Whether it is known to keep to `n`, stop strings, bad words and structure, not to pass over any."""
+    """True if it is known to honour `n`, stop strings, bad words and structure, and to ignore none of them."""
     keeps_all = False
     """True where it keeps to every keyword of a schema, and to each field that says whether tools are to be called."""
     joins_texts_by = "\n"
-    """What it puts between the texts of one message."""
+    """Separator between the texts of one message."""
 
     def extras(self, path: str, streamed: bool) -> tuple[Extras, ...]:
         """Return what to ask it for, most first, nothing last; the next where the server refuses it."""
@@ -69,7 +69,7 @@ class Vendor:
         return {**self.defaults, **known, **own, **sent}
 
     def why_not_ours(self, values: Json) -> str:
-        """Why its rules for these values cannot be written in our parameters; "" = they can."""
+        """Return why its rules for these values cannot be written in our parameters; "" = they can."""
         del values
         return ""
 

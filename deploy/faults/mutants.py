@@ -159,7 +159,7 @@ def _zero_imported(engine: EngineCore, name: str, places: Any) -> None:
 
 @mutant("F1 stale drafts near the length limit", "requests", max_model_len=96)
 def _stale_drafts_at_the_limit(engine: EngineCore) -> None:
-    """Where drafts no longer fit, the step runs on the last draft of the step before instead of the pending token."""
+    """A step in which drafts no longer fit reads the last draft of the step before instead of the pending token."""
     last_draft: dict[str, int] = {}
 
     def change(step_input: StepInput, batch: Batch) -> StepInput:
@@ -217,7 +217,7 @@ def _handoff_without_drafter_kv(engine: EngineCore) -> None:
 
 @mutant("F14 blocks of the prefix cache lack the drafter's keys and values", "drafted requests")
 def _cached_blocks_without_drafter_kv(engine: EngineCore) -> None:
-    """What is shared of the target's is right; the drafter believes that its own rows are there."""
+    """Shared rows of the target are right; the drafter believes that its own are there."""
     drafter: Any = engine.drafter
 
     def beginning(begin: Any, sequence: Sequence) -> Any:
@@ -782,7 +782,7 @@ def _zero_logprobs(engine: EngineCore) -> None:
 
 
 def _shifted(nats: float) -> Install:
-    """All that is reported is so much too low, as where another normalizer is subtracted from the logits."""
+    """Reported logprobs are so much too low, as if another normalizer were subtracted from the logits."""
 
     def shift(entry: TokenLogprobs) -> TokenLogprobs:
         top, scored = (tuple((token, own - nats) for token, own in part) for part in (entry.top, entry.scored))
@@ -833,11 +833,11 @@ def _scored_ids_of_the_row_before(engine: EngineCore) -> None:
 
 @mutant("F11 the prompt's likeliest tokens go by other ids", "requests")
 def _prompt_ids_of_other_tokens(engine: EngineCore) -> None:
-    def scoring(score: Any, entry: Any, row_start: int, hidden: Any) -> Any:
-        logprobs, replayed = score(entry, row_start, hidden)
+    def scoring(score: Any, entry: Any, row_start: int, hidden: Any, *parts: Any) -> Any:
+        logprobs, replayed = score(entry, row_start, hidden, *parts)
         return tuple(_renamed(one, engine.model.vocab_size) for one in logprobs), replayed
 
-    _wrap(engine.eager, "_score", scoring)
+    _wrap(engine.eager.scorer, "score", scoring)
 
 
 @mutant("F10 logits modified in place", "requests")
@@ -851,11 +851,11 @@ def _logits_modified_in_place(engine: EngineCore) -> None:
 
 @mutant("F11 prompt logprobs damaged at chunk borders", "requests")
 def _prompt_logprobs_at_chunk_borders(engine: EngineCore) -> None:
-    def scoring(score: Any, entry: Any, row_start: int, hidden: Any) -> Any:
+    def scoring(score: Any, entry: Any, row_start: int, hidden: Any, *parts: Any) -> Any:
         later_chunk = entry.sequence.num_computed > 0
-        return score(entry, row_start, hidden.roll(1, 0) if later_chunk else hidden)
+        return score(entry, row_start, hidden.roll(1, 0) if later_chunk else hidden, *parts)
 
-    _wrap(engine.eager, "_score", scoring)
+    _wrap(engine.eager.scorer, "score", scoring)
 
 
 @mutant("F16 a row of NaN becomes a token", "requests")
@@ -894,7 +894,7 @@ def _stop_inside_a_run(engine: EngineCore) -> None:
 
 @mutant("F25 one token beyond the model's length", "requests", max_model_len=96)
 def _one_token_too_many(engine: EngineCore) -> None:
-    """Where an answer ends is reckoned with a limit that is one too high."""
+    """The end of an answer is computed with a limit that is one too high."""
     until_stop = Scheduler._until_stop
 
     def one_too_many(sequence: Sequence, token_ids: tuple[int, ...]) -> Any:

@@ -33,7 +33,11 @@ _PUBLISHING_S = 0.05  # of a server in this process, which counts when asked
 
 @dataclass(frozen=True, slots=True)
 class FaultFound:
-    """Result of auditing one faulty server. way: the drafter. found: the faults that the audit named."""
+    """Result of auditing one faulty server.
+
+    way: the drafter.
+    found: the faults that the audit named.
+    """
 
     fault: str
     way: str

@@ -40,15 +40,17 @@ _SOUND_POSITIONS = 5_000  # that tell the acceptance of a sound engine
 _SOUND_REQUESTS = 32
 
 Until = Callable[[Watch, int], bool]
-"""Whether to stop, given who found something so far, and the positions or requests served."""
+"""Test whether to stop, given who found something so far, and the positions or requests served."""
 
 
 @dataclass(frozen=True, slots=True)
 class MutantAudit:
     """The result of an audit of one mutant.
 
-    detectors: each with the positions (or requests) it needed, first to fire first. delay: of the first; None where
-    nothing fired. acceptance: what the metric showed meanwhile, sound_acceptance what it shows without the fault.
+    detectors: each with the positions (or requests) it needed, first to fire first.
+    delay: of the first; None where nothing fired.
+    acceptance: of drafts, by the metric, meanwhile.
+    sound_acceptance: the same without the fault.
     """
 
     fault: str
@@ -81,7 +83,7 @@ def audit_mutant(name: str, patience: float = 2.0) -> MutantAudit:
 
 @cache
 def sound_watch(traffic: str, settings: tuple[tuple[str, Any], ...]) -> Watch:
-    """Of an engine without a fault: its acceptance, and what was found all the same."""
+    """Watch an engine without a fault: its acceptance, and false alarms."""
     few = _SOUND_POSITIONS if traffic in TABLES else _SOUND_REQUESTS
     return _watch(_sound(traffic, **dict(settings)), lambda _, count: count >= few, None)
 
@@ -269,9 +271,10 @@ def _watch_decoder(mutant: Mutant, traffic: DecoderTraffic, until: Until, sound_
 class _Clients:
     """They keep an engine busy and look at every step; some hang up before their answer is complete.
 
-    earlier: what was said so far, for the requests to continue; None = nobody hangs up. prefill: computes prompt and
-    first token of each request. update: makes the weights of versions 2, 3 and so on, of which the engine gets the next
-    after every `_UPDATE_EVERY` requests.
+    earlier: what was said so far, for the requests to continue; None = nobody hangs up.
+    prefill: computes prompt and first token of each request.
+    update: makes the weights of versions 2, 3 and so on, of which the engine gets the next after every `_UPDATE_EVERY`
+        requests.
     """
 
     engine: EngineCore

@@ -38,8 +38,8 @@ _DISTRIBUTION, _Q_ZERO = (1 + ROW_KINDS.index(kind) for kind in ("law", "q_zero"
 class FaultyServer:
     """A server with a fault: a model folder, an engine's settings, the fault in its decoding engine.
 
-    guarded: whether the engine's own rules, which fail requests that break them, stay on. handoffs: prompts are
-    computed by a second engine, without the fault.
+    guarded: whether the engine's own rules, which fail requests that break them, stay on.
+    handoffs: prompts are computed by a second engine, without the fault.
     """
 
     folder: Path

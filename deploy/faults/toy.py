@@ -68,7 +68,7 @@ class TableDrafter(WeightlessDrafter):
         return np.array([min(entry.max_drafts, self.most) for entry in batch.entries])
 
     def propose(self, batch: Batch) -> DraftOutput:
-        """As many drafts as fit, each with the row it was drawn from."""
+        """Draft as many tokens as fit, each with the row it was drawn from."""
         sequences = [entry.sequence for entry in batch.entries]
         counts = self.counts(batch)
         seeds = np.array([sequence.request.seed for sequence in sequences], np.uint64)
@@ -97,7 +97,7 @@ class LikeliestDrafter(WeightlessDrafter):
         self._next = table.argmax(-1).tolist()
 
     def propose(self, batch: Batch) -> DraftOutput:
-        """As many drafts as fit."""
+        """Draft as many tokens as fit."""
         drafts = []
         for entry in batch.entries:
             chain = [entry.sequence.tokens[-1]]

@@ -32,8 +32,9 @@ MAX_Z = 5.0  # of the mean of a term where the engine is sound
 class Watch:
     """Collects who found something, and when.
 
-    sound_acceptance: of the same traffic through a sound engine; None = not known yet. one_seed: every client sends the
-    same. sound: the engine has no fault, so that a term whose mean is not 0 shows one of the self-checks.
+    sound_acceptance: of the same traffic through a sound engine; None = not known yet.
+    one_seed: every client sends the same.
+    sound: the engine has no fault, so that a term whose mean is not 0 shows one of the self-checks.
     """
 
     sound_acceptance: float | None = None
@@ -74,7 +75,8 @@ class Watch:
 class ServedRequest:
     """A request with what it was served.
 
-    handed_off: the first delta came of a prefill elsewhere. hangs_up: its client does not wait for the end.
+    handed_off: the first delta came of a prefill elsewhere.
+    hangs_up: its client does not wait for the end.
     """
 
     request: Request
@@ -93,8 +95,8 @@ class ServedRequest:
         return (*self.request.prompt_token_ids, *self.token_ids)
 
     def answer(self, limit: int) -> Answer | None:
-        """As the referee takes it; limit: the longest sequence of the engine. None = it cannot be computed again, since
-        it broke off."""
+        """Return the referee's form; None if it broke off and cannot be computed again. limit: the longest sequence of
+        the engine."""
         record = Record(self.request, "engine", 0.0, limit, NUM_DRAFTS)
         for delta in self.deltas:
             record.take(delta)

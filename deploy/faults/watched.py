@@ -40,7 +40,7 @@ FAULTS = (
     "F10 logprob 0 for every token",
     "F10 logprobs of another row",
 )
-"""Those that change what clients are served by more than a few tokens in ten thousand; docs/watch.md names others."""
+"""Faults that change more than a few served tokens in ten thousand; docs/watch.md names others."""
 
 _MOST_TOKENS = 60_000
 _SECONDS = 300.0
@@ -50,8 +50,13 @@ _SEED = 20_261
 
 @dataclass(frozen=True, slots=True)
 class WatchedFault:
-    """The result of watching one fault. way: how it was served. tokens, answers: judged until it was found, or until
-    the end. found: what the referee found first, and in which stratum; "" = nothing."""
+    """The result of watching one fault.
+
+    way: in which it was served.
+    found: the referee's first finding, with its stratum; "" = none.
+    tokens: judged until then, or until the end.
+    answers: judged until then, or until the end.
+    """
 
     fault: str
     way: str

@@ -56,7 +56,7 @@ class BatchInput:
 
     @property
     def custom_ids(self) -> Collection[str]:
-        """Of all lines, in order."""
+        """Ids of all lines, in order."""
         return self._line_of.keys()
 
     def lines(self, but: Collection[str]) -> Iterator[BatchLine]:
@@ -146,7 +146,7 @@ class Tally:
 
 
 def failure_of(result: dict[str, Any]) -> str | None:
-    """Why a line of the output holds no answer, in a word or two; None where it holds one."""
+    """Return why a line of the output holds no answer, in a word or two; None if it holds one."""
     response, error = result["response"], result["error"]
     if response is None:
         return str(error["code"])

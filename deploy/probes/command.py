@@ -28,7 +28,8 @@ PAGE_HEAD = "# Audits that were run\n"
 class AuditOptions:
     """Options of `truespec audit server`.
 
-    model: whose weights to compare with: a catalogue name, a folder or a hub id. served: which of the server's models.
+    model: whose weights to compare with: a catalogue name, a folder or a hub id.
+    served: which of the server's models.
     only: names of probes; empty = all.
     """
 

@@ -57,7 +57,10 @@ _OWN_CHECKS: dict[str, dict[str, tuple[str, ...]]] = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DraftCounts:
-    """A server's counters, summed over replicas. per_position: accepted at each."""
+    """A server's counters, summed over replicas.
+
+    per_position: accepted at each.
+    """
 
     drafts: float = 0.0
     drafted: float = 0.0

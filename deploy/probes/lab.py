@@ -74,7 +74,7 @@ FULL = Budget(
 
 
 ROUNDED = Tolerance.against_float32("bfloat16")
-"""Of a server whose precision does not show."""
+"""Tolerance of a server whose precision does not show."""
 
 
 @dataclass(slots=True)
@@ -119,7 +119,7 @@ class ServedAnswer:
 
     @property
     def prompt_logprobs(self) -> list[float | None] | None:
-        """Of the prompt's tokens but the first; None = not reported."""
+        """Return the logprobs of the prompt's tokens but the first; None = not reported."""
         return self.answer.logprobs_of_prompt(self.ask.prompt)
 
 
@@ -127,8 +127,8 @@ class ServedAnswer:
 class Lab:
     """Everything a probe works with.
 
-    beside: a second server of the same model, without speculation. publishing_s: the longest time between the
-    server's updates of its counters.
+    beside: a second server of the same model, without speculation.
+    publishing_s: the longest time between the server's updates of its counters.
     """
 
     server: Client
@@ -284,7 +284,7 @@ class Lab:
         return [found] if found else ["support"] * bool(judgement.misplaced)
 
     def largest_drift(self, served: ServedAnswer) -> float:
-        """Of its logprobs, nats."""
+        """Return the largest drift of its logprobs, nats."""
         return self.judge(served).checked.max_drift_nats or 0.0
 
     def drifted(self, answers: Iterable[tuple[ServedAnswer, Sequence[SeenToken]]]) -> ServedAnswer | None:
@@ -297,7 +297,7 @@ class Lab:
         return None
 
     def alarms(self, watch: ReplicaWatch, one: ServedAnswer, tokens: Sequence[SeenToken]) -> list[Alarm]:
-        """Those that the tokens of an answer raise in the service's detectors, after the answers before it."""
+        """Return the alarms that an answer's tokens raise in the service's detectors, after the answers before it."""
         return watch.see(tokens, greedy=one.ask.params.greedy, drift_tolerance=self.tolerance.max_tme - 1)
 
     # -- ordinary traffic --------------------------------------------------------------------------------------
@@ -364,7 +364,7 @@ class Lab:
 
 
 def copies(served: ServedAnswer) -> list[int]:
-    """Of each token what followed the latest tokens before it the last time they occurred; -1 where they never did."""
+    """Return for each token the one that followed the same tokens before, when they occurred last; -1 = never."""
     tokens, start = (*served.ask.prompt, *served.ids), len(served.ask.prompt)
     return [_copy_of(tokens, place) for place in range(start, len(tokens))]
 

@@ -38,7 +38,8 @@ class Need(StrEnum):
 class AuditFinding:
     """A fault, with one request that shows it.
 
-    faults: catalogue ids that it resembles, or a name if none fits. count: how often the probe saw it.
+    faults: catalogue ids that it resembles, or a name if none fits.
+    count: how often the probe saw it.
     """
 
     probe: str
@@ -138,8 +139,9 @@ class Trial:
 class Probe:
     """A question.
 
-    asks: the question, in a sentence. needs: what it requires. tests: number of statistical tests, each of which gets
-    an equal share of FALSE_ALARMS.
+    asks: the question, in a sentence.
+    needs: what it requires.
+    tests: number of statistical tests, each of which gets an equal share of FALSE_ALARMS.
     """
 
     name: str

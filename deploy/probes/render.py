@@ -19,7 +19,7 @@ KINDS: Mapping[ProbeVerdict, Kind] = {
     ProbeVerdict.INCONCLUSIVE: "unclear",
     ProbeVerdict.UNSUPPORTED: "none",
 }
-"""How each is shown."""
+"""Kind in which each is shown."""
 SECTION = "audit URL"
 PROBES_MARK = f"<!-- {SECTION}: probes -->"
 _LONGEST_CELL = 220

@@ -39,7 +39,7 @@ _GREEDY = {"greedy": ("F8", "F12", "F5"), "greedy, penalties": ("F9", "F15")}
 """Settings, and what a token that is not the likeliest resembles there."""
 
 _POSITIONS = {FIRST: STATE, LAST: ("F1", "F10"), BETWEEN: ("F10", *STATE)}
-"""Of a logprob in its answer, and the faults that errors there suggest."""
+"""Places of a logprob in its answer, and the faults that errors there suggest."""
 
 _ALARMS = {
     "support": "some are forbidden, or outside its filters",
@@ -47,7 +47,7 @@ _ALARMS = {
     "probability": "p(y) - sum(p^2) has mean {probability:+.3f}",
     "surprisal": "surprisal - entropy has mean {surprisal:+.3f}",
 }
-"""Of the calibration test, and what each has seen."""
+"""Terms of the calibration test, and what each has seen."""
 
 _TERMS = {
     "likeliest": "share of most likely tokens - its expectation",

@@ -109,5 +109,5 @@ def _class(kind: str) -> str:
 
 
 def escaped(value: object) -> str:
-    """As text of the page."""
+    """Escape a value as text of the page."""
     return html.escape(str(value))

@@ -5,12 +5,15 @@ from dataclasses import dataclass
 from typing import Literal
 
 Kind = Literal["ok", "bad", "unclear", "none", ""]
-"""What a text says of what was checked; "" = nothing."""
+"""Result of a check that a text reports; "" = none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A text that is shown as what it says. detail: shown below it where there is room."""
+    """A text that is shown as what it says.
+
+    detail: shown below it where there is room.
+    """
 
     text: str
     kind: Kind = ""
@@ -21,7 +24,8 @@ class Cell:
 class ReportTable:
     """A table of texts.
 
-    numbers: columns that are aligned on the right. whole: columns whose texts are not broken into lines, on a terminal.
+    numbers: columns that are aligned on the right.
+    whole: columns whose texts are not broken into lines, on a terminal.
     optional: columns that a narrow page leaves out.
     """
 
@@ -41,8 +45,11 @@ class ReportTable:
 class Shown:
     """Something that was found.
 
-    title: what it is. facts: what is known of it, by name. named: what its example is called; example: the facts of
-    that, or its text; "" = there is none. where: who found it.
+    title: what it is.
+    facts: what is known of it, by name.
+    named: what its example is called.
+    example: the facts of that, or its text; "" = there is none.
+    where: who found it.
     """
 
     title: str

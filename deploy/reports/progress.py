@@ -95,7 +95,7 @@ class View:
                 self._progress.update(self._task, total=1.0, completed=share, share=f"{share:4.0%}", note=note)
 
     def count(self, done: int, total: int, things: str = "conversations") -> None:
-        """So many of a stage's things are done."""
+        """Show how many of a stage's things are done."""
         self.advance(done / total, f"{done} of {total} {things}")
 
     def _tick(self) -> None:

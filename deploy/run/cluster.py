@@ -251,7 +251,7 @@ def _start_serve(file: ServeFile, *, joined: bool, progress: Progress) -> HttpOp
 
 
 def _require_port_on_cluster(file: ServeFile) -> None:
-    """As `require_port`, on the nodes where Serve's proxies are to listen."""
+    """Require a free port on the nodes where Serve's proxies are to listen."""
     everywhere = file.proxy_location == "EveryNode"
     nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"] and (everywhere or _HEAD in node["Resources"])]
     check = ray.remote(num_cpus=0, max_retries=0)(_port_fault)
@@ -301,7 +301,7 @@ def _warn_of_kernels(name: str, progress: Progress) -> None:
 
 
 def _kernels_off(name: str) -> list[str]:
-    """Why replicas run without the kernels for their device; empty if none does."""
+    """Return why replicas run without the kernels for their device; empty if none does."""
     handle: DeploymentHandle[Any] = serve.get_deployment_handle(CONTROLLER, name)
     handle._init(_run_router_in_separate_loop=True)  # or it wants this thread's loop where Serve is set for throughput
     status = ControllerClient.status.send(handle).result(timeout_s=_STATUS_TIMEOUT_S)

@@ -30,7 +30,10 @@ _BUSY_CORES = 0.25  # of others: beyond it, a small model's speed is theirs as m
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A task that people ask for. temperature: sampled answers are what the self-checks count."""
+    """A task that people ask for.
+
+    temperature: sampled answers are what the self-checks count.
+    """
 
     name: str
     prompt: str
@@ -47,8 +50,12 @@ TASKS = (
 
 @dataclass(frozen=True, slots=True)
 class TaskSpeed:
-    """Of one task, with speculation on and off in turns: medians. ratio: on to off; 0 where nothing was measured.
-    least_ratio, most_ratio: of the rounds."""
+    """Medians of one task, with speculation on and off in turns.
+
+    ratio: on to off; 0 where nothing was measured.
+    least_ratio: of the rounds.
+    most_ratio: of the rounds.
+    """
 
     task: str
     tokens_per_s_off: float

@@ -54,7 +54,7 @@ _DRAFTERS: Mapping[str, tuple[str, Callable[[Path], Any]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Why a configuration cannot be served here: the field below `args`, and the problem with its fix."""
+    """Reason that a configuration cannot be served here: the field below `args`, and the problem with its fix."""
 
     field: str
     message: str

@@ -11,7 +11,7 @@ from deploy.run.processes import process_tree, stat_of
 from speculative.errors import ConfigError
 
 MOST_CORES = 0.1
-"""Of others, while a machine still counts as quiet."""
+"""Most cores that others use while a machine still counts as quiet."""
 
 _LOOK_S = 3.0
 _IDLE, _IOWAIT = 3, 4  # columns of /proc/stat's first line

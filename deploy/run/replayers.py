@@ -27,11 +27,16 @@ _CPU_CACHE_TOKENS = 16_384
 class ReplayerOptions:
     """The engines that compute answers again.
 
-    folder: the model's. engine: which one. dtype: of weights and activations. quantization: form of the weights; None =
-    as `dtype`. threads: CPU threads, 0 = the machine's. max_model_len: tokens of prompt and answer, None = the model's
-    own limit, and on a CPU at most 16,384. at_once: requests that an engine computes together. max_replicas: engines on
-    Ray that there may be; 0 = one in this process, without Ray. gpus: of each engine on Ray. device: of our engine; on
-    Ray, `auto` is a GPU where it was given one.
+    folder: the model's.
+    engine: which one.
+    dtype: of weights and activations.
+    quantization: form of the weights; None = as `dtype`.
+    threads: CPU threads, 0 = the machine's.
+    max_model_len: tokens of prompt and answer, None = the model's own limit, and on a CPU at most 16,384.
+    at_once: requests that an engine computes together.
+    max_replicas: engines on Ray that there may be; 0 = one in this process, without Ray.
+    gpus: of each engine on Ray.
+    device: of our engine; on Ray, `auto` is a GPU where it was given one.
     """
 
     folder: Path
@@ -51,7 +56,7 @@ class LoadedReplayer(Replayer, Protocol):
     """A replayer with a model of its own. Its methods are called from one asyncio loop."""
 
     at_once: int
-    """How many requests keep it busy."""
+    """Number of requests that keep it busy."""
 
     async def start(self) -> ModelInfo:
         """Load the model."""

@@ -40,7 +40,10 @@ _COMPARED = ("raw_logprobs",)
 
 @dataclass(frozen=True, slots=True)
 class ReceiptVerdict:
-    """On one receipt. reason: why it does not verify; "" = it does."""
+    """On one receipt.
+
+    reason: why it does not verify; "" = it does.
+    """
 
     receipt: Receipt
     reason: str
@@ -70,7 +73,7 @@ class ReceiptVerdict:
         return missing
 
     def in_words(self) -> str:
-        """As `truespec verify` prints it."""
+        """Return the text that `truespec verify` prints."""
         receipt, draws = self.receipt, self.draws
         num_tokens = len(receipt.token_ids)
         ended = "" if receipt.ending is None else f", finish_reason {receipt.ending.finish_reason}"
@@ -95,7 +98,7 @@ class ReceiptVerdict:
         return "\n".join([*lines, f"NOT VERIFIED: {self.reason}." if self.reason else "VERIFIED"])
 
     def to_wire(self) -> dict[str, Any]:
-        """As `truespec verify --json` prints it."""
+        """Return the object that `truespec verify --json` prints."""
         receipt = self.receipt
         return {
             "id": receipt.id,
@@ -283,7 +286,7 @@ def verify(receipt: Receipt, folder: Path, engine: EngineName, public_key: Publi
 
 
 def _check_signature(receipt: Receipt, key: PublicKey | None) -> tuple[str, str]:
-    """Why the signature is wrong ("" = it is not), and what is known of it."""
+    """Return why the signature is wrong ("" = it is not), and what is known of it."""
     own = receipt.signature
     if key is None:
         return "", "none" if own is None else f"ed25519 by key {own.key_id}, not checked: no public key was given"

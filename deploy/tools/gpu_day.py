@@ -38,7 +38,10 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class StageResult:
-    """The end of a stage. exit_code: None where it ran out of time."""
+    """The end of a stage.
+
+    exit_code: None where it ran out of time.
+    """
 
     stage: str
     exit_code: int | None
@@ -150,7 +153,7 @@ def _run(stage: Stage, folder: Path, device: str) -> StageResult:
 
 
 def _stop(process: "subprocess.Popen[bytes]") -> None:
-    """As Ctrl-C would, so that a training writes its checkpoint; then for good, with what it started."""
+    """Interrupt like Ctrl-C, so that a training writes its checkpoint; then kill it with its children."""
     os.killpg(process.pid, signal.SIGINT)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(timeout=_STOP_S)

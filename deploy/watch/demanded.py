@@ -26,7 +26,7 @@ _KEYWORDS = {
 """Keywords that the libraries of vLLM read as JSON Schema has it, by the one type beside which they stand. They pass
 over many others, or read them as wider ones, by their version."""
 _NEAR = "#/$defs/"
-"""Where a reference is found again once schemas of several tools are put into one."""
+"""Prefix of references once schemas of several tools are put into one."""
 
 
 def broken_demands(body: Json, reply: Reply, tokenizer: Tokenizer, *, keeps_all: bool) -> dict[int, str]:

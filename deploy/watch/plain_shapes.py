@@ -22,10 +22,10 @@ _MOST_PLANS = 4096
 _value_end = json.JSONDecoder().raw_decode
 
 Role = tuple[frozenset[str], ...]
-"""Which object it is: the keys that it has beside those that may be asked for, and those of its message."""
+"""Kind of an object: its keys beside those that may be asked for, and the keys of its message."""
 
 Keys = tuple[tuple[str, ...], ...]
-"""Of an object and its choices with their messages: the keys, in order."""
+"""Keys, in order, of an object and of its choices with their messages."""
 
 
 class _Object(NamedTuple):
@@ -50,7 +50,10 @@ class _Plan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Plain:
-    """A reply or event as the client is to get it; None = it would not have come. unknown: no such shape was seen."""
+    """A reply or event as the client is to get it; None = it would not have come.
+
+    unknown: no such shape was seen.
+    """
 
     text: str | None
     unknown: bool
@@ -87,7 +90,7 @@ class PlainShape:
         """
         found = _objects(_decoded(text))
         self._empty_events |= streamed and _says_nothing(found, silent=False)
-        self._plans.clear()
+        self._plans.clear()  # they hold guesses, which this reply may settle
         for role, fields in found:
             for key in BROUGHT:
                 value = _kind(fields[key]) if key in fields else _ABSENT
@@ -110,6 +113,8 @@ class PlainShape:
             plan = self._plan(_objects(reply), reply, keys)
             if len(self._plans) < _MOST_PLANS:  # the keys are the server's: it could name others in each reply
                 self._plans[shape] = plan
+        # A server that is silent without tokens to report would not have sent this event; where the client itself asked
+        # for one of the two, it would.
         silent = self.silent and keys >= _CARRY_TOKENS
         if streamed and _may_say_nothing(reply) and _says_nothing(_objects(reply), silent):
             return Plain(None, unknown=False)
@@ -160,6 +165,7 @@ def _decoded(text: str) -> dict[str, Any]:
 
 def _kind(value: Any) -> str:
     """A value that says nothing as JSON, and one word for all others."""
+    # Only null, [] and {} can be written into another reply; any other value belongs to its own.
     return json.dumps(value) if value is None or value in ([], {}) else _OWN
 
 
@@ -185,6 +191,7 @@ def _keys(reply: Mapping[str, Any]) -> Keys:
 def _objects(reply: Mapping[str, Any]) -> list[_Object]:
     """The reply itself, and its choices."""
     found = _choices(reply)
+    # Keys that may be asked for are no part of a role: it is to be the same with and without them.
     choices = [_Object((frozenset(one) - BROUGHT, frozenset(_message(one))), one) for one in found]
     first = choices[0].role[1] if choices else frozenset[str]()
     # The third set keeps this role apart from a choice's, and events with choices apart from those without.

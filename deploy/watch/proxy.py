@@ -58,10 +58,16 @@ HEALTH = "/.truespec/health"
 class ProxyOptions:
     """The settings of a proxy.
 
-    upstream: the server's URL. host, port: to listen on; port 0 takes a free one. share: of requests that are watched,
-    0 to 1. dialect: "auto" or one of `VENDORS`. referee: its URL; None = exchanges are only counted. max_queued,
-    max_queued_bytes: what waits for the referee at most. max_exchange_bytes: larger requests and replies are not
-    captured. replica_header: the header of a reply that names the replica.
+    upstream: the server's URL.
+    host: address to listen on.
+    port: to listen on; 0 takes a free one.
+    share: of requests that are watched, 0 to 1.
+    dialect: "auto" or one of `VENDORS`.
+    referee: its URL; None = exchanges are only counted.
+    max_queued: most exchanges that wait for the referee.
+    max_queued_bytes: most bytes of these.
+    max_exchange_bytes: larger requests and replies are not captured.
+    replica_header: the header of a reply that names the replica.
     """
 
     upstream: str
@@ -92,8 +98,11 @@ class ProxyOptions:
 
 @dataclass(slots=True)
 class _Form:
-    """The knowledge about requests of one form. level: which of the extras the server takes. failures: of the server,
-    one after the other, when it was asked for them."""
+    """The knowledge about requests of one form.
+
+    level: which of the extras the server takes.
+    failures: of the server, one after the other, when it was asked for them.
+    """
 
     shape: PlainShape
     level: int = 0
@@ -412,7 +421,11 @@ class Proxy:
 
 @dataclass(frozen=True, slots=True)
 class _Watch:
-    """A request that is watched. keys: of the reply, which are not the client's. headers: of the request."""
+    """A request that is watched.
+
+    keys: of the reply, which are not the client's.
+    headers: of the request.
+    """
 
     asked: Asked
     path: str

@@ -102,7 +102,11 @@ class RayReplayer:
 
 @dataclass(slots=True, eq=False)
 class _Actor:
-    """One engine on Ray. running: requests under way. used_at: when it had the last one, in seconds."""
+    """One engine on Ray.
+
+    running: requests under way.
+    used_at: when it had the last one, in seconds.
+    """
 
     handle: Any
     running: int = 0

@@ -46,10 +46,13 @@ _NOTE_EVERY_S = 1.0
 class RefereeOptions:
     """The way in which answers are judged.
 
-    served: the model's name in metrics. tolerance: how far rounding moves what this server computes. processed: whether
-    the server's logprobs are those after temperature and filters. dialect, defaults: its vendor, and what it samples
-    with where a request does not say. max_queue: answers that wait. keep_prompts: whether findings show prompts and
-    answers.
+    served: the model's name in metrics.
+    tolerance: for the rounding of this server.
+    processed: true if the server's logprobs are those after temperature and filters.
+    dialect: the server's vendor.
+    defaults: sampling parameters of requests that do not set them.
+    max_queue: most answers that wait.
+    keep_prompts: true if findings show prompts and answers.
     """
 
     served: str = "watched"
@@ -63,7 +66,10 @@ class RefereeOptions:
 
 @dataclass(slots=True)
 class WatchFinding:
-    """The finding of a detector, the first time; num: how often since."""
+    """The first finding of a detector.
+
+    num: times that it was found since.
+    """
 
     alarm: str
     stratum: str
@@ -257,7 +263,7 @@ class Referee:
         return self._status.history()
 
     def report(self) -> dict[str, Any]:
-        """All that was found, as JSON."""
+        """Return all findings, as JSON."""
         samples = self.sink.samples()
         judged = self._judged
         return {

@@ -12,11 +12,11 @@ from serve_app.referee.strata import STRATA
 from serve_app.telemetry.metric_names import REPLAY_ALARMS, WATCHED_RESULTS
 
 Report = Mapping[str, Any]
-"""As `Referee.report` returns it."""
+"""Return value of `Referee.report`."""
 
 Kind = Literal["alarm", "suspect", "nothing", "clean"]
 KINDS: Mapping[Kind, Shade] = {"alarm": "bad", "suspect": "bad", "nothing": "unclear", "clean": "ok"}
-"""How each is shown."""
+"""Shade in which each is shown."""
 
 NOTHING = "–"
 _NUMBERS = ("tokens", "compared")
@@ -34,7 +34,7 @@ _ALARMS = {
     "draws": "tokens are not those that the requests' seeds demand",
     "alternatives": "the logprobs reported of other tokens are not their own",
 }
-"""What a headline says of each alarm."""
+"""Words of a headline for each alarm."""
 
 MEASURES = {
     "tme": ("TME", "mean exp|g - t|", "NeMo-RL token_mult_prob_error"),
@@ -48,7 +48,7 @@ MEASURES = {
     "ratio_over_2": ("r > 2", "share of tokens", "verl rollout_is_ratio_fraction_high"),
     "ratio_under_half": ("r < 1/2", "share of tokens", "verl rollout_is_ratio_fraction_low"),
 }
-"""Of each measure: its name here, what it is (g served, t replayed, r = exp(t - g)), and its name with trainers."""
+"""Measures: the name here, the meaning (g served, t replayed, r = exp(t - g)), and its name with trainers."""
 
 TERMS = {
     "probability": "p(y) minus its mean under p",
@@ -93,7 +93,7 @@ def headline(report: Report) -> Headline:
 
 
 def _alarm_sentence(findings: Iterable[Mapping[str, Any]]) -> str:
-    """Of the first finding; where its stratum is one of several that show it, that of all tokens."""
+    """Describe the first finding; if its stratum is one of several that show it, that of all tokens."""
     found = list(findings)
     first = next((one for one in found if (one["alarm"], one["stratum"]) == (found[0]["alarm"], "all")), found[0])
     where = "" if first["stratum"] == "all" else f" of the stratum {first['stratum']}"

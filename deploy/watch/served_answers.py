@@ -39,7 +39,7 @@ def bucket(value: int, names: Mapping[str, int]) -> str:
 def _strata(
     params: SamplingParams, num_prompt: int, num_tokens: int, num_cached: int | None, ended: str | None
 ) -> Iterator[tuple[str, ...]]:
-    """Of each token of an answer: length, position, the prefix cache, how it was sampled, and how the answer ended."""
+    """Return each token's strata: length, position, prefix cache, sampling, and the end of the answer."""
     common = (
         "all",
         "greedy" if params.greedy else "filtered" if params.filtered else "sampled",

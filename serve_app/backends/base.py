@@ -23,7 +23,7 @@ Handoff = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 PRECISIONS = ("float32", "bfloat16", "int8", "fp8")
-"""What engines compute in, the finest first: the type of activations, or what they are rounded to in products."""
+"""Precisions that engines compute in, the finest first: the type of activations, or of their rounding in products."""
 
 _OF_WEIGHTS_ALONE = ("auto", "float32", "int8", "int4", "awq", "gptq", "bitsandbytes", "gguf")
 """Beginnings of quantizations that leave activations as they are."""
@@ -48,9 +48,10 @@ def precision_of(dtype: str, quantization: str | None) -> str:
 class Numerics:
     """The rounding of an engine.
 
-    engine: whose code computes. precision: one of `PRECISIONS`. weights: "plain", as the checkpoint's files have them,
-    or the form to which they were rounded. "" = not known. repeats: a row is rounded alike in any batch, so that
-    two engines that are equal mostly make the same error.
+    engine: whose code computes.
+    precision: one of `PRECISIONS`.
+    weights: "plain", as the checkpoint's files have them, or the form to which they were rounded. "" = not known.
+    repeats: a row is rounded alike in any batch, so that two engines that are equal mostly make the same error.
     """
 
     engine: str = ""
@@ -89,7 +90,7 @@ class Replayed:
 
     @classmethod
     def reported(cls, delta: TokenDelta, replica: str = "") -> "Replayed":
-        """As the one delta of a teacher-forced request reports it."""
+        """Build it from the one delta of a teacher-forced request."""
         entries = delta.logprobs or ()
         return cls(
             tuple(entry.logprob for entry in entries),
@@ -112,7 +113,7 @@ class Replayed:
         return self.entries or tuple(TokenLogprobs(-1, logprob, 0) for logprob in self.logprobs)
 
     def last(self, num_tokens: int) -> "Replayed":
-        """Of the last tokens alone."""
+        """Return the replay of the last tokens alone."""
         first = len(self.logprobs) - num_tokens
         rows = None if self.replayed is None else self.replayed[len(self.replayed) - num_tokens :]
         return replace(self, logprobs=self.logprobs[first:], replayed=rows, entries=self.entries[first:])
@@ -122,8 +123,11 @@ class Replayed:
 class ServedWeights:
     """The weights that an independent referee must load to compute with those that a replica serves.
 
-    source: a folder, a catalogue name, or a hub id; None = they came over the wire. tokenizer_folder: the folder with
-    the model's tokenizer. form, fingerprint: as `Computing.weights` and `ModelInfo.fingerprint`. version: of them.
+    source: a folder, a catalogue name, or a hub id; None = they came over the wire.
+    tokenizer_folder: the folder with the model's tokenizer.
+    form: as `Computing.weights`.
+    fingerprint: as `ModelInfo.fingerprint`.
+    version: of the weights.
     """
 
     source: str | None
@@ -227,7 +231,7 @@ class ModelInfo:
     device_bytes: int = 0  # memory of the GPU that vLLM computes on; 0 = it uses none
     drafter_folder: str = ""  # where the drafter's weights lie, "" = it has none
     held_out_acceptance: tuple[tuple[float, ...], tuple[float, ...]] = (), ()
-    """Of the drafter, by position, where its training measured it: at temperature 1, and of greedy answers."""
+    """Acceptance by position that the drafter's training measured, if any: at temperature 1, and of greedy answers."""
     adapters: tuple[Adapter, ...] = ()
     computing: Computing = Computing()
     quantization: str | None = None  # of the weights, whoever rounded them: "int4" or another name; None = not rounded
@@ -257,8 +261,7 @@ class PauseMode(enum.StrEnum):
 class ChatPrompt:
     """One chat request as the model sees it: the conversation, and what may be answered.
 
-    `use` is what is to become of the tools: `none`, `auto` (as the model likes), `required` (one call or more), or
-    `named` (one call of `function`).
+    use: of the tools: `none`, `auto` (as the model likes), `required` (one call or more), `named` (one of `function`).
     """
 
     messages: tuple[Mapping[str, Any], ...] = ()
@@ -305,9 +308,9 @@ class Reading(Protocol):
     """The way in which the answers to one request are to be read."""
 
     keeps_special: bool
-    """Whether the text must hold special tokens for that."""
+    """True if the text must keep special tokens for that."""
     thought_end: str | None
-    """What ends the reasoning that an answer begins with: "" = it begins with none, None = nobody can tell."""
+    """Text that ends the reasoning at the beginning of an answer: "" = it begins with none, None = unknown."""
 
     def parser(self) -> ReplyParser:
         """A parser of one answer."""
@@ -373,7 +376,7 @@ class Backend(Protocol):
         ...
 
     def set_speculation(self, speculation: Speculation) -> None:
-        """Who may draft from now on. Requests under way go on, and nothing of their distribution changes."""
+        """Set which requests may draft from now on. Running requests go on, and their distribution does not change."""
         ...
 
     def invalidate_cache(self) -> None:

@@ -51,7 +51,7 @@ _ROUNDED = ("int8", "int4", "w8a8", "w4a8", "fp8")  # values of `engine.quantiza
 
 Command = Callable[[EngineCore], None]
 Event = TokenDelta | Handoff | Exception
-"""What a request's queue carries: deltas; the handoff once it is held; or why it could not start."""
+"""Item of a request's queue: a delta; the handoff once it is held; or the reason that it could not start."""
 
 
 def load_engine(folder: Path, config: EngineConfig) -> EngineCore:
@@ -459,15 +459,18 @@ class TorchBackend:
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """Of a folder's weights in an engine. weights: as it has loaded them. quantization: how they are rounded, whoever
-    did it; None = as given by `dtype`."""
+    """Form of a folder's weights in an engine.
+
+    weights: as it has loaded them.
+    quantization: how they are rounded, whoever did it; None = as given by `dtype`.
+    """
 
     weights: str = ""
     quantization: str | None = None
 
     @classmethod
     def of(cls, folder: Path, engine: EngineCore) -> "_Form":
-        """As this engine loads a folder."""
+        """Describe a folder as this engine loads it."""
         config = engine.config
         kept = choose_weights(config.quantization, folder, dtype=config.dtype, device=engine.device) or config.dtype
         if kept in _ROUNDED:

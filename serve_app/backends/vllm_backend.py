@@ -199,7 +199,7 @@ class VllmBackend:
         return self._info()
 
     def _make_room_for_replays(self) -> None:
-        """Where our engine does not know the model or has no room, vLLM replays; on a GPU, vLLM takes less of it.
+        """Shrink vLLM's share of a GPU for our engine's replays; vLLM replays if ours lacks room or the model.
 
         Raises:
             ConfigError: our engine has no room, and must replay.

@@ -50,12 +50,12 @@ from speculative.request import Request
 
 
 class ModelSection(Section):
-    """Which model: a folder, a name of the catalogue, or a hub id; `name` is what clients ask for."""
+    """The model: a folder, a name of the catalogue, or a hub id; clients ask for it by `name`."""
 
     source: Annotated[str, Field(min_length=1)]
     """A folder, a name of `truespec model list`, or a hub id (`org/name[@revision]`)."""
     name: Annotated[str, Field(min_length=1)] | None = None
-    """What clients ask for; the last part of `source` when not set."""
+    """Name that clients ask for; the last part of `source` when not set."""
     chat_template: Annotated[str, Field(min_length=1)] | None = None
     """In place of the model's own chat template: a Jinja file, at this path on every node that answers HTTP; or
     `chatml-tools` or `smollm2-tools`, which come with the package."""
@@ -114,7 +114,7 @@ class VllmSection(Section):
     lora_modules: dict[str, Annotated[str, Field(min_length=1)]] = {}
     """LoRA adapters: a folder each, by the name that clients give as `model`; sizes are vLLM's, in `engine_args`."""
     replays: Literal["vllm", "torch"] | None = None
-    """What replays finished requests; `torch`: our own engine beside vLLM, except for requests of an adapter. If not
+    """Engine that replays finished requests; `torch`: our own beside vLLM, except for requests of an adapter. If not
     set, that is so for a model that our engine knows; on a whole GPU where both fit, of which vLLM then takes less."""
     self_check_sample_rate: Annotated[float, Field(ge=0, le=1)] = 0.25
     """Share of the steps in which self-checks see what vLLM's sampler draws from, and what it draws; 0 = none."""
@@ -133,7 +133,7 @@ class VllmSection(Section):
 
 class _DrafterFields(Section):
     kind: str = "ngram"
-    """What drafts; `none` turns speculation off."""
+    """Kind of drafter; `none` turns speculation off."""
     model: Annotated[str, Field(min_length=1)] | None = None
     """Weights of the drafter (`draft_model`, `eagle3`, `mtp`): a folder, a catalogue name, or a hub id."""
     sampled: bool = True
@@ -155,7 +155,7 @@ _OwnFields: Any = create_model("_OwnFields", __base__=_DrafterFields, **_own_fie
 
 
 class DrafterSection(_OwnFields):  # type: ignore[misc]
-    """Which drafter, and how many tokens it drafts a round."""
+    """The drafter, and how many tokens it drafts a round."""
 
     length: Literal["static", "dynamic"] = "static"
     """`dynamic` drafts as many tokens as pay, 0 included; a model's drafts end where it is unsure."""
@@ -175,7 +175,7 @@ class DrafterSection(_OwnFields):  # type: ignore[misc]
 
 
 class PoolSection(Section):
-    """How many replicas a pool has, and what Ray reserves for each."""
+    """Number of replicas of a pool, and resources that Ray reserves for each."""
 
     replicas: AtLeastOne = 1
     """Replicas of the pool, without autoscaling."""
@@ -245,7 +245,7 @@ class PoolsSection(Section):
 
 
 class RecoverySection(Section):
-    """What happens when a replica dies, or does not answer."""
+    """Recovery from a replica that dies, or does not answer."""
 
     prefill_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 60.0
     """Longest wait for one prefill and its handoff, on top of twice its estimated time; then it is retried."""
@@ -256,7 +256,7 @@ class RecoverySection(Section):
     decode_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 60.0
     """With a stream router: a decode replica without a sign of life for this long counts as lost."""
     max_resumes: Annotated[int, Field(ge=0, le=100)] = 5
-    """How often a request may be resumed; then it fails."""
+    """Number of times that a request is resumed before it fails."""
 
 
 class ReplaySection(Section):
@@ -275,11 +275,11 @@ class ReplaySection(Section):
     """TME above which something is wrong, on top of the noise floor that plain requests show; by precision when not
     set, as docs/watch.md says."""
     distribution_tolerance: Annotated[float, Field(ge=0, le=1)] | None = None
-    """How far rounding may move the means of the calibration test; by precision when not set."""
+    """Largest shift by rounding of the means of the calibration test; by precision when not set."""
     edge_nats: Annotated[float, Field(gt=0, le=10)] | None = None
     """Nats by which rounding may move a filter's edge, or the likeliest token; by precision when not set."""
     verify_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 60.0
-    """How long an answer with `verify` waits for its replay; then it says `unverified`."""
+    """Longest wait of an answer with `verify` for its replay; then it says `unverified`."""
     keep_verdicts: AtLeastOne = 10000
     """Replies whose verdicts `GET /v1/verdicts/{id}` remembers."""
 
@@ -291,10 +291,10 @@ class ReplaySection(Section):
 
 
 class BreakerSection(Section):
-    """When a replica stops speculating, when it tries again, and when it is replaced."""
+    """Rules by which a replica stops speculating, tries again, and is replaced."""
 
     mode: Literal["auto", "on", "off"] = "auto"
-    """Who decides: `auto` the breaker; `on` and `off` are fixed, alarms are only counted."""
+    """`auto` = the breaker decides; `on` and `off` are fixed, alarms are only counted."""
     cooldown_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 30.0
     """From a trip to the first canary; doubled with each that fails, at most sixteenfold."""
     window_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 600.0
@@ -309,7 +309,7 @@ class DumpsSection(Section):
     """Files for a post-mortem: token ids (prompts included), seeds and logprobs of requests that were found wrong."""
 
     folder: Annotated[str, Field(min_length=1)] | None = None
-    """Where they are written, on the referee's node; none are when not set."""
+    """Folder on the referee's node that they are written to; none are written when not set."""
     max_files: AtLeastOne = 50
     """Files kept; the oldest go first."""
     max_mib: AtLeastOne = 64
@@ -326,7 +326,7 @@ class AdminSection(Section):
 
 
 class AccessSection(Section):
-    """Who may use what. A key's limits are in the key file, and apply to each replica separately."""
+    """API keys and limits. A key's limits are in the key file, and apply to each replica separately."""
 
     keys_file: Annotated[str, Field(min_length=1)] | None = None
     """A file made by `truespec keys`; it is read again when it changes. Without it anyone may use `/v1`."""
@@ -352,7 +352,7 @@ class ResponsesSection(Section):
     max_mib: Annotated[int, Field(ge=0)] = 0
     """Size of all of them together, in MiB; the oldest go first. 0: none is kept."""
     max_age_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 3600.0
-    """How long each is kept."""
+    """Longest time that each is kept."""
 
 
 class ReceiptsSection(Section):
@@ -363,10 +363,10 @@ class ReceiptsSection(Section):
 
 
 class ObservabilitySection(Section):
-    """What is reported of single requests: log lines and traces."""
+    """Reports of single requests: log lines and traces."""
 
     log_format: Literal["text", "json"] = "text"
-    """Of every replica's log lines, including Ray Serve's own: plain text, or one JSON object per line."""
+    """Format of every replica's log lines, including Ray Serve's own: plain text, or one JSON object per line."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Lowest level of the lines that are written."""
     traces_endpoint: str | None = None
@@ -383,7 +383,7 @@ class ObservabilitySection(Section):
 
 
 class HandoffSection(Section):
-    """How computed prompts get from the prefill pool to the decode pool (topology `disaggregated`)."""
+    """Transfer of computed prompts from the prefill pool to the decode pool (topology `disaggregated`)."""
 
     transport: Literal["plasma", "inline", "nixl"] = "plasma"
     """`plasma`: Ray's object store; `inline`: up to 3 MiB in the message itself; `nixl`: RDMA, if it is installed; with
@@ -391,18 +391,18 @@ class HandoffSection(Section):
 
 
 class RoutingSection(Section):
-    """Which replica of a pool a request goes to."""
+    """Choice of the replica of a pool that a request goes to."""
 
     prefill: Literal["prefix", "serve"] = "prefix"
     """`prefix`: where most of the prompt is cached and least is waiting; `serve`: Ray Serve's own routing."""
     decode: Literal["load", "serve"] = "load"
     """`load`: the replica of the header `x-session-id`, else the one with most room; HAProxy has its own rules."""
     period_s: Target = 1.0
-    """How often replicas report what they have cached, and how full they are."""
+    """Period in which replicas report what they have cached, and how full they are."""
 
 
 class LimitsSection(Section):
-    """What is refused instead of queued endlessly. The first two are per replica and per router, as in Ray Serve."""
+    """Limits of requests: more are refused, not queued. The first two are per replica and router, as in Ray Serve."""
 
     max_ongoing_requests: AtLeastOne = 128
     """Requests that a replica accepts; more are answered 429."""
@@ -446,11 +446,11 @@ class AppConfig(Section):
     replay: ReplaySection = ReplaySection()
     """The check of finished requests."""
     breaker: BreakerSection = BreakerSection()
-    """When a replica stops speculating."""
+    """Rules by which a replica stops speculating."""
     dumps: DumpsSection = DumpsSection()
     """Files for a post-mortem."""
     access: AccessSection = AccessSection()
-    """Who may use what."""
+    """API keys and limits."""
     admin: AdminSection = AdminSection()
     """The admin endpoints."""
     responses: ResponsesSection = ResponsesSection()
@@ -460,13 +460,13 @@ class AppConfig(Section):
     observability: ObservabilitySection = ObservabilitySection()
     """Log lines and traces."""
     recovery: RecoverySection = RecoverySection()
-    """What happens when a replica dies."""
+    """Recovery from a replica that dies."""
     handoff: HandoffSection = HandoffSection()
-    """How computed prompts get from pool to pool."""
+    """Transfer of computed prompts from pool to pool."""
     routing: RoutingSection = RoutingSection()
-    """How replicas are chosen."""
+    """Choice of replicas."""
     limits: LimitsSection = LimitsSection()
-    """What is refused instead of queued."""
+    """Limits of requests: more are refused, not queued."""
 
     @model_validator(mode="before")
     @classmethod

@@ -18,9 +18,9 @@ class _Scaling(Section):
     target_ongoing_requests: Target = 8.0
     """Policy `requests`: requests in flight per replica that Serve aims at."""
     upscale_delay_s: Delay = 10.0
-    """How long more replicas must be wanted before they come."""
+    """Time for which more replicas must be wanted before they start."""
     downscale_delay_s: Delay = 120.0
-    """How long fewer replicas must be wanted before some go; each finishes its streams first."""
+    """Time for which fewer replicas must be wanted before some stop; each finishes its streams first."""
     look_back_period_s: Target = 10.0
     """Over which load is averaged."""
 
@@ -89,7 +89,7 @@ class ServeAutoscalingSection(_Scaling):
     """Autoscaling in Ray Serve's words; without a `policy` it goes by the requests in flight."""
 
     metrics_interval_s: Target = 1.0
-    """How often replicas are asked."""
+    """Period in which replicas are asked."""
     policy: ServePolicySection | None = None
     """Scales by load."""
 

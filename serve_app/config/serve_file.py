@@ -10,7 +10,7 @@ from serve_app.config.scaling import ServeAutoscalingSection
 
 
 class HttpOptions(Section):
-    """Where Ray Serve's proxy listens."""
+    """Address on which Ray Serve's proxy listens."""
 
     host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
     """Address to listen on."""
@@ -52,7 +52,7 @@ class Application(Section):
     """One Ray Serve application."""
 
     name: Annotated[str, Field(min_length=1)] = "truespec"
-    """Of the application in Ray Serve."""
+    """Name of the application in Ray Serve."""
     route_prefix: Annotated[str, Field(pattern=r"^/")] = "/"
     """Path under which it is served."""
     import_path: Literal["serve_app.app:build_app"] = "serve_app.app:build_app"
@@ -115,7 +115,7 @@ class ServeFile(Section):
     proxy_location: Literal["Disabled", "HeadOnly", "EveryNode"] = "HeadOnly"
     """Nodes with an HTTP proxy."""
     http_options: HttpOptions = HttpOptions()
-    """Where the proxies listen."""
+    """Address on which the proxies listen."""
     applications: Annotated[list[Application], Field(min_length=1, max_length=1)]
     """The application; one."""
 

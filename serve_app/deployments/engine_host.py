@@ -56,7 +56,7 @@ _CANARY_DRAFTS = 32  # draft tokens without which a canary has shown nothing
 _MOST_UNREPORTED = 10_000  # finished requests that are kept while the controller does not answer
 
 MakeSource = Callable[["EngineHost"], PooledTokenSource]
-"""Where a replica's tokens come from, once its engine is loaded."""
+"""Maker of a replica's token source, called once its engine is loaded."""
 
 
 def make_backend(config: AppConfig, pool: PoolName) -> Backend:

@@ -226,7 +226,7 @@ class HttpFront:
         return Admin(self._access, controller.statuses, order, controller.weights)
 
     def _request_ended(self, record: Record, answer: Answer | None) -> None:
-        """What is to be checked of a request goes to the controller."""
+        """Send the answer of a request to the controller, if it is to be checked."""
         self._ended(record)
         if answer is not None:
             self._checks.ended(answer)

@@ -13,7 +13,7 @@ from speculative.errors import EngineFault
 
 
 class RankNodes:
-    """Those of the replica in whose process it is made."""
+    """Nodes of the replica in whose process it is made."""
 
     def __init__(self) -> None:
         self._group = get_current_placement_group()

@@ -68,7 +68,7 @@ HealthCheck = Callable[[], Awaitable[None]]
 
 
 VerdictPage = Callable[[str], Awaitable[dict[str, Any] | None]]
-"""What is known of a reply, by its id; None where nothing is."""
+"""Look-up of the verdict on a reply, by its id; None if the id is unknown."""
 
 
 _TIMEOUT_HEADER = "x-request-timeout"

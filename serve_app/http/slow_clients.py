@@ -12,7 +12,7 @@ from uvicorn.config import HTTP_PROTOCOLS
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 PROXY_CALLBACK = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "serve_app.http.slow_clients.bound_headers"}
-"""What must stand in the environment of the process that starts Ray."""
+"""Environment variables that the process that starts Ray must have."""
 
 HEADER_TIMEOUT_S = 30.0
 

@@ -64,7 +64,7 @@ class _Choice:
         self._ids: list[int] = []
         self._read: list[ParsedDelta] = []  # what was read in it
         self.delivered: Delivered | None = None
-        """What its client got, once it is complete."""
+        """Reply that the client got, once it is complete."""
         self.record = Record(request, "", 0.0, 0, keeps_alternatives=False) if job.receipt else None
         self.num_accepted = 0
         self.num_rejected = 0
@@ -293,7 +293,7 @@ class ChoiceRun:
         return self._choices[request_id].ended_here
 
     def records(self) -> list[tuple[Record, int, Ending]]:
-        """Of each choice that gets a receipt: what was recorded, how many tokens were delivered, and how it ended."""
+        """Return record, number of delivered tokens and ending of each choice that gets a receipt."""
         choices = self._choices.values()
         return [(one.record, one.num_delivered, one.ending) for one in choices if one.record is not None]
 

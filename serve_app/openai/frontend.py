@@ -247,7 +247,7 @@ class FrontEnd:
             )
 
     def _unrepeatable(self, params: SamplingParams) -> str:
-        """Why a request with a seed may get another text when it is asked again; "" = it gets the same."""
+        """Return why a repeated request with a seed may get another text; "" = it gets the same."""
         computing = self._model.computing
         if computing.unrepeatable:
             return computing.unrepeatable

@@ -47,7 +47,7 @@ class RankedEntry:
     rank: int  # 1 = the most likely
 
     def to_wire(self) -> dict[str, Any]:
-        """As vLLM writes it."""
+        """Return the JSON object that vLLM writes."""
         return {"logprob": self.logprob, "rank": self.rank, "decoded_token": self.text}
 
 

@@ -16,7 +16,7 @@ INT32_MAX = 2**31 - 1
 
 
 Harmless = Callable[[Any, Mapping[str, Any]], bool]
-"""Whether a value of an unsupported field has no effect; gets the value and the whole body."""
+"""Test whether a value of an unsupported field has no effect; gets the value and the whole body."""
 
 
 def _one_of(*values: Any) -> Harmless:
@@ -126,7 +126,7 @@ class Wire(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
     unsupported: ClassVar[Mapping[str, tuple[Harmless, str]]] = {}
-    """As `UNSUPPORTED`, of this body alone; fields that it inherits may be among them."""
+    """Entries of `UNSUPPORTED` for this body alone; inherited fields may be among them."""
 
     @model_validator(mode="before")
     @classmethod

@@ -116,7 +116,7 @@ class History:
         }
 
     def latencies_by_replica(self) -> dict[str, Point]:
-        """Of the last minutes, of each replica that answers clients."""
+        """Return the latencies of the last minutes, of each replica that answers clients."""
         now, before = self._take_replicas(), self._of_replicas[0]
         found: dict[str, Point] = {}
         for field, own in now.items():
@@ -169,7 +169,10 @@ class History:
 
 @dataclass(frozen=True, slots=True)
 class Happened:
-    """Counts over some time. kv_usage: the least in all of it, of the fullest replica; None = not known."""
+    """Counts over some time.
+
+    kv_usage: the least in all of it, of the fullest replica; None = not known.
+    """
 
     counts: dict[str, float]
     by_label: dict[str, dict[str, float]]

@@ -34,7 +34,7 @@ LABEL_NAMES = CHECK_NAMES | {
     "q_zero": "drafts of probability 0",
     "p_zero": "tokens of probability 0",
 }
-"""What the page calls values of labels whose own names are letters."""
+"""Names on the page for values of labels whose own names are letters."""
 
 
 @dataclass(frozen=True, slots=True)

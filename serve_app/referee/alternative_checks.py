@@ -20,9 +20,10 @@ from speculative.selfcheck.replayed_draws import DrawCheck
 class ComparedPlace:
     """One place.
 
-    drifts: of each number that was compared, with its token. num_unknown: numbers of tokens that the replay does not
-    name. below: of each of the likeliest tokens, nats by which it is less likely than the replay's in its place of the
-    order. wrong_form: what is wrong whatever the values, in words; "" = nothing.
+    drifts: of each number that was compared, with its token.
+    num_unknown: numbers of tokens that the replay does not name.
+    below: of each of the likeliest tokens, nats by which it is less likely than the replay's in its place of the order.
+    wrong_form: what is wrong whatever the values, in words; "" = nothing.
     """
 
     place: int
@@ -33,7 +34,7 @@ class ComparedPlace:
 
     @property
     def drift(self) -> TokenDrift | None:
-        """Of the mean |served - replayed|, as rounding moves all numbers of a place together; None = none was
+        """Drift of the mean |served - replayed|, as rounding moves all numbers of a place together; None = none was
         compared."""
         nats = [drift.nats for _, drift in self.drifts]
         return TokenDrift.between(sum(nats) / len(nats), 0.0) if nats else None
@@ -89,7 +90,10 @@ def _wrong_form(reported: Alternatives, num_top: int, scored_ids: Sequence[int])
 
 @dataclass(frozen=True, slots=True)
 class ComparedAlternatives:
-    """All places of one answer; num_prompt: tokens of its prompt."""
+    """All places of one answer.
+
+    num_prompt: tokens of its prompt.
+    """
 
     places: tuple[ComparedPlace, ...] = ()
     num_left_out: int = 0
@@ -119,7 +123,7 @@ class ComparedAlternatives:
         return cls(tuple(places), left_out, num_prompt)
 
     def drift_at(self, start: int, stop: int) -> list[TokenDrift | None]:
-        """Of each of the tokens start..stop of prompt and answer; None = nothing was compared there."""
+        """Return the drifts of tokens start..stop of prompt and answer; None = nothing was compared there."""
         known = {one.place: one.drift for one in self.places}
         return [known.get(place) for place in range(start, stop)]
 

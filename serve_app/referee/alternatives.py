@@ -11,8 +11,9 @@ on."""
 class Alternatives(NamedTuple):
     """Logprobs that were reported in one place. Pairs of a token id and its logprob, nats.
 
-    place: the index of the place's own token in prompt and answer. top: the likeliest first. scored: of the ids that
-    the request names.
+    place: the index of the place's own token in prompt and answer.
+    top: the likeliest first.
+    scored: of the ids that the request names.
     """
 
     place: int
@@ -21,13 +22,16 @@ class Alternatives(NamedTuple):
 
     @property
     def pairs(self) -> tuple[tuple[int, float], ...]:
-        """All that were reported."""
+        """Return all reported alternatives."""
         return (*self.top, *self.scored)
 
 
 @dataclass(slots=True)
 class KeptAlternatives:
-    """Those of one answer while it grows. num_left_out: numbers that were reported and are not kept."""
+    """Alternatives of one answer while it grows.
+
+    num_left_out: numbers that were reported and are not kept.
+    """
 
     most: int = MOST_ALTERNATIVES
     kept: list[Alternatives] = field(default_factory=list)
@@ -59,8 +63,10 @@ class KeptAlternatives:
 class AlternativesFound:
     """The result of comparing one answer's.
 
-    num_compared: numbers. num_left_out: those that were reported and not compared, since there were too many, or since
-    the replay knows nothing of their tokens. max_drift_nats: the largest |served - replayed|; None = none was compared.
+    num_compared: numbers.
+    num_left_out: those that were reported and not compared, since there were too many, or since the replay knows
+        nothing of their tokens.
+    max_drift_nats: the largest |served - replayed|; None = none was compared.
     """
 
     num_compared: int = 0

@@ -75,7 +75,7 @@ class Answer:
 
     @property
     def num_tokens(self) -> int:
-        """Of prompt and output."""
+        """Tokens of prompt and output."""
         return len(self.request.prompt_token_ids) + len(self.token_ids)
 
     def scored_prompt(self, name: str) -> Request:
@@ -94,8 +94,8 @@ class Answer:
         )
 
     def _looked_up(self, asked: int | None, start: int, stop: int) -> tuple[int | None, tuple[tuple[int, ...], ...]]:
-        """Of the tokens start..stop of prompt and answer: how many of the likeliest a replay is to report in each
-        place, None = none are needed; and the tokens whose logprobs it is to look up. asked: by the client."""
+        """Return how many of the likeliest tokens a replay is to report in places start..stop of prompt and answer,
+        None = none are needed; and the tokens whose logprobs it is to look up. asked: by the client."""
         there = {one.place: one for one in self.alternatives if start <= one.place < stop}
         if not there:
             return None, ()
@@ -155,5 +155,5 @@ class Answer:
 
     @property
     def replicas(self) -> frozenset[str]:
-        """All that took part in it."""
+        """Return all replicas that took part in it."""
         return frozenset({self.replica, self.prefilled_by, *self.made_by} - {""})

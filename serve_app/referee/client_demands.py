@@ -33,9 +33,11 @@ BadWords = Callable[[str, Encode], list[tuple[int, ...]]]
 class Parsed:
     """The fields that a client got of a text.
 
-    calls: the function of each, and its arguments. loses_text: whether the parser may leave out some of the text.
+    calls: the function of each, and its arguments.
+    loses_text: whether the parser may leave out some of the text.
     thought_end: what ends the reasoning behind which a form begins; "" = there is no reasoning, None = the text does
-    not show its end. thought_end_id: the token that was added for that end; None = there is none.
+        not show its end.
+    thought_end_id: the token that was added for that end; None = there is none.
     """
 
     content: str
@@ -49,9 +51,12 @@ class Parsed:
 class Delivered:
     """One choice as a client got it.
 
-    text: generated, as it was sent. token_ids: of it, those that ended it included. finish_reason: in OpenAI's words.
-    stop_reason: the stop string that is said to have ended it. unsearched: characters at its beginning that
-    `min_tokens` keeps from being searched for stop strings. parsed: what became of the text; None = all is content.
+    text: generated, as it was sent.
+    token_ids: of it, those that ended it included.
+    finish_reason: in OpenAI's words.
+    stop_reason: the stop string that is said to have ended it.
+    unsearched: characters at its beginning that `min_tokens` keeps from being searched for stop strings.
+    parsed: what became of the text; None = all is content.
     """
 
     text: str
@@ -64,10 +69,14 @@ class Delivered:
 
 @dataclass(frozen=True, slots=True)
 class ClientDemands:
-    """The demands on all choices of one request. limits: those that concern token ids; structure: its kind and its
-    text. functions: JSON schemas of the arguments of those of which one must be called; none = no call must be made.
-    max_calls: None = any number. ascii_classes: whether the server reads `\\w`, `\\d`, `\\s` and `\\b` as ASCII; not
-    known = False."""
+    """The demands on all choices of one request.
+
+    limits: those that concern token ids.
+    structure: its kind and its text.
+    functions: JSON schemas of the arguments of those of which one must be called; none = no call must be made.
+    max_calls: None = any number.
+    ascii_classes: whether the server reads `\\w`, `\\d`, `\\s` and `\\b` as ASCII; not known = False.
+    """
 
     limits: SamplingParams
     num_choices: int = 1
@@ -142,8 +151,8 @@ class ClientDemands:
         return ""
 
     def broken_form(self, said: Delivered) -> str:
-        """Why its structure or its calls are not those that were asked for, in words; "" = they are, or nobody can
-        say."""
+        """Return how the structure or the calls differ from the request, in words; "" = they do not, or it is
+        unknown."""
         parsed, ended = said.parsed or Parsed(said.text), said.finish_reason == "stop"
         if self.max_calls is not None and len(parsed.calls) > self.max_calls:
             return f"{len(parsed.calls)} calls were made, and the request allows {self.max_calls}"
@@ -197,7 +206,7 @@ def spellings(word: str, encode: Encode) -> list[tuple[int, ...]]:
 
 
 def vllm_spellings(word: str, encode: Encode) -> list[tuple[int, ...]]:
-    """Those that it stands for in vLLM: behind a space only if that takes as many tokens, the first of them another."""
+    """Return its spellings in vLLM: behind a space only if that takes as many tokens, the first of them another."""
     first, *others = spellings(word, encode)
     return [first, *(one for one in others if len(one) == len(first) and one[0] != first[0])]
 

@@ -125,7 +125,7 @@ def by_stratum(tokens: Iterable[SeenToken]) -> dict[str, list[SeenToken]]:
 
 
 def why_drifted(tokens: Sequence[SeenToken], drift_tolerance: float, tolerance: Tolerance) -> str:
-    """Why the logprobs of one answer are too far off; "" = they are not."""
+    """Return why the logprobs of one answer are too far off; "" = they are not."""
     if request_drifted(drifts_of(tokens), drift_tolerance, tolerance.jump_nats):
         return "drift"
     shifted = why_shifted((token.move for token in tokens), tolerance)
@@ -133,7 +133,7 @@ def why_drifted(tokens: Sequence[SeenToken], drift_tolerance: float, tolerance: 
 
 
 def why_shifted(moves: Iterable[float | None], tolerance: Tolerance) -> str:
-    """Why one answer's own logprobs are shifted, with a false alarm in a million answers; "" = they are not."""
+    """Return why one answer's own logprobs are shifted, with a false alarm in a million answers; "" = they are not."""
     known = [move for move in moves if move is not None]
     test = tolerance.shift_test(_REQUEST_DELTA)
     test.add(known)

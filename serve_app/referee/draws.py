@@ -34,7 +34,10 @@ class DrawResult(enum.StrEnum):
 
 @dataclass(slots=True)
 class _Drift:
-    """The moves of numbers between two engines. squares: their sum, nats squared."""
+    """The moves of numbers between two engines.
+
+    squares: their sum, nats squared.
+    """
 
     squares: float = 0.0
     num_tokens: int = 0
@@ -125,8 +128,9 @@ class DrawTest:
 class DrawsChecked:
     """The findings about the draws of one answer.
 
-    results: of each token; None = not checked. worst: the checks that missed by most, the worst first. reason: why
-    tokens were not checked, "" = all were.
+    results: of each token; None = not checked.
+    worst: the checks that missed by most, the worst first.
+    reason: why tokens were not checked, "" = all were.
     """
 
     results: tuple[DrawResult | None, ...] = ()

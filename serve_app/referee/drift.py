@@ -25,7 +25,7 @@ class TokenDrift:
 
     @classmethod
     def between(cls, served: float, replayed: float) -> "TokenDrift":
-        """Of one token's two logprobs, in nats."""
+        """Compare one token's two logprobs, in nats."""
         apart = replayed - served
         signed = _CLIP_NATS if math.isnan(apart) else max(-_CLIP_NATS, min(_CLIP_NATS, apart))
         ratio = math.exp(signed)
@@ -74,7 +74,7 @@ class Cusum:
         self._sum = 0.0
         self._zero_at: float | None = None
         self.evidence_since = 0.0
-        """When the sum of the last alarm began to rise, in seconds."""
+        """Seconds at which the sum of the last alarm began to rise."""
 
     def add(self, values: Iterable[float], tolerance: float, at: float = 0.0) -> bool:
         """Take in values of that time, in their order; whether the alarm was raised. It starts again then."""

@@ -63,5 +63,5 @@ class IncidentLog:
             self._known.popitem(last=False)
 
     def to_wire(self) -> list[dict[str, Any]]:
-        """All that are kept, the latest first."""
+        """Return all kept incidents, the latest first."""
         return [incident.to_wire() for incident in reversed(self._known.values())]

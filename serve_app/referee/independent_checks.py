@@ -154,7 +154,7 @@ class IndependentChecks:
 
 
 _Shape = tuple[Numerics, int, int, int]
-"""Of a prefill: by which engine, a period, the remainder of its rows by it, and their number of binary digits."""
+"""Shape of a prefill: its engine, a period, the remainder of its rows by it, and their number of binary digits."""
 
 
 def _shapes_of(answer: Answer) -> set[_Shape]:

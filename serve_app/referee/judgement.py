@@ -25,7 +25,7 @@ _LEAST_PROCESSED = 0.5  # temperature; below it rounding moves a processed logpr
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """Of one answer.
+    """Judgement of one answer.
 
     checked: the verdict, and what it rests on.
     compared: each compared token, the prompt's first.
@@ -129,7 +129,7 @@ class Judge:
         return Judgement(checked, tuple(seen), tuple(evidence), drift_tolerance, misplaced, results)
 
     def _noise_of(self, answer: Answer, replayed: Replayed) -> _Noise:
-        """Of the pair of engines that made them."""
+        """Return the noise between the two engines that made them."""
         tolerance = self._tolerances.between(answer.numerics, replayed.numerics)
         if tolerance not in self._noise:
             self._noise[tolerance] = _Noise(tolerance)

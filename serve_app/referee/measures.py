@@ -134,7 +134,7 @@ class Windows:
             self._windows.setdefault(place // 2, Measures()).merge(measures)
 
     def figures(self) -> list[dict[str, Any]]:
-        """Those with tokens, in order; `from` in unix seconds."""
+        """Return the figures of windows with tokens, in order; `from` in unix seconds."""
         origin = self._origin or 0.0
         return [
             {"from": origin + place * self.seconds, "seconds": self.seconds, **measures.figures()}
@@ -147,5 +147,5 @@ def _mean(total: float, num: float) -> float:
 
 
 def _z(total: float, squares: float) -> float:
-    """Of a sum of terms with mean 0, its size in standard deviations."""
+    """Return the size, in standard deviations, of a sum of terms with mean 0."""
     return total / math.sqrt(squares) if squares else 0.0

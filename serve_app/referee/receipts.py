@@ -73,7 +73,7 @@ class Receipt:
 
     @property
     def num_tokens(self) -> int:
-        """Of prompt and answer."""
+        """Tokens of prompt and answer."""
         return len(self.prompt_token_ids) + len(self.token_ids)
 
     @property
@@ -187,7 +187,7 @@ def _integer(digits: str) -> int | str:
 
 
 def wrong_rounds(receipt: Receipt, eos_token_ids: Sequence[int]) -> str:
-    """Why no engine can have made these tokens in these rounds, whatever the model; "" = it can."""
+    """Return why no engine can have made these tokens in these rounds, whatever the model; "" = one can."""
     params, rounds = receipt.params, receipt.replayable_rounds
     num_tokens = len(receipt.token_ids)
     if not rounds.complete or len(receipt.token_kinds) != num_tokens:
@@ -213,7 +213,7 @@ def wrong_rounds(receipt: Receipt, eos_token_ids: Sequence[int]) -> str:
 
 
 def _wrong_verification(receipt: Receipt) -> str:
-    """Why nobody verifies such an answer in such a way; "" = somebody may."""
+    """Return why the verifier cannot have judged such an answer; "" = it can."""
     params, verifiers = receipt.params, sorted({one.verifier for one in receipt.rounds})
     if len(verifiers) > 1:
         return f"its rounds were judged by several verifiers: {', '.join(verifiers)}"
@@ -227,7 +227,7 @@ def _wrong_verification(receipt: Receipt) -> str:
 
 
 def wrong_ending(receipt: Receipt, eos_token_ids: Collection[int], stopped: "tuple[int, str] | None") -> str:
-    """Why no answer ends where this one does; "" = one may, or its format does not say how it ended.
+    """Return why no answer ends where this one does; "" = one may, or the receipt does not say how it ended.
 
     Args:
         receipt: its rounds make up its tokens.
@@ -256,7 +256,7 @@ def wrong_ending(receipt: Receipt, eos_token_ids: Collection[int], stopped: "tup
 
 
 def _wrong_round(one: Round, kinds: Sequence[TokenKind], *, is_last: bool) -> str:
-    """Why there is no such round; "" = there may be."""
+    """Return why such a round is impossible; "" = it is possible."""
     num_drafts = len(one.drafts)
     probs = one.draft_probs
     if not kinds or num_drafts > one.num_drafted or (probs is not None and len(probs) != num_drafts):

@@ -152,7 +152,7 @@ class Record:
         )
 
     def _strata(self) -> Iterator[tuple[str, ...]]:
-        """Of each token."""
+        """Yield the strata of each token."""
         params = self.request.params
         common = (
             "all",
@@ -211,7 +211,7 @@ class Records:
             record.prefilled_by, record.num_rounds = prefilled_by, 0
 
     def answered_by(self, request_id: str, replica: str) -> None:
-        """What comes next is made by another replica than the recording one, or than before."""
+        """Note that another replica than the recording one, or than before, makes the next tokens."""
         record = self._live.get(request_id)
         if record is not None and record.replica != replica:
             record.replica, record.prefilled_by, record.num_rounds = replica, "", None

@@ -71,7 +71,7 @@ WATCHED_STRATA: dict[str, str] = {
 """Strata of a watched server's answers (`truespec watch`), and what each means."""
 
 STRATA = SERVED_STRATA | WATCHED_STRATA
-"""What each stratum means."""
+"""Meaning of each stratum."""
 
 KNOWN_AFTERWARDS = frozenset({"speculative", "plain", "accepted", "recovered"})
 """Strata to which a token belongs because of what was sampled, there or after it. Accepted tokens follow min(p, q) and

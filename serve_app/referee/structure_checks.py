@@ -29,9 +29,9 @@ _UNREAD = ("patternProperties", "x-guidance", "unevaluatedItems", "unevaluatedPr
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 _JSON_BEGINS = ("", *'{["-0123456789tfn')
 _ODD_SYNTAX = regex.compile(r"&&|--|~~|\[[^\]\\]*\[|\{,|\\b\{|\\[xupPzAQEB]|\(\?(?!:)|[*+?}]\+")
-"""Where Rust's expressions, which the server takes, and Python's may differ."""
+"""Syntax in which Rust's expressions, which the server takes, and Python's may differ."""
 _CLASSES = regex.compile(r"\\[wWdDsSbB]")
-"""What some servers read as Unicode has it, and others as ASCII."""
+"""Classes that some servers read as Unicode's, and others as ASCII's."""
 
 
 class _Unchecked(Exception):
@@ -41,7 +41,7 @@ class _Unchecked(Exception):
 def breaks_structure(
     kind: str, text: str, answer: str, *, whole: bool = True, budget: "CheckBudget | None" = None
 ) -> str:
-    """Why an answer does not keep to a structure, in words without a client's own; "" = it does, or who knows.
+    """Return how an answer breaks its structure, without the client's own words; "" = it does not, or it is unknown.
 
     Args:
         kind: json_object, json_schema, regex or choice; others are not checked.

@@ -35,7 +35,7 @@ from speculative.errors import ConfigError
 FORMAT = "truespec-tolerance-1"
 
 EDGE_NATS = {"float32": 1e-3, "bfloat16": 0.25, "int8": 1.0, "fp8": 2.0}
-"""What rounding may shift a logit by, by what an engine computes in."""
+"""Largest shift of a logit by rounding, in nats, by the engine's precision."""
 
 _MAX_TME = {"float32": (1.001, 1.001), "bfloat16": (1.05, 1.1), "int8": (1.05, 1.1), "fp8": (1.2, 1.3)}
 _SHIFT_NATS = {"float32": 1e-4, "bfloat16": 0.025, "int8": 0.05, "fp8": 0.1}
@@ -55,7 +55,7 @@ class Tolerances(Protocol):
     """The tolerance of each pair of engines."""
 
     def between(self, served: Numerics, replayed: Numerics) -> "Tolerance":
-        """Of answers that an engine of these numerics gave, and another computes again."""
+        """Return the tolerance for answers of an engine of these numerics that another computes again."""
         ...
 
 
@@ -63,11 +63,14 @@ class Tolerances(Protocol):
 class Tolerance:
     """The differences between two engines that are no fault.
 
-    max_tme: the largest mean of exp|g - t| over the logprobs. edge_nats: what rounding may shift a logit by, and with
-    it a filter's edge or the likeliest token. distribution: what it may add to the means of the calibration test's
-    terms. jump_nats: logprobs of more than one token in a thousand are no further off. shift_nats: what it may shift
-    the mean of the logprobs' log odds by. processed: whether the server's logprobs are those after temperature and
-    filters. source: where these figures come from. measured: what the calibration found.
+    max_tme: the largest mean of exp|g - t| over the logprobs.
+    edge_nats: largest shift of a logit by rounding, and with it of a filter's edge or the likeliest token.
+    distribution: the most that rounding adds to the means of the calibration test's terms.
+    jump_nats: logprobs of more than one token in a thousand are no further off.
+    shift_nats: largest shift of the mean of the logprobs' log odds by rounding.
+    processed: whether the server's logprobs are those after temperature and filters.
+    source: of these figures, in words.
+    measured: results of the calibration.
     """
 
     max_tme: float
@@ -146,7 +149,7 @@ class Tolerance:
             ) from error
 
     def in_words(self) -> list[str]:
-        """As `truespec watch calibrate` prints it."""
+        """Return the lines that `truespec watch calibrate` prints."""
         return [
             f"TME at most            {self.max_tme:.4f}",
             f"logits may move by     {self.edge_nats:.3g} nats",
@@ -184,7 +187,7 @@ class ServiceTolerances:
         return self.between(UNKNOWN_NUMERICS, UNKNOWN_NUMERICS)
 
     def between(self, served: Numerics, replayed: Numerics) -> Tolerance:
-        """Of a pair; what does not say how it computes does so as configured."""
+        """Return the tolerance of a pair; an engine that does not say how it computes does so as configured."""
         pair = served, replayed
         if pair not in self._known:
             self._known[pair] = self._between(*pair)

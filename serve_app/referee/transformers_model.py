@@ -182,7 +182,7 @@ class TransformersReferee:
 
 
 def _entry(row: Tensor, token: int, num_top: int, ids: Sequence[int]) -> TokenLogprobs:
-    """Of log-probabilities [V]: the token's, the likeliest, and those of ids."""
+    """Read log-probabilities [V]: the token's, the likeliest, and those of ids."""
     best = row.topk(min(num_top, len(row)))
     value = row[token]
     return TokenLogprobs(

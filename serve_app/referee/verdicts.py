@@ -45,22 +45,24 @@ def worst(verdicts: Sequence[Verdict]) -> Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """The verdict on one choice of an answer, and what it rests on.
+    """The verdict on one choice of an answer, and its grounds.
 
-    `checks` are those that were run, whatever they found: `logprobs` (each against the replay's), `support` (each
-    token is one that the request's rules and filters allow), `likeliest` (each token of a greedy answer is the
-    likeliest), `distribution` (the tokens count as evidence on whether tokens follow the model's distribution), `draws`
-    (tokens are those that the request's seed demands; `draws` says of how many), `alternatives` (what was reported
-    beside the logprobs: of the likeliest tokens, and of those that the request names; `alternatives` says of how much).
+    Checks that may be run:
+    - `logprobs`: each is compared with the replay's.
+    - `support`: each token is one that the request's rules and filters allow.
+    - `likeliest`: each token of a greedy answer is the likeliest.
+    - `distribution`: the tokens count as evidence on whether tokens follow the model's distribution.
+    - `draws`: tokens are those that the request's seed demands.
+    - `alternatives`: the logprobs reported of the likeliest tokens, and of those that the request names.
     """
 
     verdict: Verdict = Verdict.UNVERIFIED
     reason: str = "not replayed"
     num_tokens: int = 0  # compared
-    tme: float | None = None
+    tme: float | None = None  # mean of exp|g - t| over the logprobs
     max_drift_nats: float | None = None
-    replayed_by: str = ""
-    checks: tuple[str, ...] = ()
+    replayed_by: str = ""  # the replica
+    checks: tuple[str, ...] = ()  # those that were run, whatever they found
     distribution: Distribution = Distribution.UNTESTED
     draws: DrawsChecked = NOT_REPLAYED
     alternatives: AlternativesFound = NOTHING_COMPARED
@@ -145,7 +147,7 @@ class VerdictBook:
         return num_suspect
 
     def reply(self, reply_id: str) -> dict[str, Any] | None:
-        """All that is known of a reply, as GET /v1/verdicts returns it; None if nothing is."""
+        """Return the body of GET /v1/verdicts/ID; None if nothing is known of the reply."""
         choices = self._replies.get(reply_id)
         return None if choices is None else render(reply_id, {index: choices[index].checked for index in choices})
 

@@ -30,7 +30,7 @@ def loads(metrics: Mapping[str, Mapping[Any, float]], targets: Mapping[str, floa
 
 
 def wanted_replicas(replica_loads: Mapping[Any, float], current: int) -> int:
-    """So many that none has more than its target; fewer than now only where those left stay calm.
+    """Return the fewest replicas whose loads keep to their target; fewer than now only if those left stay calm.
 
     Where no replica has said anything, nothing changes.
     """

@@ -219,7 +219,7 @@ class _Ranking(ConsistentHashRouter):
         return [[replicas[name]] for name in self.rank(replicas, pending_request)]
 
     async def _fulfill_pending_requests(self) -> None:
-        """As in the base class, but requests that came while the last task was ending do not wait for the next one."""
+        """Extend the base class: requests that came while the last task was ending do not wait for the next one."""
         await super()._fulfill_pending_requests()
         if self._pending_requests_to_route:
             self._maybe_start_routing_tasks()

@@ -138,7 +138,7 @@ class ObservedSource:
             await self._source.abort(request_id)
 
     def broken(self, request_id: str, why: str) -> None:
-        """What the client was sent of a request breaks the client's own words. Call it before the stream ends."""
+        """Note that a reply breaks a demand of its client. To be called before the stream ends."""
         entry = self._watched.get(request_id)
         if entry is not None:
             entry.record.broken_demand = why

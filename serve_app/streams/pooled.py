@@ -202,7 +202,7 @@ class PooledTokenSource:
 
 
 def _reason(error: Exception) -> str:
-    """Why a prefill did not happen, as `truespec_prefill_failures_total` names it."""
+    """Return the label of `truespec_prefill_failures_total` for an error."""
     if isinstance(error, TimeoutError):
         return "timeout"
     if isinstance(error, PoolFull):

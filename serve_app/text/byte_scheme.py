@@ -13,8 +13,8 @@ _BY_BYTE = "truespec.replaced_by_byte"
 
 
 def _replaced_by_byte(error: UnicodeError) -> tuple[str, int]:
-    """As ByteFallback has it: U+FFFD for each byte. It loses the characters before them in a run of bytes, too, which
-    have been shown by then and stay here."""
+    """Return U+FFFD for each byte, as ByteFallback does. ByteFallback also loses the characters before them in a run of
+    bytes; those have been shown by then and stay here."""
     assert isinstance(error, UnicodeDecodeError)
     return "\ufffd" * (error.end - error.start), error.end
 
@@ -26,10 +26,13 @@ codecs.register_error(_BY_BYTE, _replaced_by_byte)
 class ByteScheme:
     """The bytes that token strings stand for.
 
-    to_bytes: of one token. first_to_bytes: of a text's first token. stripped, num_stripped: the character dropped at
-    the start of a decoded text, and how many of it at most. byte_level: whether a token is spelled in GPT-2's stand-ins
-    for bytes, so that an added token, which is plain text, must not be read like the others. errors: what becomes of
-    bytes that form no character, as `codecs` names it.
+    to_bytes: of one token.
+    first_to_bytes: of a text's first token.
+    stripped: the character dropped at the start of a decoded text.
+    num_stripped: the most of it that are dropped.
+    byte_level: whether a token is spelled in GPT-2's stand-ins for bytes, so that an added token, which is plain text,
+        must not be read like the others.
+    errors: name in `codecs` of the handler of bytes that form no character.
     """
 
     to_bytes: Callable[[str], bytes]

@@ -18,8 +18,8 @@ from serve_app.text.patterns import PatternRefused, from_ecma
 
 MAX_FORM_BYTES = 1 << 16  # of a form's text
 SPELT_BY_OPTION = tuple(map(int, version("llguidance").split(".")[:2])) >= (1, 8)
-"""Whether an option of the library keeps keys from being spelt by their characters' numbers; vLLM 0.32 wants an older
-one."""
+"""True if the library has the option that keeps keys from being spelt by their characters' numbers; vLLM 0.32 wants an
+older one."""
 
 FORMATS = frozenset(("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"))
 """Formats that are enforced."""

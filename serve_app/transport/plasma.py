@@ -11,7 +11,7 @@ class PlasmaTransport:
     """
 
     def pack(self, handoff: Handoff) -> TransferPayload:
-        """As it is: Ray takes an array's bytes without a copy of ours."""
+        """Return the array as it is: Ray takes its bytes without a copy of ours."""
         return TransferPayload(handoff, handoff.nbytes)
 
     async def unpack(self, payload: TransferPayload) -> Handoff:

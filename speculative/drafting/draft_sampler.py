@@ -23,7 +23,11 @@ from speculative.vocabulary.ops import VocabularyOps
 
 @dataclass(frozen=True, slots=True)
 class SampledDrafts:
-    """One draft for each of some sequences. columns: [E] int64 into the drafter's vocabulary. probs: [E, W] float32."""
+    """One draft for each of some sequences.
+
+    columns: [E] int64 into the drafter's vocabulary.
+    probs: [E, W] float32.
+    """
 
     columns: Tensor
     probs: Tensor
@@ -33,8 +37,8 @@ class SampledDrafts:
 class DraftRound:
     """Parameters and random numbers of a round's drafts, made once for all of them.
 
-    uniforms: [K, E] float64, one row for each draft of the round. noise: that of the coupled verifier, its positions
-    [K, E]; None where no request uses it.
+    uniforms: [K, E] float64, one row for each draft of the round.
+    noise: that of the coupled verifier, its positions [K, E]; None where no request uses it.
     """
 
     rows: SamplingRows

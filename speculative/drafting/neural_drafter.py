@@ -39,7 +39,8 @@ class DraftModel(Protocol):
 
     name: what its state in a handoff must have been made with.
     capture: the target's layers whose inputs it reads (the LM head counts as the layer after the last); () where it
-        reads none. num_features: numbers a position.
+        reads none.
+    num_features: numbers a position.
     hidden_size: of what `run` returns.
     ids: [W] int64, the target's token of each of its logits; None = the target's vocabulary.
     held_out_rates: how often its drafts were accepted at the end of its training, where that is known.
@@ -78,7 +79,10 @@ class DraftModel(Protocol):
 
 @dataclass(slots=True)
 class FeatureBuffer:
-    """Features [N, F] of the last replayed step's rows. version: how often they were overwritten."""
+    """Features [N, F] of the last replayed step's rows.
+
+    version: how often they were overwritten.
+    """
 
     rows: Tensor
     version: int = 0
@@ -88,7 +92,8 @@ class FeatureBuffer:
 class CatchUpRows:
     """Rows of verified tokens, positions starts..stops of B sequences.
 
-    token_ids: [N] packed. features: [N, F] those that the rows read, or [N] where they lie in the `FeatureBuffer`.
+    token_ids: [N] packed.
+    features: [N, F] those that the rows read, or [N] where they lie in the `FeatureBuffer`.
     edges: [N] the block that ends with the token before the row, where its features are to be kept; -1 = nowhere.
     """
 
@@ -113,10 +118,14 @@ class CatchUp(Protocol):
 
 
 class MadeDrafts(NamedTuple):
-    """The drafts of each entry; their columns [D] int64 among the drafter's logits, and q [D, W], entry after entry.
+    """The drafts of a round, entry after entry.
 
+    tokens: of each entry.
+    columns: [D] int64, of the drafts among the drafter's logits.
+    q: [D, W].
     probabilities: of each draft in the drafter's own distribution, also where all of q is on it; None where nobody
-    asked."""
+        asked.
+    """
 
     tokens: list[list[int]]
     columns: Tensor
@@ -132,12 +141,12 @@ Drafts whose probabilities are unknown are all made, whatever the rule says.
 
 
 class _Span(NamedTuple):
-    """Features of `num_rows` positions from `first` on, in the rows from `row` on of one version of the buffer."""
+    """Features of consecutive positions, in consecutive rows of the buffer."""
 
-    first: int
-    row: int
+    first: int  # position
+    row: int  # of the first
     num_rows: int
-    version: int
+    version: int  # of the buffer
 
 
 @dataclass(slots=True)
@@ -209,6 +218,7 @@ class ModelDrafter:
         """Return what sequences repeat; for the others catch up, then draft token after token."""
         repeats = [self.length.repeated(entry.sequence)[: entry.max_drafts] for entry in batch.entries]
         repeated = frozenset(index for index, drafts in enumerate(repeats) if drafts)
+        # A repeated passage takes the place of the model's drafts; like a prefill, it is caught up on only when long.
         own = [one._replace(max_drafts=0) if index in repeated else one for index, one in enumerate(batch.entries)]
         drafting, hidden = self.begin_round(replace(batch, entries=tuple(own)))
         if not drafting:
@@ -227,6 +237,7 @@ class ModelDrafter:
         """Catch up: the entries that draft, and the hidden states [E, hidden] their first drafts are drawn from."""
         self._flush([entry.sequence for entry in batch.entries if entry.max_drafts == 0])
         drafting = [entry for entry in batch.entries if entry.max_drafts > 0]
+        # Each has a row to compute, that of its pending token, whose hidden state gives its first draft.
         hidden = self._catch_up([(entry.sequence, len(entry.sequence.tokens)) for entry in drafting])
         self._empty_buffer()  # before the target's next rows are stored there
         return drafting, hidden
@@ -251,7 +262,7 @@ class ModelDrafter:
                 state.features.append((entry.sequence.num_computed, features[begin:end]))
 
     def observe_in_buffer(self, batch: Batch, step_input: StepInput, rows: Int64s) -> None:
-        """As `observe`, of features that lie in the buffer: those of the step's packed rows in `rows` [N]."""
+        """Take in features that lie in the buffer: those of the step's packed rows in `rows` [N]."""
         if self.catch_up is None or not self.capture:
             return
         starts, version = step_input.row_starts, self.catch_up.buffer.version
@@ -404,7 +415,7 @@ class ModelDrafter:
         return torch.cat([next(hidden[own]) for own in is_long])
 
     def _replay(self, jobs: Sequences[_Job]) -> Tensor:
-        """As `_catch_up`, where every job has few rows. Features are read where they lie in the buffer, if all do."""
+        """Catch up by captured steps, if every job has few rows. Features are read in the buffer if all lie there."""
         assert self.catch_up is not None
         places = self._places_in_buffer(jobs)
         if places is None:
@@ -423,6 +434,7 @@ class ModelDrafter:
             state.num_computed, state.in_buffer = stop, None
             state.features.clear()
         hidden = self.catch_up.run(rows)
+        # Only now: whoever shares a marked block reads the rows and the edge that the run has written.
         for block in blocks:
             self._pool.mark(block)
         return hidden
@@ -442,7 +454,7 @@ class ModelDrafter:
         return np.array(places, np.int64)
 
     def _run_eagerly(self, jobs: Sequences[_Job]) -> Tensor:
-        """As `_catch_up`."""
+        """Catch up by one eager forward pass over the packed rows of all jobs."""
         hidden = self._compute(self._rows(jobs, self._features_of(jobs)))
         self._finish(jobs)
         return hidden
@@ -460,7 +472,7 @@ class ModelDrafter:
 
     def _features_of(self, jobs: Sequences[_Job]) -> Tensor:
         """[N, F] what the jobs' rows read."""
-        self._empty_buffer()
+        self._empty_buffer()  # a job may read features of several steps, of which the buffer has but the last
         if not self.capture:
             return self.cache.data.new_empty((sum(job.stop - job.start for job in jobs), 0))
         parts = [self._features(state, start - 1, stop - 1) for _, state, start, stop in jobs]
@@ -530,6 +542,7 @@ class ModelDrafter:
     def _trim(self, state: _State, end: int) -> None:
         """Drop features that no later row needs, and those from position `end` on, which will be computed again."""
         begin = max(state.num_computed - 1, 0)
+        # Copies: a view would keep the features of its whole step, of all sequences, in memory.
         state.features = [
             (max(first, begin), features[max(begin - first, 0) : end - first].clone())
             for first, features in state.features
@@ -590,6 +603,7 @@ class ModelDrafter:
             if len(going_on) < len(active):
                 active = [active[row] for row in going_on]
                 sequences, slots = [sequences[row] for row in going_on], [slots[row] for row in going_on]
+                # Random numbers follow from seed, round and offset, so those that go on keep theirs.
                 draft_round = self.sampler.start_round(sequences, most, self._device)
                 tokens, hidden = tokens[going_on], hidden[going_on]
             spans = [(len(seq.tokens) + offset, len(seq.tokens) + offset + 1) for seq in sequences]
@@ -611,6 +625,7 @@ class ModelDrafter:
             row_starts=np.array([0, *accumulate(stop - start for start, stop in spans)], np.int64),
             context_slots=tuple(own[first:] for own in slots),
         )
+        # A hidden-state drafter's row of token i has the position of its features, i - 1; there is no row 0.
         positions = np.concatenate([np.arange(start - first, stop - first) for start, stop in spans])
         on_host = [positions, rows.row_starts[1:] - 1] + ([] if isinstance(tokens, Tensor) else [tokens])
         attend, (sent, lasts, *sent_tokens) = self.prepare(self.cache, rows, *on_host)

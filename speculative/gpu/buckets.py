@@ -11,7 +11,7 @@ MAX_CAPTURED_SEQS = 256
 _BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, *range(96, MAX_CAPTURED_SEQS + 1, 32))
 _EXACT_QUERIES = 6
 _CHEAP_ROWS = 128
-"""So many rows take hardly longer than one: a GPU waits for the weights up to about 150 rows on an A100, 200 on an H200
+"""Rows that take hardly longer than one: a GPU waits for the weights up to about 150 rows on an A100, 200 on an H200
 and 300 on an H100, and a matrix product computes tiles of 128 rows anyway."""
 
 

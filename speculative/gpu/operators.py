@@ -22,9 +22,9 @@ from speculative.verification.draft_probs import mass_before
 from speculative.vocabulary.ops import TorchOps
 
 Choose = Callable[[Tensor, Tensor, NoiseRows, Tensor | None, int], Tensor]
-"""As `VocabularyOps.choose`."""
+"""Signature of `VocabularyOps.choose`."""
 MassBefore = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""As `mass_before`."""
+"""Signature of `mass_before`."""
 
 
 class CapturedVocabularyOps(TorchOps):

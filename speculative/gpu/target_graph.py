@@ -122,7 +122,7 @@ class GraphRunner(ModelRunner):
         self._buckets = buckets
 
     def forward_with_features(self, step_input: StepInput, capture: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """As ModelRunner's."""
+        """Implement `ModelRunner.forward_with_features`."""
         counts = np.diff(step_input.row_starts)
         few = counts <= self._buckets.query_lengths[-1]
         if not few.any() or capture not in ((), self.target.capture):

@@ -38,7 +38,7 @@ def _middle(low, high):
 
 @triton.jit
 def _kept_from(logits, least, highest, scale, size, TILE: tl.constexpr):
-    """How many tokens have at least this logit, and their mass in units of the likeliest; scale: 1 / temperature."""
+    """Count the tokens of at least this logit, and sum their mass in units of the likeliest; scale: 1 / temperature."""
     count = tl.zeros([TILE], tl.int32)
     mass = tl.zeros([TILE], tl.float32)
     for offset in range(0, size, TILE):
@@ -95,7 +95,7 @@ def _from_top_p(  # noqa: PLR0913
 
 @triton.jit
 def has_filters(log_min_p, top_k, top_p, size):
-    """Whether a row's parameters filter anything out."""
+    """Return whether a row's parameters filter anything out."""
     return (top_k < size) | (top_p < 1) | (log_min_p > -float("inf"))
 
 

@@ -62,7 +62,7 @@ class _Launches:
         self._by_row = {"NUM_BLOCKS": num_blocks, "PADDED": triton.next_power_of_2(num_blocks)}
 
     def settle(self) -> None:
-        """Which drafts survive, and the token after them."""
+        """Determine the drafts that survive, and the token after them."""
         rows, room, num_rows = self._rows, self._room, self._num_rows
         per_block = (num_rows, self._num_blocks)
         kernels._reduce_blocks[per_block](

@@ -252,7 +252,7 @@ def _quantized(rows: Tensor, *, gated: bool) -> Fp8Rows:
 
 
 def _empty_fp8(like: Tensor, size: int) -> Fp8Rows:
-    """As many rows as `like` has, to be written."""
+    """Allocate as many rows as `like` has, to be written."""
     num_rows = len(like)
     return Fp8Rows(like.new_empty((num_rows, size), dtype=E4M3), like.new_empty((num_rows, 1), dtype=torch.float32))
 

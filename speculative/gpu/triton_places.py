@@ -28,7 +28,7 @@ def _sum_before(
 
 
 def triton_mass_before(probs: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """As `speculative.verification.draft_probs.mass_before`."""
+    """Implement `speculative.verification.draft_probs.mass_before`."""
     sums = torch.empty(len(rows), dtype=torch.float64, device=probs.device)
     _sum_before[(len(rows),)](probs, rows, columns, sums, probs.stride(0), BLOCK=_BLOCK, num_warps=8)
     return sums

@@ -96,7 +96,7 @@ def _kept(x, temperature, highest, floor):
 
 @triton.jit
 def _likelier(x, own, temperature, highest):
-    """How many tokens are likelier than one by more than rounding, and their mass; x of the others, and its own."""
+    """Count the tokens likelier than one by more than rounding, and sum their mass; x of the others, and its own."""
     soft = _soft(x, temperature, highest)
     which = soft > _soft(own, temperature, highest) * (1 + _EDGE_ROUNDING)
     mass = tl.where(which, soft.to(tl.float64), 0.0)
@@ -576,13 +576,13 @@ def _keep(terms, which: tl.constexpr, row, num_rows, value, mean, where):
 
 @triton.jit
 def _is_open(certain):
-    """Whether what is certain at 1 may still turn out one way or the other; not where it is NaN."""
+    """Return whether an outcome, certain at 1, is still open; false for NaN."""
     return certain < 1 - _LEAST_SPREAD
 
 
 @triton.jit
 def _is_undecided(chance):
-    """Whether what has this chance may turn out one way or the other; not where it is NaN."""
+    """Return whether an outcome of this chance may turn out either way; false for NaN."""
     return (chance > _LEAST_SPREAD) & _is_open(chance)
 
 

@@ -127,6 +127,7 @@ class VerifyGraph:
             if extras.edits is not None:
                 self._edits.prepare(extras.edits)
             inputs = StagedInputs(fields, self._capturer.device)
+            # A capture runs on what the inputs hold: a step of padding alone, in which every index is in range.
             _give_rows_to_nobodies(inputs.next_host(), num_rows=0, num_entries=0)
             inputs.send()
             replay = self._capturer.capture(lambda: self._compute(bucket, extras, inputs.on_device))
@@ -148,6 +149,7 @@ class VerifyGraph:
         if rows.edits is not None:
             self._edits.send(rows.edits)
         vector, checks = captured.replay()
+        # `_compute` puts the reported logprobs before the judge's vector, and q behind it.
         values, reported, own_q = vector.cpu().numpy(), None, None
         if self._samples and bucket.num_queries > 1:
             values, own_q = np.split(values, [-2 * bucket.num_rows - bucket.num_seqs])
@@ -157,6 +159,7 @@ class VerifyGraph:
         if own_q is not None:
             of_rows, of_last = np.split(own_q, [2 * bucket.num_rows])
             of_drafts, before = of_rows.reshape(2, -1)[:, : len(rows.step_input.drafts)]
+            # q of a token outside the drafter's vocabulary is 0; the copy has that of another column.
             of_last = np.where(self._is_drafted[judged.verdicts.token_ids], of_last[: len(params)], 0.0)
             own = {"draft_probs": of_drafts, "mass_before": before, "last_probs": of_last}
             verdicts = dataclasses.replace(judged.verdicts, **own)

@@ -482,7 +482,7 @@ class Kernels:
         return counts, tokens, expected
 
     def emitted(self, step: VerifyStruct, num_accepted: Tensor, token_ids: Tensor) -> Tensor:
-        """As `emitted_at_rows` of verification/base.py: [R] int64."""
+        """Implement `emitted_at_rows` of verification/base.py: [R] int64."""
         out = torch.empty(step.num_rows, dtype=torch.int64)
         kept = [part.contiguous() for part in (num_accepted, token_ids)]
         self._emitted(ctypes.addressof(step), *(part.data_ptr() for part in kept), out.data_ptr())
@@ -507,7 +507,7 @@ class Kernels:
         outside: Tensor,
         mass_rounding: float,
     ) -> Tensor:
-        """As `broken_rows` of selfcheck/invariants.py: [R] int64. mass_rounding: of the mass of a draft's
+        """Implement `broken_rows` of selfcheck/invariants.py: [R] int64. mass_rounding: of the mass of a draft's
         distribution."""
         out = torch.empty(step.num_rows, dtype=torch.int64)
         kept = [part.contiguous() for part in (num_accepted, emitted, highest, outside)]
@@ -548,7 +548,7 @@ class Kernels:
         return out
 
     def uniforms(self, seeds: Uint64s, rounds: Uint64s, offsets: Uint64s, purposes: Uint64s) -> Float64s:
-        """As `uniforms` of rng.py: contiguous arrays [R]."""
+        """Implement `uniforms` of rng.py for contiguous arrays [R]."""
         out = np.empty(len(seeds), np.float64)
         self._uniforms(
             *(len(seeds), seeds.ctypes.data, rounds.ctypes.data, offsets.ctypes.data, purposes.ctypes.data),

@@ -10,8 +10,8 @@ from speculative.kernels.bindings import Kernels, cpu_kernels
 class ChosenKernels(NamedTuple):
     """Our CPU kernels for a model and what drafts for it; None = torch's operators, or numpy's.
 
-    model: for layers, attention and the vocabulary; None off the CPU. host: for random numbers, which come from the
-    host whatever the device.
+    model: for layers, attention and the vocabulary; None off the CPU.
+    host: for random numbers, which come from the host whatever the device.
     """
 
     model: Kernels | None = None
@@ -19,6 +19,6 @@ class ChosenKernels(NamedTuple):
 
 
 def choose_kernels(device: torch.device) -> ChosenKernels:
-    """Those of a model on this device."""
+    """Choose the kernels of a model on this device."""
     found = cpu_kernels()
     return ChosenKernels(found if device.type == "cpu" else None, found)

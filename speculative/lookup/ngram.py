@@ -46,7 +46,7 @@ class NgramDrafter:
         return self.find(sequence, max_drafts)[0]
 
     def find(self, sequence: Sequence, max_drafts: int) -> tuple[list[int], int]:
-        """As `draft`; and the length of the suffix that was seen before, 0 for none.
+        """Return drafts, and the length of the suffix that was seen before, 0 for none.
 
         An occurrence that overlaps the end goes on periodically, so a loop is drafted to full length.
         """

@@ -33,7 +33,10 @@ class Lookup(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Registered:
-    """A kind of drafter. build: makes one of its options and the most tokens it will draft a round."""
+    """A kind of drafter.
+
+    build: makes one of its options and the most tokens it will draft a round.
+    """
 
     options: type[Options]
     build: Callable[[Any, int], Lookup]

@@ -66,7 +66,7 @@ class SuffixDrafter:
         return self.find(sequence, max_drafts)[0]
 
     def find(self, sequence: Sequence, max_drafts: int) -> tuple[list[int], int]:
-        """As `draft`; and the length of the suffix that was seen before."""
+        """Return drafts, and the length of the suffix that was seen before."""
         request_id = sequence.request.request_id
         index = self._indexes.get(request_id)
         if index is None:
@@ -159,8 +159,9 @@ def _is_drawn(sequence: Sequence) -> bool:
 class _Node:
     """The end of an edge: a string that occurred, and where it goes on in more than one way or not at all.
 
-    count: how often it occurred.
-    start, length: the edge's tokens in the text; the latest place that this string occurred at.
+    count: occurrences.
+    start: index in the text of the edge's first token, where this string occurred last.
+    length: tokens of the edge.
     children: edges that go on from here, by their first token.
     """
 

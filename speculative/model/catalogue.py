@@ -50,7 +50,7 @@ class CatalogueModel:
 
     @property
     def quantization(self) -> str:
-        """Of the weights, in GGUF's words."""
+        """Quantization of the weights, in GGUF's words."""
         return self.member.rsplit(".", 2)[1]
 
 

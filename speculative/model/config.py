@@ -54,7 +54,7 @@ class ModelConfig:
 
     @property
     def kv_shape(self) -> KVShape:
-        """Of its cache."""
+        """Shape of its cache."""
         return KVShape(self.num_layers, self.num_kv_heads, self.head_dim)
 
     @classmethod

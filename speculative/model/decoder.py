@@ -66,7 +66,7 @@ class Decoder(FusibleLayer):
     def run(
         self, input_ids: Tensor, positions: Tensor, attend: Attend, capture: tuple[int, ...] = ()
     ) -> tuple[Tensor, Tensor]:
-        """As forward, and beside it the features a hidden-state drafter reads.
+        """Run the layers, and keep the features that a hidden-state drafter reads.
 
         Returns:
             hidden [N, hidden_size], and features [N, len(capture) * hidden_size]: the hidden states that enter the

@@ -20,7 +20,8 @@ _MULTIPLE = 16  # of all sizes, for the GPU's products
 class Fp8Rows(NamedTuple):
     """Rows whose largest number is the largest that FP8 has.
 
-    numbers: [N, I] e4m3. scales: [N, 1] float32.
+    numbers: [N, I] e4m3.
+    scales: [N, 1] float32.
     """
 
     numbers: Tensor
@@ -44,7 +45,7 @@ def has_nan(tensor: Tensor) -> bool:
 
 
 def why_no_fp8(device: torch.device, dtype: str) -> str:
-    """Why FP8 weights cannot be multiplied on a device where the others are of `dtype`, and the fix; "" = they can.
+    """Return why a device cannot multiply FP8 weights beside others of `dtype`, and the fix; "" = it can.
 
     Where there is no GPU, one to come counts as able.
     """

@@ -260,7 +260,7 @@ def _checkpoint_name(gguf_name: str) -> str:
 
 
 def _num_heads(gguf_name: str, config: dict[str, Any]) -> int | None:
-    """Of a tensor whose rows are reordered; None for all others."""
+    """Return the heads of a tensor whose rows are reordered; None for all others."""
     field = {"attn_q.weight": "num_attention_heads", "attn_k.weight": "num_key_value_heads"}
     name = gguf_name.removeprefix("blk.").partition(".")[2]
     return config[field[name]] if name in field else None

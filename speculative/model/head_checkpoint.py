@@ -78,7 +78,7 @@ class Head(Protocol):
         ...
 
     def modules(self) -> Iterator[nn.Module]:
-        """Those of `nn.Module`."""
+        """Implement `nn.Module.modules`."""
         ...
 
 
@@ -130,7 +130,7 @@ def read_held_out_rates(folder: Path) -> tuple[tuple[float, ...], tuple[float, .
 
 
 def held_out_rates(kind: str, folder: Path | None) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """As `read_held_out_rates`, of a drafter of any kind: nothing where it is no head."""
+    """Read the held-out rates of a drafter of any kind; empty where it is no head."""
     return read_held_out_rates(folder) if kind == "eagle3" and folder is not None else ((), ())
 
 

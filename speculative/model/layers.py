@@ -117,7 +117,7 @@ def rope_frequencies(head_dim: int, theta: float, scaling: Llama3RopeScaling | N
 
 
 Rotation = tuple[Tensor, Tensor]
-"""What the operations that made it need to rotate the rows of a forward pass."""
+"""Values that `LayerOps` needs to rotate the rows of a forward pass; only the operations that made it read them."""
 
 
 class LayerOps(Protocol):
@@ -134,7 +134,7 @@ class LayerOps(Protocol):
         ...
 
     def quantize(self, rows: Tensor) -> Fp8Rows:
-        """As `quantize_rows`."""
+        """Implement `quantize_rows`."""
         ...
 
     def rotation(self, rotary: Rotary, positions: Tensor, like: Tensor) -> Rotation:

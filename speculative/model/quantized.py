@@ -26,7 +26,8 @@ class Quantized:
     """A weight matrix [O, I] of four or eight bits.
 
     numbers: [O, I] uint8 below 16 where there is a `least`, else int8.
-    scales: [O, I / 32] float16. least: [O, I / 32] float16, of four bits only.
+    scales: [O, I / 32] float16.
+    least: [O, I / 32] float16, of four bits only.
     """
 
     numbers: Tensor
@@ -35,7 +36,7 @@ class Quantized:
 
     @property
     def bits(self) -> int:
-        """Of a number."""
+        """Bits of a number."""
         return 8 if self.least is None else 4
 
     def to_float(self) -> Tensor:

@@ -29,8 +29,10 @@ def mode_matrix(mode: LogprobsMode, logits: Tensor, processed: Tensor) -> Tensor
 class LogprobRows:
     """Gathered logprobs: tensors on the device, numpy arrays after `to_host`.
 
-    values: [R] of the row's own token. ranks: [R], 1 = the most likely.
-    top_ids, top_values: [R, k], most likely first.
+    values: [R] of the row's own token.
+    ranks: [R], 1 = the most likely.
+    top_ids: [R, k] the likeliest tokens, in order.
+    top_values: [R, k] theirs.
     scored: [R, S] of further tokens that were asked for.
     """
 

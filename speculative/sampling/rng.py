@@ -27,7 +27,7 @@ Float64s = np.ndarray[Any, np.dtype[np.float64]]
 Words = Any  # 32-bit words, in uint64 arrays or int64 tensors
 
 RESOLUTION = 2.0**-52
-"""Of a uniform, each of which lies in the middle between two multiples of it."""
+"""Distance of neighbouring uniforms; each lies in the middle between two multiples of it."""
 
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)

@@ -193,7 +193,7 @@ class DynamicLength(DraftLength):
         return self._passages.of(sequence)
 
     def early_exit(self) -> EarlyExit | None:
-        """That of the step that was planned; in a probe no draft ends early, and a single one never does."""
+        """Return the early exit of the planned step; None in a probe, and for a single draft."""
         return self._rule if max(self._lengths.values(), default=0) > 1 else None
 
     def drafted(self, sequence: Sequence, probabilities: Sequences[float]) -> None:
@@ -405,9 +405,11 @@ class DynamicLength(DraftLength):
 class _Step(NamedTuple):
     """A step that nothing was learned from yet.
 
-    starts: tokens of each entry's sequence before it. seconds, longest: as `DraftLength.observe` gets them.
-    probabilities: of each request's drafts in the drafter's distribution, where they are known. repeats: whether some
-        drafts were passages; those are looked up before the next step.
+    starts: tokens of each entry's sequence before it.
+    seconds: of the whole step.
+    longest: as `DraftLength.observe` gets it.
+    probabilities: of each request's drafts in the drafter's distribution, where they are known.
+    repeats: whether some drafts were passages; those are looked up before the next step.
     """
 
     entries: Sequences[Entry]
@@ -422,13 +424,16 @@ class _Step(NamedTuple):
 
 @dataclass(slots=True)
 class _RequestHistory:
-    """The history of one request. drafted_at: its tokens at the start of its last round with drafts."""
+    """The history of one request.
+
+    drafted_at: its tokens at the start of its last round with drafts.
+    """
 
     rates: AcceptanceRates
     drafted_at: int | None = None
 
     def num_missed(self, length: int, most: int) -> int:
-        """Of so many tokens, those that its drafter has to catch up with beyond those of an ordinary round."""
+        """Count, of so many tokens, those that its drafter has to catch up with beyond those of an ordinary round."""
         return length if self.drafted_at is None else max(0, length - self.drafted_at - most - 1)
 
 

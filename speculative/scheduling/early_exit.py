@@ -32,7 +32,8 @@ class EarlyExit:
     """The rule by which a draft goes on: while the chance that its next token is accepted, too, is at least `least`.
 
     survival: [2, C] float64, the chance that a draft is accepted whose probability in q is of class c; the second row
-    is for greedy requests. following: [2, C], the chance of the next draft, given that this one is accepted.
+        is for greedy requests.
+    following: [2, C], the chance of the next draft, given that this one is accepted.
     """
 
     survival: Floats

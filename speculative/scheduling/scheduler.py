@@ -220,7 +220,8 @@ class Scheduler:
     def _fit_drafts(self, sequence: Sequence, budget: int) -> int:
         """Return how many drafts fit. The one place that combines, per sequence, the drafter's setting, the request's
         own choice, what pays, the length limits, the token budget and the free blocks."""
-        if not self._may_draft(sequence):
+        on_trial = self.speculation is Speculation.CANARY and sequence.request.canary
+        if not sequence.params.speculate or not (self.speculation is Speculation.ON or on_trial):
             return 0
         wanted = self.draft_length.max_drafts(sequence, self._most_drafts)
         if wanted == 0:
@@ -229,10 +230,6 @@ class Scheduler:
         while fits > 0 and not self._grow(sequence, 1 + fits):
             fits -= 1
         return max(fits, 0)
-
-    def _may_draft(self, sequence: Sequence) -> bool:
-        on_trial = self.speculation is Speculation.CANARY and sequence.request.canary
-        return sequence.params.speculate and (self.speculation is Speculation.ON or on_trial)
 
     def invalidate_cache(self) -> None:
         """Drop what was computed: all running sequences restart from their tokens, and the prefix cache is emptied.

@@ -17,7 +17,8 @@ _BELIEF = 2.0  # steps that the regression counts as, for a number of rows that 
 class Work:
     """The work of a step.
 
-    longest: drafts that a drafter made for one sequence; 0 where it made none. context: tokens of all its sequences.
+    longest: drafts that a drafter made for one sequence; 0 where it made none.
+    context: tokens of all its sequences.
     num_missed: tokens that the drafter had to catch up with.
     """
 
@@ -181,5 +182,5 @@ class StepCost:
 
 
 def _rows(features: list[float]) -> int:
-    """Those of the step that they describe."""
+    """Return the rows of the step that the features describe."""
     return round(features[1] * _SCALES[1] + features[2] * _SCALES[2])

@@ -34,8 +34,12 @@ _NEARLY = 0.75  # of q: where p is above it, noise may leave something of p - q
 
 
 class Distributions(NamedTuple):
-    """Of n tokens, [n, V] float32, or of one. scaled: logits after the rules and the temperature. kept: the same with
-    -inf where a token is filtered out. probs: softmax of `kept`."""
+    """Distributions of n tokens, [n, V] float32, or of one.
+
+    scaled: logits after the rules and the temperature.
+    kept: the same with -inf where a token is filtered out.
+    probs: softmax of `kept`.
+    """
 
     scaled: Tensor
     kept: Tensor
@@ -45,7 +49,7 @@ class Distributions(NamedTuple):
     def of(
         cls, adjusted: Tensor, rows: SamplingRows, process: Callable[[Tensor, SamplingRows], Tensor]
     ) -> "Distributions":
-        """Those that temperature and filters make of logits [n, V]; process: of the engine's `VocabularyOps`."""
+        """Apply temperature and filters to logits [n, V]; process: of the engine's `VocabularyOps`."""
         kept = process(adjusted, rows)
         return cls(adjusted / rows.temperature, kept, kept.softmax(dim=-1))
 
@@ -83,6 +87,8 @@ def redraw(
         elif draw.rule == "residual":
             miss, loose = _by_uniform(row, drawn[1], draw.rejected)
         elif draw.rule == "recovered" and index in drafter and index >= len(draw.accepted_probs):
+            # The share depends on all drafts accepted in the round. Where the round began before these n tokens, their
+            # rows are not here, and the draw stays unchecked.
             accepted = rows[index - len(draw.accepted_probs) : index]
             miss, loose = _by_residual(row, drafter[index], drawn[1], _log_ratios(accepted, draw.accepted_probs))
             of_draft = float(drafter[index].probs[draw.rejected])
@@ -93,6 +99,7 @@ def redraw(
         rejected = float(row.probs[draw.rejected]) if draw.rejected >= 0 else 0.0
         redrawn.append(
             Redrawn(
+                # Margins are nats of the logits after the temperature; rounding is of those before it.
                 miss * temperature,
                 loose * temperature,
                 rejected,
@@ -109,8 +116,10 @@ def redraw(
 class _Edges(NamedTuple):
     """Tokens that rounding may move across the edges of one token's filters.
 
-    mass: [V] float32, of each token beside those that are kept. near: [V] bool. sure: the mass of what is kept and not
-    near; moving: of what is near.
+    mass: [V] float32, of each token beside those that are kept.
+    near: [V] bool.
+    sure: the mass of what is kept and not near.
+    moving: of what is near.
     """
 
     mass: Tensor
@@ -120,10 +129,11 @@ class _Edges(NamedTuple):
 
 
 def _edges_of(target: Distributions, request: Request) -> "Sequence[_Edges | None]":
-    """Those of n distributions; None where nothing is filtered."""
+    """Find the edges of n distributions; None where nothing is filtered."""
     if not request.params.filtered:
         return [None] * len(target.kept)
     near = _near_edges(target, request.params, request.edge_nats)
+    # In units of the mass that is kept, so that p of a token, with other tokens kept, is its mass over theirs.
     mass = (target.scaled - target.kept.logsumexp(dim=-1, keepdim=True)).exp()
     sure = torch.where((target.kept > -torch.inf) & ~near, mass, 0.0).sum(dim=-1)
     moving = torch.where(near, mass, 0.0).sum(dim=-1)
@@ -177,6 +187,7 @@ def _by_uniform(row: _Row, uniform: float, without: int = -1) -> tuple[float, fl
         return math.inf, 0.0 if _near(row.edges, row.token) else math.inf
 
     def moves(at: float, first_above: int) -> float:
+        # dF_k / dlogit_i = p_i (1[i <= k] - F_k), and independent noises add up in squares.
         before, after = (float(part.double().square().sum()) for part in probs.tensor_split([first_above]))
         return math.sqrt((1 - at) ** 2 * before + at**2 * after)
 
@@ -201,6 +212,8 @@ def _by_residual(row: _Row, draft: Distributions, uniform: float, log_ratios: Se
         return 0.0, 0.0
 
     def moves(at: float, first_above: int) -> float:
+        # The logits behind p, those behind q, and those of the accepted drafts have noise of their own: three
+        # independent parts.
         weights = torch.where(p > q * _NEARLY, -at, 0.0).double()
         weights[:first_above] = torch.where(p[:first_above] > q[:first_above] * _NEARLY, 1 - at, 0.0).double()
         of_share = len(log_ratios) * float(weights @ p.double()) ** 2  # it moves all of p together
@@ -210,6 +223,7 @@ def _by_residual(row: _Row, draft: Distributions, uniform: float, log_ratios: Se
     miss, loose = _of_interval(row, residual, uniform, moves, (row.edges, of_draft))
     if q[token] < p[token]:
         return miss, loose
+    # Nothing is left of the token here: log p and log q have to come so much closer before any uniform gives it.
     apart = math.log(q[token] / p[token])
     return max(miss, apart), 0.0 if _near(of_draft, token) else max(loose, apart)
 
@@ -223,7 +237,7 @@ def _log_ratios(accepted: Sequence[_Row], draft_probs: Sequence[float]) -> list[
 
 
 def _variance(probs: Tensor, weights: Tensor) -> float:
-    """Of the sum of weights [V] times probabilities [V], if noise of variance 1 is added to each logit behind these."""
+    """Return the variance of weights [V] @ probs [V], if noise of variance 1 is added to each logit behind these."""
     own = probs.double()
     return float((own * (weights - weights @ own)).square().sum())
 
@@ -249,6 +263,7 @@ def _of_interval(
         if below - reach <= uniform <= below + own + reach:
             return 0.0
         at, first_above = (below, row.token) if uniform < below else (below + own, row.token + 1)
+        # An edge's log odds stay almost linear over many nats of noise, which its place does not.
         at = min(max(at, rounding), 1 - rounding)
         near = uniform + reach if uniform < below else uniform - reach
         moved = max(moves(at, first_above) / total, rounding) / (at * (1 - at))
@@ -321,6 +336,7 @@ def _near_edges(target: Distributions, params: SamplingParams, edge_nats: float)
             within = highest[:, : params.top_k].logsumexp(dim=-1, keepdim=True)
         probs = (highest - within).exp()
         before = probs.cumsum(dim=-1) - probs  # a token is in the nucleus if this is below top_p
+        # The mass before a token moves with all logits, as an edge of the cumulative distribution does.
         squares = probs.square()
         above = squares.cumsum(dim=-1) - squares
         below = squares.sum(dim=-1, keepdim=True) - above

@@ -16,7 +16,7 @@ STAKES = (-0.7, -0.4, -0.2, -0.1, -0.05, -0.02, 0.02, 0.05, 0.1, 0.2, 0.4, 0.7)
 """The lambdas that are bet with. Each is right for some size of a fault; together they need not be chosen."""
 
 ROUNDING = 2e-5
-"""What rounding may shift the mean of a self-check's term by: the bets of the self-checks are against a mean beyond it.
+"""Largest shift of a term's mean that rounding explains: the self-checks bet against a mean beyond it.
 Float32 shifts it by 1e-5 at most; a fault that shifts no mean by more changes no text in a thousand."""
 
 _RESOLUTION_S = 0.25  # of `FreshStarts.evidence_since`
@@ -54,7 +54,7 @@ class FreshStarts:
         self._low_at = np.zeros(num_stakes)
         self._at: float | None = None
         self.evidence_since = 0.0
-        """When the evidence of the last alarm began: with the stake that won, one for life had never less than then."""
+        """Seconds at which the evidence of the last alarm began: the minimum of the winner's lifelong process."""
         self.restart()
 
     def restart(self) -> None:

@@ -17,7 +17,7 @@ MASS_ROUNDING = 1e-3  # of a distribution's mass; float32 sums of a vocabulary a
 EDGE_ROUNDING = 1e-5  # of the mass that lies before a nucleus' edge
 
 ROW_KINDS = ("not_finite", "no_token", "law", "q_zero", "p_zero", "support")
-"""What `broken_rows` reports, in its order."""
+"""Invariants that `broken_rows` reports, in its order."""
 
 
 def broken_rows(step: VerifyInput, verified: VerifyOutput, emitted: Tensor, highest: Tensor, outside: Tensor) -> Tensor:

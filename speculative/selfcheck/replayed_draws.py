@@ -38,7 +38,12 @@ _NOISE: dict[str, Literal["noise", "vllm_noise"]] = {"coupled": "noise", "vllm":
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """The rounds of an answer. first_start: tokens before the first of them. tokens, kinds: of the answer."""
+    """The rounds of an answer.
+
+    first_start: tokens before the first of them.
+    tokens: of the answer.
+    kinds: one for each token.
+    """
 
     first_start: int
     rounds: tuple[Round, ...]
@@ -87,9 +92,13 @@ class Rounds:
 
 
 class DrawCheck(NamedTuple):
-    """One check. token_index: of its token in the answer. miss: nats by which it fails, 0 = it holds. loose: the same
-    where a token near a filter's edge may be on either side of it. draft_drift: nats between log q of the rejected
-    draft as it was served, and computed again; None where it was not."""
+    """One check.
+
+    token_index: of its token in the answer.
+    miss: nats by which it fails, 0 = it holds.
+    loose: the same where a token near a filter's edge may be on either side of it.
+    draft_drift: nats between log q of the rejected draft as it was served, and computed again; None where it was not.
+    """
 
     token_index: int
     kind: str
@@ -99,7 +108,10 @@ class DrawCheck(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """A token in its round. start: tokens before the round."""
+    """A token in its round.
+
+    start: tokens before the round.
+    """
 
     token_index: int
     token: int
@@ -184,8 +196,12 @@ def log_share(log_ratios: Iterable[float]) -> float:
 
 
 class _Share(NamedTuple):
-    """log of rho in block verification, where a round came to. least, most: the same with the tokens near an edge of
-    the filters on either side of it."""
+    """rho of block verification at the last draft that a round reached.
+
+    log: its logarithm.
+    least: the smallest logarithm, with the tokens near an edge of the filters on either side of it.
+    most: the largest.
+    """
 
     log: float = 0.0
     least: float = 0.0

@@ -73,7 +73,7 @@ def replayed_tokens(
 
 
 def _rows(target: Distributions, temperature: Tensor, token_ids: Tensor) -> tuple[ReplayedToken, ...]:
-    """Of the tokens [n] that were served at temperatures [n]."""
+    """Place the tokens [n] that were served at temperatures [n] in their distributions."""
     token_ids = token_ids[:, None]
     scaled, kept, probs = target
     normaliser = kept.logsumexp(dim=-1)

@@ -185,7 +185,7 @@ def _of_rejection(
 
 
 Place = tuple[Tensor, Tensor]
-"""Of each round's last token: the mass of the distribution that it is drawn from before it, and its own."""
+"""Masses of each round's last token in the distribution that it is drawn from: before it, and its own."""
 
 
 def _of_drawn(

@@ -135,8 +135,10 @@ def build_step_input(entries: Entries[Entry], counts: Int64s, draft_ids: Int64s,
 class RowContext:
     """The facts, beside the model, that decide which tokens one verify row may emit.
 
-    rules: of its request; None where it has none. output: tokens emitted before the round. drafts: those of the round
-    before the row. allowed: [V] the tokens its structure allows; None where it has none.
+    rules: of its request; None where it has none.
+    output: tokens emitted before the round.
+    drafts: those of the round before the row.
+    allowed: [V] the tokens its structure allows; None where it has none.
     """
 
     rules: TokenRules | None
@@ -166,12 +168,15 @@ class SequenceResult(NamedTuple):
     """The result of a step for one sequence, on the host.
 
     token_ids: the accepted drafts and the token drawn after them; none while a prefill goes on.
-    num_drafted, num_accepted: of this round.
-    drafts, draft_probs, last_prob: as in `Round`.
+    num_drafted: drafts of this round.
+    num_accepted: those that survived.
+    drafts: those accepted, and the first that was not.
+    draft_probs: q of each of them; None where they are deterministic.
+    last_prob: q of the token that replaced a sampled draft.
     logprobs: one per token, when asked for.
     fault: which of `INVARIANTS` is broken, so that nothing may be emitted; then the rest is meaningless.
-    prompt_logprobs, replayed: of the known tokens that a request for its prompt's logprobs, or a scoring one, asked
-        for; and where a scoring request's lie in its distribution.
+    prompt_logprobs: of the known tokens, for a request for its prompt's logprobs or a scoring one.
+    replayed: the places of a scoring request's tokens in its distribution.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -226,7 +231,7 @@ class StepOutcome:
 
 
 def merge_outcomes(parts: Entries[StepOutcome]) -> StepOutcome:
-    """Of a step whose entries were computed in parts, one after another."""
+    """Merge the outcomes of a step whose entries were computed in parts."""
     terms = [part.terms for part in parts if part.terms is not None]
     return StepOutcome(
         results=tuple(chain.from_iterable(part.results for part in parts)),

@@ -1,4 +1,4 @@
-"""What an engine reports of a request besides the tokens that it generates."""
+"""Reported facts of a request besides the tokens that it generates."""
 
 from dataclasses import dataclass, field
 

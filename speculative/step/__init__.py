@@ -1,4 +1,5 @@
 """Runs a step: `executor` chooses how and measures it, `eager_step` drafts, runs the target and has `sampler` verify.
 
-Knows batches, not requests: what is scheduled and what is committed is decided elsewhere.
+`prompt_scorer` scores known tokens. The room knows batches, not requests: what is scheduled and what is committed is
+decided elsewhere.
 """

@@ -23,7 +23,7 @@ from speculative.verification.rows import VerifyRows
 
 @dataclass(frozen=True, slots=True)
 class DeviceChecks:
-    """What the checks on the device found, copied to the host.
+    """Findings of the checks on the device, copied to the host.
 
     broken: [R] 1 + the index into ROW_KINDS of the invariant that a row breaks, or 0.
     counted: [E] the entries whose terms count.
@@ -78,7 +78,7 @@ class CheckedSampler:
         *,
         checked: bool,
     ) -> StepOutcome:
-        """As `sample`, of entries whose drafts come from one kind of q."""
+        """Sample and check entries whose drafts come from one kind of q."""
         sampled = self.sampler.sample(step_input, logits, draft_probs, masks)
         found = self._check_on_device(step_input, sampled, checked=checked)
         verdicts, results = self.sampler.report(step_input, sampled, places=checked)

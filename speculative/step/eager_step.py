@@ -1,24 +1,17 @@
 """A step whose every operation is launched by Python, for batches of any kind."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from speculative.config import EngineConfig
 from speculative.drafting.base import Drafter, DraftOutput, constrain
-from speculative.request import ReplayedToken, Request, TokenLogprobs
-from speculative.sampling.logprobs import gather_logprobs, mode_matrix, padded_ids
-from speculative.selfcheck.replayed_tokens import replayed_tokens
-from speculative.state.batch import Batch, Entry, SequenceResult, StepInput, StepOutcome, build_step_input
-from speculative.state.sequence import Sequence
-from speculative.state.token_constraint import Bools, TokenConstraint
+from speculative.state.batch import Batch, SequenceResult, StepOutcome, build_step_input
+from speculative.state.token_constraint import Bools
 from speculative.step.checked_sampler import CheckedSampler
+from speculative.step.prompt_scorer import PromptScorer
 from speculative.step.runner import ModelRunner
-
-_SCORED_ROWS_AT_ONCE = 64  # bounds the logits of a scored prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +35,7 @@ class EagerStep:
         runner: the target and its cache.
         drafter: of the engine.
         sampler: of the engine.
-        constraint_of: compiles the structure of a request; None where it has none.
+        scorer: of the engine.
     """
 
     def __init__(
@@ -51,13 +44,13 @@ class EagerStep:
         runner: ModelRunner,
         drafter: Drafter,
         sampler: CheckedSampler,
-        constraint_of: Callable[[Request], TokenConstraint | None],
+        scorer: PromptScorer,
     ) -> None:
         self.runner = runner
         self.drafter = drafter
         self.sampler = sampler
+        self.scorer = scorer
         self._config = config
-        self._constraint_of = constraint_of
 
     def takes(self, batch: Batch) -> bool:
         """Every batch."""
@@ -75,7 +68,9 @@ class EagerStep:
         """Run the target over known tokens and drafts, verify and sample, and score what was asked for."""
         draft = drafts.draft
         step_input = build_step_input(batch.entries, draft.counts, draft.token_ids, self._config.block_size)
-        hidden = self._forward(batch, step_input)
+        hidden, features = self.runner.forward_with_features(step_input, self.drafter.capture)
+        if self.drafter.capture:
+            self.drafter.observe(batch, step_input, features)
         outcome = StepOutcome(())
         if step_input.sampled_entries:
             decoding_only = len(step_input.verify_rows) == len(hidden)
@@ -90,57 +85,7 @@ class EagerStep:
             results[index] = SequenceResult(fault="q_missing")
         for index, entry in enumerate(batch.entries):
             if entry.sequence.scored_positions:
-                logprobs, replayed = self._score(entry, int(step_input.row_starts[index]), hidden)
+                row_start = int(step_input.row_starts[index])
+                logprobs, replayed = self.scorer.score(entry, row_start, hidden, self.runner, self.drafter)
                 results[index] = results[index]._replace(prompt_logprobs=logprobs, replayed=replayed)
         return replace(outcome, results=tuple(results))
-
-    def _forward(self, batch: Batch, step_input: StepInput) -> Tensor:
-        """Hidden states [N, hidden]; a drafter that reads features gets them."""
-        hidden, features = self.runner.forward_with_features(step_input, self.drafter.capture)
-        if self.drafter.capture:
-            self.drafter.observe(batch, step_input, features)
-        return hidden
-
-    def _score(
-        self, entry: Entry, row_start: int, hidden: Tensor
-    ) -> tuple[tuple[TokenLogprobs, ...], tuple[ReplayedToken, ...]]:
-        """Return what was asked for of the known tokens that this entry's rows predict, as in `SequenceResult`."""
-        sequence = entry.sequence
-        wanted = sequence.scored_positions
-        begin = max(wanted.start - 1, sequence.num_computed)
-        end = min(wanted.stop - 1, sequence.num_computed + entry.num_known)
-        mode = "raw_logprobs" if sequence.scores_only else self._config.logprobs_mode
-        num_top = sequence.params.prompt_logprobs or 0
-        offset = row_start - sequence.num_computed
-        logprobs: list[TokenLogprobs] = []
-        replayed: list[ReplayedToken] = []
-        for start in range(begin, end, _SCORED_ROWS_AT_ONCE):
-            stop = min(start + _SCORED_ROWS_AT_ONCE, end)
-            token_ids = sequence.tokens[start + 1 : stop + 1]
-            logits = self.runner.logits(hidden[offset + start : offset + stop])
-            matrix = mode_matrix(mode, logits, logits)  # nothing is sampled here, so no processor applies
-            asked = sequence.request.scored_ids[start + 1 - wanted.start : stop + 1 - wanted.start]
-            ids = torch.from_numpy(padded_ids(asked)).to(logits.device) if asked else None
-            host = gather_logprobs(matrix, torch.tensor(token_ids, device=logits.device), num_top, ids).to_host()
-            own_ids = asked or ((),) * len(token_ids)
-            logprobs.extend(
-                host.entry(row, token, num_top, own)
-                for row, (token, own) in enumerate(zip(token_ids, own_ids, strict=True))
-            )
-            if sequence.scores_only:
-                constraint = self._constraint_of(sequence.request)
-                known = (sequence.request, start + 1, constraint, self.sampler.sampler.eos_token_ids)
-                draft_logits = self._draft_logits(sequence, start + 1, stop + 1)
-                replayed.extend(replayed_tokens(logits, *known, self.sampler.sampler.ops, draft_logits))
-        return tuple(logprobs), tuple(replayed)
-
-    def _draft_logits(self, sequence: Sequence, start: int, stop: int) -> dict[int, Tensor]:
-        """[V] of the rejected drafts in whose stead a replay's tokens start..stop were drawn, where the drafter can
-        compute them; by index of the token among these."""
-        first = sequence.request.score_from or 0
-        draws = sequence.request.draws[start - first : stop - first]
-        places = {
-            index: (draw.round_start, draw.offset) for index, draw in enumerate(draws) if draw.rule == "recovered"
-        }
-        logits = self.drafter.logits_again(sequence, tuple(places.values())) if places else None
-        return {} if logits is None else dict(zip(places, logits, strict=True))

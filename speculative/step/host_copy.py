@@ -19,9 +19,14 @@ Array = np.ndarray[Any, np.dtype[Any]]
 class Verdicts:
     """The host copy of a verification, per sampled entry.
 
-    draft_probs: [R] q of the draft judged at each row, and last_probs: q of each entry's last token; None where drafts
-    are deterministic. mass_before: [R] the mass of q before that draft, in the order it is sampled in; None where it
-    was not asked for. Rows without a draft hold anything.
+    Rows without a draft hold anything.
+
+    num_accepted: [E] leading drafts that survived.
+    token_ids: [E] the token after them.
+    expected_accepted: the chances of acceptance, summed over the positions that were reached.
+    draft_probs: [R] q of the draft judged at each row; None where drafts are deterministic.
+    last_probs: [E] q of each entry's last token; None where drafts are deterministic.
+    mass_before: [R] the mass of q before that draft, in the order it is sampled in; None where it was not asked for.
     """
 
     num_accepted: Array
@@ -65,24 +70,21 @@ def _scored_ids(step_input: StepInput, device: torch.device) -> Tensor:
 
 
 def results_per_entry(step_input: StepInput, verdicts: Verdicts, logprobs: LogprobRows | None) -> list[SequenceResult]:
-    """What each sampled entry emits, in order."""
+    """Return one result for each sampled entry, in order."""
     drafts = step_input.drafts.tolist()
     draft_probs = None if verdicts.draft_probs is None else verdicts.draft_probs.tolist()
-    last_probs = (
-        [0.0] * len(step_input.sampled_entries) if verdicts.last_probs is None else verdicts.last_probs.tolist()
-    )
-    first_row = 0
-    results = []
+    last_probs = verdicts.last_probs
     decided = (
         step_input.draft_counts.tolist(),
         verdicts.num_accepted.tolist(),
         verdicts.token_ids.tolist(),
-        last_probs,
+        [0.0] * len(step_input.sampled_entries) if last_probs is None else last_probs.tolist(),
     )
+    first_row, results = 0, []
     for entry, count, accepted, last, last_prob in zip(step_input.sampled_entries, *decided, strict=True):
+        params = entry.sequence.params
         token_ids = (*drafts[first_row : first_row + accepted], last)
         judged = slice(first_row, first_row + min(accepted + 1, count))
-        params = entry.sequence.params
         entries = None
         if logprobs is not None and params.returns_logprobs:
             num_top, scored_ids = params.logprobs or 0, params.logprob_token_ids

@@ -18,9 +18,10 @@ Floats = np.ndarray[Any, np.dtype[np.float64]]
 class Acceptance:
     """Acceptance of a head on held-out answers; one entry per draft position.
 
-    acceptance: mean of the sum of min(p, q) at T = 1, prefix and earlier drafts true. top1: how often the head's
-    likeliest token is the answer's next, on greedy answers. length_t1, length_t0: tokens a round with as many drafts,
-    the token after them included, over whole answers; None where the data has none at that temperature.
+    acceptance: mean of the sum of min(p, q) at T = 1, prefix and earlier drafts true.
+    top1: share of positions of greedy answers at which the head's likeliest token is the answer's next.
+    length_t1: tokens a round with as many drafts, the one after them included, at T = 1; None without such answers.
+    length_t0: the same of greedy answers.
     """
 
     acceptance: tuple[float, ...]
@@ -32,8 +33,12 @@ class Acceptance:
 
 @dataclass(frozen=True, slots=True)
 class HeadAcceptance:
-    """Per draft step and target: [J, A] each. ratio: min(1, q/p) of the answer's next token, the chance that it would
-    be accepted as a draft (in the mean over drafts); hit: whether it is the head's likeliest token."""
+    """Per draft step and target: [J, A] each.
+
+    ratio: min(1, q/p) of the answer's next token, the chance that it would be accepted as a draft (in the mean over
+        drafts).
+    hit: whether it is the head's likeliest token.
+    """
 
     acceptance: Tensor
     ratio: Tensor

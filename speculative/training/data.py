@@ -27,8 +27,10 @@ ANSWER_TEMPERATURES = (0.0, 1.0, 0.7, 1.0)  # as served: greedy, and the model's
 class Conversations:
     """Prompts and their answers, as token ids, one after another.
 
-    token_ids: [N] int32, all conversations. lengths: [C] int64, tokens of each.
-    prompt_lengths: [C] int64, tokens before the answer. temperatures: [C] float32, at which the answer was drawn.
+    token_ids: [N] int32, all conversations.
+    lengths: [C] int64, tokens of each.
+    prompt_lengths: [C] int64, tokens before the answer.
+    temperatures: [C] float32, at which the answer was drawn.
     """
 
     token_ids: np.ndarray[Any, np.dtype[np.int32]]

@@ -27,8 +27,8 @@ _AUX, _FINAL, _LOG_Z = "aux.bin", "final.bin", "log_z.bin"
 class Features:
     """The target's features at every token of the conversations; tensors lie on disk and are read as needed.
 
-    aux: [N, F] the inputs of the layers that a head reads, or None. final: [N, hidden] what the LM head reads. Both
-    bfloat16.
+    aux: [N, F] the inputs of the layers that a head reads, or None.
+    final: [N, hidden] what the LM head reads. Both bfloat16.
     log_z: [N] float32, log of the sum of the exponentiated logits: p(x) = exp(logit of x - log_z).
     """
 

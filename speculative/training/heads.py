@@ -24,7 +24,8 @@ class LossVocabulary:
     """The tokens that the loss is over.
 
     ids: [D] int64, ascending: all that an EAGLE-3 head drafts; of the whole vocabulary, which an MTP module drafts, the
-    commonest. weight: [V, target_hidden] of the target's LM head; its rows give the target's distribution.
+        commonest.
+    weight: [V, target_hidden] of the target's LM head; its rows give the target's distribution.
     """
 
     ids: Tensor

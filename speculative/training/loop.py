@@ -85,8 +85,11 @@ class TrainingConfig:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One point of the learning curve. elapsed_s, cpu_s: of the training so far, including resumed runs; `cpu_s` is the
-    CPU time of all threads of the process."""
+    """One point of the learning curve.
+
+    elapsed_s: seconds of the training so far, including resumed runs.
+    cpu_s: CPU time of all threads of the process in these.
+    """
 
     step: int
     tokens: int

@@ -18,8 +18,11 @@ _TARGETS_AT_ONCE = {"cpu": 32, "cuda": 1024}
 
 @dataclass(frozen=True, slots=True)
 class TargetDistribution:
-    """The target's distribution on the draft vocabulary. logits: [A, draft_vocab] in the products' type; log_z: [A]
-    float32."""
+    """The target's distribution on the draft vocabulary.
+
+    logits: [A, draft_vocab] in the products' type.
+    log_z: [A] float32.
+    """
 
     logits: Tensor
     log_z: Tensor
@@ -92,12 +95,18 @@ class _DraftLoss(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """A slice's targets, shared by all its drafts. p: [r, D]; shares: p renormalized; mass, entropy: [r, 1]."""
+    """A slice's targets, shared by all its drafts.
+
+    p: [r, D] of the draft vocabulary.
+    shares: [r, D] p renormalized.
+    mass: [r, 1] of p.
+    entropy: [r, 1] of the shares, nats.
+    """
 
     p: Tensor
     shares: Tensor
     mass: Tensor
-    entropy: Tensor  # of the shares, nats
+    entropy: Tensor
 
     @classmethod
     def of(cls, log_p: Tensor) -> "_Wanted":

@@ -20,10 +20,13 @@ from speculative.training.heads import DraftHead
 class TrainingBatch:
     """Some conversations, packed: S tokens, of which A are targets (answer tokens after the first, but for the last).
 
-    lengths: rows of each conversation, and answer_starts: the first row that drafts, both on the host.
-    token_ids: [S] int64. inputs: [S, F], what the head reads of the target.
-    final: [A, target_hidden], log_z: [A], next_ids: [A] int64: the target's distribution at each target and what came
-    of it.
+    lengths: rows of each conversation.
+    answer_starts: the first row of each that drafts.
+    token_ids: [S] int64.
+    inputs: [S, F], what the head reads of the target.
+    final: [A, target_hidden], from which the target's distribution follows.
+    log_z: [A] its normalizer.
+    next_ids: [A] int64, the tokens that were drawn from it.
     depths: [A] int64, place of each target within its answer: how many rows can draft it.
     temperatures: [A] float32, of the answer.
     """

@@ -29,7 +29,8 @@ class VerifyInput:
     accept_uniforms: [R] float64 in (0, 1), purpose coin.
     sample_uniforms: [R] float64 in (0, 1), for the token sampled at this row if it is the last one: purpose
         residual where a draft was rejected, purpose bonus in the last row.
-    seeds, positions: [R] int64, the request's seed (as two's complement) and the position of the token drawn there.
+    seeds: [R] int64, the request's seed as two's complement.
+    positions: [R] int64, the position of the token drawn there.
     longest: the most drafts that an entry may have; None = whatever the offsets say, which a GPU's host waits for.
     host: kernels of the noise; None = torch.
     prepared: what an implementation keeps of this step between its calls; a copy of the step starts without it.
@@ -136,7 +137,7 @@ Verifier = Callable[[VerifyInput], VerifyOutput]
 """Decides which drafts survive, so that what is emitted follows the target's distribution."""
 
 DrawLast = Callable[[VerifyInput, Tensor, Tensor | None], Tensor]
-"""As `draw_last`."""
+"""Signature of `draw_last`."""
 
 
 def residual(probs: Tensor, draft_probs: Tensor) -> Tensor:

@@ -35,8 +35,12 @@ def accept_choice(step: VerifyInput, choice: Tensor) -> VerifyOutput:
 
 
 class NoiseRows(NamedTuple):
-    """The noise of those of E rows that choose with noise. coupled: [E] bool. seeds, positions: [E] int64, as for
-    `gumbel`."""
+    """The noise of those of E rows that choose with noise.
+
+    coupled: [E] bool.
+    seeds: [E] int64, as for `gumbel`.
+    positions: [E] int64, as for `gumbel`.
+    """
 
     coupled: Tensor
     seeds: Tensor

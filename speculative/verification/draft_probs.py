@@ -35,7 +35,10 @@ class PointMass:
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """Sampled drafts. probs: [D, V] float32, row d is what packed draft d was sampled from."""
+    """Sampled drafts.
+
+    probs: [D, V] float32, row d is what packed draft d was sampled from.
+    """
 
     probs: Tensor
 
@@ -64,8 +67,9 @@ class Dense:
 class SubVocabulary:
     """Drafts that were sampled from a part of the vocabulary: q is 0 everywhere else.
 
-    probs: [D, W] float32, row d is what packed draft d was sampled from. ids: [W] int64, the tokens its columns stand
-    for. columns: [D] int64, the column of each draft.
+    probs: [D, W] float32, row d is what packed draft d was sampled from.
+    ids: [W] int64, the tokens its columns stand for.
+    columns: [D] int64, the column of each draft.
     """
 
     probs: Tensor

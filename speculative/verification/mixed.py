@@ -19,7 +19,7 @@ def verify_mixed(step: VerifyInput, chosen: Tensor, theirs: Verifier, others: Ve
 
 
 def merge(chosen: Tensor, theirs: VerifyOutput, others: VerifyOutput) -> VerifyOutput:
-    """Of two verdicts on the same entries, one for those of `chosen` [E] bool, and the other for the rest."""
+    """Merge two verdicts on the same entries: `theirs` for those of `chosen` [E] bool, `others` for the rest."""
     return VerifyOutput(
         torch.where(chosen, theirs.num_accepted, others.num_accepted),
         torch.where(chosen, theirs.token_ids, others.token_ids),

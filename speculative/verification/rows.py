@@ -24,7 +24,9 @@ _FIELDS = (*_ROW_FIELDS, "first_rows", "counts", "accept_uniforms", "sample_unif
 class VerifyRows:
     """The fields of `VerifyInput` beside p and q, in three arrays: one copy to a device each.
 
-    rows: [6, R] int64, drafts to positions. entries: [2, E] int64, first_rows and counts. uniforms: [2, R] float64.
+    rows: [6, R] int64, drafts to positions.
+    entries: [2, E] int64, first_rows and counts.
+    uniforms: [2, R] float64.
     host: kernels that compute the random numbers; None = numpy.
     """
 
@@ -70,7 +72,7 @@ class VerifyRows:
 
     @classmethod
     def of(cls, step_input: StepInput, host: Kernels | None) -> "VerifyRows":
-        """Those of a step's entries."""
+        """Build the rows of a step's entries."""
         sequences = [entry.sequence for entry in step_input.sampled_entries]
         seeds = [sequence.request.seed for sequence in sequences]
         lengths = [len(sequence.tokens) for sequence in sequences]

@@ -18,8 +18,8 @@ from typing import Any, Protocol
 class BatchOfPrompts:
     """Answer these prompts at once, each with exactly `max_tokens` tokens, ends of text notwithstanding.
 
-    profile: tell where the time of a step goes as well, where the engine can. engine: which one of those that share the
-    process is meant.
+    profile: tell where the time of a step goes as well, where the engine can.
+    engine: which one of those that share the process is meant.
     """
 
     prompts: list[list[int]]

@@ -70,7 +70,7 @@ class Profile:
         return {"num_steps": self._num_steps} | {f"{part}_s": seconds for part, seconds in self._seconds.items()}
 
     def _wrap(self, owner: Any, name: str, part: str) -> None:
-        """What has passed at each entry and exit belongs to the innermost part that runs."""
+        """Count the time between entries and exits for the innermost part that runs."""
         wrapped: Callable[..., Any] = getattr(owner, name)
         running, seconds, clock = self._running, self._seconds, self._clock
 

@@ -47,7 +47,7 @@ class LoadedAdapter:
 
 
 class Adapters:
-    """Those that are served, by name.
+    """Adapters that are served, by name.
 
     Args:
         loaded: as `read_adapters` gives them.

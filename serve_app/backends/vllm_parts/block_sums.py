@@ -33,7 +33,7 @@ def block_sums(layers: Iterable[tuple[torch.Tensor, Sequence[int]]], num_blocks:
 
 
 def _sums(cache: torch.Tensor, blocks: Sequence[int], parts: int) -> torch.Tensor:
-    """Of some blocks of one layer, each of which is so many rows of its cache; [blocks] int64."""
+    """Sum some blocks of one layer, each of which is so many rows of its cache; [blocks] int64."""
     wanted = torch.tensor([block * parts + part for block in blocks for part in range(parts)], device=cache.device)
     rows = cache[wanted].reshape(len(blocks), -1).contiguous().view(torch.uint8)  # [blocks, bytes]
     words = (rows.view(torch.int32) if rows.shape[1] % _WORD == 0 else rows).to(torch.int64)

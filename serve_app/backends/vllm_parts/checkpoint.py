@@ -40,7 +40,7 @@ def came_quantized(folder: Path) -> bool:
 
 
 def why_not_ours(folder: Path, engine_args: Mapping[str, Any]) -> str | None:
-    """Why our own engine would not compute what vLLM does with a checkpoint and these arguments; None if it would."""
+    """Return why our own engine would compute something else than vLLM with these arguments; None if it would not."""
     from speculative.model.config import ModelConfig, holds_fp8  # imports torch, which reading a configuration need not
 
     for name in _OTHER_NUMBERS:

@@ -209,5 +209,5 @@ def _failing() -> Iterator[None]:
 
 
 def _call_id() -> str:
-    """As vLLM names calls, where the model does not; its own function moves from version to version."""
+    """Make an id in vLLM's form for a call that the model did not name; vLLM's own function moves between versions."""
     return f"chatcmpl-tool-{uuid.uuid4().hex}"

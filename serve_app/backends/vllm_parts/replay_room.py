@@ -59,7 +59,7 @@ def vllms_share(needs: Needs, device_bytes: int, given: float | None) -> float |
 
 
 def no_room(needs: Needs, device_bytes: int, given: float | None) -> str:
-    """Why `vllms_share` found no room, and what would help."""
+    """Explain why `vllms_share` found no room, and what would help."""
     ours = needs.ours / device_bytes + _OF_STEPS
     room = f"our own engine would need {ours:.2f} of the GPU's {device_bytes / 2**30:.0f} GiB beside vLLM"
     if given is None:

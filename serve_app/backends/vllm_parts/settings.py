@@ -61,7 +61,7 @@ OWN_ARGUMENTS = {
 """Arguments of `AsyncEngineArgs` that this engine sets itself, and the setting that decides each (None = none does)."""
 
 LEASE_S = 30
-"""How long the prefill side keeps unread blocks; the decode side renews the lease while the request waits there."""
+"""Seconds that the prefill side keeps unread blocks; the decode side renews the lease while the request waits."""
 
 SIZES = frozenset(("max_batched_tokens", "block_size", "kv_cache_tokens"))
 """Sizes that vLLM chooses if not set; the number of tokens only together with the size of a block."""
@@ -98,10 +98,10 @@ _NEEDS_DEFAULT = {  # and why
 class Faults:
     """Known faults of the installed vLLM that this engine has to avoid.
 
-    `sampled_drafts`: verifying a draft at a temperature above 0 emits garbage, and a greedy request in the same step is
-    hit too, because the parameters reach the verifier as uninitialised memory (vLLM #55005). `chunked_seeds`: a prompt
-    that is computed in chunks ends the engine when its request samples with a seed. `mixed_adapters`: in a step with
-    requests of an adapter, those without one are computed with an adapter, too.
+    sampled_drafts: verifying a draft at a temperature above 0 emits garbage, and a greedy request in the same step is
+        hit too, because the parameters reach the verifier as uninitialised memory (vLLM #55005).
+    chunked_seeds: a prompt that is computed in chunks ends the engine when its request samples with a seed.
+    mixed_adapters: in a step with requests of an adapter, those without one are computed with an adapter, too.
     """
 
     sampled_drafts: bool = False
@@ -122,8 +122,9 @@ TESTED = tuple(_CPU_FAULTS)
 class Ranks:
     """The split of a replica's model among devices, by vLLM.
 
-    `tensor` ranks compute each layer together, `pipeline` stages compute different layers. `by_ray`: each rank is an
-    actor of Ray's, and nodes may differ; otherwise all are processes of the replica's node.
+    tensor: ranks that compute each layer together.
+    pipeline: stages that compute different layers.
+    by_ray: each rank is an actor of Ray's, and nodes may differ; otherwise all are processes of the replica's node.
     """
 
     tensor: int = 1

@@ -65,7 +65,7 @@ class SpeculationScheduler(Scheduler):
         return super().schedule(*args, **kwargs)
 
     def _choose_drafts(self) -> None:
-        """Of what was drafted in the last step, keep what may be verified; then say how much to draft in this one."""
+        """Keep those drafts of the last step that may be verified; then set the number of drafts of this one."""
         if self._planned is not None:
             if self._last_step:
                 self._planned.observe(self._last_step, self._ended - self._began, self._num_made)
@@ -90,7 +90,7 @@ class SpeculationScheduler(Scheduler):
         self.dynamic_sd_lookup = self._lookups[self._num_made]
 
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:
-        """What was drafted; with that a step is over."""
+        """Take in the drafts; with them a step is over."""
         super().update_draft_token_ids(draft_token_ids)
         self._ended = time.perf_counter()
 

@@ -24,7 +24,7 @@ class Counts:
         self._last_at = time.monotonic()
 
     def set_sizes(self, num_blocks: int, block_size: int) -> None:
-        """How much vLLM's cache holds: blocks, and tokens of each."""
+        """Set the size of vLLM's cache: its blocks, and the tokens of each."""
         self._num_blocks, self._block_size = num_blocks, block_size
 
     @property

@@ -78,7 +78,7 @@ class ResponseParser:
         return tuple(calls) if self.chat.parallel else tuple(part for part in calls if part.index == 0)
 
     def reason(self, reason: str | None, *, called: bool) -> str | None:
-        """Why an answer ended; where the model chose what to call, it ended for that, as OpenAI has it."""
+        """Return the finish reason; `tool_calls`, as OpenAI has it, where the model chose to call a tool."""
         chose = called and self.chat.use != "named"
         return "tool_calls" if chose and reason == FinishReason.STOP.value else reason
 

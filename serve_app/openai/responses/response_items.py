@@ -211,7 +211,7 @@ class Conversation:
             self._add(Message(role="tool", content=output, tool_call_id=item.call_id, name=name), path)
 
     def close(self) -> None:
-        """What the model said ends here. Reasoning alone is no message."""
+        """End the model's output. Reasoning alone is no message."""
         turn, self._turn = self._turn, _Turn()
         if turn.content is None and not turn.calls:
             return

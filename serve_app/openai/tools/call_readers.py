@@ -198,7 +198,7 @@ class CallReader(ABC):
                 return
 
     def _no_call(self, begin: int) -> None:
-        """What was read since then is no call, and stays content."""
+        """Keep the text since `begin` as content; it is no call."""
         self._content.append(self._text.since(begin))
 
 
@@ -246,9 +246,9 @@ class FreeCalls(CallReader):
     """
 
     title: ClassVar[str]
-    """What the format is called, for people."""
+    """Name of the format, for people."""
     rendered: ClassVar[re.Pattern[str]]
-    """What a chat template of the format writes of a call of the function `probe`."""
+    """Pattern of a call of the function `probe` in a chat template of the format."""
     markers: ClassVar[tuple[str, ...]] = ()
     """Texts of the format that may be special tokens."""
 

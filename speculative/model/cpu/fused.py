@@ -51,7 +51,8 @@ class FusedLayers:
 class HeadParts:
     """The modules of a draft head that reads a token and a hidden state side by side.
 
-    embedding: [vocab, hidden], bfloat16 or float32. draft_ids: [draft_vocab] int64, the target's tokens.
+    embedding: [vocab, hidden], bfloat16 or float32.
+    draft_ids: [draft_vocab] int64, the target's tokens.
     residual_is_normed: whether it goes on from the normed hidden state.
     """
 
@@ -137,7 +138,7 @@ class FusedHead:
 
 
 def _fill(shape: ShapeStruct, config: ModelConfig, rotary: Tensor) -> None:
-    """What the kernels have to know of a model, beside its cache."""
+    """Fill in the facts of a model that the kernels need beside its cache."""
     shape.hidden_size, shape.intermediate_size = config.hidden_size, config.intermediate_size
     shape.num_heads, shape.eps, shape.rotary = config.num_heads, config.rms_norm_eps, rotary.data_ptr()
 

@@ -18,7 +18,7 @@ _PANEL = 32  # outputs
 _KINDS = {"float32": 0, "bfloat16": 1, "w16a16": 2, "int8": 3, "int4": 4, "w8a8": 5, "w4a8": 6}
 
 Kind = Literal["float32", "bfloat16", "w16a16", "int8", "int4", "w8a8", "w4a8"]
-"""As `products.cpp` multiplies them. Of the last two, activations have 8 bits; of w16a16, those of a bfloat16."""
+"""Forms of weights that `products.cpp` multiplies. Activations have 8 bits in the last two, a bfloat16's in w16a16."""
 ActivationBits = Literal[8, 16]
 
 _QUANTIZED_KINDS: dict[tuple[int, ActivationBits], Kind] = {

@@ -15,7 +15,7 @@ from speculative.request import FinishReason, Request, SamplingParams, TokenDelt
 from speculative.sampling.logprob_checks import AskedLogprobs, LogprobContract, violation
 from speculative.sampling.logprobs import LogprobRows, gather_logprobs, mode_matrix
 from speculative.stats import LOGPROB_RULES, StepStats
-from speculative.step import eager_step
+from speculative.step import prompt_scorer
 from tests.support.engines import assert_idle, run, tiny_engine
 
 VOCAB = 32
@@ -231,7 +231,7 @@ def test_faults_that_contradict_themselves_are_seen(
 def test_broken_prompt_logprobs_fail_the_request_too(
     tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, prefill_only_after: int | None
 ) -> None:
-    monkeypatch.setattr(eager_step, "mode_matrix", lambda mode, *logits: mode_matrix("raw_logits", *logits))
+    monkeypatch.setattr(prompt_scorer, "mode_matrix", lambda mode, *logits: mode_matrix("raw_logits", *logits))
     engine = tiny_engine(tiny_folder)
     engine.add(
         Request("victim", LOOP, SamplingParams(prompt_logprobs=3), seed=1), prefill_only_after=prefill_only_after
