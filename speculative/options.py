@@ -25,7 +25,8 @@ class OptionError(ConfigError):
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """The declaration of a field. meaning: for the reference. The others limit a number, or a text by its pattern."""
+    """The declaration of a field. meaning: for the reference. example: a value whose effect shows. The others limit a
+    number, or a text by its pattern."""
 
     type: Any
     default: Any
@@ -34,6 +35,7 @@ class Option:
     most: float | None = None
     above: float | None = None  # and finite
     pattern: str | None = None
+    example: OptionValue | None = None
 
     def fault(self, value: Any) -> str | None:
         """Return what is wrong with a value; None if it is good, or not set."""
