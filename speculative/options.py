@@ -28,6 +28,7 @@ class Option:
     """The declaration of a field; `least` to `pattern` limit its values.
 
     meaning: its description in the reference.
+    example: a value whose effect shows.
     """
 
     type: Any
@@ -37,6 +38,7 @@ class Option:
     most: float | None = None
     above: float | None = None  # and finite
     pattern: str | None = None
+    example: OptionValue | None = None
 
     def fault(self, value: Any) -> str | None:
         """Return what is wrong with a value; None if it is good, or not set."""

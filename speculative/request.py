@@ -3,14 +3,14 @@
 import enum
 import math
 import secrets
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 
 from speculative.errors import InvalidRequest
+from speculative.options import option, options_of
 
 MAX_LOGPROBS = 20
 MAX_SCORED_IDS = 1024
-REPETITION_PENALTIES = 0.01, 100.0  # beyond them float32 logits need not stay finite
 MAX_SEED = 2**64 - 1
 MAX_PRIORITY = 100
 SURPRISAL_CLIP_NATS = 10.0
@@ -98,52 +98,48 @@ class SamplingParams:
         InvalidRequest: a value is out of range; `field` names it.
     """
 
-    max_tokens: int = 16
+    max_tokens: int = option(16, "Most tokens to emit.", least=1)
     min_tokens: int = 0  # no stop token before this many tokens are emitted
-    temperature: float = 1.0  # 0 = greedy
-    top_k: int = 0  # 0 = off
+    temperature: float = option(1.0, "Divides the logits; 0 = greedy.", least=0, most=100)
+    top_k: int = option(0, "Most tokens to keep; 0 = all.", least=0)
     top_p: float = 1.0
-    min_p: float = 0.0  # drop tokens less likely than this share of the likeliest; 0 = off
-    presence_penalty: float = 0.0  # subtracted once from every token that was emitted
-    frequency_penalty: float = 0.0  # subtracted for each time a token was emitted
-    repetition_penalty: float = 1.0  # divides the positive logits of tokens in prompt and output, multiplies the others
+    min_p: float = option(0.0, "Drops tokens less likely than this share of the likeliest.", least=0, most=1)
+    presence_penalty: float = option(
+        0.0, "Subtracted once from every token that was emitted.", least=-2, most=2, example=1.5
+    )
+    frequency_penalty: float = option(
+        0.0, "Subtracted for each time a token was emitted.", least=-2, most=2, example=1.5
+    )
+    repetition_penalty: float = option(  # beyond its limits float32 logits need not stay finite
+        1.0,
+        "Divides the positive logits of tokens in prompt and output, and multiplies the others.",
+        least=0.01,
+        most=100,
+        example=1.4,
+    )
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its logit)
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that must not be emitted
     allowed_token_ids: tuple[int, ...] | None = None  # None = all
     structure: Structure | None = None
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    logprobs: int | None = None  # None = off, 0 = the emitted token only, k = and the k most likely
+    logprobs: int | None = option(
+        None, "Logprobs of the emitted token and so many of the most likely ones.", least=0, most=MAX_LOGPROBS
+    )
     logprob_token_ids: tuple[int, ...] = ()  # further tokens whose logprobs are returned at every position
-    prompt_logprobs: int | None = None  # as logprobs, for the prompt's tokens
+    prompt_logprobs: int | None = option(None, "The same for the prompt's tokens.", least=0, most=MAX_LOGPROBS)
     speculate: bool = True  # False = plain decoding for this request
     reproducible: bool = False  # coupled verifier: the text follows from seed, prompt and p, whatever is drafted
 
     def __post_init__(self) -> None:
-        _require(self.max_tokens >= 1, "max_tokens", "must be at least 1", self.max_tokens)
-        _require(
-            math.isfinite(self.temperature) and 0 <= self.temperature <= 100,
-            "temperature",
-            "must be between 0 (greedy) and 100",
-            self.temperature,
-        )
-        self._check_penalties()
-        self._check_tokens()
-        _require(self.top_k >= 0, "top_k", "must be 0 (off) or positive", self.top_k)
+        for name, declared in _OPTIONS.items():
+            fault = declared.fault(getattr(self, name))
+            if fault is not None:
+                raise InvalidRequest(name, f"{name} {fault}")
         _require(0 < self.top_p <= 1, "top_p", "must be in (0, 1]", self.top_p)
-        _require(0 <= self.min_p <= 1, "min_p", "must be between 0 and 1", self.min_p)
-        for name in ("logprobs", "prompt_logprobs"):
-            count = getattr(self, name)
-            _require(count is None or 0 <= count <= MAX_LOGPROBS, name, f"must be between 0 and {MAX_LOGPROBS}", count)
-
-    def _check_penalties(self) -> None:
-        for name in ("presence_penalty", "frequency_penalty"):
-            _require(-2 <= getattr(self, name) <= 2, name, "must be between -2 and 2", getattr(self, name))
-        penalty = self.repetition_penalty
-        least, most = REPETITION_PENALTIES
-        _require(least <= penalty <= most, "repetition_penalty", f"must be between {least} and {most}", penalty)
         for _, bias in self.logit_bias:
             _require(-100 <= bias <= 100, "logit_bias", "must be between -100 and 100", bias)
+        self._check_tokens()
 
     def _check_tokens(self) -> None:
         _require(
@@ -188,6 +184,11 @@ class SamplingParams:
             _require(wrong is None, name, f"may hold token ids from 0 to {vocab_size - 1}", wrong)
 
     @property
+    def changed(self) -> frozenset[str]:
+        """The fields that differ from their defaults."""
+        return frozenset(name for name, default in _DEFAULTS.items() if getattr(self, name) != default)
+
+    @property
     def greedy(self) -> bool:
         """Return whether the most likely token is taken each time."""
         return self.temperature == 0
@@ -213,6 +214,12 @@ class SamplingParams:
     def returns_logprobs(self) -> bool:
         """Return whether every emitted token comes with a logprobs entry."""
         return self.logprobs is not None or bool(self.logprob_token_ids)
+
+
+_OPTIONS = options_of(SamplingParams)
+_DEFAULTS = {own.name: own.default for own in fields(SamplingParams)}
+EXAMPLES = {name: own.example for name, own in _OPTIONS.items() if own.example is not None}
+"""Parameters that audits try with any request, each with a value whose effect shows."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from speculative.request import Request, SamplingParams, Structure
+from speculative.request import EXAMPLES, Request, SamplingParams, Structure
 
 PLAIN = SamplingParams(max_tokens=48, ignore_eos=True)
 STOPPING = replace(PLAIN, stop_token_ids=tuple(range(0, 1024, 8)))
@@ -78,6 +78,11 @@ _KINDS = (
     replace(_ALL, max_tokens=8, prompt_logprobs=1, repetition_penalty=1.2),
     replace(_ALL, frequency_penalty=0.8, presence_penalty=1.5),
     replace(_ALL, ignore_eos=False, structure=Structure("regex", "(even odd)*")),
+)
+_KINDS += tuple(  # of parameters that none of these has
+    replace(_ALL, **{name: value})  # type: ignore[arg-type]
+    for name, value in EXAMPLES.items()
+    if not any(name in kind.changed for kind in _KINDS)
 )
 _LONGEST_CONTINUED = 100  # tokens
 

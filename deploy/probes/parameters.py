@@ -11,7 +11,7 @@ from deploy.exchange.dialect import Ask
 from deploy.probes.lab import SEED, SETTINGS, TOP_K, Lab, ServedAnswer
 from deploy.probes.probes import Need, ProbeVerdict, Stopped, Trial, probe
 from deploy.probes.replay import check_greedy
-from speculative.request import SamplingParams
+from speculative.request import EXAMPLES, SamplingParams
 
 _GREEDY = dataclasses.replace(SETTINGS["greedy"], max_tokens=24)
 _WARM = dataclasses.replace(_GREEDY, temperature=1.0)
@@ -50,9 +50,7 @@ def sampling_parameters(lab: Lab, trial: Trial) -> None:
 def _asks(lab: Lab, prompt: tuple[int, ...], common: list[int]) -> dict[str, Ask]:
     greedy: dict[str, dict[str, Any]] = {
         "logit_bias against the commonest": {"logit_bias": tuple((token, -100.0) for token in common[:2])},
-        "frequency_penalty": {"frequency_penalty": 1.5},
-        "presence_penalty": {"presence_penalty": 1.5},
-        "repetition_penalty": {"repetition_penalty": 1.4},
+        **{name: {name: value} for name, value in EXAMPLES.items()},
         "allowed_token_ids": {"allowed_token_ids": tuple(dict.fromkeys((*lab.passage(2, 30), *common[1:])))},
     }
     for number, bias in enumerate((12.0, 16.5, 21.0)):  # one token repeatedly, until the penalty outweighs the bias

@@ -5,7 +5,7 @@ Requests are checked here as far as possible without model and tokenizer.
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator
@@ -15,7 +15,7 @@ from serve_app.openai.wire import INT32_MAX, Many, Wire
 from serve_app.text.as_written import RepeatedKey, load_json
 from serve_app.text.schemas import MAX_FORM_BYTES, SchemaRefused, held, held_grammar
 from speculative.errors import InvalidRequest
-from speculative.request import MAX_LOGPROBS, MAX_PRIORITY, MAX_SCORED_IDS, MAX_SEED, Structure
+from speculative.request import MAX_LOGPROBS, MAX_PRIORITY, MAX_SCORED_IDS, MAX_SEED, SamplingParams, Structure
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1024  # of each
@@ -386,21 +386,8 @@ class WireRequest(Wire):
             raise InvalidRequest(name, f"{name} ends the answer by itself: it cannot be combined with {other}.")
 
 
-# Fields that SamplingParams has by the same name: values, and lists of token ids.
-_AS_SENT = (
-    "min_tokens",
-    "temperature",
-    "top_p",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "ignore_eos",
-    "speculate",
-    "reproducible",
-)
-
-
-_GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 _ID_LISTS = ("stop_token_ids", "allowed_token_ids", "logprob_token_ids")
+_CONVERTED = {*_ID_LISTS, "max_tokens", "top_k", "logit_bias", "bad_words", "prompt_logprobs"}
+_AS_SENT = [one.name for one in fields(SamplingParams) if one.name in WireRequest.model_fields.keys() - _CONVERTED]
+_GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 _TOKEN_ID = re.compile("[0-9]{1,10}")

@@ -26,6 +26,13 @@ from speculative.state.token_constraint import Bools
 MAX_CELLS = 1 << 18
 """Cells that one captured step can bias or ban, and tokens it can penalise; beyond, it runs eagerly."""
 
+FOLLOWED = frozenset((
+    "max_tokens", "min_tokens", "stop_token_ids", "ignore_eos", "temperature", "top_k", "top_p", "min_p",
+    "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "bad_words", "allowed_token_ids",
+    "structure", "logprobs", "logprob_token_ids", "prompt_logprobs", "speculate", "reproducible",
+))  # fmt: skip
+"""Parameters that captured steps know of; a step in which a request sends another one runs eagerly."""
+
 _LEAST_CELLS, _LEAST_MASKS = 1 << 10, 1 << 4
 _GROWTH = 16  # from one size to the next: few captures matter more than what is sent in vain
 
@@ -171,7 +178,10 @@ class StepEdits:
 
 
 def fits(entries: Sequences[Entry], num_eos: int) -> bool:
-    """Return whether what the entries' requests do to logits fits into a captured step, whatever is drafted."""
+    """Return whether captured steps know what the entries' requests do to logits, and have room for it, whatever is
+    drafted."""
+    if any(entry.sequence.changed_params - FOLLOWED for entry in entries):
+        return False
     ruled = [(entry, entry.sequence.rules) for entry in entries if entry.sequence.rules is not None]
     num_biased = sum((entry.max_drafts + 1) * (rules.most_biased + num_eos) for entry, rules in ruled)
     counted = (_counted(entry) for entry, _ in ruled)

@@ -58,7 +58,7 @@ class TokenRules:
         tokens, values = self.biases
         forbidden = self.forbidden(output, drafts, eos_token_ids)
         if not forbidden:
-            return self.biases
+            return tokens, values
         banned = _int64s(list(dict.fromkeys(forbidden)))
         bans = np.full(len(banned), -np.inf, np.float32)
         if not tokens.size:

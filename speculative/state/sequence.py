@@ -55,6 +55,7 @@ class Sequence:
     ) -> None:
         self.request = request
         self.params = request.params
+        self.changed_params = request.params.changed
         self.prefill_only_after = prefill_only_after
         self.imported_kv = imported_kv  # None once it is written into the cache
         self.tokens = list(request.prompt_token_ids if tokens is None else tokens)

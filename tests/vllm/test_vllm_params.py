@@ -133,6 +133,17 @@ def test_what_vllm_would_pass_over_is_refused_where_it_would() -> None:
     assert [refused(SamplingParams(), speculates=True, prompt=(1,) * n) for n in (9, 10)] == [None, "prompt"]
 
 
+def test_a_parameter_that_nobody_told_vllm_of_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from serve_app.backends.vllm_parts import params
+
+    request = Request("r", PROMPT, SamplingParams(top_k=3, frequency_penalty=0.5, stop_token_ids=(4,), logprobs=1))
+    limits = {"speculates": False, "max_model_len": 10, "vocab_size": 100}
+    params.check(request, **limits)
+    monkeypatch.setattr(params, "_SAME", ("top_k",))
+    with pytest.raises(InvalidRequest, match="frequency_penalty is not among vLLM's parameters"):
+        params.check(request, **limits)
+
+
 @pytest.mark.parametrize(
     ("structure", "same"),
     [

@@ -24,6 +24,17 @@ from speculative.selfcheck.vllm_draws import generator_seed
 # set as well, it takes another path. This value becomes 1 as vLLM's float32: the distribution is the same.
 _ALL = math.nextafter(1.0, 0.0)
 
+_SAME = (
+    "temperature", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "ignore_eos",
+    "prompt_logprobs",
+)  # fmt: skip
+"""Parameters that vLLM has by the same name."""
+_TRANSLATED = (
+    "max_tokens", "min_tokens", "top_p", "logit_bias", "bad_words", "allowed_token_ids", "structure", "stop_token_ids",
+    "logprobs", "logprob_token_ids", "speculate",
+)  # fmt: skip
+"""Parameters that it has in another form; any other is refused."""
+
 
 class _Params(VllmParams):
     """Ends at the tokens that it names, and at no others."""
@@ -59,6 +70,12 @@ def check(request: Request, *, speculates: bool, max_model_len: int, vocab_size:
         raise InvalidRequest(
             "reproducible", "reproducible needs the coupled verifier, which the vllm engine lacks; leave it out."
         )
+    unknown = sorted(params.changed.difference(_SAME, _TRANSLATED))
+    if unknown:
+        raise InvalidRequest(
+            unknown[0],
+            f"{unknown[0]} is not among vLLM's parameters; leave it out, or ask a server whose engine is torch.",
+        )
     if speculates and request.score_from is None:
         for name, is_set in (("min_p", params.min_p > 0), ("logit_bias", bool(params.logit_bias))):
             if is_set:
@@ -90,13 +107,8 @@ def to_vllm(
     if request.score_from is not None:
         return _scoring(request)
     return _Params(
-        temperature=params.temperature,
-        top_k=params.top_k,
+        **{name: getattr(params, name) for name in _SAME},
         top_p=_ALL if params.top_k and params.top_p == 1 else params.top_p,
-        min_p=params.min_p,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        repetition_penalty=params.repetition_penalty,
         logit_bias=dict(params.logit_bias) or None,
         allowed_token_ids=None if params.allowed_token_ids is None else list(params.allowed_token_ids),
         _bad_words_token_ids=[list(word) for word in params.bad_words] or None,
@@ -105,9 +117,7 @@ def to_vllm(
         max_tokens=max(1, min(params.max_tokens - len(emitted), room)),
         min_tokens=max(0, min(params.min_tokens - len(emitted), room)),
         stop_token_ids=list(dict.fromkeys((*params.stop_token_ids, *(() if params.ignore_eos else ends)))),
-        ignore_eos=params.ignore_eos,
         logprobs=_num_logprobs(params),
-        prompt_logprobs=params.prompt_logprobs,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
         extra_args={TERMS: _terms(request)} | ({"kv_transfer_params": transfer} if transfer else {}),

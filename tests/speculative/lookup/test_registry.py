@@ -1,7 +1,8 @@
 """A drafter without weights is one file: this test writes one, and takes it away again."""
 
 import importlib
-import subprocess
+import json
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,6 +21,7 @@ from speculative.lookup import registry
 from speculative.lookup.registry import drafter, registered
 from speculative.options import Options
 from speculative.request import Request, SamplingParams
+from tests.support.changed_tree import changed_tree, run_in
 from tests.support.engines import NO_DRAFTS, assert_idle, run, tiny_engine
 from tests.support.markov_chain import sample, worst_window
 from tests.support.tiny_models import write_tiny_model
@@ -50,34 +52,52 @@ class EchoDrafter:
     def forget(self, request_id: str) -> None:
         pass
 '''
-IN_A_FILE = """
-import sys, speculative.lookup
-speculative.lookup.__path__.append(sys.argv[1])
+CONFIGURATION = """
+applications:
+  - args:
+      model: {{source: {folder}}}
+      engine: {{dtype: float32, device: cpu, max_num_seqs: 4, kv_cache_tokens: 1024}}
+      drafter: {{kind: echo, echo_length: {length}, num_draft_tokens: 5}}
+"""
+IN_A_SERVICE = """
+import json, sys
 from deploy.run.reference import configuration_reference
-from serve_app.config.app_config import AppConfig
-for length in (3, 9):
-    given = {"model": {"source": "x"}, "drafter": {"kind": "echo", "echo_length": length, "num_draft_tokens": 5}}
-    try:
-        print(AppConfig.model_validate(given).engine_config("decode").drafter.options[0])
-    except ValueError as error:
-        print(error)
-print("tokens that are drafted again" in configuration_reference(), "torch" in sys.modules)
+from deploy.tools.chart import schema
+from serve_app.config.files import load_config
+from speculative.errors import ConfigError
+
+config = load_config("good.yaml").applications[0].args
+try:
+    load_config("bad.yaml")
+except ConfigError as error:
+    refused = str(error)
+described = [line for line in configuration_reference().splitlines() if "echo_length" in line]
+allowed = schema()["definitions"]["config.DrafterSection"]["properties"]["echo_length"]
+assert "torch" not in sys.modules, "settings need none of it"
+
+from pathlib import Path
+from speculative.engine import EngineCore
+from speculative.request import Request, SamplingParams
+
+engine_config = config.engine_config("decode")
+engine = EngineCore.load(Path(config.model.source), engine_config)
+engine.add(Request("r", (5, 6, 7), SamplingParams(max_tokens=24, logit_bias=((7, 100.0),))))
+num_accepted = 0
+while engine.has_work:
+    num_accepted += sum(delta.num_accepted for delta in engine.step())
+read = engine_config.drafter.options[0].echo_length
+print(json.dumps([read, refused, described, allowed, num_accepted, engine.take_stats().num_accepted]))
 """
 
 
 @pytest.fixture
-def echo_folder(tmp_path: Path) -> Path:
+def _echo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     (tmp_path / "lookup").mkdir()
     (tmp_path / "lookup" / "echo.py").write_text(MODULE)
-    return tmp_path / "lookup"
-
-
-@pytest.fixture
-def _echo(echo_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     importlib.invalidate_caches()
     with monkeypatch.context() as patch:
         patch.setattr(registry, "_REGISTERED", registered())
-        patch.setattr(speculative.lookup, "__path__", [*speculative.lookup.__path__, str(echo_folder)])
+        patch.setattr(speculative.lookup, "__path__", [*speculative.lookup.__path__, str(tmp_path / "lookup")])
         assert "echo" in drafter_kinds()
         yield
     del sys.modules["speculative.lookup.echo"]
@@ -121,12 +141,17 @@ def test_vllm_does_not_have_it() -> None:
         check_settings(EngineConfig(drafter=DrafterConfig(kind="echo")), {})
 
 
-def test_its_options_are_fields_of_the_configuration_file(echo_folder: Path) -> None:
-    command = [sys.executable, "-c", IN_A_FILE, str(echo_folder)]
-    read, refused = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\n", 1)
-    assert read == "EchoOptions(echo_length=3)"
-    assert "drafter.echo_length" in refused and "less than or equal to 8" in refused
-    assert refused.endswith("True False\n"), "in the reference, and nothing of it needs torch"
+def test_one_file_is_enough_from_the_configuration_file_to_accepted_drafts(tmp_path: Path) -> None:
+    tree = changed_tree(tmp_path / "tree", {"speculative/lookup/echo.py": MODULE})
+    folder = write_tiny_model(tmp_path / "m", tokenizer=True)
+    for name, length in (("good", 3), ("bad", 9)):
+        (tree / f"{name}.yaml").write_text(CONFIGURATION.format(folder=folder, length=length))
+    read, refused, described, allowed, *accepted = json.loads(run_in(tree, IN_A_SERVICE))
+    assert read == 3
+    assert re.search(r"^bad.yaml: applications\[0\].args.drafter.echo_length: .* less than or equal to 8", refused)
+    assert len(described) == 1 and "`echo`: tokens that are drafted again." in described[0]
+    assert (allowed["minimum"], allowed["maximum"], allowed["default"]) == (1, 8, 2)
+    assert accepted[0] == accepted[1] > 12, "the text is one token again and again"
 
 
 def test_options_stay_where_something_else_is_replaced() -> None:

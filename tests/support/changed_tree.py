@@ -1,0 +1,36 @@
+"""A copy of the product in which somebody from outside has added or changed files, and programs that run in it."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from tests.support.project_files import ROOT
+
+_FOLDERS = ("speculative", "serve_app", "dashboards", "deploy", "helm")
+
+
+def changed_tree(folder: Path, files: Mapping[str, str]) -> Path:
+    """Link the product into a new folder, with these files, by name, in the place of its own or beside."""
+    for part in _FOLDERS:
+        shutil.copytree(ROOT / part, folder / part, copy_function=os.symlink)
+    for name, text in files.items():
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).write_text(text, encoding="utf-8")
+    return folder
+
+
+def run_in(tree: Path, program: str) -> str:
+    """Run a program that imports the product from there; returns its output."""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tree,
+        env={**os.environ, "PYTHONPATH": str(tree)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
