@@ -162,7 +162,7 @@ class PretendedCuda(TorchFunctionMode):
     """The device, while it is entered.
 
     waits: (what made the host wait, where) -> how often. num_uploads: from pinned memory. num_replays: of graphs.
-    num_launches: outside of graphs, if `count_launches`; so are the nodes of graphs. num_streams: that were made.
+    num_launches: outside of graphs, while `counts_launches`; so are the nodes of graphs. num_streams: that were made.
     graphs: in the order of their captures; when they are first needed, and all that the product captures before the
     first request only if `capture_beforehand`, which takes a second or two.
     """
@@ -172,7 +172,7 @@ class PretendedCuda(TorchFunctionMode):
     def __init__(self, *, count_launches: bool = False, capture_beforehand: bool = False) -> None:
         super().__init__()
         self._captures_beforehand = capture_beforehand
-        self._counts_launches = count_launches
+        self.counts_launches = count_launches
         self.graphs: list[_Recording] = []
         self.capturing: _Recording | None = None
         self.num_streams = 0
@@ -333,7 +333,7 @@ class PretendedCuda(TorchFunctionMode):
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         held_args, held_kwargs = _held(list(args)), _held(kwargs)
-        counter = _CountLaunches() if self._counts_launches else None
+        counter = _CountLaunches() if self.counts_launches else None
         with counter or nullcontext():
             out = func(*held_args, **held_kwargs)
         self._record(func, held_args, held_kwargs, out, counter.count if counter else 0)
