@@ -9,8 +9,8 @@ from deploy.run.replayers import ReplayerOptions
 from deploy.watch.ray_replayer import RayReplayer
 from serve_app import app
 from serve_app.config.files import parse_args
-from tests.support.gpu_probe import GpuProbe, replays_on, visible_gpus
-from tests.support.services import ENGINE, app_args, deployed
+from tests.support.gpu_probe import GpuProbe, replays_on
+from tests.support.services import ENGINE, app_args
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 
@@ -31,15 +31,6 @@ def test_an_engine_takes_a_gpu_that_its_replica_was_given_and_no_other(tiny_fold
         if num_gpus < 2:
             assert ray.get(probe.of_child.remote(0.5))[0] in ("0", "1"), "one that asks for a GPU sees it"
         ray.kill(probe)
-
-
-def test_a_service_without_gpus_sees_none_of_its_nodes(ray_port: int, tiny_folder: Path) -> None:
-    with deployed(ray_port, "seeing", app_args(tiny_folder, "disaggregated", recovery={"resume": True})):
-        named = ray.util.list_named_actors(all_namespaces=True)
-        ours = [one for one in named if one["name"].startswith("SERVE_REPLICA::seeing#")]
-        assert len(ours) == 4, "prefill, decode, router, controller"
-        actors = [ray.get_actor(one["name"], one["namespace"]) for one in ours]
-        assert ray.get([actor.__ray_call__.remote(visible_gpus) for actor in actors]) == [""] * 4
 
 
 @pytest.mark.usefixtures("ray_port")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 from ray import serve
 
 import serve_app.app
@@ -18,6 +19,7 @@ from deploy.chaos.run import Strikes, run_chaos
 from deploy.chaos.streams import plan
 from serve_app.app import build_app
 from tests.support.faulty_services import hold_long_answers, slow_steps, with_fault
+from tests.support.gpu_probe import visible_gpus
 from tests.support.services import MODEL, Service, app_args, deployed, gauge_total, wait_for
 from tests.support.tiny_models import write_tiny_model
 
@@ -83,6 +85,14 @@ def test_the_router_changes_nothing_that_clients_see(routed: Service, monolith: 
     )
     assert reply.usage is not None and 0 < reply.usage.completion_tokens <= 8
     assert routed.completion(prompt=LOOPING, max_tokens=9, verify=True)["verdict"] == "verified"
+
+
+def test_a_service_without_gpus_sees_none_of_its_nodes(routed: Service) -> None:
+    named = ray.util.list_named_actors(all_namespaces=True)
+    ours = [one for one in named if one["name"].startswith(f"SERVE_REPLICA::{routed.name}#")]
+    assert len(ours) == 6, "two that prefill, two that decode, router, controller"
+    actors = [ray.get_actor(one["name"], one["namespace"]) for one in ours]
+    assert ray.get([actor.__ray_call__.remote(visible_gpus) for actor in actors]) == [""] * 6
 
 
 def test_a_choice_that_stops_early_is_let_go(routed: Service) -> None:

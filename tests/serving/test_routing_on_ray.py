@@ -19,7 +19,7 @@ PROMPTS = [[3 + (number * 31 + index * 7) % 400 for index in range(80)] for numb
 @pytest.fixture(scope="module")
 def service(ray_port: int, tiny_folder: Path) -> Iterator[Service]:
     args = app_args(tiny_folder, "disaggregated", pools=POOLS, routing={"period_s": 0.5})
-    with deployed(ray_port, "routed", args) as running:
+    with deployed(ray_port, "prefixes", args) as running:
         yield running
 
 

@@ -11,7 +11,7 @@
 It does not see numerics, 32-bit offsets, memory, races between streams, or what Triton compiles.
 """
 
-import traceback
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -162,7 +162,7 @@ class PretendedCuda(TorchFunctionMode):
     """The device, while it is entered.
 
     waits: (what made the host wait, where) -> how often. num_uploads: from pinned memory. num_replays: of graphs.
-    num_launches: outside of graphs, if `count_launches`; so are the nodes of graphs. num_streams: that were made.
+    num_launches: outside of graphs, while `counts_launches`; so are the nodes of graphs. num_streams: that were made.
     graphs: in the order of their captures; when they are first needed, and all that the product captures before the
     first request only if `capture_beforehand`, which takes a second or two.
     """
@@ -172,7 +172,7 @@ class PretendedCuda(TorchFunctionMode):
     def __init__(self, *, count_launches: bool = False, capture_beforehand: bool = False) -> None:
         super().__init__()
         self._captures_beforehand = capture_beforehand
-        self._counts_launches = count_launches
+        self.counts_launches = count_launches
         self.graphs: list[_Recording] = []
         self.capturing: _Recording | None = None
         self.num_streams = 0
@@ -286,7 +286,7 @@ class PretendedCuda(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(issubclass(one, DeviceTensor) for one in types):
+        if types and any(issubclass(one, DeviceTensor) for one in types):
             return self.call(func, args, kwargs)
         pinned = kwargs.pop("pin_memory", False)
         device = kwargs.get("device") if func.__name__ != "to" else _wanted_device(args, kwargs)
@@ -333,7 +333,7 @@ class PretendedCuda(TorchFunctionMode):
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         held_args, held_kwargs = _held(list(args)), _held(kwargs)
-        counter = _CountLaunches() if self._counts_launches else None
+        counter = _CountLaunches() if self.counts_launches else None
         with counter or nullcontext():
             out = func(*held_args, **held_kwargs)
         self._record(func, held_args, held_kwargs, out, counter.count if counter else 0)
@@ -365,7 +365,7 @@ class PretendedCuda(TorchFunctionMode):
     def opaque(self, launches: int, function: Callable[..., Any], *args: Any) -> Any:
         """A kernel that torch knows nothing of."""
         held = _held(list(args))
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch._C.DisableTorchFunction():
             out = function(*held)
         self._record(function, held, {}, out, launches)
         return _on_device(out)
@@ -385,9 +385,10 @@ class PretendedCuda(TorchFunctionMode):
     # -- rules --------------------------------------------------------------------------------------------------
 
     def _wait(self, what: str) -> None:
-        frames = [frame for frame in traceback.extract_stack() if "/speculative/" in frame.filename]
-        own = [frame for frame in frames if "/tests/" not in frame.filename]
-        where = f"{own[-1].filename.rsplit('/speculative/')[-1]}:{own[-1].name}" if own else "a test"
+        frame = sys._getframe()
+        while frame is not None and not _is_the_engines(frame.f_code.co_filename):
+            frame = frame.f_back  # type: ignore[assignment]
+        where = f"{frame.f_code.co_filename.rsplit('/speculative/')[-1]}:{frame.f_code.co_name}" if frame else "a test"
         if self.capturing is not None:
             raise RuntimeError(f"operation not permitted when stream is capturing: {what} in {where}")
         self.waits[what, where] += 1
@@ -629,12 +630,23 @@ def _device_and_dtype(args: Any, kwargs: Any) -> tuple[torch.device | None, torc
     return device, dtype
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple | dict):
-        for one in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(one)
+def _tensors(value: Any) -> list[Tensor]:
+    """All within it, in order."""
+    found: list[Tensor] = []
+    waiting = [value]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, Tensor):
+            found.append(one)
+        elif isinstance(one, (list, tuple)):
+            waiting.extend(reversed(one))
+        elif isinstance(one, dict):
+            waiting.extend(reversed(one.values()))
+    return found
+
+
+def _is_the_engines(filename: str) -> bool:
+    return "/speculative/" in filename and "/tests/" not in filename
 
 
 def _stays_on_device(name: str, args: Any) -> bool:

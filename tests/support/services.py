@@ -116,7 +116,7 @@ def deployed(port: int, name: str, args: dict[str, Any]) -> Iterator[Service]:
         for client in service.clients:
             client.close()
     finally:
-        serve.delete(name)
+        serve.delete(name, _blocking=False)  # the next one starts while its replicas end
 
 
 @pytest.fixture(scope="session")

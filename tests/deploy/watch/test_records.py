@@ -43,12 +43,20 @@ def test_a_rollout_in_a_line(tmp_path: Path) -> None:
 
 @pytest.mark.ray
 @pytest.mark.usefixtures("ray_ended")
-def test_a_rollout_in_a_row_of_parquet(tmp_path: Path) -> None:
+def test_a_rollout_in_a_row_of_parquet_and_what_is_no_parquet(tmp_path: Path) -> None:
+    """One test, since either starts Ray."""
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([ROLLOUT]), tmp_path / "rollouts.parquet")
     check_rollout(exchange_of(tmp_path / "rollouts.parquet"))
     (again,) = read_records([tmp_path])  # the folder
     assert isinstance(again, Exchange)
     check_rollout(again)
+    (tmp_path / "bad.parquet").write_bytes(b"PAR1 no")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    write(folder / "a.jsonl", ROLLOUT)
+    for path in (tmp_path / "bad.parquet", folder):
+        with pytest.raises(ConfigError, match="no Parquet"):
+            list(read_records([path]))
 
 
 def test_a_rollout_without_temperature_is_a_plain_sample(tmp_path: Path) -> None:
@@ -136,18 +144,6 @@ def test_a_line_that_is_no_object(line: bytes, tmp_path: Path) -> None:
     path.write_bytes(line + b"\n")
     with pytest.raises(ConfigError, match="no object"):
         list(read_records([path]))
-
-
-@pytest.mark.ray
-@pytest.mark.usefixtures("ray_ended")
-def test_what_is_no_parquet(tmp_path: Path) -> None:
-    (tmp_path / "bad.parquet").write_bytes(b"PAR1 no")
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    write(folder / "a.jsonl", ROLLOUT)
-    for path in (tmp_path / "bad.parquet", folder):
-        with pytest.raises(ConfigError, match="no Parquet"):
-            list(read_records([path]))
 
 
 def test_a_time_that_is_none(tmp_path: Path) -> None:

@@ -317,7 +317,9 @@ def test_a_chunk_of_a_prompt_goes_to_the_device_in_copies_that_nobody_waits_for(
             assert not device.waits
 
 
-@pytest.mark.parametrize(("name", "cheap_rows"), [*((name, 128) for name in ALL), ("ngram", 0), ("dynamic", 0)])
+@pytest.mark.parametrize(
+    ("name", "cheap_rows"), [*((name, 128) for name in ALL if name != "suffix"), ("ngram", 0), ("dynamic", 0)]
+)
 def test_nothing_is_captured_while_requests_are_served(
     load: Load, drafters: dict[str, DrafterConfig], name: str, cheap_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -330,7 +332,7 @@ def test_nothing_is_captured_while_requests_are_served(
 
         def serve(wishes: list[SamplingParams]) -> int:
             captured = len(device.graphs)
-            params = [dataclasses.replace(own, max_tokens=2 + 3 * index) for index, own in enumerate(wishes)]
+            params = [dataclasses.replace(own, max_tokens=2 + index) for index, own in enumerate(wishes)]
             add_all(engine, params[::2])
             for _ in range(7):
                 engine.step()
