@@ -60,8 +60,8 @@ def option(default: Any, meaning: str, **limits: float | str) -> Any:
     return dataclasses.field(default=default, metadata={"meaning": meaning, **limits})
 
 
-def options_of(options: type["Options"]) -> dict[str, Option]:
-    """The options that a class has, by name."""
+def options_of(options: type[Any]) -> dict[str, Option]:
+    """The options that a dataclass has, by name."""
     fields = dataclasses.fields(options)
     return {own.name: Option(own.type, own.default, **own.metadata) for own in fields if own.metadata}
 

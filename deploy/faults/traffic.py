@@ -67,7 +67,7 @@ DECODERS = {
 
 _ALL = SamplingParams(max_tokens=24, logprobs=2, ignore_eos=True)
 _GREEDY = replace(_ALL, temperature=0)
-_KINDS = (
+_KINDS: tuple[SamplingParams, ...] = (
     _ALL,
     _GREEDY,
     replace(_ALL, temperature=0.8, top_k=12, top_p=0.9, logprob_token_ids=(3, 5, 7, 11)),

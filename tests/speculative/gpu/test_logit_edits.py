@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from speculative.gpu.buckets import Bucket
-from speculative.gpu.logit_edits import EditSizes, LogitEdits, StepEdits, fits
+from speculative.gpu.logit_edits import FOLLOWED, EditSizes, LogitEdits, StepEdits, fits
 from speculative.gpu.row_edits import EditLogits, torch_edit
 from speculative.request import SamplingParams
 from speculative.sampling.logits_processors import adjust
@@ -119,6 +119,13 @@ def test_masks_at_the_edge_of_a_size(edit: EditLogits, num_masks: int) -> None:
 def test_a_step_without_edits_has_none() -> None:
     plain = [Drafted(SamplingParams(top_p=0.5, logprobs=5), drafts=(3,))]
     assert StepEdits.of(input_of(plain), [None], EOS, 64) is None
+
+
+def test_a_parameter_that_nobody_told_captured_steps_of_runs_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = input_of([Drafted(SamplingParams(min_p=0.1, logit_bias=((5, 1.0),)))]).sampled_entries
+    assert fits(entries, len(EOS))
+    monkeypatch.setattr("speculative.gpu.logit_edits.FOLLOWED", FOLLOWED - {"min_p"})
+    assert not fits(entries, len(EOS))
 
 
 def test_what_fits_is_known_before_anything_is_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
