@@ -22,7 +22,7 @@ from deploy.run.ports import free_ports
 from serve_app.telemetry.metric_summary import summarise
 from tests.support.fake_hub import FakeHub, fake_hub
 from tests.support.ray_head import RayHead, ray_head, ray_node
-from tests.support.services import ENGINE, MODEL, counter_total, wait_for
+from tests.support.services import ENGINE, MODEL, REPLAY, counter_total, wait_for
 from tests.support.tiny_models import write_tiny_model
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(1200)]
@@ -103,7 +103,7 @@ def four(model: Path) -> dict[str, Any]:
         "drafter": {"kind": "ngram", "ngram_min": 1},
         "pools": POOLS,
         "recovery": {"resume": True, "max_resumes": 20, "decode_timeout_s": 10},
-        "replay": {"sample_rate": 1.0, "max_queue": 1000},
+        "replay": REPLAY,
     }
 
 

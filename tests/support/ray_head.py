@@ -70,6 +70,7 @@ def ray_head(
         command = [f"{_SCRIPTS}/ray", "start", "--head", "--block", f"--num-cpus={num_cpus}", f"--port={gcs}"]
         command += [f"--dashboard-port={dashboard}", f"--dashboard-agent-listen-port={agent}"]
         command += [f"--metrics-export-port={metrics}", f"--temp-dir={folder}", "--include-dashboard=true"]
+        command += ["--include-log-monitor=false"]  # nobody is shown what the processes write
         if labels:
             command += ["--labels", ",".join(f"{key}={value}" for key, value in labels.items())]
         said = Path(folder, "ray-start.log")

@@ -106,7 +106,7 @@ def test_the_text_is_that_of_plain_decoding_and_drafts_are_accepted(served: Serv
 def test_accepted_length_after_a_handoff_is_the_colocated_one(served: Served, num_prompt: int) -> None:
     """The same accept uniforms meet the same drafts, so the rounds are the same ones, not only as long in the mean."""
     prefill, decode, colocated = (served.engine() for _ in range(3))
-    params = SamplingParams(max_tokens=48, temperature=1.0, ignore_eos=True)
+    params = SamplingParams(max_tokens=24, temperature=1.0, ignore_eos=True)
     request = Request("one", tuple(served.words[:num_prompt]), params, seed=5)
     colocated.add(request)
     expected = run(colocated)["one"]
