@@ -391,7 +391,7 @@ class VllmBackend:
             await self.pause(PauseMode.KEEP)
         try:
             await asyncio.to_thread(self._adapters.check_unchanged)
-            await self._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(view)})
+            await self._llm.collective_rpc("reload_target", args=(str(view),))
             if head is not None and head_fingerprint != self._drafter_fingerprint:
                 await self._llm.collective_rpc("reload_drafter", args=(str(plain_view(head, self._scratch.folder)),))
                 self._drafter_fingerprint = head_fingerprint

@@ -279,6 +279,8 @@ async def test_other_weights_of_the_model_are_taken_while_requests_run(
     assert len(tokens(deltas)) == LONG.max_tokens
     assert deltas[0].weight_version == "default" and deltas[-1].weight_version == "v1"
     after = tokens(await collect(backend.generate(Request("after", PROMPT, PLAIN))))
+    async with serving(TorchBackend(str(others), "ours", CONFIG)) as ours:
+        assert after == tokens(await collect(ours.generate(Request("after", PROMPT, PLAIN))))
     assert after != before
     await backend.load_weights(str(folder))
     await backend.switch_weights("default")

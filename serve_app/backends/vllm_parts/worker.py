@@ -1,10 +1,12 @@
 """Our code in vLLM's worker processes."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
+from serve_app.backends.vllm_parts.cpu_layouts import reload_in_same_layout
 from speculative.selfcheck.sampler_watch import SamplerWatch
 from speculative.selfcheck.vllm_draws import samples_so
 
@@ -13,6 +15,7 @@ class WorkerExtension:
     """Methods added to vLLM's worker, through its argument `worker_extension_cls`."""
 
     model_runner: Any
+    reload_weights: Callable[..., None]  # the worker's own
     _watch: SamplerWatch
 
     def keep_draws_of_chunks(self) -> None:
@@ -84,6 +87,10 @@ class WorkerExtension:
 
         return str(get_kv_transfer_group().layout)
 
+    def reload_target(self, path: str) -> None:
+        """Read the target's weights from a folder."""
+        reload_in_same_layout(self.model_runner.get_model(), lambda: self.reload_weights(weights_path=path))
+
     def reload_drafter(self, path: str) -> None:
         """Read the drafter's weights from a folder; what it shares with the target stays the target's.
 
@@ -101,12 +108,16 @@ class WorkerExtension:
         config.model, config.revision = path, None
         for owner, name, _ in shared:
             delattr(owner, name)
+
+        def read() -> None:
+            weights = get_model_loader(runner.load_config).get_all_weights(config, model)
+            reload.initialize_layerwise_reload(model)
+            model.load_weights((name, tensor) for name, tensor in weights if names.isdisjoint(name.split(".")))
+            reload.finalize_layerwise_reload(model, config)
+
         try:
             with set_current_vllm_config(runner.vllm_config):
-                weights = get_model_loader(runner.load_config).get_all_weights(config, model)
-                reload.initialize_layerwise_reload(model)
-                model.load_weights((name, tensor) for name, tensor in weights if names.isdisjoint(name.split(".")))
-                reload.finalize_layerwise_reload(model, config)
+                reload_in_same_layout(model, read)
         finally:
             for owner, name, module in shared:
                 setattr(owner, name, module)
