@@ -226,17 +226,20 @@ EXAMPLES = {name: own.example for name, own in _OPTIONS.items() if own.example i
 class Request:
     """One sequence to generate. A request with n choices becomes n of these.
 
-    `seed` names the request's random streams; without one a fresh seed is drawn, so two unseeded requests never share a
-    stream. With `score_from` the request is teacher-forced: nothing is drawn, and its one delta carries the raw
-    logprobs of prompt_token_ids[score_from:], and where these tokens lie in the distribution that `params` make of the
-    model's. A `canary` is the server's own request, which also drafts while speculation is on trial. Of two waiting
-    requests the one with the lower `priority` value comes first; waiting makes up for a higher one. `timeout_s` is the
-    longest that the client waits for the whole answer. With `resume` the request continues elsewhere when its decode
-    replica is lost; the engine uses neither. An `adapter` changes the model; engines without adapters refuse it. A
-    `replay` is a finished request that is recomputed for the referee: no client waits for it. Its `draws`, one a scored
-    token, are made again; () = they are not. Of a teacher-forced request `scored_ids`, one tuple a scored token, are
-    further tokens whose raw logprobs are returned in its place; () = none. What lies within `edge_nats` of
-    an edge of the filters may be on either side of it when draws are made again.
+    seed: names the request's random streams; without one a fresh seed is drawn, so no two requests share a stream.
+    score_from: from this token on the request is teacher-forced: nothing is drawn, and its one delta carries the raw
+        logprobs of prompt_token_ids[score_from:], and where they lie in the distribution that `params` make of the
+        model's.
+    canary: a request of the server's own, which also drafts while speculation is on trial.
+    priority: of two waiting requests the one with the lower value comes first; waiting makes up for a higher one.
+    timeout_s: how long the client waits for the whole answer; not used by the engine.
+    resume: continue elsewhere when the decode replica is lost; not used by the engine.
+    adapter: changes the model; engines without adapters refuse it.
+    replay: a finished request that is computed again for the referee; no client waits for it.
+    draws: of a replay, one a scored token: made again; () = none.
+    scored_ids: of a teacher-forced request, one tuple a scored token: further tokens whose raw logprobs are returned in
+        its place; () = none.
+    edge_nats: tokens this near to an edge of the filters may be on either side of it when draws are made again.
     """
 
     request_id: str

@@ -135,11 +135,8 @@ def _verifier(receipt: Receipt) -> str:
 
 def _asked(receipt: Receipt) -> dict[str, Any]:
     """Return what the request asked for beyond the defaults, as its answer depends on it."""
-    asked = {
-        field.name: getattr(receipt.params, field.name)
-        for field in fields(SamplingParams)
-        if field.name in _ALWAYS_SHOWN or getattr(receipt.params, field.name) != field.default
-    }
+    shown = receipt.params.changed.union(_ALWAYS_SHOWN)
+    asked = {field.name: getattr(receipt.params, field.name) for field in fields(SamplingParams) if field.name in shown}
     ending = receipt.ending
     of_text = {} if ending is None else {"stop": ending.stop_strings, "include_stop_str_in_output": ending.include_stop}
     return asked | {"seed": receipt.seed} | {name: value for name, value in of_text.items() if value}
