@@ -73,8 +73,8 @@ class Drafter(Protocol):
     def propose(self, batch: Batch) -> DraftOutput:
         """At most `max_drafts` tokens per entry.
 
-        Deterministic drafts and the number of any are a function of the prefix, of q, and of what the drafter has seen
-        before, never of a token or a random number that was drawn at the position."""
+        The tokens of deterministic drafts, and the number of drafts of any kind, may depend on the prefix, on q and on
+        the past; never on a token or a random number that was drawn at the position."""
         ...
 
     def observe(self, batch: Batch, step_input: StepInput, features: Tensor) -> None:

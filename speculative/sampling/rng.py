@@ -4,8 +4,8 @@ Every uniform is named by (request seed, round, offset in the round, purpose) th
 "Parallel random numbers: as easy as 1, 2, 3", 2011). The round is the number of tokens at its start: it is unique, and
 still known after a handoff, a preemption or a resume, so the seed is all that has to travel.
 
-A uniform is (k + 1/2) / 2**52 with 52 random bits k: of a coin every chance counts to 2**-53, at both ends, and neither
-0 nor 1 ever comes. Float32 would end at 2**-24, and lose tokens that are less likely.
+A uniform is (k + 1/2) / 2**52 with 52 random bits k: a probability of acceptance is followed to within 2**-53 of 0 and
+of 1, and neither 0 nor 1 ever comes. Float32 would end at 2**-24, and lose tokens that are less likely.
 
 The uniforms are generated on the host for all rows of a step at once, so the CPU and the GPU share them. The coupled
 verifier's Gumbel noise, one number per token of the vocabulary, is generated where the probabilities are, by the same

@@ -1,10 +1,10 @@
 """The scheduler: it chooses the sequences of a step, and applies the step's results.
 
 Synchronous: nothing is scheduled on tokens that the host has not seen. Each step computes the one pending token of
-every decoding sequence; the rest of the token budget goes to drafts, then to prefill chunks in queue order (by priority
-and age), and to scoring last.
-When blocks run out, drafts are cut first, then the youngest sequence is preempted: its blocks are freed and its tokens
-are computed again later.
+every decoding sequence whose turn it is; the rest of the token budget goes to drafts, then to prefill chunks in queue
+order (by priority and age), and to scoring last.
+Every pending token gets a block first. Where none is left, the sequence that was admitted last is preempted: its blocks
+are freed and its tokens are computed again later. Drafts get no more than what is left.
 """
 
 import itertools
@@ -203,7 +203,7 @@ class Scheduler:
         return found
 
     def _make_room(self) -> None:
-        """Allocate a block for every decoding sequence's pending token, preempting the youngest sequences if needed."""
+        """Allocate a block for every decoding sequence's pending token, preempting the last admitted ones if needed."""
         for sequence in tuple(self._running):
             while sequence.phase is Phase.RUNNING and sequence.decoding and not self._grow(sequence, 1):
                 self._preempt(self._running[-1])

@@ -24,7 +24,7 @@ class Entry(NamedTuple):
 
     num_known: known tokens computed in this step: the pending one, or a chunk of a prefill.
     max_drafts: how many drafts fit; 0 while prefilling.
-    samples: whether the known tokens reach the pending one, so that a token is sampled after it.
+    samples: whether the known tokens end with the sequence's last one, so that the next token is sampled.
     """
 
     sequence: Sequence

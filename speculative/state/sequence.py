@@ -106,7 +106,7 @@ class Sequence:
 
     @property
     def num_to_compute(self) -> int:
-        """Known tokens to run through the model before the sequence is drawn from, decoded on, or held.
+        """Known tokens to run through the model before a token is sampled, decoding goes on, or it is held for export.
 
         A prompt is computed whole, and the first token drawn at its end without drafts. A recomputation after a
         preemption or a move leaves the last token pending, so that the next round is the one it would have been: the
@@ -145,7 +145,11 @@ class Sequence:
         return max(0, min(wanted, room - 1))
 
     def advance(self, num_computed: int, emitted: Tokens[int] = ()) -> None:
-        """Apply a step's results. The only place where tokens and num_computed advance."""
+        """Add a step's tokens; nothing else adds any.
+
+        The last one stays pending, also where a stop cut off accepted drafts whose keys and values are in the cache:
+        hence `min`.
+        """
         self.tokens.extend(emitted)
         self.num_computed = min(num_computed, len(self.tokens) - 1)
 

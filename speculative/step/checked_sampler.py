@@ -36,7 +36,8 @@ class DeviceChecks:
 
 
 class CheckedSampler:
-    """Samples, holds every result against the invariants, and takes the terms of the self-checks in some steps."""
+    """Samples, checks the invariants of every result, and in some steps takes the terms of the self-checks; the
+    invariants `draw` and `resolution` need those."""
 
     def __init__(self, config: EngineConfig, sampler: Sampler, self_check: SelfCheck) -> None:
         self.sampler = sampler

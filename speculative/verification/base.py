@@ -155,7 +155,7 @@ def draw_last(step: VerifyInput, rows: Tensor, shares: Tensor | None = None) -> 
     Args:
         step: what is verified.
         rows: [E] int64, the row that each entry came to.
-        shares: [E] what p counts there; None = 1.
+        shares: [E] the factor on p in the residual, for block verification; None = 1.
     """
     probs = step.probs[rows] if shares is None else shares[:, None] * step.probs[rows]
     return draw(residual(probs, step.q_at(rows)), step.sample_uniforms[rows])
