@@ -42,8 +42,10 @@ class Option:
 
     def fault(self, value: Any) -> str | None:
         """Return what is wrong with a value; None if it is good, or not set."""
-        if value is None:
+        if value is None and self.default is None:
             return None
+        if value is None:
+            return f"must not be {value}."
         if self.most is not None and self.least is not None and not self.least <= value <= self.most:
             return f"must be between {self.least} and {self.most}, got {value}."
         if self.least is not None and not self.least <= value:
@@ -63,7 +65,11 @@ def option(default: Any, meaning: str, **limits: float | str) -> Any:
 def options_of(options: type[Any]) -> dict[str, Option]:
     """The options that a dataclass has, by name."""
     fields = dataclasses.fields(options)
-    return {own.name: Option(own.type, own.default, **own.metadata) for own in fields if own.metadata}
+    found = {own.name: Option(own.type, own.default, **own.metadata) for own in fields if own.metadata}
+    wrong = [name for name, one in found.items() if one.example is not None and one.fault(one.example)]
+    if wrong:
+        raise TypeError(f"The example of {wrong[0]} is outside its range.")
+    return found
 
 
 @dataclass(frozen=True, slots=True)

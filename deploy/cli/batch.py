@@ -83,7 +83,9 @@ def _batch_server(
     from deploy.jobs.batch_engine import batch_application
 
     if [url, source, file].count(None) != 2:
-        raise click.UsageError("Set --url to use a running server, or --model or --config to start an engine here.")
+        raise click.UsageError(
+            "Set exactly one of --url, for a running server, and --model or --config, for an engine here."
+        )
     if url is not None or models is None:
         yield url or ""
         return

@@ -84,7 +84,7 @@ def _judging(command: Command) -> Command:
         click.option(
             "--logprobs",
             type=click.Choice(["raw", "processed"]),
-            help="The server's logprobs are those before or after temperature and filters; the default is what "
+            help="The stage of the server's logprobs: before or after temperature and filters; the default is what "
             "--tolerance says, or raw.",
         ),
         click.option(

@@ -105,9 +105,7 @@ def _requests(path: Path) -> dict[str, tuple[str, Json]]:
         try:
             bodies[str(line["custom_id"])] = str(line["url"]), dict(line["body"])
         except (KeyError, TypeError, ValueError) as error:
-            raise ConfigError(
-                f"--requests {path} line {number}: is not a line of a batch's input ({error})."
-            ) from error
+            raise ConfigError(f"--requests {path} line {number} is not a line of a batch's input ({error}).") from error
     return bodies
 
 

@@ -256,7 +256,7 @@ class RecoverySection(Section):
     decode_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 60.0
     """With a stream router: a decode replica without a sign of life for this long counts as lost."""
     max_resumes: Annotated[int, Field(ge=0, le=100)] = 5
-    """Number of times that a request is resumed before it fails."""
+    """Most times that a request is resumed; then it fails."""
 
 
 class ReplaySection(Section):
@@ -402,7 +402,8 @@ class RoutingSection(Section):
 
 
 class LimitsSection(Section):
-    """Limits of requests: more are refused, not queued. The first two are per replica and router, as in Ray Serve."""
+    """Limits of requests: beyond them, requests are refused rather than queued without end. The first two are per
+    replica and router, as in Ray Serve."""
 
     max_ongoing_requests: AtLeastOne = 128
     """Requests that a replica accepts; more are answered 429."""
@@ -466,7 +467,7 @@ class AppConfig(Section):
     routing: RoutingSection = RoutingSection()
     """Choice of replicas."""
     limits: LimitsSection = LimitsSection()
-    """Limits of requests: more are refused, not queued."""
+    """Limits of requests: beyond them, requests are refused rather than queued without end."""
 
     @model_validator(mode="before")
     @classmethod

@@ -521,7 +521,7 @@ def test_exactly_one_server_is_named(tmp_path: Path) -> None:
     requests = write_lines(tmp_path / "in.jsonl", [line("a")])
     for options in ([], ["--url", "http://a", "--model", "b"], ["--model", "b", "--config", "c.yaml"]):
         run = CliRunner().invoke(main, ["batch", str(requests), str(tmp_path / "out.jsonl"), *options])
-        assert run.exit_code == 2 and "Set --url to use" in run.output
+        assert run.exit_code == 2 and "Set exactly one of --url" in run.output
 
 
 def test_an_engine_of_its_own_serves_the_model_that_is_asked_for() -> None:

@@ -31,6 +31,7 @@ def run_in(tree: Path, program: str) -> str:
         capture_output=True,
         text=True,
         check=False,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

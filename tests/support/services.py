@@ -116,7 +116,8 @@ def deployed(port: int, name: str, args: dict[str, Any]) -> Iterator[Service]:
         for client in service.clients:
             client.close()
     finally:
-        serve.delete(name, _blocking=False)  # the next one starts while its replicas end
+        # The next one starts while this one's replicas end, unless their engines take most of the memory.
+        serve.delete(name, _blocking=args.get("engine", {}).get("kind") == "vllm")
 
 
 @pytest.fixture(scope="session")

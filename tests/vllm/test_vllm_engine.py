@@ -256,6 +256,21 @@ async def test_a_drafter_follows_an_update_that_brings_its_weights_and_keeps_its
     await idle(backend)
 
 
+async def test_a_head_that_is_tied_to_the_embedding_is_updated_with_it(tmp_path: Path) -> None:
+    tied = TARGET | {"tie_word_embeddings": True}
+    first, second = (
+        write_tiny_model(tmp_path / name, vocab_size=512, tokenizer=True, seed=seed, **tied)
+        for name, seed in (("first", 0), ("second", 9))
+    )
+    drafter = DrafterConfig(kind="none")
+    async with serving(VllmBackend(str(first), "tiny", settings(drafter))) as backend:
+        await backend.load_weights(str(second))
+        await backend.switch_weights("second")
+        found = tokens(await collect(backend.generate(Request("r", PROMPT, PLAIN))))
+    async with serving(TorchBackend(str(second), "ours", dataclasses.replace(CONFIG, drafter=drafter))) as ours:
+        assert found == tokens(await collect(ours.generate(Request("r", PROMPT, PLAIN))))
+
+
 def drawn(deltas: Sequence[TokenDelta]) -> list[tuple[int, bool]]:
     """The tokens, and whether each was a draft; not of the end, where our engine drafts less."""
     kinds = [kind is TokenKind.ACCEPTED for delta in deltas for kind in delta.kinds]

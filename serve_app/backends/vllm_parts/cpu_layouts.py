@@ -1,9 +1,14 @@
-"""Reloading of weights into vLLM's CPU kernels, in the layout that these expect.
+"""Reloading of weights into vLLM's CPU kernels, with a comparison of what these multiply with.
 
-oneDNN packs the weights of a layer in a layout that depends on the number of threads. vLLM's CPU build keeps the
-compiled products by the layers' shapes, and not by layouts. Its n-gram drafter changes the number of threads after the
-first weights were packed (numba and torch share OpenMP's), so that weights that are read later may be packed otherwise
-and multiplied as if they were not: every answer is wrong from then on, and no error is raised.
+oneDNN packs a copy of a layer's weights, in a layout that depends on the number of threads. Two faults of vLLM's CPU
+build make all answers after a reload wrong, and raise no error:
+
+- It keeps compiled products by the layers' shapes, not by layouts. Its n-gram drafter changes the number of threads
+  after the first weights were packed (numba and torch share OpenMP's), so that later ones are packed otherwise and
+  multiplied as if they were not.
+- An LM head that is tied to the embedding is not loaded by itself, and keeps its copy of the old weights.
+
+Quantized layers are packed by other functions, which are not compared.
 """
 
 import os
@@ -17,14 +22,14 @@ _MAX_DIFFERENCE = 0.05  # relative to the largest result; bfloat16 differs by le
 
 
 def reload_in_same_layout(model: Any, reload: Callable[[], None]) -> None:
-    """Reload a model's weights, with the number of threads under which its CPU kernels multiply them rightly.
+    """Reload a model's weights, and pack each layer's so that vLLM's CPU kernels multiply with them.
 
     Args:
-        model: whose layers have `cpu_linear` where vLLM's CPU kernels compute them.
-        reload: reads the weights into the model; may run several times.
+        model: its layers have `cpu_linear` where these kernels compute them.
+        reload: reads the weights into the model.
 
     Raises:
-        RuntimeError: no number of threads gives right products.
+        RuntimeError: a layer's product is wrong with any number of threads.
     """
     packed = [layer for layer in model.modules() if hasattr(layer, "cpu_linear")]
     if not packed:
@@ -33,35 +38,40 @@ def reload_in_same_layout(model: Any, reload: Callable[[], None]) -> None:
 
     for layer in packed:  # keeps a compiled product for the layout of the present weights
         _product(layer, layer.weight, _inputs(_num_inputs(layer), layer.weight.dtype))
-    dispatch, wrong = utils.dispatch_cpu_unquantized_gemm, list[str]()
+    dispatch, num_threads = utils.dispatch_cpu_unquantized_gemm, torch.get_num_threads()
 
-    def checked_dispatch(layer: Any, remove_weight: bool) -> None:
+    def pack(layer: Any, remove_weight: bool) -> None:
         weight = layer.weight
-        dispatch(layer, remove_weight)
-        if weight.ndim == 2 and not weight.is_meta and not _multiplies_rightly(layer, weight):
-            wrong.append(getattr(layer, "prefix", type(layer).__name__))
-
-    now = torch.get_num_threads()
-    most = os.cpu_count() or 1
-    utils.dispatch_cpu_unquantized_gemm = checked_dispatch
-    try:
-        for num_threads in dict.fromkeys((now, int(os.environ.get("OMP_NUM_THREADS") or now), *range(1, most + 1))):
-            wrong.clear()
-            torch._C.set_num_threads(num_threads)  # vLLM disables torch's own function
-            reload()
-            if not wrong:
+        if weight.ndim != 2 or weight.is_meta:
+            return dispatch(layer, remove_weight)  # type: ignore[no-any-return]
+        for tried in dict.fromkeys((torch.get_num_threads(), *range(1, (os.cpu_count() or 1) + 1))):
+            torch._C.set_num_threads(tried)  # vLLM disables torch's own function
+            layer.weight = weight
+            dispatch(layer, remove_weight)
+            if _multiplies_rightly(layer, weight):
                 return None
+        name = getattr(layer, "prefix", type(layer).__name__)
+        raise RuntimeError(f"vLLM's CPU kernels multiply wrongly with the new weights of {name}; restart the replica.")
+
+    utils.dispatch_cpu_unquantized_gemm = pack
+    try:
+        reload()
+        for layer in packed:
+            if layer.weight.ndim == 2 and layer.weight.numel() and not _multiplies_rightly(layer, layer.weight):
+                pack(layer, remove_weight=False)
     finally:
-        torch._C.set_num_threads(now)
+        torch._C.set_num_threads(num_threads)
         utils.dispatch_cpu_unquantized_gemm = dispatch
-    raise RuntimeError(f"vLLM's CPU kernels multiply the new weights of {wrong[0]} wrongly; restart the replica.")
+    return None
 
 
 def _multiplies_rightly(layer: Any, weight: torch.Tensor) -> bool:
+    """Compare a layer's product with torch's, where this is finite."""
     inputs = _inputs(weight.shape[1], weight.dtype)
     right = torch.nn.functional.linear(inputs, weight)
-    difference = (_product(layer, weight, inputs) - right).abs().max()
-    return bool(difference <= _MAX_DIFFERENCE * right.abs().max())
+    finite = right.isfinite()
+    difference = (_product(layer, weight, inputs) - right)[finite].abs()
+    return bool((difference <= _MAX_DIFFERENCE * right[finite].abs().amax()).all()) if finite.any() else True
 
 
 def _product(layer: Any, weight: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:

@@ -142,7 +142,7 @@ def test_a_packed_file(tmp_path: Path) -> None:
 def test_a_line_that_is_no_object(line: bytes, tmp_path: Path) -> None:
     path = tmp_path / "odd.jsonl"
     path.write_bytes(line + b"\n")
-    with pytest.raises(ConfigError, match="no object"):
+    with pytest.raises(ConfigError, match="not an object"):
         list(read_records([path]))
 
 
