@@ -179,8 +179,7 @@ def _check_forgetful(params: SamplingParams) -> None:
         if depends:
             raise EngineFault(
                 f"A request with {name} cannot be resumed on another replica on the vllm engine: it does not know "
-                f"which tokens were "
-                "emitted before. Send it again."
+                "which tokens were emitted before. Send it again."
             )
 
 

@@ -30,6 +30,7 @@ async def test_every_parameter_reaches_the_engine(tokenizer: Tokenizer) -> None:
     expected = sent | {name: tuple(ids) for name, ids in lists.items()}
     expected |= {"logit_bias": ((7, -5.0), (9, 1.0)), "logprobs": 1, "max_tokens": 50}
     assert params == SamplingParams(**expected)
+    assert params.changed | {"bad_words", "structure"} == {own.name for own in dataclasses.fields(SamplingParams)}
     form = {"type": "json_object"}
     assert (await params_of(tokenizer, chat(response_format=form))).structure == Structure("json_object")
 
