@@ -10,15 +10,12 @@ from speculative.config import LogprobsMode
 from speculative.gpu.capture import copy_once
 from speculative.gpu.filters import sampling_rows
 from speculative.sampling.logprobs import gather_logprobs, mode_matrix
-from speculative.sampling.probs import target_probs
-from speculative.selfcheck.invariants import broken_rows, outside_filters
-from speculative.selfcheck.terms import TermScope, take_terms
-from speculative.verification.base import Verifier, VerifyInput, emitted_at_rows
-from speculative.verification.block import verify_block
+from speculative.selfcheck.invariants import outside_filters
+from speculative.selfcheck.terms import TermScope
+from speculative.verification.base import Verifier, VerifyInput
 from speculative.verification.coupled import NoiseRows, accept_choice
 from speculative.verification.draft_probs import Dense, DraftProbs, PointMass, SubVocabulary
 from speculative.verification.mixed import merge
-from speculative.verification.token_wise import verify_token_wise
 from speculative.vocabulary.ops import VocabularyOps
 
 
@@ -84,7 +81,7 @@ class TorchJudge:
     """By torch's operators; p is a matrix, and everything is computed, wanted or not.
 
     Args:
-        ops: for filters and noise.
+        ops: over the vocabulary.
         mode: of the logprobs.
         block_drafts: how many drafts an entry may have, where entries that are not coupled are verified by block; None
             = token-wise.
@@ -92,7 +89,7 @@ class TorchJudge:
 
     def __init__(self, ops: VocabularyOps, mode: LogprobsMode, block_drafts: int | None = None) -> None:
         self._ops, self._mode, self._block_drafts = ops, mode, block_drafts
-        self._verify: Verifier = verify_token_wise if block_drafts is None else verify_block
+        self._verify: Verifier = ops.verify_token_wise if block_drafts is None else ops.verify_block
         self._verifier: Literal["token_wise", "block"] = "token_wise" if block_drafts is None else "block"
 
     def __call__(self, logits: Tensor, rows: RowFields, sampled: SampledFrom | None) -> tuple[Tensor, tuple[str, ...]]:
@@ -100,15 +97,17 @@ class TorchJudge:
         logits = logits.float()
         sampling = sampling_rows(rows._asdict())
         processed = self._ops.process(logits, sampling)
-        step = _verify_input(target_probs(processed, sampling), rows, _draft_probs(sampled), self._block_drafts)
+        step = _verify_input(
+            self._ops.target_probs(processed, sampling), rows, _draft_probs(sampled), self._block_drafts
+        )
         noise = NoiseRows(rows.coupled[rows.entries], rows.seeds, rows.positions)
         choice = self._ops.choose(step.probs, torch.zeros_like(rows.drafts), noise, None, logits.shape[1])
         verified = merge(rows.coupled, accept_choice(step, choice), self._verify(step))
-        emitted = emitted_at_rows(verified, step)
+        emitted = self._ops.emitted_at_rows(verified, step)
         outside = outside_filters(logits, sampling, emitted)
-        broken = broken_rows(step, verified, emitted, processed.amax(dim=-1), outside)
+        broken = self._ops.broken_rows(step, verified, emitted, processed.amax(dim=-1), outside)
         reported = gather_logprobs(mode_matrix(self._mode, logits, processed), emitted, 0)
-        terms = take_terms(step, verified, emitted, TermScope(self._verifier, rows.counted, rows.coupled))
+        terms = self._ops.take_terms(step, verified, emitted, TermScope(self._verifier, rows.counted, rows.coupled))
         parts = [verified.num_accepted, verified.token_ids, step.drafts, broken, verified.expected_accepted]
         parts += [reported.values, reported.ranks, terms.achievable, terms.rows, terms.sums]
         return copy_once(parts), terms.checks

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from speculative.gpu.buckets import Bucket
+from speculative.gpu.logit_edits import LogitEdits, StepEdits
+from speculative.gpu.row_edits import EditLogits
 from speculative.gpu.row_judge import RowFields
 from speculative.request import Request, SamplingParams
 from speculative.state.batch import Entry, StepInput, build_step_input
@@ -16,6 +18,7 @@ from speculative.state.token_constraint import Bools
 
 EOS = (1, 2)
 NEVER = 1 << 20
+LARGEST = Bucket(8, 7)
 
 
 @dataclass
@@ -88,3 +91,31 @@ def rows_of(step_input: StepInput, bucket: Bucket) -> RowFields:
 def logits_of(drafted: list[Drafted], size: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
     num_rows = sum(len(one.drafts) + 1 for one in drafted)
     return (torch.randn((num_rows, size), generator=torch.Generator().manual_seed(seed)) * 4).to(dtype)
+
+
+def small_steps() -> list[tuple[list[Drafted], Bucket]]:
+    """All requests, each alone, some of them, and the buckets that they fit."""
+    alone = [([one], Bucket(1, 7)) for one in ALL if one.masked or one.params != SamplingParams()]
+    return [(ALL, LARGEST), *alone, (ALL[::-1], LARGEST), (ALL[2:5], Bucket(4, 7)), (ALL[6:], Bucket(2, 4))]
+
+
+def make_edits(edit: EditLogits, size: int) -> LogitEdits:
+    return LogitEdits(LARGEST, size, torch.device("cpu"), edit)
+
+
+def edited(
+    edits: LogitEdits, drafted: list[Drafted], logits: Tensor, bucket: Bucket, masks: list[list[Bools] | None]
+) -> Tensor:
+    """What the captured function makes of the rows of some requests."""
+    step_input = input_of(drafted)
+    own = StepEdits.of(step_input, masks, EOS, logits.shape[1])
+    assert own is not None
+    edits.prepare(own.sizes)
+    edits.send(own)
+    padded = torch.cat([logits, torch.zeros(bucket.num_rows - len(logits), logits.shape[1], dtype=logits.dtype)])
+    before = padded.clone()
+    found = edits.apply(padded, rows_of(step_input, bucket), own.sizes)
+    assert torch.equal(padded.nan_to_num(), before.nan_to_num()), "the model's logits stay as they are"
+    assert found.shape == padded.shape and found.dtype == torch.float32 and found.is_contiguous()
+    assert torch.equal(found[len(logits) :], padded[len(logits) :].float()), "nobody's rows"
+    return found[: len(logits)]

@@ -7,13 +7,16 @@ import torch
 from torch import Tensor
 
 from speculative.config import LogprobsMode
-from speculative.gpu.row_judge import RowFields, RowJudge, SampledFrom, TorchJudge
+from speculative.gpu.filters import sampling_rows
+from speculative.gpu.row_judge import RowFields, RowJudge, SampledFrom, TorchJudge, _draft_probs, _verify_input
+from speculative.verification.base import VerifyInput
 from speculative.verification.draft_probs import columns_of
 from speculative.vocabulary.ops import TorchOps
 
 VOCABULARY, WIDTH = 203, 75
 COUNTS = (2, 0, 3, 1, 19, 2)  # drafts of each entry; more than the kernels look at together
 NOBODIES, PADDING = 2, 3  # entries with a row of their own and no request, and rows of nobody
+TOLERANCE = {"rtol": 1e-4, "atol": 3e-5}  # of float32 sums over a vocabulary, added up in another order
 KINDS = ("dense", "sub-vocabulary", "point mass")
 NEVER = 1 << 20
 
@@ -178,10 +181,15 @@ def assert_equal(judge: RowJudge, given: Scene, mode: LogprobsMode = "raw_logpro
     emitted = given.rows.offsets <= ours["accepted"][given.rows.entries]
     for name in ours.keys() - {"accepted", "tokens", "drafts", "broken"}:
         where = emitted if name in ("values", "ranks") else slice(None)
-        torch.testing.assert_close(
-            ours[name][where], theirs[name][where], rtol=1e-4, atol=3e-5, msg=name, equal_nan=True
-        )
+        torch.testing.assert_close(ours[name][where], theirs[name][where], **TOLERANCE, msg=name, equal_nan=True)
     return ours
+
+
+def step_of(given: Scene) -> VerifyInput:
+    """What its verifier is given, by torch's operators."""
+    sampling = sampling_rows(given.rows._asdict())
+    probs = TorchOps().target_probs(TorchOps().process(given.logits, sampling), sampling)
+    return _verify_input(probs, given.rows, _draft_probs(given.sampled), None)
 
 
 def torch_judge(mode: LogprobsMode = "raw_logprobs") -> TorchJudge:

@@ -1,4 +1,5 @@
-"""Filters that find a floor, by sorting and by Triton's kernel (in its interpreter), against those of the CPU."""
+"""Floors of filters, by sorting and by Triton's kernel (in its interpreter), against the filters of the CPU: the same
+tokens to the last, also of half precision. `step_conformance` has the rest."""
 
 import importlib.util
 from collections.abc import Iterator
@@ -8,11 +9,7 @@ import pytest
 import torch
 
 from speculative.gpu.filters import FindFloors, torch_floors
-from speculative.gpu.operators import GraphOperators
-from speculative.kernels.chosen import ChosenKernels
-from speculative.request import SamplingParams
-from speculative.sampling.probs import Filters, SamplingRows
-from speculative.vocabulary.ops import TorchOps
+from speculative.sampling.probs import Filters
 
 VOCABULARY = 300
 NOTHING = (0.0, VOCABULARY, 1.0)
@@ -78,27 +75,3 @@ def test_the_models_logits_are_divided_by_the_temperature(find_floors: FindFloor
     floors = find_floors(logits, temperature[:, None], *parameters(filters))
     processed = logits.float() / temperature[:, None]
     assert torch.equal(processed.masked_fill(processed < floors[:, None], -torch.inf), filters.keep(processed))
-
-
-def test_a_floor_depends_on_its_own_row_alone(find_floors: FindFloors) -> None:
-    logits, filters = scene()
-    logits[3] = torch.nan
-    logits[5] = -torch.inf
-    found = filtered(find_floors, logits, filters)
-    assert found[3].isnan().all(), "a row of no numbers is found by the invariants, not hidden by filters"
-    assert (found[5] == -torch.inf).all()
-    others = [row for row in range(len(CASES)) if row not in (3, 5)]
-    assert torch.equal(found[others], filters.keep(logits)[others])
-
-
-def test_rows_with_and_without_filters_are_processed_as_on_a_cpu() -> None:
-    logits = scene()[0][:4]
-    params = [
-        SamplingParams(temperature=0.7, top_p=0.9),
-        SamplingParams(temperature=0),
-        SamplingParams(),
-        SamplingParams(temperature=1.5, top_k=7, min_p=0.01),
-    ]
-    rows = SamplingRows.build(params, VOCABULARY, torch.device("cpu"))
-    found = GraphOperators.by_torch(ChosenKernels()).vocabulary.process(logits, rows)
-    assert torch.equal(found, TorchOps().process(logits, rows))

@@ -1,5 +1,5 @@
-"""Edits of logits in captured steps, by torch's operators and by Triton's kernels (in its interpreter), against the
-plain ones."""
+"""Edits of logits in captured steps where their lists are full, by torch's operators and by Triton's kernels (in its
+interpreter). `step_conformance` has the others."""
 
 import importlib.util
 from collections.abc import Iterator
@@ -7,18 +7,15 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from speculative.gpu.buckets import Bucket
-from speculative.gpu.logit_edits import FOLLOWED, EditSizes, LogitEdits, StepEdits, fits
+from speculative.gpu.logit_edits import FOLLOWED, EditSizes, StepEdits, fits
 from speculative.gpu.row_edits import EditLogits, torch_edit
 from speculative.request import SamplingParams
 from speculative.sampling.logits_processors import adjust
 from speculative.state.batch import row_contexts
 from speculative.state.token_constraint import Bools
-from tests.support.edited_rows import ALL, EOS, Drafted, input_of, logits_of, masks_of, rows_of
-
-LARGEST = Bucket(8, 7)
+from tests.support.edited_rows import EOS, LARGEST, Drafted, edited, input_of, logits_of, make_edits
 
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton is not installed: `pip install triton`"
@@ -36,53 +33,6 @@ def edit(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     monkeypatch.setattr(triton_edits, "_CELLS", 16)
     with np.errstate(all="ignore"):  # the interpreter computes with numpy
         yield triton_edits.triton_edit
-
-
-def edited(
-    edits: LogitEdits, drafted: list[Drafted], logits: Tensor, bucket: Bucket, masks: list[list[Bools] | None]
-) -> Tensor:
-    """What the captured function makes of the rows of some requests."""
-    step_input = input_of(drafted)
-    own = StepEdits.of(step_input, masks, EOS, logits.shape[1])
-    assert own is not None
-    edits.prepare(own.sizes)
-    edits.send(own)
-    padded = torch.cat([logits, torch.zeros(bucket.num_rows - len(logits), logits.shape[1], dtype=logits.dtype)])
-    before = padded.clone()
-    found = edits.apply(padded, rows_of(step_input, bucket), own.sizes)
-    assert torch.equal(padded.nan_to_num(), before.nan_to_num()), "the model's logits stay as they are"
-    assert found.shape == padded.shape and found.dtype == torch.float32 and found.is_contiguous()
-    assert torch.equal(found[len(logits) :], padded[len(logits) :].float()), "nobody's rows"
-    return found[: len(logits)]
-
-
-def make_edits(edit: EditLogits, size: int) -> LogitEdits:
-    return LogitEdits(LARGEST, size, torch.device("cpu"), edit)
-
-
-@pytest.mark.parametrize("size", [64, 203])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_edit_is_the_plain_one(edit: EditLogits, size: int, dtype: torch.dtype) -> None:
-    """One after another in the same buffers, smaller and larger steps in turn: nothing is left of the step before."""
-    edits = make_edits(edit, size)
-    scenes = [(ALL, LARGEST), *(([one], Bucket(1, 7)) for one in ALL if one.masked or one.params != SamplingParams())]
-    scenes += [(ALL[::-1], LARGEST), (ALL[2:5], Bucket(4, 7)), (ALL[6:], Bucket(2, 4))]
-    for number, (drafted, bucket) in enumerate(scenes):
-        logits, masks = logits_of(drafted, size, number, dtype), masks_of(drafted, size, number)
-        expected = adjust(logits.float(), row_contexts(input_of(drafted), masks), EOS)
-        found = edited(edits, drafted, logits, bucket, masks)
-        assert torch.equal(found, expected), number
-        assert not torch.equal(found, logits.float())
-
-
-def test_rows_of_no_numbers_stay_so(edit: EditLogits) -> None:
-    logits = logits_of(ALL, 64)
-    logits[0], logits[9] = torch.nan, torch.inf
-    found = edited(make_edits(edit, 64), ALL, logits, LARGEST, masks_of(ALL, 64))
-    assert found[0].isnan().all() and found[9].amax() == torch.inf
-    others = [row for row in range(len(logits)) if row not in (0, 9)]
-    expected = adjust(logits, row_contexts(input_of(ALL), masks_of(ALL, 64)), EOS)
-    assert torch.equal(found[others], expected[others])
 
 
 @pytest.mark.parametrize("count", [1023, 1024, 1025])

@@ -16,15 +16,12 @@ import torch
 from speculative.config import LogprobsMode
 from speculative.gpu.row_judge import RowJudge, TorchJudge
 from speculative.sampling.rng import gumbel
-from speculative.verification.coupled import NoiseRows, choose
 from speculative.verification.draft_probs import mass_before
 from speculative.vocabulary.ops import TorchOps
 from tests.support.judged_rows import (
     COUNTS,
     KINDS,
     VOCABULARY,
-    Scene,
-    assert_equal,
     filtered,
     padded,
     parts,
@@ -99,19 +96,6 @@ def judge(make_judge: MakeJudge) -> RowJudge:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_everything_is_torchs_with_filters_beside_rows_without(judge: RowJudge, kind: str, seed: int) -> None:
-    given = scene(kind, seed=seed)
-    without, found = assert_equal(judge, given), assert_equal(judge, filtered(given, *FILTERS))
-    assert 0 < int(without["accepted"].sum()) < sum(COUNTS)
-    assert not without["broken"].any() and not found["broken"].any()
-    assert found["expected"].tolist() != without["expected"].tolist()
-    own = [entry for entry in range(len(COUNTS)) if FILTERS[entry % len(FILTERS)] == NO_FILTER]
-    for name in ("accepted", "tokens", "expected"):
-        assert torch.equal(found[name][own], without[name][own]), f"{name}: they are their own rows' alone"
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_a_step_alone_and_padded_is_judged_alike(make_judge: MakeJudge, kind: str) -> None:
     judge, given = make_judge("processed_logprobs"), filtered(scene(kind, (2, 0, 1)), *FILTERS)
     alone, whole = (parts(judge, one) for one in (given, padded(given)))
@@ -119,40 +103,6 @@ def test_a_step_alone_and_padded_is_judged_alike(make_judge: MakeJudge, kind: st
         found = whole[name][: len(values)]
         assert torch.equal(found, values) or name not in ("accepted", "tokens", "drafts", "broken", "values")
         torch.testing.assert_close(found, values, rtol=1e-12, atol=1e-12, equal_nan=True)
-
-
-MODES: tuple[LogprobsMode | None, ...] = (None, "raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_every_mode(make_judge: MakeJudge, mode: LogprobsMode | None) -> None:
-    """With every kind of drafts, and both of these with self-checks and without."""
-    for number, kind in enumerate(KINDS, start=MODES.index(mode)):
-        wanted = {"checked": torch.tensor([number % 2 == 0]), "reported": torch.tensor([mode is not None])}
-        used = mode or "raw_logprobs"
-        given = filtered(scene(kind, (2, 1)), (0.1, 0, 0.8), NO_FILTER)
-        assert_equal(make_judge(used), given.with_rows(**wanted), used)
-
-
-# -- filters -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("size", [1, BLOCK - 1, BLOCK, BLOCK + 1, 4 * BLOCK + 1])
-def test_filters_around_the_edges_of_blocks(judge: RowJudge, size: int) -> None:
-    assert_equal(judge, filtered(scene("dense", (2, 0, 1), size), *FILTERS))
-
-
-def test_ties_at_the_edge_of_a_filter_stay(judge: RowJudge) -> None:
-    """Of five tokens two are likeliest, and two more tie for the third place."""
-    given = scene("point mass", (0,) * 12)
-    given.logits[:] = -torch.inf
-    possible = torch.tensor([3, BLOCK - 1, BLOCK, 2 * BLOCK + 5, VOCABULARY - 2])
-    given.logits[:, possible] = torch.tensor([0.0, 3.0, 2.0, 2.0, 1.0])
-    given = filtered(given.with_rows(greedy=torch.zeros(12, dtype=torch.bool)), (0.0, 2, 1.0), (0.0, 0, 0.7))
-    given.rows.sample_uniforms[:] = (torch.arange(12) + 0.5) / 12
-    found = assert_equal(judge, given)
-    assert set(found["tokens"].tolist()) == set(possible[1:4].tolist())
-    assert not found["broken"].any()
 
 
 @pytest.mark.parametrize("which", [(0.0, 3, 1.0), (0.0, 0, 0.4), (0.3, 0, 1.0)], ids=["top_k", "top_p", "min_p"])
@@ -189,66 +139,6 @@ def torch_kept(processed: torch.Tensor, which: tuple[float, int, float]) -> torc
     return kept & ((likelier * probs[:, None]).sum(dim=-1) < top_p)
 
 
-@pytest.mark.parametrize("size", [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 4 * BLOCK, 4 * BLOCK + 1])
-@pytest.mark.parametrize("kind", KINDS)
-def test_vocabularies_around_the_edges_of_blocks(judge: RowJudge, kind: str, size: int) -> None:
-    assert_equal(judge, scene(kind, (2, 0, 1), size))
-
-
-def test_half_precision_logits_are_read_as_they_are(judge: RowJudge) -> None:
-    given = scene("dense", (2, 0, 1, 1))
-    for one in (given, filtered(given, *FILTERS)):
-        assert_equal(judge, replace(one, logits=one.logits.half()))
-
-
-def test_nobody_drafted(judge: RowJudge) -> None:
-    assert_equal(judge, scene("point mass", (0, 0, 0, 0)))
-
-
-# -- coupled entries ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("every", [1, 2], ids=["all", "some"])
-def test_coupled_entries_are_torchs(judge: RowJudge, kind: str, every: int) -> None:
-    given = filtered(scene(kind, (2, 1, 3)), NO_FILTER, (0.0, 5, 1.0))
-    given.rows.coupled[:] = torch.arange(3) % every == 0
-    given.logits[0, given.rows.drafts[0]] = 9.0  # so that one of them survives
-    plain = parts(judge, given.with_rows(coupled=torch.zeros(3, dtype=torch.bool)))
-    found = assert_equal(judge, given)
-    assert not found["broken"].any() and found["accepted"][0] > 0
-    others = ~given.rows.coupled
-    for name in ("accepted", "tokens", "expected"):
-        assert torch.equal(found[name][others], plain[name][others])
-    assert not torch.equal(found["expected"], plain["expected"])
-
-
-@pytest.mark.parametrize("size", [1, BLOCK - 1, BLOCK, BLOCK + 1, 4 * BLOCK + 1])
-def test_coupled_choices_around_the_edges_of_blocks(judge: RowJudge, size: int) -> None:
-    given = scene("sub-vocabulary", (2, 0, 1), size)
-    given.rows.coupled[:] = True
-    assert_equal(judge, given)
-
-
-@pytest.mark.parametrize("part", [False, True], ids=["whole vocabulary", "part of it"])
-def test_drafts_are_chosen_with_the_noise_of_their_tokens(monkeypatch: pytest.MonkeyPatch, part: bool) -> None:
-    from speculative.gpu import triton_noise
-
-    monkeypatch.setattr(triton_noise, "_BLOCK", BLOCK)
-    random = torch.Generator().manual_seed(0)
-    ids = torch.randperm(VOCABULARY, generator=random)[:75] if part else None
-    probs = torch.softmax(torch.randn((9, 75 if part else VOCABULARY), generator=random), dim=-1)
-    probs[:, 3] = 0.0
-    columns, coupled = torch.full((9,), -7), torch.arange(9) % 3 != 2
-    seeds = torch.randint(-(2**63), 2**63 - 1, (9,), generator=random)
-    rows = NoiseRows(coupled, seeds, torch.tensor([0, 1, 2, 3, 2**31 + 1, 2**32 - 1, 6, 7, 8]))
-    expected = choose(probs, columns, rows, ids, VOCABULARY)
-    with np.errstate(all="ignore"):
-        found = triton_noise.triton_choose(probs, columns.clone(), rows, ids, VOCABULARY)
-    assert found.tolist() == expected.tolist()
-    assert (found[~coupled] == -7).all() and (found[coupled] >= 0).all()
-
-
 def test_mass_before_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     from speculative.gpu import triton_places
 
@@ -283,118 +173,6 @@ def test_block_verification_of_padded_rows_is_that_of_the_rows_alone(kind: str) 
     assert alone["accepted"].sum() > 0 and not torch.equal(alone["expected"], token_wise["expected"])
     for name, values in alone.items():
         torch.testing.assert_close(whole[name][: len(values)], values, rtol=1e-12, atol=1e-12, equal_nan=True)
-
-
-# -- rows that are not sound -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_rows_that_are_no_distribution_are_reported_and_harm_no_other(judge: RowJudge, kind: str) -> None:
-    filters = FILTERS if kind == "dense" else (NO_FILTER, *FILTERS)
-    given = filtered(scene(kind, (2, 0, 1, 2)), *filters)
-    given = given.with_rows(reported=torch.tensor([False]))
-    sound = parts(judge, given)
-    for damage, columns, code in ((torch.nan, 70, 1), (torch.inf, 70, 1), (-torch.inf, slice(None), 2)):
-        logits = given.logits.clone()
-        logits[0, columns] = damage
-        damaged = replace(given, logits=logits)
-        found, theirs = parts(judge, damaged), parts(torch_judge(), damaged)
-        assert found["broken"].tolist() == theirs["broken"].tolist(), damage
-        assert found["broken"][0] == code, damage
-        assert 0 <= found["tokens"][0] < VOCABULARY, damage
-        for name in ("accepted", "tokens", "expected"):
-            assert torch.equal(found[name][1:], sound[name][1:]), (damage, name)
-        for check in found.keys() - {"accepted", "tokens", "drafts", "broken", "expected"}:
-            torch.testing.assert_close(
-                found[check], theirs[check], rtol=1e-4, atol=3e-5, equal_nan=True, msg=f"{damage}: {check}"
-            )
-
-
-@pytest.mark.parametrize("kind", ["dense", "sub-vocabulary"])
-@pytest.mark.parametrize("damage", ["no number", "negative", "too much", "no mass on the draft"])
-def test_a_q_that_is_no_distribution_is_reported(judge: RowJudge, kind: str, damage: str) -> None:
-    given = scene(kind, (2, 0, 2))
-    assert given.sampled is not None
-    place = given.sampled.places[1]
-    own = given.sampled.probs[place]
-    if damage == "no number":
-        own[0 if given.sampled.own_columns[place] else 1] = torch.nan
-    elif damage == "negative":
-        own[(given.sampled.own_columns[place] + 1) % len(own)] = -1e-6
-    elif damage == "too much":
-        own *= 1.1
-    else:
-        own[given.sampled.own_columns[place]] = 0.0
-        own /= own.sum()
-    given = given.with_rows(reported=torch.tensor([False]))
-    found, theirs = (parts(one, given) for one in (judge, torch_judge()))
-    assert found["broken"].tolist() == theirs["broken"].tolist()
-    assert found["broken"][1] == (4 if damage == "no mass on the draft" else 3)
-    for check in found.keys() - {"accepted", "tokens", "drafts", "broken"}:
-        torch.testing.assert_close(found[check], theirs[check], rtol=1e-4, atol=3e-5, equal_nan=True)
-
-
-# -- distributions -----------------------------------------------------------------------------------------------------
-
-
-def test_one_token_is_left(judge: RowJudge) -> None:
-    """Whatever the uniform; the only token lies in a block's first, middle, or last place."""
-    for token in (0, BLOCK - 1, BLOCK, VOCABULARY - 1):
-        given = scene("point mass", (0, 0, 0))
-        given.logits[:] = -torch.inf
-        given.logits[:, token] = -30.0
-        given.rows.sample_uniforms[:] = torch.tensor([1e-300, 0.5, 1 - 2**-53], dtype=torch.float64)
-        found = assert_equal(judge, given)
-        assert found["tokens"].tolist() == [token] * 3
-
-
-def test_a_token_without_mass_is_never_drawn(judge: RowJudge) -> None:
-    """Uniforms at and around every edge of the distribution, most tokens of which have no mass."""
-    given = scene("point mass", (0,) * 64)
-    given.rows.temperature[:], given.rows.greedy[:] = 1.0, False
-    possible = torch.tensor([3, BLOCK - 1, BLOCK, 2 * BLOCK + 5, VOCABULARY - 2])
-    given.logits[:] = -torch.inf
-    given.logits[:, possible] = torch.tensor([0.1, 0.2, 0.3, 0.25, 0.15]).log()
-    p = torch.softmax(given.logits[0], dim=-1).double()
-    edges = p[possible].cumsum(0) / p.sum()
-    around = torch.cat([edges + step * 2.0**-53 for step in range(-6, 7)])[:64].clamp(2**-60, 1 - 2**-53)
-    given.rows.sample_uniforms[: len(around)] = around
-    found = parts(judge, given)
-    assert set(found["tokens"].tolist()) == set(possible.tolist())
-    assert not found["broken"].any()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_is_emitted_follows_p_exactly(judge: RowJudge, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    """One draft: over all drafts with their chances, accepted or replaced, tokens come as often as p has it. What
-    replaces it is enumerated by uniforms on a grid, so it is exact up to the grid."""
-    monkeypatch.setattr("speculative.gpu.triton_judge.BLOCK", 4)
-    size, num_draws = 5, 10
-    one = scene(kind, (1,), size)
-    q, p = one.q_at(0).double(), torch.softmax(one.logits[0] / one.rows.temperature[0], dim=-1).double()
-    drafts = q.nonzero()[:, 0].repeat_interleave(num_draws)
-    survival = (p / q).clamp(max=1.0)[drafts]
-    grid = (torch.arange(num_draws, dtype=torch.float64) + 0.5) / num_draws
-    emitted = torch.zeros(size, dtype=torch.float64)
-    for coins, weights, accepted in ((survival * 0.999, survival, 1.0), (survival * 1.001, 1 - survival, 0.0)):
-        chosen = (weights > 0).nonzero()[:, 0][:: num_draws if accepted else 1]
-        num_entries = len(chosen)
-        if num_entries == 0:
-            continue
-        rows = scene(kind, (1,) * num_entries, size).rows._replace(
-            drafts=torch.stack([drafts[chosen], torch.full_like(chosen, -1)], dim=1).flatten(),
-            greedy=one.rows.greedy.repeat(num_entries),
-            temperature=one.rows.temperature.repeat(num_entries, 1),
-            accept_uniforms=coins[chosen].repeat_interleave(2),
-            sample_uniforms=grid.repeat(len(drafts))[chosen].repeat_interleave(2),
-        )
-        sampled = one.sampled and one.sampled._replace(places=one.sampled.places.repeat(num_entries))
-        found = parts(judge, Scene(one.logits.repeat(num_entries, 1), rows, sampled))
-        assert found["accepted"].tolist() == [accepted] * num_entries
-        first = drafts[chosen] if accepted else found["tokens"].long()
-        shares = (q[drafts] * weights)[chosen] / (1 if accepted else num_draws)
-        emitted.index_add_(0, first, shares)
-    assert (emitted - p).abs().max() < 0.5 / num_draws  # half a cell an edge
 
 
 # -- what it costs -----------------------------------------------------------------------------------------------------

@@ -1,0 +1,27 @@
+"""Every arithmetic of a step over the vocabulary, by one kit of checks."""
+
+import importlib.util
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.support.step_conformance import ARITHMETICS, CHECKS, Arithmetic
+from tests.support.vocabulary import needs_kernels
+
+NEEDS = {
+    "kernels": needs_kernels,
+    "captured, triton": pytest.mark.skipif(
+        importlib.util.find_spec("triton") is None, reason="Triton is not installed: `pip install triton`"
+    ),
+}
+
+
+@pytest.fixture(params=[pytest.param(name, marks=NEEDS.get(name, ())) for name in ARITHMETICS])
+def arithmetic(request: pytest.FixtureRequest) -> Iterator[Arithmetic]:
+    with ARITHMETICS[request.param]() as made:
+        yield made
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_every_arithmetic_computes_the_same(arithmetic: Arithmetic, check: Callable[[Arithmetic], None]) -> None:
+    check(arithmetic)
