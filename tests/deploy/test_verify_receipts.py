@@ -709,7 +709,7 @@ def test_a_key_of_another_kind_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "key.pem"
     for content, reported in (
         (b"", "holds no private key"),
-        (X25519PrivateKey.generate().private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()), "another kind"),
+        (X25519PrivateKey.generate().private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()), "not Ed25519"),
     ):
         path.write_bytes(content)
         with pytest.raises(ConfigError, match=reported):

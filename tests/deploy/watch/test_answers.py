@@ -178,17 +178,17 @@ END = {"choices": [{"text": "a", "finish_reason": "stop"}]}
         ([END, {"choices": [{"index": 1, "text": "a"}]}], "ended early"),
         ([END, {"error": {"message": "out of memory"}}], "reported an error"),
         ([{"choices": []}], "no choices"),
-        (['{"choices": [{"text"'], "no completion"),
-        (["[1, 2]"], "no completion"),
-        (["[" * 100_000], "no completion"),
-        ([{"choices": ["a"]}], "no completion"),
-        ([{"choices": 5}], "no completion"),
-        ([{"choices": [{"index": "first"}]}], "no completion"),
-        ([{"choices": [{"text": 5}]}], "no completion"),
-        ([{"choices": [{"text": "a", "logprobs": {"token_logprobs": ["low"]}}]}], "no completion"),
-        ([{"choices": [{"text": "a", "logprobs": {"content": [5]}}]}], "no completion"),
-        ([{"choices": [{"text": "a", "token_ids": 5}]}], "no completion"),
-        ([{"usage": [1], "choices": []}], "no completion"),
+        (['{"choices": [{"text"'], "not a completion"),
+        (["[1, 2]"], "not a completion"),
+        (["[" * 100_000], "not a completion"),
+        ([{"choices": ["a"]}], "not a completion"),
+        ([{"choices": 5}], "not a completion"),
+        ([{"choices": [{"index": "first"}]}], "not a completion"),
+        ([{"choices": [{"text": 5}]}], "not a completion"),
+        ([{"choices": [{"text": "a", "logprobs": {"token_logprobs": ["low"]}}]}], "not a completion"),
+        ([{"choices": [{"text": "a", "logprobs": {"content": [5]}}]}], "not a completion"),
+        ([{"choices": [{"text": "a", "token_ids": 5}]}], "not a completion"),
+        ([{"usage": [1], "choices": []}], "not a completion"),
     ],
 )
 def test_what_is_no_answer_is_refused(parts: list[Any], reason: str) -> None:
@@ -202,7 +202,7 @@ def test_an_error_that_is_null_is_none() -> None:
 
 @pytest.mark.parametrize("ids", [["x"], [1.5], [None], [True]])
 def test_token_ids_are_numbers(ids: list[Any]) -> None:
-    with pytest.raises(Unreadable, match="no completion"):
+    with pytest.raises(Unreadable, match="not a completion"):
         read_reply(made_up({"choices": [{"text": "a", "finish_reason": "stop", "token_ids": ids}]}))
 
 

@@ -104,7 +104,7 @@ async def test_alarms_that_were_on_their_way_at_the_trip_are_not_a_second_one(re
     assert replica.breaker_controller.status.state is BreakerState.OPEN
     replica.step(ALARM)
     assert replica.breaker_controller.status.state is BreakerState.OUT, "it goes on without speculation"
-    with pytest.raises(EngineFault, match="to be replaced"):
+    with pytest.raises(EngineFault, match="must be replaced"):
         replica.breaker_controller.check_health()
 
 
