@@ -12,6 +12,7 @@ from deploy.faults.mutants import MUTANTS
 from deploy.faults.toy import table_engine
 from deploy.faults.traffic import PLAIN, sampling
 from speculative.engine import EngineCore
+from speculative.kernels.bindings import Kernels
 from speculative.request import Request, SamplingParams
 from speculative.sampling.probs import draw
 from speculative.sampling.rng import Purpose, uniforms
@@ -134,7 +135,7 @@ def test_a_coin_is_evidence_where_nothing_depends_on_it(verifier: str, reproduci
 def test_random_numbers_that_were_cut_short_fail_their_requests(
     verifier: str, cut: Callable[[np.ndarray], np.ndarray], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rows, "uniforms", lambda *name: cut(uniforms(*name)))
+    monkeypatch.setattr(rows, "uniforms", lambda *name, kernels=None: cut(uniforms(*name, kernels=kernels)))
     stats = serve(table_engine(64, self_check_sample_rate=1.0, verifier=verifier), 500, seed=None)
     assert set(stats.violations) == {"resolution"}
 
@@ -144,8 +145,8 @@ def test_random_numbers_that_were_cut_short_fail_their_requests(
 def test_numbers_of_one_purpose_that_were_cut_short_are_found(
     are_coins: bool, num_bits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def cut(*name: np.ndarray) -> np.ndarray:
-        drawn = uniforms(*name)
+    def cut(*name: np.ndarray, kernels: Kernels | None = None) -> np.ndarray:
+        drawn = uniforms(*name, kernels=kernels)
         return np.where(
             (name[3] == Purpose.COIN) == are_coins, (np.floor(drawn * 2**num_bits) + 0.5) / 2**num_bits, drawn
         )
@@ -158,8 +159,8 @@ def test_numbers_of_one_purpose_that_were_cut_short_are_found(
 def test_requests_with_one_seed_share_their_random_numbers_and_break_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two numbers in four rows may end alike by chance, which is no evidence."""
 
-    def alike(*name: np.ndarray) -> np.ndarray:
-        drawn = uniforms(*name)
+    def alike(*name: np.ndarray, kernels: Kernels | None = None) -> np.ndarray:
+        drawn = uniforms(*name, kernels=kernels)
         return np.where(name[3] == Purpose.COIN, np.floor(drawn * 2**32) / 2**32 + 2.0**-53, drawn)
 
     monkeypatch.setattr(rows, "uniforms", alike)
