@@ -150,6 +150,7 @@ OWNERS = {
     "torch": {
         "speculative",
         "serve_app.backends.torch_backend",
+        "serve_app.backends.vllm_parts.cpu_layouts",  # in vLLM's worker processes
         "serve_app.referee.transformers_model",
         "serve_app.backends.vllm_parts.block_sums",
         "serve_app.backends.vllm_parts.connector",
