@@ -32,6 +32,7 @@ _BENEATH = {
     "serve_app/telemetry": "counts and traces",
     "speculative/cache": "blocks of keys and values",
     "speculative/kernels": "runs the model",
+    "speculative/options": "the range of each sampling parameter",
     "speculative/selfcheck": "checks each step",
     "speculative/state": "the sequence, and the rows of its steps",
     "speculative/stats": "counts steps",
