@@ -6,6 +6,7 @@ The configuration file and its reference are made from them.
 import dataclasses
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -42,10 +43,8 @@ class Option:
 
     def fault(self, value: Any) -> str | None:
         """Return what is wrong with a value; None if it is good, or not set."""
-        if value is None and self.default is None:
-            return None
         if value is None:
-            return f"must not be {value}."
+            return None if self.default is None else "must not be None."
         if self.most is not None and self.least is not None and not self.least <= value <= self.most:
             return f"must be between {self.least} and {self.most}, got {value}."
         if self.least is not None and not self.least <= value:
@@ -63,13 +62,26 @@ def option(default: Any, meaning: str, **limits: float | str) -> Any:
 
 
 def options_of(options: type[Any]) -> dict[str, Option]:
-    """The options that a dataclass has, by name."""
+    """The options that a dataclass has, by name.
+
+    Raises:
+        TypeError: an example is outside its range.
+    """
     fields = dataclasses.fields(options)
     found = {own.name: Option(own.type, own.default, **own.metadata) for own in fields if own.metadata}
     wrong = [name for name, one in found.items() if one.example is not None and one.fault(one.example)]
     if wrong:
         raise TypeError(f"The example of {wrong[0]} is outside its range.")
     return found
+
+
+def first_fault(options: Mapping[str, Option], values: Any) -> tuple[str, str] | None:
+    """Return the first option whose value is outside its range, and what is wrong with it; None if all are good."""
+    for name, declared in options.items():
+        fault = declared.fault(getattr(values, name))
+        if fault is not None:
+            return name, fault
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +93,9 @@ class Options:
     """
 
     def __post_init__(self) -> None:
-        for name, option in options_of(type(self)).items():
-            fault = option.fault(getattr(self, name))
-            if fault is not None:
-                raise OptionError(name, fault)
+        found = first_fault(options_of(type(self)), self)
+        if found is not None:
+            raise OptionError(*found)
         self.check()
 
     def check(self) -> None:

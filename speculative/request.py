@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 
 from speculative.errors import InvalidRequest
-from speculative.options import option, options_of
+from speculative.options import first_fault, option, options_of
 
 MAX_LOGPROBS = 20
 MAX_SCORED_IDS = 1024
@@ -132,10 +132,9 @@ class SamplingParams:
     reproducible: bool = False  # coupled verifier: the text follows from seed, prompt and p, whatever is drafted
 
     def __post_init__(self) -> None:
-        for name, declared in _OPTIONS.items():
-            fault = declared.fault(getattr(self, name))
-            if fault is not None:
-                raise InvalidRequest(name, f"{name} {fault}")
+        found = first_fault(_OPTIONS, self)
+        if found is not None:
+            raise InvalidRequest(found[0], " ".join(found))
         _require(0 < self.top_p <= 1, "top_p", "must be in (0, 1]", self.top_p)
         for _, bias in self.logit_bias:
             _require(-100 <= bias <= 100, "logit_bias", "must be between -100 and 100", bias)

@@ -106,7 +106,7 @@ def make_edits(edit: EditLogits, size: int) -> LogitEdits:
 def edited(
     edits: LogitEdits, drafted: list[Drafted], logits: Tensor, bucket: Bucket, masks: list[list[Bools] | None]
 ) -> Tensor:
-    """What the captured function makes of the rows of some requests."""
+    """Run the captured function on the rows of some requests."""
     step_input = input_of(drafted)
     own = StepEdits.of(step_input, masks, EOS, logits.shape[1])
     assert own is not None

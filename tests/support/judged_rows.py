@@ -186,7 +186,7 @@ def assert_equal(judge: RowJudge, given: Scene, mode: LogprobsMode = "raw_logpro
 
 
 def step_of(given: Scene) -> VerifyInput:
-    """What its verifier is given, by torch's operators."""
+    """Compute the input of its verifier by torch's operators."""
     sampling = sampling_rows(given.rows._asdict())
     probs = TorchOps().target_probs(TorchOps().process(given.logits, sampling), sampling)
     return _verify_input(probs, given.rows, _draft_probs(given.sampled), None)

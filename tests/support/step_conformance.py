@@ -139,7 +139,7 @@ def every_mode_of_logprobs_is_torchs(one: Arithmetic) -> None:
 
 
 def vocabularies_of_any_size_are_judged_as_by_torch(one: Arithmetic) -> None:
-    """Of a token, and around the edges of blocks; with an entry that is coupled, and one that is filtered."""
+    """One token, and sizes around the edges of blocks; with an entry that is coupled, and one that is filtered."""
     for number, size in enumerate(SIZES):
         for kind in (KINDS[number % 3], KINDS[(number + 1) % 3]):
             given = filtered(scene(kind, (2, 0, 1), size), NO_FILTER, *FILTERS[2:])
@@ -184,7 +184,7 @@ def coupled_entries_are_judged_as_by_torch(one: Arithmetic) -> None:
 
 
 def ties_at_the_edge_of_a_filter_stay(one: Arithmetic) -> None:
-    """Of five tokens two are likeliest, and two more tie for the third place."""
+    """Two tokens of five tie for the second place."""
     given = scene("point mass", (0,) * 12)
     given.logits[:] = -torch.inf
     possible = torch.tensor([3, BLOCK - 1, BLOCK, 2 * BLOCK + 5, VOCABULARY - 2])
@@ -409,8 +409,10 @@ def last_tokens_are_drawn_from_the_same_residual(one: Arithmetic) -> None:
 
 
 def terms_are_torchs(one: Arithmetic) -> None:
-    """Of some entries that do not count, and of rows where p is no number, or is 0 at a draft, or q of a draft that
-    survives is no number. What replaces a rejected draft without q is nobody's: an invariant fails its request."""
+    """Some entries do not count; p is NaN in one row and 0 at a draft, or q of a draft that survives is NaN.
+
+    What replaces a rejected draft without q is nobody's: an invariant fails its request.
+    """
     for kind in KINDS:
         for damage in ("none", "p", "q"):
             step = step_of(scene(kind))

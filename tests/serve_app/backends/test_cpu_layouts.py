@@ -12,7 +12,7 @@ from serve_app.backends.vllm_parts.cpu_layouts import reload_in_same_layout
 
 
 class FakePacking(ModuleType):
-    """What `vllm.model_executor.layers.utils` does: it packs by the number of threads, and multiplies by the layout in
+    """Stands for `vllm.model_executor.layers.utils`: it packs by the number of threads, and multiplies by the layout in
     which a shape was first packed. broken: it multiplies rightly never."""
 
     broken = False
