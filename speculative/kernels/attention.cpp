@@ -5,9 +5,13 @@
 #include <cmath>
 #include <cstring>
 
+namespace truespec {
+
 namespace {
 
-constexpr int64_t kQueryTile = 6;  // queries that share one pass over keys or values
+constexpr int64_t kQueryTile = kWide ? 6 : 3;  // queries that share one pass over keys or values
+constexpr int kParts = kWide ? 4 : 2;   // vectors of a head that such a pass over values takes at once
+constexpr int kKeys = kWide ? 16 : 4;          // keys that a query is multiplied with at once
 
 // Sums of 16 vectors: lane i is the sum of vector i.
 inline __m512 sums_of(const __m512* v) {
@@ -80,12 +84,16 @@ void score_block(const Cache& cache, const Piece& piece, int64_t t, int64_t last
     for (int64_t q = 0; q < count; ++q) {
         __m512 products[16];
         const __m512 first = _mm512_loadu_ps(queries[q]);
-        for (int i = 0; i < 16; ++i) products[i] = _mm512_mul_ps(first, _mm512_loadu_ps(keys[i]));
-        for (int64_t d = 16; d < size; d += 16) {
-            const __m512 part = _mm512_loadu_ps(queries[q] + d);
-            for (int i = 0; i < 16; ++i) {
-                products[i] = _mm512_fmadd_ps(part, _mm512_loadu_ps(keys[i] + d), products[i]);
+        for (int own = 0; own < 16; own += kKeys) {
+            __m512 some[kKeys];
+            for (int i = 0; i < kKeys; ++i) some[i] = _mm512_mul_ps(first, _mm512_loadu_ps(keys[own + i]));
+            for (int64_t d = 16; d < size; d += 16) {
+                const __m512 part = _mm512_loadu_ps(queries[q] + d);
+                for (int i = 0; i < kKeys; ++i) {
+                    some[i] = _mm512_fmadd_ps(part, _mm512_loadu_ps(keys[own + i] + d), some[i]);
+                }
             }
+            std::copy_n(some, kKeys, products + own);
         }
         _mm512_storeu_ps(scores + q * scores_stride + t, sums_of(products));
     }
@@ -173,29 +181,29 @@ float exponentiate(float* scores, int64_t length, float scale) {
     return _mm512_reduce_add_ps(total);
 }
 
-// Adds the weighted values of positions begin..end to Q queries' sums, 64 numbers (or fewer) of the head at a time.
+// Adds the weighted values of positions begin..end to Q queries' sums, some numbers of the head at a time.
 template <int Q>
 void add_values(const Cache& cache, const Piece& piece, int64_t begin, int64_t end, const float* const* weights,
                 float* const* outs) {
-    for (int64_t d = 0; d < cache.head_dim; d += 64) {
-        const int parts = static_cast<int>(std::min<int64_t>(64, cache.head_dim - d) / 16);
-        __m512 sums[Q][4];
+    for (int64_t d = 0; d < cache.head_dim; d += 16 * kParts) {
+        const int parts = static_cast<int>(std::min<int64_t>(16 * kParts, cache.head_dim - d) / 16);
+        __m512 sums[Q][kParts];
         for (int q = 0; q < Q; ++q) {
-            for (int i = 0; i < 4; ++i) sums[q][i] = i < parts ? _mm512_loadu_ps(outs[q] + d + 16 * i) : __m512{};
+            for (int i = 0; i < kParts; ++i) sums[q][i] = i < parts ? _mm512_loadu_ps(outs[q] + d + 16 * i) : __m512{};
         }
         for (int64_t t = begin; t < end; ++t) {
             const char* value = cache.values + cache.at(piece.context[t], piece.kv_head) + d * cache.width;
-            __m512 v[4];
-            for (int i = 0; i < 4; ++i) {
+            __m512 v[kParts];
+            for (int i = 0; i < kParts; ++i) {
                 v[i] = i < parts ? load_cached(value + 16 * i * cache.width, cache.width) : __m512{};
             }
             for (int q = 0; q < Q; ++q) {
                 const __m512 weight = _mm512_set1_ps(weights[q][t]);
-                for (int i = 0; i < 4; ++i) sums[q][i] = _mm512_fmadd_ps(weight, v[i], sums[q][i]);
+                for (int i = 0; i < kParts; ++i) sums[q][i] = _mm512_fmadd_ps(weight, v[i], sums[q][i]);
             }
         }
         for (int q = 0; q < Q; ++q) {
-            for (int i = 0; i < 4; ++i) {
+            for (int i = 0; i < kParts; ++i) {
                 if (i < parts) _mm512_storeu_ps(outs[q] + d + 16 * i, sums[q][i]);
             }
         }
@@ -220,9 +228,11 @@ void attend_piece(const Shape& shape, const Cache& cache, const Heads& heads, co
         weights[q] = scores + q * stride;
         outs[q] = attended + (row * shape.num_heads + head) * size;
     }
-    const bool in_pairs = kPairs && cache.width == 2;
+#if defined(__AVX512BF16__)
+    const bool in_pairs = cache.width == 2;
     int8_t* split = reinterpret_cast<int8_t*>(scratch + 16 * size);
     for (int64_t q = 0; in_pairs && q < count; ++q) split_row<2>(queries[q], size, split + 4 * q * size);
+#endif
     for (int64_t t = 0; t < most; t += 16) {
         fetch_positions(cache.keys, cache, piece, t + kPositionsAhead, std::min(t + kPositionsAhead + 16, most));
         fetch_positions(cache.values, cache, piece, t, std::min(t + 16, most));
@@ -312,3 +322,5 @@ void attend_spans(const Shape& shape, const Cache& cache, const Heads& heads, co
     }
     if (piece.context) attend_piece(shape, cache, heads, piece, piece, scratch, attended);
 }
+
+}  // namespace truespec

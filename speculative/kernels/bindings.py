@@ -1,6 +1,6 @@
 """The CPU kernels of this folder: compiled once for this machine's processor, kept, and called without copies.
 
-Without a compiler or AVX-512 there are none, and torch's own operators do the work.
+Without a compiler, AVX-512 or AVX2 there are none, and torch's own operators do the work.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from speculative.config import kernels_folder
 
 _SOURCES = tuple(
     Path(__file__).with_name(name)
-    for name in ("kernels.h", "attention.cpp", "layers.cpp", "products.cpp", "vocabulary.cpp")
+    for name in ("avx2.h", "kernels.h", "attention.cpp", "layers.cpp", "products.cpp", "vocabulary.cpp")
 )
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = (
@@ -580,8 +580,8 @@ def find_kernels() -> Kernels | str:
     A built library is kept in the cache folder; a change of source, flags, compiler or processor triggers a rebuild.
     """
     capability = torch.backends.cpu.get_cpu_capability()
-    if capability != "AVX512":
-        return f"torch sees {capability} on this processor, and they need AVX-512; take a machine that has it"
+    if capability not in ("AVX512", "AVX2"):
+        return f"torch sees {capability} on this processor, and they need AVX-512 or AVX2; take a machine that has one"
     compiler = next((path for name in _COMPILERS if (path := shutil.which(name))), None)
     if compiler is None:
         return f"none of {', '.join(_COMPILERS)} is on PATH to compile them; install g++"

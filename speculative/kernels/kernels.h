@@ -27,8 +27,10 @@
 #include <omp.h>
 
 #if !defined(__AVX512F__) || !defined(__AVX512BW__) || !defined(__AVX512DQ__)
-#error "These kernels need AVX-512 (F, BW, DQ)."
+#include "avx2.h"
 #endif
+
+namespace truespec {
 
 constexpr int64_t kBlock = 32;       // inputs that share a scale
 constexpr int64_t kFewRows = 16;     // up to so many rows, every thread prepares all of them itself: no barrier
@@ -49,6 +51,12 @@ enum Kind : int64_t {
 constexpr bool kPairs = true;  // bfloat16 weights are multiplied in pairs
 #else
 constexpr bool kPairs = false;
+#endif
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__)
+constexpr bool kWide = true;  // 32 registers of 16 floats; else 16 registers of 8
+#else
+constexpr bool kWide = false;
 #endif
 
 extern "C" {
@@ -172,7 +180,9 @@ inline __mmask16 first_lanes(int64_t count) {
     return count >= 16 ? 0xFFFF : static_cast<__mmask16>((1u << std::max<int64_t>(count, 0)) - 1);
 }
 
-// An odd row ends with a zero.
+#if defined(__AVX512BF16__)
+
+// Floats to pairs of bfloat16s; an odd row ends with a zero.
 template <int planes>
 void split_row(const float* row, int64_t size, int8_t* bytes) {
     for (int64_t i = 0; i < size; i += 16) {
@@ -189,6 +199,8 @@ void split_row(const float* row, int64_t size, int8_t* bytes) {
         }
     }
 }
+
+#endif
 
 // Calls work with `count`, at most `most`, as a constant.
 template <int most, typename Work>
@@ -346,3 +358,5 @@ struct Place {
 
 #define SIZE(type) {#type, sizeof(type)}
 #define AT(type, field) {#type "." #field, offsetof(type, field)}
+
+}  // namespace truespec

@@ -5,6 +5,8 @@
 #include <cstring>
 #include <numeric>
 
+namespace truespec {
+
 namespace {
 
 void rotate_head(float* head, const float* cosines, const float* sines, int64_t half) {
@@ -350,3 +352,5 @@ const Place kPlaces[] = {
 const Place* truespec_places() { return kPlaces; }
 
 }  // extern "C"
+
+}  // namespace truespec

@@ -5,6 +5,8 @@
 #include <cmath>
 #include <cstring>
 
+namespace truespec {
+
 namespace {
 
 // silu(gate) * up, of a row [gate | up].
@@ -116,12 +118,15 @@ Rows prepare(const Source& source, const Linear& linear, int64_t num_rows, const
             quantise_row<2>(row, size, bytes + 2 * r * size, scales + at, sums + at, zeros + at);
         } else if (is_int) {
             quantise_row<1>(row, size, bytes + r * size, scales + at, sums + at, zeros + at);
-        } else if (kPairs && linear.kind == kBfloat16) {
+#if defined(__AVX512BF16__)
+        } else if (linear.kind == kBfloat16) {
             split_row<2>(row, size, bytes + r * ((size + 1) / 2) * 8);
-        } else if (kPairs && linear.kind == kBfloat16Act16) {
+        } else if (linear.kind == kBfloat16Act16) {
             split_row<1>(row, size, bytes + r * ((size + 1) / 2) * 4);
+#else
         } else if (linear.kind == kBfloat16Act16) {
             round_row(row, size, floats + r * size);
+#endif
         }
     }
     if (!own) {
@@ -140,15 +145,23 @@ inline void store(__m512 sum, const Linear& linear, const Target& target, int64_
     _mm512_mask_storeu_ps(out, lanes, sum);
 }
 
-template <int R>
-void store_panel(const __m512 (&sums)[R][2], const Linear& linear, const Target& target, int64_t row, int64_t panel) {
+// Sums of H halves of a panel, of 16 outputs each, from `first` on.
+template <int R, int H>
+void store_halves(const __m512 (&sums)[R][H], const Linear& linear, const Target& target, int64_t row, int64_t panel,
+                  int first) {
     for (int r = 0; r < R; ++r) {
-        for (int half = 0; half < 2; ++half) store(sums[r][half], linear, target, row + r, panel * kPanel + 16 * half);
+        for (int h = 0; h < H; ++h) store(sums[r][h], linear, target, row + r, panel * kPanel + 16 * (first + h));
     }
 }
 
-// Rows that share one pass over a panel: what two sums for each and plane need of the processor's 32 registers.
-constexpr int kFloatRows = 12, kPairRows = 8, kSplitPairRows = 6, kQuadRows = 6, kSplitQuadRows = 4;
+// Rows that share one pass over a panel: what two sums for each and plane need of 32 registers, or one sum of 16
+// registers of half the size.
+constexpr int kFloatRows = kWide ? 12 : 6, kPairRows = kWide ? 8 : 6, kSplitPairRows = 6;
+constexpr int kQuadRows = kWide ? 6 : 4, kSplitQuadRows = kWide ? 4 : 2;
+
+// Halves of a panel that R rows are multiplied with at once.
+template <int R>
+constexpr int kHalves = kWide || R <= 2 ? 2 : 1;
 
 // Which of the passes over a panel.
 struct Turn {
@@ -185,24 +198,29 @@ class Ahead {
 };
 
 template <int R>
-void float_tile(const Rows& rows, int64_t row, const Linear& linear, int64_t panel, Turn, const Target& target) {
+void float_tile(const Rows& rows, int64_t row, const Linear& linear, int64_t panel, Turn turn, const Target& target) {
+    constexpr int H = kHalves<R>;
     const int64_t size = linear.num_inputs;
     const float* a[R];
-    __m512 sums[R][2];
-    for (int r = 0; r < R; ++r) {
-        a[r] = rows.floats + (row + r) * rows.stride;
-        sums[r][0] = sums[r][1] = _mm512_setzero_ps();
-    }
-    const float* weight = static_cast<const float*>(linear.weight) + panel * size * kPanel;
-    for (int64_t k = 0; k < size; ++k, weight += kPanel) {
-        const __m512 w0 = _mm512_loadu_ps(weight), w1 = _mm512_loadu_ps(weight + 16);
+    for (int r = 0; r < R; ++r) a[r] = rows.floats + (row + r) * rows.stride;
+    for (int first = 0; first < 2; first += H) {
+        __m512 sums[R][H];
         for (int r = 0; r < R; ++r) {
-            const __m512 x = _mm512_set1_ps(a[r][k]);
-            sums[r][0] = _mm512_fmadd_ps(w0, x, sums[r][0]);
-            sums[r][1] = _mm512_fmadd_ps(w1, x, sums[r][1]);
+            for (int h = 0; h < H; ++h) sums[r][h] = _mm512_setzero_ps();
         }
+        const float* weight = static_cast<const float*>(linear.weight) + panel * size * kPanel + 16 * first;
+        Ahead<R> ahead(reinterpret_cast<const char*>(weight), size * kPanel * 4, turn);
+        for (int64_t k = 0; k < size; ++k, weight += kPanel) {
+            if (!kWide && R > 1 && first == 0) ahead.fetch_line(), ahead.fetch_line();
+            __m512 w[H];
+            for (int h = 0; h < H; ++h) w[h] = _mm512_loadu_ps(weight + 16 * h);
+            for (int r = 0; r < R; ++r) {
+                const __m512 x = _mm512_set1_ps(a[r][k]);
+                for (int h = 0; h < H; ++h) sums[r][h] = _mm512_fmadd_ps(w[h], x, sums[r][h]);
+            }
+        }
+        store_halves<R, H>(sums, linear, target, row, panel, first);
     }
-    store_panel<R>(sums, linear, target, row, panel);
 }
 
 // A panel of bfloat16 weights: for every two inputs, a pair for each of 32 outputs. An odd last input is paired with 0.
@@ -234,47 +252,60 @@ void pair_tile(const Rows& rows, int64_t row, const Linear& linear, int64_t pane
     for (int r = 0; planes == 2 && r < R; ++r) {
         for (int half = 0; half < 2; ++half) sums[0][r][half] = _mm512_add_ps(sums[0][r][half], sums[planes - 1][r][half]);
     }
-    store_panel<R>(sums[0], linear, target, row, panel);
+    store_halves<R, 2>(sums[0], linear, target, row, panel, 0);
 }
 
 #else
 
 template <int R, int planes>
 void pair_tile(const Rows& rows, int64_t row, const Linear& linear, int64_t panel, Turn turn, const Target& target) {
+    constexpr int H = kHalves<R>;
     const int64_t size = linear.num_inputs;
     const float* a[R];
-    __m512 sums[R][2];
-    for (int r = 0; r < R; ++r) {
-        a[r] = rows.floats + (row + r) * rows.stride;
-        sums[r][0] = sums[r][1] = _mm512_setzero_ps();
-    }
+    for (int r = 0; r < R; ++r) a[r] = rows.floats + (row + r) * rows.stride;
     const int64_t panel_bytes = (size + 1) / 2 * kPanel * 4;
-    const char* weight = static_cast<const char*>(linear.weight) + panel * panel_bytes;
-    Ahead<R * planes> ahead(weight, panel_bytes, turn);
     const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xFFFF0000));
-    for (int64_t k = 0; k < size; k += 2, weight += kPanel * 4) {
-        ahead.fetch_line(), ahead.fetch_line();
-        const __m512i p0 = _mm512_loadu_si512(weight), p1 = _mm512_loadu_si512(weight + 64);
-        const __m512 even0 = _mm512_castsi512_ps(_mm512_slli_epi32(p0, 16));
-        const __m512 even1 = _mm512_castsi512_ps(_mm512_slli_epi32(p1, 16));
-        const __m512 odd0 = _mm512_castsi512_ps(_mm512_and_si512(p0, upper));
-        const __m512 odd1 = _mm512_castsi512_ps(_mm512_and_si512(p1, upper));
+    for (int first = 0; first < 2; first += H) {
+        __m512 sums[R][H];
         for (int r = 0; r < R; ++r) {
-            const __m512 x = _mm512_set1_ps(a[r][k]), y = _mm512_set1_ps(k + 1 < size ? a[r][k + 1] : 0.0f);
-            sums[r][0] = _mm512_fmadd_ps(odd0, y, _mm512_fmadd_ps(even0, x, sums[r][0]));
-            sums[r][1] = _mm512_fmadd_ps(odd1, y, _mm512_fmadd_ps(even1, x, sums[r][1]));
+            for (int h = 0; h < H; ++h) sums[r][h] = _mm512_setzero_ps();
         }
+        const char* weight = static_cast<const char*>(linear.weight) + panel * panel_bytes + 64 * first;
+        Ahead<R * planes> ahead(weight, panel_bytes, turn);
+        for (int64_t k = 0; k < size; k += 2, weight += kPanel * 4) {
+            if (first == 0) ahead.fetch_line(), ahead.fetch_line();
+            __m512 w[H];
+            for (int h = 0; h < H; ++h) {
+                w[h] = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(weight + 64 * h), 16));
+            }
+            for (int r = 0; r < R; ++r) {
+                const __m512 x = _mm512_set1_ps(a[r][k]);
+                for (int h = 0; h < H; ++h) sums[r][h] = _mm512_fmadd_ps(w[h], x, sums[r][h]);
+            }
+            for (int h = 0; h < H; ++h) {
+                w[h] = _mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(weight + 64 * h), upper));
+            }
+            for (int r = 0; r < R; ++r) {
+                const __m512 x = _mm512_set1_ps(k + 1 < size ? a[r][k + 1] : 0.0f);
+                for (int h = 0; h < H; ++h) sums[r][h] = _mm512_fmadd_ps(w[h], x, sums[r][h]);
+            }
+        }
+        store_halves<R, H>(sums, linear, target, row, panel, first);
     }
-    store_panel<R>(sums, linear, target, row, panel);
 }
 
 #endif
 
 // Adds to each of 16 sums the products of four weights (unsigned bytes) with four activations (signed).
+template <bool is_int4>
 inline __m512i multiply_quads(__m512i sum, __m512i weights, __m512i activations) {
 #if defined(__AVX512VNNI__)
     return _mm512_dpbusd_epi32(sum, weights, activations);
 #else
+    if constexpr (is_int4) {  // two products of at most 15 x 128 have room in 16 bits
+        const __m512i twos = _mm512_maddubs_epi16(weights, activations);
+        return _mm512_add_epi32(sum, _mm512_madd_epi16(twos, _mm512_set1_epi16(1)));
+    }
     const __m512i even = _mm512_srai_epi16(_mm512_slli_epi16(activations, 8), 8), odd = _mm512_srai_epi16(activations, 8);
     const __m512i low = _mm512_and_si512(weights, _mm512_set1_epi16(255)), high = _mm512_srli_epi16(weights, 8);
     return _mm512_add_epi32(sum, _mm512_add_epi32(_mm512_madd_epi16(low, even), _mm512_madd_epi16(high, odd)));
@@ -292,63 +323,66 @@ constexpr int64_t kInt8Bytes = 1024 + 64;      // 32 x 32 numbers, scales
 // halves, four more in the high ones. Of eight-bit weights w = scale * (n - 128) they hold four inputs.
 template <int R, bool is_int4, int planes>
 void int_tile(const Rows& rows, int64_t row, const Linear& linear, int64_t panel, Turn turn, const Target& target) {
+    constexpr int H = kHalves<R>;
     constexpr int64_t kNumbers = is_int4 ? 512 : 1024, kBytes = is_int4 ? kInt4Bytes : kInt8Bytes;
     const int64_t size = linear.num_inputs, blocks = size / kBlock;
-    const char* block = static_cast<const char*>(linear.weight) + panel * blocks * kBytes;
-    Ahead<kAllCaches> ahead(block, blocks * kBytes, turn);
     const int8_t* a[R];
-    __m512 sums[R][2];
-    for (int r = 0; r < R; ++r) {
-        a[r] = rows.bytes + (row + r) * planes * size;
-        sums[r][0] = sums[r][1] = _mm512_setzero_ps();
-    }
+    for (int r = 0; r < R; ++r) a[r] = rows.bytes + (row + r) * planes * size;
     const __m512i low_half = _mm512_set1_epi8(15);
-    for (int64_t b = 0; b < blocks; ++b, block += kBytes) {
-        for (int64_t line = 0; line < kBytes; line += 64) ahead.fetch_line();
-        __m512i products[R][planes][2];
+    for (int first = 0; first < 2; first += H) {
+        const char* block = static_cast<const char*>(linear.weight) + panel * blocks * kBytes;
+        Ahead<kAllCaches> ahead(block, blocks * kBytes, turn);
+        __m512 sums[R][H];
         for (int r = 0; r < R; ++r) {
-            for (int p = 0; p < planes; ++p) products[r][p][0] = products[r][p][1] = _mm512_setzero_si512();
-            if (is_int4) continue;
-            products[r][planes - 1][0] = _mm512_set1_epi32(rows.zeros[(row + r) * blocks + b]);
-            products[r][planes - 1][1] = products[r][planes - 1][0];
+            for (int h = 0; h < H; ++h) sums[r][h] = _mm512_setzero_ps();
         }
-#pragma GCC unroll 8
-        for (int z = 0; z < 8; ++z) {
-            __m512i weights[2];
-            for (int half = 0; half < 2; ++half) {
-                if constexpr (is_int4) {
-                    const __m512i packed = _mm512_loadu_si512(block + z / 2 * 128 + 64 * half);
-                    weights[half] = _mm512_and_si512(z % 2 ? _mm512_srli_epi16(packed, 4) : packed, low_half);
-                } else {
-                    weights[half] = _mm512_loadu_si512(block + z * 128 + 64 * half);
+        for (int64_t b = 0; b < blocks; ++b, block += kBytes) {
+            for (int64_t line = 0; first == 0 && line < kBytes; line += 64) ahead.fetch_line();
+            __m512i products[R][planes][H];
+            for (int r = 0; r < R; ++r) {
+                for (int h = 0; h < H; ++h) {
+                    for (int p = 0; p < planes; ++p) products[r][p][h] = _mm512_setzero_si512();
+                    if (!is_int4) products[r][planes - 1][h] = _mm512_set1_epi32(rows.zeros[(row + r) * blocks + b]);
                 }
             }
-            for (int r = 0; r < R; ++r) {
-                for (int p = 0; p < planes; ++p) {
-                    const int8_t* quad = a[r] + planes * (b * kBlock + 4 * z) + 4 * p;
-                    const __m512i four = _mm512_set1_epi32(*reinterpret_cast<const int32_t*>(quad));
-                    for (int half = 0; half < 2; ++half) {
-                        products[r][p][half] = multiply_quads(products[r][p][half], weights[half], four);
+#pragma GCC unroll 8
+            for (int z = 0; z < 8; ++z) {
+                __m512i weights[H];
+                for (int h = 0; h < H; ++h) {
+                    if constexpr (is_int4) {
+                        const __m512i packed = _mm512_loadu_si512(block + z / 2 * 128 + 64 * (first + h));
+                        weights[h] = _mm512_and_si512(z % 2 ? _mm512_srli_epi16(packed, 4) : packed, low_half);
+                    } else {
+                        weights[h] = _mm512_loadu_si512(block + z * 128 + 64 * (first + h));
+                    }
+                }
+                for (int r = 0; r < R; ++r) {
+                    for (int p = 0; p < planes; ++p) {
+                        const int8_t* quad = a[r] + planes * (b * kBlock + 4 * z) + 4 * p;
+                        const __m512i four = _mm512_set1_epi32(*reinterpret_cast<const int32_t*>(quad));
+                        for (int h = 0; h < H; ++h) {
+                            products[r][p][h] = multiply_quads<is_int4>(products[r][p][h], weights[h], four);
+                        }
+                    }
+                }
+            }
+            for (int h = 0; h < H; ++h) {
+                const __m512 scale = load_halves(block + kNumbers + 32 * (first + h));
+                for (int r = 0; r < R; ++r) {
+                    const int64_t at = (row + r) * blocks + b;
+                    __m512i product = products[r][planes - 1][h];
+                    if constexpr (planes == 2) product = _mm512_add_epi32(product, _mm512_slli_epi32(products[r][0][h], 8));
+                    const __m512 both = _mm512_mul_ps(scale, _mm512_set1_ps(rows.scales[at]));
+                    sums[r][h] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(product), both, sums[r][h]);
+                    if constexpr (is_int4) {
+                        const __m512 least = load_halves(block + kNumbers + 64 + 32 * (first + h));
+                        sums[r][h] = _mm512_fmadd_ps(least, _mm512_set1_ps(rows.sums[at]), sums[r][h]);
                     }
                 }
             }
         }
-        for (int half = 0; half < 2; ++half) {
-            const __m512 scale = load_halves(block + kNumbers + 32 * half);
-            for (int r = 0; r < R; ++r) {
-                const int64_t at = (row + r) * blocks + b;
-                __m512i product = products[r][planes - 1][half];
-                if constexpr (planes == 2) product = _mm512_add_epi32(product, _mm512_slli_epi32(products[r][0][half], 8));
-                const __m512 both = _mm512_mul_ps(scale, _mm512_set1_ps(rows.scales[at]));
-                sums[r][half] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(product), both, sums[r][half]);
-                if constexpr (is_int4) {
-                    const __m512 least = load_halves(block + kNumbers + 64 + 32 * half);
-                    sums[r][half] = _mm512_fmadd_ps(least, _mm512_set1_ps(rows.sums[at]), sums[r][half]);
-                }
-            }
-        }
+        store_halves<R, H>(sums, linear, target, row, panel, first);
     }
-    store_panel<R>(sums, linear, target, row, panel);
 }
 
 // Every panel is multiplied with all rows before the next one, in tiles of about the same size, `most` rows or fewer:
@@ -395,3 +429,5 @@ void multiply(const Rows& rows, int64_t num_rows, const Linear& linear, const Ta
         default: return multiply_tiles<kQuadRows>(num_rows, panels, ints(std::true_type(), one));
     }
 }
+
+}  // namespace truespec

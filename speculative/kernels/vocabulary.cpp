@@ -7,6 +7,8 @@
 #include <limits>
 #include <numeric>
 
+namespace truespec {
+
 void divide_row(float* row, int64_t size, float by) {
     if (by == 1.0f) return;
     for (int64_t i = 0; i < size; i += 16) {
@@ -638,3 +640,5 @@ const Place kVocabularyPlaces[] = {
 const Place* truespec_vocabulary_places() { return kVocabularyPlaces; }
 
 }  // extern "C"
+
+}  // namespace truespec

@@ -173,7 +173,7 @@ def choose_weights(
         if wanted in ("auto", dtype):
             return None
         raise ConfigError(
-            f"quantization: {wanted} with dtype {dtype} needs a CPU with AVX-512 and a C++ compiler; "
+            f"quantization: {wanted} with dtype {dtype} needs a CPU with AVX-512 or AVX2, and a C++ compiler; "
             f"take quantization: auto{' or fp8' if device.type == 'cuda' else ''}."
         )
     if wanted != "auto":

@@ -11,7 +11,7 @@ from tests.support.real_logits import FORMS, RealLogits
 EACH = 38  # answers of each setting, verifier and drafter in the long run: 10,260 a pair
 PAIR = "w4a8 and float32"  # the noisiest
 
-pytestmark = pytest.mark.skipif(cpu_kernels() is None, reason="without AVX-512 there are no four-bit kernels")
+pytestmark = pytest.mark.skipif(cpu_kernels() is None, reason="without AVX-512 or AVX2 there are no four-bit kernels")
 
 
 @pytest.fixture(scope="module")

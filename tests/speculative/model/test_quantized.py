@@ -17,7 +17,7 @@ from speculative.model.quantized import QUANTIZED_FILE, Quantized, load_quantize
 from tests.support.tiny_models import write_tiny_model
 
 CPU = torch.device("cpu")
-needs_kernels = pytest.mark.skipif(cpu_kernels() is None, reason="no C++ compiler, or a CPU without AVX-512")
+needs_kernels = pytest.mark.skipif(cpu_kernels() is None, reason="no C++ compiler, or a CPU with neither AVX-512 nor AVX2")
 
 
 def a_weight(scale: float = 1.0) -> torch.Tensor:
@@ -127,7 +127,7 @@ def test_without_kernels_weights_are_torchs_own_and_nothing_else(
     (tmp_path / QUANTIZED_FILE).touch()
     for wanted in ("auto", "bfloat16"):
         assert choose_weights(wanted, tmp_path, dtype="bfloat16", device=CPU) is None  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"quantization: int4 .* needs a CPU with AVX-512"):
+    with pytest.raises(ConfigError, match=r"quantization: int4 .* needs a CPU with AVX-512 or AVX2"):
         choose_weights("int4", tmp_path, dtype="bfloat16", device=CPU)
 
 

@@ -19,7 +19,7 @@ KNOWN_ANSWERS = (
 )
 NUM_DRAWS = 1 << 16
 KERNELS = cpu_kernels()
-needs_kernels = pytest.mark.skipif(KERNELS is None, reason="no C++ compiler, or a CPU without AVX-512")
+needs_kernels = pytest.mark.skipif(KERNELS is None, reason="no C++ compiler, or a CPU with neither AVX-512 nor AVX2")
 
 
 def words(text: str) -> tuple[np.ndarray, ...]:

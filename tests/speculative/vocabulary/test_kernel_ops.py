@@ -26,7 +26,7 @@ def test_distributions(size: int) -> None:
     rows = SamplingRows.build(params, size, CPU)
     ours = OURS.target_probs(OURS.process(logits, rows), rows)
     theirs = TORCHS.target_probs(TORCHS.process(logits, rows), rows)
-    torch.testing.assert_close(ours, theirs, rtol=5e-6, atol=1e-30)
+    torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=1e-30)  # torch sums in float32
     exact = torch.softmax((logits / rows.temperature)[[0, 2, 4, 5]].double(), dim=-1)
     torch.testing.assert_close(ours[[0, 2, 4, 5]].double(), exact, rtol=5e-6, atol=1e-30)
     assert (ours.double().sum(dim=-1) - 1).abs().max() < 1e-6
