@@ -44,7 +44,7 @@ _MEANINGS: dict[str, dict[str, Meaning]] = {
     "fingerprint": {"": "Of the model's configuration and weights."},
     "drafter": {"": "`drafter.kind` of the configuration."},
     "engine": {"": "vLLM and its version."},
-    "kernels": {"": {"cpu": "our own, for processors with AVX-512 or AVX2", "triton": "paged attention on a GPU, by Triton"}},
+    "kernels": {"": {"cpu": "our own, for AVX-512 or AVX2", "triton": "paged attention on a GPU, by Triton"}},
     "code": {"": "The status code of HTTP; 499 if the client left before its answer began."},
     "key": {"": "The id of an API key, never the key."},
     "outcome": {

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from speculative.config import why_no_triton
-from speculative.kernels.bindings import find_kernels
+from speculative.kernels.library import find_kernels
 from speculative.model.decoder import Decoder
 
 

@@ -356,7 +356,7 @@ def test_the_arithmetic_of_a_model_is_chosen_in_one_place() -> None:
     assert asked == {
         "cpu_kernels": {"speculative.kernels.chosen"},
         "choose_kernels": {"speculative.model.decoder", "speculative.model.loading", "speculative.weights"},
-        "find_kernels": {"speculative.kernels.bindings", "speculative.arithmetic"},
+        "find_kernels": {"speculative.kernels.library", "speculative.arithmetic"},
     }
 
 

@@ -1,49 +1,19 @@
-"""The CPU kernels of this folder: compiled once for this machine's processor, kept, and called without copies.
+"""The CPU kernels of this folder, called without copies."""
 
-Without a compiler, AVX-512 or AVX2 there are none, and torch's own operators do the work.
-"""
-
-import contextlib
 import ctypes
-import functools
-import hashlib
-import logging
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
+from collections.abc import Sequence
 from ctypes import c_double, c_int64, c_void_p
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from speculative.config import kernels_folder
-
-_SOURCES = tuple(
-    Path(__file__).with_name(name)
-    for name in ("avx2.h", "kernels.h", "attention.cpp", "layers.cpp", "products.cpp", "vocabulary.cpp")
-)
-_COMPILERS = ("c++", "g++", "clang++")
-_FLAGS = (
-    "-std=c++17",
-    "-O3",
-    "-march=native",
-    "-fno-strict-aliasing",
-    "-fopenmp",
-    "-fPIC",
-    "-fno-semantic-interposition",
-    "-shared",
-)
-_COMPILE_LIMIT_S = 120
+NUM_WAYS = 6
+"""Ways to prefetch weights: of integers and of many products, then of 1 to 5 products for each weight."""
 
 Uint64s = np.ndarray[Any, np.dtype[np.uint64]]
 Float64s = np.ndarray[Any, np.dtype[np.float64]]
-
-_log = logging.getLogger(__name__)
 
 
 class LinearStruct(ctypes.Structure):
@@ -274,6 +244,7 @@ class Kernels:
         ]
         self._uniforms = library.truespec_uniforms
         self._uniforms.argtypes = [c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p]
+        self._ways = (c_int64 * NUM_WAYS).in_dll(library, "truespec_ways")
         for function in (self._linear, self._attend, self._layers, self._norm, self._attention, self._mlp):
             function.restype = None
         self._noise = library.truespec_noise
@@ -283,6 +254,15 @@ class Kernels:
             function.restype = None
         self._uniforms.restype = None
         self._filter.restype = None
+
+    def prefetch(self, ways: Sequence[int]) -> None:
+        """Set how products ask for weights ahead of their use: `NUM_WAYS` ways of prefetch.py."""
+        self._ways[:] = list(ways)
+
+    @property
+    def ways(self) -> tuple[int, ...]:
+        """How products ask for weights ahead of their use."""
+        return tuple(self._ways)
 
     def linear(self, linear: LinearStruct, rows: Tensor, norm: tuple[Tensor, float] | None = None) -> Tensor:
         """rows [N, num_inputs], each of them contiguous -> [N, num_outputs]; normed first if `norm` is given."""
@@ -570,57 +550,3 @@ class Kernels:
             *(ctypes.addressof(layers), which.start, which.stop, ctypes.addressof(shape), ctypes.addressof(step)),
             *(cache.data_ptr(), hidden.data_ptr(), torch.get_num_threads()),
         )
-
-
-@functools.cache
-def find_kernels() -> Kernels | str:
-    """The kernels for this machine, compiled at the first call of the first process; or why there are none, and what
-    to do about it.
-
-    A built library is kept in the cache folder; a change of source, flags, compiler or processor triggers a rebuild.
-    """
-    capability = torch.backends.cpu.get_cpu_capability()
-    if capability not in ("AVX512", "AVX2"):
-        return f"torch sees {capability} on this processor, and they need AVX-512 or AVX2; take a machine that has one"
-    compiler = next((path for name in _COMPILERS if (path := shutil.which(name))), None)
-    if compiler is None:
-        return f"none of {', '.join(_COMPILERS)} is on PATH to compile them; install g++"
-    try:
-        return Kernels(ctypes.CDLL(str(_built(compiler))))
-    except (OSError, subprocess.SubprocessError) as error:
-        detail = str(getattr(error, "stderr", None) or error).strip()
-        _log.warning("%s does not compile the CPU kernels: %s", compiler, detail)
-        return f"{compiler} does not compile them ({detail.splitlines()[0]}); install a current g++"
-
-
-@functools.cache
-def cpu_kernels() -> Kernels | None:
-    """The kernels for this machine; None where there are none."""
-    found = find_kernels()
-    return found if isinstance(found, Kernels) else None
-
-
-def _built(compiler: str) -> Path:
-    version = subprocess.run([compiler, "--version"], check=True, capture_output=True, timeout=_COMPILE_LIMIT_S).stdout
-    key = hashlib.blake2b(b"".join(path.read_bytes() for path in _SOURCES), digest_size=12)
-    for part in (" ".join((compiler, *_FLAGS)).encode(), version, _processor().encode()):
-        key.update(part)
-    library = kernels_folder() / f"kernels-{key.hexdigest()}.so"
-    if library.is_file():
-        return library
-    library.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=library.parent) as scratch:  # another process never loads a partial library
-        made = Path(scratch) / library.name
-        command = [compiler, *_FLAGS, *(str(path) for path in _SOURCES if path.suffix == ".cpp"), "-o", str(made)]
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_LIMIT_S)
-        os.replace(made, library)
-    return library
-
-
-def _processor() -> str:
-    """Return what the compiler's `native` depends on."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("flags"):
-                return line
-    return platform.processor()

@@ -4,7 +4,8 @@ from typing import NamedTuple
 
 import torch
 
-from speculative.kernels.bindings import Kernels, cpu_kernels
+from speculative.kernels.bindings import Kernels
+from speculative.kernels.library import cpu_kernels
 
 
 class ChosenKernels(NamedTuple):

@@ -7,6 +7,20 @@
 
 namespace truespec {
 
+// Ways to ask for weights ahead of their use. Which one is the fastest is measured where the kernels are compiled
+// (prefetch.py): the wrong one makes products of few rows take up to twice as long.
+enum Way : int64_t {
+    kNone = 0,  // the processor's own prefetching does it
+    kPast = 1,  // 8 KiB ahead, past the outer caches
+    kNear = 2,  // 2 KiB ahead, into all caches
+    kFar = 3,   // 8 KiB ahead, into all caches
+};
+
+// By the number of products that each weight takes part in, at most this; for integers and for more products the first
+// one, which is always into all caches.
+constexpr int kFewProducts = 5;
+extern "C" int64_t truespec_ways[1 + kFewProducts] = {kNear, kNear, kNear, kNear, kNear, kNear};
+
 namespace {
 
 // silu(gate) * up, of a row [gate | up].
@@ -168,31 +182,29 @@ struct Turn {
     int64_t index, count;
 };
 
-// Asks for weights ahead of their use, line by line.
+// Asks for weights line by line.
 //
-// One pass reads its panels in order. Where the processor multiplies bfloat16 (measured on AMD), bfloat16 weights in
-// one product come fastest by the processor's own prefetching, those in few from past the outer caches, all others
-// through all caches. Elsewhere (measured on Intel) a little ahead, into all caches, is best.
-//
-// Of several passes over a panel only the first would wait for memory, so each asks for half of the next panel.
-constexpr int kAllCaches = 6;  // products, or more
-
+// One pass reads its panels in order. Of several passes over a panel only the first would wait for memory, so each asks
+// for half of the next panel.
 template <int products>
 class Ahead {
    public:
     Ahead(const char* weights, int64_t panel_bytes, Turn turn) : again_(turn.count > 1), step_(again_ ? 32 : 64) {
-        place_ = weights + (again_ ? panel_bytes + panel_bytes * turn.index / turn.count : kDistance);
+        const int64_t way = truespec_ways[kIndex], distance = way == kPast || way == kFar ? 8192 : 2048;
+        into_all_ = kIndex == 0 || again_ || way >= kNear;
+        past_ = way == kPast;
+        place_ = weights + (again_ ? panel_bytes + panel_bytes * turn.index / turn.count : distance);
     }
 
     void fetch_line() {
-        if (!kPairs || products >= kAllCaches || again_) _mm_prefetch(place_, _MM_HINT_T0);
-        else if constexpr (products > 1) _mm_prefetch(place_, _MM_HINT_NTA);
+        if (into_all_) _mm_prefetch(place_, _MM_HINT_T0);
+        else if (past_) _mm_prefetch(place_, _MM_HINT_NTA);
         place_ += step_;
     }
 
    private:
-    static constexpr int64_t kDistance = kPairs ? 8192 : 2048;
-    bool again_;
+    static constexpr int kIndex = products <= kFewProducts ? products : 0;
+    bool again_, into_all_, past_;
     int64_t step_;
     const char* place_;
 };
@@ -331,7 +343,7 @@ void int_tile(const Rows& rows, int64_t row, const Linear& linear, int64_t panel
     const __m512i low_half = _mm512_set1_epi8(15);
     for (int first = 0; first < 2; first += H) {
         const char* block = static_cast<const char*>(linear.weight) + panel * blocks * kBytes;
-        Ahead<kAllCaches> ahead(block, blocks * kBytes, turn);
+        Ahead<kFewProducts + 1> ahead(block, blocks * kBytes, turn);
         __m512 sums[R][H];
         for (int r = 0; r < R; ++r) {
             for (int h = 0; h < H; ++h) sums[r][h] = _mm512_setzero_ps();

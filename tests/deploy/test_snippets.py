@@ -13,7 +13,7 @@ from deploy.run.cluster import running_app
 from deploy.run.ports import free_ports
 from deploy.tools.chart import ROOT
 from serve_app.config.files import load_config
-from speculative.kernels.bindings import cpu_kernels
+from speculative.kernels.library import cpu_kernels
 from speculative.model.catalogue import FetchFailed, fetch_model
 
 _DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "quickstart.md")

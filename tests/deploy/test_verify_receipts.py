@@ -33,7 +33,7 @@ from serve_app.telemetry.metrics import BufferSink, Metrics
 from serve_app.text.tokenizer import Tokenizer
 from speculative.config import DrafterConfig
 from speculative.errors import ConfigError
-from speculative.kernels.bindings import cpu_kernels
+from speculative.kernels.library import cpu_kernels
 from tests.support.engines import NGRAM, settings
 from tests.support.fake_serving import BackendSource, make_backend
 from tests.support.tiny_models import write_tiny_model

@@ -12,7 +12,7 @@ from serve_app.text.grammar import StructureCompiler
 from serve_app.text.tokenizer import Tokenizer
 from speculative.config import DrafterConfig, EngineConfig
 from speculative.engine import EngineCore
-from speculative.kernels.bindings import cpu_kernels
+from speculative.kernels.library import cpu_kernels
 from speculative.model.catalogue import FetchFailed, fetch_model
 from speculative.model.config import ModelConfig
 from speculative.request import FinishReason, Request, SamplingParams, Structure

@@ -1,8 +1,8 @@
 """CPU seconds of every test: a limit for new ones, and the order in which files are given to workers.
 
 `make durations` writes `tests/durations.json`: the wall time of each file, and the CPU seconds of each test that takes
-more than a few. A test fails if it needs more than `LIMIT_S` (twice that without CPU kernels), is not listed there and
-is not marked `slow`.
+more than a few. A test fails if it needs more than `LIMIT_S` (twice that on a processor without AVX-512), is not listed
+there and is not marked `slow`.
 """
 
 import json
@@ -18,7 +18,7 @@ import pytest
 
 RECORD = Path(__file__).parents[1] / "durations.json"
 LIMIT_S = 10.0
-_WITHOUT_KERNELS = 2.0  # times as long: what computes, on a processor for which there are no kernels of ours
+_NARROW = 2.0  # times as long: what computes, on a processor without AVX-512
 _NOTED_S = 3.0  # what a machine three times as slow may find above the limit
 _SPENT = "cpu_s"
 # What these take is other programs' time, and depends on what else the machine does.
@@ -71,9 +71,9 @@ class Durations:
 
 
 def _limit_s() -> float:
-    from speculative.kernels.bindings import cpu_kernels  # with torch, which not every run needs
+    import torch  # which not every run needs
 
-    return LIMIT_S if cpu_kernels() is not None else LIMIT_S * _WITHOUT_KERNELS
+    return LIMIT_S if torch.backends.cpu.get_cpu_capability() == "AVX512" else LIMIT_S * _NARROW
 
 
 def _cpu_s() -> float:

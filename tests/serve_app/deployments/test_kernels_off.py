@@ -16,8 +16,8 @@ from serve_app.telemetry.metrics import PrometheusSink
 from speculative.config import why_no_triton
 from speculative.gpu.operators import GraphOperators
 from speculative.gpu.paged_attention import AttentionSizes, TorchAttend
-from speculative.kernels.bindings import cpu_kernels, find_kernels
 from speculative.kernels.chosen import ChosenKernels
+from speculative.kernels.library import cpu_kernels, find_kernels
 from tests.support.engines import settings
 from tests.support.referees import RefereeHandle, Worker
 from tests.support.tiny_models import write_tiny_model

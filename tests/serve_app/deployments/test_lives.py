@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from serve_app.guard.breaker import BreakerState
-from speculative.kernels.bindings import cpu_kernels
+from speculative.kernels.library import cpu_kernels
 from speculative.request import Request, TokenDelta
 from tests.support.loops import for_each
 from tests.support.project_files import ROOT

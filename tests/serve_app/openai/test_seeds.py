@@ -21,7 +21,7 @@ from serve_app.telemetry.metrics import BufferSink, Metrics
 from serve_app.text.tokenizer import Tokenizer
 from speculative.config import DrafterConfig, EngineConfig
 from speculative.engine import EngineCore
-from speculative.kernels.bindings import cpu_kernels, find_kernels
+from speculative.kernels.library import cpu_kernels, find_kernels
 from speculative.scheduling.draft_length import DraftLength
 from speculative.state.sequence import Sequence
 from tests.support.engines import settings
@@ -104,7 +104,7 @@ async def test_a_seed_gives_the_same_text_whatever_was_drafted(service: Service,
     assert text(await service.ask(4, **more, seed=8)) != text(first)
 
 
-@pytest.mark.skipif(cpu_kernels() is None, reason="no C++ compiler, or a CPU with neither AVX-512 nor AVX2")
+@pytest.mark.skipif(cpu_kernels() is None, reason="no C++ compiler, or neither AVX-512 nor AVX2")
 async def test_a_reply_to_a_seed_says_that_it_gives_this_text_again(service: Service) -> None:
     for more in ({}, {"temperature": 0}, {"reproducible": True}, {"reproducible": False, "speculate": False}):
         assert reported(await service.ask(4, **more)) == [(True, None)], more
@@ -112,7 +112,7 @@ async def test_a_reply_to_a_seed_says_that_it_gives_this_text_again(service: Ser
     assert reported(await service.ask(4, seed=None)) == [(None, None)], "nobody can ask for an unknown seed again"
 
 
-@pytest.mark.skipif(cpu_kernels() is None, reason="no C++ compiler, or a CPU with neither AVX-512 nor AVX2")
+@pytest.mark.skipif(cpu_kernels() is None, reason="no C++ compiler, or neither AVX-512 nor AVX2")
 async def test_who_does_without_hears_why_the_text_may_be_another(service: Service) -> None:
     first, second = [await service.ask(longest, reproducible=False) for longest in (4, 0)]
     assert text(first) != text(second), "the drafts shift the draws"
@@ -120,7 +120,7 @@ async def test_who_does_without_hears_why_the_text_may_be_another(service: Servi
     assert promised is False and "reproducible is false" in why and "drafted" in why
 
 
-@pytest.mark.skipif(cpu_kernels() is None, reason="no C++ compiler, or a CPU with neither AVX-512 nor AVX2")
+@pytest.mark.skipif(cpu_kernels() is None, reason="no C++ compiler, or neither AVX-512 nor AVX2")
 async def test_without_a_drafter_nothing_shifts_the_draws(folder: Path) -> None:
     service = await Service(folder, drafter=DrafterConfig(kind="none")).start()
     try:

@@ -3,7 +3,7 @@ token that is wrong is still found. docs/detection.md has the figures."""
 
 import pytest
 
-from speculative.kernels.bindings import cpu_kernels
+from speculative.kernels.library import cpu_kernels
 from speculative.model.catalogue import fetch_model
 from tests.support.perturbed_engines import DRAFTERS, SETTINGS, VERIFIERS
 from tests.support.real_logits import FORMS, RealLogits
@@ -11,7 +11,7 @@ from tests.support.real_logits import FORMS, RealLogits
 EACH = 38  # answers of each setting, verifier and drafter in the long run: 10,260 a pair
 PAIR = "w4a8 and float32"  # the noisiest
 
-pytestmark = pytest.mark.skipif(cpu_kernels() is None, reason="without AVX-512 or AVX2 there are no four-bit kernels")
+pytestmark = pytest.mark.skipif(cpu_kernels() is None, reason="without kernels there are no four-bit weights")
 
 
 @pytest.fixture(scope="module")

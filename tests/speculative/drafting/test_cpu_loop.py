@@ -12,7 +12,7 @@ from speculative.config import DrafterConfig
 from speculative.drafting.base import DraftOutput
 from speculative.drafting.neural_drafter import MadeDrafts, ModelDrafter
 from speculative.engine import EngineCore
-from speculative.kernels.bindings import cpu_kernels
+from speculative.kernels.library import cpu_kernels
 from speculative.model.cpu.packed import prefers_onednn
 from speculative.request import Request, SamplingParams
 from speculative.scheduling.early_exit import EDGES, EarlyExit

@@ -1,6 +1,7 @@
 """The CPU kernels compute what torch computes, and every row on its own: the same bits in any company."""
 
 import ctypes
+import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,9 @@ from torch import Tensor
 
 from speculative.cache.kv_cache import KVCache, KVShape
 from speculative.kernels import bindings
-from speculative.kernels.bindings import Kernels, cpu_kernels, find_kernels
+from speculative.kernels import library as kernels_library
+from speculative.kernels.bindings import Kernels
+from speculative.kernels.library import cpu_kernels, find_kernels
 from speculative.model.attention import StepAttention
 from speculative.model.cpu.native import Kind, NativeLinear, NativeNorm
 from speculative.model.decoder import Decoder
@@ -25,7 +28,7 @@ from tests.support.tiny_models import write_tiny_model
 CPU = torch.device("cpu")
 KINDS: tuple[Kind, ...] = ("float32", "bfloat16", "w16a16", "int8", "int4", "w8a8", "w4a8")
 FAMILIES = ("llama_biased", "llama3", "smollm", "mistral", "qwen3")
-needs_kernels = pytest.mark.skipif(cpu_kernels() is None, reason="no C++ compiler, or a CPU with neither AVX-512 nor AVX2")
+needs_kernels = pytest.mark.skipif(cpu_kernels() is None, reason="no C++ compiler, or neither AVX-512 nor AVX2")
 
 
 def compiled() -> Kernels:
@@ -62,7 +65,7 @@ def native(kind: Kind, num_inputs: int, num_outputs: int) -> tuple[NativeLinear,
 
 
 def as_read(kind: Kind, rows: Tensor) -> Tensor:
-    """What a product of this kind makes of its rows: integers of blocks of 32, as said in bindings.cpp."""
+    """What a product of this kind makes of its rows: integers of blocks of 32, as said in kernels.h."""
     if kind in ("float32", "bfloat16"):
         return rows
     if kind == "w16a16":
@@ -279,7 +282,7 @@ def test_what_does_not_compile_is_done_without(
 ) -> None:
     source = tmp_path / "kernels.cpp"
     source.write_text("#error this does not compile\n")
-    monkeypatch.setattr(bindings, "_SOURCES", (source,))
+    monkeypatch.setattr(kernels_library, "_SOURCES", (source,))
     monkeypatch.setenv("TRUESPEC_CACHE", str(tmp_path))
     with caplog.at_level(logging.WARNING):
         why = find_kernels.__wrapped__()
@@ -294,8 +297,12 @@ def test_what_was_compiled_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert isinstance(find_kernels.__wrapped__(), Kernels)
     (library,) = tmp_path.rglob("*.so")
     made = library.stat().st_mtime_ns
-    assert isinstance(find_kernels.__wrapped__(), Kernels)
+    (chosen,) = tmp_path.rglob("*.prefetch.json")
+    chosen.write_text(json.dumps([3, 1, 0, 1, 0, 1]), encoding="utf-8")
+    again = find_kernels.__wrapped__()
+    assert isinstance(again, Kernels)
     assert library.stat().st_mtime_ns == made
+    assert again.ways == (3, 1, 0, 1, 0, 1), "they are set as they were measured"
 
 
 @needs_kernels

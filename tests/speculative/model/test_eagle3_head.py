@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from speculative.cache.kv_cache import KVCache, KVShape
 from speculative.errors import ConfigError, UnsupportedModel
-from speculative.kernels.bindings import cpu_kernels
+from speculative.kernels.library import cpu_kernels
 from speculative.model.attention import StepAttention
 from speculative.model.cpu.native import Kind, NativeLinear
 from speculative.model.cpu.packed import prefers_onednn

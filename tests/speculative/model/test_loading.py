@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from speculative.errors import ConfigError, UnsupportedModel
-from speculative.kernels.bindings import cpu_kernels
+from speculative.kernels.library import cpu_kernels
 from speculative.model import loading
 from speculative.model.config import ModelConfig
 from speculative.model.decoder import Decoder

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from speculative.errors import ConfigError
 from speculative.kernels import chosen
-from speculative.kernels.bindings import cpu_kernels
+from speculative.kernels.library import cpu_kernels
 from speculative.model import loading
 from speculative.model.cpu.native import NativeLinear
 from speculative.model.fingerprint import model_fingerprint
@@ -17,7 +17,7 @@ from speculative.model.quantized import QUANTIZED_FILE, Quantized, load_quantize
 from tests.support.tiny_models import write_tiny_model
 
 CPU = torch.device("cpu")
-needs_kernels = pytest.mark.skipif(cpu_kernels() is None, reason="no C++ compiler, or a CPU with neither AVX-512 nor AVX2")
+needs_kernels = pytest.mark.skipif(cpu_kernels() is None, reason="no C++ compiler, or neither AVX-512 nor AVX2")
 
 
 def a_weight(scale: float = 1.0) -> torch.Tensor:

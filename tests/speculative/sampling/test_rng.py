@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from speculative.kernels.bindings import Kernels, cpu_kernels
+from speculative.kernels.bindings import Kernels
+from speculative.kernels.library import cpu_kernels
 from speculative.sampling import rng
 from speculative.sampling.rng import Purpose, gumbel, uniforms
 from tests.support.distributions import assert_departs, assert_follows
@@ -19,7 +20,7 @@ KNOWN_ANSWERS = (
 )
 NUM_DRAWS = 1 << 16
 KERNELS = cpu_kernels()
-needs_kernels = pytest.mark.skipif(KERNELS is None, reason="no C++ compiler, or a CPU with neither AVX-512 nor AVX2")
+needs_kernels = pytest.mark.skipif(KERNELS is None, reason="no C++ compiler, or neither AVX-512 nor AVX2")
 
 
 def words(text: str) -> tuple[np.ndarray, ...]:

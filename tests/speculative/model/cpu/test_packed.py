@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from speculative.kernels.bindings import cpu_kernels
+from speculative.kernels.library import cpu_kernels
 from speculative.model import loading
 from speculative.model.cpu import packed
 from speculative.model.cpu.native import Kind, NativeLinear

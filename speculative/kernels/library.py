@@ -1,0 +1,107 @@
+"""The kernels' library: compiled once for this machine's processor, and kept.
+
+Without a compiler, AVX-512 or AVX2 there is none, and torch's own operators do the work.
+"""
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import json
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+
+from speculative.config import kernels_folder
+from speculative.kernels.bindings import Kernels
+from speculative.kernels.prefetch import describe_ways, measured_ways
+
+_SOURCES = tuple(
+    Path(__file__).with_name(name)
+    for name in ("avx2.h", "kernels.h", "attention.cpp", "layers.cpp", "products.cpp", "vocabulary.cpp")
+)
+_COMPILERS = ("c++", "g++", "clang++")
+_FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-march=native",
+    "-fno-strict-aliasing",
+    "-fopenmp",
+    "-fPIC",
+    "-fno-semantic-interposition",
+    "-shared",
+)
+_COMPILE_LIMIT_S = 120
+
+_log = logging.getLogger(__name__)
+
+
+@functools.cache
+def find_kernels() -> Kernels | str:
+    """The kernels for this machine, compiled at the first call of the first process; or why there are none, and what
+    to do about it.
+
+    A built library is kept in the cache folder; a change of source, flags, compiler or processor triggers a rebuild.
+    """
+    capability = torch.backends.cpu.get_cpu_capability()
+    if capability not in ("AVX512", "AVX2"):
+        return f"torch sees {capability} on this processor, and they need AVX-512 or AVX2; take a machine that has one"
+    compiler = next((path for name in _COMPILERS if (path := shutil.which(name))), None)
+    if compiler is None:
+        return f"none of {', '.join(_COMPILERS)} is on PATH to compile them; install g++"
+    try:
+        library = _built(compiler)
+        kernels = Kernels(ctypes.CDLL(str(library)))
+        kernels.prefetch(json.loads(_ways_file(library).read_text(encoding="utf-8")))
+        return kernels
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        detail = str(getattr(error, "stderr", None) or error).strip()
+        _log.warning("%s does not compile the CPU kernels: %s", compiler, detail)
+        return f"{compiler} does not compile them ({detail.splitlines()[0]}); install a current g++"
+
+
+@functools.cache
+def cpu_kernels() -> Kernels | None:
+    """The kernels for this machine; None where there are none."""
+    found = find_kernels()
+    return found if isinstance(found, Kernels) else None
+
+
+def _built(compiler: str) -> Path:
+    version = subprocess.run([compiler, "--version"], check=True, capture_output=True, timeout=_COMPILE_LIMIT_S).stdout
+    key = hashlib.blake2b(b"".join(path.read_bytes() for path in _SOURCES), digest_size=12)
+    for part in (" ".join((compiler, *_FLAGS)).encode(), version, _processor().encode()):
+        key.update(part)
+    library = kernels_folder() / f"kernels-{key.hexdigest()}.so"
+    if library.is_file():
+        return library
+    library.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=library.parent) as scratch:  # another process never loads a partial library
+        made = Path(scratch) / library.name
+        command = [compiler, *_FLAGS, *(str(path) for path in _SOURCES if path.suffix == ".cpp"), "-o", str(made)]
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_LIMIT_S)
+        ways = measured_ways(Kernels(ctypes.CDLL(str(made))))
+        _log.info("The CPU kernels were compiled. Prefetching, as measured: %s.", describe_ways(ways))
+        written = _ways_file(made)
+        written.write_text(json.dumps(ways), encoding="utf-8")
+        os.replace(written, _ways_file(library))  # before the library: who finds that finds both
+        os.replace(made, library)
+    return library
+
+
+def _ways_file(library: Path) -> Path:
+    return library.with_suffix(".prefetch.json")
+
+
+def _processor() -> str:
+    """Return the processor's model, for which prefetching is measured, and what the compiler's `native` depends on."""
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")[0].splitlines()
+        return "\n".join(line for line in lines if line.startswith(("model name", "flags")))
+    return platform.processor()

@@ -1,0 +1,82 @@
+"""The choice of a way to prefetch, on a clock of made-up products; and, if slow, the cost of rows on this machine."""
+
+import time
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from speculative.kernels.bindings import NUM_WAYS, LinearStruct
+from speculative.kernels.library import cpu_kernels
+from speculative.kernels.prefetch import WAYS, describe_ways, measured_ways
+from tests.support.vocabulary import needs_kernels
+
+NONE, PAST, NEAR, FAR = range(len(WAYS))
+
+
+class Products:
+    """Kernels whose products take the time that a table says, on a clock of their own."""
+
+    def __init__(self, took: dict[tuple[int, int], float]) -> None:
+        self.took = took
+        self.now = 0.0
+        self.ways: tuple[int, ...] = ()
+        self.noise = 0
+
+    def prefetch(self, ways: Sequence[int]) -> None:
+        assert len(ways) == NUM_WAYS
+        self.ways = tuple(ways)
+
+    def linear(self, linear: LinearStruct, rows: Tensor) -> Tensor:
+        self.noise += 1
+        place = 0 if linear.kind == 6 else len(rows)
+        self.now += self.took.get((place, self.ways[place]), 1.0) * (3 if self.noise % 5 == 0 else 1)
+        return rows
+
+
+def test_each_number_of_products_gets_its_fastest_way_whatever_else_runs() -> None:
+    fastest = {(0, FAR): 0.9, (1, NONE): 0.5, (2, PAST): 0.8, (3, FAR): 0.7, (4, NEAR): 0.6}
+    kernels = Products(fastest)
+    threads = torch.get_num_threads()
+    assert measured_ways(kernels, lambda: kernels.now) == (FAR, NONE, PAST, FAR, NEAR, NEAR)  # type: ignore[arg-type]
+    assert kernels.ways == (FAR, NONE, PAST, FAR, NEAR, NEAR), "they are set"
+    assert torch.get_num_threads() == threads
+
+
+def test_what_gains_nothing_to_speak_of_changes_nothing() -> None:
+    kernels = Products({(places, way): 0.98 for places in range(NUM_WAYS) for way in (NONE, PAST, FAR)})
+    assert measured_ways(kernels, lambda: kernels.now) == (NEAR,) * NUM_WAYS  # type: ignore[arg-type]
+
+
+def test_integers_are_always_asked_for_into_all_caches() -> None:
+    kernels = Products({(0, NONE): 0.1, (0, PAST): 0.1})
+    assert measured_ways(kernels, lambda: kernels.now)[0] == NEAR  # type: ignore[arg-type]
+
+
+def test_the_ways_are_named() -> None:
+    assert describe_ways((FAR, NONE, PAST, NEAR, NEAR, NEAR)) == (
+        "integers: far; bfloat16 by number of rows: 1: none, 2: past the outer caches, 3: near, 4: near, 5: near"
+    )
+
+
+@pytest.mark.slow
+@needs_kernels
+@pytest.mark.parametrize("kind", [1, 2, 6], ids=["bfloat16", "w16a16", "w4a8"])
+def test_fewer_rows_never_cost_more(kind: int) -> None:
+    """Measured, so for a quiet machine: with the wrong way two rows cost more than eight."""
+    kernels = cpu_kernels()
+    assert kernels is not None
+    num_inputs, num_outputs = 1024, 32768
+    weight = torch.full((num_inputs * num_outputs // 2,), 0x3C003C00, dtype=torch.int32)
+    linear = LinearStruct(weight.data_ptr(), None, num_inputs, num_outputs, kind)
+    took = dict.fromkeys((1, 2, 3, 4, 6, 8, 16), float("inf"))
+    for _ in range(9):
+        for num_rows in took:
+            rows = torch.ones((num_rows, num_inputs))
+            start = time.perf_counter()
+            kernels.linear(linear, rows)
+            took[num_rows] = min(took[num_rows], time.perf_counter() - start)
+    for fewer in took:
+        for more in took:
+            assert fewer > more or took[fewer] < 1.3 * took[more], took
