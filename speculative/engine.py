@@ -64,8 +64,12 @@ class EngineCore:
     ) -> None:
         self.model = model
         self.device = next(decoder.parameters()).device
+        use_device(self.device)
         if self.device.type == "cuda":
             torch.backends.cuda.enable_cudnn_sdp(False)  # it builds a plan for every new shape, of prompts above all
+            # Else cuBLAS may add up parts of a product in 16 bits, by the size of the batch.
+            torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+            torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
         self.config = config = self._with_cache_size(config, decoder, draft_model)
         self.max_model_len = longest_sequence(model, config)
         self.stats = StepStats()
@@ -222,6 +226,7 @@ class EngineCore:
         Raises:
             EngineFault: the KV contains NaN or infinity; it is neither exported nor cached.
         """
+        use_device(self.device)
         sequence = self.scheduler.find(request_id)
         if sequence is None or sequence.phase is not Phase.HELD:
             raise KeyError(f"{request_id} is not held for export.")
@@ -289,6 +294,7 @@ class EngineCore:
 
         The old makes room before the new is complete. An engine whose switch raises is neither; it must not go on.
         """
+        use_device(self.device)
         self.scheduler.reset()
         weightless = self.drafter if weights.draft_model is None else NoDrafter()
         del self.graphs, self.eager, self.executor  # frees the old graphs and the old drafter's cache
@@ -325,6 +331,7 @@ class EngineCore:
     @torch.inference_mode()
     def step(self) -> list[TokenDelta]:
         """Advance every scheduled sequence: draft, verify, commit."""
+        use_device(self.device)
         batch = self.scheduler.schedule()
         if batch is None:
             return []
@@ -418,6 +425,13 @@ class EngineCore:
         request.check_scored_ids(self.model.vocab_size)
         if request.adapter:
             raise InvalidRequest("model", f"This engine has no adapters; {request.adapter!r} was asked for.")
+
+
+def use_device(device: torch.device) -> None:
+    """Have this thread launch kernels on a GPU of its own. Each thread has its own current device, at first GPU 0, and
+    Triton's launches go there whatever the device of their tensors."""
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
 
 
 def resolve_device(name: str) -> torch.device:

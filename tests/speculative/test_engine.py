@@ -17,7 +17,7 @@ from torch import Tensor
 
 from speculative.config import DrafterConfig
 from speculative.drafting.base import Drafter, DraftOutput, WeightlessDrafter
-from speculative.engine import EngineCore
+from speculative.engine import EngineCore, use_device
 from speculative.errors import InvalidRequest
 from speculative.request import FinishReason, Request, SamplingParams, TokenKind
 from speculative.sampling.probs import draw
@@ -827,3 +827,19 @@ def test_a_hand_made_chain_is_followed_through_rounds_of_every_length() -> None:
         assert answer.num_accepted > 0
     for token in range(4):
         assert_follows(counts[token], table[token].numpy())
+
+
+def test_a_step_runs_on_the_engines_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each thread has its own current device: an engine on another one than GPU 0 sets it wherever it computes."""
+    used: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", used.append)
+    engine = markov_engine(CYCLE, drafter=NO_DRAFTS)
+    engine.device = torch.device("cuda:1")  # a pretended one: nothing here launches a kernel
+    engine.add(Request("request", (5, 6, 7), SamplingParams(max_tokens=4)))
+    while engine.has_work:
+        engine.step()
+    assert len(used) > 1 and set(used) == {torch.device("cuda:1")}
+    used.clear()
+    for device in ("cpu", "cuda"):
+        use_device(torch.device(device))
+    assert not used, "`cuda` means the current device"
