@@ -70,10 +70,15 @@ def schema() -> dict[str, Any]:
     _allow_old_names(config, sections)
     for name in sorted(_needed(config, sections)):
         made["definitions"][f"config.{name}"] = _draft_07(sections[name])
-    defaults = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
     made["required"] = ["config"]
-    made["allOf"] = [_required({key: value for key, value in defaults.items() if key != "config"}, made, made)]
     return made
+
+
+def defaults() -> dict[str, Any]:
+    """The chart's own values, by which templates complete those of earlier charts; `config` is the application's."""
+    values: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
+    del values["config"]
+    return values
 
 
 def _alert(alert: Alert) -> dict[str, Any]:
@@ -102,23 +107,6 @@ def _allow_old_names(config: dict[str, Any], sections: dict[str, Any]) -> None:
         fields = sections[config["properties"][section]["$ref"].rsplit("/", 1)[1]]["properties"]
         as_now = {key: value for key, value in fields[new.rpartition(".")[2]].items() if key != "default"}
         fields[old_name] = as_now | {"description": f"Now `{new}`.", "deprecated": True}
-
-
-def _required(defaults: dict[str, Any], section: dict[str, Any], whole: dict[str, Any]) -> dict[str, Any]:
-    """Required values, since `null` removes a default: all but empty ones, and maps that are one value.
-
-    One that came later is optional too, by its `default` in the schema: `helm upgrade --reuse-values` brings the values
-    of the chart that was installed, without it.
-    """
-    known = section if "properties" in section else whole["definitions"][section["$ref"].rsplit("/", 1)[1]]
-    fields = known["properties"]
-    needed = {
-        key: value
-        for key, value in defaults.items()
-        if (value or value is False) and not _is_leaf(value) and "default" not in fields[key]
-    }
-    parts = {key: _required(value, fields[key], whole) for key, value in needed.items() if isinstance(value, dict)}
-    return {"required": list(needed), "properties": parts}
 
 
 def _needed(config: dict[str, Any], sections: dict[str, Any]) -> set[str]:
@@ -202,6 +190,7 @@ def run_helm(*arguments: str, stdin: str | None = None) -> str:
 def generated() -> Iterator[tuple[Path, str]]:
     """Each generated file and what belongs in it, the schema first: the renders are checked against it."""
     yield CHART / "values.schema.json", json.dumps(schema(), indent=2, ensure_ascii=False) + "\n"
+    yield CHART / "files" / "defaults.yaml", yaml.safe_dump(defaults(), sort_keys=False, width=120)
     yield CHART / "README.md", readme()
     for values in sorted(EXAMPLES.glob("*-values.yaml")):
         name = values.name.replace("-values", "")

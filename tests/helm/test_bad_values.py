@@ -3,9 +3,8 @@
 from typing import Any
 
 import pytest
-import yaml
 
-from deploy.tools.chart import CHART, ChartError
+from deploy.tools.chart import ChartError, defaults
 from serve_app.config.files import parse_args
 from serve_app.config.renamed import RENAMED
 from tests.support.chart import MINIMAL, merged, pod_templates, ray_pods, serve_config, template
@@ -314,16 +313,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
         {"networkPolicy": {"allowHttps": False}, "modelCache": {"fetch": ["smollm2-135m"]}},
         "networkPolicy.allowHttps is false, so smollm2-135m cannot be fetched; allow it",
     ),
-    # A null takes a default away
-    ({"monitoring": None}, "monitoring is required"),
-    ({"podSecurity": None}, "podSecurity is required"),
-    ({"apiKeys": None}, "apiKeys is required"),
-    ({"service": {"port": None}}, "service: port is required"),
-    ({"ray": {"upgrade": None}}, "ray: upgrade is required"),
-    ({"worker": {"autoscaling": None}}, "worker: autoscaling is required"),
-    ({"worker": {"cpus": None}}, "worker: cpus is required"),
-    ({"worker": {"autoscaling": {"enabled": None}}}, "worker.autoscaling: enabled is required"),
-    ({"networkPolicy": {"kubernetesApiPorts": None}}, "networkPolicy: kubernetesApiPorts is required"),
     ({"hub": {"token": "t", "existingSecret": "s"}}, "hub.token and hub.existingSecret are both set; remove the token"),
     ({"podDisruptionBudget": {"maxUnavailable": 0}}, "podDisruptionBudget.maxUnavailable"),
     ({"podDisruptionBudget": {"minAvailable": 1}}, "Additional property minAvailable is not allowed"),
@@ -368,16 +357,17 @@ def test_clients_that_name_whoever_leads_in_are_enough(values: dict[str, Any]) -
     assert template(merged(MINIMAL, values))
 
 
-def test_a_null_in_place_of_an_empty_default_changes_nothing() -> None:
+def test_a_null_in_place_of_a_default_changes_nothing() -> None:
     def nulls(defaults: dict[str, Any]) -> dict[str, Any]:
-        empty = (None, "", [], {})
-        kept = {key: value for key, value in defaults.items() if value in empty or isinstance(value, dict)}
-        return {key: nulls(value) if value else None for key, value in kept.items()}
+        values = {key: nulls(value) if isinstance(value, dict) and value else None for key, value in defaults.items()}
+        return {key: value for key, value in values.items() if key not in ("resources", "labels", "annotations")}
 
-    defaults = yaml.safe_load((CHART / "values.yaml").read_text())
-    without = merged({key: value for key, value in nulls(defaults).items() if key != "config"}, MINIMAL)
-    assert without["worker"]["podLabels"] is without["pools"]["decode"] is without["ingress"]["tls"] is None
+    own = {key: value for key, value in defaults().items() if key != "image"}
+    without = merged(nulls(own), MINIMAL)
+    assert without["worker"]["cpus"] is without["pools"]["decode"] is without["ingress"]["tls"] is None
     assert template(without) == template(MINIMAL)
+    for whole in ("monitoring", "podSecurity", "ray"):
+        assert template(merged(MINIMAL, {whole: None})) == template(MINIMAL)
     sections = {"config": {"drafter": None, "topology": None, "replay": None, "engine": None, "limits": None}}
     assert ray_pods(template(merged(MINIMAL, sections))) == ray_pods(template(MINIMAL))
 

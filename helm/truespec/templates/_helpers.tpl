@@ -1,3 +1,25 @@
+{{/*
+Completes the values by the chart's own: with `helm upgrade --reuse-values` they are those of the chart that was
+installed, which may lack what came later. Every template begins with it.
+*/}}
+{{- define "truespec.fill" -}}
+{{- include "truespec.complete" (dict "given" .Values "defaults" (.Files.Get "files/defaults.yaml" | fromYaml)) -}}
+{{- end -}}
+
+{{/* Adds what the map `given` lacks of `defaults`; a map that is one value is given whole or not at all. */}}
+{{- define "truespec.complete" -}}
+{{- range $key, $default := .defaults -}}
+{{- if hasKey $.given $key -}}
+{{- $given := get $.given $key -}}
+{{- if and (kindIs "map" $default) (kindIs "map" $given) -}}
+{{- include "truespec.complete" (dict "given" $given "defaults" $default) -}}
+{{- end -}}
+{{- else if not (has $key (list "resources" "labels" "annotations")) -}}
+{{- $_ := set $.given $key $default -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
 {{/* Name of the RayService; every other object begins with it. */}}
 {{- define "truespec.fullname" -}}
 {{- if .Values.fullnameOverride -}}
@@ -69,7 +91,7 @@ annotations:
 {{- $names := ternary (list "monolith") (list "prefill" "decode") (eq .Values.config.topology "monolith") -}}
 {{- range $name := $names }}
 {{ $name }}:
-  {{- mustMergeOverwrite (dict "numOfHosts" 1) (mustDeepCopy $.Values.worker) (mustDeepCopy (default dict (get $.Values.pools $name))) | toYaml | nindent 2 }}
+  {{- mustMergeOverwrite (mustDeepCopy $.Values.worker) (mustDeepCopy (default dict (get $.Values.pools $name))) | toYaml | nindent 2 }}
 {{- end }}
 {{- end -}}
 

@@ -1,16 +1,11 @@
-{{/* What is set under `watch`; values of a chart before it have none. */}}
-{{- define "truespec.watch" -}}
-{{- default (dict "enabled" false "only" false) .Values.watch | toYaml -}}
-{{- end -}}
-
 {{/* "true" where a server is watched. */}}
 {{- define "truespec.watches" -}}
-{{- if (include "truespec.watch" . | fromYaml).enabled }}true{{ end -}}
+{{- if .Values.watch.enabled }}true{{ end -}}
 {{- end -}}
 
 {{/* "true" unless the release is a watch and nothing else. */}}
 {{- define "truespec.serves" -}}
-{{- $watch := include "truespec.watch" . | fromYaml -}}
+{{- $watch := .Values.watch -}}
 {{- if not (and $watch.enabled $watch.only) }}true{{ end -}}
 {{- end -}}
 
@@ -147,7 +142,7 @@ spec:
 {{- end -}}
 
 {{- define "truespec.guardWatch" -}}
-{{- $watch := include "truespec.watch" . | fromYaml -}}
+{{- $watch := .Values.watch -}}
 {{- if and $watch.only (not $watch.enabled) -}}
 {{- fail "watch.only is true, but watch.enabled is not; set it, or the release would be empty." -}}
 {{- end -}}
