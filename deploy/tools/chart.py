@@ -190,7 +190,7 @@ def run_helm(*arguments: str, stdin: str | None = None) -> str:
 def generated() -> Iterator[tuple[Path, str]]:
     """Each generated file and what belongs in it, the schema first: the renders are checked against it."""
     yield CHART / "values.schema.json", json.dumps(schema(), indent=2, ensure_ascii=False) + "\n"
-    yield CHART / "files" / "defaults.yaml", yaml.safe_dump(defaults(), sort_keys=False, width=120)
+    yield CHART / "files" / "defaults.json", json.dumps(defaults(), indent=1, ensure_ascii=False) + "\n"
     yield CHART / "README.md", readme()
     for values in sorted(EXAMPLES.glob("*-values.yaml")):
         name = values.name.replace("-values", "")

@@ -239,7 +239,6 @@ def test_ingress_and_route_lead_to_the_proxies_of_a_watch_alone() -> None:
             {"referee": {"podLabels": {"app.kubernetes.io/name": "x"}}},
             "The label app.kubernetes.io/name is the chart's",
         ),
-        ({"referee": {"memory": None}}, "watch.referee: memory is required"),
     ],
 )
 def test_bad_values_are_refused_with_the_fix(values: dict[str, Any], message: str) -> None:

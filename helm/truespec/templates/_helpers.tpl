@@ -3,7 +3,7 @@ Completes the values by the chart's own: with `helm upgrade --reuse-values` they
 installed, which may lack what came later. Every template begins with it.
 */}}
 {{- define "truespec.fill" -}}
-{{- include "truespec.complete" (dict "given" .Values "defaults" (.Files.Get "files/defaults.yaml" | fromYaml)) -}}
+{{- include "truespec.complete" (dict "given" .Values "defaults" (.Files.Get "files/defaults.json" | fromJson)) -}}
 {{- end -}}
 
 {{/* Adds what the map `given` lacks of `defaults`; a map that is one value is given whole or not at all. */}}
