@@ -72,6 +72,17 @@ _NONE_LATELY = " and ".join(f"absent_over_time({series}[6h])" for series in _EXP
 _OF_WATCHED = (
     "Of a server that `truespec watch` watches (pool `watched`), the referee's page has report, requests and verdicts; "
 )
+# Ray's own, of the proxies before the replicas. They know no model; jobs and namespaces are the releases'.
+_RELEASE = ("job", "namespace")
+_OF_RELEASE = f"by ({', '.join(_RELEASE)})"
+_PROXIED = "ray_serve_num_http_requests_total"
+_ALL_PROXIED = queries.events_of(_PROXIED, "15m", _RELEASE)
+_BAD_GATEWAY = queries.events_of(f'{_PROXIED}{{status_code=~"5..",status_code!="503"}}', "15m", _RELEASE)
+_IS_RELEASE = f"and count {_OF_RELEASE} ({_WANTED_SERIES})"
+_HAPROXIES = "ray_serve_haproxy_process_count"  # on one node; 0 once its process is dead
+_PROXIES_GONE = f"count {_OF_RELEASE} (present_over_time({_HAPROXIES}[1h])) unless count {_OF_RELEASE} ({_HAPROXIES})"
+_ROUTERS = _1H.series("replicas_wanted", 'pool="router"')
+_HAS_ROUTER = f"count by ({', '.join(KEEP)}) ({_ROUTERS} > 0)"
 _THRESHOLD, _MINIMUM = "$threshold", "$minimum"  # in an expression: what the chart's values may change
 
 
@@ -542,6 +553,61 @@ ALERTS = (
         ),
         threshold=0.01,
         minimum=5,
+    ),
+    Alert(
+        "TruespecRequestsInterrupted",
+        f"{_15M.events('requests_interrupted_total')} >= {_MINIMUM} unless {_HAS_ROUTER}",
+        "0m",
+        "warning",
+        "{{ $value | humanize }} requests of {{ $labels.model_name }} were lost with their replica.",
+        "A replica died with requests. Their clients got an error without JSON from the proxy, or a stream that was "
+        "cut; no other metric of truespec has them, since whoever counts died with them.",
+        "Why it died: out of memory (the pod's last state), a CUDA error, an engine fault (the replica's log). With a "
+        "router (`pools.router`) this alert is silent: it counts what its requests come to.",
+        "As for TruespecReplicasRestart. A router with `recovery.resume` has such streams go on elsewhere.",
+        commands=(
+            shell.promql("sum by (pool) (increase(truespec_requests_interrupted_total{}[15m]))"),
+            shell.DEAD_ACTORS,
+            shell.PODS,
+            shell.logged("CUDA|out of memory|EngineFault"),
+        ),
+        minimum=1,
+    ),
+    Alert(
+        "TruespecProxyErrors",
+        f"{_BAD_GATEWAY} / ({_ALL_PROXIED} > 0) > {_THRESHOLD} and {_BAD_GATEWAY} >= {_MINIMUM} {_IS_RELEASE}",
+        "5m",
+        "warning",
+        f"{{{{ $value | humanizePercentage }}}} of the requests{_IN_NAMESPACE}{_OF_JOB} come back from Ray Serve's "
+        "proxy as a 5xx.",
+        "Clients get a 5xx other than 503. Where TruespecRequestErrors does not fire as well, the proxy gave it: the "
+        "replica behind it died or could not be reached.",
+        "Whether replicas die (TruespecRequestsInterrupted, TruespecReplicasRestart); HAProxy's log on the nodes.",
+        "Follow the replicas first. If they are well, restart the pod whose proxy gives the errors.",
+        commands=(
+            shell.promql("sum by (status_code, application) (increase(ray_serve_num_http_requests_total[15m])) > 0"),
+            shell.SERVE_STATUS,
+            shell.DEAD_ACTORS,
+        ),
+        threshold=0.01,
+        minimum=5,
+    ),
+    Alert(
+        "TruespecProxyDown",
+        f"(count {_OF_RELEASE} ({_HAPROXIES} == 0) or {_PROXIES_GONE}) {_IS_RELEASE}",
+        "1m",
+        "critical",
+        f"Ray Serve's proxy is down on {{{{ $value }}}} nodes{_IN_NAMESPACE}{_OF_JOB}.",
+        "HAProxy does not run there: connections are refused, and get 404 while it comes back, although the replicas "
+        "are well. With one decoding pod this is an outage.",
+        "Ray Serve notices within half a minute and starts another; its controller's log says why one does not start.",
+        "Restart the pod if it does not come back. `ray.haproxy: false` uses Serve's own proxy, which is slower.",
+        commands=(
+            shell.promql("ray_serve_haproxy_process_count"),
+            shell.promql("ray_serve_proxy_status"),
+            shell.SERVE_STATUS,
+            shell.PODS,
+        ),
     ),
     Alert(
         "TruespecRequestsTurnedAway",

@@ -73,17 +73,24 @@ class QueryScope:
         Ray's agent exports a counter from its first event on, where `increase` sees nothing happen. A series is new
         that was not there in the hour before the window: one that was merely not scraped for a while is not.
         """
-        series = self.series(name, where)
-        before = f"max_over_time({series}[{_SEEN_BEFORE}] offset {self.window})"
-        born = f"min_over_time({series}[{self.window}]) unless {before}"
-        return (
-            f'sum{self._by(by)} (label_replace(increase({series}[{self.window}]), "part", "rise", "", "") '
-            f'or label_replace({born}, "part", "birth", "", ""))'
-        )
+        return events_of(self.series(name, where), self.window, (*self.keep, *by))
 
     def _by(self, by: tuple[str, ...]) -> str:
-        labels = (*self.keep, *by)
-        return f" by ({', '.join(labels)})" if labels else ""
+        return _grouped((*self.keep, *by))
+
+
+def events_of(series: str, window: str, by: tuple[str, ...]) -> str:
+    """A counter's events within a window, as `QueryScope.events` counts them, of any selector."""
+    before = f"max_over_time({series}[{_SEEN_BEFORE}] offset {window})"
+    born = f"min_over_time({series}[{window}]) unless {before}"
+    return (
+        f'sum{_grouped(by)} (label_replace(increase({series}[{window}]), "part", "rise", "", "") '
+        f'or label_replace({born}, "part", "birth", "", ""))'
+    )
+
+
+def _grouped(labels: tuple[str, ...]) -> str:
+    return f" by ({', '.join(labels)})" if labels else ""
 
 
 def acceptance(scope: QueryScope, *by: str) -> str:

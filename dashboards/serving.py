@@ -115,6 +115,13 @@ _RESTARTS = Panel(
     queries=(Query(PAGE.events("replica_restarts_total", "pool"), "{{pool}}"),),
     steps=EVENT_STEPS,
 )
+_INTERRUPTED = Panel(
+    title="Requests lost with a replica",
+    description="What a replica had, by its last report, when it died. Without a router that resumes them, clients got "
+    "an error or a stream that was cut.",
+    queries=(Query(PAGE.events("requests_interrupted_total", "pool"), "{{pool}}"),),
+    steps=EVENT_STEPS,
+)
 _KERNELS = Panel(
     title="Replicas with active kernels",
     description="Share of replicas that compute with the kernels made for their device. Others are several times "
@@ -175,7 +182,7 @@ OVERVIEW = Page(
     rows=(
         Row("Correctness", (ACCEPTANCE_RATE, TME, ALARMS, VIOLATIONS, BREAKER, _FIRING, ACCEPTED_LENGTH, _RUNS)),
         Row("Speed", (_TOKENS, _REQUESTS, _FIRST_TOKEN, _INTER_TOKEN, _RESPONSES)),
-        Row("Load", (_LOAD, _KV_USAGE, _REPLICAS, _RESTARTS, _KERNELS, _UNTESTED_ENGINES)),
+        Row("Load", (_LOAD, _KV_USAGE, _REPLICAS, _RESTARTS, _INTERRUPTED, _KERNELS, _UNTESTED_ENGINES)),
         Row("Usage", (_TURNED_AWAY, _KEY_TOKENS, _KEY_REQUESTS, _KEY_RELOADS), collapsed=True),
         Row("Weight updates", (_WEIGHT_UPDATES, _WEIGHT_UPDATE_TIME), collapsed=True),
     ),

@@ -104,7 +104,7 @@ class Controller:
             ResponseStore(config.responses.max_mib * 2**20, config.responses.max_age_s),
         )
         self._parts = {type(part).__name__: part for part in parts}
-        pools = watch_pools(context.app_name, config, sinks)
+        pools = watch_pools(context.app_name, config, sinks, registry.requests_on)
         self._work = asyncio.get_running_loop().create_task(self._run(pools))
 
     async def _run(self, pools: Coroutine[Any, Any, None]) -> None:

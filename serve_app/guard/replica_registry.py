@@ -20,6 +20,7 @@ _ALARM_COUNTERS: dict[str, IncidentKind] = {  # of a replica; their last label n
     "truespec_selfcheck_violations_total": "invariant",
     "truespec_logprob_violations_total": "logprobs",
 }
+_REQUEST_GAUGES = ("truespec_requests_running", "truespec_requests_waiting")
 
 
 @dataclass(slots=True)
@@ -81,6 +82,13 @@ class ReplicaRegistry:
             if name in (None, key):
                 replica.ordered = mode
         return self.statuses()
+
+    def requests_on(self, name: str) -> int:
+        """Return how many requests of clients ran or waited on a replica when it last reported; 0 for one that is not
+        known."""
+        known = self._replicas.get(name)
+        gauges = {} if known is None else known.report.batch.gauges
+        return int(sum(value for (metric, _), value in gauges.items() if metric in _REQUEST_GAUGES))
 
     def statuses(self) -> list[dict[str, object]]:
         """Every replica's status."""

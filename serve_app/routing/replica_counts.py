@@ -23,12 +23,17 @@ class ReplicaCounts:
     A replica that ran when the pool was last looked at and does not run now was lost, unless its node was drained, or
     the pool was deployed or scaled meanwhile.
 
+    What ran there is counted with it: whoever would have counted its end died, and a proxy that talks to replicas
+    counts a stream that was cut as one that went well.
+
     Args:
         metrics_of: the metrics of a pool.
+        requests_on: how many requests of clients a replica had, by its name, as it last reported.
     """
 
-    def __init__(self, metrics_of: Callable[[str], Metrics]) -> None:
+    def __init__(self, metrics_of: Callable[[str], Metrics], requests_on: Callable[[str], int]) -> None:
         self._metrics_of = metrics_of
+        self._requests_on = requests_on
         self._seen: dict[str, PoolState] = {}
 
     def note(self, pools: Mapping[str, PoolState]) -> None:
@@ -37,11 +42,14 @@ class ReplicaCounts:
             metrics = self._metrics_of(pool)
             metrics.gauge("truespec_replicas_wanted", state.wanted)
             metrics.gauge("truespec_replicas_running", len(state.running))
-            metrics.count("truespec_replica_restarts_total", _lost(self._seen.get(pool), state))
+            lost = _lost(self._seen.get(pool), state)
+            metrics.count("truespec_replica_restarts_total", len(lost))
+            if pool != "prefill":  # whose requests the decoding replica asks for again
+                metrics.count("truespec_requests_interrupted_total", sum(map(self._requests_on, lost)))
         self._seen = dict(pools)
 
 
-def _lost(before: PoolState | None, now: PoolState) -> int:
+def _lost(before: PoolState | None, now: PoolState) -> frozenset[str]:
     if before is None or before.changing or now.changing or now.wanted < before.wanted:
-        return 0
-    return len(before.running - before.moving - now.running)
+        return frozenset()
+    return before.running - before.moving - now.running

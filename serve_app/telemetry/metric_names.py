@@ -438,6 +438,12 @@ CATALOGUE: tuple[Metric, ...] = (
         "Replicas that Ray Serve replaced although nothing was deployed, scaled or drained: they died or failed their "
         "health check.",
     ),
+    _counter(
+        "requests_interrupted_total",
+        "requests",
+        "Requests of clients that a replica had, by its last report, when it was lost: their clients got an error or a "
+        "stream that was cut, or with `recovery.resume` went on elsewhere. No other metric has them behind HAProxy.",
+    ),
     # Weights
     _counter(
         "weight_updates_total",

@@ -261,7 +261,7 @@ class Kernels:
 
     @property
     def ways(self) -> tuple[int, ...]:
-        """How products ask for weights ahead of their use."""
+        """Ways in which products ask for weights ahead of their use, by the number of products."""
         return tuple(self._ways)
 
     def linear(self, linear: LinearStruct, rows: Tensor, norm: tuple[Tensor, float] | None = None) -> Tensor:

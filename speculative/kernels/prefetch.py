@@ -1,4 +1,4 @@
-"""How weights are prefetched, measured where the CPU kernels are compiled.
+"""The choice of how weights are prefetched, measured where the CPU kernels are compiled.
 
 The fastest way depends on the processor and on how many products each weight takes part in. One maker's best makes
 products of one row take 1.5 times as long on the other's, and those of two rows twice as long.

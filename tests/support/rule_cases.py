@@ -48,8 +48,13 @@ class Case:
 
 
 def _selector(name: str) -> str:
-    """`accepted_tokens_total` or `handoffs_total result=ok`, with the prefix and the common labels."""
+    """`accepted_tokens_total` or `handoffs_total result=ok`, with the prefix and the common labels; Ray's own series
+    have their whole names, and of the labels the job."""
     metric, *pairs = name.split()
+    if metric.startswith("ray_"):
+        own = {"job": "truespec"} | dict(pair.split("=", 1) for pair in pairs)
+        inside = ",".join(f'{key}="{value}"' for key, value in own.items())
+        return f"{metric}{{{inside}}}"
     labels = {**_COMMON, "pool": "decode", **dict(pair.split("=", 1) for pair in pairs)}
     inside = ",".join(f'{key}="{value}"' for key, value in labels.items())
     return f"truespec_{metric}{{{inside}}}"
@@ -575,6 +580,89 @@ CASES: tuple[Case, ...] = (
     Case("TruespecReplicasRestart", "two", {"replica_restarts_total": "0x10 1x10 2x40"}, "35m"),
     Case("TruespecReplicasRestart", "three in the course of a day", {"replica_restarts_total": "3x120"}, "100m"),
     Case(
+        "TruespecRequestsInterrupted",
+        "a replica died with six requests",
+        {"requests_interrupted_total": "0x10 6x30"},
+        "15m",
+        Fires("6 requests of tiny were lost with their replica."),
+    ),
+    Case("TruespecRequestsInterrupted", "it had none", {"requests_interrupted_total": "0x60"}, "15m"),
+    Case(
+        "TruespecRequestsInterrupted",
+        "a router counts them",
+        {"requests_interrupted_total": "0x10 6x30", "replicas_wanted pool=router": "1x60"},
+        "15m",
+    ),
+    Case(
+        "TruespecProxyErrors",
+        "replicas die behind HAProxy",
+        {
+            "ray_serve_num_http_requests_total status_code=200": "0+10x60",
+            "ray_serve_num_http_requests_total status_code=502": "_x20 6x40",
+            "replicas_wanted": "2x60",
+        },
+        "26m",
+        Fires(
+            "3.846% of the requests (job truespec) come back from Ray Serve's proxy as a 5xx.",
+            {"job": "truespec"},
+            common=False,
+        ),
+    ),
+    Case(
+        "TruespecProxyErrors",
+        "only overload",
+        {
+            "ray_serve_num_http_requests_total status_code=200": "0+10x60",
+            "ray_serve_num_http_requests_total status_code=503": "0+10x60",
+            "replicas_wanted": "2x60",
+        },
+        "26m",
+    ),
+    Case(
+        "TruespecProxyErrors",
+        "another service of Ray's",
+        {
+            "ray_serve_num_http_requests_total status_code=200": "0+10x60",
+            "ray_serve_num_http_requests_total status_code=500": "0+10x60",
+            "replicas_wanted job=other": "2x60",
+        },
+        "26m",
+    ),
+    Case(
+        "TruespecProxyDown",
+        "one process of two is dead",
+        {
+            "ray_serve_haproxy_process_count node_id=a": "1x60",
+            "ray_serve_haproxy_process_count node_id=b": "1x10 0x50",
+            "replicas_wanted": "2x60",
+        },
+        "13m",
+        Fires("Ray Serve's proxy is down on 1 nodes (job truespec).", {"job": "truespec"}, common=False),
+    ),
+    Case(
+        "TruespecProxyDown",
+        "none is there any more",
+        {"ray_serve_haproxy_process_count node_id=a": "1x10", "replicas_wanted": "2x60"},
+        "20m",
+        Fires("Ray Serve's proxy is down on 1 nodes (job truespec).", {"job": "truespec"}, common=False),
+    ),
+    Case(
+        "TruespecProxyDown",
+        "one node of two is gone",
+        {
+            "ray_serve_haproxy_process_count node_id=a": "1x60",
+            "ray_serve_haproxy_process_count node_id=b": "1x10",
+            "replicas_wanted": "2x60",
+        },
+        "20m",
+    ),
+    Case(
+        "TruespecProxyDown",
+        "one is replaced",
+        {"ray_serve_haproxy_process_count node_id=a": "1x10 0 1x50", "replicas_wanted": "2x60"},
+        "12m",
+    ),
+    Case(
         "TruespecKvCacheFull",
         "one replica of two",
         {"kv_cache_usage_ratio replica=r1": "0.98x60", "kv_cache_usage_ratio replica=r2": "0.2x60"},
@@ -737,6 +825,7 @@ def in_two_namespaces(alert: str) -> Case:
     series = {f"{name} namespace=ill": values for name, values in ill.series.items()}
     series |= {f"{name} namespace=well": values for name, values in well.series.items()}
     summary = ill.fires.summary.replace("tiny", "tiny in ill")
-    return Case(
-        alert, "in one of two namespaces", series, ill.at, Fires(summary, ill.fires.labels | {"namespace": "ill"})
-    )
+    if not ill.fires.common:  # it knows no model
+        summary = ill.fires.summary.replace(" (job truespec)", " in ill (job truespec)")
+    fires = Fires(summary, ill.fires.labels | {"namespace": "ill"}, ill.fires.common)
+    return Case(alert, "in one of two namespaces", series, ill.at, fires)

@@ -36,3 +36,17 @@ def test_a_report_of_a_trip_leaves_the_trip_and_its_alarm() -> None:
     )
     assert [one["replica"] for one in registry.overview()["replicas"]] == ["r2"]
     assert {one["replica"] for one in registry.overview()["incidents"]} == {"r1"}
+
+
+def test_the_requests_that_a_replica_had_are_known_while_it_is_remembered() -> None:
+    buffer, clock = BufferSink("r1"), Clock(100.0)
+    metrics = Metrics([buffer], model_name="m", pool="decode")
+    counts = RefereeCounts(Metrics([], model_name="m", pool="decode"), SERVED_STRATA)
+    registry = ReplicaRegistry(ReplicaBook(TOLERANCE, clock=clock), counts, clock=clock)
+    metrics.gauge("truespec_requests_running", 3)
+    metrics.gauge("truespec_requests_waiting", 2)
+    metrics.gauge("truespec_replays_running", 7)
+    registry.on_heartbeat(
+        Report(ReplicaStatus("r1", "decode", BreakerState.CLOSED, Mode.AUTO, 0.0, ""), buffer.drain())
+    )
+    assert (registry.requests_on("r1"), registry.requests_on("r2")) == (5, 0)

@@ -14,9 +14,9 @@ def pool(wanted: int, running: str, moving: str = "", **changes: Any) -> PoolSta
 
 
 def counted(*looks: PoolState) -> dict[str, float]:
-    """The three metrics of the pool after these looks at it."""
+    """The metrics of the pool after these looks at it; replica a had one request, b two, and so on."""
     sink = PrometheusSink(source="c")
-    counts = ReplicaCounts(lambda name: Metrics([sink], model_name="tiny", pool=name))
+    counts = ReplicaCounts(lambda name: Metrics([sink], model_name="tiny", pool=name), lambda name: ord(name) - 96)
     for look in looks:
         counts.note({"decode": look})
     return {
@@ -27,7 +27,8 @@ def counted(*looks: PoolState) -> dict[str, float]:
 
 
 def test_gauges_are_those_of_the_last_look() -> None:
-    assert counted(pool(2, "ab"), pool(3, "ab")) == {"s_wanted": 3, "s_running": 2, "_restarts_total": 0}
+    gauges = {"s_wanted": 3, "s_running": 2, "_restarts_total": 0}
+    assert counted(pool(2, "ab"), pool(3, "ab")) == gauges | {"truespec_requests_interrupted_total": 0}
 
 
 @pytest.mark.parametrize(
@@ -46,3 +47,14 @@ def test_gauges_are_those_of_the_last_look() -> None:
 )
 def test_a_replica_that_is_gone_without_a_reason_was_lost(looks: list[PoolState], lost: int) -> None:
     assert counted(*looks)["_restarts_total"] == lost
+
+
+def test_requests_of_lost_replicas_are_counted_but_for_prompts_that_are_asked_for_again() -> None:
+    looks = [pool(3, "abc"), pool(3, "bc"), pool(3, "bde")]
+    assert counted(*looks)["truespec_requests_interrupted_total"] == 1 + 3
+    assert counted(pool(2, "ab"), pool(1, "a"))["truespec_requests_interrupted_total"] == 0, "it was stopped in order"
+    sink = PrometheusSink(source="c")
+    counts = ReplicaCounts(lambda name: Metrics([sink], model_name="tiny", pool=name), lambda name: 5)
+    for look in looks:
+        counts.note({"prefill": look})
+    assert "truespec_requests_interrupted_total" not in {sample.name for sample in sink.samples()}
