@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, ValidationInfo, create_model, field_validator, model_validator
+from pydantic import AfterValidator, Field, ValidationInfo, create_model, field_validator, model_validator
 
 from serve_app.backends.vllm_parts.checkpoint import why_not_ours
 from serve_app.backends.vllm_parts.replay_room import needs_of, vllms_share
@@ -49,10 +49,23 @@ from speculative.options import OptionError, Options, options_of
 from speculative.request import Request
 
 
+def _no_url(source: str) -> str:
+    if "://" in source:
+        raise ValueError(
+            f"is a URL, got {source!r}, and replicas load models from a folder or the hub; fetch it into a folder first "
+            "(docs/deployment.md: an init container), and name that"
+        )
+    return source
+
+
+Source = Annotated[str, Field(min_length=1), AfterValidator(_no_url)]
+"""Where weights come from."""
+
+
 class ModelSection(Section):
     """The model: a folder, a name of the catalogue, or a hub id; clients ask for it by `name`."""
 
-    source: Annotated[str, Field(min_length=1)]
+    source: Source
     """A folder, a name of `truespec model list`, or a hub id (`org/name[@revision]`)."""
     name: Annotated[str, Field(min_length=1)] | None = None
     """Name that clients ask for; the last part of `source` when not set."""
@@ -111,7 +124,7 @@ class VllmSection(Section):
 
     engine_args: dict[str, Any] = {}
     """Further arguments of vLLM's `AsyncEngineArgs`, such as `tensor_parallel_size`; not those that this file sets."""
-    lora_modules: dict[str, Annotated[str, Field(min_length=1)]] = {}
+    lora_modules: dict[str, Source] = {}
     """LoRA adapters: a folder each, by the name that clients give as `model`; sizes are vLLM's, in `engine_args`."""
     replays: Literal["vllm", "torch"] | None = None
     """Engine that replays finished requests; `torch`: our own beside vLLM, except for requests of an adapter. If not
@@ -134,7 +147,7 @@ class VllmSection(Section):
 class _DrafterFields(Section):
     kind: str = "ngram"
     """Kind of drafter; `none` turns speculation off."""
-    model: Annotated[str, Field(min_length=1)] | None = None
+    model: Source | None = None
     """Weights of the drafter (`draft_model`, `eagle3`, `mtp`): a folder, a catalogue name, or a hub id."""
     sampled: bool = True
     """Drafters with weights: draw the draft from its distribution; false takes the likeliest token."""

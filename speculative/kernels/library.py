@@ -12,6 +12,7 @@ import logging
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import tempfile
 from pathlib import Path
@@ -78,8 +79,18 @@ def _built(compiler: str) -> Path:
     key = hashlib.blake2b(b"".join(path.read_bytes() for path in _SOURCES), digest_size=12)
     for part in (" ".join((compiler, *_FLAGS)).encode(), version, _processor().encode()):
         key.update(part)
-    library = kernels_folder() / f"kernels-{key.hexdigest()}.so"
-    if library.is_file():
+    name = f"kernels-{key.hexdigest()}.so"
+    try:
+        return _kept(compiler, kernels_folder() / name)
+    except OSError as error:
+        own = _own_folder()
+        _log.warning("The CPU kernels cannot be kept in %s (%s); they are kept in %s.", kernels_folder(), error, own)
+        return _kept(compiler, own / name)
+
+
+def _kept(compiler: str, library: Path) -> Path:
+    """Return the library, compiled and measured where it is not there yet."""
+    if library.is_file() and _ways_file(library).is_file():
         return library
     library.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=library.parent) as scratch:  # another process never loads a partial library
@@ -93,6 +104,16 @@ def _built(compiler: str) -> Path:
         os.replace(written, _ways_file(library))  # before the library: who finds that finds both
         os.replace(made, library)
     return library
+
+
+def _own_folder() -> Path:
+    """Return a folder for temporary files that nobody else can have put a library into."""
+    folder = Path(tempfile.gettempdir()) / f"truespec-kernels-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077:
+        return folder
+    return Path(tempfile.mkdtemp(prefix="truespec-kernels-"))
 
 
 def _ways_file(library: Path) -> Path:

@@ -157,6 +157,7 @@ FAULTS: list[tuple[str, object, str, str]] = [  # (field set, value, field named
     ("args.model", {}, "args.model.source", "is missing"),
     ("args.model", "smollm2-135m", "args.model", "dictionary"),
     ("args.model.source", "", "args.model.source", "at least 1 character"),
+    ("args.model.source", "s3://bucket/qwen", "args.model.source", "is a URL"),
     ("args.model.source", "/", "args.model.name", "source '/' does not end in a name; set one"),
     ("args.modle", {}, "args.modle", "did you mean model?"),
     ("args.engine.kind", "sglang", "args.engine.kind", "'torch' or 'vllm'"),

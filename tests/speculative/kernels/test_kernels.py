@@ -3,6 +3,7 @@
 import ctypes
 import json
 import logging
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -292,10 +293,16 @@ def test_what_does_not_compile_is_done_without(
 
 
 @needs_kernels
-def test_what_was_compiled_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRUESPEC_CACHE", str(tmp_path))
+def test_what_was_compiled_is_kept_elsewhere_if_the_cache_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "cache").touch()  # no folder can be made in it, as on a volume that is read-only
+    monkeypatch.setenv("TRUESPEC_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert isinstance(find_kernels.__wrapped__(), Kernels)
+    assert f"cannot be kept in {tmp_path / 'cache'}" in caplog.text
     (library,) = tmp_path.rglob("*.so")
+    assert library.parent.stat().st_mode & 0o777 == 0o700
     made = library.stat().st_mtime_ns
     (chosen,) = tmp_path.rglob("*.prefetch.json")
     chosen.write_text(json.dumps([3, 1, 0, 1, 0, 1]), encoding="utf-8")
@@ -303,6 +310,9 @@ def test_what_was_compiled_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert isinstance(again, Kernels)
     assert library.stat().st_mtime_ns == made
     assert again.ways == (3, 1, 0, 1, 0, 1), "they are set as they were measured"
+    library.parent.chmod(0o777)  # anybody may have put something there
+    other = kernels_library._own_folder()
+    assert other != library.parent and other.stat().st_mode & 0o777 == 0o700
 
 
 @needs_kernels
