@@ -52,7 +52,7 @@ from speculative.request import Request
 def _no_url(source: str) -> str:
     if "://" in source:
         raise ValueError(
-            f"is a URL, got {source!r}, and replicas load models from a folder or the hub; fetch it into a folder first "
+            f"is a URL, got {source!r}, and replicas load from a folder or the hub; fetch it into a folder first "
             "(docs/deployment.md: an init container), and name that"
         )
     return source
