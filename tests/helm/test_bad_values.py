@@ -362,7 +362,7 @@ def test_a_null_in_place_of_a_default_changes_nothing() -> None:
         values = {key: nulls(value) if isinstance(value, dict) and value else None for key, value in defaults.items()}
         return {key: value for key, value in values.items() if key not in ("resources", "labels", "annotations")}
 
-    own = {key: value for key, value in defaults().items() if key != "image"}
+    own = {key: value for key, value in defaults().items() if key not in ("image", "podSecurity")}
     without = merged(nulls(own), MINIMAL)
     assert without["worker"]["cpus"] is without["pools"]["decode"] is without["ingress"]["tls"] is None
     assert template(without) == template(MINIMAL)

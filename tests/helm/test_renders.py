@@ -372,6 +372,16 @@ def test_numbers_stay_numbers_of_their_kind(rendered: Any) -> None:
     assert isinstance(args["limits"]["max_body_bytes"], int)
 
 
+def test_users_and_groups_may_be_left_to_the_platform() -> None:
+    ids = {"runAsUser": None, "runAsGroup": None, "fsGroup": None}
+    for pod in pod_templates(template(merged(MINIMAL, {"podSecurity": ids}))).values():
+        context = pod["spec"]["securityContext"]
+        assert not ids.keys() & context.keys() and context["runAsNonRoot"]
+    (pod, *_) = pod_templates(template(merged(MINIMAL, {"podSecurity": {"runAsUser": None}}))).values()
+    context = pod["spec"]["securityContext"]
+    assert "runAsUser" not in context and (context["runAsGroup"], context["fsGroup"]) == (1000, 1000)
+
+
 def test_long_numbers_are_written_out() -> None:
     long = 1_000_000
     values = {

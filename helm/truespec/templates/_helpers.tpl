@@ -6,12 +6,12 @@ installed, which may lack what came later. Every template begins with it.
 {{- include "truespec.complete" (dict "given" .Values "defaults" (.Files.Get "files/defaults.json" | fromJson)) -}}
 {{- end -}}
 
-{{/* Adds what the map `given` lacks of `defaults`; a map that is one value is given whole or not at all. */}}
+{{/* Adds what the map `given` lacks of `defaults`; a map that is one value, or ids that null takes away, as a whole. */}}
 {{- define "truespec.complete" -}}
 {{- range $key, $default := .defaults -}}
 {{- if hasKey $.given $key -}}
 {{- $given := get $.given $key -}}
-{{- if and (kindIs "map" $default) (kindIs "map" $given) -}}
+{{- if and (kindIs "map" $default) (kindIs "map" $given) (ne $key "podSecurity") -}}
 {{- include "truespec.complete" (dict "given" $given "defaults" $default) -}}
 {{- end -}}
 {{- else if not (has $key (list "resources" "labels" "annotations")) -}}

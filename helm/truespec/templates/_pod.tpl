@@ -215,9 +215,9 @@ spec:
 {{/* Pod Security Admission's level "restricted". */}}
 {{- define "truespec.podSecurityContext" -}}
 runAsNonRoot: true
-runAsUser: {{ int64 .Values.podSecurity.runAsUser }}
-runAsGroup: {{ int64 .Values.podSecurity.runAsGroup }}
-fsGroup: {{ int64 .Values.podSecurity.fsGroup }}
+{{- range $key, $id := .Values.podSecurity }}
+{{ $key }}: {{ int64 $id }}
+{{- end }}
 fsGroupChangePolicy: OnRootMismatch
 seccompProfile:
   type: RuntimeDefault
