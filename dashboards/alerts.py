@@ -175,15 +175,16 @@ ALERTS = (
         "Acceptance of {{ $labels.model_name }} at position {{ $labels.position }} is "
         "{{ $value | humanizePercentage }}, far below what training measured.",
         "The draft head drafts far worse than on held-out answers; output stays correct, but is slower.",
-        "Acceptance by rounds since the handoff and by weight version on the acceptance page: low only after handoffs, "
-        "the drafter's keys and values are lost there; low since a weight update, the head belongs to other weights; "
-        "low throughout, the head gets wrong features, or the traffic is far from its training (temperature above 1).",
+        "Acceptance by rounds since the handoff and by age of the weights on the acceptance page: low only after "
+        "handoffs, the drafter's keys and values are lost there; low since a weight update, the head belongs to other "
+        "weights; low throughout, the head gets wrong features, or the traffic is far from its training (temperature "
+        "above 1).",
         "Roll back what changed, or update the head with the weights; if only the traffic differs, train the head on "
         "it.",
         commands=(
             shell.promql("model_position:truespec_acceptance:ratio_rate10m{}"),
             shell.promql("truespec_held_out_acceptance_ratio{}"),
-            shell.promql("sum by (weight_version) (increase(truespec_draft_tokens_since_handoff_total{}[1h]))"),
+            shell.promql("sum by (weights) (increase(truespec_draft_tokens_since_handoff_total{}[1h]))"),
             shell.HISTORY,
         ),
         threshold=0.5,

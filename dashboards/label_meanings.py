@@ -36,7 +36,13 @@ _MEANINGS: dict[str, dict[str, Meaning]] = {
             "8_up": "all later rounds",
         }
     },
-    "weight_version": {"": "Of the weights that proposed and verified; `/admin/weights` sets it."},
+    "weights": {
+        "": {
+            "current": "drafted and verified with the newest weights that the replica has served",
+            "previous": "with those before the last update, which requests that were running may still use",
+            "older": "with weights before those",
+        }
+    },
     "sampling": {"": {"sampled": "temperature 1, without filters", "greedy": "temperature 0"}},
     "position": {"": "Position of the draft token in its round, 0 = first."},
     "nats": {"": "The drift that was exceeded. The thresholds overlap: a token counts at each that it exceeds."},

@@ -100,11 +100,11 @@ _SINCE_HANDOFF = Panel(
     maximum=1,
 )
 _BY_WEIGHTS = Panel(
-    title="Acceptance by weight version",
-    description="Accepted / drafted tokens of clients' requests. A version far below the one before: the drafter does "
-    "not fit the new weights; update it with them.",
+    title="Acceptance by age of the weights",
+    description="Accepted / drafted tokens of clients' requests. Current far below what it was before an update, which "
+    "the annotations mark, or below previous: the drafter does not fit the new weights; update it with them.",
     unit="percentunit",
-    queries=(Query(acceptance_since_handoff(PAGE, "weight_version"), "{{weight_version}}"),),
+    queries=(Query(acceptance_since_handoff(PAGE, "weights"), "{{weights}}"),),
     maximum=1,
 )
 _LENGTHS = Panel(

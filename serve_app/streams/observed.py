@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import math
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 
@@ -14,9 +15,12 @@ from serve_app.referee.answer import Answer
 from serve_app.referee.records import Record, Records
 from serve_app.referee.replay_selection import Selection
 from serve_app.streams.backlog import Backlog, Clock, Returns
+from serve_app.telemetry.metric_names import WEIGHT_AGES
 from serve_app.telemetry.metrics import Metrics
 from speculative.errors import EngineOverloaded, InvalidRequest, RequestTimeout
 from speculative.request import FinishReason, Request, TokenDelta
+
+_MOST_VERSIONS = 64  # of the weights, that one request may outlive
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,19 @@ class _Watched:
         return dataclasses.replace(self.request, params=dataclasses.replace(self.request.params, logprobs=0))
 
 
+class WeightAges:
+    """The age of the weights that made a delta, as a label of three values, however many updates there are."""
+
+    def __init__(self) -> None:
+        self._versions: deque[str] = deque(maxlen=_MOST_VERSIONS)  # the newest first
+
+    def age(self, version: str) -> str:
+        """Return one of `WEIGHT_AGES`; a version that was not seen before is the current one."""
+        if version not in self._versions:
+            self._versions.appendleft(version)
+        return WEIGHT_AGES[min(self._versions.index(version), len(WEIGHT_AGES) - 1)]
+
+
 class ObservedSource:
     """A token source that measures, and reports finished requests.
 
@@ -90,6 +107,7 @@ class ObservedSource:
         self._clock = clock
         self._backlog = Backlog(clock)
         self._returns = Returns(clock)
+        self._weights = WeightAges()
 
     async def stream(self, requests: Sequence[Request]) -> AsyncGenerator[TokenDelta, None]:
         """Deltas as the source gives them; what only the referee asked for is taken out again.
@@ -230,7 +248,7 @@ class ObservedSource:
         if entry.outcome == "abort" and delta.finish_reason not in (None, FinishReason.ABORT):
             entry.outcome = str(delta.finish_reason)
         if delta.num_drafted:
-            labels = {"since_handoff": entry.record.since_handoff, "weight_version": delta.weight_version}
+            labels = {"since_handoff": entry.record.since_handoff, "weights": self._weights.age(delta.weight_version)}
             self._metrics.count("truespec_draft_tokens_since_handoff_total", delta.num_drafted, **labels)
             self._metrics.count("truespec_accepted_tokens_since_handoff_total", delta.num_accepted, **labels)
         entry.record.take(delta)

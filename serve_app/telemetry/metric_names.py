@@ -34,6 +34,7 @@ REFUSALS = {  # why a valid request is refused, and what each reason means
     "deadline": "the requests ahead would keep it waiting past its own deadline",
 }
 NO_ROOM = ("capacity", "load", "queued_tokens", "time_to_first_token", "deadline")  # a key's limits are its owner's
+WEIGHT_AGES = ("current", "previous", "older")
 INDEPENDENT_RESULTS = ("agrees", "disagrees", "skipped", "outdated", "unsupported", "failed")
 REPLAY_ALARMS = {  # what replays show to be wrong, and what each finding means
     "drift": "served logprobs differ from replayed ones",
@@ -131,16 +132,16 @@ CATALOGUE: tuple[Metric, ...] = (
     _counter(
         "draft_tokens_since_handoff_total",
         "tokens",
-        "Draft tokens proposed for clients' requests, by the rounds since the handoff and the weights.",
+        "Draft tokens proposed for clients' requests, by the rounds since the handoff and the age of the weights.",
         "since_handoff",
-        "weight_version",
+        "weights",
     ),
     _counter(
         "accepted_tokens_since_handoff_total",
         "tokens",
-        "Draft tokens accepted in clients' requests, by the rounds since the handoff and the weights.",
+        "Draft tokens accepted in clients' requests, by the rounds since the handoff and the age of the weights.",
         "since_handoff",
-        "weight_version",
+        "weights",
     ),
     _counter(
         "expected_accepted_tokens_total",

@@ -90,7 +90,7 @@ def _since_handoff(early: float, late: float, drafted: float = 100, drafter: str
     """Two hours; tokens a minute that are accepted of so many at each age."""
     series = {f"build_info drafter={drafter} replica=r1": "1x120"}
     for age, accepted in (("0", early), ("1", early), ("2_3", early), ("4_7", late), ("8_up", late)):
-        labels = f"since_handoff={age} weight_version=v1"
+        labels = f"since_handoff={age} weights=current"
         series[f"draft_tokens_since_handoff_total {labels}"] = f"0+{drafted}x120"
         series[f"accepted_tokens_since_handoff_total {labels}"] = f"0+{accepted}x120"
     return series

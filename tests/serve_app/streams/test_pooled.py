@@ -3,7 +3,7 @@ back."""
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,11 +16,12 @@ from serve_app.referee.records import Record, Records
 from serve_app.referee.replay_selection import Selection
 from serve_app.referee.strata import STRATA
 from serve_app.streams.backlog import Backlog
-from serve_app.streams.observed import ObservedSource, SourceLimits
+from serve_app.streams.observed import ObservedSource, SourceLimits, WeightAges
 from serve_app.streams.pooled import PooledTokenSource, PoolFull, PrefillPatience
+from serve_app.telemetry.metric_names import WEIGHT_AGES
 from serve_app.telemetry.metrics import BufferSink, Metrics
 from speculative.errors import EngineFault, InvalidRequest
-from speculative.request import Request, SamplingParams, TokenDelta
+from speculative.request import FinishReason, Request, Round, SamplingParams, TokenDelta, TokenKind
 from tests.support.clock import Clock
 from tests.support.engines import settings
 from tests.support.fake_serving import until_idle
@@ -281,6 +282,62 @@ async def test_acceptance_is_counted_by_the_rounds_since_the_handoff(pools: Pool
         name = f"truespec_{what}_tokens_since_handoff_total"
         counted = {labels[2]: value for (metric, labels), value in counters.items() if metric == name}
         assert counted == {age: sums[index] for age, sums in expected.items()}
+
+
+def test_the_age_of_weights_has_three_values_whatever_number_of_updates_there_are() -> None:
+    ages = WeightAges()
+    assert ages.age("v0") == "current"
+    assert [ages.age(version) for version in ("v1", "v0", "v1", "v2", "v1", "v0")] == (
+        ["current", "previous", "current", "current", "previous", "older"]
+    )
+    seen = {ages.age(f"v{update - late}") for update in range(3, 1000) for late in (0, 1, 2)}
+    assert seen == set(WEIGHT_AGES)
+    assert ages.age("v999") == "current"
+
+
+async def test_a_thousand_updates_of_the_weights_add_no_series(pools: Pools) -> None:
+    class Updated:
+        """A source whose weights change with every request."""
+
+        def __init__(self) -> None:
+            self.version = 0
+
+        async def stream(self, requests: Sequence[Request]) -> AsyncGenerator[TokenDelta, None]:
+            self.version += 1
+            judged = Round("token_wise", num_tokens=2, num_drafted=1, drafts=(1,))
+            for request in requests:
+                yield TokenDelta(
+                    request.request_id,
+                    (1, 2),
+                    (TokenKind.ACCEPTED, TokenKind.BONUS),
+                    num_drafted=1,
+                    num_accepted=1,
+                    round=judged,
+                    weight_version=f"v{self.version}",
+                    finish_reason=FinishReason.LENGTH,
+                )
+
+        async def abort(self, request_id: str) -> None:
+            del request_id
+
+    source = ObservedSource(
+        Updated(),  # type: ignore[arg-type]
+        pools.metrics,
+        pools.records,
+        select=lambda _: Selection.NOT_CHECKED,
+        ended=lambda *_: None,
+        limits=SourceLimits(max_running=4, timeout_s=300),
+    )
+
+    async def updates(count: int) -> int:
+        for number in range(count):
+            async for _ in source.stream([Request(f"r{source._source.version}-{number}", PROMPT, PLAIN, 1)]):  # type: ignore[attr-defined]
+                pass
+        batch = pools.sink.drain()
+        assert any(name == "truespec_accepted_tokens_since_handoff_total" for name, _ in batch.counters)
+        return len(batch.counters) + len(batch.histograms)
+
+    assert await updates(10) == await updates(1000)
 
 
 async def test_logprobs_that_were_asked_for_in_any_way_are_passed_on(pools: Pools) -> None:
