@@ -20,6 +20,7 @@ import yaml
 from deploy.chaos.streams import ask_all, complete, differences, plan
 from deploy.run.ports import free_ports
 from serve_app.telemetry.metric_summary import summarise
+from speculative.config import kernels_folder
 from tests.support.fake_hub import FakeHub, fake_hub
 from tests.support.ray_head import RayHead, ray_head, ray_node
 from tests.support.services import ENGINE, MODEL, REPLAY, counter_total, wait_for
@@ -119,6 +120,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
         def node(num_cpus: int, labels: dict[str, str]) -> Callable[[], None]:
             cache = folder / labels["node"]
+            cache.mkdir()
+            kernels_folder().mkdir(parents=True, exist_ok=True)
+            (cache / "kernels").symlink_to(kernels_folder())  # a node would take half a minute to compile its own
             own = hub.environment(cache) | {"TRUESPEC_CACHE": str(cache)}
             return stack.enter_context(ray_node(head, num_cpus, labels, own))
 
