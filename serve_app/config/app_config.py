@@ -59,7 +59,7 @@ def _no_url(source: str) -> str:
 
 
 Source = Annotated[str, Field(min_length=1), AfterValidator(_no_url)]
-"""Where weights come from."""
+"""The place that weights come from."""
 
 
 class ModelSection(Section):

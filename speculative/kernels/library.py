@@ -48,7 +48,7 @@ def find_kernels() -> Kernels | str:
     """The kernels for this machine, compiled at the first call of the first process; or why there are none, and what
     to do about it.
 
-    A built library is kept in the cache folder; a change of source, flags, compiler or processor triggers a rebuild.
+    A built library is kept in the cache folder; a change of source, flags, compiler or instructions triggers a rebuild.
     """
     capability = torch.backends.cpu.get_cpu_capability()
     if capability not in ("AVX512", "AVX2"):
@@ -59,9 +59,9 @@ def find_kernels() -> Kernels | str:
     try:
         library = _built(compiler)
         kernels = Kernels(ctypes.CDLL(str(library)))
-        kernels.prefetch(json.loads(_ways_file(library).read_text(encoding="utf-8")))
+        _set_ways(kernels, library)
         return kernels
-    except (OSError, ValueError, subprocess.SubprocessError) as error:
+    except (OSError, subprocess.SubprocessError) as error:
         detail = str(getattr(error, "stderr", None) or error).strip()
         _log.warning("%s does not compile the CPU kernels: %s", compiler, detail)
         return f"{compiler} does not compile them ({detail.splitlines()[0]}); install a current g++"
@@ -77,7 +77,7 @@ def cpu_kernels() -> Kernels | None:
 def _built(compiler: str) -> Path:
     version = subprocess.run([compiler, "--version"], check=True, capture_output=True, timeout=_COMPILE_LIMIT_S).stdout
     key = hashlib.blake2b(b"".join(path.read_bytes() for path in _SOURCES), digest_size=12)
-    for part in (" ".join((compiler, *_FLAGS)).encode(), version, _processor().encode()):
+    for part in (" ".join((compiler, *_FLAGS)).encode(), version, _cpu_line("flags").encode()):
         key.update(part)
     name = f"kernels-{key.hexdigest()}.so"
     try:
@@ -89,19 +89,14 @@ def _built(compiler: str) -> Path:
 
 
 def _kept(compiler: str, library: Path) -> Path:
-    """Return the library, compiled and measured where it is not there yet."""
-    if library.is_file() and _ways_file(library).is_file():
+    """Return the library, compiled where it is not there yet."""
+    if library.is_file():
         return library
     library.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=library.parent) as scratch:  # another process never loads a partial library
         made = Path(scratch) / library.name
         command = [compiler, *_FLAGS, *(str(path) for path in _SOURCES if path.suffix == ".cpp"), "-o", str(made)]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_LIMIT_S)
-        ways = measured_ways(Kernels(ctypes.CDLL(str(made))))
-        _log.info("The CPU kernels were compiled. Prefetching, as measured: %s.", describe_ways(ways))
-        written = _ways_file(made)
-        written.write_text(json.dumps(ways), encoding="utf-8")
-        os.replace(written, _ways_file(library))  # before the library: who finds that finds both
         os.replace(made, library)
     return library
 
@@ -116,13 +111,25 @@ def _own_folder() -> Path:
     return Path(tempfile.mkdtemp(prefix="truespec-kernels-"))
 
 
-def _ways_file(library: Path) -> Path:
-    return library.with_suffix(".prefetch.json")
+def _set_ways(kernels: Kernels, library: Path) -> None:
+    """Set how weights are prefetched: as was measured on such a processor, and is kept beside the library."""
+    model = hashlib.blake2b(_cpu_line("model name").encode(), digest_size=4).hexdigest()
+    kept = library.with_name(f"{library.stem}-{model}.prefetch.json")
+    with contextlib.suppress(OSError, ValueError, TypeError):  # else it is measured again
+        kernels.prefetch(json.loads(kept.read_text(encoding="utf-8")))
+        return
+    ways = measured_ways(kernels)
+    _log.info("Weights are prefetched as was measured here: %s.", describe_ways(ways))
+    with contextlib.suppress(OSError), tempfile.TemporaryDirectory(dir=kept.parent) as scratch:
+        written = Path(scratch) / kept.name
+        written.write_text(json.dumps(ways), encoding="utf-8")
+        os.replace(written, kept)
 
 
-def _processor() -> str:
-    """Return the processor's model, for which prefetching is measured, and what the compiler's `native` depends on."""
+def _cpu_line(name: str) -> str:
+    """Return what the system says of the first processor, a line of /proc/cpuinfo."""
     with contextlib.suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")[0].splitlines()
-        return "\n".join(line for line in lines if line.startswith(("model name", "flags")))
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith(name):
+                return line
     return platform.processor()

@@ -54,6 +54,6 @@ def measured_ways(kernels: Kernels, clock: Callable[[], float] = time.perf_count
 
 
 def describe_ways(ways: Sequence[int]) -> str:
-    """Name the ways for people: of integers (and of many products), then of 1 to 5 products."""
+    """Name the ways for people: of integers (and of many products), then of 1 to 5 products for each weight."""
     few = ", ".join(f"{products}: {WAYS[way]}" for products, way in enumerate(ways) if products > 0)
-    return f"integers: {WAYS[ways[0]]}; bfloat16 by number of rows: {few}"
+    return f"integers: {WAYS[ways[0]]}; others by products for each weight: {few}"

@@ -56,7 +56,8 @@ def test_integers_are_always_asked_for_into_all_caches() -> None:
 
 def test_the_ways_are_named() -> None:
     assert describe_ways((FAR, NONE, PAST, NEAR, NEAR, NEAR)) == (
-        "integers: far; bfloat16 by number of rows: 1: none, 2: past the outer caches, 3: near, 4: near, 5: near"
+        "integers: far; others by products for each weight: "
+        "1: none, 2: past the outer caches, 3: near, 4: near, 5: near"
     )
 
 
