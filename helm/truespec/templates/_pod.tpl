@@ -215,8 +215,10 @@ spec:
 {{/* Pod Security Admission's level "restricted". */}}
 {{- define "truespec.podSecurityContext" -}}
 runAsNonRoot: true
-{{- range $key, $id := .Values.podSecurity }}
-{{ $key }}: {{ int64 $id }}
+{{- range $key := list "runAsUser" "runAsGroup" "fsGroup" }}
+{{- with get $.Values.podSecurity $key }}
+{{ $key }}: {{ int64 . }}
+{{- end }}
 {{- end }}
 fsGroupChangePolicy: OnRootMismatch
 seccompProfile:
