@@ -604,8 +604,8 @@ ALERTS = (
         "Ray Serve notices within half a minute and starts another; its controller's log says why one does not start.",
         "Restart the pod if it does not come back. `ray.haproxy: false` uses Serve's own proxy, which is slower.",
         commands=(
-            shell.promql("ray_serve_haproxy_process_count"),
-            shell.promql("ray_serve_proxy_status"),
+            shell.promql("ray_serve_haproxy_process_count > 0"),
+            shell.promql("ray_serve_proxy_status > 0"),
             shell.SERVE_STATUS,
             shell.PODS,
         ),
