@@ -19,7 +19,9 @@ enum Way : int64_t {
 // By the number of products that each weight takes part in, at most this; for integers and for more products the first
 // one, which is always into all caches.
 constexpr int kFewProducts = 5;
-extern "C" int64_t truespec_ways[1 + kFewProducts] = {kNear, kNear, kNear, kNear, kNear, kNear};
+extern "C" {
+int64_t truespec_ways[1 + kFewProducts] = {kNear, kNear, kNear, kNear, kNear, kNear};
+}
 
 namespace {
 
