@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 import yaml
 
-from deploy.tools.chart import CHART, ROOT, ChartError, run_helm
+from deploy.tools.chart import CHART, ROOT, ChartError, defaults, run_helm
 from tests.support.chart import (
+    EXAMPLE_NAMES,
     MINIMAL,
     config_check_here,
+    example,
     merged,
     objects_of,
     of_kind,
@@ -220,13 +222,35 @@ def test_values_of_every_past_chart_are_completed(tmp_path: Path, chart: Path) -
     for commit in different.values():
         (old / "values.yaml").write_bytes(past[commit])
         assert template(values, chart=old) == template(values), commit
-    first = Path(shutil.copytree(chart, tmp_path / "first"))
-    shutil.copy(FIRST_VALUES, first / "values.yaml")
-    ours = yaml.safe_load((CHART / "values.yaml").read_text())
-    same = {key: value for key, value in ours.items() if key not in yaml.safe_load(FIRST_VALUES.read_text())}
-    assert {"watch", "receipts", "configCheck"} <= same.keys()
-    watching = merged(values, {"watch": {"enabled": True, "url": "http://vllm:8000", "model": "/models/tiny"}})
-    assert of_kind(template(watching, chart=first), "Deployment") == of_kind(template(watching), "Deployment")
+
+
+@pytest.mark.parametrize("options", [(), ("--reuse-values",), ("--reset-then-reuse-values",)], ids=str)
+def test_an_upgrade_from_the_first_chart_starts_no_second_cluster_and_goes_back(
+    cluster: Cluster, first_chart: Path, options: tuple[str, ...]
+) -> None:
+    cluster.upgrade(BASE, chart=first_chart)
+    before = cluster.service()
+    cluster.upgrade({} if options else BASE, *options)
+    assert cluster.service() == before
+    locking = merged({} if options else BASE, {"worker": {"ipcLock": True, "resources": {"limits": {"rdma/hca": 1}}}})
+    cluster.upgrade(locking, *options)
+    (container,) = cluster.service()["rayClusterConfig"]["workerGroupSpecs"][0]["template"]["spec"]["containers"]
+    assert container["resources"]["limits"]["rdma/hca"] == "1", "what is new can be set at once"
+    cluster.helm("rollback", "demo", "1")
+    assert cluster.service() == before
+
+
+def test_whatever_the_first_chart_lacked_is_as_it_is_by_default(first_chart: Path) -> None:
+    brief = ("--set", "monitoring.dashboards.enabled=false")
+    assert template(MINIMAL, *brief, chart=first_chart) == template(MINIMAL, *brief)
+    for name in EXAMPLE_NAMES:
+        assert example(name, *brief, chart=first_chart) == example(name, *brief)
+    lacked = defaults().keys() - yaml.safe_load(FIRST_VALUES.read_text()).keys()
+    assert {"watch", "receipts", "configCheck"} <= lacked
+    watching = merged(MINIMAL, {"watch": {"enabled": True, "url": "http://vllm:8000", "model": "/models/tiny"}})
+    assert of_kind(template(watching, *brief, chart=first_chart), "Deployment") == (
+        of_kind(template(watching, *brief), "Deployment")
+    )
 
 
 @pytest.mark.parametrize("commit", ["21aedc88", "74a3545b"])
