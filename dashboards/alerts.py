@@ -81,8 +81,7 @@ _BAD_GATEWAY = queries.events_of(f'{_PROXIED}{{status_code=~"5..",status_code!="
 _IS_RELEASE = f"and count {_OF_RELEASE} ({_WANTED_SERIES})"
 _HAPROXIES = "ray_serve_haproxy_process_count"  # on one node; 0 once its process is dead
 _PROXIES_GONE = f"count {_OF_RELEASE} (present_over_time({_HAPROXIES}[1h])) unless count {_OF_RELEASE} ({_HAPROXIES})"
-_ROUTERS = _1H.series("replicas_wanted", 'pool="router"')
-_HAS_ROUTER = f"count by ({', '.join(KEEP)}) ({_ROUTERS} > 0)"
+_HAS_ROUTER = _1H.gauge("replicas_wanted", how="max", where='pool="router"') + " > 0"
 _THRESHOLD, _MINIMUM = "$threshold", "$minimum"  # in an expression: what the chart's values may change
 
 

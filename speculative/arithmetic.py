@@ -1,6 +1,5 @@
 """The arithmetic of an engine on its machine: its kernels, and whether its rounding depends on the batch."""
 
-import contextlib
 import platform
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Literal
 import torch
 
 from speculative.config import why_no_triton
-from speculative.kernels.library import find_kernels
+from speculative.kernels.library import find_kernels, processor_says
 from speculative.model.decoder import Decoder
 
 
@@ -33,11 +32,7 @@ def device_name(device: torch.device) -> str:
     """The GPU or the processor, as its maker calls it."""
     if device.type != "cpu":
         return torch.cuda.get_device_name(device)
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    return processor_says("model name") or platform.processor() or platform.machine()
 
 
 def arithmetic_of(decoder: Decoder) -> Arithmetic:

@@ -77,7 +77,11 @@ def cpu_kernels() -> Kernels | None:
 def _built(compiler: str) -> Path:
     version = subprocess.run([compiler, "--version"], check=True, capture_output=True, timeout=_COMPILE_LIMIT_S).stdout
     key = hashlib.blake2b(b"".join(path.read_bytes() for path in _SOURCES), digest_size=12)
-    for part in (" ".join((compiler, *_FLAGS)).encode(), version, _cpu_line("flags").encode()):
+    for part in (
+        " ".join((compiler, *_FLAGS)).encode(),
+        version,
+        (processor_says("flags") or platform.processor()).encode(),
+    ):
         key.update(part)
     name = f"kernels-{key.hexdigest()}.so"
     try:
@@ -113,7 +117,7 @@ def _own_folder() -> Path:
 
 def _set_ways(kernels: Kernels, library: Path) -> None:
     """Set how weights are prefetched: as was measured on such a processor, and is kept beside the library."""
-    model = hashlib.blake2b(_cpu_line("model name").encode(), digest_size=4).hexdigest()
+    model = hashlib.blake2b(processor_says("model name").encode(), digest_size=4).hexdigest()
     kept = library.with_name(f"{library.stem}-{model}.prefetch.json")
     with contextlib.suppress(OSError, ValueError, TypeError):  # else it is measured again
         kernels.prefetch(json.loads(kept.read_text(encoding="utf-8")))
@@ -126,10 +130,10 @@ def _set_ways(kernels: Kernels, library: Path) -> None:
         os.replace(written, kept)
 
 
-def _cpu_line(name: str) -> str:
-    """Return what the system says of the first processor, a line of /proc/cpuinfo."""
+def processor_says(name: str) -> str:
+    """Return what Linux says of the first processor under a name, such as `model name`; "" = nothing."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith(name):
-                return line
-    return platform.processor()
+                return line.partition(":")[2].strip()
+    return ""

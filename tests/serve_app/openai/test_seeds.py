@@ -27,6 +27,7 @@ from speculative.state.sequence import Sequence
 from tests.support.engines import settings
 from tests.support.fake_serving import make_backend
 from tests.support.tiny_models import write_tiny_model
+from tests.support.vocabulary import needs_kernels
 
 BODY = {"model": "tiny", "prompt": "a b a b a b", "max_tokens": 40, "ignore_eos": True, "seed": 7, "temperature": 1.0}
 PREFILLED = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
@@ -104,7 +105,7 @@ async def test_a_seed_gives_the_same_text_whatever_was_drafted(service: Service,
     assert text(await service.ask(4, **more, seed=8)) != text(first)
 
 
-@pytest.mark.skipif(cpu_kernels() is None, reason="no C++ compiler, or neither AVX-512 nor AVX2")
+@needs_kernels
 async def test_a_reply_to_a_seed_says_that_it_gives_this_text_again(service: Service) -> None:
     for more in ({}, {"temperature": 0}, {"reproducible": True}, {"reproducible": False, "speculate": False}):
         assert reported(await service.ask(4, **more)) == [(True, None)], more
@@ -112,7 +113,7 @@ async def test_a_reply_to_a_seed_says_that_it_gives_this_text_again(service: Ser
     assert reported(await service.ask(4, seed=None)) == [(None, None)], "nobody can ask for an unknown seed again"
 
 
-@pytest.mark.skipif(cpu_kernels() is None, reason="no C++ compiler, or neither AVX-512 nor AVX2")
+@needs_kernels
 async def test_who_does_without_hears_why_the_text_may_be_another(service: Service) -> None:
     first, second = [await service.ask(longest, reproducible=False) for longest in (4, 0)]
     assert text(first) != text(second), "the drafts shift the draws"
@@ -120,7 +121,7 @@ async def test_who_does_without_hears_why_the_text_may_be_another(service: Servi
     assert promised is False and "reproducible is false" in why and "drafted" in why
 
 
-@pytest.mark.skipif(cpu_kernels() is None, reason="no C++ compiler, or neither AVX-512 nor AVX2")
+@needs_kernels
 async def test_without_a_drafter_nothing_shifts_the_draws(folder: Path) -> None:
     service = await Service(folder, drafter=DrafterConfig(kind="none")).start()
     try:

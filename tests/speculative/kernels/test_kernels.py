@@ -25,11 +25,11 @@ from speculative.model.loading import load_decoder
 from speculative.model.quantized import Quantized, quantize
 from speculative.state.batch import AttentionRows
 from tests.support.tiny_models import write_tiny_model
+from tests.support.vocabulary import needs_kernels
 
 CPU = torch.device("cpu")
 KINDS: tuple[Kind, ...] = ("float32", "bfloat16", "w16a16", "int8", "int4", "w8a8", "w4a8")
 FAMILIES = ("llama_biased", "llama3", "smollm", "mistral", "qwen3")
-needs_kernels = pytest.mark.skipif(cpu_kernels() is None, reason="no C++ compiler, or neither AVX-512 nor AVX2")
 
 
 def compiled() -> Kernels:

@@ -8,16 +8,15 @@ from safetensors.torch import load_file, save_file
 
 from speculative.errors import ConfigError
 from speculative.kernels import chosen
-from speculative.kernels.library import cpu_kernels
 from speculative.model import loading
 from speculative.model.cpu.native import NativeLinear
 from speculative.model.fingerprint import model_fingerprint
 from speculative.model.loading import choose_weights, load_decoder
 from speculative.model.quantized import QUANTIZED_FILE, Quantized, load_quantized, quantize, save_quantized
 from tests.support.tiny_models import write_tiny_model
+from tests.support.vocabulary import needs_kernels
 
 CPU = torch.device("cpu")
-needs_kernels = pytest.mark.skipif(cpu_kernels() is None, reason="no C++ compiler, or neither AVX-512 nor AVX2")
 
 
 def a_weight(scale: float = 1.0) -> torch.Tensor:

@@ -11,6 +11,7 @@ from speculative.kernels.library import cpu_kernels
 from speculative.sampling import rng
 from speculative.sampling.rng import Purpose, gumbel, uniforms
 from tests.support.distributions import assert_departs, assert_follows
+from tests.support.vocabulary import needs_kernels
 
 # Random123's kat_vectors, philox4x32 with 10 rounds: counter, key, result.
 KNOWN_ANSWERS = (
@@ -20,7 +21,6 @@ KNOWN_ANSWERS = (
 )
 NUM_DRAWS = 1 << 16
 KERNELS = cpu_kernels()
-needs_kernels = pytest.mark.skipif(KERNELS is None, reason="no C++ compiler, or neither AVX-512 nor AVX2")
 
 
 def words(text: str) -> tuple[np.ndarray, ...]:
