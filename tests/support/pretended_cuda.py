@@ -219,6 +219,7 @@ class PretendedCuda(TorchFunctionMode):
             "torch.cuda.current_stream": lambda device=None: SimpleNamespace(wait_stream=lambda _: None, device=device),
             "torch.cuda.stream": nullcontext,
             "torch.cuda.current_device": lambda: 0,
+            "torch.cuda.set_device": lambda device: None,
             "torch.cuda.get_device_capability": lambda *_: (9, 0),
             "torch.cuda.device": nullcontext,
             "torch.cuda.graph_pool_handle": lambda: (0, 1),
