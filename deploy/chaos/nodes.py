@@ -104,23 +104,25 @@ class Node:
         self.shape = shape
         self._name = {_NODE_LABEL: uuid.uuid4().hex}
         named = replace(shape, labels={**shape.labels, **self._name})
-        agent, metrics = free_ports(2)
+        agent, self.metrics_port = free_ports(2)
         self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115  (as long as the node)
-        self._process = _ray_start(
-            [f"--address={address}", *_ports(agent, metrics), *named.arguments], self._output.fileno(), environment
-        )
+        arguments = [f"--address={address}", *_ports(agent, self.metrics_port), *named.arguments]
+        self._process = _ray_start(arguments, self._output.fileno(), environment)
 
     @property
     def pids(self) -> list[int]:
         """All its processes."""
         return process_tree(self._process.pid)
 
+    @property
+    def ended(self) -> bool:
+        """Return whether `ray start` has ended, as it does after any of Ray's own processes there."""
+        return self._process.poll() is not None
+
     def kill(self) -> None:
         """End all of it with SIGKILL, if it has not ended yet."""
         if self._process.poll() is None:
-            for pid in self.pids:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            _kill(self.pids)
             self._process.wait(_END_S)
         self._output.close()
 
@@ -142,18 +144,71 @@ class Node:
             time.sleep(_LOOK_EVERY_S)
 
 
+class Head:
+    """The head: its first start, and those after a death, at the same ports and with the same folder.
+
+    Args:
+        shape: what it says that it has.
+        folder: of sockets and logs.
+        environment: of its processes.
+    """
+
+    def __init__(self, shape: NodeShape, folder: Path, environment: Mapping[str, str]) -> None:
+        self._environment = environment
+        gcs, agent, self.metrics_port = free_ports(3)
+        self._gcs = gcs
+        self.address = f"127.0.0.1:{gcs}"
+        self._output = folder / "ray-start.log"
+        self._arguments = ["--head", f"--port={gcs}", f"--temp-dir={folder}", "--include-dashboard=false"]
+        self._arguments += [*_ports(agent, self.metrics_port), *shape.arguments]
+        self.start()
+
+    @property
+    def pids(self) -> list[int]:
+        """All its processes."""
+        return process_tree(self._process.pid)
+
+    def start(self) -> None:
+        """Begin to start it."""
+        with self._output.open("wb") as log:
+            self._process = _ray_start(self._arguments, log.fileno(), self._environment)
+
+    def wait_until_it_listens(self) -> None:
+        """Wait until nodes can join.
+
+        Raises:
+            NodeNotStarted: it has ended, or that took too long.
+        """
+        _wait_until_it_listens(self._process, self._gcs, self._output)
+
+    def kill(self) -> None:
+        """End all of it with SIGKILL."""
+        _kill(self.pids)
+        self._process.wait(_END_S)
+
+    def end(self) -> None:
+        """End it in order."""
+        pids = self.pids
+        self._process.terminate()  # it ends what it has started, but for HAProxy
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_S)
+        _kill(pids)
+        self._process.wait()
+
+
 class LocalCluster:
     """A head and its nodes, on this machine.
 
     Args:
-        address: of the head, host:port.
+        head: which has started.
         environment: of the nodes' processes.
     """
 
-    def __init__(self, address: str, environment: Mapping[str, str]) -> None:
-        self.address = address
+    def __init__(self, head: Head, environment: Mapping[str, str]) -> None:
+        self.head = head
+        self.address = head.address
         self._environment = environment
-        self._nodes: list[Node] = []
+        self.nodes: list[Node] = []
 
     def start(self, shapes: Sequence[NodeShape]) -> None:
         """Start nodes, one after the other: two that start at once can choose the same names for their sockets.
@@ -164,7 +219,7 @@ class LocalCluster:
         with connected(self.address):
             for shape in shapes:
                 node = Node(self.address, shape, self._environment)
-                self._nodes.append(node)
+                self.nodes.append(node)
                 node.wait_until_joined(_labels)
 
     def replace_node_of(self, pid: int) -> None:
@@ -173,20 +228,35 @@ class LocalCluster:
         Raises:
             NodeNotStarted: the other one did not start.
         """
-        (number,) = (number for number, node in enumerate(self._nodes) if pid in node.pids)
-        self._nodes[number].kill()
-        self._nodes[number] = Node(self.address, self._nodes[number].shape, self._environment)
-        self._nodes[number].wait_until_joined(_labels)
+        self.begin_replacing(self.node_of(pid)).wait_until_joined(_labels)
+
+    def node_of(self, pid: int) -> int:
+        """The number of the node that a process is of."""
+        (number,) = (number for number, node in enumerate(self.nodes) if pid in node.pids)
+        return number
+
+    def begin_replacing(self, number: int) -> Node:
+        """Kill a node, and begin to start another like it."""
+        self.nodes[number].kill()
+        self.nodes[number] = Node(self.address, self.nodes[number].shape, self._environment)
+        return self.nodes[number]
 
     def end(self) -> None:
         """End all nodes but the head."""
-        for node in self._nodes:
+        for node in self.nodes:
             node.kill()
 
 
 @contextlib.contextmanager
-def local_cluster(head: NodeShape, shapes: Sequence[NodeShape]) -> Iterator[LocalCluster]:
+def local_cluster(
+    head: NodeShape, shapes: Sequence[NodeShape], settings: Mapping[str, str] | None = None
+) -> Iterator[LocalCluster]:
     """Start a cluster on this machine; it ends with the block.
+
+    Args:
+        head: shape of the head.
+        shapes: those of the other nodes.
+        settings: further environment of all of its processes.
 
     Raises:
         NodeNotStarted: a node did not start; the message has what Ray said.
@@ -194,27 +264,25 @@ def local_cluster(head: NodeShape, shapes: Sequence[NodeShape]) -> Iterator[Loca
     interrupt_on_sigterm()  # else what has been started stays
     enable_token_auth_by_default()  # as for a cluster that `ray.init` starts: other users of this machine stay out
     ensure_token_if_auth_enabled()
-    environment = {**os.environ, **ray_environment()}
+    environment = {**os.environ, **ray_environment(), **(settings or {})}
     # A folder of its own: who starts Ray elsewhere is not led to this cluster. Ray's sockets need a short path.
     with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True) as folder:
-        gcs, agent, metrics = free_ports(3)
-        arguments = ["--head", f"--port={gcs}", f"--temp-dir={folder}", "--include-dashboard=false"]
-        output = Path(folder, "ray-start.log")
-        with output.open("wb") as log:
-            process = _ray_start([*arguments, *_ports(agent, metrics), *head.arguments], log.fileno(), environment)
-        cluster = LocalCluster(f"127.0.0.1:{gcs}", environment)
+        started = Head(head, Path(folder), environment)
+        cluster = LocalCluster(started, environment)
         try:
-            _wait_until_it_listens(process, gcs, output)
+            started.wait_until_it_listens()
             cluster.start(shapes)
             yield cluster
         finally:
             with uninterrupted():
                 cluster.end()
-                process.terminate()  # it ends what it has started
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(_END_S)
-                process.kill()
-                process.wait()
+                started.end()
+
+
+def _kill(pids: Iterable[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def _labels() -> Iterator[Mapping[str, str]]:

@@ -2,9 +2,10 @@
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from deploy.chaos.deaths import Death
 from deploy.chaos.load import LoadFigures
 from deploy.chaos.run import ChaosFigures
 from deploy.reports import markdown
@@ -20,6 +21,15 @@ _LOAD_COLUMNS = (
     "first token p50 / p95, s",
     "whole p50 / p95 / max, s",
     "memory, MiB",
+)
+_DEATH_COLUMNS = (
+    "requests come by",
+    "killed",
+    "streams that ran",
+    "new requests that failed",
+    "all there again",
+    "counted",
+    "alerts",
 )
 _HEAD = """# Reliability
 
@@ -68,6 +78,37 @@ store (PSS: shared pages count once), as median of the first and of the last qua
 
 {table}"""
     write_section(path, "load", model, body, head=_HEAD)
+
+
+def write_deaths(path: Path, deaths: Sequence[Death], command: str, model: str) -> None:
+    """Put the deaths of one process of each kind into the page."""
+    table = markdown.table(ReportTable("", _DEATH_COLUMNS, list(map(_death_row, deaths))))
+    body = f"""## One process of each kind killed: {model}
+
+`{command}`, {_when_and_where()}. A head and a node for each replica, with a proxy on each. New requests come every half
+second. A raylet's node and the head are started again at once, as a kubelet does. Metrics are those of Ray's agents,
+without `truespec_`; alerts are evaluated by Prometheus, with the chart's windows.
+
+{table}"""
+    write_section(path, "deaths", model, body, head=_HEAD)
+
+
+def _death_row(one: Death) -> tuple[str, ...]:
+    through_head = f"; {one.through_head} of them by the head's proxy" if one.through_head else ""
+    failed = f"{_counts(one.failed)}, within {one.failed_for_s:g} s" if one.failed else "none"
+    return (
+        one.route,
+        one.process,
+        _counts(one.streams) + through_head,
+        failed,
+        "not within the time observed" if one.whole_s is None else f"after {one.whole_s:g} s",
+        ", ".join(f"{count:g} `{name}`" for name, count in one.counted.items()) or "nothing",
+        ", ".join(f"{name} ({state})" for name, state in sorted(one.alerts.items())) or "none",
+    )
+
+
+def _counts(results: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {result}" for result, count in sorted(results.items()))
 
 
 def _load_row(one: LoadFigures) -> tuple[str, ...]:

@@ -60,7 +60,13 @@ def _reliability_options(command: Callable[..., None]) -> Callable[..., None]:
 @click.option(
     "--minutes", type=FiniteRange(min=0), default=12.0, show_default=True, help="Kill none after this many minutes."
 )
-def chaos(file: Path, port: int, json_file: Path | None, page: Path | None, **options: Any) -> None:
+@click.option(
+    "--kill-each",
+    is_flag=True,
+    help="Instead, kill one process of each kind (replicas, proxies, controllers, a raylet, the head), with Serve's "
+    "proxy, with HAProxy, and with HAProxy and a router; report what clients saw, what was counted, and the alerts.",
+)
+def chaos(file: Path, port: int, json_file: Path | None, page: Path | None, *, kill_each: bool, **options: Any) -> None:
     """Kill replicas, or whole nodes, on this machine while clients stream; check that nothing is lost, repeated,
     changed or leaked."""
     from deploy.chaos.command import ChaosOptions, sizes_to_kill
@@ -72,6 +78,9 @@ def chaos(file: Path, port: int, json_file: Path | None, page: Path | None, **op
     checked = at_port(load_config(file), port)
     report = progress_printer()
     sizes_to_kill(checked.application)  # what is wrong with them is reported before anything starts
+    if kill_each:
+        _kill_each(checked, json_file, page, options["concurrency"], options["max_tokens"])
+        return
     asked = ChaosOptions(**options)
     with (
         _on_nodes(checked, report) if asked.kill_nodes else nullcontext((checked, None)) as (placed, cluster),
@@ -84,6 +93,20 @@ def chaos(file: Path, port: int, json_file: Path | None, page: Path | None, **op
     out.print_json(data=figures.as_dict())
     if not figures.sound:
         raise Failure("Something was lost, repeated, changed or leaked; the figures say what.")
+
+
+def _kill_each(file: ServeFile, json_file: Path | None, page: Path | None, streams: int, max_tokens: int) -> None:
+    from deploy.chaos.deaths import kill_each
+    from deploy.chaos.page import write_deaths
+
+    deaths = kill_each(file, streams, max_tokens, progress_printer())
+    figures = {"deaths": [one.as_dict() for one in deaths]}
+    write_json(json_file, figures)
+    if page is not None:
+        write_deaths(page, deaths, command_line(), file.application.args.model.served_name)
+    out.print_json(data=figures)
+    if uncounted := [f"{one.process} ({one.route})" for one in deaths if one.uncounted]:
+        raise Failure(f"Requests were lost that no metric has: {', '.join(uncounted)}; the figures say how many.")
 
 
 @contextmanager

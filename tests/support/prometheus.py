@@ -4,7 +4,6 @@ import contextlib
 import re
 import shutil
 import subprocess
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,16 +13,14 @@ import httpx
 import pytest
 import yaml
 
-from deploy.run.ports import free_ports
-
-INSTALL = "apt-get install --no-install-recommends prometheus"
+from deploy.chaos import prometheus
 
 
 def program(name: str) -> str:
     """The path of `prometheus` or `promtool`; skips the test where it is missing."""
     found = shutil.which(name)
     if found is None:
-        pytest.skip(f"{name} is not installed; {INSTALL}")
+        pytest.skip(f"{name} is not installed; {prometheus.INSTALL}")
     return found
 
 
@@ -110,38 +107,6 @@ class Prometheus:
 @contextlib.contextmanager
 def running_prometheus(folder: Path, scrape: list[dict[str, Any]], rules: list[Path]) -> Iterator[Prometheus]:
     """A real Prometheus that scrapes and evaluates every few seconds, with its data in `folder`."""
-    executable = program("prometheus")
-    (port,) = free_ports(1)
-    files = []
-    for path in rules:
-        file = yaml.safe_load(path.read_text(encoding="utf-8"))
-        for group in file["groups"]:
-            group["interval"] = "2s"
-        files.append(str(folder / path.name))
-        Path(files[-1]).write_text(yaml.safe_dump(file), encoding="utf-8")
-    timing = {"scrape_interval": "2s", "scrape_timeout": "2s", "evaluation_interval": "2s"}
-    config = {"global": timing, "scrape_configs": scrape, "rule_files": files}
-    (folder / "prometheus.yml").write_text(yaml.safe_dump(config), encoding="utf-8")
-    command = [
-        executable,
-        f"--config.file={folder / 'prometheus.yml'}",
-        f"--storage.tsdb.path={folder / 'data'}",
-        f"--web.listen-address=127.0.0.1:{port}",
-        "--log.level=warn",
-    ]
-    with (folder / "log").open("w") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
-        try:
-            _wait_until_ready(f"http://127.0.0.1:{port}", folder / "log")
-            yield Prometheus(f"http://127.0.0.1:{port}")
-        finally:
-            process.terminate()
-
-
-def _wait_until_ready(url: str, log: Path) -> None:
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        with contextlib.suppress(httpx.TransportError):
-            if httpx.get(f"{url}/-/ready").status_code == 200:
-                return
-        time.sleep(0.1)
-    pytest.fail(f"Prometheus did not start: {log.read_text(encoding='utf-8')}")
+    program("prometheus")
+    with prometheus.running_prometheus(folder, scrape, rules) as url:
+        yield Prometheus(url)
