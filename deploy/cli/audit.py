@@ -10,7 +10,7 @@ from deploy.options import FiniteRange, api_key, beginning_with, check_writable,
 from deploy.reports.progress import View
 from speculative.errors import ConfigError
 
-_DETECTION, _AUDIT, _WATCH = Path("docs/detection.md"), Path("docs/runs/audits.md"), Path("docs/watch.md")
+_DETECTION, _AUDIT, _WATCH = (Path("docs/runs") / name for name in ("detection.md", "audits.md", "watch.md"))
 _LEGACY = "legacy"
 
 
@@ -97,8 +97,8 @@ def audit_server(
 @click.option(
     "--page",
     type=a_file,
-    help="Put the table into this page; in a checkout the default is docs/detection.md, and with --outside "
-    "docs/runs/audits.md, with --watched docs/watch.md.",
+    help="Put the table into this page; in a checkout the default is docs/runs/detection.md, with --outside "
+    "docs/runs/audits.md, with --watched docs/runs/watch.md.",
 )
 def audit_faults(
     outside: bool, watched: bool, only: tuple[str, ...], json_file: Path | None, page: Path | None

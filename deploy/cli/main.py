@@ -22,7 +22,7 @@ from deploy.cli.watch import watch
 @click.group(cls=MainGroup)
 @click.version_option(package_name="truespec")
 def main() -> None:
-    """Serve language models with speculative decoding that is lossless, and shows that it is while it serves."""
+    """Serve language models faster by speculative decoding, and keep checking that the answers are the model's own."""
 
 
 for _command in (

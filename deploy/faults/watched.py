@@ -40,7 +40,7 @@ FAULTS = (
     "F10 logprob 0 for every token",
     "F10 logprobs of another row",
 )
-"""Faults that change more than a few served tokens in ten thousand; docs/watch.md names others."""
+"""Faults that change more than a few served tokens in ten thousand; docs/runs/watch.md names others."""
 
 _MOST_TOKENS = 60_000
 _SECONDS = 300.0

@@ -1,4 +1,4 @@
-"""What the README and the quick start show as output is what the demo's service and the engine answer."""
+"""Outputs shown in README, quick start and architecture page are those of the demo's service and the engine."""
 
 import json
 import re
@@ -65,7 +65,7 @@ def _output_of(code: str, language: str, url: str) -> str:
 
 @pytest.mark.slow
 def test_the_engine_without_a_server_gives_the_output_that_is_shown() -> None:
-    ((code, shown),) = _ENGINE.findall((ROOT / "README.md").read_text(encoding="utf-8"))
+    ((code, shown),) = _ENGINE.findall((ROOT / "docs" / "architecture.md").read_text(encoding="utf-8"))
     try:
         fetch_model("smollm2-135m")
     except FetchFailed as error:

@@ -45,7 +45,7 @@ PAIRS: Mapping[str, tuple[str, Callable[[str], Tolerance], float]] = {
     "four bits and bfloat16": ("bfloat16", Tolerance.against_float32, 0.025),
     "w4a8 and float32": ("int8", Tolerance.against_float32, 0.1),
 }
-"""Pairs of engines, and the standard deviation of the noise between their logits; docs/watch.md has measurements."""
+"""Pairs of engines, and the standard deviation of the noise between their logits, as measured in docs/runs/watch.md."""
 
 
 @pytest.mark.slow  # 16 minutes on a core: 101,250 answers in all

@@ -1,5 +1,5 @@
 """Sound answers, replayed with the rounding that SmolLM2-135M really has between two engines: none is accused, and a
-token that is wrong is still found. docs/detection.md has the figures."""
+token that is wrong is still found. docs/runs/detection.md has the figures."""
 
 import pytest
 
