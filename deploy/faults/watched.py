@@ -130,7 +130,7 @@ def write_table(found: Sequence[WatchedFault], page: Path) -> None:
             for one in found
         ),
     ]
-    write_section(page, "watch", "faults", "\n".join(lines), head="# Watch a server that is not ours\n")
+    write_section(page, "watch", "faults", "\n".join(lines), head="# The watch: what was run\n")
 
 
 def _prompts() -> Sequence[dict[str, Any]]:
