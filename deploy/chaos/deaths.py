@@ -350,8 +350,8 @@ class _Service:
         return [*self._cluster.head.pids, *(pid for node in self._cluster.nodes for pid in node.pids)]
 
     def _through_head(self) -> int:
-        """Number of connections to the service's port that a process of the head has."""
-        ours = set(self._cluster.head.pids)
+        """Number of connections to the service's port that a process of the head has, where others have proxies."""
+        ours = set(self._cluster.head.pids) if self._cluster.nodes else set()
         return sum(pid in ours for pid in _pids_of_port(self._port, "01"))
 
     def _exporters(self) -> list[str]:

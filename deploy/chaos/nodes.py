@@ -170,6 +170,8 @@ class Head:
 
     def start(self) -> None:
         """Begin to start it."""
+        # A head that was killed: Ray takes the raylets of its nodes, on this machine too, for the head's own.
+        self._output.with_name("ray_current_cluster").unlink(missing_ok=True)
         with self._output.open("wb") as log:
             self._process = _ray_start(self._arguments, log.fileno(), self._environment)
 
