@@ -86,6 +86,20 @@ def test_links_and_anchors_lead_somewhere(path: Path) -> None:
     assert not broken, "\n".join(broken)
 
 
+def test_every_page_is_two_clicks_from_the_readme() -> None:
+    pages = {ROOT / "README.md"}
+    for _ in range(2):
+        pages |= {
+            (page.parent / unquote(target).partition("#")[0]).resolve()
+            for page in pages
+            if page.suffix == ".md"
+            for target in links(page)
+            if not target.startswith("#")
+        }
+    far = [page for page in documents() if page.is_relative_to(ROOT / "docs") and page not in pages]
+    assert not far, "link it from the README, or from a page that the README links"
+
+
 @each_document
 def test_commands_in_blocks_are_whole_commands_of_ours(path: Path) -> None:
     wrong = []

@@ -93,6 +93,12 @@ _WORDS: dict[IncidentKind, _Words] = {
 }
 
 
+_WATCHED_EFFECT = (
+    "Answers may be wrong, and nothing is switched off: this server is only watched. The report has an answer that "
+    "shows it. Restart the server without speculation, and see whether the alarm comes back."
+)
+
+
 def runbook(alert: str) -> dict[str, str]:
     """Return where to read what to do at an alert; the page itself has the same as `page/runbooks.html`."""
     return {"name": alert, "page": RUNBOOKS}
@@ -103,8 +109,13 @@ def check_words() -> dict[str, dict[str, str]]:
     return {check: {"name": CHECK_NAMES[check], "meaning": meaning} for check, meaning in CHECKS.items()}
 
 
-def explained(incident: dict[str, Any]) -> dict[str, Any]:
-    """A trip or an alarm with a title, what it means, what to do first, and its runbook."""
+def explained(incident: dict[str, Any], *, watched: bool = False) -> dict[str, Any]:
+    """A trip or an alarm with a title, what it means, what to do first, and its runbook.
+
+    Args:
+        incident: as the referee reports it.
+        watched: another server answers (`truespec watch`), which has no breaker of ours.
+    """
     words = _WORDS[incident["kind"]]
     meaning = words.meanings.get(incident["name"], incident["name"])
     if strata := incident["strata"]:
@@ -114,6 +125,6 @@ def explained(incident: dict[str, Any]) -> dict[str, Any]:
         "title": words.title,
         "words": LABEL_NAMES.get(incident["name"], ""),
         "meaning": meaning,
-        "effect": words.effect,
+        "effect": _WATCHED_EFFECT if watched else words.effect,
         "runbook": runbook(words.runbook),
     }

@@ -22,6 +22,13 @@ NAMES: dict[IncidentKind, list[str]] = {
 }
 
 
+def test_an_alarm_of_a_watched_server_names_the_report_and_no_breaker() -> None:
+    incident = Incident("replay", "support", "server", 1.0, 2.0, 3).to_wire()
+    assert "breaker" in explained(incident)["effect"]
+    watched = explained(incident, watched=True)["effect"]
+    assert "report" in watched and "without speculation" in watched and "breaker" not in watched
+
+
 def test_every_check_has_a_name_of_its_own() -> None:
     assert CHECK_NAMES.keys() == CHECKS.keys()
     assert len(set(CHECK_NAMES.values())) == len(CHECKS)
