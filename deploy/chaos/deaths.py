@@ -58,8 +58,9 @@ _STREAM_S = 180.0  # no stream takes longer where all is well
 _ASK_S = 15.0
 _ASK_EVERY_S = 0.5
 _REPORTED_S = 3.0  # replicas report each second what they have
+_HEAD_START_S = 60.0  # within that it has a raylet, also on a busy machine
 _SETTLED_S = 15.0  # so long all is there, and new requests are answered
-_LONGEST_S = 180.0
+_LONGEST_S = 240.0
 _LOOK_EVERY_S = 1.0
 
 
@@ -215,6 +216,8 @@ class _Service:
         self._route, self._url, self._port, self._model = route, url, port, model
         self._cluster, self._folder = cluster, folder
         self.prometheus = ""
+        self._head_started = 0.0
+        self._failures: list[tuple[float, str]] = []
 
     def name_exporters(self) -> None:
         """Tell Prometheus where Ray's agents are, replaced nodes' included."""
@@ -280,9 +283,8 @@ class _Service:
     def _strike(self, process: str) -> Callable[[], None]:
         """Kill it; returns what a kubelet does about it, to be called again and again."""
         if process in (_HEAD, _HEAD_REDIS):
-            self._cluster.head.kill()
-            self._cluster.head.start()
-            return self._replace_ended
+            self._start_head()
+            return self._keep_head
         known = [pid for pid, kind in self._known() if kind == process]
         on_nodes = {pid for node in self._cluster.nodes for pid in node.pids}
         # A raylet of the decoding pool's: the others' deaths are smaller.
@@ -298,6 +300,18 @@ class _Service:
             if node.ended:
                 self._cluster.begin_replacing(number)
                 self.name_exporters()
+
+    def _keep_head(self) -> None:
+        """Start the head again where its raylet does not come up, as a liveness probe has it."""
+        has_raylet = any(kind == _RAYLET for pid, kind in self._known() if pid in self._cluster.head.pids)
+        if not has_raylet and time.monotonic() - self._head_started > _HEAD_START_S:
+            self._start_head()
+        self._replace_ended()
+
+    def _start_head(self) -> None:
+        self._cluster.head.kill()
+        self._cluster.head.start()
+        self._head_started = time.monotonic()
 
     def _observe(
         self,
@@ -325,7 +339,7 @@ class _Service:
 
     def _keep_asking(self, over: Event, began: float) -> list[tuple[float, str]]:
         """Ask short questions, one at a time; returns when and how they failed."""
-        self._failures: list[tuple[float, str]] = []
+        self._failures = []
         body = {"model": self._model, "prompt": "one two", "max_tokens": 2}
         while not over.wait(_ASK_EVERY_S):
             with Client(self._url, timeout_s=_ASK_S) as client:
@@ -397,7 +411,7 @@ def _pids_of_port(port: int, state: str) -> list[int]:
 
 
 def _target(link: Path) -> str:
-    """Where a link points; nowhere once its process has closed it."""
+    """Return the place that a link points to; none once its process has closed it."""
     try:
         return str(link.readlink())
     except OSError:

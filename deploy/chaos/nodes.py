@@ -144,7 +144,7 @@ class Node:
             time.sleep(_LOOK_EVERY_S)
 
 
-class Head:
+class HeadNode:
     """The head: its first start, and those after a death, at the same ports and with the same folder.
 
     Args:
@@ -206,7 +206,7 @@ class LocalCluster:
         environment: of the nodes' processes.
     """
 
-    def __init__(self, head: Head, environment: Mapping[str, str]) -> None:
+    def __init__(self, head: HeadNode, environment: Mapping[str, str]) -> None:
         self.head = head
         self.address = head.address
         self._environment = environment
@@ -269,7 +269,7 @@ def local_cluster(
     environment = {**os.environ, **ray_environment(), **(settings or {})}
     # A folder of its own: who starts Ray elsewhere is not led to this cluster. Ray's sockets need a short path.
     with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True) as folder:
-        started = Head(head, Path(folder), environment)
+        started = HeadNode(head, Path(folder), environment)
         cluster = LocalCluster(started, environment)
         try:
             started.wait_until_it_listens()
