@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from threading import Barrier, BrokenBarrierError, Event
 
@@ -21,7 +21,7 @@ import httpx
 import yaml
 
 import dashboards
-from deploy.chaos.nodes import LocalCluster, NodeShape, local_cluster, one_node_a_replica
+from deploy.chaos.nodes import POOL_LABEL, LocalCluster, NodeShape, local_cluster, one_node_a_replica
 from deploy.chaos.prometheus import running_prometheus
 from deploy.chaos.streams import complete
 from deploy.exchange.client import Attempt, Client
@@ -138,7 +138,7 @@ def _processes(service: "_Service") -> list[str]:
 @contextlib.contextmanager
 def _served(file: ServeFile, route: str, *, redis: bool, progress: Progress) -> Iterator["_Service"]:
     """A cluster of its own, with the service and a Prometheus."""
-    placed, head, shapes = one_node_a_replica(_by(file, route))
+    placed, head, shapes = _with_router_on_nodes(*one_node_a_replica(_by(file, route)))
     if route == _HAPROXY:  # HAProxy and what it asks keep files and ports of a machine, which such nodes would share
         placed, head, shapes = _by(file, route), NodeShape(sum(shape.num_cpus for shape in shapes), {}), []
     settings = {_HA_PROXY: str(int(route == _HAPROXY))}
@@ -178,6 +178,23 @@ def _by(file: ServeFile, route: str) -> ServeFile:
         args = args.model_copy(update={"pools": args.pools.model_copy(update={"router": None}), "recovery": recovery})
     application = file.application.model_copy(update={"args": args})
     return file.model_copy(update={"applications": [application], "proxy_location": "EveryNode"})
+
+
+def _with_router_on_nodes(
+    placed: ServeFile, head: NodeShape, shapes: list[NodeShape]
+) -> tuple[ServeFile, NodeShape, list[NodeShape]]:
+    """The router on a node of the decoding pool, as the chart has it, and not on the head."""
+    args = placed.application.args
+    if args.pools.router is None:
+        return placed, head, shapes
+    there = {POOL_LABEL: args.decoding_pool}
+    router = args.pools.router.model_copy(update={"label_selector": there})
+    args = args.model_copy(update={"pools": args.pools.model_copy(update={"router": router})})
+    application = placed.application.model_copy(update={"args": args})
+    wider = [
+        replace(shape, num_cpus=shape.num_cpus + head.num_cpus) if shape.labels == there else shape for shape in shapes
+    ]
+    return placed.model_copy(update={"applications": [application]}), replace(head, num_cpus=0), wider
 
 
 @contextlib.contextmanager

@@ -5,15 +5,18 @@ import socket
 from pathlib import Path
 
 import pytest
+import yaml
 from click.testing import CliRunner
 
 from deploy.chaos import deaths
 from deploy.chaos.deaths import ROUTES, Death
+from deploy.chaos.nodes import POOL_LABEL, one_node_a_replica
 from deploy.chaos.page import write_deaths
 from deploy.cli.main import main
 from deploy.exchange.client import Client
 from deploy.run.ports import free_ports
 from serve_app.config.files import load_config
+from serve_app.config.serve_file import ServeFile
 from tests.support.fake_openai import BREAK, FakeOpenAI, Reply, completion, failure
 
 CONFIG = Path(__file__).parents[2] / "deploy" / "configs" / "resilient.yaml"
@@ -72,6 +75,18 @@ def test_routes() -> None:
         args = deaths._by(file, route).application.effective_args
         assert (args.router is not None) == route.endswith("router")
         assert deaths._by(file, route).proxy_location == "EveryNode"
+
+
+def test_the_router_has_room_on_a_node_of_the_decoding_pool() -> None:
+    """In a chart it is there: the death of the head must not take it along."""
+    raw = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))
+    raw["applications"][0]["args"]["pools"]["router"]["num_cpus"] = 1
+    placed, head, shapes = deaths._with_router_on_nodes(*one_node_a_replica(ServeFile.model_validate(raw)))
+    router = placed.application.effective_args.router
+    assert router is not None and router.label_selector == {POOL_LABEL: "decode"} and head.num_cpus == 0
+    assert sorted((shape.labels[POOL_LABEL], shape.num_cpus) for shape in shapes) == [
+        ("decode", 2), ("decode", 2), ("prefill", 1), ("prefill", 1),
+    ]  # fmt: skip
 
 
 def test_processes_of_a_port() -> None:
