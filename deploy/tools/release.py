@@ -20,9 +20,10 @@ from speculative.errors import TruespecError
 ROOT = Path(__file__).parents[2]
 _NUMBER = r"\d+\.\d+\.\d+"  # Helm and pip have no form of a pre-release in common
 _UNRELEASED = "## [Unreleased]\n"
+_CHART = "helm/truespec/Chart.yaml"  # whose version has `-dev.N` between releases (deploy/tools/chart.py)
 # Where the version stands beside pyproject.toml: files, and what precedes it there.
 _PLACES = (
-    ("helm/truespec/Chart.yaml", r"^(?:version|appVersion): "),
+    (_CHART, r"^appVersion: "),
     ("helm/truespec/ci/*-values.yaml", r"^  tag: "),
     ("deploy/configs/jobs/*.yaml", r"\btruespec:"),
     ("deploy/configs/watch/*.yaml", r"\btruespec:"),
@@ -51,6 +52,9 @@ def check(tag: str | None = None, root: Path = ROOT) -> str:
     wrong = [f"{place}: {found}, but pyproject.toml has {meant}" for place, found in _stated(root) if found != meant]
     if tag is not None and tag != f"v{meant}":
         wrong.append(f"The tag is {tag}, but pyproject.toml has {meant}; a release of it is tagged v{meant}.")
+    charts = yaml.safe_load((root / _CHART).read_text(encoding="utf-8"))["version"]
+    if tag is not None and charts != meant:
+        wrong.append(f"{_CHART}: version is {charts}, but pyproject.toml has {meant}; cut the release before its tag.")
     if wrong:
         raise ReleaseError("\n".join(wrong))
     if tag is not None:
@@ -89,10 +93,10 @@ def cut(new: str, root: Path = ROOT) -> list[str]:
     dated = f"{_UNRELEASED}\n## [{new}] - {datetime.now(UTC):%Y-%m-%d}\n"
     path.write_text(changelog.replace(_UNRELEASED, dated, 1), encoding="utf-8")
     changed = ["CHANGELOG.md"]
-    for place, before in (("pyproject.toml", r"^version = \""), *_PLACES):
+    for place, before in (("pyproject.toml", r"^version = \""), (_CHART, r"^version: "), *_PLACES):
         for file in sorted(root.glob(place)):
             text = file.read_text(encoding="utf-8") if file.is_file() else ""
-            if (renewed := re.sub(rf"({before}){_NUMBER}", rf"\g<1>{new}", text, flags=re.M)) != text:
+            if (renewed := re.sub(rf"({before}){_NUMBER}(?:-dev\.\d+)?", rf"\g<1>{new}", text, flags=re.M)) != text:
                 file.write_text(renewed, encoding="utf-8")
                 changed.append(str(file.relative_to(root)))
     return changed

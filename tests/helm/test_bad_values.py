@@ -193,6 +193,29 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"worker": {"resources": {"requests": {"memory": "40G"}}}}, "pools.decode asks for 40G of memory, but its limit"),
     ({"worker": {"resources": {"limits": {"cpu": "3900m"}}}}, "pools.decode asks for 4 of cpu, but its limit is 3900m"),
     ({"head": {"resources": {"limits": {"memory": "1e9"}}}}, "head asks for 8Gi of memory, but its limit is 1e9"),
+    ({"worker": {"hostNetwork": "yes"}}, "worker.hostNetwork: Invalid type. Expected: boolean, given: string"),
+    ({"image": {"pullSecrets": [{"secret": "a"}]}}, "image.pullSecrets.0: Must validate at least one schema"),
+    ({"worker": {"shmSize": "64Mi"}}, "pools.decode.shmSize is 64Mi, and Ray's object store, nine tenths of it, needs"),
+    # Volumes of models
+    (
+        {"modelCache": {"readOnly": True}},
+        "modelCache.readOnly is true, but the pods would mount an empty volume; name a claim that holds the models",
+    ),
+    (
+        {"modelCache": {"readOnly": True, "existingClaim": "c", "fetch": ["smollm2-135m"]}},
+        "modelCache.readOnly is true, so modelCache.fetch cannot put smollm2-135m there; remove it, and run `truespec",
+    ),
+    (
+        {"modelCache": {"enabled": False, "subPath": "a"}},
+        "modelCache.subPath is a, but there is no claim whose folder it would be; remove it, or set modelCache.enabled",
+    ),
+    ({"modelCache": {"subPath": "/a"}}, "modelCache.subPath: Does not match pattern"),
+    ({"modelCache": {"subPath": "a/../b"}}, "modelCache.subPath: Does not match pattern"),
+    (
+        {"config": {"model": {"source": "./my-model"}}},
+        "config.model.source is ./my-model, a folder of your machine, which the pods do not have; give its path on a",
+    ),
+    (drafter(kind="eagle3", model="~/head"), "config.drafter.model is ~/head, a folder of your machine"),
     ({"worker": {"ipcLock": "yes"}}, "worker.ipcLock: Invalid type. Expected: boolean, given: string"),
     ({"head": {"sidecars": [{"name": "logs"}]}}, "head.sidecars.0: image is required"),
     (
@@ -299,6 +322,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (
         {"service": {"type": "LoadBalancer"}, "networkPolicy": {"clients": [{"namespaceSelector": {}}]}},
         "service.type is LoadBalancer, but networkPolicy.clients has no ipBlock, so nobody outside the cluster gets in",
+    ),
+    (
+        {"service": {"loadBalancerClass": "a/b"}},
+        "service.loadBalancerClass is set, but service.type is ClusterIP; set it to LoadBalancer, or remove the class",
     ),
     ({"networkPolicy": {"operator": []}}, "KubeRay could not deploy the application; give the operator's namespace"),
     (

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import yaml
 from jsonschema import Draft7Validator
+from ray._private.services import determine_plasma_store_config
+from ray._private.utils import resolve_object_store_memory
 from ray.serve.config import AutoscalingConfig
 from ray.serve.schema import DeploymentSchema, RayActorOptionsSchema, ServeApplicationSchema, ServeDeploySchema
 
 from dashboards.alerts import ALERTS
-from deploy.tools.chart import CHART, CHART_SCHEMA, ROOT, generated, run_helm, schema
+from deploy.tools.chart import CHART, CHART_SCHEMA, ROOT, generated, run_helm, schema, versioned
 from serve_app.app import build_app
 from serve_app.config.app_config import AppConfig
 from serve_app.config.files import load_config
@@ -58,7 +60,7 @@ EVERYTHING = merged(
     {
         "commonLabels": {"team": "llm"},
         "commonAnnotations": {"owner": "llm@example.com"},
-        "image": {"digest": f"sha256:{'0' * 64}", "pullSecrets": ["registry"]},
+        "image": {"digest": f"sha256:{'0' * 64}", "pullSecrets": ["registry", {"name": "mirror"}]},
         "config": {"dumps": {"folder": "/tmp/dumps"}, "limits": {"max_body_bytes": 41943040}},
         "worker": {
             "autoscaling": {"enabled": True},
@@ -76,6 +78,7 @@ EVERYTHING = merged(
             "livenessProbe": {"tcpSocket": {"port": 8080}},
             "startupProbe": {"tcpSocket": {"port": 8080}, "failureThreshold": 100},
             "ipcLock": True,
+            "hostNetwork": True,
             "resources": {"requests": {"cpu": 2}, "limits": {"cpu": None, "rdma/hca": 1, "hugepages-2Mi": "512Mi"}},
         },
         "head": {
@@ -148,7 +151,7 @@ AWKWARD = merged(
     {
         "nameOverride": "123",
         "fullnameOverride": "true",
-        "image": {"pullSecrets": ["123"]},
+        "image": {"pullSecrets": ["123", {"name": "456"}]},
         "worker": {"runtimeClassName": "123", "priorityClassName": "yes", "schedulerName": "on"},
         "ray": {
             "auth": {"existingSecret": "123"},
@@ -161,7 +164,7 @@ AWKWARD = merged(
         "hub": {"token": "123", "key": "true"},
         "admin": {"enabled": True, "key": "123"},
         "apiKeys": {"existingSecret": "123", "key": "null", "smokeSecret": "123"},
-        "modelCache": {"existingClaim": "123"},
+        "modelCache": {"existingClaim": "123", "subPath": "1/2", "readOnly": True},
         "serviceAccount": {"name": "123"},
         "ingress": {"enabled": True, "className": "123", "hosts": [{"host": "*.example.com", "path": "/a: b"}]},
         "networkPolicy": {"clients": [{"namespaceSelector": {}}]},
@@ -190,6 +193,30 @@ each_render = for_each(NAMES)
 def test_generated_files_are_current() -> None:
     stale = [str(path) for path, text in generated() if not path.is_file() or path.read_text(encoding="utf-8") != text]
     assert not stale, "run python -m deploy.tools.chart"
+
+
+def test_a_change_of_what_the_chart_installs_is_a_new_version(tmp_path: Path) -> None:
+    chart = Path(shutil.copytree(CHART, tmp_path / "truespec"))
+
+    def version() -> str:
+        (chart / "Chart.yaml").write_text(versioned(chart))
+        return str(yaml.safe_load((chart / "Chart.yaml").read_text())["version"])
+
+    first = version()
+    assert versioned(CHART) == (CHART / "Chart.yaml").read_text(), "run python -m deploy.tools.chart"
+    (chart / "README.md").write_text("changed")
+    (chart / "ci" / "cpu-demo-values.yaml").write_text("{}")
+    assert version() == first == version()
+    base, number = first.split("-dev.")
+    for name in ("templates/NOTES.txt", "values.yaml", "files/smoke.py", "dashboards/alerts.yaml"):
+        (chart / name).write_text((chart / name).read_text() + "\n# changed")
+        number = str(int(number) + 1)
+        assert version() == f"{base}-dev.{number}", name
+    text = (chart / "Chart.yaml").read_text()
+    (chart / "Chart.yaml").write_text(text.replace(f"{base}-dev.{number}", "1.2.3"))
+    assert version() == "1.2.3", "a release changes nothing else"
+    (chart / "templates" / "extra.yaml").unlink()
+    assert version() == "1.2.4-dev.1", "which comes after the release"
 
 
 def test_lint_and_package(tmp_path: Path) -> None:
@@ -502,7 +529,8 @@ def test_pods_meet_the_restricted_security_standard(name: str, rendered: Any) ->
         assert spec["securityContext"]["runAsNonRoot"] is True
         assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
         assert spec["automountServiceAccountToken"] is (component == "head" and name in ("everything", "disaggregated"))
-        assert not spec.keys() & {"hostNetwork", "hostPID", "hostIPC"}
+        workers = name == "everything" and component in ("prefill", "decode")
+        assert spec.keys() & {"hostNetwork", "hostPID", "hostIPC"} == ({"hostNetwork"} if workers else set())
         volumes = {kind for volume in spec.get("volumes", ()) for kind in volume.keys() - {"name"}}
         tolerances = {"configMap"} if component == "watch-referee" else set()
         assert volumes <= {"emptyDir", "secret", "persistentVolumeClaim", "downwardAPI"} | tolerances
@@ -528,6 +556,29 @@ def test_every_mount_has_its_volume_and_no_secret_is_in_the_environment(name: st
             mounted |= {mount["name"] for mount in container.get("volumeMounts", ())}
             assert not [entry for entry in container.get("env", ()) if "valueFrom" in entry]
         assert mounted == volumes, component
+
+
+@each_render
+def test_rays_object_store_fits_into_the_shared_memory_of_its_pod(
+    name: str, rendered: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = one(rendered[name], "RayService")["spec"]["rayClusterConfig"]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        (shm,) = (volume for volume in group["template"]["spec"]["volumes"] if volume["name"] == "shm")
+        size, unit = re.fullmatch(r"(\d+)([MG])i", shm["emptyDir"]["sizeLimit"]).groups()
+        num_bytes = int(size) << {"M": 20, "G": 30}[unit]
+        monkeypatch.setattr("ray._private.utils.get_shared_memory_bytes", lambda found=num_bytes: found)
+        monkeypatch.setattr("ray._common.utils.get_system_memory", lambda: 1 << 40)
+        asked = int(group["rayStartParams"]["object-store-memory"])
+        assert determine_plasma_store_config(asked, "/tmp")[0] == "/dev/shm"
+        assert 0.85 * num_bytes < asked < 0.95 * num_bytes
+
+
+def test_rays_own_choice_of_a_store_would_leave_the_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ray._private.utils.get_shared_memory_bytes", lambda: 8 << 30)
+    monkeypatch.setattr("ray._common.utils.get_system_memory", lambda: 32 << 30)
+    own = resolve_object_store_memory(32 << 30)
+    assert determine_plasma_store_config(own, "/tmp")[0] == "/tmp", "the chart need not set it any more"
 
 
 def test_the_root_file_system_can_be_made_writable_by_pool() -> None:
@@ -591,6 +642,78 @@ def test_a_budget_keeps_the_pods_that_may_not_be_evicted(allowed: int | str, pod
     made = budgets(template(merged(MINIMAL, values, {"podDisruptionBudget": {"maxUnavailable": allowed}})))
     assert (made.get("prefill"), made.get("decode")) == (expected, expected)
     assert not budgets(template(merged(MINIMAL, values, {"podDisruptionBudget": {"enabled": False}})))
+
+
+def test_the_head_is_left_where_it_is_by_autoscalers_and_by_drains_if_asked() -> None:
+    keeping = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false", "karpenter.sh/do-not-disrupt": "true"}
+
+    def annotations(**head: Any) -> dict[str, Any]:
+        pods = ray_pods(template(merged(MINIMAL, {"head": head})))
+        assert "annotations" not in pods["decode"]["metadata"]
+        return pods["head"]["metadata"].get("annotations", {})
+
+    assert annotations() == keeping
+    assert annotations(safeToEvict=True) == {}
+    changed = {"karpenter.sh/do-not-disrupt": "false"}
+    assert annotations(podAnnotations=changed) == keeping | changed
+    assert "head" not in budgets(template(MINIMAL))
+    budget = budgets(template(merged(MINIMAL, {"podDisruptionBudget": {"head": True}})))
+    assert budget == {"head": {"minAvailable": 1}}
+
+
+def test_pods_on_the_nodes_network_find_services_by_name() -> None:
+    pods = ray_pods(template(merged(MINIMAL, {"pools": {"decode": {"hostNetwork": True}}})))
+    decode, prefill = (pods[name]["spec"] for name in ("decode", "prefill"))
+    assert (decode["hostNetwork"], decode["dnsPolicy"]) == (True, "ClusterFirstWithHostNet")
+    assert not {"hostNetwork", "dnsPolicy"} & (prefill.keys() | pods["head"]["spec"].keys())
+    own = {"hostNetwork": True, "dnsPolicy": "Default"}
+    assert ray_pods(template(merged(MINIMAL, {"worker": own})))["decode"]["spec"]["dnsPolicy"] == "Default"
+
+
+def test_a_read_only_volume_is_mounted_so_and_nothing_is_written_to_it() -> None:
+    cache = {"existingClaim": "shared", "subPath": "team/models", "readOnly": True}
+    values = {"modelCache": cache, "config": {"model": {"source": "smollm2-135m"}}}  # which is on it
+    objects = template(merged(MINIMAL, values, {"watch": {"enabled": True}}))
+    pods = pod_templates(objects)
+    for name in ("decode", "prefill", "watch-referee"):
+        (container,), volumes = pods[name]["spec"]["containers"], pods[name]["spec"]["volumes"]
+        (mount,) = (each for each in container["volumeMounts"] if each["name"] == "models")
+        assert mount == {"name": "models", "mountPath": "/models", "subPath": "team/models", "readOnly": True}
+        (volume,) = (each for each in volumes if each["name"] == "models")
+        assert volume["persistentVolumeClaim"] == {"claimName": "shared", "readOnly": True}
+        variables = {each["name"]: each["value"] for each in container["env"]}
+        assert (variables["TRUESPEC_CACHE"], variables["HF_HOME"]) == ("/models", "/tmp/huggingface")
+
+
+def test_the_container_that_fetches_has_the_resources_of_the_values() -> None:
+    def resources(**cache: Any) -> Any:
+        pods = ray_pods(template(merged(MINIMAL, {"modelCache": {"fetch": ["smollm2-135m"], **cache}})))
+        return pods["decode"]["spec"]["initContainers"][0]["resources"]
+
+    assert resources()["limits"] == {"cpu": "1", "memory": "2Gi"}
+    more = resources(fetchResources={"requests": {"ephemeral-storage": "1Gi"}, "limits": {"memory": "4Gi"}})
+    assert more["requests"] == {"cpu": "1", "memory": "2Gi", "ephemeral-storage": "1Gi"}
+    assert more["limits"] == {"cpu": "1", "memory": "4Gi"}
+    assert resources(fetchResources={"requests": None, "limits": None}) == {}
+
+
+def test_the_service_has_the_class_of_its_load_balancer() -> None:
+    values = {
+        "service": {"type": "LoadBalancer", "loadBalancerClass": "service.k8s.aws/nlb"},
+        "networkPolicy": {"enabled": False},
+    }
+    spec = one(template(merged(MINIMAL, values)), "RayService")["spec"]["serveService"]["spec"]
+    assert (spec["type"], spec["loadBalancerClass"]) == ("LoadBalancer", "service.k8s.aws/nlb")
+
+
+def test_the_smoke_test_runs_where_the_head_may() -> None:
+    placed = {
+        "nodeSelector": {"kubernetes.io/arch": "amd64"},
+        "tolerations": [{"key": "cpu-only", "operator": "Exists"}],
+        "affinity": {"nodeAffinity": {}},
+    }
+    pod = pod_templates(template(merged(MINIMAL, {"head": placed})))["test"]
+    assert placed.items() <= pod["spec"].items()
 
 
 def test_labels_that_change_with_a_release_are_not_on_pods(rendered: Any) -> None:
@@ -927,15 +1050,28 @@ def test_notes_say_how_to_reach_it(tmp_path: Path) -> None:
         assert ("\n  curl http" in text) is not keyed
         assert ("runs as root with IPC_LOCK" in text) is (name == "vllm")
         assert "admin token" not in text, "it is nobody's secret but the user's"
+        assert ("ray.gcsFaultTolerance is off: if the head pod dies" in text) is (name != "disaggregated")
+        assert ("uses its nodes' network" in text) is False
+        assert "is bound" not in text, "it asks for no claim of many writers"
     everything = shown(EVERYTHING)
     assert "test demo" not in everything, "an incremental upgrade has no service for the test"
     assert "The admin token is in the secret demo-truespec-admin." in everything
     assert "service/demo-truespec-watch-referee 8101" in everything
-    assert "watch" not in shown(MINIMAL)
+    assert "Pool decode uses its nodes' network" in everything
+    minimal = shown(MINIMAL)
+    assert "watch" not in minimal
+    assert "It asks the cluster's default storage class for\nReadWriteMany, which no class of block" in minimal
+    assert "get pvc demo-truespec-models" in minimal
+    named = shown(merged(MINIMAL, {"modelCache": {"storageClassName": "nfs"}, "podDisruptionBudget": {"head": True}}))
+    assert "It asks the storage class nfs for" in named
+    assert "a drain of its node waits for you" in named and "does not (podDisruptionBudget.head)" in minimal
+    for own in ({"existingClaim": "mine"}, {"enabled": False}):
+        assert "bound" not in shown(merged(MINIMAL, {"modelCache": own}))
     watching = shown(merged(MINIMAL, {"watch": {"enabled": True, "only": True, "url": "http://vllm:8000"}}))
     assert watching.startswith("truespec 0.1.0 watches http://vllm:8000 from namespace demo.")
     assert "http://demo-truespec-watch.demo.svc:8100/v1" in watching
-    assert "RayService" not in watching and "test demo" not in watching
+    assert "RayService" not in watching and "bound" not in watching
+    assert "\n  helm -n demo test demo\n" in watching
     wildcard = {"ingress": {"enabled": True, "hosts": [{"host": "*.example.com"}]}, "networkPolicy": {"enabled": False}}
     assert "curl http://NAME.example.com/v1/models" in shown(merged(MINIMAL, wildcard))
 

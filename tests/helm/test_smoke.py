@@ -10,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 from deploy.tools.chart import CHART
+from deploy.watch.proxy import HEALTH
 
 TOKENS = 3
 
@@ -51,8 +52,8 @@ def service(models: list[str]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
             thread.join()
 
 
-def smoke(url: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(CHART / "files" / "smoke.py"), url, "20"]
+def smoke(*urls: str, script: str = "smoke.py", seconds: str = "20") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(CHART / "files" / script), *urls, seconds]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
 
 
@@ -69,3 +70,44 @@ def test_a_service_without_a_model_fails() -> None:
         done = smoke(url)
     assert done.returncode != 0 and "FAILED: models are served: []" in done.stderr
     assert not asked
+
+
+@contextmanager
+def part(*answers: tuple[str, int, int]) -> Iterator[str]:
+    """A part of a watch that answers paths with a status, after so many that say that it is not ready: its URL."""
+    waits = {path: not_ready for path, _, not_ready in answers}
+    statuses = {path: status for path, status, _ in answers}
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            waits[self.path] = waits.get(self.path, 0) - 1
+            self.send_response(503 if waits[self.path] >= 0 else statuses.get(self.path, 404))
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_a_watch_passes_once_its_server_answers_if_only_that_it_wants_a_key() -> None:
+    with part((HEALTH, 200, 0), ("/v1/models", 401, 1)) as proxy, part(("/health", 200, 0)) as referee:
+        done = smoke(proxy, referee, script="smoke_watch.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("ok: ") == 3
+
+
+def test_a_watch_without_its_server_or_its_referee_fails() -> None:
+    with part((HEALTH, 200, 0), ("/v1/models", 502, 0)) as proxy, part(("/health", 200, 0)) as referee:
+        done = smoke(proxy, referee, script="smoke_watch.py", seconds="0")
+        assert done.returncode != 0 and "FAILED: they reach the server" in done.stderr
+    with part((HEALTH, 200, 0), ("/v1/models", 200, 0)) as proxy:
+        done = smoke(proxy, referee, script="smoke_watch.py", seconds="0")  # the referee's port is closed by now
+        assert done.returncode != 0 and f"FAILED: {referee}/health" in done.stderr

@@ -14,7 +14,7 @@ from tests.support.command_lines import fault
 URL = "http://vllm.models:8000"
 BESIDE = merged(MINIMAL, {"watch": {"enabled": True}})
 ALONE = merged(MINIMAL, {"watch": {"enabled": True, "only": True, "url": URL}})
-OF_THE_SERVICE = {"RayService", "Job", "Pod"}
+OF_THE_SERVICE = {"RayService", "Job"}
 MANIFEST = ROOT / "deploy" / "configs" / "watch" / "beside-vllm.yaml"
 
 
@@ -77,7 +77,8 @@ def test_a_watch_alone_has_nothing_of_the_service() -> None:
     assert {"Deployment", "Service", "NetworkPolicy", "PodMonitor", "PrometheusRule"} <= {
         found["kind"] for found in objects
     }
-    assert pod_templates(objects).keys() == {"watch-proxy", "watch-referee"}
+    assert pod_templates(objects).keys() == {"watch-proxy", "watch-referee", "test"}
+    assert not of_kind(objects, "PersistentVolumeClaim"), "one pod reads the model"
     assert {found["kind"] for found in template(BESIDE)} >= OF_THE_SERVICE
 
 
@@ -278,8 +279,30 @@ def test_values_that_contradict_each_other_are_refused(values: dict[str, Any], m
 
 
 def test_one_claim_that_one_node_mounts_is_enough_for_a_watch_alone() -> None:
-    objects = template(merged(ALONE, {"modelCache": {"accessModes": ["ReadWriteOnce"]}}))
+    objects = template(merged(ALONE, {"modelCache": {"enabled": True, "accessModes": ["ReadWriteOnce"]}}))
     assert one(objects, "PersistentVolumeClaim")["spec"]["accessModes"] == ["ReadWriteOnce"]
+    for cache, claim in (
+        ({"enabled": True}, "demo-truespec-models"),
+        ({"existingClaim": "mine"}, "mine"),
+        ({}, None),
+        ({"enabled": False, "existingClaim": "mine"}, None),
+    ):
+        volumes = pod_templates(template(merged(ALONE, {"modelCache": cache})))["watch-referee"]["spec"]["volumes"]
+        (models,) = (volume for volume in volumes if volume["name"] == "models")
+        assert models.get("persistentVolumeClaim", {}).get("claimName") == claim
+
+
+def test_the_test_of_a_watch_alone_asks_its_parts_from_where_proxies_may_run() -> None:
+    placed = {"nodeSelector": {"a": "b"}, "tolerations": [{"key": "c", "operator": "Exists"}]}
+    objects = template(merged(watching(port=9000, proxy=placed), {"apiKeys": {"existingSecret": "k"}}))
+    spec = pod_templates(objects)["test"]["spec"]
+    assert placed.items() <= spec.items()
+    (container,) = spec["containers"]
+    assert container["args"][:2] == [
+        f"http://demo-truespec-watch{end}" for end in (".demo.svc:9000", "-referee.demo.svc:8101")
+    ]
+    assert "volumes" not in spec, "it asks for no answer, and needs no key"
+    assert "Pod" not in {found["kind"] for found in template(merged(ALONE, {"test": {"enabled": False}}))}
 
 
 # -- without the chart ---------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ application's own settings are the application's: the Job of config-check.yaml a
 {{- include "truespec.guardImage" . -}}
 {{- include "truespec.guardNames" . -}}
 {{- include "truespec.guardModel" . -}}
+{{- include "truespec.guardCache" . -}}
 {{- include "truespec.guardVllm" . -}}
 {{- include "truespec.guardPools" . -}}
 {{- include "truespec.guardPod" (dict "name" "head" "pod" .Values.head) -}}
@@ -45,8 +46,13 @@ application's own settings are the application's: the Job of config-check.yaml a
 {{- $catalogued := dict "model.source" $config.model.source -}}
 {{- if eq (default "" $drafter.kind) "draft_model" -}}{{- $_ := set $catalogued "drafter.model" (default "" $drafter.model) -}}{{- end -}}
 {{- range $key, $name := $catalogued -}}
-{{- if and $name (not (contains "/" $name)) (not (hasPrefix "." $name)) (not (has $name (default list $.Values.modelCache.fetch))) -}}
+{{- if and $name (not (contains "/" $name)) (not (hasPrefix "." $name)) (not (has $name (default list $.Values.modelCache.fetch))) (not $.Values.modelCache.readOnly) -}}
 {{- fail (printf "config.%s is %s, a name of the catalogue that no pod fetches; add it to modelCache.fetch, or give a folder or a hub id." $key $name) -}}
+{{- end -}}
+{{- end -}}
+{{- range $key, $path := dict "model.source" $config.model.source "drafter.model" (default "" $drafter.model) "model.chat_template" (default "" $config.model.chat_template) -}}
+{{- if regexMatch "^[.~]" $path -}}
+{{- fail (printf "config.%s is %s, a folder of your machine, which the pods do not have; give its path on a volume, such as %s/NAME, or a hub id." $key $path $.Values.modelCache.mountPath) -}}
 {{- end -}}
 {{- end -}}
 {{- if dig "admin" "token_file" "" $config -}}
@@ -71,6 +77,21 @@ application's own settings are the application's: the Job of config-check.yaml a
 {{- end -}}
 {{- if and .Values.hub.token .Values.hub.existingSecret -}}
 {{- fail "hub.token and hub.existingSecret are both set; remove the token." -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "truespec.guardCache" -}}
+{{- $claims := include "truespec.claims" . -}}
+{{- with .Values.modelCache -}}
+{{- if and .readOnly (or (not $claims) (not .existingClaim)) -}}
+{{- fail "modelCache.readOnly is true, but the pods would mount an empty volume; name a claim that holds the models in modelCache.existingClaim, or set readOnly to false." -}}
+{{- end -}}
+{{- if and .readOnly .fetch -}}
+{{- fail (printf "modelCache.readOnly is true, so modelCache.fetch cannot put %s there; remove it, and run `truespec model get %s` where the volume can be written (TRUESPEC_CACHE)." (first .fetch) (first .fetch)) -}}
+{{- end -}}
+{{- if and .subPath (not $claims) -}}
+{{- fail (printf "modelCache.subPath is %s, but there is no claim whose folder it would be; remove it, or set modelCache.enabled to true." .subPath) -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 
@@ -115,7 +136,7 @@ application's own settings are the application's: the Job of config-check.yaml a
 {{- fail (printf "modelCache.mountPath is %s, where the pods have something else; choose another folder, /models for example." .mountPath) -}}
 {{- end -}}
 {{- $shared := or (has "ReadWriteMany" .accessModes) (has "ReadOnlyMany" .accessModes) -}}
-{{- if and .enabled (not .existingClaim) (not $shared) (gt (int $pods) 1) -}}
+{{- if and (include "truespec.claims" $) (not .existingClaim) (not $shared) (gt (int $pods) 1) -}}
 {{- fail (printf "modelCache.accessModes has no ReadWriteMany, but %d worker pods mount the claim; use ReadWriteMany, an existingClaim, or modelCache.enabled=false." (int $pods)) -}}
 {{- end -}}
 {{- end -}}
@@ -136,6 +157,9 @@ application's own settings are the application's: the Job of config-check.yaml a
 {{- if and $.pod.gpuResource (hasKey (default dict (get $given $kind)) $.pod.gpuResource) -}}
 {{- fail (printf "%s.resources.%s has %s, of which Ray would not know; set gpus." $name $kind $.pod.gpuResource) -}}
 {{- end -}}
+{{- end -}}
+{{- if lt (include "truespec.storeBytes" .pod | float64) 8e7 -}}
+{{- fail (printf "%s.shmSize is %s, and Ray's object store, nine tenths of it, needs 80 MB; raise it, to 1Gi for example." $name .pod.shmSize) -}}
 {{- end -}}
 {{- $made := include "truespec.resources" .pod | fromYaml -}}
 {{- range $what, $amount := $made.requests -}}
@@ -264,6 +288,7 @@ application's own settings are the application's: the Job of config-check.yaml a
 {{- if $.Values.test.enabled -}}
 {{- fail "test.enabled is true, but in an incremental upgrade there is no service of a fixed name for `helm test`; set it to false, or use NewCluster." -}}
 {{- end -}}
+{{- if $.Values.service.loadBalancerClass -}}{{- fail "service.loadBalancerClass does nothing in an incremental upgrade; remove it, or use NewCluster." -}}{{- end -}}
 {{- else if .gatewayClassName -}}
 {{- fail (printf "ray.upgrade.gatewayClassName is set, but strategy is %s; remove it, or use NewClusterWithIncrementalUpgrade." .strategy) -}}
 {{- end -}}
@@ -272,6 +297,9 @@ application's own settings are the application's: the Job of config-check.yaml a
 {{- end -}}
 
 {{- define "truespec.guardNetwork" -}}
+{{- if and .Values.service.loadBalancerClass (ne .Values.service.type "LoadBalancer") -}}
+{{- fail (printf "service.loadBalancerClass is set, but service.type is %s; set it to LoadBalancer, or remove the class." .Values.service.type) -}}
+{{- end -}}
 {{- if has (int .Values.service.port) (list 6379 8080 8265 10001 44217 44227 52365) -}}
 {{- fail (printf "service.port %d is one of Ray's own ports; choose another, 8000 for example." (int .Values.service.port)) -}}
 {{- end -}}

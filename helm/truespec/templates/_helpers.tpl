@@ -6,12 +6,12 @@ installed, which may lack what came later. Every template begins with it.
 {{- include "truespec.complete" (dict "given" .Values "defaults" (.Files.Get "files/defaults.json" | fromJson)) -}}
 {{- end -}}
 
-{{/* Adds what the map `given` lacks of `defaults`; a map that is one value, or ids that null takes away, as a whole. */}}
+{{/* Adds what the map `given` lacks of `defaults`; a map that is one value, or has what null takes away, as a whole. */}}
 {{- define "truespec.complete" -}}
 {{- range $key, $default := .defaults -}}
 {{- if hasKey $.given $key -}}
 {{- $given := get $.given $key -}}
-{{- if and (kindIs "map" $default) (kindIs "map" $given) (ne $key "podSecurity") -}}
+{{- if and (kindIs "map" $default) (kindIs "map" $given) (not (has $key (list "podSecurity" "fetchResources"))) -}}
 {{- include "truespec.complete" (dict "given" $given "defaults" $default) -}}
 {{- end -}}
 {{- else if not (has $key (list "resources" "labels" "annotations")) -}}
@@ -86,6 +86,14 @@ annotations:
 {{- default (printf "%s-models" (include "truespec.fullname" .)) .Values.modelCache.existingClaim -}}
 {{- end -}}
 
+{{/* "true" where models are on a claim. */}}
+{{- define "truespec.claims" -}}
+{{- $cache := .Values.modelCache -}}
+{{- if kindIs "invalid" $cache.enabled -}}
+{{- if or (include "truespec.serves" .) $cache.existingClaim }}true{{ end -}}
+{{- else if $cache.enabled }}true{{ end -}}
+{{- end -}}
+
 {{/* The pools of the topology, each with what it has from `worker`, as a YAML map. */}}
 {{- define "truespec.pools" -}}
 {{- $names := ternary (list "monolith") (list "prefill" "decode") (eq .Values.config.topology "monolith") -}}
@@ -119,6 +127,14 @@ annotations:
 {{- $units := dict "" 1.0 "m" 0.001 "k" 1e3 "M" 1e6 "G" 1e9 "T" 1e12 "P" 1e15 "E" 1e18 "Ki" 1024.0 "Mi" 1048576.0 "Gi" 1073741824.0 "Ti" 1099511627776.0 "Pi" 1125899906842624.0 "Ei" 1152921504606846976.0 -}}
 {{- $unit := regexFind "[A-Za-z]+$" . -}}
 {{- mulf (trimSuffix $unit . | float64) (get $units $unit) -}}
+{{- end -}}
+
+{{/*
+Bytes of Ray's object store: a tenth of /dev/shm is left to others. Ray's own choice is 30 % of the memory, and where that is more
+than /dev/shm has, it puts the store into /tmp. The argument is the pod's settings.
+*/}}
+{{- define "truespec.storeBytes" -}}
+{{- mulf (include "truespec.amount" .shmSize | float64) 0.9 | int64 -}}
 {{- end -}}
 
 {{/*

@@ -18,7 +18,11 @@ metadata:
     {{- with $pod.podLabels }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
-  {{- with merge (dict) (default dict $pod.podAnnotations) (default dict $values.commonAnnotations) }}
+  {{- $stays := dict -}}
+  {{- if and $isHead (not $pod.safeToEvict) -}}
+  {{- $stays = dict "cluster-autoscaler.kubernetes.io/safe-to-evict" "false" "karpenter.sh/do-not-disrupt" "true" -}}
+  {{- end -}}
+  {{- with merge (dict) (default dict $pod.podAnnotations) (default dict $values.commonAnnotations) $stays }}
   annotations:
     {{- toYaml . | nindent 4 }}
   {{- end }}
@@ -31,7 +35,13 @@ spec:
   securityContext:
     {{- include "truespec.podSecurityContext" $root | nindent 4 }}
   {{- with include "truespec.placement" $pod }}{{ . | nindent 2 }}{{ end }}
-  {{- range $key := list "dnsPolicy" "dnsConfig" "resourceClaims" }}
+  {{- if $pod.hostNetwork }}
+  hostNetwork: true
+  {{- end }}
+  {{- with default (ternary "ClusterFirstWithHostNet" "" (eq true $pod.hostNetwork)) $pod.dnsPolicy }}
+  dnsPolicy: {{ . }}
+  {{- end }}
+  {{- range $key := list "dnsConfig" "resourceClaims" }}
   {{- with get $pod $key }}
   {{- dict $key . | toYaml | nindent 2 }}
   {{- end }}
@@ -57,8 +67,7 @@ spec:
       env:
         {{- include "truespec.env" $root | nindent 8 }}
       resources:
-        requests: {cpu: "1", memory: 2Gi}
-        limits: {cpu: "1", memory: 2Gi}
+        {{- toYaml (default dict $values.modelCache.fetchResources) | nindent 8 }}
       volumeMounts:
         {{- include "truespec.modelMounts" $root | nindent 8 }}
     {{- end }}
@@ -176,7 +185,7 @@ spec:
 {{- define "truespec.env" -}}
 - {name: HOME, value: /tmp}
 - {name: TRUESPEC_CACHE, value: {{ .Values.modelCache.mountPath | quote }}}
-- {name: HF_HOME, value: {{ printf "%s/huggingface" .Values.modelCache.mountPath | quote }}}
+- {name: HF_HOME, value: {{ printf "%s/huggingface" (ternary "/tmp" .Values.modelCache.mountPath .Values.modelCache.readOnly) | quote }}}
 {{- if include "truespec.hubSecretName" . }}
 - {name: HF_TOKEN_PATH, value: /etc/truespec/hub/token}
 {{- end }}
@@ -185,7 +194,9 @@ spec:
 
 {{- define "truespec.modelMounts" -}}
 - {name: tmp, mountPath: /tmp}
-- {name: models, mountPath: {{ .Values.modelCache.mountPath | quote }}}
+{{- with .Values.modelCache }}
+- {name: models, mountPath: {{ .mountPath | quote }}{{ with .subPath }}, subPath: {{ . | quote }}{{ end }}{{ if .readOnly }}, readOnly: true{{ end }}}
+{{- end }}
 {{- if include "truespec.hubSecretName" . }}
 - {name: hub-token, mountPath: /etc/truespec/hub, readOnly: true}
 {{- end }}
@@ -194,9 +205,12 @@ spec:
 {{/* What modelMounts mounts, apart from /tmp. */}}
 {{- define "truespec.modelVolumes" -}}
 - name: models
-  {{- if .Values.modelCache.enabled }}
+  {{- if include "truespec.claims" . }}
   persistentVolumeClaim:
     claimName: {{ include "truespec.cacheClaimName" . | quote }}
+    {{- if .Values.modelCache.readOnly }}
+    readOnly: true
+    {{- end }}
   {{- else }}
   emptyDir:
     sizeLimit: {{ .Values.modelCache.size }}
@@ -284,7 +298,7 @@ seccompProfile:
 {{- with .Values.image.pullSecrets -}}
 imagePullSecrets:
   {{- range . }}
-  - name: {{ . | quote }}
+  - name: {{ ternary . (get (ternary (dict) . (kindIs "string" .)) "name") (kindIs "string" .) | quote }}
   {{- end }}
 {{- end -}}
 {{- end -}}

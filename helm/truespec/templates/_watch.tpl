@@ -150,6 +150,7 @@ spec:
 {{- if not (include "truespec.serves" .) -}}
 {{- include "truespec.guardImage" . -}}
 {{- include "truespec.guardNames" . -}}
+{{- include "truespec.guardCache" . -}}
 {{- if .Values.networkPolicy.enabled -}}{{- include "truespec.guardClients" . -}}{{- end -}}
 {{- end -}}
 {{- if and $watch.only (not $watch.url) -}}
@@ -168,7 +169,7 @@ spec:
 {{- end -}}
 {{- end -}}
 {{- $shared := or (has "ReadWriteMany" .Values.modelCache.accessModes) (has "ReadOnlyMany" .Values.modelCache.accessModes) -}}
-{{- if and (include "truespec.serves" .) .Values.modelCache.enabled (not .Values.modelCache.existingClaim) (not $shared) -}}
+{{- if and (include "truespec.serves" .) (include "truespec.claims" .) (not .Values.modelCache.existingClaim) (not $shared) -}}
 {{- fail "modelCache.accessModes has no ReadWriteMany, but the referee of watch mounts the claim beside the workers; use ReadWriteMany, an existingClaim, or modelCache.enabled=false." -}}
 {{- end -}}
 {{- range $part := list "proxy" "referee" -}}
