@@ -1,5 +1,6 @@
 """`truespec config`: check, complete and document configurations."""
 
+import re
 from pathlib import Path
 
 import click
@@ -8,6 +9,8 @@ from deploy.cli.console import Failure, a_file, application_of, application_opti
 from deploy.options import check_writable
 from deploy.run.own_model import OwnModel
 from serve_app.config.app_config import AppConfig
+from serve_app.config.files import load_config
+from speculative.errors import ConfigError
 
 
 @click.group()
@@ -19,13 +22,26 @@ def config() -> None:
 @application_options
 @click.option("--file-only", is_flag=True, help="Check only the file, not whether this machine can serve it.")
 @click.option("--address", help="Check whether this Ray cluster can serve it (auto, or host:port), not this machine.")
-def config_check(file: Path | None, own: OwnModel | None, file_only: bool, address: str | None) -> None:
+@click.option(
+    "--as-values",
+    is_flag=True,
+    envvar="TRUESPEC_CHECK_AS_VALUES",
+    help="With --file-only: FILE was made by the Helm chart; call its settings as the chart's values do.",
+)
+def config_check(
+    file: Path | None, own: OwnModel | None, file_only: bool, address: str | None, as_values: bool
+) -> None:
     """Check a configuration, and whether this machine can serve it; each fault is reported with its field and the fix.
 
     The check covers files, models and drafters, optional packages, GPUs, CPUs and memory. Nothing is fetched.
     """
     if file_only and address is not None:
         raise click.UsageError("--file-only checks no cluster; give it or --address.")
+    if as_values and (file is None or not file_only):
+        raise click.UsageError("--as-values reads the file that the chart makes; give it with --file-only.")
+    if as_values and file is not None:
+        _check_values(file)
+        return
     checked, named = application_of(file, own), file or f"--model {own and own.source}"
     if own is None or file_only:
         say(f"{named}: fine")
@@ -36,6 +52,18 @@ def config_check(file: Path | None, own: OwnModel | None, file_only: bool, addre
     say(found)
     for hint in hints:
         say(f"hint: {hint}")
+
+
+def _check_values(file: Path) -> None:
+    """Check what the chart made of its values, and name these in what is wrong."""
+    place = "the chart's values, under config"
+    try:
+        load_config(file, place)
+    except ConfigError as error:
+        named = re.sub(rf"^{re.escape(place)}: applications\[0\]\.args\.(?!pools)", "config.", str(error), flags=re.M)
+        named = re.sub(rf"^{re.escape(place)}: applications\[0\]\.args\.pools", "pools", named, flags=re.M)
+        raise ConfigError(re.sub(r"^(pools\.\w+\.)num_(?=[cg]pus)", r"\1", named, flags=re.M)) from error
+    say("The configuration that the chart makes of its values: fine")
 
 
 def _look_here(config: AppConfig, named: Path | str) -> tuple[str, list[str]]:

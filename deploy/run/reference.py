@@ -8,7 +8,7 @@ import yaml
 
 from serve_app.backends.vllm_parts.settings import SIZES
 from serve_app.config.app_config import AppConfig, PoolSection, RouterSection
-from serve_app.config.serve_file import ServeFile
+from serve_app.config.serve_file import HttpOptions, ServeFile
 from speculative.errors import ConfigError
 from speculative.model.catalogue import CATALOGUE
 
@@ -88,10 +88,27 @@ def chart_values(file: ServeFile) -> str:
         given.pop(_EXECUTOR, None)  # the default
         args["vllm"] = args.get("vllm", {}) | {"engine_args": given}
     values["pools"] = {name: _chart_pool(name, config.pool(name)) for name in config.pool_names}
+    sources = (config.model.source, config.drafter.model)
+    if fetched := [name for name in dict.fromkeys(sources) if name in CATALOGUE]:
+        values["modelCache"] = {"fetch": fetched}
+    if file.http_options.port != HttpOptions().port:
+        values["service"] = {"port": file.http_options.port}
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
 
 def _check_chart_has(config: AppConfig) -> None:
+    for field, source in (("model.source", config.model.source), ("drafter.model", config.drafter.model)):
+        if source is not None and source.startswith((".", "~")):
+            raise ConfigError(
+                f"{field} is {source}, a folder of this machine, which the pods of the chart do not have: give a hub id "
+                "in a copy of the file, or the folder's path on a volume."
+            )
+    on_cpus = [name for name in config.pool_names if not config.pool(name).num_gpus]
+    if config.engine.kind == "vllm" and on_cpus:
+        raise ConfigError(
+            f"pools.{on_cpus[0]}.num_gpus is 0, and vLLM on CPUs has no form in the chart, whose image has vLLM for "
+            "GPUs: set num_gpus to 1 or more in a copy of the file, or engine.kind to torch."
+        )
     if config.ranks.by_ray:
         raise ConfigError(
             f"vllm.engine_args.{_EXECUTOR} cannot become a value of the chart, which sets it where a replica has "

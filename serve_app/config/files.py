@@ -13,13 +13,13 @@ from serve_app.config.serve_file import ServeFile
 from speculative.errors import ConfigError
 
 
-def load_config(path: Path | str) -> ServeFile:
-    """Read and check the application's YAML file.
+def load_config(path: Path | str, origin: str | None = None) -> ServeFile:
+    """Read and check the application's YAML file; `origin` names it in messages, instead of its path.
 
     Raises:
         ConfigError: as of `read_file`.
     """
-    return read_file(path, ServeFile)
+    return check_data(_read_yaml(path), ServeFile, origin or path)
 
 
 def read_file(path: Path | str, kind: type[SomeModel]) -> SomeModel:

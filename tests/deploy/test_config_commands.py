@@ -105,9 +105,13 @@ def test_the_reference_has_a_row_for_every_field() -> None:
 
 
 @pytest.mark.parametrize("name", ["monolith", "resilient", "vllm"])
-def test_values_of_the_chart_have_all_settings_of_the_file(name: str) -> None:
-    values = yaml.safe_load(CliRunner().invoke(main, ["config", "values", name]).output)
-    ours = load_config(CONFIGS / f"{name}.yaml").application.args
+def test_values_of_the_chart_have_all_settings_of_the_file(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "app.yaml"
+    text = (CONFIGS / f"{name}.yaml").read_text().replace("port: 8000", "port: 8001")
+    file.write_text(text.replace("num_cpus: 1", "num_cpus: 1\n          num_gpus: 1") if name == "vllm" else text)
+    values = yaml.safe_load(CliRunner().invoke(main, ["config", "values", str(file)]).output)
+    ours = load_config(file).application.args
+    assert (values["modelCache"], values["service"]) == ({"fetch": ["smollm2-135m"]}, {"port": 8001})
     arguments = values["config"].get("vllm", {})
     theirs = AppConfig.model_validate(
         values["config"]
@@ -137,6 +141,15 @@ RANKS = {"distributed_executor_backend": "ray", "tensor_parallel_size": 2}
         (
             {"engine": {"kind": "vllm"}, "vllm": {"engine_args": RANKS}, "pools": {"monolith": {"num_gpus": 2}}},
             "vllm.engine_args.distributed_executor_backend cannot become a value of the chart.*numOfHosts",
+        ),
+        (
+            {"engine": {"kind": "vllm"}, "pools": {"monolith": {"num_gpus": 0}}},
+            "pools.monolith.num_gpus is 0, and vLLM on CPUs has no form in the chart.*set num_gpus to 1",
+        ),
+        ({"model": {"source": "./mine"}}, "model.source is ./mine, a folder of this machine.*give a hub id"),
+        (
+            {"drafter": {"kind": "eagle3", "model": "~/head"}},
+            "drafter.model is ~/head, a folder of this machine",
         ),
         ({"pools": {"router": {"replicas": 2}}, "recovery": {"resume": True}}, "pools.router cannot become a value"),
         ({"pools": {"router": {}}}, "pools.router cannot become a value.*recovery.resume"),

@@ -61,7 +61,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     (config(drafter={"ngram_min": 9}), "drafter.ngram_min: must be at most ngram_max (4), got 9"),
     (config(drafter={"kind": "eagle3"}), "drafter.model: is missing: kind eagle3 needs a folder"),
-    (config(engine={"device": "cpu"}), "pools.prefill.num_gpus: is above 0, but engine.device is cpu; set it to 0"),
+    (config(engine={"device": "cpu"}), "pools.prefill.gpus: is above 0, but engine.device is cpu; set it to 0"),
     (merged(VLLM, config(engine={"verifier": "block"})), "engine.verifier: cannot be set for engine.kind vllm"),
     (
         merged(VLLM, config(drafter={"kind": "suffix", "length": "dynamic"})),
@@ -81,7 +81,16 @@ BAD: list[tuple[dict[str, Any], str]] = [
 def test_a_bad_configuration_fails_with_field_and_fix(values: dict[str, Any], message: str, tmp_path: Path) -> None:
     status, output = check(values, tmp_path)
     assert status == 1
-    assert f"{tmp_path}/serve.yaml: applications[0].args.{message}" in output
+    named = message if message.startswith("pools.") else f"config.{message}"
+    assert f"Error: {named}" in output or f"\n{named}" in output
+    assert str(tmp_path) not in output and "applications[" not in output, "which the values do not have"
+
+
+def test_an_old_name_is_to_be_changed_in_the_values(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert check(config(replay={"share": 0.5}), tmp_path)[0] == 0
+    assert [record.getMessage() for record in caplog.records] == [
+        "replay.share is now replay.sample_rate; rename it in the chart's values, under config."
+    ]
 
 
 def test_every_fault_is_reported_at_once(tmp_path: Path) -> None:
@@ -93,14 +102,14 @@ def test_every_fault_is_reported_at_once(tmp_path: Path) -> None:
         "kv_cache_tokens": 16384,
     }
     status, output = check(config(engine=engine), tmp_path)
-    fields = [line.removeprefix("Error: ").split(": ")[1] for line in output.splitlines()]
+    fields = [line.removeprefix("Error: ").split(": ")[0] for line in output.splitlines()]
     assert status == 1
-    assert [field.removeprefix("applications[0].args.") for field in fields] == [
-        "pools.prefill.num_gpus",
-        "pools.decode.num_gpus",
-        "engine.kv_cache_tokens",
-        "engine.kv_cache_tokens",
-        "replay.sample_rate",
+    assert fields == [
+        "pools.prefill.gpus",
+        "pools.decode.gpus",
+        "config.engine.kv_cache_tokens",
+        "config.engine.kv_cache_tokens",
+        "config.replay.sample_rate",
     ]
 
 
@@ -135,7 +144,9 @@ def test_its_pod_needs_nothing_of_the_release_and_runs_where_the_head_does() -> 
     assert pod["spec"]["automountServiceAccountToken"] is False
     assert [volume.keys() - {"name"} for volume in pod["spec"]["volumes"]] == [{"downwardAPI"}]
     (container,) = pod["spec"]["containers"]
-    assert not container.get("env") and container["resources"]["limits"].keys() == {"cpu", "memory"}
+    assert [entry.keys() for entry in container["env"]] == [{"name", "value"}] and container["resources"][
+        "limits"
+    ].keys() == {"cpu", "memory"}
 
 
 def test_it_can_be_left_out() -> None:

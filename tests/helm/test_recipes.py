@@ -1,4 +1,4 @@
-"""The recipes for large models: what their own command installs is what the file says."""
+"""Configurations that come with truespec: what their values install is what the file says."""
 
 import re
 import shlex
@@ -13,7 +13,7 @@ from deploy.cli.main import main
 from deploy.tools.chart import ROOT
 from serve_app.config.app_config import AppConfig
 from serve_app.config.files import load_config, parse_args
-from tests.support.chart import config_check_here, one, ray_pods, serve_config, template
+from tests.support.chart import MINIMAL, config_check_here, merged, one, ray_pods, serve_config, template
 
 RECIPES = sorted((CONFIGS / "recipes").glob("*.yaml"))
 
@@ -45,6 +45,33 @@ def test_the_command_of_a_recipe_installs_what_the_file_says(
         assert (made.num_cpus, made.num_gpus) == (pool.num_cpus, pool.num_gpus)
         (container, *_) = pods["spec"]["containers"]
         assert container["resources"]["limits"]["nvidia.com/gpu"] == str(int(pool.num_gpus))
+    status, output = config_check_here(one(objects, "Job"), tmp_path)
+    assert status == 0, output
+
+
+SHIPPED = sorted(CONFIGS.glob("*.yaml"))
+WITHOUT_A_FORM = {
+    "own": "model.source is ./my-model, a folder of this machine",
+    "vllm": "vLLM on CPUs has no form in the",
+}
+
+
+@pytest.mark.parametrize("config", SHIPPED, ids=lambda path: path.stem)
+def test_the_values_of_a_configuration_install_what_it_says_or_it_says_that_there_are_none(
+    config: Path, tmp_path: Path
+) -> None:
+    printed = CliRunner().invoke(main, ["config", "values", config.stem])
+    if config.stem in WITHOUT_A_FORM:
+        assert printed.exit_code == 1
+        assert WITHOUT_A_FORM[config.stem] in " ".join(printed.output.split())
+        return
+    objects = template(merged({"image": MINIMAL["image"]}, yaml.safe_load(printed.output)))
+    said = load_config(config).application.effective_args
+    installed = parse_args(serve_config(objects)["applications"][0]["args"])
+    assert without_pools(installed) == without_pools(said)
+    for name in said.pool_names:
+        (fetcher,) = ray_pods(objects)[name]["spec"]["initContainers"]
+        assert fetcher["args"] == [said.model.source]
     status, output = config_check_here(one(objects, "Job"), tmp_path)
     assert status == 0, output
 

@@ -89,18 +89,24 @@ def config_check_command(job: Object, folder: Path) -> list[str]:
     return [word.replace(mount["mountPath"], str(folder)) for word in container["command"]]
 
 
+def config_check_environment(job: Object) -> dict[str, str]:
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    return {"COLUMNS": "80"} | {entry["name"]: entry["value"] for entry in container["env"]}
+
+
 def run_config_check(job: Object, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run the Job's command as its container does."""
     program, *arguments = config_check_command(job, folder)
     command = [str(Path(sysconfig.get_path("scripts"), program)), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, env={"COLUMNS": "80"})
+    own = config_check_environment(job)
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, env=own)
 
 
 def config_check_here(job: Object, folder: Path) -> tuple[int, str]:
     """Exit status and output of the Job's command, without a process of its own, which takes a second to start."""
     program, *arguments = config_check_command(job, folder)
     assert program == "truespec"
-    done = CliRunner(env={"COLUMNS": "80"}).invoke(main, arguments)
+    done = CliRunner(env=config_check_environment(job)).invoke(main, arguments)
     return done.exit_code, done.output
 
 
