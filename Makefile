@@ -8,7 +8,7 @@ ARGS ?=
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test durations slow test-gpu gpu-day vllm test-vllm clients test-clients test-all check chart chaos checkov clean
+.PHONY: help setup demo serve test durations slow test-gpu gpu-day vllm test-vllm clients test-clients test-all check chart chaos checkov locks clean
 
 VENV := .venv
 STAMP := $(VENV)/.installed
@@ -78,6 +78,18 @@ chaos: $(STAMP) ## kill replicas under load, then whole nodes, then load the ser
 checkov: $(STAMP) ## check the chart's pods and the Dockerfile with checkov, in an environment of its own (300 MB)
 	@test -x build/checkov/bin/checkov || { $(PYTHON) -m venv build/checkov && build/checkov/bin/pip install -qq checkov==3.3.30; }
 	TRUESPEC_CHECKOV=build/checkov/bin/checkov $(VENV)/bin/python -m pytest tests/helm/test_linters.py -k checkov
+
+# Only what has a wheel; those of arm64 are resolved too, and have to be the same.
+LOCK = uv pip compile --quiet --no-annotate --only-binary :all: --python-version 3.11 --custom-compile-command "make locks" \
+  pyproject.toml --extra tracing --extra nixl $(ARGS)
+locks: ## pin all that the images install (needs uv; ARGS=--upgrade for newer versions)
+	@mkdir -p build && grep '^ray==' constraints.txt > build/ray.txt
+	@for machine in x86_64 aarch64; do \
+	  $(LOCK) -c constraints.txt --python-platform $$machine-manylinux_2_36 -o deploy/docker/gpu.txt >/dev/null; \
+	  $(LOCK) -c build/ray.txt --extra vllm --python-platform $$machine-manylinux_2_36 -o deploy/docker/vllm.txt >/dev/null; \
+	  cat deploy/docker/gpu.txt deploy/docker/vllm.txt > build/locks-$$machine.txt; \
+	done
+	@cmp build/locks-x86_64.txt build/locks-aarch64.txt
 
 vllm: $(VLLM_STAMP) ## install vLLM's CPU build in an environment of its own (4 GB)
 

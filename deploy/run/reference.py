@@ -100,8 +100,8 @@ def _check_chart_has(config: AppConfig) -> None:
     for field, source in (("model.source", config.model.source), ("drafter.model", config.drafter.model)):
         if source is not None and source.startswith((".", "~")):
             raise ConfigError(
-                f"{field} is {source}, a folder of this machine, which the pods of the chart do not have: give a hub id "
-                "in a copy of the file, or the folder's path on a volume."
+                f"{field} is {source}, a folder of this machine, which the pods of the chart do not have: give a hub "
+                "id in a copy of the file, or the folder's path on a volume."
             )
     on_cpus = [name for name in config.pool_names if not config.pool(name).num_gpus]
     if config.engine.kind == "vllm" and on_cpus:

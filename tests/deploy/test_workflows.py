@@ -1,5 +1,6 @@
 """The workflows: they lint, ask for no more than they need, and their shell steps do what they say in a checkout."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -17,6 +18,7 @@ from tests.support.workflow_steps import WORKFLOWS, Runner, checkout, workflow
 NAMES = sorted(path.stem for path in WORKFLOWS.glob("*.yml"))
 _SOURCE = "https://github.test/Some-Body/truespec"
 _WRITES = {  # job -> what it may do beside reading the checkout
+    ("images", "push"): {"packages"},
     ("images", "publish"): {"packages", "id-token", "attestations"},
     ("release", "images"): {"packages", "id-token", "attestations"},
     ("release", "chart"): {"packages", "id-token", "attestations"},
@@ -131,8 +133,11 @@ def test_the_chart_is_packaged_with_the_images_that_are_published(runner: Runner
     assert rule["runbookUrl"] == "https://github.test/Some-Body/truespec/blob/v9.8.7/docs/runbooks.md"
     assert (chart["version"], chart["appVersion"], chart["home"]) == ("9.8.7", "9.8.7", _SOURCE)
     images = {one["image"] for one in yaml.safe_load(chart["annotations"]["artifacthub.io/images"])}
-    (strategy,) = {str(job["strategy"]) for job in workflow("images")["jobs"].values()}
-    suffixes = {one["suffix"] for one in yaml.safe_load(strategy)["matrix"]["include"]}
+    jobs = workflow("images")["jobs"]
+    tagged = {one["target"]: one["suffix"] for one in jobs["publish"]["strategy"]["matrix"]["include"]}
+    suffixes = set(tagged.values())
+    for job in ("build", "push"):
+        assert jobs[job]["strategy"]["matrix"] == {"target": list(tagged), "arch": ["amd64", "arm64"]}
     assert images == {f"ghcr.io/some-body/truespec:9.8.7{suffix}" for suffix in suffixes}
 
 
@@ -154,3 +159,39 @@ def test_a_link_that_leads_nowhere_stops_the_documentation(runner: Runner, tmp_p
         page.write("\n[nowhere](quickstart.md#nowhere)\n")
     with pytest.raises(AssertionError, match="does not contain an anchor"):
         broken.run("docs", "publish", "Build, strictly")
+
+
+def test_the_images_of_both_processors_come_under_one_tag(tmp_path: Path) -> None:
+    """With a docker that writes down what it is told, and knows the digest of the tag."""
+    (tmp_path / "docker").write_text('#!/bin/sh\necho "$*" >> "$SAID"\ncase "$*" in *inspect*) echo sha256:cc;; esac\n')
+    (tmp_path / "docker").chmod(0o755)
+    (tmp_path / "tree" / "digests").mkdir(parents=True)
+    for digest in ("aa", "bb"):
+        (tmp_path / "tree" / "digests" / digest).touch()
+    image = "ghcr.io/some-body/truespec"
+    values = {
+        "inputs.registry": "ghcr.io/some-body",
+        "env.IMAGE": image,
+        "inputs.version": "9.8.7",
+        "matrix.suffix": "-cpu",
+    }
+    found = {"SAID": str(tmp_path / "said"), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    outputs = Runner(tmp_path / "tree", values, found).run(
+        "images", "publish", "Put the images of both processors under one tag"
+    )
+    create, inspect = (tmp_path / "said").read_text().splitlines()
+    assert create == f"buildx imagetools create --tag {image}:9.8.7-cpu {image}@sha256:aa {image}@sha256:bb"
+    assert f"inspect {image}:9.8.7-cpu" in inspect and outputs == {"digest": "sha256:cc"}
+
+
+def test_dependabot_looks_where_pins_are() -> None:
+    configured = yaml.safe_load((WORKFLOWS.parent / "dependabot.yml").read_text())
+    looked = {(update["package-ecosystem"], update["directory"]) for update in configured["updates"]}
+    assert looked == {
+        ("github-actions", "/"),
+        ("docker", "/deploy/docker"),
+        ("docker-compose", "/deploy/docker"),
+        ("pip", "/"),
+    }
+    for _, directory in looked - {("github-actions", "/")}:
+        assert (WORKFLOWS.parents[1] / directory.strip("/")).is_dir()

@@ -1,5 +1,6 @@
 """hadolint, shellcheck, yamllint and checkov over what is deployed; each exception is explained where it is made."""
 
+import importlib.metadata
 import json
 import os
 import re
@@ -12,6 +13,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from deploy.tools.chart import EXAMPLES, ROOT
 from serve_app.config.files import load_config
@@ -27,7 +30,7 @@ ACCEPTED = {
     "CKV_K8S_38": "only the head mounts a token, and only for Ray's autoscaler",
     "CKV_K8S_40": "the image's user is 1000; podSecurity.runAsUser takes a higher one",
     "CKV_K8S_43": "image.digest is there for whoever has a registry",
-    "CKV_DOCKER_7": "it does not look into PYTHON_IMAGE, whose default is a whole version",
+    "CKV_DOCKER_7": "it does not look into PYTHON_IMAGE, whose default is the image of a digest",
     "CKV_DOCKER_2": "KubeRay's probes and compose's health check do it; `docker run` serves nothing by itself",
 }
 
@@ -91,7 +94,7 @@ def test_the_image_is_built_from_what_the_context_holds() -> None:
         if line.startswith("COPY") and "--from" not in line
         for source in line.split()[1:-1]
     }
-    assert copied == kept
+    assert {source.split("/")[0] for source in copied} == kept
     assert all((ROOT / source).exists() for source in copied)
 
 
@@ -103,6 +106,7 @@ def installed_packages() -> dict[str, set[str]]:
         words = line.split()
         if words[:1] == ["FROM"]:
             _, parent, _, stage = words
+            parent = parent.replace("${PYTHON_IMAGE}", "python")
             found[stage] = set(found.get(parent, ()))
         for command in line.removeprefix("RUN").split("&&") if words[:1] == ["RUN"] else ():
             if command.split()[:2] == ["apt-get", "install"]:
@@ -126,10 +130,58 @@ def test_the_images_install_what_the_project_names_and_only_the_gpus_has_nixl(tm
     extras = project["optional-dependencies"]
     assert done.stdout.splitlines() == [*project["dependencies"], *extras["tracing"]], done.stderr
     assert (tmp_path / "requirements-gpu.txt").read_text().splitlines() == extras["nixl"]
-    installs = [line for line in (DOCKER / "Dockerfile").read_text().splitlines() if "-r requirements.txt" in line]
-    (cpu,) = (line for line in installs if "${CPU_TORCH_INDEX_URL}" in line)
-    (gpu,) = (line for line in installs if "${TORCH_INDEX_URL}" in line)
-    assert "-r requirements-gpu.txt" in gpu and "-r requirements-gpu.txt" not in cpu
+    text = (DOCKER / "Dockerfile").read_text()
+    found = {
+        stage: text.partition(f"AS dependencies-{stage}\n")[2].partition("\nFROM")[0]
+        for stage in ("cpu", "gpu", "vllm")
+    }
+    assert [stage for stage in found if "-r requirements-gpu.txt" in found[stage]] == ["gpu"]
+    assert [stage for stage in found if '["vllm"]' in found[stage]] == ["vllm"]
+    for stage, lock in (("cpu", "gpu"), ("gpu", "gpu"), ("vllm", "vllm")):
+        (install,) = re.findall(r"pip install .*-r requirements\.txt", found[stage])
+        assert f"-c {lock}.txt" in install and "index-url" not in install, (
+            "of two indexes either could give any package"
+        )
+
+
+def pinned(name: str) -> dict[str, str]:
+    """Package -> version of a file that pins what an image installs."""
+    lines = (DOCKER / f"{name}.txt").read_text().splitlines()
+    return dict(line.split("==") for line in lines if not line.startswith("#"))
+
+
+def test_the_images_base_is_a_digest_of_the_python_that_the_locks_are_for() -> None:
+    (image,) = re.findall(r"^FROM (python:\S+) AS python$", (DOCKER / "Dockerfile").read_text(), re.M)
+    assert re.fullmatch(r"python:3\.11\.\d+-slim-\w+@sha256:[0-9a-f]{64}", image)
+    assert "--python-version 3.11 " in (ROOT / "Makefile").read_text()
+
+
+def test_whatever_an_image_installs_is_pinned() -> None:
+    """Followed through the packages that are installed here; what is not there is looked for by its name alone."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    direct = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"] + extras["tracing"]
+    gpu, vllm = pinned("gpu"), pinned("vllm")
+    waiting, seen = [Requirement(line) for line in direct + extras["nixl"]], set[tuple[str, str]]()
+    while waiting:
+        wanted = waiting.pop()
+        name = canonicalize_name(wanted.name)
+        for extra in ("", *wanted.extras):
+            if (name, extra) in seen:
+                continue
+            seen.add((name, extra))
+            assert name in gpu, f"{wanted} is not in deploy/docker/gpu.txt; run make locks"
+            assert gpu[name] in wanted.specifier, f"{wanted}, but {gpu[name]} is pinned; run make locks"
+            try:
+                needs = [Requirement(line) for line in importlib.metadata.requires(name) or ()]
+            except importlib.metadata.PackageNotFoundError:
+                continue
+            waiting += [need for need in needs if need.marker is None or need.marker.evaluate({"extra": extra})]
+    assert len(seen) > 60
+    for line in direct + extras["nixl"] + extras["vllm"]:
+        assert vllm[canonicalize_name(Requirement(line).name)] in Requirement(line).specifier
+    ours = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+    assert {name: version for name, version in gpu.items() if ours.get(name, version) != version} == {}
+    assert vllm["ray"] == gpu["ray"] == ours["ray"], "handoffs and jobs pass between all images"
 
 
 @pytest.mark.slow

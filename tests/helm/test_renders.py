@@ -683,6 +683,9 @@ def test_a_read_only_volume_is_mounted_so_and_nothing_is_written_to_it() -> None
         assert volume["persistentVolumeClaim"] == {"claimName": "shared", "readOnly": True}
         variables = {each["name"]: each["value"] for each in container["env"]}
         assert (variables["TRUESPEC_CACHE"], variables["HF_HOME"]) == ("/models", "/tmp/huggingface")
+        assert "TRITON_CACHE_DIR" not in variables, "in HOME, which is /tmp"
+    (container,) = ray_pods(template(MINIMAL))["decode"]["spec"]["containers"]
+    assert {"name": "TRITON_CACHE_DIR", "value": "/models/triton"} in container["env"]
 
 
 def test_the_container_that_fetches_has_the_resources_of_the_values() -> None:

@@ -186,6 +186,10 @@ spec:
 - {name: HOME, value: /tmp}
 - {name: TRUESPEC_CACHE, value: {{ .Values.modelCache.mountPath | quote }}}
 - {name: HF_HOME, value: {{ printf "%s/huggingface" (ternary "/tmp" .Values.modelCache.mountPath .Values.modelCache.readOnly) | quote }}}
+{{- if not .Values.modelCache.readOnly }}
+# What Triton compiles for a model takes a minute, and is then there for every pod.
+- {name: TRITON_CACHE_DIR, value: {{ printf "%s/triton" .Values.modelCache.mountPath | quote }}}
+{{- end }}
 {{- if include "truespec.hubSecretName" . }}
 - {name: HF_TOKEN_PATH, value: /etc/truespec/hub/token}
 {{- end }}
