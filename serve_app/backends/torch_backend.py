@@ -6,6 +6,7 @@ step's output is passed to the event loop in one call.
 
 import asyncio
 import contextlib
+import functools
 import logging
 import queue
 import threading
@@ -274,7 +275,8 @@ class TorchBackend:
             await self._open.wait()
             self._begun.add(request_id)
             self._idle.clear()
-            self._commands.put(lambda engine: self._begin(engine, request_id, begin))
+            self._commands.put(functools.partial(self._begin, request_id=request_id, begin=begin))
+            del begin  # a handoff would otherwise stay in the object store for as long as the stream runs
             while True:
                 event = await events.get()
                 if isinstance(event, Exception):

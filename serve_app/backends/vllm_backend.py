@@ -307,6 +307,7 @@ class VllmBackend:
             stream = self._deltas(request, (), {"do_remote_prefill": False})
         else:
             raise HandoffRefused("lost", "The handoff has already been read, and can be read only once.")
+        del handoff, sent  # the object store keeps it for as long as anything refers to it
         async with contextlib.aclosing(stream) as deltas:
             async for delta in deltas:
                 yield delta
@@ -501,6 +502,7 @@ class VllmBackend:
         files = [Path(f"{path}.{rank}") for rank in range(len(parts))]
         try:
             await asyncio.to_thread(_write, files, parts)
+            parts = ()
             async with contextlib.aclosing(self._deltas(request, (), transfer | {"load": str(path)})) as deltas:
                 async for delta in deltas:
                     for file in files:

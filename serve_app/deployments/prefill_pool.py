@@ -5,18 +5,22 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.serve.exceptions import BackPressureError, RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from serve_app.backends.base import Prefilled
+from serve_app.config.app_config import AppConfig
 from serve_app.deployments.engine_host import EngineHost
 from serve_app.deployments.remote_errors import own_error
-from serve_app.streams.pooled import PooledTokenSource, PoolFull, PrefillPatience, TookIn
+from serve_app.streams.pooled import HandoffRoom, PooledTokenSource, PoolFull, PrefillPatience, TookIn
 from serve_app.telemetry.tracing import carried
 from serve_app.transport.base import HandoffTransport, TransferPayload
 from serve_app.transport.selection import make_transport
 from speculative.request import Request, TokenDelta
+
+_STORE_SHARE = 0.7  # of the object store, for handoffs: Ray begins to spill at 0.8
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +94,27 @@ def token_source(
     """Return where the tokens of an engine come from: its prompts from the prefill pool where there is one."""
     recovery = host.runtime.config.recovery
     patience = PrefillPatience(recovery.prefill_timeout_s, recovery.prefill_retries)
-    ask = None if prefill is None else PrefillPool(prefill, host).prefill
     runtime = host.runtime
+    ask, room = None, None
+    if prefill is not None:
+        ask, room = PrefillPool(prefill, host).prefill, HandoffRoom(bytes_for_handoffs(runtime.config))
     return PooledTokenSource(
-        host.backend, runtime.metrics, ask, took_in or host.handed_off, patience, tracing=runtime.tracing
+        host.backend, runtime.metrics, ask, took_in or host.handed_off, patience, tracing=runtime.tracing, room=room
     )
+
+
+def bytes_for_handoffs(config: AppConfig) -> int | None:
+    """Return how much of Ray's object stores the handoffs to this replica may take; None where they go another way, or
+    nothing is known of this node's.
+
+    A handoff lies in the store of the node that made it and in this one's, so where fewer replicas compute prompts than
+    decode, these share theirs; on a single node all share one.
+    """
+    if config.payload_transport == "nixl":
+        return None
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    here = ray.get_runtime_context().get_node_id()
+    store = sum(node["Resources"].get("object_store_memory", 0.0) for node in nodes if node["NodeID"] == here)
+    makers, takers = config.pool("prefill").least_replicas, config.pool("decode").most_replicas
+    share = 1 / takers if len(nodes) == 1 else min(1.0, makers / takers)
+    return int(_STORE_SHARE * store * share) or None

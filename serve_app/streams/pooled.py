@@ -8,12 +8,15 @@ all fails, the local engine computes the prompt itself: the request is slower, b
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import logging
 import time
+import weakref
+from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from serve_app.backends.base import Backend, Prefilled
+from serve_app.backends.base import Backend, Handoff, Prefilled
 from serve_app.streams.backlog import Backlog
 from serve_app.streams.merge import merge
 from serve_app.streams.spans import phases
@@ -58,6 +61,73 @@ class PrefillPatience:
         return self.timeout_s + _MARGIN * (backlog.num_tokens() / self.first_pace if wait_s is None else wait_s)
 
 
+class HandoffRoom:
+    """The part of Ray's object store that handoffs may take until an engine has copied them into its cache.
+
+    Ray spills what does not fit to a disk whose limit it does not know, and Kubernetes then ends the pod. So prompts
+    wait for room, in order, before the prefill pool is asked for them. The first handoff shows how large they are; till
+    then one is on its way at a time, as is one that is larger than all of the room.
+
+    Args:
+        most_bytes: of all of them together; None = any number.
+    """
+
+    def __init__(self, most_bytes: int | None = None) -> None:
+        self._most_bytes = most_bytes
+        self._token_bytes = 0.0  # of a prompt's token, the most that was seen
+        self._held: dict[str, int] = {}
+        self._waiting: deque[tuple[str, int, asyncio.Future[None]]] = deque()
+
+    async def take(self, name: str, num_tokens: int) -> None:
+        """Wait until there is room for the handoff of a prompt, and hold it."""
+        if self._most_bytes is None:
+            return
+        ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((name, num_tokens, ready))
+        self._admit()
+        try:
+            if not ready.done():
+                _logger.info("%s waits for room for its handoff: %d bytes are held", name, sum(self._held.values()))
+            await ready
+        except asyncio.CancelledError:
+            self._waiting = deque(one for one in self._waiting if one[2] is not ready)
+            self.leave(name)
+            raise
+
+    def arrived(self, name: str, num_tokens: int, handoff: Handoff) -> None:
+        """Hold what a handoff really takes, for as long as anything refers to it."""
+        if self._most_bytes is None:
+            return
+        self._held[name] = handoff.nbytes
+        self._token_bytes = max(self._token_bytes, handoff.nbytes / num_tokens)
+        # The last reference may be the engine thread's.
+        loop = asyncio.get_running_loop()
+        weakref.finalize(handoff, _call_soon, loop, functools.partial(self.leave, name)).atexit = False
+        self._admit()
+
+    def leave(self, name: str) -> None:
+        """It holds nothing any more."""
+        self._held.pop(name, None)
+        self._admit()
+
+    def _admit(self) -> None:
+        while self._waiting and self._fits(self._waiting[0][1]):
+            name, num_tokens, ready = self._waiting.popleft()
+            if not ready.done():
+                self._held[name] = int(self._token_bytes * num_tokens)
+                ready.set_result(None)
+
+    def _fits(self, num_tokens: int) -> bool:
+        assert self._most_bytes is not None
+        expected = int(self._token_bytes * num_tokens)
+        return not self._held or (expected > 0 and sum(self._held.values()) + expected <= self._most_bytes)
+
+
+def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits
+        loop.call_soon_threadsafe(function)
+
+
 class PooledTokenSource:
     """Streams tokens for the choices of one prompt: one prefill, one decode per choice.
 
@@ -68,6 +138,7 @@ class PooledTokenSource:
         took_in: called before the first delta from a handoff.
         patience: with the prefill pool.
         tracing: of the replica; None = no spans.
+        room: for handoffs; None = any number.
     """
 
     def __init__(
@@ -78,6 +149,7 @@ class PooledTokenSource:
         took_in: TookIn | None = None,
         patience: PrefillPatience | None = None,
         tracing: Tracing | None = None,
+        room: HandoffRoom | None = None,
     ) -> None:
         self._backend = backend
         self._metrics = metrics
@@ -86,6 +158,7 @@ class PooledTokenSource:
         self._patience = patience or PrefillPatience()
         self._backlog = Backlog()  # prompts that the prefill pool computes for this replica
         self._tracing = tracing or Tracing()
+        self._room = room or HandoffRoom()
 
     def stream(self, requests: Sequence[Request]) -> Deltas:
         """Generate for requests that share one prompt; their deltas come interleaved. Closing it aborts them all."""
@@ -113,6 +186,8 @@ class PooledTokenSource:
         else:
             others = dataclasses.replace(prefilled, deltas=())
             streams = [self._choice(request, others if index else prefilled) for index, request in enumerate(requests)]
+            del others
+        del prefilled  # its handoff is the choices' now
         async with contextlib.aclosing(merge(streams)) as deltas:
             async for delta in deltas:
                 yield delta
@@ -135,23 +210,24 @@ class PooledTokenSource:
             request, emitted = _after(request, prefilled.deltas)
             handoff, replica = prefilled.handoff, prefilled.replica
         while True:
-            engine, unaccepted = self._backend, handoff
+            engine = self._backend
             deltas = engine.generate(request, emitted) if handoff is None else engine.resume(request, handoff)
+            num_bytes = unaccepted = None if handoff is None else handoff.nbytes
+            prefilled = handoff = None  # the engine's alone: while anything refers to it, it stays in the object store
             try:
                 async with contextlib.aclosing(deltas):
-                    with phases(self._tracing, request, handoff) as see:
+                    with phases(self._tracing, request, num_bytes) as see:
                         async for delta in deltas:
                             if unaccepted is not None:  # until the first delta shows that it was
-                                self._count_handoff(request.request_id, unaccepted.nbytes, replica)
+                                self._count_handoff(request.request_id, unaccepted, replica)
                                 unaccepted = None
                             see(delta)
                             yield delta.replace(**uncounted) if uncounted else delta
                 return
             except HandoffRefused as error:
-                if handoff is None:
+                if num_bytes is None:
                     raise
                 self._count_refusal(request.request_id, error)
-                handoff = None
 
     async def _prefill(self, request: Request, *, first_token: bool) -> Prefilled | None:
         """Ask the prefill pool; None when the local engine is to do it.
@@ -166,7 +242,8 @@ class PooledTokenSource:
                 prefilled = await self._ask(self._remote_prefill, request, first_token, attempt)
             except (ConnectionError, TimeoutError, EngineFault) as error:
                 self._metrics.count("truespec_prefill_failures_total", reason=_reason(error))
-                _logger.warning("prefill of %s failed: %s", request.request_id, error or "it took too long")
+                # As a text: a record that somebody keeps would keep the handoff of the next attempt with it.
+                _logger.warning("prefill of %s failed: %s", request.request_id, str(error) or "it took too long")
                 if isinstance(error, PoolFull):
                     break
                 continue
@@ -179,12 +256,22 @@ class PooledTokenSource:
     async def _ask(self, ask: RemotePrefill, request: Request, first_token: bool, attempt: int) -> Prefilled:
         """One attempt, under its own name: the engine asked before may still hold the request."""
         named = request if attempt == 0 else dataclasses.replace(request, request_id=f"{request.request_id}~{attempt}")
-        ticket, prefilled = self._backlog.join(len(request.prompt_token_ids)), None
+        num_tokens = len(request.prompt_token_ids)
+        try:
+            async with asyncio.timeout(self._patience.attempt_s(self._backlog)):
+                await self._room.take(named.request_id, num_tokens)
+        except TimeoutError as error:
+            raise PoolFull("the object store has no room for its handoff") from error
+        ticket, prefilled = self._backlog.join(num_tokens), None
         try:
             async with asyncio.timeout(self._patience.attempt_s(self._backlog)):
                 prefilled = await ask(named, first_token)
         finally:
             ticket.close(served=prefilled is not None)
+            if prefilled is None or prefilled.handoff is None:
+                self._room.leave(named.request_id)
+            else:
+                self._room.arrived(named.request_id, num_tokens, prefilled.handoff)
         whose = {"request_id": request.request_id, "prefilled_by": prefilled.replica}
         deltas = tuple(delta.replace(**whose) for delta in prefilled.deltas)
         return dataclasses.replace(prefilled, deltas=deltas, attempt=attempt)

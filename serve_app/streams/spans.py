@@ -11,19 +11,19 @@ from dataclasses import dataclass
 
 from opentelemetry.trace import Span
 
-from serve_app.backends.base import Backend, Handoff, Prefilled, Replayed
+from serve_app.backends.base import Backend, Prefilled, Replayed
 from serve_app.telemetry.tracing import Tracing, failed
 from speculative.request import Request, TokenDelta
 
 
 @contextmanager
-def phases(tracing: Tracing, request: Request, handoff: Handoff | None) -> Iterator[Callable[[TokenDelta], None]]:
-    """Within it an engine generates: spans `queue`, `prefill` and `decode`, or `handoff` and `decode`. Gives a function
-    that is to be called with each delta."""
+def phases(tracing: Tracing, request: Request, handoff_bytes: int | None) -> Iterator[Callable[[TokenDelta], None]]:
+    """Within it an engine generates: spans `queue`, `prefill` and `decode`, or `handoff` and `decode` with a handoff
+    of so many bytes. It gives a function that is to be called with each delta."""
     if not tracing.recording:
         yield _ignore
         return
-    spans = _Phases(tracing, request, handoff)
+    spans = _Phases(tracing, request, handoff_bytes)
     try:
         yield spans.see
     except BaseException as error:
@@ -68,10 +68,10 @@ async def replay(tracing: Tracing, backend: Backend, request: Request) -> Replay
 class _Phases:
     """The spans of one request, and sums over the rounds that `decode` reports."""
 
-    def __init__(self, tracing: Tracing, request: Request, handoff: Handoff | None) -> None:
+    def __init__(self, tracing: Tracing, request: Request, handoff_bytes: int | None) -> None:
         self._tracing = tracing
         self._request = request
-        self._handoff = handoff
+        self._handoff_bytes = handoff_bytes
         self._began_ns = time.time_ns()
         self._begun = False
         self._decode: Span | None = None
@@ -82,10 +82,10 @@ class _Phases:
         if not self._begun:
             self._begun = True
             self._end_first_phase(delta, None)
-            if self._handoff is None and delta.finished:
+            if self._handoff_bytes is None and delta.finished:
                 return
             self._decode = self._tracing.start("decode", time.time_ns(), _about(self._request))
-            if self._handoff is None:
+            if self._handoff_bytes is None:
                 return
         self._rounds.see(delta)
 
@@ -102,11 +102,11 @@ class _Phases:
         self._decode.end()
 
     def _end_first_phase(self, first: TokenDelta | None, error: BaseException | None) -> None:
-        if self._handoff is None:
+        if self._handoff_bytes is None:
             _end_prefill(self._tracing, self._request, self._began_ns, first, error)
             return
         span = self._tracing.start("handoff", self._began_ns, _about(self._request))
-        span.set_attribute("truespec.handoff_bytes", self._handoff.nbytes)
+        span.set_attribute("truespec.handoff_bytes", self._handoff_bytes)
         if error is not None:
             failed(span, error)
         span.end()

@@ -267,6 +267,7 @@ def referee(monkeypatch: pytest.MonkeyPatch) -> RefereeHandle:
     monkeypatch.setattr(runtime.serve, "get_deployment_handle", lambda *_: handle)
     here = SimpleNamespace(get_node_id=lambda: "node-1", get_accelerator_ids=lambda: {"GPU": []})
     monkeypatch.setattr(ray, "get_runtime_context", lambda: here)  # Ray's own starts a cluster where there is none
+    monkeypatch.setattr(ray, "nodes", list)
     monkeypatch.setattr(runtime, "observe", lambda *_: Tracing())
     monkeypatch.setattr(runtime, "RaySink", lambda: SimpleNamespace(count=_no, gauge=_no, observe=_no))
     monkeypatch.setattr(stream_router, "adopt", _no)

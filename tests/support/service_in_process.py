@@ -79,6 +79,7 @@ async def started(folder: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any
         monkeypatch.setattr(module, "RaySink", lambda: SimpleNamespace(count=_no, gauge=_no, observe=_no))
     here = SimpleNamespace(get_node_id=lambda: "ab" * 28, get_accelerator_ids=lambda: {"GPU": []})
     monkeypatch.setattr(ray, "get_runtime_context", lambda: here)
+    monkeypatch.setattr(ray, "nodes", list)
     monkeypatch.setattr(engine_host.ray, "remote", actor)
     for module in (controller, engine_host, runtime):
         monkeypatch.setattr(module, "REPORT_EVERY_S", 3600.0)

@@ -6,12 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import ray
 import ray.cloudpickle as pickle
 
 from serve_app.config.files import parse_args
 from serve_app.deployments.engine_host import EngineHost
 from serve_app.deployments.pools import PrefillServer
-from serve_app.deployments.prefill_pool import PrefillPool, PrefillReply
+from serve_app.deployments.prefill_pool import PrefillPool, PrefillReply, bytes_for_handoffs
 from serve_app.deployments.runtime import ReplicaRuntime
 from serve_app.streams.pooled import PooledTokenSource
 from serve_app.telemetry.tracing import Carried
@@ -78,3 +79,36 @@ async def test_the_prompt_is_computed_here_where_prefill_replicas_are_of_another
     source = PooledTokenSource(_backend(), host.runtime.metrics, pool.prefill)
     streamed = [delta async for delta in source.stream([REQUEST])]
     assert [delta.token_ids for delta in streamed] == [delta.token_ids for delta in alone]
+
+
+@pytest.mark.parametrize(
+    ("pools", "transport", "num_nodes", "share"),
+    [
+        ({}, "plasma", 3, 0.7),
+        (
+            {"prefill": {"replicas": 1}, "decode": {"replicas": 2}},
+            "plasma",
+            3,
+            0.35,
+        ),  # each handoff lies at the one, too
+        ({"prefill": {"replicas": 3}, "decode": {"replicas": 2}}, "inline", 5, 0.7),
+        ({"decode": {"replicas": 2}}, "plasma", 1, 0.35),
+        ({"decode": {"autoscaling": {"max_replicas": 7}}}, "plasma", 8, 0.1),
+        ({}, "nixl", 3, None),
+    ],
+)
+def test_the_handoffs_of_all_replicas_fit_into_the_object_stores(
+    host: EngineHost,
+    monkeypatch: pytest.MonkeyPatch,
+    pools: dict[str, Any],
+    transport: str,
+    num_nodes: int,
+    share: float | None,
+) -> None:
+    config = parse_args({"model": {"source": "fake"}, "pools": pools, "handoff": {"transport": transport}})
+    ours = ray.get_runtime_context().get_node_id()
+    nodes = [{"Alive": True, "NodeID": f"n{index}", "Resources": {}} for index in range(num_nodes - 1)]
+    gone = {"Alive": False, "NodeID": "gone", "Resources": {"object_store_memory": 5e9}}
+    here = {"Alive": True, "NodeID": ours, "Resources": {"object_store_memory": 1e9}}
+    monkeypatch.setattr(ray, "nodes", lambda: [*nodes, gone, here])
+    assert bytes_for_handoffs(config) == (None if share is None else pytest.approx(share * 1e9, abs=1))

@@ -3,13 +3,15 @@ back."""
 
 import asyncio
 import dataclasses
+import gc
+import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
-from serve_app.backends.base import Prefilled
+from serve_app.backends.base import Handoff, Prefilled
 from serve_app.backends.torch_backend import TorchBackend
 from serve_app.referee.answer import Answer
 from serve_app.referee.records import Record, Records
@@ -17,7 +19,7 @@ from serve_app.referee.replay_selection import Selection
 from serve_app.referee.strata import STRATA
 from serve_app.streams.backlog import Backlog
 from serve_app.streams.observed import ObservedSource, SourceLimits, WeightAges
-from serve_app.streams.pooled import PooledTokenSource, PoolFull, PrefillPatience
+from serve_app.streams.pooled import HandoffRoom, PooledTokenSource, PoolFull, PrefillPatience
 from serve_app.telemetry.metric_names import WEIGHT_AGES
 from serve_app.telemetry.metrics import BufferSink, Metrics
 from speculative.errors import EngineFault, InvalidRequest
@@ -226,6 +228,103 @@ async def test_a_client_that_leaves_ends_the_prefill(pools: Pools) -> None:
     with pytest.raises(asyncio.CancelledError):
         await asking
     assert pools.given_up == ["c0"] and len(pools.asked) == 1
+
+
+@pytest.mark.parametrize("num_choices", [1, 2])
+async def test_a_handoff_is_let_go_once_the_engine_has_it(pools: Pools, num_choices: int) -> None:
+    """In Ray's object store it is held, on both nodes, for as long as anything here refers to it."""
+    made: list[weakref.ref[Handoff]] = []
+
+    async def ask(request: Request, first_token: bool) -> Prefilled:
+        prefilled = await pools.prefill.prefill(request, first_token=first_token)
+        assert prefilled.handoff is not None
+        made.append(weakref.ref(prefilled.handoff))
+        return dataclasses.replace(prefilled, replica="prefill-1")
+
+    source = PooledTokenSource(pools.decode, pools.metrics, ask)
+    asked = dataclasses.replace(PLAIN, max_tokens=60)
+    ending = [f"c{index}" for index in range(num_choices)]
+    begun = set()
+    async for delta in source.stream([Request(name, PROMPT, asked, 1) for name in ending]):
+        begun.add(delta.request_id)
+        if len(delta.token_ids) and begun == set(ending) and not delta.finished:
+            await asyncio.sleep(0.05)
+            gc.collect()
+            alive = [ref() is not None for ref in made]
+    assert alive == [False]
+
+
+class Counting:
+    """A prefill pool that notes how many handoffs of its are held, and on their way, whenever it is asked."""
+
+    def __init__(self, pools: Pools) -> None:
+        self.pools = pools
+        self.made: list[weakref.ref[Handoff]] = []
+        self.num_bytes = 0
+        self.on_their_way = 0
+        self.most: list[int] = []
+        self.num_failing = 0
+
+    async def ask(self, request: Request, first_token: bool) -> Prefilled:
+        self.on_their_way += 1
+        self.most.append(self.on_their_way + sum(ref() is not None for ref in self.made))
+        try:
+            if len(self.most) <= self.num_failing:
+                raise ConnectionError("killed")
+            prefilled = await self.pools._ask(request, first_token)
+        finally:
+            self.on_their_way -= 1
+        if prefilled.handoff is not None:
+            self.made.append(weakref.ref(prefilled.handoff))
+            self.num_bytes = prefilled.handoff.nbytes
+        return prefilled
+
+
+async def answers(source: PooledTokenSource, requests: Sequence[Request]) -> list[list[TokenDelta]]:
+    async def one(request: Request) -> list[TokenDelta]:
+        return [delta async for delta in source.stream([request])]
+
+    return list(await asyncio.gather(*(one(request) for request in requests)))
+
+
+@pytest.mark.parametrize("room", [0.5, 2.5])
+async def test_handoffs_take_no_more_than_their_room_and_every_request_is_answered(pools: Pools, room: float) -> None:
+    counting = Counting(pools)
+    await answers(PooledTokenSource(pools.decode, pools.metrics, counting.ask), [Request("m", PROMPT, PLAIN, 1)])
+    requests = [Request(f"r{index}", (*PROMPT[:-1], index), PLAIN, index) for index in range(12)]
+    counting.most.clear()
+    counting.num_failing = 2  # which hold nothing any more
+    most = HandoffRoom(int(room * counting.num_bytes))
+    found = await answers(PooledTokenSource(pools.decode, pools.metrics, counting.ask, room=most), requests)
+    assert counting.most[0] == 1 and max(counting.most[1:]) == max(1, int(room)), "the first shows how large they are"
+    for request, deltas in zip(requests, found, strict=True):
+        alone = [delta async for delta in pools.decode.generate(request)]
+        assert text_of(deltas, request.request_id) == text_of(alone, request.request_id)
+
+
+async def test_whoever_leaves_while_it_waits_for_room_holds_up_nobody(pools: Pools) -> None:
+    counting = Counting(pools)
+    source = PooledTokenSource(pools.decode, pools.metrics, counting.ask, room=HandoffRoom(1))
+    pools.failures = [None]  # the first is never answered
+    waiting = [
+        asyncio.ensure_future(answers(source, [Request(name, PROMPT, PLAIN, 1)])) for name in ("first", "gone", "last")
+    ]
+    await asyncio.sleep(0.05)
+    assert len(pools.asked) == 1
+    waiting[1].cancel()
+    await asyncio.sleep(0.05)
+    waiting[0].cancel()
+    (deltas,) = await waiting[2]
+    assert deltas[-1].finished and [request.request_id for request, _ in pools.asked] == ["first", "last"]
+
+
+async def test_a_prompt_that_finds_no_room_is_computed_here(pools: Pools) -> None:
+    room, patience = HandoffRoom(1), PrefillPatience(timeout_s=0.05, first_pace=1e6)
+    await room.take("for ever", 1)
+    source = PooledTokenSource(pools.decode, pools.metrics, pools._ask, patience=patience, room=room)
+    (deltas,) = await answers(source, [Request("r", PROMPT, PLAIN, 1)])
+    assert deltas[-1].finished and not pools.asked
+    assert pools.counted() == {("prefill", "full"): 1, ("handoffs", "failed"): 1}
 
 
 async def test_what_is_teacher_forced_stays_here(pools: Pools) -> None:
