@@ -46,6 +46,7 @@ _15M, _30M, _1H = (QueryScope("", window, KEEP) for window in ("15m", "30m", "1h
 _POOL = QueryScope("", "1h", (*KEEP, "pool"))
 _REPLICA = QueryScope("", "1h", (*KEEP, "pool", "replica"))
 _ERROR, _FAILED = 'outcome="error"', 'result="failed"'
+_RECENT_FAILURES = _1H.gauge("recent_replay_failures", "answered_by")
 _SERVER_ERROR = 'code=~"5..",code!="503"'  # 503 is TruespecRequestsTurnedAway's
 _FAILED_PREFILLS = model_sum(f'{PREFILL_FAILURES}{{reason!="full"}}')  # a full pool is TruespecHandoffsFail's
 _REQUESTS_SERIES = _1H.series("requests_total")
@@ -430,8 +431,8 @@ ALERTS = (
     ),
     Alert(
         "TruespecReplaysOfOneReplicaFail",
-        f"{_1H.share('replays_total', _FAILED, 'answered_by')} > {_THRESHOLD} "
-        f"and {_1H.events('replays_total', 'answered_by', where=_FAILED)} >= {_MINIMUM}",
+        f"{_RECENT_FAILURES} / {_1H.gauge('recent_replays', 'answered_by')} > {_THRESHOLD} "
+        f"and {_RECENT_FAILURES} >= {_MINIMUM}",
         "5m",
         "critical",
         "{{ $value | humanizePercentage }} of the replays of answers by {{ $labels.answered_by }} "
@@ -443,7 +444,8 @@ ALERTS = (
         f"answers as unverified. {_OF_WATCHED}a longest length or a vocabulary other than the server's makes replays "
         "fail.",
         commands=(
-            shell.promql("sum by (answered_by, result) (increase(truespec_replays_total{}[1h]))"),
+            shell.promql("sum by (answered_by) (truespec_recent_replays{})"),
+            shell.promql("sum by (answered_by) (truespec_recent_replay_failures{}) > 0"),
             shell.logged("replay of .* failed"),
             shell.watch_logged("referee", "replay of .* failed"),
             shell.SERVE_STATUS,

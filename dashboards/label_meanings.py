@@ -3,7 +3,16 @@
 from collections.abc import Mapping
 
 from serve_app.referee.strata import STRATA
-from serve_app.telemetry.metric_names import PREFIX, REFUSALS, REPLAY_ALARMS, TRIP_REASONS, WATCHED_RESULTS, Metric
+from serve_app.telemetry.metric_names import (
+    MAX_SERIES,
+    OTHER,
+    PREFIX,
+    REFUSALS,
+    REPLAY_ALARMS,
+    TRIP_REASONS,
+    WATCHED_RESULTS,
+    Metric,
+)
 from speculative.stats import CHECKS, DRAW_CHECKS, INVARIANTS, LOGPROB_RULES
 
 Meaning = Mapping[str, str] | str
@@ -52,7 +61,10 @@ _MEANINGS: dict[str, dict[str, Meaning]] = {
     "engine": {"": "vLLM and its version."},
     "kernels": {"": {"cpu": "our own, for AVX-512 or AVX2", "triton": "paged attention on a GPU, by Triton"}},
     "code": {"": "The status code of HTTP; 499 if the client left before its answer began."},
-    "key": {"": "The id of an API key, never the key."},
+    "key": {
+        "": f"The id of an API key, never the key. Of a process' first {MAX_SERIES} ids; those of later ones are "
+        f"counted as `{OTHER}`."
+    },
     "outcome": {
         "": {
             "stop": "ended with a stop token or a stop string",

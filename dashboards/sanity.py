@@ -149,10 +149,15 @@ _CONTROLS = Panel(
 )
 _FAILED_REPLAYS = Panel(
     title="Replays that failed, by the replica that answered",
-    description="Share of a replica's answers whose replay failed twice. One replica far above the others: what it "
-    "answers cannot be replayed, so nothing checks it, and its answers may be wrong.",
+    description="Share of a replica's answers of the last hour whose replay failed twice. One replica far above the "
+    "others: what it answers cannot be replayed, so nothing checks it, and its answers may be wrong.",
     unit="percentunit",
-    queries=(Query(PAGE.share("replays_total", 'result="failed"', "answered_by"), "{{answered_by}}"),),
+    queries=(
+        Query(
+            f"{PAGE.gauge('recent_replay_failures', 'answered_by')} / {PAGE.gauge('recent_replays', 'answered_by')}",
+            "{{answered_by}}",
+        ),
+    ),
     steps=((None, "green"), (REPLAY_FAILURE_LIMIT, "red")),
     maximum=1,
 )

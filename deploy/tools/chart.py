@@ -137,7 +137,7 @@ def readme() -> str:
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text(encoding="utf-8"))
     root = yaml.compose(text, Loader=yaml.SafeLoader)
     assert isinstance(root, yaml.MappingNode)
-    rows = "".join(f"| `{path}` | `{default}` | {what} |\n" for path, default, what in _values(root, text.splitlines()))
+    rows = "".join(f"| `{path}` | {default} | {what} |\n" for path, default, what in _values(root, text.splitlines()))
     return _README.format(description=chart["description"]) + "| value | default | |\n|---|---|---|\n" + rows
 
 
@@ -147,7 +147,9 @@ def _values(node: yaml.MappingNode, lines: list[str], prefix: str = "") -> Itera
         if isinstance(value, yaml.MappingNode) and default and not value.flow_style and not _is_leaf(default):
             yield from _values(value, lines, f"{path}.")
         else:
-            yield path, json.dumps(default, ensure_ascii=False), _comment_above(lines, key.start_mark.line)
+            shown = json.dumps(default, ensure_ascii=False)
+            in_a_cell = f"`{shown}`" if "|" not in shown else "in values.yaml"
+            yield path, in_a_cell, _comment_above(lines, key.start_mark.line)
 
 
 def _is_leaf(value: Any) -> bool:

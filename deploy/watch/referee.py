@@ -150,7 +150,7 @@ class Referee:
 
     async def _note_forever(self) -> None:
         while True:
-            self._counts.show_queue(self._checker)
+            self._counts.set_gauges(self._checker)
             self._status.note()
             await asyncio.sleep(_NOTE_EVERY_S)
 

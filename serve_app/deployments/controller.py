@@ -121,7 +121,7 @@ class Controller:
 
     async def _note_forever(self) -> None:
         while True:
-            self._counts.show_queue(self._checker)
+            self._counts.set_gauges(self._checker)
             self._status.note()
             await asyncio.sleep(REPORT_EVERY_S)
 

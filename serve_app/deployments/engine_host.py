@@ -287,7 +287,7 @@ class EngineHost:
                     yield folders
 
         def switched(info: ModelInfo) -> None:
-            self.runtime.buffer.forget_gauge("truespec_build_info")  # of the old fingerprint
+            self.runtime.metrics.forget("truespec_build_info", **self._build)  # of the old fingerprint
             self._build["fingerprint"] = info.fingerprint
             self._weights_switched(info)
 

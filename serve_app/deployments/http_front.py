@@ -240,5 +240,5 @@ class HttpFront:
         try:
             await self._runtime.controller.submit(answer)
         except (RayError, RayServeException) as error:
-            self._runtime.metrics.count("truespec_replays_total", result="failed", answered_by=answer.replica)
+            self._runtime.metrics.count("truespec_replays_total", result="failed")
             _logger.warning("%s could not be submitted for replay: %s", answer.request.request_id, error)

@@ -1,6 +1,7 @@
 """Counts the referee's results in metrics: whoever runs the referee connects its callbacks to these."""
 
 import math
+import time
 from collections.abc import Callable, Iterable, Sequence
 
 from serve_app.backends.base import Replayed
@@ -15,9 +16,53 @@ from serve_app.referee.replay_checker import ReplayChecker, ReplayResult
 from serve_app.referee.replica_book import Case
 from serve_app.referee.strata import KNOWN_AFTERWARDS
 from serve_app.referee.verdicts import Checked, Distribution, Verdict
-from serve_app.telemetry.metric_names import DRIFT_THRESHOLDS_NATS, INDEPENDENT_RESULTS, REPLAY_ALARMS
+from serve_app.telemetry.metric_names import (
+    DRIFT_THRESHOLDS_NATS,
+    INDEPENDENT_RESULTS,
+    MAX_ANSWERING,
+    REPLAY_ALARMS,
+)
 from serve_app.telemetry.metrics import Metrics
 from speculative.stats import DRAW_CHECKS
+
+_MINUTES = 60  # that recent replays go back
+
+
+class RecentReplays:
+    """The replays of each replica's answers in the last hour, by minutes, and how many of them failed.
+
+    What is kept of a replica ends with its answers, or when `MAX_ANSWERING` others have answered since: what names the
+    replicas of a watched server may be a header that never names one twice.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._minutes: dict[str, dict[int, tuple[int, int]]] = {}  # by replica, the one that answered last at the end
+
+    def ended(self, replica: str, *, failed: bool) -> None:
+        """Count one replay."""
+        minutes = self._minutes.pop(replica, {})
+        num, num_failed = minutes.get(self._now, (0, 0))
+        minutes[self._now] = num + 1, num_failed + failed
+        self._minutes[replica] = minutes
+        if len(self._minutes) > MAX_ANSWERING:
+            del self._minutes[next(iter(self._minutes))]
+
+    def counts(self) -> dict[str, tuple[int, int]]:
+        """Return the replays and failures of each replica that has any."""
+        oldest, added = self._now - _MINUTES, dict[str, tuple[int, int]]()
+        for replica, minutes in list(self._minutes.items()):
+            recent = {minute: counted for minute, counted in minutes.items() if minute > oldest}
+            if not recent:
+                del self._minutes[replica]
+                continue
+            self._minutes[replica] = recent
+            added[replica] = sum(num for num, _ in recent.values()), sum(failed for _, failed in recent.values())
+        return added
+
+    @property
+    def _now(self) -> int:
+        return int(self._clock() // 60)
 
 
 class RefereeCounts:
@@ -26,10 +71,13 @@ class RefereeCounts:
     Args:
         metrics: where.
         strata: those of the answers; each is there with 0 from the start.
+        clock: seconds, monotonic.
     """
 
-    def __init__(self, metrics: Metrics, strata: Iterable[str]) -> None:
+    def __init__(self, metrics: Metrics, strata: Iterable[str], clock: Callable[[], float] = time.monotonic) -> None:
         self._metrics = metrics
+        self._recent = RecentReplays(clock)
+        self._exported: set[str] = set()  # replicas
         for stratum in strata:
             self._count_stratum(stratum, ())
             for alarm in REPLAY_ALARMS:
@@ -65,7 +113,8 @@ class RefereeCounts:
 
     def ended(self, answer: Answer, result: ReplayResult, checked: Checked) -> None:
         """A replay came to its end."""
-        self._metrics.count("truespec_replays_total", result=result, answered_by=answer.replica)
+        self._metrics.count("truespec_replays_total", result=result)
+        self._recent.ended(answer.replica, failed=result == "failed")
         is_recorded = result in ("ok", "refused") and not answer.request.canary
         if is_recorded:
             self._metrics.count("truespec_replay_distributions_total", distribution=checked.distribution.value)
@@ -84,10 +133,18 @@ class RefereeCounts:
         """A post-mortem was written."""
         self._metrics.count("truespec_dumps_total")
 
-    def show_queue(self, checker: ReplayChecker) -> None:
-        """Set the gauges of a checker's queue; call this about once a second."""
+    def set_gauges(self, checker: ReplayChecker) -> None:
+        """Set the gauges of a checker's queue and of its recent replays; call this about once a second."""
         self._metrics.gauge("truespec_replay_queue_length", checker.num_waiting)
         self._metrics.gauge("truespec_replay_lag_seconds", checker.lag_s)
+        recent = self._recent.counts()
+        for replica, (num, num_failed) in recent.items():
+            self._metrics.gauge("truespec_recent_replays", num, answered_by=replica)
+            self._metrics.gauge("truespec_recent_replay_failures", num_failed, answered_by=replica)
+        for replica in self._exported - recent.keys():
+            self._metrics.forget("truespec_recent_replays", answered_by=replica)
+            self._metrics.forget("truespec_recent_replay_failures", answered_by=replica)
+        self._exported = set(recent)
 
     def _count_stratum(self, stratum: str, tokens: Sequence[SeenToken]) -> None:
         drifts = drifts_of(tokens)

@@ -64,6 +64,9 @@ WATCHED_RESULTS = {  # what becomes of requests to a watched server, and of what
     "broken_off": "the server broke the reply off",
     "unreachable": "answered with 502 because the server could not be reached",
 }
+MAX_SERIES = 1000  # of one counter or histogram in one process: neither Prometheus' client nor Ray forgets them
+OTHER = "other"  # a label's value in further series
+MAX_ANSWERING = 100  # replicas whose recent replays are exported
 READ_RESULTS = ("read", "unreadable")
 FIRST_TOKEN_LIMIT_S = 5.0  # p95; beyond it the status page and an alert say so, unless a limit of another length is set
 KV_FULL = 0.95  # share of a replica's blocks, likewise
@@ -291,10 +294,17 @@ CATALOGUE: tuple[Metric, ...] = (
         "replays_total",
         "replays",
         "Replays of finished requests, by result: ok, failed (twice), skipped, outdated (weights changed since), "
-        "refused (an answer that the model cannot have produced), and by the replica that answered.",
+        "refused (an answer that the model cannot have produced).",
         "result",
+    ),
+    _gauge(
+        "recent_replays",
+        "replays",
+        f"Replays of a replica's answers that ended in the last hour; of the {MAX_ANSWERING} replicas that answered "
+        "last.",
         "answered_by",
     ),
+    _gauge("recent_replay_failures", "replays", "Those of them that failed (twice).", "answered_by"),
     _counter("replays_requested_total", "replays", "Finished requests that were selected for a replay."),
     _counter(
         "independent_replays_total",

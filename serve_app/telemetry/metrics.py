@@ -8,6 +8,7 @@ The exporter is a collector of its own and not prometheus_client's metric object
 bucket that another process made. It writes no `_created` series.
 """
 
+import logging
 import math
 import threading
 import time
@@ -27,8 +28,19 @@ from prometheus_client.metrics_core import (
 from prometheus_client.metrics_core import Metric as MetricFamily
 from prometheus_client.registry import Collector
 
-from serve_app.telemetry.metric_names import CATALOGUE, METRICS, REPLICA_LABEL, Kind, Metric
+from serve_app.telemetry.metric_names import (
+    CATALOGUE,
+    COMMON_LABELS,
+    MAX_SERIES,
+    METRICS,
+    OTHER,
+    REPLICA_LABEL,
+    Kind,
+    Metric,
+)
 from speculative.stats import CHECKS, INVARIANTS, LOGPROB_RULES, CheckSums, EngineUsage, StepStats
+
+_logger = logging.getLogger(__name__)
 
 LabelValues = tuple[str, ...]  # in the order of Metric.label_names
 Series = tuple[str, LabelValues]  # (metric name, label values)
@@ -49,6 +61,30 @@ class Sink(Protocol):
         """Put one observation into a histogram."""
         ...
 
+    def forget(self, metric: Metric, labels: LabelValues) -> None:
+        """Export this series of a gauge no longer."""
+        ...
+
+
+class SeriesLimit:
+    """Limits the series of each counter and histogram: the labels of those beyond `MAX_SERIES` read `other`."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, set[LabelValues]] = {}
+
+    def fold(self, name: str, labels: LabelValues) -> LabelValues:
+        """Return the labels under which a value is counted."""
+        known = self._known.setdefault(name, set())
+        if labels in known:
+            return labels
+        if len(known) < MAX_SERIES:
+            known.add(labels)
+            if len(known) == MAX_SERIES:
+                _logger.warning("%s has %d series; the labels of all further ones read %r", name, MAX_SERIES, OTHER)
+            return labels
+        common = len(COMMON_LABELS)
+        return labels[:common] + (OTHER,) * (len(labels) - common)
+
 
 class Metrics:
     """The one way to record a metric.
@@ -60,6 +96,7 @@ class Metrics:
     def __init__(self, sinks: Sequence[Sink], *, model_name: str, pool: str) -> None:
         self._sinks = tuple(sinks)
         self._common: LabelValues = (model_name, pool)
+        self._limit = SeriesLimit()
 
     def count(self, name: str, value: float = 1, **labels: str) -> None:
         """Add `value` to a counter. 0 is allowed, and makes the series appear."""
@@ -80,6 +117,12 @@ class Metrics:
         metric, values = self._resolve(name, "histogram", value, labels)
         for sink in self._sinks:
             sink.observe(metric, values, value)
+
+    def forget(self, name: str, **labels: str) -> None:
+        """Export one series of a gauge no longer, until it is set again."""
+        metric, values = self._resolve(name, "gauge", 0, labels)
+        for sink in self._sinks:
+            sink.forget(metric, values)
 
     def record_steps(self, stats: StepStats, usage: EngineUsage) -> None:
         """Record what an engine counted since the last time, and what it holds now."""
@@ -138,7 +181,8 @@ class Metrics:
             raise ValueError(f"{name} takes the labels {list(metric.labels)}, got {sorted(labels)}.")
         if not math.isfinite(value):
             raise ValueError(f"{name} takes finite numbers, got {value}.")
-        return metric, self._common + tuple(labels[label] for label in metric.labels)
+        values = self._common + tuple(labels[label] for label in metric.labels)
+        return metric, values if kind == "gauge" else self._limit.fold(name, values)
 
 
 @dataclass(slots=True)
@@ -175,11 +219,13 @@ class MetricBatch:
         histogram.counts[bisect_left(buckets, value)] += 1
         histogram.total += value
 
-    def add(self, other: "MetricBatch") -> None:
-        """Add another batch's counters and histograms. Gauges do not add up and stay as they are."""
-        for series, value in other.counters.items():
-            self.count(series, value)
-        for series, histogram in other.histograms.items():
+    def add(self, other: "MetricBatch", fold: Callable[[str, LabelValues], LabelValues] = lambda _, own: own) -> None:
+        """Add another batch's counters and histograms, each under the labels that `fold` gives it. Gauges do not add up
+        and stay as they are."""
+        for (name, labels), value in other.counters.items():
+            self.count((name, fold(name, labels)), value)
+        for (name, labels), histogram in other.histograms.items():
+            series = name, fold(name, labels)
             mine = self.histograms.setdefault(series, BucketCounts([0] * len(histogram.counts)))
             mine.add(histogram)
 
@@ -206,10 +252,10 @@ class BufferSink:
         with self._lock:
             self._batch.observe((metric.name, labels), metric.buckets, value)
 
-    def forget_gauge(self, name: str) -> None:
-        """Let a gauge's series go; those that are set again come again."""
+    def forget(self, metric: Metric, labels: LabelValues) -> None:
+        """Leave a gauge's series out of the next batches."""
         with self._lock:
-            self._batch.gauges = {series: value for series, value in self._batch.gauges.items() if series[0] != name}
+            self._batch.gauges.pop((metric.name, labels), None)
 
     def drain(self) -> MetricBatch:
         """Take the counts since the last drain, and all gauges: each batch alone says how the replica stands."""
@@ -235,7 +281,8 @@ class Sample(NamedTuple):
 class PrometheusSink(Collector):
     """Sums what it is given and writes it in Prometheus' text format.
 
-    Counters and histograms live on; gauges of a replica vanish when no batch has come from it for `gauge_lifetime_s`.
+    Counters and histograms live on, within a `SeriesLimit`; gauges of a replica vanish when no batch has come from it
+    for `gauge_lifetime_s`.
     """
 
     def __init__(
@@ -248,6 +295,7 @@ class PrometheusSink(Collector):
     ) -> None:
         self._lock = threading.Lock()
         self._own = MetricBatch(source)  # the sums of the whole app, and this process's own gauges
+        self._limit = SeriesLimit()
         self._gauges: dict[str, tuple[float, dict[Series, float]]] = {}  # source -> (heard at, gauges)
         self._observed: dict[str, dict[str, BucketCounts]] = {}  # source -> histogram -> over all its labels
         self._gauge_lifetime_s = gauge_lifetime_s
@@ -270,10 +318,15 @@ class PrometheusSink(Collector):
         with self._lock:
             self._own.observe((metric.name, labels), metric.buckets, value)
 
+    def forget(self, metric: Metric, labels: LabelValues) -> None:
+        """Export a gauge's series of this process no longer."""
+        with self._lock:
+            self._own.gauges.pop((metric.name, labels), None)
+
     def apply(self, batch: MetricBatch) -> None:
         """Take in what another process drained."""
         with self._lock:
-            self._own.add(batch)
+            self._own.add(batch, self._limit.fold)
             self._gauges[batch.source] = (self._clock(), dict(batch.gauges))
             observed = self._observed.setdefault(batch.source, {})
             for (name, _), histogram in batch.histograms.items():
@@ -380,6 +433,9 @@ class RaySink:
     def observe(self, metric: Metric, labels: LabelValues, value: float) -> None:
         """Put one observation into a histogram."""
         self._get(metric).observe(value, tags=_tags(metric, labels))
+
+    def forget(self, metric: Metric, labels: LabelValues) -> None:
+        """Do nothing: Ray drops a gauge's series that is not set for two of its report intervals, 20 s."""
 
     def _get(self, metric: Metric) -> Any:
         with self._lock:

@@ -30,6 +30,10 @@ def alert(**alerts: Any) -> dict[str, Any]:
     return {"monitoring": {"prometheusRule": {"alerts": alerts}}}
 
 
+def monitor(**fields: Any) -> dict[str, Any]:
+    return {"monitoring": {"podMonitor": {"enabled": True} | fields}}
+
+
 BAD: list[tuple[dict[str, Any], str]] = [
     # Names
     ({"fullnameOverride": "a" * 48}, "has 48 characters and KubeRay allows 47; set fullnameOverride to a shorter one"),
@@ -53,6 +57,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (alert(TruespecTmeHigh={"for": "5m1h"}), "alerts.TruespecTmeHigh.for: Does not match pattern"),
     ({"monitoring": {"prometheusRule": {"alertLabels": {"a-b": "x"}}}}, 'Property name of "a-b" does not match'),
     ({"monitoring": {"prometheusRule": {"runbookUrl": "docs"}}}, "prometheusRule.runbookUrl: Does not match pattern"),
+    (monitor(scrapeTimeout="1m"), "podMonitor.scrapeTimeout is 1m and interval 15s; the Prometheus operator refuses"),
+    (monitor(scrapeTimeout="10"), "podMonitor.scrapeTimeout: Does not match pattern"),
+    (monitor(sampleLimit=0), "podMonitor.sampleLimit: Must be greater than or equal to 1"),
+    (monitor(metricRelabelings=[{"source_labels": ["a"]}]), "Additional property source_labels is not allowed"),
     # Types and keys
     ({"nothing": 1}, "Additional property nothing is not allowed"),
     ({"worker": {"cpu": 4}}, "worker: Additional property cpu is not allowed"),

@@ -15,11 +15,14 @@ from ray.serve.config import AutoscalingConfig
 from ray.serve.schema import DeploymentSchema, RayActorOptionsSchema, ServeApplicationSchema, ServeDeploySchema
 
 from dashboards.alerts import ALERTS
+from dashboards.build import PAGES
+from dashboards.recordings import RECORDINGS
 from deploy.tools.chart import CHART, CHART_SCHEMA, ROOT, generated, run_helm, schema, versioned
 from serve_app.app import build_app
 from serve_app.config.app_config import AppConfig
 from serve_app.config.files import load_config
 from serve_app.config.serve_file import ServeFile
+from serve_app.telemetry.metric_names import CATALOGUE, METRICS
 from speculative.errors import ConfigError
 from tests.support import crds, kubernetes
 from tests.support.chart import (
@@ -931,10 +934,32 @@ def test_each_release_is_a_job_of_its_own() -> None:
 
 def test_relabelling_gives_metrics_the_names_that_dashboards_use(rendered: Any) -> None:
     (endpoint,) = one(rendered["cpu-demo"], "PodMonitor")["spec"]["podMetricsEndpoints"]
-    rename, drop = endpoint["metricRelabelings"]
+    _, rename, drop = endpoint["metricRelabelings"]
     assert re.fullmatch(rename["regex"], "ray_truespec_drafts_total")[1] == "truespec_drafts_total"
     assert not re.fullmatch(rename["regex"], "ray_serve_num_http_requests")
     assert re.fullmatch(drop["regex"], "SessionName") and not re.fullmatch(drop["regex"], "pool")
+
+
+def test_the_monitor_keeps_what_rules_panels_and_runbooks_read_and_nothing_else(rendered: Any) -> None:
+    (endpoint,) = one(rendered["cpu-demo"], "PodMonitor")["spec"]["podMetricsEndpoints"]
+    keep, *_ = endpoint["metricRelabelings"]
+    exprs = [query.expr for page in PAGES for panel in page.panels for query in panel.queries]
+    exprs += [text for alert in ALERTS for text in (alert.expr, *alert.commands)]
+    exprs += [recording.expr for recording in RECORDINGS]
+    asked = set(re.findall(r"\bray_(?!truespec_)[a-z_]+", " ".join(exprs)))
+    exported = {f"ray_{metric.name}" for metric in CATALOGUE}
+    assert all(re.fullmatch(keep["regex"], name) for name in asked | exported | METRICS.keys())
+    (names,) = re.findall(r"ray_serve_\((.*)\)$", keep["regex"])
+    assert {f"ray_serve_{name}" for name in names.split("|")} == asked
+    assert (keep["action"], keep["sourceLabels"]) == ("keep", ["__name__"])
+
+
+def test_limits_of_a_scrape_are_values() -> None:
+    podmonitor = {"enabled": True, "scrapeTimeout": "10s", "sampleLimit": 20000, "metricRelabelings": []}
+    spec = one(template(merged(MINIMAL, {"monitoring": {"podMonitor": podmonitor}})), "PodMonitor")["spec"]
+    (endpoint,) = spec["podMetricsEndpoints"]
+    assert (spec["sampleLimit"], endpoint["scrapeTimeout"]) == (20000, "10s")
+    assert [rule.get("action") for rule in endpoint["metricRelabelings"]] == [None, "labeldrop"]
 
 
 def test_dashboards_and_rules_are_the_generated_ones(rendered: Any) -> None:

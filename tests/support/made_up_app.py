@@ -98,7 +98,7 @@ class MadeUpApp:
 
     def _replay(self, num: int) -> None:
         self._own.count("truespec_verdicts_total", num, verdict="verified")
-        self._own.count("truespec_replays_total", num, result="ok", answered_by="app#DecodeServer#a1b2")
+        self._own.count("truespec_replays_total", num, result="ok")
         for rank, stratum in enumerate(STRATA, start=1):
             self._own.count("truespec_replay_tokens_total", 40 * num / rank, stratum=stratum)
             self._own.count("truespec_replay_tme_excess_total", 4e-5 * num, stratum=stratum)

@@ -171,8 +171,8 @@ def _cases_of_watched() -> Iterator[Case]:
         Fires("Replays of tiny raised the alarm surprisal in stratum all.", {"alarm": "surprisal", "stratum": "all"}),
     )
     skipped = {
-        "replays_total answered_by=server result=ok pool=watched": "0+1x60",
-        "replays_total answered_by=server result=skipped pool=watched": "0+3x60",
+        "replays_total result=ok pool=watched": "0+1x60",
+        "replays_total result=skipped pool=watched": "0+3x60",
     }
     yield Case(
         "TruespecReplaysFail", "a watched server", skipped, "50m", Fires("75% of the replays of tiny did not complete.")
@@ -324,29 +324,33 @@ CASES: tuple[Case, ...] = (
     ),
     Case(
         "TruespecReplaysOfOneReplicaFail",
-        "those of one of two, as Ray's agent exports it",
+        "those of one of two",
         {
-            "replays_total answered_by=r1 result=ok": "0+1x120",
-            "replays_total answered_by=r2 result=ok": "0+0x120",
-            "replays_total answered_by=r2 result=failed": "_x61 1+0.2x60",
+            "recent_replays answered_by=r1 replica=c": "0+1x60",
+            "recent_replay_failures answered_by=r1 replica=c": "0x60",
+            "recent_replays answered_by=r2 replica=c": "0x50 5x10",
+            "recent_replay_failures answered_by=r2 replica=c": "0x50 5x10",
         },
-        "1h50m",
+        "57m",
         Fires("100% of the replays of answers by r2 (tiny) failed twice.", {"answered_by": "r2"}),
     ),
     Case(
         "TruespecReplaysOfOneReplicaFail",
         "four",
-        {"replays_total answered_by=r1 result=failed": "0x61 4x60"},
-        "1h50m",
+        {
+            "recent_replays answered_by=r1 replica=c": "4x60",
+            "recent_replay_failures answered_by=r1 replica=c": "4x60",
+        },
+        "57m",
     ),
     Case(
         "TruespecReplaysOfOneReplicaFail",
         "one in three",
         {
-            "replays_total answered_by=r1 result=ok": "0+2x120",
-            "replays_total answered_by=r1 result=failed": "0+1x120",
+            "recent_replays answered_by=r1 replica=c": "300x60",
+            "recent_replay_failures answered_by=r1 replica=c": "100x60",
         },
-        "1h50m",
+        "57m",
     ),
     Case(
         "TruespecHandoffsFail",
@@ -696,7 +700,7 @@ CASES: tuple[Case, ...] = (
             "build_info replica=r1": "1x90",
             "replay_lag_seconds replica=c": "0x90",
             "replays_requested_total": "0+1x90",
-            "replays_total result=ok answered_by=r1": "0+1x20 20x70",
+            "replays_total result=ok": "0+1x20 20x70",
         },
         "80m",
         Fires("Nothing replays the answers of tiny."),
@@ -715,7 +719,7 @@ CASES: tuple[Case, ...] = (
             "build_info replica=r1": "1x90",
             "replay_lag_seconds replica=c": "0x90",
             "replays_requested_total": "0+1x90",
-            "replays_total result=ok answered_by=r1": "0+1x90",
+            "replays_total result=ok": "0+1x90",
         },
         "80m",
     ),
