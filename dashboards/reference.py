@@ -7,7 +7,8 @@ from html import escape
 from dashboards import shell
 from dashboards.alerts import ALERTS, Alert
 from dashboards.label_meanings import Meaning, meaning_of
-from serve_app.telemetry.metric_names import CATALOGUE, COMMON_LABELS, REPLICA_LABEL, Metric
+from dashboards.rules import GEN_AI_NAMES, VLLM_EXPRESSIONS, VLLM_NAMES
+from serve_app.telemetry.metric_names import CATALOGUE, COMMON_LABELS, PREFIX, REPLICA_LABEL, Metric
 
 _MADE_BY = "<!-- Made by `truespec dashboards build`; not edited by hand. -->"
 
@@ -33,6 +34,25 @@ def metrics_page() -> str:
             "and the rules and panels on single events add what a new series begins with.",
             "",
             *_table(CATALOGUE),
+            "",
+            "## Other names",
+            "",
+            "`dashboards/generated/rules/vllm-names.yaml` records these series under vLLM's names, for dashboards made "
+            "for vLLM or its production-stack; load it beside our own rules. Left out are "
+            "`vllm:request_max_num_generation_tokens`, `vllm:iteration_tokens_total`, `vllm:request_params_*` and what "
+            "production-stack's router exports: nothing of ours is the same.",
+            "",
+            "| vLLM | ours |",
+            "|---|---|",
+            *(f"| `{name}` | `{PREFIX}{ours}` |" for name, ours in sorted(VLLM_NAMES.items())),
+            *(f"| `{name}` | `{expr}` |" for name, expr in VLLM_EXPRESSIONS.items()),
+            "",
+            "OpenTelemetry's conventions have three metrics of a server; [tracing.md](tracing.md#metrics) shows how a "
+            "collector gives them out.",
+            "",
+            "| OpenTelemetry | ours |",
+            "|---|---|",
+            *(f"| `{name}` | `{PREFIX}{ours}` |" for name, ours in GEN_AI_NAMES.items()),
             "",
             "## What label values mean",
             "",

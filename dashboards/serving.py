@@ -294,6 +294,37 @@ _QUEUE_TIME = Panel(
     unit="s",
     queries=tuple(Query(PAGE.quantile(q, "queue_time_seconds"), f"p{100 * q:g}") for q in _QUANTILES),
 )
+_DURATION = Panel(
+    title="Whole requests",
+    description="From arrival to the last token, of requests that ended with stop or length. It grows with the length "
+    "of answers; if it grows and they do not, see which part does.",
+    unit="s",
+    queries=tuple(Query(PAGE.quantile(q, "request_duration_seconds"), f"p{100 * q:g}") for q in _QUANTILES),
+)
+_PARTS = Panel(
+    title="Parts of a request",
+    description="The 95th percentile of each part: waiting for the first step, then for the first token, then for the "
+    "last. The part that grows says what to add: replicas of prefill, or of decode.",
+    unit="s",
+    queries=tuple(Query(PAGE.quantile(0.95, f"{part}_time_seconds"), part) for part in ("queue", "prefill", "decode")),
+)
+_PER_TOKEN = Panel(
+    title="Time per output token",
+    description="Decode time of a request by its tokens after the first: the speed at which a client reads. It rises "
+    "with the load of the decode pool, and when acceptance falls.",
+    unit="s",
+    queries=tuple(Query(PAGE.quantile(q, "time_per_output_token_seconds"), f"p{100 * q:g}") for q in _QUANTILES),
+)
+_LENGTHS = Panel(
+    title="Lengths of prompts and answers",
+    description="Median and 95th percentile, tokens. Longer prompts need more of the prefill pool, longer answers more "
+    "of decode, and both more KV memory.",
+    queries=tuple(
+        Query(PAGE.quantile(q, f"request_{what}_tokens"), f"{what} p{100 * q:g}")
+        for what in ("prompt", "answer")
+        for q in (0.5, 0.95)
+    ),
+)
 _FIRST_TOKEN_HEATMAP = Panel(
     title="Distribution of the time to first token",
     description="Requests by time to first token. Two bands mean two kinds of requests (short and long prompts, cached "
@@ -343,6 +374,7 @@ LATENCY = Page(
     rows=(
         Row("First token", (_FIRST_TOKEN, _QUEUE_TIME, _FIRST_TOKEN_HEATMAP, _BY_MODEL_P95)),
         Row("Further tokens", (_INTER_TOKEN, _INTER_TOKEN_HEATMAP)),
+        Row("Whole requests", (_DURATION, _PARTS, _PER_TOKEN, _LENGTHS)),
         Row("Causes of latency", (_PREFIX_CACHE, _PREEMPTIONS, _LOAD, _KV_USAGE)),
     ),
 )

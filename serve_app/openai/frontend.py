@@ -23,6 +23,7 @@ from serve_app.openai.chat.chat_request import ChatCompletionRequest
 from serve_app.openai.choice import ChoiceRun
 from serve_app.openai.completions.completion_request import CompletionRequest
 from serve_app.openai.completions.echo import without_answer
+from serve_app.openai.generation_span import GenerationSpan
 from serve_app.openai.prepared_request import (
     FORM,
     NO_TERMS,
@@ -282,13 +283,15 @@ class FrontEnd:
         """
         run = ChoiceRun(job, self._tokenizer, streams=False)
         pieces: list[list[ChoiceDelta]] = [[] for _ in job.requests]
-        with self._expecting(job):
+        with GenerationSpan(job, run) as span, self._expecting(job):
             with _settled(job, run, charge):
                 async with aclosing(self._pieces(job, run, charge)) as arriving:
                     async for piece in arriving:
                         pieces[piece.index].append(piece)
             reported = await self._verdicts(job) | self._receipts(job, run)
-        choices = [run.whole(join(parts)) for parts in pieces]
+            choices = [run.whole(join(parts)) for parts in pieces]
+            for choice in choices:
+                span.see(choice)
         return await job.format.whole(self._current(job.head), choices, run.usage(), reported)
 
     async def events(self, job: PreparedRequest, charge: Charge = charge_nothing) -> AsyncGenerator[bytes, None]:
@@ -302,10 +305,11 @@ class FrontEnd:
         stream = job.format.stream(continuous_usage=job.continuous_usage)
         begun = False
         try:
-            with self._expecting(job):
+            with GenerationSpan(job, run) as span, self._expecting(job):
                 with _settled(job, run, charge):
                     async with aclosing(self._pieces(job, run, charge)) as arriving:
                         async for piece in arriving:
+                            span.see(piece)
                             yield stream.piece(self._current(job.head), piece, run.usage)
                             begun = True
                 reported = await self._verdicts(job) | self._receipts(job, run)

@@ -230,6 +230,11 @@ class ReplyFormat(Protocol):
         """Return what the ids of replies begin with."""
         ...
 
+    @property
+    def operation(self) -> str:
+        """Return OpenTelemetry's name of what the endpoint does."""
+        ...
+
     def stream(self, *, continuous_usage: bool) -> ReplyStream:
         """Return what writes one reply as a stream."""
         ...
@@ -297,6 +302,7 @@ class CompletionFormat:
     """Replies of /v1/completions. Chunks and whole replies share one shape."""
 
     id_prefix = "cmpl-"
+    operation = "text_completion"
     _kind = "text_completion"
 
     def stream(self, *, continuous_usage: bool) -> ReplyStream:
@@ -340,6 +346,7 @@ class ChatFormat:
     """Replies of /v1/chat/completions."""
 
     id_prefix = "chatcmpl-"
+    operation = "chat"
     _kind = "chat.completion"
 
     def stream(self, *, continuous_usage: bool) -> ReplyStream:

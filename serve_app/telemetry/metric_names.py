@@ -75,7 +75,11 @@ REPLAY_LAG_LIMIT_S = 600.0  # likewise
 
 _REQUEST_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+_DURATION_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
+_TOKENS = tuple(float(2**power) for power in range(4, 18))
 _DRIFT_NATS = (1e-6, 1e-5, 1e-4, 1e-3, 0.01, 0.03, 0.1, 0.3, 1.0, 5.0, 10.0)
+
+_SERVED = ", of requests that ended with stop or length."
 
 Kind = Literal["counter", "gauge", "histogram"]
 
@@ -227,6 +231,22 @@ CATALOGUE: tuple[Metric, ...] = (
         "inter_token_latency_seconds", "seconds", "Between two messages of a stream, per token of the later.", _TOKEN_S
     ),
     _histogram("queue_time_seconds", "seconds", "From a request's arrival to its first step.", _REQUEST_S),
+    # One with n choices counts n times
+    _histogram(
+        "request_duration_seconds", "seconds", f"From a request's arrival to its last token{_SERVED}", _DURATION_S
+    ),
+    _histogram(
+        "prefill_time_seconds", "seconds", f"From a request's first step to its first token{_SERVED}", _REQUEST_S
+    ),
+    _histogram("decode_time_seconds", "seconds", f"From a request's first token to its last{_SERVED}", _DURATION_S),
+    _histogram(
+        "time_per_output_token_seconds",
+        "seconds",
+        f"Decode time divided by the number of tokens after the first{_SERVED}",
+        _TOKEN_S,
+    ),
+    _histogram("request_prompt_tokens", "tokens", f"Tokens of the prompt{_SERVED}", _TOKENS),
+    _histogram("request_answer_tokens", "tokens", f"Tokens generated{_SERVED}", _TOKENS),
     # KV cache
     _gauge("kv_cache_usage_ratio", "ratio", "Share of the KV blocks that sequences hold, 0 to 1."),
     _counter("prefix_cache_queries_total", "tokens", "Prompt tokens looked up in the prefix cache."),

@@ -49,8 +49,13 @@ def request_id() -> str:
 
 def trace_id() -> str:
     """The id of its trace, 32 hexadecimal digits; "" = none."""
-    span = trace.get_current_span().get_span_context()
+    span = current_span().get_span_context()
     return trace.format_trace_id(span.trace_id) if span.is_valid else ""
+
+
+def current_span() -> Span:
+    """The span of what is being done here; one that records nothing where there is none."""
+    return trace.get_current_span()
 
 
 def carried() -> Carried:
@@ -105,7 +110,7 @@ class Tracing:
     @property
     def recording(self) -> bool:
         """Return whether the request being served here is recorded."""
-        span = trace.get_current_span().get_span_context()
+        span = current_span().get_span_context()
         return self._provider is not None and span.is_valid and span.trace_flags.sampled
 
     @contextmanager
@@ -139,7 +144,7 @@ class Tracing:
     def call(self, name: str, attributes: Attributes) -> Iterator[Span]:
         """The span of a call to another replica; what it carries names this span as its parent."""
         if not self.recording:
-            yield trace.get_current_span()
+            yield current_span()
             return
         with _current(self._tracer.start_span(name, kind=SpanKind.CLIENT, attributes=attributes)) as span:
             yield span

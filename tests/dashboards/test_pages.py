@@ -83,7 +83,7 @@ def test_build_writes_what_is_missing_and_removes_what_is_no_longer_made(tmp_pat
 
 @for_each(CATALOGUE, lambda metric: metric.name)
 def test_every_metric_is_documented(metric: Metric, files: dict[str, str]) -> None:
-    lines = [line for line in files["docs/metrics.md"].splitlines() if f"`{metric.name}` |" in line]
+    lines = [line for line in files["docs/metrics.md"].splitlines() if line.startswith(f"| `{metric.name}` |")]
     assert len(lines) == 1
     assert metric.kind in lines[0]
     assert all(f"`{label}`" in lines[0] for label in metric.labels)

@@ -51,6 +51,7 @@ class ResponsesFormat:
     keep: Callable[[Fields], Awaitable[bool]]
     count_tokens: Callable[[str], int]
     id_prefix: str = ID_PREFIX
+    operation: str = "chat"
 
     def stream(self, *, continuous_usage: bool) -> "ResponseEvents":
         """Return what writes one reply as a stream; its usage comes with its last event."""

@@ -129,6 +129,7 @@ class TokensFormat:
     """Replies of /inference/v1/generate."""
 
     id_prefix = "cmpl-"
+    operation = "text_completion"
 
     def __init__(self, request_id: str | None) -> None:
         self._request_id = request_id

@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -37,10 +38,10 @@ from serve_app.telemetry import tracing
 from serve_app.telemetry.metrics import BufferSink, Metrics
 from serve_app.telemetry.tracing import Tracing, adopt, carried
 from serve_app.text.tokenizer import Tokenizer
-from speculative.errors import ConfigError
+from speculative.errors import ConfigError, EngineFault
 from speculative.request import Request
 from tests.support.fake_serving import make_backend
-from tests.support.otlp_collector import running_collector
+from tests.support.otlp_collector import Collector, running_collector
 from tests.support.referees import TOLERANCE
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -118,10 +119,24 @@ class App:
             replayed: Replayed = await across(spans.replay, self.traces["prefill"], self.prefill, request)
         return replayed
 
-    async def post(self, headers: dict[str, str] | None = None, **changes: Any) -> httpx.Response:
+    async def post(
+        self, headers: dict[str, str] | None = None, path: str = "/v1/completions", **changes: Any
+    ) -> httpx.Response:
         transport = httpx.ASGITransport(app=self.http)
         async with httpx.AsyncClient(transport=transport, base_url="http://app", timeout=120) as client:
-            return await client.post("/v1/completions", json=BODY | changes, headers=headers or {})
+            return await client.post(path, json=BODY | changes, headers=headers or {})
+
+    def generation(self) -> dict[str, Any]:
+        """What the span of the one request says in OpenTelemetry's terms, as a collector gets it."""
+        collector = Collector()
+        collector.take(encode_spans(self.exporter.get_finished_spans()).SerializePartialToString())
+        (trace,) = collector.spans.values()
+        (request,) = (span for name, span in trace.items() if name.startswith("POST"))
+        return {
+            name: [one.string_value for one in value.values] if hasattr(value, "values") else value
+            for name, value in request.attributes.items()
+            if name.startswith(("gen_ai.", "error."))
+        }
 
     def spans(self) -> dict[str, ReadableSpan]:
         """By name; each name once."""
@@ -179,7 +194,8 @@ async def test_a_request_is_one_trace_over_all_replicas(app: App) -> None:
         **dict.fromkeys(("queue", "prefill", "replay"), "prefill"),
         "replay.call": "referee",
     }
-    assert dict(spans[request].attributes or {}) == {
+    attributes = dict(spans[request].attributes or {})
+    assert {name: value for name, value in attributes.items() if not name.startswith("gen_ai.")} == {
         "http.request.method": "POST",
         "url.path": "/v1/completions",
         "truespec.request_id": "r-1",
@@ -218,6 +234,80 @@ async def test_a_refused_handoff_is_a_failed_span_and_the_work_is_done_here(app:
     names = [(span.name, replica_of(span)) for span in spans]
     assert names.count(("prefill", "prefill")) == names.count(("prefill", "decode")) == 1
     assert names.count(("decode", "decode")) == 1
+
+
+GENERATION = {
+    "gen_ai.operation.name": "text_completion",
+    "gen_ai.provider.name": "truespec",
+    "gen_ai.request.model": "fake",
+    "gen_ai.request.max_tokens": 12,
+    "gen_ai.request.temperature": 1.0,
+    "gen_ai.request.top_p": 1.0,
+    "gen_ai.request.seed": 1,
+    "gen_ai.response.model": "fake",
+    "gen_ai.response.finish_reasons": ["length"],
+    "gen_ai.usage.input_tokens": 2,
+    "gen_ai.usage.output_tokens": 12,
+    "gen_ai.usage.cache_read.input_tokens": 0,
+}
+
+
+async def test_a_request_is_described_in_opentelemetrys_terms(app: App) -> None:
+    reply = (await app.post()).json()
+    assert app.generation() == GENERATION | {"gen_ai.response.id": reply["id"]}
+
+
+async def test_what_the_client_chose_is_on_the_span(app: App) -> None:
+    chosen = {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "presence_penalty": 0.25, "frequency_penalty": 0.75}
+    usage = (await app.post(n=2, seed=-3, max_tokens=4, **chosen)).json()["usage"]
+    reported = app.generation()
+    assert {name: reported[f"gen_ai.request.{name}"] for name in chosen} == chosen
+    assert (reported["gen_ai.request.seed"], reported["gen_ai.request.choice.count"]) == (-3, 2)
+    assert reported["gen_ai.response.finish_reasons"] == ["length", "length"]
+    assert reported["gen_ai.usage.output_tokens"] == usage["completion_tokens"] == 8
+    assert "gen_ai.request.stream" not in reported and "gen_ai.response.time_to_first_chunk" not in reported
+
+
+async def test_a_stream_says_when_its_first_chunk_came(app: App) -> None:
+    await app.post(stream=True, seed=None)
+    reported = app.generation()
+    assert reported["gen_ai.request.stream"] is True
+    assert 0 < reported["gen_ai.response.time_to_first_chunk"] < 60
+    same = GENERATION.keys() - {"gen_ai.request.seed"}
+    assert {name: reported[name] for name in same} == {name: GENERATION[name] for name in same}
+    assert "gen_ai.request.seed" not in reported, "the client sent none"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}]}),
+        ("/v1/responses", {"model": "fake", "input": "hi", "max_output_tokens": 3}),
+    ],
+)
+async def test_a_conversation_is_called_chat(app: App, path: str, body: dict[str, Any]) -> None:
+    transport = httpx.ASGITransport(app=app.http)
+    async with httpx.AsyncClient(transport=transport, base_url="http://app", timeout=120) as client:
+        reply = (await client.post(path, json={"model": "fake"} | body)).json()
+    reported = app.generation()
+    assert reported["gen_ai.operation.name"] == "chat"
+    assert reported["gen_ai.response.id"] == reply["id"]
+    usage = reply["usage"]
+    assert reported["gen_ai.usage.output_tokens"] == usage.get("completion_tokens", usage.get("output_tokens"))
+
+
+async def test_a_generation_that_fails_names_the_error(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fails(*_: object, **__: object) -> AsyncIterator[object]:
+        raise EngineFault("broken")
+        yield
+
+    for name in ("generate", "resume"):
+        monkeypatch.setattr(app.decode, name, fails)
+    assert (await app.post()).status_code == 500
+    reported = app.generation()
+    assert reported["error.type"] == "EngineFault"
+    assert reported["gen_ai.request.model"] == "fake"
+    assert "gen_ai.response.finish_reasons" not in reported
 
 
 async def test_each_choice_decodes_in_a_span_of_its_own(app: App) -> None:
