@@ -50,12 +50,12 @@ def case(series: list[dict[str, str]], minute: int, **firing: str) -> dict[str, 
 
 
 def test_the_example_fires_when_the_budget_burns(text: str, tmp_path: Path) -> None:
-    healthy, incident = (120, 0.001, 0.0), (60, 0.2, 0.0)
+    healthy, incident = (200, 0.001, 0.0), (60, 0.2, 0.0)
     cases = {
         "healthy": [case(traffic((200, 0.005, 0.0)), 190)],
-        "a blip": [case(traffic(healthy, (2, 0.5, 0.0), healthy), 123)],
-        "an incident": [case(traffic(healthy, incident), 175, **{FAST: "critical", SLOW: "warning"})],
-        "after it": [case(traffic(healthy, incident, (60, 0.0, 0.0)), 190, **{SLOW: "warning"})],
+        "a blip": [case(traffic(healthy, (2, 0.5, 0.0), healthy), 203)],
+        "an incident": [case(traffic(healthy, incident), 255, **{FAST: "critical", SLOW: "warning"})],
+        "after it": [case(traffic(healthy, incident, (60, 0.0, 0.0)), 270, **{SLOW: "warning"})],
         "a slow loss": [case(traffic((200, 0.0, 0.02)), 190, **{SLOW: "warning"})],
         "failures alone": [case(traffic((30, 0.0, 1.0))[1:], 25, **{FAST: "critical", SLOW: "warning"})],
     }
