@@ -80,6 +80,9 @@ def test_spans_and_log_lines_of_a_request_lead_through_all_replicas(traced: Serv
     drafted = details["accepted_prediction_tokens"] + details["rejected_prediction_tokens"]
     assert decode["truespec.drafted_tokens"] == drafted
     assert spans["prefill"].attributes["truespec.prompt_tokens"] == usage["prompt_tokens"]
+    generation = spans[REQUEST].attributes
+    assert generation["gen_ai.usage.input_tokens"] == usage["prompt_tokens"]
+    assert generation["gen_ai.usage.output_tokens"] == usage["completion_tokens"]
     _check_lines(reply.json()["id"])
 
 
