@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from deploy.run.models import find_model
 from serve_app.config.app_config import AppConfig
-from speculative.config import EngineConfig, why_no_triton
+from speculative.config import EngineConfig, keep_triton_kernels, why_no_triton
 from speculative.errors import ConfigError
 
 
@@ -30,10 +30,9 @@ def compile_kernels(config: AppConfig, capability: int, progress: Callable[[str]
     interpreted = os.environ.get("TRITON_INTERPRET")
     if why := "TRITON_INTERPRET has Triton interpret them; unset it" if interpreted else why_no_triton():
         raise ConfigError(f"GPU kernels cannot be compiled here: {why}.")
-    from speculative.gpu.compile_ahead import compile_ahead
-    from speculative.gpu.operators import keep_kernels
+    from speculative.compile_ahead import compile_ahead
 
-    kept = keep_kernels()
+    kept = keep_triton_kernels()
     if kept is None:
         raise ConfigError("The cache cannot be written to; set TRUESPEC_CACHE or TRITON_CACHE_DIR to another folder.")
     folder, done = find_model(config.model.source, progress), list[EngineConfig]()

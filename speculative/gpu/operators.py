@@ -1,15 +1,12 @@
 """The operators of captured steps, chosen once for an engine: Triton's kernels on a CUDA device, torch's elsewhere."""
 
-import logging
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from speculative.config import EngineConfig, LogprobsMode, kernels_folder, why_no_triton
+from speculative.config import EngineConfig, LogprobsMode, keep_triton_kernels, why_no_triton
 from speculative.gpu.filters import FindFloors, torch_floors
 from speculative.gpu.packed_attention import SendPacked
 from speculative.gpu.paged_attention import AttendPaged, AttentionSizes, TorchAttend
@@ -23,8 +20,6 @@ from speculative.sampling.probs import SamplingRows
 from speculative.verification.coupled import NoiseRows, choose
 from speculative.verification.draft_probs import mass_before
 from speculative.vocabulary.ops import TorchOps
-
-_log = logging.getLogger("truespec.gpu")
 
 Choose = Callable[[Tensor, Tensor, NoiseRows, Tensor | None, int], Tensor]
 """Signature of `VocabularyOps.choose`."""
@@ -89,7 +84,7 @@ class GraphOperators:
         """Choose those of a device, whose eager passes and host have these kernels."""
         if not uses_triton(device):
             return cls.by_torch(kernels)
-        keep_kernels()
+        keep_triton_kernels()
         return cls.by_triton(kernels)
 
     @classmethod
@@ -136,18 +131,3 @@ class GraphOperators:
 def uses_triton(device: torch.device) -> bool:
     """Tell whether Triton's kernels run on a device, or are compiled for one."""
     return device.type == "meta" or (device.type == "cuda" and not why_no_triton())
-
-
-def keep_kernels() -> Path | None:
-    """Have Triton keep what it compiles in truespec's cache, unless TRITON_CACHE_DIR says where. None where neither can
-    be written to: then Triton keeps it in the home folder."""
-    folder = Path(os.environ.get("TRITON_CACHE_DIR") or kernels_folder() / "triton")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if not os.access(folder, os.W_OK):
-            raise PermissionError(f"{folder} is read-only")
-    except OSError as error:
-        _log.warning("The GPU kernels cannot be kept in %s (%s): each start compiles them anew.", folder, error)
-        return None
-    os.environ["TRITON_CACHE_DIR"] = str(folder)
-    return folder

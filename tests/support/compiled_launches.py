@@ -10,9 +10,9 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+from speculative.compile_ahead import compile_ahead, launches_compiled
 from speculative.config import DrafterConfig
 from speculative.engine import EngineCore
-from speculative.gpu.compile_ahead import compile_ahead, launches_compiled
 from tests.support.engines import run, settings
 from tests.support.graph_scenes import EDITED, OTHER_WISHES, PLAIN, Alternating, add_all
 from tests.support.pretended_cuda import PretendedCuda

@@ -76,7 +76,7 @@ def _run_prompt(engine: EngineCore, weights: Weights) -> None:
 
 @contextmanager
 def launches_compiled(capability: int) -> Iterator[Counter[str]]:
-    """Where launches of Triton's kernels compile them for a GPU, and end there.
+    """Have launches of Triton's kernels compile them for a GPU, and end there.
 
     Yields how often each was; those that read drafts' probabilities are counted by the kind of these, `NAME of KIND`.
     """
