@@ -189,6 +189,9 @@ class Traffic:
 def traffic(monkeypatch: pytest.MonkeyPatch) -> Traffic:
     from triton.runtime import interpreter
 
+    from tests.support import triton_interpreter
+
+    monkeypatch.setattr(triton_interpreter, "SHUFFLED", 0)
     counted = Traffic()
 
     def count(name: str, which_mask: int) -> None:
