@@ -11,14 +11,14 @@ tl = pytest.importorskip("triton.language")
 
 
 @triton.jit
-def _double(numbers, doubled, SIZE: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr):  # noqa: N803
+def _double(numbers, doubled, SIZE: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr):
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     number = tl.load(numbers + place, mask=place < SIZE, other=0.0)
     tl.store(doubled + place, 2 * number, mask=(place < SIZE) | (not MASKED))
 
 
 @triton.jit
-def _double_rows(numbers, doubled, BLOCK: tl.constexpr):  # noqa: N803
+def _double_rows(numbers, doubled, BLOCK: tl.constexpr):
     """Rows of 5, of which each program writes 8 numbers: three of its neighbour's, or of nobody's."""
     place = tl.program_id(0) * 5 + tl.arange(0, BLOCK)
     number = tl.load(numbers + place, mask=tl.arange(0, BLOCK) < 5, other=0.0)
@@ -26,7 +26,7 @@ def _double_rows(numbers, doubled, BLOCK: tl.constexpr):  # noqa: N803
 
 
 @triton.jit
-def _sum(numbers, total, BLOCK: tl.constexpr):  # noqa: N803
+def _sum(numbers, total, BLOCK: tl.constexpr):
     tl.atomic_add(total, tl.sum(tl.load(numbers + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)), axis=0))
 
 

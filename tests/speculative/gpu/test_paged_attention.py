@@ -16,6 +16,7 @@ from speculative.gpu.paged_attention import (
     TorchAttend,
 )
 from tests.support.judged_rows import of_wider
+from tests.support.long_contexts import error_of
 
 CPU = torch.device("cpu")
 BLOCK_SIZE, MAX_BLOCKS, MAX_QUERIES = 16, 40, 5
@@ -149,6 +150,14 @@ def test_a_program_reads_several_parts_of_a_context_that_is_long(
     before, count = CONTEXTS[3]
     alone = triton(*scene(heads, [(0, 0)] * 3 + [(before, count)], count, torch.float32))
     assert torch.equal(alone[-count:], whole.unflatten(0, (-1, 5))[3, :count])
+
+
+@needs_triton
+@pytest.mark.parametrize("kernel", ["splits", "packed"])
+def test_long_contexts_are_added_up_in_float32(monkeypatch: pytest.MonkeyPatch, kernel: str) -> None:
+    """Not in float16, one rounding of which is 2.4e-4."""
+    monkeypatch.setattr("speculative.gpu.paged_attention._MOST_PROGRAMS", 2)
+    assert error_of(kernel, torch.float16, CPU) < 2e-5
 
 
 @needs_triton
