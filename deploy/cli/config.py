@@ -5,7 +5,8 @@ from pathlib import Path
 
 import click
 
-from deploy.cli.console import Failure, a_file, application_of, application_options, out, say
+from deploy.cli.application import application_of, application_options
+from deploy.cli.console import Failure, a_file, out, say
 from deploy.options import check_writable
 from deploy.run.own_model import OwnModel
 from serve_app.config.app_config import AppConfig
