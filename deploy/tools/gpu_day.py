@@ -130,7 +130,7 @@ def stages(folder: Path, *, rehearses: bool = False) -> tuple[Stage, ...]:
 
 
 def _sanitizer(tool: str, rehearses: bool) -> tuple[str, ...]:
-    """What runs a command under one of the sanitizer's tools: it sees what no test on a CPU can."""
+    """The front of a command that runs under one of the sanitizer's tools: it sees what no test on a CPU can."""
     caching = ("env", "PYTORCH_NO_CUDA_MEMORY_CACHING=1")  # else a read past a tensor is within the allocator's memory
     return caching if rehearses else (*caching, "compute-sanitizer", "--tool", tool, "--error-exitcode", "9")
 

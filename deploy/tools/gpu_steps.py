@@ -115,7 +115,7 @@ def floor_s(decoder: Decoder, load: Load, bytes_per_s: float) -> float:
 
 
 def copied_bytes_per_s(device: torch.device) -> float:
-    """What a copy moves, counted both ways."""
+    """Return the speed of a copy, counted both ways."""
     source = torch.ones(1 << (29 if device.type == "cuda" else 24), dtype=torch.bfloat16, device=device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / seconds(lambda: target.copy_(source), device)
