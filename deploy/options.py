@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-import httpx
 
 from speculative.errors import ConfigError
 
@@ -69,6 +68,8 @@ def server_url(url: str, named: str) -> str:
     Raises:
         ConfigError: it is none.
     """
+    import httpx  # not on every machine that has a GPU
+
     try:
         parts = httpx.URL(url)
         good = parts.scheme in ("http", "https") and parts.host and (parts.port or 0) < 2**16

@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import logging
 import os
 import shutil
 from dataclasses import dataclass, field, replace
@@ -12,6 +13,8 @@ from speculative.errors import ConfigError
 from speculative.lookup.registry import read_options, registered
 from speculative.lookup.suffix import SuffixOptions
 from speculative.options import OptionError, Options, OptionValue, SomeOptions, option, options_of
+
+_log = logging.getLogger("truespec.config")
 
 CPU_CACHE_TOKENS = 16384  # of the KV cache, where nothing else is set
 
@@ -201,6 +204,21 @@ def models_folder(cache_dir: Path | None = None) -> Path:
 def kernels_folder() -> Path:
     """Return where the CPU kernels that were compiled for this machine are kept: `<cache>/kernels`."""
     return _cache_folder() / "kernels"
+
+
+def keep_triton_kernels() -> Path | None:
+    """Have Triton keep what it compiles in truespec's cache, unless TRITON_CACHE_DIR says where. None where that cannot
+    be written to: then Triton keeps it in the home folder."""
+    folder = Path(os.environ.get("TRITON_CACHE_DIR") or kernels_folder() / "triton")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(f"{folder} is read-only")
+    except OSError as error:
+        _log.warning("The GPU kernels cannot be kept in %s (%s): each start compiles them anew.", folder, error)
+        return None
+    os.environ["TRITON_CACHE_DIR"] = str(folder)
+    return folder
 
 
 def c_compiler() -> str:

@@ -80,12 +80,12 @@ class EngineCore:
         )
         self.self_check = SelfCheck(config.self_check_sample_rate)
         self._prepare = prepare_by(decoder.kernels.model)
-        self._operators = None
+        self.operators = None
         if self._uses_graphs:  # an engine on a CPU loads nothing of speculative.gpu
             from speculative.gpu.operators import GraphOperators
 
-            self._operators = GraphOperators.on(self.device, decoder.kernels)
-        self.ops = choose_ops(decoder.kernels) if self._operators is None else self._operators.vocabulary
+            self.operators = GraphOperators.on(self.device, decoder.kernels)
+        self.ops = choose_ops(decoder.kernels) if self.operators is None else self.operators.vocabulary
         self.sampler = Sampler(config, self.device, model.eos_token_ids, self.ops)
         self.checked_sampler = CheckedSampler(config, self.sampler, self.self_check)
         self.cache = self._make_cache(model.kv_shape)
@@ -107,11 +107,11 @@ class EngineCore:
         self._decoder = decoder
         self.graphs = None
         runner = ModelRunner(decoder, self.cache, self.device, self._prepare)
-        if self._operators is not None:
+        if self.operators is not None:
             from speculative.gpu.graph_step import GraphStep
 
             sampler, longest = self.checked_sampler, self.max_model_len
-            self.graphs = GraphStep(self.config, decoder, self.cache, drafter, sampler, longest, self._operators)
+            self.graphs = GraphStep(self.config, decoder, self.cache, drafter, sampler, longest, self.operators)
             runner = self.graphs.runner
             if self.device.type == "cuda":
                 self.graphs.capture_all()

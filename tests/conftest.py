@@ -1,6 +1,7 @@
 """Settings for every test: one thread a process, no network, and a word on what was not selected."""
 
 import gc
+import importlib.util
 import os
 import sys
 from collections import Counter
@@ -9,7 +10,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import hypothesis
 import pytest
 
 from tests.support.durations import Durations
@@ -26,9 +26,12 @@ if not Path("/dev/nvidiactl").exists():  # without a GPU, Triton's kernels are r
     os.environ["TRITON_INTERPRET"] = "1"
 
 # CI repeats itself; at a developer's desk new examples are looked for.
-hypothesis.settings.register_profile("ci", derandomize=True)
-if os.environ.get("CI"):
-    hypothesis.settings.load_profile("ci")
+if importlib.util.find_spec("hypothesis"):  # which the tests that need a GPU do without
+    import hypothesis
+
+    hypothesis.settings.register_profile("ci", derandomize=True)
+    if os.environ.get("CI"):
+        hypothesis.settings.load_profile("ci")
 
 LEFT_OUT_BY_DEFAULT = ("gpu", "slow")
 _LEFT_OUT = "truespec_left_out"

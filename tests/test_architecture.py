@@ -43,6 +43,7 @@ ROOMS = {
         "arithmetic",
         "engine",
         "warm_up",
+        "compile_ahead",
         "training",
     ),
     "serve_app": (

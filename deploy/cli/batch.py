@@ -8,7 +8,8 @@ from typing import Any
 
 import click
 
-from deploy.cli.console import Failure, a_config, a_file, application_of, concurrency_option, err, key_option, say
+from deploy.cli.application import application_of
+from deploy.cli.console import Failure, a_config, a_file, concurrency_option, err, key_option, say
 from deploy.cli.serving import served
 from deploy.options import FiniteRange, api_key, check_writable, server_url, write_json
 from deploy.run.own_model import OwnModel

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import click
 
-from deploy.cli.console import Failure, a_file, application_of, application_options, out, say
+from deploy.cli.application import application_of, application_options
+from deploy.cli.console import Failure, a_file, out, say
 from deploy.options import check_writable
 from deploy.run.own_model import OwnModel
 from serve_app.config.app_config import AppConfig
@@ -82,6 +83,28 @@ def _look_there(config: AppConfig, named: Path | str, address: str) -> tuple[str
     with connected(address):
         require_servable(faults_on_cluster(config), named)
         return "The cluster has what it asks for.", list(hints_on_cluster(config))
+
+
+@config.command("compile")
+@application_options
+@click.option(
+    "--capability",
+    default="9.0",
+    show_default=True,
+    metavar="MAJOR.MINOR",
+    help="Compute capability of the GPUs: 8.0 for an A100, 8.9 for an L4 or L40S, 9.0 for an H100 or H200.",
+)
+def config_compile(file: Path | None, own: OwnModel | None, capability: str) -> None:
+    """Compile the GPU kernels that a configuration needs into the cache, where replicas find them. Needs no GPU.
+
+    The cache is TRITON_CACHE_DIR, or kernels/triton in TRUESPEC_CACHE. The model and its drafter are fetched first.
+    """
+    from deploy.run.compile_kernels import compile_kernels
+
+    if re.fullmatch(r"\d+\.\d", capability) is None:
+        raise click.BadParameter(f"{capability!r} is no compute capability such as 9.0.", param_hint="--capability")
+    checked = application_of(file, own)
+    compile_kernels(checked.application.effective_args, int(capability.replace(".", "")), say)
 
 
 @config.command("show")

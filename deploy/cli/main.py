@@ -1,49 +1,57 @@
 """The `truespec` command and its groups."""
 
+import importlib
 import sys
 
 import click
 
-from deploy.cli.audit import audit
-from deploy.cli.batch import batch
-from deploy.cli.bench import bench, bench_handoff, bench_proxy
-from deploy.cli.config import config
 from deploy.cli.console import MainGroup
-from deploy.cli.dashboards import dashboards
-from deploy.cli.keys import keys
-from deploy.cli.models import model
-from deploy.cli.receipts import verify
-from deploy.cli.reliability import chaos, load
-from deploy.cli.serving import demo, serve
-from deploy.cli.training import train_drafter
-from deploy.cli.watch import watch
+
+_MODULES = {
+    "serve": "serving",
+    "demo": "serving",
+    "model": "models",
+    "config": "config",
+    "keys": "keys",
+    "dashboards": "dashboards",
+    "verify": "receipts",
+    "audit": "audit",
+    "batch": "batch",
+    "bench": "bench",
+    "bench-handoff": "bench",
+    "bench-proxy": "bench",
+    "train-drafter": "training",
+    "chaos": "reliability",
+    "load": "reliability",
+    "watch": "watch",
+}
+"""Module of `deploy.cli` that has the command, under its name with underscores."""
 
 
-@click.group(cls=MainGroup)
+class _Commands(MainGroup):
+    """Imports a command when it is asked for: none needs what all the others do."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """In the order of the help."""
+        del ctx
+        return sorted(_MODULES)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command; None where there is none of this name."""
+        del ctx
+        if cmd_name not in _MODULES:
+            return None
+        found: click.Command = getattr(
+            importlib.import_module(f"deploy.cli.{_MODULES[cmd_name]}"), cmd_name.replace("-", "_")
+        )
+        return found
+
+
+@click.group(cls=_Commands)
 @click.version_option(package_name="truespec")
 def main() -> None:
     """Serve language models faster by speculative decoding, and keep checking that the answers are the model's own."""
 
-
-for _command in (
-    serve,
-    demo,
-    model,
-    config,
-    keys,
-    dashboards,
-    verify,
-    audit,
-    batch,
-    bench,
-    bench_handoff,
-    bench_proxy,
-    train_drafter,
-    chaos,
-    load,
-    watch,
-):
-    main.add_command(_command)
 
 if __name__ == "__main__":
     sys.exit(main())

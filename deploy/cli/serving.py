@@ -14,17 +14,8 @@ import click
 from rich.markup import escape
 from rich.table import Table
 
-from deploy.cli.console import (
-    CONFIGS,
-    a_config,
-    a_file,
-    application_of,
-    application_options,
-    err,
-    out,
-    progress_printer,
-    say,
-)
+from deploy.cli.application import application_of, application_options
+from deploy.cli.console import CONFIGS, a_config, a_file, err, out, progress_printer, say
 from deploy.options import api_key, check_writable, write_json
 from deploy.run.models import find_model
 from deploy.run.own_model import OwnModel

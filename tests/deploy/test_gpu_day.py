@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from deploy.tools.gpu_day import Stage, main, read_outcome, run_day, stages
+from deploy.tools.gpu_day import CALLS, Stage, main, read_outcome, run_day, stages
+from tests.support.bare_environment import make_bare_environment
 from tests.support.command_lines import fault
 
 ROOT = Path(__file__).parents[2]
@@ -81,16 +82,59 @@ except KeyboardInterrupt:
 
 
 def test_every_stage_can_be_run(tmp_path: Path) -> None:
-    """Each is a command line that `truespec` takes, or tests that are there."""
+    """Each is a command line that `truespec` takes, or tests that are there, within what a lent machine takes."""
     known = stages(tmp_path)
     for stage in known:
-        module, *words = stage.command[2:]
+        module, *words = stage.command[stage.command.index("-m") + 1 :]
         if module == "deploy.cli.main":
             assert fault(words) is None, stage.name
-        else:
-            assert module == "pytest"
+        elif module == "pytest":
             assert all((ROOT / word).exists() for word in words if word.startswith("tests/")), stage.name
+        else:
+            assert module == "deploy.tools.gpu_steps"
         assert set(stage.needs) <= {other.name for other in known[: known.index(stage)]}, "it needs what comes before"
+    budgets_s = {stage.name: stage.budget_s for stage in known}
+    assert max(budgets_s.values()) <= 480
+    done = set[str]()
+    for names in CALLS:
+        done |= set(names)
+        assert {need for stage in known if stage.name in names for need in stage.needs} <= done
+    assert done == budgets_s.keys() - {"head", "bench-head", "bench-profile"}
+
+
+@pytest.fixture(scope="module")
+def bare_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("triton")
+    return make_bare_environment(tmp_path_factory.mktemp("bare") / "venv")
+
+
+def in_bare_environment(python: Path, *command: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+    own = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "HOME": str(python.parents[1])} | environment
+    return subprocess.run([str(python), *command], capture_output=True, text=True, env=own, cwd=ROOT, check=False)
+
+
+def test_a_machine_with_a_gpu_needs_few_packages(bare_python: Path) -> None:
+    """The tests that need a GPU are collected, and what the day runs is imported."""
+    programs = "deploy.tools.gpu_day, deploy.tools.gpu_steps, deploy.cli.bench, deploy.bench.workers.ours"
+    absent = "; ".join(
+        f"assert not find_spec({name!r})" for name in ("gguf", "pydantic", "ray", "xxhash", "hypothesis")
+    )
+    options = ["-c", "tests/gpu/pytest.ini", "--rootdir", ".", "-m", "gpu", "-q", "--collect-only", "tests/gpu"]
+    code = f"from importlib.util import find_spec; {absent}; import pytest, sys"
+    code += f"; found = pytest.main({options}); import {programs}; sys.exit(found)"
+    run = in_bare_environment(bare_python, "-c", code)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "test_greedy_texts_in_bfloat16" in run.stdout
+
+
+@pytest.mark.slow
+def test_the_day_runs_to_its_end_without_a_gpu(bare_python: Path, tmp_path: Path) -> None:
+    run = in_bare_environment(bare_python, "-m", "deploy.tools.gpu_day", "--rehearse", OUT=str(tmp_path))
+    assert run.returncode == 0, run.stdout + run.stderr
+    outcomes = {stage.name: read_outcome(tmp_path, stage.name) for stage in stages(tmp_path, rehearses=True)}
+    assert all(outcome is not None and outcome.passed for outcome in outcomes.values())
+    assert "8 steps" in (tmp_path / "profile.log").read_text()
+    assert "truespec none" in (tmp_path / "bench.md").read_text()
 
 
 def test_without_a_gpu_or_with_an_unknown_stage_nothing_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from tests.support.edited_rows import ALL as EDITED_ROWS
 from tests.support.edited_rows import EOS, input_of, logits_of, masks_of, rows_of
 from tests.support.judged_rows import KINDS, Scene, assert_equal, filtered, padded, parts
 from tests.support.judged_rows import scene as rows_to_judge
+from tests.support.long_contexts import error_of
 
 pytestmark = pytest.mark.gpu
 BLOCK_SIZE, MAX_BLOCKS, MAX_QUERIES = 16, 128, 5
@@ -58,6 +59,14 @@ def scene(
         torch.zeros(visible.numel(), dtype=torch.int64, device=cuda), *(visible.flatten().to(cuda), blocks.to(cuda))
     )
     return query.flatten(0, 1).to(cuda, dtype), keys, values, rows
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 2e-6), (torch.float16, 2e-5), (torch.bfloat16, 2e-4)])
+@pytest.mark.parametrize("kernel", ["splits", "packed"])
+def test_long_contexts_are_added_up_in_float32(
+    cuda: torch.device, kernel: str, dtype: torch.dtype, limit: float
+) -> None:
+    assert error_of(kernel, dtype, cuda) < limit
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

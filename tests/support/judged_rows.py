@@ -31,7 +31,8 @@ class Scene:
         """The same there."""
         rows = RowFields(*(tensor.to(device) for tensor in self.rows))
         sampled = self.sampled and SampledFrom(*(part if part is None else part.to(device) for part in self.sampled))
-        return Scene(self.logits.to(device), rows, sampled)
+        sampled = sampled and sampled._replace(probs=of_wider(sampled.probs))
+        return Scene(of_wider(self.logits.to(device)), rows, sampled)
 
     def with_rows(self, **changes: Tensor) -> "Scene":
         """With other fields."""
@@ -47,6 +48,13 @@ class Scene:
         if self.sampled.ids is None:
             return own
         return torch.zeros(self.logits.shape[1]).index_copy(0, self.sampled.ids, own)
+
+
+def of_wider(rows: Tensor) -> Tensor:
+    """The same rows, further apart than they are wide, with NaN in between."""
+    wide = rows.new_full((*rows.shape[:-1], rows.shape[-1] + 5), torch.nan)
+    wide[..., :-5] = rows
+    return wide[..., :-5]
 
 
 def generator(seed: int) -> torch.Generator:
@@ -102,7 +110,8 @@ def scene(kind: str, counts: tuple[int, ...] = COUNTS, size: int = VOCABULARY, s
         **no_filters(num_rows, size),
     )
     part = (columns_of(ids, size), ids) if kind == "sub-vocabulary" else (None, None)
-    return Scene(logits, rows, None if kind == "point mass" else SampledFrom(stored, places, *part, own_columns))
+    sampled = None if kind == "point mass" else SampledFrom(of_wider(stored), places, *part, own_columns)
+    return Scene(of_wider(logits), rows, sampled)
 
 
 def padded(given: Scene) -> Scene:
@@ -134,7 +143,7 @@ def padded(given: Scene) -> Scene:
         **{name: behind(getattr(rows, name), *none) for name, none in no_filters(extra, size).items()},
     }
     sampled = given.sampled and given.sampled._replace(places=behind(given.sampled.places, *[0] * PADDING))
-    return Scene(torch.cat([given.logits, torch.zeros(extra, size)]), RowFields(**fields), sampled)
+    return Scene(of_wider(torch.cat([given.logits, torch.zeros(extra, size)])), RowFields(**fields), sampled)
 
 
 def no_filters(num_rows: int, size: int) -> dict[str, Tensor]:

@@ -5,10 +5,12 @@
 - `torch.cuda.graph` records the operations of the Python that runs under it, once. A replay executes them again on the
   same memory. Whatever another graph of the shared pool may have written over is garbage by then: a graph's temporaries
   always, its results once an earlier graph was replayed.
-- Attention over the paged cache, each of a layer's fused operations, and the judgement of a step's rows are one opaque
-  operation each, as the Triton kernels are: plain torch inside.
+- Triton's launchers run as they are, up to the launch: a kernel takes tensors of the device, and launching it makes the
+  host wait for nothing. The numbers are plain torch's, of one opaque operation. Where Triton does not interpret, a
+  launch goes on to `JITFunction.run`, which `launches_compiled` has compile the kernel.
+- A pinned buffer is the host's again when an event behind its copy was waited for.
 
-It does not see numerics, 32-bit offsets, memory, races between streams, or what Triton compiles.
+It does not see numerics, 32-bit offsets, memory, or races between streams.
 """
 
 import sys
@@ -33,9 +35,10 @@ from speculative.gpu.filters import torch_floors
 from speculative.gpu.graph_step import GraphStep
 from speculative.gpu.operators import CapturedVocabularyOps, GraphOperators
 from speculative.gpu.packed_attention import PackedRows, SendPacked
-from speculative.gpu.paged_attention import AttentionSizes, PagedRows, TorchAttend
+from speculative.gpu.paged_attention import AttendPaged, AttentionSizes, PagedRows, TorchAttend
 from speculative.gpu.row_edits import EditFields, torch_edit
-from speculative.gpu.row_judge import RowFields, SampledFrom, TorchJudge
+from speculative.gpu.row_judge import RowFields, RowJudge, SampledFrom, TorchJudge
+from speculative.kernels.chosen import ChosenKernels
 from speculative.model.attention import CacheAttention
 from speculative.model.fp8 import Fp8Rows, Rows, quantize_rows
 from speculative.model.layers import Attend, Attention, RMSNorm, Rotary, Rotation, TorchLayerOps, rotate
@@ -63,10 +66,6 @@ _VIEWS = {
     *("flatten", "movedim", "_local_scalar_dense", "is_same_size", "contiguous", "chunk", "T", "numpy_T"),
 }
 _FUSED_ON_A_GPU = {"rms_norm"}
-_ATTENTION_LAUNCHES = 2
-_CHOICE_LAUNCHES = 2
-JUDGE_LAUNCHES = 10
-"""Of `TritonJudge`."""
 
 
 class DeviceTensor(Tensor):
@@ -178,6 +177,8 @@ class PretendedCuda(TorchFunctionMode):
         self.num_streams = 0
         self._pinned: dict[int, Tensor] = {}
         self._downloads: list[tuple[Tensor, Tensor]] = []  # on their way to pinned memory, which is garbage until then
+        self._uploads: dict[int, tuple[Tensor, Tensor]] = {}  # from pinned memory, by address: it, and what was sent
+        self._in_launcher = False
         self._patches = ExitStack()
         self.clear()
 
@@ -226,49 +227,112 @@ class PretendedCuda(TorchFunctionMode):
             "torch.cuda.CUDAGraph": lambda: _Recording(self),
             "torch.cuda.graph": self._capture,
             "speculative.gpu.operators.GraphOperators.on": lambda *_: self._operators(),
-        }
+        } | self._launches()
+
+    def _launches(self) -> dict[str, Any]:
+        """In the place of those of Triton, which has kernels of two types."""
+        from triton.runtime.interpreter import InterpretedFunction
+        from triton.runtime.jit import JITFunction
+
+        compile_kernel = JITFunction.run
+
+        def launch(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+            del warmup
+            self._check_launch(kernel, args, options)
+            self.num_launches += 1
+            if isinstance(kernel, JITFunction):
+                with torch._C.DisableTorchFunction():
+                    compile_kernel(kernel, *_held(list(args)), grid=grid, warmup=True, **options)
+
+        return {f"{one.__module__}.{one.__name__}.run": launch for one in (InterpretedFunction, JITFunction)}
+
+    def _check_launch(self, kernel: Any, args: Any, options: Any) -> None:
+        name, constants = kernel.fn.__name__, {key: one for key, one in options.items() if key in kernel.arg_names}
+        given = dict(zip(kernel.arg_names, args, strict=False)) | constants
+        assert given.keys() == set(kernel.arg_names), f"{name} was launched without all of its arguments, or with more"
+        tensors = {key: one for key, one in given.items() if isinstance(one, Tensor)}
+        assert all(isinstance(one, DeviceTensor) for one in tensors.values()), f"{name} was given a host tensor"
+        if not any("stride" in key for key in given):
+            scattered = [key for key, one in tensors.items() if not one.is_contiguous()]
+            assert not scattered, f"{name} knows no strides, and was given {scattered} with some"
+        num_warps = options.get("num_warps", 4)
+        assert num_warps > 0 and num_warps & (num_warps - 1) == 0, f"{name} has {num_warps} warps, no power of 2"
+
+    def kernels(self, launch: Callable[[], Any], function: Callable[..., Any], *args: Any) -> Any:
+        """What a launcher computes: `launch` calls it, and `function` of the arguments has the numbers."""
+        self._in_launcher = True
+        try:
+            launch()
+        finally:
+            self._in_launcher = False
+        return self._opaque(function, *args)
 
     def _operators(self) -> GraphOperators:
-        """In the place of Triton's."""
+        """Triton's launchers, with torch's numbers."""
+        from speculative.gpu.triton_filters import triton_floors
+
+        of_triton = GraphOperators.by_triton(ChosenKernels())
+
+        def find_floors(*given: Tensor) -> Tensor:
+            return self.kernels(lambda: triton_floors(*given), torch_floors, *given)  # type: ignore[no-any-return]
+
         return GraphOperators(
-            attend=lambda sizes: _PagedAttention(self, sizes),
+            attend=lambda sizes: _PagedAttention(self, sizes, of_triton.attend(sizes)),
             prepare=lambda block_size, first: SendPacked(block_size, first, self._attend_packed),
             layers=_LayerOps(self),
             edit=self._edit_logits,
-            vocabulary=CapturedVocabularyOps(torch_floors, self._choose, self._mass_before),
-            judge_token_wise=lambda mode: _RowJudge(self, mode),
+            vocabulary=CapturedVocabularyOps(find_floors, self._choose, self._mass_before),
+            judge_token_wise=lambda mode: _RowJudge(self, mode, of_triton.judge_token_wise(mode)),
         )
 
     def _attend_packed(self, query: Tensor, keys: Tensor, values: Tensor, rows: PackedRows) -> Tensor:
-        """In the place of `TritonAttendPacked`."""
-        given = (query, keys, values, rows.spans, rows.blocks)
-        assert all(isinstance(tensor, DeviceTensor) for tensor in given), "a kernel was given a host tensor"
+        """Of `TritonAttendPacked`."""
+        from speculative.gpu.triton_prompts import TritonAttendPacked
+
         assert rows.blocks.dtype == rows.spans.dtype == torch.int32
         assert rows.spans.is_contiguous() and keys.stride() == values.stride()
 
         def attend(query: Tensor, keys: Tensor, values: Tensor, spans: Tensor, blocks: Tensor) -> Tensor:
             return attend_packed(query, keys, values, rows._replace(spans=spans, blocks=blocks))
 
-        return self.opaque(1, attend, *given)  # type: ignore[no-any-return]
+        given = (query, keys, values, rows.spans, rows.blocks)
+        return self.kernels(  # type: ignore[no-any-return]
+            lambda: TritonAttendPacked()(query, keys, values, rows), attend, *given
+        )
 
     def _choose(self, probs: Tensor, columns: Tensor, rows: NoiseRows, ids: Tensor | None, vocab_size: int) -> Any:
-        """In the place of `triton_choose`."""
-        given = [tensor for tensor in (probs, columns, *rows, ids) if tensor is not None]
-        assert all(isinstance(tensor, DeviceTensor) for tensor in given), "a kernel was given a host tensor"
+        """Of `triton_choose`."""
+        from speculative.gpu.triton_noise import triton_choose
+
         assert all(tensor.is_contiguous() for tensor in (columns, *rows))
 
         def write(probs: Tensor, columns: Tensor, rows: list[Tensor], ids: Tensor | None) -> Tensor:
             return columns.copy_(choose(probs, columns, NoiseRows(*rows), ids, vocab_size))
 
-        self.opaque(_CHOICE_LAUNCHES, write, probs, columns, list(rows), ids)
+        given = (probs, columns, list(rows), ids)
+        self.kernels(lambda: triton_choose(probs, columns, rows, ids, vocab_size), write, *given)
         return columns
 
-    def _mass_before(self, probs: Tensor, rows: Tensor, columns: Tensor) -> Any:
-        """In the place of `triton_mass_before`."""
-        given = (probs, rows, columns)
-        assert all(isinstance(tensor, DeviceTensor) for tensor in given), "a kernel was given a host tensor"
-        assert all(tensor.is_contiguous() and tensor.dtype == torch.int64 for tensor in (rows, columns))
-        return self.opaque(1, mass_before, *given)
+    def _mass_before(self, *given: Tensor) -> Any:
+        """Of `triton_mass_before`."""
+        from speculative.gpu.triton_places import triton_mass_before
+
+        assert all(tensor.is_contiguous() and tensor.dtype == torch.int64 for tensor in given[1:])
+        return self.kernels(lambda: triton_mass_before(*given), mass_before, *given)
+
+    def _edit_logits(self, logits: Tensor, rows: RowFields, edits: EditFields, max_drafts: int) -> Tensor:
+        """Of `triton_edit`."""
+        from speculative.gpu.triton_edits import triton_edit
+
+        assert all(tensor.is_contiguous() for tensor in (*rows, *edits))
+
+        def edit(logits: Tensor, rows: list[Tensor], edits: list[Tensor]) -> Tensor:
+            return torch_edit(logits, RowFields(*rows), EditFields(*edits), max_drafts)
+
+        given = (logits, list(rows), list(edits))
+        return self.kernels(  # type: ignore[no-any-return]
+            lambda: triton_edit(logits, rows, edits, max_drafts), edit, *given
+        )
 
     @contextmanager
     def _capture(self, graph: _Recording, **_: Any) -> Iterator[None]:
@@ -347,7 +411,7 @@ class PretendedCuda(TorchFunctionMode):
 
     def _record(self, func: Any, args: Any, kwargs: Any, out: Any, launches: int) -> None:
         self.num_launches += launches
-        if self.capturing is not None:
+        if self.capturing is not None and not self._in_launcher:
             given = {_storage(tensor) for tensor in _tensors((args, kwargs))}
             outputs = [(tensor, _storage(tensor) in given) for tensor in _tensors(out)]
             self.capturing.operations.append((func, args, kwargs, outputs))
@@ -361,14 +425,17 @@ class PretendedCuda(TorchFunctionMode):
             _spoil([args[0]])
             return args[0]  # type: ignore[no-any-return]
         _held(args[0]).copy_(_held(args[1]))
+        if isinstance(args[0], DeviceTensor) and self._is_async(args[1], kwargs):
+            host = args[1].data_ptr()
+            assert host not in self._uploads, "a host buffer is sent again, and nobody waited for its last copy"
+            self._uploads[host] = (args[1], args[1].clone())
         return args[0]  # type: ignore[no-any-return]
 
-    def opaque(self, launches: int, function: Callable[..., Any], *args: Any) -> Any:
-        """A kernel that torch knows nothing of."""
+    def _opaque(self, function: Callable[..., Any], *args: Any) -> Any:
         held = _held(list(args))
         with torch._C.DisableTorchFunction():
             out = function(*held)
-        self._record(function, held, {}, out, launches)
+        self._record(function, held, {}, out, launches=0)
         return _on_device(out)
 
     def _move(self, args: Any, kwargs: Any) -> Tensor:
@@ -437,8 +504,14 @@ class PretendedCuda(TorchFunctionMode):
     def _is_async(self, host: Tensor, kwargs: Any) -> bool:
         return bool(kwargs.get("non_blocking", False)) and host.data_ptr() in self._pinned
 
-    def finish(self, downloads: list[tuple[Tensor, Tensor]]) -> None:
-        """The host waits for copies to pinned memory."""
+    def finish(self, downloads: list[tuple[Tensor, Tensor]], uploads: list[tuple[Tensor, Tensor]]) -> None:
+        """The host waits for copies to and from pinned memory."""
+        for host, sent in uploads:
+            if self._uploads.get(host.data_ptr(), (None, None))[1] is not sent:
+                continue  # somebody waited for it before
+            with torch._C.DisableTorchFunction():
+                assert torch.equal(host, sent), "a host buffer was filled again before its copy was done"
+            del self._uploads[host.data_ptr()]
         unfinished = [one for one in self._downloads if any(one is other for other in downloads)]
         if unfinished:
             self._wait("late copy")
@@ -451,15 +524,10 @@ class PretendedCuda(TorchFunctionMode):
         """Copies to pinned memory that nobody has waited for."""
         return list(self._downloads)
 
-    def _edit_logits(self, logits: Tensor, rows: RowFields, edits: EditFields, max_drafts: int) -> Tensor:
-        """In the place of `triton_edit`."""
-        assert all(isinstance(tensor, DeviceTensor) for tensor in (logits, *rows, *edits)), "a kernel got a host tensor"
-        assert all(tensor.is_contiguous() for tensor in (logits, *rows, *edits))
-
-        def edit(logits: Tensor, rows: list[Tensor], edits: list[Tensor]) -> Tensor:
-            return torch_edit(logits, RowFields(*rows), EditFields(*edits), max_drafts)
-
-        return self.opaque(3, edit, logits, list(rows), list(edits))  # type: ignore[no-any-return]
+    @property
+    def uploads(self) -> list[tuple[Tensor, Tensor]]:
+        """Copies from pinned memory that nobody has waited for."""
+        return list(self._uploads.values())
 
 
 class _Event:
@@ -468,46 +536,47 @@ class _Event:
     def __init__(self, device: PretendedCuda) -> None:
         self._device = device
         self._downloads: list[tuple[Tensor, Tensor]] = []
+        self._uploads: list[tuple[Tensor, Tensor]] = []
 
     def record(self, stream: Any) -> None:
         """All copies so far lie before it."""
         assert stream.device == DEVICE, "recorded where the copy was not made"
-        self._downloads = self._device.downloads
+        self._downloads, self._uploads = self._device.downloads, self._device.uploads
 
     def synchronize(self) -> None:
         """Wait for them."""
-        self._device.finish(self._downloads)
+        self._device.finish(self._downloads, self._uploads)
 
 
 class _PagedAttention:
-    """In the place of `TritonAttend`."""
+    """`TritonAttend`."""
 
-    def __init__(self, device: PretendedCuda, sizes: AttentionSizes) -> None:
-        self._device, self._attend = device, TorchAttend(sizes.block_size)
+    def __init__(self, device: PretendedCuda, sizes: AttentionSizes, of_triton: AttendPaged) -> None:
+        self._device, self._attend, self._of_triton = device, TorchAttend(sizes.block_size), of_triton
 
     def __call__(self, query: Tensor, keys: Tensor, values: Tensor, rows: PagedRows) -> Tensor:
         """As `AttendPaged`."""
         given = (query, keys, values, rows.slots, rows.visible, rows.blocks)
-        assert all(isinstance(tensor, DeviceTensor) for tensor in given), "a kernel was given a host tensor"
         assert rows.blocks.dtype == rows.visible.dtype == torch.int64
         assert rows.blocks.is_contiguous() and rows.visible.is_contiguous() and keys.stride() == values.stride()
 
         def attend(query: Tensor, keys: Tensor, values: Tensor, *places: Tensor) -> Tensor:
             return self._attend(query, keys, values, PagedRows(*places, first=rows.first))
 
-        return self._device.opaque(_ATTENTION_LAUNCHES, attend, *given)
+        return self._device.kernels(  # type: ignore[no-any-return]
+            lambda: self._of_triton(query, keys, values, rows), attend, *given
+        )
 
 
 class _RowJudge:
-    """In the place of `TritonJudge`."""
+    """`TritonJudge`."""
 
-    def __init__(self, device: PretendedCuda, mode: LogprobsMode) -> None:
-        self._device, self._judge = device, TorchJudge(TorchOps(), mode)
+    def __init__(self, device: PretendedCuda, mode: LogprobsMode, of_triton: RowJudge) -> None:
+        self._device, self._judge, self._of_triton = device, TorchJudge(TorchOps(), mode), of_triton
 
     def __call__(self, logits: Tensor, rows: RowFields, sampled: SampledFrom | None) -> tuple[Tensor, tuple[str, ...]]:
         """As `RowJudge`."""
-        given = [tensor for tensor in (logits, *rows, *(sampled or ())) if tensor is not None]
-        assert all(isinstance(tensor, DeviceTensor) for tensor in given), "a kernel was given a host tensor"
+        given = [tensor for tensor in (*rows, *(sampled or ())) if tensor is not None]
         assert all(tensor.is_contiguous() for tensor in given)
         dtypes = dict.fromkeys(("temperature", "log_min_p", "top_p"), torch.float32)
         dtypes |= dict.fromkeys(("greedy", "counted", "coupled", "checked", "reported"), torch.bool)
@@ -526,14 +595,17 @@ class _RowJudge:
             return vector
 
         sampled_from = None if sampled is None else list(sampled)
-        return self._device.opaque(JUDGE_LAUNCHES, judge, logits, list(rows), sampled_from), checks
+        launch = lambda: self._of_triton(logits, rows, sampled)  # noqa: E731
+        return self._device.kernels(launch, judge, logits, list(rows), sampled_from), checks
 
 
 class _LayerOps:
-    """In the place of `TritonLayerOps`."""
+    """`TritonLayerOps`."""
 
     def __init__(self, device: PretendedCuda) -> None:
-        self._device, self._torch = device, TorchLayerOps()
+        from speculative.gpu.triton_layers import TritonLayerOps
+
+        self._device, self._torch, self._of_triton = device, TorchLayerOps(), TritonLayerOps()
 
     def add_norm(self, hidden: Tensor, update: Tensor, norm: RMSNorm) -> tuple[Tensor, Rows]:
         """As `LayerOps`."""
@@ -543,18 +615,26 @@ class _LayerOps:
             normed = functional.rms_norm(added, norm.shape, weight, norm.eps)
             return (added, *quantize_rows(normed)) if norm.feeds_fp8 else (added, normed)
 
-        added, *normed = self._kernel(add_norm, hidden, update, norm.weight)
+        added, *normed = self._device.kernels(
+            lambda: self._of_triton.add_norm(hidden, update, norm), add_norm, hidden, update, norm.weight
+        )
         return added, Fp8Rows(*normed) if norm.feeds_fp8 else normed[0]
 
     def gate(self, gate_up: Tensor, *, feeds_fp8: bool = False) -> Rows:
         """As `LayerOps`."""
-        if feeds_fp8:
-            return Fp8Rows(*self._kernel(lambda gate_up: tuple(quantize_rows(self._torch.gate(gate_up))), gate_up))
-        return self._kernel(self._torch.gate, gate_up)  # type: ignore[no-any-return]
+
+        def gate(gate_up: Tensor) -> Any:
+            gated = self._torch.gate(gate_up)
+            return tuple(quantize_rows(gated)) if feeds_fp8 else gated
+
+        gated = self._device.kernels(lambda: self._of_triton.gate(gate_up, feeds_fp8=feeds_fp8), gate, gate_up)
+        return Fp8Rows(*gated) if feeds_fp8 else gated  # type: ignore[no-any-return]
 
     def quantize(self, rows: Tensor) -> Fp8Rows:
         """As `LayerOps`."""
-        return Fp8Rows(*self._kernel(lambda rows: tuple(quantize_rows(rows)), rows))
+        return Fp8Rows(
+            *self._device.kernels(lambda: self._of_triton.quantize(rows), lambda rows: tuple(quantize_rows(rows)), rows)
+        )
 
     def rotation(self, rotary: Rotary, positions: Tensor, like: Tensor) -> Rotation:
         """As `LayerOps`."""
@@ -562,6 +642,8 @@ class _LayerOps:
 
     def attend(self, heads: Tensor, attention: Attention, rotation: Rotation, attend: Attend, layer: int) -> Tensor:
         """As `LayerOps`."""
+        from speculative.gpu.triton_layers import rotate_and_store as launch
+
         assert isinstance(attend, CacheAttention)
         num_heads, norm = attention.num_heads, attention.qk_norm
         stored = attend.cache.data[layer]
@@ -579,13 +661,12 @@ class _LayerOps:
             return query_key[:, :num_heads].contiguous()
 
         weights = () if norm is None else (norm.weight,)
-        query = self._kernel(rotate_and_store, heads, *rotation, attend.slots, stored, *weights)
+        query = self._device.kernels(
+            lambda: launch(heads, attention, rotation, attend.slots, *stored.unbind(0)),
+            rotate_and_store,
+            *(heads, *rotation, attend.slots, stored, *weights),
+        )
         return attend.attend_stored(layer, query)
-
-    def _kernel(self, function: Callable[..., Any], *given: Tensor) -> Any:
-        assert all(isinstance(tensor, DeviceTensor) for tensor in given), "a kernel was given a host tensor"
-        assert all(tensor.is_contiguous() for tensor in given)
-        return self._device.opaque(1, function, *given)
 
 
 # -- tensors --------------------------------------------------------------------------------------------------------

@@ -74,7 +74,6 @@ class Arithmetic:
 def _by_triton() -> Iterator[Arithmetic]:
     """In its interpreter, with small blocks, and workspaces of NaN: what a program does not write, nobody may read."""
     from speculative.gpu import triton_edits, triton_filters, triton_judge, triton_noise
-    from tests.support.triton_interpreter import quick_interpreter
 
     real = torch.empty
 
@@ -87,7 +86,6 @@ def _by_triton() -> Iterator[Arithmetic]:
     with ExitStack() as stack:
         for module, name, value in (*changes, (torch, "empty", empty)):
             stack.enter_context(mock.patch.object(module, name, value))
-        stack.enter_context(quick_interpreter())
         stack.enter_context(np.errstate(all="ignore"))  # the interpreter computes with numpy
         yield _captured(GraphOperators.by_triton(ChosenKernels()))
 

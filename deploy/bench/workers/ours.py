@@ -1,6 +1,5 @@
 """Our engine, without a server around it."""
 
-import importlib.metadata
 import os
 import time
 from itertools import count
@@ -11,6 +10,7 @@ import torch
 
 from deploy.bench.workers.channel import BatchOfPrompts, Meter, serve
 from deploy.bench.workers.profiling import Profile
+from deploy.reports.provenance import version_of
 from speculative.config import DrafterConfig, EngineConfig
 from speculative.engine import EngineCore, resolve_device
 from speculative.errors import EngineFault
@@ -41,7 +41,7 @@ class Ours:
             self._engines[name] = engine
         weights = choose_weights(config.quantization, folder, dtype=config.dtype, device=device)
         self._names = (f"bench-{number}" for number in count())
-        self.versions = {"truespec": importlib.metadata.version("truespec"), "torch": torch.__version__}
+        self.versions = {"truespec": version_of("truespec"), "torch": torch.__version__}
         self.versions["weights"] = weights or config.dtype
 
     def run(self, ask: BatchOfPrompts) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from tests.support.engines import NGRAM, NO_DRAFTS
 from tests.support.graph_scenes import NUM_DRAFTS, VOCABULARY
 from tests.support.tiny_heads import write_tiny_head, write_tiny_module
 from tests.support.tiny_models import write_tiny_model
-from tests.support.triton_interpreter import quick_interpreter
+from tests.support.triton_interpreter import strict_interpreter
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -21,7 +21,7 @@ def interpreter() -> Iterator[None]:
     if importlib.util.find_spec("triton") is None or "TRITON_INTERPRET" not in os.environ:
         yield
         return
-    with quick_interpreter():
+    with strict_interpreter():
         yield
 
 

@@ -1,6 +1,7 @@
 """What a decoding step costs on a CUDA device, counted on a pretended one: waits of the host, launches, graph nodes."""
 
 import dataclasses
+import importlib.util
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +14,10 @@ from tests.support.engines import NO_DRAFTS, settings, tiny_engine
 from tests.support.graph_scenes import VOCABULARY, Alternating, add_all
 from tests.support.pretended_cuda import PretendedCuda
 from tests.support.tiny_models import write_tiny_model
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton is not installed: `pip install triton`"
+)
 
 
 class Cost(NamedTuple):

@@ -10,6 +10,7 @@ import torch
 
 from speculative.gpu.filters import FindFloors, torch_floors
 from speculative.sampling.probs import Filters
+from tests.support.judged_rows import of_wider
 
 VOCABULARY = 300
 NOTHING = (0.0, VOCABULARY, 1.0)
@@ -47,7 +48,7 @@ def scene() -> tuple[torch.Tensor, Filters]:
     logits[1::2, ::5] = -torch.inf
     min_p, top_p = (torch.tensor([case[part] for case in CASES], dtype=torch.float32) for part in (0, 2))
     top_k = torch.tensor([case[1] for case in CASES])
-    return logits, Filters(torch.arange(len(CASES)), min_p, min_p.log(), top_k, top_p)
+    return of_wider(logits), Filters(torch.arange(len(CASES)), min_p, min_p.log(), top_k, top_p)
 
 
 def parameters(filters: Filters) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -71,7 +72,8 @@ def test_what_stays_is_what_the_cpu_keeps(find_floors: FindFloors) -> None:
 def test_the_models_logits_are_divided_by_the_temperature(find_floors: FindFloors, dtype: torch.dtype) -> None:
     """Also where that makes ties of what is none."""
     logits, filters = scene()
-    logits, temperature = (logits + torch.linspace(0, 1e-6, VOCABULARY)).to(dtype), torch.linspace(0.3, 1.7, len(CASES))
+    logits = of_wider((logits + torch.linspace(0, 1e-6, VOCABULARY)).to(dtype))
+    temperature = torch.linspace(0.3, 1.7, len(CASES))
     floors = find_floors(logits, temperature[:, None], *parameters(filters))
     processed = logits.float() / temperature[:, None]
     assert torch.equal(processed.masked_fill(processed < floors[:, None], -torch.inf), filters.keep(processed))

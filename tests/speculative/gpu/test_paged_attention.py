@@ -15,6 +15,8 @@ from speculative.gpu.paged_attention import (
     PagedRows,
     TorchAttend,
 )
+from tests.support.judged_rows import of_wider
+from tests.support.long_contexts import error_of
 
 CPU = torch.device("cpu")
 BLOCK_SIZE, MAX_BLOCKS, MAX_QUERIES = 16, 40, 5
@@ -56,14 +58,15 @@ def poisoned_triton(monkeypatch: pytest.MonkeyPatch) -> AttendPaged:
 def scene(
     heads: tuple[int, int, int], contexts: list[tuple[int, int]], num_queries: int, dtype: torch.dtype, first: int = 0
 ) -> tuple[Tensor, Tensor, Tensor, PagedRows]:
-    """Query, keys, values and rows of sequences given as (positions before, rows); all that nobody sees is NaN.
+    """Query, keys, values and rows of sequences given as (positions before, rows); all that nobody sees is NaN. Each is
+    a part of a wider tensor.
 
     What a sequence holds depends on its place in the list alone, so scenes can be compared.
     """
     num_heads, num_kv_heads, head_dim = heads
-    keys, values = (torch.full((NUM_SLOTS, num_kv_heads, head_dim), torch.nan, dtype=dtype) for _ in range(2))
-    query = torch.full((len(contexts) * num_queries, num_heads, head_dim), torch.nan, dtype=dtype)
-    blocks = torch.full((len(contexts), MAX_BLOCKS), NUM_SLOTS // BLOCK_SIZE - 1)
+    keys, values = (of_wider(torch.full((NUM_SLOTS, num_kv_heads, head_dim), torch.nan, dtype=dtype)) for _ in range(2))
+    query = of_wider(torch.full((len(contexts) * num_queries, num_heads, head_dim), torch.nan, dtype=dtype))
+    blocks = torch.full((len(contexts), MAX_BLOCKS + 3), NUM_SLOTS // BLOCK_SIZE - 1)[:, :-3]
     visible = torch.zeros(len(contexts) * num_queries, dtype=torch.int64)
     slots = torch.full_like(visible, NUM_SLOTS - 1)
     for index, (before, count) in enumerate(contexts):
@@ -147,6 +150,14 @@ def test_a_program_reads_several_parts_of_a_context_that_is_long(
     before, count = CONTEXTS[3]
     alone = triton(*scene(heads, [(0, 0)] * 3 + [(before, count)], count, torch.float32))
     assert torch.equal(alone[-count:], whole.unflatten(0, (-1, 5))[3, :count])
+
+
+@needs_triton
+@pytest.mark.parametrize("kernel", ["splits", "packed"])
+def test_long_contexts_are_added_up_in_float32(monkeypatch: pytest.MonkeyPatch, kernel: str) -> None:
+    """Not in float16, one rounding of which is 2.4e-4."""
+    monkeypatch.setattr("speculative.gpu.paged_attention._MOST_PROGRAMS", 2)
+    assert error_of(kernel, torch.float16, CPU) < 2e-5
 
 
 @needs_triton

@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import importlib.util
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from speculative.engine import EngineCore
 from speculative.errors import ConfigError
 from speculative.gpu.capture import Capturer
 from speculative.gpu.operators import GraphOperators
+from speculative.gpu.row_judge import RowFields
 from speculative.gpu.staged_inputs import StagedInputs
 from speculative.gpu.target_graph import TargetPass
 from speculative.kernels import chosen
@@ -41,6 +43,9 @@ from tests.support.graph_scenes import (
 from tests.support.graph_scenes import MIXED as ALL_WISHES
 from tests.support.pretended_cuda import PretendedCuda
 
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton is not installed: `pip install triton`"
+)
 ALL = ("none", "ngram", "suffix", "draft_model", "eagle3", "mtp")
 WITH_WEIGHTS = ("draft_model", "eagle3", "mtp")
 SHORT, MIXED = ([dataclasses.replace(one, max_tokens=10) for one in many] for many in (PLAIN, ALL_WISHES))
@@ -381,6 +386,59 @@ def test_what_no_capture_may_hold_is_found(load: Load, monkeypatch: pytest.Monke
     monkeypatch.setattr(TargetPass, "_compute", spoiled_compute(change))
     with PretendedCuda(capture_beforehand=True), pytest.raises(RuntimeError, match=message):
         load(device="cuda", max_num_seqs=1)
+
+
+def test_a_launcher_that_waits_is_found(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    from speculative.gpu.triton_judge import TritonJudge
+
+    judge = TritonJudge.__call__
+
+    def waiting(self: TritonJudge, logits: Tensor, rows: RowFields, sampled: Any) -> Any:
+        assert bool(rows.checked.any()) in (True, False)
+        return judge(self, logits, rows, sampled)
+
+    monkeypatch.setattr(TritonJudge, "__call__", waiting)
+    with PretendedCuda(capture_beforehand=True), pytest.raises(RuntimeError, match="capturing: __bool__"):
+        load(device="cuda", max_num_seqs=1)
+
+
+@pytest.mark.parametrize("fault", ["6 warps", "a host tensor", "strides", "without all of its arguments"])
+def test_a_launch_that_a_gpu_would_refuse_is_found(fault: str) -> None:
+    from speculative.gpu.triton_noise import _choose
+
+    with PretendedCuda():
+        given = {name: torch.zeros((4, 4), device="cuda") for name in ("coupled", "best", "places", "columns")}
+        sizes = {"NUM_BLOCKS": 4, "PADDED": 4}
+        _choose[(4,)](*given.values(), **sizes)
+        if fault == "6 warps":
+            sizes["num_warps"] = 6
+        elif fault == "a host tensor":
+            given["best"] = torch.zeros((4, 4))
+        elif fault == "strides":
+            given["best"] = given["best"].T
+        else:
+            del sizes["PADDED"]
+        with pytest.raises(AssertionError, match=fault):
+            _choose[(4,)](*given.values(), **sizes)
+
+
+@pytest.mark.parametrize("fault", ["is sent again", "was filled again"])
+def test_a_buffer_that_is_filled_before_its_copy_is_done_is_found(
+    load: Load, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """Also where steps end with a wait for something else, as all do today."""
+    next_host = StagedInputs.next_host
+
+    def hasty(self: StagedInputs) -> Any:
+        if fault == "is sent again":
+            self._turn = (self._turn + 1) % len(self._hosts)
+            return self._arrays[self._turn]
+        self._hosts[(self._turn + 1) % len(self._hosts)].fill_(1)
+        return next_host(self)
+
+    monkeypatch.setattr(StagedInputs, "next_host", hasty)
+    with PretendedCuda(), pytest.raises(AssertionError, match=fault):
+        answers(load(device="cuda", max_num_seqs=1), SHORT)
 
 
 def test_inputs_that_were_not_sent_are_found(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:

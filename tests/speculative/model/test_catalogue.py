@@ -22,7 +22,8 @@ from speculative.model import catalogue
 from speculative.model.catalogue import CATALOGUE, CatalogueModel, FetchFailed, fetch_model
 from speculative.model.config import ModelConfig
 from speculative.model.loading import load_decoder, resolve_model
-from tests.support.tiny_models import write_tiny_gguf, write_tiny_model
+from tests.support.tiny_gguf import write_tiny_gguf
+from tests.support.tiny_models import write_tiny_model
 
 MEMBER = "tiny_package/tiny.gguf"
 

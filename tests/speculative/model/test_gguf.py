@@ -16,7 +16,8 @@ from speculative.model.config import ModelConfig
 from speculative.model.gguf import convert_gguf
 from speculative.model.loading import load_decoder
 from speculative.model.quantized import load_quantized
-from tests.support.tiny_models import CHAT_TEMPLATE, write_tiny_gguf, write_tiny_model
+from tests.support.tiny_gguf import write_tiny_gguf
+from tests.support.tiny_models import CHAT_TEMPLATE, write_tiny_model
 
 
 def converted(folder: Path, family: str = "llama", **changes: object) -> tuple[Path, Path]:

@@ -1,0 +1,30 @@
+"""The folder in which Triton keeps what it compiles."""
+
+from pathlib import Path
+
+import pytest
+
+from speculative.config import keep_triton_kernels
+
+
+def test_kernels_are_kept_in_the_cache_unless_somebody_says_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    triton_cache = "TRITON_CACHE_DIR"
+    monkeypatch.setenv(triton_cache, str(tmp_path / "elsewhere"))
+    assert keep_triton_kernels() == tmp_path / "elsewhere"
+    monkeypatch.delenv(triton_cache)
+    monkeypatch.setenv("TRUESPEC_CACHE", str(tmp_path / "cache"))
+    assert keep_triton_kernels() == tmp_path / "cache" / "kernels" / "triton"
+    knobs = pytest.importorskip("triton").knobs
+    assert knobs.cache.dir == str(tmp_path / "cache" / "kernels" / "triton")
+
+
+def test_a_cache_that_cannot_be_written_to_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "cache").write_text("a file")
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    monkeypatch.setenv("TRUESPEC_CACHE", str(tmp_path / "cache"))
+    assert keep_triton_kernels() is None
+    assert "each start compiles them anew" in caplog.text
