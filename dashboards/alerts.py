@@ -45,6 +45,7 @@ _OF_JOB = "{{ with $labels.job }} (job {{ . }}){{ end }}"
 _15M, _30M, _1H = (QueryScope("", window, KEEP) for window in ("15m", "30m", "1h"))
 _POOL = QueryScope("", "1h", (*KEEP, "pool"))
 _REPLICA = QueryScope("", "1h", (*KEEP, "pool", "replica"))
+_ROUTER = 'pool="router"'
 _ERROR, _FAILED = 'outcome="error"', 'result="failed"'
 _RECENT_FAILURES = _1H.gauge("recent_replay_failures", "answered_by")
 _SERVER_ERROR = 'code=~"5..",code!="503"'  # 503 is TruespecRequestsTurnedAway's
@@ -82,7 +83,7 @@ _BAD_GATEWAY = queries.events_of(f'{_PROXIED}{{status_code=~"5..",status_code!="
 _IS_RELEASE = f"and count {_OF_RELEASE} ({_WANTED_SERIES})"
 _HAPROXIES = "ray_serve_haproxy_process_count"  # on one node; 0 once its process is dead
 _PROXIES_GONE = f"count {_OF_RELEASE} (present_over_time({_HAPROXIES}[1h])) unless count {_OF_RELEASE} ({_HAPROXIES})"
-_HAS_ROUTER = _1H.gauge("replicas_wanted", how="max", where='pool="router"') + " > 0"
+_HAS_ROUTER = _1H.gauge("replicas_wanted", how="max", where=_ROUTER) + " > 0"
 _THRESHOLD, _MINIMUM = "$threshold", "$minimum"  # in an expression: what the chart's values may change
 
 
@@ -558,14 +559,16 @@ ALERTS = (
     ),
     Alert(
         "TruespecRequestsInterrupted",
-        f"{_15M.events('requests_interrupted_total')} >= {_MINIMUM} unless {_HAS_ROUTER}",
+        f"({_15M.events('requests_interrupted_total', where=_ROUTER)} "
+        f"or {_15M.events('requests_interrupted_total')} unless {_HAS_ROUTER}) >= {_MINIMUM}",
         "0m",
         "warning",
         "{{ $value | humanize }} requests of {{ $labels.model_name }} were lost with their replica.",
         "A replica died with requests. Their clients got an error without JSON from the proxy, or a stream that was "
         "cut; no other metric of truespec has them, since whoever counts died with them.",
-        "Why it died: out of memory (the pod's last state), a CUDA error, an engine fault (the replica's log). With a "
-        "router (`pools.router`) this alert is silent: it counts what its requests come to.",
+        "Why it died: out of memory (the pod's last state), a CUDA error, an engine fault (the replica's log). Of a "
+        "service with a router (`pools.router`) only the router's own death counts: it resumes or fails what is lost "
+        "elsewhere, and counts that.",
         "As for TruespecReplicasRestart. A router with `recovery.resume` has such streams go on elsewhere.",
         commands=(
             shell.promql("sum by (pool) (increase(truespec_requests_interrupted_total{}[15m]))"),

@@ -49,7 +49,7 @@ _TITLES = {
 }
 _COUNTS = re.compile(
     r"ray_(truespec_(requests_interrupted|replica_restarts|resumes|prefill_failures|handoff_refusals)_total"
-    r'|truespec_requests_total\{.*outcome="(error|abort)"|serve_num_http_requests_total\{.*status_code="5)'
+    r'|truespec_requests_total\{.*outcome="(error|abort)"|serve_num_http_requests_total\{.*status_code="(404|5))'
 )
 _LOSSES = ("requests_interrupted_total", "requests_total{", "serve_num_http_requests_total{")
 _NOT_ACCEPTED = ("refused", "no reply")

@@ -148,7 +148,7 @@ class ControllerClient(PartClient):
     """A client of the controller: replicas report to it and ask it through this."""
 
     report = Call(ReplicaReports.report)
-    count = Call(PrometheusSink.apply)  # what a replica without an engine counted
+    count = Call(ReplicaReports.count)
     wanted_weights = Call(ReplicaReports.wanted_weights)
     submit = Call(ReplayChecker.submit)
     check = Call(ReplayChecker.check)

@@ -6,7 +6,7 @@ from typing import Any
 from serve_app.guard.heartbeat import Orders, Report
 from serve_app.guard.replica_registry import ReplicaRegistry
 from serve_app.page.status import StatusBook
-from serve_app.telemetry.metrics import PrometheusSink
+from serve_app.telemetry.metrics import MetricBatch, PrometheusSink
 from serve_app.weights.coordinator import WeightCoordinator
 from serve_app.weights.desired_state import DesiredState
 
@@ -28,6 +28,11 @@ class ReplicaReports:
         self._registry = registry
         self._weights = weights
         self._page = page
+
+    def count(self, batch: MetricBatch) -> None:
+        """Take in what a replica without an engine counted."""
+        self._sums.apply(batch)
+        self._registry.note_requests(batch)
 
     def report(self, report: Report) -> Orders:
         """Take in what a replica counted and did, and answer with what it is to do."""

@@ -11,6 +11,7 @@ from serve_app.guard.heartbeat import Orders, Report
 from serve_app.guard.referee_counts import RefereeCounts
 from serve_app.referee.incidents import IncidentKind
 from serve_app.referee.replica_book import ReplicaBook
+from serve_app.telemetry.metrics import MetricBatch
 from speculative.stats import CLIENTS_FAULT
 
 _FORGOTTEN_AFTER_S = 60.0  # a replica that has not reported for so long is gone
@@ -20,7 +21,7 @@ _ALARM_COUNTERS: dict[str, IncidentKind] = {  # of a replica; their last label n
     "truespec_selfcheck_violations_total": "invariant",
     "truespec_logprob_violations_total": "logprobs",
 }
-_REQUEST_GAUGES = ("truespec_requests_running", "truespec_requests_waiting")
+_REQUEST_GAUGES = ("truespec_requests_running", "truespec_requests_waiting", "truespec_requests_routed")
 
 
 @dataclass(slots=True)
@@ -46,6 +47,7 @@ class ReplicaRegistry:
         self._counts = counts
         self._clock = clock
         self._replicas: dict[str, _Replica] = {}
+        self._requests: dict[str, tuple[float, int]] = {}  # replica, a router too -> reported at, requests of clients
         self._mode: Mode | None = None  # ordered for all replicas, including future ones
 
     def on_heartbeat(self, report: Report) -> Orders:
@@ -55,6 +57,7 @@ class ReplicaRegistry:
         known = self._replicas.get(name)
         ordered = self._mode if known is None else known.ordered
         self._replicas[name] = _Replica(report, now)
+        self.note_requests(report.batch)
         book.observe(name, since=status.since, plain=status.decodes_plainly)
         for (metric, labels), value in report.batch.counters.items():
             kind = _ALARM_COUNTERS.get(metric)
@@ -68,6 +71,13 @@ class ReplicaRegistry:
         self._replicas = {key: one for key, one in self._replicas.items() if one.reported_at > gone}
         book.forget(gone)
         return Orders(book.take_findings(name), ordered)
+
+    def note_requests(self, batch: MetricBatch) -> None:
+        """Note how many requests of clients are on a replica, which may be a router without a breaker."""
+        now = self._clock()
+        number = int(sum(value for (metric, _), value in batch.gauges.items() if metric in _REQUEST_GAUGES))
+        self._requests[batch.source] = (now, number)
+        self._requests = {key: one for key, one in self._requests.items() if one[0] > now - _FORGOTTEN_AFTER_S}
 
     def order(self, mode: Mode, name: str | None) -> list[dict[str, object]] | None:
         """Set who decides about speculation, for one replica, or for all including future ones.
@@ -84,11 +94,8 @@ class ReplicaRegistry:
         return self.statuses()
 
     def requests_on(self, name: str) -> int:
-        """Return how many requests of clients ran or waited on a replica when it last reported; 0 for one that is not
-        known."""
-        known = self._replicas.get(name)
-        gauges = {} if known is None else known.report.batch.gauges
-        return int(sum(value for (metric, _), value in gauges.items() if metric in _REQUEST_GAUGES))
+        """Return how many requests of clients were on a replica when it last reported; 0 for one that is not known."""
+        return self._requests.get(name, (0.0, 0))[1]
 
     def statuses(self) -> list[dict[str, object]]:
         """Every replica's status."""

@@ -226,6 +226,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     _gauge("requests_running", "requests", "Client requests being computed."),
     _gauge("requests_waiting", "requests", "Client requests waiting for room in the engine."),
+    _gauge("requests_routed", "requests", "Client requests whose streams a router passes on."),
     _histogram("time_to_first_token_seconds", "seconds", "From a request's arrival to its first token.", _REQUEST_S),
     _histogram(
         "inter_token_latency_seconds", "seconds", "Between two messages of a stream, per token of the later.", _TOKEN_S

@@ -121,7 +121,7 @@ def test_every_module_is_imported_from_it_without_packages_for_development(unpac
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--help"], "lossless"),
+        (["--help"], "the model's own"),
         (["config", "check", "--file-only", "demo"], "configs/demo.yaml: fine"),
         (["config", "show", "resilient"], "applications:"),
         (["model", "list"], "smollm2-135m"),

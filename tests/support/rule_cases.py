@@ -598,6 +598,13 @@ CASES: tuple[Case, ...] = (
         "15m",
     ),
     Case(
+        "TruespecRequestsInterrupted",
+        "the router itself died",
+        {"requests_interrupted_total pool=router": "0x10 6x30", "replicas_wanted pool=router": "1x60"},
+        "15m",
+        Fires("6 requests of tiny were lost with their replica."),
+    ),
+    Case(
         "TruespecProxyErrors",
         "replicas die behind HAProxy",
         {

@@ -49,4 +49,10 @@ def test_the_requests_that_a_replica_had_are_known_while_it_is_remembered() -> N
     registry.on_heartbeat(
         Report(ReplicaStatus("r1", "decode", BreakerState.CLOSED, Mode.AUTO, 0.0, ""), buffer.drain())
     )
-    assert (registry.requests_on("r1"), registry.requests_on("r2")) == (5, 0)
+    router = BufferSink("router")
+    Metrics([router], model_name="m", pool="router").gauge("truespec_requests_routed", 4)
+    registry.note_requests(router.drain())
+    assert [registry.requests_on(name) for name in ("r1", "router", "r2")] == [5, 4, 0]
+    clock.now += 1000
+    registry.note_requests(buffer.drain())
+    assert [registry.requests_on(name) for name in ("r1", "router")] == [5, 0]
