@@ -85,9 +85,12 @@ def write_deaths(path: Path, deaths: Sequence[Death], command: str, model: str) 
     table = markdown.table(ReportTable("", _DEATH_COLUMNS, list(map(_death_row, deaths))))
     body = f"""## One process of each kind killed: {model}
 
-`{command}`, {_when_and_where()}. A head and a node for each replica, with a proxy on each. New requests come every half
-second. A raylet's node and the head are started again at once, as a kubelet does. Metrics are those of Ray's agents,
-without `truespec_`; alerts are evaluated by Prometheus, with the chart's windows.
+`{command}`, {_when_and_where()}.
+
+There are a head and a node for each replica, with a proxy on each. With HAProxy, whose files and ports two nodes of one
+machine would share, all is on one node. New requests come every half second. A raylet's node and the head are started
+again at once, as a kubelet does. Metrics are those of Ray's agents, without `truespec_`; Prometheus evaluates the alerts
+with the chart's windows.
 
 {table}"""
     write_section(path, "deaths", model, body, head=_HEAD)
