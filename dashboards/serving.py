@@ -91,12 +91,14 @@ _INTER_TOKEN = Panel(
 )
 _LOAD = Panel(
     title="Requests running and waiting",
-    description="Client requests being computed and waiting for room in an engine, over the chosen replicas, plus "
-    "replays. A waiting count that keeps growing means that the service is too small for its traffic.",
+    description="Client requests being computed, waiting for room in an engine, and passed on by a router, over the "
+    "chosen replicas, plus replays. A waiting count that keeps growing means that the service is too small for its "
+    "traffic.",
     queries=(
         Query(REPLICA.gauge("requests_running", "pool"), "running {{pool}}"),
         Query(REPLICA.gauge("requests_waiting", "pool"), "waiting {{pool}}"),
         Query(REPLICA.gauge("replays_running", "pool"), "replayed {{pool}}"),
+        Query(REPLICA.gauge("requests_routed", "pool"), "passed on by {{pool}}"),
     ),
 )
 _REPLICAS = Panel(
