@@ -98,7 +98,7 @@ _LOAD = Panel(
         Query(REPLICA.gauge("requests_running", "pool"), "running {{pool}}"),
         Query(REPLICA.gauge("requests_waiting", "pool"), "waiting {{pool}}"),
         Query(REPLICA.gauge("replays_running", "pool"), "replayed {{pool}}"),
-        Query(REPLICA.gauge("requests_routed", "pool"), "passed on by {{pool}}"),
+        Query(REPLICA.gauge("requests_routed", "pool"), "passed on by {{pool}}", sparse=True),
     ),
 )
 _REPLICAS = Panel(
