@@ -7,7 +7,12 @@ from serve_app.telemetry.metric_names import FIRST_TOKEN_LIMIT_S, KV_FULL
 
 HANDOFF_FAILURE_LIMIT = PREFILL_FAILURE_LIMIT = 0.01
 NOT_OK = 'result!="ok"'
-_QUANTILES = (0.5, 0.95, 0.99)
+
+
+def _quantiles(histogram: str) -> tuple[Query, ...]:
+    return tuple(Query(PAGE.quantile(q, histogram), f"p{100 * q:g}") for q in (0.5, 0.95, 0.99))
+
+
 _FIRST_TOKEN_STEPS: Steps = ((None, "green"), (FIRST_TOKEN_LIMIT_S, "red"))
 _FULL_STEPS: Steps = ((None, "green"), (0.8, "yellow"), (KV_FULL, "red"))
 
@@ -79,7 +84,7 @@ _FIRST_TOKEN = Panel(
     description=f"From a request's arrival to its first token. Above {FIRST_TOKEN_LIMIT_S:g} s at p95 an alert fires: "
     "the prefill pool is too small, prompts have grown, or the queue is long.",
     unit="s",
-    queries=tuple(Query(PAGE.quantile(q, "time_to_first_token_seconds"), f"p{100 * q:g}") for q in _QUANTILES),
+    queries=_quantiles("time_to_first_token_seconds"),
     steps=_FIRST_TOKEN_STEPS,
 )
 _INTER_TOKEN = Panel(
@@ -87,7 +92,7 @@ _INTER_TOKEN = Panel(
     description="Between two messages of a stream, per token of the later one. It rises with the load of the decode "
     "pool, with long contexts, and when acceptance falls.",
     unit="s",
-    queries=tuple(Query(PAGE.quantile(q, "inter_token_latency_seconds"), f"p{100 * q:g}") for q in _QUANTILES),
+    queries=_quantiles("inter_token_latency_seconds"),
 )
 _LOAD = Panel(
     title="Requests running and waiting",
@@ -294,14 +299,14 @@ _QUEUE_TIME = Panel(
     description="From a request's arrival to its first step. If this makes up most of the time to first token, the "
     "service is too small; if not, prompts are long.",
     unit="s",
-    queries=tuple(Query(PAGE.quantile(q, "queue_time_seconds"), f"p{100 * q:g}") for q in _QUANTILES),
+    queries=_quantiles("queue_time_seconds"),
 )
 _DURATION = Panel(
     title="Whole requests",
     description="From arrival to the last token, of requests that ended with stop or length. It grows with the length "
     "of answers; if it grows and they do not, see which part does.",
     unit="s",
-    queries=tuple(Query(PAGE.quantile(q, "request_duration_seconds"), f"p{100 * q:g}") for q in _QUANTILES),
+    queries=_quantiles("request_duration_seconds"),
 )
 _PARTS = Panel(
     title="Parts of a request",
@@ -315,7 +320,7 @@ _PER_TOKEN = Panel(
     description="Decode time of a request by its tokens after the first: the speed at which a client reads. It rises "
     "with the load of the decode pool, and when acceptance falls.",
     unit="s",
-    queries=tuple(Query(PAGE.quantile(q, "time_per_output_token_seconds"), f"p{100 * q:g}") for q in _QUANTILES),
+    queries=_quantiles("time_per_output_token_seconds"),
 )
 _LENGTHS = Panel(
     title="Lengths of prompts and answers",

@@ -102,7 +102,7 @@ def launches_compiled(capability: int) -> Iterator[Counter[str]]:
 
 
 class _Driver:
-    """Of a GPU of which only the name is asked."""
+    """A stand-in for the driver of a GPU, which is asked for its architecture only."""
 
     def __init__(self, capability: int) -> None:
         self._target = GPUTarget("cuda", capability, 32)

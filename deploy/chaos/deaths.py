@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from threading import Barrier, BrokenBarrierError, Event
 
@@ -21,11 +21,12 @@ import httpx
 import yaml
 
 import dashboards
-from deploy.chaos.nodes import POOL_LABEL, LocalCluster, NodeShape, local_cluster, one_node_a_replica
+from deploy.chaos.nodes import LocalCluster, NodeShape, local_cluster, one_node_a_replica
 from deploy.chaos.prometheus import running_prometheus
+from deploy.chaos.replicas import command_line
 from deploy.chaos.streams import complete
 from deploy.exchange.client import Attempt, Client
-from deploy.run.ports import free_ports
+from deploy.run.ports import ESTABLISHED, LISTENING, free_ports, pids_of_port
 from serve_app.config.serve_file import ServeFile
 from speculative.errors import TruespecError
 
@@ -138,7 +139,7 @@ def _processes(service: "_Service") -> list[str]:
 @contextlib.contextmanager
 def _served(file: ServeFile, route: str, *, redis: bool, progress: Progress) -> Iterator["_Service"]:
     """A cluster of its own, with the service and a Prometheus."""
-    placed, head, shapes = _with_router_on_nodes(*one_node_a_replica(_by(file, route)))
+    placed, head, shapes = one_node_a_replica(_by(file, route), router_on_head=False)
     if route == _HAPROXY:  # HAProxy and what it asks keep files and ports of a machine, which such nodes would share
         placed, head, shapes = _by(file, route), NodeShape(sum(shape.num_cpus for shape in shapes), {}), []
     settings = {_HA_PROXY: str(int(route == _HAPROXY))}
@@ -178,23 +179,6 @@ def _by(file: ServeFile, route: str) -> ServeFile:
         args = args.model_copy(update={"pools": args.pools.model_copy(update={"router": None}), "recovery": recovery})
     application = file.application.model_copy(update={"args": args})
     return file.model_copy(update={"applications": [application], "proxy_location": "EveryNode"})
-
-
-def _with_router_on_nodes(
-    placed: ServeFile, head: NodeShape, shapes: list[NodeShape]
-) -> tuple[ServeFile, NodeShape, list[NodeShape]]:
-    """The router on a node of the decoding pool, as the chart has it, and not on the head."""
-    args = placed.application.args
-    if args.pools.router is None:
-        return placed, head, shapes
-    there = {POOL_LABEL: args.decoding_pool}
-    router = args.pools.router.model_copy(update={"label_selector": there})
-    args = args.model_copy(update={"pools": args.pools.model_copy(update={"router": router})})
-    application = placed.application.model_copy(update={"args": args})
-    wider = [
-        replace(shape, num_cpus=shape.num_cpus + head.num_cpus) if shape.labels == there else shape for shape in shapes
-    ]
-    return placed.model_copy(update={"applications": [application]}), replace(head, num_cpus=0), wider
 
 
 @contextlib.contextmanager
@@ -302,13 +286,15 @@ class _Service:
         if process in (_HEAD, _HEAD_REDIS):
             self._start_head()
             return self._keep_head
-        known = [pid for pid, kind in self._known() if kind == process]
-        on_nodes = {pid for node in self._cluster.nodes for pid in node.pids}
-        # A raylet of the decoding pool's: the others' deaths are smaller.
-        beside = {pid for pid, kind in self._known() if kind == _DECODES}
-        nodes = [set(node.pids) for node in self._cluster.nodes if not beside.isdisjoint(node.pids)]
-        here = [pid for pid in known if any(pid in node for node in nodes)] or [pid for pid in known if pid in on_nodes]
-        os.kill((here or known)[0], signal.SIGKILL)
+        known, nodes = self._known(), [set(node.pids) for node in self._cluster.nodes]
+        decodes = {pid for pid, kind in known if kind == _DECODES}
+        on_nodes = set[int]().union(*nodes)
+        beside_decodes = set[int]().union(*(node for node in nodes if node & decodes))  # others' deaths are smaller
+        chosen = min(
+            (pid for pid, kind in known if kind == process),
+            key=lambda pid: (pid not in beside_decodes, pid not in on_nodes),
+        )
+        os.kill(chosen, signal.SIGKILL)
         return self._replace_ended
 
     def _replace_ended(self) -> None:
@@ -367,14 +353,13 @@ class _Service:
 
     def _known(self) -> list[tuple[int, str]]:
         """Processes of the cluster whose kind has a name here."""
-        listening = set(_pids_of_port(self._port, "0A"))
+        listening = set(pids_of_port(self._port, LISTENING))
         found = []
         for pid in self._pids():
-            with contextlib.suppress(OSError):
-                title = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                kinds = [kind for kind, pattern in _TITLES.items() if re.match(pattern, title)]
-                kinds += [_PROXY] if pid in listening else []
-                found += [(pid, kind) for kind in kinds[:1]]
+            title = command_line(pid).replace(b"\0", b" ").decode(errors="replace")
+            kinds = [kind for kind, pattern in _TITLES.items() if re.match(pattern, title)]
+            kinds += [_PROXY] if pid in listening else []
+            found += [(pid, kind) for kind in kinds[:1]]
         return found
 
     def _pids(self) -> list[int]:
@@ -383,7 +368,7 @@ class _Service:
     def _through_head(self) -> int:
         """Number of connections to the service's port that a process of the head has, where others have proxies."""
         ours = set(self._cluster.head.pids) if self._cluster.nodes else set()
-        return sum(pid in ours for pid in _pids_of_port(self._port, "01"))
+        return sum(pid in ours for pid in pids_of_port(self._port, ESTABLISHED))
 
     def _exporters(self) -> list[str]:
         ports = [self._cluster.head.metrics_port, *(node.metrics_port for node in self._cluster.nodes)]
@@ -414,27 +399,6 @@ class _Service:
                 raised[name] = "firing" if "firing" in (state, raised.get(name)) else state
 
 
-def _pids_of_port(port: int, state: str) -> list[int]:
-    """Processes that have a socket of this local port in this state of /proc/net/tcp, one for each socket."""
-    inodes = Counter[str]()
-    for table in ("tcp", "tcp6"):
-        with contextlib.suppress(OSError):
-            for line in Path("/proc/net", table).read_text(encoding="ascii").splitlines()[1:]:
-                fields = line.split()
-                if fields[3] == state and int(fields[1].rpartition(":")[2], 16) == port:
-                    inodes[f"socket:[{fields[9]}]"] += 1
-    files = Path("/proc").glob("[0-9]*/fd/*") if inodes else ()
-    return [int(file.parts[2]) for file in files if _target(file) in inodes]
-
-
-def _target(link: Path) -> str:
-    """Return the place that a link points to; none once its process has closed it."""
-    try:
-        return str(link.readlink())
-    except OSError:
-        return ""
-
-
 def _result(attempt: Attempt) -> str:
     """The result of a request, in a word or two."""
     if complete(attempt):
@@ -448,11 +412,11 @@ def _result(attempt: Attempt) -> str:
 
 def _increases(before: Series, after: Series) -> dict[str, float]:
     """Sum the increases of each metric; a series that is gone has none."""
-    found = Counter[str]()
+    found: dict[str, float] = {}
     for name, value in after.items():
         if (rise := value - before.get(name, 0.0)) > 0:
-            found[_short(name)] += rise  # type: ignore[assignment]
-    return dict(found)
+            found[_short(name)] = found.get(_short(name), 0.0) + rise
+    return found
 
 
 def _short(series: str) -> str:

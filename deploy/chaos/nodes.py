@@ -58,9 +58,16 @@ class NodeShape:
         return [f"--num-cpus={self.num_cpus}", f"--num-gpus={self.num_gpus}", *(["--labels", labels] if labels else [])]
 
 
-def one_node_a_replica(file: ServeFile) -> tuple[ServeFile, NodeShape, list[NodeShape]]:
-    """The configuration with its replicas on nodes of their own, as the chart places them; the head's shape, which has
-    the router and the controller; and those of the other nodes.
+def one_node_a_replica(file: ServeFile, *, router_on_head: bool = True) -> tuple[ServeFile, NodeShape, list[NodeShape]]:
+    """Place each replica on a node of its own, as the chart does, and the controller on the head.
+
+    Args:
+        file: the configuration.
+        router_on_head: the router is there as well, where it survives the death of a node; else on a node of the
+            decoding pool, as in the chart.
+
+    Returns:
+        The configuration with these places, the head's shape, and those of the other nodes.
 
     Raises:
         ConfigError: a replica needs a GPU: the nodes of one machine would share it without knowing of each other.
@@ -78,17 +85,18 @@ def one_node_a_replica(file: ServeFile) -> tuple[ServeFile, NodeShape, list[Node
         labels, num_cpus = {POOL_LABEL: name}, max(1, ceil(pool.num_cpus))  # a node has room for one
         sections[name] = pool.model_copy(update={"label_selector": labels, "num_cpus": num_cpus})
         nodes += [NodeShape(num_cpus, labels)] * pool.most_replicas
-    router, head_cpus = args.router, 0
-    if router is not None:
-        sections["router"] = router.model_copy(update={"label_selector": {POOL_LABEL: _HEAD}})
-        head_cpus = ceil(router.replicas * router.num_cpus)
+    head = NodeShape(0, {POOL_LABEL: _HEAD})
+    if (router := args.router) is not None:
+        place = {POOL_LABEL: _HEAD if router_on_head else args.decoding_pool}
+        sections["router"] = router.model_copy(update={"label_selector": place})
+        num_cpus = ceil(router.replicas * router.num_cpus)
+        head, *nodes = (
+            replace(node, num_cpus=node.num_cpus + num_cpus) if node.labels == place else node
+            for node in (head, *nodes)
+        )
     placed = args.model_copy(update={"pools": args.pools.model_copy(update=sections)})
     application = file.application.model_copy(update={"args": placed, "deployments": []})
-    return (
-        file.model_copy(update={"applications": [application]}),
-        NodeShape(head_cpus, {POOL_LABEL: _HEAD}),
-        nodes,
-    )
+    return file.model_copy(update={"applications": [application]}), head, nodes
 
 
 class Node:

@@ -28,8 +28,8 @@ def replica_pids(app: str, deployment: str) -> list[int]:
     title = f"ray::ServeReplica:{app}:{deployment}".encode()
     session = global_worker.node.session_name.encode() if ray.is_initialized() else b""
     pids = (int(folder.name) for folder in Path("/proc").glob("[0-9]*"))
-    titled = (pid for pid in pids if title in _command_line(pid))
-    return sorted(pid for pid in titled if session in _command_line(_parent(pid)))
+    titled = (pid for pid in pids if title in command_line(pid))
+    return sorted(pid for pid in titled if session in command_line(_parent(pid)))
 
 
 def memory_bytes(app: str) -> int:
@@ -43,7 +43,7 @@ def memory_bytes(app: str) -> int:
     return sum(_number_in(rollup, "Pss:") for rollup in rollups) * 1024
 
 
-def _command_line(pid: int) -> bytes:
+def command_line(pid: int) -> bytes:
     """Read the command line of a process; empty if it has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()

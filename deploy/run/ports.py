@@ -17,7 +17,7 @@ from serve_app.config.serve_file import HttpOptions
 from speculative.errors import ConfigError
 
 _ASK_S = 2.0
-_LISTENING = "0A"  # the state's name in /proc/net/tcp
+LISTENING, ESTABLISHED = "0A", "01"  # states of sockets in /proc/net/tcp
 _COMMAND_LENGTH = 100
 _HOST, _PORT = "http_options.host", "http_options.port"
 
@@ -60,6 +60,30 @@ def free_ports(number: int) -> list[int]:
         if len(found) == number:
             return found
     raise ConfigError(f"{number} free ports were not found between 20000 and 32000 of this machine")
+
+
+def pids_of_port(port: int, state: str) -> list[int]:
+    """Processes that have a socket of this local port, at any address, in this state: one for each socket. Only those
+    that may be inspected; none without /proc."""
+    inodes = {f"socket:[{inode}]" for table in ("tcp", "tcp6") for inode in _inodes(table, port, state)}
+    files = Path("/proc").glob("[0-9]*/fd/*") if inodes else ()
+    return [int(file.parts[2]) for file in files if _target(file) in inodes]
+
+
+def _inodes(table: str, port: int, state: str) -> Iterator[str]:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/net", table).read_text(encoding="ascii").splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == state and int(fields[1].rpartition(":")[2], 16) == port:
+                yield fields[9]
+
+
+def _target(link: Path) -> str:
+    """Return the place that a link points to; none once its process has closed it, or where it is somebody else's."""
+    try:
+        return str(link.readlink())
+    except OSError:
+        return ""
 
 
 def _bind(http: HttpOptions, port: int) -> int:
@@ -109,18 +133,7 @@ def _service(http: HttpOptions) -> str | None:
 
 def _processes(port: int) -> Iterator[str]:
     """Processes listening on the port that may be inspected; none without /proc."""
-    inodes = {f"socket:[{inode}]" for table in ("tcp", "tcp6") for inode in _listening(table, port)}
-    for process in Path("/proc").glob("[0-9]*") if inodes else ():
-        with contextlib.suppress(OSError):  # it has ended, or is somebody else's
-            if any(str(file.readlink()) in inodes for file in (process / "fd").iterdir()):
-                command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-                yield f"process {process.name} ({command[:_COMMAND_LENGTH]})"
-
-
-def _listening(table: str, port: int) -> Iterator[str]:
-    """Inodes of the sockets that listen on a port, at any address."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/net", table).read_text(encoding="ascii").splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == _LISTENING and int(fields[1].rpartition(":")[2], 16) == port:
-                yield fields[9]
+    for pid in dict.fromkeys(pids_of_port(port, LISTENING)):
+        with contextlib.suppress(OSError):  # it has ended
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+            yield f"process {pid} ({command[:_COMMAND_LENGTH]})"

@@ -173,8 +173,8 @@ def _comment_above(lines: list[str], number: int) -> str:
 def versioned(chart: Path = CHART) -> str:
     """Chart.yaml: with the next version where what the chart installs is no longer what its digest says.
 
-    The version of a release, X.Y.Z, is followed by X.Y.(Z + 1)-dev.1 and so on, so that `helm history` tells charts
-    apart which nobody released.
+    The version of a release, X.Y.Z, is followed by X.Y.(Z + 1)-dev.1 and so on, so that `helm history`
+    distinguishes the charts between two releases.
     """
     text = (chart / "Chart.yaml").read_text(encoding="utf-8")
     found = _VERSION.search(text)
@@ -189,7 +189,7 @@ def versioned(chart: Path = CHART) -> str:
 
 
 def _digest(chart: Path) -> str:
-    """Of all that decides what the chart installs, Chart.yaml excepted."""
+    """Digest everything that decides what the chart installs, except Chart.yaml."""
     files = {name: chart / name for name in ("values.yaml", "values.schema.json")}
     for folder in ("templates", "files", "dashboards"):
         root = (chart / folder).resolve()

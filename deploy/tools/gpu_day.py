@@ -256,9 +256,12 @@ def main(
 ) -> None:
     """Run the GPU's day; what it writes lies in FOLDER, by default the folder that the variable OUT names."""
     folder = folder or Path(os.environ.get("OUT") or "build/gpu-day")
-    if prepares or joins or writes_tiny:
-        prepare(click.echo) if prepares else join(click.echo) if joins else write_tiny(folder / "tiny")
-        return
+    if prepares:
+        return prepare(click.echo)
+    if joins:
+        return join(click.echo)
+    if writes_tiny:
+        return write_tiny(folder / "tiny")
     known = stages(folder, rehearses=rehearse)
     unknown = sorted(set(only) - {stage.name for stage in known})
     if unknown:

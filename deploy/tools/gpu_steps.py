@@ -201,14 +201,8 @@ def profile_steps(shapes: tuple[str, ...]) -> None:
     on_gpu = device.type == "cuda"
     for shape in shapes:
         decoder = make_decoder(shape, device)
-        for load in (
-            (Load(2, 64, "none", {"top_p": 0.9}),)
-            if shape == "tiny"
-            else (
-                Load(1, 256, "none", {"top_p": 0.9}),
-                Load(64, 1500, "none", {"top_p": 0.9}),
-            )
-        ):
+        for streams, context in ((2, 64),) if shape == "tiny" else ((1, 256), (64, 1500)):
+            load = Load(streams, context, "none", {"top_p": 0.9})
             engine = start(decoder, load)
             with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as found:
                 for _ in range(8):

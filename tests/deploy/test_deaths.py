@@ -14,7 +14,7 @@ from deploy.chaos.nodes import POOL_LABEL, one_node_a_replica
 from deploy.chaos.page import write_deaths
 from deploy.cli.main import main
 from deploy.exchange.client import Client
-from deploy.run.ports import free_ports
+from deploy.run.ports import ESTABLISHED, LISTENING, free_ports, pids_of_port
 from serve_app.config.files import load_config
 from serve_app.config.serve_file import ServeFile
 from tests.support.fake_openai import BREAK, FakeOpenAI, Reply, completion, failure
@@ -81,7 +81,7 @@ def test_the_router_has_room_on_a_node_of_the_decoding_pool() -> None:
     """In a chart it is there: the death of the head must not take it along."""
     raw = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))
     raw["applications"][0]["args"]["pools"]["router"]["num_cpus"] = 1
-    placed, head, shapes = deaths._with_router_on_nodes(*one_node_a_replica(ServeFile.model_validate(raw)))
+    placed, head, shapes = one_node_a_replica(ServeFile.model_validate(raw), router_on_head=False)
     router = placed.application.effective_args.router
     assert router is not None and router.label_selector == {POOL_LABEL: "decode"} and head.num_cpus == 0
     assert sorted((shape.labels[POOL_LABEL], shape.num_cpus) for shape in shapes) == [
@@ -92,10 +92,10 @@ def test_the_router_has_room_on_a_node_of_the_decoding_pool() -> None:
 def test_processes_of_a_port() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        assert deaths._pids_of_port(port, "0A") == [os.getpid()]
-        assert deaths._pids_of_port(port, "01") == []
+        assert pids_of_port(port, LISTENING) == [os.getpid()]
+        assert pids_of_port(port, ESTABLISHED) == []
         with socket.create_connection(("127.0.0.1", port)), server.accept()[0]:
-            assert deaths._pids_of_port(port, "01") == [os.getpid()]
+            assert pids_of_port(port, ESTABLISHED) == [os.getpid()]
 
 
 def test_the_table(tmp_path: Path) -> None:

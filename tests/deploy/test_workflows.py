@@ -162,7 +162,7 @@ def test_a_link_that_leads_nowhere_stops_the_documentation(runner: Runner, tmp_p
 
 
 def test_the_images_of_both_processors_come_under_one_tag(tmp_path: Path) -> None:
-    """With a docker that writes down what it is told, and knows the digest of the tag."""
+    """With a docker that writes down its arguments, and knows the digest of the tag."""
     (tmp_path / "docker").write_text('#!/bin/sh\necho "$*" >> "$SAID"\ncase "$*" in *inspect*) echo sha256:cc;; esac\n')
     (tmp_path / "docker").chmod(0o755)
     (tmp_path / "tree" / "digests").mkdir(parents=True)

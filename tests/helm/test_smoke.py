@@ -3,14 +3,13 @@
 import json
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 from deploy.tools.chart import CHART
 from deploy.watch.proxy import HEALTH
+from tests.support.fake_http import QuietHandler, serving
 
 TOKENS = 3
 
@@ -20,7 +19,7 @@ def service(models: list[str]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """A server with these models: its URL, and the completions it was asked for."""
     asked: list[dict[str, Any]] = []
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(QuietHandler):
         def do_GET(self) -> None:
             answers = {
                 "/healthz": json.dumps({"status": "ok"}),
@@ -39,17 +38,8 @@ def service(models: list[str]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
             self.end_headers()
             self.wfile.write(text.encode())
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}", asked
-        finally:
-            server.shutdown()
-            thread.join()
+    with serving(Handler) as url:
+        yield url, asked
 
 
 def smoke(*urls: str, script: str = "smoke.py", seconds: str = "20") -> subprocess.CompletedProcess[str]:
@@ -78,23 +68,14 @@ def part(*answers: tuple[str, int, int]) -> Iterator[str]:
     waits = {path: not_ready for path, _, not_ready in answers}
     statuses = {path: status for path, status, _ in answers}
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(QuietHandler):
         def do_GET(self) -> None:
             waits[self.path] = waits.get(self.path, 0) - 1
             self.send_response(503 if waits[self.path] >= 0 else statuses.get(self.path, 404))
             self.end_headers()
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}"
-        finally:
-            server.shutdown()
-            thread.join()
+    with serving(Handler) as url:
+        yield url
 
 
 def test_a_watch_passes_once_its_server_answers_if_only_that_it_wants_a_key() -> None:

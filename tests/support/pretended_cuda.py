@@ -259,7 +259,7 @@ class PretendedCuda(TorchFunctionMode):
         assert num_warps > 0 and num_warps & (num_warps - 1) == 0, f"{name} has {num_warps} warps, no power of 2"
 
     def kernels(self, launch: Callable[[], Any], function: Callable[..., Any], *args: Any) -> Any:
-        """What a launcher computes: `launch` calls it, and `function` of the arguments has the numbers."""
+        """Run a launcher by `launch`, and return what `function` of the arguments computes."""
         self._in_launcher = True
         try:
             launch()
@@ -286,7 +286,7 @@ class PretendedCuda(TorchFunctionMode):
         )
 
     def _attend_packed(self, query: Tensor, keys: Tensor, values: Tensor, rows: PackedRows) -> Tensor:
-        """Of `TritonAttendPacked`."""
+        """Stand in for `TritonAttendPacked`."""
         from speculative.gpu.triton_prompts import TritonAttendPacked
 
         assert rows.blocks.dtype == rows.spans.dtype == torch.int32
@@ -301,7 +301,7 @@ class PretendedCuda(TorchFunctionMode):
         )
 
     def _choose(self, probs: Tensor, columns: Tensor, rows: NoiseRows, ids: Tensor | None, vocab_size: int) -> Any:
-        """Of `triton_choose`."""
+        """Stand in for `triton_choose`."""
         from speculative.gpu.triton_noise import triton_choose
 
         assert all(tensor.is_contiguous() for tensor in (columns, *rows))
@@ -314,14 +314,14 @@ class PretendedCuda(TorchFunctionMode):
         return columns
 
     def _mass_before(self, *given: Tensor) -> Any:
-        """Of `triton_mass_before`."""
+        """Stand in for `triton_mass_before`."""
         from speculative.gpu.triton_places import triton_mass_before
 
         assert all(tensor.is_contiguous() and tensor.dtype == torch.int64 for tensor in given[1:])
         return self.kernels(lambda: triton_mass_before(*given), mass_before, *given)
 
     def _edit_logits(self, logits: Tensor, rows: RowFields, edits: EditFields, max_drafts: int) -> Tensor:
-        """Of `triton_edit`."""
+        """Stand in for `triton_edit`."""
         from speculative.gpu.triton_edits import triton_edit
 
         assert all(tensor.is_contiguous() for tensor in (*rows, *edits))

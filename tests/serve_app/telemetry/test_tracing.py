@@ -127,7 +127,7 @@ class App:
             return await client.post(path, json=BODY | changes, headers=headers or {})
 
     def generation(self) -> dict[str, Any]:
-        """What the span of the one request says in OpenTelemetry's terms, as a collector gets it."""
+        """Return the OpenTelemetry attributes of the one request's span, as a collector receives them."""
         collector = Collector()
         collector.take(encode_spans(self.exporter.get_finished_spans()).SerializePartialToString())
         (trace,) = collector.spans.values()
