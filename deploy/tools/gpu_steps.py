@@ -3,11 +3,15 @@
     python -m deploy.tools.gpu_steps machine
     python -m deploy.tools.gpu_steps steps SHAPE...      SHAPE: tiny, 135m, 8b
     python -m deploy.tools.gpu_steps profile SHAPE...
+    python -m deploy.tools.gpu_steps host SHAPE...
 
 No model is needed. Without a GPU the CPU computes, which shows that the commands work, and nothing else.
 """
 
+import cProfile
+import dataclasses
 import functools
+import pstats
 import shutil
 import sys
 import time
@@ -17,15 +21,17 @@ from typing import Any
 
 import click
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
 
 from deploy.reports.provenance import version_of
-from speculative.config import DrafterConfig, EngineConfig
+from speculative.config import KINDS_WITH_WEIGHTS, DrafterConfig, EngineConfig
+from speculative.drafting.head_drafters import Eagle3DraftModel
 from speculative.engine import EngineCore
 from speculative.model.config import ModelConfig
 from speculative.model.decoder import Decoder
+from speculative.model.eagle3 import Eagle3Config, Eagle3Head
 from speculative.request import Request, SamplingParams
 
 _LLAMA: dict[str, Any] = {"architecture": "LlamaForCausalLM", "rms_norm_eps": 1e-5, "rope_theta": 5e5}
@@ -41,11 +47,13 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 _STEPS = 40
 _WARM_STEPS = 6
+_DRAFTED_TOKENS = 32000  # of a head's vocabulary, as heads for Llama 3 have them
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Streams of a context each. drafter: a kind without weights; params: of every request, beside the defaults."""
+    """Streams of a context each. drafter: a kind without weights, or `eagle3` for a head with random ones; params: of
+    every request, beside the defaults."""
 
     streams: int
     context: int
@@ -57,10 +65,12 @@ def loads(shape: str) -> list[Load]:
     """The loads that a shape is measured with."""
     greedy: dict[str, Any] = {"temperature": 0.0}
     if shape == "tiny":
-        return [Load(2, 64, "none", {}), Load(2, 64, "ngram", greedy)]
+        return [Load(2, 64, "none", {}), Load(2, 64, "ngram", greedy), Load(2, 64, "eagle3", {})]
     alone = [Load(1, 256, "none", {}), Load(1, 256, "none", {"top_p": 0.9}), Load(1, 256, "ngram", greedy)]
     many = [Load(streams, context, "none", {}) for streams, context in ((16, 256), (64, 256), (64, 1500))]
-    return [*alone, *many, Load(64, 256, "none", {"top_p": 0.9}), Load(64, 256, "ngram", greedy)]
+    many += [Load(64, 256, "none", {"top_p": 0.9}), Load(64, 256, "ngram", greedy)]
+    heads = [Load(streams, 256, "eagle3", params) for streams in (1, 64) for params in ({}, {"top_p": 0.9})]
+    return [*alone, *many, *heads]
 
 
 def make_decoder(shape: str, device: torch.device) -> Decoder:
@@ -68,19 +78,39 @@ def make_decoder(shape: str, device: torch.device) -> Decoder:
     config = ModelConfig(**_LLAMA, **SHAPES[shape], eos_token_ids=(2,))
     decoder = Decoder(config, dtype=torch.bfloat16, device=device).eval()
     torch.manual_seed(0)
+    _fill_randomly(decoder)
+    return decoder
+
+
+def make_head(decoder: Decoder) -> Eagle3DraftModel:
+    """A head with random weights for such a decoder."""
+    target = decoder.config
+    drafted = torch.arange(min(_DRAFTED_TOKENS, target.vocab_size), device=decoder.device)
+    config = Eagle3Config(
+        shape=dataclasses.replace(target, num_layers=1, tie_word_embeddings=False),
+        draft_vocab_size=len(drafted),
+        target_hidden_size=target.hidden_size,
+        aux_layers=tuple(range(min(3, target.num_layers))),
+    )
+    head = Eagle3Head(config, drafted, decoder.embedding, dtype=torch.bfloat16).eval()
+    _fill_randomly(head)
+    return Eagle3DraftModel(head, fingerprint="")
+
+
+def _fill_randomly(network: nn.Module) -> None:
     with torch.no_grad():
-        for name, parameter in decoder.named_parameters():
+        for name, parameter in network.named_parameters():
             if name.endswith("norm.weight"):
                 parameter.fill_(1.0)
             else:
                 parameter.normal_(0, 0.02)
-    return decoder
 
 
 def start(decoder: Decoder, load: Load) -> EngineCore:
     """An engine in which all streams decode."""
     model, on_gpu = decoder.config, decoder.device.type == "cuda"
-    drafter = DrafterConfig(kind=load.drafter, num_draft_tokens=3)
+    head = make_head(decoder) if load.drafter in KINDS_WITH_WEIGHTS else None
+    drafter = DrafterConfig(kind=load.drafter, model=None if head is None else "random", num_draft_tokens=3)
     config = EngineConfig(
         dtype="bfloat16",
         device=str(decoder.device),
@@ -90,7 +120,7 @@ def start(decoder: Decoder, load: Load) -> EngineCore:
         kv_cache_tokens=load.streams * 2048 if on_gpu else 4096,
         prefix_caching=False,
     )
-    engine = EngineCore(decoder, model, config)
+    engine = EngineCore(decoder, model, config, draft_model=head)
     longest = min(800, model.max_position_embeddings - load.context - 8)
     params = SamplingParams(max_tokens=longest, ignore_eos=True, **load.params)
     random = torch.Generator().manual_seed(0)
@@ -201,16 +231,40 @@ def profile_steps(shapes: tuple[str, ...]) -> None:
     on_gpu = device.type == "cuda"
     for shape in shapes:
         decoder = make_decoder(shape, device)
-        for streams, context in ((2, 64),) if shape == "tiny" else ((1, 256), (64, 1500)):
-            load = Load(streams, context, "none", {"top_p": 0.9})
+        for load in _profiled(shape):
             engine = start(decoder, load)
             with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as found:
                 for _ in range(8):
                     engine.step()
                 _wait(device)
             key = "self_cuda_time_total" if on_gpu else "self_cpu_time_total"
-            click.echo(f"{shape}, {load.streams} x {load.context}, 8 steps")
+            click.echo(f"{shape}, {load.streams} x {load.context}, {load.drafter}, 8 steps")
             click.echo(found.key_averages().table(sort_by=key, row_limit=28, max_name_column_width=60))
+
+
+@main.command()
+@click.argument("shapes", nargs=-1, type=click.Choice(list(SHAPES)), required=True)
+def host(shapes: tuple[str, ...]) -> None:
+    """Show the host's functions in which most of a step's time passes."""
+    device = _device()
+    for shape in shapes:
+        decoder = make_decoder(shape, device)
+        for load in _profiled(shape):
+            engine, found = start(decoder, load), cProfile.Profile()
+            found.enable()
+            for _ in range(_STEPS):
+                engine.step()
+            found.disable()
+            click.echo(f"{shape}, {load.streams} x {load.context}, {load.drafter}, {_STEPS} steps")
+            pstats.Stats(found).sort_stats("tottime").print_stats(28)
+
+
+def _profiled(shape: str) -> list[Load]:
+    filtered = {"top_p": 0.9}
+    if shape == "tiny":
+        return [Load(2, 64, "none", filtered)]
+    plain = [Load(streams, context, "none", filtered) for streams, context in ((1, 256), (64, 1500))]
+    return [*plain, Load(1, 256, "eagle3", filtered), Load(64, 256, "eagle3", filtered)]
 
 
 if __name__ == "__main__":
