@@ -45,6 +45,7 @@ CALLS = (
     ("profile", "bench"),
 )
 """Stages by command, where one may take ten minutes."""
+_OWN_PLUGINS = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # a warning of one that the machine happens to have is an error
 _STOP_S = 30.0  # that a stage has to end after its budget
 
 
@@ -86,7 +87,7 @@ def stages(folder: Path, *, rehearses: bool = False) -> tuple[Stage, ...]:
     python = (sys.executable, "-m")
     # Several processes: nearly all of the time Triton compiles. On an H100's machine with 16 cores all took 3 minutes.
     alone: tuple[str, ...] = (*python, "pytest", "-c", "tests/gpu/pytest.ini", "--rootdir", ".", "-m", "gpu")
-    test = (*alone, "-n", "2" if rehearses else "8", "--maxfail", "40")
+    test = (*alone, "-p", "xdist", "-n", "2" if rehearses else "8", "--maxfail", "40")
     truespec = (*python, "deploy.cli.main")
     steps, shapes = (*python, "deploy.tools.gpu_steps"), ("tiny",) if rehearses else ("135m", "8b")
     head, model = folder / "head", str(folder / "tiny" / "target") if rehearses else _MODEL
@@ -217,7 +218,9 @@ def _has_passed(folder: Path, name: str) -> bool:
 def _run(stage: Stage, folder: Path, device: str) -> StageResult:
     began = time.monotonic()
     with (folder / f"{stage.name}.log").open("w", encoding="utf-8") as log:
-        process = subprocess.Popen(stage.command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(
+            stage.command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, env=os.environ | _OWN_PLUGINS
+        )
         exit_code: int | None = None
         try:
             exit_code = process.wait(timeout=stage.budget_s)

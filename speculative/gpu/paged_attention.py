@@ -14,10 +14,10 @@ from speculative.cache.kv_cache import KVCache
 from speculative.model.attention import CacheAttention
 
 SPLIT_TOKENS = 256
-"""Positions that a program of the kernel reads before it goes on to its next ones: a constant, as is how many share a
-context, so that no result depends on the batch."""
+"""Positions of a context that a kernel reads one after another: a constant, as is the number of parts that they are
+shared out to, so that no result depends on the batch."""
 
-_MOST_PROGRAMS = 32  # more would leave at once where the context is not the longest
+_MOST_PARTS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +53,13 @@ class AttentionSizes:
     max_blocks: int
 
     @property
-    def num_programs(self) -> int:
-        """Programs that share a context: program i reads split i, i + `num_programs`, and so on."""
-        return min(_MOST_PROGRAMS, -(-self.max_blocks * self.block_size // SPLIT_TOKENS))
+    def num_parts(self) -> int:
+        """Parts of a context: part i is split i, i + `num_parts`, and so on."""
+        return min(_MOST_PARTS, -(-self.max_blocks * self.block_size // SPLIT_TOKENS))
 
     def workspace_bytes(self, num_rows: int, num_heads: int, head_dim: int) -> int:
         """Bytes of the partial results of `num_rows` rows, float32."""
-        return num_rows * num_heads * self.num_programs * (head_dim + 1) * 4
+        return num_rows * num_heads * self.num_parts * (head_dim + 1) * 4
 
 
 AttendPaged = Callable[[Tensor, Tensor, Tensor, PagedRows], Tensor]

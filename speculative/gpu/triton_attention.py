@@ -1,10 +1,13 @@
 """`PagedAttention` as two Triton kernels; imported only where Triton is installed.
 
-The context of a sequence is cut into splits of SPLIT_TOKENS positions; a program computes every n-th of them for the
-rows of one KV head (Dao et al., "Flash-Decoding for long-context inference", 2023), with a running softmax
-(Milakov and Gimelshein, 2018) in float32. A second kernel merges what the programs found, first to last. n and the
-sizes of splits and tiles are the same for every batch and every Q, and what a row does not see leaves its sums as they
-are, so its result is a function of its own inputs.
+The context of a sequence is cut into splits of SPLIT_TOKENS positions. Every n-th of them is a part, which is computed
+for the rows of one KV head (Dao et al., "Flash-Decoding for long-context inference", 2023) with a running softmax
+(Milakov and Gimelshein, 2018) in float32. A second kernel merges the parts, first to last. n and the sizes of splits
+and tiles are the same for every batch and every Q, and what a row does not see leaves its sums as they are, so its
+result is a function of its own inputs.
+
+The number of programs follows the batch: one computes several parts where there are sequences enough to keep the GPU
+busy. A part is the same numbers whoever computes it.
 """
 
 import torch
@@ -18,6 +21,7 @@ _TILE_BYTES = 16384  # of keys, and of values: what fits beside the rows
 _MOST_TILE_TOKENS = {2: 64, 4: 32}  # by bytes of a number
 _LEAST_ROWS, _MOST_ROWS = 16, 64  # of a matrix product: what tensor cores take, and what fits into shared memory
 _MOST_SUMS = 8192  # of a program: what fits into the registers of 8 warps
+_ENOUGH_PROGRAMS = 2048  # to keep a GPU busy; those that find nothing to do cost as much as they gain
 LOG2_E = 1.4426950408889634
 
 
@@ -65,11 +69,11 @@ def _attend_splits(  # noqa: PLR0913
     values,
     blocks,  # [B, M] int64
     visible,  # [B * Q] int64
-    partial,  # [B * Q, KV * GROUP, P, D] float32: softmax-weighted values of what one of P programs reads
+    partial,  # [B * Q, KV * GROUP, P, D] float32: softmax-weighted values of one of P parts of the context
     weight,  # [B * Q, KV * GROUP, P] float32: log2 of the sum of its exponentials
     scale,  # of the scores, in units of log2
     num_queries,  # Q
-    num_parts,  # programs that share the rows of a sequence and a KV head
+    num_tiles,  # of the rows of a sequence and a KV head
     table_stride,
     query_row_stride,
     query_head_stride,
@@ -80,12 +84,13 @@ def _attend_splits(  # noqa: PLR0913
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     SPLIT: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
     TILE: tl.constexpr,
     ROWS: tl.constexpr,
     DIM: tl.constexpr,
 ):
-    sequence, kv_head = tl.program_id(0) // num_parts, tl.program_id(1)
-    row = tl.program_id(0) % num_parts * ROWS + tl.arange(0, ROWS)
+    sequence, kv_head = tl.program_id(0) // num_tiles, tl.program_id(1)
+    row = tl.program_id(0) % num_tiles * ROWS + tl.arange(0, ROWS)
     exists = row < num_queries * GROUP
     token = (sequence * num_queries + row // GROUP).to(tl.int64)  # the workspace may hold more than 2**31 numbers
     head = kv_head * GROUP + row % GROUP
@@ -101,25 +106,24 @@ def _attend_splits(  # noqa: PLR0913
     keys += kv_head * cache_head_stride
     values += kv_head * cache_head_stride
     table = blocks + sequence * table_stride
-    program, num_programs = tl.program_id(2), tl.num_programs(2)
-    num_splits = tl.cdiv(tl.maximum(tl.cdiv(longest, SPLIT) - program, 0), num_programs)
-    highest = tl.full([ROWS], -float("inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    summed = tl.zeros([ROWS, DIM], tl.float32)
-    for index in range(0, num_splits * (SPLIT // TILE)):
-        split = program + index // (SPLIT // TILE) * num_programs
-        position = split * SPLIT + index % (SPLIT // TILE) * TILE + tl.arange(0, TILE)
-        there = (position >= FIRST) & (position < longest)
-        highest, total, summed = attend_tile(
-            *(q, keys, values, table, position, there, seen, highest, total, summed, scale, cache_slot_stride),
-            HEAD_DIM=HEAD_DIM,
-            BLOCK_SIZE=BLOCK_SIZE,
-            DIM=DIM,
-        )
-    if num_splits > 0:
+    num_splits = tl.cdiv(longest, SPLIT)
+    for part in range(tl.program_id(2), tl.minimum(num_splits, NUM_PARTS), tl.num_programs(2)):
+        highest = tl.full([ROWS], -float("inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        summed = tl.zeros([ROWS, DIM], tl.float32)
+        for index in range(0, tl.cdiv(num_splits - part, NUM_PARTS) * (SPLIT // TILE)):
+            split = part + index // (SPLIT // TILE) * NUM_PARTS
+            position = split * SPLIT + index % (SPLIT // TILE) * TILE + tl.arange(0, TILE)
+            there = (position >= FIRST) & (position < longest)
+            highest, total, summed = attend_tile(
+                *(q, keys, values, table, position, there, seen, highest, total, summed, scale, cache_slot_stride),
+                HEAD_DIM=HEAD_DIM,
+                BLOCK_SIZE=BLOCK_SIZE,
+                DIM=DIM,
+            )
         some = total > 0
         safe = tl.where(some, total, 1.0)
-        cell = (token * (tl.num_programs(1) * GROUP) + head) * num_programs + program
+        cell = (token * (tl.num_programs(1) * GROUP) + head) * NUM_PARTS + part
         tl.store(
             partial + (cell[:, None] * HEAD_DIM + dim[None, :]),
             summed / safe[:, None],
@@ -135,7 +139,7 @@ def _merge_parts(  # noqa: PLR0913
     visible,
     out,  # [B * Q, num_heads, D], contiguous
     HEAD_DIM: tl.constexpr,
-    NUM_PROGRAMS: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
     SPLIT: tl.constexpr,
     DIM: tl.constexpr,
 ):
@@ -147,15 +151,15 @@ def _merge_parts(  # noqa: PLR0913
     highest = tl.full([1], -float("inf"), tl.float32)
     total = tl.zeros([1], tl.float32)
     summed = tl.zeros([DIM], tl.float32)
-    for program in range(0, tl.minimum(tl.cdiv(seen, SPLIT), NUM_PROGRAMS)):  # the others may have written nothing
-        cell = place * NUM_PROGRAMS + program + tl.zeros([1], tl.int64)
+    for part in range(0, tl.minimum(tl.cdiv(seen, SPLIT), NUM_PARTS)):  # nobody may have written the others
+        cell = place * NUM_PARTS + part + tl.zeros([1], tl.int64)
         lse = tl.load(weight + cell)
-        part = tl.load(partial + (cell * HEAD_DIM + dim), mask=in_head, other=0.0)
+        own = tl.load(partial + (cell * HEAD_DIM + dim), mask=in_head, other=0.0)
         new_highest = tl.maximum(highest, lse)
         base = tl.where(new_highest == -float("inf"), 0.0, new_highest)
         share, shrink = tl.exp2(lse - base), tl.exp2(highest - base)
         total = total * shrink + share
-        summed = summed * shrink + part * share
+        summed = summed * shrink + own * share
         highest = new_highest
     merged = summed / tl.where(total > 0, total, 1.0)
     tl.store(out + place * HEAD_DIM + dim, merged.to(out.dtype.element_ty), mask=in_head)
@@ -177,10 +181,11 @@ class TritonAttend:
         query = query.to(keys.dtype)
         if query.stride(2) != 1:
             query = query.contiguous()
-        num_programs, dim = self._sizes.num_programs, max(_LEAST_ROWS, triton.next_power_of_2(head_dim))
+        num_parts, dim = self._sizes.num_parts, max(_LEAST_ROWS, triton.next_power_of_2(head_dim))
         tile_rows = rows_of_program(self._sizes.max_queries * group, dim)
-        num_parts = triton.cdiv(rows.num_queries * group, tile_rows)
-        _attend_splits[(num_seqs * num_parts, num_kv_heads, num_programs)](
+        num_tiles = triton.cdiv(rows.num_queries * group, tile_rows)
+        sharing = programs_of_context(num_seqs * num_tiles * num_kv_heads, num_parts)
+        _attend_splits[(num_seqs * num_tiles, num_kv_heads, sharing)](
             query,
             keys,
             values,
@@ -190,7 +195,7 @@ class TritonAttend:
             weight,
             head_dim**-0.5 * LOG2_E,
             rows.num_queries,
-            num_parts,
+            num_tiles,
             rows.blocks.stride(0),
             query.stride(0),
             query.stride(1),
@@ -201,6 +206,7 @@ class TritonAttend:
             HEAD_DIM=head_dim,
             BLOCK_SIZE=self._sizes.block_size,
             SPLIT=SPLIT_TOKENS,
+            NUM_PARTS=num_parts,
             TILE=tile_tokens(dim, keys.element_size()),
             ROWS=tile_rows,
             DIM=dim,
@@ -212,11 +218,16 @@ class TritonAttend:
             rows.visible,
             out,
             HEAD_DIM=head_dim,
-            NUM_PROGRAMS=num_programs,
+            NUM_PARTS=num_parts,
             SPLIT=SPLIT_TOKENS,
             DIM=dim,
         )
         return out
+
+
+def programs_of_context(num_contexts: int, num_parts: int) -> int:
+    """Programs that share the parts of each context."""
+    return min(num_parts, triton.cdiv(_ENOUGH_PROGRAMS, num_contexts))
 
 
 def tile_tokens(dim: int, number_bytes: int) -> int:
@@ -235,7 +246,7 @@ def warps_for(tile_rows: int, dim: int) -> int:
 
 
 def workspace(sizes: AttentionSizes, query: Tensor) -> tuple[Tensor, Tensor]:
-    """Room for the partial results of the programs: values, and their weights. Within a graph all layers share it."""
-    cells = (*query.shape[:2], sizes.num_programs)
+    """Room for the results of the parts: values, and their weights. Within a graph all layers share it."""
+    cells = (*query.shape[:2], sizes.num_parts)
     partial = torch.empty((*cells, query.shape[2]), dtype=torch.float32, device=query.device)
     return partial, torch.empty(cells, dtype=torch.float32, device=query.device)

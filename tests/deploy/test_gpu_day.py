@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,23 @@ def test_every_stage_can_be_run(tmp_path: Path) -> None:
         done |= set(names)
         assert {need for stage in known if stage.name in names for need in stage.needs} <= done
     assert done == budgets_s.keys() - {"head", "bench-head", "bench-profile"}
+
+
+def test_plugins_that_a_machine_happens_to_have_are_not_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pytest-benchmark warns where pytest-xdist is active, and warnings are errors."""
+    pytest.importorskip("triton")
+    plugin = tmp_path / "site" / "foreign-1.0.dist-info"
+    plugin.mkdir(parents=True)
+    (plugin / "METADATA").write_text("Metadata-Version: 2.1\nName: foreign\nVersion: 1.0\n")
+    (plugin / "entry_points.txt").write_text("[pytest11]\nforeign = foreign\n")
+    (plugin.parent / "foreign.py").write_text("def pytest_configure(config):\n    raise RuntimeError('foreign')\n")
+    monkeypatch.setenv("PYTHONPATH", f"{plugin.parent}:{ROOT}")
+    (kernels,) = (stage for stage in stages(tmp_path) if stage.name == "kernels")
+    collected = replace(kernels, command=(*kernels.command, "--collect-only"))
+    (outcome,) = run_day([collected], tmp_path, "a CPU", print)
+    assert outcome.passed, (tmp_path / "kernels.log").read_text()
 
 
 @pytest.fixture(scope="module")

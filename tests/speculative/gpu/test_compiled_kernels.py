@@ -39,7 +39,7 @@ for dim, group, num_rows in ((64, 3, 3), (64, 8, 40), (128, 4, 4), (128, 4, 20),
     compiled(
         f"attention of {rows} rows, heads of {dim}", triton_attention._attend_splits,
         "*bf16 *bf16 *bf16 *i64 *i64 *fp32 *fp32 fp32" + 7 * " i32", triton_attention.warps_for(rows, dim),
-        FIRST=0, GROUP=group, HEAD_DIM=dim, BLOCK_SIZE=16, SPLIT=256,
+        FIRST=0, GROUP=group, HEAD_DIM=dim, BLOCK_SIZE=16, SPLIT=256, NUM_PARTS=32,
         TILE=triton_attention.tile_tokens(dim, 2), ROWS=rows, DIM=dim,
     )
 for dim, group in ((64, 3), (80, 4), (96, 7), (128, 4), (256, 8)):
@@ -52,7 +52,7 @@ for dim, group in ((64, 3), (80, 4), (96, 7), (128, 4), (256, 8)):
     )
 compiled(
     "its merge, heads of 128", triton_attention._merge_parts, "*fp32 *fp32 *i64 *bf16",
-    HEAD_DIM=128, NUM_PROGRAMS=32, SPLIT=256, DIM=128,
+    HEAD_DIM=128, NUM_PARTS=32, SPLIT=256, DIM=128,
 )
 compiled(
     "filters", triton_filters._find_floor, "*bf16 *fp32 *fp32 *i64 *fp32 *fp32 i32 i32", 8, TILE=4096, UNUSED=16

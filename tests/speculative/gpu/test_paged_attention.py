@@ -138,11 +138,9 @@ def test_the_kernels_bits_depend_on_neither_neighbours_nor_padding(monkeypatch: 
 
 
 @needs_triton
-@pytest.mark.parametrize("num_programs", [1, 2])
-def test_a_program_reads_several_parts_of_a_context_that_is_long(
-    monkeypatch: pytest.MonkeyPatch, num_programs: int
-) -> None:
-    monkeypatch.setattr("speculative.gpu.paged_attention._MOST_PROGRAMS", num_programs)
+@pytest.mark.parametrize("num_parts", [1, 2])
+def test_a_part_has_several_splits_of_a_context_that_is_long(monkeypatch: pytest.MonkeyPatch, num_parts: int) -> None:
+    monkeypatch.setattr("speculative.gpu.paged_attention._MOST_PARTS", num_parts)
     triton, heads = poisoned_triton(monkeypatch), (3, 1, 64)
     arguments = scene(heads, CONTEXTS, 5, torch.float32)
     whole, live = triton(*arguments), arguments[3].visible > 0
@@ -153,10 +151,32 @@ def test_a_program_reads_several_parts_of_a_context_that_is_long(
 
 
 @needs_triton
+def test_the_kernels_bits_depend_on_no_number_of_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large batch has one program for a context, a small one as many as the context has parts."""
+    from speculative.gpu import triton_attention
+
+    assert SIZES.num_parts > 1
+    found = []
+    for enough in (1, 2 * 3 * len(CONTEXTS), 1 << 20):
+        monkeypatch.setattr(triton_attention, "_ENOUGH_PROGRAMS", enough)
+        found.append(poisoned_triton(monkeypatch)(*scene((3, 1, 64), CONTEXTS, 5, torch.float32)))
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+@needs_triton
+def test_the_number_of_programs_follows_the_batch_and_not_the_longest_sequence() -> None:
+    from speculative.gpu.triton_attention import programs_of_context
+
+    for num_contexts in (1, 8, 64, 512, 4096):
+        programs = num_contexts * programs_of_context(num_contexts, num_parts=32)
+        assert min(2048, 32 * num_contexts) <= programs < num_contexts + max(2048, num_contexts)
+
+
+@needs_triton
 @pytest.mark.parametrize("kernel", ["splits", "packed"])
 def test_long_contexts_are_added_up_in_float32(monkeypatch: pytest.MonkeyPatch, kernel: str) -> None:
     """Not in float16, one rounding of which is 2.4e-4."""
-    monkeypatch.setattr("speculative.gpu.paged_attention._MOST_PROGRAMS", 2)
+    monkeypatch.setattr("speculative.gpu.paged_attention._MOST_PARTS", 2)
     assert error_of(kernel, torch.float16, CPU) < 2e-5
 
 
@@ -185,7 +205,7 @@ def test_keys_and_values_are_stored_before_they_are_seen(attend: AttendPaged) ->
 
 @needs_triton
 def test_the_workspace_is_accounted_for() -> None:
-    assert (SIZES.num_programs - 1) * SPLIT_TOKENS < MAX_BLOCKS * BLOCK_SIZE <= SIZES.num_programs * SPLIT_TOKENS
+    assert (SIZES.num_parts - 1) * SPLIT_TOKENS < MAX_BLOCKS * BLOCK_SIZE <= SIZES.num_parts * SPLIT_TOKENS
     assert AttentionSizes(16, 5, 8192).workspace_bytes(1, 1, 64) == 32 * 65 * 4, "whatever the longest sequence"
     from speculative.gpu.triton_attention import workspace
 
