@@ -92,7 +92,7 @@ def test_every_stage_can_be_run(tmp_path: Path) -> None:
         elif module == "pytest":
             assert all((ROOT / word).exists() for word in words if word.startswith("tests/")), stage.name
         else:
-            assert module == "deploy.tools.gpu_steps"
+            assert module in ("deploy.tools.gpu_steps", "deploy.tools.gpu_day")
         assert set(stage.needs) <= {other.name for other in known[: known.index(stage)]}, "it needs what comes before"
     budgets_s = {stage.name: stage.budget_s for stage in known}
     assert max(budgets_s.values()) <= 480
@@ -103,9 +103,7 @@ def test_every_stage_can_be_run(tmp_path: Path) -> None:
     assert done == budgets_s.keys() - {"head", "bench-head", "bench-profile"}
 
 
-def test_plugins_that_a_machine_happens_to_have_are_not_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plugins_that_a_machine_happens_to_have_are_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """pytest-benchmark warns where pytest-xdist is active, and warnings are errors."""
     pytest.importorskip("triton")
     plugin = tmp_path / "site" / "foreign-1.0.dist-info"

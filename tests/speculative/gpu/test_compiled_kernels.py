@@ -55,7 +55,8 @@ compiled(
     HEAD_DIM=128, NUM_PARTS=32, SPLIT=256, DIM=128,
 )
 compiled(
-    "filters", triton_filters._find_floor, "*bf16 *fp32 *fp32 *i64 *fp32 *fp32 i32 i32", 8, TILE=4096, UNUSED=16
+    "filters", triton_filters._find_floor, "*bf16 *fp32 *fp32 *i64 *fp32 *fp32 i32 i32", triton_filters.WARPS,
+    TILE=triton_filters._TILE, UNUSED=16,
 )
 for part in (False, True):
     compiled(
