@@ -4,6 +4,7 @@
     python -m deploy.tools.gpu_steps steps SHAPE...      SHAPE: tiny, 135m, 8b
     python -m deploy.tools.gpu_steps profile SHAPE...
     python -m deploy.tools.gpu_steps host SHAPE...
+    python -m deploy.tools.gpu_steps prompts SHAPE...
 
 No model is needed. Without a GPU the CPU computes, which shows that the commands work, and nothing else.
 """
@@ -117,7 +118,7 @@ def start(decoder: Decoder, load: Load) -> EngineCore:
         max_num_seqs=load.streams,
         drafter=drafter,
         max_batched_tokens=max(2048, load.streams * 4),
-        kv_cache_tokens=load.streams * 2048 if on_gpu else 4096,
+        kv_cache_tokens=max(load.streams * 2048, 8192) if on_gpu else 4096,
         prefix_caching=False,
     )
     engine = EngineCore(decoder, model, config, draft_model=head)
@@ -257,6 +258,38 @@ def host(shapes: tuple[str, ...]) -> None:
             found.disable()
             click.echo(f"{shape}, {load.streams} x {load.context}, {load.drafter}, {_STEPS} steps")
             pstats.Stats(found).sort_stats("tottime").print_stats(28)
+
+
+@main.command()
+@click.argument("shapes", nargs=-1, type=click.Choice(list(SHAPES)), required=True)
+def prompts(shapes: tuple[str, ...]) -> None:
+    """Measure the first token of prompts beside the least time that their products take."""
+    device = _device()
+    size = 8192 if device.type == "cuda" else 512
+    square = torch.ones((size, size), dtype=torch.bfloat16, device=device)
+    operations_per_s = 2 * size**3 / seconds(lambda: square @ square, device)
+    for shape in shapes:
+        decoder = make_decoder(shape, device)
+        engine = start(decoder, Load(1, 64, "none", {}))
+        engine.abort("stream-0")
+        for length in (64, 256) if shape == "tiny" else (256, 1024, 4096):
+            times = sorted(_first_token_s(engine, length) for _ in range(5))
+            layers = sum(parameter.numel() for parameter in decoder.layers.parameters())
+            floor = 2 * layers * length / operations_per_s
+            click.echo(
+                f"{shape} prompt of {length}: {times[2] * 1e3:.1f} ms, floor {floor * 1e3:.1f} ms, "
+                f"{floor / times[2]:.0%} of it"
+            )
+
+
+def _first_token_s(engine: EngineCore, length: int) -> float:
+    tokens = torch.randint(3, engine.model.vocab_size, (length,)).tolist()
+    _wait(engine.device)
+    began = time.perf_counter()
+    engine.add(Request("prompt", tuple(tokens), SamplingParams(max_tokens=1)))
+    while engine.has_work:
+        engine.step()
+    return time.perf_counter() - began
 
 
 def _profiled(shape: str) -> list[Load]:
