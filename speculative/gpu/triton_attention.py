@@ -227,7 +227,7 @@ class TritonAttend:
 
 def programs_of_context(num_contexts: int, num_parts: int) -> int:
     """Programs that share the parts of each context."""
-    return min(num_parts, triton.cdiv(_ENOUGH_PROGRAMS, num_contexts))
+    return min(num_parts, -(-_ENOUGH_PROGRAMS // num_contexts))
 
 
 def tile_tokens(dim: int, number_bytes: int) -> int:
