@@ -221,6 +221,7 @@ class TritonAttend:
             NUM_PARTS=num_parts,
             SPLIT=SPLIT_TOKENS,
             DIM=dim,
+            num_warps=1,
         )
         return out
 

@@ -51,7 +51,7 @@ for dim, group in ((64, 3), (80, 4), (96, 7), (128, 4), (256, 8)):
         ROWS=triton_prompts.rows_of_program(block, 2), DIM=block,
     )
 compiled(
-    "its merge, heads of 128", triton_attention._merge_parts, "*fp32 *fp32 *i64 *bf16",
+    "its merge, heads of 128", triton_attention._merge_parts, "*fp32 *fp32 *i64 *bf16", 1,
     HEAD_DIM=128, NUM_PARTS=32, SPLIT=256, DIM=128,
 )
 compiled(
