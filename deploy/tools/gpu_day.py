@@ -42,7 +42,7 @@ CALLS = (
     ("machine", "kernels"),
     (*_TOOLS, "steps"),
     ("graphs", "equality", "model"),
-    ("profile", "bench"),
+    ("prompts", "profile", "host", "bench"),
 )
 """Stages by command, where one may take ten minutes."""
 _OWN_PLUGINS = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # a warning of one that the machine happens to have is an error
@@ -110,7 +110,9 @@ def stages(folder: Path, *, rehearses: bool = False) -> tuple[Stage, ...]:
         Stage("equality", 420, (*test, "--junitxml", str(folder / "equality.xml"), "tests/gpu"), ("kernels", "graphs")),
         *(Stage(tool, 150, (*_sanitizer(tool, rehearses), *alone, *kernels[:2], "-k", _SMALL)) for tool in _TOOLS),
         Stage("steps", 300, (*steps, "steps", *shapes)),
+        Stage("prompts", 120, (*steps, "prompts", *shapes)),
         Stage("profile", 180, (*steps, "profile", *shapes)),
+        Stage("host", 120, (*steps, "host", *shapes)),
         Stage("model", 120, make_model),
         Stage("bench", 480, (*bench, "--rounds", "1" if rehearses else "2", *page, "shipped head"), (*needed, "model")),
         Stage("bench-profile", 240, (*bench, "--profile", "--rounds", "1", *page, "profile"), (*needed, "model")),
