@@ -150,7 +150,7 @@ def test_beside_the_kernels_only_the_lm_head_writes_a_vocabulary(
         graphs.judge._captured.clear()
         bucket = graphs.buckets.largest
         graphs.judge.prepare(bucket)
-        width, hidden = graphs.buffers.draft_probs.shape[1], graphs.buffers.hidden.shape[1]
+        width, hidden = graphs.buffers.drafts.probs.shape[1], graphs.buffers.hidden.shape[1]
     matrices = [
         (func.__name__, tuple(tensor.shape))
         for func, _, _, outputs in device.graphs[-1].operations

@@ -19,7 +19,15 @@ OF_DRAFTS = ("_sum_blocks", "_settle_entries", "_compare_blocks", "_report_rows"
 KINDS_OF_DRAFTS = ("point masses", "the vocabulary", "a part of it")
 OTHERS = {
     *("_attend_splits", "_merge_parts", "_attend_packed", "_add_norm", "_gate", "_rotate_and_store"),
-    *("_find_floor", "_reduce_blocks", "_find_facts", "_choose_blocks", "_sum_terms", "_sum_before"),
+    *(
+        "_find_floor",
+        "_reduce_blocks",
+        "_find_facts",
+        "_choose_blocks",
+        "_sum_terms",
+        "_write_blocks",
+        "_choose_drafts",
+    ),
     *("_score_blocks", "_choose", "_copy_allowed", "_add_biases", "_penalise"),
 }
 
