@@ -12,7 +12,7 @@ from speculative.vocabulary.ops import VocabularyOps
 
 
 class DraftFields(NamedTuple):
-    """What K drafts of each of E sequences are sampled with; all on the device.
+    """Parameters and random numbers of K drafts of each of E sequences; all on the device.
 
     temperature: [E, 1] float32. greedy: [E] bool. log_min_p, top_p: [E] float32, and top_k: [E] int64, as in `Filters`.
     uniforms: [K, E] float64. coupled: [E] bool, sequences whose drafts are chosen with noise; seeds: [E] int64, and

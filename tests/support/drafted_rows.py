@@ -12,7 +12,7 @@ from tests.support.judged_rows import generator, no_filters, of_wider
 
 NUM_DRAFTS, OFFSET = 3, 1  # of a round, and the one that is sampled
 FILTERS = ((0.0, 0, 1.0), (0.0, 5, 1.0), (0.0, 0, 0.7), (0.05, 20, 0.9))  # min_p, top_k, top_p
-_ROUNDING = 1e-12  # of sums of q in float64, and
+_ROUNDING = 1e-10  # of sums of q in float64, and
 _COARSE_ROUNDING = 1e-6  # in float32
 
 
@@ -92,7 +92,7 @@ def assert_sampled(given: DraftScene, sample: SampleDrafts) -> DraftBuffers:
         assert (others.isnan() if others.is_floating_point() else others == -1).all()
     found = DraftBuffers(*(part[own] for part in whole))
     expected = given.sample(TorchDrafts(TorchOps()))
-    torch.testing.assert_close(found.probs, expected.probs[own], rtol=2e-5, atol=1e-7)
+    torch.testing.assert_close(found.probs, expected.probs[own], rtol=1e-4, atol=1e-7)
     assert_drawn(given, found)
     return found
 
