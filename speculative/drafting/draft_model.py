@@ -73,8 +73,8 @@ class DecoderDraftModel:
         return self.network.run(token_ids, positions, attend)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[R, hidden] -> [R, V] float32."""
-        return self.network.logits(hidden)
+        """[R, hidden] -> [R, V]."""
+        return self.network.lm_head(hidden)  # type: ignore[no-any-return]
 
 
 def _check_vocabulary(folder: Path, target_folder: Path) -> None:

@@ -62,7 +62,7 @@ class DraftSampler:
     ) -> None:
         self._ids = ids
         self.width = vocab_size if ids is None else len(ids)
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self._ops = ops
         self.sampled = sampled
         self._all_coupled = all_coupled
@@ -96,27 +96,27 @@ class DraftSampler:
         return self._rows.of([sequence.params for sequence in sequences], self.width, device)
 
     def draw(self, logits: Tensor, draft_round: DraftRound, offset: int) -> SampledDrafts:
-        """Draft number `offset` of the round of each sequence; logits is [E, W] float32."""
-        probs = self._ops.target_probs(self._ops.process(logits, draft_round.rows), draft_round.rows)
+        """Draft number `offset` of the round of each sequence; logits is [E, W], of any type."""
+        probs = self._ops.target_probs(self._ops.process(logits.float(), draft_round.rows), draft_round.rows)
         if not self.sampled:
             columns = probs.argmax(dim=-1)
             return SampledDrafts(columns, torch.zeros_like(probs).scatter_(1, columns[:, None], 1.0))
         columns = self._ops.draw(probs, draft_round.uniforms[offset])
         if draft_round.noise is not None:
             rows = draft_round.noise._replace(positions=draft_round.noise.positions[offset])
-            columns = self._ops.choose(probs, columns, rows, self._ids, self._vocab_size)
+            columns = self._ops.choose(probs, columns, rows, self._ids, self.vocab_size)
         return SampledDrafts(columns, probs)
 
     def over_vocabulary(self, logits: Tensor) -> Tensor:
         """Logits [E, W] of the drafter's vocabulary -> [E, V] of the target's; -inf where it has no column."""
         if self._ids is None:
             return logits
-        return logits.new_full((len(logits), self._vocab_size), -torch.inf).index_copy_(1, self._ids, logits)
+        return logits.new_full((len(logits), self.vocab_size), -torch.inf).index_copy_(1, self._ids, logits)
 
     def probabilities(self, logits: Tensor, draft_round: DraftRound, columns: Tensor) -> Tensor:
         """[E] what the drafter's own distribution gives its drafts, also where all of q is on them; logits as for
         `draw`."""
-        draft_probs = self._ops.process(logits, draft_round.rows).softmax(dim=-1)
+        draft_probs = self._ops.process(logits.float(), draft_round.rows).softmax(dim=-1)
         return draft_probs.gather(1, columns[:, None]).squeeze(1)
 
 

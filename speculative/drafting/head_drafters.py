@@ -68,7 +68,7 @@ class Eagle3DraftModel(_HeadDraftModel):
         return model
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[R, hidden] -> [R, draft vocabulary] float32."""
+        """[R, hidden] -> [R, draft vocabulary]."""
         return self._head.logits(hidden)
 
 
@@ -90,5 +90,5 @@ class MtpDraftModel(_HeadDraftModel):
         return model
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[R, hidden] -> [R, V] float32."""
-        return self._target.logits(self._norm(hidden))
+        """[R, hidden] -> [R, V]."""
+        return self._target.lm_head(self._norm(hidden))  # type: ignore[no-any-return]

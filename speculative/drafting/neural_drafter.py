@@ -73,7 +73,7 @@ class DraftModel(Protocol):
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[R, hidden] -> [R, W] float32."""
+        """[R, hidden] -> [R, W], in the type of its LM head's products."""
         ...
 
 
@@ -298,7 +298,7 @@ class ModelDrafter:
                 pending = []
         if pending:
             hidden.append(self._run_up_to(sequence, state, pending))
-        return self.sampler.over_vocabulary(self.model.logits(torch.cat(hidden)))
+        return self.sampler.over_vocabulary(self.model.logits(torch.cat(hidden)).float())
 
     def _run_up_to(self, sequence: Sequence, state: _State, stops: Sequences[int]) -> Tensor:
         """Compute the rows below the last stop: the hidden states [B, hidden] of the row before each."""

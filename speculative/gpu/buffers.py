@@ -7,6 +7,7 @@ from torch import Tensor
 
 from speculative.drafting.neural_drafter import DraftModel, FeatureBuffer
 from speculative.gpu.buckets import Buckets
+from speculative.gpu.row_drafts import DraftBuffers
 from speculative.model.decoder import Decoder
 
 
@@ -16,16 +17,12 @@ class GraphBuffers:
 
     hidden: [N, hidden] of the target's padded rows. features: [N, F] what a hidden-state drafter reads of them.
     draft_hidden: [B, hidden] of the drafter's last verified rows: what first drafts are drawn from.
-    draft_tokens, draft_columns: [D] int64. draft_probs: [D, W] float32: the step's drafts, the column of the drafter's
-    vocabulary that each is, and the distribution it was drawn from; draft j of the i-th drafting sequence of a batch
-    padded to B lies in row j * B + i. Without a drafting model they have one row."""
+    drafts: the step's, in D rows; without a drafting model in one."""
 
     hidden: Tensor
     features: FeatureBuffer
     draft_hidden: Tensor
-    draft_tokens: Tensor
-    draft_columns: Tensor
-    draft_probs: Tensor
+    drafts: DraftBuffers
 
     @classmethod
     def make(cls, decoder: Decoder, buckets: Buckets, draft_model: DraftModel | None) -> "GraphBuffers":
@@ -37,12 +34,9 @@ class GraphBuffers:
             num_features, hidden_size = draft_model.num_features, draft_model.hidden_size
             width = decoder.config.vocab_size if draft_model.ids is None else len(draft_model.ids)
         hidden = torch.zeros((num_rows, decoder.config.hidden_size), dtype=decoder.dtype, device=device)
-        tokens = torch.zeros(num_drafts, dtype=torch.int64, device=device)
         return cls(
             hidden=hidden,
             features=FeatureBuffer(hidden.new_zeros((num_rows, num_features))),
             draft_hidden=hidden.new_zeros((buckets.largest.num_seqs, hidden_size)),
-            draft_tokens=tokens,
-            draft_columns=tokens.clone(),
-            draft_probs=torch.zeros((num_drafts, width), dtype=torch.float32, device=device),
+            drafts=DraftBuffers.empty(num_drafts, width, device),
         )

@@ -1,26 +1,28 @@
-"""All drafts of a round as one captured function: draw, run, draw, without the host in between."""
+"""All drafts of a round as one captured function: sample, run, sample, without the host in between."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Sequences
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from speculative.drafting.draft_sampler import DraftRound, DraftSampler, noise_keys
+from speculative.drafting.draft_sampler import DraftSampler, noise_keys
 from speculative.drafting.neural_drafter import DraftModel, MadeDrafts
 from speculative.gpu.buckets import Bucket, Buckets
 from speculative.gpu.buffers import GraphBuffers
 from speculative.gpu.capture import Capturer
-from speculative.gpu.filters import fill_filters, filter_fields, sampling_rows
+from speculative.gpu.filters import fill_filters, filter_fields
 from speculative.gpu.padding import PagedCache, block_tables, fill_rows, row_fields
 from speculative.gpu.paged_attention import PagedRows
-from speculative.gpu.staged_inputs import Field, StagedInputs
+from speculative.gpu.row_drafts import DraftFields, SampleDrafts
+from speculative.gpu.staged_inputs import Array, Field, StagedInputs
 from speculative.sampling.probs import LastRows
 from speculative.scheduling.early_exit import EarlyExit
 from speculative.state.batch import Entry
-from speculative.verification.coupled import NoiseRows
+
+_BY_DRAFT = ("positions", "visible", "slots")  # those of one draft lie together, as its pass reads them
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +40,12 @@ class DraftLoop:
 
     Args:
         model: what drafts.
-        sampler: samples its drafts.
+        sampler: of its drafts; it has their parameters and random numbers.
         cache: the model's.
         buffers: get the drafts and their distributions.
         buckets: of sequences and drafts each.
         capturer: of the step.
+        sample: samples a draft of each sequence.
     """
 
     def __init__(
@@ -53,11 +56,13 @@ class DraftLoop:
         buffers: GraphBuffers,
         buckets: Buckets,
         capturer: Capturer,
+        sample: SampleDrafts,
     ) -> None:
         self._buckets, self._capturer = buckets, capturer
-        self._model, self._sampler, self._cache = model, sampler, cache
+        self._model, self._sampler, self._cache, self._sample = model, sampler, cache, sample
         self._room, self._statics = cache.room, buffers
         self._first = 1 if model.capture else 0
+        self._vocab_size = sampler.vocab_size
         self._rows = LastRows()
         self._loops: dict[Bucket, _Loop] = {}
 
@@ -65,6 +70,7 @@ class DraftLoop:
         """The captured loop of a bucket, of `num_queries` drafts each; captured now if it is new."""
         if bucket not in self._loops:
             fields = row_fields(bucket, self._room) | filter_fields(bucket.num_seqs, self._sampler.width)
+            fields |= {name: replace(fields[name], shape=fields[name].shape[::-1]) for name in _BY_DRAFT}
             fields |= {
                 "uniforms": Field((bucket.num_queries, bucket.num_seqs), torch.float64, 0.5),
                 "temperature": Field((bucket.num_seqs, 1), torch.float32, 1.0),
@@ -90,12 +96,13 @@ class DraftLoop:
         drafts = np.array([entry.max_drafts for entry in entries], np.int64)
         size, stops = self._room.block_size, (lengths + drafts - 1).tolist()  # the last draft is not run
         contexts = [sequence.slots(stop, size) for sequence, stop in zip(sequences, stops, strict=True)]
-        num_blocks = fill_rows(host, contexts, lengths, drafts - 1, self._room)
+        num_blocks = fill_rows(_by_sequence(host), contexts, lengths, drafts - 1, self._room)
+        np.maximum(host["positions"] - self._first, 0, out=host["positions"])
         num_seqs, num_drafts = len(entries), bucket.num_queries
         host["uniforms"][:, :num_seqs] = self._sampler.uniforms(sequences, num_drafts)
         params = self._rows.of([sequence.params for sequence in sequences], self._sampler.width, torch.device("cpu"))
         host["temperature"][:num_seqs] = params.temperature.numpy()
-        host["greedy"][:num_seqs] = params.greedy.numpy()
+        host["greedy"][:num_seqs] = params.greedy.numpy() | (not self._sampler.sampled)
         fill_filters(host, params.filters, np.arange(num_seqs))
         host["coupled"][:num_seqs] = [self._sampler.is_coupled(sequence) for sequence in sequences]
         host["seeds"][:num_seqs], host["noise_positions"][:, :num_seqs] = noise_keys(sequences, num_drafts)
@@ -113,30 +120,28 @@ class DraftLoop:
             columns, probs = torch.cat([first.columns, rest.columns]), torch.cat([first.q, rest.q])
             return MadeDrafts([*first.tokens, *rest.tokens], columns, probs)
         bucket = self.run(entries, hidden)
-        used = bucket.num_rows
-        tokens = self._statics.draft_tokens[:used].view(bucket.num_queries, bucket.num_seqs).T.tolist()
-        distributions = self._statics.draft_probs[:used].view(bucket.num_queries, bucket.num_seqs, -1)
+        used, shape, made = bucket.num_rows, (bucket.num_queries, bucket.num_seqs), self._statics.drafts
+        tokens = made.tokens[:used].view(shape).T.tolist()
+        distributions = made.probs[:used].view(*shape, -1)
         drafts = [own[: entry.max_drafts] for entry, own in zip(entries, tokens, strict=False)]
         places = [(offset, row) for row, own in enumerate(drafts) for offset in range(len(own))]
         offsets, rows = torch.tensor(places, device=distributions.device).T
-        columns = self._statics.draft_columns[:used].view(bucket.num_queries, bucket.num_seqs)
+        columns = made.columns[:used].view(shape)
         return MadeDrafts(drafts, columns[offsets, rows], distributions[offsets, rows])
 
     def _compute(self, bucket: Bucket, inputs: dict[str, Tensor]) -> None:
         num_seqs, num_drafts = bucket
-        buffers, model, tables = self._statics, self._model, block_tables(inputs)
-        hidden = buffers.draft_hidden[:num_seqs]
-        noise = NoiseRows(inputs["coupled"], inputs["seeds"], inputs["noise_positions"])
-        drafting = DraftRound(sampling_rows(inputs), inputs["uniforms"], noise)
+        model, made, tables = self._model, self._statics.drafts, block_tables(inputs)
+        hidden = self._statics.draft_hidden[:num_seqs]
+        fields = DraftFields(**{name: inputs[name] for name in DraftFields._fields})
         for offset in range(num_drafts):
-            drawn = self._sampler.draw(model.logits(hidden), drafting, offset)
-            tokens = drawn.columns if model.ids is None else model.ids[drawn.columns]
-            rows = slice(offset * num_seqs, (offset + 1) * num_seqs)
-            buffers.draft_tokens[rows].copy_(tokens)
-            buffers.draft_columns[rows].copy_(drawn.columns)
-            buffers.draft_probs[rows].copy_(drawn.probs)
+            self._sample(model.logits(hidden), fields, offset, model.ids, self._vocab_size, made)
             if offset + 1 < num_drafts:
-                own = {name: inputs[name][:, offset].contiguous() for name in ("slots", "visible", "positions")}
-                attended = PagedRows(own["slots"], own["visible"], tables, self._first)
-                positions = (own["positions"] - self._first).clamp(min=0)
-                hidden = model.run(tokens, hidden, positions, self._cache.attention(attended))
+                tokens = made.tokens[offset * num_seqs : (offset + 1) * num_seqs]
+                attended = PagedRows(inputs["slots"][offset], inputs["visible"][offset], tables, self._first)
+                hidden = model.run(tokens, hidden, inputs["positions"][offset], self._cache.attention(attended))
+
+
+def _by_sequence(host: Mapping[str, Array]) -> dict[str, Array]:
+    """The fields as `fill_rows` fills them: each sequence's rows together."""
+    return {name: array.T if name in _BY_DRAFT else array for name, array in host.items()}

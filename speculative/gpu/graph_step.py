@@ -93,14 +93,16 @@ class GraphStep:
         self._vocab_size = decoder.config.vocab_size
         edits = LogitEdits(self.buckets.largest, self._vocab_size, decoder.device, operators.edit)
         self.judge = VerifyGraph(decoder, self.buffers, self._draft_model, config, self.capturer, edits, operators)
-        self._drafts_on_host = LateCopy(self.buffers.draft_tokens)
+        self._drafts_on_host = LateCopy(self.buffers.drafts.tokens)
         self.loop: DraftLoop | None = None
         self._catch_up: CatchUpPass | None = None
         if neural is not None:
             use_layer_ops(neural.model.network, operators.layers)
             paged = PagedCache(neural.cache, room, attend)
             self._lengths = self.buckets.of_drafts(varying=config.drafter.length == "dynamic")
-            self.loop = DraftLoop(neural.model, neural.sampler, paged, self.buffers, self._lengths, self.capturer)
+            self.loop = DraftLoop(
+                neural.model, neural.sampler, paged, self.buffers, self._lengths, self.capturer, operators.sample_drafts
+            )
             self._catch_up = CatchUpPass(neural.model, paged, neural.edges, self.buffers, self.buckets, self.capturer)
             neural.catch_up, neural.draft_loop = self._catch_up, self.loop.make
             neural.prepare = operators.prepare(config.block_size, 1 if neural.capture else 0)

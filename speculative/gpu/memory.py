@@ -14,7 +14,7 @@ from speculative.model.config import ModelConfig
 from speculative.model.decoder import Decoder
 
 _KEPT_FREE = 0.05  # of the device's memory, for what is not counted here
-_DRAFT_MATRICES = 8  # [B, W] float32 that a draft is sampled with
+_DRAFT_MATRICES = 8  # [B, W] float32 that torch's operators sample a draft with
 
 
 def graph_bytes(decoder: Decoder, buckets: Buckets, sizes: AttentionSizes, draft_model: DraftModel | None) -> int:
@@ -31,7 +31,9 @@ def graph_bytes(decoder: Decoder, buckets: Buckets, sizes: AttentionSizes, draft
     num_tables = sum(bucket.num_seqs for bucket in buckets)
     if draft_model is not None:
         width = model.vocab_size if draft_model.ids is None else len(draft_model.ids)
-        needed += (buckets.most_made + _DRAFT_MATRICES) * num_seqs * width * 4
+        # Triton's kernels sample from the LM head's output, with a few numbers of each block of it.
+        number = decoder.dtype.itemsize + 1 if by_triton else 4 * _DRAFT_MATRICES
+        needed += num_seqs * width * (4 * buckets.most_made + number)
         num_tables = 2 * num_tables + sum(bucket.num_seqs for bucket in buckets.of_drafts(varying=True))
     return needed + num_tables * sizes.max_blocks * 8
 

@@ -10,6 +10,7 @@ from speculative.config import EngineConfig, LogprobsMode, keep_triton_kernels, 
 from speculative.gpu.filters import FindFloors, torch_floors
 from speculative.gpu.packed_attention import SendPacked
 from speculative.gpu.paged_attention import AttendPaged, AttentionSizes, TorchAttend
+from speculative.gpu.row_drafts import SampleDrafts, TorchDrafts
 from speculative.gpu.row_edits import EditLogits, torch_edit
 from speculative.gpu.row_judge import RowJudge, TorchJudge
 from speculative.kernels.bindings import Kernels
@@ -18,13 +19,10 @@ from speculative.model.attention import PreparePass, prepare_by
 from speculative.model.layers import LayerOps, TorchLayerOps
 from speculative.sampling.probs import SamplingRows
 from speculative.verification.coupled import NoiseRows, choose
-from speculative.verification.draft_probs import mass_before
 from speculative.vocabulary.ops import TorchOps
 
 Choose = Callable[[Tensor, Tensor, NoiseRows, Tensor | None, int], Tensor]
 """Signature of `VocabularyOps.choose`."""
-MassBefore = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Signature of `mass_before`."""
 
 
 class CapturedVocabularyOps(TorchOps):
@@ -34,15 +32,12 @@ class CapturedVocabularyOps(TorchOps):
     Args:
         find_floors: of the filters.
         choose: the columns of coupled drafts.
-        mass_before: of q, before each draft.
         host: CPU kernels for random numbers.
     """
 
-    def __init__(
-        self, find_floors: FindFloors, choose: Choose, mass_before: MassBefore, host: Kernels | None = None
-    ) -> None:
+    def __init__(self, find_floors: FindFloors, choose: Choose, host: Kernels | None = None) -> None:
         super().__init__(host)
-        self._find_floors, self._choose, self.mass_before = find_floors, choose, mass_before
+        self._find_floors, self._choose = find_floors, choose
 
     def process(self, logits: Tensor, rows: SamplingRows) -> Tensor:
         """Implement `VocabularyOps`."""
@@ -69,7 +64,8 @@ class GraphOperators:
 
     attend: paged attention, of these sizes. prepare: attention of passes that run eagerly, by block size and the
     position of a context's first slot. layers: what lies between a layer's products. edit: of logits. vocabulary: of
-    distributions and drafts. judge_token_wise: the judge of rows, for token-wise verification and this mode.
+    distributions. sample_drafts: of a model. judge_token_wise: the judge of rows, for token-wise verification and
+    this mode.
     """
 
     attend: Callable[[AttentionSizes], AttendPaged]
@@ -77,6 +73,7 @@ class GraphOperators:
     layers: LayerOps
     edit: EditLogits
     vocabulary: CapturedVocabularyOps
+    sample_drafts: SampleDrafts
     judge_token_wise: Callable[[LogprobsMode], RowJudge]
 
     @classmethod
@@ -90,13 +87,14 @@ class GraphOperators:
     @classmethod
     def by_torch(cls, kernels: ChosenKernels) -> "GraphOperators":
         """torch's, on any device."""
-        vocabulary = CapturedVocabularyOps(torch_floors, choose, mass_before, kernels.host)
+        vocabulary = CapturedVocabularyOps(torch_floors, choose, kernels.host)
         return cls(
             attend=lambda sizes: TorchAttend(sizes.block_size),
             prepare=lambda block_size, first: prepare_by(kernels.model),
             layers=TorchLayerOps(),
             edit=torch_edit,
             vocabulary=vocabulary,
+            sample_drafts=TorchDrafts(vocabulary),
             judge_token_wise=lambda mode: TorchJudge(vocabulary, mode),
         )
 
@@ -104,12 +102,12 @@ class GraphOperators:
     def by_triton(cls, kernels: ChosenKernels) -> "GraphOperators":
         """Triton's kernels, on a CUDA device."""
         from speculative.gpu.triton_attention import TritonAttend
+        from speculative.gpu.triton_drafts import triton_drafts
         from speculative.gpu.triton_edits import triton_edit
         from speculative.gpu.triton_filters import triton_floors
         from speculative.gpu.triton_judge import TritonJudge
         from speculative.gpu.triton_layers import TritonLayerOps
         from speculative.gpu.triton_noise import triton_choose
-        from speculative.gpu.triton_places import triton_mass_before
         from speculative.gpu.triton_prompts import TritonAttendPacked
 
         return cls(
@@ -117,7 +115,8 @@ class GraphOperators:
             prepare=lambda block_size, first: SendPacked(block_size, first, TritonAttendPacked()),
             layers=TritonLayerOps(),
             edit=triton_edit,
-            vocabulary=CapturedVocabularyOps(triton_floors, triton_choose, triton_mass_before, kernels.host),
+            vocabulary=CapturedVocabularyOps(triton_floors, triton_choose, kernels.host),
+            sample_drafts=triton_drafts,
             judge_token_wise=TritonJudge,
         )
 

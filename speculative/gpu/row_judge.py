@@ -54,7 +54,7 @@ class SampledFrom(NamedTuple):
 
     probs: [N, W] float32. places: [D] int64, its row for each packed draft. columns: [V] int32, its column for each
     token, -1 = none; None where W = V. ids: [W] int64, the token of each column. own_columns: [N] int64, that of the
-    draft that was sampled from each row.
+    draft that was sampled from each row. mass_before: [N] float64, the row's mass before that draft.
     """
 
     probs: Tensor
@@ -62,6 +62,7 @@ class SampledFrom(NamedTuple):
     columns: Tensor | None
     ids: Tensor | None
     own_columns: Tensor
+    mass_before: Tensor
 
 
 class RowJudge(Protocol):
@@ -73,7 +74,9 @@ class RowJudge(Protocol):
         Returns:
             One float64 vector: accepted drafts [E], last tokens [E], drafts [R], broken invariants [R], expected
             accepted drafts [E]; the logprobs' values [R] and ranks [R]; of the self-checks what could be accepted [1],
-            and rows [3, R] and sums [C, S] of `Terms`. And the names of the C self-checks.
+            and rows [3, R] and sums [C, S] of `Terms`; where drafts were sampled, q of each row's draft [R], its mass
+            before that draft [R], and q of the last tokens [E], all 0 in rows without a draft. And the names of the C
+            self-checks.
         """
 
 
@@ -110,6 +113,10 @@ class TorchJudge:
         terms = self._ops.take_terms(step, verified, emitted, TermScope(self._verifier, rows.counted, rows.coupled))
         parts = [verified.num_accepted, verified.token_ids, step.drafts, broken, verified.expected_accepted]
         parts += [reported.values, reported.ranks, terms.achievable, terms.rows, terms.sums]
+        if sampled is not None:
+            of_drafts, of_last, _ = self._ops.round_probs(step, verified, places=False)
+            place = sampled.places[rows.packed.clamp(max=len(sampled.places) - 1)]
+            parts += [of_drafts, torch.where(step.judged, sampled.mass_before[place], 0.0), of_last]
         return copy_once(parts), terms.checks
 
 

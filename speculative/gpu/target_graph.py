@@ -78,7 +78,7 @@ class TargetPass:
         Args:
             bucket: holds them.
             step_input: the step's rows.
-            sources: [N] per packed row, the row of `GraphBuffers.draft_tokens` that holds its token; -1 = `step_input`
+            sources: [N] per packed row, the row of `GraphBuffers.drafts` that holds its token; -1 = `step_input`
             has it.
 
         Returns:
@@ -101,7 +101,7 @@ class TargetPass:
 
     def _compute(self, inputs: dict[str, Tensor]) -> None:
         sources = inputs["sources"].view(-1)
-        drafted = self.buffers.draft_tokens[sources.clamp(min=0)]
+        drafted = self.buffers.drafts.tokens[sources.clamp(min=0)]
         input_ids = torch.where(sources >= 0, drafted, inputs["input_ids"].view(-1))
         attention = self._cache.attention(paged_rows(inputs))
         hidden, features = self._decoder.run(input_ids, inputs["positions"].view(-1), attention, self.capture)

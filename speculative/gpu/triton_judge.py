@@ -49,13 +49,15 @@ class _Launches:
         self._logits, self._rows = logits, rows
         self._num_rows, self._num_entries = len(rows.drafts), len(rows.first_rows)
         self._num_blocks = num_blocks = triton.cdiv(logits.shape[1], BLOCK)
-        self.out = _Outputs(self._num_rows, self._num_entries, len(self.checks), logits.device)
+        is_sampled = sampled is not None
+        self.out = _Outputs(self._num_rows, self._num_entries, len(self.checks), logits.device, is_sampled=is_sampled)
         self._room = _Workspace(self._num_rows, self._num_entries, num_blocks, logits.device)
         self._filters = (rows.log_min_p, rows.top_k, rows.top_p)
         self._floors = triton_floors(logits, rows.temperature, *self._filters)
         q, self._kind = _q(sampled, rows, logits)
         self._target = (logits, rows.temperature, rows.greedy, self._room.facts, self._floors)
         self._given = (*self._target, *q, rows.drafts)
+        self._mass_before = self.out.expected if sampled is None else sampled.mass_before
         self._strides = (logits.stride(0), q[0].stride(0), self._num_rows)
         self._settled = (self.out.num_accepted, self.out.token_ids)
         self._blocked = {"NUM_BLOCKS": num_blocks, "VOCABULARY": logits.shape[1], "BLOCK": BLOCK}
@@ -95,6 +97,7 @@ class _Launches:
             rows.sample_uniforms,
             *self._settled,
             self.out.expected,
+            self.out.last_probs,
             room.drawn,
             *self._strides,
             **(self._blocked | self._by_row),
@@ -126,10 +129,13 @@ class _Launches:
             rows.entries,
             rows.offsets,
             *self._settled,
+            self._mass_before,
             out.drafts,
             out.broken,
             out.values,
             out.ranks,
+            out.draft_probs,
+            out.before,
             *self._strides,
             self._num_entries,
             MASS_ROUNDING,
@@ -192,9 +198,12 @@ class _Workspace:
 class _Outputs:
     """The vector of `RowJudge`, and its parts as the kernels write them."""
 
-    def __init__(self, num_rows: int, num_entries: int, num_checks: int, device: torch.device) -> None:
+    def __init__(
+        self, num_rows: int, num_entries: int, num_checks: int, device: torch.device, *, is_sampled: bool
+    ) -> None:
         lengths = [num_entries, num_entries, num_rows, num_rows, num_entries, num_rows, num_rows]
         lengths += [1, 3 * num_rows, num_checks * (len(STAKES) + 4)]
+        lengths += [num_rows, num_rows, num_entries] if is_sampled else [0, 0, 0]
         self.vector = torch.empty(sum(lengths), dtype=torch.float64, device=device)
         (
             self.num_accepted,
@@ -207,6 +216,9 @@ class _Outputs:
             self.achievable,
             self.rows,
             self.sums,
+            self.draft_probs,
+            self.before,
+            self.last_probs,
         ) = self.vector.split(lengths)
         self.row_terms = torch.empty((num_checks + 1, num_rows), dtype=torch.float64, device=device)
 

@@ -109,6 +109,12 @@ def _is_filtered(log_min_ps, top_ks, top_ps, row, VOCABULARY: tl.constexpr):
 
 
 @triton.jit
+def probability(x, token, highest, total, best, temperature, floor, is_greedy):  # noqa: PLR0913
+    """p of tokens with logits x, given the facts of their rows; or q, of a drafter's logits."""
+    return tl.where(is_greedy, tl.where(token == best, 1.0, 0.0), _kept(x, temperature, highest, floor) / total)
+
+
+@triton.jit
 def _target(x, token, row, there, facts, floors, temperature, greedy, num_rows):  # noqa: PLR0913
     """p of tokens with logits x; `row` may be one row or as many as there are tokens."""
     highest = tl.load(facts + HIGHEST * num_rows + row, mask=there, other=0.0)
@@ -117,7 +123,7 @@ def _target(x, token, row, there, facts, floors, temperature, greedy, num_rows):
     own = tl.load(temperature + row, mask=there, other=1.0)
     floor = tl.load(floors + row, mask=there, other=-float("inf"))
     is_greedy = tl.load(greedy + row, mask=there, other=0) != 0
-    return tl.where(is_greedy, tl.where(token == best, 1.0, 0.0), _kept(x, own, highest, floor) / total)
+    return probability(x, token, highest, total, best, own, floor, is_greedy)
 
 
 @triton.jit
@@ -156,7 +162,7 @@ def _minimum(p, q):
 
 
 @triton.jit
-def _load_block(logits, row, stride, block, VOCABULARY: tl.constexpr, BLOCK: tl.constexpr):
+def load_block(logits, row, stride, block, VOCABULARY: tl.constexpr, BLOCK: tl.constexpr):
     """A block of a row's logits in float32, -inf behind the vocabulary; its tokens, and which of them there are."""
     token = block * BLOCK + tl.arange(0, BLOCK)
     inside = token < VOCABULARY
@@ -165,7 +171,7 @@ def _load_block(logits, row, stride, block, VOCABULARY: tl.constexpr, BLOCK: tl.
 
 
 @triton.jit
-def _of_row(sums, which, row, num_rows, NUM_BLOCKS: tl.constexpr, PADDED: tl.constexpr):
+def of_row(sums, which, row, num_rows, NUM_BLOCKS: tl.constexpr, PADDED: tl.constexpr):
     """[PADDED] what the blocks of a row came to."""
     block = tl.arange(0, PADDED)
     place = (which * num_rows + row) * NUM_BLOCKS + block
@@ -185,7 +191,7 @@ def _reduce_blocks(  # noqa: PLR0913
     BLOCK: tl.constexpr,
 ):
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    x, _, _ = _load_block(logits, row, stride, block, VOCABULARY, BLOCK)
+    x, _, _ = load_block(logits, row, stride, block, VOCABULARY, BLOCK)
     is_damaged = tl.max((x != x).to(tl.int32), axis=0) > 0
     sound = tl.where(x != x, -float("inf"), x)
     highest = tl.max(sound, axis=0)
@@ -200,6 +206,27 @@ def _reduce_blocks(  # noqa: PLR0913
     tl.store(maxima + BEST * size + place, (block * BLOCK + tl.argmax(sound, axis=0)).to(tl.float32))
 
 
+@triton.jit
+def facts_of_row(maxima, own, row, num_rows, NUM_BLOCKS: tl.constexpr, PADDED: tl.constexpr):
+    """The facts of a whole row, in their order, from those of its blocks; own: its temperature."""
+    exists = tl.arange(0, PADDED) < NUM_BLOCKS
+    found = of_row(maxima, HIGHEST, row, num_rows, NUM_BLOCKS, PADDED)
+    sound = tl.where(exists & (found == found), found, -float("inf"))
+    highest = tl.max(sound, axis=0)
+    is_damaged = tl.max((found != found).to(tl.int32), axis=0) > 0
+    base = tl.where(highest == -float("inf"), 0.0, highest)
+    kept = of_row(maxima, SOFT_TOTAL, row, num_rows, NUM_BLOCKS, PADDED)
+    soft = of_row(maxima, ALL_TOTAL, row, num_rows, NUM_BLOCKS, PADDED)
+    raw = of_row(maxima, RAW_TOTAL, row, num_rows, NUM_BLOCKS, PADDED)
+    best = of_row(maxima, BEST, row, num_rows, NUM_BLOCKS, PADDED)
+    kept = tl.sum(tl.where(kept != 0, kept * _soft(sound, own, base), 0.0), axis=0)
+    soft = tl.sum(tl.where(soft != 0, soft * _soft(sound, own, base), 0.0), axis=0)
+    raw = tl.sum(tl.where(raw != 0, raw * tl.exp(sound - base), 0.0), axis=0)
+    first = tl.arange(0, PADDED) == tl.argmax(sound, axis=0)
+    best = tl.sum(tl.where(first, best, 0.0), axis=0)
+    return tl.where(is_damaged, float("nan"), highest), kept, soft, raw, best
+
+
 @_kernel
 def _find_facts(
     maxima,  # [NUM_FACTS, R, NUM_BLOCKS] float32
@@ -210,26 +237,13 @@ def _find_facts(
     PADDED: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    exists = tl.arange(0, PADDED) < NUM_BLOCKS
-    found = _of_row(maxima, HIGHEST, row, num_rows, NUM_BLOCKS, PADDED)
-    sound = tl.where(exists & (found == found), found, -float("inf"))
-    highest = tl.max(sound, axis=0)
-    is_damaged = tl.max((found != found).to(tl.int32), axis=0) > 0
-    base = tl.where(highest == -float("inf"), 0.0, highest)
-    kept = _of_row(maxima, SOFT_TOTAL, row, num_rows, NUM_BLOCKS, PADDED)
-    soft = _of_row(maxima, ALL_TOTAL, row, num_rows, NUM_BLOCKS, PADDED)
-    raw = _of_row(maxima, RAW_TOTAL, row, num_rows, NUM_BLOCKS, PADDED)
-    best = _of_row(maxima, BEST, row, num_rows, NUM_BLOCKS, PADDED)
     own = tl.load(temperature + row)
-    kept = tl.sum(tl.where(kept != 0, kept * _soft(sound, own, base), 0.0), axis=0)
-    soft = tl.sum(tl.where(soft != 0, soft * _soft(sound, own, base), 0.0), axis=0)
-    raw = tl.sum(tl.where(raw != 0, raw * tl.exp(sound - base), 0.0), axis=0)
-    first = tl.arange(0, PADDED) == tl.argmax(sound, axis=0)
-    tl.store(facts + HIGHEST * num_rows + row, tl.where(is_damaged, float("nan"), highest))
+    highest, kept, soft, raw, best = facts_of_row(maxima, own, row, num_rows, NUM_BLOCKS, PADDED)
+    tl.store(facts + HIGHEST * num_rows + row, highest)
     tl.store(facts + SOFT_TOTAL * num_rows + row, kept)
     tl.store(facts + ALL_TOTAL * num_rows + row, soft)
     tl.store(facts + RAW_TOTAL * num_rows + row, raw)
-    tl.store(facts + BEST * num_rows + row, tl.sum(tl.where(first, best, 0.0), axis=0))
+    tl.store(facts + BEST * num_rows + row, best)
 
 
 @_kernel
@@ -258,7 +272,7 @@ def _sum_blocks(  # noqa: PLR0913
     Q: tl.constexpr,
 ):
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    x, token, inside = _load_block(logits, row, stride, block, VOCABULARY, BLOCK)
+    x, token, inside = load_block(logits, row, stride, block, VOCABULARY, BLOCK)
     draft = tl.load(drafts + row)
     judged = draft >= 0
     p = tl.where(inside, _target(x, token, row, True, facts, floors, temperature, greedy, num_rows), 0.0)
@@ -308,7 +322,7 @@ def _choose_blocks(  # noqa: PLR0913
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if tl.load(coupled + tl.load(entries + row)) == 0:
         return
-    x, token, inside = _load_block(logits, row, stride, block, VOCABULARY, BLOCK)
+    x, token, inside = load_block(logits, row, stride, block, VOCABULARY, BLOCK)
     p = _target(x, token, row, True, facts, floors, temperature, greedy, num_rows)
     highest, place = best_choice(p, tl.load(seeds + row), tl.load(positions + row), token, inside)
     tl.store(choices + row * NUM_BLOCKS + block, highest)
@@ -316,7 +330,7 @@ def _choose_blocks(  # noqa: PLR0913
 
 
 @triton.jit
-def _choices(choices, rows, there, num_rows, NUM_BLOCKS: tl.constexpr, PADDED: tl.constexpr):
+def choices_of(choices, rows, there, num_rows, NUM_BLOCKS: tl.constexpr, PADDED: tl.constexpr):
     """[L] int64, the token that each of some rows [L] chooses."""
     block = tl.arange(0, PADDED)[None, :]
     place, exists = rows[:, None] * NUM_BLOCKS + block, there[:, None] & (block < NUM_BLOCKS)
@@ -348,6 +362,7 @@ def _settle_entries(  # noqa: PLR0913
     num_accepted,  # [E] float64, as all that follows
     token_ids,  # [E]
     expected,  # [E]
+    last_probs,  # [E] q of the last token, where drafts were sampled
     drawn,  # [NUM_DRAWN, E]
     stride,
     q_stride,
@@ -375,34 +390,38 @@ def _settle_entries(  # noqa: PLR0913
         # In float64 neither product underflows. A token of p = 0 or q = 0 never survives, whatever the coin.
         survives = (coin * own.to(tl.float64) < p.to(tl.float64)) & (p > 0) & (own > 0)
         if is_coupled:
-            survives = draft == _choices(choices, row, there, num_rows, NUM_BLOCKS, PADDED)
+            survives = draft == choices_of(choices, row, there, num_rows, NUM_BLOCKS, PADDED)
         accepted = tl.minimum(accepted, tl.min(tl.where(there & ~survives, lane, count), axis=0))
         alive = tl.minimum(alive, tl.min(tl.where(there & ~(p > 0), lane, count), axis=0))
         reached = there & (lane <= accepted)
-        of_row = (OVERLAP * num_rows + row[:, None]) * NUM_BLOCKS + blocks[None, :]
-        found = tl.load(sums + of_row, mask=reached[:, None] & (blocks < NUM_BLOCKS)[None, :], other=0.0)
+        overlaps = (OVERLAP * num_rows + row[:, None]) * NUM_BLOCKS + blocks[None, :]
+        found = tl.load(sums + overlaps, mask=reached[:, None] & (blocks < NUM_BLOCKS)[None, :], other=0.0)
         overlap += tl.sum(tl.sum(found, axis=1), axis=0)
     row = first + accepted
-    left = _of_row(sums, LEFT, row, num_rows, NUM_BLOCKS, PADDED)
+    left = of_row(sums, LEFT, row, num_rows, NUM_BLOCKS, PADDED)
     from_p = ~(tl.sum(left, axis=0) > 0)  # nothing is left but rounding
-    masses = tl.where(from_p, _of_row(sums, P_MASS, row, num_rows, NUM_BLOCKS, PADDED), left)
+    masses = tl.where(from_p, of_row(sums, P_MASS, row, num_rows, NUM_BLOCKS, PADDED), left)
     total = tl.sum(masses, axis=0)
     threshold = tl.load(sample_uniforms + row) * total
-    block = _first_above(tl.cumsum(masses, axis=0), masses, blocks, threshold)
+    block = first_above(tl.cumsum(masses, axis=0), masses, blocks, threshold)
     before = tl.sum(tl.where(blocks < block, masses, 0.0), axis=0)
-    x, token, inside = _load_block(logits, row, stride, block, VOCABULARY, BLOCK)
+    x, token, inside = load_block(logits, row, stride, block, VOCABULARY, BLOCK)
     p = tl.where(inside, _target(x, token, row, True, facts, floors, temperature, greedy, num_rows), 0.0)
     draft = tl.load(drafts + row)
     q_row = _draft_prob(q, columns, q_stride, _place(packed, places, row, draft >= 0, Q), draft, token, inside, Q)
     mass = tl.where(from_p, p, _left(p, q_row)).to(tl.float64)
-    chosen = _first_above(tl.cumsum(mass, axis=0), mass, token, threshold - before)
+    chosen = first_above(tl.cumsum(mass, axis=0), mass, token, threshold - before)
     if is_coupled:
         last = row + tl.zeros([1], tl.int64)
-        chosen = tl.max(_choices(choices, last, last >= 0, num_rows, NUM_BLOCKS, PADDED), axis=0)
+        chosen = tl.max(choices_of(choices, last, last >= 0, num_rows, NUM_BLOCKS, PADDED), axis=0)
         overlap = accepted.to(tl.float64)  # the rule has no uniform of its own: what was expected is what happened
     tl.store(num_accepted + entry, accepted.to(tl.float64))
     tl.store(token_ids + entry, chosen.to(tl.float64))
     tl.store(expected + entry, overlap)
+    if Q != POINT_MASS:
+        place = _place(packed, places, row, draft >= 0, Q)
+        of_last = _draft_prob(q, columns, q_stride, place, draft, chosen, draft >= 0, Q)
+        tl.store(last_probs + entry, of_last.to(tl.float64))
     tl.store(drawn + ALIVE * num_entries + entry, alive.to(tl.float64))
     tl.store(drawn + LEFT_TOTAL * num_entries + entry, tl.where(from_p, 0.0, total))
     below = before + tl.sum(tl.where(token < chosen, mass, 0.0), axis=0)
@@ -411,7 +430,7 @@ def _settle_entries(  # noqa: PLR0913
 
 
 @triton.jit
-def _first_above(cumulated, masses, names, threshold):
+def first_above(cumulated, masses, names, threshold):
     """The first name whose interval contains the threshold; one without mass never, not even by rounding."""
     some, names = masses > 0, names.to(tl.int64)
     least = tl.min(tl.where(some & (cumulated > threshold), names, _NOBODY), axis=0)
@@ -457,7 +476,7 @@ def _compare_blocks(  # noqa: PLR0913
     is_checked = (tl.load(checked) != 0) & (Q != POINT_MASS)
     if ~(is_ranked | is_checked):
         return
-    x, token, inside = _load_block(logits, row, stride, block, VOCABULARY, BLOCK)
+    x, token, inside = load_block(logits, row, stride, block, VOCABULARY, BLOCK)
     if is_ranked:
         own = tl.load(logits + row * stride + tl.load(token_ids + entry).to(tl.int64)).to(tl.float32)
         number, mass = _likelier(x, own, tl.load(temperature + row), tl.load(facts + HIGHEST * num_rows + row))
@@ -504,10 +523,13 @@ def _report_rows(  # noqa: PLR0913
     offsets,  # [R] int64
     num_accepted,
     token_ids,
+    mass_before,  # [D] float64: of q, before the draft that was sampled from each of its rows
     judged_drafts,  # [R] float64, as all that follows
     broken,  # [R]
     values,  # [R] logprobs
     ranks,  # [R]
+    draft_probs,  # [R] q of the draft, where drafts were sampled, and
+    before,  # [R] its mass before it
     stride,
     q_stride,
     num_rows,
@@ -531,10 +553,10 @@ def _report_rows(  # noqa: PLR0913
     top_k, top_p, log_min_p = tl.load(top_ks + row), tl.load(top_ps + row), tl.load(log_min_ps + row)
     code = 0
     if has_filters(log_min_p, top_k, top_p, VOCABULARY):
-        number = tl.sum(_of_row(sums, NUM_LIKELIER, row, num_rows, NUM_BLOCKS, PADDED), axis=0)
-        mass = tl.sum(_of_row(sums, LIKELIER, row, num_rows, NUM_BLOCKS, PADDED), axis=0)
-        last_number = tl.sum(_of_row(compared, LAST_NUM_LIKELIER, entry, num_entries, NUM_BLOCKS, PADDED), axis=0)
-        last_mass = tl.sum(_of_row(compared, LAST_LIKELIER, entry, num_entries, NUM_BLOCKS, PADDED), axis=0)
+        number = tl.sum(of_row(sums, NUM_LIKELIER, row, num_rows, NUM_BLOCKS, PADDED), axis=0)
+        mass = tl.sum(of_row(sums, LIKELIER, row, num_rows, NUM_BLOCKS, PADDED), axis=0)
+        last_number = tl.sum(of_row(compared, LAST_NUM_LIKELIER, entry, num_entries, NUM_BLOCKS, PADDED), axis=0)
+        last_mass = tl.sum(of_row(compared, LAST_LIKELIER, entry, num_entries, NUM_BLOCKS, PADDED), axis=0)
         number, mass = tl.where(accepted, number, last_number), tl.where(accepted, mass, last_mass)
         total = tl.load(facts + ALL_TOTAL * num_rows + row).to(tl.float64)
         outside = (number >= top_k) | (mass > (top_p + _EDGE_ROUNDING) * total)
@@ -542,11 +564,13 @@ def _report_rows(  # noqa: PLR0913
         code = tl.where(reached & outside, SUPPORT, 0)
     code = tl.where(reached & ~(p_emitted > 0), P_ZERO, code)  # NaN is not above 0 either
     if Q != POINT_MASS:
-        mass = tl.sum(_of_row(sums, Q_MASS, row, num_rows, NUM_BLOCKS, PADDED), axis=0)
-        each = _of_row(sums, LEAST_Q, row, num_rows, NUM_BLOCKS, PADDED)
+        mass = tl.sum(of_row(sums, Q_MASS, row, num_rows, NUM_BLOCKS, PADDED), axis=0)
+        each = of_row(sums, LEAST_Q, row, num_rows, NUM_BLOCKS, PADDED)
         is_sane = (tl.abs(mass - 1) < mass_rounding) & (tl.max((~(each >= 0)).to(tl.int32), axis=0) == 0)
         code = tl.where(judged & ~(q_draft > 0), Q_ZERO, code)
         code = tl.where(judged & ~is_sane, LAW, code)
+        tl.store(draft_probs + row, q_draft.to(tl.float64))
+        tl.store(before + row, tl.load(mass_before + place, mask=judged, other=0.0))
     code = tl.where(reached & (highest == -float("inf")), NO_TOKEN, code)
     code = tl.where(reached & ~(highest < float("inf")), NOT_FINITE, code)
     tl.store(judged_drafts + row, draft.to(tl.float64))
@@ -560,8 +584,8 @@ def _report_rows(  # noqa: PLR0913
             which = SOFT_TOTAL if PROCESSED else RAW_TOTAL
             value = value - highest - tl.log(tl.load(facts + which * num_rows + row))
         tl.store(values + row, value.to(tl.float64))
-        above = tl.sum(_of_row(sums, ABOVE, row, num_rows, NUM_BLOCKS, PADDED), axis=0)
-        last_above = tl.sum(_of_row(compared, LAST_ABOVE, entry, num_entries, NUM_BLOCKS, PADDED), axis=0)
+        above = tl.sum(of_row(sums, ABOVE, row, num_rows, NUM_BLOCKS, PADDED), axis=0)
+        last_above = tl.sum(of_row(compared, LAST_ABOVE, entry, num_entries, NUM_BLOCKS, PADDED), axis=0)
         tl.store(ranks + row, tl.where(accepted, above, last_above) + 1)
 
 
@@ -628,15 +652,15 @@ def _take_terms(  # noqa: PLR0913
     p_emitted = _target(x, emitted, row, True, facts, floors, temperature, greedy, num_rows)
     x = tl.load(logits + row * stride + draft, mask=judged, other=0.0).to(tl.float32)
     p_draft = tl.where(judged, _target(x, draft, row, True, facts, floors, temperature, greedy, num_rows), 0.0)
-    overlap = tl.sum(_of_row(sums, OVERLAP, row, num_rows, NUM_BLOCKS, PADDED), axis=0)
-    square_p = tl.sum(_of_row(sums, SQUARE_P, row, num_rows, NUM_BLOCKS, PADDED), axis=0)
+    overlap = tl.sum(of_row(sums, OVERLAP, row, num_rows, NUM_BLOCKS, PADDED), axis=0)
+    square_p = tl.sum(of_row(sums, SQUARE_P, row, num_rows, NUM_BLOCKS, PADDED), axis=0)
     all_counts = tl.load(counted + entry) & (offset <= tl.load(drawn + ALIVE * num_entries + entry).to(tl.int64))
     is_coupled = tl.load(coupled + entry) != 0
     counts, coupled_counts = all_counts & ~is_coupled, all_counts & is_coupled & reached
     total = tl.load(drawn + LEFT_TOTAL * num_entries + entry)  # 0 where a token was drawn from p
     below = tl.load(drawn + BELOW * num_entries + entry) / total
     own = tl.load(drawn + OWN * num_entries + entry) / total
-    square = tl.sum(_of_row(sums, SQUARE_LEFT, row, num_rows, NUM_BLOCKS, PADDED), axis=0) / (total * total)
+    square = tl.sum(of_row(sums, SQUARE_LEFT, row, num_rows, NUM_BLOCKS, PADDED), axis=0) / (total * total)
     is_last = reached & ~accepted & (total > _LEAST_RESIDUAL)
     is_open = is_last & counts & _is_open(square)
     came, here = counts & reached & judged, counts & judged
@@ -663,9 +687,9 @@ def _take_terms(  # noqa: PLR0913
         _keep(terms, 5, row, num_rows, 2 * below + own, one, is_open)
         _keep(terms, 6, row, num_rows, overlap, one * 0, reached & judged)
     else:
-        square_q = tl.sum(_of_row(sums, SQUARE_Q, row, num_rows, NUM_BLOCKS, PADDED), axis=0)
+        square_q = tl.sum(of_row(sums, SQUARE_Q, row, num_rows, NUM_BLOCKS, PADDED), axis=0)
         q_opens = _is_open(square_q)
-        residual = tl.sum(_of_row(compared, LAST_OVERLAP, entry, num_entries, NUM_BLOCKS, PADDED), axis=0)
+        residual = tl.sum(of_row(compared, LAST_OVERLAP, entry, num_entries, NUM_BLOCKS, PADDED), axis=0)
         replaced = tl.minimum(q_emitted.to(tl.float64) / tl.maximum(own, _TINY), 1.0)
         _keep(terms, 2, row, num_rows, chance, overlap, coupled_counts & judged & overlap_opens)
         _keep(terms, 3, row, num_rows, q_draft, square_q, coupled_counts & judged & q_opens)

@@ -6,7 +6,6 @@ and which entries are coupled are inputs, so there is one graph a bucket; and on
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -116,14 +115,6 @@ class VerifyGraph:
         self._rows = LastRows()
         self._captured: dict[tuple[Bucket, Extras], _Captured] = {}
 
-    @functools.cached_property
-    def _is_drafted(self) -> Bools:
-        """[V], whether a drafter's column is the token."""
-        if self._columns is None:
-            return np.ones(self._decoder.config.vocab_size, np.bool_)
-        is_drafted: Bools = (self._columns >= 0).cpu().numpy()
-        return is_drafted
-
     def prepare(self, bucket: Bucket, extras: Extras = NO_EXTRAS) -> _Captured:
         """The captured function of a bucket of packed rows; captured now if it is new."""
         if (bucket, extras) not in self._captured:
@@ -155,7 +146,7 @@ class VerifyGraph:
         if rows.edits is not None:
             self._edits.send(rows.edits)
         vector, checks = captured.replay()
-        # `_compute` puts the reported logprobs before the judge's vector, and q behind it.
+        # `_compute` puts the reported logprobs before the judge's vector, at whose end is q.
         values, reported, own_q = vector.cpu().numpy(), None, None
         if self._samples and bucket.num_queries > 1:
             values, own_q = np.split(values, [-2 * bucket.num_rows - bucket.num_seqs])
@@ -165,9 +156,7 @@ class VerifyGraph:
         if own_q is not None:
             of_rows, of_last = np.split(own_q, [2 * bucket.num_rows])
             of_drafts, before = of_rows.reshape(2, -1)[:, : len(rows.step_input.drafts)]
-            # q of a token outside the drafter's vocabulary is 0; the copy has that of another column.
-            of_last = np.where(self._is_drafted[judged.verdicts.token_ids], of_last[: len(params)], 0.0)
-            own = {"draft_probs": of_drafts, "mass_before": before, "last_probs": of_last}
+            own = {"draft_probs": of_drafts, "mass_before": before, "last_probs": of_last[: len(params)]}
             verdicts = dataclasses.replace(judged.verdicts, **own)
             judged = dataclasses.replace(judged, verdicts=verdicts)
         return judged if reported is None else dataclasses.replace(judged, logprobs=reported)
@@ -182,31 +171,20 @@ class VerifyGraph:
 
     def _compute(self, bucket: Bucket, extras: Extras, inputs: Mapping[str, Tensor]) -> tuple[Tensor, tuple[str, ...]]:
         logits = self._decoder.lm_head(self._statics.hidden[inputs["places"]])  # [R, V]
-        drafts, statics, sampled = inputs["drafts"], self._statics, None
+        drafts, made, sampled = inputs["drafts"], self._statics.drafts, None
         if self._samples and bucket.num_queries > 1:  # with one row a sequence nothing was drafted
-            own = statics.draft_tokens[inputs["draft_rows"]]  # [D]
+            own = made.tokens[inputs["draft_rows"]]  # [D]
             drafts = torch.where(drafts >= 0, own[inputs["packed"].clamp(max=len(own) - 1)], -1)
             sampled = SampledFrom(
-                statics.draft_probs, inputs["draft_rows"], self._columns, self._draft_ids, statics.draft_columns
+                made.probs, inputs["draft_rows"], self._columns, self._draft_ids, made.columns, made.mass_before
             )
         rows = RowFields(**{name: inputs[name] for name in RowFields._fields} | {"drafts": drafts})
         edited = logits if extras.edits is None else self._edits.apply(logits, rows, extras.edits)
         judged, checks = self._judge(edited, rows, sampled)
-        vector = judged
-        if extras.reported is not None:
-            more = extras.reported.make(self._mode, self._ops, (logits, edited), rows, inputs, vector)
-            vector = torch.cat([more, vector])
-        return vector if sampled is None else torch.cat([vector, *self._q_of(sampled, rows, judged)]), checks
-
-    def _q_of(self, sampled: SampledFrom, rows: RowFields, judged: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[R] q of the draft judged at each row, [R] its mass before that draft, and [E] q of each entry's last token;
-        anything where a row has no draft, or the drafter's vocabulary not the token."""
-        accepted, last = judged[: 2 * len(rows.counts)].long().chunk(2)
-        place = sampled.places[rows.packed.clamp(max=len(sampled.places) - 1)]  # [R]
-        columns = last if sampled.columns is None else sampled.columns[last].clamp(min=0)
-        own_columns = sampled.own_columns[place]
-        own, before = sampled.probs[place, own_columns], self._ops.mass_before(sampled.probs, place, own_columns)
-        return own, before, sampled.probs[place[rows.first_rows + accepted], columns]
+        if extras.reported is None:
+            return judged, checks
+        more = extras.reported.make(self._mode, self._ops, (logits, edited), rows, inputs, judged)
+        return torch.cat([more, judged]), checks
 
 
 def _fields(bucket: Bucket, vocab_size: int) -> dict[str, Field]:

@@ -196,10 +196,10 @@ class Eagle3Head(FusibleLayer):
         return hidden + self.mlp(normed)  # type: ignore[no-any-return]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[R, hidden] -> [R, draft_vocab] float32."""
+        """[R, hidden] -> [R, draft_vocab], in the type of the LM head's products."""
         if self.fused is not None:
             return self.fused.logits(hidden)
-        return self.lm_head(self.norm(hidden)).float()  # type: ignore[no-any-return]
+        return self.lm_head(self.norm(hidden))  # type: ignore[no-any-return]
 
     def pack(self, target: Kind | None, kernels: Kernels | None) -> None:
         """Lay the loaded weights out for the CPU's kernels, beside a target with weights of that kind."""

@@ -15,6 +15,7 @@ from speculative.gpu.row_edits import torch_edit
 from speculative.gpu.row_judge import RowFields
 from speculative.model.attention import StepAttention
 from speculative.state.batch import AttentionRows
+from tests.support.drafted_rows import NUM_DRAFTS, OFFSET, assert_sampled, draft_scene
 from tests.support.edited_rows import ALL as EDITED_ROWS
 from tests.support.edited_rows import EOS, input_of, logits_of, masks_of, rows_of
 from tests.support.judged_rows import KINDS, Scene, assert_equal, filtered, padded, parts
@@ -160,6 +161,39 @@ def test_a_judged_rows_bits_depend_on_neither_padding_nor_the_run(cuda: torch.de
     for name, values in alone.items():
         assert torch.equal(again[name], values), "two runs give the same bits"
         assert torch.equal(whole[name][: len(values)], values)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("width", "vocab_size"), [(203, None), (32_000, 128_256), (128_256, None)], ids=["tiny", "a head", "a vocabulary"]
+)
+def test_drafts_are_sampled_as_torch_samples_them(
+    cuda: torch.device, width: int, vocab_size: int | None, dtype: torch.dtype
+) -> None:
+    from speculative.gpu.triton_drafts import triton_drafts
+
+    given = draft_scene(12, width, vocab_size=vocab_size).to(cuda, dtype)
+    coupled = torch.arange(12, device=cuda) % 4 == 1
+    for one in (given, given.filtered((0.0, 0, 1.0), (0.0, 50, 1.0), (0.01, 0, 1.0))):
+        found = assert_sampled(one, triton_drafts)
+        assert len(set(found.columns.tolist())) > 6
+        noisy = assert_sampled(one.with_fields(coupled=coupled), triton_drafts)
+        assert torch.equal(noisy.probs, found.probs) and torch.equal(noisy.columns[~coupled], found.columns[~coupled])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_drafts_bits_depend_on_neither_neighbours_nor_the_run(cuda: torch.device, dtype: torch.dtype) -> None:
+    from speculative.gpu.triton_drafts import triton_drafts
+
+    given = draft_scene(64, 32_000, vocab_size=128_256).to(cuda, dtype).filtered((0.0, 0, 1.0), (0.0, 50, 0.9))
+    given.fields.coupled[::5] = True
+    whole, again = (one.sample(triton_drafts) for one in (given, given))
+    for begin, end in ((0, 1), (7, 16), (0, 64)):
+        alone = given.rows(begin, end).sample(triton_drafts)
+        for name, part in alone._asdict().items():
+            own = part.unflatten(0, (NUM_DRAFTS, end - begin))[OFFSET]
+            for other in (whole, again):
+                assert torch.equal(own, getattr(other, name).unflatten(0, (NUM_DRAFTS, 64))[OFFSET, begin:end]), name
 
 
 def test_filters_find_the_floors_that_sorting_finds(cuda: torch.device) -> None:

@@ -1,26 +1,27 @@
 """Whole engines on a pretended GPU, all of whose launches compile the kernel for a real one, and end there.
 
 What is compiled is what the product's launchers launch, with their own arguments, options and constants. Run as a
-program it is told whether to compile them `ahead`, the model, the GPU's capability, drafters as JSON, and the type of
-numbers; it prints how often each kernel was launched.
+program it is told whether to compile them `ahead`, the model, the GPU's capability, drafters each with a verifier as
+JSON, and the type of numbers; it prints how often each kernel was launched.
 """
 
+import dataclasses
 import json
 import sys
 from collections import Counter
 from pathlib import Path
 
 from speculative.compile_ahead import compile_ahead, launches_compiled
-from speculative.config import DrafterConfig
+from speculative.config import DrafterConfig, EngineConfig
 from speculative.engine import EngineCore
 from tests.support.engines import run, settings
 from tests.support.graph_scenes import EDITED, OTHER_WISHES, PLAIN, Alternating, add_all
 from tests.support.pretended_cuda import PretendedCuda
 
 
-def launch_all(folder: Path, drafter: DrafterConfig, dtype: str, capability: int) -> Counter[str]:
+def launch_all(folder: Path, config: EngineConfig, capability: int) -> Counter[str]:
     """All that an engine launches: what it captures before its first request, then requests of all kinds of wishes."""
-    config = settings(dtype=dtype, drafter=drafter, device="cuda")
+    config = dataclasses.replace(config, device="cuda")
     with launches_compiled(capability) as launches, PretendedCuda(capture_beforehand=True):
         engine = EngineCore.load(folder, config, make_constraint=lambda _: Alternating())
         for name, params in {"plain": PLAIN, "other": OTHER_WISHES, "edited": EDITED}.items():
@@ -32,10 +33,8 @@ def launch_all(folder: Path, drafter: DrafterConfig, dtype: str, capability: int
 if __name__ == "__main__":
     _, made_ahead, given_folder, given_capability, given_drafters, given_dtype = sys.argv
     found: Counter[str] = Counter()
-    for given in json.loads(given_drafters):
-        own, model, gpu = DrafterConfig(**given), Path(given_folder), int(given_capability)
-        if made_ahead == "ahead":
-            found += compile_ahead(model, settings(dtype=given_dtype, drafter=own), gpu)
-        else:
-            found += launch_all(model, own, given_dtype, gpu)
+    for given, verifier in json.loads(given_drafters):
+        own = settings(dtype=given_dtype, drafter=DrafterConfig(**given), verifier=verifier)
+        launch = compile_ahead if made_ahead == "ahead" else launch_all
+        found += launch(Path(given_folder), own, int(given_capability))
     sys.stdout.write(json.dumps(found) + "\n")

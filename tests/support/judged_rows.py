@@ -110,7 +110,9 @@ def scene(kind: str, counts: tuple[int, ...] = COUNTS, size: int = VOCABULARY, s
         **no_filters(num_rows, size),
     )
     part = (columns_of(ids, size), ids) if kind == "sub-vocabulary" else (None, None)
-    sampled = None if kind == "point mass" else SampledFrom(of_wider(stored), places, *part, own_columns)
+    own = stored.double().masked_fill(torch.arange(width) >= own_columns[:, None], 0.0)
+    sampled = SampledFrom(of_wider(stored), places, *part, own_columns, own.sum(dim=-1))
+    sampled = None if kind == "point mass" else sampled
     return Scene(of_wider(logits), rows, sampled)
 
 
@@ -175,6 +177,8 @@ def parts(judge: RowJudge, given: Scene) -> dict[str, Tensor]:
     sizes = {"accepted": num_entries, "tokens": num_entries, "drafts": num_rows, "broken": num_rows}
     sizes |= {"expected": num_entries, "values": num_rows, "ranks": num_rows, "achievable": 1}
     sizes |= dict.fromkeys(ROWS, num_rows) | dict.fromkeys(checks, 16)
+    if given.sampled is not None:
+        sizes |= {"q": num_rows, "q_before": num_rows, "q_of_last": num_entries}
     assert vector.dtype == torch.float64 and len(vector) == sum(sizes.values())
     found = dict(zip(sizes, vector.split(list(sizes.values())), strict=True))
     unwanted = () if given.rows.reported else ("values", "ranks")

@@ -36,6 +36,7 @@ from speculative.gpu.graph_step import GraphStep
 from speculative.gpu.operators import CapturedVocabularyOps, GraphOperators
 from speculative.gpu.packed_attention import PackedRows, SendPacked
 from speculative.gpu.paged_attention import AttendPaged, AttentionSizes, PagedRows, TorchAttend
+from speculative.gpu.row_drafts import DraftBuffers, DraftFields, TorchDrafts
 from speculative.gpu.row_edits import EditFields, torch_edit
 from speculative.gpu.row_judge import RowFields, RowJudge, SampledFrom, TorchJudge
 from speculative.kernels.chosen import ChosenKernels
@@ -43,7 +44,6 @@ from speculative.model.attention import CacheAttention
 from speculative.model.fp8 import Fp8Rows, Rows, quantize_rows
 from speculative.model.layers import Attend, Attention, RMSNorm, Rotary, Rotation, TorchLayerOps, rotate
 from speculative.verification.coupled import NoiseRows, choose
-from speculative.verification.draft_probs import mass_before
 from speculative.vocabulary.ops import TorchOps
 from tests.support.packed_rows import attend_packed
 
@@ -281,7 +281,8 @@ class PretendedCuda(TorchFunctionMode):
             prepare=lambda block_size, first: SendPacked(block_size, first, self._attend_packed),
             layers=_LayerOps(self),
             edit=self._edit_logits,
-            vocabulary=CapturedVocabularyOps(find_floors, self._choose, self._mass_before),
+            vocabulary=CapturedVocabularyOps(find_floors, self._choose),
+            sample_drafts=self._sample_drafts,
             judge_token_wise=lambda mode: _RowJudge(self, mode, of_triton.judge_token_wise(mode)),
         )
 
@@ -313,12 +314,37 @@ class PretendedCuda(TorchFunctionMode):
         self.kernels(lambda: triton_choose(probs, columns, rows, ids, vocab_size), write, *given)
         return columns
 
-    def _mass_before(self, *given: Tensor) -> Any:
-        """Stand in for `triton_mass_before`."""
-        from speculative.gpu.triton_places import triton_mass_before
+    def _sample_drafts(
+        self,
+        logits: Tensor,
+        fields: DraftFields,
+        offset: int,
+        ids: Tensor | None,
+        vocab_size: int,
+        drafts: DraftBuffers,
+    ) -> None:
+        """Stand in for `triton_drafts`."""
+        from speculative.gpu.triton_drafts import triton_drafts
 
-        assert all(tensor.is_contiguous() and tensor.dtype == torch.int64 for tensor in given[1:])
-        return self.kernels(lambda: triton_mass_before(*given), mass_before, *given)
+        assert all(tensor.is_contiguous() for tensor in (*fields, *drafts))
+        assert fields.uniforms.shape == fields.noise_positions.shape == (len(fields.uniforms), len(logits))
+        dtypes = dict.fromkeys(("top_k", "seeds", "noise_positions"), torch.int64) | {"uniforms": torch.float64}
+        dtypes |= dict.fromkeys(("greedy", "coupled"), torch.bool)
+        for name, tensor in fields._asdict().items():
+            assert tensor.dtype == dtypes.get(name, torch.float32), name
+        assert drafts.probs.dtype == torch.float32 and drafts.mass_before.dtype == torch.float64
+        assert drafts.tokens.dtype == drafts.columns.dtype == torch.int64 and offset < len(fields.uniforms)
+
+        def write(logits: Tensor, fields: list[Tensor], ids: Tensor | None, drafts: list[Tensor]) -> list[Tensor]:
+            own = CapturedVocabularyOps(torch_floors, choose)
+            TorchDrafts(own)(logits, DraftFields(*fields), offset, ids, vocab_size, DraftBuffers(*drafts))
+            return drafts
+
+        self.kernels(
+            lambda: triton_drafts(logits, fields, offset, ids, vocab_size, drafts),
+            write,
+            *(logits, list(fields), ids, list(drafts)),
+        )
 
     def _edit_logits(self, logits: Tensor, rows: RowFields, edits: EditFields, max_drafts: int) -> Tensor:
         """Stand in for `triton_edit`."""

@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 from speculative.config import DrafterConfig
 from speculative.engine import EngineCore
+from speculative.gpu.buckets import Bucket
 from speculative.request import SamplingParams, Structure
 from tests.support.engines import NO_DRAFTS, settings, tiny_engine
 from tests.support.graph_scenes import VOCABULARY, Alternating, add_all
@@ -61,7 +63,8 @@ BUDGETS = {
 # Launches within graphs. The goal is 10 a layer, and 12 for a verification of any kind.
 LAYER_NODES = 10
 FP8 = {"quantization": "fp8", "dtype": "bfloat16"}
-VERIFY_NODES = {"none": 12, "eagle3": 35}  # 17 of them report q and its mass before drafts, for records and checks
+VERIFY_NODES = {"none": 12, "eagle3": 18}  # 6 of them look up the drafts
+DRAFT_NODES = 4  # to sample a draft of each sequence, filters included
 ODD = {
     "plain": SamplingParams(logprobs=0),
     "filtered": SamplingParams(top_p=0.8, top_k=20, min_p=0.01),
@@ -139,6 +142,24 @@ def test_verification_keeps_to_its_budget(target: Path, drafters: dict[str, Draf
     assert device.graphs[-1].num_nodes <= VERIFY_NODES[name]
 
 
+@pytest.mark.parametrize(("name", "num_layers"), [("eagle3", 1), ("mtp", 1), ("draft_model", 4)])
+def test_a_draft_keeps_to_its_budget(
+    target: Path, drafters: dict[str, DrafterConfig], name: str, num_layers: int
+) -> None:
+    """Besides the layers of the model that drafts: what enters them, its norms, its LM head, and sampling."""
+    with PretendedCuda(count_launches=True) as device:
+        graphs = tiny_engine(target, device="cuda", max_num_seqs=4, drafter=drafters[name]).graphs
+        assert graphs is not None and graphs.loop is not None
+        nodes = []
+        for num_drafts in (1, 2):
+            with torch.inference_mode():
+                graphs.loop.prepare(Bucket(4, num_drafts))
+            nodes.append(device.graphs[-1].num_nodes)
+    assert nodes[0] <= DRAFT_NODES + 3, "block tables, the last norm, and the LM head"
+    most = DRAFT_NODES + num_layers * LAYER_NODES + (10 if name == "mtp" else 6)  # two norms more, and a product
+    assert nodes[1] - nodes[0] <= most
+
+
 @pytest.mark.parametrize("name", ["none", "eagle3", "draft_model"])
 def test_beside_the_kernels_only_the_lm_head_writes_a_vocabulary(
     target: Path, drafters: dict[str, DrafterConfig], name: str
@@ -150,7 +171,7 @@ def test_beside_the_kernels_only_the_lm_head_writes_a_vocabulary(
         graphs.judge._captured.clear()
         bucket = graphs.buckets.largest
         graphs.judge.prepare(bucket)
-        width, hidden = graphs.buffers.draft_probs.shape[1], graphs.buffers.hidden.shape[1]
+        width, hidden = graphs.buffers.drafts.probs.shape[1], graphs.buffers.hidden.shape[1]
     matrices = [
         (func.__name__, tuple(tensor.shape))
         for func, _, _, outputs in device.graphs[-1].operations

@@ -20,7 +20,7 @@ import json, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from speculative.gpu import triton_attention, triton_edits, triton_filters, triton_layers, triton_noise, triton_places
+from speculative.gpu import triton_attention, triton_drafts, triton_edits, triton_filters, triton_layers, triton_noise
 from speculative.gpu import triton_prompts
 
 FP8 = int(sys.argv[1]) >= 89
@@ -64,7 +64,17 @@ for part in (False, True):
         f"*fp32 {'*i64' if part else 'constexpr'} *i1 *i64 *i64 *fp64 *i64 i32", 8,
         WIDTH=128256, BLOCK=2048, **({} if part else {"ids": None}),
     )
-compiled("mass before drafts", triton_places._sum_before, "*fp32 *i64 *i64 *fp64 i32", 8, BLOCK=4096)
+    ids, fixed = ("*i64", {}) if part else ("constexpr", {"ids": None})
+    fixed |= {"VOCABULARY": 128256, "NUM_BLOCKS": 63, "PADDED": 64, "BLOCK": 2048}
+    for dtype in ("bf16", "fp32"):
+        compiled(
+            f"q from {dtype}" + ", of a part of the vocabulary" * part, triton_drafts._write_blocks,
+            f"*{dtype} *fp32 *i1 *fp32 *fp32 {ids} *i1 *i64 *i64 *fp32 *fp64 *fp64" + 4 * " i32", 8, **fixed,
+        )
+    compiled(
+        "drafts from q" + ", of a part of the vocabulary" * part, triton_drafts._choose_drafts,
+        f"*fp32 *fp64 *fp64 {ids} *i1 *fp64 *i64 *i64 *fp64" + 3 * " i32", **fixed,
+    )
 compiled("the best of their blocks", triton_noise._choose, "*i1 *fp64 *i64 *i64", NUM_BLOCKS=63, PADDED=64)
 compiled("mask", triton_edits._copy_allowed, "*bf16 *i32 *i32 *fp32 i32 i32 i32", BLOCK=2048)
 compiled("biases", triton_edits._add_biases, "*fp32 *i32 *i32 *fp32 i32 i32 i32", CELLS=256)

@@ -169,14 +169,14 @@ def poison(engine: EngineCore) -> None:
     """NaN wherever a step may not look: the statics, the trash blocks, and blocks that nobody holds."""
     assert engine.graphs is not None
     buffers = engine.graphs.buffers
-    for tensor in (buffers.hidden, buffers.draft_hidden, buffers.draft_probs):
+    for tensor in (buffers.hidden, buffers.draft_hidden, buffers.drafts.probs, buffers.drafts.mass_before):
         tensor.fill_(torch.nan)
     unread = torch.ones(len(buffers.features.rows), dtype=torch.bool)
     for state in engine.drafter._in_buffer if isinstance(engine.drafter, ModelDrafter) else ():
         if state.in_buffer is not None:
             unread[state.in_buffer.row : state.in_buffer.row + state.in_buffer.num_rows] = False
     buffers.features.rows[unread] = torch.nan
-    for tensor in (buffers.draft_tokens, buffers.draft_columns):
+    for tensor in (buffers.drafts.tokens, buffers.drafts.columns):
         tensor.fill_(0)
     pool, size = engine.scheduler.pool, engine.config.block_size
     unheld = [block for block in pool._free if block not in pool._hash_of] + [pool.num_blocks]
@@ -383,7 +383,7 @@ def test_passages_that_are_longer_than_a_models_drafts_take_no_room_of_q(
     )
     assert plain.graphs is not None and repeating.graphs is not None
     assert repeating.graphs.buckets.largest.num_queries == 13
-    assert repeating.graphs.buffers.draft_probs.shape == plain.graphs.buffers.draft_probs.shape
+    assert repeating.graphs.buffers.drafts.probs.shape == plain.graphs.buffers.drafts.probs.shape
     assert isinstance(repeating.drafter, ModelDrafter) and isinstance(plain.drafter, ModelDrafter)
     sizes = AttentionSizes(4, 13, 64)
     model, buckets = repeating.drafter.model, repeating.graphs.buckets

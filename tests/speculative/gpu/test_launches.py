@@ -19,7 +19,15 @@ OF_DRAFTS = ("_sum_blocks", "_settle_entries", "_compare_blocks", "_report_rows"
 KINDS_OF_DRAFTS = ("point masses", "the vocabulary", "a part of it")
 OTHERS = {
     *("_attend_splits", "_merge_parts", "_attend_packed", "_add_norm", "_gate", "_rotate_and_store"),
-    *("_find_floor", "_reduce_blocks", "_find_facts", "_choose_blocks", "_sum_terms", "_sum_before"),
+    *(
+        "_find_floor",
+        "_reduce_blocks",
+        "_find_facts",
+        "_choose_blocks",
+        "_sum_terms",
+        "_write_blocks",
+        "_choose_drafts",
+    ),
     *("_score_blocks", "_choose", "_copy_allowed", "_add_biases", "_penalise"),
 }
 
@@ -27,7 +35,10 @@ OTHERS = {
 def test_whatever_an_engine_launches_compiles(target: Path, drafters: dict[str, DrafterConfig], tmp_path: Path) -> None:
     """And was compiled ahead; no kernel adds up atomically."""
     chosen = [drafters[kind] for kind in ("ngram", "draft_model", "eagle3")]
-    own = [{"kind": one.kind, "model": one.model, "num_draft_tokens": one.num_draft_tokens} for one in chosen]
+    own = [
+        ({"kind": one.kind, "model": one.model, "num_draft_tokens": one.num_draft_tokens}, verifier)
+        for one, verifier in [*((one, "token_wise") for one in chosen), (chosen[0], "block")]
+    ]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     launched, compiled = [], []
     for step in ("ahead", "now"):

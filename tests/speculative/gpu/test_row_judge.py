@@ -138,16 +138,12 @@ def torch_kept(processed: torch.Tensor, which: tuple[float, int, float]) -> torc
     return kept & ((likelier * probs[:, None]).sum(dim=-1) < top_p)
 
 
-def test_mass_before_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    from speculative.gpu import triton_places
-
-    monkeypatch.setattr(triton_places, "_BLOCK", BLOCK)
+def test_mass_before_drafts() -> None:
     probs = torch.softmax(torch.randn((5, 4 * BLOCK + 3), generator=torch.Generator().manual_seed(0)), dim=-1)
     columns = torch.tensor([0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 4 * BLOCK + 2])
     rows = torch.tensor([4, 0, 1, 1, 2, 3])
     expected = [float(probs[row, :column].double().sum()) for row, column in zip(rows, columns, strict=True)]
-    for found in (triton_places.triton_mass_before(probs, rows, columns), mass_before(probs, rows, columns)):
-        assert found.tolist() == pytest.approx(expected, abs=1e-6)
+    assert mass_before(probs, rows, columns).tolist() == pytest.approx(expected, abs=1e-6)
 
 
 def test_the_kernels_noise_is_that_of_the_host() -> None:

@@ -1,0 +1,103 @@
+"""Samples a draft for each of some sequences, from a drafter's logits: the interface, and one by torch's operators."""
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from speculative.gpu.filters import sampling_rows
+from speculative.verification.coupled import NoiseRows
+from speculative.verification.draft_probs import mass_before
+from speculative.vocabulary.ops import VocabularyOps
+
+
+class DraftFields(NamedTuple):
+    """Parameters and random numbers of K drafts of each of E sequences; all on the device.
+
+    temperature: [E, 1] float32. greedy: [E] bool. log_min_p, top_p: [E] float32, and top_k: [E] int64, as in `Filters`.
+    uniforms: [K, E] float64. coupled: [E] bool, sequences whose drafts are chosen with noise; seeds: [E] int64, and
+    noise_positions: [K, E] int64, of that noise.
+    """
+
+    temperature: Tensor
+    greedy: Tensor
+    log_min_p: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    uniforms: Tensor
+    coupled: Tensor
+    seeds: Tensor
+    noise_positions: Tensor
+
+
+class DraftBuffers(NamedTuple):
+    """The drafts of a step: draft j of the i-th of E sequences lies in row j * E + i.
+
+    tokens: [D] int64. columns: [D] int64, those of the drafter's vocabulary. probs: [D, W] float32, the distributions
+    that they were sampled from. mass_before: [D] float64, the mass of each distribution before the draft's column.
+    """
+
+    tokens: Tensor
+    columns: Tensor
+    probs: Tensor
+    mass_before: Tensor
+
+    @classmethod
+    def empty(cls, num_drafts: int, width: int, device: torch.device) -> "DraftBuffers":
+        """Room for so many drafts from `width` columns."""
+        tokens = torch.zeros(num_drafts, dtype=torch.int64, device=device)
+        probs = torch.zeros((num_drafts, width), dtype=torch.float32, device=device)
+        return cls(tokens, tokens.clone(), probs, tokens.double())
+
+
+class SampleDrafts(Protocol):
+    """Sampling of E drafts from W columns."""
+
+    def __call__(
+        self,
+        logits: Tensor,
+        fields: DraftFields,
+        offset: int,
+        ids: Tensor | None,
+        vocab_size: int,
+        drafts: DraftBuffers,
+    ) -> None:
+        """Write each sequence's draft number `offset` to its row of `drafts`.
+
+        Args:
+            logits: [E, W], in the drafter's own type.
+            fields: the round's.
+            offset: below K.
+            ids: [W] int64, the token of each column; None where it is the column.
+            vocab_size: of the target.
+            drafts: of the step.
+        """
+
+
+class TorchDrafts:
+    """By torch's operators."""
+
+    def __init__(self, ops: VocabularyOps) -> None:
+        self._ops = ops
+
+    def __call__(
+        self,
+        logits: Tensor,
+        fields: DraftFields,
+        offset: int,
+        ids: Tensor | None,
+        vocab_size: int,
+        drafts: DraftBuffers,
+    ) -> None:
+        """Implement `SampleDrafts`."""
+        sampling = sampling_rows(fields._asdict())
+        probs = self._ops.target_probs(self._ops.process(logits.float(), sampling), sampling)
+        columns = self._ops.draw(probs, fields.uniforms[offset])
+        noise = NoiseRows(fields.coupled, fields.seeds, fields.noise_positions[offset])
+        columns = self._ops.choose(probs, columns, noise, ids, vocab_size)
+        rows = slice(offset * len(logits), (offset + 1) * len(logits))
+        drafts.tokens[rows].copy_(columns if ids is None else ids[columns])
+        drafts.columns[rows].copy_(columns)
+        drafts.probs[rows].copy_(probs)
+        before = mass_before(probs, torch.arange(len(probs), device=probs.device), columns)
+        drafts.mass_before[rows].copy_(before)

@@ -1,0 +1,179 @@
+"""Sampling drafts from a drafter's logits: Triton's kernels (in Triton's interpreter) and torch's operators, against
+what a draft is by definition."""
+
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from speculative.gpu.filters import torch_floors
+from speculative.gpu.operators import CapturedVocabularyOps
+from speculative.gpu.row_drafts import DraftBuffers, SampleDrafts, TorchDrafts
+from speculative.verification.coupled import choose
+from tests.support.drafted_rows import (
+    FILTERS,
+    NUM_DRAFTS,
+    OFFSET,
+    DraftScene,
+    assert_sampled,
+    draft_scene,
+)
+
+BLOCK = 64
+WIDTH, VOCABULARY = 3 * BLOCK + 11, 500  # the last block is not full
+SIZES = (1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 4 * BLOCK, 4 * BLOCK + 1)
+SCENES = {"the vocabulary": None, "a part of it": VOCABULARY}
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton is not installed: `pip install triton`"
+)
+
+
+@pytest.fixture(params=["torch", pytest.param("triton", marks=needs_triton)])
+def sample(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[SampleDrafts]:
+    """Triton's, with workspaces of NaN: what a program does not write, nobody may read."""
+    if request.param == "torch":
+        yield TorchDrafts(CapturedVocabularyOps(torch_floors, choose))
+        return
+    from speculative.gpu import triton_drafts
+
+    real = torch.empty
+    monkeypatch.setattr(triton_drafts, "BLOCK", BLOCK)
+    monkeypatch.setattr(triton_drafts.torch, "empty", lambda *args, **named: real(*args, **named).fill_(torch.nan))
+    with np.errstate(all="ignore"):  # the interpreter computes with numpy
+        yield triton_drafts.triton_drafts
+
+
+@pytest.mark.parametrize("part", SCENES)
+def test_drafts_are_drawn_from_q_by_their_uniforms(sample: SampleDrafts, part: str) -> None:
+    given = draft_scene(9, WIDTH, vocab_size=SCENES[part])
+    plain, filtered = assert_sampled(given, sample), assert_sampled(given.filtered(*FILTERS), sample)
+    assert len(set(plain.columns.tolist())) > 4
+    assert (plain.probs[given.fields.greedy].sort(dim=-1).values[:, -2:] == torch.tensor([0.0, 1.0])).all()
+    kept = (filtered.probs > 0).sum(dim=-1)
+    unfiltered = torch.arange(9) % len(FILTERS) == 0
+    assert torch.equal(filtered.probs[unfiltered], plain.probs[unfiltered])
+    assert (kept[~unfiltered] < WIDTH // 2).all()
+
+
+@pytest.mark.parametrize("part", SCENES)
+def test_coupled_drafts_are_chosen_with_noise_beside_others(sample: SampleDrafts, part: str) -> None:
+    given = draft_scene(9, WIDTH, vocab_size=SCENES[part], seed=1).filtered(*FILTERS)
+    plain = assert_sampled(given, sample)
+    coupled = torch.arange(9) % 4 != 1
+    found = assert_sampled(given.with_fields(coupled=coupled), sample)
+    assert torch.equal(found.probs, plain.probs) and torch.equal(found.columns[~coupled], plain.columns[~coupled])
+    assert not torch.equal(found.columns, plain.columns)
+    assert torch.equal(found.columns[given.fields.greedy], plain.columns[given.fields.greedy])
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_vocabularies_of_any_size(sample: SampleDrafts, size: int) -> None:
+    given = draft_scene(4, size, seed=size).filtered(*FILTERS)
+    given.fields.coupled[1] = True
+    assert_sampled(given, sample)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_logits_are_read_in_their_own_type(sample: SampleDrafts, dtype: torch.dtype) -> None:
+    given = draft_scene(6, WIDTH, seed=2)
+    rounded = replace(given, logits=given.logits.to(dtype))
+    found = assert_sampled(rounded, sample)
+    assert torch.equal(found.probs, assert_sampled(replace(given, logits=rounded.logits.float()), sample).probs)
+    assert_sampled(rounded.filtered(*FILTERS), sample)
+
+
+def test_of_tied_tokens_a_greedy_row_takes_the_first(sample: SampleDrafts) -> None:
+    given = draft_scene(3, WIDTH)
+    given.fields.greedy[:], given.fields.temperature[:] = True, 1.0
+    for row, places in enumerate(([5, 9], [BLOCK - 1, BLOCK], [BLOCK + 3, 3 * BLOCK + 1])):
+        given.logits[row, places] = 11.0
+    assert assert_sampled(given.filtered(*FILTERS[1:]), sample).columns.tolist() == [5, BLOCK - 1, BLOCK + 3]
+
+
+def test_tied_tokens_at_the_edge_of_a_filter_stay(sample: SampleDrafts) -> None:
+    """Two tokens of five tie for the second place."""
+    given, possible = grid(12)
+    given.logits[:] = -torch.inf
+    given.logits[:, possible] = torch.tensor([0.0, 3.0, 2.0, 2.0, 1.0])
+    found = assert_sampled(given.filtered((0.0, 2, 1.0), (0.0, 0, 0.7)), sample)
+    assert set(found.columns.tolist()) == set(possible[1:4].tolist())
+
+
+@pytest.mark.parametrize("token", [0, BLOCK - 1, BLOCK, WIDTH - 1])
+def test_the_one_token_that_is_left_is_drawn(sample: SampleDrafts, token: int) -> None:
+    """Whatever the uniform."""
+    given, _ = grid(4)
+    given.logits[:] = -torch.inf
+    given.logits[:, token] = -30.0
+    given.fields.uniforms[OFFSET] = torch.tensor([1e-300, 0.5, 1 - 2**-53, 0.3], dtype=torch.float64)
+    given.fields.coupled[3] = True
+    found = assert_sampled(given, sample)
+    assert found.columns.tolist() == [token] * 4
+    assert found.mass_before.tolist() == [0.0] * 4
+
+
+def test_a_token_without_mass_is_never_drawn(sample: SampleDrafts) -> None:
+    """Uniforms at and around every edge of the distribution, most tokens of which have no mass."""
+    given, possible = grid(64)
+    given.logits[:] = -torch.inf
+    given.logits[:, possible] = torch.tensor([0.1, 0.2, 0.3, 0.25, 0.15]).log()
+    q = torch.softmax(given.logits[0], dim=-1).double()
+    edges = q[possible].cumsum(0) / q.sum()
+    around = torch.cat([edges - q[possible] / 2, *(edges + step * 2.0**-53 for step in range(-6, 6))])
+    given.fields.uniforms[OFFSET] = around[:64].clamp(2**-60, 1 - 2**-53)
+    assert set(assert_sampled(given, sample).columns.tolist()) == set(possible.tolist())
+
+
+def test_over_all_uniforms_drafts_come_as_often_as_q_has_them(sample: SampleDrafts) -> None:
+    """A grid of uniforms enumerates what is drawn: each token as often as its q to a cell of the grid."""
+    num_rows = 96
+    given, possible = grid(num_rows)
+    given.logits[:, possible] += 8.0
+    given.fields.temperature[:] = 0.9
+    found = assert_sampled(given, sample)
+    often = torch.bincount(found.columns, minlength=WIDTH).double() / num_rows
+    assert ((often - found.probs[0].double()).abs() <= 1 / num_rows + 1e-6).all()
+    assert len(set(found.columns.tolist())) > len(possible)
+
+
+@pytest.mark.parametrize("damage", [torch.nan, torch.inf, -torch.inf])
+def test_rows_of_no_numbers_draft_some_token_and_harm_no_other(sample: SampleDrafts, damage: float) -> None:
+    """What is wrong with them is seen in q, where the invariants look."""
+    given = draft_scene(6, WIDTH, vocab_size=VOCABULARY, seed=3).filtered(*FILTERS)
+    given.fields.coupled[3] = True
+    damaged = replace(given, logits=given.logits.clone())
+    broken = [0, 1, 3]
+    damaged.logits[broken, slice(None) if damage == -torch.inf else 70] = damage
+    sound, found = (
+        DraftBuffers(*(part.unflatten(0, (NUM_DRAFTS, 6))[OFFSET] for part in one.sample(sample)))
+        for one in (given, damaged)
+    )
+    assert found.probs[broken].isnan().any(dim=-1).all()
+    assert ((found.columns >= 0) & (found.columns < WIDTH)).all()
+    assert given.ids is not None and torch.equal(found.tokens, given.ids[found.columns])
+    others = [row for row in range(6) if row not in broken]
+    for own, theirs in zip(sound, found, strict=True):
+        assert torch.equal(own[others], theirs[others])
+
+
+def test_a_sequences_draft_is_its_own_rows_alone(sample: SampleDrafts) -> None:
+    given = draft_scene(7, WIDTH, vocab_size=VOCABULARY, seed=4).filtered(*FILTERS)
+    given.fields.coupled[2::3] = True
+    whole = DraftBuffers(*(part.unflatten(0, (NUM_DRAFTS, 7))[OFFSET] for part in given.sample(sample)))
+    for begin, end in ((0, 1), (2, 3), (1, 6)):
+        alone = given.rows(begin, end).sample(sample)
+        for own, part in zip(alone, whole, strict=True):
+            assert torch.equal(own.unflatten(0, (NUM_DRAFTS, end - begin))[OFFSET], part[begin:end])
+
+
+def grid(num_rows: int) -> tuple[DraftScene, torch.Tensor]:
+    """The same row again and again, with uniforms on a grid; and five columns, within blocks and at their edges."""
+    given = draft_scene(1, WIDTH)
+    fields = draft_scene(num_rows, WIDTH).fields
+    given = replace(given, logits=given.logits.repeat(num_rows, 1), fields=fields)
+    fields.temperature[:], fields.greedy[:] = 1.0, False
+    fields.uniforms[OFFSET] = (torch.arange(num_rows) + 0.5) / num_rows
+    return given, torch.tensor([3, BLOCK - 1, BLOCK, 2 * BLOCK + 5, WIDTH - 2])
