@@ -369,18 +369,18 @@ class EngineCore:
         if outcome.terms is not None:
             self.self_check.take(outcome.terms, self.stats)
         drafted, accepted = self.stats.num_drafted, self.stats.num_accepted
-        rounds = Counter[tuple[int, int]]()
+        rounds = list[tuple[int, int]]()
         for entry, result in zip(batch.entries, outcome.results, strict=True):
             if not entry.samples or entry.num_known > 1:
                 self.stats.num_prompt_tokens += entry.num_known
             if entry.samples and result.fault is None:
-                rounds[result.num_drafted, result.num_accepted] += 1
+                rounds.append((result.num_drafted, result.num_accepted))
                 if result.logprobs is not None:
                     self.stats.num_rounds_with_logprobs += 1
                     self.stats.num_drafted_with_logprobs += result.num_drafted
                 drafted += result.num_drafted
                 accepted += result.num_accepted
-        for (num_drafted, num_accepted), times in rounds.items():
+        for (num_drafted, num_accepted), times in Counter(rounds).items():
             self.stats.count_round(num_drafted, num_accepted, times)
         if (drafted, accepted) != (self.stats.num_drafted, self.stats.num_accepted):
             self.stats.count_violation("metrics")

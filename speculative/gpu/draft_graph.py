@@ -14,7 +14,7 @@ from speculative.gpu.buckets import Bucket, Buckets
 from speculative.gpu.buffers import GraphBuffers
 from speculative.gpu.capture import Capturer
 from speculative.gpu.filters import fill_filters, filter_fields, sampling_rows
-from speculative.gpu.padding import PagedCache, block_tables, fill_rows, row_fields
+from speculative.gpu.padding import BlockTables, PagedCache, block_tables, fill_rows, row_fields
 from speculative.gpu.paged_attention import PagedRows
 from speculative.gpu.staged_inputs import Field, StagedInputs
 from speculative.sampling.probs import LastRows
@@ -58,7 +58,7 @@ class DraftLoop:
         self._model, self._sampler, self._cache = model, sampler, cache
         self._room, self._statics = cache.room, buffers
         self._first = 1 if model.capture else 0
-        self._rows = LastRows()
+        self._rows, self._tables = LastRows(), BlockTables(cache.room)
         self._loops: dict[Bucket, _Loop] = {}
 
     def prepare(self, bucket: Bucket) -> "_Loop":
@@ -88,9 +88,8 @@ class DraftLoop:
         host = loop.inputs.next_host()
         lengths = np.array([len(sequence.tokens) for sequence in sequences], np.int64)
         drafts = np.array([entry.max_drafts for entry in entries], np.int64)
-        size, stops = self._room.block_size, (lengths + drafts - 1).tolist()  # the last draft is not run
-        contexts = [sequence.slots(stop, size) for sequence, stop in zip(sequences, stops, strict=True)]
-        num_blocks = fill_rows(host, contexts, lengths, drafts - 1, self._room)
+        columns = self._tables.of(sequences)
+        num_blocks, _ = fill_rows(host, columns, lengths, drafts - 1, self._room)  # the last draft is not run
         num_seqs, num_drafts = len(entries), bucket.num_queries
         host["uniforms"][:, :num_seqs] = self._sampler.uniforms(sequences, num_drafts)
         params = self._rows.of([sequence.params for sequence in sequences], self._sampler.width, torch.device("cpu"))
