@@ -132,7 +132,7 @@ class Scheduler:
         for sequence in decoding:
             max_drafts = self._fit_drafts(sequence, budget) if self._most_drafts else 0
             budget -= max_drafts
-            entries.append(Entry(sequence, 1, max_drafts, True))  # noqa: FBT003
+            entries.append(Entry(sequence, 1, max_drafts, True))
         for sequence in sorted(prefilling, key=lambda seq: (seq.scores_only, self._waiting.due_at(seq))):
             if budget > 0:
                 chunk = min(sequence.num_to_compute, budget)
@@ -419,7 +419,7 @@ def _until_stop(token_ids: tuple[int, ...], room: int, ends: frozenset[int]) -> 
 
 
 @functools.cache
-def _kinds(num_accepted: int, all_accepted: bool, is_first: bool) -> tuple[TokenKind, ...]:  # noqa: FBT001
+def _kinds(num_accepted: int, all_accepted: bool, is_first: bool) -> tuple[TokenKind, ...]:
     """Kinds of a round's tokens."""
     if is_first:
         return (TokenKind.FIRST,)
