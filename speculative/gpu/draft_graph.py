@@ -13,11 +13,10 @@ from speculative.drafting.neural_drafter import DraftModel, MadeDrafts
 from speculative.gpu.buckets import Bucket, Buckets
 from speculative.gpu.buffers import GraphBuffers
 from speculative.gpu.capture import Capturer
-from speculative.gpu.filters import fill_filters, filter_fields, sampling_rows
+from speculative.gpu.filters import SamplingArrays, sampling_fields, sampling_rows
 from speculative.gpu.padding import BlockTables, PagedCache, block_tables, fill_rows, row_fields
 from speculative.gpu.paged_attention import PagedRows
 from speculative.gpu.staged_inputs import Field, StagedInputs
-from speculative.sampling.probs import LastRows
 from speculative.scheduling.early_exit import EarlyExit
 from speculative.state.batch import Entry
 from speculative.verification.coupled import NoiseRows
@@ -58,17 +57,15 @@ class DraftLoop:
         self._model, self._sampler, self._cache = model, sampler, cache
         self._room, self._statics = cache.room, buffers
         self._first = 1 if model.capture else 0
-        self._rows, self._tables = LastRows(), BlockTables(cache.room)
+        self._params, self._tables = SamplingArrays(sampler.width), BlockTables(cache.room)
         self._loops: dict[Bucket, _Loop] = {}
 
     def prepare(self, bucket: Bucket) -> "_Loop":
         """The captured loop of a bucket, of `num_queries` drafts each; captured now if it is new."""
         if bucket not in self._loops:
-            fields = row_fields(bucket, self._room) | filter_fields(bucket.num_seqs, self._sampler.width)
+            fields = row_fields(bucket, self._room) | sampling_fields(bucket.num_seqs, self._sampler.width)
             fields |= {
                 "uniforms": Field((bucket.num_queries, bucket.num_seqs), torch.float64, 0.5),
-                "temperature": Field((bucket.num_seqs, 1), torch.float32, 1.0),
-                "greedy": Field((bucket.num_seqs,), torch.bool, 1),
                 "coupled": Field((bucket.num_seqs,), torch.bool, 0),
                 "seeds": Field((bucket.num_seqs,)),
                 "noise_positions": Field((bucket.num_queries, bucket.num_seqs)),
@@ -92,10 +89,8 @@ class DraftLoop:
         num_blocks, _ = fill_rows(host, columns, lengths, drafts - 1, self._room)  # the last draft is not run
         num_seqs, num_drafts = len(entries), bucket.num_queries
         host["uniforms"][:, :num_seqs] = self._sampler.uniforms(sequences, num_drafts)
-        params = self._rows.of([sequence.params for sequence in sequences], self._sampler.width, torch.device("cpu"))
-        host["temperature"][:num_seqs] = params.temperature.numpy()
-        host["greedy"][:num_seqs] = params.greedy.numpy()
-        fill_filters(host, params.filters, np.arange(num_seqs))
+        for name, values in self._params.of([sequence.params for sequence in sequences]).items():
+            host[name][:num_seqs] = values
         host["coupled"][:num_seqs] = [self._sampler.is_coupled(sequence) for sequence in sequences]
         host["seeds"][:num_seqs], host["noise_positions"][:, :num_seqs] = noise_keys(sequences, num_drafts)
         loop.inputs.send(num_blocks)

@@ -109,14 +109,12 @@ class GraphStep:
 
     def takes(self, batch: Batch) -> bool:
         """Return whether the whole step can be replayed."""
-        if self._neural is not None and any(
-            entry.max_drafts and self._neural.length.repeated(entry.sequence) for entry in batch.entries
-        ):
-            return False  # q of some drafts is a point mass, that of others is not
-        decoding = all(
-            entry.samples and entry.num_known == 1 and not entry.sequence.scored_positions for entry in batch.entries
-        )
-        return decoding and fits(batch.entries, len(self._checked.sampler.eos_token_ids))
+        for sequence, num_known, max_drafts, samples in batch.entries:
+            if not samples or num_known > 1 or sequence.scored_positions:
+                return False
+            if max_drafts and self._neural is not None and self._neural.length.repeated(sequence):
+                return False  # q of some drafts is a point mass, that of others is not
+        return fits(batch.entries, len(self._checked.sampler.eos_token_ids))
 
     # -- the step -----------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from speculative.drafting.neural_drafter import DraftModel
 from speculative.gpu.buckets import Bucket
 from speculative.gpu.buffers import GraphBuffers
 from speculative.gpu.capture import Capturer
-from speculative.gpu.filters import fill_filters, filter_fields
+from speculative.gpu.filters import SamplingArrays, sampling_fields
 from speculative.gpu.logit_edits import EditSizes, LogitEdits, StepEdits
 from speculative.gpu.logprob_report import Reported
 from speculative.gpu.operators import GraphOperators
@@ -29,7 +29,6 @@ from speculative.gpu.staged_inputs import Array, Field, StagedInputs
 from speculative.model.decoder import Decoder
 from speculative.request import SamplingParams
 from speculative.sampling.logprobs import LogprobRows
-from speculative.sampling.probs import LastRows, SamplingRows
 from speculative.state.batch import StepInput, Terms
 from speculative.state.token_constraint import Bools
 from speculative.step.host_copy import Verdicts
@@ -113,7 +112,7 @@ class VerifyGraph:
         self._samples = draft_model is not None
         self._draft_ids = ids = None if draft_model is None else draft_model.ids
         self._columns = None if ids is None else columns_of(ids, decoder.config.vocab_size)
-        self._rows = LastRows()
+        self._params = SamplingArrays(decoder.config.vocab_size)
         self._captured: dict[tuple[Bucket, Extras], _Captured] = {}
 
     @functools.cached_property
@@ -148,7 +147,7 @@ class VerifyGraph:
         captured = self.prepare(bucket, extras)
         host = captured.inputs.next_host()
         verify_rows = VerifyRows.of(rows.step_input, self._ops.host)
-        _fill(host, rows, verify_rows, self._rows.of(params, vocab_size, torch.device("cpu")))
+        _fill(host, rows, verify_rows, self._params.of(params))
         if extras.reported is not None:
             extras.reported.fill(host, params)
         captured.inputs.send()
@@ -226,8 +225,6 @@ def _fields(bucket: Bucket, vocab_size: int) -> dict[str, Field]:
         "counts": Field(entries),
         "accept_uniforms": Field(rows, torch.float64, 0.5),
         "sample_uniforms": Field(rows, torch.float64, 0.5),
-        "temperature": Field((*rows, 1), torch.float32, 1.0),
-        "greedy": Field(rows, torch.bool, 1),
         "seeds": Field(rows),
         "positions": Field(rows),
         "counted": Field(entries, torch.bool, 0),
@@ -235,10 +232,10 @@ def _fields(bucket: Bucket, vocab_size: int) -> dict[str, Field]:
         "checked": Field((1,), torch.bool, 0),
         "reported": Field((1,), torch.bool, 0),
         "draft_rows": Field(drafts),
-    } | filter_fields(bucket.num_rows, vocab_size)
+    } | sampling_fields(bucket.num_rows, vocab_size)
 
 
-def _fill(host: dict[str, Array], rows: JudgedRows, verify_rows: VerifyRows, per_entry: SamplingRows) -> None:
+def _fill(host: dict[str, Array], rows: JudgedRows, verify_rows: VerifyRows, per_entry: Mapping[str, Array]) -> None:
     step_input = rows.step_input
     num_rows, num_entries = len(step_input.drafts), len(step_input.sampled_entries)
     entries = step_input.verify_entries
@@ -246,9 +243,8 @@ def _fill(host: dict[str, Array], rows: JudgedRows, verify_rows: VerifyRows, per
     for name, values in verify_rows.named().items():
         if name in host:
             host[name][: len(values)] = values
-    host["temperature"][:num_rows] = per_entry.temperature.numpy()[entries]
-    host["greedy"][:num_rows] = per_entry.greedy.numpy()[entries]
-    fill_filters(host, per_entry.filters, entries)
+    for name, values in per_entry.items():
+        host[name][:num_rows] = values[entries]
     host["counted"][:num_entries], host["coupled"][:num_entries] = rows.counted, rows.coupled
     host["checked"][:], host["reported"][:] = rows.checked, rows.reported
     if rows.draft_rows is not None:
@@ -276,7 +272,8 @@ def _unpack(vector: Array, bucket: Bucket, checks: tuple[str, ...], rows: Judged
     num_rows, num_entries = len(rows.step_input.drafts), len(rows.step_input.sampled_entries)
     accepted, token_ids = (take(bucket.num_seqs)[:num_entries].astype(np.int64) for _ in range(2))
     drafts, broken = (take(bucket.num_rows)[:num_rows].astype(np.int64) for _ in range(2))
-    expected = np.nan_to_num(take(bucket.num_seqs)[:num_entries]).sum()
+    expected = take(bucket.num_seqs)[:num_entries]
+    expected = np.where(np.isfinite(expected), expected, 0.0).sum()  # a faulty row counts nothing
     values, ranks = (take(bucket.num_rows)[:num_rows] for _ in range(2))
     logprobs = terms = None
     if rows.reported:

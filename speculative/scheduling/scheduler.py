@@ -223,8 +223,11 @@ class Scheduler:
     def _fit_drafts(self, sequence: Sequence, budget: int) -> int:
         """Return how many drafts fit. The one place that combines, per sequence, the drafter's setting, the request's
         own choice, what pays, the length limits, the token budget and the free blocks."""
-        on_trial = self.speculation is Speculation.CANARY and sequence.request.canary
-        if not sequence.params.speculate or not (self.speculation is Speculation.ON or on_trial):
+        if not sequence.params.speculate:
+            return 0
+        if self.speculation is not Speculation.ON and not (
+            self.speculation is Speculation.CANARY and sequence.request.canary
+        ):
             return 0
         wanted = self.draft_length.max_drafts(sequence, self._most_drafts)
         if wanted == 0:
@@ -232,7 +235,7 @@ class Scheduler:
         fits = min(sequence.num_drafts_that_fit(wanted, self._max_model_len), budget)
         while fits > 0 and not self._grow(sequence, 1 + fits):
             fits -= 1
-        return max(fits, 0)
+        return fits if fits > 0 else 0
 
     def invalidate_cache(self) -> None:
         """Drop what was computed: all running sequences restart from their tokens, and the prefix cache is emptied.
@@ -319,8 +322,11 @@ class Scheduler:
             reply.queue_s or 0.0,
             sequence.admission > 1,
             reason,
-            token_ids[-1] if reason is FinishReason.STOP else None,
-            weight_version=self.weight_version,
+            token_ids[-1] if reason is not None and reason is FinishReason.STOP else None,
+            None,  # nothing is replayed, wrong or broken
+            None,
+            None,
+            self.weight_version,
         )
         sequence.advance(num_computed + num_accepted, token_ids)
         kind = self._breach(sequence, token_ids, ends, length)
@@ -328,7 +334,7 @@ class Scheduler:
 
     def _breach(self, sequence: Sequence, token_ids: tuple[int, ...], ends: frozenset[int], length: int) -> str | None:
         """The invariant violated by a sequence that had `length` tokens before these; None if none is."""
-        if ends and not ends.isdisjoint(token_ids[:-1]):
+        if len(token_ids) > 1 and not ends.isdisjoint(token_ids[:-1]):
             return "stop"
         num_tokens = len(sequence.tokens)
         if num_tokens > self._max_model_len:
@@ -387,13 +393,14 @@ class Scheduler:
 
     def _settle(self, sequence: Sequence, delta: TokenDelta | None) -> None:
         """Publish what is newly computed, then drop, hold or keep running the sequence."""
-        if delta is None or delta.finish_reason is not FinishReason.ERROR:
+        reason = None if delta is None else delta.finish_reason
+        if delta is None or reason is None or reason is not FinishReason.ERROR:
             self.publish(sequence)
         elif delta.broken != CLIENTS_FAULT:  # what it computed may be wrong, or what it found in the cache
             self.pool.withdraw(sequence.blocks)
-        if delta is not None and delta.finished:
+        if reason is not None:
             self.release(sequence)
-        elif sequence.ready_to_hold:
+        elif sequence.prefill_only_after is not None and sequence.ready_to_hold:
             self._hold(sequence)
 
     def publish(self, sequence: Sequence) -> None:
@@ -413,7 +420,7 @@ def _until_stop(token_ids: tuple[int, ...], room: int, ends: frozenset[int]) -> 
 
     A limit inside an accepted run is no error: the tokens after it were never emitted.
     """
-    if ends and not ends.isdisjoint(token_ids[:room]):
+    if not ends.isdisjoint(token_ids) and not ends.isdisjoint(token_ids[:room]):
         return next(count for count, token in enumerate(token_ids, 1) if token in ends), FinishReason.STOP
     return (len(token_ids), None) if len(token_ids) < room else (room, FinishReason.LENGTH)
 
