@@ -26,6 +26,7 @@ from speculative.gpu.logprob_report import Reported
 from speculative.gpu.operators import GraphOperators
 from speculative.gpu.row_judge import RowFields, SampledFrom
 from speculative.gpu.staged_inputs import Array, Field, StagedInputs
+from speculative.gpu.step_requests import StepRequests
 from speculative.model.decoder import Decoder
 from speculative.request import SamplingParams
 from speculative.sampling.logprobs import LogprobRows
@@ -56,18 +57,18 @@ NO_EXTRAS = Extras()
 class JudgedRows:
     """A step's verify rows as the host knows them.
 
-    places: [R] where each row lies in `GraphBuffers.hidden`. draft_rows: [sum(counts)] where each packed draft lies in
-    the statics; None where the host chose them. counted: [E] whose terms count. coupled: [E] which are judged by the
-    coupled verifier. checked, reported: whether the terms of the self-checks, and logprobs, are wanted. edits: of the
-    rows' logits, if any."""
+    requests: of the step's entries. places: [R] where each row lies in `GraphBuffers.hidden`. draft_rows:
+    [sum(counts)] where each packed draft lies in the statics; None where the host chose them. counted: [E] whose terms
+    count. coupled: [E] which are judged by the coupled verifier. checked: whether the terms of the self-checks are
+    wanted. edits: of the rows' logits, if any."""
 
     step_input: StepInput
+    requests: StepRequests
     places: Array
     draft_rows: Array | None
     counted: Bools
     coupled: Bools
     checked: bool
-    reported: bool
     edits: StepEdits | None = None
 
 
@@ -139,10 +140,9 @@ class VerifyGraph:
             self._captured[bucket, extras] = _Captured(inputs, replay)
         return self._captured[bucket, extras]
 
-    def run(self, bucket: Bucket, rows: JudgedRows) -> JudgedStep:
-        """Judge, and copy the results to the host."""
-        params = [entry.sequence.params for entry in rows.step_input.sampled_entries]
-        vocab_size = self._decoder.config.vocab_size
+    def launch(self, bucket: Bucket, rows: JudgedRows) -> Callable[[], JudgedStep]:
+        """Judge; what is returned waits for the results, and copies them to the host."""
+        params = rows.requests.params
         extras = self._extras_of(rows, params)
         captured = self.prepare(bucket, extras)
         host = captured.inputs.next_host()
@@ -153,29 +153,34 @@ class VerifyGraph:
         captured.inputs.send()
         if rows.edits is not None:
             self._edits.send(rows.edits)
-        vector, checks = captured.replay()
+        return functools.partial(self._read, bucket, rows, extras, *captured.replay())
+
+    def _read(
+        self, bucket: Bucket, rows: JudgedRows, extras: Extras, vector: Tensor, checks: tuple[str, ...]
+    ) -> JudgedStep:
         # `_compute` puts the reported logprobs before the judge's vector, and q behind it.
         values, reported, own_q = vector.cpu().numpy(), None, None
         if self._samples and bucket.num_queries > 1:
             values, own_q = np.split(values, [-2 * bucket.num_rows - bucket.num_seqs])
         if extras.reported is not None:
-            reported, values = extras.reported.unpack(values, bucket.num_rows, vocab_size)
+            reported, values = extras.reported.unpack(values, bucket.num_rows, self._decoder.config.vocab_size)
         judged = _unpack(values, bucket, checks, rows)
         if own_q is not None:
             of_rows, of_last = np.split(own_q, [2 * bucket.num_rows])
             of_drafts, before = of_rows.reshape(2, -1)[:, : len(rows.step_input.drafts)]
             # q of a token outside the drafter's vocabulary is 0; the copy has that of another column.
-            of_last = np.where(self._is_drafted[judged.verdicts.token_ids], of_last[: len(params)], 0.0)
+            of_last = np.where(self._is_drafted[judged.verdicts.token_ids], of_last[: len(rows.requests.params)], 0.0)
             own = {"draft_probs": of_drafts, "mass_before": before, "last_probs": of_last}
             verdicts = dataclasses.replace(judged.verdicts, **own)
             judged = dataclasses.replace(judged, verdicts=verdicts)
         return judged if reported is None else dataclasses.replace(judged, logprobs=reported)
 
     def _extras_of(self, rows: JudgedRows, params: Sequence[SamplingParams]) -> Extras:
-        if rows.edits is None and not rows.reported:
+        reports = rows.requests.reported
+        if rows.edits is None and not reports:
             return NO_EXTRAS
         reported = Reported.asked_by(params)
-        if rows.edits is not None and rows.reported and self._mode.startswith("raw"):
+        if rows.edits is not None and reports and self._mode.startswith("raw"):
             reported = reported or Reported()  # the judge does not see the model's own logits
         return Extras(reported, None if rows.edits is None else rows.edits.sizes)
 
@@ -246,7 +251,7 @@ def _fill(host: dict[str, Array], rows: JudgedRows, verify_rows: VerifyRows, per
     for name, values in per_entry.items():
         host[name][:num_rows] = values[entries]
     host["counted"][:num_entries], host["coupled"][:num_entries] = rows.counted, rows.coupled
-    host["checked"][:], host["reported"][:] = rows.checked, rows.reported
+    host["checked"][:], host["reported"][:] = rows.checked, rows.requests.reported
     if rows.draft_rows is not None:
         host["draft_rows"][: len(rows.draft_rows)] = rows.draft_rows
     _give_rows_to_nobodies(host, num_rows, num_entries)
@@ -276,7 +281,7 @@ def _unpack(vector: Array, bucket: Bucket, checks: tuple[str, ...], rows: Judged
     expected = np.where(np.isfinite(expected), expected, 0.0).sum()  # a faulty row counts nothing
     values, ranks = (take(bucket.num_rows)[:num_rows] for _ in range(2))
     logprobs = terms = None
-    if rows.reported:
+    if rows.requests.reported:
         nothing = np.empty((num_rows, 0))
         logprobs = LogprobRows(values.astype(np.float32), ranks.astype(np.int64), nothing, nothing, nothing)
     if rows.checked:

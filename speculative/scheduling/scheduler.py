@@ -303,12 +303,11 @@ class Scheduler:
             return self._finish_scoring(sequence) if sequence.scores_only else self._report_held(sequence)
         if result.fault is not None:
             return self._broken(sequence, result.fault)
-        params, reply, ends, length = sequence.params, sequence.reply, self._ends(sequence), len(sequence.tokens)
-        room = min(params.max_tokens - (length - sequence.num_prompt), self._max_model_len - length)
-        kept, reason = _until_stop(result.token_ids, room, ends)
+        reply, length = sequence.reply, len(sequence.tokens)
+        kept, reason = self._until_stop(sequence, result.token_ids)
         token_ids, num_drafted, num_accepted = result.token_ids[:kept], result.num_drafted, result.num_accepted
         kinds = _kinds(num_accepted, num_accepted == num_drafted, length == sequence.num_prompt)
-        verifier = "coupled" if params.reproducible else self._config.verifier
+        verifier = "coupled" if sequence.params.reproducible else self._config.verifier
         delta = TokenDelta(  # by position: names would take as long as all the rest
             sequence.request.request_id,
             token_ids,
@@ -329,12 +328,13 @@ class Scheduler:
             self.weight_version,
         )
         sequence.advance(num_computed + num_accepted, token_ids)
-        kind = self._breach(sequence, token_ids, ends, length)
+        kind = self._breach(sequence, delta, length)
         return delta if kind is None else self._broken(sequence, kind)
 
-    def _breach(self, sequence: Sequence, token_ids: tuple[int, ...], ends: frozenset[int], length: int) -> str | None:
-        """The invariant violated by a sequence that had `length` tokens before these; None if none is."""
-        if len(token_ids) > 1 and not ends.isdisjoint(token_ids[:-1]):
+    def _breach(self, sequence: Sequence, delta: TokenDelta, length: int) -> str | None:
+        """The invariant violated by a sequence that had `length` tokens before this delta; None if none is."""
+        token_ids = delta.token_ids
+        if len(token_ids) > 1 and not self._ends(sequence).isdisjoint(token_ids[:-1]):
             return "stop"
         num_tokens = len(sequence.tokens)
         if num_tokens > self._max_model_len:
@@ -354,6 +354,17 @@ class Scheduler:
         if kind == CLIENTS_FAULT:
             error = "The request's constraints left no token to generate; the request ends here."
         return TokenDelta(sequence.request.request_id, finish_reason=FinishReason.ERROR, error=error, broken=kind)
+
+    def _until_stop(self, sequence: Sequence, token_ids: tuple[int, ...]) -> tuple[int, FinishReason | None]:
+        """Return how many of the emitted tokens count, and why the request ends there, if it does.
+
+        A limit inside an accepted run is no error: the tokens after it were never emitted.
+        """
+        length, ends = len(sequence.tokens), self._ends(sequence)
+        room = min(sequence.params.max_tokens - (length - sequence.num_prompt), self._max_model_len - length)
+        if not ends.isdisjoint(token_ids) and not ends.isdisjoint(token_ids[:room]):
+            return next(count for count, token in enumerate(token_ids, 1) if token in ends), FinishReason.STOP
+        return (len(token_ids), None) if len(token_ids) < room else (room, FinishReason.LENGTH)
 
     def _ends(self, sequence: Sequence) -> frozenset[int]:
         """The tokens that end the answer."""
@@ -413,16 +424,6 @@ class Scheduler:
             for index in range(sequence.num_published, num_full):
                 self.pool.publish(sequence.blocks[index], hashes[index])
             sequence.num_published = num_full
-
-
-def _until_stop(token_ids: tuple[int, ...], room: int, ends: frozenset[int]) -> tuple[int, FinishReason | None]:
-    """Return how many of the emitted tokens count, and why the request ends there, if it does.
-
-    A limit inside an accepted run is no error: the tokens after it were never emitted.
-    """
-    if not ends.isdisjoint(token_ids) and not ends.isdisjoint(token_ids[:room]):
-        return next(count for count, token in enumerate(token_ids, 1) if token in ends), FinishReason.STOP
-    return (len(token_ids), None) if len(token_ids) < room else (room, FinishReason.LENGTH)
 
 
 @functools.cache

@@ -85,12 +85,12 @@ class StepInput:
     draft_counts: Int64s
 
     def attention_rows(self) -> AttentionRows:
-        """Slots and contexts of the rows."""
-        starts = self.row_starts
-        begins, ends = self.positions[starts[:-1]].tolist(), (self.positions[starts[1:] - 1] + 1).tolist()
-        contexts = tuple(own.slots(end, self.block_size) for own, end in zip(self.sequences, ends, strict=True))
+        """Slots and contexts of the rows, which follow what is computed of each sequence."""
+        begins, counts = [own.num_computed for own in self.sequences], np.diff(self.row_starts).tolist()
+        computed = zip(self.sequences, begins, counts, strict=True)
+        contexts = tuple(own.slots(begin + count, self.block_size) for own, begin, count in computed)
         slots = np.concatenate([own[begin:] for own, begin in zip(contexts, begins, strict=True)])
-        return AttentionRows(slots, starts, contexts)
+        return AttentionRows(slots, self.row_starts, contexts)
 
     def select(self, chosen: Bools) -> "StepInput":
         """The same rows, with the verify rows of only some sampled entries; chosen: [E]."""
@@ -109,6 +109,8 @@ class StepInput:
 def build_step_input(entries: Entries[Entry], counts: Int64s, draft_ids: Int64s, block_size: int) -> StepInput:
     """Pack a step's tokens: `counts[i]` drafts follow the known tokens of entry i; `draft_ids` holds all of them."""
     sequences, all_known, _, all_sample = zip(*entries, strict=True)
+    if all(all_sample) and max(all_known) == 1 and not counts.any() and not len(draft_ids):
+        return _plain_input(tuple(entries), sequences, block_size)
     computed = [sequence.num_computed for sequence in sequences]
     begins, known, samples = np.array(computed), np.array(all_known), np.array(all_sample)
     lengths = known + counts
@@ -139,6 +141,25 @@ def build_step_input(entries: Entries[Entry], counts: Int64s, draft_ids: Int64s,
         drafts=judged,
         sampled_entries=tuple(compress(entries, all_sample)),
         draft_counts=draft_counts,
+    )
+
+
+def _plain_input(entries: tuple[Entry, ...], sequences: tuple[Sequence, ...], block_size: int) -> StepInput:
+    """One row an entry, that of its pending token: most steps without a drafter."""
+    num_rows = len(entries)
+    rows, zeros, begins = np.arange(num_rows), np.zeros(num_rows, np.int64), [own.num_computed for own in sequences]
+    return StepInput(
+        sequences=sequences,
+        block_size=block_size,
+        row_starts=np.arange(num_rows + 1),
+        input_ids=np.array([own.tokens[begin] for own, begin in zip(sequences, begins, strict=True)]),
+        positions=np.array(begins),
+        verify_rows=rows,
+        verify_entries=rows,
+        offsets=zeros,
+        drafts=zeros - 1,
+        sampled_entries=entries,
+        draft_counts=zeros,
     )
 
 

@@ -58,8 +58,8 @@ def input_of(lengths: list[int], counts: list[int], block_size: int, seed: int) 
     blocks_each = [-(-(length + count) // block_size) for length, count in zip(lengths, counts, strict=True)]
     blocks = np.split(random.permutation(sum(blocks_each)), np.cumsum(blocks_each)[:-1])
     sequences = [Sequence(Request(f"r{index}", (1,))) for index in range(len(lengths))]
-    for sequence, own in zip(sequences, blocks, strict=True):
-        sequence.blocks = own.tolist()
+    for sequence, own, length in zip(sequences, blocks, lengths, strict=True):
+        sequence.blocks, sequence.num_computed = own.tolist(), length
     starts = np.concatenate([[0], np.cumsum(counts)])
     positions = np.concatenate([length + np.arange(count) for length, count in zip(lengths, counts, strict=True)])
     empty = np.empty(0, np.int64)
