@@ -266,7 +266,7 @@ class ModelDrafter:
         if self.catch_up is None or not self.capture:
             return
         starts, version = step_input.row_starts, self.catch_up.buffer.version
-        counts = np.diff(starts).tolist()
+        counts = (starts[1:] - starts[:-1]).tolist()
         for entry, row, count in zip(batch.entries, rows[starts[:-1]].tolist(), counts, strict=True):
             if _drafts_for(entry.sequence):
                 state = self._state(entry.sequence)
@@ -405,7 +405,7 @@ class ModelDrafter:
         if not jobs:
             return self.cache.data.new_empty((0, 0))
         most_rows = 0 if self.catch_up is None else self.catch_up.most_rows
-        is_long = [job.stop - job.start > most_rows for job in jobs]
+        is_long = [stop - start > most_rows for _, _, start, stop in jobs]
         if not any(is_long):
             return self._replay(jobs)
         if all(is_long):

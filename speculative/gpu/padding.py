@@ -70,11 +70,11 @@ class BlockTables:
             self._columns = np.zeros((self._max_blocks, len(lists)), np.int32)
             self._lists, self._lengths = [[] for _ in lists], [0] * len(lists)
         if lengths != self._lengths or any(map(is_not, lists, self._lists)):
-            known = zip(self._lists, self._lengths, strict=True)
-            for column, (blocks, (known_blocks, length)) in enumerate(zip(lists, known, strict=True)):
-                begin = length if blocks is known_blocks else 0
-                if len(blocks) > begin:
-                    self._columns[begin : len(blocks), column] = blocks[begin:]
+            paired = zip(lists, lengths, self._lists, self._lengths, strict=True)
+            for column, (blocks, length, known_blocks, known_length) in enumerate(paired):
+                begin = known_length if blocks is known_blocks else 0
+                if length > begin:
+                    self._columns[begin:length, column] = blocks[begin:]
             self._lists, self._lengths = lists, lengths
         return self._columns
 

@@ -161,12 +161,13 @@ class VerifyGraph:
         # `_compute` puts the reported logprobs before the judge's vector, and q behind it.
         values, reported, own_q = vector.cpu().numpy(), None, None
         if self._samples and bucket.num_queries > 1:
-            values, own_q = np.split(values, [-2 * bucket.num_rows - bucket.num_seqs])
+            end = len(values) - 2 * bucket.num_rows - bucket.num_seqs
+            values, own_q = values[:end], values[end:]
         if extras.reported is not None:
             reported, values = extras.reported.unpack(values, bucket.num_rows, self._decoder.config.vocab_size)
         judged = _unpack(values, bucket, checks, rows)
         if own_q is not None:
-            of_rows, of_last = np.split(own_q, [2 * bucket.num_rows])
+            of_rows, of_last = own_q[: 2 * bucket.num_rows], own_q[2 * bucket.num_rows :]
             of_drafts, before = of_rows.reshape(2, -1)[:, : len(rows.step_input.drafts)]
             # q of a token outside the drafter's vocabulary is 0; the copy has that of another column.
             of_last = np.where(self._is_drafted[judged.verdicts.token_ids], of_last[: len(rows.requests.params)], 0.0)
