@@ -25,7 +25,7 @@ from speculative.gpu.operators import GraphOperators
 from speculative.gpu.padding import CacheRoom, PagedCache
 from speculative.gpu.paged_attention import AttentionSizes
 from speculative.gpu.staged_inputs import LateCopy
-from speculative.gpu.step_requests import LastRequests
+from speculative.gpu.step_requests import LastRequests, StepRequests
 from speculative.gpu.target_graph import GraphRunner, TargetPass
 from speculative.gpu.verify_graph import JudgedRows, VerifyGraph
 from speculative.model.decoder import Decoder
@@ -143,7 +143,7 @@ class GraphStep:
         if not drafting:
             return StepDrafts(counts, np.empty(0, np.int64), None, None)
         bucket = self.loop.run(drafting, hidden)
-        if self._host_reads_drafts(batch):
+        if self._requests.of(batch.entries).edited and _host_reads_drafts(batch):
             self._drafts_on_host.start()
         own = counts[counts > 0]
         entries = np.repeat(np.arange(len(own)), own)
@@ -161,12 +161,9 @@ class GraphStep:
         rows_bucket = self.buckets.fit_rows(len(batch.entries), len(step_input.verify_rows))
         assert bucket is not None and rows_bucket is not None, "every batch that is taken fits"
         places = self.runner.target.run(bucket, step_input, _sources(step_input, drafts))
-        step_input, masks = self._read_drafts(batch, step_input, drafts)
-        sampler, self_check, requests = (
-            self._checked.sampler,
-            self._checked.self_check,
-            self._requests.of(batch.entries),
-        )
+        requests = self._requests.of(batch.entries)
+        step_input, masks = self._read_drafts(batch, step_input, drafts, requests)
+        sampler, self_check = self._checked.sampler, self._checked.self_check
         checked, edits = self_check.due(), None
         if requests.edited:
             edits = StepEdits.of(step_input, masks, sampler.eos_token_ids, self._vocab_size)
@@ -193,14 +190,14 @@ class GraphStep:
         return outcome
 
     def _read_drafts(
-        self, batch: Batch, step_input: StepInput, drafts: StepDrafts
+        self, batch: Batch, step_input: StepInput, drafts: StepDrafts, requests: StepRequests
     ) -> tuple[StepInput, list[list[Bools] | None]]:
         """The step's rows, with the drafts that rules read, and per entry what its structure allows.
 
         Where a model made such drafts this waits for them, while the target runs."""
-        if not self._requests.of(batch.entries).edited:
+        if not requests.edited:
             return step_input, [None] * len(batch.entries)
-        if drafts.rows is not None and self._host_reads_drafts(batch):
+        if drafts.rows is not None and _host_reads_drafts(batch):
             own = step_input.drafts.copy()
             own[own >= 0] = self._drafts_on_host.wait()[drafts.rows]
             step_input = _with_drafts(step_input, own)
@@ -208,15 +205,6 @@ class GraphStep:
         if masks is None:
             masks = allowed_masks(batch, _per_entry(step_input))
         return step_input, [masks.get(index) for index in range(len(batch.entries))]
-
-    def _host_reads_drafts(self, batch: Batch) -> bool:
-        """Return whether what some request does to its logits depends on drafts, in a way that only the host can find
-        out."""
-        drafting = [entry.sequence for entry in batch.entries if entry.max_drafts > 0]
-        return self._requests.of(batch.entries).edited and any(
-            sequence.constraint is not None or (sequence.rules is not None and sequence.rules.reads_drafts)
-            for sequence in drafting
-        )
 
     # -- before the first step ----------------------------------------------------------------------------------
 
@@ -244,6 +232,16 @@ class GraphStep:
                 f"{self.buckets.largest.num_seqs}, and {free / 2**30:.1f} are free; lower max_num_seqs or "
                 "kv_cache_tokens, or set cuda_graphs to false."
             )
+
+
+def _host_reads_drafts(batch: Batch) -> bool:
+    """Return whether what some request does to its logits depends on drafts, in a way that only the host can find
+    out."""
+    drafting = [entry.sequence for entry in batch.entries if entry.max_drafts > 0]
+    return any(
+        sequence.constraint is not None or (sequence.rules is not None and sequence.rules.reads_drafts)
+        for sequence in drafting
+    )
 
 
 def _sources(step_input: StepInput, drafts: StepDrafts) -> Int64s | None:
