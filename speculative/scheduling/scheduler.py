@@ -233,7 +233,8 @@ class Scheduler:
         if wanted == 0:
             return 0
         fits = min(sequence.num_drafts_that_fit(wanted, self._max_model_len), budget)
-        while fits > 0 and not self._grow(sequence, 1 + fits):
+        has_room = len(sequence.blocks) * self._config.block_size - sequence.num_computed - 1
+        while fits > max(has_room, 0) and not self._grow(sequence, 1 + fits):
             fits -= 1
         return fits if fits > 0 else 0
 
