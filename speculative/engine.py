@@ -368,26 +368,23 @@ class EngineCore:
         self.stats.expected_accepted += outcome.expected_accepted
         if outcome.terms is not None:
             self.self_check.take(outcome.terms, self.stats)
-        drafted, accepted = self.stats.num_drafted, self.stats.num_accepted
-        rounds = Counter[tuple[int, int]]()
-        for entry, result in zip(batch.entries, outcome.results, strict=True):
-            if not entry.samples or entry.num_known > 1:
-                self.stats.num_prompt_tokens += entry.num_known
-            if entry.samples and result.fault is None:
-                rounds[result.num_drafted, result.num_accepted] += 1
-                if result.logprobs is not None:
-                    self.stats.num_rounds_with_logprobs += 1
-                    self.stats.num_drafted_with_logprobs += result.num_drafted
-                drafted += result.num_drafted
-                accepted += result.num_accepted
+        prefilled = [entry.num_known for entry in batch.entries if not entry.samples or entry.num_known > 1]
+        self.stats.num_prompt_tokens += sum(prefilled)
+        paired = zip(batch.entries, outcome.results, strict=True)
+        sampled = [result for entry, result in paired if entry.samples and result.fault is None]
+        drafted = self.stats.num_drafted + sum([result.num_drafted for result in sampled])
+        accepted = self.stats.num_accepted + sum([result.num_accepted for result in sampled])
+        rounds = Counter([(result.num_drafted, result.num_accepted) for result in sampled])
         for (num_drafted, num_accepted), times in rounds.items():
             self.stats.count_round(num_drafted, num_accepted, times)
         if (drafted, accepted) != (self.stats.num_drafted, self.stats.num_accepted):
             self.stats.count_violation("metrics")
-        for delta in deltas:
-            self.stats.num_emitted += len(delta.token_ids)
-            if delta.finished:
-                self._forget(delta.request_id)
+        reporting = [result.num_drafted for result in sampled if result.logprobs is not None]
+        self.stats.num_rounds_with_logprobs += len(reporting)
+        self.stats.num_drafted_with_logprobs += sum(reporting)
+        self.stats.num_emitted += sum([len(delta.token_ids) for delta in deltas])
+        for request_id in [delta.request_id for delta in deltas if delta.finish_reason is not None]:
+            self._forget(request_id)
 
     def _release(self, sequence: Sequence) -> None:
         self.scheduler.release(sequence)

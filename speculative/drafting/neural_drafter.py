@@ -266,7 +266,7 @@ class ModelDrafter:
         if self.catch_up is None or not self.capture:
             return
         starts, version = step_input.row_starts, self.catch_up.buffer.version
-        counts = np.diff(starts).tolist()
+        counts = (starts[1:] - starts[:-1]).tolist()
         for entry, row, count in zip(batch.entries, rows[starts[:-1]].tolist(), counts, strict=True):
             if _drafts_for(entry.sequence):
                 state = self._state(entry.sequence)
@@ -405,7 +405,7 @@ class ModelDrafter:
         if not jobs:
             return self.cache.data.new_empty((0, 0))
         most_rows = 0 if self.catch_up is None else self.catch_up.most_rows
-        is_long = [job.stop - job.start > most_rows for job in jobs]
+        is_long = [stop - start > most_rows for _, _, start, stop in jobs]
         if not any(is_long):
             return self._replay(jobs)
         if all(is_long):
@@ -423,13 +423,15 @@ class ModelDrafter:
             self._finish(jobs)
             return hidden
         rows = self._rows(jobs, places)
-        packed, blocks = 0, list[int]()
+        packed, blocks, size = 0, list[int](), self._block_size
         for sequence, state, start, stop in jobs:
-            for row in range(-(-start // self._block_size) * self._block_size, stop, self._block_size):
-                block = sequence.blocks[row // self._block_size - 1]
+            row = -(-start // size) * size
+            while row < stop:
+                block = sequence.blocks[row // size - 1]
                 if not self._pool.is_marked(block):
                     rows.edges[packed + row - start] = block
                     blocks.append(block)
+                row += size
             packed += stop - start
             state.num_computed, state.in_buffer = stop, None
             state.features.clear()
@@ -446,11 +448,14 @@ class ModelDrafter:
         places, version = list[int](), self.catch_up.buffer.version
         for _, state, start, stop in jobs:
             span = state.in_buffer
-            if span is None or start <= span.first or stop - 1 > span.first + span.num_rows:
+            if span is None:
                 return None
-            _check_version(span, version)
-            begin = span.row + start - 1 - span.first
-            places += range(begin, begin + stop - start)
+            first, row, num_rows, of_version = span
+            if start <= first or stop - 1 > first + num_rows:
+                return None
+            if of_version != version:
+                _check_version(span, version)
+            places += range(row + start - 1 - first, row + stop - 1 - first)
         return np.array(places, np.int64)
 
     def _run_eagerly(self, jobs: Sequences[_Job]) -> Tensor:
@@ -460,12 +465,14 @@ class ModelDrafter:
         return hidden
 
     def _rows(self, jobs: Sequences[_Job], features: Tensor | Int64s) -> CatchUpRows:
-        token_ids = np.array([token for seq, _, start, stop in jobs for token in seq.tokens[start:stop]], np.int64)
+        sequences, _, starts, stops = zip(*jobs, strict=True)
+        tokens = [own.tokens[start:stop] for own, start, stop in zip(sequences, starts, stops, strict=True)]
+        token_ids = np.array(list(chain.from_iterable(tokens)), np.int64)
         return CatchUpRows(
             token_ids=token_ids,
-            starts=np.array([job.start for job in jobs], np.int64),
-            stops=np.array([job.stop for job in jobs], np.int64),
-            sequences=tuple(job.sequence for job in jobs),
+            starts=np.array(starts, np.int64),
+            stops=np.array(stops, np.int64),
+            sequences=sequences,
             features=features,
             edges=np.full(len(token_ids), -1, np.int64),
         )

@@ -11,7 +11,7 @@ from speculative.drafting.neural_drafter import CatchUpRows, DraftModel
 from speculative.gpu.buckets import Bucket, Buckets
 from speculative.gpu.buffers import GraphBuffers
 from speculative.gpu.capture import Capturer
-from speculative.gpu.padding import PagedCache, fill_rows, padded_places, paged_rows, row_fields
+from speculative.gpu.padding import BlockTables, PagedCache, fill_rows, paged_rows, row_fields
 from speculative.gpu.staged_inputs import Field, StagedInputs
 from speculative.state.batch import Int64s
 
@@ -43,6 +43,7 @@ class CatchUpPass:
         self.buffer = buffers.features
         self._capturer, self._buffers, self._edges = capturer, buffers, edges
         self._model, self._cache, self._room = model, cache, cache.room
+        self._tables = BlockTables(cache.room)
         self._buckets = buckets
         self._first = 1 if model.capture else 0
         self._passes: dict[Bucket, _Pass] = {}
@@ -70,10 +71,8 @@ class CatchUpPass:
         bucket = self._buckets.fit(len(counts), int(counts.max()))
         assert bucket is not None, "no sequence has more than most_rows"
         captured = self.prepare(bucket)
-        host, places = captured.inputs.next_host(), padded_places(counts, bucket.num_queries)
-        size, stops = self._room.block_size, rows.stops.tolist()
-        contexts = [sequence.slots(stop, size) for sequence, stop in zip(rows.sequences, stops, strict=True)]
-        num_blocks = fill_rows(host, contexts, rows.starts, counts, self._room)
+        host = captured.inputs.next_host()
+        num_blocks, places = fill_rows(host, self._tables.of(rows.sequences), rows.starts, counts, self._room)
         host["token_ids"].reshape(-1)[places] = rows.token_ids
         host["lasts"][: len(counts)] = np.arange(len(counts)) * bucket.num_queries + counts - 1
         if self._model.capture:

@@ -13,12 +13,11 @@ from speculative.drafting.neural_drafter import DraftModel, MadeDrafts
 from speculative.gpu.buckets import Bucket, Buckets
 from speculative.gpu.buffers import GraphBuffers
 from speculative.gpu.capture import Capturer
-from speculative.gpu.filters import fill_filters, filter_fields
-from speculative.gpu.padding import PagedCache, block_tables, fill_rows, row_fields
+from speculative.gpu.filters import SamplingArrays, sampling_fields
+from speculative.gpu.padding import BlockTables, PagedCache, block_tables, fill_rows, row_fields
 from speculative.gpu.paged_attention import PagedRows
 from speculative.gpu.row_drafts import DraftFields, SampleDrafts
 from speculative.gpu.staged_inputs import Array, Field, StagedInputs
-from speculative.sampling.probs import LastRows
 from speculative.scheduling.early_exit import EarlyExit
 from speculative.state.batch import Entry
 
@@ -63,18 +62,16 @@ class DraftLoop:
         self._room, self._statics = cache.room, buffers
         self._first = 1 if model.capture else 0
         self._vocab_size = sampler.vocab_size
-        self._rows = LastRows()
+        self._params, self._tables = SamplingArrays(sampler.width), BlockTables(cache.room)
         self._loops: dict[Bucket, _Loop] = {}
 
     def prepare(self, bucket: Bucket) -> "_Loop":
         """The captured loop of a bucket, of `num_queries` drafts each; captured now if it is new."""
         if bucket not in self._loops:
-            fields = row_fields(bucket, self._room) | filter_fields(bucket.num_seqs, self._sampler.width)
+            fields = row_fields(bucket, self._room) | sampling_fields(bucket.num_seqs, self._sampler.width)
             fields |= {name: replace(fields[name], shape=fields[name].shape[::-1]) for name in _BY_DRAFT}
             fields |= {
                 "uniforms": Field((bucket.num_queries, bucket.num_seqs), torch.float64, 0.5),
-                "temperature": Field((bucket.num_seqs, 1), torch.float32, 1.0),
-                "greedy": Field((bucket.num_seqs,), torch.bool, 1),
                 "coupled": Field((bucket.num_seqs,), torch.bool, 0),
                 "seeds": Field((bucket.num_seqs,)),
                 "noise_positions": Field((bucket.num_queries, bucket.num_seqs)),
@@ -94,16 +91,16 @@ class DraftLoop:
         host = loop.inputs.next_host()
         lengths = np.array([len(sequence.tokens) for sequence in sequences], np.int64)
         drafts = np.array([entry.max_drafts for entry in entries], np.int64)
-        size, stops = self._room.block_size, (lengths + drafts - 1).tolist()  # the last draft is not run
-        contexts = [sequence.slots(stop, size) for sequence, stop in zip(sequences, stops, strict=True)]
-        num_blocks = fill_rows(_by_sequence(host), contexts, lengths, drafts - 1, self._room)
+        columns = self._tables.of(sequences)
+        # The last draft is not run.
+        num_blocks, _ = fill_rows(_by_sequence(host), columns, lengths, drafts - 1, self._room)
         np.maximum(host["positions"] - self._first, 0, out=host["positions"])
         num_seqs, num_drafts = len(entries), bucket.num_queries
         host["uniforms"][:, :num_seqs] = self._sampler.uniforms(sequences, num_drafts)
-        params = self._rows.of([sequence.params for sequence in sequences], self._sampler.width, torch.device("cpu"))
-        host["temperature"][:num_seqs] = params.temperature.numpy()
-        host["greedy"][:num_seqs] = params.greedy.numpy() | (not self._sampler.sampled)
-        fill_filters(host, params.filters, np.arange(num_seqs))
+        for name, values in self._params.of([sequence.params for sequence in sequences]).items():
+            host[name][:num_seqs] = values
+        if not self._sampler.sampled:
+            host["greedy"][:num_seqs] = True
         host["coupled"][:num_seqs] = [self._sampler.is_coupled(sequence) for sequence in sequences]
         host["seeds"][:num_seqs], host["noise_positions"][:, :num_seqs] = noise_keys(sequences, num_drafts)
         loop.inputs.send(num_blocks)

@@ -1,14 +1,14 @@
 """Top-k, top-p and min-p without the host: they find each row's lowest logit that stays."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from speculative.gpu.staged_inputs import Array, Field
+from speculative.request import SamplingParams
 from speculative.sampling.probs import Filters, SamplingRows
-from speculative.state.batch import Int64s
 
 FindFloors = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 """logits [F, V], temperature [F, 1], log_min_p, top_k and top_p [F] of `Filters` -> [F] the lowest logit after
@@ -31,26 +31,40 @@ def torch_floors(logits: Tensor, temperature: Tensor, log_min_p: Tensor, top_k: 
 # -- as inputs of a captured function -------------------------------------------------------------------------------
 
 
-def filter_fields(num_rows: int, vocab_size: int) -> dict[str, Field]:
-    """Fields in which padding filters nothing out."""
+def sampling_fields(num_rows: int, vocab_size: int) -> dict[str, Field]:
+    """Fields of `SamplingArrays`; padding is greedy, and filters nothing out."""
     rows = (num_rows,)
     return {
+        "temperature": Field((num_rows, 1), torch.float32, 1.0),
+        "greedy": Field(rows, torch.bool, 1),
         "log_min_p": Field(rows, torch.float32, -np.inf),
         "top_k": Field(rows, padding=vocab_size),
         "top_p": Field(rows, torch.float32, 1.0),
     }
 
 
-def fill_filters(host: Mapping[str, Array], filters: Filters | None, entries: Int64s) -> None:
-    """Give row i the filters of entry `entries[i]`."""
-    if filters is None:
-        return
-    owner = np.full(int(entries.max()) + 1, -1)
-    owner[filters.rows.numpy()] = np.arange(len(filters.rows))
-    filtered = np.flatnonzero(owner[entries] >= 0)
-    of_row = owner[entries[filtered]]
-    for name in ("log_min_p", "top_k", "top_p"):
-        host[name][filtered] = getattr(filters, name).numpy()[of_row]
+class SamplingArrays:
+    """Temperature and filters of a step's requests; made again where they differ from those of the step before."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._last: tuple[list[SamplingParams], dict[str, Array]] = [], {}
+
+    def of(self, params: list[SamplingParams]) -> Mapping[str, Array]:
+        """One row a request of each of `sampling_fields`; not to be written to."""
+        if self._last[0] != params:
+            self._last = params, self._make(params)
+        return self._last[1]
+
+    def _make(self, params: Sequence[SamplingParams]) -> dict[str, Array]:
+        rows = SamplingRows.build(params, self._vocab_size, torch.device("cpu"))
+        made = {"temperature": rows.temperature.numpy(), "greedy": rows.greedy.numpy()}
+        nothing = {"log_min_p": -np.inf, "top_k": self._vocab_size, "top_p": 1.0}
+        for name, padding in nothing.items():
+            made[name] = np.full(len(params), padding, np.int64 if name == "top_k" else np.float32)
+            if rows.filters is not None:
+                made[name][rows.filters.rows.numpy()] = getattr(rows.filters, name).numpy()
+        return made
 
 
 def sampling_rows(inputs: Mapping[str, Tensor]) -> SamplingRows:

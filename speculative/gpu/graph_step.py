@@ -25,6 +25,7 @@ from speculative.gpu.operators import GraphOperators
 from speculative.gpu.padding import CacheRoom, PagedCache
 from speculative.gpu.paged_attention import AttentionSizes
 from speculative.gpu.staged_inputs import LateCopy
+from speculative.gpu.step_requests import LastRequests, StepRequests
 from speculative.gpu.target_graph import GraphRunner, TargetPass
 from speculative.gpu.verify_graph import JudgedRows, VerifyGraph
 from speculative.model.decoder import Decoder
@@ -79,6 +80,7 @@ class GraphStep:
         self._config = config
         self._drafter = drafter
         self._checked = sampler
+        self._requests = LastRequests()
         self._neural = neural = drafter if isinstance(drafter, ModelDrafter) else None
         self._draft_model = None if neural is None else neural.model
         room = CacheRoom(config.block_size, -(-max_model_len // config.block_size), config.num_blocks)
@@ -111,14 +113,12 @@ class GraphStep:
 
     def takes(self, batch: Batch) -> bool:
         """Return whether the whole step can be replayed."""
-        if self._neural is not None and any(
-            entry.max_drafts and self._neural.length.repeated(entry.sequence) for entry in batch.entries
-        ):
-            return False  # q of some drafts is a point mass, that of others is not
-        decoding = all(
-            entry.samples and entry.num_known == 1 and not entry.sequence.scored_positions for entry in batch.entries
-        )
-        return decoding and fits(batch.entries, len(self._checked.sampler.eos_token_ids))
+        for sequence, num_known, max_drafts, samples in batch.entries:
+            if not samples or num_known > 1 or sequence.scored_positions:
+                return False
+            if max_drafts and self._neural is not None and self._neural.length.repeated(sequence):
+                return False  # q of some drafts is a point mass, that of others is not
+        return fits(batch.entries, len(self._checked.sampler.eos_token_ids))
 
     # -- the step -----------------------------------------------------------------------------------------------
 
@@ -145,7 +145,7 @@ class GraphStep:
         if not drafting:
             return StepDrafts(counts, np.empty(0, np.int64), None, None)
         bucket = self.loop.run(drafting, hidden)
-        if _host_reads_drafts(batch):
+        if self._requests.of(batch.entries).edited and _host_reads_drafts(batch):
             self._drafts_on_host.start()
         own = counts[counts > 0]
         entries = np.repeat(np.arange(len(own)), own)
@@ -163,22 +163,26 @@ class GraphStep:
         rows_bucket = self.buckets.fit_rows(len(batch.entries), len(step_input.verify_rows))
         assert bucket is not None and rows_bucket is not None, "every batch that is taken fits"
         places = self.runner.target.run(bucket, step_input, _sources(step_input, drafts))
-        if self._neural is not None:
-            self._neural.observe_in_buffer(batch, step_input, places.on_host)
-        step_input, masks = self._read_drafts(batch, step_input, drafts)
+        requests = self._requests.of(batch.entries)
+        step_input, masks = self._read_drafts(batch, step_input, drafts, requests)
         sampler, self_check = self._checked.sampler, self._checked.self_check
-        sequences, checked = [entry.sequence for entry in batch.entries], self_check.due()
+        checked, edits = self_check.due(), None
+        if requests.edited:
+            edits = StepEdits.of(step_input, masks, sampler.eos_token_ids, self._vocab_size)
         rows = JudgedRows(
             step_input,
+            requests,
             places.on_host[step_input.verify_rows],
             drafts.rows,
             counted=self_check.counted(batch.entries, checked=checked),
             coupled=sampler.coupled(step_input),
             checked=checked,
-            reported=any(sequence.params.returns_logprobs for sequence in sequences),
-            edits=StepEdits.of(step_input, masks, sampler.eos_token_ids, self._vocab_size),
+            edits=edits,
         )
-        judged = self.judge.run(rows_bucket, rows)
+        read = self.judge.launch(rows_bucket, rows)
+        if self._neural is not None:  # while the device works
+            self._neural.observe_in_buffer(batch, step_input, places.on_host)
+        judged = read()
         known = _with_drafts(step_input, judged.draft_ids)
         results = results_per_entry(known, judged.verdicts, judged.logprobs)
         found = DeviceChecks(judged.broken, rows.counted, judged.terms)
@@ -188,19 +192,20 @@ class GraphStep:
         return outcome
 
     def _read_drafts(
-        self, batch: Batch, step_input: StepInput, drafts: StepDrafts
+        self, batch: Batch, step_input: StepInput, drafts: StepDrafts, requests: StepRequests
     ) -> tuple[StepInput, list[list[Bools] | None]]:
         """The step's rows, with the drafts that rules read, and per entry what its structure allows.
 
         Where a model made such drafts this waits for them, while the target runs."""
+        if not requests.edited:
+            return step_input, [None] * len(batch.entries)
         if drafts.rows is not None and _host_reads_drafts(batch):
             own = step_input.drafts.copy()
             own[own >= 0] = self._drafts_on_host.wait()[drafts.rows]
             step_input = _with_drafts(step_input, own)
         masks = drafts.masks
         if masks is None:
-            structured = any(entry.sequence.constraint is not None for entry in batch.entries)
-            masks = allowed_masks(batch, _per_entry(step_input)) if structured else {}
+            masks = allowed_masks(batch, _per_entry(step_input))
         return step_input, [masks.get(index) for index in range(len(batch.entries))]
 
     # -- before the first step ----------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ them.
 from collections.abc import Mapping
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -181,9 +182,11 @@ class StepEdits:
 def fits(entries: Sequences[Entry], num_eos: int) -> bool:
     """Return whether captured steps know what the entries' requests do to logits, and have room for it, whatever is
     drafted."""
-    if any(entry.sequence.changed_params - FOLLOWED for entry in entries):
+    if not FOLLOWED.issuperset(chain.from_iterable([entry.sequence.changed_params for entry in entries])):
         return False
     ruled = [(entry, entry.sequence.rules) for entry in entries if entry.sequence.rules is not None]
+    if not ruled:
+        return True
     num_biased = sum((entry.max_drafts + 1) * (rules.most_biased + num_eos) for entry, rules in ruled)
     counted = (_counted(entry) for entry, _ in ruled)
     return max(num_biased, sum(len(own[0]) for own in counted if own is not None)) <= MAX_CELLS

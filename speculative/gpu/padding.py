@@ -1,7 +1,9 @@
 """From a step's packed rows to B x Q padded ones, on the host."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from collections.abc import Sequence as Sequences
 from dataclasses import dataclass
+from operator import is_not
 
 import numpy as np
 import torch
@@ -11,6 +13,7 @@ from speculative.gpu.buckets import Bucket
 from speculative.gpu.paged_attention import AttendPaged, PagedAttention, PagedRows
 from speculative.gpu.staged_inputs import Array, Field
 from speculative.state.batch import Int64s
+from speculative.state.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,31 +50,53 @@ def row_fields(bucket: Bucket, room: CacheRoom) -> dict[str, Field]:
     }
 
 
-def fill_rows(
-    host: Mapping[str, Array], contexts: Sequence[Int64s], starts: Int64s, counts: Int64s, room: CacheRoom
-) -> int:
-    """Place `counts[i]` rows at the positions from `starts[i]` on.
+class BlockTables:
+    """The blocks of the last step's sequences; only what came or went since is written again.
 
-    contexts: per sequence, the slots of all positions up to its last row.
+    A sequence's list of blocks grows or is replaced, and is never changed: what is known of a list stays true.
+    """
+
+    def __init__(self, room: CacheRoom) -> None:
+        self._max_blocks = room.max_blocks
+        self._lists: list[list[int]] = []
+        self._lengths: list[int] = []
+        self._columns = np.empty((room.max_blocks, 0), np.int32)
+
+    def of(self, sequences: Sequences[Sequence]) -> Array:
+        """[max_blocks, B] int32, a column a sequence, with anything behind its blocks; until the next call."""
+        lists = [sequence.blocks for sequence in sequences]
+        lengths = [len(blocks) for blocks in lists]
+        if len(lists) != len(self._lists):
+            self._columns = np.zeros((self._max_blocks, len(lists)), np.int32)
+            self._lists, self._lengths = [[] for _ in lists], [0] * len(lists)
+        if lengths != self._lengths or any(map(is_not, lists, self._lists)):
+            paired = zip(lists, lengths, self._lists, self._lengths, strict=True)
+            for column, (blocks, length, known_blocks, known_length) in enumerate(paired):
+                begin = known_length if blocks is known_blocks else 0
+                if length > begin:
+                    self._columns[begin:length, column] = blocks[begin:]
+            self._lists, self._lengths = lists, lengths
+        return self._columns
+
+
+def fill_rows(
+    host: Mapping[str, Array], columns: Array, starts: Int64s, counts: Int64s, room: CacheRoom
+) -> tuple[int, Int64s]:
+    """Place `counts[i]` rows at the positions from `starts[i]` on; columns: of `BlockTables`.
 
     Returns:
-        How many rows of "blocks" are to be sent.
+        How many rows of "blocks" are to be sent, and where the packed rows lie among the padded ones.
     """
-    size, num_seqs = room.block_size, len(contexts)
-    first_slots = [slots[::size] for slots in contexts]  # of each block
-    num_blocks = np.array([len(own) for own in first_slots])
-    most = int(num_blocks.max())
-    tables = np.zeros((num_seqs, most), np.int64)
-    tables[np.arange(most) < num_blocks[:, None]] = np.concatenate(first_slots)
-    host["blocks"][:most, :num_seqs] = (tables // size).T
-    offsets = np.arange(host["positions"].shape[1])
-    live = offsets < counts[:, None]
-    positions = np.where(live, starts[:, None] + offsets, 0)
-    slots = tables[np.arange(num_seqs)[:, None], positions // size] + positions % size
-    host["positions"][:num_seqs] = positions
-    host["visible"][:num_seqs] = np.where(live, positions + 1, 0)
-    host["slots"][:num_seqs][live] = slots[live]
-    return most
+    size, num_queries = room.block_size, host["positions"].shape[1]
+    most = -(-int((starts + counts).max()) // size)
+    host["blocks"][:most, : len(counts)] = columns[:most]
+    owners, offsets = (np.arange(num_queries) < counts[:, None]).nonzero()
+    positions = starts[owners] + offsets
+    blocks, rest = np.divmod(positions, size)
+    host["positions"][owners, offsets] = positions
+    host["visible"][owners, offsets] = positions + 1
+    host["slots"][owners, offsets] = columns[blocks, owners].astype(np.int64) * size + rest
+    return most, owners * num_queries + offsets
 
 
 def paged_rows(on_device: Mapping[str, torch.Tensor], first: int = 0) -> PagedRows:
@@ -83,9 +108,3 @@ def block_tables(on_device: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """The blocks of each sequence as `PagedRows` has them."""
     columns = on_device["blocks"]
     return columns.new_empty(columns.shape[::-1], dtype=torch.int64).copy_(columns.T)
-
-
-def padded_places(counts: Int64s, num_queries: int) -> Int64s:
-    """Return where the packed rows lie among the padded ones."""
-    offsets = np.arange(num_queries)
-    return (np.arange(len(counts))[:, None] * num_queries + offsets)[offsets < counts[:, None]]

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import compress
 from typing import NamedTuple
 
 import numpy as np
@@ -13,7 +14,7 @@ from speculative.cache.kv_cache import KVCache
 from speculative.gpu.buckets import Bucket, Buckets
 from speculative.gpu.buffers import GraphBuffers
 from speculative.gpu.capture import Capturer
-from speculative.gpu.padding import PagedCache, fill_rows, padded_places, paged_rows, row_fields
+from speculative.gpu.padding import BlockTables, PagedCache, fill_rows, paged_rows, row_fields
 from speculative.gpu.staged_inputs import Field, StagedInputs, send_once
 from speculative.model.attention import PreparePass
 from speculative.model.decoder import Decoder
@@ -55,6 +56,7 @@ class TargetPass:
         self._capturer = capturer
         self.buffers = buffers
         self._decoder, self._cache, self._room = decoder, cache, cache.room
+        self._tables = BlockTables(cache.room)
         self._passes: dict[Bucket, CapturedPass] = {}
 
     def prepare(self, bucket: Bucket) -> CapturedPass:
@@ -85,11 +87,10 @@ class TargetPass:
             Where each packed row lies in `GraphBuffers.hidden`.
         """
         captured = self.prepare(bucket)
-        counts = np.diff(step_input.row_starts)
-        places = padded_places(counts, bucket.num_queries)
+        first_rows = step_input.row_starts[:-1]
+        counts, starts = step_input.row_starts[1:] - first_rows, step_input.positions[first_rows]
         host = captured.inputs.next_host()
-        starts = step_input.positions[step_input.row_starts[:-1]]
-        num_blocks = fill_rows(host, step_input.context_slots, starts, counts, self._room)
+        num_blocks, places = fill_rows(host, self._tables.of(step_input.sequences), starts, counts, self._room)
         host["input_ids"].reshape(-1)[places] = step_input.input_ids
         if sources is not None:
             host["sources"].reshape(-1)[places] = sources
@@ -159,9 +160,8 @@ def _select(step_input: StepInput, chosen: Bools) -> StepInput:
     rows = np.repeat(chosen, counts)
     return dataclasses.replace(
         step_input,
+        sequences=tuple(compress(step_input.sequences, chosen)),
+        row_starts=np.concatenate([[0], np.cumsum(counts[chosen])]),
         input_ids=step_input.input_ids[rows],
         positions=step_input.positions[rows],
-        slots=step_input.slots[rows],
-        row_starts=np.concatenate([[0], np.cumsum(counts[chosen])]),
-        context_slots=tuple(own for own, is_chosen in zip(step_input.context_slots, chosen, strict=True) if is_chosen),
     )

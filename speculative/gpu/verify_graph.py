@@ -6,6 +6,7 @@ and which entries are coupled are inputs, so there is one graph a bucket; and on
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -19,16 +20,16 @@ from speculative.drafting.neural_drafter import DraftModel
 from speculative.gpu.buckets import Bucket
 from speculative.gpu.buffers import GraphBuffers
 from speculative.gpu.capture import Capturer
-from speculative.gpu.filters import fill_filters, filter_fields
+from speculative.gpu.filters import SamplingArrays, sampling_fields
 from speculative.gpu.logit_edits import EditSizes, LogitEdits, StepEdits
 from speculative.gpu.logprob_report import Reported
 from speculative.gpu.operators import GraphOperators
 from speculative.gpu.row_judge import RowFields, SampledFrom
 from speculative.gpu.staged_inputs import Array, Field, StagedInputs
+from speculative.gpu.step_requests import StepRequests
 from speculative.model.decoder import Decoder
 from speculative.request import SamplingParams
 from speculative.sampling.logprobs import LogprobRows
-from speculative.sampling.probs import LastRows, SamplingRows
 from speculative.state.batch import StepInput, Terms
 from speculative.state.token_constraint import Bools
 from speculative.step.host_copy import Verdicts
@@ -56,18 +57,18 @@ NO_EXTRAS = Extras()
 class JudgedRows:
     """A step's verify rows as the host knows them.
 
-    places: [R] where each row lies in `GraphBuffers.hidden`. draft_rows: [sum(counts)] where each packed draft lies in
-    the statics; None where the host chose them. counted: [E] whose terms count. coupled: [E] which are judged by the
-    coupled verifier. checked, reported: whether the terms of the self-checks, and logprobs, are wanted. edits: of the
-    rows' logits, if any."""
+    requests: of the step's entries. places: [R] where each row lies in `GraphBuffers.hidden`. draft_rows:
+    [sum(counts)] where each packed draft lies in the statics; None where the host chose them. counted: [E] whose terms
+    count. coupled: [E] which are judged by the coupled verifier. checked: whether the terms of the self-checks are
+    wanted. edits: of the rows' logits, if any."""
 
     step_input: StepInput
+    requests: StepRequests
     places: Array
     draft_rows: Array | None
     counted: Bools
     coupled: Bools
     checked: bool
-    reported: bool
     edits: StepEdits | None = None
 
 
@@ -112,7 +113,7 @@ class VerifyGraph:
         self._samples = draft_model is not None
         self._draft_ids = ids = None if draft_model is None else draft_model.ids
         self._columns = None if ids is None else columns_of(ids, decoder.config.vocab_size)
-        self._rows = LastRows()
+        self._params = SamplingArrays(decoder.config.vocab_size)
         self._captured: dict[tuple[Bucket, Extras], _Captured] = {}
 
     def prepare(self, bucket: Bucket, extras: Extras = NO_EXTRAS) -> _Captured:
@@ -131,41 +132,46 @@ class VerifyGraph:
             self._captured[bucket, extras] = _Captured(inputs, replay)
         return self._captured[bucket, extras]
 
-    def run(self, bucket: Bucket, rows: JudgedRows) -> JudgedStep:
-        """Judge, and copy the results to the host."""
-        params = [entry.sequence.params for entry in rows.step_input.sampled_entries]
-        vocab_size = self._decoder.config.vocab_size
+    def launch(self, bucket: Bucket, rows: JudgedRows) -> Callable[[], JudgedStep]:
+        """Judge; what is returned waits for the results, and copies them to the host."""
+        params = rows.requests.params
         extras = self._extras_of(rows, params)
         captured = self.prepare(bucket, extras)
         host = captured.inputs.next_host()
         verify_rows = VerifyRows.of(rows.step_input, self._ops.host)
-        _fill(host, rows, verify_rows, self._rows.of(params, vocab_size, torch.device("cpu")))
+        _fill(host, rows, verify_rows, self._params.of(params))
         if extras.reported is not None:
             extras.reported.fill(host, params)
         captured.inputs.send()
         if rows.edits is not None:
             self._edits.send(rows.edits)
-        vector, checks = captured.replay()
+        return functools.partial(self._read, bucket, rows, extras, *captured.replay())
+
+    def _read(
+        self, bucket: Bucket, rows: JudgedRows, extras: Extras, vector: Tensor, checks: tuple[str, ...]
+    ) -> JudgedStep:
         # `_compute` puts the reported logprobs before the judge's vector, at whose end is q.
         values, reported, own_q = vector.cpu().numpy(), None, None
         if self._samples and bucket.num_queries > 1:
-            values, own_q = np.split(values, [-2 * bucket.num_rows - bucket.num_seqs])
+            end = len(values) - 2 * bucket.num_rows - bucket.num_seqs
+            values, own_q = values[:end], values[end:]
         if extras.reported is not None:
-            reported, values = extras.reported.unpack(values, bucket.num_rows, vocab_size)
+            reported, values = extras.reported.unpack(values, bucket.num_rows, self._decoder.config.vocab_size)
         judged = _unpack(values, bucket, checks, rows)
         if own_q is not None:
-            of_rows, of_last = np.split(own_q, [2 * bucket.num_rows])
+            of_rows, of_last = own_q[: 2 * bucket.num_rows], own_q[2 * bucket.num_rows :]
             of_drafts, before = of_rows.reshape(2, -1)[:, : len(rows.step_input.drafts)]
-            own = {"draft_probs": of_drafts, "mass_before": before, "last_probs": of_last[: len(params)]}
+            own = {"draft_probs": of_drafts, "mass_before": before, "last_probs": of_last[: len(rows.requests.params)]}
             verdicts = dataclasses.replace(judged.verdicts, **own)
             judged = dataclasses.replace(judged, verdicts=verdicts)
         return judged if reported is None else dataclasses.replace(judged, logprobs=reported)
 
     def _extras_of(self, rows: JudgedRows, params: Sequence[SamplingParams]) -> Extras:
-        if rows.edits is None and not rows.reported:
+        reports = rows.requests.reported
+        if rows.edits is None and not reports:
             return NO_EXTRAS
         reported = Reported.asked_by(params)
-        if rows.edits is not None and rows.reported and self._mode.startswith("raw"):
+        if rows.edits is not None and reports and self._mode.startswith("raw"):
             reported = reported or Reported()  # the judge does not see the model's own logits
         return Extras(reported, None if rows.edits is None else rows.edits.sizes)
 
@@ -204,8 +210,6 @@ def _fields(bucket: Bucket, vocab_size: int) -> dict[str, Field]:
         "counts": Field(entries),
         "accept_uniforms": Field(rows, torch.float64, 0.5),
         "sample_uniforms": Field(rows, torch.float64, 0.5),
-        "temperature": Field((*rows, 1), torch.float32, 1.0),
-        "greedy": Field(rows, torch.bool, 1),
         "seeds": Field(rows),
         "positions": Field(rows),
         "counted": Field(entries, torch.bool, 0),
@@ -213,10 +217,10 @@ def _fields(bucket: Bucket, vocab_size: int) -> dict[str, Field]:
         "checked": Field((1,), torch.bool, 0),
         "reported": Field((1,), torch.bool, 0),
         "draft_rows": Field(drafts),
-    } | filter_fields(bucket.num_rows, vocab_size)
+    } | sampling_fields(bucket.num_rows, vocab_size)
 
 
-def _fill(host: dict[str, Array], rows: JudgedRows, verify_rows: VerifyRows, per_entry: SamplingRows) -> None:
+def _fill(host: dict[str, Array], rows: JudgedRows, verify_rows: VerifyRows, per_entry: Mapping[str, Array]) -> None:
     step_input = rows.step_input
     num_rows, num_entries = len(step_input.drafts), len(step_input.sampled_entries)
     entries = step_input.verify_entries
@@ -224,11 +228,10 @@ def _fill(host: dict[str, Array], rows: JudgedRows, verify_rows: VerifyRows, per
     for name, values in verify_rows.named().items():
         if name in host:
             host[name][: len(values)] = values
-    host["temperature"][:num_rows] = per_entry.temperature.numpy()[entries]
-    host["greedy"][:num_rows] = per_entry.greedy.numpy()[entries]
-    fill_filters(host, per_entry.filters, entries)
+    for name, values in per_entry.items():
+        host[name][:num_rows] = values[entries]
     host["counted"][:num_entries], host["coupled"][:num_entries] = rows.counted, rows.coupled
-    host["checked"][:], host["reported"][:] = rows.checked, rows.reported
+    host["checked"][:], host["reported"][:] = rows.checked, rows.requests.reported
     if rows.draft_rows is not None:
         host["draft_rows"][: len(rows.draft_rows)] = rows.draft_rows
     _give_rows_to_nobodies(host, num_rows, num_entries)
@@ -254,10 +257,11 @@ def _unpack(vector: Array, bucket: Bucket, checks: tuple[str, ...], rows: Judged
     num_rows, num_entries = len(rows.step_input.drafts), len(rows.step_input.sampled_entries)
     accepted, token_ids = (take(bucket.num_seqs)[:num_entries].astype(np.int64) for _ in range(2))
     drafts, broken = (take(bucket.num_rows)[:num_rows].astype(np.int64) for _ in range(2))
-    expected = np.nan_to_num(take(bucket.num_seqs)[:num_entries]).sum()
+    expected = take(bucket.num_seqs)[:num_entries]
+    expected = np.where(np.isfinite(expected), expected, 0.0).sum()  # a faulty row counts nothing
     values, ranks = (take(bucket.num_rows)[:num_rows] for _ in range(2))
     logprobs = terms = None
-    if rows.reported:
+    if rows.requests.reported:
         nothing = np.empty((num_rows, 0))
         logprobs = LogprobRows(values.astype(np.float32), ranks.astype(np.int64), nothing, nothing, nothing)
     if rows.checked:

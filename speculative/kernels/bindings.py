@@ -530,10 +530,8 @@ class Kernels:
     def uniforms(self, seeds: Uint64s, rounds: Uint64s, offsets: Uint64s, purposes: Uint64s) -> Float64s:
         """Implement `uniforms` of rng.py for contiguous arrays [R]."""
         out = np.empty(len(seeds), np.float64)
-        self._uniforms(
-            *(len(seeds), seeds.ctypes.data, rounds.ctypes.data, offsets.ctypes.data, purposes.ctypes.data),
-            out.ctypes.data,
-        )
+        arrays = (seeds, rounds, offsets, purposes, out)  # an array's own `ctypes` takes twice as long as a tensor
+        self._uniforms(len(seeds), *[torch.from_numpy(own).data_ptr() for own in arrays])
         return out
 
     def layers(

@@ -7,6 +7,7 @@ Every pending token gets a block first. Where none is left, the sequence that wa
 are freed and its tokens are computed again later. Drafts get no more than what is left.
 """
 
+import functools
 import itertools
 import time
 from collections.abc import Iterable
@@ -129,9 +130,9 @@ class Scheduler:
         budget = self._config.max_batched_tokens - len(decoding)
         entries = []
         for sequence in decoding:
-            max_drafts = self._fit_drafts(sequence, budget)
+            max_drafts = self._fit_drafts(sequence, budget) if self._most_drafts else 0
             budget -= max_drafts
-            entries.append(Entry(sequence, num_known=1, max_drafts=max_drafts, samples=True))
+            entries.append(Entry(sequence, 1, max_drafts, True))
         for sequence in sorted(prefilling, key=lambda seq: (seq.scores_only, self._waiting.due_at(seq))):
             if budget > 0:
                 chunk = min(sequence.num_to_compute, budget)
@@ -205,6 +206,8 @@ class Scheduler:
     def _make_room(self) -> None:
         """Allocate a block for every decoding sequence's pending token, preempting the last admitted ones if needed."""
         for sequence in tuple(self._running):
+            if sequence.num_computed < len(sequence.blocks) * self._config.block_size:
+                continue  # it has one
             while sequence.phase is Phase.RUNNING and sequence.decoding and not self._grow(sequence, 1):
                 self._preempt(self._running[-1])
 
@@ -220,16 +223,20 @@ class Scheduler:
     def _fit_drafts(self, sequence: Sequence, budget: int) -> int:
         """Return how many drafts fit. The one place that combines, per sequence, the drafter's setting, the request's
         own choice, what pays, the length limits, the token budget and the free blocks."""
-        on_trial = self.speculation is Speculation.CANARY and sequence.request.canary
-        if not sequence.params.speculate or not (self.speculation is Speculation.ON or on_trial):
+        if not sequence.params.speculate:
+            return 0
+        if self.speculation is not Speculation.ON and not (
+            self.speculation is Speculation.CANARY and sequence.request.canary
+        ):
             return 0
         wanted = self.draft_length.max_drafts(sequence, self._most_drafts)
         if wanted == 0:
             return 0
         fits = min(sequence.num_drafts_that_fit(wanted, self._max_model_len), budget)
-        while fits > 0 and not self._grow(sequence, 1 + fits):
+        has_room = len(sequence.blocks) * self._config.block_size - sequence.num_computed - 1
+        while fits > max(has_room, 0) and not self._grow(sequence, 1 + fits):
             fits -= 1
-        return max(fits, 0)
+        return fits if fits > 0 else 0
 
     def invalidate_cache(self) -> None:
         """Drop what was computed: all running sequences restart from their tokens, and the prefix cache is emptied.
@@ -278,14 +285,15 @@ class Scheduler:
         self.draft_length.observe(batch.entries, outcome.results, outcome.step_s)
         deltas = []
         for entry, result in zip(batch.entries, outcome.results, strict=True):
+            sequence = entry.sequence
             if result.prompt_logprobs or result.replayed:
-                entry.sequence.reply.prompt_logprobs += result.prompt_logprobs
-                entry.sequence.reply.replayed += result.replayed
+                sequence.reply.prompt_logprobs += result.prompt_logprobs
+                sequence.reply.replayed += result.replayed
             delta = self._advance(entry, result)
             if delta is not None:
-                delta = self._checked(delta, entry.sequence.request)
+                delta = self._checked(delta, sequence.request)
                 deltas.append(delta)
-            self._settle(entry.sequence, delta)
+            self._settle(sequence, delta)
         return deltas
 
     def _advance(self, entry: Entry, result: SequenceResult) -> TokenDelta | None:
@@ -296,44 +304,44 @@ class Scheduler:
             return self._finish_scoring(sequence) if sequence.scores_only else self._report_held(sequence)
         if result.fault is not None:
             return self._broken(sequence, result.fault)
+        reply, length = sequence.reply, len(sequence.tokens)
         kept, reason = self._until_stop(sequence, result.token_ids)
-        delta = TokenDelta(
-            request_id=sequence.request.request_id,
-            token_ids=result.token_ids[:kept],
-            kinds=_kinds(result, first=sequence.num_output == 0)[:kept],
-            logprobs=None if result.logprobs is None else result.logprobs[:kept],
-            prompt_logprobs=sequence.reply.take_prompt_logprobs(),
-            num_drafted=result.num_drafted,
-            num_accepted=min(result.num_accepted, kept),
-            round=Round(
-                "coupled" if sequence.params.reproducible else self._config.verifier,
-                kept,
-                result.num_drafted,
-                result.drafts,
-                result.draft_probs,
-                result.last_prob,
-            ),
-            num_cached_tokens=sequence.reply.num_cached,
-            queue_s=sequence.reply.queue_s or 0.0,
-            preempted=sequence.admission > 1,
-            weight_version=self.weight_version,
-            finish_reason=reason,
-            stop_token_id=result.token_ids[kept - 1] if reason is FinishReason.STOP else None,
+        token_ids, num_drafted, num_accepted = result.token_ids[:kept], result.num_drafted, result.num_accepted
+        kinds = _kinds(num_accepted, num_accepted == num_drafted, length == sequence.num_prompt)
+        verifier = "coupled" if sequence.params.reproducible else self._config.verifier
+        delta = TokenDelta(  # by position: names would take as long as all the rest
+            sequence.request.request_id,
+            token_ids,
+            kinds[:kept],
+            None if result.logprobs is None else result.logprobs[:kept],
+            reply.take_prompt_logprobs() if reply.returns_prompt else None,
+            num_drafted,
+            min(num_accepted, kept),
+            Round(verifier, kept, num_drafted, result.drafts, result.draft_probs, result.last_prob),
+            reply.num_cached,
+            reply.queue_s or 0.0,
+            sequence.admission > 1,
+            reason,
+            token_ids[-1] if reason is not None and reason is FinishReason.STOP else None,
+            None,  # nothing is replayed, wrong or broken
+            None,
+            None,
+            self.weight_version,
         )
-        length = len(sequence.tokens)
-        sequence.advance(num_computed + result.num_accepted, delta.token_ids)
+        sequence.advance(num_computed + num_accepted, token_ids)
         kind = self._breach(sequence, delta, length)
         return delta if kind is None else self._broken(sequence, kind)
 
     def _breach(self, sequence: Sequence, delta: TokenDelta, length: int) -> str | None:
         """The invariant violated by a sequence that had `length` tokens before this delta; None if none is."""
-        if not self._ends(sequence).isdisjoint(delta.token_ids[:-1]):
+        token_ids = delta.token_ids
+        if len(token_ids) > 1 and not self._ends(sequence).isdisjoint(token_ids[:-1]):
             return "stop"
         num_tokens = len(sequence.tokens)
         if num_tokens > self._max_model_len:
             return "length"
         adds_up = (
-            num_tokens == length + len(delta.token_ids)
+            num_tokens == length + len(token_ids)
             and sequence.num_computed == num_tokens - 1
             and sequence.num_computed <= len(sequence.blocks) * self._config.block_size
             and num_tokens - sequence.num_prompt <= sequence.params.max_tokens
@@ -353,9 +361,9 @@ class Scheduler:
 
         A limit inside an accepted run is no error: the tokens after it were never emitted.
         """
-        room = min(sequence.params.max_tokens - sequence.num_output, self._max_model_len - len(sequence.tokens))
-        ends = self._ends(sequence)
-        if not ends.isdisjoint(token_ids[:room]):
+        length, ends = len(sequence.tokens), self._ends(sequence)
+        room = min(sequence.params.max_tokens - (length - sequence.num_prompt), self._max_model_len - length)
+        if not ends.isdisjoint(token_ids) and not ends.isdisjoint(token_ids[:room]):
             return next(count for count, token in enumerate(token_ids, 1) if token in ends), FinishReason.STOP
         return (len(token_ids), None) if len(token_ids) < room else (room, FinishReason.LENGTH)
 
@@ -397,28 +405,31 @@ class Scheduler:
 
     def _settle(self, sequence: Sequence, delta: TokenDelta | None) -> None:
         """Publish what is newly computed, then drop, hold or keep running the sequence."""
-        if delta is None or delta.finish_reason is not FinishReason.ERROR:
+        reason = None if delta is None else delta.finish_reason
+        if delta is None or reason is None or reason is not FinishReason.ERROR:
             self.publish(sequence)
         elif delta.broken != CLIENTS_FAULT:  # what it computed may be wrong, or what it found in the cache
             self.pool.withdraw(sequence.blocks)
-        if delta is not None and delta.finished:
+        if reason is not None:
             self.release(sequence)
-        elif sequence.ready_to_hold:
+        elif sequence.prefill_only_after is not None and sequence.ready_to_hold:
             self._hold(sequence)
 
     def publish(self, sequence: Sequence) -> None:
         """Offer the sequence's full blocks of verified tokens to the prefix cache; a canary's are never shared."""
         num_full = sequence.num_computed // self._config.block_size
-        shared = self._config.prefix_caching and not (sequence.scores_only or sequence.request.canary)
-        if shared and num_full > sequence.num_published:
+        if num_full <= sequence.num_published:
+            return
+        if self._config.prefix_caching and not (sequence.scores_only or sequence.request.canary):
             hashes = sequence.block_hashes(sequence.num_computed, self._config.block_size)
             for index in range(sequence.num_published, num_full):
                 self.pool.publish(sequence.blocks[index], hashes[index])
             sequence.num_published = num_full
 
 
-def _kinds(result: SequenceResult, *, first: bool) -> tuple[TokenKind, ...]:
-    if first:
+@functools.cache
+def _kinds(num_accepted: int, all_accepted: bool, is_first: bool) -> tuple[TokenKind, ...]:
+    """Kinds of a round's tokens."""
+    if is_first:
         return (TokenKind.FIRST,)
-    last = TokenKind.BONUS if result.num_accepted == result.num_drafted else TokenKind.RECOVERED
-    return (TokenKind.ACCEPTED,) * result.num_accepted + (last,)
+    return (TokenKind.ACCEPTED,) * num_accepted + (TokenKind.BONUS if all_accepted else TokenKind.RECOVERED,)

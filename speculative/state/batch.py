@@ -56,9 +56,12 @@ class AttentionRows:
 
 
 @dataclass(frozen=True, slots=True)
-class StepInput(AttentionRows):
+class StepInput:
     """The packed rows of a step's tokens, entry by entry. All arrays are int64 on the host.
 
+    sequences: that of each entry.
+    block_size: tokens of a block of theirs.
+    row_starts: [B + 1] first row of each entry, and N.
     input_ids: [N] the token of each row.
     positions: [N] its position in its sequence.
     verify_rows: [R] the rows whose logits are needed to sample tokens.
@@ -69,6 +72,9 @@ class StepInput(AttentionRows):
     draft_counts: [E] their drafts.
     """
 
+    sequences: tuple[Sequence, ...]
+    block_size: int
+    row_starts: Int64s
     input_ids: Int64s
     positions: Int64s
     verify_rows: Int64s
@@ -77,6 +83,14 @@ class StepInput(AttentionRows):
     drafts: Int64s
     sampled_entries: tuple[Entry, ...]
     draft_counts: Int64s
+
+    def attention_rows(self) -> AttentionRows:
+        """Slots and contexts of the rows, which follow what is computed of each sequence."""
+        begins, counts = [own.num_computed for own in self.sequences], np.diff(self.row_starts).tolist()
+        computed = zip(self.sequences, begins, counts, strict=True)
+        contexts = tuple(own.slots(begin + count, self.block_size) for own, begin, count in computed)
+        slots = np.concatenate([own[begin:] for own, begin in zip(contexts, begins, strict=True)])
+        return AttentionRows(slots, self.row_starts, contexts)
 
     def select(self, chosen: Bools) -> "StepInput":
         """The same rows, with the verify rows of only some sampled entries; chosen: [E]."""
@@ -94,10 +108,11 @@ class StepInput(AttentionRows):
 
 def build_step_input(entries: Entries[Entry], counts: Int64s, draft_ids: Int64s, block_size: int) -> StepInput:
     """Pack a step's tokens: `counts[i]` drafts follow the known tokens of entry i; `draft_ids` holds all of them."""
-    sequences = [entry.sequence for entry in entries]
-    begins = np.array([sequence.num_computed for sequence in sequences], np.int64)
-    known = np.array([entry.num_known for entry in entries], np.int64)
-    samples = np.array([entry.samples for entry in entries])
+    sequences, all_known, _, all_sample = zip(*entries, strict=True)
+    if all(all_sample) and max(all_known) == 1 and not counts.any() and not len(draft_ids):
+        return _plain_input(tuple(entries), sequences, block_size)
+    computed = [sequence.num_computed for sequence in sequences]
+    begins, known, samples = np.array(computed), np.array(all_known), np.array(all_sample)
     lengths = known + counts
     row_starts = np.zeros(len(entries) + 1, np.int64)
     np.cumsum(lengths, out=row_starts[1:])
@@ -107,27 +122,44 @@ def build_step_input(entries: Entries[Entry], counts: Int64s, draft_ids: Int64s,
     input_ids = np.empty(len(rows), np.int64)
     is_draft = offsets > 0
     input_ids[is_draft] = draft_ids
-    known_ids = (entry.sequence.tokens[(n := entry.sequence.num_computed) : n + entry.num_known] for entry in entries)
+    known_ids = [own.tokens[n : n + num] for own, n, num in zip(sequences, computed, all_known, strict=True)]
     input_ids[~is_draft] = list(chain.from_iterable(known_ids))
     verify_rows = np.flatnonzero((offsets >= 0) & samples[owners])
     verify_entries, draft_counts = (samples.cumsum() - 1)[owners[verify_rows]], counts[samples]
     verify_offsets = offsets[verify_rows]
     judged = np.full(len(verify_rows), -1, np.int64)
     judged[verify_offsets < draft_counts[verify_entries]] = draft_ids
-    ends = (begins + lengths).tolist()
-    contexts = tuple(own.slots(end, block_size) for own, end in zip(sequences, ends, strict=True))
     return StepInput(
+        sequences=sequences,
+        block_size=block_size,
+        row_starts=row_starts,
         input_ids=input_ids,
         positions=rows + (begins - row_starts[:-1])[owners],
-        slots=np.concatenate([own[begin:] for own, begin in zip(contexts, begins.tolist(), strict=True)]),
-        row_starts=row_starts,
-        context_slots=contexts,
         verify_rows=verify_rows,
         verify_entries=verify_entries,
         offsets=verify_offsets,
         drafts=judged,
-        sampled_entries=tuple(entry for entry in entries if entry.samples),
+        sampled_entries=tuple(compress(entries, all_sample)),
         draft_counts=draft_counts,
+    )
+
+
+def _plain_input(entries: tuple[Entry, ...], sequences: tuple[Sequence, ...], block_size: int) -> StepInput:
+    """One row an entry, that of its pending token: most steps without a drafter."""
+    num_rows = len(entries)
+    rows, zeros, begins = np.arange(num_rows), np.zeros(num_rows, np.int64), [own.num_computed for own in sequences]
+    return StepInput(
+        sequences=sequences,
+        block_size=block_size,
+        row_starts=np.arange(num_rows + 1),
+        input_ids=np.array([own.tokens[begin] for own, begin in zip(sequences, begins, strict=True)]),
+        positions=np.array(begins),
+        verify_rows=rows,
+        verify_entries=rows,
+        offsets=zeros,
+        drafts=zeros - 1,
+        sampled_entries=entries,
+        draft_counts=zeros,
     )
 
 

@@ -128,14 +128,17 @@ class CheckedSampler:
         """The results, with the fault of those that break a rule which the host can see."""
         wrong = misplaced(step_input).tolist()
         checked = []
-        for index, (entry, one) in enumerate(zip(step_input.sampled_entries, results, strict=True)):
+        for entry, one, mask, is_wrong in zip(step_input.sampled_entries, results, masks, wrong, strict=True):
             fault = one.fault
-            if fault is None and not 0 <= len(one.token_ids) - 1 == one.num_accepted <= one.num_drafted:
-                fault = "conservation"
-            if fault is None and wrong[index]:
-                fault = "positions"
-            if fault is None and forbidden_by_rules(entry, one.token_ids, masks[index], self.sampler.eos_token_ids):
-                fault = "support"
+            if fault is None:
+                if not 0 <= len(one.token_ids) - 1 == one.num_accepted <= one.num_drafted:
+                    fault = "conservation"
+                elif is_wrong:
+                    fault = "positions"
+                elif (mask is not None or entry.sequence.rules is not None) and forbidden_by_rules(
+                    entry, one.token_ids, mask, self.sampler.eos_token_ids
+                ):
+                    fault = "support"
             checked.append(one if fault is one.fault else one._replace(fault=fault))
         return checked
 

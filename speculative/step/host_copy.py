@@ -71,6 +71,12 @@ def _scored_ids(step_input: StepInput, device: torch.device) -> Tensor:
 
 def results_per_entry(step_input: StepInput, verdicts: Verdicts, logprobs: LogprobRows | None) -> list[SequenceResult]:
     """Return one result for each sampled entry, in order."""
+    if (
+        logprobs is None
+        and verdicts.draft_probs is None
+        and not (step_input.draft_counts | verdicts.num_accepted).any()
+    ):
+        return [SequenceResult((token_id,)) for token_id in verdicts.token_ids.tolist()]
     drafts = step_input.drafts.tolist()
     draft_probs = None if verdicts.draft_probs is None else verdicts.draft_probs.tolist()
     last_probs = verdicts.last_probs
@@ -82,17 +88,17 @@ def results_per_entry(step_input: StepInput, verdicts: Verdicts, logprobs: Logpr
     )
     first_row, results = 0, []
     for entry, count, accepted, last, last_prob in zip(step_input.sampled_entries, *decided, strict=True):
-        params = entry.sequence.params
         token_ids = (*drafts[first_row : first_row + accepted], last)
-        judged = slice(first_row, first_row + min(accepted + 1, count))
         entries = None
-        if logprobs is not None and params.returns_logprobs:
+        if logprobs is not None and (params := entry.sequence.params).returns_logprobs:
             num_top, scored_ids = params.logprobs or 0, params.logprob_token_ids
             entries = tuple(
                 logprobs.entry(row, token, num_top, scored_ids) for row, token in enumerate(token_ids, start=first_row)
             )
-        own_probs = None if draft_probs is None else tuple(draft_probs[judged])
+        judged_to = first_row + (count if accepted >= count else accepted + 1)
+        judged = tuple(drafts[first_row:judged_to])
+        own_probs = None if draft_probs is None else tuple(draft_probs[first_row:judged_to])
         of_last = last_prob if accepted < count else 0.0
-        results.append(SequenceResult(token_ids, count, accepted, tuple(drafts[judged]), own_probs, of_last, entries))
+        results.append(SequenceResult(token_ids, count, accepted, judged, own_probs, of_last, entries))
         first_row += count + 1
     return results

@@ -21,7 +21,7 @@ class ModelRunner:
         """Hidden states [N, hidden] of the step's rows, and the features [N, len(capture) * hidden] that enter the
         layers of `capture`; keys and values are in the cache afterwards."""
         attention, (input_ids, positions) = self._prepare(
-            self.cache, step_input, step_input.input_ids, step_input.positions
+            self.cache, step_input.attention_rows(), step_input.input_ids, step_input.positions
         )
         return self._decoder.run(input_ids, positions, attention, capture)
 

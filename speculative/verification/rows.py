@@ -66,9 +66,10 @@ class VerifyRows:
         rows[0], rows[2], rows[3], rows[4] = drafts, entries, offsets, row_seeds.view(np.int64)
         np.subtract(np.arange(num_rows), entries, out=rows[1])  # each entry before has one row without a draft
         np.add(row_lengths.view(np.int64), offsets, out=rows[5])
-        first_rows = np.cumsum(counts + 1) - counts - 1
+        of_entries = np.empty((2, len(counts)), np.int64)
+        of_entries[0], of_entries[1] = np.cumsum(counts + 1) - counts - 1, counts
         drawn = uniforms(*key.reshape(4, -1), kernels=host).reshape(2, -1)
-        return cls(rows, np.stack([first_rows, counts]), drawn, host)
+        return cls(rows, of_entries, drawn, host)
 
     @classmethod
     def of(cls, step_input: StepInput, host: Kernels | None) -> "VerifyRows":

@@ -31,7 +31,8 @@ from speculative.model.decoder import Decoder
 from speculative.model.layers import TorchLayerOps
 from speculative.model.loading import load_decoder
 from speculative.request import FinishReason, Request, SamplingParams
-from speculative.state.batch import Int64s, StepInput
+from speculative.state.batch import StepInput
+from speculative.state.sequence import Sequence
 from speculative.step.runner import ModelRunner
 from tests.support.engines import NGRAM, Answer, decoder_of, run, settings, tiny_engine
 from tests.support.graph_scenes import (
@@ -56,19 +57,18 @@ def input_of(lengths: list[int], counts: list[int], block_size: int, seed: int) 
     random = np.random.default_rng(seed)
     blocks_each = [-(-(length + count) // block_size) for length, count in zip(lengths, counts, strict=True)]
     blocks = np.split(random.permutation(sum(blocks_each)), np.cumsum(blocks_each)[:-1])
-    contexts: list[Int64s] = []
-    for own, length, count in zip(blocks, lengths, counts, strict=True):
-        contexts.append((own[:, None] * block_size + np.arange(block_size)).reshape(-1)[: length + count])
+    sequences = [Sequence(Request(f"r{index}", (1,))) for index in range(len(lengths))]
+    for sequence, own, length in zip(sequences, blocks, lengths, strict=True):
+        sequence.blocks, sequence.num_computed = own.tolist(), length
     starts = np.concatenate([[0], np.cumsum(counts)])
     positions = np.concatenate([length + np.arange(count) for length, count in zip(lengths, counts, strict=True)])
-    slots = np.concatenate([slots[length:] for slots, length in zip(contexts, lengths, strict=True)])
     empty = np.empty(0, np.int64)
     return StepInput(
+        sequences=tuple(sequences),
+        block_size=block_size,
+        row_starts=starts,
         input_ids=random.integers(0, VOCABULARY, len(positions)),
         positions=positions,
-        slots=slots,
-        row_starts=starts,
-        context_slots=tuple(contexts),
         verify_rows=empty,
         verify_entries=empty,
         offsets=empty,
@@ -118,7 +118,7 @@ def test_every_bucket_gives_what_the_plain_path_gives_at_any_fill(target: Path) 
             expected, _ = plain.forward_with_features(step_input, ())
             assert (graphs.buffers.hidden[places] - expected).abs().max() < HIDDEN_TOLERANCE
             assert not graphs.buffers.hidden[: bucket.num_rows].isnan().any(), "padding computes numbers"
-            written = torch.from_numpy(step_input.slots)
+            written = torch.from_numpy(step_input.attention_rows().slots)
             assert torch.allclose(
                 padded_cache.data[:, :, written], plain_cache.data[:, :, written], atol=HIDDEN_TOLERANCE, rtol=0
             )
@@ -158,7 +158,7 @@ def test_padding_writes_to_nobodys_blocks(target: Path) -> None:
     graphs.runner.target.run(bucket, step_input, None)
     live = config.num_blocks * config.block_size
     changed = (cache.data[:, :, :live] != before[:, :, :live]).flatten(3).any(dim=-1).any(dim=0).any(dim=0)
-    assert set(changed.nonzero().flatten().tolist()) == set(step_input.slots.tolist())
+    assert set(changed.nonzero().flatten().tolist()) == set(step_input.attention_rows().slots.tolist())
 
 
 # -- the engine -----------------------------------------------------------------------------------------------------
