@@ -179,8 +179,7 @@ class VerifyGraph:
         logits = self._decoder.lm_head(self._statics.hidden[inputs["places"]])  # [R, V]
         drafts, made, sampled = inputs["drafts"], self._statics.drafts, None
         if self._samples and bucket.num_queries > 1:  # with one row a sequence nothing was drafted
-            own = made.tokens[inputs["draft_rows"]]  # [D]
-            drafts = torch.where(drafts >= 0, own[inputs["packed"].clamp(max=len(own) - 1)], -1)
+            drafts = torch.where(drafts >= 0, made.tokens[inputs["sources"]], drafts)
             sampled = SampledFrom(
                 made.probs, inputs["draft_rows"], self._columns, self._draft_ids, made.columns, made.mass_before
             )
@@ -203,6 +202,7 @@ def _fields(bucket: Bucket, vocab_size: int) -> dict[str, Field]:
     return {
         "places": Field(rows),
         "drafts": Field(rows, padding=-1),
+        "sources": Field(rows),
         "packed": Field(rows),
         "entries": Field(rows, padding=bucket.num_seqs - 1),
         "offsets": Field(rows, padding=_NEVER),
@@ -234,6 +234,7 @@ def _fill(host: dict[str, Array], rows: JudgedRows, verify_rows: VerifyRows, per
     host["checked"][:], host["reported"][:] = rows.checked, rows.requests.reported
     if rows.draft_rows is not None:
         host["draft_rows"][: len(rows.draft_rows)] = rows.draft_rows
+        host["sources"][:num_rows][step_input.drafts >= 0] = rows.draft_rows
     _give_rows_to_nobodies(host, num_rows, num_entries)
 
 

@@ -63,7 +63,7 @@ BUDGETS = {
 # Launches within graphs. The goal is 10 a layer, and 12 for a verification of any kind.
 LAYER_NODES = 10
 FP8 = {"quantization": "fp8", "dtype": "bfloat16"}
-VERIFY_NODES = {"none": 12, "eagle3": 18}  # 6 of them look up the drafts
+VERIFY_NODES = {"none": 12, "eagle3": 15}  # 3 of them look up the drafts
 DRAFT_NODES = 4  # to sample a draft of each sequence, filters included
 ODD = {
     "plain": SamplingParams(logprobs=0),

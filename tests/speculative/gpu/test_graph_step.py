@@ -218,6 +218,18 @@ def test_graphs_emit_what_the_plain_path_emits(
         assert (sums.num, sums.mean) == pytest.approx((other.checks[check].num, other.checks[check].mean), abs=1e-3)
 
 
+def test_a_drafter_that_takes_the_likeliest_tokens_does_so_in_graphs(
+    target: Path, drafters: dict[str, DrafterConfig]
+) -> None:
+    likeliest = dataclasses.replace(drafters["eagle3"], sampled=False)
+    plain, graphed = (
+        answers(tiny_engine(target, drafter=likeliest, cuda_graphs=graphs), PLAIN) for graphs in (False, True)
+    )
+    assert_same(graphed, plain)
+    probs = {q for answer in graphed.values() for one in answer.rounds for q in one.draft_probs or ()}
+    assert probs == {1.0}, "q is a point mass"
+
+
 @pytest.mark.parametrize("name", ["ngram", "eagle3"])
 def test_requests_that_no_graph_can_hold_are_served_all_the_same(
     target: Path, drafters: dict[str, DrafterConfig], name: str
