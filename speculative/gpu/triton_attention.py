@@ -22,6 +22,7 @@ _MOST_TILE_TOKENS = {2: 64, 4: 32}  # by bytes of a number
 _LEAST_ROWS, _MOST_ROWS = 16, 64  # of a matrix product: what tensor cores take, and what fits into shared memory
 _MOST_SUMS = 8192  # of a program: what fits into the registers of 8 warps
 _ENOUGH_PROGRAMS = 2048  # to keep a GPU busy; those that find nothing to do cost as much as they gain
+STAGES = 2  # of loads under way: programs beside one another hide more than stages, which cost shared memory
 LOG2_E = 1.4426950408889634
 
 
@@ -211,6 +212,7 @@ class TritonAttend:
             ROWS=tile_rows,
             DIM=dim,
             num_warps=warps_for(tile_rows, dim),
+            num_stages=STAGES,
         )
         _merge_parts[(num_rows, num_heads)](
             partial,

@@ -62,7 +62,9 @@ def scene(
     return query.flatten(0, 1).to(cuda, dtype), keys, values, rows
 
 
-@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 2e-6), (torch.float16, 2e-5), (torch.bfloat16, 2e-4)])
+# A sum in float16 would be off by 2.4e-4 and more. Tensor cores cut off what float32 does not hold, where others round:
+# 2**-23 for each 16 of the 4,200 positions make 3.1e-5.
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 8e-6), (torch.float16, 6e-5), (torch.bfloat16, 2e-4)])
 @pytest.mark.parametrize("kernel", ["splits", "packed"])
 def test_long_contexts_are_added_up_in_float32(
     cuda: torch.device, kernel: str, dtype: torch.dtype, limit: float

@@ -25,11 +25,11 @@ from speculative.gpu import triton_prompts
 
 FP8 = int(sys.argv[1]) >= 89
 
-def compiled(name, kernel, kinds, warps=4, **constants):
+def compiled(name, kernel, kinds, warps=4, stages=3, **constants):
     signature = dict(zip(kernel.arg_names, kinds.split(), strict=False)) | dict.fromkeys(constants, "constexpr")
     multiples = [index for index, arg in enumerate(kernel.arg_names) if signature[arg][0] == "*" or "stride" in arg]
     aligned = {(index,): [["tt.divisibility", 16]] for index in multiples}
-    target, options = GPUTarget("cuda", int(sys.argv[1]), 32), {"num_warps": warps}
+    target, options = GPUTarget("cuda", int(sys.argv[1]), 32), {"num_warps": warps, "num_stages": stages}
     print("KERNEL", name)
     made = triton.compile(ASTSource(kernel, signature, constants, aligned), target=target, options=options)
     print(json.dumps({"ttir": made.asm["ttir"], "ptx": made.asm["ptx"], "shared": made.metadata.shared}))
@@ -39,6 +39,7 @@ for dim, group, num_rows in ((64, 3, 3), (64, 8, 40), (128, 4, 4), (128, 4, 20),
     compiled(
         f"attention of {rows} rows, heads of {dim}", triton_attention._attend_splits,
         "*bf16 *bf16 *bf16 *i64 *i64 *fp32 *fp32 fp32" + 7 * " i32", triton_attention.warps_for(rows, dim),
+        triton_attention.STAGES,
         FIRST=0, GROUP=group, HEAD_DIM=dim, BLOCK_SIZE=16, SPLIT=256, NUM_PARTS=32,
         TILE=triton_attention.tile_tokens(dim, 2), ROWS=rows, DIM=dim,
     )
