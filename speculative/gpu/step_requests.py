@@ -1,4 +1,4 @@
-"""What a step's requests ask for, which no step changes."""
+"""Requests of a captured step, and what they ask for: no step changes it."""
 
 from collections.abc import Sequence as Sequences
 
