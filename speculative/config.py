@@ -126,8 +126,7 @@ class EngineSettings(Options):
     )
     cuda_graphs: bool | None = option(  # true without a GPU pads batches as graphs do, for tests
         None,
-        "Replay captured decoding steps of up to 256 sequences (docs/gpu.md: its memory). "
-        "Default: on a GPU.",
+        "Replay captured decoding steps of up to 256 sequences (docs/gpu.md: its memory). Default: on a GPU.",
     )
     max_model_len: int | None = option(
         None, "Most tokens of a request, prompt and answer together; the model's own limit when not set.", least=2

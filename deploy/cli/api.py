@@ -10,7 +10,7 @@ from deploy.options import check_writable
 
 @click.group()
 def api() -> None:
-    """Document the API that a service has."""
+    """Document the API."""
 
 
 @api.command("reference")
