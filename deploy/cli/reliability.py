@@ -158,4 +158,4 @@ def load(file: Path, port: int, json_file: Path | None, page: Path | None, **opt
         write_load(page, stretches, command_line(), service.model_name)
     out.print_json(data=figures)
     if not all(one.in_order for one in stretches):
-        raise Failure("Something other than full service and polite refusals was seen; the figures say what.")
+        raise Failure("Some requests were neither served in full nor refused in good order; the figures say which.")

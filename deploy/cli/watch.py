@@ -288,7 +288,7 @@ def watch_files(
     if html_file is not None:
         html_file.write_text(html_report(report), encoding="utf-8")
     if report["interrupted"]:
-        say("Interrupted: the report is about what was judged until then.", err)
+        say("Interrupted: the report covers the answers judged so far.", err)
         raise click.exceptions.Exit(INTERRUPTED)
     if reasons := conclusion(report, fail_on):
         raise Failure("\n".join(reasons))
