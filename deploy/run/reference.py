@@ -196,7 +196,10 @@ def _plain_type(value: dict[str, Any]) -> str:
 def bounds(value: Mapping[str, Any]) -> str:
     """The bounds of a number, but those that only say how large numbers may be at all."""
     signs = (("minimum", "≥"), ("exclusiveMinimum", ">"), ("maximum", "≤"), ("exclusiveMaximum", "<"))
-    return ", ".join(f"{sign} {value[key]:g}" for key, sign in signs if abs(value.get(key, _ANY)) < _ANY)
+    shown = {sign: f"{value[key]:g}" for key, sign in signs if abs(value.get(key, _ANY)) < _ANY}
+    if shown.keys() == {"≥", "≤"}:
+        return f"{shown['≥']} to {shown['≤']}"
+    return ", ".join(f"{sign} {limit}" for sign, limit in shown.items())
 
 
 def _class_of(value: dict[str, Any]) -> tuple[str, str]:
