@@ -109,10 +109,10 @@ def runbooks_page() -> str:
         "",
         _MADE_BY,
         "",
-        "One section for each alert of `dashboards/generated/rules/truespec.yaml`. Critical: answers or logprobs may "
-        "be wrong, nobody would see it if they were, or nothing is served. Warning: slower than it should be. Info: "
-        "worth a look. The chart's `monitoring.prometheusRule.alerts.NAME` changes what an alert has: `enabled`, "
-        "`threshold` and `minimum` where they are named here, `for`, `severity`, `labels`.",
+        "One section for each alert of `dashboards/generated/rules/truespec.yaml`. A critical alert means that answers or "
+        "logprobs may be wrong, that nobody would notice, or that nothing is served; a warning, that the service is slower "
+        "than it should be. The chart's `monitoring.prometheusRule.alerts.NAME` changes `enabled`, `for`, `severity`, "
+        "`labels`, and the `threshold` and `minimum` that are named here.",
         "",
         "The commands are for bash with curl, jq, kubectl and helm, after this:",
         "",
