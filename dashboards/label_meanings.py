@@ -61,8 +61,8 @@ _MEANINGS: dict[str, dict[str, Meaning]] = {
     "kernels": {"": {"cpu": "our own, for AVX-512 or AVX2", "triton": "paged attention on a GPU, by Triton"}},
     "code": {"": "The HTTP status code; 499 if the client left before its answer began."},
     "key": {
-        "": f"The id of an API key, never the key. Each process names its first {MAX_SERIES} ids, and counts later ones "
-        f"as `{OTHER}`."
+        "": f"The id of an API key, never the key. Each process names its first {MAX_SERIES} ids, and counts later "
+        f"ones as `{OTHER}`."
     },
     "outcome": {
         "": {
