@@ -111,8 +111,8 @@ def runbooks_page() -> str:
         "",
         "One section for each alert of `dashboards/generated/rules/truespec.yaml`. A critical alert means that answers "
         "or logprobs may be wrong, that nobody would notice, or that nothing is served; a warning, that the service is "
-        "slower than it should be. The chart's `monitoring.prometheusRule.alerts.NAME` changes `enabled`, `for`, `severity`, "
-        "`labels`, and the `threshold` and `minimum` that are named here.",
+        "slower than it should be. The chart's `monitoring.prometheusRule.alerts.NAME` changes `enabled`, `for`, "
+        "`severity`, `labels`, and the `threshold` and `minimum` that are named here.",
         "",
         "The commands are for bash with curl, jq, kubectl and helm, after this:",
         "",
