@@ -9,7 +9,9 @@ from serve_app.access.access import Scope
 from serve_app.access.request_gate import OPEN, scope_of
 from serve_app.http.openapi import OPERATIONS
 from serve_app.openai.chat.chat_request import ChatCompletionRequest
+from serve_app.openai.chat.messages import FunctionSpec, Message, ToolCall
 from serve_app.openai.completions.completion_request import CompletionRequest
+from serve_app.openai.requests import JsonSchemaFormat, ResponseFormat, StreamOptions, StructuredOutputs
 from serve_app.openai.responses.response_requests import ResponsesRequest
 from serve_app.openai.wire import UNSUPPORTED, Harmless, Wire
 from speculative.options import options_of
@@ -29,6 +31,16 @@ VLLMS = {
     *("cache_salt", "priority", "truncate_prompt_tokens"),
 }
 """Fields of requests that generate, by whose they are; the others are OpenAI's."""
+NESTED: dict[str, type[Wire]] = {
+    "messages[]": Message,
+    "messages[].tool_calls[]": ToolCall,
+    "tools[].function": FunctionSpec,
+    "response_format": ResponseFormat,
+    "response_format.json_schema": JsonSchemaFormat,
+    "structured_outputs": StructuredOutputs,
+    "stream_options": StreamOptions,
+}
+"""Objects in requests that generate, by their places."""
 _SAMPLING = options_of(SamplingParams)
 """The ranges of sampling parameters, which are checked after the request was parsed."""
 
@@ -40,6 +52,7 @@ def api_reference() -> dict[str, str]:
     return {
         "endpoints": "\n".join(_endpoints()),
         "fields": "\n".join(_generation_fields()),
+        "objects": "\n".join(_objects()),
         "responses": "\n".join(_fields(_own_fields(ResponsesRequest, CompletionRequest), whose=True)),
         "other requests": "\n".join(_other_requests()),
     }
@@ -99,6 +112,13 @@ def _other_requests() -> Iterator[str]:
             yield ""
 
 
+def _objects() -> Iterator[str]:
+    for place, model in NESTED.items():
+        yield f"### `{place}`\n"
+        yield from _fields(_schema(model), whose=False)
+        yield ""
+
+
 def _own_fields(model: type[Wire], other: type[Wire]) -> dict[str, Schema]:
     inherited = _schema(other)
     return {name: field for name, field in _schema(model).items() if inherited.get(name) != field}
@@ -145,6 +165,6 @@ def _kind(option: Schema) -> str:
     if "const" in option:
         return f"`{option['const']}`"
     if option.get("type") == "array":
-        items = _type(option["items"]) if option.get("items") else "any"
+        items = _type(option["items"]) if option.get("items") else "values"
         return f"list of ({items})" if " or " in items else f"list of {items}"
     return f"{option.get('type', 'any')} {bounds(option)}".strip()

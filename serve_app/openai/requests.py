@@ -57,9 +57,13 @@ class JsonSchemaFormat(Wire):
     """A JSON schema as OpenAI's response_format wraps it. Every one is enforced strictly."""
 
     name: str
+    """A name of your choice."""
     description: str | None = None
+    """A description for your own use."""
     schema_text: str = Field(alias="schema")
+    """The JSON schema."""
     strict: bool | None = None
+    """Accepted, without effect: schemas are always enforced."""
 
     @field_validator("schema_text", mode="before", json_schema_input_type=dict[str, Any])
     @classmethod
@@ -74,7 +78,9 @@ class ResponseFormat(Wire):
     """The structure of an answer, in OpenAI's form."""
 
     type: str = Field(json_schema_extra={"enum": [*_FORMATS]})
+    """`json_schema` needs the field `json_schema`."""
     json_schema: JsonSchemaFormat | None = None
+    """`name`, `schema`, and optionally `description` and `strict`."""
 
     @field_validator("type")
     @classmethod
@@ -131,9 +137,13 @@ class StructuredOutputs(Wire):
     """The structure of an answer, in vLLM's form: exactly one of the fields."""
 
     schema_text: SchemaText = Field(None, alias="json")
+    """A JSON schema, as an object or its text."""
     regex: Expression | None = None
+    """An expression in the syntax of Rust's regex crate, which the whole answer matches."""
     choice: Choices | None = None
+    """Texts, one of which is the answer."""
     grammar: Grammar | None = None
+    """A Lark grammar."""
 
     def structure(self) -> Structure:
         """The structure to enforce.
