@@ -65,9 +65,10 @@ check: $(STAMP) ## lint, formatting and types; and how long the core engine is
 	$(VENV)/bin/mypy
 	@echo "core engine: $$(cat $(CORE) | wc -l) lines"
 
-chart: $(STAMP) ## write what is generated of the chart, and docs/configuration.md
+chart: $(STAMP) ## write what is generated of the chart, docs/configuration.md and docs/api.md
 	$(VENV)/bin/python -m deploy.tools.chart
 	$(VENV)/bin/truespec config reference --out docs/configuration.md
+	$(VENV)/bin/truespec api reference --out docs/api.md
 
 chaos: $(STAMP) ## kill replicas under load, then whole nodes, then load the service beyond saturation (an hour); writes build/chaos.json
 	@mkdir -p build

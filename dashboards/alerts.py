@@ -71,9 +71,7 @@ _EXPORTS = (_BUILD, _WANTED_SERIES, _WATCHED_SERIES)  # one of these has whateve
 _ANY = " or ".join(_EXPORTS)
 _ANY_LATELY = " or ".join(f"present_over_time({series}[6h])" for series in _EXPORTS)
 _NONE_LATELY = " and ".join(f"absent_over_time({series}[6h])" for series in _EXPORTS)
-_OF_WATCHED = (
-    "Of a server that `truespec watch` watches (pool `watched`), the referee's page has report, requests and verdicts; "
-)
+_OF_WATCHED = "For a server that `truespec watch` watches: "
 # Ray's own, of the proxies before the replicas. They know no model; jobs and namespaces are the releases'.
 _RELEASE = ("job", "namespace")
 _OF_RELEASE = f"by ({', '.join(_RELEASE)})"
@@ -153,11 +151,12 @@ ALERTS = (
         "warning",
         "Acceptance of {{ $labels.model_name }} fell to {{ $value | humanizePercentage }}, far below its level over "
         "the last hours.",
-        "Fewer drafts are accepted than in the previous hours; output stays correct, but is slower.",
-        "The acceptance page. Observed still matches expected: the traffic (kind of prompts, temperature, structured "
-        "output) or the drafter changed. Only one position fell: the drafter's state. Only one pool fell: a release.",
-        "Compare with the last release and with the traffic; choose another drafter or the dynamic length; if observed "
-        "departs from expected, treat it as TruespecAcceptanceNotAsExpected.",
+        "Fewer drafts are accepted than in the previous hours. Output stays correct, but is slower.",
+        "The acceptance page. If observed acceptance still matches expected, the traffic (prompts, temperature, "
+        "structured output) or the drafter changed. If only one position fell, look at the drafter's state; if only "
+        "one pool fell, at a release.",
+        "Compare with the last release and the traffic. Choose another drafter or `drafter.length: dynamic`. If "
+        "observed departs from expected, treat it as TruespecAcceptanceNotAsExpected.",
         commands=(
             shell.promql("model:truespec_acceptance:ratio_rate10m{}"),
             shell.promql("model_position:truespec_acceptance:ratio_rate10m{}"),
@@ -175,13 +174,12 @@ ALERTS = (
         "warning",
         "Acceptance of {{ $labels.model_name }} at position {{ $labels.position }} is "
         "{{ $value | humanizePercentage }}, far below what training measured.",
-        "The draft head drafts far worse than on held-out answers; output stays correct, but is slower.",
-        "Acceptance by rounds since the handoff and by age of the weights on the acceptance page: low only after "
-        "handoffs, the drafter's keys and values are lost there; low since a weight update, the head belongs to other "
-        "weights; low throughout, the head gets wrong features, or the traffic is far from its training (temperature "
-        "above 1).",
-        "Roll back what changed, or update the head with the weights; if only the traffic differs, train the head on "
-        "it.",
+        "The draft head drafts far worse than on held-out answers. Output stays correct, but is slower.",
+        "The acceptance page. If acceptance is low only after handoffs, the drafter's keys and values are lost "
+        "there. If it is low since a weight update, the head belongs to other weights. If it is low throughout, the "
+        "head gets wrong features, or the traffic is far from its training (a temperature above 1, for example).",
+        "Roll back what changed, or update the head with the weights. If only the traffic differs, train the head "
+        "on it.",
         commands=(
             shell.promql("model_position:truespec_acceptance:ratio_rate10m{}"),
             shell.promql("truespec_held_out_acceptance_ratio{}"),
@@ -202,10 +200,10 @@ ALERTS = (
         "warning",
         "Acceptance of {{ $labels.model_name }} right after handoffs is {{ $value | humanizePercentage }}, far below "
         "that later on.",
-        "The drafter starts without its keys and values, or with wrong ones, after each handoff; output stays correct, "
-        "but is slower.",
+        "After each handoff the drafter starts without its keys and values, or with wrong ones. Output stays "
+        "correct, but is slower.",
         "Acceptance by rounds since the handoff on the acceptance page; versions and drafters of both pools.",
-        "Bring both pools to one version and one drafter; roll back the last release if it changed the handoff.",
+        "Bring both pools to one version and one drafter. Roll back the last release if it changed the handoff.",
         commands=(
             shell.promql(
                 "sum by (since_handoff) (rate(truespec_accepted_tokens_since_handoff_total{}[1h])) "
@@ -224,12 +222,11 @@ ALERTS = (
         "critical",
         "Acceptance of {{ $labels.model_name }} departs from the verifier's own probabilities (z = {{ $value | "
         "humanize }}).",
-        "The verifier accepts more or fewer drafts than its own acceptance probabilities predict: the accept step is "
-        "wrong, and so is the output distribution.",
-        "The logprob sanity page: which self-check is beyond ±5, and since when; acceptance by position on the "
-        "acceptance page.",
-        "Switch speculation off for the model, keep the dumps, and roll back the last release; mask answers from that "
-        "window in training data.",
+        "The verifier accepts more or fewer drafts than its own probabilities predict. Verification is wrong, and "
+        "so is the distribution of the output.",
+        "The logprob sanity page: which self-check is beyond ±5, and since when. The acceptance page: which position.",
+        "Switch speculation off, keep the dumps, and roll back the last release. Mask answers from that window in "
+        "training data.",
         commands=(
             shell.SPECULATION_OFF,
             shell.promql("model_check:truespec_selfcheck:z_increase1h{}"),
@@ -246,12 +243,11 @@ ALERTS = (
         "TME of {{ $labels.model_name }} is {{ $value | humanize }} in stratum {{ $labels.stratum }}.",
         "Served logprobs differ from those of a plain recomputation.",
         "The logprob sanity page: the stratum that stands out points to the fault (after a handoff, near the length "
-        "limit, prefix-cached, drafted). Only a few tokens far off: see the drift quantiles. All strata alike: the "
-        "model, its dtype, or different models in the two pools.",
-        "Stop training and scoring on these logprobs; switch speculation off; if that does not help, roll the prefill "
-        "and decode pools back to one version and clear the prefix cache by restarting the replicas. "
-        f"{_OF_WATCHED}compare the dtype and weights that it was started with with the referee's, and see whether "
-        "`--tolerance` is a calibration of this model.",
+        "limit, prefix-cached, drafted). The drift quantiles show whether only a few tokens are far off. If all "
+        "strata are alike, suspect the model, its dtype, or different models in the two pools.",
+        "Stop training and scoring on these logprobs, and switch speculation off. If that does not help, roll both "
+        f"pools back to one version and restart the replicas, which clears the prefix cache. {_OF_WATCHED}give the "
+        "referee the server's weights and dtype, and calibrate `--tolerance` on this model.",
         commands=(
             shell.SPECULATION_OFF,
             shell.promql("model_stratum:truespec_tme:mean_rate1h{}"),
@@ -269,15 +265,14 @@ ALERTS = (
         "0m",
         "critical",
         "Replays of {{ $labels.model_name }} raised the alarm {{ $labels.alarm }} in stratum {{ $labels.stratum }}.",
-        "Replayed requests show, beyond chance, that logprobs are off (drift) or that the text does not follow the "
-        "model's distribution (probability, surprisal, support, greedy, impossible), or is not what its seeds demand "
-        "(draws).",
-        "The logprob sanity page, and the dump that the referee wrote: request ids, positions, served and replayed "
-        "values.",
-        "Check that the breaker has switched speculation off where it should. Mask answers from that window whose "
-        f"verdict is suspect, and look for the fault in the dump. {_OF_WATCHED}nothing is switched off for you: start "
-        "it without speculation, and if the alarm comes back, without prefix caching and with another attention "
-        "backend; send the request of the report again before and after.",
+        "Replayed requests show, beyond chance, that logprobs are off (drift), that the text does not follow the "
+        "model's distribution (probability, surprisal, support, greedy, impossible), or that it is not what its "
+        "seeds demand (draws).",
+        "The logprob sanity page, and the referee's dump: request ids, positions, served and replayed values.",
+        "Check that the breaker has switched speculation off. Mask answers from that window whose verdict is "
+        f"suspect, and look for the fault in the dump. {_OF_WATCHED}nothing is switched off for you. Start it "
+        "without speculation; if the alarm comes back, without prefix caching and with another attention backend. "
+        "Send the request of the report again before and after.",
         commands=(
             shell.REPLICAS,
             shell.LATEST_REPLAYS,
@@ -292,13 +287,13 @@ ALERTS = (
         "0m",
         "critical",
         "transformers does not find what {{ $labels.model_name }} answers.",
-        "An answer that the engine's own replay verified is not what transformers computes with the same weights: what "
-        "both forward passes of the engine share is wrong (model code, kernels, a setting read from config.json), or "
-        "rounding is larger than this model's should be.",
-        "The log of the referee and the dump it wrote: the reason, the tokens and how far their logprobs are off. "
-        "`truespec verify --engine transformers` repeats the check from a receipt of any answer, on any machine.",
-        "Roll back the last release, or the kernels that came with it; mask answers since then for training. If only "
-        "rounding is large (all logprobs a little off, FP8 or a new GPU), raise replay.edge_nats to what it is.",
+        "The engine's own replay verified an answer, and transformers computes another one from the same weights. "
+        "Either something that all forward passes of the engine share is wrong (model code, kernels, a setting read "
+        "from config.json), or rounding is larger than it should be.",
+        "The referee's log and dump: the reason, the tokens, and how far their logprobs are off. `truespec verify "
+        "--engine transformers` repeats the check from a receipt of any answer, on any machine.",
+        "Roll back the last release, or the kernels that came with it, and mask answers since then for training. If "
+        "all logprobs are a little off (FP8, a new GPU), only rounding is large: raise `replay.edge_nats`.",
         commands=(
             shell.logged("transformers|is suspect"),
             shell.LATEST_REPLAYS,
@@ -312,15 +307,15 @@ ALERTS = (
         "critical",
         "The referee of {{ $labels.model_name }} called an answer verified that was made wrong on purpose "
         "({{ $labels.change }}).",
-        "Of every fifty verified answers one is judged again with a change that no sound referee overlooks. This one "
-        "was overlooked: replays come without the distribution of each token (token, seed), the tolerance has grown "
-        "beyond all measure (logprobs), or neither other tokens' logprobs (alternatives) nor the client's limits "
-        "(limit) are compared any more. What this referee verified since then may be wrong.",
+        "One in fifty verified answers is judged again with a change that no sound referee overlooks, and this "
+        "change was overlooked. For token or seed, replays come without each token's distribution. For logprobs, "
+        "the tolerance is far too large. For alternatives or limit, other tokens' logprobs or the client's limits "
+        "are no longer compared. What this referee verified since then may be wrong.",
         "The referee's log: `referee missed the change` names the answer and the replica that replayed it. The "
-        "controls by change and result on the sanity page: since when, and whether all kinds are missed.",
-        "Replace the replica that replays, or roll back the last release; until controls are found again, treat "
-        "verified answers as unverified. Look at replay.max_tme, replay.edge_nats or the file of --tolerance if only "
-        "logprobs are missed.",
+        "controls on the sanity page: since when, and whether all kinds are missed.",
+        "Replace the replica that replays, or roll back the last release. Treat verified answers as unverified "
+        "until controls are found again. If only logprobs are missed, look at `replay.max_tme`, `replay.edge_nats` "
+        "or the file of `--tolerance`.",
         commands=(
             shell.promql("sum by (change, result) (increase(truespec_referee_controls_total{}[1h]))"),
             shell.logged("referee missed the change"),
@@ -334,11 +329,11 @@ ALERTS = (
         "0m",
         "critical",
         "Logprobs of {{ $labels.model_name }} broke the rule {{ $labels.kind }}.",
-        "A request was failed because its logprobs broke the contract (not finite, above 0, not sorted, one token with "
-        "two values); the answer was not delivered.",
-        "The replica's log names the request and the rule; the metric's kind is listed in docs/metrics.md.",
-        "The engine or memory is faulty: keep the log, remove the replica if only one is affected, roll back if it "
-        "started with a release.",
+        "A request was failed because its logprobs broke the contract (not finite, above 0, not sorted, one token "
+        "with two values). The answer was not delivered.",
+        "The replica's log names the request and the rule; docs/metrics.md explains the metric's kinds.",
+        "The engine or its memory is faulty. Keep the log. Remove the replica if only one is affected; roll back if "
+        "it started with a release.",
         commands=(
             shell.promql("sum by (pool, kind) (increase(truespec_logprob_violations_total{}[1h])) > 0"),
             shell.logged("logprob"),
@@ -351,9 +346,9 @@ ALERTS = (
         "0m",
         "critical",
         "A step of {{ $labels.model_name }} broke the invariant {{ $labels.kind }}.",
-        "The engine broke one of its own rules within a step; the request was failed rather than answered wrongly.",
-        "The replica's log names the request; docs/metrics.md lists the kinds. not_finite on a single replica: its GPU "
-        "or its memory.",
+        "The engine broke one of its own rules within a step. The request was failed rather than answered wrongly.",
+        "The replica's log names the request; docs/metrics.md explains the kinds. not_finite on a single replica "
+        "points to its GPU or memory.",
         "Remove the replica if only one is affected; roll back if it started with a release.",
         commands=(
             shell.promql("sum by (pool, kind) (increase(truespec_selfcheck_violations_total{}[1h])) > 0"),
@@ -367,10 +362,10 @@ ALERTS = (
         "0m",
         "critical",
         "Self-check {{ $labels.check }} of {{ $labels.model_name }} raised an alarm.",
-        "A term whose mean is 0 in a correct sampler has another mean: the output does not follow the model's "
-        "distribution. The false-alarm rate is 1e-6 per check over a replica's life.",
-        "Which check fired (docs/metrics.md lists what each covers), and whether expected acceptance moved with it.",
-        "The breaker switches speculation off and reports it; leave it off, keep the dump, and look for what changed.",
+        "A quantity whose mean is 0 in a correct sampler has another mean: the output does not follow the model's "
+        "distribution. A false alarm has a probability of 1e-6 per check over a replica's life.",
+        "The check that fired (docs/metrics.md lists what each covers), and whether expected acceptance moved with it.",
+        "The breaker switches speculation off. Leave it off, keep the dump, and find out what changed.",
         commands=(
             shell.REPLICAS,
             shell.promql("model_check:truespec_selfcheck:z_increase1h{}"),
@@ -384,10 +379,10 @@ ALERTS = (
         "30m",
         "warning",
         "{{ $value | humanizePercentage }} of the rounds of {{ $labels.model_name }} add nothing to its self-checks.",
-        "Nearly all requests repeat random numbers: their clients send the same few seeds. The zero-mean terms have no "
-        "new evidence; whether each draw is the one that its random number gives is checked all the same.",
-        "The logprob sanity page: rounds untested, and since when; which clients send a constant seed.",
-        "Ask clients to send no seed, or one of their own for each request; rely on replays meanwhile.",
+        "Nearly all requests repeat random numbers, because clients send the same few seeds. The zero-mean checks "
+        "get no new evidence. Each draw is still checked against its random number.",
+        "The logprob sanity page: rounds untested, and since when. Find the clients that send a constant seed.",
+        "Ask clients to send no seed, or another one with each request. Rely on replays meanwhile.",
         commands=(
             shell.promql("sum(rate(truespec_repeated_seeds_total{}[1h])) / sum(rate(truespec_requests_total{}[1h]))"),
         ),
@@ -400,9 +395,9 @@ ALERTS = (
         "1m",
         "critical",
         "The breaker of {{ $labels.replica }} ({{ $labels.model_name }}, {{ $labels.pool }}) is open.",
-        "A fault was found on this replica: it serves without speculation, or is being taken out of service.",
+        "A fault was found on this replica. It serves without speculation, or is being taken out of service.",
         "Trips by reason on the logprob sanity page, and what fired just before.",
-        "Answers stay correct meanwhile, but are slower. If canaries keep failing, the fault persists: replace the "
+        "Answers are correct meanwhile, but slower. If canaries keep failing, the fault persists: replace the "
         "replica, or roll back if several breakers are open.",
         commands=(
             shell.REPLICAS,
@@ -417,10 +412,10 @@ ALERTS = (
         "15m",
         "warning",
         "{{ $value | humanizePercentage }} of the replays of {{ $labels.model_name }} did not complete.",
-        "The logprob check covers less than half of what it should: wrong logprobs may go unnoticed.",
-        "Replays by result: skipped means the queue is full, failed means that two attempts did not compute them.",
+        "The logprob check covers less than half of what it should, so wrong logprobs may go unnoticed.",
+        "Replays by result. Skipped: the queue is full. Failed: two attempts did not compute them.",
         f"Lower `replay.sample_rate`, or add prefill replicas. {_OF_WATCHED}lower the share of its proxies, or give "
-        "the referee more cores, a GPU or replicas; one that fails says why in its log.",
+        "the referee more cores, a GPU or replicas. The log of a referee that fails says why.",
         commands=(
             shell.promql("model_result:truespec_replays:increase15m{}"),
             shell.promql("truespec_replay_queue_length{}"),
@@ -439,11 +434,11 @@ ALERTS = (
         "{{ $value | humanizePercentage }} of the replays of answers by {{ $labels.answered_by }} "
         "({{ $labels.model_name }}) failed twice.",
         "Answers of this replica cannot be replayed, so nothing checks them, and the answers may be the reason.",
-        "The controller's log: `replay of ... failed` names the replica that replayed, and its error. The same error "
-        "each time: reproduce it with one of these requests. All replicas alike: TruespecReplaysFail.",
-        "Replace the replica if others' answers are replayed without errors; until the cause is known, treat its "
-        f"answers as unverified. {_OF_WATCHED}a longest length or a vocabulary other than the server's makes replays "
-        "fail.",
+        "The controller's log: `replay of ... failed` names the replica that replayed, and its error. If the error "
+        "is always the same, reproduce it with one of these requests. If all replicas are alike, see "
+        "TruespecReplaysFail.",
+        "Replace the replica if others' answers are replayed without errors. Treat its answers as unverified until "
+        f"the cause is known. {_OF_WATCHED}see whether the referee has the server's longest length and vocabulary.",
         commands=(
             shell.promql("sum by (answered_by) (truespec_recent_replays{})"),
             shell.promql("sum by (answered_by) (truespec_recent_replay_failures{}) > 0"),
@@ -460,10 +455,10 @@ ALERTS = (
         "5m",
         "warning",
         "{{ $value | humanizePercentage }} of the handoffs of {{ $labels.model_name }} were refused or failed.",
-        "Decode replicas compute prompts themselves: answers are correct, but slower.",
-        "The disaggregation page: refusals by reason; prefill replicas that restart; versions and fingerprints under "
-        "Running versions.",
-        "Bring both pools to one version and one model; replace prefill replicas that do not answer.",
+        "Decode replicas compute prompts themselves. Answers are correct, but slower.",
+        "The disaggregation page: refusals by reason, prefill replicas that restart, and versions and fingerprints "
+        "under Running versions.",
+        "Bring both pools to one version and one model. Replace prefill replicas that do not answer.",
         commands=(
             shell.promql("sum by (reason) (increase(truespec_handoff_refusals_total{}[15m])) > 0"),
             shell.promql("sum by (reason) (increase(truespec_prefill_failures_total{}[15m])) > 0"),
@@ -481,14 +476,14 @@ ALERTS = (
         "warning",
         "{{ $value | humanizePercentage }} of the prefills of {{ $labels.model_name }} failed and had to be computed "
         "again.",
-        "Prefill replicas die, hang or fail on requests. Each prompt is computed again, by another prefill replica or "
-        "by the decode replica: answers are correct, but their first token comes late, and the work is paid for twice.",
-        "The disaggregation page: failed prefills by reason. timeout: the prefill pool is too slow for its prompts, or "
-        "a replica hangs (queue, time per handoff); died: replicas restart; engine: one kind of request fails, and the "
-        "replicas' logs name it.",
-        "timeout: add prefill replicas, limit prompts, or raise `recovery.prefill_timeout_s` if prompts rightly take "
-        "longer. died: TruespecReplicasRestart. engine: follow the error in the log, and replace the replica if only "
-        "one is affected.",
+        "Prefill replicas die, hang or fail on requests, and each such prompt is computed again. Answers are "
+        "correct, but their first token comes late, and the work is paid for twice.",
+        "The disaggregation page: failed prefills by reason. timeout: the prefill pool is too slow for its prompts, "
+        "or a replica hangs. died: replicas restart. engine: one kind of request fails, and the replicas' logs name "
+        "it.",
+        "timeout: add prefill replicas, limit prompts, or raise `recovery.prefill_timeout_s` if prompts rightly "
+        "take longer. died: see TruespecReplicasRestart. engine: follow the error in the log, and replace the "
+        "replica if only one is affected.",
         commands=(
             shell.promql("model_reason:truespec_prefill_failures:increase15m{} > 0"),
             shell.promql("model_result:truespec_handoffs:increase15m{}"),
@@ -506,8 +501,8 @@ ALERTS = (
         "warning",
         "p95 of the time to first token of {{ $labels.model_name }} is {{ $value | humanizeDuration }}.",
         "Clients wait long for the first token.",
-        "The latency page: is it the queue, or the prompts themselves; prefix cache hits; handoff times.",
-        "Add prefill replicas (or replicas of a monolith); limit prompt lengths; look for a lost replica.",
+        "The latency page: whether the queue or the prompts take the time; prefix cache hits; handoff times.",
+        "Add prefill replicas (or replicas of a monolith), limit prompt lengths, or look for a lost replica.",
         commands=(
             shell.promql("model_pool:truespec_time_to_first_token_seconds:p95_rate5m{}"),
             shell.promql("sum by (pool) (truespec_requests_waiting{})"),
@@ -527,8 +522,8 @@ ALERTS = (
         "warning",
         "Requests of {{ $labels.model_name }} queue up in pool {{ $labels.pool }}, and the queue grows.",
         "More requests arrive than this pool finishes.",
-        "The disaggregation page: which pool is waiting; KV cache in use; missing replicas.",
-        "Add replicas of the pool, or more KV memory if the cache is full; otherwise requests will be rejected.",
+        "The disaggregation page: which pool waits, how full its KV cache is, and whether replicas are missing.",
+        "Add replicas of the pool, or KV memory if the cache is full. Otherwise requests will be refused.",
         commands=(
             shell.promql("sum by (pool, replica) (truespec_requests_waiting{})"),
             shell.promql("max by (pool, replica) (truespec_kv_cache_usage_ratio{})"),
@@ -547,7 +542,7 @@ ALERTS = (
         "{{ $value | humanizePercentage }} of the requests of {{ $labels.model_name }} end in an error.",
         "Requests fail in the engine, miss their deadline, or are answered with a 5xx other than 503.",
         "The replicas' logs by request id; broken rules on the logprob sanity page; restarts of replicas.",
-        "Follow the error in the logs; deadline errors call for more replicas or a higher `limits.request_timeout_s`.",
+        "Follow the error in the logs. Missed deadlines call for more replicas or a higher `limits.request_timeout_s`.",
         commands=(
             shell.promql("model_code:truespec_http_responses:increase15m{}"),
             shell.promql("model_outcome:truespec_requests:increase15m{}"),
@@ -565,11 +560,11 @@ ALERTS = (
         "warning",
         "{{ $value | humanize }} requests of {{ $labels.model_name }} were lost with their replica.",
         "A replica died with requests. Their clients got an error without JSON from the proxy, or a stream that was "
-        "cut; no other metric of truespec has them, since whoever counts died with them.",
-        "Why it died: out of memory (the pod's last state), a CUDA error, an engine fault (the replica's log). Of a "
-        "service with a router (`pools.router`) only the router's own death counts: it resumes or fails what is lost "
-        "elsewhere, and counts that.",
-        "As for TruespecReplicasRestart. A router with `recovery.resume` has such streams go on elsewhere.",
+        "cut. No other metric of truespec counts them.",
+        "The cause of its death: out of memory (the pod's last state), a CUDA error or an engine fault (the "
+        "replica's log). With a router (`pools.router`) only the router's own death counts here; it resumes or "
+        "fails what is lost elsewhere, and counts that itself.",
+        "Do as for TruespecReplicasRestart. With `recovery.resume` a router continues such streams on another replica.",
         commands=(
             shell.promql("sum by (pool) (increase(truespec_requests_interrupted_total{}[15m]))"),
             shell.DEAD_ACTORS,
@@ -585,10 +580,10 @@ ALERTS = (
         "warning",
         f"{{{{ $value | humanizePercentage }}}} of the requests{_IN_NAMESPACE}{_OF_JOB} come back from Ray Serve's "
         "proxy as a 5xx.",
-        "Clients get a 5xx other than 503. Where TruespecRequestErrors does not fire as well, the proxy gave it: the "
-        "replica behind it died or could not be reached.",
+        "Clients get a 5xx other than 503. If TruespecRequestErrors does not fire as well, it came from the proxy: "
+        "the replica behind it died or could not be reached.",
         "Whether replicas die (TruespecRequestsInterrupted, TruespecReplicasRestart); HAProxy's log on the nodes.",
-        "Follow the replicas first. If they are well, restart the pod whose proxy gives the errors.",
+        "Look after the replicas first. If they are well, restart the pod whose proxy gives the errors.",
         commands=(
             shell.promql("sum by (status_code, application) (increase(ray_serve_num_http_requests_total[15m])) > 0"),
             shell.SERVE_STATUS,
@@ -603,10 +598,11 @@ ALERTS = (
         "1m",
         "critical",
         f"Ray Serve's proxy is down on {{{{ $value }}}} nodes{_IN_NAMESPACE}{_OF_JOB}.",
-        "HAProxy does not run there: connections are refused, and get 404 while it comes back, although the replicas "
-        "are well. With one decoding pod this is an outage.",
-        "Ray Serve notices within half a minute and starts another; its controller's log says why one does not start.",
-        "Restart the pod if it does not come back. `ray.haproxy: false` uses Serve's own proxy, which is slower.",
+        "HAProxy does not run there. Connections are refused, and get 404 while it comes back, although the "
+        "replicas are well. With one decoding pod this is an outage.",
+        "Ray Serve notices within half a minute and starts another. If none starts, its controller's log says why.",
+        "Restart the pod if the proxy does not come back. `ray.haproxy: false` uses Serve's own proxy, which is "
+        "slower.",
         commands=(
             shell.promql("ray_serve_haproxy_process_count > 0"),
             shell.promql("ray_serve_proxy_status > 0"),
@@ -621,11 +617,12 @@ ALERTS = (
         "warning",
         "{{ $value | humanizePercentage }} of the requests for {{ $labels.model_name }} are turned away.",
         "Clients get 429 or 503 for want of room, not because of their own limits.",
-        "The overview: refusals by reason. load, queued_tokens, time_to_first_token, deadline: more traffic than the "
-        "service is made for; capacity with few requests running: long answers hold the places; 503: replicas stop or "
-        "die. What Ray Serve's proxy turns away itself, with no replica left, is not counted: TruespecPoolEmpty.",
-        "Add replicas of the decoding pool, or of prefill if time_to_first_token leads; raise a limit only if latency "
-        "has room.",
+        "The overview: refusals by reason. load, queued_tokens, time_to_first_token and deadline mean more traffic "
+        "than the service is sized for. capacity with few requests running means that long answers hold the places. "
+        "503 means that replicas stop or die. With no replica left Ray Serve's proxy refuses by itself, which is "
+        "not counted here (TruespecPoolEmpty).",
+        "Add replicas of the decoding pool, or of prefill if time_to_first_token leads. Raise a limit only if "
+        "latency has room.",
         commands=(
             shell.promql("sum by (reason) (increase(truespec_refusals_total{}[15m])) > 0"),
             shell.promql("model_code:truespec_http_responses:increase15m{}"),
@@ -642,11 +639,10 @@ ALERTS = (
         "critical",
         "No replica of {{ $labels.model_name }} runs in pool {{ $labels.pool }}.",
         "Without a decoding replica nothing is served. Without a prefill replica decode replicas compute prompts "
-        "themselves, and nobody replays answers, so that a fault would go unnoticed. A pool that is installed has an "
+        "themselves, and nobody replays answers, so a fault would go unnoticed. A pool that is installed has an "
         "hour to load its model.",
-        "Why replicas do not start: `serve status` has the message of the last one that failed; pending pods have none "
-        "of the GPUs or nodes they need.",
-        "Fix what the message names; give the pods their nodes; roll back if it began with a release.",
+        "`serve status` has the message of the last replica that failed to start. Pending pods lack GPUs or nodes.",
+        "Fix what the message names, or give the pods their nodes. Roll back if it began with a release.",
         commands=(shell.SERVE_STATUS, shell.PODS, shell.EVENTS, shell.RAY_STATUS, shell.DEAD_ACTORS, shell.HISTORY),
     ),
     Alert(
@@ -657,8 +653,8 @@ ALERTS = (
         "{{ $value }} of the replicas of {{ $labels.model_name }} in pool {{ $labels.pool }} have been missing for a "
         "while.",
         "Ray Serve wants more replicas than run: the pool has less room than it should.",
-        "As for TruespecPoolEmpty. Under autoscaling: whether the cluster can still add nodes. While a configuration "
-        "is rolled out, one is missing as long as each new replica loads.",
+        "As for TruespecPoolEmpty. With autoscaling, see whether the cluster can still add nodes. While a "
+        "configuration is rolled out, one replica is missing as long as each new one loads.",
         "Fix what `serve status` names, or want fewer replicas.",
         commands=(
             shell.promql("truespec_replicas_wanted{} - truespec_replicas_running{}"),
@@ -675,11 +671,11 @@ ALERTS = (
         "warning",
         "Replicas of {{ $labels.model_name }} in pool {{ $labels.pool }} were replaced {{ $value | humanize }} times "
         "within an hour.",
-        "Replicas die or fail their health check, and Ray Serve starts others; streams that ran there broke off, or "
+        "Replicas die or fail their health check, and Ray Serve starts others. Streams that ran there broke off, or "
         "were resumed on other replicas.",
-        "Why they died: out of memory (the pod's last state), a CUDA error, an engine fault or a breaker that is out "
-        "(the replica's log). Always one node: its hardware.",
-        "More memory, or fewer sequences; cordon a node that is faulty; roll back if it began with a release.",
+        "The cause of their death: out of memory (the pod's last state), a CUDA error, an engine fault, or a "
+        "breaker that is out (the replica's log). If it is always one node, suspect its hardware.",
+        "Give replicas more memory or fewer sequences. Cordon a faulty node. Roll back if it began with a release.",
         commands=(
             shell.DEAD_ACTORS,
             shell.PODS,
@@ -696,9 +692,9 @@ ALERTS = (
         "The KV cache of {{ $labels.model_name }} is {{ $value | humanizePercentage }} full in pool "
         "{{ $labels.pool }}.",
         "A replica has no KV blocks left: drafts are cut, requests wait, and sequences are preempted.",
-        "KV cache in use on the latency page: one replica or all; how long prompts and answers are.",
-        "Add replicas of the pool, or limit prompts and answers (`limits.max_prompt_tokens`); set "
-        "`engine.kv_cache_tokens` higher if the replica has memory left.",
+        "KV cache in use on the latency page, of one replica or all; the lengths of prompts and answers.",
+        "Add replicas of the pool, or limit prompts and answers (`limits.max_prompt_tokens`). Raise "
+        "`engine.kv_cache_tokens` if the replica has memory left.",
         commands=(
             shell.promql("truespec_kv_cache_usage_ratio{}"),
             shell.promql("sum by (pool) (rate(truespec_preemptions_total{}[15m]))"),
@@ -713,7 +709,7 @@ ALERTS = (
         "10m",
         "warning",
         '{{ $value | printf "%.2f" }} preemptions for each request of {{ $labels.model_name }}.',
-        "Sequences lose their keys and values for want of blocks and are computed again: answers are correct, but "
+        "Sequences lose their keys and values for want of blocks and are computed again. Answers are correct, but "
         "stall, and the same tokens are paid for twice.",
         "As for TruespecKvCacheFull.",
         "As for TruespecKvCacheFull.",
@@ -731,11 +727,10 @@ ALERTS = (
         "10m",
         "critical",
         "Nothing replays the answers of {{ $labels.model_name }}.",
-        "Answers are selected for a replay and none is replayed, or the controller, which has them replayed, exports "
-        "nothing: wrong logprobs would go unnoticed.",
+        "Answers are selected for a replay and none is replayed, or the controller, which has them replayed, "
+        "exports nothing. Wrong logprobs would go unnoticed.",
         "Whether the controller runs, and what it logs; whether the prefill pool has replicas.",
-        "Restart what is stuck: Ray Serve replaces an actor that is killed. Until replays are back, treat answers as "
-        "unverified.",
+        "Kill what is stuck: Ray Serve replaces it. Treat answers as unverified until replays are back.",
         commands=(
             shell.promql("sum(increase(truespec_replays_requested_total{}[30m]))"),
             shell.promql("sum by (result) (increase(truespec_replays_total{}[30m]))"),
@@ -769,11 +764,11 @@ ALERTS = (
         "critical",
         "{{ $value | humanizePercentage }} of the requests for {{ $labels.model_name }} find no server behind the "
         "proxy.",
-        "The proxy of `truespec watch` answers 502, because it cannot connect to the server that it watches, or loses "
-        "the connection before an answer begins.",
-        "Whether the watched server runs and is ready; whether the proxy's URL is its service's; network policies "
-        "between the two.",
-        "Bring the server back. If it answers when asked directly, point clients at it past the proxy, and fix the "
+        "The proxy of `truespec watch` answers 502: it cannot connect to the server, or loses the connection before "
+        "an answer begins.",
+        "Whether the watched server runs and is ready, whether the proxy's URL is its service's, and network "
+        "policies between the two.",
+        "Bring the server back. If it answers when asked directly, point clients past the proxy, and fix the "
         "proxy's URL.",
         commands=(
             shell.promql("sum by (result) (increase(truespec_watched_requests_total{}[15m])) > 0"),
@@ -791,11 +786,11 @@ ALERTS = (
         "warning",
         "{{ $value | humanizePercentage }} of what is to be watched of {{ $labels.model_name }} never reaches the "
         "referee.",
-        "The proxy's queue is full, because the referee takes in less than it is sent, or the referee refuses what it "
-        "is sent. The watched server is not slowed, but a fault would be noticed later.",
-        "Requests by result on the logprob sanity page. Dropped: how busy the referee is, and how often it restarts. "
-        "Failed: proxy and referee of two versions, or something else that answers at the referee's URL.",
-        "Lower the share of the proxies, or give the referee more cores, a GPU or replicas; bring both to one version.",
+        "The proxy's queue is full because the referee takes in less than it is sent, or the referee refuses what "
+        "it is sent. The watched server is not slowed, but a fault would be noticed later.",
+        "Requests by result on the logprob sanity page. Dropped: see how busy the referee is, and how often it "
+        "restarts. Failed: proxy and referee have two versions, or something else answers at the referee's URL.",
+        "Lower the share of the proxies, or give the referee more cores, a GPU or replicas. Bring both to one version.",
         commands=(
             shell.promql("sum by (result) (increase(truespec_watched_requests_total{}[15m])) > 0"),
             shell.WATCH_COUNTS,
@@ -812,13 +807,13 @@ ALERTS = (
         "10m",
         "critical",
         "Requests for {{ $labels.model_name }} pass the proxy, and no answer can be judged.",
-        "Nothing watches the server, although it answers: nothing is chosen, the server does not report token ids and "
-        "logprobs, the answers cannot be read, or none reaches the referee.",
+        "The server answers and nothing watches it: no request is chosen, the server does not report token ids and "
+        "logprobs, its answers cannot be read, or none reaches the referee.",
         "Requests by result on the logprob sanity page. Passed only: the share is 0, or clients use other endpoints "
         "than completions. Refused: the server does not know the fields that the proxy adds, or may not report "
         "logprobs. Captured: the referee's report says why it cannot read them.",
-        "Give the proxy a share above 0 and the server's `--dialect`; start the server so that it may report logprobs "
-        "(`--max-logprobs` of vLLM); give the referee the model that is served.",
+        "Give the proxy a share above 0 and the server's `--dialect`. Start the server so that it may report "
+        "logprobs (`--max-logprobs` of vLLM). Give the referee the model that is served.",
         commands=(
             shell.promql("sum by (result) (increase(truespec_watched_requests_total{}[30m])) > 0"),
             shell.promql("sum by (result) (increase(truespec_watched_answers_total{}[30m])) > 0"),
@@ -834,11 +829,11 @@ ALERTS = (
         "info",
         "No proxy has reported a request to the referee of {{ $labels.model_name }} for half an hour.",
         "A watched server that had traffic has none, or its traffic goes past the proxies, or they cannot reach the "
-        "referee: then nothing watches it.",
-        "Whether the proxies run and are ready, and what they log about the referee; where clients send their "
+        "referee, and nothing watches it.",
+        "Whether the proxies run and are ready, what they log about the referee, and where clients send their "
         "requests.",
-        "Send a request through the proxy by hand. If the referee counts it, traffic has simply stopped; if not, fix "
-        "the way from the proxy to the referee (its URL, network policies).",
+        "Send a request through the proxy by hand. If the referee counts it, traffic has simply stopped. If not, "
+        "fix the way from the proxy to the referee (its URL, network policies).",
         commands=(
             shell.WATCH_COUNTS,
             shell.watch_logged("proxy", "referee"),
@@ -853,7 +848,7 @@ ALERTS = (
         "The changed API key file of {{ $labels.model_name }} is invalid.",
         "The previous keys stay in effect: a new key does not work yet, and a revoked one still does.",
         "The replicas' logs, which name the file, the field and the fix.",
-        "Fix the file, or generate another with `truespec keys`; it is reread within a second.",
+        "Fix the file, or generate another with `truespec keys`. It is read again within a second.",
         commands=(
             shell.logged("key"),
             'kubectl -n "$NAMESPACE" get secret -o name',
@@ -880,10 +875,10 @@ ALERTS = (
         "10m",
         "critical",
         f"Prometheus has no metrics from truespec{_IN_NAMESPACE}{_OF_JOB}.",
-        "A release that had metrics within the last six hours has none now, or no release has any: the service is down "
-        "or not scraped. Every other alert is blind meanwhile.",
-        "Prometheus' targets page; whether the service answers /healthz; whether the release was removed, or its job "
-        "renamed, on purpose: in that case the alert clears by itself after six hours.",
+        "A release that had metrics within the last six hours has none now, or no release has any. The service is "
+        "down or not scraped, and every other alert is blind.",
+        "Prometheus' targets page, and whether the service answers /healthz. If the release was removed or its job "
+        "renamed on purpose, the alert clears by itself after six hours.",
         "Fix the scrape configuration (job, relabelling of `ray_truespec_`), or start the service.",
         commands=(
             shell.TARGETS,

@@ -32,8 +32,7 @@ _MEANINGS: dict[str, dict[str, Meaning]] = {
     },
     "replica": {"": "Ray Serve's name of the replica. Only gauges carry it, since they do not add up."},
     "answered_by": {
-        "": "Ray Serve's name of the replica that answered; of a watched server what a header names, `server` without "
-        "one."
+        "": "Ray Serve's name of the replica that answered; for a watched server the name in its header, or `server`."
     },
     "since_handoff": {
         "": {
@@ -55,15 +54,15 @@ _MEANINGS: dict[str, dict[str, Meaning]] = {
     "sampling": {"": {"sampled": "temperature 1, without filters", "greedy": "temperature 0"}},
     "position": {"": "Position of the draft token in its round, 0 = first."},
     "nats": {"": "The drift that was exceeded. The thresholds overlap: a token counts at each that it exceeds."},
-    "version": {"": "Of truespec."},
-    "fingerprint": {"": "Of the model's configuration and weights."},
+    "version": {"": "truespec's version."},
+    "fingerprint": {"": "The fingerprint of the model's configuration and weights."},
     "drafter": {"": "`drafter.kind` of the configuration."},
     "engine": {"": "vLLM and its version."},
     "kernels": {"": {"cpu": "our own, for AVX-512 or AVX2", "triton": "paged attention on a GPU, by Triton"}},
-    "code": {"": "The status code of HTTP; 499 if the client left before its answer began."},
+    "code": {"": "The HTTP status code; 499 if the client left before its answer began."},
     "key": {
-        "": f"The id of an API key, never the key. Of a process' first {MAX_SERIES} ids; those of later ones are "
-        f"counted as `{OTHER}`."
+        "": f"The id of an API key, never the key. Each process names its first {MAX_SERIES} ids, and counts later "
+        f"ones as `{OTHER}`."
     },
     "outcome": {
         "": {

@@ -26,23 +26,23 @@ def metrics_page() -> str:
             "Counters count from 0 at the start of the process that keeps them.",
             "",
             "The same counts are exported twice: by the application's own `/metrics` (sums over all replicas, which "
-            "outlive a replica that dies) and by Ray's metrics agent on each node, with the prefix `ray_`. Scrape both "
-            "under different jobs, or one of them: queries that do not keep `job` apart count twice.",
+            "outlive a replica that dies) and by Ray's metrics agent on each node, with the prefix `ray_`. Scrape one "
+            "of them, or both under different jobs; queries that do not keep `job` apart would count twice.",
             "",
-            "Means and shares are made from counters. Histograms serve quantiles only: Ray's agent estimates their "
-            "`_sum`. A counter without events is not there yet under Ray's agent: `increase` does not see its first, "
-            "and the rules and panels on single events add what a new series begins with.",
+            "Make means and shares from counters, and quantiles from histograms, whose `_sum` Ray's agent only "
+            "estimates. Under Ray's agent a counter starts with its first event, which `increase` does not see; the "
+            "rules and panels on single events add it.",
             "",
             *_table(CATALOGUE),
             "",
             "## Other names",
             "",
             "`dashboards/generated/rules/vllm-names.yaml` records these series under vLLM's names, for dashboards made "
-            "for vLLM or its production-stack; load it beside our own rules. Left out are "
-            "`vllm:request_max_num_generation_tokens`, `vllm:iteration_tokens_total`, `vllm:request_params_*` and what "
-            "production-stack's router exports: nothing of ours is the same.",
+            "for vLLM or its production-stack; load it beside the other rules. Left out, since truespec has nothing "
+            "like them, are `vllm:request_max_num_generation_tokens`, `vllm:iteration_tokens_total`, "
+            "`vllm:request_params_*` and what production-stack's router exports.",
             "",
-            "| vLLM | ours |",
+            "| vLLM | truespec |",
             "|---|---|",
             *(f"| `{name}` | `{PREFIX}{ours}` |" for name, ours in sorted(VLLM_NAMES.items())),
             *(f"| `{name}` | `{expr}` |" for name, expr in VLLM_EXPRESSIONS.items()),
@@ -50,7 +50,7 @@ def metrics_page() -> str:
             "OpenTelemetry's conventions have three metrics of a server; [tracing.md](tracing.md#metrics) shows how a "
             "collector gives them out.",
             "",
-            "| OpenTelemetry | ours |",
+            "| OpenTelemetry | truespec |",
             "|---|---|",
             *(f"| `{name}` | `{PREFIX}{ours}` |" for name, ours in GEN_AI_NAMES.items()),
             "",
@@ -90,14 +90,16 @@ def _meanings() -> list[str]:
     for label, groups in labelled.items():
         lines += [f"### `{label}`", ""]
         for meaning, names in groups:
-            lines += _meaning(meaning, ", ".join(names))
+            if len(groups) > 1:
+                lines += [f"Of {', '.join(names)}:", ""]
+            lines += _meaning(meaning)
     return lines
 
 
-def _meaning(meaning: Meaning, names: str) -> list[str]:
+def _meaning(meaning: Meaning) -> list[str]:
     if isinstance(meaning, str):
-        return [f"Of {names}. {meaning}", ""]
-    return [f"Of {names}:", "", *(f"- `{value}`: {text}" for value, text in meaning.items()), ""]
+        return [meaning, ""]
+    return [*(f"- `{value}`: {text}" for value, text in meaning.items()), ""]
 
 
 def runbooks_page() -> str:
@@ -107,10 +109,10 @@ def runbooks_page() -> str:
         "",
         _MADE_BY,
         "",
-        "One section for each alert of `dashboards/generated/rules/truespec.yaml`. Critical: answers or logprobs may "
-        "be wrong, nobody would see it if they were, or nothing is served. Warning: slower than it should be. Info: "
-        "worth a look. The chart's `monitoring.prometheusRule.alerts.NAME` changes what an alert has: `enabled`, "
-        "`threshold` and `minimum` where they are named here, `for`, `severity`, `labels`.",
+        "One section for each alert of `dashboards/generated/rules/truespec.yaml`. A critical alert means that answers "
+        "or logprobs may be wrong, that nobody would notice, or that nothing is served; a warning, that the service is "
+        "slower than it should be. The chart's `monitoring.prometheusRule.alerts.NAME` changes `enabled`, `for`, "
+        "`severity`, `labels`, and the `threshold` and `minimum` that are named here.",
         "",
         "The commands are for bash with curl, jq, kubectl and helm, after this:",
         "",

@@ -116,8 +116,8 @@ class EngineSettings(Options):
     )
     quantization: WeightsName = option(
         "auto",
-        "How they are kept: as their source did, else as `dtype`. On a CPU, int8 and int4 round; w8a8, w4a8 and w16a16 "
-        "round activations. On a GPU, fp8 rounds both.",
+        "Form of the weights; `auto`: that of their source, else `dtype`. On a CPU, int8 and int4 round them; "
+        "w8a8, w4a8 and w16a16 round activations. On a GPU, fp8 rounds both.",
     )
     device: str = option(
         "auto",
@@ -126,7 +126,7 @@ class EngineSettings(Options):
     )
     cuda_graphs: bool | None = option(  # true without a GPU pads batches as graphs do, for tests
         None,
-        "Replay captured decoding steps of up to 256 sequences; not set: on a GPU. docs/gpu.md describes its memory.",
+        "Replay captured decoding steps of up to 256 sequences (docs/gpu.md: its memory). Default: on a GPU.",
     )
     max_model_len: int | None = option(
         None, "Most tokens of a request, prompt and answer together; the model's own limit when not set.", least=2
@@ -152,8 +152,8 @@ class EngineSettings(Options):
     )
     self_check_sample_rate: float = option(
         0.25,
-        "Share of the steps whose draws are checked against their random numbers, and whose zero-mean terms the "
-        "self-checks take; the other invariants hold in all of them.",
+        "Share of the steps in which draws are checked against their random numbers, and zero-mean terms are "
+        "taken; the other invariants are checked in all of them.",
         least=0,
         most=1,
     )

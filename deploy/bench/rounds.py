@@ -103,7 +103,7 @@ def run_bench(plan: BenchPlan, provenance: dict[str, Any], view: View) -> BenchR
                 for one in missing:
                     _leave_out(found, one, view)
         except KeyboardInterrupt:
-            view.say("interrupted; what was measured until now is reported")
+            view.say("interrupted; the report covers the measurements so far")
         found.provenance["others_meanwhile"] = others.cores()
     return found
 

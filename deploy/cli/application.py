@@ -48,7 +48,7 @@ def application_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--engine",
             type=click.Choice(["torch", "vllm"]),
-            help="With --model: our own engine, or vLLM for models that ours does not run.  [default: torch]",
+            help="With --model: truespec's own engine, or vLLM for models that it does not run.  [default: torch]",
         ),
     )
     for option in reversed(options):

@@ -26,7 +26,7 @@ class _AuditGroup(click.Group):
 
 @click.group(cls=_AuditGroup)
 def audit() -> None:
-    """Find out whether a server or an engine generates what its model says, and whether a fault would be noticed.
+    """Check whether the answers of a server or an engine are its model's own, and whether a fault would be noticed.
 
     Exits with 1 when something was found or missed, and with 2 when the server could not be audited.
     """
@@ -103,7 +103,7 @@ def audit_server(
 def audit_faults(
     outside: bool, watched: bool, only: tuple[str, ...], json_file: Path | None, page: Path | None
 ) -> None:
-    """Put every known fault into an engine, and report who finds it, and after how long."""
+    """Put every known fault into an engine, and report what finds it and how soon."""
     check_writable(json_file, "--json")
     if outside and watched:
         raise click.UsageError("--outside and --watched are two runs; choose one.")

@@ -47,15 +47,17 @@ from deploy.reports.progress import View
     show_default=True,
     help="Count tokens a second after the first token, or of the whole batch.",
 )
-@click.option("--profile", is_flag=True, help="Show where the time of our steps goes.")
-@click.option("--together", is_flag=True, help="Run our engines of the same weights in one process, on one copy.")
+@click.option("--profile", is_flag=True, help="Show where the time of truespec's steps goes.")
+@click.option("--together", is_flag=True, help="Run truespec's engines in one process, on one copy of the weights.")
 @click.option(
     "--own-tools",
     is_flag=True,
     help="Compare vllm and llama.cpp with their own benchmark tools; fail if they are slower here.",
 )
 @click.option(
-    "--gpu", is_flag=True, help="Run our engines on a GPU: off, n-gram and the head, with and without CUDA graphs."
+    "--gpu",
+    is_flag=True,
+    help="Run truespec's engines on a GPU: off, n-gram, the head; with CUDA graphs and without.",
 )
 @click.option("--head", help="A trained head, for eagle3 and dynamic.")
 @click.option("--draft-model", help="A draft model, for draft_model.")
@@ -101,7 +103,7 @@ def bench(**options: Any) -> None:
 )
 @click.option("--json", "json_file", type=a_file, help="Write the figures to this file.")
 def bench_handoff(mib: int, rounds: int, transports: str, json_file: Path | None) -> None:
-    """Measure how fast handoffs get from process to process, beside what shared memory itself does."""
+    """Measure how fast handoffs travel between processes, compared with shared memory itself."""
     from deploy.bench.handoff import bench_on_ray
 
     check_writable(json_file, "--json")

@@ -125,7 +125,7 @@ def config_show(file: Path | None, own: OwnModel | None) -> None:
 def config_values(file: Path | None, own: OwnModel | None) -> None:
     """Print a configuration as values of the Helm chart, which then serves the same: helm install -f -.
 
-    Images, memory, volumes and secrets are the chart's own and not in it.
+    Images, memory, volumes and secrets are not included; set them in a values file.
     """
     from deploy.run.reference import chart_values
 

@@ -44,11 +44,11 @@ def keys() -> None:
     help="Days until the key expires; the default is never.",
 )
 @click.option("--max-concurrent", type=click.IntRange(min=1), help="Limit of concurrent requests.")
-@click.option("--requests-per-minute", type=click.IntRange(min=1))
+@click.option("--requests-per-minute", type=click.IntRange(min=1), help="Limit of requests a minute.")
 @click.option(
-    "--tokens-per-minute", type=click.IntRange(min=1), help="Limit of tokens, of prompts and answers together."
+    "--tokens-per-minute", type=click.IntRange(min=1), help="Limit of tokens a minute, of prompts and answers together."
 )
-@click.option("--max-prompt-tokens", type=click.IntRange(min=1))
+@click.option("--max-prompt-tokens", type=click.IntRange(min=1), help="Limit of the tokens of one prompt.")
 @click.option(
     "--earliest-priority",
     type=click.IntRange(-MAX_PRIORITY, MAX_PRIORITY),
@@ -69,7 +69,7 @@ def keys_create(file: Path, key_id: str, scopes: tuple[str, ...], expires_days: 
 @keys.command("list")
 @_FILE
 def keys_list(file: Path) -> None:
-    """Show the keys of the file; what opens the service is not among what it holds."""
+    """Show the ids, scopes and limits of the keys. The file does not hold the keys themselves."""
     table = Table("id", "scopes", "created", "expires", "limits")
     for key in read_keys(file).keys:
         limits = ", ".join(f"{name} {value}" for name, value in key.limits.model_dump(exclude_defaults=True).items())

@@ -12,6 +12,7 @@ _MODULES = {
     "demo": "serving",
     "model": "models",
     "config": "config",
+    "api": "api",
     "keys": "keys",
     "dashboards": "dashboards",
     "verify": "receipts",

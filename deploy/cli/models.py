@@ -8,7 +8,7 @@ from speculative.model.catalogue import CATALOGUE, fetch_model
 
 @click.group()
 def model() -> None:
-    """Fetch models that need no hub."""
+    """Fetch models of the catalogue, which need no hub."""
 
 
 @model.command("list")

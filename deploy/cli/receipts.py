@@ -23,9 +23,8 @@ _WRONG, _UNCHECKED = 1, 2
     type=click.Choice(["torch", "transformers"]),
     default="torch",
     show_default=True,
-    help="The engine that computes the logits again: this one, or transformers in float32, which shares no model code "
-    "with it. "
-    "The sampling rules applied to them and the random numbers are this engine's in both.",
+    help="Compute the logits with truespec's engine, or with transformers in float32, which shares no model code with "
+    "it. Sampling rules and random numbers are truespec's with either.",
 )
 @click.option("--public-key", type=click.Path(path_type=Path), help="The PEM file of the key that must have signed.")
 @click.option("--json", "as_json", is_flag=True, help="Print the verdicts as JSON, one a line.")
@@ -33,9 +32,8 @@ _WRONG, _UNCHECKED = 1, 2
 def verify(ctx: click.Context, receipt: Path, model: str, engine: Any, public_key: Path | None, as_json: bool) -> None:
     """Compute an answer again from its receipt, and make its draws again.
 
-    RECEIPT is a file with a receipt, or with a reply that has `receipts`; - reads standard input. Each verdict is
-    printed when it is there. The exit status is 1 where an answer does not follow from its seed and the weights,
-    otherwise 2 where one cannot be checked, and 0 where all follow.
+    RECEIPT is a file with a receipt, or with a reply that has `receipts`; - reads standard input. Exits with 1 when an
+    answer does not follow from its seed and the weights, and otherwise with 2 when one cannot be checked.
     """
     try:
         status = asyncio.run(_check(receipt, model, engine, public_key, as_json))

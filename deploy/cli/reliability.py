@@ -58,7 +58,7 @@ def _reliability_options(command: Callable[..., None]) -> Callable[..., None]:
     help="Give each replica a node of its own on this machine, and kill this many whole nodes.",
 )
 @click.option(
-    "--minutes", type=FiniteRange(min=0), default=12.0, show_default=True, help="Kill none after this many minutes."
+    "--minutes", type=FiniteRange(min=0), default=12.0, show_default=True, help="Stop killing after this many minutes."
 )
 @click.option(
     "--kill-each",
@@ -141,7 +141,7 @@ def _on_nodes(file: ServeFile, report: Callable[[str], None]) -> Iterator[tuple[
     help="Measure its capacity for this many seconds first.",
 )
 def load(file: Path, port: int, json_file: Path | None, page: Path | None, **options: Any) -> None:
-    """Load the service with what it can do and with twice that; check that it refuses in good order."""
+    """Load the service at its capacity and at twice that; check that it refuses the excess in good order."""
     from deploy.chaos.command import LoadOptions
     from deploy.chaos.command import load as run
     from deploy.chaos.page import write_load
@@ -158,4 +158,4 @@ def load(file: Path, port: int, json_file: Path | None, page: Path | None, **opt
         write_load(page, stretches, command_line(), service.model_name)
     out.print_json(data=figures)
     if not all(one.in_order for one in stretches):
-        raise Failure("Something other than full service and polite refusals was seen; the figures say what.")
+        raise Failure("Some requests were neither served in full nor refused in good order; the figures say which.")

@@ -67,7 +67,7 @@ def demo(json_file: Path | None, port: int, file: Path) -> None:
         cores = os.cpu_count() or 1
         say(
             f"This machine was busy: others used {figures.others_cores:.1f} of its {cores} cores meanwhile, and the "
-            "speeds and ratios above mean little. Stop what else runs, and measure again."
+            "speeds and ratios above mean little. Stop other processes, and measure again."
         )
     name = file.stem if file.parent == CONFIGS else file
     program = "truespec" if shutil.which("truespec") else os.path.relpath(sys.argv[0])

@@ -19,7 +19,7 @@ from deploy.options import FiniteRange, check_writable, write_json
     "--data",
     default="self",
     show_default=True,
-    help="Train on this data: self (what the model itself writes), a .jsonl file of prompts, or an .npz file.",
+    help="Train on this data: self (the model's own answers), a .jsonl file of prompts, or an .npz file.",
 )
 @click.option(
     "--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="Write head and report here."
@@ -74,7 +74,7 @@ from deploy.options import FiniteRange, check_writable, write_json
 @click.option("--resume", is_flag=True, help="Continue from the checkpoint in --out; repeat the other options.")
 @click.option("--json", "json_file", type=a_file, help="Write the report to this file, too.")
 def train_drafter(source: str, out: Path, json_file: Path | None, **options: Any) -> None:
-    """Train a draft head for a model, on what the model itself writes."""
+    """Train a draft head for a model, on the model's own answers."""
     from deploy.jobs.train_drafter import TrainJob, run_training
     from deploy.reports.progress import View
     from speculative.training.loop import TrainingConfig

@@ -28,7 +28,7 @@ Command = Callable[..., Any]
 
 @click.group()
 def watch() -> None:
-    """Find out whether a server in production generates what its model says, without replacing it."""
+    """Check, without replacing it, whether the answers of a server in production are its model's own."""
 
 
 def _judging(command: Command) -> Command:
@@ -288,7 +288,7 @@ def watch_files(
     if html_file is not None:
         html_file.write_text(html_report(report), encoding="utf-8")
     if report["interrupted"]:
-        say("Interrupted: the report is about what was judged until then.", err)
+        say("Interrupted: the report covers the answers judged so far.", err)
         raise click.exceptions.Exit(INTERRUPTED)
     if reasons := conclusion(report, fail_on):
         raise Failure("\n".join(reasons))
@@ -311,7 +311,7 @@ def watch_files(
 def watch_calibrate(
     url: str, model: str, served: str | None, num_prompts: int, file: Path, api_key_file: Path | None
 ) -> None:
-    """Measure what rounding does to the server at URL: its logprobs against the same weights in float32."""
+    """Measure the rounding of the server at URL: its logprobs against the same weights in float32."""
     from deploy.watch.calibration import calibrate
 
     server_url(url, "URL")

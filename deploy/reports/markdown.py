@@ -24,13 +24,18 @@ def write_section(path: Path, command: str, name: str, body: str, *, head: str) 
         body: Markdown.
         head: what a new page begins with.
     """
-    begin, end = f"<!-- {command}: {name} -->", f"<!-- end of {command} -->"
-    text = f"{begin}\n{body.rstrip()}\n{end}\n"
     page = path.read_text(encoding="utf-8") if path.exists() else head
-    there = re.compile(re.escape(begin) + r"\n.*?" + re.escape(end) + r"\n", re.DOTALL)
-    page = there.sub(lambda _: text, page) if there.search(page) else f"{page.rstrip()}\n\n{text}"
+    page = with_section(page, command, name, body)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page, encoding="utf-8")
+
+
+def with_section(page: str, command: str, name: str, body: str) -> str:
+    """The page with a section in the place of the one of that name, or at its end."""
+    begin, end = f"<!-- {command}: {name} -->", f"<!-- end of {command} -->"
+    text = f"{begin}\n{body.rstrip()}\n{end}\n"
+    there = re.compile(re.escape(begin) + r"\n.*?" + re.escape(end) + r"\n", re.DOTALL)
+    return there.sub(lambda _: text, page) if there.search(page) else f"{page.rstrip()}\n\n{text}"
 
 
 def _cell(text: str) -> str:

@@ -55,7 +55,7 @@ def require_quiet(cores: float | None, when: str) -> None:
     if cores is not None and cores > MOST_CORES:
         raise ConfigError(
             f"--markdown: other processes (or other machines on this host) used {cores:.2f} cores {when}, more than "
-            f"{MOST_CORES:g}: these figures would not hold. Stop what else runs, or give --noisy to write them with a "
+            f"{MOST_CORES:g}: these figures would not hold. Stop other processes, or give --noisy to write them with a "
             "mark."
         )
 

@@ -1,7 +1,7 @@
 """The reference of the configuration, from its models: docs/configuration.md, the schema that the chart takes over, and
 a file with all its defaults, or as values of the chart."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import yaml
@@ -26,6 +26,7 @@ but `pools`.
 
 _CHART_ARGUMENTS = {"tensor_parallel_size": "tensorParallelSize", "gpu_memory_utilization": "gpuMemoryUtilization"}
 """Arguments of vLLM's that the chart sets, and the values that decide them."""
+_ANY = 2**31 - 1
 _EXECUTOR = "distributed_executor_backend"
 
 
@@ -189,9 +190,16 @@ def _plain_type(value: dict[str, Any]) -> str:
     kind = {"object": "map", "array": "list"}.get(value["type"], value["type"])
     if value.get("additionalProperties", {}) == {"type": "string"}:
         kind = "map of strings"
-    bounds = (("minimum", "≥"), ("exclusiveMinimum", ">"), ("maximum", "≤"), ("exclusiveMaximum", "<"))
-    limits = [f"{sign} {value[key]:g}" for key, sign in bounds if key in value]
-    return " ".join([kind, ", ".join(limits)]).strip()
+    return f"{kind} {bounds(value)}".strip()
+
+
+def bounds(value: Mapping[str, Any]) -> str:
+    """The bounds of a number, but those that only say how large numbers may be at all."""
+    signs = (("minimum", "≥"), ("exclusiveMinimum", ">"), ("maximum", "≤"), ("exclusiveMaximum", "<"))
+    shown = {sign: f"{value[key]:g}" for key, sign in signs if abs(value.get(key, _ANY)) < _ANY}
+    if shown.keys() == {"≥", "≤"}:
+        return f"{shown['≥']} to {shown['≤']}"
+    return ", ".join(f"{sign} {limit}" for sign, limit in shown.items())
 
 
 def _class_of(value: dict[str, Any]) -> tuple[str, str]:

@@ -45,7 +45,7 @@ def _suspect(suspect: Sequence[Mapping[str, Any]]) -> str:
         example(f"{sentences.plain(one['id'])}: {sentences.plain(one['reason'])}", sentences.example_facts(one))
         for one in suspect
     ]
-    return f"<h2>Answers that are suspect each by itself</h2>{card(''.join(shown), 'finding')}"
+    return f"<h2>Answers that are suspect by themselves</h2>{card(''.join(shown), 'finding')}"
 
 
 def _measures(report: Report) -> str:

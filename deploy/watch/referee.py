@@ -322,7 +322,7 @@ class Reasons:
 
 
 class Judged:
-    """Trainers' measures of all answers that were judged, and the latest that are suspect each by itself."""
+    """Trainers' measures of all answers that were judged, and the latest that are suspect by themselves."""
 
     def __init__(self) -> None:
         self.by_stratum: defaultdict[str, Measures] = defaultdict(Measures)

@@ -74,7 +74,7 @@ def _print_suspect(suspect: Sequence[Mapping[str, Any]], out: Console) -> None:
         return
     latest = suspect[-_MOST_SUSPECT:]
     of_all = f", the latest {len(latest)} of {len(suspect)}" if len(latest) < len(suspect) else ""
-    out.print(Text(f"\nAnswers that are suspect each by itself{of_all}", style="bold red"))
+    out.print(Text(f"\nAnswers that are suspect by themselves{of_all}", style="bold red"))
     for example in latest:
         print_facts(sentences.example_facts(example), out)
         out.print()

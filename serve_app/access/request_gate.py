@@ -13,7 +13,7 @@ from serve_app.telemetry.metrics import Metrics
 _logger = logging.getLogger("truespec.access")
 
 # Files of the status page and the API's description hold nothing of anybody; the page asks for a key itself.
-_OPEN = ("/", "/page/{name}", "/openapi.json", "/version")
+OPEN = ("/", "/page/{name}", "/openapi.json", "/version")
 
 HEALTH = ("/healthz", "/health", "/ping")
 """One route by three names: Kubernetes', vLLM's, and SageMaker's, which vLLM has, too."""
@@ -75,7 +75,7 @@ class Gate:
         self.metrics = metrics
         self._limiter = KeyLimiter(metrics, clock)
         self._open = {
-            *_OPEN,
+            *OPEN,
             *(["/metrics"] if open_metrics else []),
             *(HEALTH if open_health else []),
             *(TRAINER if open_trainer_api else []),

@@ -213,7 +213,7 @@ class VllmBackend:
             if share is None:
                 why_not = no_room(needs, self._device_bytes, arguments.get(SHARE))
             elif SHARE not in arguments:
-                _logger.info("vLLM takes %.2f of the GPU: our own engine replays beside it.", share)
+                _logger.info("vLLM takes %.2f of the GPU's memory; truespec's engine replays beside it.", share)
                 self._settings = dataclasses.replace(self._settings, engine_args={**arguments, SHARE: share})
         if why_not is None:
             return
@@ -646,7 +646,7 @@ class VllmBackend:
             try:
                 await work
             except Exception as error:
-                _logger.exception("vLLM did not carry out the request.")
+                _logger.exception("vLLM failed to carry out an order.")
                 self._fault = error
 
         self._orders = self._spawn(run())

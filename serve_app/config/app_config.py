@@ -73,8 +73,8 @@ class ModelSection(Section):
     """In place of the model's own chat template: a Jinja file, at this path on every node that answers HTTP; or
     `chatml-tools` or `smollm2-tools`, which come with the package."""
     special_tokens_in_text: Literal["allow", "escape", "refuse"] = "allow"
-    """Special tokens that the texts of a conversation spell, such as `<|im_end|>` in a message: are tokens, as in
-    vLLM; are `escape`d, which makes them plain text; or the request is `refuse`d."""
+    """Special tokens that texts of a conversation spell, such as `<|im_end|>` in a message. `allow`: they are
+    tokens, as in vLLM; `escape`: they become plain text; `refuse`: the request is refused."""
 
     @model_validator(mode="after")
     def _is_called_something(self) -> Self:
@@ -109,7 +109,8 @@ def _fields_of(options: type[Options]) -> dict[str, Any]:
 
 class _EngineKind(Section):
     kind: Literal["torch", "vllm"] = "torch"
-    """Our own engine; or vLLM if installed, for what ours does not support (docs/vllm.md)."""
+    """`torch`: truespec's own engine; `vllm`: vLLM, if it is installed, for what that does not support
+    (docs/vllm.md)."""
 
 
 _EngineFields: Any = create_model("_EngineFields", __base__=_EngineKind, **_fields_of(EngineSettings))
@@ -127,14 +128,16 @@ class VllmSection(Section):
     lora_modules: dict[str, Source] = {}
     """LoRA adapters: a folder each, by the name that clients give as `model`; sizes are vLLM's, in `engine_args`."""
     replays: Literal["vllm", "torch"] | None = None
-    """Engine that replays finished requests; `torch`: our own beside vLLM, except for requests of an adapter. If not
-    set, that is so for a model that our engine knows; on a whole GPU where both fit, of which vLLM then takes less."""
+    """Engine that replays finished requests; `torch`: truespec's own beside vLLM, except for requests of an
+    adapter. Default: `torch` for a model that it knows, on a GPU if both fit on a whole one, of which vLLM then
+    takes less."""
     self_check_sample_rate: Annotated[float, Field(ge=0, le=1)] = 0.25
-    """Share of the steps in which self-checks see what vLLM's sampler draws from, and what it draws; 0 = none."""
+    """Share of the steps in which self-checks see vLLM's distributions and the tokens it samples from them; 0 =
+    none."""
     allow_untested: bool = False
-    """Serve with a version of vLLM whose faults have not been looked for, too; every step of it is checked then."""
+    """Also serve with a version of vLLM whose faults have not been looked for; all of its steps are then checked."""
     tool_parser: Annotated[str, Field(min_length=1)] | None = None
-    """vLLM's parser of the calls that the model makes, in place of ours, such as `hermes` (`--tool-call-parser`)."""
+    """vLLM's parser of tool calls, such as `hermes`, in place of truespec's (`--tool-call-parser`)."""
     reasoning_parser: Annotated[str, Field(min_length=1)] | None = None
     """vLLM's parser that separates reasoning from the answer, such as `deepseek_r1` (`--reasoning-parser`)."""
 
@@ -265,7 +268,7 @@ class RecoverySection(Section):
     prefill_retries: Annotated[int, Field(ge=0, le=10)] = 2
     """Further attempts at a prefill that failed; after them the decode replica computes the prompt itself."""
     resume: bool = False
-    """Default of `resume`, when a request's decode replica dies; true puts a stream router in front."""
+    """Resume requests whose decode replica dies, unless they say otherwise; true puts a stream router in front."""
     decode_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 60.0
     """With a stream router: a decode replica without a sign of life for this long counts as lost."""
     max_resumes: Annotated[int, Field(ge=0, le=100)] = 5
@@ -278,15 +281,15 @@ class ReplaySection(Section):
     sample_rate: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Share of the finished requests that are replayed without speculation and compared."""
     independent_rate: Annotated[float, Field(ge=0, le=1)] | None = None
-    """Share of the replayed requests that `transformers` checks, too, beside one of each shape, as docs/detection.md
-    says; 0 = none. Not set: 0.02 with our engine, 0 with vLLM."""
+    """Share of the replayed requests that `transformers` also checks, beside one of each shape (docs/detection.md);
+    0 = none. Default: 0.02 with truespec's engine, 0 with vLLM."""
     max_queue: AtLeastOne = 64
     """Requests that may wait for their replay; more are counted as skipped."""
     max_running: AtLeastOne = 2
     """Replays at once; on a replica they come after everything else."""
     max_tme: Annotated[float, Field(gt=1, le=10)] | None = None
-    """TME above which something is wrong, on top of the noise floor that plain requests show; by precision when not
-    set, as docs/watch.md says."""
+    """TME above which something is wrong, on top of the noise floor of plain requests. Default: by precision
+    (docs/watch.md)."""
     distribution_tolerance: Annotated[float, Field(ge=0, le=1)] | None = None
     """Largest shift by rounding of the means of the calibration test; by precision when not set."""
     edge_nats: Annotated[float, Field(gt=0, le=10)] | None = None
@@ -309,13 +312,13 @@ class BreakerSection(Section):
     mode: Literal["auto", "on", "off"] = "auto"
     """`auto` = the breaker decides; `on` and `off` are fixed, alarms are only counted."""
     cooldown_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 30.0
-    """From a trip to the first canary; doubled with each that fails, at most sixteenfold."""
+    """Time from a trip to the first canary; doubled with each that fails, at most sixteenfold."""
     window_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 600.0
     """A second trip within it takes the replica out of service, so that Serve replaces it."""
     suspect_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 60.0
-    """Answers that ended at most this long before a trip are suspect; all since its evidence began are in any case."""
+    """Answers that ended at most this long before a trip are suspect, and all since its evidence began."""
     canary_requests: Annotated[int, Field(ge=1, le=64)] = 4
-    """A replica's own requests that try speculation out."""
+    """Requests of the replica's own that try speculation out."""
 
 
 class DumpsSection(Section):
@@ -335,7 +338,7 @@ class AdminSection(Section):
     token_file: Annotated[str, Field(min_length=1)] | None = None
     """A file that holds the bearer token of `/admin`; there is no `/admin` when not set."""
     open_trainer_api: bool = False
-    """Let anyone update weights, pause, and empty prefix caches by vLLM's routes, since trainers as TRL send no key."""
+    """Let anyone update weights, pause, and empty prefix caches by vLLM's routes: trainers such as TRL send no key."""
 
 
 class AccessSection(Section):
@@ -399,15 +402,15 @@ class HandoffSection(Section):
     """Transfer of computed prompts from the prefill pool to the decode pool (topology `disaggregated`)."""
 
     transport: Literal["plasma", "inline", "nixl"] = "plasma"
-    """`plasma`: Ray's object store; `inline`: up to 3 MiB in the message itself; `nixl`: RDMA, if it is installed; with
-    `engine.kind: vllm` by vLLM's own `NixlConnector`, from cache to cache."""
+    """`plasma`: Ray's object store; `inline`: up to 3 MiB in the message itself; `nixl`: RDMA, if NIXL is
+    installed; with `engine.kind: vllm` from cache to cache, by vLLM's `NixlConnector`."""
 
 
 class RoutingSection(Section):
     """Choice of the replica of a pool that a request goes to."""
 
     prefill: Literal["prefix", "serve"] = "prefix"
-    """`prefix`: where most of the prompt is cached and least is waiting; `serve`: Ray Serve's own routing."""
+    """`prefix`: the replica that has most of the prompt cached and least waiting; `serve`: Ray Serve's own routing."""
     decode: Literal["load", "serve"] = "load"
     """`load`: the replica of the header `x-session-id`, else the one with most room; HAProxy has its own rules."""
     period_s: Target = 1.0
@@ -415,8 +418,8 @@ class RoutingSection(Section):
 
 
 class LimitsSection(Section):
-    """Limits of requests: beyond them, requests are refused rather than queued without end. The first two are per
-    replica and router, as in Ray Serve."""
+    """Limits, beyond which requests are refused rather than queued without end. The first two are per replica and
+    router, as in Ray Serve."""
 
     max_ongoing_requests: AtLeastOne = 128
     """Requests that a replica accepts; more are answered 429."""

@@ -22,7 +22,7 @@ class _Scaling(Section):
     downscale_delay_s: Delay = 120.0
     """Time for which fewer replicas must be wanted before some stop; each finishes its streams first."""
     look_back_period_s: Target = 10.0
-    """Over which load is averaged."""
+    """Period over which load is averaged."""
 
     @model_validator(mode="after")
     def _range_is_not_empty(self) -> Self:
@@ -36,11 +36,11 @@ class AutoscalingSection(_Scaling):
 
     policy: Literal["load", "requests"] = "load"
     """`load`: by the seconds of work that wait for a prefill replica, by KV use and running requests of the others;
-    `requests`: by the requests in flight, as Ray Serve does without us."""
+    `requests`: by the requests in flight, Ray Serve's own policy."""
     target_backlog_s: Target = 2.0
-    """Policy `load`, prefill: seconds of prompts that a replica should have before it at most."""
+    """Policy `load`, prefill: most seconds of prompts that should wait for a replica."""
     target_kv_usage: Annotated[float, Field(gt=0, le=1)] = 0.7
-    """Policy `load`, decode and monolith: share of the KV blocks that should be in use at most."""
+    """Policy `load`, decode and monolith: largest share of the KV blocks that should be in use."""
     target_running_share: Target = 0.8
     """Policy `load`, decode and monolith: requests in the engine, as a share of `engine.max_num_seqs`."""
 

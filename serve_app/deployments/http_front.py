@@ -205,7 +205,7 @@ class HttpFront:
             keys = KeyStore(Path(keys_file), self._count_reload)
             for result in ("ok", "failed"):
                 self._runtime.metrics.count("truespec_key_file_reloads_total", 0, result=result)
-            _logger.info("%s: %d keys", keys_file, len(keys))
+            _logger.info("%s has %d keys", keys_file, len(keys))
         return Access(keys, None if token_file is None else read_token(Path(token_file)))
 
     def _count_reload(self, went_well: bool) -> None:

@@ -87,7 +87,7 @@ class BreakerController:
             what = f"replays: {finding.alarm} in stratum {finding.stratum}"
             self._trip(reason, what, finding.began_at, finding.evidence_since)
         if orders.mode is not None and orders.mode is not self._breaker.mode:
-            _logger.warning("an operator sets speculation to %s", orders.mode)
+            _logger.warning("an operator has set speculation to %s", orders.mode)
             self._breaker.set_mode(orders.mode)
 
     def act(self) -> None:

@@ -20,7 +20,9 @@ class SpeculationOrder(Wire):
     """POST /admin/speculation: who decides about speculation, on one replica or on all."""
 
     mode: str = Field(json_schema_extra={"enum": [mode.value for mode in Mode]})
+    """`off`: no speculation; `auto`: the breaker decides; `on`: always."""
     replica: str | None = None
+    """The replica. Default: all of them, and those to come."""
 
     @field_validator("mode")
     @classmethod
@@ -34,7 +36,9 @@ class PauseOrder(Wire):
     """POST /admin/pause: begin no request on any replica."""
 
     mode: str = Field("wait", json_schema_extra={"enum": [mode.value for mode in PauseMode]})
+    """Running requests finish (`wait`), end at once (`abort`), or stop between two steps (`keep`)."""
     timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    """The longest wait for the replicas; of new weights, for loading and again for switching."""
 
     @field_validator("mode")
     @classmethod
@@ -48,8 +52,11 @@ class WeightsOrder(PauseOrder):
     """POST /admin/weights: what every replica is to serve; `mode` says what becomes of the requests that run."""
 
     path: Annotated[str, Field(min_length=1)]
+    """A checkpoint that every replica can read: a folder or a hub id."""
     weight_version: Annotated[str, Field(pattern=r"^[A-Za-z0-9._:/+=-]{1,128}$")]
+    """A name of your choice, other than the current one."""
     drafter_path: Annotated[str, Field(min_length=1)] | None = None
+    """The drafter's checkpoint. Default: the configured drafter."""
 
     @property
     def ref(self) -> WeightsRef:

@@ -4,7 +4,6 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from serve_app.access.access import Scope
@@ -18,6 +17,7 @@ from serve_app.openai.responses.response_requests import ResponsesRequest
 from serve_app.openai.scoring.score_request import ScoreRequest
 from serve_app.openai.tokens.token_generation import GenerateRequest
 from serve_app.openai.tokens.tokenization import DetokenizeRequest, TokenizeRequest
+from serve_app.openai.wire import Wire
 
 Schema = dict[str, Any]
 
@@ -148,7 +148,7 @@ class Operation:
     path: str
     summary: str
     reply: str  # a schema's name, or a content type without a schema
-    body: type[BaseModel] | None = None
+    body: type[Wire] | None = None
     streams: bool = False  # the reply may be server-sent events
     body_required: bool = True
     query: tuple[tuple[str, Schema], ...] = ()  # parameters in the URL, none of which is required

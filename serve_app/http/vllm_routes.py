@@ -35,6 +35,7 @@ class InitTransfer(Wire):
     """POST /init_weight_transfer_engine. Weights come as folders, so there is nothing to set up."""
 
     init_info: dict[str, Any] = Field(default_factory=dict)
+    """Empty, or `backend: folder`. A process group of NCCL is refused."""
 
     def check_together(self) -> None:
         """Refuse what would wait for a trainer's process group.
@@ -53,6 +54,7 @@ class StartUpdate(Wire):
     """POST /start_weight_update."""
 
     is_checkpoint_format: bool | None = None
+    """Only `true` is served."""
 
     def check_together(self) -> None:
         """Refuse weights in an engine's own layout.
@@ -70,18 +72,26 @@ class UpdateInfo(Wire):
     """The place of new weights; the other fields are those of vLLM's NCCL transfer, which is refused."""
 
     path: _PATH | None = None
+    """A checkpoint that every replica can read."""
     drafter_path: _PATH | None = None
+    """The drafter's checkpoint."""
     names: list[Any] | None = None
+    """Refused: tensors are not taken over NCCL."""
     dtype_names: list[Any] | None = None
+    """Refused, like `names`."""
     shapes: list[Any] | None = None
+    """Refused, like `names`."""
     packed: bool | None = None
+    """Refused, like `names`."""
 
 
 class UpdateOrder(Wire):
     """POST /update_weights, as vLLM has it (`update_info`) or as prime-rl has it (`weight_dir`)."""
 
     update_info: UpdateInfo | None = None
+    """`path` of the checkpoint and `drafter_path`, which every replica can read."""
     weight_dir: _PATH | None = None
+    """prime-rl's form: the checkpoint, served at once."""
 
     def check_together(self) -> None:
         """Check fields against each other.
@@ -109,6 +119,7 @@ class FinishUpdate(Wire):
     """POST /finish_weight_update."""
 
     weight_version: Annotated[str, Field(pattern=r"^[A-Za-z0-9._:/+=-]{1,128}$")] | None = None
+    """The weights' name. Default: `update-1` and so on."""
 
 
 @dataclass(frozen=True, slots=True)

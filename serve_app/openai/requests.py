@@ -46,17 +46,24 @@ class StreamOptions(Wire):
     """The contents of a stream besides the text."""
 
     include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None  # vLLM's: with include_usage, every chunk has the usage up to there
-    include_obfuscation: bool | None = None  # accepted: OpenAI's padding of chunks, not done here
+    """The stream ends with a chunk that has the usage."""
+    continuous_usage_stats: bool | None = None
+    """With `include_usage`: every chunk has the usage up to there."""
+    include_obfuscation: bool | None = None
+    """Accepted, without effect."""
 
 
 class JsonSchemaFormat(Wire):
     """A JSON schema as OpenAI's response_format wraps it. Every one is enforced strictly."""
 
     name: str
+    """A name of your choice."""
     description: str | None = None
+    """A description for your own use."""
     schema_text: str = Field(alias="schema")
+    """The JSON schema."""
     strict: bool | None = None
+    """Accepted, without effect: schemas are always enforced."""
 
     @field_validator("schema_text", mode="before", json_schema_input_type=dict[str, Any])
     @classmethod
@@ -71,7 +78,9 @@ class ResponseFormat(Wire):
     """The structure of an answer, in OpenAI's form."""
 
     type: str = Field(json_schema_extra={"enum": [*_FORMATS]})
+    """`json_schema` needs the field `json_schema`."""
     json_schema: JsonSchemaFormat | None = None
+    """`name`, `schema`, and optionally `description` and `strict`."""
 
     @field_validator("type")
     @classmethod
@@ -128,9 +137,13 @@ class StructuredOutputs(Wire):
     """The structure of an answer, in vLLM's form: exactly one of the fields."""
 
     schema_text: SchemaText = Field(None, alias="json")
+    """A JSON schema, as an object or its text."""
     regex: Expression | None = None
+    """An expression in the syntax of Rust's regex crate, which the whole answer matches."""
     choice: Choices | None = None
+    """Texts, one of which is the answer."""
     grammar: Grammar | None = None
+    """A Lark grammar."""
 
     def structure(self) -> Structure:
         """The structure to enforce.
@@ -184,57 +197,111 @@ class WireRequest(Wire):
     """Fields of both generation endpoints."""
 
     model: str
+    """The served model's name, or an adapter's."""
     max_tokens: int | None = Field(None, ge=1, le=INT32_MAX)
+    """The longest answer, in tokens."""
     min_tokens: int | None = Field(None, ge=0, le=INT32_MAX)
+    """The answer does not end before so many tokens."""
     temperature: float | None = None
+    """Divides the logits. 0 = greedy, 1 = the model's own distribution, which is the default."""
     top_p: float | None = None
+    """Sample from the likeliest tokens that have this share of the probability together, above 0 and up to 1."""
     top_k: int | None = Field(None, ge=-1, le=INT32_MAX)
+    """Sample from so many likeliest tokens; 0 or -1 = from all."""
     min_p: float | None = None
+    """Sample from tokens with at least this share of the likeliest one's probability."""
     presence_penalty: float | None = None
+    """Taken from the logits of tokens that are in the answer."""
     frequency_penalty: float | None = None
+    """Taken from the logits of tokens, once for each time that they are in the answer."""
     repetition_penalty: float | None = None
+    """Makes tokens of prompt and answer less likely if it is above 1."""
     logit_bias: dict[str, float] | None = None
+    """Token ids, and what is added to their logits."""
     bad_words: list[Annotated[str, Field(min_length=1)]] | None = Field(None, max_length=MAX_BAD_WORDS)
+    """Texts that the answer must not contain."""
     allowed_token_ids: Many[TokenId] | None = Field(None, min_length=1)
+    """The only tokens that the answer may contain."""
     response_format: ResponseFormat | None = None
+    """`text`, `json_object`, or `json_schema` with a schema."""
     structured_outputs: StructuredOutputs | None = None
-    reproducible: bool | None = None  # default: if a seed is sent, and the engine supports it
+    """One of `json` (a schema), `regex`, `choice` and `grammar`, which the answer has to match."""
+    reproducible: bool | None = None
+    """The text follows from seed and prompt, whatever is drafted. Default: if a `seed` is sent, and the engine can."""
     logprob_token_ids: list[TokenId] | None = Field(None, max_length=MAX_SCORED_IDS)
-    guided_json: SchemaText = None  # deprecated, as the next three: vLLM's names before `structured_outputs`
+    """Tokens whose logprobs are returned at every position."""
+    guided_json: SchemaText = None
+    """Old name of `structured_outputs.json`; the reply has a `warning` header."""
     guided_regex: Expression | None = None
+    """Old name of `structured_outputs.regex`."""
     guided_choice: Choices | None = None
+    """Old name of `structured_outputs.choice`."""
     guided_grammar: Grammar | None = None
+    """Old name of `structured_outputs.grammar`."""
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    truncate_prompt_tokens: int | None = Field(None, ge=-1, le=INT32_MAX)  # keeps so many last ones; -1 = what fits
+    """Logprobs of the prompt's tokens and of so many alternatives, in the first choice of each prompt."""
+    truncate_prompt_tokens: int | None = Field(None, ge=-1, le=INT32_MAX)
+    """Keep so many last tokens of the prompt; -1 = as many as fit."""
     cache_salt: str | None = Field(None, min_length=1, max_length=MAX_CACHE_SALT)
+    """The prefix cache is shared with requests of the same salt only, and `drafter.kind: suffix` drafts no other
+    request's text from its answer."""
     n: int | None = Field(None, ge=1, le=INT32_MAX)
+    """The number of choices for each prompt."""
     seed: int | None = Field(None, ge=-(2**63), le=MAX_SEED)
+    """Each choice says whether its text can be had again with this seed, and why not."""
     stop: str | list[str] | None = None
+    """Texts that end the answer."""
     stop_token_ids: list[TokenId] | None = Field(None, max_length=1024)
+    """Tokens that end the answer."""
     ignore_eos: bool | None = None
+    """The answer does not end with the model's end tokens."""
     stream: bool | None = None
+    """Reply by server-sent events."""
     stream_options: StreamOptions | None = None
+    """With `stream`: `include_usage`, `continuous_usage_stats`."""
     return_token_ids: bool | None = None
+    """The reply has the token ids of prompt and answer, and logprobs as plain arrays."""
     return_token_kinds: bool | None = None
-    return_tokens_as_token_ids: bool | None = None  # logprobs name tokens by id: "token_id:7"
-    skip_special_tokens: bool | None = None  # default: true
-    include_stop_str_in_output: bool | None = None  # what stopped the answer is part of its text
+    """The reply says of each token how it came about: `first`, `accepted`, `recovered` or `bonus`."""
+    return_tokens_as_token_ids: bool | None = None
+    """Logprobs name tokens by their ids: `token_id:7`."""
+    skip_special_tokens: bool | None = None
+    """Leave special tokens out of the text. Default: true."""
+    include_stop_str_in_output: bool | None = None
+    """The stop string that ended the answer is part of its text."""
     speculate: bool | None = None
-    verify: bool | None = None  # the answer waits for its replay, and includes the verdict
-    receipt: bool | None = None  # the answer comes with what a third party needs to make its draws again
-    priority: int | None = Field(None, ge=-MAX_PRIORITY, le=MAX_PRIORITY)  # the lower, the earlier
-    timeout: Seconds | None = None  # for the whole request, from its arrival
-    resume: bool | None = None  # continues elsewhere when its decode replica is lost
+    """`false`: plain decoding for this request."""
+    verify: bool | None = None
+    """The reply waits for the answer's replay, and has the `verdict` and what was `checked`."""
+    receipt: bool | None = None
+    """The reply has `receipts` (a stream's last chunk), with which a third party can check each choice by `truespec
+    verify`. Refused with vLLM."""
+    priority: int | None = Field(None, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
+    """Order in the queue, the lower the earlier."""
+    timeout: Seconds | None = None
+    """Seconds from its arrival until the request is given up."""
+    resume: bool | None = None
+    """The answer continues on another replica when the one that decodes it is lost. Needs `pools.router` or
+    `recovery.resume`."""
     # accepted but unused: clients send them for identification, billing or caching
     user: str | None = None
+    """Accepted, without effect."""
     metadata: dict[str, Any] | None = None
+    """Accepted, without effect."""
     service_tier: str | None = None
+    """Accepted, without effect."""
     safety_identifier: str | None = None
+    """Accepted, without effect."""
     prompt_cache_key: str | None = None
+    """Accepted, without effect."""
     prompt_cache_retention: str | None = None
+    """Accepted, without effect."""
     prompt_cache_options: dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None  # used if there are tools
-    spaces_between_special_tokens: bool | None = None  # never any but those of the tokens themselves
+    """Accepted, without effect."""
+    parallel_tool_calls: bool | None = None
+    """With `tools`: `false` allows one call at most."""
+    spaces_between_special_tokens: bool | None = None
+    """Accepted, without effect: text is the tokens' own bytes."""
 
     @field_validator("truncate_prompt_tokens")
     @classmethod

@@ -123,7 +123,9 @@ Many = Annotated[list[T], Field(fail_fast=True)]
 class Wire(BaseModel):
     """Any object of a request's body: known fields only, and no type coercion."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
     unsupported: ClassVar[Mapping[str, tuple[Harmless, str]]] = {}
     """Entries of `UNSUPPORTED` for this body alone; inherited fields may be among them."""

@@ -279,7 +279,7 @@ class PooledTokenSource:
     def _count_refusal(self, request_id: str, error: HandoffRefused) -> None:
         self._metrics.count("truespec_handoffs_total", result="refused")
         self._metrics.count("truespec_handoff_refusals_total", reason=error.reason)
-        _logger.warning("handoff of %s refused, computing it here: %s", request_id, error)
+        _logger.warning("the handoff of %s was refused; its prompt is computed here: %s", request_id, error)
 
     def _count_handoff(self, request_id: str, num_bytes: int, replica: str) -> None:
         self._metrics.count("truespec_handoffs_total", result="ok")

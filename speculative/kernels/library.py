@@ -123,7 +123,7 @@ def _set_ways(kernels: Kernels, library: Path) -> None:
         kernels.prefetch(json.loads(kept.read_text(encoding="utf-8")))
         return
     ways = measured_ways(kernels)
-    _log.info("Weights are prefetched as was measured here: %s.", describe_ways(ways))
+    _log.info("Weights are prefetched in the ways that were fastest on this machine: %s.", describe_ways(ways))
     with contextlib.suppress(OSError), tempfile.TemporaryDirectory(dir=kept.parent) as scratch:
         written = Path(scratch) / kept.name
         written.write_text(json.dumps(ways), encoding="utf-8")

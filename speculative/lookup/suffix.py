@@ -28,8 +28,8 @@ class SuffixOptions(Options):
     )
     suffix_first: int = option(
         0,
-        "Drafters with weights and of `dynamic` length: the most tokens of a passage that the sequence repeats, that "
-        "are drafted in the model's place where they promise more; 0 = none.",
+        "Drafters with weights and `dynamic` length: where a passage that the sequence repeats promises more, "
+        "draft up to so many tokens of it in the model's place; 0 = none.",
         least=0,
         most=64,
     )

@@ -29,7 +29,12 @@ CHANGES = {  # by file: a line that is there, and what comes behind it
         ("        self.reads_drafts = bool(self._phrases)", " or bool(params.repeat_bias)"),
         ("        self.most_biased = ", "bool(params.repeat_bias) + "),
     ],
-    "serve_app/openai/requests.py": [("    min_p: float | None = None\n", "    repeat_bias: float | None = None\n")],
+    "serve_app/openai/requests.py": [
+        (
+            'share of the likeliest one\'s probability."""\n',
+            '    repeat_bias: float | None = None\n    """Added to the logit of the token that came last."""\n',
+        )
+    ],
 }
 IN_A_SERVICE = """
 import json

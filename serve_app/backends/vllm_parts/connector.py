@@ -101,7 +101,7 @@ class CopyConnector(KVConnectorBase_V1):
             try:
                 self._load(copy)
             except (OSError, ValueError, RuntimeError) as error:
-                _logger.warning("%s cannot be loaded, the prompt is computed here: %s", copy.path, error)
+                _logger.warning("%s cannot be loaded; its prompt is computed here: %s", copy.path, error)
                 self._failed.update(block for ids in copy.blocks for block in ids[copy.first :])
 
     def wait_for_layer_load(self, layer_name: str) -> None:

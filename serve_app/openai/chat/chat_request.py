@@ -28,16 +28,27 @@ class ChatCompletionRequest(WireRequest):
     """POST /v1/chat/completions."""
 
     messages: Many[Message] = Field(min_length=1)
+    """The conversation."""
     max_completion_tokens: int | None = Field(None, ge=1, le=INT32_MAX)
+    """Newer name of `max_tokens`."""
     logprobs: bool | None = None
+    """Return the logprob of each token of the answer."""
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    """With `logprobs`: of so many likeliest tokens at each position, too."""
     tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
+    """Functions that the model may call."""
     tool_choice: ToolChoice = None
+    """`auto`, `none`, `required`, or the function to call."""
     reasoning_effort: Effort | None = None
-    chat_template_kwargs: dict[str, Any] | None = None  # variables that the chat template reads
-    add_generation_prompt: bool | None = None  # default: true, unless the last message is continued
-    continue_final_message: bool | None = None  # the answer continues the last message
-    add_special_tokens: bool | None = None  # true = also those that begin a text, beside the template's own
+    """A variable of the chat template, if it has it."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Variables that the chat template reads, such as `enable_thinking`."""
+    add_generation_prompt: bool | None = None
+    """The template begins the answer. Default: true, unless the last message is continued."""
+    continue_final_message: bool | None = None
+    """The answer continues the last message."""
+    add_special_tokens: bool | None = None
+    """Add the tokens that begin a text beside those of the template."""
 
     @property
     def num_logprobs(self) -> int | None:

@@ -26,7 +26,9 @@ class TextPart(Wire):
     """One part of a message's content. Only text is served."""
 
     type: str = Field(json_schema_extra={"const": "text"})
+    """Only `text` is served."""
     text: str
+    """The part's text."""
 
     @field_validator("type")
     @classmethod
@@ -59,17 +61,24 @@ class CalledFunction(Wire):
     """The function that a tool call of the conversation called."""
 
     name: ToolName
+    """The function's name."""
     arguments: str
-    parsed_arguments: Any = None  # accepted: as parsed by the `openai` client
+    """The text of a JSON object."""
+    parsed_arguments: Any = None
+    """Accepted, without effect."""
 
 
 class ToolCall(Wire):
     """A tool call of the conversation, as an answer returned it."""
 
     id: str | None = None
+    """The call's id, which its result names."""
     type: FunctionKind = "function"
+    """Only `function` is served."""
     function: CalledFunction
+    """`name` and `arguments` of the call."""
     index: int | None = None
+    """Accepted, without effect."""
 
     def for_template(self, path: str) -> dict[str, Any]:
         """The call as chat templates expect it: its arguments are an object.
@@ -102,22 +111,34 @@ class Message(Wire):
     """One message of a conversation."""
 
     role: str = Field(json_schema_extra={"enum": [*_ROLES]})
+    """The speaker. `developer` is shown as `system`."""
     content: Annotated[
         Annotated[str, Tag("<text>")]
         | Annotated[Many[TextPart], Field(min_length=1), Tag("<parts>")]
         | Annotated[None, Tag("<nothing>")],
         Discriminator(_content_kind),
     ] = None
+    """A text, or parts of type `text`, which are joined by line breaks."""
     name: str | None = None
+    """The participant's name; the chat template decides whether it is shown."""
     refusal: None = None
+    """Must be null."""
     tool_calls: Many[ToolCall] | None = None
-    tool_call_id: str | None = None  # of the call that a message of role tool answers
+    """Calls of an assistant's message, as an answer returned them."""
+    tool_call_id: str | None = None
+    """The call that a message of role `tool` answers."""
     reasoning: str | None = None
-    reasoning_content: str | None = None  # its older name
+    """Reasoning of an assistant's message; the chat template decides whether it is shown."""
+    reasoning_content: str | None = None
+    """Older name of `reasoning`."""
     function_call: None = None
+    """Must be null: an old name of `tool_calls`."""
     audio: None = None
+    """Must be null: audio is not served."""
     annotations: list[Any] | None = None
-    parsed: Any = None  # accepted: the content as parsed by the `openai` client
+    """Accepted, without effect."""
+    parsed: Any = None
+    """Accepted, without effect."""
 
     @field_validator("role")
     @classmethod
@@ -173,10 +194,15 @@ class FunctionSpec(Wire):
     """A function that the model may call."""
 
     name: ToolName
+    """The function's name."""
     description: str | None = None
-    parameters: dict[str, Any] | None = None  # a JSON schema of an object
-    strict: bool | None = None  # accepted: required calls follow the schema in any case
-    result: dict[str, Any] | None = Field(default=None, alias="return")  # a JSON schema: transformers writes one
+    """Its description, for the model."""
+    parameters: dict[str, Any] | None = None
+    """The JSON schema of an object."""
+    strict: bool | None = None
+    """Accepted, without effect: forced calls follow the schema in any case."""
+    result: dict[str, Any] | None = Field(default=None, alias="return")
+    """A JSON schema of the result, which the chat template may show."""
 
     @field_validator("result")
     @classmethod

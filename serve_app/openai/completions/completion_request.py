@@ -43,10 +43,15 @@ class CompletionRequest(WireRequest):
         ],
         Discriminator(_prompt_kind),
     ]
-    max_tokens: int | None = Field(None, ge=0, le=INT32_MAX)  # 0 = only the echo
+    """A text, token ids, or a list of either."""
+    max_tokens: int | None = Field(None, ge=0, le=INT32_MAX)
+    """The longest answer, in tokens. 0 = nothing but the `echo`."""
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    echo: bool | None = None  # the prompt and its logprobs come before the text
-    add_special_tokens: bool | None = None  # false = a text gets no tokens at its start, whatever the model wants
+    """Return the logprobs of each token and of so many likeliest ones; 0 = of the tokens alone."""
+    echo: bool | None = None
+    """The prompt comes before the text, and with `logprobs` its logprobs before the answer's."""
+    add_special_tokens: bool | None = None
+    """`false`: a text gets no tokens at its start, whatever the model wants."""
 
     @field_validator("prompt", mode="after")
     @classmethod

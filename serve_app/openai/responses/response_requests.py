@@ -142,24 +142,39 @@ class ResponsesRequest(WireRequest):
         Annotated[str, Tag("<text>")] | Annotated[Many[Item], Field(min_length=1), Tag("<items>")],
         Discriminator(_input_kind),
     ]
+    """A text, or items: messages with text, `function_call`, `function_call_output`, `reasoning` (given to the chat
+    template), and `item_reference` where responses are kept."""
     instructions: str | None = None
+    """A message of the role `system` before the input."""
     previous_response_id: str | None = None
-    store: bool | None = None  # default: if the server keeps responses
+    """The response whose conversation this one continues; needs `responses.max_mib`."""
+    store: bool | None = None
+    """Keep the response, which needs `responses.max_mib`. Default: if the server keeps any."""
     max_output_tokens: int | None = Field(None, ge=1, le=INT32_MAX)
+    """The longest answer, in tokens, reasoning and calls included."""
     text: TextConfig | None = None
+    """`format`: `text`, `json_object`, or `json_schema` with a schema."""
     reasoning: Reasoning | None = None
+    """`effort`: a variable of the chat template, if it has it."""
     tools: list[FunctionTool] | None = Field(None, max_length=MAX_TOOLS)
+    """Functions that the model may call."""
     tool_choice: Annotated[
         Annotated[ChoiceWord, Tag("<word>")]
         | Annotated[ChosenFunction, Tag("<function>")]
         | Annotated[None, Tag("<nothing>")],
         Discriminator(choice_kind),
     ] = None
+    """`auto`, `none`, `required`, or the function to call."""
     include: list[str] | None = Field(None, json_schema_extra={"items": {"enum": [*INCLUDABLE]}})
+    """`message.output_text.logprobs`: the logprob of each token. Other values have no effect."""
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    max_tool_calls: int | None = Field(None, ge=0, le=INT32_MAX)  # accepted: it limits built-in tools, of which none is
-    chat_template_kwargs: dict[str, Any] | None = None  # variables that the chat template reads
-    metadata: dict[str, str] | None = None  # returned
+    """Logprobs of so many likeliest tokens at each position, too."""
+    max_tool_calls: int | None = Field(None, ge=0, le=INT32_MAX)
+    """Accepted, without effect: it limits tools that are not served."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Variables that the chat template reads."""
+    metadata: dict[str, str] | None = None
+    """Returned with the response."""
 
     @field_validator("include")
     @classmethod

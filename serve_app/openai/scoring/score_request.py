@@ -25,11 +25,18 @@ class ScoreRequest(Wire):
     """POST /v1/score."""
 
     model: str
+    """The served model's name, or an adapter's."""
     contexts: Annotated[Many[Annotated[_Text | _Ids, Discriminator(_context_kind)]], Field(min_length=1)]
+    """Texts, or lists of token ids."""
     labels: Annotated[
         Many[Annotated[_Text | Annotated[int, Tag("<id>")] | _Ids, Discriminator(_label_kind)]], Field(min_length=1)
     ]
+    """Texts, token ids, or lists of token ids, each scored after each context."""
     normalize: bool = True
+    """A score is the label's share of its context's labels (softmax); with `false`, its probability."""
     priority: int | None = Field(None, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
+    """Order in the queue, the lower the earlier."""
     timeout: Seconds | None = None
+    """Seconds from its arrival until the request is given up."""
     user: str | None = None
+    """Accepted, without effect."""

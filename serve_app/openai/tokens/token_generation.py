@@ -43,16 +43,27 @@ class GenerateRequest(Wire):
     """POST /inference/v1/generate."""
 
     token_ids: Annotated[Many[TokenId], Field(min_length=1)]
+    """The prompt."""
     sampling_params: Annotated[dict[str, Any], WithJsonSchema(_described())]
+    """Fields of `/v1/completions`, by the same names. `detokenize` and `output_kind` have no effect."""
     model: str | None = None
+    """The served model's name, or an adapter's. Default: the model."""
     request_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+    """The id of the reply."""
     cache_salt: str | None = Field(None, min_length=1, max_length=MAX_CACHE_SALT)
+    """The prefix cache is shared with requests of the same salt only."""
     priority: int | None = Field(None, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
+    """Order in the queue, the lower the earlier."""
     output_mode: str | None = Field(None, json_schema_extra={"enum": ["tokens", None]})
+    """Only `tokens` is served."""
     stream: bool | None = Field(None, json_schema_extra={"enum": [False, None]})
-    return_token_ids: bool | None = None  # accepted: they are always returned
-    features: None = None  # of images
+    """Only `false` is served."""
+    return_token_ids: bool | None = None
+    """Accepted, without effect: they are always returned."""
+    features: None = None
+    """Must be null: images are not served."""
     content_parts: None = None
+    """Must be null."""
 
     @field_validator("output_mode")
     @classmethod

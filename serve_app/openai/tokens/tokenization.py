@@ -19,14 +19,23 @@ class TokenizeRequest(Wire):
     """POST /tokenize: the tokens of a prompt, or of a conversation in the chat template."""
 
     model: str | None = None
+    """The served model's name."""
     prompt: str | None = None
+    """A text."""
     messages: Annotated[Many[Message], Field(min_length=1)] | None = None
+    """A conversation, in place of `prompt`; the chat template is applied."""
     tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
+    """Functions that the template shows."""
     chat_template_kwargs: dict[str, Any] | None = None
+    """Variables that the chat template reads."""
     add_generation_prompt: bool | None = None
+    """The template begins the answer. Default: true, unless the last message is continued."""
     continue_final_message: bool | None = None
-    add_special_tokens: bool | None = None  # default: true for a prompt, false for a conversation
+    """The answer would continue the last message."""
+    add_special_tokens: bool | None = None
+    """Add the tokens that begin a text. Default: true for a prompt, false for a conversation."""
     return_token_strs: bool | None = None
+    """Also return the tokens as texts."""
 
     def check_together(self) -> None:
         """Check fields against each other.
@@ -60,7 +69,9 @@ class DetokenizeRequest(Wire):
     """POST /detokenize."""
 
     model: str | None = None
+    """The served model's name."""
     tokens: Many[TokenId]
+    """Token ids."""
 
 
 class Tokenization:

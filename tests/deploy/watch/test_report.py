@@ -326,7 +326,7 @@ def test_an_answer_that_is_suspect_by_itself_is_shown(model: ModelInfo) -> None:
     report = report_on(model, [*answers(3, 0.9), off])
     assert [one["id"] for one in report["suspect"]] == ["cmpl-off-0"]
     for said in (read_page(report).text, printed(report)):
-        assert "suspect each by itself" in said and "cmpl-off-0" in said and "drift 8.89 nats" in said
+        assert "suspect by themselves" in said and "cmpl-off-0" in said and "drift 8.89 nats" in said
     assert [reason.split(":")[0] for reason in conclusion(report, ["suspect", "untested"])] == ["suspect"]
 
 

@@ -1,7 +1,5 @@
 import contextlib
 import json
-import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -364,15 +362,6 @@ def test_parameters_may_be_nested_some_levels() -> None:
         with pytest.raises(InvalidRequest, match="at most 64 levels") as caught:
             chat(tools=[tool(1), tool(levels)])
         assert caught.value.field == "tools.1.function.parameters"
-
-
-def test_the_table_of_fields_in_the_docs_has_every_field_and_no_other() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "api.md").read_text(encoding="utf-8")
-    table = page[page.index("## Fields") : page.index("## Responses")]
-    rows = [row.split("|")[1] for row in table.splitlines() if row.startswith("| `")]
-    named = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
-    known = {*ChatCompletionRequest.model_fields, *CompletionRequest.model_fields, *UNSUPPORTED}
-    assert sorted(named) == sorted(known)
 
 
 def test_a_function_may_describe_what_it_returns() -> None:

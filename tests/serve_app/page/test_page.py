@@ -426,7 +426,7 @@ def test_what_is_wrong_is_a_sentence_with_its_runbook(served: Served, referee: R
     link = first.get_by_role("link")
     expect(link).to_have_text("TruespecPrefillsFail")
     link.click()
-    expect(page.locator("section:target")).to_contain_text("Each prompt is computed again")
+    expect(page.locator("section:target")).to_contain_text("each such prompt is computed again")
     visit.look(400, "dark")
     assert "the page is wider than the window" not in visit.faults_of_layout()
     page.go_back()
