@@ -48,6 +48,7 @@ ROOMS = {
     ),
     "serve_app": (
         "errors",
+        "versions",
         "telemetry",
         "text",
         "backends",

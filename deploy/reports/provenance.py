@@ -1,7 +1,6 @@
 """The provenance of figures: the day, the machine, the versions, the commit, and what else the machine was doing."""
 
 import datetime
-import importlib.metadata
 import os
 import platform
 import shlex
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 
 from deploy.run.quiet import MOST_CORES, Others
+from serve_app.versions import version_of
 
 _REPORTING_FLAGS = (
     "avx2",
@@ -47,14 +47,6 @@ def provenance() -> dict[str, Any]:
         "versions": {name: version_of(name) for name in _LIBRARIES},
         "others_before": Others.now(),
     }
-
-
-def version_of(package: str) -> str:
-    """Return the version that is installed; "none" where it is not, as on a machine that a checkout was carried to."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "none"
 
 
 def describe(found: dict[str, Any]) -> str:

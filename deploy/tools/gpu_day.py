@@ -12,6 +12,7 @@ its checkpoint.
 """
 
 import contextlib
+import importlib.util
 import json
 import os
 import shlex
@@ -22,6 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from importlib.resources import files
 from pathlib import Path
 
 import click
@@ -115,6 +117,7 @@ def stages(folder: Path, *, rehearses: bool = False) -> tuple[Stage, ...]:
         Stage("host", 120, (*steps, "host", *shapes)),
         Stage("model", 120, make_model),
         Stage("bench", 480, (*bench, "--rounds", "1" if rehearses else "2", *page, "shipped head"), (*needed, "model")),
+        Stage("service", 300, (*python, "deploy.tools.gpu_day", str(folder), "--serve"), (*needed, "model")),
         Stage("bench-profile", 240, (*bench, "--profile", "--rounds", "1", *page, "profile"), (*needed, "model")),
         Stage(
             "head",
@@ -129,7 +132,7 @@ def stages(folder: Path, *, rehearses: bool = False) -> tuple[Stage, ...]:
             ("head",),
         ),
     )
-    return tuple(stage for stage in known if not rehearses or not stage.name.endswith("head"))
+    return tuple(stage for stage in known if not rehearses or not stage.name.endswith(("head", "service")))
 
 
 def _sanitizer(tool: str, rehearses: bool) -> tuple[str, ...]:
@@ -163,6 +166,21 @@ def join(say: Callable[[str], None]) -> None:
     (PARTS / name).write_bytes(b"".join((PARTS / f"part.{part}").read_bytes() for part in range(NUM_PARTS)))
     os.environ.update(PIP_NO_INDEX="1", PIP_FIND_LINKS=str(PARTS.resolve()))
     say(str(fetch_model(_MODEL, progress=say)))
+
+
+def serve(folder: Path) -> None:
+    """Run the demo with both pools on this machine's one GPU."""
+    import yaml
+
+    config = yaml.safe_load(files("deploy").joinpath("configs/demo.yaml").read_text(encoding="utf-8"))
+    args = config["applications"][0]["args"]
+    args["engine"]["device"] = "cuda"
+    for pool in args["pools"].values():
+        pool["num_gpus"] = 0.5
+    path = folder / "service.yaml"
+    path.write_text(yaml.safe_dump(config), encoding="utf-8")
+    command = (sys.executable, "-m", "deploy.cli.main", "demo", "--config", str(path))
+    os.execv(command[0], (*command, "--json", str(folder / "service-figures.json")))
 
 
 def write_tiny(folder: Path) -> None:
@@ -248,6 +266,7 @@ def _stop(process: "subprocess.Popen[bytes]") -> None:
 @click.option("--rehearse", is_flag=True, help="Without a GPU: run the same commands, of a tiny model on the CPU.")
 @click.option("--prepare", "prepares", is_flag=True, help="Fetch what is to be carried to a machine without a network.")
 @click.option("--join", "joins", is_flag=True, hidden=True)
+@click.option("--serve", "serves", is_flag=True, hidden=True)
 @click.option("--write-tiny", "writes_tiny", is_flag=True, hidden=True)
 def main(
     folder: Path | None,
@@ -257,6 +276,7 @@ def main(
     rehearse: bool,
     prepares: bool,
     joins: bool,
+    serves: bool,
     writes_tiny: bool,
 ) -> None:
     """Run the GPU's day; what it writes lies in FOLDER, by default the folder that the variable OUT names."""
@@ -265,6 +285,8 @@ def main(
         return prepare(click.echo)
     if joins:
         return join(click.echo)
+    if serves:
+        return serve(folder)
     if writes_tiny:
         return write_tiny(folder / "tiny")
     known = stages(folder, rehearses=rehearse)
@@ -274,6 +296,9 @@ def main(
     if not rehearse and not torch.cuda.is_available():
         raise click.ClickException(f"torch {torch.__version__} sees no CUDA device here; nothing was run.")
     chosen = [stage for stage in known if not only or stage.name in only]
+    if importlib.util.find_spec("ray") is None:
+        chosen = [stage for stage in chosen if stage.name != "service"]
+        click.echo("service: left out, because Ray is not installed here")
     device = "a CPU" if rehearse else torch.cuda.get_device_name()
     outcomes = run_day(chosen, folder, device, click.echo, again=again)
     if len(outcomes) < len(chosen) or not all(outcome.passed for outcome in outcomes):

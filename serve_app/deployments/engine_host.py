@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import dataclasses
 import gc
-import importlib.metadata
 import logging
 import os
 import socket
@@ -41,6 +40,7 @@ from serve_app.streams import spans
 from serve_app.streams.pooled import PooledTokenSource
 from serve_app.streams.resuming import own_name
 from serve_app.telemetry.tracing import Carried, adopt
+from serve_app.versions import version_of
 from serve_app.weights.desired_state import WeightsRef
 from serve_app.weights.transfer import fetched
 from serve_app.weights.updater import WeightUpdater
@@ -116,7 +116,7 @@ class EngineHost:
         with naming_node():
             info = await self.backend.start()
         self._build = {
-            "version": importlib.metadata.version("truespec"),
+            "version": version_of("truespec"),
             "fingerprint": info.fingerprint,
             "drafter": config.drafter.kind,
         }

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import importlib.metadata
 import logging
 import socket
 import time
@@ -24,6 +23,7 @@ from serve_app.referee.verdicts import Checked
 from serve_app.telemetry.logs import configure as configure_logs
 from serve_app.telemetry.metrics import BufferSink, Metrics, RaySink
 from serve_app.telemetry.tracing import Carried, Tracing, adopt, carried
+from serve_app.versions import version_of
 from speculative.errors import ConfigError
 
 _logger = logging.getLogger("truespec.serve")
@@ -125,7 +125,7 @@ def observe(config: AppConfig, role: str, replica: str) -> Tracing:
         return Tracing()
     resource = {
         "service.name": "truespec",
-        "service.version": importlib.metadata.version("truespec"),
+        "service.version": version_of("truespec"),
         "service.instance.id": replica,
         "truespec.role": role,
         "truespec.model": config.model.served_name,

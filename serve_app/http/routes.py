@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import importlib.metadata
 import logging
 import re
 from collections.abc import Awaitable, Callable, Coroutine
@@ -48,6 +47,7 @@ from serve_app.openai.scoring.scorer import Scorer
 from serve_app.openai.tokens.token_generation import GenerateRequest, prepare_generation
 from serve_app.openai.wire import Wire
 from serve_app.telemetry.tracing import Tracing
+from serve_app.versions import version_of
 from serve_app.weights.desired_state import Outcome
 from speculative.errors import InvalidRequest
 
@@ -195,7 +195,7 @@ def _add_description(app: FastAPI, *, needs_key: bool) -> None:
     def described() -> dict[str, Any]:
         served = [route for route in app.routes if isinstance(route, APIRoute)]
         routes = {(method, route.path_format) for route in served for method in route.methods or ()}
-        return document(routes, version=importlib.metadata.version("truespec"), needs_key=needs_key)
+        return document(routes, version=version_of("truespec"), needs_key=needs_key)
 
     @app.get("/openapi.json")
     async def describe() -> Response:

@@ -1,6 +1,5 @@
 """The routes that vLLM's server has beside OpenAI's: evaluators, load generators and trainers ask there."""
 
-import importlib.metadata
 import json
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.parsing import parse
 from serve_app.openai.tokens.tokenization import DetokenizeRequest, TokenizeRequest
 from serve_app.openai.wire import W, Wire
+from serve_app.versions import version_of
 from serve_app.weights.desired_state import Outcome, WeightsRef
 from speculative.errors import InvalidRequest, RequestTimeout
 
@@ -140,7 +140,7 @@ def add_vllm_routes(app: FastAPI, front_end: FrontEnd, gate: Gate, routes: VllmR
 
     @app.get("/version")
     async def show_version() -> Response:
-        return JSONResponse({"version": importlib.metadata.version("truespec")})
+        return JSONResponse({"version": version_of("truespec")})
 
     if routes is not None:
         _add_about(app, routes)

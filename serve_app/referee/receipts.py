@@ -5,7 +5,6 @@ A receipt is JSON of known fields; docs/proof.md describes them. What is signed 
 """
 
 import dataclasses
-import importlib.metadata
 import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from serve_app.backends.base import ModelInfo
 from serve_app.referee.records import Record
 from serve_app.referee.request_limits import broken_limit
 from serve_app.referee.signatures import Signature, SigningKey
+from serve_app.versions import version_of
 from speculative.config import LogprobsMode
 from speculative.errors import EngineFault, InvalidRequest, TruespecError
 from speculative.request import Request, Round, SamplingParams, TokenKind
@@ -136,7 +136,7 @@ def receipt_of(
         dtype=computing.dtype,
         quantization=info.quantization,
         computing=computing.name,
-        truespec=importlib.metadata.version("truespec"),
+        truespec=version_of("truespec"),
         weight_versions=tuple(record.weight_versions),
         prompt_token_ids=request.prompt_token_ids,
         token_ids=tuple(record.token_ids),

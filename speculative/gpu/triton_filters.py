@@ -72,7 +72,7 @@ def _masses_from(logits, first, second, third, highest, scale, size, TILE: tl.co
 
 @triton.jit
 def _narrow(low, high, first, second, third, below_first, below_second, below_third):  # noqa: PLR0913
-    """What is left of a range of keys; below_first: the wanted one is at most the first of three candidates."""
+    """Return the rest of a range of keys; below_first: the wanted one is at most the first of three candidates."""
     if below_first:
         high = first
     elif below_second:

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from deploy.tools.gpu_day import CALLS, Stage, main, read_outcome, run_day, stages
+from deploy.tools.gpu_day import CALLS, Stage, main, read_outcome, run_day, serve, stages
+from serve_app.config.files import load_config
 from tests.support.bare_environment import make_bare_environment
 from tests.support.command_lines import fault
 
@@ -100,7 +101,17 @@ def test_every_stage_can_be_run(tmp_path: Path) -> None:
     for names in CALLS:
         done |= set(names)
         assert {need for stage in known if stage.name in names for need in stage.needs} <= done
-    assert done == budgets_s.keys() - {"head", "bench-head", "bench-profile"}
+    assert done == budgets_s.keys() - {"head", "bench-head", "bench-profile", "service"}
+
+
+def test_the_service_has_both_pools_on_one_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its configuration is one that `truespec` takes."""
+    commands: list[tuple[str, ...]] = []
+    monkeypatch.setattr("os.execv", lambda program, command: commands.append(command))
+    serve(tmp_path)
+    assert fault(list(commands[0][3:])) is None
+    config = load_config(tmp_path / "service.yaml").applications[0].args
+    assert [config.pool(name).num_gpus for name in config.pool_names] == [0.5, 0.5]
 
 
 def test_plugins_that_a_machine_happens_to_have_are_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

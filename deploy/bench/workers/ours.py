@@ -10,7 +10,7 @@ import torch
 
 from deploy.bench.workers.channel import BatchOfPrompts, Meter, serve
 from deploy.bench.workers.profiling import Profile
-from deploy.reports.provenance import version_of
+from serve_app.versions import version_of
 from speculative.config import DrafterConfig, EngineConfig
 from speculative.engine import EngineCore, resolve_device
 from speculative.errors import EngineFault

@@ -1,7 +1,6 @@
 """Our application on Ray Serve, asked over HTTP."""
 
 import contextlib
-import importlib.metadata
 import os
 import sys
 from typing import Any
@@ -12,6 +11,7 @@ from deploy.run.cluster import running_app
 from deploy.run.processes import process_tree
 from serve_app.config.base import POOLS_OF_TOPOLOGY
 from serve_app.config.serve_file import ServeFile
+from serve_app.versions import version_of
 
 _HOST = "127.0.0.1"
 
@@ -37,7 +37,7 @@ class ServedApplication:
         self._stack = contextlib.ExitStack()
         self._stack.enter_context(running_app(file, _report))
         self._server = ServerLoad(_HOST, settings["port"], "bench")
-        self.versions = {name: importlib.metadata.version(name) for name in ("truespec", "ray", "torch")}
+        self.versions = {name: version_of(name) for name in ("truespec", "ray", "torch")}
 
     def run(self, ask: BatchOfPrompts) -> dict[str, Any]:
         """All prompts as streams."""
