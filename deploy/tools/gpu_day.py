@@ -102,9 +102,9 @@ def stages(folder: Path, *, rehearses: bool = False) -> tuple[Stage, ...]:
     needed = ("equality",)
     make_model: tuple[str, ...] = (*truespec, "model", "get", _MODEL)
     if rehearses:
-        make_model = (*python, "deploy.tools.gpu_day", str(folder), "--write-tiny")
+        make_model = (*python, "deploy.tools.gpu_day", str(folder), "--part", "write-tiny")
     elif (PARTS / "part.0").exists():
-        make_model = (*python, "deploy.tools.gpu_day", str(folder), "--join")
+        make_model = (*python, "deploy.tools.gpu_day", str(folder), "--part", "join")
     known = (
         Stage("machine", 120, (*steps, "machine")),
         Stage("kernels", 300, (*test, "--junitxml", str(folder / "kernels.xml"), *kernels)),
@@ -117,7 +117,7 @@ def stages(folder: Path, *, rehearses: bool = False) -> tuple[Stage, ...]:
         Stage("host", 120, (*steps, "host", *shapes)),
         Stage("model", 120, make_model),
         Stage("bench", 480, (*bench, "--rounds", "1" if rehearses else "2", *page, "shipped head"), (*needed, "model")),
-        Stage("service", 300, (*python, "deploy.tools.gpu_day", str(folder), "--serve"), (*needed, "model")),
+        Stage("service", 300, (*python, "deploy.tools.gpu_day", str(folder), "--part", "serve"), (*needed, "model")),
         Stage("bench-profile", 240, (*bench, "--profile", "--rounds", "1", *page, "profile"), (*needed, "model")),
         Stage(
             "head",
@@ -265,9 +265,7 @@ def _stop(process: "subprocess.Popen[bytes]") -> None:
 @click.option("--again", is_flag=True, help="Run stages that passed before, too.")
 @click.option("--rehearse", is_flag=True, help="Without a GPU: run the same commands, of a tiny model on the CPU.")
 @click.option("--prepare", "prepares", is_flag=True, help="Fetch what is to be carried to a machine without a network.")
-@click.option("--join", "joins", is_flag=True, hidden=True)
-@click.option("--serve", "serves", is_flag=True, hidden=True)
-@click.option("--write-tiny", "writes_tiny", is_flag=True, hidden=True)
+@click.option("--part", type=click.Choice(["join", "serve", "write-tiny"]), hidden=True)
 def main(
     folder: Path | None,
     only: tuple[str, ...],
@@ -275,19 +273,17 @@ def main(
     again: bool,
     rehearse: bool,
     prepares: bool,
-    joins: bool,
-    serves: bool,
-    writes_tiny: bool,
+    part: str | None,
 ) -> None:
     """Run the GPU's day; what it writes lies in FOLDER, by default the folder that the variable OUT names."""
     folder = folder or Path(os.environ.get("OUT") or "build/gpu-day")
     if prepares:
         return prepare(click.echo)
-    if joins:
+    if part == "join":
         return join(click.echo)
-    if serves:
+    if part == "serve":
         return serve(folder)
-    if writes_tiny:
+    if part == "write-tiny":
         return write_tiny(folder / "tiny")
     known = stages(folder, rehearses=rehearse)
     unknown = sorted(set(only) - {stage.name for stage in known})
