@@ -151,10 +151,7 @@ def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 def test_sums_stay_in_registers_and_tiles_fit(kernels: dict[str, Compiled]) -> None:
     spilled = {name: kernel.spilled for name, kernel in kernels.items() if kernel.spilled}
-    assert all(name.startswith("attention") and size <= 40 for name, size in spilled.items() if name != "filters"), (
-        spilled
-    )
-    assert spilled.get("filters", 0) <= 16, "some bytes around its divisions"
+    assert all(name.startswith("attention") and size <= 40 for name, size in spilled.items()), spilled
     assert max(kernel.shared for kernel in kernels.values()) <= SHARED_MEMORY
 
 
