@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from deploy.cli.console import Failure, a_config, a_file, command_line, concurrency_option, out, progress_printer
 from deploy.cli.serving import at_port, served
@@ -79,6 +80,7 @@ def chaos(file: Path, port: int, json_file: Path | None, page: Path | None, *, k
     report = progress_printer()
     sizes_to_kill(checked.application)  # what is wrong with them is reported before anything starts
     if kill_each:
+        _refuse_options_of_other_kills()
         _kill_each(checked, json_file, page, options["concurrency"], options["max_tokens"])
         return
     asked = ChaosOptions(**options)
@@ -93,6 +95,14 @@ def chaos(file: Path, port: int, json_file: Path | None, page: Path | None, *, k
     out.print_json(data=figures.as_dict())
     if not figures.sound:
         raise Failure("Something was lost, repeated, changed or leaked; the figures say what.")
+
+
+def _refuse_options_of_other_kills() -> None:
+    context = click.get_current_context()
+    for option in context.command.params:
+        given = context.get_parameter_source(option.name or "") is ParameterSource.COMMANDLINE
+        if given and option.name in ("requests", "kill_every_s", "kill_nodes", "minutes", "seed"):
+            raise click.UsageError(f"{option.opts[0]} says when replicas are killed; --kill-each kills each once.")
 
 
 def _kill_each(file: ServeFile, json_file: Path | None, page: Path | None, streams: int, max_tokens: int) -> None:

@@ -117,3 +117,9 @@ def test_the_table(tmp_path: Path) -> None:
 def test_a_configuration_without_a_router_is_refused() -> None:
     result = CliRunner().invoke(main, ["chaos", "--kill-each", "--config", "monolith"])
     assert result.exit_code and "recovery.resume is false" in result.output
+
+
+@pytest.mark.parametrize("option", ["--requests", "--kill-every", "--kill-nodes", "--minutes", "--seed"])
+def test_options_of_other_kills_are_refused(option: str) -> None:
+    result = CliRunner().invoke(main, ["chaos", "--kill-each", option, "3", "--config", "resilient"])
+    assert result.exit_code == 2 and f"{option} says when" in result.output
