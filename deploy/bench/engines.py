@@ -28,6 +28,10 @@ _GET_VLLM = (
 )
 
 _VLLM_LIBRARIES = ("tcmalloc_minimal", "iomp5")  # what its documentation has preloaded on a CPU
+_LLAMA_CRASHES = (
+    "built by gcc 12 for a processor with AMX it crashes: build it again with "
+    "CFLAGS='-fno-tree-dse -fno-dse' pip install --force-reinstall --no-binary :all: llama-cpp-python"
+)
 _PREFIX_OF = "import sys; print(sys.prefix)"
 
 # One process, whose memory and threads are the engine's own; no word home.
@@ -52,6 +56,7 @@ class Launch:
     threads: int  # OpenMP threads
     python: str = sys.executable
     environment: dict[str, str] = field(default_factory=dict)
+    if_killed: str = ""  # what to try where a signal ends it
 
     @property
     def serves(self) -> tuple[str, ...]:
@@ -199,7 +204,7 @@ def _llama(plan: BenchPlan, name: EngineName) -> Launch | LeftOut:
         "max_streams": max(plan.streams),
         "max_model_len": plan.max_model_len,
     }
-    return Launch(name, f"{_WORKERS}.llama_engine", settings, threads, python)
+    return Launch(name, f"{_WORKERS}.llama_engine", settings, threads, python, if_killed=_LLAMA_CRASHES)
 
 
 @functools.cache

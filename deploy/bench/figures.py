@@ -165,7 +165,7 @@ def _case_rows(found: BenchResult, case: BenchCase) -> list[SpeedRow]:
 
 
 def _speed(sample: BenchSample, measure: Measure) -> float:
-    return sample.decode_speed if measure == "decode" else sample.whole_speed
+    return {"decode": sample.decode_speed, "whole": sample.whole_speed, "first-token": sample.prompt_speed}[measure]
 
 
 def _speeds(samples: Sequence[BenchSample], measure: Measure) -> Speed:

@@ -7,7 +7,7 @@ from typing import Any, Literal, Self
 
 from speculative.errors import ConfigError
 
-Measure = Literal["decode", "whole"]
+Measure = Literal["decode", "whole", "first-token"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,8 @@ class BenchPlan:
     gguf: the same weights for llama.cpp.
     head, draft_model: of drafters with weights.
     against: the engines of which the best, case by case, is what the others are compared with.
-    measure: tokens a second once every stream has its first token, or from the first prompt to the last token.
+    measure: tokens a second once every stream has its first token, or from the first prompt to the last token; or
+        tokens of the prompts a second, until every stream has its first one.
     together: our engines of the same weights share a process and one copy of them.
     own_tools: other engines are also measured by their own benchmark programs.
     """

@@ -123,6 +123,9 @@ class EngineProcess:
             status = process.wait()  # the log is whole then
             lines = self._log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
             last = "\n".join(lines[-_LOG_LINES:]) or "it said nothing"
+            if status < 0:
+                advice = f" ({self._launch.if_killed})" if self._launch.if_killed else ""
+                raise EngineFailed(f"{signal.Signals(-status).name} ended it{advice}: {last}")
             raise EngineFailed(f"it ended with status {status}: {last}")
         reported: dict[str, Any] = json.loads(line)
         if "error" in reported:

@@ -74,7 +74,11 @@ def _table(title: str, columns: Sequence[str], lines: Sequence[tuple[str, ...]])
 
 def _speed_tables(found: BenchResult) -> list[ReportTable]:
     """One table a case."""
-    what = "after the first token" if found.plan.measure == "decode" else "of the whole batch"
+    what = {
+        "decode": "tokens a second after the first token",
+        "whole": "tokens a second of the whole batch",
+        "first-token": "tokens of the prompts a second, until the first token",
+    }[found.plan.measure]
     made = []
     for case, group in groupby(rows(found), key=lambda row: row.case):
         lines = list(group)
@@ -82,7 +86,7 @@ def _speed_tables(found: BenchResult) -> list[ReportTable]:
         ratio = f"ratio to {against}" if against else "ratio"
         drafts = ("accepted length", "acceptance by position")
         columns = ("engine", "tokens/s", "from ... to", ratio, "first token", *drafts, "same text")
-        title = f"{case}: tokens a second {what} (n = {max(row.speed.num_samples for row in lines)})"
+        title = f"{case}: {what} (n = {max(row.speed.num_samples for row in lines)})"
         made.append(_table(title, columns, [_speed_line(row) for row in lines]))
     return made
 

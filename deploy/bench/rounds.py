@@ -22,12 +22,13 @@ _WARM_UP_TOKENS = 64  # an engine with dynamic draft lengths has tried every len
 
 @dataclass(frozen=True, slots=True)
 class BenchSample:
-    """One engine's answer to one batch of prompts. `reported` is the worker's reply."""
+    """One engine's answer to one batch of prompts, of so many tokens. `reported` is the worker's reply."""
 
     engine: str
     case: BenchCase
     round: int
     reported: dict[str, Any]
+    prompt_tokens: int
 
     @property
     def decode_speed(self) -> float:
@@ -38,6 +39,11 @@ class BenchSample:
     def whole_speed(self) -> float:
         """Tokens a second of the whole batch, its prompts included."""
         return float(self.reported["num_tokens"] / self.reported["wall_s"])
+
+    @property
+    def prompt_speed(self) -> float:
+        """Tokens of the prompts a second, until every stream had its first token."""
+        return float(self.prompt_tokens / max(self.reported["first_token_s"]))
 
 
 @dataclass(slots=True)
@@ -126,14 +132,16 @@ class _Run:
         for number in range(-1, plan.rounds):
             self._view.count(max(number, 0), plan.rounds, "rounds")
             for name in able:
-                reported = self._ask(name, case, _ask(plan, case, number))
+                ask = _ask(plan, case, number)
+                reported = self._ask(name, case, ask)
                 if reported is not None and number >= 0:
-                    self._found.samples.append(BenchSample(name, case, number, reported))
+                    self._found.samples.append(BenchSample(name, case, number, reported, ask.prompt_tokens))
         if plan.profile:
             for name in able:
-                reported = self._ask(name, case, _ask(plan, case, plan.rounds, profile=True))
+                ask = _ask(plan, case, plan.rounds, profile=True)
+                reported = self._ask(name, case, ask)
                 if reported is not None and "step" in reported:
-                    self._found.steps.append(BenchSample(name, case, plan.rounds, reported))
+                    self._found.steps.append(BenchSample(name, case, plan.rounds, reported, ask.prompt_tokens))
 
     def _able(self, case: BenchCase) -> list[str]:
         able = []
@@ -176,7 +184,8 @@ def _leave_out(found: BenchResult, one: LeftOut, view: View) -> None:
 
 
 def _sample_dict(sample: BenchSample) -> dict[str, Any]:
-    reported = sample.reported | {"decode_tokens_per_s": sample.decode_speed, "tokens_per_s": sample.whole_speed}
+    speeds = {"decode_tokens_per_s": sample.decode_speed, "tokens_per_s": sample.whole_speed}
+    reported = sample.reported | speeds | {"prompt_tokens_per_s": sample.prompt_speed}
     return {
         "engine": sample.engine,
         **dataclasses.asdict(sample.case),

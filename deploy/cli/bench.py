@@ -18,7 +18,12 @@ from deploy.reports.progress import View
     "--engines",
     help="Measure these: family/variant[:option=value]..., separated by commas. The default is all installed ones.",
 )
-@click.option("--kinds", default="chat,code,summarise", show_default=True, help="Use these kinds of prompts.")
+@click.option(
+    "--kinds",
+    default="chat,code,summarise",
+    show_default=True,
+    help="Use these kinds of prompts; 1000-tokens are prompts of that length.",
+)
 @click.option("--prompts", type=click.Path(path_type=Path), help="Read prompts from this JSON file: a list per kind.")
 @click.option("--streams", help="Answer this many prompts at once.  [default: 1,4,16; with --gpu 1,4,16,64]")
 @click.option("--temperatures", default="0,1", show_default=True, help="Measure at these temperatures.")
@@ -42,10 +47,10 @@ from deploy.reports.progress import View
 @click.option("--against", help="Compare with the best of these engines; the default is the first one.")
 @click.option(
     "--measure",
-    type=click.Choice(["decode", "whole"]),
+    type=click.Choice(["decode", "whole", "first-token"]),
     default="decode",
     show_default=True,
-    help="Count tokens a second after the first token, or of the whole batch.",
+    help="Count tokens a second after the first token, or of the whole batch; or the prompts' until the first token.",
 )
 @click.option("--profile", is_flag=True, help="Show where the time of truespec's steps goes.")
 @click.option("--together", is_flag=True, help="Run truespec's engines in one process, on one copy of the weights.")

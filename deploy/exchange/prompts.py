@@ -1,4 +1,4 @@
-"""The prompts: conversation, code, summaries and edits, which copy from their text, and long ones made of these texts.
+"""The prompts: conversation, code, summaries and edits, which copy from their text, and such of any length.
 
 Those of the kind `held-out` are questions that SmolLM2 asked itself, of the conversations that were held out when the
 head that comes with the package was trained.
@@ -6,14 +6,14 @@ head that comes with the package was trained.
 
 import itertools
 import json
+import re
 from pathlib import Path
 
 from serve_app.text.tokenizer import Tokenizer
 from speculative.errors import ConfigError
 
 KINDS = ("chat", "code", "summarise", "edit")
-LONG = "long"  # prompts of `LONG_TOKENS` tokens, each cut out of several texts to summarise
-LONG_TOKENS = 1000
+_OF_LENGTH = re.compile(r"([1-9]\d{1,5})-tokens")  # a kind of prompts, each cut out of several texts to summarise
 _FILE = Path(__file__).with_name("prompts.json")
 
 
@@ -26,19 +26,29 @@ def read_prompts(folder: Path, kinds: tuple[str, ...], own: Path | None = None) 
         ConfigError: the file cannot be read, or has no such kind.
     """
     known = read_texts(own)
-    missing = [kind for kind in kinds if not known.get(kind)]
+    lengths = {kind: int(found[1]) for kind in kinds if (found := _OF_LENGTH.fullmatch(kind))}
+    texts = {kind: known.get("summarise" if kind in lengths else kind, []) for kind in kinds}
+    missing = [kind for kind in kinds if not texts[kind]]
     if missing:
         name = (own or _FILE).name
-        raise ConfigError(f"--kinds: {name} has no prompts for {', '.join(missing)}; it has {', '.join(known)}.")
+        raise ConfigError(
+            f"--kinds: {name} has no prompts for {', '.join(missing)}; it has {', '.join(known)}, and prompts to "
+            "summarise make up those of any length (1000-tokens)."
+        )
     tokenizer = Tokenizer.from_folder(folder)
     prompts = {
-        kind: [tokenizer.encode_chat([{"role": "user", "content": text}]) for text in known[kind]] for kind in kinds
+        kind: [tokenizer.encode_chat([{"role": "user", "content": text}]) for text in texts[kind]] for kind in kinds
     }
-    if own is None and LONG in kinds:
-        texts = prompts[LONG]
-        turned = (texts[number:] + texts[:number] for number in range(len(texts)))
-        prompts[LONG] = [list(itertools.chain.from_iterable(one))[:LONG_TOKENS] for one in turned]
-    return prompts
+    return prompts | {kind: _cut(prompts[kind], length) for kind, length in lengths.items()}
+
+
+def _cut(prompts: list[list[int]], length: int) -> list[list[int]]:
+    """Return as many prompts of this length, each of which begins with another one."""
+    cut = []
+    for number in range(len(prompts)):
+        turned = itertools.cycle(prompts[number:] + prompts[:number])
+        cut.append(list(itertools.islice(itertools.chain.from_iterable(turned), length)))
+    return cut
 
 
 def read_texts(own: Path | None = None) -> dict[str, list[str]]:
@@ -53,4 +63,4 @@ def read_texts(own: Path | None = None) -> dict[str, list[str]]:
         known = {kind: [str(text) for text in texts[kind]] for kind in texts}
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"{path} is not a JSON object with a list of prompts for every kind ({error}).") from error
-    return known if own is not None else known | {LONG: known["summarise"]}
+    return known

@@ -15,7 +15,7 @@ from deploy.bench.report import tables, write_markdown
 from deploy.bench.rounds import BenchResult, BenchSample
 from deploy.bench.workers.channel import BatchOfPrompts, Meter, checked
 from deploy.bench.workers.http_load import ServerFailed, ServerLoad
-from deploy.exchange.prompts import KINDS, LONG, LONG_TOKENS, read_prompts
+from deploy.exchange.prompts import KINDS, read_prompts
 from speculative.errors import ConfigError
 
 
@@ -24,7 +24,7 @@ def sample(engine: str, speed: float, number: int = 0, kind: str = "chat", **rep
     timing = {"wall_s": 0.5 + 10 / speed, "num_tokens": 11, "decode_s": 10 / speed, "decode_tokens": 10}
     memory = {"memory": {"resident_mib": 1.0, "peak_mib": 2.0}}
     common = {"first_token_s": [0.5], "token_ids": [[1, 2, 3, 4]], **memory}
-    return BenchSample(engine, BenchCase(kind, 1, 0.0), number, {**timing, **common, **reported})
+    return BenchSample(engine, BenchCase(kind, 1, 0.0), number, {**timing, **common, **reported}, prompt_tokens=100)
 
 
 def result(samples: Sequence[BenchSample], against: Sequence[str], **changes: Any) -> BenchResult:
@@ -115,6 +115,15 @@ def test_the_whole_batch_can_be_what_is_measured() -> None:
     assert found[0].speed.median == pytest.approx(11 / 1.5)
 
 
+def test_the_first_token_can_be_what_is_measured() -> None:
+    samples = [sample("a/x", 10.0, first_token_s=[0.5]), sample("b/x", 10.0, first_token_s=[0.25])]
+    found = result(samples, ["a/x"], measure="first-token")
+    first, second = rows(found)
+    assert (first.speed.median, second.speed.median) == pytest.approx((200, 400))
+    assert second.ratio is not None and second.ratio.median == pytest.approx(2), "half of the time"
+    assert "tokens of the prompts a second, until the first token" in tables(found)[0].title
+
+
 def test_how_much_of_a_greedy_answer_is_the_first_engines() -> None:
     samples = [sample("a/x", 1.0), sample("b/x", 1.0, token_ids=[[1, 2, 9, 4]])]
     assert [row.agreement for row in rows(result(samples, ["a/x"]))] == [None, 0.5]
@@ -163,15 +172,19 @@ def test_prompts_of_the_package_are_many_and_differ(tmp_path: Path, bench_tokeni
     prompts = read_prompts(bench_tokenizer, KINDS)
     for kind in KINDS:
         assert len({tuple(prompt) for prompt in prompts[kind]}) >= 16, "16 streams ask 16 questions"
-    long = read_prompts(bench_tokenizer, (LONG,))[LONG]
-    assert {len(prompt) for prompt in long} == {LONG_TOKENS}
-    assert len({tuple(prompt[:100]) for prompt in long}) >= 16, "no prefix is shared"
+    for length in (1000, 4000):
+        (long,) = read_prompts(bench_tokenizer, (f"{length}-tokens",)).values()
+        assert {len(prompt) for prompt in long} == {length}
+        assert len({tuple(prompt[:100]) for prompt in long}) >= 16, "no prefix is shared"
     own = tmp_path / "own.json"
     own.write_text('{"mine": ["Hello"]}')
     assert len(read_prompts(bench_tokenizer, ("mine",), own)["mine"]) == 1
     own.write_text("[]")
     with pytest.raises(ConfigError, match=r"own\.json"):
         read_prompts(bench_tokenizer, ("mine",), own)
+    own.write_text('{"mine": ["Hello"]}')
+    with pytest.raises(ConfigError, match="no prompts for 9-tokens, 1000-tokens; it has mine, and"):
+        read_prompts(bench_tokenizer, ("9-tokens", "1000-tokens"), own)
 
 
 @pytest.fixture(scope="module")

@@ -61,8 +61,9 @@ def run_fakes(
     """What was found, who was asked in which order (name and seed), and the progress lines in between."""
     log = folder / "asked"
     log.touch()
+    module = "tests.support.fake_bench_worker"
     launches = [
-        Launch(EngineName.parse(name), "tests.support.fake_bench_worker", {"name": name, "log": str(log), **own}, 3)
+        Launch(EngineName.parse(name), module, {"name": name, "log": str(log), **own}, 3, if_killed="give it memory")
         for name, own in settings.items()
     ]
     monkeypatch.setattr(rounds, "resolve", lambda _: (launches, []))
@@ -183,9 +184,16 @@ def test_a_page_of_a_noisy_machine_is_not_written(
     assert reported.exit_code == 0 and "**The machine was not quiet**" in page.read_text()
 
 
-@pytest.mark.parametrize(("dies", "words"), [(False, "it would not"), (True, "status 3: a last word")])
+@pytest.mark.parametrize(
+    ("dies", "words"),
+    [
+        (None, "it would not"),
+        (3, "status 3: a last word"),
+        ("SIGKILL", "SIGKILL ended it (give it memory): a last word"),
+    ],
+)
 def test_an_engine_that_fails_is_left_out_and_the_others_go_on(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, dies: bool, words: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, dies: int | str | None, words: str
 ) -> None:
     fakes = {"fake/a": {}, "fake/b": {"fails_at": 3, "dies": dies}, "fake/c": {"fails_at": 0}}
     found, _, reported = run_fakes(monkeypatch, tmp_path, fakes)

@@ -1,6 +1,7 @@
 """A worker of the bench without an engine behind it: it notes who was asked when, and fails when asked to."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from deploy.bench.workers.channel import BatchOfPrompts, Meter, serve
 
 class Fake:
     """Its settings are name, log (a file), pause_s (between tokens, by a clock of its own), fails_at (the number of the
-    answer that fails), dies (how it fails) and child (it starts a process)."""
+    answer that fails), dies (by this status, or the signal of this name) and child (it starts a process)."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self._settings = settings
@@ -30,7 +31,9 @@ class Fake:
         if self._asked == self._settings.get("fails_at"):
             if self._settings.get("dies"):
                 os.write(2, b"a last word\n")
-                os._exit(3)
+                if isinstance(self._settings["dies"], int):
+                    os._exit(self._settings["dies"])
+                os.kill(os.getpid(), signal.Signals[self._settings["dies"]])
             raise RuntimeError("it would not")
         meter = Meter(len(ask.prompts))
         pause_s = self._settings.get("pause_s", 0.001)

@@ -29,6 +29,11 @@ class BatchOfPrompts:
     profile: bool = False
     engine: str = ""
 
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of all prompts."""
+        return sum(map(len, self.prompts))
+
 
 class Engine(Protocol):
     """The engine that a worker runs. max_streams: the most prompts at once; None = any number. versions: of what it

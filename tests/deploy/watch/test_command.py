@@ -97,7 +97,9 @@ def test_what_was_judged_until_an_interrupt_is_reported(folder: Path, rollouts: 
         process.stdin.close()
         said, heard = process.stdout.read().decode(), process.stderr.read().decode()
     assert process.returncode == 130, heard
-    assert "found so far" in line.decode() and "about what was judged until then" in heard and "suspect" in said
+    assert (
+        "found so far" in line.decode() and "the report covers the answers judged so far" in heard and "suspect" in said
+    )
     report = json.loads(found.read_text())
     assert report["interrupted"] and report["all"]["tokens"] == 120 and len(report["suspect"]) == 1
 
