@@ -141,7 +141,7 @@ def _engine_settings(plan: BenchPlan, drafter: Mapping[str, Any], options: "_Opt
         "dtype": plan.dtype,
         "num_threads": _threads(plan, options),
         "max_num_seqs": most,
-        "max_batched_tokens": max(512, most * (1 + drafts)),
+        "max_batched_tokens": options.number("batched", max(512, most * (1 + drafts))),
         "max_model_len": plan.max_model_len,
         "kv_cache_tokens": most * blocks * 16,
         "prefix_caching": False,
