@@ -206,8 +206,6 @@ class Scheduler:
     def _make_room(self) -> None:
         """Allocate a block for every decoding sequence's pending token, preempting the last admitted ones if needed."""
         for sequence in tuple(self._running):
-            if sequence.num_computed < len(sequence.blocks) * self._config.block_size:
-                continue  # it has one
             while sequence.phase is Phase.RUNNING and sequence.decoding and not self._grow(sequence, 1):
                 self._preempt(self._running[-1])
 
@@ -223,20 +221,16 @@ class Scheduler:
     def _fit_drafts(self, sequence: Sequence, budget: int) -> int:
         """Return how many drafts fit. The one place that combines, per sequence, the drafter's setting, the request's
         own choice, what pays, the length limits, the token budget and the free blocks."""
-        if not sequence.params.speculate:
-            return 0
-        if self.speculation is not Speculation.ON and not (
-            self.speculation is Speculation.CANARY and sequence.request.canary
-        ):
+        on_trial = self.speculation is Speculation.CANARY and sequence.request.canary
+        if not sequence.params.speculate or not (self.speculation is Speculation.ON or on_trial):
             return 0
         wanted = self.draft_length.max_drafts(sequence, self._most_drafts)
         if wanted == 0:
             return 0
         fits = min(sequence.num_drafts_that_fit(wanted, self._max_model_len), budget)
-        has_room = len(sequence.blocks) * self._config.block_size - sequence.num_computed - 1
-        while fits > max(has_room, 0) and not self._grow(sequence, 1 + fits):
+        while fits > 0 and not self._grow(sequence, 1 + fits):
             fits -= 1
-        return fits if fits > 0 else 0
+        return max(fits, 0)
 
     def invalidate_cache(self) -> None:
         """Drop what was computed: all running sequences restart from their tokens, and the prefix cache is emptied.
@@ -285,15 +279,14 @@ class Scheduler:
         self.draft_length.observe(batch.entries, outcome.results, outcome.step_s)
         deltas = []
         for entry, result in zip(batch.entries, outcome.results, strict=True):
-            sequence = entry.sequence
             if result.prompt_logprobs or result.replayed:
-                sequence.reply.prompt_logprobs += result.prompt_logprobs
-                sequence.reply.replayed += result.replayed
+                entry.sequence.reply.prompt_logprobs += result.prompt_logprobs
+                entry.sequence.reply.replayed += result.replayed
             delta = self._advance(entry, result)
             if delta is not None:
-                delta = self._checked(delta, sequence.request)
+                delta = self._checked(delta, entry.sequence.request)
                 deltas.append(delta)
-            self._settle(sequence, delta)
+            self._settle(entry.sequence, delta)
         return deltas
 
     def _advance(self, entry: Entry, result: SequenceResult) -> TokenDelta | None:
@@ -334,14 +327,13 @@ class Scheduler:
 
     def _breach(self, sequence: Sequence, delta: TokenDelta, length: int) -> str | None:
         """The invariant violated by a sequence that had `length` tokens before this delta; None if none is."""
-        token_ids = delta.token_ids
-        if len(token_ids) > 1 and not self._ends(sequence).isdisjoint(token_ids[:-1]):
+        if len(delta.token_ids) > 1 and not self._ends(sequence).isdisjoint(delta.token_ids[:-1]):
             return "stop"
         num_tokens = len(sequence.tokens)
         if num_tokens > self._max_model_len:
             return "length"
         adds_up = (
-            num_tokens == length + len(token_ids)
+            num_tokens == length + len(delta.token_ids)
             and sequence.num_computed == num_tokens - 1
             and sequence.num_computed <= len(sequence.blocks) * self._config.block_size
             and num_tokens - sequence.num_prompt <= sequence.params.max_tokens
@@ -405,12 +397,11 @@ class Scheduler:
 
     def _settle(self, sequence: Sequence, delta: TokenDelta | None) -> None:
         """Publish what is newly computed, then drop, hold or keep running the sequence."""
-        reason = None if delta is None else delta.finish_reason
-        if delta is None or reason is None or reason is not FinishReason.ERROR:
+        if delta is None or delta.finish_reason is not FinishReason.ERROR:
             self.publish(sequence)
         elif delta.broken != CLIENTS_FAULT:  # what it computed may be wrong, or what it found in the cache
             self.pool.withdraw(sequence.blocks)
-        if reason is not None:
+        if delta is not None and delta.finish_reason is not None:
             self.release(sequence)
         elif sequence.prefill_only_after is not None and sequence.ready_to_hold:
             self._hold(sequence)

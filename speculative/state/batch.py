@@ -84,6 +84,25 @@ class StepInput:
     sampled_entries: tuple[Entry, ...]
     draft_counts: Int64s
 
+    @classmethod
+    def of_pending(cls, entries: tuple[Entry, ...], sequences: tuple[Sequence, ...], block_size: int) -> "StepInput":
+        """One row an entry, that of its pending token: most steps without a drafter."""
+        num_rows = len(entries)
+        rows, zeros, begins = np.arange(num_rows), np.zeros(num_rows, np.int64), [own.num_computed for own in sequences]
+        return cls(
+            sequences=sequences,
+            block_size=block_size,
+            row_starts=np.arange(num_rows + 1),
+            input_ids=np.array([own.tokens[begin] for own, begin in zip(sequences, begins, strict=True)]),
+            positions=np.array(begins),
+            verify_rows=rows,
+            verify_entries=rows,
+            offsets=zeros,
+            drafts=zeros - 1,
+            sampled_entries=entries,
+            draft_counts=zeros,
+        )
+
     def attention_rows(self) -> AttentionRows:
         """Slots and contexts of the rows, which follow what is computed of each sequence."""
         begins, counts = [own.num_computed for own in self.sequences], np.diff(self.row_starts).tolist()
@@ -110,7 +129,7 @@ def build_step_input(entries: Entries[Entry], counts: Int64s, draft_ids: Int64s,
     """Pack a step's tokens: `counts[i]` drafts follow the known tokens of entry i; `draft_ids` holds all of them."""
     sequences, all_known, _, all_sample = zip(*entries, strict=True)
     if all(all_sample) and max(all_known) == 1 and not counts.any() and not len(draft_ids):
-        return _plain_input(tuple(entries), sequences, block_size)
+        return StepInput.of_pending(tuple(entries), sequences, block_size)
     computed = [sequence.num_computed for sequence in sequences]
     begins, known, samples = np.array(computed), np.array(all_known), np.array(all_sample)
     lengths = known + counts
@@ -141,25 +160,6 @@ def build_step_input(entries: Entries[Entry], counts: Int64s, draft_ids: Int64s,
         drafts=judged,
         sampled_entries=tuple(compress(entries, all_sample)),
         draft_counts=draft_counts,
-    )
-
-
-def _plain_input(entries: tuple[Entry, ...], sequences: tuple[Sequence, ...], block_size: int) -> StepInput:
-    """One row an entry, that of its pending token: most steps without a drafter."""
-    num_rows = len(entries)
-    rows, zeros, begins = np.arange(num_rows), np.zeros(num_rows, np.int64), [own.num_computed for own in sequences]
-    return StepInput(
-        sequences=sequences,
-        block_size=block_size,
-        row_starts=np.arange(num_rows + 1),
-        input_ids=np.array([own.tokens[begin] for own, begin in zip(sequences, begins, strict=True)]),
-        positions=np.array(begins),
-        verify_rows=rows,
-        verify_entries=rows,
-        offsets=zeros,
-        drafts=zeros - 1,
-        sampled_entries=entries,
-        draft_counts=zeros,
     )
 
 

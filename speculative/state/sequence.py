@@ -141,20 +141,17 @@ class Sequence:
         last = self.params.max_tokens
         if self.prefill_only_after is not None:
             last = min(self.prefill_only_after, last)
-        most = min(max_model_len - num_tokens, last - num_output) - 1
-        if most < wanted:
-            return most if most > 0 else 0
-        return wanted
+        room = min(max_model_len - num_tokens, last - num_output)
+        return max(0, min(wanted, room - 1))
 
     def advance(self, num_computed: int, emitted: Tokens[int] = ()) -> None:
         """Add a step's tokens; nothing else adds any.
 
         The last one stays pending, also where a stop cut off accepted drafts whose keys and values are in the cache:
-        hence not beyond it.
+        hence `min`.
         """
         self.tokens.extend(emitted)
-        pending = len(self.tokens) - 1
-        self.num_computed = num_computed if num_computed < pending else pending
+        self.num_computed = min(num_computed, len(self.tokens) - 1)
 
     def slots(self, length: int, block_size: int) -> Int64s:
         """Slots of the first `length` positions, which must have blocks; not to be written to."""

@@ -340,7 +340,7 @@ def test_a_handoff_without_the_drafters_state_is_refused(target: Path, stranger:
         blob = prefill.export("r")
         with pytest.raises(HandoffRefused, match="drafter_state"):
             same_model_engine(target).insert(request, blob)
-    declining = Request("r", PROMPTS[3], SamplingParams(max_tokens=9, speculate=False))
+    declining = Request("r", PROMPTS[3], SamplingParams(max_tokens=9, speculate=False, ignore_eos=True))
     prefill = same_model_engine(target)
     prefill.add(declining, prefill_only_after=1)
     run(prefill)
