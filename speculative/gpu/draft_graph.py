@@ -61,7 +61,6 @@ class DraftLoop:
         self._model, self._sampler, self._cache, self._sample = model, sampler, cache, sample
         self._room, self._statics = cache.room, buffers
         self._first = 1 if model.capture else 0
-        self._vocab_size = sampler.vocab_size
         self._params, self._tables = SamplingArrays(sampler.width), BlockTables(cache.room)
         self._loops: dict[Bucket, _Loop] = {}
 
@@ -132,7 +131,7 @@ class DraftLoop:
         hidden = self._statics.draft_hidden[:num_seqs]
         fields = DraftFields(**{name: inputs[name] for name in DraftFields._fields})
         for offset in range(num_drafts):
-            self._sample(model.logits(hidden), fields, offset, model.ids, self._vocab_size, made)
+            self._sample(model.logits(hidden), fields, offset, model.ids, self._sampler.vocab_size, made)
             if offset + 1 < num_drafts:
                 tokens = made.tokens[offset * num_seqs : (offset + 1) * num_seqs]
                 attended = PagedRows(inputs["slots"][offset], inputs["visible"][offset], tables, self._first)

@@ -1,6 +1,7 @@
 """Samples a draft for each of some sequences, from a drafter's logits: the interface, and one by torch's operators."""
 
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,28 +51,10 @@ class DraftBuffers(NamedTuple):
         return cls(tokens, tokens.clone(), probs, tokens.double())
 
 
-class SampleDrafts(Protocol):
-    """Sampling of E drafts from W columns."""
-
-    def __call__(
-        self,
-        logits: Tensor,
-        fields: DraftFields,
-        offset: int,
-        ids: Tensor | None,
-        vocab_size: int,
-        drafts: DraftBuffers,
-    ) -> None:
-        """Write each sequence's draft number `offset` to its row of `drafts`.
-
-        Args:
-            logits: [E, W], in the drafter's own type.
-            fields: the round's.
-            offset: below K.
-            ids: [W] int64, the token of each column; None where it is the column.
-            vocab_size: of the target.
-            drafts: of the step.
-        """
+SampleDrafts = Callable[[Tensor, DraftFields, int, Tensor | None, int, DraftBuffers], None]
+"""logits [E, W] in the drafter's own type, the round's fields, an offset below K, ids [W] int64 of each column's token
+(None where it is the column), the target's vocabulary size, and the step's drafts, which get each sequence's draft
+number `offset` in its row."""
 
 
 class TorchDrafts:

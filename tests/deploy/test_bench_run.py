@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -352,3 +353,18 @@ def test_two_services_behind_haproxy_share_no_port_and_no_file() -> None:
 def test_an_unknown_proxy_is_refused() -> None:
     with pytest.raises(ConfigError, match="proxy must be ray or haproxy"):
         resolve(plan("served/ours:proxy=nginx"))
+
+
+@pytest.mark.parametrize("worker", ["llama_engine", "vllm_engine"])
+def test_workers_of_other_environments_import_nothing_of_ours_but_deploy(worker: str) -> None:
+    """Those environments hold the peer, and a link to `deploy`."""
+    waiting, read = [f"deploy.bench.workers.{worker}"], set[str]()
+    while waiting:
+        module = waiting.pop()
+        source = Path(__file__).parents[2].joinpath(*module.split(".")).with_suffix(".py").read_text(encoding="utf-8")
+        read.add(module)
+        imported = re.findall(r"^(?:from|import) ([\w.]+)", source, re.M)
+        assert not [name for name in imported if name.split(".")[0] in ("serve_app", "speculative", "dashboards")], (
+            module
+        )
+        waiting += [name for name in imported if name.startswith("deploy.") and name not in read]

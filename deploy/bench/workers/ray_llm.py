@@ -1,5 +1,6 @@
 """Ray's own `ray.serve.llm` over vLLM, asked over HTTP. Runs under the interpreter of vLLM's environment."""
 
+import importlib.metadata
 import os
 import time
 from typing import Any
@@ -11,7 +12,6 @@ from ray.serve.llm import LLMConfig, build_openai_app
 from deploy.bench.workers.channel import BatchOfPrompts, serve
 from deploy.bench.workers.http_load import ServerLoad
 from deploy.run.processes import process_tree
-from serve_app.versions import version_of
 
 _HOST = "127.0.0.1"
 _START_S = 600.0
@@ -37,7 +37,7 @@ class RayLlm:
         ray_serve.run(build_openai_app({"llm_configs": [config]}), name="bench")
         self._server = ServerLoad(_HOST, settings["port"], "bench")
         self._wait()
-        self.versions = {name: version_of(name) for name in ("ray", "torch")}
+        self.versions = {name: importlib.metadata.version(name) for name in ("ray", "torch")}
 
     def run(self, ask: BatchOfPrompts) -> dict[str, Any]:
         """All prompts as streams."""
