@@ -8,7 +8,7 @@ ARGS ?=
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test durations slow test-gpu gpu-day vllm test-vllm clients test-clients test-all check chart chaos checkov locks clean
+.PHONY: help setup demo serve test durations slow test-gpu gpu-day vllm test-vllm clients test-clients test-all check generated chaos checkov locks clean
 
 VENV := .venv
 STAMP := $(VENV)/.installed
@@ -59,16 +59,25 @@ gpu-day: $(STAMP) ## on a GPU: kernels, graphs, equality, a trained head, benchm
 test-all: $(STAMP) ## run every test; those for a GPU skip themselves where there is none
 	$(VENV)/bin/python -m pytest $(ARGS)
 
-check: $(STAMP) ## lint, formatting and types; and how long the core engine is
+check: $(STAMP) ## lint, formatting, types and generated files; and how long the core engine is
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+	$(call generate,--check)
 	@echo "core engine: $$(cat $(CORE) | wc -l) lines"
 
-chart: $(STAMP) ## write what is generated of the chart, docs/configuration.md and docs/api.md
-	$(VENV)/bin/python -m deploy.tools.chart
-	$(VENV)/bin/truespec config reference --out docs/configuration.md
-	$(VENV)/bin/truespec api reference --out docs/api.md
+generated: $(STAMP) ## write all that is generated: the chart's part, pages, dashboards, the speeds' picture
+	$(call generate,)
+
+# Each writes what it generates; with `--check` it fails where a file is out of date.
+define generate
+	$(VENV)/bin/python -m deploy.tools.chart $(1)
+	$(VENV)/bin/truespec config reference --out docs/configuration.md $(1)
+	$(VENV)/bin/truespec api reference --out docs/api.md $(1)
+	$(VENV)/bin/truespec dashboards build $(1)
+	$(VENV)/bin/python -m deploy.tools.speed_picture $(1)
+	$(VENV)/bin/python -m deploy.tools.reading_path $(1)
+endef
 
 chaos: $(STAMP) ## kill replicas under load, then whole nodes, then load the service beyond saturation (an hour); writes build/chaos.json
 	@mkdir -p build
