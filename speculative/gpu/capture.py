@@ -2,14 +2,25 @@
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from speculative.gpu.staged_inputs import StagedInputs
+
 Outputs = TypeVar("Outputs")
 
 _WARM_UPS = 2  # kernels are compiled, and libraries set up, before anything is recorded
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedPass:
+    """A captured function and its inputs."""
+
+    inputs: StagedInputs
+    replay: Callable[[], object]
 
 
 class Capturer:

@@ -1,8 +1,5 @@
 """A drafting model's rows of verified tokens, a few of each sequence, captured."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -10,18 +7,10 @@ from torch import Tensor
 from speculative.drafting.neural_drafter import CatchUpRows, DraftModel
 from speculative.gpu.buckets import Bucket, Buckets
 from speculative.gpu.buffers import GraphBuffers
-from speculative.gpu.capture import Capturer
+from speculative.gpu.capture import CapturedPass, Capturer
 from speculative.gpu.padding import BlockTables, PagedCache, fill_rows, paged_rows, row_fields
 from speculative.gpu.staged_inputs import Field, StagedInputs
 from speculative.state.batch import Int64s
-
-
-@dataclass(frozen=True, slots=True)
-class _Pass:
-    """A captured pass and its inputs."""
-
-    inputs: StagedInputs
-    replay: Callable[[], object]
 
 
 class CatchUpPass:
@@ -46,9 +35,9 @@ class CatchUpPass:
         self._tables = BlockTables(cache.room)
         self._buckets = buckets
         self._first = 1 if model.capture else 0
-        self._passes: dict[Bucket, _Pass] = {}
+        self._passes: dict[Bucket, CapturedPass] = {}
 
-    def prepare(self, bucket: Bucket) -> _Pass:
+    def prepare(self, bucket: Bucket) -> CapturedPass:
         """The captured pass of a bucket; captured now if it is new."""
         if bucket not in self._passes:
             fields = row_fields(bucket, self._room)
@@ -58,7 +47,7 @@ class CatchUpPass:
                 fields |= {"features": Field(rows), "edges": Field(rows, padding=self._room.trash_block)}
             inputs = StagedInputs(fields, self._capturer.device)
             replay = self._capturer.capture(lambda: self._compute(inputs.on_device))
-            self._passes[bucket] = _Pass(inputs, replay)
+            self._passes[bucket] = CapturedPass(inputs, replay)
         return self._passes[bucket]
 
     @torch.inference_mode()  # a handoff is exported outside of a step

@@ -1,7 +1,7 @@
 """A whole decoding step in captured graphs: the drafter's loop, the target, the verdict, and one copy to the host.
 
-What a graph cannot hold runs eagerly, with the same distribution: prefills, and steps with more edits of logits than
-there is room for. Their forward pass is replayed still where it is a decoding step's (`GraphRunner`)."""
+What a graph cannot hold runs eagerly, with the same distribution: steps with prompts, and with more edits of logits
+than there is room for. Their forward pass is replayed still (`GraphRunner`)."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -24,6 +24,7 @@ from speculative.gpu.memory import free_bytes, graph_bytes
 from speculative.gpu.operators import GraphOperators
 from speculative.gpu.padding import CacheRoom, PagedCache
 from speculative.gpu.paged_attention import AttentionSizes
+from speculative.gpu.prompt_graph import PromptPass, prompt_sizes
 from speculative.gpu.staged_inputs import LateCopy
 from speculative.gpu.step_requests import LastRequests, StepRequests
 from speculative.gpu.target_graph import GraphRunner, TargetPass
@@ -85,13 +86,20 @@ class GraphStep:
         self._draft_model = None if neural is None else neural.model
         room = CacheRoom(config.block_size, -(-max_model_len // config.block_size), config.num_blocks)
         sizes = AttentionSizes(config.block_size, self.buckets.largest.num_queries, room.max_blocks)
+        self._prompt_sizes = prompt_sizes(config.max_batched_tokens)
         self._check_memory(decoder, sizes)
         self.buffers = GraphBuffers.make(decoder, self.buckets, self._draft_model)
         attend = operators.attend(sizes)
         use_layer_ops(decoder, operators.layers)
         paged = PagedCache(cache, room, attend)
         target = TargetPass(decoder, paged, self.buffers, drafter.capture, self.capturer)
-        self.runner = GraphRunner(decoder, cache, target, self.buckets, operators.prepare(config.block_size, 0))
+        prompts = None
+        if operators.attend_packed is not None:
+            prompts = PromptPass(
+                decoder, cache, room, operators.attend_packed, drafter.capture, self._prompt_sizes, self.capturer
+            )
+        prepare = operators.prepare(config.block_size, 0)
+        self.runner = GraphRunner(decoder, cache, target, prompts, self.buckets, prepare)
         self._vocab_size = decoder.config.vocab_size
         edits = LogitEdits(self.buckets.largest, self._vocab_size, decoder.device, operators.edit)
         self.judge = VerifyGraph(decoder, self.buffers, self._draft_model, config, self.capturer, edits, operators)
@@ -213,6 +221,8 @@ class GraphStep:
     @torch.inference_mode()
     def capture_all(self) -> int:
         """Capture all that decoding will ask for, so that no request waits for it; how many graphs there are."""
+        if self.runner.prompts is not None:
+            self.runner.prompts.capture_all()
         for bucket in self.buckets:
             self.runner.target.prepare(bucket)
             self.judge.prepare(bucket)
@@ -227,7 +237,7 @@ class GraphStep:
         if self.capturer.device.type != "cuda":
             return
         free, _ = free_bytes(self.capturer.device)
-        needed = graph_bytes(decoder, self.buckets, sizes, self._draft_model)
+        needed = graph_bytes(decoder, self.buckets, sizes, self._draft_model, self._prompt_sizes)
         if needed > free:
             raise ConfigError(
                 f"cuda_graphs need up to {needed / 2**30:.1f} GiB of GPU memory for batches of "

@@ -10,6 +10,7 @@ from speculative.errors import ConfigError
 from speculative.gpu.buckets import Buckets
 from speculative.gpu.operators import uses_triton
 from speculative.gpu.paged_attention import AttentionSizes
+from speculative.gpu.prompt_graph import MOST_SEQUENCES, prompt_sizes
 from speculative.model.config import ModelConfig
 from speculative.model.decoder import Decoder
 
@@ -17,18 +18,28 @@ _KEPT_FREE = 0.05  # of the device's memory, for what is not counted here
 _DRAFT_MATRICES = 8  # [B, W] float32 that torch's operators sample a draft with
 
 
-def graph_bytes(decoder: Decoder, buckets: Buckets, sizes: AttentionSizes, draft_model: DraftModel | None) -> int:
+def graph_bytes(
+    decoder: Decoder,
+    buckets: Buckets,
+    sizes: AttentionSizes,
+    draft_model: DraftModel | None,
+    prompts: tuple[int, ...],
+) -> int:
     """An upper estimate of the device memory that captured steps hold.
 
     The graphs share one pool, so the largest counts: verification, the activations of a layer, attention's workspace.
-    Each graph has block tables of its own. A drafting model's q [K x B, W] outlives its graph.
+    Each graph has block tables of its own. A drafting model's q [K x B, W] and what a prompt's pass gives outlive their
+    graphs. prompts: the rows of each captured pass of prompts, ascending.
     """
     model, (num_seqs, num_queries) = decoder.config, buckets.largest
     num_rows = num_seqs * num_queries
     by_triton = uses_triton(decoder.device)
     needed = _verification_bytes(decoder, num_rows, by_triton=by_triton, drafted=draft_model is not None)
-    needed += _activation_bytes(model, num_rows) + sizes.workspace_bytes(num_rows, model.num_heads, model.head_dim)
-    num_tables = sum(bucket.num_seqs for bucket in buckets)
+    needed += _activation_bytes(model, max(num_rows, *prompts))
+    needed += sizes.workspace_bytes(num_rows, model.num_heads, model.head_dim)
+    num_features = 0 if draft_model is None else draft_model.num_features
+    needed += prompts[-1] * (model.hidden_size + num_features) * decoder.dtype.itemsize
+    num_tables = sum(bucket.num_seqs for bucket in buckets) + len(prompts) * MOST_SEQUENCES
     if draft_model is not None:
         width = model.vocab_size if draft_model.ids is None else len(draft_model.ids)
         # Triton's kernels sample from the LM head's output, with a few numbers of each block of it.
@@ -65,7 +76,8 @@ def tokens_that_fit(config: EngineConfig, decoder: Decoder, draft_model: DraftMo
     longest = config.max_model_len or model.max_position_embeddings
     buckets = Buckets.of(config.max_num_seqs, config.drafter.max_drafts, config.drafter.num_draft_tokens)
     sizes = AttentionSizes(config.block_size, buckets.largest.num_queries, -(-longest // config.block_size))
-    steps = graph_bytes(decoder, buckets, sizes, draft_model) + _activation_bytes(model, config.max_batched_tokens)
+    steps = graph_bytes(decoder, buckets, sizes, draft_model, prompt_sizes(config.max_batched_tokens))
+    steps += _activation_bytes(model, config.max_batched_tokens)
     # Steps that cannot be replayed, beside the graphs' pool.
     num_rows = config.max_num_seqs * (1 + config.drafter.max_drafts)
     steps += _verification_bytes(decoder, num_rows, by_triton=False, drafted=draft_model is not None)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from speculative.config import EngineConfig, LogprobsMode, keep_triton_kernels, why_no_triton
 from speculative.gpu.filters import FindFloors, torch_floors
-from speculative.gpu.packed_attention import SendPacked
+from speculative.gpu.packed_attention import AttendPacked, SendPacked
 from speculative.gpu.paged_attention import AttendPaged, AttentionSizes, TorchAttend
 from speculative.gpu.row_drafts import SampleDrafts, TorchDrafts
 from speculative.gpu.row_edits import EditLogits, torch_edit
@@ -62,13 +62,15 @@ class CapturedVocabularyOps(TorchOps):
 class GraphOperators:
     """The operators of captured steps.
 
-    attend: paged attention, of these sizes. prepare: attention of passes that run eagerly, by block size and the
+    attend: paged attention, of these sizes. attend_packed: of the rows of prompts; None where it cannot be captured.
+    prepare: attention of passes that run eagerly, by block size and the
     position of a context's first slot. layers: what lies between a layer's products. edit: of logits. vocabulary: of
     distributions. sample_drafts: of a model. judge_token_wise: the judge of rows, for token-wise verification and
     this mode.
     """
 
     attend: Callable[[AttentionSizes], AttendPaged]
+    attend_packed: AttendPacked | None
     prepare: Callable[[int, int], PreparePass]
     layers: LayerOps
     edit: EditLogits
@@ -90,6 +92,7 @@ class GraphOperators:
         vocabulary = CapturedVocabularyOps(torch_floors, choose, kernels.host)
         return cls(
             attend=lambda sizes: TorchAttend(sizes.block_size),
+            attend_packed=None,
             prepare=lambda block_size, first: prepare_by(kernels.model),
             layers=TorchLayerOps(),
             edit=torch_edit,
@@ -110,9 +113,11 @@ class GraphOperators:
         from speculative.gpu.triton_noise import triton_choose
         from speculative.gpu.triton_prompts import TritonAttendPacked
 
+        attend_packed = TritonAttendPacked()
         return cls(
             attend=TritonAttend,
-            prepare=lambda block_size, first: SendPacked(block_size, first, TritonAttendPacked()),
+            attend_packed=attend_packed,
+            prepare=lambda block_size, first: SendPacked(block_size, first, attend_packed),
             layers=TritonLayerOps(),
             edit=triton_edit,
             vocabulary=CapturedVocabularyOps(triton_floors, triton_choose, kernels.host),

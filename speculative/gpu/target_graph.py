@@ -1,9 +1,5 @@
 """The target's forward pass over padded rows, captured; and the runner that uses it wherever a step fits."""
 
-import dataclasses
-from collections.abc import Callable
-from dataclasses import dataclass
-from itertools import compress
 from typing import NamedTuple
 
 import numpy as np
@@ -13,22 +9,14 @@ from torch import Tensor
 from speculative.cache.kv_cache import KVCache
 from speculative.gpu.buckets import Bucket, Buckets
 from speculative.gpu.buffers import GraphBuffers
-from speculative.gpu.capture import Capturer
+from speculative.gpu.capture import CapturedPass, Capturer
 from speculative.gpu.padding import BlockTables, PagedCache, fill_rows, paged_rows, row_fields
+from speculative.gpu.prompt_graph import PromptPass
 from speculative.gpu.staged_inputs import Field, StagedInputs, send_once
 from speculative.model.attention import PreparePass
 from speculative.model.decoder import Decoder
 from speculative.state.batch import Int64s, StepInput
-from speculative.state.token_constraint import Bools
 from speculative.step.runner import ModelRunner
-
-
-@dataclass(frozen=True, slots=True)
-class CapturedPass:
-    """A captured function and its inputs."""
-
-    inputs: StagedInputs
-    replay: Callable[[], object]
 
 
 class Places(NamedTuple):
@@ -113,38 +101,56 @@ class TargetPass:
 
 
 class GraphRunner(ModelRunner):
-    """A ModelRunner that replays the rows of sequences that have a few each, and runs those of prompts eagerly."""
+    """A ModelRunner that replays passes: those of sequences that have a few rows each, and those of prompts where
+    attention of packed rows can be captured.
+
+    prompts: None = prompts run eagerly.
+    """
 
     def __init__(
-        self, decoder: Decoder, cache: KVCache, target: TargetPass, buckets: Buckets, prepare: PreparePass
+        self,
+        decoder: Decoder,
+        cache: KVCache,
+        target: TargetPass,
+        prompts: PromptPass | None,
+        buckets: Buckets,
+        prepare: PreparePass,
     ) -> None:
         super().__init__(decoder, cache, decoder.device, prepare)
-        self.target = target
+        self.target, self.prompts = target, prompts
         self._buckets = buckets
 
     def forward_with_features(self, step_input: StepInput, capture: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """Implement `ModelRunner.forward_with_features`."""
+        if capture not in ((), self.target.capture):
+            return super().forward_with_features(step_input, capture)
         counts = np.diff(step_input.row_starts)
         few = counts <= self._buckets.query_lengths[-1]
-        if not few.any() or capture not in ((), self.target.capture):
-            return super().forward_with_features(step_input, capture)
         if few.all():
             return self._replay(step_input, capture)
+        if not few.any():
+            return self._run_prompts(step_input, capture)
         hidden: list[Tensor] = []
         features: list[Tensor] = []
-        for chosen, run in ((few, self._replay), (~few, super().forward_with_features)):
-            found = run(_select(step_input, chosen), capture)
+        for chosen, run in ((few, self._replay), (~few, self._run_prompts)):
+            found = run(step_input.of_sequences(chosen), capture)
             hidden.append(found[0])
             features.append(found[1])
         is_few = np.repeat(few, counts)
         (order,) = send_once([np.argsort(np.argsort(~is_few, kind="stable"))], self.device)
         return torch.cat(hidden)[order], torch.cat(features)[order]
 
+    def _run_prompts(self, step_input: StepInput, capture: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        if self.prompts is None or not self.prompts.takes(step_input):
+            return super().forward_with_features(step_input, capture)
+        hidden, features = self.prompts.run(step_input)
+        return hidden, features if capture else hidden[:, :0]
+
     def _replay(self, step_input: StepInput, capture: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         counts, most = np.diff(step_input.row_starts), self._buckets.batch_sizes[-1]
         if len(counts) > most:  # several replays: eagerly, each sequence would be several launches a layer
             parts = np.arange(len(counts)) // most
-            found = [self._replay(_select(step_input, parts == part), capture) for part in range(parts[-1] + 1)]
+            found = [self._replay(step_input.of_sequences(parts == part), capture) for part in range(parts[-1] + 1)]
             return torch.cat([hidden for hidden, _ in found]), torch.cat([features for _, features in found])
         bucket = self._buckets.fit(len(counts), int(counts.max()))
         assert bucket is not None, "the rows were chosen to fit"
@@ -152,16 +158,3 @@ class GraphRunner(ModelRunner):
         buffers = self.target.buffers
         hidden = buffers.hidden[places]  # a copy: the next step overwrites what it was gathered from
         return hidden, buffers.features.rows[places] if capture else hidden[:, :0]
-
-
-def _select(step_input: StepInput, chosen: Bools) -> StepInput:
-    """The rows of some sequences, as far as a forward pass reads them."""
-    counts = np.diff(step_input.row_starts)
-    rows = np.repeat(chosen, counts)
-    return dataclasses.replace(
-        step_input,
-        sequences=tuple(compress(step_input.sequences, chosen)),
-        row_starts=np.concatenate([[0], np.cumsum(counts[chosen])]),
-        input_ids=step_input.input_ids[rows],
-        positions=step_input.positions[rows],
-    )

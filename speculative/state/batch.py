@@ -111,6 +111,18 @@ class StepInput:
         slots = np.concatenate([own[begin:] for own, begin in zip(contexts, begins, strict=True)])
         return AttentionRows(slots, self.row_starts, contexts)
 
+    def of_sequences(self, chosen: Bools) -> "StepInput":
+        """The rows of some sequences, as far as a forward pass reads them; chosen: [B]."""
+        counts = np.diff(self.row_starts)
+        rows = np.repeat(chosen, counts)
+        return replace(
+            self,
+            sequences=tuple(compress(self.sequences, chosen)),
+            row_starts=np.concatenate([[0], np.cumsum(counts[chosen])]),
+            input_ids=self.input_ids[rows],
+            positions=self.positions[rows],
+        )
+
     def select(self, chosen: Bools) -> "StepInput":
         """The same rows, with the verify rows of only some sampled entries; chosen: [E]."""
         rows = chosen[self.verify_entries]

@@ -13,6 +13,7 @@ from speculative.engine import EngineCore
 from speculative.gpu.capture import Capturer, Outputs
 from speculative.gpu.memory import graph_bytes
 from speculative.gpu.paged_attention import AttentionSizes
+from speculative.gpu.prompt_graph import prompt_sizes
 from speculative.gpu.staged_inputs import Field, StagedInputs
 from speculative.request import Request, SamplingParams
 from tests.support.engines import NO_DRAFTS, Answer, assert_idle, decoder_of, run, settings
@@ -153,7 +154,8 @@ def test_all_rounds_find_their_graphs_captured_and_the_memory_estimate_holds(
     torch.cuda.empty_cache()
     sizes = AttentionSizes(16, 4, -(-engine.max_model_len // 16))
     assert engine.graphs is not None and isinstance(engine.drafter, ModelDrafter)
-    estimate = graph_bytes(decoder_of(engine), engine.graphs.buckets, sizes, engine.drafter.model)
+    prompts = prompt_sizes(engine.config.max_batched_tokens)
+    estimate = graph_bytes(decoder_of(engine), engine.graphs.buckets, sizes, engine.drafter.model, prompts)
     # Libraries keep workspaces of their own, and the allocator's segments are not full.
     assert torch.cuda.memory_reserved() - reserved < estimate + (256 << 20)
     assert engine.graphs is not None

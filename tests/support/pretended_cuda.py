@@ -278,6 +278,7 @@ class PretendedCuda(TorchFunctionMode):
 
         return GraphOperators(
             attend=lambda sizes: _PagedAttention(self, sizes, of_triton.attend(sizes)),
+            attend_packed=self._attend_packed,
             prepare=lambda block_size, first: SendPacked(block_size, first, self._attend_packed),
             layers=_LayerOps(self),
             edit=self._edit_logits,

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -31,8 +30,6 @@ from speculative.model.decoder import Decoder
 from speculative.model.layers import TorchLayerOps
 from speculative.model.loading import load_decoder
 from speculative.request import FinishReason, Request, SamplingParams
-from speculative.state.batch import StepInput
-from speculative.state.sequence import Sequence
 from speculative.step.runner import ModelRunner
 from tests.support.engines import NGRAM, Answer, decoder_of, run, settings, tiny_engine
 from tests.support.graph_scenes import (
@@ -45,50 +42,9 @@ from tests.support.graph_scenes import (
     answers,
     assert_same,
 )
-
-HIDDEN_TOLERANCE = 1e-4
-
+from tests.support.step_inputs import HIDDEN_TOLERANCE, input_of, twin_caches
 
 # -- the forward pass, bucket by bucket -----------------------------------------------------------------------------
-
-
-def input_of(lengths: list[int], counts: list[int], block_size: int, seed: int) -> StepInput:
-    """Rows of sequences with `lengths` known positions, `counts` rows each, in blocks at random places."""
-    random = np.random.default_rng(seed)
-    blocks_each = [-(-(length + count) // block_size) for length, count in zip(lengths, counts, strict=True)]
-    blocks = np.split(random.permutation(sum(blocks_each)), np.cumsum(blocks_each)[:-1])
-    sequences = [Sequence(Request(f"r{index}", (1,))) for index in range(len(lengths))]
-    for sequence, own, length in zip(sequences, blocks, lengths, strict=True):
-        sequence.blocks, sequence.num_computed = own.tolist(), length
-    starts = np.concatenate([[0], np.cumsum(counts)])
-    positions = np.concatenate([length + np.arange(count) for length, count in zip(lengths, counts, strict=True)])
-    empty = np.empty(0, np.int64)
-    return StepInput(
-        sequences=tuple(sequences),
-        block_size=block_size,
-        row_starts=starts,
-        input_ids=random.integers(0, VOCABULARY, len(positions)),
-        positions=positions,
-        verify_rows=empty,
-        verify_entries=empty,
-        offsets=empty,
-        drafts=empty,
-        sampled_entries=(),
-        draft_counts=empty,
-    )
-
-
-def twin_caches(decoder: Decoder, num_blocks: int, block_size: int) -> tuple[KVCache, KVCache]:
-    """Two caches with the same random contents; the second has a trash block, of NaN."""
-    shape = decoder.config.kv_shape
-    plain, padded = (
-        KVCache(shape, blocks * block_size, dtype=torch.float32, device=torch.device("cpu"))
-        for blocks in (num_blocks, num_blocks + 1)
-    )
-    plain.data.copy_(torch.randn(plain.data.shape, generator=torch.Generator().manual_seed(1)))
-    padded.data.fill_(torch.nan)
-    padded.data[:, :, : num_blocks * block_size] = plain.data
-    return plain, padded
 
 
 def graph_step(config: EngineConfig, decoder: Decoder, cache: KVCache, engine: EngineCore) -> GraphStep:
@@ -124,26 +80,6 @@ def test_every_bucket_gives_what_the_plain_path_gives_at_any_fill(target: Path) 
             )
             padded_cache.data[:, :, :trash] = plain_cache.data  # what they differ by in bits must not add up
     assert graphs.capturer.num_captured == len(list(graphs.buckets)), "each bucket once"
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize("capture", [(), (0, 2)])
-def test_in_a_mixed_step_prompts_run_eagerly_and_rows_keep_their_order(target: Path, capture: tuple[int, ...]) -> None:
-    decoder = load_decoder(target, dtype=torch.float32, device="cpu")
-    config = settings(cuda_graphs=True)
-    plain_cache, padded_cache = twin_caches(decoder, config.num_blocks, config.block_size)
-    graphs = graph_step(config, decoder, padded_cache, tiny_engine(target))
-    graphs.runner.target.capture = capture
-    width = len(capture) * decoder.config.hidden_size
-    graphs.buffers.features.rows = torch.zeros((len(graphs.buffers.hidden), width))
-    plain = ModelRunner(decoder, plain_cache, torch.device("cpu"), prepare_by(decoder.kernels.model))
-    for counts in ([2, 20, 1, 30, 5], [40, 3], [33, 9], [7, 7]):
-        step_input = input_of([11, 0, 25, 4, 0][: len(counts)], counts, config.block_size, seed=len(counts))
-        found = graphs.runner.forward_with_features(step_input, capture)
-        expected = plain.forward_with_features(step_input, capture)
-        for own, other in zip(found, expected, strict=True):
-            assert own.shape == other.shape
-            assert torch.allclose(own, other, atol=HIDDEN_TOLERANCE, rtol=0)
 
 
 @torch.inference_mode()
@@ -399,8 +335,8 @@ def test_passages_that_are_longer_than_a_models_drafts_take_no_room_of_q(
     assert isinstance(repeating.drafter, ModelDrafter) and isinstance(plain.drafter, ModelDrafter)
     sizes = AttentionSizes(4, 13, 64)
     model, buckets = repeating.drafter.model, repeating.graphs.buckets
-    with_model, without = (graph_bytes(decoder_of(repeating), buckets, sizes, one) for one in (model, None))
-    made_all = graph_bytes(decoder_of(repeating), dataclasses.replace(buckets, most_made=12), sizes, model)
+    with_model, without = (graph_bytes(decoder_of(repeating), buckets, sizes, one, (64,)) for one in (model, None))
+    made_all = graph_bytes(decoder_of(repeating), dataclasses.replace(buckets, most_made=12), sizes, model, (64,))
     assert without < with_model < made_all
 
 
@@ -409,7 +345,7 @@ def test_a_gpu_without_room_for_graphs_is_reported_what_to_do(target: Path, monk
     assert engine.graphs is not None
     sizes = AttentionSizes(4, 5, 64)
     few, many = (
-        graph_bytes(decoder_of(engine), buckets, sizes, None)
+        graph_bytes(decoder_of(engine), buckets, sizes, None, (64,))
         for buckets in (engine.graphs.buckets, tiny_engine(target, cuda_graphs=True, max_num_seqs=2).graphs.buckets)  # type: ignore[union-attr]
     )
     assert few > many > 0

@@ -104,7 +104,7 @@ def test_fp8_weights(
     def scene(load: Load) -> dict[str, Answer]:
         with pytest.MonkeyPatch.context() as patch:  # prompts as on the CPU: FP8 would round other sums otherwise
             chosen = GraphOperators.on
-            as_on_the_cpu = {"prepare": lambda *_: prepare_by(None)}
+            as_on_the_cpu = {"prepare": lambda *_: prepare_by(None), "attend_packed": None}
             patch.setattr(GraphOperators, "on", lambda *given: replace(chosen(*given), **as_on_the_cpu))
             engine = load(drafter=drafters[name], quantization="fp8", self_check_sample_rate=1.0, cuda_graphs=True)
             linears = [one for one in decoder_of(engine).modules() if isinstance(one, Fp8Linear)]

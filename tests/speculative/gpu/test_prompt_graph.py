@@ -1,0 +1,136 @@
+"""Captured passes of prompts against eager ones: any number of sequences and rows, alone and beside decoding rows."""
+
+import dataclasses
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from speculative.config import DrafterConfig
+from speculative.gpu.graph_step import GraphStep
+from speculative.gpu.operators import GraphOperators
+from speculative.gpu.packed_attention import AttendPacked
+from speculative.gpu.prompt_graph import MOST_ROWS, prompt_sizes
+from speculative.model.attention import prepare_by
+from speculative.model.loading import load_decoder
+from speculative.request import Request, SamplingParams
+from speculative.step.runner import ModelRunner
+from tests.support.engines import settings, tiny_engine
+from tests.support.packed_rows import attend_packed
+from tests.support.pretended_cuda import PretendedCuda
+from tests.support.step_inputs import HIDDEN_TOLERANCE, input_of, twin_caches
+
+CPU = torch.device("cpu")
+
+
+class Scene:
+    """A captured runner and a plain one, over caches of the same contents; the captured one's trash block is NaN."""
+
+    def __init__(
+        self,
+        target: Path,
+        capture: tuple[int, ...] = (),
+        attend: AttendPacked | None = attend_packed,
+        max_batched_tokens: int = 512,
+    ) -> None:
+        config = settings(
+            cuda_graphs=True, max_num_seqs=32, max_batched_tokens=max_batched_tokens, kv_cache_tokens=4096
+        )
+        decoder = load_decoder(target, dtype=torch.float32, device="cpu")
+        self.block_size, self.live = config.block_size, config.num_blocks * config.block_size
+        plain, self.cache = twin_caches(decoder, config.num_blocks, config.block_size)
+        self.plain = ModelRunner(decoder, plain, CPU, prepare_by(decoder.kernels.model))
+        operators = dataclasses.replace(GraphOperators.by_torch(decoder.kernels), attend_packed=attend)
+        engine = tiny_engine(target)
+        engine.drafter.capture = capture
+        self.graphs = GraphStep(config, decoder, self.cache, engine.drafter, engine.sampler, 1024, operators)
+        width = len(capture) * decoder.config.hidden_size
+        self.graphs.buffers.features.rows = torch.zeros((len(self.graphs.buffers.hidden), width))
+
+    @torch.inference_mode()
+    def assert_same(self, lengths: list[int], counts: list[int], capture: tuple[int, ...] = ()) -> None:
+        step_input = input_of(lengths, counts, self.block_size, seed=len(counts))
+        found = self.graphs.runner.forward_with_features(step_input, capture)
+        expected = self.plain.forward_with_features(step_input, capture)
+        for own, other in zip(found, expected, strict=True):
+            assert own.shape == other.shape
+            assert torch.allclose(own, other, atol=HIDDEN_TOLERANCE, rtol=0)
+        slots = torch.from_numpy(step_input.attention_rows().slots)
+        written, plain = self.cache.data[:, :, : self.live], self.plain.cache.data
+        assert torch.allclose(written[:, :, slots], plain[:, :, slots], atol=HIDDEN_TOLERANCE, rtol=0)
+        written[:, :, slots] = plain[:, :, slots]
+        assert torch.equal(written, plain), "padding writes to nobody's blocks"
+
+
+def test_the_sizes_are_close_and_none_is_larger_than_a_step_or_than_pays() -> None:
+    assert prompt_sizes(40) == (40,)
+    assert prompt_sizes(512) == (64, 128, 192, 256, 320, 384, 448, 512)
+    assert prompt_sizes(700)[-3:] == (512, 640, 700)
+    for sizes in map(prompt_sizes, (64, 100, 1000, 2048, 10**6)):
+        assert sizes[-1] <= MOST_ROWS and list(sizes) == sorted(set(sizes))
+        assert all(later <= earlier * 5 / 4 or later - earlier <= 64 for earlier, later in pairwise(sizes))
+
+
+@pytest.mark.parametrize("capture", [(), (0, 2)])
+def test_prompts_of_any_length_are_replayed_as_eager_passes_compute_them(
+    target: Path, capture: tuple[int, ...]
+) -> None:
+    scene = Scene(target, capture)
+    scene.assert_same([0], [64], capture)
+    scene.assert_same([0, 30, 7], [65, 9, 110], capture)
+    scene.assert_same([60], [450], capture)
+    before = scene.graphs.capturer.num_captured
+    scene.assert_same([3, 0], [61, 100], ())  # where nobody wants features
+    assert scene.graphs.capturer.num_captured == before, "192 rows were captured above"
+
+
+@pytest.mark.parametrize("attend", [attend_packed, None], ids=["captured", "eager"])
+@pytest.mark.parametrize("capture", [(), (0, 2)])
+def test_in_a_mixed_step_rows_keep_their_order(
+    target: Path, capture: tuple[int, ...], attend: AttendPacked | None
+) -> None:
+    scene = Scene(target, capture, attend)
+    for counts in ([2, 20, 1, 30, 5], [40, 3], [33, 9], [7, 7]):
+        scene.assert_same([11, 0, 25, 4, 0][: len(counts)], counts, capture)
+
+
+def test_more_sequences_than_a_replay_takes_are_computed_in_parts(target: Path) -> None:
+    scene = Scene(target)
+    scene.assert_same([0] * 33, [15] * 33)
+
+
+def test_a_pass_with_more_rows_than_are_captured_runs_eagerly(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("speculative.gpu.prompt_graph.MOST_ROWS", 128)
+    scene = Scene(target)
+    scene.assert_same([0], [129])
+    assert scene.graphs.capturer.num_captured == 0
+    scene.assert_same([0], [128])
+    assert scene.graphs.capturer.num_captured == 1
+
+
+@torch.inference_mode()
+def test_the_next_replay_leaves_earlier_results_as_they_are(target: Path) -> None:
+    scene = Scene(target, (0,))
+    first, second = (input_of([0], [60], scene.block_size, seed=seed) for seed in (1, 2))
+    found = scene.graphs.runner.forward_with_features(first, (0,))
+    kept = [one.clone() for one in found]
+    scene.graphs.runner.forward_with_features(second, (0,))
+    assert all(map(torch.equal, found, kept))
+
+
+@pytest.mark.parametrize("name", ["none", "eagle3"])
+def test_a_chunk_of_a_prompt_is_one_launch_of_the_target(
+    target: Path, drafters: dict[str, DrafterConfig], name: str
+) -> None:
+    """What remains is launched for the chunk's last rows, or by the draft head: as much as for a longer model."""
+    pytest.importorskip("triton")
+    with PretendedCuda(count_launches=True) as device:
+        engine = tiny_engine(target, device="cuda", drafter=drafters[name], max_batched_tokens=64, max_num_seqs=2)
+        engine.add(Request("long", tuple(range(3, 60)) * 6, SamplingParams(max_tokens=2), seed=1))
+        engine.step()  # captures
+        device.clear()
+        engine.step()
+        assert device.num_replays == 1
+        assert device.num_launches <= (3 if name == "none" else 40)
+        assert not device.waits
