@@ -1,10 +1,12 @@
 """A whole decoding step in captured graphs: the drafter's loop, the target, the verdict, and one copy to the host.
 
-What a graph cannot hold runs eagerly, with the same distribution: steps with prompts, and with more edits of logits
-than there is room for. Their forward pass is replayed still (`GraphRunner`)."""
+Entries that no graph can hold run eagerly, with the same distribution: prompts, and all of a step with more edits of
+logits than there is room for. Their forward pass is replayed still (`GraphRunner`)."""
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import compress
 
 import numpy as np
 import torch
@@ -19,7 +21,7 @@ from speculative.gpu.buffers import GraphBuffers
 from speculative.gpu.capture import Capturer
 from speculative.gpu.catch_up_graph import CatchUpPass
 from speculative.gpu.draft_graph import DraftLoop
-from speculative.gpu.logit_edits import LogitEdits, StepEdits, fits
+from speculative.gpu.logit_edits import LogitEdits, StepEdits, fits, follows
 from speculative.gpu.memory import free_bytes, graph_bytes
 from speculative.gpu.operators import GraphOperators
 from speculative.gpu.padding import CacheRoom, PagedCache
@@ -31,7 +33,7 @@ from speculative.gpu.target_graph import GraphRunner, TargetPass
 from speculative.gpu.verify_graph import JudgedRows, VerifyGraph
 from speculative.model.decoder import Decoder
 from speculative.model.layers import use_layer_ops
-from speculative.state.batch import Batch, Int64s, StepInput, StepOutcome, build_step_input, merge_outcomes
+from speculative.state.batch import Batch, Entry, Int64s, StepInput, StepOutcome, build_step_input, merge_outcomes
 from speculative.state.token_constraint import Bools
 from speculative.step.checked_sampler import CheckedSampler, DeviceChecks
 from speculative.step.host_copy import results_per_entry
@@ -119,14 +121,18 @@ class GraphStep:
 
     # -- which steps --------------------------------------------------------------------------------------------
 
-    def takes(self, batch: Batch) -> bool:
-        """Return whether the whole step can be replayed."""
-        for sequence, num_known, max_drafts, samples in batch.entries:
-            if not samples or num_known > 1 or sequence.scored_positions:
-                return False
-            if max_drafts and self._neural is not None and self._neural.length.repeated(sequence):
-                return False  # q of some drafts is a point mass, that of others is not
-        return fits(batch.entries, len(self._checked.sampler.eos_token_ids))
+    def takes(self, entries: Sequence[Entry]) -> list[bool]:
+        """Return which of them can be replayed; none where their edits of logits are more than there is room for."""
+        takes = [self._takes(entry) for entry in entries]
+        has_room = fits(list(compress(entries, takes)), len(self._checked.sampler.eos_token_ids))
+        return takes if has_room else [False] * len(takes)
+
+    def _takes(self, entry: Entry) -> bool:
+        sequence, num_known, max_drafts, samples = entry
+        if not samples or num_known > 1 or sequence.scored_positions or not follows(sequence):
+            return False
+        # A repeated passage's q is a point mass, that of others is not.
+        return not (max_drafts and self._neural is not None and self._neural.length.repeated(sequence))
 
     # -- the step -----------------------------------------------------------------------------------------------
 
@@ -165,7 +171,7 @@ class GraphStep:
         if drafts is None:
             most = self.buckets.batch_sizes[-1]
             parts = [Batch(batch.entries[begin : begin + most]) for begin in range(0, len(batch.entries), most)]
-            return merge_outcomes([self.verify(part, self.draft(part)) for part in parts])
+            return merge_outcomes([self.verify(part, self.draft(part)) for part in parts], range(len(batch.entries)))
         step_input = build_step_input(batch.entries, drafts.counts, drafts.token_ids, self._config.block_size)
         bucket = self.buckets.fit(len(batch.entries), int(drafts.counts.max()) + 1)
         rows_bucket = self.buckets.fit_rows(len(batch.entries), len(step_input.verify_rows))

@@ -8,7 +8,6 @@ them.
 from collections.abc import Mapping
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass
-from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -22,6 +21,7 @@ from speculative.gpu.staged_inputs import Array, Field, StagedInputs
 from speculative.request import SamplingParams
 from speculative.state.batch import Entry, StepInput
 from speculative.state.logit_constraints import Float32s, Int64s, TokenRules
+from speculative.state.sequence import Sequence
 from speculative.state.token_constraint import Bools
 
 MAX_CELLS = 1 << 18
@@ -32,7 +32,7 @@ FOLLOWED = frozenset((
     "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "bad_words", "allowed_token_ids",
     "structure", "logprobs", "logprob_token_ids", "prompt_logprobs", "speculate", "reproducible",
 ))  # fmt: skip
-"""Parameters that captured steps know of; a step in which a request sends another one runs eagerly."""
+"""Parameters that captured steps know of; a request that sends another one runs eagerly."""
 
 _LEAST_MASKS = 1 << 4
 _LEAST_CELLS = 1 << 10
@@ -179,11 +179,13 @@ class StepEdits:
             host[name][: len(self.params)] = [getattr(one, f"{name}_penalty") for one in self.params]
 
 
+def follows(sequence: Sequence) -> bool:
+    """Return whether captured steps know what a request does to logits."""
+    return FOLLOWED.issuperset(sequence.changed_params)
+
+
 def fits(entries: Sequences[Entry], num_eos: int) -> bool:
-    """Return whether captured steps know what the entries' requests do to logits, and have room for it, whatever is
-    drafted."""
-    if not FOLLOWED.issuperset(chain.from_iterable([entry.sequence.changed_params for entry in entries])):
-        return False
+    """Return whether captured steps have room for what the entries' requests do to logits, whatever is drafted."""
     ruled = [(entry, entry.sequence.rules) for entry in entries if entry.sequence.rules is not None]
     if not ruled:
         return True

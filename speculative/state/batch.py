@@ -274,11 +274,15 @@ class StepOutcome:
     step_s: float = 0.0
 
 
-def merge_outcomes(parts: Entries[StepOutcome]) -> StepOutcome:
-    """Merge the outcomes of a step whose entries were computed in parts."""
+def merge_outcomes(parts: Entries[StepOutcome], places: Entries[int]) -> StepOutcome:
+    """Merge the outcomes of a step whose entries were computed in parts.
+
+    places: of each result, part after part, among the step's entries.
+    """
     terms = [part.terms for part in parts if part.terms is not None]
+    results = dict(zip(places, chain.from_iterable(part.results for part in parts), strict=True))
     return StepOutcome(
-        results=tuple(chain.from_iterable(part.results for part in parts)),
+        results=tuple(results[place] for place in range(len(results))),
         expected_accepted=sum(part.expected_accepted for part in parts),
         terms=Terms(
             checks=tuple(chain.from_iterable(part.checks for part in terms)),
@@ -287,4 +291,5 @@ def merge_outcomes(parts: Entries[StepOutcome]) -> StepOutcome:
         )
         if terms
         else None,
+        step_s=sum(part.step_s for part in parts),
     )

@@ -1,6 +1,6 @@
 """Samples a step's tokens, and checks each of them: `Sampler` with the self-checks around it."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import compress
 from typing import Literal
 
@@ -66,9 +66,7 @@ class CheckedSampler:
             rows = torch.from_numpy(np.flatnonzero(chosen[step_input.verify_entries])).to(logits.device)
             own_masks = list(compress(masks, chosen))
             parts.append(self._sample(step_input.select(chosen), logits[rows], q, own_masks, checked=checked))
-        outcome = merge_outcomes(parts)
-        theirs, others = (iter(part.results) for part in parts)
-        return replace(outcome, results=tuple(next(theirs if own else others) for own in repeated))
+        return merge_outcomes(parts, np.argsort(~repeated, kind="stable").tolist())
 
     def _sample(
         self,

@@ -1,5 +1,6 @@
 """A step whose every operation is launched by Python, for batches of any kind."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -7,7 +8,7 @@ import torch
 
 from speculative.config import EngineConfig
 from speculative.drafting.base import Drafter, DraftOutput, constrain
-from speculative.state.batch import Batch, SequenceResult, StepOutcome, build_step_input
+from speculative.state.batch import Batch, Entry, SequenceResult, StepOutcome, build_step_input
 from speculative.state.token_constraint import Bools
 from speculative.step.checked_sampler import CheckedSampler
 from speculative.step.prompt_scorer import PromptScorer
@@ -52,9 +53,9 @@ class EagerStep:
         self.scorer = scorer
         self._config = config
 
-    def takes(self, batch: Batch) -> bool:
-        """Every batch."""
-        return True
+    def takes(self, entries: Sequence[Entry]) -> list[bool]:
+        """All of them."""
+        return [True] * len(entries)
 
     def draft(self, batch: Batch) -> Proposal:
         """The drafts of every entry, without those that came without q."""
@@ -73,9 +74,8 @@ class EagerStep:
             self.drafter.observe(batch, step_input, features)
         outcome = StepOutcome(())
         if step_input.sampled_entries:
-            decoding_only = len(step_input.verify_rows) == len(hidden)
-            rows = hidden if decoding_only else hidden[torch.from_numpy(step_input.verify_rows).to(hidden.device)]
-            logits = self.runner.logits(rows)  # [R, V]
+            rows, every = step_input.verify_rows, len(step_input.verify_rows) == len(hidden)
+            logits = self.runner.logits(hidden if every else hidden[torch.from_numpy(rows).to(hidden.device)])  # [R, V]
             masks = [drafts.masks.get(index) for index, entry in enumerate(batch.entries) if entry.samples]
             repeated = [index in draft.repeated for index, entry in enumerate(batch.entries) if entry.samples]
             outcome = self.sampler.sample(step_input, logits, draft.draft_probs, masks, np.array(repeated))
@@ -83,9 +83,8 @@ class EagerStep:
         results = [next(sampled) if entry.samples else SequenceResult() for entry in batch.entries]
         for index in drafts.without_q:
             results[index] = SequenceResult(fault="q_missing")
-        for index, entry in enumerate(batch.entries):
+        for index, (entry, row_start) in enumerate(zip(batch.entries, step_input.row_starts.tolist(), strict=False)):
             if entry.sequence.scored_positions:
-                row_start = int(step_input.row_starts[index])
                 logprobs, replayed = self.scorer.score(entry, row_start, hidden, self.runner, self.drafter)
                 results[index] = results[index]._replace(prompt_logprobs=logprobs, replayed=replayed)
         return replace(outcome, results=tuple(results))

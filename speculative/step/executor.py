@@ -1,18 +1,20 @@
-"""Runs a batch by the first step that takes it, and measures how long drafting and verification take."""
+"""Runs each entry of a batch by the first step that takes it, and measures how long drafting and verification take."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import compress
 from typing import Any, Protocol
 
-from speculative.state.batch import Batch, StepOutcome
+from speculative.state.batch import Batch, Entry, StepOutcome, merge_outcomes
 from speculative.stats import StepStats
 
 
 class Step(Protocol):
     """One way to compute a batch: eagerly (`EagerStep`), or as captured graphs (`gpu.GraphStep`)."""
 
-    def takes(self, batch: Batch) -> bool:
-        """Return whether it can compute this batch."""
+    def takes(self, entries: Sequence[Entry]) -> list[bool]:
+        """Return which of them it can compute together."""
         ...
 
     def draft(self, batch: Batch) -> Any:
@@ -25,7 +27,7 @@ class Step(Protocol):
 
 
 class StepExecutor:
-    """The steps of an engine in order of preference; the last one takes every batch.
+    """The steps of an engine in order of preference; the last one takes every entry.
 
     Args:
         steps: tried in this order.
@@ -38,13 +40,19 @@ class StepExecutor:
         self._stats = stats
 
     def run(self, batch: Batch) -> StepOutcome:
-        """Draft, forward, verify, sample."""
-        step = next(step for step in self.steps if step.takes(batch))
+        """Draft, forward, verify, sample: entries that only a later step takes come behind the others."""
+        left, parts, places = dict(enumerate(batch.entries)), list[StepOutcome](), list[int]()
+        for step in self.steps:
+            if chosen := list(compress(left, step.takes(tuple(left.values())))):
+                parts.append(self._run(step, Batch(tuple(map(left.pop, chosen)))))
+                places += chosen
+        return parts[0] if len(parts) == 1 else merge_outcomes(parts, places)
+
+    def _run(self, step: Step, batch: Batch) -> StepOutcome:
         started = time.perf_counter()
         drafts = step.draft(batch)
-        drafted = time.perf_counter()
-        outcome = step.verify(batch, drafts)
-        ended = time.perf_counter()
-        self._stats.draft_s += drafted - started
-        self._stats.verify_s += ended - drafted
-        return replace(outcome, step_s=ended - started)
+        draft_s = time.perf_counter() - started
+        outcome = replace(step.verify(batch, drafts), step_s=time.perf_counter() - started)
+        self._stats.draft_s += draft_s
+        self._stats.verify_s += outcome.step_s - draft_s
+        return outcome

@@ -74,9 +74,9 @@ with FaultyServer(folder, config=TINY).running() as url, Client(url) as http:
     found["audit"] = [outcome.verdict, sorted({one.ask.params.repeat_bias for one in lab.gathered})]
 found["traffic"] = sum("repeat_bias" in request.params.changed for request in islice(mixed(64), 11))
 entry = Entry(Sequence(Request("r", (5, 6), SamplingParams(repeat_bias=1.0))), 1, 3, samples=True)
-found["captured"] = [logit_edits.fits([entry], 1)]
+found["captured"] = [logit_edits.follows(entry.sequence)]
 logit_edits.FOLLOWED |= {"repeat_bias"}
-found["captured"] += [logit_edits.fits([entry], 1)]
+found["captured"] += [logit_edits.follows(entry.sequence)]
 print(json.dumps(found))
 """
 

@@ -16,7 +16,7 @@ from speculative.engine import EngineCore
 from speculative.errors import ConfigError
 from speculative.gpu.capture import Capturer
 from speculative.gpu.graph_step import GraphStep
-from speculative.gpu.logit_edits import EditSizes, LogitEdits
+from speculative.gpu.logit_edits import FOLLOWED, EditSizes, LogitEdits
 from speculative.gpu.memory import graph_bytes
 from speculative.gpu.operators import GraphOperators
 from speculative.gpu.paged_attention import AttentionSizes, TorchAttend
@@ -137,9 +137,10 @@ class Counted:
 def test_graphs_emit_what_the_plain_path_emits(
     target: Path, drafters: dict[str, DrafterConfig], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain_engine = tiny_engine(target, drafter=drafters[name])
+    checked = {"drafter": drafters[name], "self_check_sample_rate": 1.0}
+    plain_engine = tiny_engine(target, **checked)
     expected = answers(plain_engine, PLAIN)
-    graphed = tiny_engine(target, drafter=drafters[name], cuda_graphs=True)
+    graphed = tiny_engine(target, **checked, cuda_graphs=True)
     assert graphed.graphs is not None
     replayed, eager = Counted(graphed.graphs.verify), Counted(graphed.eager.verify)
     monkeypatch.setattr(graphed.graphs, "verify", replayed)
@@ -168,8 +169,9 @@ def test_a_drafter_that_takes_the_likeliest_tokens_does_so_in_graphs(
 
 @pytest.mark.parametrize("name", ["ngram", "eagle3"])
 def test_requests_that_no_graph_can_hold_are_served_all_the_same(
-    target: Path, drafters: dict[str, DrafterConfig], name: str
+    target: Path, drafters: dict[str, DrafterConfig], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("speculative.gpu.logit_edits.FOLLOWED", FOLLOWED - {"logit_bias"})
     expected = answers(tiny_engine(target, drafter=drafters[name], max_num_seqs=12), MIXED)
     graphed = tiny_engine(target, drafter=drafters[name], max_num_seqs=12, cuda_graphs=True)
     if isinstance(graphed.drafter, ModelDrafter):

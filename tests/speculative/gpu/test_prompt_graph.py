@@ -134,3 +134,27 @@ def test_a_chunk_of_a_prompt_is_one_launch_of_the_target(
         assert device.num_replays == 1
         assert device.num_launches <= (3 if name == "none" else 40)
         assert not device.waits
+
+
+@pytest.mark.parametrize("name", ["none", "ngram", "eagle3"])
+def test_decoding_beside_a_prompt_costs_what_it_costs_alone(
+    target: Path, drafters: dict[str, DrafterConfig], name: str
+) -> None:
+    """The step is replayed for those that decode; the prompt's part makes the host wait for its own results."""
+    pytest.importorskip("triton")
+    decoding = SamplingParams(max_tokens=60, ignore_eos=True)
+    with PretendedCuda() as device:
+        engine = tiny_engine(target, device="cuda", drafter=drafters[name], max_batched_tokens=64, max_num_seqs=4)
+        for index in range(3):
+            engine.add(Request(f"r{index}", (5, 6, 7 + index), decoding, seed=index))
+        for _ in range(8):
+            engine.step()
+        device.clear()
+        engine.step()
+        alone = (device.num_replays, sum(device.waits.values()))
+        engine.add(Request("long", tuple(range(3, 60)) * 4, decoding, seed=9))
+        engine.step()  # captures
+        device.clear()
+        deltas = engine.step()
+        assert {delta.request_id for delta in deltas} == {"r0", "r1", "r2"}
+        assert (device.num_replays - 1, sum(device.waits.values())) == alone
