@@ -1,7 +1,8 @@
 """A whole decoding step in captured graphs: the drafter's loop, the target, the verdict, and one copy to the host.
 
-What a graph cannot hold runs eagerly, with the same distribution: prefills, and steps with more edits of logits than
-there is room for. Their forward pass is replayed still where it is a decoding step's (`GraphRunner`)."""
+What is not captured runs eagerly, with the same distribution: prefills, steps with more edits of logits than there is
+room for, and all of block verification, which has no kernels. The forward pass is replayed still where it is a decoding
+step's (`GraphRunner`)."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -93,6 +94,7 @@ class GraphStep:
         target = TargetPass(decoder, paged, self.buffers, drafter.capture, self.capturer)
         self.runner = GraphRunner(decoder, cache, target, self.buckets, operators.prepare(config.block_size, 0))
         self._vocab_size = decoder.config.vocab_size
+        self.judges = config.verifier != "block"
         edits = LogitEdits(self.buckets.largest, self._vocab_size, decoder.device, operators.edit)
         self.judge = VerifyGraph(decoder, self.buffers, self._draft_model, config, self.capturer, edits, operators)
         self._drafts_on_host = LateCopy(self.buffers.drafts.tokens)
@@ -113,6 +115,8 @@ class GraphStep:
 
     def takes(self, batch: Batch) -> bool:
         """Return whether the whole step can be replayed."""
+        if not self.judges:
+            return False
         for sequence, num_known, max_drafts, samples in batch.entries:
             if not samples or num_known > 1 or sequence.scored_positions:
                 return False
@@ -215,7 +219,8 @@ class GraphStep:
         """Capture all that decoding will ask for, so that no request waits for it; how many graphs there are."""
         for bucket in self.buckets:
             self.runner.target.prepare(bucket)
-            self.judge.prepare(bucket)
+            if self.judges:
+                self.judge.prepare(bucket)
         if self.loop is not None and self._catch_up is not None:
             for bucket in self.buckets:
                 self._catch_up.prepare(bucket)
