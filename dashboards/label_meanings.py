@@ -58,7 +58,7 @@ _MEANINGS: dict[str, dict[str, Meaning]] = {
     "fingerprint": {"": "The fingerprint of the model's configuration and weights."},
     "drafter": {"": "`drafter.kind` of the configuration."},
     "engine": {"": "vLLM and its version."},
-    "kernels": {"": {"cpu": "our own, for AVX-512 or AVX2", "triton": "paged attention on a GPU, by Triton"}},
+    "kernels": {"": {"cpu": "our own, for AVX-512 or AVX2", "triton": "on a GPU, by Triton"}},
     "code": {"": "The HTTP status code; 499 if the client left before its answer began."},
     "key": {
         "": f"The id of an API key, never the key. Each process names its first {MAX_SERIES} ids, and counts later "

@@ -7,7 +7,6 @@ from typing import Literal
 
 import torch
 
-from speculative.config import why_no_triton
 from speculative.kernels.library import find_kernels, processor_says
 from speculative.model.decoder import Decoder
 
@@ -16,7 +15,7 @@ from speculative.model.decoder import Decoder
 class Arithmetic:
     """The arithmetic of one engine.
 
-    kernels: those made for its device: our own on a CPU, Triton's paged attention on a GPU.
+    kernels: those made for its device: our own on a CPU, Triton's on a GPU.
     kernels_off: why they are not used, and what to do about it; "" = they are used.
     rounding: why a request may round otherwise beside other requests than alone; "" = it does not.
     name: two engines of one name and the same weights round alike.
@@ -41,7 +40,7 @@ def arithmetic_of(decoder: Decoder) -> Arithmetic:
     if device.type != "cpu":
         rounding = "on a GPU, products round by the size of the batch"
         name = f"{torch_name} {device_name(device)} {decoder.dtype}"
-        return Arithmetic("triton", why_no_triton(), rounding, name)
+        return Arithmetic("triton", "", rounding, name)
     found = find_kernels()
     if isinstance(found, str):
         rounding = "without the CPU kernels, products round by the size of the batch"

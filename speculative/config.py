@@ -124,7 +124,7 @@ class EngineSettings(Options):
         "`auto` takes the GPU that Ray gave the replica (its pool's `num_gpus`), else the CPU.",
         pattern=r"^(auto|cpu|cuda(:\d+)?)$",
     )
-    cuda_graphs: bool | None = option(  # true without a GPU pads batches as graphs do, for tests
+    cuda_graphs: bool | None = option(
         None,
         "Replay captured decoding steps of up to 256 sequences (docs/gpu.md: its memory). Default: on a GPU.",
     )

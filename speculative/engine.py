@@ -16,7 +16,7 @@ from torch import Tensor
 
 from speculative.arithmetic import Arithmetic, arithmetic_of
 from speculative.cache.kv_cache import KVCache, KVShape
-from speculative.config import EngineConfig
+from speculative.config import EngineConfig, why_no_triton
 from speculative.drafting.base import Drafter, NoDrafter
 from speculative.drafting.cpu_loop import FusedDraftLoop
 from speculative.drafting.draft_sampler import DraftSampler
@@ -66,6 +66,7 @@ class EngineCore:
         self.device = next(decoder.parameters()).device
         use_device(self.device)
         if self.device.type == "cuda":
+            require_triton(self.device)
             torch.backends.cuda.enable_cudnn_sdp(False)  # it builds a plan for every new shape, of prompts above all
             # Else cuBLAS may add up parts of a product in 16 bits, by the size of the batch.
             torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
@@ -175,7 +176,9 @@ class EngineCore:
         """
         torch.set_num_threads(config.num_threads)
         model = ModelConfig.from_folder(folder)
-        weights = load_weights(folder, config, resolve_device(config.device))
+        device = resolve_device(config.device)
+        require_triton(device)  # before minutes of loading
+        weights = load_weights(folder, config, device)
         return cls(weights.decoder, model, config, weights.fingerprint, make_constraint, weights.draft_model)
 
     # -- requests come and go -----------------------------------------------------------------------------------
@@ -453,6 +456,19 @@ def resolve_device(name: str) -> torch.device:
             f"device {name!r}: this process sees {torch.cuda.device_count()} CUDA devices, counted from 0; use cuda."
         )
     return device
+
+
+def require_triton(device: torch.device) -> None:
+    """Refuse a GPU whose kernels cannot be compiled here.
+
+    Raises:
+        ConfigError: why, and what to do.
+    """
+    if device.type == "cuda" and (why := why_no_triton()):
+        raise ConfigError(
+            f"device {str(device)!r}: an engine computes on a GPU with Triton's kernels, of which there are none here: "
+            f"{why}, or set device to cpu (for a replica, num_gpus of its pool to 0)."
+        )
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from serve_app.config.app_config import AppConfig, PoolSection
 from serve_app.config.base import PoolName
 from serve_app.referee.signatures import SigningKey
 from serve_app.text.tokenizer import Tokenizer
-from speculative.config import EngineConfig
+from speculative.config import EngineConfig, why_no_triton
 from speculative.end_tokens import read_json
 from speculative.errors import ConfigError, TruespecError
 from speculative.model.catalogue import CATALOGUE
@@ -265,6 +265,12 @@ def _processor_faults(config: AppConfig, machine: Machine) -> Iterator[Fault]:
             f"pools.{max(asked, key=lambda name: asked[name])}.num_gpus",
             f"the pools ask for {sum(asked.values()):g} GPUs together, and this machine has {seen}; set it to 0 to run "
             "on the CPU, or serve on a cluster with GPUs (--address).",
+        )
+    elif config.engine.kind == "torch" and any(asked.values()) and (why := why_no_triton()):
+        yield Fault(
+            f"pools.{max(asked, key=lambda name: asked[name])}.num_gpus",
+            f"is above 0, and an engine computes on a GPU with Triton's kernels, of which there are none here: {why}, "
+            "or set it to 0 to run on the CPU.",
         )
 
 

@@ -518,6 +518,12 @@ class AppConfig(Section):
                 )
             elif self.engine.kind == "vllm" and num_gpus > 0:
                 yield from self._device_errors(field, num_gpus)
+            elif self.engine.kind == "torch" and self.engine.cuda_graphs and num_gpus == 0:
+                yield FieldError(
+                    "engine.cuda_graphs",
+                    f"is true, and {field} is 0: a CPU has no graphs. Remove it; on a GPU, steps are captured without "
+                    "it.",
+                )
 
     def _device_errors(self, field: str, num_gpus: float) -> Iterator[FieldError]:
         """Each rank of vLLM's takes a GPU of its own; a single one may share it."""

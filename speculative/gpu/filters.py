@@ -17,17 +17,6 @@ temperature that stays.
 Ties with it stay, too. The likeliest token always stays; -inf where nothing is filtered out."""
 
 
-def torch_floors(logits: Tensor, temperature: Tensor, log_min_p: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """`FindFloors` by sorting."""
-    best = (logits.float() / temperature).sort(dim=-1, descending=True).values
-    floor = best[:, 0] + log_min_p
-    floor = torch.where(top_k < logits.shape[-1], floor.maximum(best.gather(1, top_k[:, None] - 1)[:, 0]), floor)
-    mass = torch.softmax(best.masked_fill(best < floor[:, None], -torch.inf), dim=-1)
-    before = mass.cumsum(dim=-1) - mass  # of the likelier tokens
-    num_kept = (before < top_p[:, None]).sum(dim=-1, keepdim=True).clamp(min=1)  # a top_p may round to 0
-    return torch.where(top_p < 1, floor.maximum(best.gather(1, num_kept - 1)[:, 0]), floor)
-
-
 # -- as inputs of a captured function -------------------------------------------------------------------------------
 
 

@@ -1,7 +1,8 @@
 """A whole decoding step in captured graphs: the drafter's loop, the target, the verdict, and one copy to the host.
 
-Entries that no graph can hold run eagerly, with the same distribution: prompts, and all of a step with more edits of
-logits than there is room for. Their forward pass is replayed still (`GraphRunner`)."""
+Entries that no graph can hold run eagerly, with the same distribution: prompts, all of a step with more edits of logits
+than there is room for, and block verification, which has no kernels. Their forward pass is replayed still
+(`GraphRunner`)."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -95,14 +96,13 @@ class GraphStep:
         use_layer_ops(decoder, operators.layers)
         paged = PagedCache(cache, room, attend)
         target = TargetPass(decoder, paged, self.buffers, drafter.capture, self.capturer)
-        prompts = None
-        if operators.attend_packed is not None:
-            prompts = PromptPass(
-                decoder, cache, room, operators.attend_packed, drafter.capture, self._prompt_sizes, self.capturer
-            )
+        prompts = PromptPass(
+            decoder, cache, room, operators.attend_packed, drafter.capture, self._prompt_sizes, self.capturer
+        )
         prepare = operators.prepare(config.block_size, 0)
         self.runner = GraphRunner(decoder, cache, target, prompts, self.buckets, prepare)
         self._vocab_size = decoder.config.vocab_size
+        self.judges = config.verifier != "block"
         edits = LogitEdits(self.buckets.largest, self._vocab_size, decoder.device, operators.edit)
         self.judge = VerifyGraph(decoder, self.buffers, self._draft_model, config, self.capturer, edits, operators)
         self._drafts_on_host = LateCopy(self.buffers.drafts.tokens)
@@ -129,7 +129,7 @@ class GraphStep:
 
     def _takes(self, entry: Entry) -> bool:
         sequence, num_known, max_drafts, samples = entry
-        if not samples or num_known > 1 or sequence.scored_positions or not follows(sequence):
+        if not self.judges or not samples or num_known > 1 or sequence.scored_positions or not follows(sequence):
             return False
         # A repeated passage's q is a point mass, that of others is not.
         return not (max_drafts and self._neural is not None and self._neural.length.repeated(sequence))
@@ -227,11 +227,11 @@ class GraphStep:
     @torch.inference_mode()
     def capture_all(self) -> int:
         """Capture all that decoding will ask for, so that no request waits for it; how many graphs there are."""
-        if self.runner.prompts is not None:
-            self.runner.prompts.capture_all()
+        self.runner.prompts.capture_all()
         for bucket in self.buckets:
             self.runner.target.prepare(bucket)
-            self.judge.prepare(bucket)
+            if self.judges:
+                self.judge.prepare(bucket)
         if self.loop is not None and self._catch_up is not None:
             for bucket in self.buckets:
                 self._catch_up.prepare(bucket)

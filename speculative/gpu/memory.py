@@ -8,14 +8,12 @@ from speculative.config import EngineConfig
 from speculative.drafting.neural_drafter import DraftModel
 from speculative.errors import ConfigError
 from speculative.gpu.buckets import Buckets
-from speculative.gpu.operators import uses_triton
 from speculative.gpu.paged_attention import AttentionSizes
 from speculative.gpu.prompt_graph import MOST_SEQUENCES, prompt_sizes
 from speculative.model.config import ModelConfig
 from speculative.model.decoder import Decoder
 
 _KEPT_FREE = 0.05  # of the device's memory, for what is not counted here
-_DRAFT_MATRICES = 8  # [B, W] float32 that torch's operators sample a draft with
 
 
 def graph_bytes(
@@ -33,18 +31,18 @@ def graph_bytes(
     """
     model, (num_seqs, num_queries) = decoder.config, buckets.largest
     num_rows = num_seqs * num_queries
-    by_triton = uses_triton(decoder.device)
-    needed = _verification_bytes(decoder, num_rows, by_triton=by_triton, drafted=draft_model is not None)
+    vocab_size = model.vocab_size
+    # The LM head's output, the logits in float32 where some are edited, and partial sums of blocks.
+    needed = num_rows * ((decoder.dtype.itemsize + 4) * vocab_size + vocab_size // 4 + 1024)
     needed += _activation_bytes(model, max(num_rows, *prompts))
     needed += sizes.workspace_bytes(num_rows, model.num_heads, model.head_dim)
     num_features = 0 if draft_model is None else draft_model.num_features
     needed += prompts[-1] * (model.hidden_size + num_features) * decoder.dtype.itemsize
     num_tables = sum(bucket.num_seqs for bucket in buckets) + len(prompts) * MOST_SEQUENCES
     if draft_model is not None:
-        width = model.vocab_size if draft_model.ids is None else len(draft_model.ids)
-        # Triton's kernels sample from the LM head's output, with a few numbers of each block of it.
-        number = decoder.dtype.itemsize + 1 if by_triton else 4 * _DRAFT_MATRICES
-        needed += num_seqs * width * (4 * buckets.most_made + number)
+        width = vocab_size if draft_model.ids is None else len(draft_model.ids)
+        # Drafts are sampled from the LM head's output, with a few numbers of each block of it.
+        needed += num_seqs * width * (4 * buckets.most_made + decoder.dtype.itemsize + 1)
         num_tables = 2 * num_tables + sum(bucket.num_seqs for bucket in buckets.of_drafts(varying=True))
     return needed + num_tables * sizes.max_blocks * 8
 
@@ -78,9 +76,10 @@ def tokens_that_fit(config: EngineConfig, decoder: Decoder, draft_model: DraftMo
     sizes = AttentionSizes(config.block_size, buckets.largest.num_queries, -(-longest // config.block_size))
     steps = graph_bytes(decoder, buckets, sizes, draft_model, prompt_sizes(config.max_batched_tokens))
     steps += _activation_bytes(model, config.max_batched_tokens)
-    # Steps that cannot be replayed, beside the graphs' pool.
+    # torch's operators verify what no graph does, beside the graphs' pool, in nine matrices [R, V] of float32, three of
+    # them for filters; three more are of a model's drafts.
     num_rows = config.max_num_seqs * (1 + config.drafter.max_drafts)
-    steps += _verification_bytes(decoder, num_rows, by_triton=False, drafted=draft_model is not None)
+    steps += num_rows * model.vocab_size * 4 * (9 if draft_model is None else 12)
     free, total = free_bytes(decoder.device)
     room = int(free - _KEPT_FREE * total) - steps
     num_blocks = room // block_bytes - 1  # less the block of padding rows
@@ -91,17 +90,6 @@ def tokens_that_fit(config: EngineConfig, decoder: Decoder, draft_model: DraftMo
             "max_batched_tokens, take a smaller model, or a GPU that nothing else uses."
         )
     return num_blocks * config.block_size
-
-
-def _verification_bytes(decoder: Decoder, num_rows: int, *, by_triton: bool, drafted: bool) -> int:
-    """Of matrices [R, V].
-
-    Triton's kernels: the LM head's output, logits in float32 where some are edited, partial sums of blocks. torch's
-    operators: nine matrices in float32, three of them for filters; three more for a model's drafts.
-    """
-    number = decoder.dtype.itemsize + 4 if by_triton else 4 * (12 if drafted else 9)
-    sums = decoder.config.vocab_size // 4 + 1024  # a row
-    return num_rows * (number * decoder.config.vocab_size + sums)
 
 
 def _activation_bytes(model: ModelConfig, num_rows: int) -> int:

@@ -7,7 +7,6 @@ depends on its own query and on what it sees, never on its neighbours, on B, or 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from speculative.cache.kv_cache import KVCache
@@ -77,30 +76,3 @@ class PagedAttention(CacheAttention):
         """Implement `CacheAttention`."""
         keys, values = self.cache.data[layer].unbind(0)
         return self._attend(query, keys, values, self._rows)
-
-
-class TorchAttend:
-    """The same in plain torch: every sequence's whole block table is gathered."""
-
-    def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
-
-    def __call__(self, query: Tensor, keys: Tensor, values: Tensor, rows: PagedRows) -> Tensor:
-        """Implement `AttendPaged`; computed in float32 whatever the types."""
-        num_seqs, num_kv_heads = rows.blocks.shape[0], keys.shape[1]
-        offsets = torch.arange(self._block_size, device=query.device)
-        slots = (rows.blocks[:, :, None] * self._block_size + offsets).flatten()  # [B * L]
-        own_keys, own_values = (
-            part.index_select(0, slots).float().unflatten(0, (num_seqs, -1)) for part in (keys, values)
-        )  # [B, L, num_kv_heads, head_dim]
-        queries = query.float().view(num_seqs, rows.num_queries, num_kv_heads, -1, query.shape[-1])
-        positions = torch.arange(own_keys.shape[1], device=query.device)
-        visible = rows.visible.view(num_seqs, -1)
-        seen = (positions >= rows.first) & (positions < visible[..., None])  # [B, Q, L]
-        # What nobody sees may be anything, and 0 x NaN is NaN.
-        own_values = own_values.masked_fill(~seen.any(dim=1)[:, :, None, None], 0.0)
-        scores = torch.einsum("bqhgd,blhd->bqhgl", queries, own_keys) * query.shape[-1] ** -0.5
-        scores = scores.masked_fill(~seen[:, :, None, None], -torch.inf)
-        weights = torch.softmax(scores, dim=-1).masked_fill(~seen.any(dim=-1)[:, :, None, None, None], 0.0)
-        attended = torch.einsum("bqhgl,blhd->bqhgd", weights, own_values)
-        return attended.reshape(query.shape).to(query.dtype)

@@ -1,15 +1,10 @@
-"""Samples a draft for each of some sequences, from a drafter's logits: the interface, and one by torch's operators."""
+"""The interface of what samples a draft for each of some sequences, from a drafter's logits."""
 
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-from speculative.gpu.filters import sampling_rows
-from speculative.verification.coupled import NoiseRows
-from speculative.verification.draft_probs import mass_before
-from speculative.vocabulary.ops import VocabularyOps
 
 
 class DraftFields(NamedTuple):
@@ -55,32 +50,3 @@ SampleDrafts = Callable[[Tensor, DraftFields, int, Tensor | None, int, DraftBuff
 """logits [E, W] in the drafter's own type, the round's fields, an offset below K, ids [W] int64 of each column's token
 (None where it is the column), the target's vocabulary size, and the step's drafts, which get each sequence's draft
 number `offset` in its row."""
-
-
-class TorchDrafts:
-    """By torch's operators."""
-
-    def __init__(self, ops: VocabularyOps) -> None:
-        self._ops = ops
-
-    def __call__(
-        self,
-        logits: Tensor,
-        fields: DraftFields,
-        offset: int,
-        ids: Tensor | None,
-        vocab_size: int,
-        drafts: DraftBuffers,
-    ) -> None:
-        """Implement `SampleDrafts`."""
-        sampling = sampling_rows(fields._asdict())
-        probs = self._ops.target_probs(self._ops.process(logits.float(), sampling), sampling)
-        columns = self._ops.draw(probs, fields.uniforms[offset])
-        noise = NoiseRows(fields.coupled, fields.seeds, fields.noise_positions[offset])
-        columns = self._ops.choose(probs, columns, noise, ids, vocab_size)
-        rows = slice(offset * len(logits), (offset + 1) * len(logits))
-        drafts.tokens[rows].copy_(columns if ids is None else ids[columns])
-        drafts.columns[rows].copy_(columns)
-        drafts.probs[rows].copy_(probs)
-        before = mass_before(probs, torch.arange(len(probs), device=probs.device), columns)
-        drafts.mass_before[rows].copy_(before)

@@ -101,18 +101,14 @@ class TargetPass:
 
 
 class GraphRunner(ModelRunner):
-    """A ModelRunner that replays passes: those of sequences that have a few rows each, and those of prompts where
-    attention of packed rows can be captured.
-
-    prompts: None = prompts run eagerly.
-    """
+    """A ModelRunner that replays passes: those of sequences that have a few rows each, and those of prompts."""
 
     def __init__(
         self,
         decoder: Decoder,
         cache: KVCache,
         target: TargetPass,
-        prompts: PromptPass | None,
+        prompts: PromptPass,
         buckets: Buckets,
         prepare: PreparePass,
     ) -> None:
@@ -141,7 +137,7 @@ class GraphRunner(ModelRunner):
         return torch.cat(hidden)[order], torch.cat(features)[order]
 
     def _run_prompts(self, step_input: StepInput, capture: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        if self.prompts is None or not self.prompts.takes(step_input):
+        if not self.prompts.takes(step_input):
             return super().forward_with_features(step_input, capture)
         hidden, features = self.prompts.run(step_input)
         return hidden, features if capture else hidden[:, :0]

@@ -108,7 +108,7 @@ class VerifyGraph:
         """`draft_model` is the drafter's, whose drafts and their distributions lie in the statics; else the host knows
         the drafts."""
         self._capturer, self._edits, self._mode = capturer, edits, config.logprobs_mode
-        self._judge, self._ops = operators.judge(config), operators.vocabulary
+        self._judge, self._ops = operators.judge(config.logprobs_mode), operators.vocabulary
         self._decoder, self._statics = decoder, buffers
         self._samples = draft_model is not None
         self._draft_ids = ids = None if draft_model is None else draft_model.ids

@@ -172,7 +172,6 @@ def _of_rejection(
         chance = survival(step, rho)
         accepted = (step.offsets == verified.num_accepted[step.entries]).to(rho.dtype)
         asked = (step.offsets > 0) & (step.offsets >= verified.num_accepted[step.entries])
-        asked &= step.offsets <= step.counts[step.entries]  # not those that pad a captured step
     if verifier == "block" or not isinstance(step.draft_probs, PointMass):
         found["b"] = (accepted - chance, asked & _is_undecided(chance))
     last = facts.reached & ~facts.accepted

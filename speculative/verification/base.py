@@ -31,7 +31,6 @@ class VerifyInput:
         residual where a draft was rejected, purpose bonus in the last row.
     seeds: [R] int64, the request's seed as two's complement.
     positions: [R] int64, the position of the token drawn there.
-    longest: the most drafts that an entry may have; None = whatever the offsets say, which a GPU's host waits for.
     host: kernels of the noise; None = torch.
     prepared: what an implementation keeps of this step between its calls; a copy of the step starts without it.
 
@@ -51,7 +50,6 @@ class VerifyInput:
     sample_uniforms: Tensor
     seeds: Tensor
     positions: Tensor
-    longest: int | None = None
     host: Kernels | None = None
     prepared: dict[object, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 

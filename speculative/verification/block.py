@@ -21,12 +21,11 @@ from speculative.verification.draft_probs import PointMass
 def verify_block(step: VerifyInput, last_token: DrawLast = draw_last) -> VerifyOutput:
     """Accept as many drafts as the largest successful coin says; `last_token` draws what follows them."""
     rho = running_ratio(step)  # [R]; row i of an entry holds rho_i
-    own = step.offsets <= step.counts[step.entries]  # not those that pad a captured step
     passes = (step.accept_uniforms < survival(step, rho)) | (step.offsets == 0)  # tau = 0 needs no coin
-    reached = torch.where(passes & own, step.offsets, 0)
+    reached = torch.where(passes, step.offsets, 0)
     num_accepted = torch.zeros_like(step.counts).scatter_reduce(0, step.entries, reached, "amax")
     final_rows = step.first_rows + num_accepted
-    after_first = torch.where(own & (step.offsets > 0), rho, 0.0)
+    after_first = torch.where(step.offsets > 0, rho, 0.0)
     return VerifyOutput(
         num_accepted=num_accepted,
         token_ids=last_token(step, final_rows, rho[final_rows]),
@@ -39,8 +38,7 @@ def running_ratio(step: VerifyInput) -> Tensor:
     p, q = step.p_of_drafts(), step.q_of_drafts()
     ratio = torch.where(q > 0, p / q.clamp(min=torch.finfo(q.dtype).tiny), 0.0)
     rho = torch.ones_like(ratio)
-    longest = int(step.offsets.max()) if step.longest is None else step.longest
-    for offset in range(1, longest + 1):
+    for offset in range(1, int(step.offsets.max()) + 1):
         after = (rho * ratio).clamp(max=1.0).roll(1)  # of the row before
         rho = torch.where(step.offsets == offset, after, rho)
     return rho

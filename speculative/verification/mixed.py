@@ -16,12 +16,3 @@ def verify_mixed(step: VerifyInput, chosen: Tensor, theirs: Verifier, others: Ve
         token_ids[entries] = part.token_ids
         expected[entries] = part.expected_accepted.to(expected.dtype)
     return VerifyOutput(num_accepted, token_ids, expected)
-
-
-def merge(chosen: Tensor, theirs: VerifyOutput, others: VerifyOutput) -> VerifyOutput:
-    """Merge two verdicts on the same entries: `theirs` for those of `chosen` [E] bool, `others` for the rest."""
-    return VerifyOutput(
-        torch.where(chosen, theirs.num_accepted, others.num_accepted),
-        torch.where(chosen, theirs.token_ids, others.token_ids),
-        torch.where(chosen, theirs.expected_accepted, others.expected_accepted),
-    )

@@ -7,11 +7,9 @@ from torch import Tensor
 
 from speculative.cache.kv_cache import KVCache, KVShape
 from speculative.gpu.buckets import Bucket
-from speculative.gpu.filters import torch_floors
 from speculative.gpu.logit_edits import LogitEdits, StepEdits
 from speculative.gpu.packed_attention import SendPacked
-from speculative.gpu.paged_attention import SPLIT_TOKENS, AttentionSizes, PagedRows, TorchAttend
-from speculative.gpu.row_edits import torch_edit
+from speculative.gpu.paged_attention import SPLIT_TOKENS, AttentionSizes, PagedRows
 from speculative.gpu.row_judge import RowFields
 from speculative.model.attention import StepAttention
 from speculative.state.batch import AttentionRows
@@ -21,6 +19,7 @@ from tests.support.edited_rows import EOS, input_of, logits_of, masks_of, rows_o
 from tests.support.judged_rows import KINDS, Scene, assert_equal, filtered, padded, parts
 from tests.support.judged_rows import scene as rows_to_judge
 from tests.support.long_contexts import error_of
+from tests.support.torch_operators import TorchAttend, torch_edit, torch_floors
 
 pytestmark = pytest.mark.gpu
 BLOCK_SIZE, MAX_BLOCKS, MAX_QUERIES = 16, 128, 5

@@ -1,8 +1,8 @@
 """Whole engines on a pretended GPU, all of whose launches compile the kernel for a real one, and end there.
 
 What is compiled is what the product's launchers launch, with their own arguments, options and constants. Run as a
-program it is told whether to compile them `ahead`, the model, the GPU's capability, drafters each with a verifier as
-JSON, and the type of numbers; it prints how often each kernel was launched.
+program it is told whether to compile them `ahead`, the model, the GPU's capability, drafters as JSON, and the type of
+numbers; it prints how often each kernel was launched.
 """
 
 import dataclasses
@@ -33,8 +33,8 @@ def launch_all(folder: Path, config: EngineConfig, capability: int) -> Counter[s
 if __name__ == "__main__":
     _, made_ahead, given_folder, given_capability, given_drafters, given_dtype = sys.argv
     found: Counter[str] = Counter()
-    for given, verifier in json.loads(given_drafters):
-        own = settings(dtype=given_dtype, drafter=DrafterConfig(**given), verifier=verifier)
+    for given in json.loads(given_drafters):
+        own = settings(dtype=given_dtype, drafter=DrafterConfig(**given))
         launch = compile_ahead if made_ahead == "ahead" else launch_all
         found += launch(Path(given_folder), own, int(given_capability))
     sys.stdout.write(json.dumps(found) + "\n")

@@ -5,10 +5,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from speculative.gpu.row_drafts import DraftBuffers, DraftFields, SampleDrafts, TorchDrafts
+from speculative.gpu.row_drafts import DraftBuffers, DraftFields, SampleDrafts
 from speculative.sampling.rng import gumbel
 from speculative.vocabulary.ops import TorchOps
 from tests.support.judged_rows import generator, no_filters, of_wider
+from tests.support.torch_operators import TorchDrafts
 
 NUM_DRAFTS, OFFSET = 3, 1  # of a round, and the one that is sampled
 FILTERS = ((0.0, 0, 1.0), (0.0, 5, 1.0), (0.0, 0, 0.7), (0.05, 20, 0.9))  # min_p, top_k, top_p

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from speculative.handoff import Blob, ComputedTokenState, Manifest, allocate_blo
 from speculative.model.config import ModelConfig
 from speculative.model.decoder import Decoder
 from speculative.request import FinishReason, Round, TokenDelta, TokenKind, TokenLogprobs
+from speculative.state.token_constraint import ConstraintMaker
+from tests.support.torch_operators import captured_on_a_cpu
 
 NO_DRAFTS = DrafterConfig(kind="none")
 NGRAM = DrafterConfig(kind="ngram", num_draft_tokens=4, ngram_max=4, ngram_min=1)
@@ -38,7 +41,13 @@ def settings(**changes: Any) -> EngineConfig:
 
 def tiny_engine(folder: Path, **changes: Any) -> EngineCore:
     """An engine over a checkpoint written by `write_tiny_model`."""
-    return EngineCore.load(folder, settings(**changes))
+    return load_engine(folder, settings(**changes))
+
+
+def load_engine(folder: Path, config: EngineConfig, make_constraint: ConstraintMaker | None = None) -> EngineCore:
+    """An engine over a checkpoint, which takes `cuda_graphs` on a CPU, too."""
+    with captured_on_a_cpu() if config.cuda_graphs and config.device == "cpu" else nullcontext():
+        return EngineCore.load(folder, config, make_constraint)
 
 
 def encode_state(state: ComputedTokenState, manifest: Manifest) -> Blob:

@@ -8,10 +8,11 @@ from torch import Tensor
 
 from speculative.config import LogprobsMode
 from speculative.gpu.filters import sampling_rows
-from speculative.gpu.row_judge import RowFields, RowJudge, SampledFrom, TorchJudge, _draft_probs, _verify_input
+from speculative.gpu.row_judge import RowFields, RowJudge, SampledFrom
 from speculative.verification.base import VerifyInput
 from speculative.verification.draft_probs import columns_of
 from speculative.vocabulary.ops import TorchOps
+from tests.support.torch_operators import TorchJudge, draft_probs_of, verify_input
 
 VOCABULARY, WIDTH = 203, 75
 COUNTS = (2, 0, 3, 1, 19, 2)  # drafts of each entry; more than the kernels look at together
@@ -202,7 +203,7 @@ def step_of(given: Scene) -> VerifyInput:
     """Compute the input of its verifier by torch's operators."""
     sampling = sampling_rows(given.rows._asdict())
     probs = TorchOps().target_probs(TorchOps().process(given.logits, sampling), sampling)
-    return _verify_input(probs, given.rows, _draft_probs(given.sampled), None)
+    return verify_input(probs, given.rows, draft_probs_of(given.sampled))
 
 
 def torch_judge(mode: LogprobsMode = "raw_logprobs") -> TorchJudge:

@@ -31,21 +31,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from speculative.config import LogprobsMode
 from speculative.gpu.capture import side_stream
-from speculative.gpu.filters import torch_floors
 from speculative.gpu.graph_step import GraphStep
 from speculative.gpu.operators import CapturedVocabularyOps, GraphOperators
 from speculative.gpu.packed_attention import PackedRows, SendPacked
-from speculative.gpu.paged_attention import AttendPaged, AttentionSizes, PagedRows, TorchAttend
-from speculative.gpu.row_drafts import DraftBuffers, DraftFields, TorchDrafts
-from speculative.gpu.row_edits import EditFields, torch_edit
-from speculative.gpu.row_judge import RowFields, RowJudge, SampledFrom, TorchJudge
+from speculative.gpu.paged_attention import AttendPaged, AttentionSizes, PagedRows
+from speculative.gpu.row_drafts import DraftBuffers, DraftFields
+from speculative.gpu.row_edits import EditFields
+from speculative.gpu.row_judge import RowFields, RowJudge, SampledFrom
 from speculative.kernels.chosen import ChosenKernels
 from speculative.model.attention import CacheAttention
 from speculative.model.fp8 import Fp8Rows, Rows, quantize_rows
 from speculative.model.layers import Attend, Attention, RMSNorm, Rotary, Rotation, TorchLayerOps, rotate
-from speculative.verification.coupled import NoiseRows, choose
 from speculative.vocabulary.ops import TorchOps
 from tests.support.packed_rows import attend_packed
+from tests.support.torch_operators import TorchAttend, TorchDrafts, TorchJudge, torch_edit, torch_floors
 
 DEVICE = torch.device("cuda:0")
 GARBAGE_ID = 2**40 + 7
@@ -282,9 +281,9 @@ class PretendedCuda(TorchFunctionMode):
             prepare=lambda block_size, first: SendPacked(block_size, first, self._attend_packed),
             layers=_LayerOps(self),
             edit=self._edit_logits,
-            vocabulary=CapturedVocabularyOps(find_floors, self._choose),
+            vocabulary=CapturedVocabularyOps(find_floors),
             sample_drafts=self._sample_drafts,
-            judge_token_wise=lambda mode: _RowJudge(self, mode, of_triton.judge_token_wise(mode)),
+            judge=lambda mode: _RowJudge(self, mode, of_triton.judge(mode)),
         )
 
     def _attend_packed(self, query: Tensor, keys: Tensor, values: Tensor, rows: PackedRows) -> Tensor:
@@ -301,19 +300,6 @@ class PretendedCuda(TorchFunctionMode):
         return self.kernels(  # type: ignore[no-any-return]
             lambda: TritonAttendPacked()(query, keys, values, rows), attend, *given
         )
-
-    def _choose(self, probs: Tensor, columns: Tensor, rows: NoiseRows, ids: Tensor | None, vocab_size: int) -> Any:
-        """Stand in for `triton_choose`."""
-        from speculative.gpu.triton_noise import triton_choose
-
-        assert all(tensor.is_contiguous() for tensor in (columns, *rows))
-
-        def write(probs: Tensor, columns: Tensor, rows: list[Tensor], ids: Tensor | None) -> Tensor:
-            return columns.copy_(choose(probs, columns, NoiseRows(*rows), ids, vocab_size))
-
-        given = (probs, columns, list(rows), ids)
-        self.kernels(lambda: triton_choose(probs, columns, rows, ids, vocab_size), write, *given)
-        return columns
 
     def _sample_drafts(
         self,
@@ -337,7 +323,7 @@ class PretendedCuda(TorchFunctionMode):
         assert drafts.tokens.dtype == drafts.columns.dtype == torch.int64 and offset < len(fields.uniforms)
 
         def write(logits: Tensor, fields: list[Tensor], ids: Tensor | None, drafts: list[Tensor]) -> list[Tensor]:
-            own = CapturedVocabularyOps(torch_floors, choose)
+            own = CapturedVocabularyOps(torch_floors)
             TorchDrafts(own)(logits, DraftFields(*fields), offset, ids, vocab_size, DraftBuffers(*drafts))
             return drafts
 

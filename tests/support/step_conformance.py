@@ -1,5 +1,5 @@
-"""One kit of checks for every way to compute a step over the vocabulary: torch's operators, the CPU kernels, and the
-operators of captured steps, by torch and by Triton.
+"""One kit of checks for every way to compute a step over the vocabulary: torch's operators, the CPU kernels, and
+Triton's, of captured steps.
 
 A test runs each of `CHECKS` on each of `ARITHMETICS`. Tokens and drafts are those of torch's operators, values within
 `TOLERANCE` of theirs; or both are what a definition says.
@@ -18,7 +18,7 @@ from torch import Tensor
 from speculative.config import LogprobsMode
 from speculative.gpu.operators import GraphOperators
 from speculative.gpu.row_edits import EditLogits
-from speculative.gpu.row_judge import RowJudge, TorchJudge
+from speculative.gpu.row_judge import RowJudge
 from speculative.kernels.chosen import ChosenKernels
 from speculative.request import SamplingParams
 from speculative.sampling.logits_processors import adjust
@@ -42,6 +42,7 @@ from tests.support.judged_rows import (
     step_of,
     torch_judge,
 )
+from tests.support.torch_operators import TorchJudge
 from tests.support.vocabulary import CPU_OPS
 
 BLOCK = 64  # tokens of a block of Triton's kernels, here: the last one is not full
@@ -73,7 +74,7 @@ class Arithmetic:
 @contextmanager
 def _by_triton() -> Iterator[Arithmetic]:
     """In its interpreter, with small blocks, and workspaces of NaN: what a program does not write, nobody may read."""
-    from speculative.gpu import triton_edits, triton_filters, triton_judge, triton_noise
+    from speculative.gpu import triton_edits, triton_filters, triton_judge
 
     real = torch.empty
 
@@ -82,16 +83,13 @@ def _by_triton() -> Iterator[Arithmetic]:
         return made.fill_(torch.nan) if made.is_floating_point() else made
 
     changes: list[tuple[Any, str, Any]] = [(triton_filters, "_TILE", 256), (triton_judge, "BLOCK", BLOCK)]
-    changes += [(triton_noise, "_BLOCK", BLOCK), (triton_edits, "BLOCK", BLOCK), (triton_edits, "_CELLS", 16)]
+    changes += [(triton_edits, "BLOCK", BLOCK), (triton_edits, "_CELLS", 16)]
     with ExitStack() as stack:
         for module, name, value in (*changes, (torch, "empty", empty)):
             stack.enter_context(mock.patch.object(module, name, value))
         stack.enter_context(np.errstate(all="ignore"))  # the interpreter computes with numpy
-        yield _captured(GraphOperators.by_triton(ChosenKernels()))
-
-
-def _captured(operators: GraphOperators) -> Arithmetic:
-    return Arithmetic(operators.vocabulary, operators.judge_token_wise, operators.edit)
+        operators = GraphOperators.by_triton(ChosenKernels())
+        yield Arithmetic(operators.vocabulary, operators.judge, operators.edit)
 
 
 @contextmanager
@@ -99,16 +97,10 @@ def _eager(ops: VocabularyOps) -> Iterator[Arithmetic]:
     yield Arithmetic(ops, lambda mode: TorchJudge(ops, mode))
 
 
-@contextmanager
-def _by_torch() -> Iterator[Arithmetic]:
-    yield _captured(GraphOperators.by_torch(ChosenKernels()))
-
-
 ARITHMETICS: dict[str, Callable[[], AbstractContextManager[Arithmetic]]] = {
     "torch": lambda: _eager(TORCH),
     "kernels": lambda: _eager(CPU_OPS),
-    "captured, torch": _by_torch,
-    "captured, triton": _by_triton,
+    "triton": _by_triton,
 }
 
 
@@ -157,14 +149,11 @@ def rows_without_drafts_are_judged_as_by_torch(one: Arithmetic) -> None:
 
 def blocks_are_verified_as_by_torch(one: Arithmetic) -> None:
     for kind in KINDS:
-        given = filtered(scene(kind), *FILTERS)
-        given.rows.coupled[1] = True
-        ours, theirs = (
-            parts(TorchJudge(ops, "raw_logprobs", block_drafts=max(COUNTS)), given) for ops in (one.ops, TORCH)
-        )
-        assert ours["accepted"].sum() > 0
-        for name, values in theirs.items():
-            torch.testing.assert_close(ours[name], values, **TOLERANCE, equal_nan=True, msg=name)
+        step = step_of(filtered(scene(kind), *FILTERS))
+        ours, theirs = (ops.verify_block(step) for ops in (one.ops, TORCH))
+        assert 0 < int(ours.num_accepted.sum()) < sum(COUNTS)
+        for name in ("num_accepted", "token_ids", "expected_accepted"):
+            torch.testing.assert_close(getattr(ours, name), getattr(theirs, name), **TOLERANCE, msg=name)
 
 
 def coupled_entries_are_judged_as_by_torch(one: Arithmetic) -> None:

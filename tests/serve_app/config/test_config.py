@@ -248,6 +248,19 @@ def test_a_device_among_those_that_a_replica_has() -> None:
         assert parse_args(args | {"pools": {"monolith": {"num_gpus": num_gpus}}}).engine.device == device
 
 
+def test_graphs_without_a_gpu_are_refused() -> None:
+    pools = {"prefill": {"num_gpus": 1}}
+    for graphs in (None, False, True):
+        args = {"model": {"source": "m"}, "engine": {"cuda_graphs": graphs}, "pools": pools}
+        if not graphs:
+            parse_args(args)
+            continue
+        with pytest.raises(
+            ConfigError, match=r"engine\.cuda_graphs: is true, and pools\.decode\.num_gpus is 0: .* Remove"
+        ):
+            parse_args(args)
+
+
 def test_the_cache_of_a_pool_without_gpus_is_a_cpus() -> None:
     pools = {"prefill": {"num_gpus": 1}}
     for decode, fits in (({"num_gpus": 1}, True), ({}, False)):

@@ -1,22 +1,22 @@
-"""A service that computes without its kernels says so: once in the log, on the status page, and in a metric."""
+"""A service that computes without its kernels says so: once in the log, on the status page, and in a metric. On a GPU
+it does not compute without them."""
 
 import asyncio
-import importlib.util
 import logging
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
+from deploy.run.machine import Machine
+from deploy.run.preflight import faults_here
 from serve_app.backends.torch_backend import TorchBackend
 from serve_app.config.files import parse_args
 from serve_app.page.status import StatusBook
 from serve_app.telemetry.metrics import PrometheusSink
 from speculative.config import why_no_triton
-from speculative.gpu.operators import GraphOperators
-from speculative.gpu.paged_attention import AttentionSizes, TorchAttend
-from speculative.kernels.chosen import ChosenKernels
+from speculative.errors import ConfigError
 from speculative.kernels.library import cpu_kernels, find_kernels
 from tests.support.engines import settings
 from tests.support.referees import RefereeHandle, Worker
@@ -60,9 +60,32 @@ async def test_a_replica_without_its_kernels_says_so(
         assert gauges["truespec_kernels_active"] == 0
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-def test_without_a_c_compiler_a_gpu_attends_by_torch(no_compiler: None) -> None:
-    assert "install gcc" in why_no_triton()
-    assert isinstance(
-        GraphOperators.on(torch.device("cuda"), ChosenKernels()).attend(AttentionSizes(16, 1, 4)), TorchAttend
+NO_TRITON = {
+    "no compiler": "Triton finds no C compiler .* install gcc",
+    "no Triton": "the package triton is not installed; .*pip install",
+}
+
+
+@pytest.mark.parametrize("lacking", NO_TRITON)
+async def test_a_gpu_without_triton_is_refused(
+    lacking: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the check of a configuration, and by a replica before it loads anything: the model's files are broken."""
+    if lacking == "no Triton":
+        monkeypatch.setattr("speculative.config.importlib.util.find_spec", lambda _: None)
+        request.addfinalizer(why_no_triton.cache_clear)
+        why_no_triton.cache_clear()
+    else:
+        request.getfixturevalue("no_compiler")
+    folder = write_tiny_model(tmp_path / "m", tokenizer=True)
+    config = parse_args(
+        {"model": {"source": str(folder)}, "topology": "monolith", "pools": {"monolith": {"num_gpus": 1}}}
     )
+    (fault,) = faults_here(config, Machine(8, 2**34, (2**34,)))
+    assert fault.field == "pools.monolith.num_gpus"
+    assert re.search(f"is above 0, .*{NO_TRITON[lacking]}.* or set it to 0", fault.message)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    (folder / "model.safetensors").write_bytes(b"")
+    refused = f"device 'cuda': .*{NO_TRITON[lacking]}.* or set device to cpu"
+    with pytest.raises(ConfigError, match=refused):
+        await TorchBackend(str(folder), "tiny", settings(device="cuda")).start()

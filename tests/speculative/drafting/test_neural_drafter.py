@@ -34,6 +34,7 @@ from tests.support.engines import (
 )
 from tests.support.tiny_heads import write_tiny_head, write_tiny_module
 from tests.support.tiny_models import write_tiny_model
+from tests.support.torch_operators import captured_on_a_cpu
 
 VOCABULARY = 64
 GREEDY = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
@@ -113,7 +114,8 @@ def echo_engine(folder: Path, ids: Tensor | None = None, **changes: Any) -> Engi
     decoder = load_decoder(folder, dtype=torch.float32, device="cpu")
     config = settings(drafter=DrafterConfig(num_draft_tokens=NUM_DRAFTS), **changes)
     model = EchoModel(decoder.embedding.detach(), ids)
-    return EngineCore(decoder, ModelConfig.from_folder(folder), config, "tiny", None, model)
+    with captured_on_a_cpu():
+        return EngineCore(decoder, ModelConfig.from_folder(folder), config, "tiny", None, model)
 
 
 def same_model_engine(folder: Path, **changes: Any) -> EngineCore:

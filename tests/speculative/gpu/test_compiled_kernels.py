@@ -20,8 +20,7 @@ import json, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from speculative.gpu import triton_attention, triton_drafts, triton_edits, triton_filters, triton_layers, triton_noise
-from speculative.gpu import triton_prompts
+from speculative.gpu import triton_attention, triton_drafts, triton_edits, triton_filters, triton_layers, triton_prompts
 
 FP8 = int(sys.argv[1]) >= 89
 
@@ -60,11 +59,6 @@ compiled(
     TILE=triton_filters._TILE, UNUSED=16,
 )
 for part in (False, True):
-    compiled(
-        "drafts chosen with noise" + ", of a part of the vocabulary" * part, triton_noise._score_blocks,
-        f"*fp32 {'*i64' if part else 'constexpr'} *i1 *i64 *i64 *fp64 *i64 i32", 8,
-        WIDTH=128256, BLOCK=2048, **({} if part else {"ids": None}),
-    )
     ids, fixed = ("*i64", {}) if part else ("constexpr", {"ids": None})
     fixed |= {"VOCABULARY": 128256, "NUM_BLOCKS": 63, "PADDED": 64, "BLOCK": 2048}
     for dtype in ("bf16", "fp32"):
@@ -76,7 +70,6 @@ for part in (False, True):
         "drafts from q" + ", of a part of the vocabulary" * part, triton_drafts._choose_drafts,
         f"*fp32 *fp64 *fp64 {ids} *i1 *fp64 *i64 *i64 *fp64" + 3 * " i32", **fixed,
     )
-compiled("the best of their blocks", triton_noise._choose, "*i1 *fp64 *i64 *i64", NUM_BLOCKS=63, PADDED=64)
 compiled("mask", triton_edits._copy_allowed, "*bf16 *i32 *i32 *fp32 i32 i32 i32", BLOCK=2048)
 compiled("biases", triton_edits._add_biases, "*fp32 *i32 *i32 *fp32 i32 i32 i32", CELLS=256)
 compiled(

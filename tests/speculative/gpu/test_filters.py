@@ -1,5 +1,5 @@
-"""Floors of filters, by sorting and by Triton's kernel (in its interpreter), against the filters of the CPU: the same
-tokens to the last, also of half precision. `step_conformance` has the rest."""
+"""Floors of filters, by Triton's kernel (in its interpreter), against the filters of the CPU: the same tokens to the
+last, also of half precision. `step_conformance` has the rest."""
 
 import importlib.util
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from speculative.gpu.filters import FindFloors, torch_floors
+from speculative.gpu.filters import FindFloors
 from speculative.sampling.probs import Filters
 from tests.support.judged_rows import of_wider
 
@@ -25,16 +25,13 @@ CASES = [
     (0.5, 20, 0.999),
     (0.0, 7, 0.999),
 ]
-needs_triton = pytest.mark.skipif(
+pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton is not installed: `pip install triton`"
 )
 
 
-@pytest.fixture(params=["torch", pytest.param("triton", marks=needs_triton)])
-def find_floors(request: pytest.FixtureRequest) -> Iterator[FindFloors]:
-    if request.param == "torch":
-        yield torch_floors
-        return
+@pytest.fixture
+def find_floors() -> Iterator[FindFloors]:
     from speculative.gpu.triton_filters import triton_floors
 
     with np.errstate(all="ignore"):  # the interpreter computes with numpy

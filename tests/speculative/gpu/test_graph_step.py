@@ -18,20 +18,15 @@ from speculative.gpu.capture import Capturer
 from speculative.gpu.graph_step import GraphStep
 from speculative.gpu.logit_edits import FOLLOWED, EditSizes, LogitEdits
 from speculative.gpu.memory import graph_bytes
-from speculative.gpu.operators import GraphOperators
-from speculative.gpu.paged_attention import AttentionSizes, TorchAttend
-from speculative.gpu.row_edits import torch_edit
-from speculative.gpu.row_judge import TorchJudge
+from speculative.gpu.paged_attention import AttentionSizes
 from speculative.gpu.verify_graph import Extras
-from speculative.kernels.chosen import ChosenKernels
 from speculative.lookup.suffix import SuffixOptions
 from speculative.model.attention import prepare_by
 from speculative.model.decoder import Decoder
-from speculative.model.layers import TorchLayerOps
 from speculative.model.loading import load_decoder
 from speculative.request import FinishReason, Request, SamplingParams
 from speculative.step.runner import ModelRunner
-from tests.support.engines import NGRAM, Answer, decoder_of, run, settings, tiny_engine
+from tests.support.engines import NGRAM, Answer, decoder_of, load_engine, run, settings, tiny_engine
 from tests.support.graph_scenes import (
     EDITED,
     MIXED,
@@ -43,15 +38,14 @@ from tests.support.graph_scenes import (
     assert_same,
 )
 from tests.support.step_inputs import HIDDEN_TOLERANCE, input_of, twin_caches
+from tests.support.torch_operators import torch_operators
 
 # -- the forward pass, bucket by bucket -----------------------------------------------------------------------------
 
 
 def graph_step(config: EngineConfig, decoder: Decoder, cache: KVCache, engine: EngineCore) -> GraphStep:
     """A captured step over this cache, with the drafter and the sampler of an engine."""
-    return GraphStep(
-        config, decoder, cache, engine.drafter, engine.sampler, 256, GraphOperators.by_torch(decoder.kernels)
-    )
+    return GraphStep(config, decoder, cache, engine.drafter, engine.sampler, 256, torch_operators(decoder.kernels))
 
 
 @torch.inference_mode()
@@ -193,7 +187,7 @@ def test_a_token_that_was_not_kept_out_breaks_an_invariant(
 ) -> None:
     monkeypatch.setattr(LogitEdits, "apply", lambda self, logits, rows, sizes: logits)
     config = settings(drafter=drafters[name], cuda_graphs=True)
-    engine = EngineCore.load(target, config, make_constraint=lambda _: Alternating())
+    engine = load_engine(target, config, make_constraint=lambda _: Alternating())
     found = answers(engine, [dataclasses.replace(params, max_tokens=60)] * 4)
     assert FinishReason.ERROR in {answer.finish_reason for answer in found.values()}
     assert engine.take_stats().violations["support"] > 0
@@ -296,14 +290,12 @@ def test_padding_alone_can_be_judged_in_every_bucket(
 # -- settings -------------------------------------------------------------------------------------------------------
 
 
-def test_without_a_gpu_the_operators_are_torchs() -> None:
-    operators = GraphOperators.on(torch.device("cpu"), ChosenKernels())
-    assert isinstance(operators.attend(AttentionSizes(4, 5, 64)), TorchAttend)
-    assert isinstance(operators.layers, TorchLayerOps) and operators.edit is torch_edit
-    assert isinstance(operators.judge(EngineConfig()), TorchJudge)
+def test_an_engine_on_a_cpu_refuses_graphs(target: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cuda_graphs is true, and this engine computes on a CPU.* remove it"):
+        EngineCore.load(target, settings(cuda_graphs=True))
 
 
-def test_graphs_are_off_without_a_gpu_unless_asked_for(target: Path) -> None:
+def test_graphs_are_off_without_a_gpu(target: Path) -> None:
     assert EngineConfig().cuda_graphs is None
     plain, graphed = tiny_engine(target), tiny_engine(target, cuda_graphs=True)
     assert plain.graphs is None

@@ -1,5 +1,5 @@
-"""Edits of logits in captured steps where their lists are full, by torch's operators and by Triton's kernels (in its
-interpreter). `step_conformance` has the others."""
+"""Edits of logits in captured steps where their lists are full, by Triton's kernels (in its interpreter).
+`step_conformance` has the others."""
 
 import importlib.util
 from collections.abc import Iterator
@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from speculative.gpu.buckets import Bucket
-from speculative.gpu.logit_edits import FOLLOWED, EditSizes, StepEdits, fits
-from speculative.gpu.row_edits import EditLogits, torch_edit
+from speculative.gpu.logit_edits import FOLLOWED, EditSizes, StepEdits, fits, follows
+from speculative.gpu.row_edits import EditLogits
 from speculative.request import SamplingParams
 from speculative.sampling.logits_processors import adjust
 from speculative.state.batch import row_contexts
@@ -22,11 +22,8 @@ needs_triton = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(params=["torch", pytest.param("triton", marks=needs_triton)])
-def edit(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[EditLogits]:
-    if request.param == "torch":
-        yield torch_edit
-        return
+@pytest.fixture
+def edit(monkeypatch: pytest.MonkeyPatch) -> Iterator[EditLogits]:
     from speculative.gpu import triton_edits
 
     monkeypatch.setattr(triton_edits, "BLOCK", 64)
@@ -35,6 +32,7 @@ def edit(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
         yield triton_edits.triton_edit
 
 
+@needs_triton
 @pytest.mark.parametrize("count", [1023, 1024, 1025])
 @pytest.mark.parametrize("what", ["biases", "penalties"])
 def test_lists_at_the_edge_of_a_size(edit: EditLogits, what: str, count: int) -> None:
@@ -51,6 +49,7 @@ def test_lists_at_the_edge_of_a_size(edit: EditLogits, what: str, count: int) ->
     assert torch.equal(found, adjust(logits, row_contexts(step_input, [None]), EOS))
 
 
+@needs_triton
 @pytest.mark.parametrize("num_masks", [15, 16, 17, 56])
 def test_masks_at_the_edge_of_a_size(edit: EditLogits, num_masks: int) -> None:
     drafted = [
@@ -72,10 +71,10 @@ def test_a_step_without_edits_has_none() -> None:
 
 
 def test_a_parameter_that_nobody_told_captured_steps_of_runs_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
-    entries = input_of([Drafted(SamplingParams(min_p=0.1, logit_bias=((5, 1.0),)))]).sampled_entries
-    assert fits(entries, len(EOS))
+    (entry,) = input_of([Drafted(SamplingParams(min_p=0.1, logit_bias=((5, 1.0),)))]).sampled_entries
+    assert follows(entry.sequence)
     monkeypatch.setattr("speculative.gpu.logit_edits.FOLLOWED", FOLLOWED - {"min_p"})
-    assert not fits(entries, len(EOS))
+    assert not follows(entry.sequence)
 
 
 def test_what_fits_is_known_before_anything_is_drafted(monkeypatch: pytest.MonkeyPatch) -> None:

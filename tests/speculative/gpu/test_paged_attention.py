@@ -1,4 +1,4 @@
-"""Attention over padded rows: torch's and Triton's (in Triton's interpreter) against a loop over single rows."""
+"""Attention over padded rows: Triton's (in Triton's interpreter) against a loop over single rows."""
 
 import importlib.util
 
@@ -13,7 +13,6 @@ from speculative.gpu.paged_attention import (
     AttentionSizes,
     PagedAttention,
     PagedRows,
-    TorchAttend,
 )
 from tests.support.judged_rows import of_wider
 from tests.support.long_contexts import error_of
@@ -22,23 +21,18 @@ CPU = torch.device("cpu")
 BLOCK_SIZE, MAX_BLOCKS, MAX_QUERIES = 16, 40, 5
 SIZES = AttentionSizes(BLOCK_SIZE, MAX_QUERIES, MAX_BLOCKS)
 NUM_SLOTS = (5 * MAX_BLOCKS + 1) * BLOCK_SIZE  # the last block is the trash block
-TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3}
 HEADS = [(4, 4, 16), (6, 2, 64), (3, 1, 80)]
 CONTEXTS = [(0, 1), (15, 5), (SPLIT_TOKENS - 2, 5), (2 * SPLIT_TOKENS + 3, 2), (0, 0)]
 
-needs_triton = pytest.mark.skipif(
+pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton is not installed: `pip install triton`"
 )
 
 
-@pytest.fixture(params=["torch", pytest.param("triton", marks=needs_triton)])
-def kind(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
 @pytest.fixture
-def attend(kind: str, monkeypatch: pytest.MonkeyPatch) -> AttendPaged:
-    return TorchAttend(BLOCK_SIZE) if kind == "torch" else poisoned_triton(monkeypatch)
+def attend(monkeypatch: pytest.MonkeyPatch) -> AttendPaged:
+    return poisoned_triton(monkeypatch)
 
 
 def poisoned_triton(monkeypatch: pytest.MonkeyPatch) -> AttendPaged:
@@ -102,13 +96,11 @@ def row_by_row(query: Tensor, keys: Tensor, values: Tensor, rows: PagedRows) -> 
     return out
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # the interpreter multiplies bfloat16's bit patterns
 @pytest.mark.parametrize("heads", HEADS)
 def test_every_row_sees_its_own_past_and_nothing_else(
-    kind: str, attend: AttendPaged, heads: tuple[int, int, int], dtype: torch.dtype
+    attend: AttendPaged, heads: tuple[int, int, int], dtype: torch.dtype
 ) -> None:
-    if kind == "triton" and dtype is torch.bfloat16:
-        pytest.skip("Triton's interpreter multiplies bfloat16 by its bit patterns; tests/gpu runs it")
     arguments = scene(heads, CONTEXTS, 5, dtype)
     found = attend(*arguments)
     assert found.dtype == dtype
@@ -126,7 +118,6 @@ def test_positions_below_the_first_do_not_exist(attend: AttendPaged) -> None:
     assert not found[6].any(), "its only position does not exist"
 
 
-@needs_triton
 def test_the_kernels_bits_depend_on_neither_neighbours_nor_padding(monkeypatch: pytest.MonkeyPatch) -> None:
     triton, heads = poisoned_triton(monkeypatch), (3, 1, 64)
     whole = triton(*scene(heads, CONTEXTS, 5, torch.float32)).unflatten(0, (-1, 5))
@@ -137,7 +128,6 @@ def test_the_kernels_bits_depend_on_neither_neighbours_nor_padding(monkeypatch: 
         assert torch.equal(found[index, :count], whole[index, :count])
 
 
-@needs_triton
 @pytest.mark.parametrize("num_parts", [1, 2])
 def test_a_part_has_several_splits_of_a_context_that_is_long(monkeypatch: pytest.MonkeyPatch, num_parts: int) -> None:
     monkeypatch.setattr("speculative.gpu.paged_attention._MOST_PARTS", num_parts)
@@ -150,7 +140,6 @@ def test_a_part_has_several_splits_of_a_context_that_is_long(monkeypatch: pytest
     assert torch.equal(alone[-count:], whole.unflatten(0, (-1, 5))[3, :count])
 
 
-@needs_triton
 def test_the_kernels_bits_depend_on_no_number_of_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """A large batch has one program for a context, a small one as many as the context has parts."""
     from speculative.gpu import triton_attention
@@ -163,7 +152,6 @@ def test_the_kernels_bits_depend_on_no_number_of_programs(monkeypatch: pytest.Mo
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
-@needs_triton
 def test_the_number_of_programs_follows_the_batch_and_not_the_longest_sequence() -> None:
     from speculative.gpu.triton_attention import programs_of_context
 
@@ -172,7 +160,6 @@ def test_the_number_of_programs_follows_the_batch_and_not_the_longest_sequence()
         assert min(2048, 32 * num_contexts) <= programs < num_contexts + max(2048, num_contexts)
 
 
-@needs_triton
 @pytest.mark.parametrize("kernel", ["splits", "packed"])
 def test_long_contexts_are_added_up_in_float32(monkeypatch: pytest.MonkeyPatch, kernel: str) -> None:
     """Not in float16, one rounding of which is 2.4e-4."""
@@ -180,7 +167,6 @@ def test_long_contexts_are_added_up_in_float32(monkeypatch: pytest.MonkeyPatch, 
     assert error_of(kernel, torch.float16, CPU) < 2e-5
 
 
-@needs_triton
 def test_many_rows_are_shared_by_several_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     triton = poisoned_triton(monkeypatch)
     heads, contexts = (32, 1, 16), [(7, 5), (30, 4)]
@@ -203,7 +189,6 @@ def test_keys_and_values_are_stored_before_they_are_seen(attend: AttendPaged) ->
     assert cache.data[0].isnan().all(), "another layer's are left alone"
 
 
-@needs_triton
 def test_the_workspace_is_accounted_for() -> None:
     assert (SIZES.num_parts - 1) * SPLIT_TOKENS < MAX_BLOCKS * BLOCK_SIZE <= SIZES.num_parts * SPLIT_TOKENS
     assert AttentionSizes(16, 5, 8192).workspace_bytes(1, 1, 64) == 32 * 65 * 4, "whatever the longest sequence"

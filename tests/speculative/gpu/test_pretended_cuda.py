@@ -30,7 +30,7 @@ from speculative.model.layers import Fp8Linear
 from speculative.request import Request, SamplingParams, Structure
 from speculative.state.batch import Entry
 from speculative.weights import load_weights
-from tests.support.engines import Answer, decoder_of, run, settings, take, tiny_engine
+from tests.support.engines import Answer, decoder_of, load_engine, run, settings, take, tiny_engine
 from tests.support.graph_scenes import (
     EDITED,
     PLAIN,
@@ -58,7 +58,7 @@ Scene = Callable[[Load], dict[str, Answer]]
 def load(target: Path) -> Load:
     def load(**changes: Any) -> EngineCore:
         config = settings(**{"max_num_seqs": 4, **changes})
-        return EngineCore.load(target, config, make_constraint=lambda _: Alternating())
+        return load_engine(target, config, make_constraint=lambda _: Alternating())
 
     return load
 
@@ -104,7 +104,7 @@ def test_fp8_weights(
     def scene(load: Load) -> dict[str, Answer]:
         with pytest.MonkeyPatch.context() as patch:  # prompts as on the CPU: FP8 would round other sums otherwise
             chosen = GraphOperators.on
-            as_on_the_cpu = {"prepare": lambda *_: prepare_by(None), "attend_packed": None}
+            as_on_the_cpu = {"prepare": lambda *_: prepare_by(None)}
             patch.setattr(GraphOperators, "on", lambda *given: replace(chosen(*given), **as_on_the_cpu))
             engine = load(drafter=drafters[name], quantization="fp8", self_check_sample_rate=1.0, cuda_graphs=True)
             linears = [one for one in decoder_of(engine).modules() if isinstance(one, Fp8Linear)]
@@ -405,22 +405,22 @@ def test_a_launcher_that_waits_is_found(load: Load, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("fault", ["6 warps", "a host tensor", "strides", "without all of its arguments"])
 def test_a_launch_that_a_gpu_would_refuse_is_found(fault: str) -> None:
-    from speculative.gpu.triton_noise import _choose
+    from speculative.gpu.triton_attention import _merge_parts
 
     with PretendedCuda():
-        given = {name: torch.zeros((4, 4), device="cuda") for name in ("coupled", "best", "places", "columns")}
-        sizes = {"NUM_BLOCKS": 4, "PADDED": 4}
-        _choose[(4,)](*given.values(), **sizes)
+        given = {name: torch.zeros((4, 4), device="cuda") for name in ("partial", "weight", "visible", "out")}
+        sizes = {"HEAD_DIM": 16, "NUM_PARTS": 4, "SPLIT": 256, "DIM": 16}
+        _merge_parts[(4,)](*given.values(), **sizes)
         if fault == "6 warps":
             sizes["num_warps"] = 6
         elif fault == "a host tensor":
-            given["best"] = torch.zeros((4, 4))
+            given["weight"] = torch.zeros((4, 4))
         elif fault == "strides":
-            given["best"] = given["best"].T
+            given["weight"] = given["weight"].T
         else:
-            del sizes["PADDED"]
+            del sizes["DIM"]
         with pytest.raises(AssertionError, match=fault):
-            _choose[(4,)](*given.values(), **sizes)
+            _merge_parts[(4,)](*given.values(), **sizes)
 
 
 @pytest.mark.parametrize("fault", ["is sent again", "was filled again"])

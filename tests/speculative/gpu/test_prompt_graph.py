@@ -1,6 +1,5 @@
 """Captured passes of prompts against eager ones: any number of sequences and rows, alone and beside decoding rows."""
 
-import dataclasses
 from itertools import pairwise
 from pathlib import Path
 
@@ -9,17 +8,15 @@ import torch
 
 from speculative.config import DrafterConfig
 from speculative.gpu.graph_step import GraphStep
-from speculative.gpu.operators import GraphOperators
-from speculative.gpu.packed_attention import AttendPacked
 from speculative.gpu.prompt_graph import MOST_ROWS, prompt_sizes
 from speculative.model.attention import prepare_by
 from speculative.model.loading import load_decoder
 from speculative.request import Request, SamplingParams
 from speculative.step.runner import ModelRunner
 from tests.support.engines import settings, tiny_engine
-from tests.support.packed_rows import attend_packed
 from tests.support.pretended_cuda import PretendedCuda
 from tests.support.step_inputs import HIDDEN_TOLERANCE, input_of, twin_caches
+from tests.support.torch_operators import torch_operators
 
 CPU = torch.device("cpu")
 
@@ -31,17 +28,13 @@ class Scene:
         self,
         target: Path,
         capture: tuple[int, ...] = (),
-        attend: AttendPacked | None = attend_packed,
-        max_batched_tokens: int = 512,
     ) -> None:
-        config = settings(
-            cuda_graphs=True, max_num_seqs=32, max_batched_tokens=max_batched_tokens, kv_cache_tokens=4096
-        )
+        config = settings(cuda_graphs=True, max_num_seqs=32, max_batched_tokens=512, kv_cache_tokens=4096)
         decoder = load_decoder(target, dtype=torch.float32, device="cpu")
         self.block_size, self.live = config.block_size, config.num_blocks * config.block_size
         plain, self.cache = twin_caches(decoder, config.num_blocks, config.block_size)
         self.plain = ModelRunner(decoder, plain, CPU, prepare_by(decoder.kernels.model))
-        operators = dataclasses.replace(GraphOperators.by_torch(decoder.kernels), attend_packed=attend)
+        operators = torch_operators(decoder.kernels)
         engine = tiny_engine(target)
         engine.drafter.capture = capture
         self.graphs = GraphStep(config, decoder, self.cache, engine.drafter, engine.sampler, 1024, operators)
@@ -85,12 +78,9 @@ def test_prompts_of_any_length_are_replayed_as_eager_passes_compute_them(
     assert scene.graphs.capturer.num_captured == before, "192 rows were captured above"
 
 
-@pytest.mark.parametrize("attend", [attend_packed, None], ids=["captured", "eager"])
 @pytest.mark.parametrize("capture", [(), (0, 2)])
-def test_in_a_mixed_step_rows_keep_their_order(
-    target: Path, capture: tuple[int, ...], attend: AttendPacked | None
-) -> None:
-    scene = Scene(target, capture, attend)
+def test_in_a_mixed_step_rows_keep_their_order(target: Path, capture: tuple[int, ...]) -> None:
+    scene = Scene(target, capture)
     for counts in ([2, 20, 1, 30, 5], [40, 3], [33, 9], [7, 7]):
         scene.assert_same([11, 0, 25, 4, 0][: len(counts)], counts, capture)
 

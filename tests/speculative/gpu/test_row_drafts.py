@@ -1,5 +1,5 @@
-"""Sampling drafts from a drafter's logits: Triton's kernels (in Triton's interpreter) and torch's operators, against
-what a draft is by definition."""
+"""Sampling drafts from a drafter's logits: Triton's kernels (in Triton's interpreter) against what a draft is by
+definition."""
 
 import importlib.util
 from collections.abc import Iterator
@@ -9,10 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from speculative.gpu.filters import torch_floors
-from speculative.gpu.operators import CapturedVocabularyOps
-from speculative.gpu.row_drafts import DraftBuffers, SampleDrafts, TorchDrafts
-from speculative.verification.coupled import choose
+from speculative.gpu.row_drafts import DraftBuffers, SampleDrafts
 from tests.support.drafted_rows import (
     FILTERS,
     NUM_DRAFTS,
@@ -26,17 +23,14 @@ BLOCK = 64
 WIDTH, VOCABULARY = 3 * BLOCK + 11, 500  # the last block is not full
 SIZES = (1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 4 * BLOCK, 4 * BLOCK + 1)
 SCENES = {"the vocabulary": None, "a part of it": VOCABULARY}
-needs_triton = pytest.mark.skipif(
+pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton is not installed: `pip install triton`"
 )
 
 
-@pytest.fixture(params=["torch", pytest.param("triton", marks=needs_triton)])
-def sample(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[SampleDrafts]:
+@pytest.fixture
+def sample(monkeypatch: pytest.MonkeyPatch) -> Iterator[SampleDrafts]:
     """Triton's, with workspaces of NaN: what a program does not write, nobody may read."""
-    if request.param == "torch":
-        yield TorchDrafts(CapturedVocabularyOps(torch_floors, choose))
-        return
     from speculative.gpu import triton_drafts
 
     real = torch.empty

@@ -14,19 +14,16 @@ import pytest
 import torch
 
 from speculative.config import LogprobsMode
-from speculative.gpu.row_judge import RowJudge, TorchJudge
+from speculative.gpu.row_judge import RowJudge
 from speculative.sampling.rng import gumbel
 from speculative.verification.draft_probs import mass_before
-from speculative.vocabulary.ops import TorchOps
 from tests.support.judged_rows import (
-    COUNTS,
     KINDS,
     VOCABULARY,
     filtered,
     padded,
     parts,
     scene,
-    torch_judge,
 )
 
 pytestmark = pytest.mark.skipif(
@@ -147,27 +144,12 @@ def test_mass_before_drafts() -> None:
 
 
 def test_the_kernels_noise_is_that_of_the_host() -> None:
-    from speculative.gpu import triton_noise
+    from tests.support.noise_kernel import store_noise
 
     seeds, positions = torch.tensor([0, 7, -5, 2**63 - 1, -(2**63)]), torch.tensor([0, 3, 100, 2**31 + 5, 2**32 - 1])
-    probs, coupled = torch.ones((5, 9)), torch.ones(5, dtype=torch.bool)
-    found, places = torch.empty((5, 9), dtype=torch.float64), torch.empty((5, 9), dtype=torch.int64)
-    rows = (coupled, seeds, positions)
-    triton_noise._score_blocks[(5, 9)](probs, None, *rows, found, places, 9, WIDTH=9, BLOCK=1)
+    found = torch.empty((5, 9), dtype=torch.float64)
+    store_noise[(5,)](found, seeds, positions, WIDTH=9, BLOCK=16)
     torch.testing.assert_close(found, gumbel(seeds, positions, 9), rtol=1e-14, atol=1e-15)
-
-
-# -- block verification, by torch's operators --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_block_verification_of_padded_rows_is_that_of_the_rows_alone(kind: str) -> None:
-    judge, given = TorchJudge(TorchOps(), "raw_logprobs", block_drafts=max(COUNTS)), scene(kind)
-    given.rows.coupled[1] = True
-    alone, whole, token_wise = parts(judge, given), parts(judge, padded(given)), parts(torch_judge(), given)
-    assert alone["accepted"].sum() > 0 and not torch.equal(alone["expected"], token_wise["expected"])
-    for name, values in alone.items():
-        torch.testing.assert_close(whole[name][: len(values)], values, rtol=1e-12, atol=1e-12, equal_nan=True)
 
 
 # -- what it costs -----------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from speculative.cache.kv_cache import KVCache, KVShape
-from speculative.gpu.paged_attention import PagedAttention, PagedRows, TorchAttend
+from speculative.gpu.paged_attention import PagedAttention, PagedRows
 from speculative.model.attention import CacheAttention
 from speculative.model.config import ModelConfig
 from speculative.model.eagle3 import load_eagle3
@@ -21,6 +21,7 @@ from speculative.model.loading import load_decoder
 from speculative.model.mtp import load_mtp
 from tests.support.tiny_heads import write_tiny_head, write_tiny_module
 from tests.support.tiny_models import write_tiny_model
+from tests.support.torch_operators import TorchAttend
 from tests.support.triton_interpreter import nobodys
 
 needs_triton = pytest.mark.skipif(

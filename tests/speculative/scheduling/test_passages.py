@@ -17,7 +17,7 @@ from speculative.scheduling.step_cost import StepCost
 from speculative.state.batch import Entry, SequenceResult
 from speculative.state.sequence import Sequence
 from speculative.warm_up import warm_up
-from tests.support.engines import NO_DRAFTS, Answer, assert_idle, run, settings
+from tests.support.engines import NO_DRAFTS, Answer, assert_idle, load_engine, run, settings
 from tests.support.tiny_heads import write_tiny_head, write_tiny_module
 from tests.support.tiny_models import write_tiny_model
 
@@ -232,7 +232,7 @@ def heads(target: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
 
 
 def answers(target: Path, drafter: DrafterConfig, **changes: Any) -> tuple[dict[str, Answer], EngineCore]:
-    engine = EngineCore.load(
+    engine = load_engine(
         target, settings(drafter=drafter, max_batched_tokens=128, **changes), make_constraint=lambda _: Alternating()
     )
     warm_up(engine)

@@ -1,0 +1,240 @@
+"""The operators of captured steps by torch's: what Triton's kernels are compared with, and what computes in captured
+steps that a test runs on a CPU."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from speculative.config import LogprobsMode
+from speculative.gpu.capture import copy_once
+from speculative.gpu.filters import sampling_rows
+from speculative.gpu.operators import CapturedVocabularyOps, GraphOperators
+from speculative.gpu.paged_attention import PagedRows
+from speculative.gpu.row_drafts import DraftBuffers, DraftFields
+from speculative.gpu.row_edits import EditFields
+from speculative.gpu.row_judge import RowFields, SampledFrom
+from speculative.kernels.chosen import ChosenKernels
+from speculative.model.attention import prepare_by
+from speculative.model.layers import TorchLayerOps
+from speculative.sampling.logprobs import gather_logprobs, mode_matrix
+from speculative.selfcheck.invariants import outside_filters
+from speculative.selfcheck.terms import TermScope
+from speculative.verification.base import VerifyInput, VerifyOutput
+from speculative.verification.coupled import NoiseRows, accept_choice
+from speculative.verification.draft_probs import Dense, DraftProbs, PointMass, SubVocabulary, mass_before
+from speculative.vocabulary.ops import VocabularyOps
+from tests.support.packed_rows import attend_packed
+
+
+@contextmanager
+def captured_on_a_cpu() -> Iterator[None]:
+    """Have engines that are built meanwhile compute captured steps on a CPU, where a replay calls what a GPU would have
+    captured."""
+    on = mock.patch.object(GraphOperators, "on", lambda device, kernels: torch_operators(kernels))
+    with on:
+        yield
+
+
+def torch_operators(kernels: ChosenKernels) -> GraphOperators:
+    """Those for engines whose eager passes and host have these kernels."""
+    vocabulary = CapturedVocabularyOps(torch_floors, kernels.host)
+    return GraphOperators(
+        attend=lambda sizes: TorchAttend(sizes.block_size),
+        attend_packed=attend_packed,
+        prepare=lambda block_size, first: prepare_by(kernels.model),
+        layers=TorchLayerOps(),
+        edit=torch_edit,
+        vocabulary=vocabulary,
+        sample_drafts=TorchDrafts(vocabulary),
+        judge=lambda mode: TorchJudge(vocabulary, mode),
+    )
+
+
+class TorchAttend:
+    """Paged attention in plain torch: every sequence's whole block table is gathered."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+
+    def __call__(self, query: Tensor, keys: Tensor, values: Tensor, rows: PagedRows) -> Tensor:
+        """Implement `AttendPaged`; computed in float32 whatever the types."""
+        num_seqs, num_kv_heads = rows.blocks.shape[0], keys.shape[1]
+        offsets = torch.arange(self._block_size, device=query.device)
+        slots = (rows.blocks[:, :, None] * self._block_size + offsets).flatten()  # [B * L]
+        own_keys, own_values = (
+            part.index_select(0, slots).float().unflatten(0, (num_seqs, -1)) for part in (keys, values)
+        )  # [B, L, num_kv_heads, head_dim]
+        queries = query.float().view(num_seqs, rows.num_queries, num_kv_heads, -1, query.shape[-1])
+        positions = torch.arange(own_keys.shape[1], device=query.device)
+        visible = rows.visible.view(num_seqs, -1)
+        seen = (positions >= rows.first) & (positions < visible[..., None])  # [B, Q, L]
+        # What nobody sees may be anything, and 0 x NaN is NaN.
+        own_values = own_values.masked_fill(~seen.any(dim=1)[:, :, None, None], 0.0)
+        scores = torch.einsum("bqhgd,blhd->bqhgl", queries, own_keys) * query.shape[-1] ** -0.5
+        scores = scores.masked_fill(~seen[:, :, None, None], -torch.inf)
+        weights = torch.softmax(scores, dim=-1).masked_fill(~seen.any(dim=-1)[:, :, None, None, None], 0.0)
+        attended = torch.einsum("bqhgl,blhd->bqhgd", weights, own_values)
+        return attended.reshape(query.shape).to(query.dtype)
+
+
+def torch_floors(logits: Tensor, temperature: Tensor, log_min_p: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """`FindFloors` by sorting."""
+    best = (logits.float() / temperature).sort(dim=-1, descending=True).values
+    floor = best[:, 0] + log_min_p
+    floor = torch.where(top_k < logits.shape[-1], floor.maximum(best.gather(1, top_k[:, None] - 1)[:, 0]), floor)
+    mass = torch.softmax(best.masked_fill(best < floor[:, None], -torch.inf), dim=-1)
+    before = mass.cumsum(dim=-1) - mass  # of the likelier tokens
+    num_kept = (before < top_p[:, None]).sum(dim=-1, keepdim=True).clamp(min=1)  # a top_p may round to 0
+    return torch.where(top_p < 1, floor.maximum(best.gather(1, num_kept - 1)[:, 0]), floor)
+
+
+def torch_edit(logits: Tensor, rows: RowFields, edits: EditFields, max_drafts: int) -> Tensor:
+    """`EditLogits` by torch's operators."""
+    num_rows, vocab_size = logits.shape
+    edited = logits.new_zeros((num_rows + 1, vocab_size), dtype=torch.float32)  # the last one takes what is padding
+    edited[:num_rows].copy_(logits)
+    edited[:num_rows].masked_fill_(_forbidden(edits, vocab_size), -torch.inf)
+    cells = edits.biased_rows.long().clamp(max=num_rows), edits.biased_tokens.long()
+    edited.index_put_(cells, edited[cells] + edits.biases)
+    _penalise(edited, rows, edits, max_drafts)
+    return edited[:num_rows]
+
+
+def _forbidden(edits: EditFields, vocab_size: int) -> Tensor:
+    """[R, V] bool."""
+    bits = torch.arange(32, dtype=torch.int32, device=edits.masks.device)
+    allowed = ((edits.masks[:, :, None] >> bits) & 1).flatten(1)[:, :vocab_size] > 0  # [M, V]
+    which = edits.mask_of_row.long()
+    return ~allowed[which.clamp(min=0)] & (which >= 0)[:, None]
+
+
+def _penalise(edited: Tensor, rows: RowFields, edits: EditFields, max_drafts: int) -> None:
+    """Penalise, row by row, the tokens that were counted before the step, and the drafts that are none of them."""
+    num_entries, nobody = len(rows.counts), len(edited) - 1
+    numbers = torch.arange(max_drafts + 1, device=edited.device)
+    places = (rows.first_rows[:, None] + numbers[:-1]).clamp(max=nobody - 1)
+    is_draft = numbers[:-1] < rows.counts[:, None]
+    drafts = torch.where(is_draft, rows.drafts[places], -1)  # [E, K]
+
+    cells = torch.arange(len(edits.penalised), device=edited.device)
+    owners = torch.searchsorted(edits.starts[1:].contiguous(), cells, right=True)  # E = padding
+    is_cell, owners = owners < num_entries, owners.clamp(max=num_entries - 1)
+    same = (drafts[owners] == edits.penalised[:, None]) & is_cell[:, None]  # [C, K]
+    known = torch.zeros_like(drafts).index_add_(0, owners, same.long()) > 0
+    equal = drafts[:, :, None] == drafts[:, None, :]  # [E, K, K]
+    is_new = is_draft & ~known & ~equal.tril(-1).any(dim=-1)
+
+    entries = torch.arange(num_entries, device=edited.device).repeat_interleave(max_drafts, output_size=drafts.numel())
+    owners = torch.cat([owners, entries])
+    tokens = torch.cat([edits.penalised.long(), drafts.flatten().clamp(min=0)])
+    counts = torch.cat([edits.counts.long(), torch.zeros_like(entries)])
+    in_prompt = torch.cat([edits.in_prompt, torch.zeros_like(entries, dtype=torch.bool)])
+    live = torch.cat([is_cell, is_new.flatten()])
+    drafted = torch.cat([same, equal.flatten(0, 1)])  # [C + E * K, K]
+    emitted = counts[:, None] + functional.pad(drafted.long().cumsum(dim=-1), (1, 0))  # before each row
+
+    row = torch.where(
+        live[:, None] & (numbers <= rows.counts[owners, None]), rows.first_rows[owners, None] + numbers, nobody
+    )
+    where = row, tokens[:, None].expand_as(row)
+    of_entry = edits.repetition[owners, None], edits.frequency[owners, None], edits.presence[owners, None]
+    repetition, frequency, presence = of_entry
+    said = emitted > 0
+    factor = torch.where(in_prompt[:, None] | said, repetition, 1.0).float()
+    loss = (frequency * emitted + presence * said).float()
+    values = edited[where]
+    edited.index_put_(where, torch.where(values > 0, values / factor, values * factor) - loss)
+
+
+class TorchDrafts:
+    """By torch's operators."""
+
+    def __init__(self, ops: VocabularyOps) -> None:
+        self._ops = ops
+
+    def __call__(
+        self,
+        logits: Tensor,
+        fields: DraftFields,
+        offset: int,
+        ids: Tensor | None,
+        vocab_size: int,
+        drafts: DraftBuffers,
+    ) -> None:
+        """Implement `SampleDrafts`."""
+        sampling = sampling_rows(fields._asdict())
+        probs = self._ops.target_probs(self._ops.process(logits.float(), sampling), sampling)
+        columns = self._ops.draw(probs, fields.uniforms[offset])
+        noise = NoiseRows(fields.coupled, fields.seeds, fields.noise_positions[offset])
+        columns = self._ops.choose(probs, columns, noise, ids, vocab_size)
+        rows = slice(offset * len(logits), (offset + 1) * len(logits))
+        drafts.tokens[rows].copy_(columns if ids is None else ids[columns])
+        drafts.columns[rows].copy_(columns)
+        drafts.probs[rows].copy_(probs)
+        before = mass_before(probs, torch.arange(len(probs), device=probs.device), columns)
+        drafts.mass_before[rows].copy_(before)
+
+
+class TorchJudge:
+    """`RowJudge` by the operators of eager steps; p is a matrix, and everything is computed, wanted or not.
+
+    Args:
+        ops: over the vocabulary.
+        mode: of the logprobs.
+    """
+
+    def __init__(self, ops: VocabularyOps, mode: LogprobsMode) -> None:
+        self._ops, self._mode = ops, mode
+
+    def __call__(self, logits: Tensor, rows: RowFields, sampled: SampledFrom | None) -> tuple[Tensor, tuple[str, ...]]:
+        """Implement `RowJudge`."""
+        logits = logits.float()
+        sampling = sampling_rows(rows._asdict())
+        processed = self._ops.process(logits, sampling)
+        step = verify_input(self._ops.target_probs(processed, sampling), rows, draft_probs_of(sampled))
+        noise = NoiseRows(rows.coupled[rows.entries], rows.seeds, rows.positions)
+        choice = self._ops.choose(step.probs, torch.zeros_like(rows.drafts), noise, None, logits.shape[1])
+        verified = _merge(rows.coupled, accept_choice(step, choice), self._ops.verify_token_wise(step))
+        emitted = self._ops.emitted_at_rows(verified, step)
+        outside = outside_filters(logits, sampling, emitted)
+        broken = self._ops.broken_rows(step, verified, emitted, processed.amax(dim=-1), outside)
+        reported = gather_logprobs(mode_matrix(self._mode, logits, processed), emitted, 0)
+        terms = self._ops.take_terms(step, verified, emitted, TermScope("token_wise", rows.counted, rows.coupled))
+        parts = [verified.num_accepted, verified.token_ids, step.drafts, broken, verified.expected_accepted]
+        parts += [reported.values, reported.ranks, terms.achievable, terms.rows, terms.sums]
+        if sampled is not None:
+            of_drafts, of_last, _ = self._ops.round_probs(step, verified, places=False)
+            place = sampled.places[rows.packed.clamp(max=len(sampled.places) - 1)]
+            parts += [of_drafts, torch.where(step.judged, sampled.mass_before[place], 0.0), of_last]
+        return copy_once(parts), terms.checks
+
+
+def verify_input(probs: Tensor, rows: RowFields, draft_probs: DraftProbs) -> VerifyInput:
+    """The input of a step's verifier."""
+    shared = {field.name for field in fields(VerifyInput)} & set(RowFields._fields)
+    own = {name: getattr(rows, name) for name in shared}
+    return VerifyInput(probs=probs, draft_probs=draft_probs, **own)
+
+
+def draft_probs_of(sampled: SampledFrom | None) -> DraftProbs:
+    """Their distributions."""
+    if sampled is None:
+        return PointMass()
+    probs = sampled.probs[sampled.places]
+    return (
+        Dense(probs) if sampled.ids is None else SubVocabulary(probs, sampled.ids, sampled.own_columns[sampled.places])
+    )
+
+
+def _merge(chosen: Tensor, theirs: VerifyOutput, others: VerifyOutput) -> VerifyOutput:
+    """Merge two verdicts on the same entries: `theirs` for those of `chosen` [E] bool, `others` for the rest."""
+    return VerifyOutput(
+        torch.where(chosen, theirs.num_accepted, others.num_accepted),
+        torch.where(chosen, theirs.token_ids, others.token_ids),
+        torch.where(chosen, theirs.expected_accepted, others.expected_accepted),
+    )
