@@ -49,6 +49,7 @@ BLOCK = 64  # tokens of a block of Triton's kernels, here: the last one is not f
 NO_FILTER = (0.0, 0, 1.0)  # min_p, top_k, top_p
 FILTERS = ((0.0, 5, 1.0), NO_FILTER, (0.0, 0, 0.7), (0.05, 20, 0.9))
 CPU = torch.device("cpu")
+EDGE = 1e-7  # of a token's mass
 TORCH = TorchOps()
 SIZES = (1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 4 * BLOCK, 4 * BLOCK + 1)
 MODES: tuple[LogprobsMode, ...] = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
@@ -100,7 +101,7 @@ def _eager(ops: VocabularyOps) -> Iterator[Arithmetic]:
 ARITHMETICS: dict[str, Callable[[], AbstractContextManager[Arithmetic]]] = {
     "torch": lambda: _eager(TORCH),
     "kernels": lambda: _eager(CPU_OPS),
-    "triton": _by_triton,
+    "captured, triton": _by_triton,
 }
 
 
@@ -251,6 +252,34 @@ def a_token_without_mass_is_never_drawn(one: Arithmetic) -> None:
     found = parts(one.judge, given)
     assert set(found["tokens"].tolist()) == set(possible.tolist())
     assert not found["broken"].any()
+
+
+def uniforms_meet_the_edges_of_equal_tokens(one: Arithmetic) -> None:
+    """Just below and above edges that lie at whole multiples of one mass: of p, of what a rejection leaves of it, and
+    of p where it leaves nothing. Masses that were added up in float32 would be several times as far off."""
+    possible = (torch.arange(VOCABULARY) * 7 % 11 > 2).nonzero()[:, 0]
+    draft = possible[50]
+    for kind, num_drafts in (("point mass", 0), ("point mass", 1), ("dense", 1)):
+        given = scene(kind, (num_drafts,) * 6)
+        given = given.with_rows(checked=torch.tensor([False]), reported=torch.tensor([False]))
+        given.rows.temperature[:], given.rows.greedy[:] = 1.0, False
+        given.rows.accept_uniforms[:] = 1 - 2**-20
+        given.logits[:] = -torch.inf
+        given.logits[:, possible] = 0.3
+        left = possible
+        if num_drafts:
+            given.rows.drafts[::2] = draft
+            left = possible[possible != draft] if given.sampled is None else possible
+        if given.sampled is not None:  # everywhere a little more than p
+            given.sampled.probs[:] = 0.0
+            given.sampled.probs[:, possible] = (1 + 4e-6) / len(possible)
+            given.sampled.own_columns[:] = draft
+        edges = torch.linspace(1, len(left) - 1, 3, dtype=torch.float64).round()
+        uniforms = torch.cat([edges - EDGE, edges + EDGE]) / len(left)
+        given.rows.sample_uniforms[given.rows.first_rows] = uniforms
+        found = parts(one.judge, given)
+        assert not found["accepted"].any() and not found["broken"].any()
+        assert found["tokens"].tolist() == left[torch.cat([edges - 1, edges]).long()].tolist()
 
 
 def emitted_tokens_follow_p_exactly(one: Arithmetic) -> None:
@@ -448,6 +477,7 @@ CHECKS: tuple[Callable[[Arithmetic], None], ...] = (
     a_q_that_is_no_distribution_is_reported,
     the_one_token_that_is_left_is_drawn,
     a_token_without_mass_is_never_drawn,
+    uniforms_meet_the_edges_of_equal_tokens,
     emitted_tokens_follow_p_exactly,
     edits_are_the_plain_ones,
     edited_rows_of_no_numbers_stay_so,
