@@ -15,6 +15,7 @@ from speculative.request import Request, SamplingParams
 from speculative.state.batch import Entry, StepInput, build_step_input
 from speculative.state.sequence import Sequence
 from speculative.state.token_constraint import Bools
+from tests.support.judged_rows import of_wider
 
 EOS = (1, 2)
 NEVER = 1 << 20
@@ -112,7 +113,8 @@ def edited(
     assert own is not None
     edits.prepare(own.sizes)
     edits.send(own)
-    padded = torch.cat([logits, torch.zeros(bucket.num_rows - len(logits), logits.shape[1], dtype=logits.dtype)])
+    nobodys = torch.zeros(bucket.num_rows - len(logits), logits.shape[1], dtype=logits.dtype)
+    padded = of_wider(torch.cat([logits, nobodys]))
     before = padded.clone()
     found = edits.apply(padded, rows_of(step_input, bucket), own.sizes)
     assert torch.equal(padded.nan_to_num(), before.nan_to_num()), "the model's logits stay as they are"

@@ -9,8 +9,9 @@
   host wait for nothing. The numbers are plain torch's, of one opaque operation. Where Triton does not interpret, a
   launch goes on to `JITFunction.run`, which `launches_compiled` has compile the kernel.
 - A pinned buffer is the host's again when an event behind its copy was waited for.
+- A stream works only once it has waited for what other streams were given before.
 
-It does not see numerics, 32-bit offsets, memory, or races between streams.
+It does not see numerics, 32-bit offsets, or memory.
 """
 
 import sys
@@ -125,6 +126,7 @@ class _Recording:
         device = self._device
         device.num_replays += 1
         assert device.capturing is None, "a graph is replayed while another is captured"
+        device.order()
         for other in device.graphs[self.number :]:
             _spoil(other.results)
         with torch._C.DisableTorchFunction():
@@ -160,7 +162,7 @@ class PretendedCuda(TorchFunctionMode):
     """The device, while it is entered.
 
     waits: (what made the host wait, where) -> how often. num_uploads: from pinned memory. num_replays: of graphs.
-    num_launches: outside of graphs, while `counts_launches`; so are the nodes of graphs. num_streams: that were made.
+    num_launches: outside of graphs, while `counts_launches`; so are the nodes of graphs.
     graphs: in the order of their captures; when they are first needed, and all that the product captures before the
     first request only if `capture_beforehand`, which takes a second or two.
     """
@@ -173,7 +175,8 @@ class PretendedCuda(TorchFunctionMode):
         self.counts_launches = count_launches
         self.graphs: list[_Recording] = []
         self.capturing: _Recording | None = None
-        self.num_streams = 0
+        self.streams = [_Stream()]  # the default one, and all that were made
+        self.stream = self.streams[0]
         self._pinned: dict[int, Tensor] = {}
         self._downloads: list[tuple[Tensor, Tensor]] = []  # on their way to pinned memory, which is garbage until then
         self._uploads: dict[int, tuple[Tensor, Tensor]] = {}  # from pinned memory, by address: it, and what was sent
@@ -204,9 +207,21 @@ class PretendedCuda(TorchFunctionMode):
         side_stream.cache_clear()
 
     def _stand_ins(self) -> dict[str, Any]:
-        def stream(device: int) -> Any:
-            self.num_streams += 1
-            return SimpleNamespace(wait_stream=lambda _: None, device=device)
+        def make_stream(device: int) -> _Stream:
+            del device
+            self.streams.append(_Stream())
+            return self.streams[-1]
+
+        @contextmanager
+        def use_stream(stream: _Stream) -> Iterator[None]:
+            self.stream, before = stream, self.stream
+            try:
+                yield
+            finally:
+                self.stream = before
+
+        def current_stream(device: Any = None) -> Any:
+            return SimpleNamespace(stream=self.stream, wait_stream=self.stream.wait_stream, device=device)
 
         return {
             "torch.cuda.is_available": lambda: True,
@@ -215,9 +230,9 @@ class PretendedCuda(TorchFunctionMode):
             "torch.cuda.memory_allocated": lambda *_: 0,
             "torch.cuda.empty_cache": lambda: None,
             "torch.cuda.Event": lambda: _Event(self),
-            "torch.cuda.Stream": stream,
-            "torch.cuda.current_stream": lambda device=None: SimpleNamespace(wait_stream=lambda _: None, device=device),
-            "torch.cuda.stream": nullcontext,
+            "torch.cuda.Stream": make_stream,
+            "torch.cuda.current_stream": current_stream,
+            "torch.cuda.stream": use_stream,
             "torch.cuda.current_device": lambda: 0,
             "torch.cuda.set_device": lambda device: None,
             "torch.cuda.get_device_capability": lambda *_: (9, 0),
@@ -350,6 +365,8 @@ class PretendedCuda(TorchFunctionMode):
     @contextmanager
     def _capture(self, graph: _Recording, **_: Any) -> Iterator[None]:
         assert self.capturing is None, "one capture at a time"
+        for stream in self.streams:  # torch waits for all of them
+            self.stream.wait_stream(stream)
         self.capturing, before = graph, self.num_launches
         try:
             yield
@@ -423,6 +440,7 @@ class PretendedCuda(TorchFunctionMode):
         return _on_device(out)
 
     def _record(self, func: Any, args: Any, kwargs: Any, out: Any, launches: int) -> None:
+        self.order()
         self.num_launches += launches
         if self.capturing is not None and not self._in_launcher:
             given = {_storage(tensor) for tensor in _tensors((args, kwargs))}
@@ -431,6 +449,7 @@ class PretendedCuda(TorchFunctionMode):
 
     def _copy(self, name: str, args: Any, kwargs: Any) -> Tensor:
         """Between host and device."""
+        self.order()
         if name == "cpu":
             return args[0].held.clone()  # type: ignore[no-any-return]
         if not isinstance(args[0], DeviceTensor) and self._is_async(args[0], kwargs):
@@ -464,6 +483,13 @@ class PretendedCuda(TorchFunctionMode):
         return self._run(torch.Tensor.to, (tensor, dtype), {})  # type: ignore[no-any-return]
 
     # -- rules --------------------------------------------------------------------------------------------------
+
+    def order(self) -> None:
+        """The current stream works."""
+        if self.capturing is None:
+            late = [one for one in self.streams if one is not self.stream and one.work > self.stream.seen.get(one, 0)]
+            assert not late, "a stream works while another does, and has not waited for it"
+            self.stream.work += 1
 
     def _wait(self, what: str) -> None:
         frame = sys._getframe()
@@ -541,6 +567,23 @@ class PretendedCuda(TorchFunctionMode):
     def uploads(self) -> list[tuple[Tensor, Tensor]]:
         """Copies from pinned memory that nobody has waited for."""
         return list(self._uploads.values())
+
+
+class _Stream:
+    """What `torch.cuda.Stream` is here.
+
+    work: pieces that it was given. seen: how many of each other stream's lie before its next one.
+    """
+
+    def __init__(self) -> None:
+        self.work = 0
+        self.seen: dict[_Stream, int] = {}
+
+    def wait_stream(self, other: Any) -> None:
+        """Let what comes next lie behind all that another one was given."""
+        other = getattr(other, "stream", other)
+        for stream, work in {**other.seen, other: other.work}.items():
+            self.seen[stream] = max(work, self.seen.get(stream, 0))
 
 
 class _Event:

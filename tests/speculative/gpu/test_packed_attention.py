@@ -13,6 +13,7 @@ from speculative.gpu.packed_attention import AttendPacked, PackedRows, SendPacke
 from speculative.gpu.staged_inputs import send_once
 from speculative.model.attention import CacheAttention, StepAttention
 from speculative.state.batch import AttentionRows
+from tests.support.judged_rows import of_wider
 from tests.support.packed_rows import attend_packed
 
 CPU = torch.device("cpu")
@@ -44,7 +45,8 @@ class Scene:
         self.heads, self.dtype, self.first = heads, dtype, first
 
     def attend(self, chunks: dict[int, tuple[int, int]], attend: AttendPacked, spare: int = 0) -> Tensor:
-        """Of each named sequence (positions before, rows), with `spare` rows and blocks of nobody in front."""
+        """Of each named sequence (positions before, rows), with `spare` rows and blocks of nobody in front. The cache
+        lies further apart than its heads are wide."""
         num_heads, num_kv_heads, head_dim = self.heads
         cache = KVCache(KVShape(1, num_kv_heads, head_dim), NUM_BLOCKS * BLOCK_SIZE, dtype=self.dtype, device=CPU)
         cache.data.fill_(torch.nan)
@@ -62,7 +64,11 @@ class Scene:
         starts = np.cumsum([0, *(count for _, count in chunks.values())])
         last = [slots[len(slots) - count :] for slots, (_, count) in zip(contexts, chunks.values(), strict=True)]
         rows = AttentionRows(np.concatenate(last), starts, tuple(contexts))
-        made, sent = SendPacked(BLOCK_SIZE, self.first, attend)(cache, rows, starts)
+
+        def attend_apart(query: Tensor, keys: Tensor, values: Tensor, rows: PackedRows) -> Tensor:
+            return attend(query, of_wider(keys), of_wider(values), rows)
+
+        made, sent = SendPacked(BLOCK_SIZE, self.first, attend_apart)(cache, rows, starts)
         assert torch.equal(sent[0], torch.from_numpy(starts))
         assert torch.equal(made.slots, torch.from_numpy(rows.slots))
         return made.attend_stored(0, torch.cat(queries))

@@ -21,6 +21,7 @@ from tests.support.drafted_rows import (
 
 BLOCK = 64
 WIDTH, VOCABULARY = 3 * BLOCK + 11, 500  # the last block is not full
+EDGE = 1e-7  # of a token's mass
 SIZES = (1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 4 * BLOCK, 4 * BLOCK + 1)
 SCENES = {"the vocabulary": None, "a part of it": VOCABULARY}
 pytestmark = pytest.mark.skipif(
@@ -119,6 +120,18 @@ def test_a_token_without_mass_is_never_drawn(sample: SampleDrafts) -> None:
     around = torch.cat([edges - q[possible] / 2, *(edges + step * 2.0**-53 for step in range(-6, 6))])
     given.fields.uniforms[OFFSET] = around[:64].clamp(2**-60, 1 - 2**-53)
     assert set(assert_sampled(given, sample).columns.tolist()) == set(possible.tolist())
+
+
+def test_uniforms_meet_the_edges_of_equal_tokens(sample: SampleDrafts) -> None:
+    """Just below and above: masses that were added up in float32 would be several times as far off."""
+    given, _ = grid(12)
+    possible = (torch.arange(WIDTH) * 7 % 11 > 2).nonzero()[:, 0]
+    given.logits[:] = -torch.inf
+    given.logits[:, possible] = 0.3
+    edges = torch.linspace(1, len(possible) - 1, 6, dtype=torch.float64).round()
+    given.fields.uniforms[OFFSET] = torch.cat([edges - EDGE, edges + EDGE]) / len(possible)
+    found = given.sample(sample).columns.unflatten(0, (NUM_DRAFTS, 12))[OFFSET]
+    assert found.tolist() == possible[torch.cat([edges - 1, edges]).long()].tolist()
 
 
 def test_over_all_uniforms_drafts_come_as_often_as_q_has_them(sample: SampleDrafts) -> None:

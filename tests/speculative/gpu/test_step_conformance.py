@@ -10,7 +10,7 @@ from tests.support.vocabulary import needs_kernels
 
 NEEDS = {
     "kernels": needs_kernels,
-    "triton": pytest.mark.skipif(
+    "captured, triton": pytest.mark.skipif(
         importlib.util.find_spec("triton") is None, reason="Triton is not installed: `pip install triton`"
     ),
 }
