@@ -97,7 +97,7 @@ class VerifyInput:
 
     def select(self, chosen: Tensor) -> "VerifyInput":
         """The rows of some entries only; chosen: [E] bool."""
-        rows = chosen[self.entries]
+        rows = chosen[self.entries].nonzero()[:, 0]  # once: each look at a mask is a wait for a GPU
         renumbered = chosen.cumsum(0) - 1
         counts = self.counts[chosen]
         return VerifyInput(

@@ -74,3 +74,13 @@ def test_the_models_logits_are_divided_by_the_temperature(find_floors: FindFloor
     floors = find_floors(logits, temperature[:, None], *parameters(filters))
     processed = logits.float() / temperature[:, None]
     assert torch.equal(processed.masked_fill(processed < floors[:, None], -torch.inf), filters.keep(processed))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_numbers_that_differ_in_their_last_bit_are_told_apart(find_floors: FindFloors, dtype: torch.dtype) -> None:
+    counts = torch.arange(1, 9)
+    steps = torch.randperm(30, generator=torch.Generator().manual_seed(1))
+    logits = of_wider((4 + steps * 4 * torch.finfo(dtype).eps).to(dtype).expand(len(counts), -1))
+    rest = torch.full((len(counts),), -torch.inf), counts, torch.ones(len(counts))
+    floors = find_floors(logits, torch.ones((len(counts), 1)), *rest)
+    assert (logits.float() >= floors[:, None]).sum(dim=-1).tolist() == counts.tolist()
