@@ -84,10 +84,6 @@ void round_row(const float* row, int64_t size, float* out) {
     }
 }
 
-int64_t planes_of(const Linear& linear) {
-    return linear.kind == kBfloat16Act16 || linear.kind == kInt8Act8 || linear.kind == kInt4Act8 ? 1 : 2;
-}
-
 }  // namespace
 
 Workspace& workspace() {
@@ -130,7 +126,7 @@ Rows prepare(const Source& source, const Linear& linear, int64_t num_rows, const
             row = out;
         }
         const int64_t at = r * blocks;
-        if (is_int && planes_of(linear) == 2) {
+        if (is_int && planes_of(linear.kind) == 2) {
             quantise_row<2>(row, size, bytes + 2 * r * size, scales + at, sums + at, zeros + at);
         } else if (is_int) {
             quantise_row<1>(row, size, bytes + r * size, scales + at, sums + at, zeros + at);
