@@ -290,7 +290,8 @@ struct Prepared {
         num_parts = num_rows <= kFewRows ? num_threads : 1;
         rows_size = num_rows * most_inputs;
         floats = space.floats.at_least(num_parts * rows_size);
-        bytes_size = 4 * (rows_size + num_rows);  // two bfloat16s a number, and the zeros of odd rows
+        const int64_t whole_tiles = (num_rows + 15) / 16 * 16;  // that many rows are read where there are tiles
+        bytes_size = 4 * (whole_tiles * most_inputs + num_rows);  // two bfloat16s a number, and the zeros of odd rows
         bytes = reinterpret_cast<int8_t*>(space.bytes.at_least(num_parts * bytes_size / 4));
         scales = space.scales.at_least(num_parts * (rows_size / kBlock + 1));
         sums = space.sums.at_least(num_parts * (rows_size / kBlock + 1));
