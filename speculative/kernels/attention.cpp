@@ -218,6 +218,19 @@ void weigh_values(const Cache& cache, const Piece& piece, int64_t common, const 
 
 #endif
 
+// 2^x of an x of at most 0, to a unit in the last place and x 2^-24: for weights of attention, sooner than
+// `exponential`. NaN stays NaN.
+inline __m512 two_to_the(__m512 x) {
+    x = _mm512_max_ps(_mm512_set1_ps(-150.0f), x);  // 0 beyond
+    const __m512 n = _mm512_roundscale_ps(x, 8), r = _mm512_sub_ps(x, n);
+    __m512 p = _mm512_set1_ps(1.534581242594868e-4f);
+    for (const float c : {1.339993090368734e-3f, 9.618489071726799e-3f, 5.550328642129898e-2f, 2.4022646248340607e-1f,
+                          6.931471824645996e-1f, 1.0f}) {
+        p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(c));
+    }
+    return _mm512_scalef_ps(p, n);
+}
+
 // Scores of one query to e^(score - largest), in place; returns their sum. With planes they become pairs of bfloat16s.
 template <int planes>
 float exponentiate(float* scores, int64_t length, float scale) {
@@ -225,11 +238,12 @@ float exponentiate(float* scores, int64_t length, float scale) {
     for (int64_t t = 0; t < length; t += 16) {
         largest = _mm512_mask_max_ps(largest, first_lanes(length - t), largest, _mm512_loadu_ps(scores + t));
     }
-    const __m512 top = _mm512_set1_ps(_mm512_reduce_max_ps(largest)), factor = _mm512_set1_ps(scale);
+    const __m512 top = _mm512_set1_ps(_mm512_reduce_max_ps(largest));
+    const __m512 factor = _mm512_set1_ps(scale * 1.44269504088896341f);
     __m512 total = _mm512_setzero_ps();
     for (int64_t t = 0; t < length; t += 16) {
         const __m512 x = _mm512_mul_ps(_mm512_sub_ps(_mm512_loadu_ps(scores + t), top), factor);
-        __m512 weight = _mm512_maskz_mov_ps(first_lanes(length - t), exponential(x));
+        __m512 weight = _mm512_maskz_mov_ps(first_lanes(length - t), two_to_the(x));
         if constexpr (planes == 0) _mm512_storeu_ps(scores + t, weight);
 #if defined(__AVX512BF16__)
         if constexpr (planes == 1) {
