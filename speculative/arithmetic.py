@@ -2,7 +2,6 @@
 
 import platform
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -51,4 +50,4 @@ def arithmetic_of(decoder: Decoder) -> Arithmetic:
         rounding = "oneDNN's products round by the size of the batch; engine.quantization: bfloat16 does without them"
     elif decoder.config.head_dim % 16 != 0:
         rounding = "torch's attention rounds by the size of the batch, and heads of this size need it"
-    return Arithmetic("cpu", "", rounding, f"{Path(found.file).stem} {torch_name} {decoder.packed}")
+    return Arithmetic("cpu", "", rounding, f"{found.name} {torch_name} {decoder.packed}")

@@ -12,6 +12,7 @@ namespace {
 constexpr int64_t kQueryTile = kWide ? 6 : 3;  // queries that share one pass over keys or values
 constexpr int kParts = kWide ? 4 : 2;   // vectors of a head that such a pass over values takes at once
 constexpr int kKeys = kWide ? 16 : 4;          // keys that a query is multiplied with at once
+constexpr int64_t kPairTile = 12;  // queries that share one pass over keys or values in pairs of bfloat16s
 
 // Sums of 16 vectors: lane i is the sum of vector i.
 inline __m512 sums_of(const __m512* v) {
@@ -126,22 +127,29 @@ inline void transpose(const __m512i* rows, __m512i* columns) {
 }
 
 // Scores of 16 positions, of Q queries. keys: for every two numbers of the head, a pair of each position.
-template <int Q>
+template <int Q, int planes>
 void score_pairs(const float* keys, int64_t pairs, const int8_t* queries, float* scores, int64_t stride) {
-    __m512 sums[Q][2];
-    for (int q = 0; q < Q; ++q) sums[q][0] = sums[q][1] = _mm512_setzero_ps();
+    __m512 sums[Q][planes];
+    for (int q = 0; q < Q; ++q) {
+        for (int p = 0; p < planes; ++p) sums[q][p] = _mm512_setzero_ps();
+    }
     for (int64_t k = 0; k < pairs; ++k) {
         const __m512bh key = (__m512bh)_mm512_loadu_si512(keys + 16 * k);
         for (int q = 0; q < Q; ++q) {
-            const int32_t* both = reinterpret_cast<const int32_t*>(queries + 8 * (q * pairs + k));
-            sums[q][0] = _mm512_dpbf16_ps(sums[q][0], key, (__m512bh)_mm512_set1_epi32(both[0]));
-            sums[q][1] = _mm512_dpbf16_ps(sums[q][1], key, (__m512bh)_mm512_set1_epi32(both[1]));
+            const int32_t* pair = reinterpret_cast<const int32_t*>(queries + 4 * planes * (q * pairs + k));
+            for (int p = 0; p < planes; ++p) {
+                sums[q][p] = _mm512_dpbf16_ps(sums[q][p], key, (__m512bh)_mm512_set1_epi32(pair[p]));
+            }
         }
     }
-    for (int q = 0; q < Q; ++q) _mm512_storeu_ps(scores + q * stride, _mm512_add_ps(sums[q][0], sums[q][1]));
+    for (int q = 0; q < Q; ++q) {
+        if (planes == 2) sums[q][0] = _mm512_add_ps(sums[q][0], sums[q][planes - 1]);
+        _mm512_storeu_ps(scores + q * stride, sums[q][0]);
+    }
 }
 
-// As `score_block`, of a cache in bfloat16 and queries that `split_row` has split in two.
+// As `score_block`, of a cache in bfloat16 and queries that `split_row` has made bfloat16s of.
+template <int planes>
 void score_pairs_of_block(const Cache& cache, const Piece& piece, int64_t t, int64_t last, const int8_t* queries,
                           int64_t count, float* scores, int64_t scores_stride, float* keys) {
     const int64_t pairs = cache.head_dim / 2;
@@ -155,27 +163,96 @@ void score_pairs_of_block(const Cache& cache, const Piece& piece, int64_t t, int
         for (int64_t i = 0; i < 16; ++i) _mm512_storeu_si512(keys + 16 * (k + i), columns[i]);
     }
     scores += t;
-    for (int64_t q = 0; q < count; q += kQueryTile) {
-        with_count<kQueryTile>(std::min(kQueryTile, count - q), [&](auto tile) {
-            score_pairs<tile()>(keys, pairs, queries + q * 8 * pairs, scores + q * scores_stride, scores_stride);
+    for (int64_t q = 0; q < count; q += kPairTile) {
+        with_count<kPairTile>(std::min(kPairTile, count - q), [&](auto tile) {
+            const int8_t* own = queries + q * 4 * planes * pairs;
+            score_pairs<tile(), planes>(keys, pairs, own, scores + q * scores_stride, scores_stride);
         });
+    }
+}
+
+// Sums of the values of all positions of Q queries, weighted with pairs of bfloat16s, times `inverses`. Positions are
+// taken in twos; the first `common` of them are every query's, and of the rest each takes its own.
+template <int Q, int planes>
+void weigh_values(const Cache& cache, const Piece& piece, int64_t common, const int64_t* lengths,
+                  const float* const* weights, const float* inverses, float* const* outs) {
+    const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+    const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
+    for (int64_t d = 0; d < cache.head_dim; d += 32) {
+        const __mmask16 lanes = first_lanes((cache.head_dim - d) / 2);
+        __m512 sums[Q][2];
+        for (int q = 0; q < Q; ++q) sums[q][0] = sums[q][1] = _mm512_setzero_ps();
+        const auto load = [&](int64_t t) {
+            const char* value = cache.values + cache.at(piece.context[t], piece.kv_head) + 2 * d;
+            return _mm512_maskz_loadu_epi32(lanes, value);
+        };
+        const auto add = [&](int q, int64_t t, __m512i even, __m512i odd) {
+            const __m512bh low = (__m512bh)_mm512_unpacklo_epi16(even, odd);
+            const __m512bh high = (__m512bh)_mm512_unpackhi_epi16(even, odd);
+            const int32_t* pair = reinterpret_cast<const int32_t*>(weights[q]) + t / 2 * planes;
+            for (int p = 0; p < planes; ++p) {
+                const __m512bh weight = (__m512bh)_mm512_set1_epi32(pair[p]);
+                sums[q][0] = _mm512_dpbf16_ps(sums[q][0], low, weight);
+                sums[q][1] = _mm512_dpbf16_ps(sums[q][1], high, weight);
+            }
+        };
+        int64_t t = 0;
+        for (; t + 2 <= common; t += 2) {
+            const __m512i even = load(t), odd = load(t + 1);
+            for (int q = 0; q < Q; ++q) add(q, t, even, odd);
+        }
+#pragma GCC unroll 12
+        for (int q = 0; q < Q; ++q) {  // unrolled, or the sums lie in memory
+            for (int64_t own = t; own < lengths[q]; own += 2) {
+                add(q, own, load(own), own + 1 < lengths[q] ? load(own + 1) : _mm512_setzero_si512());
+            }
+            const __m512 inverse = _mm512_set1_ps(inverses[q]);
+            const __m512 low = _mm512_permutex2var_ps(sums[q][0], first, sums[q][1]);
+            _mm512_storeu_ps(outs[q] + d, _mm512_mul_ps(low, inverse));
+            if (d + 16 == cache.head_dim) continue;
+            const __m512 high = _mm512_permutex2var_ps(sums[q][0], second, sums[q][1]);
+            _mm512_storeu_ps(outs[q] + d + 16, _mm512_mul_ps(high, inverse));
+        }
     }
 }
 
 #endif
 
-// Scores of one query to e^(score - largest); returns their sum.
+// 2^x of an x of at most 0, to a unit in the last place and x 2^-24: for weights of attention, sooner than
+// `exponential`. NaN stays NaN.
+inline __m512 two_to_the(__m512 x) {
+    x = _mm512_max_ps(_mm512_set1_ps(-150.0f), x);  // 0 beyond
+    const __m512 n = _mm512_roundscale_ps(x, 8), r = _mm512_sub_ps(x, n);
+    __m512 p = _mm512_set1_ps(1.534581242594868e-4f);
+    for (const float c : {1.339993090368734e-3f, 9.618489071726799e-3f, 5.550328642129898e-2f, 2.4022646248340607e-1f,
+                          6.931471824645996e-1f, 1.0f}) {
+        p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(c));
+    }
+    return _mm512_scalef_ps(p, n);
+}
+
+// Scores of one query to e^(score - largest), in place; returns their sum. With planes they become pairs of bfloat16s.
+template <int planes>
 float exponentiate(float* scores, int64_t length, float scale) {
     __m512 largest = _mm512_set1_ps(-INFINITY);
     for (int64_t t = 0; t < length; t += 16) {
         largest = _mm512_mask_max_ps(largest, first_lanes(length - t), largest, _mm512_loadu_ps(scores + t));
     }
-    const __m512 top = _mm512_set1_ps(_mm512_reduce_max_ps(largest)), factor = _mm512_set1_ps(scale);
+    const __m512 top = _mm512_set1_ps(_mm512_reduce_max_ps(largest));
+    const __m512 factor = _mm512_set1_ps(scale * 1.44269504088896341f);
     __m512 total = _mm512_setzero_ps();
     for (int64_t t = 0; t < length; t += 16) {
         const __m512 x = _mm512_mul_ps(_mm512_sub_ps(_mm512_loadu_ps(scores + t), top), factor);
-        const __m512 weight = _mm512_maskz_mov_ps(first_lanes(length - t), exponential(x));
-        _mm512_storeu_ps(scores + t, weight);
+        __m512 weight = _mm512_maskz_mov_ps(first_lanes(length - t), two_to_the(x));
+        if constexpr (planes == 0) _mm512_storeu_ps(scores + t, weight);
+#if defined(__AVX512BF16__)
+        if constexpr (planes == 1) {
+            const __m256i pairs = (__m256i)_mm512_cvtneps_pbh(weight);
+            _mm256_storeu_si256(reinterpret_cast<__m256i*>(scores + t / 2), pairs);
+            weight = expand(pairs);  // what weighs adds up to 1
+        }
+        if constexpr (planes == 2) _mm512_storeu_si512(scores + t, in_two_planes(weight));
+#endif
         total = _mm512_add_ps(total, weight);
     }
     return _mm512_reduce_add_ps(total);
@@ -214,59 +291,100 @@ constexpr int64_t kPieceRows = 8;
 
 int64_t padded(int64_t length) { return (length + 15) / 16 * 16; }
 
-void attend_piece(const Shape& shape, const Cache& cache, const Heads& heads, const Piece& piece, const Piece& next,
-                  float* scratch, float* attended) {
-    const int64_t size = shape.head_dim, group = shape.num_heads / shape.num_kv_heads;
-    const int64_t most = piece.most(), stride = padded(most), count = (piece.row_end - piece.row_begin) * group;
-    float* scores = scratch + (16 + count) * size;
-    std::vector<const float*> queries(count), weights(count);
-    std::vector<float*> outs(count);
-    std::vector<float> totals(count);
-    for (int64_t q = 0; q < count; ++q) {
-        const int64_t row = piece.row_begin + q / group, head = piece.kv_head * group + q % group;
-        queries[q] = heads.query + row * heads.query_stride + head * size;
-        weights[q] = scores + q * stride;
-        outs[q] = attended + (row * shape.num_heads + head) * size;
-    }
+// The queries of a piece, row after row, and where their scores, [count, stride], and results go.
+struct Queries {
+    int64_t count, stride;
+    float* scores;
+    std::vector<const float*> rows, weights;
+    std::vector<float*> outs;
+    std::vector<int64_t> lengths;
+};
+
 #if defined(__AVX512BF16__)
-    const bool in_pairs = cache.width == 2;
+
+template <int planes>
+void attend_in_pairs(const Cache& cache, const Piece& piece, const Piece& next, const Queries& queries, float scale,
+                     float* scratch) {
+    const int64_t size = cache.head_dim, most = piece.most(), count = queries.count;
     int8_t* split = reinterpret_cast<int8_t*>(scratch + 16 * size);
-    for (int64_t q = 0; in_pairs && q < count; ++q) split_row<2>(queries[q], size, split + 4 * q * size);
-#endif
+    for (int64_t q = 0; q < count; ++q) split_row<planes>(queries.rows[q], size, split + 2 * planes * q * size);
     for (int64_t t = 0; t < most; t += 16) {
         fetch_positions(cache.keys, cache, piece, t + kPositionsAhead, std::min(t + kPositionsAhead + 16, most));
         fetch_positions(cache.values, cache, piece, t, std::min(t + 16, most));
-#if defined(__AVX512BF16__)
-        if (in_pairs) {
-            score_pairs_of_block(cache, piece, t, most - 1, split, count, scores, stride, scratch);
-            continue;
-        }
-#endif
-        score_block(cache, piece, t, most - 1, queries.data(), count, scores, stride, scratch);
+        score_pairs_of_block<planes>(cache, piece, t, most - 1, split, count, queries.scores, queries.stride, scratch);
     }
     fetch_positions(cache.keys, cache, next, 0, std::min(kPositionsAhead, next.most()));
-    const float scale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(size)));
+    std::vector<float> inverses(count);
     for (int64_t q = 0; q < count; ++q) {
-        totals[q] = exponentiate(scores + q * stride, piece.length + q / group, scale);
-        std::memset(outs[q], 0, size * sizeof(float));
+        inverses[q] = 1.0f / exponentiate<planes>(queries.scores + q * queries.stride, queries.lengths[q], scale);
+    }
+    for (int64_t q = 0; q < count; q += kPairTile) {  // the first of a tile is the shortest
+        with_count<kPairTile>(std::min(kPairTile, count - q), [&](auto tile) {
+            weigh_values<tile(), planes>(cache, piece, queries.lengths[q], queries.lengths.data() + q,
+                                         queries.weights.data() + q, inverses.data() + q, queries.outs.data() + q);
+        });
+    }
+}
+
+#endif
+
+void attend_plainly(const Cache& cache, const Piece& piece, const Piece& next, const Queries& queries, float scale,
+                    float* scratch) {
+    const int64_t size = cache.head_dim, most = piece.most(), count = queries.count;
+    std::vector<float> totals(count);
+    for (int64_t t = 0; t < most; t += 16) {
+        fetch_positions(cache.keys, cache, piece, t + kPositionsAhead, std::min(t + kPositionsAhead + 16, most));
+        fetch_positions(cache.values, cache, piece, t, std::min(t + 16, most));
+        score_block(cache, piece, t, most - 1, queries.rows.data(), count, queries.scores, queries.stride, scratch);
+    }
+    fetch_positions(cache.keys, cache, next, 0, std::min(kPositionsAhead, next.most()));
+    for (int64_t q = 0; q < count; ++q) {
+        totals[q] = exponentiate<0>(queries.scores + q * queries.stride, queries.lengths[q], scale);
+        std::memset(queries.outs[q], 0, size * sizeof(float));
     }
     for (int64_t q = 0; q < count; q += kQueryTile) {
         const int64_t tile = std::min(kQueryTile, count - q);
-        const int64_t common = piece.length + q / group;  // the first of a tile is the shortest
-        with_count<kQueryTile>(tile, [&](auto queries) {
-            add_values<queries()>(cache, piece, 0, common, weights.data() + q, outs.data() + q);
+        const int64_t common = queries.lengths[q];  // the first of a tile is the shortest
+        const float* const* weights = queries.weights.data();
+        float* const* outs = queries.outs.data();
+        with_count<kQueryTile>(tile, [&](auto some) {
+            add_values<some()>(cache, piece, 0, common, weights + q, outs + q);
         });
         for (int64_t i = q; i < q + tile; ++i) {
-            const int64_t own = piece.length + i / group;
-            if (own > common) add_values<1>(cache, piece, common, own, weights.data() + i, outs.data() + i);
+            const int64_t own = queries.lengths[i];
+            if (own > common) add_values<1>(cache, piece, common, own, weights + i, outs + i);
         }
     }
     for (int64_t q = 0; q < count; ++q) {
+        float* out = queries.outs[q];
         const __m512 inverse = _mm512_set1_ps(1.0f / totals[q]);
         for (int64_t d = 0; d < size; d += 16) {
-            _mm512_storeu_ps(outs[q] + d, _mm512_mul_ps(_mm512_loadu_ps(outs[q] + d), inverse));
+            _mm512_storeu_ps(out + d, _mm512_mul_ps(_mm512_loadu_ps(out + d), inverse));
         }
     }
+}
+
+void attend_piece(const Shape& shape, const Cache& cache, const Heads& heads, const Piece& piece, const Piece& next,
+                  int64_t planes, float* scratch, float* attended) {
+    const int64_t size = shape.head_dim, group = shape.num_heads / shape.num_kv_heads;
+    Queries queries;
+    queries.count = (piece.row_end - piece.row_begin) * group;
+    queries.stride = padded(piece.most());
+    queries.scores = scratch + (16 + queries.count) * size;
+    for (int64_t q = 0; q < queries.count; ++q) {
+        const int64_t row = piece.row_begin + q / group, head = piece.kv_head * group + q % group;
+        queries.rows.push_back(heads.query + row * heads.query_stride + head * size);
+        queries.weights.push_back(queries.scores + q * queries.stride);
+        queries.outs.push_back(attended + (row * shape.num_heads + head) * size);
+        queries.lengths.push_back(piece.length + q / group);
+    }
+    const float scale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(size)));
+#if defined(__AVX512BF16__)
+    if (cache.width == 2) {
+        return (planes == 1 ? attend_in_pairs<1> : attend_in_pairs<2>)(cache, piece, next, queries, scale, scratch);
+    }
+#endif
+    attend_plainly(cache, piece, next, queries, scale, scratch);
 }
 
 }  // namespace
@@ -301,8 +419,8 @@ int64_t longest_context(const Step& step) {
     return longest;
 }
 
-void attend_spans(const Shape& shape, const Cache& cache, const Heads& heads, const Step& step, float* scratch,
-                  float* attended, int thread, int threads) {
+void attend_spans(const Shape& shape, const Cache& cache, const Heads& heads, const Step& step, int64_t planes,
+                  float* scratch, float* attended, int thread, int threads) {
     const bool scarce = threads > 1 && step.num_spans * shape.num_kv_heads < 4 * threads;
     int64_t turn = 0;
     Piece piece{};
@@ -315,12 +433,12 @@ void attend_spans(const Shape& shape, const Cache& cache, const Heads& heads, co
                 if (turn++ % threads != thread) continue;
                 const Piece next{row, std::min(row + most, stop), length - (stop - 1 - row),
                                  step.context + step.context_starts[s], g};
-                if (piece.context) attend_piece(shape, cache, heads, piece, next, scratch, attended);
+                if (piece.context) attend_piece(shape, cache, heads, piece, next, planes, scratch, attended);
                 piece = next;
             }
         }
     }
-    if (piece.context) attend_piece(shape, cache, heads, piece, piece, scratch, attended);
+    if (piece.context) attend_piece(shape, cache, heads, piece, piece, planes, scratch, attended);
 }
 
 }  // namespace truespec

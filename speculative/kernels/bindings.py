@@ -3,6 +3,7 @@
 import ctypes
 from collections.abc import Sequence
 from ctypes import c_double, c_int64, c_void_p
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -245,6 +246,10 @@ class Kernels:
         self._uniforms = library.truespec_uniforms
         self._uniforms.argtypes = [c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p]
         self._ways = (c_int64 * NUM_WAYS).in_dll(library, "truespec_ways")
+        self._by_tiles = c_int64.in_dll(library, "truespec_by_tiles")
+        library.truespec_has_tiles.restype = library.truespec_permit_tiles.restype = c_int64
+        self.has_tiles = bool(library.truespec_has_tiles())
+        self._permit_tiles = library.truespec_permit_tiles
         for function in (self._linear, self._attend, self._layers, self._norm, self._attention, self._mlp):
             function.restype = None
         self._noise = library.truespec_noise
@@ -263,6 +268,24 @@ class Kernels:
     def ways(self) -> tuple[int, ...]:
         """Ways in which products ask for weights ahead of their use, by the number of products."""
         return tuple(self._ways)
+
+    def permit_tiles(self) -> bool:
+        """Ask Linux for the registers of AMX, for all threads of this process; return whether it gives them."""
+        return bool(self._permit_tiles())
+
+    @property
+    def by_tiles(self) -> bool:
+        """Use of AMX tiles for products of bfloat16s; set it only where `permit_tiles` returned true."""
+        return bool(self._by_tiles.value)
+
+    @by_tiles.setter
+    def by_tiles(self, by_tiles: bool) -> None:
+        self._by_tiles.value = by_tiles
+
+    @property
+    def name(self) -> str:
+        """Name of the arithmetic: kernels of one name round alike."""
+        return Path(self.file).stem + ("-tiles" if self.by_tiles else "")
 
     def linear(self, linear: LinearStruct, rows: Tensor, norm: tuple[Tensor, float] | None = None) -> Tensor:
         """rows [N, num_inputs], each of them contiguous -> [N, num_outputs]; normed first if `norm` is given."""

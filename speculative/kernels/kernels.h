@@ -36,7 +36,8 @@ constexpr int64_t kBlock = 32;       // inputs that share a scale
 constexpr int64_t kFewRows = 16;     // up to so many rows, every thread prepares all of them itself: no barrier
 constexpr int64_t kPanel = 32;       // outputs
 
-// Of those with Act, activations have as many bits.
+// Of those with Act, activations have as many bits; their attention over a cache in bfloat16 rounds queries and weights
+// to one, as it does keys and values.
 enum Kind : int64_t {
     kFloat32 = 0,
     kBfloat16 = 1,
@@ -46,6 +47,11 @@ enum Kind : int64_t {
     kInt8Act8 = 5,
     kInt4Act8 = 6,
 };
+
+// Bfloat16s or bytes that a number of an activation becomes.
+inline int64_t planes_of(int64_t kind) {
+    return kind == kBfloat16Act16 || kind == kInt8Act8 || kind == kInt4Act8 ? 1 : 2;
+}
 
 #if defined(__AVX512BF16__)
 constexpr bool kPairs = true;  // bfloat16 weights are multiplied in pairs
@@ -182,20 +188,24 @@ inline __mmask16 first_lanes(int64_t count) {
 
 #if defined(__AVX512BF16__)
 
+// Pairs of bfloat16s for 16 floats.
+inline __m512i in_two_planes(__m512 x) {
+    const __m256i high = (__m256i)_mm512_cvtneps_pbh(x);
+    const __m256i low = (__m256i)_mm512_cvtneps_pbh(_mm512_sub_ps(x, expand(high)));
+    const __m512i order = _mm512_setr_epi32(0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15);
+    return _mm512_permutexvar_epi32(order, _mm512_inserti64x4(_mm512_castsi256_si512(high), low, 1));
+}
+
 // Floats to pairs of bfloat16s; an odd row ends with a zero.
 template <int planes>
 void split_row(const float* row, int64_t size, int8_t* bytes) {
     for (int64_t i = 0; i < size; i += 16) {
         const __m512 x = _mm512_maskz_loadu_ps(first_lanes(size - i), row + i);
-        const __m256i high = round_to_bfloat16(x);
         const __mmask16 pairs = first_lanes((size - i + 1) / 2 * planes);
         if constexpr (planes == 1) {
-            _mm512_mask_storeu_epi32(bytes + 2 * i, pairs, _mm512_zextsi256_si512(high));
+            _mm256_mask_storeu_epi32(bytes + 2 * i, pairs & 0xFF, (__m256i)_mm512_cvtneps_pbh(x));
         } else {
-            const __m256i low = round_to_bfloat16(_mm512_sub_ps(x, expand(high)));
-            const __m512i order = _mm512_setr_epi32(0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15);
-            const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(high), low, 1);
-            _mm512_mask_storeu_epi32(bytes + 4 * i, pairs, _mm512_permutexvar_epi32(order, both));
+            _mm512_mask_storeu_epi32(bytes + 4 * i, pairs, in_two_planes(x));
         }
     }
 }
@@ -280,7 +290,8 @@ struct Prepared {
         num_parts = num_rows <= kFewRows ? num_threads : 1;
         rows_size = num_rows * most_inputs;
         floats = space.floats.at_least(num_parts * rows_size);
-        bytes_size = 4 * (rows_size + num_rows);  // two bfloat16s a number, and the zeros of odd rows
+        const int64_t whole_tiles = (num_rows + 15) / 16 * 16;  // that many rows are read where there are tiles
+        bytes_size = 4 * (whole_tiles * most_inputs + num_rows);  // two bfloat16s a number, and the zeros of odd rows
         bytes = reinterpret_cast<int8_t*>(space.bytes.at_least(num_parts * bytes_size / 4));
         scales = space.scales.at_least(num_parts * (rows_size / kBlock + 1));
         sums = space.sums.at_least(num_parts * (rows_size / kBlock + 1));
@@ -324,9 +335,10 @@ int64_t longest_context(const Step& step);
 // One thread's share of the step's keys and values.
 void write_rows(const Cache& cache, const Heads& heads, const Step& step, int thread, int threads);
 
-// Attention of all spans, once everybody's keys and values are written. Pieces go round the threads in turn.
-void attend_spans(const Shape& shape, const Cache& cache, const Heads& heads, const Step& step, float* scratch,
-                  float* attended, int thread, int threads);
+// Attention of all spans, once everybody's keys and values are written. Pieces go round the threads in turn. planes: of
+// queries and weights that a cache in bfloat16 is multiplied with in pairs.
+void attend_spans(const Shape& shape, const Cache& cache, const Heads& heads, const Step& step, int64_t planes,
+                  float* scratch, float* attended, int thread, int threads);
 
 // -- vocabulary.cpp ---------------------------------------------------------------------------------------------------
 

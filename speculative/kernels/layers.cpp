@@ -103,8 +103,8 @@ struct Worker {
         const Heads heads{pass.qkv, key, key + sizes.kv, sizes.qkv, sizes.qkv, sizes.qkv};
         write_rows(cache, heads, pass.step, thread, threads);
         wait();
-        attend_spans(pass.shape, cache, heads, pass.step, pass.scratch + thread * pass.scratch_each, pass.attended,
-                     thread, threads);
+        attend_spans(pass.shape, cache, heads, pass.step, planes_of(layer.output.kind),
+                     pass.scratch + thread * pass.scratch_each, pass.attended, thread, threads);
         wait();
         product({Input::kPlain, pass.attended, sizes.query, nullptr, 0}, layer.output, target);
     }
@@ -165,7 +165,7 @@ void truespec_attend(const Shape* shape, const Step* step, void* cache_data, int
         if (threads > 1) {
 #pragma omp barrier
         }
-        attend_spans(*shape, cache, heads, *step, scratch + thread * each, attended, thread, threads);
+        attend_spans(*shape, cache, heads, *step, 2, scratch + thread * each, attended, thread, threads);
     });
 }
 

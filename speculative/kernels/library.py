@@ -22,10 +22,11 @@ import torch
 from speculative.config import kernels_folder
 from speculative.kernels.bindings import Kernels
 from speculative.kernels.prefetch import describe_ways, measured_ways
+from speculative.kernels.tiles import measured_tiles
 
 _SOURCES = tuple(
     Path(__file__).with_name(name)
-    for name in ("avx2.h", "kernels.h", "attention.cpp", "layers.cpp", "products.cpp", "vocabulary.cpp")
+    for name in ("avx2.h", "kernels.h", "tiles.h", "attention.cpp", "layers.cpp", "products.cpp", "vocabulary.cpp")
 )
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = (
@@ -60,6 +61,7 @@ def find_kernels() -> Kernels | str:
         library = _built(compiler)
         kernels = Kernels(ctypes.CDLL(str(library)))
         _set_ways(kernels, library)
+        _set_tiles(kernels, library)
         return kernels
     except (OSError, subprocess.SubprocessError) as error:
         detail = str(getattr(error, "stderr", None) or error).strip()
@@ -117,16 +119,42 @@ def _own_folder() -> Path:
 
 def _set_ways(kernels: Kernels, library: Path) -> None:
     """Set how weights are prefetched: as was measured on such a processor, and is kept beside the library."""
-    model = hashlib.blake2b(processor_says("model name").encode(), digest_size=4).hexdigest()
-    kept = library.with_name(f"{library.stem}-{model}.prefetch.json")
+    kept = _kept_choice(library, "prefetch")
     with contextlib.suppress(OSError, ValueError, TypeError):  # else it is measured again
         kernels.prefetch(json.loads(kept.read_text(encoding="utf-8")))
         return
     ways = measured_ways(kernels)
     _log.info("Weights are prefetched in the ways that were fastest on this machine: %s.", describe_ways(ways))
+    _keep_choice(kept, ways)
+
+
+def _set_tiles(kernels: Kernels, library: Path) -> None:
+    """Set whether AMX computes products of bfloat16s: as was measured on such a processor, and is kept."""
+    if not kernels.has_tiles:
+        return
+    if not kernels.permit_tiles():
+        _log.info("Linux does not give this process the registers of AMX; AVX-512 computes its products.")
+        return
+    kept = _kept_choice(library, "tiles")
+    with contextlib.suppress(OSError, ValueError):
+        if (chosen := json.loads(kept.read_text(encoding="utf-8"))) in (True, False):
+            kernels.by_tiles = chosen
+            return
+    chosen, why = measured_tiles(kernels)
+    _log.info("Products of bfloat16s are computed by %s: %s.", "AMX tiles" if chosen else "AVX-512", why)
+    _keep_choice(kept, chosen)
+
+
+def _kept_choice(library: Path, name: str) -> Path:
+    """Return the file of what was measured on processors of this model."""
+    model = hashlib.blake2b(processor_says("model name").encode(), digest_size=4).hexdigest()
+    return library.with_name(f"{library.stem}-{model}.{name}.json")
+
+
+def _keep_choice(kept: Path, choice: object) -> None:
     with contextlib.suppress(OSError), tempfile.TemporaryDirectory(dir=kept.parent) as scratch:
         written = Path(scratch) / kept.name
-        written.write_text(json.dumps(ways), encoding="utf-8")
+        written.write_text(json.dumps(choice), encoding="utf-8")
         os.replace(written, kept)
 
 

@@ -1,6 +1,7 @@
 // Products of rows with packed weights.
 
 #include "kernels.h"
+#include "tiles.h"
 
 #include <cmath>
 #include <cstring>
@@ -21,6 +22,21 @@ enum Way : int64_t {
 constexpr int kFewProducts = 5;
 extern "C" {
 int64_t truespec_ways[1 + kFewProducts] = {kNear, kNear, kNear, kNear, kNear, kNear};
+
+// Whether products of bfloat16s are left to tiles, of any number of rows: those round in another order.
+int64_t truespec_by_tiles = 0;
+
+// Whether this library has tiles.
+int64_t truespec_has_tiles() {
+#if defined(TRUESPEC_TILES)
+    return 1;
+#else
+    return 0;
+#endif
+}
+
+// Whether this process may use them.
+int64_t truespec_permit_tiles() { return permit_tiles(); }
 }
 
 namespace {
@@ -84,9 +100,28 @@ void round_row(const float* row, int64_t size, float* out) {
     }
 }
 
-int64_t planes_of(const Linear& linear) {
-    return linear.kind == kBfloat16Act16 || linear.kind == kInt8Act8 || linear.kind == kInt4Act8 ? 1 : 2;
+#if defined(TRUESPEC_TILES)
+
+constexpr int64_t kTileInputs = 32;  // of a row of a tile
+
+bool by_tiles(const Linear& linear) {
+    const bool in_pairs = linear.kind == kBfloat16 || linear.kind == kBfloat16Act16;
+    return truespec_by_tiles && in_pairs && linear.num_inputs % kTileInputs == 0;
 }
+
+// Floats to bfloat16s, for each 32 of them the high ones, then the low ones.
+void split_row_for_tiles(const float* row, int64_t size, int8_t* bytes) {
+    for (int64_t i = 0; i < size; i += 16) {
+        const __m512 x = _mm512_loadu_ps(row + i);
+        const __m256i high = (__m256i)_mm512_cvtneps_pbh(x);
+        const __m256i low = (__m256i)_mm512_cvtneps_pbh(_mm512_sub_ps(x, expand(high)));
+        int8_t* place = bytes + 4 * (i / kTileInputs * kTileInputs) + 2 * (i % kTileInputs);
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(place), high);
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(place + 64), low);
+    }
+}
+
+#endif
 
 }  // namespace
 
@@ -130,11 +165,15 @@ Rows prepare(const Source& source, const Linear& linear, int64_t num_rows, const
             row = out;
         }
         const int64_t at = r * blocks;
-        if (is_int && planes_of(linear) == 2) {
+        if (is_int && planes_of(linear.kind) == 2) {
             quantise_row<2>(row, size, bytes + 2 * r * size, scales + at, sums + at, zeros + at);
         } else if (is_int) {
             quantise_row<1>(row, size, bytes + r * size, scales + at, sums + at, zeros + at);
 #if defined(__AVX512BF16__)
+#if defined(TRUESPEC_TILES)
+        } else if (linear.kind == kBfloat16 && by_tiles(linear)) {
+            split_row_for_tiles(row, size, bytes + 4 * r * size);
+#endif
         } else if (linear.kind == kBfloat16) {
             split_row<2>(row, size, bytes + r * ((size + 1) / 2) * 8);
         } else if (linear.kind == kBfloat16Act16) {
@@ -399,6 +438,64 @@ void int_tile(const Rows& rows, int64_t row, const Linear& linear, int64_t panel
     }
 }
 
+#if defined(TRUESPEC_TILES)
+
+// One thread's panels, 32 rows at a time. Rows behind the last one up to whole tiles are multiplied too, whatever is in
+// them: a row of a tile touches no other.
+template <int planes>
+void multiply_by_tiles(const Rows& rows, int64_t num_rows, const Linear& linear, Range panels, const Target& target) {
+    constexpr int64_t kRows = 16, kStep = kTileInputs / 2 * kPanel * 4;  // bytes of a panel that a row's tile goes with
+    const int64_t stride = 2 * planes * linear.num_inputs, panel_bytes = 2 * kPanel * linear.num_inputs;
+    const int64_t turns = (num_rows + 2 * kRows - 1) / (2 * kRows);
+    TileShapes shapes;  // 0 to 3 are sums, of two times 16 rows and 16 outputs; 4 and 5 rows; 6 and 7 weights
+    for (int t = 0; t < 8; ++t) {
+        shapes.row_bytes[t] = 64;
+        shapes.rows[t] = t < 6 ? std::min(kRows, num_rows) : kTileInputs / 2;
+    }
+    shape_tiles(shapes);
+    alignas(64) float sums[2][2][16][16] = {};
+    for (int64_t panel = panels.begin; panel < panels.end; ++panel) {
+        for (int64_t turn = 0; turn < turns; ++turn) {
+            const int64_t row = turn * 2 * kRows, count = std::min(2 * kRows, num_rows - row);
+            const int8_t* a = rows.bytes + row * stride;
+            const int8_t* second = a + kRows * stride;
+            const char* weight = static_cast<const char*>(linear.weight) + panel * panel_bytes;
+            Ahead<kFewProducts + 1> ahead(weight, panel_bytes, Turn{turn, turns});
+            CLEAR_TILE(0);
+            CLEAR_TILE(1);
+            CLEAR_TILE(2);
+            CLEAR_TILE(3);
+            for (int64_t k = 0; k < linear.num_inputs; k += kTileInputs, weight += kStep) {
+                for (int64_t line = 0; line < kStep; line += 64) ahead.fetch_line();
+                LOAD_TILE(6, weight, kPanel * 4);
+                LOAD_TILE(7, weight + 64, kPanel * 4);
+                for (int p = 0; p < planes; ++p, a += 64, second += 64) {
+                    LOAD_TILE(4, a, stride);
+                    MULTIPLY_TILES(0, 4, 6);
+                    MULTIPLY_TILES(1, 4, 7);
+                    if (count <= kRows) continue;
+                    LOAD_TILE(5, second, stride);
+                    MULTIPLY_TILES(2, 5, 6);
+                    MULTIPLY_TILES(3, 5, 7);
+                }
+            }
+            STORE_TILE(0, sums[0][0], 64);
+            STORE_TILE(1, sums[0][1], 64);
+            STORE_TILE(2, sums[1][0], 64);
+            STORE_TILE(3, sums[1][1], 64);
+            for (int64_t r = 0; r < count; ++r) {
+                for (int half = 0; half < 2; ++half) {
+                    const __m512 sum = _mm512_load_ps(sums[r / kRows][half][r % kRows]);
+                    store(sum, linear, target, row + r, panel * kPanel + 16 * half);
+                }
+            }
+        }
+    }
+    release_tiles();
+}
+
+#endif
+
 // Every panel is multiplied with all rows before the next one, in tiles of about the same size, `most` rows or fewer:
 // as many as have room for their sums in the processor's registers.
 template <int most, typename Tile>
@@ -418,6 +515,12 @@ void multiply_tiles(int64_t num_rows, Range panels, const Tile& tile) {
 
 void multiply(const Rows& rows, int64_t num_rows, const Linear& linear, const Target& to, int thread, int threads) {
     const Range panels = share((linear.num_outputs + kPanel - 1) / kPanel, thread, threads);
+#if defined(TRUESPEC_TILES)
+    if (num_rows > 0 && by_tiles(linear)) {
+        const bool one = planes_of(linear.kind) == 1;
+        return (one ? multiply_by_tiles<1> : multiply_by_tiles<2>)(rows, num_rows, linear, panels, to);
+    }
+#endif
     const auto floats = [&](auto R, int64_t row, int64_t panel, Turn turn) {
         float_tile<R()>(rows, row, linear, panel, turn, to);
     };

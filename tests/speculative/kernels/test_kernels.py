@@ -191,26 +191,31 @@ def test_attention(head_dim: int, dtype: torch.dtype, num_threads: int) -> None:
 
 
 @needs_kernels
-def test_a_query_sees_nothing_behind_itself() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_query_sees_nothing_behind_itself(dtype: torch.dtype) -> None:
     rows, count = three_sequences()
     qkv = random(count, 10, 32)
     kernels = compiled()
-    first = StepAttention(cache_with(200, torch.float32), rows, kernels)(0, qkv[:, :6], qkv[:, 6:8], qkv[:, 8:])
+    first = StepAttention(cache_with(200, dtype), rows, kernels)(0, qkv[:, :6], qkv[:, 6:8], qkv[:, 8:])
     spoilt = qkv.clone()
     spoilt[24:26, 6:] = torch.nan  # keys and values of the long sequence's last two rows, 21 to 25
-    second = StepAttention(cache_with(200, torch.float32), rows, compiled())(
-        0, qkv[:, :6], spoilt[:, 6:8], spoilt[:, 8:]
-    )
+    second = StepAttention(cache_with(200, dtype), rows, kernels)(0, qkv[:, :6], spoilt[:, 6:8], spoilt[:, 8:])
     assert torch.equal(second[:24], first[:24])
     assert second[24:26].isnan().all()
     assert torch.equal(second[26:], first[26:])
 
 
-def hidden_states(decoder: Decoder, ids: Tensor, chunks: list[int], capture: tuple[int, ...] = ()) -> list[Tensor]:
+def hidden_states(
+    decoder: Decoder,
+    ids: Tensor,
+    chunks: list[int],
+    capture: tuple[int, ...] = (),
+    cache_dtype: torch.dtype = torch.float32,
+) -> list[Tensor]:
     """Hidden states and features of one sequence, computed in chunks; and its cache."""
     config = decoder.config
     shape = config.kv_shape
-    cache = KVCache(shape, 64, dtype=torch.float32, device=CPU)
+    cache = KVCache(shape, 64, dtype=cache_dtype, device=CPU)
     parts, begin = [], 0
     for chunk in chunks:
         end = begin + chunk
@@ -239,13 +244,25 @@ def test_a_decoder(family: str, tmp_path: Path) -> None:
 
 
 @needs_kernels
+@pytest.mark.parametrize("cache_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("weights", KINDS)
-def test_a_token_is_the_same_bits_in_any_chunk(weights: Kind, tmp_path: Path) -> None:
+def test_a_token_is_the_same_bits_in_any_chunk(weights: Kind, cache_dtype: torch.dtype, tmp_path: Path) -> None:
     decoder = load_decoder(write_tiny_model(tmp_path), dtype=torch.float32, device="cpu", weights=weights)
     ids = torch.arange(7, 47)
-    whole = hidden_states(decoder, ids, [40], (1,))
+    whole = hidden_states(decoder, ids, [40], (1,), cache_dtype)
     for chunks in ([1] * 40, [17, 4, 4, 1, 14]):
-        assert all(torch.equal(a, b) for a, b in zip(hidden_states(decoder, ids, chunks, (1,)), whole, strict=True))
+        found = hidden_states(decoder, ids, chunks, (1,), cache_dtype)
+        assert all(torch.equal(a, b) for a, b in zip(found, whole, strict=True))
+
+
+@needs_kernels
+@pytest.mark.parametrize(("weights", "rounding"), [("bfloat16", 7e-3), ("w16a16", 1.3e-2)])
+def test_what_a_cache_in_bfloat16_costs(weights: Kind, rounding: float, tmp_path: Path) -> None:
+    decoder = load_decoder(write_tiny_model(tmp_path), dtype=torch.float32, device="cpu", weights=weights)
+    ids = torch.arange(7, 47)
+    found = hidden_states(decoder, ids, [40], cache_dtype=torch.bfloat16)[0]
+    expected = hidden_states(decoder, ids, [40])[0]
+    assert (found - expected).square().mean().sqrt() / expected.square().mean().sqrt() < rounding
 
 
 @needs_kernels

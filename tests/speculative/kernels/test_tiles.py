@@ -1,0 +1,192 @@
+"""Products by the tiles of AMX, emulated in C++, and the choice between them and AVX-512."""
+
+import ctypes
+import logging
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from speculative.kernels import library as kernels_library
+from speculative.kernels.bindings import Kernels, LinearStruct
+from speculative.kernels.library import cpu_kernels
+from speculative.kernels.tiles import _wrong_products, measured_tiles
+from speculative.model.cpu.native import Kind, NativeLinear
+from speculative.model.layers import Linear
+from speculative.model.loading import load_decoder
+from tests.speculative.kernels.test_kernels import as_read, hidden_states, random
+from tests.support.tiny_models import write_tiny_model
+from tests.support.vocabulary import needs_kernels
+
+pytestmark = needs_kernels
+KINDS: tuple[Kind, ...] = ("bfloat16", "w16a16")
+
+
+@pytest.fixture(scope="module")
+def emulation(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
+    compiler = next(path for name in kernels_library._COMPILERS if (path := shutil.which(name)))
+    library = tmp_path_factory.mktemp("tiles") / "kernels-emulated.so"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels_library, "_FLAGS", (*kernels_library._FLAGS, "-DTRUESPEC_EMULATE_TILES"))
+        kernels = Kernels(ctypes.CDLL(str(kernels_library._kept(compiler, library))))
+    if not kernels.has_tiles:
+        pytest.skip("tiles go with AVX512-BF16, which this processor lacks")
+    return kernels
+
+
+@pytest.fixture
+def tiles(emulation: Kernels) -> Iterator[Kernels]:
+    num_threads = torch.get_num_threads()
+    assert emulation.permit_tiles()
+    emulation.by_tiles = True
+    yield emulation
+    emulation.by_tiles = False
+    torch.set_num_threads(num_threads)
+
+
+def product(kernels: Kernels, kind: Kind, num_inputs: int, num_outputs: int) -> tuple[NativeLinear, Tensor, Tensor]:
+    """A product of these kernels, and the weight and bias it stands for, in double precision."""
+    linear = Linear(num_inputs, num_outputs, bias=True, dtype=torch.float32, device=torch.device("cpu"))
+    linear.weight.copy_(random(num_outputs, num_inputs, seed=1).bfloat16())
+    linear.bias.copy_(random(num_outputs, seed=2))
+    return NativeLinear(linear, kernels, kind), linear.weight.double(), linear.bias.double()
+
+
+@pytest.mark.parametrize("num_outputs", [32, 75])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_product(kind: Kind, num_outputs: int, tiles: Kernels) -> None:
+    linear, weight, bias = product(tiles, kind, 96, num_outputs)
+    for num_rows in (0, 1, 2, 15, 16, 17, 31, 32, 33, 70):
+        rows = random(num_rows, 200)[:, :96]
+        expected = as_read(kind, rows).double() @ weight.T + bias
+        torch.testing.assert_close(linear(rows).double(), expected, rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("num_inputs", [64, 1536])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_is_the_same_bits_in_any_company_on_any_number_of_threads(
+    kind: Kind, num_inputs: int, tiles: Kernels
+) -> None:
+    linear, _, _ = product(tiles, kind, num_inputs, 80)
+    rows = random(37, num_inputs)
+    torch.set_num_threads(1)
+    alone = torch.cat([linear(row) for row in rows.split(1)])
+    for num_threads in (1, 2):
+        torch.set_num_threads(num_threads)
+        for size in (5, 16, 20, 37):
+            assert torch.equal(torch.cat([linear(part) for part in rows.split(size)]), alone)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tiles_round_in_another_order_than_avx512(kind: Kind, tiles: Kernels) -> None:
+    """So a product that has no whole tiles of inputs is left to AVX-512, whatever its rows."""
+    rows = random(20, 576)
+    found = []
+    for num_inputs in (576, 570):
+        linear, _, _ = product(tiles, kind, num_inputs, 64)
+        tiles.by_tiles = True
+        by_tiles = linear(rows[:, :num_inputs])
+        tiles.by_tiles = False
+        found.append(torch.equal(by_tiles, linear(rows[:, :num_inputs])))
+    assert found == [False, True]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_that_is_no_number_harms_no_other(kind: Kind, tiles: Kernels) -> None:
+    linear, _, _ = product(tiles, kind, 64, 32)
+    rows = random(3, 64)
+    sound = linear(rows)
+    rows[1, 40] = torch.nan
+    spoilt = linear(rows)
+    assert not spoilt[1].isfinite().any()
+    assert torch.equal(spoilt[[0, 2]], sound[[0, 2]])
+
+
+def test_denormals_count_as_zero(tiles: Kernels) -> None:
+    linear, _, bias = product(tiles, "w16a16", 32, 32)
+    assert torch.equal(linear(torch.full((2, 32), 1e-39)).double(), bias.expand(2, -1))
+
+
+@pytest.mark.parametrize("weights", KINDS)
+def test_a_token_is_the_same_bits_in_any_chunk(
+    weights: Kind, tiles: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("speculative.kernels.chosen.cpu_kernels", lambda: tiles)
+    decoder = load_decoder(write_tiny_model(tmp_path), dtype=torch.float32, device="cpu", weights=weights)
+    assert decoder.kernels.model is tiles
+    ids = torch.arange(7, 47)
+    whole = hidden_states(decoder, ids, [40])
+    for chunks in ([1] * 40, [17, 4, 4, 1, 14]):
+        assert all(torch.equal(a, b) for a, b in zip(hidden_states(decoder, ids, chunks), whole, strict=True))
+    tiles.by_tiles = False
+    assert not torch.equal(hidden_states(decoder, ids, [40])[0], whole[0]), "tiles were used"
+
+
+class Machine:
+    """Our kernels on a machine whose tiles err as told, on a clock of its own."""
+
+    has_tiles = True
+
+    def __init__(self, *, share: float = 0.1, error: float = 0.0, error_of_batches: float = 0.0, permits: bool = True):
+        self.share, self.error, self.error_of_batches, self.permits = share, error, error_of_batches, permits
+        self.by_tiles = False
+        self.now = 0.0
+        self.measured = 0
+
+    def permit_tiles(self) -> bool:
+        return self.permits
+
+    def linear(self, linear: LinearStruct, rows: Tensor) -> Tensor:
+        self.measured += 1
+        self.now += self.share if self.by_tiles else 1.0
+        if linear.num_outputs > 96:
+            return rows
+        kernels = cpu_kernels()
+        assert kernels is not None
+        found = kernels.linear(linear, rows)
+        return found + self.by_tiles * (self.error + self.error_of_batches * (len(rows) > 1))
+
+
+@pytest.mark.parametrize(
+    ("machine", "chosen", "why"),
+    [
+        (Machine(share=0.1), True, "took 0.10 of the time"),
+        (Machine(share=0.98), False, "took 0.98 of the time"),
+        (Machine(error=0.1), False, "are wrong on this machine"),
+        (Machine(error=torch.nan), False, "are wrong on this machine"),
+        (Machine(error_of_batches=1e-5), False, "depend on the number of rows"),
+    ],
+)
+def test_tiles_are_taken_where_they_are_right_and_gain_time(machine: Machine, chosen: bool, why: str) -> None:
+    found, said = measured_tiles(machine, lambda: machine.now)  # type: ignore[arg-type]
+    assert (found, machine.by_tiles) == (chosen, chosen)
+    assert why in said
+
+
+def test_the_emulation_passes_the_check_of_a_machine(emulation: Kernels) -> None:
+    assert _wrong_products(emulation) == ""
+
+
+def test_the_choice_is_logged_and_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library, first, second = tmp_path / "kernels-1.so", Machine(), Machine()
+    monkeypatch.setattr(kernels_library, "measured_tiles", lambda machine: measured_tiles(machine, lambda: first.now))
+    with caplog.at_level(logging.INFO):
+        for machine in (first, second):
+            kernels_library._set_tiles(machine, library)  # type: ignore[arg-type]
+            assert machine.by_tiles
+    assert first.measured > 0 and second.measured == 0
+    assert caplog.text.count("computed by AMX tiles: products by AMX tiles took 0.10 of the time") == 1
+
+
+def test_a_machine_that_refuses_its_registers_is_asked_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    library = tmp_path / "kernels-1.so"
+    machine = Machine(permits=False)
+    with caplog.at_level(logging.INFO):
+        kernels_library._set_tiles(machine, library)  # type: ignore[arg-type]
+    assert "Linux does not give this process the registers of AMX" in caplog.text
+    assert not machine.by_tiles and not list(tmp_path.iterdir())
