@@ -16,12 +16,10 @@ from torch.nn import functional
 
 from speculative.end_tokens import read_json
 from speculative.errors import ConfigError, UnsupportedModel
-from speculative.kernels.bindings import Kernels
 from speculative.model.attention import StepAttention
 from speculative.model.config import ModelConfig, flag
 from speculative.model.cpu.fused import FusedHead, HeadParts
-from speculative.model.cpu.native import Kind
-from speculative.model.cpu.packed import can_pack, pack_weights
+from speculative.model.cpu.packed import pack_head
 from speculative.model.decoder import Decoder
 from speculative.model.head_checkpoint import fill_slots, layer_json, read_tensors, rounded, write_head
 from speculative.model.layers import MLP, Attend, Attention, FusibleLayer, Linear, RMSNorm, Rotary, nan_parameter
@@ -201,9 +199,9 @@ class Eagle3Head(FusibleLayer):
             return self.fused.logits(hidden)
         return self.lm_head(self.norm(hidden))  # type: ignore[no-any-return]
 
-    def pack(self, target: Kind | None, kernels: Kernels | None) -> None:
-        """Lay the loaded weights out for the CPU's kernels, beside a target with weights of that kind."""
-        pack_weights(self, target, kernels)
+    def pack(self, dtype: torch.dtype, target: Decoder) -> None:
+        """Lay the loaded weights out for the kernels of its target, where those are a CPU's."""
+        pack_head(self, dtype, self.draft_ids.device, target)
         parts = HeadParts(
             embedding=self.embedding,
             token_norm=self.input_norm,
@@ -267,8 +265,7 @@ def load_eagle3(
         )
     head = Eagle3Head(config, draft_ids, embedding, dtype=dtype)
     fill_slots(folder, head.checkpoint_slots(), tensors)
-    if can_pack(dtype, device, target.kernels.model):
-        head.pack(target.packed, target.kernels.model)
+    head.pack(dtype, target)
     return head.eval()
 
 

@@ -21,7 +21,7 @@ from torch.nn import functional
 from speculative.end_tokens import read_json
 from speculative.errors import ConfigError, UnsupportedModel
 from speculative.model.config import ModelConfig
-from speculative.model.cpu.packed import can_pack, pack_weights
+from speculative.model.cpu.packed import pack_head
 from speculative.model.decoder import Decoder, layer_slots
 from speculative.model.head_checkpoint import fill_slots, layer_json, read_tensors, rounded, write_head
 from speculative.model.layers import Attend, DecoderLayer, FusibleLayer, Linear, RMSNorm, Rotary
@@ -149,9 +149,7 @@ def load_mtp(folder: Path, target: Decoder, *, dtype: torch.dtype, device: torch
     config = MtpConfig.from_folder(folder).for_target(target.config)
     head = MtpHead(config, target.embedding.to(device or target.device), dtype=dtype)
     fill_slots(folder, head.checkpoint_slots(), read_tensors(folder, config.shape))
-    kernels = target.kernels.model
-    if can_pack(dtype, head.embedding.device, kernels):
-        pack_weights(head, target.packed, kernels)
+    pack_head(head, dtype, head.embedding.device, target)
     return head.eval()
 
 

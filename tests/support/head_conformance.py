@@ -15,6 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from speculative.errors import ConfigError
+from speculative.kernels.library import cpu_kernels
+from speculative.model.cpu.native import Kind
 from speculative.model.decoder import Decoder
 from speculative.model.eagle3 import Eagle3Head, load_eagle3
 from speculative.model.loading import load_decoder
@@ -24,6 +26,7 @@ from tests.support.tiny_models import write_tiny_model
 
 VOCAB = 64
 LAYERS = 4
+needs_kernels = pytest.mark.skipif(cpu_kernels() is None, reason="there are no CPU kernels here")
 DRAFT_IDS = torch.tensor([0, 1, 2, *range(20, 49)])  # of heads with a vocabulary of their own
 
 
@@ -43,9 +46,7 @@ def drafted(head: DraftHead, features: Tensor) -> Tensor:
     tokens, positions = torch.arange(3, 3 + len(features)), torch.arange(len(features))
     hidden = head(tokens, head.fuse(features), positions, attend)
     if isinstance(head, Eagle3Head):
-        logits = head.logits(hidden)
-        assert logits.dtype == torch.float32
-        return logits
+        return head.logits(hidden)
     normed: Tensor = head.norm(hidden)
     return normed
 
@@ -102,7 +103,12 @@ class HeadConformance:
         config = type(head.config).from_folder(folder)
         assert config == config.for_target(target.config) == head.config
 
-    def test_a_head_for_the_cpu_in_bfloat16_says_the_same(self, head: DraftHead, folder: Path, target: Decoder) -> None:
+    @pytest.mark.parametrize("weights", [None, pytest.param("bfloat16", marks=needs_kernels)])
+    def test_a_head_for_the_cpu_in_bfloat16_says_the_same(
+        self, tmp_path: Path, head: DraftHead, folder: Path, weights: Kind | None
+    ) -> None:
+        model = write_tiny_model(tmp_path / "target", vocab_size=VOCAB, num_hidden_layers=LAYERS)
+        target = load_decoder(model, dtype=torch.bfloat16, device="cpu", weights=weights)
         served = self.load(folder, target, torch.bfloat16)
         features = torch.randn(5, self.num_features, generator=torch.Generator().manual_seed(2))
         with torch.inference_mode():

@@ -1,9 +1,9 @@
 """Weights laid out once the way a CPU's kernels want them, instead of again at every product.
 
-Which kernels: oneDNN's where the processor multiplies bfloat16 matrices (AMX), which no other code comes near at many
-rows; else those of `speculative.kernels`, which read each weight once for all rows of a step. The first keep
-activations in bfloat16, the second in float32, which a product reads as the sum of two bfloat16s where the processor
-multiplies those.
+Which kernels: for bfloat16 weights that nothing else is said of, oneDNN's where the processor multiplies bfloat16
+matrices (AMX), which no other code comes near at many rows; else those of `speculative.kernels`, which read each weight
+once for all rows of a step. The first keep activations in bfloat16, the second in float32, which a product reads as the
+sum of two bfloat16s where the processor multiplies those. A draft head runs on the kernels of its target.
 """
 
 from typing import Literal
@@ -11,19 +11,12 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from speculative.kernels.bindings import Kernels
 from speculative.model.cpu.native import Kind, pack_natively
+from speculative.model.decoder import Decoder
 from speculative.model.layers import Linear, PackedLinear
 from speculative.model.quantized import GROUP, Quantized, quantize
 
 _ROWS_HINT = 32  # rows a product the layout is chosen for: as fast as any at 1 to 16 rows, and the fastest at 512
-
-
-def can_pack(dtype: torch.dtype, device: torch.device, kernels: Kernels | None) -> bool:
-    """Return whether packing is possible here and pays: bfloat16 on a CPU with kernels for it, ours or oneDNN's."""
-    if device.type != "cpu" or dtype != torch.bfloat16:
-        return False
-    return can_pack_for_onednn(dtype, device) or kernels is not None
 
 
 def can_pack_for_onednn(dtype: torch.dtype, device: torch.device) -> bool:
@@ -38,18 +31,23 @@ def prefers_onednn() -> bool:
     return torch.cpu._is_amx_tile_supported() and can_pack_for_onednn(torch.bfloat16, torch.device("cpu"))
 
 
-def pack_weights(head: nn.Module, target: Kind | None, kernels: Kernels | None) -> None:
-    """Replace every Linear of a loaded bfloat16 draft head by a packed twin. The plain weights go.
+def pack_head(head: nn.Module, dtype: torch.dtype, device: torch.device, target: Decoder) -> None:
+    """Replace every Linear of a loaded draft head by a packed twin, for the kernels that its target runs on. The plain
+    weights go.
 
-    Our kernels take them in eight bits, in four where the target's have four; and what they multiply in eight: rounding
-    a drafter changes what is proposed, never the distribution of what is emitted.
+    Our kernels take them in eight bits, in four where the target's have four, and round what they multiply to eight:
+    rounding a drafter changes what is proposed, never the distribution of what is emitted. Beside float32 they stay so.
     """
-    if prefers_onednn() or kernels is None:
-        pack_for_onednn(head)
+    kind, kernels = target.packed, target.kernels.model
+    if kind is None or kernels is None:
+        if can_pack_for_onednn(dtype, device):
+            pack_for_onednn(head)
         return
-    bits: Literal[4, 8] = 4 if target in ("int4", "w4a8") else 8
+    bits: Literal[4, 8] = 4 if kind in ("int4", "w4a8") else 8
 
     def weight_of(linear: Linear) -> Quantized | Kind:
+        if kind == "float32":
+            return kind
         return "bfloat16" if linear.weight.shape[1] % GROUP else quantize(linear.weight, bits)
 
     pack_natively(head, kernels, weight_of, lambda linear: 8)

@@ -16,7 +16,6 @@ from speculative.errors import ConfigError, UnsupportedModel
 from speculative.kernels.library import cpu_kernels
 from speculative.model.attention import StepAttention
 from speculative.model.cpu.native import Kind, NativeLinear
-from speculative.model.cpu.packed import prefers_onednn
 from speculative.model.decoder import Decoder
 from speculative.model.eagle3 import Eagle3Head, default_aux_layers, load_eagle3
 from speculative.model.head_checkpoint import read_held_out_rates, write_held_out_rates
@@ -43,9 +42,10 @@ class TestEagle3(HeadConformance):
         assert loaded.draft_ids.tolist() == DRAFT_IDS.tolist()
         assert loaded.aux_layers == default_aux_layers(LAYERS) == (0, 2, 3)
 
-    @pytest.mark.skipif(cpu_kernels() is None or prefers_onednn(), reason="heads are not for our kernels here")
+    @pytest.mark.skipif(cpu_kernels() is None, reason="there are no CPU kernels here")
     @pytest.mark.parametrize(
-        ("weights", "kind"), [("bfloat16", "w8a8"), ("w8a8", "w8a8"), ("int4", "w4a8"), ("w4a8", "w4a8")]
+        ("weights", "kind"),
+        [("float32", "float32"), ("bfloat16", "w8a8"), ("w8a8", "w8a8"), ("int4", "w4a8"), ("w4a8", "w4a8")],
     )
     def test_a_head_is_as_coarse_as_its_target(self, tmp_path: Path, folder: Path, weights: Kind, kind: Kind) -> None:
         model = write_tiny_model(tmp_path / "target", vocab_size=VOCAB, num_hidden_layers=4)
@@ -53,13 +53,15 @@ class TestEagle3(HeadConformance):
         served = load_eagle3(folder, target, dtype=torch.bfloat16)
         assert {linear.kind for linear in served.modules() if isinstance(linear, NativeLinear)} == {kind}
 
-    @pytest.mark.skipif(cpu_kernels() is None or prefers_onednn(), reason="heads are not for our kernels here")
+    @pytest.mark.skipif(cpu_kernels() is None, reason="there are no CPU kernels here")
     @pytest.mark.parametrize("norm_before_residual", [False, True])
     def test_one_call_is_the_modules_one_after_another_to_the_bit(
-        self, folder: Path, target: Decoder, norm_before_residual: bool
+        self, tmp_path: Path, folder: Path, norm_before_residual: bool
     ) -> None:
         path = folder / "config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {"norm_before_residual": norm_before_residual}))
+        model = write_tiny_model(tmp_path / "target", vocab_size=VOCAB, num_hidden_layers=4)
+        target = load_decoder(model, dtype=torch.bfloat16, device="cpu", weights="bfloat16")
         served = load_eagle3(folder, target, dtype=torch.bfloat16, device="cpu")
         fused, shape = served.fused, served.config.shape
         assert fused is not None

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from speculative.kernels.library import cpu_kernels
 from speculative.model import loading
-from speculative.model.cpu import packed
 from speculative.model.cpu.native import Kind, NativeLinear
-from speculative.model.cpu.packed import OneDnnLinear, can_pack, can_pack_for_onednn, pack_weights
+from speculative.model.cpu.packed import OneDnnLinear, can_pack_for_onednn, pack_head
+from speculative.model.decoder import Decoder
 from speculative.model.layers import Linear, PackedLinear
 from speculative.model.loading import load_decoder
 from tests.support.tiny_models import write_tiny_model
@@ -24,6 +24,10 @@ def first_query(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor
     return query
 
 
+def a_target(folder: Path, weights: Kind | None) -> Decoder:
+    return load_decoder(write_tiny_model(folder / "target"), dtype=torch.bfloat16, device="cpu", weights=weights)
+
+
 def a_linear(num_inputs: int = 96) -> Linear:
     generator = torch.Generator().manual_seed(0)
     linear = Linear(num_inputs, 64, bias=True, dtype=torch.bfloat16, device=torch.device("cpu"))
@@ -32,9 +36,11 @@ def a_linear(num_inputs: int = 96) -> Linear:
     return linear
 
 
-def test_only_bfloat16_on_the_cpu_is_packed() -> None:
-    assert not can_pack(torch.float32, torch.device("cpu"), cpu_kernels())
-    assert not can_pack(torch.bfloat16, torch.device("cuda"), None)
+@pytest.mark.parametrize(("dtype", "device"), [(torch.float32, "cpu"), (torch.bfloat16, "cuda")])
+def test_a_head_for_torch_is_left_to_torch(tmp_path: Path, dtype: torch.dtype, device: str) -> None:
+    head = nn.Sequential(a_linear())
+    pack_head(head, dtype, torch.device(device), a_target(tmp_path, None))
+    assert type(head[0]) is Linear
 
 
 @needs_packing
@@ -64,28 +70,35 @@ def test_a_loaded_decoder_is_packed_throughout_and_computes_the_same(
 
 
 @needs_packing
-def test_a_head_for_onednn_takes_rows_of_a_float32_target(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed, "prefers_onednn", lambda: True)
+def test_a_head_beside_a_target_of_onednn_is_for_onednn(tmp_path: Path) -> None:
     head = nn.Sequential(a_linear())
     rows = torch.randn(3, 96)
     expected = head(rows.bfloat16())
-    pack_weights(head, None, cpu_kernels())
+    pack_head(head, torch.bfloat16, torch.device("cpu"), a_target(tmp_path, None))
     assert isinstance(head[0], OneDnnLinear)
     assert torch.equal(head(rows), expected.float())
 
 
 @pytest.mark.skipif(cpu_kernels() is None, reason="there are no CPU kernels here")
+@pytest.mark.parametrize("has_amx", [False, True])
 @pytest.mark.parametrize(
     ("target", "num_inputs", "kind", "error"),
     [("bfloat16", 96, "w8a8", 0.05), ("w4a8", 96, "w4a8", 0.5), ("w4a8", 40, "bfloat16", 0.05)],
 )
-def test_a_head_for_our_kernels_has_few_bits_where_they_fit(
-    target: Kind, num_inputs: int, kind: str, error: float, monkeypatch: pytest.MonkeyPatch
+def test_a_head_beside_a_target_of_our_kernels_is_ours_whatever_the_processor(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    target: Kind,
+    num_inputs: int,
+    kind: str,
+    error: float,
+    has_amx: bool,
 ) -> None:
-    monkeypatch.setattr(packed, "prefers_onednn", lambda: False)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_amx)
     linear = a_linear(num_inputs)
+    assert linear.bias is not None
     head = nn.Sequential(linear)
-    pack_weights(head, target, cpu_kernels())
+    pack_head(head, torch.bfloat16, torch.device("cpu"), a_target(tmp_path, target))
     assert isinstance(head[0], NativeLinear)
     assert head[0].kind == kind
     rows = torch.randn(3, num_inputs)
