@@ -204,7 +204,10 @@ class Kernels:
             *(c_void_p, c_int64),
         ]
         self._layers = library.truespec_layers
-        self._layers.argtypes = [c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_int64]
+        self._layers.argtypes = [
+            *(c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_void_p),
+            *(c_void_p, c_int64, c_void_p, c_int64),
+        ]
         self._norm = library.truespec_norm
         self._norm.argtypes = [c_int64, c_int64, c_void_p, c_int64, c_void_p, c_double, c_void_p]
         self._attention = library.truespec_attention
@@ -560,14 +563,18 @@ class Kernels:
     def layers(
         self,
         layers: "ctypes.Array[LayerStruct]",
-        which: range,
         shape: ShapeStruct,
         step: StepStruct,
         cache: Tensor,
         hidden: Tensor,
-    ) -> None:
-        """Run consecutive layers, in place on hidden [N, hidden_size]."""
+        captures: Sequence[int],
+    ) -> Tensor:
+        """Run all layers, in place on hidden [N, hidden_size]; what enters the layers of `captures`, ascending, as
+        [N, len(captures) * hidden_size]."""
+        features = hidden.new_empty((len(hidden), len(captures) * shape.hidden_size))
         self._layers(
-            *(ctypes.addressof(layers), which.start, which.stop, ctypes.addressof(shape), ctypes.addressof(step)),
-            *(cache.data_ptr(), hidden.data_ptr(), torch.get_num_threads()),
+            *(ctypes.addressof(layers), len(layers), ctypes.addressof(shape), ctypes.addressof(step)),
+            *(cache.data_ptr(), hidden.data_ptr(), (c_int64 * len(captures))(*captures), len(captures)),
+            *(features.data_ptr(), torch.get_num_threads()),
         )
+        return features

@@ -177,20 +177,31 @@ void truespec_norm(int64_t num_rows, int64_t size, const float* rows, int64_t st
     }
 }
 
-// Layers first..last of a decoder, in place on hidden [num_rows, hidden_size].
-void truespec_layers(const Layer* layers, int64_t first, int64_t last, const Shape* shape, const Step* step,
-                     void* cache_data, float* hidden, int64_t num_threads) {
+// All layers of a decoder, in place on hidden [num_rows, hidden_size]. What enters the layers of `captures`, ascending,
+// goes to features [num_rows, num_captures, hidden_size].
+void truespec_layers(const Layer* layers, int64_t num_layers, const Shape* shape, const Step* step, void* cache_data,
+                     float* hidden, const int64_t* captures, int64_t num_captures, float* features,
+                     int64_t num_threads) {
     Pass pass(*shape, *step, num_threads);
+    const int64_t size = shape->hidden_size;
     in_threads(num_threads, [&](int thread, int threads) {
         const Worker worker{pass, thread, threads};
-        for (int64_t index = first; index < last; ++index) {
+        const Range own = share(step->num_rows, thread, threads);
+        int64_t captured = 0;
+        for (int64_t index = 0; index < num_layers; ++index) {
+            if (captured < num_captures && captures[captured] == index) {  // nobody writes before all have read
+                for (int64_t r = own.begin; r < own.end; ++r) {
+                    float* out = features + (r * num_captures + captured) * size;
+                    std::memcpy(out, hidden + r * size, size * sizeof(float));
+                }
+                ++captured;
+            }
             const Layer& layer = layers[index];
             const Cache cache = layer_cache(*shape, cache_data, index);
             const Angles angles{shape->rotary, nullptr, nullptr};
-            worker.attention({Input::kNormed, hidden, shape->hidden_size, layer.input_norm, pass.eps}, layer, angles,
-                             cache, {hidden, shape->hidden_size, true});
-            worker.mlp({Input::kNormed, hidden, shape->hidden_size, layer.mlp_norm, pass.eps}, layer,
-                       {hidden, shape->hidden_size, true});
+            worker.attention({Input::kNormed, hidden, size, layer.input_norm, pass.eps}, layer, angles, cache,
+                             {hidden, size, true});
+            worker.mlp({Input::kNormed, hidden, size, layer.mlp_norm, pass.eps}, layer, {hidden, size, true});
         }
     });
 }

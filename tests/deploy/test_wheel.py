@@ -151,7 +151,7 @@ def test_the_demo_runs_from_the_wheel_in_an_empty_environment(wheel: Path, tmp_p
     constraints = ["-q", "--disable-pip-version-check", "-c", str(ROOT / "constraints.txt")]
     run(f"{scripts}/pip", "install", *constraints, "torch")
     run(f"{scripts}/pip", "install", *constraints, str(wheel))
-    assert "this machine can serve it" in run(f"{scripts}/truespec", "config", "check", "demo")
+    assert "This machine can serve it" in run(f"{scripts}/truespec", "config", "check", "demo")
     (port,) = free_ports(1)
     run(f"{scripts}/truespec", "demo", "--port", str(port), "--json", "demo.json")
     figures = json.loads((outside / "demo.json").read_text())

@@ -1,7 +1,6 @@
 """A decoder's layers, or a draft head's, in one call of our CPU kernels, with nothing of torch between them."""
 
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -38,13 +37,9 @@ class FusedLayers:
         struct, shape = step.struct, step.shape
         struct.positions = positions.data_ptr()
         _fill(shape, self._config, self._rotary)
-        stops = sorted({0, *(layer for layer in capture if layer < len(self._structs)), len(self._structs)})
-        features = [hidden.clone()] if 0 in capture else []
-        for start, stop in pairwise(stops):
-            step.kernels.layers(self._structs, range(start, stop), shape, struct, step.cache, hidden)
-            if stop in capture and stop < len(self._structs):
-                features.append(hidden.clone())
-        return hidden, features
+        captures = sorted({layer for layer in capture if layer < len(self._structs)})
+        features = step.kernels.layers(self._structs, shape, struct, step.cache, hidden, captures)
+        return hidden, [features] if captures else []
 
 
 @dataclass(frozen=True, slots=True)
