@@ -291,19 +291,26 @@ constexpr int64_t kPieceRows = 8;
 
 int64_t padded(int64_t length) { return (length + 15) / 16 * 16; }
 
-// The queries of a piece, row after row, and where their scores, [count, stride], and results go.
+// The queries of a piece, row after row, and where their scores, [count, stride], and results go. inverses: of the sums
+// of their weights.
 struct Queries {
     int64_t count, stride;
     float* scores;
     std::vector<const float*> rows, weights;
     std::vector<float*> outs;
     std::vector<int64_t> lengths;
+    std::vector<float> inverses;
+
+    void resize(int64_t new_count) {
+        count = new_count;
+        rows.resize(count), weights.resize(count), outs.resize(count), lengths.resize(count), inverses.resize(count);
+    }
 };
 
 #if defined(__AVX512BF16__)
 
 template <int planes>
-void attend_in_pairs(const Cache& cache, const Piece& piece, const Piece& next, const Queries& queries, float scale,
+void attend_in_pairs(const Cache& cache, const Piece& piece, const Piece& next, Queries& queries, float scale,
                      float* scratch) {
     const int64_t size = cache.head_dim, most = piece.most(), count = queries.count;
     int8_t* split = reinterpret_cast<int8_t*>(scratch + 16 * size);
@@ -314,24 +321,24 @@ void attend_in_pairs(const Cache& cache, const Piece& piece, const Piece& next, 
         score_pairs_of_block<planes>(cache, piece, t, most - 1, split, count, queries.scores, queries.stride, scratch);
     }
     fetch_positions(cache.keys, cache, next, 0, std::min(kPositionsAhead, next.most()));
-    std::vector<float> inverses(count);
     for (int64_t q = 0; q < count; ++q) {
-        inverses[q] = 1.0f / exponentiate<planes>(queries.scores + q * queries.stride, queries.lengths[q], scale);
+        const float total = exponentiate<planes>(queries.scores + q * queries.stride, queries.lengths[q], scale);
+        queries.inverses[q] = 1.0f / total;
     }
     for (int64_t q = 0; q < count; q += kPairTile) {  // the first of a tile is the shortest
         with_count<kPairTile>(std::min(kPairTile, count - q), [&](auto tile) {
             weigh_values<tile(), planes>(cache, piece, queries.lengths[q], queries.lengths.data() + q,
-                                         queries.weights.data() + q, inverses.data() + q, queries.outs.data() + q);
+                                         queries.weights.data() + q, queries.inverses.data() + q,
+                                         queries.outs.data() + q);
         });
     }
 }
 
 #endif
 
-void attend_plainly(const Cache& cache, const Piece& piece, const Piece& next, const Queries& queries, float scale,
+void attend_plainly(const Cache& cache, const Piece& piece, const Piece& next, Queries& queries, float scale,
                     float* scratch) {
     const int64_t size = cache.head_dim, most = piece.most(), count = queries.count;
-    std::vector<float> totals(count);
     for (int64_t t = 0; t < most; t += 16) {
         fetch_positions(cache.keys, cache, piece, t + kPositionsAhead, std::min(t + kPositionsAhead + 16, most));
         fetch_positions(cache.values, cache, piece, t, std::min(t + 16, most));
@@ -339,7 +346,7 @@ void attend_plainly(const Cache& cache, const Piece& piece, const Piece& next, c
     }
     fetch_positions(cache.keys, cache, next, 0, std::min(kPositionsAhead, next.most()));
     for (int64_t q = 0; q < count; ++q) {
-        totals[q] = exponentiate<0>(queries.scores + q * queries.stride, queries.lengths[q], scale);
+        queries.inverses[q] = 1.0f / exponentiate<0>(queries.scores + q * queries.stride, queries.lengths[q], scale);
         std::memset(queries.outs[q], 0, size * sizeof(float));
     }
     for (int64_t q = 0; q < count; q += kQueryTile) {
@@ -357,7 +364,7 @@ void attend_plainly(const Cache& cache, const Piece& piece, const Piece& next, c
     }
     for (int64_t q = 0; q < count; ++q) {
         float* out = queries.outs[q];
-        const __m512 inverse = _mm512_set1_ps(1.0f / totals[q]);
+        const __m512 inverse = _mm512_set1_ps(queries.inverses[q]);
         for (int64_t d = 0; d < size; d += 16) {
             _mm512_storeu_ps(out + d, _mm512_mul_ps(_mm512_loadu_ps(out + d), inverse));
         }
@@ -367,16 +374,16 @@ void attend_plainly(const Cache& cache, const Piece& piece, const Piece& next, c
 void attend_piece(const Shape& shape, const Cache& cache, const Heads& heads, const Piece& piece, const Piece& next,
                   int64_t planes, float* scratch, float* attended) {
     const int64_t size = shape.head_dim, group = shape.num_heads / shape.num_kv_heads;
-    Queries queries;
-    queries.count = (piece.row_end - piece.row_begin) * group;
+    thread_local Queries queries;  // allocates nothing once it has been as large
+    queries.resize((piece.row_end - piece.row_begin) * group);
     queries.stride = padded(piece.most());
     queries.scores = scratch + (16 + queries.count) * size;
     for (int64_t q = 0; q < queries.count; ++q) {
         const int64_t row = piece.row_begin + q / group, head = piece.kv_head * group + q % group;
-        queries.rows.push_back(heads.query + row * heads.query_stride + head * size);
-        queries.weights.push_back(queries.scores + q * queries.stride);
-        queries.outs.push_back(attended + (row * shape.num_heads + head) * size);
-        queries.lengths.push_back(piece.length + q / group);
+        queries.rows[q] = heads.query + row * heads.query_stride + head * size;
+        queries.weights[q] = queries.scores + q * queries.stride;
+        queries.outs[q] = attended + (row * shape.num_heads + head) * size;
+        queries.lengths[q] = piece.length + q / group;
     }
     const float scale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(size)));
 #if defined(__AVX512BF16__)
