@@ -96,7 +96,17 @@ def stages(folder: Path, *, rehearses: bool = False) -> tuple[Stage, ...]:
     train = (*truespec, "train-drafter", "--model", _MODEL, "--init-from", f"{_MODEL}-eagle3", "--resume")
     bench: tuple[str, ...] = (*truespec, "bench", "--model", model, "--kinds", "chat", "--noisy")
     bench += ("--streams", "1", "--tokens", "4", "--engines", "ours/off,ours/ngram") if rehearses else ("--gpu",)
-    page = ("--json", str(folder / "bench.json"), "--markdown", str(folder / "bench.md"), "--section")
+
+    def page(figures: str, section: str) -> tuple[str, ...]:
+        return (
+            "--json",
+            str(folder / f"{figures}-figures.json"),
+            "--markdown",
+            str(folder / "bench.md"),
+            "--section",
+            section,
+        )
+
     kernels = tuple(f"tests/gpu/test_{name}_on_gpu.py" for name in ("triton", "layers", "fp8"))
     captured = (*test, "tests/gpu/test_graphs_on_gpu.py")
     needed = ("equality",)
@@ -116,9 +126,19 @@ def stages(folder: Path, *, rehearses: bool = False) -> tuple[Stage, ...]:
         Stage("profile", 180, (*steps, "profile", *shapes)),
         Stage("host", 120, (*steps, "host", *shapes)),
         Stage("model", 120, make_model),
-        Stage("bench", 480, (*bench, "--rounds", "1" if rehearses else "2", *page, "shipped head"), (*needed, "model")),
+        Stage(
+            "bench",
+            480,
+            (*bench, "--rounds", "1" if rehearses else "2", *page("bench", "shipped head")),
+            (*needed, "model"),
+        ),
         Stage("service", 300, (*python, "deploy.tools.gpu_day", str(folder), "--part", "serve"), (*needed, "model")),
-        Stage("bench-profile", 240, (*bench, "--profile", "--rounds", "1", *page, "profile"), (*needed, "model")),
+        Stage(
+            "bench-profile",
+            240,
+            (*bench, "--profile", "--rounds", "1", *page("bench-profile", "profile")),
+            (*needed, "model"),
+        ),
         Stage(
             "head",
             480,
@@ -128,7 +148,10 @@ def stages(folder: Path, *, rehearses: bool = False) -> tuple[Stage, ...]:
         Stage(
             "bench-head",
             300,
-            (*bench, "--engines", "ours/off,ours/eagle3", "--head", str(head / "head"), *page, "head trained here"),
+            (
+                *(*bench, "--engines", "ours/off,ours/eagle3", "--head", str(head / "head")),
+                *page("bench-head", "head trained here"),
+            ),
             ("head",),
         ),
     )
