@@ -373,7 +373,8 @@ class EngineCore:
             self.self_check.take(outcome.terms, self.stats)
         prefilled = [entry.num_known for entry in batch.entries if not entry.samples or entry.num_known > 1]
         self.stats.num_prompt_tokens += sum(prefilled)
-        sampled = [one for e, one in zip(batch.entries, outcome.results, strict=True) if e.samples and not one.fault]
+        paired = zip(batch.entries, outcome.results, strict=True)
+        sampled = [result for entry, result in paired if entry.samples and result.fault is None]
         drafted = self.stats.num_drafted + sum([result.num_drafted for result in sampled])
         accepted = self.stats.num_accepted + sum([result.num_accepted for result in sampled])
         rounds = Counter([(result.num_drafted, result.num_accepted) for result in sampled])

@@ -2,6 +2,7 @@
 they take the device."""
 
 from bisect import bisect_left
+from collections.abc import Callable
 from itertools import pairwise
 
 import numpy as np
@@ -31,6 +32,15 @@ def prompt_sizes(max_batched_tokens: int) -> tuple[int, ...]:
         sizes |= {size + size * part // 4 for part in range(1, 5)}
         size *= 2
     return tuple(sorted(one for one in sizes if one <= most))
+
+
+def run_in_parts(
+    step_input: StepInput, most: int, run: Callable[[StepInput], tuple[Tensor, Tensor]]
+) -> tuple[Tensor, Tensor]:
+    """Run the rows of so many sequences at a time; `run` gives hidden states and features in memory of their own."""
+    parts = np.arange(len(step_input.sequences)) // most
+    found = [run(step_input.of_sequences(parts == part)) for part in range(parts[-1] + 1)]
+    return torch.cat([hidden for hidden, _ in found]), torch.cat([features for _, features in found])
 
 
 class PromptPass:
@@ -72,11 +82,9 @@ class PromptPass:
 
     def run(self, step_input: StepInput) -> tuple[Tensor, Tensor]:
         """Hidden states [N, hidden] and features [N, F] of rows that it takes, in memory of their own."""
-        sequences = np.arange(len(step_input.sequences)) // MOST_SEQUENCES
-        if sequences[-1] == 0:
-            return self._replay(step_input)
-        parts = [self._replay(step_input.of_sequences(sequences == part)) for part in range(sequences[-1] + 1)]
-        return torch.cat([hidden for hidden, _ in parts]), torch.cat([features for _, features in parts])
+        if len(step_input.sequences) > MOST_SEQUENCES:
+            return run_in_parts(step_input, MOST_SEQUENCES, self._replay)
+        return self._replay(step_input)
 
     def capture_all(self) -> None:
         """Capture every size, the largest first, so that smaller ones reuse its memory."""

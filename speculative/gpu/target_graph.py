@@ -11,7 +11,7 @@ from speculative.gpu.buckets import Bucket, Buckets
 from speculative.gpu.buffers import GraphBuffers
 from speculative.gpu.capture import CapturedPass, Capturer
 from speculative.gpu.padding import BlockTables, PagedCache, fill_rows, paged_rows, row_fields
-from speculative.gpu.prompt_graph import PromptPass
+from speculative.gpu.prompt_graph import PromptPass, run_in_parts
 from speculative.gpu.staged_inputs import Field, StagedInputs, send_once
 from speculative.model.attention import PreparePass
 from speculative.model.decoder import Decoder
@@ -145,9 +145,7 @@ class GraphRunner(ModelRunner):
     def _replay(self, step_input: StepInput, capture: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         counts, most = np.diff(step_input.row_starts), self._buckets.batch_sizes[-1]
         if len(counts) > most:  # several replays: eagerly, each sequence would be several launches a layer
-            parts = np.arange(len(counts)) // most
-            found = [self._replay(step_input.of_sequences(parts == part), capture) for part in range(parts[-1] + 1)]
-            return torch.cat([hidden for hidden, _ in found]), torch.cat([features for _, features in found])
+            return run_in_parts(step_input, most, lambda part: self._replay(part, capture))
         bucket = self._buckets.fit(len(counts), int(counts.max()))
         assert bucket is not None, "the rows were chosen to fit"
         places = self.target.run(bucket, step_input, None).on_device

@@ -74,8 +74,9 @@ class EagerStep:
             self.drafter.observe(batch, step_input, features)
         outcome = StepOutcome(())
         if step_input.sampled_entries:
-            rows, every = step_input.verify_rows, len(step_input.verify_rows) == len(hidden)
-            logits = self.runner.logits(hidden if every else hidden[torch.from_numpy(rows).to(hidden.device)])  # [R, V]
+            decoding_only = len(step_input.verify_rows) == len(hidden)
+            rows = hidden if decoding_only else hidden[torch.from_numpy(step_input.verify_rows).to(hidden.device)]
+            logits = self.runner.logits(rows)  # [R, V]
             masks = [drafts.masks.get(index) for index, entry in enumerate(batch.entries) if entry.samples]
             repeated = [index in draft.repeated for index, entry in enumerate(batch.entries) if entry.samples]
             outcome = self.sampler.sample(step_input, logits, draft.draft_probs, masks, np.array(repeated))

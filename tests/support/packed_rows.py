@@ -7,7 +7,7 @@ from speculative.gpu.packed_attention import PackedRows
 
 
 def attend_packed(query: Tensor, keys: Tensor, values: Tensor, rows: PackedRows) -> Tensor:
-    """As `AttendPacked`; computed in float64."""
+    """Implement `AttendPacked` in float64."""
     out = torch.full_like(query, torch.nan)
     num_kv_heads, head_dim = keys.shape[1:]
     for first_row, num_rows, begin, table in rows.spans.tolist():

@@ -570,7 +570,7 @@ class PretendedCuda(TorchFunctionMode):
 
 
 class _Stream:
-    """What `torch.cuda.Stream` is here.
+    """Stand in for `torch.cuda.Stream`.
 
     work: pieces that it was given. seen: how many of each other stream's lie before its next one.
     """

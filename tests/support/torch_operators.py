@@ -152,7 +152,7 @@ def _penalise(edited: Tensor, rows: RowFields, edits: EditFields, max_drafts: in
 
 
 class TorchDrafts:
-    """By torch's operators."""
+    """`SampleDrafts` by torch's operators."""
 
     def __init__(self, ops: VocabularyOps) -> None:
         self._ops = ops

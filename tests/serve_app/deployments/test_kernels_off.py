@@ -70,7 +70,7 @@ NO_TRITON = {
 async def test_a_gpu_without_triton_is_refused(
     lacking: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the check of a configuration, and by a replica before it loads anything: the model's files are broken."""
+    """Before the model is loaded, whose files are broken: by the check of a configuration and by a replica alike."""
     if lacking == "no Triton":
         monkeypatch.setattr("speculative.config.importlib.util.find_spec", lambda _: None)
         request.addfinalizer(why_no_triton.cache_clear)

@@ -113,7 +113,7 @@ def test_the_next_replay_leaves_earlier_results_as_they_are(target: Path) -> Non
 def test_a_chunk_of_a_prompt_is_one_launch_of_the_target(
     target: Path, drafters: dict[str, DrafterConfig], name: str
 ) -> None:
-    """What remains is launched for the chunk's last rows, or by the draft head: as much as for a longer model."""
+    """The others, for the chunk's last rows and by the draft head, are as many for a longer model."""
     pytest.importorskip("triton")
     with PretendedCuda(count_launches=True) as device:
         engine = tiny_engine(target, device="cuda", drafter=drafters[name], max_batched_tokens=64, max_num_seqs=2)
