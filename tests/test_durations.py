@@ -30,7 +30,7 @@ from pathlib import Path
 
 from tests.support import durations
 
-durations.LIMIT_S, durations._NARROW, durations._NOTED_S = 0.2, 1.0, 0.1
+durations.LIMIT_S, durations._NARROW, durations._SHARED, durations._NOTED_S = 0.2, 1.0, 1.0, 0.1
 
 def pytest_addoption(parser):
     parser.addoption("--write-durations", action="store_true")
