@@ -175,11 +175,14 @@ class DrafterSection(_OwnFields):  # type: ignore[misc]
 
     length: Literal["static", "dynamic"] = "static"
     """`dynamic` drafts as many tokens as pay, 0 included; a model's drafts end where it is unsure."""
+    tree: list[Annotated[int, Field(ge=1, le=64)]] = []
+    """Candidates drafted for each position of a round, such as [3, 2]; one for the positions behind. Drafters with
+    weights, verifier coupled, on a CPU."""
 
     @model_validator(mode="after")
     def _ranges_are_not_empty(self) -> Self:
         try:
-            read_options(self.model_dump(exclude={*_DrafterFields.model_fields, "length"}))
+            read_options(self.model_dump(exclude={*_DrafterFields.model_fields, "length", "tree"}))
         except OptionError as error:
             raise FieldError(error.name, error.rule) from error
         has_weights = self.kind in KINDS_WITH_WEIGHTS

@@ -15,8 +15,9 @@ sum(p^2), each Z lies within [-1, 1] and has conditional mean 0:
     r        r(y) - sum(r^2)                                what replaces a deterministic draft
 
 The coupled verifier chooses x and y with one noise, so it has no a, b, f, g; and since a position that is drafted again
-sees its noise again, its drafts count only where the round came. Deterministic drafts (point masses) leave a = b = c
-and make a_prime and e vanish. In block verification the terms of a round are taken together: how far it comes depends
+sees its noise again, its drafts count only where the round came. Of a tree of drafts only d is left: which of them is
+judged depends on what the target chose. Deterministic drafts (point masses) leave a = b = c and make a_prime and e
+vanish. In block verification the terms of a round are taken together: how far it comes depends
 on all of its accept uniforms, and the mean is 0 over the round as a whole.
 
 Nothing is taken where the outcome is as good as certain (`LEAST_SPREAD`, `LEAST_RESIDUAL`): it follows from p and q
@@ -40,7 +41,7 @@ from speculative.selfcheck.eprocess import ROUNDING, STAKES
 from speculative.state.batch import Terms
 from speculative.verification.base import VerifyInput, VerifyOutput, residual
 from speculative.verification.block import running_ratio, survival
-from speculative.verification.draft_probs import Dense, PointMass, SubVocabulary
+from speculative.verification.draft_probs import Candidates, Dense, PointMass, SubVocabulary
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -148,7 +149,7 @@ def _of_distributions(step: VerifyInput, facts: _Facts, *, chosen_twice: bool) -
     found = {"d": (_minus(facts.p_emitted, facts.square_p), facts.reached & _is_open(facts.square_p))}
     drawn = isinstance(step.draft_probs, Dense | SubVocabulary)
     judged = step.judged & _is_undecided(facts.overlap)
-    if drawn or not chosen_twice:
+    if drawn or not (chosen_twice or isinstance(step.draft_probs, Candidates)):
         ratio = facts.q_emitted / facts.p_emitted.clamp(min=torch.finfo(facts.p_emitted.dtype).tiny)
         found["c"] = (_minus(ratio.clamp(max=1.0), facts.overlap), judged & facts.reached & (facts.p_emitted > 0))
     if drawn:

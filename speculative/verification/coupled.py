@@ -18,7 +18,12 @@ from speculative.verification.base import VerifyInput, VerifyOutput
 
 def verify_coupled(step: VerifyInput) -> VerifyOutput:
     """Accept the drafts that equal the target's own choice."""
-    return accept_choice(step, (step.probs.log() + step.noise()).argmax(dim=-1))
+    return accept_choice(step, chosen(step.probs, step.noise()))
+
+
+def chosen(probs: Tensor, noise: Tensor) -> Tensor:
+    """[R] the target's choice, from its distribution [R, V] with the noise [R, V] of the position."""
+    return (probs.log() + noise).argmax(dim=-1)
 
 
 def accept_choice(step: VerifyInput, choice: Tensor) -> VerifyOutput:

@@ -1,0 +1,130 @@
+"""Runs the target over trees of drafts, and keeps the path that it takes through each.
+
+At each node the target chooses its token with the noise of the position (`verification.coupled`); the path goes on to
+the draft that is this token, and ends where there is none. So what is emitted is what would be without any drafts, and
+which drafts stand at a node decides only how far the path leads. From here on a step is one whose drafts are these
+paths, one draft behind the other.
+
+Sources: Miao et al., "SpecInfer: Accelerating Large Language Model Serving with Tree-based Speculative Inference and
+Verification" (2305.09781), for trees; Daliri et al. (2408.07978), for the coupling.
+"""
+
+from collections.abc import Sequence as Entries
+from dataclasses import dataclass
+from itertools import compress
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from speculative.drafting.base import DraftOutput, allowed_masks
+from speculative.state.batch import Batch, Entry, StepInput
+from speculative.state.draft_tree import DraftTree
+from speculative.state.token_constraint import Bools
+from speculative.state.tree_input import TreeInput
+from speculative.step.runner import ModelRunner
+from speculative.step.sampler import Sampler
+from speculative.verification.draft_probs import Candidates
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """What the target computed of a step.
+
+    hidden: [N, hidden] of the step's rows.
+    features: [N, F] of the same, as the drafter reads them.
+    logits: [R, V] float32 of its verify rows.
+    draft: its drafts, one behind the other.
+    masks: what structured entries may emit, by entry.
+    """
+
+    step_input: StepInput
+    hidden: Tensor
+    features: Tensor
+    logits: Tensor
+    draft: DraftOutput
+    masks: dict[int, list[Bools]]
+
+
+class TreeSearch:
+    """Computes a step whose drafts are trees.
+
+    Args:
+        runner: the target and its cache.
+        sampler: of the engine; it chooses tokens.
+        block_size: tokens a block.
+    """
+
+    def __init__(self, runner: ModelRunner, sampler: Sampler, block_size: int) -> None:
+        self._runner = runner
+        self._sampler = sampler
+        self._block_size = block_size
+
+    def run(self, batch: Batch, draft: DraftOutput, capture: tuple[int, ...]) -> Computed:
+        """Run the target, find each tree's path, and put the path's keys and values where its positions are."""
+        assert draft.trees is not None
+        rows = TreeInput.build(batch.entries, draft.trees, draft.token_ids, self._block_size)
+        hidden, features = self._runner.forward_with_features(rows, capture)
+        logits = verify_logits(self._runner, rows, hidden)
+        drafts = draft.per_entry()
+        paths = self._find_paths(batch.entries, draft.trees, drafts, logits)
+        self._move(rows, paths)
+        whole = [_to_a_leaf(tree, path) for tree, path in zip(draft.trees, paths, strict=True)]
+        step_input, kept = rows.along(batch.entries, whole)
+        place = torch.from_numpy(kept).to(hidden.device)
+        of_logits = torch.from_numpy(np.searchsorted(rows.verify_rows, kept[step_input.verify_rows])).to(hidden.device)
+        said = [[own[node - 1] for node in path] for own, path in zip(drafts, whole, strict=True)]
+        return Computed(
+            step_input,
+            hidden[place],
+            features[place],
+            logits[of_logits],
+            DraftOutput.pack(said, Candidates()),
+            allowed_masks(batch, said),
+        )
+
+    def _find_paths(
+        self, entries: Entries[Entry], trees: Entries[DraftTree], drafts: Entries[list[int]], logits: Tensor
+    ) -> list[tuple[int, ...]]:
+        """The nodes on each entry's path; logits [R, V]: of the trees' nodes, sampled entry after sampled entry."""
+        first_rows = np.cumsum([(1 + len(tree)) * entry.samples for entry, tree in zip(entries, trees, strict=True)])
+        nodes, going_on = [0] * len(entries), [len(tree) > 0 for tree in trees]
+        while any(going_on):
+            walking = list(compress(range(len(entries)), going_on))
+            said = [[drafts[own][node - 1] for node in trees[own].path(nodes[own])] for own in walking]
+            rows = [int(first_rows[own]) - 1 - len(trees[own]) + nodes[own] for own in walking]
+            choices = self._choose([entries[own] for own in walking], said, logits[rows])
+            for own, choice in zip(walking, choices, strict=True):
+                children = trees[own].children[nodes[own]]
+                found = [node for node in children if drafts[own][node - 1] == choice]
+                nodes[own] = found[0] if found else nodes[own]
+                going_on[own] = bool(found and trees[own].children[found[0]])
+        return [tree.path(node) for tree, node in zip(trees, nodes, strict=True)]
+
+    def _choose(self, entries: Entries[Entry], said: Entries[list[int]], logits: Tensor) -> list[int]:
+        allowed = allowed_masks(Batch(tuple(entries)), said)
+        masks = [allowed[index][-1] if index in allowed else None for index in range(len(entries))]
+        return self._sampler.choose([entry.sequence for entry in entries], said, masks, logits).tolist()
+
+    def _move(self, rows: TreeInput, paths: Entries[tuple[int, ...]]) -> None:
+        sources, targets = rows.moves(paths)
+        if len(sources):
+            device = self._runner.device
+            self._runner.cache.move(torch.from_numpy(sources).to(device), torch.from_numpy(targets).to(device))
+
+
+def verify_logits(runner: ModelRunner, step_input: StepInput, hidden: Tensor) -> Tensor:
+    """Logits [R, V] of a step's verify rows, given the hidden states [N, hidden] of all."""
+    if len(step_input.verify_rows) == len(hidden):
+        return runner.logits(hidden)
+    rows = torch.from_numpy(step_input.verify_rows).to(hidden.device)
+    return runner.logits(hidden[rows]) if len(rows) else hidden.new_empty((0, 0))
+
+
+def _to_a_leaf(tree: DraftTree, path: tuple[int, ...]) -> tuple[int, ...]:
+    """The path, and first candidates behind its end: drafts that were rejected, or never reached."""
+    node, whole = path[-1] if path else 0, list(path)
+    while tree.children[node]:
+        node = tree.children[node][0]
+        whole.append(node)
+    return tuple(whole)
