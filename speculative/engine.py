@@ -83,10 +83,6 @@ class EngineCore:
         self.self_check = SelfCheck(config.self_check_sample_rate)
         self._prepare = prepare_by(decoder.kernels.model)
         self.operators = None
-        if config.drafter.tree and (self._uses_graphs or self.device.type != "cpu"):
-            raise ConfigError(
-                "drafter.tree: trees are drafted on a CPU only, without cuda_graphs; remove it, or set device to cpu."
-            )
         if self._uses_graphs:  # an engine on a CPU loads nothing of speculative.gpu
             from speculative.gpu.operators import GraphOperators
 

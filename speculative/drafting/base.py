@@ -66,7 +66,7 @@ class Drafter(Protocol):
     """Guesses the next tokens of every sequence of a batch.
 
     capture: the target's layers whose inputs it reads (the LM head counts as the layer after the last); () where it
-        reads none, and `observe` is not called.
+        reads none.
     state_name: what its state in a handoff must have been made with; "none" where it has no state.
     """
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from speculative.drafting.base import DraftOutput
 from speculative.drafting.neural_drafter import ModelDrafter
+from speculative.errors import ConfigError
 from speculative.state.batch import Batch, Entry, Int64s
 from speculative.state.draft_tree import DraftTree
 from speculative.verification.draft_probs import Candidates
@@ -25,10 +26,18 @@ class TreeDrafter(ModelDrafter):
     Args:
         parts: of `ModelDrafter`.
         widths: candidates of the nodes of each depth.
+
+    Raises:
+        ConfigError: it is not on a CPU.
     """
 
     def __init__(self, *parts: Any, widths: tuple[int, ...]) -> None:
         super().__init__(*parts)
+        if self._device.type != "cpu":
+            raise ConfigError(
+                "drafter.tree: trees are drafted on a CPU only. Remove it, or set device to cpu (for a replica, "
+                "num_gpus of its pool to 0)."
+            )
         self._widths = widths
 
     def propose(self, batch: Batch) -> DraftOutput:

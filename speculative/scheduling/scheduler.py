@@ -220,16 +220,12 @@ class Scheduler:
         return blocks is not None
 
     def _fit_drafts(self, sequence: Sequence, budget: int) -> tuple[int, int]:
-        """Return how many drafts fit, one behind the other, and the rows that they take with their siblings. The one
-        place that combines, per sequence, the drafter's setting, the request's own choice, what pays, the length
-        limits, the token budget and the free blocks."""
+        """Return how many drafts fit, and their rows. The one place that combines, per sequence, the drafter's setting,
+        the request's own choice, what pays, the length limits, the token budget and the free blocks."""
         on_trial = self.speculation is Speculation.CANARY and sequence.request.canary
         if not sequence.params.speculate or not (self.speculation is Speculation.ON or on_trial):
             return 0, 0
         wanted = self.draft_length.max_drafts(sequence, self._most_drafts)
-        if wanted == 0:
-            return 0, 0
-        # A passage has no siblings.
         rows = range(wanted + 1) if self.draft_length.repeated(sequence) else self._rows_of_drafts
         fits = sequence.num_drafts_that_fit(wanted, self._max_model_len)
         while fits > 0 and (rows[fits] > budget or not self._grow(sequence, 1 + rows[fits])):

@@ -61,6 +61,13 @@ class DraftTree:
         """The nodes from the first draft to this one; () of node 0."""
         return _paths(self.parents)[node]
 
+    def to_leaf(self, path: tuple[int, ...]) -> tuple[int, ...]:
+        """The path, and first candidates behind its end."""
+        node = path[-1] if path else 0
+        while self.children[node]:
+            node = self.children[node][0]
+        return self.path(node)
+
     @classmethod
     def of_widths(cls, widths: tuple[int, ...]) -> "DraftTree":
         """Every node of depth d has `widths[d]` candidates behind it."""

@@ -11,8 +11,8 @@ from speculative.state.batch import Batch, Entry, SequenceResult, StepOutcome, b
 from speculative.state.token_constraint import Bools
 from speculative.step.checked_sampler import CheckedSampler
 from speculative.step.prompt_scorer import PromptScorer
-from speculative.step.runner import ModelRunner
-from speculative.step.tree_search import Computed, TreeSearch, verify_logits
+from speculative.step.runner import ModelRunner, compute
+from speculative.step.tree_search import TreeSearch
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,15 +68,18 @@ class EagerStep:
 
     def verify(self, batch: Batch, drafts: Proposal) -> StepOutcome:
         """Run the target over known tokens and drafts, verify and sample, and score what was asked for."""
-        computed = self._run(batch, drafts)
-        step_input, hidden, draft = computed.step_input, computed.hidden, computed.draft
-        if self.drafter.capture:
-            self.drafter.observe(batch, step_input, computed.features)
+        draft, masks = drafts.draft, drafts.masks
+        if draft.trees is None:
+            step_input = build_step_input(batch.entries, draft.counts, draft.token_ids, self._config.block_size)
+            hidden, features, logits = compute(self.runner, step_input, self.drafter.capture)
+        else:
+            draft, masks, step_input, (hidden, features, logits) = self._search.run(batch, draft, self.drafter.capture)
+        self.drafter.observe(batch, step_input, features)
         outcome = StepOutcome(())
         if step_input.sampled_entries:
-            masks = [computed.masks.get(index) for index, entry in enumerate(batch.entries) if entry.samples]
+            own_masks = [masks.get(index) for index, entry in enumerate(batch.entries) if entry.samples]
             repeated = [index in draft.repeated for index, entry in enumerate(batch.entries) if entry.samples]
-            outcome = self.sampler.sample(step_input, computed.logits, draft.draft_probs, masks, np.array(repeated))
+            outcome = self.sampler.sample(step_input, logits, draft.draft_probs, own_masks, np.array(repeated))
         sampled = iter(outcome.results)
         results = [next(sampled) if entry.samples else SequenceResult() for entry in batch.entries]
         for index in drafts.without_q:
@@ -86,13 +89,3 @@ class EagerStep:
                 logprobs, replayed = self.scorer.score(entry, row_start, hidden, self.runner, self.drafter)
                 results[index] = results[index]._replace(prompt_logprobs=logprobs, replayed=replayed)
         return replace(outcome, results=tuple(results))
-
-    def _run(self, batch: Batch, drafts: Proposal) -> Computed:
-        """Run the target over known tokens and drafts; of trees, what is left is one path through each."""
-        draft, capture = drafts.draft, self.drafter.capture
-        if draft.trees is not None:
-            return self._search.run(batch, draft, capture)
-        step_input = build_step_input(batch.entries, draft.counts, draft.token_ids, self._config.block_size)
-        hidden, features = self.runner.forward_with_features(step_input, capture)
-        logits = verify_logits(self.runner, step_input, hidden)
-        return Computed(step_input, hidden, features, logits, draft, drafts.masks)

@@ -10,8 +10,8 @@ Verification" (2305.09781), for trees; Daliri et al. (2408.07978), for the coupl
 """
 
 from collections.abc import Sequence as Entries
-from dataclasses import dataclass
 from itertools import compress
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,28 +22,24 @@ from speculative.state.batch import Batch, Entry, StepInput
 from speculative.state.draft_tree import DraftTree
 from speculative.state.token_constraint import Bools
 from speculative.state.tree_input import TreeInput
-from speculative.step.runner import ModelRunner
+from speculative.step.runner import Computed, ModelRunner, compute
 from speculative.step.sampler import Sampler
 from speculative.verification.draft_probs import Candidates
 
 
-@dataclass(frozen=True, slots=True)
-class Computed:
-    """What the target computed of a step.
+class Found(NamedTuple):
+    """A step of which one path through each tree is left.
 
-    hidden: [N, hidden] of the step's rows.
-    features: [N, F] of the same, as the drafter reads them.
-    logits: [R, V] float32 of its verify rows.
-    draft: its drafts, one behind the other.
-    masks: what structured entries may emit, by entry.
+    draft: the drafts on these paths, one behind the other.
+    masks: what structured entries may emit along them, by entry.
+    step_input: the rows on these paths, and those of known tokens.
+    computed: of these rows.
     """
 
-    step_input: StepInput
-    hidden: Tensor
-    features: Tensor
-    logits: Tensor
     draft: DraftOutput
     masks: dict[int, list[Bools]]
+    step_input: StepInput
+    computed: Computed
 
 
 class TreeSearch:
@@ -60,28 +56,22 @@ class TreeSearch:
         self._sampler = sampler
         self._block_size = block_size
 
-    def run(self, batch: Batch, draft: DraftOutput, capture: tuple[int, ...]) -> Computed:
+    def run(self, batch: Batch, draft: DraftOutput, capture: tuple[int, ...]) -> Found:
         """Run the target, find each tree's path, and put the path's keys and values where its positions are."""
         assert draft.trees is not None
         rows = TreeInput.build(batch.entries, draft.trees, draft.token_ids, self._block_size)
-        hidden, features = self._runner.forward_with_features(rows, capture)
-        logits = verify_logits(self._runner, rows, hidden)
+        hidden, features, logits = compute(self._runner, rows, capture)
         drafts = draft.per_entry()
         paths = self._find_paths(batch.entries, draft.trees, drafts, logits)
         self._move(rows, paths)
-        whole = [_to_a_leaf(tree, path) for tree, path in zip(draft.trees, paths, strict=True)]
-        step_input, kept = rows.along(batch.entries, whole)
-        place = torch.from_numpy(kept).to(hidden.device)
-        of_logits = torch.from_numpy(np.searchsorted(rows.verify_rows, kept[step_input.verify_rows])).to(hidden.device)
+        # Behind the last accepted draft follow first candidates: the one that was rejected, and those behind it.
+        whole = [tree.to_leaf(path) for tree, path in zip(draft.trees, paths, strict=True)]
         said = [[own[node - 1] for node in path] for own, path in zip(drafts, whole, strict=True)]
-        return Computed(
-            step_input,
-            hidden[place],
-            features[place],
-            logits[of_logits],
-            DraftOutput.pack(said, Candidates()),
-            allowed_masks(batch, said),
-        )
+        step_input, kept = rows.along(batch.entries, whole)
+        judged = np.searchsorted(rows.verify_rows, kept[step_input.verify_rows])
+        of_rows, of_logits = (torch.from_numpy(places).to(hidden.device) for places in (kept, judged))
+        computed = Computed(hidden[of_rows], features[of_rows], logits[of_logits])
+        return Found(DraftOutput.pack(said, Candidates()), allowed_masks(batch, said), step_input, computed)
 
     def _find_paths(
         self, entries: Entries[Entry], trees: Entries[DraftTree], drafts: Entries[list[int]], logits: Tensor
@@ -111,20 +101,3 @@ class TreeSearch:
         if len(sources):
             device = self._runner.device
             self._runner.cache.move(torch.from_numpy(sources).to(device), torch.from_numpy(targets).to(device))
-
-
-def verify_logits(runner: ModelRunner, step_input: StepInput, hidden: Tensor) -> Tensor:
-    """Logits [R, V] of a step's verify rows, given the hidden states [N, hidden] of all."""
-    if len(step_input.verify_rows) == len(hidden):
-        return runner.logits(hidden)
-    rows = torch.from_numpy(step_input.verify_rows).to(hidden.device)
-    return runner.logits(hidden[rows]) if len(rows) else hidden.new_empty((0, 0))
-
-
-def _to_a_leaf(tree: DraftTree, path: tuple[int, ...]) -> tuple[int, ...]:
-    """The path, and first candidates behind its end: drafts that were rejected, or never reached."""
-    node, whole = path[-1] if path else 0, list(path)
-    while tree.children[node]:
-        node = tree.children[node][0]
-        whole.append(node)
-    return tuple(whole)
