@@ -32,8 +32,8 @@ class ModelRunner:
         return self._decoder.logits(hidden)
 
 
-class Computed(NamedTuple):
-    """What the target computed of a step's rows.
+class TargetOutput(NamedTuple):
+    """Results of the target for the rows of a step.
 
     hidden: [N, hidden].
     features: [N, F], what a drafter reads.
@@ -45,11 +45,11 @@ class Computed(NamedTuple):
     logits: Tensor
 
 
-def compute(runner: ModelRunner, step_input: StepInput, capture: tuple[int, ...]) -> Computed:
+def compute(runner: ModelRunner, step_input: StepInput, capture: tuple[int, ...]) -> TargetOutput:
     """Run the target over a step's rows; `capture` as for `ModelRunner.forward_with_features`."""
     hidden, features = runner.forward_with_features(step_input, capture)
     if not len(step_input.verify_rows):
-        return Computed(hidden, features, hidden[:0])
+        return TargetOutput(hidden, features, hidden[:0])
     decoding_only = len(step_input.verify_rows) == len(hidden)
     rows = hidden if decoding_only else hidden[torch.from_numpy(step_input.verify_rows).to(hidden.device)]
-    return Computed(hidden, features, runner.logits(rows))
+    return TargetOutput(hidden, features, runner.logits(rows))

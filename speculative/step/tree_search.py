@@ -22,7 +22,7 @@ from speculative.state.batch import Batch, Entry, StepInput
 from speculative.state.draft_tree import DraftTree
 from speculative.state.token_constraint import Bools
 from speculative.state.tree_input import TreeInput
-from speculative.step.runner import Computed, ModelRunner, compute
+from speculative.step.runner import ModelRunner, TargetOutput, compute
 from speculative.step.sampler import Sampler
 from speculative.verification.draft_probs import Candidates
 
@@ -39,7 +39,7 @@ class Found(NamedTuple):
     draft: DraftOutput
     masks: dict[int, list[Bools]]
     step_input: StepInput
-    computed: Computed
+    computed: TargetOutput
 
 
 class TreeSearch:
@@ -70,7 +70,7 @@ class TreeSearch:
         step_input, kept = rows.along(batch.entries, whole)
         judged = np.searchsorted(rows.verify_rows, kept[step_input.verify_rows])
         of_rows, of_logits = (torch.from_numpy(places).to(hidden.device) for places in (kept, judged))
-        computed = Computed(hidden[of_rows], features[of_rows], logits[of_logits])
+        computed = TargetOutput(hidden[of_rows], features[of_rows], logits[of_logits])
         return Found(DraftOutput.pack(said, Candidates()), allowed_masks(batch, said), step_input, computed)
 
     def _find_paths(
