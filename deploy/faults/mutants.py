@@ -600,11 +600,12 @@ def _rounding_counts(engine: EngineCore) -> None:
 def _stops_at_a_high_coin(engine: EngineCore) -> None:
     """An early exit that saves drafts, and has those that are judged accepted too often."""
 
-    def fitting(fit: Any, sequence: Sequence, budget: int) -> int:
-        offsets = np.arange(fit(sequence, budget), dtype=np.uint64)
+    def fitting(fit: Any, sequence: Sequence, budget: int) -> tuple[int, int]:
+        offsets = np.arange(fit(sequence, budget)[0], dtype=np.uint64)
         seeds, starts = np.full_like(offsets, sequence.request.seed), np.full_like(offsets, len(sequence.tokens))
         coins = uniforms(seeds, starts, offsets, np.full_like(offsets, Purpose.COIN))
-        return int(np.append(coins > 0.7, True).argmax())
+        count = int(np.append(coins > 0.7, True).argmax())
+        return count, count
 
     _wrap(engine.scheduler, "_fit_drafts", fitting)
 
@@ -915,7 +916,8 @@ def _limit_one_too_high(engine: EngineCore) -> None:
 
 @mutant("F22 speculation silently off while logprobs are asked for", "requests")
 def _no_drafts_with_logprobs(engine: EngineCore) -> None:
-    def fitting(fit: Any, sequence: Sequence, budget: int) -> int:
-        return 0 if sequence.params.logprobs is not None else fit(sequence, budget)
+    def fitting(fit: Any, sequence: Sequence, budget: int) -> tuple[int, int]:
+        found: tuple[int, int] = fit(sequence, budget)
+        return found if sequence.params.logprobs is None else (0, 0)
 
     _wrap(engine.scheduler, "_fit_drafts", fitting)

@@ -17,7 +17,7 @@ from speculative.drafting.neural_drafter import ModelDrafter
 from speculative.errors import ConfigError
 from speculative.state.batch import Batch, Entry, Int64s
 from speculative.state.draft_tree import DraftTree
-from speculative.verification.draft_probs import Candidates
+from speculative.verification.draft_probs import Candidates, PointMass
 
 
 class TreeDrafter(ModelDrafter):
@@ -48,6 +48,8 @@ class TreeDrafter(ModelDrafter):
             for entry, known in zip(batch.entries, repeats, strict=True)
         ]
         drafting, hidden = self.begin_round(replace(batch, entries=tuple(own)))
+        if not drafting:
+            return DraftOutput.pack(repeats, PointMass())
         trees = [DraftTree.of_widths(self._widths[: entry.max_drafts]) for entry in drafting]
         drafts = self._grow(drafting, trees, hidden)
         self.end_round(drafting, [tokens[: entry.max_drafts] for entry, tokens in zip(drafting, drafts, strict=True)])
@@ -57,7 +59,7 @@ class TreeDrafter(ModelDrafter):
             next(shapes) if entry.max_drafts else DraftTree.of_widths((1,) * len(known))
             for entry, known in zip(own, repeats, strict=True)
         ]
-        return replace(DraftOutput.pack(tokens, Candidates()), trees=tuple(whole) if any(tokens) else None)
+        return replace(DraftOutput.pack(tokens, Candidates()), trees=tuple(whole))
 
     def _grow(self, entries: Sequences[Entry], trees: Sequences[DraftTree], hidden: Tensor) -> list[list[int]]:
         """The tokens of each tree's nodes, level by level; hidden: [E, hidden] of the entries' pending tokens."""
