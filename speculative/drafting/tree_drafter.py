@@ -38,7 +38,7 @@ class TreeDrafter(ModelDrafter):
                 "drafter.tree: trees are drafted on a CPU only. Remove it, or set device to cpu (for a replica, "
                 "num_gpus of its pool to 0)."
             )
-        self._widths = widths
+        self._widths = tuple(min(width, self.sampler.width) for width in widths)
 
     def propose(self, batch: Batch) -> DraftOutput:
         """A tree for each entry, of its `max_drafts` levels; a repeated passage is one without siblings."""

@@ -108,9 +108,11 @@ def take_terms(step: VerifyInput, verified: VerifyOutput, emitted: Tensor, scope
         found[name] = (values, where & counts)
     if scope.coupled is not None:
         rows = torch.where(coupled, torch.nan, rows)
-    reached_drafts = torch.where(facts.reached & step.judged, facts.overlap, 0.0)
-    achievable = reached_drafts.nan_to_num().sum(dtype=torch.float64)
-    return Terms(tuple(found), _sum_up(list(found.values())), achievable, rows)
+    # Of the drafts in a tree no more would have been accepted: the target's choice was among them or not.
+    achievable = facts.accepted.double() if isinstance(step.draft_probs, Candidates) else facts.overlap
+    reached_drafts = torch.where(facts.reached & step.judged, achievable, 0.0)
+    total = reached_drafts.nan_to_num().sum(dtype=torch.float64)
+    return Terms(tuple(found), _sum_up(list(found.values())), total, rows)
 
 
 def _gather_facts(step: VerifyInput, verified: VerifyOutput, emitted: Tensor) -> _Facts:
