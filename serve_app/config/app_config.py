@@ -521,6 +521,10 @@ class AppConfig(Section):
                 )
             elif self.engine.kind == "vllm" and num_gpus > 0:
                 yield from self._device_errors(field, num_gpus)
+            elif self.engine.kind == "torch" and self.drafter.tree and num_gpus > 0:
+                yield FieldError(
+                    "drafter.tree", f"is set, and {field} is above 0: trees are drafted on a CPU only; remove it."
+                )
             elif self.engine.kind == "torch" and self.engine.cuda_graphs and num_gpus == 0:
                 yield FieldError(
                     "engine.cuda_graphs",

@@ -261,6 +261,14 @@ def test_graphs_without_a_gpu_are_refused() -> None:
             parse_args(args)
 
 
+def test_trees_on_a_gpu_are_refused() -> None:
+    drafter = {"kind": "eagle3", "model": "head", "tree": [3, 2]}
+    args = {"model": {"source": "m"}, "engine": {"verifier": "coupled"}, "drafter": drafter}
+    assert parse_args(args).engine_config("decode").drafter.rows_of_drafts == (0, 3, 9, 15, 21)
+    with pytest.raises(ConfigError, match=r"drafter\.tree: is set, and pools\.decode\.num_gpus is above 0: .* remove"):
+        parse_args(args | {"pools": {"decode": {"num_gpus": 1}}})
+
+
 def test_the_cache_of_a_pool_without_gpus_is_a_cpus() -> None:
     pools = {"prefill": {"num_gpus": 1}}
     for decode, fits in (({"num_gpus": 1}, True), ({}, False)):
