@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from speculative.sampling.probs import LastRows, SamplingRows
-from speculative.sampling.rng import Float64s, Purpose, gumbel, uniforms
+from speculative.sampling.rng import Float64s, Purpose, uniforms
 from speculative.state.batch import Int64s
 from speculative.state.sequence import Sequence
-from speculative.verification.coupled import NoiseRows
+from speculative.verification.coupled import NoiseRows, largest
 from speculative.vocabulary.ops import VocabularyOps
 
 
@@ -110,21 +110,18 @@ class DraftSampler:
     def candidates(self, sequences: Sequences[Sequence], logits: Tensor, offset: int, count: int) -> Tensor:
         """[E, count] int64, the columns that are the best candidates for draft number `offset` of each sequence, the
         best one first; logits as for `draw`."""
-        scores = self._ops.process(logits.float(), self.rows_of(sequences, logits.device))
-        if self.sampled and not all(sequence.params.greedy for sequence in sequences):
-            scores = scores + self._noise(sequences, offset, logits.device)
-        return scores.topk(count).indices
-
-    def _noise(self, sequences: Sequences[Sequence], offset: int, device: torch.device) -> Tensor:
-        """[E, W] float64, that of the target's choice at the same position; 0 for greedy requests."""
-        places = [(own.request.seed, len(own.tokens) + offset, own.params.greedy) for own in sequences]
-        distinct = list(dict.fromkeys(places))
-        seeds, positions, greedy = zip(*distinct, strict=True)
-        keyed_by = torch.from_numpy(np.array(seeds, np.uint64).view(np.int64)).to(device)
-        noise = gumbel(keyed_by, torch.tensor(positions, device=device), self.vocab_size, self._ops.host)
-        noise = noise if self._ids is None else noise[:, self._ids]
-        noise[torch.tensor(greedy, device=device)] = 0.0
-        return noise if len(distinct) == len(places) else noise[[distinct.index(place) for place in places]]
+        rows, greedy = self.rows_of(sequences, logits.device), [own.params.greedy for own in sequences]
+        processed = self._ops.process(logits.float(), rows)
+        if not self.sampled or all(greedy):
+            return processed.topk(count).indices
+        seeds = np.array([own.request.seed for own in sequences], np.uint64).view(np.int64)
+        positions = np.array([len(own.tokens) + offset for own in sequences])
+        keys = torch.from_numpy(seeds).to(logits.device), torch.from_numpy(positions).to(logits.device)
+        probs = self._ops.target_probs(processed, rows)
+        columns = largest(probs, keys, self._ops.host, ids=self._ids, vocab_size=self.vocab_size, count=count)
+        if any(greedy):
+            columns[rows.greedy] = processed[rows.greedy].topk(count).indices
+        return columns
 
     def over_vocabulary(self, logits: Tensor) -> Tensor:
         """Logits [E, W] of the drafter's vocabulary -> [E, V] of the target's; -inf where it has no column."""

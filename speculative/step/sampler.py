@@ -11,13 +11,12 @@ from speculative.config import EngineConfig
 from speculative.sampling.logits_processors import adjust
 from speculative.sampling.logprobs import mode_matrix
 from speculative.sampling.probs import LastRows, SamplingRows
-from speculative.sampling.rng import gumbel
 from speculative.state.batch import RowContext, SequenceResult, StepInput, row_contexts
 from speculative.state.sequence import Sequence
 from speculative.state.token_constraint import Bools
 from speculative.step.host_copy import Verdicts, copy_to_host, logprobs_to_host, results_per_entry
 from speculative.verification.base import Verifier, VerifyInput, VerifyOutput
-from speculative.verification.coupled import chosen, verify_coupled
+from speculative.verification.coupled import largest, verify_coupled
 from speculative.verification.draft_probs import DraftProbs, PointMass
 from speculative.verification.mixed import verify_mixed
 from speculative.verification.rows import VerifyRows
@@ -121,8 +120,8 @@ class Sampler:
             return processed.argmax(dim=-1)
         seeds = np.array([own.request.seed for own in sequences], np.uint64).view(np.int64)
         positions = np.array([len(own.tokens) + len(said) for own, said in zip(sequences, drafts, strict=True)])
-        keyed_by, at = (torch.from_numpy(key).to(self._device) for key in (seeds, positions))
-        return chosen(self.ops.target_probs(processed, rows), gumbel(keyed_by, at, logits.shape[-1], self.ops.host))
+        keys = torch.from_numpy(seeds).to(self._device), torch.from_numpy(positions).to(self._device)
+        return largest(self.ops.target_probs(processed, rows), keys, self.ops.host)[:, 0]
 
     def coupled(self, step_input: StepInput) -> Bools:
         """[E] which entries the coupled verifier judges."""
