@@ -62,11 +62,13 @@ class TermScope:
     verifier: of the entries that are not coupled.
     counted: [E] bool, entries whose terms count: chosen before anything of the step was drawn.
     coupled: [E] bool, entries that the coupled verifier judges; None where it judges none.
+    all_coupled: it is known to judge all of them.
     """
 
     verifier: Literal["token_wise", "block"]
     counted: Tensor
     coupled: Tensor | None = None
+    all_coupled: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +105,13 @@ def take_terms(step: VerifyInput, verified: VerifyOutput, emitted: Tensor, scope
         for name, (values, where) in _of_distributions(step, facts, chosen_twice=False).items():
             found[f"coupled_{name}"] = (values, where & counts & coupled & facts.reached)
         counts = counts & ~coupled
-    of_rejection, rows = _of_rejection(step, verified, emitted, facts, scope.verifier)
-    for name, (values, where) in of_rejection.items():
-        found[name] = (values, where & counts)
-    if scope.coupled is not None:
-        rows = torch.where(coupled, torch.nan, rows)
+    rows = torch.full((3, len(emitted)), torch.nan, dtype=torch.float64, device=emitted.device)
+    if not scope.all_coupled:
+        of_rejection, rows = _of_rejection(step, verified, emitted, facts, scope.verifier)
+        for name, (values, where) in of_rejection.items():
+            found[name] = (values, where & counts)
+        if scope.coupled is not None:
+            rows = torch.where(coupled, torch.nan, rows)
     # Of the drafts in a tree no more would have been accepted: the target's choice was among them or not.
     achievable = facts.accepted.double() if isinstance(step.draft_probs, Candidates) else facts.overlap
     reached_drafts = torch.where(facts.reached & step.judged, achievable, 0.0)

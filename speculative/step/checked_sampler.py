@@ -91,7 +91,9 @@ class CheckedSampler:
         counted, terms = self.self_check.counted(step_input.sampled_entries, checked=checked), None
         if checked:
             coupled = torch.from_numpy(sampled.coupled).to(device) if sampled.coupled.any() else None
-            scope = TermScope(self._verifier, torch.from_numpy(counted).to(device), coupled)
+            scope = TermScope(
+                self._verifier, torch.from_numpy(counted).to(device), coupled, bool(sampled.coupled.all())
+            )
             terms = ops.take_terms(given, verified, token_ids, scope).to_host()
         return DeviceChecks(broken.cpu().numpy(), counted, terms)
 
