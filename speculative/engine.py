@@ -168,6 +168,11 @@ class EngineCore:
         parts = (model, cache, self.scheduler.pool, sampler, config.block_size, self._prepare)
         length = self.scheduler.draft_length
         if config.drafter.tree:
+            if max(config.drafter.tree) > sampler.width:
+                raise ConfigError(
+                    f"drafter.tree: must have at most {sampler.width} candidates for a position: the drafter knows no "
+                    "more tokens."
+                )
             return TreeDrafter(*parts, length, widths=config.drafter.widths)
         drafter = ModelDrafter(*parts, length)
         if model.fused and config.drafter.sampled:
