@@ -17,6 +17,7 @@ from serve_app.text.grammar import StructureCompiler
 from serve_app.text.tokenizer import Tokenizer
 from speculative.config import DrafterConfig
 from speculative.drafting.head_drafters import Eagle3DraftModel
+from speculative.drafting.neural_drafter import ModelDrafter
 from speculative.drafting.tree_drafter import TreeDrafter
 from speculative.engine import EngineCore
 from speculative.errors import ConfigError
@@ -164,6 +165,18 @@ def count_moves(engine: EngineCore) -> Counter[str]:
     return counts
 
 
+def count_rows(owner: Any, name: str, count: Callable[..., int]) -> list[int]:
+    """What `count` gives for each call of this method from now on."""
+    counts, original = list[int](), getattr(owner, name)
+
+    def counting(*args: Any) -> Any:
+        counts.append(count(*args))
+        return original(*args)
+
+    setattr(owner, name, counting)
+    return counts
+
+
 @pytest.fixture(scope="module")
 def without_drafts(folders: dict[str, Path]) -> Callable[..., Answers]:
     """What requests of all kinds get from an engine without drafts; computed once for each length limit."""
@@ -202,7 +215,7 @@ def test_answers_are_those_without_drafts(
     assert (stats.num_preemptions > 0) == (way == "few blocks")
 
 
-TREES = {
+TREES: dict[str, tuple[tuple[int, ...], int, dict[str, Any]]] = {
     "one position": ((6,), 1, {}),
     "late siblings": ((1, 1, 2), 4, {}),
     "all levels": ((2, 2, 2, 2), 4, {}),
@@ -316,6 +329,7 @@ def test_company_that_comes_and_goes_changes_nothing(folders: dict[str, Path], k
     long = [Request(f"long{i}", tuple(3 + (11 * i + 5 * j) % 50 for j in range(150)), params, seed=i) for i in range(3)]
     reference = serve(make_engine(folders, NO_DRAFTS), [*some_requests(), *long])
     engine = make_engine(folders, drafting(folders, kind), max_num_seqs=6, max_batched_tokens=132, max_model_len=300)
+    num_rows = count_rows(engine.runner, "forward_with_features", lambda rows, capture: len(rows.input_ids))
     for request in some_requests():
         engine.add(request)
     answers = step(engine, {}, most=3)
@@ -327,6 +341,7 @@ def test_company_that_comes_and_goes_changes_nothing(folders: dict[str, Path], k
     del answers["gone"]
     assert_same(answers, reference)
     assert_idle(engine)
+    assert max(num_rows) == 132, "trees and chunks share the token budget"
 
 
 @needs_kernels
@@ -454,6 +469,35 @@ def _tokens(delta: TokenDelta) -> Sequence[Any]:
 
 def _kinds(delta: TokenDelta) -> Sequence[Any]:
     return delta.kinds
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tree_without_siblings_is_a_chain(folders: dict[str, Path], kind: str) -> None:
+    """The same drafts, of which as much is computed: what was right of a round is kept for the next one."""
+    told, work = [], []
+    for tree in ((1, 1), ()):
+        engine = make_engine(folders, drafting(folders, kind, tree))
+        assert isinstance(engine.drafter, ModelDrafter)
+        engine.drafter.draft_loop = None
+        work.append(count_rows(engine.drafter.model, "run", lambda token_ids, *_: len(token_ids)))
+        answers = serve(engine, some_requests())
+        rounds = {name: [delta.round for delta in answer.deltas] for name, answer in answers.items()}
+        told.append({name: [own and (own.num_tokens, own.drafts) for own in each] for name, each in rounds.items()})
+    assert told[0] == told[1]
+    assert work[0] == work[1]
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", ["greedy", "sampled", "filters", "one left"])
+def test_the_first_candidate_is_right_where_the_drafter_is_its_target(folders: dict[str, Path], name: str) -> None:
+    """It is chosen with the noise of the target's choice, and without any where the request is greedy."""
+    itself = drafting({**folders, "draft_model": folders["target"]}, "draft_model", (2,), 3)
+    engine = make_engine(folders, itself)
+    moved = count_moves(engine)
+    serve(engine, [Request(f"r{index}", prompt, PARAMS[name], seed=index) for index, prompt in enumerate(PROMPTS)])
+    stats = engine.take_stats()
+    assert stats.num_accepted == stats.num_drafted > 60 and moved["rows"] == 0
 
 
 def accepted(engine: EngineCore) -> int:
