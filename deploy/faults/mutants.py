@@ -20,6 +20,7 @@ from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.prepared_request import PreparedRequest
 from serve_app.text.tokenizer import StopStrings
 from speculative.cache.prefix import hash_block
+from speculative.config import DrafterConfig
 from speculative.drafting.base import DraftOutput
 from speculative.engine import EngineCore
 from speculative.kernels.bindings import Kernels
@@ -31,6 +32,7 @@ from speculative.selfcheck import terms
 from speculative.state import sequence as sequence_module
 from speculative.state.batch import Batch, StepInput
 from speculative.state.sequence import Sequence
+from speculative.state.tree_input import TreeInput
 from speculative.stats import StepStats
 from speculative.step import host_copy, sampler
 from speculative.verification.base import VerifyInput, VerifyOutput
@@ -921,3 +923,32 @@ def _no_drafts_with_logprobs(engine: EngineCore) -> None:
         return found if sequence.params.logprobs is None else (0, 0)
 
     _wrap(engine.scheduler, "_fit_drafts", fitting)
+
+
+# -- trees of drafts -----------------------------------------------------------------------------------------------
+
+_TREES: Mapping[str, Any] = {
+    "drafter": DrafterConfig(kind="draft_model", model="toy", num_draft_tokens=2, tree=(3, 2)),
+    "verifier": "coupled",
+    "max_batched_tokens": 128,
+}
+
+
+@mutant("F34 keys and values of a chosen sibling stay where it was drafted", "drafted requests", **_TREES)
+def _siblings_stay(engine: EngineCore) -> None:
+    engine.cache.move = lambda sources, targets: None  # type: ignore[method-assign]
+
+
+@mutant("F34 rows of a tree have the positions of a chain", "drafted requests", **_TREES)
+def _positions_by_row(engine: EngineCore) -> None:
+    def forward_by_row(forward: Any, rows: StepInput, capture: Any) -> Any:
+        counts = np.diff(rows.row_starts).tolist()
+        spans = [own.num_computed + np.arange(count) for own, count in zip(rows.sequences, counts, strict=True)]
+        return forward(replace(rows, positions=np.concatenate(spans)), capture)
+
+    _wrap(engine.runner, "forward_with_features", forward_by_row)
+
+
+@mutant("F34 drafts attend to their elder siblings' branches", "drafted requests", **_TREES)
+def _attention_to_siblings(engine: EngineCore) -> None:
+    _patch_module(engine, TreeInput, "attention_rows", lambda _, rows: StepInput.attention_rows(rows))

@@ -521,9 +521,11 @@ class AppConfig(Section):
                 )
             elif self.engine.kind == "vllm" and num_gpus > 0:
                 yield from self._device_errors(field, num_gpus)
-            elif self.engine.kind == "torch" and self.drafter.tree and num_gpus > 0:
+            elif self.drafter.tree and num_gpus > 0:
                 yield FieldError(
-                    "drafter.tree", f"is set, and {field} is above 0: trees are drafted on a CPU only; remove it."
+                    "drafter.tree",
+                    f"is set, but {field} is {num_gpus:g}: trees are drafted on a CPU only. Remove it, or set {field} "
+                    "to 0.",
                 )
             elif self.engine.kind == "torch" and self.engine.cuda_graphs and num_gpus == 0:
                 yield FieldError(
@@ -592,6 +594,11 @@ class AppConfig(Section):
             )
         elif self.engine.kind != "vllm" and "vllm" in self.model_fields_set:
             yield FieldError("vllm", f"is set, but engine.kind is {self.engine.kind}; remove it or set kind to vllm.")
+        if self.engine.kind == "vllm" and self.drafter.tree:  # before a rule that would ask for another verifier
+            yield FieldError(
+                "drafter.tree", "cannot be set for engine.kind vllm, which drafts no trees here. Remove it."
+            )
+            return
         try:
             config = self.engine_config(self.pool_names[0])
             if self.engine.kind == "vllm":

@@ -28,7 +28,7 @@ class TreeDrafter(ModelDrafter):
         widths: candidates of the nodes of each depth.
 
     Raises:
-        ConfigError: it is not on a CPU.
+        ConfigError: it is not on a CPU, or has fewer tokens than candidates.
     """
 
     def __init__(self, *parts: Any, widths: tuple[int, ...]) -> None:
@@ -38,7 +38,12 @@ class TreeDrafter(ModelDrafter):
                 "drafter.tree: trees are drafted on a CPU only. Remove it, or set device to cpu (for a replica, "
                 "num_gpus of its pool to 0)."
             )
-        self._widths = tuple(min(width, self.sampler.width) for width in widths)
+        if max(widths) > self.sampler.width:
+            raise ConfigError(
+                f"drafter.tree: must have at most {self.sampler.width} candidates for a position: the drafter knows no "
+                "more tokens."
+            )
+        self._widths = widths
 
     def propose(self, batch: Batch) -> DraftOutput:
         """A tree for each entry, of its `max_drafts` levels; a repeated passage is one without siblings."""

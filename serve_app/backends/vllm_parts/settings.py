@@ -202,8 +202,6 @@ def _check_drafter(drafter: DrafterConfig) -> None:
         raise ConfigError(
             "drafter.suffix_first cannot be set for engine.kind vllm: it has one drafter at a time. Remove it."
         )
-    if drafter.tree:
-        raise ConfigError("drafter.tree cannot be set for engine.kind vllm, which drafts no trees here. Remove it.")
 
 
 def ranks_of(engine_args: Mapping[str, Any]) -> Ranks:
