@@ -5,7 +5,9 @@ import importlib.util
 import logging
 import os
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Literal
 
@@ -13,6 +15,7 @@ from speculative.errors import ConfigError
 from speculative.lookup.registry import read_options, registered
 from speculative.lookup.suffix import SuffixOptions
 from speculative.options import OptionError, Options, OptionValue, SomeOptions, option, options_of
+from speculative.state.draft_tree import level_sizes
 
 _log = logging.getLogger("truespec.config")
 
@@ -42,6 +45,8 @@ class DrafterConfig:
     model: of a drafter that has weights: a folder, a catalogue name, or a hub id.
     sampled: False = such a drafter always drafts its likeliest token.
     length: dynamic = at most num_draft_tokens, as many as pay.
+    tree: candidates drafted for each position, as many as it has elements; one for the positions behind. Empty = one
+        each.
     options: of every drafter that has some, whichever drafts; each is set by its name.
 
     Raises:
@@ -53,6 +58,7 @@ class DrafterConfig:
     sampled: bool
     num_draft_tokens: int
     length: Literal["static", "dynamic"]
+    tree: tuple[int, ...]
     options: tuple[Options, ...]
 
     def __init__(
@@ -63,6 +69,7 @@ class DrafterConfig:
         sampled: bool = True,
         num_draft_tokens: int = 4,
         length: Literal["static", "dynamic"] = "static",
+        tree: tuple[int, ...] = (),
         options: tuple[Options, ...] = (),
         **changed: OptionValue,
     ) -> None:
@@ -74,6 +81,15 @@ class DrafterConfig:
             "drafter.model",
             "belongs to the kinds draft_model, eagle3 and mtp, which need it",
         )
+        _check(
+            not tree or kind in KINDS_WITH_WEIGHTS, "drafter.tree", "belongs to the kinds draft_model, eagle3 and mtp"
+        )
+        _check(all(width >= 1 for width in tree), "drafter.tree", "must hold numbers of candidates, at least 1 each")
+        _check(
+            len(tree) <= num_draft_tokens,
+            "drafter.tree",
+            f"must have at most num_draft_tokens ({num_draft_tokens}) levels",
+        )
         try:
             own = {name: getattr(some, name) for some in options for name in options_of(type(some))}
             read = read_options(own | changed)
@@ -83,9 +99,11 @@ class DrafterConfig:
                 raise OptionError("suffix_first", rule)
         except OptionError as error:
             raise ConfigError(f"drafter.{error}") from error
-        values = (kind, model, sampled, num_draft_tokens, length, read)
+        values = (kind, model, sampled, num_draft_tokens, length, tuple(tree), read)
         for name, value in zip(self.__dataclass_fields__, values, strict=True):
             object.__setattr__(self, name, value)
+        rows = self.rows_of_drafts[num_draft_tokens]
+        _check(rows <= 64, "drafter.tree", f"must have at most 64 drafts a round, those of all levels; it has {rows}")
 
     def options_of(self, options: type[SomeOptions]) -> SomeOptions:
         """One drafter's options, by their class."""
@@ -93,8 +111,23 @@ class DrafterConfig:
 
     @property
     def max_drafts(self) -> int:
-        """The most tokens drafted for a sequence in one round."""
+        """The most tokens that one round drafts one behind the other for a sequence."""
         return 0 if self.kind == "none" else max(self.num_draft_tokens, self.max_repeated)
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Candidates that each node of a tree has behind it, by its depth; all 1 where no trees are drafted."""
+        return self.tree + (1,) * (self.num_draft_tokens - len(self.tree))
+
+    @property
+    def rows_of_drafts(self) -> Sequence[int]:
+        """Rows of a step that 0, 1, ... drafts one behind the other take, with all their siblings."""
+        return (0, *accumulate(level_sizes(self.widths))) if self.tree else range(self.num_draft_tokens + 1)
+
+    @property
+    def max_rows(self) -> int:
+        """The most rows of a step that a sequence's drafts take."""
+        return 0 if self.kind == "none" else max(self.rows_of_drafts[-1], self.max_repeated)
 
     @property
     def max_repeated(self) -> int:
@@ -176,13 +209,16 @@ class EngineConfig(EngineSettings):
         if (self.kv_cache_tokens or 0) % self.block_size:
             raise OptionError("kv_cache_tokens", f"must be a multiple of block_size ({self.block_size}).")
         longest = "suffix_first" if self.drafter.max_repeated > self.drafter.num_draft_tokens else "num_draft_tokens"
-        least = self.max_num_seqs * (1 + self.drafter.max_drafts)
+        least = self.max_num_seqs * (1 + self.drafter.max_rows)
         if self.max_batched_tokens < least:
+            drafts = f"the {self.drafter.max_rows} drafts of a tree" if self.drafter.tree else longest
             raise OptionError(
                 "max_batched_tokens",
-                f"must be at least max_num_seqs x (1 + {longest}) = {least}, so that every running sequence fits into "
+                f"must be at least max_num_seqs x (1 + {drafts}) = {least}, so that every running sequence fits into "
                 "a step.",
             )
+        if self.drafter.tree and self.verifier != "coupled":
+            raise OptionError("verifier", "must be coupled where drafter.tree is set: it judges candidates.")
 
     @property
     def num_blocks(self) -> int:

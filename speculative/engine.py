@@ -21,6 +21,7 @@ from speculative.drafting.base import Drafter, NoDrafter
 from speculative.drafting.cpu_loop import FusedDraftLoop
 from speculative.drafting.draft_sampler import DraftSampler
 from speculative.drafting.neural_drafter import DraftModel, ModelDrafter
+from speculative.drafting.tree_drafter import TreeDrafter
 from speculative.drafting.weightless import make_weightless
 from speculative.errors import ConfigError, EngineFault, HandoffRefused, InvalidRequest, SequenceTooLong
 from speculative.handoff import Blob, ComputedTokenState, Manifest, allocate_blob, decode_state, seal
@@ -158,10 +159,13 @@ class EngineCore:
             all_coupled=config.verifier == "coupled",
         )
         self.scheduler.drafter_reads_features = bool(model.capture)
+        self.scheduler.draft_length.restart(model.held_out_rates)
         cache = self._make_cache(model.kv_shape)
         parts = (model, cache, self.scheduler.pool, sampler, config.block_size, self._prepare)
-        drafter = ModelDrafter(*parts, self.scheduler.draft_length)
-        self.scheduler.draft_length.restart(model.held_out_rates)
+        length = self.scheduler.draft_length
+        if config.drafter.tree:
+            return TreeDrafter(*parts, length, widths=config.drafter.widths)
+        drafter = ModelDrafter(*parts, length)
         if model.fused and config.drafter.sampled:
             drafter.draft_loop = FusedDraftLoop(model.fused, sampler, cache, config.block_size)
         return drafter

@@ -135,8 +135,8 @@ def _ours(plan: BenchPlan, name: EngineName) -> Launch | LeftOut:
 def _engine_settings(plan: BenchPlan, drafter: Mapping[str, Any], options: "_Options") -> dict[str, Any]:
     """Return them for `EngineConfig`: every stream fits, and nothing is remembered from one round to the next."""
     most = max(plan.streams)
-    drafts = max(int(drafter.get("num_draft_tokens", 4)), int(drafter.get("suffix_first", 0)))
-    blocks = -(-plan.max_model_len // 16)
+    drafts = DrafterConfig(**drafter).max_rows
+    blocks = -(-(plan.max_model_len + drafts) // 16)
     return {
         "dtype": plan.dtype,
         "num_threads": _threads(plan, options),
@@ -172,6 +172,7 @@ def _drafter(plan: BenchPlan, name: EngineName, variant: str, options: "_Options
         if "model" in settings:
             settings["sampled"] = options.text("sampled", "yes") == "yes"
             settings["suffix_first"] = options.number("passages", 0)
+            settings["tree"] = options.widths("tree")
     return settings
 
 
@@ -380,6 +381,13 @@ class _Options:
         if not value.isdecimal():
             raise ConfigError(f"--engines: {self._name.text}: {key} must be a whole number, got {value!r}.")
         return int(value)
+
+    def widths(self, key: str) -> tuple[int, ...]:
+        """An option that is whole numbers, joined by dashes."""
+        value = self.text(key, "")
+        if not all(part.isdecimal() for part in value.split("-") if value):
+            raise ConfigError(f"--engines: {self._name.text}: {key} must be numbers such as 3-2, got {value!r}.")
+        return tuple(int(part) for part in value.split("-") if value)
 
     def share(self, key: str, default: float) -> float:
         """An option from 0 to 1."""

@@ -20,6 +20,7 @@ from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.prepared_request import PreparedRequest
 from serve_app.text.tokenizer import StopStrings
 from speculative.cache.prefix import hash_block
+from speculative.config import DrafterConfig
 from speculative.drafting.base import DraftOutput
 from speculative.engine import EngineCore
 from speculative.kernels.bindings import Kernels
@@ -31,6 +32,7 @@ from speculative.selfcheck import terms
 from speculative.state import sequence as sequence_module
 from speculative.state.batch import Batch, StepInput
 from speculative.state.sequence import Sequence
+from speculative.state.tree_input import TreeInput
 from speculative.stats import StepStats
 from speculative.step import host_copy, sampler
 from speculative.verification.base import VerifyInput, VerifyOutput
@@ -600,11 +602,12 @@ def _rounding_counts(engine: EngineCore) -> None:
 def _stops_at_a_high_coin(engine: EngineCore) -> None:
     """An early exit that saves drafts, and has those that are judged accepted too often."""
 
-    def fitting(fit: Any, sequence: Sequence, budget: int) -> int:
-        offsets = np.arange(fit(sequence, budget), dtype=np.uint64)
+    def fitting(fit: Any, sequence: Sequence, budget: int) -> tuple[int, int]:
+        offsets = np.arange(fit(sequence, budget)[0], dtype=np.uint64)
         seeds, starts = np.full_like(offsets, sequence.request.seed), np.full_like(offsets, len(sequence.tokens))
         coins = uniforms(seeds, starts, offsets, np.full_like(offsets, Purpose.COIN))
-        return int(np.append(coins > 0.7, True).argmax())
+        count = int(np.append(coins > 0.7, True).argmax())
+        return count, count
 
     _wrap(engine.scheduler, "_fit_drafts", fitting)
 
@@ -915,7 +918,37 @@ def _limit_one_too_high(engine: EngineCore) -> None:
 
 @mutant("F22 speculation silently off while logprobs are asked for", "requests")
 def _no_drafts_with_logprobs(engine: EngineCore) -> None:
-    def fitting(fit: Any, sequence: Sequence, budget: int) -> int:
-        return 0 if sequence.params.logprobs is not None else fit(sequence, budget)
+    def fitting(fit: Any, sequence: Sequence, budget: int) -> tuple[int, int]:
+        found: tuple[int, int] = fit(sequence, budget)
+        return found if sequence.params.logprobs is None else (0, 0)
 
     _wrap(engine.scheduler, "_fit_drafts", fitting)
+
+
+# -- trees of drafts -----------------------------------------------------------------------------------------------
+
+_TREES: Mapping[str, Any] = {
+    "drafter": DrafterConfig(kind="draft_model", model="toy", num_draft_tokens=2, tree=(3, 2)),
+    "verifier": "coupled",
+    "max_batched_tokens": 128,
+}
+
+
+@mutant("F34 keys and values of a chosen sibling stay where it was drafted", "drafted requests", **_TREES)
+def _siblings_stay(engine: EngineCore) -> None:
+    engine.cache.move = lambda sources, targets: None  # type: ignore[method-assign]
+
+
+@mutant("F34 rows of a tree have the positions of a chain", "drafted requests", **_TREES)
+def _positions_by_row(engine: EngineCore) -> None:
+    def forward_by_row(forward: Any, rows: StepInput, capture: Any) -> Any:
+        counts = np.diff(rows.row_starts).tolist()
+        spans = [own.num_computed + np.arange(count) for own, count in zip(rows.sequences, counts, strict=True)]
+        return forward(replace(rows, positions=np.concatenate(spans)), capture)
+
+    _wrap(engine.runner, "forward_with_features", forward_by_row)
+
+
+@mutant("F34 drafts attend to their elder siblings' branches", "drafted requests", **_TREES)
+def _attention_to_siblings(engine: EngineCore) -> None:
+    _patch_module(engine, TreeInput, "attention_rows", lambda _, rows: StepInput.attention_rows(rows))

@@ -175,11 +175,14 @@ class DrafterSection(_OwnFields):  # type: ignore[misc]
 
     length: Literal["static", "dynamic"] = "static"
     """`dynamic` drafts as many tokens as pay, 0 included; a model's drafts end where it is unsure."""
+    tree: list[Annotated[int, Field(ge=1, le=64)]] = []
+    """Candidates drafted for each position of a round, such as [3, 2]; one for the positions behind. Drafters with
+    weights, verifier coupled, on a CPU."""
 
     @model_validator(mode="after")
     def _ranges_are_not_empty(self) -> Self:
         try:
-            read_options(self.model_dump(exclude={*_DrafterFields.model_fields, "length"}))
+            read_options(self.model_dump(exclude={*_DrafterFields.model_fields, "length", "tree"}))
         except OptionError as error:
             raise FieldError(error.name, error.rule) from error
         has_weights = self.kind in KINDS_WITH_WEIGHTS
@@ -518,6 +521,12 @@ class AppConfig(Section):
                 )
             elif self.engine.kind == "vllm" and num_gpus > 0:
                 yield from self._device_errors(field, num_gpus)
+            elif self.drafter.tree and num_gpus > 0:
+                yield FieldError(
+                    "drafter.tree",
+                    f"is set, but {field} is {num_gpus:g}: trees are drafted on a CPU only. Remove it, or set {field} "
+                    "to 0.",
+                )
             elif self.engine.kind == "torch" and self.engine.cuda_graphs and num_gpus == 0:
                 yield FieldError(
                     "engine.cuda_graphs",
@@ -585,6 +594,11 @@ class AppConfig(Section):
             )
         elif self.engine.kind != "vllm" and "vllm" in self.model_fields_set:
             yield FieldError("vllm", f"is set, but engine.kind is {self.engine.kind}; remove it or set kind to vllm.")
+        if self.engine.kind == "vllm" and self.drafter.tree:  # before a rule that would ask for another verifier
+            yield FieldError(
+                "drafter.tree", "cannot be set for engine.kind vllm, which drafts no trees here. Remove it."
+            )
+            return
         try:
             config = self.engine_config(self.pool_names[0])
             if self.engine.kind == "vllm":

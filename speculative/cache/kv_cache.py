@@ -145,6 +145,10 @@ class KVCache:
         """Keys and values [N, num_kv_heads, head_dim] of one layer at slots [N]."""
         return self.data[layer, 0].index_select(0, slots), self.data[layer, 1].index_select(0, slots)
 
+    def move(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy all layers from slots [N] to others [N], which may be among them."""
+        self.data[:, :, targets] = self.data[:, :, sources]
+
     def read_all(self, slots: Tensor, out: Tensor) -> None:
         """Copy all layers at slots [N] into out [num_layers, 2, N, num_kv_heads, head_dim]."""
         for layer in range(self.shape.num_layers):

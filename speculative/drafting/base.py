@@ -9,6 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from speculative.state.batch import Batch, Int64s, StepInput
+from speculative.state.draft_tree import DraftTree
 from speculative.state.sequence import Sequence
 from speculative.state.token_constraint import Bools
 from speculative.verification.draft_probs import DraftProbs, PointMass, num_rows
@@ -22,12 +23,14 @@ class DraftOutput:
     token_ids: [sum(counts)] int64.
     draft_probs: q, what the drafts were sampled from, row by row.
     repeated: entries whose drafts are deterministic although others' are sampled; they have no rows of q.
+    trees: the shape of each entry's drafts, which stand in the order of its nodes; None = each behind the other.
     """
 
     counts: Int64s
     token_ids: Int64s
     draft_probs: DraftProbs
     repeated: frozenset[int] = frozenset()
+    trees: tuple[DraftTree, ...] | None = None
 
     @classmethod
     def pack(
@@ -63,7 +66,7 @@ class Drafter(Protocol):
     """Guesses the next tokens of every sequence of a batch.
 
     capture: the target's layers whose inputs it reads (the LM head counts as the layer after the last); () where it
-        reads none, and `observe` is not called.
+        reads none.
     state_name: what its state in a handoff must have been made with; "none" where it has no state.
     """
 
@@ -151,8 +154,8 @@ def constrain(batch: Batch, draft: DraftOutput) -> tuple[DraftOutput, dict[int, 
     Only deterministic drafts (point masses) are cut short: they are a function of the prefix. To cut a draft that was
     drawn, because of the token that was drawn, would change the distribution; there the mask makes p(x) = 0, and the
     draft is rejected."""
-    if all(entry.sequence.constraint is None for entry in batch.entries):
-        return draft, {}
+    if draft.trees is not None or all(entry.sequence.constraint is None for entry in batch.entries):
+        return draft, {}  # what a tree's tokens are followed by is known once there is a way through it
     drafts = draft.per_entry()
     masks = allowed_masks(batch, drafts)
     all_deterministic = isinstance(draft.draft_probs, PointMass)

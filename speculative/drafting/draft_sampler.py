@@ -17,7 +17,7 @@ from speculative.sampling.probs import LastRows, SamplingRows
 from speculative.sampling.rng import Float64s, Purpose, uniforms
 from speculative.state.batch import Int64s
 from speculative.state.sequence import Sequence
-from speculative.verification.coupled import NoiseRows
+from speculative.verification.coupled import NoiseRows, largest
 from speculative.vocabulary.ops import VocabularyOps
 
 
@@ -106,6 +106,22 @@ class DraftSampler:
             rows = draft_round.noise._replace(positions=draft_round.noise.positions[offset])
             columns = self._ops.choose(probs, columns, rows, self._ids, self.vocab_size)
         return SampledDrafts(columns, probs)
+
+    def candidates(self, sequences: Sequences[Sequence], logits: Tensor, offset: int, count: int) -> Tensor:
+        """[E, count] int64, the columns that are the best candidates for draft number `offset` of each sequence, the
+        best one first; logits as for `draw`."""
+        rows, greedy = self.rows_of(sequences, logits.device), [own.params.greedy for own in sequences]
+        processed = self._ops.process(logits.float(), rows)
+        if not self.sampled or all(greedy):
+            return processed.topk(count).indices
+        seeds = np.array([own.request.seed for own in sequences], np.uint64).view(np.int64)
+        positions = np.array([len(own.tokens) + offset for own in sequences])
+        keys = torch.from_numpy(seeds).to(logits.device), torch.from_numpy(positions).to(logits.device)
+        probs = self._ops.target_probs(processed, rows)
+        columns = largest(probs, keys, self._ops.host, ids=self._ids, vocab_size=self.vocab_size, count=count)
+        if any(greedy):
+            columns[rows.greedy] = processed[rows.greedy].topk(count).indices
+        return columns
 
     def over_vocabulary(self, logits: Tensor) -> Tensor:
         """Logits [E, W] of the drafter's vocabulary -> [E, V] of the target's; -inf where it has no column."""

@@ -67,6 +67,9 @@ class GraphStep:
         sampler: of the engine.
         max_model_len: tokens of the longest sequence.
         operators: of the engine.
+
+    Raises:
+        ConfigError: drafts are to be trees.
     """
 
     def __init__(
@@ -79,6 +82,8 @@ class GraphStep:
         max_model_len: int,
         operators: GraphOperators,
     ) -> None:
+        if config.drafter.tree:
+            raise ConfigError("drafter.tree: trees are drafted on a CPU only, without cuda_graphs; remove it.")
         self.buckets = Buckets.of(config.max_num_seqs, config.drafter.max_drafts, config.drafter.num_draft_tokens)
         self.capturer = Capturer(decoder.device)
         self._config = config

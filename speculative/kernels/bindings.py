@@ -258,6 +258,9 @@ class Kernels:
         self._noise = library.truespec_noise
         self._noise.argtypes = [c_int64, c_int64, c_void_p, c_void_p, c_void_p]
         self._noise.restype = None
+        self._choose = library.truespec_choose
+        self._choose.argtypes = [c_int64, c_int64, *[c_void_p] * 4, c_int64, c_void_p, c_int64]
+        self._choose.restype = None
         for function in (self._draft_layer, self._draft_round, self._distributions, self._draw, self._draw_residual):
             function.restype = None
         self._uniforms.restype = None
@@ -552,6 +555,25 @@ class Kernels:
         out = torch.empty((len(seeds), vocab_size), dtype=torch.float64)
         self._noise(*out.shape, seeds.data_ptr(), positions.data_ptr(), out.data_ptr())
         return out
+
+    def choose(self, probs: Tensor, ids: Tensor | None, seeds: Tensor, positions: Tensor, count: int = 1) -> Tensor:
+        """The columns of distributions [R, W] float32 with the largest log p + noise, the largest first.
+
+        Args:
+            probs: need not be normalised.
+            ids: [W] int64, the tokens of the columns; None where they are the columns.
+            seeds: [R] int64, as for `gumbel` of rng.py. positions: the same.
+            count: columns to return.
+
+        Returns:
+            [R, count] int64; 0 where fewer columns than that have mass.
+        """
+        probs, seeds, positions = probs.contiguous(), seeds.contiguous(), positions.contiguous()
+        columns = torch.empty((len(probs), count), dtype=torch.int64)
+        tokens = None if ids is None else ids.data_ptr()
+        keys = seeds.data_ptr(), positions.data_ptr()
+        self._choose(*probs.shape, probs.data_ptr(), tokens, *keys, count, columns.data_ptr(), torch.get_num_threads())
+        return columns.clamp_(min=0)
 
     def uniforms(self, seeds: Uint64s, rounds: Uint64s, offsets: Uint64s, purposes: Uint64s) -> Float64s:
         """Implement `uniforms` of rng.py for contiguous arrays [R]."""

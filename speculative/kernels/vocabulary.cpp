@@ -406,36 +406,143 @@ double uniform_of(uint64_t seed, uint32_t c0, uint32_t c1, uint32_t c2) {
 
 namespace {
 
-// The uniforms of the coupled verifier's noise, as in rng.py: two tokens for each counter.
+constexpr int kLanes = 16;
+constexpr uint32_t kNoise = 4;  // the purpose
+
+// What Philox makes of the counters (pair, position, kNoise, 0): words [4][kLanes].
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__)
+struct Product {
+    __m512i high, low;
+};
+
+inline Product product(__m512i words, __m512i by) {
+    const __m512i even = _mm512_mul_epu32(words, by), odd = _mm512_mul_epu32(_mm512_srli_epi64(words, 32), by);
+    return {_mm512_mask_blend_epi32(0xAAAA, _mm512_srli_epi64(even, 32), odd),
+            _mm512_mask_blend_epi32(0xAAAA, even, _mm512_slli_epi64(odd, 32))};
+}
+
+inline __m512i all(uint32_t word) { return _mm512_set1_epi32(static_cast<int>(word)); }
+
+void philox(uint64_t seed, uint32_t position, const uint32_t* pairs, uint32_t words[4][kLanes]) {
+    __m512i c0 = _mm512_loadu_si512(pairs), c1 = all(position), c2 = all(kNoise), c3 = _mm512_setzero_si512();
+    uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
+    for (int round = 0; round < 10; ++round) {
+        const Product first = product(c0, all(0xD2511F53)), second = product(c2, all(0xCD9E8D57));
+        c0 = _mm512_xor_si512(_mm512_xor_si512(second.high, c1), all(k0));
+        c1 = second.low;
+        c2 = _mm512_xor_si512(_mm512_xor_si512(first.high, c3), all(k1));
+        c3 = first.low;
+        k0 += 0x9E3779B9;
+        k1 += 0xBB67AE85;
+    }
+    _mm512_storeu_si512(words[0], c0);
+    _mm512_storeu_si512(words[1], c1);
+    _mm512_storeu_si512(words[2], c2);
+    _mm512_storeu_si512(words[3], c3);
+}
+#else
+void philox(uint64_t seed, uint32_t position, const uint32_t* pairs, uint32_t words[4][kLanes]) {
+    uint32_t *c0 = words[0], *c1 = words[1], *c2 = words[2], *c3 = words[3];
+    for (int lane = 0; lane < kLanes; ++lane) {
+        c0[lane] = pairs[lane];
+        c1[lane] = position;
+        c2[lane] = kNoise;
+        c3[lane] = 0;
+    }
+    uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
+    for (int round = 0; round < 10; ++round) {
+        for (int lane = 0; lane < kLanes; ++lane) {
+            const uint64_t first = c0[lane] * uint64_t{0xD2511F53}, second = c2[lane] * uint64_t{0xCD9E8D57};
+            c0[lane] = static_cast<uint32_t>(second >> 32) ^ c1[lane] ^ k0;
+            c1[lane] = static_cast<uint32_t>(second);
+            c2[lane] = static_cast<uint32_t>(first >> 32) ^ c3[lane] ^ k1;
+            c3[lane] = static_cast<uint32_t>(first);
+        }
+        k0 += 0x9E3779B9;
+        k1 += 0xBB67AE85;
+    }
+}
+#endif
+
+// The uniforms of the coupled verifier's noise, as in rng.py, of kLanes pairs of tokens: those of the first tokens, then
+// those of the second ones.
+void noise_of(uint64_t seed, uint32_t position, const uint32_t* pairs, double* first_ones, double* second_ones) {
+    uint32_t words[4][kLanes];
+    philox(seed, position, pairs, words);
+    for (int lane = 0; lane < kLanes; ++lane) {
+        first_ones[lane] = unit_of(words[0][lane], words[1][lane]);
+        second_ones[lane] = unit_of(words[2][lane], words[3][lane]);
+    }
+}
+
+// The uniforms of tokens begin to begin + 2 kLanes, of which begin is even, in order.
+void noise_from(uint64_t seed, uint32_t position, int64_t begin, double* drawn) {
+    uint32_t pairs[kLanes];
+    double first_ones[kLanes], second_ones[kLanes];
+    for (int lane = 0; lane < kLanes; ++lane) pairs[lane] = static_cast<uint32_t>(begin / 2 + lane);
+    noise_of(seed, position, pairs, first_ones, second_ones);
+    for (int lane = 0; lane < kLanes; ++lane) {
+        drawn[2 * lane] = first_ones[lane];
+        drawn[2 * lane + 1] = second_ones[lane];
+    }
+}
+
 void noise_row(uint64_t seed, uint32_t position, int64_t size, double* out) {
-    constexpr int kLanes = 16;
-    constexpr uint32_t kNoise = 4;  // the purpose
     for (int64_t begin = 0; begin < size; begin += 2 * kLanes) {
-        uint32_t c0[kLanes], c1[kLanes], c2[kLanes], c3[kLanes];
         double drawn[2 * kLanes];
-        for (int lane = 0; lane < kLanes; ++lane) {
-            c0[lane] = static_cast<uint32_t>(begin / 2 + lane);
-            c1[lane] = position;
-            c2[lane] = kNoise;
-            c3[lane] = 0;
-        }
-        uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
-        for (int round = 0; round < 10; ++round) {
-            for (int lane = 0; lane < kLanes; ++lane) {
-                const uint64_t first = c0[lane] * uint64_t{0xD2511F53}, second = c2[lane] * uint64_t{0xCD9E8D57};
-                c0[lane] = static_cast<uint32_t>(second >> 32) ^ c1[lane] ^ k0;
-                c1[lane] = static_cast<uint32_t>(second);
-                c2[lane] = static_cast<uint32_t>(first >> 32) ^ c3[lane] ^ k1;
-                c3[lane] = static_cast<uint32_t>(first);
-            }
-            k0 += 0x9E3779B9;
-            k1 += 0xBB67AE85;
-        }
-        for (int lane = 0; lane < kLanes; ++lane) {
-            drawn[2 * lane] = unit_of(c0[lane], c1[lane]);
-            drawn[2 * lane + 1] = unit_of(c2[lane], c3[lane]);
-        }
+        noise_from(seed, position, begin, drawn);
         std::memcpy(out + begin, drawn, std::min<int64_t>(2 * kLanes, size - begin) * sizeof(double));
+    }
+}
+
+// The uniforms of `count` tokens, at most 2 kLanes.
+void noise_at(uint64_t seed, uint32_t position, const int64_t* tokens, int64_t count, double* drawn) {
+    for (int64_t begin = 0; begin < count; begin += kLanes) {
+        uint32_t pairs[kLanes] = {};
+        double first_ones[kLanes], second_ones[kLanes];
+        const int64_t own = std::min<int64_t>(kLanes, count - begin);
+        for (int64_t lane = 0; lane < own; ++lane) pairs[lane] = static_cast<uint32_t>(tokens[begin + lane] / 2);
+        noise_of(seed, position, pairs, first_ones, second_ones);
+        for (int64_t lane = 0; lane < own; ++lane) {
+            drawn[begin + lane] = tokens[begin + lane] % 2 ? second_ones[lane] : first_ones[lane];
+        }
+    }
+}
+
+// The columns with the `count` largest log p + noise of one row, the largest first; -1 where p is 0 in all others.
+//
+// With u the uniform of a token its noise is -log(-log u), and -log u >= 1 - u, so log p + noise <= log(p / (1 - u)):
+// what cannot be among the largest by that needs no logarithm.
+void choose_row(const float* probs, int64_t width, const int64_t* ids, uint64_t seed, uint32_t position, int64_t count,
+                int64_t* columns, double* scores) {
+    std::fill(columns, columns + count, -1);
+    std::fill(scores, scores + count, -INFINITY);
+    double least = 0;  // exp of the last score, and a little less: scores are rounded
+    for (int64_t begin = 0; begin < width; begin += 2 * kLanes) {
+        const int64_t own = std::min<int64_t>(2 * kLanes, width - begin);
+        const float* p = probs + begin;
+        float highest = 0;
+        for (int64_t i = 0; i < own; ++i) highest = std::max(highest, p[i]);
+        if (!(highest > 0)) continue;
+        double drawn[2 * kLanes];
+        if (ids) noise_at(seed, position, ids + begin, own, drawn);
+        else noise_from(seed, position, begin, drawn);
+        uint32_t may_win = 0;
+        for (int64_t i = 0; i < own; ++i) may_win |= uint32_t{p[i] > least * (1 - drawn[i])} << i;
+        for (; may_win; may_win &= may_win - 1) {
+            const int64_t i = __builtin_ctz(may_win);
+            if (!(p[i] > 0)) continue;
+            const double score = static_cast<double>(std::log(p[i])) - std::log(-std::log(drawn[i]));
+            if (!(score > scores[count - 1])) continue;
+            int64_t place = count - 1;
+            for (; place > 0 && score > scores[place - 1]; --place) {
+                scores[place] = scores[place - 1];
+                columns[place] = columns[place - 1];
+            }
+            scores[place] = score;
+            columns[place] = begin + i;
+            least = std::exp(scores[count - 1]) * (1 - 1e-4);
+        }
     }
 }
 
@@ -623,6 +730,19 @@ void truespec_noise(int64_t num_rows, int64_t size, const int64_t* seeds, const 
     for (int64_t r = 0; r < num_rows; ++r) {
         noise_row(static_cast<uint64_t>(seeds[r]), static_cast<uint32_t>(positions[r]), size, out + r * size);
     }
+}
+
+// Of each row of probs [num_rows, width] the columns [num_rows, count] with the largest log p + noise, the largest first;
+// -1 where all other p are 0. ids [width]: the tokens of the columns, or null where they are the columns.
+void truespec_choose(int64_t num_rows, int64_t width, const float* probs, const int64_t* ids, const int64_t* seeds,
+                     const int64_t* positions, int64_t count, int64_t* columns, int64_t num_threads) {
+    in_threads(std::min(num_rows, num_threads), [&](int64_t thread, int64_t threads) {
+        std::vector<double> scores(count);
+        for (int64_t r = thread; r < num_rows; r += threads) {
+            choose_row(probs + r * width, width, ids, static_cast<uint64_t>(seeds[r]), static_cast<uint32_t>(positions[r]),
+                       count, columns + r * count, scores.data());
+        }
+    });
 }
 
 const Place kVocabularyPlaces[] = {

@@ -106,10 +106,12 @@ class DynamicLength(DraftLength):
     Args:
         most: tokens that a drafter makes for a sequence.
         most_repeated: tokens of a repeated passage that are drafted in a model's place where they promise more.
+        rows: of a step that 0, 1, ... drafts take, one behind the other with all their siblings; None = one each.
     """
 
-    def __init__(self, most: int, most_repeated: int = 0) -> None:
+    def __init__(self, most: int, most_repeated: int = 0, rows: Sequences[int] | None = None) -> None:
         self._most, self._passages = most, Passages(most_repeated)
+        self._rows = rows or range(most + 1)
         self._costs: dict[int, StepCost] = {}  # by the number of binary digits of the number of sequences
         self._expected_rates: ExpectedRates = (), ()
         self.restart()
@@ -229,9 +231,10 @@ class DynamicLength(DraftLength):
                 history = self._requests.get(entry.sequence.request.request_id)
                 if history is None or result.fault is not None or result.num_drafted == 0:
                     continue
-                num_drafts += result.num_drafted
                 if step.repeats and self._passages.observe(entry.sequence, result):
+                    num_drafts += result.num_drafted
                     continue
+                num_drafts += self._rows[result.num_drafted]
                 counts.append(result.num_drafted)
                 wanted = self._note_probabilities(entry, step, result)
                 for rates in (history.rates, self._rates[entry.sequence.params.greedy]):
@@ -331,7 +334,8 @@ class DynamicLength(DraftLength):
         return sum(len(sequence.tokens) for sequence in self._decoding)
 
     def _expected(self, drafts: Iterator[tuple[int, bool]]) -> tuple[list[float], list[float]]:
-        """Drafts made, and the longest, [M + 1] each, if 0, 1, ... M are given out in this order and some end early.
+        """Rows of the drafts made, and the longest, [M + 1] each, if 0, 1, ... M are given out in this order and some
+        end early.
 
         drafts: position, and whether the request is greedy.
         """
@@ -341,7 +345,7 @@ class DynamicLength(DraftLength):
         made, longest = [0.0], [0.0]
         for position, greedy in drafts:
             chance = chances[greedy][position]
-            made.append(made[-1] + chance)
+            made.append(made[-1] + chance * (self._rows[position + 1] - self._rows[position]))
             longest.append(longest[-1] + chance * none_there[position])
             none_there[position] *= 1 - chance
         return made, longest
@@ -360,10 +364,11 @@ class DynamicLength(DraftLength):
         lengths = [self._lengths[sequence.request.request_id] for sequence in sequences]
         cost, context = self._cost(len(self._decoding)), self._context()
         gained = [self._expected_tokens(one, length) for one, length in zip(sequences, lengths, strict=True)]
-        tokens, num_drafts = len(self._decoding) + sum(gained), sum(lengths)  # of the step, as it is planned so far
+        tokens = len(self._decoding) + sum(gained)  # of the step, as it is planned so far
+        num_drafts = sum(self._rows[length] for length in lengths)
         for index, chances in found.items():
             others = max((*lengths[:index], *lengths[index + 1 :]), default=0)
-            least = num_drafts - lengths[index]
+            least = num_drafts - self._rows[lengths[index]]
             drafts = [num_drafts, *range(least + 1, least + 1 + len(chances))]
             longest = [max(lengths)] + [others] * len(chances)
             now, *then = cost.seconds(len(self._decoding), drafts, longest, context)
@@ -441,4 +446,4 @@ def make_draft_length(config: DrafterConfig) -> DraftLength:
     """The configured policy."""
     if config.length != "dynamic":
         return DraftLength()
-    return DynamicLength(config.num_draft_tokens, config.max_repeated)
+    return DynamicLength(config.num_draft_tokens, config.max_repeated, config.rows_of_drafts)

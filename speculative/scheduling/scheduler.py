@@ -54,6 +54,7 @@ class Scheduler:
         self._contract = contract
         self.draft_length = draft_length or DraftLength()
         self._most_drafts = config.drafter.max_drafts
+        self._rows_of_drafts = config.drafter.rows_of_drafts
         self.drafter_reads_features = False
         self.speculation = Speculation.ON
         self.weight_version = DEFAULT_VERSION
@@ -130,8 +131,8 @@ class Scheduler:
         budget = self._config.max_batched_tokens - len(decoding)
         entries = []
         for sequence in decoding:
-            max_drafts = self._fit_drafts(sequence, budget) if self._most_drafts else 0
-            budget -= max_drafts
+            max_drafts, num_rows = self._fit_drafts(sequence, budget) if self._most_drafts else (0, 0)
+            budget -= num_rows
             entries.append(Entry(sequence, 1, max_drafts, True))
         for sequence in sorted(prefilling, key=lambda seq: (seq.scores_only, self._waiting.due_at(seq))):
             if budget > 0:
@@ -218,19 +219,18 @@ class Scheduler:
         sequence.blocks.extend(blocks or ())
         return blocks is not None
 
-    def _fit_drafts(self, sequence: Sequence, budget: int) -> int:
-        """Return how many drafts fit. The one place that combines, per sequence, the drafter's setting, the request's
-        own choice, what pays, the length limits, the token budget and the free blocks."""
+    def _fit_drafts(self, sequence: Sequence, budget: int) -> tuple[int, int]:
+        """Return how many drafts fit, and their rows. The one place that combines, per sequence, the drafter's setting,
+        the request's own choice, what pays, the length limits, the token budget and the free blocks."""
         on_trial = self.speculation is Speculation.CANARY and sequence.request.canary
         if not sequence.params.speculate or not (self.speculation is Speculation.ON or on_trial):
-            return 0
+            return 0, 0
         wanted = self.draft_length.max_drafts(sequence, self._most_drafts)
-        if wanted == 0:
-            return 0
-        fits = min(sequence.num_drafts_that_fit(wanted, self._max_model_len), budget)
-        while fits > 0 and not self._grow(sequence, 1 + fits):
+        rows = range(wanted + 1) if self.draft_length.repeated(sequence) else self._rows_of_drafts
+        fits = sequence.num_drafts_that_fit(wanted, self._max_model_len)
+        while fits > 0 and (rows[fits] > budget or not self._grow(sequence, 1 + rows[fits])):
             fits -= 1
-        return max(fits, 0)
+        return fits, rows[fits]
 
     def invalidate_cache(self) -> None:
         """Drop what was computed: all running sequences restart from their tokens, and the prefix cache is emptied.

@@ -17,7 +17,8 @@ _BELIEF = 2.0  # steps that the regression counts as, for a number of rows that 
 class Work:
     """The work of a step.
 
-    longest: drafts that a drafter made for one sequence; 0 where it made none.
+    num_drafts: rows that all drafts take.
+    longest: drafts that a drafter made for one sequence, one behind the other; 0 where it made none.
     context: tokens of all its sequences.
     num_missed: tokens that the drafter had to catch up with.
     """

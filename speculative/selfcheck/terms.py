@@ -15,8 +15,9 @@ sum(p^2), each Z lies within [-1, 1] and has conditional mean 0:
     r        r(y) - sum(r^2)                                what replaces a deterministic draft
 
 The coupled verifier chooses x and y with one noise, so it has no a, b, f, g; and since a position that is drafted again
-sees its noise again, its drafts count only where the round came. Deterministic drafts (point masses) leave a = b = c
-and make a_prime and e vanish. In block verification the terms of a round are taken together: how far it comes depends
+sees its noise again, its drafts count only where the round came. Of a tree of drafts only d is left: which of them is
+judged depends on what the target chose. Deterministic drafts (point masses) leave a = b = c and make a_prime and e
+vanish. In block verification the terms of a round are taken together: how far it comes depends
 on all of its accept uniforms, and the mean is 0 over the round as a whole.
 
 Nothing is taken where the outcome is as good as certain (`LEAST_SPREAD`, `LEAST_RESIDUAL`): it follows from p and q
@@ -40,7 +41,7 @@ from speculative.selfcheck.eprocess import ROUNDING, STAKES
 from speculative.state.batch import Terms
 from speculative.verification.base import VerifyInput, VerifyOutput, residual
 from speculative.verification.block import running_ratio, survival
-from speculative.verification.draft_probs import Dense, PointMass, SubVocabulary
+from speculative.verification.draft_probs import Candidates, Dense, PointMass, SubVocabulary
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -61,11 +62,13 @@ class TermScope:
     verifier: of the entries that are not coupled.
     counted: [E] bool, entries whose terms count: chosen before anything of the step was drawn.
     coupled: [E] bool, entries that the coupled verifier judges; None where it judges none.
+    all_coupled: it is known to judge all of them.
     """
 
     verifier: Literal["token_wise", "block"]
     counted: Tensor
     coupled: Tensor | None = None
+    all_coupled: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,14 +105,18 @@ def take_terms(step: VerifyInput, verified: VerifyOutput, emitted: Tensor, scope
         for name, (values, where) in _of_distributions(step, facts, chosen_twice=False).items():
             found[f"coupled_{name}"] = (values, where & counts & coupled & facts.reached)
         counts = counts & ~coupled
-    of_rejection, rows = _of_rejection(step, verified, emitted, facts, scope.verifier)
-    for name, (values, where) in of_rejection.items():
-        found[name] = (values, where & counts)
-    if scope.coupled is not None:
-        rows = torch.where(coupled, torch.nan, rows)
-    reached_drafts = torch.where(facts.reached & step.judged, facts.overlap, 0.0)
-    achievable = reached_drafts.nan_to_num().sum(dtype=torch.float64)
-    return Terms(tuple(found), _sum_up(list(found.values())), achievable, rows)
+    rows = torch.full((3, len(emitted)), torch.nan, dtype=torch.float64, device=emitted.device)
+    if not scope.all_coupled:
+        of_rejection, rows = _of_rejection(step, verified, emitted, facts, scope.verifier)
+        for name, (values, where) in of_rejection.items():
+            found[name] = (values, where & counts)
+        if scope.coupled is not None:
+            rows = torch.where(coupled, torch.nan, rows)
+    # Of the drafts in a tree no more would have been accepted: the target's choice was among them or not.
+    achievable = facts.accepted.double() if isinstance(step.draft_probs, Candidates) else facts.overlap
+    reached_drafts = torch.where(facts.reached & step.judged, achievable, 0.0)
+    total = reached_drafts.nan_to_num().sum(dtype=torch.float64)
+    return Terms(tuple(found), _sum_up(list(found.values())), total, rows)
 
 
 def _gather_facts(step: VerifyInput, verified: VerifyOutput, emitted: Tensor) -> _Facts:
@@ -148,7 +155,7 @@ def _of_distributions(step: VerifyInput, facts: _Facts, *, chosen_twice: bool) -
     found = {"d": (_minus(facts.p_emitted, facts.square_p), facts.reached & _is_open(facts.square_p))}
     drawn = isinstance(step.draft_probs, Dense | SubVocabulary)
     judged = step.judged & _is_undecided(facts.overlap)
-    if drawn or not chosen_twice:
+    if drawn or not (chosen_twice or isinstance(step.draft_probs, Candidates)):
         ratio = facts.q_emitted / facts.p_emitted.clamp(min=torch.finfo(facts.p_emitted.dtype).tiny)
         found["c"] = (_minus(ratio.clamp(max=1.0), facts.overlap), judged & facts.reached & (facts.p_emitted > 0))
     if drawn:

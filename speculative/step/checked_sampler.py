@@ -85,13 +85,13 @@ class CheckedSampler:
 
     def _check_on_device(self, step_input: StepInput, sampled: SampledStep, *, checked: bool) -> DeviceChecks:
         given, verified, token_ids, params = sampled.given, sampled.verified, sampled.token_ids, sampled.params
-        device, ops = token_ids.device, self.sampler.ops
+        device, ops, coupled = token_ids.device, self.sampler.ops, sampled.coupled
         outside = outside_filters(sampled.adjusted, params, token_ids)
         broken = ops.broken_rows(given, verified, token_ids, sampled.processed.amax(dim=-1), outside)
         counted, terms = self.self_check.counted(step_input.sampled_entries, checked=checked), None
         if checked:
-            coupled = torch.from_numpy(sampled.coupled).to(device) if sampled.coupled.any() else None
-            scope = TermScope(self._verifier, torch.from_numpy(counted).to(device), coupled)
+            of_whom = torch.from_numpy(coupled).to(device) if coupled.any() else None
+            scope = TermScope(self._verifier, torch.from_numpy(counted).to(device), of_whom, bool(coupled.all()))
             terms = ops.take_terms(given, verified, token_ids, scope).to_host()
         return DeviceChecks(broken.cpu().numpy(), counted, terms)
 

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 
 from speculative.config import EngineConfig
 from speculative.drafting.base import Drafter, DraftOutput, constrain
@@ -12,7 +11,8 @@ from speculative.state.batch import Batch, Entry, SequenceResult, StepOutcome, b
 from speculative.state.token_constraint import Bools
 from speculative.step.checked_sampler import CheckedSampler
 from speculative.step.prompt_scorer import PromptScorer
-from speculative.step.runner import ModelRunner
+from speculative.step.runner import ModelRunner, compute
+from speculative.step.tree_search import TreeSearch
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,7 @@ class EagerStep:
         self.sampler = sampler
         self.scorer = scorer
         self._config = config
+        self._search = TreeSearch(runner, sampler.sampler, config.block_size)
 
     def takes(self, entries: Sequence[Entry]) -> list[bool]:
         """All of them."""
@@ -67,19 +68,18 @@ class EagerStep:
 
     def verify(self, batch: Batch, drafts: Proposal) -> StepOutcome:
         """Run the target over known tokens and drafts, verify and sample, and score what was asked for."""
-        draft = drafts.draft
-        step_input = build_step_input(batch.entries, draft.counts, draft.token_ids, self._config.block_size)
-        hidden, features = self.runner.forward_with_features(step_input, self.drafter.capture)
-        if self.drafter.capture:
-            self.drafter.observe(batch, step_input, features)
+        draft, masks = drafts.draft, drafts.masks
+        if draft.trees is None:
+            step_input = build_step_input(batch.entries, draft.counts, draft.token_ids, self._config.block_size)
+            hidden, features, logits = compute(self.runner, step_input, self.drafter.capture)
+        else:
+            draft, masks, step_input, (hidden, features, logits) = self._search.run(batch, draft, self.drafter.capture)
+        self.drafter.observe(batch, step_input, features)
         outcome = StepOutcome(())
         if step_input.sampled_entries:
-            decoding_only = len(step_input.verify_rows) == len(hidden)
-            rows = hidden if decoding_only else hidden[torch.from_numpy(step_input.verify_rows).to(hidden.device)]
-            logits = self.runner.logits(rows)  # [R, V]
-            masks = [drafts.masks.get(index) for index, entry in enumerate(batch.entries) if entry.samples]
+            own_masks = [masks.get(index) for index, entry in enumerate(batch.entries) if entry.samples]
             repeated = [index in draft.repeated for index, entry in enumerate(batch.entries) if entry.samples]
-            outcome = self.sampler.sample(step_input, logits, draft.draft_probs, masks, np.array(repeated))
+            outcome = self.sampler.sample(step_input, logits, draft.draft_probs, own_masks, np.array(repeated))
         sampled = iter(outcome.results)
         results = [next(sampled) if entry.samples else SequenceResult() for entry in batch.entries]
         for index in drafts.without_q:

@@ -1,5 +1,7 @@
 """Runs the model on one step's rows."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -28,3 +30,26 @@ class ModelRunner:
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [R, V] float32 of chosen rows [R, hidden]."""
         return self._decoder.logits(hidden)
+
+
+class TargetOutput(NamedTuple):
+    """Results of the target for the rows of a step.
+
+    hidden: [N, hidden].
+    features: [N, F], what a drafter reads.
+    logits: [R, V] float32, of the verify rows; none where nothing is sampled.
+    """
+
+    hidden: Tensor
+    features: Tensor
+    logits: Tensor
+
+
+def compute(runner: ModelRunner, step_input: StepInput, capture: tuple[int, ...]) -> TargetOutput:
+    """Run the target over a step's rows; `capture` as for `ModelRunner.forward_with_features`."""
+    hidden, features = runner.forward_with_features(step_input, capture)
+    if not len(step_input.verify_rows):
+        return TargetOutput(hidden, features, hidden[:0])
+    decoding_only = len(step_input.verify_rows) == len(hidden)
+    rows = hidden if decoding_only else hidden[torch.from_numpy(step_input.verify_rows).to(hidden.device)]
+    return TargetOutput(hidden, features, runner.logits(rows))

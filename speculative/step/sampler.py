@@ -1,5 +1,6 @@
 """Samples a step's tokens on the device: from logits to p, from p and drafts to tokens and their logprobs."""
 
+from collections.abc import Sequence as Sequences
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,11 +11,12 @@ from speculative.config import EngineConfig
 from speculative.sampling.logits_processors import adjust
 from speculative.sampling.logprobs import mode_matrix
 from speculative.sampling.probs import LastRows, SamplingRows
-from speculative.state.batch import SequenceResult, StepInput, row_contexts
+from speculative.state.batch import RowContext, SequenceResult, StepInput, row_contexts
+from speculative.state.sequence import Sequence
 from speculative.state.token_constraint import Bools
 from speculative.step.host_copy import Verdicts, copy_to_host, logprobs_to_host, results_per_entry
 from speculative.verification.base import Verifier, VerifyInput, VerifyOutput
-from speculative.verification.coupled import verify_coupled
+from speculative.verification.coupled import largest, verify_coupled
 from speculative.verification.draft_probs import DraftProbs, PointMass
 from speculative.verification.mixed import verify_mixed
 from speculative.verification.rows import VerifyRows
@@ -89,6 +91,37 @@ class Sampler:
         verified = self._verify(given, coupled)
         token_ids = self.ops.emitted_at_rows(verified, given)
         return SampledStep(logits, adjusted, processed, sampling_rows, rows, coupled, given, verified, token_ids)
+
+    def choose(
+        self,
+        sequences: Sequences[Sequence],
+        drafts: Sequences[list[int]],
+        allowed: Sequences[Bools | None],
+        logits: Tensor,
+    ) -> Tensor:
+        """Return what the coupled verifier chooses behind drafts of each sequence, [E] int64.
+
+        Args:
+            sequences: E of them.
+            drafts: of each.
+            allowed: what each one's structure allows there; None where it has none.
+            logits: [E, V] float32, not written to.
+        """
+        adjusted = logits
+        if any(mask is not None for mask in allowed) or any(own.rules is not None for own in sequences):
+            each = zip(sequences, drafts, allowed, strict=True)
+            contexts = [
+                RowContext(own.rules, own.tokens[own.num_prompt :], tuple(said), mask) for own, said, mask in each
+            ]
+            adjusted = adjust(logits, contexts, self.eos_token_ids)
+        rows = self._rows.of([own.params for own in sequences], logits.shape[-1], self._device)
+        processed = self.ops.process(adjusted, rows)
+        if all(own.params.greedy for own in sequences):
+            return processed.argmax(dim=-1)
+        seeds = np.array([own.request.seed for own in sequences], np.uint64).view(np.int64)
+        positions = np.array([len(own.tokens) + len(said) for own, said in zip(sequences, drafts, strict=True)])
+        keys = torch.from_numpy(seeds).to(self._device), torch.from_numpy(positions).to(self._device)
+        return largest(self.ops.target_probs(processed, rows), keys, self.ops.host)[:, 0]
 
     def coupled(self, step_input: StepInput) -> Bools:
         """[E] which entries the coupled verifier judges."""

@@ -10,7 +10,6 @@ from torch import Tensor
 from speculative.errors import EngineFault
 from speculative.kernels.bindings import Kernels
 from speculative.sampling.probs import draw
-from speculative.sampling.rng import gumbel
 from speculative.verification.draft_probs import DraftProbs, PointMass, num_rows
 
 
@@ -79,10 +78,6 @@ class VerifyInput:
     def q_at(self, rows: Tensor) -> Tensor:
         """[len(rows), V] q over the vocabulary; a zero row in last rows, so that the residual there is p itself."""
         return self.draft_probs.at(self.drafts[rows], self.packed[rows], self.probs.shape[1]).to(self.probs.dtype)
-
-    def noise(self) -> Tensor:
-        """[R, V] float64 Gumbel noise of the coupled verifier, a function of (seed, position) alone."""
-        return gumbel(self.seeds, self.positions, self.probs.shape[1], self.host)
 
     def leading(self, survives: Tensor) -> Tensor:
         """[E] how many of each entry's first drafts survive, given [R] bool which survive on their own."""

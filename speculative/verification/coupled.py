@@ -18,7 +18,33 @@ from speculative.verification.base import VerifyInput, VerifyOutput
 
 def verify_coupled(step: VerifyInput) -> VerifyOutput:
     """Accept the drafts that equal the target's own choice."""
-    return accept_choice(step, (step.probs.log() + step.noise()).argmax(dim=-1))
+    return accept_choice(step, largest(step.probs, (step.seeds, step.positions), step.host)[:, 0])
+
+
+def largest(
+    probs: Tensor,
+    keys: tuple[Tensor, Tensor],
+    kernels: Kernels | None = None,
+    *,
+    ids: Tensor | None = None,
+    vocab_size: int | None = None,
+    count: int = 1,
+) -> Tensor:
+    """[R, count] int64, the columns of distributions [R, W] with the largest log p + noise, the largest first.
+
+    Args:
+        probs: as described; a column without mass comes last, if at all.
+        keys: seeds and positions, [R] each, as for `gumbel`.
+        kernels: of a CPU; None = torch.
+        ids: [W] the token of each column, of `vocab_size` tokens; None where it is the column.
+        vocab_size: needed with `ids`.
+        count: columns to return.
+    """
+    if kernels is not None and probs.device.type == "cpu" and probs.dtype == torch.float32:
+        return kernels.choose(probs, ids, *keys, count)
+    noise = gumbel(*keys, vocab_size or probs.shape[1], kernels)
+    scores = probs.log() + (noise if ids is None else noise[:, ids])
+    return scores.argmax(dim=-1, keepdim=True) if count == 1 else scores.topk(count).indices
 
 
 def accept_choice(step: VerifyInput, choice: Tensor) -> VerifyOutput:
@@ -60,6 +86,6 @@ def choose(
 
     ids: [W] the token of each column; None where it is the column. kernels: of the noise.
     """
-    noise = gumbel(rows.seeds, rows.positions, vocab_size, kernels)
-    choice = (probs.log() + (noise if ids is None else noise[:, ids])).argmax(dim=-1)
+    keys = rows.seeds, rows.positions
+    choice = largest(probs, keys, kernels, ids=ids, vocab_size=vocab_size)[:, 0]
     return torch.where(rows.coupled, choice, columns)

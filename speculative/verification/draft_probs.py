@@ -34,6 +34,12 @@ class PointMass:
 
 
 @dataclass(frozen=True, slots=True)
+class Candidates(PointMass):
+    """Drafts that were found in a tree by what the target chose: no statistic may take them for drafts that came before
+    the choice."""
+
+
+@dataclass(frozen=True, slots=True)
 class Dense:
     """Sampled drafts.
 

@@ -248,6 +248,46 @@ def test_a_device_among_those_that_a_replica_has() -> None:
         assert parse_args(args | {"pools": {"monolith": {"num_gpus": num_gpus}}}).engine.device == device
 
 
+COUPLED = {"verifier": "coupled"}
+
+
+@pytest.mark.parametrize(
+    ("tree", "changes", "message"),
+    [
+        ([3, 0], {"engine": COUPLED}, r"drafter\.tree\[1\]: .*greater than or equal to 1"),
+        ([1] * 5, {"engine": COUPLED}, r"drafter\.tree: must have at most num_draft_tokens \(4\) levels"),
+        ([8, 8], {"engine": COUPLED}, r"drafter\.tree: must have at most 64 drafts a round.*; it has 200"),
+        ([3], {"engine": COUPLED, "drafter": {"kind": "ngram"}}, r"drafter\.tree: belongs to the kinds draft_model"),
+        ([3], {}, r"engine\.verifier: must be coupled where drafter\.tree is set"),
+        ([3], {"engine": {"kind": "vllm"}}, r"drafter\.tree: cannot be set for engine\.kind vllm.* Remove it"),
+        ([3], {"engine": {"cuda_graphs": True, **COUPLED}}, r"engine\.cuda_graphs: .* Remove it"),
+        (
+            [3],
+            {"engine": COUPLED, "pools": {"prefill": {"num_gpus": 1}}},
+            r"drafter\.tree: is set, but pools\.prefill\.num_gpus is 1: .* CPU only\. Remove it",
+        ),
+        (
+            [3, 2],
+            {"engine": {"max_num_seqs": 64, "max_batched_tokens": 1024, **COUPLED}},
+            r"engine\.max_batched_tokens: must be at least .* the 21 drafts of a tree\) = 1408",
+        ),
+    ],
+)
+def test_trees_that_cannot_be_drafted_are_refused(tree: list[int], changes: dict[str, Any], message: str) -> None:
+    """One error each, so that no advice contradicts another."""
+    drafter = {"drafter": {"kind": "eagle3", "model": "smollm2-135m-eagle3"}, **changes}["drafter"]
+    with pytest.raises(ConfigError) as caught:
+        parse_args({"model": {"source": "m"}, **changes, "drafter": {**drafter, "tree": tree}})
+    lines = [line for line in str(caught.value).splitlines() if "pools.decode" not in line]
+    assert len(lines) == 1 and re.match(rf"args\.{message}", lines[0]), lines
+
+
+def test_a_tree_reaches_the_engine() -> None:
+    drafter = {"kind": "eagle3", "model": "smollm2-135m-eagle3", "tree": [3, 2]}
+    config = parse_args({"model": {"source": "m"}, "engine": COUPLED, "drafter": drafter}).engine_config("decode")
+    assert (config.drafter.tree, config.drafter.max_rows, config.drafter.max_drafts) == ((3, 2), 21, 4)
+
+
 def test_graphs_without_a_gpu_are_refused() -> None:
     pools = {"prefill": {"num_gpus": 1}}
     for graphs in (None, False, True):

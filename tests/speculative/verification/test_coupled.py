@@ -10,6 +10,7 @@ from speculative.config import DrafterConfig, EngineConfig
 from speculative.drafting.base import Drafter, DraftOutput, NoDrafter, WeightlessDrafter
 from speculative.engine import EngineCore
 from speculative.request import Request, SamplingParams
+from speculative.sampling.rng import gumbel
 from speculative.state.batch import Batch
 from speculative.state.token_constraint import Bools
 from speculative.verification.base import VerifyInput, VerifyOutput
@@ -121,7 +122,7 @@ def perturbed_gap(folder: Path, request: Request, emitted: list[int]) -> float:
     engine.add(request, emitted=emitted)
     while not seen:
         engine.step()
-    best = (seen[0].probs.double().log() + seen[0].noise())[0].topk(2).values
+    best = (seen[0].probs.double().log() + gumbel(seen[0].seeds, seen[0].positions, 64))[0].topk(2).values
     return float(best[0] - best[1])
 
 

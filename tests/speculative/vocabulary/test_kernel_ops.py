@@ -4,8 +4,11 @@ rest with torch's operators."""
 import pytest
 import torch
 
+from speculative.kernels.library import cpu_kernels
 from speculative.request import SamplingParams
 from speculative.sampling.probs import SamplingRows
+from speculative.sampling.rng import gumbel
+from speculative.verification.coupled import largest
 from speculative.vocabulary.ops import TorchOps
 from tests.support.judged_rows import VOCABULARY, generator, scene, step_of
 from tests.support.vocabulary import CPU_OPS, needs_kernels
@@ -32,6 +35,26 @@ def test_distributions(size: int) -> None:
     assert (ours.double().sum(dim=-1) - 1).abs().max() < 1e-6
     assert torch.equal(ours[[1, 3]], theirs[[1, 3]])
     assert torch.equal(ours[2] > 0, theirs[2] > 0), "what is filtered out has no mass"
+
+
+@pytest.mark.parametrize("size", [2, 31, 33, 1000, 49153])
+def test_the_largest_with_noise(size: int) -> None:
+    """By definition: all scores, sorted. Ids of a part of the vocabulary keep the noise of their tokens."""
+    keys = torch.randint(-(2**62), 2**62, (8,), generator=generator(3)), torch.arange(8) * 1_000_003
+    noise = gumbel(*keys, size)
+    ids = torch.randperm(size, generator=generator(4))[: size // 2 + 1].sort().values
+    for part in (None, ids):
+        width = size if part is None else len(part)
+        probs = (torch.randn(8, width, generator=generator(5)) * torch.linspace(0, 9, 8)[:, None]).softmax(-1)
+        probs[2, ::2] = 0.0
+        probs[3] = torch.eye(width)[width // 2]
+        scores = probs.log() + (noise if part is None else noise[:, part])
+        for count in (1, min(4, width)):
+            found = largest(probs, keys, cpu_kernels(), ids=part, vocab_size=size, count=count)
+            wanted = scores.topk(count).indices
+            has_mass = probs.gather(1, wanted) > 0
+            assert torch.equal(found[has_mass], wanted[has_mass])
+            assert has_mass[:, 0].all() and int(found.min()) >= 0 and int(found.max()) < width
 
 
 @pytest.mark.parametrize("damage", [torch.nan, torch.inf])

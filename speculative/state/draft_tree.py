@@ -1,0 +1,125 @@
+"""Trees of drafts: several candidates for a position, each with drafts of its own behind it.
+
+The nodes of a tree are rows of a step: node 0 is the pending token, node j the draft in row j behind it. They stand in
+preorder, so a node's first candidate is the row behind it, and what follows first candidates only is a chain of rows.
+A row's position in its sequence is that of its parent and one more; it attends to what is computed of the sequence, to
+the rows of its ancestors, and to itself.
+"""
+
+import functools
+from dataclasses import dataclass
+from itertools import accumulate, chain
+from operator import mul
+from typing import Any, NamedTuple
+
+import numpy as np
+
+Int64s = np.ndarray[Any, np.dtype[np.int64]]
+
+
+class Branch(NamedTuple):
+    """Rows of a tree that follow each other, `start` to `stop`, and the rows of the first one's ancestors."""
+
+    start: int
+    stop: int
+    ancestors: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTree:
+    """The shape of a tree.
+
+    parents: of the nodes behind node 0: n, in preorder.
+    """
+
+    parents: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.parents)
+
+    @property
+    def depths(self) -> Int64s:
+        """[n + 1] how many drafts lie on the way to each node, its own included."""
+        return np.array([len(path) for path in _paths(self.parents)], np.int64)
+
+    @property
+    def children(self) -> tuple[tuple[int, ...], ...]:
+        """The candidates behind each node, the first one first."""
+        return _children(self.parents)
+
+    @property
+    def levels(self) -> tuple[tuple[int, ...], ...]:
+        """The nodes of each depth from 1 on, in order."""
+        return _levels(self.parents)
+
+    @property
+    def branches(self) -> tuple[Branch, ...]:
+        """The fewest runs of rows in which each row is the parent of the next."""
+        return _branches(self.parents)
+
+    def path(self, node: int) -> tuple[int, ...]:
+        """The nodes from the first draft to this one; () of node 0."""
+        return _paths(self.parents)[node]
+
+    def to_leaf(self, path: tuple[int, ...]) -> tuple[int, ...]:
+        """The path, and first candidates behind its end."""
+        node = path[-1] if path else 0
+        while self.children[node]:
+            node = self.children[node][0]
+        return self.path(node)
+
+    @classmethod
+    def of_widths(cls, widths: tuple[int, ...]) -> "DraftTree":
+        """Every node of depth d has `widths[d]` candidates behind it."""
+        return _of_widths(widths)
+
+
+def level_sizes(widths: tuple[int, ...]) -> tuple[int, ...]:
+    """The drafts of each level of `DraftTree.of_widths`."""
+    return tuple(accumulate(widths, mul))
+
+
+@functools.cache
+def _of_widths(widths: tuple[int, ...]) -> DraftTree:
+    parents = list[int]()
+
+    def grow(node: int, depth: int) -> None:
+        for _ in range(widths[depth] if depth < len(widths) else 0):
+            parents.append(node)
+            grow(len(parents), depth + 1)
+
+    grow(0, 0)
+    return DraftTree(tuple(parents))
+
+
+@functools.cache
+def _paths(parents: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    paths: list[tuple[int, ...]] = [()]
+    for node, parent in enumerate(parents, 1):
+        paths.append((*paths[parent], node))
+    return tuple(paths)
+
+
+@functools.cache
+def _children(parents: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    children: list[list[int]] = [[] for _ in range(len(parents) + 1)]
+    for node, parent in enumerate(parents, 1):
+        children[parent].append(node)
+    return tuple(map(tuple, children))
+
+
+@functools.cache
+def _levels(parents: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    levels = list[tuple[int, ...]]()
+    level: tuple[int, ...] = (0,)
+    while level := tuple(chain.from_iterable(_children(parents)[node] for node in level)):
+        levels.append(level)
+    return tuple(levels)
+
+
+@functools.cache
+def _branches(parents: tuple[int, ...]) -> tuple[Branch, ...]:
+    starts = [0, *(node for node, parent in enumerate(parents, 1) if parent != node - 1)]
+    stops = [*starts[1:], len(parents) + 1]
+    paths = [() if start == 0 else (0, *_paths(parents)[start][:-1]) for start in starts]
+    return tuple(Branch(*branch) for branch in zip(starts, stops, paths, strict=True))

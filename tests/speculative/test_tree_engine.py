@@ -1,0 +1,551 @@
+"""Engines that draft trees give, bit for bit, what the coupled verifier gives without drafts, whatever happens on the
+way. (Torch's arithmetic rounds differently at other batch shapes; there it is the same within rounding.)"""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from deploy.faults.toy import EvenAndOdd
+from serve_app.text.grammar import StructureCompiler
+from serve_app.text.tokenizer import Tokenizer
+from speculative.config import DrafterConfig
+from speculative.drafting.head_drafters import Eagle3DraftModel
+from speculative.drafting.neural_drafter import ModelDrafter
+from speculative.drafting.tree_drafter import TreeDrafter
+from speculative.engine import EngineCore
+from speculative.errors import ConfigError
+from speculative.kernels import chosen
+from speculative.model.eagle3 import Eagle3Config, Eagle3Head
+from speculative.request import (
+    FinishReason,
+    Request,
+    SamplingParams,
+    Speculation,
+    Structure,
+    TokenDelta,
+    TokenLogprobs,
+)
+from speculative.selfcheck.replayed_draws import Rounds
+from speculative.step.tree_search import TreeSearch
+from speculative.weights import load_weights
+from tests.support.engines import assert_idle, assert_pool_is_whole, load_engine, markov_decoder, settings
+from tests.support.markov_chain import sample, worst_window
+from tests.support.tiny_heads import randomise, write_tiny_head, write_tiny_module
+from tests.support.tiny_models import write_tiny_model
+from tests.support.vocabulary import needs_kernels
+
+VOCAB_SIZE, EOS = 64, 2
+KINDS = ("eagle3", "mtp", "draft_model")
+NO_DRAFTS = DrafterConfig(kind="none")
+PROMPTS = [tuple(3 + (7 * i * j) % 41 for j in range(4 + 9 * i)) for i in range(1, 5)]
+LOOP = tuple([5, 9, 17, 33] * 8)
+SAID = SamplingParams(max_tokens=24, ignore_eos=True, logprobs=2)
+PARAMS = {
+    "greedy": replace(SAID, temperature=0),
+    "sampled": SAID,
+    "filters": replace(SAID, temperature=1.3, top_k=30, top_p=0.9, min_p=0.01),
+    "one left": replace(SAID, top_k=1),
+    "penalties": replace(SAID, temperature=0.7, presence_penalty=0.6, frequency_penalty=0.4, repetition_penalty=1.2),
+    "greedy penalties": replace(SAID, temperature=0, frequency_penalty=0.8, repetition_penalty=1.3),
+    "bad words": replace(SAID, temperature=0.5, bad_words=((9, 9), (17,), (5, 6, 7), (21, 30))),
+    "at least": replace(SAID, ignore_eos=False, min_tokens=9, logit_bias=((EOS, 4.0), (5, 2.0), (9, -3.0))),
+    "stops": replace(SAID, ignore_eos=False, min_tokens=5, stop_token_ids=tuple(range(0, VOCAB_SIZE, 9))),
+    "few allowed": replace(SAID, allowed_token_ids=tuple(range(2, 9))),
+    "prompt": replace(SAID, prompt_logprobs=1, repetition_penalty=1.2),
+    "structured": replace(SAID, ignore_eos=False, structure=Structure("regex", "(even odd)*"), stop_token_ids=(1,)),
+    "no logprobs": replace(SAID, logprobs=None),
+}
+
+
+@dataclass
+class Served:
+    """What one request got; two are equal where a client sees no difference."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish: FinishReason | None = None
+    stopped_at: int | None = None
+    deltas: list[TokenDelta] = field(default_factory=list, compare=False)
+
+    def take(self, delta: TokenDelta) -> None:
+        assert delta.error is None, delta.error
+        self.tokens += delta.token_ids
+        self.logprobs += delta.logprobs or ()
+        self.prompt_logprobs += delta.prompt_logprobs or ()
+        self.finish, self.stopped_at = delta.finish_reason, delta.stop_token_id
+        self.deltas.append(delta)
+
+
+Answers = dict[str, Served]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A target, and what drafts for it; the draft model is the target with noise on its weights."""
+    folder = tmp_path_factory.mktemp("trees")
+    target = write_tiny_model(folder / "target", vocab_size=VOCAB_SIZE, num_hidden_layers=3)
+    near = write_tiny_model(folder / "near", vocab_size=VOCAB_SIZE, num_hidden_layers=3)
+    noise = torch.Generator().manual_seed(5)
+    weights = load_file(near / "model.safetensors")
+    for name, values in weights.items():
+        weights[name] = values + 0.02 * torch.randn(values.shape, generator=noise)
+    save_file(weights, near / "model.safetensors", metadata={"format": "pt"})
+    heads = {"eagle3": write_tiny_head(folder / "eagle3", target), "mtp": write_tiny_module(folder / "mtp", target)}
+    return {"target": target, "draft_model": near, **heads}
+
+
+def make_engine(folders: dict[str, Path], drafter: DrafterConfig, **changes: Any) -> EngineCore:
+    small = {"verifier": "coupled", "kv_cache_tokens": 4096, "max_batched_tokens": 512, "prefix_caching": False}
+    config = settings(**{**small, **changes}, drafter=drafter)
+    return load_engine(folders["target"], config, lambda _: EvenAndOdd(VOCAB_SIZE))
+
+
+def drafting(folders: dict[str, Path], kind: str, tree: tuple[int, ...] = (3, 2), most: int = 4, **changes: Any) -> Any:
+    return DrafterConfig(kind=kind, model=str(folders[kind]), num_draft_tokens=most, tree=tree, **changes)
+
+
+def requests() -> list[Request]:
+    """All kinds, two of each."""
+    return [
+        Request(f"{name}-{number}", PROMPTS[(index + number) % len(PROMPTS)], params, seed=2**63 + 17 * index + number)
+        for number in range(2)
+        for index, (name, params) in enumerate(PARAMS.items())
+    ]
+
+
+def some_requests(**changes: Any) -> list[Request]:
+    params = [replace(PARAMS[name], **changes) for name in ("sampled", "greedy", "penalties", "sampled")]
+    pairs = enumerate(zip(PROMPTS, params, strict=True))
+    return [Request(f"r{index}", prompt, own, seed=index) for index, (prompt, own) in pairs]
+
+
+def step(engine: EngineCore, answers: Answers, most: int = 2000) -> Answers:
+    """Take so many steps, or fewer where no work is left."""
+    for _ in range(most):
+        if not engine.has_work:
+            break
+        for delta in engine.step():
+            answers.setdefault(delta.request_id, Served()).take(delta)
+        assert_pool_is_whole(engine)
+    return answers
+
+
+def serve(engine: EngineCore, wanted: Sequence[Request]) -> Answers:
+    for request in wanted:
+        engine.add(request)
+    answers = step(engine, {})
+    assert_idle(engine)
+    return answers
+
+
+def assert_same(found: Answers, reference: Answers) -> None:
+    assert found.keys() == reference.keys()
+    for name, answer in reference.items():
+        assert found[name].tokens == answer.tokens, name
+        assert found[name] == answer, name
+
+
+def count_moves(engine: EngineCore) -> Counter[str]:
+    """Counts, from now on, the paths through trees that lead over siblings of first candidates."""
+    counts, move = Counter[str](), engine.cache.move
+
+    def counting(sources: torch.Tensor, targets: torch.Tensor) -> None:
+        counts["rows"] += len(sources)
+        move(sources, targets)
+
+    engine.cache.move = counting  # type: ignore[method-assign]
+    return counts
+
+
+def count_rows(owner: Any, name: str, count: Callable[..., int]) -> list[int]:
+    """What `count` gives for each call of this method from now on."""
+    counts, original = list[int](), getattr(owner, name)
+
+    def counting(*args: Any) -> Any:
+        counts.append(count(*args))
+        return original(*args)
+
+    setattr(owner, name, counting)
+    return counts
+
+
+@pytest.fixture(scope="module")
+def without_drafts(folders: dict[str, Path]) -> Callable[..., Answers]:
+    """What requests of all kinds get from an engine without drafts; computed once for each length limit."""
+    known: dict[int | None, Answers] = {}
+
+    def answers(max_model_len: int | None = None) -> Answers:
+        if max_model_len not in known:
+            known[max_model_len] = serve(make_engine(folders, NO_DRAFTS, max_model_len=max_model_len), requests())
+        return known[max_model_len]
+
+    return answers
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "roomy": {},
+    "few blocks": {"kv_cache_tokens": 192, "max_model_len": 120},
+    "the model's limit": {"max_model_len": 44},
+    "prefix cache, larger blocks": {"prefix_caching": True, "block_size": 16},
+    "prompts in chunks": {"max_num_seqs": 3, "max_batched_tokens": 66},
+    "checked": {"self_check_sample_rate": 1.0},
+}
+
+
+@needs_kernels
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_answers_are_those_without_drafts(
+    folders: dict[str, Path], without_drafts: Callable[..., Answers], kind: str, way: str
+) -> None:
+    engine = make_engine(folders, drafting(folders, kind), **WAYS[way])
+    moved = count_moves(engine)
+    assert_same(serve(engine, requests()), without_drafts(WAYS[way].get("max_model_len")))
+    stats = engine.take_stats()
+    assert (stats.violations, stats.alarms) == ({}, {})
+    assert moved["rows"] > 20 and 0 < stats.num_accepted < stats.num_drafted
+    assert (stats.num_preemptions > 0) == (way == "few blocks")
+
+
+TREES: dict[str, tuple[tuple[int, ...], int, dict[str, Any]]] = {
+    "one position": ((6,), 1, {}),
+    "late siblings": ((1, 1, 2), 4, {}),
+    "all levels": ((2, 2, 2, 2), 4, {}),
+    "a chain": ((1,), 4, {}),
+    "likeliest candidates": ((3, 2), 3, {"sampled": False}),
+    "dynamic length": ((3, 2), 4, {"length": "dynamic"}),
+}
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", TREES)
+def test_any_shape_will_do(folders: dict[str, Path], without_drafts: Callable[..., Answers], name: str) -> None:
+    tree, most, changes = TREES[name]
+    drafter = drafting(folders, "draft_model", tree, most, **changes)
+    engine = make_engine(folders, drafter, max_batched_tokens=1024)
+    assert_same(serve(engine, requests()), without_drafts())
+    assert isinstance(engine.drafter, TreeDrafter) and engine.take_stats().num_accepted > 50
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_torchs_arithmetic_agrees_within_rounding(
+    folders: dict[str, Path], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chosen, "cpu_kernels", lambda: None)
+    found = serve(make_engine(folders, drafting(folders, kind)), some_requests())
+    reference = serve(make_engine(folders, NO_DRAFTS), some_requests())
+    for name, answer in reference.items():
+        assert found[name].tokens == answer.tokens
+        pairs = zip(found[name].logprobs, answer.logprobs, strict=True)
+        assert max(abs(one.logprob - other.logprob) for one, other in pairs) < 1e-4
+
+
+@needs_kernels
+def test_repeated_passages_stand_beside_trees(folders: dict[str, Path]) -> None:
+    params = [replace(SAID, temperature=temperature, frequency_penalty=-1.5) for temperature in (0, 0.4, 1)]
+    wanted = [Request(f"l{index}", LOOP[index:], own, seed=index) for index, own in enumerate(params)]
+    wanted += some_requests()
+    for room in (4096, 256):
+        sizes = {"max_model_len": 120, "kv_cache_tokens": room}
+        engine = make_engine(folders, drafting(folders, "mtp", suffix_first=12, length="dynamic"), **sizes)
+        moved = count_moves(engine)
+        found = serve(engine, wanted)
+        assert_same(found, serve(make_engine(folders, NO_DRAFTS, **sizes), wanted))
+        assert max(len(delta.token_ids) for answer in found.values() for delta in answer.deltas) > 6
+        assert moved["rows"] > 0
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_is_stale_near_a_limit(folders: dict[str, Path], kind: str) -> None:
+    longest = max(map(len, PROMPTS))
+    wanted = some_requests(max_tokens=20)
+    reference = serve(make_engine(folders, NO_DRAFTS), wanted)
+    for room in (1, 2, 3, 5, 8):
+        engine = make_engine(folders, drafting(folders, kind), max_model_len=longest + room, block_size=8)
+        for name, answer in serve(engine, wanted).items():
+            own = next(one for one in wanted if one.request_id == name)
+            count = min(20, longest + room - len(own.prompt_token_ids))
+            assert answer.tokens == reference[name].tokens[:count]
+            assert answer.logprobs == reference[name].logprobs[:count]
+        few = serve(make_engine(folders, drafting(folders, kind)), some_requests(max_tokens=room))
+        for name, answer in few.items():
+            assert answer.tokens == reference[name].tokens[:room]
+            assert answer.logprobs == reference[name].logprobs[:room]
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_handoff_goes_on_with_trees_or_without(folders: dict[str, Path], kind: str) -> None:
+    wanted = some_requests(prompt_logprobs=1)
+    reference = serve(make_engine(folders, NO_DRAFTS), wanted)
+    for tree, said in (((3, 2), 0), ((3, 2), 7), ((), 7)):
+        first = make_engine(folders, drafting(folders, kind))
+        then = make_engine(folders, drafting(folders, kind, tree))
+        for request in wanted:
+            first.add(request, prefill_only_after=said)
+        answers = step(first, {})
+        for request in wanted:
+            then.insert(request, first.export(request.request_id))
+        assert_same(step(then, answers), reference)
+        assert then.take_stats().num_accepted > 0
+        assert_idle(then)
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", KINDS)
+def test_blocks_that_are_shared_hold_the_paths_keys_and_values(folders: dict[str, Path], kind: str) -> None:
+    """A second turn finds the first answer in the prefix cache: its blocks were published after the moves."""
+    cached = make_engine(folders, drafting(folders, kind), prefix_caching=True)
+    moved = count_moves(cached)
+    first = serve(cached, some_requests(max_tokens=40))
+    assert moved["rows"] > 10
+    again = [
+        replace(request, prompt_token_ids=(*request.prompt_token_ids, *first[request.request_id].tokens, 7, 8), seed=99)
+        for request in some_requests()
+    ]
+    found = serve(cached, again)
+    assert_same(found, serve(make_engine(folders, NO_DRAFTS), again))
+    drafted_anew = serve(make_engine(folders, drafting(folders, kind)), again)
+    for request in again:
+        deltas, anew = found[request.request_id].deltas, drafted_anew[request.request_id].deltas
+        assert deltas[0].num_cached_tokens > len(request.prompt_token_ids) - 10
+        assert [delta.round for delta in deltas] == [delta.round for delta in anew], "the drafter's rows, too"
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", KINDS)
+def test_company_that_comes_and_goes_changes_nothing(folders: dict[str, Path], kind: str) -> None:
+    """Long prompts are computed in chunks beside trees, and a request is aborted among them."""
+    params = replace(SAID, max_tokens=10, prompt_logprobs=1)
+    long = [Request(f"long{i}", tuple(3 + (11 * i + 5 * j) % 50 for j in range(150)), params, seed=i) for i in range(3)]
+    reference = serve(make_engine(folders, NO_DRAFTS), [*some_requests(), *long])
+    engine = make_engine(folders, drafting(folders, kind), max_num_seqs=6, max_batched_tokens=132, max_model_len=300)
+    num_rows = count_rows(engine.runner, "forward_with_features", lambda rows, capture: len(rows.input_ids))
+    for request in some_requests():
+        engine.add(request)
+    answers = step(engine, {}, most=3)
+    for request in [Request("gone", PROMPTS[2], replace(SAID, max_tokens=200), seed=3), *long]:
+        engine.add(request)
+    step(engine, answers, most=8)
+    assert engine.abort("gone")
+    step(engine, answers)
+    del answers["gone"]
+    assert_same(answers, reference)
+    assert_idle(engine)
+    assert max(num_rows) == 132, "trees and chunks share the token budget"
+
+
+@needs_kernels
+def test_requests_with_one_seed_do_not_get_each_others_noise(folders: dict[str, Path]) -> None:
+    params = [replace(SAID, temperature=temperature) for temperature in (1, 0.7, 0)]
+    wanted = [Request(f"r{i}", PROMPTS[i % 2], params[i % 3], seed=2**64 - 1) for i in range(8)]
+    reference = serve(make_engine(folders, NO_DRAFTS), wanted)
+    for kind in KINDS:
+        assert_same(serve(make_engine(folders, drafting(folders, kind)), wanted), reference)
+
+
+@needs_kernels
+def test_only_those_that_may_speculate_draft_trees(folders: dict[str, Path]) -> None:
+    engine = make_engine(folders, drafting(folders, "draft_model"))
+    engine.scheduler.speculation = Speculation.CANARY
+    wanted = [replace(request, canary=index % 2 == 0) for index, request in enumerate(some_requests())]
+    wanted[2] = replace(wanted[2], params=replace(wanted[2].params, speculate=False))
+    found = serve(engine, wanted)
+    assert_same(found, serve(make_engine(folders, NO_DRAFTS), wanted))
+    drafted = [sum(delta.num_drafted for delta in found[request.request_id].deltas) > 0 for request in wanted]
+    assert drafted == [True, False, False, False]
+
+
+@needs_kernels
+def test_new_weights_in_the_middle(folders: dict[str, Path], tmp_path: Path) -> None:
+    """The rest of each answer is what the new weights say behind the tokens that the old ones said."""
+    other = write_tiny_model(tmp_path / "other", vocab_size=VOCAB_SIZE, num_hidden_layers=3, seed=8)
+    drafter = drafting(folders, "draft_model")
+    engine = make_engine(folders, drafter, prefix_caching=True)
+    for request in some_requests(max_tokens=40):
+        engine.add(request)
+    answers = step(engine, {}, most=7)
+    said = {name: list(answer.tokens) for name, answer in answers.items()}
+    engine.switch(load_weights(other, engine.config, engine.device), "2")
+    step(engine, answers)
+    plain = make_engine({"target": other}, NO_DRAFTS)
+    for request in some_requests(max_tokens=40):
+        plain.add(request, emitted=said[request.request_id])
+    rest = step(plain, {})
+    for name, answer in answers.items():
+        assert 1 < len(said[name]) < 40
+        assert answer.tokens == said[name] + rest[name].tokens
+        assert answer.logprobs[len(said[name]) :] == rest[name].logprobs
+    assert isinstance(engine.drafter, TreeDrafter)
+
+
+@needs_kernels
+def test_structures_are_kept_to_behind_the_drafts_of_a_path(tmp_path: Path) -> None:
+    target = write_tiny_model(tmp_path / "m", vocab_size=512, num_hidden_layers=3, tokenizer=True)
+    compiler = StructureCompiler(target, 512, (EOS,))
+    schema = {"type": "object", "properties": {"a": {"enum": ["rose", "rise"]}}, "required": ["a"]}
+    structures = [
+        Structure("choice", json.dumps(["in the hat", "in the tree", "on the sea at noon"])),
+        Structure("regex", "[a-z ]{9,40}"),
+        Structure("json_schema", json.dumps(schema | {"additionalProperties": False})),
+    ]
+    prompt = tuple(Tokenizer.from_folder(target).encode('the one to the end; in the hat {"a": "rose"}'))
+    wanted = [
+        Request(
+            f"{index}-{temperature}", prompt, SamplingParams(60, temperature=temperature, logprobs=1, structure=own)
+        )
+        for index, own in enumerate(structures)
+        for temperature in (0, 1, 1.5)
+    ]
+    found = []
+    for drafter in (NO_DRAFTS, DrafterConfig(kind="draft_model", model=str(target), num_draft_tokens=2, tree=(8, 4))):
+        sizes = {"verifier": "coupled", "kv_cache_tokens": 4096, "max_batched_tokens": 512}
+        found.append(serve(load_engine(target, settings(drafter=drafter, **sizes), compiler), wanted))
+    assert_same(found[1], found[0])
+    assert sum(answer.finish is FinishReason.STOP for answer in found[0].values()) > 5
+    assert sum(delta.num_accepted for answer in found[1].values() for delta in answer.deltas) > 20
+
+
+def test_texts_follow_the_chain_and_the_self_checks_are_quiet() -> None:
+    """The exact distribution at T = 1, through the real step, with every round checked."""
+    distribution = (1.5 * torch.randn(8, 8, generator=torch.Generator().manual_seed(1))).softmax(-1)
+    decoder = markov_decoder(distribution, num_layers=3)
+    head_config = Eagle3Config(decoder.config, draft_vocab_size=5, target_hidden_size=8).for_target(decoder.config)
+    head = Eagle3Head(head_config, torch.tensor([0, 2, 3, 5, 7]), decoder.embedding, dtype=torch.float32)
+    randomise(head)
+    sizes = {"max_num_seqs": 128, "max_batched_tokens": 4096, "kv_cache_tokens": 8192, "prefix_caching": False}
+    drafter = DrafterConfig(kind="eagle3", model="random", num_draft_tokens=3, tree=(3, 2))
+    config = settings(drafter=drafter, verifier="coupled", self_check_sample_rate=1.0, **sizes)
+    engine = EngineCore(decoder, decoder.config, config, "markov", None, Eagle3DraftModel(head, "random"))
+    samples = sample(engine, (3, 3), 1500, 5)
+    assert worst_window(samples, distribution.double().numpy(), 3) < 5.0
+    stats = engine.take_stats()
+    assert (stats.violations, stats.alarms) == ({}, {})
+    assert stats.checks.keys() == {"coupled_d"}, "which of the drafts is judged depends on what was chosen"
+    assert stats.checks["coupled_d"].num > 3000 and abs(stats.checks["coupled_d"].z) < 4
+    assert 1000 < stats.num_accepted < stats.num_drafted
+    assert stats.expected_accepted == stats.num_accepted
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_replay_draws_the_same_tokens(folders: dict[str, Path], kind: str) -> None:
+    engine, referee = make_engine(folders, drafting(folders, kind)), make_engine(folders, NO_DRAFTS, verifier="block")
+    wanted = [request for request in requests()[: len(PARAMS)] if not request.params.greedy]
+    num_rejected = 0
+    answers = serve(engine, wanted)
+    for request in wanted:
+        deltas = answers[request.request_id].deltas
+        rounds = tuple(delta.round for delta in deltas if delta.round is not None)
+        assert {own.verifier for own in rounds} == {"coupled"} and all(own.draft_probs is None for own in rounds)
+        for own, delta in zip(rounds, deltas, strict=True):
+            assert own.drafts[: delta.num_accepted] == delta.token_ids[: delta.num_accepted]
+            num_rejected += len(own.drafts) == delta.num_accepted + 1
+        tokens, kinds = (tuple(x for delta in deltas for x in part(delta)) for part in (_tokens, _kinds))
+        told = Rounds(len(request.prompt_token_ids), rounds, tokens, kinds)
+        assert told.complete and not list(told.wrong_drafts(greedy=False))
+        whole = (*request.prompt_token_ids, *tokens)
+        params = replace(request.params, prompt_logprobs=None)
+        scored = replace(request, request_id="again", prompt_token_ids=whole, params=params)
+        referee.add(replace(scored, score_from=len(request.prompt_token_ids), draws=told.draws()))
+        (last,) = [delta for delta in step(referee, {})["again"].deltas if delta.replayed is not None]
+        assert {check.kind for check in told.check(last.replayed or ())} == {"choice"}
+        assert max(check.miss for check in told.check(last.replayed or ())) < 1e-4
+    assert num_rejected > 50
+
+
+def _tokens(delta: TokenDelta) -> Sequence[Any]:
+    return delta.token_ids
+
+
+def _kinds(delta: TokenDelta) -> Sequence[Any]:
+    return delta.kinds
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tree_without_siblings_is_a_chain(folders: dict[str, Path], kind: str) -> None:
+    """The same drafts, of which as much is computed: what was right of a round is kept for the next one."""
+    told, work = [], []
+    for tree in ((1, 1), ()):
+        engine = make_engine(folders, drafting(folders, kind, tree))
+        assert isinstance(engine.drafter, ModelDrafter)
+        engine.drafter.draft_loop = None
+        work.append(count_rows(engine.drafter.model, "run", lambda token_ids, *_: len(token_ids)))
+        answers = serve(engine, some_requests())
+        rounds = {name: [delta.round for delta in answer.deltas] for name, answer in answers.items()}
+        told.append({name: [own and (own.num_tokens, own.drafts) for own in each] for name, each in rounds.items()})
+    assert told[0] == told[1]
+    assert work[0] == work[1]
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", ["greedy", "sampled", "filters", "one left"])
+def test_the_first_candidate_is_right_where_the_drafter_is_its_target(folders: dict[str, Path], name: str) -> None:
+    """It is chosen with the noise of the target's choice, and without any where the request is greedy."""
+    itself = drafting({**folders, "draft_model": folders["target"]}, "draft_model", (2,), 3)
+    engine = make_engine(folders, itself)
+    moved = count_moves(engine)
+    serve(engine, [Request(f"r{index}", prompt, PARAMS[name], seed=index) for index, prompt in enumerate(PROMPTS)])
+    stats = engine.take_stats()
+    assert stats.num_accepted == stats.num_drafted > 60 and moved["rows"] == 0
+
+
+def accepted(engine: EngineCore) -> int:
+    serve(engine, some_requests(temperature=1))
+    return engine.take_stats().num_accepted
+
+
+def test_siblings_are_worth_their_rows(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """More drafts are accepted than of a chain. A path along first candidates would show in nothing else: it is
+    verified like any drafts."""
+    chain = accepted(make_engine(folders, drafting(folders, "mtp", ())))
+    assert accepted(make_engine(folders, drafting(folders, "mtp"))) > 1.3 * chain
+
+    def along_first_candidates(_: Any, entries: Any, trees: Any, *rest: Any) -> list[tuple[int, ...]]:
+        return [tuple(range(1, 1 + len(tree.levels))) for tree in trees]
+
+    monkeypatch.setattr(TreeSearch, "_find_paths", along_first_candidates)
+    assert accepted(make_engine(folders, drafting(folders, "mtp"))) <= 1.1 * chain
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tree": (0,)}, r"drafter\.tree must hold numbers of candidates, at least 1"),
+        ({"tree": (2, -1)}, r"drafter\.tree must hold numbers of candidates, at least 1"),
+        ({"tree": (1,) * 5}, r"drafter\.tree must have at most num_draft_tokens \(4\) levels"),
+        ({"tree": (8, 8)}, r"drafter\.tree must have at most 64 drafts a round.* it has 200"),
+        ({"tree": (3, 2), "kind": "ngram", "model": None}, r"drafter\.tree belongs to the kinds draft_model, eagle3"),
+    ],
+)
+def test_trees_that_cannot_be_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        DrafterConfig(**{"kind": "mtp", "model": "m", **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"verifier": "block"}, r"verifier must be coupled where drafter\.tree is set"),
+        ({"max_batched_tokens": 64}, r"max_batched_tokens must be at least .* \(1 \+ the 21 drafts of a tree\) = 176"),
+        ({"cuda_graphs": True}, r"drafter\.tree: trees are drafted on a CPU only, without cuda_graphs; remove it"),
+        ({"drafter": (25,)}, r"drafter\.tree: must have at most 24 candidates"),
+    ],
+)
+def test_engines_that_cannot_draft_trees_say_so(
+    folders: dict[str, Path], changes: dict[str, Any], message: str
+) -> None:
+    tree = changes.pop("drafter", (3, 2))
+    most = 1 if tree == (25,) else 4
+    with pytest.raises(ConfigError, match=message):
+        make_engine(folders, drafting(folders, "eagle3", tree, most), **changes)
