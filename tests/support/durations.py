@@ -1,8 +1,8 @@
 """CPU seconds of every test: a limit for new ones, and the order in which files are given to workers.
 
 `make durations` writes `tests/durations.json`: the wall time of each file, and the CPU seconds of each test that takes
-more than a few. A test fails if it needs more than `LIMIT_S` (twice that on a processor without AVX-512, and where other
-programs have the processors too), is not listed there and is not marked `slow`.
+more than a few. A test fails if it needs more than `LIMIT_S` (twice that on a processor without AVX-512, and where
+other programs have the processors too), is not listed there and is not marked `slow`.
 """
 
 import json
