@@ -366,6 +366,36 @@ def test_only_those_that_may_speculate_draft_trees(folders: dict[str, Path]) -> 
 
 
 @needs_kernels
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_request_that_fails_beside_trees_fails_alone(folders: dict[str, Path], kind: str) -> None:
+    """One is left without a token behind two drafts, and one gets a row of NaN."""
+    engine, calls = make_engine(folders, drafting(folders, kind)), Counter[str]()
+    logits = engine.runner.logits
+
+    def spoiling(hidden: torch.Tensor) -> torch.Tensor:
+        calls["logits"] += 1
+        rows = logits(hidden)
+        return rows.index_fill(0, torch.tensor([0]), torch.nan) if calls["logits"] == 4 else rows
+
+    engine.runner.logits = spoiling  # type: ignore[method-assign]
+    spoilt = Request("spoilt", PROMPTS[0], replace(SAID, max_tokens=60), seed=1)
+    stuck = Request("stuck", PROMPTS[1], replace(SAID, allowed_token_ids=(5,), bad_words=((5, 5, 5),)), seed=1)
+    for request in (spoilt, stuck, *some_requests()):
+        engine.add(request)
+    answers, errors = Answers(), dict[str, str | None]()
+    while engine.has_work:
+        for delta in engine.step():
+            if delta.error is None:
+                answers.setdefault(delta.request_id, Served()).take(delta)
+            else:
+                errors[delta.request_id] = delta.broken
+    assert errors == {"spoilt": "not_finite", "stuck": "no_token"}
+    assert answers.pop("stuck").tokens == [5, 5] and len(answers.pop("spoilt").tokens) >= 3
+    assert_same(answers, serve(make_engine(folders, NO_DRAFTS), some_requests()))
+    assert_idle(engine)
+
+
+@needs_kernels
 def test_new_weights_in_the_middle(folders: dict[str, Path], tmp_path: Path) -> None:
     """The rest of each answer is what the new weights say behind the tokens that the old ones said."""
     other = write_tiny_model(tmp_path / "other", vocab_size=VOCAB_SIZE, num_hidden_layers=3, seed=8)
