@@ -57,15 +57,15 @@ class TreeSearch:
         self._block_size = block_size
 
     def run(self, batch: Batch, draft: DraftOutput, capture: tuple[int, ...]) -> Found:
-        """Run the target, find each tree's path, and put the path's keys and values where its positions are."""
+        """Run the target, find each tree's path, and put its keys and values where those of its positions belong."""
         assert draft.trees is not None
         rows = TreeInput.build(batch.entries, draft.trees, draft.token_ids, self._block_size)
         hidden, features, logits = compute(self._runner, rows, capture)
         drafts = draft.per_entry()
         paths = self._find_paths(batch.entries, draft.trees, drafts, logits)
-        self._move(rows, paths)
         # Behind the last accepted draft follow first candidates: the one that was rejected, and those behind it.
         whole = [tree.to_leaf(path) for tree, path in zip(draft.trees, paths, strict=True)]
+        self._move(rows, whole)
         said = [[own[node - 1] for node in path] for own, path in zip(drafts, whole, strict=True)]
         step_input, kept = rows.along(batch.entries, whole)
         judged = np.searchsorted(rows.verify_rows, kept[step_input.verify_rows])
