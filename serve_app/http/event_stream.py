@@ -77,30 +77,45 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": message, "more_body": True})
 
     async def _send_joined(self, send: Send) -> None:
-        """Send the other events, those together that came within one interval."""
+        """Send the other events, those together that came within one interval.
+
+        A message goes out as an event comes, so that the loop need not wake for it alone; where the source falls
+        silent, nothing waits until more than two intervals after the last message.
+        """
+        loop = asyncio.get_running_loop()
         events: list[bytes] = []
-        news = asyncio.Event()
+        due = asyncio.Event()
+        due_at = loop.time() + self._interval_s
+
+        def hurry() -> None:
+            if events:
+                due.set()
 
         async def collect() -> None:
             try:
                 async for event in self._rest:
                     events.append(event)
-                    news.set()
+                    if loop.time() >= due_at:
+                        due.set()
             finally:
-                news.set()
+                due.set()
 
         collecting = asyncio.create_task(collect())
+        in_silence = loop.call_at(due_at + self._interval_s, hurry)
         try:
             while not collecting.done() or events:
-                await asyncio.wait((collecting,), timeout=self._interval_s)  # or its end
-                await news.wait()
-                news.clear()
+                await due.wait()
+                due.clear()
+                due_at = loop.time() + self._interval_s
+                in_silence.cancel()
+                in_silence = loop.call_at(due_at + self._interval_s, hurry)
                 if events:
                     message = b"".join(events)
                     events.clear()
                     await self._send(send, message)
             collecting.result()
         finally:
+            in_silence.cancel()
             collecting.cancel()
             await asyncio.gather(collecting, return_exceptions=True)
 

@@ -85,6 +85,40 @@ async def test_what_has_come_goes_out_while_the_source_still_works() -> None:
     assert client.complete
 
 
+async def test_a_message_goes_with_the_first_event_after_its_interval_or_in_silence_after_two(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loop, feed, client = asyncio.get_running_loop(), asyncio.Queue[bytes](), Client()
+    now = loop.time()
+    monkeypatch.setattr(loop, "time", lambda: now)
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        while True:
+            yield await feed.get()
+
+    async def later(seconds: float, *arriving: bytes) -> list[bytes]:
+        nonlocal now
+        now += seconds
+        for event in arriving:
+            feed.put_nowait(event)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        return client.messages
+
+    feed.put_nowait(b"a;")
+    taking = asyncio.create_task(client.take(await stream_of(events(), interval_s=1.0)))
+    assert await later(0.0) == [b"a;"]
+    assert await later(0.9, b"b;") == [b"a;"]
+    assert await later(0.5) == [b"a;"], "an event is about to come"
+    assert await later(0.1, b"c;") == [b"a;", b"b;c;"]
+    assert await later(0.5, b"d;") == [b"a;", b"b;c;"]
+    assert await later(1.4) == [b"a;", b"b;c;"]
+    assert await later(0.2) == [b"a;", b"b;c;", b"d;"]
+    assert await later(5.0, b"e;") == [b"a;", b"b;c;", b"d;", b"e;"], "nothing was sent for a while"
+    client.leaves.set()
+    await taking
+
+
 @pytest.mark.parametrize("interval_s", [0.0, 0.01, FOR_EVER])
 async def test_a_source_that_fails_has_its_events_sent_and_its_error_raised(interval_s: float) -> None:
     ended = []
