@@ -87,9 +87,8 @@ class _Choice:
             self.record.take(delta)
         self._take_prompt_logprobs(delta)
         texts, released = self._text.push(delta.token_ids, delta.stop_token_id)
-        offsets = self._offsets(texts[: len(released)])
+        num_delivered = len(released)
         reason = self._end(delta, released)
-        num_delivered = len(offsets)
         ids: tuple[int, ...] = delta.token_ids[:num_delivered]
         kinds: tuple[str, ...] = tuple(delta.kinds[:num_delivered])
         self.num_accepted += min(delta.num_accepted, num_delivered)  # accepted drafts come first
@@ -112,7 +111,7 @@ class _Choice:
             ids, kinds, versions = held.token_ids, held.token_kinds, held.weight_versions
         first, self._begun = not self._begun, True
         self._versions[delta.weight_version] = None
-        entries = self._entries(delta, offsets) if self._with_logprobs else None
+        entries = self._entries(delta, self._offsets(texts[:num_delivered])) if self._with_logprobs else None
         prompt_entries = self._prompt_entries if first else None
         return ChoiceDelta(
             self._index,

@@ -43,7 +43,7 @@ class Deadline:
         Raises:
             RequestTimeout: the time is over.
         """
-        task = asyncio.current_task()
+        task = asyncio.current_task(self._loop)
         assert task is not None
         cancelled = task.cancelling()
         self._waiting, self._interrupted = task, False
