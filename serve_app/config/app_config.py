@@ -443,7 +443,8 @@ class LimitsSection(Section):
     request_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 600.0
     """Longest time a request may take, and a stopping replica has to finish; a request may ask for less."""
     stream_interval_s: Annotated[float, Field(ge=0, le=1)] = 0.05
-    """Interval between a stream's messages, each with all events since the last; 0: one message per event."""
+    """Interval between a stream's messages, each with all events since the last, for up to 4 streams of a replica; with
+    more it grows, up to 0.2 s. 0: one message per event."""
 
 
 class AppConfig(Section):

@@ -14,6 +14,29 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
+_FEW_STREAMS = 4  # send as often as they may
+_LONGEST_S = 0.2  # to which the interval grows
+
+
+class Pace:
+    """The pace of the streams that share it: the more there are, the longer each waits until its next message, as every
+    message takes its part of a core.
+
+    Args:
+        interval_s: from one message of a stream to the next while there are few; 0 = a message for each event, however
+            many there are.
+    """
+
+    def __init__(self, interval_s: float = 0.0) -> None:
+        self._least_s = interval_s
+        self.num_streams = 0  # that are being sent
+
+    @property
+    def interval_s(self) -> float:
+        """The interval now: it grows with the number of streams, if it is not long already."""
+        return max(self._least_s, min(_LONGEST_S, self._least_s * self.num_streams / _FEW_STREAMS))
+
+
 class EventStream(Response):
     """A stream of server-sent events that ends at once when the client leaves.
 
@@ -29,7 +52,7 @@ class EventStream(Response):
         rest: the others.
         closed: called at the end, whatever it was.
         patience_s: for the client to take a message.
-        interval_s: from one message to the next; 0 = a message for each event.
+        pace: of its messages; None = one for each event.
     """
 
     media_type = "text/event-stream"
@@ -40,7 +63,7 @@ class EventStream(Response):
         rest: AsyncGenerator[bytes, None],
         closed: Callable[[], object] = lambda: None,
         patience_s: float = 60.0,
-        interval_s: float = 0.0,
+        pace: Pace | None = None,
     ) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
@@ -48,15 +71,17 @@ class EventStream(Response):
         self._rest = rest
         self._closed = closed
         self._patience_s = patience_s
-        self._interval_s = interval_s
+        self._pace = pace or Pace()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events (ASGI)."""
+        self._pace.num_streams += 1
         try:
             await unless_disconnected(receive, self._send_all(send))
         except (ClientDisconnect, OSError):  # OSError: the server noticed while sending, or patience ended
             logger.info("%s: the client left", scope.get("path"))
         finally:
+            self._pace.num_streams -= 1
             try:
                 await self._rest.aclose()
             finally:
@@ -65,7 +90,7 @@ class EventStream(Response):
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         await self._send(send, self._first)
-        if self._interval_s:
+        if self._pace.interval_s:
             await self._send_joined(send)
         else:
             async for event in self._rest:
@@ -77,30 +102,47 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": message, "more_body": True})
 
     async def _send_joined(self, send: Send) -> None:
-        """Send the other events, those together that came within one interval."""
+        """Send the other events, those together that came within one interval.
+
+        A message goes out as an event comes, so that the loop need not wake for it alone; where the source falls
+        silent, nothing waits until more than two intervals after the last message.
+        """
+        loop = asyncio.get_running_loop()
         events: list[bytes] = []
-        news = asyncio.Event()
+        due = asyncio.Event()
+        interval_s = self._pace.interval_s
+        due_at = loop.time() + interval_s
+
+        def hurry() -> None:
+            if events:
+                due.set()
 
         async def collect() -> None:
             try:
                 async for event in self._rest:
                     events.append(event)
-                    news.set()
+                    if loop.time() >= due_at:
+                        due.set()
             finally:
-                news.set()
+                due.set()
 
         collecting = asyncio.create_task(collect())
+        in_silence = loop.call_at(due_at + interval_s, hurry)
         try:
             while not collecting.done() or events:
-                await asyncio.wait((collecting,), timeout=self._interval_s)  # or its end
-                await news.wait()
-                news.clear()
+                await due.wait()
+                due.clear()
+                interval_s = self._pace.interval_s
+                due_at = loop.time() + interval_s
+                in_silence.cancel()
+                in_silence = loop.call_at(due_at + interval_s, hurry)
                 if events:
                     message = b"".join(events)
                     events.clear()
                     await self._send(send, message)
             collecting.result()
         finally:
+            in_silence.cancel()
             collecting.cancel()
             await asyncio.gather(collecting, return_exceptions=True)
 

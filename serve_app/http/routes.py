@@ -28,7 +28,7 @@ from serve_app.errors import (
 )
 from serve_app.http.admin import Admin, PauseOrder, SpeculationOrder, WeightsOrder, WeightsService
 from serve_app.http.body import MAX_ORDER_BYTES, read_body
-from serve_app.http.event_stream import EventStream, unless_disconnected
+from serve_app.http.event_stream import EventStream, Pace, unless_disconnected
 from serve_app.http.head_requests import HeadRequests
 from serve_app.http.openapi import document
 from serve_app.http.request_ids import LONGEST_PATH, RequestIds, request_id_of
@@ -122,6 +122,7 @@ def build_ingress(
         redirect_slashes=False,
         dependencies=[Depends(_admission(gate))],
     )
+    app.state.pace = Pace(front_end.limits.stream_interval_s)
     app.router.route_class = _GuardedRoute
     app.add_middleware(HeadRequests)
     app.add_middleware(RequestIds, tracing=tracing or Tracing(), metrics=gate.metrics)
@@ -350,8 +351,7 @@ async def _generate(
         except BaseException:
             await events.aclose()
             raise
-        interval_s = front_end.limits.stream_interval_s
-        stream = EventStream(first, events, at_the_end.pop_all().close, interval_s=interval_s)
+        stream = EventStream(first, events, at_the_end.pop_all().close, pace=request.app.state.pace)
         stream.headers.update(headers)
         return stream
 

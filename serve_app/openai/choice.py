@@ -87,10 +87,10 @@ class _Choice:
             self.record.take(delta)
         self._take_prompt_logprobs(delta)
         texts, released = self._text.push(delta.token_ids, delta.stop_token_id)
-        offsets = self._offsets(texts[: len(released)])
+        num_delivered = len(released)
         reason = self._end(delta, released)
-        num_delivered = len(offsets)
-        ids, kinds = delta.token_ids[:num_delivered], tuple(delta.kinds[:num_delivered])
+        ids: tuple[int, ...] = delta.token_ids[:num_delivered]
+        kinds: tuple[str, ...] = tuple(delta.kinds[:num_delivered])
         self.num_accepted += min(delta.num_accepted, num_delivered)  # accepted drafts come first
         self.num_rejected += delta.num_drafted - delta.num_accepted
         self.num_cached = max(self.num_cached, delta.num_cached_tokens)
@@ -100,28 +100,29 @@ class _Choice:
             said, reason = self._reader.push(ids, texts[:num_delivered], text, reason)
             self._read.append(said)
         self._deliver(text, ids, ended)
-        tokens = ChoiceDelta(
-            self._index, token_ids=ids, token_kinds=kinds, weight_versions=((delta.weight_version, num_delivered),)
-        )
-        if reason is None and said == ParsedDelta() and not (self._with_tokens and num_delivered):
-            self._held.append(tokens)
-            return None
-        if self._held:
-            tokens, self._held = join([*self._held, tokens]), []
+        versions: tuple[tuple[str, int], ...] = ((delta.weight_version, num_delivered),)
+        tells = reason is not None or said.content or said.reasoning or said.calls
+        waits = not (tells or (self._with_tokens and num_delivered))
+        if waits or self._held:
+            self._held.append(ChoiceDelta(self._index, token_ids=ids, token_kinds=kinds, weight_versions=versions))
+            if waits:
+                return None
+            held, self._held = join(self._held), []
+            ids, kinds, versions = held.token_ids, held.token_kinds, held.weight_versions
         first, self._begun = not self._begun, True
         self._versions[delta.weight_version] = None
-        entries = self._entries(delta, offsets) if self._with_logprobs else None
+        entries = self._entries(delta, self._offsets(texts[:num_delivered])) if self._with_logprobs else None
         prompt_entries = self._prompt_entries if first else None
         return ChoiceDelta(
             self._index,
             said.content,
-            tokens.token_ids,
-            tokens.token_kinds,
+            ids,
+            kinds,
             entries,
             reason,
             first,
             prompt_entries,
-            tokens.weight_versions,
+            versions,
             said.reasoning,
             said.calls,
             None if reason is None else self._unrepeatable(),

@@ -89,6 +89,7 @@ class FrontEnd:
         self._encoder = PromptEncoder(tokenizer, model, self.limits.special_tokens_in_text)
         self.tokenization = Tokenization(tokenizer, self._chats, self._encoder, model.max_model_len)
         self._model = model
+        self._fingerprint = model.system_fingerprint  # of the weights that are served now
         self._names = (model.model_name, *(one.name for one in model.adapters))
         self._created = int(time.time())
         self._broken: Callable[[str, str], None] = lambda request_id, why: None
@@ -101,7 +102,7 @@ class FrontEnd:
 
     def weights_switched(self, model: ModelInfo) -> None:
         """Other weights of the model are served from now on."""
-        self._model = model
+        self._model, self._fingerprint = model, model.system_fingerprint
 
     def models(self) -> dict[str, Any]:
         """The body of GET /v1/models."""
@@ -176,7 +177,7 @@ class FrontEnd:
             reply_id=reply_format.id_prefix + uuid.uuid4().hex,
             created=int(time.time()),
             model=wire.model,
-            system_fingerprint=self._model.system_fingerprint,
+            system_fingerprint=self._fingerprint,
             prompts=tuple(prompts),
             num_choices=num_choices,
             with_token_ids=bool(wire.return_token_ids),
@@ -272,7 +273,7 @@ class FrontEnd:
 
     def _current(self, head: ReplyHead) -> ReplyHead:
         """The head, with the weights that are served by now: they may have changed since the request came."""
-        now = self._model.system_fingerprint
+        now = self._fingerprint
         return head if head.system_fingerprint == now else dataclasses.replace(head, system_fingerprint=now)
 
     async def collect(self, job: PreparedRequest, charge: Charge = charge_nothing) -> dict[str, Any]:

@@ -39,7 +39,7 @@ class Limits:
     max_prompt_tokens: int | None = None  # None = the model's own
     default_max_tokens: int | None = None  # chat without max_tokens; None = all that fits
     resumes: bool | None = None  # whether a request that does not say is resumed; None = none can be
-    stream_interval_s: float = 0.0  # between two messages of a stream
+    stream_interval_s: float = 0.0  # between two messages of a stream, while there are few streams
     special_tokens_in_text: Policy = "allow"  # that a conversation's texts spell
 
 

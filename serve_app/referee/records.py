@@ -76,10 +76,12 @@ class Record:
 
     def _note_version(self, delta: TokenDelta) -> None:
         """The weights that made the next tokens."""
-        latest = next(reversed(self.weight_versions), delta.weight_version)
-        if not (delta.token_ids or delta.prompt_logprobs) and self.weight_versions:
+        latest = next(reversed(self.weight_versions), None)
+        if delta.weight_version == latest:
             return
-        if delta.weight_version != latest:
+        if latest is not None:
+            if not (delta.token_ids or delta.prompt_logprobs):
+                return
             # What vLLM made before a switch may be read with what it made after it.
             merged = len(delta.token_ids) if self.numerics.engine == "vllm" else 0
             self.num_before_update = len(self.token_ids) + merged
@@ -88,8 +90,10 @@ class Record:
 
     def _take_entries(self, delta: TokenDelta) -> None:
         """Add what is reported beside each logprob, before the delta's tokens are counted."""
-        params, prompt = self.request.params, self.request.prompt_token_ids
         own, of_prompt = delta.logprobs or (), delta.prompt_logprobs or ()
+        if not (own or of_prompt):
+            return
+        params, prompt = self.request.params, self.request.prompt_token_ids
         start = len(prompt) + len(self.token_ids)
         named = (*zip(of_prompt, prompt[1:], strict=False), *zip(own, delta.token_ids, strict=False))
         wrong = next((one for one in named if one[0].token_id != one[1]), None)

@@ -1,6 +1,5 @@
 """Watches a token source from outside: admission, latencies, outcomes, the deadline, and what is to be checked."""
 
-import asyncio
 import contextlib
 import dataclasses
 import math
@@ -15,9 +14,10 @@ from serve_app.referee.answer import Answer
 from serve_app.referee.records import Record, Records
 from serve_app.referee.replay_selection import Selection
 from serve_app.streams.backlog import Backlog, Clock, Returns
+from serve_app.streams.deadline import Deadline
 from serve_app.telemetry.metric_names import WEIGHT_AGES
 from serve_app.telemetry.metrics import Metrics
-from speculative.errors import EngineOverloaded, InvalidRequest, RequestTimeout
+from speculative.errors import EngineOverloaded, InvalidRequest
 from speculative.request import FinishReason, Request, TokenDelta
 
 _MOST_VERSIONS = 64  # of the weights, that one request may outlive
@@ -128,15 +128,14 @@ class ObservedSource:
         asked = [entry.as_computed for entry in watched.values()]
         ticket = self._backlog.join(len(requests[0].prompt_token_ids), _owner(requests[0]))
         try:
-            async with contextlib.aclosing(self._source.stream(asked)) as deltas:
-                limit_s = self._time_limit_s(requests[0])
-                deadline = asyncio.get_running_loop().time() + limit_s
-                while (delta := await _next(deltas, deadline, limit_s)) is not None:
-                    ticket.close(served=True)
-                    entry = watched[delta.request_id]
-                    self._see(entry, delta)
-                    hidden = delta.logprobs is not None and not _asked_for_logprobs(entry.request)
-                    yield delta.replace(logprobs=None) if hidden else delta
+            with Deadline(self._time_limit_s(requests[0])) as deadline:
+                async with contextlib.aclosing(self._source.stream(asked)) as deltas:
+                    while (delta := await deadline.wait(anext(deltas, None))) is not None:
+                        ticket.close(served=True)
+                        entry = watched[delta.request_id]
+                        self._see(entry, delta)
+                        hidden = delta.logprobs is not None and not _asked_for_logprobs(entry.request)
+                        yield delta.replace(logprobs=None) if hidden else delta
         except Exception as error:
             if isinstance(error, (InvalidRequest, EngineOverloaded)):
                 self._refuse(requests[0], error)
@@ -292,19 +291,3 @@ def _owner(request: Request) -> str:
 
 def _asked_for_logprobs(request: Request) -> bool:
     return request.params.returns_logprobs or request.score_from is not None
-
-
-async def _next(deltas: AsyncGenerator[TokenDelta, None], deadline: float, limit_s: float) -> TokenDelta | None:
-    """The next delta if it comes before the deadline (by the event loop's clock); None = there is none left.
-
-    Raises:
-        RequestTimeout: the deadline passed.
-    """
-    try:
-        async with asyncio.timeout_at(deadline):
-            return await anext(deltas, None)
-    except TimeoutError as error:
-        raise RequestTimeout(
-            f"The request took longer than the {limit_s:g} s it had; ask for fewer tokens, or for more time where "
-            "the server allows it."
-        ) from error

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from serve_app.http.event_stream import EventStream
+from serve_app.http.event_stream import EventStream, Pace
 
 FOR_EVER = 1000.0  # seconds: what waits for this does not come
 
@@ -60,7 +60,7 @@ async def test_without_an_interval_every_event_is_a_message() -> None:
 
 async def test_events_of_one_interval_go_together_and_the_end_waits_for_none() -> None:
     client = Client()
-    await client.take(await stream_of(five_events(), interval_s=FOR_EVER))
+    await client.take(await stream_of(five_events(), pace=Pace(FOR_EVER)))
     assert client.messages == [b"0;", b"1;2;3;4;"]
     assert client.complete
 
@@ -74,7 +74,7 @@ async def test_what_has_come_goes_out_while_the_source_still_works() -> None:
 
     client = Client()
     feed.put_nowait(b"a;")
-    taking = asyncio.create_task(client.take(await stream_of(events(), interval_s=0.02)))
+    taking = asyncio.create_task(client.take(await stream_of(events(), pace=Pace(0.02))))
     for event in (b"b;", b"c;", b"d;"):  # the source falls silent after each
         feed.put_nowait(event)
         await client.until(event)
@@ -83,6 +83,93 @@ async def test_what_has_come_goes_out_while_the_source_still_works() -> None:
     await taking
     assert b"".join(client.messages) == b"a;b;c;d;"
     assert client.complete
+
+
+async def test_a_message_goes_with_the_first_event_after_its_interval_or_in_silence_after_two(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loop, feed, client = asyncio.get_running_loop(), asyncio.Queue[bytes](), Client()
+    now = loop.time()
+    monkeypatch.setattr(loop, "time", lambda: now)
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        while True:
+            yield await feed.get()
+
+    async def later(seconds: float, *arriving: bytes) -> list[bytes]:
+        nonlocal now
+        now += seconds
+        for event in arriving:
+            feed.put_nowait(event)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        return client.messages
+
+    feed.put_nowait(b"a;")
+    taking = asyncio.create_task(client.take(await stream_of(events(), pace=Pace(1.0))))
+    assert await later(0.0) == [b"a;"]
+    assert await later(0.9, b"b;") == [b"a;"]
+    assert await later(0.5) == [b"a;"], "an event is about to come"
+    assert await later(0.1, b"c;") == [b"a;", b"b;c;"]
+    assert await later(0.5, b"d;") == [b"a;", b"b;c;"]
+    assert await later(1.4) == [b"a;", b"b;c;"]
+    assert await later(0.2) == [b"a;", b"b;c;", b"d;"]
+    assert await later(5.0, b"e;") == [b"a;", b"b;c;", b"d;", b"e;"], "nothing was sent for a while"
+    client.leaves.set()
+    await taking
+
+
+@pytest.mark.parametrize(
+    ("interval_s", "num_streams", "expected_s"),
+    [(0.05, 1, 0.05), (0.05, 4, 0.05), (0.05, 8, 0.1), (0.05, 500, 0.2), (0.0, 500, 0.0), (1.0, 500, 1.0)],
+)
+async def test_the_interval_grows_with_the_streams_that_are_sent(
+    interval_s: float, num_streams: int, expected_s: float
+) -> None:
+    async def events() -> AsyncGenerator[bytes, None]:
+        yield b"a;"
+        await asyncio.Event().wait()
+
+    pace = Pace(interval_s)
+    clients = [Client() for _ in range(num_streams)]
+    taking = [asyncio.create_task(one.take(await stream_of(events(), pace=pace))) for one in clients]
+    for client in clients:
+        await client.until(b"a;")
+    assert pace.interval_s == pytest.approx(expected_s)
+    for client in clients:
+        client.leaves.set()
+    await asyncio.gather(*taking)
+    assert pace.interval_s == interval_s
+
+
+async def test_a_stream_follows_the_pace_while_it_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, feed, client, pace = asyncio.get_running_loop(), asyncio.Queue[bytes](), Client(), Pace(0.05)
+    now = loop.time()
+    monkeypatch.setattr(loop, "time", lambda: now)
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        while True:
+            yield await feed.get()
+
+    async def later(seconds: float, event: bytes) -> list[bytes]:
+        nonlocal now
+        now += seconds
+        feed.put_nowait(event)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        return client.messages
+
+    feed.put_nowait(b"a;")
+    taking = asyncio.create_task(client.take(await stream_of(events(), pace=pace)))
+    assert await later(0.0, b"b;") == [b"a;"]
+    pace.num_streams += 7
+    assert await later(0.06, b"c;") == [b"a;", b"b;c;"]
+    assert await later(0.06, b"d;") == [b"a;", b"b;c;"], "eight streams share the pace"
+    pace.num_streams -= 7
+    assert await later(0.06, b"e;") == [b"a;", b"b;c;", b"d;e;"]
+    assert await later(0.06, b"f;") == [b"a;", b"b;c;", b"d;e;", b"f;"], "it is alone again"
+    client.leaves.set()
+    await taking
 
 
 @pytest.mark.parametrize("interval_s", [0.0, 0.01, FOR_EVER])
@@ -96,7 +183,7 @@ async def test_a_source_that_fails_has_its_events_sent_and_its_error_raised(inte
 
     client = Client()
     with pytest.raises(ValueError, match="broken"):
-        await client.take(await stream_of(events(), interval_s=interval_s, closed=lambda: ended.append("lease")))
+        await client.take(await stream_of(events(), pace=Pace(interval_s), closed=lambda: ended.append("lease")))
     assert b"".join(client.messages) == b"a;b;"
     assert not client.complete
     assert ended == ["lease"]
@@ -115,7 +202,7 @@ async def test_a_client_that_leaves_ends_the_source(interval_s: float) -> None:
             ended.append("source")
 
     client = Client()
-    stream = await stream_of(events(), interval_s=interval_s, closed=lambda: ended.append("lease"))
+    stream = await stream_of(events(), pace=Pace(interval_s), closed=lambda: ended.append("lease"))
     taking = asyncio.create_task(client.take(stream))
     await client.until(b"a;")
     client.leaves.set()

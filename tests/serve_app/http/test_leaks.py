@@ -19,7 +19,7 @@ from serve_app.access.request_gate import Gate
 from serve_app.backends.base import Prefilled
 from serve_app.backends.torch_backend import TorchBackend
 from serve_app.http import body
-from serve_app.http.event_stream import EventStream
+from serve_app.http.event_stream import EventStream, Pace
 from serve_app.http.routes import build_ingress
 from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.scoring.scorer import Scorer
@@ -359,7 +359,7 @@ async def test_a_client_that_takes_nothing_is_let_go(interval_s: float) -> None:
 
     source = events()
     stream = EventStream(
-        await anext(source), source, lambda: closed.append("lease"), patience_s=0.05, interval_s=interval_s
+        await anext(source), source, lambda: closed.append("lease"), patience_s=0.05, pace=Pace(interval_s)
     )
     async with asyncio.timeout(10):
         await stream({"type": "http", "path": "/"}, receive, send)
