@@ -104,7 +104,10 @@ def faulty_servers(name: str, target: Path, draft: Path, *, guarded: bool) -> di
     sampled = requests.drafted if requests else table is not None and not table.table.get("deterministic")
     way = "draft model" if sampled and mutant.fault != "F19" else "n-gram"  # a dead drafter's drafts are not sampled
     handoffs = requests is not None and requests.handoffs
-    config = replace(TINY, drafter=drafters[way], **_settings(mutant))
+    settings = _settings(mutant)
+    if (given := settings.pop("drafter", None)) is not None:  # of its trees only the shape fits this model
+        drafters[way] = DrafterConfig("draft_model", str(draft), num_draft_tokens=len(given.tree), tree=given.tree)
+    config = replace(TINY, drafter=drafters[way], **settings)
     return {way: FaultyServer(target, FOR_MODELS.get(name, mutant.install), config, guarded, handoffs)}
 
 
