@@ -368,8 +368,8 @@ def uninterrupted() -> Iterator[None]:
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, handler in before.items():  # None = one that was not set from Python, which cannot be set again
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,5 +1,6 @@
 """What is asked of a service that has started cannot end it."""
 
+import signal
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,6 +51,20 @@ _INITIALIZED = (
 _FAILED = "A replica failed to start\nTraceback\nConfigError: drafter.model: No model 'x'"
 
 
+HANDLER_IN_C = """
+import ctypes, signal
+from deploy.run.cluster import uninterrupted
+handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda number: None)
+library = ctypes.CDLL(None)
+library.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
+library.signal(signal.SIGTERM, ctypes.cast(handler, ctypes.c_void_p))
+print(signal.getsignal(signal.SIGTERM))
+with uninterrupted():
+    print("done")
+print(int(signal.getsignal(signal.SIGTERM)))
+"""
+
+
 def test_replicas_that_are_slow_to_start_are_no_failure_in_what_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """The messages are Ray 2.60's (serve/_private/deployment_state.py)."""
     messages = iter([*[_SCHEDULED.format(2)] * 2, _SCHEDULED.format(1), _INITIALIZED, _FAILED, ""])
@@ -83,3 +98,17 @@ def test_a_connection_from_before_a_command_outlives_it(
     with pytest.raises(ConfigError, match="is not the address"), cluster.connected("nowhere"):
         pass
     assert bool(ended) is not connected_before
+
+
+def test_handlers_that_python_did_not_set_end_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`signal.signal` returns None for one that was there when Python started, and takes no None."""
+    kept = []
+
+    def keep(number: int, handler: Any) -> None:
+        assert handler is not None
+        kept.append((number, handler))
+
+    monkeypatch.setattr(signal, "signal", keep)
+    with cluster.uninterrupted():
+        assert [handler for _, handler in kept] == [signal.SIG_IGN] * 2
+    assert sorted(kept[2:]) == sorted((number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGTERM))
