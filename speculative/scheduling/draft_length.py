@@ -234,7 +234,7 @@ class DynamicLength(DraftLength):
                 if step.repeats and self._passages.observe(entry.sequence, result):
                     num_drafts += result.num_drafted
                     continue
-                num_drafts += self._rows[result.num_drafted]
+                num_drafts += self._rows[min(result.num_drafted, self._most)]
                 counts.append(result.num_drafted)
                 wanted = self._note_probabilities(entry, step, result)
                 for rates in (history.rates, self._rates[entry.sequence.params.greedy]):
