@@ -110,12 +110,16 @@ class EventStream(Response):
         loop = asyncio.get_running_loop()
         events: list[bytes] = []
         due = asyncio.Event()
-        interval_s = self._pace.interval_s
-        due_at = loop.time() + interval_s
 
         def hurry() -> None:
             if events:
                 due.set()
+
+        def begin_interval() -> tuple[float, asyncio.TimerHandle]:
+            """Start an interval: the time when its message is due, and the timer that ends a silence."""
+            interval_s = self._pace.interval_s
+            due_at = loop.time() + interval_s
+            return due_at, loop.call_at(due_at + interval_s, hurry)
 
         async def collect() -> None:
             try:
@@ -126,16 +130,14 @@ class EventStream(Response):
             finally:
                 due.set()
 
+        due_at, in_silence = begin_interval()
         collecting = asyncio.create_task(collect())
-        in_silence = loop.call_at(due_at + interval_s, hurry)
         try:
             while not collecting.done() or events:
                 await due.wait()
                 due.clear()
-                interval_s = self._pace.interval_s
-                due_at = loop.time() + interval_s
                 in_silence.cancel()
-                in_silence = loop.call_at(due_at + interval_s, hurry)
+                due_at, in_silence = begin_interval()
                 if events:
                     message = b"".join(events)
                     events.clear()

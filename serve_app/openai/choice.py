@@ -101,8 +101,8 @@ class _Choice:
             self._read.append(said)
         self._deliver(text, ids, ended)
         versions: tuple[tuple[str, int], ...] = ((delta.weight_version, num_delivered),)
-        tells = reason is not None or said.content or said.reasoning or said.calls
-        waits = not (tells or (self._with_tokens and num_delivered))
+        has_news = reason is not None or said.content or said.reasoning or said.calls
+        waits = not (has_news or (self._with_tokens and num_delivered))
         if waits or self._held:
             self._held.append(ChoiceDelta(self._index, token_ids=ids, token_kinds=kinds, weight_versions=versions))
             if waits:

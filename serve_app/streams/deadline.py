@@ -23,8 +23,8 @@ class Deadline:
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
         self._passed = False
-        self._waiting: asyncio.Task[Any] | None = None
-        self._interrupted = False  # the task that waits
+        self._waiting: asyncio.Task[Any] | None = None  # the task that waits
+        self._interrupted = False  # whether its wait was ended here
 
     def __enter__(self) -> "Deadline":
         self._loop = asyncio.get_running_loop()

@@ -114,9 +114,8 @@ class DraftSampler:
         processed = self._ops.process(logits.float(), rows)
         if not self.sampled or all(greedy):
             return processed.topk(count).indices
-        seeds = np.array([own.request.seed for own in sequences], np.uint64).view(np.int64)
-        positions = np.array([len(own.tokens) + offset for own in sequences])
-        keys = torch.from_numpy(seeds).to(logits.device), torch.from_numpy(positions).to(logits.device)
+        seeds, positions = noise_keys(sequences, offset + 1)
+        keys = torch.from_numpy(seeds).to(logits.device), torch.from_numpy(positions[offset]).to(logits.device)
         probs = self._ops.target_probs(processed, rows)
         columns = largest(probs, keys, self._ops.host, ids=self._ids, vocab_size=self.vocab_size, count=count)
         if any(greedy):

@@ -8,7 +8,7 @@ the rows of its ancestors, and to itself.
 
 import functools
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from itertools import accumulate
 from operator import mul
 from typing import Any, NamedTuple
 
@@ -46,11 +46,6 @@ class DraftTree:
     def children(self) -> tuple[tuple[int, ...], ...]:
         """The candidates behind each node, the first one first."""
         return _children(self.parents)
-
-    @property
-    def levels(self) -> tuple[tuple[int, ...], ...]:
-        """The nodes of each depth from 1 on, in order."""
-        return _levels(self.parents)
 
     @property
     def branches(self) -> tuple[Branch, ...]:
@@ -106,15 +101,6 @@ def _children(parents: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     for node, parent in enumerate(parents, 1):
         children[parent].append(node)
     return tuple(map(tuple, children))
-
-
-@functools.cache
-def _levels(parents: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    levels = list[tuple[int, ...]]()
-    level: tuple[int, ...] = (0,)
-    while level := tuple(chain.from_iterable(_children(parents)[node] for node in level)):
-        levels.append(level)
-    return tuple(levels)
 
 
 @functools.cache

@@ -1,5 +1,6 @@
 """The packed rows of a step whose drafts are trees, and those of one path through each tree."""
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Entries
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
@@ -8,6 +9,7 @@ import numpy as np
 
 from speculative.state.batch import AttentionRows, Entry, Int64s, StepInput, build_step_input
 from speculative.state.draft_tree import DraftTree
+from speculative.state.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +37,13 @@ class TreeInput(StepInput):
     def attention_rows(self) -> AttentionRows:
         """Implement `StepInput.attention_rows`; each branch attends as if it were a sequence of its own."""
         starts, contexts, slots = [0], list[Int64s](), list[Int64s]()
-        for own, tree, (start, stop) in zip(
-            self.sequences, self.trees, pairwise(self.row_starts.tolist()), strict=True
-        ):
-            root = own.num_computed + stop - start - len(tree) - 1  # the place of node 0
-            all_slots = own.slots(root + len(tree) + 1, self.block_size)
+        for own, tree, row, place in self._roots():
+            all_slots = own.slots(place + len(tree) + 1, self.block_size)
             slots.append(all_slots[own.num_computed :])
             for first, last, ancestors in tree.branches:
-                starts.append(stop - len(tree) - 1 + last)
+                starts.append(row + last)
                 nodes = np.array((*ancestors, *range(first, last)), np.int64)
-                contexts.append(np.concatenate([all_slots[:root], all_slots[root + nodes]]))
+                contexts.append(np.concatenate([all_slots[:place], all_slots[place + nodes]]))
         return AttentionRows(np.concatenate(slots), np.array(starts, np.int64), tuple(contexts))
 
     def along(self, entries: Entries[Entry], paths: Entries[tuple[int, ...]]) -> tuple[StepInput, Int64s]:
@@ -55,9 +54,8 @@ class TreeInput(StepInput):
             paths: of each entry, the nodes behind node 0.
         """
         rows = list[int]()
-        for (start, stop), tree, path in zip(pairwise(self.row_starts.tolist()), self.trees, paths, strict=True):
-            root = stop - len(tree) - 1
-            rows += (*range(start, root + 1), *(root + node for node in path))
+        for start, (_, _, row, _), path in zip(self.row_starts.tolist(), self._roots(), paths, strict=False):
+            rows += (*range(start, row + 1), *(row + node for node in path))
         counts, draft_rows = np.array([len(path) for path in paths]), np.array(rows, np.int64)
         input_ids, positions = self.input_ids[draft_rows], self.positions[draft_rows]
         lengths = np.diff(self.row_starts) - [len(tree) for tree in self.trees] + counts
@@ -68,13 +66,18 @@ class TreeInput(StepInput):
     def moves(self, paths: Entries[tuple[int, ...]]) -> tuple[Int64s, Int64s]:
         """Slots that the rows of these paths lie in, and slots that they belong in; only of those that differ."""
         sources, targets = list[Int64s](), list[Int64s]()
-        for own, tree, path, (start, stop) in zip(
-            self.sequences, self.trees, paths, pairwise(self.row_starts.tolist()), strict=True
-        ):
-            root = own.num_computed + stop - start - len(tree) - 1
-            all_slots = own.slots(root + len(tree) + 1, self.block_size)
+        for (own, tree, _, place), path in zip(self._roots(), paths, strict=True):
+            all_slots = own.slots(place + len(tree) + 1, self.block_size)
             nodes, depths = np.array(path, np.int64), np.arange(1, len(path) + 1)
             moved = nodes != depths
-            sources.append(all_slots[root + nodes[moved]])
-            targets.append(all_slots[root + depths[moved]])
+            sources.append(all_slots[place + nodes[moved]])
+            targets.append(all_slots[place + depths[moved]])
         return np.concatenate(sources), np.concatenate(targets)
+
+    def _roots(self) -> Iterator[tuple[Sequence, DraftTree, int, int]]:
+        """Each entry's sequence and tree, the row of node 0, and its place in the sequence's slots."""
+        for own, tree, (start, stop) in zip(
+            self.sequences, self.trees, pairwise(self.row_starts.tolist()), strict=True
+        ):
+            row = stop - len(tree) - 1
+            yield own, tree, row, own.num_computed + row - start

@@ -66,7 +66,7 @@ PARAMS = {
 
 @dataclass
 class Served:
-    """What one request got; two are equal where a client sees no difference."""
+    """Answer to one request; two are equal where a client sees no difference."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -166,7 +166,7 @@ def count_moves(engine: EngineCore) -> Counter[str]:
 
 
 def count_rows(owner: Any, name: str, count: Callable[..., int]) -> list[int]:
-    """What `count` gives for each call of this method from now on."""
+    """Results of `count` for each call of this method from now on."""
     counts, original = list[int](), getattr(owner, name)
 
     def counting(*args: Any) -> Any:
@@ -179,7 +179,7 @@ def count_rows(owner: Any, name: str, count: Callable[..., int]) -> list[int]:
 
 @pytest.fixture(scope="module")
 def without_drafts(folders: dict[str, Path]) -> Callable[..., Answers]:
-    """What requests of all kinds get from an engine without drafts; computed once for each length limit."""
+    """Answers to requests of all kinds from an engine without drafts; computed once for each length limit."""
     known: dict[int | None, Answers] = {}
 
     def answers(max_model_len: int | None = None) -> Answers:
@@ -314,11 +314,11 @@ def test_blocks_that_are_shared_hold_the_paths_keys_and_values(folders: dict[str
     ]
     found = serve(cached, again)
     assert_same(found, serve(make_engine(folders, NO_DRAFTS), again))
-    drafted_anew = serve(make_engine(folders, drafting(folders, kind)), again)
+    drafted_again = serve(make_engine(folders, drafting(folders, kind)), again)
     for request in again:
-        deltas, anew = found[request.request_id].deltas, drafted_anew[request.request_id].deltas
+        deltas, later = found[request.request_id].deltas, drafted_again[request.request_id].deltas
         assert deltas[0].num_cached_tokens > len(request.prompt_token_ids) - 10
-        assert [delta.round for delta in deltas] == [delta.round for delta in anew], "the drafter's rows, too"
+        assert [delta.round for delta in deltas] == [delta.round for delta in later], "the drafter's rows, too"
 
 
 @needs_kernels
@@ -481,15 +481,15 @@ def test_a_replay_draws_the_same_tokens(folders: dict[str, Path], kind: str) -> 
             assert own.drafts[: delta.num_accepted] == delta.token_ids[: delta.num_accepted]
             num_rejected += len(own.drafts) == delta.num_accepted + 1
         tokens, kinds = (tuple(x for delta in deltas for x in part(delta)) for part in (_tokens, _kinds))
-        told = Rounds(len(request.prompt_token_ids), rounds, tokens, kinds)
-        assert told.complete and not list(told.wrong_drafts(greedy=False))
+        served = Rounds(len(request.prompt_token_ids), rounds, tokens, kinds)
+        assert served.complete and not list(served.wrong_drafts(greedy=False))
         whole = (*request.prompt_token_ids, *tokens)
         params = replace(request.params, prompt_logprobs=None)
         scored = replace(request, request_id="again", prompt_token_ids=whole, params=params)
-        referee.add(replace(scored, score_from=len(request.prompt_token_ids), draws=told.draws()))
+        referee.add(replace(scored, score_from=len(request.prompt_token_ids), draws=served.draws()))
         (last,) = [delta for delta in step(referee, {})["again"].deltas if delta.replayed is not None]
-        assert {check.kind for check in told.check(last.replayed or ())} == {"choice"}
-        assert max(check.miss for check in told.check(last.replayed or ())) < 1e-4
+        assert {check.kind for check in served.check(last.replayed or ())} == {"choice"}
+        assert max(check.miss for check in served.check(last.replayed or ())) < 1e-4
     assert num_rejected > 50
 
 
@@ -505,7 +505,7 @@ def _kinds(delta: TokenDelta) -> Sequence[Any]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_tree_without_siblings_is_a_chain(folders: dict[str, Path], kind: str) -> None:
     """The same drafts, of which as much is computed: what was right of a round is kept for the next one."""
-    told, work = [], []
+    reported, work = [], []
     for tree in ((1, 1), ()):
         engine = make_engine(folders, drafting(folders, kind, tree))
         assert isinstance(engine.drafter, ModelDrafter)
@@ -513,8 +513,8 @@ def test_a_tree_without_siblings_is_a_chain(folders: dict[str, Path], kind: str)
         work.append(count_rows(engine.drafter.model, "run", lambda token_ids, *_: len(token_ids)))
         answers = serve(engine, some_requests())
         rounds = {name: [delta.round for delta in answer.deltas] for name, answer in answers.items()}
-        told.append({name: [own and (own.num_tokens, own.drafts) for own in each] for name, each in rounds.items()})
-    assert told[0] == told[1]
+        reported.append({name: [own and (own.num_tokens, own.drafts) for own in each] for name, each in rounds.items()})
+    assert reported[0] == reported[1]
     assert work[0] == work[1]
 
 
@@ -542,7 +542,7 @@ def test_siblings_are_worth_their_rows(folders: dict[str, Path], monkeypatch: py
     assert accepted(make_engine(folders, drafting(folders, "mtp"))) > 1.3 * chain
 
     def along_first_candidates(_: Any, entries: Any, trees: Any, *rest: Any) -> list[tuple[int, ...]]:
-        return [tuple(range(1, 1 + len(tree.levels))) for tree in trees]
+        return [tuple(range(1, 1 + int(tree.depths.max()))) for tree in trees]
 
     monkeypatch.setattr(TreeSearch, "_find_paths", along_first_candidates)
     assert accepted(make_engine(folders, drafting(folders, "mtp"))) <= 1.1 * chain

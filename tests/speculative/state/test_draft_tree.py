@@ -3,6 +3,7 @@
 from itertools import accumulate, product
 from operator import mul
 
+import numpy as np
 import pytest
 
 from speculative.state.draft_tree import DraftTree, level_sizes
@@ -12,7 +13,7 @@ WIDTHS = [
     widths for depth in range(len(MOST) + 1) for widths in product(*(range(1, width + 1) for width in MOST[:depth]))
 ]
 Name = tuple[int, ...]
-"""Of a node: which candidate is taken at each depth, from the root; () = the pending token."""
+"""A node's name: which candidate is taken at each depth, from the root; () = the pending token."""
 
 
 def names_of(widths: tuple[int, ...]) -> list[Name]:
@@ -43,7 +44,8 @@ def test_nodes_stand_in_preorder(widths: tuple[int, ...]) -> None:
 def test_levels_hold_the_nodes_of_each_depth(widths: tuple[int, ...]) -> None:
     tree, names = DraftTree.of_widths(widths), names_of(widths)
     levels = [[name for name in names if len(name) == depth] for depth in range(1, len(widths) + 1)]
-    assert [[names[node] for node in level] for level in tree.levels] == levels
+    of_depth = [np.flatnonzero(tree.depths == depth).tolist() for depth in range(1, len(widths) + 1)]
+    assert [[names[node] for node in level] for level in of_depth] == levels
     assert level_sizes(widths) == tuple(map(len, levels)) == tuple(accumulate(widths, mul))
 
 

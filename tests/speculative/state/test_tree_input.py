@@ -57,16 +57,16 @@ def slots_by_name(own: Sequence) -> dict[int, int]:
 
 def attended(rows: TreeInput) -> list[list[int]]:
     """The slots that each row attends to, as attention reads them: a span's rows are the last of its context."""
-    told, found = rows.attention_rows(), list[list[int]]()
-    assert len(told.row_starts) == len(told.context_slots) + 1
-    for (start, stop), context in zip(pairwise(told.row_starts.tolist()), told.context_slots, strict=True):
+    attention, found = rows.attention_rows(), list[list[int]]()
+    assert len(attention.row_starts) == len(attention.context_slots) + 1
+    for (start, stop), context in zip(pairwise(attention.row_starts.tolist()), attention.context_slots, strict=True):
         found += [context[: len(context) - (stop - 1 - row)].tolist() for row in range(start, stop)]
-    assert [own[-1] for own in found] == told.slots.tolist(), "a row's own key and value come last"
+    assert [own[-1] for own in found] == attention.slots.tolist(), "a row's own key and value come last"
     return found
 
 
 def places(entries: list[Entry], trees: tuple[DraftTree, ...]) -> Iterator[tuple[Sequence, int, list[int], int]]:
-    """Of each row: its sequence, its position, the places in its sequence that it attends to, and its own place."""
+    """For each row its sequence, its position, the places in its sequence that it attends to, and its own place."""
     for (own, known, _, _), tree in zip(entries, trees, strict=True):
         root = own.num_computed + known - 1
         for place in range(own.num_computed, root):
@@ -92,7 +92,10 @@ def test_rows_attend_to_what_is_computed_to_their_ancestors_and_to_themselves(
 
 def some_paths(trees: tuple[DraftTree, ...], seed: int, *, to_leaves: bool) -> list[tuple[int, ...]]:
     random = np.random.default_rng(seed)
-    nodes = [tree.levels[-1] if to_leaves and tree.levels else range(len(tree) + 1) for tree in trees]
+    nodes = [
+        np.flatnonzero(tree.depths == tree.depths.max()).tolist() if to_leaves else range(len(tree) + 1)
+        for tree in trees
+    ]
     return [tree.path(int(random.choice(own))) for tree, own in zip(trees, nodes, strict=True)]
 
 
@@ -132,5 +135,5 @@ def test_moves_bring_a_paths_keys_to_its_positions(seed: int) -> None:
     for entry, path, drafts in zip(entries, paths, drafts_of(trees), strict=True):
         own, begin = entry.sequence, entry.sequence.num_computed
         stop = begin + entry.num_known + len(path)
-        told = [*own.tokens[begin : begin + entry.num_known], *(drafts[node - 1] for node in path)]
-        assert cache[own.slots(stop, BLOCK_SIZE)[begin:]].tolist() == told
+        tokens = [*own.tokens[begin : begin + entry.num_known], *(drafts[node - 1] for node in path)]
+        assert cache[own.slots(stop, BLOCK_SIZE)[begin:]].tolist() == tokens

@@ -39,7 +39,7 @@ def test_distributions(size: int) -> None:
 
 @pytest.mark.parametrize("size", [2, 31, 33, 1000, 8193])
 def test_the_largest_with_noise(size: int) -> None:
-    """By definition: all scores, sorted. Ids of a part of the vocabulary keep the noise of their tokens."""
+    """The definition is all scores, sorted. Ids of a part of the vocabulary keep the noise of their tokens."""
     keys = torch.randint(-(2**62), 2**62, (8,), generator=generator(3)), torch.arange(8) * 1_000_003
     noise = gumbel(*keys, size)
     ids = torch.randperm(size, generator=generator(4))[: size // 2 + 1].sort().values
