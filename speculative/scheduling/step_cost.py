@@ -4,8 +4,11 @@ from collections.abc import Sequence as Sequences
 from dataclasses import dataclass, field
 from operator import mul
 from statistics import median
+from typing import Any
 
 import numpy as np
+
+Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 _WARM_UP_STEPS = 2
 _CALIBRATION_STEPS = 20  # steps that try every length, so that their cost is known
@@ -34,11 +37,13 @@ class Work:
 # before its first draft, context, the contexts of all drafts, tokens that the drafter missed.
 _SCALES = (1.0, 4.0, 4.0, 4.0, 1.0, 1024.0, 1024.0, 16.0)
 _COUNT = len(_SCALES)
+_RIDGE = np.diag([0.0] + [1.0] * (_COUNT - 1))
 _OF_CONTEXT = slice(5, 7)
 _OF_MISSED = 7
 _LONG = 64  # tokens of a prompt that show what a missed one costs
 _SLOW = 1.5  # times what was expected: what a step that took longer counts as
-_SOLVE_EVERY = 8  # steps, once they are known
+_SOLVE_EVERY = 32  # steps, once they are known; until then what rows cost is corrected step by step
+_KEEP = 0.995  # what is left of a step's weight when the next comes
 
 
 @dataclass(slots=True)
@@ -53,10 +58,11 @@ class StepCost:
     is_borrowed: bool = False  # begun with what is known of another load
     num_plain: int = 0  # steps that were planned without drafts, to begin with
     _fastest: float = float("inf")
-    _squares: list[float] = field(default_factory=lambda: [0.0] * _COUNT**2)  # row after row
-    _products: list[float] = field(default_factory=lambda: [0.0] * _COUNT)
+    _squares: Floats = field(default_factory=lambda: np.zeros((_COUNT, _COUNT)))
+    _products: Floats = field(default_factory=lambda: np.zeros(_COUNT))
     _weights: list[float] = field(default_factory=lambda: [0.0] * _COUNT)  # of the last solution
     _calibrating: list[tuple[list[float], float]] = field(default_factory=list)  # features and seconds
+    _unsolved: list[tuple[list[float], float]] = field(default_factory=list)  # the same, since the last solution
     _residuals: dict[int, tuple[float, float]] = field(default_factory=dict)  # by rows: weight, relative mean
 
     @property
@@ -67,7 +73,8 @@ class StepCost:
     def lend(self) -> "StepCost":
         """To begin with at another load."""
         lent = StepCost(is_borrowed=True)
-        lent._squares, lent._products = ([_BORROWED * one for one in sums] for sums in (self._squares, self._products))
+        self._count_unsolved()
+        lent._squares, lent._products = _BORROWED * self._squares, _BORROWED * self._products
         lent._weights = list(self._weights)
         return lent
 
@@ -85,9 +92,7 @@ class StepCost:
                 features[_OF_CONTEXT] = [0.0, 0.0]
         else:
             seconds = self._correct(features, seconds)
-        products = [one * other for one in features for other in features]
-        self._squares = [0.995 * old + new for old, new in zip(self._squares, products, strict=True)]
-        self._products = [0.995 * old + one * seconds for old, one in zip(self._products, features, strict=True)]
+        self._unsolved.append((features, seconds))
         if self.num_observed <= _CALIBRATION_STEPS:
             self._calibrating.append((features, seconds))
         if self.num_observed <= _CALIBRATION_STEPS or self.num_observed % _SOLVE_EVERY == 0:
@@ -139,7 +144,7 @@ class StepCost:
         }
         capped = [(own, min(seconds, _SLOW * typical[_rows(own)])) for own, seconds in self._calibrating]
         for (own, seconds), (_, less) in zip(self._calibrating, capped, strict=True):
-            self._products = [one - (seconds - less) * value for one, value in zip(self._products, own, strict=True)]
+            self._products -= (seconds - less) * np.array(own)
         self._solve()
         for own, seconds in capped:
             self._correct(own, seconds)
@@ -165,12 +170,23 @@ class StepCost:
         values = (1, count, num_drafts, work.longest, work.longest > 0, context, read, work.num_missed)
         return [value / scale for value, scale in zip(values, _SCALES, strict=True)]
 
+    def _count_unsolved(self) -> None:
+        """Add the steps since the last solution to the sums of the regression, older ones with less weight."""
+        if not self._unsolved:
+            return
+        features = np.array([own for own, _ in self._unsolved])  # [N, features]
+        seconds = np.array([seconds for _, seconds in self._unsolved])
+        weights = _KEEP ** np.arange(len(seconds) - 1, -1, -1)
+        self._squares = _KEEP ** len(seconds) * self._squares + (weights * features.T) @ features
+        self._products = _KEEP ** len(seconds) * self._products + (weights * features.T) @ seconds
+        self._unsolved.clear()
+
     def _solve(self) -> None:
         """A regression that leaves its last solution only as far as recent steps tell; no slope is negative."""
-        squares, ridge = np.array(self._squares).reshape(_COUNT, _COUNT), np.diag([0.0] + [1.0] * (_COUNT - 1))
-        products = self._products + ridge @ np.array(self._weights)
-        slopes = np.maximum(np.linalg.solve(squares + ridge, products)[1:], 0.0)
-        count, sums = squares[0, 0], squares[0, 1:]
+        self._count_unsolved()
+        products = self._products + _RIDGE @ np.array(self._weights)
+        slopes = np.maximum(np.linalg.solve(self._squares + _RIDGE, products)[1:], 0.0)
+        count, sums = self._squares[0, 0], self._squares[0, 1:]
         mean = self._products[0] / count
         explained = float(slopes @ sums) / count
         if explained > 0.9 * mean:  # it cannot be that a step costs nothing before there is work
