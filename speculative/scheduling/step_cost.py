@@ -41,6 +41,8 @@ _RIDGE = np.diag([0.0] + [1.0] * (_COUNT - 1))
 _OF_CONTEXT = slice(5, 7)
 _OF_MISSED = 7
 _LONG = 64  # tokens of a prompt that show what a missed one costs
+_OF_PACE = 0.1  # share of a surprise that is ascribed to the machine's pace
+_PACE_KEPT = 0.98  # of how far the pace is from the usual one, a step later
 _SLOW = 1.5  # times what was expected: what a step that took longer counts as
 _SOLVE_EVERY = 32  # steps, once they are known; until then what rows cost is corrected step by step
 _KEEP = 0.995  # what is left of a step's weight when the next comes
@@ -48,7 +50,9 @@ _KEEP = 0.995  # what is left of a step's weight when the next comes
 
 @dataclass(slots=True)
 class StepCost:
-    """Seconds of a step: a regression on its work, corrected for each number of rows that was seen lately.
+    """Seconds of a step at the machine's usual pace: a regression on its work, corrected for each number of rows that
+    was seen lately. What neighbours take from the machine slows all steps, so their pace is followed apart: a length
+    that happened to be tried while the machine was slow is not taken for a dear one.
 
     Old steps count less (about the last two hundred count), and more work never costs less. A step that took far longer
     than expected counts as a slow one, no more: something else had the machine. The very first are not looked at.
@@ -58,6 +62,7 @@ class StepCost:
     is_borrowed: bool = False  # begun with what is known of another load
     num_plain: int = 0  # steps that were planned without drafts, to begin with
     _fastest: float = float("inf")
+    _pace: float = 1.0  # seconds that steps take just now, to those that they usually take
     _squares: Floats = field(default_factory=lambda: np.zeros((_COUNT, _COUNT)))
     _products: Floats = field(default_factory=lambda: np.zeros(_COUNT))
     _weights: list[float] = field(default_factory=lambda: [0.0] * _COUNT)  # of the last solution
@@ -125,11 +130,12 @@ class StepCost:
         ]
 
     def with_and_without_drafts(self, work: Work, seconds: float) -> tuple[float, float]:
-        """Return what a step that took so long counts as, and the expected seconds of the same one without drafts:
-        neither holds what else had the machine."""
+        """Return what a step that took so long counts as, and the expected seconds of the same one without drafts, both
+        at the machine's present pace; neither holds what else had the machine for a step."""
         drafts, longest = [work.num_drafts, 0], [work.longest, 0]
         expected, plain = self.seconds(work.num_sequences, drafts, longest, work.context)
-        return min(seconds, _SLOW * (expected + self.of_catching_up(work.num_missed))), plain
+        slow = _SLOW * self._pace * (expected + self.of_catching_up(work.num_missed))
+        return min(seconds, slow), self._pace * plain
 
     def of_one_more(self, num_drafts: float, longest: float, mean_context: float) -> float:
         """Expected seconds of one more draft, in the mean over those of a step: they share the drafter's runs."""
@@ -151,14 +157,17 @@ class StepCost:
         self._calibrating.clear()
 
     def _correct(self, features: list[float], seconds: float) -> float:
-        """Learn how far a step was from what was expected; the seconds that it counts as."""
-        expected = sum(map(mul, self._weights, features))
-        seconds = min(seconds, _SLOW * expected)
+        """Learn how far a step was from what was expected; the seconds that it counts as, at the usual pace."""
         rows = _rows(features)
+        regression, correction = sum(map(mul, self._weights, features)), self._correction(rows)
+        surprise = min(seconds / (self._pace * regression * correction), _SLOW) - 1
+        usual = regression * correction * (1 + surprise)
+        if 1 + surprise < _SLOW:  # else something had the machine for this one step
+            self._pace = 1 + _PACE_KEPT * (self._pace * (1 + _OF_PACE * surprise) - 1)
         weight, mean = self._residuals.get(rows, (0.0, 0.0))
-        weight, total = 0.95 * weight + 1, 0.95 * weight * mean + seconds / expected - 1
+        weight, total = 0.95 * weight + 1, 0.95 * weight * mean + usual / regression - 1
         self._residuals[rows] = (weight, total / weight)
-        return seconds
+        return usual
 
     def _correction(self, rows: int) -> float:
         weight, mean = self._residuals.get(rows, (0.0, 0.0))

@@ -1,6 +1,7 @@
 """How many tokens to draft: what is learned, what is chosen from it, and that no distribution depends on it."""
 
 import dataclasses
+import math
 import random
 from collections.abc import Callable
 from collections.abc import Sequence as Sequences
@@ -69,12 +70,18 @@ class World:
     """A fake engine: requests whose drafts are accepted at a known rate, steps that take a known time, give or take."""
 
     def __init__(
-        self, policy: DraftLength, seconds: Seconds, rates: Sequences[float], noise: float = 0.05, seed: int = 0
+        self,
+        policy: DraftLength,
+        seconds: Seconds,
+        rates: Sequences[float],
+        noise: float = 0.05,
+        seed: int = 0,
+        drift: float = 0.0,
     ) -> None:
         self.policy = policy
         self.seconds = seconds
         self.random = random.Random(seed)
-        self.noise = noise
+        self.noise, self.drift, self.pace = noise, drift, 0.0
         self.rates = list(rates)
         params = SamplingParams(max_tokens=10**6)
         self.sequences = [
@@ -98,7 +105,11 @@ class World:
         lengths = [self.policy.max_drafts(sequence, MOST) for sequence in self.sequences]
         accepted = [self._accepted(length, rate) for length, rate in zip(lengths, self.rates, strict=True)]
         step_s = self.seconds(len(lengths), sum(lengths), max(lengths))
-        measured = step_s * self.random.lognormvariate(0, self.noise) * (20 if self.random.random() < 0.005 else 1)
+        if self.drift:
+            self.pace = 0.99 * self.pace + self.random.gauss(0, math.sqrt(1 - 0.99**2) * self.drift)
+        measured = (
+            step_s * self.random.lognormvariate(self.pace, self.noise) * (20 if self.random.random() < 0.005 else 1)
+        )
         entries = [Entry(sequence, 1, MOST, samples=True) for sequence in self.sequences]
         drawn = [SequenceResult((5,) * (n + 1), length, n) for n, length in zip(accepted, lengths, strict=True)]
         self.policy.observe(entries, drawn, measured)
@@ -136,6 +147,14 @@ def test_it_is_as_fast_as_the_best_static_length(num_sequences: int, rate: float
     dynamic = [World(DynamicLength(MOST), on_cpu, rates, seed=seed).run(1200).speed for seed in range(6)]
     assert np.mean(dynamic) > 0.96 * max(static), "calibration and probes included"
     assert max(static) > 1.15 * min(static), "the choice matters"
+
+
+@pytest.mark.parametrize("rate", [0.3, 0.4])
+def test_a_machine_whose_pace_drifts_is_not_taken_for_dear_drafts(rate: float) -> None:
+    worlds = [World(DynamicLength(MOST), by_rows, [rate], seed=seed, drift=0.2).run(1500) for seed in range(6)]
+    static = max(World(Fixed(length), by_rows, [rate]).run(6000).speed for length in range(MOST + 1))
+    assert np.mean([world.speed for world in worlds]) > 0.97 * static
+    assert np.mean([world.share(0, last=1400) for world in worlds]) < 0.1, "drafts pay all the time"
 
 
 @pytest.mark.parametrize(("seconds", "rate"), [(on_cpu, 0.7), (on_cpu, 0.95), (by_rows, 0.5)])
