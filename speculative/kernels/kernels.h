@@ -231,17 +231,18 @@ void in_threads(int64_t num_threads, const Work& work) {
     work(omp_get_thread_num(), omp_get_num_threads());
 }
 
-// Buffers of one call; grown, never shrunk, by the thread that calls.
+// Buffers of one call, from a whole line of the caches on; grown, never shrunk, by the thread that calls.
 struct Buffer {
     std::vector<float> store;
     float* at_least(int64_t size) {
-        if (static_cast<int64_t>(store.size()) < size) store.resize(size);
-        return store.data();
+        if (static_cast<int64_t>(store.size()) < size + 15) store.resize(size + 15);
+        const uintptr_t place = reinterpret_cast<uintptr_t>(store.data());
+        return reinterpret_cast<float*>((place + 63) / 64 * 64);
     }
 };
 
 struct Workspace {
-    Buffer floats, bytes, scales, sums, zeros, scores, qkv, attended, gate_up, pairs, logits, states;
+    Buffer floats, bytes, scales, sums, zeros, scores, qkv, attended, gate_up, pairs, logits, states, unpacked;
 };
 
 // Of the thread that calls.

@@ -4,6 +4,8 @@ import ctypes
 import logging
 import shutil
 from collections.abc import Iterator
+from ctypes import c_int64
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,10 +15,11 @@ from torch import Tensor
 from speculative.kernels import library as kernels_library
 from speculative.kernels.bindings import Kernels, LinearStruct
 from speculative.kernels.library import cpu_kernels
-from speculative.kernels.tiles import _wrong_products, measured_tiles
+from speculative.kernels.tiles import _wrong_int4_products, _wrong_products, measured_int4_rows, measured_tiles
 from speculative.model.cpu.native import Kind, NativeLinear
 from speculative.model.layers import Linear
 from speculative.model.loading import load_decoder
+from speculative.model.quantized import quantize
 from tests.speculative.kernels.test_kernels import as_read, hidden_states, random
 from tests.support.tiny_models import write_tiny_model
 from tests.support.vocabulary import needs_kernels
@@ -43,15 +46,20 @@ def tiles(emulation: Kernels) -> Iterator[Kernels]:
     assert emulation.permit_tiles()
     emulation.by_tiles = True
     yield emulation
-    emulation.by_tiles = False
+    emulation.by_tiles, emulation.int4_tile_rows = False, 0
     torch.set_num_threads(num_threads)
+
+
+def plain_linear(num_inputs: int, num_outputs: int) -> Linear:
+    linear = Linear(num_inputs, num_outputs, bias=True, dtype=torch.float32, device=torch.device("cpu"))
+    linear.weight.copy_(random(num_outputs, num_inputs, seed=1).bfloat16())
+    linear.bias.copy_(random(num_outputs, seed=2))
+    return linear
 
 
 def product(kernels: Kernels, kind: Kind, num_inputs: int, num_outputs: int) -> tuple[NativeLinear, Tensor, Tensor]:
     """A product of these kernels, and the weight and bias it stands for, in double precision."""
-    linear = Linear(num_inputs, num_outputs, bias=True, dtype=torch.float32, device=torch.device("cpu"))
-    linear.weight.copy_(random(num_outputs, num_inputs, seed=1).bfloat16())
-    linear.bias.copy_(random(num_outputs, seed=2))
+    linear = plain_linear(num_inputs, num_outputs)
     return NativeLinear(linear, kernels, kind), linear.weight.double(), linear.bias.double()
 
 
@@ -125,14 +133,60 @@ def test_a_token_is_the_same_bits_in_any_chunk(
     assert not torch.equal(hidden_states(decoder, ids, [40])[0], whole[0]), "tiles were used"
 
 
+def w4a8(kernels: Kernels, num_inputs: int, num_outputs: int) -> NativeLinear:
+    linear = plain_linear(num_inputs, num_outputs)
+    return NativeLinear(linear, kernels, quantize(linear.weight, 4), 8)
+
+
+def tile_products(kernels: Kernels) -> int:
+    """Products of two tiles that were emulated so far."""
+    return c_int64.in_dll(ctypes.CDLL(kernels.file), "truespec_emulated_products").value
+
+
+@pytest.mark.parametrize("num_outputs", [32, 75])
+@pytest.mark.parametrize("num_inputs", [32, 96, 1536])
+def test_four_bit_weights_come_to_the_same_bits_by_tiles(num_inputs: int, num_outputs: int, tiles: Kernels) -> None:
+    ours = w4a8(tiles, num_inputs, num_outputs)
+    rows = random(70, num_inputs + 8)[:, :num_inputs] * torch.logspace(-3, 3, 70)[:, None]
+    rows[3], rows[20, 5], rows[40, 7] = 0.0, torch.nan, torch.inf
+    for num_threads in (1, 2):
+        torch.set_num_threads(num_threads)
+        for num_rows in (0, 1, 2, 15, 16, 17, 31, 32, 33, 70):
+            tiles.int4_tile_rows = 0
+            by_avx512 = ours(rows[:num_rows])
+            tiles.int4_tile_rows = 1
+            torch.testing.assert_close(ours(rows[:num_rows]), by_avx512, rtol=0, atol=0, equal_nan=True)
+
+
+def test_four_bit_weights_are_left_to_tiles_from_a_number_of_rows_on(tiles: Kernels) -> None:
+    linear = w4a8(tiles, 64, 32)
+    found = []
+    for least, num_rows in ((0, 40), (17, 16), (17, 17), (16, 16), (1, 33)):
+        tiles.int4_tile_rows = least
+        before = tile_products(tiles)
+        linear(random(num_rows, 64))
+        found.append(tile_products(tiles) - before)
+    assert found == [0, 0, 2 * 4, 4, 3 * 4], "of two blocks and two halves each"
+
+
 class Machine:
     """Our kernels on a machine whose tiles err as told, on a clock of its own."""
 
     has_tiles = True
 
-    def __init__(self, *, share: float = 0.1, error: float = 0.0, error_of_batches: float = 0.0, permits: bool = True):
-        self.share, self.error, self.error_of_batches, self.permits = share, error, error_of_batches, permits
+    def __init__(
+        self,
+        *,
+        share: float = 0.1,
+        least_gain: int = 1,
+        error: float = 0.0,
+        error_of_batches: float = 0.0,
+        permits: bool = True,
+    ):
+        self.share, self.least_gain, self.permits = share, least_gain, permits
+        self.error, self.error_of_batches = error, error_of_batches
         self.by_tiles = False
+        self.int4_tile_rows = 0
         self.now = 0.0
         self.measured = 0
 
@@ -141,13 +195,14 @@ class Machine:
 
     def linear(self, linear: LinearStruct, rows: Tensor) -> Tensor:
         self.measured += 1
-        self.now += self.share if self.by_tiles else 1.0
+        by_tiles = 0 < self.int4_tile_rows <= len(rows) if linear.kind == 6 else self.by_tiles
+        self.now += self.share if by_tiles and len(rows) >= self.least_gain else 1.0
         if linear.num_outputs > 96:
             return rows
         kernels = cpu_kernels()
         assert kernels is not None
         found = kernels.linear(linear, rows)
-        return found + self.by_tiles * (self.error + self.error_of_batches * (len(rows) > 1))
+        return found + by_tiles * (self.error + self.error_of_batches * (len(rows) > 1))
 
 
 @pytest.mark.parametrize(
@@ -166,21 +221,42 @@ def test_tiles_are_taken_where_they_are_right_and_gain_time(machine: Machine, ch
     assert why in said
 
 
+@pytest.mark.parametrize(
+    ("machine", "chosen", "why"),
+    [
+        (Machine(share=0.1), 1, "0.10 at 16"),
+        (Machine(share=0.5, least_gain=32), 32, "1.00 at 16, 0.50 at 32"),
+        (Machine(share=0.98), 0, "0.98 at 256"),
+        (Machine(error=1e-6), 0, "are wrong on this machine"),
+        (Machine(error_of_batches=1e-6), 0, "are wrong on this machine"),
+    ],
+)
+def test_four_bit_weights_are_left_to_tiles_from_where_they_gain_time(machine: Machine, chosen: int, why: str) -> None:
+    found, said = measured_int4_rows(machine, lambda: machine.now)  # type: ignore[arg-type]
+    assert (found, machine.int4_tile_rows) == (chosen, chosen)
+    assert why in said
+
+
 def test_the_emulation_passes_the_check_of_a_machine(emulation: Kernels) -> None:
     assert _wrong_products(emulation) == ""
+    assert _wrong_int4_products(emulation) == ""
 
 
 def test_the_choice_is_logged_and_kept(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    library, first, second = tmp_path / "kernels-1.so", Machine(), Machine()
-    monkeypatch.setattr(kernels_library, "measured_tiles", lambda machine: measured_tiles(machine, lambda: first.now))
+    library, first, second = tmp_path / "kernels-1.so", Machine(least_gain=4), Machine()
+    for measured in (measured_tiles, measured_int4_rows):
+        in_its_time = partial(measured, clock=lambda: first.now)
+        monkeypatch.setattr(kernels_library, measured.__name__, in_its_time)
     with caplog.at_level(logging.INFO):
         for machine in (first, second):
             kernels_library._set_tiles(machine, library)  # type: ignore[arg-type]
             assert machine.by_tiles
+            assert machine.int4_tile_rows == 4
     assert first.measured > 0 and second.measured == 0
-    assert caplog.text.count("computed by AMX tiles: products by AMX tiles took 0.10 of the time") == 1
+    assert caplog.text.count("computed by AMX tiles: products by AMX tiles took") == 1
+    assert caplog.text.count("computed by AMX tiles from 4 rows on: by rows, products by AMX tiles took") == 1
 
 
 def test_a_machine_that_refuses_its_registers_is_asked_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
