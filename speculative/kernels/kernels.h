@@ -210,6 +210,20 @@ void split_row(const float* row, int64_t size, int8_t* bytes) {
     }
 }
 
+// The same, for rows of tiles: for each 32 numbers the high bfloat16s, then the low ones.
+template <int planes>
+void split_row_for_tiles(const float* row, int64_t size, int8_t* bytes) {
+    if constexpr (planes == 1) return split_row<1>(row, size, bytes);
+    for (int64_t i = 0; i < size; i += 16) {
+        const __m512 x = _mm512_loadu_ps(row + i);
+        const __m256i high = (__m256i)_mm512_cvtneps_pbh(x);
+        const __m256i low = (__m256i)_mm512_cvtneps_pbh(_mm512_sub_ps(x, expand(high)));
+        int8_t* place = bytes + 4 * (i / 32 * 32) + 2 * (i % 32);
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(place), high);
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(place + 64), low);
+    }
+}
+
 #endif
 
 // Calls work with `count`, at most `most`, as a constant.

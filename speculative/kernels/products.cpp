@@ -106,23 +106,9 @@ void round_row(const float* row, int64_t size, float* out) {
 
 #if defined(TRUESPEC_TILES)
 
-constexpr int64_t kTileInputs = 32;  // of a row of a tile
-
 bool by_tiles(const Linear& linear) {
     const bool in_pairs = linear.kind == kBfloat16 || linear.kind == kBfloat16Act16;
     return truespec_by_tiles && in_pairs && linear.num_inputs % kTileInputs == 0;
-}
-
-// Floats to bfloat16s, for each 32 of them the high ones, then the low ones.
-void split_row_for_tiles(const float* row, int64_t size, int8_t* bytes) {
-    for (int64_t i = 0; i < size; i += 16) {
-        const __m512 x = _mm512_loadu_ps(row + i);
-        const __m256i high = (__m256i)_mm512_cvtneps_pbh(x);
-        const __m256i low = (__m256i)_mm512_cvtneps_pbh(_mm512_sub_ps(x, expand(high)));
-        int8_t* place = bytes + 4 * (i / kTileInputs * kTileInputs) + 2 * (i % kTileInputs);
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(place), high);
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(place + 64), low);
-    }
 }
 
 #endif
@@ -176,7 +162,7 @@ Rows prepare(const Source& source, const Linear& linear, int64_t num_rows, const
 #if defined(__AVX512BF16__)
 #if defined(TRUESPEC_TILES)
         } else if (linear.kind == kBfloat16 && by_tiles(linear)) {
-            split_row_for_tiles(row, size, bytes + 4 * r * size);
+            split_row_for_tiles<2>(row, size, bytes + 4 * r * size);
 #endif
         } else if (linear.kind == kBfloat16) {
             split_row<2>(row, size, bytes + r * ((size + 1) / 2) * 8);
@@ -448,48 +434,29 @@ void int_tile(const Rows& rows, int64_t row, const Linear& linear, int64_t panel
 // them: a row of a tile touches no other.
 template <int planes>
 void multiply_by_tiles(const Rows& rows, int64_t num_rows, const Linear& linear, Range panels, const Target& target) {
-    constexpr int64_t kRows = 16, kStep = kTileInputs / 2 * kPanel * 4;  // bytes of a panel that a row's tile goes with
+    constexpr int64_t kStep = kTileInputs / 2 * kPanelRow;  // bytes of a panel that a row's tile goes with
     const int64_t stride = 2 * planes * linear.num_inputs, panel_bytes = 2 * kPanel * linear.num_inputs;
-    const int64_t turns = (num_rows + 2 * kRows - 1) / (2 * kRows);
-    TileShapes shapes;  // 0 to 3 are sums, of two times 16 rows and 16 outputs; 4 and 5 rows; 6 and 7 weights
-    for (int t = 0; t < 8; ++t) {
-        shapes.row_bytes[t] = 64;
-        shapes.rows[t] = t < 6 ? std::min(kRows, num_rows) : kTileInputs / 2;
-    }
-    shape_tiles(shapes);
+    const int64_t turns = (num_rows + 2 * kTileRows - 1) / (2 * kTileRows);
+    shape_for_panels(std::min(kTileRows, num_rows));
     alignas(64) float sums[2][2][16][16] = {};
     for (int64_t panel = panels.begin; panel < panels.end; ++panel) {
         for (int64_t turn = 0; turn < turns; ++turn) {
-            const int64_t row = turn * 2 * kRows, count = std::min(2 * kRows, num_rows - row);
+            const int64_t row = turn * 2 * kTileRows, count = std::min(2 * kTileRows, num_rows - row);
             const int8_t* a = rows.bytes + row * stride;
-            const int8_t* second = a + kRows * stride;
+            const int8_t* second = count > kTileRows ? a + kTileRows * stride : nullptr;
             const char* weight = static_cast<const char*>(linear.weight) + panel * panel_bytes;
             Ahead<kFewProducts + 1> ahead(weight, panel_bytes, Turn{turn, turns});
-            CLEAR_TILE(0);
-            CLEAR_TILE(1);
-            CLEAR_TILE(2);
-            CLEAR_TILE(3);
-            for (int64_t k = 0; k < linear.num_inputs; k += kTileInputs, weight += kStep) {
+            clear_sums();
+            add_panel<planes>(a, second, stride, weight, linear.num_inputs, [&] {
                 for (int64_t line = 0; line < kStep; line += 64) ahead.fetch_line();
-                LOAD_TILE(6, weight, kPanel * 4);
-                LOAD_TILE(7, weight + 64, kPanel * 4);
-                for (int p = 0; p < planes; ++p, a += 64, second += 64) {
-                    LOAD_TILE(4, a, stride);
-                    MULTIPLY_TILES(0, 4, 6);
-                    MULTIPLY_TILES(1, 4, 7);
-                    if (count <= kRows) continue;
-                    LOAD_TILE(5, second, stride);
-                    MULTIPLY_TILES(2, 5, 6);
-                    MULTIPLY_TILES(3, 5, 7);
-                }
-            }
+            });
             STORE_TILE(0, sums[0][0], 64);
             STORE_TILE(1, sums[0][1], 64);
             STORE_TILE(2, sums[1][0], 64);
             STORE_TILE(3, sums[1][1], 64);
             for (int64_t r = 0; r < count; ++r) {
                 for (int half = 0; half < 2; ++half) {
-                    const __m512 sum = _mm512_load_ps(sums[r / kRows][half][r % kRows]);
+                    const __m512 sum = _mm512_load_ps(sums[r / kTileRows][half][r % kTileRows]);
                     store(sum, linear, target, row + r, panel * kPanel + 16 * half);
                 }
             }
@@ -519,11 +486,9 @@ void unpack_panel(const char* block, int64_t blocks, UnpackedBlock* to) {
     }
 }
 
-constexpr int kByteRows = 16;
-
 // What a block of up to 16 rows is scaled with.
 struct RowFactors {
-    float scales[kByteRows], sums[kByteRows];
+    float scales[kTileRows], sums[kTileRows];
 };
 
 // As `int_tile<R, true, 1>`, to the bit: a tile holds the integer sums of one block, which are exact, and they are
@@ -595,7 +560,7 @@ void multiply_tiles(int64_t num_rows, Range panels, const Tile& tile) {
 // One thread's panels of four-bit weights. All tiles have the rows of the largest, so one may multiply a row of its
 // neighbour too, or what lies behind the last row.
 void multiply_bytes(const Rows& rows, int64_t num_rows, const Linear& linear, Range panels, const Target& target) {
-    const int64_t turns = (num_rows + kByteRows - 1) / kByteRows;
+    const int64_t turns = (num_rows + kTileRows - 1) / kTileRows;
     TileShapes shapes;  // 0 holds sums; 1 rows; 2 weights
     for (int t = 0; t < 3; ++t) {
         shapes.row_bytes[t] = t == 1 ? kBlock : 64;
@@ -616,7 +581,7 @@ void multiply_bytes(const Rows& rows, int64_t num_rows, const Linear& linear, Ra
             }
         }
     }
-    multiply_tiles<kByteRows>(num_rows, panels, [&](auto R, int64_t row, int64_t panel, Turn turn) {
+    multiply_tiles<kTileRows>(num_rows, panels, [&](auto R, int64_t row, int64_t panel, Turn turn) {
         const int8_t* a = rows.bytes + row * linear.num_inputs;
         byte_tile<R()>(a, factors + turn.index * blocks, row, linear, panel, turn, target, unpacked);
     });
