@@ -1,11 +1,17 @@
 // Attention over the paged cache.
 
 #include "kernels.h"
+#include "tiles.h"
 
 #include <cmath>
 #include <cstring>
 
 namespace truespec {
+
+extern "C" {
+// Whether attention over a cache in bfloat16 is left to tiles, of any number of rows: those round in another order.
+int64_t truespec_attends_by_tiles = 0;
+}
 
 namespace {
 
@@ -148,10 +154,9 @@ void score_pairs(const float* keys, int64_t pairs, const int8_t* queries, float*
     }
 }
 
-// As `score_block`, of a cache in bfloat16 and queries that `split_row` has made bfloat16s of.
-template <int planes>
-void score_pairs_of_block(const Cache& cache, const Piece& piece, int64_t t, int64_t last, const int8_t* queries,
-                          int64_t count, float* scores, int64_t scores_stride, float* keys) {
+// For every two numbers of the head, a pair of each of 16 positions from `t` on, `stride` floats apart.
+[[gnu::always_inline]] inline void pair_keys(const Cache& cache, const Piece& piece, int64_t t, int64_t last,
+                                             float* keys, int64_t stride) {
     const int64_t pairs = cache.head_dim / 2;
     for (int64_t k = 0; k < pairs; k += 16) {
         __m512i rows[16], columns[16];
@@ -160,8 +165,16 @@ void score_pairs_of_block(const Cache& cache, const Piece& piece, int64_t t, int
             rows[i] = _mm512_maskz_loadu_epi32(first_lanes(pairs - k), key + 4 * k);
         }
         transpose(rows, columns);
-        for (int64_t i = 0; i < 16; ++i) _mm512_storeu_si512(keys + 16 * (k + i), columns[i]);
+        for (int64_t i = 0; i < 16; ++i) _mm512_storeu_si512(keys + stride * (k + i), columns[i]);
     }
+}
+
+// As `score_block`, of a cache in bfloat16 and queries that `split_row` has made bfloat16s of.
+template <int planes>
+void score_pairs_of_block(const Cache& cache, const Piece& piece, int64_t t, int64_t last, const int8_t* queries,
+                          int64_t count, float* scores, int64_t scores_stride, float* keys) {
+    const int64_t pairs = cache.head_dim / 2;
+    pair_keys(cache, piece, t, last, keys, 16);
     scores += t;
     for (int64_t q = 0; q < count; q += kPairTile) {
         with_count<kPairTile>(std::min(kPairTile, count - q), [&](auto tile) {
@@ -171,13 +184,17 @@ void score_pairs_of_block(const Cache& cache, const Piece& piece, int64_t t, int
     }
 }
 
+// Where the first 16 of 32 numbers lie in two vectors that unpacking has left; the others lie 8 behind them.
+inline __m512i unpacked_order() {
+    return _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+}
+
 // Sums of the values of all positions of Q queries, weighted with pairs of bfloat16s, times `inverses`. Positions are
 // taken in twos; the first `common` of them are every query's, and of the rest each takes its own.
 template <int Q, int planes>
 void weigh_values(const Cache& cache, const Piece& piece, int64_t common, const int64_t* lengths,
                   const float* const* weights, const float* inverses, float* const* outs) {
-    const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
-    const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
+    const __m512i first = unpacked_order(), second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
     for (int64_t d = 0; d < cache.head_dim; d += 32) {
         const __mmask16 lanes = first_lanes((cache.head_dim - d) / 2);
         __m512 sums[Q][2];
@@ -231,19 +248,29 @@ inline __m512 two_to_the(__m512 x) {
     return _mm512_scalef_ps(p, n);
 }
 
-// Scores of one query to e^(score - largest), in place; returns their sum. With planes they become pairs of bfloat16s.
-template <int planes>
-float exponentiate(float* scores, int64_t length, float scale) {
+// The largest score of one query.
+[[gnu::always_inline]] inline float largest_score(const float* scores, int64_t length) {
     __m512 largest = _mm512_set1_ps(-INFINITY);
     for (int64_t t = 0; t < length; t += 16) {
         largest = _mm512_mask_max_ps(largest, first_lanes(length - t), largest, _mm512_loadu_ps(scores + t));
     }
-    const __m512 top = _mm512_set1_ps(_mm512_reduce_max_ps(largest));
+    return _mm512_reduce_max_ps(largest);
+}
+
+// e^((score - top) scale) of the first `count` of 16 scores, 0 of the rest. factor: scale / ln 2.
+[[gnu::always_inline]] inline __m512 weights_of(const float* scores, int64_t count, __m512 top, __m512 factor) {
+    const __m512 x = _mm512_mul_ps(_mm512_sub_ps(_mm512_loadu_ps(scores), top), factor);
+    return _mm512_maskz_mov_ps(first_lanes(count), two_to_the(x));
+}
+
+// Scores of one query to e^(score - largest), in place; returns their sum. With planes they become pairs of bfloat16s.
+template <int planes>
+float exponentiate(float* scores, int64_t length, float scale) {
+    const __m512 top = _mm512_set1_ps(largest_score(scores, length));
     const __m512 factor = _mm512_set1_ps(scale * 1.44269504088896341f);
     __m512 total = _mm512_setzero_ps();
     for (int64_t t = 0; t < length; t += 16) {
-        const __m512 x = _mm512_mul_ps(_mm512_sub_ps(_mm512_loadu_ps(scores + t), top), factor);
-        __m512 weight = _mm512_maskz_mov_ps(first_lanes(length - t), two_to_the(x));
+        __m512 weight = weights_of(scores + t, length - t, top, factor);
         if constexpr (planes == 0) _mm512_storeu_ps(scores + t, weight);
 #if defined(__AVX512BF16__)
         if constexpr (planes == 1) {
@@ -289,7 +316,8 @@ void add_values(const Cache& cache, const Piece& piece, int64_t begin, int64_t e
 
 constexpr int64_t kPieceRows = 8;
 
-int64_t padded(int64_t length) { return (length + 15) / 16 * 16; }
+// A length up to whole blocks of positions.
+int64_t padded(int64_t length, int64_t block) { return (length + block - 1) / block * block; }
 
 // The queries of a piece, row after row, and where their scores, [count, stride], and results go. inverses: of the sums
 // of their weights.
@@ -336,6 +364,170 @@ void attend_in_pairs(const Cache& cache, const Piece& piece, const Piece& next, 
 
 #endif
 
+#if defined(TRUESPEC_TILES)
+
+// By sizes of the model alone, never by numbers of rows: attention by tiles rounds in another order.
+bool attends_by_tiles(const Cache& cache, int64_t group) {
+    return truespec_attends_by_tiles && cache.width == 2 && cache.head_dim % kTileInputs == 0 && group <= 2 * kTileRows;
+}
+
+// Rows of each tile, where tiles of one size hold `count` rows. The last one ends with the last row, so it may compute
+// rows of the one before again.
+int64_t rows_of_tiles(int64_t count) {
+    const int64_t tiles = (count + kTileRows - 1) / kTileRows;
+    return (count + tiles - 1) / tiles;
+}
+
+// Calls work with the first rows of two tiles at a time; the second is -1 where there is but one.
+template <typename Work>
+void for_tiles(int64_t count, const Work& work) {
+    const int64_t rows = rows_of_tiles(count);
+    for (int64_t row = 0; row < count; row += 2 * rows) {
+        work(std::min(row, count - rows), row + rows < count ? std::min(row + rows, count - rows) : -1);
+    }
+}
+
+// Scores of 32 positions from `t` on, as `score_block` has them, of queries that `split_row_for_tiles` has made
+// bfloat16s of. panel: room for the keys.
+template <int planes>
+void score_by_tiles(const Cache& cache, const Piece& piece, int64_t t, const int8_t* queries, const Queries& to,
+                    float* panel) {
+    const int64_t size = cache.head_dim, query_bytes = 2 * planes * size, score_bytes = 4 * to.stride;
+    for (int half = 0; half < 2; ++half) {
+        pair_keys(cache, piece, t + 16 * half, piece.most() - 1, panel + 16 * half, kPanelRow / 4);
+    }
+    for_tiles(to.count, [&](int64_t first, int64_t second) {
+        clear_sums();
+        add_panel<planes>(queries + first * query_bytes, second < 0 ? nullptr : queries + second * query_bytes,
+                          query_bytes, reinterpret_cast<const char*>(panel), size, [] {});
+        float* scores = to.scores + t;
+        STORE_TILE(0, scores + first * to.stride, score_bytes);
+        STORE_TILE(1, scores + first * to.stride + 16, score_bytes);
+        if (second < 0) return;
+        STORE_TILE(2, scores + second * to.stride, score_bytes);
+        STORE_TILE(3, scores + second * to.stride + 16, score_bytes);
+    });
+}
+
+// As `exponentiate`, to rows of tiles of 32 positions.
+template <int planes>
+float exponentiate_for_tiles(float* scores, int64_t length, float scale) {
+    const __m512 top = _mm512_set1_ps(largest_score(scores, length));
+    const __m512 factor = _mm512_set1_ps(scale * 1.44269504088896341f);
+    __m512 total = _mm512_setzero_ps();
+    for (int64_t t = 0; t < length; t += 32) {
+        float weights[32];
+        for (int64_t i = 0; i < 32; i += 16) {
+            __m512 weight = weights_of(scores + t + i, length - t - i, top, factor);
+            if (planes == 1) weight = expand((__m256i)_mm512_cvtneps_pbh(weight));  // what weighs adds up to 1
+            total = _mm512_add_ps(total, weight);
+            _mm512_storeu_ps(weights + i, weight);
+        }
+        split_row_for_tiles<planes>(weights, 32, reinterpret_cast<int8_t*>(scores) + 2 * planes * t);
+    }
+    return _mm512_reduce_add_ps(total);
+}
+
+// 32 numbers of the values of 32 positions from `t` on, 0 from position `length` on: for every two positions, a pair of
+// each number, in the order of unpacking.
+void pair_values(const Cache& cache, const Piece& piece, int64_t t, int64_t length, int64_t number, char* panel) {
+    const auto load = [&](int64_t position) {
+        if (position >= length) return _mm512_setzero_si512();
+        return _mm512_loadu_si512(cache.values + cache.at(piece.context[position], piece.kv_head) + 2 * number);
+    };
+    for (int64_t i = 0; i < 32; i += 2, panel += kPanelRow) {
+        const __m512i even = load(t + i), odd = load(t + i + 1);
+        _mm512_store_si512(panel, _mm512_unpacklo_epi16(even, odd));
+        _mm512_store_si512(panel + 64, _mm512_unpackhi_epi16(even, odd));
+    }
+}
+
+// Adds the weighted values of positions begin..end to the sums of `count` queries, [count, head_dim]; those of position
+// 0 begin them. `begin` is a multiple of 32.
+template <int planes>
+void weigh_by_tiles(const Cache& cache, const Piece& piece, int64_t begin, int64_t end, int64_t count,
+                    const float* weights, int64_t stride, float* sums) {
+    const int64_t size = cache.head_dim;
+    alignas(64) char panels[2][kTileInputs / 2 * kPanelRow];
+    const auto at = [&](int64_t query) { return reinterpret_cast<const int8_t*>(weights + query * stride); };
+    for (int64_t number = 0; number < size; number += 32) {
+        for_tiles(count, [&](int64_t first, int64_t second) {
+            float *own = sums + first * size + number, *others = sums + second * size + number;
+            clear_sums();
+            if (begin > 0) {
+                LOAD_TILE(0, own, 4 * size);
+                LOAD_TILE(1, own + 16, 4 * size);
+            }
+            if (begin > 0 && second >= 0) {
+                LOAD_TILE(2, others, 4 * size);
+                LOAD_TILE(3, others + 16, 4 * size);
+            }
+            for (int64_t t = begin; t < end; t += 32) {
+                char* panel = panels[t / 32 % 2];
+                pair_values(cache, piece, t, end, number, panel);
+                const int8_t* own_weights = at(first) + 2 * planes * t;
+                const int8_t* other_weights = second < 0 ? nullptr : at(second) + 2 * planes * t;
+                add_panel<planes>(own_weights, other_weights, 4 * stride, panel, 32, [] {});
+            }
+            STORE_TILE(0, own, 4 * size);
+            STORE_TILE(1, own + 16, 4 * size);
+            if (second < 0) return;
+            STORE_TILE(2, others, 4 * size);
+            STORE_TILE(3, others + 16, 4 * size);
+        });
+    }
+}
+
+// The positions that all rows see are weighed for all of them, up to whole panels of 32; the rest for each row on its
+// own, with 0 behind what it sees: so its sums go through the same steps in any company, and what lies behind it may be
+// no number.
+template <int planes>
+void attend_by_tiles(const Cache& cache, const Piece& piece, const Piece& next, Queries& queries, int64_t group,
+                     float scale, float* scratch) {
+    const int64_t size = cache.head_dim, most = piece.most(), count = queries.count, stride = queries.stride;
+    float* sums = scratch + 16 * size;
+    int8_t* split = reinterpret_cast<int8_t*>(sums);  // until the scores are there
+    for (int64_t q = 0; q < count; ++q) {
+        split_row_for_tiles<planes>(queries.rows[q], size, split + 2 * planes * q * size);
+    }
+    shape_for_panels(rows_of_tiles(count));
+    for (int64_t t = 0; t < most; t += 32) {
+        fetch_positions(cache.keys, cache, piece, t + kPositionsAhead, std::min(t + kPositionsAhead + 32, most));
+        fetch_positions(cache.values, cache, piece, t, std::min(t + 32, most));
+        score_by_tiles<planes>(cache, piece, t, split, queries, scratch);
+    }
+    fetch_positions(cache.keys, cache, next, 0, std::min(kPositionsAhead, next.most()));
+    for (int64_t q = 0; q < count; ++q) {
+        const float total = exponentiate_for_tiles<planes>(queries.scores + q * stride, queries.lengths[q], scale);
+        queries.inverses[q] = 1.0f / total;
+    }
+    const int64_t whole = piece.length / 32 * 32;
+    if (whole > 0) weigh_by_tiles<planes>(cache, piece, 0, whole, count, queries.scores, stride, sums);
+    shape_for_panels(rows_of_tiles(group));
+    for (int64_t q = 0; q < count; q += group) {
+        if (queries.lengths[q] == whole) continue;
+        weigh_by_tiles<planes>(cache, piece, whole, queries.lengths[q], group, queries.scores + q * stride, stride,
+                               sums + q * size);
+    }
+    release_tiles();
+    const __m512i first = unpacked_order(), second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
+    for (int64_t q = 0; q < count; ++q) {
+        const __m512 inverse = _mm512_set1_ps(queries.inverses[q]);
+        float* out = queries.outs[q];
+        for (int64_t d = 0; d < size; d += 32) {
+            const __m512 a = _mm512_load_ps(sums + q * size + d), b = _mm512_load_ps(sums + q * size + d + 16);
+            _mm512_storeu_ps(out + d, _mm512_mul_ps(_mm512_permutex2var_ps(a, first, b), inverse));
+            _mm512_storeu_ps(out + d + 16, _mm512_mul_ps(_mm512_permutex2var_ps(a, second, b), inverse));
+        }
+    }
+}
+
+#else
+
+bool attends_by_tiles(const Cache&, int64_t) { return false; }
+
+#endif
+
 void attend_plainly(const Cache& cache, const Piece& piece, const Piece& next, Queries& queries, float scale,
                     float* scratch) {
     const int64_t size = cache.head_dim, most = piece.most(), count = queries.count;
@@ -376,7 +568,8 @@ void attend_piece(const Shape& shape, const Cache& cache, const Heads& heads, co
     const int64_t size = shape.head_dim, group = shape.num_heads / shape.num_kv_heads;
     thread_local Queries queries;  // allocates nothing once it has been as large
     queries.resize((piece.row_end - piece.row_begin) * group);
-    queries.stride = padded(piece.most());
+    const bool in_tiles = attends_by_tiles(cache, group);
+    queries.stride = padded(piece.most(), in_tiles ? 32 : 16);
     queries.scores = scratch + (16 + queries.count) * size;
     for (int64_t q = 0; q < queries.count; ++q) {
         const int64_t row = piece.row_begin + q / group, head = piece.kv_head * group + q % group;
@@ -386,6 +579,12 @@ void attend_piece(const Shape& shape, const Cache& cache, const Heads& heads, co
         queries.lengths[q] = piece.length + q / group;
     }
     const float scale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(size)));
+#if defined(TRUESPEC_TILES)
+    if (in_tiles) {
+        const auto attend = planes == 1 ? attend_by_tiles<1> : attend_by_tiles<2>;
+        return attend(cache, piece, next, queries, group, scale, scratch);
+    }
+#endif
 #if defined(__AVX512BF16__)
     if (cache.width == 2) {
         return (planes == 1 ? attend_in_pairs<1> : attend_in_pairs<2>)(cache, piece, next, queries, scale, scratch);
@@ -415,7 +614,7 @@ void write_rows(const Cache& cache, const Heads& heads, const Step& step, int th
 
 int64_t scratch_size(const Shape& shape, int64_t longest) {
     const int64_t group = shape.num_heads / shape.num_kv_heads;
-    return 16 * shape.head_dim + kPieceRows * group * (shape.head_dim + padded(longest));
+    return 16 * shape.head_dim + kPieceRows * group * (shape.head_dim + padded(longest, 32));
 }
 
 int64_t longest_context(const Step& step) {

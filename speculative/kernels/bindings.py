@@ -201,7 +201,7 @@ class Kernels:
         self._attend.argtypes = [
             *(c_void_p, c_void_p, c_void_p, c_int64),
             *(c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64),
-            *(c_void_p, c_int64),
+            *(c_int64, c_void_p, c_int64),
         ]
         self._layers = library.truespec_layers
         self._layers.argtypes = [
@@ -250,6 +250,8 @@ class Kernels:
         self._uniforms.argtypes = [c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p]
         self._ways = (c_int64 * NUM_WAYS).in_dll(library, "truespec_ways")
         self._by_tiles = c_int64.in_dll(library, "truespec_by_tiles")
+        self._int4_tile_rows = c_int64.in_dll(library, "truespec_int4_tile_rows")
+        self._attends_by_tiles = c_int64.in_dll(library, "truespec_attends_by_tiles")
         library.truespec_has_tiles.restype = library.truespec_permit_tiles.restype = c_int64
         self.has_tiles = bool(library.truespec_has_tiles())
         self._permit_tiles = library.truespec_permit_tiles
@@ -289,9 +291,29 @@ class Kernels:
         self._by_tiles.value = by_tiles
 
     @property
+    def int4_tile_rows(self) -> int:
+        """Rows from which on AMX tiles multiply four-bit weights with eight-bit activations, to the same bits; 0 = they
+        never do. Set it only where `permit_tiles` returned true."""
+        return self._int4_tile_rows.value
+
+    @int4_tile_rows.setter
+    def int4_tile_rows(self, num_rows: int) -> None:
+        self._int4_tile_rows.value = num_rows
+
+    @property
+    def attends_by_tiles(self) -> bool:
+        """Use of AMX tiles for attention over a cache in bfloat16; set it only where `permit_tiles` returned true."""
+        return bool(self._attends_by_tiles.value)
+
+    @attends_by_tiles.setter
+    def attends_by_tiles(self, by_tiles: bool) -> None:
+        self._attends_by_tiles.value = by_tiles
+
+    @property
     def name(self) -> str:
         """Name of the arithmetic: kernels of one name round alike."""
-        return Path(self.file).stem + ("-tiles" if self.by_tiles else "")
+        of_products = "-tiles" if self.by_tiles else ""
+        return Path(self.file).stem + of_products + ("-tile-attention" if self.attends_by_tiles else "")
 
     def linear(self, linear: LinearStruct, rows: Tensor, norm: tuple[Tensor, float] | None = None) -> Tensor:
         """rows [N, num_inputs], each of them contiguous -> [N, num_outputs]; normed first if `norm` is given."""
@@ -310,7 +332,13 @@ class Kernels:
         return out
 
     def attend(
-        self, shape: ShapeStruct, step: StepStruct, cache: Tensor, layer: int, heads: tuple[Tensor, Tensor, Tensor]
+        self,
+        shape: ShapeStruct,
+        step: StepStruct,
+        cache: Tensor,
+        layer: int,
+        heads: tuple[Tensor, Tensor, Tensor],
+        planes: int = 2,
     ) -> Tensor:
         """Store key and value of one layer, then attend.
 
@@ -320,6 +348,7 @@ class Kernels:
             cache: [num_layers, 2, num_slots, num_kv_heads, head_dim], float32 or bfloat16.
             layer: which one.
             heads: query [N, num_heads, head_dim], key and value [N, num_kv_heads, head_dim]; rows may be apart.
+            planes: bfloat16s that a query and a weight become where a cache in bfloat16 is multiplied in pairs.
 
         Returns:
             [N, num_heads, head_dim].
@@ -329,7 +358,7 @@ class Kernels:
         self._attend(
             *(ctypes.addressof(shape), ctypes.addressof(step), cache.data_ptr(), layer),
             *places,
-            *(attended.data_ptr(), torch.get_num_threads()),
+            *(planes, attended.data_ptr(), torch.get_num_threads()),
         )
         return attended
 

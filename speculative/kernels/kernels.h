@@ -210,6 +210,20 @@ void split_row(const float* row, int64_t size, int8_t* bytes) {
     }
 }
 
+// The same, for rows of tiles: for each 32 numbers the high bfloat16s, then the low ones.
+template <int planes>
+void split_row_for_tiles(const float* row, int64_t size, int8_t* bytes) {
+    if constexpr (planes == 1) return split_row<1>(row, size, bytes);
+    for (int64_t i = 0; i < size; i += 16) {
+        const __m512 x = _mm512_loadu_ps(row + i);
+        const __m256i high = (__m256i)_mm512_cvtneps_pbh(x);
+        const __m256i low = (__m256i)_mm512_cvtneps_pbh(_mm512_sub_ps(x, expand(high)));
+        int8_t* place = bytes + 4 * (i / 32 * 32) + 2 * (i % 32);
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(place), high);
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(place + 64), low);
+    }
+}
+
 #endif
 
 // Calls work with `count`, at most `most`, as a constant.
@@ -231,17 +245,18 @@ void in_threads(int64_t num_threads, const Work& work) {
     work(omp_get_thread_num(), omp_get_num_threads());
 }
 
-// Buffers of one call; grown, never shrunk, by the thread that calls.
+// Buffers of one call, from a whole line of the caches on; grown, never shrunk, by the thread that calls.
 struct Buffer {
     std::vector<float> store;
     float* at_least(int64_t size) {
-        if (static_cast<int64_t>(store.size()) < size) store.resize(size);
-        return store.data();
+        if (static_cast<int64_t>(store.size()) < size + 15) store.resize(size + 15);
+        const uintptr_t place = reinterpret_cast<uintptr_t>(store.data());
+        return reinterpret_cast<float*>((place + 63) / 64 * 64);
     }
 };
 
 struct Workspace {
-    Buffer floats, bytes, scales, sums, zeros, scores, qkv, attended, gate_up, pairs, logits, states;
+    Buffer floats, bytes, scales, sums, zeros, scores, qkv, attended, gate_up, pairs, logits, states, unpacked;
 };
 
 // Of the thread that calls.

@@ -22,7 +22,7 @@ import torch
 from speculative.config import kernels_folder
 from speculative.kernels.bindings import Kernels
 from speculative.kernels.prefetch import describe_ways, measured_ways
-from speculative.kernels.tiles import measured_tiles
+from speculative.kernels.tiles import measured_attention, measured_int4_rows, measured_tiles
 
 _SOURCES = tuple(
     Path(__file__).with_name(name)
@@ -129,20 +129,25 @@ def _set_ways(kernels: Kernels, library: Path) -> None:
 
 
 def _set_tiles(kernels: Kernels, library: Path) -> None:
-    """Set whether AMX computes products of bfloat16s: as was measured on such a processor, and is kept."""
+    """Set what is left to AMX: as was measured on such a processor, and is kept."""
     if not kernels.has_tiles:
         return
     if not kernels.permit_tiles():
         _log.info("Linux does not give this process the registers of AMX; AVX-512 computes its products.")
         return
     kept = _kept_choice(library, "tiles")
-    with contextlib.suppress(OSError, ValueError):
-        if (chosen := json.loads(kept.read_text(encoding="utf-8"))) in (True, False):
-            kernels.by_tiles = chosen
-            return
-    chosen, why = measured_tiles(kernels)
-    _log.info("Products of bfloat16s are computed by %s: %s.", "AMX tiles" if chosen else "AVX-512", why)
-    _keep_choice(kept, chosen)
+    with contextlib.suppress(OSError, ValueError, TypeError):  # else it is measured again
+        chosen = json.loads(kept.read_text(encoding="utf-8"))
+        kernels.by_tiles, kernels.int4_tile_rows, kernels.attends_by_tiles = chosen
+        return
+    by_tiles, why = measured_tiles(kernels)
+    _log.info("Products of bfloat16s are computed by %s: %s.", "AMX tiles" if by_tiles else "AVX-512", why)
+    rows, why = measured_int4_rows(kernels)
+    who = f"AMX tiles from {rows} rows on" if rows else "AVX-512"
+    _log.info("Products of four-bit weights with eight-bit activations are computed by %s: %s.", who, why)
+    attends, why = measured_attention(kernels)
+    _log.info("Attention over a cache in bfloat16 is computed by %s: %s.", "AMX tiles" if attends else "AVX-512", why)
+    _keep_choice(kept, (by_tiles, rows, attends))
 
 
 def _kept_choice(library: Path, name: str) -> Path:

@@ -26,6 +26,10 @@ int64_t truespec_ways[1 + kFewProducts] = {kNear, kNear, kNear, kNear, kNear, kN
 // Whether products of bfloat16s are left to tiles, of any number of rows: those round in another order.
 int64_t truespec_by_tiles = 0;
 
+// From so many rows on, products of four-bit weights with eight-bit activations are left to tiles: the same bits. 0 =
+// never.
+int64_t truespec_int4_tile_rows = 0;
+
 // Whether this library has tiles.
 int64_t truespec_has_tiles() {
 #if defined(TRUESPEC_TILES)
@@ -102,23 +106,9 @@ void round_row(const float* row, int64_t size, float* out) {
 
 #if defined(TRUESPEC_TILES)
 
-constexpr int64_t kTileInputs = 32;  // of a row of a tile
-
 bool by_tiles(const Linear& linear) {
     const bool in_pairs = linear.kind == kBfloat16 || linear.kind == kBfloat16Act16;
     return truespec_by_tiles && in_pairs && linear.num_inputs % kTileInputs == 0;
-}
-
-// Floats to bfloat16s, for each 32 of them the high ones, then the low ones.
-void split_row_for_tiles(const float* row, int64_t size, int8_t* bytes) {
-    for (int64_t i = 0; i < size; i += 16) {
-        const __m512 x = _mm512_loadu_ps(row + i);
-        const __m256i high = (__m256i)_mm512_cvtneps_pbh(x);
-        const __m256i low = (__m256i)_mm512_cvtneps_pbh(_mm512_sub_ps(x, expand(high)));
-        int8_t* place = bytes + 4 * (i / kTileInputs * kTileInputs) + 2 * (i % kTileInputs);
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(place), high);
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(place + 64), low);
-    }
 }
 
 #endif
@@ -172,7 +162,7 @@ Rows prepare(const Source& source, const Linear& linear, int64_t num_rows, const
 #if defined(__AVX512BF16__)
 #if defined(TRUESPEC_TILES)
         } else if (linear.kind == kBfloat16 && by_tiles(linear)) {
-            split_row_for_tiles(row, size, bytes + 4 * r * size);
+            split_row_for_tiles<2>(row, size, bytes + 4 * r * size);
 #endif
         } else if (linear.kind == kBfloat16) {
             split_row<2>(row, size, bytes + r * ((size + 1) / 2) * 8);
@@ -444,54 +434,108 @@ void int_tile(const Rows& rows, int64_t row, const Linear& linear, int64_t panel
 // them: a row of a tile touches no other.
 template <int planes>
 void multiply_by_tiles(const Rows& rows, int64_t num_rows, const Linear& linear, Range panels, const Target& target) {
-    constexpr int64_t kRows = 16, kStep = kTileInputs / 2 * kPanel * 4;  // bytes of a panel that a row's tile goes with
+    constexpr int64_t kStep = kTileInputs / 2 * kPanelRow;  // bytes of a panel that a row's tile goes with
     const int64_t stride = 2 * planes * linear.num_inputs, panel_bytes = 2 * kPanel * linear.num_inputs;
-    const int64_t turns = (num_rows + 2 * kRows - 1) / (2 * kRows);
-    TileShapes shapes;  // 0 to 3 are sums, of two times 16 rows and 16 outputs; 4 and 5 rows; 6 and 7 weights
-    for (int t = 0; t < 8; ++t) {
-        shapes.row_bytes[t] = 64;
-        shapes.rows[t] = t < 6 ? std::min(kRows, num_rows) : kTileInputs / 2;
-    }
-    shape_tiles(shapes);
+    const int64_t turns = (num_rows + 2 * kTileRows - 1) / (2 * kTileRows);
+    shape_for_panels(std::min(kTileRows, num_rows));
     alignas(64) float sums[2][2][16][16] = {};
     for (int64_t panel = panels.begin; panel < panels.end; ++panel) {
         for (int64_t turn = 0; turn < turns; ++turn) {
-            const int64_t row = turn * 2 * kRows, count = std::min(2 * kRows, num_rows - row);
+            const int64_t row = turn * 2 * kTileRows, count = std::min(2 * kTileRows, num_rows - row);
             const int8_t* a = rows.bytes + row * stride;
-            const int8_t* second = a + kRows * stride;
+            const int8_t* second = count > kTileRows ? a + kTileRows * stride : nullptr;
             const char* weight = static_cast<const char*>(linear.weight) + panel * panel_bytes;
             Ahead<kFewProducts + 1> ahead(weight, panel_bytes, Turn{turn, turns});
-            CLEAR_TILE(0);
-            CLEAR_TILE(1);
-            CLEAR_TILE(2);
-            CLEAR_TILE(3);
-            for (int64_t k = 0; k < linear.num_inputs; k += kTileInputs, weight += kStep) {
+            clear_sums();
+            add_panel<planes>(a, second, stride, weight, linear.num_inputs, [&] {
                 for (int64_t line = 0; line < kStep; line += 64) ahead.fetch_line();
-                LOAD_TILE(6, weight, kPanel * 4);
-                LOAD_TILE(7, weight + 64, kPanel * 4);
-                for (int p = 0; p < planes; ++p, a += 64, second += 64) {
-                    LOAD_TILE(4, a, stride);
-                    MULTIPLY_TILES(0, 4, 6);
-                    MULTIPLY_TILES(1, 4, 7);
-                    if (count <= kRows) continue;
-                    LOAD_TILE(5, second, stride);
-                    MULTIPLY_TILES(2, 5, 6);
-                    MULTIPLY_TILES(3, 5, 7);
-                }
-            }
+            });
             STORE_TILE(0, sums[0][0], 64);
             STORE_TILE(1, sums[0][1], 64);
             STORE_TILE(2, sums[1][0], 64);
             STORE_TILE(3, sums[1][1], 64);
             for (int64_t r = 0; r < count; ++r) {
                 for (int half = 0; half < 2; ++half) {
-                    const __m512 sum = _mm512_load_ps(sums[r / kRows][half][r % kRows]);
+                    const __m512 sum = _mm512_load_ps(sums[r / kTileRows][half][r % kTileRows]);
                     store(sum, linear, target, row + r, panel * kPanel + 16 * half);
                 }
             }
         }
     }
     release_tiles();
+}
+
+// A block of a panel of four-bit weights as tiles take it: 16 outputs in each half, four inputs in a row.
+struct UnpackedBlock {
+    uint8_t weights[2][8][64];
+    float scales[2][16], least[2][16];
+};
+
+void unpack_panel(const char* block, int64_t blocks, UnpackedBlock* to) {
+    const __m512i low_half = _mm512_set1_epi8(15);
+    for (int64_t b = 0; b < blocks; ++b, block += kInt4Bytes, ++to) {
+        for (int half = 0; half < 2; ++half) {
+            for (int z = 0; z < 8; z += 2) {
+                const __m512i packed = _mm512_loadu_si512(block + 64 * (z + half));
+                _mm512_store_si512(to->weights[half][z], _mm512_and_si512(packed, low_half));
+                _mm512_store_si512(to->weights[half][z + 1], _mm512_and_si512(_mm512_srli_epi16(packed, 4), low_half));
+            }
+            _mm512_store_ps(to->scales[half], load_halves(block + 512 + 32 * half));
+            _mm512_store_ps(to->least[half], load_halves(block + 512 + 64 + 32 * half));
+        }
+    }
+}
+
+// What a block of up to 16 rows is scaled with.
+struct RowFactors {
+    float scales[kTileRows], sums[kTileRows];
+};
+
+// As `int_tile<R, true, 1>`, to the bit: a tile holds the integer sums of one block, which are exact, and they are
+// scaled and added up in the same order.
+//
+// The scaling bounds it, by four operations of AVX-512 for 16 sums: some 36 cycles a tile by count of what Intel's
+// processors do at once, where the product takes 16 of AMX, and `int_tile` some 110. So there is nothing to win by
+// multiplying 64 inputs at once, and bfloat16s, whose sums would be the same integers, would save one operation of the
+// four and read twice as much.
+template <int R>
+void byte_tile(const int8_t* a, const RowFactors* factors, int64_t row, const Linear& linear, int64_t panel, Turn turn,
+               const Target& target, UnpackedBlock* unpacked) {
+    const int64_t size = linear.num_inputs, blocks = size / kBlock, panel_bytes = blocks * kInt4Bytes;
+    const char* weight = static_cast<const char*>(linear.weight) + panel * panel_bytes;
+    if (turn.index == 0) unpack_panel(weight, blocks, unpacked);
+    alignas(64) int32_t products[2][16][16];
+    for (int half = 0; half < 2; ++half) {
+        const auto multiply_block = [&](int64_t b) {
+            CLEAR_TILE(0);
+            LOAD_TILE(1, a + b * kBlock, size);
+            LOAD_TILE(2, unpacked[b].weights[half], 64);
+            MULTIPLY_BYTES(0, 1, 2);
+            STORE_TILE(0, products[b % 2], 64);
+        };
+        __m512 sums[R];
+#pragma GCC unroll 16
+        for (int r = 0; r < R; ++r) sums[r] = _mm512_setzero_ps();  // unrolled, or the sums lie in memory
+        multiply_block(0);
+        for (int64_t b = 0; b < blocks; ++b) {
+            if (b + 1 < blocks) multiply_block(b + 1);  // while the last block's sums are scaled
+            const char* next = weight + panel_bytes + b * kInt4Bytes;
+            for (int64_t line = 0; turn.index + half == 0 && line < kInt4Bytes; line += 64) {
+                _mm_prefetch(next + line, _MM_HINT_T1);
+            }
+            const __m512 scale = _mm512_load_ps(unpacked[b].scales[half]);
+            const __m512 least = _mm512_load_ps(unpacked[b].least[half]);
+#pragma GCC unroll 16
+            for (int r = 0; r < R; ++r) {
+                const __m512 product = _mm512_cvtepi32_ps(_mm512_load_si512(products[b % 2][r]));
+                const __m512 both = _mm512_mul_ps(scale, _mm512_set1_ps(factors[b].scales[r]));
+                sums[r] = _mm512_fmadd_ps(product, both, sums[r]);
+                sums[r] = _mm512_fmadd_ps(least, _mm512_set1_ps(factors[b].sums[r]), sums[r]);
+            }
+        }
+#pragma GCC unroll 16
+        for (int r = 0; r < R; ++r) store(sums[r], linear, target, row + r, panel * kPanel + 16 * half);
+    }
 }
 
 #endif
@@ -511,6 +555,41 @@ void multiply_tiles(int64_t num_rows, Range panels, const Tile& tile) {
     }
 }
 
+#if defined(TRUESPEC_TILES)
+
+// One thread's panels of four-bit weights. All tiles have the rows of the largest, so one may multiply a row of its
+// neighbour too, or what lies behind the last row.
+void multiply_bytes(const Rows& rows, int64_t num_rows, const Linear& linear, Range panels, const Target& target) {
+    const int64_t turns = (num_rows + kTileRows - 1) / kTileRows;
+    TileShapes shapes;  // 0 holds sums; 1 rows; 2 weights
+    for (int t = 0; t < 3; ++t) {
+        shapes.row_bytes[t] = t == 1 ? kBlock : 64;
+        shapes.rows[t] = t == 2 ? kBlock / 4 : (num_rows + turns - 1) / turns;
+    }
+    shape_tiles(shapes);
+    const int64_t blocks = linear.num_inputs / kBlock;
+    constexpr int64_t kUnpacked = sizeof(UnpackedBlock) / sizeof(float), kFactors = sizeof(RowFactors) / sizeof(float);
+    float* scratch = workspace().unpacked.at_least(blocks * (kUnpacked + turns * kFactors));
+    auto* unpacked = reinterpret_cast<UnpackedBlock*>(scratch);
+    auto* factors = reinterpret_cast<RowFactors*>(scratch + blocks * kUnpacked);
+    for (int64_t t = 0; t < turns; ++t) {
+        const Range own = share(num_rows, t, turns);
+        for (int64_t r = own.begin; r < own.end; ++r) {
+            for (int64_t b = 0; b < blocks; ++b) {
+                factors[t * blocks + b].scales[r - own.begin] = rows.scales[r * blocks + b];
+                factors[t * blocks + b].sums[r - own.begin] = rows.sums[r * blocks + b];
+            }
+        }
+    }
+    multiply_tiles<kTileRows>(num_rows, panels, [&](auto R, int64_t row, int64_t panel, Turn turn) {
+        const int8_t* a = rows.bytes + row * linear.num_inputs;
+        byte_tile<R()>(a, factors + turn.index * blocks, row, linear, panel, turn, target, unpacked);
+    });
+    release_tiles();
+}
+
+#endif
+
 }  // namespace
 
 void multiply(const Rows& rows, int64_t num_rows, const Linear& linear, const Target& to, int thread, int threads) {
@@ -519,6 +598,9 @@ void multiply(const Rows& rows, int64_t num_rows, const Linear& linear, const Ta
     if (num_rows > 0 && by_tiles(linear)) {
         const bool one = planes_of(linear.kind) == 1;
         return (one ? multiply_by_tiles<1> : multiply_by_tiles<2>)(rows, num_rows, linear, panels, to);
+    }
+    if (linear.kind == kInt4Act8 && truespec_int4_tile_rows > 0 && num_rows >= truespec_int4_tile_rows) {
+        return multiply_bytes(rows, num_rows, linear, panels, to);
     }
 #endif
     const auto floats = [&](auto R, int64_t row, int64_t panel, Turn turn) {

@@ -1,4 +1,4 @@
-// The tiles of AMX that products of bfloat16s use: eight registers of 16 rows of 64 bytes.
+// The tiles of AMX that products and attention use: eight registers of 16 rows of 64 bytes.
 //
 // With TRUESPEC_EMULATE_TILES plain C++ computes what the instructions do, for tests on processors without AMX.
 //
@@ -12,7 +12,9 @@
 
 #if defined(__AVX512BF16__) && defined(TRUESPEC_EMULATE_TILES)
 #define TRUESPEC_TILES
-#elif defined(__AVX512BF16__) && defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__linux__)
+#include <atomic>
+#elif defined(__AVX512BF16__) && defined(__AMX_TILE__) && defined(__AMX_BF16__) && \
+    defined(__AMX_INT8__) && defined(__linux__)
 #define TRUESPEC_TILES
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -76,9 +78,32 @@ struct EmulatedTile {
             }
         }
     }
+
+    // TDPBSUD: the bytes of `a` are signed, those of `b` are not.
+    void add_byte_products(const EmulatedTile& a, const EmulatedTile& b) {
+        for (int64_t m = 0; m < rows; ++m) {
+            for (int64_t n = 0; n < row_bytes / 4; ++n) {
+                int32_t sum;
+                std::memcpy(&sum, bytes[m] + 4 * n, 4);
+                for (int64_t k = 0; k < a.row_bytes; ++k) {
+                    sum += static_cast<int8_t>(a.bytes[m][k]) * static_cast<uint8_t>(b.bytes[k / 4][4 * n + k % 4]);
+                }
+                std::memcpy(bytes[m] + 4 * n, &sum, 4);
+            }
+        }
+    }
 };
 
 inline thread_local EmulatedTile emulated_tiles[8];
+
+// Products of two tiles so far, for tests of who computed what comes to the same bits.
+extern "C" inline std::atomic<int64_t> truespec_emulated_products{0};
+
+inline void multiply_emulated(int to, int a, int b, bool bytes) {
+    if (bytes) emulated_tiles[to].add_byte_products(emulated_tiles[a], emulated_tiles[b]);
+    else emulated_tiles[to].add_products(emulated_tiles[a], emulated_tiles[b]);
+    ++truespec_emulated_products;
+}
 
 inline bool permit_tiles() { return true; }
 
@@ -91,7 +116,8 @@ inline void release_tiles() {}
 #define CLEAR_TILE(t) std::memset(emulated_tiles[t].bytes, 0, sizeof(emulated_tiles[t].bytes))
 #define LOAD_TILE(t, from, stride) emulated_tiles[t].load(from, stride)
 #define STORE_TILE(t, to, stride) emulated_tiles[t].store(to, stride)
-#define MULTIPLY_TILES(to, a, b) emulated_tiles[to].add_products(emulated_tiles[a], emulated_tiles[b])
+#define MULTIPLY_TILES(to, a, b) multiply_emulated(to, a, b, false)
+#define MULTIPLY_BYTES(to, a, b) multiply_emulated(to, a, b, true)
 
 #else
 
@@ -112,6 +138,55 @@ inline void release_tiles() { asm volatile("tilerelease" : :); }
 #define STORE_TILE(t, to, stride) \
     asm volatile("tilestored %%tmm" #t ", (%0,%1,1)" : : "r"(to), "r"(static_cast<int64_t>(stride)) : "memory")
 #define MULTIPLY_TILES(to, a, b) asm volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #to : :)
+#define MULTIPLY_BYTES(to, a, b) asm volatile("tdpbsud %%tmm" #b ", %%tmm" #a ", %%tmm" #to : :)
+
+#endif
+
+#if defined(TRUESPEC_TILES)
+
+constexpr int64_t kTileRows = 16;
+constexpr int64_t kTileInputs = 32;  // bfloat16s of a row of a tile
+constexpr int64_t kPanelRow = 2 * 64;  // bytes of a panel of 32 outputs: for every two inputs, a pair of each
+
+// For `add_panel`: tiles 0 to 3 are sums, of two times so many rows and 16 outputs; 4 and 5 rows; 6 and 7 a panel.
+inline void shape_for_panels(int64_t rows) {
+    TileShapes shapes;
+    for (int t = 0; t < 8; ++t) {
+        shapes.row_bytes[t] = 64;
+        shapes.rows[t] = t < 6 ? rows : kTileInputs / 2;
+    }
+    shape_tiles(shapes);
+}
+
+inline void clear_sums() {
+    CLEAR_TILE(0);
+    CLEAR_TILE(1);
+    CLEAR_TILE(2);
+    CLEAR_TILE(3);
+}
+
+// Adds the products of rows, as `split_row_for_tiles` has them, `stride` bytes apart, with a panel of so many inputs to
+// the sums: of rows from `first` on, and of others from `second` on, unless it is null. each_step: done before each 32
+// inputs.
+template <int planes, typename Work>
+void add_panel(const int8_t* first, const int8_t* second, int64_t stride, const char* panel, int64_t inputs,
+               const Work& each_step) {
+    for (int64_t k = 0; k < inputs; k += kTileInputs, panel += kTileInputs / 2 * kPanelRow) {
+        each_step();
+        LOAD_TILE(6, panel, kPanelRow);
+        LOAD_TILE(7, panel + 64, kPanelRow);
+        for (int p = 0; p < planes; ++p, first += 64) {
+            LOAD_TILE(4, first, stride);
+            MULTIPLY_TILES(0, 4, 6);
+            MULTIPLY_TILES(1, 4, 7);
+            if (!second) continue;
+            LOAD_TILE(5, second, stride);
+            MULTIPLY_TILES(2, 5, 6);
+            MULTIPLY_TILES(3, 5, 7);
+            second += 64;
+        }
+    }
+}
 
 #endif
 

@@ -1,42 +1,149 @@
-"""The choice between AMX tiles and AVX-512 for products of bfloat16s, made where the CPU kernels are compiled.
+"""The choices between AMX tiles and AVX-512, made where the CPU kernels are compiled.
 
-Both round, in different orders. A token's bits must not depend on what else is computed, so one of the two serves all
-numbers of rows.
+Products of bfloat16s and attention over a cache of them round in different orders by the two. A token's bits must not
+depend on what else is computed, so one of the two serves all numbers of rows. Products of four-bit weights with
+eight-bit activations come to the same bits by both, so tiles serve the numbers of rows at which they are faster.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from speculative.kernels.bindings import Kernels, LinearStruct
+from speculative.kernels.bindings import Kernels, LinearStruct, ShapeStruct, StepStruct
+
+Clock = Callable[[], float]
+Choice = Literal["by_tiles", "int4_tile_rows", "attends_by_tiles"]
+"""An attribute of `Kernels`; false or 0 = AVX-512 does it."""
 
 _INPUTS, _OUTPUTS = 1024, 32768
-_BFLOAT16, _BFLOAT16_PAIRS = 1, 2  # kinds of products.cpp
+_BFLOAT16, _BFLOAT16_PAIRS, _W4A8 = 1, 2, 6  # kinds of products.cpp
 _ROWS = (1, 16, 256)
+_INT4_ROWS = (1, 4, 8, 16, 32, 64, 256)
+_HEADS, _KV_HEADS, _HEAD_DIM = 24, 8, 64
+_POSITIONS = 1024
+_LAST_ROWS = (1, 256)  # whose attention is timed
 _ROUNDS = 3
-_GAIN = 0.97  # tiles are taken when they need at most so much of AVX-512's time, by the mean over the numbers of rows
+_GAIN = 0.97  # tiles are taken when they need at most so much of AVX-512's time
 _ROUNDING = 1e-4  # of the largest sum: orders of summation differ by far less, errors by far more
+_ROUNDING_OF_WEIGHTS = 1e-2  # the same, where a weight of attention becomes one bfloat16
 
 
-def measured_tiles(kernels: Kernels, clock: Callable[[], float] = time.perf_counter) -> tuple[bool, str]:
+def measured_tiles(kernels: Kernels, clock: Clock = time.perf_counter) -> tuple[bool, str]:
     """Return whether products of bfloat16s are left to tiles, and why or why not.
+
+    They are where tiles prove right and, by the mean over some numbers of rows, faster.
 
     Args:
         kernels: with tiles that this process may use; they do as chosen afterwards.
         clock: in seconds.
     """
+    with _one_thread():
+        if wrong := _wrong_products(kernels):
+            return False, wrong
+        shares = [_share_of_product(kernels, "by_tiles", _BFLOAT16_PAIRS, num_rows, clock) for num_rows in _ROWS]
+    share = sum(shares) / len(shares)
+    kernels.by_tiles = share <= _GAIN
+    return kernels.by_tiles, f"products by AMX tiles took {share:.2f} of the time of those by AVX-512"
+
+
+def measured_int4_rows(kernels: Kernels, clock: Clock = time.perf_counter) -> tuple[int, str]:
+    """Return from how many rows on products of four-bit weights with eight-bit activations are left to tiles, and why.
+
+    0 = they never are.
+
+    Args:
+        kernels: with tiles that this process may use; they do as chosen afterwards.
+        clock: in seconds.
+    """
+    with _one_thread():
+        if wrong := _wrong_int4_products(kernels):
+            return 0, wrong
+        shares = {rows: _share_of_product(kernels, "int4_tile_rows", _W4A8, rows, clock) for rows in _INT4_ROWS}
+    least = 0
+    for num_rows in reversed(_INT4_ROWS):
+        if shares[num_rows] > _GAIN:
+            break
+        least = num_rows
+    kernels.int4_tile_rows = least
+    said = ", ".join(f"{share:.2f} at {num_rows}" for num_rows, share in shares.items())
+    return least, f"by rows, products by AMX tiles took of the time of those by AVX-512: {said}"
+
+
+def measured_attention(kernels: Kernels, clock: Clock = time.perf_counter) -> tuple[bool, str]:
+    """Return whether attention over a cache in bfloat16 is left to tiles, and why or why not.
+
+    It is where tiles prove right and, by the mean over a row and a part of a prompt, faster.
+
+    Args:
+        kernels: with tiles that this process may use; they do as chosen afterwards.
+        clock: in seconds.
+    """
+    with _one_thread():
+        if wrong := _wrong_attention(kernels):
+            return False, wrong
+        sequence = _Sequence(_POSITIONS)
+        shares = []
+        for num_rows in _LAST_ROWS:
+            step = partial(sequence.attend, kernels, _POSITIONS - num_rows, _POSITIONS, planes=1)
+            shares.append(_share_of_time(kernels, "attends_by_tiles", step, clock))
+    share = sum(shares) / len(shares)
+    kernels.attends_by_tiles = share <= _GAIN
+    return kernels.attends_by_tiles, f"attention by AMX tiles took {share:.2f} of the time of that by AVX-512"
+
+
+class _Sequence:
+    """A sequence of random queries, keys and values, and its cache in bfloat16."""
+
+    def __init__(self, num_positions: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.qkv = torch.randn((num_positions, _HEADS + 2 * _KV_HEADS, _HEAD_DIM), generator=generator)
+        self.cache = self.qkv[:, _HEADS:].unflatten(1, (2, -1)).transpose(0, 1)[None].bfloat16().contiguous()
+
+    def attend(self, kernels: Kernels, begin: int, end: int, planes: int) -> Tensor:
+        """Attention of positions begin..end: [end - begin, heads, head_dim]."""
+        positions = torch.arange(end)
+        row_starts, context_starts = torch.tensor([0, end - begin]), torch.tensor([0, end])
+        step = StepStruct(
+            num_rows=end - begin,
+            num_spans=1,
+            slots=positions[begin:].data_ptr(),
+            row_starts=row_starts.data_ptr(),
+            context=positions.data_ptr(),
+            context_starts=context_starts.data_ptr(),
+        )
+        shape = ShapeStruct(
+            num_heads=_HEADS,
+            num_kv_heads=_KV_HEADS,
+            head_dim=_HEAD_DIM,
+            num_slots=self.cache.shape[2],
+            cache_is_bfloat16=True,
+        )
+        query, key, value = self.qkv[begin:end].split((_HEADS, _KV_HEADS, _KV_HEADS), dim=1)
+        return kernels.attend(shape, step, self.cache, 0, (query, key, value), planes)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        if wrong := _wrong_products(kernels):
-            return False, wrong
-        share = sum(_share_of_time(kernels, num_rows, clock) for num_rows in _ROWS) / len(_ROWS)
+        yield
     finally:
         torch.set_num_threads(num_threads)
-    kernels.by_tiles = share <= _GAIN
-    return kernels.by_tiles, f"products by AMX tiles took {share:.2f} of the time of those by AVX-512"
+
+
+@contextmanager
+def _chosen(kernels: Kernels, choice: Choice, by_tiles: bool) -> Iterator[None]:
+    setattr(kernels, choice, by_tiles)  # as a number of rows, 1 is any
+    try:
+        yield
+    finally:
+        setattr(kernels, choice, False)
 
 
 def _wrong_products(kernels: Kernels) -> str:
@@ -47,9 +154,10 @@ def _wrong_products(kernels: Kernels) -> str:
     rows = torch.randn((37, _INPUTS), generator=generator)
     for kind in (_BFLOAT16, _BFLOAT16_PAIRS):
         linear = LinearStruct(panels.data_ptr(), None, _INPUTS, len(weight), kind)
-        by_avx512 = _products(kernels, linear, rows, by_tiles=False)
-        by_tiles = _products(kernels, linear, rows, by_tiles=True)
-        alone = torch.cat([_products(kernels, linear, row, by_tiles=True) for row in rows.split(1)])
+        by_avx512 = kernels.linear(linear, rows)
+        with _chosen(kernels, "by_tiles", True):
+            by_tiles = kernels.linear(linear, rows)
+            alone = torch.cat([kernels.linear(linear, row) for row in rows.split(1)])
         if not (by_tiles - by_avx512).abs().max() <= _ROUNDING * by_avx512.abs().max():
             return "products by AMX tiles are wrong on this machine"
         if not torch.equal(by_tiles, alone):
@@ -57,23 +165,54 @@ def _wrong_products(kernels: Kernels) -> str:
     return ""
 
 
-def _products(kernels: Kernels, linear: LinearStruct, rows: Tensor, *, by_tiles: bool) -> Tensor:
-    kernels.by_tiles = by_tiles
-    try:
-        return kernels.linear(linear, rows)
-    finally:
-        kernels.by_tiles = False
+def _wrong_int4_products(kernels: Kernels) -> str:
+    """Return what is wrong with the products of four-bit weights by tiles on this machine; "" = nothing."""
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.randint(256, (3, _INPUTS // 32, 512), generator=generator, dtype=torch.uint8)
+    factors = torch.randn((3, _INPUTS // 32, 64), generator=generator).half()  # scales and least weights of 32 outputs
+    panels = torch.cat((numbers, factors.view(torch.uint8)), dim=-1)
+    linear = LinearStruct(panels.data_ptr(), None, _INPUTS, 96, _W4A8)
+    for num_rows in (1, 16, 37):
+        rows = torch.randn((num_rows, _INPUTS), generator=generator)
+        by_avx512 = kernels.linear(linear, rows)
+        with _chosen(kernels, "int4_tile_rows", True):
+            by_tiles = kernels.linear(linear, rows)
+        if not torch.equal(by_tiles, by_avx512):
+            return "products of four-bit weights by AMX tiles are wrong on this machine"
+    return ""
 
 
-def _share_of_time(kernels: Kernels, num_rows: int, clock: Callable[[], float]) -> float:
-    """Return the time of products by tiles over that by AVX-512, the best of some rounds each."""
+def _wrong_attention(kernels: Kernels) -> str:
+    """Return what is wrong with attention by tiles on this machine; "" = nothing."""
+    begin, end = 60, 101  # rows that see all of a block of 32 positions, and some that see parts of it
+    sequence = _Sequence(end)
+    for planes, rounding in ((1, _ROUNDING_OF_WEIGHTS), (2, _ROUNDING)):
+        by_avx512 = sequence.attend(kernels, begin, end, planes)
+        with _chosen(kernels, "attends_by_tiles", True):
+            by_tiles = sequence.attend(kernels, begin, end, planes)
+            alone = torch.cat([sequence.attend(kernels, row, row + 1, planes) for row in range(begin, end)])
+        if not (by_tiles - by_avx512).abs().max() <= rounding * by_avx512.abs().max():
+            return "attention by AMX tiles is wrong on this machine"
+        if not torch.equal(by_tiles, alone):
+            return "attention by AMX tiles depends on the number of rows on this machine"
+    return ""
+
+
+def _share_of_product(kernels: Kernels, choice: Choice, kind: int, num_rows: int, clock: Clock) -> float:
+    """Return the time of products by tiles over that by AVX-512."""
     weight = torch.full((_INPUTS * _OUTPUTS // 2,), 0x3C003C00, dtype=torch.int32)
-    linear = LinearStruct(weight.data_ptr(), None, _INPUTS, _OUTPUTS, _BFLOAT16_PAIRS)
+    linear = LinearStruct(weight.data_ptr(), None, _INPUTS, _OUTPUTS, kind)
     rows = torch.ones((num_rows, _INPUTS))
+    return _share_of_time(kernels, choice, lambda: kernels.linear(linear, rows), clock)
+
+
+def _share_of_time(kernels: Kernels, choice: Choice, work: Callable[[], object], clock: Clock) -> float:
+    """Return the time of work by tiles over that by AVX-512, the best of some rounds each."""
     took = {True: float("inf"), False: float("inf")}
     for _ in range(_ROUNDS):
         for by_tiles in took:
-            start = clock()
-            _products(kernels, linear, rows, by_tiles=by_tiles)
-            took[by_tiles] = min(took[by_tiles], clock() - start)
+            with _chosen(kernels, choice, by_tiles):
+                start = clock()
+                work()
+                took[by_tiles] = min(took[by_tiles], clock() - start)
     return took[True] / took[False]

@@ -4,20 +4,33 @@ import ctypes
 import logging
 import shutil
 from collections.abc import Iterator
+from ctypes import c_int64
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from speculative.kernels import library as kernels_library
-from speculative.kernels.bindings import Kernels, LinearStruct
+from speculative.kernels.bindings import Kernels, LinearStruct, ShapeStruct, StepStruct
 from speculative.kernels.library import cpu_kernels
-from speculative.kernels.tiles import _wrong_products, measured_tiles
+from speculative.kernels.tiles import (
+    _wrong_attention,
+    _wrong_int4_products,
+    _wrong_products,
+    measured_attention,
+    measured_int4_rows,
+    measured_tiles,
+)
+from speculative.model.attention import StepAttention
 from speculative.model.cpu.native import Kind, NativeLinear
 from speculative.model.layers import Linear
 from speculative.model.loading import load_decoder
-from tests.speculative.kernels.test_kernels import as_read, hidden_states, random
+from speculative.model.quantized import quantize
+from speculative.state.batch import AttentionRows
+from tests.speculative.kernels.test_kernels import as_read, cache_with, hidden_states, random, three_sequences
 from tests.support.tiny_models import write_tiny_model
 from tests.support.vocabulary import needs_kernels
 
@@ -43,15 +56,20 @@ def tiles(emulation: Kernels) -> Iterator[Kernels]:
     assert emulation.permit_tiles()
     emulation.by_tiles = True
     yield emulation
-    emulation.by_tiles = False
+    emulation.by_tiles, emulation.int4_tile_rows, emulation.attends_by_tiles = False, 0, False
     torch.set_num_threads(num_threads)
+
+
+def plain_linear(num_inputs: int, num_outputs: int) -> Linear:
+    linear = Linear(num_inputs, num_outputs, bias=True, dtype=torch.float32, device=torch.device("cpu"))
+    linear.weight.copy_(random(num_outputs, num_inputs, seed=1).bfloat16())
+    linear.bias.copy_(random(num_outputs, seed=2))
+    return linear
 
 
 def product(kernels: Kernels, kind: Kind, num_inputs: int, num_outputs: int) -> tuple[NativeLinear, Tensor, Tensor]:
     """A product of these kernels, and the weight and bias it stands for, in double precision."""
-    linear = Linear(num_inputs, num_outputs, bias=True, dtype=torch.float32, device=torch.device("cpu"))
-    linear.weight.copy_(random(num_outputs, num_inputs, seed=1).bfloat16())
-    linear.bias.copy_(random(num_outputs, seed=2))
+    linear = plain_linear(num_inputs, num_outputs)
     return NativeLinear(linear, kernels, kind), linear.weight.double(), linear.bias.double()
 
 
@@ -125,14 +143,157 @@ def test_a_token_is_the_same_bits_in_any_chunk(
     assert not torch.equal(hidden_states(decoder, ids, [40])[0], whole[0]), "tiles were used"
 
 
+def w4a8(kernels: Kernels, num_inputs: int, num_outputs: int) -> NativeLinear:
+    linear = plain_linear(num_inputs, num_outputs)
+    return NativeLinear(linear, kernels, quantize(linear.weight, 4), 8)
+
+
+def tile_products(kernels: Kernels) -> int:
+    """Products of two tiles that were emulated so far."""
+    return c_int64.in_dll(ctypes.CDLL(kernels.file), "truespec_emulated_products").value
+
+
+@pytest.mark.parametrize("num_outputs", [32, 75])
+@pytest.mark.parametrize("num_inputs", [32, 96, 1536])
+def test_four_bit_weights_come_to_the_same_bits_by_tiles(num_inputs: int, num_outputs: int, tiles: Kernels) -> None:
+    ours = w4a8(tiles, num_inputs, num_outputs)
+    rows = random(70, num_inputs + 8)[:, :num_inputs] * torch.logspace(-3, 3, 70)[:, None]
+    rows[3], rows[20, 5], rows[40, 7] = 0.0, torch.nan, torch.inf
+    for num_threads in (1, 2):
+        torch.set_num_threads(num_threads)
+        for num_rows in (0, 1, 2, 15, 16, 17, 31, 32, 33, 70):
+            tiles.int4_tile_rows = 0
+            by_avx512 = ours(rows[:num_rows])
+            tiles.int4_tile_rows = 1
+            torch.testing.assert_close(ours(rows[:num_rows]), by_avx512, rtol=0, atol=0, equal_nan=True)
+
+
+def test_four_bit_weights_are_left_to_tiles_from_a_number_of_rows_on(tiles: Kernels) -> None:
+    linear = w4a8(tiles, 64, 32)
+    found = []
+    for least, num_rows in ((0, 40), (17, 16), (17, 17), (16, 16), (1, 33)):
+        tiles.int4_tile_rows = least
+        before = tile_products(tiles)
+        linear(random(num_rows, 64))
+        found.append(tile_products(tiles) - before)
+    assert found == [0, 0, 2 * 4, 4, 3 * 4], "of two blocks and two halves each"
+
+
+def attended(kernels: Kernels, qkv: Tensor, num_heads: int, chunks: list[int]) -> Tensor:
+    """Attention of one sequence [N, num_heads + 4, head_dim] in chunks, over a cache in bfloat16 with two heads."""
+    slots = np.random.default_rng(0).permutation(200)
+    cache = cache_with(200, torch.bfloat16, head_dim=qkv.shape[2])
+    parts, begin = [], 0
+    for chunk in chunks:
+        end = begin + chunk
+        rows = AttentionRows(slots[begin:end], np.array([0, chunk]), (slots[:end],))
+        own = qkv[begin:end].split((num_heads, 2, 2), dim=1)
+        parts.append(StepAttention(cache, rows, kernels)(1, *own))
+        begin = end
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize(("head_dim", "num_heads"), [(32, 2), (64, 6), (96, 34), (128, 64)])
+def test_attention(head_dim: int, num_heads: int, num_threads: int, tiles: Kernels) -> None:
+    torch.set_num_threads(num_threads)
+    rows, count = three_sequences()
+    qkv = random(count, num_heads + 4, head_dim)
+    query, key, value = qkv.split((num_heads, 2, 2), dim=1)
+    found = []
+    for by_tiles in (True, False):
+        tiles.attends_by_tiles = by_tiles
+        found.append(
+            StepAttention(cache_with(200, torch.bfloat16, head_dim=head_dim), rows, tiles)(1, query, key, value)
+        )
+    torch.testing.assert_close(*found, rtol=0, atol=3e-5)
+    assert not torch.equal(*found), "tiles were used: they round in another order"
+
+
+@pytest.mark.parametrize(("head_dim", "num_heads"), [(80, 6), (64, 66)])
+def test_attention_that_has_no_whole_tiles_is_left_to_avx512(head_dim: int, num_heads: int, tiles: Kernels) -> None:
+    qkv = random(20, num_heads + 4, head_dim)
+    by_avx512 = attended(tiles, qkv, num_heads, [20])
+    tiles.attends_by_tiles = True
+    assert torch.equal(attended(tiles, qkv, num_heads, [20]), by_avx512)
+
+
+@pytest.mark.parametrize(("head_dim", "num_heads"), [(32, 2), (64, 6), (64, 34)])
+def test_attention_of_a_row_is_the_same_bits_in_any_company_on_any_number_of_threads(
+    head_dim: int, num_heads: int, tiles: Kernels
+) -> None:
+    tiles.attends_by_tiles = True
+    qkv = random(105, num_heads + 4, head_dim)
+    torch.set_num_threads(1)
+    alone = attended(tiles, qkv, num_heads, [1] * 105)
+    for num_threads in (1, 2):
+        torch.set_num_threads(num_threads)
+        for chunks in ([105], [31, 1, 1, 40, 32], [30, 7, 64, 4]):
+            assert torch.equal(attended(tiles, qkv, num_heads, chunks), alone)
+
+
+@pytest.mark.parametrize("damage", [torch.nan, torch.inf])
+def test_a_query_sees_nothing_behind_itself(damage: float, tiles: Kernels) -> None:
+    tiles.attends_by_tiles = True
+    qkv = random(70, 10, 64)
+    sound = attended(tiles, qkv, 6, [70])
+    qkv[44:46, 6:] = damage  # keys and values of rows that share a piece and a panel with others
+    spoilt = attended(tiles, qkv, 6, [70])
+    assert torch.equal(spoilt[:44], sound[:44])
+    assert not spoilt[44:].isfinite().any()
+
+
+@pytest.mark.parametrize("weights", ["bfloat16", "w16a16", "w4a8"])
+def test_a_token_with_attention_by_tiles_is_the_same_bits_in_any_chunk(
+    weights: Kind, tiles: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("speculative.kernels.chosen.cpu_kernels", lambda: tiles)
+    folder = write_tiny_model(tmp_path, "mistral")  # with heads of 32
+    decoder = load_decoder(folder, dtype=torch.float32, device="cpu", weights=weights)
+    ids = torch.arange(7, 47)
+    tiles.by_tiles, before = False, tile_products(tiles)
+    plain = hidden_states(decoder, ids, [40], cache_dtype=torch.bfloat16)
+    assert tile_products(tiles) == before
+    tiles.attends_by_tiles = True
+    whole = hidden_states(decoder, ids, [40], cache_dtype=torch.bfloat16)
+    assert tile_products(tiles) > before
+    torch.testing.assert_close(plain[0], whole[0], rtol=0, atol=0.02)
+    for chunks in ([1] * 40, [17, 4, 4, 1, 14]):
+        found = hidden_states(decoder, ids, chunks, cache_dtype=torch.bfloat16)
+        assert all(torch.equal(a, b) for a, b in zip(found, whole, strict=True))
+
+
+def test_kernels_that_round_alike_have_one_name(tiles: Kernels) -> None:
+    names = set()
+    for by_tiles in (False, True):
+        for attends_by_tiles in (False, True):
+            tiles.by_tiles, tiles.attends_by_tiles, tiles.int4_tile_rows = by_tiles, attends_by_tiles, 0
+            name = tiles.name
+            names.add(name)
+            tiles.int4_tile_rows = 1
+            assert tiles.name == name
+    assert len(names) == 4
+
+
 class Machine:
     """Our kernels on a machine whose tiles err as told, on a clock of its own."""
 
     has_tiles = True
 
-    def __init__(self, *, share: float = 0.1, error: float = 0.0, error_of_batches: float = 0.0, permits: bool = True):
-        self.share, self.error, self.error_of_batches, self.permits = share, error, error_of_batches, permits
+    def __init__(
+        self,
+        *,
+        share: float = 0.1,
+        least_gain: int = 1,
+        error: float = 0.0,
+        error_of_batches: float = 0.0,
+        permits: bool = True,
+    ):
+        self.share, self.least_gain, self.permits = share, least_gain, permits
+        self.error, self.error_of_batches = error, error_of_batches
         self.by_tiles = False
+        self.int4_tile_rows = 0
+        self.attends_by_tiles = False
         self.now = 0.0
         self.measured = 0
 
@@ -141,13 +302,23 @@ class Machine:
 
     def linear(self, linear: LinearStruct, rows: Tensor) -> Tensor:
         self.measured += 1
-        self.now += self.share if self.by_tiles else 1.0
+        by_tiles = 0 < self.int4_tile_rows <= len(rows) if linear.kind == 6 else self.by_tiles
+        self.now += self.share if by_tiles and len(rows) >= self.least_gain else 1.0
         if linear.num_outputs > 96:
             return rows
         kernels = cpu_kernels()
         assert kernels is not None
         found = kernels.linear(linear, rows)
-        return found + self.by_tiles * (self.error + self.error_of_batches * (len(rows) > 1))
+        return found + by_tiles * (self.error + self.error_of_batches * (len(rows) > 1))
+
+    def attend(
+        self, shape: ShapeStruct, step: StepStruct, cache: Tensor, layer: int, heads: tuple[Tensor, ...], planes: int
+    ) -> Tensor:
+        self.measured += 1
+        num_rows = step.num_rows
+        self.now += self.share if self.attends_by_tiles and num_rows >= self.least_gain else 1.0
+        error = self.error + self.error_of_batches * (num_rows > 1)
+        return heads[0] + error if self.attends_by_tiles else heads[0]
 
 
 @pytest.mark.parametrize(
@@ -166,21 +337,60 @@ def test_tiles_are_taken_where_they_are_right_and_gain_time(machine: Machine, ch
     assert why in said
 
 
+@pytest.mark.parametrize(
+    ("machine", "chosen", "why"),
+    [
+        (Machine(share=0.1), True, "took 0.10 of the time"),
+        (Machine(share=0.4, least_gain=2), True, "took 0.70 of the time"),
+        (Machine(share=0.98), False, "took 0.98 of the time"),
+        (Machine(error=0.1), False, "is wrong on this machine"),
+        (Machine(error=torch.nan), False, "is wrong on this machine"),
+        (Machine(error_of_batches=1e-5), False, "depends on the number of rows"),
+    ],
+)
+def test_attention_is_left_to_tiles_where_it_is_right_and_gains_time(machine: Machine, chosen: bool, why: str) -> None:
+    found, said = measured_attention(machine, lambda: machine.now)  # type: ignore[arg-type]
+    assert (found, machine.attends_by_tiles) == (chosen, chosen)
+    assert why in said
+
+
+@pytest.mark.parametrize(
+    ("machine", "chosen", "why"),
+    [
+        (Machine(share=0.1), 1, "0.10 at 16"),
+        (Machine(share=0.5, least_gain=32), 32, "1.00 at 16, 0.50 at 32"),
+        (Machine(share=0.98), 0, "0.98 at 256"),
+        (Machine(error=1e-6), 0, "are wrong on this machine"),
+        (Machine(error_of_batches=1e-6), 0, "are wrong on this machine"),
+    ],
+)
+def test_four_bit_weights_are_left_to_tiles_from_where_they_gain_time(machine: Machine, chosen: int, why: str) -> None:
+    found, said = measured_int4_rows(machine, lambda: machine.now)  # type: ignore[arg-type]
+    assert (found, machine.int4_tile_rows) == (chosen, chosen)
+    assert why in said
+
+
 def test_the_emulation_passes_the_check_of_a_machine(emulation: Kernels) -> None:
     assert _wrong_products(emulation) == ""
+    assert _wrong_int4_products(emulation) == ""
+    assert _wrong_attention(emulation) == ""
 
 
 def test_the_choice_is_logged_and_kept(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    library, first, second = tmp_path / "kernels-1.so", Machine(), Machine()
-    monkeypatch.setattr(kernels_library, "measured_tiles", lambda machine: measured_tiles(machine, lambda: first.now))
+    library, first, second = tmp_path / "kernels-1.so", Machine(least_gain=4), Machine()
+    for measured in (measured_tiles, measured_int4_rows, measured_attention):
+        in_its_time = partial(measured, clock=lambda: first.now)
+        monkeypatch.setattr(kernels_library, measured.__name__, in_its_time)
     with caplog.at_level(logging.INFO):
         for machine in (first, second):
             kernels_library._set_tiles(machine, library)  # type: ignore[arg-type]
-            assert machine.by_tiles
+            assert (machine.by_tiles, machine.int4_tile_rows, machine.attends_by_tiles) == (True, 4, True)
     assert first.measured > 0 and second.measured == 0
-    assert caplog.text.count("computed by AMX tiles: products by AMX tiles took 0.10 of the time") == 1
+    assert caplog.text.count("computed by AMX tiles: products by AMX tiles took") == 1
+    assert caplog.text.count("computed by AMX tiles from 4 rows on: by rows, products by AMX tiles took") == 1
+    assert caplog.text.count("computed by AMX tiles: attention by AMX tiles took 0.55 of the time") == 1
 
 
 def test_a_machine_that_refuses_its_registers_is_asked_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
