@@ -19,7 +19,7 @@ from speculative.gpu.paged_attention import PagedRows
 from speculative.gpu.row_drafts import DraftFields, SampleDrafts
 from speculative.gpu.staged_inputs import Array, Field, StagedInputs
 from speculative.scheduling.early_exit import EarlyExit
-from speculative.state.batch import Entry
+from speculative.state.batch import Entry, Int64s
 
 _BY_DRAFT = ("positions", "visible", "slots")  # those of one draft lie together, as its pass reads them
 
@@ -57,8 +57,9 @@ class DraftLoop:
         capturer: Capturer,
         sample: SampleDrafts,
     ) -> None:
+        self._sample = sample
         self._buckets, self._capturer = buckets, capturer
-        self._model, self._sampler, self._cache, self._sample = model, sampler, cache, sample
+        self._model, self._sampler, self._cache = model, sampler, cache
         self._room, self._statics = cache.room, buffers
         self._first = 1 if model.capture else 0
         self._params, self._tables = SamplingArrays(sampler.width), BlockTables(cache.room)
@@ -67,11 +68,8 @@ class DraftLoop:
     def prepare(self, bucket: Bucket) -> "_Loop":
         """The captured loop of a bucket, of `num_queries` drafts each; captured now if it is new."""
         if bucket not in self._loops:
-            fields = row_fields(bucket, self._room) | sampling_fields(bucket.num_seqs, self._sampler.width)
-            fields |= {name: replace(fields[name], shape=fields[name].shape[::-1]) for name in _BY_DRAFT}
+            fields = self._fields(bucket) | sampling_fields(bucket.num_seqs, self._sampler.width)
             fields |= {
-                "uniforms": Field((bucket.num_queries, bucket.num_seqs), torch.float64, 0.5),
-                "coupled": Field((bucket.num_seqs,), torch.bool, 0),
                 "seeds": Field((bucket.num_seqs,)),
                 "noise_positions": Field((bucket.num_queries, bucket.num_seqs)),
             }
@@ -88,19 +86,13 @@ class DraftLoop:
         sequences = [entry.sequence for entry in entries]
         loop = self.prepare(bucket)
         host = loop.inputs.next_host()
-        lengths = np.array([len(sequence.tokens) for sequence in sequences], np.int64)
-        drafts = np.array([entry.max_drafts for entry in entries], np.int64)
-        columns = self._tables.of(sequences)
-        # The last draft is not run.
-        num_blocks, _ = fill_rows(_by_sequence(host), columns, lengths, drafts - 1, self._room)
+        num_blocks = self._fill_drafts(host, bucket, entries)
         np.maximum(host["positions"] - self._first, 0, out=host["positions"])
         num_seqs, num_drafts = len(entries), bucket.num_queries
-        host["uniforms"][:, :num_seqs] = self._sampler.uniforms(sequences, num_drafts)
         for name, values in self._params.of([sequence.params for sequence in sequences]).items():
             host[name][:num_seqs] = values
         if not self._sampler.sampled:
             host["greedy"][:num_seqs] = True
-        host["coupled"][:num_seqs] = [self._sampler.is_coupled(sequence) for sequence in sequences]
         host["seeds"][:num_seqs], host["noise_positions"][:, :num_seqs] = noise_keys(sequences, num_drafts)
         loop.inputs.send(num_blocks)
         if hidden.data_ptr() != self._statics.draft_hidden.data_ptr():
@@ -124,6 +116,33 @@ class DraftLoop:
         offsets, rows = torch.tensor(places, device=distributions.device).T
         columns = made.columns[:used].view(shape)
         return MadeDrafts(drafts, columns[offsets, rows], distributions[offsets, rows])
+
+    def places(self, bucket: Bucket, counts: Int64s) -> Int64s:
+        """Where the drafts of a run lie in the statics, sequence after sequence; counts: [E] of each."""
+        entries = np.repeat(np.arange(len(counts)), counts)
+        offsets = np.arange(len(entries)) - np.repeat(np.cumsum(counts) - counts, counts)
+        return offsets * bucket.num_seqs + entries
+
+    def _fields(self, bucket: Bucket) -> dict[str, Field]:
+        """Those of its passes, and what drafts are sampled with."""
+        fields = row_fields(bucket, self._room)
+        fields |= {name: replace(fields[name], shape=fields[name].shape[::-1]) for name in _BY_DRAFT}
+        return fields | {
+            "uniforms": Field((bucket.num_queries, bucket.num_seqs), torch.float64, 0.5),
+            "coupled": Field((bucket.num_seqs,), torch.bool, 0),
+        }
+
+    def _fill_drafts(self, host: dict[str, Array], bucket: Bucket, entries: Sequences[Entry]) -> int:
+        """Fill `_fields`, with true positions; how many rows of "blocks" are to be sent."""
+        sequences = [entry.sequence for entry in entries]
+        lengths = np.array([len(sequence.tokens) for sequence in sequences], np.int64)
+        drafts = np.array([entry.max_drafts for entry in entries], np.int64)
+        columns = self._tables.of(sequences)
+        # The last draft is not run.
+        num_blocks, _ = fill_rows(_by_sequence(host), columns, lengths, drafts - 1, self._room)
+        host["uniforms"][:, : len(entries)] = self._sampler.uniforms(sequences, bucket.num_queries)
+        host["coupled"][: len(entries)] = [self._sampler.is_coupled(sequence) for sequence in sequences]
+        return num_blocks
 
     def _compute(self, bucket: Bucket, inputs: dict[str, Tensor]) -> None:
         num_seqs, num_drafts = bucket

@@ -568,7 +568,6 @@ def test_trees_that_cannot_be_are_refused(changes: dict[str, Any], message: str)
     [
         ({"verifier": "block"}, r"verifier must be coupled where drafter\.tree is set"),
         ({"max_batched_tokens": 64}, r"max_batched_tokens must be at least .* \(1 \+ the 21 drafts of a tree\) = 176"),
-        ({"cuda_graphs": True}, r"drafter\.tree: trees are drafted on a CPU only, without cuda_graphs; remove it"),
         ({"drafter": (25,)}, r"drafter\.tree: must have at most 24 candidates"),
     ],
 )
