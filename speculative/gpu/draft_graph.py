@@ -118,7 +118,7 @@ class DraftLoop:
         return MadeDrafts(drafts, columns[offsets, rows], distributions[offsets, rows])
 
     def places(self, bucket: Bucket, counts: Int64s) -> Int64s:
-        """Where the drafts of a run lie in the statics, sequence after sequence; counts: [E] of each."""
+        """Return where the drafts of a run lie in the statics, sequence after sequence; counts: [E] of each."""
         entries = np.repeat(np.arange(len(counts)), counts)
         offsets = np.arange(len(entries)) - np.repeat(np.cumsum(counts) - counts, counts)
         return offsets * bucket.num_seqs + entries

@@ -251,7 +251,7 @@ class GraphStep:
         return self._conclude(batch, known, judged.of_paths(best, rows), masks, counted, drafted)
 
     def _run_target(self, step_input: StepInput, drafts: StepDrafts) -> Places:
-        """Where the step's rows lie."""
+        """Run the target on the step's rows: their places."""
         bucket = self.buckets.fit(len(drafts.counts), int(drafts.counts.max()) + 1)
         assert bucket is not None, "every batch that is taken fits"
         return self.runner.target.run(bucket, step_input, _sources(step_input, drafts))

@@ -47,7 +47,7 @@ class TreeLoop(DraftLoop):
         return np.concatenate(places)
 
     def _rows_of(self, bucket: Bucket, tree: DraftTree, index: int) -> Int64s:
-        """Where the nodes of a sequence's tree stand among those of all; anything for node 0."""
+        """The places of the nodes of a sequence's tree among those of all; anything for node 0."""
         levels = tree.depths - 1
         begins, sizes = np.array(self._begins), np.array(self._sizes)
         return begins[levels] * bucket.num_seqs + index * sizes[levels] + tree.ranks
@@ -132,5 +132,5 @@ class LeafPaths:
         return order[self.firsts]
 
     def rows_of(self, paths: Int64s) -> Int64s:
-        """Which of the rows are of these paths, ascending."""
+        """The numbers of the rows that are of these paths, ascending."""
         return np.flatnonzero(np.isin(self.step_input.verify_entries, paths))
