@@ -1,5 +1,6 @@
 """All levels of a round's trees as one captured function, and the paths to their leaves, each of which is judged."""
 
+import functools
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -40,17 +41,19 @@ class TreeLoop(DraftLoop):
 
     def places(self, bucket: Bucket, counts: Int64s) -> Int64s:
         """Implement `DraftLoop.places`; counts: levels of each sequence's tree."""
-        places = []
-        for index, levels in enumerate(counts.tolist()):
-            tree = DraftTree.of_widths(self._widths[:levels])
-            places.append(self._rows_of(bucket, tree, index)[1:])
-        return np.concatenate(places)
+        sequences = np.arange(len(counts))
+        places = {levels: self._places_of(bucket, self._tree(levels), sequences) for levels in set(counts.tolist())}
+        return np.concatenate([places[levels][index, 1:] for index, levels in enumerate(counts.tolist())])
 
-    def _rows_of(self, bucket: Bucket, tree: DraftTree, index: int) -> Int64s:
-        """The places of the nodes of a sequence's tree among those of all; anything for node 0."""
+    def _tree(self, levels: int) -> DraftTree:
+        return DraftTree.of_widths(self._widths[:levels])
+
+    def _places_of(self, bucket: Bucket, tree: DraftTree, sequences: Int64s) -> Int64s:
+        """[E, n + 1] where the nodes of such trees of these sequences lie among those of all; anything for node 0."""
         levels = tree.depths - 1
-        begins, sizes = np.array(self._begins), np.array(self._sizes)
-        return begins[levels] * bucket.num_seqs + index * sizes[levels] + tree.ranks
+        begins, sizes = np.array(self._begins, np.int64)[levels], np.array(self._sizes, np.int64)[levels]
+        places: Int64s = begins * bucket.num_seqs + sequences[:, None] * sizes + tree.ranks
+        return places
 
     def _fields(self, bucket: Bucket) -> dict[str, Field]:
         """Of the nodes that have candidates behind them, level by level."""
@@ -61,17 +64,19 @@ class TreeLoop(DraftLoop):
     def _fill_drafts(self, host: dict[str, Array], bucket: Bucket, entries: Sequences[Entry]) -> int:
         """Implement `DraftLoop._fill_drafts`: node j of a tree lies j slots behind its sequence's last token."""
         columns, size = self._tables.of([entry.sequence for entry in entries]), self._room.block_size
-        ends = [1]
-        for index, entry in enumerate(entries):
-            tree, root = DraftTree.of_widths(self._widths[: entry.max_drafts]), len(entry.sequence.tokens) - 1
-            nodes = np.flatnonzero((tree.depths > 0) & (tree.depths < entry.max_drafts))
-            rows, slots = self._rows_of(bucket, tree, index)[nodes], root + nodes
-            host["positions"][rows] = root + tree.depths[nodes]
-            host["visible"][rows], host["roots"][rows] = slots + 1, root + 1
-            host["ancestors"][rows] = tree.ancestors[nodes]
-            host["slots"][rows] = columns[slots // size, index].astype(np.int64) * size + slots % size
-            ends.append(root + 1 + int(nodes.max(initial=0)))
-        num_blocks = -(-max(ends) // size)
+        all_levels = np.array([entry.max_drafts for entry in entries])
+        all_roots = np.array([len(entry.sequence.tokens) - 1 for entry in entries], np.int64)
+        end = 0
+        for levels in set(all_levels.tolist()):
+            tree, own = self._tree(levels), np.flatnonzero(all_levels == levels)
+            nodes = np.flatnonzero((tree.depths > 0) & (tree.depths < levels))
+            rows, roots = self._places_of(bucket, tree, own)[:, nodes], all_roots[own, None]
+            places = roots + nodes
+            host["positions"][rows], host["roots"][rows] = roots + tree.depths[nodes], roots + 1
+            host["visible"][rows], host["ancestors"][rows] = places + 1, tree.ancestors[nodes]
+            host["slots"][rows] = columns[places // size, own[:, None]].astype(np.int64) * size + places % size
+            end = max(end, int(roots.max()) + 1 + int(nodes.max(initial=0)))
+        num_blocks = -(-end // size)
         host["blocks"][:num_blocks, : len(entries)] = columns[:num_blocks]
         return num_blocks
 
@@ -90,6 +95,13 @@ class TreeLoop(DraftLoop):
                 rows = PagedRows(inputs["slots"][nodes], inputs["visible"][nodes], tables, self._first, *of_trees)
                 parents = hidden[:, None].expand(-1, width, -1).reshape(-1, hidden.shape[1])
                 hidden = model.run(tokens[nodes], parents, inputs["positions"][nodes], self._cache.attention(rows))
+
+
+@functools.cache
+def _paths_of(tree: DraftTree) -> tuple[Int64s, Int64s]:
+    """The drafts of each path to a leaf, and the nodes of all paths, node 0 first in each."""
+    paths = [(0, *tree.path(leaf)) for leaf in tree.leaves]
+    return np.array([len(path) - 1 for path in paths], np.int64), np.array([n for own in paths for n in own], np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,12 +126,11 @@ class LeafPaths:
     @classmethod
     def of(cls, entries: Sequences[Entry], trees: TreeInput) -> "LeafPaths":
         """Those of a step of which every entry has one known token; drafts are still to come."""
-        paths = [[(0, *tree.path(leaf)) for leaf in tree.leaves] for tree in trees.trees]
-        owners = np.repeat(np.arange(len(entries)), [len(own) for own in paths])
-        counts = np.array([len(path) - 1 for own in paths for path in own], np.int64)
-        nodes = np.array([node for own in paths for path in own for node in path], np.int64)
+        lengths, all_nodes = zip(*map(_paths_of, trees.trees), strict=True)
+        owners = np.repeat(np.arange(len(entries)), [len(own) for own in lengths])
+        counts, nodes = np.concatenate(lengths), np.concatenate(all_nodes)
         unknown = np.zeros(int(counts.sum()), np.int64)
-        step_input = build_step_input([entries[owner] for owner in owners], counts, unknown, trees.block_size)
+        step_input = build_step_input([entries[owner] for owner in owners.tolist()], counts, unknown, trees.block_size)
         rows = np.repeat(trees.row_starts[owners], counts + 1) + nodes
         return cls(np.searchsorted(owners, np.arange(len(entries))), owners, step_input, rows, nodes)
 
