@@ -257,6 +257,44 @@ def test_without_graphs_trees_are_drafted_by_torchs_operators(load: Load, monkey
     assert_same(found, expected)
 
 
+@needs_triton
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_request_that_fails_fails_alone(load: Load, kind: str) -> None:
+    """One is left without a token behind two drafts, and one has keys that are no numbers."""
+    stuck = SamplingParams(max_tokens=20, ignore_eos=True, allowed_token_ids=(5,), bad_words=((5, 5, 5),))
+    params = [*SHORT[:2], dataclasses.replace(SHORT[2], max_tokens=40), stuck]
+    expected = answers(load(drafter=NO_DRAFTS), SHORT[:2])
+    with PretendedCuda():
+        engine, found = load(kind=kind, device="cuda", prefix_caching=False), defaultdict[str, Answer](Answer)
+        add_all(engine, params)
+        for _ in range(3):
+            take(found, engine.step())
+        victim = engine.scheduler.find("r2")
+        assert victim is not None
+        with torch.inference_mode():
+            engine.cache.data[:, :, victim.blocks[0] * engine.config.block_size] = torch.nan
+        while engine.has_work:
+            take(found, engine.step())
+        stats = engine.take_stats()
+    assert stats.violations == {"not_finite": 1, "no_token": 1}
+    assert found["r3"].token_ids == [5, 5] and len(found["r2"].token_ids) >= 2
+    assert {name: found[name].token_ids for name in expected} == {n: one.token_ids for n, one in expected.items()}
+
+
+@needs_triton
+def test_an_abort_among_trees_changes_nothing(load: Load) -> None:
+    expected = answers(load(drafter=NO_DRAFTS), SHORT[:3])
+    with PretendedCuda():
+        engine, found = load(kind="eagle3", device="cuda"), defaultdict[str, Answer](Answer)
+        add_all(engine, [*SHORT[:3], PLAIN[3]])
+        for _ in range(4):
+            take(found, engine.step())
+        assert engine.abort("r3")
+        while engine.has_work:
+            take(found, engine.step())
+    assert {name: found[name].token_ids for name in expected} == {n: one.token_ids for n, one in expected.items()}
+
+
 # -- what a step costs ----------------------------------------------------------------------------------------------
 
 
