@@ -1,8 +1,10 @@
 """All drafts of a round as one captured function: sample, run, sample, without the host in between."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,8 +34,8 @@ class _Loop:
     replay: Callable[[], object]
 
 
-class DraftLoop:
-    """Drafts with a model; drafts and their distributions lie in the statics.
+class CapturedDrafts(ABC):
+    """Drafts with a model; what it drafts lies in the statics.
 
     It holds nothing of the drafter that calls it: memory of old graphs is free as soon as nobody uses them.
 
@@ -41,10 +43,9 @@ class DraftLoop:
         model: what drafts.
         sampler: of its drafts; it has their parameters and random numbers.
         cache: the model's.
-        buffers: get the drafts and their distributions.
-        buckets: of sequences and drafts each.
+        buffers: get the drafts.
+        buckets: of sequences and drafts each behind the other.
         capturer: of the step.
-        sample: samples a draft of each sequence.
     """
 
     def __init__(
@@ -55,9 +56,7 @@ class DraftLoop:
         buffers: GraphBuffers,
         buckets: Buckets,
         capturer: Capturer,
-        sample: SampleDrafts,
     ) -> None:
-        self._sample = sample
         self._buckets, self._capturer = buckets, capturer
         self._model, self._sampler, self._cache = model, sampler, cache
         self._room, self._statics = cache.room, buffers
@@ -100,6 +99,36 @@ class DraftLoop:
         loop.replay()
         return bucket
 
+    @abstractmethod
+    def places(self, bucket: Bucket, counts: Int64s) -> Int64s:
+        """Return where the drafts of a run lie in the statics, sequence after sequence; counts: [E] drafts of each that
+        stand behind the other."""
+
+    @abstractmethod
+    def _fields(self, bucket: Bucket) -> dict[str, Field]:
+        """Those of its passes, and what drafts are sampled with besides."""
+
+    @abstractmethod
+    def _fill_drafts(self, host: dict[str, Array], bucket: Bucket, entries: Sequences[Entry]) -> int:
+        """Fill `_fields`, with true positions; how many rows of "blocks" are to be sent."""
+
+    @abstractmethod
+    def _compute(self, bucket: Bucket, inputs: dict[str, Tensor]) -> None:
+        """The captured function."""
+
+
+class DraftLoop(CapturedDrafts):
+    """Drafts one behind the other, with their distributions.
+
+    Args:
+        parts: of `CapturedDrafts`.
+        sample: samples a draft of each sequence.
+    """
+
+    def __init__(self, *parts: Any, sample: SampleDrafts) -> None:
+        super().__init__(*parts)
+        self._sample = sample
+
     def make(self, entries: Sequences[Entry], hidden: Tensor, rule: EarlyExit | None) -> MadeDrafts:
         """`MakeDrafts` for a step that is not replayed whole; no draft ends early."""
         most = self._buckets.batch_sizes[-1]
@@ -118,13 +147,13 @@ class DraftLoop:
         return MadeDrafts(drafts, columns[offsets, rows], distributions[offsets, rows])
 
     def places(self, bucket: Bucket, counts: Int64s) -> Int64s:
-        """Return where the drafts of a run lie in the statics, sequence after sequence; counts: [E] of each."""
+        """Implement `CapturedDrafts.places`."""
         entries = np.repeat(np.arange(len(counts)), counts)
         offsets = np.arange(len(entries)) - np.repeat(np.cumsum(counts) - counts, counts)
         return offsets * bucket.num_seqs + entries
 
     def _fields(self, bucket: Bucket) -> dict[str, Field]:
-        """Those of its passes, and what drafts are sampled with."""
+        """Implement `CapturedDrafts._fields`."""
         fields = row_fields(bucket, self._room)
         fields |= {name: replace(fields[name], shape=fields[name].shape[::-1]) for name in _BY_DRAFT}
         return fields | {
@@ -133,7 +162,7 @@ class DraftLoop:
         }
 
     def _fill_drafts(self, host: dict[str, Array], bucket: Bucket, entries: Sequences[Entry]) -> int:
-        """Fill `_fields`, with true positions; how many rows of "blocks" are to be sent."""
+        """Implement `CapturedDrafts._fill_drafts`."""
         sequences = [entry.sequence for entry in entries]
         lengths = np.array([len(sequence.tokens) for sequence in sequences], np.int64)
         drafts = np.array([entry.max_drafts for entry in entries], np.int64)

@@ -23,7 +23,7 @@ from speculative.gpu.buckets import Bucket, Buckets
 from speculative.gpu.buffers import GraphBuffers
 from speculative.gpu.capture import Capturer
 from speculative.gpu.catch_up_graph import CatchUpPass
-from speculative.gpu.draft_graph import DraftLoop
+from speculative.gpu.draft_graph import CapturedDrafts, DraftLoop
 from speculative.gpu.logit_edits import LogitEdits, StepEdits, fits, follows
 from speculative.gpu.memory import blocks_of, free_bytes, graph_bytes
 from speculative.gpu.operators import GraphOperators
@@ -109,6 +109,7 @@ class GraphStep:
         use_layer_ops(decoder, operators.layers)
         paged = PagedCache(cache, room, attend)
         widths = self.buckets.widths
+        self._paths, self._num_paths = (self.buckets.of_paths, level_sizes(widths)[-1]) if widths else (self.buckets, 1)
         target = TargetPass(decoder, paged, self.buffers, drafter.capture, self.capturer, trees=bool(widths))
         prompts = PromptPass(
             decoder, cache, room, operators.attend_packed, drafter.capture, self._prompt_sizes, self.capturer
@@ -120,7 +121,7 @@ class GraphStep:
         edits = LogitEdits(self.buckets.judged[0], self._vocab_size, decoder.device, operators.edit)
         self.judge = VerifyGraph(decoder, self.buffers, self._draft_model, config, self.capturer, edits, operators)
         self._drafts_on_host = LateCopy(self.buffers.drafts.tokens)
-        self.loop: DraftLoop | None = None
+        self.loop: CapturedDrafts | None = None
         self._catch_up: CatchUpPass | None = None
         if neural is not None:
             use_layer_ops(neural.model.network, operators.layers)
@@ -128,12 +129,10 @@ class GraphStep:
             self._lengths = self.buckets.of_drafts(varying=config.drafter.length == "dynamic")
             parts = (neural.model, neural.sampler, paged, self.buffers, self._lengths, self.capturer)
             if isinstance(neural, TreeDrafter):
-                sample, pick = operators.sample_drafts, operators.pick_candidates
-                self.loop = TreeLoop(*parts, sample, widths=widths, pick=pick)
-                neural.beside_graphs = True
+                self.loop, neural.beside_graphs = TreeLoop(*parts, widths=widths, pick=operators.pick_candidates), True
             else:
-                self.loop = DraftLoop(*parts, operators.sample_drafts)
-                neural.draft_loop = self.loop.make
+                chains = DraftLoop(*parts, sample=operators.sample_drafts)
+                self.loop, neural.draft_loop = chains, chains.make
             self._catch_up = CatchUpPass(neural.model, paged, neural.edges, self.buffers, self.buckets, self.capturer)
             neural.catch_up = self._catch_up
             neural.prepare = operators.prepare(config.block_size, 1 if neural.capture else 0)
@@ -143,8 +142,7 @@ class GraphStep:
     def takes(self, entries: Sequence[Entry]) -> list[bool]:
         """Return which of them can be replayed; none where their edits of logits are more than there is room for."""
         takes = [self._takes(entry) for entry in entries]
-        num_paths = level_sizes(self.buckets.widths)[-1] if self.buckets.widths else 1
-        has_room = fits(list(compress(entries, takes)), len(self._checked.sampler.eos_token_ids), num_paths)
+        has_room = fits(list(compress(entries, takes)), len(self._checked.sampler.eos_token_ids), self._num_paths)
         return takes if has_room else [False] * len(takes)
 
     def _takes(self, entry: Entry) -> bool:
@@ -222,7 +220,7 @@ class GraphStep:
         assert drafts.rows is not None
         # Node 0 of each entry has a row, and no draft.
         own = drafts.rows[(paths.rows - paths.owners[step_input.verify_entries] - 1)[is_draft]]
-        rows_bucket = self.buckets.of_paths.fit_rows(len(paths.owners), len(step_input.drafts))
+        rows_bucket = self._paths.fit_rows(len(paths.owners), len(step_input.drafts))
         assert rows_bucket is not None, "every batch that is taken fits"
         checked = self._checked.self_check.due()
         counted = self._checked.self_check.counted(batch.entries, checked=checked)

@@ -72,7 +72,7 @@ class TargetPass:
                 "sources": Field(shape, padding=-1),
                 "places": Field((bucket.num_rows,)),
             }
-            if self._trees:
+            if self._trees and bucket.num_queries > 1:
                 fields |= tree_fields(bucket.num_rows)
             inputs = StagedInputs(fields, self._capturer.device)
             replay = self._capturer.capture(lambda: self._compute(inputs.on_device))
@@ -96,7 +96,7 @@ class TargetPass:
         counts, starts = step_input.row_starts[1:] - first_rows, step_input.positions[first_rows]
         host = captured.inputs.next_host()
         num_blocks, places = fill_rows(host, self._tables.of(step_input.sequences), starts, counts, self._room)
-        if self._trees:
+        if "roots" in host:
             fill_trees(host, step_input, places)
         host["input_ids"].reshape(-1)[places] = step_input.input_ids
         if sources is not None:

@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from speculative.gpu.buckets import Bucket
-from speculative.gpu.draft_graph import DraftLoop
+from speculative.gpu.draft_graph import CapturedDrafts
 from speculative.gpu.padding import block_tables, row_fields, tree_fields
 from speculative.gpu.paged_attention import PagedRows
 from speculative.gpu.row_drafts import CandidateFields, PickCandidates
@@ -22,13 +22,13 @@ from speculative.state.tree_input import TreeInput
 _BY_NODE = ("positions", "visible", "slots")
 
 
-class TreeLoop(DraftLoop):
+class TreeLoop(CapturedDrafts):
     """Drafts trees of these widths; its buckets are of levels.
 
     The candidates of a level lie together in the statics: sequence after sequence, in the order of their nodes.
 
     Args:
-        parts: of `DraftLoop`.
+        parts: of `CapturedDrafts`.
         widths: candidates of the nodes of each depth.
         pick: finds them.
     """
@@ -40,7 +40,7 @@ class TreeLoop(DraftLoop):
         self._begins = (0, *accumulate(self._sizes))  # of each level among the candidates of a sequence
 
     def places(self, bucket: Bucket, counts: Int64s) -> Int64s:
-        """Implement `DraftLoop.places`; counts: levels of each sequence's tree."""
+        """Implement `CapturedDrafts.places`; counts: levels of each sequence's tree."""
         sequences = np.arange(len(counts))
         places = {levels: self._places_of(bucket, self._tree(levels), sequences) for levels in set(counts.tolist())}
         return np.concatenate([places[levels][index, 1:] for index, levels in enumerate(counts.tolist())])
@@ -62,7 +62,7 @@ class TreeLoop(DraftLoop):
         return fields | {name: replace(fields[name], shape=(num_rows,)) for name in _BY_NODE} | tree_fields(num_rows)
 
     def _fill_drafts(self, host: dict[str, Array], bucket: Bucket, entries: Sequences[Entry]) -> int:
-        """Implement `DraftLoop._fill_drafts`: node j of a tree lies j slots behind its sequence's last token."""
+        """Implement `CapturedDrafts._fill_drafts`: node j of a tree lies j slots behind its sequence's last token."""
         columns, size = self._tables.of([entry.sequence for entry in entries]), self._room.block_size
         all_levels = np.array([entry.max_drafts for entry in entries])
         all_roots = np.array([len(entry.sequence.tokens) - 1 for entry in entries], np.int64)

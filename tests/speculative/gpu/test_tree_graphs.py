@@ -24,6 +24,7 @@ from speculative.gpu.tree_graph import LeafPaths
 from speculative.lookup.suffix import SuffixOptions
 from speculative.request import Request, SamplingParams, Structure
 from speculative.state.draft_tree import DraftTree
+from speculative.warm_up import warm_up
 from speculative.weights import load_weights
 from tests.speculative.gpu.test_graph_step import poison
 from tests.support.engines import NO_DRAFTS, Answer, load_engine, run, settings, take
@@ -329,6 +330,7 @@ def test_levels_that_do_not_pay_are_left_out(load: Load, monkeypatch: pytest.Mon
             engine = load(kind=kind, cuda_graphs=True, drafts={"length": "dynamic"})
         assert engine.graphs is not None
         captured, calls = engine.graphs.capture_all(), [0]
+        warm_up(engine)
 
         def levels(sequence: Any, wanted: int, calls: list[int] = calls) -> int:
             calls[0] += 1
