@@ -40,7 +40,22 @@ class DraftTree:
     @property
     def depths(self) -> Int64s:
         """[n + 1] how many drafts lie on the way to each node, its own included."""
-        return np.array([len(path) for path in _paths(self.parents)], np.int64)
+        return _depths(self.parents)
+
+    @property
+    def ranks(self) -> Int64s:
+        """[n + 1] how many nodes of the same depth stand before each node."""
+        return _ranks(self.parents)
+
+    @property
+    def ancestors(self) -> Int64s:
+        """[n + 1] bit i of a node is set where node i + 1 lies on the way to it, or is itself; of at most 64 drafts."""
+        return _ancestors(self.parents)
+
+    @property
+    def leaves(self) -> tuple[int, ...]:
+        """The nodes with nothing behind them; node 0 where there is no other."""
+        return tuple(node for node, behind in enumerate(self.children) if not behind)
 
     @property
     def children(self) -> tuple[tuple[int, ...], ...]:
@@ -93,6 +108,23 @@ def _paths(parents: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     for node, parent in enumerate(parents, 1):
         paths.append((*paths[parent], node))
     return tuple(paths)
+
+
+@functools.cache
+def _depths(parents: tuple[int, ...]) -> Int64s:
+    return np.array([len(path) for path in _paths(parents)], np.int64)
+
+
+@functools.cache
+def _ranks(parents: tuple[int, ...]) -> Int64s:
+    depths = _depths(parents)
+    return np.array([np.count_nonzero(depths[:node] == depth) for node, depth in enumerate(depths)], np.int64)
+
+
+@functools.cache
+def _ancestors(parents: tuple[int, ...]) -> Int64s:
+    bits = [sum(1 << (own - 1) for own in path) for path in _paths(parents)]
+    return np.array(bits, np.uint64).view(np.int64)
 
 
 @functools.cache
