@@ -85,6 +85,8 @@ def resolve(plan: BenchPlan) -> tuple[list[Launch], list[LeftOut]]:
         if name.family not in resolvers:
             raise ConfigError(f"--engines: no engine {name.family!r} ({name.text}); known: {', '.join(resolvers)}.")
         found = resolvers[name.family](plan, name)
+        if plan.keeps_prefixes and name.family in (TRANSFORMERS, LLAMA):
+            found = LeftOut(name.text, "the bench runs it without a prefix cache; --measure first-token measures it")
         (launches if isinstance(found, Launch) else left_out).append(found)  # type: ignore[arg-type]
     return _together(launches) if plan.together else launches, left_out
 
@@ -133,7 +135,8 @@ def _ours(plan: BenchPlan, name: EngineName) -> Launch | LeftOut:
 
 
 def _engine_settings(plan: BenchPlan, drafter: Mapping[str, Any], options: "_Options") -> dict[str, Any]:
-    """Return them for `EngineConfig`: every stream fits, and nothing is remembered from one round to the next."""
+    """Return them for `EngineConfig`: every stream fits, and nothing is remembered from one round to the next,
+    unless that is what is measured."""
     most = max(plan.streams)
     drafts = DrafterConfig(**drafter).max_rows
     blocks = -(-(plan.max_model_len + drafts) // 16)
@@ -144,7 +147,7 @@ def _engine_settings(plan: BenchPlan, drafter: Mapping[str, Any], options: "_Opt
         "max_batched_tokens": options.number("batched", max(512, most * (1 + drafts))),
         "max_model_len": plan.max_model_len,
         "kv_cache_tokens": most * blocks * 16,
-        "prefix_caching": False,
+        "prefix_caching": plan.keeps_prefixes,
         "quantization": options.text("weights", "auto"),
         "device": options.text("device", "auto"),
         "cuda_graphs": _GRAPHS[options.choice("graphs", tuple(_GRAPHS))],
@@ -247,7 +250,7 @@ def _vllm_settings(plan: BenchPlan, options: "_Options") -> dict[str, Any]:
         "dtype": options.text("dtype", plan.dtype),
         "max_model_len": plan.max_model_len,
         "max_num_seqs": max(plan.streams),
-        "enable_prefix_caching": False,
+        "enable_prefix_caching": plan.keeps_prefixes,
         "enforce_eager": options.text("eager", "no") == "yes",
     }
 

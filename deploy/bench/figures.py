@@ -165,7 +165,8 @@ def _case_rows(found: BenchResult, case: BenchCase) -> list[SpeedRow]:
 
 
 def _speed(sample: BenchSample, measure: Measure) -> float:
-    return {"decode": sample.decode_speed, "whole": sample.whole_speed, "first-token": sample.prompt_speed}[measure]
+    speeds = {"decode": sample.decode_speed, "whole": sample.whole_speed}
+    return speeds.get(measure, sample.prompt_speed)
 
 
 def _speeds(samples: Sequence[BenchSample], measure: Measure) -> Speed:

@@ -7,7 +7,7 @@ from typing import Any, Literal, Self
 
 from speculative.errors import ConfigError
 
-Measure = Literal["decode", "whole", "first-token"]
+Measure = Literal["decode", "whole", "first-token", "prefix-hit"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,8 @@ class BenchPlan:
     head, draft_model: of drafters with weights.
     against: the engines of which the best, case by case, is what the others are compared with.
     measure: tokens a second once every stream has its first token, or from the first prompt to the last token; or
-        tokens of the prompts a second, until every stream has its first one.
+        tokens of the prompts a second, until every stream has its first one, of new prompts or (`prefix-hit`) of those
+        that were answered just before.
     together: our engines of the same weights share a process and one copy of them.
     own_tools: other engines are also measured by their own benchmark programs.
     """
@@ -102,6 +103,11 @@ class BenchPlan:
         prompts = self.prompts[case.kind]
         begin = number * case.streams
         return [prompts[(begin + stream) % len(prompts)] for stream in range(case.streams)]
+
+    @property
+    def keeps_prefixes(self) -> bool:
+        """Return whether engines keep the prompts that they have computed; else each round begins with nothing."""
+        return self.measure == "prefix-hit"
 
     @property
     def max_model_len(self) -> int:

@@ -78,6 +78,7 @@ def _speed_tables(found: BenchResult) -> list[ReportTable]:
         "decode": "tokens a second after the first token",
         "whole": "tokens a second of the whole batch",
         "first-token": "tokens of the prompts a second, until the first token",
+        "prefix-hit": "tokens of prompts that were answered just before a second, until the first token",
     }[found.plan.measure]
     made = []
     for case, group in groupby(rows(found), key=lambda row: row.case):

@@ -133,6 +133,8 @@ class _Run:
             self._view.count(max(number, 0), plan.rounds, "rounds")
             for name in able:
                 ask = _ask(plan, case, number)
+                if plan.keeps_prefixes:
+                    self._ask(name, case, ask)
                 reported = self._ask(name, case, ask)
                 if reported is not None and number >= 0:
                     self._found.samples.append(BenchSample(name, case, number, reported, ask.prompt_tokens))

@@ -47,10 +47,11 @@ from deploy.reports.progress import View
 @click.option("--against", help="Compare with the best of these engines; the default is the first one.")
 @click.option(
     "--measure",
-    type=click.Choice(["decode", "whole", "first-token"]),
+    type=click.Choice(["decode", "whole", "first-token", "prefix-hit"]),
     default="decode",
     show_default=True,
-    help="Count tokens a second after the first token, or of the whole batch; or the prompts' until the first token.",
+    help="Count tokens a second after the first token, or of the whole batch; or the prompts' until the first token, "
+    "where they are new, or were answered just before.",
 )
 @click.option("--profile", is_flag=True, help="Show where the time of truespec's steps goes.")
 @click.option("--together", is_flag=True, help="Run truespec's engines in one process, on one copy of the weights.")

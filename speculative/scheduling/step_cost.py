@@ -161,7 +161,7 @@ class StepCost:
         rows = _rows(features)
         regression, correction = sum(map(mul, self._weights, features)), self._correction(rows)
         surprise = min(seconds / (self._pace * regression * correction), _SLOW) - 1
-        usual = regression * correction * (1 + surprise)
+        usual: float = regression * correction * (1 + surprise)
         if 1 + surprise < _SLOW:  # else something had the machine for this one step
             self._pace = 1 + _PACE_KEPT * (self._pace * (1 + _OF_PACE * surprise) - 1)
         weight, mean = self._residuals.get(rows, (0.0, 0.0))

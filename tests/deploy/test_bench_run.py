@@ -89,6 +89,19 @@ def test_engines_are_asked_in_turn_on_the_same_prompts_and_seeds(
     assert all(sample.reported["memory"]["peak_mib"] > 1 for sample in found.samples)
 
 
+def test_a_prefix_hit_is_measured_on_prompts_that_were_just_answered(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, bench_model: Path
+) -> None:
+    found, asked, _ = run_fakes(monkeypatch, tmp_path, {"fake/a": {}, "fake/b": {}}, measure="prefix-hit", rounds=1)
+    assert asked[-4:] == ["fake/a 1", "fake/a 1", "fake/b 1", "fake/b 1"]
+    assert len(found.samples) == 2, "the first of both counts for nothing"
+    monkeypatch.undo()
+    settings = bench_options(bench_model, engines="ours/off,transformers/plain", measure="prefix-hit")
+    launches, left_out = resolve(make_plan(settings, View()))
+    assert [launch.settings["engines"]["ours/off"]["engine"]["prefix_caching"] for launch in launches] == [True]
+    assert [one.name for one in left_out] == ["transformers/plain"]
+
+
 def test_each_engine_has_its_threads_and_waits_as_it_likes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in WAITING:
         monkeypatch.delenv(name, raising=False)
