@@ -44,6 +44,7 @@ _logger = logging.getLogger(__name__)
 
 LabelValues = tuple[str, ...]  # in the order of Metric.label_names
 Series = tuple[str, LabelValues]  # (metric name, label values)
+_TALLY_S = 1.0  # after which a tally is counted
 
 
 class Sink(Protocol):
@@ -177,12 +178,41 @@ class Metrics:
             raise ValueError(f"There is no metric {name!r}; serve_app.telemetry.metric_names lists them all.")
         if metric.kind != kind:
             raise ValueError(f"{name} is a {metric.kind}, not a {kind}.")
-        if set(labels) != set(metric.labels):
+        if (labels or metric.labels) and labels.keys() != set(metric.labels):
             raise ValueError(f"{name} takes the labels {list(metric.labels)}, got {sorted(labels)}.")
         if not math.isfinite(value):
             raise ValueError(f"{name} takes finite numbers, got {value}.")
-        values = self._common + tuple(labels[label] for label in metric.labels)
+        values = self._common + tuple([labels[label] for label in metric.labels]) if labels else self._common
         return metric, values if kind == "gauge" else self._limit.fold(name, values)
+
+
+class Tally:
+    """Sums what grows with every token, and counts it about once a second: to count takes many times as long as to add.
+
+    Args:
+        metrics: with the counters.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
+        self._metrics = metrics
+        self._clock = clock
+        self._sums: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}  # by name and labels
+        self._counted_at = clock()
+
+    def add(self, name: str, value: float, **labels: str) -> None:
+        """Add to a counter; what was added within the last second may not be counted before `flush`."""
+        series = name, tuple(labels.items())
+        self._sums[series] = self._sums.get(series, 0) + value
+        if self._clock() >= self._counted_at + _TALLY_S:
+            self.flush()
+
+    def flush(self) -> None:
+        """Count all that was added."""
+        self._counted_at = self._clock()
+        sums, self._sums = self._sums, {}
+        for (name, labels), value in sums.items():
+            self._metrics.count(name, value, **dict(labels))
 
 
 @dataclass(slots=True)
