@@ -228,9 +228,8 @@ class _Choice:
         if delta.finished:
             released.append(self._text.end())
         stops = self._text.stopped or delta.finish_reason is FinishReason.STOP
-        reason = "stop" if stops else "length"
-        self.ending = dataclasses.replace(self.ending, finish_reason=reason)
-        return reason
+        self.ending = dataclasses.replace(self.ending, finish_reason="stop" if stops else "length")
+        return self.ending.finish_reason
 
     @property
     def num_delivered(self) -> int:
