@@ -19,15 +19,7 @@ from tests.support.loops import for_each
 HEAD = ReplyHead("cmpl-1", 7, 'a "model"', "fp", ((1, 2),), 2, with_token_ids=True, with_scored=False, with_usage=True)
 FIRST = ChoiceDelta(0, "x", (1,), ("first",), first=True, weight_versions=(("v1", 1),))
 NEXT = ChoiceDelta(0, "y", (2,), ("bonus",), weight_versions=(("v1", 1),))
-SPOKEN = ("", " word", "\" and \\", "\n\u2028\x00", "\N{SLIGHTLY SMILING FACE}", "\"token_ids\":[-1]", "\0the text\0")
-    "",
-    " word",
-    'quote " and \\',
-    "\n\u2028\x00",
-    "\N{SLIGHTLY SMILING FACE}",
-    '"token_ids":[-1]',
-    "\0the text\0",
-)
+SPOKEN = ("", " word", '" and \\', "\n\u2028\x00", "\N{SLIGHTLY SMILING FACE}", '"token_ids":[-1]', "\0the text\0")
 
 
 def written_long(chunks: CompletionFormat | ChatFormat, head: ReplyHead, piece: ChoiceDelta) -> bytes:
