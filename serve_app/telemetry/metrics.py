@@ -98,6 +98,7 @@ class Metrics:
         self._sinks = tuple(sinks)
         self._common: LabelValues = (model_name, pool)
         self._limit = SeriesLimit()
+        self._unlabelled: dict[str, tuple[Metric, LabelValues]] = {}  # series without labels of their own, by name
 
     def count(self, name: str, value: float = 1, **labels: str) -> None:
         """Add `value` to a counter. 0 is allowed, and makes the series appear."""
@@ -173,17 +174,23 @@ class Metrics:
             self.count("truespec_selfcheck_alarms_total", stats.alarms.get(check, 0), check=check)
 
     def _resolve(self, name: str, kind: Kind, value: float, labels: Mapping[str, str]) -> tuple[Metric, LabelValues]:
+        known = None if labels else self._unlabelled.get(name)
+        if known is not None and known[0].kind == kind and math.isfinite(value):
+            return known
         metric = METRICS.get(name)
         if metric is None:
             raise ValueError(f"There is no metric {name!r}; serve_app.telemetry.metric_names lists them all.")
         if metric.kind != kind:
             raise ValueError(f"{name} is a {metric.kind}, not a {kind}.")
-        if (labels or metric.labels) and labels.keys() != set(metric.labels):
+        if labels.keys() != set(metric.labels):
             raise ValueError(f"{name} takes the labels {list(metric.labels)}, got {sorted(labels)}.")
         if not math.isfinite(value):
             raise ValueError(f"{name} takes finite numbers, got {value}.")
-        values = self._common + tuple([labels[label] for label in metric.labels]) if labels else self._common
-        return metric, values if kind == "gauge" else self._limit.fold(name, values)
+        values = self._common + tuple(labels[label] for label in metric.labels)
+        series = metric, values if kind == "gauge" else self._limit.fold(name, values)
+        if not labels:
+            self._unlabelled[name] = series
+        return series
 
 
 class Tally:
@@ -468,10 +475,13 @@ class RaySink:
         """Do nothing: Ray drops a gauge's series that is not set for two of its report intervals, 20 s."""
 
     def _get(self, metric: Metric) -> Any:
-        with self._lock:
-            if metric.name not in self._made:
-                self._made[metric.name] = self._make(metric)
-            return self._made[metric.name]
+        made = self._made.get(metric.name)
+        if made is None:
+            with self._lock:
+                made = self._made.get(metric.name)
+                if made is None:
+                    made = self._made[metric.name] = self._make(metric)
+        return made
 
     def _make(self, metric: Metric) -> Any:
         if metric.kind == "histogram":
