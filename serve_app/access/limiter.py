@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from serve_app.access.access import Caller
 from serve_app.errors import RateLimited
 from serve_app.streams.backlog import Clock
-from serve_app.telemetry.metrics import Metrics, Tally
+from serve_app.telemetry.metrics import CounterSums, Metrics
 
 _MINUTE_S = 60.0
 _ROUNDING = 1e-6  # else a client that returns exactly on time would be refused
@@ -79,7 +79,7 @@ class KeyLimiter:
 
     def __init__(self, metrics: Metrics | None = None, clock: Clock = time.monotonic) -> None:
         self._metrics = metrics
-        self._tally = None if metrics is None else Tally(metrics, clock)  # of tokens
+        self._sums = None if metrics is None else CounterSums(metrics, clock)  # of tokens
         self._clock = clock
         self._uses: dict[str, _Use] = {}
 
@@ -100,8 +100,8 @@ class KeyLimiter:
         def charge(num_tokens: int) -> None:
             if use.tokens is not None:
                 use.tokens.take(num_tokens)
-            if self._tally is not None and caller.id:
-                self._tally.add("truespec_key_tokens_total", num_tokens, key=caller.id)
+            if self._sums is not None and caller.id:
+                self._sums.add("truespec_key_tokens_total", num_tokens, key=caller.id)
 
         return Lease(use, charge, self._left)
 
@@ -120,8 +120,8 @@ class KeyLimiter:
         raise RateLimited(reason, f"This key has reached its limit: {why}", retry_after_s)
 
     def _left(self) -> None:
-        if self._tally is not None:
-            self._tally.flush()
+        if self._sums is not None:
+            self._sums.flush()
 
     def _use(self, caller: Caller) -> _Use:
         use = self._uses.setdefault(caller.id, _Use())

@@ -44,7 +44,7 @@ _logger = logging.getLogger(__name__)
 
 LabelValues = tuple[str, ...]  # in the order of Metric.label_names
 Series = tuple[str, LabelValues]  # (metric name, label values)
-_TALLY_S = 1.0  # after which a tally is counted
+_COUNTED_EVERY_S = 1.0  # what is summed before
 
 
 class Sink(Protocol):
@@ -193,7 +193,7 @@ class Metrics:
         return series
 
 
-class Tally:
+class CounterSums:
     """Sums what grows with every token, and counts it about once a second: to count takes many times as long as to add.
 
     Args:
@@ -211,7 +211,7 @@ class Tally:
         """Add to a counter; what was added within the last second may not be counted before `flush`."""
         series = name, tuple(labels.items())
         self._sums[series] = self._sums.get(series, 0) + value
-        if self._clock() >= self._counted_at + _TALLY_S:
+        if self._clock() >= self._counted_at + _COUNTED_EVERY_S:
             self.flush()
 
     def flush(self) -> None:
