@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from serve_app.access.access import Caller
 from serve_app.errors import RateLimited
 from serve_app.streams.backlog import Clock
-from serve_app.telemetry.metrics import Metrics
+from serve_app.telemetry.metrics import CounterSums, Metrics
 
 _MINUTE_S = 60.0
 _ROUNDING = 1e-6  # else a client that returns exactly on time would be refused
@@ -47,8 +47,9 @@ class TokenBucket:
 class Lease:
     """One request of a key, while it lasts."""
 
-    def __init__(self, use: "_Use", charge: Callable[[int], None]) -> None:
+    def __init__(self, use: "_Use", charge: Callable[[int], None], left: Callable[[], None]) -> None:
         self.charge = charge  # called with the number of further tokens used
+        self._left = left  # called at the end
         self._use: _Use | None = use
 
     def leave(self) -> None:
@@ -56,6 +57,7 @@ class Lease:
         if self._use is not None:
             self._use.num_running -= 1
             self._use = None
+            self._left()
 
 
 @dataclass(slots=True)
@@ -77,6 +79,7 @@ class KeyLimiter:
 
     def __init__(self, metrics: Metrics | None = None, clock: Clock = time.monotonic) -> None:
         self._metrics = metrics
+        self._sums = None if metrics is None else CounterSums(metrics, clock)  # of tokens
         self._clock = clock
         self._uses: dict[str, _Use] = {}
 
@@ -91,14 +94,16 @@ class KeyLimiter:
         use.num_running += 1
         if use.requests is not None:
             use.requests.take(1)
-        self._count("truespec_key_requests_total", 1, caller)
+        if self._metrics is not None and caller.id:
+            self._metrics.count("truespec_key_requests_total", key=caller.id)
 
         def charge(num_tokens: int) -> None:
             if use.tokens is not None:
                 use.tokens.take(num_tokens)
-            self._count("truespec_key_tokens_total", num_tokens, caller)
+            if self._sums is not None and caller.id:
+                self._sums.add("truespec_key_tokens_total", num_tokens, key=caller.id)
 
-        return Lease(use, charge)
+        return Lease(use, charge, self._left)
 
     def _check(self, caller: Caller, use: _Use) -> None:
         if caller.max_concurrent is not None and use.num_running >= caller.max_concurrent:
@@ -114,9 +119,9 @@ class KeyLimiter:
     def _refuse(self, reason: str, why: str, retry_after_s: float) -> None:
         raise RateLimited(reason, f"This key has reached its limit: {why}", retry_after_s)
 
-    def _count(self, name: str, value: float, caller: Caller) -> None:
-        if self._metrics is not None and caller.id:
-            self._metrics.count(name, value, key=caller.id)
+    def _left(self) -> None:
+        if self._sums is not None:
+            self._sums.flush()
 
     def _use(self, caller: Caller) -> _Use:
         use = self._uses.setdefault(caller.id, _Use())

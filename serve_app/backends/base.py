@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -282,8 +282,7 @@ class CallPart:
     call_id: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ParsedDelta:
+class ParsedDelta(NamedTuple):
     """The fields of a part of an answer's text."""
 
     content: str = ""

@@ -11,6 +11,7 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -90,7 +91,7 @@ class TorchBackend:
         self._config = config
         self._make_engine = make_engine
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
-        self._streams: dict[str, asyncio.Queue[Event]] = {}
+        self._streams: dict[str, _Inbox] = {}
         self._to_export: set[str] = set()  # engine thread only
         self._engine: EngineCore | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -153,7 +154,7 @@ class TorchBackend:
         """End a running request; its stream ends with a last delta."""
         events = self._streams.get(request_id)
         if events is not None:
-            events.put_nowait(TokenDelta(request_id, finish_reason=FinishReason.ABORT))
+            events.put(TokenDelta(request_id, finish_reason=FinishReason.ABORT))
 
     async def replay(self, request: Request) -> Replayed:
         """Compute a teacher-forced request."""
@@ -269,7 +270,7 @@ class TorchBackend:
         request_id = request.request_id
         if request_id in self._streams:
             raise EngineFault(f"A request {request_id!r} is already running.")
-        events = self._streams[request_id] = asyncio.Queue()
+        events = self._streams[request_id] = _Inbox()
         try:
             await self._prepare(request)
             await self._open.wait()
@@ -279,14 +280,14 @@ class TorchBackend:
             del begin  # a handoff would otherwise stay in the object store for as long as the stream runs
             while True:
                 event = await events.get()
-                if isinstance(event, Exception):
-                    raise event
                 if not isinstance(event, TokenDelta):
+                    if isinstance(event, Exception):
+                        raise event
                     assert hand_off is not None
                     hand_off(event)
                     return
                 yield event
-                if event.finished:
+                if event.finish_reason is not None:
                     return
         finally:
             del self._streams[request_id]
@@ -302,8 +303,9 @@ class TorchBackend:
 
     def _publish(self, events: list[tuple[str, Event]]) -> None:
         for request_id, event in events:
-            if request_id in self._streams:
-                self._streams[request_id].put_nowait(event)
+            inbox = self._streams.get(request_id)
+            if inbox is not None:
+                inbox.put(event)
 
     async def _run_between_steps(self, command: Command) -> None:
         """Run a command on the engine thread, and wait until it is done. If it raises, the engine stops.
@@ -450,13 +452,38 @@ class TorchBackend:
     def _fail_all(self, error: Exception) -> None:
         self._open.set()  # requests held back by a pause must fail as well
         for request_id, events in self._streams.items():
-            events.put_nowait(TokenDelta(request_id, finish_reason=FinishReason.ERROR, error=str(error)))
+            events.put(TokenDelta(request_id, finish_reason=FinishReason.ERROR, error=str(error)))
 
     def _call(self, function: Callable[..., None], *args: object) -> None:
         """Have the event loop call something; if the loop is closed, nothing needs to be done."""
         assert self._loop is not None
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function, *args)
+
+
+class _Inbox:
+    """The events of one request, for the one task that takes them. An `asyncio.Queue`, which may have a bound and many
+    takers, does several times as much for each."""
+
+    def __init__(self) -> None:
+        self._events: deque[Event] = deque()
+        self._arrival: asyncio.Future[None] | None = None  # for which the taker waits
+
+    def put(self, event: Event) -> None:
+        """Add an event, and wake who waits for it."""
+        self._events.append(event)
+        if self._arrival is not None and not self._arrival.done():
+            self._arrival.set_result(None)
+
+    async def get(self) -> Event:
+        """The oldest event, once there is one."""
+        while not self._events:
+            self._arrival = asyncio.get_running_loop().create_future()
+            try:
+                await self._arrival
+            finally:
+                self._arrival = None
+        return self._events.popleft()
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,18 +82,23 @@ class _Choice:
             EngineFault: the engine failed on this request.
             RequestAborted: the engine let go of it.
         """
-        refuse_failure(delta)
+        if delta.finish_reason is not None:
+            refuse_failure(delta)
         if self.record is not None:
             self.record.take(delta)
-        self._take_prompt_logprobs(delta)
+        if self._prompt_due:
+            self._take_prompt_logprobs(delta)
         texts, released = self._text.push(delta.token_ids, delta.stop_token_id)
         num_delivered = len(released)
-        reason = self._end(delta, released)
+        ends = delta.finish_reason is not None or self._text.stopped
+        reason = self._end(delta, released) if ends else None
         ids: tuple[int, ...] = delta.token_ids[:num_delivered]
-        kinds: tuple[str, ...] = tuple(delta.kinds[:num_delivered])
-        self.num_accepted += min(delta.num_accepted, num_delivered)  # accepted drafts come first
-        self.num_rejected += delta.num_drafted - delta.num_accepted
-        self.num_cached = max(self.num_cached, delta.num_cached_tokens)
+        kinds: tuple[str, ...] = delta.kinds[:num_delivered]
+        if delta.num_drafted:
+            self.num_accepted += min(delta.num_accepted, num_delivered)  # accepted drafts come first
+            self.num_rejected += delta.num_drafted - delta.num_accepted
+        if delta.num_cached_tokens > self.num_cached:
+            self.num_cached = delta.num_cached_tokens
         text, ended = "".join(released), reason
         said = ParsedDelta(text)
         if self._reader is not None:
@@ -144,7 +149,7 @@ class _Choice:
             return
         text, parser = self.delivered.text, self._answers.parser()
         said = await off_loop(len(text), lambda: parser.whole(text, self._ids))
-        self._read = [dataclasses.replace(said, calls=self._answers.allowed(said.calls))]
+        self._read = [said._replace(calls=self._answers.allowed(said.calls))]
         self.delivered = dataclasses.replace(self.delivered, parsed=self._parsed())
 
     def whole(self, piece: ChoiceDelta) -> ChoiceDelta:
@@ -153,9 +158,7 @@ class _Choice:
             return piece
         (said,) = self._read
         reason = self._answers.reason(piece.finish_reason, called=bool(said.calls))
-        return dataclasses.replace(
-            piece, text=said.content, reasoning=said.reasoning, calls=said.calls, finish_reason=reason
-        )
+        return piece._replace(text=said.content, reasoning=said.reasoning, calls=said.calls, finish_reason=reason)
 
     def _parsed(self) -> Parsed:
         assert self._answers is not None
@@ -184,7 +187,7 @@ class _Choice:
 
     def _take_prompt_logprobs(self, delta: TokenDelta) -> None:
         """Keep them for the first piece; they must have come when the first token does."""
-        if not self._prompt_due or (delta.prompt_logprobs is None and not (delta.token_ids or delta.finished)):
+        if delta.prompt_logprobs is None and not (delta.token_ids or delta.finished):
             return
         reported, num_prompt = delta.prompt_logprobs or (), len(self._request.prompt_token_ids)
         if len(reported) != num_prompt - 1:
@@ -220,13 +223,11 @@ class _Choice:
         self._text_offset = ends.pop()
         return ends
 
-    def _end(self, delta: TokenDelta, released: list[str]) -> str | None:
-        """The finish reason, if the choice ends here; the text held back until now is added to `released`."""
+    def _end(self, delta: TokenDelta, released: list[str]) -> str:
+        """The finish reason of a choice that ends here; the text held back until now is added to `released`."""
         if delta.finished:
             released.append(self._text.end())
         stops = self._text.stopped or delta.finish_reason is FinishReason.STOP
-        if not (stops or delta.finished):
-            return None
         self.ending = dataclasses.replace(self.ending, finish_reason="stop" if stops else "length")
         return self.ending.finish_reason
 
@@ -281,9 +282,8 @@ class ChoiceRun:
         piece = self._choices[delta.request_id].push(delta)
         if piece is not None and piece.finish_reason is not None:
             self.unfinished.discard(delta.request_id)
-        echo = self._echo_of(delta.request_id)
-        if echo is not None:
-            return echo.prepend(piece)
+        if self._echoes:
+            return self._echoes[self._group_of[delta.request_id]].prepend(piece)
         return [] if piece is None else [piece]
 
     def _echo_of(self, request_id: str) -> Echo | None:
@@ -305,10 +305,6 @@ class ChoiceRun:
     def whole(self, piece: ChoiceDelta) -> ChoiceDelta:
         """A whole choice, with what was read in its text."""
         return self._choices[self._job.requests[piece.index].request_id].whole(piece)
-
-    def is_complete(self, request_id: str) -> bool:
-        """Return whether all of a choice was delivered."""
-        return self._choices[request_id].delivered is not None
 
     @property
     def has_form(self) -> bool:

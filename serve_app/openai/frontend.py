@@ -440,14 +440,15 @@ class FrontEnd:
                 visible = without_answer(delta) if run.prompt_only else delta
                 pieces = run.push(visible)
                 charge(run.tokens_to_charge(visible))
-                if run.is_complete(delta.request_id):
+                ended = delta.request_id not in run.unfinished
+                if ended:
                     await run.read(delta.request_id)
                     await self._compare(run, delta.request_id)
-                if run.ended_here(delta.request_id):
-                    await self._source.abort(delta.request_id)
+                    if run.ended_here(delta.request_id):
+                        await self._source.abort(delta.request_id)
                 for piece in pieces:
                     yield piece
-                if run.unfinished.isdisjoint(names):
+                if ended and run.unfinished.isdisjoint(names):
                     return
 
     async def _compare(self, run: ChoiceRun, request_id: str) -> None:

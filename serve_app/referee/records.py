@@ -56,29 +56,32 @@ class Record:
         """Add what one step emitted."""
         count, maker = len(delta.token_ids), delta.prefilled_by or self.replica
         self.prefilled_by = delta.prefilled_by or self.prefilled_by
-        self._note_version(delta)
-        self._take_entries(delta)
+        latest = next(reversed(self.weight_versions), None)
+        if delta.weight_version != latest:
+            self._note_version(delta, latest)
+        if delta.logprobs or delta.prompt_logprobs:
+            self._take_entries(delta)
         self.token_ids += delta.token_ids
         self.kinds += delta.kinds
         self.made_by += [maker] * count
-        self.logprobs += [entry.logprob for entry in delta.logprobs or ()]
+        if delta.logprobs is not None:
+            self.logprobs += [entry.logprob for entry in delta.logprobs]
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs += [entry.logprob for entry in delta.prompt_logprobs]
             self.prompt_scored_by = maker
         self.rounds_since_handoff += [self.num_rounds] * count
         self.preempted += [delta.preempted] * count
         self.num_drafted += delta.num_drafted
-        self.rounds += [] if delta.round is None else [delta.round]
-        self.num_cached = max(self.num_cached, delta.num_cached_tokens)
+        if delta.round is not None:
+            self.rounds.append(delta.round)
+        if delta.num_cached_tokens > self.num_cached:
+            self.num_cached = delta.num_cached_tokens
         self.finish_reason = delta.finish_reason or self.finish_reason
         if self.num_rounds is not None and delta.token_ids:
             self.num_rounds += 1
 
-    def _note_version(self, delta: TokenDelta) -> None:
-        """The weights that made the next tokens."""
-        latest = next(reversed(self.weight_versions), None)
-        if delta.weight_version == latest:
-            return
+    def _note_version(self, delta: TokenDelta, latest: str | None) -> None:
+        """Other weights than the latest make the next tokens."""
         if latest is not None:
             if not (delta.token_ids or delta.prompt_logprobs):
                 return
@@ -91,8 +94,6 @@ class Record:
     def _take_entries(self, delta: TokenDelta) -> None:
         """Add what is reported beside each logprob, before the delta's tokens are counted."""
         own, of_prompt = delta.logprobs or (), delta.prompt_logprobs or ()
-        if not (own or of_prompt):
-            return
         params, prompt = self.request.params, self.request.prompt_token_ids
         start = len(prompt) + len(self.token_ids)
         named = (*zip(of_prompt, prompt[1:], strict=False), *zip(own, delta.token_ids, strict=False))

@@ -16,7 +16,7 @@ from serve_app.referee.replay_selection import Selection
 from serve_app.streams.backlog import Backlog, Clock, Returns
 from serve_app.streams.deadline import Deadline
 from serve_app.telemetry.metric_names import WEIGHT_AGES
-from serve_app.telemetry.metrics import Metrics
+from serve_app.telemetry.metrics import CounterSums, Metrics
 from speculative.errors import EngineOverloaded, InvalidRequest
 from speculative.request import FinishReason, Request, TokenDelta
 
@@ -102,6 +102,7 @@ class ObservedSource:
     ) -> None:
         self._source = source
         self._metrics = metrics
+        self._sums = CounterSums(metrics, clock)
         self._records = records
         self._select = select
         self._ended = ended
@@ -131,8 +132,9 @@ class ObservedSource:
             with Deadline(self._time_limit_s(requests[0])) as deadline:
                 async with contextlib.aclosing(self._source.stream(asked)) as deltas:
                     while (delta := await deadline.wait(anext(deltas, None))) is not None:
-                        ticket.close(served=True)
                         entry = watched[delta.request_id]
+                        if entry.waiting:
+                            ticket.close(served=True)
                         self._see(entry, delta)
                         hidden = delta.logprobs is not None and not _asked_for_logprobs(entry.request)
                         yield delta.replace(logprobs=None) if hidden else delta
@@ -255,12 +257,13 @@ class ObservedSource:
             entry.outcome = str(delta.finish_reason)
         if delta.num_drafted:
             labels = {"since_handoff": entry.record.since_handoff, "weights": self._weights.age(delta.weight_version)}
-            self._metrics.count("truespec_draft_tokens_since_handoff_total", delta.num_drafted, **labels)
-            self._metrics.count("truespec_accepted_tokens_since_handoff_total", delta.num_accepted, **labels)
+            self._sums.add("truespec_draft_tokens_since_handoff_total", delta.num_drafted, **labels)
+            self._sums.add("truespec_accepted_tokens_since_handoff_total", delta.num_accepted, **labels)
         entry.record.take(delta)
 
     def _end(self, entry: _Watched) -> None:
         self._returns.ended(self._clock() - entry.began_at)
+        self._sums.flush()
         self._metrics.count("truespec_requests_total", outcome=entry.outcome)
         if entry.outcome in (FinishReason.STOP, FinishReason.LENGTH):
             self._measure(entry)

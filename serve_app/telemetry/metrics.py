@@ -44,6 +44,7 @@ _logger = logging.getLogger(__name__)
 
 LabelValues = tuple[str, ...]  # in the order of Metric.label_names
 Series = tuple[str, LabelValues]  # (metric name, label values)
+_COUNTED_EVERY_S = 1.0  # what is summed before
 
 
 class Sink(Protocol):
@@ -97,6 +98,7 @@ class Metrics:
         self._sinks = tuple(sinks)
         self._common: LabelValues = (model_name, pool)
         self._limit = SeriesLimit()
+        self._unlabelled: dict[str, tuple[Metric, LabelValues]] = {}  # series without labels of their own, by name
 
     def count(self, name: str, value: float = 1, **labels: str) -> None:
         """Add `value` to a counter. 0 is allowed, and makes the series appear."""
@@ -172,17 +174,52 @@ class Metrics:
             self.count("truespec_selfcheck_alarms_total", stats.alarms.get(check, 0), check=check)
 
     def _resolve(self, name: str, kind: Kind, value: float, labels: Mapping[str, str]) -> tuple[Metric, LabelValues]:
+        known = None if labels else self._unlabelled.get(name)
+        if known is not None and known[0].kind == kind and math.isfinite(value):
+            return known
         metric = METRICS.get(name)
         if metric is None:
             raise ValueError(f"There is no metric {name!r}; serve_app.telemetry.metric_names lists them all.")
         if metric.kind != kind:
             raise ValueError(f"{name} is a {metric.kind}, not a {kind}.")
-        if set(labels) != set(metric.labels):
+        if labels.keys() != set(metric.labels):
             raise ValueError(f"{name} takes the labels {list(metric.labels)}, got {sorted(labels)}.")
         if not math.isfinite(value):
             raise ValueError(f"{name} takes finite numbers, got {value}.")
         values = self._common + tuple(labels[label] for label in metric.labels)
-        return metric, values if kind == "gauge" else self._limit.fold(name, values)
+        series = metric, values if kind == "gauge" else self._limit.fold(name, values)
+        if not labels:
+            self._unlabelled[name] = series
+        return series
+
+
+class CounterSums:
+    """Sums what grows with every token, and counts it about once a second: to count takes many times as long as to add.
+
+    Args:
+        metrics: with the counters.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
+        self._metrics = metrics
+        self._clock = clock
+        self._sums: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}  # by name and labels
+        self._counted_at = clock()
+
+    def add(self, name: str, value: float, **labels: str) -> None:
+        """Add to a counter; what was added within the last second may not be counted before `flush`."""
+        series = name, tuple(labels.items())
+        self._sums[series] = self._sums.get(series, 0) + value
+        if self._clock() >= self._counted_at + _COUNTED_EVERY_S:
+            self.flush()
+
+    def flush(self) -> None:
+        """Count all that was added."""
+        self._counted_at = self._clock()
+        sums, self._sums = self._sums, {}
+        for (name, labels), value in sums.items():
+            self._metrics.count(name, value, **dict(labels))
 
 
 @dataclass(slots=True)
@@ -438,10 +475,13 @@ class RaySink:
         """Do nothing: Ray drops a gauge's series that is not set for two of its report intervals, 20 s."""
 
     def _get(self, metric: Metric) -> Any:
-        with self._lock:
-            if metric.name not in self._made:
-                self._made[metric.name] = self._make(metric)
-            return self._made[metric.name]
+        made = self._made.get(metric.name)
+        if made is None:
+            with self._lock:
+                made = self._made.get(metric.name)
+                if made is None:
+                    made = self._made[metric.name] = self._make(metric)
+        return made
 
     def _make(self, metric: Metric) -> Any:
         if metric.kind == "histogram":

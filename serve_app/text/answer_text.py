@@ -18,6 +18,7 @@ class AnswerText:
     def __init__(self, detokenizer: Detokenizer, matcher: StopMatcher, *, include_stop: bool, min_tokens: int) -> None:
         self._detokenizer = detokenizer
         self._matcher = matcher
+        self._searches = matcher.searches
         self._include_stop = include_stop
         self._min_tokens = min_tokens
         self.num_delivered = 0
@@ -42,6 +43,9 @@ class AnswerText:
         """
         without_text = bool(ids) and stop_token_id == ids[-1] and not self._include_stop
         texts = [*self._detokenizer.push(ids[:-1]), ""] if without_text else self._detokenizer.push(ids)
+        if not self._searches and self.num_delivered >= self._min_tokens:
+            self.num_delivered += len(texts)
+            return texts, texts.copy()
         released: list[str] = []
         for number, text in enumerate(texts, start=self.num_delivered):
             if number < self._min_tokens:

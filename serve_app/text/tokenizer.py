@@ -395,6 +395,9 @@ class Detokenizer:
 
     def push(self, ids: Sequence[int]) -> list[str]:
         """The text that each of the ids adds."""
+        if self._first_bytes is None and not self._stripped:
+            raw, decode = self._token_bytes, self._utf8.decode
+            return ["" if token_id in self._skipped else decode(raw(token_id)) for token_id in ids]
         return ["" if token_id in self._skipped else self._text(token_id) for token_id in ids]
 
     def finish(self) -> str:
@@ -438,6 +441,11 @@ class StopMatcher:
         self.stopped = False
         self.found: str | None = None
         """The stop string that ended the text."""
+
+    @property
+    def searches(self) -> bool:
+        """Return whether there is anything to watch for."""
+        return bool(self._patterns)
 
     def push(self, text: str) -> str:
         """Add text; returns what is now certain to be delivered. Once stopped, everything further is dropped."""

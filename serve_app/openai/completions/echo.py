@@ -1,6 +1,5 @@
 """`echo: true`: each choice begins with its prompt, and its logprobs with the prompt's."""
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -66,7 +65,7 @@ class Echo:
 
     def _echoed(self, piece: ChoiceDelta, entries: tuple[TokenEntry, ...]) -> ChoiceDelta:
         logprobs = None if piece.logprobs is None else entries + piece.logprobs
-        return dataclasses.replace(piece, text=self.prompt.text + piece.text, logprobs=logprobs)
+        return piece._replace(text=self.prompt.text + piece.text, logprobs=logprobs)
 
 
 def without_answer(delta: TokenDelta) -> TokenDelta:

@@ -20,7 +20,7 @@ from serve_app.referee.records import Records
 from serve_app.referee.replay_selection import Selection
 from serve_app.streams.backlog import Backlog, Returns
 from serve_app.streams.observed import ObservedSource, SourceLimits
-from serve_app.telemetry.metrics import Metrics, PrometheusSink
+from serve_app.telemetry.metrics import BufferSink, Metrics, PrometheusSink
 from speculative.errors import EngineFault, EngineOverloaded, InvalidRequest, RequestTimeout
 from speculative.request import FinishReason, Request, SamplingParams, TokenDelta
 from tests.support.clock import Clock
@@ -105,6 +105,16 @@ def test_a_refused_request_costs_nothing_and_a_new_limit_holds_at_once(clock: Cl
     assert refused.value.reason == "key_requests"
     limiter.enter(caller(**limits | {"requests_per_minute": 4}))
     limiter.enter(caller())
+
+
+def test_a_request_that_has_ended_has_all_its_tokens_counted_for_its_key(clock: Clock) -> None:
+    buffer = BufferSink("r")
+    lease = KeyLimiter(Metrics([buffer], model_name="m", pool="decode"), clock).enter(caller())
+    for num_tokens in (5, 1, 1):
+        lease.charge(num_tokens)
+    lease.leave()
+    counted = {name: value for (name, _), value in buffer.drain().counters.items()}
+    assert counted == {"truespec_key_requests_total": 1, "truespec_key_tokens_total": 7}
 
 
 # ---- the backlog

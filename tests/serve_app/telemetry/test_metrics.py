@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from serve_app.page.status import StatusBook
 from serve_app.telemetry.metric_names import CATALOGUE, COMMON_LABELS, METRICS, REPLICA_LABEL, Metric
 from serve_app.telemetry.metric_summary import summarise
-from serve_app.telemetry.metrics import BufferSink, Metrics, PrometheusSink, RaySink, Sink
+from serve_app.telemetry.metrics import BufferSink, CounterSums, Metrics, PrometheusSink, RaySink, Sink
 from speculative.stats import CHECKS, INVARIANTS, LOGPROB_RULES, CheckSums, EngineUsage, StepStats
 from tests.support.loops import for_each
 
@@ -136,6 +136,25 @@ def test_the_phases_of_a_handoff_are_timed() -> None:
     for phase, seconds in (("export", 0.25), ("insert", 0.5)):
         assert value(sink, "truespec_handoff_seconds_total", phase=phase) == seconds
         assert phase in METRICS["truespec_handoff_seconds_total"].help
+
+
+def test_sums_are_counted_once_a_second_and_when_they_are_flushed() -> None:
+    counted: list[tuple[tuple[str, ...], float]] = []
+    sink = SimpleNamespace(count=lambda metric, labels, value: counted.append((labels[2:], value)))
+    now = 10.0
+    sums = CounterSums(facade(sink), lambda: now)
+    for now in (10.0, 10.5, 10.9):  # noqa: B007  # the clock
+        sums.add("truespec_key_tokens_total", 2, key="a")
+        sums.add("truespec_key_tokens_total", 3, key="b")
+    assert not counted
+    now = 11.0
+    sums.add("truespec_key_tokens_total", 1, key="a")
+    assert counted == [(("a",), 7), (("b",), 9)]
+    sums.add("truespec_key_tokens_total", 4, key="b")
+    assert len(counted) == 2, "the next second has only begun"
+    for _ in range(2):
+        sums.flush()
+        assert counted[2:] == [(("b",), 4)]
 
 
 def test_a_histogram_counts_each_value_up_to_its_bound_and_sums_exactly() -> None:

@@ -77,7 +77,9 @@ class Service:
         for version in range(max(0, self.num - 4), self.num):
             labels = {"since_handoff": "0", "weights": self.ages.age(f"v{version}")}
             self.front.count("truespec_draft_tokens_since_handoff_total", 3, **labels)
-        self.keys.enter(Caller(f"key-{self.num}", frozenset({Scope.USER}))).charge(7)
+        lease = self.keys.enter(Caller(f"key-{self.num}", frozenset({Scope.USER})))
+        lease.charge(7)
+        lease.leave()
         self.page.apply(self.buffer.drain())
 
     def _replica(self, name: str) -> None:

@@ -380,7 +380,7 @@ class FakeParser:
 
     def whole(self, text: str, token_ids: Sequence[int]) -> ParsedDelta:
         said = self.push(text, token_ids, last=True)
-        return replace(said, calls=put_together(said.calls))
+        return said._replace(calls=put_together(said.calls))
 
     def _character(self, character: str) -> ParsedDelta:
         if self._thinks:
