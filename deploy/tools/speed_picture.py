@@ -19,7 +19,7 @@ _TABLE = re.compile(
 )
 _LINK = re.compile(r"\[([^\]]+)\]\([^)]+\)")
 _LEFT, _WIDTH, _ROW = 500, 400, 26  # pixels
-_LOWEST, _HIGHEST = 0.125, 4.0  # of the logarithmic axis
+_LOWEST, _HIGHEST = 0.125, 8.0  # of the logarithmic axis
 _STYLE = """
     .page { fill: #ffffff } text { fill: #1f2328; font-size: 13px } .head { font-weight: 600; font-size: 14px }
     .end { text-anchor: end } .mid { text-anchor: middle } .grid { stroke: #d0d7de } .one { stroke: #57606a }
@@ -72,7 +72,7 @@ def picture(page: str) -> str:
     axis = [
         f'  <path class="{"one" if tick == 1 else "grid"}" d="M{_x(tick)} 30 V{bottom}"/>'
         f'<text class="mid" x="{_x(tick)}" y="{bottom + 18}">{tick:g}</text>'
-        for tick in (0.125, 0.25, 0.5, 1, 2, 4)
+        for tick in (0.125, 0.25, 0.5, 1, 2, 4, 8)
     ]
     return "\n".join(
         [

@@ -14,7 +14,7 @@ TABLE = """**A machine** (a day):
 def test_the_picture_is_in_step_with_the_tables() -> None:
     page = PAGE.read_text(encoding="utf-8")
     assert PICTURE.read_text(encoding="utf-8") == picture(page), "run python -m deploy.tools.speed_picture"
-    assert len(regimes(page)) == 2 and any(row.ratio < 1 for rows in regimes(page).values() for row in rows)
+    assert len(regimes(page)) == 3 and any(row.ratio < 1 for rows in regimes(page).values() for row in rows)
 
 
 def test_every_row_is_drawn_with_its_interval_and_losses_stand_out() -> None:
