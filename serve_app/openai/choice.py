@@ -282,8 +282,9 @@ class ChoiceRun:
         piece = self._choices[delta.request_id].push(delta)
         if piece is not None and piece.finish_reason is not None:
             self.unfinished.discard(delta.request_id)
-        if self._echoes:
-            return self._echoes[self._group_of[delta.request_id]].prepend(piece)
+        echo = self._echo_of(delta.request_id)
+        if echo is not None:
+            return echo.prepend(piece)
         return [] if piece is None else [piece]
 
     def _echo_of(self, request_id: str) -> Echo | None:

@@ -46,9 +46,7 @@ def measured_tiles(kernels: Kernels, clock: Clock = time.perf_counter) -> tuple[
         if wrong := _wrong_products(kernels):
             return False, wrong
         shares = [_share_of_product(kernels, "by_tiles", _BFLOAT16_PAIRS, num_rows, clock) for num_rows in _ROWS]
-    share = sum(shares) / len(shares)
-    kernels.by_tiles = share <= _GAIN
-    return kernels.by_tiles, f"products by AMX tiles took {share:.2f} of the time of those by AVX-512"
+    return _choose(kernels, "by_tiles", "products", shares)
 
 
 def measured_int4_rows(kernels: Kernels, clock: Clock = time.perf_counter) -> tuple[int, str]:
@@ -91,9 +89,15 @@ def measured_attention(kernels: Kernels, clock: Clock = time.perf_counter) -> tu
         for num_rows in _LAST_ROWS:
             step = partial(sequence.attend, kernels, _POSITIONS - num_rows, _POSITIONS, planes=1)
             shares.append(_share_of_time(kernels, "attends_by_tiles", step, clock))
+    return _choose(kernels, "attends_by_tiles", "attention", shares)
+
+
+def _choose(kernels: Kernels, choice: Choice, work: str, shares: list[float]) -> tuple[bool, str]:
+    """Leave work to tiles if they gain time by the mean over these shares of AVX-512's; whether they do, and why."""
     share = sum(shares) / len(shares)
-    kernels.attends_by_tiles = share <= _GAIN
-    return kernels.attends_by_tiles, f"attention by AMX tiles took {share:.2f} of the time of that by AVX-512"
+    by_tiles = share <= _GAIN
+    setattr(kernels, choice, by_tiles)
+    return by_tiles, f"{work} by AMX tiles took {share:.2f} of the time by AVX-512"
 
 
 class _Sequence:

@@ -38,6 +38,7 @@ from tests.support.graph_scenes import (
     Alternating,
     add_all,
     answers,
+    answers_over_a_switch,
     assert_same,
 )
 from tests.support.graph_scenes import MIXED as ALL_WISHES
@@ -245,14 +246,7 @@ def test_scoring(load: Load) -> None:
 @pytest.mark.parametrize("name", ["ngram", *WITH_WEIGHTS])
 def test_a_switch_of_weights(load: Load, target: Path, drafters: dict[str, DrafterConfig], name: str) -> None:
     def scene(load: Load) -> dict[str, Answer]:
-        engine, found = load(drafter=drafters[name], max_num_seqs=2), defaultdict[str, Answer](Answer)
-        add_all(engine, SHORT)
-        for _ in range(6):
-            take(found, engine.step())
-        engine.switch(load_weights(target, engine.config, engine.device), "2")
-        while engine.has_work:
-            take(found, engine.step())
-        return found
+        return answers_over_a_switch(load(drafter=drafters[name], max_num_seqs=2), SHORT, target)
 
     assert_same(*on_both(scene, load))
 

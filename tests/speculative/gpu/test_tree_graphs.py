@@ -25,10 +25,19 @@ from speculative.lookup.suffix import SuffixOptions
 from speculative.request import Request, SamplingParams, Structure
 from speculative.state.draft_tree import DraftTree
 from speculative.warm_up import warm_up
-from speculative.weights import load_weights
 from tests.speculative.gpu.test_graph_step import poison
 from tests.support.engines import NO_DRAFTS, Answer, load_engine, run, settings, take
-from tests.support.graph_scenes import EDITED, MIXED, PLAIN, PROMPTS, Alternating, add_all, answers, assert_same
+from tests.support.graph_scenes import (
+    EDITED,
+    MIXED,
+    PLAIN,
+    PROMPTS,
+    Alternating,
+    add_all,
+    answers,
+    answers_over_a_switch,
+    assert_same,
+)
 from tests.support.pretended_cuda import PretendedCuda
 from tests.support.torch_operators import captured_on_a_cpu
 
@@ -198,14 +207,7 @@ def test_siblings_near_the_models_limit_have_room(load: Load, kind: str) -> None
 @pytest.mark.parametrize("kind", ["draft_model", "eagle3"])
 def test_a_switch_of_weights(load: Load, target: Path, kind: str) -> None:
     def scene(load: Load) -> dict[str, Answer]:
-        engine, found = load(kind=kind, max_num_seqs=2), defaultdict[str, Answer](Answer)
-        add_all(engine, SHORT)
-        for _ in range(6):
-            take(found, engine.step())
-        engine.switch(load_weights(target, engine.config, engine.device), "2")
-        while engine.has_work:
-            take(found, engine.step())
-        return found
+        return answers_over_a_switch(load(kind=kind, max_num_seqs=2), SHORT, target)
 
     expected = scene(load)
     with PretendedCuda():
