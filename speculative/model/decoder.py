@@ -107,8 +107,8 @@ class Decoder(FusibleLayer):
         """Lay the loaded weights out for our CPU kernels; from here on activations are float32.
 
         Args:
-            kind: of the weights. Of int4 and w4a8, the LM head has eight bits; what it reads is rounded as little as
-                its weights allow, whatever the kind.
+            kind: of the weights. Of int4 and w4a8, the LM head has eight bits. What it reads is rounded to a bfloat16
+                where all activations are, and else as little as its weights allow.
             quantized: weights that are quantized already, by their names in the checkpoint; the rest is rounded. Each
                 leaves it when it is packed.
         """
@@ -118,10 +118,8 @@ class Decoder(FusibleLayer):
 
         def weight_of(linear: Linear) -> Quantized | Kind:
             own = names.pop(linear)  # held no longer than needed
-            if kind in ("float32", "bfloat16"):
+            if kind in ("float32", "bfloat16", "w16a16"):
                 return kind
-            if kind == "w16a16":
-                return "bfloat16" if linear is lm_head else kind
             bits: Literal[4, 8] = 8 if kind in ("int8", "w8a8") or linear is lm_head else 4
             given = [quantized.pop(name) for name in own if name in quantized]
             whole = len(given) == len(own) and all(part.bits == bits for part in given)

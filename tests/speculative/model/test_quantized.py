@@ -1,6 +1,7 @@
 """Four and eight bits in groups of 32: what rounding costs, what a file keeps, and who gets such weights."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -86,6 +87,18 @@ def test_a_models_own_numbers_come_before_rounding(tmp_path: Path) -> None:
     both = [model.layers[0].attention.qkv_proj for model in (decoder, rounded)]
     assert all(isinstance(linear, NativeLinear) for linear in both)
     assert torch.equal(both[0].panels, both[1].panels), "a part of a fused weight is not enough: all of it is rounded"
+
+
+@needs_kernels
+@pytest.mark.parametrize(("weights", "rounds"), [("w16a16", True), ("bfloat16", False), ("w4a8", False)])
+def test_the_lm_head_rounds_what_it_reads_where_every_product_does(tmp_path: Path, weights: Any, rounds: bool) -> None:
+    """To a bfloat16, never to eight bits: those would move logits by as much as half of all other rounding."""
+    decoder = load_decoder(write_tiny_model(tmp_path), dtype=torch.float32, device=CPU, weights=weights)
+    hidden = torch.randn(5, decoder.config.hidden_size, generator=torch.Generator().manual_seed(1)).clamp(-1, 1)
+    hidden[:, :2] = torch.tensor([1, 0.5])
+    moved = hidden.clone()
+    moved[:, 1] += 2**-10  # a quarter of a bfloat16's step, an eighth of one of eight bits
+    assert torch.equal(decoder.logits(hidden), decoder.logits(moved)) is rounds
 
 
 @needs_kernels
