@@ -24,7 +24,7 @@ _TEXT = (
     "open to visitors in summer."
 )
 _MAX_TOKENS = 96
-_ROUNDS = 3
+_ROUNDS = 6  # an even number: each answer is computed again while the next one is measured
 _BUSY_CORES = 0.25  # of others: beyond it, a small model's speed is theirs as much as speculation's
 
 
@@ -163,8 +163,7 @@ def run_demo(service: Service, progress: Callable[[str], None], on_text: Callabl
     for number in range(1, _ROUNDS + 1):
         progress(f"measuring {len(TASKS)} tasks with speculation off and on, round {number} of {_ROUNDS}")
         for task in TASKS:
-            ask = partial(service.chat, task.prompt, max_tokens=_MAX_TOKENS, temperature=task.temperature)
-            answers[task.name].append((ask(speculate=False), ask()))
+            answers[task.name].append(_ask_both(service, task, off_first=number % 2 == 1))
     others_cores = others.cores()
     progress("waiting for the answers to be computed again and compared")
     metrics = _wait_for_replay(service)
@@ -194,6 +193,15 @@ def curl_line(service: Service, *, chats: bool = True) -> str:
     body = json.dumps({"model": service.model_name, **asked, **settings})
     url = shlex.quote(f"{service.base_url}/v1/{'chat/' if chats else ''}completions")
     return f"curl -N {url} -H 'content-type: application/json' -d {shlex.quote(body)}"
+
+
+def _ask_both(service: Service, task: Task, *, off_first: bool) -> tuple[ChatAnswer, ChatAnswer]:
+    """Return the answer without speculation, and the one with it."""
+    ask = partial(service.chat, task.prompt, max_tokens=_MAX_TOKENS, temperature=task.temperature)
+    if off_first:
+        return ask(speculate=False), ask()
+    on = ask()
+    return ask(speculate=False), on
 
 
 def _speed(name: str, pairs: Sequence[tuple[ChatAnswer, ChatAnswer]]) -> TaskSpeed:
