@@ -7,7 +7,6 @@ import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from pathlib import Path
 from typing import Literal
 
@@ -15,7 +14,7 @@ from speculative.errors import ConfigError
 from speculative.lookup.registry import read_options, registered
 from speculative.lookup.suffix import SuffixOptions
 from speculative.options import OptionError, Options, OptionValue, SomeOptions, option, options_of
-from speculative.state.draft_tree import level_sizes
+from speculative.state.draft_tree import rows_of_levels
 
 _log = logging.getLogger("truespec.config")
 
@@ -122,7 +121,7 @@ class DrafterConfig:
     @property
     def rows_of_drafts(self) -> Sequence[int]:
         """Rows of a step that 0, 1, ... drafts one behind the other take, with all their siblings."""
-        return (0, *accumulate(level_sizes(self.widths))) if self.tree else range(self.num_draft_tokens + 1)
+        return rows_of_levels(self.widths)
 
     @property
     def max_rows(self) -> int:

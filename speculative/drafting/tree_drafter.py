@@ -16,7 +16,7 @@ from speculative.drafting.base import DraftOutput
 from speculative.drafting.neural_drafter import ModelDrafter
 from speculative.errors import ConfigError
 from speculative.state.batch import Batch, Entry, Int64s
-from speculative.state.draft_tree import DraftTree
+from speculative.state.draft_tree import DraftTree, narrowed
 from speculative.verification.draft_probs import Candidates, PointMass
 
 
@@ -25,7 +25,7 @@ class TreeDrafter(ModelDrafter):
 
     Args:
         parts: of `ModelDrafter`.
-        widths: candidates of the nodes of each depth.
+        widths: candidates of the nodes of each depth, at most.
 
     Raises:
         ConfigError: it has fewer tokens than candidates.
@@ -42,9 +42,8 @@ class TreeDrafter(ModelDrafter):
         self.beside_graphs = False  # captured steps draft the trees
 
     def propose(self, batch: Batch) -> DraftOutput:
-        """A tree for each entry, of its `max_drafts` levels; a repeated passage is one without siblings.
-
-        Beside captured steps only such passages are drafted."""
+        """A tree for each entry, of its `max_drafts` levels and as wide as is planned. A repeated passage has no
+        siblings; beside captured steps only such passages are drafted."""
         repeats = [self.length.repeated(entry.sequence)[: entry.max_drafts] for entry in batch.entries]
         own = [
             entry._replace(max_drafts=0) if known or self.beside_graphs else entry
@@ -53,8 +52,11 @@ class TreeDrafter(ModelDrafter):
         drafting, hidden = self.begin_round(replace(batch, entries=tuple(own)))
         if not drafting:
             return DraftOutput.pack(repeats, PointMass())
-        trees = [DraftTree.of_widths(self._widths[: entry.max_drafts]) for entry in drafting]
-        drafts = self._grow(drafting, trees, hidden)
+        widths = narrowed(self._widths, self.length.most_candidates)
+        trees = [DraftTree.of_widths(widths[: entry.max_drafts]) for entry in drafting]
+        drafts = self._grow(drafting, trees, widths, hidden)
+        for entry, tree, of_nodes in zip(drafting, trees, drafts, strict=True):
+            self.length.grown(entry.sequence, tree, of_nodes)
         self.end_round(drafting, [tokens[: entry.max_drafts] for entry, tokens in zip(drafting, drafts, strict=True)])
         made, shapes = iter(drafts), iter(trees)
         tokens = [next(made) if entry.max_drafts else known for entry, known in zip(own, repeats, strict=True)]
@@ -64,7 +66,9 @@ class TreeDrafter(ModelDrafter):
         ]
         return replace(DraftOutput.pack(tokens, Candidates()), trees=tuple(whole))
 
-    def _grow(self, entries: Sequences[Entry], trees: Sequences[DraftTree], hidden: Tensor) -> list[list[int]]:
+    def _grow(
+        self, entries: Sequences[Entry], trees: Sequences[DraftTree], widths: tuple[int, ...], hidden: Tensor
+    ) -> list[list[int]]:
         """The tokens of each tree's nodes, level by level; hidden: [E, hidden] of the entries' pending tokens."""
         drafts = [[-1] * len(tree) for tree in trees]
         sequences = [entry.sequence for entry in entries]
@@ -72,7 +76,7 @@ class TreeDrafter(ModelDrafter):
             own.slots(len(own.tokens) + len(tree), self._block_size) for own, tree in zip(sequences, trees, strict=True)
         ]
         nodes = [(index, 0) for index in range(len(entries))]  # those whose candidates are next, a row of hidden each
-        for depth, width in enumerate(self._widths):
+        for depth, width in enumerate(widths):
             owners = [sequences[index] for index, _ in nodes]
             columns = self.sampler.candidates(owners, self.model.logits(hidden), depth, width)
             tokens = columns if self.model.ids is None else self.model.ids[columns]

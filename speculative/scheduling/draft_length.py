@@ -24,6 +24,7 @@ from speculative.scheduling.early_exit import Confidence, EarlyExit
 from speculative.scheduling.passages import Passages, best_count
 from speculative.scheduling.step_cost import StepCost, Work
 from speculative.state.batch import Entry, SequenceResult
+from speculative.state.draft_tree import DraftTree, narrowed, rows_of_levels
 from speculative.state.sequence import Sequence
 
 _CALIBRATE_EVERY = 8  # of such steps, where half or twice the load is known: what it costs there is believed first
@@ -34,6 +35,7 @@ _MOST_PATIENCE = 2  # factor by which probes become rarer while they show that d
 _SEQUENCES_A_PROBE = 4  # those whose drafter is least behind: it has to catch up on what was emitted without it
 _CLEAR_GAIN = 1.05  # in tokens a second, for which a passage is drafted: what is expected of it is less certain
 _HYSTERESIS = 0.01  # gain in tokens a second for which drafting is switched on or off
+_MISSED_BY_TWICE = 0.77  # of the tokens that k candidates miss, what 2k miss, for k = 1, 2 and 4; so it was measured
 _MOST_BEHIND = 512  # tokens; of longer prompts a drafter computes the rest while the target does
 
 
@@ -42,7 +44,12 @@ ExpectedRates = tuple[Sequences[float], Sequences[float]]
 
 
 class DraftLength:
-    """Decides how many tokens may be drafted for each sequence; unless a method is overridden, as many as wanted."""
+    """Decides how many tokens may be drafted for each sequence; unless a method is overridden, as many as wanted.
+
+    most_candidates: of a tree for each position of the planned step; None = as many as configured.
+    """
+
+    most_candidates: int | None = None
 
     def plan(self, decoding: Sequences[Sequence]) -> None:
         """Plan for all sequences of the next step together."""
@@ -58,12 +65,20 @@ class DraftLength:
         del sequence
         return []
 
+    def rows(self, sequence: Sequence, wanted: int, widths: tuple[int, ...]) -> Sequences[int]:
+        """Return how many rows this one's 0, 1, ... `wanted` drafts take, one behind the other with all their siblings.
+        widths: candidates for each position, as configured."""
+        return range(wanted + 1) if self.repeated(sequence) else rows_of_levels(narrowed(widths, self.most_candidates))
+
     def early_exit(self) -> EarlyExit | None:
         """Return where the drafts of this step may end early; None = none of them does."""
         return None
 
     def drafted(self, sequence: Sequence, probabilities: Sequences[float]) -> None:
         """Record the drafter's own probability of each of a sequence's drafts; called only under an early-exit rule."""
+
+    def grown(self, sequence: Sequence, tree: DraftTree, drafts: Sequences[int]) -> None:
+        """Record a sequence's tree, and the drafts of its nodes."""
 
     def observe(
         self,
@@ -103,15 +118,20 @@ class DynamicLength(DraftLength):
     to see whether that still holds; where drafting pays, one in a hundred tries none at all, or all for a few.
     The steps are chosen by counting.
 
+    Trees are as wide as pays, too: a round with many candidates shows how often fewer would have done.
+
     Args:
         most: tokens that a drafter makes for a sequence.
         most_repeated: tokens of a repeated passage that are drafted in a model's place where they promise more.
-        rows: of a step that 0, 1, ... drafts take, one behind the other with all their siblings; None = one each.
+        widths: candidates for each position where drafts are trees.
+        narrows: whether trees may have fewer candidates than that.
     """
 
-    def __init__(self, most: int, most_repeated: int = 0, rows: Sequences[int] | None = None) -> None:
+    def __init__(
+        self, most: int, most_repeated: int = 0, widths: tuple[int, ...] = (), *, narrows: bool = True
+    ) -> None:
         self._most, self._passages = most, Passages(most_repeated)
-        self._rows = rows or range(most + 1)
+        self._shapes = _shapes_of(widths or (1,) * most, narrows)
         self._costs: dict[int, StepCost] = {}  # by the number of binary digits of the number of sequences
         self._expected_rates: ExpectedRates = (), ()
         self.restart()
@@ -121,7 +141,12 @@ class DynamicLength(DraftLength):
         self._passages.restart()
         self._expected_rates = self._expected_rates if expected is None else expected
         # Of sampled drafts and of greedy requests' ones, which differ. Made: whether what might end early was drafted.
-        self._rates = [AcceptanceRates(self._most, keep=0.998, expected=rates) for rates in self._expected_rates]
+        self._rates = [
+            [AcceptanceRates(self._most, keep=0.998, expected=shape.expect(rates)) for rates in self._expected_rates]
+            for shape in self._shapes
+        ]
+        self._shape = self._next_shape = len(self._shapes) - 1  # the best so far; the one of the planned step
+        self._num_compared = 0
         self._made = [AcceptanceRates(self._most, keep=0.99) for _ in range(2)]
         self._confidence = Confidence()
         self._rule = self._confidence.rule(least=0.0)
@@ -129,6 +154,7 @@ class DynamicLength(DraftLength):
         self._requests: dict[str, _RequestHistory] = {}
         self._unread: list[_Step] = []
         self._probabilities: dict[str, Sequences[float]] = {}
+        self._trees: dict[str, _Grown] = {}
         self._lengths: dict[str, int] = {}
         self._decoding: list[Sequence] = []
         self._is_kept = False  # whether the lengths hold for further steps of the same sequences
@@ -165,7 +191,7 @@ class DynamicLength(DraftLength):
         speculating = [sequence for sequence in decoding if sequence.params.speculate]
         for sequence in speculating:
             if sequence.request.request_id not in self._requests:
-                rates = AcceptanceRates(self._most, keep=0.97)
+                rates = [AcceptanceRates(self._most, keep=0.97) for _ in self._shapes]
                 self._requests[sequence.request.request_id] = _RequestHistory(rates)
         self._decoding, self._speculating = list(decoding), speculating
         self._num_kept, self._is_kept, self._may_repeat = 0, False, False
@@ -181,9 +207,15 @@ class DynamicLength(DraftLength):
             lengths = [0] * len(speculating)
         else:
             lengths = self._best_lengths(speculating, cost)
+            self._next_shape = self._shape
             if not self._probe(speculating, lengths):
                 self._is_kept, self._may_repeat = cost.is_known, self._passages.max_drafts > 0
         self._lengths = {seq.request.request_id: length for seq, length in zip(speculating, lengths, strict=True)}
+
+    @property
+    def most_candidates(self) -> int | None:  # type: ignore[override]
+        """Implement `DraftLength.most_candidates`."""
+        return self._shapes[self._next_shape].most_candidates
 
     def max_drafts(self, sequence: Sequence, wanted: int) -> int:
         """The planned length, at most `wanted`."""
@@ -203,6 +235,11 @@ class DynamicLength(DraftLength):
         self._rule_is_used = True
         self._probabilities[sequence.request.request_id] = probabilities
 
+    def grown(self, sequence: Sequence, tree: DraftTree, drafts: Sequences[int]) -> None:
+        """Keep them until it is known which drafts were accepted."""
+        if len(self._shapes) > 1:
+            self._trees[sequence.request.request_id] = tree, drafts
+
     def observe(
         self,
         entries: Sequences[Entry],
@@ -214,9 +251,9 @@ class DynamicLength(DraftLength):
         if self._drafting or not self._num_kept or self._passages.any_chosen:
             starts = [len(entry.sequence.tokens) for entry in entries]
             may_end_early, repeats = self._rule.least > 0, self._passages.any_chosen
-            known = entries, results, starts, step_s, longest, self._probabilities, may_end_early, repeats
-            self._unread.append(_Step(*known))
-            self._probabilities = {}
+            drafts = self._probabilities, may_end_early, repeats, self._next_shape, self._trees
+            self._unread.append(_Step(entries, results, starts, step_s, longest, *drafts))
+            self._probabilities, self._trees = {}, {}
         if self._passages.any_chosen:
             self._learn()
 
@@ -234,11 +271,12 @@ class DynamicLength(DraftLength):
                 if step.repeats and self._passages.observe(entry.sequence, result):
                     num_drafts += result.num_drafted
                     continue
-                num_drafts += self._rows[min(result.num_drafted, self._most)]
+                num_drafts += self._shapes[step.shape].rows[min(result.num_drafted, self._most)]
                 counts.append(result.num_drafted)
                 wanted = self._note_probabilities(entry, step, result)
-                for rates in (history.rates, self._rates[entry.sequence.params.greedy]):
-                    rates.observe(wanted, result.num_accepted)
+                for index, num_accepted in enumerate(self._would_be_accepted(entry, step, result)):
+                    for rates in (history.rates[index], self._rates[index][entry.sequence.params.greedy]):
+                        rates.observe(wanted, num_accepted)
                 catches_up |= history.drafted_at is None
                 missed += history.num_missed(start, self._most)
                 history.drafted_at = start
@@ -283,6 +321,14 @@ class DynamicLength(DraftLength):
         self._made[greedy].observe(entry.max_drafts, result.num_drafted)
         return entry.max_drafts
 
+    def _would_be_accepted(self, entry: Entry, step: "_Step", result: SequenceResult) -> list[int]:
+        """Return how many drafts each shape would have had accepted, the step's own last."""
+        if step.shape == 0:
+            return [result.num_accepted]
+        tree, drafts = step.trees[entry.sequence.request.request_id]
+        places = tree.candidates_taken(drafts, result.token_ids[: result.num_accepted])
+        return [shape.would_accept(places) for shape in self._shapes[: step.shape + 1]]
+
     def _cost(self, num_sequences: int) -> "StepCost":
         """The cost of steps with about this many sequences: one straight line through all loads fits none of them."""
         load = num_sequences.bit_length()
@@ -295,8 +341,11 @@ class DynamicLength(DraftLength):
 
     def _calibrate(self, sequences: Sequences[Sequence]) -> list[int]:
         """Every length in turn, the longest first: behind a step without drafts a drafter has more to catch up with,
-        and a short length would seem dear. Then rows without a model's drafts, as many as a passage may have."""
-        trial = self._num_calibrations % (self._most + 1 + self._passages.num_trials) - self._most
+        and a short length would seem dear. Then rows without a model's drafts, as many as a passage may have. Then the
+        same with fewer candidates."""
+        turn, trial = divmod(self._num_calibrations, self._most + 1 + self._passages.num_trials)
+        trial -= self._most
+        self._next_shape = len(self._shapes) - 1 - turn % len(self._shapes)
         self._num_calibrations += 1
         if trial <= 0:
             return [-trial] * len(sequences)
@@ -304,40 +353,54 @@ class DynamicLength(DraftLength):
         return [0] * len(sequences)
 
     def _best_lengths(self, sequences: Sequences[Sequence], cost: "StepCost") -> list[int]:
+        """Return the lengths of the best plan, of which the shape becomes the next one's; one look compares it with one
+        other."""
+        plan = self._best_plan(sequences, cost, self._shape)
+        if len(self._shapes) > 1:
+            self._num_compared += 1
+            other = (self._shape + 1 + self._num_compared % (len(self._shapes) - 1)) % len(self._shapes)
+            found = self._best_plan(sequences, cost, other)
+            if found.speed > (1 + _HYSTERESIS) * plan.speed:
+                plan, self._shape = found, other
+        needed = 1 - _HYSTERESIS if self._drafting else 1 + _HYSTERESIS
+        self._drafting = plan.speed > needed * plan.plain_speed
+        lengths = [0] * len(sequences)
+        for owner in plan.owners if self._drafting else ():
+            lengths[owner] += 1
+        if max(lengths) > 1:
+            one_more = cost.of_one_more(plan.made, plan.longest, self._context() / len(self._decoding))
+            self._rule = self._confidence.rule(plan.speed * one_more)
+        return lengths
+
+    def _best_plan(self, sequences: Sequences[Sequence], cost: "StepCost", shape: int) -> "_Plan":
         """Assign drafts one by one, the likeliest to be accepted first; stop where tokens a second are highest."""
-        priors = [rates.hoped_for() for rates in self._rates]
+        priors = [rates.hoped_for() for rates in self._rates[shape]]
         drafts = []  # (1 - chance that all drafts up to it are accepted, which falls along each row, position, owner)
         for owner, sequence in enumerate(sequences):
-            rates = self._requests[sequence.request.request_id].rates
+            rates = self._requests[sequence.request.request_id].rates[shape]
             survival = accumulate(rates.blended(priors[sequence.params.greedy]), mul)
             drafts += [(1 - chance, position, owner) for position, chance in enumerate(survival)]
         drafts.sort()
         tokens = accumulate((1 - lost for lost, _, _ in drafts), initial=float(len(self._decoding)))
-        made, longest = self._expected((position, sequences[owner].params.greedy) for _, position, owner in drafts)
-        context = self._context()
-        seconds = cost.seconds(len(self._decoding), made, longest, context)
+        expected = ((position, sequences[owner].params.greedy) for _, position, owner in drafts)
+        made, longest = self._expected(expected, self._shapes[shape].rows)
+        seconds = cost.seconds(len(self._decoding), made, longest, self._context())
         behind = [self._catch_up_s(sequence, cost) for sequence in sequences]
         to_catch_up = accumulate((0.0 if place else behind[owner] for _, place, owner in drafts), initial=0.0)
         speeds = list(map(truediv, tokens, map(add, seconds, to_catch_up)))  # [n * most + 1]
         best = max(range(1, len(speeds)), key=speeds.__getitem__)
-        needed = 1 - _HYSTERESIS if self._drafting else 1 + _HYSTERESIS
-        self._drafting = speeds[best] > needed * speeds[0]
-        lengths = [0] * len(sequences)
-        for _, _, owner in drafts[: best if self._drafting else 0]:
-            lengths[owner] += 1
-        if max(lengths) > 1:
-            one_more = cost.of_one_more(made[best], longest[best], context / len(self._decoding))
-            self._rule = self._confidence.rule(speeds[best] * one_more)
-        return lengths
+        owners = [owner for _, _, owner in drafts[:best]]
+        return _Plan(owners, speeds[best], speeds[0], made[best], longest[best])
 
     def _context(self) -> int:
         return sum(len(sequence.tokens) for sequence in self._decoding)
 
-    def _expected(self, drafts: Iterator[tuple[int, bool]]) -> tuple[list[float], list[float]]:
+    def _expected(self, drafts: Iterator[tuple[int, bool]], rows: Sequences[int]) -> tuple[list[float], list[float]]:
         """Rows of the drafts made, and the longest, [M + 1] each, if 0, 1, ... M are given out in this order and some
         end early.
 
         drafts: position, and whether the request is greedy.
+        rows: of 0, 1, ... drafts one behind the other.
         """
         all_made = [1.0] * self._most
         chances = [list(accumulate(made.blended(), mul)) if self._rule_is_used else all_made for made in self._made]
@@ -345,7 +408,7 @@ class DynamicLength(DraftLength):
         made, longest = [0.0], [0.0]
         for position, greedy in drafts:
             chance = chances[greedy][position]
-            made.append(made[-1] + chance * (self._rows[position + 1] - self._rows[position]))
+            made.append(made[-1] + chance * (rows[position + 1] - rows[position]))
             longest.append(longest[-1] + chance * none_there[position])
             none_there[position] *= 1 - chance
         return made, longest
@@ -365,10 +428,11 @@ class DynamicLength(DraftLength):
         cost, context = self._cost(len(self._decoding)), self._context()
         gained = [self._expected_tokens(one, length) for one, length in zip(sequences, lengths, strict=True)]
         tokens = len(self._decoding) + sum(gained)  # of the step, as it is planned so far
-        num_drafts = sum(self._rows[length] for length in lengths)
+        rows = self._shapes[self._next_shape].rows
+        num_drafts = sum(rows[length] for length in lengths)
         for index, chances in found.items():
             others = max((*lengths[:index], *lengths[index + 1 :]), default=0)
-            least = num_drafts - self._rows[lengths[index]]
+            least = num_drafts - rows[lengths[index]]
             drafts = [num_drafts, *range(least + 1, least + 1 + len(chances))]
             longest = [max(lengths)] + [others] * len(chances)
             now, *then = cost.seconds(len(self._decoding), drafts, longest, context)
@@ -380,12 +444,13 @@ class DynamicLength(DraftLength):
 
     def _expected_tokens(self, sequence: Sequence, num_drafts: int) -> float:
         """Return how many of the model's drafts will be accepted."""
-        prior = self._rates[sequence.params.greedy].hoped_for()
-        rates = self._requests[sequence.request.request_id].rates.blended(prior)
+        prior = self._rates[self._next_shape][sequence.params.greedy].hoped_for()
+        rates = self._requests[sequence.request.request_id].rates[self._next_shape].blended(prior)
         return math.fsum(accumulate(rates[:num_drafts], mul))
 
     def _probe(self, sequences: Sequences[Sequence], lengths: list[int]) -> bool:
-        """Occasionally change the lengths: a few sequences try one more draft than pays, or all of them none.
+        """Occasionally change the lengths: a few sequences try one more draft than pays, or the most candidates; or all
+        of them draft nothing.
 
         Whether it did."""
         if self._num_steps < self._probed_at + _PROBE_EVERY * self._patience:
@@ -393,8 +458,12 @@ class DynamicLength(DraftLength):
         self._patience = 1 if self._drafting else min(2 * self._patience, _MOST_PATIENCE)
         self._probed_at = self._num_steps
         self._num_probes += 1
-        one_more = min(max(lengths) + 1, self._most)
-        length = ((one_more, 0) if self._drafting else (min(2, self._most), 1))[self._num_probes % 2]
+        longest, widest = max(lengths), len(self._shapes) - 1
+        trials = [(min(2, self._most), 0), (1, widest)]  # drafts, and the shape of their trees
+        if self._drafting:
+            trials = [(min(longest + 1, self._most), self._shape), (0, self._shape)]
+            trials += [(longest, widest)] * (self._shape < widest)
+        length, self._next_shape = trials[self._num_probes % len(trials)]
         lengths[:] = [min(own, length, 1) for own in lengths]  # no draft of this step ends early
         if length == 0:
             return True
@@ -407,6 +476,9 @@ class DynamicLength(DraftLength):
         return True
 
 
+_Grown = tuple[DraftTree, Sequences[int]]  # and the drafts of its nodes
+
+
 class _Step(NamedTuple):
     """A step that nothing was learned from yet.
 
@@ -415,6 +487,8 @@ class _Step(NamedTuple):
     longest: as `DraftLength.observe` gets it.
     probabilities: of each request's drafts in the drafter's distribution, where they are known.
     repeats: whether some drafts were passages; those are looked up before the next step.
+    shape: of its trees.
+    trees: of each request, where there are several shapes.
     """
 
     entries: Sequences[Entry]
@@ -425,16 +499,68 @@ class _Step(NamedTuple):
     probabilities: Mapping[str, Sequences[float]]
     may_end_early: bool
     repeats: bool
+    shape: int
+    trees: Mapping[str, "_Grown"]
+
+
+class _Plan(NamedTuple):
+    """The best lengths for trees of one shape.
+
+    owners: of all drafts, those of siblings not counted.
+    speed: expected tokens a second.
+    plain_speed: the same without drafts.
+    made: expected rows of drafts.
+    longest: expected drafts, one behind the other, of the sequence with the most.
+    """
+
+    owners: list[int]
+    speed: float
+    plain_speed: float
+    made: float
+    longest: float
+
+
+class _Shape(NamedTuple):
+    """Trees with a limit to the candidates for a position.
+
+    widths: of the limited tree, by position.
+    rows: of a step that 0, 1, ... levels take.
+    most_candidates: None = as many as configured.
+    """
+
+    widths: tuple[int, ...]
+    rows: tuple[int, ...]
+    most_candidates: int | None
+
+    def expect(self, rates: Sequences[float]) -> list[float]:
+        """Return what is expected of these candidates where it is known of one."""
+        both = zip(rates, self.widths, strict=False)
+        return [1 - (1 - rate) * _MISSED_BY_TWICE ** math.log2(width) for rate, width in both]
+
+    def would_accept(self, places: Sequences[int]) -> int:
+        """Return how many of the accepted drafts, by their places among the candidates, such a tree would have had."""
+        known = zip(places, self.widths, strict=False)
+        return next((number for number, (place, width) in enumerate(known) if place >= width), len(places))
+
+
+def _shapes_of(widths: tuple[int, ...], narrows: bool) -> list[_Shape]:
+    """The configured trees, and before them narrower ones: one candidate for a position, two, four, ..."""
+    widest = max(widths)
+    limits = [2**power for power in range(widest.bit_length()) if 2**power < widest] if narrows else []
+    return [
+        _Shape(narrowed(widths, limit), rows_of_levels(narrowed(widths, limit)), limit) for limit in (*limits, None)
+    ]
 
 
 @dataclass(slots=True)
 class _RequestHistory:
     """The history of one request.
 
+    rates: by the shape of trees.
     drafted_at: its tokens at the start of its last round with drafts.
     """
 
-    rates: AcceptanceRates
+    rates: list[AcceptanceRates]
     drafted_at: int | None = None
 
     def num_missed(self, length: int, most: int) -> int:
@@ -442,8 +568,8 @@ class _RequestHistory:
         return length if self.drafted_at is None else max(0, length - self.drafted_at - most - 1)
 
 
-def make_draft_length(config: DrafterConfig) -> DraftLength:
-    """The configured policy."""
+def make_draft_length(config: DrafterConfig, *, narrows: bool = True) -> DraftLength:
+    """The configured policy. narrows: whether it may draft fewer candidates for a position than are configured."""
     if config.length != "dynamic":
         return DraftLength()
-    return DynamicLength(config.num_draft_tokens, config.max_repeated, config.rows_of_drafts)
+    return DynamicLength(config.num_draft_tokens, config.max_repeated, config.widths, narrows=narrows)

@@ -54,7 +54,7 @@ class Scheduler:
         self._contract = contract
         self.draft_length = draft_length or DraftLength()
         self._most_drafts = config.drafter.max_drafts
-        self._rows_of_drafts = config.drafter.rows_of_drafts
+        self._widths = config.drafter.widths
         self.drafter_reads_features = False
         self.speculation = Speculation.ON
         self.weight_version = DEFAULT_VERSION
@@ -226,7 +226,7 @@ class Scheduler:
         if not sequence.params.speculate or not (self.speculation is Speculation.ON or on_trial):
             return 0, 0
         wanted = self.draft_length.max_drafts(sequence, self._most_drafts)
-        rows = range(wanted + 1) if self.draft_length.repeated(sequence) else self._rows_of_drafts
+        rows = self.draft_length.rows(sequence, wanted, self._widths)
         fits = sequence.num_drafts_that_fit(wanted, self._max_model_len)
         while fits > 0 and (rows[fits] > budget or not self._grow(sequence, 1 + rows[fits])):
             fits -= 1

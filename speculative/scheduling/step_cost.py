@@ -65,6 +65,7 @@ class StepCost:
     _pace: float = 1.0  # seconds that steps take just now, to those that they usually take
     _squares: Floats = field(default_factory=lambda: np.zeros((_COUNT, _COUNT)))
     _products: Floats = field(default_factory=lambda: np.zeros(_COUNT))
+    _lent: tuple[Floats, Floats] = field(default_factory=lambda: (np.zeros((_COUNT, _COUNT)), np.zeros(_COUNT)))
     _weights: list[float] = field(default_factory=lambda: [0.0] * _COUNT)  # of the last solution
     _calibrating: list[tuple[list[float], float]] = field(default_factory=list)  # features and seconds
     _unsolved: list[tuple[list[float], float]] = field(default_factory=list)  # the same, since the last solution
@@ -79,7 +80,7 @@ class StepCost:
         """To begin with at another load."""
         lent = StepCost(is_borrowed=True)
         self._count_unsolved()
-        lent._squares, lent._products = _BORROWED * self._squares, _BORROWED * self._products
+        lent._lent = _BORROWED * self._squares, _BORROWED * self._products
         lent._weights = list(self._weights)
         return lent
 
@@ -91,19 +92,15 @@ class StepCost:
         features = self._features(work)
         if self.num_observed <= _CALIBRATION_STEPS:
             self._fastest = min(self._fastest, seconds)
-            seconds = min(seconds, 4 * self._fastest)
             if self.is_borrowed:
                 seconds -= sum(map(mul, self._weights[_OF_CONTEXT], features[_OF_CONTEXT]))
                 features[_OF_CONTEXT] = [0.0, 0.0]
-        else:
-            seconds = self._correct(features, seconds)
-        self._unsolved.append((features, seconds))
-        if self.num_observed <= _CALIBRATION_STEPS:
             self._calibrating.append((features, seconds))
-        if self.num_observed <= _CALIBRATION_STEPS or self.num_observed % _SOLVE_EVERY == 0:
+            self._calibrate()
+            return
+        self._unsolved.append((features, self._correct(features, seconds)))
+        if self.num_observed % _SOLVE_EVERY == 0:
             self._solve()
-        if self.num_observed == _CALIBRATION_STEPS:
-            self._settle()
 
     def observe_catching_up(self, work: Work, seconds: float) -> None:
         """Count a step in which a drafter computed a prompt: that shows what a missed token costs, and little else."""
@@ -142,24 +139,37 @@ class StepCost:
         per_draft, per_position, per_read = (self._weights[i] / _SCALES[i] for i in (2, 3, 6))
         return per_draft + per_read * mean_context + per_position * longest / max(num_drafts, 1e-9)
 
-    def _settle(self) -> None:
-        """Once every length was tried: a step that took far longer than others of its kind counts as a slow one."""
-        typical = {
-            _rows(own): median(seconds for features, seconds in self._calibrating if _rows(features) == _rows(own))
-            for own, _ in self._calibrating
-        }
-        capped = [(own, min(seconds, _SLOW * typical[_rows(own)])) for own, seconds in self._calibrating]
-        for (own, seconds), (_, less) in zip(self._calibrating, capped, strict=True):
-            self._products -= (seconds - less) * np.array(own)
+    def _calibrate(self) -> None:
+        """Solve for all steps so far. One that took far longer than others of its kind, or than the others let expect
+        where there are hardly any, counts as a usual one."""
+        self._solve_only(self._calibrating)
+        kinds: dict[int, list[float]] = {}
+        for own, seconds in self._calibrating:
+            kinds.setdefault(_rows(own), []).append(seconds)
+        usual = list[tuple[list[float], float]]()
+        for own, seconds in self._calibrating:
+            kind = kinds[_rows(own)]
+            expected = median(kind) if len(kind) > 2 else self._regression(own)
+            usual.append((own, expected if seconds > _SLOW * expected else seconds))
+        self._solve_only(usual)
+        if self.is_known:
+            for own, seconds in usual:
+                self._correct(own, seconds)
+            self._calibrating.clear()
+
+    def _solve_only(self, steps: Sequences[tuple[list[float], float]]) -> None:
+        """Solve for these steps and what was known before."""
+        self._squares, self._products = self._lent
+        self._unsolved = list(steps)
         self._solve()
-        for own, seconds in capped:
-            self._correct(own, seconds)
-        self._calibrating.clear()
+
+    def _regression(self, features: list[float]) -> float:
+        return sum(map(mul, self._weights, features))
 
     def _correct(self, features: list[float], seconds: float) -> float:
         """Learn how far a step was from what was expected; the seconds that it counts as, at the usual pace."""
         rows = _rows(features)
-        regression, correction = sum(map(mul, self._weights, features)), self._correction(rows)
+        regression, correction = self._regression(features), self._correction(rows)
         surprise = min(seconds / (self._pace * regression * correction), _SLOW) - 1
         usual: float = regression * correction * (1 + surprise)
         if 1 + surprise < _SLOW:  # else something had the machine for this one step
@@ -185,10 +195,15 @@ class StepCost:
             return
         features = np.array([own for own, _ in self._unsolved])  # [N, features]
         seconds = np.array([seconds for _, seconds in self._unsolved])
-        weights = _KEEP ** np.arange(len(seconds) - 1, -1, -1)
+        weights = _KEEP ** np.arange(len(seconds) - 1, -1, -1) * self._importance(seconds)
         self._squares = _KEEP ** len(seconds) * self._squares + (weights * features.T) @ features
         self._products = _KEEP ** len(seconds) * self._products + (weights * features.T) @ seconds
         self._unsolved.clear()
+
+    def _importance(self, seconds: Floats) -> Floats:
+        """The weight of steps that took so long, [N]: noise is a share of a step's time, so a step that takes ten times
+        as long says a tenth about the others."""
+        return np.minimum(1.0, self._fastest / seconds) ** 2
 
     def _solve(self) -> None:
         """A regression that leaves its last solution only as far as recent steps tell; no slope is negative."""

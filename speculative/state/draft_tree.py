@@ -7,6 +7,7 @@ the rows of its ancestors, and to itself.
 """
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
@@ -67,6 +68,16 @@ class DraftTree:
         """The fewest runs of rows in which each row is the parent of the next."""
         return _branches(self.parents)
 
+    def candidates_taken(self, drafts: Sequence[int], tokens: Sequence[int]) -> list[int]:
+        """The place of each token among the candidates for its position, the first one 0; the tokens are those on the
+        way to a node. drafts: of all nodes behind node 0."""
+        node, places = 0, []
+        for token in tokens:
+            children = self.children[node]
+            places.append([drafts[child - 1] for child in children].index(token))
+            node = children[places[-1]]
+        return places
+
     def path(self, node: int) -> tuple[int, ...]:
         """The nodes from the first draft to this one; () of node 0."""
         return _paths(self.parents)[node]
@@ -87,6 +98,18 @@ class DraftTree:
 def level_sizes(widths: tuple[int, ...]) -> tuple[int, ...]:
     """The drafts of each level of `DraftTree.of_widths`."""
     return tuple(accumulate(widths, mul))
+
+
+@functools.cache
+def narrowed(widths: tuple[int, ...], most: int | None) -> tuple[int, ...]:
+    """The widths of trees with at most so many candidates for a position; None = no limit."""
+    return widths if most is None else tuple(min(width, most) for width in widths)
+
+
+@functools.cache
+def rows_of_levels(widths: tuple[int, ...]) -> tuple[int, ...]:
+    """The drafts of the first 0, 1, ... levels of `DraftTree.of_widths` together."""
+    return (0, *accumulate(level_sizes(widths)))
 
 
 @functools.cache

@@ -33,7 +33,9 @@ from speculative.request import (
     TokenDelta,
     TokenLogprobs,
 )
+from speculative.scheduling.draft_length import DraftLength
 from speculative.selfcheck.replayed_draws import Rounds
+from speculative.state.draft_tree import DraftTree
 from speculative.step.tree_search import TreeSearch
 from speculative.weights import load_weights
 from tests.support.engines import assert_idle, assert_pool_is_whole, load_engine, markov_decoder, settings
@@ -255,6 +257,35 @@ def test_any_shape_will_do(folders: dict[str, Path], without_drafts: Callable[..
     engine = make_engine(folders, drafter, max_batched_tokens=1024)
     assert_same(serve(engine, requests()), without_drafts())
     assert isinstance(engine.drafter, TreeDrafter) and engine.take_stats().num_accepted > 50
+
+
+class Turns(DraftLength):
+    """Another number of candidates in each step."""
+
+    def plan(self, decoding: Sequence[Any]) -> None:
+        self.most_candidates = {1: 3, 3: 2, 2: None, None: 1}[self.most_candidates]
+
+
+@needs_kernels
+@pytest.mark.parametrize("room", [4096, 320])
+def test_trees_may_be_narrower_than_configured(
+    folders: dict[str, Path], without_drafts: Callable[..., Answers], room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: set[tuple[int, tuple[int, ...]]] = set()
+    of_widths = DraftTree.of_widths
+
+    def counted(widths: tuple[int, ...]) -> DraftTree:
+        seen.add((policy.most_candidates or 4, widths))
+        return of_widths(widths)
+
+    engine = make_engine(folders, drafting(folders, "draft_model", (4, 2), 3), kv_cache_tokens=room)
+    assert isinstance(engine.drafter, TreeDrafter)
+    policy = engine.scheduler.draft_length = engine.drafter.length = Turns()
+    monkeypatch.setattr(DraftTree, "of_widths", counted)
+    assert_same(serve(engine, requests()), without_drafts())
+    assert {widths for _, widths in seen} >= {(1, 1, 1), (2, 2, 1), (3, 2, 1), (4, 2, 1)}
+    assert all(max(widths, default=0) <= most for most, widths in seen)
+    assert_idle(engine)
 
 
 @pytest.mark.parametrize("kind", KINDS)

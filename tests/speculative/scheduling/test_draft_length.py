@@ -21,6 +21,7 @@ from speculative.scheduling.acceptance_rates import AcceptanceRates
 from speculative.scheduling.draft_length import DraftLength, DynamicLength, make_draft_length
 from speculative.scheduling.step_cost import StepCost, Work
 from speculative.state.batch import Batch, Entry, SequenceResult
+from speculative.state.draft_tree import DraftTree, narrowed
 from speculative.state.sequence import Sequence
 from speculative.verification.draft_probs import PointMass
 from tests.support.engines import assert_idle, run, tiny_engine
@@ -28,6 +29,7 @@ from tests.support.markov_chain import sample, worst_window
 from tests.support.tiny_models import write_tiny_model
 
 MOST = 4
+WIDTHS = (4, 2, 1, 1)
 DYNAMIC = DrafterConfig(kind="ngram", num_draft_tokens=MOST, ngram_min=1, length="dynamic")
 
 
@@ -64,6 +66,10 @@ def free_rows(num_sequences: int, num_drafts: int, longest: int) -> float:
 
 def dear_rows(num_sequences: int, num_drafts: int, longest: int) -> float:
     return 0.001 * (num_sequences + num_drafts)
+
+
+def half_dear_rows(num_sequences: int, num_drafts: int, longest: int) -> float:
+    return 0.002 + 0.001 * (num_sequences + num_drafts)
 
 
 class World:
@@ -103,15 +109,14 @@ class World:
     def step(self) -> None:
         self.policy.plan(self.sequences)
         lengths = [self.policy.max_drafts(sequence, MOST) for sequence in self.sequences]
-        accepted = [self._accepted(length, rate) for length, rate in zip(lengths, self.rates, strict=True)]
-        step_s = self.seconds(len(lengths), sum(lengths), max(lengths))
+        drawn = [self._verify(*each) for each in zip(self.sequences, lengths, self.rates, strict=True)]
+        step_s = self.seconds(len(lengths), sum(map(self._rows, lengths)), max(lengths))
         if self.drift:
             self.pace = 0.99 * self.pace + self.random.gauss(0, math.sqrt(1 - 0.99**2) * self.drift)
         measured = (
             step_s * self.random.lognormvariate(self.pace, self.noise) * (20 if self.random.random() < 0.005 else 1)
         )
         entries = [Entry(sequence, 1, MOST, samples=True) for sequence in self.sequences]
-        drawn = [SequenceResult((5,) * (n + 1), length, n) for n, length in zip(accepted, lengths, strict=True)]
         self.policy.observe(entries, drawn, measured)
         for sequence, one in zip(self.sequences, drawn, strict=True):
             sequence.advance(sequence.num_computed + one.num_accepted + 1, one.token_ids)
@@ -124,8 +129,13 @@ class World:
             self.step()
         return self
 
-    def _accepted(self, length: int, rate: float) -> int:
-        return next((n for n in range(length) if self.random.random() >= rate), length)
+    def _rows(self, length: int) -> int:
+        return length
+
+    def _verify(self, sequence: Sequence, length: int, rate: float) -> SequenceResult:
+        del sequence
+        accepted = next((n for n in range(length) if self.random.random() >= rate), length)
+        return SequenceResult((5,) * (accepted + 1), length, accepted)
 
     @property
     def speed(self) -> float:
@@ -134,6 +144,52 @@ class World:
     def share(self, length: int, sequence: int = 0, last: int = 300) -> float:
         """How often a sequence got this length lately."""
         return float(np.mean([lengths[sequence] == length for lengths in self.lengths[-last:]]))
+
+
+class TreeWorld(World):
+    """The same with trees. chances: of the target's token to be the first candidate for a position, the second, ..."""
+
+    def __init__(self, policy: DraftLength, seconds: Seconds, chances: Sequences[float], **settings: Any) -> None:
+        super().__init__(policy, seconds, [0.0], **settings)
+        self.chances = chances
+        self.widths: list[tuple[int, ...]] = []
+
+    def step(self) -> None:
+        super().step()
+        self.widths.append(self._widths(self.lengths[-1][0]))
+
+    def _widths(self, length: int) -> tuple[int, ...]:
+        return narrowed(WIDTHS, self.policy.most_candidates)[:length]
+
+    def _rows(self, length: int) -> int:
+        return len(DraftTree.of_widths(self._widths(length)))
+
+    def _verify(self, sequence: Sequence, length: int, rate: float) -> SequenceResult:
+        tree = DraftTree.of_widths(self._widths(length))
+        ranks = [children.index(node) for node, children in self._with_siblings(tree)]
+        self.policy.grown(sequence, tree, [100 + rank for rank in ranks])
+        said = []
+        for width in self._widths(length):
+            rank = self.random.choices(range(len(self.chances) + 1), [*self.chances, 1 - sum(self.chances)])[0]
+            if rank >= min(width, len(self.chances)):
+                break
+            said.append(100 + rank)
+        return SequenceResult((*said, 5), length, len(said))
+
+    def _with_siblings(self, tree: DraftTree) -> list[tuple[int, tuple[int, ...]]]:
+        return [(node, tree.children[parent]) for node, parent in enumerate(tree.parents, 1)]
+
+    def share_of(self, *shapes: tuple[int, ...], last: int = 300) -> float:
+        """How often trees had one of these shapes lately."""
+        return float(np.mean([widths in shapes for widths in self.widths[-last:]]))
+
+
+class FixedTrees(Fixed):
+    """Always the same shape."""
+
+    def __init__(self, length: int, most_candidates: int | None) -> None:
+        super().__init__(length)
+        self.most_candidates = most_candidates
 
 
 # -- what is chosen ------------------------------------------------------------------------------------------------
@@ -222,7 +278,7 @@ def test_what_a_head_came_to_in_training_is_believed_at_first(rate: float, most:
 def test_rates_that_were_believed_are_corrected() -> None:
     policy = DynamicLength(MOST)
     policy.restart(((0.95, 0.95), ()))
-    assert policy._rates[False].blended() == pytest.approx([0.95] * 4, abs=0.08)
+    assert policy._rates[0][False].blended() == pytest.approx([0.95] * 4, abs=0.08)
     assert World(policy, on_cpu, [0.0]).run(400).share(0, last=100) > 0.95
 
 
@@ -246,6 +302,55 @@ def test_a_request_whose_drafts_are_accepted_gets_more_of_them() -> None:
     given = np.mean([world.run(900).lengths[-300:] for world in worlds], axis=(0, 1))
     assert given[0] > 3
     assert given[1:].max() < 1
+
+
+@pytest.mark.parametrize("held_up", [(2,), (5,), (19,), (2, 6), (2, 3, 17)])
+def test_steps_that_something_held_up_do_not_count_in_a_calibration(held_up: Sequences[int]) -> None:
+    """Of trees most numbers of rows are tried once, so that no other step tells that one took too long."""
+    cost, noise = StepCost(), random.Random(3)
+    for step in range(20):
+        drafts, longest = ((0, 0), (1, 1), (2, 2), (4, 1), (6, 2), (10, 3), (12, 2), (20, 3), (28, 4))[step % 9]
+        slow = 20 if step in held_up else 1
+        cost.observe(Work(1, drafts, longest, 100 + 2 * step), slow * noise.gauss(1, 0.02) * on_cpu(1, drafts, longest))
+    found = cost.seconds(1, [0, 1, 2, 4, 12, 28], [0, 1, 2, 1, 2, 4], 140)
+    right = [on_cpu(1, *drafts) for drafts in ((0, 0), (1, 1), (2, 2), (4, 1), (12, 2), (28, 4))]
+    assert found == pytest.approx(right, rel=0.1)
+
+
+@pytest.mark.parametrize("seconds", [on_cpu, by_rows, free_rows, dear_rows])
+@pytest.mark.parametrize("chances", [(0.45, 0.15, 0.08, 0.04), (0.9, 0.02, 0.01, 0.01), (0.1, 0.1, 0.1, 0.1)])
+def test_trees_are_as_wide_as_pays(seconds: Seconds, chances: Sequences[float]) -> None:
+    fixed = [
+        TreeWorld(FixedTrees(length, most), seconds, chances).run(2000).speed
+        for length in range(MOST + 1)
+        for most in (1, 2, None)
+    ]
+    worlds = [TreeWorld(DynamicLength(MOST, widths=WIDTHS), seconds, chances, seed=seed).run(100) for seed in range(4)]
+    for world in worlds:
+        world.num_tokens, world.elapsed_s = 0, 0.0  # of a warm-up: trees cost much where rows do
+    assert np.mean([world.run(1200).speed for world in worlds]) > 0.95 * max(fixed)
+
+
+def test_rows_that_cost_nothing_have_siblings_and_dear_ones_none() -> None:
+    chances = (0.8, 0.1, 0.03, 0.02)
+    cheap = TreeWorld(DynamicLength(MOST, widths=WIDTHS), free_rows, chances).run(900)
+    assert cheap.share_of(WIDTHS) > 0.9
+    dear = TreeWorld(DynamicLength(MOST, widths=WIDTHS), half_dear_rows, chances).run(900)
+    assert dear.share_of((1, 1), (1, 1, 1), (1, 1, 1, 1)) > 0.9
+
+
+def test_a_wide_round_shows_what_fewer_candidates_are_worth() -> None:
+    policy = DynamicLength(MOST, widths=WIDTHS)
+    world = TreeWorld(policy, free_rows, (0.5, 0.2, 0.06, 0.04)).run(1200)
+    assert world.share_of(WIDTHS) > 0.9
+    found = [rates[False].blended()[0] for rates in policy._rates]
+    assert found == pytest.approx([0.5, 0.7, 0.8], abs=0.06)
+
+
+def test_trees_that_have_one_shape_keep_it() -> None:
+    policy = DynamicLength(MOST, widths=WIDTHS, narrows=False)
+    world = TreeWorld(policy, by_rows, (0.5, 0.1, 0.05, 0.05)).run(300)
+    assert {widths for widths in world.widths if widths} <= {WIDTHS[:length] for length in range(1, MOST + 1)}
 
 
 def test_what_drawn_drafts_are_worth_is_not_taken_for_greedy_ones() -> None:
@@ -360,7 +465,7 @@ def test_what_catching_up_costs_is_seen_in_a_trial_and_counts_where_little_is_le
 def test_steps_are_learned_from_by_the_next_look() -> None:
     policy = DynamicLength(MOST)
     world = World(policy, on_cpu, [1.0]).run(40)
-    rates, reached = policy._rates[False], []
+    rates, reached = policy._rates[0][False], []
     for _ in range(12):
         world.step()
         reached.append(rates._reached[0])
@@ -410,7 +515,7 @@ def test_it_learns_the_acceptance_that_the_distributions_give(distributions: tup
     engine, policy = dynamic_engine(alike(p.log()), drafter, free_rows)
     sample(engine, (FIRST,), 2000, 12)
     truth = float(torch.minimum(p, q).sum())
-    assert policy._rates[False].blended()[:3] == pytest.approx([truth] * 3, abs=0.06)
+    assert policy._rates[0][False].blended()[:3] == pytest.approx([truth] * 3, abs=0.06)
     assert not policy._requests
 
 

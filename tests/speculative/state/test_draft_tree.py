@@ -6,7 +6,7 @@ from operator import mul
 import numpy as np
 import pytest
 
-from speculative.state.draft_tree import DraftTree, level_sizes
+from speculative.state.draft_tree import DraftTree, level_sizes, narrowed, rows_of_levels
 
 MOST = (3, 3, 2)
 WIDTHS = [
@@ -57,3 +57,14 @@ def test_branches_are_the_fewest_runs_of_rows_that_follow_each_other(widths: tup
         assert start == 0 or names[start][:-1] != names[start - 1], "it belongs to the branch before it"
         for row in range(start, stop):
             assert [names[own] for own in (*ancestors, *range(start, row + 1))] == before(names[row])
+
+
+def test_candidates_taken_are_counted_among_siblings() -> None:
+    tree = DraftTree.of_widths((3, 2))
+    drafts = [10, 11, 12, 20, 10, 11, 30, 13, 10]  # a first candidate, its two, the second, its two, ...
+    assert tree.candidates_taken(drafts, []) == []
+    assert tree.candidates_taken(drafts, [10, 12]) == [0, 1]
+    assert tree.candidates_taken(drafts, [20, 10]) == [1, 0]
+    assert tree.candidates_taken(drafts, [30, 10]) == [2, 1]
+    assert narrowed((3, 2), 2) == (2, 2) and narrowed((3, 2), None) == (3, 2)
+    assert rows_of_levels((3, 2, 1)) == (0, 3, 9, 15)
