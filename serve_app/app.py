@@ -11,6 +11,7 @@ from ray.serve.config import RequestRouterConfig
 from serve_app.config.app_config import AppConfig, RouterSection
 from serve_app.config.base import PoolName
 from serve_app.config.files import parse_args
+from serve_app.config.serve_file import HA_PROXY
 from serve_app.deployments.controller import Controller
 from serve_app.deployments.gpus import ONLY_GIVEN_GPUS
 from serve_app.deployments.pools import DecodeServer, MonolithServer, PrefillServer
@@ -103,7 +104,7 @@ def _routing(config: AppConfig, name: PoolName) -> dict[str, Any]:
     if (routing.prefill if name == "prefill" else routing.decode) == "serve":
         return {}
     is_ingress = name != "prefill" and config.router is None
-    if is_ingress and os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1":
+    if is_ingress and os.environ.get(HA_PROXY) == "1":
         return {}  # HAProxy has a rule of its own, and Serve refuses one that it would pass over
     chosen, needs = (
         ("PrefillRouter", {"block_size": engine.block_size})

@@ -13,6 +13,7 @@ from typing import Any
 
 from deploy.bench.plan import BenchPlan, EngineName
 from serve_app.backends.vllm_parts.checkpoint import plain_view
+from serve_app.config.serve_file import HA_PROXY
 from speculative.config import DrafterConfig, EngineConfig, drafter_kinds
 from speculative.errors import ConfigError
 
@@ -299,7 +300,7 @@ def _haproxy(port: int) -> dict[str, str]:
     """Ray's settings for HAProxy in front, as the chart has them; ports and files are each cluster's own."""
     folder = Path(tempfile.gettempdir(), f"truespec-bench-{port}")
     return {
-        "RAY_SERVE_ENABLE_HA_PROXY": "1",
+        HA_PROXY: "1",
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(port + 1000),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(port + 2000),

@@ -27,7 +27,7 @@ from deploy.chaos.replicas import command_line
 from deploy.chaos.streams import complete
 from deploy.exchange.client import Attempt, Client
 from deploy.run.ports import ESTABLISHED, LISTENING, free_ports, pids_of_port
-from serve_app.config.serve_file import ServeFile
+from serve_app.config.serve_file import HA_PROXY, ServeFile
 from speculative.errors import TruespecError
 
 Progress = Callable[[str], None]
@@ -35,7 +35,6 @@ Series = Mapping[str, float]
 
 _PLAIN, _HAPROXY, _ROUTED = "Serve's proxy", "HAProxy", "Serve's proxy and a router"
 ROUTES = (_PLAIN, _HAPROXY, _ROUTED)
-_HA_PROXY = "RAY_SERVE_ENABLE_HA_PROXY"
 _RULES = Path(dashboards.__file__).parent / "generated" / "rules" / "truespec.yaml"
 _DECODES, _PREFILLS, _ROUTER = "a decode replica", "a prefill replica", "the router"
 _PROXY, _SERVE, _CONTROLLER = "a node's proxy", "Serve's controller", "truespec's controller"
@@ -142,7 +141,7 @@ def _served(file: ServeFile, route: str, *, redis: bool, progress: Progress) -> 
     placed, head, shapes = one_node_a_replica(_by(file, route), router_on_head=False)
     if route == _HAPROXY:  # HAProxy and what it asks keep files and ports of a machine, which such nodes would share
         placed, head, shapes = _by(file, route), NodeShape(sum(shape.num_cpus for shape in shapes), {}), []
-    settings = {_HA_PROXY: str(int(route == _HAPROXY))}
+    settings = {HA_PROXY: str(int(route == _HAPROXY))}
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         if redis:

@@ -8,6 +8,9 @@ from serve_app.config.app_config import AppConfig, PoolSection
 from serve_app.config.base import POOL_OF_DEPLOYMENT, AtLeastOne, FieldError, PoolName, Section
 from serve_app.config.scaling import ServeAutoscalingSection
 
+HA_PROXY = "RAY_SERVE_ENABLE_HA_PROXY"
+"""The environment variable by which Ray Serve has HAProxy in the place of its own proxy: "1" = it has."""
+
 
 class HttpOptions(Section):
     """Address on which Ray Serve's proxy listens."""

@@ -137,8 +137,10 @@ def _set_tiles(kernels: Kernels, library: Path) -> None:
         return
     kept = _kept_choice(library, "tiles")
     with contextlib.suppress(OSError, ValueError, TypeError):  # else it is measured again
-        chosen = json.loads(kept.read_text(encoding="utf-8"))
-        kernels.by_tiles, kernels.int4_tile_rows, kernels.attends_by_tiles = chosen
+        # All are numbers before the first of them is set.
+        products, least, attention = map(ctypes.c_int64, json.loads(kept.read_text(encoding="utf-8")))
+        kernels.by_tiles, kernels.attends_by_tiles = bool(products), bool(attention)
+        kernels.int4_tile_rows = least.value
         return
     by_tiles, why = measured_tiles(kernels)
     _log.info("Products of bfloat16s are computed by %s: %s.", "AMX tiles" if by_tiles else "AVX-512", why)

@@ -33,6 +33,7 @@ from tests.support.engines import (
     assert_idle,
     assert_pool_is_whole,
     decoder_of,
+    hand_over,
     markov_engine,
     naive_logits,
     run,
@@ -236,15 +237,7 @@ def test_bfloat16_text_parts_only_where_rounding_decides(tiny_folder: Path) -> N
 
 def hand_off(prefill: EngineCore, decode: EngineCore, request: Request, prefill_only_after: int = 1) -> Answer:
     """Prefill here, decode there; what the client gets from both."""
-    prefill.add(request, prefill_only_after=prefill_only_after)
-    answers = run(prefill)
-    answer = answers[request.request_id]
-    if answer.finish_reason is None:
-        decode.insert(request, prefill.export(request.request_id))
-        while decode.has_work:
-            take(answers, decode.step())
-            assert_pool_is_whole(decode)
-    return answer
+    return run(decode, hand_over(prefill, decode, [request], prefill_only_after))[request.request_id]
 
 
 @pytest.mark.parametrize("name", PROMPTS)
@@ -318,9 +311,7 @@ def test_a_handoff_whose_prompt_is_known_takes_only_what_is_new(tiny_folder: Pat
     decode.add(Request("keeper", PROMPTS["plain"], GREEDY))
     decode.step()
     held = decode.usage().num_free_blocks
-    prefill.add(request, prefill_only_after=1)
-    run(prefill)
-    decode.insert(request, prefill.export("a"))
+    hand_over(prefill, decode, [request])
     decode.step()
     assert held - decode.usage().num_free_blocks <= 3, "most blocks are the keeper's"
     answers = run(decode)
@@ -332,18 +323,10 @@ def test_a_handed_off_request_that_is_preempted_comes_out_the_same(tiny_folder: 
     tight = tiny_engine(tiny_folder, kv_cache_tokens=96, max_batched_tokens=40)
     names = ("looping", "plain", "a block and one")
     wanted = [request for request in requests() if request.request_id in names]
-    answers: dict[str, Answer] = defaultdict(Answer)
-    for request in wanted:
-        prefill.add(request, prefill_only_after=1)
-        for name, answer in run(prefill).items():
-            answers[name] = answer
-        tight.insert(request, prefill.export(request.request_id))
-    while tight.has_work:
-        take(answers, tight.step())
-        assert_pool_is_whole(tight)
+    answers = run(tight, hand_over(prefill, tight, wanted))
     assert tight.stats.num_preemptions > 0
     roomy = tiny_engine(tiny_folder)
-    assert_alike(roomy, dict(answers), answer_singly(roomy, wanted))
+    assert_alike(roomy, answers, answer_singly(roomy, wanted))
     assert_idle(tight)
 
 

@@ -21,7 +21,7 @@ from speculative.model.catalogue import fetch_model
 from speculative.model.config import ModelConfig
 from speculative.model.loading import load_decoder
 from speculative.request import FinishReason, Request, SamplingParams
-from tests.support.engines import Answer, assert_idle, naive_logits, run
+from tests.support.engines import Answer, assert_idle, hand_over, naive_logits, run
 from tests.support.near_ties import NEAR_TIE, assert_same_up_to_near_tie
 
 PROMPTS = json.loads((Path(__file__).parents[1] / "data" / "prompts.json").read_text(encoding="utf-8"))
@@ -182,12 +182,9 @@ def test_prefill_handoff_decode_is_the_monolith_bit_for_bit(model: RealModel) ->
         params = SamplingParams(max_tokens=24, temperature=temperature, top_p=0.95, logprobs=3, ignore_eos=True)
         request = Request(name, model.prompts[name], params, seed=7)
         expected = answer_all(monolith, [request])[name]
-        prefill.add(request, prefill_only_after=1)
-        first = run(prefill)[name]
-        decode.insert(request, prefill.export(name))
-        rest = run(decode)[name]
-        assert first.token_ids + rest.token_ids == expected.token_ids
-        assert first.logprobs + rest.logprobs == expected.logprobs
+        answer = run(decode, hand_over(prefill, decode, [request]))[name]
+        assert answer.token_ids == expected.token_ids
+        assert answer.logprobs == expected.logprobs
         assert_idle(prefill)
         assert_idle(decode)
 

@@ -19,7 +19,17 @@ from speculative.engine import EngineCore
 from speculative.request import FinishReason, Request, SamplingParams, Structure
 from speculative.state.token_constraint import Bools
 from tests.support.distributions import assert_departs, assert_follows
-from tests.support.engines import NGRAM, NO_DRAFTS, Answer, assert_idle, decoder_of, naive_logits, run, settings
+from tests.support.engines import (
+    NGRAM,
+    NO_DRAFTS,
+    Answer,
+    assert_idle,
+    decoder_of,
+    hand_over,
+    naive_logits,
+    run,
+    settings,
+)
 from tests.support.tiny_models import write_tiny_model
 
 VOCAB_SIZE = 512
@@ -163,15 +173,7 @@ def test_a_handoff_goes_on_within_the_structure(
 ) -> None:
     requests = [request for request in some_requests(prompt, temperature) if request.params.structure is not None]
     prefill, decode = engine_of(max_num_seqs=16), engine_of()
-    for request in requests:
-        prefill.add(request, prefill_only_after=prefill_only_after)
-    answers = run(prefill)
-    for request in requests:
-        if request.request_id in prefill.held_ids:
-            decode.insert(request, prefill.export(request.request_id))
-    while decode.has_work:
-        for delta in decode.step():
-            answers[delta.request_id].take(delta)
+    answers = run(decode, hand_over(prefill, decode, requests, prefill_only_after))
     assert len(answers) == len(requests)
     assert assert_valid(answers, tokenizer) >= 8
     if temperature == 0:

@@ -17,7 +17,7 @@ from speculative.engine import EngineCore
 from speculative.handoff import Blob, ComputedTokenState, Manifest, allocate_blob, seal
 from speculative.model.config import ModelConfig
 from speculative.model.decoder import Decoder
-from speculative.request import FinishReason, Round, TokenDelta, TokenKind, TokenLogprobs
+from speculative.request import FinishReason, Request, Round, TokenDelta, TokenKind, TokenLogprobs
 from speculative.state.token_constraint import ConstraintMaker
 from tests.support.torch_operators import captured_on_a_cpu
 
@@ -130,15 +130,32 @@ class Answer:
         return [entry.logprob for entry in self.logprobs]
 
 
-def run(engine: EngineCore, *, max_steps: int = 2000) -> dict[str, Answer]:
-    """Step until nothing moves any more; what every request got."""
-    answers: dict[str, Answer] = defaultdict(Answer)
+def run(
+    engine: EngineCore, answers: dict[str, Answer] | None = None, *, max_steps: int = 2000
+) -> defaultdict[str, Answer]:
+    """Step until nothing moves any more; what every request got, behind what it has in `answers`."""
+    answers = defaultdict(Answer, answers or {})
     for _ in range(max_steps):
         if not engine.has_work:
             return answers
         take(answers, engine.step())
         assert_pool_is_whole(engine)
     raise AssertionError(f"still at work after {max_steps} steps: {engine.usage()}")
+
+
+def hand_over(
+    prefill: EngineCore, decode: EngineCore, requests: Iterable[Request], prefill_only_after: int = 1
+) -> dict[str, Answer]:
+    """Have one engine compute the prompts of these requests and so many tokens, and the other take in those that are
+    not finished; what every request got so far."""
+    wanted = list(requests)
+    for request in wanted:
+        prefill.add(request, prefill_only_after=prefill_only_after)
+    answers = run(prefill)
+    for request in wanted:
+        if request.request_id in prefill.held_ids:
+            decode.insert(request, prefill.export(request.request_id))
+    return answers
 
 
 def take(answers: dict[str, Answer], deltas: Iterable[TokenDelta]) -> None:

@@ -12,7 +12,7 @@ from speculative.engine import EngineCore
 from speculative.request import Request, SamplingParams, Structure
 from speculative.state.token_constraint import Bools
 from speculative.weights import load_weights
-from tests.support.engines import Answer, assert_idle, run, take
+from tests.support.engines import Answer, assert_idle, hand_over, run, take
 
 VOCABULARY = 64
 NUM_DRAFTS = 3
@@ -73,6 +73,16 @@ def answers_over_a_switch(engine: EngineCore, params: list[SamplingParams], weig
     engine.switch(load_weights(weights, engine.config, engine.device), "2")
     while engine.has_work:
         take(found, engine.step())
+    return found
+
+
+def answers_over_a_handoff(load: Callable[[], EngineCore], params: list[SamplingParams]) -> dict[str, Answer]:
+    """What four requests get where another engine goes on after their fifth token."""
+    prefill, decode = load(), load()
+    requests = [Request(f"r{index}", PROMPTS[index + 1], own, seed=index) for index, own in enumerate(params[:4])]
+    found = run(decode, hand_over(prefill, decode, requests, 5))
+    assert_idle(prefill)
+    assert_idle(decode)
     return found
 
 

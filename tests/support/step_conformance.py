@@ -11,9 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from speculative.config import LogprobsMode
 from speculative.gpu.operators import GraphOperators
@@ -43,6 +41,7 @@ from tests.support.judged_rows import (
     torch_judge,
 )
 from tests.support.torch_operators import TorchJudge
+from tests.support.triton_interpreter import poisoned_workspaces
 from tests.support.vocabulary import CPU_OPS
 
 BLOCK = 64  # tokens of a block of Triton's kernels, here: the last one is not full
@@ -74,21 +73,15 @@ class Arithmetic:
 
 @contextmanager
 def _by_triton() -> Iterator[Arithmetic]:
-    """In its interpreter, with small blocks, and workspaces of NaN: what a program does not write, nobody may read."""
+    """In its interpreter, with small blocks."""
     from speculative.gpu import triton_edits, triton_filters, triton_judge
-
-    real = torch.empty
-
-    def empty(*shape: Any, **named: Any) -> Tensor:
-        made = real(*shape, **named)
-        return made.fill_(torch.nan) if made.is_floating_point() else made
 
     changes: list[tuple[Any, str, Any]] = [(triton_filters, "_TILE", 256), (triton_judge, "BLOCK", BLOCK)]
     changes += [(triton_edits, "BLOCK", BLOCK), (triton_edits, "_CELLS", 16)]
     with ExitStack() as stack:
-        for module, name, value in (*changes, (torch, "empty", empty)):
+        for module, name, value in changes:
             stack.enter_context(mock.patch.object(module, name, value))
-        stack.enter_context(np.errstate(all="ignore"))  # the interpreter computes with numpy
+        stack.enter_context(poisoned_workspaces())
         operators = GraphOperators.by_triton(ChosenKernels())
         yield Arithmetic(operators.vocabulary, operators.judge, operators.edit)
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -61,6 +62,18 @@ def nobodys(part: Tensor) -> Iterator[None]:
         yield
     finally:
         _nobodys.pop()
+
+
+@contextmanager
+def poisoned_workspaces() -> Iterator[None]:
+    """Numbers are NaN until a program writes them: what none has written, nobody may read."""
+
+    def empty(*shape: Any, **named: Any) -> Tensor:
+        made = _empty(*shape, **named)
+        return made.fill_(torch.nan) if made.is_floating_point() else made
+
+    with mock.patch.object(torch, "empty", empty), np.errstate(all="ignore"):  # the interpreter computes with numpy
+        yield
 
 
 class _Memory:

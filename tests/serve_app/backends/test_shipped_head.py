@@ -19,7 +19,7 @@ from speculative.model.config import ModelConfig
 from speculative.model.loading import load_decoder, resolve_model
 from speculative.request import Request, SamplingParams
 from speculative.training.features import PlainAttention
-from tests.support.engines import assert_idle, run
+from tests.support.engines import assert_idle, hand_over, run
 from tests.support.near_ties import assert_same_up_to_near_tie
 
 HEAD = "smollm2-135m-eagle3"
@@ -110,12 +110,8 @@ def test_accepted_length_after_a_handoff_is_the_colocated_one(served: Served, nu
     request = Request("one", tuple(served.words[:num_prompt]), params, seed=5)
     colocated.add(request)
     expected = run(colocated)["one"]
-    prefill.add(request, prefill_only_after=1)
-    first = run(prefill)["one"]
-    decode.insert(request, prefill.export("one"))
-    rest = run(decode)["one"]
-    assert first.token_ids + rest.token_ids == expected.token_ids
-    assert first.round_sizes + rest.round_sizes == expected.round_sizes
-    assert rest.num_accepted == expected.num_accepted > 0
+    answer = run(decode, hand_over(prefill, decode, [request]))["one"]
+    assert (answer.token_ids, answer.round_sizes) == (expected.token_ids, expected.round_sizes)
+    assert answer.num_accepted == expected.num_accepted > 0
     assert_idle(prefill)
     assert_idle(decode)

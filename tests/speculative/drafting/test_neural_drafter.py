@@ -26,6 +26,7 @@ from tests.support.engines import (
     Answer,
     assert_idle,
     encode_state,
+    hand_over,
     live_sequences,
     run,
     settings,
@@ -190,11 +191,7 @@ def test_a_drafter_that_is_the_target_is_always_right(target: Path, params: Samp
 def test_it_stays_right_through_handoff_preemption_and_prefix_hits(target: Path, prefill_only_after: int) -> None:
     prefill, decode = same_model_engine(target), same_model_engine(target, kv_cache_tokens=240, max_model_len=128)
     for _ in range(2):  # the second time prompts are found in the caches
-        for request in requests(SAMPLED):
-            prefill.add(request, prefill_only_after=prefill_only_after)
-        run(prefill)
-        for request in requests(SAMPLED):
-            decode.insert(request, prefill.export(request.request_id))
+        hand_over(prefill, decode, requests(SAMPLED), prefill_only_after)
         run(decode)
     stats = decode.take_stats()
     assert stats.num_preemptions > 0
@@ -254,11 +251,7 @@ def test_features_that_were_overwritten_are_never_read(target: Path) -> None:
 def test_rows_stay_true_through_a_handoff(target: Path, prefill_only_after: int, graphs: bool) -> None:
     prefill = echo_engine(target, max_batched_tokens=32, cuda_graphs=graphs)
     decode = echo_engine(target, block_size=8, cuda_graphs=graphs)
-    for request in requests(SAMPLED):
-        prefill.add(request, prefill_only_after=prefill_only_after)
-    run(prefill)
-    for request in requests(SAMPLED):
-        decode.insert(request, prefill.export(request.request_id))
+    hand_over(prefill, decode, requests(SAMPLED), prefill_only_after)
     while decode.has_work:
         decode.step()
         assert_rows_are_true(decode)
@@ -275,14 +268,9 @@ def test_accepted_length_after_a_handoff_is_the_colocated_one(
 
     together, prefill, decode = engine(), engine(), engine()
     colocated = texts(together, requests(REPRODUCIBLE))
-    for request in requests(REPRODUCIBLE):
-        prefill.add(request, prefill_only_after=1)
-    run(prefill)
-    for request in requests(REPRODUCIBLE):
-        decode.insert(request, prefill.export(request.request_id))
-    apart = run(decode)
-    for name, answer in apart.items():
-        assert answer.round_sizes == colocated[name].round_sizes[1:]
+    apart = run(decode, hand_over(prefill, decode, requests(REPRODUCIBLE)))
+    for name, answer in colocated.items():
+        assert apart[name].round_sizes == answer.round_sizes
 
 
 @pytest.mark.parametrize("kind", ["draft_model", "eagle3", "mtp"])

@@ -13,7 +13,7 @@ from tests.support.engines import NGRAM, NO_DRAFTS
 from tests.support.graph_scenes import NUM_DRAFTS, VOCABULARY
 from tests.support.tiny_heads import write_tiny_head, write_tiny_module
 from tests.support.tiny_models import write_tiny_model
-from tests.support.triton_interpreter import strict_interpreter
+from tests.support.triton_interpreter import poisoned_workspaces, strict_interpreter
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -22,6 +22,12 @@ def interpreter() -> Iterator[None]:
         yield
         return
     with strict_interpreter():
+        yield
+
+
+@pytest.fixture
+def poisoned() -> Iterator[None]:
+    with poisoned_workspaces():
         yield
 
 

@@ -2,9 +2,7 @@
 last, also of half precision. `step_conformance` has the rest."""
 
 import importlib.util
-from collections.abc import Iterator
 
-import numpy as np
 import pytest
 import torch
 
@@ -31,11 +29,10 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture
-def find_floors() -> Iterator[FindFloors]:
+def find_floors(poisoned: None) -> FindFloors:
     from speculative.gpu.triton_filters import triton_floors
 
-    with np.errstate(all="ignore"):  # the interpreter computes with numpy
-        yield triton_floors
+    return triton_floors
 
 
 def scene() -> tuple[torch.Tensor, Filters]:

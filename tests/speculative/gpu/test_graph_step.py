@@ -35,6 +35,7 @@ from tests.support.graph_scenes import (
     VOCABULARY,
     Alternating,
     answers,
+    answers_over_a_handoff,
     assert_same,
 )
 from tests.support.step_inputs import HIDDEN_TOLERANCE, input_of, twin_caches
@@ -211,18 +212,12 @@ def test_few_blocks_and_preemptions_change_nothing(target: Path, drafters: dict[
 def test_a_handoff_between_rounds_is_the_one_of_the_plain_path(
     target: Path, drafters: dict[str, DrafterConfig], name: str
 ) -> None:
-    texts = []
-    for graphs in (False, True):
-        prefill, decode = (tiny_engine(target, drafter=drafters[name], cuda_graphs=graphs) for _ in range(2))
-        requests = [Request(f"r{index}", PROMPTS[index + 1], PLAIN[index], seed=index) for index in range(4)]
-        for request in requests:
-            prefill.add(request, prefill_only_after=5)
-        run(prefill)
-        for request in requests:
-            decode.insert(request, prefill.export(request.request_id))
-        texts.append({name: answer.token_ids for name, answer in run(decode).items()})
-    assert texts[0] == texts[1]
-    assert all(texts[0].values())
+    plain, graphed = (
+        answers_over_a_handoff(lambda own=own: tiny_engine(target, drafter=drafters[name], cuda_graphs=own), PLAIN)
+        for own in (False, True)
+    )
+    assert_same(graphed, plain)
+    assert all(len(answer.token_ids) == 24 for answer in plain.values())
 
 
 def test_a_row_that_is_no_number_ends_its_request_and_no_other(target: Path) -> None:

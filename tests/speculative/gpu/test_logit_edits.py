@@ -2,7 +2,6 @@
 `step_conformance` has the others."""
 
 import importlib.util
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -23,13 +22,12 @@ needs_triton = pytest.mark.skipif(
 
 
 @pytest.fixture
-def edit(monkeypatch: pytest.MonkeyPatch) -> Iterator[EditLogits]:
+def edit(monkeypatch: pytest.MonkeyPatch, poisoned: None) -> EditLogits:
     from speculative.gpu import triton_edits
 
     monkeypatch.setattr(triton_edits, "BLOCK", 64)
     monkeypatch.setattr(triton_edits, "_CELLS", 16)
-    with np.errstate(all="ignore"):  # the interpreter computes with numpy
-        yield triton_edits.triton_edit
+    return triton_edits.triton_edit
 
 
 @needs_triton

@@ -31,22 +31,10 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture
-def attend(monkeypatch: pytest.MonkeyPatch) -> AttendPaged:
-    return poisoned_triton(monkeypatch)
+def attend(poisoned: None) -> AttendPaged:
+    from speculative.gpu.triton_attention import TritonAttend
 
-
-def poisoned_triton(monkeypatch: pytest.MonkeyPatch) -> AttendPaged:
-    """Triton's, with a workspace of NaN: what a program does not write, nobody may read."""
-    from speculative.gpu import triton_attention
-
-    real = triton_attention.workspace
-
-    def poisoned(sizes: AttentionSizes, query: Tensor) -> tuple[Tensor, Tensor]:
-        partial, weight = real(sizes, query)
-        return partial.fill_(torch.nan), weight.fill_(torch.nan)
-
-    monkeypatch.setattr(triton_attention, "workspace", poisoned)
-    return triton_attention.TritonAttend(SIZES)
+    return TritonAttend(SIZES)
 
 
 def scene(
@@ -118,29 +106,31 @@ def test_positions_below_the_first_do_not_exist(attend: AttendPaged) -> None:
     assert not found[6].any(), "its only position does not exist"
 
 
-def test_the_kernels_bits_depend_on_neither_neighbours_nor_padding(monkeypatch: pytest.MonkeyPatch) -> None:
-    triton, heads = poisoned_triton(monkeypatch), (3, 1, 64)
-    whole = triton(*scene(heads, CONTEXTS, 5, torch.float32)).unflatten(0, (-1, 5))
+def test_the_kernels_bits_depend_on_neither_neighbours_nor_padding(attend: AttendPaged) -> None:
+    heads = (3, 1, 64)
+    whole = attend(*scene(heads, CONTEXTS, 5, torch.float32)).unflatten(0, (-1, 5))
     for index in (1, 3):
         before, count = CONTEXTS[index]
         alone = scene(heads, [(0, 0)] * index + [(before, count)], count, torch.float32)
-        found = triton(*alone).unflatten(0, (-1, count))
+        found = attend(*alone).unflatten(0, (-1, count))
         assert torch.equal(found[index, :count], whole[index, :count])
 
 
 @pytest.mark.parametrize("num_parts", [1, 2])
-def test_a_part_has_several_splits_of_a_context_that_is_long(monkeypatch: pytest.MonkeyPatch, num_parts: int) -> None:
+def test_a_part_has_several_splits_of_a_context_that_is_long(
+    attend: AttendPaged, monkeypatch: pytest.MonkeyPatch, num_parts: int
+) -> None:
     monkeypatch.setattr("speculative.gpu.paged_attention._MOST_PARTS", num_parts)
-    triton, heads = poisoned_triton(monkeypatch), (3, 1, 64)
+    heads = (3, 1, 64)
     arguments = scene(heads, CONTEXTS, 5, torch.float32)
-    whole, live = triton(*arguments), arguments[3].visible > 0
+    whole, live = attend(*arguments), arguments[3].visible > 0
     assert (whole.double() - row_by_row(*arguments))[live].abs().max() < TOLERANCE[torch.float32]
     before, count = CONTEXTS[3]
-    alone = triton(*scene(heads, [(0, 0)] * 3 + [(before, count)], count, torch.float32))
+    alone = attend(*scene(heads, [(0, 0)] * 3 + [(before, count)], count, torch.float32))
     assert torch.equal(alone[-count:], whole.unflatten(0, (-1, 5))[3, :count])
 
 
-def test_the_kernels_bits_depend_on_no_number_of_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernels_bits_depend_on_no_number_of_programs(attend: AttendPaged, monkeypatch: pytest.MonkeyPatch) -> None:
     """A large batch has one program for a context, a small one as many as the context has parts."""
     from speculative.gpu import triton_attention
 
@@ -148,7 +138,7 @@ def test_the_kernels_bits_depend_on_no_number_of_programs(monkeypatch: pytest.Mo
     found = []
     for enough in (1, 2 * 3 * len(CONTEXTS), 1 << 20):
         monkeypatch.setattr(triton_attention, "_ENOUGH_PROGRAMS", enough)
-        found.append(poisoned_triton(monkeypatch)(*scene((3, 1, 64), CONTEXTS, 5, torch.float32)))
+        found.append(attend(*scene((3, 1, 64), CONTEXTS, 5, torch.float32)))
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
@@ -167,11 +157,10 @@ def test_long_contexts_are_added_up_in_float32(monkeypatch: pytest.MonkeyPatch, 
     assert error_of(kernel, torch.float16, CPU) < 2e-5
 
 
-def test_many_rows_are_shared_by_several_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    triton = poisoned_triton(monkeypatch)
+def test_many_rows_are_shared_by_several_programs(attend: AttendPaged) -> None:
     heads, contexts = (32, 1, 16), [(7, 5), (30, 4)]
     arguments = scene(heads, contexts, 5, torch.float32)
-    found = triton(*arguments)
+    found = attend(*arguments)
     assert (found.double() - row_by_row(*arguments)).abs().max() < TOLERANCE[torch.float32]
 
 

@@ -38,6 +38,7 @@ from tests.support.graph_scenes import (
     Alternating,
     add_all,
     answers,
+    answers_over_a_handoff,
     answers_over_a_switch,
     assert_same,
 )
@@ -220,14 +221,7 @@ def test_drafts_of_varying_length_and_drafts_that_are_not_sampled(
 @pytest.mark.parametrize("name", ["ngram", *WITH_WEIGHTS])
 def test_a_handoff(load: Load, drafters: dict[str, DrafterConfig], name: str) -> None:
     def scene(load: Load) -> dict[str, Answer]:
-        prefill, decode = (load(drafter=drafters[name], max_num_seqs=2) for _ in range(2))
-        requests = [Request(f"r{index}", PROMPTS[index + 1], SHORT[index], seed=index) for index in range(4)]
-        for request in requests:
-            prefill.add(request, prefill_only_after=5)
-        run(prefill)
-        for request in requests:
-            decode.insert(request, prefill.export(request.request_id))
-        return run(decode)
+        return answers_over_a_handoff(lambda: load(drafter=drafters[name], max_num_seqs=2), SHORT)
 
     assert_same(*on_both(scene, load))
 

@@ -2,10 +2,8 @@
 definition."""
 
 import importlib.util
-from collections.abc import Iterator
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
@@ -30,15 +28,11 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture
-def sample(monkeypatch: pytest.MonkeyPatch) -> Iterator[SampleDrafts]:
-    """Triton's, with workspaces of NaN: what a program does not write, nobody may read."""
+def sample(monkeypatch: pytest.MonkeyPatch, poisoned: None) -> SampleDrafts:
     from speculative.gpu import triton_drafts
 
-    real = torch.empty
     monkeypatch.setattr(triton_drafts, "BLOCK", BLOCK)
-    monkeypatch.setattr(triton_drafts.torch, "empty", lambda *args, **named: real(*args, **named).fill_(torch.nan))
-    with np.errstate(all="ignore"):  # the interpreter computes with numpy
-        yield triton_drafts.triton_drafts
+    return triton_drafts.triton_drafts
 
 
 @pytest.mark.parametrize("part", SCENES)

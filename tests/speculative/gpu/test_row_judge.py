@@ -5,11 +5,10 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -75,16 +74,12 @@ MakeJudge = Callable[[LogprobsMode], RowJudge]
 
 
 @pytest.fixture
-def make_judge(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeJudge]:
-    """Triton's, with workspaces of NaN: what a program does not write, nobody may read."""
+def make_judge(monkeypatch: pytest.MonkeyPatch, poisoned: None) -> MakeJudge:
     from speculative.gpu import triton_filters, triton_judge
 
-    real = torch.empty
     monkeypatch.setattr(triton_filters, "_TILE", 256)
     monkeypatch.setattr(triton_judge, "BLOCK", BLOCK)
-    monkeypatch.setattr(triton_judge.torch, "empty", lambda *args, **named: real(*args, **named).fill_(torch.nan))
-    with np.errstate(all="ignore"):  # the interpreter computes with numpy
-        yield triton_judge.TritonJudge
+    return triton_judge.TritonJudge
 
 
 @pytest.fixture

@@ -35,6 +35,7 @@ from tests.support.graph_scenes import (
     Alternating,
     add_all,
     answers,
+    answers_over_a_handoff,
     answers_over_a_switch,
     assert_same,
 )
@@ -165,20 +166,7 @@ def test_any_shape_will_do(load: Load, name: str, kind: str) -> None:
 @needs_triton
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_handoff(load: Load, kind: str) -> None:
-    def scene(load: Load) -> dict[str, Answer]:
-        prefill, decode = (load(kind=kind, max_num_seqs=2) for _ in range(2))
-        requests = [Request(f"r{index}", PROMPTS[index + 1], SHORT[index], seed=index) for index in range(4)]
-        for request in requests:
-            prefill.add(request, prefill_only_after=5)
-        first = run(prefill)
-        for request in requests:
-            decode.insert(request, prefill.export(request.request_id))
-        second = run(decode)
-        for name, answer in second.items():
-            answer.token_ids[:0] = first[name].token_ids if name in first else []
-        return second
-
-    in_both(scene, load)
+    in_both(lambda load: answers_over_a_handoff(lambda: load(kind=kind, max_num_seqs=2), SHORT), load)
 
 
 @needs_triton

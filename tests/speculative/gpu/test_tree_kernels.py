@@ -2,10 +2,8 @@
 are by definition."""
 
 import importlib.util
-from collections.abc import Iterator
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -14,7 +12,7 @@ from speculative.gpu.row_drafts import CandidateFields, PickCandidates
 from speculative.sampling.rng import gumbel
 from speculative.state.draft_tree import DraftTree
 from speculative.vocabulary.ops import TorchOps
-from tests.speculative.gpu.test_paged_attention import BLOCK_SIZE, CONTEXTS, TOLERANCE, poisoned_triton, scene
+from tests.speculative.gpu.test_paged_attention import BLOCK_SIZE, CONTEXTS, SIZES, TOLERANCE, scene
 from tests.support.drafted_rows import FILTERS, OFFSET, DraftScene, draft_scene
 from tests.support.torch_operators import TorchAttend, TorchCandidates
 
@@ -41,22 +39,25 @@ def path_by_path(query: Tensor, keys: Tensor, values: Tensor, blocks: Tensor, be
     return out
 
 
+@pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("widths", [(4,), (2, 1)])
 @pytest.mark.parametrize("heads", [(4, 4, 16), (6, 2, 64)])
 def test_a_row_of_a_tree_sees_its_path_alone(
-    heads: tuple[int, int, int], widths: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    heads: tuple[int, int, int], widths: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     """Trees lie on the edges of blocks and of splits; beside them chains, and rows that stand for nothing."""
-    tree = DraftTree.of_widths(widths)
+    from speculative.gpu.triton_attention import TritonAttend
+
+    attend, tree = TritonAttend(SIZES), DraftTree.of_widths(widths)
     query, keys, values, rows = scene(heads, CONTEXTS, 5, dtype)
     roots, ancestors = rows.visible.clone(), torch.zeros_like(rows.visible)
     whole = [index for index, (_, count) in enumerate(CONTEXTS) if count == len(tree) + 1]
     for index in whole:
         roots[5 * index : 5 * index + 5] = CONTEXTS[index][0] + 1
         ancestors[5 * index : 5 * index + 5] = torch.from_numpy(tree.ancestors)
-    found = poisoned_triton(monkeypatch)(query, keys, values, replace(rows, roots=roots, ancestors=ancestors))
-    chains = poisoned_triton(monkeypatch)(query, keys, values, rows)
+    found = attend(query, keys, values, replace(rows, roots=roots, ancestors=ancestors))
+    chains = attend(query, keys, values, rows)
     by_torch = TorchAttend(BLOCK_SIZE)(query, keys, values, replace(rows, roots=roots, ancestors=ancestors))
     assert len(whole) == 2
     for index in range(len(CONTEXTS)):
@@ -70,7 +71,8 @@ def test_a_row_of_a_tree_sees_its_path_alone(
             assert torch.equal(found[own], chains[own]), "the bits of a chain are the same beside trees"
 
 
-def test_the_64th_draft_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("poisoned")
+def test_the_64th_draft_is_seen() -> None:
     """The last bit is the sign."""
     from speculative.gpu import triton_attention
     from speculative.gpu.paged_attention import AttentionSizes, PagedRows
@@ -91,15 +93,11 @@ def test_the_64th_draft_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def pick(monkeypatch: pytest.MonkeyPatch) -> Iterator[PickCandidates]:
-    """Triton's, with scores of NaN: what no program writes is found."""
+def pick(monkeypatch: pytest.MonkeyPatch, poisoned: None) -> PickCandidates:
     from speculative.gpu import triton_candidates
 
-    real = torch.empty
     monkeypatch.setattr(triton_candidates, "BLOCK", BLOCK)
-    monkeypatch.setattr(triton_candidates.torch, "empty", lambda *args, **named: real(*args, **named).fill_(torch.nan))
-    with np.errstate(all="ignore"):  # the interpreter computes with numpy
-        yield triton_candidates.triton_candidates
+    return triton_candidates.triton_candidates
 
 
 def fields_of(given: DraftScene, num_nodes: int) -> CandidateFields:

@@ -1,6 +1,7 @@
 """Products by the tiles of AMX, emulated in C++, and the choice between them and AVX-512."""
 
 import ctypes
+import json
 import logging
 import shutil
 from collections.abc import Iterator
@@ -391,6 +392,16 @@ def test_the_choice_is_logged_and_kept(
     assert caplog.text.count("computed by AMX tiles: products by AMX tiles took") == 1
     assert caplog.text.count("computed by AMX tiles from 4 rows on: by rows, products by AMX tiles took") == 1
     assert caplog.text.count("computed by AMX tiles: attention by AMX tiles took 0.55 of the time") == 1
+
+
+@pytest.mark.parametrize("kept", ["", "true", "[true, 4]", '[true, "4", true]', "[true, 4, null]", "[true, 4.5, true]"])
+def test_of_a_kept_choice_that_was_altered_nothing_is_taken(tmp_path: Path, kept: str) -> None:
+    library, machine = tmp_path / "kernels-1.so", Machine(error=0.1)
+    file = kernels_library._kept_choice(library, "tiles")
+    file.write_text(kept, encoding="utf-8")
+    kernels_library._set_tiles(machine, library)  # type: ignore[arg-type]
+    assert (machine.by_tiles, machine.int4_tile_rows, machine.attends_by_tiles) == (False, 0, False)
+    assert json.loads(file.read_text(encoding="utf-8")) == [False, 0, False]
 
 
 def test_a_machine_that_refuses_its_registers_is_asked_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

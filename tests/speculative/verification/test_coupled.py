@@ -16,6 +16,7 @@ from speculative.state.token_constraint import Bools
 from speculative.verification.base import VerifyInput, VerifyOutput
 from speculative.verification.coupled import verify_coupled
 from speculative.verification.draft_probs import Dense, PointMass
+from tests.support.engines import hand_over, run
 from tests.support.tiny_models import write_tiny_model
 
 NEAR_TIE = 1e-4  # nats between the two best perturbed scores: float32 rounds differently at other batch shapes
@@ -152,14 +153,8 @@ def test_same_text_through_handoff_preemption_and_move(folder: Path) -> None:
     wanted = requests(temperature=1.0)
     straight = together(make_engine(folder), wanted)
     prefill, decode = make_engine(folder), make_engine(folder, LoopDrafter())
-    for request in wanted:
-        prefill.add(request, prefill_only_after=1)
-    first = texts(prefill)
-    for request in wanted:
-        decode.insert(request, prefill.export(request.request_id))
-    rest = texts(decode)
-    handed = {key: first[key] + rest[key] for key in first}
-    assert_same(folder, wanted, straight, handed)
+    handed = run(decode, hand_over(prefill, decode, wanted))
+    assert_same(folder, wanted, straight, {name: answer.token_ids for name, answer in handed.items()})
     tight = make_engine(folder, kv_cache_tokens=256, max_model_len=128)
     preempted = together(tight, wanted)
     assert tight.take_stats().num_preemptions > 0
