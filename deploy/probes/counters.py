@@ -50,7 +50,7 @@ _OWN_CHECKS: dict[str, dict[str, tuple[str, ...]]] = {
         "": ("F16",),
     },
     "truespec_selfcheck_alarms_total": {"coin": ("F32",), "": ("F3", "F4", "F6", "F7", "F8", "F12")},
-    "truespec_replay_alarms_total": {"": ("F1", "F5", "F10", "F11", "F13", "F14", "F15")},
+    "truespec_replay_alarms_total": {"": ("F1", "F5", "F10", "F11", "F13", "F14", "F15", "F34")},
 }
 """Metrics of truespec's own checks and the faults they suggest, by the value of `kind`, `check` or `alarm`."""
 
