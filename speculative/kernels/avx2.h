@@ -302,10 +302,6 @@ INLINE __m512i _mm512_cvtepu16_epi32(__m256i x) {
     return {_mm256_cvtepu16_epi32(_mm256_castsi256_si128(x)), _mm256_cvtepu16_epi32(_mm256_extracti128_si256(x, 1))};
 }
 
-INLINE __m512i _mm512_cvtepi8_epi16(__m256i x) {
-    return {_mm256_cvtepi8_epi16(_mm256_castsi256_si128(x)), _mm256_cvtepi8_epi16(_mm256_extracti128_si256(x, 1))};
-}
-
 // The lower 16 bits of each lane.
 INLINE __m256i _mm512_cvtepi32_epi16(__m512i x) {
     const __m512i lower = _mm512_and_si512(x, _mm512_set1_epi32(0xFFFF));

@@ -59,11 +59,6 @@ void swiglu_row(const float* row, int64_t size, float* out) {
 // The largest integers that a block's largest number becomes; of two planes, no high byte comes to 128.
 constexpr float kLargest[] = {0.0f, 127.0f, 32512.0f};
 
-int32_t sum_of_bytes(__m256i bytes) {
-    const __m512i words = _mm512_cvtepi8_epi16(bytes);
-    return _mm512_reduce_add_epi32(_mm512_madd_epi16(words, _mm512_set1_epi16(1)));
-}
-
 template <int planes>
 void quantise_row(const float* row, int64_t size, int8_t* bytes, float* scales, float* sums, int32_t* zeros) {
     for (int64_t i = 0; i < size; i += kBlock) {
@@ -77,7 +72,7 @@ void quantise_row(const float* row, int64_t size, int8_t* bytes, float* scales, 
         const __m512i q1 = _mm512_cvtps_epi32(_mm512_mul_ps(x1, inverse));
         const float scale = finite ? largest / kLargest[planes] : NAN;
         const __m256i low = _mm256_set_m128i(_mm512_cvtepi32_epi8(q1), _mm512_cvtepi32_epi8(q0));
-        int32_t sum = sum_of_bytes(low);
+        const int32_t sum = _mm512_reduce_add_epi32(_mm512_add_epi32(q0, q1));
         __m256i* place = reinterpret_cast<__m256i*>(bytes + planes * i);
         if constexpr (planes == 1) {
             _mm256_storeu_si256(place, low);
@@ -86,7 +81,6 @@ void quantise_row(const float* row, int64_t size, int8_t* bytes, float* scales, 
             const __m128i h0 = _mm512_cvtepi32_epi8(_mm512_srai_epi32(_mm512_add_epi32(q0, half), 8));
             const __m128i h1 = _mm512_cvtepi32_epi8(_mm512_srai_epi32(_mm512_add_epi32(q1, half), 8));
             const __m256i high = _mm256_set_m128i(h1, h0);
-            sum += 256 * sum_of_bytes(high);
             const __m256i first = _mm256_unpacklo_epi32(high, low), second = _mm256_unpackhi_epi32(high, low);
             _mm256_storeu_si256(place, _mm256_permute2x128_si256(first, second, 0x20));
             _mm256_storeu_si256(place + 1, _mm256_permute2x128_si256(first, second, 0x31));
@@ -190,12 +184,32 @@ inline void store(__m512 sum, const Linear& linear, const Target& target, int64_
     _mm512_mask_storeu_ps(out, lanes, sum);
 }
 
-// Sums of H halves of a panel, of 16 outputs each, from `first` on.
+// Sums of H halves of a panel, of 16 outputs each, from `output` on.
 template <int R, int H>
-void store_halves(const __m512 (&sums)[R][H], const Linear& linear, const Target& target, int64_t row, int64_t panel,
-                  int first) {
+void store_each(const __m512 (&sums)[R][H], const Linear& linear, const Target& target, int64_t row, int64_t output) {
     for (int r = 0; r < R; ++r) {
-        for (int h = 0; h < H; ++h) store(sums[r][h], linear, target, row + r, panel * kPanel + 16 * (first + h));
+        for (int h = 0; h < H; ++h) store(sums[r][h], linear, target, row + r, output + 16 * h);
+    }
+}
+
+// The same, from the half `first` of a panel on. Inlined, so that sums of whole vectors go from their registers to where
+// they belong.
+template <int R, int H>
+[[gnu::always_inline]] inline void store_halves(const __m512 (&sums)[R][H], const Linear& linear, const Target& target,
+                                                int64_t row, int64_t panel, int first) {
+    const int64_t output = panel * kPanel + 16 * first;
+    if (linear.bias || linear.num_outputs - output < 16 * H) return store_each(sums, linear, target, row, output);
+    float* out = target.rows + row * target.stride + output;
+    if (target.add) {
+        for (int r = 0; r < R; ++r, out += target.stride) {
+            for (int h = 0; h < H; ++h) {
+                _mm512_storeu_ps(out + 16 * h, _mm512_add_ps(_mm512_loadu_ps(out + 16 * h), sums[r][h]));
+            }
+        }
+    } else {
+        for (int r = 0; r < R; ++r, out += target.stride) {
+            for (int h = 0; h < H; ++h) _mm512_storeu_ps(out + 16 * h, sums[r][h]);
+        }
     }
 }
 

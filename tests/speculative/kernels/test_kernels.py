@@ -50,11 +50,15 @@ def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def native(kind: Kind, num_inputs: int, num_outputs: int) -> tuple[NativeLinear, Tensor, Tensor]:
-    """A product of our kernels, and the weight and bias it stands for."""
-    linear = Linear(num_inputs, num_outputs, bias=True, dtype=torch.float32, device=CPU)
+def native(
+    kind: Kind, num_inputs: int, num_outputs: int, *, biased: bool = True
+) -> tuple[NativeLinear, Tensor, Tensor]:
+    """A product of our kernels, and the weight and bias it stands for; that bias is zero where it has none."""
+    linear = Linear(num_inputs, num_outputs, bias=biased, dtype=torch.float32, device=CPU)
     linear.weight.copy_(random(num_outputs, num_inputs, seed=1))
-    linear.bias.copy_(random(num_outputs, seed=2))
+    bias = random(num_outputs, seed=2) * biased
+    if linear.bias is not None:
+        linear.bias.copy_(bias)
     given: Kind | Quantized = kind
     weight = linear.weight.detach().clone() if kind == "float32" else linear.weight.bfloat16().float()
     if kind not in ("float32", "bfloat16", "w16a16"):
@@ -62,7 +66,7 @@ def native(kind: Kind, num_inputs: int, num_outputs: int) -> tuple[NativeLinear,
         weight = given.to_float()
     ours = NativeLinear(linear, compiled(), given, 8 if "a8" in kind else 16)
     assert ours.kind == kind
-    return ours, weight, linear.bias.detach().clone()
+    return ours, weight, bias
 
 
 def as_read(kind: Kind, rows: Tensor) -> Tensor:
@@ -79,10 +83,10 @@ def as_read(kind: Kind, rows: Tensor) -> Tensor:
 
 
 @needs_kernels
-@pytest.mark.parametrize("num_outputs", [32, 75])
+@pytest.mark.parametrize(("num_outputs", "biased"), [(32, True), (75, True), (32, False), (75, False)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_product(kind: Kind, num_outputs: int) -> None:
-    linear, weight, bias = native(kind, 96, num_outputs)
+def test_a_product(kind: Kind, num_outputs: int, biased: bool) -> None:
+    linear, weight, bias = native(kind, 96, num_outputs, biased=biased)
     for num_rows in (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 21):
         rows = random(num_rows, 200)[:, :96]  # strided, as in a forward
         expected = as_read(kind, rows).double() @ weight.double().T + bias.double()
@@ -112,15 +116,27 @@ def test_a_product_of_an_odd_number_of_inputs(kind: Kind) -> None:
 
 
 @needs_kernels
-@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("num_outputs", [16, 75, 96])  # part of a panel, such a part behind whole ones, whole ones
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_row_is_the_same_bits_in_any_company_on_any_number_of_threads(kind: Kind) -> None:
-    linear, _, _ = native(kind, 64, 80)
+def test_a_bias_is_added_to_the_same_bits(kind: Kind, num_outputs: int) -> None:
+    biased, _, bias = native(kind, 32, num_outputs)
+    plain, _, _ = native(kind, 32, num_outputs, biased=False)
+    rows = random(13, 32)
+    for num_rows in range(1, 14):
+        assert torch.equal(biased(rows[:num_rows]), plain(rows[:num_rows]) + bias)
+
+
+@needs_kernels
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_is_the_same_bits_in_any_company_on_any_number_of_threads(kind: Kind, biased: bool) -> None:
+    linear, _, _ = native(kind, 64, 80, biased=biased)
     rows = random(37, 64)
-    together = linear(rows)
+    together = [linear(part) for size in (37, 9) for part in rows.split(size)]
     torch.set_num_threads(1)
     alone = torch.cat([linear(rows[i : i + 1]) for i in range(len(rows))])
-    assert torch.equal(together, alone)
+    assert torch.equal(torch.cat(together), alone.repeat(2, 1))
 
 
 @needs_kernels
