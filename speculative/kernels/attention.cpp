@@ -69,12 +69,12 @@ struct Piece {
     int64_t most() const { return length + row_end - row_begin - 1; }  // positions that the last row attends to
 };
 
-// Asks for the numbers of some positions of a piece's head, for the second cache: they lie apart, so the processor
+// Asks for the numbers of some positions of a piece's head, for the first cache: they lie apart, so the processor
 // would ask for few at once.
 void fetch_positions(const char* numbers, const Cache& cache, const Piece& piece, int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
         const char* own = numbers + cache.at(piece.context[t], piece.kv_head);
-        for (int64_t line = 0; line < cache.head_dim * cache.width; line += 64) _mm_prefetch(own + line, _MM_HINT_T1);
+        for (int64_t line = 0; line < cache.head_dim * cache.width; line += 64) _mm_prefetch(own + line, _MM_HINT_T0);
     }
 }
 
@@ -174,8 +174,8 @@ inline void transpose(const __m512i* rows, __m512i* columns) {
     }
 }
 
-// Panels of 32 positions of a block, one after the other: for every two numbers of the head, a pair of each position. A
-// panel has room for a multiple of 32 numbers; behind the block's end lies garbage.
+// 32 positions of a block: for every two numbers of the head, a pair of each position. The panel has room for a multiple
+// of 32 numbers; positions behind the block's end are garbage.
 void pair_keys(const Cache& cache, const Block& block, int64_t t, char* panel) {
     const int64_t pairs = cache.head_dim / 2;
     for (int64_t half = 0; half < kPanel; half += 16) {
@@ -193,8 +193,8 @@ void pair_keys(const Cache& cache, const Block& block, int64_t t, char* panel) {
     }
 }
 
-// A panel of 32 numbers of the values of 32 positions of a block: for every two positions, a pair of each number; 0 from
-// the block's end on, to a whole pair.
+// 32 numbers of the values of 32 positions of a block: for every two positions, a pair of each number. An odd last
+// position is paired with 0.
 void pair_values(const Cache& cache, const Block& block, int64_t t, int64_t number, char* panel) {
     const __m512i first = _mm512_set_epi32(0x002F000F, 0x002E000E, 0x002D000D, 0x002C000C, 0x002B000B, 0x002A000A,
                                            0x00290009, 0x00280008, 0x00270007, 0x00260006, 0x00250005, 0x00240004,
@@ -202,16 +202,18 @@ void pair_values(const Cache& cache, const Block& block, int64_t t, int64_t numb
     const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(0x00100010));
     const __mmask16 lanes = first_lanes((cache.head_dim - number) / 2);
     const char* values = cache.values + 2 * number;
-    const int64_t end = std::min(t + kPanel, block.count());
-    for (; t < end; t += 2, panel += kPanelRow) {
-        const __m512i even = _mm512_maskz_loadu_epi32(lanes, values + block.at[t]);
-        const __m512i odd = _mm512_maskz_loadu_epi32(t + 1 < end ? lanes : 0, values + block.at[std::min(t + 1, end - 1)]);
+    const auto load = [&](int64_t t) { return _mm512_maskz_loadu_epi32(lanes, values + block.at[t]); };
+    const auto put = [&](__m512i even, __m512i odd) {
         _mm512_storeu_si512(panel, _mm512_permutex2var_epi16(even, first, odd));
         _mm512_storeu_si512(panel + 64, _mm512_permutex2var_epi16(even, second, odd));
-    }
+        panel += kPanelRow;
+    };
+    const int64_t end = std::min(t + kPanel, block.count());
+    for (; t + 2 <= end; t += 2) put(load(t), load(t + 1));
+    if (t < end) put(load(t), _mm512_setzero_si512());
 }
 
-// A block's keys and values in panels.
+// A block's keys, in a panel for every 32 positions, and values, in one for every 32 numbers.
 struct Panels {
     int64_t key_bytes, value_bytes;  // of 32 positions, and of 32 numbers
     char *keys, *values;
@@ -222,9 +224,9 @@ struct Panels {
           keys(reinterpret_cast<char*>(scratch)),
           values(keys + kPositions / kPanel * key_bytes) {}
 
-    const char* keys_from(int64_t t) const { return keys + t / kPanel * key_bytes; }
-    const char* values_from(int64_t t, int64_t number) const {
-        return values + number / 32 * value_bytes + t / 2 * kPanelRow;
+    char* keys_from(int64_t t) const { return keys + t / kPanel * key_bytes; }
+    char* values_from(int64_t t, int64_t number) const {
+        return values + number / kPanel * value_bytes + t / 2 * kPanelRow;
     }
 
     void fill(const Cache& cache, const Piece& piece, const Block& block) const {
@@ -233,26 +235,33 @@ struct Panels {
             const int64_t at = block.begin + t, ahead = at + kPositionsAhead;
             fetch_positions(cache.keys, cache, piece, ahead, std::min(ahead + kPanel, most));
             fetch_positions(cache.values, cache, piece, at, std::min(at + kPanel, most));
-            pair_keys(cache, block, t, keys + t / kPanel * key_bytes);
+            pair_keys(cache, block, t, keys_from(t));
         }
         for (int64_t t = 0; t < count; t += kPanel) {
-            for (int64_t number = 0; number < cache.head_dim; number += 32) {
-                pair_values(cache, block, t, number, values + number / 32 * value_bytes + t / 2 * kPanelRow);
+            for (int64_t number = 0; number < cache.head_dim; number += kPanel) {
+                pair_values(cache, block, t, number, values_from(t, number));
             }
         }
     }
 };
 
-// Adds the products of Q rows of pairs, `stride` bytes apart, with a panel of so many pairs to their sums.
+// A pair of a plane of a row, as `split_row_for_tiles` has it, in all lanes.
+template <int planes>
+inline __m512bh pair_of(const int8_t* row, int64_t k, int plane) {
+    const int8_t* pair = row + (planes == 1 ? 4 * k : 4 * k + 64 * (k / 16 + plane));
+    return (__m512bh)_mm512_set1_epi32(*reinterpret_cast<const int32_t*>(pair));
+}
+
+// Adds the products of Q rows, `stride` bytes apart and as `split_row_for_tiles` has them, with a panel of so many pairs
+// to their sums.
 template <int Q, int planes>
 [[gnu::always_inline]] inline void add_pairs(const int8_t* rows, int64_t stride, const char* panel, int64_t pairs,
                                              __m512 (*sums)[Q][2]) {
-    for (int64_t k = 0; k < pairs; ++k, rows += 4 * planes, panel += kPanelRow) {
+    for (int64_t k = 0; k < pairs; ++k, panel += kPanelRow) {
         const __m512bh first = (__m512bh)_mm512_loadu_si512(panel), second = (__m512bh)_mm512_loadu_si512(panel + 64);
         for (int q = 0; q < Q; ++q) {
-            const int32_t* pair = reinterpret_cast<const int32_t*>(rows + q * stride);
             for (int p = 0; p < planes; ++p) {
-                const __m512bh x = (__m512bh)_mm512_set1_epi32(pair[p]);
+                const __m512bh x = pair_of<planes>(rows + q * stride, k, p);
                 sums[p][q][0] = _mm512_dpbf16_ps(sums[p][q][0], first, x);
                 sums[p][q][1] = _mm512_dpbf16_ps(sums[p][q][1], second, x);
             }
@@ -260,129 +269,157 @@ template <int Q, int planes>
     }
 }
 
-// Scores of the 32 positions of a panel, of Q queries that `split_row` has made bfloat16s of.
+// Scores of the first positions of a block, up to whole panels, of Q queries, as `add_pairs` takes them.
 template <int Q, int planes>
-void score_pairs(const int8_t* queries, int64_t pairs, const char* panel, float* scores) {
-    __m512 sums[planes][Q][2];
-    for (int p = 0; p < planes; ++p) {
-        for (int q = 0; q < Q; ++q) sums[p][q][0] = sums[p][q][1] = _mm512_setzero_ps();
-    }
-    add_pairs<Q, planes>(queries, 4 * planes * pairs, panel, pairs, sums);
-    for (int q = 0; q < Q; ++q) {
-        for (int half = 0; half < 2; ++half) {
-            if (planes == 2) sums[0][q][half] = _mm512_add_ps(sums[0][q][half], sums[planes - 1][q][half]);
-            _mm512_storeu_ps(scores + q * kPositions + 16 * half, sums[0][q][half]);
+[[gnu::noinline]] void score_pairs(const Panels& panels, int64_t size, const int8_t* queries, int64_t stride,
+                                   int64_t positions, float* scores) {
+    for (int64_t t = 0; t < positions; t += kPanel, scores += kPanel) {
+        __m512 sums[planes][Q][2];
+        for (int p = 0; p < planes; ++p) {
+            for (int q = 0; q < Q; ++q) sums[p][q][0] = sums[p][q][1] = _mm512_setzero_ps();
+        }
+        add_pairs<Q, planes>(queries, stride, panels.keys_from(t), size / 2, sums);
+        for (int q = 0; q < Q; ++q) {
+            for (int half = 0; half < 2; ++half) {
+                if (planes == 2) sums[0][q][half] = _mm512_add_ps(sums[0][q][half], sums[planes - 1][q][half]);
+                _mm512_storeu_ps(scores + q * kPositions + 16 * half, sums[0][q][half]);
+            }
         }
     }
 }
 
-// Adds the weighted values of a block to 32 numbers, or the first 16, of Q queries' sums. The first query attends to the
-// fewest positions; of the others each takes its own.
+// Adds the weighted values of a block to the sums of Q queries. The first one sees the fewest positions; of the others
+// each takes its own.
 template <int Q, int planes>
-void weigh_pairs(const float* weights, const int64_t* counts, const char* panel, float* to, int64_t size, bool whole) {
-    __m512 sums[planes][Q][2];
-    for (int q = 0; q < Q; ++q) {
-        sums[0][q][0] = _mm512_loadu_ps(to + q * size);
-        sums[0][q][1] = whole ? _mm512_loadu_ps(to + q * size + 16) : _mm512_setzero_ps();
-        if (planes == 2) sums[planes - 1][q][0] = sums[planes - 1][q][1] = _mm512_setzero_ps();
-    }
-    const int64_t common = counts[0] / 2;
-    add_pairs<Q, planes>(reinterpret_cast<const int8_t*>(weights), 4 * kPositions, panel, common, sums);
-#pragma GCC unroll 12
-    for (int q = 0; q < Q; ++q) {  // unrolled, or the sums lie in memory
-        const int32_t* pairs = reinterpret_cast<const int32_t*>(weights + q * kPositions);
-        for (int64_t k = common; 2 * k < counts[q]; ++k) {
-            const __mmask32 seen = 2 * k + 1 < counts[q] ? 0xFFFFFFFF : 0x55555555;  // the second value may be no number
-            const __m512bh first = (__m512bh)_mm512_maskz_loadu_epi16(seen, panel + k * kPanelRow);
-            const __m512bh second = (__m512bh)_mm512_maskz_loadu_epi16(seen, panel + k * kPanelRow + 64);
-            for (int p = 0; p < planes; ++p) {
-                const __m512bh weight = (__m512bh)_mm512_set1_epi32(pairs[k * planes + p]);
-                sums[p][q][0] = _mm512_dpbf16_ps(sums[p][q][0], first, weight);
-                sums[p][q][1] = _mm512_dpbf16_ps(sums[p][q][1], second, weight);
-            }
+[[gnu::noinline]] void weigh_pairs(const Panels& panels, int64_t size, const float* weights, const int64_t* seen,
+                                   float* to) {
+    const int64_t common = seen[0] / 2;
+    for (int64_t number = 0; number < size; number += kPanel) {
+        const char* panel = panels.values_from(0, number);
+        const bool whole = number + 16 < size;
+        __m512 sums[planes][Q][2];
+        for (int q = 0; q < Q; ++q) {
+            const float* so_far = to + q * size + number;
+            sums[0][q][0] = _mm512_loadu_ps(so_far);
+            sums[0][q][1] = whole ? _mm512_loadu_ps(so_far + 16) : _mm512_setzero_ps();
+            if (planes == 2) sums[planes - 1][q][0] = sums[planes - 1][q][1] = _mm512_setzero_ps();
         }
-        for (int half = 0; half < 1 + whole; ++half) {
-            if (planes == 2) sums[0][q][half] = _mm512_add_ps(sums[0][q][half], sums[planes - 1][q][half]);
-            _mm512_storeu_ps(to + q * size + 16 * half, sums[0][q][half]);
+        add_pairs<Q, planes>(reinterpret_cast<const int8_t*>(weights), 4 * kPositions, panel, common, sums);
+#pragma GCC unroll 12
+        for (int q = 0; q < Q; ++q) {  // unrolled, or the sums lie in memory
+            const int8_t* row = reinterpret_cast<const int8_t*>(weights + q * kPositions);
+            for (int64_t k = common; 2 * k < seen[q]; ++k) {
+                const __mmask32 own = 2 * k + 1 < seen[q] ? 0xFFFFFFFF : 0x55555555;  // the next value may be no number
+                const __m512bh first = (__m512bh)_mm512_maskz_loadu_epi16(own, panel + k * kPanelRow);
+                const __m512bh second = (__m512bh)_mm512_maskz_loadu_epi16(own, panel + k * kPanelRow + 64);
+                for (int p = 0; p < planes; ++p) {
+                    const __m512bh weight = pair_of<planes>(row, k, p);
+                    sums[p][q][0] = _mm512_dpbf16_ps(sums[p][q][0], first, weight);
+                    sums[p][q][1] = _mm512_dpbf16_ps(sums[p][q][1], second, weight);
+                }
+            }
+            for (int half = 0; half < 1 + whole; ++half) {
+                if (planes == 2) sums[0][q][half] = _mm512_add_ps(sums[0][q][half], sums[planes - 1][q][half]);
+                _mm512_storeu_ps(to + q * size + number + 16 * half, sums[0][q][half]);
+            }
         }
     }
 }
 
 #endif
 
-// 2^x of an x of at most 0, to a unit in the last place and x 2^-24: for weights of attention, sooner than
-// `exponential`. NaN stays NaN.
-inline __m512 two_to_the(__m512 x) {
+// c[0] r^(n-1) + ... + c[n-1].
+template <int n>
+[[gnu::always_inline]] inline __m512 polynomial(const float (&c)[n], __m512 r) {
+    __m512 p = _mm512_set1_ps(c[0]);
+    for (int i = 1; i < n; ++i) p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(c[i]));
+    return p;
+}
+
+// 2^x of an x of at most 0, for weights of attention, sooner than `exponential`: relative to it to 3e-6 with one plane,
+// to 2e-7 with two, to a unit in the last place without, and to x 2^-24. NaN stays NaN.
+template <int planes>
+[[gnu::always_inline]] inline __m512 two_to_the(__m512 x) {
+    constexpr float least[] = {9.570101911e-3f, 5.591786032e-2f, 2.402474483e-1f, 6.931218147e-1f, 9.999992614e-1f};
+    constexpr float more[] = {1.327647199e-3f, 9.675541334e-3f, 5.550713273e-2f,
+                              2.402211972e-1f, 6.931469671e-1f, 1.000000072f};
+    constexpr float all[] = {1.534581242594868e-4f, 1.339993090368734e-3f,  9.618489071726799e-3f, 5.550328642129898e-2f,
+                             2.4022646248340607e-1f, 6.931471824645996e-1f, 1.0f};
     x = _mm512_max_ps(_mm512_set1_ps(-150.0f), x);  // 0 beyond
     const __m512 n = _mm512_roundscale_ps(x, 8), r = _mm512_sub_ps(x, n);
-    __m512 p = _mm512_set1_ps(1.534581242594868e-4f);
-    for (const float c : {1.339993090368734e-3f, 9.618489071726799e-3f, 5.550328642129898e-2f, 2.4022646248340607e-1f,
-                          6.931471824645996e-1f, 1.0f}) {
-        p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(c));
-    }
+    const __m512 p = planes == 1 ? polynomial(least, r) : planes == 2 ? polynomial(more, r) : polynomial(all, r);
     return _mm512_scalef_ps(p, n);
 }
 
 // The largest score of one query.
-[[gnu::always_inline]] inline float largest_score(const float* scores, int64_t length) {
-    __m512 largest = _mm512_set1_ps(-INFINITY);
-    for (int64_t t = 0; t < length; t += 16) {
-        largest = _mm512_mask_max_ps(largest, first_lanes(length - t), largest, _mm512_loadu_ps(scores + t));
+[[gnu::always_inline]] inline float largest_score(const float* scores, int64_t count) {
+    __m512 largest[4];
+    for (int i = 0; i < 4; ++i) largest[i] = _mm512_set1_ps(-INFINITY);
+    int64_t t = 0;
+    for (; t + 64 <= count; t += 64) {
+        for (int i = 0; i < 4; ++i) largest[i] = _mm512_max_ps(largest[i], _mm512_loadu_ps(scores + t + 16 * i));
     }
-    return _mm512_reduce_max_ps(largest);
+    for (; t < count; t += 16) {
+        largest[0] = _mm512_mask_max_ps(largest[0], first_lanes(count - t), largest[0], _mm512_loadu_ps(scores + t));
+    }
+    for (int i = 1; i < 4; ++i) largest[0] = _mm512_max_ps(largest[0], largest[i]);
+    return _mm512_reduce_max_ps(largest[0]);
 }
 
 // Scores of the positions of a block that one query sees to weights e^(score - top), in place, and 0 up to whole 32 of
-// them; with planes they become bfloat16s, as `split_row` or `split_row_for_tiles` have them. What is known of the query
-// becomes what is known with these scores, but for the weighted values.
-template <int planes, bool for_tiles = false>
-void exponentiate(Queries& queries, int64_t q, const Block& block, float scale, float* scores, int64_t size) {
+// them; with planes they become bfloat16s, as `split_row_for_tiles` has them. What is known of the query becomes what is
+// known with these scores, but for their values.
+template <int planes>
+[[gnu::noinline]] void exponentiate(Queries& queries, int64_t q, const Block& block, float scale, float* scores,
+                                    int64_t size) {
     const int64_t count = queries.seen(q, block);
     if (count == 0) return;
-    float &total = queries.totals[q], *sums = queries.sums + q * size;
     const float so_far = queries.tops[q], top = std::max(so_far, largest_score(scores, count));
-    queries.tops[q] = top;
-    const __m512 factor = _mm512_set1_ps(scale * 1.44269504088896341f);
-    const __m512 subtracted = _mm512_set1_ps(top);
+    const __m512 factor = _mm512_set1_ps(scale * 1.44269504088896341f), subtracted = _mm512_set1_ps(top);
+    const auto power = [&](__m512 score) {
+        return two_to_the<planes>(_mm512_mul_ps(_mm512_sub_ps(score, subtracted), factor));
+    };
     if (top != so_far) {
-        const __m512 rescale = two_to_the(_mm512_mul_ps(_mm512_sub_ps(_mm512_set1_ps(so_far), subtracted), factor));
-        total *= _mm512_cvtss_f32(rescale);
+        const __m512 rescale = power(_mm512_set1_ps(so_far));
+        queries.tops[q] = top;
+        queries.totals[q] *= _mm512_cvtss_f32(rescale);
+        float* sums = queries.sums + q * size;
         for (int64_t d = 0; d < size; d += 16) {
             _mm512_storeu_ps(sums + d, _mm512_mul_ps(_mm512_loadu_ps(sums + d), rescale));
         }
     }
     __m512 added = _mm512_setzero_ps();
-    for (int64_t t = 0; t < count; t += 32) {
+    const auto weigh = [&](int64_t t, bool all) {
         __m512 weights[2];
-        for (int64_t i = 0; i < 2; ++i) {
-            const __m512 x = _mm512_mul_ps(_mm512_sub_ps(_mm512_loadu_ps(scores + t + 16 * i), subtracted), factor);
-            weights[i] = _mm512_maskz_mov_ps(first_lanes(count - t - 16 * i), two_to_the(x));
-        }
-        if constexpr (planes == 0) {
-            for (int64_t i = 0; i < 2; ++i) {
-                _mm512_storeu_ps(scores + t + 16 * i, weights[i]);
-                added = _mm512_add_ps(added, weights[i]);
-            }
+        for (int i = 0; i < 2; ++i) {
+            weights[i] = power(_mm512_loadu_ps(scores + t + 16 * i));
+            if (!all) weights[i] = _mm512_maskz_mov_ps(first_lanes(count - t - 16 * i), weights[i]);
         }
 #if defined(__AVX512BF16__)
-        const __m512bh ones = (__m512bh)_mm512_set1_epi32(0x3F803F80);
-        if constexpr (planes == 1) {
-            const __m512bh pairs = _mm512_cvtne2ps_pbh(weights[1], weights[0]);
-            _mm512_storeu_si512(scores + t / 2, (__m512i)pairs);
-            added = _mm512_dpbf16_ps(added, pairs, ones);  // what weighs adds up to 1
-        }
-        if constexpr (planes == 2) {
-            float both[32];
-            for (int64_t i = 0; i < 2; ++i) {
-                added = _mm512_add_ps(added, weights[i]);
-                _mm512_storeu_ps(both + 16 * i, weights[i]);
+        if constexpr (planes > 0) {
+            __m512i* to = reinterpret_cast<__m512i*>(scores + t / 2 * planes);
+            const __m512i high = (__m512i)_mm512_cvtne2ps_pbh(weights[1], weights[0]);
+            _mm512_storeu_si512(to, high);
+            if constexpr (planes == 1) {
+                added = _mm512_dpbf16_ps(added, (__m512bh)high, (__m512bh)_mm512_set1_epi32(0x3F803F80));
+            } else {
+                const __m512 first = _mm512_sub_ps(weights[0], expand(_mm512_castsi512_si256(high)));
+                const __m512 second = _mm512_sub_ps(weights[1], expand(_mm512_extracti64x4_epi64(high, 1)));
+                _mm512_storeu_si512(to + 1, (__m512i)_mm512_cvtne2ps_pbh(second, first));
+                added = _mm512_add_ps(added, _mm512_add_ps(weights[0], weights[1]));
             }
-            int8_t* to = reinterpret_cast<int8_t*>(scores + t);
-            for_tiles ? split_row_for_tiles<2>(both, 32, to) : split_row<2>(both, 32, to);
+            return;
         }
 #endif
-    }
-    total += _mm512_reduce_add_ps(added);
+        for (int i = 0; i < 2; ++i) {
+            _mm512_storeu_ps(scores + t + 16 * i, weights[i]);
+            added = _mm512_add_ps(added, weights[i]);
+        }
+    };
+    int64_t t = 0;
+    for (; t + 32 <= count; t += 32) weigh(t, true);
+    if (t < count) weigh(t, false);
+    queries.totals[q] += _mm512_reduce_add_ps(added);
 }
 
 // Adds the weighted values of positions begin..end of a block to Q queries' sums, some numbers of the head at a time.
@@ -422,24 +459,20 @@ template <int planes>
 void attend_in_pairs(const Block& block, Queries& queries, const Panels& panels, int64_t size, float scale,
                      const int8_t* split, float* scores) {
     constexpr int64_t most = kPairTile / planes;
+    const int64_t row_bytes = 2 * planes * padded(size, 32);
     for (int64_t q = 0; q < queries.count; q += most) {
         const int64_t some = std::min(most, queries.count - q), longest = queries.seen(q + some - 1, block);
         if (longest == 0) continue;
         with_count<most>(some, [&](auto tile) {
-            for (int64_t t = 0; t < longest; t += 32) {
-                score_pairs<tile(), planes>(split + 2 * planes * q * size, size / 2, panels.keys_from(t), scores + t);
-            }
+            score_pairs<tile(), planes>(panels, size, split + q * row_bytes, row_bytes, longest, scores);
         });
-        int64_t counts[most];
+        int64_t seen[most];
         for (int64_t i = 0; i < some; ++i) {
             exponentiate<planes>(queries, q + i, block, scale, scores + i * kPositions, size);
-            counts[i] = queries.seen(q + i, block);
+            seen[i] = queries.seen(q + i, block);
         }
         with_count<most>(some, [&](auto tile) {
-            for (int64_t number = 0; number < size; number += 32) {
-                weigh_pairs<tile(), planes>(scores, counts, panels.values_from(0, number),
-                                            queries.sums + q * size + number, size, number + 16 < size);
-            }
+            weigh_pairs<tile(), planes>(panels, size, scores, seen, queries.sums + q * size);
         });
     }
 }
@@ -517,7 +550,7 @@ void attend_by_tiles(const Block& block, Queries& queries, const Panels& panels,
             score_by_tiles<planes>(split + 2 * planes * q * size, some, size, panels.keys_from(t), scores + t);
         }
         for (int64_t i = 0; i < some; ++i) {
-            exponentiate<planes, true>(queries, q + i, block, scale, scores + i * kPositions, size);
+            exponentiate<planes>(queries, q + i, block, scale, scores + i * kPositions, size);
         }
         const int64_t whole = queries.seen(q, block) / 32 * 32;
         for (int64_t number = 0; number < size && whole > 0; number += 32) {
@@ -540,10 +573,6 @@ void attend_by_tiles(const Block& block, Queries& queries, const Panels& panels,
     }
     release_tiles();
 }
-
-#else
-
-bool attends_by_tiles(const Cache&, int64_t) { return false; }
 
 #endif
 
@@ -571,6 +600,26 @@ void attend_plainly(const Cache& cache, const Piece& piece, const Block& block, 
     }
 }
 
+#if defined(__AVX512BF16__)
+
+template <int planes>
+void attend_in_panels(const Cache& cache, const Piece& piece, const Block& block, Queries& queries, int64_t group,
+                      float scale, const Panels& panels, int8_t* split, float* scores) {
+    const int64_t size = cache.head_dim, row_bytes = 2 * planes * padded(size, 32);
+    for (int64_t q = 0; block.begin == 0 && q < queries.count; ++q) {
+        split_row_for_tiles<planes>(queries.rows[q], size, split + q * row_bytes);
+    }
+    panels.fill(cache, piece, block);
+#if defined(TRUESPEC_TILES)
+    if (attends_by_tiles(cache, group)) {
+        return attend_by_tiles<planes>(block, queries, panels, size, group, scale, split, scores);
+    }
+#endif
+    attend_in_pairs<planes>(block, queries, panels, size, scale, split, scores);
+}
+
+#endif
+
 // Where a thread keeps what it needs of a piece, and how much that is.
 struct Places {
     int64_t panels, sums, split, scores, end;
@@ -579,18 +628,9 @@ struct Places {
         : panels(0),
           sums(panels + kPositions * padded(size, 32)),
           split(sums + queries * size),
-          scores(split + queries * size),
+          scores(split + queries * padded(size, 32)),
           end(scores + queries * kPositions) {}
 };
-
-#if defined(__AVX512BF16__)
-
-void split_queries(const Queries& queries, int64_t planes, int64_t size, bool for_tiles, int8_t* to) {
-    const auto split = planes == 1 ? split_row<1> : for_tiles ? split_row_for_tiles<2> : split_row<2>;
-    for (int64_t q = 0; q < queries.count; ++q) split(queries.rows[q], size, to + 2 * planes * q * size);
-}
-
-#endif
 
 int64_t rows_of_piece(int64_t group) { return std::max<int64_t>(1, kPieceQueries / group); }
 
@@ -609,25 +649,13 @@ void attend_piece(const Shape& shape, const Cache& cache, const Heads& heads, co
     }
     const float scale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(size)));
     float* scores = scratch + places.scores;
-#if defined(__AVX512BF16__)
-    const Panels panels(size, scratch + places.panels);
-    int8_t* split = reinterpret_cast<int8_t*>(scratch + places.split);
-    if (cache.width == 2) split_queries(queries, planes, size, attends_by_tiles(cache, group), split);
-#endif
     for (int64_t begin = 0; begin < piece.most(); begin += kPositions) {
         const Block block(cache, piece, begin);
 #if defined(__AVX512BF16__)
         if (cache.width == 2) {
-            panels.fill(cache, piece, block);
-#if defined(TRUESPEC_TILES)
-            if (attends_by_tiles(cache, group)) {
-                const auto attend = planes == 1 ? attend_by_tiles<1> : attend_by_tiles<2>;
-                attend(block, queries, panels, size, group, scale, split, scores);
-                continue;
-            }
-#endif
-            const auto attend = planes == 1 ? attend_in_pairs<1> : attend_in_pairs<2>;
-            attend(block, queries, panels, size, scale, split, scores);
+            const auto attend = planes == 1 ? attend_in_panels<1> : attend_in_panels<2>;
+            attend(cache, piece, block, queries, group, scale, Panels(size, scratch + places.panels),
+                   reinterpret_cast<int8_t*>(scratch + places.split), scores);
             continue;
         }
 #endif

@@ -211,7 +211,7 @@ void split_row(const float* row, int64_t size, int8_t* bytes) {
     }
 }
 
-// The same, for rows of tiles: for each 32 numbers the high bfloat16s, then the low ones.
+// The same, as tiles and attention read it: for each 32 numbers the high bfloat16s, then the low ones.
 template <int planes>
 void split_row_for_tiles(const float* row, int64_t size, int8_t* bytes) {
     if constexpr (planes == 1) return split_row<1>(row, size, bytes);
