@@ -19,9 +19,12 @@ namespace {
 constexpr int64_t kQueryTile = kWide ? 6 : 3;  // queries that share one pass over keys or values
 constexpr int kParts = kWide ? 4 : 2;   // vectors of a head that such a pass over values takes at once
 constexpr int kKeys = kWide ? 16 : 4;          // keys that a query is multiplied with at once
-constexpr int64_t kPairTile = 12;  // queries that share one pass over a panel of pairs of bfloat16s, over planes
-constexpr int64_t kPositions = 256;     // of a block: so many positions are attended to at once
-constexpr int64_t kPieceQueries = 192;  // for so many a block's keys and values are prepared once
+constexpr int64_t kPairTile = 12;  // queries that share one pass over a panel, with one plane
+
+// Positions are attended to in blocks of so many, counted from the first of the sequence: the scores of a block stay in
+// the near caches. Where a later block has a larger score, what is known so far is scaled down to it.
+constexpr int64_t kPositions = 256;
+constexpr int64_t kPieceQueries = 192;  // that share what is prepared of a block
 
 // A length up to whole blocks of positions.
 int64_t padded(int64_t length, int64_t block) { return (length + block - 1) / block * block; }
@@ -93,8 +96,8 @@ struct Block {
     int64_t count() const { return end - begin; }
 };
 
-// The queries of a piece, row after row, and what is known of them so far: `tops` are their largest scores, `totals` the
-// sums of their weights e^(score - top), and `sums`, [count, head_dim], the values with these weights.
+// The queries of a piece, row after row, and what is known of them after some blocks: their largest scores, the sums of
+// their weights e^(score - top), and the sums of the values with these weights, [count, head_dim].
 struct Queries {
     int64_t count;
     float* sums;
@@ -114,8 +117,8 @@ struct Queries {
     }
 };
 
-// Scores of 16 positions of a block from its `t` on, of every query, `kPositions` floats apart: what lies behind a query's
-// own position is garbage.
+// Scores of 16 positions of a block from its `t` on, of every query, `kPositions` floats apart: what lies behind a
+// query's own position is garbage.
 void score_block(const Cache& cache, const Block& block, int64_t t, const Queries& queries, float* scores,
                  float* copied) {
     const int64_t size = cache.head_dim;
@@ -174,8 +177,8 @@ inline void transpose(const __m512i* rows, __m512i* columns) {
     }
 }
 
-// 32 positions of a block: for every two numbers of the head, a pair of each position. The panel has room for a multiple
-// of 32 numbers; positions behind the block's end are garbage.
+// 32 positions of a block: for every two numbers of the head, a pair of each position. The panel has room for a
+// multiple of 32 numbers. Positions behind the block's end are garbage.
 void pair_keys(const Cache& cache, const Block& block, int64_t t, char* panel) {
     const int64_t pairs = cache.head_dim / 2;
     for (int64_t half = 0; half < kPanel; half += 16) {
@@ -252,8 +255,8 @@ inline __m512bh pair_of(const int8_t* row, int64_t k, int plane) {
     return (__m512bh)_mm512_set1_epi32(*reinterpret_cast<const int32_t*>(pair));
 }
 
-// Adds the products of Q rows, `stride` bytes apart and as `split_row_for_tiles` has them, with a panel of so many pairs
-// to their sums.
+// Adds the products of Q rows, `stride` bytes apart and as `split_row_for_tiles` has them, with a panel of so many
+// pairs to their sums.
 template <int Q, int planes>
 [[gnu::always_inline]] inline void add_pairs(const int8_t* rows, int64_t stride, const char* panel, int64_t pairs,
                                              __m512 (*sums)[Q][2]) {
@@ -343,7 +346,7 @@ template <int planes>
     constexpr float least[] = {9.570101911e-3f, 5.591786032e-2f, 2.402474483e-1f, 6.931218147e-1f, 9.999992614e-1f};
     constexpr float more[] = {1.327647199e-3f, 9.675541334e-3f, 5.550713273e-2f,
                               2.402211972e-1f, 6.931469671e-1f, 1.000000072f};
-    constexpr float all[] = {1.534581242594868e-4f, 1.339993090368734e-3f,  9.618489071726799e-3f, 5.550328642129898e-2f,
+    constexpr float all[] = {1.534581242594868e-4f, 1.339993090368734e-3f, 9.618489071726799e-3f, 5.550328642129898e-2f,
                              2.4022646248340607e-1f, 6.931471824645996e-1f, 1.0f};
     x = _mm512_max_ps(_mm512_set1_ps(-150.0f), x);  // 0 beyond
     const __m512 n = _mm512_roundscale_ps(x, 8), r = _mm512_sub_ps(x, n);
@@ -367,8 +370,8 @@ template <int planes>
 }
 
 // Scores of the positions of a block that one query sees to weights e^(score - top), in place, and 0 up to whole 32 of
-// them; with planes they become bfloat16s, as `split_row_for_tiles` has them. What is known of the query becomes what is
-// known with these scores, but for their values.
+// them. With planes they become bfloat16s, as `split_row_for_tiles` has them. What is known of the query then counts
+// these scores in, but not yet their values.
 template <int planes>
 [[gnu::noinline]] void exponentiate(Queries& queries, int64_t q, const Block& block, float scale, float* scores,
                                     int64_t size) {
@@ -454,7 +457,6 @@ void add_values(const Cache& cache, const Block& block, int64_t begin, int64_t e
 
 #if defined(__AVX512BF16__)
 
-// Attends to a block.
 template <int planes>
 void attend_in_pairs(const Block& block, Queries& queries, const Panels& panels, int64_t size, float scale,
                      const int8_t* split, float* scores) {
@@ -508,7 +510,8 @@ void score_by_tiles(const int8_t* queries, int64_t count, int64_t size, const ch
 
 // Adds weighted values of so many positions of a panel to 32 numbers of the sums of at most 32 queries.
 template <int planes>
-void weigh_by_tiles(const float* weights, int64_t count, const char* panel, int64_t positions, float* to, int64_t size) {
+void weigh_by_tiles(const float* weights, int64_t count, const char* panel, int64_t positions, float* to,
+                    int64_t size) {
     const int64_t second = count - rows_of_tiles(count);
     float* others = to + second * size;
     LOAD_TILE(0, to, 4 * size);
@@ -535,9 +538,9 @@ void copy_first(const char* panel, int64_t positions, char* to) {
     }
 }
 
-// Attends to a block. The positions that all queries of two tiles see are weighed for all of them, up to whole panels of
-// 32; the rest for each row on its own, with 0 behind what it sees: so its sums go through the same steps in any company,
-// and what lies behind it may be no number.
+// The positions that all queries of two tiles see are weighed for all of them, up to whole panels of 32; the rest for
+// each row on its own, with 0 behind what it sees: so its sums go through the same steps in any company, and what lies
+// behind it may be no number.
 template <int planes>
 void attend_by_tiles(const Block& block, Queries& queries, const Panels& panels, int64_t size, int64_t group,
                      float scale, const int8_t* split, float* scores) {
