@@ -72,16 +72,16 @@ struct Piece {
     int64_t most() const { return length + row_end - row_begin - 1; }  // positions that the last row attends to
 };
 
-// Asks for the numbers of some positions of a piece's head, for the first cache: they lie apart, so the processor
+// Asks for the numbers of some positions of a piece's head, for the second cache: they lie apart, so the processor
 // would ask for few at once.
 void fetch_positions(const char* numbers, const Cache& cache, const Piece& piece, int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
         const char* own = numbers + cache.at(piece.context[t], piece.kv_head);
-        for (int64_t line = 0; line < cache.head_dim * cache.width; line += 64) _mm_prefetch(own + line, _MM_HINT_T0);
+        for (int64_t line = 0; line < cache.head_dim * cache.width; line += 64) _mm_prefetch(own + line, _MM_HINT_T1);
     }
 }
 
-constexpr int64_t kPositionsAhead = 64;
+constexpr int64_t kPositionsAhead = kPositions;
 
 // Positions begin..end of a piece's sequence, from a multiple of `kPositions` on, and where their keys and values lie.
 struct Block {
@@ -237,10 +237,12 @@ struct Panels {
         for (int64_t t = 0; t < count; t += kPanel) {
             const int64_t at = block.begin + t, ahead = at + kPositionsAhead;
             fetch_positions(cache.keys, cache, piece, ahead, std::min(ahead + kPanel, most));
-            fetch_positions(cache.values, cache, piece, at, std::min(at + kPanel, most));
+            if (block.begin == 0) fetch_positions(cache.values, cache, piece, at, std::min(at + kPanel, most));
             pair_keys(cache, block, t, keys_from(t));
         }
         for (int64_t t = 0; t < count; t += kPanel) {
+            const int64_t ahead = block.begin + t + kPositionsAhead;
+            fetch_positions(cache.values, cache, piece, ahead, std::min(ahead + kPanel, most));
             for (int64_t number = 0; number < cache.head_dim; number += kPanel) {
                 pair_values(cache, block, t, number, values_from(t, number));
             }
