@@ -3,6 +3,7 @@
 #include "kernels.h"
 #include "tiles.h"
 
+#include <cfloat>
 #include <cmath>
 #include <cstring>
 
@@ -18,7 +19,15 @@ namespace {
 constexpr int64_t kQueryTile = kWide ? 6 : 3;  // queries that share one pass over keys or values
 constexpr int kParts = kWide ? 4 : 2;   // vectors of a head that such a pass over values takes at once
 constexpr int kKeys = kWide ? 16 : 4;          // keys that a query is multiplied with at once
-constexpr int64_t kPairTile = 12;  // queries that share one pass over keys or values in pairs of bfloat16s
+constexpr int64_t kPairTile = 12;  // queries that share one pass over a panel, with one plane
+
+// Positions are attended to in blocks of so many, counted from the first of the sequence: the scores of a block stay in
+// the near caches. Where a later block has a larger score, what is known so far is scaled down to it.
+constexpr int64_t kPositions = 256;
+constexpr int64_t kPieceQueries = 192;  // that share what is prepared of a block
+
+// A length up to whole blocks of positions.
+int64_t padded(int64_t length, int64_t block) { return (length + block - 1) / block * block; }
 
 // Sums of 16 vectors: lane i is the sum of vector i.
 inline __m512 sums_of(const __m512* v) {
@@ -72,15 +81,50 @@ void fetch_positions(const char* numbers, const Cache& cache, const Piece& piece
     }
 }
 
-constexpr int64_t kPositionsAhead = 64;
+constexpr int64_t kPositionsAhead = kPositions;
 
-// Scores of 16 positions from `t` on, of every query: what lies behind a query's own position is garbage.
-void score_block(const Cache& cache, const Piece& piece, int64_t t, int64_t last, const float* const* queries,
-                 int64_t count, float* scores, int64_t scores_stride, float* copied) {
+// Positions begin..end of a piece's sequence, from a multiple of `kPositions` on, and where their keys and values lie.
+struct Block {
+    int64_t begin, end;
+    int64_t at[kPositions];
+
+    Block(const Cache& cache, const Piece& piece, int64_t begin)
+        : begin(begin), end(std::min(begin + kPositions, piece.most())) {
+        for (int64_t t = begin; t < end; ++t) at[t - begin] = cache.at(piece.context[t], piece.kv_head);
+    }
+
+    int64_t count() const { return end - begin; }
+};
+
+// The queries of a piece, row after row, and what is known of them after some blocks: their largest scores, the sums of
+// their weights e^(score - top), and the sums of the values with these weights, [count, head_dim].
+struct Queries {
+    int64_t count;
+    float* sums;
+    std::vector<const float*> rows;
+    std::vector<int64_t> lengths;  // positions that they attend to
+    std::vector<float> tops, totals;
+
+    void reset(int64_t new_count) {
+        count = new_count;
+        rows.resize(count), lengths.resize(count);
+        tops.assign(count, -FLT_MAX), totals.assign(count, 0.0f);  // finite: of infinities no difference is taken
+    }
+
+    // Positions of a block that a query attends to.
+    int64_t seen(int64_t q, const Block& block) const {
+        return std::clamp<int64_t>(lengths[q] - block.begin, 0, block.count());
+    }
+};
+
+// Scores of 16 positions of a block from its `t` on, of every query, `kPositions` floats apart: what lies behind a
+// query's own position is garbage.
+void score_block(const Cache& cache, const Block& block, int64_t t, const Queries& queries, float* scores,
+                 float* copied) {
     const int64_t size = cache.head_dim;
     const float* keys[16];
     for (int64_t i = 0; i < 16; ++i) {
-        const char* key = cache.keys + cache.at(piece.context[std::min(t + i, last)], piece.kv_head);
+        const char* key = cache.keys + block.at[std::min(t + i, block.count() - 1)];
         if (cache.width == 4) {
             keys[i] = reinterpret_cast<const float*>(key);
             continue;
@@ -88,21 +132,22 @@ void score_block(const Cache& cache, const Piece& piece, int64_t t, int64_t last
         for (int64_t d = 0; d < size; d += 16) _mm512_storeu_ps(copied + i * size + d, load_cached(key + 2 * d, 2));
         keys[i] = copied + i * size;
     }
-    for (int64_t q = 0; q < count; ++q) {
+    for (int64_t q = 0; q < queries.count; ++q) {
         __m512 products[16];
-        const __m512 first = _mm512_loadu_ps(queries[q]);
+        const float* query = queries.rows[q];
+        const __m512 first = _mm512_loadu_ps(query);
         for (int own = 0; own < 16; own += kKeys) {
             __m512 some[kKeys];
             for (int i = 0; i < kKeys; ++i) some[i] = _mm512_mul_ps(first, _mm512_loadu_ps(keys[own + i]));
             for (int64_t d = 16; d < size; d += 16) {
-                const __m512 part = _mm512_loadu_ps(queries[q] + d);
+                const __m512 part = _mm512_loadu_ps(query + d);
                 for (int i = 0; i < kKeys; ++i) {
                     some[i] = _mm512_fmadd_ps(part, _mm512_loadu_ps(keys[own + i] + d), some[i]);
                 }
             }
             std::copy_n(some, kKeys, products + own);
         }
-        _mm512_storeu_ps(scores + q * scores_stride + t, sums_of(products));
+        _mm512_storeu_ps(scores + q * kPositions + t, sums_of(products));
     }
 }
 
@@ -132,232 +177,306 @@ inline void transpose(const __m512i* rows, __m512i* columns) {
     }
 }
 
-// Scores of 16 positions, of Q queries. keys: for every two numbers of the head, a pair of each position.
-template <int Q, int planes>
-void score_pairs(const float* keys, int64_t pairs, const int8_t* queries, float* scores, int64_t stride) {
-    __m512 sums[Q][planes];
-    for (int q = 0; q < Q; ++q) {
-        for (int p = 0; p < planes; ++p) sums[q][p] = _mm512_setzero_ps();
+// 32 positions of a block: for every two numbers of the head, a pair of each position. The panel has room for a
+// multiple of 32 numbers. Positions behind the block's end are garbage.
+void pair_keys(const Cache& cache, const Block& block, int64_t t, char* panel) {
+    const int64_t pairs = cache.head_dim / 2;
+    for (int64_t half = 0; half < kPanel; half += 16) {
+        const char* keys[16];
+        for (int64_t i = 0; i < 16; ++i) keys[i] = cache.keys + block.at[std::min(t + half + i, block.count() - 1)];
+        for (int64_t k = 0; k < pairs; k += 16) {
+            const __mmask16 lanes = first_lanes(pairs - k);
+            __m512i rows[16], columns[16];
+#pragma GCC unroll 16
+            for (int64_t i = 0; i < 16; ++i) rows[i] = _mm512_maskz_loadu_epi32(lanes, keys[i] + 4 * k);
+            transpose(rows, columns);
+#pragma GCC unroll 16
+            for (int64_t i = 0; i < 16; ++i) _mm512_storeu_si512(panel + (k + i) * kPanelRow + 4 * half, columns[i]);
+        }
     }
-    for (int64_t k = 0; k < pairs; ++k) {
-        const __m512bh key = (__m512bh)_mm512_loadu_si512(keys + 16 * k);
-        for (int q = 0; q < Q; ++q) {
-            const int32_t* pair = reinterpret_cast<const int32_t*>(queries + 4 * planes * (q * pairs + k));
-            for (int p = 0; p < planes; ++p) {
-                sums[q][p] = _mm512_dpbf16_ps(sums[q][p], key, (__m512bh)_mm512_set1_epi32(pair[p]));
+}
+
+// 32 numbers of the values of 32 positions of a block: for every two positions, a pair of each number. An odd last
+// position is paired with 0.
+void pair_values(const Cache& cache, const Block& block, int64_t t, int64_t number, char* panel) {
+    const __m512i first = _mm512_set_epi32(0x002F000F, 0x002E000E, 0x002D000D, 0x002C000C, 0x002B000B, 0x002A000A,
+                                           0x00290009, 0x00280008, 0x00270007, 0x00260006, 0x00250005, 0x00240004,
+                                           0x00230003, 0x00220002, 0x00210001, 0x00200000);
+    const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(0x00100010));
+    const __mmask16 lanes = first_lanes((cache.head_dim - number) / 2);
+    const char* values = cache.values + 2 * number;
+    const auto load = [&](int64_t t) { return _mm512_maskz_loadu_epi32(lanes, values + block.at[t]); };
+    const auto put = [&](__m512i even, __m512i odd) {
+        _mm512_storeu_si512(panel, _mm512_permutex2var_epi16(even, first, odd));
+        _mm512_storeu_si512(panel + 64, _mm512_permutex2var_epi16(even, second, odd));
+        panel += kPanelRow;
+    };
+    const int64_t end = std::min(t + kPanel, block.count());
+    for (; t + 2 <= end; t += 2) put(load(t), load(t + 1));
+    if (t < end) put(load(t), _mm512_setzero_si512());
+}
+
+// A block's keys, in a panel for every 32 positions, and values, in one for every 32 numbers.
+struct Panels {
+    int64_t key_bytes, value_bytes;  // of 32 positions, and of 32 numbers
+    char *keys, *values;
+
+    Panels(int64_t size, float* scratch)
+        : key_bytes(padded(size, 32) / 2 * kPanelRow),
+          value_bytes(kPositions / 2 * kPanelRow),
+          keys(reinterpret_cast<char*>(scratch)),
+          values(keys + kPositions / kPanel * key_bytes) {}
+
+    char* keys_from(int64_t t) const { return keys + t / kPanel * key_bytes; }
+    char* values_from(int64_t t, int64_t number) const {
+        return values + number / kPanel * value_bytes + t / 2 * kPanelRow;
+    }
+
+    void fill(const Cache& cache, const Piece& piece, const Block& block) const {
+        const int64_t count = block.count(), most = piece.most();
+        for (int64_t t = 0; t < count; t += kPanel) {
+            const int64_t at = block.begin + t, ahead = at + kPositionsAhead;
+            fetch_positions(cache.keys, cache, piece, ahead, std::min(ahead + kPanel, most));
+            if (block.begin == 0) fetch_positions(cache.values, cache, piece, at, std::min(at + kPanel, most));
+            pair_keys(cache, block, t, keys_from(t));
+        }
+        for (int64_t t = 0; t < count; t += kPanel) {
+            const int64_t ahead = block.begin + t + kPositionsAhead;
+            fetch_positions(cache.values, cache, piece, ahead, std::min(ahead + kPanel, most));
+            for (int64_t number = 0; number < cache.head_dim; number += kPanel) {
+                pair_values(cache, block, t, number, values_from(t, number));
             }
         }
     }
-    for (int q = 0; q < Q; ++q) {
-        if (planes == 2) sums[q][0] = _mm512_add_ps(sums[q][0], sums[q][planes - 1]);
-        _mm512_storeu_ps(scores + q * stride, sums[q][0]);
-    }
-}
+};
 
-// For every two numbers of the head, a pair of each of 16 positions from `t` on, `stride` floats apart.
-[[gnu::always_inline]] inline void pair_keys(const Cache& cache, const Piece& piece, int64_t t, int64_t last,
-                                             float* keys, int64_t stride) {
-    const int64_t pairs = cache.head_dim / 2;
-    for (int64_t k = 0; k < pairs; k += 16) {
-        __m512i rows[16], columns[16];
-        for (int64_t i = 0; i < 16; ++i) {
-            const char* key = cache.keys + cache.at(piece.context[std::min(t + i, last)], piece.kv_head);
-            rows[i] = _mm512_maskz_loadu_epi32(first_lanes(pairs - k), key + 4 * k);
-        }
-        transpose(rows, columns);
-        for (int64_t i = 0; i < 16; ++i) _mm512_storeu_si512(keys + stride * (k + i), columns[i]);
-    }
-}
-
-// As `score_block`, of a cache in bfloat16 and queries that `split_row` has made bfloat16s of.
+// A pair of a plane of a row, as `split_row_for_tiles` has it, in all lanes.
 template <int planes>
-void score_pairs_of_block(const Cache& cache, const Piece& piece, int64_t t, int64_t last, const int8_t* queries,
-                          int64_t count, float* scores, int64_t scores_stride, float* keys) {
-    const int64_t pairs = cache.head_dim / 2;
-    pair_keys(cache, piece, t, last, keys, 16);
-    scores += t;
-    for (int64_t q = 0; q < count; q += kPairTile) {
-        with_count<kPairTile>(std::min(kPairTile, count - q), [&](auto tile) {
-            const int8_t* own = queries + q * 4 * planes * pairs;
-            score_pairs<tile(), planes>(keys, pairs, own, scores + q * scores_stride, scores_stride);
-        });
+inline __m512bh pair_of(const int8_t* row, int64_t k, int plane) {
+    const int8_t* pair = row + (planes == 1 ? 4 * k : 4 * k + 64 * (k / 16 + plane));
+    return (__m512bh)_mm512_set1_epi32(*reinterpret_cast<const int32_t*>(pair));
+}
+
+// Adds the products of Q rows, `stride` bytes apart and as `split_row_for_tiles` has them, with a panel of so many
+// pairs to their sums.
+template <int Q, int planes>
+[[gnu::always_inline]] inline void add_pairs(const int8_t* rows, int64_t stride, const char* panel, int64_t pairs,
+                                             __m512 (*sums)[Q][2]) {
+    for (int64_t k = 0; k < pairs; ++k, panel += kPanelRow) {
+        const __m512bh first = (__m512bh)_mm512_loadu_si512(panel), second = (__m512bh)_mm512_loadu_si512(panel + 64);
+        for (int q = 0; q < Q; ++q) {
+            for (int p = 0; p < planes; ++p) {
+                const __m512bh x = pair_of<planes>(rows + q * stride, k, p);
+                sums[p][q][0] = _mm512_dpbf16_ps(sums[p][q][0], first, x);
+                sums[p][q][1] = _mm512_dpbf16_ps(sums[p][q][1], second, x);
+            }
+        }
     }
 }
 
-// Where the first 16 of 32 numbers lie in two vectors that unpacking has left; the others lie 8 behind them.
-inline __m512i unpacked_order() {
-    return _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+// Scores of the first positions of a block, up to whole panels, of Q queries, as `add_pairs` takes them.
+template <int Q, int planes>
+[[gnu::noinline]] void score_pairs(const Panels& panels, int64_t size, const int8_t* queries, int64_t stride,
+                                   int64_t positions, float* scores) {
+    for (int64_t t = 0; t < positions; t += kPanel, scores += kPanel) {
+        __m512 sums[planes][Q][2];
+        for (int p = 0; p < planes; ++p) {
+            for (int q = 0; q < Q; ++q) sums[p][q][0] = sums[p][q][1] = _mm512_setzero_ps();
+        }
+        add_pairs<Q, planes>(queries, stride, panels.keys_from(t), size / 2, sums);
+        for (int q = 0; q < Q; ++q) {
+            for (int half = 0; half < 2; ++half) {
+                if (planes == 2) sums[0][q][half] = _mm512_add_ps(sums[0][q][half], sums[planes - 1][q][half]);
+                _mm512_storeu_ps(scores + q * kPositions + 16 * half, sums[0][q][half]);
+            }
+        }
+    }
 }
 
-// Sums of the values of all positions of Q queries, weighted with pairs of bfloat16s, times `inverses`. Positions are
-// taken in twos; the first `common` of them are every query's, and of the rest each takes its own.
+// Adds the weighted values of a block to the sums of Q queries. The first one sees the fewest positions; of the others
+// each takes its own.
 template <int Q, int planes>
-void weigh_values(const Cache& cache, const Piece& piece, int64_t common, const int64_t* lengths,
-                  const float* const* weights, const float* inverses, float* const* outs) {
-    const __m512i first = unpacked_order(), second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
-    for (int64_t d = 0; d < cache.head_dim; d += 32) {
-        const __mmask16 lanes = first_lanes((cache.head_dim - d) / 2);
-        __m512 sums[Q][2];
-        for (int q = 0; q < Q; ++q) sums[q][0] = sums[q][1] = _mm512_setzero_ps();
-        const auto load = [&](int64_t t) {
-            const char* value = cache.values + cache.at(piece.context[t], piece.kv_head) + 2 * d;
-            return _mm512_maskz_loadu_epi32(lanes, value);
-        };
-        const auto add = [&](int q, int64_t t, __m512i even, __m512i odd) {
-            const __m512bh low = (__m512bh)_mm512_unpacklo_epi16(even, odd);
-            const __m512bh high = (__m512bh)_mm512_unpackhi_epi16(even, odd);
-            const int32_t* pair = reinterpret_cast<const int32_t*>(weights[q]) + t / 2 * planes;
-            for (int p = 0; p < planes; ++p) {
-                const __m512bh weight = (__m512bh)_mm512_set1_epi32(pair[p]);
-                sums[q][0] = _mm512_dpbf16_ps(sums[q][0], low, weight);
-                sums[q][1] = _mm512_dpbf16_ps(sums[q][1], high, weight);
-            }
-        };
-        int64_t t = 0;
-        for (; t + 2 <= common; t += 2) {
-            const __m512i even = load(t), odd = load(t + 1);
-            for (int q = 0; q < Q; ++q) add(q, t, even, odd);
+[[gnu::noinline]] void weigh_pairs(const Panels& panels, int64_t size, const float* weights, const int64_t* seen,
+                                   float* to) {
+    const int64_t common = seen[0] / 2;
+    for (int64_t number = 0; number < size; number += kPanel) {
+        const char* panel = panels.values_from(0, number);
+        const bool whole = number + 16 < size;
+        __m512 sums[planes][Q][2];
+        for (int q = 0; q < Q; ++q) {
+            const float* so_far = to + q * size + number;
+            sums[0][q][0] = _mm512_loadu_ps(so_far);
+            sums[0][q][1] = whole ? _mm512_loadu_ps(so_far + 16) : _mm512_setzero_ps();
+            if (planes == 2) sums[planes - 1][q][0] = sums[planes - 1][q][1] = _mm512_setzero_ps();
         }
+        add_pairs<Q, planes>(reinterpret_cast<const int8_t*>(weights), 4 * kPositions, panel, common, sums);
 #pragma GCC unroll 12
         for (int q = 0; q < Q; ++q) {  // unrolled, or the sums lie in memory
-            for (int64_t own = t; own < lengths[q]; own += 2) {
-                add(q, own, load(own), own + 1 < lengths[q] ? load(own + 1) : _mm512_setzero_si512());
+            const int8_t* row = reinterpret_cast<const int8_t*>(weights + q * kPositions);
+            for (int64_t k = common; 2 * k < seen[q]; ++k) {
+                const __mmask32 own = 2 * k + 1 < seen[q] ? 0xFFFFFFFF : 0x55555555;  // the next value may be no number
+                const __m512bh first = (__m512bh)_mm512_maskz_loadu_epi16(own, panel + k * kPanelRow);
+                const __m512bh second = (__m512bh)_mm512_maskz_loadu_epi16(own, panel + k * kPanelRow + 64);
+                for (int p = 0; p < planes; ++p) {
+                    const __m512bh weight = pair_of<planes>(row, k, p);
+                    sums[p][q][0] = _mm512_dpbf16_ps(sums[p][q][0], first, weight);
+                    sums[p][q][1] = _mm512_dpbf16_ps(sums[p][q][1], second, weight);
+                }
             }
-            const __m512 inverse = _mm512_set1_ps(inverses[q]);
-            const __m512 low = _mm512_permutex2var_ps(sums[q][0], first, sums[q][1]);
-            _mm512_storeu_ps(outs[q] + d, _mm512_mul_ps(low, inverse));
-            if (d + 16 == cache.head_dim) continue;
-            const __m512 high = _mm512_permutex2var_ps(sums[q][0], second, sums[q][1]);
-            _mm512_storeu_ps(outs[q] + d + 16, _mm512_mul_ps(high, inverse));
+            for (int half = 0; half < 1 + whole; ++half) {
+                if (planes == 2) sums[0][q][half] = _mm512_add_ps(sums[0][q][half], sums[planes - 1][q][half]);
+                _mm512_storeu_ps(to + q * size + number + 16 * half, sums[0][q][half]);
+            }
         }
     }
 }
 
 #endif
 
-// 2^x of an x of at most 0, to a unit in the last place and x 2^-24: for weights of attention, sooner than
-// `exponential`. NaN stays NaN.
-inline __m512 two_to_the(__m512 x) {
+// c[0] r^(n-1) + ... + c[n-1].
+template <int n>
+[[gnu::always_inline]] inline __m512 polynomial(const float (&c)[n], __m512 r) {
+    __m512 p = _mm512_set1_ps(c[0]);
+    for (int i = 1; i < n; ++i) p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(c[i]));
+    return p;
+}
+
+// 2^x of an x of at most 0, for weights of attention, sooner than `exponential`: relative to it to 3e-6 with one plane,
+// to 2e-7 with two, to a unit in the last place without, and to x 2^-24. NaN stays NaN.
+template <int planes>
+[[gnu::always_inline]] inline __m512 two_to_the(__m512 x) {
+    constexpr float least[] = {9.570101911e-3f, 5.591786032e-2f, 2.402474483e-1f, 6.931218147e-1f, 9.999992614e-1f};
+    constexpr float more[] = {1.327647199e-3f, 9.675541334e-3f, 5.550713273e-2f,
+                              2.402211972e-1f, 6.931469671e-1f, 1.000000072f};
+    constexpr float all[] = {1.534581242594868e-4f, 1.339993090368734e-3f, 9.618489071726799e-3f, 5.550328642129898e-2f,
+                             2.4022646248340607e-1f, 6.931471824645996e-1f, 1.0f};
     x = _mm512_max_ps(_mm512_set1_ps(-150.0f), x);  // 0 beyond
     const __m512 n = _mm512_roundscale_ps(x, 8), r = _mm512_sub_ps(x, n);
-    __m512 p = _mm512_set1_ps(1.534581242594868e-4f);
-    for (const float c : {1.339993090368734e-3f, 9.618489071726799e-3f, 5.550328642129898e-2f, 2.4022646248340607e-1f,
-                          6.931471824645996e-1f, 1.0f}) {
-        p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(c));
-    }
+    const __m512 p = planes == 1 ? polynomial(least, r) : planes == 2 ? polynomial(more, r) : polynomial(all, r);
     return _mm512_scalef_ps(p, n);
 }
 
 // The largest score of one query.
-[[gnu::always_inline]] inline float largest_score(const float* scores, int64_t length) {
-    __m512 largest = _mm512_set1_ps(-INFINITY);
-    for (int64_t t = 0; t < length; t += 16) {
-        largest = _mm512_mask_max_ps(largest, first_lanes(length - t), largest, _mm512_loadu_ps(scores + t));
+[[gnu::always_inline]] inline float largest_score(const float* scores, int64_t count) {
+    __m512 largest[4];
+    for (int i = 0; i < 4; ++i) largest[i] = _mm512_set1_ps(-INFINITY);
+    int64_t t = 0;
+    for (; t + 64 <= count; t += 64) {
+        for (int i = 0; i < 4; ++i) largest[i] = _mm512_max_ps(largest[i], _mm512_loadu_ps(scores + t + 16 * i));
     }
-    return _mm512_reduce_max_ps(largest);
+    for (; t < count; t += 16) {
+        largest[0] = _mm512_mask_max_ps(largest[0], first_lanes(count - t), largest[0], _mm512_loadu_ps(scores + t));
+    }
+    for (int i = 1; i < 4; ++i) largest[0] = _mm512_max_ps(largest[0], largest[i]);
+    return _mm512_reduce_max_ps(largest[0]);
 }
 
-// e^((score - top) scale) of the first `count` of 16 scores, 0 of the rest. factor: scale / ln 2.
-[[gnu::always_inline]] inline __m512 weights_of(const float* scores, int64_t count, __m512 top, __m512 factor) {
-    const __m512 x = _mm512_mul_ps(_mm512_sub_ps(_mm512_loadu_ps(scores), top), factor);
-    return _mm512_maskz_mov_ps(first_lanes(count), two_to_the(x));
-}
-
-// Scores of one query to e^(score - largest), in place; returns their sum. With planes they become pairs of bfloat16s.
+// Scores of the positions of a block that one query sees to weights e^(score - top), in place, and 0 up to whole 32 of
+// them. With planes they become bfloat16s, as `split_row_for_tiles` has them. What is known of the query then counts
+// these scores in, but not yet their values.
 template <int planes>
-float exponentiate(float* scores, int64_t length, float scale) {
-    const __m512 top = _mm512_set1_ps(largest_score(scores, length));
-    const __m512 factor = _mm512_set1_ps(scale * 1.44269504088896341f);
-    __m512 total = _mm512_setzero_ps();
-    for (int64_t t = 0; t < length; t += 16) {
-        __m512 weight = weights_of(scores + t, length - t, top, factor);
-        if constexpr (planes == 0) _mm512_storeu_ps(scores + t, weight);
-#if defined(__AVX512BF16__)
-        if constexpr (planes == 1) {
-            const __m256i pairs = (__m256i)_mm512_cvtneps_pbh(weight);
-            _mm256_storeu_si256(reinterpret_cast<__m256i*>(scores + t / 2), pairs);
-            weight = expand(pairs);  // what weighs adds up to 1
+[[gnu::noinline]] void exponentiate(Queries& queries, int64_t q, const Block& block, float scale, float* scores,
+                                    int64_t size) {
+    const int64_t count = queries.seen(q, block);
+    if (count == 0) return;
+    const float so_far = queries.tops[q], top = std::max(so_far, largest_score(scores, count));
+    const __m512 factor = _mm512_set1_ps(scale * 1.44269504088896341f), subtracted = _mm512_set1_ps(top);
+    const auto power = [&](__m512 score) {
+        return two_to_the<planes>(_mm512_mul_ps(_mm512_sub_ps(score, subtracted), factor));
+    };
+    if (top != so_far) {
+        const __m512 rescale = power(_mm512_set1_ps(so_far));
+        queries.tops[q] = top;
+        queries.totals[q] *= _mm512_cvtss_f32(rescale);
+        float* sums = queries.sums + q * size;
+        for (int64_t d = 0; d < size; d += 16) {
+            _mm512_storeu_ps(sums + d, _mm512_mul_ps(_mm512_loadu_ps(sums + d), rescale));
         }
-        if constexpr (planes == 2) _mm512_storeu_si512(scores + t, in_two_planes(weight));
-#endif
-        total = _mm512_add_ps(total, weight);
     }
-    return _mm512_reduce_add_ps(total);
+    __m512 added = _mm512_setzero_ps();
+    const auto weigh = [&](int64_t t, bool all) {
+        __m512 weights[2];
+        for (int i = 0; i < 2; ++i) {
+            weights[i] = power(_mm512_loadu_ps(scores + t + 16 * i));
+            if (!all) weights[i] = _mm512_maskz_mov_ps(first_lanes(count - t - 16 * i), weights[i]);
+        }
+#if defined(__AVX512BF16__)
+        if constexpr (planes > 0) {
+            __m512i* to = reinterpret_cast<__m512i*>(scores + t / 2 * planes);
+            const __m512i high = (__m512i)_mm512_cvtne2ps_pbh(weights[1], weights[0]);
+            _mm512_storeu_si512(to, high);
+            if constexpr (planes == 1) {
+                added = _mm512_dpbf16_ps(added, (__m512bh)high, (__m512bh)_mm512_set1_epi32(0x3F803F80));
+            } else {
+                const __m512 first = _mm512_sub_ps(weights[0], expand(_mm512_castsi512_si256(high)));
+                const __m512 second = _mm512_sub_ps(weights[1], expand(_mm512_extracti64x4_epi64(high, 1)));
+                _mm512_storeu_si512(to + 1, (__m512i)_mm512_cvtne2ps_pbh(second, first));
+                added = _mm512_add_ps(added, _mm512_add_ps(weights[0], weights[1]));
+            }
+            return;
+        }
+#endif
+        for (int i = 0; i < 2; ++i) {
+            _mm512_storeu_ps(scores + t + 16 * i, weights[i]);
+            added = _mm512_add_ps(added, weights[i]);
+        }
+    };
+    int64_t t = 0;
+    for (; t + 32 <= count; t += 32) weigh(t, true);
+    if (t < count) weigh(t, false);
+    queries.totals[q] += _mm512_reduce_add_ps(added);
 }
 
-// Adds the weighted values of positions begin..end to Q queries' sums, some numbers of the head at a time.
+// Adds the weighted values of positions begin..end of a block to Q queries' sums, some numbers of the head at a time.
 template <int Q>
-void add_values(const Cache& cache, const Piece& piece, int64_t begin, int64_t end, const float* const* weights,
-                float* const* outs) {
+void add_values(const Cache& cache, const Block& block, int64_t begin, int64_t end, const float* weights, float* to) {
     for (int64_t d = 0; d < cache.head_dim; d += 16 * kParts) {
         const int parts = static_cast<int>(std::min<int64_t>(16 * kParts, cache.head_dim - d) / 16);
         __m512 sums[Q][kParts];
         for (int q = 0; q < Q; ++q) {
-            for (int i = 0; i < kParts; ++i) sums[q][i] = i < parts ? _mm512_loadu_ps(outs[q] + d + 16 * i) : __m512{};
+            for (int i = 0; i < kParts; ++i) {
+                sums[q][i] = i < parts ? _mm512_loadu_ps(to + q * cache.head_dim + d + 16 * i) : __m512{};
+            }
         }
         for (int64_t t = begin; t < end; ++t) {
-            const char* value = cache.values + cache.at(piece.context[t], piece.kv_head) + d * cache.width;
+            const char* value = cache.values + block.at[t] + d * cache.width;
             __m512 v[kParts];
             for (int i = 0; i < kParts; ++i) {
                 v[i] = i < parts ? load_cached(value + 16 * i * cache.width, cache.width) : __m512{};
             }
             for (int q = 0; q < Q; ++q) {
-                const __m512 weight = _mm512_set1_ps(weights[q][t]);
+                const __m512 weight = _mm512_set1_ps(weights[q * kPositions + t]);
                 for (int i = 0; i < kParts; ++i) sums[q][i] = _mm512_fmadd_ps(weight, v[i], sums[q][i]);
             }
         }
         for (int q = 0; q < Q; ++q) {
             for (int i = 0; i < kParts; ++i) {
-                if (i < parts) _mm512_storeu_ps(outs[q] + d + 16 * i, sums[q][i]);
+                if (i < parts) _mm512_storeu_ps(to + q * cache.head_dim + d + 16 * i, sums[q][i]);
             }
         }
     }
 }
 
-constexpr int64_t kPieceRows = 8;
-
-// A length up to whole blocks of positions.
-int64_t padded(int64_t length, int64_t block) { return (length + block - 1) / block * block; }
-
-// The queries of a piece, row after row, and where their scores, [count, stride], and results go. inverses: of the sums
-// of their weights.
-struct Queries {
-    int64_t count, stride;
-    float* scores;
-    std::vector<const float*> rows, weights;
-    std::vector<float*> outs;
-    std::vector<int64_t> lengths;
-    std::vector<float> inverses;
-
-    void resize(int64_t new_count) {
-        count = new_count;
-        rows.resize(count), weights.resize(count), outs.resize(count), lengths.resize(count), inverses.resize(count);
-    }
-};
-
 #if defined(__AVX512BF16__)
 
 template <int planes>
-void attend_in_pairs(const Cache& cache, const Piece& piece, const Piece& next, Queries& queries, float scale,
-                     float* scratch) {
-    const int64_t size = cache.head_dim, most = piece.most(), count = queries.count;
-    int8_t* split = reinterpret_cast<int8_t*>(scratch + 16 * size);
-    for (int64_t q = 0; q < count; ++q) split_row<planes>(queries.rows[q], size, split + 2 * planes * q * size);
-    for (int64_t t = 0; t < most; t += 16) {
-        fetch_positions(cache.keys, cache, piece, t + kPositionsAhead, std::min(t + kPositionsAhead + 16, most));
-        fetch_positions(cache.values, cache, piece, t, std::min(t + 16, most));
-        score_pairs_of_block<planes>(cache, piece, t, most - 1, split, count, queries.scores, queries.stride, scratch);
-    }
-    fetch_positions(cache.keys, cache, next, 0, std::min(kPositionsAhead, next.most()));
-    for (int64_t q = 0; q < count; ++q) {
-        const float total = exponentiate<planes>(queries.scores + q * queries.stride, queries.lengths[q], scale);
-        queries.inverses[q] = 1.0f / total;
-    }
-    for (int64_t q = 0; q < count; q += kPairTile) {  // the first of a tile is the shortest
-        with_count<kPairTile>(std::min(kPairTile, count - q), [&](auto tile) {
-            weigh_values<tile(), planes>(cache, piece, queries.lengths[q], queries.lengths.data() + q,
-                                         queries.weights.data() + q, queries.inverses.data() + q,
-                                         queries.outs.data() + q);
+void attend_in_pairs(const Block& block, Queries& queries, const Panels& panels, int64_t size, float scale,
+                     const int8_t* split, float* scores) {
+    constexpr int64_t most = kPairTile / planes;
+    const int64_t row_bytes = 2 * planes * padded(size, 32);
+    for (int64_t q = 0; q < queries.count; q += most) {
+        const int64_t some = std::min(most, queries.count - q), longest = queries.seen(q + some - 1, block);
+        if (longest == 0) continue;
+        with_count<most>(some, [&](auto tile) {
+            score_pairs<tile(), planes>(panels, size, split + q * row_bytes, row_bytes, longest, scores);
+        });
+        int64_t seen[most];
+        for (int64_t i = 0; i < some; ++i) {
+            exponentiate<planes>(queries, q + i, block, scale, scores + i * kPositions, size);
+            seen[i] = queries.seen(q + i, block);
+        }
+        with_count<most>(some, [&](auto tile) {
+            weigh_pairs<tile(), planes>(panels, size, scores, seen, queries.sums + q * size);
         });
     }
 }
@@ -378,219 +497,184 @@ int64_t rows_of_tiles(int64_t count) {
     return (count + tiles - 1) / tiles;
 }
 
-// Calls work with the first rows of two tiles at a time; the second is -1 where there is but one.
-template <typename Work>
-void for_tiles(int64_t count, const Work& work) {
-    const int64_t rows = rows_of_tiles(count);
-    for (int64_t row = 0; row < count; row += 2 * rows) {
-        work(std::min(row, count - rows), row + rows < count ? std::min(row + rows, count - rows) : -1);
+// Scores of the 32 positions of a panel, of at most 32 queries that `split_row_for_tiles` has made bfloat16s of.
+template <int planes>
+void score_by_tiles(const int8_t* queries, int64_t count, int64_t size, const char* panel, float* scores) {
+    const int64_t second = count - rows_of_tiles(count), query_bytes = 2 * planes * size;
+    clear_sums();
+    add_panel<planes>(queries, second ? queries + second * query_bytes : nullptr, query_bytes, panel, size, [] {});
+    STORE_TILE(0, scores, 4 * kPositions);
+    STORE_TILE(1, scores + 16, 4 * kPositions);
+    if (!second) return;
+    STORE_TILE(2, scores + second * kPositions, 4 * kPositions);
+    STORE_TILE(3, scores + second * kPositions + 16, 4 * kPositions);
+}
+
+// Adds weighted values of so many positions of a panel to 32 numbers of the sums of at most 32 queries.
+template <int planes>
+void weigh_by_tiles(const float* weights, int64_t count, const char* panel, int64_t positions, float* to,
+                    int64_t size) {
+    const int64_t second = count - rows_of_tiles(count);
+    float* others = to + second * size;
+    LOAD_TILE(0, to, 4 * size);
+    LOAD_TILE(1, to + 16, 4 * size);
+    if (second) {
+        LOAD_TILE(2, others, 4 * size);
+        LOAD_TILE(3, others + 16, 4 * size);
+    }
+    const auto at = [&](int64_t query) { return reinterpret_cast<const int8_t*>(weights + query * kPositions); };
+    add_panel<planes>(at(0), second ? at(second) : nullptr, 4 * kPositions, panel, positions, [] {});
+    STORE_TILE(0, to, 4 * size);
+    STORE_TILE(1, to + 16, 4 * size);
+    if (!second) return;
+    STORE_TILE(2, others, 4 * size);
+    STORE_TILE(3, others + 16, 4 * size);
+}
+
+// The first pairs of a panel of 32 positions, of so many; 0 behind them, where it may be no number.
+void copy_first(const char* panel, int64_t positions, char* to) {
+    for (int64_t t = 0; t < 32; t += 2, panel += kPanelRow, to += kPanelRow) {
+        const __mmask32 seen = t >= positions ? 0 : t + 1 == positions ? 0x55555555 : 0xFFFFFFFF;
+        _mm512_store_si512(to, _mm512_maskz_loadu_epi16(seen, panel));
+        _mm512_store_si512(to + 64, _mm512_maskz_loadu_epi16(seen, panel + 64));
     }
 }
 
-// Scores of 32 positions from `t` on, as `score_block` has them, of queries that `split_row_for_tiles` has made
-// bfloat16s of. panel: room for the keys.
+// The positions that all queries of two tiles see are weighed for all of them, up to whole panels of 32; the rest for
+// each row on its own, with 0 behind what it sees: so its sums go through the same steps in any company, and what lies
+// behind it may be no number.
 template <int planes>
-void score_by_tiles(const Cache& cache, const Piece& piece, int64_t t, const int8_t* queries, const Queries& to,
-                    float* panel) {
-    const int64_t size = cache.head_dim, query_bytes = 2 * planes * size, score_bytes = 4 * to.stride;
-    for (int half = 0; half < 2; ++half) {
-        pair_keys(cache, piece, t + 16 * half, piece.most() - 1, panel + 16 * half, kPanelRow / 4);
-    }
-    for_tiles(to.count, [&](int64_t first, int64_t second) {
-        clear_sums();
-        add_panel<planes>(queries + first * query_bytes, second < 0 ? nullptr : queries + second * query_bytes,
-                          query_bytes, reinterpret_cast<const char*>(panel), size, [] {});
-        float* scores = to.scores + t;
-        STORE_TILE(0, scores + first * to.stride, score_bytes);
-        STORE_TILE(1, scores + first * to.stride + 16, score_bytes);
-        if (second < 0) return;
-        STORE_TILE(2, scores + second * to.stride, score_bytes);
-        STORE_TILE(3, scores + second * to.stride + 16, score_bytes);
-    });
-}
-
-// As `exponentiate`, to rows of tiles of 32 positions.
-template <int planes>
-float exponentiate_for_tiles(float* scores, int64_t length, float scale) {
-    const __m512 top = _mm512_set1_ps(largest_score(scores, length));
-    const __m512 factor = _mm512_set1_ps(scale * 1.44269504088896341f);
-    __m512 total = _mm512_setzero_ps();
-    for (int64_t t = 0; t < length; t += 32) {
-        float weights[32];
-        for (int64_t i = 0; i < 32; i += 16) {
-            __m512 weight = weights_of(scores + t + i, length - t - i, top, factor);
-            if (planes == 1) weight = expand((__m256i)_mm512_cvtneps_pbh(weight));  // what weighs adds up to 1
-            total = _mm512_add_ps(total, weight);
-            _mm512_storeu_ps(weights + i, weight);
+void attend_by_tiles(const Block& block, Queries& queries, const Panels& panels, int64_t size, int64_t group,
+                     float scale, const int8_t* split, float* scores) {
+    const int64_t most = 2 * kTileRows / group * group;
+    for (int64_t q = 0; q < queries.count; q += most) {
+        const int64_t some = std::min(most, queries.count - q), longest = queries.seen(q + some - 1, block);
+        if (longest == 0) continue;
+        shape_for_panels(rows_of_tiles(some));
+        for (int64_t t = 0; t < longest; t += 32) {
+            score_by_tiles<planes>(split + 2 * planes * q * size, some, size, panels.keys_from(t), scores + t);
         }
-        split_row_for_tiles<planes>(weights, 32, reinterpret_cast<int8_t*>(scores) + 2 * planes * t);
-    }
-    return _mm512_reduce_add_ps(total);
-}
-
-// 32 numbers of the values of 32 positions from `t` on, 0 from position `length` on: for every two positions, a pair of
-// each number, in the order of unpacking.
-void pair_values(const Cache& cache, const Piece& piece, int64_t t, int64_t length, int64_t number, char* panel) {
-    const auto load = [&](int64_t position) {
-        if (position >= length) return _mm512_setzero_si512();
-        return _mm512_loadu_si512(cache.values + cache.at(piece.context[position], piece.kv_head) + 2 * number);
-    };
-    for (int64_t i = 0; i < 32; i += 2, panel += kPanelRow) {
-        const __m512i even = load(t + i), odd = load(t + i + 1);
-        _mm512_store_si512(panel, _mm512_unpacklo_epi16(even, odd));
-        _mm512_store_si512(panel + 64, _mm512_unpackhi_epi16(even, odd));
-    }
-}
-
-// Adds the weighted values of positions begin..end to the sums of `count` queries, [count, head_dim]; those of position
-// 0 begin them. `begin` is a multiple of 32.
-template <int planes>
-void weigh_by_tiles(const Cache& cache, const Piece& piece, int64_t begin, int64_t end, int64_t count,
-                    const float* weights, int64_t stride, float* sums) {
-    const int64_t size = cache.head_dim;
-    alignas(64) char panels[2][kTileInputs / 2 * kPanelRow];
-    const auto at = [&](int64_t query) { return reinterpret_cast<const int8_t*>(weights + query * stride); };
-    for (int64_t number = 0; number < size; number += 32) {
-        for_tiles(count, [&](int64_t first, int64_t second) {
-            float *own = sums + first * size + number, *others = sums + second * size + number;
-            clear_sums();
-            if (begin > 0) {
-                LOAD_TILE(0, own, 4 * size);
-                LOAD_TILE(1, own + 16, 4 * size);
+        for (int64_t i = 0; i < some; ++i) {
+            exponentiate<planes>(queries, q + i, block, scale, scores + i * kPositions, size);
+        }
+        const int64_t whole = queries.seen(q, block) / 32 * 32;
+        for (int64_t number = 0; number < size && whole > 0; number += 32) {
+            weigh_by_tiles<planes>(scores, some, panels.values_from(0, number), whole, queries.sums + q * size + number,
+                                   size);
+        }
+        if (longest == whole) continue;
+        shape_for_panels(rows_of_tiles(group));
+        for (int64_t i = 0; i < some; i += group) {
+            const int64_t seen = queries.seen(q + i, block);
+            for (int64_t t = whole; t < seen; t += 32) {
+                for (int64_t number = 0; number < size; number += 32) {
+                    alignas(64) char panel[kTileInputs / 2 * kPanelRow];
+                    copy_first(panels.values_from(t, number), seen - t, panel);
+                    weigh_by_tiles<planes>(scores + i * kPositions + planes * t / 2, group, panel, 32,
+                                           queries.sums + (q + i) * size + number, size);
+                }
             }
-            if (begin > 0 && second >= 0) {
-                LOAD_TILE(2, others, 4 * size);
-                LOAD_TILE(3, others + 16, 4 * size);
-            }
-            for (int64_t t = begin; t < end; t += 32) {
-                char* panel = panels[t / 32 % 2];
-                pair_values(cache, piece, t, end, number, panel);
-                const int8_t* own_weights = at(first) + 2 * planes * t;
-                const int8_t* other_weights = second < 0 ? nullptr : at(second) + 2 * planes * t;
-                add_panel<planes>(own_weights, other_weights, 4 * stride, panel, 32, [] {});
-            }
-            STORE_TILE(0, own, 4 * size);
-            STORE_TILE(1, own + 16, 4 * size);
-            if (second < 0) return;
-            STORE_TILE(2, others, 4 * size);
-            STORE_TILE(3, others + 16, 4 * size);
-        });
-    }
-}
-
-// The positions that all rows see are weighed for all of them, up to whole panels of 32; the rest for each row on its
-// own, with 0 behind what it sees: so its sums go through the same steps in any company, and what lies behind it may be
-// no number.
-template <int planes>
-void attend_by_tiles(const Cache& cache, const Piece& piece, const Piece& next, Queries& queries, int64_t group,
-                     float scale, float* scratch) {
-    const int64_t size = cache.head_dim, most = piece.most(), count = queries.count, stride = queries.stride;
-    float* sums = scratch + 16 * size;
-    int8_t* split = reinterpret_cast<int8_t*>(sums);  // until the scores are there
-    for (int64_t q = 0; q < count; ++q) {
-        split_row_for_tiles<planes>(queries.rows[q], size, split + 2 * planes * q * size);
-    }
-    shape_for_panels(rows_of_tiles(count));
-    for (int64_t t = 0; t < most; t += 32) {
-        fetch_positions(cache.keys, cache, piece, t + kPositionsAhead, std::min(t + kPositionsAhead + 32, most));
-        fetch_positions(cache.values, cache, piece, t, std::min(t + 32, most));
-        score_by_tiles<planes>(cache, piece, t, split, queries, scratch);
-    }
-    fetch_positions(cache.keys, cache, next, 0, std::min(kPositionsAhead, next.most()));
-    for (int64_t q = 0; q < count; ++q) {
-        const float total = exponentiate_for_tiles<planes>(queries.scores + q * stride, queries.lengths[q], scale);
-        queries.inverses[q] = 1.0f / total;
-    }
-    const int64_t whole = piece.length / 32 * 32;
-    if (whole > 0) weigh_by_tiles<planes>(cache, piece, 0, whole, count, queries.scores, stride, sums);
-    shape_for_panels(rows_of_tiles(group));
-    for (int64_t q = 0; q < count; q += group) {
-        if (queries.lengths[q] == whole) continue;
-        weigh_by_tiles<planes>(cache, piece, whole, queries.lengths[q], group, queries.scores + q * stride, stride,
-                               sums + q * size);
+        }
     }
     release_tiles();
-    const __m512i first = unpacked_order(), second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
-    for (int64_t q = 0; q < count; ++q) {
-        const __m512 inverse = _mm512_set1_ps(queries.inverses[q]);
-        float* out = queries.outs[q];
-        for (int64_t d = 0; d < size; d += 32) {
-            const __m512 a = _mm512_load_ps(sums + q * size + d), b = _mm512_load_ps(sums + q * size + d + 16);
-            _mm512_storeu_ps(out + d, _mm512_mul_ps(_mm512_permutex2var_ps(a, first, b), inverse));
-            _mm512_storeu_ps(out + d + 16, _mm512_mul_ps(_mm512_permutex2var_ps(a, second, b), inverse));
-        }
-    }
 }
-
-#else
-
-bool attends_by_tiles(const Cache&, int64_t) { return false; }
 
 #endif
 
-void attend_plainly(const Cache& cache, const Piece& piece, const Piece& next, Queries& queries, float scale,
-                    float* scratch) {
-    const int64_t size = cache.head_dim, most = piece.most(), count = queries.count;
-    for (int64_t t = 0; t < most; t += 16) {
-        fetch_positions(cache.keys, cache, piece, t + kPositionsAhead, std::min(t + kPositionsAhead + 16, most));
-        fetch_positions(cache.values, cache, piece, t, std::min(t + 16, most));
-        score_block(cache, piece, t, most - 1, queries.rows.data(), count, queries.scores, queries.stride, scratch);
+void attend_plainly(const Cache& cache, const Piece& piece, const Block& block, Queries& queries, float scale,
+                    float* copied, float* scores) {
+    const int64_t size = cache.head_dim, count = block.count(), most = piece.most();
+    for (int64_t t = 0; t < count; t += 16) {
+        const int64_t at = block.begin + t, ahead = at + kPositionsAhead;
+        fetch_positions(cache.keys, cache, piece, ahead, std::min(ahead + 16, most));
+        fetch_positions(cache.values, cache, piece, at, std::min(at + 16, most));
+        score_block(cache, block, t, queries, scores, copied);
     }
-    fetch_positions(cache.keys, cache, next, 0, std::min(kPositionsAhead, next.most()));
-    for (int64_t q = 0; q < count; ++q) {
-        queries.inverses[q] = 1.0f / exponentiate<0>(queries.scores + q * queries.stride, queries.lengths[q], scale);
-        std::memset(queries.outs[q], 0, size * sizeof(float));
+    for (int64_t q = 0; q < queries.count; ++q) {
+        exponentiate<0>(queries, q, block, scale, scores + q * kPositions, size);
     }
-    for (int64_t q = 0; q < count; q += kQueryTile) {
-        const int64_t tile = std::min(kQueryTile, count - q);
-        const int64_t common = queries.lengths[q];  // the first of a tile is the shortest
-        const float* const* weights = queries.weights.data();
-        float* const* outs = queries.outs.data();
-        with_count<kQueryTile>(tile, [&](auto some) {
-            add_values<some()>(cache, piece, 0, common, weights + q, outs + q);
-        });
-        for (int64_t i = q; i < q + tile; ++i) {
-            const int64_t own = queries.lengths[i];
-            if (own > common) add_values<1>(cache, piece, common, own, weights + i, outs + i);
-        }
-    }
-    for (int64_t q = 0; q < count; ++q) {
-        float* out = queries.outs[q];
-        const __m512 inverse = _mm512_set1_ps(queries.inverses[q]);
-        for (int64_t d = 0; d < size; d += 16) {
-            _mm512_storeu_ps(out + d, _mm512_mul_ps(_mm512_loadu_ps(out + d), inverse));
+    for (int64_t q = 0; q < queries.count; q += kQueryTile) {
+        const int64_t tile = std::min(kQueryTile, queries.count - q);
+        const int64_t common = queries.seen(q, block);  // the first of a tile is the shortest
+        float *weights = scores + q * kPositions, *sums = queries.sums + q * size;
+        with_count<kQueryTile>(tile, [&](auto some) { add_values<some()>(cache, block, 0, common, weights, sums); });
+        for (int64_t i = 0; i < tile; ++i) {
+            const int64_t own = queries.seen(q + i, block);
+            if (own > common) add_values<1>(cache, block, common, own, weights + i * kPositions, sums + i * size);
         }
     }
 }
+
+#if defined(__AVX512BF16__)
+
+template <int planes>
+void attend_in_panels(const Cache& cache, const Piece& piece, const Block& block, Queries& queries, int64_t group,
+                      float scale, const Panels& panels, int8_t* split, float* scores) {
+    const int64_t size = cache.head_dim, row_bytes = 2 * planes * padded(size, 32);
+    for (int64_t q = 0; block.begin == 0 && q < queries.count; ++q) {
+        split_row_for_tiles<planes>(queries.rows[q], size, split + q * row_bytes);
+    }
+    panels.fill(cache, piece, block);
+#if defined(TRUESPEC_TILES)
+    if (attends_by_tiles(cache, group)) {
+        return attend_by_tiles<planes>(block, queries, panels, size, group, scale, split, scores);
+    }
+#endif
+    attend_in_pairs<planes>(block, queries, panels, size, scale, split, scores);
+}
+
+#endif
+
+// Where a thread keeps what it needs of a piece, and how much that is.
+struct Places {
+    int64_t panels, sums, split, scores, end;
+
+    Places(int64_t size, int64_t queries)
+        : panels(0),
+          sums(panels + kPositions * padded(size, 32)),
+          split(sums + queries * size),
+          scores(split + queries * padded(size, 32)),
+          end(scores + queries * kPositions) {}
+};
+
+int64_t rows_of_piece(int64_t group) { return std::max<int64_t>(1, kPieceQueries / group); }
 
 void attend_piece(const Shape& shape, const Cache& cache, const Heads& heads, const Piece& piece, const Piece& next,
                   int64_t planes, float* scratch, float* attended) {
     const int64_t size = shape.head_dim, group = shape.num_heads / shape.num_kv_heads;
+    const Places places(size, rows_of_piece(group) * group);
     thread_local Queries queries;  // allocates nothing once it has been as large
-    queries.resize((piece.row_end - piece.row_begin) * group);
-    const bool in_tiles = attends_by_tiles(cache, group);
-    queries.stride = padded(piece.most(), in_tiles ? 32 : 16);
-    queries.scores = scratch + (16 + queries.count) * size;
+    queries.reset((piece.row_end - piece.row_begin) * group);
+    queries.sums = scratch + places.sums;
+    std::memset(queries.sums, 0, queries.count * size * sizeof(float));
     for (int64_t q = 0; q < queries.count; ++q) {
         const int64_t row = piece.row_begin + q / group, head = piece.kv_head * group + q % group;
         queries.rows[q] = heads.query + row * heads.query_stride + head * size;
-        queries.weights[q] = queries.scores + q * queries.stride;
-        queries.outs[q] = attended + (row * shape.num_heads + head) * size;
         queries.lengths[q] = piece.length + q / group;
     }
     const float scale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(size)));
-#if defined(TRUESPEC_TILES)
-    if (in_tiles) {
-        const auto attend = planes == 1 ? attend_by_tiles<1> : attend_by_tiles<2>;
-        return attend(cache, piece, next, queries, group, scale, scratch);
-    }
-#endif
+    float* scores = scratch + places.scores;
+    for (int64_t begin = 0; begin < piece.most(); begin += kPositions) {
+        const Block block(cache, piece, begin);
 #if defined(__AVX512BF16__)
-    if (cache.width == 2) {
-        return (planes == 1 ? attend_in_pairs<1> : attend_in_pairs<2>)(cache, piece, next, queries, scale, scratch);
-    }
+        if (cache.width == 2) {
+            const auto attend = planes == 1 ? attend_in_panels<1> : attend_in_panels<2>;
+            attend(cache, piece, block, queries, group, scale, Panels(size, scratch + places.panels),
+                   reinterpret_cast<int8_t*>(scratch + places.split), scores);
+            continue;
+        }
 #endif
-    attend_plainly(cache, piece, next, queries, scale, scratch);
+        attend_plainly(cache, piece, block, queries, scale, scratch + places.panels, scores);
+    }
+    fetch_positions(cache.keys, cache, next, 0, std::min(kPositionsAhead, next.most()));
+    for (int64_t q = 0; q < queries.count; ++q) {
+        const int64_t row = piece.row_begin + q / group, head = piece.kv_head * group + q % group;
+        float* out = attended + (row * shape.num_heads + head) * size;
+        const __m512 inverse = _mm512_set1_ps(1.0f / queries.totals[q]);
+        for (int64_t d = 0; d < size; d += 16) {
+            _mm512_storeu_ps(out + d, _mm512_mul_ps(_mm512_loadu_ps(queries.sums + q * size + d), inverse));
+        }
+    }
 }
 
 }  // namespace
@@ -612,28 +696,21 @@ void write_rows(const Cache& cache, const Heads& heads, const Step& step, int th
     }
 }
 
-int64_t scratch_size(const Shape& shape, int64_t longest) {
+int64_t scratch_size(const Shape& shape) {
     const int64_t group = shape.num_heads / shape.num_kv_heads;
-    return 16 * shape.head_dim + kPieceRows * group * (shape.head_dim + padded(longest, 32));
-}
-
-int64_t longest_context(const Step& step) {
-    int64_t longest = 0;
-    for (int64_t s = 0; s < step.num_spans; ++s) {
-        longest = std::max(longest, step.context_starts[s + 1] - step.context_starts[s]);
-    }
-    return longest;
+    return Places(shape.head_dim, rows_of_piece(group) * group).end;
 }
 
 void attend_spans(const Shape& shape, const Cache& cache, const Heads& heads, const Step& step, int64_t planes,
                   float* scratch, float* attended, int thread, int threads) {
     const bool scarce = threads > 1 && step.num_spans * shape.num_kv_heads < 4 * threads;
+    const int64_t whole = rows_of_piece(shape.num_heads / shape.num_kv_heads);
     int64_t turn = 0;
     Piece piece{};
     for (int64_t s = 0; s < step.num_spans; ++s) {
         const int64_t start = step.row_starts[s], stop = step.row_starts[s + 1];
         const int64_t length = step.context_starts[s + 1] - step.context_starts[s];
-        const int64_t most = scarce ? std::max<int64_t>(1, std::min(kPieceRows, (stop - start) / threads)) : kPieceRows;
+        const int64_t most = scarce ? std::max<int64_t>(1, std::min(whole, (stop - start) / threads)) : whole;
         for (int64_t row = start; row < stop; row += most) {
             for (int64_t g = 0; g < shape.num_kv_heads; ++g) {
                 if (turn++ % threads != thread) continue;

@@ -187,6 +187,8 @@ INLINE __m256 scale_by(__m256 x, __m256 n) {
 
 INLINE __m512 _mm512_scalef_ps(__m512 x, __m512 n) { return {scale_by(x.low, n.low), scale_by(x.high, n.high)}; }
 
+INLINE float _mm512_cvtss_f32(__m512 x) { return _mm256_cvtss_f32(x.low); }
+
 INLINE float _mm512_reduce_add_ps(__m512 x) {
     const __m256 eight = _mm256_add_ps(x.high, x.low);
     const __m128 four = _mm_add_ps(_mm256_extractf128_ps(eight, 1), _mm256_castps256_ps128(eight));

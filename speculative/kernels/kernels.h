@@ -35,6 +35,7 @@ namespace truespec {
 constexpr int64_t kBlock = 32;       // inputs that share a scale
 constexpr int64_t kFewRows = 16;     // up to so many rows, every thread prepares all of them itself: no barrier
 constexpr int64_t kPanel = 32;       // outputs
+constexpr int64_t kPanelRow = 4 * kPanel;  // bytes of a panel of bfloat16s: for every two inputs, a pair of each output
 
 // Of those with Act, activations have as many bits; their attention over a cache in bfloat16 rounds queries and weights
 // to one, as it does keys and values.
@@ -210,7 +211,7 @@ void split_row(const float* row, int64_t size, int8_t* bytes) {
     }
 }
 
-// The same, for rows of tiles: for each 32 numbers the high bfloat16s, then the low ones.
+// The same, as tiles and attention read it: for each 32 numbers the high bfloat16s, then the low ones.
 template <int planes>
 void split_row_for_tiles(const float* row, int64_t size, int8_t* bytes) {
     if constexpr (planes == 1) return split_row<1>(row, size, bytes);
@@ -343,9 +344,8 @@ struct Heads {
 
 Cache layer_cache(const Shape& shape, void* data, int64_t layer);
 
-// Floats that a thread needs beside the rows, for contexts up to this long.
-int64_t scratch_size(const Shape& shape, int64_t longest);
-int64_t longest_context(const Step& step);
+// Floats that a thread needs beside the rows.
+int64_t scratch_size(const Shape& shape);
 
 // One thread's share of the step's keys and values.
 void write_rows(const Cache& cache, const Heads& heads, const Step& step, int thread, int threads);

@@ -67,7 +67,7 @@ struct Pass {
           prepared(workspace(), step.num_rows,
                    std::max({shape.hidden_size, shape.intermediate_size, sizes.query, most_inputs}),
                    static_cast<int>(std::max<int64_t>(1, num_threads))),
-          scratch_each(scratch_size(shape, longest_context(step))) {
+          scratch_each(scratch_size(shape)) {
         Workspace& space = workspace();
         scratch = space.scores.at_least(std::max<int64_t>(1, num_threads) * scratch_each);
         qkv = space.qkv.at_least(step.num_rows * sizes.qkv);
@@ -159,7 +159,7 @@ void truespec_attend(const Shape* shape, const Step* step, void* cache_data, int
                      int64_t value_stride, int64_t planes, float* attended, int64_t num_threads) {
     const Cache cache = layer_cache(*shape, cache_data, layer);
     const Heads heads{query, key, value, query_stride, key_stride, value_stride};
-    const int64_t each = scratch_size(*shape, longest_context(*step));
+    const int64_t each = scratch_size(*shape);
     float* scratch = workspace().scores.at_least(std::max<int64_t>(1, num_threads) * each);
     in_threads(num_threads, [&](int thread, int threads) {
         write_rows(cache, heads, *step, thread, threads);

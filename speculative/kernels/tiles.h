@@ -146,7 +146,6 @@ inline void release_tiles() { asm volatile("tilerelease" : :); }
 
 constexpr int64_t kTileRows = 16;
 constexpr int64_t kTileInputs = 32;  // bfloat16s of a row of a tile
-constexpr int64_t kPanelRow = 2 * 64;  // bytes of a panel of 32 outputs: for every two inputs, a pair of each
 
 // For `add_panel`: tiles 0 to 3 are sums, of two times so many rows and 16 outputs; 4 and 5 rows; 6 and 7 a panel.
 inline void shape_for_panels(int64_t rows) {

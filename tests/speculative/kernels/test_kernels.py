@@ -4,7 +4,6 @@ import ctypes
 import json
 import logging
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +16,7 @@ from speculative.kernels import bindings
 from speculative.kernels import library as kernels_library
 from speculative.kernels.bindings import Kernels
 from speculative.kernels.library import cpu_kernels, find_kernels
-from speculative.model.attention import StepAttention
+from speculative.model.attention import NativeStep, StepAttention
 from speculative.model.cpu.native import Kind, NativeLinear, NativeNorm
 from speculative.model.decoder import Decoder
 from speculative.model.layers import Linear
@@ -36,14 +35,6 @@ def compiled() -> Kernels:
     kernels = cpu_kernels()
     assert kernels is not None
     return kernels
-
-
-@pytest.fixture
-def two_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -186,6 +177,30 @@ def three_sequences() -> tuple[AttentionRows, int]:
         row_starts=np.cumsum([0, *own]),
         context_slots=contexts,
     ), sum(own)
+
+
+def attended(
+    kernels: Kernels,
+    qkv: Tensor,
+    num_heads: int,
+    chunks: list[int],
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    planes: int = 2,
+) -> Tensor:
+    """Attention of one sequence [N, num_heads + 4, head_dim] in chunks, over a cache with two heads."""
+    num_slots = max(200, len(qkv))
+    slots = np.random.default_rng(0).permutation(num_slots)
+    cache = cache_with(num_slots, dtype, head_dim=qkv.shape[2])
+    parts, begin = [], 0
+    for chunk in chunks:
+        end = begin + chunk
+        step = NativeStep(kernels, cache, AttentionRows(slots[begin:end], np.array([0, chunk]), (slots[:end],)))
+        step.shape.num_heads = num_heads
+        query, key, value = qkv[begin:end].split((num_heads, 2, 2), dim=1)
+        parts.append(kernels.attend(step.shape, step.struct, cache.data, 1, (query, key, value), planes))
+        begin = end
+    return torch.cat(parts)
 
 
 @needs_kernels

@@ -3,13 +3,10 @@
 import ctypes
 import json
 import logging
-import shutil
-from collections.abc import Iterator
 from ctypes import c_int64
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -30,35 +27,12 @@ from speculative.model.cpu.native import Kind, NativeLinear
 from speculative.model.layers import Linear
 from speculative.model.loading import load_decoder
 from speculative.model.quantized import quantize
-from speculative.state.batch import AttentionRows
-from tests.speculative.kernels.test_kernels import as_read, cache_with, hidden_states, random, three_sequences
+from tests.speculative.kernels.test_kernels import as_read, attended, cache_with, hidden_states, random, three_sequences
 from tests.support.tiny_models import write_tiny_model
 from tests.support.vocabulary import needs_kernels
 
 pytestmark = needs_kernels
 KINDS: tuple[Kind, ...] = ("bfloat16", "w16a16")
-
-
-@pytest.fixture(scope="module")
-def emulation(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
-    compiler = next(path for name in kernels_library._COMPILERS if (path := shutil.which(name)))
-    library = tmp_path_factory.mktemp("tiles") / "kernels-emulated.so"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels_library, "_FLAGS", (*kernels_library._FLAGS, "-DTRUESPEC_EMULATE_TILES"))
-        kernels = Kernels(ctypes.CDLL(str(kernels_library._kept(compiler, library))))
-    if not kernels.has_tiles:
-        pytest.skip("tiles go with AVX512-BF16, which this processor lacks")
-    return kernels
-
-
-@pytest.fixture
-def tiles(emulation: Kernels) -> Iterator[Kernels]:
-    num_threads = torch.get_num_threads()
-    assert emulation.permit_tiles()
-    emulation.by_tiles = True
-    yield emulation
-    emulation.by_tiles, emulation.int4_tile_rows, emulation.attends_by_tiles = False, 0, False
-    torch.set_num_threads(num_threads)
 
 
 def plain_linear(num_inputs: int, num_outputs: int) -> Linear:
@@ -178,20 +152,6 @@ def test_four_bit_weights_are_left_to_tiles_from_a_number_of_rows_on(tiles: Kern
         linear(random(num_rows, 64))
         found.append(tile_products(tiles) - before)
     assert found == [0, 0, 2 * 4, 4, 3 * 4], "of two blocks and two halves each"
-
-
-def attended(kernels: Kernels, qkv: Tensor, num_heads: int, chunks: list[int]) -> Tensor:
-    """Attention of one sequence [N, num_heads + 4, head_dim] in chunks, over a cache in bfloat16 with two heads."""
-    slots = np.random.default_rng(0).permutation(200)
-    cache = cache_with(200, torch.bfloat16, head_dim=qkv.shape[2])
-    parts, begin = [], 0
-    for chunk in chunks:
-        end = begin + chunk
-        rows = AttentionRows(slots[begin:end], np.array([0, chunk]), (slots[:end],))
-        own = qkv[begin:end].split((num_heads, 2, 2), dim=1)
-        parts.append(StepAttention(cache, rows, kernels)(1, *own))
-        begin = end
-    return torch.cat(parts)
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])

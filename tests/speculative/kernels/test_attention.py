@@ -1,0 +1,125 @@
+"""Attention over long contexts, which is computed in blocks of positions: what happens at their borders.
+
+The float32 cache, the cache in bfloat16 with one or two bfloat16s for a query, and the same by tiles are all tested.
+"""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from speculative.kernels.bindings import Kernels
+from tests.speculative.kernels.test_kernels import attended, compiled, random
+from tests.support.vocabulary import needs_kernels
+
+pytestmark = needs_kernels
+BLOCK = 256  # kPositions of attention.cpp
+HEADS, KV_HEADS = 6, 2
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """A way to attend, over heads of some size, and how far it may be from double precision."""
+
+    dtype: torch.dtype
+    planes: int
+    by_tiles: bool
+    head_dim: int
+    rounding: float
+    kernels: Kernels
+
+    def qkv(self, num_rows: int) -> Tensor:
+        return random(num_rows, HEADS + 2 * KV_HEADS, self.head_dim)
+
+    def attend(self, qkv: Tensor, chunks: list[int]) -> Tensor:
+        self.kernels.attends_by_tiles = self.by_tiles
+        return attended(self.kernels, qkv, HEADS, chunks, dtype=self.dtype, planes=self.planes)
+
+    def check(self, qkv: Tensor) -> None:
+        """Compare all rows of a sequence with double precision."""
+        found = self.attend(qkv, [len(qkv)])
+        torch.testing.assert_close(found.double(), self.expected(qkv), rtol=0, atol=self.rounding)
+
+    def expected(self, qkv: Tensor) -> Tensor:
+        query, key, value = qkv.split((HEADS, KV_HEADS, KV_HEADS), dim=1)
+        keys, values = (
+            part.to(self.dtype).double().repeat_interleave(HEADS // KV_HEADS, dim=1) for part in (key, value)
+        )
+        scores = torch.einsum("qhd,khd->hqk", query.double(), keys) * self.head_dim**-0.5
+        unseen = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
+        return torch.einsum("hqk,khd->qhd", scores.masked_fill(unseen, -torch.inf).softmax(dim=-1), values)
+
+
+@pytest.fixture(params=["float32", "one bfloat16", "two bfloat16s", "one by tiles", "two by tiles"])
+def arithmetic(request: pytest.FixtureRequest) -> Arithmetic:
+    name: str = request.param
+    if name == "float32":
+        return Arithmetic(torch.float32, 2, False, 48, 1e-5, compiled())
+    planes, rounding = (1, 0.04) if name.startswith("one") else (2, 5e-5)
+    if name.endswith("tiles"):
+        return Arithmetic(torch.bfloat16, planes, True, 32, rounding, request.getfixturevalue("tiles"))
+    return Arithmetic(torch.bfloat16, planes, False, 48, rounding, compiled())
+
+
+def test_every_length_around_borders_of_blocks(arithmetic: Arithmetic) -> None:
+    arithmetic.check(arithmetic.qkv(2 * BLOCK + 3))
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_a_row_is_the_same_bits_in_any_company_across_borders_on_any_number_of_threads(arithmetic: Arithmetic) -> None:
+    qkv = arithmetic.qkv(2 * BLOCK + 3)
+    torch.set_num_threads(1)
+    whole = arithmetic.attend(qkv, [len(qkv)])
+    around = [BLOCK - 2, 1, 1, 1, BLOCK - 3, 1, 1, 1, 2]  # so rows see 255, 256, 257, 511, 512 and 513 positions alone
+    across = [5, BLOCK - 7, 5, 100, 100, BLOCK - 200]
+    for num_threads in (1, 2):
+        torch.set_num_threads(num_threads)
+        for chunks in (around, across):
+            assert sum(chunks) == len(qkv)
+            assert torch.equal(arithmetic.attend(qkv, chunks), whole)
+
+
+@pytest.mark.parametrize("lift", [4.0, 60.0])
+@pytest.mark.parametrize("place", [10, BLOCK - 1, BLOCK, BLOCK + 50, 2 * BLOCK])
+def test_the_largest_score_lies_in_any_block(place: int, lift: float, arithmetic: Arithmetic) -> None:
+    """In the first one it holds for all that follow, in a later one what is known so far is weighed anew."""
+    qkv = arithmetic.qkv(2 * BLOCK + 3)
+    qkv[:, :HEADS, 0] = 1.0
+    qkv[place, HEADS : HEADS + KV_HEADS, 0] = lift * arithmetic.head_dim**0.5
+    arithmetic.check(qkv)
+
+
+@pytest.mark.parametrize("lift", [-80.0, -1e5, -1e30])
+@pytest.mark.parametrize("begin", [0, BLOCK])
+def test_all_scores_of_a_block_are_very_small(begin: int, lift: float, arithmetic: Arithmetic) -> None:
+    qkv = arithmetic.qkv(2 * BLOCK + 40)
+    qkv[:, :HEADS, 0] = 1.0
+    keys = qkv[begin : begin + BLOCK, HEADS : HEADS + KV_HEADS]
+    keys[:] = 0.0  # all scores of the block are alike, however large
+    keys[..., 0] = lift
+    arithmetic.check(qkv)
+
+
+def test_scores_of_minus_infinity_weigh_nothing(arithmetic: Arithmetic) -> None:
+    """A query that sees no others has no result."""
+    if arithmetic.dtype == torch.bfloat16 and arithmetic.planes == 2:
+        pytest.skip("the second bfloat16 is 0 here, and 0 times infinity no number")
+    qkv = arithmetic.qkv(BLOCK + 40)
+    qkv[:, :HEADS, 0] = 1.0
+    qkv[:BLOCK, HEADS : HEADS + KV_HEADS, 0] = -torch.inf
+    found = arithmetic.attend(qkv, [len(qkv)])
+    assert found[:BLOCK].isnan().all()
+    expected = arithmetic.expected(qkv[BLOCK:])
+    torch.testing.assert_close(found[BLOCK:].double(), expected, rtol=0, atol=arithmetic.rounding)
+
+
+@pytest.mark.parametrize("damage", [torch.nan, torch.inf])
+@pytest.mark.parametrize("begin", [BLOCK - 1, BLOCK, BLOCK + 1, BLOCK + 36])
+def test_a_query_sees_nothing_behind_itself_in_any_block(begin: int, damage: float, arithmetic: Arithmetic) -> None:
+    qkv = arithmetic.qkv(BLOCK + 70)
+    sound = arithmetic.attend(qkv, [len(qkv)])
+    qkv[begin : begin + 2, HEADS:] = damage  # keys and values
+    spoilt = arithmetic.attend(qkv, [len(qkv)])
+    assert torch.equal(spoilt[:begin], sound[:begin])
+    assert not spoilt[begin:].isfinite().any()
