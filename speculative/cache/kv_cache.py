@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from speculative.cache.huge_pages import zeros
+
 
 class BlockPool:
     """The blocks of a cache: who holds each, and which of them carry a prefix that may be shared.
@@ -134,7 +136,7 @@ class KVCache:
     def __init__(self, shape: KVShape, num_slots: int, *, dtype: torch.dtype, device: torch.device) -> None:
         self.shape = shape
         size = (shape.num_layers, 2, num_slots, shape.num_kv_heads, shape.head_dim)
-        self.data = torch.zeros(size, dtype=dtype, device=device)
+        self.data = zeros(size, dtype) if device.type == "cpu" else torch.zeros(size, dtype=dtype, device=device)
 
     def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Store key and value [N, num_kv_heads, head_dim] of one layer at slots [N]."""

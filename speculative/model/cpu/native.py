@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from speculative.cache.huge_pages import HugePages
 from speculative.kernels.bindings import Kernels, LayerStruct, LinearStruct
-from speculative.kernels.huge_pages import HugePages, give_back_freed_memory
+from speculative.kernels.freed_memory import give_back_freed_memory
 from speculative.model.attention import StepAttention
 from speculative.model.fp8 import Rows
 from speculative.model.layers import MLP, Attend, Attention, Linear, PackedLinear, RMSNorm

@@ -1,10 +1,11 @@
 """Memory in pages of 2 MiB, which a kernel that is set to `madvise` (most are) gives only to those who ask for them.
 
-A step reads every weight once. From pages of 4 KiB that took 1.1 to 1.3 times as long here.
+A step reads every weight once. From pages of 4 KiB that took 1.1 to 1.3 times as long here. Keys and values of a long
+context lie far apart: one sequence behind 4,000 tokens decodes 1.07 times as fast from large pages.
 """
 
 import contextlib
-import ctypes
+import math
 import mmap
 
 import torch
@@ -29,18 +30,18 @@ class HugePages:
         return place.view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
+def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A CPU tensor of zeros in such pages."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return _mapped(num_bytes)[:num_bytes].view(dtype).view(shape)
+
+
 def _mapped(num_bytes: int) -> Tensor:
+    """Bytes of 0, so many at least."""
     if not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(num_bytes, dtype=torch.uint8)
+        return torch.zeros(num_bytes, dtype=torch.uint8)
     memory = mmap.mmap(-1, num_bytes + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel without them
         memory.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     return whole[-whole.data_ptr() % PAGE :]
-
-
-def give_back_freed_memory() -> None:
-    """Return to the system what malloc keeps of freed tensors; only glibc's has such a call, others keep it."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(ctypes.c_size_t(0))

@@ -1,12 +1,14 @@
-"""Weights in large pages: nothing of them changes, nothing overlaps, and they live as long as they are held."""
+"""Weights and keys in large pages: nothing of them changes, nothing overlaps, and they live as long as they are held."""
 
 import gc
 import mmap
+from collections.abc import Callable
 
 import pytest
 import torch
 
-from speculative.kernels.huge_pages import PAGE, HugePages
+from speculative.cache.huge_pages import PAGE, HugePages
+from speculative.cache.kv_cache import KVCache, KVShape
 
 
 def tensors() -> list[torch.Tensor]:
@@ -39,9 +41,27 @@ def test_what_is_kept_stays_as_it_was(supported: bool, monkeypatch: pytest.Monke
         )
 
 
+def kept_weights() -> torch.Tensor:
+    return HugePages().keep(torch.ones(3 * PAGE, dtype=torch.uint8))
+
+
+def keys_and_values() -> torch.Tensor:
+    return KVCache(KVShape(2, 4, 64), 8192, dtype=torch.bfloat16, device=torch.device("cpu")).data
+
+
+@pytest.mark.parametrize("supported", [True, False])
+def test_a_cache_begins_with_zeros(supported: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not supported:
+        monkeypatch.delattr(mmap, "MADV_HUGEPAGE")
+    data = keys_and_values()
+    assert data.shape == (2, 2, 8192, 4, 64) and data.dtype == torch.bfloat16 and data.is_contiguous()
+    assert not data.any()
+
+
 @pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="a system without such pages")
-def test_large_pages_are_asked_for() -> None:
-    kept = HugePages().keep(torch.ones(3 * PAGE, dtype=torch.uint8))
+@pytest.mark.parametrize("make", [kept_weights, keys_and_values])
+def test_large_pages_are_asked_for(make: Callable[[], torch.Tensor]) -> None:
+    kept = make()
     assert kept.data_ptr() % PAGE == 0
     start, flags = "", ""
     with open("/proc/self/smaps", encoding="ascii") as lines:
