@@ -1,4 +1,4 @@
-"""Weights and keys in large pages: nothing of them changes, nothing overlaps, and they live as long as they are held."""
+"""Weights and the KV cache in large pages: nothing changes, nothing overlaps, and all lives as long as it is held."""
 
 import gc
 import mmap
