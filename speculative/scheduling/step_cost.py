@@ -43,6 +43,7 @@ _OF_MISSED = 7
 _LONG = 64  # tokens of a prompt that show what a missed one costs
 _OF_PACE = 0.1  # share of a surprise that is ascribed to the machine's pace
 _PACE_KEPT = 0.98  # of how far the pace is from the usual one, a step later
+_MOST_EXPLAINED = 0.9  # share of a step's time: it cannot be that one costs nothing before there is work
 _SLOW = 1.5  # times what was expected: what a step that took longer counts as
 _SOLVE_EVERY = 32  # steps, once they are known; until then what rows cost is corrected step by step
 _KEEP = 0.995  # what is left of a step's weight when the next comes
@@ -92,10 +93,9 @@ class StepCost:
         features = self._features(work)
         if self.num_observed <= _CALIBRATION_STEPS:
             self._fastest = min(self._fastest, seconds)
-            if self.is_borrowed:
-                seconds -= sum(map(mul, self._weights[_OF_CONTEXT], features[_OF_CONTEXT]))
-                features[_OF_CONTEXT] = [0.0, 0.0]
             self._calibrating.append((features, seconds))
+            if self.is_borrowed:
+                self._limit_context(features, seconds)
             self._calibrate()
             return
         self._unsolved.append((features, self._correct(features, seconds)))
@@ -138,6 +138,18 @@ class StepCost:
         """Expected seconds of one more draft, in the mean over those of a step: they share the drafter's runs."""
         per_draft, per_position, per_read = (self._weights[i] / _SCALES[i] for i in (2, 3, 6))
         return per_draft + per_read * mean_context + per_position * longest / max(num_drafts, 1e-9)
+
+    @property
+    def _knows_context(self) -> bool:
+        """Return whether what context costs is taken from another load, where it costs the same, as it is."""
+        return self.is_borrowed and self.num_observed <= _CALIBRATION_STEPS
+
+    def _limit_context(self, features: list[float], seconds: float) -> None:
+        """Believe of context no more than a step of this load leaves room for: the other one's may have been short."""
+        of_context = self._weights[_OF_CONTEXT]
+        known = sum(map(mul, of_context, features[_OF_CONTEXT]))
+        if known > _MOST_EXPLAINED * seconds:
+            self._weights[_OF_CONTEXT] = [_MOST_EXPLAINED * seconds / known * weight for weight in of_context]
 
     def _calibrate(self) -> None:
         """Solve for all steps so far. One that took far longer than others of its kind, or than the others let expect
@@ -196,6 +208,9 @@ class StepCost:
         features = np.array([own for own, _ in self._unsolved])  # [N, features]
         seconds = np.array([seconds for _, seconds in self._unsolved])
         weights = _KEEP ** np.arange(len(seconds) - 1, -1, -1) * self._importance(seconds)
+        if self._knows_context:
+            seconds -= features[:, _OF_CONTEXT] @ self._weights[_OF_CONTEXT]
+            features[:, _OF_CONTEXT] = 0.0
         self._squares = _KEEP ** len(seconds) * self._squares + (weights * features.T) @ features
         self._products = _KEEP ** len(seconds) * self._products + (weights * features.T) @ seconds
         self._unsolved.clear()
@@ -213,12 +228,12 @@ class StepCost:
         count, sums = self._squares[0, 0], self._squares[0, 1:]
         mean = self._products[0] / count
         explained = float(slopes @ sums) / count
-        if explained > 0.9 * mean:  # it cannot be that a step costs nothing before there is work
-            slopes *= 0.9 * mean / explained
-            explained = 0.9 * mean
+        if explained > _MOST_EXPLAINED * mean:
+            slopes *= _MOST_EXPLAINED * mean / explained
+            explained = _MOST_EXPLAINED * mean
         of_context = self._weights[_OF_CONTEXT]
         self._weights = [float(mean - explained), *slopes.tolist()]
-        if self.is_borrowed and self.num_observed <= _CALIBRATION_STEPS:  # it costs the same at any load
+        if self._knows_context:
             self._weights[_OF_CONTEXT] = of_context
 
 

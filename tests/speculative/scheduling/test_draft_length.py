@@ -317,6 +317,25 @@ def test_steps_that_something_held_up_do_not_count_in_a_calibration(held_up: Seq
     assert found == pytest.approx(right, rel=0.1)
 
 
+@pytest.mark.parametrize("believed", [2e-7, 1e-6, 4e-6])
+def test_what_context_costs_at_another_load_leaves_room_for_the_rest(believed: float) -> None:
+    """A slope that short contexts showed may be far off at long ones."""
+    works = [(0, 0), (1, 1), (2, 2), (4, 1), (6, 2), (10, 3), (12, 2), (20, 3), (28, 4)]
+    other, noise = StepCost(), random.Random(1)
+    for step in range(60):
+        context = 50 + 6 * step
+        other.observe(Work(2, *works[step % 9], context), on_cpu(2, *works[step % 9]) + believed * context)
+    cost = other.lend()
+    asked = tuple(zip(*works, strict=True))
+    right = [on_cpu(1, *work) + 2e-7 * 12_000 for work in works]
+    for step in range(200):
+        cost.observe(
+            Work(1, *works[step % 9], 12_000), noise.gauss(1, 0.05) * (on_cpu(1, *works[step % 9]) + 2e-7 * 12_000)
+        )
+        if step >= 19:
+            assert cost.seconds(1, *asked, 12_000) == pytest.approx(right, rel=0.3 if step < 60 else 0.1)
+
+
 @pytest.mark.parametrize("seconds", [on_cpu, by_rows, free_rows, dear_rows])
 @pytest.mark.parametrize("chances", [(0.45, 0.15, 0.08, 0.04), (0.9, 0.02, 0.01, 0.01), (0.1, 0.1, 0.1, 0.1)])
 def test_trees_are_as_wide_as_pays(seconds: Seconds, chances: Sequences[float]) -> None:
