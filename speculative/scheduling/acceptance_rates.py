@@ -9,7 +9,7 @@ _BELIEF_OF_UNKNOWN = 2.0
 _HOPE = 0.25  # standard errors
 _KEEP = 0.998  # of what siblings showed, a round later
 _UNKNOWN = 0.6
-_MISSED_BY_TWICE = 0.77  # of the tokens that k candidates miss, what 2k miss, for k = 1, 2 and 4; so it was measured
+_MISSED_BY_TWICE = 0.77  # share of the tokens missed by k candidates that 2k miss, too; measured for k = 1, 2 and 4
 
 
 class AcceptanceRates:

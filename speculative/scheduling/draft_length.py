@@ -117,7 +117,8 @@ class DynamicLength(DraftLength):
     to see whether that still holds; where drafting pays, one in a hundred tries none at all, or all for a few.
     The steps are chosen by counting.
 
-    Trees are as wide as pays, too: a round with many candidates shows how often fewer would have done.
+    Trees are as wide as pays, too: a round with many candidates shows how often fewer would have done. What further
+    candidates add is learned apart from how often the first is right, which every round shows.
 
     Args:
         most: tokens that a drafter makes for a sequence.
@@ -341,8 +342,8 @@ class DynamicLength(DraftLength):
                     siblings.observe(few, many, missed=place >= many)
 
     def _numbers_of_candidates(self, position: int, shape: int) -> list[tuple[int, int]]:
-        """The candidates for a position in each shape and in the next wider one, up to this shape, where they
-        differ."""
+        """The numbers of candidates for a position in each shape and the next wider one, up to this shape; without
+        those that are equal."""
         numbers = pairwise(shape.widths[position] for shape in self._shapes[: shape + 1])
         return [(few, many) for few, many in numbers if few < many]
 
@@ -370,8 +371,8 @@ class DynamicLength(DraftLength):
         return [0] * len(sequences)
 
     def _best_lengths(self, sequences: Sequences[Sequence], cost: "StepCost") -> list[int]:
-        """Return the lengths of the best plan, of which the shape becomes the next one's; one look compares it with one
-        other."""
+        """Return the lengths of the best plan. The best shape so far is compared with one other, which the next look
+        begins with if it is better."""
         plan = self._best_plan(sequences, cost, self._shape)
         if len(self._shapes) > 1:
             self._num_compared += 1
@@ -504,7 +505,7 @@ class DynamicLength(DraftLength):
         return True
 
 
-_Grown = tuple[DraftTree, Sequences[int]]  # and the drafts of its nodes
+_Grown = tuple[DraftTree, Sequences[int]]  # a tree, and the drafts of its nodes
 
 
 class _Step(NamedTuple):
@@ -528,7 +529,7 @@ class _Step(NamedTuple):
     may_end_early: bool
     repeats: bool
     shape: int
-    trees: Mapping[str, "_Grown"]
+    trees: Mapping[str, _Grown]
 
 
 class _Plan(NamedTuple):

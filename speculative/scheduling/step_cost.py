@@ -141,19 +141,20 @@ class StepCost:
 
     @property
     def _knows_context(self) -> bool:
-        """Return whether what context costs is taken from another load, where it costs the same, as it is."""
+        """Return whether the cost of context is taken from another load as it is: it is the same at any load."""
         return self.is_borrowed and self.num_observed <= _CALIBRATION_STEPS
 
     def _limit_context(self, features: list[float], seconds: float) -> None:
-        """Believe of context no more than a step of this load leaves room for: the other one's may have been short."""
+        """Lower what context is believed to cost, where a step leaves no room for it: what short contexts showed at the
+        other load may be far off."""
         of_context = self._weights[_OF_CONTEXT]
         known = sum(map(mul, of_context, features[_OF_CONTEXT]))
         if known > _MOST_EXPLAINED * seconds:
             self._weights[_OF_CONTEXT] = [_MOST_EXPLAINED * seconds / known * weight for weight in of_context]
 
     def _calibrate(self) -> None:
-        """Solve for all steps so far. One that took far longer than others of its kind, or than the others let expect
-        where there are hardly any, counts as a usual one."""
+        """Solve for all steps so far. One that took far longer than others of its kind counts as a usual one; where
+        there are hardly any, one that took far longer than the regression has it."""
         self._solve_only(self._calibrating)
         kinds: dict[int, list[float]] = {}
         for own, seconds in self._calibrating:
@@ -217,7 +218,7 @@ class StepCost:
 
     def _importance(self, seconds: Floats) -> Floats:
         """The weight of steps that took so long, [N]: noise is a share of a step's time, so a step that takes ten times
-        as long says a tenth about the others."""
+        as long has a hundredth of the weight."""
         return np.minimum(1.0, self._fastest / seconds) ** 2
 
     def _solve(self) -> None:
