@@ -86,6 +86,6 @@ class Siblings:
     def missed(self, few: int, many: int) -> float:
         """The share that is missed; less by a part of its standard error: what might pay is tried for a while."""
         missed_by_few, missed_by_many = self._seen.get((few, many), (0.0, 0.0))
-        weight, expected = missed_by_few + _BELIEF, _MISSED_BY_TWICE ** math.log2(many / few)
+        weight, expected = missed_by_few + _BELIEF, math.pow(_MISSED_BY_TWICE, math.log2(many / few))
         share = (missed_by_many + _BELIEF * expected) / weight
         return max(0.0, share - _HOPE * math.sqrt(share * (1 - share) / weight))

@@ -1,5 +1,6 @@
 """The cost of a step, in seconds, learned from the steps that were timed."""
 
+import math
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass, field
 from operator import mul
@@ -177,14 +178,14 @@ class StepCost:
         self._solve()
 
     def _regression(self, features: list[float]) -> float:
-        return sum(map(mul, self._weights, features))
+        return math.fsum(map(mul, self._weights, features))
 
     def _correct(self, features: list[float], seconds: float) -> float:
         """Learn how far a step was from what was expected; the seconds that it counts as, at the usual pace."""
         rows = _rows(features)
         regression, correction = self._regression(features), self._correction(rows)
         surprise = min(seconds / (self._pace * regression * correction), _SLOW) - 1
-        usual: float = regression * correction * (1 + surprise)
+        usual = regression * correction * (1 + surprise)
         if 1 + surprise < _SLOW:  # else something had the machine for this one step
             self._pace = 1 + _PACE_KEPT * (self._pace * (1 + _OF_PACE * surprise) - 1)
         weight, mean = self._residuals.get(rows, (0.0, 0.0))
