@@ -1,4 +1,4 @@
-"""Acceptance rates of drafts, by their position."""
+"""Acceptance rates of drafts, by their position, and what further candidates for a position add to them."""
 
 import math
 from collections.abc import Sequence as Sequences
@@ -7,7 +7,9 @@ _BELIEF = 16.0
 _BELIEF_OF_REQUEST = 20.0
 _BELIEF_OF_UNKNOWN = 2.0
 _HOPE = 0.25  # standard errors
+_KEEP = 0.998  # of what siblings showed, a round later
 _UNKNOWN = 0.6
+_MISSED_BY_TWICE = 0.77  # share of the tokens missed by k candidates that 2k miss, too; measured for k = 1, 2 and 4
 
 
 class AcceptanceRates:
@@ -31,8 +33,12 @@ class AcceptanceRates:
     def observe(self, num_drafted: int, num_accepted: int) -> None:
         """Count a round: the positions up to the first that was not accepted."""
         for position in range(min(num_accepted + 1, num_drafted)):
-            self._reached[position] = self._keep * self._reached[position] + 1
-            self._accepted[position] = self._keep * self._accepted[position] + (position < num_accepted)
+            self.observe_at(position, accepted=position < num_accepted)
+
+    def observe_at(self, position: int, *, accepted: bool) -> None:
+        """Count a position that a round reached."""
+        self._reached[position] = self._keep * self._reached[position] + 1
+        self._accepted[position] = self._keep * self._accepted[position] + accepted
 
     def blended(self, prior: Sequences[float] | None = None) -> list[float]:
         """The rate at each position, drawn towards `prior`, or else what was expected, while little is known."""
@@ -56,3 +62,30 @@ class AcceptanceRates:
             min(1.0, rate + _HOPE * math.sqrt(rate * (1 - rate) / (reached + belief)))
             for rate, reached, belief in known
         ]
+
+
+class Siblings:
+    """The share of tokens that further candidates for a position miss, of those that the first ones miss.
+
+    What was seen counts less with each round, whether that shows more or not: a round with few candidates tells
+    nothing of further ones, and the text may have changed meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[int, int], tuple[float, float]] = {}  # by both numbers: missed by few; by many, too
+
+    def begin_round(self) -> None:
+        """Let what was seen count less."""
+        self._seen = {numbers: (_KEEP * few, _KEEP * many) for numbers, (few, many) in self._seen.items()}
+
+    def observe(self, few: int, many: int, *, missed: bool) -> None:
+        """Count a token that `few` candidates missed. missed: whether `many` missed it, too."""
+        missed_by_few, missed_by_many = self._seen.get((few, many), (0.0, 0.0))
+        self._seen[few, many] = missed_by_few + 1, missed_by_many + missed
+
+    def missed(self, few: int, many: int) -> float:
+        """The share that is missed; less by a part of its standard error: what might pay is tried for a while."""
+        missed_by_few, missed_by_many = self._seen.get((few, many), (0.0, 0.0))
+        weight, expected = missed_by_few + _BELIEF, math.pow(_MISSED_BY_TWICE, math.log2(many / few))
+        share = (missed_by_many + _BELIEF * expected) / weight
+        return max(0.0, share - _HOPE * math.sqrt(share * (1 - share) / weight))

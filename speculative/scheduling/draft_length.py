@@ -14,12 +14,12 @@ import math
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from operator import add, mul, truediv
 from typing import NamedTuple
 
 from speculative.config import DrafterConfig
-from speculative.scheduling.acceptance_rates import AcceptanceRates
+from speculative.scheduling.acceptance_rates import AcceptanceRates, Siblings
 from speculative.scheduling.early_exit import Confidence, EarlyExit
 from speculative.scheduling.passages import Passages, best_count
 from speculative.scheduling.step_cost import StepCost, Work
@@ -35,7 +35,6 @@ _MOST_PATIENCE = 2  # factor by which probes become rarer while they show that d
 _SEQUENCES_A_PROBE = 4  # those whose drafter is least behind: it has to catch up on what was emitted without it
 _CLEAR_GAIN = 1.05  # in tokens a second, for which a passage is drafted: what is expected of it is less certain
 _HYSTERESIS = 0.01  # gain in tokens a second for which drafting is switched on or off
-_MISSED_BY_TWICE = 0.77  # of the tokens that k candidates miss, what 2k miss, for k = 1, 2 and 4; so it was measured
 _MOST_BEHIND = 512  # tokens; of longer prompts a drafter computes the rest while the target does
 
 
@@ -118,7 +117,8 @@ class DynamicLength(DraftLength):
     to see whether that still holds; where drafting pays, one in a hundred tries none at all, or all for a few.
     The steps are chosen by counting.
 
-    Trees are as wide as pays, too: a round with many candidates shows how often fewer would have done.
+    Trees are as wide as pays, too: a round with many candidates shows how often fewer would have done. What further
+    candidates add is learned apart from how often the first is right, which every round shows.
 
     Args:
         most: tokens that a drafter makes for a sequence.
@@ -140,11 +140,10 @@ class DynamicLength(DraftLength):
         """Implement `DraftLength.restart`."""
         self._passages.restart()
         self._expected_rates = self._expected_rates if expected is None else expected
-        # Of sampled drafts and of greedy requests' ones, which differ. Made: whether what might end early was drafted.
-        self._rates = [
-            [AcceptanceRates(self._most, keep=0.998, expected=shape.expect(rates)) for rates in self._expected_rates]
-            for shape in self._shapes
-        ]
+        # Of sampled drafts and of greedy requests' ones, which differ. Rates: of first candidates. Made: whether what
+        # might end early was drafted.
+        self._rates = [AcceptanceRates(self._most, keep=0.998, expected=rates) for rates in self._expected_rates]
+        self._siblings = [Siblings() for _ in range(2)]
         self._shape = self._next_shape = len(self._shapes) - 1  # the best so far; the one of the planned step
         self._num_compared = 0
         self._made = [AcceptanceRates(self._most, keep=0.99) for _ in range(2)]
@@ -191,7 +190,7 @@ class DynamicLength(DraftLength):
         speculating = [sequence for sequence in decoding if sequence.params.speculate]
         for sequence in speculating:
             if sequence.request.request_id not in self._requests:
-                rates = [AcceptanceRates(self._most, keep=0.97) for _ in self._shapes]
+                rates = AcceptanceRates(self._most, keep=0.97)
                 self._requests[sequence.request.request_id] = _RequestHistory(rates)
         self._decoding, self._speculating = list(decoding), speculating
         self._num_kept, self._is_kept, self._may_repeat = 0, False, False
@@ -274,9 +273,14 @@ class DynamicLength(DraftLength):
                 num_drafts += self._shapes[step.shape].rows[min(result.num_drafted, self._most)]
                 counts.append(result.num_drafted)
                 wanted = self._note_probabilities(entry, step, result)
-                for index, num_accepted in enumerate(self._would_be_accepted(entry, step, result)):
-                    for rates in (history.rates[index], self._rates[index][entry.sequence.params.greedy]):
-                        rates.observe(wanted, num_accepted)
+                rates = history.rates, self._rates[entry.sequence.params.greedy]
+                if len(self._shapes) > 1:
+                    self._siblings[entry.sequence.params.greedy].begin_round()
+                if step.shape:
+                    self._observe_tree(entry, step, result, rates)
+                else:
+                    for own in rates:
+                        own.observe(wanted, result.num_accepted)
                 catches_up |= history.drafted_at is None
                 missed += history.num_missed(start, self._most)
                 history.drafted_at = start
@@ -321,13 +325,27 @@ class DynamicLength(DraftLength):
         self._made[greedy].observe(entry.max_drafts, result.num_drafted)
         return entry.max_drafts
 
-    def _would_be_accepted(self, entry: Entry, step: "_Step", result: SequenceResult) -> list[int]:
-        """Return how many drafts each shape would have had accepted, the step's own last."""
-        if step.shape == 0:
-            return [result.num_accepted]
+    def _observe_tree(
+        self, entry: Entry, step: "_Step", result: SequenceResult, rates: tuple[AcceptanceRates, AcceptanceRates]
+    ) -> None:
+        """Count, at each position, whether the first candidate was right, and if not, which others were."""
         tree, drafts = step.trees[entry.sequence.request.request_id]
-        places = tree.candidates_taken(drafts, result.token_ids[: result.num_accepted])
-        return [shape.would_accept(places) for shape in self._shapes[: step.shape + 1]]
+        places: list[float] = [*tree.candidates_taken(drafts, result.token_ids[: result.num_accepted])]
+        if result.num_accepted < result.num_drafted:
+            places.append(math.inf)
+        siblings = self._siblings[entry.sequence.params.greedy]
+        for position, place in enumerate(places):
+            for own in rates:
+                own.observe_at(position, accepted=place == 0)
+            for few, many in self._numbers_of_candidates(position, step.shape):
+                if place >= few:
+                    siblings.observe(few, many, missed=place >= many)
+
+    def _numbers_of_candidates(self, position: int, shape: int) -> list[tuple[int, int]]:
+        """The numbers of candidates for a position in each shape and the next wider one, up to this shape; without
+        those that are equal."""
+        numbers = pairwise(shape.widths[position] for shape in self._shapes[: shape + 1])
+        return [(few, many) for few, many in numbers if few < many]
 
     def _cost(self, num_sequences: int) -> "StepCost":
         """The cost of steps with about this many sequences: one straight line through all loads fits none of them."""
@@ -353,8 +371,8 @@ class DynamicLength(DraftLength):
         return [0] * len(sequences)
 
     def _best_lengths(self, sequences: Sequences[Sequence], cost: "StepCost") -> list[int]:
-        """Return the lengths of the best plan, of which the shape becomes the next one's; one look compares it with one
-        other."""
+        """Return the lengths of the best plan. The best shape so far is compared with one other, which the next look
+        begins with if it is better."""
         plan = self._best_plan(sequences, cost, self._shape)
         if len(self._shapes) > 1:
             self._num_compared += 1
@@ -374,11 +392,13 @@ class DynamicLength(DraftLength):
 
     def _best_plan(self, sequences: Sequences[Sequence], cost: "StepCost", shape: int) -> "_Plan":
         """Assign drafts one by one, the likeliest to be accepted first; stop where tokens a second are highest."""
-        priors = [rates.hoped_for() for rates in self._rates[shape]]
+        priors = [rates.hoped_for() for rates in self._rates]
+        siblings = [self._held_by_siblings(shape, greedy) for greedy in (False, True)]
         drafts = []  # (1 - chance that all drafts up to it are accepted, which falls along each row, position, owner)
         for owner, sequence in enumerate(sequences):
-            rates = self._requests[sequence.request.request_id].rates[shape]
-            survival = accumulate(rates.blended(priors[sequence.params.greedy]), mul)
+            greedy = sequence.params.greedy
+            rates = self._requests[sequence.request.request_id].rates.blended(priors[greedy])
+            survival = accumulate(_with_siblings(rates, siblings[greedy]), mul)
             drafts += [(1 - chance, position, owner) for position, chance in enumerate(survival)]
         drafts.sort()
         tokens = accumulate((1 - lost for lost, _, _ in drafts), initial=float(len(self._decoding)))
@@ -444,9 +464,18 @@ class DynamicLength(DraftLength):
 
     def _expected_tokens(self, sequence: Sequence, num_drafts: int) -> float:
         """Return how many of the model's drafts will be accepted."""
-        prior = self._rates[self._next_shape][sequence.params.greedy].hoped_for()
-        rates = self._requests[sequence.request.request_id].rates[self._next_shape].blended(prior)
+        greedy = sequence.params.greedy
+        rates = self._requests[sequence.request.request_id].rates.blended(self._rates[greedy].hoped_for())
+        rates = _with_siblings(rates, self._held_by_siblings(self._next_shape, greedy))
         return math.fsum(accumulate(rates[:num_drafts], mul))
+
+    def _held_by_siblings(self, shape: int, greedy: bool) -> list[float]:
+        """The share of tokens that other candidates hold, of those that first candidates miss, by position."""
+        if shape == 0:
+            return [0.0] * self._most
+        missed = self._siblings[greedy].missed
+        numbers = [self._numbers_of_candidates(position, shape) for position in range(self._most)]
+        return [1 - math.prod(missed(few, many) for few, many in own) for own in numbers]
 
     def _probe(self, sequences: Sequences[Sequence], lengths: list[int]) -> bool:
         """Occasionally change the lengths: a few sequences try one more draft than pays, or the most candidates; or all
@@ -476,7 +505,7 @@ class DynamicLength(DraftLength):
         return True
 
 
-_Grown = tuple[DraftTree, Sequences[int]]  # and the drafts of its nodes
+_Grown = tuple[DraftTree, Sequences[int]]  # a tree, and the drafts of its nodes
 
 
 class _Step(NamedTuple):
@@ -500,7 +529,7 @@ class _Step(NamedTuple):
     may_end_early: bool
     repeats: bool
     shape: int
-    trees: Mapping[str, "_Grown"]
+    trees: Mapping[str, _Grown]
 
 
 class _Plan(NamedTuple):
@@ -532,15 +561,10 @@ class _Shape(NamedTuple):
     rows: tuple[int, ...]
     most_candidates: int | None
 
-    def expect(self, rates: Sequences[float]) -> list[float]:
-        """Return what is expected of these candidates where it is known of one."""
-        both = zip(rates, self.widths, strict=False)
-        return [1 - (1 - rate) * _MISSED_BY_TWICE ** math.log2(width) for rate, width in both]
 
-    def would_accept(self, places: Sequences[int]) -> int:
-        """Return how many of the accepted drafts, by their places among the candidates, such a tree would have had."""
-        known = zip(places, self.widths, strict=False)
-        return next((number for number, (place, width) in enumerate(known) if place >= width), len(places))
+def _with_siblings(rates: Sequences[float], held: Sequences[float]) -> list[float]:
+    """The rates of first candidates -> those of all candidates. held: the share of other tokens that siblings hold."""
+    return [rate + (1 - rate) * share for rate, share in zip(rates, held, strict=True)]
 
 
 def _shapes_of(widths: tuple[int, ...], narrows: bool) -> list[_Shape]:
@@ -556,11 +580,11 @@ def _shapes_of(widths: tuple[int, ...], narrows: bool) -> list[_Shape]:
 class _RequestHistory:
     """The history of one request.
 
-    rates: by the shape of trees.
+    rates: of first candidates.
     drafted_at: its tokens at the start of its last round with drafts.
     """
 
-    rates: list[AcceptanceRates]
+    rates: AcceptanceRates
     drafted_at: int | None = None
 
     def num_missed(self, length: int, most: int) -> int:

@@ -1,5 +1,6 @@
 """The cost of a step, in seconds, learned from the steps that were timed."""
 
+import math
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass, field
 from operator import mul
@@ -43,6 +44,7 @@ _OF_MISSED = 7
 _LONG = 64  # tokens of a prompt that show what a missed one costs
 _OF_PACE = 0.1  # share of a surprise that is ascribed to the machine's pace
 _PACE_KEPT = 0.98  # of how far the pace is from the usual one, a step later
+_MOST_EXPLAINED = 0.9  # share of a step's time: it cannot be that one costs nothing before there is work
 _SLOW = 1.5  # times what was expected: what a step that took longer counts as
 _SOLVE_EVERY = 32  # steps, once they are known; until then what rows cost is corrected step by step
 _KEEP = 0.995  # what is left of a step's weight when the next comes
@@ -92,10 +94,9 @@ class StepCost:
         features = self._features(work)
         if self.num_observed <= _CALIBRATION_STEPS:
             self._fastest = min(self._fastest, seconds)
-            if self.is_borrowed:
-                seconds -= sum(map(mul, self._weights[_OF_CONTEXT], features[_OF_CONTEXT]))
-                features[_OF_CONTEXT] = [0.0, 0.0]
             self._calibrating.append((features, seconds))
+            if self.is_borrowed:
+                self._limit_context(features, seconds)
             self._calibrate()
             return
         self._unsolved.append((features, self._correct(features, seconds)))
@@ -139,9 +140,22 @@ class StepCost:
         per_draft, per_position, per_read = (self._weights[i] / _SCALES[i] for i in (2, 3, 6))
         return per_draft + per_read * mean_context + per_position * longest / max(num_drafts, 1e-9)
 
+    @property
+    def _knows_context(self) -> bool:
+        """Return whether the cost of context is taken from another load as it is: it is the same at any load."""
+        return self.is_borrowed and self.num_observed <= _CALIBRATION_STEPS
+
+    def _limit_context(self, features: list[float], seconds: float) -> None:
+        """Lower what context is believed to cost, where a step leaves no room for it: what short contexts showed at the
+        other load may be far off."""
+        of_context = self._weights[_OF_CONTEXT]
+        known = sum(map(mul, of_context, features[_OF_CONTEXT]))
+        if known > _MOST_EXPLAINED * seconds:
+            self._weights[_OF_CONTEXT] = [_MOST_EXPLAINED * seconds / known * weight for weight in of_context]
+
     def _calibrate(self) -> None:
-        """Solve for all steps so far. One that took far longer than others of its kind, or than the others let expect
-        where there are hardly any, counts as a usual one."""
+        """Solve for all steps so far. One that took far longer than others of its kind counts as a usual one; where
+        there are hardly any, one that took far longer than the regression has it."""
         self._solve_only(self._calibrating)
         kinds: dict[int, list[float]] = {}
         for own, seconds in self._calibrating:
@@ -164,14 +178,14 @@ class StepCost:
         self._solve()
 
     def _regression(self, features: list[float]) -> float:
-        return sum(map(mul, self._weights, features))
+        return math.fsum(map(mul, self._weights, features))
 
     def _correct(self, features: list[float], seconds: float) -> float:
         """Learn how far a step was from what was expected; the seconds that it counts as, at the usual pace."""
         rows = _rows(features)
         regression, correction = self._regression(features), self._correction(rows)
         surprise = min(seconds / (self._pace * regression * correction), _SLOW) - 1
-        usual: float = regression * correction * (1 + surprise)
+        usual = regression * correction * (1 + surprise)
         if 1 + surprise < _SLOW:  # else something had the machine for this one step
             self._pace = 1 + _PACE_KEPT * (self._pace * (1 + _OF_PACE * surprise) - 1)
         weight, mean = self._residuals.get(rows, (0.0, 0.0))
@@ -196,13 +210,16 @@ class StepCost:
         features = np.array([own for own, _ in self._unsolved])  # [N, features]
         seconds = np.array([seconds for _, seconds in self._unsolved])
         weights = _KEEP ** np.arange(len(seconds) - 1, -1, -1) * self._importance(seconds)
+        if self._knows_context:
+            seconds -= features[:, _OF_CONTEXT] @ self._weights[_OF_CONTEXT]
+            features[:, _OF_CONTEXT] = 0.0
         self._squares = _KEEP ** len(seconds) * self._squares + (weights * features.T) @ features
         self._products = _KEEP ** len(seconds) * self._products + (weights * features.T) @ seconds
         self._unsolved.clear()
 
     def _importance(self, seconds: Floats) -> Floats:
         """The weight of steps that took so long, [N]: noise is a share of a step's time, so a step that takes ten times
-        as long says a tenth about the others."""
+        as long has a hundredth of the weight."""
         return np.minimum(1.0, self._fastest / seconds) ** 2
 
     def _solve(self) -> None:
@@ -213,12 +230,12 @@ class StepCost:
         count, sums = self._squares[0, 0], self._squares[0, 1:]
         mean = self._products[0] / count
         explained = float(slopes @ sums) / count
-        if explained > 0.9 * mean:  # it cannot be that a step costs nothing before there is work
-            slopes *= 0.9 * mean / explained
-            explained = 0.9 * mean
+        if explained > _MOST_EXPLAINED * mean:
+            slopes *= _MOST_EXPLAINED * mean / explained
+            explained = _MOST_EXPLAINED * mean
         of_context = self._weights[_OF_CONTEXT]
         self._weights = [float(mean - explained), *slopes.tolist()]
-        if self.is_borrowed and self.num_observed <= _CALIBRATION_STEPS:  # it costs the same at any load
+        if self._knows_context:
             self._weights[_OF_CONTEXT] = of_context
 
 

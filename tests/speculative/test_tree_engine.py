@@ -2,6 +2,7 @@
 way. (Torch's arithmetic rounds differently at other batch shapes; there it is the same within rounding.)"""
 
 import json
+import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -33,6 +34,7 @@ from speculative.request import (
     TokenDelta,
     TokenLogprobs,
 )
+from speculative.scheduling import draft_length, step_cost
 from speculative.scheduling.draft_length import DraftLength
 from speculative.selfcheck.replayed_draws import Rounds
 from speculative.state.draft_tree import DraftTree
@@ -285,6 +287,30 @@ def test_trees_may_be_narrower_than_configured(
     assert_same(serve(engine, requests()), without_drafts())
     assert {widths for _, widths in seen} >= {(1, 1, 1), (2, 2, 1), (3, 2, 1), (4, 2, 1)}
     assert all(max(widths, default=0) <= most for most, widths in seen)
+    assert_idle(engine)
+
+
+@needs_kernels
+@pytest.mark.parametrize("room", [4096, 128])
+def test_a_policy_may_choose_any_trees_in_any_order(
+    folders: dict[str, Path], without_drafts: Callable[..., Answers], room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps seem to take random times, so that it hardly ever chooses the same twice."""
+    monkeypatch.setattr(draft_length, "_PROBE_EVERY", 3)
+    monkeypatch.setattr(step_cost, "_CALIBRATION_STEPS", 4)
+    drafter = drafting(folders, "mtp", (4, 2), 3, length="dynamic", suffix_first=6)
+    engine = make_engine(folders, drafter, kv_cache_tokens=room, max_num_seqs=3)
+    policy, drawn, seen = engine.scheduler.draft_length, random.Random(7), Counter[int | None]()
+    observe = policy.observe
+
+    def at_random(entries: Any, results: Any, step_s: float) -> None:
+        seen[policy.most_candidates] += any(result.num_drafted > 1 for result in results)
+        observe(entries, results, drawn.choice((0.001, 0.002, 0.05)))
+
+    monkeypatch.setattr(policy, "observe", at_random)
+    assert_same(serve(engine, requests()), without_drafts())
+    assert (engine.take_stats().num_preemptions > 0) == (room == 128)
+    assert min(seen[most] for most in (1, 2, None)) > 3
     assert_idle(engine)
 
 

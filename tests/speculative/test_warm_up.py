@@ -37,9 +37,7 @@ def test_what_steps_cost_is_known_before_the_first_request(tmp_path: Path) -> No
     warm_up(engine)
     assert policy.knows_cost(1) and policy.knows_cost(4)
     assert policy._costs[1].seconds(1, [0], [0], 8)[0] > 0
-    assert policy._rates[0][False].blended() == DynamicLength(3)._rates[0][False].blended(), (
-        "made-up text shows nothing"
-    )
+    assert policy._rates[False].blended() == DynamicLength(3)._rates[False].blended(), "made-up text shows nothing"
     assert_idle(engine)
     assert not engine.scheduler.pool._block_of, "no prefix"
     stats = engine.take_stats()

@@ -153,14 +153,14 @@ def test_made_up_passages_show_nothing() -> None:
 
 def test_what_a_model_came_to_is_not_counted_with_what_is_repeated() -> None:
     policy, sequence = policy_that_knows(0.0, small_steps), repeating()
-    before = policy._rates[0][False].blended()
+    before = policy._rates[False].blended()
     for _ in range(5):
         policy.plan([sequence])
         count = len(policy.repeated(sequence))
         assert count
         result = SequenceResult(tuple(PASSAGE[: count + 1]), count, count)
         policy.observe([Entry(sequence, 1, LONGEST, samples=True)], [result], small_steps(count, 0))
-    assert policy._rates[0][False].blended() == before
+    assert policy._rates[False].blended() == before
 
 
 def test_a_step_before_a_passage_is_not_taken_for_one() -> None:
@@ -169,7 +169,7 @@ def test_a_step_before_a_passage_is_not_taken_for_one() -> None:
     sequence = Sequence(Request("a", PASSAGE, PARAMS), tokens=(*PASSAGE, 1001, 1002, 1003))
     sequence.num_computed = len(sequence.tokens) - 1
     policy.plan([sequence])
-    count, before = policy.max_drafts(sequence, MOST), policy._rates[0][False]._reached[0]
+    count, before = policy.max_drafts(sequence, MOST), policy._rates[False]._reached[0]
     assert count
     entries = [Entry(sequence, 1, MOST, samples=True)]
     policy.observe(entries, [SequenceResult((PASSAGE[0],), count, 0)], small_steps(count, count))
@@ -178,7 +178,7 @@ def test_a_step_before_a_passage_is_not_taken_for_one() -> None:
     count = len(policy.repeated(sequence))
     assert count
     policy.observe(entries, [SequenceResult((1,) * (1 + count), count, count)], small_steps(count, 0))
-    assert policy._rates[0][False]._reached[0] > before
+    assert policy._rates[False]._reached[0] > before
     assert policy._passages._all.accepted == count
 
 
