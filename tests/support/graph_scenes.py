@@ -65,7 +65,7 @@ def add_all(engine: EngineCore, params: list[SamplingParams], *, prefix: str = "
 
 
 def answers_over_a_switch(engine: EngineCore, params: list[SamplingParams], weights: Path) -> dict[str, Answer]:
-    """What requests of these parameters get where the engine takes other weights after six steps."""
+    """Answers to requests of these parameters where the engine takes other weights after six steps."""
     found = defaultdict[str, Answer](Answer)
     add_all(engine, params)
     for _ in range(6):
@@ -77,7 +77,7 @@ def answers_over_a_switch(engine: EngineCore, params: list[SamplingParams], weig
 
 
 def answers_over_a_handoff(load: Callable[[], EngineCore], params: list[SamplingParams]) -> dict[str, Answer]:
-    """What four requests get where another engine goes on after their fifth token."""
+    """Answers to four requests where another engine goes on after their fifth token."""
     prefill, decode = load(), load()
     requests = [Request(f"r{index}", PROMPTS[index + 1], own, seed=index) for index, own in enumerate(params[:4])]
     found = run(decode, hand_over(prefill, decode, requests, 5))

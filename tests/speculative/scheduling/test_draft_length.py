@@ -359,7 +359,7 @@ def test_rows_that_cost_nothing_have_siblings_and_dear_ones_none() -> None:
 
 
 def believed(policy: DynamicLength) -> list[float]:
-    """What each shape's candidates for the first position are believed to hold, of a sampled request."""
+    """The share of tokens that each shape's candidates for the first position are believed to hold, sampled."""
     (rate, *_) = policy._rates[False].blended()
     held = [policy._held_by_siblings(shape, greedy=False)[0] for shape in range(len(policy._shapes))]
     return [rate + (1 - rate) * share for share in held]
