@@ -8,7 +8,7 @@ ARGS ?=
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test durations slow test-gpu gpu-day vllm test-vllm clients test-clients test-all check generated chaos checkov locks clean
+.PHONY: help setup demo serve test slow test-gpu gpu-day vllm test-vllm clients test-clients test-all check generated chaos checkov locks clean
 
 VENV := .venv
 STAMP := $(VENV)/.installed
@@ -41,9 +41,6 @@ serve: $(STAMP) ## serve deploy/configs/demo.yaml until Ctrl-C
 
 test: $(STAMP) ## run the tests that need neither a GPU nor minutes; says what it left out
 	$(VENV)/bin/python -m pytest -m "$(SELECT)" $(WORKERS) $(ARGS)
-
-durations: $(STAMP) ## run the same, and write what each test takes to tests/durations.json
-	$(VENV)/bin/python -m pytest -m "$(SELECT)" $(WORKERS) --write-durations
 
 slow: $(STAMP) ## run the slow tests only
 	$(VENV)/bin/python -m pytest -m "slow and not gpu" $(ARGS)

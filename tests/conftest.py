@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 
-from tests.support.durations import Durations
-
 # Before anything imports torch: two OpenMP threads beside another busy process are far slower than one.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
@@ -38,20 +36,11 @@ _LEFT_OUT = "truespec_left_out"
 _RAY = "ray"
 _SHARED_CLUSTER = "ray_port"
 _deselected = pytest.StashKey[Counter[str]]()
-_durations = pytest.StashKey[Durations]()
 _cluster_shared = pytest.StashKey[bool]()
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--write-durations", action="store_true", help="replace tests/durations.json by what this run takes"
-    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_deselected] = Counter()
-    config.stash[_durations] = durations = Durations(writes=config.getoption("--write-durations"))
-    config.pluginmanager.register(durations, "durations")
 
 
 @pytest.hookimpl(trylast=True)
@@ -60,7 +49,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     those marked `first` as it does, and behind the others of their file those marked `last`, or with a browser, whose
     event loop is its thread's.
 
-    A worker is given the files that take longest first, so that both end at about the same time.
+    The worker that runs all that start Ray gets them first, since they take longest together.
     """
     places: dict[Path, int] = {}
     for item in items:
@@ -73,8 +62,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         key=lambda item: (places[item.path], item.get_closest_marker("last") is not None or _has(item, "browser"))
     )
     if hasattr(config, "workerinput"):
-        spent_s = config.stash[_durations].files_s
-        items.sort(key=lambda item: (_group(item.path) != _RAY, -spent_s.get(item.nodeid.partition("::")[0], 0.0)))
+        items.sort(key=lambda item: _group(item.path) != _RAY)
     items.sort(key=lambda item: (_has(item, _SHARED_CLUSTER), item.get_closest_marker("first") is None))
 
 
@@ -130,11 +118,9 @@ def _group(path: Path) -> str:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    config = session.config
-    if (output := getattr(config, "workeroutput", None)) is not None:
-        output[_LEFT_OUT] = dict(config.stash[_deselected])
-    elif config.getoption("--write-durations"):
-        config.stash[_durations].write()
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output[_LEFT_OUT] = dict(session.config.stash[_deselected])
 
 
 def pytest_deselected(items: list[pytest.Item]) -> None:
