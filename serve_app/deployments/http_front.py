@@ -20,7 +20,6 @@ from serve_app.http.routes import Operations, PastReplies, build_ingress
 from serve_app.http.vllm_routes import VllmRoutes
 from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.prepared_request import Limits
-from serve_app.openai.scoring.scorer import ScoreLimits, Scorer
 from serve_app.page.feed import StatusFeed
 from serve_app.page.page_routes import add_page
 from serve_app.referee.answer import Answer
@@ -52,7 +51,6 @@ class HttpFront:
         self._reporter = reporter
         self._ended = ended
         self._front_end: FrontEnd | None = None
-        self._scorer: Scorer | None = None
         self._check_parsers()
         key_file = self._config.receipts.key_file
         self._signing_key = None if key_file is None else SigningKey(Path(key_file))
@@ -108,17 +106,6 @@ class HttpFront:
             signing_key=self._signing_key,
         )
         self._front_end.report_broken_to(source.broken)
-        self._scorer = Scorer(
-            source,
-            tokenizer,
-            info,
-            logprobs_mode=self._config.engine.logprobs_mode,
-            limits=ScoreLimits(
-                max_concurrent=min(slots, most),
-                timeout_s=limits.request_timeout_s,
-                max_prompt_tokens=limits.max_prompt_tokens,
-            ),
-        )
 
     def weights_switched(self, info: ModelInfo) -> None:
         """Other weights are served from now on."""
@@ -132,7 +119,6 @@ class HttpFront:
         controller = self._runtime.controller
         app = build_ingress(
             self._front_end,
-            scorer=self._scorer,
             operations=Operations(self.exposition, check_health, self._vllm_routes()),
             replies=PastReplies(self.verdict, controller.responses if self._config.responses.max_mib else None),
             admin=self._admin,

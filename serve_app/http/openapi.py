@@ -14,7 +14,6 @@ from serve_app.http.vllm_routes import FinishUpdate, InitTransfer, StartUpdate, 
 from serve_app.openai.chat.chat_request import ChatCompletionRequest
 from serve_app.openai.completions.completion_request import CompletionRequest
 from serve_app.openai.responses.response_requests import ResponsesRequest
-from serve_app.openai.scoring.score_request import ScoreRequest
 from serve_app.openai.tokens.token_generation import GenerateRequest
 from serve_app.openai.tokens.tokenization import DetokenizeRequest, TokenizeRequest
 from serve_app.openai.wire import Wire
@@ -98,14 +97,6 @@ _REPLIES: dict[str, Schema] = {
         }
     ),
     "Models": _object({"object": {"const": "list"}, "data": _list(_ref("Model"))}),
-    "Scores": _object(
-        {
-            "id": _TEXT,
-            "object": {"const": "score"},
-            "data": _list(_object({"index": _COUNT, "labels": _list({"type": "object"})})),
-            "usage": _ref("Usage"),
-        }
-    ),
     "Verdict": _object(
         {
             "id": _TEXT,
@@ -167,7 +158,6 @@ OPERATIONS = (
     ),
     Operation("DELETE", "/v1/responses/{response_id}", "Forget a response that was kept.", "Deleted"),
     Operation("POST", "/inference/v1/generate", "Continue token ids.", "GeneratedTokens", GenerateRequest),
-    Operation("POST", "/v1/score", "Score how likely labels are after contexts.", "Scores", ScoreRequest),
     Operation("GET", "/v1/verdicts/{reply_id}", "Return the verdict on a reply.", "Verdict"),
     Operation("GET", "/admin/speculation", "Return each replica's speculation state.", "Replicas"),
     Operation("POST", "/admin/speculation", "Set the speculation mode.", "Replicas", SpeculationOrder),

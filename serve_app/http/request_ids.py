@@ -19,7 +19,6 @@ _COMPUTING = {
     "/v1/completions",
     "/v1/chat/completions",
     "/v1/responses",
-    "/v1/score",
     "/inference/v1/generate",
 }
 _WORTH_A_LINE = ("/v1/", "/inference/", "/admin/")  # what is polled is not

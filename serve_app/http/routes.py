@@ -42,8 +42,6 @@ from serve_app.openai.requests import UNSUPPORTED_ENDPOINTS
 from serve_app.openai.responses.kept_responses import KeptResponses
 from serve_app.openai.responses.response_requests import ResponsesRequest
 from serve_app.openai.responses.responses_adapter import ResponsesAdapter
-from serve_app.openai.scoring.score_request import ScoreRequest
-from serve_app.openai.scoring.scorer import Scorer
 from serve_app.openai.tokens.token_generation import GenerateRequest, prepare_generation
 from serve_app.openai.wire import Wire
 from serve_app.telemetry.tracing import Tracing
@@ -101,7 +99,6 @@ class PastReplies:
 def build_ingress(
     front_end: FrontEnd,
     *,
-    scorer: Scorer | None = None,
     operations: Operations = Operations(),
     replies: PastReplies = PastReplies(),
     admin: Admin | None = None,
@@ -131,8 +128,6 @@ def build_ingress(
     app.add_exception_handler(HTTPException, _on_http_exception)
     _add_generation(app, front_end, gate)
     _add_responses(app, front_end, ResponsesAdapter(front_end, replies.kept), gate)
-    if scorer is not None:
-        _add_scoring(app, front_end, scorer, gate)
     _add_operations(app, operations)
     add_vllm_routes(app, front_end, gate, operations.vllm)
     if replies.verdicts is not None:
@@ -247,12 +242,6 @@ def _add_responses(app: FastAPI, front_end: FrontEnd, adapter: ResponsesAdapter,
         return JSONResponse(await adapter.delete(response_id, request.state.caller.id))
 
 
-def _add_scoring(app: FastAPI, front_end: FrontEnd, scorer: Scorer, gate: Gate) -> None:
-    @app.post("/v1/score")
-    async def score(request: Request) -> Response:
-        return await _score(front_end, scorer, gate, request)
-
-
 def _add_verdicts(app: FastAPI, verdicts: VerdictPage) -> None:
     @app.get("/v1/verdicts/{reply_id}")
     async def show_verdict(reply_id: str) -> Response:
@@ -363,18 +352,6 @@ def _warning(wire: Wire) -> dict[str, str]:
     return {"warning": f'299 - "{", ".join(wire.deprecated_fields)} is deprecated; send structured_outputs"'}
 
 
-async def _score(front_end: FrontEnd, scorer: Scorer, gate: Gate, request: Request) -> Response:
-    lease = gate.enter(request.state.caller)
-    try:
-        wire = parse(await read_body(request, front_end.limits.max_body_bytes), ScoreRequest)
-        front_end.model(wire.model)
-        return JSONResponse(
-            await unless_disconnected(request.receive, scorer.score(wire, _terms(request), lease.charge))
-        )
-    finally:
-        lease.leave()
-
-
 def _terms(request: Request) -> RequestTerms:
     """Return what who sent a request may ask for, and for how long they want to wait.
 
@@ -399,7 +376,7 @@ def _unserved(request: Request, path: str) -> Response:
     first = path.partition("/")[0]
     if first in UNSUPPORTED_ENDPOINTS:
         return _error_response(reply_for(UnsupportedParameter("", f"/v1/{path}: {UNSUPPORTED_ENDPOINTS[first]}")))
-    posts = dict.fromkeys(("completions", "chat/completions", "responses", "score"), "POST")
+    posts = dict.fromkeys(("completions", "chat/completions", "responses"), "POST")
     allowed = (posts | {"models": "GET"}).get(path)
     if allowed not in (None, request.method):
         response = _error_response(route_error(405, f"{request.method} is not served here; use {allowed} /v1/{path}."))

@@ -78,5 +78,5 @@ def test_whose_a_field_is_names_fields_alone() -> None:
 def test_every_endpoint_is_listed_with_the_key_that_it_needs() -> None:
     shown = rows(api_reference.api_reference()["endpoints"])
     assert shown.keys() == {f"{operation.method} {operation.path}" for operation in OPERATIONS}
-    assert shown["POST /admin/weights"][-1] == "`admin`" and shown["POST /v1/score"][-1] == "`user`"
+    assert shown["POST /admin/weights"][-1] == "`admin`" and shown["POST /v1/completions"][-1] == "`user`"
     assert shown["GET /version"][-1] == "none"

@@ -156,7 +156,7 @@ def test_a_suspect_answer_ends_with_an_error(tmp_path: Path) -> None:
 
 
 def test_verify_is_asked_of_generated_answers_only_and_a_line_may_say_otherwise(tmp_path: Path) -> None:
-    lines = [line("a"), line("b", url="/v1/score"), line("c"), line("d", url="/v1/responses")]
+    lines = [line("a"), line("b", url="/v1/embeddings"), line("c"), line("d", url="/v1/responses")]
     lines[2]["body"]["verify"] = False
     requests = write_lines(tmp_path / "in.jsonl", lines)
     with FakeOpenAI(echo).running() as server:

@@ -168,21 +168,6 @@ def test_rays_agent_exports_the_same_counters(disaggregated: Service) -> None:
     wait_for(exported, "Ray's agent exporting our metrics")
 
 
-def test_labels_are_scored(disaggregated: Service, monolith: Service) -> None:
-    body = {"model": MODEL, "contexts": ["is it good?", "is it bad?"], "labels": ["yes", "no", 7]}
-    replies = []
-    for service in (disaggregated, monolith):
-        with service.http() as http:
-            reply = http.post("/v1/score", json=body)
-        assert reply.status_code == 200, reply.text
-        replies.append(reply.json())
-    for apart, together in zip(replies[0]["data"], replies[1]["data"], strict=True):
-        assert sum(label["score"] for label in apart["labels"]) == pytest.approx(1)
-        for one, other in zip(apart["labels"], together["labels"], strict=True):
-            assert one["logprob"] <= 0
-            assert one["logprob"] == pytest.approx(other["logprob"], abs=1e-4)
-
-
 def test_responses_are_kept_by_the_controller_for_every_replica(disaggregated: Service, monolith: Service) -> None:
     client = disaggregated.openai
     first = client.responses.create(model=MODEL, input="one two", max_output_tokens=4)

@@ -163,16 +163,6 @@ def test_what_it_cannot_keep_is_refused_with_the_field(service: Service) -> None
         assert caught.value.param == name, caught.value
 
 
-def test_labels_are_scored(service: Service) -> None:
-    with service.http() as http:
-        reply = http.post(
-            "/v1/score",
-            json={"model": MODEL, "contexts": ["The capital of France is"], "labels": [" Paris", " Rome", " Oslo"]},
-        ).json()
-    labels = reply["data"][0]["labels"]
-    assert max(labels, key=lambda label: label["score"]) == labels[0]
-
-
 def test_choices_of_one_prompt_come_from_one_handoff(service: Service) -> None:
     before = service.metrics()["handoffs_by_result"]
     reply = complete(service, prompt=COUNTING + " 12 13 14", n=3, temperature=1.0, seed=3)

@@ -22,7 +22,6 @@ from serve_app.http.admin import Admin, SpeculationOrder
 from serve_app.http.routes import Operations, build_ingress
 from serve_app.http.vllm_routes import VllmRoutes
 from serve_app.openai.prepared_request import Limits
-from serve_app.openai.scoring.scorer import Scorer
 from serve_app.page.feed import StatusFeed
 from serve_app.page.page_routes import add_page
 from serve_app.telemetry.metrics import Metrics, PrometheusSink
@@ -205,7 +204,6 @@ def test_no_other_route_of_the_whole_app_answers_without_a_key(tokenizer: Tokeni
     access, weights = Access(KeyStore(path)), FakeWeights()
     app = build_ingress(
         fake_front_end(tokenizer)[0],
-        scorer=Scorer(None, tokenizer, None, logprobs_mode="raw_logprobs"),  # type: ignore[arg-type]  # nobody gets there
         operations=Operations(page, well, VllmRoutes({}, weights)),
         admin=Admin(access, nothing, apply, weights),
         gate=Gate(access),

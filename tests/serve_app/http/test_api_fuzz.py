@@ -1,6 +1,6 @@
 """Any request that the API's own description allows, and many that it does not: never a 500, and nothing is left held.
 
-The engine behind it is a fake; front end, admission, scoring, gate and HTTP server are the real ones. Requests are
+The engine behind it is a fake; front end, admission, gate and HTTP server are the real ones. Requests are
 drawn from the document that the service serves, the same in every run.
 """
 
@@ -32,7 +32,6 @@ from serve_app.http.vllm_routes import VllmRoutes
 from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.prepared_request import Limits
 from serve_app.openai.responses.kept_responses import ResponseStore
-from serve_app.openai.scoring.scorer import Scorer
 from serve_app.page.feed import StatusFeed
 from serve_app.page.page_routes import add_page
 from serve_app.referee.records import Records
@@ -59,7 +58,7 @@ ARGUMENTS = [
     ),
     *('{"a": "\\ud800"}', '{"\\u0000": 1}', '{"a": ' + "[" * 900 + "]" * 900 + "}", "[" * 5000, "[]", "{", "\0"),
 ]
-COMPUTING = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/score", "/inference/v1/generate")
+COMPUTING = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/inference/v1/generate")
 WITH_BODY = {f"{one.method} {one.path}" for one in OPERATIONS if one.body is not None}
 TOKEN = "operator"
 
@@ -85,7 +84,6 @@ class Fuzzed:
         access = Access(admin_token=TOKEN)
         self.app = build_ingress(
             FrontEnd(self.source, tokenizer, info, Limits(max_body_bytes=2**18, max_choices=8)),
-            scorer=Scorer(self.source, tokenizer, info, logprobs_mode="raw_logprobs"),
             operations=Operations(self.exposition, self.well, VllmRoutes({}, FakeWeights())),
             replies=PastReplies(self.verdict, ResponseStore(10**6, 60.0)),
             admin=Admin(access, self.replicas, self.order),
@@ -151,7 +149,7 @@ def described() -> dict[str, Any]:
     made = document({(one.method, one.path) for one in fuzzed}, version="1", needs_key=False)
     for name in ("TokenizeRequest", "DetokenizeRequest", "GenerateRequest"):
         made["components"]["schemas"][name]["properties"]["model"] = {"enum": ["fake", None]}
-    for name in ("CompletionRequest", "ChatCompletionRequest", "ResponsesRequest", "ScoreRequest"):
+    for name in ("CompletionRequest", "ChatCompletionRequest", "ResponsesRequest"):
         fields = made["components"]["schemas"][name]["properties"]
         fields["model"] = {"enum": ["fake"]}
         fields["timeout"] = {"type": "number", "minimum": 20, "maximum": 1000}

@@ -22,7 +22,6 @@ from serve_app.http import body
 from serve_app.http.event_stream import EventStream, Pace
 from serve_app.http.routes import build_ingress
 from serve_app.openai.frontend import FrontEnd
-from serve_app.openai.scoring.scorer import Scorer
 from serve_app.referee.records import Records
 from serve_app.referee.replay_selection import Selection
 from serve_app.streams.observed import ObservedSource, SourceLimits
@@ -73,8 +72,7 @@ class Replica:
         )
         tokenizer = Tokenizer.from_folder(info.folder)
         self.gate = Gate(Access(OneKey()))
-        scorer = Scorer(self.source, tokenizer, info, logprobs_mode="raw_logprobs")
-        app = build_ingress(FrontEnd(self.source, tokenizer, info), scorer=scorer, gate=self.gate)
+        app = build_ingress(FrontEnd(self.source, tokenizer, info), gate=self.gate)
         listener = socket.create_server(("127.0.0.1", 0))
         self.port = int(listener.getsockname()[1])
         self._server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=2))
@@ -229,17 +227,6 @@ def test_leaving_some_of_many_choices_and_prompts(replica: Replica) -> None:
     client.leave()
 
 
-def test_leaving_while_labels_are_scored(replica: Replica) -> None:
-    body = {"contexts": [[5] * LONG, [6] * LONG], "labels": [[1, 2], [3, 4], 5], "ignore_eos": None}
-    client = Raw(replica.connect(), "/v1/score", json.dumps({"model": "tiny", **body}).encode())
-    client.read_until(b"HTTP/1.1 400")  # a field that is not known: refused before anything is begun
-    client.leave()
-    del body["ignore_eos"]
-    client = Raw(replica.connect(), "/v1/score", json.dumps({"model": "tiny", **body}).encode())
-    wait_for(lambda: replica.num_running > 0, "it is begun")
-    client.leave()
-
-
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("where", ["body", "header"])
 def test_running_out_of_time_frees_what_was_held(replica: Replica, stream: bool, where: str) -> None:
@@ -286,7 +273,7 @@ RUBBISH = {
 }
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/score"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
 @pytest.mark.parametrize("body", RUBBISH.values(), ids=RUBBISH)
 def test_a_body_of_rubbish_is_refused(replica: Replica, path: str, body: bytes) -> None:
     url = f"http://127.0.0.1:{replica.port}{path}"

@@ -18,8 +18,6 @@ from serve_app.guard.canary import Canary, CanarySettings
 from serve_app.openai.completions.completion_request import CompletionRequest
 from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.parsing import parse
-from serve_app.openai.scoring.score_request import ScoreRequest
-from serve_app.openai.scoring.scorer import Scorer
 from serve_app.referee.answer import Answer
 from serve_app.referee.judgement import Judge
 from serve_app.referee.records import Records
@@ -88,28 +86,6 @@ def test_adapters_are_listed_with_their_parent_and_root(
     }
     assert {card["max_model_len"] for card in listed.values()} == {256}
     assert front.model("sql") == listed["sql"]
-
-
-async def test_labels_are_scored_by_the_adapter_that_was_asked_for(
-    backend: FakeBackend, info: ModelInfo, tokenizer: Tokenizer
-) -> None:
-    source = BackendSource(backend)
-    asked: list[str] = []
-
-    class Listening:
-        def stream(self, requests: Sequence[Request]) -> Any:
-            asked.extend(request.adapter for request in requests)
-            return source.stream(requests)
-
-        async def abort(self, request_id: str) -> None:
-            await source.abort(request_id)
-
-    scorer = Scorer(Listening(), tokenizer, info, logprobs_mode="raw_logprobs")
-    for model, adapter in (("sql", "sql"), ("fake", "")):
-        asked.clear()
-        body = {"model": model, "contexts": [[5, 6]], "labels": [[7], [8, 9]]}
-        await scorer.score(parse(json.dumps(body).encode(), ScoreRequest))
-        assert asked == [adapter, adapter]
 
 
 async def test_an_answer_is_replayed_with_its_adapter_and_so_is_its_prompt() -> None:

@@ -9,7 +9,6 @@ from serve_app.errors import UnknownParameter, UnsupportedParameter
 from serve_app.openai.chat.chat_request import ChatCompletionRequest
 from serve_app.openai.completions.completion_request import CompletionRequest
 from serve_app.openai.parsing import parse
-from serve_app.openai.scoring.score_request import ScoreRequest
 from serve_app.openai.wire import MAX_LEVELS, UNSUPPORTED, Wire
 from serve_app.text.tokenizer import Tokenizer
 from speculative.errors import InvalidRequest
@@ -269,9 +268,6 @@ CALL = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
         (CompletionRequest, {"prompt": "a", "structured_outputs": {"choice": [1] * MANY}},
          "structured_outputs.choice.0"),
         (CompletionRequest, {"prompt": "a", "structured_outputs": UNKNOWN}, "structured_outputs.x0"),
-        (ScoreRequest, {"contexts": [1] * MANY, "labels": ["a"]}, "contexts.0"),
-        (ScoreRequest, {"contexts": [["a"] * MANY] * MANY, "labels": ["a"]}, "contexts.0.0"),
-        (ScoreRequest, {"contexts": ["a"], "labels": [""] * MANY}, "labels.0"),
     ],
 )  # fmt: skip
 def test_of_faults_without_number_few_are_collected(kind: type[Wire], sent: dict[str, Any], field: str) -> None:

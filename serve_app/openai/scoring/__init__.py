@@ -1,1 +1,0 @@
-"""Generative scoring: POST /v1/score."""
