@@ -600,7 +600,7 @@ def _rounding_counts(engine: EngineCore) -> None:
 
 @mutant("F32 drafting stops at a coin that would hardly accept", "deterministic")
 def _stops_at_a_high_coin(engine: EngineCore) -> None:
-    """An early exit that saves drafts, and has those that are judged accepted too often."""
+    """It saves drafts, and has those that are judged accepted too often."""
 
     def fitting(fit: Any, sequence: Sequence, budget: int) -> tuple[int, int]:
         offsets = np.arange(fit(sequence, budget)[0], dtype=np.uint64)

@@ -13,7 +13,6 @@ from speculative.kernels.bindings import DraftRoundStruct
 from speculative.model.attention import join_contexts
 from speculative.model.cpu.fused import FusedHead
 from speculative.sampling.rng import Purpose
-from speculative.scheduling.early_exit import EDGES, EarlyExit
 from speculative.state.batch import Entry
 
 
@@ -33,7 +32,7 @@ class FusedDraftLoop:
         self._place = (head.shape_with(cache), cache.data)
         self._block_size = block_size
 
-    def __call__(self, entries: Sequences[Entry], hidden: Tensor, rule: EarlyExit | None) -> MadeDrafts | None:
+    def __call__(self, entries: Sequences[Entry], hidden: Tensor) -> MadeDrafts | None:
         """Implement `MakeDrafts`; None where drafts are chosen with the noise of their tokens."""
         sequences = [entry.sequence for entry in entries]
         if any(self._sampler.is_coupled(sequence) for sequence in sequences):
@@ -47,7 +46,6 @@ class FusedDraftLoop:
         context, starts = join_contexts(contexts)
         numbers = np.array([lengths, counts], np.int64)
         num_drafts = sum(counts)
-        probabilities = np.empty(num_drafts)
         seeds = np.array([sequence.request.seed for sequence in sequences], np.uint64)
         rows = self._sampler.rows_of(sequences, hidden.device)
         struct = DraftRoundStruct(
@@ -65,17 +63,6 @@ class FusedDraftLoop:
             struct.num_filters, struct.filtered = len(rows.filters.rows), rows.filters.rows.data_ptr()
             struct.log_min_p, struct.top_p = rows.filters.log_min_p.data_ptr(), rows.filters.top_p.data_ptr()
             struct.top_k = rows.filters.top_k.data_ptr()
-        if rule is not None:
-            struct.survival, struct.following = rule.survival.ctypes.data, rule.following.ctypes.data
-            struct.edges, struct.num_edges, struct.least = EDGES.ctypes.data, len(EDGES), rule.least
-            struct.probabilities = probabilities.ctypes.data
         tokens, columns, distributions = self.head.draft(struct, num_drafts, hidden, self._place)
-        made: list[int] = numbers[1].tolist()
-        packed, total = iter(tokens.tolist()), sum(made)
-        drafts = [list(islice(packed, count)) for count in made]
-        if rule is None:
-            return MadeDrafts(drafts, columns, distributions)
-        reported = iter(probabilities.tolist())
-        return MadeDrafts(
-            drafts, columns[:total], distributions[:total], [list(islice(reported, count)) for count in made]
-        )
+        packed = iter(tokens.tolist())
+        return MadeDrafts([list(islice(packed, count)) for count in counts], columns, distributions)

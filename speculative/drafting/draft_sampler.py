@@ -128,12 +128,6 @@ class DraftSampler:
             return logits
         return logits.new_full((len(logits), self.vocab_size), -torch.inf).index_copy_(1, self._ids, logits)
 
-    def probabilities(self, logits: Tensor, draft_round: DraftRound, columns: Tensor) -> Tensor:
-        """[E] what the drafter's own distribution gives its drafts, also where all of q is on them; logits as for
-        `draw`."""
-        draft_probs = self._ops.process(logits.float(), draft_round.rows).softmax(dim=-1)
-        return draft_probs.gather(1, columns[:, None]).squeeze(1)
-
 
 def noise_keys(sequences: Sequences[Sequence], num_drafts: int) -> tuple[Int64s, Int64s]:
     """Seeds [E], and positions [num_drafts, E] of the drafts that come next, as for `gumbel`."""

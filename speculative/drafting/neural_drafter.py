@@ -26,7 +26,6 @@ from speculative.model.attention import PreparePass
 from speculative.model.cpu.fused import FusedHead
 from speculative.model.layers import Attend
 from speculative.scheduling.draft_length import DraftLength, ExpectedRates
-from speculative.scheduling.early_exit import EarlyExit
 from speculative.state.batch import AttentionRows, Batch, Entry, Int64s, StepInput
 from speculative.state.sequence import Sequence
 from speculative.verification.draft_probs import Dense, PointMass, SubVocabulary
@@ -123,21 +122,15 @@ class MadeDrafts(NamedTuple):
     tokens: of each entry.
     columns: [D] int64, of the drafts among the drafter's logits.
     q: [D, W].
-    probabilities: of each draft in the drafter's own distribution, also where all of q is on it; None where nobody
-        asked.
     """
 
     tokens: list[list[int]]
     columns: Tensor
     q: Tensor
-    probabilities: list[list[float]] | None = None
 
 
-MakeDrafts = Callable[[Sequences[Entry], Tensor, EarlyExit | None], MadeDrafts | None]
-"""Drafts for entries, given the hidden states [E, hidden] of their last rows; None if it cannot.
-
-Drafts whose probabilities are unknown are all made, whatever the rule says.
-"""
+MakeDrafts = Callable[[Sequences[Entry], Tensor], MadeDrafts | None]
+"""Drafts for entries, given the hidden states [E, hidden] of their last rows; None if it cannot."""
 
 
 class _Span(NamedTuple):
@@ -180,7 +173,7 @@ class ModelDrafter:
         sampler: draws its drafts.
         block_size: tokens a block.
         prepare: brings the rows of its passes to the device.
-        length: decides where drafts may end early, and learns from what was drafted.
+        length: says what is repeated, and learns from the trees that were drafted.
     """
 
     def __init__(
@@ -222,10 +215,8 @@ class ModelDrafter:
         drafting, hidden = self.begin_round(replace(batch, entries=tuple(own)))
         if not drafting:
             return DraftOutput.pack(repeats, PointMass())
-        drafts = self._draft(drafting, hidden, self.length.early_exit())
+        drafts = self._draft(drafting, hidden)
         self.end_round(drafting, drafts.tokens)
-        for entry, probabilities in zip(drafting, drafts.probabilities or (), strict=False):
-            self.length.drafted(entry.sequence, probabilities)
         by_entry = iter(drafts.tokens)
         per_entry = [next(by_entry) if one.max_drafts > 0 else known for one, known in zip(own, repeats, strict=True)]
         ids = self.model.ids
@@ -572,13 +563,11 @@ class ModelDrafter:
 
     # -- drafting -----------------------------------------------------------------------------------------------
 
-    def _draft(self, entries: Sequences[Entry], hidden: Tensor, rule: EarlyExit | None) -> MadeDrafts:
-        made = None if self.draft_loop is None else self.draft_loop(entries, hidden, rule)
+    def _draft(self, entries: Sequences[Entry], hidden: Tensor) -> MadeDrafts:
+        made = None if self.draft_loop is None else self.draft_loop(entries, hidden)
         if made is not None:
             return made
         drafts: list[list[int]] = [[] for _ in entries]
-        reported: list[list[float]] = [[] for _ in entries]
-        survived, goes_on = [1.0] * len(entries), [True] * len(entries)
         drawn_of: list[list[tuple[Tensor, Tensor]]] = [[] for _ in entries]
         active = list(range(len(entries)))
         most = max(entry.max_drafts for entry in entries)
@@ -595,14 +584,7 @@ class ModelDrafter:
             for row, (index, token) in enumerate(zip(active, tokens.tolist(), strict=True)):
                 drafts[index].append(token)
                 drawn_of[index].append((drawn.columns[row], drawn.probs[row]))
-            if rule is not None:
-                probabilities = self.sampler.probabilities(logits, draft_round, drawn.columns).tolist()
-                for index, probability in zip(active, probabilities, strict=True):
-                    reported[index].append(probability)
-                    greedy = entries[index].sequence.params.greedy
-                    survived[index], goes_on[index] = rule.after(survived[index], probability, greedy)
-            wanted = [goes_on[index] and entries[index].max_drafts > offset + 1 for index in active]
-            going_on = [row for row, one_more in enumerate(wanted) if one_more]
+            going_on = [row for row, index in enumerate(active) if entries[index].max_drafts > offset + 1]
             if not going_on:
                 break
             if len(going_on) < len(active):
@@ -614,7 +596,7 @@ class ModelDrafter:
             spans = [(len(seq.tokens) + offset, len(seq.tokens) + offset + 1) for seq in sequences]
             hidden = self._run(tokens, hidden, spans, [own[:stop] for own, (_, stop) in zip(slots, spans, strict=True)])
         columns, probs = zip(*chain.from_iterable(drawn_of), strict=True)
-        return MadeDrafts(drafts, torch.stack(columns), torch.stack(probs), reported if rule is not None else None)
+        return MadeDrafts(drafts, torch.stack(columns), torch.stack(probs))
 
     def _run(
         self, tokens: Tensor | Int64s, hidden: Tensor, spans: Sequences[tuple[int, int]], slots: Sequences[Int64s]

@@ -20,7 +20,6 @@ from speculative.gpu.padding import BlockTables, PagedCache, block_tables, fill_
 from speculative.gpu.paged_attention import PagedRows
 from speculative.gpu.row_drafts import DraftFields, SampleDrafts
 from speculative.gpu.staged_inputs import Array, Field, StagedInputs
-from speculative.scheduling.early_exit import EarlyExit
 from speculative.state.batch import Entry, Int64s
 
 _BY_DRAFT = ("positions", "visible", "slots")  # those of one draft lie together, as its pass reads them
@@ -129,11 +128,11 @@ class DraftLoop(CapturedDrafts):
         super().__init__(*parts)
         self._sample = sample
 
-    def make(self, entries: Sequences[Entry], hidden: Tensor, rule: EarlyExit | None) -> MadeDrafts:
-        """`MakeDrafts` for a step that is not replayed whole; no draft ends early."""
+    def make(self, entries: Sequences[Entry], hidden: Tensor) -> MadeDrafts:
+        """`MakeDrafts` for a step that is not replayed whole."""
         most = self._buckets.batch_sizes[-1]
         if len(entries) > most:
-            first, rest = self.make(entries[:most], hidden[:most], rule), self.make(entries[most:], hidden[most:], rule)
+            first, rest = self.make(entries[:most], hidden[:most]), self.make(entries[most:], hidden[most:])
             columns, probs = torch.cat([first.columns, rest.columns]), torch.cat([first.q, rest.q])
             return MadeDrafts([*first.tokens, *rest.tokens], columns, probs)
         bucket = self.run(entries, hidden)

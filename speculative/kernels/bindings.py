@@ -107,12 +107,6 @@ class DraftRoundStruct(ctypes.Structure):
         ("log_min_p", c_void_p),
         ("top_k", c_void_p),
         ("top_p", c_void_p),
-        ("survival", c_void_p),
-        ("following", c_void_p),
-        ("edges", c_void_p),
-        ("num_edges", c_int64),
-        ("least", c_double),
-        ("probabilities", c_void_p),
     ]
 
 
@@ -430,8 +424,6 @@ class Kernels:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """All drafts of a round, entry after entry: tokens and columns [D] int64, and the distributions [D, W] of their
         draws.
-
-        Drafts that end early leave the rest of each tensor unchanged.
 
         Args:
             head: its weights.

@@ -121,11 +121,10 @@ struct Step {
     const int64_t* context_starts;  // [num_spans + 1]
 };
 
-// The drafts of a round, entry after entry. Filters are of some entries, as truespec_filter has them. With `survival`,
-// a draft may end early, as StopRule of draft_stopping.py says.
+// The drafts of a round, entry after entry. Filters are of some entries, as truespec_filter has them.
 struct DraftRound {
     int64_t num_entries;
-    int64_t* counts;                // [num_entries] drafts each, at least 1; on return, how many were made
+    const int64_t* counts;          // [num_entries] drafts each, at least 1
     const int64_t* context;         // slots of all positions that the row before each one's last draft attends to
     const int64_t* context_starts;  // [num_entries + 1]
     const uint64_t* seeds;          // [num_entries]
@@ -138,12 +137,6 @@ struct DraftRound {
     const float* log_min_p;
     const int64_t* top_k;
     const float* top_p;
-    const double* survival;   // [2, num_edges + 1], may be null
-    const double* following;  // [2, num_edges + 1]
-    const double* edges;      // [num_edges], ascending
-    int64_t num_edges;
-    double least;
-    double* probabilities;    // [drafts] by the drafter's own distribution, entry after entry
 };
 
 }  // extern "C"
@@ -358,9 +351,6 @@ void attend_spans(const Shape& shape, const Cache& cache, const Heads& heads, co
 // -- vocabulary.cpp ---------------------------------------------------------------------------------------------------
 
 void divide_row(float* row, int64_t size, float by);
-
-// e^(x - largest) over its sum; NaN everywhere where a logit is NaN or infinite, or all are -infinite.
-void softmax_row(const float* logits, int64_t size, float* out);
 
 // Filters of one row of logits, in place; one that holds no number stays as it is. scratch: [2, size].
 void filter_row(float* row, int64_t size, float log_min_p, int64_t top_k, float top_p, float* scratch);

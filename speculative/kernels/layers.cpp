@@ -127,15 +127,6 @@ void embed_row(const DraftHead& head, int64_t token, int64_t size, float* out) {
     }
 }
 
-// Whether an entry's draft goes on behind a token of this probability; `survived` is the chance of all drafts so far.
-bool goes_on(const DraftRound& round, int64_t entry, double probability, double& survived) {
-    const double* end = round.edges + round.num_edges;
-    const int64_t place = std::upper_bound(round.edges, end, probability) - round.edges +
-                          (round.greedy[entry] ? round.num_edges + 1 : 0);
-    survived *= round.survival[place];
-    return survived * round.following[place] >= round.least;
-}
-
 }  // namespace
 
 extern "C" {
@@ -246,8 +237,8 @@ void truespec_draft_round(const DraftHead* head, const Shape* shape, void* cache
     std::iota(active.begin(), active.end(), 0);
     for (int64_t f = 0; f < round->num_filters; ++f) filters[round->filtered[f]] = f;
     std::partial_sum(round->counts, round->counts + num_entries - 1, firsts.begin() + 1);
-    std::vector<double> runs, survived(num_entries, 1.0);
-    std::vector<int64_t> made(num_entries, 0), drawn, positions, slots, row_starts, context, context_starts;
+    std::vector<double> runs;
+    std::vector<int64_t> drawn, positions, slots, row_starts, context, context_starts;
     for (int64_t offset = 0; !active.empty(); ++offset) {
         truespec_linear(&head->lm_head, active.size(), now, size, head->norm, shape->eps, logits, num_threads);
         for (size_t row = 0; row < active.size(); ++row) {
@@ -263,18 +254,12 @@ void truespec_draft_round(const DraftHead* head, const Shape* shape, void* cache
                                               static_cast<uint32_t>(offset), static_cast<uint32_t>(round->purpose));
             columns[place] = draw_row(distribution, width, uniform, runs);
             tokens[place] = head->ids[columns[place]];
-            ++made[e];
-            if (round->survival) {
-                if (round->greedy[e]) softmax_row(own, width, own);
-                round->probabilities[place] = (round->greedy[e] ? own : distribution)[columns[place]];
-            }
         }
         drawn.clear(), positions.clear(), slots.clear(), row_starts.assign(1, 0), context.clear(), context_starts.assign(1, 0);
         size_t going_on = 0;
         for (size_t row = 0; row < active.size(); ++row) {
             const int64_t e = active[row];
             if (round->counts[e] <= offset + 1) continue;
-            if (round->survival && !goes_on(*round, e, round->probabilities[firsts[e] + offset], survived[e])) continue;
             const int64_t* begin = round->context + round->context_starts[e];
             const int64_t* end = round->context + round->context_starts[e + 1] - (round->counts[e] - 2 - offset);
             context.insert(context.end(), begin, end);
@@ -293,15 +278,6 @@ void truespec_draft_round(const DraftHead* head, const Shape* shape, void* cache
                         context_starts.data()};
         truespec_draft_layer(head, shape, &step, cache_data, drawn.data(), now, size, next, num_threads);
         std::swap(now, next);
-    }
-    int64_t packed = 0;  // what ended early leaves no gap
-    for (int64_t e = 0; e < num_entries; packed += made[e++]) {
-        round->counts[e] = made[e];
-        if (firsts[e] == packed) continue;
-        std::copy_n(tokens + firsts[e], made[e], tokens + packed);
-        std::copy_n(columns + firsts[e], made[e], columns + packed);
-        std::copy_n(round->probabilities + firsts[e], made[e], round->probabilities + packed);
-        std::memmove(distributions + packed * width, distributions + firsts[e] * width, made[e] * width * sizeof(float));
     }
 }
 
@@ -355,8 +331,7 @@ const Place kPlaces[] = {
     AT(DraftRound, num_entries), AT(DraftRound, counts), AT(DraftRound, context), AT(DraftRound, context_starts),
     AT(DraftRound, seeds), AT(DraftRound, lengths), AT(DraftRound, purpose), AT(DraftRound, temperature),
     AT(DraftRound, greedy), AT(DraftRound, num_filters), AT(DraftRound, filtered), AT(DraftRound, log_min_p),
-    AT(DraftRound, top_k), AT(DraftRound, top_p), AT(DraftRound, survival), AT(DraftRound, following),
-    AT(DraftRound, edges), AT(DraftRound, num_edges), AT(DraftRound, least), AT(DraftRound, probabilities),
+    AT(DraftRound, top_k), AT(DraftRound, top_p),
     {nullptr, 0},
 };
 

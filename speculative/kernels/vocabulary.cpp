@@ -17,7 +17,8 @@ void divide_row(float* row, int64_t size, float by) {
     }
 }
 
-void softmax_row(const float* logits, int64_t size, float* out) {
+// e^(x - largest) over its sum; NaN everywhere where a logit is NaN or infinite, or all are -infinite.
+static void softmax_row(const float* logits, int64_t size, float* out) {
     __m512 tops[4];
     for (__m512& top : tops) top = _mm512_set1_ps(-INFINITY);
     for (int64_t i = 0; i < size; i += 64) {

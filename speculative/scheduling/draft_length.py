@@ -2,16 +2,14 @@
 
 Source of the rule: Liu et al., "Optimizing Speculative Decoding for Serving LLMs Using Goodput" (arXiv 2406.14066): of
 all draft lengths of a batch, choose those with the most expected tokens a second. Expected tokens come from measured
-acceptance rates, seconds from timed steps. Within those lengths a model's drafts end where one more would cost more
-than it is likely to gain (`early_exit.py`).
+acceptance rates, seconds from timed steps.
 
-A round's plan depends on earlier rounds and on the clock, never on the random numbers of the round itself, and an early
-exit only on the drafts before it and their q, so neither changes a distribution. They do change where rounds begin, and
-so which text a seed gives, unless the request is reproducible. (Requests with the same seed share random numbers, as
-they do without any drafts.)"""
+A round's plan depends on earlier rounds and on the clock, never on the random numbers of the round itself, so it
+changes no distribution. It does change where rounds begin, and so which text a seed gives, unless the request is
+reproducible. (Requests with the same seed share random numbers, as they do without any drafts.)"""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -20,7 +18,6 @@ from typing import NamedTuple
 
 from speculative.config import DrafterConfig
 from speculative.scheduling.acceptance_rates import AcceptanceRates, Siblings
-from speculative.scheduling.early_exit import Confidence, EarlyExit
 from speculative.scheduling.passages import Passages, best_count
 from speculative.scheduling.step_cost import StepCost, Work
 from speculative.state.batch import Entry, SequenceResult
@@ -68,13 +65,6 @@ class DraftLength:
         """Return how many rows this one's 0, 1, ... `wanted` drafts take, one behind the other with all their siblings.
         widths: candidates for each position, as configured."""
         return range(wanted + 1) if self.repeated(sequence) else rows_of_levels(narrowed(widths, self.most_candidates))
-
-    def early_exit(self) -> EarlyExit | None:
-        """Return where the drafts of this step may end early; None = none of them does."""
-        return None
-
-    def drafted(self, sequence: Sequence, probabilities: Sequences[float]) -> None:
-        """Record the drafter's own probability of each of a sequence's drafts; called only under an early-exit rule."""
 
     def grown(self, sequence: Sequence, tree: DraftTree, drafts: Sequences[int]) -> None:
         """Record a sequence's tree, and the drafts of its nodes."""
@@ -140,19 +130,13 @@ class DynamicLength(DraftLength):
         """Implement `DraftLength.restart`."""
         self._passages.restart()
         self._expected_rates = self._expected_rates if expected is None else expected
-        # Of sampled drafts and of greedy requests' ones, which differ. Rates: of first candidates. Made: whether what
-        # might end early was drafted.
+        # Of sampled drafts and of greedy requests' ones, which differ. Rates: of first candidates.
         self._rates = [AcceptanceRates(self._most, keep=0.998, expected=rates) for rates in self._expected_rates]
         self._siblings = [Siblings() for _ in range(2)]
         self._shape = self._next_shape = len(self._shapes) - 1  # the best so far; the one of the planned step
         self._num_compared = 0
-        self._made = [AcceptanceRates(self._most, keep=0.99) for _ in range(2)]
-        self._confidence = Confidence()
-        self._rule = self._confidence.rule(least=0.0)
-        self._rule_is_used = False
         self._requests: dict[str, _RequestHistory] = {}
         self._unread: list[_Step] = []
-        self._probabilities: dict[str, Sequences[float]] = {}
         self._trees: dict[str, _Grown] = {}
         self._lengths: dict[str, int] = {}
         self._decoding: list[Sequence] = []
@@ -200,7 +184,6 @@ class DynamicLength(DraftLength):
         all_lengths = self._is_trial or not cost.is_borrowed or self._num_steps % _CALIBRATE_EVERY == 0
         if not cost.is_known and all_lengths:
             lengths = self._calibrate(speculating)
-            self._rule = self._confidence.rule(least=0.0)
         elif not cost.is_known and cost.num_plain < _PLAIN_FIRST:
             cost.num_plain += 1
             lengths = [0] * len(speculating)
@@ -225,15 +208,6 @@ class DynamicLength(DraftLength):
         """Implement `DraftLength.repeated`."""
         return self._passages.of(sequence)
 
-    def early_exit(self) -> EarlyExit | None:
-        """Return the early exit of the planned step; None in a probe, and for a single draft."""
-        return self._rule if max(self._lengths.values(), default=0) > 1 else None
-
-    def drafted(self, sequence: Sequence, probabilities: Sequences[float]) -> None:
-        """Keep them until the number of accepted drafts is known."""
-        self._rule_is_used = True
-        self._probabilities[sequence.request.request_id] = probabilities
-
     def grown(self, sequence: Sequence, tree: DraftTree, drafts: Sequences[int]) -> None:
         """Keep them until it is known which drafts were accepted."""
         if len(self._shapes) > 1:
@@ -249,10 +223,9 @@ class DynamicLength(DraftLength):
         """Keep the step for the next look: at every step, learning would find all caches cold."""
         if self._drafting or not self._num_kept or self._passages.any_chosen:
             starts = [len(entry.sequence.tokens) for entry in entries]
-            may_end_early, repeats = self._rule.least > 0, self._passages.any_chosen
-            drafts = self._probabilities, may_end_early, repeats, self._next_shape, self._trees
+            drafts = self._passages.any_chosen, self._next_shape, self._trees
             self._unread.append(_Step(entries, results, starts, step_s, longest, *drafts))
-            self._probabilities, self._trees = {}, {}
+            self._trees = {}
         if self._passages.any_chosen:
             self._learn()
 
@@ -272,7 +245,6 @@ class DynamicLength(DraftLength):
                     continue
                 num_drafts += self._shapes[step.shape].rows[min(result.num_drafted, self._most)]
                 counts.append(result.num_drafted)
-                wanted = self._note_probabilities(entry, step, result)
                 rates = history.rates, self._rates[entry.sequence.params.greedy]
                 if len(self._shapes) > 1:
                     self._siblings[entry.sequence.params.greedy].begin_round()
@@ -280,7 +252,7 @@ class DynamicLength(DraftLength):
                     self._observe_tree(entry, step, result, rates)
                 else:
                     for own in rates:
-                        own.observe(wanted, result.num_accepted)
+                        own.observe(result.num_drafted, result.num_accepted)
                 catches_up |= history.drafted_at is None
                 missed += history.num_missed(start, self._most)
                 history.drafted_at = start
@@ -312,18 +284,6 @@ class DynamicLength(DraftLength):
         self._lengths.pop(request_id, None)
         self._is_kept = False
         self._passages.forget(request_id)
-
-    def _note_probabilities(self, entry: Entry, step: "_Step", result: SequenceResult) -> int:
-        """Return how many drafts it was to get: a position after an early exit counts as not accepted."""
-        probabilities = step.probabilities.get(entry.sequence.request.request_id)
-        if not probabilities:
-            return result.num_drafted
-        greedy = entry.sequence.params.greedy
-        self._confidence.observe(greedy, probabilities[: result.num_drafted], result.num_accepted)
-        if not step.may_end_early:
-            return result.num_drafted
-        self._made[greedy].observe(entry.max_drafts, result.num_drafted)
-        return entry.max_drafts
 
     def _observe_tree(
         self, entry: Entry, step: "_Step", result: SequenceResult, rates: tuple[AcceptanceRates, AcceptanceRates]
@@ -385,9 +345,6 @@ class DynamicLength(DraftLength):
         lengths = [0] * len(sequences)
         for owner in plan.owners if self._drafting else ():
             lengths[owner] += 1
-        if max(lengths) > 1:
-            one_more = cost.of_one_more(plan.made, plan.longest, self._context() / len(self._decoding))
-            self._rule = self._confidence.rule(plan.speed * one_more)
         return lengths
 
     def _best_plan(self, sequences: Sequences[Sequence], cost: "StepCost", shape: int) -> "_Plan":
@@ -402,36 +359,20 @@ class DynamicLength(DraftLength):
             drafts += [(1 - chance, position, owner) for position, chance in enumerate(survival)]
         drafts.sort()
         tokens = accumulate((1 - lost for lost, _, _ in drafts), initial=float(len(self._decoding)))
-        expected = ((position, sequences[owner].params.greedy) for _, position, owner in drafts)
-        made, longest = self._expected(expected, self._shapes[shape].rows)
-        seconds = cost.seconds(len(self._decoding), made, longest, self._context())
+        rows = self._shapes[shape].rows
+        positions = [position for _, position, _ in drafts]
+        made = accumulate((rows[position + 1] - rows[position] for position in positions), initial=0)
+        longest = accumulate((position + 1 for position in positions), max, initial=0)
+        seconds = cost.seconds(len(self._decoding), [*made], [*longest], self._context())
         behind = [self._catch_up_s(sequence, cost) for sequence in sequences]
         to_catch_up = accumulate((0.0 if place else behind[owner] for _, place, owner in drafts), initial=0.0)
         speeds = list(map(truediv, tokens, map(add, seconds, to_catch_up)))  # [n * most + 1]
         best = max(range(1, len(speeds)), key=speeds.__getitem__)
         owners = [owner for _, _, owner in drafts[:best]]
-        return _Plan(owners, speeds[best], speeds[0], made[best], longest[best])
+        return _Plan(owners, speeds[best], speeds[0])
 
     def _context(self) -> int:
         return sum(len(sequence.tokens) for sequence in self._decoding)
-
-    def _expected(self, drafts: Iterator[tuple[int, bool]], rows: Sequences[int]) -> tuple[list[float], list[float]]:
-        """Rows of the drafts made, and the longest, [M + 1] each, if 0, 1, ... M are given out in this order and some
-        end early.
-
-        drafts: position, and whether the request is greedy.
-        rows: of 0, 1, ... drafts one behind the other.
-        """
-        all_made = [1.0] * self._most
-        chances = [list(accumulate(made.blended(), mul)) if self._rule_is_used else all_made for made in self._made]
-        none_there = [1.0] * self._most  # the chance that nobody's draft reaches a position
-        made, longest = [0.0], [0.0]
-        for position, greedy in drafts:
-            chance = chances[greedy][position]
-            made.append(made[-1] + chance * (rows[position + 1] - rows[position]))
-            longest.append(longest[-1] + chance * none_there[position])
-            none_there[position] *= 1 - chance
-        return made, longest
 
     def _catch_up_s(self, sequence: Sequence, cost: "StepCost") -> float:
         """Seconds for its drafter to compute what it has missed, spread over the steps that are left."""
@@ -493,7 +434,7 @@ class DynamicLength(DraftLength):
             trials = [(min(longest + 1, self._most), self._shape), (0, self._shape)]
             trials += [(longest, widest)] * (self._shape < widest)
         length, self._next_shape = trials[self._num_probes % len(trials)]
-        lengths[:] = [min(own, length, 1) for own in lengths]  # no draft of this step ends early
+        lengths[:] = [min(own, length, 1) for own in lengths]
         if length == 0:
             return True
         behind = [
@@ -501,7 +442,6 @@ class DynamicLength(DraftLength):
         ]
         for index in sorted(range(len(sequences)), key=behind.__getitem__)[:_SEQUENCES_A_PROBE]:
             lengths[index] = length
-        self._rule = self._confidence.rule(least=0.0)
         return True
 
 
@@ -514,7 +454,6 @@ class _Step(NamedTuple):
     starts: tokens of each entry's sequence before it.
     seconds: of the whole step.
     longest: as `DraftLength.observe` gets it.
-    probabilities: of each request's drafts in the drafter's distribution, where they are known.
     repeats: whether some drafts were passages; those are looked up before the next step.
     shape: of its trees.
     trees: of each request, where there are several shapes.
@@ -525,8 +464,6 @@ class _Step(NamedTuple):
     starts: Sequences[int]
     seconds: float
     longest: int | None
-    probabilities: Mapping[str, Sequences[float]]
-    may_end_early: bool
     repeats: bool
     shape: int
     trees: Mapping[str, _Grown]
@@ -538,15 +475,11 @@ class _Plan(NamedTuple):
     owners: of all drafts, those of siblings not counted.
     speed: expected tokens a second.
     plain_speed: the same without drafts.
-    made: expected rows of drafts.
-    longest: expected drafts, one behind the other, of the sequence with the most.
     """
 
     owners: list[int]
     speed: float
     plain_speed: float
-    made: float
-    longest: float
 
 
 class _Shape(NamedTuple):

@@ -135,11 +135,6 @@ class StepCost:
         slow = _SLOW * self._pace * (expected + self.of_catching_up(work.num_missed))
         return min(seconds, slow), self._pace * plain
 
-    def of_one_more(self, num_drafts: float, longest: float, mean_context: float) -> float:
-        """Expected seconds of one more draft, in the mean over those of a step: they share the drafter's runs."""
-        per_draft, per_position, per_read = (self._weights[i] / _SCALES[i] for i in (2, 3, 6))
-        return per_draft + per_read * mean_context + per_position * longest / max(num_drafts, 1e-9)
-
     @property
     def _knows_context(self) -> bool:
         """Return whether the cost of context is taken from another load as it is: it is the same at any load."""

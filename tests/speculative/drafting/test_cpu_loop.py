@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -14,10 +13,8 @@ from speculative.drafting.neural_drafter import MadeDrafts, ModelDrafter
 from speculative.engine import EngineCore
 from speculative.kernels.library import cpu_kernels
 from speculative.request import Request, SamplingParams
-from speculative.scheduling.early_exit import EDGES, EarlyExit
 from speculative.state.batch import Batch, Entry
 from speculative.verification.draft_probs import SubVocabulary
-from tests.speculative.scheduling.test_early_exit import Ruled
 from tests.support.engines import Answer, assert_idle, run, tiny_engine
 from tests.support.tiny_heads import write_tiny_head
 from tests.support.tiny_models import write_tiny_model
@@ -55,9 +52,9 @@ class Recorder:
         engine.drafter.propose = self.propose  # type: ignore[method-assign]
         engine.drafter.draft_loop = self.make if fused else None
 
-    def make(self, entries: Sequence[Entry], hidden: torch.Tensor, rule: EarlyExit | None) -> MadeDrafts | None:
+    def make(self, entries: Sequence[Entry], hidden: torch.Tensor) -> MadeDrafts | None:
         assert self._loop is not None
-        made = self._loop(entries, hidden, rule)
+        made = self._loop(entries, hidden)
         self.num_made += made is not None
         return made
 
@@ -105,31 +102,6 @@ def test_one_call_drafts_what_many_draft(target: Path, head: Path, kinds: list[s
     for ours, theirs in zip(*recorded, strict=True):
         assert ours[:2] == theirs[:2]
         assert torch.equal(ours[2], theirs[2])
-
-
-@pytest.mark.parametrize("kinds", [["warm"], ["greedy"], list(KINDS)], ids="+".join)
-def test_one_call_ends_drafts_where_many_do(target: Path, head: Path, kinds: list[str]) -> None:
-    params = [dataclasses.replace(KINDS[kind], max_tokens=20 + i) for i, kind in enumerate(kinds)]
-    survival = np.linspace(0.2, 1.0, len(EDGES) + 1)
-    rule = EarlyExit(np.stack([survival, survival[::-1]]), np.ones((2, len(EDGES) + 1)), least=0.3)
-    recorded, policies = [], []
-    for fused in (True, False):
-        engine = make_engine(target, head)
-        assert isinstance(engine.drafter, ModelDrafter)
-        engine.drafter.length = policy = Ruled(rule)
-        recorder = Recorder(engine, fused=fused)
-        answers(engine, params)
-        assert (recorder.num_made > 0) == fused
-        recorded.append(recorder.proposed)
-        policies.append(policy.heard)
-    for ours, theirs in zip(*recorded, strict=True):
-        assert ours[:2] == theirs[:2]
-        assert torch.equal(ours[2], theirs[2])
-    assert [name for name, _ in policies[0]] == [name for name, _ in policies[1]]
-    for (_, ours), (_, theirs) in zip(*policies, strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-5)
-    ends = {len(reported) for name, reported in policies[0] if name == "0"}
-    assert len(ends) > 1, "some ended early"
 
 
 def test_coupled_drafts_are_chosen_one_by_one(target: Path, head: Path) -> None:

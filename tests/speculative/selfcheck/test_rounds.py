@@ -85,7 +85,7 @@ def test_random_numbers_used_again_in_a_later_round_alarm(name: str, check: str)
 
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["sampled", "deterministic"])
-def test_an_early_exit_that_looks_at_the_coin_alarms(deterministic: bool) -> None:
+def test_drafts_that_end_by_the_coin_alarm(deterministic: bool) -> None:
     engine = table_engine(64, self_check_sample_rate=1.0, deterministic=deterministic)
     MUTANTS["F32 drafting stops at a coin that would hardly accept"].install(engine)
     assert "coin" in serve(engine, 1000, seed=None).alarms
