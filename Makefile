@@ -63,7 +63,7 @@ check: $(STAMP) ## lint, formatting, types and generated files; and how long the
 	$(call generate,--check)
 	@echo "core engine: $$(cat $(CORE) | wc -l) lines"
 
-generated: $(STAMP) ## write all that is generated: the chart's part, pages, dashboards, the speeds' picture
+generated: $(STAMP) ## write all that is generated: the chart's part, pages, the speeds' picture
 	$(call generate,)
 
 # Each writes what it generates; with `--check` it fails where a file is out of date.
@@ -71,7 +71,6 @@ define generate
 	$(VENV)/bin/python -m deploy.tools.chart $(1)
 	$(VENV)/bin/truespec config reference --out docs/configuration.md $(1)
 	$(VENV)/bin/truespec api reference --out docs/api.md $(1)
-	$(VENV)/bin/truespec dashboards build $(1)
 	$(VENV)/bin/python -m deploy.tools.speed_picture $(1)
 	$(VENV)/bin/python -m deploy.tools.reading_path $(1)
 endef

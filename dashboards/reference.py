@@ -1,8 +1,6 @@
 """The generated pages of the documentation: the metric catalogue and the runbooks."""
 
-import re
 from collections.abc import Iterable
-from html import escape
 
 from dashboards import shell
 from dashboards.alerts import ALERTS, Alert
@@ -10,7 +8,7 @@ from dashboards.label_meanings import Meaning, meaning_of
 from dashboards.rules import GEN_AI_NAMES, VLLM_EXPRESSIONS, VLLM_NAMES
 from serve_app.telemetry.metric_names import CATALOGUE, COMMON_LABELS, PREFIX, REPLICA_LABEL, Metric
 
-_MADE_BY = "<!-- Made by `truespec dashboards build`; not edited by hand. -->"
+_MADE_BY = "<!-- Made by `make generated`; not edited by hand. -->"
 
 
 def metrics_page() -> str:
@@ -37,10 +35,10 @@ def metrics_page() -> str:
             "",
             "## Other names",
             "",
-            "`dashboards/generated/rules/vllm-names.yaml` records these series under vLLM's names, for dashboards made "
-            "for vLLM or its production-stack; load it beside the other rules. Left out, since truespec has nothing "
-            "like them, are `vllm:request_max_num_generation_tokens`, `vllm:iteration_tokens_total`, "
-            "`vllm:request_params_*` and what production-stack's router exports.",
+            "`rules/vllm-names.yaml`, which `truespec dashboards build` writes, records these series under vLLM's "
+            "names, for dashboards made for vLLM or its production-stack; load it beside the other rules. Left out, as "
+            "truespec has nothing like them, are `vllm:request_max_num_generation_tokens`, "
+            "`vllm:iteration_tokens_total`, `vllm:request_params_*` and what production-stack's router exports.",
             "",
             "| vLLM | truespec |",
             "|---|---|",
@@ -109,7 +107,7 @@ def runbooks_page() -> str:
         "",
         _MADE_BY,
         "",
-        "One section for each alert of `dashboards/generated/rules/truespec.yaml`. A critical alert means that answers "
+        "One section for each alert. A critical alert means that answers "
         "or logprobs may be wrong, that nobody would notice, or that nothing is served; a warning, that the service is "
         "slower than it should be. The chart's `monitoring.prometheusRule.alerts.NAME` changes `enabled`, `for`, "
         "`severity`, `labels`, and the `threshold` and `minimum` that are named here.",
@@ -151,44 +149,3 @@ def _section(alert: Alert) -> list[str]:
         "```",
         "",
     ]
-
-
-def runbooks_html() -> str:
-    """The same for the status page, which has it from the service itself: of this version, without a network."""
-    parts = [
-        "<!doctype html>",
-        '<html lang="en">',
-        "<head>",
-        '<meta charset="utf-8">',
-        '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        "<title>truespec: runbooks</title>",
-        '<link rel="icon" href="icon.svg" type="image/svg+xml">',
-        '<link rel="stylesheet" href="page.css">',
-        "</head>",
-        '<body><main class="runbooks">',
-        "<h1>Runbooks</h1>",
-        "<p>What to do at each alert. The commands are for bash with curl, jq, kubectl and helm, after this:</p>",
-        f"<pre>{escape(shell.SETUP)}</pre>",
-    ]
-    for alert in ALERTS:
-        parts += [
-            f'<section class="card" id="{alert.name.lower()}">',
-            f"<h2>{alert.name}</h2>",
-            *(
-                f"<p><b>{title}.</b> {_inline(text)}</p>"
-                for title, text in (
-                    ("What it means", alert.means),
-                    ("Where to look", alert.look),
-                    ("What to do", alert.do),
-                )
-            ),
-            f"<pre>{escape(chr(10).join(alert.commands))}</pre>",
-            f"<p>It fires on:</p><pre>{escape(alert.default_expr)}</pre>",
-            "</section>",
-        ]
-    return "\n".join([*parts, "</main></body>", "</html>", ""])
-
-
-def _inline(text: str) -> str:
-    """Markdown's code spans as HTML."""
-    return re.sub("`([^`]+)`", r"<code>\1</code>", escape(text))

@@ -62,9 +62,10 @@ def rule_file() -> dict[str, Any]:
     }
 
 
-def chart_alerts() -> dict[str, Any]:
-    """The alerts as the chart reads them: with their defaults beside them, where a value may take their place."""
-    return {"alerts": [alert.for_chart() for alert in ALERTS]}
+def chart_rules() -> dict[str, Any]:
+    """The same as the chart reads them: alerts with their defaults beside them, where a value may take their place."""
+    recording, alerts = rule_file()["groups"]
+    return {"groups": [recording, alerts | {"rules": [alert.for_chart() for alert in ALERTS]}]}
 
 
 def vllm_rule_file() -> dict[str, Any]:

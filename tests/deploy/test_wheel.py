@@ -125,7 +125,7 @@ def test_every_module_is_imported_from_it_without_packages_for_development(unpac
         (["config", "check", "--file-only", "demo"], "configs/demo.yaml: fine"),
         (["config", "show", "resilient"], "applications:"),
         (["model", "list"], "smollm2-135m"),
-        (["dashboards", "build", "--out", "made"], "files are up to date"),
+        (["dashboards", "build", "--out", "made"], "written: made/overview.json"),
         (["audit", "clean", "1", "--json", "clean.json"], "nothing may alarm"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

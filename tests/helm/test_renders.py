@@ -15,9 +15,10 @@ from ray.serve.config import AutoscalingConfig
 from ray.serve.schema import DeploymentSchema, RayActorOptionsSchema, ServeApplicationSchema, ServeDeploySchema
 
 from dashboards.alerts import ALERTS
-from dashboards.build import PAGES
+from dashboards.build import PAGES, dashboards
 from dashboards.recordings import RECORDINGS
-from deploy.tools.chart import CHART, CHART_SCHEMA, ROOT, generated, run_helm, schema, versioned
+from dashboards.rules import rule_file
+from deploy.tools.chart import CHART, CHART_SCHEMA, generated, run_helm, schema, versioned
 from serve_app.app import build_app
 from serve_app.config.app_config import AppConfig
 from serve_app.config.files import load_config
@@ -211,7 +212,7 @@ def test_a_change_of_what_the_chart_installs_is_a_new_version(tmp_path: Path) ->
     (chart / "ci" / "cpu-demo-values.yaml").write_text("{}")
     assert version() == first == version()
     base, number = first.split("-dev.")
-    for name in ("templates/NOTES.txt", "values.yaml", "files/smoke.py", "dashboards/alerts.yaml"):
+    for name in ("templates/NOTES.txt", "values.yaml", "files/smoke.py", "dashboards/rules.yaml"):
         (chart / name).write_text((chart / name).read_text() + "\n# changed")
         number = str(int(number) + 1)
         assert version() == f"{base}-dev.{number}", name
@@ -963,14 +964,14 @@ def test_limits_of_a_scrape_are_values() -> None:
 
 
 def test_dashboards_and_rules_are_the_generated_ones(rendered: Any) -> None:
-    folder = ROOT / "dashboards" / "generated"
     maps = of_kind(rendered["cpu-demo"], "ConfigMap")
     files = {name: text for found in maps for name, text in found["data"].items()}
-    assert files == {path.name: path.read_text().rstrip("\n") for path in folder.glob("*.json")}
-    assert files
+    assert {page["uid"]: page for page in map(json.loads, files.values())} == {
+        page["uid"]: page for page in dashboards()
+    }
     assert all(found["metadata"]["labels"]["grafana_dashboard"] == "1" for found in maps)
     rule = one(template(merged(MINIMAL, {"monitoring": {"prometheusRule": {"enabled": True}}})), "PrometheusRule")
-    assert rule["spec"] == yaml.safe_load((folder / "rules" / "truespec.yaml").read_text())
+    assert rule["spec"] == rule_file()
 
 
 def test_rules_of_two_releases_leave_each_other_alone(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import ray
 import yaml
 
 from dashboards.alerts import ALERTS
-from dashboards.build import PAGES
+from dashboards.build import PAGES, write
 from dashboards.panels import Query
 from dashboards.recordings import PREFILL_FAILURES, RECORDINGS
 from serve_app.telemetry.metric_summary import MetricSummary
@@ -28,7 +28,6 @@ from tests.support.services import Service, app_args, deployed, wait_for
 pytestmark = [pytest.mark.ray, pytest.mark.first, pytest.mark.timeout(1200)]
 
 ROOT = Path(__file__).parents[2]
-RULES = [ROOT / "dashboards" / "generated" / "rules" / name for name in ("truespec.yaml", "vllm-names.yaml")]
 APP = "watched"
 QUERIES = [
     pytest.param(query, id=f"{page.uid}: {panel.title}: {query.legend}")
@@ -131,7 +130,8 @@ def watched(
     with deployed(ray_port, APP, args) as service:
         scrape = scrape_configs(service)
         folder = tmp_path_factory.mktemp("prometheus")
-        with running_prometheus(folder, scrape, RULES) as prometheus, Load(service, model) as load:
+        rules = [folder / name for name in write(folder) if name.startswith("rules/")]
+        with running_prometheus(folder, scrape, rules) as prometheus, Load(service, model) as load:
             yield Watched(prometheus, load)
 
 
