@@ -6,18 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from deploy.exchange.exchanges import WATCHED_PATHS
-from deploy.exchange.json_spans import Edit, edited, members, past_blanks
 from deploy.exchange.vendors import Extras
 
 # What a field of the request brings into the reply; `response_token_ids` is SGLang's, `token_logprobs` truespec's.
 _IDS = ("token_ids", "prompt_token_ids", "response_token_ids", "token_logprobs")
 _BRINGS = {"logprobs": ("logprobs", "token_logprobs"), "top_logprobs": (), "return_token_ids": _IDS}
-BROUGHT = frozenset(key for keys in _BRINGS.values() for key in keys)
-"""Keys of a reply that may come from what was added to its request."""
 # These change what a request's other fields do, or are refused without logprobs: with ours the answer would differ.
 _TOUCHY = ("echo", "use_beam_search", "top_logprobs", "logprob_token_ids", "prompt_logprobs", "n_probs")
-_BY_VALUE = ("model", "n", "stream_options", "tool_choice")  # fields whose value, not only presence, shapes a reply
-_LONGEST_VALUE = 200  # characters of such a value
 _LONGEST_FORM = 10_000  # characters
 
 
@@ -25,7 +20,7 @@ _LONGEST_FORM = 10_000  # characters
 class Asked:
     """A client's request, read.
 
-    form: which requests have replies of the same shape.
+    form: which requests a server takes, or refuses, alike.
     """
 
     body: bytes
@@ -52,16 +47,9 @@ def read_request(path: str, body: bytes) -> Asked | None:
     touchy = [name for name in _TOUCHY if fields.get(name)]
     if touchy and (fields.get("echo") or fields.get("use_beam_search") or not fields.get("logprobs")):
         return None
-    form = _form(path, fields)
-    return Asked(body, fields, form, bool(fields.get("stream"))) if len(form) <= _LONGEST_FORM else None
-
-
-def _form(path: str, fields: Mapping[str, Any]) -> str:
-    shapes = []
-    for name, value in sorted(fields.items()):
-        exact = name in _BY_VALUE or value is None or isinstance(value, bool)
-        shapes.append((name, json.dumps(value, sort_keys=True)[:_LONGEST_VALUE] if exact else ""))
-    return repr((path, shapes))
+    streamed = bool(fields.get("stream"))
+    form = repr((path, streamed, sorted(fields)))
+    return Asked(body, fields, form, streamed) if len(form) <= _LONGEST_FORM else None
 
 
 def instrumented(asked: Asked, extras: Extras) -> tuple[bytes, frozenset[str]]:
@@ -69,16 +57,5 @@ def instrumented(asked: Asked, extras: Extras) -> tuple[bytes, frozenset[str]]:
     missing = {name: value for name, value in extras.items() if not asked.wants(name)}
     if not missing:
         return asked.body, frozenset()
-    text = asked.body.decode("utf-8")
-    try:
-        found = members(text, past_blanks(text, 0))
-    except (ValueError, RecursionError):
-        return asked.body, frozenset()
-    edits = [
-        Edit(member.value, member.end, json.dumps(missing[member.key])) for member in found if member.key in missing
-    ]
-    new = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in missing.items() if name not in asked.fields]
-    if new:
-        brace = text.rindex("}")
-        edits.append(Edit(brace, brace, (", " if found else "") + ", ".join(new)))
-    return edited(text, edits).encode(), frozenset(key for name in missing for key in _BRINGS[name])
+    body = json.dumps({**asked.fields, **missing}, separators=(",", ":")).encode()
+    return body, frozenset(key for name in missing for key in _BRINGS[name])

@@ -19,11 +19,10 @@ from multidict import CIMultiDict
 from yarl import URL
 
 from deploy.exchange.asking import Asked, instrumented, read_request
-from deploy.exchange.event_stream import EventEditor
 from deploy.exchange.exchanges import WATCHED_PATHS, Exchange
 from deploy.exchange.vendors import FALLBACK, VENDORS, dialect_of, vendor_of
 from deploy.watch.headers import passed_on, with_length
-from deploy.watch.plain_shapes import PlainShape
+from deploy.watch.plain_replies import PlainEvents, plain_reply
 from deploy.watch.sender import Sender
 from serve_app.errors import ErrorReply
 from speculative.errors import ConfigError
@@ -104,10 +103,8 @@ class _Form:
     failures: of the server, one after the other, when it was asked for them.
     """
 
-    shape: PlainShape
     level: int = 0
     failures: int = 0
-    stale: bool = False
 
 
 class _Recording:
@@ -201,7 +198,7 @@ class Proxy:
         request: web.Request,
         headers: CIMultiDict[str],
         body: Body | None,
-        seen: Callable[[aiohttp.ClientResponse, bytes], None] | None = None,
+        seen: Callable[[bytes], None] | None = None,
     ) -> web.StreamResponse:
         """Pass a request on, and its reply back. seen: gets the pieces of the reply."""
         try:
@@ -236,14 +233,14 @@ class Proxy:
         self,
         request: web.Request,
         reply: aiohttp.ClientResponse,
-        seen: Callable[[aiohttp.ClientResponse, bytes], None] | None,
+        seen: Callable[[bytes], None] | None,
     ) -> web.StreamResponse:
         response = _Relayed(reply, passed_on(reply.raw_headers))
         await response.prepare(request)
         try:
             async for chunk in reply.content.iter_any():
                 if seen is not None:
-                    seen(reply, chunk)
+                    seen(chunk)
                 await response.write(chunk)
         except aiohttp.ClientConnectionResetError:  # the client has left
             return response
@@ -272,10 +269,6 @@ class Proxy:
         headers.popall("Accept-Encoding", None)
         levels = vendor_of(self._dialect or FALLBACK).extras(path, asked.streamed)
         changed, keys = instrumented(asked, levels[form.level])
-        if keys and (form.stale or not form.shape.learned):
-            return await self._learned(request, headers, asked, form)
-        if keys and not form.shape.usable:
-            changed, keys = body, frozenset()
         began_at = time.time()
         try:
             reply = await self._send(request, with_length(headers, len(changed)), changed)
@@ -303,26 +296,7 @@ class Proxy:
     def _form(self, name: str) -> _Form:
         if name not in self._forms and len(self._forms) >= _MOST_FORMS:
             del self._forms[next(iter(self._forms))]
-        return self._forms.setdefault(name, _Form(PlainShape(silent=self._dialect == "truespec")))
-
-    async def _learned(
-        self, request: web.Request, headers: CIMultiDict[str], asked: Asked, form: _Form
-    ) -> web.StreamResponse:
-        """Pass a request unchanged, and learn from its reply what plain ones look like."""
-        recording = _Recording(self._options.max_exchange_bytes)
-        kinds: list[tuple[int, str]] = []
-
-        def seen(reply: aiohttp.ClientResponse, chunk: bytes) -> None:
-            if not kinds:
-                kinds.append((reply.status, reply.content_type))
-            recording.add(chunk)
-
-        response = await self._passed(request, headers, asked.body, seen)
-        self._sender.count("learned")
-        if recording.data and kinds and kinds[0][0] == 200:
-            _learn(form.shape, bytes(recording.data), kinds[0][1] == _EVENTS)
-            form.stale = False
-        return response
+        return self._forms.setdefault(name, _Form())
 
     async def _refused(
         self, request: web.Request, headers: CIMultiDict[str], body: bytes, form: _Form, *, failed: bool = False
@@ -332,8 +306,7 @@ class Proxy:
         form.failures += 1
         before, completes = form.level, []
 
-        def seen(reply: aiohttp.ClientResponse, chunk: bytes) -> None:
-            del reply
+        def seen(chunk: bytes) -> None:
             completes.append(_OF_A_COMPLETION in chunk)
 
         response = await self._passed(request, headers, body, seen)
@@ -360,7 +333,7 @@ class Proxy:
                 return self._unreachable(error)
             if _OF_A_COMPLETION not in data:  # some servers refuse with a 200
                 return await self._refused(request, watch.headers, watch.asked.body, watch.form)
-            plain = _edited_whole(data, watch)
+            plain = plain_reply(data, watch.keys)
             response = _Relayed(reply, with_length(headers, len(plain)))
             await response.prepare(request)
             await response.write(plain)
@@ -379,14 +352,13 @@ class Proxy:
     ) -> bool:
         """Return whether all of the reply was passed back."""
         await response.prepare(request)
-        editor = EventEditor(watch.plain_event) if watch.keys and reply.status == 200 else None
+        events = PlainEvents(watch.keys) if watch.keys and reply.status == 200 else None
         try:
             async for chunk in reply.content.iter_any():
                 recording.add(chunk)
-                for data in (chunk,) if editor is None else editor.push(chunk):
-                    if data:
-                        await response.write(data)
-            if editor is not None and (data := editor.last()):
+                if data := chunk if events is None else events.push(chunk):
+                    await response.write(data)
+            if events is not None and (data := events.last()):
                 await response.write(data)
         except aiohttp.ClientConnectionResetError:
             self._sender.count("left")
@@ -433,12 +405,6 @@ class _Watch:
     form: _Form
     began_at: float
     headers: CIMultiDict[str]
-
-    def plain_event(self, text: str) -> str | None:
-        """An event as its client is to get it; None = not at all."""
-        plain = self.form.shape.plain(text, self.keys, streamed=True)
-        self.form.stale |= plain.unknown
-        return plain.text
 
 
 async def _body(request: web.Request) -> Body | None:
@@ -490,28 +456,6 @@ def _session(connector: aiohttp.TCPConnector) -> aiohttp.ClientSession:
         max_headers=_MOST_HEADERS,
         trace_configs=[watch],
     )
-
-
-def _edited_whole(data: bytes, watch: _Watch) -> bytes:
-    try:
-        plain = watch.form.shape.plain(data.decode("utf-8"), watch.keys, streamed=False)
-    except (ValueError, RecursionError):
-        return data
-    watch.form.stale |= plain.unknown
-    return data if plain.text is None else plain.text.encode()
-
-
-def _learn(shape: PlainShape, data: bytes, streamed: bool) -> None:
-    def look(text: str) -> str:
-        with contextlib.suppress(ValueError, RecursionError):
-            shape.learn(text, streamed)
-        return text
-
-    if streamed:
-        b"".join(EventEditor(look).push(data + b"\n\n"))
-    else:
-        with contextlib.suppress(ValueError, RecursionError):
-            shape.learn(data.decode("utf-8"), streamed)
 
 
 def _error(status: int, message: str, code: str) -> web.Response:

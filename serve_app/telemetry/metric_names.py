@@ -50,7 +50,6 @@ REPLAY_ALARMS = {  # what replays show to be wrong, and what each finding means
 WATCHED_RESULTS = {  # what becomes of requests to a watched server, and of what is captured
     "passed": "not in the share that is watched",
     "unwatchable": "in the share, but nothing can be asked for without changing the answer",
-    "learned": "passed, to see what a reply of its form looks like",
     "captured": "handed to the referee",
     "dropped": "captured, and left out because the referee lags behind",
     "failed": "captured, and lost on the way to the referee",

@@ -16,30 +16,31 @@ def dumped(value: Any) -> bytes:
 
 def plain_reply(path: str, **asked: Any) -> bytes:
     """The whole reply to a request that asks for nothing."""
-    ids = [1, 2, 3] if asked.get("return_token_ids") else None
+    ids: dict[str, Any] = {"token_ids": [1, 2, 3]} if asked.get("return_token_ids") else {}
+    of_prompt: dict[str, Any] = {"prompt_token_ids": [1, 2, 3]} if ids else {}
     logprobs = {"content": [{"token": word, "logprob": -0.5} for word in WORDS]} if asked.get("logprobs") else None
     if path.endswith("/chat/completions"):
         message = {"role": "assistant", "content": "".join(WORDS), "tool_calls": []}
-        choice = {"index": 0, "message": message, "logprobs": logprobs, "finish_reason": "stop", "token_ids": ids}
-        return dumped({"id": "x", "choices": [choice], "usage": {"total_tokens": 3}, "prompt_token_ids": ids})
-    choice = {"index": 0, "text": "".join(WORDS), "logprobs": logprobs, "token_ids": ids, "prompt_token_ids": ids}
+        choice = {"index": 0, "message": message, "logprobs": logprobs, "finish_reason": "stop", **ids}
+        return dumped({"id": "x", "choices": [choice], "usage": {"total_tokens": 3}, **of_prompt})
+    choice = {"index": 0, "text": "".join(WORDS), "logprobs": logprobs, **ids, **of_prompt}
     return dumped({"id": "x", "choices": [choice], "usage": {"total_tokens": 3}})
 
 
 def plain_events(**asked: Any) -> list[bytes]:
     """The events of a streamed chat; those who ask for ids get one more, whose delta is empty."""
-    ids = [7] if asked.get("return_token_ids") else None
+    ids: dict[str, Any] = {"token_ids": [7]} if asked.get("return_token_ids") else {}
     logprobs = {"content": [{"token": "logprobs", "logprob": -0.5}]} if asked.get("logprobs") else None
     first = {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-    events: list[dict[str, Any]] = [{"id": "x", "choices": [first], "prompt_token_ids": ids}]
+    events: list[dict[str, Any]] = [{"id": "x", "choices": [first], **({"prompt_token_ids": [7]} if ids else {})}]
     for word in WORDS:
-        choice = {"index": 0, "delta": {"content": word}, "logprobs": logprobs, "finish_reason": None, "token_ids": ids}
+        choice = {"index": 0, "delta": {"content": word}, "logprobs": logprobs, "finish_reason": None, **ids}
         events.append({"id": "x", "choices": [choice]})
     if ids:
-        empty = {"index": 0, "delta": {}, "logprobs": logprobs, "finish_reason": None, "token_ids": ids}
+        empty = {"index": 0, "delta": {}, "logprobs": logprobs, "finish_reason": None, **ids}
         events.append({"id": "x", "choices": [empty]})
-    last = {"index": 0, "delta": {}, "logprobs": logprobs, "finish_reason": "stop", "stop_reason": None}
-    events += [{"id": "x", "choices": [{**last, "token_ids": ids}]}, {"id": "x", "choices": [], "usage": {"n": 1}}]
+    last = {"index": 0, "delta": {}, "logprobs": logprobs, "finish_reason": "stop", "stop_reason": None, **ids}
+    events += [{"id": "x", "choices": [last]}, {"id": "x", "choices": [], "usage": {"n": 1}}]
     return [b"data: " + dumped(event) + b"\n\n" for event in events] + [b"data: [DONE]\n\n"]
 
 

@@ -4,10 +4,8 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from deploy.exchange.asking import BROUGHT, instrumented, read_request
+from deploy.exchange.asking import instrumented, read_request
 from deploy.exchange.exchanges import CHAT, COMPLETIONS
 from deploy.exchange.vendors import VENDORS, vendor_of
 
@@ -25,33 +23,16 @@ def added(path: str, fields: dict[str, Any], dialect: str = "vllm", level: int =
 def test_logprobs_and_ids_are_asked_for(path: str, value: object) -> None:
     fields, keys = added(path, {"model": "m", "n": 1})
     assert fields == {"model": "m", "n": 1, "logprobs": value, "return_token_ids": True}
-    assert keys == BROUGHT
+    assert keys == IDS | {"logprobs"}
 
 
-@given(
-    st.dictionaries(
-        st.text(max_size=5).map("x{}".format), st.text() | st.lists(st.floats(allow_nan=False)), max_size=4
-    ),
-    st.sampled_from([{}, {"indent": 1}, {"ensure_ascii": False}]),
-    st.sampled_from(["", " ", "\n"]),
-)
-def test_every_byte_of_the_client_stays(fields: dict[str, Any], style: dict[str, Any], blanks: str) -> None:
-    body = (blanks + json.dumps(fields, **style) + blanks).encode("utf-8", "surrogatepass")
+def test_every_value_of_the_client_stays() -> None:
+    body = b'{"logprobs" : false, "a":1e2, "big": 12345678901234567890123, "f": 0.1, "return_token_ids":null}'
     asked = read_request(CHAT, body)
     assert asked is not None
-    changed, _ = instrumented(asked, vendor_of("vllm").extras(CHAT, False)[0])
-    brace = body.rindex(b"}")
-    assert changed.startswith(body[:brace])
-    assert changed.endswith(body[brace:])
-    assert json.loads(changed) == {**fields, "logprobs": True, "return_token_ids": True}
-
-
-def test_null_and_false_are_replaced_where_they_stand() -> None:
-    asked = read_request(CHAT, b'{"logprobs" : false, "a":1e2,"return_token_ids":null}')
-    assert asked is not None
     changed, keys = instrumented(asked, vendor_of("vllm").extras(CHAT, False)[0])
-    assert changed == b'{"logprobs" : true, "a":1e2,"return_token_ids":true}'
-    assert keys == BROUGHT
+    assert changed == b'{"logprobs":true,"a":100.0,"big":12345678901234567890123,"f":0.1,"return_token_ids":true}'
+    assert keys == IDS | {"logprobs"}
 
 
 def test_what_a_client_asks_for_stays_its_own() -> None:
@@ -94,16 +75,8 @@ def test_other_paths_are_left_alone() -> None:
     assert read_request("/v1/embeddings", b"{}") is None
 
 
-def test_requests_with_replies_of_other_shapes_have_other_forms() -> None:
-    bodies: list[dict[str, Any]] = [
-        {},
-        {"stream": True},
-        {"n": 2},
-        {"model": "m"},
-        {"tools": [1]},
-        {"stream_options": {"include_usage": True}},
-        {"logprobs": True},
-    ]
+def test_requests_with_other_fields_have_other_forms() -> None:
+    bodies: list[dict[str, Any]] = [{}, {"stream": True}, {"n": 2}, {"tools": [1]}, {"logprobs": True}]
     forms = {asked.form for body in bodies if (asked := read_request(CHAT, json.dumps(body).encode()))}
     assert len(forms) == len(bodies)
     same = [read_request(CHAT, json.dumps({"messages": [text], "temperature": 0.1}).encode()) for text in "ab"]
