@@ -11,20 +11,9 @@ from deploy.reports.progress import View
 from speculative.errors import ConfigError
 
 _DETECTION, _AUDIT, _WATCH = (Path("docs/runs") / name for name in ("detection.md", "audits.md", "watch.md"))
-_LEGACY = "legacy"
 
 
-class _AuditGroup(click.Group):
-    """Takes the spellings of earlier versions, too: `audit URL`, `audit --mutants`, `audit --clean N`."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """The words of the command line, those of an earlier version behind a hidden command."""
-        if args and args[0] not in self.commands and args[0] not in ctx.help_option_names:
-            args = [_LEGACY, *args]
-        return super().parse_args(ctx, args)
-
-
-@click.group(cls=_AuditGroup)
+@click.group()
 def audit() -> None:
     """Check whether the answers of a server or an engine are its model's own, and whether a fault would be noticed.
 
@@ -187,44 +176,3 @@ def audit_clean(positions: int, model: str | None, head: str | None, json_file: 
     write_json(json_file, [one.as_dict() for one in runs])
     if alarms := alarms_of(runs):
         raise Failure("\n".join(alarms))
-
-
-@audit.command(_LEGACY, hidden=True)
-@click.argument("url", required=False)
-@click.option("--mutants", is_flag=True)
-@click.option("--outside", is_flag=True)
-@click.option("--clean", type=click.IntRange(min=0), default=0)
-@click.option("--model")
-@click.option("--head")
-@click.option("--served")
-@click.option("--beside")
-@click.option("--destructive", is_flag=True)
-@click.option("--only", multiple=True)
-@click.option("--budget", type=click.Choice(["quick", "full"]), default="quick")
-@click.option("--timeout", "timeout_s", type=FiniteRange(min=1), default=120)
-@click.option("--api-key-file", type=a_file)
-@click.option("--json", "json_file", type=a_file)
-@click.option("--html", "html_file", type=a_file)
-@click.option("--page", type=a_file)
-@click.option("--section")
-def audit_legacy(url: str | None, mutants: bool, clean: int, **options: Any) -> None:
-    """The spellings of earlier versions."""
-    ctx = click.get_current_context()
-
-    def passed(*names: str) -> dict[str, Any]:
-        return {name: options[name] for name in names}
-
-    if url is not None:
-        say("warning: `truespec audit URL` is now `truespec audit server URL`.", err)
-        ours = passed("model", "served", "beside", "destructive", "only", "budget", "timeout_s", "api_key_file")
-        ctx.invoke(audit_server, url=url, **ours, **passed("json_file", "html_file", "page", "section"))
-        return
-    if not (mutants or clean):
-        raise click.UsageError("Choose what to audit: `audit server URL`, `audit faults` or `audit clean POSITIONS`.")
-    if clean:
-        say("warning: `truespec audit --clean N` is now `truespec audit clean N`.", err)
-        json_file = None if mutants else options["json_file"]
-        ctx.invoke(audit_clean, positions=clean, json_file=json_file, **passed("model", "head", "page"))
-    if mutants:
-        say("warning: `truespec audit --mutants` is now `truespec audit faults`.", err)
-        ctx.invoke(audit_faults, watched=False, **passed("outside", "only", "json_file", "page"))

@@ -19,9 +19,8 @@ Made by `truespec config reference` from the models in `serve_app/config/app_con
 
 One YAML file, which is also a Ray Serve config. `truespec config check FILE` reports every fault with its field and the
 fix, and whether this machine can serve it (`--file-only`: the file alone); `truespec config show FILE` prints the file
-with every default filled in. Unknown fields are refused, and types are not guessed: `"4"` is no number. A setting
-that was renamed is still read under its old name, with a warning. The chart takes the same settings under `config`, all
-but `pools`.
+with every default filled in. Unknown fields are refused, and types are not guessed: `"4"` is no number. The
+chart takes the same settings under `config`, all but `pools`.
 """
 
 _CHART_ARGUMENTS = {"tensor_parallel_size": "tensorParallelSize", "gpu_memory_utilization": "gpuMemoryUtilization"}

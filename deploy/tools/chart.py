@@ -23,7 +23,6 @@ from dashboards.build import chart_files
 from dashboards.reference import metrics_page, runbooks_page
 from deploy.run.reference import json_schema
 from serve_app.config.app_config import AppConfig
-from serve_app.config.renamed import RENAMED
 from speculative.errors import TruespecError
 
 ROOT = Path(__file__).parents[2]
@@ -69,7 +68,6 @@ def schema() -> dict[str, Any]:
     made["properties"]["config"] = _draft_07(config)
     rule = made["properties"]["monitoring"]["properties"]["prometheusRule"]["properties"]
     rule["alerts"] = _object({alert.name: _alert(alert) for alert in ALERTS})
-    _allow_old_names(config, sections)
     for name in sorted(_needed(config, sections)):
         made["definitions"][f"config.{name}"] = _draft_07(sections[name])
     made["required"] = ["config"]
@@ -100,15 +98,6 @@ def _alert(alert: Alert) -> dict[str, Any]:
 
 def _object(properties: dict[str, Any]) -> dict[str, Any]:
     return {"type": "object", "additionalProperties": False, "properties": properties}
-
-
-def _allow_old_names(config: dict[str, Any], sections: dict[str, Any]) -> None:
-    """Settings that were renamed, as the application still reads them."""
-    for old, new in RENAMED.items():
-        section, _, old_name = old.partition(".")
-        fields = sections[config["properties"][section]["$ref"].rsplit("/", 1)[1]]["properties"]
-        as_now = {key: value for key, value in fields[new.rpartition(".")[2]].items() if key != "default"}
-        fields[old_name] = as_now | {"description": f"Now `{new}`.", "deprecated": True}
 
 
 def _needed(config: dict[str, Any], sections: dict[str, Any]) -> set[str]:

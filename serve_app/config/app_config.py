@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, ValidationInfo, create_model, field_validator, model_validator
+from pydantic import AfterValidator, Field, create_model, field_validator, model_validator
 
 from serve_app.backends.vllm_parts.checkpoint import why_not_ours
 from serve_app.backends.vllm_parts.replay_room import needs_of, vllms_share
@@ -33,7 +33,6 @@ from serve_app.config.base import (
     Target,
     ray_share,
 )
-from serve_app.config.renamed import with_new_names
 from serve_app.config.scaling import AutoscalingSection
 from speculative.config import (
     CPU_CACHE_TOKENS,
@@ -488,11 +487,6 @@ class AppConfig(Section):
     """Choice of replicas."""
     limits: LimitsSection = LimitsSection()
     """Limits of requests: beyond them, requests are refused rather than queued without end."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _old_names_are_read(cls, data: Any, info: ValidationInfo) -> Any:
-        return with_new_names(data, (info.context or {}).get("file", "the application's args"))
 
     @model_validator(mode="after")
     def _fields_agree(self) -> Self:

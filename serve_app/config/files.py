@@ -38,7 +38,7 @@ def check_data(data: Any, kind: type[SomeModel], origin: Path | str) -> SomeMode
         ConfigError: a field is wrong; one line `origin: field: message` a fault.
     """
     try:
-        return kind.model_validate(data, context={"file": origin})
+        return kind.model_validate(data)
     except ValidationError as error:
         raise ConfigError("\n".join(f"{origin}: {line}" for line in _faults(error))) from error
 

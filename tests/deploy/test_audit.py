@@ -140,23 +140,6 @@ def test_a_clean_run_is_written_beside_the_faults(tmp_path: Path, monkeypatch: p
     assert "standard deviations from 0" in result.output
 
 
-def test_spellings_of_earlier_versions_still_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = run.MutantAudit("F8 something", {"term f": 416}, "positions", 416, 0.43, 0.45)
-    sound = run.CleanRun("block, drawn", 10, {}, {}, {"a": CheckSums(100, 10.0, 9.0, 40.0)})
-    monkeypatch.setattr(run, "audit_mutants", lambda *_, **__: [found])
-    monkeypatch.setattr(run, "audit_clean", lambda *_: [sound])
-    page, figures = tmp_path / "detection.md", tmp_path / "audit.json"
-    words = ["audit", "--mutants", "--clean", "10", "--page", str(page), "--json", str(figures)]
-    result = CliRunner().invoke(main, words)
-    assert result.exit_code == 0, result.output
-    said = " ".join(result.output.split())
-    assert "is now `truespec audit faults`" in said and "is now `truespec audit clean N`" in said
-    assert "## Faults put back" in page.read_text("utf-8") and "## Sound engines" in page.read_text("utf-8")
-    assert json.loads(figures.read_text("utf-8"))[0]["fault"] == "F8 something"
-    result = CliRunner().invoke(main, ["audit", "http://127.0.0.1:9"])
-    assert result.exit_code == 2 and "is now `truespec audit server URL`" in " ".join(result.output.split())
-
-
 def test_clean_runs_and_chosen_faults_are_written_as_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sound = run.CleanRun("block, drawn", 10, {}, {"support": 1}, {"a": CheckSums(100, 10.0, 9.0, 40.0)})
     monkeypatch.setattr(run, "audit_clean", lambda *_: [sound])

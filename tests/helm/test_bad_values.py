@@ -5,9 +5,7 @@ from typing import Any
 import pytest
 
 from deploy.tools.chart import ChartError, defaults
-from serve_app.config.files import parse_args
-from serve_app.config.renamed import RENAMED
-from tests.support.chart import MINIMAL, merged, pod_templates, ray_pods, serve_config, template
+from tests.support.chart import MINIMAL, merged, pod_templates, ray_pods, template
 
 
 def engine(**fields: Any) -> dict[str, Any]:
@@ -364,17 +362,6 @@ def test_bad_values_are_refused_with_the_fix(values: dict[str, Any], message: st
     with pytest.raises(ChartError) as refused:
         template(merged(MINIMAL, values))
     assert message in str(refused.value)
-
-
-@pytest.mark.parametrize(("old", "new"), RENAMED.items())
-def test_an_old_name_is_taken(old: str, new: str) -> None:
-    section, _, old_name = old.partition(".")
-    value = "float32" if old_name == "weights" else 0.0
-    around = merged(MINIMAL, VLLM if section == "vllm" else {})
-    given = merged(around, {"config": {section: {old_name: value}}})
-    (application,) = serve_config(template(given))["applications"]
-    section_read = getattr(parse_args(application["args"]), section)
-    assert getattr(section_read, new.rpartition(".")[2]) == value
 
 
 INGRESS = {"ingress": {"enabled": True, "hosts": [{"host": "h"}]}}
