@@ -77,7 +77,7 @@ class EngineCore:
         self.stats = StepStats()
         self._make_constraint = make_constraint
         contract = LogprobContract(config.logprobs_mode, model.vocab_size)
-        length = make_draft_length(config.drafter, narrows=not self._uses_graphs)  # a captured tree has its shape
+        length = make_draft_length(config.drafter)
         self.scheduler = Scheduler(config, self.max_model_len, model.eos_token_ids, self.stats, contract, length)
         self.self_check = SelfCheck(config.self_check_sample_rate)
         self._prepare = prepare_by(decoder.kernels.model)

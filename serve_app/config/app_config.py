@@ -176,7 +176,7 @@ class DrafterSection(_OwnFields):  # type: ignore[misc]
     """`dynamic` drafts as many tokens as pay, 0 included; a model's drafts end where it is unsure."""
     tree: list[Annotated[int, Field(ge=1, le=64)]] = []
     """Candidates drafted for each position of a round, such as [3, 2]; one for the positions behind. Drafters with
-    weights, verifier coupled."""
+    weights, verifier coupled, on a CPU."""
 
     @model_validator(mode="after")
     def _ranges_are_not_empty(self) -> Self:
@@ -516,6 +516,12 @@ class AppConfig(Section):
                 )
             elif self.engine.kind == "vllm" and num_gpus > 0:
                 yield from self._device_errors(field, num_gpus)
+            elif self.drafter.tree and num_gpus > 0:
+                yield FieldError(
+                    "drafter.tree",
+                    f"is set, but {field} is {num_gpus:g}: trees are drafted on a CPU only. Remove it, or set {field} "
+                    "to 0.",
+                )
             elif self.engine.kind == "torch" and self.engine.cuda_graphs and num_gpus == 0:
                 yield FieldError(
                     "engine.cuda_graphs",

@@ -134,10 +134,11 @@ MakeDrafts = Callable[[Sequences[Entry], Tensor], MadeDrafts | None]
 
 
 class _Span(NamedTuple):
-    """Features of consecutive positions, in these rows of the buffer."""
+    """Features of consecutive positions, in consecutive rows of the buffer."""
 
     first: int  # position
-    rows: list[int]
+    row: int  # of the first
+    num_rows: int
     version: int  # of the buffer
 
 
@@ -252,14 +253,15 @@ class ModelDrafter:
                 state.features.append((entry.sequence.num_computed, features[begin:end]))
 
     def observe_in_buffer(self, batch: Batch, step_input: StepInput, rows: Int64s) -> None:
-        """Take in features that lie in the buffer: those of the step's packed rows in `rows` [N], in any order."""
+        """Take in features that lie in the buffer: those of the step's packed rows in `rows` [N]."""
         if self.catch_up is None or not self.capture:
             return
-        starts, version, places = step_input.row_starts.tolist(), self.catch_up.buffer.version, rows.tolist()
-        for entry, (begin, end) in zip(batch.entries, pairwise(starts), strict=True):
+        starts, version = step_input.row_starts, self.catch_up.buffer.version
+        counts = (starts[1:] - starts[:-1]).tolist()
+        for entry, row, count in zip(batch.entries, rows[starts[:-1]].tolist(), counts, strict=True):
             if _drafts_for(entry.sequence):
                 state = self._state(entry.sequence)
-                state.in_buffer = _Span(entry.sequence.num_computed, places[begin:end], version)
+                state.in_buffer = _Span(entry.sequence.num_computed, row, count, version)
                 self._in_buffer.append(state)
 
     def forget(self, request_id: str) -> None:
@@ -439,12 +441,12 @@ class ModelDrafter:
             span = state.in_buffer
             if span is None:
                 return None
-            first, rows, of_version = span
-            if start <= first or stop - 1 > first + len(rows):
+            first, row, num_rows, of_version = span
+            if start <= first or stop - 1 > first + num_rows:
                 return None
             if of_version != version:
                 _check_version(span, version)
-            places += rows[start - 1 - first : stop - 1 - first]
+            places += range(row + start - 1 - first, row + stop - 1 - first)
         return np.array(places, np.int64)
 
     def _run_eagerly(self, jobs: Sequences[_Job]) -> Tensor:
@@ -490,8 +492,8 @@ class ModelDrafter:
         buffer = self.catch_up.buffer
         for _, span in left:
             _check_version(span, buffer.version)
-        copied = torch.cat([buffer.rows[begin:end] for _, span in left for begin, end in _runs(span.rows)])
-        for (state, span), features in zip(left, copied.split([len(span.rows) for _, span in left]), strict=True):
+        copied = torch.cat([buffer.rows[span.row : span.row + span.num_rows] for _, span in left])
+        for (state, span), features in zip(left, copied.split([span.num_rows for _, span in left]), strict=True):
             state.features.append((span.first, features))
             state.in_buffer = None
 
@@ -627,15 +629,9 @@ class ModelDrafter:
 def _check_version(span: _Span, version: int) -> None:
     if span.version != version:
         raise RuntimeError(
-            f"Features of {len(span.rows)} positions from {span.first} on were overwritten before they were read: "
+            f"Features of {span.num_rows} positions from {span.first} on were overwritten before they were read: "
             f"the buffer has version {version}, they had {span.version}."
         )
-
-
-def _runs(rows: Sequences[int]) -> list[tuple[int, int]]:
-    """The runs of rows that follow each other, begin and end of each."""
-    cuts = [index for index in range(1, len(rows)) if rows[index] != rows[index - 1] + 1]
-    return [(rows[begin], rows[end - 1] + 1) for begin, end in pairwise([0, *cuts, len(rows)])]
 
 
 def _drafts_for(sequence: Sequence) -> bool:

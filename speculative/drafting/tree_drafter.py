@@ -28,25 +28,29 @@ class TreeDrafter(ModelDrafter):
         widths: candidates of the nodes of each depth, at most.
 
     Raises:
-        ConfigError: it has fewer tokens than candidates.
+        ConfigError: it is not on a CPU, or has fewer tokens than candidates.
     """
 
     def __init__(self, *parts: Any, widths: tuple[int, ...]) -> None:
         super().__init__(*parts)
+        if self._device.type != "cpu":
+            raise ConfigError(
+                "drafter.tree: trees are drafted on a CPU only. Remove it, or set device to cpu (for a replica, "
+                "num_gpus of its pool to 0)."
+            )
         if max(widths) > self.sampler.width:
             raise ConfigError(
                 f"drafter.tree: must have at most {self.sampler.width} candidates for a position: the drafter knows no "
                 "more tokens."
             )
         self._widths = widths
-        self.beside_graphs = False  # captured steps draft the trees
 
     def propose(self, batch: Batch) -> DraftOutput:
         """A tree for each entry, of its `max_drafts` levels and as wide as is planned. A repeated passage has no
-        siblings; beside captured steps only such passages are drafted."""
+        siblings."""
         repeats = [self.length.repeated(entry.sequence)[: entry.max_drafts] for entry in batch.entries]
         own = [
-            entry._replace(max_drafts=0) if known or self.beside_graphs else entry
+            entry._replace(max_drafts=0) if known else entry
             for entry, known in zip(batch.entries, repeats, strict=True)
         ]
         drafting, hidden = self.begin_round(replace(batch, entries=tuple(own)))

@@ -2,11 +2,8 @@
 
 from bisect import bisect_left
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
-
-from speculative.config import DrafterConfig
-from speculative.state.draft_tree import level_sizes
 
 MAX_CAPTURED_SEQS = 256
 """Larger batches are computed in parts, one after another: the buffers of one replay would be large."""
@@ -36,24 +33,12 @@ class Buckets:
 
     cheap_rows: batch sizes whose longest rows are no more than this have the shortest and the longest length only.
     most_made: the most drafts that a model makes for a sequence; passages that are repeated may be longer.
-    widths: candidates of the nodes of each depth where drafts are trees, whose rows are those of so many levels; ()
-        where each draft stands behind the other.
     """
 
     batch_sizes: tuple[int, ...]
     query_lengths: tuple[int, ...]
     cheap_rows: int
     most_made: int
-    widths: tuple[int, ...] = ()
-
-    @classmethod
-    def of_drafter(cls, max_seqs: int, drafter: DrafterConfig) -> "Buckets":
-        """Those of an engine with this drafter."""
-        buckets, rows = cls.of(max_seqs, drafter.max_rows, drafter.rows_of_drafts[-1]), drafter.rows_of_drafts
-        if not drafter.tree:
-            return buckets
-        lengths = tuple(sorted({*(1 + count for count in rows), 1 + drafter.max_rows}))
-        return replace(buckets, query_lengths=lengths, widths=drafter.widths)
 
     @classmethod
     def of(cls, max_seqs: int, max_drafts: int, most_made: int | None = None) -> "Buckets":
@@ -70,26 +55,10 @@ class Buckets:
     def of_drafts(self, *, varying: bool) -> "Buckets":
         """The same batch sizes by drafts a sequence: a draft after the other takes its time however few the rows.
 
-        Trees are counted by their levels. varying: whether fewer than the most are planned; else they are few only
-        where an answer ends.
+        varying: whether fewer than the most are planned; else they are few only where an answer ends.
         """
-        most = len(self.widths) or self.most_made
-        lengths = _lengths_to(most) if varying else (most,)
-        return replace(self, query_lengths=lengths, cheap_rows=0)
-
-    @property
-    def of_paths(self) -> "Buckets":
-        """The same batch sizes by the paths to the leaves of trees, and their rows: all of whole trees."""
-        num_leaves = level_sizes(self.widths)[-1]
-        sizes = tuple(size * num_leaves for size in self.batch_sizes)
-        return replace(self, batch_sizes=sizes, query_lengths=(1 + len(self.widths),), cheap_rows=0)
-
-    @property
-    def judged(self) -> tuple[Bucket, ...]:
-        """The shapes of rows that are judged, largest first."""
-        if not self.widths:
-            return tuple(self)
-        return (*self.of_paths, *(bucket for bucket in self if bucket.num_queries == 1))
+        most = self.most_made
+        return Buckets(self.batch_sizes, _lengths_to(most) if varying else (most,), cheap_rows=0, most_made=most)
 
     def fit(self, num_seqs: int, num_queries: int) -> Bucket | None:
         """The smallest shape that holds so much; None when none does."""

@@ -32,8 +32,7 @@ class GraphBuffers:
         num_features, hidden_size, width = 0, 0, 1
         if draft_model is not None:
             num_features, hidden_size = draft_model.num_features, draft_model.hidden_size
-            if not buckets.widths:  # candidates of trees are chosen: they have no q
-                width = decoder.config.vocab_size if draft_model.ids is None else len(draft_model.ids)
+            width = decoder.config.vocab_size if draft_model.ids is None else len(draft_model.ids)
         hidden = torch.zeros((num_rows, decoder.config.hidden_size), dtype=decoder.dtype, device=device)
         return cls(
             hidden=hidden,

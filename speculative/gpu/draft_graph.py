@@ -1,10 +1,8 @@
 """All drafts of a round as one captured function: sample, run, sample, without the host in between."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +18,7 @@ from speculative.gpu.padding import BlockTables, PagedCache, block_tables, fill_
 from speculative.gpu.paged_attention import PagedRows
 from speculative.gpu.row_drafts import DraftFields, SampleDrafts
 from speculative.gpu.staged_inputs import Array, Field, StagedInputs
-from speculative.state.batch import Entry, Int64s
+from speculative.state.batch import Entry
 
 _BY_DRAFT = ("positions", "visible", "slots")  # those of one draft lie together, as its pass reads them
 
@@ -33,8 +31,8 @@ class _Loop:
     replay: Callable[[], object]
 
 
-class CapturedDrafts(ABC):
-    """Drafts with a model; what it drafts lies in the statics.
+class DraftLoop:
+    """Drafts with a model; drafts and their distributions lie in the statics.
 
     It holds nothing of the drafter that calls it: memory of old graphs is free as soon as nobody uses them.
 
@@ -42,9 +40,10 @@ class CapturedDrafts(ABC):
         model: what drafts.
         sampler: of its drafts; it has their parameters and random numbers.
         cache: the model's.
-        buffers: get the drafts.
-        buckets: of sequences and drafts each behind the other.
+        buffers: get the drafts and their distributions.
+        buckets: of sequences and drafts each.
         capturer: of the step.
+        sample: samples a draft of each sequence.
     """
 
     def __init__(
@@ -55,9 +54,10 @@ class CapturedDrafts(ABC):
         buffers: GraphBuffers,
         buckets: Buckets,
         capturer: Capturer,
+        sample: SampleDrafts,
     ) -> None:
         self._buckets, self._capturer = buckets, capturer
-        self._model, self._sampler, self._cache = model, sampler, cache
+        self._model, self._sampler, self._cache, self._sample = model, sampler, cache, sample
         self._room, self._statics = cache.room, buffers
         self._first = 1 if model.capture else 0
         self._params, self._tables = SamplingArrays(sampler.width), BlockTables(cache.room)
@@ -66,8 +66,11 @@ class CapturedDrafts(ABC):
     def prepare(self, bucket: Bucket) -> "_Loop":
         """The captured loop of a bucket, of `num_queries` drafts each; captured now if it is new."""
         if bucket not in self._loops:
-            fields = self._fields(bucket) | sampling_fields(bucket.num_seqs, self._sampler.width)
+            fields = row_fields(bucket, self._room) | sampling_fields(bucket.num_seqs, self._sampler.width)
+            fields |= {name: replace(fields[name], shape=fields[name].shape[::-1]) for name in _BY_DRAFT}
             fields |= {
+                "uniforms": Field((bucket.num_queries, bucket.num_seqs), torch.float64, 0.5),
+                "coupled": Field((bucket.num_seqs,), torch.bool, 0),
                 "seeds": Field((bucket.num_seqs,)),
                 "noise_positions": Field((bucket.num_queries, bucket.num_seqs)),
             }
@@ -84,49 +87,25 @@ class CapturedDrafts(ABC):
         sequences = [entry.sequence for entry in entries]
         loop = self.prepare(bucket)
         host = loop.inputs.next_host()
-        num_blocks = self._fill_drafts(host, bucket, entries)
+        lengths = np.array([len(sequence.tokens) for sequence in sequences], np.int64)
+        drafts = np.array([entry.max_drafts for entry in entries], np.int64)
+        columns = self._tables.of(sequences)
+        # The last draft is not run.
+        num_blocks, _ = fill_rows(_by_sequence(host), columns, lengths, drafts - 1, self._room)
         np.maximum(host["positions"] - self._first, 0, out=host["positions"])
         num_seqs, num_drafts = len(entries), bucket.num_queries
+        host["uniforms"][:, :num_seqs] = self._sampler.uniforms(sequences, num_drafts)
         for name, values in self._params.of([sequence.params for sequence in sequences]).items():
             host[name][:num_seqs] = values
         if not self._sampler.sampled:
             host["greedy"][:num_seqs] = True
+        host["coupled"][:num_seqs] = [self._sampler.is_coupled(sequence) for sequence in sequences]
         host["seeds"][:num_seqs], host["noise_positions"][:, :num_seqs] = noise_keys(sequences, num_drafts)
         loop.inputs.send(num_blocks)
         if hidden.data_ptr() != self._statics.draft_hidden.data_ptr():
             self._statics.draft_hidden[:num_seqs].copy_(hidden)
         loop.replay()
         return bucket
-
-    @abstractmethod
-    def places(self, bucket: Bucket, counts: Int64s) -> Int64s:
-        """Return where the drafts of a run lie in the statics, sequence after sequence; counts: [E] drafts of each that
-        stand behind the other."""
-
-    @abstractmethod
-    def _fields(self, bucket: Bucket) -> dict[str, Field]:
-        """Those of its passes, and what drafts are sampled with besides."""
-
-    @abstractmethod
-    def _fill_drafts(self, host: dict[str, Array], bucket: Bucket, entries: Sequences[Entry]) -> int:
-        """Fill `_fields`, with true positions; how many rows of "blocks" are to be sent."""
-
-    @abstractmethod
-    def _compute(self, bucket: Bucket, inputs: dict[str, Tensor]) -> None:
-        """The captured function."""
-
-
-class DraftLoop(CapturedDrafts):
-    """Drafts one behind the other, with their distributions.
-
-    Args:
-        parts: of `CapturedDrafts`.
-        sample: samples a draft of each sequence.
-    """
-
-    def __init__(self, *parts: Any, sample: SampleDrafts) -> None:
-        super().__init__(*parts)
-        self._sample = sample
 
     def make(self, entries: Sequences[Entry], hidden: Tensor) -> MadeDrafts:
         """`MakeDrafts` for a step that is not replayed whole."""
@@ -144,33 +123,6 @@ class DraftLoop(CapturedDrafts):
         offsets, rows = torch.tensor(places, device=distributions.device).T
         columns = made.columns[:used].view(shape)
         return MadeDrafts(drafts, columns[offsets, rows], distributions[offsets, rows])
-
-    def places(self, bucket: Bucket, counts: Int64s) -> Int64s:
-        """Implement `CapturedDrafts.places`."""
-        entries = np.repeat(np.arange(len(counts)), counts)
-        offsets = np.arange(len(entries)) - np.repeat(np.cumsum(counts) - counts, counts)
-        return offsets * bucket.num_seqs + entries
-
-    def _fields(self, bucket: Bucket) -> dict[str, Field]:
-        """Implement `CapturedDrafts._fields`."""
-        fields = row_fields(bucket, self._room)
-        fields |= {name: replace(fields[name], shape=fields[name].shape[::-1]) for name in _BY_DRAFT}
-        return fields | {
-            "uniforms": Field((bucket.num_queries, bucket.num_seqs), torch.float64, 0.5),
-            "coupled": Field((bucket.num_seqs,), torch.bool, 0),
-        }
-
-    def _fill_drafts(self, host: dict[str, Array], bucket: Bucket, entries: Sequences[Entry]) -> int:
-        """Implement `CapturedDrafts._fill_drafts`."""
-        sequences = [entry.sequence for entry in entries]
-        lengths = np.array([len(sequence.tokens) for sequence in sequences], np.int64)
-        drafts = np.array([entry.max_drafts for entry in entries], np.int64)
-        columns = self._tables.of(sequences)
-        # The last draft is not run.
-        num_blocks, _ = fill_rows(_by_sequence(host), columns, lengths, drafts - 1, self._room)
-        host["uniforms"][:, : len(entries)] = self._sampler.uniforms(sequences, bucket.num_queries)
-        host["coupled"][: len(entries)] = [self._sampler.is_coupled(sequence) for sequence in sequences]
-        return num_blocks
 
     def _compute(self, bucket: Bucket, inputs: dict[str, Tensor]) -> None:
         num_seqs, num_drafts = bucket

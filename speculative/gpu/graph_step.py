@@ -5,10 +5,9 @@ than there is room for, and block verification, which has no kernels. Their forw
 (`GraphRunner`)."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import compress
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,30 +16,26 @@ from speculative.cache.kv_cache import KVCache
 from speculative.config import EngineConfig
 from speculative.drafting.base import Drafter, allowed_masks, constrain, split_drafts
 from speculative.drafting.neural_drafter import ModelDrafter
-from speculative.drafting.tree_drafter import TreeDrafter
 from speculative.errors import ConfigError, EngineFault
-from speculative.gpu.buckets import Bucket, Buckets
+from speculative.gpu.buckets import Buckets
 from speculative.gpu.buffers import GraphBuffers
 from speculative.gpu.capture import Capturer
 from speculative.gpu.catch_up_graph import CatchUpPass
-from speculative.gpu.draft_graph import CapturedDrafts, DraftLoop
+from speculative.gpu.draft_graph import DraftLoop
 from speculative.gpu.logit_edits import LogitEdits, StepEdits, fits, follows
-from speculative.gpu.memory import blocks_of, free_bytes, graph_bytes
+from speculative.gpu.memory import free_bytes, graph_bytes
 from speculative.gpu.operators import GraphOperators
 from speculative.gpu.padding import CacheRoom, PagedCache
 from speculative.gpu.paged_attention import AttentionSizes
 from speculative.gpu.prompt_graph import PromptPass, prompt_sizes
-from speculative.gpu.staged_inputs import LateCopy, send_once
+from speculative.gpu.staged_inputs import LateCopy
 from speculative.gpu.step_requests import LastRequests, StepRequests
-from speculative.gpu.target_graph import GraphRunner, Places, TargetPass
-from speculative.gpu.tree_graph import LeafPaths, TreeLoop
-from speculative.gpu.verify_graph import JudgedRows, JudgedStep, VerifyGraph
+from speculative.gpu.target_graph import GraphRunner, TargetPass
+from speculative.gpu.verify_graph import JudgedRows, VerifyGraph
 from speculative.model.decoder import Decoder
 from speculative.model.layers import use_layer_ops
 from speculative.state.batch import Batch, Entry, Int64s, StepInput, StepOutcome, build_step_input, merge_outcomes
-from speculative.state.draft_tree import DraftTree, level_sizes
 from speculative.state.token_constraint import Bools
-from speculative.state.tree_input import TreeInput
 from speculative.step.checked_sampler import CheckedSampler, DeviceChecks
 from speculative.step.host_copy import results_per_entry
 from speculative.verification.draft_probs import PointMass
@@ -52,21 +47,13 @@ class StepDrafts:
 
     counts: [B] per entry. token_ids: [sum(counts)], zeros where only the device knows them. rows: [sum(counts)] where
     each lies in the statics; None where the host knows them. masks: by entry, what its structure allows; None where a
-    model drafts. trees: of each entry, whose nodes the drafts are; None where each stands behind the other.
+    model drafts.
     """
 
     counts: Int64s
     token_ids: Int64s
     rows: Int64s | None
     masks: dict[int, list[Bools]] | None
-    trees: tuple[DraftTree, ...] | None = None
-
-
-class _Judging(NamedTuple):
-    """A verification under way. read: waits for it. masks: per entry, what its structure allows."""
-
-    read: Callable[[], JudgedStep]
-    masks: list[list[Bools] | None]
 
 
 class GraphStep:
@@ -80,6 +67,9 @@ class GraphStep:
         sampler: of the engine.
         max_model_len: tokens of the longest sequence.
         operators: of the engine.
+
+    Raises:
+        ConfigError: drafts are to be trees.
     """
 
     def __init__(
@@ -92,15 +82,17 @@ class GraphStep:
         max_model_len: int,
         operators: GraphOperators,
     ) -> None:
-        self.buckets = Buckets.of_drafter(config.max_num_seqs, config.drafter)
+        if config.drafter.tree:
+            raise ConfigError("drafter.tree: trees are drafted on a CPU only, without cuda_graphs; remove it.")
+        self.buckets = Buckets.of(config.max_num_seqs, config.drafter.max_drafts, config.drafter.num_draft_tokens)
         self.capturer = Capturer(decoder.device)
         self._config = config
         self._drafter = drafter
         self._checked = sampler
-        self._requests, self._path_requests = LastRequests(), LastRequests()
+        self._requests = LastRequests()
         self._neural = neural = drafter if isinstance(drafter, ModelDrafter) else None
         self._draft_model = None if neural is None else neural.model
-        room = CacheRoom(config.block_size, blocks_of(config, max_model_len), config.num_blocks)
+        room = CacheRoom(config.block_size, -(-max_model_len // config.block_size), config.num_blocks)
         sizes = AttentionSizes(config.block_size, self.buckets.largest.num_queries, room.max_blocks)
         self._prompt_sizes = prompt_sizes(config.max_batched_tokens)
         self._check_memory(decoder, sizes)
@@ -108,9 +100,7 @@ class GraphStep:
         attend = operators.attend(sizes)
         use_layer_ops(decoder, operators.layers)
         paged = PagedCache(cache, room, attend)
-        widths = self.buckets.widths
-        self._paths, self._num_paths = (self.buckets.of_paths, level_sizes(widths)[-1]) if widths else (self.buckets, 1)
-        target = TargetPass(decoder, paged, self.buffers, drafter.capture, self.capturer, trees=bool(widths))
+        target = TargetPass(decoder, paged, self.buffers, drafter.capture, self.capturer)
         prompts = PromptPass(
             decoder, cache, room, operators.attend_packed, drafter.capture, self._prompt_sizes, self.capturer
         )
@@ -118,23 +108,20 @@ class GraphStep:
         self.runner = GraphRunner(decoder, cache, target, prompts, self.buckets, prepare)
         self._vocab_size = decoder.config.vocab_size
         self.judges = config.verifier != "block"
-        edits = LogitEdits(self.buckets.judged[0], self._vocab_size, decoder.device, operators.edit)
+        edits = LogitEdits(self.buckets.largest, self._vocab_size, decoder.device, operators.edit)
         self.judge = VerifyGraph(decoder, self.buffers, self._draft_model, config, self.capturer, edits, operators)
         self._drafts_on_host = LateCopy(self.buffers.drafts.tokens)
-        self.loop: CapturedDrafts | None = None
+        self.loop: DraftLoop | None = None
         self._catch_up: CatchUpPass | None = None
         if neural is not None:
             use_layer_ops(neural.model.network, operators.layers)
             paged = PagedCache(neural.cache, room, attend)
             self._lengths = self.buckets.of_drafts(varying=config.drafter.length == "dynamic")
-            parts = (neural.model, neural.sampler, paged, self.buffers, self._lengths, self.capturer)
-            if isinstance(neural, TreeDrafter):
-                self.loop, neural.beside_graphs = TreeLoop(*parts, widths=widths, pick=operators.pick_candidates), True
-            else:
-                chains = DraftLoop(*parts, sample=operators.sample_drafts)
-                self.loop, neural.draft_loop = chains, chains.make
+            self.loop = DraftLoop(
+                neural.model, neural.sampler, paged, self.buffers, self._lengths, self.capturer, operators.sample_drafts
+            )
             self._catch_up = CatchUpPass(neural.model, paged, neural.edges, self.buffers, self.buckets, self.capturer)
-            neural.catch_up = self._catch_up
+            neural.catch_up, neural.draft_loop = self._catch_up, self.loop.make
             neural.prepare = operators.prepare(config.block_size, 1 if neural.capture else 0)
 
     # -- which steps --------------------------------------------------------------------------------------------
@@ -142,7 +129,7 @@ class GraphStep:
     def takes(self, entries: Sequence[Entry]) -> list[bool]:
         """Return which of them can be replayed; none where their edits of logits are more than there is room for."""
         takes = [self._takes(entry) for entry in entries]
-        has_room = fits(list(compress(entries, takes)), len(self._checked.sampler.eos_token_ids), self._num_paths)
+        has_room = fits(list(compress(entries, takes)), len(self._checked.sampler.eos_token_ids))
         return takes if has_room else [False] * len(takes)
 
     def _takes(self, entry: Entry) -> bool:
@@ -179,12 +166,10 @@ class GraphStep:
         bucket = self.loop.run(drafting, hidden)
         if self._requests.of(batch.entries).edited and _host_reads_drafts(batch):
             self._drafts_on_host.start()
-        rows = self.loop.places(bucket, counts[counts > 0])
-        unknown, widths = np.zeros(len(rows), np.int64), self.buckets.widths
-        if not widths:
-            return StepDrafts(counts, unknown, rows, None)
-        trees = tuple(DraftTree.of_widths(widths[:levels]) for levels in counts.tolist())
-        return StepDrafts(np.array([len(tree) for tree in trees]), unknown, rows, None, trees)
+        own = counts[counts > 0]
+        entries = np.repeat(np.arange(len(own)), own)
+        offsets = np.arange(len(entries)) - np.repeat(np.cumsum(own) - own, own)
+        return StepDrafts(counts, np.zeros(len(entries), np.int64), offsets * bucket.num_seqs + entries, None)
 
     def verify(self, batch: Batch, drafts: StepDrafts | None) -> StepOutcome:
         """Run the target on the step's rows, verify, and copy the results to the host, once for each part."""
@@ -192,128 +177,45 @@ class GraphStep:
             most = self.buckets.batch_sizes[-1]
             parts = [Batch(batch.entries[begin : begin + most]) for begin in range(0, len(batch.entries), most)]
             return merge_outcomes([self.verify(part, self.draft(part)) for part in parts], range(len(batch.entries)))
-        if drafts.trees is not None:
-            return self._verify_trees(
-                batch, drafts, TreeInput.build(batch.entries, drafts.trees, drafts.token_ids, self._config.block_size)
-            )
         step_input = build_step_input(batch.entries, drafts.counts, drafts.token_ids, self._config.block_size)
+        bucket = self.buckets.fit(len(batch.entries), int(drafts.counts.max()) + 1)
         rows_bucket = self.buckets.fit_rows(len(batch.entries), len(step_input.verify_rows))
-        assert rows_bucket is not None, "every batch that is taken fits"
-        places = self._run_target(step_input, drafts)
-        checked = self._checked.self_check.due()
-        counted = self._checked.self_check.counted(batch.entries, checked=checked)
-        on_host = places.on_host[step_input.verify_rows]
+        assert bucket is not None and rows_bucket is not None, "every batch that is taken fits"
+        places = self.runner.target.run(bucket, step_input, _sources(step_input, drafts))
         requests = self._requests.of(batch.entries)
-        judging = self._judge_rows(rows_bucket, step_input, drafts, requests, on_host, counted, checked=checked)
-        if self._neural is not None:  # while the device works
-            self._neural.observe_in_buffer(batch, step_input, places.on_host)
-        judged = judging.read()
-        known = _with_drafts(step_input, judged.draft_ids)
-        return self._conclude(batch, known, judged, judging.masks, counted, _per_entry(known))
-
-    def _verify_trees(self, batch: Batch, drafts: StepDrafts, trees: TreeInput) -> StepOutcome:
-        """Judge every path to a leaf, as an entry of its own. What is emitted, reported and kept is of the one that the
-        target's choices follow farthest."""
-        places = self._run_target(trees, drafts)
-        paths = LeafPaths.of(batch.entries, trees)
-        step_input, is_draft = paths.step_input, paths.step_input.offsets > 0
-        assert drafts.rows is not None
-        # Node 0 of each entry has a row, and no draft.
-        own = drafts.rows[(paths.rows - paths.owners[step_input.verify_entries] - 1)[is_draft]]
-        rows_bucket = self._paths.fit_rows(len(paths.owners), len(step_input.drafts))
-        assert rows_bucket is not None, "every batch that is taken fits"
-        checked = self._checked.self_check.due()
-        counted = self._checked.self_check.counted(batch.entries, checked=checked)
-        # Rows that several paths share must count once. Which row comes first is known before anything is chosen.
-        of_paths = np.zeros(len(paths.owners), np.bool_)
-        of_paths[paths.firsts] = counted
-        requests = self._path_requests.of(step_input.sampled_entries)
-        given = StepDrafts(step_input.draft_counts, np.zeros(len(own), np.int64), own, None)
-        on_host = places.on_host[paths.rows]
-        judging = self._judge_rows(rows_bucket, step_input, given, requests, on_host, of_paths, checked=checked)
-        judged = judging.read()
-        best = paths.best(judged.verdicts.num_accepted)
-        rows, firsts = paths.rows_of(best), paths.rows_of(paths.firsts)
-        known = build_step_input(
-            batch.entries,
-            step_input.draft_counts[best],
-            judged.draft_ids[rows][step_input.drafts[rows] >= 0],
-            self._config.block_size,
-        )
-        self._move(places.slots, paths.rows[rows], paths.nodes[rows] - step_input.offsets[rows])
-        if self._neural is not None:
-            self._neural.observe_in_buffer(batch, known, places.on_host[paths.rows[rows]])
-        first_ids = judged.draft_ids[firsts]
-        drafted = split_drafts(first_ids[first_ids >= 0], step_input.draft_counts[paths.firsts])
-        masks = [judging.masks[path] for path in best]
-        return self._conclude(batch, known, judged.of_paths(best, rows), masks, counted, drafted)
-
-    def _run_target(self, step_input: StepInput, drafts: StepDrafts) -> Places:
-        """Run the target on the step's rows: their places."""
-        bucket = self.buckets.fit(len(drafts.counts), int(drafts.counts.max()) + 1)
-        assert bucket is not None, "every batch that is taken fits"
-        return self.runner.target.run(bucket, step_input, _sources(step_input, drafts))
-
-    def _judge_rows(
-        self,
-        bucket: Bucket,
-        step_input: StepInput,
-        drafts: StepDrafts,
-        requests: StepRequests,
-        places: Int64s,
-        counted: Bools,
-        *,
-        checked: bool,
-    ) -> _Judging:
-        """Launch the verification of a step's verify rows, which lie in these places."""
-        step_input, masks = self._read_drafts(step_input, drafts, requests)
-        sampler, edits = self._checked.sampler, None
+        step_input, masks = self._read_drafts(batch, step_input, drafts, requests)
+        sampler, self_check = self._checked.sampler, self._checked.self_check
+        checked, edits = self_check.due(), None
         if requests.edited:
             edits = StepEdits.of(step_input, masks, sampler.eos_token_ids, self._vocab_size)
         rows = JudgedRows(
             step_input,
             requests,
-            places,
+            places.on_host[step_input.verify_rows],
             drafts.rows,
-            counted=counted,
+            counted=self_check.counted(batch.entries, checked=checked),
             coupled=sampler.coupled(step_input),
             checked=checked,
             edits=edits,
         )
-        return _Judging(self.judge.launch(bucket, rows), masks)
-
-    def _conclude(
-        self,
-        batch: Batch,
-        known: StepInput,
-        judged: JudgedStep,
-        masks: list[list[Bools] | None],
-        counted: Bools,
-        drafted: list[list[int]],
-    ) -> StepOutcome:
-        """The outcome of a step whose drafts are known; drafted: what the drafter has computed itself, by entry."""
+        read = self.judge.launch(rows_bucket, rows)
+        if self._neural is not None:  # while the device works
+            self._neural.observe_in_buffer(batch, step_input, places.on_host)
+        judged = read()
+        known = _with_drafts(step_input, judged.draft_ids)
         results = results_per_entry(known, judged.verdicts, judged.logprobs)
-        found = DeviceChecks(judged.broken, counted, judged.terms)
+        found = DeviceChecks(judged.broken, rows.counted, judged.terms)
         outcome = self._checked.check(known, judged.verdicts, results, masks, found)
         if self._neural is not None and not self._neural.capture:
-            self._neural.end_round(batch.entries, drafted)
+            self._neural.end_round(batch.entries, _per_entry(known))
         return outcome
 
-    def _move(self, slots: Int64s, rows: Int64s, distances: Int64s) -> None:
-        """Put keys and values of a path's rows where those of its positions belong, so many rows before each; nothing
-        waits for it."""
-        moved = distances > 0
-        if moved.any():
-            own, distances = rows[moved], distances[moved]
-            self.runner.cache.move(*send_once([slots[own], slots[own - distances]], self.runner.device))
-
     def _read_drafts(
-        self, step_input: StepInput, drafts: StepDrafts, requests: StepRequests
+        self, batch: Batch, step_input: StepInput, drafts: StepDrafts, requests: StepRequests
     ) -> tuple[StepInput, list[list[Bools] | None]]:
         """The step's rows, with the drafts that rules read, and per entry what its structure allows.
 
         Where a model made such drafts this waits for them, while the target runs."""
-        batch = Batch(step_input.sampled_entries)
         if not requests.edited:
             return step_input, [None] * len(batch.entries)
         if drafts.rows is not None and _host_reads_drafts(batch):
@@ -333,8 +235,8 @@ class GraphStep:
         self.runner.prompts.capture_all()
         for bucket in self.buckets:
             self.runner.target.prepare(bucket)
-        for bucket in self.buckets.judged if self.judges else ():
-            self.judge.prepare(bucket)
+            if self.judges:
+                self.judge.prepare(bucket)
         if self.loop is not None and self._catch_up is not None:
             for bucket in self.buckets:
                 self._catch_up.prepare(bucket)

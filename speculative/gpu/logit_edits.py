@@ -184,15 +184,14 @@ def follows(sequence: Sequence) -> bool:
     return FOLLOWED.issuperset(sequence.changed_params)
 
 
-def fits(entries: Sequences[Entry], num_eos: int, num_paths: int = 1) -> bool:
-    """Return whether captured steps have room for what the entries' requests do to logits, whatever is drafted on so
-    many paths each."""
+def fits(entries: Sequences[Entry], num_eos: int) -> bool:
+    """Return whether captured steps have room for what the entries' requests do to logits, whatever is drafted."""
     ruled = [(entry, entry.sequence.rules) for entry in entries if entry.sequence.rules is not None]
     if not ruled:
         return True
     num_biased = sum((entry.max_drafts + 1) * (rules.most_biased + num_eos) for entry, rules in ruled)
     counted = (_counted(entry) for entry, _ in ruled)
-    return num_paths * max(num_biased, sum(len(own[0]) for own in counted if own is not None)) <= MAX_CELLS
+    return max(num_biased, sum(len(own[0]) for own in counted if own is not None)) <= MAX_CELLS
 
 
 def _allowed(rules: TokenRules | None, masks: list[Bools] | None, vocab_size: int) -> list[Bools]:

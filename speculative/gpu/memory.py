@@ -12,7 +12,6 @@ from speculative.gpu.paged_attention import AttentionSizes
 from speculative.gpu.prompt_graph import MOST_SEQUENCES, prompt_sizes
 from speculative.model.config import ModelConfig
 from speculative.model.decoder import Decoder
-from speculative.state.draft_tree import level_sizes
 
 _KEPT_FREE = 0.05  # of the device's memory, for what is not counted here
 
@@ -33,9 +32,8 @@ def graph_bytes(
     model, (num_seqs, num_queries) = decoder.config, buckets.largest
     num_rows = num_seqs * num_queries
     vocab_size = model.vocab_size
-    judged = buckets.judged[0].num_rows
     # The LM head's output, the logits in float32 where some are edited, and partial sums of blocks.
-    needed = judged * ((decoder.dtype.itemsize + 4) * vocab_size + vocab_size // 4 + 1024)
+    needed = num_rows * ((decoder.dtype.itemsize + 4) * vocab_size + vocab_size // 4 + 1024)
     needed += _activation_bytes(model, max(num_rows, *prompts))
     needed += sizes.workspace_bytes(num_rows, model.num_heads, model.head_dim)
     num_features = 0 if draft_model is None else draft_model.num_features
@@ -43,19 +41,10 @@ def graph_bytes(
     num_tables = sum(bucket.num_seqs for bucket in buckets) + len(prompts) * MOST_SEQUENCES
     if draft_model is not None:
         width = vocab_size if draft_model.ids is None else len(draft_model.ids)
-        # Drafts are sampled from the LM head's output, with a few numbers of each block of it; q of trees is not kept,
-        # and the candidates of a level are found among the scores of all columns.
-        parents = (1, *level_sizes(buckets.widths[:-1]))[-1]
-        kept = 4 * parents if buckets.widths else 4 * buckets.most_made
-        needed += num_seqs * width * (kept + parents * (decoder.dtype.itemsize + 1))
+        # Drafts are sampled from the LM head's output, with a few numbers of each block of it.
+        needed += num_seqs * width * (4 * buckets.most_made + decoder.dtype.itemsize + 1)
         num_tables = 2 * num_tables + sum(bucket.num_seqs for bucket in buckets.of_drafts(varying=True))
     return needed + num_tables * sizes.max_blocks * 8
-
-
-def blocks_of(config: EngineConfig, max_model_len: int) -> int:
-    """Return how many blocks the longest sequence has, with a tree's siblings at its end."""
-    siblings = config.drafter.rows_of_drafts[-1] - config.drafter.num_draft_tokens
-    return -(-(max_model_len + siblings) // config.block_size)
 
 
 def free_bytes(device: torch.device) -> tuple[int, int]:
@@ -83,8 +72,8 @@ def tokens_that_fit(config: EngineConfig, decoder: Decoder, draft_model: DraftMo
     num_values = sum(shape.num_values for shape in shapes) * config.block_size + num_features
     block_bytes: int = num_values * getattr(torch, config.dtype).itemsize
     longest = config.max_model_len or model.max_position_embeddings
-    buckets = Buckets.of_drafter(config.max_num_seqs, config.drafter)
-    sizes = AttentionSizes(config.block_size, buckets.largest.num_queries, blocks_of(config, longest))
+    buckets = Buckets.of(config.max_num_seqs, config.drafter.max_drafts, config.drafter.num_draft_tokens)
+    sizes = AttentionSizes(config.block_size, buckets.largest.num_queries, -(-longest // config.block_size))
     steps = graph_bytes(decoder, buckets, sizes, draft_model, prompt_sizes(config.max_batched_tokens))
     steps += _activation_bytes(model, config.max_batched_tokens)
     # torch's operators verify what no graph does, beside the graphs' pool, in nine matrices [R, V] of float32, three of

@@ -11,7 +11,7 @@ from speculative.errors import ConfigError
 from speculative.gpu.filters import FindFloors
 from speculative.gpu.packed_attention import AttendPacked, SendPacked
 from speculative.gpu.paged_attention import AttendPaged, AttentionSizes
-from speculative.gpu.row_drafts import PickCandidates, SampleDrafts
+from speculative.gpu.row_drafts import SampleDrafts
 from speculative.gpu.row_edits import EditLogits
 from speculative.gpu.row_judge import RowJudge
 from speculative.kernels.bindings import Kernels
@@ -55,8 +55,7 @@ class GraphOperators:
 
     attend: paged attention, of these sizes. attend_packed: of the rows of prompts. prepare: attention of passes that
     run eagerly, by block size and the position of a context's first slot. layers: what lies between a layer's products.
-    edit: of logits. vocabulary: of distributions. sample_drafts, pick_candidates: of a model. judge: of rows, for
-    this mode.
+    edit: of logits. vocabulary: of distributions. sample_drafts: of a model. judge: of rows, for this mode.
     """
 
     attend: Callable[[AttentionSizes], AttendPaged]
@@ -66,7 +65,6 @@ class GraphOperators:
     edit: EditLogits
     vocabulary: CapturedVocabularyOps
     sample_drafts: SampleDrafts
-    pick_candidates: PickCandidates
     judge: Callable[[LogprobsMode], RowJudge]
 
     @classmethod
@@ -88,7 +86,6 @@ class GraphOperators:
     def by_triton(cls, kernels: ChosenKernels) -> "GraphOperators":
         """Triton's kernels, on a CUDA device or as compiled for one."""
         from speculative.gpu.triton_attention import TritonAttend
-        from speculative.gpu.triton_candidates import triton_candidates
         from speculative.gpu.triton_drafts import triton_drafts
         from speculative.gpu.triton_edits import triton_edit
         from speculative.gpu.triton_filters import triton_floors
@@ -105,6 +102,5 @@ class GraphOperators:
             edit=triton_edit,
             vocabulary=CapturedVocabularyOps(triton_floors, kernels.host),
             sample_drafts=triton_drafts,
-            pick_candidates=triton_candidates,
             judge=TritonJudge,
         )

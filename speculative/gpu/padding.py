@@ -12,9 +12,8 @@ from speculative.cache.kv_cache import KVCache
 from speculative.gpu.buckets import Bucket
 from speculative.gpu.paged_attention import AttendPaged, PagedAttention, PagedRows
 from speculative.gpu.staged_inputs import Array, Field
-from speculative.state.batch import Int64s, StepInput
+from speculative.state.batch import Int64s
 from speculative.state.sequence import Sequence
-from speculative.state.tree_input import TreeInput
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +48,6 @@ def row_fields(bucket: Bucket, room: CacheRoom) -> dict[str, Field]:
         "slots": Field(shape, padding=room.trash_block * room.block_size),
         "blocks": Field((room.max_blocks, bucket.num_seqs), torch.int32, in_part=True),
     }
-
-
-def tree_fields(num_rows: int) -> dict[str, Field]:
-    """The fields of `PagedRows` that rows of trees have besides."""
-    return {name: Field((num_rows,)) for name in ("roots", "ancestors")}
 
 
 class BlockTables:
@@ -105,23 +99,9 @@ def fill_rows(
     return most, owners * num_queries + offsets
 
 
-def fill_trees(host: Mapping[str, Array], step_input: StepInput, places: Int64s) -> None:
-    """Give rows of trees, which `fill_rows` placed, the positions of their depths and the rows of their paths to see.
-    Rows that are of no tree see all before them."""
-    host["roots"][places] = host["visible"].reshape(-1)[places]
-    if not isinstance(step_input, TreeInput):
-        return
-    host["positions"].reshape(-1)[places] = step_input.positions
-    roots = step_input.positions[step_input.row_starts[:-1]] + 1
-    host["roots"][places] = np.repeat(roots, np.diff(step_input.row_starts))
-    host["ancestors"][places] = np.concatenate([tree.ancestors for tree in step_input.trees])
-
-
 def paged_rows(on_device: Mapping[str, torch.Tensor], first: int = 0) -> PagedRows:
     """Return what attention reads of the fields; positions below `first` do not exist."""
-    slots, visible = on_device["slots"].view(-1), on_device["visible"].view(-1)
-    of_trees = on_device.get("roots"), on_device.get("ancestors")
-    return PagedRows(slots, visible, block_tables(on_device), first, *of_trees)
+    return PagedRows(on_device["slots"].view(-1), on_device["visible"].view(-1), block_tables(on_device), first)
 
 
 def block_tables(on_device: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -27,16 +27,12 @@ class PagedRows:
     visible: [B * Q] a row sees the positions below this of its sequence; 0 = it stands for nothing.
     blocks: [B, M] the blocks of each sequence; anything valid behind the last one.
     first: positions below it do not exist.
-    roots, ancestors: [B * Q] of rows that may be of trees: a row sees the positions below its root's next one, and of
-        those from there on position i if bit i of `ancestors` is set; None where every row sees all below `visible`.
     """
 
     slots: Tensor
     visible: Tensor
     blocks: Tensor
     first: int = 0
-    roots: Tensor | None = None
-    ancestors: Tensor | None = None
 
     @property
     def num_queries(self) -> int:

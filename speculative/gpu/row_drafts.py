@@ -46,23 +46,6 @@ class DraftBuffers(NamedTuple):
         return cls(tokens, tokens.clone(), probs, tokens.double())
 
 
-class CandidateFields(NamedTuple):
-    """The parameters of E sequences whose drafts are trees, as in `DraftFields`; all of them choose with noise."""
-
-    temperature: Tensor
-    greedy: Tensor
-    log_min_p: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    seeds: Tensor
-    noise_positions: Tensor
-
-
-PickCandidates = Callable[[Tensor, CandidateFields, int, Tensor | None, int, int], Tensor]
-"""logits [E * N, W] of N nodes of each sequence in the drafter's own type, the fields, the depth of the nodes, ids [W]
-int64 of each column's token (None where it is the column), the target's vocabulary size, and how many are wanted ->
-[E * N, C] int64, the columns with the largest log q + noise, the largest first; of greedy sequences the likeliest."""
-
 SampleDrafts = Callable[[Tensor, DraftFields, int, Tensor | None, int, DraftBuffers], None]
 """logits [E, W] in the drafter's own type, the round's fields, an offset below K, ids [W] int64 of each column's token
 (None where it is the column), the target's vocabulary size, and the step's drafts, which get each sequence's draft

@@ -10,15 +10,7 @@ from speculative.cache.kv_cache import KVCache
 from speculative.gpu.buckets import Bucket, Buckets
 from speculative.gpu.buffers import GraphBuffers
 from speculative.gpu.capture import CapturedPass, Capturer
-from speculative.gpu.padding import (
-    BlockTables,
-    PagedCache,
-    fill_rows,
-    fill_trees,
-    paged_rows,
-    row_fields,
-    tree_fields,
-)
+from speculative.gpu.padding import BlockTables, PagedCache, fill_rows, paged_rows, row_fields
 from speculative.gpu.prompt_graph import PromptPass, run_in_parts
 from speculative.gpu.staged_inputs import Field, StagedInputs, send_once
 from speculative.model.attention import PreparePass
@@ -28,20 +20,16 @@ from speculative.step.runner import ModelRunner
 
 
 class Places(NamedTuple):
-    """Places of packed rows among the padded ones, [N] int64; `on_device` holds until the next run of its bucket.
-
-    slots: [N] where their keys and values lie.
-    """
+    """Places of packed rows among the padded ones, [N] int64; `on_device` holds until the next run of its bucket."""
 
     on_host: Int64s
     on_device: Tensor
-    slots: Int64s
 
 
 class TargetPass:
     """Runs the target on a step's rows as one launch; what it computes lies in the statics.
 
-    capture: the layers whose inputs are features, as `Decoder.run` takes them. trees: whether drafts may be trees.
+    capture: the layers whose inputs are features, as `Decoder.run` takes them.
     """
 
     def __init__(
@@ -51,11 +39,8 @@ class TargetPass:
         buffers: GraphBuffers,
         capture: tuple[int, ...],
         capturer: Capturer,
-        *,
-        trees: bool = False,
     ) -> None:
         self.capture = capture
-        self._trees = trees
         self._capturer = capturer
         self.buffers = buffers
         self._decoder, self._cache, self._room = decoder, cache, cache.room
@@ -72,8 +57,6 @@ class TargetPass:
                 "sources": Field(shape, padding=-1),
                 "places": Field((bucket.num_rows,)),
             }
-            if self._trees and bucket.num_queries > 1:
-                fields |= tree_fields(bucket.num_rows)
             inputs = StagedInputs(fields, self._capturer.device)
             replay = self._capturer.capture(lambda: self._compute(inputs.on_device))
             self._passes[bucket] = CapturedPass(inputs, replay)
@@ -96,17 +79,14 @@ class TargetPass:
         counts, starts = step_input.row_starts[1:] - first_rows, step_input.positions[first_rows]
         host = captured.inputs.next_host()
         num_blocks, places = fill_rows(host, self._tables.of(step_input.sequences), starts, counts, self._room)
-        if "roots" in host:
-            fill_trees(host, step_input, places)
         host["input_ids"].reshape(-1)[places] = step_input.input_ids
         if sources is not None:
             host["sources"].reshape(-1)[places] = sources
         host["places"][: len(places)] = places
-        slots = host["slots"].reshape(-1)[places]
         captured.inputs.send(num_blocks)
         self.buffers.features.version += 1
         captured.replay()
-        return Places(places, captured.inputs.on_device["places"][: len(places)], slots)
+        return Places(places, captured.inputs.on_device["places"][: len(places)])
 
     def _compute(self, inputs: dict[str, Tensor]) -> None:
         sources = inputs["sources"].view(-1)

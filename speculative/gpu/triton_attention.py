@@ -35,8 +35,6 @@ def attend_tile(  # noqa: PLR0913
     position,  # [TILE]
     there,  # [TILE] which of the positions are read
     seen,  # [ROWS] a row sees those of them that are below this
-    roots,  # [ROWS] of rows of trees: of those from here on it sees the ones that have a bit in `ancestors`, [ROWS]
-    ancestors,  # int64; both are None elsewhere
     highest,  # [ROWS] the running softmax: the highest score, the sum of exponentials, and of weighted values
     total,
     summed,  # [ROWS, DIM]
@@ -54,10 +52,6 @@ def attend_tile(  # noqa: PLR0913
     k = tl.load(keys + place, mask=inside, other=0.0)
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
     sees = there[None, :] & (position[None, :] < seen[:, None])
-    if roots is not None:
-        behind = position[None, :] - roots[:, None]
-        bit = tl.minimum(tl.maximum(behind, 0), 63)  # what a shift by more gives is not defined
-        sees &= (behind < 0) | (((ancestors[:, None] >> bit) & 1) != 0)
     scores = tl.where(sees, scores, -float("inf"))
     new_highest = tl.maximum(highest, tl.max(scores, axis=1))
     base = tl.where(new_highest == -float("inf"), 0.0, new_highest)  # -inf - -inf is NaN
@@ -76,8 +70,6 @@ def _attend_splits(  # noqa: PLR0913
     values,
     blocks,  # [B, M] int64
     visible,  # [B * Q] int64
-    roots,  # [B * Q] int64, as `ancestors`; None where no rows are of trees
-    ancestors,
     partial,  # [B * Q, KV * GROUP, P, D] float32: softmax-weighted values of one of P parts of the context
     weight,  # [B * Q, KV * GROUP, P] float32: log2 of the sum of its exponentials
     scale,  # of the scores, in units of log2
@@ -105,10 +97,6 @@ def _attend_splits(  # noqa: PLR0913
     head = kv_head * GROUP + row % GROUP
     seen = tl.load(visible + token, mask=exists, other=0)  # [ROWS]
     longest = tl.max(seen, axis=0)
-    own_roots, own_ancestors = None, None
-    if roots is not None:
-        own_roots = tl.load(roots + token, mask=exists, other=0)
-        own_ancestors = tl.load(ancestors + token, mask=exists, other=0)
     dim = tl.arange(0, DIM)
     in_head = dim < HEAD_DIM
     q = tl.load(
@@ -129,8 +117,7 @@ def _attend_splits(  # noqa: PLR0913
             position = split * SPLIT + index % (SPLIT // TILE) * TILE + tl.arange(0, TILE)
             there = (position >= FIRST) & (position < longest)
             highest, total, summed = attend_tile(
-                *(q, keys, values, table, position, there, seen, own_roots, own_ancestors),
-                *(highest, total, summed, scale, cache_slot_stride),
+                *(q, keys, values, table, position, there, seen, highest, total, summed, scale, cache_slot_stride),
                 HEAD_DIM=HEAD_DIM,
                 BLOCK_SIZE=BLOCK_SIZE,
                 DIM=DIM,
@@ -205,8 +192,6 @@ class TritonAttend:
             values,
             rows.blocks,
             rows.visible,
-            rows.roots,
-            rows.ancestors,
             partial,
             weight,
             head_dim**-0.5 * LOG2_E,

@@ -67,8 +67,7 @@ def _attend_packed(  # noqa: PLR0913
         position = start + tl.arange(0, TILE)
         there = position < longest
         highest, total, summed = attend_tile(
-            *(q, keys, values, table, position, there, seen, None, None),
-            *(highest, total, summed, scale, cache_slot_stride),
+            *(q, keys, values, table, position, there, seen, highest, total, summed, scale, cache_slot_stride),
             HEAD_DIM=HEAD_DIM,
             BLOCK_SIZE=BLOCK_SIZE,
             DIM=DIM,

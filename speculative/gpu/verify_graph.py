@@ -86,24 +86,6 @@ class JudgedStep:
     logprobs: LogprobRows | None
     terms: Terms | None
 
-    def of_paths(self, paths: Array, rows: Array) -> "JudgedStep":
-        """The results of entries [E] and their rows [R] that were chosen by what the coupled verifier accepted.
-
-        Of the self-checks those of drafts are left out: which draft is judged depends on what was chosen.
-        """
-        accepted, terms = self.verdicts.num_accepted[paths], None
-        if self.terms is not None:
-            of_emitted = np.flatnonzero([name == "coupled_d" for name in self.terms.checks])
-            sums = self.terms.sums[of_emitted]
-            terms = Terms(("coupled_d",), sums, float(accepted.sum()), self.terms.rows[:, rows])
-        return JudgedStep(
-            Verdicts(accepted, self.verdicts.token_ids[paths], float(accepted.sum())),
-            self.broken[rows],
-            self.draft_ids[rows],
-            None if self.logprobs is None else self.logprobs.of_rows(rows),
-            terms,
-        )
-
 
 class _Captured(NamedTuple):
     inputs: StagedInputs
@@ -123,13 +105,12 @@ class VerifyGraph:
         edits: LogitEdits,
         operators: GraphOperators,
     ) -> None:
-        """`draft_model` is the drafter's, whose drafts lie in the statics, and their distributions unless they are of
-        trees; else the host knows the drafts."""
+        """`draft_model` is the drafter's, whose drafts and their distributions lie in the statics; else the host knows
+        the drafts."""
         self._capturer, self._edits, self._mode = capturer, edits, config.logprobs_mode
         self._judge, self._ops = operators.judge(config.logprobs_mode), operators.vocabulary
         self._decoder, self._statics = decoder, buffers
-        self._reads_statics = draft_model is not None
-        self._samples = self._reads_statics and not config.drafter.tree
+        self._samples = draft_model is not None
         self._draft_ids = ids = None if draft_model is None else draft_model.ids
         self._columns = None if ids is None else columns_of(ids, decoder.config.vocab_size)
         self._params = SamplingArrays(decoder.config.vocab_size)
@@ -197,10 +178,8 @@ class VerifyGraph:
     def _compute(self, bucket: Bucket, extras: Extras, inputs: Mapping[str, Tensor]) -> tuple[Tensor, tuple[str, ...]]:
         logits = self._decoder.lm_head(self._statics.hidden[inputs["places"]])  # [R, V]
         drafts, made, sampled = inputs["drafts"], self._statics.drafts, None
-        drafted = bucket.num_queries > 1  # with one row a sequence nothing was
-        if self._reads_statics and drafted:
+        if self._samples and bucket.num_queries > 1:  # with one row a sequence nothing was drafted
             drafts = torch.where(drafts >= 0, made.tokens[inputs["sources"]], drafts)
-        if self._samples and drafted:
             sampled = SampledFrom(
                 made.probs, inputs["draft_rows"], self._columns, self._draft_ids, made.columns, made.mass_before
             )

@@ -47,11 +47,6 @@ class LogprobRows:
         fields = (self.values, self.ranks, self.top_ids, self.top_values, self.scored)
         return LogprobRows(*(field.cpu().numpy() for field in fields))
 
-    def of_rows(self, rows: Any) -> "LogprobRows":
-        """Those of some rows."""
-        fields = (self.values, self.ranks, self.top_ids, self.top_values, self.scored)
-        return LogprobRows(*(field[rows] for field in fields))
-
     def entry(self, row: int, token_id: int, num_top: int, scored_ids: Tokens[int] = ()) -> TokenLogprobs:
         """The logprobs entry of one row, on the host. Of masked tokens (-inf) `scored` has entries, `top` has none.
 

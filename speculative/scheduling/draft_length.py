@@ -114,14 +114,11 @@ class DynamicLength(DraftLength):
         most: tokens that a drafter makes for a sequence.
         most_repeated: tokens of a repeated passage that are drafted in a model's place where they promise more.
         widths: candidates for each position where drafts are trees.
-        narrows: whether trees may have fewer candidates than that.
     """
 
-    def __init__(
-        self, most: int, most_repeated: int = 0, widths: tuple[int, ...] = (), *, narrows: bool = True
-    ) -> None:
+    def __init__(self, most: int, most_repeated: int = 0, widths: tuple[int, ...] = ()) -> None:
         self._most, self._passages = most, Passages(most_repeated)
-        self._shapes = _shapes_of(widths or (1,) * most, narrows)
+        self._shapes = _shapes_of(widths or (1,) * most)
         self._costs: dict[int, StepCost] = {}  # by the number of binary digits of the number of sequences
         self._expected_rates: ExpectedRates = (), ()
         self.restart()
@@ -500,10 +497,10 @@ def _with_siblings(rates: Sequences[float], held: Sequences[float]) -> list[floa
     return [rate + (1 - rate) * share for rate, share in zip(rates, held, strict=True)]
 
 
-def _shapes_of(widths: tuple[int, ...], narrows: bool) -> list[_Shape]:
+def _shapes_of(widths: tuple[int, ...]) -> list[_Shape]:
     """The configured trees, and before them narrower ones: one candidate for a position, two, four, ..."""
     widest = max(widths)
-    limits = [2**power for power in range(widest.bit_length()) if 2**power < widest] if narrows else []
+    limits = [2**power for power in range(widest.bit_length()) if 2**power < widest]
     return [
         _Shape(narrowed(widths, limit), rows_of_levels(narrowed(widths, limit)), limit) for limit in (*limits, None)
     ]
@@ -525,8 +522,8 @@ class _RequestHistory:
         return length if self.drafted_at is None else max(0, length - self.drafted_at - most - 1)
 
 
-def make_draft_length(config: DrafterConfig, *, narrows: bool = True) -> DraftLength:
-    """The configured policy. narrows: whether it may draft fewer candidates for a position than are configured."""
+def make_draft_length(config: DrafterConfig) -> DraftLength:
+    """Return the configured policy."""
     if config.length != "dynamic":
         return DraftLength()
-    return DynamicLength(config.num_draft_tokens, config.max_repeated, config.widths, narrows=narrows)
+    return DynamicLength(config.num_draft_tokens, config.max_repeated, config.widths)

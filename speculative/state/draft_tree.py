@@ -41,22 +41,7 @@ class DraftTree:
     @property
     def depths(self) -> Int64s:
         """[n + 1] how many drafts lie on the way to each node, its own included."""
-        return _depths(self.parents)
-
-    @property
-    def ranks(self) -> Int64s:
-        """[n + 1] how many nodes of the same depth stand before each node."""
-        return _ranks(self.parents)
-
-    @property
-    def ancestors(self) -> Int64s:
-        """[n + 1] bit i of a node is set where node i + 1 lies on the way to it, or is itself; of at most 64 drafts."""
-        return _ancestors(self.parents)
-
-    @property
-    def leaves(self) -> tuple[int, ...]:
-        """The nodes with nothing behind them; node 0 where there is no other."""
-        return tuple(node for node, behind in enumerate(self.children) if not behind)
+        return np.array([len(path) for path in _paths(self.parents)], np.int64)
 
     @property
     def children(self) -> tuple[tuple[int, ...], ...]:
@@ -95,11 +80,6 @@ class DraftTree:
         return _of_widths(widths)
 
 
-def level_sizes(widths: tuple[int, ...]) -> tuple[int, ...]:
-    """The drafts of each level of `DraftTree.of_widths`."""
-    return tuple(accumulate(widths, mul))
-
-
 @functools.cache
 def narrowed(widths: tuple[int, ...], most: int | None) -> tuple[int, ...]:
     """The widths of trees with at most so many candidates for a position; None = no limit."""
@@ -109,7 +89,7 @@ def narrowed(widths: tuple[int, ...], most: int | None) -> tuple[int, ...]:
 @functools.cache
 def rows_of_levels(widths: tuple[int, ...]) -> tuple[int, ...]:
     """The drafts of the first 0, 1, ... levels of `DraftTree.of_widths` together."""
-    return (0, *accumulate(level_sizes(widths)))
+    return (0, *accumulate(accumulate(widths, mul)))
 
 
 @functools.cache
@@ -131,23 +111,6 @@ def _paths(parents: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     for node, parent in enumerate(parents, 1):
         paths.append((*paths[parent], node))
     return tuple(paths)
-
-
-@functools.cache
-def _depths(parents: tuple[int, ...]) -> Int64s:
-    return np.array([len(path) for path in _paths(parents)], np.int64)
-
-
-@functools.cache
-def _ranks(parents: tuple[int, ...]) -> Int64s:
-    depths = _depths(parents)
-    return np.array([np.count_nonzero(depths[:node] == depth) for node, depth in enumerate(depths)], np.int64)
-
-
-@functools.cache
-def _ancestors(parents: tuple[int, ...]) -> Int64s:
-    bits = [sum(1 << (own - 1) for own in path) for path in _paths(parents)]
-    return np.array(bits, np.uint64).view(np.int64)
 
 
 @functools.cache

@@ -25,8 +25,6 @@ NGRAM = DrafterConfig(kind="ngram", num_draft_tokens=3, ngram_min=1)
 
 
 def gpu_engine(folder: Path, **changes: Any) -> EngineCore:
-    if "drafter" in changes and changes["drafter"].tree:
-        changes["verifier"] = "coupled"
     sizes = {"device": "cuda", "kv_cache_tokens": 4096, "max_num_seqs": 8, "max_batched_tokens": 256, "block_size": 16}
     return EngineCore.load(folder, settings(**{**sizes, **changes}))
 
@@ -42,9 +40,7 @@ def answers(engine: EngineCore, params: list[SamplingParams]) -> dict[str, Answe
 def drafter(kind: str, folder: Path) -> DrafterConfig:
     if kind == "none":
         return NO_DRAFTS
-    tree = (3, 2) if kind == "trees" else ()
-    model = DrafterConfig(kind="draft_model", model=str(folder), num_draft_tokens=3, tree=tree)
-    return NGRAM if kind == "ngram" else model
+    return NGRAM if kind == "ngram" else DrafterConfig(kind="draft_model", model=str(folder), num_draft_tokens=3)
 
 
 def test_a_replay_reads_what_was_sent_and_does_what_the_function_does(cuda: torch.device) -> None:
@@ -90,7 +86,7 @@ FILTERED = [
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", ["none", "ngram", "draft_model", "trees"])
+@pytest.mark.parametrize("kind", ["none", "ngram", "draft_model"])
 def test_replayed_steps_give_the_bits_of_eager_ones(
     cuda: torch.device, gpu_folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str, dtype: str
 ) -> None:
@@ -102,7 +98,7 @@ def test_replayed_steps_give_the_bits_of_eager_ones(
     }
 
 
-@pytest.mark.parametrize("kind", ["none", "ngram", "draft_model", "trees"])
+@pytest.mark.parametrize("kind", ["none", "ngram", "draft_model"])
 def test_graphs_emit_what_the_plain_path_emits(cuda: torch.device, gpu_folder: Path, kind: str) -> None:
     own = drafter(kind, gpu_folder)
     params = [*PLAIN, *FILTERED]
@@ -117,9 +113,9 @@ def test_reproducible_requests_say_the_same_with_and_without_speculation(cuda: t
     params = [SamplingParams(max_tokens=40, ignore_eos=True, reproducible=True)] * 4
     texts = [
         {name: one.token_ids for name, one in answers(gpu_engine(gpu_folder, drafter=own), params).items()}
-        for own in (NO_DRAFTS, NGRAM, drafter("draft_model", gpu_folder), drafter("trees", gpu_folder))
+        for own in (NO_DRAFTS, NGRAM, drafter("draft_model", gpu_folder))
     ]
-    assert texts[0] == texts[1] == texts[2] == texts[3]
+    assert texts[0] == texts[1] == texts[2]
 
 
 @pytest.mark.parametrize("kind", ["ngram", "draft_model"])

@@ -1,7 +1,5 @@
 """The compiled kernels against plain torch, in the types and sizes that serve."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 import torch
@@ -10,21 +8,18 @@ from torch import Tensor
 from speculative.cache.kv_cache import KVCache, KVShape
 from speculative.gpu.buckets import Bucket
 from speculative.gpu.logit_edits import LogitEdits, StepEdits
-from speculative.gpu.operators import CapturedVocabularyOps
 from speculative.gpu.packed_attention import SendPacked
 from speculative.gpu.paged_attention import SPLIT_TOKENS, AttentionSizes, PagedRows
-from speculative.gpu.row_drafts import CandidateFields
 from speculative.gpu.row_judge import RowFields
 from speculative.model.attention import StepAttention
 from speculative.state.batch import AttentionRows
-from speculative.state.draft_tree import DraftTree
 from tests.support.drafted_rows import NUM_DRAFTS, OFFSET, assert_sampled, draft_scene
 from tests.support.edited_rows import ALL as EDITED_ROWS
 from tests.support.edited_rows import EOS, input_of, logits_of, masks_of, rows_of
 from tests.support.judged_rows import KINDS, Scene, assert_equal, filtered, padded, parts
 from tests.support.judged_rows import scene as rows_to_judge
 from tests.support.long_contexts import error_of
-from tests.support.torch_operators import TorchAttend, TorchCandidates, torch_edit, torch_floors
+from tests.support.torch_operators import TorchAttend, torch_edit, torch_floors
 
 pytestmark = pytest.mark.gpu
 BLOCK_SIZE, MAX_BLOCKS, MAX_QUERIES = 16, 128, 5
@@ -185,44 +180,6 @@ def test_drafts_are_sampled_as_torch_samples_them(
         assert len(set(found.columns.tolist())) > 6
         noisy = assert_sampled(one.with_fields(coupled=coupled), triton_drafts)
         assert torch.equal(noisy.probs, found.probs) and torch.equal(noisy.columns[~coupled], found.columns[~coupled])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("width", "vocab_size"), [(203, None), (32_000, 128_256), (128_256, None)])
-def test_candidates_are_those_that_torch_finds(
-    cuda: torch.device, width: int, vocab_size: int | None, dtype: torch.dtype
-) -> None:
-    """But for scores that are equal to rounding."""
-    from speculative.gpu.triton_candidates import triton_candidates
-
-    given = draft_scene(12, width, vocab_size=vocab_size).to(cuda, dtype)
-    for one in (given, given.filtered((0.0, 0, 1.0), (0.0, 50, 1.0), (0.01, 0, 1.0))):
-        every = {name: getattr(one.fields, name) for name in CandidateFields._fields}
-        of_sequences = {name: (own[:, ::3] if own.shape[0] == NUM_DRAFTS else own[::3]) for name, own in every.items()}
-        fields = CandidateFields(**{name: own.contiguous() for name, own in of_sequences.items()})
-        found, expected = (
-            pick(one.logits, fields, OFFSET, one.ids, one.vocab_size, 4)
-            for pick in (triton_candidates, TorchCandidates(CapturedVocabularyOps(torch_floors)))
-        )
-        assert (found == expected).float().mean() > 0.95
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("heads", HEADS)
-def test_rows_of_trees_see_their_paths_alone(
-    cuda: torch.device, heads: tuple[int, int, int], dtype: torch.dtype
-) -> None:
-    from speculative.gpu.triton_attention import TritonAttend
-
-    contexts, tree = [0, 1, 15, 16, SPLIT_TOKENS - 3, SPLIT_TOKENS, 1000, 2000], DraftTree.of_widths((MAX_QUERIES - 1,))
-    query, keys, values, rows = scene(cuda, heads, contexts, MAX_QUERIES, dtype)
-    roots = torch.tensor(contexts, device=cuda).repeat_interleave(MAX_QUERIES) + 1
-    ancestors = torch.from_numpy(tree.ancestors).to(cuda).repeat(len(contexts))
-    of_trees = dataclasses.replace(rows, roots=roots, ancestors=ancestors)
-    found = TritonAttend(SIZES)(query, keys, values, of_trees)
-    expected = TorchAttend(BLOCK_SIZE)(query, keys, values, of_trees)
-    assert (found.float() - expected.float()).abs().max() < TOLERANCE[dtype]
-    assert (found.float() - TritonAttend(SIZES)(query, keys, values, rows).float()).abs().max() > TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

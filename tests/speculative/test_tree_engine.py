@@ -5,7 +5,6 @@ import json
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -44,7 +43,6 @@ from tests.support.engines import assert_idle, assert_pool_is_whole, load_engine
 from tests.support.markov_chain import sample, worst_window
 from tests.support.tiny_heads import randomise, write_tiny_head, write_tiny_module
 from tests.support.tiny_models import write_tiny_model
-from tests.support.torch_operators import captured_on_a_cpu
 from tests.support.vocabulary import needs_kernels
 
 VOCAB_SIZE, EOS = 64, 2
@@ -215,26 +213,6 @@ def test_answers_are_those_without_drafts(
     engine = make_engine(folders, drafting(folders, kind), **WAYS[way])
     moved = count_moves(engine)
     assert_same(serve(engine, requests()), without_drafts(WAYS[way].get("max_model_len")))
-    stats = engine.take_stats()
-    assert (stats.violations, stats.alarms) == ({}, {})
-    assert moved["rows"] > 20 and 0 < stats.num_accepted < stats.num_drafted
-    assert (stats.num_preemptions > 0) == (way == "few blocks")
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_captured_steps_give_the_same_within_rounding(
-    folders: dict[str, Path], without_drafts: Callable[..., Answers], kind: str, way: str
-) -> None:
-    with captured_on_a_cpu():
-        engine = make_engine(folders, drafting(folders, kind), cuda_graphs=True, **WAYS[way])
-    moved = count_moves(engine)
-    found, reference = serve(engine, requests()), without_drafts(WAYS[way].get("max_model_len"))
-    for name, answer in reference.items():
-        own = found[name]
-        assert (own.tokens, own.finish, own.stopped_at) == (answer.tokens, answer.finish, answer.stopped_at), name
-        pairs = zip(own.logprobs + own.prompt_logprobs, answer.logprobs + answer.prompt_logprobs, strict=True)
-        assert all(abs(one.logprob - other.logprob) < 1e-4 for one, other in pairs), name
     stats = engine.take_stats()
     assert (stats.violations, stats.alarms) == ({}, {})
     assert moved["rows"] > 20 and 0 < stats.num_accepted < stats.num_drafted
@@ -524,8 +502,7 @@ def test_structures_are_kept_to_behind_the_drafts_of_a_path(tmp_path: Path) -> N
     assert sum(delta.num_accepted for answer in found[1].values() for delta in answer.deltas) > 20
 
 
-@pytest.mark.parametrize("graphs", [False, True])
-def test_texts_follow_the_chain_and_the_self_checks_are_quiet(*, graphs: bool) -> None:
+def test_texts_follow_the_chain_and_the_self_checks_are_quiet() -> None:
     """The exact distribution at T = 1, through the real step, with every round checked."""
     distribution = (1.5 * torch.randn(8, 8, generator=torch.Generator().manual_seed(1))).softmax(-1)
     decoder = markov_decoder(distribution, num_layers=3)
@@ -534,9 +511,8 @@ def test_texts_follow_the_chain_and_the_self_checks_are_quiet(*, graphs: bool) -
     randomise(head)
     sizes = {"max_num_seqs": 128, "max_batched_tokens": 4096, "kv_cache_tokens": 8192, "prefix_caching": False}
     drafter = DrafterConfig(kind="eagle3", model="random", num_draft_tokens=3, tree=(3, 2))
-    config = settings(drafter=drafter, verifier="coupled", self_check_sample_rate=1.0, cuda_graphs=graphs, **sizes)
-    with captured_on_a_cpu() if graphs else nullcontext():
-        engine = EngineCore(decoder, decoder.config, config, "markov", None, Eagle3DraftModel(head, "random"))
+    config = settings(drafter=drafter, verifier="coupled", self_check_sample_rate=1.0, **sizes)
+    engine = EngineCore(decoder, decoder.config, config, "markov", None, Eagle3DraftModel(head, "random"))
     samples = sample(engine, (3, 3), 1500, 5)
     assert worst_window(samples, distribution.double().numpy(), 3) < 5.0
     stats = engine.take_stats()
@@ -649,6 +625,7 @@ def test_trees_that_cannot_be_are_refused(changes: dict[str, Any], message: str)
     [
         ({"verifier": "block"}, r"verifier must be coupled where drafter\.tree is set"),
         ({"max_batched_tokens": 64}, r"max_batched_tokens must be at least .* \(1 \+ the 21 drafts of a tree\) = 176"),
+        ({"cuda_graphs": True}, r"drafter\.tree: trees are drafted on a CPU only, without cuda_graphs; remove it"),
         ({"drafter": (25,)}, r"drafter\.tree: must have at most 24 candidates"),
     ],
 )

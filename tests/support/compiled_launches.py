@@ -34,9 +34,7 @@ if __name__ == "__main__":
     _, made_ahead, given_folder, given_capability, given_drafters, given_dtype = sys.argv
     found: Counter[str] = Counter()
     for given in json.loads(given_drafters):
-        given["tree"] = tuple(given.pop("tree", ()))
-        sizes = {"verifier": "coupled", "max_batched_tokens": 256} if given["tree"] else {}
-        own = settings(dtype=given_dtype, drafter=DrafterConfig(**given), **sizes)
+        own = settings(dtype=given_dtype, drafter=DrafterConfig(**given))
         launch = compile_ahead if made_ahead == "ahead" else launch_all
         found += launch(Path(given_folder), own, int(given_capability))
     sys.stdout.write(json.dumps(found) + "\n")

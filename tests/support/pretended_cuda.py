@@ -36,7 +36,7 @@ from speculative.gpu.graph_step import GraphStep
 from speculative.gpu.operators import CapturedVocabularyOps, GraphOperators
 from speculative.gpu.packed_attention import PackedRows, SendPacked
 from speculative.gpu.paged_attention import AttendPaged, AttentionSizes, PagedRows
-from speculative.gpu.row_drafts import CandidateFields, DraftBuffers, DraftFields
+from speculative.gpu.row_drafts import DraftBuffers, DraftFields
 from speculative.gpu.row_edits import EditFields
 from speculative.gpu.row_judge import RowFields, RowJudge, SampledFrom
 from speculative.kernels.chosen import ChosenKernels
@@ -45,14 +45,7 @@ from speculative.model.fp8 import Fp8Rows, Rows, quantize_rows
 from speculative.model.layers import Attend, Attention, RMSNorm, Rotary, Rotation, TorchLayerOps, rotate
 from speculative.vocabulary.ops import TorchOps
 from tests.support.packed_rows import attend_packed
-from tests.support.torch_operators import (
-    TorchAttend,
-    TorchCandidates,
-    TorchDrafts,
-    TorchJudge,
-    torch_edit,
-    torch_floors,
-)
+from tests.support.torch_operators import TorchAttend, TorchDrafts, TorchJudge, torch_edit, torch_floors
 
 DEVICE = torch.device("cuda:0")
 GARBAGE_ID = 2**40 + 7
@@ -305,7 +298,6 @@ class PretendedCuda(TorchFunctionMode):
             edit=self._edit_logits,
             vocabulary=CapturedVocabularyOps(find_floors),
             sample_drafts=self._sample_drafts,
-            pick_candidates=self._pick_candidates,
             judge=lambda mode: _RowJudge(self, mode, of_triton.judge(mode)),
         )
 
@@ -354,26 +346,6 @@ class PretendedCuda(TorchFunctionMode):
             lambda: triton_drafts(logits, fields, offset, ids, vocab_size, drafts),
             write,
             *(logits, list(fields), ids, list(drafts)),
-        )
-
-    def _pick_candidates(
-        self, logits: Tensor, fields: CandidateFields, depth: int, ids: Tensor | None, vocab_size: int, count: int
-    ) -> Tensor:
-        """Stand in for `triton_candidates`."""
-        from speculative.gpu.triton_candidates import triton_candidates
-
-        assert all(tensor.is_contiguous() for tensor in fields) and depth < len(fields.noise_positions)
-        assert len(logits) % len(fields.seeds) == 0 and count <= logits.shape[1]
-        dtypes = dict.fromkeys(("top_k", "seeds", "noise_positions"), torch.int64) | {"greedy": torch.bool}
-        for name, tensor in fields._asdict().items():
-            assert tensor.dtype == dtypes.get(name, torch.float32), name
-
-        def pick(logits: Tensor, fields: list[Tensor], ids: Tensor | None) -> Tensor:
-            own = TorchCandidates(CapturedVocabularyOps(torch_floors))
-            return own(logits, CandidateFields(*fields), depth, ids, vocab_size, count)
-
-        return self.kernels(  # type: ignore[no-any-return]
-            lambda: triton_candidates(logits, fields, depth, ids, vocab_size, count), pick, logits, list(fields), ids
         )
 
     def _edit_logits(self, logits: Tensor, rows: RowFields, edits: EditFields, max_drafts: int) -> Tensor:
@@ -640,15 +612,12 @@ class _PagedAttention:
 
     def __call__(self, query: Tensor, keys: Tensor, values: Tensor, rows: PagedRows) -> Tensor:
         """As `AttendPaged`."""
-        given = (query, keys, values, rows.slots, rows.visible, rows.blocks, rows.roots, rows.ancestors)
-        of_trees = [part for part in given[6:] if part is not None]
-        assert len(of_trees) in (0, 2) and all(part.dtype == torch.int64 for part in of_trees)
-        assert all(part.is_contiguous() and part.shape == rows.visible.shape for part in of_trees)
+        given = (query, keys, values, rows.slots, rows.visible, rows.blocks)
         assert rows.blocks.dtype == rows.visible.dtype == torch.int64
         assert rows.blocks.is_contiguous() and rows.visible.is_contiguous() and keys.stride() == values.stride()
 
-        def attend(query: Tensor, keys: Tensor, values: Tensor, *places: Any) -> Tensor:
-            return self._attend(query, keys, values, PagedRows(*places[:3], rows.first, *places[3:]))
+        def attend(query: Tensor, keys: Tensor, values: Tensor, *places: Tensor) -> Tensor:
+            return self._attend(query, keys, values, PagedRows(*places, first=rows.first))
 
         return self._device.kernels(  # type: ignore[no-any-return]
             lambda: self._of_triton(query, keys, values, rows), attend, *given

@@ -15,7 +15,7 @@ from speculative.gpu.capture import copy_once
 from speculative.gpu.filters import sampling_rows
 from speculative.gpu.operators import CapturedVocabularyOps, GraphOperators
 from speculative.gpu.paged_attention import PagedRows
-from speculative.gpu.row_drafts import CandidateFields, DraftBuffers, DraftFields
+from speculative.gpu.row_drafts import DraftBuffers, DraftFields
 from speculative.gpu.row_edits import EditFields
 from speculative.gpu.row_judge import RowFields, SampledFrom
 from speculative.kernels.chosen import ChosenKernels
@@ -25,7 +25,7 @@ from speculative.sampling.logprobs import gather_logprobs, mode_matrix
 from speculative.selfcheck.invariants import outside_filters
 from speculative.selfcheck.terms import TermScope
 from speculative.verification.base import VerifyInput, VerifyOutput
-from speculative.verification.coupled import NoiseRows, accept_choice, largest
+from speculative.verification.coupled import NoiseRows, accept_choice
 from speculative.verification.draft_probs import Dense, DraftProbs, PointMass, SubVocabulary, mass_before
 from speculative.vocabulary.ops import VocabularyOps
 from tests.support.packed_rows import attend_packed
@@ -51,7 +51,6 @@ def torch_operators(kernels: ChosenKernels) -> GraphOperators:
         edit=torch_edit,
         vocabulary=vocabulary,
         sample_drafts=TorchDrafts(vocabulary),
-        pick_candidates=TorchCandidates(vocabulary),
         judge=lambda mode: TorchJudge(vocabulary, mode),
     )
 
@@ -74,10 +73,6 @@ class TorchAttend:
         positions = torch.arange(own_keys.shape[1], device=query.device)
         visible = rows.visible.view(num_seqs, -1)
         seen = (positions >= rows.first) & (positions < visible[..., None])  # [B, Q, L]
-        if rows.roots is not None and rows.ancestors is not None:
-            roots, ancestors = (part.view(num_seqs, -1, 1) for part in (rows.roots, rows.ancestors))
-            behind = positions - roots
-            seen &= (behind < 0) | ((ancestors >> behind.clamp(0, 63)) & 1 > 0)
         # What nobody sees may be anything, and 0 x NaN is NaN.
         own_values = own_values.masked_fill(~seen.any(dim=1)[:, :, None, None], 0.0)
         scores = torch.einsum("bqhgd,blhd->bqhgl", queries, own_keys) * query.shape[-1] ** -0.5
@@ -183,26 +178,6 @@ class TorchDrafts:
         drafts.probs[rows].copy_(probs)
         before = mass_before(probs, torch.arange(len(probs), device=probs.device), columns)
         drafts.mass_before[rows].copy_(before)
-
-
-class TorchCandidates:
-    """`PickCandidates` by torch's operators."""
-
-    def __init__(self, ops: VocabularyOps) -> None:
-        self._ops = ops
-
-    def __call__(
-        self, logits: Tensor, fields: CandidateFields, depth: int, ids: Tensor | None, vocab_size: int, count: int
-    ) -> Tensor:
-        """Implement `PickCandidates`."""
-        num_nodes = len(logits) // len(fields.seeds)
-        own = fields._replace(noise_positions=fields.noise_positions[depth])
-        own = CandidateFields(*(one.repeat_interleave(num_nodes, 0, output_size=len(logits)) for one in own))
-        sampling = sampling_rows(own._asdict())
-        processed = self._ops.process(logits.float(), sampling)
-        keys = own.seeds, own.noise_positions
-        chosen = largest(processed.softmax(dim=-1), keys, ids=ids, vocab_size=vocab_size, count=count)
-        return torch.where(own.greedy[:, None], logits.topk(count).indices, chosen)
 
 
 class TorchJudge:

@@ -262,6 +262,11 @@ COUPLED = {"verifier": "coupled"}
         ([3], {"engine": {"kind": "vllm"}}, r"drafter\.tree: cannot be set for engine\.kind vllm.* Remove it"),
         ([3], {"engine": {"cuda_graphs": True, **COUPLED}}, r"engine\.cuda_graphs: .* Remove it"),
         (
+            [3],
+            {"engine": COUPLED, "pools": {"prefill": {"num_gpus": 1}}},
+            r"drafter\.tree: is set, but pools\.prefill\.num_gpus is 1: .* CPU only\. Remove it",
+        ),
+        (
             [3, 2],
             {"engine": {"max_num_seqs": 64, "max_batched_tokens": 1024, **COUPLED}},
             r"engine\.max_batched_tokens: must be at least .* the 21 drafts of a tree\) = 1408",
@@ -279,11 +284,8 @@ def test_trees_that_cannot_be_drafted_are_refused(tree: list[int], changes: dict
 
 def test_a_tree_reaches_the_engine() -> None:
     drafter = {"kind": "eagle3", "model": "smollm2-135m-eagle3", "tree": [3, 2]}
-    for num_gpus in (0, 1):
-        pools = {name: {"num_gpus": num_gpus} for name in ("prefill", "decode")}
-        args = {"model": {"source": "m"}, "engine": COUPLED, "drafter": drafter, "pools": pools}
-        config = parse_args(args).engine_config("decode")
-        assert (config.drafter.tree, config.drafter.max_rows, config.drafter.max_drafts) == ((3, 2), 21, 4)
+    config = parse_args({"model": {"source": "m"}, "engine": COUPLED, "drafter": drafter}).engine_config("decode")
+    assert (config.drafter.tree, config.drafter.max_rows, config.drafter.max_drafts) == ((3, 2), 21, 4)
 
 
 def test_graphs_without_a_gpu_are_refused() -> None:

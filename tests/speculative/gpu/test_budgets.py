@@ -60,15 +60,6 @@ BUDGETS = {
     ("eagle3", "prompt_logprobs"): Cost(1, 0, 4),
     ("eagle3", "reproducible"): Cost(1, 0, 4),
 }
-# Outside of graphs the keys and values of siblings that were chosen are moved.
-TREE_BUDGETS = {
-    ("draft_model", "plain"): Cost(1, 4, 4),
-    ("eagle3", "plain"): Cost(1, 4, 4),
-    ("eagle3", "filtered"): Cost(1, 4, 4),
-    ("eagle3", "five_logprobs"): Cost(1, 4, 4),
-    ("eagle3", "penalty"): Cost(1, 4, 4),
-    ("eagle3", "structure"): Cost(2, 4, 4),
-}
 # Eagerly, with self-checks in every step, and two verifiers.
 BLOCK_BUDGETS = {"none": Cost(21, 640, 1), "eagle3": Cost(26, 860, 3)}
 # Launches within graphs. The goal is 10 a layer, and 12 for a verification of any kind.
@@ -112,15 +103,6 @@ def test_a_decoding_step_keeps_to_its_budget(
     target: Path, drafters: dict[str, DrafterConfig], name: str, odd: str
 ) -> None:
     assert_within(BUDGETS[name, odd], target, drafters[name], ODD[odd])
-
-
-@pytest.mark.parametrize(("name", "odd"), TREE_BUDGETS)
-def test_a_step_with_trees_keeps_to_its_budget(
-    target: Path, drafters: dict[str, DrafterConfig], name: str, odd: str
-) -> None:
-    drafter = dataclasses.replace(drafters[name], tree=(3, 2))
-    sizes = {"verifier": "coupled", "max_batched_tokens": 256}
-    assert_within(TREE_BUDGETS[name, odd], target, drafter, ODD[odd], **sizes)
 
 
 @pytest.mark.parametrize("name", ["none", "eagle3"])

@@ -20,8 +20,7 @@ import json, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from speculative.gpu import triton_attention, triton_candidates, triton_drafts, triton_edits, triton_filters
-from speculative.gpu import triton_layers, triton_prompts
+from speculative.gpu import triton_attention, triton_drafts, triton_edits, triton_filters, triton_layers, triton_prompts
 
 FP8 = int(sys.argv[1]) >= 89
 
@@ -36,15 +35,13 @@ def compiled(name, kernel, kinds, warps=4, stages=3, **constants):
 
 for dim, group, num_rows in ((64, 3, 3), (64, 8, 40), (128, 4, 4), (128, 4, 20), (128, 8, 40), (256, 8, 40)):
     rows = triton_attention.rows_of_program(num_rows, dim)
-    for trees in (False, True):
-        of_trees, fixed = ("*i64 *i64", {}) if trees else ("constexpr constexpr", {"roots": None, "ancestors": None})
-        compiled(
-            f"attention of {rows} rows, heads of {dim}" + ", of trees" * trees, triton_attention._attend_splits,
-            f"*bf16 *bf16 *bf16 *i64 *i64 {of_trees} *fp32 *fp32 fp32" + 7 * " i32",
-            triton_attention.warps_for(rows, dim), triton_attention.STAGES,
-            FIRST=0, GROUP=group, HEAD_DIM=dim, BLOCK_SIZE=16, SPLIT=256, NUM_PARTS=32,
-            TILE=triton_attention.tile_tokens(dim, 2), ROWS=rows, DIM=dim, **fixed,
-        )
+    compiled(
+        f"attention of {rows} rows, heads of {dim}", triton_attention._attend_splits,
+        "*bf16 *bf16 *bf16 *i64 *i64 *fp32 *fp32 fp32" + 7 * " i32", triton_attention.warps_for(rows, dim),
+        triton_attention.STAGES,
+        FIRST=0, GROUP=group, HEAD_DIM=dim, BLOCK_SIZE=16, SPLIT=256, NUM_PARTS=32,
+        TILE=triton_attention.tile_tokens(dim, 2), ROWS=rows, DIM=dim,
+    )
 for dim, group in ((64, 3), (80, 4), (96, 7), (128, 4), (256, 8)):
     block = triton.next_power_of_2(dim)
     compiled(
@@ -72,11 +69,6 @@ for part in (False, True):
     compiled(
         "drafts from q" + ", of a part of the vocabulary" * part, triton_drafts._choose_drafts,
         f"*fp32 *fp64 *fp64 {ids} *i1 *fp64 *i64 *i64 *fp64" + 3 * " i32", **fixed,
-    )
-    fixed = {name: value for name, value in fixed.items() if name not in ("NUM_BLOCKS", "PADDED")}
-    compiled(
-        "scores of candidates" + ", of a part of the vocabulary" * part, triton_candidates._score_blocks,
-        f"*bf16 *fp32 *i1 *fp32 {ids} *i64 *i64 *fp32 i32 i32", 8, **fixed,
     )
 compiled("mask", triton_edits._copy_allowed, "*bf16 *i32 *i32 *fp32 i32 i32 i32", BLOCK=2048)
 compiled("biases", triton_edits._add_biases, "*fp32 *i32 *i32 *fp32 i32 i32 i32", CELLS=256)

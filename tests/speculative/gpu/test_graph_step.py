@@ -105,7 +105,7 @@ def poison(engine: EngineCore) -> None:
     unread = torch.ones(len(buffers.features.rows), dtype=torch.bool)
     for state in engine.drafter._in_buffer if isinstance(engine.drafter, ModelDrafter) else ():
         if state.in_buffer is not None:
-            unread[state.in_buffer.rows] = False
+            unread[state.in_buffer.row : state.in_buffer.row + state.in_buffer.num_rows] = False
     buffers.features.rows[unread] = torch.nan
     for tensor in (buffers.drafts.tokens, buffers.drafts.columns):
         tensor.fill_(0)

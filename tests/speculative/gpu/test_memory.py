@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 
-from speculative.config import DrafterConfig
 from speculative.gpu.buckets import Buckets
 from speculative.gpu.memory import graph_bytes
 from speculative.gpu.paged_attention import AttentionSizes
@@ -31,18 +30,6 @@ def test_steps_need_the_logits_in_two_types_and_q() -> None:
     q = 64 * 4 * LLAMA_8B.vocab_size * 4
     assert q < estimate(dense) - estimate() < 4 * q
     assert q // 4 < estimate(part) - estimate() < q
-
-
-def test_trees_need_the_logits_of_every_path_and_the_scores_of_a_level() -> None:
-    dense: Any = SimpleNamespace(ids=None, num_features=0)
-    drafter = DrafterConfig(kind="mtp", model="m", num_draft_tokens=2, tree=(3, 2))
-    buckets, sizes = Buckets.of_drafter(64, drafter), AttentionSizes(16, 10, 512)
-    assert (buckets.query_lengths, buckets.judged[0], buckets.judged[-1]) == ((1, 4, 10), (64 * 6, 3), (1, 1))
-    decoder: Any = SimpleNamespace(config=LLAMA_8B, dtype=torch.bfloat16)
-    needed = graph_bytes(decoder, buckets, sizes, dense, prompt_sizes(64)) - sizes.workspace_bytes(640, 32, 128)
-    vocabulary = 64 * LLAMA_8B.vocab_size
-    least = 18 * vocabulary * 6 + 3 * vocabulary * 6
-    assert least < needed < 1.4 * least, "activations included"
 
 
 def test_attention_needs_no_more_for_longer_contexts_than_its_programs_hold() -> None:

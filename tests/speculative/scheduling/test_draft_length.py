@@ -395,12 +395,6 @@ def test_what_siblings_are_worth_follows_the_text(after: Sequences[float]) -> No
     assert np.mean(speeds) > 0.95 * max(fixed)
 
 
-def test_trees_that_have_one_shape_keep_it() -> None:
-    policy = DynamicLength(MOST, widths=WIDTHS, narrows=False)
-    world = TreeWorld(policy, by_rows, (0.5, 0.1, 0.05, 0.05)).run(300)
-    assert {widths for widths in world.widths if widths} <= {WIDTHS[:length] for length in range(1, MOST + 1)}
-
-
 def test_what_drawn_drafts_are_worth_is_not_taken_for_greedy_ones() -> None:
     policy = DynamicLength(MOST)
     world = World(policy, on_cpu, [0.95, 0.05])

@@ -1,12 +1,11 @@
 """Shapes of trees of drafts, against their definition: nodes named by the candidates on the way to them."""
 
 from itertools import accumulate, product
-from operator import mul
 
 import numpy as np
 import pytest
 
-from speculative.state.draft_tree import DraftTree, level_sizes, narrowed, rows_of_levels
+from speculative.state.draft_tree import DraftTree, narrowed, rows_of_levels
 
 MOST = (3, 3, 2)
 WIDTHS = [
@@ -46,7 +45,7 @@ def test_levels_hold_the_nodes_of_each_depth(widths: tuple[int, ...]) -> None:
     levels = [[name for name in names if len(name) == depth] for depth in range(1, len(widths) + 1)]
     of_depth = [np.flatnonzero(tree.depths == depth).tolist() for depth in range(1, len(widths) + 1)]
     assert [[names[node] for node in level] for level in of_depth] == levels
-    assert level_sizes(widths) == tuple(map(len, levels)) == tuple(accumulate(widths, mul))
+    assert rows_of_levels(widths) == tuple(accumulate(map(len, levels), initial=0))
 
 
 @pytest.mark.parametrize("widths", WIDTHS, ids=str)
