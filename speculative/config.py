@@ -21,7 +21,7 @@ _log = logging.getLogger("truespec.config")
 CPU_CACHE_TOKENS = 16384  # of the KV cache, where nothing else is set
 
 VerifierName = Literal["token_wise", "block", "coupled"]
-WeightsName = Literal["auto", "bfloat16", "w16a16", "float32", "int8", "int4", "w8a8", "w4a8", "fp8"]
+WeightsName = Literal["auto", "bfloat16", "w16a16", "float32", "w4a8", "fp8"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 
 
@@ -148,8 +148,8 @@ class EngineSettings(Options):
     )
     quantization: WeightsName = option(
         "auto",
-        "Form of the weights; `auto`: that of their source, else `dtype`. On a CPU, int8 and int4 round them; "
-        "w8a8, w4a8 and w16a16 round activations. On a GPU, fp8 rounds both.",
+        "Form of the weights; `auto`: four bits where the source has them, else `dtype`. On a CPU, w4a8 rounds "
+        "weights and activations, and w16a16 activations. On a GPU, fp8 rounds both.",
     )
     device: str = option(
         "auto",

@@ -38,9 +38,8 @@ _Found = TypeVar("_Found")
 
 _PLACE = "applications[0].args"
 _GIB = 2**30
-# Bytes of a weight in each form; the CPU's four- and eight-bit ones share a scale among 32.
-_WEIGHT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "w16a16": 2.0, "fp8": 1.0, "int8": 34 / 32, "w8a8": 34 / 32}
-_WEIGHT_BYTES |= {"int4": 20 / 32, "w4a8": 20 / 32}
+# Bytes of a weight in each form; the CPU's four-bit ones share a scale and a least weight among 32.
+_WEIGHT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "w16a16": 2.0, "fp8": 1.0, "w4a8": 20 / 32}
 _KINDS: tuple[Literal["cpu", "cuda"], ...] = ("cpu", "cuda")
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 _MOST_SHARED = 4  # times the cores: beyond it a replica hardly progresses; below, it is slow, with a warning
@@ -415,7 +414,7 @@ def _smallest_form(engine: EngineConfig, folder: Path, *, uses_gpu: bool) -> str
         return "fp8"
     if uses_gpu or engine.quantization == engine.dtype or engine.dtype == "float32":
         return engine.dtype
-    return "int4" if engine.quantization == "auto" else engine.quantization
+    return "w4a8" if engine.quantization == "auto" else engine.quantization
 
 
 def _num_weights(folder: Path) -> int:

@@ -296,7 +296,7 @@ def _check_signature(receipt: Receipt, key: PublicKey | None) -> tuple[str, str]
 
 def _tolerance(receipt: Receipt, folder: Path, engine: EngineName) -> Tolerance:
     """Between the engine that answered and the one that replays; `source` is what it goes by."""
-    if receipt.weights == "fp8" or (engine == "transformers" and not has_plain_values(folder, receipt.weights)):
+    if receipt.weights == "fp8" or (engine == "transformers" and not has_plain_values(receipt.weights)):
         return replace(Tolerance.against_float32("fp8"), source=f"for {receipt.weights} weights")
     rounded = receipt.weights in ROUNDED_FORMS
     form = receipt.weights if rounded or receipt.weights in _DTYPES else None  # it may claim anything

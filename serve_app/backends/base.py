@@ -22,10 +22,10 @@ Handoff = np.ndarray[Any, np.dtype[np.uint8]]
 """A computed-token state on its way from one engine to another: one run of bytes that only an engine opens."""
 
 
-PRECISIONS = ("float32", "bfloat16", "int8", "fp8")
+PRECISIONS = ("float32", "bfloat16", "w4a8", "fp8")
 """Precisions that engines compute in, the finest first: the type of activations, or of their rounding in products."""
 
-_OF_WEIGHTS_ALONE = ("auto", "float32", "int8", "int4", "awq", "gptq", "bitsandbytes", "gguf")
+_OF_WEIGHTS_ALONE = ("auto", "float32", "awq", "gptq", "bitsandbytes", "gguf")
 """Beginnings of quantizations that leave activations as they are."""
 
 
@@ -37,10 +37,10 @@ def precision_of(dtype: str, quantization: str | None) -> str:
         quantization: the form of the weights, as a configuration or an engine names it. One that is not known counts as
             the coarsest, so that nobody is accused for it.
     """
-    if quantization in ("w8a8", "w4a8"):
-        return "int8"
     if quantization in ("bfloat16", "w16a16"):
         return "bfloat16"
+    if quantization == "w4a8":
+        return "w4a8"
     return dtype if quantization is None or quantization.startswith(_OF_WEIGHTS_ALONE) else "fp8"
 
 
@@ -234,7 +234,9 @@ class ModelInfo:
     """Acceptance by position that the drafter's training measured, if any: at temperature 1, and of greedy answers."""
     adapters: tuple[Adapter, ...] = ()
     computing: Computing = Computing()
-    quantization: str | None = None  # of the weights, whoever rounded them: "int4" or another name; None = not rounded
+    quantization: str | None = (
+        None  # of the weights, whoever rounded them: "w4a8", "gguf" or another name; None = not rounded
+    )
 
     @property
     def system_fingerprint(self) -> str:

@@ -49,7 +49,7 @@ _logger = logging.getLogger("truespec.engine")
 _IDLE_S = 0.02  # wait for a command when there is work but nothing can run (all blocks are held)
 _LOOK_EVERY_S = 1.0  # checks whether an awaited engine is alive
 _STALLED_AFTER_S = 120.0  # a step that takes longer counts as hung
-_ROUNDED = ("int8", "int4", "w8a8", "w4a8", "fp8")  # values of `engine.quantization` that round the weights
+_ROUNDED = ("w4a8", "fp8")  # values of `engine.quantization` that round the weights
 
 Command = Callable[[EngineCore], None]
 Event = TokenDelta | Handoff | Exception
@@ -505,7 +505,7 @@ class _Form:
         if kept in _ROUNDED:
             return cls(kept, kept)
         # Where there are others beside them, the plain weights are those values, dequantized.
-        return cls(kept, "int4" if (folder / QUANTIZED_FILE).is_file() else None)
+        return cls(kept, "gguf" if (folder / QUANTIZED_FILE).is_file() else None)
 
 
 def _export(engine: EngineCore, request_id: str) -> Handoff | EngineFault:

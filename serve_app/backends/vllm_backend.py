@@ -688,7 +688,7 @@ class VllmBackend:
             held_out_acceptance=self._held_out,
             adapters=tuple(one.adapter for one in self._adapters),
             computing=self._computing,
-            quantization=model.quantization or ("int4" if self._came_quantized else None),
+            quantization=model.quantization or ("gguf" if self._came_quantized else None),
         )
 
     @property

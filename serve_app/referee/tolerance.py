@@ -34,13 +34,13 @@ from speculative.errors import ConfigError
 
 FORMAT = "truespec-tolerance-1"
 
-EDGE_NATS = {"float32": 1e-3, "bfloat16": 0.25, "int8": 1.0, "fp8": 2.0}
+EDGE_NATS = {"float32": 1e-3, "bfloat16": 0.25, "w4a8": 1.0, "fp8": 2.0}
 """Largest shift of a logit by rounding, in nats, by the engine's precision."""
 
-_MAX_TME = {"float32": (1.001, 1.001), "bfloat16": (1.05, 1.1), "int8": (1.05, 1.1), "fp8": (1.2, 1.3)}
-_SHIFT_NATS = {"float32": 1e-4, "bfloat16": 0.025, "int8": 0.05, "fp8": 0.1}
-_DISTRIBUTION = {"float32": 0.01, "bfloat16": 0.01, "int8": 0.01, "fp8": 0.03}
-_JUMP_NATS = {"float32": 0.01, "bfloat16": 1.0, "int8": 1.0, "fp8": 2.0}
+_MAX_TME = {"float32": (1.001, 1.001), "bfloat16": (1.05, 1.1), "w4a8": (1.05, 1.1), "fp8": (1.2, 1.3)}
+_SHIFT_NATS = {"float32": 1e-4, "bfloat16": 0.025, "w4a8": 0.05, "fp8": 0.1}
+_DISTRIBUTION = {"float32": 0.01, "bfloat16": 0.01, "w4a8": 0.01, "fp8": 0.03}
+_JUMP_NATS = {"float32": 0.01, "bfloat16": 1.0, "w4a8": 1.0, "fp8": 2.0}
 _COLD = 0.1  # of what rounding moves logits by
 _NUMBERS = ("max_tme", "edge_nats", "distribution", "jump_nats")
 

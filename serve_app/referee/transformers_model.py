@@ -198,7 +198,7 @@ def _load(weights: ServedWeights) -> TransformersModel:
     if weights.source is None:
         raise UnsupportedModel(f"The weights {weights.version!r} were sent over the network, and are in no folder.")
     folder = resolve_model(weights.source)
-    if not has_plain_values(folder, weights.form):
+    if not has_plain_values(weights.form):
         raise UnsupportedModel(
             f"The engine serves {folder} quantized to {weights.form}; transformers replays unquantized weights only."
         )

@@ -9,9 +9,9 @@
 // the call nor on the number of threads: a token's hidden state is the same bits alone, in a batch, or behind drafts.
 //
 // Weights lie in panels of 32 outputs, so that one pass over a panel serves several rows; a step of a few rows is bound
-// by reading them once, one of many by its products. Four- and eight-bit weights are multiplied as integers, exactly,
-// with activations rounded in blocks of 32: to 16 bits (relative to the block's largest: 2^-16), or to 8 bits, as
-// llama.cpp does. Bfloat16 weights are multiplied with activations that are a bfloat16, or the sum of two (2^-17
+// by reading them once, one of many by its products. Four-bit weights are multiplied as integers, exactly, with
+// activations rounded to 8 bits in blocks of 32, as llama.cpp does; the eight-bit weights of the LM head beside them with
+// activations of 16 bits (relative to the block's largest: 2^-16). Bfloat16 weights are multiplied with activations that are a bfloat16, or the sum of two (2^-17
 // relative): the processor multiplies and adds pairs of those at twice the rate of float32.
 
 #pragma once
@@ -37,21 +37,19 @@ constexpr int64_t kFewRows = 16;     // up to so many rows, every thread prepare
 constexpr int64_t kPanel = 32;       // outputs
 constexpr int64_t kPanelRow = 4 * kPanel;  // bytes of a panel of bfloat16s: for every two inputs, a pair of each output
 
-// Of those with Act, activations have as many bits; their attention over a cache in bfloat16 rounds queries and weights
-// to one, as it does keys and values.
+// Activations have 16 bits in kInt8, which is for LM heads, and 8 in kInt4; in kBfloat16Act16 they are one bfloat16.
+// Attention over a cache in bfloat16 then rounds queries and weights to one, as it does keys and values.
 enum Kind : int64_t {
     kFloat32 = 0,
     kBfloat16 = 1,
     kBfloat16Act16 = 2,
-    kInt8 = 3,
-    kInt4 = 4,
-    kInt8Act8 = 5,
-    kInt4Act8 = 6,
+    kInt4 = 3,
+    kInt8 = 4,
 };
 
 // Bfloat16s or bytes that a number of an activation becomes.
 inline int64_t planes_of(int64_t kind) {
-    return kind == kBfloat16Act16 || kind == kInt8Act8 || kind == kInt4Act8 ? 1 : 2;
+    return kind == kBfloat16Act16 || kind == kInt4 ? 1 : 2;
 }
 
 #if defined(__AVX512BF16__)

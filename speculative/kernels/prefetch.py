@@ -16,7 +16,7 @@ WAYS = ("none", "past the outer caches", "near", "far")
 _ALWAYS_CACHED = (2, 3)
 _DEFAULT = 2
 _INPUTS, _OUTPUTS = 1024, 32768
-_BFLOAT16_PAIRS, _W4A8 = 2, 6  # kinds of products.cpp; activations of the first are one bfloat16
+_BFLOAT16_PAIRS, _W4A8 = 2, 3  # kinds of products.cpp; activations of the first are one bfloat16
 _ROUNDS = 3
 _GAIN = 0.97  # a way is taken for another one when it needs at most so much of its time
 

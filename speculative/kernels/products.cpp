@@ -130,7 +130,7 @@ void norm_row(const float* row, const float* weight, float eps, int64_t size, fl
 
 Rows prepare(const Source& source, const Linear& linear, int64_t num_rows, const Prepared& to, int thread,
              int threads) {
-    const bool is_int = linear.kind >= kInt8, is_float = linear.kind == kFloat32 || (linear.kind == kBfloat16 && !kPairs);
+    const bool is_int = linear.kind >= kInt4, is_float = linear.kind == kFloat32 || (linear.kind == kBfloat16 && !kPairs);
     if (source.input == Input::kPlain && is_float) return {source.rows, source.stride, nullptr, nullptr, nullptr, nullptr};
     const bool own = to.num_parts > 1 || threads == 1;
     const int64_t part = own ? thread % to.num_parts : 0, size = linear.num_inputs, blocks = size / kBlock;
@@ -149,7 +149,7 @@ Rows prepare(const Source& source, const Linear& linear, int64_t num_rows, const
             row = out;
         }
         const int64_t at = r * blocks;
-        if (is_int && planes_of(linear.kind) == 2) {
+        if (linear.kind == kInt8) {
             quantise_row<2>(row, size, bytes + 2 * r * size, scales + at, sums + at, zeros + at);
         } else if (is_int) {
             quantise_row<1>(row, size, bytes + r * size, scales + at, sums + at, zeros + at);
@@ -378,9 +378,9 @@ constexpr int64_t kInt8Bytes = 1024 + 64;      // 32 x 32 numbers, scales
 
 // Blocks of a panel of four-bit weights w = scale * n + least: 64 bytes hold four inputs of 16 outputs in their low
 // halves, four more in the high ones. Of eight-bit weights w = scale * (n - 128) they hold four inputs.
-template <int R, bool is_int4, int planes>
+template <int R, bool is_int4>
 void int_tile(const Rows& rows, int64_t row, const Linear& linear, int64_t panel, Turn turn, const Target& target) {
-    constexpr int H = kHalves<R>;
+    constexpr int H = kHalves<R>, planes = is_int4 ? 1 : 2;
     constexpr int64_t kNumbers = is_int4 ? 512 : 1024, kBytes = is_int4 ? kInt4Bytes : kInt8Bytes;
     const int64_t size = linear.num_inputs, blocks = size / kBlock;
     const int8_t* a[R];
@@ -505,7 +505,7 @@ struct RowFactors {
     float scales[kTileRows], sums[kTileRows];
 };
 
-// As `int_tile<R, true, 1>`, to the bit: a tile holds the integer sums of one block, which are exact, and they are
+// As `int_tile<R, true>`, to the bit: a tile holds the integer sums of one block, which are exact, and they are
 // scaled and added up in the same order.
 //
 // The scaling bounds it, by four operations of AVX-512 for 16 sums: some 36 cycles a tile by count of what Intel's
@@ -613,7 +613,7 @@ void multiply(const Rows& rows, int64_t num_rows, const Linear& linear, const Ta
         const bool one = planes_of(linear.kind) == 1;
         return (one ? multiply_by_tiles<1> : multiply_by_tiles<2>)(rows, num_rows, linear, panels, to);
     }
-    if (linear.kind == kInt4Act8 && truespec_int4_tile_rows > 0 && num_rows >= truespec_int4_tile_rows) {
+    if (linear.kind == kInt4 && truespec_int4_tile_rows > 0 && num_rows >= truespec_int4_tile_rows) {
         return multiply_bytes(rows, num_rows, linear, panels, to);
     }
 #endif
@@ -625,9 +625,9 @@ void multiply(const Rows& rows, int64_t num_rows, const Linear& linear, const Ta
             pair_tile<R(), planes()>(rows, row, linear, panel, turn, to);
         };
     };
-    const auto ints = [&](auto is_int4, auto planes) {
+    const auto ints = [&](auto is_int4) {
         return [&](auto R, int64_t row, int64_t panel, Turn turn) {
-            int_tile<R(), is_int4(), planes()>(rows, row, linear, panel, turn, to);
+            int_tile<R(), is_int4()>(rows, row, linear, panel, turn, to);
         };
     };
     const std::integral_constant<int, 1> one;
@@ -636,10 +636,8 @@ void multiply(const Rows& rows, int64_t num_rows, const Linear& linear, const Ta
         case kFloat32: return multiply_tiles<kFloatRows>(num_rows, panels, floats);
         case kBfloat16: return multiply_tiles<kSplitPairRows>(num_rows, panels, pairs(two));
         case kBfloat16Act16: return multiply_tiles<kPairRows>(num_rows, panels, pairs(one));
-        case kInt8: return multiply_tiles<kSplitQuadRows>(num_rows, panels, ints(std::false_type(), two));
-        case kInt4: return multiply_tiles<kSplitQuadRows>(num_rows, panels, ints(std::true_type(), two));
-        case kInt8Act8: return multiply_tiles<kQuadRows>(num_rows, panels, ints(std::false_type(), one));
-        default: return multiply_tiles<kQuadRows>(num_rows, panels, ints(std::true_type(), one));
+        case kInt4: return multiply_tiles<kQuadRows>(num_rows, panels, ints(std::true_type()));
+        default: return multiply_tiles<kSplitQuadRows>(num_rows, panels, ints(std::false_type()));
     }
 }
 

@@ -21,7 +21,7 @@ Choice = Literal["by_tiles", "int4_tile_rows", "attends_by_tiles"]
 """An attribute of `Kernels`; false or 0 = AVX-512 does it."""
 
 _INPUTS, _OUTPUTS = 1024, 32768
-_BFLOAT16, _BFLOAT16_PAIRS, _W4A8 = 1, 2, 6  # kinds of products.cpp
+_BFLOAT16, _BFLOAT16_PAIRS, _W4A8 = 1, 2, 3  # kinds of products.cpp
 _ROWS = (1, 16, 256)
 _INT4_ROWS = (1, 4, 8, 16, 32, 64, 256)
 _HEADS, _KV_HEADS, _HEAD_DIM = 24, 8, 64

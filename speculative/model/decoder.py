@@ -1,5 +1,6 @@
 """A dense decoder of the Llama family, for inference."""
 
+from collections.abc import Mapping
 from typing import Literal, cast
 
 import torch
@@ -22,7 +23,7 @@ from speculative.model.layers import (
     Rotary,
     nan_parameter,
 )
-from speculative.model.quantized import Quantized, quantize
+from speculative.model.quantized import Quantized, as_quantized
 
 
 class Decoder(FusibleLayer):
@@ -107,32 +108,30 @@ class Decoder(FusibleLayer):
         """Lay the loaded weights out for our CPU kernels; from here on activations are float32.
 
         Args:
-            kind: of the weights. Of int4 and w4a8, the LM head has eight bits. What it reads is rounded to a bfloat16
-                where all activations are, and else as little as its weights allow.
+            kind: of the weights. Beside four-bit ones, the LM head's have eight bits, and what it reads 16.
             quantized: weights that are quantized already, by their names in the checkpoint; the rest is rounded. Each
                 leaves it when it is packed.
         """
-        lm_head, names, kernels = self.lm_head, self._linear_names(), self.kernels.model
+        lm_head, slots, kernels = self.lm_head, self.checkpoint_slots(), self.kernels.model
+        names = self._linear_names(slots)
         assert kernels is not None, "`choose_weights` packs nothing without them"
-        coarse = kind in ("w8a8", "w4a8")
 
         def weight_of(linear: Linear) -> Quantized | Kind:
             own = names.pop(linear)  # held no longer than needed
-            if kind in ("float32", "bfloat16", "w16a16"):
+            if kind != "w4a8":
                 return kind
-            bits: Literal[4, 8] = 8 if kind in ("int8", "w8a8") or linear is lm_head else 4
-            given = [quantized.pop(name) for name in own if name in quantized]
-            whole = len(given) == len(own) and all(part.bits == bits for part in given)
-            return Quantized.stack(given) if whole else quantize(linear.weight, bits)
+            bits: Literal[4, 8] = 8 if linear is lm_head else 4
+            rows = linear.weight.split([len(slots[name]) for name in own])
+            parts = zip(own, rows, strict=True)
+            return Quantized.stack([as_quantized(weight, bits, quantized.pop(name, None)) for name, weight in parts])
 
-        pack_natively(self, kernels, weight_of, lambda linear: 8 if coarse and linear is not lm_head else 16)
+        pack_natively(self, kernels, weight_of)
         self.packed = kind
         self.dtype = torch.float32
         self.fused = FusedLayers.of(self.layers, self.rotary, self.config)
 
-    def _linear_names(self) -> dict[Linear, list[str]]:
+    def _linear_names(self, slots: Mapping[str, Tensor]) -> dict[Linear, list[str]]:
         """The checkpoint's tensors in the rows of each Linear, in order."""
-        slots = self.checkpoint_slots()
         head = "model.embed_tokens.weight" if self.config.tie_word_embeddings else "lm_head.weight"
         names = {self.lm_head: [head]}
         for module in self.layers.modules():

@@ -15,17 +15,16 @@ from speculative.model.loading import checkpoint_files
 from speculative.model.mtp import MtpConfig
 from speculative.model.quantized import QUANTIZED_FILE
 
-ROUNDED_FORMS = ("w16a16", "int8", "int4", "w8a8", "w4a8", "fp8")
+ROUNDED_FORMS = ("w16a16", "w4a8", "fp8")
 """Forms of weights in which an engine computes otherwise than with the folder's own."""
 CACHE_FILE = ".truespec-fingerprint.json"
 _CHUNK_BYTES = 1 << 24
 
 
-def has_plain_values(folder: Path, form: str) -> bool:
+def has_plain_values(form: str) -> bool:
     """Return whether weights in this form have the values of the folder's safetensors files, up to rounding to a
     dtype."""
-    # Where there are four-bit weights beside them, the plain weights are those values, dequantized.
-    return form not in ROUNDED_FORMS or (form == "int4" and (folder / QUANTIZED_FILE).is_file())
+    return form not in ROUNDED_FORMS
 
 
 def model_fingerprint(
@@ -34,8 +33,8 @@ def model_fingerprint(
     """XXH3-128 (32 hex digits) of the configuration that matters and of every byte of the safetensors files.
 
     Kept beside the model, where its folder can be written, for as long as no file changes size or time. `config` is
-    that of a draft head; a model's own is read from the folder. `weights` of int8, int4 or fp8 are other weights, and
-    count, as do w8a8, w4a8 and w16a16, which round more; which kernels multiply them does not.
+    that of a draft head; a model's own is read from the folder. `weights` of w4a8 or fp8 are other weights, and
+    count, as does w16a16, which rounds more; which kernels multiply them does not.
 
     Raises:
         ConfigError: the folder holds no readable checkpoint.
@@ -45,7 +44,7 @@ def model_fingerprint(
     files = checkpoint_files(folder)
     if weights in ROUNDED_FORMS:
         canonical += f"\0{weights}"
-        files += [file for file in (folder / QUANTIZED_FILE,) if weights in ("int4", "w4a8") and file.is_file()]
+        files += [file for file in (folder / QUANTIZED_FILE,) if weights == "w4a8" and file.is_file()]
     key = {"config": canonical, "files": {file.name: _size_and_time(file) for file in files}}
     kept = _read_cache(folder / CACHE_FILE)
     if kept.get("key") == key:

@@ -52,7 +52,7 @@ def why_no_fp8(device: torch.device, dtype: str) -> str:
     Where there is no GPU, one to come counts as able.
     """
     if device.type not in ("cuda", "meta"):
-        return "FP8 products need a GPU; on a CPU take quantization: w8a8 or w4a8, and a checkpoint not in FP8"
+        return "FP8 products need a GPU; on a CPU take quantization: w4a8, and a checkpoint not in FP8"
     if dtype != "bfloat16":
         return f"FP8 products give bfloat16, and dtype is {dtype}; take dtype: bfloat16"
     if not torch.cuda.is_available():

@@ -109,7 +109,7 @@ def convert_gguf(gguf_path: Path, folder: Path) -> None:
             quantized[name] = _quantized(tensor, num_heads)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "model.safetensors").chmod(0o644)  # safetensors makes it readable by its owner only
-    if quantized:
+    if any(weight.bits == 4 for weight in quantized.values()):
         save_quantized(folder, quantized)
 
 

@@ -98,7 +98,7 @@ def load_decoder(
     if weights == "fp8":
         return decoder.eval()
     if weights is not None:
-        quantized = load_quantized(folder) if weights in ("int4", "w4a8") else {}
+        quantized = load_quantized(folder) if weights == "w4a8" else {}
         _check_quantized(folder, decoder.checkpoint_slots(), quantized)
         decoder.pack(weights, quantized)
     elif can_pack_for_onednn(dtype, decoder.device):
@@ -181,7 +181,7 @@ def choose_weights(
     if dtype == "float32":
         return "float32"
     if (folder / QUANTIZED_FILE).is_file():
-        return "int4"
+        return "w4a8"
     return None if prefers_onednn() else "bfloat16"
 
 

@@ -212,7 +212,7 @@ def test_fp8_weights_take_a_byte_each_and_a_gpu(models: Mapping[str, str]) -> No
     small = config(models, engine=engine | {"kv_cache_tokens": 16}, pools=pools)
     assert faults(small, Machine(2, GIB, (room,))) == []
     assert "GiB in fp8 on each" in only(faults(small, Machine(2, GIB, (2**16,))))
-    integers = config(models, engine=engine | {"quantization": "w8a8"}, pools=pools)
+    integers = config(models, engine=engine | {"quantization": "w4a8"}, pools=pools)
     assert "take quantization: auto or fp8" in only(faults(integers, Machine(2, GIB, (GIB,))))
 
 

@@ -151,13 +151,13 @@ async def test_a_bfloat16_answer_verifies_in_float32(folder: Path, engine: Engin
 
 @pytest.mark.skipif(cpu_kernels() is None, reason="rounded weights need the CPU kernels")
 async def test_rounded_weights_are_checked_as_they_were_rounded(folder: Path) -> None:
-    async with service(folder, dtype="bfloat16", quantization="int8") as client:
+    async with service(folder, dtype="bfloat16", quantization="w4a8") as client:
         reply = await ask(client, **BODY)
     (receipt,) = read_receipts(json.dumps(reply))
-    assert (receipt.weights, receipt.quantization) == ("int8", "int8")
+    assert (receipt.weights, receipt.quantization) == ("w4a8", "w4a8")
     found = await asyncio.to_thread(verify, receipt, folder, "torch")
-    assert not found.reason and found.replayed_by == "truespec with int8 weights"
-    assert (await asyncio.to_thread(verify, receipt, folder, "transformers")).tolerance == "for int8 weights"
+    assert not found.reason and found.replayed_by == "truespec with w4a8 weights"
+    assert (await asyncio.to_thread(verify, receipt, folder, "transformers")).tolerance == "for w4a8 weights"
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])

@@ -113,7 +113,8 @@ class HeadConformance:
         features = torch.randn(5, self.num_features, generator=torch.Generator().manual_seed(2))
         with torch.inference_mode():
             ours, theirs = drafted(head, features), drafted(served, features.bfloat16())
-        assert (ours - theirs.float()).abs().max() < 0.05 * ours.abs().max()
+        rounding = 0.05 if weights is None else 0.4  # to four bits, beside our kernels
+        assert (ours - theirs.float()).abs().max() < rounding * ours.abs().max()
 
     def test_a_damaged_file_is_reported(self, folder: Path, target: Decoder) -> None:
         path = folder / "model.safetensors"

@@ -26,7 +26,7 @@ from tests.support.engines import run
 from tests.support.perturbed_engines import VOCAB, Pair, Tables
 
 Dtype = Literal["float32", "bfloat16"]
-Weights = Literal["float32", "bfloat16", "int4", "w4a8"] | None
+Weights = Literal["float32", "bfloat16", "w4a8"] | None
 
 _PROMPTS = Path(__file__).parents[1] / "data" / "prompts.json"
 _NUM_TEXTS = 8
@@ -56,7 +56,6 @@ FORMS: dict[str, tuple[Form, Form | None]] = {
     "bfloat16 and float32": (Form("bfloat16", None), None),
     "bfloat16, our kernels, and float32": (Form("bfloat16", "bfloat16"), None),
     "bfloat16, a row at a time and together": (Form("bfloat16", None, singly=True), Form("bfloat16", None)),
-    "int4 in bfloat16 and float32": (Form("bfloat16", "int4"), None),
     "w4a8 and float32": (Form("bfloat16", "w4a8"), None),
     "float32, another engine": (Form("float32", "float32"), None),
 }

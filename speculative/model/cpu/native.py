@@ -16,25 +16,17 @@ from speculative.model.layers import MLP, Attend, Attention, Linear, PackedLinea
 from speculative.model.quantized import GROUP, Quantized
 
 _PANEL = 32  # outputs
-_KINDS = {"float32": 0, "bfloat16": 1, "w16a16": 2, "int8": 3, "int4": 4, "w8a8": 5, "w4a8": 6}
+_KINDS = {"float32": 0, "bfloat16": 1, "w16a16": 2}
+_QUANTIZED_KINDS = {4: 3, 8: 4}  # by the bits of the weights; activations get 8 and 16
 
-Kind = Literal["float32", "bfloat16", "w16a16", "int8", "int4", "w8a8", "w4a8"]
-"""Forms of weights that `products.cpp` multiplies. Activations have 8 bits in the last two, a bfloat16's in w16a16."""
-ActivationBits = Literal[8, 16]
-
-_QUANTIZED_KINDS: dict[tuple[int, ActivationBits], Kind] = {
-    (8, 16): "int8",
-    (4, 16): "int4",
-    (8, 8): "w8a8",
-    (4, 8): "w4a8",
-}
+Kind = Literal["float32", "bfloat16", "w16a16", "w4a8"]
+"""Forms of weights on a CPU. w4a8 rounds activations to 8 bits, w16a16 to a bfloat16."""
 
 
 def pack_natively(
     module: nn.Module,
     kernels: Kernels,
     weight_of: Callable[[Linear], Quantized | Kind],
-    activation_bits: Callable[[Linear], ActivationBits] = lambda linear: 16,
 ) -> None:
     """Replace the layers of a model by those of our kernels.
 
@@ -45,14 +37,13 @@ def pack_natively(
         module: the model.
         kernels: that compute it from here on.
         weight_of: a layer's weights in integers, or the form they get; called once for each layer.
-        activation_bits: to how many bits a product with quantized weights rounds what it reads.
     """
     pages = HugePages()
     parents = [part for part in module.modules() if not isinstance(part, Linear)]
     for parent in parents:
         for name, child in list(parent.named_children()):
             if isinstance(child, Linear):
-                setattr(parent, name, NativeLinear(child, kernels, weight_of(child), activation_bits(child), pages))
+                setattr(parent, name, NativeLinear(child, kernels, weight_of(child), pages))
             elif isinstance(child, RMSNorm):
                 setattr(parent, name, NativeNorm(child, kernels))
     for parent in list(module.modules()):
@@ -72,16 +63,15 @@ class NativeLinear(PackedLinear):
         linear: Linear,
         kernels: Kernels,
         weight: Kind | Quantized,
-        activation_bits: ActivationBits = 16,
         pages: HugePages | None = None,
     ) -> None:
         super().__init__()
         self.num_outputs, self.num_inputs = linear.weight.shape
         if isinstance(weight, Quantized):
-            self.kind: Kind = _QUANTIZED_KINDS[weight.bits, activation_bits]
+            kind = _QUANTIZED_KINDS[weight.bits]
             panels = _int_panels(weight)
         else:
-            self.kind = weight
+            kind = _KINDS[weight]
             panels = _float_panels(linear.weight.detach(), weight)
         self.panels = (pages or HugePages()).keep(panels)
         self.bias = None if linear.bias is None else linear.bias.detach().float()
@@ -91,7 +81,7 @@ class NativeLinear(PackedLinear):
             bias=None if self.bias is None else self.bias.data_ptr(),
             num_inputs=self.num_inputs,
             num_outputs=self.num_outputs,
-            kind=_KINDS[self.kind],
+            kind=kind,
         )
 
     def forward(self, rows: Tensor) -> Tensor:

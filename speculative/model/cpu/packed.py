@@ -6,8 +6,6 @@ once for all rows of a step. The first keep activations in bfloat16, the second 
 sum of two bfloat16s where the processor multiplies those. A draft head runs on the kernels of its target.
 """
 
-from typing import Literal
-
 import torch
 from torch import Tensor, nn
 
@@ -35,22 +33,21 @@ def pack_head(head: nn.Module, dtype: torch.dtype, device: torch.device, target:
     """Replace every Linear of a loaded draft head by a packed twin, for the kernels that its target runs on. The plain
     weights go.
 
-    Our kernels take them in eight bits, in four where the target's have four, and round what they multiply to eight:
-    rounding a drafter changes what is proposed, never the distribution of what is emitted. Beside float32 they stay so.
+    Our kernels take them in four bits: rounding a drafter changes what is proposed, never the distribution of what is
+    emitted. Beside float32 they stay so.
     """
     kind, kernels = target.packed, target.kernels.model
     if kind is None or kernels is None:
         if can_pack_for_onednn(dtype, device):
             pack_for_onednn(head)
         return
-    bits: Literal[4, 8] = 4 if kind in ("int4", "w4a8") else 8
 
     def weight_of(linear: Linear) -> Quantized | Kind:
         if kind == "float32":
             return kind
-        return "bfloat16" if linear.weight.shape[1] % GROUP else quantize(linear.weight, bits)
+        return "bfloat16" if linear.weight.shape[1] % GROUP else quantize(linear.weight, 4)
 
-    pack_natively(head, kernels, weight_of, lambda linear: 8)
+    pack_natively(head, kernels, weight_of)
 
 
 def pack_for_onednn(module: nn.Module) -> None:

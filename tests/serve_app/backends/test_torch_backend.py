@@ -56,7 +56,7 @@ async def other(folder: Path) -> AsyncIterator[TorchBackend]:
 
 @pytest.mark.parametrize(
     ("weights", "came_quantized", "reported"),
-    [("auto", False, None), ("float32", True, "int4"), ("auto", True, "int4")],
+    [("auto", False, None), ("float32", True, "gguf"), ("auto", True, "gguf")],
 )
 async def test_rounded_weights_are_reported_in_whatever_form_they_are_kept(
     weights: WeightsName, came_quantized: bool, reported: str | None, folder: Path, tmp_path: Path

@@ -55,9 +55,9 @@ class ScriptedSource:
 
 async def test_a_model_says_how_its_weights_are_rounded(tokenizer: Tokenizer) -> None:
     backend, _ = make_backend(tokenizer, max_model_len=100)
-    served = dataclasses.replace(info(tokenizer), quantization="int4")
+    served = dataclasses.replace(info(tokenizer), quantization="w4a8")
     front = FrontEnd(BackendSource(backend), tokenizer, served)
-    assert front.model("m")["quantization"] == "int4"
+    assert front.model("m")["quantization"] == "w4a8"
     front.weights_switched(info(tokenizer))
     assert front.model("m")["quantization"] is None
 

@@ -195,7 +195,7 @@ async def test_what_its_replays_show_does_not_mix_with_what_the_engines_own_show
 @pytest.mark.parametrize(
     "changes",
     [
-        {"form": "int8"},
+        {"form": "w4a8"},
         {"source": None},
         {"fingerprint": "0" * 32},
         {"source": "/no/such/folder"},
@@ -351,7 +351,7 @@ async def test_shapes_take_a_tenth_of_the_time(court: Court) -> None:
 
 
 async def test_a_referee_without_the_weights_is_not_asked_for_every_shape(court: Court, folder: Path) -> None:
-    bench = Bench(court, by_transformers(weights(folder, form="int8")), RARELY)
+    bench = Bench(court, by_transformers(weights(folder, form="w4a8")), RARELY)
     for num_rows in range(1, 30):
         await bench.judge(of_length(num_rows, num_rows))
     assert bench.results == {"unsupported": 1}

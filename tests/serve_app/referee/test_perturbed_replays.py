@@ -43,7 +43,7 @@ PAIRS: Mapping[str, tuple[str, Callable[[str], Tolerance], float]] = {
     "bfloat16, the same engine": ("bfloat16", Tolerance.between_equals, 0.02),
     "bfloat16 and float32": ("bfloat16", Tolerance.against_float32, 0.015),
     "four bits and bfloat16": ("bfloat16", Tolerance.against_float32, 0.025),
-    "w4a8 and float32": ("int8", Tolerance.against_float32, 0.1),
+    "w4a8 and float32": ("w4a8", Tolerance.against_float32, 0.1),
 }
 """Pairs of engines, and the standard deviation of the noise between their logits, as measured in docs/runs/watch.md."""
 

@@ -31,23 +31,21 @@ def test_what_rounding_does_depends_on_the_precision_unless_it_is_set() -> None:
 
 def test_replicas_know_better_than_the_configuration_what_they_compute_in() -> None:
     found, exact = tolerances(engine={"dtype": "float32"}), Numerics("truespec", "float32", "plain", True)
-    fp8, int4 = Numerics("truespec", "fp8", "fp8"), replace(exact, weights="int4")
+    fp8, other = Numerics("truespec", "fp8", "fp8"), replace(exact, weights="gguf")
     reference = replace(exact, engine="transformers")
     assert found.configured == Tolerance.against_float32("float32")
     assert found.between(exact, reference) == Tolerance.against_float32("float32")
     assert found.between(fp8, fp8) == Tolerance.between_equals("fp8")
     assert found.between(exact, fp8) == Tolerance.against_float32("fp8"), "the coarser of the two"
-    assert found.between(int4, int4) == Tolerance.between_equals("float32")
-    assert found.between(int4, reference) == Tolerance.against_float32("bfloat16"), "of weights that were rounded"
+    assert found.between(other, other) == Tolerance.between_equals("float32")
+    assert found.between(other, reference) == Tolerance.against_float32("bfloat16"), "of weights that were rounded"
 
 
 @pytest.mark.parametrize(
     ("dtype", "form", "precision"),
     [
         ("float32", "auto", "float32"),
-        ("float32", "int4", "float32"),
-        ("float32", "w8a8", "int8"),
-        ("bfloat16", "w4a8", "int8"),
+        ("bfloat16", "w4a8", "w4a8"),
         ("float32", "w16a16", "bfloat16"),
         ("bfloat16", None, "bfloat16"),
         ("bfloat16", "awq_marlin", "bfloat16"),

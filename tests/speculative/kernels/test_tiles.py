@@ -120,7 +120,7 @@ def test_a_token_is_the_same_bits_in_any_chunk(
 
 def w4a8(kernels: Kernels, num_inputs: int, num_outputs: int) -> NativeLinear:
     linear = plain_linear(num_inputs, num_outputs)
-    return NativeLinear(linear, kernels, quantize(linear.weight, 4), 8)
+    return NativeLinear(linear, kernels, quantize(linear.weight, 4))
 
 
 def tile_products(kernels: Kernels) -> int:
@@ -263,7 +263,7 @@ class Machine:
 
     def linear(self, linear: LinearStruct, rows: Tensor) -> Tensor:
         self.measured += 1
-        by_tiles = 0 < self.int4_tile_rows <= len(rows) if linear.kind == 6 else self.by_tiles
+        by_tiles = 0 < self.int4_tile_rows <= len(rows) if linear.kind == 3 else self.by_tiles
         self.now += self.share if by_tiles and len(rows) >= self.least_gain else 1.0
         if linear.num_outputs > 96:
             return rows

@@ -115,7 +115,7 @@ def test_a_tensor_of_some_other_model_is_named(tmp_path: Path) -> None:
         convert_gguf(gguf_path, tmp_path)
 
 
-@pytest.mark.parametrize("kind", [GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q4_1, GGMLQuantizationType.Q8_0])
+@pytest.mark.parametrize("kind", [GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q4_1])
 def test_quantized_numbers_are_kept_as_they_are(kind: GGMLQuantizationType, tmp_path: Path) -> None:
     origin, made = write_tiny_model(tmp_path / "origin", tokenizer=True), tmp_path / "made"
     types = dict.fromkeys(("attn_q", "attn_k", "attn_v", "ffn_down"), kind) | {"output": GGMLQuantizationType.Q8_0}
@@ -125,12 +125,15 @@ def test_quantized_numbers_are_kept_as_they_are(kind: GGMLQuantizationType, tmp_
     weights, quantized = load_file(made / "model.safetensors"), load_quantized(made)
     assert len(quantized) == 2 * 4 + 1, "two layers and the LM head"
     for name, weight in quantized.items():
-        assert weight.bits == (8 if name == "lm_head.weight" else int(kind.name[1]))
+        assert weight.bits == (8 if name == "lm_head.weight" else 4)
         assert torch.equal(weight.to_float().bfloat16(), weights[name]), name
 
 
-def test_a_file_without_quantized_tensors_leaves_none(tmp_path: Path) -> None:
-    _, made = converted(tmp_path)
+@pytest.mark.parametrize("types", [{}, {"ffn_down": GGMLQuantizationType.Q8_0}])
+def test_a_file_without_four_bit_tensors_leaves_none(types: dict[str, GGMLQuantizationType], tmp_path: Path) -> None:
+    origin, made = write_tiny_model(tmp_path / "origin", tokenizer=True), tmp_path / "made"
+    made.mkdir()
+    convert_gguf(write_tiny_gguf(tmp_path / "model.gguf", origin, types), made)
     assert load_quantized(made) == {}
 
 
