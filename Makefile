@@ -51,7 +51,7 @@ test-gpu: $(STAMP) ## run the tests that need a CUDA device; fails where there i
 	$(VENV)/bin/python -m pytest -m gpu $(ARGS)
 
 gpu-day: $(STAMP) ## on a GPU: kernels, graphs, equality, a trained head, benchmarks, a profile; continues where it stopped
-	$(VENV)/bin/python -m deploy.tools.gpu_day build/gpu-day $(ARGS)
+	$(VENV)/bin/python -m tools.gpu_day build/gpu-day $(ARGS)
 
 test-all: $(STAMP) ## run every test; those for a GPU skip themselves where there is none
 	$(VENV)/bin/python -m pytest $(ARGS)
@@ -68,18 +68,17 @@ generated: $(STAMP) ## write all that is generated: the chart's part, pages, the
 
 # Each writes what it generates; with `--check` it fails where a file is out of date.
 define generate
-	$(VENV)/bin/python -m deploy.tools.chart $(1)
+	$(VENV)/bin/python -m tools.chart $(1)
 	$(VENV)/bin/truespec config reference --out docs/configuration.md $(1)
 	$(VENV)/bin/truespec api reference --out docs/api.md $(1)
-	$(VENV)/bin/python -m deploy.tools.speed_picture $(1)
-	$(VENV)/bin/python -m deploy.tools.reading_path $(1)
+	$(VENV)/bin/python -m tools.speed_picture $(1)
+	$(VENV)/bin/python -m tools.reading_path $(1)
 endef
 
-chaos: $(STAMP) ## kill replicas under load, then whole nodes, then load the service beyond saturation (an hour); writes build/chaos.json
+chaos: $(STAMP) ## kill replicas under load, then whole nodes (half an hour); writes build/chaos.json
 	@mkdir -p build
-	$(VENV)/bin/truespec chaos --json build/chaos.json --page docs/reliability.md $(ARGS)
-	$(VENV)/bin/truespec chaos --kill-nodes 4 --max-tokens 256 --minutes 20 --json build/chaos-nodes.json --page docs/reliability.md
-	$(VENV)/bin/truespec load --json build/load.json --page docs/reliability.md
+	$(VENV)/bin/python -m tools.chaos --json build/chaos.json --page docs/reliability.md $(ARGS)
+	$(VENV)/bin/python -m tools.chaos --kill-nodes 4 --max-tokens 256 --minutes 20 --json build/chaos-nodes.json --page docs/reliability.md
 
 checkov: $(STAMP) ## check the chart's pods and the Dockerfile with checkov, in an environment of its own (300 MB)
 	@test -x build/checkov/bin/checkov || { $(PYTHON) -m venv build/checkov && build/checkov/bin/pip install -qq checkov==3.3.30; }

@@ -183,14 +183,18 @@ def test_the_checks_find_what_is_wrong(tmp_path: Path) -> None:
     page.write_text("now\n<!-- audit URL: x -->\n`truespec then`\n<!-- end of audit URL -->\nagain\n")
     assert current(page) == "now\nagain\n"
     found = list(
-        in_shell("X=1 truespec audit clean 5 | tee log  # comment\nray job submit -- .venv/bin/truespec serve F\n")
+        in_shell(
+            "X=1 truespec model get m | tee log  # comment\nray job submit -- .venv/bin/truespec serve F\n"
+            "V/bin/python -m tools.bench --gpu\npython -m pytest\n"
+        )
     )
-    assert found == [["audit", "clean", "5"], ["serve", "F"]]
+    assert found == [["model", "get", "m"], ["serve", "F"], ["tools.bench", "--gpu"]]
     assert list(in_shell("pip install truespec\nhelm install truespec helm/truespec\n")) == []
     assert fault(["serve", "FILE"]) is None
     assert fault(["batch"]) is not None and fault(["batch"], whole=False) is None
     assert fault(["serve", "FILE", "--adress", "auto"]) is not None
     assert fault(["config"]) is not None and fault(["config", "chekc", "FILE"]) is not None
     assert fault(["serve", "FILE", "FILE"]) is not None
-    assert fault(["train-drafter", "--model", "M", "--out", "O", "--kind", "medusa"]) is not None
-    assert alternatives("truespec audit --mutants|--clean") == ["truespec audit --mutants", "truespec audit --clean"]
+    assert fault(["tools.bench", "--gpu"]) is None and fault(["tools.bench", "--dtype", "int3"]) is not None
+    assert fault(["tools.load"]) == "there is no module tools.load"
+    assert alternatives("truespec serve --a|--b") == ["truespec serve --a", "truespec serve --b"]

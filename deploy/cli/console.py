@@ -1,11 +1,11 @@
 """The console of all commands: the two outputs, progress, and how errors and interrupts end a command."""
 
 import os
-import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -67,25 +67,25 @@ class Failure(click.ClickException):
     exit_code = 1
 
 
+@contextmanager
+def errors_in_a_line() -> Iterator[None]:
+    """Report our own errors in one line, and end quietly when interrupted; anything else is a bug and keeps its
+    traceback."""
+    try:
+        yield
+    except TruespecError as error:
+        raise Failure(str(error)) from error
+    except KeyboardInterrupt:
+        say("Interrupted.", err)
+        raise click.exceptions.Exit(INTERRUPTED) from None
+
+
 class MainGroup(click.Group):
-    """Reports our own errors and what an image leaves out in one line, and ends quietly when interrupted; anything else
-    is a bug and keeps its traceback."""
+    """Ends as `errors_in_a_line` says."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        try:
+        with errors_in_a_line():
             return super().invoke(ctx)
-        except TruespecError as error:
-            raise Failure(str(error)) from error
-        except ModuleNotFoundError as error:
-            if not str(error.name).startswith("deploy."):
-                raise
-            raise Failure(
-                f"{error.name} is not part of this installation; container images leave it out. Run the command in a "
-                "checkout, or where truespec was installed from its wheel."
-            ) from error
-        except KeyboardInterrupt:
-            say("Interrupted.", err)
-            raise click.exceptions.Exit(INTERRUPTED) from None
 
 
 def progress_printer() -> Callable[[str], None]:
@@ -101,8 +101,3 @@ def progress_printer() -> Callable[[str], None]:
 def say(text: str, on: Console = out) -> None:
     """Print a line as it is, brackets and all; what reads a pipe gets it unbroken."""
     on.print(text, markup=False, soft_wrap=True)
-
-
-def command_line() -> str:
-    """The command line of this process, as a shell reads it."""
-    return shlex.join(["truespec", *sys.argv[1:]])

@@ -18,12 +18,7 @@ _MODULES = {
     "verify": "receipts",
     "audit": "audit",
     "batch": "batch",
-    "bench": "bench",
-    "bench-handoff": "bench",
-    "bench-proxy": "bench",
     "train-drafter": "training",
-    "chaos": "reliability",
-    "load": "reliability",
     "watch": "watch",
 }
 """Module of `deploy.cli` that has the command, under its name with underscores."""

@@ -35,7 +35,7 @@ def provenance() -> dict[str, Any]:
     cpu = _cpu()
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["truespec", *sys.argv[1:]]),
+        "command": command_line(),
         "commit": _commit(),
         "cpu": cpu.get("model name", platform.processor() or platform.machine()),
         "cpu_flags": [flag for flag in _REPORTING_FLAGS if flag in cpu.get("flags", cpu.get("Features", "")).split()],
@@ -47,6 +47,13 @@ def provenance() -> dict[str, Any]:
         "versions": {name: version_of(name) for name in _LIBRARIES},
         "others_before": Others.now(),
     }
+
+
+def command_line() -> str:
+    """The command line of this process, as a shell reads it."""
+    spec = sys.modules["__main__"].__spec__
+    program = ["truespec"] if spec is None else ["python", "-m", spec.name.removesuffix(".__main__")]
+    return shlex.join([*program, *sys.argv[1:]])
 
 
 def describe(found: dict[str, Any]) -> str:

@@ -4,9 +4,9 @@ import json
 import re
 from pathlib import Path
 
-from deploy.faults.tiny import write_tiny_pair
 from tests.support.changed_tree import changed_tree, run_in
 from tests.support.project_files import ROOT
+from tools.faults.tiny import write_tiny_pair
 
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 FIELD = """    repeat_bias: float = option(
@@ -46,8 +46,8 @@ import httpx
 
 from deploy.exchange.client import Client
 from deploy.exchange.dialect import find_dialect
-from deploy.faults.served import TINY, FaultyServer
-from deploy.faults.traffic import mixed
+from tools.faults.served import TINY, FaultyServer
+from tools.faults.traffic import mixed
 from deploy.probes.audit import run_audit
 from deploy.probes.lab import QUICK, Lab
 from deploy.probes.reference import Reference

@@ -16,9 +16,6 @@ from click.testing import CliRunner
 from deploy.cli.main import main
 from deploy.exchange.client import Client
 from deploy.exchange.dialect import Ask, AuditFailed, find_dialect
-from deploy.faults.mutants import MUTANTS
-from deploy.faults.outside import audit_faulty, faulty_servers, servable
-from deploy.faults.tiny import write_tiny_pair
 from deploy.probes.audit import Audit, run_audit
 from deploy.probes.command import BUDGETS
 from deploy.probes.lab import QUICK, Lab
@@ -32,6 +29,9 @@ from serve_app.referee.tolerance import Tolerance
 from speculative.errors import ConfigError
 from speculative.request import SamplingParams
 from tests.support.fake_audited import DIES, FakeAudited, Reply, uniform_reply
+from tools.faults.mutants import MUTANTS
+from tools.faults.outside import audit_faulty, faulty_servers, servable
+from tools.faults.tiny import write_tiny_pair
 
 NAMED = {  # a fault of each kind that can be seen over HTTP, and the probes that are to find and name it
     "F2 scored ids gathered from the logits": ["scored ids"],

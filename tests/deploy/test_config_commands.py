@@ -13,11 +13,11 @@ from click.testing import CliRunner
 from deploy.cli.console import CONFIGS
 from deploy.cli.main import main
 from deploy.run.reference import configuration_reference, effective_config
-from deploy.tools.chart import ROOT
 from serve_app.backends.vllm_parts.settings import SIZES
 from serve_app.config.app_config import AppConfig
 from serve_app.config.files import load_config
 from tests.support.tiny_models import write_tiny_model
+from tools.chart import ROOT
 
 
 @pytest.mark.parametrize("file", [*CONFIGS.glob("*.yaml"), ROOT / "deploy" / "docker" / "truespec.yaml"], ids=str)

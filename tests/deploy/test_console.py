@@ -48,7 +48,7 @@ def test_lines_on_a_terminal_have_its_width(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_progress_of_a_command_is_a_line_each_in_a_pipe() -> None:
-    command = [sys.executable, "-m", "deploy.cli.main", "audit", "clean", "1"]
+    command = [sys.executable, "-m", "tools.faults", "clean", "1"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
     lines = done.stderr.splitlines()
     assert len(lines) > 20

@@ -22,7 +22,6 @@ from deploy.exchange.answers import read_reply
 from deploy.exchange.client import Attempt
 from deploy.exchange.dialect import Ask
 from deploy.exchange.exchanges import COMPLETIONS, Exchange
-from deploy.faults.tiny import VOCAB_SIZE, write_tiny_pair
 from deploy.probes.lab import QUICK, SETTINGS, Lab, ServedAnswer
 from deploy.probes.probes import PROBES, Trial
 from deploy.probes.replay import distribution_of_the_tokens, replayed_logprobs
@@ -40,6 +39,7 @@ from speculative.request import ReplayedToken, Request, SamplingParams, TokenKin
 from tests.support.engines import NGRAM, tiny_engine
 from tests.support.referees import recorded as recorded_answer
 from tests.support.referees import serve
+from tools.faults.tiny import VOCAB_SIZE, write_tiny_pair
 
 NUM_TOKENS = 64
 GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True, logprobs=0)

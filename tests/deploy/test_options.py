@@ -9,8 +9,7 @@ from typing import Any, Never
 import pytest
 from click.testing import CliRunner, Result
 
-from deploy.bench import handoff
-from deploy.cli import batch, reliability, serving
+from deploy.cli import batch, serving
 from deploy.cli.console import CONFIGS, progress_printer
 from deploy.cli.main import main
 from deploy.options import api_key, check_writable, server_url
@@ -87,16 +86,12 @@ BATCH = ["batch", "in", "out"]
         [*TRAIN, "--minutes", "nan"],
         [*TRAIN, "--learning-rate", "nan"],
         [*TRAIN, "--checkpoint-minutes", "inf"],
-        ["chaos", "--kill-every", "nan"],
-        ["chaos", "--minutes", "nan"],
-        ["load", "--seconds", "inf"],
-        ["load", "--calibrate", "nan"],
     ],
     ids=" ".join,
 )
 def test_a_number_beyond_use_is_refused(arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for module in (batch, reliability, serving):
+    for module in (batch, serving):
         monkeypatch.setattr(module, "served", started)
     reported = truespec(*arguments)
     assert reported.exit_code == 2 and f"Invalid value for '{arguments[-2]}'" in reported.output, reported.output
@@ -117,18 +112,7 @@ def work(*_: object, **__: object) -> Iterator[Any]:
     ("arguments", "option"),
     [
         (["demo"], "--json"),
-        (["chaos"], "--json"),
-        (["chaos"], "--page"),
-        (["load"], "--json"),
-        (["load"], "--page"),
-        (["bench-handoff"], "--json"),
-        (["bench", "--model", "/none"], "--json"),
-        (["bench", "--model", "/none"], "--markdown"),
-        (["bench", "--model", "/none"], "--plots"),
         ([*TRAIN], "--json"),
-        (["audit", "faults"], "--json"),
-        (["audit", "faults"], "--page"),
-        (["audit", "faults", "--outside"], "--page"),
         (["audit", "server", "http://127.0.0.1:9"], "--json"),
         (["audit", "server", "http://127.0.0.1:9"], "--html"),
         (["audit", "server", "http://127.0.0.1:9"], "--page"),
@@ -140,12 +124,9 @@ def work(*_: object, **__: object) -> Iterator[Any]:
 def test_a_file_that_cannot_be_written_is_reported_before_the_work(
     arguments: list[str], option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (batch, reliability, serving):
+    for module in (batch, serving):
         monkeypatch.setattr(module, "served", work)
-    monkeypatch.setattr(handoff, "bench_on_ray", started)
-    monkeypatch.setattr("deploy.faults.run.audit_mutants", started)
     monkeypatch.setattr("deploy.probes.command.audit_url", started)
-    monkeypatch.setattr("deploy.faults.outside.audit_faults", started)
     in_the_way = tmp_path / "file"
     in_the_way.write_text("")
     path = in_the_way / "out"

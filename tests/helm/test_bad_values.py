@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from deploy.tools.chart import ChartError, defaults
 from tests.support.chart import MINIMAL, merged, pod_templates, ray_pods, template
+from tools.chart import ChartError, defaults
 
 
 def engine(**fields: Any) -> dict[str, Any]:

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import yaml
 
-from deploy.tools.chart import EXAMPLES
 from tests.support.chart import (
     EXAMPLE_NAMES,
     MINIMAL,
@@ -18,6 +17,7 @@ from tests.support.chart import (
     run_config_check,
     template,
 )
+from tools.chart import EXAMPLES
 
 EXAMPLE_VALUES = {name: yaml.safe_load((EXAMPLES / f"{name}-values.yaml").read_text()) for name in EXAMPLE_NAMES}
 VLLM = {"vllm": {"enabled": True}}

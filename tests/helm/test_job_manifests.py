@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import yaml
 
-from deploy.tools.chart import ROOT
 from serve_app.app import build_app
 from serve_app.config.files import load_config
 from tests.support import crds, kubernetes
 from tests.support.command_lines import fault, in_shell
+from tools.chart import ROOT
 
 FOLDER = ROOT / "deploy" / "configs" / "jobs"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.yaml"))

@@ -17,9 +17,9 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from dashboards.build import server_files
-from deploy.tools.chart import ROOT
 from serve_app.config.files import load_config
 from tests.support.chart import example, of_kind, pod_templates
+from tools.chart import ROOT
 
 DOCKER = ROOT / "deploy" / "docker"
 # checkov is heavy and has an environment of its own: `make checkov`.

@@ -10,10 +10,10 @@ from click.testing import CliRunner
 
 from deploy.cli.console import CONFIGS
 from deploy.cli.main import main
-from deploy.tools.chart import ROOT
 from serve_app.config.app_config import AppConfig
 from serve_app.config.files import load_config, parse_args
 from tests.support.chart import MINIMAL, config_check_here, merged, one, ray_pods, serve_config, template
+from tools.chart import ROOT
 
 RECIPES = sorted((CONFIGS / "recipes").glob("*.yaml"))
 

@@ -18,7 +18,6 @@ from dashboards.alerts import ALERTS
 from dashboards.build import PAGES, dashboards
 from dashboards.recordings import RECORDINGS
 from dashboards.rules import rule_file
-from deploy.tools.chart import CHART, CHART_SCHEMA, generated, run_helm, schema, versioned
 from serve_app.app import build_app
 from serve_app.config.app_config import AppConfig
 from serve_app.config.files import load_config
@@ -41,6 +40,7 @@ from tests.support.chart import (
 )
 from tests.support.loops import for_each
 from tests.support.prometheus import part_of, promtool
+from tools.chart import CHART, CHART_SCHEMA, generated, run_helm, schema, versioned
 
 WITH_CLAIMS_ON_DEVICES = ("1.37.0",)
 SPREAD = merged(
@@ -196,7 +196,7 @@ each_render = for_each(NAMES)
 
 def test_generated_files_are_current() -> None:
     stale = [str(path) for path, text in generated() if not path.is_file() or path.read_text(encoding="utf-8") != text]
-    assert not stale, "run python -m deploy.tools.chart"
+    assert not stale, "run python -m tools.chart"
 
 
 def test_a_change_of_what_the_chart_installs_is_a_new_version(tmp_path: Path) -> None:
@@ -207,7 +207,7 @@ def test_a_change_of_what_the_chart_installs_is_a_new_version(tmp_path: Path) ->
         return str(yaml.safe_load((chart / "Chart.yaml").read_text())["version"])
 
     first = version()
-    assert versioned(CHART) == (CHART / "Chart.yaml").read_text(), "run python -m deploy.tools.chart"
+    assert versioned(CHART) == (CHART / "Chart.yaml").read_text(), "run python -m tools.chart"
     (chart / "README.md").write_text("changed")
     (chart / "ci" / "cpu-demo-values.yaml").write_text("{}")
     assert version() == first == version()

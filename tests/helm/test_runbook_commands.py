@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from deploy.tools.chart import CHART, run_helm
 from tests.support.chart import MINIMAL, merged
 from tests.support.fake_api_server import running_api_server
 from tests.support.runbook_shell import commands, run
+from tools.chart import CHART, run_helm
 
 SMALL = {"monitoring": {"dashboards": {"enabled": False}}, "configCheck": {"enabled": False}}
 SHOWN = {

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from deploy.tools.chart import CHART
 from deploy.watch.proxy import HEALTH
 from tests.support.fake_http import QuietHandler, serving
+from tools.chart import CHART
 
 TOKENS = 3
 

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import yaml
 
-from deploy.tools.chart import CHART, ROOT, ChartError, defaults, run_helm
 from tests.support.chart import (
     EXAMPLE_NAMES,
     MINIMAL,
@@ -26,6 +25,7 @@ from tests.support.chart import (
     template,
 )
 from tests.support.fake_api_server import FakeApiServer, running_api_server
+from tools.chart import CHART, ROOT, ChartError, defaults, run_helm
 
 VALUES = "helm/truespec/values.yaml"
 FIRST_VALUES = Path(__file__).parent / "values_of_the_first_chart.yaml"

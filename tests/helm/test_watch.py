@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import yaml
 
-from deploy.tools.chart import CHART, ROOT, ChartError
 from tests.support import kubernetes
 from tests.support.chart import MINIMAL, MONITORING, Object, merged, of_kind, one, pod_templates, template
 from tests.support.command_lines import fault
+from tools.chart import CHART, ROOT, ChartError
 
 URL = "http://vllm.models:8000"
 BESIDE = merged(MINIMAL, {"watch": {"enabled": True}})

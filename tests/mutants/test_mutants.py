@@ -1,6 +1,6 @@
 """Ten faults, put back, are caught by checks of the offline suite that the sound engine passes.
 
-The audit finds every known fault in a running engine (`tests/deploy/test_audit.py`). A service might never hear of
+The audit finds every known fault in a running engine (`tests/tools/test_faults.py`). A service might never hear of
 these ten: that takes a replay of an answer that shows them, the acceptance of an engine without the fault, or the rules
 of penalties, ends and seeds applied by other code than the engine's. Faults of verification are caught by the
 distribution of what it emits (`tests/speculative/test_joint_distribution.py`), those of the logprobs' form by their
@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from deploy.faults.mutants import MUTANTS
 from tests.support.mutant_checks import CHECKS, World
 from tests.support.tiny_models import write_tiny_model
+from tools.faults.mutants import MUTANTS
 
 CAUGHT_BY = {
     "F1 stale drafts near the length limit": "logprobs_hold_near_the_length_limit",

@@ -1,4 +1,4 @@
-"""`truespec chaos --kill-nodes` as a user runs it, with a tiny model."""
+"""`python -m tools.chaos --kill-nodes` as a user runs it, with a tiny model."""
 
 import json
 import subprocess
@@ -29,7 +29,7 @@ def test_no_answer_changes_when_a_whole_node_dies_and_comes_back(tmp_path: Path)
     config, figures, page = (tmp_path / name for name in ("app.yaml", "figures.json", "page.md"))
     config.write_text(yaml.safe_dump({"applications": [application]}))
     (port,) = free_ports(1)
-    command = [str(Path(sys.executable).with_name("truespec")), "chaos", "--config", str(config), "--port", str(port)]
+    command = [sys.executable, "-m", "tools.chaos", "--config", str(config), "--port", str(port)]
     command += ["--kill-nodes", "1", "--kill-every", "2", "--requests", "12", "--max-tokens", "1200"]
     command += ["--json", str(figures), "--page", str(page)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=1100)

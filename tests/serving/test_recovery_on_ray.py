@@ -14,14 +14,14 @@ import ray
 from ray import serve
 
 import serve_app.app
-from deploy.chaos.replicas import Killer, replica_pids
-from deploy.chaos.run import Strikes, run_chaos
-from deploy.chaos.streams import plan
 from serve_app.app import build_app
 from tests.support.faulty_services import hold_long_answers, slow_steps, with_fault
 from tests.support.gpu_probe import visible_gpus
 from tests.support.services import MODEL, Service, app_args, deployed, gauge_total, wait_for
 from tests.support.tiny_models import write_tiny_model
+from tools.chaos.replicas import Killer, replica_pids
+from tools.chaos.run import Strikes, run_chaos
+from tools.chaos.streams import plan
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(1200)]
 

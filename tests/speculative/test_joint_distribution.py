@@ -12,8 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from deploy.faults.mutants import MUTANTS
-from deploy.faults.toy import LikeliestDrafter, TableDrafter, engine_over
 from speculative.drafting.base import Drafter, DraftOutput, WeightlessDrafter
 from speculative.engine import EngineCore
 from speculative.request import Request, SamplingParams
@@ -22,6 +20,8 @@ from speculative.verification.base import VerifyInput
 from speculative.verification.draft_probs import Dense, PointMass
 from speculative.verification.token_wise import verify_token_wise
 from tests.support.markov_chain import sample, sigmas, worst_window
+from tools.faults.mutants import MUTANTS
+from tools.faults.toy import LikeliestDrafter, TableDrafter, engine_over
 
 V, LENGTH, COUNT, FIRST = 16, 7, 12_000, 3
 FEW = 4_000  # show most faults

@@ -13,7 +13,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from deploy.faults.toy import EvenAndOdd
 from serve_app.text.grammar import StructureCompiler
 from serve_app.text.tokenizer import Tokenizer
 from speculative.config import DrafterConfig
@@ -44,6 +43,7 @@ from tests.support.markov_chain import sample, worst_window
 from tests.support.tiny_heads import randomise, write_tiny_head, write_tiny_module
 from tests.support.tiny_models import write_tiny_model
 from tests.support.vocabulary import needs_kernels
+from tools.faults.toy import EvenAndOdd
 
 VOCAB_SIZE, EOS = 64, 2
 KINDS = ("eagle3", "mtp", "draft_model")

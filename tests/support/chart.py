@@ -13,8 +13,8 @@ import yaml
 from click.testing import CliRunner
 
 from deploy.cli.main import main
-from deploy.tools.chart import CHART, EXAMPLES, run_helm
 from tests.support.crds import LOADER
+from tools.chart import CHART, EXAMPLES, run_helm
 
 Object = dict[str, Any]
 EXAMPLE_NAMES = sorted(path.name.removesuffix("-values.yaml") for path in EXAMPLES.glob("*-values.yaml"))

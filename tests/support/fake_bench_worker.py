@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from deploy.bench.workers.channel import BatchOfPrompts, Meter, serve
+from tools.bench.workers.channel import BatchOfPrompts, Meter, serve
 
 
 class Fake:

@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from deploy.faults.toy import tiny_engine
 from speculative.config import DrafterConfig, EngineConfig
 from speculative.drafting.base import Drafter, DraftOutput, WeightlessDrafter
 from speculative.engine import EngineCore
 from speculative.request import Request, SamplingParams, TokenDelta
 from speculative.state.batch import Batch
 from speculative.verification.draft_probs import PointMass
+from tools.faults.toy import tiny_engine
 
 Install = Callable[[EngineCore], None]
 Check = Callable[["World"], None]

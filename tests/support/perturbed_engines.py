@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from deploy.faults.toy import LikeliestDrafter, TableDrafter, engine_over
-from deploy.faults.traffic import PLAIN, sampling
 from serve_app.backends.base import UNKNOWN_NUMERICS, Numerics, Replayed
 from serve_app.referee.answer import Answer
 from serve_app.referee.detectors import ReplicaWatch
@@ -21,6 +19,8 @@ from speculative.engine import EngineCore
 from speculative.request import Request, SamplingParams, TokenDelta
 from speculative.state.batch import Batch
 from speculative.verification.draft_probs import PointMass
+from tools.faults.toy import LikeliestDrafter, TableDrafter, engine_over
+from tools.faults.traffic import PLAIN, sampling
 
 VOCAB = 256
 MOST_DRAFTS = 3

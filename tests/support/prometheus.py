@@ -13,7 +13,7 @@ import httpx
 import pytest
 import yaml
 
-from deploy.chaos import prometheus
+from tools.chaos import prometheus
 
 
 def program(name: str) -> str:

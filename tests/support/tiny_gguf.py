@@ -11,8 +11,8 @@ from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter
 from gguf.quants import quantize
 from safetensors.torch import load_file
 
-from deploy.faults.tiny import SPECIAL_TOKENS
 from tests.support.tiny_models import CHAT_TEMPLATE, EOS_TOKEN_ID
+from tools.faults.tiny import SPECIAL_TOKENS
 
 _ALL_FLOAT: Mapping[str, GGMLQuantizationType] = MappingProxyType({})
 _GGUF_LAYER_NAMES = {

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from deploy.faults.tiny import write_tiny_tokenizer
+from tools.faults.tiny import write_tiny_tokenizer
 
 EOS_TOKEN_ID = 2
 CHAT_TEMPLATE = (

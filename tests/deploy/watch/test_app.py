@@ -11,13 +11,13 @@ import pytest
 import pytest_asyncio
 
 from deploy.exchange.exchanges import COMPLETIONS, Exchange, ExchangeBatch
-from deploy.faults.tiny import write_tiny_pair
 from deploy.run.replayers import ReplayerOptions, make_replayer
 from deploy.watch.app import referee_app
 from deploy.watch.referee import RefereeOptions
 from deploy.watch.run import running_referee
 from serve_app.referee.tolerance import Tolerance
 from speculative.request import Request
+from tools.faults.tiny import write_tiny_pair
 
 PROMPT, ANSWER = [5, 6, 7, 8], [20, 21, 22]
 SECRET = "the-clients-own-words"

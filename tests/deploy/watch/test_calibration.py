@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deploy.faults.tiny import write_tiny_pair
 from deploy.watch.calibration import Floats, calibrate
 from serve_app.referee.tolerance import Tolerance
 from serve_app.referee.transformers_model import TransformersModel
 from serve_app.text.tokenizer import Tokenizer
 from speculative.errors import ConfigError
 from tests.support.fake_http import QuietHandler, serving
+from tools.faults.tiny import write_tiny_pair
 
 PROMPTS = 16
 TOP = 20

@@ -11,8 +11,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from deploy.cli.main import main
-from deploy.faults.tiny import write_tiny_pair
 from serve_app.referee.transformers_model import TransformersModel
+from tools.faults.tiny import write_tiny_pair
 
 NUM_ROLLOUTS = 30
 

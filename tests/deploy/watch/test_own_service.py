@@ -9,9 +9,9 @@ import aiohttp
 import pytest
 
 from deploy.exchange.exchanges import COMPLETIONS
-from deploy.faults.served import TINY, FaultyServer
-from deploy.faults.tiny import write_tiny_pair
 from deploy.watch.proxy import ProxyOptions, running_proxy
+from tools.faults.served import TINY, FaultyServer
+from tools.faults.tiny import write_tiny_pair
 
 # What differs from one reply to the next, and how much of the prompt the cache had.
 _OWN = re.compile(rb'"(id|system_fingerprint)":"[^"]*"|"(created|cached_tokens)":\d+')

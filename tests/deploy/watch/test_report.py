@@ -15,7 +15,6 @@ import pytest
 from rich.console import Console
 
 from deploy.exchange.exchanges import COMPLETIONS, Exchange, ExchangeBatch
-from deploy.faults.tiny import write_tiny_tokenizer
 from deploy.watch.page import html_report
 from deploy.watch.referee import Referee, RefereeOptions
 from deploy.watch.report import FAIL_ON, conclusion, print_report
@@ -25,6 +24,7 @@ from serve_app.referee.strata import STRATA
 from serve_app.referee.tolerance import Tolerance
 from serve_app.telemetry.metric_names import REPLAY_ALARMS
 from speculative.request import ReplayedToken, Request
+from tools.faults.tiny import write_tiny_tokenizer
 
 P = {10: 0.9, 11: 0.1}
 BEGAN_AT = 1_700_000_000.0

@@ -11,7 +11,6 @@ import pytest_asyncio
 from deploy.exchange.answers import read_reply
 from deploy.exchange.exchanges import COMPLETIONS, Exchange
 from deploy.exchange.reported_alternatives import AlternativesReader
-from deploy.faults.tiny import write_tiny_pair
 from deploy.run.replayers import ReplayerOptions, make_replayer
 from deploy.watch.referee import Referee, RefereeOptions
 from deploy.watch.run import running_referee
@@ -20,6 +19,7 @@ from serve_app.referee.tolerance import Tolerance
 from serve_app.referee.verdicts import Verdict
 from serve_app.text.tokenizer import Tokenizer
 from speculative.request import Request, SamplingParams
+from tools.faults.tiny import write_tiny_pair
 
 PROMPT, ANSWER, NAMED = [5, 6, 7, 8], [20, 21, 22], [30, 31]
 Json = dict[str, Any]

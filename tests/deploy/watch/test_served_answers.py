@@ -9,12 +9,12 @@ import pytest
 
 from deploy.exchange.answers import Unreadable
 from deploy.exchange.exchanges import CHAT, COMPLETIONS, Exchange
-from deploy.faults.tiny import write_tiny_tokenizer
 from deploy.watch.served_answers import Answer, ExchangeReader
 from serve_app.backends.base import ModelInfo
 from serve_app.referee.client_demands import ClientDemands
 from serve_app.text.tokenizer import Tokenizer
 from speculative.errors import InvalidRequest
+from tools.faults.tiny import write_tiny_tokenizer
 
 EOS = 2
 

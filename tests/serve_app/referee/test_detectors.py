@@ -2,7 +2,6 @@
 
 import torch
 
-from deploy.faults.toy import TableDrafter, engine_over
 from serve_app.referee.answer import Answer
 from serve_app.referee.detectors import Alarm, ReplicaWatch, SeenToken
 from serve_app.referee.drift import TokenDrift
@@ -12,6 +11,7 @@ from speculative.drafting.base import NoDrafter
 from speculative.engine import EngineCore
 from speculative.request import Request, SamplingParams, TokenDelta
 from tests.support.referees import TOLERANCE
+from tools.faults.toy import TableDrafter, engine_over
 
 VOCAB_SIZE, NUM_DRAFTS, BATCH = 64, 3, 16
 PROMPT = (1, 2, 3)

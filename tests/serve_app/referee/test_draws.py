@@ -8,8 +8,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from deploy.faults.toy import table_engine
-from deploy.faults.traffic import PLAIN, sampling
 from serve_app.backends.base import Replayed
 from serve_app.referee.answer import Answer
 from serve_app.referee.draws import DrawResult, DrawTest, DrawTolerance, check_draws, placement_checks
@@ -20,6 +18,8 @@ from serve_app.referee.verdicts import Verdict
 from speculative.request import ReplayedToken, Request, SamplingParams, TokenKind
 from speculative.selfcheck.replayed_draws import DrawCheck
 from tests.support.referees import Court, EngineReplay, recorded, serve
+from tools.faults.toy import table_engine
+from tools.faults.traffic import PLAIN, sampling
 
 NUM_TOKENS = 256
 LOGPROBS = dataclasses.replace(PLAIN, logprobs=0)

@@ -5,8 +5,6 @@ from collections.abc import Callable
 
 import pytest
 
-from deploy.faults.mutants import MUTANTS
-from deploy.faults.toy import tiny_engine, tiny_weights
 from serve_app.backends.base import Numerics, Replayed
 from serve_app.referee.answer import Answer
 from serve_app.referee.judgement import Judge
@@ -17,6 +15,8 @@ from serve_app.referee.verdicts import Checked, Distribution, Verdict
 from speculative.engine import EngineCore
 from speculative.request import Request, SamplingParams, TokenDelta
 from tests.support.referees import TOLERANCE, EngineReplay
+from tools.faults.mutants import MUTANTS
+from tools.faults.toy import tiny_engine, tiny_weights
 
 KEPT = "F20 running requests keep the keys and values of old weights through an update"
 PROMPT = tuple(range(3, 23))

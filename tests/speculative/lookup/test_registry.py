@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import speculative.lookup
-from deploy.faults.toy import engine_over
 from serve_app.backends.vllm_parts.settings import check_settings
 from speculative.config import DrafterConfig, EngineConfig, drafter_kinds
 from speculative.drafting.weightless import make_weightless
@@ -25,6 +24,7 @@ from tests.support.changed_tree import changed_tree, run_in
 from tests.support.engines import NO_DRAFTS, assert_idle, run, tiny_engine
 from tests.support.markov_chain import sample, worst_window
 from tests.support.tiny_models import write_tiny_model
+from tools.faults.toy import engine_over
 
 MODULE = '''
 """Drafts again what came last."""
@@ -62,7 +62,7 @@ applications:
 IN_A_SERVICE = """
 import json, sys
 from deploy.run.reference import configuration_reference
-from deploy.tools.chart import schema
+from tools.chart import schema
 from serve_app.config.files import load_config
 from speculative.errors import ConfigError
 

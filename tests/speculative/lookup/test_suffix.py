@@ -14,7 +14,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deploy.faults.toy import engine_over
 from speculative.config import DrafterConfig, EngineConfig
 from speculative.drafting.weightless import LookupDrafter
 from speculative.engine import EngineCore
@@ -26,6 +25,7 @@ from speculative.state.sequence import Sequence
 from tests.support.engines import assert_idle, markov_engine, run, tiny_engine
 from tests.support.markov_chain import sample, sigmas, worst_window
 from tests.support.tiny_models import write_tiny_model
+from tools.faults.toy import engine_over
 
 Texts = list[list[int]]
 SMALL = {"kind": "suffix", "num_draft_tokens": 5, "suffix_depth": 4, "suffix_min_match": 1, "suffix_max_tokens": 60}

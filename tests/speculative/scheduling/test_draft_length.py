@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from deploy.faults.toy import TableDrafter, engine_over
 from speculative.config import DrafterConfig
 from speculative.drafting.base import Drafter, DraftOutput, WeightlessDrafter
 from speculative.engine import EngineCore
@@ -27,6 +26,7 @@ from speculative.verification.draft_probs import PointMass
 from tests.support.engines import assert_idle, run, tiny_engine
 from tests.support.markov_chain import sample, worst_window
 from tests.support.tiny_models import write_tiny_model
+from tools.faults.toy import TableDrafter, engine_over
 
 MOST = 4
 WIDTHS = (4, 2, 1, 1)

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from deploy.faults.toy import table_engine
 from speculative.drafting.base import DraftOutput
 from speculative.engine import EngineCore
 from speculative.errors import EngineFault
@@ -19,6 +18,7 @@ from speculative.step import sampler
 from speculative.verification.draft_probs import Dense
 from speculative.vocabulary.ops import VocabularyOps
 from tests.support.vocabulary import with_both_ops
+from tools.faults.toy import table_engine
 
 PARAMS = SamplingParams(max_tokens=24, ignore_eos=True, top_k=20, bad_words=((5,),))
 Break = Callable[[EngineCore, pytest.MonkeyPatch], None]

@@ -13,8 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from deploy.faults.toy import EvenAndOdd, table_engine, tiny_engine, tiny_weights
-from deploy.faults.traffic import FILTERED, PLAIN, mixed, sampling
 from speculative.config import DrafterConfig, EngineConfig
 from speculative.drafting.head_drafters import Eagle3DraftModel, MtpDraftModel
 from speculative.drafting.neural_drafter import ModelDrafter
@@ -31,6 +29,8 @@ from speculative.selfcheck.replayed_tokens import replayed_tokens
 from speculative.stats import DRAW_CHECKS
 from speculative.vocabulary.ops import TorchOps
 from tests.support.tiny_heads import randomise
+from tools.faults.toy import EvenAndOdd, table_engine, tiny_engine, tiny_weights
+from tools.faults.traffic import FILTERED, PLAIN, mixed, sampling
 
 NUM_TOKENS = 256
 STOPPING = replace(PLAIN, stop_token_ids=tuple(range(0, NUM_TOKENS, 8)))

@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from deploy.faults.toy import tiny_engine
-from deploy.faults.traffic import mixed
 from serve_app.referee.evidence import CalibrationTest
 from speculative.request import ReplayedToken, Request, SamplingParams
 from tests.support.engines import decoder_of, naive_logits
+from tools.faults.toy import tiny_engine
+from tools.faults.traffic import mixed
 
 PROMPT = tuple(3 + (7 * i) % 41 for i in range(20))
 

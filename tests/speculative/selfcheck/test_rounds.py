@@ -8,9 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from deploy.faults.mutants import MUTANTS
-from deploy.faults.toy import table_engine
-from deploy.faults.traffic import PLAIN, sampling
 from speculative.engine import EngineCore
 from speculative.kernels.bindings import Kernels
 from speculative.request import Request, SamplingParams
@@ -28,6 +25,9 @@ from speculative.verification.draft_probs import Dense, PointMass
 from speculative.verification.token_wise import verify_token_wise
 from speculative.vocabulary.ops import VocabularyOps
 from tests.support.vocabulary import with_both_ops
+from tools.faults.mutants import MUTANTS
+from tools.faults.toy import table_engine
+from tools.faults.traffic import PLAIN, sampling
 
 
 def serve(engine: EngineCore, num_positions: int, seed: int | None, params: SamplingParams = PLAIN) -> StepStats:

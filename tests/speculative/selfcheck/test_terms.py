@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from deploy.faults.toy import table_engine
 from speculative.request import Request, SamplingParams
 from speculative.sampling.probs import draw
 from speculative.selfcheck.eprocess import ROUNDING, STAKES
@@ -20,6 +19,7 @@ from speculative.verification.base import VerifyInput, residual
 from speculative.verification.draft_probs import Dense, DraftProbs, PointMass, SubVocabulary
 from speculative.vocabulary.ops import VocabularyOps
 from tests.support.vocabulary import with_both_ops
+from tools.faults.toy import table_engine
 
 V = 700  # more than a run of the sum over a part of the vocabulary, and not a multiple of it
 

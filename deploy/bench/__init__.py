@@ -1,1 +1,0 @@
-"""`truespec bench`: engines side by side in one run, on the same model, prompts and sampling."""

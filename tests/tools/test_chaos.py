@@ -1,0 +1,254 @@
+"""The chaos and load commands, as far as they need no cluster: what is asked, and how answers are judged."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+
+from deploy.exchange.answers import Choice, Reply
+from deploy.exchange.client import Attempt
+from deploy.exchange.exchanges import COMPLETIONS
+from deploy.run.processes import process_tree
+from serve_app.config.files import load_config, parse_args
+from serve_app.config.serve_file import ServeFile
+from speculative.errors import ConfigError
+from tests.support import fake_openai
+from tests.support.fake_openai import FakeOpenAI, failure
+from tools.chaos import replicas
+from tools.chaos.command import sizes_to_kill
+from tools.chaos.nodes import POOL_LABEL, NodeShape, one_node_a_replica
+from tools.chaos.page import write_chaos
+from tools.chaos.replicas import Killer, replica_pids
+from tools.chaos.run import ChaosFigures
+from tools.chaos.streams import ask_all, complete, differences, plan
+
+CONFIG = Path(__file__).parents[2] / "deploy" / "configs" / "resilient.yaml"
+
+
+def answered(error: str = "", **change: Any) -> Attempt:
+    choice = Choice(token_ids=[1, 2, 3, 4], logprobs=[-1.0] * 4, text="abc", finish_reason="length")
+    return Attempt(COMPLETIONS, {}, 200, Reply(choices={0: replace(choice, **change)}), error)
+
+
+CALM = answered()
+FIGURES = ChaosFigures(
+    requests=2, complete=2, identical=2, duplicated_tokens=0, missing_tokens=0, leaks=0, nodes=1, kills=1,
+    kills_by_deployment={"DecodeServer": 1}, nodes_killed=0, leaked={}, unpinned_objects=0, resumed=1,
+    prefill_failures=0, handoff_mib=3.5, handoff_transfer_ms=7.25, tokens=9, undisturbed_s=1.0, disturbed_s=2.0,
+    errors=[],
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "duplicated", "missing"),
+    [
+        ([1, 2, 3, 4], 0, 0),
+        ([1, 2, 3], 0, 1),
+        ([1, 2, 2, 3, 4], 1, 0),
+        ([1, 2, 9, 4], 0, 0),
+        ([3, 4], 0, 2),
+        ([], 0, 4),
+    ],
+)
+def test_lost_and_repeated_tokens_are_reported_apart(token_ids: list[int], duplicated: int, missing: int) -> None:
+    found = differences(CALM, answered(token_ids=token_ids))
+    assert (found.duplicated_tokens, found.missing_tokens) == (duplicated, missing)
+    assert found.identical == (token_ids == [1, 2, 3, 4])
+
+
+@pytest.mark.parametrize("change", [{"text": "ab"}, {"logprobs": [-1.0] * 3}, {"finish_reason": "stop"}])
+def test_the_same_tokens_are_not_all(change: dict[str, object]) -> None:
+    assert not differences(CALM, answered(**change)).identical
+
+
+def test_what_is_broken_off_is_not_complete() -> None:
+    assert complete(CALM)
+    assert not complete(answered(finish_reason=""))
+    assert not complete(answered("the server let go"))
+
+
+def test_the_plan_is_a_function_of_its_seed() -> None:
+    bodies = plan("m", 40, 3, 96)
+    assert bodies == plan("m", 40, 3, 96) != plan("m", 40, 4, 96)
+    assert all(body["reproducible"] and 24 <= body["max_tokens"] <= 96 for body in bodies)
+    assert len({body["seed"] for body in bodies}) == 40
+
+
+def test_only_pools_that_can_lose_a_replica_are_shot_at() -> None:
+    data = yaml.safe_load(CONFIG.read_text())
+    assert sizes_to_kill(load_config(CONFIG).application) == {"PrefillServer": 2, "DecodeServer": 2}
+    args = data["applications"][0]["args"]
+    args["pools"]["prefill"]["replicas"] = 1
+    assert sizes_to_kill(ServeFile.model_validate(data).application) == {"DecodeServer": 2}
+    args["pools"]["decode"]["replicas"] = 1
+    with pytest.raises(ConfigError, match="replicas"):
+        sizes_to_kill(ServeFile.model_validate(data).application)
+    args["recovery"]["resume"] = False
+    del args["pools"]["router"]
+    with pytest.raises(ConfigError, match=r"recovery\.resume"):
+        sizes_to_kill(ServeFile.model_validate(data).application)
+
+
+def test_each_replica_gets_a_node_and_the_head_is_left_alone() -> None:
+    data = yaml.safe_load(CONFIG.read_text())
+    args = data["applications"][0]["args"]
+    args["pools"]["decode"]["num_cpus"] = 0.5
+    data["applications"][0]["deployments"] = [{"name": "DecodeServer", "num_replicas": 3}]
+    placed, head, nodes = one_node_a_replica(ServeFile.model_validate(data))
+    assert head == NodeShape(0, {POOL_LABEL: "head"})
+    assert nodes == [NodeShape(1, {POOL_LABEL: "prefill"})] * 2 + [NodeShape(1, {POOL_LABEL: "decode"})] * 3
+    config = parse_args(placed.application.args.model_dump(exclude_unset=True))  # as the application is built from it
+    for name in config.pool_names:
+        assert config.pool(name).label_selector == {POOL_LABEL: name}
+        assert config.pool(name).num_cpus == 1, "a node has room for one replica"
+    assert config.pool("decode").replicas == 3
+    assert config.router is not None and config.router.label_selector == {POOL_LABEL: "head"}
+    args["pools"]["decode"]["num_gpus"] = 1
+    with pytest.raises(ConfigError, match=r"pools\.decode\.num_gpus is 1: .*--kill-nodes 0"):
+        one_node_a_replica(ServeFile.model_validate(data))
+
+
+def test_every_second_kill_is_a_whole_node_until_enough_have_died(monkeypatch: pytest.MonkeyPatch) -> None:
+    alive, killed, lost = {1, 2}, list[int](), list[int]()
+
+    def dies(where: list[int], pid: int) -> None:
+        where.append(pid)
+        alive.symmetric_difference_update({pid, pid + 2})  # another takes its place
+
+    monkeypatch.setattr(replicas, "replica_pids", lambda app, deployment: sorted(alive))
+    monkeypatch.setattr(replicas.os, "kill", lambda pid, number: dies(killed, pid))
+    killer = Killer("app", {"DecodeServer": 2}, seed=1, most_nodes=2, replace_node_of=lambda pid: dies(lost, pid))
+    order = []
+    for _ in range(6):
+        killer.kill("DecodeServer")
+        order.append((len(killed), len(lost)))
+    assert order == [(0, 1), (1, 1), (1, 2), (2, 2), (3, 2), (4, 2)]
+    assert (killer.kills, killer.nodes_killed) == ({"DecodeServer": 6}, 2)
+
+
+def test_all_below_a_process_is_found() -> None:
+    nested = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'print(end=str(1), flush=True); input()'])"
+    with subprocess.Popen([sys.executable, "-c", nested], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None and process.stdout is not None
+        assert process.stdout.read(1) == b"1"
+        found = process_tree(process.pid)
+        assert found[0] == process.pid and len(found) == 2
+        assert {os.getpid(), *found} <= {*process_tree(os.getpid())}
+        process.stdin.close()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"complete": 1}, {"identical": 1}, {"duplicated_tokens": 1}, {"missing_tokens": 1}, {"leaks": 1}],
+    ids=str,
+)
+def test_every_kind_of_damage_counts(change: dict[str, int]) -> None:
+    assert FIGURES.sound
+    assert not replace(FIGURES, **change).sound  # type: ignore[arg-type]
+
+
+def test_the_page_keeps_one_section_of_each_command_and_model(tmp_path: Path) -> None:
+    page = tmp_path / "docs" / "reliability.md"
+    write_chaos(page, FIGURES, "python -m tools.chaos", "tiny")
+    assert "| held with nobody there | nothing |" in page.read_text()
+    assert "| 3.5 MiB, 7.25 ms within the node |" in page.read_text()
+    write_chaos(page, replace(FIGURES, nodes=5, nodes_killed=1), "python -m tools.chaos --kill-nodes 1", "tiny")
+    leaky = replace(FIGURES, requests=77, leaks=1, leaked={"requests": 0.0, "pinned_objects": 3})
+    write_chaos(page, leaky, "python -m tools.chaos", "tiny")
+    text = page.read_text()
+    assert text.startswith("# Reliability")
+    assert text.count("<!-- chaos: tiny -->") == 1
+    assert text.count("<!-- chaos: tiny on 5 nodes -->") == text.count("| of them with their whole node | 1 |") == 1
+    assert "## Nodes killed under load: tiny on 5 nodes" in text and "7.25 ms from node to node" in text
+    assert "| held with nobody there | 3 pinned objects |" in text
+    assert "| requests | 77 |" in text
+    assert time.strftime("%Y-%m-%d") in text
+
+
+def test_figures_are_json() -> None:
+    reported = json.loads(json.dumps(FIGURES.as_dict()))
+    assert {"requests", "complete", "identical", "duplicated_tokens", "missing_tokens", "leaks", "kills"} <= set(
+        reported
+    )
+
+
+_TITLED = "print('.', end='', flush=True); input()"
+_STARTS_TWO = """
+import subprocess, sys
+code, app, session = sys.argv[1:]
+children = [subprocess.Popen([sys.executable, "-c", code, f"ray::ServeReplica:{app}:D"]) for _ in range(2)]
+[child.wait() for child in children]
+"""
+
+
+def test_replicas_are_those_of_our_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand-ins: two processes under a replica's title, and their parent, which like a raylet has its cluster's session
+    in its arguments."""
+    app = f"app-{tmp_path.name}"
+    monkeypatch.setattr(replicas.ray, "is_initialized", lambda: True)
+    command = [sys.executable, "-c", _STARTS_TWO, _TITLED, app, "session-1"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdin is not None and parent.stdout is not None
+        assert parent.stdout.read(2) == "..", "both run"
+        there = []
+        for session in ("session-1", "session-2"):
+            monkeypatch.setattr(replicas.global_worker, "node", SimpleNamespace(session_name=session))
+            there.append(len(replica_pids(app, "")))
+        parent.stdin.close()
+    assert there == [2, 0], "another cluster's application of the same name is not ours"
+
+
+# -- against a server that answers as a test says --------------------------------------------------------------------
+
+
+def streamed(*chunks: dict[str, object], end: str = "data: [DONE]\n\n") -> fake_openai.Reply:
+    """A stream of choices."""
+    return 200, {}, "".join(f"data: {json.dumps({'choices': [chunk]})}\n\n" for chunk in chunks) + end
+
+
+WHOLE = streamed(
+    {"text": "ab", "token_ids": [1, 2], "logprobs": {"token_logprobs": [-1, -2]}, "finish_reason": None},
+    {"text": "c", "token_ids": [3], "finish_reason": "length"},
+)
+
+
+def test_streams_are_read_to_their_end_and_refusals_asked_again() -> None:
+    server = FakeOpenAI(lambda prompt, times: failure(429, "full") if times == 1 and prompt == "later" else WHOLE)
+    with server.running():
+        bodies = [{"prompt": prompt, "stream": True} for prompt in ("now", "later")]
+        attempts = asyncio.run(ask_all(server.url, bodies, 2))
+    choices = [one.reply.first for one in attempts]
+    assert [(one.text, one.token_ids, one.logprobs) for one in choices] == [("abc", [1, 2, 3], [-1.0, -2.0])] * 2
+    assert all(map(complete, attempts))
+    assert server.asked == {"now": 1, "later": 2}
+
+
+def test_a_cluster_that_is_still_starting_ends_with_the_command(tmp_path: Path) -> None:
+    """On SIGTERM, too: it would go on without anybody who knows of it."""
+    code = (
+        "import subprocess, sys, time\n"
+        "from tools.chaos import nodes\n"
+        "def waiting(process, port, output):\n"
+        "    print(process.pid, output.parent, flush=True)\n"
+        "    time.sleep(60)\n"
+        "nodes._ray_start = lambda *_: subprocess.Popen(['sleep', '60'], start_new_session=True)\n"
+        "nodes._wait_until_it_listens = waiting\n"
+        "with nodes.local_cluster(nodes.NodeShape(1, {}), []):\n"
+        "    pass"
+    )
+    environment = os.environ | {"HOME": str(tmp_path)}  # Ray writes its token there
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        pid, folder = process.stdout.readline().split()
+        process.terminate()
+        process.wait(30)
+    assert not Path("/proc", pid).exists() and not Path(folder).exists()

@@ -1,0 +1,197 @@
+"""The workflows: they lint, ask for no more than they need, and their shell steps do what they say in a checkout."""
+
+import os
+import re
+import shutil
+import subprocess
+import sysconfig
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.support.workflow_steps import WORKFLOWS, Runner, checkout, workflow
+from tools.release import cut
+
+NAMES = sorted(path.stem for path in WORKFLOWS.glob("*.yml"))
+_SOURCE = "https://github.test/Some-Body/truespec"
+_WRITES = {  # job -> what it may do beside reading the checkout
+    ("images", "push"): {"packages"},
+    ("images", "publish"): {"packages", "id-token", "attestations"},
+    ("release", "images"): {"packages", "id-token", "attestations"},
+    ("release", "chart"): {"packages", "id-token", "attestations"},
+    ("release", "pypi"): {"id-token"},
+    ("release", "docs"): {"contents"},
+    ("release", "notes"): {"contents"},
+    ("docs", "publish"): {"contents"},
+}
+
+
+def actionlint(*files: Path) -> subprocess.CompletedProcess[str]:
+    scripts = sysconfig.get_path("scripts")
+    command = [f"{scripts}/actionlint", "-no-color", "-shellcheck", f"{scripts}/shellcheck", *map(str, files)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_they_lint() -> None:
+    done = actionlint(*WORKFLOWS.glob("*.yml"))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_linter_reads_the_scripts_too(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.yml"
+    steps = [{"run": "cat $UNQUOTED"}]
+    bad.write_text(yaml.safe_dump({"on": "push", "jobs": {"a": {"runs-on": "ubuntu-24.04", "steps": steps}}}))
+    assert "SC2086" in actionlint(bad).stdout
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_actions_are_pinned_to_a_commit_with_its_version_beside_it(name: str) -> None:
+    text = (WORKFLOWS / f"{name}.yml").read_text()
+    used = re.findall(r"uses: (.*)", text)
+    assert used
+    for action in used:
+        assert re.fullmatch(r"\./\.github/workflows/\w+\.yml|[\w./-]+@[0-9a-f]{40}  # v\d+\.\d+\.\d+", action), action
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_job_may_do_what_it_needs_and_no_more(name: str) -> None:
+    described = workflow(name)
+    assert described["permissions"] == {} and "concurrency" in described
+    for job, settings in described["jobs"].items():
+        writes = {scope for scope, level in settings["permissions"].items() if level == "write"}
+        assert writes == _WRITES.get((name, job), set()), f"{name}.yml, {job}"
+        assert "uses" in settings or settings["timeout-minutes"] <= 120
+
+
+def test_no_owner_is_named() -> None:
+    for name in NAMES:
+        assert not re.search(r"ghcr\.io/\w", (WORKFLOWS / f"{name}.yml").read_text())
+
+
+def test_nothing_is_published_before_versions_and_checks() -> None:
+    jobs = workflow("release")["jobs"]
+
+    def before(job: str) -> set[str]:
+        needs = jobs[job].get("needs", [])
+        direct = {needs} if isinstance(needs, str) else set(needs)
+        return direct.union(*(before(one) for one in direct))
+
+    for job, settings in jobs.items():
+        if "write" in settings["permissions"].values():
+            assert {"version", "checks"} <= before(job), job
+
+
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory: pytest.TempPathFactory) -> Runner:
+    """In a checkout of a release that was just cut."""
+    tree = checkout(tmp_path_factory.mktemp("release") / "tree")
+    changelog = tree / "CHANGELOG.md"
+    changelog.write_text(changelog.read_text().replace("## [Unreleased]\n", "## [Unreleased]\n\n- News.\n", 1))
+    cut("9.8.7", tree)
+    values = {
+        "needs.version.outputs.registry": "ghcr.io/some-body",
+        "needs.version.outputs.version": "9.8.7",
+        "github.server_url": "https://github.test",
+        "github.repository": "Some-Body/truespec",
+        "github.ref_name": "v9.8.7",
+        "inputs.version": "9.8",
+    }
+    environment = {
+        "GITHUB_REF_NAME": "v9.8.7",
+        "GITHUB_REPOSITORY": "Some-Body/truespec",
+        "GITHUB_REPOSITORY_OWNER": "Some-Body",
+        "GITHUB_SERVER_URL": "https://github.test",
+    }
+    return Runner(tree, values, environment)
+
+
+def test_the_version_is_compared_with_the_tag(runner: Runner) -> None:
+    outputs = runner.run("release", "version", "Compare the versions with the tag")
+    assert outputs == {"version": "9.8.7", "series": "9.8", "registry": "ghcr.io/some-body"}
+
+
+def test_the_notes_are_the_changelogs(runner: Runner) -> None:
+    runner.run("release", "notes", "Write the notes")
+    assert (runner.tree / "notes.md").read_text().startswith("- News.\n")
+
+
+def test_the_chart_is_packaged_with_the_images_that_are_published(runner: Runner) -> None:
+    runner.run("release", "chart", "Package the chart")
+    with tarfile.open(runner.tree / "dist" / "truespec-9.8.7.tgz") as archive:
+        inside: dict[str, Any] = {
+            name: yaml.safe_load(archive.extractfile(f"truespec/{name}") or b"")
+            for name in ("Chart.yaml", "values.yaml")
+        }
+        names = set(archive.getnames())
+    chart = inside["Chart.yaml"]
+    assert {"truespec/LICENSE", "truespec/values.schema.json", "truespec/dashboards/rules.yaml"} <= names
+    assert inside["values.yaml"]["image"]["repository"] == "ghcr.io/some-body/truespec"
+    rule = inside["values.yaml"]["monitoring"]["prometheusRule"]
+    assert rule["runbookUrl"] == "https://github.test/Some-Body/truespec/blob/v9.8.7/docs/runbooks.md"
+    assert (chart["version"], chart["appVersion"], chart["home"]) == ("9.8.7", "9.8.7", _SOURCE)
+    images = {one["image"] for one in yaml.safe_load(chart["annotations"]["artifacthub.io/images"])}
+    jobs = workflow("images")["jobs"]
+    tagged = {one["target"]: one["suffix"] for one in jobs["publish"]["strategy"]["matrix"]["include"]}
+    suffixes = set(tagged.values())
+    for job in ("build", "push"):
+        assert jobs[job]["strategy"]["matrix"] == {"target": list(tagged), "arch": ["amd64", "arm64"]}
+    assert images == {f"ghcr.io/some-body/truespec:9.8.7{suffix}" for suffix in suffixes}
+
+
+def test_the_documentation_is_built_strictly_and_kept_by_version(runner: Runner) -> None:
+    runner.run("docs", "publish", "Build, strictly")
+    page = (runner.tree / "build" / "site" / "jobs" / "index.html").read_text()
+    assert f'href="{_SOURCE}/blob/v9.8.7/deploy/configs/jobs/batch.yaml"' in page and 'href="../detection/"' in page
+    runner.run("docs", "publish", "Commit as a version")
+    listed = subprocess.run(
+        ["git", "ls-tree", "--name-only", "gh-pages"], cwd=runner.tree, capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert {"9.8", "latest", "index.html", "versions.json"} <= set(listed)
+
+
+def test_a_link_that_leads_nowhere_stops_the_documentation(runner: Runner, tmp_path: Path) -> None:
+    shutil.copytree(runner.tree, tmp_path / "tree", symlinks=True)
+    broken = Runner(tmp_path / "tree", runner._values, runner._environment)
+    with (broken.tree / "docs" / "faq.md").open("a") as page:
+        page.write("\n[nowhere](quickstart.md#nowhere)\n")
+    with pytest.raises(AssertionError, match="does not contain an anchor"):
+        broken.run("docs", "publish", "Build, strictly")
+
+
+def test_the_images_of_both_processors_come_under_one_tag(tmp_path: Path) -> None:
+    """With a docker that writes down its arguments, and knows the digest of the tag."""
+    (tmp_path / "docker").write_text('#!/bin/sh\necho "$*" >> "$SAID"\ncase "$*" in *inspect*) echo sha256:cc;; esac\n')
+    (tmp_path / "docker").chmod(0o755)
+    (tmp_path / "tree" / "digests").mkdir(parents=True)
+    for digest in ("aa", "bb"):
+        (tmp_path / "tree" / "digests" / digest).touch()
+    image = "ghcr.io/some-body/truespec"
+    values = {
+        "inputs.registry": "ghcr.io/some-body",
+        "env.IMAGE": image,
+        "inputs.version": "9.8.7",
+        "matrix.suffix": "-cpu",
+    }
+    found = {"SAID": str(tmp_path / "said"), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    outputs = Runner(tmp_path / "tree", values, found).run(
+        "images", "publish", "Put the images of both processors under one tag"
+    )
+    create, inspect = (tmp_path / "said").read_text().splitlines()
+    assert create == f"buildx imagetools create --tag {image}:9.8.7-cpu {image}@sha256:aa {image}@sha256:bb"
+    assert f"inspect {image}:9.8.7-cpu" in inspect and outputs == {"digest": "sha256:cc"}
+
+
+def test_dependabot_looks_where_pins_are() -> None:
+    configured = yaml.safe_load((WORKFLOWS.parent / "dependabot.yml").read_text())
+    looked = {(update["package-ecosystem"], update["directory"]) for update in configured["updates"]}
+    assert looked == {
+        ("github-actions", "/"),
+        ("docker", "/deploy/docker"),
+        ("docker-compose", "/deploy/docker"),
+        ("pip", "/"),
+    }
+    for _, directory in looked - {("github-actions", "/")}:
+        assert (WORKFLOWS.parents[1] / directory.strip("/")).is_dir()

@@ -1,0 +1,125 @@
+"""The figures as tables: on a terminal, and as a section of a Markdown page."""
+
+import os
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+
+from rich.console import Console, Group
+
+from deploy.reports import markdown, terminal
+from deploy.reports.markdown import write_section
+from deploy.reports.model import ReportTable
+from deploy.reports.provenance import describe
+from tools.bench.figures import MeasuredAcceptance, SpeedRow, memory, rows, steps
+from tools.bench.rounds import BenchResult
+
+_HEAD = """# Benchmarks
+
+Every section below was written by the command that stands in it (`python -m tools.bench --markdown FILE`), with the
+day and the machine.
+"""
+
+
+def tables(found: BenchResult) -> list[ReportTable]:
+    """All tables of a run; those with nothing in them are left out."""
+    own_tools = [
+        (one.engine, str(one.case), f"{one.here:.1f}", f"{one.own:.1f}", f"{one.share:.2f}") for one in found.own_tools
+    ]
+    engines = [
+        (engine, f"{resident:.0f} MiB", f"{peak:.0f} MiB", ", ".join(map(" ".join, found.versions[engine].items())))
+        for engine, (resident, peak) in memory(found).items()
+    ]
+    made = [
+        *_speed_tables(found),
+        *_step_tables(found),
+        _table(
+            "Other engines here and in their own benchmark tools",
+            ("engine", "case", "tokens/s here", "tokens/s by its own tool", "ratio"),
+            own_tools,
+        ),
+        _table("Memory of each engine's processes", ("engine", "resident", "peak", "versions"), engines),
+        _table(
+            "Left out",
+            ("engine", "why, and how to get it"),
+            [(one.name, one.reason.splitlines()[0]) for one in found.left_out],
+        ),
+    ]
+    return [table for table in made if table.rows]
+
+
+def write_markdown(found: BenchResult, path: Path, section: str, plots: Sequence[Path] = ()) -> None:
+    """Put the section into the page: in the place of the one of that name, or at its end."""
+    write_section(path, "bench", section, _markdown(found, section, path, plots), head=_HEAD)
+
+
+def print_report(found: BenchResult, console: Console) -> None:
+    """Print all tables and where they come from."""
+    console.print(Group(*map(terminal.table, tables(found)), describe(found.provenance)))
+
+
+def _markdown(found: BenchResult, section: str, path: Path, plots: Sequence[Path]) -> str:
+    parts = [f"## {section}\n", f"`{found.provenance['command']}`\n", f"{describe(found.provenance)}\n"]
+    parts += [f"{table.title}\n\n{markdown.table(table)}\n" for table in tables(found)]
+    for plot in plots:
+        if plot.suffix == ".png":  # on a ground of its own, light or dark
+            file = Path(os.path.relpath(plot.resolve(), path.parent.resolve())).as_posix()
+            parts.append(f"![Bars: tokens a second of each engine ({plot.stem})]({file})\n")
+    return "\n".join(parts)
+
+
+def _table(title: str, columns: Sequence[str], lines: Sequence[tuple[str, ...]]) -> ReportTable:
+    return ReportTable(title, columns, lines, numbers=range(1, len(columns)), whole=(0,))
+
+
+def _speed_tables(found: BenchResult) -> list[ReportTable]:
+    """One table a case."""
+    what = {
+        "decode": "tokens a second after the first token",
+        "whole": "tokens a second of the whole batch",
+        "first-token": "tokens of the prompts a second, until the first token",
+        "prefix-hit": "tokens of prompts that were answered just before a second, until the first token",
+    }[found.plan.measure]
+    made = []
+    for case, group in groupby(rows(found), key=lambda row: row.case):
+        lines = list(group)
+        against = next((row.ratio.against for row in lines if row.ratio is not None), "")
+        ratio = f"ratio to {against}" if against else "ratio"
+        drafts = ("accepted length", "acceptance by position")
+        columns = ("engine", "tokens/s", "from ... to", ratio, "first token", *drafts, "same text")
+        title = f"{case}: {what} (n = {max(row.speed.num_samples for row in lines)})"
+        made.append(_table(title, columns, [_speed_line(row) for row in lines]))
+    return made
+
+
+def _speed_line(row: SpeedRow) -> tuple[str, ...]:
+    speed, ratio = row.speed, row.ratio
+    return (
+        row.engine,
+        f"{speed.median:.1f}",
+        f"{speed.low:.1f} ... {speed.high:.1f}",
+        "" if ratio is None else f"{ratio.median:.2f} ({ratio.low:.2f} ... {ratio.high:.2f})",
+        f"{row.first_token_s * 1e3:.0f} ms",
+        *_acceptance_cells(row.acceptance),
+        "" if row.agreement is None else f"{row.agreement:.0%}",
+    )
+
+
+def _acceptance_cells(found: MeasuredAcceptance | None) -> tuple[str, str]:
+    if found is None:
+        return "", ""
+    return f"{found.length:.2f}", " ".join(f"{share:.2f}" for share in found.per_position)
+
+
+def _step_tables(found: BenchResult) -> list[ReportTable]:
+    """One table a case."""
+    columns = ("engine", "step", "target", "drafter", "vocabulary", "checks", "overhead")
+    made = []
+    for case, group in groupby(steps(found), key=lambda step: step.case):
+        lines = []
+        for step in group:
+            parts = (step.target_ms, step.drafter_ms, step.vocabulary_ms, step.checks_ms, step.other_ms)
+            shares = (f"{part:.1f} ms, {part / step.total_ms:.1%}" for part in parts)
+            lines.append((step.engine, f"{step.total_ms:.1f} ms", *shares))
+        made.append(_table(f"{case}: where the time of our steps goes", columns, lines))
+    return made

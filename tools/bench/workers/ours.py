@@ -1,0 +1,89 @@
+"""Our engine, without a server around it."""
+
+import os
+import time
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from serve_app.versions import version_of
+from speculative.config import DrafterConfig, EngineConfig
+from speculative.engine import EngineCore, resolve_device
+from speculative.errors import EngineFault
+from speculative.model.config import ModelConfig
+from speculative.model.loading import choose_weights
+from speculative.request import Request, SamplingParams
+from speculative.warm_up import warm_up
+from speculative.weights import load_weights
+from tools.bench.workers.channel import BatchOfPrompts, Meter, serve
+from tools.bench.workers.profiling import Profile
+
+
+class Ours:
+    """Engines on this process's main thread, by name, one at a time. They share the target's weights."""
+
+    max_streams: int | None = None
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        folder = Path(settings["model"])
+        model, decoder = ModelConfig.from_folder(folder), None
+        self._engines: dict[str, EngineCore] = {}
+        for name, own in settings["engines"].items():
+            config = EngineConfig(**own["engine"], drafter=DrafterConfig(**own["drafter"]))
+            torch.set_num_threads(config.num_threads)
+            device = resolve_device(config.device)
+            loaded = load_weights(folder, config, device, decoder=decoder)
+            decoder = loaded.decoder
+            engine = EngineCore(decoder, model, config, loaded.fingerprint, draft_model=loaded.draft_model)
+            warm_up(engine)
+            self._engines[name] = engine
+        weights = choose_weights(config.quantization, folder, dtype=config.dtype, device=device)
+        self._names = (f"bench-{number}" for number in count())
+        self.versions = {"truespec": version_of("truespec"), "torch": torch.__version__}
+        self.versions["weights"] = weights or config.dtype
+
+    def run(self, ask: BatchOfPrompts) -> dict[str, Any]:
+        """Add all, step until all are done."""
+        engine = self._engines[ask.engine]
+        params = SamplingParams(max_tokens=ask.max_tokens, temperature=ask.temperature, ignore_eos=True)
+        streams: dict[str, int] = {}
+        meter = Meter(len(ask.prompts))
+        for stream, prompt in enumerate(ask.prompts):
+            request = Request(next(self._names), tuple(prompt), params, seed=ask.seed * len(ask.prompts) + stream)
+            streams[request.request_id] = stream
+            engine.add(request)
+        profile, waiting = None, set(streams)
+        while engine.has_work:
+            if ask.profile and profile is None and not waiting:
+                profile = Profile(engine)
+            deltas = engine.step()
+            at = time.perf_counter()
+            for delta in deltas:
+                if delta.error is not None:
+                    raise EngineFault(delta.error)
+                waiting.discard(delta.request_id)
+                meter.emit(streams[delta.request_id], delta.token_ids, at)
+        sample = meter.sample() | _counts(engine)
+        if profile is not None:
+            sample["step"] = profile.end()
+        return sample
+
+    def processes(self) -> list[int]:
+        """This one."""
+        return [os.getpid()]
+
+
+def _counts(engine: EngineCore) -> dict[str, Any]:
+    stats = engine.take_stats()
+    return {
+        "rounds_with_drafts": stats.num_drafts,
+        "drafted_per_position": stats.drafted_per_position,
+        "accepted_per_position": stats.accepted_per_position,
+        "num_steps": stats.num_steps,
+    }
+
+
+if __name__ == "__main__":
+    serve(Ours)
