@@ -54,7 +54,7 @@ def compile_ahead(folder: Path, config: EngineConfig, capability: int) -> Counte
         graphs = engine.graphs
         assert graphs is not None
         graphs.capture_all()
-        for bucket in (graphs.buckets.largest, min(graphs.buckets)) if graphs.judges else ():
+        for bucket in (graphs.buckets.largest, min(graphs.buckets)):
             graphs.judge.prepare(bucket, Extras(edits=EditSizes()))
         _run_prompt(engine, weights)
     return launches

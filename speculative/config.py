@@ -20,7 +20,7 @@ _log = logging.getLogger("truespec.config")
 
 CPU_CACHE_TOKENS = 16384  # of the KV cache, where nothing else is set
 
-VerifierName = Literal["token_wise", "block", "coupled"]
+VerifierName = Literal["token_wise", "coupled"]
 WeightsName = Literal["auto", "bfloat16", "w16a16", "float32", "w4a8", "fp8"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 

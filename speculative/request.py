@@ -44,7 +44,7 @@ class Round(NamedTuple):
     each of them, float32; None where they are deterministic. last_prob: q of the token that replaced a sampled draft.
     """
 
-    verifier: Literal["token_wise", "block", "coupled", "vllm"]
+    verifier: Literal["token_wise", "coupled", "vllm"]
     num_tokens: int
     num_drafted: int = 0
     drafts: tuple[int, ...] = ()
@@ -56,18 +56,16 @@ class Draw(NamedTuple):
     """The draw of one token of a scoring request, to be made again.
 
     rule: `bonus` = from p by inverse CDF; `residual` = so from p without the rejected draft; `recovered` = so from
-    (share p - q)+, where the drafter that sampled the rejected draft is there to compute q again; `noise` = the largest
+    (p - q)+, where the drafter that sampled the rejected draft is there to compute q again; `noise` = the largest
     log p + Gumbel noise; `vllm_noise` = the same with vLLM's noise (`selfcheck.vllm_draws`); `none` = it was not drawn
     here (an accepted draft), or not from p and q alone. round_start: tokens before its round; with the offset, the rule
     and the request's seed it names the random number. rejected: the draft that was rejected there, -1 = none.
-    accepted_probs: q of the drafts before it, on which the share of p depends in block verification; () = share 1.
     """
 
     rule: Literal["bonus", "residual", "recovered", "noise", "vllm_noise", "none"]
     round_start: int
     offset: int
     rejected: int = -1
-    accepted_probs: tuple[float, ...] = ()
 
 
 class Speculation(enum.StrEnum):
@@ -309,16 +307,16 @@ class Redrawn(NamedTuple):
 
     miss: nats by which the logits would have to move for the draw to give this token, in standard deviations of 1 nat
     on each logit, before the temperature; 0 where it does. loose: the same where tokens near an edge of the filters may
-    be on either side of it. rejected_probability: p of `Draw.rejected`. coins: the uniforms in (0, 1) that decide on
-    the draft at its offset, and at the next. rejected_draft_probability: q of `Draw.rejected`, where q was computed
-    again. bounds, rejected_bounds: the least and the most that p of the token and of `Draw.rejected` may be with the
-    tokens near an edge on either side of it. temperature: the request's; a nat on a logit moves log p by its inverse.
+    be on either side of it. rejected_probability: p of `Draw.rejected`. coin: the uniform in (0, 1) that decides on the
+    draft at its offset. rejected_draft_probability: q of `Draw.rejected`, where q was computed again. bounds,
+    rejected_bounds: the least and the most that p of the token and of `Draw.rejected` may be with the tokens near an
+    edge on either side of it. temperature: the request's; a nat on a logit moves log p by its inverse.
     """
 
     miss: float = 0.0
     loose: float = 0.0
     rejected_probability: float = 0.0
-    coins: tuple[float, float] = (0.5, 0.5)
+    coin: float = 0.5
     rejected_draft_probability: float | None = None
     bounds: tuple[float, float] = (0.0, 1.0)
     rejected_bounds: tuple[float, float] = (0.0, 1.0)

@@ -50,7 +50,6 @@ DRAW_CHECKS = {
     "draft": "an accepted token is the draft that was offered, and one that replaced a draft is another",
     "accepted": "the coin of an accepted draft is below p / q",
     "rejected": "the coin of a rejected draft is not below p / q",
-    "block": "the coins of block verification succeed as far as the drafts were accepted, and not further",
     "choice": "the token of a reproducible request has the highest log p plus noise",
 }
 """Checks of a draw that a replay makes again."""

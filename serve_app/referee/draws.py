@@ -186,5 +186,5 @@ def check_draws(num_tokens: int, checks: Sequence[DrawCheck], found: Sequence[Dr
         before = results[check.token_index]
         results[check.token_index] = result if before is None else max(result, before, key=order.index)
     worst = sorted((check for check in checks if check.miss > 0), key=lambda check: -check.miss)[:_KEPT_WORST]
-    reason = "" if None not in results else "they end a round that was cut short, or were accepted in one (block)"
+    reason = "" if None not in results else "they end a round that was cut short"
     return DrawsChecked(tuple(results), tuple(worst), reason)

@@ -1,8 +1,7 @@
 """A whole decoding step in captured graphs: the drafter's loop, the target, the verdict, and one copy to the host.
 
-Entries that no graph can hold run eagerly, with the same distribution: prompts, all of a step with more edits of logits
-than there is room for, and block verification, which has no kernels. Their forward pass is replayed still
-(`GraphRunner`)."""
+Entries that no graph can hold run eagerly, with the same distribution: prompts, and all of a step with more edits of
+logits than there is room for. Their forward pass is replayed still (`GraphRunner`)."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -107,7 +106,6 @@ class GraphStep:
         prepare = operators.prepare(config.block_size, 0)
         self.runner = GraphRunner(decoder, cache, target, prompts, self.buckets, prepare)
         self._vocab_size = decoder.config.vocab_size
-        self.judges = config.verifier != "block"
         edits = LogitEdits(self.buckets.largest, self._vocab_size, decoder.device, operators.edit)
         self.judge = VerifyGraph(decoder, self.buffers, self._draft_model, config, self.capturer, edits, operators)
         self._drafts_on_host = LateCopy(self.buffers.drafts.tokens)
@@ -134,7 +132,7 @@ class GraphStep:
 
     def _takes(self, entry: Entry) -> bool:
         sequence, num_known, max_drafts, samples = entry
-        if not self.judges or not samples or num_known > 1 or sequence.scored_positions or not follows(sequence):
+        if not samples or num_known > 1 or sequence.scored_positions or not follows(sequence):
             return False
         # A repeated passage's q is a point mass, that of others is not.
         return not (max_drafts and self._neural is not None and self._neural.length.repeated(sequence))
@@ -235,8 +233,7 @@ class GraphStep:
         self.runner.prompts.capture_all()
         for bucket in self.buckets:
             self.runner.target.prepare(bucket)
-            if self.judges:
-                self.judge.prepare(bucket)
+            self.judge.prepare(bucket)
         if self.loop is not None and self._catch_up is not None:
             for bucket in self.buckets:
                 self._catch_up.prepare(bucket)

@@ -234,12 +234,6 @@ class Kernels:
         self._terms.argtypes = [c_void_p] * 8
         self._draw = library.truespec_draw
         self._draw.argtypes = [c_int64, c_int64, c_void_p, c_void_p, c_void_p]
-        self._draw_residual = library.truespec_draw_residual
-        self._draw_residual.argtypes = [
-            *(c_int64, c_int64, c_void_p, c_void_p, c_void_p),
-            *(c_void_p, c_int64, c_void_p, c_int64, c_void_p),
-            *(c_void_p, c_void_p),
-        ]
         self._uniforms = library.truespec_uniforms
         self._uniforms.argtypes = [c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p]
         self._ways = (c_int64 * NUM_WAYS).in_dll(library, "truespec_ways")
@@ -257,7 +251,7 @@ class Kernels:
         self._choose = library.truespec_choose
         self._choose.argtypes = [c_int64, c_int64, *[c_void_p] * 4, c_int64, c_void_p, c_int64]
         self._choose.restype = None
-        for function in (self._draft_layer, self._draft_round, self._distributions, self._draw, self._draw_residual):
+        for function in (self._draft_layer, self._draft_round, self._distributions, self._draw):
             function.restype = None
         self._uniforms.restype = None
         self._filter.restype = None
@@ -465,32 +459,6 @@ class Kernels:
         distributions, uniforms = distributions.contiguous(), uniforms.contiguous()
         tokens = torch.empty(distributions.shape[0], dtype=torch.int64)
         self._draw(*distributions.shape, distributions.data_ptr(), uniforms.data_ptr(), tokens.data_ptr())
-        return tokens
-
-    def draw_residual(
-        self,
-        target: tuple[Tensor, Tensor, Tensor],
-        draft: tuple[Tensor, Tensor | None, Tensor],
-        uniforms: Tensor,
-    ) -> Tensor:
-        """One token [E] int64 of each distribution (share p - q)+, or of p where nothing is left of it.
-
-        Args:
-            target: p [R, V]; which of its rows [E] int64; their shares [E] float32.
-            draft: q [D, W]; the tokens of its columns, [1, W] or [E, W] int64, None = all; which of its rows [E] int64,
-                -1 = none.
-            uniforms: [E] float64.
-        """
-        (p, rows, shares), (q, ids, q_rows) = target, draft
-        p, q, ids = p.contiguous(), q.contiguous(), None if ids is None else ids.contiguous()
-        stride = 0 if ids is None or len(ids) == 1 else ids.shape[1]
-        kept = [part.contiguous() for part in (rows, shares, q_rows, uniforms)]
-        tokens = torch.empty(rows.shape[0], dtype=torch.int64)
-        self._draw_residual(
-            *(rows.shape[0], p.shape[1], p.data_ptr(), kept[0].data_ptr(), kept[1].data_ptr()),
-            *(q.data_ptr(), q.shape[1], None if ids is None else ids.data_ptr(), stride, kept[2].data_ptr()),
-            *(kept[3].data_ptr(), tokens.data_ptr()),
-        )
         return tokens
 
     def verify(

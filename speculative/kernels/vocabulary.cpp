@@ -202,11 +202,11 @@ int64_t draw_row(const float* distribution, int64_t size, double uniform, std::v
 
 namespace {
 
-// What share x distribution leaves beside q, whose columns stand for the tokens `ids` (null = all of them),
+// What a distribution leaves beside q, whose columns stand for the tokens `ids` (null = all of them),
 // unnormalised; the distribution itself where nothing is left. left: [size].
-const float* residual_row(const float* distribution, int64_t size, float share, const float* q, int64_t width, const int64_t* ids,
+const float* residual_row(const float* distribution, int64_t size, const float* q, int64_t width, const int64_t* ids,
                           float* left) {
-    for (int64_t i = 0; i < size; ++i) left[i] = share * distribution[i];
+    std::copy_n(distribution, size, left);
     if (ids) {
         for (int64_t w = 0; w < width; ++w) left[ids[w]] = std::max(left[ids[w]] - q[w], 0.0f);
     } else {
@@ -297,8 +297,8 @@ struct VerifyStep {
     const float* residual(int64_t row, float* left) const {
         if (!judged(row)) return distribution(row);
         const float one = 1.0f;
-        if (!q) return residual_row(distribution(row), size, 1.0f, &one, 1, &drafts[row], left);
-        return residual_row(distribution(row), size, 1.0f, draft_probs(row), width, ids, left);
+        if (!q) return residual_row(distribution(row), size, &one, 1, &drafts[row], left);
+        return residual_row(distribution(row), size, draft_probs(row), width, ids, left);
     }
 };
 
@@ -573,26 +573,6 @@ void truespec_filter(int64_t count, int64_t size, float* logits, const int64_t* 
 void truespec_draw(int64_t num_rows, int64_t size, const float* distributions, const double* uniforms, int64_t* tokens) {
     std::vector<double> runs;
     for (int64_t r = 0; r < num_rows; ++r) tokens[r] = draw_row(distributions + r * size, size, uniforms[r], runs);
-}
-
-// One token of each residual distribution (share p - q)+, or of p where nothing is left of it. Row rows[e] of p [.,
-// size] stands against row q_rows[e] of q [., width]; -1 = q is 0. `ids` are the tokens of q's columns, entry after
-// entry ids_stride apart; null = width is size.
-void truespec_draw_residual(int64_t count, int64_t size, const float* p, const int64_t* rows, const float* shares,
-                            const float* q, int64_t width, const int64_t* ids, int64_t ids_stride, const int64_t* q_rows,
-                            const double* uniforms, int64_t* tokens) {
-    std::vector<double> runs;
-    float* left = workspace().scores.at_least(size);
-    for (int64_t e = 0; e < count; ++e) {
-        const float* distribution = p + rows[e] * size;
-        if (q_rows[e] < 0) {
-            tokens[e] = draw_row(distribution, size, uniforms[e], runs);
-            continue;
-        }
-        const int64_t* own = ids ? ids + e * ids_stride : nullptr;
-        const float* rest = residual_row(distribution, size, shares[e], q + q_rows[e] * width, width, own, left);
-        tokens[e] = draw_row(rest, size, uniforms[e], runs);
-    }
 }
 
 // Token-wise verification: of each entry the leading drafts that survive, the token behind them, and the chances of the

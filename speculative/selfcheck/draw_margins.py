@@ -24,7 +24,6 @@ from speculative.kernels.bindings import Kernels
 from speculative.request import Draw, Redrawn, Request, SamplingParams
 from speculative.sampling.probs import SamplingRows, temperature_of
 from speculative.sampling.rng import Purpose, noise_uniforms, uniforms
-from speculative.selfcheck.replayed_draws import log_share
 from speculative.selfcheck.vllm_draws import token_numbers, uniforms_of
 
 _FURTHER_NATS = 2.0  # of log p; what lies further below the nucleus cannot enter it
@@ -86,11 +85,8 @@ def redraw(
             miss, loose = _by_uniform(row, drawn[0])
         elif draw.rule == "residual":
             miss, loose = _by_uniform(row, drawn[1], draw.rejected)
-        elif draw.rule == "recovered" and index in drafter and index >= len(draw.accepted_probs):
-            # The share depends on all drafts accepted in the round. Where the round began before these n tokens, their
-            # rows are not here, and the draw stays unchecked.
-            accepted = rows[index - len(draw.accepted_probs) : index]
-            miss, loose = _by_residual(row, drafter[index], drawn[1], _log_ratios(accepted, draw.accepted_probs))
+        elif draw.rule == "recovered" and index in drafter:
+            miss, loose = _by_residual(row, drafter[index], drawn[1])
             of_draft = float(drafter[index].probs[draw.rejected])
         elif draw.rule == "noise":
             miss, loose = _by_noise(row, _noise_at(request.seed, draw.round_start + draw.offset, len(row.probs), host))
@@ -103,7 +99,7 @@ def redraw(
                 miss * temperature,
                 loose * temperature,
                 rejected,
-                (drawn[2], drawn[3]),
+                drawn[2],
                 of_draft,
                 row.bounds(row.token),
                 row.bounds(draw.rejected),
@@ -170,9 +166,9 @@ def _near(edges: _Edges | None, token: int) -> bool:
 
 
 def _uniforms_of(draws: Sequence[Draw], seed: int, host: Kernels | None) -> list[list[float]]:
-    """[n, 4] for a bonus token, for the residual, and for the coins at the draw's offset and the next."""
-    uses = ((Purpose.BONUS, 0), (Purpose.RESIDUAL, 0), (Purpose.COIN, 0), (Purpose.COIN, 1))
-    keys = [(seed, draw.round_start, draw.offset + ahead, use) for draw in draws for use, ahead in uses]
+    """[n, 3] for a bonus token, for the residual, and for the coin."""
+    uses = (Purpose.BONUS, Purpose.RESIDUAL, Purpose.COIN)
+    keys = [(seed, draw.round_start, draw.offset, use) for draw in draws for use in uses]
     drawn: list[list[float]] = uniforms(*np.array(keys, np.uint64).T, kernels=host).reshape(-1, len(uses)).tolist()
     return drawn
 
@@ -194,17 +190,9 @@ def _by_uniform(row: _Row, uniform: float, without: int = -1) -> tuple[float, fl
     return _of_interval(row, probs, uniform, moves, (row.edges,))
 
 
-def _by_residual(row: _Row, draft: Distributions, uniform: float, log_ratios: Sequence[float]) -> tuple[float, float]:
-    """The miss of a draw by inverse CDF from (share p - q)+, and the loose one.
-
-    Args:
-        draft: that the rejected draft was sampled from.
-        log_ratios: log p / q of the drafts accepted before it, as far as the share depends on them.
-    """
-    share = log_share(log_ratios)
-    if share == -math.inf:  # an accepted draft lies outside of a filter: its own check reports it
-        return 0.0, 0.0
-    p, q, token = row.probs * math.exp(share), draft.probs, row.token
+def _by_residual(row: _Row, draft: Distributions, uniform: float) -> tuple[float, float]:
+    """The miss of a draw by inverse CDF from (p - q)+, q of `draft`, and the loose one."""
+    p, q, token = row.probs, draft.probs, row.token
     if not p[token] > 0:
         return math.inf, 0.0 if _near(row.edges, token) else math.inf
     residual = (p - q).clamp(min=0)
@@ -212,12 +200,10 @@ def _by_residual(row: _Row, draft: Distributions, uniform: float, log_ratios: Se
         return 0.0, 0.0
 
     def moves(at: float, first_above: int) -> float:
-        # The logits behind p, those behind q, and those of the accepted drafts have noise of their own: three
-        # independent parts.
+        # The logits behind p and those behind q have noise of their own: two independent parts.
         weights = torch.where(p > q * _NEARLY, -at, 0.0).double()
         weights[:first_above] = torch.where(p[:first_above] > q[:first_above] * _NEARLY, 1 - at, 0.0).double()
-        of_share = len(log_ratios) * float(weights @ p.double()) ** 2  # it moves all of p together
-        return math.sqrt(math.exp(2 * share) * _variance(row.probs, weights) + _variance(q, weights) + of_share)
+        return math.sqrt(_variance(p, weights) + _variance(q, weights))
 
     (of_draft,) = _edges_of(Distributions(*(part[None] for part in draft)), row.request)
     miss, loose = _of_interval(row, residual, uniform, moves, (row.edges, of_draft))
@@ -226,14 +212,6 @@ def _by_residual(row: _Row, draft: Distributions, uniform: float, log_ratios: Se
     # Nothing is left of the token here: log p and log q have to come so much closer before any uniform gives it.
     apart = math.log(q[token] / p[token])
     return max(miss, apart), 0.0 if _near(of_draft, token) else max(loose, apart)
-
-
-def _log_ratios(accepted: Sequence[_Row], draft_probs: Sequence[float]) -> list[float]:
-    """log p / q of accepted drafts; q as it was served."""
-    return [
-        math.log(p / q) if (p := float(row.probs[row.token])) > 0 < q else -math.inf
-        for row, q in zip(accepted, draft_probs, strict=True)
-    ]
 
 
 def _variance(probs: Tensor, weights: Tensor) -> float:

@@ -2,23 +2,22 @@
 
     Round      what the engine that answers reports of a round: its verifier, the drafts that were judged, their q
     Draw       how a replay draws one token of the answer again: by which rule, with which random numbers
-    Redrawn    what the replay reports of it: by how much its logits miss the token; its coins, p of the rejected draft
+    Redrawn    what the replay reports of it: by how much its logits miss the token; its coin, p of the rejected draft
     DrawCheck  one decision about the token, and the nats by which it misses
 
 `Rounds` makes the draws of the rounds, `selfcheck.draw_margins` makes them again from the replayed logits, and
 `Rounds.check` makes the checks; what rounding may explain of a miss is decided by the referee.
 
 Every random number is a function of (seed, round start, offset, purpose), so whoever knows the rounds and p can repeat
-each decision. With p replayed, u and coins recomputed, x a draft and q what it was sampled from:
+each decision. With p replayed, u and coin recomputed, x a draft and q what it was sampled from:
 
     interval   F(y - 1) < u <= F(y)                   first, bonus and undrafted tokens; F of p
     residual   the same, F of p without x              what replaced a deterministic draft
     support    p(y) > q(y)                             what replaced a sampled draft
-    recovered  F(y - 1) < u <= F(y), F of (p - q)+     the same, where q was computed again; block: of (rho p - q)+
+    recovered  F(y - 1) < u <= F(y), F of (p - q)+     the same, where q was computed again
     draft      y is the draft that was accepted, or is not the one that was rejected (deterministic drafts, coupled)
     accepted   coin <= p(x) / q(x)                     token-wise
     rejected   coin > p(x) / q(x)                      token-wise
-    block      coin < h_tau, last coin >= h_n          block verification, where h follows from what is known
     choice     y = argmax(log p + noise)               coupled, and vLLM without drafts
 
 Sources: the verifiers (`speculative.verification`). A check that fails misses by so many nats, which are those of the
@@ -26,7 +25,7 @@ logits before the temperature: what rounding moves.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal, NamedTuple
@@ -133,8 +132,7 @@ def _draw(place: _Place) -> Draw:
         known = place.round.draft_probs
         if known is None:
             return Draw("residual", place.start, place.offset, place.rejected)
-        accepted = known[: place.offset] if place.round.verifier == "block" else ()
-        return Draw("recovered", place.start, place.offset, place.rejected, accepted)
+        return Draw("recovered", place.start, place.offset, place.rejected)
     return Draw("none" if place.kind is TokenKind.ACCEPTED else "bonus", place.start, place.offset)
 
 
@@ -151,16 +149,12 @@ def _checks_of(place: _Place, rows: Sequence[ReplayedToken]) -> Iterator[DrawChe
     if place.kind is TokenKind.ACCEPTED:
         yield from _checks_of_accepted(place, row, again)
         return
-    share = _Share()
-    if one.verifier == "block":
-        share = _Share.before(place, rows)
-        yield from _block_coins(place, again, share)
-    elif place.kind is TokenKind.RECOVERED:
-        reserve = math.log(again.coins[0]) + _log_q(one, place.offset)
+    if place.kind is TokenKind.RECOVERED:
+        reserve = math.log(again.coin) + _log_q(one, place.offset)
         rejected = again.rejected_probability, again.rejected_bounds[0]
         yield _checked(place, again, "rejected", *(reserve - _log(p) for p in rejected))
     if place.kind is TokenKind.RECOVERED and one.draft_probs is not None:
-        strict, loose = share.log + _log(_probability(row)), share.most + _log(again.bounds[1])
+        strict, loose = _log(_probability(row)), _log(again.bounds[1])
         yield _checked(place, again, "support", strict - _log(one.last_prob), loose - _log(one.last_prob))
         if (q := again.rejected_draft_probability) is not None:
             served = _log_q(one, place.offset)
@@ -172,8 +166,8 @@ def _checks_of(place: _Place, rows: Sequence[ReplayedToken]) -> Iterator[DrawChe
 
 
 def _checks_of_accepted(place: _Place, row: ReplayedToken, again: Redrawn) -> Iterator[DrawCheck]:
-    if place.round.verifier == "token_wise" and not _contradicts_draft(place):
-        log_q, log_coin = _log_q(place.round, place.offset), math.log(again.coins[0])
+    if not _contradicts_draft(place):
+        log_q, log_coin = _log_q(place.round, place.offset), math.log(again.coin)
         ways = _probability(row), again.bounds[1]
         yield _checked(place, again, "accepted", *(_log_ratio(p, log_q) - log_coin for p in ways))
 
@@ -185,56 +179,6 @@ def _contradicts_draft(place: _Place, *, greedy: bool = False) -> bool:
         return place.token != place.round.drafts[place.offset]
     by_another = greedy or place.round.verifier == "coupled" or place.round.draft_probs is None
     return by_another and place.token == place.rejected
-
-
-def log_share(log_ratios: Iterable[float]) -> float:
-    """log of rho in block verification, behind accepted drafts of which these are log p / q."""
-    share = 0.0
-    for ratio in log_ratios:
-        share = min(0.0, share + ratio)
-    return share
-
-
-class _Share(NamedTuple):
-    """rho of block verification at the last draft that a round reached.
-
-    log: its logarithm.
-    least: the smallest logarithm, with the tokens near an edge of the filters on either side of it.
-    most: the largest.
-    """
-
-    log: float = 0.0
-    least: float = 0.0
-    most: float = 0.0
-
-    @classmethod
-    def before(cls, place: _Place, rows: Sequence[ReplayedToken]) -> "_Share":
-        """Behind the drafts that were accepted before a place."""
-        accepted = rows[place.token_index - place.offset : place.token_index]
-        bounds = [(0.0, 1.0) if own.redrawn is None else own.redrawn.bounds for own in accepted]
-        each = (map(_probability, accepted), [least for least, _ in bounds], [most for _, most in bounds])
-        qs = [_log_q(place.round, offset) for offset in range(place.offset)]
-        return cls(*(log_share(_log_ratio(p, q) for p, q in zip(probs, qs, strict=True)) for probs in each))
-
-
-def _block_coins(place: _Place, again: Redrawn, share: _Share) -> Iterator[DrawCheck]:
-    """The coin that succeeded, and the one after it if it was the last: what others failed at is not known."""
-    one, is_last = place.round, place.offset == place.round.num_drafted
-    strict = again.rejected_probability
-    if place.offset > 0 and (is_last or one.draft_probs is None):
-        ways = (share.log, strict), (share.most, again.rejected_bounds[0])
-        passes = [rho if is_last else _log(_survival(math.exp(rho), rejected)) for rho, rejected in ways]
-        yield _checked(place, again, "block", *(passed - math.log(again.coins[0]) for passed in passes))
-    if place.offset + 1 == one.num_drafted:
-        ways = (share.log, strict), (share.least, again.rejected_bounds[0])
-        passes = [min(0.0, rho + _log(rejected) - _log_q(one, place.offset)) for rho, rejected in ways]
-        yield _checked(place, again, "block", *(math.log(again.coins[1]) - passed for passed in passes))
-
-
-def _survival(share: float, of_rejected: float) -> float:
-    """h of block verification before a deterministic draft."""
-    mass = share * (1 - of_rejected)
-    return mass / (mass + 1 - share) if mass + 1 - share > 0 else 1.0
 
 
 def _checked(place: _Place, again: Redrawn, kind: str, strict: float, loose: float) -> DrawCheck:

@@ -8,11 +8,11 @@ the row behind the last draft,
 
     lag_b    b now, times the sign of b then
     lag_g    the same of g
-    coin     2 u - 1                                        token-wise, every round, also one without drafts
+    coin     2 u - 1                                        every round, also one without drafts
 
 The sign was known before anything of the round was drawn, so lagged terms find random numbers that are used again in a
-later round, which no marginal mean shows. In token-wise verification u decides nothing: however many drafts there are,
-it is uniform, unless whoever stopped drafting looked at it.
+later round, which no marginal mean shows. u decides nothing: however many drafts there are, it is uniform, unless
+whoever stopped drafting looked at it.
 """
 
 from dataclasses import replace
@@ -32,20 +32,17 @@ _ENOUGH = 4  # numbers that end alike
 _STAKES = np.array(STAKES)[:, None]
 
 
-def contradicted(
-    step_input: StepInput, num_accepted: Int64s, rows: Float64s, uniforms: Float64s, verifier: str
-) -> Bools:
+def contradicted(step_input: StepInput, num_accepted: Int64s, rows: Float64s, uniforms: Float64s) -> Bools:
     """[E] the entries of which a draft was accepted or rejected, or the last token drawn, against its random number.
 
     Args:
         step_input: of the step. num_accepted: [E].
         rows: [3, R], as in `Terms`.
         uniforms: [2, R] the step's accept and sample uniforms.
-        verifier: token_wise or block, of the entries that are not coupled.
     """
     chance, below, own = rows
     accept, sample = uniforms
-    succeeded = _succeeded(step_input, num_accepted, verifier)
+    succeeded = _succeeded(step_input, num_accepted)
     wrong = np.where(succeeded, accept > chance + DRAW_ROUNDING, accept < chance - DRAW_ROUNDING)  # NaN is neither
     wrong |= (sample < below - DRAW_ROUNDING) | (sample > below + own + DRAW_ROUNDING)
     found = np.zeros(len(step_input.sampled_entries), np.bool_)
@@ -100,7 +97,6 @@ def with_round_terms(
     num_accepted: Int64s,
     accept_uniforms: Float64s,
     counted: Bools,
-    verifier: str,
     last_signs: list[Float64s],
 ) -> Terms:
     """The terms with those of `ROUND_CHECKS`, and without the rows that they were made of.
@@ -109,14 +105,13 @@ def with_round_terms(
         terms: of the step, with its rows.
         step_input: of the step. num_accepted: [E]. accept_uniforms: [R].
         counted: [E] whose terms count; none of an entry that the coupled verifier judges.
-        verifier: token_wise or block.
         last_signs: per entry, [2, offsets] of its last round that was checked: b's and g's, 0 = none yet. Those of
             this round are written over them.
     """
     assert terms.rows is not None
     chance, below, own = terms.rows
     place = np.where(abs(2 * below + own - 1) <= EQUAL, 0.0, 2 * below + own - 1)
-    values = np.stack([_succeeded(step_input, num_accepted, verifier) - chance, place])  # [2, R]
+    values = np.stack([_succeeded(step_input, num_accepted) - chance, place])  # [2, R]
     entries, offsets = step_input.verify_entries, step_input.offsets
     signs = np.stack(last_signs)  # [E, 2, offsets]
     kept = offsets < signs.shape[2]  # a longer round's other rows take no part
@@ -129,15 +124,14 @@ def with_round_terms(
         signs[entries[drawn], which, offsets[drawn]] = np.sign(values[which][drawn])
     for kept_signs, of_entry in zip(last_signs, signs, strict=True):
         kept_signs[:] = of_entry
-    undecided = counted[entries] & (step_input.drafts < 0) & (verifier == "token_wise")
+    undecided = counted[entries] & (step_input.drafts < 0)
     found.append(_sums(2 * accept_uniforms[undecided] - 1))
     return replace(terms, checks=(*terms.checks, *ROUND_CHECKS), sums=np.concatenate([terms.sums, found]), rows=None)
 
 
-def _succeeded(step_input: StepInput, num_accepted: Int64s, verifier: str) -> Bools:
+def _succeeded(step_input: StepInput, num_accepted: Int64s) -> Bools:
     """[R] whether the row's accept uniform succeeded, where it decided something."""
-    reached = num_accepted[step_input.verify_entries]
-    found: Bools = step_input.offsets == reached if verifier == "block" else step_input.offsets < reached
+    found: Bools = step_input.offsets < num_accepted[step_input.verify_entries]
     return found
 
 

@@ -261,6 +261,6 @@ def round_terms(
     step = VerifyInput(probs=probs, draft_probs=draft_probs, **{**known, "drafts": drafts})
     last = emitted.gather(1, num_accepted.clamp(min=0)[:, None])[:, 0]
     verified = VerifyOutput(num_accepted, last, probs.new_zeros(len(counts), dtype=torch.float64))
-    scope = TermScope("token_wise", torch.tensor(counted, device=device))
+    scope = TermScope(torch.tensor(counted, device=device))
     at_rows = torch.where(known["offsets"] < num_accepted[entries], drafts, last[entries]).clamp(min=0)
     return take_terms(step, verified, at_rows, scope).to_host()

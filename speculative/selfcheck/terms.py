@@ -6,7 +6,6 @@ sum(p^2), each Z lies within [-1, 1] and has conditional mean 0:
     a        A - alpha                                      token-wise, where the round came
     a_prime  min(1, p(x)/q(x)) - alpha                      every sampled draft
     b        A - min(1, p(x)/q(x))                          token-wise, where the round came
-             1[tau = i] - h_i, from the last draft down     block: the accept uniforms up to the first that succeeded
     c        min(1, q(y)/p(y)) - alpha                      what is emitted where something was drafted
     d        p(y) - S_p                                     all that is emitted
     e        q(x) - S_q                                     every sampled draft
@@ -17,8 +16,7 @@ sum(p^2), each Z lies within [-1, 1] and has conditional mean 0:
 The coupled verifier chooses x and y with one noise, so it has no a, b, f, g; and since a position that is drafted again
 sees its noise again, its drafts count only where the round came. Of a tree of drafts only d is left: which of them is
 judged depends on what the target chose. Deterministic drafts (point masses) leave a = b = c and make a_prime and e
-vanish. In block verification the terms of a round are taken together: how far it comes depends
-on all of its accept uniforms, and the mean is 0 over the round as a whole.
+vanish.
 
 Nothing is taken where the outcome is as good as certain (`LEAST_SPREAD`, `LEAST_RESIDUAL`): it follows from p and q
 alone, before anything is drawn from them, and what is left of such a term is rounding. Where a term is certain for
@@ -30,7 +28,7 @@ The chances are computed here from p and q, not taken from the verifier that is 
 
 import functools
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,7 +38,6 @@ from torch.nn import functional
 from speculative.selfcheck.eprocess import ROUNDING, STAKES
 from speculative.state.batch import Terms
 from speculative.verification.base import VerifyInput, VerifyOutput, residual
-from speculative.verification.block import running_ratio, survival
 from speculative.verification.draft_probs import Candidates, Dense, PointMass, SubVocabulary
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
@@ -59,13 +56,11 @@ EQUAL = 4e-6  # two numbers that differ by this share of the greater are equal b
 class TermScope:
     """The part of a step that the terms are taken of.
 
-    verifier: of the entries that are not coupled.
     counted: [E] bool, entries whose terms count: chosen before anything of the step was drawn.
     coupled: [E] bool, entries that the coupled verifier judges; None where it judges none.
     all_coupled: it is known to judge all of them.
     """
 
-    verifier: Literal["token_wise", "block"]
     counted: Tensor
     coupled: Tensor | None = None
     all_coupled: bool = False
@@ -107,7 +102,7 @@ def take_terms(step: VerifyInput, verified: VerifyOutput, emitted: Tensor, scope
         counts = counts & ~coupled
     rows = torch.full((3, len(emitted)), torch.nan, dtype=torch.float64, device=emitted.device)
     if not scope.all_coupled:
-        of_rejection, rows = _of_rejection(step, verified, emitted, facts, scope.verifier)
+        of_rejection, rows = _of_rejection(step, verified, emitted, facts)
         for name, (values, where) in of_rejection.items():
             found[name] = (values, where & counts)
         if scope.coupled is not None:
@@ -165,28 +160,20 @@ def _of_distributions(step: VerifyInput, facts: _Facts, *, chosen_twice: bool) -
 
 
 def _of_rejection(
-    step: VerifyInput, verified: VerifyOutput, emitted: Tensor, facts: _Facts, verifier: str
+    step: VerifyInput, verified: VerifyOutput, emitted: Tensor, facts: _Facts
 ) -> tuple[dict[str, tuple[Tensor, Tensor]], Tensor]:
     """The terms of rejection sampling, and where they hold; and the rows of `Terms`."""
-    found = _of_distributions(step, facts, chosen_twice=verifier == "token_wise")
-    rho = torch.ones_like(facts.overlap)
-    if verifier == "token_wise":
-        accepted, chance = facts.accepted.to(facts.overlap.dtype), facts.chance
-        asked = step.judged & facts.reached
-        found["a"] = (accepted - facts.overlap, asked & _is_undecided(facts.overlap))
-    else:
-        rho = running_ratio(step)
-        chance = survival(step, rho)
-        accepted = (step.offsets == verified.num_accepted[step.entries]).to(rho.dtype)
-        asked = (step.offsets > 0) & (step.offsets >= verified.num_accepted[step.entries])
-    if verifier == "block" or not isinstance(step.draft_probs, PointMass):
-        found["b"] = (accepted - chance, asked & _is_undecided(chance))
+    found = _of_distributions(step, facts, chosen_twice=True)
+    accepted, asked = facts.accepted.to(facts.overlap.dtype), step.judged & facts.reached
+    found["a"] = (accepted - facts.overlap, asked & _is_undecided(facts.overlap))
+    if not isinstance(step.draft_probs, PointMass):
+        found["b"] = (accepted - facts.chance, asked & _is_undecided(facts.chance))
     last = facts.reached & ~facts.accepted
     if isinstance(step.draft_probs, PointMass):
         of_last, where, place = _of_chosen(step, verified, emitted, facts, last)
     else:
-        of_last, where, place = _of_drawn(step, verified, emitted, rho, last)
-    rows = torch.stack([chance, *place]).double()
+        of_last, where, place = _of_drawn(step, verified, emitted, last)
+    rows = torch.stack([facts.chance, *place]).double()
     return found | of_last, torch.where(torch.stack([asked, where, where]), rows, torch.nan)
 
 
@@ -195,12 +182,12 @@ Place = tuple[Tensor, Tensor]
 
 
 def _of_drawn(
-    step: VerifyInput, verified: VerifyOutput, emitted: Tensor, rho: Tensor, last: Tensor
+    step: VerifyInput, verified: VerifyOutput, emitted: Tensor, last: Tensor
 ) -> tuple[dict[str, tuple[Tensor, Tensor]], Tensor, Place]:
     """f and g; `last`: [R] bool, the last row that each round came to. Then where the place is known, and the place."""
     rows = step.first_rows + verified.num_accepted
     q = step.q_at(rows)
-    left = residual(rho[rows, None] * step.probs[rows], q)
+    left = residual(step.probs[rows], q)
     total = left.sum(dim=-1, keepdim=True)
     distribution = left / total
     y = emitted[rows, None]

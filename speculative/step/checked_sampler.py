@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from itertools import compress
-from typing import Literal
 
 import numpy as np
 import torch
@@ -42,7 +41,6 @@ class CheckedSampler:
     def __init__(self, config: EngineConfig, sampler: Sampler, self_check: SelfCheck) -> None:
         self.sampler = sampler
         self.self_check = self_check
-        self._verifier: Literal["token_wise", "block"] = "block" if config.verifier == "block" else "token_wise"
 
     def sample(
         self,
@@ -91,7 +89,7 @@ class CheckedSampler:
         counted, terms = self.self_check.counted(step_input.sampled_entries, checked=checked), None
         if checked:
             of_whom = torch.from_numpy(coupled).to(device) if coupled.any() else None
-            scope = TermScope(self._verifier, torch.from_numpy(counted).to(device), of_whom, bool(coupled.all()))
+            scope = TermScope(torch.from_numpy(counted).to(device), of_whom, bool(coupled.all()))
             terms = ops.take_terms(given, verified, token_ids, scope).to_host()
         return DeviceChecks(broken.cpu().numpy(), counted, terms)
 
@@ -153,7 +151,7 @@ class CheckedSampler:
         random numbers give."""
         assert terms.rows is not None
         coupled = self.sampler.coupled(step_input)
-        wrong = contradicted(step_input, verdicts.num_accepted, terms.rows, rows.uniforms, self._verifier)
+        wrong = contradicted(step_input, verdicts.num_accepted, terms.rows, rows.uniforms)
         if verdicts.draft_probs is not None and verdicts.mass_before is not None:
             by_noise = coupled[step_input.verify_entries]
             of_drafts = np.where(by_noise, np.nan, [verdicts.mass_before, verdicts.draft_probs])
@@ -166,9 +164,7 @@ class CheckedSampler:
                 ]
         scope = counted & ~coupled
         signs = self.self_check.last_signs(step_input.sampled_entries)
-        terms = with_round_terms(
-            terms, step_input, verdicts.num_accepted, rows.uniforms[0], scope, self._verifier, signs
-        )
+        terms = with_round_terms(terms, step_input, verdicts.num_accepted, rows.uniforms[0], scope, signs)
         return terms, results
 
 

@@ -62,8 +62,7 @@ class Sampler:
         self.eos_token_ids = eos_token_ids
         self._mode = config.logprobs_mode
         self._device = device
-        verifiers = {"token_wise": ops.verify_token_wise, "block": ops.verify_block, "coupled": verify_coupled}
-        self.verify: Verifier = verifiers[config.verifier]
+        self.verify: Verifier = ops.verify_token_wise  # of the entries that are not coupled
         self._all_coupled = config.verifier == "coupled"
         self._rows = LastRows()
 

@@ -129,9 +129,6 @@ class VerifyOutput:
 Verifier = Callable[[VerifyInput], VerifyOutput]
 """Decides which drafts survive, so that what is emitted follows the target's distribution."""
 
-DrawLast = Callable[[VerifyInput, Tensor, Tensor | None], Tensor]
-"""Signature of `draw_last`."""
-
 
 def residual(probs: Tensor, draft_probs: Tensor) -> Tensor:
     """The distribution after a rejection, up to a factor: (p - q)+, [E, V]; p where nothing is left of it but rounding.
@@ -142,16 +139,14 @@ def residual(probs: Tensor, draft_probs: Tensor) -> Tensor:
     return torch.where(left.sum(dim=-1, keepdim=True) > 0, left, probs)
 
 
-def draw_last(step: VerifyInput, rows: Tensor, shares: Tensor | None = None) -> Tensor:
+def draw_last(step: VerifyInput, rows: Tensor) -> Tensor:
     """[E] the token after the accepted drafts, from the residual distribution of each entry's row.
 
     Args:
         step: what is verified.
         rows: [E] int64, the row that each entry came to.
-        shares: [E] the factor on p in the residual, for block verification; None = 1.
     """
-    probs = step.probs[rows] if shares is None else shares[:, None] * step.probs[rows]
-    return draw(residual(probs, step.q_at(rows)), step.sample_uniforms[rows])
+    return draw(residual(step.probs[rows], step.q_at(rows)), step.sample_uniforms[rows])
 
 
 def round_probs(step: VerifyInput, verified: VerifyOutput, *, places: bool) -> tuple[Tensor, Tensor, Tensor | None]:

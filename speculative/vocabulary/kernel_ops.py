@@ -1,7 +1,6 @@
 """The arithmetic over the vocabulary by our CPU kernels, which read a step where it lies."""
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from speculative.kernels.bindings import Kernels, TermStruct, VerifyStruct
@@ -20,7 +19,7 @@ from speculative.selfcheck.terms import (
     TermScope,
 )
 from speculative.state.batch import Terms
-from speculative.verification import block, coupled
+from speculative.verification import coupled
 from speculative.verification.base import VerifyInput, VerifyOutput
 from speculative.verification.coupled import NoiseRows
 from speculative.verification.draft_probs import PointMass, SubVocabulary, columns_of
@@ -53,26 +52,8 @@ class KernelOps:
     def choose(self, probs: Tensor, columns: Tensor, rows: NoiseRows, ids: Tensor | None, vocab_size: int) -> Tensor:
         return coupled.choose(probs, columns, rows, ids, vocab_size, self._kernels)
 
-    def draw_last(self, step: VerifyInput, rows: Tensor, shares: Tensor | None = None) -> Tensor:
-        draft_probs, drafts = step.draft_probs, step.drafts[rows]
-        shares = torch.ones(len(rows)) if shares is None else shares
-        if isinstance(draft_probs, PointMass):
-            places = torch.where(drafts >= 0, 0, -1)
-            draft: tuple[Tensor, Tensor | None, Tensor] = (torch.ones((1, 1)), drafts[:, None], places)
-        else:
-            places = torch.where(drafts >= 0, step.packed[rows], -1)
-            draft = (
-                draft_probs.probs.float(),
-                draft_probs.ids[None] if isinstance(draft_probs, SubVocabulary) else None,
-                places,
-            )
-        return self._kernels.draw_residual((step.probs, rows, shares), draft, step.sample_uniforms[rows])
-
     def verify_token_wise(self, step: VerifyInput) -> VerifyOutput:
         return VerifyOutput(*self._kernels.verify(_struct(step), step.accept_uniforms, step.sample_uniforms))
-
-    def verify_block(self, step: VerifyInput) -> VerifyOutput:
-        return block.verify_block(step, self.draw_last)
 
     def emitted_at_rows(self, verified: VerifyOutput, step: VerifyInput) -> Tensor:
         return self._kernels.emitted(_struct(step), verified.num_accepted, verified.token_ids)
@@ -93,7 +74,7 @@ class KernelOps:
         return self._kernels.broken_rows(_struct(step), *found, MASS_ROUNDING)
 
     def take_terms(self, step: VerifyInput, verified: VerifyOutput, emitted: Tensor, scope: TermScope) -> Terms:
-        if scope.verifier != "token_wise" or scope.coupled is not None:
+        if scope.coupled is not None:
             return terms.take_terms(step, verified, emitted, scope)
         struct = _struct(step)
         checks = CHECKS_OF_SAMPLED if struct.q else CHECKS_OF_DETERMINISTIC

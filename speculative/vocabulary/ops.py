@@ -14,7 +14,7 @@ from speculative.sampling.probs import SamplingRows
 from speculative.selfcheck import invariants, terms
 from speculative.selfcheck.terms import TermScope
 from speculative.state.batch import Terms
-from speculative.verification import base, block, coupled, token_wise
+from speculative.verification import base, coupled, token_wise
 from speculative.verification.base import VerifyInput, VerifyOutput
 from speculative.verification.coupled import NoiseRows
 
@@ -36,17 +36,11 @@ class VocabularyOps(Protocol):
     def draw(self, distribution: Tensor, uniform: Tensor) -> Tensor:
         """[E] int64, one token of each distribution [E, V] by inverse CDF; uniform: [E] float64."""
 
-    def draw_last(self, step: VerifyInput, rows: Tensor, shares: Tensor | None = None) -> Tensor:
-        """[E] int64, the token after the accepted drafts; rows: [E], which each entry came to. shares: [E] of p."""
-
     def choose(self, probs: Tensor, columns: Tensor, rows: NoiseRows, ids: Tensor | None, vocab_size: int) -> Tensor:
         """[E] int64, the columns of coupled drafts, from distributions [E, W]; those of others are given."""
 
     def verify_token_wise(self, step: VerifyInput) -> VerifyOutput:
         """Accept each draft by its own coin, up to the first that is rejected."""
-
-    def verify_block(self, step: VerifyInput) -> VerifyOutput:
-        """Accept as many drafts as the largest successful coin says."""
 
     def emitted_at_rows(self, verified: VerifyOutput, step: VerifyInput) -> Tensor:
         """[R] int64, the token emitted at each row; rows past the last emitted one repeat it."""
@@ -71,9 +65,7 @@ class TorchOps:
 
     target_probs = staticmethod(probs.target_probs)
     draw = staticmethod(probs.draw)
-    draw_last = staticmethod(base.draw_last)
     verify_token_wise = staticmethod(token_wise.verify_token_wise)
-    verify_block = staticmethod(block.verify_block)
     emitted_at_rows = staticmethod(base.emitted_at_rows)
     round_probs = staticmethod(base.round_probs)
     broken_rows = staticmethod(invariants.broken_rows)

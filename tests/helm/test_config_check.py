@@ -62,7 +62,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (config(drafter={"ngram_min": 9}), "drafter.ngram_min: must be at most ngram_max (4), got 9"),
     (config(drafter={"kind": "eagle3"}), "drafter.model: is missing: kind eagle3 needs a folder"),
     (config(engine={"device": "cpu"}), "pools.prefill.gpus: is above 0, but engine.device is cpu; set it to 0"),
-    (merged(VLLM, config(engine={"verifier": "block"})), "engine.verifier: cannot be set for engine.kind vllm"),
+    (merged(VLLM, config(engine={"verifier": "coupled"})), "engine.verifier: cannot be set for engine.kind vllm"),
     (
         merged(VLLM, config(drafter={"kind": "suffix", "length": "dynamic"})),
         "drafter.length: must be static for drafter.kind suffix with engine.kind vllm",

@@ -1,6 +1,6 @@
-"""Every verifier, enumerated: over all drafts, accept uniforms and draws it emits exactly the target's distribution.
+"""Token-wise verification, enumerated: over all drafts, coins and draws it emits exactly the target's distribution.
 
-The verifiers are black boxes here. Where a coin or a draw changes the outcome is found by bisection, and the accept
+The verifier is a black box here. Where a coin or a draw changes the outcome is found by bisection, and the accept
 uniforms are integrated out; over a tiny vocabulary all drafts are enumerated, each with the probability it is drawn
 with."""
 
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from speculative.verification.base import Verifier, VerifyInput, VerifyOutput
-from speculative.verification.block import verify_block
 from speculative.verification.coupled import verify_coupled
 from speculative.verification.draft_probs import Dense, PointMass
 from speculative.verification.token_wise import verify_token_wise
@@ -22,7 +21,6 @@ from speculative.vocabulary.ops import VocabularyOps
 from tests.support.vocabulary import with_both_ops
 
 BISECTIONS = 60  # a float64 in (0, 1) is pinned down to its last bit
-VERIFIERS = {"token_wise": verify_token_wise, "block": verify_block}
 SIZES = [(2, 1), (2, 4), (3, 2), (3, 3), (4, 2), (4, 3)]
 
 
@@ -102,41 +100,24 @@ def threshold(happens: Callable[[Tensor], Tensor], count: int) -> Tensor:
     return high
 
 
-def is_block(verify: Verifier) -> bool:
-    return getattr(verify, "__name__", "") == "verify_block"
-
-
 def accepted_distribution(verify: Verifier, step: VerifyInput) -> Tensor:
     """[E, K + 1] how likely each number of accepted drafts is, the accept uniforms integrated out."""
     num_rows = int(step.counts[0]) + 1
-    survive, reject = 1e-300, 1 - 2.0**-53
-    block = is_block(verify)
     chances = []  # per coin: the chance that it lets its draft pass
     for draft in range(1, num_rows):
-        # Token-wise, the coin of draft i (row i - 1) matters when those before it pass; block takes the last that does.
-        coin = draft if block else draft - 1
-        others = step.accept_uniforms.clone().reshape(-1, num_rows)
-        others[:] = reject if block else survive
 
-        def passes(value: Tensor, coin: int = coin, draft: int = draft, others: Tensor = others) -> Tensor:
-            accept_uniforms = others.clone()
-            accept_uniforms[:, coin] = value
+        def passes(value: Tensor, draft: int = draft) -> Tensor:  # its coin matters when those before it pass
+            accept_uniforms = torch.full((len(step.counts), num_rows), 1e-300, dtype=torch.float64)
+            accept_uniforms[:, draft - 1] = value
             return verify(replace(step, accept_uniforms=accept_uniforms.reshape(-1))).num_accepted >= draft
 
-        # The block verifier may accept more than `draft` although its later accept uniforms say no: only where h is 1.
         chances.append(threshold(passes, len(step.counts)))
     distribution = torch.zeros((len(step.counts), num_rows), dtype=torch.float64)
     rest = torch.ones(len(step.counts), dtype=torch.float64)
-    if block:
-        for accepted in range(num_rows - 1, 0, -1):
-            distribution[:, accepted] = rest * chances[accepted - 1]
-            rest = rest * (1 - chances[accepted - 1])
-        distribution[:, 0] = rest
-    else:
-        for accepted in range(num_rows - 1):
-            distribution[:, accepted] = rest * (1 - chances[accepted])
-            rest = rest * chances[accepted]
-        distribution[:, num_rows - 1] = rest
+    for accepted in range(num_rows - 1):
+        distribution[:, accepted] = rest * (1 - chances[accepted])
+        rest = rest * chances[accepted]
+    distribution[:, num_rows - 1] = rest
     return distribution
 
 
@@ -144,10 +125,7 @@ def final_distribution(verify: Verifier, step: VerifyInput, accepted: int) -> Te
     """[E, V] the distribution of the token after `accepted` drafts, where that many can be accepted."""
     num_rows, vocab_size = int(step.counts[0]) + 1, step.probs.shape[1]
     accept_uniforms = torch.full((len(step.counts), num_rows), 1 - 2.0**-53, dtype=torch.float64)
-    if is_block(verify):
-        accept_uniforms[:, accepted] = 1e-300
-    else:
-        accept_uniforms[:, :accepted] = 1e-300
+    accept_uniforms[:, :accepted] = 1e-300
     base = replace(step, accept_uniforms=accept_uniforms.reshape(-1))
 
     def run(value: Tensor) -> VerifyOutput:
@@ -186,62 +164,39 @@ def continuation(distributions: Distributions, prefix: tuple[int, ...]) -> np.nd
     return distribution
 
 
-@pytest.mark.parametrize("verifier", VERIFIERS)
 @pytest.mark.parametrize("kind", ["random", "zeros", "equal", "greedy", "deterministic"])
 @pytest.mark.parametrize(("vocab_size", "num_drafts"), SIZES)
-def test_emits_the_targets_distribution_in_float64(verifier: str, kind: str, vocab_size: int, num_drafts: int) -> None:
+def test_emits_the_targets_distribution_in_float64(kind: str, vocab_size: int, num_drafts: int) -> None:
     distributions = Distributions(
         vocab_size, num_drafts, seed=vocab_size * 10 + num_drafts, dtype=torch.float64, kind=kind
     )
     for deterministic in {False, kind == "deterministic"}:
-        joint = emitted_joint(VERIFIERS[verifier], distributions, deterministic=deterministic)
+        joint = emitted_joint(verify_token_wise, distributions, deterministic=deterministic)
         assert np.abs(joint - distributions.joint()).max() <= 1e-12
 
 
-@pytest.mark.parametrize("verifier", VERIFIERS)
 @pytest.mark.parametrize("kind", ["random", "zeros", "deterministic"])
 @with_both_ops
-def test_emits_the_targets_distribution_in_float32(ops: VocabularyOps, verifier: str, kind: str) -> None:
+def test_emits_the_targets_distribution_in_float32(ops: VocabularyOps, kind: str) -> None:
     distributions = Distributions(4, 3, seed=1, dtype=torch.float32, kind=kind)
-    joint = emitted_joint(getattr(ops, f"verify_{verifier}"), distributions, deterministic=kind == "deterministic")
+    joint = emitted_joint(ops.verify_token_wise, distributions, deterministic=kind == "deterministic")
     assert np.abs(joint - distributions.joint()).max() <= 1e-6
 
 
-def test_block_never_accepts_fewer_than_token_wise() -> None:
-    gains = []
-    for num_drafts in (1, 2, 3):
-        distributions = Distributions(3, num_drafts, seed=num_drafts, dtype=torch.float64, kind="random")
-        paths = distributions.paths()
-        step = step_for(distributions, [path for path, _ in paths], deterministic=False)
-        chances = np.array([chance for _, chance in paths])
-        lengths = [
-            float(chances @ (accepted_distribution(verify, step) @ torch.arange(num_drafts + 1.0).double()).numpy())
-            for verify in (verify_token_wise, verify_block)
-        ]
-        gains.append(lengths[1] / lengths[0])
-    assert gains[0] == pytest.approx(1)
-    assert gains[1] > 1.001
-    assert gains[2] > 1.001
-
-
-@pytest.mark.parametrize("verifier", VERIFIERS)
-def test_what_it_expects_to_accept_is_what_it_accepts(verifier: str) -> None:
+def test_what_it_expects_to_accept_is_what_it_accepts() -> None:
     distributions = Distributions(3, 3, seed=5, dtype=torch.float64, kind="random")
     paths = distributions.paths()
     step = step_for(distributions, [path for path, _ in paths], deterministic=False)
     chances = torch.tensor([chance for _, chance in paths], dtype=torch.float64)
-    observed = (chances @ accepted_distribution(VERIFIERS[verifier], step)) @ torch.arange(4.0).double()
-    if verifier == "block":  # the sum of rho, whatever the accept uniforms
-        expected = chances @ verify_block(step).expected_accepted
-    else:  # what was expected depends on how far the accept uniforms let it come
-        expected = torch.zeros((), dtype=torch.float64)
-        distribution = accepted_distribution(verify_token_wise, step)
-        for accepted in range(4):
-            accept_uniforms = torch.full((len(paths), 4), 1 - 2.0**-53, dtype=torch.float64)
-            accept_uniforms[:, :accepted] = 1e-300
-            output = verify_token_wise(replace(step, accept_uniforms=accept_uniforms.reshape(-1)))
-            reached = distribution[:, accepted] > 0
-            expected += (chances * distribution[:, accepted])[reached] @ output.expected_accepted[reached]
+    distribution = accepted_distribution(verify_token_wise, step)
+    observed = (chances @ distribution) @ torch.arange(4.0).double()
+    expected = torch.zeros((), dtype=torch.float64)
+    for accepted in range(4):  # what was expected depends on how far the accept uniforms let it come
+        accept_uniforms = torch.full((len(paths), 4), 1 - 2.0**-53, dtype=torch.float64)
+        accept_uniforms[:, :accepted] = 1e-300
+        output = verify_token_wise(replace(step, accept_uniforms=accept_uniforms.reshape(-1)))
+        reached = distribution[:, accepted] > 0
+        expected += (chances * distribution[:, accepted])[reached] @ output.expected_accepted[reached]
     assert float(expected) == pytest.approx(float(observed), abs=1e-12)
 
 

@@ -272,7 +272,7 @@ def count_choices(
     return [counts[choice] for choice in CHOICES], drafted, accepted
 
 
-@pytest.mark.parametrize("verifier", ["token_wise", "block", "coupled"])
+@pytest.mark.parametrize("verifier", ["token_wise", "coupled"])
 def test_the_distribution_is_the_models_own_within_the_structure(
     verifier: str,
     engine_of: Callable[..., EngineCore],

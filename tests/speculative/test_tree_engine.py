@@ -526,7 +526,10 @@ def test_texts_follow_the_chain_and_the_self_checks_are_quiet() -> None:
 @needs_kernels
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_replay_draws_the_same_tokens(folders: dict[str, Path], kind: str) -> None:
-    engine, referee = make_engine(folders, drafting(folders, kind)), make_engine(folders, NO_DRAFTS, verifier="block")
+    engine, referee = (
+        make_engine(folders, drafting(folders, kind)),
+        make_engine(folders, NO_DRAFTS, verifier="token_wise"),
+    )
     wanted = [request for request in requests()[: len(PARAMS)] if not request.params.greedy]
     num_rejected = 0
     answers = serve(engine, wanted)
@@ -623,7 +626,7 @@ def test_trees_that_cannot_be_are_refused(changes: dict[str, Any], message: str)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"verifier": "block"}, r"verifier must be coupled where drafter\.tree is set"),
+        ({"verifier": "token_wise"}, r"verifier must be coupled where drafter\.tree is set"),
         ({"max_batched_tokens": 64}, r"max_batched_tokens must be at least .* \(1 \+ the 21 drafts of a tree\) = 176"),
         ({"cuda_graphs": True}, r"drafter\.tree: trees are drafted on a CPU only, without cuda_graphs; remove it"),
         ({"drafter": (25,)}, r"drafter\.tree: must have at most 24 candidates"),

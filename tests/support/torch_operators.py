@@ -204,7 +204,7 @@ class TorchJudge:
         outside = outside_filters(logits, sampling, emitted)
         broken = self._ops.broken_rows(step, verified, emitted, processed.amax(dim=-1), outside)
         reported = gather_logprobs(mode_matrix(self._mode, logits, processed), emitted, 0)
-        terms = self._ops.take_terms(step, verified, emitted, TermScope("token_wise", rows.counted, rows.coupled))
+        terms = self._ops.take_terms(step, verified, emitted, TermScope(rows.counted, rows.coupled))
         parts = [verified.num_accepted, verified.token_ids, step.drafts, broken, verified.expected_accepted]
         parts += [reported.values, reported.ranks, terms.achievable, terms.rows, terms.sums]
         if sampled is not None:

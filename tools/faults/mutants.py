@@ -35,7 +35,6 @@ from speculative.state.tree_input import TreeInput
 from speculative.stats import StepStats
 from speculative.step import host_copy, sampler
 from speculative.verification.base import VerifyInput, VerifyOutput
-from speculative.verification.block import verify_block
 from speculative.verification.draft_probs import Dense, PointMass
 from speculative.verification.rows import VerifyRows
 from speculative.verification.token_wise import verify_token_wise
@@ -138,9 +137,9 @@ def _change_distribution(engine: EngineCore, change: Callable[[Tensor], Tensor])
     _change_draft(engine, changed)
 
 
-def _change_step(engine: EngineCore, change: Callable[[VerifyInput], VerifyInput], verify: Any = None) -> None:
+def _change_step(engine: EngineCore, change: Callable[[VerifyInput], VerifyInput]) -> None:
     """Have the verifier see something else than the rest of the step."""
-    original = verify or engine.sampler.verify
+    original = engine.sampler.verify
     engine.sampler.verify = lambda step: original(change(step))
 
 
@@ -407,17 +406,6 @@ def _shared_noise(engine: EngineCore) -> None:
 @mutant("F6 the coin is used again for the residual")
 def _coin_for_residual(engine: EngineCore) -> None:
     _change_step(engine, lambda step: replace(step, sample_uniforms=step.accept_uniforms))
-
-
-@mutant("F6 block verification with accept uniforms keyed by position", "deterministic", verifier="block")
-def _coins_by_position(engine: EngineCore) -> None:
-    def change(step: VerifyInput) -> VerifyInput:
-        seeds, positions = (x.numpy().astype(np.uint64) for x in (step.seeds, step.positions))
-        zeros = np.zeros_like(seeds)
-        accept_uniforms = uniforms(seeds, positions, zeros, zeros + np.uint64(Purpose.COIN))
-        return replace(step, accept_uniforms=torch.from_numpy(accept_uniforms))
-
-    _change_step(engine, change, verify_block)
 
 
 @mutant("F7 q at another temperature")

@@ -142,7 +142,7 @@ class CleanSetting:
         return f"{self.verifier}, {drafts} drafts, filters {filters}"
 
 
-VERIFIERS: tuple[VerifierName, ...] = ("token_wise", "block", "coupled")
+VERIFIERS: tuple[VerifierName, ...] = ("token_wise", "coupled")
 CLEAN_SETTINGS = tuple(
     CleanSetting(verifier, deterministic, params)
     for verifier in VERIFIERS

@@ -88,7 +88,7 @@ _SPLIT_SEQUENCES = ("decode_context_parallel_size", "prefill_context_parallel_si
 _NEEDS_DEFAULT = {  # and why
     "quantization": "vLLM has its own: use vllm.engine_args.quantization, such as fp8, or a quantized checkpoint",
     "cuda_graphs": "vLLM decides that itself; use vllm.engine_args.enforce_eager",
-    "verifier": "vLLM verifies token by token; its `block` is known to run something else without a word",
+    "verifier": "vLLM verifies token by token",
     "self_check_sample_rate": "those of vLLM's own sampler are vllm.self_check_sample_rate",
     "priority_ageing_s": "vLLM's priorities do not age",
 }

@@ -90,7 +90,7 @@ def test_every_engine_setting_reaches_the_engine() -> None:
                 "block_size": 32,
                 "prefix_caching": False,
                 "logprobs_mode": "processed_logprobs",
-                "verifier": "block",
+                "verifier": "coupled",
                 "self_check_sample_rate": 0.25,
             },
             "replay": {"sample_rate": 0.0},
@@ -109,7 +109,7 @@ def test_every_engine_setting_reaches_the_engine() -> None:
         device="cpu",
         num_threads=3,
         logprobs_mode="processed_logprobs",
-        verifier="block",
+        verifier="coupled",
         self_check_sample_rate=0.25,
         drafter=DrafterConfig(kind="ngram", num_draft_tokens=7, ngram_max=5, ngram_min=3),
     )

@@ -60,8 +60,6 @@ BUDGETS = {
     ("eagle3", "prompt_logprobs"): Cost(1, 0, 4),
     ("eagle3", "reproducible"): Cost(1, 0, 4),
 }
-# Eagerly, with self-checks in every step, and two verifiers.
-BLOCK_BUDGETS = {"none": Cost(21, 640, 1), "eagle3": Cost(26, 860, 3)}
 # Launches within graphs. The goal is 10 a layer, and 12 for a verification of any kind.
 LAYER_NODES = 10
 FP8 = {"quantization": "fp8", "dtype": "bfloat16"}
@@ -110,14 +108,6 @@ def test_coupled_verification_keeps_to_the_budget_of_plain_requests(
     target: Path, drafters: dict[str, DrafterConfig], name: str
 ) -> None:
     assert_within(BUDGETS[name, "plain"], target, drafters[name], ODD["reproducible"], verifier="coupled")
-
-
-@pytest.mark.parametrize(("name", "budget"), BLOCK_BUDGETS.items())
-def test_block_verification_keeps_to_its_budget(
-    target: Path, drafters: dict[str, DrafterConfig], name: str, budget: Cost
-) -> None:
-    """Behind the replays of the draft loop and the target."""
-    assert_within(budget, target, drafters[name], ODD["reproducible"], verifier="block")
 
 
 def assert_within(budget: Cost, target: Path, drafter: DrafterConfig, odd: SamplingParams, **changes: Any) -> None:

@@ -584,13 +584,12 @@ def test_the_engine_asks_for_all_or_nothing(right: bool) -> None:
     assert np.mean([length == (MOST if right else 0) for length in late]) > 0.9
 
 
-@pytest.mark.parametrize("verifier", ["token_wise", "block"])
-def test_joint_distribution_with_lengths_that_adapt(verifier: str) -> None:
+def test_joint_distribution_with_lengths_that_adapt() -> None:
     table = torch.randn(V, V, generator=torch.Generator().manual_seed(1)) * 1.5
     p = table.softmax(-1)
     q = torch.where(torch.arange(V)[:, None] % 2 == 0, 0.5 * p + 0.5 * (-0.7 * table).softmax(-1), p.roll(1, -1))
     drafter = TableDrafter(q, MOST)
-    engine, _ = dynamic_engine(table, drafter, on_cpu, verifier=verifier, max_num_seqs=64)
+    engine, _ = dynamic_engine(table, drafter, on_cpu, max_num_seqs=64)
     samples = sample(engine, (FIRST,), 20_000, LENGTH)
     assert worst_window(samples, table.double().softmax(-1).numpy(), FIRST) < 5
     stats = engine.take_stats()

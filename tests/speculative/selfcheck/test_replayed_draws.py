@@ -121,7 +121,7 @@ def traffic(name: str) -> list[Request]:
 
 
 @pytest.mark.parametrize("name", ENGINES)
-@pytest.mark.parametrize("verifier", ["token_wise", "block", "coupled"])
+@pytest.mark.parametrize("verifier", ["token_wise", "coupled"])
 def test_what_was_served_follows_from_its_seed(verifier: str, name: str) -> None:
     engine, seen = ENGINES[name](verifier), Counter[str]()
     requests = traffic(name)
@@ -133,7 +133,6 @@ def test_what_was_served_follows_from_its_seed(verifier: str, name: str) -> None
             seen[check.kind] += 1
     expected = {
         "token_wise": {"interval", "accepted", "rejected"},
-        "block": {"interval", "block"},
         "coupled": {"choice"},
     }
     assert expected[verifier] <= seen.keys() <= set(DRAW_CHECKS) - {"draft"}
@@ -146,7 +145,7 @@ def test_what_was_served_follows_from_its_seed(verifier: str, name: str) -> None
 
 
 @pytest.mark.parametrize("name", ENGINES)
-@pytest.mark.parametrize("verifier", ["token_wise", "block", "coupled"])
+@pytest.mark.parametrize("verifier", ["token_wise", "coupled"])
 def test_a_token_that_was_changed_by_hand_is_named(verifier: str, name: str) -> None:
     engine, chance = ENGINES[name](verifier), random.Random(1)
     requests = traffic(name)
@@ -162,10 +161,9 @@ def test_a_token_that_was_changed_by_hand_is_named(verifier: str, name: str) -> 
     assert named >= 0.8 * len(requests), f"{named} of {len(requests)}"
 
 
-@pytest.mark.parametrize("verifier", ["token_wise", "block"])
-def test_a_head_that_read_features_of_another_position_is_found(verifier: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_that_read_features_of_another_position_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its drafts are verified, so nothing but acceptance suffers, and the replay that has a sound one."""
-    sound, faulty = head_engine("eagle3", verifier), head_engine("eagle3", verifier)
+    sound, faulty = head_engine("eagle3", "token_wise"), head_engine("eagle3", "token_wise")
     drafter = faulty.eager.drafter
     assert isinstance(drafter, ModelDrafter)
     fuse = drafter.model.fuse
@@ -181,7 +179,7 @@ def test_a_head_that_read_features_of_another_position_is_found(verifier: str, m
     assert found["recovered"] > len(requests) and found.keys() == {"recovered"}
 
 
-@pytest.mark.parametrize("verifier", ["token_wise", "block", "coupled"])
+@pytest.mark.parametrize("verifier", ["token_wise", "coupled"])
 def test_another_seed_does_not_give_the_answer(verifier: str) -> None:
     engine = table_engine(NUM_TOKENS, verifier=verifier)
     for request in sampled(sampling(NUM_TOKENS, PLAIN), 8):
@@ -280,20 +278,6 @@ def test_of_tokens_that_tie_at_an_edge_either_may_have_been_outside(
     assert [one_row([1.0, 1.0, -3.0], token, draw, params).loose for token in range(2)] == [0, 0]
     without = [one_row([1.0, 1.0, -3.0], token, draw, PLAIN).loose for token in range(2)]
     assert min(without) == 0 < max(without), "unless nothing is filtered: of two one was drawn"
-
-
-def test_block_verification_is_followed_as_far_as_it_is_known() -> None:
-    """By hand: three drafts, of which one was accepted, so that only its own coin is known to have succeeded."""
-    one = Round("block", 2, 3, (4, 5), (0.5, 0.5), 0.1)
-    answer = Rounds(10, (one,), (4, 6), (TokenKind.ACCEPTED, TokenKind.RECOVERED))
-    again = Redrawn(rejected_probability=0.2, coins=(0.9, 0.5))
-    rows = [ReplayedToken(p, 0, 0, 0, 0, 0, again) for p in (0.4, 0.3)]
-    assert [check.kind for check in answer.check(rows)] == ["support"]
-    whole = replace(answer, rounds=(one._replace(num_drafted=1, drafts=(4,), draft_probs=(0.5,)),))
-    whole = replace(whole, kinds=(TokenKind.ACCEPTED, TokenKind.BONUS))
-    block, interval = whole.check(rows)
-    assert block == DrawCheck(1, "block", pytest.approx(math.log(0.9 / 0.8)), block.loose)
-    assert interval.kind == "interval"
 
 
 def test_a_draw_for_each_scored_token_or_none() -> None:

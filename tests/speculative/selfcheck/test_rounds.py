@@ -44,7 +44,7 @@ def serve(engine: EngineCore, num_positions: int, seed: int | None, params: Samp
     return total
 
 
-@pytest.mark.parametrize("verifier", ["token_wise", "block", "coupled"])
+@pytest.mark.parametrize("verifier", ["token_wise", "coupled"])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_one_seed_for_everybody_is_no_fault_and_little_evidence(verifier: str, deterministic: bool) -> None:
     engine = table_engine(64, self_check_sample_rate=1.0, verifier=verifier, deterministic=deterministic)
@@ -108,7 +108,7 @@ def test_whether_to_draft_at_all_by_the_coin_alarms() -> None:
 
 @pytest.mark.parametrize(
     ("verifier", "reproducible", "counts"),
-    [("token_wise", False, True), ("token_wise", True, False), ("block", False, False), ("coupled", False, False)],
+    [("token_wise", False, True), ("token_wise", True, False), ("coupled", False, False)],
 )
 def test_a_coin_is_evidence_where_nothing_depends_on_it(verifier: str, reproducible: bool, counts: bool) -> None:
     engine = table_engine(64, self_check_sample_rate=1.0, verifier=verifier)
@@ -131,7 +131,7 @@ def test_a_coin_is_evidence_where_nothing_depends_on_it(verifier: str, reproduci
     ],
     ids=["16 bits", "23 bits", "float32", "32 bits"],
 )
-@pytest.mark.parametrize("verifier", ["token_wise", "block", "coupled"])
+@pytest.mark.parametrize("verifier", ["token_wise", "coupled"])
 def test_random_numbers_that_were_cut_short_fail_their_requests(
     verifier: str, cut: Callable[[np.ndarray], np.ndarray], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -269,7 +269,7 @@ def sums_of(ops: VocabularyOps, p: torch.Tensor, q: torch.Tensor, num_rounds: in
     for seed in range(num_rounds // at_once):
         step = many_rounds(p, q, at_once, seed, deterministic=deterministic)
         verified = verify_token_wise(step)
-        scope = TermScope("token_wise", torch.ones(at_once, dtype=torch.bool))
+        scope = TermScope(torch.ones(at_once, dtype=torch.bool))
         check.take(ops.take_terms(step, verified, ops.emitted_at_rows(verified, step), scope).to_host(), stats)
     return stats
 
@@ -296,7 +296,7 @@ def test_a_bet_on_rounding_loses(ops: VocabularyOps) -> None:
     p, q = certain(3, "equal tokens")
     step = many_rounds(p, q, 1000, 0, deterministic=False)
     verified = verify_token_wise(step)
-    scope = TermScope("token_wise", torch.ones(1000, dtype=torch.bool))
+    scope = TermScope(torch.ones(1000, dtype=torch.bool))
     found = ops.take_terms(step, verified, ops.emitted_at_rows(verified, step), scope).to_host()
     own = found.sums[found.checks.index("d")]
     assert own[len(STAKES)] == 2000 and (own[: len(STAKES)] < 0).all()

@@ -110,7 +110,7 @@ def test_terms_are_what_the_definitions_say(ops: VocabularyOps, kind: str, seed:
     verified = ops.verify_token_wise(step)
     accepted, final = int(verified.num_accepted[0]), int(verified.token_ids[0])
     emitted = torch.tensor([*drafts[:accepted], *[final] * (len(drafts) + 1 - accepted)])
-    scope = TermScope("token_wise", counted=torch.tensor([True]))
+    scope = TermScope(counted=torch.tensor([True]))
     found = ops.take_terms(step, verified, emitted, scope)
     expected = naive(step, accepted, final)
     for check, row in zip(found.checks, found.sums.numpy(), strict=True):
@@ -130,7 +130,7 @@ def test_terms_are_what_the_definitions_say(ops: VocabularyOps, kind: str, seed:
 
 
 @with_both_ops
-@pytest.mark.parametrize("verifier", ["token_wise", "block", "coupled"])
+@pytest.mark.parametrize("verifier", ["token_wise", "coupled"])
 @pytest.mark.parametrize("deterministic", [False, True], ids=["sampled", "deterministic"])
 def test_a_sound_engine_raises_no_alarm_and_its_terms_have_mean_0(
     ops: VocabularyOps, verifier: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch
@@ -194,7 +194,7 @@ def take(
     """
     verified = ops.verify_token_wise(step)
     verified = verified if token_ids is None else replace(verified, token_ids=token_ids)
-    scope = TermScope("token_wise", counted=torch.ones(ROUNDS, dtype=torch.bool))
+    scope = TermScope(counted=torch.ones(ROUNDS, dtype=torch.bool))
     found = ops.take_terms(step, verified, ops.emitted_at_rows(verified, step), scope).to_host()
     stats = StepStats()
     SelfCheck().take(found, stats)
