@@ -70,7 +70,6 @@ generated: $(STAMP) ## write all that is generated: the chart's part, pages, the
 define generate
 	$(VENV)/bin/python -m tools.chart $(1)
 	$(VENV)/bin/truespec config reference --out docs/configuration.md $(1)
-	$(VENV)/bin/truespec api reference --out docs/api.md $(1)
 	$(VENV)/bin/python -m tools.speed_picture $(1)
 	$(VENV)/bin/python -m tools.reading_path $(1)
 endef

@@ -12,7 +12,6 @@ _MODULES = {
     "demo": "serving",
     "model": "models",
     "config": "config",
-    "api": "api",
     "keys": "keys",
     "dashboards": "dashboards",
     "verify": "receipts",

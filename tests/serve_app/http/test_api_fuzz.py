@@ -265,6 +265,11 @@ def test_no_value_at_an_edge_breaks_the_service(fuzzed: Fuzzed, label: str) -> N
     fuzzed.assert_idle()
 
 
+def _properties(served: dict[str, Any], name: str) -> dict[str, Any]:
+    found: dict[str, Any] = served["components"]["schemas"][name]["properties"]
+    return found
+
+
 def test_the_document_is_the_one_of_the_routes(fuzzed: Fuzzed) -> None:
     """Each route but those of the page is described, and nothing that is not there."""
     served = httpx.get(f"{fuzzed.url}/openapi.json").json()
@@ -277,6 +282,9 @@ def test_the_document_is_the_one_of_the_routes(fuzzed: Fuzzed) -> None:
     of_the_page = {("GET", "/"), ("GET", "/page/{name}"), ("GET", "/openapi.json")}
     catch_all = {(method, path) for method, path in routes if path == "/v1/{path}"}
     assert routes - catch_all - of_the_page == reported
+    bodies = {one.body.__name__ for one in OPERATIONS if one.body is not None}
+    fields = {f"{name}.{field}": of for name in bodies for field, of in _properties(served, name).items()}
+    assert not [field for field, of in fields.items() if "description" not in of], "it is the reference"
     assert "security" not in served["paths"]["/v1/models"]["get"]
     assert served["paths"]["/admin/speculation"]["get"]["security"] == [{"key": []}]
     queries = {
