@@ -63,15 +63,13 @@ check: $(STAMP) ## lint, formatting, types and generated files; and how long the
 	$(call generate,--check)
 	@echo "core engine: $$(cat $(CORE) | wc -l) lines"
 
-generated: $(STAMP) ## write all that is generated: the chart's part, pages, the speeds' picture
+generated: $(STAMP) ## write all that is generated: the chart's part, pages
 	$(call generate,)
 
 # Each writes what it generates; with `--check` it fails where a file is out of date.
 define generate
 	$(VENV)/bin/python -m tools.chart $(1)
 	$(VENV)/bin/truespec config reference --out docs/configuration.md $(1)
-	$(VENV)/bin/python -m tools.speed_picture $(1)
-	$(VENV)/bin/python -m tools.reading_path $(1)
 endef
 
 chaos: $(STAMP) ## kill replicas under load, then whole nodes (half an hour); writes build/chaos.json

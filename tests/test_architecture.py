@@ -83,8 +83,6 @@ ROOMS = {
         "site",
         "release",
         "chart",
-        "reading_path",
-        "speed_picture",
         "training_prompts",
         "faults",
         "bench",
