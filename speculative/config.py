@@ -22,7 +22,7 @@ CPU_CACHE_TOKENS = 16384  # of the KV cache, where nothing else is set
 
 VerifierName = Literal["token_wise", "coupled"]
 WeightsName = Literal["auto", "bfloat16", "w16a16", "float32", "w4a8", "fp8"]
-LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 
 
 KINDS_WITH_WEIGHTS = ("draft_model", "eagle3", "mtp")
@@ -176,7 +176,7 @@ class EngineSettings(Options):
     block_size: int = option(16, "Tokens of a KV block.", least=1)
     prefix_caching: bool = option(True, "Keep the KV of prompts for later requests with the same prefix.")
     logprobs_mode: LogprobsMode = option(
-        "raw_logprobs", "What `logprobs` returns: before or after the sampling parameters, logits or logprobs."
+        "raw_logprobs", "What `logprobs` returns: before or after the sampling parameters."
     )
     verifier: VerifierName = option(
         "token_wise",

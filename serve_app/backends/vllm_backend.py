@@ -229,7 +229,7 @@ class VllmBackend:
         """Work around known faults of vLLM's workers."""
         for fault, fix in (
             (self._faults.chunked_seeds, "keep_draws_of_chunks"),
-            (self._settings.engine.logprobs_mode.startswith("raw"), "keep_raw_logprobs"),
+            (self._settings.engine.logprobs_mode == "raw_logprobs", "keep_raw_logprobs"),
             (self._faults.mixed_adapters and self._adapters, "keep_adapters_apart"),
         ):
             if fault:

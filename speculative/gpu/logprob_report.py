@@ -71,7 +71,7 @@ class Reported(NamedTuple):
         original, edited = logits
         named = self.num_scored > 0
         processed = original
-        if mode.startswith("processed"):
+        if mode == "processed_logprobs":
             processed = ops.process(edited.float(), sampling_rows(rows._asdict()))
         found = gather_logprobs(
             mode_matrix(mode, original.float(), processed),

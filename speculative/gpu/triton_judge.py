@@ -142,8 +142,7 @@ class _Launches:
             VOCABULARY=self._logits.shape[1],
             **self._by_row,
             **self._kind,
-            PROCESSED=mode.startswith("processed"),
-            NORMALIZED=mode.endswith("logprobs"),
+            PROCESSED=mode == "processed_logprobs",
         )
 
     def take_terms(self) -> None:

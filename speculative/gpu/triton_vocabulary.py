@@ -540,7 +540,6 @@ def _report_rows(  # noqa: PLR0913
     PADDED: tl.constexpr,
     Q: tl.constexpr,
     PROCESSED: tl.constexpr,
-    NORMALIZED: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     entry, offset = tl.load(entries + row), tl.load(offsets + row)
@@ -580,9 +579,8 @@ def _report_rows(  # noqa: PLR0913
         if PROCESSED:
             value, highest = tl.div_rn(x, own), tl.div_rn(highest, own)
             value = tl.where(value < tl.load(floors + row), -float("inf"), value)
-        if NORMALIZED:
-            which = SOFT_TOTAL if PROCESSED else RAW_TOTAL
-            value = value - highest - tl.log(tl.load(facts + which * num_rows + row))
+        which = SOFT_TOTAL if PROCESSED else RAW_TOTAL
+        value = value - highest - tl.log(tl.load(facts + which * num_rows + row))
         tl.store(values + row, value.to(tl.float64))
         above = tl.sum(of_row(sums, ABOVE, row, num_rows, NUM_BLOCKS, PADDED), axis=0)
         last_above = tl.sum(of_row(compared, LAST_ABOVE, entry, num_entries, NUM_BLOCKS, PADDED), axis=0)

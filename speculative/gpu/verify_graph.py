@@ -171,7 +171,7 @@ class VerifyGraph:
         if rows.edits is None and not reports:
             return NO_EXTRAS
         reported = Reported.asked_by(params)
-        if rows.edits is not None and reports and self._mode.startswith("raw"):
+        if rows.edits is not None and reports and self._mode == "raw_logprobs":
             reported = reported or Reported()  # the judge does not see the model's own logits
         return Extras(reported, None if rows.edits is None else rows.edits.sizes)
 

@@ -35,14 +35,14 @@ def violation(entry: TokenLogprobs, mode: LogprobsMode, *, asked: AskedLogprobs,
     """
     num_top = min(asked.num_top, vocab_size)
     checks: Tokens[tuple[str, Callable[[], bool]]] = (
-        ("not_finite", lambda: _not_finite(entry, masked=mode.startswith("processed"))),
-        ("positive", lambda: mode.endswith("logprobs") and max(_values(entry)) > _ROUNDING),
+        ("not_finite", lambda: _not_finite(entry, masked=mode == "processed_logprobs")),
+        ("positive", lambda: max(_values(entry)) > _ROUNDING),
         ("duplicate", lambda: len(dict(entry.top)) < len(entry.top)),
         ("order", lambda: any(left < right for (_, left), (_, right) in zip(entry.top, entry.top[1:], strict=False))),
         ("disagreement", lambda: _disagree(entry)),
         ("rank", lambda: _misranked(entry)),
         ("count", lambda: _miscounted(entry, num_top, asked.scored_ids, mode)),
-        ("mass", lambda: mode.endswith("logprobs") and _mass(entry) > 1 + _MASS_ROUNDING),
+        ("mass", lambda: _mass(entry) > 1 + _MASS_ROUNDING),
     )
     return next((kind for kind, broken in checks if broken()), None)
 
@@ -131,9 +131,7 @@ def _miscounted(entry: TokenLogprobs, num_top: int, scored_ids: Tokens[int], mod
         return True
     if len(entry.top) == num_top:
         return False
-    if mode.startswith("raw") or entry.token_id not in dict(entry.top):
-        return True
-    return mode.endswith("logprobs") and _mass(entry) < 1 - _MASS_ROUNDING
+    return mode == "raw_logprobs" or entry.token_id not in dict(entry.top) or _mass(entry) < 1 - _MASS_ROUNDING
 
 
 def _mass(entry: TokenLogprobs) -> float:

@@ -21,8 +21,7 @@ def mode_matrix(mode: LogprobsMode, logits: Tensor, processed: Tensor) -> Tensor
 
     logits: [R, V] of the model. processed: [R, V] after the request's temperature and filters.
     """
-    source = processed if mode.startswith("processed") else logits
-    return source.log_softmax(dim=-1) if mode.endswith("logprobs") else source
+    return (processed if mode == "processed_logprobs" else logits).log_softmax(dim=-1)
 
 
 @dataclass(frozen=True, slots=True)

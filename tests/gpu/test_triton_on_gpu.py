@@ -145,7 +145,7 @@ def test_rows_are_judged_as_torch_judges_them(cuda: torch.device, kind: str, siz
     some = torch.arange(len(given.rows.counts), device=cuda) % 2 == 0
     filters = filtered(given, (0.0, 0, 1.0), (0.0, 50, 1.0), (0.01, 0, 1.0))
     for one in (given, filters, filters.with_rows(coupled=some)):
-        for mode in ("raw_logprobs", "processed_logits"):
+        for mode in ("raw_logprobs", "processed_logprobs"):
             assert_equal(TritonJudge(mode), one, mode)
     unwanted = torch.tensor([False], device=cuda)
     assert_equal(TritonJudge("raw_logprobs"), given.with_rows(checked=unwanted, reported=unwanted))

@@ -41,7 +41,6 @@ GOOD = EXAMPLE_VALUES | {
     "odd texts": config(model={"source": "/models/tiny", "name": "$(HOME) $$ {{ }} 'a\"b\\n'\n# é"}),
     "another block size": config(engine={"block_size": 24, "kv_cache_tokens": 24 * 700}),
     "vllm chooses the cache": merged(VLLM, config(engine={"max_model_len": 32768}, vllm={"replays": "torch"})),
-    "old names": config(engine={"weights": "int8"}, replay={"share": 0.5}),
 }
 
 
@@ -73,7 +72,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     (config(vllm={"replays": "torch"}), "vllm: is set, but engine.kind is torch; remove it or set kind to vllm"),
     (config(access={"open_metrics": False}), "access.open_metrics: is false, but there are no keys to open it"),
-    (config(replay={"share": 0.5, "sample_rate": 0.5}), "replay.share: is the old name of replay.sample_rate, and"),
 ]
 
 
@@ -86,17 +84,10 @@ def test_a_bad_configuration_fails_with_field_and_fix(values: dict[str, Any], me
     assert str(tmp_path) not in output and "applications[" not in output, "which the values do not have"
 
 
-def test_an_old_name_is_to_be_changed_in_the_values(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert check(config(replay={"share": 0.5}), tmp_path)[0] == 0
-    assert [record.getMessage() for record in caplog.records] == [
-        "replay.share is now replay.sample_rate; rename it in the chart's values, under config."
-    ]
-
-
 def test_every_fault_is_reported_at_once(tmp_path: Path) -> None:
     engine = {
         "device": "cpu",
-        "logprobs_mode": "raw_logits",
+        "logprobs_mode": "processed_logprobs",
         "max_model_len": 32768,
         "block_size": 24,
         "kv_cache_tokens": 16384,

@@ -100,7 +100,7 @@ def test_an_array_at_any_address_or_stride_is_taken() -> None:
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Manifest)])
 def test_another_manifest_is_refused_and_both_sides_are_named(field: str) -> None:
     ours = getattr(MANIFEST, field)
-    other = {"dtype": "bfloat16", "logprobs_mode": "raw_logits"}.get(
+    other = {"dtype": "bfloat16", "logprobs_mode": "processed_logprobs"}.get(
         field, f"{ours}x" if isinstance(ours, str) else ours + 1
     )
     blob = encode_state(make_state(), MANIFEST)
@@ -231,7 +231,7 @@ def test_a_handoff_of_another_prompt_is_refused(prompt: tuple[int, ...]) -> None
 
 
 def test_a_handoff_of_another_type_is_refused() -> None:
-    engine = markov_engine(CYCLE, logprobs_mode="raw_logits")
+    engine = markov_engine(CYCLE, logprobs_mode="processed_logprobs")
     with pytest.raises(HandoffRefused, match="logprobs_mode"):
         engine.insert(Request("b", (1, 2, 3, 4, 5)), exported())
 

@@ -51,7 +51,7 @@ CPU = torch.device("cpu")
 EDGE = 1e-7  # of a token's mass
 TORCH = TorchOps()
 SIZES = (1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 4 * BLOCK, 4 * BLOCK + 1)
-MODES: tuple[LogprobsMode, ...] = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
+MODES: tuple[LogprobsMode, ...] = ("raw_logprobs", "processed_logprobs")
 
 
 @dataclass(frozen=True)

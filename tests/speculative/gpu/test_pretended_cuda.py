@@ -144,7 +144,7 @@ def only_prompts_may_be_eager(engine: EngineCore, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(engine.eager, "takes", watched)
 
 
-@pytest.mark.parametrize("mode", ["processed_logprobs", "raw_logits"])
+@pytest.mark.parametrize("mode", ["processed_logprobs", "raw_logprobs"])
 def test_logprobs_of_requests_that_change_logits(load: Load, drafters: dict[str, DrafterConfig], mode: str) -> None:
     wishes = [dataclasses.replace(one, logprobs=count) for count, one in zip((0, 4, 0, 20), EDITED[2:], strict=False)]
     for changed in (wishes[:1], wishes):
@@ -192,7 +192,7 @@ LOGPROBS = [
 ]
 
 
-@pytest.mark.parametrize("mode", ["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"])
+@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
 def test_every_logprobs_mode(load: Load, drafters: dict[str, DrafterConfig], mode: str) -> None:
     def scene(load: Load) -> dict[str, Answer]:
         engine = load(drafter=drafters["draft_model"], logprobs_mode=mode)

@@ -13,7 +13,7 @@ import speculative.step.host_copy
 from speculative.config import LogprobsMode
 from speculative.request import FinishReason, Request, SamplingParams, TokenDelta, TokenLogprobs
 from speculative.sampling.logprob_checks import AskedLogprobs, LogprobContract, violation
-from speculative.sampling.logprobs import LogprobRows, gather_logprobs, mode_matrix
+from speculative.sampling.logprobs import LogprobRows, gather_logprobs
 from speculative.stats import LOGPROB_RULES, StepStats
 from speculative.step import prompt_scorer
 from tests.support.engines import assert_idle, run, tiny_engine
@@ -102,13 +102,6 @@ def test_ties_are_no_breach() -> None:
         assert judge(entry, asked=SamplingParams(logprobs=3)) is None
 
 
-def test_logits_may_be_above_0_and_need_not_add_up() -> None:
-    entry = TokenLogprobs(4, 11.0, 1, ((4, 11.0), (7, 10.0), (1, 9.5)), ((9, 3.0), (4, 11.0)))
-    assert judge(entry, "raw_logits") is None
-    assert judge(entry, "processed_logits") is None
-    assert judge(entry, "processed_logprobs") == "positive"
-
-
 def test_masked_tokens_leave_the_candidates_only_where_something_masks() -> None:
     asked = SamplingParams(logprobs=5, logprob_token_ids=(4, 9))
     half = math.log(0.5)
@@ -121,7 +114,7 @@ def test_masked_tokens_leave_the_candidates_only_where_something_masks() -> None
     lost = TokenLogprobs(4, third, 1, ((4, third), (7, third)), ((4, third), (9, -INF)))
     assert judge(lost, "processed_logprobs", asked) == "count", "a third of the mass went untold"
     absent = dataclasses.replace(entry, token_id=8, rank=3, logprob=-40.0)
-    assert judge(absent, "processed_logits", asked) == "count", "the emitted token was not masked"
+    assert judge(absent, "processed_logprobs", asked) == "count", "the emitted token was not masked"
 
 
 def test_fewer_tokens_than_asked_for_are_all_there_are() -> None:
@@ -166,7 +159,7 @@ def test_a_delta_has_one_entry_a_token(delta: TokenDelta, kind: str | None) -> N
 
 def test_a_replay_is_checked_as_raw_logprobs_whatever_the_mode() -> None:
     request = Request("a", PROMPT, score_from=1)
-    contract = LogprobContract("processed_logits", VOCAB)
+    contract = LogprobContract("processed_logprobs", VOCAB)
     assert contract.first_violation(TokenDelta("a", logprobs=plain(2, 3)), request) is None
     assert contract.first_violation(TokenDelta("a", logprobs=plain(3)), request) == "count"
     assert (
@@ -231,7 +224,7 @@ def test_faults_that_contradict_themselves_are_seen(
 def test_broken_prompt_logprobs_fail_the_request_too(
     tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, prefill_only_after: int | None
 ) -> None:
-    monkeypatch.setattr(prompt_scorer, "mode_matrix", lambda mode, *logits: mode_matrix("raw_logits", *logits))
+    monkeypatch.setattr(prompt_scorer, "mode_matrix", lambda mode, logits, _: logits)
     engine = tiny_engine(tiny_folder)
     engine.add(
         Request("victim", LOOP, SamplingParams(prompt_logprobs=3), seed=1), prefill_only_after=prefill_only_after
