@@ -47,7 +47,7 @@ def arithmetic_of(decoder: Decoder) -> Arithmetic:
         return Arithmetic("cpu", found, rounding, name)
     rounding = ""
     if decoder.packed is None:
-        rounding = "oneDNN's products round by the size of the batch; engine.quantization: bfloat16 does without them"
+        rounding = "torch's products round by the size of the batch"
     elif decoder.config.head_dim % 16 != 0:
         rounding = "torch's attention rounds by the size of the batch, and heads of this size need it"
     return Arithmetic("cpu", "", rounding, f"{found.name} {torch_name} {decoder.packed}")

@@ -21,7 +21,7 @@ _log = logging.getLogger("truespec.config")
 CPU_CACHE_TOKENS = 16384  # of the KV cache, where nothing else is set
 
 VerifierName = Literal["token_wise", "coupled"]
-WeightsName = Literal["auto", "bfloat16", "w16a16", "float32", "w4a8", "fp8"]
+WeightsName = Literal["auto", "float32", "bfloat16", "w4a8", "fp8"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 
 
@@ -148,8 +148,8 @@ class EngineSettings(Options):
     )
     quantization: WeightsName = option(
         "auto",
-        "Form of the weights; `auto`: four bits where the source has them, else `dtype`. On a CPU, w4a8 rounds "
-        "weights and activations, and w16a16 activations. On a GPU, fp8 rounds both.",
+        "Form of the weights; `auto`: what the checkpoint holds (fp8, or w4a8 for four bits on a CPU), else `dtype`. "
+        "w4a8 is for CPUs: weights of four bits, activations of eight. fp8 is for GPUs.",
     )
     device: str = option(
         "auto",

@@ -39,7 +39,7 @@ _Found = TypeVar("_Found")
 _PLACE = "applications[0].args"
 _GIB = 2**30
 # Bytes of a weight in each form; the CPU's four-bit ones share a scale and a least weight among 32.
-_WEIGHT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "w16a16": 2.0, "fp8": 1.0, "w4a8": 20 / 32}
+_WEIGHT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "fp8": 1.0, "w4a8": 20 / 32}
 _KINDS: tuple[Literal["cpu", "cuda"], ...] = ("cpu", "cuda")
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 _MOST_SHARED = 4  # times the cores: beyond it a replica hardly progresses; below, it is slow, with a warning

@@ -37,10 +37,8 @@ def precision_of(dtype: str, quantization: str | None) -> str:
         quantization: the form of the weights, as a configuration or an engine names it. One that is not known counts as
             the coarsest, so that nobody is accused for it.
     """
-    if quantization in ("bfloat16", "w16a16"):
-        return "bfloat16"
-    if quantization == "w4a8":
-        return "w4a8"
+    if quantization in ("bfloat16", "w4a8"):
+        return quantization
     return dtype if quantization is None or quantization.startswith(_OF_WEIGHTS_ALONE) else "fp8"
 
 

@@ -49,7 +49,6 @@ _logger = logging.getLogger("truespec.engine")
 _IDLE_S = 0.02  # wait for a command when there is work but nothing can run (all blocks are held)
 _LOOK_EVERY_S = 1.0  # checks whether an awaited engine is alive
 _STALLED_AFTER_S = 120.0  # a step that takes longer counts as hung
-_ROUNDED = ("w4a8", "fp8")  # values of `engine.quantization` that round the weights
 
 Command = Callable[[EngineCore], None]
 Event = TokenDelta | Handoff | Exception
@@ -502,7 +501,7 @@ class _Form:
         """Describe a folder as this engine loads it."""
         config = engine.config
         kept = choose_weights(config.quantization, folder, dtype=config.dtype, device=engine.device) or config.dtype
-        if kept in _ROUNDED:
+        if kept in ROUNDED_FORMS:
             return cls(kept, kept)
         # Where there are others beside them, the plain weights are those values, dequantized.
         return cls(kept, "gguf" if (folder / QUANTIZED_FILE).is_file() else None)

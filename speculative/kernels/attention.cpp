@@ -19,7 +19,7 @@ namespace {
 constexpr int64_t kQueryTile = kWide ? 6 : 3;  // queries that share one pass over keys or values
 constexpr int kParts = kWide ? 4 : 2;   // vectors of a head that such a pass over values takes at once
 constexpr int kKeys = kWide ? 16 : 4;          // keys that a query is multiplied with at once
-constexpr int64_t kPairTile = 12;  // queries that share one pass over a panel, with one plane
+constexpr int64_t kPairTile = 12;  // queries that share one pass over a panel
 
 // Positions are attended to in blocks of so many, counted from the first of the sequence: the scores of a block stay in
 // the near caches. Where a later block has a larger score, what is known so far is scaled down to it.
@@ -250,66 +250,56 @@ struct Panels {
     }
 };
 
-// A pair of a plane of a row, as `split_row_for_tiles` has it, in all lanes.
-template <int planes>
-inline __m512bh pair_of(const int8_t* row, int64_t k, int plane) {
-    const int8_t* pair = row + (planes == 1 ? 4 * k : 4 * k + 64 * (k / 16 + plane));
-    return (__m512bh)_mm512_set1_epi32(*reinterpret_cast<const int32_t*>(pair));
+// A pair of a row, as `pair_row` has it, in all lanes.
+inline __m512bh pair_of(const int8_t* row, int64_t k) {
+    return (__m512bh)_mm512_set1_epi32(*reinterpret_cast<const int32_t*>(row + 4 * k));
 }
 
-// Adds the products of Q rows, `stride` bytes apart and as `split_row_for_tiles` has them, with a panel of so many
-// pairs to their sums.
-template <int Q, int planes>
+// Adds the products of Q rows, `stride` bytes apart and as `pair_row` has them, with a panel of so many pairs to their
+// sums.
+template <int Q>
 [[gnu::always_inline]] inline void add_pairs(const int8_t* rows, int64_t stride, const char* panel, int64_t pairs,
-                                             __m512 (*sums)[Q][2]) {
+                                             __m512 (&sums)[Q][2]) {
     for (int64_t k = 0; k < pairs; ++k, panel += kPanelRow) {
         const __m512bh first = (__m512bh)_mm512_loadu_si512(panel), second = (__m512bh)_mm512_loadu_si512(panel + 64);
         for (int q = 0; q < Q; ++q) {
-            for (int p = 0; p < planes; ++p) {
-                const __m512bh x = pair_of<planes>(rows + q * stride, k, p);
-                sums[p][q][0] = _mm512_dpbf16_ps(sums[p][q][0], first, x);
-                sums[p][q][1] = _mm512_dpbf16_ps(sums[p][q][1], second, x);
-            }
+            const __m512bh x = pair_of(rows + q * stride, k);
+            sums[q][0] = _mm512_dpbf16_ps(sums[q][0], first, x);
+            sums[q][1] = _mm512_dpbf16_ps(sums[q][1], second, x);
         }
     }
 }
 
 // Scores of the first positions of a block, up to whole panels, of Q queries, as `add_pairs` takes them.
-template <int Q, int planes>
+template <int Q>
 [[gnu::noinline]] void score_pairs(const Panels& panels, int64_t size, const int8_t* queries, int64_t stride,
                                    int64_t positions, float* scores) {
     for (int64_t t = 0; t < positions; t += kPanel, scores += kPanel) {
-        __m512 sums[planes][Q][2];
-        for (int p = 0; p < planes; ++p) {
-            for (int q = 0; q < Q; ++q) sums[p][q][0] = sums[p][q][1] = _mm512_setzero_ps();
-        }
-        add_pairs<Q, planes>(queries, stride, panels.keys_from(t), size / 2, sums);
+        __m512 sums[Q][2];
+        for (int q = 0; q < Q; ++q) sums[q][0] = sums[q][1] = _mm512_setzero_ps();
+        add_pairs<Q>(queries, stride, panels.keys_from(t), size / 2, sums);
         for (int q = 0; q < Q; ++q) {
-            for (int half = 0; half < 2; ++half) {
-                if (planes == 2) sums[0][q][half] = _mm512_add_ps(sums[0][q][half], sums[planes - 1][q][half]);
-                _mm512_storeu_ps(scores + q * kPositions + 16 * half, sums[0][q][half]);
-            }
+            for (int half = 0; half < 2; ++half) _mm512_storeu_ps(scores + q * kPositions + 16 * half, sums[q][half]);
         }
     }
 }
 
 // Adds the weighted values of a block to the sums of Q queries. The first one sees the fewest positions; of the others
 // each takes its own.
-template <int Q, int planes>
+template <int Q>
 [[gnu::noinline]] void weigh_pairs(const Panels& panels, int64_t size, const float* weights, const int64_t* seen,
                                    float* to) {
     const int64_t common = seen[0] / 2;
     for (int64_t number = 0; number < size; number += kPanel) {
         const char* panel = panels.values_from(0, number);
         const bool whole = number + 16 < size;
-        __m512 sums[planes][Q][2];
+        __m512 sums[Q][2];
         for (int q = 0; q < Q; ++q) {
             const float* so_far = to + q * size + number;
-            sums[0][q][0] = _mm512_loadu_ps(so_far);
-            sums[0][q][1] = whole ? _mm512_loadu_ps(so_far + 16) : _mm512_setzero_ps();
-            if (planes == 2) sums[planes - 1][q][0] = sums[planes - 1][q][1] = _mm512_setzero_ps();
+            sums[q][0] = _mm512_loadu_ps(so_far);
+            sums[q][1] = whole ? _mm512_loadu_ps(so_far + 16) : _mm512_setzero_ps();
         }
-        add_pairs<Q, planes>(reinterpret_cast<const int8_t*>(weights), 4 * kPositions, panel, common, sums);
+        add_pairs<Q>(reinterpret_cast<const int8_t*>(weights), 4 * kPositions, panel, common, sums);
 #pragma GCC unroll 12
         for (int q = 0; q < Q; ++q) {  // unrolled, or the sums lie in memory
             const int8_t* row = reinterpret_cast<const int8_t*>(weights + q * kPositions);
@@ -317,15 +307,12 @@ template <int Q, int planes>
                 const __mmask32 own = 2 * k + 1 < seen[q] ? 0xFFFFFFFF : 0x55555555;  // the next value may be no number
                 const __m512bh first = (__m512bh)_mm512_maskz_loadu_epi16(own, panel + k * kPanelRow);
                 const __m512bh second = (__m512bh)_mm512_maskz_loadu_epi16(own, panel + k * kPanelRow + 64);
-                for (int p = 0; p < planes; ++p) {
-                    const __m512bh weight = pair_of<planes>(row, k, p);
-                    sums[p][q][0] = _mm512_dpbf16_ps(sums[p][q][0], first, weight);
-                    sums[p][q][1] = _mm512_dpbf16_ps(sums[p][q][1], second, weight);
-                }
+                const __m512bh weight = pair_of(row, k);
+                sums[q][0] = _mm512_dpbf16_ps(sums[q][0], first, weight);
+                sums[q][1] = _mm512_dpbf16_ps(sums[q][1], second, weight);
             }
             for (int half = 0; half < 1 + whole; ++half) {
-                if (planes == 2) sums[0][q][half] = _mm512_add_ps(sums[0][q][half], sums[planes - 1][q][half]);
-                _mm512_storeu_ps(to + q * size + number + 16 * half, sums[0][q][half]);
+                _mm512_storeu_ps(to + q * size + number + 16 * half, sums[q][half]);
             }
         }
     }
@@ -341,18 +328,16 @@ template <int n>
     return p;
 }
 
-// 2^x of an x of at most 0, for weights of attention, sooner than `exponential`: relative to it to 3e-6 with one plane,
-// to 2e-7 with two, to a unit in the last place without, and to x 2^-24. NaN stays NaN.
-template <int planes>
+// 2^x of an x of at most 0, for weights of attention, sooner than `exponential`: relative to it to 3e-6 where they become
+// bfloat16s, else to a unit in the last place, and to x 2^-24. NaN stays NaN.
+template <bool in_pairs>
 [[gnu::always_inline]] inline __m512 two_to_the(__m512 x) {
-    constexpr float least[] = {9.570101911e-3f, 5.591786032e-2f, 2.402474483e-1f, 6.931218147e-1f, 9.999992614e-1f};
-    constexpr float more[] = {1.327647199e-3f, 9.675541334e-3f, 5.550713273e-2f,
-                              2.402211972e-1f, 6.931469671e-1f, 1.000000072f};
+    constexpr float some[] = {9.570101911e-3f, 5.591786032e-2f, 2.402474483e-1f, 6.931218147e-1f, 9.999992614e-1f};
     constexpr float all[] = {1.534581242594868e-4f, 1.339993090368734e-3f, 9.618489071726799e-3f, 5.550328642129898e-2f,
                              2.4022646248340607e-1f, 6.931471824645996e-1f, 1.0f};
     x = _mm512_max_ps(_mm512_set1_ps(-150.0f), x);  // 0 beyond
     const __m512 n = _mm512_roundscale_ps(x, 8), r = _mm512_sub_ps(x, n);
-    const __m512 p = planes == 1 ? polynomial(least, r) : planes == 2 ? polynomial(more, r) : polynomial(all, r);
+    const __m512 p = in_pairs ? polynomial(some, r) : polynomial(all, r);
     return _mm512_scalef_ps(p, n);
 }
 
@@ -372,9 +357,9 @@ template <int planes>
 }
 
 // Scores of the positions of a block that one query sees to weights e^(score - top), in place, and 0 up to whole 32 of
-// them. With planes they become bfloat16s, as `split_row_for_tiles` has them. What is known of the query then counts
-// these scores in, but not yet their values.
-template <int planes>
+// them. In pairs they become bfloat16s, as `pair_row` has them. What is known of the query then counts these scores in,
+// but not yet their values.
+template <bool in_pairs>
 [[gnu::noinline]] void exponentiate(Queries& queries, int64_t q, const Block& block, float scale, float* scores,
                                     int64_t size) {
     const int64_t count = queries.seen(q, block);
@@ -382,7 +367,7 @@ template <int planes>
     const float so_far = queries.tops[q], top = std::max(so_far, largest_score(scores, count));
     const __m512 factor = _mm512_set1_ps(scale * 1.44269504088896341f), subtracted = _mm512_set1_ps(top);
     const auto power = [&](__m512 score) {
-        return two_to_the<planes>(_mm512_mul_ps(_mm512_sub_ps(score, subtracted), factor));
+        return two_to_the<in_pairs>(_mm512_mul_ps(_mm512_sub_ps(score, subtracted), factor));
     };
     if (top != so_far) {
         const __m512 rescale = power(_mm512_set1_ps(so_far));
@@ -401,18 +386,10 @@ template <int planes>
             if (!all) weights[i] = _mm512_maskz_mov_ps(first_lanes(count - t - 16 * i), weights[i]);
         }
 #if defined(__AVX512BF16__)
-        if constexpr (planes > 0) {
-            __m512i* to = reinterpret_cast<__m512i*>(scores + t / 2 * planes);
-            const __m512i high = (__m512i)_mm512_cvtne2ps_pbh(weights[1], weights[0]);
-            _mm512_storeu_si512(to, high);
-            if constexpr (planes == 1) {
-                added = _mm512_dpbf16_ps(added, (__m512bh)high, (__m512bh)_mm512_set1_epi32(0x3F803F80));
-            } else {
-                const __m512 first = _mm512_sub_ps(weights[0], expand(_mm512_castsi512_si256(high)));
-                const __m512 second = _mm512_sub_ps(weights[1], expand(_mm512_extracti64x4_epi64(high, 1)));
-                _mm512_storeu_si512(to + 1, (__m512i)_mm512_cvtne2ps_pbh(second, first));
-                added = _mm512_add_ps(added, _mm512_add_ps(weights[0], weights[1]));
-            }
+        if constexpr (in_pairs) {
+            const __m512bh rounded = _mm512_cvtne2ps_pbh(weights[1], weights[0]);
+            _mm512_storeu_si512(scores + t / 2, (__m512i)rounded);
+            added = _mm512_dpbf16_ps(added, rounded, (__m512bh)_mm512_set1_epi32(0x3F803F80));
             return;
         }
 #endif
@@ -459,24 +436,22 @@ void add_values(const Cache& cache, const Block& block, int64_t begin, int64_t e
 
 #if defined(__AVX512BF16__)
 
-template <int planes>
 void attend_in_pairs(const Block& block, Queries& queries, const Panels& panels, int64_t size, float scale,
                      const int8_t* split, float* scores) {
-    constexpr int64_t most = kPairTile / planes;
-    const int64_t row_bytes = 2 * planes * padded(size, 32);
-    for (int64_t q = 0; q < queries.count; q += most) {
-        const int64_t some = std::min(most, queries.count - q), longest = queries.seen(q + some - 1, block);
+    const int64_t row_bytes = 2 * padded(size, 32);
+    for (int64_t q = 0; q < queries.count; q += kPairTile) {
+        const int64_t some = std::min(kPairTile, queries.count - q), longest = queries.seen(q + some - 1, block);
         if (longest == 0) continue;
-        with_count<most>(some, [&](auto tile) {
-            score_pairs<tile(), planes>(panels, size, split + q * row_bytes, row_bytes, longest, scores);
+        with_count<kPairTile>(some, [&](auto tile) {
+            score_pairs<tile()>(panels, size, split + q * row_bytes, row_bytes, longest, scores);
         });
-        int64_t seen[most];
+        int64_t seen[kPairTile];
         for (int64_t i = 0; i < some; ++i) {
-            exponentiate<planes>(queries, q + i, block, scale, scores + i * kPositions, size);
+            exponentiate<true>(queries, q + i, block, scale, scores + i * kPositions, size);
             seen[i] = queries.seen(q + i, block);
         }
-        with_count<most>(some, [&](auto tile) {
-            weigh_pairs<tile(), planes>(panels, size, scores, seen, queries.sums + q * size);
+        with_count<kPairTile>(some, [&](auto tile) {
+            weigh_pairs<tile()>(panels, size, scores, seen, queries.sums + q * size);
         });
     }
 }
@@ -497,12 +472,11 @@ int64_t rows_of_tiles(int64_t count) {
     return (count + tiles - 1) / tiles;
 }
 
-// Scores of the 32 positions of a panel, of at most 32 queries that `split_row_for_tiles` has made bfloat16s of.
-template <int planes>
+// Scores of the 32 positions of a panel, of at most 32 queries that `pair_row` has made bfloat16s of.
 void score_by_tiles(const int8_t* queries, int64_t count, int64_t size, const char* panel, float* scores) {
-    const int64_t second = count - rows_of_tiles(count), query_bytes = 2 * planes * size;
+    const int64_t second = count - rows_of_tiles(count), query_bytes = 2 * size;
     clear_sums();
-    add_panel<planes>(queries, second ? queries + second * query_bytes : nullptr, query_bytes, panel, size, [] {});
+    add_panel(queries, second ? queries + second * query_bytes : nullptr, query_bytes, panel, size, [] {});
     STORE_TILE(0, scores, 4 * kPositions);
     STORE_TILE(1, scores + 16, 4 * kPositions);
     if (!second) return;
@@ -511,7 +485,6 @@ void score_by_tiles(const int8_t* queries, int64_t count, int64_t size, const ch
 }
 
 // Adds weighted values of so many positions of a panel to 32 numbers of the sums of at most 32 queries.
-template <int planes>
 void weigh_by_tiles(const float* weights, int64_t count, const char* panel, int64_t positions, float* to,
                     int64_t size) {
     const int64_t second = count - rows_of_tiles(count);
@@ -523,7 +496,7 @@ void weigh_by_tiles(const float* weights, int64_t count, const char* panel, int6
         LOAD_TILE(3, others + 16, 4 * size);
     }
     const auto at = [&](int64_t query) { return reinterpret_cast<const int8_t*>(weights + query * kPositions); };
-    add_panel<planes>(at(0), second ? at(second) : nullptr, 4 * kPositions, panel, positions, [] {});
+    add_panel(at(0), second ? at(second) : nullptr, 4 * kPositions, panel, positions, [] {});
     STORE_TILE(0, to, 4 * size);
     STORE_TILE(1, to + 16, 4 * size);
     if (!second) return;
@@ -543,7 +516,6 @@ void copy_first(const char* panel, int64_t positions, char* to) {
 // The positions that all queries of two tiles see are weighed for all of them, up to whole panels of 32; the rest for
 // each row on its own, with 0 behind what it sees: so its sums go through the same steps in any company, and what lies
 // behind it may be no number.
-template <int planes>
 void attend_by_tiles(const Block& block, Queries& queries, const Panels& panels, int64_t size, int64_t group,
                      float scale, const int8_t* split, float* scores) {
     const int64_t most = 2 * kTileRows / group * group;
@@ -552,15 +524,14 @@ void attend_by_tiles(const Block& block, Queries& queries, const Panels& panels,
         if (longest == 0) continue;
         shape_for_panels(rows_of_tiles(some));
         for (int64_t t = 0; t < longest; t += 32) {
-            score_by_tiles<planes>(split + 2 * planes * q * size, some, size, panels.keys_from(t), scores + t);
+            score_by_tiles(split + 2 * q * size, some, size, panels.keys_from(t), scores + t);
         }
         for (int64_t i = 0; i < some; ++i) {
-            exponentiate<planes>(queries, q + i, block, scale, scores + i * kPositions, size);
+            exponentiate<true>(queries, q + i, block, scale, scores + i * kPositions, size);
         }
         const int64_t whole = queries.seen(q, block) / 32 * 32;
         for (int64_t number = 0; number < size && whole > 0; number += 32) {
-            weigh_by_tiles<planes>(scores, some, panels.values_from(0, number), whole, queries.sums + q * size + number,
-                                   size);
+            weigh_by_tiles(scores, some, panels.values_from(0, number), whole, queries.sums + q * size + number, size);
         }
         if (longest == whole) continue;
         shape_for_panels(rows_of_tiles(group));
@@ -570,8 +541,8 @@ void attend_by_tiles(const Block& block, Queries& queries, const Panels& panels,
                 for (int64_t number = 0; number < size; number += 32) {
                     alignas(64) char panel[kTileInputs / 2 * kPanelRow];
                     copy_first(panels.values_from(t, number), seen - t, panel);
-                    weigh_by_tiles<planes>(scores + i * kPositions + planes * t / 2, group, panel, 32,
-                                           queries.sums + (q + i) * size + number, size);
+                    weigh_by_tiles(scores + i * kPositions + t / 2, group, panel, 32,
+                                   queries.sums + (q + i) * size + number, size);
                 }
             }
         }
@@ -591,7 +562,7 @@ void attend_plainly(const Cache& cache, const Piece& piece, const Block& block, 
         score_block(cache, block, t, queries, scores, copied);
     }
     for (int64_t q = 0; q < queries.count; ++q) {
-        exponentiate<0>(queries, q, block, scale, scores + q * kPositions, size);
+        exponentiate<false>(queries, q, block, scale, scores + q * kPositions, size);
     }
     for (int64_t q = 0; q < queries.count; q += kQueryTile) {
         const int64_t tile = std::min(kQueryTile, queries.count - q);
@@ -607,20 +578,19 @@ void attend_plainly(const Cache& cache, const Piece& piece, const Block& block, 
 
 #if defined(__AVX512BF16__)
 
-template <int planes>
 void attend_in_panels(const Cache& cache, const Piece& piece, const Block& block, Queries& queries, int64_t group,
                       float scale, const Panels& panels, int8_t* split, float* scores) {
-    const int64_t size = cache.head_dim, row_bytes = 2 * planes * padded(size, 32);
+    const int64_t size = cache.head_dim, row_bytes = 2 * padded(size, 32);
     for (int64_t q = 0; block.begin == 0 && q < queries.count; ++q) {
-        split_row_for_tiles<planes>(queries.rows[q], size, split + q * row_bytes);
+        pair_row(queries.rows[q], size, split + q * row_bytes);
     }
     panels.fill(cache, piece, block);
 #if defined(TRUESPEC_TILES)
     if (attends_by_tiles(cache, group)) {
-        return attend_by_tiles<planes>(block, queries, panels, size, group, scale, split, scores);
+        return attend_by_tiles(block, queries, panels, size, group, scale, split, scores);
     }
 #endif
-    attend_in_pairs<planes>(block, queries, panels, size, scale, split, scores);
+    attend_in_pairs(block, queries, panels, size, scale, split, scores);
 }
 
 #endif
@@ -633,14 +603,14 @@ struct Places {
         : panels(0),
           sums(panels + kPositions * padded(size, 32)),
           split(sums + queries * size),
-          scores(split + queries * padded(size, 32)),
+          scores(split + queries * padded(size, 32) / 2),
           end(scores + queries * kPositions) {}
 };
 
 int64_t rows_of_piece(int64_t group) { return std::max<int64_t>(1, kPieceQueries / group); }
 
 void attend_piece(const Shape& shape, const Cache& cache, const Heads& heads, const Piece& piece, const Piece& next,
-                  int64_t planes, float* scratch, float* attended) {
+                  float* scratch, float* attended) {
     const int64_t size = shape.head_dim, group = shape.num_heads / shape.num_kv_heads;
     const Places places(size, rows_of_piece(group) * group);
     thread_local Queries queries;  // allocates nothing once it has been as large
@@ -658,9 +628,8 @@ void attend_piece(const Shape& shape, const Cache& cache, const Heads& heads, co
         const Block block(cache, piece, begin);
 #if defined(__AVX512BF16__)
         if (cache.width == 2) {
-            const auto attend = planes == 1 ? attend_in_panels<1> : attend_in_panels<2>;
-            attend(cache, piece, block, queries, group, scale, Panels(size, scratch + places.panels),
-                   reinterpret_cast<int8_t*>(scratch + places.split), scores);
+            attend_in_panels(cache, piece, block, queries, group, scale, Panels(size, scratch + places.panels),
+                             reinterpret_cast<int8_t*>(scratch + places.split), scores);
             continue;
         }
 #endif
@@ -701,8 +670,8 @@ int64_t scratch_size(const Shape& shape) {
     return Places(shape.head_dim, rows_of_piece(group) * group).end;
 }
 
-void attend_spans(const Shape& shape, const Cache& cache, const Heads& heads, const Step& step, int64_t planes,
-                  float* scratch, float* attended, int thread, int threads) {
+void attend_spans(const Shape& shape, const Cache& cache, const Heads& heads, const Step& step, float* scratch,
+                  float* attended, int thread, int threads) {
     const bool scarce = threads > 1 && step.num_spans * shape.num_kv_heads < 4 * threads;
     const int64_t whole = rows_of_piece(shape.num_heads / shape.num_kv_heads);
     int64_t turn = 0;
@@ -716,12 +685,12 @@ void attend_spans(const Shape& shape, const Cache& cache, const Heads& heads, co
                 if (turn++ % threads != thread) continue;
                 const Piece next{row, std::min(row + most, stop), length - (stop - 1 - row),
                                  step.context + step.context_starts[s], g};
-                if (piece.context) attend_piece(shape, cache, heads, piece, next, planes, scratch, attended);
+                if (piece.context) attend_piece(shape, cache, heads, piece, next, scratch, attended);
                 piece = next;
             }
         }
     }
-    if (piece.context) attend_piece(shape, cache, heads, piece, piece, planes, scratch, attended);
+    if (piece.context) attend_piece(shape, cache, heads, piece, piece, scratch, attended);
 }
 
 }  // namespace truespec

@@ -195,7 +195,7 @@ class Kernels:
         self._attend.argtypes = [
             *(c_void_p, c_void_p, c_void_p, c_int64),
             *(c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64),
-            *(c_int64, c_void_p, c_int64),
+            *(c_void_p, c_int64),
         ]
         self._layers = library.truespec_layers
         self._layers.argtypes = [
@@ -326,7 +326,6 @@ class Kernels:
         cache: Tensor,
         layer: int,
         heads: tuple[Tensor, Tensor, Tensor],
-        planes: int = 2,
     ) -> Tensor:
         """Store key and value of one layer, then attend.
 
@@ -336,7 +335,6 @@ class Kernels:
             cache: [num_layers, 2, num_slots, num_kv_heads, head_dim], float32 or bfloat16.
             layer: which one.
             heads: query [N, num_heads, head_dim], key and value [N, num_kv_heads, head_dim]; rows may be apart.
-            planes: bfloat16s that a query and a weight become where a cache in bfloat16 is multiplied in pairs.
 
         Returns:
             [N, num_heads, head_dim].
@@ -346,7 +344,7 @@ class Kernels:
         self._attend(
             *(ctypes.addressof(shape), ctypes.addressof(step), cache.data_ptr(), layer),
             *places,
-            *(planes, attended.data_ptr(), torch.get_num_threads()),
+            *(attended.data_ptr(), torch.get_num_threads()),
         )
         return attended
 

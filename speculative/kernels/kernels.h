@@ -11,8 +11,8 @@
 // Weights lie in panels of 32 outputs, so that one pass over a panel serves several rows; a step of a few rows is bound
 // by reading them once, one of many by its products. Four-bit weights are multiplied as integers, exactly, with
 // activations rounded to 8 bits in blocks of 32, as llama.cpp does; the eight-bit weights of the LM head beside them with
-// activations of 16 bits (relative to the block's largest: 2^-16). Bfloat16 weights are multiplied with activations that are a bfloat16, or the sum of two (2^-17
-// relative): the processor multiplies and adds pairs of those at twice the rate of float32.
+// activations of 16 bits (relative to the block's largest: 2^-16). Bfloat16 weights are multiplied with activations
+// rounded to bfloat16: the processor multiplies and adds pairs of those at twice the rate of float32.
 
 #pragma once
 
@@ -37,26 +37,13 @@ constexpr int64_t kFewRows = 16;     // up to so many rows, every thread prepare
 constexpr int64_t kPanel = 32;       // outputs
 constexpr int64_t kPanelRow = 4 * kPanel;  // bytes of a panel of bfloat16s: for every two inputs, a pair of each output
 
-// Activations have 16 bits in kInt8, which is for LM heads, and 8 in kInt4; in kBfloat16Act16 they are one bfloat16.
-// Attention over a cache in bfloat16 then rounds queries and weights to one, as it does keys and values.
+// Activations have 8 bits in kInt4, and 16 in kInt8, which is for LM heads.
 enum Kind : int64_t {
     kFloat32 = 0,
     kBfloat16 = 1,
-    kBfloat16Act16 = 2,
-    kInt4 = 3,
-    kInt8 = 4,
+    kInt4 = 2,
+    kInt8 = 3,
 };
-
-// Bfloat16s or bytes that a number of an activation becomes.
-inline int64_t planes_of(int64_t kind) {
-    return kind == kBfloat16Act16 || kind == kInt4 ? 1 : 2;
-}
-
-#if defined(__AVX512BF16__)
-constexpr bool kPairs = true;  // bfloat16 weights are multiplied in pairs
-#else
-constexpr bool kPairs = false;
-#endif
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__)
 constexpr bool kWide = true;  // 32 registers of 16 floats; else 16 registers of 8
@@ -180,39 +167,11 @@ inline __mmask16 first_lanes(int64_t count) {
 
 #if defined(__AVX512BF16__)
 
-// Pairs of bfloat16s for 16 floats.
-inline __m512i in_two_planes(__m512 x) {
-    const __m256i high = (__m256i)_mm512_cvtneps_pbh(x);
-    const __m256i low = (__m256i)_mm512_cvtneps_pbh(_mm512_sub_ps(x, expand(high)));
-    const __m512i order = _mm512_setr_epi32(0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15);
-    return _mm512_permutexvar_epi32(order, _mm512_inserti64x4(_mm512_castsi256_si512(high), low, 1));
-}
-
 // Floats to pairs of bfloat16s; an odd row ends with a zero.
-template <int planes>
-void split_row(const float* row, int64_t size, int8_t* bytes) {
+inline void pair_row(const float* row, int64_t size, int8_t* bytes) {
     for (int64_t i = 0; i < size; i += 16) {
         const __m512 x = _mm512_maskz_loadu_ps(first_lanes(size - i), row + i);
-        const __mmask16 pairs = first_lanes((size - i + 1) / 2 * planes);
-        if constexpr (planes == 1) {
-            _mm256_mask_storeu_epi32(bytes + 2 * i, pairs & 0xFF, (__m256i)_mm512_cvtneps_pbh(x));
-        } else {
-            _mm512_mask_storeu_epi32(bytes + 4 * i, pairs, in_two_planes(x));
-        }
-    }
-}
-
-// The same, as tiles and attention read it: for each 32 numbers the high bfloat16s, then the low ones.
-template <int planes>
-void split_row_for_tiles(const float* row, int64_t size, int8_t* bytes) {
-    if constexpr (planes == 1) return split_row<1>(row, size, bytes);
-    for (int64_t i = 0; i < size; i += 16) {
-        const __m512 x = _mm512_loadu_ps(row + i);
-        const __m256i high = (__m256i)_mm512_cvtneps_pbh(x);
-        const __m256i low = (__m256i)_mm512_cvtneps_pbh(_mm512_sub_ps(x, expand(high)));
-        int8_t* place = bytes + 4 * (i / 32 * 32) + 2 * (i % 32);
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(place), high);
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(place + 64), low);
+        _mm256_mask_storeu_epi32(bytes + 2 * i, first_lanes((size - i + 1) / 2) & 0xFF, (__m256i)_mm512_cvtneps_pbh(x));
     }
 }
 
@@ -256,13 +215,12 @@ Workspace& workspace();
 
 // -- products.cpp -----------------------------------------------------------------------------------------------------
 
-// Rows as a product reads them: floats, or bfloat16s, or integers with a scale and a sum for every block. A float that
-// two bfloat16s stand for is their sum: two high ones, then the two low ones beside them. An integer of 16 bits lies in
-// two bytes, 256 high + low: four high ones, then the four low ones beside them; one of 8 bits has but one.
+// Rows as a product reads them: floats, or bfloat16s, or integers with a scale and a sum for every block. An integer of
+// 16 bits lies in two planes of bytes, 256 high + low: four high ones, then the four low ones beside them.
 struct Rows {
     const float* floats;
     int64_t stride;        // of floats
-    const int8_t* bytes;   // [rows, inputs / 4, planes, 4] integers, or [rows, inputs / 2, planes, 2] bfloat16s
+    const int8_t* bytes;   // [rows, inputs / 4, planes, 4] integers, or [rows, inputs / 2, 2] bfloat16s
     const float* scales;   // [rows, blocks]
     const float* sums;     // [rows, blocks], times the scale
     const int32_t* zeros;  // [rows, blocks]: -128 x the sum of the integers
@@ -298,8 +256,8 @@ struct Prepared {
         rows_size = num_rows * most_inputs;
         floats = space.floats.at_least(num_parts * rows_size);
         const int64_t whole_tiles = (num_rows + 15) / 16 * 16;  // that many rows are read where there are tiles
-        bytes_size = 4 * (whole_tiles * most_inputs + num_rows);  // two bfloat16s a number, and the zeros of odd rows
-        bytes = reinterpret_cast<int8_t*>(space.bytes.at_least(num_parts * bytes_size / 4));
+        bytes_size = 2 * (whole_tiles * most_inputs + num_rows);  // two bytes a number, and the zeros of odd rows
+        bytes = reinterpret_cast<int8_t*>(space.bytes.at_least(num_parts * bytes_size / 4 + 1));
         scales = space.scales.at_least(num_parts * (rows_size / kBlock + 1));
         sums = space.sums.at_least(num_parts * (rows_size / kBlock + 1));
         zeros = reinterpret_cast<int32_t*>(space.zeros.at_least(num_parts * (rows_size / kBlock + 1)));
@@ -341,10 +299,10 @@ int64_t scratch_size(const Shape& shape);
 // One thread's share of the step's keys and values.
 void write_rows(const Cache& cache, const Heads& heads, const Step& step, int thread, int threads);
 
-// Attention of all spans, once everybody's keys and values are written. Pieces go round the threads in turn. planes: of
-// queries and weights that a cache in bfloat16 is multiplied with in pairs.
-void attend_spans(const Shape& shape, const Cache& cache, const Heads& heads, const Step& step, int64_t planes,
-                  float* scratch, float* attended, int thread, int threads);
+// Attention of all spans, once everybody's keys and values are written. Pieces go round the threads in turn. Where the
+// processor multiplies pairs of bfloat16s, a cache of them has queries and weights rounded to bfloat16.
+void attend_spans(const Shape& shape, const Cache& cache, const Heads& heads, const Step& step, float* scratch,
+                  float* attended, int thread, int threads);
 
 // -- vocabulary.cpp ---------------------------------------------------------------------------------------------------
 

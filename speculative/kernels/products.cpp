@@ -101,8 +101,7 @@ void round_row(const float* row, int64_t size, float* out) {
 #if defined(TRUESPEC_TILES)
 
 bool by_tiles(const Linear& linear) {
-    const bool in_pairs = linear.kind == kBfloat16 || linear.kind == kBfloat16Act16;
-    return truespec_by_tiles && in_pairs && linear.num_inputs % kTileInputs == 0;
+    return truespec_by_tiles && linear.kind == kBfloat16 && linear.num_inputs % kTileInputs == 0;
 }
 
 #endif
@@ -130,8 +129,9 @@ void norm_row(const float* row, const float* weight, float eps, int64_t size, fl
 
 Rows prepare(const Source& source, const Linear& linear, int64_t num_rows, const Prepared& to, int thread,
              int threads) {
-    const bool is_int = linear.kind >= kInt4, is_float = linear.kind == kFloat32 || (linear.kind == kBfloat16 && !kPairs);
-    if (source.input == Input::kPlain && is_float) return {source.rows, source.stride, nullptr, nullptr, nullptr, nullptr};
+    if (source.input == Input::kPlain && linear.kind == kFloat32) {
+        return {source.rows, source.stride, nullptr, nullptr, nullptr, nullptr};
+    }
     const bool own = to.num_parts > 1 || threads == 1;
     const int64_t part = own ? thread % to.num_parts : 0, size = linear.num_inputs, blocks = size / kBlock;
     float* floats = to.floats + part * to.rows_size;
@@ -151,19 +151,12 @@ Rows prepare(const Source& source, const Linear& linear, int64_t num_rows, const
         const int64_t at = r * blocks;
         if (linear.kind == kInt8) {
             quantise_row<2>(row, size, bytes + 2 * r * size, scales + at, sums + at, zeros + at);
-        } else if (is_int) {
+        } else if (linear.kind == kInt4) {
             quantise_row<1>(row, size, bytes + r * size, scales + at, sums + at, zeros + at);
-#if defined(__AVX512BF16__)
-#if defined(TRUESPEC_TILES)
-        } else if (linear.kind == kBfloat16 && by_tiles(linear)) {
-            split_row_for_tiles<2>(row, size, bytes + 4 * r * size);
-#endif
         } else if (linear.kind == kBfloat16) {
-            split_row<2>(row, size, bytes + r * ((size + 1) / 2) * 8);
-        } else if (linear.kind == kBfloat16Act16) {
-            split_row<1>(row, size, bytes + r * ((size + 1) / 2) * 4);
+#if defined(__AVX512BF16__)
+            pair_row(row, size, bytes + r * ((size + 1) / 2) * 4);
 #else
-        } else if (linear.kind == kBfloat16Act16) {
             round_row(row, size, floats + r * size);
 #endif
         }
@@ -215,7 +208,7 @@ template <int R, int H>
 
 // Rows that share one pass over a panel: what two sums for each and plane need of 32 registers, or one sum of 16
 // registers of half the size.
-constexpr int kFloatRows = kWide ? 12 : 6, kPairRows = kWide ? 8 : 6, kSplitPairRows = 6;
+constexpr int kFloatRows = kWide ? 12 : 6, kPairRows = kWide ? 8 : 6;
 constexpr int kQuadRows = kWide ? 6 : 4, kSplitQuadRows = kWide ? 4 : 2;
 
 // Halves of a panel that R rows are multiplied with at once.
@@ -283,38 +276,32 @@ void float_tile(const Rows& rows, int64_t row, const Linear& linear, int64_t pan
 // A panel of bfloat16 weights: for every two inputs, a pair for each of 32 outputs. An odd last input is paired with 0.
 #if defined(__AVX512BF16__)
 
-template <int R, int planes>
+template <int R>
 void pair_tile(const Rows& rows, int64_t row, const Linear& linear, int64_t panel, Turn turn, const Target& target) {
     const int64_t pairs = (linear.num_inputs + 1) / 2;
     const int8_t* a[R];
-    __m512 sums[planes][R][2];
+    __m512 sums[R][2];
     for (int r = 0; r < R; ++r) {
-        a[r] = rows.bytes + (row + r) * pairs * planes * 4;
-        for (int p = 0; p < planes; ++p) sums[p][r][0] = sums[p][r][1] = _mm512_setzero_ps();
+        a[r] = rows.bytes + (row + r) * pairs * 4;
+        sums[r][0] = sums[r][1] = _mm512_setzero_ps();
     }
     const char* weight = static_cast<const char*>(linear.weight) + panel * pairs * kPanel * 4;
-    Ahead<R * planes> ahead(weight, pairs * kPanel * 4, turn);
+    Ahead<R> ahead(weight, pairs * kPanel * 4, turn);
     for (int64_t k = 0; k < pairs; ++k, weight += kPanel * 4) {
         ahead.fetch_line(), ahead.fetch_line();
         const __m512bh w0 = (__m512bh)_mm512_loadu_si512(weight), w1 = (__m512bh)_mm512_loadu_si512(weight + 64);
         for (int r = 0; r < R; ++r) {
-            for (int p = 0; p < planes; ++p) {
-                const int32_t* pair = reinterpret_cast<const int32_t*>(a[r] + (k * planes + p) * 4);
-                const __m512bh x = (__m512bh)_mm512_set1_epi32(*pair);
-                sums[p][r][0] = _mm512_dpbf16_ps(sums[p][r][0], w0, x);
-                sums[p][r][1] = _mm512_dpbf16_ps(sums[p][r][1], w1, x);
-            }
+            const __m512bh x = (__m512bh)_mm512_set1_epi32(*reinterpret_cast<const int32_t*>(a[r] + k * 4));
+            sums[r][0] = _mm512_dpbf16_ps(sums[r][0], w0, x);
+            sums[r][1] = _mm512_dpbf16_ps(sums[r][1], w1, x);
         }
     }
-    for (int r = 0; planes == 2 && r < R; ++r) {
-        for (int half = 0; half < 2; ++half) sums[0][r][half] = _mm512_add_ps(sums[0][r][half], sums[planes - 1][r][half]);
-    }
-    store_halves<R, 2>(sums[0], linear, target, row, panel, 0);
+    store_halves<R, 2>(sums, linear, target, row, panel, 0);
 }
 
 #else
 
-template <int R, int planes>
+template <int R>
 void pair_tile(const Rows& rows, int64_t row, const Linear& linear, int64_t panel, Turn turn, const Target& target) {
     constexpr int H = kHalves<R>;
     const int64_t size = linear.num_inputs;
@@ -328,7 +315,7 @@ void pair_tile(const Rows& rows, int64_t row, const Linear& linear, int64_t pane
             for (int h = 0; h < H; ++h) sums[r][h] = _mm512_setzero_ps();
         }
         const char* weight = static_cast<const char*>(linear.weight) + panel * panel_bytes + 64 * first;
-        Ahead<R * planes> ahead(weight, panel_bytes, turn);
+        Ahead<R> ahead(weight, panel_bytes, turn);
         for (int64_t k = 0; k < size; k += 2, weight += kPanel * 4) {
             if (first == 0) ahead.fetch_line(), ahead.fetch_line();
             __m512 w[H];
@@ -446,10 +433,9 @@ void int_tile(const Rows& rows, int64_t row, const Linear& linear, int64_t panel
 
 // One thread's panels, 32 rows at a time. Rows behind the last one up to whole tiles are multiplied too, whatever is in
 // them: a row of a tile touches no other.
-template <int planes>
 void multiply_by_tiles(const Rows& rows, int64_t num_rows, const Linear& linear, Range panels, const Target& target) {
     constexpr int64_t kStep = kTileInputs / 2 * kPanelRow;  // bytes of a panel that a row's tile goes with
-    const int64_t stride = 2 * planes * linear.num_inputs, panel_bytes = 2 * kPanel * linear.num_inputs;
+    const int64_t stride = 2 * linear.num_inputs, panel_bytes = 2 * kPanel * linear.num_inputs;
     const int64_t turns = (num_rows + 2 * kTileRows - 1) / (2 * kTileRows);
     shape_for_panels(std::min(kTileRows, num_rows));
     alignas(64) float sums[2][2][16][16] = {};
@@ -461,7 +447,7 @@ void multiply_by_tiles(const Rows& rows, int64_t num_rows, const Linear& linear,
             const char* weight = static_cast<const char*>(linear.weight) + panel * panel_bytes;
             Ahead<kFewProducts + 1> ahead(weight, panel_bytes, Turn{turn, turns});
             clear_sums();
-            add_panel<planes>(a, second, stride, weight, linear.num_inputs, [&] {
+            add_panel(a, second, stride, weight, linear.num_inputs, [&] {
                 for (int64_t line = 0; line < kStep; line += 64) ahead.fetch_line();
             });
             STORE_TILE(0, sums[0][0], 64);
@@ -610,8 +596,7 @@ void multiply(const Rows& rows, int64_t num_rows, const Linear& linear, const Ta
     const Range panels = share((linear.num_outputs + kPanel - 1) / kPanel, thread, threads);
 #if defined(TRUESPEC_TILES)
     if (num_rows > 0 && by_tiles(linear)) {
-        const bool one = planes_of(linear.kind) == 1;
-        return (one ? multiply_by_tiles<1> : multiply_by_tiles<2>)(rows, num_rows, linear, panels, to);
+        return multiply_by_tiles(rows, num_rows, linear, panels, to);
     }
     if (linear.kind == kInt4 && truespec_int4_tile_rows > 0 && num_rows >= truespec_int4_tile_rows) {
         return multiply_bytes(rows, num_rows, linear, panels, to);
@@ -620,22 +605,17 @@ void multiply(const Rows& rows, int64_t num_rows, const Linear& linear, const Ta
     const auto floats = [&](auto R, int64_t row, int64_t panel, Turn turn) {
         float_tile<R()>(rows, row, linear, panel, turn, to);
     };
-    const auto pairs = [&](auto planes) {
-        return [&](auto R, int64_t row, int64_t panel, Turn turn) {
-            pair_tile<R(), planes()>(rows, row, linear, panel, turn, to);
-        };
+    const auto pairs = [&](auto R, int64_t row, int64_t panel, Turn turn) {
+        pair_tile<R()>(rows, row, linear, panel, turn, to);
     };
     const auto ints = [&](auto is_int4) {
         return [&](auto R, int64_t row, int64_t panel, Turn turn) {
             int_tile<R(), is_int4()>(rows, row, linear, panel, turn, to);
         };
     };
-    const std::integral_constant<int, 1> one;
-    const std::integral_constant<int, 2> two;
     switch (linear.kind) {
         case kFloat32: return multiply_tiles<kFloatRows>(num_rows, panels, floats);
-        case kBfloat16: return multiply_tiles<kSplitPairRows>(num_rows, panels, pairs(two));
-        case kBfloat16Act16: return multiply_tiles<kPairRows>(num_rows, panels, pairs(one));
+        case kBfloat16: return multiply_tiles<kPairRows>(num_rows, panels, pairs);
         case kInt4: return multiply_tiles<kQuadRows>(num_rows, panels, ints(std::true_type()));
         default: return multiply_tiles<kSplitQuadRows>(num_rows, panels, ints(std::false_type()));
     }

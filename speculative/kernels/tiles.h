@@ -164,26 +164,25 @@ inline void clear_sums() {
     CLEAR_TILE(3);
 }
 
-// Adds the products of rows, as `split_row_for_tiles` has them, `stride` bytes apart, with a panel of so many inputs to
+// Adds the products of rows, as `pair_row` has them, `stride` bytes apart, with a panel of so many inputs to
 // the sums: of rows from `first` on, and of others from `second` on, unless it is null. each_step: done before each 32
 // inputs.
-template <int planes, typename Work>
+template <typename Work>
 void add_panel(const int8_t* first, const int8_t* second, int64_t stride, const char* panel, int64_t inputs,
                const Work& each_step) {
     for (int64_t k = 0; k < inputs; k += kTileInputs, panel += kTileInputs / 2 * kPanelRow) {
         each_step();
         LOAD_TILE(6, panel, kPanelRow);
         LOAD_TILE(7, panel + 64, kPanelRow);
-        for (int p = 0; p < planes; ++p, first += 64) {
-            LOAD_TILE(4, first, stride);
-            MULTIPLY_TILES(0, 4, 6);
-            MULTIPLY_TILES(1, 4, 7);
-            if (!second) continue;
-            LOAD_TILE(5, second, stride);
-            MULTIPLY_TILES(2, 5, 6);
-            MULTIPLY_TILES(3, 5, 7);
-            second += 64;
-        }
+        LOAD_TILE(4, first, stride);
+        MULTIPLY_TILES(0, 4, 6);
+        MULTIPLY_TILES(1, 4, 7);
+        first += 64;
+        if (!second) continue;
+        LOAD_TILE(5, second, stride);
+        MULTIPLY_TILES(2, 5, 6);
+        MULTIPLY_TILES(3, 5, 7);
+        second += 64;
     }
 }
 

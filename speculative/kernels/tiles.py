@@ -21,7 +21,7 @@ Choice = Literal["by_tiles", "int4_tile_rows", "attends_by_tiles"]
 """An attribute of `Kernels`; false or 0 = AVX-512 does it."""
 
 _INPUTS, _OUTPUTS = 1024, 32768
-_BFLOAT16, _BFLOAT16_PAIRS, _W4A8 = 1, 2, 3  # kinds of products.cpp
+_BFLOAT16, _W4A8 = 1, 2  # kinds of products.cpp
 _ROWS = (1, 16, 256)
 _INT4_ROWS = (1, 4, 8, 16, 32, 64, 256)
 _HEADS, _KV_HEADS, _HEAD_DIM = 24, 8, 64
@@ -45,7 +45,7 @@ def measured_tiles(kernels: Kernels, clock: Clock = time.perf_counter) -> tuple[
     with _one_thread():
         if wrong := _wrong_products(kernels):
             return False, wrong
-        shares = [_share_of_product(kernels, "by_tiles", _BFLOAT16_PAIRS, num_rows, clock) for num_rows in _ROWS]
+        shares = [_share_of_product(kernels, "by_tiles", _BFLOAT16, num_rows, clock) for num_rows in _ROWS]
     return _choose(kernels, "by_tiles", "products", shares)
 
 
@@ -87,7 +87,7 @@ def measured_attention(kernels: Kernels, clock: Clock = time.perf_counter) -> tu
         sequence = _Sequence(_POSITIONS)
         shares = []
         for num_rows in _LAST_ROWS:
-            step = partial(sequence.attend, kernels, _POSITIONS - num_rows, _POSITIONS, planes=1)
+            step = partial(sequence.attend, kernels, _POSITIONS - num_rows, _POSITIONS)
             shares.append(_share_of_time(kernels, "attends_by_tiles", step, clock))
     return _choose(kernels, "attends_by_tiles", "attention", shares)
 
@@ -108,7 +108,7 @@ class _Sequence:
         self.qkv = torch.randn((num_positions, _HEADS + 2 * _KV_HEADS, _HEAD_DIM), generator=generator)
         self.cache = self.qkv[:, _HEADS:].unflatten(1, (2, -1)).transpose(0, 1)[None].bfloat16().contiguous()
 
-    def attend(self, kernels: Kernels, begin: int, end: int, planes: int) -> Tensor:
+    def attend(self, kernels: Kernels, begin: int, end: int) -> Tensor:
         """Attention of positions begin..end: [end - begin, heads, head_dim]."""
         positions = torch.arange(end)
         row_starts, context_starts = torch.tensor([0, end - begin]), torch.tensor([0, end])
@@ -128,7 +128,7 @@ class _Sequence:
             cache_is_bfloat16=True,
         )
         query, key, value = self.qkv[begin:end].split((_HEADS, _KV_HEADS, _KV_HEADS), dim=1)
-        return kernels.attend(shape, step, self.cache, 0, (query, key, value), planes)
+        return kernels.attend(shape, step, self.cache, 0, (query, key, value))
 
 
 @contextmanager
@@ -156,16 +156,15 @@ def _wrong_products(kernels: Kernels) -> str:
     weight = torch.randn((96, _INPUTS), generator=generator).bfloat16()
     panels = weight.view(torch.int32).view(3, 32, -1).transpose(1, 2).contiguous()
     rows = torch.randn((37, _INPUTS), generator=generator)
-    for kind in (_BFLOAT16, _BFLOAT16_PAIRS):
-        linear = LinearStruct(panels.data_ptr(), None, _INPUTS, len(weight), kind)
-        by_avx512 = kernels.linear(linear, rows)
-        with _chosen(kernels, "by_tiles", True):
-            by_tiles = kernels.linear(linear, rows)
-            alone = torch.cat([kernels.linear(linear, row) for row in rows.split(1)])
-        if not (by_tiles - by_avx512).abs().max() <= _ROUNDING * by_avx512.abs().max():
-            return "products by AMX tiles are wrong on this machine"
-        if not torch.equal(by_tiles, alone):
-            return "products by AMX tiles depend on the number of rows on this machine"
+    linear = LinearStruct(panels.data_ptr(), None, _INPUTS, len(weight), _BFLOAT16)
+    by_avx512 = kernels.linear(linear, rows)
+    with _chosen(kernels, "by_tiles", True):
+        by_tiles = kernels.linear(linear, rows)
+        alone = torch.cat([kernels.linear(linear, row) for row in rows.split(1)])
+    if not (by_tiles - by_avx512).abs().max() <= _ROUNDING * by_avx512.abs().max():
+        return "products by AMX tiles are wrong on this machine"
+    if not torch.equal(by_tiles, alone):
+        return "products by AMX tiles depend on the number of rows on this machine"
     return ""
 
 
@@ -190,15 +189,14 @@ def _wrong_attention(kernels: Kernels) -> str:
     """Return what is wrong with attention by tiles on this machine; "" = nothing."""
     begin, end = 60, 101  # rows that see all of a block of 32 positions, and some that see parts of it
     sequence = _Sequence(end)
-    for planes, rounding in ((1, _ROUNDING_OF_WEIGHTS), (2, _ROUNDING)):
-        by_avx512 = sequence.attend(kernels, begin, end, planes)
-        with _chosen(kernels, "attends_by_tiles", True):
-            by_tiles = sequence.attend(kernels, begin, end, planes)
-            alone = torch.cat([sequence.attend(kernels, row, row + 1, planes) for row in range(begin, end)])
-        if not (by_tiles - by_avx512).abs().max() <= rounding * by_avx512.abs().max():
-            return "attention by AMX tiles is wrong on this machine"
-        if not torch.equal(by_tiles, alone):
-            return "attention by AMX tiles depends on the number of rows on this machine"
+    by_avx512 = sequence.attend(kernels, begin, end)
+    with _chosen(kernels, "attends_by_tiles", True):
+        by_tiles = sequence.attend(kernels, begin, end)
+        alone = torch.cat([sequence.attend(kernels, row, row + 1) for row in range(begin, end)])
+    if not (by_tiles - by_avx512).abs().max() <= _ROUNDING_OF_WEIGHTS * by_avx512.abs().max():
+        return "attention by AMX tiles is wrong on this machine"
+    if not torch.equal(by_tiles, alone):
+        return "attention by AMX tiles depends on the number of rows on this machine"
     return ""
 
 

@@ -15,8 +15,8 @@ from speculative.model.loading import checkpoint_files
 from speculative.model.mtp import MtpConfig
 from speculative.model.quantized import QUANTIZED_FILE
 
-ROUNDED_FORMS = ("w16a16", "w4a8", "fp8")
-"""Forms of weights in which an engine computes otherwise than with the folder's own."""
+ROUNDED_FORMS = ("w4a8", "fp8")
+"""Forms of weights that round the folder's own."""
 CACHE_FILE = ".truespec-fingerprint.json"
 _CHUNK_BYTES = 1 << 24
 
@@ -33,8 +33,7 @@ def model_fingerprint(
     """XXH3-128 (32 hex digits) of the configuration that matters and of every byte of the safetensors files.
 
     Kept beside the model, where its folder can be written, for as long as no file changes size or time. `config` is
-    that of a draft head; a model's own is read from the folder. `weights` of w4a8 or fp8 are other weights, and
-    count, as does w16a16, which rounds more; which kernels multiply them does not.
+    that of a draft head; a model's own is read from the folder. `weights` of w4a8 or fp8 are other weights, and count.
 
     Raises:
         ConfigError: the folder holds no readable checkpoint.

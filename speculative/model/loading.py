@@ -18,7 +18,7 @@ from speculative.kernels.chosen import ChosenKernels, choose_kernels
 from speculative.model.catalogue import CATALOGUE, fetch_model
 from speculative.model.config import ModelConfig, holds_fp8
 from speculative.model.cpu.native import Kind
-from speculative.model.cpu.packed import can_pack_for_onednn, pack_for_onednn, prefers_onednn
+from speculative.model.cpu.packed import can_pack_for_onednn, pack_for_onednn
 from speculative.model.decoder import Decoder
 from speculative.model.derived import is_derived
 from speculative.model.fp8 import E4M3, check_fp8_sizes, has_nan, quantize_rows, why_no_fp8
@@ -182,7 +182,7 @@ def choose_weights(
         return "float32"
     if (folder / QUANTIZED_FILE).is_file():
         return "w4a8"
-    return None if prefers_onednn() else "bfloat16"
+    return "bfloat16"
 
 
 def checkpoint_files(folder: Path) -> list[Path]:

@@ -16,11 +16,11 @@ from speculative.model.layers import MLP, Attend, Attention, Linear, PackedLinea
 from speculative.model.quantized import GROUP, Quantized
 
 _PANEL = 32  # outputs
-_KINDS = {"float32": 0, "bfloat16": 1, "w16a16": 2}
-_QUANTIZED_KINDS = {4: 3, 8: 4}  # by the bits of the weights; activations get 8 and 16
+_KINDS = {"float32": 0, "bfloat16": 1}
+_QUANTIZED_KINDS = {4: 2, 8: 3}  # by the bits of the weights; activations get 8 and 16
 
-Kind = Literal["float32", "bfloat16", "w16a16", "w4a8"]
-"""Forms of weights on a CPU. w4a8 rounds activations to 8 bits, w16a16 to a bfloat16."""
+Kind = Literal["float32", "bfloat16", "w4a8"]
+"""Forms of weights on a CPU: bfloat16 rounds what it multiplies them with to bfloat16, w4a8 to 8 bits."""
 
 
 def pack_natively(

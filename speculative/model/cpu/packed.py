@@ -1,9 +1,7 @@
 """Weights laid out once the way a CPU's kernels want them, instead of again at every product.
 
-Which kernels: for bfloat16 weights that nothing else is said of, oneDNN's where the processor multiplies bfloat16
-matrices (AMX), which no other code comes near at many rows; else those of `speculative.kernels`, which read each weight
-once for all rows of a step. The first keep activations in bfloat16, the second in float32, which a product reads as the
-sum of two bfloat16s where the processor multiplies those. A draft head runs on the kernels of its target.
+Which kernels: those of `speculative.kernels`, which read each weight once for all rows of a step; oneDNN's for bfloat16
+weights where there are none, as without a compiler. A draft head runs on the kernels of its target.
 """
 
 import torch
@@ -22,11 +20,6 @@ def can_pack_for_onednn(dtype: torch.dtype, device: torch.device) -> bool:
     if device.type != "cpu" or dtype != torch.bfloat16 or not torch.backends.mkldnn.is_available():
         return False
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-
-
-def prefers_onednn() -> bool:
-    """Return whether oneDNN's bfloat16 kernels are the fastest here."""
-    return torch.cpu._is_amx_tile_supported() and can_pack_for_onednn(torch.bfloat16, torch.device("cpu"))
 
 
 def pack_head(head: nn.Module, dtype: torch.dtype, device: torch.device, target: Decoder) -> None:

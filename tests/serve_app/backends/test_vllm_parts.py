@@ -54,7 +54,7 @@ def args(**sections: Any) -> dict[str, Any]:
             for wrong in ("0.5", None, True, 0, 1.7)
         ),
         ({"engine": {"kind": "vllm", "verifier": "coupled"}}, "args.engine.verifier", "token by token"),
-        ({"engine": {"kind": "vllm", "quantization": "int8"}}, "args.engine.quantization", "quantized checkpoint"),
+        ({"engine": {"kind": "vllm", "quantization": "w4a8"}}, "args.engine.quantization", "quantized checkpoint"),
         ({"engine": {"kind": "vllm", "cuda_graphs": True}}, "args.engine.cuda_graphs", "enforce_eager"),
         ({"drafter": {"kind": "suffix", "length": "dynamic"}}, "args.drafter.length", "as far as the match promises"),
         (

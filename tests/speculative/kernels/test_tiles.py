@@ -32,7 +32,6 @@ from tests.support.tiny_models import write_tiny_model
 from tests.support.vocabulary import needs_kernels
 
 pytestmark = needs_kernels
-KINDS: tuple[Kind, ...] = ("bfloat16", "w16a16")
 
 
 def plain_linear(num_inputs: int, num_outputs: int) -> Linear:
@@ -42,28 +41,24 @@ def plain_linear(num_inputs: int, num_outputs: int) -> Linear:
     return linear
 
 
-def product(kernels: Kernels, kind: Kind, num_inputs: int, num_outputs: int) -> tuple[NativeLinear, Tensor, Tensor]:
+def product(kernels: Kernels, num_inputs: int, num_outputs: int) -> tuple[NativeLinear, Tensor, Tensor]:
     """A product of these kernels, and the weight and bias it stands for, in double precision."""
     linear = plain_linear(num_inputs, num_outputs)
-    return NativeLinear(linear, kernels, kind), linear.weight.double(), linear.bias.double()
+    return NativeLinear(linear, kernels, "bfloat16"), linear.weight.double(), linear.bias.double()
 
 
 @pytest.mark.parametrize("num_outputs", [32, 75])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_product(kind: Kind, num_outputs: int, tiles: Kernels) -> None:
-    linear, weight, bias = product(tiles, kind, 96, num_outputs)
+def test_a_product(num_outputs: int, tiles: Kernels) -> None:
+    linear, weight, bias = product(tiles, 96, num_outputs)
     for num_rows in (0, 1, 2, 15, 16, 17, 31, 32, 33, 70):
         rows = random(num_rows, 200)[:, :96]
-        expected = as_read(kind, rows).double() @ weight.T + bias
+        expected = as_read("bfloat16", rows).double() @ weight.T + bias
         torch.testing.assert_close(linear(rows).double(), expected, rtol=0, atol=2e-4)
 
 
 @pytest.mark.parametrize("num_inputs", [64, 1536])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_row_is_the_same_bits_in_any_company_on_any_number_of_threads(
-    kind: Kind, num_inputs: int, tiles: Kernels
-) -> None:
-    linear, _, _ = product(tiles, kind, num_inputs, 80)
+def test_a_row_is_the_same_bits_in_any_company_on_any_number_of_threads(num_inputs: int, tiles: Kernels) -> None:
+    linear, _, _ = product(tiles, num_inputs, 80)
     rows = random(37, num_inputs)
     torch.set_num_threads(1)
     alone = torch.cat([linear(row) for row in rows.split(1)])
@@ -73,13 +68,12 @@ def test_a_row_is_the_same_bits_in_any_company_on_any_number_of_threads(
             assert torch.equal(torch.cat([linear(part) for part in rows.split(size)]), alone)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_tiles_round_in_another_order_than_avx512(kind: Kind, tiles: Kernels) -> None:
+def test_tiles_round_in_another_order_than_avx512(tiles: Kernels) -> None:
     """So a product that has no whole tiles of inputs is left to AVX-512, whatever its rows."""
     rows = random(20, 576)
     found = []
     for num_inputs in (576, 570):
-        linear, _, _ = product(tiles, kind, num_inputs, 64)
+        linear, _, _ = product(tiles, num_inputs, 64)
         tiles.by_tiles = True
         by_tiles = linear(rows[:, :num_inputs])
         tiles.by_tiles = False
@@ -87,9 +81,8 @@ def test_tiles_round_in_another_order_than_avx512(kind: Kind, tiles: Kernels) ->
     assert found == [False, True]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_row_that_is_no_number_harms_no_other(kind: Kind, tiles: Kernels) -> None:
-    linear, _, _ = product(tiles, kind, 64, 32)
+def test_a_row_that_is_no_number_harms_no_other(tiles: Kernels) -> None:
+    linear, _, _ = product(tiles, 64, 32)
     rows = random(3, 64)
     sound = linear(rows)
     rows[1, 40] = torch.nan
@@ -99,23 +92,8 @@ def test_a_row_that_is_no_number_harms_no_other(kind: Kind, tiles: Kernels) -> N
 
 
 def test_denormals_count_as_zero(tiles: Kernels) -> None:
-    linear, _, bias = product(tiles, "w16a16", 32, 32)
+    linear, _, bias = product(tiles, 32, 32)
     assert torch.equal(linear(torch.full((2, 32), 1e-39)).double(), bias.expand(2, -1))
-
-
-@pytest.mark.parametrize("weights", KINDS)
-def test_a_token_is_the_same_bits_in_any_chunk(
-    weights: Kind, tiles: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("speculative.kernels.chosen.cpu_kernels", lambda: tiles)
-    decoder = load_decoder(write_tiny_model(tmp_path), dtype=torch.float32, device="cpu", weights=weights)
-    assert decoder.kernels.model is tiles
-    ids = torch.arange(7, 47)
-    whole = hidden_states(decoder, ids, [40])
-    for chunks in ([1] * 40, [17, 4, 4, 1, 14]):
-        assert all(torch.equal(a, b) for a, b in zip(hidden_states(decoder, ids, chunks), whole, strict=True))
-    tiles.by_tiles = False
-    assert not torch.equal(hidden_states(decoder, ids, [40])[0], whole[0]), "tiles were used"
 
 
 def w4a8(kernels: Kernels, num_inputs: int, num_outputs: int) -> NativeLinear:
@@ -167,7 +145,7 @@ def test_attention(head_dim: int, num_heads: int, num_threads: int, tiles: Kerne
         found.append(
             StepAttention(cache_with(200, torch.bfloat16, head_dim=head_dim), rows, tiles)(1, query, key, value)
         )
-    torch.testing.assert_close(*found, rtol=0, atol=3e-5)
+    torch.testing.assert_close(*found, rtol=0, atol=1e-3)  # a weight may be rounded to the next bfloat16
     assert not torch.equal(*found), "tiles were used: they round in another order"
 
 
@@ -204,10 +182,11 @@ def test_a_query_sees_nothing_behind_itself(damage: float, tiles: Kernels) -> No
     assert not spoilt[44:].isfinite().any()
 
 
-@pytest.mark.parametrize("weights", ["bfloat16", "w16a16", "w4a8"])
-def test_a_token_with_attention_by_tiles_is_the_same_bits_in_any_chunk(
+@pytest.mark.parametrize("weights", ["bfloat16", "w4a8"])
+def test_a_token_is_the_same_bits_in_any_chunk(
     weights: Kind, tiles: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With all that tiles do for a form: products and attention, whose rounding differs from AVX-512's."""
     monkeypatch.setattr("speculative.kernels.chosen.cpu_kernels", lambda: tiles)
     folder = write_tiny_model(tmp_path, "mistral")  # with heads of 32
     decoder = load_decoder(folder, dtype=torch.float32, device="cpu", weights=weights)
@@ -215,8 +194,11 @@ def test_a_token_with_attention_by_tiles_is_the_same_bits_in_any_chunk(
     tiles.by_tiles, before = False, tile_products(tiles)
     plain = hidden_states(decoder, ids, [40], cache_dtype=torch.bfloat16)
     assert tile_products(tiles) == before
-    tiles.attends_by_tiles = True
+    tiles.by_tiles = tiles.attends_by_tiles = True
+    tiles.int4_tile_rows = 4
     whole = hidden_states(decoder, ids, [40], cache_dtype=torch.bfloat16)
+    assert decoder.kernels.model is tiles
+    assert not torch.equal(plain[0], whole[0])
     assert tile_products(tiles) > before
     torch.testing.assert_close(plain[0], whole[0], rtol=0, atol=0.02)
     for chunks in ([1] * 40, [17, 4, 4, 1, 14]):
@@ -263,7 +245,7 @@ class Machine:
 
     def linear(self, linear: LinearStruct, rows: Tensor) -> Tensor:
         self.measured += 1
-        by_tiles = 0 < self.int4_tile_rows <= len(rows) if linear.kind == 3 else self.by_tiles
+        by_tiles = 0 < self.int4_tile_rows <= len(rows) if linear.kind == 2 else self.by_tiles
         self.now += self.share if by_tiles and len(rows) >= self.least_gain else 1.0
         if linear.num_outputs > 96:
             return rows
@@ -273,7 +255,7 @@ class Machine:
         return found + by_tiles * (self.error + self.error_of_batches * (len(rows) > 1))
 
     def attend(
-        self, shape: ShapeStruct, step: StepStruct, cache: Tensor, layer: int, heads: tuple[Tensor, ...], planes: int
+        self, shape: ShapeStruct, step: StepStruct, cache: Tensor, layer: int, heads: tuple[Tensor, ...]
     ) -> Tensor:
         self.measured += 1
         num_rows = step.num_rows

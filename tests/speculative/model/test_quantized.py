@@ -9,7 +9,6 @@ from safetensors.torch import load_file, save_file
 
 from speculative.errors import ConfigError
 from speculative.kernels import chosen
-from speculative.model import loading
 from speculative.model.fingerprint import model_fingerprint
 from speculative.model.loading import choose_weights, load_decoder
 from speculative.model.quantized import QUANTIZED_FILE, Quantized, load_quantized, quantize, save_quantized
@@ -89,7 +88,7 @@ def test_a_models_own_numbers_come_before_rounding(tmp_path: Path) -> None:
 
 
 @needs_kernels
-@pytest.mark.parametrize(("weights", "rounds"), [("w16a16", True), ("bfloat16", False), ("w4a8", False)])
+@pytest.mark.parametrize(("weights", "rounds"), [("bfloat16", True), ("w4a8", False)])
 def test_the_lm_head_rounds_what_it_reads_where_every_product_does(tmp_path: Path, weights: Any, rounds: bool) -> None:
     """To a bfloat16, never to eight bits: those would move logits by as much as half of all other rounding."""
     decoder = load_decoder(write_tiny_model(tmp_path), dtype=torch.float32, device=CPU, weights=weights)
@@ -123,7 +122,7 @@ def test_a_fingerprint_reports_the_weights(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path)
     plain = model_fingerprint(folder)
     rounded = model_fingerprint(folder, weights="w4a8")
-    assert len({plain, rounded, model_fingerprint(folder, weights="w16a16")}) == 3
+    assert rounded != plain
     assert model_fingerprint(folder, weights="bfloat16") == plain, "the checkpoint's own, whoever multiplies"
     save_quantized(folder, {"a.weight": quantize(a_weight(), 4)})
     assert model_fingerprint(folder) == plain
@@ -147,12 +146,9 @@ def test_integers_are_for_cpus(tmp_path: Path) -> None:
 
 
 @needs_kernels
-def test_auto_takes_what_the_model_came_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "prefers_onednn", lambda: False)
+def test_auto_takes_what_the_model_came_with(tmp_path: Path) -> None:
     assert choose_weights("auto", tmp_path, dtype="bfloat16", device=CPU) == "bfloat16"
     assert choose_weights("auto", tmp_path, dtype="float32", device=CPU) == "float32"
-    monkeypatch.setattr(loading, "prefers_onednn", lambda: True)
-    assert choose_weights("auto", tmp_path, dtype="bfloat16", device=CPU) is None
     (tmp_path / QUANTIZED_FILE).touch()
     assert choose_weights("auto", tmp_path, dtype="bfloat16", device=CPU) == "w4a8"
     assert choose_weights("auto", tmp_path, dtype="float32", device=CPU) == "float32", "float32 is asked for exactness"
