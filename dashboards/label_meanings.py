@@ -4,8 +4,6 @@ from collections.abc import Mapping
 
 from serve_app.referee.strata import STRATA
 from serve_app.telemetry.metric_names import (
-    MAX_SERIES,
-    OTHER,
     PREFIX,
     REFUSALS,
     REPLAY_ALARMS,
@@ -60,10 +58,6 @@ _MEANINGS: dict[str, dict[str, Meaning]] = {
     "engine": {"": "vLLM and its version."},
     "kernels": {"": {"cpu": "our own, for AVX-512 or AVX2", "triton": "on a GPU, by Triton"}},
     "code": {"": "The HTTP status code; 499 if the client left before its answer began."},
-    "key": {
-        "": f"The id of an API key, never the key. Each process names its first {MAX_SERIES} ids, and counts later "
-        f"ones as `{OTHER}`."
-    },
     "outcome": {
         "": {
             "stop": "ended with a stop token or a stop string",

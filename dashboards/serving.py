@@ -155,24 +155,10 @@ _KV_USAGE = Panel(
 )
 _TURNED_AWAY = Panel(
     title="Refused requests",
-    description="Valid requests that were refused, by reason. Key limits: raise them; capacity, load, time to first "
-    "token and deadline: add replicas; unauthenticated and forbidden: contact the sender.",
+    description="Valid requests that were refused, by reason. Key concurrency: raise the key's limit; capacity, load, "
+    "time to first token and deadline: add replicas; unauthenticated and forbidden: contact the sender.",
     unit="reqps",
     queries=(Query(PAGE.rate("refusals_total", "reason"), "{{reason}}", sparse=True),),
-    stacked=True,
-)
-_KEY_TOKENS = Panel(
-    title="Tokens by API key",
-    description="Prompt and answer tokens per second, by key id. Empty without keys.",
-    unit="ops",
-    queries=(Query(PAGE.rate("key_tokens_total", "key"), "{{key}}", sparse=True),),
-    stacked=True,
-)
-_KEY_REQUESTS = Panel(
-    title="Requests by API key",
-    description="Requests per second that were admitted, by key id. Empty without keys.",
-    unit="reqps",
-    queries=(Query(PAGE.rate("key_requests_total", "key"), "{{key}}", sparse=True),),
     stacked=True,
 )
 _KEY_RELOADS = Panel(
@@ -190,7 +176,7 @@ OVERVIEW = Page(
         Row("Correctness", (ACCEPTANCE_RATE, TME, ALARMS, VIOLATIONS, BREAKER, _FIRING, ACCEPTED_LENGTH, _RUNS)),
         Row("Speed", (_TOKENS, _REQUESTS, _FIRST_TOKEN, _INTER_TOKEN, _RESPONSES)),
         Row("Load", (_LOAD, _KV_USAGE, _REPLICAS, _RESTARTS, _INTERRUPTED, _KERNELS, _UNTESTED_ENGINES)),
-        Row("Usage", (_TURNED_AWAY, _KEY_TOKENS, _KEY_REQUESTS, _KEY_RELOADS), collapsed=True),
+        Row("Usage", (_TURNED_AWAY, _KEY_RELOADS), collapsed=True),
         Row("Weight updates", (_WEIGHT_UPDATES, _WEIGHT_UPDATE_TIME), collapsed=True),
     ),
 )

@@ -7,12 +7,11 @@ InvalidRequest (speculative.errors)
 ├── ContextLengthExceeded  prompt and output do not fit into the model
 ├── MalformedBody          the body is not a JSON object
 ├── BodyTooLarge           the body is longer than the server takes
-├── PreviousResponseNotFound   the response to go on from is not kept here
-└── PriorityForbidden      the key may not ask for so early a priority
+└── PreviousResponseNotFound   the response to go on from is not kept here
 
 EngineOverloaded (speculative.errors)
 └── NoRoom                 refused at once, as it would not be served in time
-    └── RateLimited        the key has used up its limit for now
+    └── RateLimited        the key has as many requests under way as it may
 """
 
 import math
@@ -66,10 +65,6 @@ class Forbidden(TruespecError):
     """The caller is known, but may not do this."""
 
 
-class PriorityForbidden(InvalidRequest, Forbidden):
-    """The key may not ask for this priority."""
-
-
 class NoRoom(EngineOverloaded):
     """Refused at once, as it would not be served in time. `reason` is the metric's label value."""
 
@@ -79,7 +74,7 @@ class NoRoom(EngineOverloaded):
 
 
 class RateLimited(NoRoom):
-    """The key has used up its limit for now."""
+    """The key has as many requests under way as it may."""
 
 
 class BodyTimeout(TruespecError):
@@ -142,7 +137,6 @@ _RULES: dict[type[BaseException], _Rule] = {
     PreviousResponseNotFound: _Rule(400, "invalid_request_error", "previous_response_not_found"),
     InvalidRequest: _Rule(400, "invalid_request_error", "invalid_value"),
     AccessDenied: _Rule(401, "authentication_error", "invalid_api_key"),
-    PriorityForbidden: _Rule(403, "permission_error", "priority_forbidden"),
     Forbidden: _Rule(403, "permission_error", "forbidden"),
     RateLimited: _Rule(429, "rate_limit_error", "rate_limit_exceeded"),
     BodyTimeout: _Rule(408, "invalid_request_error", "body_timeout"),

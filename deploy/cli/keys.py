@@ -2,7 +2,6 @@
 
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
 
 import click
 from rich.table import Table
@@ -10,8 +9,7 @@ from rich.table import Table
 from deploy.cli.console import a_file, err, out
 from deploy.options import FiniteRange
 from serve_app.access.access import Scope
-from serve_app.access.keys import Key, KeyLimits, create_key, read_keys, revoke_key
-from speculative.request import MAX_PRIORITY
+from serve_app.access.keys import Key, create_key, read_keys, revoke_key
 
 _FILE = click.option(
     "--file",
@@ -23,12 +21,12 @@ _FILE = click.option(
 
 @click.group()
 def keys() -> None:
-    """API keys of a service: a file of ids, hashes, scopes and limits (access.keys_file)."""
+    """API keys of a service: a file of ids, hashes and scopes (access.keys_file)."""
 
 
 @keys.command("create")
 @_FILE
-@click.option("--id", "key_id", required=True, help="The key's public name; it appears in logs and metrics.")
+@click.option("--id", "key_id", required=True, help="The key's public name; `list` and error messages show it.")
 @click.option(
     "--scope",
     "scopes",
@@ -43,25 +41,15 @@ def keys() -> None:
     type=FiniteRange(0, 36500, min_open=True),
     help="Days until the key expires; the default is never.",
 )
-@click.option("--max-concurrent", type=click.IntRange(min=1), help="Limit of concurrent requests.")
-@click.option("--requests-per-minute", type=click.IntRange(min=1), help="Limit of requests a minute.")
-@click.option(
-    "--tokens-per-minute", type=click.IntRange(min=1), help="Limit of tokens a minute, of prompts and answers together."
-)
-@click.option("--max-prompt-tokens", type=click.IntRange(min=1), help="Limit of the tokens of one prompt.")
-@click.option(
-    "--earliest-priority",
-    type=click.IntRange(-MAX_PRIORITY, MAX_PRIORITY),
-    default=0,
-    show_default=True,
-    help="The lowest priority that its requests may ask for.",
-)
-def keys_create(file: Path, key_id: str, scopes: tuple[str, ...], expires_days: float | None, **limits: Any) -> None:
+@click.option("--max-concurrent", type=click.IntRange(min=1), help="Limit of concurrent requests, on each replica.")
+def keys_create(
+    file: Path, key_id: str, scopes: tuple[str, ...], expires_days: float | None, max_concurrent: int | None
+) -> None:
     """Add a key to the file, which is created if it is missing, and print the key. It is never shown again."""
     expires = None
     if expires_days is not None:
         expires = datetime.now(UTC).replace(microsecond=0) + timedelta(days=expires_days)
-    made = create_key(file, key_id, [Scope(scope) for scope in scopes], expires, KeyLimits(**limits))
+    made = create_key(file, key_id, [Scope(scope) for scope in scopes], expires, max_concurrent)
     err.print(f"{file}: added the key {key_id}, which is shown this once:", markup=False, soft_wrap=True)
     out.print(made, markup=False, soft_wrap=True)
 
@@ -69,11 +57,10 @@ def keys_create(file: Path, key_id: str, scopes: tuple[str, ...], expires_days: 
 @keys.command("list")
 @_FILE
 def keys_list(file: Path) -> None:
-    """Show the ids, scopes and limits of the keys. The file does not hold the keys themselves."""
-    table = Table("id", "scopes", "created", "expires", "limits")
+    """Show the ids and scopes of the keys, and when they expire. The file does not hold the keys themselves."""
+    table = Table("id", "scopes", "created", "expires", "requests at once")
     for key in read_keys(file).keys:
-        limits = ", ".join(f"{name} {value}" for name, value in key.limits.model_dump(exclude_defaults=True).items())
-        table.add_row(key.id, ", ".join(key.scopes), _day(key.created), _expiry(key), limits)
+        table.add_row(key.id, ", ".join(key.scopes), _day(key.created), _expiry(key), str(key.max_concurrent or ""))
     out.print(table)
 
 

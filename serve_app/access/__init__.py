@@ -1,1 +1,1 @@
-"""Access: API keys, quotas and admission."""
+"""Access: API keys, and the gate before the routes."""

@@ -8,7 +8,6 @@ from typing import Protocol
 
 from serve_app.errors import AccessDenied, Forbidden
 from speculative.errors import ConfigError
-from speculative.request import MAX_PRIORITY
 
 
 class Scope(enum.StrEnum):
@@ -20,18 +19,11 @@ class Scope(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The sender of a request, and what they may use; None = no limit beyond those of the server.
-
-    Requests and tokens are counted by each replica for itself.
-    """
+    """The sender of a request, and what they may use."""
 
     id: str  # of the key, never the key; empty for who sent none
     scopes: frozenset[Scope]
-    max_concurrent: int | None = None  # HTTP requests
-    requests_per_minute: int | None = None
-    tokens_per_minute: int | None = None  # of prompts and answers together
-    max_prompt_tokens: int | None = None
-    earliest_priority: int = -MAX_PRIORITY
+    max_concurrent: int | None = None  # HTTP requests at once, on each replica; None = as many as the server takes
 
 
 ANYBODY = Caller("", frozenset({Scope.USER}))

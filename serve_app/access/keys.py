@@ -1,4 +1,4 @@
-"""API keys: a file of ids, hashes, scopes and limits. Only their owners have the keys themselves.
+"""API keys: a file of ids, hashes and scopes. Only their owners have the keys themselves.
 
 A key has 256 random bits, so it cannot be brute-forced from its SHA-256. A salt and a slow hash, which low-entropy
 passwords need, would only slow down every request here, and let wrong keys keep the server busy.
@@ -24,7 +24,6 @@ from serve_app.access.access import Caller, Keys, Scope
 from serve_app.config.base import AtLeastOne
 from serve_app.config.files import read_file
 from speculative.errors import ConfigError
-from speculative.request import MAX_PRIORITY
 
 _logger = logging.getLogger("truespec.access")
 
@@ -39,25 +38,15 @@ class _Part(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-class KeyLimits(_Part):
-    """A key's limits. One that is not set leaves only the server's own; each replica counts for itself."""
-
-    max_concurrent: AtLeastOne | None = None  # HTTP requests at once
-    requests_per_minute: AtLeastOne | None = None
-    tokens_per_minute: AtLeastOne | None = None  # of prompts and answers together
-    max_prompt_tokens: AtLeastOne | None = None
-    earliest_priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0  # the lowest it may ask for
-
-
 class Key(_Part):
     """One key, as the file has it."""
 
-    id: Annotated[str, Field(pattern=f"^{_ID}$")]  # public: in logs and metrics
+    id: Annotated[str, Field(pattern=f"^{_ID}$")]  # public
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]  # of the key's UTF-8
     scopes: Annotated[list[Annotated[Scope, Field(strict=False)]], Field(min_length=1)]
     created: _Time | None = None
     expires: _Time | None = None
-    limits: KeyLimits = KeyLimits()
+    max_concurrent: AtLeastOne | None = None  # HTTP requests at once, on each replica
 
 
 class KeyFile(_Part):
@@ -90,7 +79,13 @@ def read_keys(path: Path) -> KeyFile:
     return read_file(path, KeyFile)
 
 
-def create_key(path: Path, key_id: str, scopes: list[Scope], expires: datetime | None, limits: KeyLimits) -> str:
+def create_key(
+    path: Path,
+    key_id: str,
+    scopes: list[Scope],
+    expires: datetime | None = None,
+    max_concurrent: int | None = None,
+) -> str:
     """Add a key to the file, creating it if needed, and return the key. It can never be shown again.
 
     Raises:
@@ -108,7 +103,7 @@ def create_key(path: Path, key_id: str, scopes: list[Scope], expires: datetime |
         scopes=scopes,
         created=datetime.now(UTC).replace(microsecond=0),
         expires=expires,
-        limits=limits,
+        max_concurrent=max_concurrent,
     )
     _write(path, KeyFile(keys=[*known.keys, made]))
     return secret
@@ -222,7 +217,7 @@ def _ready(file: KeyFile) -> list[tuple[bytes, float, Caller]]:
         (
             key.sha256.encode(),
             key.expires.timestamp() if key.expires is not None else float("inf"),
-            Caller(key.id, frozenset(key.scopes), **key.limits.model_dump()),
+            Caller(key.id, frozenset(key.scopes), key.max_concurrent),
         )
         for key in file.keys
     ]

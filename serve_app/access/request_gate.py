@@ -1,13 +1,12 @@
-"""The gate before the routes: which of them need a key, whether this one opens them, and how much it may use."""
+"""The gate before the routes: which of them need a key, whether this one opens them, and how many it may run."""
 
 import logging
-import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from serve_app.access.access import ANYBODY, Access, Caller, Scope
-from serve_app.access.limiter import KeyLimiter, Lease
-from serve_app.errors import AccessDenied, Forbidden, NoRoom
-from serve_app.streams.backlog import Clock
+from serve_app.errors import AccessDenied, Forbidden, RateLimited
 from serve_app.telemetry.metrics import Metrics
 
 _logger = logging.getLogger("truespec.access")
@@ -51,12 +50,11 @@ class Gate:
 
     Args:
         access: who may.
-        metrics: counts who was refused, and what keys use.
+        metrics: counts who was refused.
         open_metrics: `/metrics` needs no key; any key opens it otherwise.
         open_health: `/healthz` likewise.
         open_trainer_api: the routes for trainers need no key.
         cors_origins: web pages of these may call the API from a browser.
-        clock: seconds, monotonic.
     """
 
     def __init__(
@@ -68,12 +66,12 @@ class Gate:
         open_health: bool = True,
         open_trainer_api: bool = False,
         cors_origins: Sequence[str] = (),
-        clock: Clock = time.monotonic,
     ) -> None:
         self._access = access
         self.cors_origins = tuple(cors_origins)
         self.metrics = metrics
-        self._limiter = KeyLimiter(metrics, clock)
+        self.running: Counter[str] = Counter()
+        """Requests under way, by the id of their key."""
         self._open = {
             *OPEN,
             *(["/metrics"] if open_metrics else []),
@@ -109,17 +107,22 @@ class Gate:
             _logger.info("%s: %s", route, reason)
             raise
 
-    def enter(self, caller: Caller) -> Lease:
-        """Let in one request that computes something; the lease is to be left when it ends.
+    @contextmanager
+    def place(self, caller: Caller) -> Iterator[None]:
+        """Count a request that computes something among those of its key, within the block.
 
         Raises:
-            RateLimited: the key has used up what it may.
+            RateLimited: the key has as many under way as it may.
         """
+        most = caller.max_concurrent
+        if most is not None and self.running[caller.id] >= most:
+            self._count_refusal("key_concurrency")
+            raise RateLimited("key_concurrency", f"This key may have {most} requests under way at once.", 1.0)
+        self.running[caller.id] += 1
         try:
-            return self._limiter.enter(caller)
-        except NoRoom as error:
-            self._count_refusal(error.reason)
-            raise
+            yield
+        finally:
+            self.running[caller.id] -= 1
 
     def _count_refusal(self, reason: str) -> None:
         if self.metrics is not None:

@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
-from serve_app.access.access import Access, Caller
+from serve_app.access.access import Access
 from serve_app.access.request_gate import HEALTH, Gate
 from serve_app.backends.base import PauseMode
 from serve_app.errors import (
@@ -37,7 +37,7 @@ from serve_app.openai.chat.chat_request import ChatCompletionRequest
 from serve_app.openai.completions.completion_request import CompletionRequest
 from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.parsing import parse
-from serve_app.openai.prepared_request import PreparedRequest, RequestTerms
+from serve_app.openai.prepared_request import PreparedRequest
 from serve_app.openai.requests import UNSUPPORTED_ENDPOINTS
 from serve_app.openai.responses.kept_responses import KeptResponses
 from serve_app.openai.responses.response_requests import ResponsesRequest
@@ -207,13 +207,16 @@ def _add_generation(app: FastAPI, front_end: FrontEnd, gate: Gate) -> None:
     async def show_model(name: str) -> Response:
         return JSONResponse(front_end.model(name))
 
+    async def prepare(wire: CompletionRequest | ChatCompletionRequest, timeout_s: float | None) -> PreparedRequest:
+        return await front_end.prepare(wire, timeout_s=timeout_s)
+
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        return await _generate(front_end, gate, request, CompletionRequest, front_end.prepare)
+        return await _generate(front_end, gate, request, CompletionRequest, prepare)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
-        return await _generate(front_end, gate, request, ChatCompletionRequest, front_end.prepare)
+        return await _generate(front_end, gate, request, ChatCompletionRequest, prepare)
 
     @app.post("/inference/v1/generate")
     async def generate_tokens(request: Request) -> Response:
@@ -226,8 +229,8 @@ def _add_responses(app: FastAPI, front_end: FrontEnd, adapter: ResponsesAdapter,
     async def create_response(request: Request) -> Response:
         owner = request.state.caller.id
 
-        async def prepare(wire: ResponsesRequest, terms: RequestTerms) -> PreparedRequest:
-            return await adapter.prepare(wire, terms, owner)
+        async def prepare(wire: ResponsesRequest, timeout_s: float | None) -> PreparedRequest:
+            return await adapter.prepare(wire, owner, timeout_s)
 
         return await _generate(front_end, gate, request, ResponsesRequest, prepare)
 
@@ -322,19 +325,18 @@ async def _generate(
     gate: Gate,
     request: Request,
     kind: type[R],
-    prepare: Callable[[R, RequestTerms], Awaitable[PreparedRequest]],
+    prepare: Callable[[R, float | None], Awaitable[PreparedRequest]],
 ) -> Response:
-    lease = gate.enter(request.state.caller)
     with contextlib.ExitStack() as at_the_end:
-        at_the_end.callback(lease.leave)
+        at_the_end.enter_context(gate.place(request.state.caller))
         wire = parse(await read_body(request, front_end.limits.max_body_bytes), kind)
-        job = await prepare(wire, _terms(request))
+        job = await prepare(wire, _header_timeout_s(request))
         headers = _warning(wire)
         logger.debug("%s is %s", request_id_of(request.scope), job.head.reply_id)
         if not job.stream:
-            reply = await unless_disconnected(request.receive, front_end.collect(job, lease.charge))
+            reply = await unless_disconnected(request.receive, front_end.collect(job))
             return JSONResponse(reply, headers=headers)
-        events = front_end.events(job, lease.charge)
+        events = front_end.events(job)
         try:
             first = await unless_disconnected(request.receive, anext(events))
         except BaseException:
@@ -352,17 +354,12 @@ def _warning(wire: Wire) -> dict[str, str]:
     return {"warning": f'299 - "{", ".join(wire.deprecated_fields)} is deprecated; send structured_outputs"'}
 
 
-def _terms(request: Request) -> RequestTerms:
-    """Return what who sent a request may ask for, and for how long they want to wait.
+def _header_timeout_s(request: Request) -> float | None:
+    """Return how long the sender of a request wants to wait, where a header says so.
 
     Raises:
         InvalidRequest: the header names no time.
     """
-    caller: Caller = request.state.caller
-    return RequestTerms(caller.max_prompt_tokens, caller.earliest_priority, _header_timeout_s(request))
-
-
-def _header_timeout_s(request: Request) -> float | None:
     sent = request.headers.get(_TIMEOUT_HEADER)
     if sent is None:
         return None

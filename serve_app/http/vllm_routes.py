@@ -150,13 +150,10 @@ def add_vllm_routes(app: FastAPI, front_end: FrontEnd, gate: Gate, routes: VllmR
 
 def _add_tokenization(app: FastAPI, front_end: FrontEnd, gate: Gate) -> None:
     async def answer(request: Request, kind: type[T], work: Callable[[T], Awaitable[dict[str, Any]]]) -> Response:
-        lease = gate.enter(request.state.caller)  # a body may hold as much work as one that asks for tokens
-        try:
+        with gate.place(request.state.caller):  # a body may hold as much work as one that asks for tokens
             wire = parse(await read_body(request, front_end.limits.max_body_bytes), kind)
             front_end.check_model(wire.model)
             return JSONResponse(await work(wire))
-        finally:
-            lease.leave()
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:

@@ -275,7 +275,6 @@ class ChoiceRun:
             for index, request in enumerate(job.requests)
         }
         self.unfinished = set(self._choices)
-        self._unpaid = dict(enumerate(map(len, job.head.prompts)))  # tokens of prompts of which nothing came yet
 
     def push(self, delta: TokenDelta) -> list[ChoiceDelta]:
         """Take in a delta of an unfinished choice; returns what may go out."""
@@ -323,15 +322,6 @@ class ChoiceRun:
             return f"{num} choices were generated, and n is {demands.num_choices}"
         room = model.max_model_len - len(self._job.head.prompts[number])
         return demands.broken(said, model.eos_token_ids, room)
-
-    def tokens_to_charge(self, delta: TokenDelta) -> int:
-        """Tokens to pay for: those of the delta, and those of its prompt where it is the first that came of it."""
-        return len(delta.token_ids) + self._unpaid.pop(self._group_of[delta.request_id], 0)
-
-    @property
-    def num_uncharged(self) -> int:
-        """Tokens of prompts of which nothing came yet."""
-        return sum(self._unpaid.values())
 
     def usage(self) -> Usage:
         """Tokens up to now. A prompt and its cached part count once, however many choices it has."""

@@ -26,12 +26,8 @@ from serve_app.openai.completions.echo import without_answer
 from serve_app.openai.generation_span import GenerationSpan
 from serve_app.openai.prepared_request import (
     FORM,
-    NO_TERMS,
-    Charge,
     Limits,
     PreparedRequest,
-    RequestTerms,
-    charge_nothing,
     off_loop,
 )
 from serve_app.openai.prompts import PromptEncoder
@@ -54,7 +50,7 @@ from serve_app.referee.signatures import SigningKey
 from serve_app.referee.verdicts import checks_of_all, worst
 from serve_app.streams.merge import merge
 from serve_app.text.tokenizer import StopStrings, Tokenizer
-from speculative.errors import EngineFault, InvalidRequest, RequestTimeout
+from speculative.errors import EngineFault, InvalidRequest
 from speculative.request import Request, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -149,12 +145,18 @@ class FrontEnd:
     async def prepare(
         self,
         wire: CompletionRequest | ChatCompletionRequest,
-        terms: RequestTerms = NO_TERMS,
         reply_format: ReplyFormat | None = None,
+        *,
         sent: WireRequest | None = None,
+        timeout_s: float | None = None,
     ) -> PreparedRequest:
-        """Check a wire request against the model and the terms of who sent it, and tokenise it. The reply has the form
-        of the request's endpoint, if no other is given. `sent` is what the client sent, if `wire` was made of that.
+        """Check a wire request against the model, and tokenise it.
+
+        Args:
+            wire: the request.
+            reply_format: of the reply, if it is not that of the request's endpoint.
+            sent: what the client sent, if `wire` was made of that.
+            timeout_s: that is allowed beside what the body says.
 
         Raises:
             InvalidRequest: it can never be served; `field` names what is wrong.
@@ -162,14 +164,11 @@ class FrontEnd:
         self.model(wire.model)
         num_choices = wire.n or 1
         self._check_served(wire, num_choices)
-        priority = terms.priority(wire.priority)
         chat = self._chats.chat_prompt(wire) if isinstance(wire, ChatCompletionRequest) else None
         self._check_sequences(len(wire.prompts()) if isinstance(wire, CompletionRequest) else 1, num_choices)
         prompts = await self._prompts(wire, chat)
         echoed = await self._encoder.echoed(wire, prompts) if isinstance(wire, CompletionRequest) else ()
-        for prompt in prompts:
-            name = "messages" if isinstance(wire, ChatCompletionRequest) else "prompt"
-            terms.check_prompt(name, len(prompt), self.limits.max_prompt_tokens)
+        self._check_lengths("prompt" if chat is None else "messages", prompts)
         answers = None if chat is None else self._chats.answers(chat, prompts[0], wire.structure)
         if reply_format is None:
             reply_format = ChatFormat() if isinstance(wire, ChatCompletionRequest) else CompletionFormat()
@@ -187,7 +186,8 @@ class FrontEnd:
             num_prompt_logprobs=wire.prompt_logprobs,
         )
         bad_words = await self._bad_words(wire)
-        limit_s, adapter = terms.time_limit_s(wire.timeout), self._model.adapter_of(wire.model)
+        limit_s = min((limit for limit in (wire.timeout, timeout_s) if limit is not None), default=None)
+        priority, adapter = wire.priority or 0, self._model.adapter_of(wire.model)
         groups = tuple(
             tuple(
                 dataclasses.replace(
@@ -248,6 +248,11 @@ class FrontEnd:
                 "resume", "resume needs a server with a stream router; set pools.router in its configuration."
             )
 
+    def _check_lengths(self, name: str, prompts: Sequence[Sequence[int]]) -> None:
+        longest, most = max(map(len, prompts)), self.limits.max_prompt_tokens
+        if most is not None and longest > most:
+            raise ContextLengthExceeded(name, f"{name} has {longest} tokens; the limit is {most}. Shorten it.")
+
     def _unrepeatable(self, params: SamplingParams) -> str:
         """Return why a repeated request with a seed may get another text; "" = it gets the same."""
         computing = self._model.computing
@@ -276,8 +281,8 @@ class FrontEnd:
         now = self._fingerprint
         return head if head.system_fingerprint == now else dataclasses.replace(head, system_fingerprint=now)
 
-    async def collect(self, job: PreparedRequest, charge: Charge = charge_nothing) -> dict[str, Any]:
-        """Generate and give the whole reply. `charge` is called with the tokens as they are emitted.
+    async def collect(self, job: PreparedRequest) -> dict[str, Any]:
+        """Generate and give the whole reply.
 
         Raises:
             TruespecError: the source refused the request or failed.
@@ -285,8 +290,8 @@ class FrontEnd:
         run = ChoiceRun(job, self._tokenizer, streams=False)
         pieces: list[list[ChoiceDelta]] = [[] for _ in job.requests]
         with GenerationSpan(job, run) as span, self._expecting(job):
-            with _settled(job, run, charge):
-                async with aclosing(self._pieces(job, run, charge)) as arriving:
+            with _settled(job, run):
+                async with aclosing(self._pieces(job, run)) as arriving:
                     async for piece in arriving:
                         pieces[piece.index].append(piece)
             reported = await self._verdicts(job) | self._receipts(job, run)
@@ -295,9 +300,8 @@ class FrontEnd:
                 span.see(choice)
         return await job.format.whole(self._current(job.head), choices, run.usage(), reported)
 
-    async def events(self, job: PreparedRequest, charge: Charge = charge_nothing) -> AsyncGenerator[bytes, None]:
-        """Generate and give server-sent events, one for each delta that has something to say. `charge` is called with
-        tokens as they are emitted.
+    async def events(self, job: PreparedRequest) -> AsyncGenerator[bytes, None]:
+        """Generate and give server-sent events, one for each delta that has something to say.
 
         What goes wrong before the first event is raised, so that it can still become an HTTP status; later it becomes
         the event of a failure, the stream's last.
@@ -307,8 +311,8 @@ class FrontEnd:
         begun = False
         try:
             with GenerationSpan(job, run) as span, self._expecting(job):
-                with _settled(job, run, charge):
-                    async with aclosing(self._pieces(job, run, charge)) as arriving:
+                with _settled(job, run):
+                    async with aclosing(self._pieces(job, run)) as arriving:
                         async for piece in arriving:
                             span.see(piece)
                             yield stream.piece(self._current(job.head), piece, run.usage)
@@ -423,13 +427,11 @@ class FrontEnd:
             )
         return max(asked, 1)  # the engine cannot generate nothing
 
-    def _pieces(self, job: PreparedRequest, run: ChoiceRun, charge: Charge) -> AsyncGenerator[ChoiceDelta, None]:
+    def _pieces(self, job: PreparedRequest, run: ChoiceRun) -> AsyncGenerator[ChoiceDelta, None]:
         """The pieces of all choices as they come."""
-        return merge([self._group_pieces(group, run, charge) for group in job.groups])
+        return merge([self._group_pieces(group, run) for group in job.groups])
 
-    async def _group_pieces(
-        self, group: Sequence[Request], run: ChoiceRun, charge: Charge
-    ) -> AsyncGenerator[ChoiceDelta, None]:
+    async def _group_pieces(self, group: Sequence[Request], run: ChoiceRun) -> AsyncGenerator[ChoiceDelta, None]:
         """The pieces of one prompt's choices. The source hears of a choice that ended here before it is asked for more:
         how a request ended is counted when its stream ends."""
         names = {request.request_id for request in group}
@@ -437,9 +439,7 @@ class FrontEnd:
             async for delta in deltas:
                 if delta.request_id not in run.unfinished:
                     continue
-                visible = without_answer(delta) if run.prompt_only else delta
-                pieces = run.push(visible)
-                charge(run.tokens_to_charge(visible))
+                pieces = run.push(without_answer(delta) if run.prompt_only else delta)
                 ended = delta.request_id not in run.unfinished
                 if ended:
                     await run.read(delta.request_id)
@@ -488,7 +488,7 @@ def _of_chat(text: str) -> str:
 
 
 @contextmanager
-def _settled(job: PreparedRequest, run: ChoiceRun, charge: Charge) -> Iterator[None]:
+def _settled(job: PreparedRequest, run: ChoiceRun) -> Iterator[None]:
     """Within it, the pieces of a request are taken.
 
     Raises:
@@ -505,9 +505,6 @@ def _settled(job: PreparedRequest, run: ChoiceRun, charge: Charge) -> Iterator[N
             field = "" if error.field in _NO_FIELDS else job.words(error.field)
             refusal = type(error)(field, job.words(error.message))
         raise refusal from error
-    except (asyncio.CancelledError, GeneratorExit, RequestTimeout):  # or who never waits would never pay
-        charge(run.num_uncharged)
-        raise
     if run.unfinished:
         raise EngineFault(f"The token stream ended before its requests did: {', '.join(sorted(run.unfinished))}.")
 

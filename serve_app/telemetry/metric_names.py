@@ -23,8 +23,6 @@ REFUSALS = {  # why a valid request is refused, and what each reason means
     "unauthenticated": "no valid API key was sent",
     "forbidden": "the key is not allowed to do this",
     "key_concurrency": "the key has reached its limit of concurrent requests",
-    "key_requests": "the key has used up its requests for this minute",
-    "key_tokens": "the key has used up its tokens for this minute",
     "capacity": "the replica has reached its limit of concurrent requests",
     "load": "as many requests as `limits.max_load` allows are running or waiting",
     "queued_tokens": "too many prompt tokens are queued",
@@ -61,8 +59,6 @@ WATCHED_RESULTS = {  # what becomes of requests to a watched server, and of what
     "broken_off": "the server broke the reply off",
     "unreachable": "answered with 502 because the server could not be reached",
 }
-MAX_SERIES = 1000  # of one counter or histogram in one process: neither Prometheus' client nor Ray forgets them
-OTHER = "other"  # a label's value in further series
 MAX_ANSWERING = 100  # replicas whose recent replays are exported
 READ_RESULTS = ("read", "unreadable")
 FIRST_TOKEN_LIMIT_S = 5.0  # p95; beyond it the status page and an alert say so, unless a limit of another length is set
@@ -209,8 +205,6 @@ CATALOGUE: tuple[Metric, ...] = (
         "Replies of Ray Serve's proxy, for want of a replica, are not counted.",
         "code",
     ),
-    _counter("key_requests_total", "requests", "HTTP requests admitted, by API key id.", "key"),
-    _counter("key_tokens_total", "tokens", "Prompt and answer tokens, by API key id.", "key"),
     _counter(
         "key_file_reloads_total",
         "reloads",

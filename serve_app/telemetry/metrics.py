@@ -30,10 +30,7 @@ from prometheus_client.registry import Collector
 
 from serve_app.telemetry.metric_names import (
     CATALOGUE,
-    COMMON_LABELS,
-    MAX_SERIES,
     METRICS,
-    OTHER,
     REPLICA_LABEL,
     Kind,
     Metric,
@@ -67,26 +64,6 @@ class Sink(Protocol):
         ...
 
 
-class SeriesLimit:
-    """Limits the series of each counter and histogram: the labels of those beyond `MAX_SERIES` read `other`."""
-
-    def __init__(self) -> None:
-        self._known: dict[str, set[LabelValues]] = {}
-
-    def fold(self, name: str, labels: LabelValues) -> LabelValues:
-        """Return the labels under which a value is counted."""
-        known = self._known.setdefault(name, set())
-        if labels in known:
-            return labels
-        if len(known) < MAX_SERIES:
-            known.add(labels)
-            if len(known) == MAX_SERIES:
-                _logger.warning("%s has %d series; the labels of all further ones read %r", name, MAX_SERIES, OTHER)
-            return labels
-        common = len(COMMON_LABELS)
-        return labels[:common] + (OTHER,) * (len(labels) - common)
-
-
 class Metrics:
     """The one way to record a metric.
 
@@ -97,7 +74,6 @@ class Metrics:
     def __init__(self, sinks: Sequence[Sink], *, model_name: str, pool: str) -> None:
         self._sinks = tuple(sinks)
         self._common: LabelValues = (model_name, pool)
-        self._limit = SeriesLimit()
         self._unlabelled: dict[str, tuple[Metric, LabelValues]] = {}  # series without labels of their own, by name
 
     def count(self, name: str, value: float = 1, **labels: str) -> None:
@@ -186,8 +162,7 @@ class Metrics:
             raise ValueError(f"{name} takes the labels {list(metric.labels)}, got {sorted(labels)}.")
         if not math.isfinite(value):
             raise ValueError(f"{name} takes finite numbers, got {value}.")
-        values = self._common + tuple(labels[label] for label in metric.labels)
-        series = metric, values if kind == "gauge" else self._limit.fold(name, values)
+        series = metric, self._common + tuple(labels[label] for label in metric.labels)
         if not labels:
             self._unlabelled[name] = series
         return series
@@ -256,13 +231,11 @@ class MetricBatch:
         histogram.counts[bisect_left(buckets, value)] += 1
         histogram.total += value
 
-    def add(self, other: "MetricBatch", fold: Callable[[str, LabelValues], LabelValues] = lambda _, own: own) -> None:
-        """Add another batch's counters and histograms, each under the labels that `fold` gives it. Gauges do not add up
-        and stay as they are."""
-        for (name, labels), value in other.counters.items():
-            self.count((name, fold(name, labels)), value)
-        for (name, labels), histogram in other.histograms.items():
-            series = name, fold(name, labels)
+    def add(self, other: "MetricBatch") -> None:
+        """Add another batch's counters and histograms. Gauges do not add up and stay as they are."""
+        for series, value in other.counters.items():
+            self.count(series, value)
+        for series, histogram in other.histograms.items():
             mine = self.histograms.setdefault(series, BucketCounts([0] * len(histogram.counts)))
             mine.add(histogram)
 
@@ -318,8 +291,7 @@ class Sample(NamedTuple):
 class PrometheusSink(Collector):
     """Sums what it is given and writes it in Prometheus' text format.
 
-    Counters and histograms live on, within a `SeriesLimit`; gauges of a replica vanish when no batch has come from it
-    for `gauge_lifetime_s`.
+    Counters and histograms live on; gauges of a replica vanish when no batch has come from it for `gauge_lifetime_s`.
     """
 
     def __init__(
@@ -332,7 +304,6 @@ class PrometheusSink(Collector):
     ) -> None:
         self._lock = threading.Lock()
         self._own = MetricBatch(source)  # the sums of the whole app, and this process's own gauges
-        self._limit = SeriesLimit()
         self._gauges: dict[str, tuple[float, dict[Series, float]]] = {}  # source -> (heard at, gauges)
         self._observed: dict[str, dict[str, BucketCounts]] = {}  # source -> histogram -> over all its labels
         self._gauge_lifetime_s = gauge_lifetime_s
@@ -363,7 +334,7 @@ class PrometheusSink(Collector):
     def apply(self, batch: MetricBatch) -> None:
         """Take in what another process drained."""
         with self._lock:
-            self._own.add(batch, self._limit.fold)
+            self._own.add(batch)
             self._gauges[batch.source] = (self._clock(), dict(batch.gauges))
             observed = self._observed.setdefault(batch.source, {})
             for (name, _), histogram in batch.histograms.items():

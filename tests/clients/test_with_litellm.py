@@ -1,15 +1,20 @@
 """LiteLLM with the providers `openai/` and `hosted_vllm/`."""
 
+import asyncio
 import json
 import os
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # before the import, which otherwise fetches a list
 
 import litellm
 
+SECURITY = Path(__file__).parents[2] / "docs" / "security.md"
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 TOOL = {
     "type": "function",
@@ -108,6 +113,32 @@ def test_bridges(asked: dict[str, Any], model: str, api: str) -> None:
     assert litellm.completion(**bridged).choices[0].message.content == whole
     chunks = list(litellm.completion(**bridged, stream=True))
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == whole
+
+
+@pytest.mark.parametrize(("limit", "served"), [({"rpm": 2}, 2), ({"tpm": 1}, 1)])
+def test_limits(api: str, model: str, limit: dict[str, int], served: int) -> None:
+    """the proxy's configuration of [security](security.md#quotas): its limits of requests and tokens a minute"""
+    (block,) = re.findall(r"```yaml\n(model_list:.*?)```", SECURITY.read_text(), re.DOTALL)
+    proxy = yaml.safe_load(block)
+    (entry,) = proxy["model_list"]
+    parameters = entry["litellm_params"]
+    assert parameters["model"].partition("/")[0] == "hosted_vllm" and parameters["api_base"].endswith("/v1")
+    assert {"rpm", "tpm"} <= parameters.keys()
+    own = {"model": f"hosted_vllm/{model}", "api_base": api, "api_key": "unused", "rpm": 1000, "tpm": 10**6, **limit}
+    router = litellm.Router([entry | {"litellm_params": parameters | own}], num_retries=0, **proxy["router_settings"])
+
+    async def asked() -> int:
+        try:
+            await router.acompletion(model=entry["model_name"], messages=QUESTION, max_tokens=4)
+        except litellm.RateLimitError as error:
+            return int(error.status_code)
+        await asyncio.sleep(0.5)  # usage is counted after the answer
+        return 200
+
+    async def one_after_the_other() -> list[int]:
+        return [await asked() for _ in range(served + 1)]
+
+    assert asyncio.run(one_after_the_other()) == [200] * served + [429]
 
 
 def test_errors(asked: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ import yaml
 
 from deploy.run.ports import free_ports
 from serve_app.access.access import Scope
-from serve_app.access.keys import KeyLimits, create_key, revoke_key
+from serve_app.access.keys import create_key, revoke_key
 from tests.support.ray_head import ray_head
 from tests.support.services import MODEL, app_args, deployed, wait_for
 
@@ -22,8 +22,8 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(1200)]
 
 def test_keys_open_a_service_and_change_without_a_restart(ray_port: int, tiny_folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "keys.yaml"
-    alice = create_key(path, "alice", [Scope.USER], None, KeyLimits(tokens_per_minute=20))
-    operator = create_key(path, "operator", [Scope.USER, Scope.ADMIN], None, KeyLimits())
+    alice = create_key(path, "alice", [Scope.USER], max_concurrent=1)
+    operator = create_key(path, "operator", [Scope.USER, Scope.ADMIN])
     args = app_args(tiny_folder, "monolith", access={"keys_file": str(path), "open_metrics": False})
     with deployed(ray_port, "keyed", args) as service:
 
@@ -38,18 +38,17 @@ def test_keys_open_a_service_and_change_without_a_restart(ray_port: int, tiny_fo
 
         url = f"{service.base_url}/v1"
         with openai.OpenAI(base_url=url, api_key=alice, max_retries=0, timeout=120) as client:
-            reply = client.completions.create(model=MODEL, prompt="one two three", max_tokens=40)
-            assert reply.usage is not None and reply.usage.total_tokens > 20
-            with pytest.raises(openai.RateLimitError) as refused:
-                client.completions.create(model=MODEL, prompt="one", max_tokens=1)
+            asked = {"model": MODEL, "prompt": "one two three", "max_tokens": 40}
+            with client.completions.create(**asked, stream=True) as stream:  # type: ignore[call-overload]
+                next(iter(stream))
+                with pytest.raises(openai.RateLimitError) as refused:
+                    client.completions.create(**asked)  # type: ignore[call-overload]
         assert int(refused.value.response.headers["retry-after"]) >= 1
         headers = {"authorization": f"Bearer {operator}"}
         reported = httpx.get(f"{service.base_url}/metrics", headers=headers).text
-        spent = [line for line in reported.splitlines() if line.startswith("truespec_key_tokens_total{")]
-        assert any('key="alice"' in line and float(line.rsplit(" ", 1)[1]) > 20 for line in spent), spent
         assert alice not in reported and operator not in reported
 
-        carol = create_key(path, "carol", [Scope.USER], None, KeyLimits())
+        carol = create_key(path, "carol", [Scope.USER])
         wait_for(lambda: code(carol) == 200, "the new key is known")
         revoke_key(path, "alice")
         wait_for(lambda: code(alice) == 401, "the revoked key is refused")

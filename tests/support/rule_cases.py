@@ -502,7 +502,8 @@ CASES: tuple[Case, ...] = (
     Case(
         "TruespecRequestsTurnedAway",
         "keys at their limits",
-        _results("refusals_total", reason__key_tokens=9) | _results("http_responses_total", code__200=1, code__429=9),
+        _results("refusals_total", reason__key_concurrency=9)
+        | _results("http_responses_total", code__200=1, code__429=9),
         "40m",
     ),
     Case(

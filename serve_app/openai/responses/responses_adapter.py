@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from serve_app.errors import PreviousResponseNotFound, UnknownResponse, UnsupportedParameter
 from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.parsing import in_words
-from serve_app.openai.prepared_request import PreparedRequest, RequestTerms
+from serve_app.openai.prepared_request import PreparedRequest
 from serve_app.openai.responses.kept_responses import KeptResponses
 from serve_app.openai.responses.response_items import AnyItem, ItemReference, items_from
 from serve_app.openai.responses.response_objects import Fields, ResponsesFormat, response_of
@@ -32,7 +32,7 @@ class ResponsesAdapter:
         self._front_end = front_end
         self._kept = kept
 
-    async def prepare(self, wire: ResponsesRequest, terms: RequestTerms, owner: str) -> PreparedRequest:
+    async def prepare(self, wire: ResponsesRequest, owner: str, timeout_s: float | None = None) -> PreparedRequest:
         """Check a request and tokenise it; `owner` is whose responses it may refer to.
 
         Raises:
@@ -50,7 +50,7 @@ class ResponsesAdapter:
         with in_words(conversation.in_our_words):
             chat = wire.as_chat(conversation)
             chat.check_together()
-            job = await self._front_end.prepare(chat, terms, form, wire)
+            job = await self._front_end.prepare(chat, form, sent=wire, timeout_s=timeout_s)
         words = job.words
         return dataclasses.replace(
             job,

@@ -12,7 +12,7 @@ from serve_app.errors import UnknownParameter
 from serve_app.openai.completions.completion_request import CompletionRequest
 from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.parsing import checked, in_words
-from serve_app.openai.prepared_request import PreparedRequest, RequestTerms
+from serve_app.openai.prepared_request import PreparedRequest
 from serve_app.openai.replies import ChoiceDelta, ReplyHead, ReplyStream, TokenEntry, TopEntry, Usage
 from serve_app.openai.requests import MAX_CACHE_SALT, TokenId
 from serve_app.openai.wire import Many, Wire
@@ -117,14 +117,17 @@ class GenerateRequest(Wire):
             return checked(fields | sampling, CompletionRequest)
 
 
-async def prepare_generation(front_end: FrontEnd, wire: GenerateRequest, terms: RequestTerms) -> PreparedRequest:
+async def prepare_generation(
+    front_end: FrontEnd, wire: GenerateRequest, timeout_s: float | None = None
+) -> PreparedRequest:
     """Check a request and make it one for a completion.
 
     Raises:
         InvalidRequest: it can never be served; `field` names what is wrong.
     """
     with in_words(_own_names):
-        job = await front_end.prepare(wire.completion(front_end.served_name), terms, TokensFormat(wire.request_id))
+        completion = wire.completion(front_end.served_name)
+        job = await front_end.prepare(completion, TokensFormat(wire.request_id), timeout_s=timeout_s)
     return dataclasses.replace(job, form_field=_own_names(job.form_field), words=_own_names)
 
 

@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 
 from deploy.cli.main import main
 from serve_app.access.access import ANYBODY, Access, Scope
-from serve_app.access.keys import KeyFile, KeyLimits, KeyStore, create_key, digest_of, read_keys, revoke_key
+from serve_app.access.keys import KeyFile, KeyStore, create_key, digest_of, read_keys, revoke_key
 from serve_app.config.files import parse_args
 from serve_app.errors import AccessDenied, Forbidden
 from speculative.errors import ConfigError
@@ -38,15 +38,15 @@ def touch(path: Path, seconds: float) -> None:
 def test_a_key_is_made_once_and_only_its_hash_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "etc" / "keys.yaml"
     expires = datetime(2030, 1, 2, 3, 4, 5, tzinfo=UTC)
-    key = create_key(path, "alice", [Scope.USER], expires, KeyLimits(max_concurrent=2, tokens_per_minute=100))
-    other = create_key(path, "ops", [Scope.USER, Scope.ADMIN], None, KeyLimits())
+    key = create_key(path, "alice", [Scope.USER], expires, max_concurrent=2)
+    other = create_key(path, "ops", [Scope.USER, Scope.ADMIN])
     assert key != other and len(key) >= 43 and key.startswith("sk-")
     assert key not in path.read_text() and other not in path.read_text()
     assert path.stat().st_mode & 0o077 == 0, "nobody else reads it"
     store = KeyStore(path)
     alice, ops = store.find(key), store.find(other)
     assert alice is not None and ops is not None
-    assert (alice.id, alice.scopes, alice.max_concurrent, alice.tokens_per_minute) == ("alice", {Scope.USER}, 2, 100)
+    assert (alice.id, alice.scopes, alice.max_concurrent) == ("alice", {Scope.USER}, 2)
     assert (ops.id, ops.scopes, ops.max_concurrent) == ("ops", {Scope.USER, Scope.ADMIN}, None)
     for wrong in ("", key[:-1], key + "x", key.upper(), digest_of(key), "alice", "\udcff"):
         assert store.find(wrong) is None
@@ -88,8 +88,7 @@ def test_json_will_do(tmp_path: Path) -> None:
         (f"keys: [{{id: a, sha256: {'a' * 64}, scopes: []}}]", "keys[0].scopes"),
         (f"keys: [{{id: a, sha256: {'a' * 64}, scopes: [root]}}]", "keys[0].scopes[0]"),
         (f"keys: [{{id: a, sha256: {'a' * 64}, scopes: [user], expires: 2030-01-01T00:00:00}}]", "keys[0].expires"),
-        (f"keys: [{{id: a, sha256: {'a' * 64}, scopes: [user], limits: {{max_concurrent: 0}}}}]", "max_concurrent"),
-        (f"keys: [{{id: a, sha256: {'a' * 64}, scopes: [user], limits: {{earliest_priority: 101}}}}]", "priority"),
+        (f"keys: [{{id: a, sha256: {'a' * 64}, scopes: [user], max_concurrent: 0}}]", "max_concurrent"),
         (
             f"keys: [{{id: a, sha256: {'a' * 64}, scopes: [user]}}, {{id: a, sha256: {'b' * 64}, scopes: [user]}}]",
             "the id a occurs twice",
@@ -169,15 +168,15 @@ def test_every_key_is_compared_whichever_fits(tmp_path: Path, monkeypatch: pytes
 def test_the_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     path = file_with(tmp_path / "keys.yaml", alice={})
     with pytest.raises(ConfigError, match="the key alice already exists"):
-        create_key(path, "alice", [Scope.USER], None, KeyLimits())
+        create_key(path, "alice", [Scope.USER])
     with pytest.raises(ConfigError, match="is not an id"):
-        create_key(path, "a\nb", [Scope.USER], None, KeyLimits())
+        create_key(path, "a\nb", [Scope.USER])
     with pytest.raises(ConfigError, match="there is no key bob"):
         revoke_key(path, "bob")
     revoke_key(path, "alice")
     assert read_keys(path) == KeyFile()
     with pytest.raises(ConfigError, match="cannot be written"):
-        create_key(path / "below", "a", [Scope.USER], None, KeyLimits())
+        create_key(path / "below", "a", [Scope.USER])
 
 
 # ---- access
@@ -224,13 +223,11 @@ def truespec(*arguments: str) -> Result:
 def test_the_command_makes_lists_and_revokes(tmp_path: Path) -> None:
     path = tmp_path / "keys.yaml"
     file = ["--file", str(path)]
-    limits = ["--max-concurrent", "3", "--requests-per-minute", "60", "--earliest-priority", "-5"]
-    made = truespec("create", *file, "--id", "alice", "--expires-days", "30", *limits)
+    made = truespec("create", *file, "--id", "alice", "--expires-days", "30", "--max-concurrent", "3")
     assert made.exit_code == 0, made.output
     key = made.stdout.strip()
     found = KeyStore(path).find(key)
-    assert found is not None
-    assert (found.max_concurrent, found.requests_per_minute, found.earliest_priority) == (3, 60, -5)
+    assert found is not None and found.max_concurrent == 3
     assert truespec("create", *file, "--id", "ops", "--scope", "user", "--scope", "admin").exit_code == 0
     listed = truespec("list", *file)
     assert listed.exit_code == 0

@@ -102,7 +102,7 @@ class Replica:
             "streams": sum(len(backend._streams) for backend in self.backends),
             "watched": len(self.source._watched),
             "backlog": self.source._backlog.num_tokens(),
-            "leases": sum(use.num_running for use in self.gate._limiter._uses.values()),
+            "places": self.gate.running.total(),
         }
         return {what: count for what, count in holds.items() if count}
 
@@ -183,7 +183,7 @@ def test_leaving_in_the_queue(replica: Replica, stream: bool) -> None:
     else:  # its prompt is computed elsewhere meanwhile, and waits for the one place to decode in
         wait_for(lambda: replica.backends[0].usage().num_waiting == 1, "it waits for its turn to decode")
     third = replica.post(**STREAM)
-    third.read_until(b"rate_limit_exceeded")  # both of the key's leases are out
+    third.read_until(b"rate_limit_exceeded")  # both of the key's places are taken
     third.leave()
     waiting.leave()
     wait_for(lambda: replica.num_waiting == 0, "it left the queue")

@@ -1,5 +1,4 @@
 import asyncio
-import contextlib
 import dataclasses
 import json
 import pickle
@@ -381,62 +380,6 @@ async def test_one_event_carries_a_whole_accepted_run(tokenizer: Tokenizer) -> N
         front, completion(prompt=[5], max_tokens=9, stream=True, return_token_ids=True, ignore_eos=True)
     )
     assert [len(chunk["choices"][0]["token_ids"]) for chunk in chunks[:-1]] == [1, 4, 4]
-
-
-# ---- what is paid for
-
-
-async def paid(front: FrontEnd, wire: Any) -> int:
-    """Tokens that were paid for, however it ended."""
-    spent: list[int] = []
-    job = await front.prepare(wire)
-    with contextlib.suppress(Exception):
-        if job.stream:
-            async for _ in front.events(job, spent.append):
-                pass
-        else:
-            await front.collect(job, spent.append)
-    return sum(spent)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_prompt_is_paid_for_once_when_something_comes_of_it(tokenizer: Tokenizer, stream: bool) -> None:
-    front, _, script = fake_front_end(tokenizer)
-    script.say(list(range(10, 18)))
-    wire = completion(prompt=[[5, 6, 7], [8, 9]], n=2, max_tokens=7, stream=stream)
-    assert await paid(front, wire) == 5 + 4 * 7
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    ("error", "price"),
-    [
-        (EngineOverloaded("full"), 0),
-        (InvalidRequest("response_format", "no"), 0),
-        (EngineFault("no"), 0),
-        (RequestTimeout("too long"), 3),  # its time was the client's to choose
-    ],
-)
-async def test_a_prompt_that_was_refused_costs_nothing(
-    tokenizer: Tokenizer, stream: bool, error: Exception, price: int
-) -> None:
-    wire = completion(prompt=[5, 6, 7], stream=stream)
-    assert await paid(front_end(ScriptedSource(error), tokenizer), wire) == price
-    assert await paid(front_end(ScriptedSource(run_of(tokenizer, "a"), error), tokenizer), wire) == 3 + 1
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_who_leaves_before_the_first_token_pays_for_the_prompt(tokenizer: Tokenizer, stream: bool) -> None:
-    front, source, _ = fake_front_end(tokenizer, step_s=60)
-    job, spent = await front.prepare(completion(prompt=[[5, 6, 7], [8, 9]])), []
-    work = anext(front.events(job, spent.append)) if stream else front.collect(job, spent.append)
-    waiting = asyncio.ensure_future(work)
-    while not source._backend.num_live:
-        await asyncio.sleep(0)
-    assert spent == []
-    waiting.cancel()
-    await asyncio.gather(waiting, return_exceptions=True)
-    assert spent == [5]
 
 
 async def test_an_error_before_the_first_token_is_raised(tokenizer: Tokenizer) -> None:

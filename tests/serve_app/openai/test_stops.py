@@ -9,7 +9,6 @@ import pytest
 
 from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.parsing import parse
-from serve_app.openai.prepared_request import NO_TERMS
 from serve_app.openai.responses.response_requests import ResponsesRequest
 from serve_app.openai.responses.responses_adapter import ResponsesAdapter
 from serve_app.openai.tokens.token_generation import GenerateRequest, prepare_generation
@@ -109,9 +108,9 @@ def generation() -> GenerateRequest:
 
 async def ask(front: FrontEnd, endpoint: str) -> None:
     if endpoint == "responses":
-        job = await ResponsesAdapter(front).prepare(responses(), NO_TERMS, "")
+        job = await ResponsesAdapter(front).prepare(responses(), "")
     elif endpoint == "generate":
-        job = await prepare_generation(front, generation(), NO_TERMS)
+        job = await prepare_generation(front, generation())
     else:
         job = await front.prepare(chat() if endpoint == "chat" else completion())
     await front.collect(job)

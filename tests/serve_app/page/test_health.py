@@ -61,7 +61,7 @@ def test_a_healthy_service_and_an_idle_one_have_nothing_to_say(service: Service)
     for name, label in (("prefill_failures", "reason"), ("requests", "outcome"), ("refusals", "reason")):
         service.metrics.count(f"truespec_{name}_total", 0, **{label: {"requests": "error"}.get(name, "timeout")})
     service.serve()
-    service.metrics.count("truespec_refusals_total", 50, reason="key_tokens")  # their owner's, and no want of room
+    service.metrics.count("truespec_refusals_total", 50, reason="key_concurrency")  # their owner's, and no want of room
     service.pass_time(1200)
     assert service.said() == {}
 

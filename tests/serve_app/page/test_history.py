@@ -106,7 +106,7 @@ def test_a_clock_that_is_set_back_stops_nothing(watched: Watched) -> None:
 
 
 def test_refusals_with_429_and_failures_are_counted_by_the_minute(watched: Watched) -> None:
-    for reason in ("capacity", "key_tokens", "deadline", "unauthenticated", "forbidden"):
+    for reason in ("capacity", "key_concurrency", "deadline", "unauthenticated", "forbidden"):
         watched.count("truespec_refusals_total", 2, reason=reason)
     watched.count("truespec_requests_total", 6, outcome="rejected")
     watched.count("truespec_requests_total", 3, outcome="error")

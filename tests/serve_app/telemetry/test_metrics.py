@@ -144,17 +144,17 @@ def test_sums_are_counted_once_a_second_and_when_they_are_flushed() -> None:
     now = 10.0
     sums = CounterSums(facade(sink), lambda: now)
     for now in (10.0, 10.5, 10.9):  # noqa: B007  # the clock
-        sums.add("truespec_key_tokens_total", 2, key="a")
-        sums.add("truespec_key_tokens_total", 3, key="b")
+        sums.add("truespec_http_responses_total", 2, code="200")
+        sums.add("truespec_http_responses_total", 3, code="400")
     assert not counted
     now = 11.0
-    sums.add("truespec_key_tokens_total", 1, key="a")
-    assert counted == [(("a",), 7), (("b",), 9)]
-    sums.add("truespec_key_tokens_total", 4, key="b")
+    sums.add("truespec_http_responses_total", 1, code="200")
+    assert counted == [(("200",), 7), (("400",), 9)]
+    sums.add("truespec_http_responses_total", 4, code="400")
     assert len(counted) == 2, "the next second has only begun"
     for _ in range(2):
         sums.flush()
-        assert counted[2:] == [(("b",), 4)]
+        assert counted[2:] == [(("400",), 4)]
 
 
 def test_a_histogram_counts_each_value_up_to_its_bound_and_sums_exactly() -> None:

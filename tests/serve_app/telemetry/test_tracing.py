@@ -176,7 +176,7 @@ async def test_a_request_is_one_trace_over_all_replicas(app: App) -> None:
     reply = await app.post({"traceparent": SAMPLED, "x-request-id": "r-1"}, verify=True)
     assert reply.status_code == 200 and reply.json()["verdict"] == "logprobs_only", "the backend is a fake without rows"
     spans = app.spans()
-    request = "POST /v1/responses"
+    request = "POST /v1/completions"
     assert {name: parent_of(span, spans) for name, span in spans.items()} == {
         request: "",
         "prefill.call": request,
@@ -349,14 +349,14 @@ async def test_a_trace_that_is_not_sampled_leaves_no_span(app: App) -> None:
 @pytest.mark.parametrize("header", ["", "nonsense", f"00-{'0' * 32}-{PARENT}-01", f"ff-{TRACE}-{PARENT}-01"])
 async def test_a_broken_traceparent_begins_a_trace(app: App, header: str) -> None:
     assert (await app.post({"traceparent": header})).status_code == 200
-    assert app.spans()["POST /v1/responses"].parent is None
+    assert app.spans()["POST /v1/completions"].parent is None
 
 
 async def test_what_fails_and_what_is_refused_show_it(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
     refused = await app.post(temperature=-1)
     spans = app.spans()
     assert refused.status_code == 400
-    assert spans["POST /v1/responses"].status.status_code is StatusCode.UNSET  # the client's fault
+    assert spans["POST /v1/completions"].status.status_code is StatusCode.UNSET  # the client's fault
     app.exporter.clear()
 
     def fails(self: object, wire: object) -> None:
@@ -364,7 +364,7 @@ async def test_what_fails_and_what_is_refused_show_it(app: App, monkeypatch: pyt
 
     monkeypatch.setattr(FrontEnd, "prepare", fails)
     assert (await app.post()).status_code == 500
-    status = app.spans()["POST /v1/responses"].status
+    status = app.spans()["POST /v1/completions"].status
     assert (status.status_code, status.description) == (StatusCode.ERROR, "status 500")
 
 
@@ -387,16 +387,16 @@ async def test_without_tracing_no_span_is_made(app: App, monkeypatch: pytest.Mon
 def test_spans_reach_a_collector() -> None:
     with running_collector() as collector:
         traces = Tracing.to_collector(collector.url, 1.0, {"service.name": "truespec", "service.instance.id": "d1"})
-        with traces.request("POST /v1/responses", "r-1", [(b"traceparent", SAMPLED.encode())], {"truespec.rounds": 3}):
+        with traces.request("POST /v1/models", "r-1", [(b"traceparent", SAMPLED.encode())], {"truespec.rounds": 3}):
             traces.start("queue", time.time_ns(), {}).end()
         deadline = time.monotonic() + 120
-        while collector.spans.get(TRACE, {}).keys() != {"queue", "POST /v1/responses"}:
+        while collector.spans.get(TRACE, {}).keys() != {"queue", "POST /v1/models"}:
             assert time.monotonic() < deadline, collector.spans
             time.sleep(0.05)
     spans = collector.spans[TRACE]
-    assert spans["POST /v1/responses"].parent_id == PARENT
-    assert spans["queue"].parent_id == spans["POST /v1/responses"].span_id
-    assert spans["POST /v1/responses"].attributes == {"truespec.rounds": 3}
+    assert spans["POST /v1/models"].parent_id == PARENT
+    assert spans["queue"].parent_id == spans["POST /v1/models"].span_id
+    assert spans["POST /v1/models"].attributes == {"truespec.rounds": 3}
     assert spans["queue"].replica == "d1"
 
 

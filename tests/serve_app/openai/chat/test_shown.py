@@ -13,7 +13,6 @@ from serve_app.openai.chat.chat_request import ChatCompletionRequest
 from serve_app.openai.chat.shown import prompt_text
 from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.parsing import parse
-from serve_app.openai.prepared_request import NO_TERMS
 from serve_app.openai.responses.response_requests import ResponsesRequest
 from serve_app.openai.responses.responses_adapter import ResponsesAdapter
 from serve_app.text.tokenizer import Tokenizer
@@ -207,7 +206,7 @@ async def test_the_responses_api_names_its_own_items(show: Shower) -> None:
     ]
     wire = parse(json.dumps({"model": "fake", "input": items}).encode(), ResponsesRequest)
     with pytest.raises(UnsupportedParameter, match=r"^input\.1: ") as caught:
-        await adapter.prepare(wire, NO_TERMS, "")
+        await adapter.prepare(wire, "")
     assert caught.value.field == "input.1"
 
 

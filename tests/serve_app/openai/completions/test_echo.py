@@ -99,13 +99,6 @@ async def test_with_max_tokens_0_there_is_only_the_prompt(tokenizer: Tokenizer, 
         assert choice["logprobs"]["token_logprobs"] == [None, *map(fake_logprob, ids[1:])]
 
 
-async def test_only_what_was_delivered_is_paid_for(tokenizer: Tokenizer) -> None:
-    front, _, _ = fake_front_end(tokenizer)
-    spent: list[int] = []
-    await front.collect(await front.prepare(completion(prompt=PROMPT, max_tokens=0, echo=True)), spent.append)
-    assert sum(spent) == len(tokenizer.encode(PROMPT))
-
-
 async def test_a_stop_token_in_the_place_of_nothing_is_no_stop(tokenizer: Tokenizer) -> None:
     source = DeltaSource(TokenDelta("", (2,), finish_reason=FinishReason.STOP, stop_token_id=2))
     choice = await choice_of(front_end(source, tokenizer), prompt=[5, 6], max_tokens=0, echo=True)

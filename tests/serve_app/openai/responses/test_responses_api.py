@@ -12,7 +12,7 @@ from serve_app.backends.base import Parsers
 from serve_app.errors import PreviousResponseNotFound, UnknownResponse, UnsupportedParameter
 from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.parsing import parse
-from serve_app.openai.prepared_request import Limits, RequestTerms
+from serve_app.openai.prepared_request import Limits
 from serve_app.openai.responses.kept_responses import KeptResponses, ResponseStore
 from serve_app.openai.responses.response_requests import ResponsesRequest
 from serve_app.openai.responses.responses_adapter import ResponsesAdapter
@@ -71,7 +71,7 @@ class Service:
 
     async def _prepare(self, owner: str, fields: dict[str, Any]) -> Any:
         body = {"model": "fake", "input": "hi", **fields}
-        return await self.adapter.prepare(parse(json.dumps(body).encode(), ResponsesRequest), RequestTerms(), owner)
+        return await self.adapter.prepare(parse(json.dumps(body).encode(), ResponsesRequest), owner)
 
 
 Serve = Callable[..., Service]

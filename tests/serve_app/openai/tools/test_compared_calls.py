@@ -15,7 +15,7 @@ from serve_app.openai.chat.chat_preprocessor import ResponseParser
 from serve_app.openai.chat.chat_request import ChatCompletionRequest
 from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.parsing import parse
-from serve_app.openai.prepared_request import NO_TERMS, PreparedRequest
+from serve_app.openai.prepared_request import PreparedRequest
 from serve_app.openai.responses.response_requests import ResponsesRequest
 from serve_app.openai.responses.responses_adapter import ResponsesAdapter
 from serve_app.text.tokenizer import Tokenizer
@@ -149,7 +149,7 @@ async def test_the_responses_api_is_compared_in_its_own_words(
 
     async def prepared(**fields: Any) -> PreparedRequest:
         body = {"model": "fake", "input": "hi", **fields}
-        return await ResponsesAdapter(end).prepare(parse(json.dumps(body).encode(), ResponsesRequest), NO_TERMS, "")
+        return await ResponsesAdapter(end).prepare(parse(json.dumps(body).encode(), ResponsesRequest), "")
 
     async def send(**fields: Any) -> list[str]:
         found.clear()
