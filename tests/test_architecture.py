@@ -71,7 +71,6 @@ ROOMS = {
         "exchange",
         "run",
         "reports",
-        "probes",
         "watch",
         "jobs",
         "rl",
@@ -129,7 +128,7 @@ OWNERS = {
     "llguidance": {"serve_app.text.grammar"},
     "openai": set(),
     "opentelemetry": {"serve_app.telemetry.tracing", "serve_app.streams.spans"},
-    "prometheus_client": {"serve_app.telemetry", "deploy.probes.counters"},
+    "prometheus_client": {"serve_app.telemetry", "deploy.watch.probes.numbers"},
     "pydantic": {
         "serve_app.access.keys",
         "serve_app.config",

@@ -15,7 +15,6 @@ _MODULES = {
     "keys": "keys",
     "dashboards": "dashboards",
     "verify": "receipts",
-    "audit": "audit",
     "batch": "batch",
     "train-drafter": "training",
     "watch": "watch",

@@ -15,8 +15,10 @@ from deploy.cli.console import INTERRUPTED, Failure, a_file, err, key_option, ou
 from deploy.exchange.vendors import VENDORS
 from deploy.options import FiniteRange, api_key, check_writable, server_url, write_json
 from deploy.reports.progress import View
+from deploy.reports.terminal import print_document
 from deploy.run.models import find_model
-from deploy.watch.report import FAIL_ON, conclusion, print_report
+from deploy.watch.report import FAIL_ON, conclusion, document
+from deploy.watch.sentences import shortcomings
 from speculative.errors import ConfigError
 
 _ENGINES = ("torch", "transformers", "vllm")
@@ -31,85 +33,94 @@ def watch() -> None:
     """Check, without replacing it, whether the answers of a server in production are its model's own."""
 
 
-def _judging(command: Command) -> Command:
-    """The options of everything that judges."""
-    options = [
-        click.option(
-            "--model", required=True, help="The weights that the server has: a catalogue name, a folder or a hub id."
-        ),
-        click.option("--served", help="The model's name in metrics and report; the default is that of --model."),
-        click.option(
-            "--engine",
-            type=click.Choice(_ENGINES),
-            default="torch",
-            show_default=True,
-            help="The engine that computes answers again. `vllm` compares logprobs only.",
-        ),
-        click.option(
-            "--dtype",
-            type=click.Choice(["float32", "bfloat16"]),
-            default="float32",
-            show_default=True,
-            help="The data type that it computes in.",
-        ),
-        click.option(
-            "--threads",
-            type=click.IntRange(min=0),
-            default=0,
-            help="CPU threads of an engine; the default is all cores, and one on Ray.",
-        ),
-        click.option(
-            "--max-model-len",
-            type=click.IntRange(min=2),
-            help="Leave longer answers out; the default is the model's own limit, on a CPU at most 16,384 tokens.",
-        ),
-        click.option(
-            "--max-replicas",
-            type=click.IntRange(min=0),
-            default=0,
-            help="Compute on Ray, with up to this many engines while answers wait; 0 computes in this process.",
-        ),
-        click.option("--gpus", type=FiniteRange(min=0), default=0.0, help="GPUs of each engine on Ray."),
-        click.option("--address", help="The Ray cluster (auto, or host:port); the default starts one here."),
-        click.option(
-            "--tolerance",
-            type=a_file,
-            help="The tolerance for this server's rounding, as `truespec watch calibrate` wrote it.",
-        ),
-        click.option(
-            "--precision",
-            type=click.Choice(_PRECISIONS),
-            help="Without --tolerance: the data type that the server computes in; the default is bfloat16.",
-        ),
-        click.option(
-            "--logprobs",
-            type=click.Choice(["raw", "processed"]),
-            help="The stage of the server's logprobs: before or after temperature and filters; the default is what "
-            "--tolerance says, or raw.",
-        ),
-        click.option(
-            "--dialect",
-            type=click.Choice(("auto", *VENDORS)),
-            default="auto",
-            show_default=True,
-            help="The server's vendor, which decides how requests are sampled by default.",
-        ),
-        click.option(
-            "--default",
-            "defaults",
-            multiple=True,
-            metavar="NAME=VALUE",
-            help="A sampling default of the server, for requests that do not set it. May be given several times.",
-        ),
-        click.option(
-            "--keep-prompts",
-            is_flag=True,
-            help="Show prompts and answers in findings. Without it no text of a client is kept.",
-        ),
-    ]
-    for option in reversed(options):
-        command = option(command)
-    return command
+_SERVER = [
+    click.option(
+        "--model", required=True, help="The weights that the server has: a catalogue name, a folder or a hub id."
+    ),
+    click.option("--served", help="The model's name in metrics and report; the default is that of --model."),
+    click.option(
+        "--tolerance",
+        type=a_file,
+        help="The tolerance for this server's rounding, as `truespec watch calibrate` wrote it.",
+    ),
+    click.option(
+        "--precision",
+        type=click.Choice(_PRECISIONS),
+        help="Without --tolerance: the data type that the server computes in; the default is bfloat16.",
+    ),
+    click.option(
+        "--logprobs",
+        type=click.Choice(["raw", "processed"]),
+        help="The stage of the server's logprobs: before or after temperature and filters; the default is what "
+        "--tolerance says, or raw.",
+    ),
+    click.option(
+        "--dialect",
+        type=click.Choice(("auto", *VENDORS)),
+        default="auto",
+        show_default=True,
+        help="The server's vendor, which decides how requests are sampled by default.",
+    ),
+    click.option(
+        "--default",
+        "defaults",
+        multiple=True,
+        metavar="NAME=VALUE",
+        help="A sampling default of the server, for requests that do not set it. May be given several times.",
+    ),
+]
+"""Options that say what the server serves, and how it rounds and samples."""
+
+_ENGINE = [
+    click.option(
+        "--engine",
+        type=click.Choice(_ENGINES),
+        default="torch",
+        show_default=True,
+        help="The engine that computes answers again. `vllm` compares logprobs only.",
+    ),
+    click.option(
+        "--dtype",
+        type=click.Choice(["float32", "bfloat16"]),
+        default="float32",
+        show_default=True,
+        help="The data type that it computes in.",
+    ),
+    click.option(
+        "--threads",
+        type=click.IntRange(min=0),
+        default=0,
+        help="CPU threads of an engine; the default is all cores, and one on Ray.",
+    ),
+    click.option(
+        "--max-model-len",
+        type=click.IntRange(min=2),
+        help="Leave longer answers out; the default is the model's own limit, on a CPU at most 16,384 tokens.",
+    ),
+    click.option(
+        "--max-replicas",
+        type=click.IntRange(min=0),
+        default=0,
+        help="Compute on Ray, with up to this many engines while answers wait; 0 computes in this process.",
+    ),
+    click.option("--gpus", type=FiniteRange(min=0), default=0.0, help="GPUs of each engine on Ray."),
+    click.option("--address", help="The Ray cluster (auto, or host:port); the default starts one here."),
+    click.option(
+        "--keep-prompts",
+        is_flag=True,
+        help="Show prompts and answers in findings. Without it no text of a client is kept.",
+    ),
+]
+"""Options that say what computes its answers again, and what a report shows."""
+
+
+def _options(*options: Command) -> Callable[[Command], Command]:
+    def add(command: Command) -> Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
 
 
 def _referee_options(options: dict[str, Any], **own: Any) -> tuple[Any, Any]:
@@ -125,13 +136,14 @@ def _referee_options(options: dict[str, Any], **own: Any) -> tuple[Any, Any]:
     if options["tolerance"] is not None:
         tolerance = Tolerance.read(options["tolerance"])
     else:
-        precisions = options["precision"] or "bfloat16", options["dtype"]
+        precisions = options["precision"] or "bfloat16", options.get("dtype", "float32")
         tolerance = Tolerance.against_float32(max(precisions, key=PRECISIONS.index))
     replayer = ReplayerOptions(
         find_model(options["model"], progress_printer()),
         **{
             name: options[name]
             for name in ("engine", "dtype", "threads", "max_model_len", "max_replicas", "gpus", "address")
+            if name in options
         },
     )
     check_options(replayer)
@@ -142,8 +154,7 @@ def _referee_options(options: dict[str, Any], **own: Any) -> tuple[Any, Any]:
         processed=mode == "processed",
         dialect=options["dialect"],
         defaults=defaults,
-        keep_prompts=options["keep_prompts"],
-        **own,
+        **{"keep_prompts": options.get("keep_prompts", False), **own},
     )
     return referee, replayer
 
@@ -229,7 +240,7 @@ def _own_referee(
 
 
 @watch.command("referee")
-@_judging
+@_options(*_SERVER, *_ENGINE)
 @click.option("--host", default="127.0.0.1", show_default=True, help="Listen on this address.")
 @click.option("--port", type=click.IntRange(1, 65535), default=8101, show_default=True, help="Listen on this port.")
 @click.option(
@@ -250,7 +261,7 @@ def watch_referee(host: str, port: int, max_queue: int, **options: Any) -> None:
 @watch.command("files")
 @click.argument("records", nargs=-1, required=True, type=click.Path(path_type=Path, allow_dash=True))
 @click.option("--requests", type=a_file, help="The input of the batch whose output RECORDS are.")
-@_judging
+@_options(*_SERVER, *_ENGINE)
 @click.option(
     "--fail-on",
     multiple=True,
@@ -274,7 +285,6 @@ def watch_files(
     A record is a line of a batch's output in OpenAI's format (--requests names its input), an object with `request` and
     `response`, or a rollout with `prompt_token_ids`, `token_ids` and `logprobs`.
     """
-    from deploy.watch.page import html_report
     from deploy.watch.records import read_records
     from deploy.watch.run import judge_records
 
@@ -283,15 +293,69 @@ def watch_files(
     referee, replayer = _referee_options(options)
     with View(err) as view:
         report = judge_records(read_records(records, requests), referee, replayer, view)
-    print_report(report, out)
+    _show(report, json_file, html_file)
+    if reasons := conclusion(report, fail_on):
+        raise Failure("\n".join(reasons))
+
+
+def _show(report: Mapping[str, Any], json_file: Path | None, html_file: Path | None) -> None:
+    """Print a report, and write its files."""
+    from deploy.reports.html_pages import page
+
+    print_document(document(report), out)
     write_json(json_file, report)
     if html_file is not None:
-        html_file.write_text(html_report(report), encoding="utf-8")
+        html_file.write_text(page(document(report)), encoding="utf-8")
     if report["interrupted"]:
         say("Interrupted: the report covers the answers judged so far.", err)
         raise click.exceptions.Exit(INTERRUPTED)
-    if reasons := conclusion(report, fail_on):
-        raise Failure("\n".join(reasons))
+
+
+@watch.command("audit")
+@click.argument("url")
+@_options(*_SERVER)
+@click.option(
+    "--requests",
+    type=click.IntRange(min=1),
+    default=200,
+    show_default=True,
+    help="Send this many ordinary requests; the probes send some hundred more.",
+)
+@key_option
+@click.option("--json", "json_file", type=a_file, help="Write the findings to this file.")
+@click.option("--html", "html_file", type=a_file, help="Write a report for a browser to this file.")
+def watch_audit(
+    url: str,
+    requests: int,
+    api_key_file: Path | None,
+    json_file: Path | None,
+    html_file: Path | None,
+    **options: Any,
+) -> None:
+    """Ask the server at URL questions of our own, and judge its answers.
+
+    Exits with 1 where something is suspect, and with 2 where the server could not be judged.
+    """
+    from deploy.watch.audit import AuditOptions, run_audit
+    from deploy.watch.probes.desk import AuditFailed
+
+    try:
+        server_url(url, "URL")
+        for option, path in {"--json": json_file, "--html": html_file}.items():
+            check_writable(path, option)
+        asked = AuditOptions(url, options["served"], api_key(api_key_file), requests=requests)
+        referee, replayer = _referee_options(options, keep_prompts=True)
+        with View(err) as view:
+            report = run_audit(asked, referee, replayer, view)
+    except (AuditFailed, ConfigError) as error:
+        say(f"Error: {error}", err)
+        raise click.exceptions.Exit(2) from error
+    _show(report, json_file, html_file)
+    found = shortcomings(report)
+    if found.keys() & {"alarm", "probes", "suspect"}:
+        raise click.exceptions.Exit(1)
+    if "unread" in found:
+        raise click.exceptions.Exit(2)
 
 
 @watch.command("calibrate")

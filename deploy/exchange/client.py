@@ -34,6 +34,7 @@ class Attempt:
     seconds: until its end.
     first_s: seconds until the first token of a stream; 0 if none came.
     last_s: seconds until the last one.
+    content: the body of the reply as it came.
     """
 
     path: str
@@ -44,6 +45,7 @@ class Attempt:
     seconds: float = 0.0
     first_s: float = 0.0
     last_s: float = 0.0
+    content: bytes = b""
 
     @property
     def ok(self) -> bool:
@@ -72,6 +74,7 @@ class _Receiving:
         self._began = time.perf_counter()
         self._first_s = self._last_s = 0.0
         self._received = 0
+        self._content = bytearray()
 
     def push(self, data: bytes) -> None:
         """Read on in the stream.
@@ -79,6 +82,7 @@ class _Receiving:
         Raises:
             Unreadable: it is none of completions.
         """
+        self._content += data
         for event in self._events.push(data):
             self._reply.add(event)
             received = sum(len(one.text) + len(one.token_ids or ()) for one in self._reply.choices.values())
@@ -93,6 +97,7 @@ class _Receiving:
 
     def answered(self, status: int, content: bytes) -> Attempt:
         """The whole reply, or what stands in its place."""
+        self._content += content
         try:
             found = json.loads(content)
         except (ValueError, RecursionError):
@@ -114,7 +119,8 @@ class _Receiving:
 
     def _attempt(self, status: int | None, error: str) -> Attempt:
         seconds = time.perf_counter() - self._began
-        return Attempt(self.path, self.body, status, self._reply, error, seconds, self._first_s, self._last_s)
+        times = seconds, self._first_s, self._last_s
+        return Attempt(self.path, self.body, status, self._reply, error, *times, bytes(self._content))
 
 
 class Client:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from deploy.exchange.client import AsyncClient
+from deploy.exchange.client import AsyncClient, Attempt
 from deploy.exchange.exchanges import CHAT, COMPLETIONS
 
 SETTINGS: tuple[Mapping[str, Any], ...] = (
@@ -49,8 +49,15 @@ class Traffic:
             yield CHAT if "messages" in prompt else COMPLETIONS, body
 
 
-async def drive(url: str, traffic: Traffic, enough: Callable[[], bool], api_key: str | None = None) -> Counter[str]:
-    """Send requests until it is enough. Returns how many were answered, by `ok`, a status, or `no reply`."""
+async def drive(
+    url: str,
+    traffic: Traffic,
+    enough: Callable[[], bool],
+    api_key: str | None = None,
+    seen: Callable[[Attempt], None] = lambda _: None,
+) -> Counter[str]:
+    """Send requests until it is enough; `seen` gets the result of each. Returns how many were answered, by `ok`, a
+    status, or `no reply`."""
     counts: Counter[str] = Counter()
     bodies = traffic.bodies()
     async with AsyncClient(url, api_key) as client:
@@ -59,6 +66,7 @@ async def drive(url: str, traffic: Traffic, enough: Callable[[], bool], api_key:
             while not enough():
                 path, body = next(bodies)
                 attempt = await client.ask(body, path)
+                seen(attempt)
                 counts["ok" if attempt.ok else str(attempt.status or "no reply")] += 1
 
         await asyncio.gather(*(work() for _ in range(traffic.at_once)))

@@ -1,9 +1,9 @@
-"""Parts of reports as one self-contained HTML file, with light and dark themes."""
+"""A report as one self-contained HTML file, with light and dark themes."""
 
 import html
-from collections.abc import Iterable, Mapping
+from collections.abc import Sequence
 
-from deploy.reports.model import Cell, ReportTable, Shown
+from deploy.reports.model import Block, Cell, Document, Facts, ReportTable, Shown, Timeline
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1d2433; --soft: #5b6475; --page: #fbfbfd; --card: #ffffff; --rule: #dfe3ea;
@@ -32,32 +32,50 @@ td small { color: var(--soft); display: block; }
 .number { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .15rem 1rem; margin: .3rem 0; }
 dt { color: var(--soft); } dd { margin: 0; overflow-wrap: anywhere; }
-pre { margin: .2rem 0 0; padding: .5rem .7rem; background: var(--page); border-radius: 6px; overflow-x: auto;
-  font-size: .82rem; white-space: pre-wrap; overflow-wrap: anywhere; }
 .plots { display: grid; grid-template-columns: repeat(auto-fill, minmax(18rem, 1fr)); gap: .8rem; }
 figure { margin: 0; background: var(--card); border: 1px solid var(--rule); border-radius: 8px; padding: .6rem; }
 figcaption { color: var(--soft); font-size: .85rem; }
 svg { width: 100%; height: auto; display: block; }
-svg rect { fill: var(--bar); } svg text { fill: var(--soft); font-size: 10px; }
+svg text { fill: var(--soft); font-size: 10px; }
 svg .axis { stroke: var(--rule); } svg .mark { stroke: var(--mark); stroke-width: 2; }
 svg .dot { fill: var(--bar); } svg .line { fill: none; stroke: var(--bar); stroke-width: 2; }
 @media (max-width: 40rem) { .wide { display: none; } dl { grid-template-columns: 1fr; } dt { margin-top: .3rem; } }
 """
 
 
-def document(title: str, parts: Iterable[str]) -> str:
-    """The whole file; parts: of its body, as HTML."""
-    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{escaped(title)}</title>'
-    body = "".join(parts)
-    return f'<!doctype html><html lang="en"><head>{head}<style>{_STYLE}</style></head><body>{body}</body></html>\n'
+def page(shown: Document) -> str:
+    """The whole file."""
+    notes = "".join(f"<li>{escaped(note)}</li>" for note in shown.notes)
+    parts = [
+        f'<h1 class="verdict {shown.verdict.kind}">{escaped(shown.verdict.text)}</h1>',
+        f'<p class="lead">{escaped(shown.about)}</p>',
+        f"<ul>{notes}</ul>" if notes else "",
+        *(f"<h2>{escaped(one.title)}</h2>{_blocks(one.blocks)}" for one in shown.sections if one.blocks),
+    ]
+    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{escaped(shown.title)}'
+    head += f"</title><style>{_STYLE}</style>"
+    return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(parts)}</body></html>\n'
 
 
-def card(content: str, kind: str = "") -> str:
-    """A framed part of the page; kind: another class of it."""
-    return f'<div class="{f"card {kind}".strip()}">{content}</div>'
+def _blocks(blocks: Sequence[Block]) -> str:
+    drawn = "".join(timeline(block) for block in blocks if isinstance(block, Timeline))
+    rest = "".join(_block(block) for block in blocks if not isinstance(block, Timeline))
+    return rest + (f'<div class="plots">{drawn}</div>' if drawn else "")
 
 
-def facts(found: Mapping[str, object]) -> str:
+def _block(block: Block) -> str:
+    if isinstance(block, Shown):
+        where = f" · {escaped(block.where)}" if block.where else ""
+        folded = f"<details><summary>{escaped(block.named)}</summary>{facts(block.example)}</details>"
+        body = f'<b class="bad">{escaped(block.title)}</b>{where}{facts(block.facts)}{folded if block.example else ""}'
+        return f'<div class="card finding">{body}</div>'
+    if isinstance(block, ReportTable):
+        title = f"<p>{escaped(block.title)}</p>" if block.title else ""
+        return f'{title}<div class="card">{table(block)}</div>'
+    return "" if isinstance(block, Timeline) else f'<div class="card">{facts(block)}</div>'
+
+
+def facts(found: Facts) -> str:
     """Names with their values."""
     rows = "".join(f"<dt>{escaped(name)}</dt><dd>{escaped(value)}</dd>" for name, value in found.items())
     return f"<dl>{rows}</dl>"
@@ -75,30 +93,6 @@ def table(shown: ReportTable) -> str:
     return f'<div class="scrolled">{made}</div>' if shown.numbers else made
 
 
-def findings(found: Iterable[Shown]) -> str:
-    """A framed part for each thing that was found, with a heading above them; nothing if there is none."""
-    cards = ""
-    for one in found:
-        where = f" · {escaped(one.where)}" if one.where else ""
-        body = f"{facts(one.facts)}{example(one.named, one.example)}"
-        cards += card(f'<b class="bad">{escaped(one.title)}</b>{where}{body}', "finding")
-    return f"<h2>Findings</h2>{cards}" if cards else ""
-
-
-def example(named: str, shown: Mapping[str, object] | str) -> str:
-    """An example of something that was found, folded up; nothing if there is none."""
-    if not shown:
-        return ""
-    body = f"<pre>{escaped(shown)}</pre>" if isinstance(shown, str) else facts(shown)
-    return f"<details><summary>{escaped(named)}</summary>{body}</details>"
-
-
-def figures(title: str, drawn: Iterable[str]) -> str:
-    """Plots beside each other, with a heading above them; nothing if there is none."""
-    shown = "".join(drawn)
-    return f'<h2>{title}</h2><div class="plots">{shown}</div>' if shown else ""
-
-
 def _cell(cell: Cell, kind: str) -> str:
     detail = f"<small>{escaped(cell.detail)}</small>" if cell.detail else ""
     return f"<td{_class(' '.join(filter(None, (kind, cell.kind))))}>{escaped(cell.text)}{detail}</td>"
@@ -111,3 +105,30 @@ def _class(kind: str) -> str:
 def escaped(value: object) -> str:
     """Escape a value as text of the page."""
     return html.escape(str(value))
+
+
+_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BASE = 320, 150, 42, 314, 8, 128  # of a plot, and of the area in it
+
+
+def timeline(plot: Timeline) -> str:
+    """A plot as inline SVG, without a library or script."""
+    values = [*(value for _, value in plot.points), *plot.marks]
+    margin = 0.05 * (max(values) - min(values)) or 0.05 * abs(max(values)) or 1.0
+    low, span = min(values) - margin, max(values) - min(values) + 2 * margin
+    began, seconds = plot.points[0][0], (plot.points[-1][0] - plot.points[0][0]) or 1.0
+
+    def y(value: float) -> float:
+        return _TOP + (1 - (value - low) / span) * (_BASE - _TOP)
+
+    places = [(_LEFT + (_RIGHT - _LEFT) * (at - began) / seconds, y(value)) for at, value in plot.points]
+    drawn = [f'<polyline class="line" points="{" ".join(f"{x:.1f},{high:.1f}" for x, high in places)}"/>']
+    drawn += [f'<circle class="dot" cx="{x:.1f}" cy="{high:.1f}" r="2"/>' for x, high in places]
+    for mark in plot.marks:
+        drawn.append(f'<line class="mark" x1="{_LEFT}" x2="{_RIGHT}" y1="{y(mark):.1f}" y2="{y(mark):.1f}"/>')
+        drawn.append(f'<text x="{_LEFT - 5}" y="{y(mark) + 3:.1f}" text-anchor="end">{mark:.3g}</text>')
+    drawn.append(f'<line class="axis" x1="{_LEFT}" x2="{_RIGHT}" y1="{_BASE}" y2="{_BASE}"/>')
+    drawn.append(f'<text x="{_LEFT}" y="{_HEIGHT - 6}">{escaped(plot.first)}</text>')
+    drawn.append(f'<text x="{_RIGHT}" y="{_HEIGHT - 6}" text-anchor="end">{escaped(plot.last)}</text>')
+    name = escaped(plot.label)
+    svg = f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{name}">{"".join(drawn)}</svg>'
+    return f"<figure>{svg}<figcaption>{name}</figcaption></figure>"

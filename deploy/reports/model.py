@@ -1,7 +1,7 @@
-"""Parts of reports, whichever way they are shown: `terminal`, `html_pages` and `markdown` render them."""
+"""Reports and their parts, whichever way they are shown: `terminal`, `html_pages` and `markdown` render them."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 Kind = Literal["ok", "bad", "unclear", "none", ""]
@@ -48,12 +48,57 @@ class Shown:
     title: what it is.
     facts: what is known of it, by name.
     named: what its example is called.
-    example: the facts of that, or its text; "" = there is none.
+    example: the facts of that; {} = there is none.
     where: who found it.
     """
 
     title: str
     facts: Mapping[str, object]
-    named: str
-    example: Mapping[str, object] | str
+    named: str = ""
+    example: Mapping[str, object] = field(default_factory=dict)
     where: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """A line through points (time, value), with level lines at `marks`; a terminal leaves it out.
+
+    first: what the axis says at its beginning.
+    last: at its end.
+    """
+
+    label: str
+    points: Sequence[tuple[float, float]]
+    marks: Sequence[float]
+    first: str
+    last: str
+
+
+Facts = Mapping[str, object]
+"""Names with their values."""
+
+Block = ReportTable | Shown | Timeline | Facts
+
+
+@dataclass(frozen=True, slots=True)
+class ReportSection:
+    """Blocks under a heading; none = it is left out."""
+
+    title: str
+    blocks: Sequence[Block]
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A whole report.
+
+    verdict: in a sentence.
+    about: of what it is.
+    notes: what a reader of the verdict must know besides.
+    """
+
+    title: str
+    verdict: Cell
+    about: str
+    notes: Sequence[str]
+    sections: Sequence[ReportSection]

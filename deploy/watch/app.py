@@ -8,9 +8,10 @@ from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 
 from deploy.exchange.exchanges import ExchangeBatch
+from deploy.reports.html_pages import page
 from deploy.run.replayers import ReplayerOptions
-from deploy.watch.page import html_report
 from deploy.watch.referee import Referee, RefereeOptions
+from deploy.watch.report import document
 from deploy.watch.run import running_referee
 from serve_app.errors import UnknownVerdict, reply_for
 from serve_app.page.feed import StatusFeed
@@ -48,7 +49,7 @@ def _add_pages(app: FastAPI, referee: Referee) -> None:
 
     @app.get("/report")
     async def show_report() -> Response:
-        return HTMLResponse(html_report(referee.report()), headers={"cache-control": "no-store"})
+        return HTMLResponse(page(document(referee.report())), headers={"cache-control": "no-store"})
 
     @app.get("/report.json")
     async def show_figures() -> Response:

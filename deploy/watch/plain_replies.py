@@ -49,15 +49,13 @@ class PlainEvents:
 
 def _without(data: bytes, keys: frozenset[str]) -> dict[str, Any] | None:
     try:
-        reply = json.loads(data.decode("utf-8"))
-    except (ValueError, RecursionError):
-        reply = None
-    if not isinstance(reply, dict):
+        reply: dict[str, Any] = json.loads(data.decode("utf-8"))
+        parts = [reply, *(reply.get("choices") or ())]
+    except (ValueError, RecursionError, AttributeError, TypeError):
         return None
-    choices = reply.get("choices")
-    if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
+    if not all(isinstance(part, dict) for part in parts):
         return None
-    for part in (reply, *choices):
+    for part in parts:
         for key in keys & part.keys():
             if key == "logprobs":  # OpenAI's replies have null there, and some clients miss it
                 part[key] = None
@@ -74,7 +72,8 @@ def _dumped(reply: dict[str, Any], as_it_came: bytes) -> bytes:
 
 
 def _is_empty(reply: dict[str, Any]) -> bool:
-    return bool(reply["choices"]) and not reply.get("usage") and all(map(_says_nothing, reply["choices"]))
+    choices = reply.get("choices")
+    return bool(choices) and not reply.get("usage") and all(map(_says_nothing, choices or ()))
 
 
 def _says_nothing(choice: dict[str, Any]) -> bool:

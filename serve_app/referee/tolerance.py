@@ -9,7 +9,7 @@ the plain weights beside four-bit ones are those, rounded to bfloat16.
 | pair | who | a logit may move by |
 |---|---|---|
 | the same engine, if it rounds a row alike in any batch | our CPU kernels' own replays | `EDGE_NATS` of the precision |
-| any other | replays on a GPU, by torch or vLLM; `transformers`; `watch`, `audit server`, `verify` | twice that |
+| any other | replays on a GPU, by torch or vLLM; `transformers`; `watch`, `verify` | twice that |
 | two in float32 | any of them | `EDGE_NATS["float32"]` |
 
 Each engine rounds by itself: two that round independently are up to twice as far apart as one is from the exact value,

@@ -1,4 +1,4 @@
-"""One answer, one verdict: the service, the watch, the audit and `verify` judge by the same rule and tolerances.
+"""One answer, one verdict: the service, the watch and `verify` judge by the same rule and tolerances.
 
 Where they differ, the pair of engines does, since a service replays with its own engine and the others in float32; or
 what is known of the answer, since only a service and a receipt have the draws.
@@ -13,18 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from deploy.exchange.answers import read_reply
-from deploy.exchange.client import Attempt
-from deploy.exchange.dialect import Ask
 from deploy.exchange.exchanges import COMPLETIONS, Exchange
-from deploy.probes.lab import QUICK, SETTINGS, Lab, ServedAnswer
-from deploy.probes.probes import PROBES, Trial
-from deploy.probes.replay import distribution_of_the_tokens, replayed_logprobs
 from deploy.run import verify
 from deploy.watch.referee import Referee, RefereeOptions
 from serve_app.backends.base import ModelInfo, Replayed
@@ -119,27 +112,6 @@ def by_watch(recorded: Recorded, folder: Path) -> Found:
     return asyncio.run(judged())
 
 
-def by_audit(recorded: Recorded) -> Found:
-    """What `truespec audit server` says, had it got this one answer."""
-    nobody: Any = None
-    lab = Lab(nobody, nobody, QUICK, nobody)
-    lab.reference, lab.tolerance, lab.modes = (
-        SimpleNamespace(tokenizer=None, vocab_size=1 << 20),
-        recorded.tolerance,
-        {},
-    )  # type: ignore[assignment,misc]
-    request, setting = recorded.answer.request, "greedy" if recorded.answer.request.params.greedy else "temperature 1"
-    attempt = Attempt(COMPLETIONS, {}, 200, read_reply(recorded.exchange), "")
-    one = ServedAnswer(setting, Ask(request.prompt_token_ids, request.params, request.seed), attempt)
-    one.replayed = recorded.without_draws
-    lab.traffic = {name: [one] if name == setting else [] for name in SETTINGS}  # type: ignore[misc]
-    trials = [Trial(PROBES[name], 1e-6) for name in ("replayed logprobs", "distribution of the tokens")]
-    replayed_logprobs(lab, trials[0])
-    distribution_of_the_tokens(lab, trials[1])
-    figures = trials[0].figures
-    return Found(any(trial.findings() for trial in trials), figures.get("TME"), figures.get("largest nats"))
-
-
 def verified(recorded: Recorded, monkeypatch: pytest.MonkeyPatch) -> verify.ReceiptVerdict:
     """What `truespec verify` says of its receipt."""
     monkeypatch.setattr(verify.Verifier, "_wrong_contents", lambda *_: "")
@@ -217,7 +189,6 @@ def test_all_who_replay_in_float32_say_the_same_of_near_ties(
     found = {
         "independent check": by_service(recorded),
         "watch": by_watch(recorded, folders[0]),
-        "audit": by_audit(recorded),
         "verify": by_verify(recorded, monkeypatch),
     }
     assert found == dict.fromkeys(found, Found(suspect, None, None))
@@ -389,9 +360,8 @@ def test_everybody_says_the_same_of_what_an_engine_answered(
             "independent check": by_service(changed),
             "verify": by_verify(changed, monkeypatch),
             "watch": by_watch(changed, folders[0]),
-            "audit": by_audit(changed),
         }
-        assert [one.suspect for one in found.values()] == [with_draws, with_draws, without, without], (name, found)
+        assert [one.suspect for one in found.values()] == [with_draws, with_draws, without], (name, found)
         first = found["independent check"]
         assert first.tme is not None and first.max_drift_nats is not None
         for one in found.values():
@@ -404,7 +374,6 @@ def by_all(changed: Recorded, folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
         "independent check": by_service(changed),
         "verify": by_verify(changed, monkeypatch),
         "watch": by_watch(changed, folder),
-        "audit": by_audit(changed),
     }
     return {name: one.suspect for name, one in found.items()}
 

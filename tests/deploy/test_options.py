@@ -81,7 +81,6 @@ BATCH = ["batch", "in", "out"]
         ["keys", "create", "--file", "k", "--id", "a", "--expires-days", "nan"],
         ["keys", "create", "--file", "k", "--id", "a", "--expires-days", "inf"],
         [*BATCH, "--timeout", "nan"],
-        ["audit", "server", "http://127.0.0.1:9", "--timeout", "inf"],
         [*TRAIN, "--minutes", "0"],
         [*TRAIN, "--minutes", "nan"],
         [*TRAIN, "--learning-rate", "nan"],
@@ -113,9 +112,8 @@ def work(*_: object, **__: object) -> Iterator[Any]:
     [
         (["demo"], "--json"),
         ([*TRAIN], "--json"),
-        (["audit", "server", "http://127.0.0.1:9"], "--json"),
-        (["audit", "server", "http://127.0.0.1:9"], "--html"),
-        (["audit", "server", "http://127.0.0.1:9"], "--page"),
+        (["watch", "audit", "http://127.0.0.1:9", "--model", "x"], "--json"),
+        (["watch", "audit", "http://127.0.0.1:9", "--model", "x"], "--html"),
         ([*BATCH, "--url", "http://127.0.0.1:9"], "--json"),
         (["config", "reference"], "--out"),
     ],
@@ -126,14 +124,12 @@ def test_a_file_that_cannot_be_written_is_reported_before_the_work(
 ) -> None:
     for module in (batch, serving):
         monkeypatch.setattr(module, "served", work)
-    monkeypatch.setattr("deploy.probes.command.audit_url", started)
+    monkeypatch.setattr("deploy.watch.audit.run_audit", started)
     in_the_way = tmp_path / "file"
     in_the_way.write_text("")
     path = in_the_way / "out"
     reported = truespec(*arguments, option, str(path))
-    assert reported.exit_code == (2 if "http://127.0.0.1:9" in arguments and arguments[0] == "audit" else 1), (
-        reported.output
-    )
+    assert reported.exit_code == (2 if "audit" in arguments and arguments[0] == "watch" else 1), reported.output
     assert f"{option} {path}" in reported.output and "cannot be written: " in reported.output
 
 

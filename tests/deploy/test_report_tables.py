@@ -5,7 +5,7 @@ import io
 from rich.console import Console
 
 from deploy.reports import html_pages, markdown, terminal
-from deploy.reports.model import Cell, ReportTable, Shown
+from deploy.reports.model import Cell, Document, ReportSection, ReportTable, Shown
 
 TABLE = ReportTable(
     "Of [x] & y",
@@ -21,7 +21,7 @@ def test_a_terminal_shows_texts_as_they_are() -> None:
     Console(file=out, width=60, color_system=None).print(terminal.table(TABLE))
     lines = [line.rstrip() for line in out.getvalue().splitlines()]
     assert lines[0] == "Of [x] & y"
-    assert lines[4] == "│ a [b] | c │ failed  │  1,200 │"
+    assert lines[4] == "│ a [b] | c │ failed  │"
     assert "Is it" not in out.getvalue()
 
 
@@ -48,11 +48,17 @@ def test_markdown_keeps_a_row_in_one_line() -> None:
 
 
 def test_a_finding_has_its_example_folded_up() -> None:
-    found = Shown("F1", {"expected": "<1>"}, "A request that shows it", '{"prompt": "&"}', where="ends")
-    assert html_pages.findings([found]) == (
-        "<h2>Findings</h2>"
-        '<div class="card finding"><b class="bad">F1</b> · ends<dl><dt>expected</dt><dd>&lt;1&gt;</dd></dl>'
-        "<details><summary>A request that shows it</summary>"
-        "<pre>{&quot;prompt&quot;: &quot;&amp;&quot;}</pre></details></div>"
+    found = Shown("F1", {"expected": "<1>"}, "the request", {"prompt": "&"}, where="ends")
+    report = Document(
+        "t", Cell("Bad.", "bad"), "a & b", ["note"], [ReportSection("Found", [found]), ReportSection("None", [])]
     )
-    assert html_pages.findings([]) == html_pages.example("nothing", "") == ""
+    page = html_pages.page(report)
+    assert (
+        '<h2>Found</h2><div class="card finding"><b class="bad">F1</b> · ends<dl><dt>expected</dt><dd>&lt;1&gt;</dd>'
+        "</dl><details><summary>the request</summary><dl><dt>prompt</dt><dd>&amp;</dd></dl></details></div></body>"
+    ) in page
+    out = io.StringIO()
+    terminal.print_document(report, Console(file=out, width=60, color_system=None))
+    assert out.getvalue().splitlines() == [
+        "Bad.", "note", "", "Found", "F1 (ends)", "  expected  <1>", "  the request:", "    prompt  &"
+    ]  # fmt: skip

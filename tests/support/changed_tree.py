@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.support.project_files import ROOT
 
-_FOLDERS = ("speculative", "serve_app", "dashboards", "deploy", "helm")
+_FOLDERS = ("speculative", "serve_app", "dashboards", "deploy", "helm", "tools")
 
 
 def changed_tree(folder: Path, files: Mapping[str, str]) -> Path:

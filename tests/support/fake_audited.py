@@ -60,13 +60,15 @@ def _handler(fake: FakeAudited) -> type[QuietHandler]:
             fake.bodies.append(body)
             reply = fake.answer(body)
             fake.dead = fake.dead or reply is DIES
-            self._say(*reply)
+            self._say(*reply, streamed=bool(body.get("stream")))
 
-        def _say(self, status: int, answer: dict[str, Any]) -> None:
+        def _say(self, status: int, answer: dict[str, Any], streamed: bool = False) -> None:
             if fake.dead:
                 self.close_connection = True
                 return
             data = json.dumps(answer).encode()
+            if streamed:
+                data = b"data: " + data + b"\n\ndata: [DONE]\n\n"
             self.send_response(status)
             self.send_header("content-length", str(len(data)))
             self.end_headers()

@@ -47,7 +47,7 @@ def find(outside: bool, watched: bool, only: tuple[str, ...], json_file: Path | 
         _faults_watched(page or (_in_a_checkout(_WATCH) if not only else None), only, json_file)
         return
     if outside:
-        _faults_from_outside(page or _in_a_checkout(_AUDIT), only, json_file)
+        _faults_from_outside(page or (_in_a_checkout(_AUDIT) if not only else None), only, json_file)
         return
     names = beginning_with(only, list(MUTANTS), "fault")
     page = page or (_in_a_checkout(_DETECTION) if not only else None)  # the page has all of them

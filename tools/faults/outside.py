@@ -1,31 +1,26 @@
 """The audit of the audit: servers with known faults, audited from outside."""
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from deploy.exchange.client import Client
-from deploy.exchange.dialect import find_dialect
 from deploy.options import beginning_with
-from deploy.probes.audit import Audit, run_audit
-from deploy.probes.command import PAGE_HEAD
-from deploy.probes.lab import FULL, QUICK, Budget, Lab
-from deploy.probes.probes import ProbeVerdict
-from deploy.probes.reference import Reference
-from deploy.probes.render import SECTION
-from deploy.reports.markdown import write_section
+from deploy.reports.markdown import table, write_section
+from deploy.reports.model import ReportTable
 from deploy.reports.progress import View
 from deploy.reports.provenance import provenance
+from deploy.run.replayers import ReplayerOptions
+from deploy.watch.audit import NAMES, AuditOptions, run_audit
+from deploy.watch.referee import RefereeOptions
+from serve_app.referee.tolerance import Tolerance
 from speculative.config import DrafterConfig
 from tools.faults.mutants import FRONT_END, MUTANTS, Mutant
 from tools.faults.served import FOR_MODELS, NGRAM, NOT_SERVABLE, TINY, FaultyServer
 from tools.faults.tiny import write_tiny_pair
 from tools.faults.traffic import DECODERS, TABLES
 
-_DEEP = replace(FULL, answers=12, plain_share=40, first_tokens=1000)  # some 15,000 tokens at temperature 1
-_SHIFTS = ("F6 ", "F7 ", "F8 ")  # faults that only shift the distribution of tokens
 _SIZES = ("max_model_len", "kv_cache_tokens")
 _SHORT_OF_BLOCKS = 256  # tokens of the KV cache, and of the longest sequence; concurrent requests need more
 _PUBLISHING_S = 0.05  # of a server in this process, which counts when asked
@@ -36,18 +31,17 @@ class FaultFound:
     """Result of auditing one faulty server.
 
     way: the drafter.
-    found: the faults that the audit named.
+    found: the probes that failed, and the referee's alarms.
     """
 
     fault: str
     way: str
     found: tuple[str, ...]
-    probes: tuple[str, ...]
 
     @property
     def is_false_alarm(self) -> bool:
         """Return whether something was found in a sound server."""
-        return self.fault == "sound" and bool(self.probes)
+        return self.fault == "sound" and bool(self.found)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain, for JSON."""
@@ -55,23 +49,24 @@ class FaultFound:
 
 
 def audit_faults(names: Sequence[str], page: Path | None, view: View | None = None) -> list[FaultFound]:
-    """Serve a tiny model with each of these faults (`sound` = none) and audit each server; rows are written to the
-    page one by one."""
+    """Serve a tiny model with each of these faults (`sound` = none), audit each server, and write a table of them."""
     view, found = view or View(), []
     with tempfile.TemporaryDirectory() as scratch:
         target, draft = write_tiny_pair(Path(scratch))
-        reference = Reference(target)
         for number, name in enumerate(names, start=1):
             view.stage(f"fault {number} of {len(names)}, {name}")
             for way, server in faulty_servers(name, target, draft, guarded=name == "sound").items():
-                budget = _DEEP if name.startswith(_SHIFTS) else QUICK
-                audit = audit_faulty(server, reference, budget)
-                if page is not None:
-                    write_faults([(name, way, audit)], page)
-                view.say(f"{name}, {way}: {', '.join(audit.faults) or 'nothing found'}")
-                failed = tuple(one.probe for one in audit.outcomes if one.findings)
-                found.append(FaultFound(name, way, tuple(audit.faults), failed))
+                found.append(FaultFound(name, way, found_in(audit_faulty(server, target))))
+                view.say(f"{name}, {way}: {', '.join(found[-1].found) or 'nothing found'}")
+    if page is not None:
+        _write(found, page)
     return found
+
+
+def found_in(report: dict[str, Any]) -> tuple[str, ...]:
+    """The probes that failed, and the referee's alarms."""
+    failed = [one["probe"] for one in report["audit"]["probes"] if one["findings"]]
+    return (*failed, *sorted({f"alarm: {one['alarm']}" for one in report["findings"]}))
 
 
 def servable(prefixes: Sequence[str] = ()) -> list[str]:
@@ -117,49 +112,27 @@ def _settings(mutant: Mutant) -> dict[str, Any]:
     return {name: value for name, value in mutant.settings.items() if name not in _SIZES} | short
 
 
-def audit_faulty(server: FaultyServer, reference: Reference, budget: Budget = QUICK, only: Sequence[str] = ()) -> Audit:
-    """Serve and audit, with the probes in `only`, or all."""
-    with server.running() as url, Client(url) as http:
-        return run_audit(Lab(http, find_dialect(http), budget, reference, publishing_s=_PUBLISHING_S), only=only)
+def audit_faulty(
+    server: FaultyServer, folder: Path, only: Collection[str] = NAMES, requests: int = 200
+) -> dict[str, Any]:
+    """Serve and audit, with the probes in `only`."""
+    referee = RefereeOptions(tolerance=Tolerance.against_float32("float32"))
+    with server.running() as url:
+        options = AuditOptions(url, requests=requests, only=only, publishing_s=_PUBLISHING_S)
+        return run_audit(options, referee, ReplayerOptions(folder, threads=1))
 
 
-# -- the table ------------------------------------------------------------------------------------------------------
-
-
-def write_faults(rows: Sequence[tuple[str, str, Audit]], page: Path) -> None:
-    """Write the rows of faults put back, (fault, how it was served, its audit), next to the existing rows."""
-    found = provenance()
-    origin = f"{found['date'][:10]}, commit {found['commit']}"
-    lines = _faults_there(page) | {(fault, way): _fault_row(fault, way, audit, origin) for fault, way, audit in rows}
-    order = {name: place for place, name in enumerate(("sound", *MUTANTS))}
+def _write(found: Sequence[FaultFound], page: Path) -> None:
+    origin = provenance()
+    rows = [(one.fault, one.way, ", ".join(one.found) or "nothing") for one in found]
     text = [
         "## Faults put back, audited from outside",
         "",
-        "Written by `python -m tools.faults find --outside`, row by row. Each fault was served with a tiny model in "
-        "float32, with the engine's own rules off, and audited once. Faults found only by `own alarms` were "
-        "reported by the server's self-checks in its metrics; other servers have none.",
+        f"`python -m tools.faults find --outside`: {origin['date'][:10]}, commit {origin['commit']}, {origin['cpu']}.",
         "",
-        "| fault | drafts | named | probes that failed | tokens replayed | from |",
-        "|---|---|---|---|---:|---|",
-        *(lines[key] for key in sorted(lines, key=lambda key: (order.get(key[0], len(order)), key))),
+        "Each fault was served with a tiny model in float32, with the engine's own rules off, and audited once by "
+        "`truespec watch audit`.",
+        "",
+        table(ReportTable("", ("fault", "drafts", "found by"), rows)),
     ]
-    write_section(page, SECTION, "faults", "\n".join(text), head=PAGE_HEAD)
-
-
-def _fault_row(fault: str, way: str, audit: Audit, origin: str) -> str:
-    own = fault.split()[0]
-    named = "yes" if own in audit.faults else "as another" if audit.findings else "not seen"
-    if own == "sound":
-        named = "FALSE ALARM" if audit.findings else "nothing found"
-    failed = ", ".join(one.probe for one in audit.outcomes if one.verdict is ProbeVerdict.FAILED)
-    replayed = sum(one.figures.get("tokens", 0) for one in audit.outcomes if one.probe == "replayed logprobs")
-    return f"| {fault} | {way} | {named} | {failed} | {replayed:,.0f} | {origin} |"
-
-
-def _faults_there(page: Path) -> dict[tuple[str, str], str]:
-    """The existing rows of the page, by fault and way."""
-    text = page.read_text(encoding="utf-8") if page.exists() else ""
-    section = text.partition(f"<!-- {SECTION}: faults -->")[2].partition(f"<!-- end of {SECTION} -->")[0]
-    rows = [line for line in section.splitlines() if line.startswith(("| sound ", "| F"))]
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in rows]
-    return {(cell[0], cell[1]): line for cell, line in zip(cells, rows, strict=True)}
+    write_section(page, "watch audit", "faults", "\n".join(text), head="# Audits that were run\n")

@@ -15,10 +15,11 @@ import pytest
 from rich.console import Console
 
 from deploy.exchange.exchanges import COMPLETIONS, Exchange, ExchangeBatch
-from deploy.watch.page import html_report
+from deploy.reports.html_pages import page as html_page
+from deploy.reports.terminal import print_document
 from deploy.watch.referee import Referee, RefereeOptions
-from deploy.watch.report import FAIL_ON, conclusion, print_report
-from deploy.watch.sentences import MEASURES, headline, notes, plain
+from deploy.watch.report import FAIL_ON, MEASURES, conclusion, document
+from deploy.watch.sentences import headline, notes, plain
 from serve_app.backends.base import ModelInfo, Replayed
 from serve_app.referee.strata import STRATA
 from serve_app.referee.tolerance import Tolerance
@@ -109,7 +110,7 @@ def report_on(
 
 def printed(report: Mapping[str, Any]) -> str:
     out = StringIO()
-    print_report(report, Console(file=out, width=160, color_system=None))
+    print_document(document(report), Console(file=out, width=160, color_system=None))
     return out.getvalue()
 
 
@@ -139,7 +140,7 @@ class Reader(HTMLParser):
 
 def read_page(report: Mapping[str, Any]) -> Reader:
     reader = Reader()
-    page = html_report(report)
+    page = html_page(document(report))
     reader.feed(page)
     assert not reader.open
     assert not re.search(r"<script|https?://|@import|url\(", page), "a report loads nothing"
@@ -217,12 +218,12 @@ def test_every_measure_of_every_stratum_is_on_the_page(model: ModelInfo) -> None
 def test_time_is_drawn(wrong: dict[str, Any]) -> None:
     reader = read_page(wrong)
     assert reader.seen.count("svg") == 2, "TME and surprisal"
-    points = re.findall(r'<polyline class="line" points="([^"]+)"', html_report(wrong))
+    points = re.findall(r'<polyline class="line" points="([^"]+)"', html_page(document(wrong)))
     assert [len(found.split()) for found in points] == [len(wrong["windows"])] * 2 == [6, 6]
     for point in " ".join(points).split():
         x, y = map(float, point.split(","))
         assert 0 <= x <= 320 and 0 <= y <= 150
-    heights = [float(y) for y in re.findall(r'class="mark"[^>]* y1="([-0-9.]+)"', html_report(wrong))]
+    heights = [float(y) for y in re.findall(r'class="mark"[^>]* y1="([-0-9.]+)"', html_page(document(wrong)))]
     assert len(heights) == 1 + 2, "the largest TME, and both sides of the tolerance"
     assert all(0 <= y <= 150 for y in heights)
     assert heights[0] < min(float(point.split(",")[1]) for point in points[0].split()), "above what was measured"
@@ -383,7 +384,7 @@ def test_kept_prompts_are_shown_and_others_are_not(model: ModelInfo) -> None:
 
 def test_a_narrow_terminal_loses_no_figures(wrong: dict[str, Any]) -> None:
     out = StringIO()
-    print_report(wrong, Console(file=out, width=80, color_system=None))
+    print_document(document(wrong), Console(file=out, width=80, color_system=None))
     tables = [line for line in out.getvalue().splitlines() if line.startswith("│")]
     assert tables and "…" not in out.getvalue()
     assert max(map(len, tables)) <= 80

@@ -1,1 +1,0 @@
-"""The audit of any server over HTTP: probes of its contract, counters, lengths, parameters and twins."""

@@ -1,0 +1,132 @@
+"""Probes: a question to a server, and what came of it."""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from deploy.exchange.answers import Json
+from deploy.exchange.client import Attempt
+
+_LONGEST_REQUEST = 600  # characters shown of a text in a request
+_MOST_ITEMS = 24  # shown of a list in a request
+
+
+class ProbeVerdict(StrEnum):
+    """Result of a probe."""
+
+    PASSED = "passed"
+    FAILED = "failed"
+    UNCLEAR = "unclear"
+    UNSUPPORTED = "not supported"
+
+
+@dataclass(slots=True)
+class ProbeFinding:
+    """A fault, with the first request that showed it, and how often it was seen."""
+
+    expected: str
+    observed: str
+    request: Json
+    count: int = 1
+
+
+@dataclass(slots=True)
+class ProbeOutcome:
+    """Result of a probe.
+
+    seen: what came of it, in a few words.
+    requests: sent for it.
+    """
+
+    probe: str
+    asks: str
+    verdict: ProbeVerdict
+    seen: str
+    findings: list[ProbeFinding] = field(default_factory=list)
+    requests: int = 0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it for JSON."""
+        return asdict(self)
+
+
+class Stopped(Exception):
+    """A probe cannot go on: `verdict` is its result, and the message says why."""
+
+    def __init__(self, verdict: ProbeVerdict, seen: str) -> None:
+        super().__init__(seen)
+        self.verdict = verdict
+
+
+class Trial:
+    """One run of a probe, which reports to it."""
+
+    def __init__(self) -> None:
+        self.num_cases = 0
+        self.seen = ""
+        self._found: dict[str, ProbeFinding] = {}
+
+    @property
+    def findings(self) -> list[ProbeFinding]:
+        """One of each kind."""
+        return list(self._found.values())
+
+    def check(self, holds: bool, request: Json, expected: str, observed: str) -> bool:
+        """Count a case, and record a finding if it does not hold; of each kind the first is kept, and counted."""
+        self.num_cases += 1
+        if not holds and expected in self._found:
+            self._found[expected].count += 1
+        elif not holds:
+            self._found[expected] = ProbeFinding(expected, observed, _shortened(request))
+        return holds
+
+    def answered(self, attempt: Attempt) -> bool:
+        """Return whether a valid request was answered; that it is refused is no fault, any other failure is."""
+        if attempt.ok or attempt.refused:
+            return attempt.ok
+        return self.check(False, attempt.body, "an answer to a valid request", attempt.reported())
+
+    def verdict(self) -> tuple[ProbeVerdict, str]:
+        """Return the result, and what was seen."""
+        if self._found:
+            return ProbeVerdict.FAILED, self.findings[0].observed
+        if not self.num_cases:
+            return ProbeVerdict.UNCLEAR, self.seen or "nothing could be checked"
+        return ProbeVerdict.PASSED, self.seen or f"{self.num_cases} cases"
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """A question.
+
+    asks: in a sentence.
+    needs_ids: whether it compares token ids, which some servers do not report.
+    """
+
+    name: str
+    asks: str
+    run: Callable[[Any, Trial], None]
+    needs_ids: bool
+
+
+PROBES: dict[str, Probe] = {}
+
+
+def probe(name: str, asks: str, *, needs_ids: bool = True) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Register a probe: a function of the desk and its trial."""
+
+    def register(run: Callable[..., None]) -> Callable[..., None]:
+        PROBES[name] = Probe(name, asks, run, needs_ids)
+        return run
+
+    return register
+
+
+def _shortened(body: Json) -> Json:
+    def cut(value: Any) -> Any:
+        if isinstance(value, list) and len(value) > _MOST_ITEMS:
+            return [*value[:16], f"... {len(value)} in total"]
+        return value[:_LONGEST_REQUEST] if isinstance(value, str) else value
+
+    return {name: cut(value) for name, value in body.items()}
