@@ -8,7 +8,7 @@ ARGS ?=
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test slow test-gpu gpu-day vllm test-vllm clients test-clients test-all check generated chaos checkov locks clean
+.PHONY: help setup demo serve test test-gpu gpu-day vllm test-vllm clients test-clients test-all check generated chaos checkov locks clean
 
 VENV := .venv
 STAMP := $(VENV)/.installed
@@ -39,11 +39,11 @@ demo: $(STAMP) ## serve a real model on this machine, ask it a question, print a
 serve: $(STAMP) ## serve deploy/configs/demo.yaml until Ctrl-C
 	$(VENV)/bin/truespec serve deploy/configs/demo.yaml
 
-test: $(STAMP) ## run the tests that need neither a GPU nor minutes; says what it left out
+test: $(STAMP) ## run what every change is tested with: no GPU, six minutes on two quiet cores; says what it left out
 	$(VENV)/bin/python -m pytest -m "$(SELECT)" $(WORKERS) $(ARGS)
 
-slow: $(STAMP) ## run the slow tests only
-	$(VENV)/bin/python -m pytest -m "slow and not gpu" $(ARGS)
+test-all: test ## run `make test`, then the rest that needs no GPU
+	$(VENV)/bin/python -m pytest -m "slow and not gpu" $(WORKERS) $(ARGS)
 
 test-gpu: $(STAMP) ## run the tests that need a CUDA device; fails where there is none
 	@$(VENV)/bin/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else \
@@ -52,9 +52,6 @@ test-gpu: $(STAMP) ## run the tests that need a CUDA device; fails where there i
 
 gpu-day: $(STAMP) ## on a GPU: kernels, graphs, equality, a trained head, benchmarks, a profile; continues where it stopped
 	$(VENV)/bin/python -m tools.gpu_day build/gpu-day $(ARGS)
-
-test-all: $(STAMP) ## run every test; those for a GPU skip themselves where there is none
-	$(VENV)/bin/python -m pytest $(ARGS)
 
 check: $(STAMP) ## lint, formatting, types and generated files; and how long the core engine is
 	$(VENV)/bin/ruff check .
@@ -69,7 +66,7 @@ generated: $(STAMP) ## write all that is generated: the chart's part, pages
 # Each writes what it generates; with `--check` it fails where a file is out of date.
 define generate
 	$(VENV)/bin/python -m tools.chart $(1)
-	$(VENV)/bin/truespec config reference --out docs/configuration.md $(1)
+	$(VENV)/bin/python -m tools.reference $(1)
 endef
 
 chaos: $(STAMP) ## kill replicas under load, then whole nodes (half an hour); writes build/chaos.json

@@ -21,9 +21,9 @@ import yaml
 from dashboards.alerts import ALERTS, Alert
 from dashboards.build import chart_files
 from dashboards.reference import metrics_page, runbooks_page
-from deploy.run.reference import json_schema
 from serve_app.config.app_config import AppConfig
 from speculative.errors import TruespecError
+from tools.reference import json_schema
 
 ROOT = Path(__file__).parents[1]
 CHART = ROOT / "helm" / "truespec"

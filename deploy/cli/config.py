@@ -1,15 +1,14 @@
 """`truespec config`: check, complete and document configurations."""
 
 import re
+from contextlib import nullcontext
 from pathlib import Path
 
 import click
 
 from deploy.cli.application import application_of, application_options
-from deploy.cli.console import Failure, a_file, out, say
-from deploy.options import check_writable
+from deploy.cli.console import out, say
 from deploy.run.own_model import OwnModel
-from serve_app.config.app_config import AppConfig
 from serve_app.config.files import load_config
 from speculative.errors import ConfigError
 
@@ -48,10 +47,16 @@ def config_check(
         say(f"{named}: fine")
     if file_only:
         return
+    from deploy.run.cluster import connected
+    from deploy.run.machine import Machine
+    from deploy.run.preflight import check_cluster, check_machine
+
     config = checked.application.effective_args
-    found, hints = _look_here(config, named) if address is None else _look_there(config, named, address)
-    say(found)
-    for hint in hints:
+    with nullcontext() if address is None else connected(address):
+        found = check_machine(config, Machine.here()) if address is None else check_cluster(config)
+    found.require_servable(named)
+    say("This machine can serve it." if address is None else "The cluster has what it asks for.")
+    for hint in found.hints:
         say(f"hint: {hint}")
 
 
@@ -65,24 +70,6 @@ def _check_values(file: Path) -> None:
         named = re.sub(rf"^{re.escape(place)}: applications\[0\]\.args\.pools", "pools", named, flags=re.M)
         raise ConfigError(re.sub(r"^(pools\.\w+\.)num_(?=[cg]pus)", r"\1", named, flags=re.M)) from error
     say("The configuration that the chart makes of its values: fine")
-
-
-def _look_here(config: AppConfig, named: Path | str) -> tuple[str, list[str]]:
-    from deploy.run.machine import Machine
-    from deploy.run.preflight import faults_here, hints_here, require_servable
-
-    machine = Machine.here()
-    require_servable(faults_here(config, machine), named)
-    return "This machine can serve it.", list(hints_here(config, machine))
-
-
-def _look_there(config: AppConfig, named: Path | str, address: str) -> tuple[str, list[str]]:
-    from deploy.run.cluster import connected
-    from deploy.run.preflight import faults_on_cluster, hints_on_cluster, require_servable
-
-    with connected(address):
-        require_servable(faults_on_cluster(config), named)
-        return "The cluster has what it asks for.", list(hints_on_cluster(config))
 
 
 @config.command("compile")
@@ -115,7 +102,7 @@ def config_show(file: Path | None, own: OwnModel | None) -> None:
     FILE may be the name of one that comes with truespec: demo, monolith, resilient, vllm, own; or a recipe for a large
     model: recipes/llama-3.3-70b, recipes/qwen3-32b, recipes/gpt-oss-120b, recipes/deepseek-v3.
     """
-    from deploy.run.reference import effective_config
+    from deploy.run.written_out import effective_config
 
     out.print(effective_config(application_of(file, own)), end="", markup=False, soft_wrap=True)
 
@@ -127,24 +114,6 @@ def config_values(file: Path | None, own: OwnModel | None) -> None:
 
     Images, memory, volumes and secrets are not included; set them in a values file.
     """
-    from deploy.run.reference import chart_values
+    from deploy.run.written_out import chart_values
 
     out.print(chart_values(application_of(file, own)), end="", markup=False, soft_wrap=True)
-
-
-@config.command("reference")
-@click.option("--out", "page", type=a_file, help="Write the reference to this file instead of printing it.")
-@click.option("--check", is_flag=True, help="With --out: write nothing, and fail if the file is out of date.")
-def config_reference(page: Path | None, check: bool) -> None:
-    """Print the reference of all settings as Markdown (docs/configuration.md)."""
-    from deploy.run.reference import configuration_reference
-
-    text = configuration_reference()
-    if page is None:
-        out.print(text, end="", markup=False, soft_wrap=True)
-    elif check:
-        if not page.is_file() or page.read_text(encoding="utf-8") != text:
-            raise Failure(f"{page} is out of date; run `truespec config reference --out {page}`.")
-    else:
-        check_writable(page, "--out")
-        page.write_text(text, encoding="utf-8")

@@ -8,43 +8,37 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import ray
 from ray import serve
-from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.exceptions import RayError
 from ray.serve.config import HTTPOptions
 from ray.serve.context import _get_global_client
 from ray.serve.exceptions import RayServeException
-from ray.serve.handle import DeploymentHandle
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from deploy.run.machine import Machine
 from deploy.run.ports import require_port, url_of
-from deploy.run.preflight import faults_here, faults_on_cluster, hints_here, hints_on_cluster, require_servable
+from deploy.run.preflight import check_cluster, check_machine
 from serve_app.app import build_app
 from serve_app.config.app_config import AppConfig
 from serve_app.config.base import POOL_OF_DEPLOYMENT
 from serve_app.config.serve_file import HttpOptions, ServeFile
-from serve_app.deployments.controller_client import CONTROLLER, ControllerClient
 from serve_app.http.slow_clients import PROXY_CALLBACK
 from speculative.errors import ConfigError, TruespecError
+from speculative.kernels.library import find_kernels
 
 Progress = Callable[[str], None]
 
 _LOOK_EVERY_S = 0.2
 _DELETING_S = 60.0
-_ENDING_S = 30.0  # as long as `serve.shutdown` waits
 _REACH_S = 5.0  # for a connection to a cluster; Ray itself tries for minutes
-_STATUS_TIMEOUT_S = 30.0
 _SLOW_START = re.compile(
     r"Deployment '(\w+)' .* has (\d+) replicas that have taken more than (\d+)s to (be scheduled|initialize)"
     r"(?:.*each replica: (.*), total)?",
     re.DOTALL,
 )
-_HEAD = "node:__internal_head__"  # a resource that only the head has
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,16 +81,26 @@ def running_app(
     if address is None:
         if file.proxy_location != "Disabled":
             require_port(file.http_options)
-        machine = Machine.here()
-        require_servable(faults_here(config, machine))
-        for hint in hints_here(config, machine):
+        found = check_machine(config, Machine.here())
+        found.require_servable()
+        for hint in found.hints:
             progress(f"hint: {hint}")
+        if config.engine.kind == "torch" and config.pools_on("cpu"):
+            _prepare_kernels(progress)
     with own_connection():
         _connect(config, progress, address)
         interrupt_on_sigterm()
         with _on_serve(file, address, alone=alone, progress=progress) as http:
             base_url = f"{url_of(http)}{file.application.route_prefix.rstrip('/')}"
             yield RunningApp(base_url, config.model.served_name)
+
+
+def _prepare_kernels(progress: Progress) -> None:
+    """Compile the CPU kernels before replicas wait for them; they are kept."""
+    progress("preparing the CPU kernels; compiling them takes a minute, the first time only")
+    kernels = find_kernels()
+    if isinstance(kernels, str):
+        progress(f"warning: replicas compute without their kernels, which is slow: {kernels}")
 
 
 def ray_environment() -> dict[str, str]:
@@ -133,10 +137,9 @@ def _connect(config: AppConfig, progress: Progress, address: str | None) -> None
     if address is not None:
         progress(f"connecting to Ray at {address}")
         _join(address)
-        for fault in faults_on_cluster(config):
-            progress(f"warning: {fault}")
-        for hint in hints_on_cluster(config):
-            progress(f"hint: {hint}")
+        found = check_cluster(config)
+        for line in (*(f"warning: {fault}" for fault in found.faults), *(f"hint: {hint}" for hint in found.hints)):
+            progress(line)
         return
     cores = os.cpu_count() or 1
     needed = sum(config.pool(name).most_replicas * config.pool(name).num_cpus for name in config.pool_names)
@@ -155,7 +158,7 @@ def _join(address: str) -> None:
     try:
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     except (ConnectionError, ValueError, RuntimeError, RayError) as error:
-        raise ConfigError(f"The Ray cluster at {address} cannot be joined: {_first_line(error)}") from error
+        raise ConfigError(f"The Ray cluster at {address} cannot be joined: {_last_line(error)}") from error
 
 
 def _require_reachable(address: str) -> None:
@@ -178,61 +181,29 @@ def _on_serve(file: ServeFile, address: str | None, *, alone: bool, progress: Pr
     joined = bool(serve.status().proxies)
     if joined and alone:
         raise ConfigError("Ray Serve runs on this cluster already; give the URL of what it serves (--url) instead.")
-    _wait_while_deleting(name, progress)
+    if getattr(serve.status().applications.get(name), "status", None) == "DELETING":  # as one just interrupted is
+        progress(f"waiting for the last {name} to end")
+        _wait_until_gone(name, _DELETING_S)
     if name in serve.status().applications:
         raise ConfigError(
             f"applications[0].name: {name} runs on this cluster already; stop it, or give this one another name and "
             "another route_prefix."
         )
-    if address is not None and not joined:
-        _require_port_on_cluster(file)
-    stop = (
-        _shut_serve_down  # the cluster is left as it was found
-        if address is not None and not joined
-        else lambda: serve.delete(name, _blocking=False)
-    )
     try:
         http = _start_serve(file, joined=joined, progress=progress)
         _deploy(file, config, progress)
         yield http
         progress("stopping; requests that run may finish")
-        _drain(name, config.limits.request_timeout_s)
+        serve.delete(name, _blocking=False)
+        _wait_until_gone(name, config.limits.request_timeout_s)
         if address is not None and not joined:
-            _shut_serve_down()
+            serve.shutdown()
     except BaseException:
         progress("stopping")
         if address is not None:  # a cluster that was started here ends with all that is on it
             with uninterrupted():
-                stop()
+                serve.delete(name, _blocking=False) if joined else serve.shutdown()
         raise
-
-
-def _shut_serve_down() -> None:
-    """End Serve, and wait until it has ended.
-
-    The call that waits ends with the controller, which is killed at last. `serve.shutdown` alone lets Ray retry that
-    call for ever, and Ray reports this in the log of a job that went well.
-    """
-    client = _get_global_client(raise_if_no_controller_running=False)
-    if client is not None:
-        wait = client._controller.graceful_shutdown.options(max_task_retries=0)
-        with suppress(RayActorError, GetTimeoutError):
-            ray.get(wait.remote(), timeout=_ENDING_S)
-    serve.shutdown()  # forgets what has ended
-
-
-def _wait_while_deleting(name: str, progress: Progress) -> None:
-    """Wait for an application of this name that is being deleted, as one that was just interrupted is."""
-    deadline = time.monotonic() + _DELETING_S
-    if _status_of(name) == "DELETING":
-        progress(f"waiting for the last {name} to end")
-    while _status_of(name) == "DELETING" and time.monotonic() < deadline:
-        time.sleep(_LOOK_EVERY_S)
-
-
-def _status_of(name: str) -> str | None:
-    application = serve.status().applications.get(name)
-    return None if application is None else str(application.status.value)
 
 
 def _start_serve(file: ServeFile, *, joined: bool, progress: Progress) -> HttpOptions:
@@ -250,26 +221,6 @@ def _start_serve(file: ServeFile, *, joined: bool, progress: Progress) -> HttpOp
     return HttpOptions(host=running.host or http.host, port=running.port)
 
 
-def _require_port_on_cluster(file: ServeFile) -> None:
-    """Require a free port on the nodes where Serve's proxies are to listen."""
-    everywhere = file.proxy_location == "EveryNode"
-    nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"] and (everywhere or _HEAD in node["Resources"])]
-    check = ray.remote(num_cpus=0, max_retries=0)(_port_fault)
-    for node in nodes if file.proxy_location != "Disabled" else ():
-        there = check.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
-        fault = ray.get(there.remote(file.http_options))
-        if fault is not None:
-            raise ConfigError(fault)
-
-
-def _port_fault(http: HttpOptions) -> str | None:
-    try:
-        require_port(http)
-    except ConfigError as error:
-        return f"{error} (On node {socket.gethostname()}.)"
-    return None
-
-
 def _deploy(file: ServeFile, config: AppConfig, progress: Progress) -> None:
     pools = " and ".join(f"{config.pool(name).most_replicas} {name}" for name in config.pool_names)
     progress(f"loading {config.model.source} ({pools})")
@@ -284,28 +235,6 @@ def _deploy(file: ServeFile, config: AppConfig, progress: Progress) -> None:
         if isinstance(error, TruespecError):
             raise
         raise ConfigError(f"The application did not start: {_last_line(error)}") from error
-    _warn_of_kernels(application.name, progress)
-
-
-def _warn_of_kernels(name: str, progress: Progress) -> None:
-    # In a process of its own that ends: a handle asks Serve's controller for news as long as its process runs, and at
-    # the shutdown Ray would report that this call, too, is retried for ever.
-    ask = ray.remote(num_cpus=0, max_calls=1, max_retries=0)(_kernels_off)
-    try:
-        reasons = ray.get(ask.remote(name))
-    except RayError as error:  # no reason to take down what serves
-        progress(f"warning: whether replicas have their kernels is not known: {_last_line(error)}")
-        return
-    for why in reasons:
-        progress(f"warning: replicas compute without their kernels, which is slow: {why}")
-
-
-def _kernels_off(name: str) -> list[str]:
-    """Return why replicas run without the kernels for their device; empty if none does."""
-    handle: DeploymentHandle[Any] = serve.get_deployment_handle(CONTROLLER, name)
-    handle._init(_run_router_in_separate_loop=True)  # or it wants this thread's loop where Serve is set for throughput
-    status = ControllerClient.status.send(handle).result(timeout_s=_STATUS_TIMEOUT_S)
-    return sorted({replica["kernels_off"] for replica in status["replicas"]} - {""})
 
 
 def _wait_until_running(name: str, progress: Progress) -> None:
@@ -344,9 +273,8 @@ def _brief(message: str) -> str:
     )
 
 
-def _drain(name: str, limit_s: float) -> None:
-    """Take the application down once its requests have ended, or had their maximum time."""
-    serve.delete(name, _blocking=False)
+def _wait_until_gone(name: str, limit_s: float) -> None:
+    """Wait until an application that is being deleted is gone, at most this long."""
     deadline = time.monotonic() + limit_s
     while name in serve.status().applications and time.monotonic() < deadline:
         time.sleep(_LOOK_EVERY_S)
@@ -370,10 +298,6 @@ def uninterrupted() -> Iterator[None]:
     finally:
         for number, handler in before.items():  # None = one that was not set from Python, which cannot be set again
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _last_line(error: BaseException) -> str:

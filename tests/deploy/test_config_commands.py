@@ -1,4 +1,4 @@
-"""`truespec config show`, `config values`, `config reference` and `config compile`."""
+"""`truespec config show`, `config values` and `config compile`."""
 
 import os
 import re
@@ -12,12 +12,13 @@ from click.testing import CliRunner
 
 from deploy.cli.console import CONFIGS
 from deploy.cli.main import main
-from deploy.run.reference import configuration_reference, effective_config
+from deploy.run.written_out import effective_config
 from serve_app.backends.vllm_parts.settings import SIZES
 from serve_app.config.app_config import AppConfig
 from serve_app.config.files import load_config
 from tests.support.tiny_models import write_tiny_model
 from tools.chart import ROOT
+from tools.reference import configuration_reference
 
 
 @pytest.mark.parametrize("file", [*CONFIGS.glob("*.yaml"), ROOT / "deploy" / "docker" / "truespec.yaml"], ids=str)
@@ -40,12 +41,6 @@ def test_what_is_shown_is_a_configuration_of_the_same_meaning(file: Path, tmp_pa
         assert theirs.args.vllm_settings(pool) == ours.args.vllm_settings(pool)
     assert same_service(file, again)
     assert named["engine"].keys() | left_open == AppConfig.model_fields["engine"].annotation.model_fields.keys()
-
-
-def test_it_is_shown_that_the_demos_weights_are_rounded() -> None:
-    shown = CliRunner().invoke(main, ["config", "show", str(CONFIGS / "demo.yaml")]).output
-    assert shown.startswith("# The weights of smollm2-135m are of four bits (Q4_1), in whatever form they are kept.\n")
-    assert "Q4_1 weights" in CliRunner().invoke(main, ["model", "list"]).output
 
 
 def same_service(one: Path, other: Path) -> bool:
@@ -85,18 +80,6 @@ def test_a_wrong_file_is_not_shown(tmp_path: Path) -> None:
     shown = CliRunner().invoke(main, ["config", "show", str(file)])
     assert shown.exit_code == 1
     assert "applications" in shown.output
-
-
-def test_the_reference_is_current_and_check_finds_when_it_is_not(tmp_path: Path) -> None:
-    reference = ROOT / "docs" / "configuration.md"
-    run = CliRunner().invoke(main, ["config", "reference", "--out", str(reference), "--check"])
-    assert run.exit_code == 0, run.output
-    stale = tmp_path / "configuration.md"
-    stale.write_text("old")
-    run = CliRunner().invoke(main, ["config", "reference", "--out", str(stale), "--check"])
-    assert run.exit_code == 1 and "is out of date; run `truespec config reference" in run.output
-    CliRunner().invoke(main, ["config", "reference", "--out", str(stale)])
-    assert stale.read_text() == configuration_reference()
 
 
 def test_the_reference_has_a_row_for_every_field() -> None:

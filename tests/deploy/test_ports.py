@@ -1,7 +1,6 @@
 """A service that cannot listen at its configured address is refused before anything starts."""
 
-import json
-import os
+import re
 import socket
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -14,14 +13,11 @@ from click.testing import CliRunner, Result
 
 from deploy.cli.console import CONFIGS
 from deploy.cli.main import main
-from deploy.run import cluster, ports
+from deploy.run import cluster
 from deploy.run.ports import free_port, require_port
 from serve_app.config.serve_file import HttpOptions
 from speculative.errors import ConfigError
-from tests.support.fake_http import QuietHandler, serving
 from tests.support.tiny_models import write_tiny_model
-
-CARD = {"id": "SmolLM2", "owned_by": "truespec"}
 
 
 @contextmanager
@@ -30,8 +26,7 @@ def listening(host: str) -> Iterator[int]:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     if family == socket.AF_INET6 and not Path("/proc/net/if_inet6").exists():
         pytest.skip("this machine has no IPv6")
-    with closing(socket.socket(family)) as proxy, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ports, "_ASK_S", 0.05)
+    with closing(socket.socket(family)) as proxy:
         proxy.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         proxy.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         proxy.bind((host, 0))
@@ -43,26 +38,10 @@ def listening(host: str) -> Iterator[int]:
 @pytest.mark.parametrize("other", ["127.0.0.1", "0.0.0.0", "::"])
 def test_a_port_that_is_taken_is_refused_whatever_address_it_is_taken_at(host: str, other: str) -> None:
     with listening(other) as port:
-        reported = rf"http_options.port: {port} on {host} is taken by .*process {os.getpid()} \(.*python.*another port"
+        reported = rf"http_options.port: {port} on {re.escape(host)} is in use; stop .* or set another port"
         with pytest.raises(ConfigError, match=reported):
             require_port(HttpOptions(host=host, port=port))
     require_port(HttpOptions(host=host, port=port))
-
-
-def test_a_service_of_ours_on_the_port_is_named() -> None:
-    class Models(QuietHandler):
-        def do_GET(self) -> None:
-            body = json.dumps({"object": "list", "data": [CARD]}).encode()
-            self.send_response(200)
-            self.send_header("content-length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-    with (
-        serving(Models) as url,
-        pytest.raises(ConfigError, match="taken by a truespec service that serves SmolLM2, proc"),
-    ):
-        require_port(HttpOptions(port=int(url.rpartition(":")[2])))
 
 
 @pytest.mark.parametrize("host", ["nowhere.invalid", "192.0.2.7", "2001:db8::7", "..", "x" * 70 + ".invalid"])
@@ -96,22 +75,17 @@ def started(*_: object, **__: object) -> Never:
     pytest.fail("Ray was started")
 
 
-@pytest.mark.parametrize("command", ["serve", "demo", "chaos", "load"])
+@pytest.mark.parametrize("command", ["serve", "demo"])
 def test_commands_refuse_a_taken_port_before_ray_starts(
     command: str, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ray.init", started)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    if command == "chaos":  # which is for replicas that can do without one of them
-        data = yaml.safe_load(file.read_text())
-        args = data["applications"][0]["args"]
-        args["pools"]["monolith"]["replicas"], args["recovery"] = 2, {"resume": True}
-        file.write_text(yaml.safe_dump(data))
     given = [file] if command == "serve" else ["--config", file]
     with listening("0.0.0.0") as port:
         run = truespec(command, *given, "--port", port)
     assert run.exit_code == 1 and isinstance(run.exception, SystemExit), run.output
-    assert f"Error: http_options.port: {port} on 127.0.0.1 is taken by process {os.getpid()}" in run.output
+    assert f"Error: http_options.port: {port} on 127.0.0.1 is in use" in run.output
 
 
 def test_serve_listens_on_the_port_that_it_is_given(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

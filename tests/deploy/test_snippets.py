@@ -10,10 +10,10 @@ import pytest
 
 from deploy.cli.console import CONFIGS
 from deploy.run.cluster import running_app
-from deploy.run.ports import free_ports
 from serve_app.config.files import load_config
 from speculative.kernels.library import cpu_kernels
 from speculative.model.catalogue import FetchFailed, fetch_model
+from tools.chaos.sockets import free_ports
 from tools.chart import ROOT
 
 _DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "quickstart.md")

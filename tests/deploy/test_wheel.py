@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from deploy.run.ports import free_ports
 from tests.support.project_files import ROOT, project_files
 from tests.support.workflow_steps import Runner, checkout
+from tools.chaos.sockets import free_ports
 
 PACKAGES = ("speculative", "serve_app", "dashboards", "deploy")
 _IN_A_CHECKOUT = ("deploy/configs/jobs/", "deploy/docker/")  # of clusters and images

@@ -10,10 +10,10 @@ from typing import Any
 import httpx
 import pytest
 
-from deploy.run.ports import free_ports
 from speculative.model.catalogue import fetch_model
 from tests.support.chart import EXAMPLES, Object, one, pod_templates, serve_config, template
 from tests.support.ray_head import RayHead, ray_head
+from tools.chaos.sockets import free_ports
 from tools.chart import CHART
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(1500)]

@@ -11,11 +11,11 @@ import openai
 import pytest
 import yaml
 
-from deploy.run.ports import free_ports
 from serve_app.access.access import Scope
 from serve_app.access.keys import create_key, revoke_key
 from tests.support.ray_head import ray_head
 from tests.support.services import MODEL, app_args, deployed, wait_for
+from tools.chaos.sockets import free_ports
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(1200)]
 

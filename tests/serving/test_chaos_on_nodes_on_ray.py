@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from deploy.run.ports import free_ports
 from tests.support.services import ENGINE, MODEL
 from tests.support.tiny_models import write_tiny_model
+from tools.chaos.sockets import free_ports
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1200)]
 

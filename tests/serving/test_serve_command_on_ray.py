@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from deploy.run.ports import free_ports
 from tests.support.services import wait_for
+from tools.chaos.sockets import free_ports
 
 pytestmark = pytest.mark.ray
 

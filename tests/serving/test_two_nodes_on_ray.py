@@ -17,13 +17,13 @@ import httpx
 import pytest
 import yaml
 
-from deploy.run.ports import free_ports
 from serve_app.telemetry.metric_summary import summarise
 from speculative.config import kernels_folder
 from tests.support.fake_hub import FakeHub, fake_hub
 from tests.support.ray_head import RayHead, ray_head, ray_node
 from tests.support.services import ENGINE, MODEL, REPLAY, counter_total, wait_for
 from tests.support.tiny_models import write_tiny_model
+from tools.chaos.sockets import free_ports
 from tools.chaos.streams import ask_all, complete, differences, plan
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(1200)]

@@ -14,8 +14,8 @@ from typing import Any
 
 import httpx
 
-from deploy.run.ports import free_ports
 from tools.chaos.nodes import PATIENT, Node, NodeShape
+from tools.chaos.sockets import free_ports
 
 TOKEN = "a-token-of-this-test-only-0123456789"
 _START_S = 300

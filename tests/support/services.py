@@ -14,10 +14,10 @@ import pytest
 import ray
 from ray import serve
 
-from deploy.run.ports import free_ports
 from serve_app.app import build_app
 from serve_app.telemetry.metric_summary import MetricSummary, summarise
 from tests.support.tiny_models import write_tiny_model
+from tools.chaos.sockets import free_ports
 
 MODEL = "tiny"
 ENGINE = {"dtype": "float32", "device": "cpu", "max_num_seqs": 16, "kv_cache_tokens": 8192, "max_batched_tokens": 128}

@@ -9,7 +9,6 @@ import yaml
 from click.testing import CliRunner
 
 from deploy.exchange.client import Client
-from deploy.run.ports import ESTABLISHED, LISTENING, free_ports, pids_of_port
 from serve_app.config.files import load_config
 from serve_app.config.serve_file import ServeFile
 from tests.support.fake_openai import BREAK, FakeOpenAI, Reply, completion, failure
@@ -18,6 +17,7 @@ from tools.chaos.__main__ import main
 from tools.chaos.deaths import ROUTES, Death
 from tools.chaos.nodes import POOL_LABEL, one_node_a_replica
 from tools.chaos.page import write_deaths
+from tools.chaos.sockets import ESTABLISHED, LISTENING, free_ports, pids_of_port
 
 CONFIG = Path(__file__).parents[2] / "deploy" / "configs" / "resilient.yaml"
 WHOLE = 'data: {"choices": [{"index": 0, "text": "a", "finish_reason": "length"}]}\n\ndata: [DONE]\n\n'

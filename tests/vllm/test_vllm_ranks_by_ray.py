@@ -13,13 +13,13 @@ import httpx
 import pytest
 import yaml
 
-from deploy.run.ports import free_ports
 from tests.support.pretended_gpus import write_pretended_gpus
 from tests.support.ray_head import RayHead, ray_head, ray_node
 from tests.support.services import MODEL, wait_for
 from tests.support.tiny_models import write_tiny_model
 from tests.support.vllm_installed import NEEDS_VLLM
 from tests.vllm.test_vllm_two_ranks import TARGET
+from tools.chaos.sockets import free_ports
 
 pytestmark = [*NEEDS_VLLM, pytest.mark.ray, pytest.mark.timeout(1200)]
 QUESTION = {"model": MODEL, "prompt": "one two three " * 20, "max_tokens": 20, "temperature": 0}

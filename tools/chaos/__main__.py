@@ -13,7 +13,7 @@ from deploy.cli.serving import at_port, served
 from deploy.options import FiniteRange, check_writable, write_json
 from deploy.reports.provenance import command_line
 from deploy.run.machine import Machine
-from deploy.run.preflight import faults_here, require_servable
+from deploy.run.preflight import check_machine
 from serve_app.config.files import load_config
 from serve_app.config.serve_file import ServeFile
 from tools.chaos.command import ChaosOptions, sizes_to_kill
@@ -113,7 +113,7 @@ def _kill_each(file: ServeFile, json_file: Path | None, page: Path | None, strea
 @contextmanager
 def _on_nodes(file: ServeFile, report: Callable[[str], None]) -> Iterator[tuple[ServeFile, LocalCluster]]:
     """The configuration as it is to be served, and the cluster for it."""
-    require_servable(faults_here(file.application.effective_args, Machine.here()))
+    check_machine(file.application.effective_args, Machine.here()).require_servable()
     placed, head, shapes = one_node_a_replica(file)
     report(f"starting Ray's head and {len(shapes)} nodes on this machine")
     with local_cluster(head, shapes) as cluster:

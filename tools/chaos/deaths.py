@@ -22,12 +22,12 @@ import yaml
 
 from dashboards import build
 from deploy.exchange.client import Attempt, Client
-from deploy.run.ports import ESTABLISHED, LISTENING, free_ports, pids_of_port
 from serve_app.config.serve_file import HA_PROXY, ServeFile
 from speculative.errors import TruespecError
 from tools.chaos.nodes import LocalCluster, NodeShape, local_cluster, one_node_a_replica
 from tools.chaos.prometheus import running_prometheus
 from tools.chaos.replicas import command_line
+from tools.chaos.sockets import ESTABLISHED, LISTENING, free_ports, pids_of_port
 from tools.chaos.streams import complete
 
 Progress = Callable[[str], None]

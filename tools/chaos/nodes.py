@@ -21,10 +21,10 @@ from ray._private.authentication.authentication_token_setup import (
 )
 
 from deploy.run.cluster import connected, interrupt_on_sigterm, ray_environment, uninterrupted
-from deploy.run.ports import free_ports
 from deploy.run.processes import process_tree
 from serve_app.config.serve_file import ServeFile
 from speculative.errors import ConfigError, TruespecError
+from tools.chaos.sockets import free_ports
 
 POOL_LABEL = "truespec-pool"
 _NODE_LABEL = "truespec-node"

@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import yaml
 
-from deploy.run.ports import free_ports
 from speculative.errors import TruespecError
+from tools.chaos.sockets import free_ports
 
 _START_S = 120.0
 _INTERVAL = "2s"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from deploy.run.machine import Machine
-from deploy.run.preflight import faults_here
+from deploy.run.preflight import check_machine
 from serve_app.backends.torch_backend import TorchBackend
 from serve_app.config.files import parse_args
 from serve_app.page.status import StatusBook
@@ -81,9 +81,8 @@ async def test_a_gpu_without_triton_is_refused(
     config = parse_args(
         {"model": {"source": str(folder)}, "topology": "monolith", "pools": {"monolith": {"num_gpus": 1}}}
     )
-    (fault,) = faults_here(config, Machine(8, 2**34, (2**34,)))
-    assert fault.field == "pools.monolith.num_gpus"
-    assert re.search(f"is above 0, .*{NO_TRITON[lacking]}.* or set it to 0", fault.message)
+    (fault,) = check_machine(config, Machine(8, 2**34, (2**34,))).faults
+    assert re.search(rf"args\.pools\.monolith\.num_gpus: is above 0, .*{NO_TRITON[lacking]}.* or set it to 0", fault)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     (folder / "model.safetensors").write_bytes(b"")
     refused = f"device 'cuda': .*{NO_TRITON[lacking]}.* or set device to cpu"

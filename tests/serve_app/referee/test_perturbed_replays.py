@@ -14,7 +14,7 @@ from serve_app.referee.tolerance import Tolerance
 from tests.support.perturbed_engines import DRAFTERS, SETTINGS, VERIFIERS, VOCAB, Pair, Tables
 
 NOISE_NATS = 0.02  # of a logit, between a batch of drafts in bfloat16 and the same tokens in one prefill
-EACH = 75  # answers of each setting, verifier and drafter in the long run
+EACH = 3  # answers of each setting, verifier and drafter for each pair of engines
 
 
 def made_up(nats: float, *, heavy: bool = False) -> tuple[Tables, Tables]:
@@ -48,12 +48,11 @@ PAIRS: Mapping[str, tuple[str, Callable[[str], Tolerance], float]] = {
 """Pairs of engines, and the standard deviation of the noise between their logits, as measured in docs/runs/watch.md."""
 
 
-@pytest.mark.slow  # 16 minutes on a core: 101,250 answers in all
-@pytest.mark.timeout(3600)
+@pytest.mark.slow
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("drafted", DRAFTERS)
 @pytest.mark.parametrize("verifier", VERIFIERS)
-def test_of_a_hundred_thousand_sound_answers_none_is_suspect(verifier: str, drafted: str, pair: str) -> None:
+def test_no_sound_answer_is_accused_whichever_engines_compute_it(verifier: str, drafted: str, pair: str) -> None:
     precision, between, nats = PAIRS[pair]
     perturbed = Pair(*made_up(nats, heavy=True), between(precision), Numerics("truespec", precision))
     accused = perturbed.accused(verifier, drafted, SETTINGS, EACH, list(PAIRS).index(pair))

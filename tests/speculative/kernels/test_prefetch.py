@@ -1,16 +1,12 @@
-"""The choice of a way to prefetch, on a clock of made-up products; and, if slow, the cost of rows on this machine."""
+"""The choice of a way to prefetch, on a clock of made-up products."""
 
-import time
 from collections.abc import Sequence
 
-import pytest
 import torch
 from torch import Tensor
 
 from speculative.kernels.bindings import NUM_WAYS, LinearStruct
-from speculative.kernels.library import cpu_kernels
 from speculative.kernels.prefetch import WAYS, describe_ways, measured_ways
-from tests.support.vocabulary import needs_kernels
 
 NONE, PAST, NEAR, FAR = range(len(WAYS))
 
@@ -59,25 +55,3 @@ def test_the_ways_are_named() -> None:
         "integers: far; others by products for each weight: "
         "1: none, 2: past the outer caches, 3: near, 4: near, 5: near"
     )
-
-
-@pytest.mark.slow
-@needs_kernels
-@pytest.mark.parametrize("kind", [1, 2], ids=["bfloat16", "w4a8"])
-def test_fewer_rows_never_cost_more(kind: int) -> None:
-    """Measured, so for a quiet machine: with the wrong way two rows cost more than eight."""
-    kernels = cpu_kernels()
-    assert kernels is not None
-    num_inputs, num_outputs = 1024, 32768
-    weight = torch.full((num_inputs * num_outputs // 2,), 0x3C003C00, dtype=torch.int32)
-    linear = LinearStruct(weight.data_ptr(), None, num_inputs, num_outputs, kind)
-    took = dict.fromkeys((1, 2, 3, 4, 6, 8, 16), float("inf"))
-    for _ in range(9):
-        for num_rows in took:
-            rows = torch.ones((num_rows, num_inputs))
-            start = time.perf_counter()
-            kernels.linear(linear, rows)
-            took[num_rows] = min(took[num_rows], time.perf_counter() - start)
-    for fewer in took:
-        for more in took:
-            assert fewer > more or took[fewer] < 1.3 * took[more], took

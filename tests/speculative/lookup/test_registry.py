@@ -61,7 +61,7 @@ applications:
 """
 IN_A_SERVICE = """
 import json, sys
-from deploy.run.reference import configuration_reference
+from tools.reference import configuration_reference
 from tools.chart import schema
 from serve_app.config.files import load_config
 from speculative.errors import ConfigError

@@ -304,12 +304,12 @@ def test_a_bet_on_rounding_loses(ops: VocabularyOps) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_rounding_is_no_evidence_over_ten_million_positions(kind: str) -> None:
+def test_rounding_is_no_evidence_over_a_million_positions(kind: str) -> None:
     from speculative.vocabulary.ops import TorchOps
 
     total: dict[str, CheckSums] = {}
     for vocab_size, deterministic in ((2, False), (16, False), (2, True), (16, True)):
-        stats = sums_of(TorchOps(), *certain(vocab_size, kind), 1_250_000, deterministic=deterministic)
+        stats = sums_of(TorchOps(), *certain(vocab_size, kind), 125_000, deterministic=deterministic)
         assert stats.alarms == {}
         for name, sums in stats.checks.items():
             total[name] = total.get(name, CheckSums()) + sums

@@ -1,0 +1,141 @@
+"""The reference of the configuration, from its models: docs/configuration.md, and the schema that the chart takes over.
+
+python -m tools.reference [--check]
+"""
+
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from serve_app.config.app_config import AppConfig
+from serve_app.config.serve_file import ServeFile
+
+PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
+
+_INTRO = """\
+# Configuration
+
+Made by `make generated` from the models in `serve_app/config/app_config.py`; do not edit it.
+
+One YAML file, which is also a Ray Serve config. `truespec config check FILE` reports every fault with its field and the
+fix, and whether this machine can serve it (`--file-only`: the file alone); `truespec config show FILE` prints the file
+with every default filled in. Unknown fields are refused, and types are not guessed: `"4"` is no number. The
+chart takes the same settings under `config`, all but `pools`.
+"""
+
+_ANY = 2**31 - 1
+
+
+def json_schema(model: type[AppConfig] | type[ServeFile]) -> dict[str, Any]:
+    """The model's JSON schema without titles; `$defs` has its sections by class name."""
+    schema: dict[str, Any] = _without_titles(model.model_json_schema())
+    return schema
+
+
+def configuration_reference() -> str:
+    """The reference as Markdown: a table a section, the file's own fields first."""
+    schema = json_schema(ServeFile)
+    definitions = schema.pop("$defs")
+    parts = [_INTRO, "## The file\n", *_table(schema)]
+    for paths, name in _sections(schema, definitions):
+        section = definitions[name]
+        parts += [f"## {', '.join(f'`{path}`' for path in paths)}\n", section["description"] + "\n"]
+        parts += _table(section)
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def _sections(schema: dict[str, Any], definitions: dict[str, Any], prefix: str = "") -> Iterator[tuple[list[str], str]]:
+    """Each section below a schema, depth first: the paths of the fields that hold one of the class, and the class."""
+    fields_of: dict[str, list[str]] = {}
+    for field, value in schema["properties"].items():
+        name, suffix = _class_of(value)
+        if name:
+            fields_of.setdefault(name, []).append(f"{prefix}{field}{suffix}")
+    for name, paths in fields_of.items():
+        yield paths, name
+        yield from _sections(definitions[name], definitions, f"{paths[0]}.")
+
+
+def _table(schema: dict[str, Any]) -> Iterator[str]:
+    yield "| field | type | default | |\n|---|---|---|---|"
+    for field, value in schema["properties"].items():
+        needed = field in schema.get("required", ())
+        default = "**required**" if needed else _default(value)
+        yield f"| `{field}` | {_type(value)} | {default} | {' '.join(value['description'].split())} |"
+    yield ""
+
+
+def _default(value: dict[str, Any]) -> str:
+    default = value.get("default")
+    return "" if default is None or isinstance(default, dict | list) else f"`{_yaml(default)}`"
+
+
+def _type(value: dict[str, Any]) -> str:
+    name, suffix = _class_of(value)
+    if name:
+        return "list of sections" if suffix else "section"
+    choices = [option for option in value.get("anyOf", [value]) if option.get("type") != "null"]
+    return " or ".join(_plain_type(choice) for choice in choices)
+
+
+def _plain_type(value: dict[str, Any]) -> str:
+    if "const" in value:
+        return f"`{_yaml(value['const'])}`"
+    if "enum" in value:
+        return ", ".join(f"`{_yaml(choice)}`" for choice in value["enum"])
+    kind = {"object": "map", "array": "list"}.get(value["type"], value["type"])
+    if value.get("additionalProperties", {}) == {"type": "string"}:
+        kind = "map of strings"
+    return f"{kind} {bounds(value)}".strip()
+
+
+def bounds(value: Mapping[str, Any]) -> str:
+    """The bounds of a number, but those that only say how large numbers may be at all."""
+    signs = (("minimum", "≥"), ("exclusiveMinimum", ">"), ("maximum", "≤"), ("exclusiveMaximum", "<"))
+    shown = {sign: f"{value[key]:g}" for key, sign in signs if abs(value.get(key, _ANY)) < _ANY}
+    if shown.keys() == {"≥", "≤"}:
+        return f"{shown['≥']} to {shown['≤']}"
+    return ", ".join(f"{sign} {limit}" for sign, limit in shown.items())
+
+
+def _class_of(value: dict[str, Any]) -> tuple[str, str]:
+    """The section's class that a field holds, and `[]` where it holds a list of them; empty for a plain value."""
+    for option in value.get("anyOf", [value]):
+        if "$ref" in option:
+            return option["$ref"].rsplit("/", 1)[1], ""
+        if "$ref" in option.get("items", ()):
+            return option["items"]["$ref"].rsplit("/", 1)[1], "[]"
+    return "", ""
+
+
+def _yaml(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _without_titles(node: Any, *, names: bool = False) -> Any:
+    """The schema without pydantic's titles; `names` says that the keys are fields or classes, not keywords."""
+    if isinstance(node, list):
+        return [_without_titles(item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    return {
+        key: _without_titles(value, names=not names and key in ("properties", "$defs"))
+        for key, value in node.items()
+        if names or key != "title"
+    }
+
+
+def main() -> int:
+    """Write the page; with `--check` only say whether it is out of date."""
+    text = configuration_reference()
+    if "--check" not in sys.argv[1:]:
+        PAGE.write_text(text, encoding="utf-8")
+    elif PAGE.read_text(encoding="utf-8") != text:
+        sys.stderr.write(f"{PAGE} is out of date; run `python -m tools.reference`.\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
