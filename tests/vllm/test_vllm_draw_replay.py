@@ -18,7 +18,7 @@ from speculative.request import Request, SamplingParams
 from speculative.selfcheck.replayed_draws import DrawCheck
 from tests.support.backend_conformance import serving
 from tests.support.tiny_models import write_tiny_model
-from tests.support.vllm_installed import NEEDS_VLLM, not_with, version_here
+from tests.support.vllm_installed import NEEDS_VLLM
 
 pytestmark = [*NEEDS_VLLM, pytest.mark.asyncio(loop_scope="module")]
 CONFIG = EngineConfig(
@@ -71,7 +71,6 @@ async def checked(backend: VllmBackend, answer: Answer) -> list[DrawCheck]:
     return answer.replayable_rounds.check(replay)
 
 
-@not_with("0.31", "it draws otherwise, which the engine finds out when it starts; the next test says so")
 async def test_each_token_follows_from_its_seed_and_a_changed_one_does_not(backend: VllmBackend) -> None:
     requests = [
         Request(f"{name} {seed}", tuple(range(30 + seed, 130 + seed)), params, seed=seed)
@@ -92,14 +91,6 @@ async def test_each_token_follows_from_its_seed_and_a_changed_one_does_not(backe
             changed += 1
     assert preempted > 0
     assert found >= 0.95 * changed
-
-
-@pytest.mark.skipif(not version_here().startswith("0.31."), reason="its draws are repeated")
-async def test_where_the_sampler_draws_otherwise_no_draws_are_checked(backend: VllmBackend) -> None:
-    answer = await served(backend, Request("plain", tuple(range(30, 130)), PLAIN, seed=1))
-    assert len(answer.token_ids) == 100 and answer.replayable_rounds is None
-    replay = (await backend.replay(answer.scored("replay"))).replayed
-    assert replay is not None and len(replay) == 100, "its distribution is known all the same"
 
 
 async def test_what_cannot_be_drawn_again_comes_without_rounds(backend: VllmBackend) -> None:

@@ -25,10 +25,9 @@ from serve_app.openai.tools.forced_calls import behind_thought, call_form
 from serve_app.text.tokenizer import Tokenizer
 from speculative.errors import ConfigError
 from speculative.request import FinishReason, Request, SamplingParams, Structure, TokenDelta
-from tests.support.vllm_installed import NEEDS_VLLM, not_with, version_here
+from tests.support.vllm_installed import NEEDS_VLLM
 
 pytestmark = NEEDS_VLLM
-NEEDS_PARSERS = not_with("0.31", "its parsers have another interface and are refused")
 EOS = "<|im_end|>"
 TEMPLATE = (
     "{{ tools }}{% for m in messages %}{{ m.role }}{{ m.content }}{{ m.tool_calls }}{% endfor %}{{ opening }}"
@@ -166,7 +165,6 @@ EVERY_WAY = settings(
 
 
 @pytest.mark.parametrize("reasoning_parser", [None, "deepseek_r1", "qwen3"])
-@NEEDS_PARSERS
 def test_streams_say_what_whole_answers_say(folder: Path, tokenizer: Tokenizer, reasoning_parser: str | None) -> None:
     made = parsers(folder, "hermes", reasoning_parser)
 
@@ -189,7 +187,6 @@ def test_streams_say_what_whole_answers_say(folder: Path, tokenizer: Tokenizer, 
 
 
 @pytest.mark.parametrize("name", ["qwen3_coder", "qwen3_xml"])
-@NEEDS_PARSERS
 def test_other_formats_are_read_by_their_parsers(folder: Path, tokenizer: Tokenizer, name: str) -> None:
     calls = [("weather", {"city": "Rome & so"}), ("weather", {"city": "Oslo"})]
     answered = Answered(
@@ -199,7 +196,6 @@ def test_other_formats_are_read_by_their_parsers(folder: Path, tokenizer: Tokeni
     assert answered.whole["calls"] == calls and answered.whole["content"] == "Well."
 
 
-@NEEDS_PARSERS
 def test_what_is_no_call_stays_text(folder: Path, tokenizer: Tokenizer) -> None:
     made = parsers(folder, "hermes", "deepseek_r1")
     text = 'a</think>no <tool_ call> {"name": 1}'
@@ -209,7 +205,6 @@ def test_what_is_no_call_stays_text(folder: Path, tokenizer: Tokenizer) -> None:
         assert answered.whole == answered.streamed == expected
 
 
-@NEEDS_PARSERS
 def test_without_reasoning_in_the_prompts_end_all_is_content(folder: Path, tokenizer: Tokenizer) -> None:
     made = parsers(folder, "hermes", "deepseek_r1")
     kwargs = {"chat_template_kwargs": {"enable_thinking": False}}
@@ -220,7 +215,6 @@ def test_without_reasoning_in_the_prompts_end_all_is_content(folder: Path, token
     assert opened.whole == opened.streamed == expected
 
 
-@NEEDS_PARSERS
 def test_forced_calls_come_behind_the_reasoning(folder: Path, tokenizer: Tokenizer) -> None:
     made = parsers(folder, "hermes", "qwen3")
     asked = {"tools": [TOOL, CLOCK], "tool_choice": "required"}
@@ -240,16 +234,8 @@ def test_forced_calls_come_behind_the_reasoning(folder: Path, tokenizer: Tokeniz
         (("mistral", None), "cannot be used with this model's tokenizer"),
     ],
 )
-@NEEDS_PARSERS
 def test_a_parser_that_cannot_be_used_is_refused_at_start(folder: Path, names: Any, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        parsers(folder, *names)
-
-
-@pytest.mark.skipif(not version_here().startswith("0.31."), reason="its parsers are served")
-@pytest.mark.parametrize(("names", "field"), [(("hermes", None), "tool_parser"), ((None, "qwen3"), "reasoning_parser")])
-def test_parsers_of_another_interface_are_refused(folder: Path, names: Any, field: str) -> None:
-    with pytest.raises(ConfigError, match=rf"vllm\.{field} is set, and vLLM 0\.31.*remove the field"):
         parsers(folder, *names)
 
 

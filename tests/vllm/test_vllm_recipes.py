@@ -19,7 +19,7 @@ from serve_app.backends.vllm_parts.settings import VllmSettings, check_build, ch
 from serve_app.config.app_config import AppConfig
 from serve_app.config.files import load_config
 from speculative.errors import ConfigError
-from tests.support.vllm_installed import NEEDS_VLLM, version_here
+from tests.support.vllm_installed import NEEDS_VLLM
 
 pytestmark = NEEDS_VLLM
 RECIPES = sorted((CONFIGS / "recipes").glob("*.yaml"))
@@ -247,8 +247,7 @@ def test_vllm_takes_a_recipe_and_makes_of_it_what_its_comment_says(recipe: Path,
     from serve_app.backends.vllm_parts.parsers import check_names
 
     config = load_config(recipe).application.effective_args
-    if not version_here().startswith("0.31."):  # whose parsers are not served: a recipe drops these fields there
-        check_names(config.vllm.tool_parser, config.vllm.reasoning_parser)
+    check_names(config.vllm.tool_parser, config.vllm.reasoning_parser)
     num_layers, quantization, drafter = MADE[recipe.stem]
     for pool in config.pool_names:
         made = made_of(config.vllm_settings(pool), config, tmp_path)

@@ -9,7 +9,7 @@ import pytest
 
 from serve_app.config.files import load_config
 from tests.support.services import Service, deployed
-from tests.support.vllm_installed import NEEDS_VLLM, version_here
+from tests.support.vllm_installed import NEEDS_VLLM
 from tests.vllm.test_vllm_on_ray import MODEL, SOURCE, has_model
 
 CONFIGS = Path(__file__).parents[2] / "deploy" / "configs"
@@ -64,7 +64,7 @@ def service(ray_port: int, request: pytest.FixtureRequest) -> Iterator[Service]:
         args["recovery"] = {"resume": True}  # a stream router makes the text
     if kind == "torch":
         del args["vllm"]
-    elif not version_here().startswith("0.31."):  # whose parsers are not served: there our own reader finds the calls
+    else:
         args["vllm"] |= {"tool_parser": "hermes"}
     with deployed(ray_port, f"tools-{request.param}", args) as running:
         yield running

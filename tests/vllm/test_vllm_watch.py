@@ -38,7 +38,7 @@ async def test_what_is_sampled_is_checked(kept_away: bool, tmp_path: Path, monke
 
     Kept away from that, it drafts nothing for them, and each token is sampled alone.
     """
-    monkeypatch.setattr(vllm_backend, "faults_of", lambda version, *, cpu: Faults(kept_away and cpu, chunked_seeds=cpu))
+    monkeypatch.setattr(vllm_backend, "faults_of", lambda *, cpu: Faults(kept_away and cpu, chunked_seeds=cpu))
     async with started(tmp_path) as backend:
         await answered(backend, HOT)
         states, stats = backend.self_checks(), backend.take_stats()

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from serve_app.backends.base import CallPart, ChatPrompt, ParsedDelta
-from serve_app.backends.vllm_parts.settings import installed_version
 from speculative.errors import ConfigError, EngineFault, InvalidRequest
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -26,7 +25,6 @@ from vllm.reasoning import ReasoningParserManager
 from vllm.tokenizers import get_tokenizer
 from vllm.tool_parsers import ToolParserManager
 
-_WITHOUT_PARSERS = "0.31."
 _OF_HARMONY = ("openai", "openai_gptoss")
 
 
@@ -34,14 +32,8 @@ def check_names(tool_parser: str | None, reasoning_parser: str | None) -> None:
     """Check that vLLM has these parsers.
 
     Raises:
-        ConfigError: it has not, and the message lists those that it has; or its version's parsers are not served.
+        ConfigError: it has not, and the message lists those that it has.
     """
-    version = installed_version()
-    if version.startswith(_WITHOUT_PARSERS) and (tool_parser or reasoning_parser):
-        raise ConfigError(
-            f"vllm.{'tool_parser' if tool_parser else 'reasoning_parser'} is set, and vLLM {version} is installed, "
-            "whose parsers have another interface and are not served. Install a newer vLLM, or remove the field."
-        )
     for field, name, known in (
         ("tool_parser", tool_parser, ToolParserManager.list_registered()),
         ("reasoning_parser", reasoning_parser, ReasoningParserManager.list_registered()),

@@ -96,7 +96,7 @@ _NEEDS_DEFAULT = {  # and why
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """Known faults of the installed vLLM that this engine has to avoid.
+    """Known faults of vLLM that this engine has to avoid.
 
     sampled_drafts: verifying a draft at a temperature above 0 emits garbage, and a greedy request in the same step is
         hit too, because the parameters reach the verifier as uninitialised memory (vLLM #55005).
@@ -109,13 +109,10 @@ class Faults:
     mixed_adapters: bool = False
 
 
-_CPU_FAULTS = {
-    "0.31": Faults(sampled_drafts=True, chunked_seeds=True, mixed_adapters=True),
-    "0.32": Faults(sampled_drafts=True, chunked_seeds=True, mixed_adapters=True),
-}
-"""The faults of the CPU builds, by minor version; docs/vllm.md lists those of all builds."""
-TESTED = tuple(_CPU_FAULTS)
-"""The minor versions of vLLM that pass the tests, with workarounds for their faults."""
+TESTED = "0.32"
+"""The minor version of vLLM that passes the tests, with workarounds for its faults."""
+_CPU_FAULTS = Faults(sampled_drafts=True, chunked_seeds=True, mixed_adapters=True)
+"""The faults of its CPU build; docs/vllm.md lists those of all builds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +147,7 @@ class VllmSettings:
         role: which side of that this is, in vLLM's terms.
         self_check_sample_rate: of the steps that are checked in vLLM's worker; 0 = none.
         lora_modules: folders of LoRA adapters, by the name that clients use.
-        allow_untested: whether a version that is not among `TESTED` may be used.
+        allow_untested: whether another version than `TESTED` may be used.
     """
 
     engine: EngineConfig
@@ -259,8 +256,8 @@ def installed_version(*, allow_untested: bool = True) -> str:
             continue
         if not allow_untested and not is_tested(version):
             raise ConfigError(
-                f"engine.kind is vllm, and vLLM {version} is installed: this server knows {' and '.join(TESTED)}, with "
-                f"the faults they have. Install `truespec[vllm]` ({name}=={TESTED[-1]}.*), set engine.kind to torch, "
+                f"engine.kind is vllm, and vLLM {version} is installed: this server knows {TESTED}, with the "
+                f"faults it has. Install `truespec[vllm]` ({name}=={TESTED}.*), set engine.kind to torch, "
                 "or vllm.allow_untested to true, which has every step of it checked."
             )
         return version
@@ -272,17 +269,12 @@ def installed_version(*, allow_untested: bool = True) -> str:
 
 def is_tested(version: str) -> bool:
     """Return whether the faults of a version of vLLM are known."""
-    return _minor(version) in TESTED
+    return version.split(".")[:2] == TESTED.split(".")
 
 
-def faults_of(version: str, *, cpu: bool) -> Faults:
-    """Return what is wrong with a version on this kind of machine; of a version that is not known, what was wrong
-    last."""
-    return _CPU_FAULTS.get(_minor(version), _CPU_FAULTS[TESTED[-1]]) if cpu else Faults()
-
-
-def _minor(version: str) -> str:
-    return ".".join(version.split(".")[:2])
+def faults_of(*, cpu: bool) -> Faults:
+    """Return what is wrong with vLLM on this kind of machine; versions that are not tested have the same faults."""
+    return _CPU_FAULTS if cpu else Faults()
 
 
 def engine_arguments(

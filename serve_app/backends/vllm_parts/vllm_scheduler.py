@@ -5,7 +5,7 @@ drafts that its requests carry: removing them before the step is enough to make 
 restarted, and no request loses anything. How many tokens a drafter makes at the end of a step is a number that the
 scheduler gives with it: none where none may be verified.
 
-`scheduler_cls` is an argument of vLLM's, but not a stable interface: `settings.TESTED` lists the tested versions.
+`scheduler_cls` is an argument of vLLM's, but not a stable interface: `settings.TESTED` is the tested version.
 """
 
 import time
