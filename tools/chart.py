@@ -205,7 +205,6 @@ def run_helm(*arguments: str, stdin: str | None = None) -> str:
 def generated() -> Iterator[tuple[Path, str]]:
     """Each generated file and what belongs in it; the version last, which is that of all others."""
     yield CHART / "values.schema.json", json.dumps(schema(), indent=2, ensure_ascii=False) + "\n"
-    yield CHART / "files" / "defaults.json", json.dumps(defaults(), indent=1, ensure_ascii=False) + "\n"
     yield CHART / "README.md", readme()
     for name, text in chart_files().items():
         yield CHART / "dashboards" / name, text

@@ -60,8 +60,6 @@ class ReceiptVerdict:
     def not_shown(self) -> list[str]:
         """Return what a receipt like this does not show, even where it verifies."""
         receipt, missing = self.receipt, []
-        if receipt.ending is None:
-            missing.append(f"whether the answer is whole: {receipt.format} does not say how it ended")
         if receipt.logprobs is None:
             missing.append("logprobs: it has none")
         elif receipt.logprobs_mode not in _COMPARED:
@@ -76,7 +74,7 @@ class ReceiptVerdict:
         """Return the text that `truespec verify` prints."""
         receipt, draws = self.receipt, self.draws
         num_tokens = len(receipt.token_ids)
-        ended = "" if receipt.ending is None else f", finish_reason {receipt.ending.finish_reason}"
+        ended = f", finish_reason {receipt.ending.finish_reason}"
         lines = [
             f"{num_tokens} tokens in {len(receipt.rounds)} rounds, {receipt.num_delivered} of them delivered{ended}",
             f"  claimed      {_listed(_claims(receipt))}",
@@ -107,7 +105,7 @@ class ReceiptVerdict:
             "claimed": {name: getattr(receipt, name) for name in _CLAIMS} | {"verifier": _verifier(receipt)},
             "not_shown": self.not_shown,
             "signature": self.signature,
-            "finish_reason": None if receipt.ending is None else receipt.ending.finish_reason,
+            "finish_reason": receipt.ending.finish_reason,
             "num_tokens": len(receipt.token_ids),
             "num_delivered": receipt.num_delivered,
             "replayed_by": self.replayed_by or None,
@@ -138,7 +136,7 @@ def _asked(receipt: Receipt) -> dict[str, Any]:
     shown = receipt.params.changed.union(_ALWAYS_SHOWN)
     asked = {field.name: getattr(receipt.params, field.name) for field in fields(SamplingParams) if field.name in shown}
     ending = receipt.ending
-    of_text = {} if ending is None else {"stop": ending.stop_strings, "include_stop_str_in_output": ending.include_stop}
+    of_text = {"stop": ending.stop_strings, "include_stop_str_in_output": ending.include_stop}
     return asked | {"seed": receipt.seed} | {name: value for name, value in of_text.items() if value}
 
 
@@ -228,7 +226,7 @@ class Verifier:
     def _stopped(self, receipt: Receipt) -> tuple[int, str] | None:
         """Return how many tokens complete a stop string of the request, and which; None = no number of them does."""
         ending, params = receipt.ending, receipt.params
-        if ending is None or not ending.stop_strings:
+        if not ending.stop_strings:
             return None
         if self._tokenizer is None:
             self._tokenizer = Tokenizer.from_folder(self._folder)

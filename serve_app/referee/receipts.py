@@ -23,7 +23,6 @@ from speculative.request import Request, Round, SamplingParams, TokenKind
 from speculative.selfcheck.replayed_draws import Rounds
 
 FORMAT: Final = "truespec-receipt-2"
-WITHOUT_ENDING: Final = "truespec-receipt-1"  # does not say how the answer ended
 
 _MOST_DIGITS = 400
 
@@ -48,7 +47,7 @@ class Ending:
 class Receipt:
     """The account of how one choice of a reply came about. The tuples of the output have one entry a token."""
 
-    format: Literal["truespec-receipt-1", "truespec-receipt-2"]
+    format: Literal["truespec-receipt-2"]
     id: str  # of the reply, and behind a hyphen the choice's index
     created: int  # unix seconds
     model: str  # as clients name it
@@ -68,7 +67,7 @@ class Receipt:
     params: SamplingParams
     seed: Annotated[str, Field(pattern="^[0-9]{1,20}$")]  # decimal: it may have 64 bits
     rounds: tuple[Round, ...]
-    ending: Ending | None = None  # None in the first format only
+    ending: Ending
     signature: Signature | None = None
 
     @property
@@ -99,8 +98,6 @@ class Receipt:
     def to_wire(self) -> dict[str, Any]:
         """Return the form that the API returns."""
         wire: dict[str, Any] = _RECEIPT.dump_python(self, mode="json")
-        if self.ending is None:
-            del wire["ending"]
         return wire | {"rounds": [dict(zip(Round._fields, values, strict=True)) for values in wire["rounds"]]}
 
     def canonical(self) -> bytes:
@@ -227,7 +224,7 @@ def _wrong_verification(receipt: Receipt) -> str:
 
 
 def wrong_ending(receipt: Receipt, eos_token_ids: Collection[int], stopped: "tuple[int, str] | None") -> str:
-    """Return why no answer ends where this one does; "" = one may, or the receipt does not say how it ended.
+    """Return why no answer ends where this one does; "" = one may.
 
     Args:
         receipt: its rounds make up its tokens.
@@ -235,8 +232,6 @@ def wrong_ending(receipt: Receipt, eos_token_ids: Collection[int], stopped: "tup
         stopped: how many of its tokens complete a stop string, and that string; None = there is none in its text.
     """
     ending, params, num_tokens = receipt.ending, receipt.params, len(receipt.token_ids)
-    if ending is None:
-        return ""
     ends = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
     if stopped is None:
         num_whole, reason = num_tokens, "stop" if receipt.token_ids[-1] in ends else "length"
@@ -282,8 +277,8 @@ def read_receipt(content: Any) -> Receipt:
         NotAReceipt: it is none, or has unknown or missing fields.
     """
     kind = content.get("format") if isinstance(content, dict) else None
-    if kind not in (FORMAT, WITHOUT_ENDING):
-        raise NotAReceipt(f"Its format is {str(kind)[:50]!r}; this version reads {FORMAT!r} and {WITHOUT_ENDING!r}.")
+    if kind != FORMAT:
+        raise NotAReceipt(f"Its format is {str(kind)[:50]!r}; this version reads {FORMAT!r}.")
     try:
         text = json.dumps(content, allow_nan=False)
         receipt = _RECEIPT.validate_json(text, strict=True)
@@ -295,6 +290,6 @@ def read_receipt(content: Any) -> Receipt:
         raise NotAReceipt(f"params: {error}") from error
     except (ValueError, RecursionError) as error:
         raise NotAReceipt(f"It is not valid JSON: {error}.") from error
-    if receipt.to_wire() != content or (receipt.ending is None) != (kind == WITHOUT_ENDING):
+    if receipt.to_wire() != content:
         raise NotAReceipt(f"It has fields that {kind!r} does not have, or lacks some.")
     return receipt

@@ -23,7 +23,7 @@ from deploy.watch.referee import Referee, RefereeOptions
 from serve_app.backends.base import ModelInfo, Replayed
 from serve_app.referee.answer import Answer
 from serve_app.referee.judgement import Judge
-from serve_app.referee.receipts import Receipt
+from serve_app.referee.receipts import Ending, Receipt
 from serve_app.referee.tolerance import EDGE_NATS, Tolerance
 from serve_app.referee.transformers_model import TransformersModel
 from serve_app.referee.verdicts import Verdict
@@ -122,7 +122,7 @@ def verified(recorded: Recorded, monkeypatch: pytest.MonkeyPatch) -> verify.Rece
     monkeypatch.setattr(verify.Verifier, "_replayed", replayed)
     served = recorded.answer
     receipt = Receipt(
-        format="truespec-receipt-1",
+        format="truespec-receipt-2",
         id="cmpl-1-0",
         created=1,
         model="tiny",
@@ -142,6 +142,7 @@ def verified(recorded: Recorded, monkeypatch: pytest.MonkeyPatch) -> verify.Rece
         params=served.request.params,
         seed=str(served.request.seed),
         rounds=served.rounds,
+        ending=Ending("length", (), include_stop=False, shown_special=()),
     )
     return verify.verify(receipt, Path(), "torch")
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.chart import MINIMAL, merged, pod_templates, ray_pods, template
-from tools.chart import ChartError, defaults
+from tests.support.chart import MINIMAL, merged, pod_templates, template
+from tools.chart import ChartError
 
 
 def engine(**fields: Any) -> dict[str, Any]:
@@ -377,21 +377,6 @@ AGREEING_CLIENTS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("values", AGREEING_CLIENTS, ids=str)
 def test_clients_that_name_whoever_leads_in_are_enough(values: dict[str, Any]) -> None:
     assert template(merged(MINIMAL, values))
-
-
-def test_a_null_in_place_of_a_default_changes_nothing() -> None:
-    def nulls(defaults: dict[str, Any]) -> dict[str, Any]:
-        values = {key: nulls(value) if isinstance(value, dict) and value else None for key, value in defaults.items()}
-        return {key: value for key, value in values.items() if key not in ("resources", "labels", "annotations")}
-
-    own = {key: value for key, value in defaults().items() if key not in ("image", "podSecurity")}
-    without = merged(nulls(own), MINIMAL)
-    assert without["worker"]["cpus"] is without["pools"]["decode"] is without["ingress"]["tls"] is None
-    assert template(without) == template(MINIMAL)
-    for whole in ("monitoring", "podSecurity", "ray"):
-        assert template(merged(MINIMAL, {whole: None})) == template(MINIMAL)
-    sections = {"config": {"drafter": None, "topology": None, "replay": None, "engine": None, "limits": None}}
-    assert ray_pods(template(merged(MINIMAL, sections))) == ray_pods(template(MINIMAL))
 
 
 @pytest.mark.parametrize("where", [{"commonLabels": None}, {"ray": {"autoscaler": {"resources": None}}}], ids=str)

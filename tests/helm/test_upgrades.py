@@ -1,34 +1,24 @@
 """Helm itself upgrades and rolls the chart back, against a stand-in for the API server."""
 
-import functools
-import io
 import json
 import shutil
-import subprocess
-import tarfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from tests.support.chart import (
-    EXAMPLE_NAMES,
     MINIMAL,
     config_check_here,
-    example,
     merged,
     objects_of,
     of_kind,
-    template,
 )
 from tests.support.fake_api_server import FakeApiServer, running_api_server
-from tools.chart import CHART, ROOT, ChartError, defaults, run_helm
+from tools.chart import CHART, ChartError, run_helm
 
-VALUES = "helm/truespec/values.yaml"
-FIRST_VALUES = Path(__file__).parent / "values_of_the_first_chart.yaml"
 CLAIM = "demo-truespec-models"
 BRIEF = merged(MINIMAL, {"monitoring": {"dashboards": {"enabled": False}}})  # which are long
 BASE = merged(BRIEF, {"configCheck": {"enabled": False}})
@@ -185,98 +175,3 @@ def test_a_bad_configuration_fails_before_anything_of_the_service_changes(cluste
     with pytest.raises(ChartError, match=r"pre-upgrade hooks failed: [^$]*job demo-truespec-config-check failed"):
         cluster.upgrade(bad)
     assert cluster.service() == service
-
-
-@pytest.fixture
-def first_chart(tmp_path: Path, chart: Path) -> Path:
-    """The chart with the values that the first one had: what `--reuse-values` makes of it."""
-    first = Path(shutil.copytree(chart, tmp_path / "truespec"))
-    shutil.copy(FIRST_VALUES, first / "values.yaml")
-    return first
-
-
-def git(*arguments: str) -> bytes:
-    return subprocess.run(["git", *arguments], cwd=ROOT, check=True, capture_output=True).stdout
-
-
-@functools.cache
-def past_values() -> dict[str, bytes]:
-    """values.yaml of each chart of this layout that there was, by commit, the newest first; needs git's history."""
-    try:
-        commits = git("log", "--format=%h", "--", VALUES).decode().split()
-        return {commit: git("show", f"{commit}:{VALUES}") for commit in commits}
-    except (OSError, subprocess.CalledProcessError):
-        return {}
-
-
-def keys_of(values: Any) -> Any:
-    return {key: keys_of(value) for key, value in values.items()} if isinstance(values, dict) else None
-
-
-def test_values_of_every_past_chart_are_completed(tmp_path: Path, chart: Path) -> None:
-    """What a chart lacked is as it is by default, and what it had and no longer counts is let pass."""
-    past = past_values() or {"first": FIRST_VALUES.read_bytes()}
-    different = {json.dumps(keys_of(yaml.safe_load(values))): commit for commit, values in past.items()}
-    old = Path(shutil.copytree(chart, tmp_path / "truespec"))
-    values = merged(MINIMAL, {"monitoring": {"dashboards": {"enabled": False}}})
-    for commit in different.values():
-        (old / "values.yaml").write_bytes(past[commit])
-        assert template(values, chart=old) == template(values), commit
-
-
-@pytest.mark.parametrize("options", [(), ("--reuse-values",), ("--reset-then-reuse-values",)], ids=str)
-def test_an_upgrade_from_the_first_chart_starts_no_second_cluster_and_goes_back(
-    cluster: Cluster, first_chart: Path, options: tuple[str, ...]
-) -> None:
-    cluster.upgrade(BASE, chart=first_chart)
-    before = cluster.service()
-    cluster.upgrade({} if options else BASE, *options)
-    assert cluster.service() == before
-    locking = merged({} if options else BASE, {"worker": {"ipcLock": True, "resources": {"limits": {"rdma/hca": 1}}}})
-    cluster.upgrade(locking, *options)
-    (container,) = cluster.service()["rayClusterConfig"]["workerGroupSpecs"][0]["template"]["spec"]["containers"]
-    assert container["resources"]["limits"]["rdma/hca"] == "1", "what is new can be set at once"
-    cluster.helm("rollback", "demo", "1")
-    assert cluster.service() == before
-
-
-def test_whatever_the_first_chart_lacked_is_as_it_is_by_default(first_chart: Path) -> None:
-    brief = ("--set", "monitoring.dashboards.enabled=false")
-    assert template(MINIMAL, *brief, chart=first_chart) == template(MINIMAL, *brief)
-    for name in EXAMPLE_NAMES:
-        assert example(name, *brief, chart=first_chart) == example(name, *brief)
-    lacked = defaults().keys() - yaml.safe_load(FIRST_VALUES.read_text()).keys()
-    assert {"watch", "receipts", "configCheck"} <= lacked
-    watching = merged(MINIMAL, {"watch": {"enabled": True, "url": "http://vllm:8000", "model": "/models/tiny"}})
-    assert of_kind(template(watching, *brief, chart=first_chart), "Deployment") == (
-        of_kind(template(watching, *brief), "Deployment")
-    )
-
-
-@pytest.mark.parametrize("commit", ["21aedc88", "74a3545b"])
-def test_an_upgrade_from_a_past_chart_and_its_templates_goes_through_and_back(
-    cluster: Cluster, tmp_path: Path, commit: str
-) -> None:
-    try:
-        packed = git("archive", commit, "helm/truespec", "dashboards")
-    except (OSError, subprocess.CalledProcessError):
-        pytest.skip(f"git has no commit {commit} here")
-    with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
-        archive.extractall(tmp_path, filter="data")
-    past = tmp_path / "helm" / "truespec"
-    for dashboard in tmp_path.glob("dashboards/generated/**/*.json"):
-        dashboard.unlink()
-    values = merged(MINIMAL, {"monitoring": {"dashboards": {"enabled": False}}})
-    cluster.upgrade(values, chart=past)
-    before = cluster.service()
-    cluster.upgrade({"configCheck": {"enabled": False}}, "--reuse-values")
-    cluster.upgrade({"worker": {"ipcLock": True}}, "--reuse-values")
-    cluster.helm("rollback", "demo", "1")
-    assert cluster.service() == before
-
-
-def test_every_template_completes_the_values_first() -> None:
-    files = [*(CHART / "templates").rglob("*.yaml"), CHART / "templates" / "NOTES.txt"]
-    assert len(files) > 15
-    for file in files:
-        assert file.read_text().startswith('{{- include "truespec.fill" . -}}\n'), file

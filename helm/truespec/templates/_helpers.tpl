@@ -1,25 +1,3 @@
-{{/*
-Completes the values by the chart's own: with `helm upgrade --reuse-values` they are those of the chart that was
-installed, which may lack what came later. Every template begins with it.
-*/}}
-{{- define "truespec.fill" -}}
-{{- include "truespec.complete" (dict "given" .Values "defaults" (.Files.Get "files/defaults.json" | fromJson)) -}}
-{{- end -}}
-
-{{/* Adds what the map `given` lacks of `defaults`; a map that is one value, or has what null takes away, as a whole. */}}
-{{- define "truespec.complete" -}}
-{{- range $key, $default := .defaults -}}
-{{- if hasKey $.given $key -}}
-{{- $given := get $.given $key -}}
-{{- if and (kindIs "map" $default) (kindIs "map" $given) (not (has $key (list "podSecurity" "fetchResources"))) -}}
-{{- include "truespec.complete" (dict "given" $given "defaults" $default) -}}
-{{- end -}}
-{{- else if not (has $key (list "resources" "labels" "annotations")) -}}
-{{- $_ := set $.given $key $default -}}
-{{- end -}}
-{{- end -}}
-{{- end -}}
-
 {{/* Name of the RayService; every other object begins with it. */}}
 {{- define "truespec.fullname" -}}
 {{- if .Values.fullnameOverride -}}
