@@ -134,12 +134,6 @@ def stages(folder: Path, *, rehearses: bool = False) -> tuple[Stage, ...]:
         ),
         Stage("service", 300, (*python, "tools.gpu_day", str(folder), "--part", "serve"), (*needed, "model")),
         Stage(
-            "bench-profile",
-            240,
-            (*bench, "--profile", "--rounds", "1", *page("bench-profile", "profile")),
-            (*needed, "model"),
-        ),
-        Stage(
             "head",
             480,
             (*train, "--conversations", "3000", "--tokens-per-step", "16384", "--minutes", "3.5", "--out", str(head)),

@@ -48,9 +48,7 @@ class BenchOptions:
     dtype: str
     against: str | None
     measure: Measure
-    profile: bool
     together: bool
-    own_tools: bool
     gpu: bool
     head: str | None
     draft_model: str | None
@@ -134,9 +132,7 @@ def make_plan(options: BenchOptions, view: View) -> BenchPlan:
         dtype=options.dtype,
         against=tuple(against),
         measure=options.measure,
-        profile=options.profile,
         together=options.together,
-        own_tools=options.own_tools,
         gguf=gguf,
         head=head and str(resolve_model(head, SHIPPED_HEADS)),
         draft_model=options.draft_model and str(resolve_model(options.draft_model)),

@@ -65,24 +65,6 @@ class SpeedRow:
     agreement: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class StepTimes:
-    """The time of one engine's step by its parts in one case, in milliseconds a step."""
-
-    engine: str
-    case: BenchCase
-    target_ms: float
-    drafter_ms: float
-    vocabulary_ms: float
-    checks_ms: float
-    other_ms: float
-
-    @property
-    def total_ms(self) -> float:
-        """The whole step."""
-        return self.target_ms + self.drafter_ms + self.vocabulary_ms + self.checks_ms + self.other_ms
-
-
 def rows(found: BenchResult) -> list[SpeedRow]:
     """Case by case the engines in the plan's order; after the kinds of prompts, all of them together."""
     cases = list(dict.fromkeys(sample.case for sample in found.samples))
@@ -91,19 +73,6 @@ def rows(found: BenchResult) -> list[SpeedRow]:
         cases += dict.fromkeys(BenchCase(ALL_KINDS, case.streams, case.temperature) for case in cases)
     cases.sort(key=lambda case: (case.temperature, case.streams))
     return [row for case in cases for row in _case_rows(found, case)]
-
-
-def steps(found: BenchResult) -> list[StepTimes]:
-    """The profiled runs."""
-    result = []
-    for sample in found.steps:
-        reported = sample.reported["step"]
-        parts = {
-            f"{part}_ms": 1e3 * reported[f"{part}_s"] / reported["num_steps"]
-            for part in ("target", "drafter", "vocabulary", "checks", "other")
-        }
-        result.append(StepTimes(sample.engine, sample.case, **parts))
-    return result
 
 
 def memory(found: BenchResult) -> dict[str, tuple[float, float]]:

@@ -61,7 +61,6 @@ class BenchPlan:
         tokens of the prompts a second, until every stream has its first one, of new prompts or (`prefix-hit`) of those
         that were answered just before.
     together: our engines of the same weights share a process and one copy of them.
-    own_tools: other engines are also measured by their own benchmark programs.
     """
 
     model: Path
@@ -75,9 +74,7 @@ class BenchPlan:
     dtype: str
     against: tuple[str, ...]
     measure: Measure = "decode"
-    profile: bool = False
     together: bool = False
-    own_tools: bool = False
     gguf: Path | None = None
     head: str | None = None
     draft_model: str | None = None
@@ -129,5 +126,4 @@ class BenchPlan:
             "against": list(self.against),
             "measure": self.measure,
             "together": self.together,
-            "own_tools": self.own_tools,
         }

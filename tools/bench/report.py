@@ -11,7 +11,7 @@ from deploy.reports import markdown, terminal
 from deploy.reports.markdown import write_section
 from deploy.reports.model import ReportTable
 from deploy.reports.provenance import describe
-from tools.bench.figures import MeasuredAcceptance, SpeedRow, memory, rows, steps
+from tools.bench.figures import MeasuredAcceptance, SpeedRow, memory, rows
 from tools.bench.rounds import BenchResult
 
 _HEAD = """# Benchmarks
@@ -23,21 +23,12 @@ day and the machine.
 
 def tables(found: BenchResult) -> list[ReportTable]:
     """All tables of a run; those with nothing in them are left out."""
-    own_tools = [
-        (one.engine, str(one.case), f"{one.here:.1f}", f"{one.own:.1f}", f"{one.share:.2f}") for one in found.own_tools
-    ]
     engines = [
         (engine, f"{resident:.0f} MiB", f"{peak:.0f} MiB", ", ".join(map(" ".join, found.versions[engine].items())))
         for engine, (resident, peak) in memory(found).items()
     ]
     made = [
         *_speed_tables(found),
-        *_step_tables(found),
-        _table(
-            "Other engines here and in their own benchmark tools",
-            ("engine", "case", "tokens/s here", "tokens/s by its own tool", "ratio"),
-            own_tools,
-        ),
         _table("Memory of each engine's processes", ("engine", "resident", "peak", "versions"), engines),
         _table(
             "Left out",
@@ -109,17 +100,3 @@ def _acceptance_cells(found: MeasuredAcceptance | None) -> tuple[str, str]:
     if found is None:
         return "", ""
     return f"{found.length:.2f}", " ".join(f"{share:.2f}" for share in found.per_position)
-
-
-def _step_tables(found: BenchResult) -> list[ReportTable]:
-    """One table a case."""
-    columns = ("engine", "step", "target", "drafter", "vocabulary", "checks", "overhead")
-    made = []
-    for case, group in groupby(steps(found), key=lambda step: step.case):
-        lines = []
-        for step in group:
-            parts = (step.target_ms, step.drafter_ms, step.vocabulary_ms, step.checks_ms, step.other_ms)
-            shares = (f"{part:.1f} ms, {part / step.total_ms:.1%}" for part in parts)
-            lines.append((step.engine, f"{step.total_ms:.1f} ms", *shares))
-        made.append(_table(f"{case}: where the time of our steps goes", columns, lines))
-    return made

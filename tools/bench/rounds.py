@@ -12,7 +12,6 @@ from deploy.reports.progress import View
 from deploy.run.quiet import Others
 from speculative.errors import ConfigError
 from tools.bench.engines import LeftOut, resolve
-from tools.bench.own_tools import ToolSpeed, compare_with_own_tools
 from tools.bench.plan import BenchCase, BenchPlan
 from tools.bench.process import EngineFailed, EngineProcess
 from tools.bench.workers.channel import BatchOfPrompts
@@ -48,13 +47,11 @@ class BenchSample:
 
 @dataclass(slots=True)
 class BenchResult:
-    """The results of a run. `steps` are the samples of the profiled runs, which count nowhere else."""
+    """The results of a run."""
 
     plan: BenchPlan
     provenance: dict[str, Any]
     samples: list[BenchSample] = field(default_factory=list)
-    steps: list[BenchSample] = field(default_factory=list)
-    own_tools: list[ToolSpeed] = field(default_factory=list)
     left_out: list[LeftOut] = field(default_factory=list)
     versions: dict[str, dict[str, str]] = field(default_factory=dict)
 
@@ -66,8 +63,6 @@ class BenchResult:
             "versions": self.versions,
             "left_out": [{"engine": one.name, "reason": one.reason} for one in self.left_out],
             "samples": [_sample_dict(sample) for sample in self.samples],
-            "steps": [_sample_dict(sample) for sample in self.steps],
-            "own_tools": [speed.as_dict() for speed in self.own_tools],
         }
 
 
@@ -103,11 +98,6 @@ def run_bench(plan: BenchPlan, provenance: dict[str, Any], view: View) -> BenchR
         try:
             for case in plan.cases():
                 run.case(case)
-            if plan.own_tools:
-                view.stage("comparing other engines with their own benchmark tools")
-                found.own_tools, missing = compare_with_own_tools(plan, launches, engines, folder)
-                for one in missing:
-                    _leave_out(found, one, view)
         except KeyboardInterrupt:
             view.say("interrupted; the report covers the measurements so far")
         found.provenance["others_meanwhile"] = others.cores()
@@ -138,12 +128,6 @@ class _Run:
                 reported = self._ask(name, case, ask)
                 if reported is not None and number >= 0:
                     self._found.samples.append(BenchSample(name, case, number, reported, ask.prompt_tokens))
-        if plan.profile:
-            for name in able:
-                ask = _ask(plan, case, plan.rounds, profile=True)
-                reported = self._ask(name, case, ask)
-                if reported is not None and "step" in reported:
-                    self._found.steps.append(BenchSample(name, case, plan.rounds, reported, ask.prompt_tokens))
 
     def _able(self, case: BenchCase) -> list[str]:
         able = []
@@ -169,14 +153,13 @@ class _Run:
             return None
 
 
-def _ask(plan: BenchPlan, case: BenchCase, number: int, *, profile: bool = False) -> BatchOfPrompts:
+def _ask(plan: BenchPlan, case: BenchCase, number: int) -> BatchOfPrompts:
     warm_up = number < 0
     return BatchOfPrompts(
         prompts=plan.round_prompts(case, max(number, 0)),
         max_tokens=min(plan.tokens, _WARM_UP_TOKENS) if warm_up else plan.tokens,
         temperature=case.temperature,
         seed=number + 1,
-        profile=profile,
     )
 
 

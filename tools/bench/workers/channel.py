@@ -18,7 +18,6 @@ from typing import Any, Protocol
 class BatchOfPrompts:
     """Answer these prompts at once, each with exactly `max_tokens` tokens, ends of text notwithstanding.
 
-    profile: tell where the time of a step goes as well, where the engine can.
     engine: which one of those that share the process is meant.
     """
 
@@ -26,7 +25,6 @@ class BatchOfPrompts:
     max_tokens: int
     temperature: float
     seed: int
-    profile: bool = False
     engine: str = ""
 
     @property

@@ -18,7 +18,6 @@ from speculative.request import Request, SamplingParams
 from speculative.warm_up import warm_up
 from speculative.weights import load_weights
 from tools.bench.workers.channel import BatchOfPrompts, Meter, serve
-from tools.bench.workers.profiling import Profile
 
 
 class Ours:
@@ -54,21 +53,14 @@ class Ours:
             request = Request(next(self._names), tuple(prompt), params, seed=ask.seed * len(ask.prompts) + stream)
             streams[request.request_id] = stream
             engine.add(request)
-        profile, waiting = None, set(streams)
         while engine.has_work:
-            if ask.profile and profile is None and not waiting:
-                profile = Profile(engine)
             deltas = engine.step()
             at = time.perf_counter()
             for delta in deltas:
                 if delta.error is not None:
                     raise EngineFault(delta.error)
-                waiting.discard(delta.request_id)
                 meter.emit(streams[delta.request_id], delta.token_ids, at)
-        sample = meter.sample() | _counts(engine)
-        if profile is not None:
-            sample["step"] = profile.end()
-        return sample
+        return meter.sample() | _counts(engine)
 
     def processes(self) -> list[int]:
         """This one."""
