@@ -97,6 +97,18 @@ def stages(folder: Path, *, rehearses: bool = False) -> tuple[Stage, ...]:
     bench: tuple[str, ...] = (*python, "tools.bench", "--model", model, "--kinds", "chat", "--noisy")
     bench += ("--streams", "1", "--tokens", "4", "--engines", "ours/off,ours/ngram") if rehearses else ("--gpu",)
 
+    served: tuple[str, ...] = (
+        *python,
+        "tools.bench",
+        "--model",
+        model,
+        "--noisy",
+        "--against",
+        "served/ours:port=8125",
+    )
+    served += ("--kinds", "1000-tokens", "--streams", "1", "--tokens", "2", "--measure", "whole", "--engines")
+    served += ("served/ours:port=8125,served/ours:watched=yes:port=8126,served/ours:topology=disaggregated:port=8127",)
+
     def page(figures: str, section: str) -> tuple[str, ...]:
         return (
             "--json",
@@ -133,6 +145,7 @@ def stages(folder: Path, *, rehearses: bool = False) -> tuple[Stage, ...]:
             (*needed, "model"),
         ),
         Stage("service", 300, (*python, "tools.gpu_day", str(folder), "--part", "serve"), (*needed, "model")),
+        Stage("bench-service", 300, (*served, *page("bench-service", "handoffs and the watch")), ("service",)),
         Stage(
             "head",
             480,
@@ -310,8 +323,8 @@ def main(
         raise click.ClickException(f"torch {torch.__version__} sees no CUDA device here; nothing was run.")
     chosen = [stage for stage in known if not only or stage.name in only]
     if importlib.util.find_spec("ray") is None:
-        chosen = [stage for stage in chosen if stage.name != "service"]
-        click.echo("service: left out, because Ray is not installed here")
+        chosen = [stage for stage in chosen if not stage.name.endswith("service")]
+        click.echo("service, bench-service: left out, because Ray is not installed here")
     device = "a CPU" if rehearse else torch.cuda.get_device_name()
     outcomes = run_day(chosen, folder, device, click.echo, again=again)
     if len(outcomes) < len(chosen) or not all(outcome.passed for outcome in outcomes):

@@ -8,11 +8,10 @@ import pytest
 from click.testing import CliRunner
 
 from tools.bench import __main__ as bench
-from tools.bench import handoff
 from tools.chaos import __main__ as chaos
 from tools.faults import __main__ as faults
 
-BENCH, HANDOFF, CHAOS, FAULTS = bench.main, handoff.main, chaos.main, faults.main
+BENCH, CHAOS, FAULTS = bench.main, chaos.main, faults.main
 
 
 def started(*_: object, **__: object) -> Never:
@@ -21,7 +20,7 @@ def started(*_: object, **__: object) -> Never:
 
 @pytest.fixture(autouse=True)
 def _no_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module, name in ((chaos, "served"), (handoff, "bench_on_ray"), (faults, "audit_mutants")):
+    for module, name in ((chaos, "served"), (faults, "audit_mutants")):
         monkeypatch.setattr(module, name, started)
     monkeypatch.setattr(faults, "audit_faults", started)
 
@@ -37,7 +36,6 @@ def test_a_number_beyond_use_is_refused(option: str) -> None:
     [
         (CHAOS, [], "--json"),
         (CHAOS, [], "--page"),
-        (HANDOFF, [], "--json"),
         (BENCH, ["--model", "/none"], "--json"),
         (BENCH, ["--model", "/none"], "--markdown"),
         (BENCH, ["--model", "/none"], "--plots"),

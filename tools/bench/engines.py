@@ -292,6 +292,7 @@ def _served(plan: BenchPlan, name: EngineName) -> Launch | LeftOut:
         return drafter
     engine = {key: value for key, value in _engine_settings(plan, drafter, options).items() if key != "num_threads"}
     settings |= {"engine": engine, "drafter": drafter, "topology": options.text("topology", "monolith")}
+    settings |= {"transport": options.text("transport", "plasma"), "watched": options.text("watched", "no") == "yes"}
     options.require_all_used()
     return Launch(name, f"{_WORKERS}.served", settings, threads, environment=proxy)
 
