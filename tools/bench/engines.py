@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from serve_app.backends.vllm_parts.checkpoint import plain_view
-from serve_app.config.serve_file import HA_PROXY
 from speculative.config import DrafterConfig, EngineConfig, drafter_kinds
 from speculative.errors import ConfigError
 from tools.bench.plan import BenchPlan, EngineName
@@ -299,6 +298,8 @@ def _served(plan: BenchPlan, name: EngineName) -> Launch | LeftOut:
 
 def _haproxy(port: int) -> dict[str, str]:
     """Ray's settings for HAProxy in front, as the chart has them; ports and files are each cluster's own."""
+    from serve_app.config.serve_file import HA_PROXY  # a machine with a GPU and little else has no pydantic
+
     folder = Path(tempfile.gettempdir(), f"truespec-bench-{port}")
     return {
         HA_PROXY: "1",
