@@ -39,7 +39,7 @@ class DrafterConfig:
 
     `none` drafts nothing. Drafters without weights, such as `ngram`, are those of `speculative.lookup`, where their
     options are declared. `draft_model` is a smaller model of the same vocabulary, `eagle3` a head over the hidden
-    states of three of the target's layers, `mtp` a module over its last one.
+    states of three of the target's layers, `mtp` a module in the target's checkpoint, which only vLLM runs.
 
     model: of a drafter that has weights: a folder, a catalogue name, or a hub id.
     sampled: False = such a drafter always drafts its likeliest token.

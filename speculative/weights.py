@@ -7,7 +7,7 @@ import torch
 
 from speculative.config import EngineConfig
 from speculative.drafting.draft_model import DecoderDraftModel
-from speculative.drafting.head_drafters import Eagle3DraftModel, MtpDraftModel
+from speculative.drafting.head_drafters import Eagle3DraftModel
 from speculative.drafting.neural_drafter import DraftModel
 from speculative.errors import ConfigError
 from speculative.kernels.chosen import choose_kernels
@@ -97,9 +97,9 @@ def _load_draft_model(
 ) -> DraftModel | None:
     if config.drafter.model is None:
         return None
+    if config.drafter.kind == "mtp":
+        raise ConfigError("drafter.kind mtp needs engine.kind: vllm; set that, or use eagle3.")
     found, dtype = resolve_model(drafter or config.drafter.model), getattr(torch, config.dtype)
     if config.drafter.kind == "eagle3":
         return Eagle3DraftModel.load(found, target, dtype=dtype, device=target.device)
-    if config.drafter.kind == "mtp":
-        return MtpDraftModel.load(found, target, dtype=dtype, device=target.device)
     return DecoderDraftModel.load(found, folder, target, longest_sequence(target.config, config), dtype=dtype)

@@ -42,7 +42,6 @@ ROOMS = {
         "engine",
         "warm_up",
         "compile_ahead",
-        "training",
     ),
     "serve_app": (
         "errors",
@@ -82,7 +81,7 @@ ROOMS = {
         "site",
         "release",
         "chart",
-        "training_prompts",
+        "train_head",
         "faults",
         "bench",
         "chaos",

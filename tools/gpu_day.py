@@ -7,8 +7,7 @@ The machine needs torch, Triton, transformers, numpy, safetensors, pytest and py
 elsewhere, fetches the model in parts, and prints the commands that carry them there.
 
 Each stage writes FOLDER/STAGE.log and, when it ends, FOLDER/STAGE.json. A stage that passed is not run again, so an
-interrupted day continues where it stopped; one that failed or ran out of time is repeated, and training continues from
-its checkpoint.
+interrupted day continues where it stopped; one that failed or ran out of time is repeated.
 """
 
 import contextlib
@@ -93,7 +92,7 @@ def stages(folder: Path, *, rehearses: bool = False) -> tuple[Stage, ...]:
     truespec = (*python, "deploy.cli.main")
     steps, shapes = (*python, "tools.gpu_steps"), ("tiny",) if rehearses else ("135m", "8b")
     head, model = folder / "head", str(folder / "tiny" / "target") if rehearses else _MODEL
-    train = (*truespec, "train-drafter", "--model", _MODEL, "--init-from", f"{_MODEL}-eagle3", "--resume")
+    train = (*python, "tools.train_head", "--model", _MODEL, "--init-from", f"{_MODEL}-eagle3")
     bench: tuple[str, ...] = (*python, "tools.bench", "--model", model, "--kinds", "chat", "--noisy")
     bench += ("--streams", "1", "--tokens", "4", "--engines", "ours/off,ours/ngram") if rehearses else ("--gpu",)
 
@@ -280,7 +279,7 @@ def _run(stage: Stage, folder: Path, device: str) -> StageResult:
 
 
 def _stop(process: "subprocess.Popen[bytes]") -> None:
-    """Interrupt like Ctrl-C, so that a training writes its checkpoint; then kill it with its children."""
+    """Interrupt like Ctrl-C; then kill it with its children."""
     os.killpg(process.pid, signal.SIGINT)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(timeout=_STOP_S)

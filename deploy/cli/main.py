@@ -16,7 +16,6 @@ _MODULES = {
     "dashboards": "dashboards",
     "verify": "receipts",
     "batch": "batch",
-    "train-drafter": "training",
     "watch": "watch",
 }
 """Module of `deploy.cli` that has the command, under its name with underscores."""

@@ -30,7 +30,6 @@ from speculative.model.config import ModelConfig, holds_fp8
 from speculative.model.eagle3 import Eagle3Config
 from speculative.model.head_checkpoint import read_held_out_rates
 from speculative.model.loading import checkpoint_files, choose_weights
-from speculative.model.mtp import MtpConfig
 from speculative.weights import longest_sequence
 
 _PLACE = "applications[0].args"
@@ -42,7 +41,6 @@ _MOST_SHARED = 4  # times the cores: beyond it a replica hardly progresses; belo
 _DRAFTERS: Mapping[str, Callable[[Path], Any]] = {
     "draft_model": ModelConfig.from_folder,
     "eagle3": Eagle3Config.from_folder,
-    "mtp": MtpConfig.from_folder,
 }
 
 

@@ -148,7 +148,7 @@ class VllmSection(Section):
 
 class _DrafterFields(Section):
     kind: str = "ngram"
-    """Kind of drafter; `none` turns speculation off."""
+    """Kind of drafter; `none` turns speculation off, `mtp` needs vLLM."""
     model: Source | None = None
     """Weights of the drafter (`draft_model`, `eagle3`, `mtp`): a folder, a catalogue name, or a hub id."""
     sampled: bool = True
@@ -589,6 +589,8 @@ class AppConfig(Section):
             )
         elif self.engine.kind != "vllm" and "vllm" in self.model_fields_set:
             yield FieldError("vllm", f"is set, but engine.kind is {self.engine.kind}; remove it or set kind to vllm.")
+        if self.engine.kind == "torch" and self.drafter.kind == "mtp":
+            yield FieldError("drafter.kind", "mtp needs engine.kind: vllm; set that, or use eagle3.")
         if self.engine.kind == "vllm" and self.drafter.tree:  # before a rule that would ask for another verifier
             yield FieldError(
                 "drafter.tree", "cannot be set for engine.kind vllm, which drafts no trees here. Remove it."

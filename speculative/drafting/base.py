@@ -65,8 +65,7 @@ def split_drafts(token_ids: Int64s, counts: Int64s) -> list[list[int]]:
 class Drafter(Protocol):
     """Guesses the next tokens of every sequence of a batch.
 
-    capture: the target's layers whose inputs it reads (the LM head counts as the layer after the last); () where it
-        reads none.
+    capture: the target's layers whose inputs it reads; () where it reads none.
     state_name: what its state in a handoff must have been made with; "none" where it has no state.
     """
 

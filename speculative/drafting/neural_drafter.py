@@ -37,8 +37,7 @@ class DraftModel(Protocol):
     """A model that drafts.
 
     name: what its state in a handoff must have been made with.
-    capture: the target's layers whose inputs it reads (the LM head counts as the layer after the last); () where it
-        reads none.
+    capture: the target's layers whose inputs it reads; () where it reads none.
     num_features: numbers a position.
     hidden_size: of what `run` returns.
     ids: [W] int64, the target's token of each of its logits; None = the target's vocabulary.

@@ -71,7 +71,7 @@ class Decoder(FusibleLayer):
 
         Returns:
             hidden [N, hidden_size], and features [N, len(capture) * hidden_size]: the hidden states that enter the
-            layers of `capture`, side by side; the LM head counts as the layer after the last.
+            layers of `capture`, side by side.
         """
         hidden = functional.embedding(input_ids, self.embedding).to(self.dtype)
         if self.fused is not None and isinstance(attend, StepAttention) and attend.native is not None:
@@ -79,8 +79,6 @@ class Decoder(FusibleLayer):
             hidden = self.norm(hidden)
         else:
             hidden, features = self._run_layers(hidden, positions, attend, capture)
-        if len(self.layers) in capture:
-            features.append(hidden)
         return hidden, torch.cat(features, dim=-1) if features else hidden[:, :0]
 
     def _run_layers(

@@ -21,7 +21,7 @@ from speculative.model.config import ModelConfig, flag
 from speculative.model.cpu.fused import FusedHead, HeadParts
 from speculative.model.cpu.packed import pack_head
 from speculative.model.decoder import Decoder
-from speculative.model.head_checkpoint import fill_slots, layer_json, read_tensors, rounded, write_head
+from speculative.model.head_checkpoint import fill_slots, read_tensors
 from speculative.model.layers import MLP, Attend, Attention, FusibleLayer, Linear, RMSNorm, Rotary, nan_parameter
 
 _ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
@@ -94,22 +94,6 @@ class Eagle3Config:
         longest = max(self.shape.max_position_embeddings, target.max_position_embeddings)
         shape = dataclasses.replace(self.shape, max_position_embeddings=longest)
         return dataclasses.replace(self, shape=shape, aux_layers=tuple(aux_layers))
-
-    def to_json(self) -> dict[str, Any]:
-        """The config.json that vLLM, SpecForge and `from_folder` read."""
-        return {
-            **layer_json(self.shape),
-            "architectures": [_ARCHITECTURES[0]],
-            "num_hidden_layers": 1,
-            "target_hidden_size": self.target_hidden_size,
-            "draft_vocab_size": self.draft_vocab_size,
-            "tie_word_embeddings": False,
-            "norm_before_residual": self.norm_before_residual,
-            "eagle_config": {
-                "eagle_aux_hidden_state_layer_ids": list(self.aux_layers or ()) or None,
-                "use_aux_hidden_state": True,
-            },
-        }
 
 
 def default_aux_layers(num_layers: int) -> tuple[int, int, int]:
@@ -267,19 +251,6 @@ def load_eagle3(
     fill_slots(folder, head.checkpoint_slots(), tensors)
     head.pack(dtype, target)
     return head.eval()
-
-
-def save_eagle3(head: Eagle3Head, folder: Path) -> None:
-    """Write the head as a folder that `load_eagle3`, vLLM and SpecForge read; bfloat16, whatever it was trained in.
-
-    Raises:
-        ValueError: the head was packed for serving on a CPU; save the one it was loaded from.
-    """
-    tensors = rounded(head)
-    draft_ids = head.draft_ids.cpu()
-    tensors["d2t"] = draft_ids - torch.arange(len(draft_ids))
-    tensors["t2d"] = torch.zeros(head.config.shape.vocab_size, dtype=torch.bool).scatter_(0, draft_ids, True)
-    write_head(folder, head.config.to_json(), tensors)
 
 
 def _refuse_unknown(folder: Path, config: Mapping[str, Any], layer: Mapping[str, Any]) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 from speculative.model.config import ModelConfig
 from speculative.model.eagle3 import Eagle3Config
 from speculative.model.loading import checkpoint_files
-from speculative.model.mtp import MtpConfig
 from speculative.model.quantized import QUANTIZED_FILE
 
 ROUNDED_FORMS = ("w4a8", "fp8")
@@ -27,9 +26,7 @@ def has_plain_values(form: str) -> bool:
     return form not in ROUNDED_FORMS
 
 
-def model_fingerprint(
-    folder: Path, config: Eagle3Config | MtpConfig | None = None, *, weights: str | None = None
-) -> str:
+def model_fingerprint(folder: Path, config: Eagle3Config | None = None, *, weights: str | None = None) -> str:
     """XXH3-128 (32 hex digits) of the configuration that matters and of every byte of the safetensors files.
 
     Kept beside the model, where its folder can be written, for as long as no file changes size or time. `config` is
@@ -54,7 +51,7 @@ def model_fingerprint(
     return fingerprint
 
 
-def _canonical(config: ModelConfig | Eagle3Config | MtpConfig) -> str:
+def _canonical(config: ModelConfig | Eagle3Config) -> str:
     return json.dumps(dataclasses.asdict(config), sort_keys=True)
 
 

@@ -36,16 +36,6 @@ def test_a_job_that_fails_is_reported_as_failed(head: RayHead) -> None:
     assert "no-such-model" in done.stdout + done.stderr
 
 
-def test_train_drafter(head: RayHead, model: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    small = ["--kind", "mtp", "--conversations", "40", "--steps", "4"]
-    done = head.submit("truespec", "train-drafter", "--model", str(model), "--out", str(out), *small)
-    assert done.returncode == 0, done.stdout + done.stderr
-    report = json.loads((out / "report.json").read_text())
-    assert report["final"]["step"] == 4
-    assert report["provenance"]["kind"] == "mtp"
-
-
 def test_batch_with_an_engine_of_its_own_twice(head: RayHead, model: Path, tmp_path: Path) -> None:
     """The second job finds nothing left of the first one's application, and what it wrote."""
     requests, answers = tmp_path / "in.jsonl", tmp_path / "out.jsonl"

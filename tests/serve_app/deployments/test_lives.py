@@ -220,7 +220,7 @@ def test_the_rooms_of_a_life_are_on_the_page(title: str, lives: Lives) -> None:
 def test_a_name_that_was_not_visited_and_another_order_are_found(lives: Lives) -> None:
     names = named(VERDICT)
     assert faults([*names, "serve_app/access/keys.py"], lives[VERDICT]) == ["serve_app/access/keys.py was not visited"]
-    assert faults([*names, "speculative/training/"], lives[VERDICT]) == ["speculative/training/ was not visited"]
+    assert faults([*names, "speculative/lookup/"], lives[VERDICT]) == ["speculative/lookup/ was not visited"]
     assert len(faults([names[1], names[0], *names[2:]], lives[VERDICT])) == 2
 
 

@@ -11,12 +11,10 @@ import torch
 from torch import Tensor
 
 from speculative.config import DrafterConfig
-from speculative.drafting.head_drafters import Eagle3DraftModel, MtpDraftModel
-from speculative.drafting.neural_drafter import DraftModel
+from speculative.drafting.head_drafters import Eagle3DraftModel
 from speculative.engine import EngineCore
 from speculative.model.decoder import Decoder
 from speculative.model.eagle3 import Eagle3Config, Eagle3Head
-from speculative.model.mtp import MtpConfig, MtpHead
 from speculative.selfcheck.monitor import SelfCheck
 from speculative.verification.base import VerifyInput, VerifyOutput
 from speculative.verification.token_wise import verify_token_wise
@@ -39,19 +37,18 @@ def decoder(distribution: Tensor) -> Decoder:
     return markov_decoder(distribution, num_layers=3)
 
 
-def draft_model(kind: str, decoder: Decoder) -> DraftModel:
-    """A head that drafts something, from a part of the vocabulary or from all of it."""
-    if kind == "mtp":
-        module = MtpHead(MtpConfig(decoder.config), decoder.embedding, dtype=torch.float32)
-        randomise(module)
-        return MtpDraftModel(module, decoder, "random")
-    config = Eagle3Config(decoder.config, draft_vocab_size=5, target_hidden_size=V).for_target(decoder.config)
-    head = Eagle3Head(config, torch.tensor([0, 2, 3, 5, 7]), decoder.embedding, dtype=torch.float32)
+PART, ALL = (0, 2, 3, 5, 7), tuple(range(V))
+
+
+def draft_model(drafted: tuple[int, ...], decoder: Decoder) -> Eagle3DraftModel:
+    """A head that drafts something, of these tokens."""
+    config = Eagle3Config(decoder.config, len(drafted), target_hidden_size=V).for_target(decoder.config)
+    head = Eagle3Head(config, torch.tensor(drafted), decoder.embedding, dtype=torch.float32)
     randomise(head)
     return Eagle3DraftModel(head, "random")
 
 
-def head_engine(kind: str, decoder: Decoder, verifier: str = "token_wise") -> EngineCore:
+def head_engine(drafted: tuple[int, ...], decoder: Decoder, verifier: str = "token_wise") -> EngineCore:
     config = settings(
         drafter=DrafterConfig(num_draft_tokens=3),
         verifier=verifier,
@@ -60,12 +57,12 @@ def head_engine(kind: str, decoder: Decoder, verifier: str = "token_wise") -> En
         kv_cache_tokens=8192,
         prefix_caching=False,
     )
-    return EngineCore(decoder, decoder.config, config, "markov", None, draft_model(kind, decoder))
+    return EngineCore(decoder, decoder.config, config, "markov", None, draft_model(drafted, decoder))
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
-def test_joint_distribution_with_drawn_drafts(decoder: Decoder, distribution: Tensor, kind: str) -> None:
-    engine = head_engine(kind, decoder)
+@pytest.mark.parametrize("drafted", [PART, ALL])
+def test_joint_distribution_with_drawn_drafts(decoder: Decoder, distribution: Tensor, drafted: tuple[int, ...]) -> None:
+    engine = head_engine(drafted, decoder)
     samples = sample(engine, (FIRST, FIRST), COUNT, LENGTH)
     assert worst_window(samples, distribution.double().numpy(), FIRST) < FIVE_SIGMA
     stats = engine.take_stats()
@@ -79,7 +76,7 @@ def test_the_method_sees_a_draft_that_was_not_verified(decoder: Decoder, distrib
             replace(step, accept_uniforms=torch.where(step.offsets == 0, 1e-300, step.accept_uniforms))
         )
 
-    engine = head_engine("mtp", decoder)
+    engine = head_engine(ALL, decoder)
     engine.sampler.verify, engine.self_check = first_unverified, SelfCheck(0.0)
     engine.checked_sampler.self_check = engine.self_check  # else the engine's own checks end the requests
     samples = sample(engine, (FIRST, FIRST), COUNT, LENGTH)

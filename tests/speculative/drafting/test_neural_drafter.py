@@ -33,7 +33,7 @@ from tests.support.engines import (
     take,
     tiny_engine,
 )
-from tests.support.tiny_heads import write_tiny_head, write_tiny_module
+from tests.support.tiny_heads import write_tiny_head
 from tests.support.tiny_models import write_tiny_model
 from tests.support.torch_operators import captured_on_a_cpu
 
@@ -57,23 +57,17 @@ def head(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def module(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_module(tmp_path_factory.mktemp("drafting") / "module", target)
-
-
-@pytest.fixture(scope="module")
 def stranger(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("drafting") / "stranger"
     return write_tiny_model(folder, vocab_size=VOCABULARY, seed=5, num_hidden_layers=1)
 
 
 @pytest.fixture(scope="module")
-def drafters(target: Path, stranger: Path, head: Path, module: Path) -> dict[str, DrafterConfig]:
+def drafters(target: Path, stranger: Path, head: Path) -> dict[str, DrafterConfig]:
     return {
         "same_model": draft_model(target),
         "draft_model": draft_model(stranger),
         "eagle3": drafter("eagle3", head),
-        "mtp": drafter("mtp", module),
     }
 
 
@@ -259,7 +253,7 @@ def test_rows_stay_true_through_a_handoff(target: Path, prefill_only_after: int,
     assert not decode.drafter._states  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("kind", ["draft_model", "eagle3", "mtp"])
+@pytest.mark.parametrize("kind", ["draft_model", "eagle3"])
 def test_accepted_length_after_a_handoff_is_the_colocated_one(
     target: Path, drafters: dict[str, DrafterConfig], kind: str
 ) -> None:
@@ -273,7 +267,7 @@ def test_accepted_length_after_a_handoff_is_the_colocated_one(
         assert apart[name].round_sizes == answer.round_sizes
 
 
-@pytest.mark.parametrize("kind", ["draft_model", "eagle3", "mtp"])
+@pytest.mark.parametrize("kind", ["draft_model", "eagle3"])
 def test_drafts_are_the_same_after_a_prefix_hit(target: Path, drafters: dict[str, DrafterConfig], kind: str) -> None:
     engine = tiny_engine(target, drafter=drafters[kind])
     first, second = (texts(engine, requests(REPRODUCIBLE)) for _ in range(2))
@@ -283,7 +277,7 @@ def test_drafts_are_the_same_after_a_prefix_hit(target: Path, drafters: dict[str
         assert answer.round_sizes == first[name].round_sizes
 
 
-@pytest.mark.parametrize("kind", ["draft_model", "eagle3", "mtp"])
+@pytest.mark.parametrize("kind", ["draft_model", "eagle3"])
 def test_preempted_requests_keep_the_text(target: Path, drafters: dict[str, DrafterConfig], kind: str) -> None:
     plain = texts(tiny_engine(target, drafter=NO_DRAFTS), requests(REPRODUCIBLE))
     engine = tiny_engine(target, drafter=drafters[kind], kv_cache_tokens=240, max_model_len=128)
@@ -358,7 +352,7 @@ def test_a_draft_model_of_too_few_positions_is_refused(target: Path, tmp_path: P
     )
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "mtp", "draft_model"])
+@pytest.mark.parametrize("kind", ["eagle3", "draft_model"])
 def test_a_request_that_fails_takes_nothing_from_one_that_shares_its_prefix(
     target: Path, drafters: dict[str, DrafterConfig], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,7 @@ import pytest
 from speculative.config import DrafterConfig
 from tests.support.engines import NGRAM, NO_DRAFTS
 from tests.support.graph_scenes import NUM_DRAFTS, VOCABULARY
-from tests.support.tiny_heads import write_tiny_head, write_tiny_module
+from tests.support.tiny_heads import write_tiny_head
 from tests.support.tiny_models import write_tiny_model
 from tests.support.triton_interpreter import poisoned_workspaces, strict_interpreter
 
@@ -50,5 +50,4 @@ def drafters(target: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
         "suffix": DrafterConfig(kind="suffix", num_draft_tokens=NUM_DRAFTS),
         "draft_model": with_model("draft_model", target),
         "eagle3": with_model("eagle3", write_tiny_head(folder / "head", target)),
-        "mtp": with_model("mtp", write_tiny_module(folder / "module", target)),
     }

@@ -128,7 +128,7 @@ class Counted:
         return self.function(*arguments)
 
 
-@pytest.mark.parametrize("name", ["none", "ngram", "draft_model", "eagle3", "mtp"])
+@pytest.mark.parametrize("name", ["none", "ngram", "draft_model", "eagle3"])
 def test_graphs_emit_what_the_plain_path_emits(
     target: Path, drafters: dict[str, DrafterConfig], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,7 +207,7 @@ def test_few_blocks_and_preemptions_change_nothing(target: Path, drafters: dict[
     assert graphed.take_stats().num_preemptions > 0
 
 
-@pytest.mark.parametrize("name", ["draft_model", "eagle3", "mtp"])
+@pytest.mark.parametrize("name", ["draft_model", "eagle3"])
 def test_a_handoff_between_rounds_is_the_one_of_the_plain_path(
     target: Path, drafters: dict[str, DrafterConfig], name: str
 ) -> None:
@@ -263,7 +263,7 @@ def test_a_capture_on_a_cpu_runs_the_function_once_and_a_replay_again() -> None:
     assert len(calls) == 2
 
 
-@pytest.mark.parametrize("name", ["none", "ngram", "draft_model", "eagle3", "mtp"])
+@pytest.mark.parametrize("name", ["none", "ngram", "draft_model", "eagle3"])
 def test_padding_alone_can_be_judged_in_every_bucket(
     target: Path, drafters: dict[str, DrafterConfig], name: str
 ) -> None:

@@ -48,8 +48,8 @@ from tests.support.pretended_cuda import PretendedCuda
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton is not installed: `pip install triton`"
 )
-ALL = ("none", "ngram", "suffix", "draft_model", "eagle3", "mtp")
-WITH_WEIGHTS = ("draft_model", "eagle3", "mtp")
+ALL = ("none", "ngram", "suffix", "draft_model", "eagle3")
+WITH_WEIGHTS = ("draft_model", "eagle3")
 SHORT, MIXED = ([dataclasses.replace(one, max_tokens=10) for one in many] for many in (PLAIN, ALL_WISHES))
 
 Load = Callable[..., EngineCore]
@@ -94,7 +94,7 @@ def test_every_drafter_with_plain_requests_and_with_all_others(
     assert_same(*on_both(scene, load, capture_beforehand=True))
 
 
-@pytest.mark.parametrize("name", ["none", "draft_model", "eagle3", "mtp"])
+@pytest.mark.parametrize("name", ["none", "draft_model", "eagle3"])
 def test_fp8_weights(
     load: Load, drafters: dict[str, DrafterConfig], name: str, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,8 +18,7 @@ from speculative.model.eagle3 import load_eagle3
 from speculative.model.fp8 import E4M3, Fp8Rows, quantize_rows
 from speculative.model.layers import Attention, LayerOps, RMSNorm, Rotary, TorchLayerOps, use_layer_ops
 from speculative.model.loading import load_decoder
-from speculative.model.mtp import load_mtp
-from tests.support.tiny_heads import write_tiny_head, write_tiny_module
+from tests.support.tiny_heads import write_tiny_head
 from tests.support.tiny_models import write_tiny_model
 from tests.support.torch_operators import TorchAttend
 from tests.support.triton_interpreter import nobodys
@@ -248,12 +247,10 @@ def test_a_whole_decoder(triton: LayerOps, tmp_path: Path, family: str, weights:
         assert torch.allclose(ours[:5], expected[:5], rtol=limit, atol=limit)
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
-def test_a_whole_head(triton: LayerOps, tmp_path: Path, kind: str) -> None:
+def test_a_whole_head(triton: LayerOps, tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "target", "smollm", num_hidden_layers=3)
     target = load_decoder(folder, dtype=torch.float32, device="cpu")
-    load, write = (load_eagle3, write_tiny_head) if kind == "eagle3" else (load_mtp, write_tiny_module)
-    head = load(write(tmp_path / "head", folder), target, dtype=torch.float32)
+    head = load_eagle3(write_tiny_head(tmp_path / "head", folder), target, dtype=torch.float32)
     hidden, found = drawn(6, target.config.hidden_size, dtype=torch.float32), []
     for ops in (triton, TORCH):
         use_layer_ops(head, ops)

@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 
 from speculative.config import DrafterConfig, EngineConfig
-from speculative.drafting.head_drafters import Eagle3DraftModel, MtpDraftModel
+from speculative.drafting.head_drafters import Eagle3DraftModel
 from speculative.drafting.neural_drafter import ModelDrafter
 from speculative.engine import EngineCore
 from speculative.errors import InvalidRequest
 from speculative.model.eagle3 import Eagle3Config, Eagle3Head
-from speculative.model.mtp import MtpConfig, MtpHead
 from speculative.request import Draw, Redrawn, ReplayedToken, Request, Round, SamplingParams, TokenKind
 from speculative.sampling.probs import SamplingRows, process
 from speculative.sampling.rng import Purpose, gumbel, uniforms
@@ -71,18 +70,14 @@ def sampled(requests: Iterator[Request], count: int = 16) -> list[Request]:
     return list(itertools.islice((one for one in requests if not one.params.greedy), count))
 
 
-def head_engine(kind: str, verifier: str) -> EngineCore:
+def head_engine(drafted: range, verifier: str) -> EngineCore:
     """A tiny decoder with random weights, for which a random head drafts; its cache is too small for all."""
     decoder = tiny_weights().decoder
     model = decoder.config
-    head: Eagle3Head | MtpHead
-    if kind == "mtp":
-        head = MtpHead(MtpConfig(model), decoder.embedding, dtype=torch.float32)
-    else:
-        config = Eagle3Config(model, draft_vocab_size=40, target_hidden_size=model.hidden_size, aux_layers=(0, 1, 2))
-        head = Eagle3Head(config, torch.arange(2, 42), decoder.embedding, dtype=torch.float32)
+    config = Eagle3Config(model, len(drafted), target_hidden_size=model.hidden_size, aux_layers=(0, 1))
+    head = Eagle3Head(config, torch.tensor(drafted), decoder.embedding, dtype=torch.float32)
     randomise(head)
-    draft_model = MtpDraftModel(head, decoder, "") if isinstance(head, MtpHead) else Eagle3DraftModel(head, "")
+    draft_model = Eagle3DraftModel(head, "")
     settings = EngineConfig(
         dtype="float32",
         device="cpu",
@@ -106,8 +101,8 @@ ENGINES: dict[str, Callable[[str], EngineCore]] = {
     "sampled drafts": lambda verifier: table_engine(NUM_TOKENS, verifier=verifier),
     "deterministic drafts": lambda verifier: table_engine(NUM_TOKENS, deterministic=True, verifier=verifier),
     "n-grams": lambda verifier: tiny_engine(verifier=verifier),
-    "a head": lambda verifier: head_engine("eagle3", verifier),
-    "a head over the whole vocabulary": lambda verifier: head_engine("mtp", verifier),
+    "a head": lambda verifier: head_engine(range(2, 42), verifier),
+    "a head over the whole vocabulary": lambda verifier: head_engine(range(64), verifier),
     "a drafter of its own": lambda verifier: tiny_engine(verifier=verifier, own_drafts=True),
     "preempted": lambda verifier: tiny_engine(verifier=verifier, own_drafts=True, kv_cache_tokens=256),
 }
@@ -163,7 +158,7 @@ def test_a_token_that_was_changed_by_hand_is_named(verifier: str, name: str) -> 
 
 def test_a_head_that_read_features_of_another_position_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its drafts are verified, so nothing but acceptance suffers, and the replay that has a sound one."""
-    sound, faulty = head_engine("eagle3", "token_wise"), head_engine("eagle3", "token_wise")
+    sound, faulty = head_engine(range(2, 42), "token_wise"), head_engine(range(2, 42), "token_wise")
     drafter = faulty.eager.drafter
     assert isinstance(drafter, ModelDrafter)
     fuse = drafter.model.fuse

@@ -1,6 +1,6 @@
-"""Prompts of the kinds people write, for `train-drafter --data FILE.jsonl`: `python -m tools.training_prompts`.
+"""Prompts of the kinds people write, to train a head on: `python -m tools.train_head.prompts OUT`.
 
-They are drawn from the templates in training_prompts.json. Their subjects are WordNet's nouns (Debian's package
+They are drawn from the templates in prompts.json. Their subjects are WordNet's nouns (Debian's package
 wordnet-base), the texts in them descriptions of the Debian packages that are installed, the code functions of Python's
 standard library. No subject is one of the bench's: those prompts stay unseen.
 """
@@ -11,14 +11,15 @@ import random
 import re
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
-from importlib import resources
 from pathlib import Path
 
 import click
 
+from deploy.exchange.prompts import read_texts as bench_prompts
+
 _WORDNET, _DPKG_STATUS = Path("/usr/share/wordnet"), Path("/var/lib/dpkg/status")
 _MORE_TURNS = 0.2  # chance of one more after each
-_TEMPLATES = json.loads((resources.files("tools") / "training_prompts.json").read_text(encoding="utf-8"))
+_TEMPLATES = json.loads((Path(__file__).with_name("prompts.json")).read_text(encoding="utf-8"))
 _PLACE = re.compile(r"\{(a )?([^{}]+)\}")
 _RANGE = re.compile(r"(\d+)-(\d+)")
 
@@ -105,23 +106,17 @@ def read_functions(folder: Path) -> list[str]:
 
 def asked_elsewhere() -> frozenset[str]:
     """The words of the bench's questions: none of them becomes a subject."""
-    prompts = json.loads((resources.files("deploy.exchange") / "prompts.json").read_text(encoding="utf-8"))
+    prompts = bench_prompts()
     return frozenset(re.findall(r"[a-z]+", " ".join(prompts["chat"] + prompts["code"]).lower()))
 
 
-@click.command()
+@click.command(context_settings={"show_default": True})
 @click.argument("out", type=click.Path(path_type=Path, dir_okay=False))
-@click.option("--count", type=click.IntRange(min=1), default=5000, show_default=True, help="Write this many.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Draw with this seed.")
-@click.option(
-    "--wordnet",
-    type=click.Path(path_type=Path, exists=True, file_okay=False),
-    default=_WORDNET,
-    show_default=True,
-    help="The folder of WordNet's data.noun and index.noun.",
-)
+@click.option("--count", default=5000, help="Write this many.")
+@click.option("--seed", default=0, help="Draw with this seed.")
+@click.option("--wordnet", type=click.Path(path_type=Path), default=_WORDNET, help="The folder of WordNet's nouns.")
 def main(out: Path, count: int, seed: int, wordnet: Path) -> None:
-    """Write prompts of the kinds people write to OUT, for `truespec train-drafter --data OUT`."""
+    """Write prompts of the kinds people write to OUT, for `python -m tools.train_head --data OUT`."""
     sources = read_nouns(wordnet, asked_elsewhere())
     sources["texts"] = read_texts(_DPKG_STATUS)
     sources["functions"] = read_functions(Path(sysconfig.get_path("stdlib")))

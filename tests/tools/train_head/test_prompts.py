@@ -9,12 +9,10 @@ import pytest
 from click.testing import CliRunner
 
 from deploy.exchange.prompts import KINDS
-from deploy.jobs.train_drafter import read_prompts
+from deploy.exchange.prompts import read_texts as bench_prompts
 from deploy.run.demo import QUESTION, TASKS
-from tools import training_prompts
-from tools.training_prompts import PromptWriter, asked_elsewhere, main, read_functions, read_nouns, read_texts
-
-BENCH = Path(training_prompts.__file__).parents[1] / "exchange" / "prompts.json"
+from tools.train_head import prompts
+from tools.train_head.prompts import PromptWriter, asked_elsewhere, main, read_functions, read_nouns, read_texts
 
 
 def entries(*lines: str) -> str:
@@ -24,7 +22,7 @@ def entries(*lines: str) -> str:
 @pytest.fixture
 def wordnet(tmp_path: Path) -> Path:
     """A noun of each category, two names, and three that are left out."""
-    categories = training_prompts._TEMPLATES["wordnet_categories"]
+    categories = prompts._TEMPLATES["wordnet_categories"]
     data = [f"{i:08d} {i + 3:02d} n 01 {name}ish 0 001 @ 0 n 0000 | a gloss" for i, name in enumerate(categories)]
     index = [f"{name}ish n 1 1 @ 1 1 {i:08d}" for i, name in enumerate(categories)]
     data += ["00000100 15 n 01 Lyon 0 001 @i 0 n 0000 | a city", "00000101 18 n 01 Ada 0 001 @i 0 n 0000 | a pioneer"]
@@ -59,7 +57,7 @@ def test_texts_and_functions_are_whole(tmp_path: Path) -> None:
 
 
 def test_nothing_that_is_measured_is_among_them(wordnet: Path) -> None:
-    bench = json.loads(BENCH.read_text(encoding="utf-8"))
+    bench = bench_prompts()
     unseen = [prompt for kind in KINDS for prompt in bench[kind]] + [QUESTION, *(task.prompt for task in TASKS)]
     kept = {gram for prompt in unseen for gram in grams(prompt)}
     sources = {**read_nouns(wordnet, asked_elsewhere()), "texts": ["A {text}."], "functions": ["def f(): return {}"]}
@@ -75,12 +73,13 @@ def test_a_seed_gives_a_file_that_the_trainer_reads(
 ) -> None:
     status = tmp_path / "status"
     status.write_text("Description: a\n " + "A tool for long texts. " * 10 + "\n")
-    monkeypatch.setattr(training_prompts, "_DPKG_STATUS", status)
+    monkeypatch.setattr(prompts, "_DPKG_STATUS", status)
     files = [tmp_path / f"{name}.jsonl" for name in "ab"]
     for file in files:
         result = CliRunner().invoke(main, [str(file), "--count", "200", "--wordnet", str(wordnet)])
         assert result.exit_code == 0, result.output
     assert files[0].read_bytes() == files[1].read_bytes()
-    prompts = read_prompts(files[0], lambda messages: [1])
-    assert len(prompts) == 200
-    assert {len(messages) for messages in prompts} > {1, 2}, "some conversations go on"
+    written = [json.loads(line)["messages"] for line in files[0].read_text().splitlines()]
+    assert len(written) == 200
+    assert {message["role"] for messages in written for message in messages} == {"user"}
+    assert {len(messages) for messages in written} > {1, 2}, "some conversations go on"

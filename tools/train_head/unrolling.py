@@ -5,76 +5,15 @@ to the rows of step 0 up to its own and to that row's earlier drafts, which is w
 arXiv 2503.01840, section 3). Tokens are the true ones throughout.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 from torch import Tensor
 
-from speculative.training.features import Features, causal_attention
-from speculative.training.heads import DraftHead
+from speculative.model.eagle3 import Eagle3Head
+from tools.train_head.batches import TrainingBatch, causal_attention
 
 
-@dataclass(frozen=True, slots=True)
-class TrainingBatch:
-    """Some conversations, packed: S tokens, of which A are targets (answer tokens after the first, but for the last).
-
-    lengths: rows of each conversation.
-    answer_starts: the first row of each that drafts.
-    token_ids: [S] int64.
-    inputs: [S, F], what the head reads of the target.
-    final: [A, target_hidden], from which the target's distribution follows.
-    log_z: [A] its normalizer.
-    next_ids: [A] int64, the tokens that were drawn from it.
-    depths: [A] int64, place of each target within its answer: how many rows can draft it.
-    temperatures: [A] float32, of the answer.
-    """
-
-    lengths: tuple[int, ...]
-    answer_starts: tuple[int, ...]
-    token_ids: Tensor
-    inputs: Tensor
-    final: Tensor
-    log_z: Tensor
-    next_ids: Tensor
-    depths: Tensor
-    temperatures: Tensor
-
-
-def make_batch(features: Features, which: Sequence[int], device: torch.device) -> TrainingBatch:
-    """Collect conversations; target i of an answer is drafted at step j by that answer's row i - j."""
-    conversations = features.conversations
-    starts = conversations.starts
-    spans = [
-        (int(starts[i]), int(starts[i] + conversations.lengths[i]), int(conversations.prompt_lengths[i])) for i in which
-    ]
-    targets = [range(start + prompt, stop - 1) for start, stop, prompt in spans]
-    rows = torch.cat([torch.arange(start, stop) for start, stop, _ in spans])
-    replayed_tokens = torch.cat([torch.arange(one.start, one.stop) for one in targets])
-    tokens = torch.from_numpy(conversations.token_ids)
-    temperatures = [
-        torch.full((len(one),), conversations.temperatures[i]) for i, one in zip(which, targets, strict=True)
-    ]
-    return TrainingBatch(
-        lengths=tuple(stop - start for start, stop, _ in spans),
-        answer_starts=tuple(prompt - 1 for _, _, prompt in spans),
-        token_ids=tokens[rows].long().to(device),
-        inputs=features.inputs[rows].to(device),
-        final=features.final[replayed_tokens].to(device),
-        log_z=features.log_z[replayed_tokens].to(device),
-        next_ids=tokens[replayed_tokens + 1].long().to(device),
-        depths=torch.cat([torch.arange(len(one)) for one in targets]).to(device),
-        temperatures=torch.cat(temperatures).to(device),
-    )
-
-
-def is_trainable(length: int, prompt_length: int) -> bool:
-    """Return whether a conversation has a target at all."""
-    return prompt_length >= 1 and length - prompt_length >= 2
-
-
-def drafted_hidden(head: DraftHead, batch: TrainingBatch, num_steps: int) -> Tensor:
+def drafted_hidden(head: Eagle3Head, batch: TrainingBatch, num_steps: int) -> Tensor:
     """Return what the head's final norm makes of each step's hidden states, aligned with the targets: [num_steps, A,
     hidden].
 
@@ -85,7 +24,7 @@ def drafted_hidden(head: DraftHead, batch: TrainingBatch, num_steps: int) -> Ten
     starts = np.cumsum([0, *batch.lengths])
     rows = torch.cat([torch.arange(s, s + n - 1, device=device) for s, n in zip(starts, batch.lengths, strict=False)])
     attend = _DraftAttention(batch)
-    fused = head.fuse(batch.inputs[rows].float()).float()  # autocast or not, it runs on in float32
+    fused = head.fuse(batch.features[rows].float()).float()  # autocast or not, it runs on in float32
     hidden = head(batch.token_ids[rows + 1], fused, local, attend)
     drafting = attend.drafting.to(device)  # rows of step 0 that later steps go on from
     hidden, rows, local = hidden[drafting], rows[drafting], local[drafting]

@@ -1,1 +1,0 @@
-"""Trains draft heads on what the target itself writes."""
