@@ -11,7 +11,6 @@ from dashboards.recordings import (
     DRAFT_TOKENS,
     FIRST_TOKEN_P95,
     FIRST_TOKENS,
-    HANDOFF_FAILURES,
     HANDOFFS,
     KEEP,
     KV_USAGE,
@@ -22,12 +21,10 @@ from dashboards.recordings import (
     RESPONSES,
     TME,
     TURNED_AWAY,
-    WAITING,
     model_sum,
-    recorded_share,
 )
 from dashboards.sanity import REPLAY_FAILURE_LIMIT, TME_LIMIT, UNTESTED_LIMIT
-from dashboards.serving import HANDOFF_FAILURE_LIMIT, NOT_OK, PREFILL_FAILURE_LIMIT
+from dashboards.serving import HANDOFF_FAILURE_LIMIT, NOT_OK
 from dashboards.speculation import BEYOND_CHANCE
 from serve_app.telemetry.metric_names import (
     BREAKER_STATES,
@@ -45,16 +42,77 @@ _OF_JOB = "{{ with $labels.job }} (job {{ . }}){{ end }}"
 _15M, _30M, _1H = (QueryScope("", window, KEEP) for window in ("15m", "30m", "1h"))
 _POOL = QueryScope("", "1h", (*KEEP, "pool"))
 _REPLICA = QueryScope("", "1h", (*KEEP, "pool", "replica"))
-_ROUTER = 'pool="router"'
-_ERROR, _FAILED = 'outcome="error"', 'result="failed"'
+_THRESHOLD, _MINIMUM = "$threshold", "$minimum"  # in an expression: what the chart's values may change
+
+
+def _told(label: str, value: str, expr: str) -> str:
+    """An expression whose series say in a label which part of an alert they are."""
+    return f'label_replace({expr}, "{label}", "{value}", "", "")'
+
+
+def _share(some: str, all_of_them: str, threshold: str = _THRESHOLD) -> str:
+    """A share beyond the threshold, of at least the minimum of events."""
+    return f"({some} / ({all_of_them} > 0) > {threshold} and {some} >= {_MINIMUM})"
+
+
+# Acceptance
+_EARLY, _LATE = 'since_handoff=~"0|1|2_3"', 'since_handoff="8_up"'
+_SINCE = "draft_tokens_since_handoff_total"
+_HALF = 0.5  # of what a head accepted in training, or accepts long after a handoff
+_ACCEPTANCE_LOW = " or ".join(
+    (
+        _told(
+            "than",
+            "in the last hours",
+            f"{ACCEPTANCE} < {_THRESHOLD} * avg_over_time({ACCEPTANCE}[6h] offset 30m) and {DRAFT_TOKENS} > {_MINIMUM}",
+        ),
+        _told(
+            "than",
+            "in training",
+            f"{queries.conditional_acceptance_by_position(_1H)} < "
+            f"{_HALF} * {queries.held_out_acceptance(_1H, 'position')} "
+            f"and {_1H.increase('draft_tokens_per_position_total', 'position')} > {_MINIMUM}",
+        ),
+        _told(
+            "than",
+            "long after handoffs",
+            f"{queries.acceptance_since_handoff(_1H, where=_EARLY)} < "
+            f"{_HALF} * {queries.acceptance_since_handoff(_1H, where=_LATE)} "
+            f"and {_1H.increase(_SINCE, where=_EARLY)} > {_MINIMUM} "
+            f"and {_1H.increase(_SINCE, where=_LATE)} > {_MINIMUM} "
+            # Drafters without weights draft better as a text grows.
+            f"and on ({', '.join(KEEP)}) "
+            + _1H.gauge("build_info", where='drafter=~"draft_model|eagle3|mtp"', how="count"),
+        ),
+    )
+)
+_ACCEPTANCE_UNEXPECTED = (
+    f"abs({ACCEPTANCE_Z}) > {BEYOND_CHANCE:g} and abs("
+    f"{_1H.increase('accepted_tokens_total')} / ({_1H.increase('expected_accepted_tokens_total')} > 0) - 1) > 0.01"
+)
+
+# Replays
+_NOT_REPLAYED, _ALL_REPLAYS = model_sum(f"{REPLAYS}{{{NOT_OK}}}"), model_sum(REPLAYS)
 _RECENT_FAILURES = _1H.gauge("recent_replay_failures", "answered_by")
-_SERVER_ERROR = 'code=~"5..",code!="503"'  # 503 is TruespecRequestsTurnedAway's
-_FAILED_PREFILLS = model_sum(f'{PREFILL_FAILURES}{{reason!="full"}}')  # a full pool is TruespecHandoffsFail's
+_WATCHED = "watched_requests_total"
+_WATCHED_SERIES = _1H.series(_WATCHED)  # of a referee, from its start on
+_LEFT_OUT, _SHOWN = 'result=~"dropped|failed"', 'result=~"captured|dropped|failed"'
+_CHOSEN = 'result=~"captured|dropped|failed|refused|too_large|broken_off"'  # to be watched
+_OF_WATCHED = "For a server that `truespec watch` watches: "
+
+# Requests and replicas
+_ERROR, _SERVER_ERROR = 'outcome="error"', 'code=~"5..",code!="503"'  # 503 is TruespecRequestsTurnedAway's
+_ROUTER = 'pool="router"'
+_HAS_ROUTER = _1H.gauge("replicas_wanted", how="max", where=_ROUTER) + " > 0"
+_LOST = (  # behind a router only its own: it resumes or fails what is lost elsewhere
+    f"({_15M.events('requests_interrupted_total', where=_ROUTER)} "
+    f"or {_15M.events('requests_interrupted_total')} unless {_HAS_ROUTER}) >= {_MINIMUM}"
+)
+_FAILED_PREFILLS = model_sum(f'{PREFILL_FAILURES}{{reason!="full"}}')  # a full pool's handoffs fail
+_PREFILLS = f"({_FAILED_PREFILLS} + ({model_sum(HANDOFFS)} or 0 * {_FAILED_PREFILLS}))"
+_FAILED_HANDOFFS = model_sum(f"{HANDOFFS}{{{NOT_OK}}}")
 _REQUESTS_SERIES = _1H.series("requests_total")
 _BUILD, _WANTED_SERIES = _1H.series("build_info"), _1H.series("replicas_wanted")  # of replicas, and of the controller
-_EARLY, _LATE = 'since_handoff=~"0|1|2_3"', 'since_handoff="8_up"'
-_WITH_WEIGHTS = 'drafter=~"draft_model|eagle3|mtp"'  # others draft better as a text grows
-_OPEN = BREAKER_STATES.index("open")
 _WANTED, _RUNNING = (_POOL.gauge(f"replicas_{which}", how="max") for which in ("wanted", "running"))
 _BY_POOL = f"max by ({', '.join(_POOL.keep)})"
 _RUNNING_SERIES = _POOL.series("replicas_running")
@@ -62,16 +120,11 @@ _LOADED = (  # a pool that is being installed loads its model: it has run within
     f"({_BY_POOL} (max_over_time({_RUNNING_SERIES}[1h])) > 0 "
     f"or {_BY_POOL} (present_over_time({_RUNNING_SERIES}[1h] offset 1h)))"
 )
-_WATCHED = "watched_requests_total"
-_PASSED, _UNREACHED, _READ = 'result="passed"', 'result="unreachable"', 'result="read"'
-_WATCHED_SERIES = _1H.series(_WATCHED)  # of a referee, from its start on
-_LEFT_OUT, _SHOWN = 'result=~"dropped|failed"', 'result=~"captured|dropped|failed"'
-_CHOSEN = 'result=~"captured|dropped|failed|refused|too_large|broken_off"'  # to be watched
 _EXPORTS = (_BUILD, _WANTED_SERIES, _WATCHED_SERIES)  # one of these has whatever exports anything
 _ANY = " or ".join(_EXPORTS)
 _ANY_LATELY = " or ".join(f"present_over_time({series}[6h])" for series in _EXPORTS)
 _NONE_LATELY = " and ".join(f"absent_over_time({series}[6h])" for series in _EXPORTS)
-_OF_WATCHED = "For a server that `truespec watch` watches: "
+
 # Ray's own, of the proxies before the replicas. They know no model; jobs and namespaces are the releases'.
 _RELEASE = ("job", "namespace")
 _OF_RELEASE = f"by ({', '.join(_RELEASE)})"
@@ -81,8 +134,9 @@ _BAD_GATEWAY = queries.events_of(f'{_PROXIED}{{status_code=~"5..",status_code!="
 _IS_RELEASE = f"and count {_OF_RELEASE} ({_WANTED_SERIES})"
 _HAPROXIES = "ray_serve_haproxy_process_count"  # on one node; 0 once its process is dead
 _PROXIES_GONE = f"count {_OF_RELEASE} (present_over_time({_HAPROXIES}[1h])) unless count {_OF_RELEASE} ({_HAPROXIES})"
-_HAS_ROUTER = _1H.gauge("replicas_wanted", how="max", where=_ROUTER) + " > 0"
-_THRESHOLD, _MINIMUM = "$threshold", "$minimum"  # in an expression: what the chart's values may change
+_PASSED, _READ = 'result="passed"', 'result="read"'
+_FAILED = 'result="failed"'
+_OPEN = BREAKER_STATES.index("open")
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +175,7 @@ class Alert:
             "expr": self.default_expr,
             "for": self.hold,
             "labels": {"severity": self.severity},
-            "annotations": {**self._annotations(), "runbook": f"{RUNBOOKS}#{self.name.lower()}"},
+            "annotations": {"summary": self._summary, "runbook": f"{RUNBOOKS}#{self.name.lower()}"},
         }
 
     def for_chart(self) -> dict[str, Any]:
@@ -133,107 +187,66 @@ class Alert:
             "for": self.hold,
             "severity": self.severity,
             **{name: value for name, value in limits.items() if value is not None},
-            "annotations": self._annotations(),
+            "annotations": {"summary": self._summary},
         }
 
-    def _annotations(self) -> dict[str, str]:
-        return {
-            "summary": self.summary.replace(_MODEL, _MODEL + _IN_NAMESPACE),
-            "description": f"{self.means} {self.do}",
-        }
+    @property
+    def _summary(self) -> str:
+        return self.summary.replace(_MODEL, _MODEL + _IN_NAMESPACE)
 
 
 ALERTS = (
     Alert(
-        "TruespecAcceptanceBelowItsRecentLevel",
-        f"{ACCEPTANCE} < {_THRESHOLD} * avg_over_time({ACCEPTANCE}[6h] offset 30m) and {DRAFT_TOKENS} > {_MINIMUM}",
+        "TruespecAcceptanceLow",
+        _ACCEPTANCE_LOW,
         "15m",
         "warning",
-        "Acceptance of {{ $labels.model_name }} fell to {{ $value | humanizePercentage }}, far below its level over "
-        "the last hours.",
-        "Fewer drafts are accepted than in the previous hours. Output stays correct, but is slower.",
-        "The acceptance page. If observed acceptance still matches expected, the traffic (prompts, temperature, "
-        "structured output) or the drafter changed. If only one position fell, look at the drafter's state; if only "
-        "one pool fell, at a release.",
-        "Compare with the last release and the traffic. Choose another drafter or `drafter.length: dynamic`. If "
-        "observed departs from expected, treat it as TruespecAcceptanceNotAsExpected.",
+        "Acceptance of {{ $labels.model_name }}{{ with $labels.position }} at position {{ . }}{{ end }} is "
+        "{{ $value | humanizePercentage }}, far below that {{ $labels.than }}.",
+        "Fewer drafts are accepted than in the hours before (the threshold's share of it), than training found of the "
+        "head on held-out answers, or right after handoffs than later on (half of it, both). Output stays correct, "
+        "but is slower.",
+        "The acceptance page. Observed departs from expected: treat it as TruespecSelfCheckAlarm. Low only after "
+        "handoffs: the drafter's keys and values are lost or wrong there. Low since a weight update: the head belongs "
+        "to other weights. Low throughout: the head gets wrong features, or the traffic is far from its training.",
+        "Roll back what changed last, bring both pools to one version and one drafter, and update a head with the "
+        "weights. If only the traffic changed, train the head on it, choose another drafter, or `drafter.length: "
+        "dynamic`.",
         commands=(
             shell.promql("model:truespec_acceptance:ratio_rate10m{}"),
             shell.promql("model_position:truespec_acceptance:ratio_rate10m{}"),
+            shell.promql("truespec_held_out_acceptance_ratio{}"),
+            shell.promql(
+                "sum by (since_handoff, weights) (increase(truespec_accepted_tokens_since_handoff_total{}[1h])) "
+                "/ sum by (since_handoff, weights) (increase(truespec_draft_tokens_since_handoff_total{}[1h]))"
+            ),
+            shell.VERSIONS,
             shell.HISTORY,
         ),
         threshold=0.7,
         minimum=1000,
     ),
     Alert(
-        "TruespecAcceptanceBelowHeldOut",
-        f"{queries.conditional_acceptance_by_position(_1H)} < "
-        f"{_THRESHOLD} * {queries.held_out_acceptance(_1H, 'position')} "
-        f"and {_1H.increase('draft_tokens_per_position_total', 'position')} > {_MINIMUM}",
-        "15m",
-        "warning",
-        "Acceptance of {{ $labels.model_name }} at position {{ $labels.position }} is "
-        "{{ $value | humanizePercentage }}, far below what training measured.",
-        "The draft head drafts far worse than on held-out answers. Output stays correct, but is slower.",
-        "The acceptance page. If acceptance is low only after handoffs, the drafter's keys and values are lost "
-        "there. If it is low since a weight update, the head belongs to other weights. If it is low throughout, the "
-        "head gets wrong features, or the traffic is far from its training (a temperature above 1, for example).",
-        "Roll back what changed, or update the head with the weights. If only the traffic differs, train the head "
-        "on it.",
-        commands=(
-            shell.promql("model_position:truespec_acceptance:ratio_rate10m{}"),
-            shell.promql("truespec_held_out_acceptance_ratio{}"),
-            shell.promql("sum by (weights) (increase(truespec_draft_tokens_since_handoff_total{}[1h]))"),
-            shell.HISTORY,
-        ),
-        threshold=0.5,
-        minimum=1000,
-    ),
-    Alert(
-        "TruespecAcceptanceLowAfterHandoffs",
-        f"{queries.acceptance_since_handoff(_1H, where=_EARLY)} < "
-        f"{_THRESHOLD} * {queries.acceptance_since_handoff(_1H, where=_LATE)} "
-        f"and {_1H.increase('draft_tokens_since_handoff_total', where=_EARLY)} > {_MINIMUM} "
-        f"and {_1H.increase('draft_tokens_since_handoff_total', where=_LATE)} > {_MINIMUM} "
-        f"and on ({', '.join(KEEP)}) {_1H.gauge('build_info', where=_WITH_WEIGHTS, how='count')}",
-        "15m",
-        "warning",
-        "Acceptance of {{ $labels.model_name }} right after handoffs is {{ $value | humanizePercentage }}, far below "
-        "that later on.",
-        "After each handoff the drafter starts without its keys and values, or with wrong ones. Output stays "
-        "correct, but is slower.",
-        "Acceptance by rounds since the handoff on the acceptance page; versions and drafters of both pools.",
-        "Bring both pools to one version and one drafter. Roll back the last release if it changed the handoff.",
-        commands=(
-            shell.promql(
-                "sum by (since_handoff) (rate(truespec_accepted_tokens_since_handoff_total{}[1h])) "
-                "/ sum by (since_handoff) (rate(truespec_draft_tokens_since_handoff_total{}[1h]))"
-            ),
-            shell.VERSIONS,
-        ),
-        threshold=0.5,
-        minimum=1000,
-    ),
-    Alert(
-        "TruespecAcceptanceNotAsExpected",
-        f"abs({ACCEPTANCE_Z}) > {_THRESHOLD} and abs("
-        f"{_1H.increase('accepted_tokens_total')} / ({_1H.increase('expected_accepted_tokens_total')} > 0) - 1) > 0.01",
-        "5m",
+        "TruespecSelfCheckAlarm",
+        _15M.events("selfcheck_alarms_total", "check")
+        + f" > 0 or {_told('check', 'acceptance', _ACCEPTANCE_UNEXPECTED)}",
+        "0m",
         "critical",
-        "Acceptance of {{ $labels.model_name }} departs from the verifier's own probabilities (z = {{ $value | "
-        "humanize }}).",
-        "The verifier accepts more or fewer drafts than its own probabilities predict. Verification is wrong, and "
-        "so is the distribution of the output.",
-        "The logprob sanity page: which self-check is beyond ±5, and since when. The acceptance page: which position.",
-        "Switch speculation off, keep the dumps, and roll back the last release. Mask answers from that window in "
-        "training data.",
+        "Self-check {{ $labels.check }} of {{ $labels.model_name }} raised an alarm.",
+        "A quantity whose mean is 0 in a correct sampler has another mean: the output does not follow the model's "
+        "distribution. A false alarm has a probability of 1e-6 per check over a replica's life. `acceptance`: over "
+        "the last hour, accepted drafts depart from the verifier's own probabilities.",
+        "The check that fired (docs/metrics.md lists what each covers), and since when. The acceptance page: which "
+        "position.",
+        "The breaker switches speculation off; for `acceptance` do it yourself. Leave it off, keep the dump, roll "
+        "back the last release, and mask answers from that window in training data.",
         commands=(
             shell.SPECULATION_OFF,
-            shell.promql("model_check:truespec_selfcheck:z_increase1h{}"),
             shell.REPLICAS,
+            shell.promql("model_check:truespec_selfcheck:z_increase1h{}"),
+            shell.logged("tripped|self-check"),
             shell.HISTORY,
         ),
-        threshold=BEYOND_CHANCE,
     ),
     Alert(
         "TruespecTmeHigh",
@@ -324,53 +337,21 @@ ALERTS = (
         ),
     ),
     Alert(
-        "TruespecLogprobViolations",
-        _15M.events("logprob_violations_total", "kind") + " > 0",
+        "TruespecRuleBroken",
+        " or ".join(_15M.events(f"{of}_violations_total", "kind") + " > 0" for of in ("selfcheck", "logprob")),
         "0m",
         "critical",
-        "Logprobs of {{ $labels.model_name }} broke the rule {{ $labels.kind }}.",
-        "A request was failed because its logprobs broke the contract (not finite, above 0, not sorted, one token "
-        "with two values). The answer was not delivered.",
-        "The replica's log names the request and the rule; docs/metrics.md explains the metric's kinds.",
-        "The engine or its memory is faulty. Keep the log. Remove the replica if only one is affected; roll back if "
-        "it started with a release.",
-        commands=(
-            shell.promql("sum by (pool, kind) (increase(truespec_logprob_violations_total{}[1h])) > 0"),
-            shell.logged("logprob"),
-            shell.PODS,
-        ),
-    ),
-    Alert(
-        "TruespecInvariantViolations",
-        _15M.events("selfcheck_violations_total", "kind") + " > 0",
-        "0m",
-        "critical",
-        "A step of {{ $labels.model_name }} broke the invariant {{ $labels.kind }}.",
-        "The engine broke one of its own rules within a step. The request was failed rather than answered wrongly.",
+        "A step of {{ $labels.model_name }} broke the rule {{ $labels.kind }}.",
+        "The engine broke one of its own rules within a step, or logprobs broke their contract (not finite, above 0, "
+        "not sorted, one token with two values). The request was failed; nothing wrong was delivered.",
         "The replica's log names the request; docs/metrics.md explains the kinds. not_finite on a single replica "
         "points to its GPU or memory.",
         "Remove the replica if only one is affected; roll back if it started with a release.",
         commands=(
             shell.promql("sum by (pool, kind) (increase(truespec_selfcheck_violations_total{}[1h])) > 0"),
-            shell.logged("invariant"),
+            shell.promql("sum by (pool, kind) (increase(truespec_logprob_violations_total{}[1h])) > 0"),
+            shell.logged("invariant|logprob"),
             shell.PODS,
-        ),
-    ),
-    Alert(
-        "TruespecSelfCheckAlarm",
-        _15M.events("selfcheck_alarms_total", "check") + " > 0",
-        "0m",
-        "critical",
-        "Self-check {{ $labels.check }} of {{ $labels.model_name }} raised an alarm.",
-        "A quantity whose mean is 0 in a correct sampler has another mean: the output does not follow the model's "
-        "distribution. A false alarm has a probability of 1e-6 per check over a replica's life.",
-        "The check that fired (docs/metrics.md lists what each covers), and whether expected acceptance moved with it.",
-        "The breaker switches speculation off. Leave it off, keep the dump, and find out what changed.",
-        commands=(
-            shell.REPLICAS,
-            shell.promql("model_check:truespec_selfcheck:z_increase1h{}"),
-            shell.logged("tripped|self-check"),
-            shell.HISTORY,
         ),
     ),
     Alert(
@@ -384,7 +365,10 @@ ALERTS = (
         "The logprob sanity page: rounds untested, and since when. Find the clients that send a constant seed.",
         "Ask clients to send no seed, or another one with each request. Rely on replays meanwhile.",
         commands=(
-            shell.promql("sum(rate(truespec_repeated_seeds_total{}[1h])) / sum(rate(truespec_requests_total{}[1h]))"),
+            shell.promql(
+                "sum(rate(truespec_selfcheck_untested_rounds_total{}[1h])) "
+                "/ sum(rate(truespec_selfcheck_rounds_total{}[1h]))"
+            ),
         ),
         threshold=UNTESTED_LIMIT,
         minimum=1000,
@@ -407,22 +391,39 @@ ALERTS = (
         ),
     ),
     Alert(
-        "TruespecReplaysFail",
-        f"{recorded_share(REPLAYS, NOT_OK)} > {_THRESHOLD} and {model_sum(REPLAYS)} >= {_MINIMUM}",
-        "15m",
+        "TruespecRefereeBehind",
+        " or ".join(
+            (
+                _told("what", "answers late", f"{_1H.gauge('replay_lag_seconds', how='max')} > {_THRESHOLD}"),
+                _told("what", "not all answers", _share(_NOT_REPLAYED, _ALL_REPLAYS, f"{REPLAY_FAILURE_LIMIT}")),
+                _told(
+                    "what",
+                    "not all it is sent",
+                    _share(_15M.events(_WATCHED, where=_LEFT_OUT), _15M.events(_WATCHED, where=_SHOWN), "0.2"),
+                ),
+            )
+        ),
+        "10m",
         "warning",
-        "{{ $value | humanizePercentage }} of the replays of {{ $labels.model_name }} did not complete.",
-        "The logprob check covers less than half of what it should, so wrong logprobs may go unnoticed.",
-        "Replays by result. Skipped: the queue is full. Failed: two attempts did not compute them.",
+        "The referee of {{ $labels.model_name }} checks {{ $labels.what }}.",
+        "A fault would be noticed late or not at all: the oldest answer has waited for its replay beyond the "
+        "threshold, half of the replays do not complete, or a fifth of what the proxies of `truespec watch` capture "
+        "is left out.",
+        "Replays by result, lag, and how busy the prefill pool is. Skipped: the queue is full. Failed: two attempts "
+        "did not compute them. Watched requests dropped: how busy the referee is; failed: it has another version than "
+        "the proxies, or something else answers at its URL.",
         f"Lower `replay.sample_rate`, or add prefill replicas. {_OF_WATCHED}lower the share of its proxies, or give "
         "the referee more cores, a GPU or replicas. The log of a referee that fails says why.",
         commands=(
+            shell.promql("truespec_replay_lag_seconds{}"),
             shell.promql("model_result:truespec_replays:increase15m{}"),
-            shell.promql("truespec_replay_queue_length{}"),
+            shell.promql("sum by (pool) (truespec_requests_waiting{})"),
+            shell.promql("sum by (result) (increase(truespec_watched_requests_total{}[15m])) > 0"),
+            shell.WATCH_COUNTS,
             shell.logged("replay of .* failed"),
             shell.watch_logged("referee", "replay of .* failed"),
         ),
-        threshold=REPLAY_FAILURE_LIMIT,
+        threshold=REPLAY_LAG_LIMIT_S,
         minimum=5,
     ),
     Alert(
@@ -436,7 +437,7 @@ ALERTS = (
         "Answers of this replica cannot be replayed, so nothing checks them, and the answers may be the reason.",
         "The controller's log: `replay of ... failed` names the replica that replayed, and its error. If the error "
         "is always the same, reproduce it with one of these requests. If all replicas are alike, see "
-        "TruespecReplaysFail.",
+        "TruespecRefereeBehind.",
         "Replace the replica if others' answers are replayed without errors. Treat its answers as unverified until "
         f"the cause is known. {_OF_WATCHED}see whether the referee has the server's longest length and vocabulary.",
         commands=(
@@ -450,48 +451,49 @@ ALERTS = (
         minimum=5,
     ),
     Alert(
+        "TruespecRefereeSilent",
+        f"({_30M.events('replays_requested_total')} >= {_MINIMUM} unless {_30M.events('replays_total')} > 0) "
+        f"or ({_1H.gauge('build_info', how='count')} unless {_1H.gauge('replay_lag_seconds', how='count')})",
+        "10m",
+        "critical",
+        "Nothing replays the answers of {{ $labels.model_name }}.",
+        "Answers are selected for a replay and none is replayed, or the controller, which has them replayed, "
+        "exports nothing. Wrong logprobs would go unnoticed.",
+        "Whether the controller runs, and what it logs; whether the prefill pool has replicas.",
+        "Kill what is stuck: Ray Serve replaces it. Treat answers as unverified until replays are back.",
+        commands=(
+            shell.promql("sum(increase(truespec_replays_requested_total{}[30m]))"),
+            shell.promql("sum by (result) (increase(truespec_replays_total{}[30m]))"),
+            shell.SERVE_STATUS,
+            shell.logged("referee|replay"),
+        ),
+        minimum=10,
+    ),
+    Alert(
         "TruespecHandoffsFail",
-        f"{HANDOFF_FAILURES} > {_THRESHOLD} and {model_sum(f'{HANDOFFS}{{{NOT_OK}}}')} >= {_MINIMUM}",
+        _told("what", "handoffs", _share(_FAILED_HANDOFFS, model_sum(HANDOFFS)))
+        + " or "
+        + _told("what", "prefills", _share(_FAILED_PREFILLS, _PREFILLS)),
         "5m",
         "warning",
-        "{{ $value | humanizePercentage }} of the handoffs of {{ $labels.model_name }} were refused or failed.",
-        "Decode replicas compute prompts themselves. Answers are correct, but slower.",
-        "The disaggregation page: refusals by reason, prefill replicas that restart, and versions and fingerprints "
-        "under Running versions.",
-        "Bring both pools to one version and one model. Replace prefill replicas that do not answer.",
+        "{{ $value | humanizePercentage }} of the {{ $labels.what }} of {{ $labels.model_name }} were refused or "
+        "failed.",
+        "Prefill replicas die, hang or fail on requests, or decode replicas cannot use what they send, and prompts are "
+        "computed again. Answers are correct, but their first token comes late, and the work is paid for twice.",
+        "The disaggregation page. Refusals: versions and fingerprints under Running versions. Failed prefills: "
+        "timeout means that the pool is too slow for its prompts or a replica hangs, died that replicas restart, "
+        "engine that one kind of request fails, which the replicas' logs name.",
+        "Bring both pools to one version and one model. timeout: add prefill replicas, limit prompts, or raise "
+        "`recovery.prefill_timeout_s`. died: see TruespecReplicasRestart. engine: follow the error in the log.",
         commands=(
+            shell.promql("model_result:truespec_handoffs:increase15m{}"),
             shell.promql("sum by (reason) (increase(truespec_handoff_refusals_total{}[15m])) > 0"),
-            shell.promql("sum by (reason) (increase(truespec_prefill_failures_total{}[15m])) > 0"),
+            shell.promql("model_reason:truespec_prefill_failures:increase15m{} > 0"),
+            shell.logged("prefill of .* failed"),
             shell.VERSIONS,
             shell.PODS,
         ),
         threshold=HANDOFF_FAILURE_LIMIT,
-        minimum=5,
-    ),
-    Alert(
-        "TruespecPrefillsFail",
-        f"{_FAILED_PREFILLS} / ({_FAILED_PREFILLS} + ({model_sum(HANDOFFS)} or 0 * {_FAILED_PREFILLS}) > 0) "
-        f"> {_THRESHOLD} and {_FAILED_PREFILLS} >= {_MINIMUM}",
-        "5m",
-        "warning",
-        "{{ $value | humanizePercentage }} of the prefills of {{ $labels.model_name }} failed and had to be computed "
-        "again.",
-        "Prefill replicas die, hang or fail on requests, and each such prompt is computed again. Answers are "
-        "correct, but their first token comes late, and the work is paid for twice.",
-        "The disaggregation page: failed prefills by reason. timeout: the prefill pool is too slow for its prompts, "
-        "or a replica hangs. died: replicas restart. engine: one kind of request fails, and the replicas' logs name "
-        "it.",
-        "timeout: add prefill replicas, limit prompts, or raise `recovery.prefill_timeout_s` if prompts rightly "
-        "take longer. died: see TruespecReplicasRestart. engine: follow the error in the log, and replace the "
-        "replica if only one is affected.",
-        commands=(
-            shell.promql("model_reason:truespec_prefill_failures:increase15m{} > 0"),
-            shell.promql("model_result:truespec_handoffs:increase15m{}"),
-            shell.promql("sum by (pool, replica) (truespec_requests_waiting{})"),
-            shell.logged("prefill of .* failed"),
-            shell.PODS,
-        ),
-        threshold=PREFILL_FAILURE_LIMIT,
         minimum=5,
     ),
     Alert(
@@ -516,36 +518,29 @@ ALERTS = (
         minimum=20,
     ),
     Alert(
-        "TruespecQueueGrows",
-        f"min_over_time({WAITING}[10m]) > 0 and delta({WAITING}[10m]) >= {_THRESHOLD}",
-        "5m",
-        "warning",
-        "Requests of {{ $labels.model_name }} queue up in pool {{ $labels.pool }}, and the queue grows.",
-        "More requests arrive than this pool finishes.",
-        "The disaggregation page: which pool waits, how full its KV cache is, and whether replicas are missing.",
-        "Add replicas of the pool, or KV memory if the cache is full. Otherwise requests will be refused.",
-        commands=(
-            shell.promql("sum by (pool, replica) (truespec_requests_waiting{})"),
-            shell.promql("max by (pool, replica) (truespec_kv_cache_usage_ratio{})"),
-            shell.PODS,
-        ),
-        threshold=4,
-    ),
-    Alert(
         "TruespecRequestErrors",
-        f"({recorded_share(REQUESTS, _ERROR)} > {_THRESHOLD} "
-        f"and {model_sum(f'{REQUESTS}{{{_ERROR}}}')} >= {_MINIMUM}) "
-        f"or ({recorded_share(RESPONSES, _SERVER_ERROR)} > {_THRESHOLD} "
-        f"and {model_sum(f'{RESPONSES}{{{_SERVER_ERROR}}}')} >= {_MINIMUM})",
+        " or ".join(
+            (
+                _share(model_sum(f"{REQUESTS}{{{_ERROR}}}"), model_sum(REQUESTS)),
+                _share(model_sum(f"{RESPONSES}{{{_SERVER_ERROR}}}"), model_sum(RESPONSES)),
+                f"({_share(_BAD_GATEWAY, _ALL_PROXIED)} {_IS_RELEASE})",
+            )
+        ),
         "5m",
         "warning",
-        "{{ $value | humanizePercentage }} of the requests of {{ $labels.model_name }} end in an error.",
-        "Requests fail in the engine, miss their deadline, or are answered with a 5xx other than 503.",
-        "The replicas' logs by request id; broken rules on the logprob sanity page; restarts of replicas.",
-        "Follow the error in the logs. Missed deadlines call for more replicas or a higher `limits.request_timeout_s`.",
+        f"{{{{ $value | humanizePercentage }}}} of the requests{{{{ with $labels.model_name }}}} of "
+        f"{{{{ . }}}}{{{{ end }}}}{_IN_NAMESPACE} end in an error.",
+        "Requests fail in the engine, miss their deadline, or are answered with a 5xx other than 503. Without a "
+        "model's name: Ray Serve's proxy counts these; if no other series fires, the replica behind it died or could "
+        "not be reached.",
+        "The replicas' logs by request id; broken rules on the logprob sanity page; restarts of replicas; HAProxy's "
+        "log.",
+        "Follow the error in the logs. Missed deadlines call for more replicas or a higher "
+        "`limits.request_timeout_s`. If the replicas are well, restart the pod whose proxy gives the errors.",
         commands=(
             shell.promql("model_code:truespec_http_responses:increase15m{}"),
             shell.promql("model_outcome:truespec_requests:increase15m{}"),
+            shell.promql("sum by (status_code, application) (increase(ray_serve_num_http_requests_total[15m])) > 0"),
             shell.logged(' failed|" 5[0-9][0-9]|error'),
             shell.DEAD_ACTORS,
         ),
@@ -553,44 +548,31 @@ ALERTS = (
         minimum=5,
     ),
     Alert(
-        "TruespecRequestsInterrupted",
-        f"({_15M.events('requests_interrupted_total', where=_ROUTER)} "
-        f"or {_15M.events('requests_interrupted_total')} unless {_HAS_ROUTER}) >= {_MINIMUM}",
+        "TruespecReplicasRestart",
+        _told("what", "replicas", f"{_POOL.events('replica_restarts_total')} >= {_THRESHOLD}")
+        + " or "
+        + _told("what", "requests", _LOST),
         "0m",
         "warning",
-        "{{ $value | humanize }} requests of {{ $labels.model_name }} were lost with their replica.",
-        "A replica died with requests. Their clients got an error without JSON from the proxy, or a stream that was "
-        "cut. No other metric of truespec counts them.",
-        "The cause of its death: out of memory (the pod's last state), a CUDA error or an engine fault (the "
-        "replica's log). With a router (`pools.router`) only the router's own death counts here; it resumes or "
-        "fails what is lost elsewhere, and counts that itself.",
-        "Do as for TruespecReplicasRestart. With `recovery.resume` a router continues such streams on another replica.",
+        "{{ $value | humanize }} {{ $labels.what }} of {{ $labels.model_name }}{{ with $labels.pool }} in pool "
+        "{{ . }}{{ end }} were lost.",
+        "Replicas die or fail their health check, and Ray Serve starts others. Clients of their requests got an error "
+        "without JSON from the proxy, or a stream that was cut, unless a router resumed it elsewhere. Requests: at "
+        "least the minimum in 15 minutes; replicas: at least the threshold in an hour.",
+        "The cause of their death: out of memory (the pod's last state), a CUDA error, an engine fault, or a "
+        "breaker that is out (the replica's log). If it is always one node, suspect its hardware.",
+        "Give replicas more memory or fewer sequences. Cordon a faulty node. Roll back if it began with a release. "
+        "With `recovery.resume` a router (`pools.router`) continues such streams on another replica.",
         commands=(
+            shell.promql("sum by (pool) (increase(truespec_replica_restarts_total{}[1h]))"),
             shell.promql("sum by (pool) (increase(truespec_requests_interrupted_total{}[15m]))"),
             shell.DEAD_ACTORS,
             shell.PODS,
-            shell.logged("CUDA|out of memory|EngineFault"),
-        ),
-        minimum=1,
-    ),
-    Alert(
-        "TruespecProxyErrors",
-        f"{_BAD_GATEWAY} / ({_ALL_PROXIED} > 0) > {_THRESHOLD} and {_BAD_GATEWAY} >= {_MINIMUM} {_IS_RELEASE}",
-        "5m",
-        "warning",
-        f"{{{{ $value | humanizePercentage }}}} of the requests{_IN_NAMESPACE}{_OF_JOB} come back from Ray Serve's "
-        "proxy as a 5xx.",
-        "Clients get a 5xx other than 503. If TruespecRequestErrors does not fire as well, it came from the proxy: "
-        "the replica behind it died or could not be reached.",
-        "Whether replicas die (TruespecRequestsInterrupted, TruespecReplicasRestart); HAProxy's log on the nodes.",
-        "Look after the replicas first. If they are well, restart the pod whose proxy gives the errors.",
-        commands=(
-            shell.promql("sum by (status_code, application) (increase(ray_serve_num_http_requests_total[15m])) > 0"),
+            shell.logged("CUDA|out of memory|EngineFault|tripped"),
             shell.SERVE_STATUS,
-            shell.DEAD_ACTORS,
         ),
-        threshold=0.01,
-        minimum=5,
+        threshold=3,
+        minimum=1,
     ),
     Alert(
         "TruespecProxyDown",
@@ -665,101 +647,31 @@ ALERTS = (
         threshold=0,
     ),
     Alert(
-        "TruespecReplicasRestart",
-        f"{_POOL.events('replica_restarts_total')} >= {_THRESHOLD}",
-        "0m",
-        "warning",
-        "Replicas of {{ $labels.model_name }} in pool {{ $labels.pool }} were replaced {{ $value | humanize }} times "
-        "within an hour.",
-        "Replicas die or fail their health check, and Ray Serve starts others. Streams that ran there broke off, or "
-        "were resumed on other replicas.",
-        "The cause of their death: out of memory (the pod's last state), a CUDA error, an engine fault, or a "
-        "breaker that is out (the replica's log). If it is always one node, suspect its hardware.",
-        "Give replicas more memory or fewer sequences. Cordon a faulty node. Roll back if it began with a release.",
-        commands=(
-            shell.DEAD_ACTORS,
-            shell.PODS,
-            shell.logged("CUDA|out of memory|EngineFault|tripped"),
-            shell.SERVE_STATUS,
-        ),
-        threshold=3,
-    ),
-    Alert(
         "TruespecKvCacheFull",
-        f"min_over_time({KV_USAGE}[5m]) > {_THRESHOLD}",
+        _told("what", "KV cache in use", f"min_over_time({KV_USAGE}[5m]) > {_THRESHOLD}")
+        + " or "
+        + _told("what", "preemptions a request", _share(_15M.events("preemptions_total"), model_sum(REQUESTS), "0.1")),
         "10m",
         "warning",
-        "The KV cache of {{ $labels.model_name }} is {{ $value | humanizePercentage }} full in pool "
-        "{{ $labels.pool }}.",
-        "A replica has no KV blocks left: drafts are cut, requests wait, and sequences are preempted.",
-        "KV cache in use on the latency page, of one replica or all; the lengths of prompts and answers.",
+        "{{ $labels.model_name }} lacks KV memory{{ with $labels.pool }} in pool {{ . }}{{ end }}: "
+        "{{ $value | humanizePercentage }} {{ $labels.what }}.",
+        "A replica has no KV blocks left: drafts are cut, requests wait, and sequences lose their keys and values and "
+        "are computed again. Answers are correct, but stall.",
+        "KV cache in use on the overview, of one replica or all; preemptions on the latency page; the lengths of "
+        "prompts.",
         "Add replicas of the pool, or limit prompts and answers (`limits.max_prompt_tokens`). Raise "
         "`engine.kv_cache_tokens` if the replica has memory left.",
         commands=(
             shell.promql("truespec_kv_cache_usage_ratio{}"),
-            shell.promql("sum by (pool) (rate(truespec_preemptions_total{}[15m]))"),
+            shell.promql("sum by (pool) (increase(truespec_preemptions_total{}[15m]))"),
             shell.promql("sum by (pool, replica) (truespec_requests_running{})"),
         ),
         threshold=KV_FULL,
-    ),
-    Alert(
-        "TruespecPreemptions",
-        f"{_15M.events('preemptions_total')} / ({model_sum(REQUESTS)} > 0) > {_THRESHOLD} "
-        f"and {_15M.events('preemptions_total')} >= {_MINIMUM}",
-        "10m",
-        "warning",
-        '{{ $value | printf "%.2f" }} preemptions for each request of {{ $labels.model_name }}.',
-        "Sequences lose their keys and values for want of blocks and are computed again. Answers are correct, but "
-        "stall, and the same tokens are paid for twice.",
-        "As for TruespecKvCacheFull.",
-        "As for TruespecKvCacheFull.",
-        commands=(
-            shell.promql("sum by (pool) (increase(truespec_preemptions_total{}[15m]))"),
-            shell.promql("max by (pool, replica) (truespec_kv_cache_usage_ratio{})"),
-        ),
-        threshold=0.1,
         minimum=10,
-    ),
-    Alert(
-        "TruespecRefereeSilent",
-        f"({_30M.events('replays_requested_total')} >= {_MINIMUM} unless {_30M.events('replays_total')} > 0) "
-        f"or ({_1H.gauge('build_info', how='count')} unless {_1H.gauge('replay_lag_seconds', how='count')})",
-        "10m",
-        "critical",
-        "Nothing replays the answers of {{ $labels.model_name }}.",
-        "Answers are selected for a replay and none is replayed, or the controller, which has them replayed, "
-        "exports nothing. Wrong logprobs would go unnoticed.",
-        "Whether the controller runs, and what it logs; whether the prefill pool has replicas.",
-        "Kill what is stuck: Ray Serve replaces it. Treat answers as unverified until replays are back.",
-        commands=(
-            shell.promql("sum(increase(truespec_replays_requested_total{}[30m]))"),
-            shell.promql("sum by (result) (increase(truespec_replays_total{}[30m]))"),
-            shell.SERVE_STATUS,
-            shell.logged("referee|replay"),
-        ),
-        minimum=10,
-    ),
-    Alert(
-        "TruespecRefereeBehind",
-        f"{_1H.gauge('replay_lag_seconds', how='max')} > {_THRESHOLD}",
-        "5m",
-        "warning",
-        "The oldest answer of {{ $labels.model_name }} has waited {{ $value | humanizeDuration }} for its replay.",
-        "The logprob check is late: a fault would be noticed that much later.",
-        "Replays waiting and running on the logprob sanity page; how busy the prefill pool is.",
-        f"Lower `replay.sample_rate`, or add prefill replicas. {_OF_WATCHED}lower the share of its proxies, or give "
-        "the referee more cores, a GPU or replicas.",
-        commands=(
-            shell.promql("truespec_replay_lag_seconds{}"),
-            shell.promql("truespec_replay_queue_length{}"),
-            shell.promql("sum by (pool) (truespec_requests_waiting{})"),
-        ),
-        threshold=REPLAY_LAG_LIMIT_S,
     ),
     Alert(
         "TruespecWatchedServerUnreachable",
-        f"{_15M.share(_WATCHED, _UNREACHED)} > {_THRESHOLD} "
-        f"and {_15M.events(_WATCHED, where=_UNREACHED)} >= {_MINIMUM}",
+        _share(_15M.events(_WATCHED, where='result="unreachable"'), _15M.events(_WATCHED)),
         "5m",
         "critical",
         "{{ $value | humanizePercentage }} of the requests for {{ $labels.model_name }} find no server behind the "
@@ -777,28 +689,6 @@ ALERTS = (
         ),
         threshold=0.05,
         minimum=5,
-    ),
-    Alert(
-        "TruespecWatchDrops",
-        f"{_15M.events(_WATCHED, where=_LEFT_OUT)} / ({_15M.events(_WATCHED, where=_SHOWN)} > 0) > {_THRESHOLD} "
-        f"and {_15M.events(_WATCHED, where=_LEFT_OUT)} >= {_MINIMUM}",
-        "15m",
-        "warning",
-        "{{ $value | humanizePercentage }} of what is to be watched of {{ $labels.model_name }} never reaches the "
-        "referee.",
-        "The proxy's queue is full because the referee takes in less than it is sent, or the referee refuses what "
-        "it is sent. The watched server is not slowed, but a fault would be noticed later.",
-        "Requests by result on the logprob sanity page. Dropped: see how busy the referee is, and how often it "
-        "restarts. Failed: proxy and referee have two versions, or something else answers at the referee's URL.",
-        "Lower the share of the proxies, or give the referee more cores, a GPU or replicas. Bring both to one version.",
-        commands=(
-            shell.promql("sum by (result) (increase(truespec_watched_requests_total{}[15m])) > 0"),
-            shell.WATCH_COUNTS,
-            shell.watch_logged("proxy", "referee"),
-            shell.PODS,
-        ),
-        threshold=0.2,
-        minimum=20,
     ),
     Alert(
         "TruespecWatchBlind",
@@ -823,24 +713,6 @@ ALERTS = (
         minimum=20,
     ),
     Alert(
-        "TruespecWatchSilent",
-        f"{_30M.events(_WATCHED)} == 0 and {model_sum(f'increase({_WATCHED_SERIES}[6h] offset 30m)')} > 0",
-        "5m",
-        "info",
-        "No proxy has reported a request to the referee of {{ $labels.model_name }} for half an hour.",
-        "A watched server that had traffic has none, or its traffic goes past the proxies, or they cannot reach the "
-        "referee, and nothing watches it.",
-        "Whether the proxies run and are ready, what they log about the referee, and where clients send their "
-        "requests.",
-        "Send a request through the proxy by hand. If the referee counts it, traffic has simply stopped. If not, "
-        "fix the way from the proxy to the referee (its URL, network policies).",
-        commands=(
-            shell.WATCH_COUNTS,
-            shell.watch_logged("proxy", "referee"),
-            shell.PODS,
-        ),
-    ),
-    Alert(
         "TruespecKeysStale",
         f"{_15M.events('key_file_reloads_total', where=_FAILED)} > 0",
         "0m",
@@ -856,17 +728,24 @@ ALERTS = (
     ),
     Alert(
         "TruespecNoTraffic",
-        f"{_30M.events('requests_total')} == 0 and {model_sum(f'increase({_REQUESTS_SERIES}[6h] offset 30m)')} > 0",
+        " or ".join(
+            f"({_30M.events(counter)} == 0 and {model_sum(f'increase({_1H.series(counter)}[6h] offset 30m)')} > 0)"
+            for counter in ("requests_total", _WATCHED)
+        ),
         "5m",
         "info",
         "No request for {{ $labels.model_name }} has finished for half an hour.",
-        "A model that had traffic has none: no requests are sent, or none get through.",
-        "The path to the service (gateway, proxy, DNS); requests that run and never finish.",
-        "Send a request by hand. If it is answered, traffic has simply stopped.",
+        "A model that had traffic has none: no requests are sent, or none get through. Of a watched server: or they "
+        "go past the proxies, or the proxies cannot reach the referee.",
+        "The path to the service (gateway, proxy, DNS); requests that run and never finish; what the proxies log.",
+        "Send a request by hand, to a watched server through its proxy. If it is answered and counted, traffic has "
+        "simply stopped.",
         commands=(
             'curl -sS -o /dev/null -w "%{http_code}\\n" "$HOST/healthz"',
             'curl -sS "$HOST/v1/models" | jq -c .',
             shell.SERVE_STATUS,
+            shell.WATCH_COUNTS,
+            shell.watch_logged("proxy", "referee"),
         ),
     ),
     Alert(

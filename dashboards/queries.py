@@ -164,10 +164,3 @@ def tme(scope: QueryScope, where: str = "") -> str:
 def replay_mean(scope: QueryScope, total: str, where: str = "") -> str:
     """A sum over replayed tokens, by token and stratum."""
     return scope.ratio(total, "replay_tokens_total", "stratum", over_where=where, under_where=where)
-
-
-def distribution_mean(scope: QueryScope, where: str = "") -> str:
-    """Mean of the calibration test's terms, by term and stratum; 0 where the output follows p."""
-    positive, negative = (scope.rate(f"replay_law_{sign}_total", "term", "stratum", where=where) for sign in _SIGNS)
-    terms = scope.rate("replay_law_terms_total", "stratum", where=where)
-    return f"({positive} - {negative}) / ignoring (term) group_left () ({terms} > 0)"

@@ -8,7 +8,6 @@ from typing import Any
 
 from dashboards import queries
 from dashboards.queries import QueryScope
-from dashboards.serving import NOT_OK
 from serve_app.telemetry.metric_names import NO_ROOM
 
 KEEP = ("job", "namespace", "model_name")
@@ -24,7 +23,6 @@ DRAFT_TOKENS = "model:truespec_draft_tokens:increase10m"
 FIRST_TOKEN_P95 = "model_pool:truespec_time_to_first_token_seconds:p95_rate5m"
 FIRST_TOKENS = "model_pool:truespec_time_to_first_token_seconds:increase5m"
 HANDOFFS = "model_result:truespec_handoffs:increase15m"
-HANDOFF_FAILURES = "model:truespec_handoff_failures:ratio_increase15m"
 KV_USAGE = "model_pool:truespec_kv_cache_usage:max"
 PREFILL_FAILURES = "model_reason:truespec_prefill_failures:increase15m"
 REPLAYS = "model_result:truespec_replays:increase15m"
@@ -33,7 +31,6 @@ REQUESTS = "model_outcome:truespec_requests:increase15m"
 RESPONSES = "model_code:truespec_http_responses:increase15m"
 TME = "model_stratum:truespec_tme:mean_rate1h"
 TURNED_AWAY = "model:truespec_turned_away:increase15m"
-WAITING = "model_pool:truespec_requests_waiting:sum"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +50,6 @@ def model_sum(series: str) -> str:
     return f"sum by ({', '.join(KEEP)}) ({series})"
 
 
-def recorded_share(name: str, where: str) -> str:
-    """The share of recorded events with the given labels, by release and model."""
-    some, all_of_them = model_sum(f"{name}{{{where}}}"), model_sum(name)
-    return f"({some} or 0 * {all_of_them}) / ({all_of_them} > 0)"
-
-
 RECORDINGS = (
     Recording(ACCEPTANCE, queries.acceptance(_10M)),
     Recording("model:truespec_expected_acceptance:ratio_rate10m", queries.expected_acceptance(_10M)),
@@ -74,11 +65,9 @@ RECORDINGS = (
     Recording("model_outcome:truespec_requests:rate5m", _5M.rate("requests_total", "outcome")),
     Recording(FIRST_TOKEN_P95, _POOL.quantile(0.95, "time_to_first_token_seconds")),
     Recording(FIRST_TOKENS, _POOL.increase("time_to_first_token_seconds", where='le="+Inf"')),
-    Recording(WAITING, _POOL.gauge("requests_waiting")),
     Recording(KV_USAGE, _POOL.gauge("kv_cache_usage_ratio", how="max")),
     Recording(HANDOFFS, _15M.events("handoffs_total", "result")),
     Recording(PREFILL_FAILURES, _15M.events("prefill_failures_total", "reason")),
-    Recording(HANDOFF_FAILURES, recorded_share(HANDOFFS, NOT_OK)),
     Recording(REPLAYS, _15M.events("replays_total", "result")),
     Recording(REQUESTS, _15M.events("requests_total", "outcome")),
     Recording(RESPONSES, _15M.events("http_responses_total", "code")),

@@ -1,7 +1,7 @@
 """The logprob sanity page: whether served logprobs are right and the output follows the model's distribution."""
 
 from dashboards.panels import PAGE, REPLICA, VISIBLE, Page, Panel, Query, Row, Stat, Steps
-from dashboards.queries import distribution_mean, replay_mean, selfcheck_z, tme, untested
+from dashboards.queries import replay_mean, selfcheck_z, tme, untested
 from dashboards.speculation import Z_STEPS
 from serve_app.telemetry.metric_names import BREAKER_STATES, REPLAY_LAG_LIMIT_S
 
@@ -81,54 +81,23 @@ _DRIFT_HEATMAP = Panel(
     kind="heatmap",
     minimum=None,
 )
-_DRIFT_OVER = Panel(
-    title="Share of tokens with large drift",
-    description="Replayed tokens whose logprob was off by more than 0.1, 1 and 5 nats. Rounding never exceeds 1 nat.",
-    unit="percentunit",
-    queries=(
-        Query(
-            f"{PAGE.events('replay_drift_over_total', 'nats', where=ALL)} / ignoring (nats) group_left () "
-            f"({PAGE.events('replay_tokens_total', where=ALL)} > 0)",
-            "over {{nats}} nats",
-        ),
-    ),
-)
-_IMPORTANCE = Panel(
-    title="Importance ratio",
-    description="Mean of exp(replayed - served); 1 when healthy. More than 1 % away from 1, importance sampling in "
-    "training is biased.",
-    queries=(Query(replay_mean(PAGE, "replay_importance_ratio_total", ALL), "importance ratio"),),
-    interval="5m",
-    decimals=4,
-    minimum=None,
-)
 _KL = Panel(
-    title="Generation KL and probability drift",
-    description="Means over replayed tokens. Generation KL is healthy below 0.001 nats; a mean probability difference "
-    "above 0.01 is an engine fault.",
-    queries=(
-        Query(replay_mean(PAGE, "replay_gen_kl_total", ALL), "generation KL, nats"),
-        Query(replay_mean(PAGE, "replay_probability_drift_total", ALL), "probability difference"),
-    ),
-    interval="5m",
-    minimum=None,
-)
-_CALIBRATION = Panel(
-    title="Distribution test",
-    description="Whether replayed tokens are as likely as under the model's distribution: p(y) minus its mean, and "
-    "surprisal minus its mean. Both are 0 up to rounding; away from 0 the text does not follow the model, even if its "
-    "logprobs are right.",
-    queries=(Query(distribution_mean(PAGE, ALL), "{{term}}"),),
+    title="Generation KL",
+    description="Mean over replayed tokens, in nats; healthy below 0.001. Above it, training is biased.",
+    queries=(Query(replay_mean(PAGE, "replay_gen_kl_total", ALL), "generation KL"),),
     interval="5m",
     minimum=None,
 )
 _REPLAYS = Panel(
     title="Replays",
     description="Replays of finished requests per second, by result. Skipped: the queue was full; lower the share or "
-    "add prefill replicas. Failed: two attempts did not compute them. Without replays, wrong logprobs go unnoticed.",
+    "add prefill replicas. Failed: two attempts did not compute them. Without replays of what is selected, wrong "
+    "logprobs go unnoticed.",
     unit="ops",
-    queries=(Query(PAGE.rate("replays_total", "result"), "{{result}}"),),
-    stacked=True,
+    queries=(
+        Query(PAGE.rate("replays_total", "result"), "{{result}}"),
+        Query(PAGE.rate("replays_requested_total"), "selected"),
+    ),
 )
 _INDEPENDENT = Panel(
     title="Independent replays",
@@ -167,13 +136,6 @@ _REPLAY_TOKENS = Panel(
     unit="ops",
     queries=(Query(PAGE.rate("replay_tokens_total", "stratum"), "{{stratum}}"),),
 )
-_QUEUE = Panel(
-    title="Replay queue",
-    description="Finished requests waiting to be replayed. While the queue is full, replays are skipped: lower the "
-    "share.",
-    queries=(Query(PAGE.gauge("replay_queue_length"), "waiting"),),
-    width=6,
-)
 _LAG = Panel(
     title="Replay lag",
     description="How long the oldest request that is not replayed yet has waited: how late a fault would be noticed. "
@@ -181,13 +143,6 @@ _LAG = Panel(
     unit="s",
     queries=(Query(PAGE.gauge("replay_lag_seconds", how="max"), "lag"),),
     steps=((None, "green"), (REPLAY_LAG_LIMIT_S, "red")),
-    width=6,
-)
-_SELECTED = Panel(
-    title="Requests selected for a replay",
-    description="Without any, nothing is checked: `replay.sample_rate` is 0, or there is no traffic.",
-    unit="reqps",
-    queries=(Query(PAGE.rate("replays_requested_total"), "selected"),),
     width=6,
 )
 _SELFCHECK_Z = Panel(
@@ -217,13 +172,6 @@ _UNTESTED = Panel(
     queries=(Query(untested(PAGE), "untested"),),
     steps=((None, "green"), (UNTESTED_LIMIT, "red")),
     maximum=1,
-)
-_REPEATED_SEEDS = Panel(
-    title="Requests with a repeated seed",
-    description="An earlier request had the same seed. Where it stood at the same positions, it had the same random "
-    "numbers.",
-    unit="reqps",
-    queries=(Query(PAGE.rate("repeated_seeds_total"), "repeated"),),
 )
 _ALARMS_BY_CHECK = Panel(
     title="Alarms by check",
@@ -255,13 +203,12 @@ _BREAKER_BY_REPLICA = Panel(
     maximum=3,
 )
 _TRIPS = Panel(
-    title="Trips, canaries and dumps",
-    description="Breaker trips by reason, canary trials of speculation by result, and dumps written for a post-mortem. "
+    title="Trips and canaries",
+    description="Breaker trips by reason, and canary trials of speculation by result. "
     "Failed canaries: the fault persists, and a second trip takes the replica out.",
     queries=(
         Query(PAGE.events("breaker_trips_total", "reason"), "trip: {{reason}}", sparse=True),
         Query(PAGE.events("canaries_total", "result"), "canary {{result}}", sparse=True),
-        Query(PAGE.events("dumps_total"), "dumps", sparse=True),
     ),
 )
 _VERDICTS = Panel(
@@ -280,24 +227,6 @@ _DISTRIBUTION = Panel(
     unit="ops",
     queries=(Query(PAGE.rate("replay_distributions_total", "distribution"), "{{distribution}}"),),
     stacked=True,
-)
-_ALTERNATIVES = Panel(
-    title="Logprobs of other tokens, compared",
-    description="Logprobs per second that replayed answers report of other tokens than the emitted ones. Left out: not "
-    "compared, since an answer had too many, or since the replay knows nothing of the token.",
-    unit="ops",
-    queries=(Query(PAGE.rate("replay_alternatives_total", "result"), "{{result}}"),),
-    stacked=True,
-)
-_DRAWS = Panel(
-    title="Draws that a replay does not repeat",
-    description="Share of the checked draws that are near an edge (rounding explains it) or wrong (nothing does: the "
-    "token is not the one that the request's seed demands, and its answer is suspect).",
-    unit="percentunit",
-    queries=tuple(
-        Query(PAGE.share("replay_draws_total", f'result="{result}"'), result, sparse=True)
-        for result in ("near", "wrong")
-    ),
 )
 _SPECULATION = Panel(
     title="Speculating replicas",
@@ -332,7 +261,7 @@ LOGPROB_SANITY = Page(
     description="Whether served logprobs are right and the output follows the model's distribution.",
     rows=(
         Row("At a glance", (TME, ALARMS, VIOLATIONS, BREAKER)),
-        Row("Replay", (_TME_BY_STRATUM, _DRIFT_QUANTILES, _DRIFT_HEATMAP, _DRIFT_OVER, _IMPORTANCE, _KL, _CALIBRATION)),
+        Row("Replay", (_TME_BY_STRATUM, _DRIFT_QUANTILES, _DRIFT_HEATMAP, _KL)),
         Row(
             "Replay volume",
             (
@@ -341,20 +270,16 @@ LOGPROB_SANITY = Page(
                 _CONTROLS,
                 _FAILED_REPLAYS,
                 _REPLAY_TOKENS,
-                _QUEUE,
                 _LAG,
-                _SELECTED,
                 _SPECULATION,
                 _VERDICTS,
                 _DISTRIBUTION,
-                _ALTERNATIVES,
-                _DRAWS,
             ),
             collapsed=True,
         ),
         Row(
             "Self-checks",
-            (_SELFCHECK_Z, _SELFCHECK_TERMS, _ALARMS_BY_CHECK, _VIOLATIONS_BY_KIND, _UNTESTED, _REPEATED_SEEDS),
+            (_SELFCHECK_Z, _SELFCHECK_TERMS, _ALARMS_BY_CHECK, _VIOLATIONS_BY_KIND, _UNTESTED),
         ),
         Row("Breaker", (_BREAKER_BY_REPLICA, _TRIPS)),
         Row("A watched server", (_WATCHED, _WATCHED_ANSWERS), collapsed=True),

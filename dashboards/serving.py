@@ -22,13 +22,6 @@ _WEIGHT_UPDATES = Panel(
     "reason is returned to the trainer and logged by the replica.",
     queries=(Query(PAGE.events("weight_updates_total", "pool", "result"), "{{pool}} {{result}}"),),
 )
-_WEIGHT_UPDATE_TIME = Panel(
-    title="Time for weight updates",
-    description="Share of time that replicas spend on new weights. Loading runs alongside requests; no request starts "
-    "during the switch, which is long if the update waits for running requests.",
-    unit="percentunit",
-    queries=(Query(PAGE.rate("weight_update_seconds_total", "pool", "phase"), "{{pool}} {{phase}}", sparse=True),),
-)
 
 _FIRING = Stat(
     title="Firing alerts",
@@ -116,17 +109,13 @@ _REPLICAS = Panel(
     ),
 )
 _RESTARTS = Panel(
-    title="Replicas replaced",
-    description="Replicas that died or failed their health check, and were replaced. Streams that ran there broke off, "
-    "or were resumed on another.",
-    queries=(Query(PAGE.events("replica_restarts_total", "pool"), "{{pool}}"),),
-    steps=EVENT_STEPS,
-)
-_INTERRUPTED = Panel(
-    title="Requests lost with a replica",
-    description="What a replica had, by its last report, when it died. Without a router that resumes them, clients got "
-    "an error or a stream that was cut.",
-    queries=(Query(PAGE.events("requests_interrupted_total", "pool"), "{{pool}}"),),
+    title="Replicas replaced, and requests lost with them",
+    description="Replicas that died or failed their health check, and what they had by their last report. Without a "
+    "router that resumes them, clients got an error or a stream that was cut.",
+    queries=(
+        Query(PAGE.events("replica_restarts_total", "pool"), "replicas {{pool}}"),
+        Query(PAGE.events("requests_interrupted_total", "pool"), "requests {{pool}}"),
+    ),
     steps=EVENT_STEPS,
 )
 _KERNELS = Panel(
@@ -137,12 +126,6 @@ _KERNELS = Panel(
     queries=(Query(REPLICA.gauge("kernels_active", "pool", "kernels", how="avg"), "{{pool}} {{kernels}}"),),
     steps=((None, "red"), (1, "green")),
     maximum=1,
-)
-_UNTESTED_ENGINES = Panel(
-    title="Replicas with an untested engine",
-    description="Replicas that run a version of vLLM whose faults have not been looked for, because "
-    "`vllm.allow_untested` is set. Watch the logprob sanity page closely.",
-    queries=(Query(REPLICA.gauge("untested_engine", "engine"), "{{engine}}", sparse=True),),
 )
 _KV_USAGE = Panel(
     title="KV cache in use",
@@ -171,13 +154,12 @@ _KEY_RELOADS = Panel(
 OVERVIEW = Page(
     uid="truespec-overview",
     title="truespec / Overview",
-    description="Correctness, speed, load and usage.",
+    description="Correctness, speed and load.",
     rows=(
         Row("Correctness", (ACCEPTANCE_RATE, TME, ALARMS, VIOLATIONS, BREAKER, _FIRING, ACCEPTED_LENGTH, _RUNS)),
         Row("Speed", (_TOKENS, _REQUESTS, _FIRST_TOKEN, _INTER_TOKEN, _RESPONSES)),
-        Row("Load", (_LOAD, _KV_USAGE, _REPLICAS, _RESTARTS, _INTERRUPTED, _KERNELS, _UNTESTED_ENGINES)),
-        Row("Usage", (_TURNED_AWAY, _KEY_RELOADS), collapsed=True),
-        Row("Weight updates", (_WEIGHT_UPDATES, _WEIGHT_UPDATE_TIME), collapsed=True),
+        Row("Load", (_LOAD, _KV_USAGE, _REPLICAS, _RESTARTS, _KERNELS)),
+        Row("Refusals, keys and weights", (_TURNED_AWAY, _KEY_RELOADS, _WEIGHT_UPDATES), collapsed=True),
     ),
 )
 
@@ -219,13 +201,6 @@ _HANDOFF_BYTES = Panel(
     "limit, the time to first token grows.",
     unit="Bps",
     queries=(Query(PAGE.rate("handoff_bytes_total"), "bytes"),),
-)
-_HANDOFF_SIZE = Panel(
-    title="Handoff size",
-    description="Mean bytes of a successful handoff. It follows prompt length; a jump without longer prompts is a "
-    "fault.",
-    unit="bytes",
-    queries=(Query(PAGE.ratio("handoff_bytes_total", "handoffs_total", under_where='result="ok"'), "mean"),),
 )
 _REFUSALS = Panel(
     title="Refusals by reason",
@@ -274,9 +249,9 @@ DISAGGREGATION = Page(
     title="truespec / Disaggregation",
     description="The handoff from prefill to decode, and the load of both pools. Empty in a monolith.",
     rows=(
-        Row("Handoff", (_HANDOFFS, _HANDOFF_FAILURES, _HANDOFF_TIME, _REFUSALS, _HANDOFF_BYTES, _HANDOFF_SIZE)),
+        Row("Handoff", (_HANDOFFS, _HANDOFF_FAILURES, _HANDOFF_TIME, _REFUSALS, _HANDOFF_BYTES)),
         Row("Recovery", (_PREFILL_FAILURES, _RESUMES)),
-        Row("Pools", (_POOL_QUEUE, _POOL_LOAD, _PROMPT_TOKENS, _TOKENS, _KV_USAGE)),
+        Row("Pools", (_POOL_QUEUE, _POOL_LOAD, _PROMPT_TOKENS)),
     ),
 )
 
@@ -290,33 +265,9 @@ _QUEUE_TIME = Panel(
 _DURATION = Panel(
     title="Whole requests",
     description="From arrival to the last token, of requests that ended with stop or length. It grows with the length "
-    "of answers; if it grows and they do not, see which part does.",
+    "of answers; if it grows and they do not, look at the time between tokens.",
     unit="s",
     queries=_quantiles("request_duration_seconds"),
-)
-_PARTS = Panel(
-    title="Parts of a request",
-    description="The 95th percentile of each part: waiting for the first step, then for the first token, then for the "
-    "last. The part that grows says what to add: replicas of prefill, or of decode.",
-    unit="s",
-    queries=tuple(Query(PAGE.quantile(0.95, f"{part}_time_seconds"), part) for part in ("queue", "prefill", "decode")),
-)
-_PER_TOKEN = Panel(
-    title="Time per output token",
-    description="Decode time of a request by its tokens after the first: the speed at which a client reads. It rises "
-    "with the load of the decode pool, and when acceptance falls.",
-    unit="s",
-    queries=_quantiles("time_per_output_token_seconds"),
-)
-_LENGTHS = Panel(
-    title="Lengths of prompts and answers",
-    description="Median and 95th percentile, tokens. Longer prompts need more of the prefill pool, longer answers more "
-    "of decode, and both more KV memory.",
-    queries=tuple(
-        Query(PAGE.quantile(q, f"request_{what}_tokens"), f"{what} p{100 * q:g}")
-        for what in ("prompt", "answer")
-        for q in (0.5, 0.95)
-    ),
 )
 _FIRST_TOKEN_HEATMAP = Panel(
     title="Distribution of the time to first token",
@@ -324,15 +275,6 @@ _FIRST_TOKEN_HEATMAP = Panel(
     "or not) or a slow replica.",
     unit="s",
     queries=(Query(PAGE.increase("time_to_first_token_seconds", "le"), "{{le}}"),),
-    kind="heatmap",
-    minimum=None,
-)
-_INTER_TOKEN_HEATMAP = Panel(
-    title="Distribution of the time between tokens",
-    description="Stream messages by time per token. A band far above the rest: decoding waits for prompts computed on "
-    "the same replica or for a slow drafter.",
-    unit="s",
-    queries=(Query(PAGE.increase("inter_token_latency_seconds", "le"), "{{le}}"),),
     kind="heatmap",
     minimum=None,
 )
@@ -351,23 +293,14 @@ _PREEMPTIONS = Panel(
     unit="ops",
     queries=(Query(PAGE.rate("preemptions_total", "pool"), "{{pool}}"),),
 )
-_BY_MODEL_P95 = Panel(
-    title="Time to first token by model",
-    description="The 95th percentile. If one model stands out, give it its own replicas; if all rise together, look at "
-    "the cluster.",
-    unit="s",
-    queries=(Query(PAGE.quantile(0.95, "time_to_first_token_seconds", "model_name"), "{{model_name}}"),),
-    steps=_FIRST_TOKEN_STEPS,
-)
 
 LATENCY = Page(
     uid="truespec-latency",
     title="truespec / Latency",
     description="How long clients wait, and why.",
     rows=(
-        Row("First token", (_FIRST_TOKEN, _QUEUE_TIME, _FIRST_TOKEN_HEATMAP, _BY_MODEL_P95)),
-        Row("Further tokens", (_INTER_TOKEN, _INTER_TOKEN_HEATMAP)),
-        Row("Whole requests", (_DURATION, _PARTS, _PER_TOKEN, _LENGTHS)),
-        Row("Causes of latency", (_PREFIX_CACHE, _PREEMPTIONS, _LOAD, _KV_USAGE)),
+        Row("First token", (_FIRST_TOKEN, _QUEUE_TIME, _FIRST_TOKEN_HEATMAP)),
+        Row("Further tokens", (_INTER_TOKEN, _DURATION)),
+        Row("Causes of latency", (_PREFIX_CACHE, _PREEMPTIONS)),
     ),
 )

@@ -198,7 +198,6 @@ class Computing:
     numerics: how far it rounds.
     logprobs_mode: which logprobs are returned.
     keeps_rounds: whether deltas come with the rounds that made them.
-    untested: name and version of an engine whose faults have not been looked for; "" = they are known.
     """
 
     kernels: str = ""
@@ -213,7 +212,6 @@ class Computing:
     numerics: Numerics = UNKNOWN_NUMERICS
     logprobs_mode: str = ""
     keeps_rounds: bool = False
-    untested: str = ""
 
 
 @dataclass(frozen=True, slots=True)

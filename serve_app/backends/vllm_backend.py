@@ -143,7 +143,7 @@ class VllmBackend:
         if not is_tested(version):
             _logger.warning(
                 "vLLM %s has not been tested for known faults (%s was): all workarounds stay on, every step is "
-                "checked, and truespec_untested_engine is 1.",
+                "checked.",
                 version,
                 TESTED,
             )
@@ -706,14 +706,12 @@ class VllmBackend:
             why += ", and what a seed gives depends on where its drafts end"
         version = installed_version()
         name = f"vllm {version} {self._settings.engine.dtype}"
-        untested = "" if is_tested(version) else f"vllm {version}"
         return Computing(
             unrepeatable=why,
             couples_seeds=False,
             name=name,
             device=self._device,
             numerics=self._numerics,
-            untested=untested,
         )
 
     @property

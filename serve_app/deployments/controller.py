@@ -69,7 +69,6 @@ class Controller:
             _dump_folder(config),
             config.replay.keep_verdicts,
             alarmed=counts.alarmed,
-            dumped=counts.dumped,
         )
         registry = ReplicaRegistry(book, counts)
         self._independent = IndependentChecks(

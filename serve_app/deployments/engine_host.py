@@ -250,8 +250,6 @@ class EngineHost:
         computing = self._computing
         if computing.kernels:
             runtime.metrics.gauge("truespec_kernels_active", not computing.kernels_off, kernels=computing.kernels)
-        if computing.untested:
-            runtime.metrics.gauge("truespec_untested_engine", 1, engine=computing.untested)
         checks = self.backend.self_checks()
         breaker_controller.inspect(stats, checks)
         breaker_controller.act()

@@ -1,6 +1,5 @@
 """Counts the referee's results in metrics: whoever runs the referee connects its callbacks to these."""
 
-import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 
@@ -8,22 +7,18 @@ from serve_app.backends.base import Replayed
 from serve_app.referee.answer import Answer
 from serve_app.referee.controls import CONTROL_CHANGES, CONTROL_RESULTS, ControlChange, ControlResult
 from serve_app.referee.detectors import Alarm, SeenToken, by_stratum, drifts_of
-from serve_app.referee.draws import DrawResult
 from serve_app.referee.drift import DriftSums
 from serve_app.referee.independent_checks import IndependentResult
 from serve_app.referee.judgement import Judgement, Judging
 from serve_app.referee.replay_checker import ReplayChecker, ReplayResult
 from serve_app.referee.replica_book import Case
-from serve_app.referee.strata import KNOWN_AFTERWARDS
 from serve_app.referee.verdicts import Checked, Distribution, Verdict
 from serve_app.telemetry.metric_names import (
-    DRIFT_THRESHOLDS_NATS,
     INDEPENDENT_RESULTS,
     MAX_ANSWERING,
     REPLAY_ALARMS,
 )
 from serve_app.telemetry.metrics import Metrics
-from speculative.stats import DRAW_CHECKS
 
 _MINUTES = 60  # that recent replays go back
 
@@ -82,19 +77,13 @@ class RefereeCounts:
             self._count_stratum(stratum, ())
             for alarm in REPLAY_ALARMS:
                 metrics.count("truespec_replay_alarms_total", 0, alarm=alarm, stratum=stratum)
-        for check in DRAW_CHECKS:
-            for result in DrawResult:
-                metrics.count("truespec_replay_draws_total", 0, check=check, result=result.value)
         for verdict in Verdict:
             metrics.count("truespec_verdicts_total", 0, verdict=verdict.value)
         for distribution in Distribution:
             metrics.count("truespec_replay_distributions_total", 0, distribution=distribution.value)
-        for what in ("compared", "left_out"):
-            metrics.count("truespec_replay_alternatives_total", 0, result=what)
-        metrics.count("truespec_dumps_total", 0)
 
     def counting(self, judge: Judging) -> Judging:
-        """A judge whose judgements are counted: drift, terms of the calibration test and draws, by stratum."""
+        """A judge whose judgements are counted: drift by stratum."""
 
         def counted(answer: Answer, replayed: Replayed) -> Judgement:
             judgement = judge(answer, replayed)
@@ -102,11 +91,6 @@ class RefereeCounts:
                 self._metrics.observe("truespec_replay_drift_nats", drift.nats)
             for stratum, tokens in by_stratum(judgement.compared).items():
                 self._count_stratum(stratum, tokens)
-            found = judgement.checked.alternatives
-            self._metrics.count("truespec_replay_alternatives_total", found.num_compared, result="compared")
-            self._metrics.count("truespec_replay_alternatives_total", found.num_left_out, result="left_out")
-            for check, result in judgement.draws:
-                self._metrics.count("truespec_replay_draws_total", check=check, result=result.value)
             return judgement
 
         return counted
@@ -129,13 +113,8 @@ class RefereeCounts:
         """A trip made so many answers suspect."""
         self._metrics.count("truespec_verdicts_total", num_suspect, verdict=Verdict.SUSPECT.value)
 
-    def dumped(self) -> None:
-        """A post-mortem was written."""
-        self._metrics.count("truespec_dumps_total")
-
     def set_gauges(self, checker: ReplayChecker) -> None:
-        """Set the gauges of a checker's queue and of its recent replays; call this about once a second."""
-        self._metrics.gauge("truespec_replay_queue_length", checker.num_waiting)
+        """Set the gauges of a checker's lag and of its recent replays; call this about once a second."""
         self._metrics.gauge("truespec_replay_lag_seconds", checker.lag_s)
         recent = self._recent.counts()
         for replica, (num, num_failed) in recent.items():
@@ -147,27 +126,11 @@ class RefereeCounts:
         self._exported = set(recent)
 
     def _count_stratum(self, stratum: str, tokens: Sequence[SeenToken]) -> None:
-        drifts = drifts_of(tokens)
-        sums = DriftSums(drifts)
+        sums = DriftSums(drifts_of(tokens))
         count = self._metrics.count
         count("truespec_replay_tokens_total", sums.num_tokens, stratum=stratum)
         count("truespec_replay_tme_excess_total", sums.sums["excess"], stratum=stratum)
         count("truespec_replay_gen_kl_total", sums.sums["gen_kl"], stratum=stratum)
-        count("truespec_replay_importance_ratio_total", sums.sums["ratio"], stratum=stratum)
-        count("truespec_replay_probability_drift_total", sums.sums["probability"], stratum=stratum)
-        for threshold in DRIFT_THRESHOLDS_NATS:
-            over = sum(drift.nats > threshold for drift in drifts)
-            count("truespec_replay_drift_over_total", over, nats=f"{threshold:g}", stratum=stratum)
-        if stratum in KNOWN_AFTERWARDS:
-            return
-        terms = [terms for token in tokens if (terms := token.distribution_terms) is not None]
-        count("truespec_replay_law_terms_total", len(terms), stratum=stratum)
-        for index, name in enumerate(("probability", "surprisal")):
-            values = [term[index] for term in terms]
-            positive = math.fsum(value for value in values if value > 0)
-            negative = math.fsum(-value for value in values if value < 0)
-            count("truespec_replay_law_positive_total", positive, term=name, stratum=stratum)
-            count("truespec_replay_law_negative_total", negative, term=name, stratum=stratum)
 
 
 def count_independent(metrics: Metrics) -> Callable[[IndependentResult], None]:

@@ -71,7 +71,7 @@ def _prefills(happened: Happened) -> Iterator[Trouble]:
     reasons = {name: count for name, count in happened.by_label["prefill_failures"].items() if count and name != _FULL}
     if reasons:
         text = f"{_plural(sum(reasons.values()), 'prefill')} failed {_SINCE} ({_listed(reasons)}) and had to be "
-        yield _trouble("prefills fail", "PrefillsFail", f"{text}computed again: those answers came late.")
+        yield _trouble("prefills fail", "HandoffsFail", f"{text}computed again: those answers came late.")
 
 
 def _handoffs(happened: Happened) -> Iterator[Trouble]:

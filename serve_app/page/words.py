@@ -68,14 +68,14 @@ _WORDS: dict[IncidentKind, _Words] = {
     "invariant": _Words(
         "Rule of the engine broken",
         INVARIANTS,
-        "TruespecInvariantViolations",
+        "TruespecRuleBroken",
         "Nothing wrong was delivered: requests failed, or did without the cache. One replica: its GPU or memory. "
         "All: roll back.",
     ),
     "logprobs": _Words(
         "Logprob contract broken",
         LOGPROB_RULES,
-        "TruespecLogprobViolations",
+        "TruespecRuleBroken",
         "These requests failed; nothing wrong was delivered. One replica: take it out. All: roll back.",
     ),
     "replay": _Words(

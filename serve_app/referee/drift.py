@@ -21,7 +21,6 @@ class TokenDrift:
     excess: float  # exp|g - t| - 1; TME - 1 is its mean
     ratio: float  # exp(t - g), the importance ratio; its mean is 1 where nothing is wrong
     gen_kl: float  # exp(t - g) - (t - g) - 1
-    probability: float  # |exp(g) - exp(t)|
 
     @classmethod
     def between(cls, served: float, replayed: float) -> "TokenDrift":
@@ -34,7 +33,6 @@ class TokenDrift:
             excess=math.expm1(abs(signed)),
             ratio=ratio,
             gen_kl=math.expm1(signed) - signed,
-            probability=abs(_probability(served) - _probability(replayed)),
         )
 
 
@@ -128,7 +126,3 @@ def request_drifted(drifts: Sequence[TokenDrift], tolerance: float, jump_nats: f
         return True
     jump = math.expm1(jump_nats)  # one of its tokens may be the one in a thousand
     return DriftSums(drifts).sums["excess"] > jump + _REQUEST_FACTOR * tolerance * len(drifts)
-
-
-def _probability(logprob: float) -> float:
-    return math.exp(min(logprob, 0.0)) if not math.isnan(logprob) else 0.0

@@ -95,7 +95,6 @@ class ReplicaBook:
         dumps: where a post-mortem is written.
         keep_verdicts: replies whose verdicts are kept.
         alarmed: called with each alarm, the replica that raised it and the answer that completed its evidence.
-        dumped: called for each dump that was written, in another thread.
         clock: unix seconds.
     """
 
@@ -106,13 +105,11 @@ class ReplicaBook:
         keep_verdicts: int = 10_000,
         *,
         alarmed: Callable[[Alarm, str, Case], None] = lambda alarm, replica, case: None,
-        dumped: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._tolerances = tolerances
         self._dumps = dumps or DumpFolder(None, 0, 0)
         self._alarmed = alarmed
-        self._dumped = dumped
         self._clock = clock
         self.verdicts = VerdictBook(keep_verdicts)
         self.incidents = IncidentLog(clock)
@@ -232,5 +229,4 @@ class ReplicaBook:
             asyncio.get_running_loop().run_in_executor(None, self._write, reason, content)
 
     def _write(self, reason: str, content: Callable[[], dict[str, Any]]) -> None:
-        if self._dumps.write(reason, content()) is not None:
-            self._dumped()
+        self._dumps.write(reason, content())

@@ -45,9 +45,6 @@ class _Watched:
     last_at: float
     outcome: str = "abort"  # unless it comes to an end of its own
     waiting: bool = True  # for its first token
-    first_at: float = 0.0
-    queue_s: float = 0.0
-    num_tokens: int = 0
 
     @property
     def replayed(self) -> bool:
@@ -72,7 +69,7 @@ class WeightAges:
         """Return one of `WEIGHT_AGES`; a version that was not seen before is the current one."""
         if version not in self._versions:
             self._versions.appendleft(version)
-        return WEIGHT_AGES[min(self._versions.index(version), len(WEIGHT_AGES) - 1)]
+        return list(WEIGHT_AGES)[min(self._versions.index(version), len(WEIGHT_AGES) - 1)]
 
 
 class ObservedSource:
@@ -246,11 +243,9 @@ class ObservedSource:
             if entry.waiting:
                 self._metrics.observe("truespec_time_to_first_token_seconds", elapsed)
                 self._metrics.observe("truespec_queue_time_seconds", delta.queue_s)
-                entry.first_at, entry.queue_s = now, delta.queue_s
             else:
                 self._metrics.observe("truespec_inter_token_latency_seconds", elapsed / len(delta.token_ids))
             entry.last_at, entry.waiting = now, False
-            entry.num_tokens += len(delta.token_ids)
         elif delta.finished:
             entry.last_at = now
         if entry.outcome == "abort" and delta.finish_reason not in (None, FinishReason.ABORT):
@@ -266,25 +261,11 @@ class ObservedSource:
         self._sums.flush()
         self._metrics.count("truespec_requests_total", outcome=entry.outcome)
         if entry.outcome in (FinishReason.STOP, FinishReason.LENGTH):
-            self._measure(entry)
+            self._metrics.observe("truespec_request_duration_seconds", entry.last_at - entry.began_at)
         self._records.end(entry.request.request_id)
         if entry.outcome not in (FinishReason.ERROR, "rejected") and entry.request.score_from is None:
             checked = entry.replayed or entry.record.broken_limit
             self._ended(entry.record, entry.record.answer() if checked else None)
-
-    def _measure(self, entry: _Watched) -> None:
-        """Record durations and lengths of a request that was served to its end."""
-        observe = self._metrics.observe
-        observe("truespec_request_duration_seconds", entry.last_at - entry.began_at)
-        observe("truespec_request_prompt_tokens", len(entry.request.prompt_token_ids))
-        observe("truespec_request_answer_tokens", entry.num_tokens)
-        if entry.waiting:
-            return
-        decode_s = entry.last_at - entry.first_at
-        observe("truespec_prefill_time_seconds", max(0.0, entry.first_at - entry.began_at - entry.queue_s))
-        observe("truespec_decode_time_seconds", decode_s)
-        if entry.num_tokens > 1:
-            observe("truespec_time_per_output_token_seconds", decode_s / (entry.num_tokens - 1))
 
 
 def _owner(request: Request) -> str:

@@ -1,16 +1,18 @@
-"""Every metric truespec exports, as data: dashboards, alerts and both exporters read this list and nothing else.
+"""Every metric truespec exports, as data: dashboards, alerts, docs and the exporter read this list and nothing else.
 
 Counters end in `_total` and count from 0 at the start of the process that keeps them. Compute means and shares
 from counters; use histograms for quantiles (Ray's agent only estimates a histogram's sum).
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
+
+from speculative.stats import CHECKS, INVARIANTS, LOGPROB_RULES
 
 PREFIX = "truespec_"
 COMMON_LABELS = ("model_name", "pool")
 REPLICA_LABEL = "replica"  # gauges carry it besides the common labels, since they do not add up
-DRIFT_THRESHOLDS_NATS = (0.1, 1.0, 5.0)
 BREAKER_STATES = ("closed", "canary", "open", "out")  # in the order of the gauge's values
 TRIP_REASONS = {  # and what each means
     "selfcheck": "a zero-mean check of the engine raised its alarm",
@@ -30,8 +32,19 @@ REFUSALS = {  # why a valid request is refused, and what each reason means
     "deadline": "the requests ahead would keep it waiting past its own deadline",
 }
 NO_ROOM = ("capacity", "load", "queued_tokens", "time_to_first_token", "deadline")  # a key's limits are its owner's
-WEIGHT_AGES = ("current", "previous", "older")
-INDEPENDENT_RESULTS = ("agrees", "disagrees", "skipped", "outdated", "unsupported", "failed")
+WEIGHT_AGES = {
+    "current": "drafted and verified with the newest weights that the replica has served",
+    "previous": "with those before the last update, which requests that were running may still use",
+    "older": "with weights before those",
+}
+INDEPENDENT_RESULTS = {
+    "agrees": "`transformers` finds what was served",
+    "disagrees": "it does not, though the engine's own replay did: the engine's model code or its weights are wrong",
+    "skipped": "not tried: others were waiting, or it has more than 4096 tokens",
+    "outdated": "not comparable: the weights have been changed since",
+    "unsupported": "`transformers` cannot have the weights that are served (the log says why)",
+    "failed": "not computed: its process died, or no replica could start it",
+}
 REPLAY_ALARMS = {  # what replays show to be wrong, and what each finding means
     "drift": "served logprobs differ from replayed ones",
     "probability": "tokens are more, or less, likely than tokens sampled from the model's distribution",
@@ -60,7 +73,10 @@ WATCHED_RESULTS = {  # what becomes of requests to a watched server, and of what
     "unreachable": "answered with 502 because the server could not be reached",
 }
 MAX_ANSWERING = 100  # replicas whose recent replays are exported
-READ_RESULTS = ("read", "unreadable")
+READ_RESULTS = {
+    "read": "with all that a replay needs",
+    "unreadable": "not to be computed again (the referee's report has the reasons)",
+}
 FIRST_TOKEN_LIMIT_S = 5.0  # p95; beyond it the status page and an alert say so, unless a limit of another length is set
 KV_FULL = 0.95  # share of a replica's blocks, likewise
 TURNED_AWAY_LIMIT = 0.05  # share of requests, likewise
@@ -69,41 +85,75 @@ REPLAY_LAG_LIMIT_S = 600.0  # likewise
 _REQUEST_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 _DURATION_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
-_TOKENS = tuple(float(2**power) for power in range(4, 18))
 _DRIFT_NATS = (1e-6, 1e-5, 1e-4, 1e-3, 0.01, 0.03, 0.1, 0.3, 1.0, 5.0, 10.0)
 
-_SERVED = ", of requests that ended with stop or length."
-
 Kind = Literal["counter", "gauge", "histogram"]
+Meaning = Mapping[str, str] | str
+"""What a label means: each value with its meaning; one text where the set of values is open."""
+
+_POOLS = {
+    "prefill": "computes prompts and replays; the referee's counts are reported here, too",
+    "decode": "decodes, and answers HTTP where there is no router",
+    "monolith": "both in one",
+    "router": "answers HTTP in front of replicas that may die",
+    "watched": "a server of any make, watched by `truespec watch`",
+}
+COMMON_MEANINGS: dict[str, Meaning] = {"model_name": "the name that clients use", "pool": _POOLS}
+_POSITION = "of the draft token in its round, 0 = first"
+_CHECK = "a self-check; truespec_selfcheck_alarms_total lists them"
+_STRATUM = "a kind of tokens; they overlap, so that the total is `all` and never the sum"
+_ANSWERED_BY = "Ray Serve's name of the replica; of a watched server the name in its header, or `server`"
+_SINCE_HANDOFF = {
+    "none": "computed where the prompt was",
+    "0": "the first round after the handoff",
+    "1": "the second",
+    "2_3": "the next two",
+    "4_7": "the next four",
+    "8_up": "all later rounds",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One metric of the catalogue. `labels` follow the common ones; `unit` is the unit of its values."""
+    """One metric of the catalogue. `unit` is the unit of its values.
+
+    meanings: of its labels besides the common ones.
+    """
 
     name: str
     kind: Kind
     unit: str
-    help: str
-    labels: tuple[str, ...] = ()
+    text: str
+    meanings: Mapping[str, Meaning] = field(default_factory=dict)
     buckets: tuple[float, ...] = ()  # upper bounds of a histogram, ascending and positive; +Inf is implied
+    labels: tuple[str, ...] = field(init=False)
+    label_names: tuple[str, ...] = field(init=False)  # the common labels and its own, in the order of kept values
+
+    def __post_init__(self) -> None:
+        """Derive the names of the labels."""
+        object.__setattr__(self, "labels", tuple(self.meanings))
+        object.__setattr__(self, "label_names", COMMON_LABELS + self.labels)
 
     @property
-    def label_names(self) -> tuple[str, ...]:
-        """The common labels and the metric's own, in the order in which values are kept."""
-        return COMMON_LABELS + self.labels
+    def help(self) -> str:
+        """The text that Prometheus shows: what is counted, and what its labels mean."""
+        return " ".join([self.text, *(f"{label}: {_listed(meaning)}." for label, meaning in self.meanings.items())])
 
 
-def _counter(name: str, unit: str, text: str, *labels: str) -> Metric:
+def _listed(meaning: Meaning) -> str:
+    return meaning if isinstance(meaning, str) else "; ".join(f"{value} = {text}" for value, text in meaning.items())
+
+
+def _counter(name: str, unit: str, text: str, **labels: Meaning) -> Metric:
     return Metric(PREFIX + name, "counter", unit, text, labels)
 
 
-def _gauge(name: str, unit: str, text: str, *labels: str) -> Metric:
+def _gauge(name: str, unit: str, text: str, **labels: Meaning) -> Metric:
     return Metric(PREFIX + name, "gauge", unit, text, labels)
 
 
 def _histogram(name: str, unit: str, text: str, buckets: tuple[float, ...]) -> Metric:
-    return Metric(PREFIX + name, "histogram", unit, text, (), buckets)
+    return Metric(PREFIX + name, "histogram", unit, text, {}, buckets)
 
 
 CATALOGUE: tuple[Metric, ...] = (
@@ -117,31 +167,29 @@ CATALOGUE: tuple[Metric, ...] = (
         "Tokens emitted: accepted drafts, and the recovered or bonus token of each round.",
     ),
     _counter("prompt_tokens_total", "tokens", "Prompt tokens computed, recomputation after preemption included."),
-    _counter("draft_tokens_per_position_total", "tokens", "Draft tokens proposed, by position, 0 = first.", "position"),
-    _counter(
-        "accepted_tokens_per_position_total", "tokens", "Draft tokens accepted, by position, 0 = first.", "position"
-    ),
+    _counter("draft_tokens_per_position_total", "tokens", "Draft tokens proposed.", position=_POSITION),
+    _counter("accepted_tokens_per_position_total", "tokens", "Draft tokens accepted.", position=_POSITION),
     _gauge(
         "held_out_acceptance_ratio",
         "ratio",
         "Share of a draft head's drafts at a position that training found accepted on held-out answers, given "
         "that all before it are accepted. Exported for heads that come with it.",
-        "position",
-        "sampling",
+        position=_POSITION,
+        sampling={"sampled": "temperature 1, without filters", "greedy": "temperature 0"},
     ),
     _counter(
         "draft_tokens_since_handoff_total",
         "tokens",
-        "Draft tokens proposed for clients' requests, by the rounds since the handoff and the age of the weights.",
-        "since_handoff",
-        "weights",
+        "Draft tokens proposed for clients' requests, by rounds since the handoff.",
+        since_handoff=_SINCE_HANDOFF,
+        weights=WEIGHT_AGES,
     ),
     _counter(
         "accepted_tokens_since_handoff_total",
         "tokens",
-        "Draft tokens accepted in clients' requests, by the rounds since the handoff and the age of the weights.",
-        "since_handoff",
-        "weights",
+        "Those of them that were accepted.",
+        since_handoff="as above",
+        weights="as above",
     ),
     _counter(
         "expected_accepted_tokens_total",
@@ -149,8 +197,18 @@ CATALOGUE: tuple[Metric, ...] = (
         "Sum of the verifier's own acceptance probabilities over the positions it reached. Accepted tokens must "
         "match it.",
     ),
-    _counter("draft_seconds_total", "seconds", "Time spent drafting."),
-    _counter("verify_seconds_total", "seconds", "Time spent in the target's forward pass and in verification."),
+    _counter(
+        "achievable_accepted_tokens_total",
+        "tokens",
+        "Sum of sum(min(p, q)) over the positions reached, with the q that drafts were sampled from: the most "
+        "that a verifier can accept that knows q.",
+    ),
+    _counter(
+        "step_seconds_total",
+        "seconds",
+        "Time of the engine's steps.",
+        phase={"draft": "drafting", "verify": "the target's forward pass and verification"},
+    ),
     _counter(
         "speculated_seconds_total",
         "seconds",
@@ -162,54 +220,91 @@ CATALOGUE: tuple[Metric, ...] = (
         "seconds",
         "The time that the tokens of these steps would have taken without drafts, estimated from timed steps.",
     ),
-    # Handoff
-    _counter("handoffs_total", "handoffs", "Handoffs from prefill to decode, by result.", "result"),
+    # Handoff and recovery
+    _counter(
+        "handoffs_total",
+        "handoffs",
+        "Handoffs from prefill to decode.",
+        result={
+            "ok": "accepted by the decode engine",
+            "refused": "not accepted; the decode engine computed the prompt",
+            "failed": "no prefill replica supplied one; the decode engine computed the prompt",
+        },
+    ),
     _counter("handoff_bytes_total", "bytes", "Bytes of computed-token state handed off."),
     _counter(
         "handoff_seconds_total",
         "seconds",
-        "Time spent on handoffs, by phase: prefill, export, pack, transfer, unpack, check, insert.",
-        "phase",
+        "Time spent on handoffs.",
+        phase={
+            "prefill": "from the request for a prefill to its answer, as the decode replica sees it",
+            "export": "copying keys and values out of the prefill engine's cache",
+            "pack": "preparing the handoff for its transport",
+            "transfer": "the call's way to the prefill replica, and the handoff's way back",
+            "unpack": "receiving it from its transport, on the decode replica",
+            "check": "verifying its checksum and manifest",
+            "insert": "copying keys and values into the decode engine's cache",
+        },
     ),
-    _counter("handoff_refusals_total", "handoffs", "Handoffs that the decode side refused, by reason.", "reason"),
-    # Recovery
+    _counter(
+        "handoff_refusals_total",
+        "handoffs",
+        "Handoffs that the decode side refused.",
+        reason={
+            "request": "it was computed for another prompt",
+            "manifest": "it was computed with another model, dtype, drafter or layout",
+            "version": "it was computed by a build that uses another wire format",
+            "damaged": "it was truncated or altered in transit, or contradicts itself",
+            "drafter": "the drafter's state is missing from it, or has another shape",
+            "lost": "vLLM could not read it through NIXL, or it was no longer there",
+        },
+    ),
     _counter(
         "prefill_failures_total",
         "prefills",
-        "Prefills that failed and were retried or computed by the decode replica, by reason.",
-        "reason",
+        "Prefills that failed and were retried or computed by the decode replica.",
+        reason={
+            "died": "the replica was lost, or could not be reached",
+            "timeout": "it took longer than `recovery.prefill_timeout_s` and twice its estimated time",
+            "full": "the pool accepts no more work",
+            "engine": "its engine failed on the request",
+        },
     ),
     _counter(
         "resumes_total",
         "requests",
-        "Requests whose decode replica was lost, by result.",
-        "result",
+        "Requests whose decode replica was lost.",
+        result={"resumed": "continues on another replica", "failed": "ended with an error"},
     ),
     # Requests
     _counter(
         "requests_total",
         "requests",
-        "Finished requests, by outcome.",
-        "outcome",
+        "Finished requests.",
+        outcome={
+            "stop": "ended with a stop token or a stop string",
+            "length": "reached its max_tokens, or the model's longest length",
+            "abort": "its client disconnected",
+            "error": "the engine or the service failed, or the deadline passed",
+            "rejected": "was not started: too much was in flight, or it asks for something that cannot be served",
+        },
     ),
-    _counter(
-        "refusals_total",
-        "requests",
-        "Valid requests that were refused, by reason.",
-        "reason",
-    ),
+    _counter("refusals_total", "requests", "Valid requests that were refused.", reason=REFUSALS),
     _counter(
         "http_responses_total",
         "responses",
-        "Responses under /v1 and /inference, by status code. A stream that breaks off later has begun with 200. "
-        "Replies of Ray Serve's proxy, for want of a replica, are not counted.",
-        "code",
+        "Responses under /v1 and /inference. A stream that breaks off later has begun with 200. Replies of Ray "
+        "Serve's proxy, for want of a replica, are not counted.",
+        code="the HTTP status; 499 if the client left before its answer began",
     ),
     _counter(
         "key_file_reloads_total",
         "reloads",
-        "Reloads of a changed API key file, by result.",
-        "result",
+        "Reloads of a changed API key file.",
+        result={
+            "ok": "the new keys are in effect",
+            "failed": "the file is invalid: the old keys stay in effect",
+        },
     ),
     _gauge("requests_running", "requests", "Client requests being computed."),
     _gauge("requests_waiting", "requests", "Client requests waiting for room in the engine."),
@@ -219,22 +314,12 @@ CATALOGUE: tuple[Metric, ...] = (
         "inter_token_latency_seconds", "seconds", "Between two messages of a stream, per token of the later.", _TOKEN_S
     ),
     _histogram("queue_time_seconds", "seconds", "From a request's arrival to its first step.", _REQUEST_S),
-    # One with n choices counts n times
-    _histogram(
-        "request_duration_seconds", "seconds", f"From a request's arrival to its last token{_SERVED}", _DURATION_S
-    ),
-    _histogram(
-        "prefill_time_seconds", "seconds", f"From a request's first step to its first token{_SERVED}", _REQUEST_S
-    ),
-    _histogram("decode_time_seconds", "seconds", f"From a request's first token to its last{_SERVED}", _DURATION_S),
-    _histogram(
-        "time_per_output_token_seconds",
+    _histogram(  # a request with n choices counts n times
+        "request_duration_seconds",
         "seconds",
-        f"Decode time divided by the number of tokens after the first{_SERVED}",
-        _TOKEN_S,
+        "From a request's arrival to its last token, of requests that ended with stop or length.",
+        _DURATION_S,
     ),
-    _histogram("request_prompt_tokens", "tokens", f"Tokens of the prompt{_SERVED}", _TOKENS),
-    _histogram("request_answer_tokens", "tokens", f"Tokens generated{_SERVED}", _TOKENS),
     # KV cache
     _gauge("kv_cache_usage_ratio", "ratio", "Share of the KV blocks that sequences hold, 0 to 1."),
     _counter("prefix_cache_queries_total", "tokens", "Prompt tokens looked up in the prefix cache."),
@@ -242,38 +327,27 @@ CATALOGUE: tuple[Metric, ...] = (
     _counter("preemptions_total", "preemptions", "Sequences that lost their KV and were recomputed."),
     # Self-checks of the engine
     _counter(
-        "achievable_accepted_tokens_total",
-        "tokens",
-        "Sum of sum(min(p, q)) over the positions reached, with the q that drafts were sampled from: the most "
-        "that a verifier can accept that knows q.",
+        "selfcheck_alarms_total",
+        "alarms",
+        "Alarms of the engine's self-checks, whose terms have mean 0 as long as it samples from the distributions "
+        "it claims to. A healthy engine raises none.",
+        check=CHECKS,
     ),
     _counter(
         "selfcheck_terms_total",
         "terms",
-        "Zero-mean terms evaluated, by check; z = (positive - negative) / sqrt(square) is of order 1.",
-        "check",
+        "Zero-mean terms evaluated; z = (positive - negative) / sqrt(square) is of order 1.",
+        check=_CHECK,
     ),
-    _counter("selfcheck_positive_total", "terms", "Sum of the terms' positive parts.", "check"),
-    _counter("selfcheck_negative_total", "terms", "Sum of the absolute values of the terms' negative parts.", "check"),
-    _counter("selfcheck_square_total", "terms", "Sum of the terms' squares.", "check"),
-    _counter(
-        "selfcheck_alarms_total",
-        "alarms",
-        "Alarms of the engine's self-checks, by check. A healthy engine raises none.",
-        "check",
-    ),
+    _counter("selfcheck_positive_total", "terms", "Sum of the terms' positive parts.", check=_CHECK),
+    _counter("selfcheck_negative_total", "terms", "Sum of the terms' negative parts, each above 0.", check=_CHECK),
+    _counter("selfcheck_square_total", "terms", "Sum of the terms' squares.", check=_CHECK),
     _counter(
         "selfcheck_violations_total",
         "requests",
-        "Requests failed because a step broke an invariant, by kind. With vLLM also steps that verified sampled "
-        "drafts without q (q_missing), and tokens (greedy, draw).",
-        "kind",
-    ),
-    _counter(
-        "repeated_seeds_total",
-        "requests",
-        "Requests whose seed the engine had seen before. At positions that an earlier one used, they reuse its "
-        "random numbers.",
+        "Requests failed because a step broke an invariant. With vLLM also steps that verified sampled drafts "
+        "without q (q_missing), and tokens (greedy, draw).",
+        kind=INVARIANTS,
     ),
     _counter(
         "selfcheck_rounds_total",
@@ -294,136 +368,105 @@ CATALOGUE: tuple[Metric, ...] = (
     _counter(
         "logprob_violations_total",
         "requests",
-        "Requests failed because their logprobs broke the contract, by kind.",
-        "kind",
+        "Requests failed because their logprobs broke the contract.",
+        kind=LOGPROB_RULES,
     ),
-    # Replay. Strata overlap: the total is stratum="all", never the sum.
+    # Replay
     _counter(
         "replays_total",
         "replays",
-        "Replays of finished requests, by result.",
-        "result",
+        "Replays of finished requests.",
+        result={
+            "ok": "computed and compared",
+            "failed": "could not be submitted, or two attempts did not compute it: the answer stays unverified",
+            "skipped": "not tried: too many were waiting",
+            "outdated": "not comparable: the weights have been changed since",
+            "refused": "not computed: no sound engine gives that answer (it breaks a limit of its request, is too "
+            "long, or has invalid token ids)",
+        },
     ),
     _gauge(
         "recent_replays",
         "replays",
         f"Replays of a replica's answers that ended in the last hour, for the {MAX_ANSWERING} replicas that "
         "answered last.",
-        "answered_by",
+        answered_by=_ANSWERED_BY,
     ),
-    _gauge("recent_replay_failures", "replays", "Those of them that failed (twice).", "answered_by"),
+    _gauge("recent_replay_failures", "replays", "Those of them that failed (twice).", answered_by=_ANSWERED_BY),
     _counter("replays_requested_total", "replays", "Finished requests that were selected for a replay."),
     _counter(
         "independent_replays_total",
         "replays",
-        "Answers that an independent referee checked again, by result.",
-        "result",
+        "Answers that an independent referee checked again.",
+        result=INDEPENDENT_RESULTS,
     ),
     _counter(
         "referee_controls_total",
         "replays",
-        "Verified answers that were judged again with a change that the referee must find, by change and result.",
-        "change",
-        "result",
+        "Verified answers that were judged again with a change that the referee must find.",
+        change={
+            "logprobs": "each logprob is a nat too high",
+            "token": "the surest tokens are replaced by others",
+            "seed": "the seed is another",
+            "alternatives": "the logprobs beside the tokens' own are 20 nats too low",
+            "limit": "max_tokens is one less than the number of tokens",
+        },
+        result={
+            "found": "the referee called it suspect, as it must",
+            "missed": "it did not: verdicts of this referee cannot be trusted",
+            "failed": "not replayed",
+        },
     ),
-    _gauge("replay_queue_length", "replays", "Finished requests waiting to be replayed."),
     _gauge("replay_lag_seconds", "seconds", "Age of the oldest request that waits for its replay."),
     _gauge("replays_running", "replays", "Replays that a replica is computing, or that wait for room in its engine."),
-    _counter("replay_tokens_total", "tokens", "Tokens whose logprob was compared with a replay's.", "stratum"),
+    _counter("replay_tokens_total", "tokens", "Tokens whose logprob was compared with a replay's.", stratum=_STRATUM),
     _counter(
         "replay_tme_excess_total",
         "ratio",
         "Sum of exp|d| - 1 over replayed tokens, d = served minus replayed logprob, |d| clipped at 10 nats; TME = 1 + "
         "this / replay tokens.",
-        "stratum",
+        stratum=_STRATUM,
     ),
     _counter(
         "replay_gen_kl_total",
         "nats",
         "Sum of exp(-d) + d - 1 over replayed tokens; a healthy mean is below 0.001.",
-        "stratum",
-    ),
-    _counter(
-        "replay_importance_ratio_total",
-        "ratio",
-        "Sum of exp(-d), the sampling importance ratio, over replayed tokens; a healthy mean is 1.",
-        "stratum",
-    ),
-    _counter(
-        "replay_probability_drift_total",
-        "probability",
-        "Sum of |served - replayed probability| over replayed tokens; a mean above 0.01 is a problem.",
-        "stratum",
+        stratum=_STRATUM,
     ),
     _histogram("replay_drift_nats", "nats", "|served - replayed logprob| of a token.", _DRIFT_NATS),
-    _counter(
-        "replay_drift_over_total", "tokens", "Replayed tokens that drifted by more than `nats`.", "nats", "stratum"
-    ),
-    _counter(
-        "replay_law_terms_total",
-        "tokens",
-        "Replayed tokens that entered the calibration test, for strata that are known before a token is sampled.",
-        "stratum",
-    ),
-    _counter(
-        "replay_law_positive_total",
-        "ratio",
-        "Sum of the positive parts of the calibration test's terms, by term.",
-        "term",
-        "stratum",
-    ),
-    _counter(
-        "replay_law_negative_total",
-        "ratio",
-        "Sum of the absolute values of the negative parts of the calibration test's terms, by term.",
-        "term",
-        "stratum",
-    ),
-    _counter(
-        "replay_draws_total",
-        "checks",
-        "Draws of replayed answers that were made again with the request's seed, by check and result.",
-        "check",
-        "result",
-    ),
-    _counter(
-        "replay_alarms_total",
-        "alarms",
-        "Alarms over replayed tokens, by finding.",
-        "alarm",
-        "stratum",
-    ),
+    _counter("replay_alarms_total", "alarms", "Alarms over replayed tokens.", alarm=REPLAY_ALARMS, stratum=_STRATUM),
     _counter(
         "replay_distributions_total",
         "requests",
         "Replayed requests, by their evidence about the distribution.",
-        "distribution",
-    ),
-    _counter(
-        "replay_alternatives_total",
-        "logprobs",
-        "Logprobs that replayed answers report of other tokens than the emitted ones: `top_logprobs`, "
-        "`logprob_token_ids`, `prompt_logprobs`.",
-        "result",
+        distribution={
+            "tested": "sampled with random numbers not seen before: evidence on the distribution of the tokens",
+            "greedy": "nothing was sampled; each token was compared with the most likely one",
+            "repeated_seed": "its seed was seen before, so its tokens add no evidence on the distribution; its draws "
+            "are checked like any other's",
+            "untested": "the replay returned logprobs only",
+        },
     ),
     _counter(
         "verdicts_total",
         "requests",
         "Verdicts on answers.",
-        "verdict",
+        verdict={
+            "verified": "recomputed; no fault found in its tokens, nor in the logprobs that it came with",
+            "logprobs_only": "recomputed; its logprobs agree, and the replay could not compare its tokens",
+            "unverified": "the check did not take place",
+            "suspect": "found wrong, or generated in a window in which a fault was found",
+        },
     ),
     # A watched server
     _counter(
-        "watched_requests_total",
-        "requests",
-        "Requests through the proxy of `truespec watch`, by result.",
-        "result",
+        "watched_requests_total", "requests", "Requests through the proxy of `truespec watch`.", result=WATCHED_RESULTS
     ),
     _counter(
         "watched_answers_total",
         "answers",
-        "Answers of a watched server that reached the referee, by result.",
-        "result",
+        "Answers of a watched server that reached the referee.",
+        result=READ_RESULTS,
     ),
     # Breaker
     _gauge(
@@ -432,14 +475,17 @@ CATALOGUE: tuple[Metric, ...] = (
         f"State of a replica's breaker: {', '.join(f'{value} {name}' for value, name in enumerate(BREAKER_STATES))}.",
     ),
     _gauge("speculation_enabled", "state", "1 if client requests may speculate, according to breaker and operator."),
+    _counter("breaker_trips_total", "trips", "Breaker trips.", reason=TRIP_REASONS),
     _counter(
-        "breaker_trips_total",
-        "trips",
-        "Breaker trips, by reason.",
-        "reason",
+        "canaries_total",
+        "canaries",
+        "Canary trials of speculation.",
+        result={
+            "passed": "no fault was found: speculation is re-enabled",
+            "failed": "a fault was found: speculation stays off for longer",
+            "inconclusive": "too little was drafted, or the trial could not be run; it is repeated",
+        },
     ),
-    _counter("canaries_total", "canaries", "Canary trials of speculation, by result.", "result"),
-    _counter("dumps_total", "dumps", "Dumps written for a post-mortem."),
     # Replicas, as Ray Serve counts them
     _gauge("replicas_wanted", "replicas", "Replicas of the pool that Ray Serve is to run."),
     _gauge("replicas_running", "replicas", "Replicas of the pool that serve."),
@@ -456,39 +502,26 @@ CATALOGUE: tuple[Metric, ...] = (
         "or a cut stream, or went on elsewhere with `recovery.resume`. No other metric counts them behind "
         "HAProxy.",
     ),
-    # Weights
+    # Weights and build
     _counter(
         "weight_updates_total",
         "updates",
-        "Weight updates of a replica, by result.",
-        "result",
+        "Weight updates of a replica.",
+        result={"ok": "the new weights are served", "failed": "the old weights are still served"},
     ),
-    _counter(
-        "weight_update_seconds_total",
-        "seconds",
-        "Time spent on weight updates, by phase.",
-        "phase",
-    ),
-    # Build
     _gauge(
         "kernels_active",
         "state",
         "1 if a replica computes with the kernels made for its device; 0 if it runs without them, slowly.",
-        "kernels",
-    ),
-    _gauge(
-        "untested_engine",
-        "state",
-        "1 if a replica runs a version of vLLM whose faults have not been looked for (`vllm.allow_untested`).",
-        "engine",
+        kernels={"cpu": "our own, for AVX-512 or AVX2", "triton": "on a GPU, by Triton"},
     ),
     _gauge(
         "build_info",
         "info",
-        "1, labelled with version, model fingerprint and kind of drafter.",
-        "version",
-        "fingerprint",
-        "drafter",
+        "1, for what a replica is.",
+        version="truespec's",
+        fingerprint="of the model's configuration and weights",
+        drafter="`drafter.kind` of the configuration",
     ),
 )
 

@@ -111,8 +111,8 @@ class Metrics:
         self.count("truespec_prompt_tokens_total", stats.num_prompt_tokens)
         self.count("truespec_expected_accepted_tokens_total", stats.expected_accepted)
         self.count("truespec_achievable_accepted_tokens_total", stats.achievable_accepted)
-        self.count("truespec_draft_seconds_total", stats.draft_s)
-        self.count("truespec_verify_seconds_total", stats.verify_s)
+        self.count("truespec_step_seconds_total", stats.draft_s, phase="draft")
+        self.count("truespec_step_seconds_total", stats.verify_s, phase="verify")
         self.count("truespec_speculated_seconds_total", stats.speculated_s)
         self.count("truespec_speculated_plain_seconds_total", stats.speculated_plain_s)
         self.count("truespec_handoff_seconds_total", stats.export_s, phase="export")
@@ -132,7 +132,6 @@ class Metrics:
         self.gauge("truespec_kv_cache_usage_ratio", usage.kv_usage)
 
     def _record_checks(self, stats: StepStats) -> None:
-        self.count("truespec_repeated_seeds_total", stats.num_repeated_seeds)
         self.count("truespec_selfcheck_rounds_total", stats.num_checked_rounds)
         self.count("truespec_selfcheck_untested_rounds_total", stats.num_untested_rounds)
         self.count("truespec_rounds_with_logprobs_total", stats.num_rounds_with_logprobs)

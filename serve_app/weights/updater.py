@@ -3,8 +3,7 @@
 import asyncio
 import contextlib
 import logging
-import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 
 from serve_app.backends.base import Backend, ModelInfo, PauseMode, ServedWeights
 from serve_app.telemetry.metrics import Metrics
@@ -141,9 +140,8 @@ class WeightUpdater:
             return
         self._loaded, self._loaded_fingerprint = None, ""
         try:
-            with self._timed("load"):
-                async with self._fetch(target) as (folder, drafter):
-                    self._loaded_fingerprint = await self._backend.load_weights(folder, drafter)
+            async with self._fetch(target) as (folder, drafter):
+                self._loaded_fingerprint = await self._backend.load_weights(folder, drafter)
             self._loaded = target
             _logger.info("weights %r are loaded beside %r", target.version, self._serving.version)
         except Exception as error:  # whatever it was: retried with every report, it would fail again
@@ -154,8 +152,7 @@ class WeightUpdater:
         if self._loaded is None or self._loaded.number != wanted.serve.number:
             return
         async with self._stilling:
-            with self._timed("switch"):
-                await self._switch_while_still(wanted)
+            await self._switch_while_still(wanted)
         self._metrics.count("truespec_weight_updates_total", result="ok")
         _logger.warning("now serving weights %r", wanted.serve.version)
 
@@ -195,9 +192,3 @@ class WeightUpdater:
                 finally:
                     self._pausing = False
             self._paused = wanted
-
-    @contextlib.contextmanager
-    def _timed(self, phase: str) -> Iterator[None]:
-        began = time.monotonic()
-        yield
-        self._metrics.count("truespec_weight_update_seconds_total", time.monotonic() - began, phase=phase)

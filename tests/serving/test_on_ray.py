@@ -125,7 +125,7 @@ def test_an_answer_is_replayed_even_if_its_client_leaves_before_the_end(disaggre
     def ended() -> float:  # without those of answers that carry their verdict, which nobody submits
         return total("replays_total") - verdicts
 
-    wait_for(lambda: _idle(disaggregated) and not total("replay_queue_length"), "return to idle")
+    wait_for(lambda: _idle(disaggregated) and not total("replay_lag_seconds"), "return to idle")
     time.sleep(2)  # replays that run, and reports of replicas
     before = total("replays_requested_total")
     verdicts = total("replays_total") - before

@@ -128,7 +128,6 @@ class Court:
             TOLERANCE,
             DumpFolder(self.folder, 10, 10**7),
             alarmed=counts.alarmed,
-            dumped=counts.dumped,
             clock=lambda: self.now,
         )
         self.registry = ReplicaRegistry(self.book, counts, clock=lambda: self.now)

@@ -121,711 +121,512 @@ def _watched(pool: str = "watched", **a_minute: float) -> dict[str, str]:
     }
 
 
-def _watch_cases() -> Iterator[Case]:
-    alert = "TruespecWatchedServerUnreachable"
-    fires = Fires("50% of the requests for tiny find no server behind the proxy.")
-    yield Case(alert, "every other", _watched(passed=4, captured=1, unreachable=5), "60m", fires)
-    yield Case(
-        alert,
-        "the first ones",
-        {"watched_requests_total result=unreachable": "0x30 5x30"}
-        | {"watched_requests_total result=passed": "0x30 5x30"},
-        "40m",
-        fires,
-    )
-    yield Case(alert, "one in fifty", _watched(passed=49, unreachable=1), "60m")
-    yield Case(alert, "four", {"watched_requests_total result=unreachable": "0x30 4x30"}, "40m")
-    alert = "TruespecWatchDrops"
-    fires = Fires("40% of what is to be watched of tiny never reaches the referee.")
-    yield Case(alert, "two in five", _watched(captured=6, dropped=3, failed=1, passed=90), "60m", fires)
-    yield Case(alert, "one in ten", _watched(captured=9, dropped=1, passed=90), "60m")
-    yield Case(alert, "few", _watched(captured=1, dropped=1), "60m")
-    alert = "TruespecWatchBlind"
-    fires = Fires("Requests for tiny pass the proxy, and no answer can be judged.")
-    yield Case(alert, "the server refuses", _watched(refused=2, passed=20, read=0), "70m", fires)
-    yield Case(alert, "none can be read", _watched(captured=2, passed=20, read=0, unreadable=2), "70m", fires)
-    yield Case(alert, "a share of 0", _watched(passed=1000, captured=0, read=0), "70m", fires)
-    yield Case(alert, "few are chosen of many", _watched(passed=20, captured=0, read=0), "70m")
-    yield Case(alert, "some can be read", _watched(refused=20, captured=1, passed=20, read=1), "70m")
-    alert = "TruespecWatchSilent"
-    fires = Fires("No proxy has reported a request to the referee of tiny for half an hour.")
-    gone = {"watched_requests_total result=passed": "0+5x120 600x100"}
-    yield Case(alert, "it stopped", gone, "2h45m", fires)
-    yield Case(alert, "it goes on", {"watched_requests_total result=passed": "0+5x220"}, "2h45m")
-    yield Case(alert, "there never was any", {"watched_requests_total result=passed": "0x220"}, "2h45m")
-
-
-def _cases_of_watched() -> Iterator[Case]:
-    """Alerts about replays, on what a referee of `truespec watch` exports."""
-    drifting = {
-        "replay_tokens_total stratum=position_1_7 pool=watched": "0+20x120",
-        "replay_tme_excess_total stratum=position_1_7 pool=watched": "0+2x120",
-    }
-    tme = Fires("TME of tiny is 1.1 in stratum position_1_7.", {"stratum": "position_1_7"})
-    yield Case("TruespecTmeHigh", "a watched server", drifting, "1h30m", tme)
-    yield Case(
-        "TruespecReplayAlarm",
-        "a watched server",
-        {"replay_alarms_total alarm=surprisal stratum=all pool=watched": "0x30 1x60"},
-        "35m",
-        Fires("Replays of tiny raised the alarm surprisal in stratum all.", {"alarm": "surprisal", "stratum": "all"}),
-    )
-    skipped = {
-        "replays_total result=ok pool=watched": "0+1x60",
-        "replays_total result=skipped pool=watched": "0+3x60",
-    }
-    yield Case(
-        "TruespecReplaysFail", "a watched server", skipped, "50m", Fires("75% of the replays of tiny did not complete.")
-    )
-    waiting = {"replay_lag_seconds replica=referee pool=watched": "0+60x15 900x60"}
-    late = Fires("The oldest answer of tiny has waited 15m 0s for its replay.")
-    yield Case("TruespecRefereeBehind", "a watched server", waiting, "30m", late)
-    yield Case("TruespecRefereeSilent", "a watched server, which has no replicas of ours", waiting, "30m")
+def _of(alert: str, *rows: tuple[Any, ...]) -> Iterator[Case]:
+    """Cases of one alert: what, series, time, and what fires."""
+    return (Case(f"Truespec{alert}", *row) for row in rows)
 
 
 def _event_cases() -> Iterator[Case]:
     """Alerts on a single event: counted from 0, or, as Ray's agent exports it, from the first event on."""
     events = {
-        "TruespecReplayAlarm": (
+        "ReplayAlarm": (
             "replay_alarms_total alarm=drift stratum=bonus",
             "Replays of tiny raised the alarm drift in stratum bonus.",
             {"alarm": "drift", "stratum": "bonus"},
         ),
-        "TruespecIndependentRefereeDisagrees": (
+        "IndependentRefereeDisagrees": (
             "independent_replays_total result=disagrees",
             "transformers does not find what tiny answers.",
             {},
         ),
-        "TruespecRefereeMissesFaults": (
+        "RefereeMissesFaults": (
             "referee_controls_total change=token result=missed",
             "The referee of tiny called an answer verified that was made wrong on purpose (token).",
             {"change": "token"},
         ),
-        "TruespecLogprobViolations": (
-            "logprob_violations_total kind=mass",
-            "Logprobs of tiny broke the rule mass.",
-            {"kind": "mass"},
-        ),
-        "TruespecInvariantViolations": (
+        "RuleBroken": (
             "selfcheck_violations_total kind=q_zero",
-            "A step of tiny broke the invariant q_zero.",
+            "A step of tiny broke the rule q_zero.",
             {"kind": "q_zero"},
         ),
-        "TruespecSelfCheckAlarm": (
-            "selfcheck_alarms_total check=f",
-            "Self-check f of tiny raised an alarm.",
-            {"check": "f"},
-        ),
+        "SelfCheckAlarm": ("selfcheck_alarms_total check=f", "Self-check f of tiny raised an alarm.", {"check": "f"}),
     }
     for alert, (series, summary, labels) in events.items():
         fires = Fires(summary, labels)
-        yield Case(alert, "one event", {series: "0x30 1x60"}, "35m", fires)
-        yield Case(alert, "the first event of a series", {series: "_x30 1x60"}, "35m", fires)
-        yield Case(alert, "an event after a restart", {series: "7x30 0x3 1x60"}, "36m", fires)
-        yield Case(alert, "nothing happened", {series: "0x90"}, "35m")
-        yield Case(alert, "an event of long ago", {series: "0x5 1x90"}, "35m")
-        yield Case(alert, "an event of long ago, and a gap in scraping", {series: "1x30 _x10 1x60"}, "53m")
+        yield from _of(
+            alert,
+            ("one event", {series: "0x30 1x60"}, "35m", fires),
+            ("the first event of a series", {series: "_x30 1x60"}, "35m", fires),
+            ("an event after a restart", {series: "7x30 0x3 1x60"}, "36m", fires),
+            ("nothing happened", {series: "0x90"}, "35m"),
+            ("an event of long ago, and a gap in scraping", {series: "1x30 _x10 1x60"}, "53m"),
+        )
+
+
+def _low(than: str, share: str, position: str = "") -> Fires:
+    at, labels = (f" at position {position}", {"position": position}) if position else ("", {})
+    return Fires(f"Acceptance of tiny{at} is {share}, far below that {than}.", {"than": than} | labels)
+
+
+def _told(what: str, summary: str, **labels: str) -> Fires:
+    return Fires(summary, {"what": what} | labels)
+
+
+_UNEXPECTED = Fires("Self-check acceptance of tiny raised an alarm.", {"check": "acceptance"})
+_REPLAYED = {
+    "build_info replica=r1": "1x90",
+    "replay_lag_seconds replica=c": "0x90",
+    "replays_requested_total": "0+1x90",
+}
+_EMPTY = Fires("No replica of tiny runs in pool decode.", {"pool": "decode"})
+_KEYS = Fires("The changed API key file of tiny is invalid.")
+_QUIET = Fires("No request for tiny has finished for half an hour.")
+_BLIND = Fires("Requests for tiny pass the proxy, and no answer can be judged.")
+_SILENT = Fires("Nothing replays the answers of tiny.")
+_PROXY_DOWN = Fires("Ray Serve's proxy is down on 1 nodes (job truespec).", {"job": "truespec"}, common=False)
+
+
+def _missing(where: str, **labels: str) -> Fires:
+    return Fires(f"Prometheus has no metrics from truespec{where}.", labels, common=False)
 
 
 CASES: tuple[Case, ...] = (
-    Case(
-        "TruespecAcceptanceBelowItsRecentLevel",
-        "from 60 % to 10 %",
-        _acceptance("0+400x600", "0+240x420 100840+40x180"),
-        "7h40m",
-        Fires("Acceptance of tiny fell to 10%, far below its level over the last hours."),
-    ),
-    Case(
-        "TruespecAcceptanceBelowItsRecentLevel",
-        "from 60 % to 50 %",
-        _acceptance("0+400x600", "0+240x420 101000+200x180"),
-        "7h40m",
-    ),
-    Case(
-        "TruespecAcceptanceBelowItsRecentLevel",
-        "too few drafts to tell",
-        _acceptance("0+10x600", "0+6x420 2521+1x180"),
-        "7h40m",
-    ),
-    Case("TruespecAcceptanceBelowItsRecentLevel", "no past", _acceptance("0+400x60", "0+4x60"), "1h"),
-    Case(
-        "TruespecAcceptanceBelowHeldOut",
-        "without the drafter's keys and values",
-        _held_out(accepted=13),
-        "1h50m",
-        Fires("Acceptance of tiny at position 0 is 13%, far below what training measured.", {"position": "0"}),
-    ),
-    Case("TruespecAcceptanceBelowHeldOut", "as it is", _held_out(accepted=41), "1h50m"),
-    Case("TruespecAcceptanceBelowHeldOut", "as it is at the third", _held_out(accepted=9, position=2), "1h50m"),
-    Case("TruespecAcceptanceBelowHeldOut", "too few drafts", _held_out(accepted=0.013, drafted=0.1), "1h50m"),
-    Case(
-        "TruespecAcceptanceLowAfterHandoffs",
-        "a head that starts without its keys and values",
-        _since_handoff(early=10, late=40),
-        "1h50m",
-        Fires("Acceptance of tiny right after handoffs is 10%, far below that later on."),
-    ),
-    Case("TruespecAcceptanceLowAfterHandoffs", "as later", _since_handoff(early=35, late=40), "1h50m"),
-    Case(
-        "TruespecAcceptanceLowAfterHandoffs",
-        "n-grams, which need a text first",
-        _since_handoff(early=10, late=40, drafter="ngram"),
-        "1h50m",
-    ),
-    Case(
-        "TruespecAcceptanceLowAfterHandoffs",
-        "too few drafts",
-        _since_handoff(early=1, late=4, drafted=10),
-        "1h50m",
-    ),
-    Case(
-        "TruespecAcceptanceNotAsExpected",
-        "a quarter more than expected",
-        _expected(2.0, 1.6, rounds=100),
-        "1h30m",
-        Fires("Acceptance of tiny departs from the verifier's own probabilities (z = 15.49)."),
-    ),
-    Case("TruespecAcceptanceNotAsExpected", "within chance", _expected(1.62, 1.6, rounds=100), "1h30m"),
-    Case("TruespecAcceptanceNotAsExpected", "too few rounds to tell", _expected(2.0, 1.6, rounds=2), "1h30m"),
-    Case("TruespecAcceptanceNotAsExpected", "rounding of many", _expected(1.601, 1.6, rounds=1_000_000), "1h30m"),
-    Case(
-        "TruespecTmeHigh",
-        "a tenth too high",
-        _replayed(tokens=20, excess=2),
-        "1h30m",
-        Fires("TME of tiny is 1.1 in stratum handoff_0.", {"stratum": "handoff_0"}),
-    ),
-    Case("TruespecTmeHigh", "the floor of bfloat16", _replayed(tokens=20, excess=0.5), "1h30m"),
-    Case("TruespecTmeHigh", "too few tokens to tell", _replayed(tokens=5, excess=2), "1h30m"),
     *_event_cases(),
-    Case(
-        "TruespecBreakerOpen",
-        "open",
-        {"breaker_state replica=r1": "0x10 2x20"},
-        "15m",
-        Fires("The breaker of r1 (tiny, decode) is open.", {"pool": "decode", "replica": "r1"}),
+    *_of(
+        "AcceptanceLow",
+        (
+            "from 60 % to 10 %",
+            _acceptance("0+400x600", "0+240x420 100840+40x180"),
+            "7h40m",
+            _low("in the last hours", "10%"),
+        ),
+        ("from 60 % to 50 %", _acceptance("0+400x600", "0+240x420 101000+200x180"), "7h40m"),
+        ("too few drafts to tell", _acceptance("0+10x600", "0+6x420 2521+1x180"), "7h40m"),
+        ("no past", _acceptance("0+400x60", "0+4x60"), "1h"),
+        ("without the drafter's keys and values", _held_out(accepted=13), "1h50m", _low("in training", "13%", "0")),
+        ("as in training", _held_out(accepted=41), "1h50m"),
+        ("as in training at the third", _held_out(accepted=9, position=2), "1h50m"),
+        ("right after handoffs", _since_handoff(early=10, late=40), "1h50m", _low("long after handoffs", "10%")),
+        ("as later", _since_handoff(early=35, late=40), "1h50m"),
+        ("n-grams, which need a text first", _since_handoff(early=10, late=40, drafter="ngram"), "1h50m"),
+        ("too few after handoffs", _since_handoff(early=1, late=4, drafted=10), "1h50m"),
     ),
-    Case("TruespecBreakerOpen", "closed", {"breaker_state replica=r1": "0x30"}, "15m"),
-    Case("TruespecBreakerOpen", "being tried", {"breaker_state replica=r1": "0x10 1x20"}, "15m"),
-    Case(
-        "TruespecReplaysFail",
-        "three in four",
-        _results("replays_total", result__ok=1, result__skipped=2, result__failed=1),
-        "50m",
-        Fires("75% of the replays of tiny did not complete."),
+    *_of(
+        "SelfCheckAlarm",
+        ("a quarter more than expected", _expected(2.0, 1.6, rounds=100), "1h30m", _UNEXPECTED),
+        ("within chance", _expected(1.62, 1.6, rounds=100), "1h30m"),
+        ("too few rounds to tell", _expected(2.0, 1.6, rounds=2), "1h30m"),
+        ("rounding of many", _expected(1.601, 1.6, rounds=1_000_000), "1h30m"),
     ),
-    Case("TruespecReplaysFail", "one in five", _results("replays_total", result__ok=4, result__skipped=1), "50m"),
-    Case("TruespecReplaysFail", "none are asked for", _results("replays_total", result__ok=0), "50m"),
-    Case(
-        "TruespecReplaysFail",
-        "too few to count",
-        {"replays_total result=failed": "0x20 3x40"},
-        "45m",
+    *_of(
+        "TmeHigh",
+        (
+            "a tenth too high",
+            _replayed(tokens=20, excess=2),
+            "1h30m",
+            Fires("TME of tiny is 1.1 in stratum handoff_0.", {"stratum": "handoff_0"}),
+        ),
+        ("the floor of bfloat16", _replayed(tokens=20, excess=0.5), "1h30m"),
+        ("too few tokens to tell", _replayed(tokens=5, excess=2), "1h30m"),
     ),
-    Case(
-        "TruespecReplaysOfOneReplicaFail",
-        "those of one of two",
-        {
-            "recent_replays answered_by=r1 replica=c": "0+1x60",
-            "recent_replay_failures answered_by=r1 replica=c": "0x60",
-            "recent_replays answered_by=r2 replica=c": "0x50 5x10",
-            "recent_replay_failures answered_by=r2 replica=c": "0x50 5x10",
-        },
-        "57m",
-        Fires("100% of the replays of answers by r2 (tiny) failed twice.", {"answered_by": "r2"}),
-    ),
-    Case(
-        "TruespecReplaysOfOneReplicaFail",
-        "four",
-        {
-            "recent_replays answered_by=r1 replica=c": "4x60",
-            "recent_replay_failures answered_by=r1 replica=c": "4x60",
-        },
-        "57m",
-    ),
-    Case(
-        "TruespecReplaysOfOneReplicaFail",
-        "one in three",
-        {
-            "recent_replays answered_by=r1 replica=c": "300x60",
-            "recent_replay_failures answered_by=r1 replica=c": "100x60",
-        },
-        "57m",
-    ),
-    Case(
-        "TruespecHandoffsFail",
-        "one in twenty",
-        _results("handoffs_total", result__ok=19, result__refused=1),
-        "40m",
-        Fires("5% of the handoffs of tiny were refused or failed."),
-    ),
-    Case(
-        "TruespecHandoffsFail",
-        "the first of a series",
-        {"handoffs_total result=ok": "0+5x60", "handoffs_total result=failed": "_x30 5x30"},
-        "40m",
-        Fires("6.25% of the handoffs of tiny were refused or failed."),
-    ),
-    Case(
-        "TruespecHandoffsFail",
-        "too few to count",
-        {"handoffs_total result=ok": "0+1x60", "handoffs_total result=failed": "_x30 4x30"},
-        "40m",
-    ),
-    Case("TruespecHandoffsFail", "all are taken in", _results("handoffs_total", result__ok=20), "40m"),
-    Case(
-        "TruespecPrefillsFail",
-        "one in ten, of three reasons",
-        _results("handoffs_total", result__ok=18)
-        | _results("prefill_failures_total", reason__timeout=1, reason__died=0.5, reason__engine=0.5),
-        "40m",
-        Fires("10% of the prefills of tiny failed and had to be computed again."),
-    ),
-    Case(
-        "TruespecPrefillsFail",
-        "the first ones hang, as Ray's agent exports it",
-        {"handoffs_total result=ok": "0+5x60", "prefill_failures_total reason=timeout": "_x30 5x30"},
-        "40m",
-        Fires("6.25% of the prefills of tiny failed and had to be computed again."),
-    ),
-    Case(
-        "TruespecPrefillsFail",
-        "none is answered",
-        _results("prefill_failures_total", reason__died=1),
-        "40m",
-        Fires("100% of the prefills of tiny failed and had to be computed again."),
-    ),
-    Case(
-        "TruespecPrefillsFail",
-        "four",
-        {"handoffs_total result=ok": "0+1x60", "prefill_failures_total reason=timeout": "_x30 4x30"},
-        "40m",
-    ),
-    Case(
-        "TruespecPrefillsFail",
-        "one in two hundred",
-        _results("handoffs_total", result__ok=199) | _results("prefill_failures_total", reason__engine=1),
-        "40m",
-    ),
-    Case(
-        "TruespecPrefillsFail",
-        "the pool is full",
-        _results("handoffs_total", result__ok=8, result__failed=2) | _results("prefill_failures_total", reason__full=2),
-        "40m",
-    ),
-    Case(
-        "TruespecUntestedShare",
-        "everybody sends one seed",
-        {"selfcheck_rounds_total": "0+100x120", "selfcheck_untested_rounds_total": "0+95x120"},
-        "100m",
-        Fires("95% of the rounds of tiny add nothing to its self-checks."),
-    ),
-    Case(
-        "TruespecUntestedShare",
-        "half of the requests have a seed",
-        {"selfcheck_rounds_total": "0+100x120", "selfcheck_untested_rounds_total": "0+50x120"},
-        "100m",
-    ),
-    Case(
-        "TruespecUntestedShare",
-        "hardly any traffic",
-        {"selfcheck_rounds_total": "0+1x120", "selfcheck_untested_rounds_total": "0+1x120"},
-        "100m",
-    ),
-    Case(
-        "TruespecTimeToFirstTokenHigh",
-        "half of them after 5 s",
-        _first_tokens(0, 5, 10),
-        "40m",
-        Fires("p95 of the time to first token of tiny is 9.5s.", {"pool": "decode"}),
-    ),
-    Case("TruespecTimeToFirstTokenHigh", "few requests, all late", _first_tokens(0, 1, 3), "40m"),
-    Case("TruespecTimeToFirstTokenHigh", "all within 1 s", _first_tokens(10, 10, 10), "40m"),
-    Case(
-        "TruespecQueueGrows",
-        "one more every minute",
-        {"requests_waiting replica=r1": "0+1x60"},
-        "30m",
-        Fires("Requests of tiny queue up in pool decode, and the queue grows.", {"pool": "decode"}),
-    ),
-    Case("TruespecQueueGrows", "long, and no longer", {"requests_waiting replica=r1": "9x60"}, "30m"),
-    Case("TruespecQueueGrows", "drained now and then", {"requests_waiting replica=r1": "0 4 8 0 4 8 0 4 8 0"}, "9m"),
-    Case(
-        "TruespecRequestErrors",
-        "one in twenty",
-        _results("requests_total", outcome__stop=19, outcome__error=1),
-        "40m",
-        Fires("5% of the requests of tiny end in an error."),
-    ),
-    Case(
-        "TruespecRequestErrors",
-        "the first of a series",
-        {"requests_total outcome=stop": "0+5x60", "requests_total outcome=error": "_x30 5x30"},
-        "40m",
-        Fires("6.25% of the requests of tiny end in an error."),
-    ),
-    Case(
-        "TruespecRequestErrors",
-        "one of seven",
-        {"requests_total outcome=stop": "_x30 6x30", "requests_total outcome=error": "_x30 1x30"},
-        "40m",
-    ),
-    Case(
-        "TruespecRequestErrors",
-        "the server fails before a request begins",
-        _results("http_responses_total", code__200=19, code__500=1),
-        "40m",
-        Fires("5% of the requests of tiny end in an error."),
-    ),
-    Case("TruespecRequestErrors", "refused", _results("http_responses_total", code__200=1, code__503=9), "40m"),
-    Case(
-        "TruespecRequestErrors",
-        "clients that leave",
-        _results("requests_total", outcome__stop=1, outcome__abort=9),
-        "40m",
-    ),
-    Case(
-        "TruespecRequestsTurnedAway",
-        "one in five, for want of room and because replicas stop",
-        _results("refusals_total", reason__load=4)
-        | _results("http_responses_total", code__200=24, code__429=4, code__503=2),
-        "40m",
-        Fires("20% of the requests for tiny are turned away."),
-    ),
-    Case(
-        "TruespecRequestsTurnedAway",
-        "503 only, as Ray's agent exports it",
-        {"http_responses_total code=200": "0+10x60", "http_responses_total code=503": "_x20 10+10x40"},
-        "40m",
-        Fires("50% of the requests for tiny are turned away."),
-    ),
-    Case(
-        "TruespecRequestsTurnedAway",
-        "keys at their limits",
-        _results("refusals_total", reason__key_concurrency=9)
-        | _results("http_responses_total", code__200=1, code__429=9),
-        "40m",
-    ),
-    Case(
-        "TruespecRequestsTurnedAway",
-        "one of seven",
-        {"refusals_total reason=load": "_x30 1x30", "http_responses_total code=200": "_x30 6x30"},
-        "40m",
-    ),
-    Case(
-        "TruespecPoolEmpty",
-        "the last one is gone",
-        {"replicas_wanted replica=c": "1x60", "replicas_running replica=c": "1x10 0x50"},
-        "15m",
-        Fires("No replica of tiny runs in pool decode.", {"pool": "decode"}),
-    ),
-    Case(
-        "TruespecPoolEmpty",
-        "gone for hours, with another controller now",
-        {
-            "replicas_wanted replica=c": "1x60",
-            "replicas_running replica=c": "1x10 0x50",
-            "replicas_wanted replica=d": "_x65 1x200",
-            "replicas_running replica=d": "_x65 0x200",
-        },
-        "240m",
-        Fires("No replica of tiny runs in pool decode.", {"pool": "decode"}),
-    ),
-    Case(
-        "TruespecPoolEmpty",
-        "never came up",
-        {"replicas_wanted replica=c": "1x90", "replicas_running replica=c": "0x90"},
-        "70m",
-        Fires("No replica of tiny runs in pool decode.", {"pool": "decode"}),
-    ),
-    Case(
-        "TruespecPoolEmpty",
-        "the model is loaded for the first time",
-        {"replicas_wanted replica=c": "1x90", "replicas_running replica=c": "0x40 1x50"},
-        "35m",
-    ),
-    Case(
-        "TruespecPoolEmpty",
-        "one of two is left",
-        {"replicas_wanted replica=c": "2x60", "replicas_running replica=c": "1x60"},
-        "15m",
-    ),
-    Case(
-        "TruespecPoolEmpty",
-        "scaled to nothing",
-        {"replicas_wanted replica=c": "0x60", "replicas_running replica=c": "0x60"},
-        "15m",
-    ),
-    Case(
-        "TruespecReplicasMissing",
-        "one of two",
-        {"replicas_wanted replica=c": "2x60", "replicas_running replica=c": "2x10 1x50"},
-        "30m",
-        Fires(
-            "1 of the replicas of tiny in pool decode have been missing for a while.",
-            {"pool": "decode"},
+    *_of(
+        "RuleBroken",
+        (
+            "logprobs",
+            {"logprob_violations_total kind=mass": "_x30 1x60"},
+            "35m",
+            Fires("A step of tiny broke the rule mass.", {"kind": "mass"}),
         ),
     ),
-    Case(
-        "TruespecReplicasMissing",
-        "one is replaced",
-        {"replicas_wanted replica=c": "2x60", "replicas_running replica=c": "2x10 1x5 2x45"},
-        "30m",
+    *_of(
+        "BreakerOpen",
+        (
+            "open",
+            {"breaker_state replica=r1": "0x10 2x20"},
+            "15m",
+            Fires("The breaker of r1 (tiny, decode) is open.", {"pool": "decode", "replica": "r1"}),
+        ),
+        ("being tried", {"breaker_state replica=r1": "0x10 1x20"}, "15m"),
     ),
-    Case(
-        "TruespecReplicasRestart",
-        "three within an hour",
-        {"replica_restarts_total": "0x10 1x10 2x10 3x30"},
-        "35m",
-        Fires(
-            "Replicas of tiny in pool decode were replaced 3 times within an hour.",
-            {"pool": "decode"},
+    *_of(
+        "RefereeBehind",
+        (
+            "a quarter of an hour",
+            {"replay_lag_seconds replica=c": "0+60x15 900x60"},
+            "30m",
+            _told("answers late", "The referee of tiny checks answers late."),
+        ),
+        ("a minute", {"replay_lag_seconds replica=c": "60x60"}, "30m"),
+        (
+            "three in four are not replayed",
+            _results("replays_total", result__ok=1, result__skipped=2, result__failed=1),
+            "50m",
+            _told("not all answers", "The referee of tiny checks not all answers."),
+        ),
+        ("one in five", _results("replays_total", result__ok=4, result__skipped=1), "50m"),
+        ("too few to count", {"replays_total result=failed": "0x20 3x40"}, "45m"),
+        (
+            "the proxies drop two in five",
+            _watched(captured=6, dropped=3, failed=1, passed=90),
+            "60m",
+            _told("not all it is sent", "The referee of tiny checks not all it is sent."),
+        ),
+        ("one in ten is dropped", _watched(captured=9, dropped=1, passed=90), "60m"),
+    ),
+    *_of(
+        "ReplaysOfOneReplicaFail",
+        (
+            "those of one of two",
+            {
+                "recent_replays answered_by=r1 replica=c": "0+1x60",
+                "recent_replay_failures answered_by=r1 replica=c": "0x60",
+                "recent_replays answered_by=r2 replica=c": "0x50 5x10",
+                "recent_replay_failures answered_by=r2 replica=c": "0x50 5x10",
+            },
+            "57m",
+            Fires("100% of the replays of answers by r2 (tiny) failed twice.", {"answered_by": "r2"}),
+        ),
+        (
+            "four",
+            {
+                "recent_replays answered_by=r1 replica=c": "4x60",
+                "recent_replay_failures answered_by=r1 replica=c": "4x60",
+            },
+            "57m",
         ),
     ),
-    Case("TruespecReplicasRestart", "two", {"replica_restarts_total": "0x10 1x10 2x40"}, "35m"),
-    Case("TruespecReplicasRestart", "three in the course of a day", {"replica_restarts_total": "3x120"}, "100m"),
-    Case(
-        "TruespecRequestsInterrupted",
-        "a replica died with six requests",
-        {"requests_interrupted_total": "0x10 6x30"},
-        "15m",
-        Fires("6 requests of tiny were lost with their replica."),
+    *_of(
+        "RefereeSilent",
+        (
+            "answers are selected, and none is replayed",
+            _REPLAYED | {"replays_total result=ok": "0+1x20 20x70"},
+            "80m",
+            _SILENT,
+        ),
+        (
+            "the controller is gone",
+            {"build_info replica=r1": "1x90", "replay_lag_seconds replica=c": "0x20"},
+            "50m",
+            _SILENT,
+        ),
+        ("they are replayed", _REPLAYED | {"replays_total result=ok": "0+1x90"}, "80m"),
+        ("few answers are selected", _REPLAYED | {"replays_requested_total": "0+0.1x90"}, "80m"),
     ),
-    Case("TruespecRequestsInterrupted", "it had none", {"requests_interrupted_total": "0x60"}, "15m"),
-    Case(
-        "TruespecRequestsInterrupted",
-        "a router counts them",
-        {"requests_interrupted_total": "0x10 6x30", "replicas_wanted pool=router": "1x60"},
-        "15m",
-    ),
-    Case(
-        "TruespecRequestsInterrupted",
-        "the router itself died",
-        {"requests_interrupted_total pool=router": "0x10 6x30", "replicas_wanted pool=router": "1x60"},
-        "15m",
-        Fires("6 requests of tiny were lost with their replica."),
-    ),
-    Case(
-        "TruespecProxyErrors",
-        "replicas die behind HAProxy",
-        {
-            "ray_serve_num_http_requests_total status_code=200": "0+10x60",
-            "ray_serve_num_http_requests_total status_code=502": "_x20 6x40",
-            "replicas_wanted": "2x60",
-        },
-        "26m",
-        Fires(
-            "3.846% of the requests (job truespec) come back from Ray Serve's proxy as a 5xx.",
-            {"job": "truespec"},
-            common=False,
+    *_of(
+        "HandoffsFail",
+        (
+            "one in twenty",
+            _results("handoffs_total", result__ok=19, result__refused=1),
+            "40m",
+            _told("handoffs", "5% of the handoffs of tiny were refused or failed."),
+        ),
+        (
+            "the first of a series",
+            {"handoffs_total result=ok": "0+5x60", "handoffs_total result=failed": "_x30 5x30"},
+            "40m",
+            _told("handoffs", "6.25% of the handoffs of tiny were refused or failed."),
+        ),
+        ("four", {"handoffs_total result=ok": "0+1x60", "handoffs_total result=failed": "_x30 4x30"}, "40m"),
+        (
+            "one prefill in ten, of three reasons",
+            _results("handoffs_total", result__ok=18)
+            | _results("prefill_failures_total", reason__timeout=1, reason__died=0.5, reason__engine=0.5),
+            "40m",
+            _told("prefills", "10% of the prefills of tiny were refused or failed."),
+        ),
+        (
+            "no prefill is answered",
+            _results("prefill_failures_total", reason__died=1),
+            "40m",
+            _told("prefills", "100% of the prefills of tiny were refused or failed."),
+        ),
+        (
+            "one prefill in two hundred",
+            _results("handoffs_total", result__ok=199) | _results("prefill_failures_total", reason__engine=1),
+            "40m",
+        ),
+        (
+            "the pool was full now and then",
+            _results("handoffs_total", result__ok=998, result__failed=2)
+            | _results("prefill_failures_total", reason__full=2),
+            "40m",
         ),
     ),
-    Case(
-        "TruespecProxyErrors",
-        "only overload",
-        {
-            "ray_serve_num_http_requests_total status_code=200": "0+10x60",
-            "ray_serve_num_http_requests_total status_code=503": "0+10x60",
-            "replicas_wanted": "2x60",
-        },
-        "26m",
-    ),
-    Case(
-        "TruespecProxyErrors",
-        "another service of Ray's",
-        {
-            "ray_serve_num_http_requests_total status_code=200": "0+10x60",
-            "ray_serve_num_http_requests_total status_code=500": "0+10x60",
-            "replicas_wanted job=other": "2x60",
-        },
-        "26m",
-    ),
-    Case(
-        "TruespecProxyDown",
-        "one process of two is dead",
-        {
-            "ray_serve_haproxy_process_count node_id=a": "1x60",
-            "ray_serve_haproxy_process_count node_id=b": "1x10 0x50",
-            "replicas_wanted": "2x60",
-        },
-        "13m",
-        Fires("Ray Serve's proxy is down on 1 nodes (job truespec).", {"job": "truespec"}, common=False),
-    ),
-    Case(
-        "TruespecProxyDown",
-        "none is there any more",
-        {"ray_serve_haproxy_process_count node_id=a": "1x10", "replicas_wanted": "2x60"},
-        "20m",
-        Fires("Ray Serve's proxy is down on 1 nodes (job truespec).", {"job": "truespec"}, common=False),
-    ),
-    Case(
-        "TruespecProxyDown",
-        "one node of two is gone",
-        {
-            "ray_serve_haproxy_process_count node_id=a": "1x60",
-            "ray_serve_haproxy_process_count node_id=b": "1x10",
-            "replicas_wanted": "2x60",
-        },
-        "20m",
-    ),
-    Case(
-        "TruespecProxyDown",
-        "one is replaced",
-        {"ray_serve_haproxy_process_count node_id=a": "1x10 0 1x50", "replicas_wanted": "2x60"},
-        "12m",
-    ),
-    Case(
-        "TruespecKvCacheFull",
-        "one replica of two",
-        {"kv_cache_usage_ratio replica=r1": "0.98x60", "kv_cache_usage_ratio replica=r2": "0.2x60"},
-        "40m",
-        Fires("The KV cache of tiny is 98% full in pool decode.", {"pool": "decode"}),
-    ),
-    Case("TruespecKvCacheFull", "now and then", {"kv_cache_usage_ratio replica=r1": "1 0.9 1 1 0.9 1 1 0.9 1 1"}, "9m"),
-    Case(
-        "TruespecPreemptions",
-        "one in four requests",
-        {"preemptions_total": "0+5x60", "requests_total outcome=stop": "0+20x60"},
-        "40m",
-        Fires("0.25 preemptions for each request of tiny."),
-    ),
-    Case(
-        "TruespecPreemptions",
-        "one in forty",
-        {"preemptions_total": "0+1x60", "requests_total outcome=stop": "0+40x60"},
-        "40m",
-    ),
-    Case(
-        "TruespecPreemptions",
-        "few",
-        {"preemptions_total": "_x30 3x30", "requests_total outcome=stop": "_x30 5x60"},
-        "40m",
-    ),
-    Case(
-        "TruespecRefereeSilent",
-        "answers are selected, and none is replayed",
-        {
-            "build_info replica=r1": "1x90",
-            "replay_lag_seconds replica=c": "0x90",
-            "replays_requested_total": "0+1x90",
-            "replays_total result=ok": "0+1x20 20x70",
-        },
-        "80m",
-        Fires("Nothing replays the answers of tiny."),
-    ),
-    Case(
-        "TruespecRefereeSilent",
-        "the controller is gone",
-        {"build_info replica=r1": "1x90", "replay_lag_seconds replica=c": "0x20"},
-        "50m",
-        Fires("Nothing replays the answers of tiny."),
-    ),
-    Case(
-        "TruespecRefereeSilent",
-        "they are replayed",
-        {
-            "build_info replica=r1": "1x90",
-            "replay_lag_seconds replica=c": "0x90",
-            "replays_requested_total": "0+1x90",
-            "replays_total result=ok": "0+1x90",
-        },
-        "80m",
-    ),
-    Case(
-        "TruespecRefereeSilent",
-        "few answers are selected",
-        {
-            "build_info replica=r1": "1x90",
-            "replay_lag_seconds replica=c": "0x90",
-            "replays_requested_total": "0+0.1x90",
-        },
-        "80m",
-    ),
-    Case(
-        "TruespecRefereeBehind",
-        "a quarter of an hour",
-        {"replay_lag_seconds replica=c": "0+60x15 900x60"},
-        "30m",
-        Fires("The oldest answer of tiny has waited 15m 0s for its replay."),
-    ),
-    Case("TruespecRefereeBehind", "a minute", {"replay_lag_seconds replica=c": "60x60"}, "30m"),
-    Case(
-        "TruespecKeysStale",
-        "a changed file was wrong",
-        {"key_file_reloads_total result=failed": "0x20 1x30"},
-        "25m",
-        Fires("The changed API key file of tiny is invalid."),
-    ),
-    Case(
-        "TruespecKeysStale",
-        "the first file that was wrong",
-        {"key_file_reloads_total result=failed": "_x20 1x30"},
-        "25m",
-        Fires("The changed API key file of tiny is invalid."),
-    ),
-    Case("TruespecKeysStale", "files were right", {"key_file_reloads_total result=ok": "0x20 1x30"}, "25m"),
-    Case(
-        "TruespecNoTraffic",
-        "it stopped",
-        {"requests_total outcome=stop": "0+5x120 600x100"},
-        "2h45m",
-        Fires("No request for tiny has finished for half an hour."),
-    ),
-    Case(
-        "TruespecNoTraffic",
-        "one request of a new replica",
-        {
-            "requests_total outcome=stop replica=r1": "0+5x120 600x100",
-            "requests_total outcome=stop replica=r2": "_x150 1x60",
-        },
-        "2h45m",
-    ),
-    Case("TruespecNoTraffic", "it goes on", {"requests_total outcome=stop": "0+5x220"}, "2h45m"),
-    Case("TruespecNoTraffic", "there never was any", {"requests_total outcome=stop": "0x220"}, "2h45m"),
-    Case(
-        "TruespecMetricsMissing",
-        "nothing is scraped",
-        {},
-        "15m",
-        Fires("Prometheus has no metrics from truespec.", common=False),
-    ),
-    Case(
-        "TruespecMetricsMissing",
-        "they are gone",
-        {"build_info replica=r1": "1x30"},
-        "50m",
-        Fires("Prometheus has no metrics from truespec (job truespec).", {"job": "truespec"}, common=False),
-    ),
-    Case(
-        "TruespecMetricsMissing",
-        "those of one namespace are gone",
-        {"build_info namespace=ill": "1x30", "build_info namespace=well": "1x90"},
-        "50m",
-        Fires(
-            "Prometheus has no metrics from truespec in ill (job truespec).",
-            {"job": "truespec", "namespace": "ill"},
-            common=False,
+    *_of(
+        "UntestedShare",
+        (
+            "everybody sends one seed",
+            {"selfcheck_rounds_total": "0+100x120", "selfcheck_untested_rounds_total": "0+95x120"},
+            "100m",
+            Fires("95% of the rounds of tiny add nothing to its self-checks."),
+        ),
+        (
+            "every other one does",
+            {"selfcheck_rounds_total": "0+100x120", "selfcheck_untested_rounds_total": "0+50x120"},
+            "100m",
         ),
     ),
-    Case(
-        "TruespecMetricsMissing",
-        "those of one job are gone",
-        {"build_info job=blue": "1x30", "build_info job=green": "1x90"},
-        "50m",
-        Fires("Prometheus has no metrics from truespec (job blue).", {"job": "blue"}, common=False),
+    *_of(
+        "TimeToFirstTokenHigh",
+        (
+            "nine in ten beyond 5 s",
+            _first_tokens(0, 1, 10),
+            "40m",
+            Fires("p95 of the time to first token of tiny is 9.722s.", {"pool": "decode"}),
+        ),
+        ("few requests, all late", _first_tokens(0, 1, 3), "40m"),
+        ("all within 1 s", _first_tokens(10, 10, 10), "40m"),
     ),
-    Case(
-        "TruespecMetricsMissing",
-        "those of a referee are gone",
-        {"watched_requests_total result=passed": "0x30"},
-        "50m",
-        Fires("Prometheus has no metrics from truespec (job truespec).", {"job": "truespec"}, common=False),
+    *_of(
+        "RequestErrors",
+        (
+            "one in twenty",
+            _results("requests_total", outcome__stop=19, outcome__error=1),
+            "40m",
+            Fires("5% of the requests of tiny end in an error."),
+        ),
+        (
+            "the first of a series",
+            {"requests_total outcome=stop": "0+5x60", "requests_total outcome=error": "_x30 5x30"},
+            "40m",
+            Fires("6.25% of the requests of tiny end in an error."),
+        ),
+        (
+            "the server fails before a request begins",
+            _results("http_responses_total", code__200=19, code__500=1),
+            "40m",
+            Fires("5% of the requests of tiny end in an error."),
+        ),
+        ("clients that leave", _results("requests_total", outcome__stop=1, outcome__abort=9), "40m"),
+        ("refused", _results("http_responses_total", code__200=1, code__503=9), "40m"),
+        (
+            "replicas die behind HAProxy",
+            {
+                "ray_serve_num_http_requests_total status_code=200": "0+10x60",
+                "ray_serve_num_http_requests_total status_code=502": "_x20 6x40",
+                "replicas_wanted": "2x60",
+            },
+            "26m",
+            Fires("3.846% of the requests end in an error.", {"job": "truespec"}, common=False),
+        ),
+        (
+            "another service of Ray's",
+            {
+                "ray_serve_num_http_requests_total status_code=200": "0+10x60",
+                "ray_serve_num_http_requests_total status_code=500": "0+10x60",
+                "replicas_wanted job=other": "2x60",
+            },
+            "26m",
+        ),
     ),
-    Case("TruespecMetricsMissing", "only a server is watched", {"watched_requests_total result=passed": "0x60"}, "50m"),
-    Case("TruespecMetricsMissing", "replicas load their model", {"replicas_wanted replica=c": "2x60"}, "50m"),
-    Case("TruespecMetricsMissing", "a replica is there", {"build_info replica=r1": "1x30"}, "15m"),
-    *_watch_cases(),
-    *_cases_of_watched(),
+    *_of(
+        "RequestsTurnedAway",
+        (
+            "one in five, for want of room and because replicas stop",
+            _results("refusals_total", reason__load=4)
+            | _results("http_responses_total", code__200=24, code__429=4, code__503=2),
+            "40m",
+            Fires("20% of the requests for tiny are turned away."),
+        ),
+        (
+            "503 only, as Ray's agent exports it",
+            {"http_responses_total code=200": "0+10x60", "http_responses_total code=503": "_x20 10+10x40"},
+            "40m",
+            Fires("50% of the requests for tiny are turned away."),
+        ),
+        (
+            "keys at their limits",
+            _results("refusals_total", reason__key_concurrency=9)
+            | _results("http_responses_total", code__200=1, code__429=9),
+            "40m",
+        ),
+    ),
+    *_of(
+        "PoolEmpty",
+        (
+            "the last one is gone",
+            {"replicas_wanted replica=c": "1x60", "replicas_running replica=c": "1x10 0x50"},
+            "15m",
+            _EMPTY,
+        ),
+        (
+            "gone for hours, with another controller now",
+            {
+                "replicas_wanted replica=c": "1x60",
+                "replicas_running replica=c": "1x10 0x50",
+                "replicas_wanted replica=d": "_x65 1x200",
+                "replicas_running replica=d": "_x65 0x200",
+            },
+            "240m",
+            _EMPTY,
+        ),
+        ("never came up", {"replicas_wanted replica=c": "1x90", "replicas_running replica=c": "0x90"}, "70m", _EMPTY),
+        (
+            "the model is loaded for the first time",
+            {"replicas_wanted replica=c": "1x90", "replicas_running replica=c": "0x40 1x50"},
+            "35m",
+        ),
+        (
+            "scaled to nothing",
+            {"replicas_wanted replica=c": "0x60", "replicas_running replica=c": "0x60"},
+            "15m",
+        ),
+    ),
+    *_of(
+        "ReplicasMissing",
+        (
+            "one of two",
+            {"replicas_wanted replica=c": "2x60", "replicas_running replica=c": "2x10 1x50"},
+            "30m",
+            Fires("1 of the replicas of tiny in pool decode have been missing for a while.", {"pool": "decode"}),
+        ),
+        (
+            "one is replaced",
+            {"replicas_wanted replica=c": "2x60", "replicas_running replica=c": "2x10 1x5 2x45"},
+            "30m",
+        ),
+    ),
+    *_of(
+        "ReplicasRestart",
+        (
+            "three within an hour",
+            {"replica_restarts_total": "0x10 1x10 2x10 3x30"},
+            "35m",
+            _told("replicas", "3 replicas of tiny in pool decode were lost.", pool="decode"),
+        ),
+        ("two", {"replica_restarts_total": "0x10 1x10 2x40"}, "35m"),
+        (
+            "a replica died with six requests",
+            {"requests_interrupted_total": "0x10 6x30"},
+            "15m",
+            _told("requests", "6 requests of tiny were lost."),
+        ),
+        (
+            "a router counts them",
+            {"requests_interrupted_total": "0x10 6x30", "replicas_wanted pool=router": "1x60"},
+            "15m",
+        ),
+        (
+            "the router itself died",
+            {"requests_interrupted_total pool=router": "0x10 6x30", "replicas_wanted pool=router": "1x60"},
+            "15m",
+            _told("requests", "6 requests of tiny were lost."),
+        ),
+    ),
+    *_of(
+        "ProxyDown",
+        (
+            "one process of two is dead",
+            {
+                "ray_serve_haproxy_process_count node_id=a": "1x60",
+                "ray_serve_haproxy_process_count node_id=b": "1x10 0x50",
+                "replicas_wanted": "2x60",
+            },
+            "13m",
+            _PROXY_DOWN,
+        ),
+        (
+            "none is there any more",
+            {"ray_serve_haproxy_process_count node_id=a": "1x10", "replicas_wanted": "2x60"},
+            "20m",
+            _PROXY_DOWN,
+        ),
+        (
+            "one node of two is gone",
+            {
+                "ray_serve_haproxy_process_count node_id=a": "1x60",
+                "ray_serve_haproxy_process_count node_id=b": "1x10",
+                "replicas_wanted": "2x60",
+            },
+            "20m",
+        ),
+    ),
+    *_of(
+        "KvCacheFull",
+        (
+            "one replica of two",
+            {"kv_cache_usage_ratio replica=r1": "0.98x60", "kv_cache_usage_ratio replica=r2": "0.2x60"},
+            "40m",
+            _told("KV cache in use", "tiny lacks KV memory in pool decode: 98% KV cache in use.", pool="decode"),
+        ),
+        ("now and then", {"kv_cache_usage_ratio replica=r1": "1 0.9 1 1 0.9 1 1 0.9 1 1"}, "9m"),
+        (
+            "one preemption in four requests",
+            {"preemptions_total": "0+5x60", "requests_total outcome=stop": "0+20x60"},
+            "40m",
+            _told("preemptions a request", "tiny lacks KV memory: 25% preemptions a request."),
+        ),
+        (
+            "one in forty",
+            {"preemptions_total": "0+1x60", "requests_total outcome=stop": "0+40x60"},
+            "40m",
+        ),
+    ),
+    *_of(
+        "KeysStale",
+        ("a changed file was wrong", {"key_file_reloads_total result=failed": "0x20 1x30"}, "25m", _KEYS),
+        ("the first file that was wrong", {"key_file_reloads_total result=failed": "_x20 1x30"}, "25m", _KEYS),
+        ("files were right", {"key_file_reloads_total result=ok": "0x20 1x30"}, "25m"),
+    ),
+    *_of(
+        "NoTraffic",
+        ("it stopped", {"requests_total outcome=stop": "0+5x120 600x100"}, "2h45m", _QUIET),
+        (
+            "one request of a new replica",
+            {
+                "requests_total outcome=stop replica=r1": "0+5x120 600x100",
+                "requests_total outcome=stop replica=r2": "_x150 1x60",
+            },
+            "2h45m",
+        ),
+        ("there never was any", {"requests_total outcome=stop": "0x220"}, "2h45m"),
+        ("no proxy reports any", {"watched_requests_total result=passed": "0+5x120 600x100"}, "2h45m", _QUIET),
+        ("proxies do", {"watched_requests_total result=passed": "0+5x220"}, "2h45m"),
+    ),
+    *_of(
+        "MetricsMissing",
+        ("nothing is scraped", {}, "15m", _missing("")),
+        ("they are gone", {"build_info replica=r1": "1x30"}, "50m", _missing(" (job truespec)", job="truespec")),
+        (
+            "those of one namespace are gone",
+            {"build_info namespace=ill": "1x30", "build_info namespace=well": "1x90"},
+            "50m",
+            _missing(" in ill (job truespec)", job="truespec", namespace="ill"),
+        ),
+        (
+            "those of one job are gone",
+            {"build_info job=blue": "1x30", "build_info job=green": "1x90"},
+            "50m",
+            _missing(" (job blue)", job="blue"),
+        ),
+        (
+            "those of a referee are gone",
+            {"watched_requests_total result=passed": "0x30"},
+            "50m",
+            _missing(" (job truespec)", job="truespec"),
+        ),
+        ("only a server is watched", {"watched_requests_total result=passed": "0x60"}, "50m"),
+        ("replicas load their model", {"replicas_wanted replica=c": "2x60"}, "50m"),
+    ),
+    *_of(
+        "WatchedServerUnreachable",
+        (
+            "every other",
+            _watched(passed=4, captured=1, unreachable=5),
+            "60m",
+            Fires("50% of the requests for tiny find no server behind the proxy."),
+        ),
+        ("one in fifty", _watched(passed=49, unreachable=1), "60m"),
+        ("four", {"watched_requests_total result=unreachable": "0x30 4x30"}, "40m"),
+    ),
+    *_of(
+        "WatchBlind",
+        ("the server refuses", _watched(refused=2, passed=20, read=0), "70m", _BLIND),
+        ("none can be read", _watched(captured=2, passed=20, read=0, unreadable=2), "70m", _BLIND),
+        ("a share of 0", _watched(passed=1000, captured=0, read=0), "70m", _BLIND),
+        ("few are chosen of many", _watched(passed=20, captured=0, read=0), "70m"),
+        ("some can be read", _watched(refused=20, captured=1, passed=20, read=1), "70m"),
+    ),
 )
 
 

@@ -21,7 +21,7 @@ Progress = Callable[[str], None]
 _HELD = {
     "requests": ("truespec_requests_running", "truespec_requests_waiting"),
     "kv_blocks": ("truespec_kv_cache_usage_ratio",),
-    "replays": ("truespec_replay_queue_length", "truespec_replays_running"),
+    "replays": ("truespec_replay_lag_seconds", "truespec_replays_running"),
 }
 _TIMED_HANDOFFS = 40
 _COUNTED_WITHIN_S = 10.0  # replicas report every second

@@ -71,11 +71,11 @@ def test_a_prefill_that_was_computed_twice_is_said_though_no_request_failed(serv
     service.metrics.count("truespec_prefill_failures_total", 1, reason="timeout")
     said = service.said()
     assert said == {
-        "PrefillsFail": "1 prefill failed in the last 15 minutes (1 timeout) and had to be computed again: those "
+        "HandoffsFail": "1 prefill failed in the last 15 minutes (1 timeout) and had to be computed again: those "
         "answers came late."
     }
     service.pass_time(880)
-    assert service.said().keys() == {"PrefillsFail"}
+    assert service.said().keys() == {"HandoffsFail"}
     service.pass_time(60)
     assert service.said() == {}
 
@@ -130,5 +130,5 @@ def test_all_else_that_alerts_know_is_said(service: Service) -> None:
     assert first == ("PoolEmpty", "Pool decode runs 0 of 2 replicas.")  # what is worst comes first
     runbooks = (ROOT / RUNBOOKS).read_text(encoding="utf-8")
     names = {alert.name for alert in ALERTS}
-    for name in (*said, "PoolEmpty", "PrefillsFail", "HandoffsFail", "TimeToFirstTokenHigh"):
+    for name in (*said, "PoolEmpty", "HandoffsFail", "TimeToFirstTokenHigh"):
         assert f"Truespec{name}" in names and f"## Truespec{name}\n" in runbooks

@@ -424,7 +424,7 @@ def test_what_is_wrong_is_a_sentence_with_its_runbook(served: Served, referee: R
     expect(first).to_contain_text("4 prefills failed in the last 15 minutes (4 timeout) and had to be computed again")
     expect(second).to_contain_text("2 of 20 handoffs in the last 15 minutes did not succeed (2 failed)")
     link = first.get_by_role("link")
-    expect(link).to_have_text("TruespecPrefillsFail")
+    expect(link).to_have_text("TruespecHandoffsFail")
     link.click()
     expect(page.locator("section:target")).to_contain_text("each such prompt is computed again")
     visit.look(400, "dark")

@@ -18,7 +18,6 @@ def test_one_tokens_drift_by_hand() -> None:
     assert drift.excess == pytest.approx(1.0)
     assert drift.ratio == pytest.approx(0.5)
     assert drift.gen_kl == pytest.approx(0.5 + math.log(2) - 1)
-    assert drift.probability == pytest.approx(0.25)
     other = TokenDrift.between(math.log(0.25), math.log(0.5))
     assert (other.nats, other.excess) == pytest.approx((drift.nats, drift.excess))
     assert other.ratio == pytest.approx(2.0)
@@ -30,13 +29,13 @@ def test_one_tokens_drift_by_hand() -> None:
 def test_what_is_no_number_or_too_far_is_clipped(served: float, replayed: float) -> None:
     drift = TokenDrift.between(served, replayed)
     assert drift.nats == 10
-    assert all(math.isfinite(value) for value in (drift.excess, drift.ratio, drift.gen_kl, drift.probability))
+    assert all(math.isfinite(value) for value in (drift.excess, drift.ratio, drift.gen_kl))
 
 
 def test_equal_logprobs_have_not_drifted() -> None:
     sums = DriftSums(drifts(*[0.0] * 5))
     assert sums.tme == 1
-    assert sums.sums == {"nats": 0, "excess": 0, "ratio": 5, "gen_kl": 0, "probability": 0}
+    assert sums.sums == {"nats": 0, "excess": 0, "ratio": 5, "gen_kl": 0}
 
 
 def bfloat16_noise(count: int, seed: int) -> list[float]:

@@ -1,4 +1,4 @@
-"""Durations and lengths of requests, by a clock that the test moves."""
+"""Durations of requests, by a clock that the test moves."""
 
 import contextlib
 from collections.abc import AsyncGenerator, Sequence
@@ -15,14 +15,7 @@ from tests.support.clock import Clock
 
 REQUEST = Request("r-1", (1, 2, 3, 4))
 FIRST, MORE = TokenDelta("r-1", (7,), queue_s=0.5), TokenDelta("r-1", (8, 9))
-MEASURES = {
-    "request_duration_seconds",
-    "prefill_time_seconds",
-    "decode_time_seconds",
-    "time_per_output_token_seconds",
-    "request_prompt_tokens",
-    "request_answer_tokens",
-}
+MEASURES = {"request_duration_seconds", "queue_time_seconds"}
 
 
 class Timed:
@@ -73,30 +66,25 @@ async def test_a_request_is_measured_from_its_arrival_to_its_last_token() -> Non
     last = TokenDelta("r-1", (10, 11), finish_reason=FinishReason.LENGTH)
     assert await measured((2.0, FIRST), (3.0, MORE), (6.0, last)) == {
         "request_duration_seconds": 6.0,
-        "prefill_time_seconds": 1.5,
-        "decode_time_seconds": 4.0,
-        "time_per_output_token_seconds": 1.0,
-        "request_prompt_tokens": 4,
-        "request_answer_tokens": 5,
+        "queue_time_seconds": 0.5,
     }
 
 
 async def test_an_end_that_comes_by_itself_belongs_to_the_request() -> None:
     found = await measured((2.0, FIRST), (3.0, TokenDelta("r-1", finish_reason=FinishReason.STOP)))
-    assert (found["request_duration_seconds"], found["decode_time_seconds"]) == (3.0, 1.0)
-    assert found.keys() == MEASURES - {"time_per_output_token_seconds"}, "there is no token after the first"
+    assert found["request_duration_seconds"] == 3.0
 
 
 async def test_what_the_front_end_stops_is_an_answer_too() -> None:
     found = await measured((2.0, FIRST), (4.0, MORE), (9.0, MORE), stop_after=2)
-    assert (found["request_duration_seconds"], found["request_answer_tokens"]) == (4.0, 3)
+    assert found["request_duration_seconds"] == 4.0
 
 
 @pytest.mark.parametrize(
     "end", [TokenDelta("r-1", finish_reason=FinishReason.ERROR), TokenDelta("r-1", finish_reason=FinishReason.ABORT)]
 )
 async def test_what_fails_or_is_left_is_not_measured(end: TokenDelta) -> None:
-    assert await measured((2.0, FIRST), (3.0, end)) == {}
+    assert (await measured((2.0, FIRST), (3.0, end))).keys() == {"queue_time_seconds"}
 
 
 async def test_what_breaks_off_is_not_measured() -> None:

@@ -8,13 +8,12 @@ from typing import Any, get_args
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from dashboards.label_meanings import meaning_of
 from serve_app.guard.referee_counts import RecentReplays, RefereeCounts
 from serve_app.referee.replay_checker import ReplayResult
 from serve_app.referee.strata import SERVED_STRATA, WATCHED_STRATA
 from serve_app.referee.verdicts import Checked
 from serve_app.streams.observed import WeightAges
-from serve_app.telemetry.metric_names import CATALOGUE, MAX_ANSWERING
+from serve_app.telemetry.metric_names import MAX_ANSWERING
 from serve_app.telemetry.metrics import BufferSink, Metrics, PrometheusSink, RaySink
 from speculative.stats import EngineUsage, StepStats
 from tests.support.referees import Court, served
@@ -102,27 +101,16 @@ class Service:
 async def test_a_long_life_has_no_more_series_than_half_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ray = RayAgent(monkeypatch)
     service = Service(tmp_path, ray)
-    service.live(200)
+    service.live(110)
     page, agent = service.exported(), ray.exported()
-    service.live(200)
+    service.live(300)
     assert service.exported() == page
     assert ray.exported() == agent
     assert page["truespec_recent_replays"] == MAX_ANSWERING
     assert page["truespec_draft_tokens_since_handoff_total"] == agent["truespec_draft_tokens_since_handoff_total"] == 3
     assert page["truespec_build_info"] == 1
-    assert page.total() < 2500
-    assert agent.total() < 2500
-
-
-def test_only_a_gauge_may_name_what_comes_and_goes() -> None:
-    """A counter's series is never forgotten by Ray's agent."""
-    open_labels = {
-        label
-        for metric in CATALOGUE
-        for label in metric.labels
-        if metric.kind != "gauge" and isinstance(meaning_of(metric, label), str)
-    }
-    assert open_labels == {"position", "code", "nats"}
+    assert page.total() < 1500
+    assert agent.total() < 1500
 
 
 def test_recent_replays_are_those_of_an_hour() -> None:
