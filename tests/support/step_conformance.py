@@ -1,7 +1,8 @@
 """One kit of checks for every way to compute a step over the vocabulary: torch's operators, the CPU kernels, and
 Triton's, of captured steps.
 
-A test runs each of `CHECKS` on each of `ARITHMETICS`. Tokens and drafts are those of torch's operators, values within
+A test runs each of `CHECKS` on each of `ARITHMETICS`; what Triton's interpreter computes in minutes has one kind of
+drafts a check, all kinds in turn. Tokens and drafts are those of torch's operators, values within
 `TOLERANCE` of theirs; or both are what a definition says.
 """
 
@@ -59,12 +60,13 @@ class Arithmetic:
     """One way to compute a step.
 
     ops: over the vocabulary. make_judge: of rows, for a mode of logprobs. edit: of captured steps' logits; None where
-    steps are not captured.
+    steps are not captured. kinds: of drafts, in scenes that have one after the other.
     """
 
     ops: VocabularyOps
     make_judge: Callable[[LogprobsMode], RowJudge]
     edit: EditLogits | None = None
+    kinds: tuple[str, ...] = tuple(KINDS)
 
     @property
     def judge(self) -> RowJudge:
@@ -102,7 +104,7 @@ ARITHMETICS: dict[str, Callable[[], AbstractContextManager[Arithmetic]]] = {
 
 
 def rows_are_judged_as_by_torch_with_filters_beside_rows_without(one: Arithmetic) -> None:
-    for kind in KINDS:
+    for kind in one.kinds:
         counts = COUNTS if kind == "sub-vocabulary" else (2, 0, 3, 1, 2)
         given = scene(kind, counts)
         without, found = assert_equal(one.judge, given), assert_equal(one.judge, filtered(given, *FILTERS))
@@ -126,7 +128,7 @@ def every_mode_of_logprobs_is_torchs(one: Arithmetic) -> None:
 def vocabularies_of_any_size_are_judged_as_by_torch(one: Arithmetic) -> None:
     """One token, and sizes around the edges of blocks; with an entry that is coupled, and one that is filtered."""
     for number, size in enumerate(SIZES):
-        for kind in KINDS if size == BLOCK + 1 else KINDS[number % 3 :][:1]:
+        for kind in one.kinds if size == BLOCK + 1 else KINDS[number % 3 :][:1]:
             given = filtered(scene(kind, (2, 0, 1), size), NO_FILTER, *FILTERS[2:])
             given.rows.coupled[0] = True
             assert_equal(one.judge, given)
@@ -143,7 +145,7 @@ def rows_without_drafts_are_judged_as_by_torch(one: Arithmetic) -> None:
 
 
 def coupled_entries_are_judged_as_by_torch(one: Arithmetic) -> None:
-    for kind, every in (*((kind, 2) for kind in KINDS), ("sub-vocabulary", 1)):
+    for kind, every in (*((kind, 2) for kind in one.kinds), ("sub-vocabulary", 1)):
         given = filtered(scene(kind, (2, 1, 3)), NO_FILTER, (0.0, 5, 1.0))
         given.rows.coupled[:] = torch.arange(3) % every == 0
         given.logits[0, given.rows.drafts[0]] = 9.0  # so that one of them survives
@@ -170,7 +172,7 @@ def ties_at_the_edge_of_a_filter_stay(one: Arithmetic) -> None:
 
 
 def rows_that_are_no_distribution_are_reported_and_harm_no_other(one: Arithmetic) -> None:
-    for kind in KINDS:
+    for kind in one.kinds:
         filters = FILTERS if kind == "dense" else (NO_FILTER, *FILTERS)
         given = filtered(scene(kind, (2, 0, 1, 2, 1)), *filters).with_rows(reported=torch.tensor([False]))
         logits, (first, second, third) = given.logits.clone(), given.rows.first_rows[[0, 2, 3]].tolist()
@@ -269,7 +271,7 @@ def emitted_tokens_follow_p_exactly(one: Arithmetic) -> None:
     """One draft: over all drafts with their chances, accepted or replaced, tokens come as often as p has it. The
     replacements are enumerated by uniforms on a grid, so they are exact up to the grid."""
     size, num_draws = 5, 10
-    for kind in KINDS:
+    for kind in one.kinds:
         given = scene(kind, (1,), size)
         q, p = given.q_at(0).double(), torch.softmax(given.logits[0] / given.rows.temperature[0], dim=-1).double()
         drafts = q.nonzero()[:, 0].repeat_interleave(num_draws)
@@ -406,7 +408,7 @@ def terms_are_torchs(one: Arithmetic) -> None:
 
     What replaces a rejected draft without q is nobody's: an invariant fails its request.
     """
-    for kind in KINDS:
+    for kind in one.kinds:
         for damage in ("none", "p", "q"):
             step = step_of(scene(kind))
             judged = step.judged.nonzero()[:, 0].tolist()

@@ -31,8 +31,9 @@ def edit(monkeypatch: pytest.MonkeyPatch, poisoned: None) -> EditLogits:
 
 
 @needs_triton
-@pytest.mark.parametrize("count", [1023, 1024, 1025])
-@pytest.mark.parametrize("what", ["biases", "penalties"])
+@pytest.mark.parametrize(
+    ("what", "count"), [("biases", 1024), ("biases", 1025), ("penalties", 1024), ("penalties", 1025)]
+)
 def test_lists_at_the_edge_of_a_size(edit: EditLogits, what: str, count: int) -> None:
     """The prompt's two tokens are in the list of penalties, too."""
     if what == "biases":
@@ -48,7 +49,7 @@ def test_lists_at_the_edge_of_a_size(edit: EditLogits, what: str, count: int) ->
 
 
 @needs_triton
-@pytest.mark.parametrize("num_masks", [15, 16, 17, 56])
+@pytest.mark.parametrize("num_masks", [16, 17])
 def test_masks_at_the_edge_of_a_size(edit: EditLogits, num_masks: int) -> None:
     drafted = [
         Drafted(SamplingParams(), drafts=(3,) * min(6, num_masks - 7 * index - 1), masked=True)

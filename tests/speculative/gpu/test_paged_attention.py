@@ -23,6 +23,7 @@ SIZES = AttentionSizes(BLOCK_SIZE, MAX_QUERIES, MAX_BLOCKS)
 NUM_SLOTS = (5 * MAX_BLOCKS + 1) * BLOCK_SIZE  # the last block is the trash block
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3}
 HEADS = [(4, 4, 16), (6, 2, 64), (3, 1, 80)]
+DTYPES = [torch.float32, torch.float16, torch.float32]  # the interpreter multiplies bfloat16's bit patterns
 CONTEXTS = [(0, 1), (15, 5), (SPLIT_TOKENS - 2, 5), (2 * SPLIT_TOKENS + 3, 2), (0, 0)]
 
 pytestmark = pytest.mark.skipif(
@@ -84,8 +85,7 @@ def row_by_row(query: Tensor, keys: Tensor, values: Tensor, rows: PagedRows) -> 
     return out
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # the interpreter multiplies bfloat16's bit patterns
-@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize(("heads", "dtype"), list(zip(HEADS, DTYPES, strict=True)))
 def test_every_row_sees_its_own_past_and_nothing_else(
     attend: AttendPaged, heads: tuple[int, int, int], dtype: torch.dtype
 ) -> None:

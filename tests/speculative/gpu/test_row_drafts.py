@@ -65,55 +65,12 @@ def test_vocabularies_of_any_size(sample: SampleDrafts, size: int) -> None:
     assert_sampled(given, sample)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_logits_are_read_in_their_own_type(sample: SampleDrafts, dtype: torch.dtype) -> None:
-    given = draft_scene(6, WIDTH, seed=2)
-    rounded = replace(given, logits=given.logits.to(dtype))
-    found = assert_sampled(rounded, sample)
-    assert torch.equal(found.probs, assert_sampled(replace(given, logits=rounded.logits.float()), sample).probs)
-    assert_sampled(rounded.filtered(*FILTERS), sample)
-
-
 def test_of_tied_tokens_a_greedy_row_takes_the_first(sample: SampleDrafts) -> None:
     given = draft_scene(3, WIDTH)
     given.fields.greedy[:], given.fields.temperature[:] = True, 1.0
     for row, places in enumerate(([5, 9], [BLOCK - 1, BLOCK], [BLOCK + 3, 3 * BLOCK + 1])):
         given.logits[row, places] = 11.0
     assert assert_sampled(given.filtered(*FILTERS[1:]), sample).columns.tolist() == [5, BLOCK - 1, BLOCK + 3]
-
-
-def test_tied_tokens_at_the_edge_of_a_filter_stay(sample: SampleDrafts) -> None:
-    """Two tokens of five tie for the second place."""
-    given, possible = grid(12)
-    given.logits[:] = -torch.inf
-    given.logits[:, possible] = torch.tensor([0.0, 3.0, 2.0, 2.0, 1.0])
-    found = assert_sampled(given.filtered((0.0, 2, 1.0), (0.0, 0, 0.7)), sample)
-    assert set(found.columns.tolist()) == set(possible[1:4].tolist())
-
-
-@pytest.mark.parametrize("token", [0, BLOCK - 1, BLOCK, WIDTH - 1])
-def test_the_one_token_that_is_left_is_drawn(sample: SampleDrafts, token: int) -> None:
-    """Whatever the uniform."""
-    given, _ = grid(4)
-    given.logits[:] = -torch.inf
-    given.logits[:, token] = -30.0
-    given.fields.uniforms[OFFSET] = torch.tensor([1e-300, 0.5, 1 - 2**-53, 0.3], dtype=torch.float64)
-    given.fields.coupled[3] = True
-    found = assert_sampled(given, sample)
-    assert found.columns.tolist() == [token] * 4
-    assert found.mass_before.tolist() == [0.0] * 4
-
-
-def test_a_token_without_mass_is_never_drawn(sample: SampleDrafts) -> None:
-    """Uniforms at and around every edge of the distribution, most tokens of which have no mass."""
-    given, possible = grid(64)
-    given.logits[:] = -torch.inf
-    given.logits[:, possible] = torch.tensor([0.1, 0.2, 0.3, 0.25, 0.15]).log()
-    q = torch.softmax(given.logits[0], dim=-1).double()
-    edges = q[possible].cumsum(0) / q.sum()
-    around = torch.cat([edges - q[possible] / 2, *(edges + step * 2.0**-53 for step in range(-6, 6))])
-    given.fields.uniforms[OFFSET] = around[:64].clamp(2**-60, 1 - 2**-53)
-    assert set(assert_sampled(given, sample).columns.tolist()) == set(possible.tolist())
 
 
 def test_uniforms_meet_the_edges_of_equal_tokens(sample: SampleDrafts) -> None:
@@ -126,18 +83,6 @@ def test_uniforms_meet_the_edges_of_equal_tokens(sample: SampleDrafts) -> None:
     given.fields.uniforms[OFFSET] = torch.cat([edges - EDGE, edges + EDGE]) / len(possible)
     found = given.sample(sample).columns.unflatten(0, (NUM_DRAFTS, 12))[OFFSET]
     assert found.tolist() == possible[torch.cat([edges - 1, edges]).long()].tolist()
-
-
-def test_over_all_uniforms_drafts_come_as_often_as_q_has_them(sample: SampleDrafts) -> None:
-    """A grid of uniforms enumerates what is drawn: each token as often as its q to a cell of the grid."""
-    num_rows = 96
-    given, possible = grid(num_rows)
-    given.logits[:, possible] += 8.0
-    given.fields.temperature[:] = 0.9
-    found = assert_sampled(given, sample)
-    often = torch.bincount(found.columns, minlength=WIDTH).double() / num_rows
-    assert ((often - found.probs[0].double()).abs() <= 1 / num_rows + 1e-6).all()
-    assert len(set(found.columns.tolist())) > len(possible)
 
 
 @pytest.mark.parametrize("damage", [torch.nan, torch.inf, -torch.inf])

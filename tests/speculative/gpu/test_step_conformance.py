@@ -2,9 +2,11 @@
 
 import importlib.util
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 
+from tests.support.judged_rows import KINDS
 from tests.support.step_conformance import ARITHMETICS, CHECKS, Arithmetic
 from tests.support.vocabulary import needs_kernels
 
@@ -24,4 +26,6 @@ def arithmetic(request: pytest.FixtureRequest) -> Iterator[Arithmetic]:
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_every_arithmetic_computes_the_same(arithmetic: Arithmetic, check: Callable[[Arithmetic], None]) -> None:
+    if arithmetic.edit is not None:  # Triton's
+        arithmetic = replace(arithmetic, kinds=(KINDS[CHECKS.index(check) % len(KINDS)],))
     check(arithmetic)
