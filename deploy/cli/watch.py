@@ -90,21 +90,13 @@ _ENGINE = [
         "--threads",
         type=click.IntRange(min=0),
         default=0,
-        help="CPU threads of an engine; the default is all cores, and one on Ray.",
+        help="CPU threads of an engine; the default is all cores.",
     ),
     click.option(
         "--max-model-len",
         type=click.IntRange(min=2),
         help="Leave longer answers out; the default is the model's own limit, on a CPU at most 16,384 tokens.",
     ),
-    click.option(
-        "--max-replicas",
-        type=click.IntRange(min=0),
-        default=0,
-        help="Compute on Ray, with up to this many engines while answers wait; 0 computes in this process.",
-    ),
-    click.option("--gpus", type=FiniteRange(min=0), default=0.0, help="GPUs of each engine on Ray."),
-    click.option("--address", help="The Ray cluster (auto, or host:port); the default starts one here."),
     click.option(
         "--keep-prompts",
         is_flag=True,
@@ -140,11 +132,7 @@ def _referee_options(options: dict[str, Any], **own: Any) -> tuple[Any, Any]:
         tolerance = Tolerance.against_float32(max(precisions, key=PRECISIONS.index))
     replayer = ReplayerOptions(
         find_model(options["model"], progress_printer()),
-        **{
-            name: options[name]
-            for name in ("engine", "dtype", "threads", "max_model_len", "max_replicas", "gpus", "address")
-            if name in options
-        },
+        **{name: options[name] for name in ("engine", "dtype", "threads", "max_model_len") if name in options},
     )
     check_options(replayer)
     mode = options["logprobs"] or ("processed" if tolerance.processed else "raw")

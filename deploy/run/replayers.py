@@ -34,9 +34,7 @@ class ReplayerOptions:
     threads: CPU threads, 0 = the machine's.
     max_model_len: tokens of prompt and answer, None = the model's own limit, and on a CPU at most 16,384.
     at_once: requests that an engine computes together.
-    max_replicas: engines on Ray that there may be; 0 = one in this process, without Ray.
-    gpus: of each engine on Ray.
-    device: of our engine; on Ray, `auto` is a GPU where it was given one.
+    device: of our engine.
     """
 
     folder: Path
@@ -46,10 +44,7 @@ class ReplayerOptions:
     threads: int = 0
     max_model_len: int | None = None
     at_once: int = 4
-    max_replicas: int = 0
-    gpus: float = 0.0
     device: str = "auto"
-    address: str | None = None
 
 
 class LoadedReplayer(Replayer, Protocol):
@@ -152,5 +147,3 @@ def check_options(options: ReplayerOptions) -> None:
     """
     if options.engine == "transformers" and options.dtype != "float32":
         raise ConfigError("--dtype: transformers computes in float32 here; leave it out, or choose --engine torch.")
-    if options.address is not None and not options.max_replicas:
-        raise ConfigError("--address: say with --max-replicas how many engines there may be on that cluster.")

@@ -10,18 +10,10 @@ from typing import Any
 
 from deploy.exchange.exchanges import Exchange
 from deploy.reports.progress import View
-from deploy.run.replayers import LoadedReplayer, ReplayerOptions, make_replayer
+from deploy.run.replayers import ReplayerOptions, make_replayer
 from deploy.watch.referee import Referee, RefereeOptions
 
 _READ_AHEAD = 64  # records
-
-
-def _replayer(options: ReplayerOptions) -> LoadedReplayer:
-    if not options.max_replicas:
-        return make_replayer(options)
-    from deploy.watch.ray_replayer import RayReplayer  # Ray is not needed otherwise
-
-    return RayReplayer(options)
 
 
 @contextlib.asynccontextmanager
@@ -30,7 +22,7 @@ async def running_referee(options: RefereeOptions, replayer_options: ReplayerOpt
     log = logging.getLogger("truespec.referee")
     level = log.level
     log.setLevel(logging.ERROR)  # it would repeat what the findings say
-    replayer = _replayer(replayer_options)
+    replayer = make_replayer(replayer_options)
     try:
         model = await replayer.start()
         referee = Referee(options, model, replayer)

@@ -5,11 +5,9 @@ from pathlib import Path
 import pytest
 import ray
 
-from deploy.run.replayers import ReplayerOptions
-from deploy.watch.ray_replayer import RayReplayer
 from serve_app import app
 from serve_app.config.files import parse_args
-from tests.support.gpu_probe import GpuProbe, replays_on
+from tests.support.gpu_probe import GpuProbe
 from tests.support.services import ENGINE, app_args
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
@@ -31,13 +29,3 @@ def test_an_engine_takes_a_gpu_that_its_replica_was_given_and_no_other(tiny_fold
         if num_gpus < 2:
             assert ray.get(probe.of_child.remote(0.5))[0] in ("0", "1"), "one that asks for a GPU sees it"
         ray.kill(probe)
-
-
-@pytest.mark.usefixtures("ray_port")
-def test_an_engine_of_the_watch_takes_a_gpu_if_it_was_given_one(tiny_folder: Path) -> None:
-    for gpus, expected in ((0.0, [("cpu", "")]), (0.5, [("cuda", "0"), ("cuda", "1")])):
-        # transformers' makes no engine until it is started
-        options = ReplayerOptions(tiny_folder, engine="transformers", max_replicas=1, gpus=gpus)
-        actor = RayReplayer(options)._new_actor().handle
-        assert ray.get(actor.__ray_call__.remote(replays_on, options)) in expected
-        ray.kill(actor)

@@ -12,7 +12,7 @@ from unittest import mock
 import ray
 
 if TYPE_CHECKING:
-    from deploy.run.replayers import ReplayerOptions
+    pass
 
 _VISIBLE = "import os; print(os.environ.get('CUDA_VISIBLE_DEVICES'))"
 
@@ -57,10 +57,3 @@ def visible_gpus(actor: object) -> str | None:
     """To the process of an actor."""
     del actor
     return os.environ.get("CUDA_VISIBLE_DEVICES")
-
-
-def replays_on(engine: object, options: "ReplayerOptions") -> tuple[str, str | None]:
-    """The device that an engine of the watch asks for, made once more in its process, and the GPUs that this sees."""
-    with mock.patch("deploy.watch.ray_replayer.make_replayer") as made:
-        type(engine)(options)  # type: ignore[call-arg]
-    return made.call_args.args[0].device, visible_gpus(engine)
