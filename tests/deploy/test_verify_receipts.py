@@ -255,10 +255,6 @@ def other_token(wire: dict[str, Any]) -> None:
     wire["token_ids"][20] = (wire["token_ids"][20] + 101) % 500
 
 
-def other_seed(wire: dict[str, Any]) -> None:
-    wire["seed"] = str(int(wire["seed"]) ^ 1)
-
-
 def other_draft(wire: dict[str, Any]) -> None:
     one, offset, _ = judged(wire, "accepted")
     one["drafts"][offset] = (one["drafts"][offset] + 1) % 500
@@ -289,24 +285,8 @@ def other_rounds(wire: dict[str, Any]) -> None:
     wire["rounds"][at : at + 1] = parts
 
 
-def other_prompt(wire: dict[str, Any]) -> None:
-    wire["prompt_token_ids"][3] = (wire["prompt_token_ids"][3] + 1) % 500
-
-
-def other_fingerprint(wire: dict[str, Any]) -> None:
-    wire["fingerprint"] = "0" * 32
-
-
-def other_temperature(wire: dict[str, Any]) -> None:
-    wire["params"]["temperature"] = 0.4
-
-
 def other_filter(wire: dict[str, Any]) -> None:
     wire["params"]["top_k"] = 2
-
-
-def other_penalty(wire: dict[str, Any]) -> None:
-    wire["params"]["repetition_penalty"] = 1.6
 
 
 def other_rules(wire: dict[str, Any]) -> None:
@@ -347,10 +327,6 @@ def every_logprob_higher(wire: dict[str, Any]) -> None:
     wire["logprobs"] = [min(one + 0.3, 0.0) for one in wire["logprobs"]]
 
 
-def a_missing_logprob(wire: dict[str, Any]) -> None:
-    wire["logprobs"].pop()
-
-
 def cut(wire: dict[str, Any], num_rounds: int = 3) -> None:
     """Without the last rounds."""
     kept = wire["rounds"][:-num_rounds]
@@ -363,14 +339,6 @@ def cut(wire: dict[str, Any], num_rounds: int = 3) -> None:
 def cut_and_stopped(wire: dict[str, Any]) -> None:
     """Cut off, and as if the model had ended there."""
     cut(wire)
-    wire["ending"]["finish_reason"] = "stop"
-
-
-def fewer_delivered(wire: dict[str, Any]) -> None:
-    wire["num_delivered"] -= 2
-
-
-def other_finish_reason(wire: dict[str, Any]) -> None:
     wire["ending"]["finish_reason"] = "stop"
 
 
@@ -428,19 +396,15 @@ def drafts_for_one_who_forbade_them(wire: dict[str, Any]) -> None:
     wire["params"]["speculate"] = False
 
 
-def no_first_token(wire: dict[str, Any]) -> None:
-    wire["token_kinds"][0] = "bonus"
-
-
 OF_ANY_VERIFIER = (
-    *(logprobs_left_out, other_verifier, other_verifier_of_a_round, drafts_for_one_who_forbade_them, no_first_token),
-    *(other_token, other_seed, other_draft, other_prompt, other_temperature, other_filter, unknown_token),
-    *(unknown_draft, every_logprob_higher, a_missing_logprob, cut, cut_and_stopped, fewer_delivered),
-    *(other_finish_reason, last_round_twice, rounds_swapped, a_round_of_minus_one_token, stop_strings_that_came),
+    *(logprobs_left_out, other_verifier, other_verifier_of_a_round, drafts_for_one_who_forbade_them),
+    *(other_token, other_draft, other_filter, unknown_token),
+    *(unknown_draft, every_logprob_higher, cut, cut_and_stopped),
+    *(last_round_twice, rounds_swapped, a_round_of_minus_one_token, stop_strings_that_came),
 )
 FORGERIES = (
     *OF_ANY_VERIFIER,
-    *(smaller_q, larger_q, other_rounds, other_fingerprint, other_penalty, other_rules, a_stop_before_the_end),
+    *(smaller_q, larger_q, other_rounds, other_rules, a_stop_before_the_end),
     *(fewer_tokens_allowed, a_last_token_that_nobody_accepted, other_logprob, as_if_greedy),
 )
 
@@ -538,16 +502,9 @@ def test_the_tolerance_comes_from_the_engines_alone(sound: dict[str, Any], folde
     found = Checked(folder)(sound, *wires)
     assert {(one.tolerance_nats, one.tolerance) for one in found} == {(0.001, "for float32")}
     assert "TME 1.0022, the largest 0.2 nats off (token 5)" in found[1].in_words()
+    assert "the logprob of token 5 is 0.2 nats from its own" in found[1].reason
     assert found[2].tme == pytest.approx(1.35, abs=0.03) and found[2].reason
     assert "not shown    logprobs: it has none" in found[3].in_words() and not found[3].reason
-
-
-def test_one_logprob_that_is_off_by_a_fifth_does_not_verify(sound: dict[str, Any], folder: Path) -> None:
-    def lower(wire: dict[str, Any]) -> None:
-        wire["logprobs"][5] -= 0.2
-
-    (found,) = Checked(folder)(forged(sound, lower))
-    assert "the logprob of token 5 is 0.2 nats from its own" in found.reason
 
 
 CLAIMS = {
@@ -795,58 +752,6 @@ def test_no_malformed_receipt_stops_the_others(sound: dict[str, Any], folder: Pa
     assert "\x1b" not in words.stdout and "id ?[2J?, model [bold]x[/bold]?, created -1000" in words.stdout
 
 
-def test_what_breaks_the_check_of_one_receipt_leaves_the_others(
-    sound: dict[str, Any], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails(receipt: Receipt) -> str:
-        raise RuntimeError("out of memory")
-
-    check = Verifier.check
-
-    async def once(self: Verifier, receipt: Receipt) -> ReceiptVerdict:
-        return await check(self, receipt) if receipt.id != "breaks" else fails(receipt)  # type: ignore[return-value]
-
-    monkeypatch.setattr(Verifier, "check", once)
-    path = tmp_path / "receipts.json"
-    path.write_text(json.dumps({"receipts": [sound | {"id": "breaks"}, sound]}))
-    found = CliRunner().invoke(main, ["verify", str(path), "--model", str(folder), "--json"])
-    first, second = (json.loads(line) for line in found.stdout.splitlines())
-    assert (first["verified"], second["verified"], found.exit_code) == (None, True, 2)
-    assert "the check failed with RuntimeError('out of memory')" in first["reason"]
-
-
-HELD_BACK = """
-import sys
-from deploy.run.verify import Verifier
-check = Verifier.check
-async def held(self, receipt):
-    if receipt.id == "second":
-        sys.stdin.readline()
-    return await check(self, receipt)
-Verifier.check = held
-from deploy.cli.main import main
-main()
-"""
-
-
-@pytest.mark.parametrize("options", [["--json"], []])
-def test_a_verdict_is_printed_before_the_next_receipt_is_checked(
-    sound: dict[str, Any], folder: Path, tmp_path: Path, options: list[str]
-) -> None:
-    path = tmp_path / "receipts.json"
-    path.write_text(json.dumps({"receipts": [sound, sound | {"id": "second"}]}))
-    command = [sys.executable, "-c", HELD_BACK, "verify", str(path), "--model", str(folder), *options]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as running:
-        assert running.stdin and running.stdout
-        for line in running.stdout:
-            if line == "VERIFIED\n" or options:
-                break
-        assert running.poll() is None  # it waits for the second
-        rest, _ = running.communicate("go on\n")
-    assert '"verified": true' in line if options else line == "VERIFIED\n"
-    assert running.returncode == 0 and ('"second"' in rest if options else "id second" in rest)
-
-
 WITHOUT_RAY = """
 import sys
 class Blocked:
@@ -859,10 +764,9 @@ main()
 """
 
 
-@ENGINES
-def test_it_needs_no_ray(sound: dict[str, Any], folder: Path, tmp_path: Path, engine: str) -> None:
+def test_it_needs_no_ray(sound: dict[str, Any], folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "receipt.json"
     path.write_text(json.dumps(sound))
-    command = [sys.executable, "-c", WITHOUT_RAY, "verify", str(path), "--model", str(folder), "--engine", engine]
+    command = [sys.executable, "-c", WITHOUT_RAY, "verify", str(path), "--model", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0 and "VERIFIED" in done.stdout, done.stderr

@@ -94,8 +94,9 @@ def test_what_was_judged_until_an_interrupt_is_reported(folder: Path, rollouts: 
             if b"10 records read, 10 answers judged" in line:
                 break
         process.send_signal(signal.SIGINT)
+        began = process.stdout.read(1)  # the report; a file that ended before it would be judged to its end
         process.stdin.close()
-        said, heard = process.stdout.read().decode(), process.stderr.read().decode()
+        said, heard = (began + process.stdout.read()).decode(), process.stderr.read().decode()
     assert process.returncode == 130, heard
     assert (
         "found so far" in line.decode() and "the report covers the answers judged so far" in heard and "suspect" in said
