@@ -1,6 +1,7 @@
 """`truespec watch audit`: probes of a server and ordinary traffic, every answer of which the referee judges."""
 
 import asyncio
+import itertools
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -86,7 +87,11 @@ async def _audit(
                 await _run_all(desk, referee, options, outcomes, view)
             except asyncio.CancelledError:
                 interrupted = True
-            about = {"url": options.url, "requests": server.num_requests, "probes": [one.as_dict() for one in outcomes]}
+            about = {
+                "url": options.url,
+                "requests": sum(one.requests for one in outcomes),
+                "probes": [one.as_dict() for one in outcomes],
+            }
             return referee.report() | {"audit": about, "interrupted": interrupted}
 
 
@@ -127,11 +132,9 @@ def run_probe(desk: Desk, probe: Probe) -> ProbeOutcome:
 
 async def _traffic(desk: Desk, options: AuditOptions) -> ProbeOutcome:
     """Ordinary requests of many kinds at once, streamed and not."""
-    trial, refused, num = Trial(), set[str](), 0
+    trial, refused, begun = Trial(), set[str](), itertools.count()
 
     def seen(attempt: Attempt) -> None:
-        nonlocal num
-        num += 1
         desk.keep(attempt)
         trial.num_cases += attempt.ok
         if not trial.answered(attempt) and attempt.refused:
@@ -139,9 +142,9 @@ async def _traffic(desk: Desk, options: AuditOptions) -> ProbeOutcome:
 
     prompts = [{"prompt": desk.body(desk.prompt(number))["prompt"], **desk.fields} for number in range(48)]
     traffic = Traffic(desk.model, prompts, TRIED, (16, 32, 64), AT_ONCE)
-    await drive(options.url, traffic, lambda: num >= options.requests - AT_ONCE, options.api_key, seen)
+    await drive(options.url, traffic, lambda: next(begun) >= options.requests, options.api_key, seen)
     trial.seen = f"{trial.num_cases} answers" + (f"; refused: {', '.join(sorted(refused))}" if refused else "")
-    return ProbeOutcome(TRAFFIC, _TRAFFIC_ASKS, *trial.verdict(), trial.findings, num)
+    return ProbeOutcome(TRAFFIC, _TRAFFIC_ASKS, *trial.verdict(), trial.findings, options.requests)
 
 
 async def _judged(referee: Referee, exchanges: Iterable[Exchange]) -> list[Checked]:
