@@ -5,7 +5,6 @@ what is known of the answer, since only a service and a receipt have the draws.
 """
 
 import asyncio
-import itertools
 import json
 import math
 import random
@@ -175,9 +174,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return write_tiny_pair(tmp_path_factory.mktemp("tiny"))
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-@pytest.mark.parametrize("num_off", [1, 8])
-@pytest.mark.parametrize(("edges", "suspect"), [(0.0, False), (0.8, False), (1.6, True), (8.0, True)])
+@pytest.mark.parametrize(("precision", "num_off"), [("float32", 8), ("bfloat16", 1)])
+@pytest.mark.parametrize(("edges", "suspect"), [(0.8, False), (1.6, True)])
 def test_all_who_replay_in_float32_say_the_same_of_near_ties(
     precision: str,
     num_off: int,
@@ -187,11 +185,7 @@ def test_all_who_replay_in_float32_say_the_same_of_near_ties(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     recorded = made_up(precision, edges * Tolerance.against_float32(precision).edge_nats, num_off)
-    found = {
-        "independent check": by_service(recorded),
-        "watch": by_watch(recorded, folders[0]),
-        "verify": by_verify(recorded, monkeypatch),
-    }
+    found = by_all(recorded, folders[0], monkeypatch)
     assert found == dict.fromkeys(found, Found(suspect, None, None))
 
 
@@ -221,7 +215,7 @@ def test_a_receipts_logprobs_do_not_change_its_tolerance(
 # -- answers of an engine, and what faults make of them ---------------------------------------------------------------
 
 
-_UNLIKELY = 0.05  # of a draft: to have accepted it is no rounding in any precision
+_UNLIKELY = 0.01  # of a draft: to have accepted it is no rounding in any precision
 
 
 class Answers:
@@ -239,7 +233,7 @@ class Answers:
     def _sound(self, precision: str, drafter: str, params: SamplingParams) -> Recorded:
         engine = tiny_engine(self._target, dtype=precision, drafter=self._drafters[drafter])
         prompt = tuple(range(20, 32)) * 2
-        for seed in range(7, 27):  # which drafts are rejected depends on the processor's rounding, too
+        for seed in range(7, 67):  # which drafts are rejected depends on the processor's rounding, too
             found = self.replayed(precision, serve(engine, Request("cmpl-1-0", prompt, params, seed=seed)))
             if params.greedy or any(probability < _UNLIKELY for probability, *_ in rejected_drafts(found)):
                 return found
@@ -340,9 +334,15 @@ def answers(folders: tuple[Path, Path]) -> Answers:
     return Answers(*folders)
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-@pytest.mark.parametrize("drafter", ["n-gram", "draft model"])
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    ("precision", "drafter", "params"),
+    [
+        ("float32", "n-gram", SAMPLED),
+        ("float32", "draft model", GREEDY),
+        ("bfloat16", "n-gram", GREEDY),
+        ("bfloat16", "draft model", SAMPLED),
+    ],
+)
 def test_everybody_says_the_same_of_what_an_engine_answered(
     precision: str,
     drafter: str,
@@ -357,11 +357,7 @@ def test_everybody_says_the_same_of_what_an_engine_answered(
         if fault is wrongly_accepted and params.greedy:
             continue  # its token is not the likeliest, as that of any forgery
         changed = fault(answers, recorded)
-        found = {
-            "independent check": by_service(changed),
-            "verify": by_verify(changed, monkeypatch),
-            "watch": by_watch(changed, folders[0]),
-        }
+        found = by_all(changed, folders[0], monkeypatch)
         assert [one.suspect for one in found.values()] == [with_draws, with_draws, without], (name, found)
         first = found["independent check"]
         assert first.tme is not None and first.max_drift_nats is not None
@@ -369,30 +365,23 @@ def test_everybody_says_the_same_of_what_an_engine_answered(
             assert (one.tme, one.max_drift_nats) == pytest.approx((first.tme, first.max_drift_nats), rel=1e-9), name
 
 
-def by_all(changed: Recorded, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
-    """Whether each finds an answer suspect."""
-    found = {
+def by_all(changed: Recorded, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Found]:
+    """What each says of an answer; those who know the draws come first."""
+    return {
         "independent check": by_service(changed),
         "verify": by_verify(changed, monkeypatch),
         "watch": by_watch(changed, folder),
     }
-    return {name: one.suspect for name, one in found.items()}
 
 
-@pytest.mark.parametrize(
-    ("nats", "params"),
-    [
-        *itertools.product([-0.04, -0.005, 0.0, 0.005, 0.04], [GREEDY, SAMPLED]),
-        *itertools.product([-0.002, 0.002], [SAMPLED]),  # the greedy one soon repeats itself
-    ],
-)
+@pytest.mark.parametrize(("nats", "params"), [(-0.04, GREEDY), (0.005, GREEDY), (0.0, SAMPLED), (-0.002, SAMPLED)])
 def test_everybody_sees_a_shift_of_all_logprobs_in_float32(
     nats: float, params: SamplingParams, answers: Answers, folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recorded = answers.sound("float32", "n-gram", params)
     shifted = of_logprobs(lambda one: [min((own or 0.0) + nats, 0.0) for own in one.answer.logprobs])
     found = by_all(shifted(answers, recorded), folders[0], monkeypatch)
-    assert found == dict.fromkeys(found, nats != 0)
+    assert {one.suspect for one in found.values()} == {nats != 0}
 
 
 def test_in_bfloat16_a_shift_shows_where_tokens_are_nearly_certain(
@@ -407,4 +396,4 @@ def test_in_bfloat16_a_shift_shows_where_tokens_are_nearly_certain(
         served = replace(sound.answer, token_ids=tokens, logprobs=tuple(own - nats for own in again))
         recorded = replace(sound, answer=served, replayed=replace(sound.replayed, logprobs=again))
         found = by_all(recorded, folders[0], monkeypatch)
-        assert found == dict.fromkeys(found, nats > 0)
+        assert {one.suspect for one in found.values()} == {nats > 0}
