@@ -215,7 +215,7 @@ def test_a_receipts_logprobs_do_not_change_its_tolerance(
 # -- answers of an engine, and what faults make of them ---------------------------------------------------------------
 
 
-_UNLIKELY = 0.01  # of a draft: to have accepted it is no rounding in any precision
+_UNLIKELY = 0.02  # chance of a draft to be accepted: to have accepted it is no rounding in any precision
 
 
 class Answers:
@@ -235,7 +235,7 @@ class Answers:
         prompt = tuple(range(20, 32)) * 2
         for seed in range(7, 67):  # which drafts are rejected depends on the processor's rounding, too
             found = self.replayed(precision, serve(engine, Request("cmpl-1-0", prompt, params, seed=seed)))
-            if params.greedy or any(probability < _UNLIKELY for probability, *_ in rejected_drafts(found)):
+            if params.greedy or any(chance < _UNLIKELY for chance, *_ in rejected_drafts(found)):
                 return found
         raise AssertionError("no unlikely draft was rejected")
 
@@ -290,20 +290,22 @@ def _garbage(tokens: list[int]) -> list[int]:
 
 
 def rejected_drafts(recorded: Recorded) -> list[tuple[float, int, int, int]]:
-    """Of each draft that was rejected: its probability, its round, the place of the token that replaced it, its id."""
+    """Of each draft that was rejected: its chance p / q, its round, the place of the token that replaced it, its id."""
     served, rows, ends = recorded.answer, recorded.replayed.replayed or (), 0
     rejected = []
     for number, one in enumerate(served.rounds):
         last = ends + one.num_tokens - 1
         if served.kinds[last] is TokenKind.RECOVERED:
-            probability = rows[last].redrawn.rejected_probability  # type: ignore[union-attr]
-            rejected.append((probability, number, last, one.drafts[one.num_tokens - 1]))
+            place = one.num_tokens - 1
+            q = 1.0 if one.draft_probs is None else one.draft_probs[place]
+            chance = rows[last].redrawn.rejected_probability / q  # type: ignore[union-attr]
+            rejected.append((chance, number, last, one.drafts[place]))
         ends += one.num_tokens
     return rejected
 
 
 def wrongly_accepted(answers: Answers, recorded: Recorded) -> Recorded:
-    """The answer ends in the least likely of the drafts that were rejected, as if it had been accepted."""
+    """The answer ends in the one with the least chance of the drafts that were rejected, as if it had been accepted."""
     served = recorded.answer
     _, number, last, draft = min(rejected_drafts(recorded))
     changes: dict[str, Any] = {name: getattr(served, name)[: last + 1] for name in PER_TOKEN}
