@@ -10,9 +10,8 @@ import pytest
 import yaml
 from jsonschema import Draft7Validator
 from ray._private.services import determine_plasma_store_config
-from ray._private.utils import resolve_object_store_memory
 from ray.serve.config import AutoscalingConfig
-from ray.serve.schema import DeploymentSchema, RayActorOptionsSchema, ServeApplicationSchema, ServeDeploySchema
+from ray.serve.schema import DeploymentSchema, ServeApplicationSchema, ServeDeploySchema
 
 from dashboards.alerts import ALERTS
 from dashboards.build import PAGES, dashboards
@@ -23,7 +22,6 @@ from serve_app.config.app_config import AppConfig
 from serve_app.config.files import load_config
 from serve_app.config.serve_file import ServeFile
 from serve_app.telemetry.metric_names import CATALOGUE, METRICS
-from speculative.errors import ConfigError
 from tests.support import crds, kubernetes
 from tests.support.chart import (
     EXAMPLE_NAMES,
@@ -39,7 +37,7 @@ from tests.support.chart import (
     template,
 )
 from tests.support.loops import for_each
-from tests.support.prometheus import part_of, promtool
+from tests.support.prometheus import promtool
 from tools.chart import CHART, CHART_SCHEMA, generated, run_helm, schema, versioned
 
 WITH_CLAIMS_ON_DEVICES = ("1.37.0",)
@@ -296,14 +294,6 @@ def test_custom_resources_fit_their_definitions(rendered: Any, record_property: 
     assert kinds == CUSTOM, "every custom resource of the chart was seen"
 
 
-def test_the_schemas_of_custom_resources_find_faults(rendered: Any) -> None:
-    for schemas in (crds.our_schemas(), crds.real_schemas()):
-        for kind in schemas.keys() & CUSTOM:
-            found = json.loads(json.dumps(one(rendered["disaggregated"], kind)))
-            found["spec"]["selektor"] = {}
-            assert crds.errors(schemas[kind], found), f"{kind} has an unknown field"
-
-
 def test_the_values_schema_is_draft_07_and_closed() -> None:
     made = schema()
     Draft7Validator.check_schema(made)
@@ -466,21 +456,6 @@ def test_fractions_by_set_which_makes_texts_of_them_are_numbers_in_the_serve_con
     assert targets == {"kv_usage": 0.65, "running_share": 1.25}
 
 
-def test_every_number_of_the_chart_that_may_have_a_fraction_is_among_them() -> None:
-    handwritten = yaml.safe_load(CHART_SCHEMA.read_text())
-    worker = handwritten["definitions"]["worker"]["properties"]["autoscaling"]["properties"]
-    vllm = handwritten["properties"]["vllm"]["properties"]
-    shared = {f"#/definitions/{name}" for name in ("share", "above0", "from0")}
-    of_them = {
-        name
-        for fields in (worker, vllm)
-        for name, field in fields.items()
-        if any(kind.get("$ref") in shared for kind in (field, *field.get("anyOf", ())))
-    }
-    assert of_them == {name.rpartition(".")[2] for name in FRACTIONS}
-    assert not re.search(r"type: number[,}]", CHART_SCHEMA.read_text())
-
-
 @pytest.mark.parametrize(("topology", "pool"), [("disaggregated", "decode"), ("monolith", "monolith")])
 def test_the_stream_router_runs_where_keys_and_token_are_mounted(topology: str, pool: str) -> None:
     values = {
@@ -497,14 +472,6 @@ def test_the_stream_router_runs_where_keys_and_token_are_mounted(topology: str, 
     mounts = homes[0]["template"]["spec"]["containers"][0]["volumeMounts"]
     assert {"api-keys", "admin-token"} <= {mount["name"] for mount in mounts}
     assert "router" not in serve_config(template(MINIMAL))["applications"][0]["args"]["pools"]
-
-
-def test_only_deployments_change_with_the_number_of_replicas() -> None:
-    one_replica, three = (
-        serve_config(template(merged(MINIMAL, {"worker": {"replicas": replicas}}))) for replicas in (1, 3)
-    )
-    assert one_replica["applications"][0]["args"] == three["applications"][0]["args"]
-    assert {d["num_replicas"] for d in three["applications"][0]["deployments"]} == {3}
 
 
 def test_settings_of_the_application_change_no_pod() -> None:
@@ -578,13 +545,6 @@ def test_rays_object_store_fits_into_the_shared_memory_of_its_pod(
         assert 0.85 * num_bytes < asked < 0.95 * num_bytes
 
 
-def test_rays_own_choice_of_a_store_would_leave_the_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ray._private.utils.get_shared_memory_bytes", lambda: 8 << 30)
-    monkeypatch.setattr("ray._common.utils.get_system_memory", lambda: 32 << 30)
-    own = resolve_object_store_memory(32 << 30)
-    assert determine_plasma_store_config(own, "/tmp")[0] == "/tmp", "the chart need not set it any more"
-
-
 def test_the_root_file_system_can_be_made_writable_by_pool() -> None:
     def writable(values: dict[str, Any]) -> set[str]:
         pods = pod_templates(template(merged(MINIMAL, {"modelCache": {"fetch": ["smollm2-135m"]}}, values)))
@@ -636,7 +596,7 @@ def test_a_disruption_budget_needs_no_scale_subresource_and_lets_a_pod_of_each_p
 
 @pytest.mark.parametrize(
     ("allowed", "pods", "kept"),
-    [(1, 4, 3), (3, 4, 1), (4, 4, None), (9, 4, None), ("50%", 4, 2), ("10%", 4, 3), ("30%", 4, 2), ("100%", 4, None)],
+    [(1, 4, 3), (4, 4, None), ("30%", 4, 2), ("100%", 4, None)],
 )
 def test_a_budget_keeps_the_pods_that_may_not_be_evicted(allowed: int | str, pods: int, kept: int | None) -> None:
     # Kubernetes rounds a share of pods that may be unavailable up.
@@ -702,15 +662,6 @@ def test_the_container_that_fetches_has_the_resources_of_the_values() -> None:
     assert more["requests"] == {"cpu": "1", "memory": "2Gi", "ephemeral-storage": "1Gi"}
     assert more["limits"] == {"cpu": "1", "memory": "4Gi"}
     assert resources(fetchResources={"requests": None, "limits": None}) == {}
-
-
-def test_the_service_has_the_class_of_its_load_balancer() -> None:
-    values = {
-        "service": {"type": "LoadBalancer", "loadBalancerClass": "service.k8s.aws/nlb"},
-        "networkPolicy": {"enabled": False},
-    }
-    spec = one(template(merged(MINIMAL, values)), "RayService")["spec"]["serveService"]["spec"]
-    assert (spec["type"], spec["loadBalancerClass"]) == ("LoadBalancer", "service.k8s.aws/nlb")
 
 
 def test_the_smoke_test_runs_where_the_head_may() -> None:
@@ -801,11 +752,6 @@ def test_a_container_of_the_values_is_as_it_was_given_but_for_a_missing_security
     assert (before["name"], before["image"], before["restartPolicy"]) == ("before", "i:1", "Always")
     assert before["securityContext"]["capabilities"] == {"drop": ["ALL"]}
     assert beside == {"name": "beside", "image": "i:1", "securityContext": OWN_CONTEXT, "resources": SMALL}
-
-
-def test_more_objects_are_rendered_with_their_templates(rendered: Any) -> None:
-    names = {found["metadata"]["name"] for found in of_kind(rendered["everything"], "ConfigMap")}
-    assert {"demo-more", "demo-truespec-text"} <= names
 
 
 def test_a_bare_image_name_is_taken_where_nothing_is_pulled() -> None:
@@ -955,14 +901,6 @@ def test_the_monitor_keeps_what_rules_panels_and_runbooks_read_and_nothing_else(
     assert (keep["action"], keep["sourceLabels"]) == ("keep", ["__name__"])
 
 
-def test_limits_of_a_scrape_are_values() -> None:
-    podmonitor = {"enabled": True, "scrapeTimeout": "10s", "sampleLimit": 20000, "metricRelabelings": []}
-    spec = one(template(merged(MINIMAL, {"monitoring": {"podMonitor": podmonitor}})), "PodMonitor")["spec"]
-    (endpoint,) = spec["podMetricsEndpoints"]
-    assert (spec["sampleLimit"], endpoint["scrapeTimeout"]) == (20000, "10s")
-    assert [rule.get("action") for rule in endpoint["metricRelabelings"]] == [None, "labeldrop"]
-
-
 def test_dashboards_and_rules_are_the_generated_ones(rendered: Any) -> None:
     maps = of_kind(rendered["cpu-demo"], "ConfigMap")
     files = {name: text for found in maps for name, text in found["data"].items()}
@@ -975,45 +913,14 @@ def test_dashboards_and_rules_are_the_generated_ones(rendered: Any) -> None:
 
 
 def test_rules_of_two_releases_leave_each_other_alone(tmp_path: Path) -> None:
-    alert, thresholds = "TruespecKvCacheFull", {"blue": 0.5, "green": 0.95}
-    for name, threshold in thresholds.items():
-        rule = {"enabled": True, "alertLabels": {"team": name}, "alerts": {alert: {"threshold": threshold}}}
-        values = merged(MINIMAL, {"monitoring": {"podMonitor": {"enabled": True}, "prometheusRule": rule}})
+    for name in ("blue", "green"):
+        values = merged(MINIMAL, {"monitoring": {"podMonitor": {"enabled": True}, "prometheusRule": {"enabled": True}}})
         spec = one(template(values, name=name), "PrometheusRule")["spec"]
         exprs = [rule["expr"] for group in spec["groups"] for rule in group["rules"]]
         assert all(expr.count("truespec_") == expr.count(f'{{job="{name}",namespace="demo"') for expr in exprs)
-        (tmp_path / f"{name}-whole.yaml").write_text(yaml.safe_dump(spec))
-        for rule in spec["groups"][1]["rules"]:
-            del rule["annotations"]
-        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump({"groups": part_of(spec["groups"], alert)}))
-    promtool("check", "rules", *(str(tmp_path / f"{name}-whole.yaml") for name in thresholds))
-    tests = []
-    for usage in ({"blue": 0.7, "green": 0.7}, {"blue": 0.99, "green": 0.99}, {"blue": 0.1, "green": 0.97}):
-        labels = {name: {"job": name, "namespace": "demo", "model_name": "tiny", "pool": "decode"} for name in usage}
-        inside = {name: ",".join(f'{key}="{value}"' for key, value in labels[name].items()) for name in usage}
-        full = [name for name, value in usage.items() if value > thresholds[name]]
-        tests.append(
-            {
-                "interval": "1m",
-                "input_series": [
-                    {"series": f"truespec_kv_cache_usage_ratio{{{inside[name]}}}", "values": f"{value}x60"}
-                    for name, value in usage.items()
-                ],
-                "alert_rule_test": [
-                    {
-                        "eval_time": "40m",
-                        "alertname": alert,
-                        "exp_alerts": [
-                            {"exp_labels": labels[name] | {"team": name, "severity": "warning"}} for name in full
-                        ],
-                    }
-                ],
-            }
-        )
-    files = [str(tmp_path / f"{name}.yaml") for name in thresholds]
-    cases = {"rule_files": files, "evaluation_interval": "1m", "tests": tests}
-    (tmp_path / "cases.yaml").write_text(yaml.safe_dump(cases))
-    promtool("test", "rules", str(tmp_path / "cases.yaml"))
+        assert not [expr for expr in exprs if "$threshold" in expr or "$minimum" in expr]
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(spec))
+    promtool("check", "rules", *map(str, sorted(tmp_path.glob("*.yaml"))))
 
 
 def alerts(**rule: Any) -> dict[str, Any]:
@@ -1044,16 +951,6 @@ def test_values_change_single_alerts() -> None:
     assert high["annotations"]["runbook_url"] == "https://docs.example/runbooks#truespectmehigh"
     assert found["TruespecKvCacheFull"]["labels"]["severity"] == "critical"
     assert found["TruespecKvCacheFull"]["expr"] == before["TruespecKvCacheFull"]["expr"]
-
-
-def test_no_alert_is_left_with_a_gap_and_every_limit_that_it_names_is_in_its_expression() -> None:
-    for name, found in alerts().items():
-        assert "$threshold" not in found["expr"] and "$minimum" not in found["expr"], name
-    for alert in ALERTS:
-        limits = {"$threshold": alert.threshold, "$minimum": alert.minimum}
-        assert {limit for limit in limits if limit in alert.expr} == {
-            limit for limit, value in limits.items() if value is not None
-        }, alert.name
 
 
 def test_notes_say_how_to_reach_it(tmp_path: Path) -> None:
@@ -1103,16 +1000,3 @@ def test_notes_say_how_to_reach_it(tmp_path: Path) -> None:
     assert "\n  helm -n demo test demo\n" in watching
     wildcard = {"ingress": {"enabled": True, "hosts": [{"host": "*.example.com"}]}, "networkPolicy": {"enabled": False}}
     assert "curl http://NAME.example.com/v1/models" in shown(merged(MINIMAL, wildcard))
-
-
-def test_config_errors_of_the_application_reach_whoever_reads_the_serve_config() -> None:
-    config = serve_config(template(MINIMAL))
-    config["applications"][0]["deployments"].append({"name": "MonolithServer", "num_replicas": 1})
-    with pytest.raises(ValueError, match="topology disaggregated has no such pool"):
-        ServeFile.model_validate(config)
-    with pytest.raises(ConfigError):
-        build_app({"model": {"source": "x"}, "topology": "sharded"})
-
-
-def test_ray_takes_the_labels_as_a_selector() -> None:
-    RayActorOptionsSchema.model_validate({"label_selector": {"truespec-decode": "true"}})
