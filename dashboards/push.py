@@ -7,6 +7,7 @@ overwritten unless requested: Grafana compares the version that was read (412).
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
@@ -66,37 +67,44 @@ def push(
     Raises:
         PushError: the server cannot be reached, refuses the token, or has something else in the place.
     """
-    grafana = _Grafana(server)
-    grafana.check()
+    face = _face(server)
     changes: list[Change] = []
 
-    def reported(what: str, action: Action) -> None:
+    def bring(what: str, there: dict[str, Any] | None, is_ours: bool, save: Callable[[], Any]) -> None:
+        if there is not None and is_ours:
+            action: Action = "unchanged"
+        else:
+            action = "created" if there is None else "updated"
+            if not dry_run:
+                with _reported(f"writing {what}", server.url):
+                    save()
         changes.append(Change(what, action))
         progress(changes[-1])
 
-    reported(f"folder {FOLDER_TITLE}", _push_folder(grafana, dry_run))
+    if _read(face.api.GET, "/health", server.url) is None:
+        raise PushError(f"There is no Grafana at {server.url} (404). Is the path right?")
+    folder = _read(face.folder.get_folder, FOLDER_UID, server.url)
+
+    def save_folder() -> None:
+        if folder is None:
+            face.folder.create_folder(FOLDER_TITLE, uid=FOLDER_UID)
+        else:
+            face.folder.update_folder(FOLDER_UID, FOLDER_TITLE, version=folder.get("version"))
+
+    bring(f"folder {FOLDER_TITLE}", folder, folder is not None and folder["title"] == FOLDER_TITLE, save_folder)
     for dashboard in dashboards:
-        reported(dashboard["title"], _push_dashboard(grafana, dashboard, dry_run=dry_run, overwrite=overwrite))
-    return changes
-
-
-def _push_folder(grafana: "_Grafana", dry_run: bool) -> Action:
-    there = grafana.folder(FOLDER_UID)
-    if there is not None and there["title"] == FOLDER_TITLE:
-        return "unchanged"
-    if not dry_run:
-        grafana.save_folder(there)
-    return "created" if there is None else "updated"
-
-
-def _push_dashboard(grafana: "_Grafana", dashboard: dict[str, Any], *, dry_run: bool, overwrite: bool) -> Action:
-    there = grafana.dashboard(dashboard["uid"])
-    if there is not None and there["meta"].get("folderUid") == FOLDER_UID and _holds(there["dashboard"], dashboard):
-        return "unchanged"
-    if not dry_run:
+        there = _read(face.dashboard.get_dashboard, dashboard["uid"], server.url)
+        is_ours = there is not None and there["meta"].get("folderUid") == FOLDER_UID
         version = 0 if there is None else there["dashboard"]["version"]
-        grafana.save_dashboard(dashboard | {"id": None, "version": version}, overwrite)
-    return "created" if there is None else "updated"
+        body = {
+            "dashboard": dashboard | {"id": None, "version": version},
+            "folderUid": FOLDER_UID,
+            "overwrite": overwrite,
+            "message": "truespec push",
+        }
+        is_current = there is not None and is_ours and _holds(there["dashboard"], dashboard)
+        bring(dashboard["title"], there, is_current, partial(face.dashboard.update_dashboard, body))
+    return changes
 
 
 def _holds(there: Any, ours: Any) -> bool:
@@ -108,63 +116,30 @@ def _holds(there: Any, ours: Any) -> bool:
     return bool(there == ours)
 
 
-class _Grafana:
-    """The few calls that are needed, over grafana-api, with errors that say what to do."""
+def _face(server: Server) -> Any:
+    """Grafana's API at an address, which is checked as far as it can be without a call."""
+    parts = urlsplit(server.url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        raise PushError(f"{server.url!r} is not the URL of a server; give http(s)://HOST[:PORT][/PATH].")
+    if parts.username or parts.password:
+        raise PushError("The URL holds a password; give a service account's token instead (GRAFANA_TOKEN).")
+    if not server.token or not server.token.isascii() or any(letter.isspace() for letter in server.token):
+        raise PushError("The token is empty or holds spaces or line breaks; give a service account's token as it is.")
+    prefix = parts.path.strip("/")
+    return GrafanaFace(
+        server.token,
+        host=parts.netloc,
+        url_path_prefix=f"{prefix}/" if prefix else "",
+        protocol=parts.scheme,
+        timeout=TIMEOUT_S,
+    )
 
-    def __init__(self, server: Server) -> None:
-        parts = urlsplit(server.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-            raise PushError(f"{server.url!r} is not the URL of a server; give http(s)://HOST[:PORT][/PATH].")
-        if parts.username or parts.password:
-            raise PushError("The URL holds a password; give a service account's token instead (GRAFANA_TOKEN).")
-        if not server.token or not server.token.isascii() or any(letter.isspace() for letter in server.token):
-            raise PushError(
-                "The token is empty or holds spaces or line breaks; give a service account's token as it is."
-            )
-        prefix = parts.path.strip("/")
-        self._url = server.url.rstrip("/")
-        self._face = GrafanaFace(
-            server.token,
-            host=parts.netloc,
-            url_path_prefix=f"{prefix}/" if prefix else "",
-            protocol=parts.scheme,
-            timeout=TIMEOUT_S,
-        )
 
-    def check(self) -> None:
-        """Fail unless a Grafana answers there."""
-        with self._reported("looking for Grafana"):
-            if self._or_none(lambda: self._face.api.GET("/health")) is None:
-                raise PushError(f"There is no Grafana at {self._url} (404). Is the path right?")
-
-    def folder(self, uid: str) -> dict[str, Any] | None:
-        """The folder, or None."""
-        with self._reported(f"reading the folder {uid}"):
-            return self._or_none(lambda: self._face.folder.get_folder(uid))
-
-    def save_folder(self, there: dict[str, Any] | None) -> None:
-        """Create our folder, or give it our title."""
-        with self._reported(f"writing the folder {FOLDER_TITLE}"):
-            if there is None:
-                self._face.folder.create_folder(FOLDER_TITLE, uid=FOLDER_UID)
-            else:
-                self._face.folder.update_folder(FOLDER_UID, FOLDER_TITLE, version=there.get("version"))
-
-    def dashboard(self, uid: str) -> dict[str, Any] | None:
-        """The dashboard with its meta data, or None."""
-        with self._reported(f"reading the dashboard {uid}"):
-            return self._or_none(lambda: self._face.dashboard.get_dashboard(uid))
-
-    def save_dashboard(self, dashboard: dict[str, Any], overwrite: bool) -> None:
-        """Create or update; `dashboard["version"]` is the one that was read."""
-        body = {"dashboard": dashboard, "folderUid": FOLDER_UID, "overwrite": overwrite, "message": "truespec push"}
-        with self._reported(f"writing {dashboard['title']}"):
-            self._face.dashboard.update_dashboard(body)
-
-    @staticmethod
-    def _or_none(ask: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
+def _read(ask: Callable[[str], Any], name: str, url: str) -> dict[str, Any] | None:
+    """Return what Grafana has under that name, or None."""
+    with _reported(f"reading {name}", url):
         try:
-            answer = ask()
+            answer = ask(name)
         except GrafanaException as error:
             if error.status_code == 404:
                 return None
@@ -173,16 +148,17 @@ class _Grafana:
             raise TypeError("Grafana answers with objects.")
         return answer
 
-    @contextmanager
-    def _reported(self, doing: str) -> Iterator[None]:
-        try:
-            yield
-        except GrafanaException as error:
-            raise PushError(f"While {doing}: {_explained(error, self._url)}") from error
-        except (ValueError, TypeError) as error:  # the body is no JSON, or not Grafana's
-            raise PushError(f"While {doing}: {self._url} answers not as Grafana does. Is the path right?") from error
-        except OSError as error:  # requests' errors are
-            raise PushError(f"While {doing}: {self._url} cannot be reached ({type(error).__name__}).") from error
+
+@contextmanager
+def _reported(doing: str, url: str) -> Iterator[None]:
+    try:
+        yield
+    except GrafanaException as error:
+        raise PushError(f"While {doing}: {_explained(error, url)}") from error
+    except (ValueError, TypeError) as error:  # the body is no JSON, or not Grafana's
+        raise PushError(f"While {doing}: {url} answers not as Grafana does. Is the path right?") from error
+    except OSError as error:  # requests' errors are
+        raise PushError(f"While {doing}: {url} cannot be reached ({type(error).__name__}).") from error
 
 
 def _explained(error: GrafanaException, url: str) -> str:

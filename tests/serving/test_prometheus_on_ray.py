@@ -20,6 +20,7 @@ from dashboards.build import PAGES, write
 from dashboards.panels import Query
 from dashboards.recordings import PREFILL_FAILURES, RECORDINGS
 from serve_app.telemetry.metric_summary import MetricSummary
+from tests.support.loops import for_each
 from tests.support.prometheus import Prometheus, program, promtool, running_prometheus
 from tests.support.runbook_shell import commands, run
 from tests.support.services import Service, app_args, deployed, wait_for
@@ -29,12 +30,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.first, pytest.mark.timeout(1200)]
 
 ROOT = Path(__file__).parents[2]
 APP = "watched"
-QUERIES = [
-    pytest.param(query, id=f"{page.uid}: {panel.title}: {query.legend}")
-    for page in PAGES
-    for panel in page.panels
-    for query in panel.queries
-]
+QUERIES = [query for page in PAGES for panel in page.panels for query in panel.queries]
 TOKEN = "an-admin-token-of-this-test-only"
 DATA_TIMEOUT_S = 300.0  # for the first figures, on a machine that is busy
 
@@ -160,8 +156,8 @@ def ever_happened(prometheus: Prometheus, name: str) -> bool:
     return any(value != 0 for _, value in prometheus.values(f'{name}{{job="app"}}'))
 
 
-@pytest.mark.parametrize("query", QUERIES)
-def test_a_panel_has_figures(watched: Watched, query: Query) -> None:
+@for_each(QUERIES, lambda query: f"{query.legend}: {query.expr}")
+def test_every_panel_has_figures(query: Query, watched: Watched) -> None:
     prometheus = watched.prometheus
     watched.load.check()
     if not query.sparse:
