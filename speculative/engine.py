@@ -77,7 +77,7 @@ class EngineCore:
         self.stats = StepStats()
         self._make_constraint = make_constraint
         contract = LogprobContract(config.logprobs_mode, model.vocab_size)
-        length = make_draft_length(config.drafter)
+        length = make_draft_length(config.drafter, self.stats)
         self.scheduler = Scheduler(config, self.max_model_len, model.eos_token_ids, self.stats, contract, length)
         self.self_check = SelfCheck(config.self_check_sample_rate)
         self._prepare = prepare_by(decoder.kernels.model)
@@ -161,10 +161,9 @@ class EngineCore:
         self.scheduler.draft_length.restart(model.held_out_rates)
         cache = self._make_cache(model.kv_shape)
         parts = (model, cache, self.scheduler.pool, sampler, config.block_size, self._prepare)
-        length = self.scheduler.draft_length
         if config.drafter.tree:
-            return TreeDrafter(*parts, length, widths=config.drafter.widths)
-        drafter = ModelDrafter(*parts, length)
+            return TreeDrafter(*parts, widths=config.drafter.widths)
+        drafter = ModelDrafter(*parts)
         if model.fused and config.drafter.sampled:
             drafter.draft_loop = FusedDraftLoop(model.fused, sampler, cache, config.block_size)
         return drafter
@@ -329,7 +328,6 @@ class EngineCore:
 
     def take_stats(self) -> StepStats:
         """Counts since the last call."""
-        self.stats.speculated_s, self.stats.speculated_plain_s = self.scheduler.draft_length.take_speculated_s()
         return self.stats.take()
 
     # -- the hot loop -------------------------------------------------------------------------------------------

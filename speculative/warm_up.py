@@ -5,6 +5,8 @@ import time
 from speculative.drafting.weightless import LookupDrafter
 from speculative.engine import EngineCore
 from speculative.request import Request, SamplingParams
+from speculative.scheduling.draft_length import DynamicLength
+from speculative.scheduling.step_cost import StepCost
 
 _LOADS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # sequences
 _MOST_S = 2.5  # after so many seconds no further load is begun; it will begin with what a smaller one costs
@@ -20,15 +22,10 @@ def warm_up(engine: EngineCore) -> None:
     The engine has to be idle. It keeps nothing of these requests: no prefix, counts, rates of acceptance or seeds.
     """
     length = engine.scheduler.draft_length
-    length.begin_trial()
-    started = time.perf_counter()
-    for num_sequences in _LOADS:
-        is_late = num_sequences > engine.config.max_num_seqs or time.perf_counter() > started + _MOST_S
-        if num_sequences > 1 and (is_late or length.knows_cost(num_sequences)):
-            break
-        _run(engine, num_sequences, steps=_SHORT_STEPS if num_sequences == 1 else _MOST_STEPS)
-        if not length.knows_cost(num_sequences):
-            _run(engine, num_sequences, _LONG_PROMPT)
+    if isinstance(length, DynamicLength):
+        _try_lengths(engine, length)
+    else:
+        _run(engine, 1, _LEAST_STEPS)
     length.restart()
     if isinstance(engine.drafter, LookupDrafter):
         engine.drafter.restart()
@@ -37,15 +34,36 @@ def warm_up(engine: EngineCore) -> None:
     engine.take_stats()
 
 
-def _run(engine: EngineCore, num_sequences: int, prompt: tuple[int, ...] = _PROMPT, steps: int = _MOST_STEPS) -> None:
+def _try_lengths(engine: EngineCore, length: DynamicLength) -> None:
+    """Have it know what steps cost at one load after another, and what context costs at the first."""
+    length.is_trial = True
+    started = time.perf_counter()
+    for num_sequences in _LOADS:
+        is_late = num_sequences > engine.config.max_num_seqs or time.perf_counter() > started + _MOST_S
+        if num_sequences > 1 and is_late:
+            break
+        cost = length.cost(num_sequences)
+        _run(engine, num_sequences, _SHORT_STEPS if num_sequences == 1 else _MOST_STEPS, cost)
+        if num_sequences == 1:
+            _run(engine, num_sequences, _MOST_STEPS, cost, _LONG_PROMPT)
+
+
+def _run(
+    engine: EngineCore,
+    num_sequences: int,
+    steps: int,
+    cost: StepCost | None = None,
+    prompt: tuple[int, ...] = _PROMPT,
+) -> None:
+    """Run so many steps, or fewer where their cost is known by then."""
     prompt = prompt[: engine.max_model_len // 2]
     room = engine.max_model_len - len(prompt)
     params = SamplingParams(max_tokens=min(room, steps * (1 + engine.config.drafter.max_drafts)), ignore_eos=True)
     requests = [Request(f"warm-up-{number}", prompt, params, seed=number) for number in range(num_sequences)]
     for request in requests:
         engine.add(request)
-    for step in range(steps):
-        if step >= _LEAST_STEPS and engine.scheduler.draft_length.knows_cost(num_sequences):
+    for _ in range(steps):
+        if cost is not None and cost.is_known:
             break
         engine.step()
     for request in requests:

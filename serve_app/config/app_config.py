@@ -173,7 +173,7 @@ class DrafterSection(_OwnFields):  # type: ignore[misc]
     """The drafter, and how many tokens it drafts a round."""
 
     length: Literal["static", "dynamic"] = "static"
-    """`dynamic` drafts as many tokens as pay, 0 included; a model's drafts end where it is unsure."""
+    """`dynamic` drafts as many tokens as pay, 0 included."""
     tree: list[Annotated[int, Field(ge=1, le=64)]] = []
     """Candidates drafted for each position of a round, such as [3, 2]; one for the positions behind. Drafters with
     weights, verifier coupled, on a CPU."""

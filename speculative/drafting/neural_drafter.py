@@ -10,7 +10,7 @@ it depends on nothing after token i, and a full block can be shared like the tar
 
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Sequences
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate, chain, pairwise
 from typing import NamedTuple, Protocol
 
@@ -25,7 +25,7 @@ from speculative.errors import HandoffRefused
 from speculative.model.attention import PreparePass
 from speculative.model.cpu.fused import FusedHead
 from speculative.model.layers import Attend
-from speculative.scheduling.draft_length import DraftLength, ExpectedRates
+from speculative.scheduling.draft_length import ExpectedRates
 from speculative.state.batch import AttentionRows, Batch, Entry, Int64s, StepInput
 from speculative.state.sequence import Sequence
 from speculative.verification.draft_probs import Dense, PointMass, SubVocabulary
@@ -173,7 +173,6 @@ class ModelDrafter:
         sampler: draws its drafts.
         block_size: tokens a block.
         prepare: brings the rows of its passes to the device.
-        length: says what is repeated, and learns from the trees that were drafted.
     """
 
     def __init__(
@@ -184,7 +183,6 @@ class ModelDrafter:
         sampler: DraftSampler,
         block_size: int,
         prepare: PreparePass,
-        length: DraftLength | None = None,
     ) -> None:
         self.model = model
         self.capture = model.capture
@@ -193,7 +191,6 @@ class ModelDrafter:
         self._pool = pool
         self.sampler = sampler
         self._block_size = block_size
-        self.length = length or DraftLength()
         self._device = cache.data.device
         self.catch_up: CatchUp | None = None  # computes a few rows of many sequences, if set
         self.draft_loop: MakeDrafts | None = None  # makes all drafts of a round at once, if set
@@ -208,25 +205,23 @@ class ModelDrafter:
 
     def propose(self, batch: Batch) -> DraftOutput:
         """Return what sequences repeat; for the others catch up, then draft token after token."""
-        repeats = [self.length.repeated(entry.sequence)[: entry.max_drafts] for entry in batch.entries]
-        repeated = frozenset(index for index, drafts in enumerate(repeats) if drafts)
-        # A repeated passage takes the place of the model's drafts; like a prefill, it is caught up on only when long.
-        own = [one._replace(max_drafts=0) if index in repeated else one for index, one in enumerate(batch.entries)]
-        drafting, hidden = self.begin_round(replace(batch, entries=tuple(own)))
+        drafting, hidden = self.begin_round(batch)
         if not drafting:
-            return DraftOutput.pack(repeats, PointMass())
+            return DraftOutput.pack([entry.repeated for entry in batch.entries], PointMass())
         drafts = self._draft(drafting, hidden)
         self.end_round(drafting, drafts.tokens)
         by_entry = iter(drafts.tokens)
-        per_entry = [next(by_entry) if one.max_drafts > 0 else known for one, known in zip(own, repeats, strict=True)]
+        per_entry = [next(by_entry) if entry.by_drafter else entry.repeated for entry in batch.entries]
+        repeated = frozenset(index for index, entry in enumerate(batch.entries) if entry.repeated)
         ids = self.model.ids
         draft_probs = Dense(drafts.q) if ids is None else SubVocabulary(drafts.q, ids, drafts.columns)
         return DraftOutput.pack(per_entry, draft_probs, repeated)
 
     def begin_round(self, batch: Batch) -> tuple[list[Entry], Tensor]:
-        """Catch up: the entries that draft, and the hidden states [E, hidden] their first drafts are drawn from."""
-        self._flush([entry.sequence for entry in batch.entries if entry.max_drafts == 0])
-        drafting = [entry for entry in batch.entries if entry.max_drafts > 0]
+        """Catch up: the entries that draft, and the hidden states [E, hidden] their first drafts are drawn from. One
+        that repeats a passage is, like a prefill, caught up on only when long."""
+        self._flush([entry.sequence for entry in batch.entries if not entry.by_drafter])
+        drafting = [entry for entry in batch.entries if entry.by_drafter]
         # Each has a row to compute, that of its pending token, whose hidden state gives its first draft.
         hidden = self._catch_up([(entry.sequence, len(entry.sequence.tokens)) for entry in drafting])
         self._empty_buffer()  # before the target's next rows are stored there

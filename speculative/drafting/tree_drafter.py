@@ -16,7 +16,7 @@ from speculative.drafting.base import DraftOutput
 from speculative.drafting.neural_drafter import ModelDrafter
 from speculative.errors import ConfigError
 from speculative.state.batch import Batch, Entry, Int64s
-from speculative.state.draft_tree import DraftTree, narrowed
+from speculative.state.draft_tree import DraftTree
 from speculative.verification.draft_probs import Candidates, PointMass
 
 
@@ -48,25 +48,18 @@ class TreeDrafter(ModelDrafter):
     def propose(self, batch: Batch) -> DraftOutput:
         """A tree for each entry, of its `max_drafts` levels and as wide as is planned. A repeated passage has no
         siblings."""
-        repeats = [self.length.repeated(entry.sequence)[: entry.max_drafts] for entry in batch.entries]
-        own = [
-            entry._replace(max_drafts=0) if known else entry
-            for entry, known in zip(batch.entries, repeats, strict=True)
-        ]
-        drafting, hidden = self.begin_round(replace(batch, entries=tuple(own)))
+        drafting, hidden = self.begin_round(batch)
         if not drafting:
-            return DraftOutput.pack(repeats, PointMass())
-        widths = narrowed(self._widths, self.length.most_candidates)
+            return DraftOutput.pack([entry.repeated for entry in batch.entries], PointMass())
+        widths = batch.widths or self._widths
         trees = [DraftTree.of_widths(widths[: entry.max_drafts]) for entry in drafting]
         drafts = self._grow(drafting, trees, widths, hidden)
-        for entry, tree, of_nodes in zip(drafting, trees, drafts, strict=True):
-            self.length.grown(entry.sequence, tree, of_nodes)
         self.end_round(drafting, [tokens[: entry.max_drafts] for entry, tokens in zip(drafting, drafts, strict=True)])
         made, shapes = iter(drafts), iter(trees)
-        tokens = [next(made) if entry.max_drafts else known for entry, known in zip(own, repeats, strict=True)]
+        tokens = [next(made) if entry.by_drafter else entry.repeated for entry in batch.entries]
         whole = [
-            next(shapes) if entry.max_drafts else DraftTree.of_widths((1,) * len(known))
-            for entry, known in zip(own, repeats, strict=True)
+            next(shapes) if entry.by_drafter else DraftTree.of_widths((1,) * len(entry.repeated))
+            for entry in batch.entries
         ]
         return replace(DraftOutput.pack(tokens, Candidates()), trees=tuple(whole))
 

@@ -131,11 +131,11 @@ class GraphStep:
         return takes if has_room else [False] * len(takes)
 
     def _takes(self, entry: Entry) -> bool:
-        sequence, num_known, max_drafts, samples = entry
+        sequence, num_known, max_drafts, samples, repeated = entry
         if not samples or num_known > 1 or sequence.scored_positions or not follows(sequence):
             return False
         # A repeated passage's q is a point mass, that of others is not.
-        return not (max_drafts and self._neural is not None and self._neural.length.repeated(sequence))
+        return not (max_drafts and repeated)
 
     # -- the step -----------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence as Sequences
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
+from typing import NamedTuple
 
 from speculative.lookup.ngram import NgramDrafter, NgramOptions
 from speculative.scheduling.acceptance_rates import AcceptanceRates
@@ -26,12 +27,14 @@ _LEAST_TRUST = 0.25
 _TRIED = 4  # sequences that get a made-up passage at once
 
 
-@dataclass(slots=True)
-class _Passage:
-    """rates: of its class; None where it is made up."""
+class Passage(NamedTuple):
+    """How a passage goes on.
+
+    chances: for each token, that all up to it will be accepted.
+    """
 
     tokens: list[int]
-    rates: AcceptanceRates | None
+    chances: list[float]
 
 
 @dataclass(slots=True)
@@ -66,76 +69,50 @@ class Passages:
         """In how many ways `make_up` makes up passages."""
         return 2 if self.max_drafts else 0
 
-    @property
-    def any_chosen(self) -> bool:
-        """Return whether any sequence of the step that is planned repeats something."""
-        return bool(self._chosen)
-
     def restart(self) -> None:
         """Forget all that was seen."""
         self._lookup = NgramDrafter(_MATCHED, self.max_drafts)
         self._rates = [AcceptanceRates(self.max_drafts, keep=0.998, expected=(rate,)) for rate in _EXPECTED]
-        self._chosen: dict[str, _Passage] = {}
+        self._found: dict[str, AcceptanceRates] = {}  # of the class of what each request repeats
         self._records: dict[str, _Record] = {}
         self._all = _Record()
 
-    def begin_step(self) -> None:
-        """Nothing is repeated, until it is chosen."""
-        self._chosen.clear()
-
-    def find(self, sequence: Sequence) -> list[float]:
-        """The chance, for each token of the longest known continuation, that all up to it will be accepted.
-
-        Where passages have been accepted too seldom lately, there are none, until that is long ago."""
-        tokens, num_matched = self._lookup.find(sequence, self.max_drafts)
+    def find(self, sequence: Sequence) -> Passage | None:
+        """Find the longest known continuation; none where passages have been accepted too seldom, until that is long
+        ago."""
+        tokens, num_matched = self._lookup.find(sequence, self.max_drafts) if self.max_drafts else ([], 0)
         if not tokens:
-            return []
+            return None
         request_id = sequence.request.request_id
         record = self._records.setdefault(request_id, _Record())
         record.fade(_KEEP)
         self._all.fade(_KEEP_OF_ALL)
         trust = record.trust(self._all.trust())
         if trust <= _LEAST_TRUST:
-            return []
-        rates = self._rates[bisect(_EDGES, num_matched)]
-        self._chosen[request_id] = _Passage(tokens, rates)
-        return [trust * chance for chance in accumulate(rates.hoped_for()[: len(tokens)], mul)]
+            return None
+        rates = self._found[request_id] = self._rates[bisect(_EDGES, num_matched)]
+        return Passage(tokens, [trust * chance for chance in accumulate(rates.hoped_for()[: len(tokens)], mul)])
 
-    def make_up(self, sequences: Sequences[Sequence], trial: int) -> None:
-        """Draft whatever it is, to see what that costs: all that one passage may have, or half of it for several."""
+    def make_up(self, sequences: Sequences[Sequence], trial: int) -> dict[str, list[int]]:
+        """Return whatever it is, by request, to see what that costs: all that one passage may have, or half of it for
+        several."""
         owners, count = (1, self.max_drafts) if trial == 0 else (_TRIED, -(-self.max_drafts // 2))
-        for sequence in sequences[:owners]:
-            self._chosen[sequence.request.request_id] = _Passage(sequence.tokens[-1:] * count, rates=None)
+        return {sequence.request.request_id: sequence.tokens[-1:] * count for sequence in sequences[:owners]}
 
-    def choose(self, sequence: Sequence, count: int) -> None:
-        """Draft so many tokens of what was found; 0 = none."""
-        if not count:
-            del self._chosen[sequence.request.request_id]
+    def observe(self, sequence: Sequence, result: SequenceResult) -> None:
+        """Learn from a round in which a passage was drafted, or as much of it as there was room for."""
+        rates = self._found.pop(sequence.request.request_id, None)
+        if rates is None:  # it was made up
             return
-        del self._chosen[sequence.request.request_id].tokens[count:]
-
-    def of(self, sequence: Sequence) -> list[int]:
-        """Return what is drafted for a sequence; [] where nothing was chosen."""
-        passage = self._chosen.get(sequence.request.request_id)
-        return [] if passage is None else passage.tokens
-
-    def observe(self, sequence: Sequence, result: SequenceResult) -> bool:
-        """Learn from a round, if a passage was drafted in it, or as much of it as there was room for; else False."""
-        passage = self._chosen.get(sequence.request.request_id)
-        if passage is None:
-            return False
-        if passage.rates is None:
-            return True
-        expected = sum(accumulate(passage.rates.blended()[: result.num_drafted], mul))
-        passage.rates.observe(result.num_drafted, result.num_accepted)
+        expected = sum(accumulate(rates.blended()[: result.num_drafted], mul))
+        rates.observe([True] * result.num_accepted + [False] * (result.num_accepted < result.num_drafted))
         for record in (self._records.setdefault(sequence.request.request_id, _Record()), self._all):
             record.accepted += result.num_accepted
             record.expected += expected
-        return True
 
     def forget(self, request_id: str) -> None:
         """Drop what is kept about a request that has left."""
-        self._chosen.pop(request_id, None)
+        self._found.pop(request_id, None)
         self._records.pop(request_id, None)
         self._lookup.forget(request_id)
 

@@ -16,9 +16,10 @@ from speculative.cache.kv_cache import BlockPool
 from speculative.config import EngineConfig
 from speculative.request import DEFAULT_VERSION, FinishReason, Request, Round, Speculation, TokenDelta, TokenKind
 from speculative.sampling.logprob_checks import LogprobContract
-from speculative.scheduling.draft_length import DraftLength
+from speculative.scheduling.draft_length import DraftLength, DraftPlan
 from speculative.scheduling.request_queue import RequestQueue
 from speculative.state.batch import Batch, Entry, SequenceResult, StepOutcome
+from speculative.state.draft_tree import rows_of_levels
 from speculative.state.sequence import Phase, Sequence
 from speculative.stats import CLIENTS_FAULT, INVARIANTS, LOGPROB_RULES, EngineUsage, StepStats
 
@@ -53,6 +54,7 @@ class Scheduler:
         self._eos = frozenset(eos_token_ids)
         self._contract = contract
         self.draft_length = draft_length or DraftLength()
+        self._plan = DraftPlan()
         self._most_drafts = config.drafter.max_drafts
         self._widths = config.drafter.widths
         self.drafter_reads_features = False
@@ -127,20 +129,21 @@ class Scheduler:
         decoding, prefilling = list[Sequence](), list[Sequence]()
         for sequence in running:
             (decoding if sequence.decoding else prefilling).append(sequence)
-        self.draft_length.plan(decoding)
+        self._plan = self.draft_length.choose(decoding)
         budget = self._config.max_batched_tokens - len(decoding)
         entries = []
         for sequence in decoding:
             max_drafts, num_rows = self._fit_drafts(sequence, budget) if self._most_drafts else (0, 0)
             budget -= num_rows
-            entries.append(Entry(sequence, 1, max_drafts, True))
+            repeated = self._plan.repeated.get(sequence.request.request_id, ())[:max_drafts]
+            entries.append(Entry(sequence, 1, max_drafts, True, repeated))
         for sequence in sorted(prefilling, key=lambda seq: (seq.scores_only, self._waiting.due_at(seq))):
             if budget > 0:
                 chunk = min(sequence.num_to_compute, budget)
                 budget -= chunk
                 draws = sequence.num_computed + chunk == len(sequence.tokens)
                 entries.append(Entry(sequence, num_known=chunk, max_drafts=0, samples=draws))
-        return Batch(tuple(entries), admitted) if entries or admitted else None
+        return Batch(tuple(entries), admitted, self._plan.widths) if entries or admitted else None
 
     def _turn(self) -> list[Sequence]:
         """The sequences to compute in this step. Canaries and other requests alternate: if speculation is faulty, a
@@ -225,8 +228,9 @@ class Scheduler:
         on_trial = self.speculation is Speculation.CANARY and sequence.request.canary
         if not sequence.params.speculate or not (self.speculation is Speculation.ON or on_trial):
             return 0, 0
-        wanted = self.draft_length.max_drafts(sequence, self._most_drafts)
-        rows = self.draft_length.rows(sequence, wanted, self._widths)
+        wanted = self._plan.most(sequence.request.request_id, self._most_drafts)
+        is_repeated = sequence.request.request_id in self._plan.repeated
+        rows = range(wanted + 1) if is_repeated else rows_of_levels(self._plan.widths or self._widths)
         fits = sequence.num_drafts_that_fit(wanted, self._max_model_len)
         while fits > 0 and (rows[fits] > budget or not self._grow(sequence, 1 + rows[fits])):
             fits -= 1

@@ -1,24 +1,30 @@
-"""The cost of a step, in seconds, learned from the steps that were timed."""
+"""The cost of a step, in seconds: a line fitted to trials, then corrected by the steps that are timed."""
 
 import math
 from collections.abc import Sequence as Sequences
-from dataclasses import dataclass, field
 from operator import mul
-from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 
-_WARM_UP_STEPS = 2
-_CALIBRATION_STEPS = 20  # steps that try every length, so that their cost is known
-_BORROWED = 0.1  # weight of what was seen there
-_BELIEF = 2.0  # steps that the regression counts as, for a number of rows that was seen
+_BEFORE = 2  # steps that set things up
+_TRIALS = 20  # steps behind them, which are fitted
+_FITS = 4  # each takes those steps less seriously that the last one missed
+_EXACT = 0.02  # share of a step's time by which a fit may miss it
+_SLOW = 1.5  # times what was expected: what a step that took longer counts as
+_OF_PACE = 0.1  # share of a surprise that is ascribed to the machine's pace
+_OF_ROWS = 0.02  # share of a surprise that is ascribed to the number of rows, in the long run
+# By feature: what makes it about 1, and how far its slope is drawn to what was known before. A token of context costs
+# the same at any load, so another load's trials show it better than a load's own, which have hardly any.
+_SCALES = np.array([1.0, 8.0, 4.0, 1.0, 1024.0, 1024.0, 64.0])
+_RIDGES = np.array([0.0, *[0.002] * 3, *[0.02] * 3])
+_FURTHER = 4  # times the longest context of the trials: up to there the line goes on
+_RIDGES_OF_LENT = np.array([0.0, *[0.002] * 3, *[0.1] * 3])
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
+class Work(NamedTuple):
     """The work of a step.
 
     num_drafts: rows that all drafts take.
@@ -31,209 +37,94 @@ class Work:
     num_drafts: int
     longest: int
     context: int
-    num_missed: int = 0
+    num_missed: float = 0.0
+
+    @property
+    def rows(self) -> int:
+        """Rows of the step."""
+        return self.num_sequences + self.num_drafts
+
+    @property
+    def features(self) -> tuple[float, ...]:
+        """What the line is over; the fifth is the context that drafts read once more."""
+        read = self.context * self.num_drafts / self.num_sequences
+        return 1.0, self.rows, self.longest, self.longest > 0, self.context, read, self.num_missed
 
 
-# What makes the features of a step about 1: one, sequences, drafts, longest draft, whether a drafter has to catch up
-# before its first draft, context, the contexts of all drafts, tokens that the drafter missed.
-_SCALES = (1.0, 4.0, 4.0, 4.0, 1.0, 1024.0, 1024.0, 16.0)
-_COUNT = len(_SCALES)
-_RIDGE = np.diag([0.0] + [1.0] * (_COUNT - 1))
-_OF_CONTEXT = slice(5, 7)
-_OF_MISSED = 7
-_LONG = 64  # tokens of a prompt that show what a missed one costs
-_OF_PACE = 0.1  # share of a surprise that is ascribed to the machine's pace
-_PACE_KEPT = 0.98  # of how far the pace is from the usual one, a step later
-_MOST_EXPLAINED = 0.9  # share of a step's time: it cannot be that one costs nothing before there is work
-_SLOW = 1.5  # times what was expected: what a step that took longer counts as
-_SOLVE_EVERY = 32  # steps, once they are known; until then what rows cost is corrected step by step
-_KEEP = 0.995  # what is left of a step's weight when the next comes
-
-
-@dataclass(slots=True)
 class StepCost:
-    """Seconds of a step at the machine's usual pace: a regression on its work, corrected for each number of rows that
-    was seen lately. What neighbours take from the machine slows all steps, so their pace is followed apart: a length
-    that happened to be tried while the machine was slow is not taken for a dear one.
+    """Seconds of steps with about as many sequences.
 
-    Old steps count less (about the last two hundred count), and more work never costs less. A step that took far longer
-    than expected counts as a slow one, no more: something else had the machine. The very first are not looked at.
+    More work never costs less. Later steps correct the line for each number of rows. What neighbours take from the
+    machine slows all steps, so their pace is followed apart: a length that happened to be tried while the machine was
+    slow is not taken for a dear one. A step that took far longer than expected counts as a slow one, no more.
+
+    Args:
+        near: what is known of another load, which is believed until there were enough trials.
     """
 
-    num_observed: int = 0
-    is_borrowed: bool = False  # begun with what is known of another load
-    num_plain: int = 0  # steps that were planned without drafts, to begin with
-    _fastest: float = float("inf")
-    _pace: float = 1.0  # seconds that steps take just now, to those that they usually take
-    _squares: Floats = field(default_factory=lambda: np.zeros((_COUNT, _COUNT)))
-    _products: Floats = field(default_factory=lambda: np.zeros(_COUNT))
-    _lent: tuple[Floats, Floats] = field(default_factory=lambda: (np.zeros((_COUNT, _COUNT)), np.zeros(_COUNT)))
-    _weights: list[float] = field(default_factory=lambda: [0.0] * _COUNT)  # of the last solution
-    _calibrating: list[tuple[list[float], float]] = field(default_factory=list)  # features and seconds
-    _unsolved: list[tuple[list[float], float]] = field(default_factory=list)  # the same, since the last solution
-    _residuals: dict[int, tuple[float, float]] = field(default_factory=dict)  # by rows: weight, relative mean
+    def __init__(self, near: "StepCost | None" = None) -> None:
+        self.is_borrowed = near is not None
+        self.is_known = False
+        self._line: list[float] = [0.0] * len(_SCALES) if near is None else near._line
+        self._longest_context: float = 0.0 if near is None else near._longest_context  # of one sequence
+        self._trials: list[tuple[Work, float]] = []
+        self._pace = 1.0  # seconds that steps take just now, to those that they took in the trials
+        self._of_rows: dict[int, tuple[int, float]] = {}  # steps seen, and their seconds to those of the line
 
-    @property
-    def is_known(self) -> bool:
-        """Return whether enough steps were seen."""
-        return self.num_observed >= _CALIBRATION_STEPS
+    def seconds(self, work: Work) -> float:
+        """Expected seconds of a step at the machine's present pace."""
+        context = min(work.context, int(_FURTHER * self._longest_context * work.num_sequences))
+        on_line = math.fsum(map(mul, self._line, work._replace(context=context).features))
+        return self._pace * on_line * self._of_rows.get(work.rows, (0, 1.0))[1]
 
-    def lend(self) -> "StepCost":
-        """To begin with at another load."""
-        lent = StepCost(is_borrowed=True)
-        self._count_unsolved()
-        lent._lent = _BORROWED * self._squares, _BORROWED * self._products
-        lent._weights = list(self._weights)
-        return lent
+    def usual(self, work: Work, seconds: float) -> float:
+        """What a step that took so long counts as, without what else had the machine for it."""
+        return min(seconds, _SLOW * self.seconds(work))
 
     def observe(self, work: Work, seconds: float) -> None:
-        """Count a step."""
-        self.num_observed += 1
-        if self.num_observed <= _WARM_UP_STEPS:
-            return
-        features = self._features(work)
-        if self.num_observed <= _CALIBRATION_STEPS:
-            self._fastest = min(self._fastest, seconds)
-            self._calibrating.append((features, seconds))
-            if self.is_borrowed:
-                self._limit_context(features, seconds)
-            self._calibrate()
-            return
-        self._unsolved.append((features, self._correct(features, seconds)))
-        if self.num_observed % _SOLVE_EVERY == 0:
-            self._solve()
-
-    def observe_catching_up(self, work: Work, seconds: float) -> None:
-        """Count a step in which a drafter computed a prompt: that shows what a missed token costs, and little else."""
-        if work.num_missed < _LONG or self.num_observed < _WARM_UP_STEPS:
-            return
-        (expected,) = self.seconds(work.num_sequences, [work.num_drafts], [work.longest], work.context)
-        self._weights[_OF_MISSED] = max(0.0, seconds - expected) / work.num_missed * _SCALES[_OF_MISSED]
-
-    def of_catching_up(self, num_missed: int) -> float:
-        """Expected seconds of a drafter for tokens that it missed."""
-        return self._weights[_OF_MISSED] / _SCALES[_OF_MISSED] * num_missed
-
-    def seconds(
-        self, num_sequences: int, drafts: Sequences[float], longest: Sequences[float], context: int
-    ) -> list[float]:
-        """Expected seconds of steps with so many drafts, of which the longest have so many tokens."""
-        weights = [weight / scale for weight, scale in zip(self._weights, _SCALES, strict=True)]
-        plain = weights[0] + weights[1] * num_sequences + weights[5] * context
-        per_draft, per_position, drafting = weights[2] + weights[6] * context / num_sequences, *weights[3:5]
-        return [
-            (plain + per_draft * count + per_position * most + drafting * (most > 0))
-            * self._correction(num_sequences + round(count))
-            for count, most in zip(drafts, longest, strict=True)
-        ]
-
-    def with_and_without_drafts(self, work: Work, seconds: float) -> tuple[float, float]:
-        """Return what a step that took so long counts as, and the expected seconds of the same one without drafts, both
-        at the machine's present pace; neither holds what else had the machine for a step."""
-        drafts, longest = [work.num_drafts, 0], [work.longest, 0]
-        expected, plain = self.seconds(work.num_sequences, drafts, longest, work.context)
-        slow = _SLOW * self._pace * (expected + self.of_catching_up(work.num_missed))
-        return min(seconds, slow), self._pace * plain
-
-    @property
-    def _knows_context(self) -> bool:
-        """Return whether the cost of context is taken from another load as it is: it is the same at any load."""
-        return self.is_borrowed and self.num_observed <= _CALIBRATION_STEPS
-
-    def _limit_context(self, features: list[float], seconds: float) -> None:
-        """Lower what context is believed to cost, where a step leaves no room for it: what short contexts showed at the
-        other load may be far off."""
-        of_context = self._weights[_OF_CONTEXT]
-        known = sum(map(mul, of_context, features[_OF_CONTEXT]))
-        if known > _MOST_EXPLAINED * seconds:
-            self._weights[_OF_CONTEXT] = [_MOST_EXPLAINED * seconds / known * weight for weight in of_context]
-
-    def _calibrate(self) -> None:
-        """Solve for all steps so far. One that took far longer than others of its kind counts as a usual one; where
-        there are hardly any, one that took far longer than the regression has it."""
-        self._solve_only(self._calibrating)
-        kinds: dict[int, list[float]] = {}
-        for own, seconds in self._calibrating:
-            kinds.setdefault(_rows(own), []).append(seconds)
-        usual = list[tuple[list[float], float]]()
-        for own, seconds in self._calibrating:
-            kind = kinds[_rows(own)]
-            expected = median(kind) if len(kind) > 2 else self._regression(own)
-            usual.append((own, expected if seconds > _SLOW * expected else seconds))
-        self._solve_only(usual)
+        """Learn from a step."""
         if self.is_known:
-            for own, seconds in usual:
-                self._correct(own, seconds)
-            self._calibrating.clear()
-
-    def _solve_only(self, steps: Sequences[tuple[list[float], float]]) -> None:
-        """Solve for these steps and what was known before."""
-        self._squares, self._products = self._lent
-        self._unsolved = list(steps)
-        self._solve()
-
-    def _regression(self, features: list[float]) -> float:
-        return math.fsum(map(mul, self._weights, features))
-
-    def _correct(self, features: list[float], seconds: float) -> float:
-        """Learn how far a step was from what was expected; the seconds that it counts as, at the usual pace."""
-        rows = _rows(features)
-        regression, correction = self._regression(features), self._correction(rows)
-        surprise = min(seconds / (self._pace * regression * correction), _SLOW) - 1
-        usual = regression * correction * (1 + surprise)
-        if 1 + surprise < _SLOW:  # else something had the machine for this one step
-            self._pace = 1 + _PACE_KEPT * (self._pace * (1 + _OF_PACE * surprise) - 1)
-        weight, mean = self._residuals.get(rows, (0.0, 0.0))
-        weight, total = 0.95 * weight + 1, 0.95 * weight * mean + usual / regression - 1
-        self._residuals[rows] = (weight, total / weight)
-        return usual
-
-    def _correction(self, rows: int) -> float:
-        weight, mean = self._residuals.get(rows, (0.0, 0.0))
-        return 1 + mean * weight / (weight + _BELIEF)
-
-    def _features(self, work: Work) -> list[float]:
-        count, num_drafts, context = work.num_sequences, work.num_drafts, work.context
-        read = context * num_drafts / count
-        values = (1, count, num_drafts, work.longest, work.longest > 0, context, read, work.num_missed)
-        return [value / scale for value, scale in zip(values, _SCALES, strict=True)]
-
-    def _count_unsolved(self) -> None:
-        """Add the steps since the last solution to the sums of the regression, older ones with less weight."""
-        if not self._unsolved:
+            self._correct(work, seconds)
             return
-        features = np.array([own for own, _ in self._unsolved])  # [N, features]
-        seconds = np.array([seconds for _, seconds in self._unsolved])
-        weights = _KEEP ** np.arange(len(seconds) - 1, -1, -1) * self._importance(seconds)
-        if self._knows_context:
-            seconds -= features[:, _OF_CONTEXT] @ self._weights[_OF_CONTEXT]
-            features[:, _OF_CONTEXT] = 0.0
-        self._squares = _KEEP ** len(seconds) * self._squares + (weights * features.T) @ features
-        self._products = _KEEP ** len(seconds) * self._products + (weights * features.T) @ seconds
-        self._unsolved.clear()
+        self._trials.append((work, seconds))
+        if len(self._trials) == _BEFORE + _TRIALS:
+            trials, self._trials = self._trials[_BEFORE:], []
+            self._fit(trials)
+            self.is_known = True
+            for trial in trials:
+                self._correct(*trial)
 
-    def _importance(self, seconds: Floats) -> Floats:
-        """The weight of steps that took so long, [N]: noise is a share of a step's time, so a step that takes ten times
-        as long has a hundredth of the weight."""
-        return np.minimum(1.0, self._fastest / seconds) ** 2
+    def _correct(self, work: Work, seconds: float) -> None:
+        """Ascribe what was not expected to the pace and to the number of rows."""
+        surprise = min(seconds / self.seconds(work), _SLOW) - 1
+        if surprise < _SLOW - 1:  # else something had the machine for this one step
+            self._pace *= 1 + _OF_PACE * surprise
+        count, ratio = self._of_rows.get(work.rows, (0, 1.0))
+        self._of_rows[work.rows] = count + 1, ratio * (1 + max(_OF_ROWS, 1 / (count + 3)) * surprise)
 
-    def _solve(self) -> None:
-        """A regression that leaves its last solution only as far as recent steps tell; no slope is negative."""
-        self._count_unsolved()
-        products = self._products + _RIDGE @ np.array(self._weights)
-        slopes = np.maximum(np.linalg.solve(self._squares + _RIDGE, products)[1:], 0.0)
-        count, sums = self._squares[0, 0], self._squares[0, 1:]
-        mean = self._products[0] / count
-        explained = float(slopes @ sums) / count
-        if explained > _MOST_EXPLAINED * mean:
-            slopes *= _MOST_EXPLAINED * mean / explained
-            explained = _MOST_EXPLAINED * mean
-        of_context = self._weights[_OF_CONTEXT]
-        self._weights = [float(mean - explained), *slopes.tolist()]
-        if self._knows_context:
-            self._weights[_OF_CONTEXT] = of_context
+    def _fit(self, trials: Sequences[tuple[Work, float]]) -> None:
+        """Find the line for which the sum of errors, as shares of the steps' times, is least."""
+        seconds = np.array([seconds for _, seconds in trials])
+        scales = _SCALES / np.median(seconds)
+        features = np.array([work.features for work, _ in trials]) / seconds[:, None] / scales
+        ridges, prior = _RIDGES_OF_LENT if self.is_borrowed else _RIDGES, np.array(self._line) * scales
+        importance = np.ones(len(trials))
+        for _ in range(_FITS):
+            line = _least_squares(features, importance, importance.sum() * ridges, prior)
+            importance = 1 / np.maximum(np.abs(features @ line - 1), _EXACT)
+        self._line = (line / scales).tolist()
+        longest = max(work.context / work.num_sequences for work, _ in trials)
+        self._longest_context = max(self._longest_context, longest)
 
 
-def _rows(features: list[float]) -> int:
-    """Return the rows of the step that the features describe."""
-    return round(features[1] * _SCALES[1] + features[2] * _SCALES[2])
+def _least_squares(features: Floats, importance: Floats, ridges: Floats, prior: Floats) -> Floats:
+    """The line by which features [N, F] come closest to 1, with no slope below 0, drawn towards `prior`."""
+    squares = (importance * features.T) @ features + np.diag(ridges)
+    products = importance @ features + ridges * prior
+    used = np.ones(len(prior), bool)
+    while True:
+        line = np.zeros(len(prior))
+        line[used] = np.linalg.solve(squares[np.ix_(used, used)], products[used])
+        if line.min() >= 0:
+            return line
+        used[line.argmin()] = False

@@ -25,20 +25,33 @@ class Entry(NamedTuple):
     num_known: known tokens computed in this step: the pending one, or a chunk of a prefill.
     max_drafts: how many drafts fit; 0 while prefilling.
     samples: whether the known tokens end with the sequence's last one, so that the next token is sampled.
+    repeated: what is drafted in a model's place: how a passage goes on that is being repeated; empty = the model
+        drafts.
     """
 
     sequence: Sequence
     num_known: int
     max_drafts: int
     samples: bool
+    repeated: Entries[int] = ()
+
+    @property
+    def by_drafter(self) -> bool:
+        """Return whether the drafter drafts for it."""
+        return self.max_drafts > 0 and not self.repeated
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The work of one step. `admitted` are the sequences that got their blocks in this step."""
+    """The work of one step.
+
+    admitted: the sequences that got their blocks in this step.
+    widths: of trees: candidates for each position; empty = as configured.
+    """
 
     entries: tuple[Entry, ...]
     admitted: tuple[Sequence, ...] = ()
+    widths: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +152,7 @@ class StepInput:
 
 def build_step_input(entries: Entries[Entry], counts: Int64s, draft_ids: Int64s, block_size: int) -> StepInput:
     """Pack a step's tokens: `counts[i]` drafts follow the known tokens of entry i; `draft_ids` holds all of them."""
-    sequences, all_known, _, all_sample = zip(*entries, strict=True)
+    sequences, all_known, _, all_sample, _ = zip(*entries, strict=True)
     if all(all_sample) and max(all_known) == 1 and not counts.any() and not len(draft_ids):
         return StepInput.of_pending(tuple(entries), sequences, block_size)
     computed = [sequence.num_computed for sequence in sequences]
@@ -221,6 +234,7 @@ class SequenceResult(NamedTuple):
     fault: which of `INVARIANTS` is broken, so that nothing may be emitted; then the rest is meaningless.
     prompt_logprobs: of the known tokens, for a request for its prompt's logprobs or a scoring one.
     replayed: the places of a scoring request's tokens in its distribution.
+    ranks: of each accepted draft of a tree among the candidates for its position, the first one 0.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -233,6 +247,7 @@ class SequenceResult(NamedTuple):
     fault: str | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     replayed: tuple[ReplayedToken, ...] = ()
+    ranks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

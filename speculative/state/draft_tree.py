@@ -7,7 +7,6 @@ the rows of its ancestors, and to itself.
 """
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
@@ -53,15 +52,9 @@ class DraftTree:
         """The fewest runs of rows in which each row is the parent of the next."""
         return _branches(self.parents)
 
-    def candidates_taken(self, drafts: Sequence[int], tokens: Sequence[int]) -> list[int]:
-        """The place of each token among the candidates for its position, the first one 0; the tokens are those on the
-        way to a node. drafts: of all nodes behind node 0."""
-        node, places = 0, []
-        for token in tokens:
-            children = self.children[node]
-            places.append([drafts[child - 1] for child in children].index(token))
-            node = children[places[-1]]
-        return places
+    def ranks_on(self, path: tuple[int, ...]) -> tuple[int, ...]:
+        """The place of each node on a path among the candidates for its position, the first one 0."""
+        return tuple(self.children[self.parents[node - 1]].index(node) for node in path)
 
     def path(self, node: int) -> tuple[int, ...]:
         """The nodes from the first draft to this one; () of node 0."""
@@ -78,12 +71,6 @@ class DraftTree:
     def of_widths(cls, widths: tuple[int, ...]) -> "DraftTree":
         """Every node of depth d has `widths[d]` candidates behind it."""
         return _of_widths(widths)
-
-
-@functools.cache
-def narrowed(widths: tuple[int, ...], most: int | None) -> tuple[int, ...]:
-    """The widths of trees with at most so many candidates for a position; None = no limit."""
-    return widths if most is None else tuple(min(width, most) for width in widths)
 
 
 @functools.cache

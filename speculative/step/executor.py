@@ -44,7 +44,7 @@ class StepExecutor:
         left, parts, places = dict(enumerate(batch.entries)), list[StepOutcome](), list[int]()
         for step in self.steps:
             if chosen := list(compress(left, step.takes(tuple(left.values())))):
-                parts.append(self._run(step, Batch(tuple(map(left.pop, chosen)))))
+                parts.append(self._run(step, Batch(tuple(map(left.pop, chosen)), widths=batch.widths)))
                 places += chosen
         return parts[0] if len(parts) == 1 else merge_outcomes(parts, places)
 

@@ -8,6 +8,7 @@ from speculative.config import DrafterConfig
 from speculative.engine import EngineCore
 from speculative.request import Request, SamplingParams
 from speculative.scheduling.draft_length import DynamicLength
+from speculative.scheduling.step_cost import Work
 from speculative.warm_up import warm_up
 from tests.support.engines import assert_idle, settings
 from tests.support.tiny_models import write_tiny_model
@@ -33,10 +34,10 @@ def test_what_steps_cost_is_known_before_the_first_request(tmp_path: Path) -> No
     folder = write_tiny_model(tmp_path / "m", vocab_size=64)
     engine = EngineCore.load(folder, settings(drafter=DYNAMIC, max_num_seqs=4))
     policy = engine.scheduler.draft_length
-    assert isinstance(policy, DynamicLength) and not policy.knows_cost(1)
+    assert isinstance(policy, DynamicLength) and not policy.cost(1).is_known
     warm_up(engine)
-    assert policy.knows_cost(1) and policy.knows_cost(4)
-    assert policy._costs[1].seconds(1, [0], [0], 8)[0] > 0
+    assert policy.cost(1).is_known and policy.cost(4).is_known
+    assert policy.cost(1).seconds(Work(1, 0, 0, 8)) > 0
     assert policy._rates[False].blended() == DynamicLength(3)._rates[False].blended(), "made-up text shows nothing"
     assert_idle(engine)
     assert not engine.scheduler.pool._block_of, "no prefix"

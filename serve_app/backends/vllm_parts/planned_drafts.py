@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from speculative.request import Request
-from speculative.scheduling.draft_length import DraftLength
+from speculative.scheduling.draft_length import DraftLength, DraftPlan
 from speculative.state.batch import Entry, SequenceResult
 from speculative.state.sequence import Sequence
 
@@ -38,6 +38,7 @@ class PlannedDrafts:
     def __init__(self, policy: DraftLength, most: int, *, by_model: bool) -> None:
         self._policy, self._most, self._by_model = policy, most, by_model
         self._sequences: dict[str, Sequence] = {}
+        self._plan = DraftPlan()
         self._num_drafts = most  # as planned last
 
     def add(self, request: Request) -> None:
@@ -56,8 +57,7 @@ class PlannedDrafts:
 
     def num_verified(self, request_id: str, num_made: int) -> int:
         """Return how many of the drafts made for a request are to be verified, by the last plan."""
-        sequence = self._sequences.get(request_id)
-        return num_made if sequence is None else self._policy.max_drafts(sequence, num_made)
+        return self._plan.most(request_id, num_made)
 
     def plan(self, running: Collection[str], drafting: Collection[str]) -> int:
         """Return how many tokens to draft at the end of the next step; where none of its requests is known, as many as
@@ -67,10 +67,10 @@ class PlannedDrafts:
             running: the requests of that step.
             drafting: those that may have drafts verified in the step after it.
         """
-        self._policy.plan([self._sequences[name] for name in running if name in self._sequences])
-        known = [self._sequences[name] for name in drafting if name in self._sequences]
+        self._plan = self._policy.choose([self._sequences[name] for name in running if name in self._sequences])
+        known = [name for name in drafting if name in self._sequences]
         if known:
-            self._num_drafts = max(self._policy.max_drafts(one, self._most) for one in known)
+            self._num_drafts = max(self._plan.most(name, self._most) for name in known)
         return self._num_drafts
 
     def observe(self, step: Mapping[str, Computed], seconds: float, num_made: int) -> None:

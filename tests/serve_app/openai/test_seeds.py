@@ -3,7 +3,7 @@
 import asyncio
 import dataclasses
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from serve_app.text.tokenizer import Tokenizer
 from speculative.config import DrafterConfig, EngineConfig
 from speculative.engine import EngineCore
 from speculative.kernels.library import cpu_kernels, find_kernels
-from speculative.scheduling.draft_length import DraftLength
+from speculative.scheduling.draft_length import DraftLength, DraftPlan
 from speculative.state.sequence import Sequence
 from tests.support.engines import settings
 from tests.support.fake_serving import make_backend
@@ -38,9 +38,8 @@ class ForcedLength(DraftLength):
 
     longest = 0
 
-    def max_drafts(self, sequence: Sequence, wanted: int) -> int:
-        del sequence
-        return min(self.longest, wanted)
+    def choose(self, decoding: Iterable[Sequence]) -> DraftPlan:
+        return DraftPlan({sequence.request.request_id: self.longest for sequence in decoding})
 
 
 class Service:

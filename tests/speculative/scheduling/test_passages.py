@@ -13,7 +13,7 @@ from speculative.errors import ConfigError
 from speculative.request import Request, SamplingParams, Structure
 from speculative.scheduling.draft_length import DynamicLength, make_draft_length
 from speculative.scheduling.passages import Passages, _Record, best_count
-from speculative.scheduling.step_cost import StepCost
+from speculative.scheduling.step_cost import StepCost, Work
 from speculative.state.batch import Entry, SequenceResult
 from speculative.state.sequence import Sequence
 from speculative.warm_up import warm_up
@@ -39,12 +39,12 @@ def policy_that_knows(rate: float, seconds: Any) -> DynamicLength:
     sequence = Sequence(Request("x", (1, 2, 3), PARAMS), tokens=(1, 2, 3))
     sequence.num_computed = 2
     for step in range(300):
-        policy.plan([sequence])
-        count = policy.max_drafts(sequence, LONGEST)
+        plan = policy.choose([sequence])
+        count = plan.most("x", LONGEST)
         accepted = count if step % 10 < 10 * rate else 0
         result = SequenceResult((100 + step,) * (accepted + 1), count, accepted)
-        model_drafts = 0 if policy.repeated(sequence) else count
-        policy.observe([Entry(sequence, 1, MOST, samples=True)], [result], seconds(count, model_drafts))
+        repeated = plan.repeated.get("x", [])
+        policy.observe([Entry(sequence, 1, MOST, True, repeated)], [result], seconds(count, 0 if repeated else count))
         sequence.advance(sequence.num_computed + accepted + 1, result.token_ids)
     policy.forget("x")
     return policy
@@ -63,33 +63,33 @@ def dear_rows(num_drafts: int, longest: int) -> float:
 
 def test_a_passage_that_is_repeated_is_drafted_in_the_models_place() -> None:
     policy, sequence = policy_that_knows(0.5, small_steps), repeating()
-    policy.plan([sequence])
-    assert policy.repeated(sequence) == list(PASSAGE[12:20])
-    assert policy.max_drafts(sequence, LONGEST) == LONGEST
-    assert policy.max_drafts(sequence, 2) == 2, "what fits"
+    plan = policy.choose([sequence])
+    assert plan.repeated == {"a": list(PASSAGE[12:20])}
+    assert plan.most("a", LONGEST) == LONGEST
+    assert plan.most("a", 2) == 2, "what fits"
 
 
 def test_a_text_that_repeats_nothing_is_left_to_the_model() -> None:
     policy = policy_that_knows(0.5, small_steps)
     sequence = Sequence(Request("a", PASSAGE, PARAMS), tokens=(*PASSAGE, 1001, 1002, 1003))
-    policy.plan([sequence])
-    assert policy.repeated(sequence) == []
-    assert 0 < policy.max_drafts(sequence, LONGEST) <= MOST
+    plan = policy.choose([sequence])
+    assert not plan.repeated
+    assert 0 < plan.most("a", LONGEST) <= MOST
 
 
 def test_where_rows_are_dear_hardly_anything_is_repeated() -> None:
     policy, sequence = policy_that_knows(0.5, dear_rows), repeating(matched=4)
-    policy.plan([sequence])
-    assert len(policy.repeated(sequence)) <= 1
+    assert len(policy.choose([sequence]).repeated.get("a", [])) <= 1
 
 
 def test_each_sequence_of_a_batch_has_its_own() -> None:
     policy = policy_that_knows(0.5, small_steps)
     plain = Sequence(Request("b", (9, 8, 7), PARAMS), tokens=(9, 8, 7))
     sequences = [repeating("a"), plain, repeating("c", matched=20)]
-    for _ in range(9):  # the first without drafts, since the load is new; one may probe, or calibrate
-        policy.plan(sequences)
-    assert [policy.repeated(sequence)[:3] for sequence in sequences] == [[32, 33, 34], [], [40, 41, 42]]
+    plans = [policy.choose(sequences) for _ in range(9)]  # one may probe, or try a length, since the load is new
+    assert {"a": [32, 33, 34], "c": [40, 41, 42]} in [
+        {name: tokens[:3] for name, tokens in plan.repeated.items()} for plan in plans
+    ]
 
 
 def count_rounds(passages: Passages, sequences: list[Sequence], accepted: int) -> int:
@@ -98,7 +98,6 @@ def count_rounds(passages: Passages, sequences: list[Sequence], accepted: int) -
     for sequence in sequences:
         if passages.find(sequence):
             num_rounds += 1
-            passages.choose(sequence, LONGEST)
             passages.observe(sequence, SequenceResult((1,), LONGEST, accepted))
     return num_rounds
 
@@ -117,28 +116,15 @@ def test_a_request_that_only_resembles_what_it_repeats_is_found_out_by_itself() 
     copying, resembling = repeating("copies", matched=20), repeating("resembles", matched=20)
     assert count_rounds(passages, [copying] * 10, LONGEST) == 10
     assert count_rounds(passages, [resembling] * 20, 0) < 10
-    assert passages.find(copying)[0] > 0.6
+    found = passages.find(copying)
+    assert found is not None and found.chances[0] > 0.6
     assert count_rounds(passages, [resembling] * 200, LONGEST) > 100, "after a while it is tried again"
-
-
-def test_only_rounds_with_a_passage_are_counted_as_such() -> None:
-    passages, sequence = Passages(LONGEST), repeating()
-    assert not passages.observe(sequence, SequenceResult((1,), 3, 2))
-    passages.find(sequence)
-    passages.choose(sequence, 0)
-    assert passages.of(sequence) == [] and not passages.observe(sequence, SequenceResult((1,), 3, 2))
-    passages.find(sequence)
-    passages.choose(sequence, 3)
-    assert passages.of(sequence) == list(PASSAGE[12:15]) and passages.observe(sequence, SequenceResult((1,), 3, 3))
-    passages.begin_step()
-    assert passages.of(sequence) == []
 
 
 def test_a_passage_that_is_cut_short_is_not_expected_to_go_on() -> None:
     passages, sequence = Passages(LONGEST), repeating(matched=20)
     for _ in range(50):  # room for one token of eight, which is accepted
         passages.find(sequence)
-        passages.choose(sequence, LONGEST)
         passages.observe(sequence, SequenceResult((1, 2), 1, 1))
     assert passages._records["a"].trust() > 0.95
 
@@ -146,8 +132,8 @@ def test_a_passage_that_is_cut_short_is_not_expected_to_go_on() -> None:
 def test_made_up_passages_show_nothing() -> None:
     passages, sequence = Passages(LONGEST), repeating()
     for accepted in (0, LONGEST):
-        passages.make_up([sequence], 0)
-        assert passages.observe(sequence, SequenceResult((1,) * (1 + accepted), LONGEST, accepted))
+        assert len(passages.make_up([sequence], 0)["a"]) == LONGEST
+        passages.observe(sequence, SequenceResult((1,) * (1 + accepted), LONGEST, accepted))
     assert passages._all == _Record() and not passages._records
 
 
@@ -155,31 +141,11 @@ def test_what_a_model_came_to_is_not_counted_with_what_is_repeated() -> None:
     policy, sequence = policy_that_knows(0.0, small_steps), repeating()
     before = policy._rates[False].blended()
     for _ in range(5):
-        policy.plan([sequence])
-        count = len(policy.repeated(sequence))
-        assert count
+        repeated = policy.choose([sequence]).repeated["a"]
+        count = len(repeated)
         result = SequenceResult(tuple(PASSAGE[: count + 1]), count, count)
-        policy.observe([Entry(sequence, 1, LONGEST, samples=True)], [result], small_steps(count, 0))
+        policy.observe([Entry(sequence, 1, LONGEST, True, repeated)], [result], small_steps(count, 0))
     assert policy._rates[False].blended() == before
-
-
-def test_a_step_before_a_passage_is_not_taken_for_one() -> None:
-    """Steps are learned from later: by then something else may be repeated."""
-    policy = policy_that_knows(0.5, small_steps)
-    sequence = Sequence(Request("a", PASSAGE, PARAMS), tokens=(*PASSAGE, 1001, 1002, 1003))
-    sequence.num_computed = len(sequence.tokens) - 1
-    policy.plan([sequence])
-    count, before = policy.max_drafts(sequence, MOST), policy._rates[False]._reached[0]
-    assert count
-    entries = [Entry(sequence, 1, MOST, samples=True)]
-    policy.observe(entries, [SequenceResult((PASSAGE[0],), count, 0)], small_steps(count, count))
-    sequence.advance(sequence.num_computed + 1, PASSAGE[:8])
-    policy.plan([sequence])
-    count = len(policy.repeated(sequence))
-    assert count
-    policy.observe(entries, [SequenceResult((1,) * (1 + count), count, count)], small_steps(count, 0))
-    assert policy._rates[False]._reached[0] > before
-    assert policy._passages._all.accepted == count
 
 
 def test_the_best_length_weighs_gain_against_time() -> None:
@@ -258,8 +224,8 @@ def test_greedy_text_is_that_of_plain_decoding(
 ) -> None:
     """Tiny models fall into loops: what they repeat is drafted, beside what the model drafts."""
 
-    def seconds(cost: StepCost, num_sequences: int, drafts: Any, longest: Any, context: int) -> list[float]:
-        return [0.02 + 0.0005 * count + 0.02 * most for count, most in zip(drafts, longest, strict=True)]
+    def seconds(cost: StepCost, work: Work) -> float:
+        return 0.02 + 0.0005 * work.num_drafts + 0.02 * work.longest
 
     monkeypatch.setattr(StepCost, "seconds", seconds)
     drafter = DrafterConfig(kind=kind, model=str(heads[kind]), num_draft_tokens=3, length="dynamic", suffix_first=8)
@@ -276,4 +242,4 @@ def test_greedy_text_is_that_of_plain_decoding(
     assert not any(stats.violations.values())
     policy = engine.scheduler.draft_length
     assert isinstance(policy, DynamicLength)
-    assert not policy._requests and not policy._passages._chosen and not policy._passages._lookup._texts
+    assert not policy._own_rates and not policy._passages._found and not policy._passages._lookup._texts

@@ -5,7 +5,7 @@ from itertools import accumulate, product
 import numpy as np
 import pytest
 
-from speculative.state.draft_tree import DraftTree, narrowed, rows_of_levels
+from speculative.state.draft_tree import DraftTree, rows_of_levels
 
 MOST = (3, 3, 2)
 WIDTHS = [
@@ -58,12 +58,7 @@ def test_branches_are_the_fewest_runs_of_rows_that_follow_each_other(widths: tup
             assert [names[own] for own in (*ancestors, *range(start, row + 1))] == before(names[row])
 
 
-def test_candidates_taken_are_counted_among_siblings() -> None:
-    tree = DraftTree.of_widths((3, 2))
-    drafts = [10, 11, 12, 20, 10, 11, 30, 13, 10]  # a first candidate, its two, the second, its two, ...
-    assert tree.candidates_taken(drafts, []) == []
-    assert tree.candidates_taken(drafts, [10, 12]) == [0, 1]
-    assert tree.candidates_taken(drafts, [20, 10]) == [1, 0]
-    assert tree.candidates_taken(drafts, [30, 10]) == [2, 1]
-    assert narrowed((3, 2), 2) == (2, 2) and narrowed((3, 2), None) == (3, 2)
+def test_ranks_are_counted_among_siblings() -> None:
+    tree = DraftTree.of_widths((3, 2))  # a first candidate, its two, the second, its two, ...
+    assert [tree.ranks_on(path) for path in ((), (1, 3), (4, 5), (7, 9))] == [(), (0, 1), (1, 0), (2, 1)]
     assert rows_of_levels((3, 2, 1)) == (0, 3, 9, 15)
