@@ -77,6 +77,8 @@ ROOMS = {
     "tools": (
         "budgets",
         "console",
+        "markdown",
+        "provenance",
         "reference",
         "site",
         "release",

@@ -4,8 +4,9 @@ import io
 
 from rich.console import Console
 
-from deploy.reports import html_pages, markdown, terminal
+from deploy.reports import html_pages, terminal
 from deploy.reports.model import Cell, Document, ReportSection, ReportTable, Shown
+from tools import markdown
 
 TABLE = ReportTable(
     "Of [x] & y",

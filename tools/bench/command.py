@@ -14,7 +14,6 @@ from rich.console import Console
 from deploy.exchange.prompts import read_prompts
 from deploy.options import check_writable, write_json
 from deploy.reports.progress import View
-from deploy.reports.provenance import provenance
 from deploy.run.models import find_model
 from deploy.run.quiet import require_quiet
 from serve_app.backends.base import SHIPPED_HEADS
@@ -27,6 +26,7 @@ from tools.bench.plan import BenchPlan, EngineName, Measure
 from tools.bench.plots import write_plots
 from tools.bench.report import print_report, write_markdown
 from tools.bench.rounds import BenchResult, run_bench
+from tools.provenance import provenance
 
 _STREAMS = {False: "1,4,16", True: "1,4,16,64"}  # with --gpu and without
 _SHIPPED_HEADS = {"smollm2-135m": "smollm2-135m-eagle3"}

@@ -7,12 +7,13 @@ from pathlib import Path
 
 from rich.console import Console, Group
 
-from deploy.reports import markdown, terminal
-from deploy.reports.markdown import write_section
+from deploy.reports import terminal
 from deploy.reports.model import ReportTable
-from deploy.reports.provenance import describe
+from tools import markdown
 from tools.bench.figures import MeasuredAcceptance, SpeedRow, memory, rows
 from tools.bench.rounds import BenchResult
+from tools.markdown import write_section
+from tools.provenance import describe
 
 _HEAD = """# Benchmarks
 

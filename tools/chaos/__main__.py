@@ -11,7 +11,6 @@ from click.core import ParameterSource
 from deploy.cli.console import Failure, a_config, a_file, concurrency_option, out, progress_printer
 from deploy.cli.serving import at_port, served
 from deploy.options import FiniteRange, check_writable, write_json
-from deploy.reports.provenance import command_line
 from deploy.run.machine import Machine
 from deploy.run.preflight import check_machine
 from serve_app.config.files import load_config
@@ -22,6 +21,7 @@ from tools.chaos.deaths import kill_each
 from tools.chaos.nodes import LocalCluster, local_cluster, one_node_a_replica
 from tools.chaos.page import write_chaos, write_deaths
 from tools.console import ToolCommand
+from tools.provenance import command_line
 
 
 @click.command(cls=ToolCommand)

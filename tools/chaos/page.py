@@ -5,11 +5,11 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from deploy.reports import markdown
-from deploy.reports.markdown import write_section
 from deploy.reports.model import ReportTable
+from tools import markdown
 from tools.chaos.deaths import Death
 from tools.chaos.run import ChaosFigures
+from tools.markdown import write_section
 
 _DEATH_COLUMNS = (
     "requests come by",

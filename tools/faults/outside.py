@@ -7,10 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from deploy.options import beginning_with
-from deploy.reports.markdown import table, write_section
 from deploy.reports.model import ReportTable
 from deploy.reports.progress import View
-from deploy.reports.provenance import provenance
 from deploy.run.replayers import ReplayerOptions
 from deploy.watch.audit import NAMES, AuditOptions, run_audit
 from deploy.watch.referee import RefereeOptions
@@ -20,6 +18,8 @@ from tools.faults.mutants import FRONT_END, MUTANTS, Mutant
 from tools.faults.served import FOR_MODELS, NGRAM, NOT_SERVABLE, TINY, FaultyServer
 from tools.faults.tiny import write_tiny_pair
 from tools.faults.traffic import DECODERS, TABLES
+from tools.markdown import table, write_section
+from tools.provenance import provenance
 
 _SIZES = ("max_model_len", "kv_cache_tokens")
 _SHORT_OF_BLOCKS = 256  # tokens of the KV cache, and of the longest sequence; concurrent requests need more

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from deploy.reports import markdown
-from deploy.reports.markdown import write_section
 from deploy.reports.model import ReportTable
-from deploy.reports.provenance import provenance
 from speculative.selfcheck.monitor import DELTA
 from speculative.stats import CHECKS
+from tools import markdown
 from tools.faults.run import MAX_POSITIONS, MAX_REQUESTS, REPLAY_SHARE, VOCAB_SIZE, CleanRun, MutantAudit, pooled
+from tools.markdown import write_section
+from tools.provenance import provenance
 
 _NOTHING = "NOT FOUND"
 _COMMAND = "audit"

@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy.exchange.traffic import Traffic, drive
-from deploy.reports.markdown import write_section
 from deploy.reports.progress import View
-from deploy.reports.provenance import provenance
 from deploy.run.replayers import ReplayerOptions
 from deploy.watch.app import referee_app
 from deploy.watch.proxy import ProxyOptions, running_proxy
@@ -23,6 +21,8 @@ from serve_app.referee.tolerance import Tolerance
 from tools.faults.outside import faulty_servers
 from tools.faults.served import FaultyServer, serving
 from tools.faults.tiny import VOCAB_SIZE, write_tiny_pair
+from tools.markdown import write_section
+from tools.provenance import provenance
 
 SOUND = "sound"
 FAULTS = (
