@@ -41,7 +41,6 @@ ROOMS = {
         "arithmetic",
         "engine",
         "warm_up",
-        "compile_ahead",
     ),
     "serve_app": (
         "errors",

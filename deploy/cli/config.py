@@ -72,28 +72,6 @@ def _check_values(file: Path) -> None:
     say("The configuration that the chart makes of its values: fine")
 
 
-@config.command("compile")
-@application_options
-@click.option(
-    "--capability",
-    default="9.0",
-    show_default=True,
-    metavar="MAJOR.MINOR",
-    help="Compute capability of the GPUs: 8.0 for an A100, 8.9 for an L4 or L40S, 9.0 for an H100 or H200.",
-)
-def config_compile(file: Path | None, own: OwnModel | None, capability: str) -> None:
-    """Compile the GPU kernels that a configuration needs into the cache, where replicas find them. Needs no GPU.
-
-    The cache is TRITON_CACHE_DIR, or kernels/triton in TRUESPEC_CACHE. The model and its drafter are fetched first.
-    """
-    from deploy.run.compile_kernels import compile_kernels
-
-    if re.fullmatch(r"\d+\.\d", capability) is None:
-        raise click.BadParameter(f"{capability!r} is no compute capability such as 9.0.", param_hint="--capability")
-    checked = application_of(file, own)
-    compile_kernels(checked.application.effective_args, int(capability.replace(".", "")), say)
-
-
 @config.command("show")
 @application_options
 def config_show(file: Path | None, own: OwnModel | None) -> None:

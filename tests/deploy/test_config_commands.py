@@ -1,9 +1,6 @@
-"""`truespec config show`, `config values` and `config compile`."""
+"""`truespec config show` and `config values`."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +13,6 @@ from deploy.run.written_out import effective_config
 from serve_app.backends.vllm_parts.settings import SIZES
 from serve_app.config.app_config import AppConfig
 from serve_app.config.files import load_config
-from tests.support.tiny_models import write_tiny_model
 from tools.chart import ROOT
 from tools.reference import configuration_reference
 
@@ -154,32 +150,3 @@ def test_what_the_chart_would_not_serve_is_not_printed_as_values(
     assert printed.exit_code == (says is not None)
     if says is not None:
         assert re.search(says, " ".join(printed.output.split()))
-
-
-def test_configurations_that_run_nothing_of_ours_on_a_gpu_have_no_kernels_to_compile() -> None:
-    found = CliRunner().invoke(main, ["config", "compile", str(CONFIGS / "demo.yaml")])
-    assert found.exit_code == 1 and "set engine.kind to torch and num_gpus of a pool to 1" in found.output
-    found = CliRunner().invoke(main, ["config", "compile", str(CONFIGS / "monolith.yaml"), "--capability", "90"])
-    assert found.exit_code == 2 and "'90' is no compute capability such as 9.0" in found.output
-
-
-@pytest.mark.slow
-def test_kernels_are_compiled_into_the_cache_without_a_gpu(tmp_path: Path) -> None:
-    pytest.importorskip("triton")
-    folder, file = write_tiny_model(tmp_path / "model", num_hidden_layers=1), tmp_path / "service.yaml"
-    args = {"model": {"source": str(folder)}, "drafter": {"kind": "none"}, "engine": {"max_num_seqs": 1}}
-    args |= {"topology": "monolith", "pools": {"monolith": {"num_gpus": 1}}}
-    application = {"name": "a", "route_prefix": "/", "import_path": "serve_app.app:build_app", "args": args}
-    file.write_text(yaml.safe_dump({"applications": [application]}))
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    run = subprocess.run(
-        [sys.executable, "-m", "deploy.cli.main", "config", "compile", str(file)],
-        capture_output=True,
-        text=True,
-        env=environment | {"TRUESPEC_CACHE": str(tmp_path / "cache")},
-        check=False,
-        cwd=ROOT,
-    )
-    assert run.returncode == 0, run.stderr
-    compiled = {path.stem for path in (tmp_path / "cache" / "kernels" / "triton").glob("*/*.cubin")}
-    assert {"_attend_splits", "_attend_packed", "_reduce_blocks", "_penalise"} <= compiled
