@@ -1,4 +1,5 @@
-"""EAGLE-3 draft head (Li et al., 2025, arXiv 2503.01840) and its checkpoint, in the format vLLM and SpecForge share.
+"""EAGLE-3 draft head (Li et al., 2025, arXiv 2503.01840) and its checkpoint, as vLLM reads those of speculators and of
+SpecForge.
 
 Row r of the head stands for the target's features of position r and the token of position r + 1; it drafts the token of
 position r + 2. Where the target has not been yet, the head's own hidden state stands in for the features.
@@ -256,10 +257,12 @@ def load_eagle3(
 def _refuse_unknown(folder: Path, config: Mapping[str, Any], layer: Mapping[str, Any]) -> None:
     eagle, aux = config.get("eagle_config") or {}, _aux_layers(folder, config)
     fine = {
+        f"model_type of the layer is {layer.get('model_type')!r}": layer.get("model_type", "llama") == "llama",
         f"num_hidden_layers is {layer.get('num_hidden_layers')}": layer.get("num_hidden_layers", 1) == 1,
-        f"{aux} are not three layers": aux is None or len(aux) == 3,
+        f"{_AUX_LAYERS} {aux} are not three layers": aux is None or len(aux) == 3,
         "use_aux_hidden_state is false": eagle.get("use_aux_hidden_state", True),
         f"logit_scale is {config.get('logit_scale')}": config.get("logit_scale", 1.0) == 1.0,
+        "norm_before_fc is set": not config.get("norm_before_fc"),
         "fc_norm is set": not config.get("fc_norm"),
         "norm_output is set": not config.get("norm_output"),
     }

@@ -140,35 +140,6 @@ def test_one_call_is_the_modules_one_after_another_to_the_bit(
             assert torch.equal(ours, theirs)
 
 
-def test_a_speculators_folder_loads(head: Eagle3Head, folder: Path, target: Decoder) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    of_the_head = ("architectures", "eagle_config", "draft_vocab_size")
-    layer = {name: config[name] for name in config if name not in of_the_head}
-    (folder / "config.json").write_text(
-        json.dumps(
-            {
-                "architectures": ["Eagle3Speculator"],
-                "speculators_model_type": "eagle3",
-                "draft_vocab_size": len(DRAFT_IDS),
-                "target_hidden_size": 64,
-                "norm_before_residual": True,
-                "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
-                "transformer_layer_config": layer | {"max_position_embeddings": 8},
-            }
-        )
-    )
-    tensors = load_file(folder / "model.safetensors")
-    renamed = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
-    own = torch.randn(VOCAB, 64)
-    save_file(renamed | {"embed_tokens.weight": own}, folder / "model.safetensors")
-    loaded = load_eagle3(folder, target, dtype=torch.float32, device="cpu")
-    assert loaded.config.norm_before_residual
-    assert loaded.aux_layers == (1, 2, 3)
-    assert torch.equal(loaded.embedding, own)
-    assert torch.equal(loaded.fc.weight, head.fc.weight)
-    assert len(loaded.rotary.table) == 512, "as many positions as the target"
-
-
 @pytest.mark.parametrize("rates", [{"sampled": [0.5, 1.5]}, {"greedy": "high"}, {"greedy": [10**400]}, [0.5]])
 def test_held_out_rates_that_cannot_be_are_refused(folder: Path, rates: Any) -> None:
     assert read_held_out_rates(folder) == ((), ()), "a head that somebody else trained"
