@@ -11,7 +11,7 @@ from dashboards.queries import QueryScope
 from serve_app.telemetry.metric_names import NO_ROOM
 
 KEEP = ("job", "namespace", "model_name")
-_5M, _10M, _15M, _1H = (QueryScope("", window, KEEP) for window in ("5m", "10m", "15m", "1h"))
+_10M, _15M, _1H = (QueryScope("", window, KEEP) for window in ("10m", "15m", "1h"))
 _POOL = QueryScope("", "5m", (*KEEP, "pool"))
 _REASONS = "|".join(NO_ROOM)
 _NO_ROOM = f'reason=~"{_REASONS}"'
@@ -52,17 +52,12 @@ def model_sum(series: str) -> str:
 
 RECORDINGS = (
     Recording(ACCEPTANCE, queries.acceptance(_10M)),
-    Recording("model:truespec_expected_acceptance:ratio_rate10m", queries.expected_acceptance(_10M)),
-    Recording("model:truespec_achievable_acceptance:ratio_rate10m", queries.achievable_acceptance(_10M)),
-    Recording("model:truespec_accepted_length:mean_rate10m", queries.accepted_length(_10M)),
     Recording("model_position:truespec_acceptance:ratio_rate10m", queries.conditional_acceptance_by_position(_10M)),
     Recording(DRAFT_TOKENS, _10M.increase("draft_tokens_total")),
     Recording(ACCEPTANCE_Z, queries.acceptance_z(_1H)),
     Recording("model_check:truespec_selfcheck:z_increase1h", queries.selfcheck_z(_1H)),
     Recording(TME, queries.tme(_1H)),
     Recording(REPLAY_TOKENS, _1H.increase("replay_tokens_total", "stratum")),
-    Recording("model:truespec_emitted_tokens:rate5m", _5M.rate("emitted_tokens_total")),
-    Recording("model_outcome:truespec_requests:rate5m", _5M.rate("requests_total", "outcome")),
     Recording(FIRST_TOKEN_P95, _POOL.quantile(0.95, "time_to_first_token_seconds")),
     Recording(FIRST_TOKENS, _POOL.increase("time_to_first_token_seconds", where='le="+Inf"')),
     Recording(KV_USAGE, _POOL.gauge("kv_cache_usage_ratio", how="max")),
