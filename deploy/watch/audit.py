@@ -166,6 +166,6 @@ def _add_suspect(outcome: ProbeOutcome, judged: list[Checked]) -> None:
 
 def _add(outcome: ProbeOutcome, finding: ProbeFinding) -> None:
     if not outcome.findings:
-        outcome.seen = finding.observed
+        outcome.seen = finding.in_words()
     outcome.findings.append(finding)
     outcome.verdict = ProbeVerdict.FAILED

@@ -8,9 +8,6 @@ from typing import Any
 from deploy.exchange.answers import Json
 from deploy.exchange.client import Attempt
 
-_LONGEST_REQUEST = 600  # characters shown of a text in a request
-_MOST_ITEMS = 24  # shown of a list in a request
-
 
 class ProbeVerdict(StrEnum):
     """Result of a probe."""
@@ -29,6 +26,10 @@ class ProbeFinding:
     observed: str
     request: Json
     count: int = 1
+
+    def in_words(self) -> str:
+        """Return it as part of a sentence."""
+        return f"expected {self.expected}; {self.observed}"
 
 
 @dataclass(slots=True)
@@ -78,7 +79,7 @@ class Trial:
         if not holds and expected in self._found:
             self._found[expected].count += 1
         elif not holds:
-            self._found[expected] = ProbeFinding(expected, observed, _shortened(request))
+            self._found[expected] = ProbeFinding(expected, observed, request)
         return holds
 
     def answered(self, attempt: Attempt) -> bool:
@@ -90,7 +91,7 @@ class Trial:
     def verdict(self) -> tuple[ProbeVerdict, str]:
         """Return the result, and what was seen."""
         if self._found:
-            return ProbeVerdict.FAILED, self.findings[0].observed
+            return ProbeVerdict.FAILED, self.findings[0].in_words()
         if not self.num_cases:
             return ProbeVerdict.UNCLEAR, self.seen or "nothing could be checked"
         return ProbeVerdict.PASSED, self.seen or f"{self.num_cases} cases"
@@ -121,12 +122,3 @@ def probe(name: str, asks: str, *, needs_ids: bool = True) -> Callable[[Callable
         return run
 
     return register
-
-
-def _shortened(body: Json) -> Json:
-    def cut(value: Any) -> Any:
-        if isinstance(value, list) and len(value) > _MOST_ITEMS:
-            return [*value[:16], f"... {len(value)} in total"]
-        return value[:_LONGEST_REQUEST] if isinstance(value, str) else value
-
-    return {name: cut(value) for name, value in body.items()}
