@@ -1,4 +1,4 @@
-"""A served model for the clients' tests, whose environments have no truespec; and the results for docs/clients.md.
+"""A served model for the clients' tests, whose environments have no truespec.
 
 TRUESPEC_URL names a server that already runs with `config.yaml`; without it one is started from .venv.
 """
@@ -30,7 +30,6 @@ START_S = 300
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1")
 
 NEEDS = {
-    "test_with_aiperf.py": "aiperf",
     "test_with_agents.py": "agents",
     "test_with_guidellm.py": "guidellm",
     "test_with_instructor.py": "instructor",
@@ -180,54 +179,3 @@ def _wait_until_up(server: subprocess.Popen[bytes], url: str, log: Path, path: s
         assert server.poll() is None, f"the server ended with {server.returncode}:\n{log.read_text()[-4000:]}"
         assert time.monotonic() < deadline, f"no server within {START_S} s:\n{log.read_text()[-4000:]}"
         time.sleep(1)
-
-
-# What the run found, for page.py.
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--results", type=Path, help="write what passed and failed to this file, as JSON")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    if config.inipath == HERE / "pytest.ini":
-        config.pluginmanager.register(_Results(config.getoption("--results")))
-
-
-class _Results:
-    """Collects each test's file, sentence and outcome."""
-
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
-        self._sentences: dict[str, str] = {}
-        self._outcomes: dict[str, str] = {}
-        self._figures: dict[str, object] = {}
-
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        for item in items:
-            self._sentences[item.nodeid] = _sentence(item)
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.outcome != "passed" or report.when == "call":
-            self._outcomes[report.nodeid] = report.outcome
-            self._figures[report.nodeid] = dict(report.user_properties).get("figures")
-
-    def pytest_sessionfinish(self) -> None:
-        if self._path is None:
-            return
-        tests = [
-            {
-                "file": name.split("::")[0],
-                "says": self._sentences[name],
-                "outcome": outcome,
-                "figures": self._figures[name],
-            }
-            for name, outcome in self._outcomes.items()
-        ]
-        self._path.write_text(json.dumps(tests, indent=1) + "\n")
-
-
-def _sentence(item: pytest.Item) -> str:
-    text = item.obj.__doc__ if isinstance(item, pytest.Function) else None
-    assert text, f"{item.nodeid} has no docstring; docs/clients.md shows its first line"
-    return text.strip().splitlines()[0].rstrip(".")

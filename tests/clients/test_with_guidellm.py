@@ -16,7 +16,6 @@ def test_run(
     checkpoint: str,
     run: Callable[..., None],
     tmp_path: Path,
-    record_property: Callable[[str, object], None],
 ) -> None:
     """`guidellm run` with four streams over chat completions, directly and through `truespec watch proxy`"""
     base_url = request.getfixturevalue(way)
@@ -33,12 +32,3 @@ def test_run(
     totals = metrics["request_totals"]
     assert (totals["successful"], totals["errored"]) == (16, 0)
     assert metrics["output_token_count"]["successful"]["total_sum"] == 16 * 32
-    record_property(
-        "figures",
-        {
-            "requests": totals["successful"],
-            "output tokens/s": metrics["output_tokens_per_second"]["total"]["mean"],
-            "TTFT, median (ms)": metrics["time_to_first_token_ms"]["successful"]["median"],
-            "per output token, median (ms)": metrics["time_per_output_token_ms"]["successful"]["median"],
-        },
-    )

@@ -26,7 +26,6 @@ def test_serve(
     checkpoint: str,
     run: Callable[..., None],
     tmp_path: Path,
-    record_property: Callable[[str, object], None],
     backend: str,
 ) -> None:
     """`vllm bench serve` with four requests at once, over chat completions, completions and responses"""
@@ -39,13 +38,3 @@ def test_serve(
     found = json.loads((tmp_path / "report.json").read_text())
     assert (found["completed"], found["failed"]) == (16, 0)
     assert found["total_output_tokens"] == 16 * 32
-    if backend == "openai-chat":
-        record_property(
-            "figures",
-            {
-                "requests": found["completed"],
-                "output tokens/s": found["output_throughput"],
-                "TTFT, median (ms)": found["median_ttft_ms"],
-                "per output token, median (ms)": found["median_tpot_ms"],
-            },
-        )
