@@ -16,13 +16,13 @@ from speculative.model.loading import read_tensors as read_file_tensors
 HELD_OUT_RATES = "held_out_acceptance"  # in config.json; other programs ignore it
 
 
-def read_tensors(folder: Path, shape: ModelConfig, slot_of: Callable[[str], str] = str) -> dict[str, Tensor]:
+def read_tensors(folder: Path, shape: ModelConfig, slot_of: Callable[[str], str]) -> dict[str, Tensor]:
     """All tensors of a head's folder by the names of its slots, without those that follow from config.json.
 
     Args:
         folder: the head's.
         shape: of its layer.
-        slot_of: the slot of a tensor's name, where a head goes by several spellings.
+        slot_of: the slot of a tensor's name, which has several spellings.
 
     Raises:
         ConfigError: a file is missing or damaged, or two tensors for one slot differ.

@@ -175,6 +175,7 @@ FAULTS: list[tuple[str, object, str, str]] = [  # (field set, value, field named
     ("args.engine.logprobs_mode", "raw_logits", "args.engine.logprobs_mode", "'raw_logprobs' or 'processed_logprobs'"),
     ("args.drafter.kind", "medusa", "args.drafter.kind", "ngram"),
     ("args.drafter.kind", "eagle3", "args.drafter.model", "needs a folder"),
+    ("args.drafter", {"kind": "mtp", "model": "m"}, "args.drafter.kind", "mtp needs engine.kind: vllm"),
     ("args.drafter.model", "heads/mine", "args.drafter.model", "remove it or change kind"),
     ("args.drafter.num_draft_tokens", 65, "args.drafter.num_draft_tokens", "64"),
     ("args.drafter.ngram_min", 9, "args.drafter.ngram_min", "at most ngram_max (4)"),
