@@ -67,7 +67,8 @@ def make_replayer(options: ReplayerOptions) -> LoadedReplayer:
     if options.engine == "transformers":
         from serve_app.referee.transformers_model import TransformersReplayer  # imports transformers' models
 
-        return TransformersReplayer(options.folder, options.max_model_len, options.threads)
+        form = options.quantization or "plain"
+        return TransformersReplayer(options.folder, options.max_model_len, options.threads, form)
     return EngineReplayer(options)
 
 

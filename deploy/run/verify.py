@@ -7,26 +7,26 @@ our rules turn them into draws again. Needs neither Ray nor a server.
 import asyncio
 import contextlib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 from deploy.run.replayers import LoadedReplayer, ReplayerOptions, make_replayer
-from serve_app.backends.base import Numerics, Replayed, precision_of
+from serve_app.backends.base import Replayed, precision_of
 from serve_app.referee.detectors import distribution_alarm, why_shifted
 from serve_app.referee.draws import NOT_REPLAYED, DrawsChecked, DrawTolerance, check_draws, placement_checks
 from serve_app.referee.drift import DriftSums, TokenDrift, request_drifted
 from serve_app.referee.receipts import Receipt, wrong_ending, wrong_rounds
 from serve_app.referee.shift import moves_of
 from serve_app.referee.signatures import PublicKey
-from serve_app.referee.tolerance import Tolerance, coarser_of
+from serve_app.referee.tolerance import Tolerance
 from serve_app.text.answer_text import AnswerText
 from serve_app.text.tokenizer import StopMatcher, StopStrings, Tokenizer
 from speculative.errors import ConfigError
 from speculative.model.config import ModelConfig
-from speculative.model.fingerprint import ROUNDED_FORMS, has_plain_values, model_fingerprint
+from speculative.model.fingerprint import ROUNDED_FORMS, model_fingerprint
 from speculative.request import SamplingParams
 
 EngineName = Literal["torch", "transformers"]
@@ -185,7 +185,7 @@ class Verifier:
         reason = reason or self._wrong_contents(receipt)
         if reason:
             return ReceiptVerdict(receipt, reason, signature)
-        tolerance = _tolerance(receipt, self._folder, self._engine)
+        tolerance = _tolerance(receipt)
         return _judge(receipt, await self._replayed(receipt), tolerance, signature, _name(receipt, self._engine))
 
     @cached_property
@@ -292,20 +292,15 @@ def _check_signature(receipt: Receipt, key: PublicKey | None) -> tuple[str, str]
     return "", f"ed25519 by key {own.key_id}, valid"
 
 
-def _tolerance(receipt: Receipt, folder: Path, engine: EngineName) -> Tolerance:
+def _tolerance(receipt: Receipt) -> Tolerance:
     """Between the engine that answered and the one that replays; `source` is what it goes by."""
-    if receipt.weights == "fp8" or (engine == "transformers" and not has_plain_values(receipt.weights)):
-        return replace(Tolerance.against_float32("fp8"), source=f"for {receipt.weights} weights")
-    rounded = receipt.weights in ROUNDED_FORMS
-    form = receipt.weights if rounded or receipt.weights in _DTYPES else None  # it may claim anything
-    own = Numerics("truespec", precision_of(receipt.dtype, form), receipt.weights if rounded else "plain")
-    other = replace(own, precision="float32", weights=own.weights if engine == "torch" else "plain")
-    return Tolerance.against_float32(coarser_of(own, other))
+    form = receipt.weights if receipt.weights in (*_DTYPES, *ROUNDED_FORMS) else None  # it may claim anything
+    return Tolerance.against_float32(precision_of(receipt.dtype, form))
 
 
 def _name(receipt: Receipt, engine: EngineName) -> str:
     if engine == "transformers":
-        return "transformers in float32"
+        return "transformers in float32" + (" with w4a8 weights" if receipt.weights == "w4a8" else "")
     return f"truespec with {receipt.weights} weights" if receipt.weights in ROUNDED_FORMS else "truespec in float32"
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
@@ -21,8 +21,9 @@ from serve_app.backends.base import ModelInfo, Numerics, Replayed, ServedWeights
 from serve_app.text.grammar import StructureCompiler
 from speculative.end_tokens import end_tokens
 from speculative.errors import ConfigError, InvalidRequest, SequenceTooLong, UnsupportedModel
-from speculative.model.fingerprint import has_plain_values, model_fingerprint
+from speculative.model.fingerprint import ROUNDED_FORMS, model_fingerprint
 from speculative.model.loading import checkpoint_files, resolve_model
+from speculative.model.quantized import as_quantized, load_quantized
 from speculative.request import ReplayedToken, Request, TokenLogprobs
 from speculative.selfcheck.replayed_tokens import replayed_tokens
 from speculative.state.token_constraint import ConstraintMaker
@@ -32,18 +33,22 @@ T = TypeVar("T")
 
 _PIECE = 128  # tokens whose logits are in memory at once
 _FLOAT32_SHARE = 2.5  # bytes needed for each byte of a 16-bit checkpoint, with some to compute in
+_ROUNDED_SHARE = 3.0  # the same, with the numbers of four-bit weights and an LM head apart from the embedding
 _GIB = 2**30
-_NUMERICS = Numerics("transformers", "float32", "plain")
 
 
 class TransformersModel:
-    """The logits of a model folder. Loads on construction.
+    """The logits of a model folder, in float32. Loads on construction.
+
+    Args:
+        folder: the model's.
+        form: that of the engine; `w4a8` has the four-bit weights that it then serves, all others the folder's own.
 
     Raises:
         ConfigError: transformers cannot load a model from the folder.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, form: str = "plain") -> None:
         disable_progress_bar()
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32, local_files_only=True)
@@ -53,6 +58,9 @@ class TransformersModel:
         if hasattr(config, "sliding_window") and "sliding_window" not in type(config).__dataclass_fields__:
             config.sliding_window = None  # not of its class, whose layers ignore it; its cache would follow it
         self._model = loaded.eval()
+        if form == "w4a8":
+            _round_to_four_bits(loaded, folder)
+        self._numerics = Numerics("transformers", "float32", form if form == "w4a8" else "plain")
         self.vocab_size = int(loaded.config.vocab_size)
         self.max_model_len = int(loaded.config.max_position_embeddings)
         self.eos_token_ids = tuple(end_tokens(folder))
@@ -94,7 +102,7 @@ class TransformersModel:
                 entries += [_entry(row, token, num_top, ids) for row, token, ids in places]
             constraint = None if structure is None else compile_structure(structure)
             rows += replayed_tokens(logits, request, start, constraint, self.eos_token_ids, TorchOps())
-        return Replayed(tuple(logprobs), tuple(rows), "transformers", entries=tuple(entries), numerics=_NUMERICS)
+        return Replayed(tuple(logprobs), tuple(rows), "transformers", entries=tuple(entries), numerics=self._numerics)
 
 
 class TransformersReplayer:
@@ -104,12 +112,16 @@ class TransformersReplayer:
         folder: the model's, with its tokenizer.
         max_model_len: tokens of prompt and answer; None = the model's own limit, which it never exceeds.
         num_threads: of the CPU; 0 = as many as torch takes.
+        form: of the weights, as `TransformersModel` takes it.
     """
 
     at_once = 1
 
-    def __init__(self, folder: Path, max_model_len: int | None = None, num_threads: int = 0) -> None:
+    def __init__(
+        self, folder: Path, max_model_len: int | None = None, num_threads: int = 0, form: str = "plain"
+    ) -> None:
         self._folder = folder
+        self._form = form
         self._max_model_len = max_model_len
         self._num_threads = num_threads
         self._thread = ThreadPoolExecutor(1, "truespec-referee")
@@ -125,7 +137,7 @@ class TransformersReplayer:
     def _load(self) -> ModelInfo:
         if self._num_threads:
             torch.set_num_threads(self._num_threads)
-        self._model = model = TransformersModel(self._folder)
+        self._model = model = TransformersModel(self._folder, self._form)
         self._compiler = StructureCompiler(self._folder, model.vocab_size, model.eos_token_ids)
         longest = min(self._max_model_len or model.max_model_len, model.max_model_len)
         self._info = ModelInfo("watched", longest, model.vocab_size, "", str(self._folder), model.eos_token_ids)
@@ -198,17 +210,27 @@ def _load(weights: ServedWeights) -> TransformersModel:
     if weights.source is None:
         raise UnsupportedModel(f"The weights {weights.version!r} were sent over the network, and are in no folder.")
     folder = resolve_model(weights.source)
-    if not has_plain_values(weights.form):
-        raise UnsupportedModel(
-            f"The engine serves {folder} quantized to {weights.form}; transformers replays unquantized weights only."
-        )
+    if weights.form == "fp8":
+        raise UnsupportedModel(f"The engine serves {folder} in FP8; transformers replays all other forms, on a CPU.")
     found = model_fingerprint(folder, weights=weights.form)
     if found != weights.fingerprint:
         raise ConfigError(f"{folder} no longer holds what is served: fingerprint {found}, not {weights.fingerprint}.")
-    needed = _FLOAT32_SHARE * sum(file.stat().st_size for file in checkpoint_files(folder))
+    share = _ROUNDED_SHARE if weights.form in ROUNDED_FORMS else _FLOAT32_SHARE
+    needed = share * sum(file.stat().st_size for file in checkpoint_files(folder))
     if needed > (free := _free_bytes()):
         raise UnsupportedModel(f"{folder} in float32 takes {needed / _GIB:.1f} GiB; only {free / _GIB:.1f} are free.")
-    return TransformersModel(folder)
+    return TransformersModel(folder, weights.form)
+
+
+def _round_to_four_bits(model: Any, folder: Path) -> None:
+    """Give each product of a loaded model its weights in w4a8: the file's own numbers, or else rounded ones."""
+    given, lm_head = load_quantized(folder), model.get_output_embeddings()
+    tied = lm_head.weight is model.get_input_embeddings().weight
+    for name, linear in model.named_modules():
+        if isinstance(linear, nn.Linear):
+            source = "model.embed_tokens" if tied and linear is lm_head else name
+            weight = as_quantized(linear.weight, 8 if linear is lm_head else 4, given.pop(f"{source}.weight", None))
+            linear.weight = nn.Parameter(weight.to_float(), requires_grad=False)
 
 
 def _free_bytes() -> int:

@@ -20,12 +20,6 @@ CACHE_FILE = ".truespec-fingerprint.json"
 _CHUNK_BYTES = 1 << 24
 
 
-def has_plain_values(form: str) -> bool:
-    """Return whether weights in this form have the values of the folder's safetensors files, up to rounding to a
-    dtype."""
-    return form not in ROUNDED_FORMS
-
-
 def model_fingerprint(folder: Path, config: Eagle3Config | None = None, *, weights: str | None = None) -> str:
     """XXH3-128 (32 hex digits) of the configuration that matters and of every byte of the safetensors files.
 

@@ -27,12 +27,12 @@ from tests.support.perturbed_engines import VOCAB, Pair, Tables
 
 Dtype = Literal["float32", "bfloat16"]
 Weights = Literal["float32", "bfloat16", "w4a8"] | None
+ReferenceForm = Literal["plain", "w4a8"]
 
 _PROMPTS = Path(__file__).parents[1] / "data" / "prompts.json"
 _NUM_TEXTS = 8
 _BEFORE = 40  # tokens of a text's shortest context
 _LENGTH = _BEFORE + VOCAB // _NUM_TEXTS
-_REFERENCE = Numerics("transformers", "float32", "plain")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +52,14 @@ class Form:
         return Numerics("truespec", precision_of(self.dtype, self.weights), weights, repeats)
 
 
-FORMS: dict[str, tuple[Form, Form | None]] = {
-    "bfloat16 and float32": (Form("bfloat16", None), None),
-    "bfloat16, our kernels, and float32": (Form("bfloat16", "bfloat16"), None),
+FORMS: dict[str, tuple[Form, Form | ReferenceForm]] = {
+    "bfloat16, torch's operators, and float32": (Form("bfloat16", None), "plain"),
+    "bfloat16 and float32": (Form("bfloat16", "bfloat16"), "plain"),
     "bfloat16, a row at a time and together": (Form("bfloat16", None, singly=True), Form("bfloat16", None)),
-    "w4a8 and float32": (Form("bfloat16", "w4a8"), None),
-    "float32, another engine": (Form("float32", "float32"), None),
+    "w4a8 and float32": (Form("bfloat16", "w4a8"), "w4a8"),
+    "float32, another engine": (Form("float32", "float32"), "plain"),
 }
-"""Who answers and who replays, by name; None: `transformers` in float32, with the plain weights."""
+"""Who answers and who replays, by name; a name of weights: `transformers` in float32 with them."""
 
 
 class RealLogits:
@@ -92,7 +92,8 @@ class RealLogits:
     def tolerance(self, name: str) -> Tolerance:
         """A service's for the two."""
         served, again = FORMS[name]
-        return self._tolerances.between(served.numerics, _REFERENCE if again is None else again.numerics)
+        reference = again.numerics if isinstance(again, Form) else Numerics("transformers", "float32", again)
+        return self._tolerances.between(served.numerics, reference)
 
     def noise(self, name: str) -> Tensor:
         """[256, 256] by which the log-softmax of a pair's tables differs."""
@@ -102,26 +103,26 @@ class RealLogits:
     @property
     def mass(self) -> Tensor:
         """[256] that the tokens have in each context, of 1."""
-        return self._rows(None).softmax(-1)[:, self._ids].sum(-1)
+        return self._rows("plain").softmax(-1)[:, self._ids].sum(-1)
 
     @cached_property
     def _ids(self) -> Tensor:
         """[256] each context's likeliest token, filled up with those that have the most mass over all contexts."""
-        probs = self._rows(None).softmax(-1)
+        probs = self._rows("plain").softmax(-1)
         mass = probs.sum(0)
         mass[probs.argmax(-1)] += len(probs)
         return mass.topk(VOCAB).indices
 
-    def _table(self, form: Form | None) -> Tensor:
-        likeliest = self._rows(None)[:, self._ids].argmax(-1)
+    def _table(self, form: Form | ReferenceForm) -> Tensor:
+        likeliest = self._rows("plain")[:, self._ids].argmax(-1)
         names = torch.arange(VOCAB) - torch.arange(VOCAB)[:, None] - 1
         return self._rows(form)[:, self._ids].gather(1, (names + likeliest[:, None]) % VOCAB)
 
     @cache  # noqa: B019  # a test module has one
-    def _rows(self, form: Form | None) -> Tensor:
+    def _rows(self, form: Form | ReferenceForm) -> Tensor:
         """[256, V] float32 after each context."""
-        if form is None:
-            model = TransformersModel(self._folder)
+        if not isinstance(form, Form):
+            model = TransformersModel(self._folder, form)
             return torch.cat([model.logits(text, _BEFORE) for text in self._texts])
         decoder = load_decoder(self._folder, dtype=getattr(torch, form.dtype), device="cpu", weights=form.weights)
         config = EngineConfig(

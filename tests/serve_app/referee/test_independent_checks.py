@@ -194,12 +194,12 @@ async def test_what_its_replays_show_does_not_mix_with_what_the_engines_own_show
 @pytest.mark.parametrize(
     "changes",
     [
-        {"form": "w4a8"},
+        {"form": "fp8"},
         {"source": None},
         {"fingerprint": "0" * 32},
         {"source": "/no/such/folder"},
     ],
-    ids=["rounded when loaded", "over the wire", "changed on the disk", "missing"],
+    ids=["in FP8", "over the wire", "changed on the disk", "missing"],
 )
 async def test_weights_that_it_cannot_have_are_said_once_and_counted(
     court: Court, folder: Path, caplog: pytest.LogCaptureFixture, changes: dict[str, str | None]
@@ -350,7 +350,7 @@ async def test_shapes_take_a_tenth_of_the_time(court: Court) -> None:
 
 
 async def test_a_referee_without_the_weights_is_not_asked_for_every_shape(court: Court, folder: Path) -> None:
-    bench = Bench(court, by_transformers(weights(folder, form="w4a8")), RARELY)
+    bench = Bench(court, by_transformers(weights(folder, form="fp8")), RARELY)
     for num_rows in range(1, 30):
         await bench.judge(of_length(num_rows, num_rows))
     assert bench.results == {"unsupported": 1}
