@@ -16,7 +16,7 @@ from serve_app.openai.wire import (
     W,
     strings_in,
 )
-from serve_app.text.as_written import MAX_ECHO, RepeatedKey, load_json, plain
+from serve_app.text.json_text import MAX_ECHO, load_json
 from speculative.errors import InvalidRequest
 
 _TEXT_FIELDS = frozenset(  # for the tokenizer
@@ -46,8 +46,7 @@ def checked(fields: dict[str, Any], kind: type[W]) -> W:
     supported = {}
     for name, value in fields.items():
         if name not in refused:
-            bias = name == "logit_bias" and isinstance(value, dict)
-            supported[name] = {token: plain(one) for token, one in value.items()} if bias else plain(value)
+            supported[name] = value
             continue
         harmless, reason = refused[name]
         if not harmless(value, fields):
@@ -77,8 +76,6 @@ def _load(body: bytes) -> dict[str, Any]:
     try:
         text = body.decode("utf-8")
         fields = load_json(text)
-    except RepeatedKey as error:
-        raise InvalidRequest(error.path, f"{error}.") from error
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)[:200]
         raise MalformedBody("", f"The body is not valid JSON in UTF-8: {reason}.") from error

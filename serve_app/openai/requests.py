@@ -12,8 +12,8 @@ from pydantic import AfterValidator, BeforeValidator, Field, field_validator
 from pydantic_core import PydanticCustomError
 
 from serve_app.openai.wire import INT32_MAX, Many, Wire
-from serve_app.text.as_written import RepeatedKey, load_json
-from serve_app.text.schemas import MAX_FORM_BYTES, SchemaRefused, held, held_grammar
+from serve_app.text.json_text import load_json
+from serve_app.text.schemas import MAX_FORM_BYTES, SchemaRefused, held
 from speculative.errors import InvalidRequest
 from speculative.request import MAX_LOGPROBS, MAX_PRIORITY, MAX_SCORED_IDS, MAX_SEED, SamplingParams, Structure
 
@@ -106,10 +106,8 @@ class ResponseFormat(Wire):
 
 
 def _check_grammar(grammar: str) -> str:
-    try:
-        held_grammar(grammar[:MAX_FORM_BYTES], {})
-    except SchemaRefused as error:
-        raise PydanticCustomError("unsupported", "%json: {why}", {"why": str(error)}) from error
+    if re.search(r"%json\s*\{", grammar):
+        raise PydanticCustomError("unsupported", "%json is not served in a grammar; send the schema by itself.")
     return grammar
 
 
@@ -117,10 +115,9 @@ def _schema_or_its_text(schema: Any) -> str | None:
     if isinstance(schema, str):
         try:
             schema = load_json(schema)
-        except RepeatedKey as error:
-            raise PydanticCustomError("schema", "{error}.", {"error": str(error)}) from error
         except (ValueError, RecursionError) as error:
-            raise PydanticCustomError("schema", "must be a JSON schema; this text is not JSON.") from error
+            why = {"why": str(error)[:200]}
+            raise PydanticCustomError("schema", "must be a JSON schema; this text is not JSON: {why}.", why) from error
     return None if schema is None else _schema_text(schema)
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from serve_app.text.as_written import clean_key
+from serve_app.text.json_text import clean_key
 
 T = TypeVar("T")
 

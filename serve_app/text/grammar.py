@@ -21,7 +21,7 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from serve_app.text.patterns import with_ascii_classes
-from serve_app.text.schemas import MAX_FORM_BYTES, SPELT_BY_OPTION, held_grammar, held_text
+from serve_app.text.schemas import MAX_FORM_BYTES, OPTIONS_BEGIN, SPELT_BY_OPTION, held_text
 from serve_app.text.tokenizer import Tokenizer
 from speculative.errors import InvalidRequest
 from speculative.request import Structure
@@ -41,6 +41,7 @@ _JSON_OPTIONS: Any = {"whitespace_pattern": r"( |\n[ \t]{0,40})?"}
 # Characters are written as they are, and not by their numbers: "\u0078" would be a second spelling of the key "x", for
 # which `properties` does not hold.
 _ESCAPES = {"json_allowed_escapes": 'nrbtf\\"'} if SPELT_BY_OPTION else {}
+_ESCAPES_TEXT = "".join(f"{json.dumps(name)}: {json.dumps(value)}, " for name, value in _ESCAPES.items())
 _START = '%llguidance {"no_forcing": true}\nstart: @structure'
 _LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 500_000,
@@ -189,7 +190,7 @@ def _new_matcher(vocabulary: LLTokenizer, structure: Structure) -> LLMatcher:
 def _grammar(structure: Structure) -> dict[str, Any]:
     """The structure as one grammar of llguidance's list. Raises ValueError."""
     if structure.kind == "grammar":
-        return {"lark_grammar": held_grammar(structure.text, _ESCAPES)}
+        return {"lark_grammar": structure.text.replace(OPTIONS_BEGIN, f"{OPTIONS_BEGIN}{_ESCAPES_TEXT}")}
     if structure.kind == "choice":
         return {"lark_grammar": f"start: CHOICE\nCHOICE: {' | '.join(map(json.dumps, _choices(structure.text)))}"}
     if structure.kind == "regex":

@@ -15,7 +15,7 @@ from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from serve_app.backends.vllm_parts.adapters import LoadedAdapter
 from serve_app.backends.vllm_parts.settings import TERMS
 from serve_app.text.patterns import with_ascii_classes
-from serve_app.text.schemas import held_grammar, held_text
+from serve_app.text.schemas import held_text
 from speculative.errors import EngineFault, InvalidRequest, SequenceTooLong
 from speculative.request import Request, SamplingParams, Structure
 from speculative.selfcheck.vllm_draws import generator_seed
@@ -206,4 +206,4 @@ def _structure(structure: Structure | None) -> StructuredOutputsParams | None:
         return StructuredOutputsParams(json=held_text(structure.text))
     if structure.kind == "regex":
         return StructuredOutputsParams(regex=with_ascii_classes(structure.text))
-    return StructuredOutputsParams(grammar=held_grammar(structure.text, {}))
+    return StructuredOutputsParams(grammar=structure.text)

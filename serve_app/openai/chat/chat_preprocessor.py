@@ -20,7 +20,6 @@ from serve_app.openai.tools.call_readers import (
     new_call_id,
 )
 from serve_app.openai.tools.forced_calls import behind_thought, call_form, forces_calls
-from serve_app.text.as_written import first_not_float
 from serve_app.text.schemas import SchemaRefused, held
 from serve_app.text.tokenizer import ChatTemplate, Tokenizer, shipped_templates
 from speculative.errors import InvalidRequest
@@ -115,12 +114,6 @@ class ChatPreprocessor:
                     f"chat_template_kwargs: the model's chat template has no variable {name[:100]!r}; "
                     f"it has: {', '.join(sorted(known)) or 'none'}.",
                 )
-        changed = first_not_float(chat.variables, "chat_template_kwargs")
-        if changed is not None:
-            path, number = changed
-            raise InvalidRequest(
-                path, f"{path}: {number[:40]} is not a number that a template can hold; send it as text."
-            )
         return dataclasses.replace(chat, variables=_effort(wire.reasoning_effort, template) | dict(chat.variables))
 
     def answers(self, chat: ChatPrompt, prompt: Sequence[int], form: Structure | None) -> ResponseParser | None:

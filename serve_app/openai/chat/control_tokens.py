@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from serve_app.backends.base import ChatPrompt
-from serve_app.text.as_written import CallArguments, clean_key
+from serve_app.text.json_text import CallArguments, clean_key
 from serve_app.text.tokenizer import Tokenizer
 from speculative.errors import ConfigError, InvalidRequest
 

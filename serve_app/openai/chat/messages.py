@@ -14,7 +14,7 @@ from serve_app.openai.wire import (
     Wire,
     strings_in,
 )
-from serve_app.text.as_written import CallArguments, RepeatedKey, load_json
+from serve_app.text.json_text import CallArguments, load_json
 from speculative.errors import InvalidRequest
 
 
@@ -89,12 +89,14 @@ class ToolCall(Wire):
         name, text = f"{path}.function.arguments", self.function.arguments or "{}"
         try:
             arguments = load_json(text)
-        except RepeatedKey as error:
-            raise InvalidRequest(name, f"{name}: {error}.") from error
-        except (ValueError, RecursionError):
-            arguments = None
+        except (ValueError, RecursionError) as error:
+            arguments, why = None, f" ({error})"
+        else:
+            why = ""
         if not isinstance(arguments, dict):
-            raise InvalidRequest(name, f"{name} must be the text of a JSON object. Leave out a call that was cut off.")
+            raise InvalidRequest(
+                name, f"{name} must be the text of a JSON object{why}. Leave out a call that was cut off."
+            )
         if _is_deep(arguments):
             raise InvalidRequest(name, f"{name} may be nested at most {MAX_LEVELS} levels deep.")
         if SUSPECT_ESCAPE.search(text) and any(HALF_PAIR.search(string) for _, string in strings_in(arguments, "")):

@@ -14,7 +14,6 @@ from typing import Any
 
 from serve_app.backends.base import ChatPrompt
 from serve_app.errors import UnsupportedParameter
-from serve_app.text.as_written import KeptNumbers
 from serve_app.text.tokenizer import Tokenizer, shipped_templates
 from speculative.errors import InvalidRequest
 
@@ -93,11 +92,9 @@ def prompt_text(tokenizer: Tokenizer, chat: ChatPrompt, variables: Mapping[str, 
 
 
 def _render(tokenizer: Tokenizer, chat: ChatPrompt, messages: Messages, variables: Mapping[str, Any]) -> _Rendered:
-    numbers = KeptNumbers()
-    kept = numbers.hold(messages)
-    text = numbers.put_back(tokenizer.render_chat(kept, tools=numbers.hold(chat.tools), variables=variables))
+    text = tokenizer.render_chat(messages, tools=chat.tools, variables=variables)
     marks = _Marks()
-    marked = [_marked(message, f"messages.{number}", marks) for number, message in enumerate(kept)]
+    marked = [_marked(message, f"messages.{number}", marks) for number, message in enumerate(messages)]
     tools = [_marked_tool(tool, f"tools.{number}", marks) for number, tool in enumerate(chat.tools)]
     hidden = chat.use == "none" and bool(tools)
     try:

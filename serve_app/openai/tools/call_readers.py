@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from serve_app.backends.base import CallPart, ParsedDelta, ReplyParser
 from serve_app.openai.tools.growing_text import GrowingText, Step
-from serve_app.text.as_written import refuse_constant
+from serve_app.text.json_text import refuse_constant
 
 MAX_NAME = 256  # characters of a function's name
 _ARGUMENTS = ("arguments", "parameters")

@@ -7,11 +7,12 @@ it, and no parser of a model's own way to call is needed.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from serve_app.backends.base import ChatPrompt
 from serve_app.errors import UnsupportedParameter
+from serve_app.text.schemas import held
 from speculative.request import Structure
 
 # A replay by the torch engine must allow exactly what vLLM's guidance allowed, in another version of the library.
@@ -85,6 +86,7 @@ def _answer(form: Structure) -> str:
     )
 
 
-def _json(schema: Mapping[str, Any]) -> str:
+def _json(schema: dict[str, Any]) -> str:
     """JSON of a schema, as a rule's right-hand side."""
-    return "%json " + json.dumps({"x-guidance": _LAYOUT, **schema})
+    made = held(schema)
+    return "%json " + json.dumps({"x-guidance": _LAYOUT | made.pop("x-guidance", {}), **made})

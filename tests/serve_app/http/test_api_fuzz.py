@@ -39,7 +39,7 @@ from serve_app.referee.replay_selection import Selection
 from serve_app.streams.observed import ObservedSource, SourceLimits
 from serve_app.streams.pooled import PooledTokenSource
 from serve_app.telemetry.metrics import Metrics, PrometheusSink
-from serve_app.text.as_written import clean_key
+from serve_app.text.json_text import clean_key
 from serve_app.text.tokenizer import Tokenizer
 from tests.support.fake_backend import FakeBackend
 from tests.support.fake_serving import make_backend

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from serve_app.errors import UnknownParameter, UnsupportedParameter
+from serve_app.errors import MalformedBody, UnknownParameter, UnsupportedParameter
 from serve_app.openai.chat.chat_request import ChatCompletionRequest
 from serve_app.openai.completions.completion_request import CompletionRequest
 from serve_app.openai.parsing import parse
@@ -371,20 +371,19 @@ BODY = '{"model": "m", "prompt": "a", '
 
 
 @pytest.mark.parametrize(
-    ("rest", "field"),
+    ("rest", "key"),
     [
         ('"temperature": 0, "temperature": 1}', "temperature"),
-        ('"logit_bias": {"7": 1, "7": 1}}', "logit_bias.7"),
+        ('"logit_bias": {"7": 1, "7": 1}}', "7"),
         ('"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": '
          '{"properties": {"x": {"type": "null", "type": "string"}}}}}}',
-         "response_format.json_schema.schema.properties.x.type"),
-        ('"stop": ["a", {"b": 1, "b": 2}]}', "stop.1.b"),
+         "type"),
+        ('"stop": ["a", {"b": 1, "b": 2}]}', "b"),
     ],
 )  # fmt: skip
-def test_a_key_that_is_given_twice_is_refused_by_its_path(rest: str, field: str) -> None:
-    with pytest.raises(InvalidRequest, match="twice") as caught:
+def test_a_key_that_is_given_twice_is_refused_by_its_name(rest: str, key: str) -> None:
+    with pytest.raises(MalformedBody, match=rf" {key} is given twice in one object"):
         parse((BODY + rest).encode(), CompletionRequest)
-    assert caught.value.field == field
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e400", "-1e400"])
@@ -407,6 +406,6 @@ def test_numbers_reach_the_engine_as_plain_floats_and_integers_whole() -> None:
 def test_arguments_with_a_key_twice_are_refused() -> None:
     sent = {"type": "function", "function": {"name": "f", "arguments": '{"a": {"x": 1, "x": 2}}'}}
     body = {"model": "m", "messages": [{"role": "assistant", "content": None, "tool_calls": [sent]}]}
-    with pytest.raises(InvalidRequest, match=r"a\.x is given twice") as caught:
+    with pytest.raises(InvalidRequest, match="x is given twice") as caught:
         parse(json.dumps(body).encode(), ChatCompletionRequest).chat_prompt()
     assert caught.value.field == "messages.0.tool_calls.0.function.arguments"
