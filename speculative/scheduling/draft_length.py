@@ -170,9 +170,9 @@ class DynamicLength(DraftLength):
             self._probed_at, self._kept_until = self._num_steps, self._num_steps + _PROBE_STEPS
             self._probe(lengths)
 
-    def _set(self, lengths: Sequences[int], shape: _Widths) -> None:
+    def _set(self, lengths: Sequences[int], shape: _Widths, repeated: Mapping[str, list[int]] | None = None) -> None:
         ids = [sequence.request.request_id for sequence in self._speculating]
-        self._plan = DraftPlan(dict(zip(ids, lengths, strict=True)), widths=shape)
+        self._plan = DraftPlan(dict(zip(ids, lengths, strict=True)), repeated or {}, shape)
         self._tried[max(lengths), shape] = self._num_steps
 
     def _try(self) -> None:
@@ -183,17 +183,14 @@ class DynamicLength(DraftLength):
         self._num_trials += 1
         length = max(0, self._most - trial)
         lengths = [0 if turn % 2 and index % 2 else length for index in range(len(self._speculating))]
-        self._set(lengths, self._shapes[-1 - turn % len(self._shapes)])
-        if trial > self._most:
-            made_up = self._passages.make_up(self._speculating, trial - self._most - 1)
-            self._plan = replace(self._plan, repeated=made_up)
+        made_up = self._passages.make_up(self._speculating, trial - self._most - 1) if trial > self._most else {}
+        self._set(lengths, self._shapes[-1 - turn % len(self._shapes)], made_up)
 
     def _probe(self, lengths: list[int]) -> None:
         """Plan what was not tried for the longest time of what might pay by now, for a few sequences."""
         longest, widest = max(lengths), self._shapes[-1]
-        probes = [(min(longest + 1, self._most), self._shape), (max(longest, 1), widest)]
-        if longest:
-            probes.append((0, self._shape))
+        probes = [(min(longest + 1, self._most), self._shape), (max(longest, 1), widest), (0, self._shape)]
+        probes = probes if longest else probes[:2]
         length, shape = min(probes, key=lambda probe: self._tried.get(probe, 0))
         behind = [self._num_missed(sequence) for sequence in self._speculating]
         few = sorted(range(len(lengths)), key=behind.__getitem__)[:_SEQUENCES_A_PROBE]

@@ -40,15 +40,10 @@ class Work(NamedTuple):
     num_missed: float = 0.0
 
     @property
-    def rows(self) -> int:
-        """Rows of the step."""
-        return self.num_sequences + self.num_drafts
-
-    @property
     def features(self) -> tuple[float, ...]:
-        """What the line is over; the fifth is the context that drafts read once more."""
-        read = self.context * self.num_drafts / self.num_sequences
-        return 1.0, self.rows, self.longest, self.longest > 0, self.context, read, self.num_missed
+        """What the line is over: one, rows, the drafter's passes, context, context that drafts read, tokens missed."""
+        rows, read = self.num_sequences + self.num_drafts, self.context * self.num_drafts / self.num_sequences
+        return 1.0, rows, self.longest, self.longest > 0, self.context, read, self.num_missed
 
 
 class StepCost:
@@ -69,13 +64,13 @@ class StepCost:
         self._longest_context: float = 0.0 if near is None else near._longest_context  # of one sequence
         self._trials: list[tuple[Work, float]] = []
         self._pace = 1.0  # seconds that steps take just now, to those that they took in the trials
-        self._of_rows: dict[int, tuple[int, float]] = {}  # steps seen, and their seconds to those of the line
+        self._of_rows: dict[float, tuple[int, float]] = {}  # steps seen, and their seconds to those of the line
 
     def seconds(self, work: Work) -> float:
         """Expected seconds of a step at the machine's present pace."""
         context = min(work.context, int(_FURTHER * self._longest_context * work.num_sequences))
-        on_line = math.fsum(map(mul, self._line, work._replace(context=context).features))
-        return self._pace * on_line * self._of_rows.get(work.rows, (0, 1.0))[1]
+        features = work._replace(context=context).features
+        return self._pace * math.fsum(map(mul, self._line, features)) * self._of_rows.get(features[1], (0, 1.0))[1]
 
     def usual(self, work: Work, seconds: float) -> float:
         """What a step that took so long counts as, without what else had the machine for it."""
@@ -99,8 +94,9 @@ class StepCost:
         surprise = min(seconds / self.seconds(work), _SLOW) - 1
         if surprise < _SLOW - 1:  # else something had the machine for this one step
             self._pace *= 1 + _OF_PACE * surprise
-        count, ratio = self._of_rows.get(work.rows, (0, 1.0))
-        self._of_rows[work.rows] = count + 1, ratio * (1 + max(_OF_ROWS, 1 / (count + 3)) * surprise)
+        rows = work.features[1]
+        count, ratio = self._of_rows.get(rows, (0, 1.0))
+        self._of_rows[rows] = count + 1, ratio * (1 + max(_OF_ROWS, 1 / (count + 3)) * surprise)
 
     def _fit(self, trials: Sequences[tuple[Work, float]]) -> None:
         """Find the line for which the sum of errors, as shares of the steps' times, is least."""
