@@ -93,7 +93,7 @@ def test_the_source_archive_has_what_a_wheel_is_made_of(built: Path) -> None:
 def test_an_image_is_built_from_the_same_packages() -> None:
     lines = (ROOT / ".dockerignore").read_text().splitlines()
     taken = {line.removeprefix("!") for line in lines if line.startswith("!")}
-    assert taken == {*PACKAGES, "pyproject.toml", "README.md", "LICENSE"} and "*" in lines
+    assert taken == {*PACKAGES, "docs/runbooks.md", "pyproject.toml", "README.md", "LICENSE"} and "*" in lines
 
 
 @pytest.fixture(scope="module")
