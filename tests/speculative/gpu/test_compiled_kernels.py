@@ -111,7 +111,7 @@ sizes = {"VOCABULARY": 128256, "NUM_BLOCKS": 63, "PADDED": 64, "BLOCK": 2048, "L
 sizes |= {"NUM_STAKES": 12, "PADDED_STAKES": 16}
 for kernel in vars(triton_vocabulary).values():
     if "num_rows" in getattr(kernel, "do_not_specialize", ()):
-        for q in (0, 1, 2) if "Q" in kernel.arg_names else (2,):
+        for q in (0, 1, 2) if "Q" in kernel.arg_names and sys.argv[1] == "90" else (2,):
             fixed = {name: value for name, value in (sizes | {"Q": q}).items() if name in kernel.arg_names}
             kinds = [(pointers | numbers).get(name, "*fp64") for name in kernel.arg_names]
             compiled(f"verification: {kernel.fn.__name__}, q {q}", kernel, " ".join(kinds), **fixed)
@@ -169,7 +169,11 @@ def test_products_run_on_tensor_cores(kernels: dict[str, Compiled]) -> None:
 
 def test_offsets_that_grow_with_the_rows_have_64_bits(kernels: dict[str, Compiled]) -> None:
     for name, kernel in kernels.items():
-        assert narrow_pointers(kernel.ttir) <= {"blocks", "spans", "norm_weight", "ids", "columns"}, name
+        narrow = narrow_pointers(kernel.ttir)
+        if name.startswith("verification"):  # all but the matrices have a number a row or a token
+            assert "logits" not in narrow, name
+        else:
+            assert narrow <= {"blocks", "spans", "norm_weight", "ids"}, name
 
 
 def narrow_pointers(ttir: str) -> set[str]:
