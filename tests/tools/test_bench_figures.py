@@ -12,7 +12,6 @@ from deploy.exchange.prompts import KINDS, read_prompts
 from speculative.errors import ConfigError
 from tools.bench.figures import ALL_KINDS, acceptance, paired_ratio, rows
 from tools.bench.plan import BenchCase, BenchPlan, EngineName
-from tools.bench.plots import write_plots
 from tools.bench.report import tables, write_markdown
 from tools.bench.rounds import BenchResult, BenchSample
 from tools.bench.workers.channel import BatchOfPrompts, Meter, checked
@@ -163,15 +162,6 @@ def test_every_engine_is_in_the_tables() -> None:
     made = tables(result([sample("a/x", 1.0), sample("b/x", 2.0)], ["a/x"]))
     assert [line[0] for line in made[0].rows] == ["a/x", "b/x"]
     assert made[0].rows[1][3].startswith("2.00 (")
-
-
-def test_plots_are_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="plots need matplotlib: pip install 'truespec[bench]'")
-    samples = [sample("a/x", 1.0), sample("b/x", 2.0, kind="code")]
-    written = write_plots(result(samples, ["a/x"]), tmp_path, "figure")
-    assert [path.name for path in written] == ["figure-t0.png", "figure-t0.svg"]
-    assert "a/x" in written[1].read_text() or written[1].stat().st_size > 1000
-    assert written[0].read_bytes().startswith(b"\x89PNG")
 
 
 def test_prompts_of_the_package_are_many_and_differ(tmp_path: Path, bench_tokenizer: Path) -> None:

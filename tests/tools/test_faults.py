@@ -11,7 +11,6 @@ from speculative.stats import CheckSums
 from tools.faults import __main__ as command
 from tools.faults import run
 from tools.faults.__main__ import main
-from tools.faults.model import AuditedModel
 from tools.faults.mutants import FRONT_END, MUTANTS
 from tools.faults.traffic import DECODERS, TABLES
 
@@ -156,17 +155,3 @@ def test_clean_runs_and_chosen_faults_are_written_as_json(tmp_path: Path, monkey
     assert not (tmp_path / "docs").exists(), "the page holds all faults, or is left as it is"
     refused = CliRunner().invoke(main, ["find", "--only", "F99"])
     assert refused.exit_code == 1 and "no fault begins with 'F99'" in refused.output
-
-
-def test_a_model_wants_its_head() -> None:
-    result = CliRunner().invoke(main, ["clean", "10", "--model", "smollm2-135m"])
-    assert result.exit_code == 1
-    assert "--head is missing" in result.output
-
-
-@pytest.mark.slow
-def test_a_real_model_raises_no_alarm() -> None:
-    model = AuditedModel.find("smollm2-135m", "smollm2-135m-eagle3")
-    runs = run.audit_clean(6_000, serve=model.serve)
-    assert all(not (one.alarms or one.violations) for one in runs)
-    assert all(abs(sums.z) < run.MAX_Z for sums in run.pooled(runs).values())

@@ -38,7 +38,6 @@ def test_a_number_beyond_use_is_refused(option: str) -> None:
         (CHAOS, [], "--page"),
         (BENCH, ["--model", "/none"], "--json"),
         (BENCH, ["--model", "/none"], "--markdown"),
-        (BENCH, ["--model", "/none"], "--plots"),
         (FAULTS, ["find"], "--json"),
         (FAULTS, ["find"], "--page"),
         (FAULTS, ["find", "--outside"], "--page"),

@@ -72,7 +72,6 @@ from tools.console import ToolCommand
 @click.option("--json", "json_file", type=a_file, help="Write every sample to this file.")
 @click.option("--markdown", type=a_file, help="Put the tables into this page.")
 @click.option("--section", default="benchmark", show_default=True, help="Replace this section of the page.")
-@click.option("--plots", type=click.Path(path_type=Path, file_okay=False), help="Draw PNG and SVG plots here.")
 @click.option(
     "--noisy", is_flag=True, help="Write the page even though other processes use this machine, and say so there."
 )

@@ -1,7 +1,6 @@
 """`python -m tools.bench`: from the command line's options to a plan, and from the result to files."""
 
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -23,7 +22,6 @@ from speculative.model.catalogue import CATALOGUE, download_gguf
 from speculative.model.loading import resolve_model
 from tools.bench.engines import LLAMA, VLLM, default_names, gpu_names
 from tools.bench.plan import BenchPlan, EngineName, Measure
-from tools.bench.plots import write_plots
 from tools.bench.report import print_report, write_markdown
 from tools.bench.rounds import BenchResult, run_bench
 from tools.provenance import provenance
@@ -58,7 +56,6 @@ class BenchOptions:
     json_file: Path | None
     markdown: Path | None
     section: str
-    plots: Path | None
     noisy: bool
 
 
@@ -72,7 +69,6 @@ def run_command(options: BenchOptions, view: View, console: Console) -> BenchRes
     for_page = options.markdown is not None and not options.noisy
     check_writable(options.json_file, "--json")
     check_writable(options.markdown, "--markdown")
-    check_writable(options.plots and options.plots / ".plots", "--plots")
     plan = make_plan(options, view)
     machine = provenance()
     if for_page:
@@ -85,13 +81,8 @@ def run_command(options: BenchOptions, view: View, console: Console) -> BenchRes
         view.say(f"every sample is in {options.json_file}")
     if for_page:
         require_quiet(found.provenance["others_meanwhile"], "while this was measured")
-    stem = re.sub(r"[^A-Za-z0-9]+", "-", options.section)
-    plots = [] if options.plots is None else write_plots(found, options.plots, stem)
-    if options.plots is not None:
-        missing = "no plots: install matplotlib (`pip install 'truespec[bench]'`)"
-        view.say(f"plots: {', '.join(path.name for path in plots)} in {options.plots}" if plots else missing)
     if options.markdown is not None:
-        write_markdown(found, options.markdown, options.section, plots)
+        write_markdown(found, options.markdown, options.section)
         view.say(f"section {options.section!r} is in {options.markdown}")
     return found
 

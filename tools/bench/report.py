@@ -1,6 +1,5 @@
 """The figures as tables: on a terminal, and as a section of a Markdown page."""
 
-import os
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
@@ -40,9 +39,9 @@ def tables(found: BenchResult) -> list[ReportTable]:
     return [table for table in made if table.rows]
 
 
-def write_markdown(found: BenchResult, path: Path, section: str, plots: Sequence[Path] = ()) -> None:
+def write_markdown(found: BenchResult, path: Path, section: str) -> None:
     """Put the section into the page: in the place of the one of that name, or at its end."""
-    write_section(path, "bench", section, _markdown(found, section, path, plots), head=_HEAD)
+    write_section(path, "bench", section, _markdown(found, section), head=_HEAD)
 
 
 def print_report(found: BenchResult, console: Console) -> None:
@@ -50,13 +49,9 @@ def print_report(found: BenchResult, console: Console) -> None:
     console.print(Group(*map(terminal.table, tables(found)), describe(found.provenance)))
 
 
-def _markdown(found: BenchResult, section: str, path: Path, plots: Sequence[Path]) -> str:
+def _markdown(found: BenchResult, section: str) -> str:
     parts = [f"## {section}\n", f"`{found.provenance['command']}`\n", f"{describe(found.provenance)}\n"]
     parts += [f"{table.title}\n\n{markdown.table(table)}\n" for table in tables(found)]
-    for plot in plots:
-        if plot.suffix == ".png":  # on a ground of its own, light or dark
-            file = Path(os.path.relpath(plot.resolve(), path.parent.resolve())).as_posix()
-            parts.append(f"![Bars: tokens a second of each engine ({plot.stem})]({file})\n")
     return "\n".join(parts)
 
 

@@ -8,7 +8,6 @@ from deploy.cli.console import Failure, MainGroup, a_file, err, out
 from deploy.options import beginning_with, check_writable, write_json
 from deploy.reports import terminal
 from deploy.reports.progress import View
-from tools.faults.model import AuditedModel
 from tools.faults.mutants import MUTANTS
 from tools.faults.outside import audit_faults, servable
 from tools.faults.report import clean_table, detection_table, write_clean, write_detection
@@ -92,19 +91,17 @@ def _faults_watched(page: Path | None, only: tuple[str, ...], json_file: Path | 
 
 @main.command()
 @click.argument("positions", type=click.IntRange(min=1))
-@click.option("--model", help="Serve this model instead of a table: a name, a folder or a hub id. Requires --head.")
-@click.option("--head", help="The draft head of --model: a name or a folder.")
 @click.option("--json", "json_file", type=a_file, help="Write the runs to this file.")
 @click.option("--page", type=a_file, help="Put the table into this page.")
-def clean(positions: int, model: str | None, head: str | None, json_file: Path | None, page: Path | None) -> None:
+def clean(positions: int, json_file: Path | None, page: Path | None) -> None:
     """Serve POSITIONS tokens in every setting without a fault, and report every alarm: there should be none."""
     check_writable(json_file, "--json")
     check_writable(page, "--page")
     with View(err) as view:
-        runs = audit_clean(positions, view, None if model is None else AuditedModel.find(model, head).serve)
+        runs = audit_clean(positions, view)
     out.print(terminal.table(clean_table(runs)))
     if page is not None:
-        write_clean(runs, page, model or f"a table of {VOCAB_SIZE} tokens")
+        write_clean(runs, page, f"a table of {VOCAB_SIZE} tokens")
     write_json(json_file, [one.as_dict() for one in runs])
     if alarms := alarms_of(runs):
         raise Failure("\n".join(alarms))
