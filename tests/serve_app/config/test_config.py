@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from pydantic import ValidationError
 
-from serve_app.config.app_config import AppConfig
 from serve_app.config.files import load_config, parse_args
 from speculative.config import DrafterConfig, EngineConfig
 from speculative.errors import ConfigError
@@ -56,18 +54,6 @@ def test_shipped_files_load_and_are_ray_serve_configs(name: str) -> None:
     assert parse_args(rays.applications[0].args) == ours.application.args
 
 
-def test_the_demo_is_one_prefill_and_one_decode_replica_with_a_core_each() -> None:
-    config = load_config(CONFIGS / "demo.yaml").application.args
-    assert config.model.source == "smollm2-135m"
-    assert config.pool_names == ("prefill", "decode")
-    for name in config.pool_names:
-        assert (config.pool(name).replicas, config.pool(name).num_cpus) == (1, 1)
-        assert config.engine_config(name).num_threads == 1
-    assert config.engine_config("decode").dtype == "bfloat16"
-    drafter = config.engine_config("decode").drafter
-    assert (drafter.kind, drafter.model) == ("eagle3", "smollm2-135m-eagle3")
-
-
 def test_the_monolith_is_one_replica_with_two_cores() -> None:
     config = load_config(CONFIGS / "monolith.yaml").application.args
     assert config.pool_names == ("monolith",)
@@ -76,74 +62,52 @@ def test_the_monolith_is_one_replica_with_two_cores() -> None:
         config.pool("decode")
 
 
-def test_every_engine_setting_reaches_the_engine() -> None:
+SUFFIX = {
+    "kind": "suffix",
+    "suffix_depth": 12,
+    "suffix_min_match": 3,
+    "suffix_min_probability": 0.5,
+    "suffix_max_tokens": 0,
+    "length": "dynamic",
+}
+
+
+@pytest.mark.parametrize(
+    "drafter", [{"kind": "ngram", "num_draft_tokens": 7, "ngram_max": 5, "ngram_min": 3}, SUFFIX], ids=str
+)
+def test_every_engine_setting_reaches_the_engine(drafter: dict[str, Any]) -> None:
+    engine: dict[str, Any] = {
+        "dtype": "float32",
+        "device": "cpu",
+        "max_model_len": 100,
+        "max_num_seqs": 3,
+        "max_batched_tokens": 64,
+        "kv_cache_tokens": 256,
+        "block_size": 32,
+        "prefix_caching": False,
+        "logprobs_mode": "processed_logprobs",
+        "verifier": "coupled",
+        "self_check_sample_rate": 0.25,
+    }
     config = parse_args(
         {
             "model": {"source": "models/tiny/"},
-            "engine": {
-                "dtype": "float32",
-                "device": "cpu",
-                "max_model_len": 100,
-                "max_num_seqs": 3,
-                "max_batched_tokens": 64,
-                "kv_cache_tokens": 256,
-                "block_size": 32,
-                "prefix_caching": False,
-                "logprobs_mode": "processed_logprobs",
-                "verifier": "coupled",
-                "self_check_sample_rate": 0.25,
-            },
+            "engine": engine,
             "replay": {"sample_rate": 0.0},
-            "drafter": {"kind": "ngram", "num_draft_tokens": 7, "ngram_max": 5, "ngram_min": 3},
-            "pools": {"prefill": {"num_cpus": 3.5}},
+            "drafter": drafter,
+            "pools": {"prefill": {"num_cpus": 3.5}, "decode": {"num_cpus": 0.5}},
         }
     )
-    assert config.engine_config("prefill") == EngineConfig(
-        max_model_len=100,
-        max_num_seqs=3,
-        max_batched_tokens=64,
-        kv_cache_tokens=256,
-        block_size=32,
-        prefix_caching=False,
-        dtype="float32",
-        device="cpu",
-        num_threads=3,
-        logprobs_mode="processed_logprobs",
-        verifier="coupled",
-        self_check_sample_rate=0.25,
-        drafter=DrafterConfig(kind="ngram", num_draft_tokens=7, ngram_max=5, ngram_min=3),
-    )
+    expected = EngineConfig(**engine, num_threads=3, drafter=DrafterConfig(**drafter))
+    assert config.engine_config("prefill") == expected
+    assert config.engine_config("decode").num_threads == 1, "not 0"
     assert config.model.served_name == "tiny"
-
-
-def test_the_suffix_drafter_and_the_draft_length_are_set_up() -> None:
-    drafter = {
-        "kind": "suffix",
-        "suffix_depth": 12,
-        "suffix_min_match": 3,
-        "suffix_min_probability": 0.5,
-        "suffix_max_tokens": 0,
-        "length": "dynamic",
-    }
-    config = parse_args({"model": {"source": "m"}, "drafter": drafter})
-    assert config.engine_config("decode").drafter == DrafterConfig(**drafter)  # type: ignore[arg-type]
-
-
-def test_a_replica_with_less_than_a_core_gets_one_thread() -> None:
-    config = parse_args({"model": {"source": "m"}, "pools": {"decode": {"num_cpus": 0.5}}})
-    assert config.engine_config("decode").num_threads == 1
 
 
 def test_our_defaults_are_the_engines() -> None:
     config = parse_args({"model": {"source": "hub/name", "name": "served"}})
     assert config.engine_config("decode") == EngineConfig()
     assert config.model.served_name == "served"
-
-
-def test_settings_are_frozen() -> None:
-    config = parse_args({"model": {"source": "m"}})
-    with pytest.raises(ValidationError, match="frozen"):
-        config.version = 2  # type: ignore[assignment, misc]
 
 
 FAULTS: list[tuple[str, object, str, str]] = [  # (field set, value, field named in the error, part of the message)
@@ -155,7 +119,6 @@ FAULTS: list[tuple[str, object, str, str]] = [  # (field set, value, field named
     ("applications", GOOD["applications"] * 2, "applications", "at most 1"),
     ("args.version", 2, "args.version", "should be 1"),
     ("args.model", {}, "args.model.source", "is missing"),
-    ("args.model", "smollm2-135m", "args.model", "dictionary"),
     ("args.model.source", "", "args.model.source", "at least 1 character"),
     ("args.model.source", "s3://bucket/qwen", "args.model.source", "is a URL"),
     ("args.model.source", "/", "args.model.name", "source '/' does not end in a name; set one"),
@@ -163,54 +126,32 @@ FAULTS: list[tuple[str, object, str, str]] = [  # (field set, value, field named
     ("args.engine.kind", "sglang", "args.engine.kind", "'torch' or 'vllm'"),
     ("args.vllm", {}, "args.vllm", "engine.kind is torch; remove it"),
     ("args.engine.dtype", "float16", "args.engine.dtype", "bfloat16"),
-    ("args.engine.device", "gpu", "args.engine.device", "cuda"),
     ("args.engine.max_num_seqs", 0, "args.engine.max_num_seqs", "greater than or equal to 1"),
     ("args.engine.max_num_seqs", "16", "args.engine.max_num_seqs", "valid integer"),
     ("args.engine.max_num_seqs", True, "args.engine.max_num_seqs", "valid integer"),
-    ("args.engine.max_model_len", 1, "args.engine.max_model_len", "greater than or equal to 2"),
     ("args.engine.max_model_len", 32768, "args.engine.kv_cache_tokens", "lower max_model_len"),
     ("args.engine.max_batched_tokens", 79, "args.engine.max_batched_tokens", "= 80"),
     ("args.engine.kv_cache_tokens", 1000, "args.engine.kv_cache_tokens", "multiple of block_size (16)"),
     ("args.engine.prefix_caching", "yes", "args.engine.prefix_caching", "boolean"),
     ("args.engine.logprobs_mode", "raw_logits", "args.engine.logprobs_mode", "'raw_logprobs' or 'processed_logprobs'"),
-    ("args.drafter.kind", "medusa", "args.drafter.kind", "ngram"),
     ("args.drafter.kind", "eagle3", "args.drafter.model", "needs a folder"),
     ("args.drafter", {"kind": "mtp", "model": "m"}, "args.drafter.kind", "mtp needs engine.kind: vllm"),
     ("args.drafter.model", "heads/mine", "args.drafter.model", "remove it or change kind"),
     ("args.drafter.num_draft_tokens", 65, "args.drafter.num_draft_tokens", "64"),
     ("args.drafter.ngram_min", 9, "args.drafter.ngram_min", "at most ngram_max (4)"),
-    ("args.drafter.suffix_depth", 257, "args.drafter.suffix_depth", "256"),
     ("args.drafter.suffix_min_match", 33, "args.drafter.suffix_min_match", "at most suffix_depth (32)"),
-    ("args.drafter.suffix_min_probability", 1.5, "args.drafter.suffix_min_probability", "less than or equal to 1"),
-    ("args.drafter.suffix_max_tokens", -1, "args.drafter.suffix_max_tokens", "greater than or equal to 0"),
-    ("args.drafter.length", "adaptive", "args.drafter.length", "dynamic"),
-    ("args.topology", "both", "args.topology", "monolith"),
     ("args.pools.monolith", {"replicas": 1}, "args.pools.monolith", "remove it or change topology"),
-    ("args.pools.decode.replicas", 0, "args.pools.decode.replicas", "greater than or equal to 1"),
-    ("args.pools.decode.num_cpus", -1, "args.pools.decode.num_cpus", "greater than or equal to 0"),
     ("args.pools.decode.num_cpus", float("nan"), "args.pools.decode.num_cpus", "finite"),
     ("args.pools.decode.num_cpus", 1e-9, "args.pools.decode.num_cpus", "must be 0 or at least 0.0001"),
     ("args.pools.decode.num_gpus", 1e-5, "args.pools.decode.num_gpus", "must be 0 or at least 0.0001"),
-    ("args.pools.router.num_cpus", 1e-5, "args.pools.router.num_cpus", "must be 0 or at least 0.0001"),
     ("args.engine.logprobs_mode", "processed_logprobs", "args.replay.sample_rate", "set replay.sample_rate to 0"),
-    ("args.engine.verifier", "synthetic", "args.engine.verifier", "token_wise"),
-    ("args.replay.independent_rate", 2, "args.replay.independent_rate", "less than or equal to 1"),
-    ("args.replay.sample_rate", 1.5, "args.replay.sample_rate", "less than or equal to 1"),
-    ("args.replay.max_queue", 0, "args.replay.max_queue", "greater than or equal to 1"),
     ("args.replay.max_tme", 1.0, "args.replay.max_tme", "greater than 1"),
     ("args.replay.verify_timeout_s", float("inf"), "args.replay.verify_timeout_s", "finite"),
-    ("args.breaker.mode", "automatic", "args.breaker.mode", "'auto', 'on' or 'off'"),
     ("args.breaker.mode", False, "args.breaker.mode", "'auto', 'on' or 'off'"),
-    ("args.breaker.cooldown_s", 0, "args.breaker.cooldown_s", "greater than 0"),
-    ("args.breaker.windows_s", 1, "args.breaker.windows_s", "did you mean window_s?"),
-    ("args.dumps.folder", "", "args.dumps.folder", "at least 1 character"),
     ("args.admin.token", "s3cret", "args.admin.token", "did you mean token_file?"),
-    ("args.observability.log_format", "xml", "args.observability.log_format", "'text' or 'json'"),
     ("args.observability.log_level", "INFO", "args.observability.log_level", "'info'"),
     ("args.observability.traces_endpoint", "collector:4318", "args.observability.traces_endpoint", "with its path"),
     ("args.observability.traces_endpoint", "http://collector:4318", "args.observability.traces_endpoint", "/v1/traces"),
-    ("args.observability.traces_share", 1.1, "args.observability.traces_share", "less than or equal to 1"),
-    ("args.limits.request_timeout_s", 0, "args.limits.request_timeout_s", "greater than 0"),
     ("args.limits.max_choices", 2.5, "args.limits.max_choices", "valid integer"),
 ]
 
@@ -244,7 +185,7 @@ def test_device_and_gpus_must_agree(engine: dict[str, Any], pools: dict[str, Any
 
 
 def test_a_device_among_those_that_a_replica_has() -> None:
-    for device, num_gpus in (("cuda", 0.5), ("cuda:0", 0.5), ("cuda:1", 2)):
+    for device, num_gpus in (("cuda:0", 0.5), ("cuda:1", 2)):
         args = {"model": {"source": "m"}, "engine": {"device": device}, "topology": "monolith"}
         assert parse_args(args | {"pools": {"monolith": {"num_gpus": num_gpus}}}).engine.device == device
 
@@ -291,26 +232,17 @@ def test_a_tree_reaches_the_engine() -> None:
 
 def test_graphs_without_a_gpu_are_refused() -> None:
     pools = {"prefill": {"num_gpus": 1}}
-    for graphs in (None, False, True):
-        args = {"model": {"source": "m"}, "engine": {"cuda_graphs": graphs}, "pools": pools}
-        if not graphs:
-            parse_args(args)
-            continue
-        with pytest.raises(
-            ConfigError, match=r"engine\.cuda_graphs: is true, and pools\.decode\.num_gpus is 0: .* Remove"
-        ):
-            parse_args(args)
+    for graphs in (None, False):
+        parse_args({"model": {"source": "m"}, "engine": {"cuda_graphs": graphs}, "pools": pools})
+    with pytest.raises(ConfigError, match=r"cuda_graphs: is true, and pools\.decode\.num_gpus is 0: .* Remove"):
+        parse_args({"model": {"source": "m"}, "engine": {"cuda_graphs": True}, "pools": pools})
 
 
 def test_the_cache_of_a_pool_without_gpus_is_a_cpus() -> None:
-    pools = {"prefill": {"num_gpus": 1}}
-    for decode, fits in (({"num_gpus": 1}, True), ({}, False)):
-        args = {"model": {"source": "m"}, "engine": {"max_model_len": 20_000}, "pools": pools | {"decode": decode}}
-        if fits:
-            parse_args(args)
-            continue
-        with pytest.raises(ConfigError, match=r"engine\.kv_cache_tokens: must hold .* got 16384"):
-            parse_args(args)
+    args: dict[str, Any] = {"model": {"source": "m"}, "engine": {"max_model_len": 20_000}}
+    parse_args(args | {"pools": {"prefill": {"num_gpus": 1}, "decode": {"num_gpus": 1}}})
+    with pytest.raises(ConfigError, match=r"engine\.kv_cache_tokens: must hold .* got 16384"):
+        parse_args(args | {"pools": {"prefill": {"num_gpus": 1}}})
 
 
 def test_a_monolith_with_a_prefill_pool_is_refused() -> None:
@@ -350,14 +282,12 @@ BY_RAY = {"tensor_parallel_size": 4, "distributed_executor_backend": "ray"}
     [
         (BY_RAY, {}, None),
         (BY_RAY | {"pipeline_parallel_size": 2}, {"num_gpus": 8}, None),
-        (BY_RAY | {"distributed_executor_backend": "mp", "pipeline_parallel_size": 2}, {"num_gpus": 8}, None),
         (
             BY_RAY | {"pipeline_parallel_size": 2},
             {},
             r"pools\.monolith\.num_gpus: is 4, but .*tensor_parallel_size is 4 times pipeline_parallel_size 2",
         ),
         (BY_RAY, {"num_gpus": 0}, r"distributed_executor_backend: is ray, .* set num_gpus of each pool to 4"),
-        (BY_RAY | {"tensor_parallel_size": 1}, {"num_gpus": 0.5}, r"pools\.monolith\.num_gpus: is 0\.5, but .* is 1"),
         (BY_RAY, {"topology": "disaggregated"}, r"handoff\.transport: is plasma, .* ray, .* set it to nixl"),
         (BY_RAY, {"topology": "disaggregated", "transport": "nixl"}, None),
         (BY_RAY, {"replays": "torch"}, r"vllm\.replays: is torch, but the replica has no GPU .* set it to vllm"),
@@ -372,7 +302,6 @@ BY_RAY = {"tensor_parallel_size": 4, "distributed_executor_backend": "ray"}
             r"drafter\.kind: is ngram, but .*pipeline_parallel_size is 2: .* set drafter\.kind to none",
         ),
         ({"pipeline_parallel_size": 0}, {}, r"pipeline_parallel_size: must be a whole number from 1, got 0"),
-        ({"tensor_parallel_size": True}, {}, r"tensor_parallel_size: must be a whole number from 1, got True"),
         (
             {"distributed_executor_backend": "uni"},
             {},
@@ -465,28 +394,6 @@ def test_a_prefix_that_ray_refuses_is_reported(tmp_path: Path, prefix: str, part
     assert load_config(written(tmp_path, "applications", [application | {"route_prefix": "/llm"}]))
 
 
-@pytest.mark.parametrize(
-    ("target", "value", "field"),
-    [
-        ("kv_usage", 5, "policy.policy_kwargs.targets.kv_usage: Input should be less than or equal to 1, got 5.0."),
-        ("kv_usage", float("nan"), "policy.policy_kwargs: must be targets: above 0"),
-        ("running_share", float("inf"), "policy.policy_kwargs: must be targets: above 0"),
-    ],
-)
-def test_an_override_that_its_pool_cannot_take_is_reported(
-    tmp_path: Path, target: str, value: float, field: str
-) -> None:
-    policy = {
-        "policy_function": "serve_app.routing.autoscaling:LoadPolicy",
-        "policy_kwargs": {"targets": {target: value}},
-    }
-    override = {"name": "DecodeServer", "autoscaling_config": {"max_replicas": 2, "policy": policy}}
-    file = written(tmp_path, "applications", [GOOD["applications"][0] | {"deployments": [override]}])
-    with pytest.raises(ConfigError) as caught:
-        load_config(file)
-    assert str(caught.value).startswith(f"{file}: applications[0].deployments[0].autoscaling_config.{field}")
-
-
 def test_yaml_anchors_and_merges_work(tmp_path: Path) -> None:
     file = tmp_path / "app.yaml"
     file.write_text(
@@ -500,9 +407,3 @@ def test_yaml_anchors_and_merges_work(tmp_path: Path) -> None:
 def test_a_missing_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nowhere\.yaml: cannot be read: No such file"):
         load_config(tmp_path / "nowhere.yaml")
-
-
-def test_the_schema_of_the_args_can_be_written_down() -> None:
-    schema = AppConfig.model_json_schema()
-    assert schema["additionalProperties"] is False
-    assert set(schema["properties"]) == set(AppConfig.model_fields)

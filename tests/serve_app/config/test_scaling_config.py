@@ -16,6 +16,7 @@ from speculative.errors import ConfigError
 
 AUTO = {"min_replicas": 2, "max_replicas": 5, "target_ongoing_requests": 3.0}  # in Ray Serve's words
 BY_REQUESTS = {**AUTO, "policy": "requests"}
+LOAD_POLICY = "serve_app.routing.autoscaling:LoadPolicy"
 BY_LOAD = {"max_replicas": 4, "target_kv_usage": 0.5, "downscale_delay_s": 30.0}
 
 
@@ -42,43 +43,49 @@ def test_autoscaling_and_labels_reach_ray_serve() -> None:
     app = build_app({"model": {"source": "x"}, "pools": pools})
     decode, prefill = options(app, "DecodeServer"), options(app, "PrefillServer")
     scale = decode._deployment_config.autoscaling_config
-    assert isinstance(scale, AutoscalingConfig)
     assert (scale.min_replicas, scale.max_replicas, scale.target_ongoing_requests) == (2, 5, 3.0)
     assert decode.ray_actor_options["label_selector"] == {"pool": "decode"}
-    assert prefill._deployment_config.autoscaling_config is None
-    assert prefill.num_replicas == 3
+    assert (prefill._deployment_config.autoscaling_config, prefill.num_replicas) == (None, 3)
 
 
 def test_our_policy_and_its_targets_reach_ray_serve() -> None:
     pools = {"decode": {"autoscaling": BY_LOAD}, "prefill": {"autoscaling": {"max_replicas": 3}}}
     app = build_app({"model": {"source": "x"}, "pools": pools})
-    targets = {}
-    for name in ("DecodeServer", "PrefillServer"):
-        scale = options(app, name)._deployment_config.autoscaling_config
-        assert scale.policy.policy_function == "serve_app.routing.autoscaling:LoadPolicy"
-        assert scale.policy.get_policy().__name__ == "LoadPolicy"
-        targets[name] = scale.policy.policy_kwargs["targets"]
-    assert targets == {
-        "DecodeServer": {"kv_usage": 0.5, "running_share": 0.8},
-        "PrefillServer": {"backlog_s": 2.0},
-    }
-    decode = options(app, "DecodeServer")._deployment_config.autoscaling_config
+    decode, prefill = (
+        options(app, name)._deployment_config.autoscaling_config for name in ("DecodeServer", "PrefillServer")
+    )
+    assert decode.policy.policy_function == prefill.policy.policy_function == LOAD_POLICY
+    assert decode.policy.get_policy().__name__ == "LoadPolicy"
+    assert decode.policy.policy_kwargs["targets"] == {"kv_usage": 0.5, "running_share": 0.8}
+    assert prefill.policy.policy_kwargs["targets"] == {"backlog_s": 2.0}
     assert (decode.min_replicas, decode.max_replicas, decode.downscale_delay_s) == (1, 4, 30)
 
 
 def test_an_override_may_name_our_policy(tmp_path: Path) -> None:
-    policy = {
-        "policy_function": "serve_app.routing.autoscaling:LoadPolicy",
-        "policy_kwargs": {"targets": {"backlog_s": 3}},
-    }
+    policy: dict[str, Any] = {"policy_function": LOAD_POLICY, "policy_kwargs": {"targets": {"backlog_s": 3}}}
     override = {"name": "PrefillServer", "autoscaling_config": {"max_replicas": 4, "policy": policy}}
     file = written(tmp_path, override)
     scale = load_config(file).application.effective_args.pool("prefill").autoscaling
     assert scale is not None and (scale.policy, scale.target_backlog_s, scale.max_replicas) == ("load", 3.0, 4)
     AutoscalingConfig(**override["autoscaling_config"])
-    policy["policy_kwargs"] = {"targets": {"latency": 1}}
-    with pytest.raises(ConfigError, match="policy_kwargs: must be targets: above 0, of backlog_s, kv_usage, running_s"):
+
+
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [
+        ({"latency": 1}, "_kwargs: must be targets: above 0, of backlog_s, kv_usage, running_s"),
+        ({"kv_usage": float("nan")}, "_kwargs: must be targets: above 0"),
+        ({"kv_usage": 5}, "_kwargs.targets.kv_usage: Input should be less than or equal to 1, got 5.0."),
+    ],
+)
+def test_an_override_that_its_pool_cannot_take_is_reported(
+    tmp_path: Path, targets: dict[str, float], message: str
+) -> None:
+    policy = {"policy_function": LOAD_POLICY, "policy_kwargs": {"targets": targets}}
+    override = {"name": "DecodeServer", "autoscaling_config": {"max_replicas": 4, "policy": policy}}
+    with pytest.raises(ConfigError) as refused:
         load_config(written(tmp_path, override))
+    assert f"applications[0].deployments[0].autoscaling_config.policy.policy{message}" in str(refused.value)
 
 
 def test_overrides_replace_the_pools_numbers_and_nothing_else(tmp_path: Path) -> None:
@@ -93,11 +100,6 @@ def test_overrides_replace_the_pools_numbers_and_nothing_else(tmp_path: Path) ->
     assert config.pool("decode").autoscaling is not None
     assert (config.pool("decode").most_replicas, config.pool("decode").num_cpus) == (5, 4)
     assert load_config(file).application.args.pool("decode").replicas == 2
-
-
-def test_without_overrides_the_effective_args_are_the_args(tmp_path: Path) -> None:
-    application = load_config(written(tmp_path, pools={"decode": {"replicas": 2}})).application
-    assert application.effective_args == application.args
 
 
 @pytest.mark.parametrize(

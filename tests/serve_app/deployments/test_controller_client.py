@@ -88,14 +88,6 @@ async def test_a_report_reaches_every_book_and_is_answered(client: ControllerCli
     assert (await client.status_history())["started_at"] == (await client.status())["started_at"]
 
 
-async def test_an_order_is_carried_out_with_the_next_report(client: ControllerClient) -> None:
-    await client.report(report())
-    assert await client.order(Mode.OFF, "nobody") is None
-    assert await client.order(Mode.OFF, "r1") is not None
-    assert (await client.report(report())).mode is Mode.OFF
-    assert (await client.report(report())).weights is None
-
-
 async def test_what_is_replayed_is_replayed_for_the_request_that_asked(
     client: ControllerClient, controller: Controller, monkeypatch: pytest.MonkeyPatch
 ) -> None:

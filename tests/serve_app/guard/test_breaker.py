@@ -119,18 +119,6 @@ def test_what_shows_during_a_canary_fails_it_and_costs_the_replica_no_more(break
     assert breaker.state is BreakerState.CLOSED
 
 
-def test_a_trip_reports_since_when_answers_are_suspect(breaker: Breaker, clock: Clock) -> None:
-    clock.now += 10
-    first = breaker.trip("drift", clock.now, clock.now)
-    assert first is not None
-    assert (first.suspect_since, first.at) == (1000, 1010), "not before the replica began"
-    closed_again(breaker, clock)
-    clock.now += 80
-    second = breaker.trip("drift", clock.now, clock.now)
-    assert second is not None
-    assert (second.suspect_since, second.at) == (1070, 1100)
-
-
 def test_what_ended_since_the_evidence_began_is_suspect(breaker: Breaker, clock: Clock) -> None:
     clock.now += 500
     made = breaker.trip("drift", shown_at=clock.now - 1, evidence_since=clock.now - 400)

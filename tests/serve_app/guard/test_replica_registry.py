@@ -1,5 +1,7 @@
 """What replicas report, and what is remembered of it."""
 
+import pytest
+
 from serve_app.guard.breaker import BreakerState, Mode
 from serve_app.guard.heartbeat import ReplicaStatus, Report
 from serve_app.guard.referee_counts import RefereeCounts
@@ -13,42 +15,49 @@ from tests.support.clock import Clock
 from tests.support.referees import TOLERANCE
 
 
-def test_a_report_of_a_trip_leaves_the_trip_and_its_alarm() -> None:
-    buffer, clock = BufferSink("r1"), Clock(100.0)
-    metrics = Metrics([buffer], model_name="m", pool="decode")
+@pytest.fixture
+def clock() -> Clock:
+    return Clock(100.0)
+
+
+@pytest.fixture
+def registry(clock: Clock) -> ReplicaRegistry:
     counts = RefereeCounts(Metrics([], model_name="m", pool="decode"), SERVED_STRATA)
-    registry = ReplicaRegistry(ReplicaBook(TOLERANCE, clock=clock), counts, clock=clock)
+    return ReplicaRegistry(ReplicaBook(TOLERANCE, clock=clock), counts, clock=clock)
+
+
+def status(replica: str, state: BreakerState = BreakerState.CLOSED) -> ReplicaStatus:
+    return ReplicaStatus(replica, "decode", state, Mode.AUTO, 98.0, "")
+
+
+def test_a_report_of_a_trip_leaves_the_trip_and_its_alarm(registry: ReplicaRegistry, clock: Clock) -> None:
+    buffer = BufferSink("r1")
+    metrics = Metrics([buffer], model_name="m", pool="decode")
     metrics.count("truespec_selfcheck_alarms_total", 0, check="b")
     metrics.count("truespec_selfcheck_alarms_total", 1, check="lag_g")
     metrics.count("truespec_selfcheck_violations_total", 1, kind=CLIENTS_FAULT)
     metrics.count("truespec_logprob_violations_total", 4, kind="mass")
-    status = ReplicaStatus("r1", "decode", BreakerState.OPEN, Mode.AUTO, 98.0, "selfcheck")
-    registry.on_heartbeat(
-        Report(status, buffer.drain(), trips=(Trip("selfcheck", 98.0, 40.0), Trip("canary", 99.0, 98.5)))
-    )
+    trips = (Trip("selfcheck", 98.0, 40.0), Trip("canary", 99.0, 98.5))
+    registry.on_heartbeat(Report(status("r1", BreakerState.OPEN), buffer.drain(), trips=trips))
     known = {(one["kind"], one["name"]): one for one in registry.overview()["incidents"]}
     assert set(known) == {("selfcheck", "lag_g"), ("logprobs", "mass"), ("trip", "selfcheck"), ("canary", "canary")}
     assert known["logprobs", "mass"]["num"] == 4
     assert (known["trip", "selfcheck"]["at"], known["trip", "selfcheck"]["suspect_since"]) == (98.0, 40.0)
     clock.now += 1000
-    registry.on_heartbeat(
-        Report(ReplicaStatus("r2", "decode", BreakerState.CLOSED, Mode.AUTO, 0.0, ""), BufferSink("r2").drain())
-    )
+    registry.on_heartbeat(Report(status("r2"), BufferSink("r2").drain()))
     assert [one["replica"] for one in registry.overview()["replicas"]] == ["r2"]
     assert {one["replica"] for one in registry.overview()["incidents"]} == {"r1"}
 
 
-def test_the_requests_that_a_replica_had_are_known_while_it_is_remembered() -> None:
-    buffer, clock = BufferSink("r1"), Clock(100.0)
+def test_the_requests_that_a_replica_had_are_known_while_it_is_remembered(
+    registry: ReplicaRegistry, clock: Clock
+) -> None:
+    buffer = BufferSink("r1")
     metrics = Metrics([buffer], model_name="m", pool="decode")
-    counts = RefereeCounts(Metrics([], model_name="m", pool="decode"), SERVED_STRATA)
-    registry = ReplicaRegistry(ReplicaBook(TOLERANCE, clock=clock), counts, clock=clock)
     metrics.gauge("truespec_requests_running", 3)
     metrics.gauge("truespec_requests_waiting", 2)
     metrics.gauge("truespec_replays_running", 7)
-    registry.on_heartbeat(
-        Report(ReplicaStatus("r1", "decode", BreakerState.CLOSED, Mode.AUTO, 0.0, ""), buffer.drain())
-    )
+    registry.on_heartbeat(Report(status("r1"), buffer.drain()))
     router = BufferSink("router")
     Metrics([router], model_name="m", pool="router").gauge("truespec_requests_routed", 4)
     registry.note_requests(router.drain())

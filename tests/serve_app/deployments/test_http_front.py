@@ -1,0 +1,80 @@
+"""A replica that answers HTTP: what it logs at its start, and when it hands an answer to the referee by itself."""
+
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+
+from serve_app.backends.base import ModelInfo
+from serve_app.config.files import parse_args
+from serve_app.deployments.http_front import HttpFront
+from serve_app.deployments.runtime import ReplicaRuntime, Reporter
+from serve_app.openai.completions.completion_request import CompletionRequest
+from serve_app.openai.parsing import parse
+from serve_app.referee.answer import Answer
+from serve_app.referee.records import Records
+from serve_app.telemetry.metrics import Metrics, PrometheusSink
+from serve_app.text.tokenizer import StopStrings, Tokenizer
+from speculative.request import FinishReason, TokenDelta, TokenKind
+from tests.support.front_ends import DeltaSource
+
+
+def opened(folder: Path, source: DeltaSource, template: str | None = None) -> HttpFront:
+    """The front of a replica that has the tokenizer of this folder, and replays no share of its answers."""
+    runtime = object.__new__(ReplicaRuntime)
+    model = {"source": "fake", "chat_template": template}
+    runtime.config = parse_args({"model": model, "replay": {"sample_rate": 0}})
+    runtime.metrics = Metrics([PrometheusSink()], model_name="m", pool="router")
+    front = HttpFront(runtime, Reporter(runtime))
+    front.open(source, Records("r1", 1000), ModelInfo("m", 1000, 340, "f", str(folder), (2,)))
+    return front
+
+
+@pytest.mark.parametrize(
+    ("stop", "found"), [("four", None), ("two", "its text goes on behind stop string 0, or holds it")]
+)
+async def test_a_lost_stop_string_makes_an_answer_that_was_not_selected_suspect(
+    tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch, stop: str, found: str | None
+) -> None:
+    ids = tuple(Tokenizer.from_folder(tokenizer_folder).encode("one two three", continuation=True))
+    kinds = (TokenKind.FIRST, *[TokenKind.BONUS] * (len(ids) - 1))
+    submitted: list[Answer] = []
+    monkeypatch.setattr(HttpFront, "_submit", lambda _, answer: submitted.append(answer))
+    front = opened(tokenizer_folder, DeltaSource(TokenDelta("", ids, kinds, finish_reason=FinishReason.LENGTH)))
+    monkeypatch.setattr("serve_app.openai.frontend.StopStrings", lambda strings: StopStrings(()))
+    body = {"model": "m", "prompt": "hello", "max_tokens": len(ids), "stop": stop}
+    served = front._front_end
+    assert served is not None
+    await served.collect(await served.prepare(parse(json.dumps(body).encode(), CompletionRequest)))
+    assert [answer.broken_limit for answer in submitted] == ([] if found is None else [found])
+
+
+async def test_what_a_model_ends_with_and_contradicts_is_logged_at_start(
+    tokenizer_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def started(folder: Path, template: str | None = None) -> list[tuple[int, str]]:
+        """The lines of a replica's start, by level."""
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "truespec.serve"):
+            opened(folder, DeltaSource(), template)
+        logged = [(one.levelno, one.getMessage()) for one in caplog.records if one.name == "truespec.serve"]
+        return [one for one in logged if "access.keys_file" not in one[1]]
+
+    ends = "An answer ends with any of the tokens 2 '<|im_end|>' (generation_config.json, tokenizer_config.json); 0 "
+    (only,) = started(tokenizer_folder)
+    assert only[0] == logging.INFO and only[1].startswith(ends)
+    _, shipped = started(tokenizer_folder, "smollm2-tools")
+    assert shipped[0] == logging.WARNING and "model.chat_template: smollm2-tools replaces" in shipped[1]
+    folder = Path(shutil.copytree(tokenizer_folder, tmp_path / "model"))
+    (folder / "generation_config.json").write_text('{"eos_token_id": 0}')
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    named = {"eos_token": "<|endoftext|>", "add_bos_token": True}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | named))
+    (folder / "config.json").write_text('{"vocab_size": 300}')
+    logged = [text for _, text in started(folder)]
+    assert len(logged) == 4
+    assert "0 '<|endoftext|>' (generation_config.json, tokenizer_config.json)" in logged[0]
+    assert "`add_bos_token` is true" in logged[1] and "`vocab_size` is 300: prompts with" in logged[2]
+    assert "ends an answer with <|im_end|> (token 2), which no file names as an end token" in logged[3]
