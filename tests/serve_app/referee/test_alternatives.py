@@ -62,24 +62,19 @@ def test_a_sound_answer_is_verified_and_every_number_is_compared(answer: Answer,
     assert found["num_left_out"] == 0 and found["max_drift_nats"] < 1e-4
 
 
-def other_ids(places: list[Alternatives]) -> list[Alternatives]:
-    return [
-        one if one.place < len(PROMPT) else one._replace(top=tuple((token ^ 1, value) for token, value in one.top))
-        for one in places
-    ]
+def other_ids(*, of_prompt: bool) -> Change:
+    """Have the likeliest tokens of the prompt, or of the answer, reported under other ids."""
+
+    def changed(one: Alternatives) -> Alternatives:
+        return one._replace(top=tuple((token ^ 1, value) for token, value in one.top))
+
+    return lambda places: [changed(one) if (one.place < len(PROMPT)) == of_prompt else one for one in places]
 
 
 def row_before(places: list[Alternatives]) -> list[Alternatives]:
     output = [one for one in places if one.place >= len(PROMPT)]
     moved = [one._replace(scored=before.scored) for one, before in zip(output, [output[-1], *output[:-1]], strict=True)]
     return [*places[: -len(output)], *moved]
-
-
-def ids_of_the_prompt(places: list[Alternatives]) -> list[Alternatives]:
-    return [
-        one if one.place >= len(PROMPT) else one._replace(top=tuple((token ^ 1, value) for token, value in one.top))
-        for one in places
-    ]
 
 
 def one_number(places: list[Alternatives]) -> list[Alternatives]:
@@ -99,9 +94,9 @@ def another_order(places: list[Alternatives]) -> list[Alternatives]:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (other_ids, "was reported among the likeliest"),
+        (other_ids(of_prompt=False), "was reported among the likeliest"),
         (row_before, "the logprob reported of"),
-        (ids_of_the_prompt, "alternatives: prompt token 1: "),
+        (other_ids(of_prompt=True), "alternatives: prompt token 1: "),
         (one_number, "alternatives: token 23: the logprob reported of 40 is 0.5 nats off"),
         (one_too_few, "alternatives: token 23: 2 of the 3 likeliest tokens were reported"),
         (another_order, "are not those that the request names"),
@@ -192,8 +187,8 @@ async def test_the_replica_that_reports_others_numbers_is_alarmed(court: Court) 
     court.on_heartbeat("r1")
     court.replayer.beside = -3.0
     for number in range(4):
-        one = recorded(f"cmpl-{number}-0", params=None) if False else recorded(f"cmpl-{number}-0")
         beside = tuple(Alternatives(3 + place, (), ((7, -2.0),)) for place in range(2))
-        await court.checker.check(replace(one, logprobs=(-1.0, -1.0), alternatives=beside))
+        answer = replace(recorded(f"cmpl-{number}-0"), logprobs=(-1.0, -1.0), alternatives=beside)
+        await court.checker.check(answer)
     assert court.value("truespec_replay_alarms_total", alarm="alternatives") >= 1
     assert court.value("truespec_replay_alarms_total", alarm="drift") == 0

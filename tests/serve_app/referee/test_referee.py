@@ -3,7 +3,6 @@
 import asyncio
 import dataclasses
 import json
-import random
 from pathlib import Path
 
 import pytest
@@ -138,14 +137,6 @@ async def test_drift_where_nothing_is_drafted_may_be_either_replicas(
     assert (court.on_heartbeat("p1").findings != ()) == both
 
 
-async def test_tokens_that_break_their_distribution_are_found_though_their_logprobs_are_right(court: Court) -> None:
-    court.replayer.row = lambda _: ReplayedToken(0.02, 0.5, 5.0, 1.0, 3.0, 0.0)
-    for number in range(5):
-        assert (await court.checker.check(served(number))).max_drift_nats == 0
-    alarms = {finding.alarm for finding in court.on_heartbeat("r1").findings}
-    assert alarms and alarms <= {"probability", "surprisal"}
-
-
 SAMPLED, GREEDY = (SamplingParams(temperature=one, max_tokens=NUM_TOKENS) for one in (1.0, 0.0))
 
 
@@ -218,30 +209,6 @@ async def test_a_client_that_repeats_its_seed_repeats_its_luck_and_alarms_nobody
     assert court.on_heartbeat("r1").findings == ()
 
 
-async def test_a_forbidden_token_is_found_at_once(court: Court) -> None:
-    court.replayer.row = lambda index: ReplayedToken(0.0, 0.5, 10.0, 0.7, 9.0, float("inf")) if index == 7 else RIGHT
-    checked = await court.checker.check(served())
-    assert (checked.verdict, checked.reason) == (Verdict.SUSPECT, "distribution: support")
-    assert "support" in {finding.alarm for finding in court.on_heartbeat("r1").findings}
-
-
-async def test_right_tokens_raise_no_alarm_in_many_replays(court: Court) -> None:
-    draw = random.Random(5)
-
-    def row(_: int) -> ReplayedToken:
-        # Two tokens of 0.8 and 0.2, drawn as they should be.
-        likely = draw.random() < 0.8
-        return ReplayedToken(
-            0.8 if likely else 0.2, 0.68, 0.223 if likely else 1.609, 0.5004, 0.0 if likely else 1.386, 0.0
-        )
-
-    court.replayer.row = row
-    for number in range(400):
-        court.replayer.drift = draw.gauss(0, 0.01)
-        assert (await court.checker.check(served(number))).verdict is Verdict.VERIFIED
-    assert court.on_heartbeat("r1").findings == court.on_heartbeat("p1").findings == ()
-
-
 async def test_what_began_before_a_replica_changed_says_nothing_about_it(court: Court) -> None:
     court.on_heartbeat("r1", since=500.0)
     court.replayer.drift = -0.8
@@ -253,9 +220,10 @@ async def test_what_began_before_a_replica_changed_says_nothing_about_it(court: 
 
 async def test_a_canary_is_judged_and_blames_nobody(court: Court) -> None:
     court.replayer.drift = -0.8
-    one = served()
-    canary = served(request=Request("canary-x-0", one.request.prompt_token_ids, canary=True))
+    canary = served(request=Request("canary-x-0", (1, 2, 3), canary=True))
     assert (await court.checker.check(canary)).verdict is Verdict.SUSPECT
+    impossible = dataclasses.replace(canary, max_model_len=NUM_TOKENS)
+    assert (await court.checker.check(impossible)).verdict is Verdict.SUSPECT
     assert court.on_heartbeat("r1").findings == ()
     assert court.book.verdicts.reply("canary-x") is None
 
@@ -284,6 +252,8 @@ async def test_a_replay_that_fails_leaves_the_answer_unverified_and_the_referee_
     court.replayer.fails = 2
     checked = await court.checker.check(served(1, replica="r2"))
     assert (checked.verdict, checked.reason) == (Verdict.UNVERIFIED, "the replay failed")
+    assert (checked.checks, checked.distribution) == ((), "untested")
+    assert court.value("truespec_replay_distributions_total") == 0
     assert (await court.checker.check(served(2))).verdict is Verdict.VERIFIED
     assert court.value("truespec_replays_total", result="failed") == 1
     assert court.value("truespec_replays_total", result="ok") == 1
@@ -350,13 +320,6 @@ async def test_a_replayer_that_did_not_look_at_the_answer_finds_nothing(court: C
     assert court.on_heartbeat().findings == ()
 
 
-async def test_a_canary_that_no_engine_takes_is_judged_and_blames_nobody(court: Court) -> None:
-    answer = served(1, request=Request("canary-0", (1, 2, 3), canary=True), max_model_len=NUM_TOKENS)
-    assert (await court.checker.check(answer)).verdict is Verdict.SUSPECT
-    assert court.on_heartbeat().findings == ()
-    assert court.book.verdicts.reply("canary") is None
-
-
 async def test_a_trip_makes_answers_suspect_and_writes_a_dump(court: Court) -> None:
     await court.checker.check(served(1))
     finished = tuple(Finished(f"cmpl-{number}-0", 10, 12 + number) for number in range(3))
@@ -381,17 +344,3 @@ async def test_an_operators_order_reaches_one_replica_or_all_and_those_to_come(c
     assert court.on_heartbeat("r2").mode is None, "it was delivered"
     court.registry.order(Mode.ON, None)
     assert [court.on_heartbeat(name).mode for name in ("r1", "r2", "r3")] == [Mode.ON] * 3
-
-
-async def test_a_replica_that_is_gone_is_forgotten(court: Court) -> None:
-    court.on_heartbeat("r1")
-    court.now += 61
-    court.on_heartbeat("r2")
-    assert [status["replica"] for status in court.registry.statuses()] == ["r2"]
-
-
-async def test_what_was_not_replayed_was_not_checked(court: Court) -> None:
-    court.replayer.fails = 2
-    checked = await court.checker.check(served())
-    assert (checked.verdict, checked.checks, checked.distribution) == (Verdict.UNVERIFIED, (), "untested")
-    assert court.value("truespec_replay_distributions_total") == 0

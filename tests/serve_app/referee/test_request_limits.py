@@ -1,7 +1,5 @@
 """The request against the answer: what breaks its limits is found without a replay, whether it was selected or not."""
 
-import asyncio
-from pathlib import Path
 from random import Random
 
 import pytest
@@ -26,21 +24,14 @@ EOS = 2
         ({}, (5, 6, 7, 8), FinishReason.LENGTH, ""),
         ({}, (5, 6), FinishReason.STOP, ""),
         ({}, (5, 6, EOS), FinishReason.STOP, ""),
-        ({}, (5, 6), FinishReason.ABORT, ""),
         ({"max_tokens": 3}, (5, 6, 7, 8), FinishReason.LENGTH, "it has 4 tokens, and max_tokens is 3"),
         ({}, (5, EOS, 7, 8), FinishReason.LENGTH, "token 1 ends the answer, and others follow"),
         ({"ignore_eos": True}, (5, EOS, 7, 8), FinishReason.LENGTH, ""),
-        (
-            {"ignore_eos": True, "stop_token_ids": (7,)},
-            (5, EOS, 7, 8),
-            FinishReason.LENGTH,
-            "token 2 ends the answer, and others follow",
-        ),
+        ({"stop_token_ids": (7,)}, (5, 6, 7, 8), FinishReason.LENGTH, "token 2 ends the answer, and others follow"),
         ({"min_tokens": 3}, (5, 6, 7, EOS), FinishReason.STOP, ""),
         ({"min_tokens": 3}, (5, EOS), FinishReason.STOP, "token 1 ends the answer, and min_tokens is 3"),
         ({}, (5, 6), FinishReason.LENGTH, "it ended for its length with 2 tokens, and there was room for 4"),
         ({"max_tokens": 100}, (5, 6, 7, 8, 9), FinishReason.LENGTH, ""),
-        ({"bad_words": ((6, 7), (7, 9))}, (5, 6, 8, 7), FinishReason.LENGTH, ""),
         ({"bad_words": ((7, 8), (6, 7), (9,))}, (5, 6, 7, 8), FinishReason.LENGTH, "a bad word ends with token 2"),
     ],
 )
@@ -80,12 +71,9 @@ async def test_an_answer_too_long_goes_to_the_referee_though_it_was_not_selected
     assert ("" if answer is None else answer.broken_limit) == found
 
 
-async def test_whoever_made_it_is_alarmed_and_nothing_is_replayed(tmp_path: Path) -> None:
-    court = Court(tmp_path)
+async def test_whoever_made_it_is_alarmed_and_nothing_is_replayed(court: Court) -> None:
     court.on_heartbeat("r1")
-    running = asyncio.create_task(court.checker.run())
     checked = await court.checker.check(served(params=SamplingParams(max_tokens=19)))
-    running.cancel()
     assert checked.verdict is Verdict.SUSPECT
     assert checked.reason == "impossible: it has 20 tokens, and max_tokens is 19"
     assert not court.replayer.asked

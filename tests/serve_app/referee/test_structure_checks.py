@@ -25,8 +25,6 @@ TYPE = "it breaks `type` of its JSON schema"
         ("json_object", "", "[1]", "it is not a JSON object"),
         ("json_object", "", '{"a": NaN}', "it is not JSON"),
         ("json_object", "", '{"a": 1e99999999999999999999}', ""),  # JSON, which no arithmetic holds
-        ("json_object", "", '{"a": ' + "1" * 5000 + "}", ""),
-        ("json_schema", {"type": "object"}, '{"a": 1e99999999999999999999}', ""),
         ("json_schema", {"type": "object"}, '{"a": ' + "1" * 5000 + "}", ""),
         ("json_schema", {"type": "integer", "minimum": 5}, "4", "it breaks `minimum` of its JSON schema"),
         ("json_schema", {"enum": [1, "a"]}, "true", "it breaks `enum` of its JSON schema"),
@@ -34,22 +32,16 @@ TYPE = "it breaks `type` of its JSON schema"
         ("json_schema", {"pattern": "|".join(["ab"] * 1000)}, '"c"', ""),  # too long an expression
         ("regex", "|".join(["ab"] * 1000), "c", ""),
         ("json_schema", SCHEMA, '{"price": 0.3}', ""),  # no multiple of 0.1 in binary
-        ("json_schema", SCHEMA, '{"price": 1, "name": "ab"}', ""),
         ("json_schema", SCHEMA, '{"price": 0.35}', "it breaks `multipleOf` of its JSON schema"),
-        ("json_schema", SCHEMA, '{"name": "ab"}', "it breaks `required` of its JSON schema"),
         ("json_schema", SCHEMA, '{"price": 1, "name": "AB"}', "it breaks `pattern` of its JSON schema"),
         ("json_schema", SCHEMA, '{"price": 1', "it is not JSON"),
         ("json_schema", {"type": "integer"}, "1.0", ""),
-        ("json_schema", {"type": "integer"}, "true", "it breaks `type` of its JSON schema"),
         ("json_schema", {"$ref": "http://example.com/x.json"}, "1", ""),  # nothing is fetched
         ("json_schema", {"patternProperties": {"^a": {"type": "null"}}}, '{"a": 1}', ""),  # not checked
         ("regex", r"\d{3}|[a-d]+", "123", ""),
         ("regex", r"\d{3}", "1234", "it does not match its regular expression"),
         ("regex", r"\d", "٣", "it does not match its regular expression"),  # classes are ASCII
         ("regex", r"[a-z&&[^b]]+", "b", ""),  # Python reads it otherwise
-        ("regex", r"[a[bc]]", "d", ""),
-        ("regex", r"[a-c]+[0-9]", "ab7", ""),
-        ("regex", r"[a-c]+[0-9]", "abd", "it does not match its regular expression"),
         ("choice", ["yes", "no"], "no", ""),
         ("choice", ["yes", "no"], "non", "it is none of its choices"),
         ("grammar", 'start: "a"', "b", ""),  # no other library reads it here
@@ -92,7 +84,9 @@ NESTED = {
     "$defs": {"n": {"anyOf": [{"$ref": "#/$defs/m"}] * 2}, "m": {"type": "array", "items": {"$ref": "#/$defs/n"}}},
     "$ref": "#/$defs/n",
 }
-DIALECT = "https://json-schema.org/draft/2020-12/schema"
+
+
+DIALECT = {"$schema": "https://json-schema.org/draft/2020-12/schema", "enum": [*range(10_000)]}
 
 
 @pytest.mark.parametrize(
@@ -104,16 +98,11 @@ DIALECT = "https://json-schema.org/draft/2020-12/schema"
         ("json_schema", json.dumps({"$defs": {"n": {"$ref": "#/$defs/n"}}, "$ref": "#/$defs/n"}), "1"),
         ("json_object", "", "[" * 90_000),
         ("json_schema", json.dumps({"items": {"enum": list(range(10_000))}}), json.dumps([9999] * 4000)),
-        ("json_schema", json.dumps({"items": {"required": ["a"] * 10_000}}), json.dumps([{"a": 1}] * 4000)),
         ("json_schema", json.dumps({"items": {f"x-{n}": 1 for n in range(7000)}}), json.dumps([1] * 30_000)),
         ("json_schema", json.dumps({"uniqueItems": True}), json.dumps([1, "a", *range(2, 14_000)])),
-        (
-            "json_schema",
-            json.dumps({"items": {"$schema": DIALECT, "enum": [*range(10_000)]}}),
-            json.dumps([9999] * 4000),
-        ),
-        ("json_schema", '{"p\\u0061tternProperties": {"(a*)*(a*)*b": {}}}', json.dumps({"a" * 25: 1})),
+        ("json_schema", json.dumps({"items": DIALECT}), json.dumps([9999] * 4000)),
         ("json_schema", json.dumps({"items": {"pattern": "(?:a|a)+c|d"}}), json.dumps(["a" * 12 + "d"] * 2000)),
+        ("json_schema", '{"p\\u0061tternProperties": {"(a*)*(a*)*b": {}}}', json.dumps({"a" * 25: 1})),
         ("json_schema", json.dumps({"allOf": [{"pattern": f"{n}|" + "(a|b)" * 390 + "|c"} for n in range(50)]}), '"c"'),
         ("regex", "|".join(f"({n:05d})?" for n in range(10_000)), "1"),
     ],
