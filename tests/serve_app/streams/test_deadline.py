@@ -1,8 +1,6 @@
-"""The deadline of a request: what it interrupts, what it lets through, and that it takes one timer."""
+"""The deadline of a request: what it interrupts, and what it lets through."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
-from typing import Any
 
 import pytest
 
@@ -46,20 +44,15 @@ async def test_what_has_come_is_given_after_the_deadline_and_what_has_not_is_not
             await deadline.wait(arrived.get())
 
 
-async def test_a_deadline_interrupts_nobody_who_does_not_wait_for_it() -> None:
+async def test_a_deadline_interrupts_the_task_that_waits_for_it_whichever_began_and_nobody_else() -> None:
     with Deadline(SOON) as deadline:
-        await deadline.wait(asyncio.sleep(0))
+        await asyncio.create_task(deadline.wait(asyncio.sleep(0)))
         await asyncio.sleep(3 * SOON)  # as a generator's reader does between two items
+        with pytest.raises(RequestTimeout):
+            await asyncio.create_task(deadline.wait(asyncio.Event().wait()))
     with Deadline(SOON):
         pass
     await asyncio.sleep(3 * SOON)
-
-
-async def test_the_task_that_waits_is_interrupted_whichever_began() -> None:
-    with Deadline(SOON) as deadline:
-        await asyncio.create_task(deadline.wait(asyncio.sleep(0)))
-        with pytest.raises(RequestTimeout):
-            await asyncio.create_task(deadline.wait(asyncio.Event().wait()))
 
 
 async def test_a_task_that_is_cancelled_as_its_deadline_passes_stays_cancelled() -> None:
@@ -91,25 +84,3 @@ async def test_a_cancelled_task_does_not_say_that_it_was_late() -> None:
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-
-
-async def test_all_waits_of_a_request_take_one_timer(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def items() -> AsyncGenerator[int, None]:
-        for number in range(50):
-            await asyncio.sleep(0)
-            yield number
-
-    loop, timers = asyncio.get_running_loop(), list[asyncio.TimerHandle]()
-    call_at: Callable[..., asyncio.TimerHandle] = loop.call_at
-
-    def counted(*args: Any, **kwargs: Any) -> asyncio.TimerHandle:
-        timers.append(call_at(*args, **kwargs))
-        return timers[-1]
-
-    monkeypatch.setattr(loop, "call_at", counted)
-    taken, numbers = [], items()
-    with Deadline(FOR_EVER) as deadline:
-        while (number := await deadline.wait(anext(numbers, None))) is not None:
-            taken.append(number)
-    assert taken == list(range(50))
-    assert [timer.cancelled() for timer in timers] == [True]

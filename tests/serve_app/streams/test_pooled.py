@@ -4,7 +4,7 @@ back."""
 import asyncio
 import dataclasses
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -22,7 +22,7 @@ from serve_app.streams.pooled import HandoffRoom, PooledTokenSource, PoolFull, P
 from serve_app.telemetry.metric_names import WEIGHT_AGES
 from serve_app.telemetry.metrics import BufferSink, Metrics
 from speculative.errors import EngineFault, InvalidRequest
-from speculative.request import FinishReason, Request, Round, SamplingParams, TokenDelta, TokenKind
+from speculative.request import Request, SamplingParams, TokenDelta
 from tests.support.clock import Clock
 from tests.support.engines import settings
 from tests.support.fake_serving import until_idle
@@ -115,6 +115,32 @@ async def test_a_prompt_is_reported_once_and_first(
         assert text_of(deltas, request.request_id) == text_of(alone, request.request_id)
 
 
+async def test_a_rollout_group_is_computed_once_and_inserted_many_times(pools: Pools) -> None:
+    """Of more choices than the engine runs at once."""
+    group = [Request(f"c{index}", PROMPT, PLAIN, seed=index) for index in range(24)]
+    deltas = await pools.stream(*group)
+    answers = [tuple(text_of(deltas, one.request_id)) for one in group]
+    assert {len(tokens) for tokens in answers} == {6} and len(set(answers)) > 12
+    assert len(pools.asked) == 1 and pools.counted() == {("handoffs", "ok"): 24}
+    assert pools.prefill.take_stats().num_prompt_tokens == len(PROMPT) - 1
+    assert pools.decode.take_stats().num_prompt_tokens == 0, "a choice had the prompt computed again"
+
+
+async def test_a_handoff_from_before_an_update_is_refused_and_computed_with_the_new_weights(
+    pools: Pools, tmp_path: Path
+) -> None:
+    new = str(write_tiny_model(tmp_path / "new", vocab_size=64, seed=9))
+    for engine, versions, handoff in (
+        (pools.decode, ["default", "v1"], "refused"),
+        (pools.prefill, ["v1"], "ok"),
+    ):
+        await engine.load_weights(new)
+        await engine.switch_weights("v1")
+        deltas = await pools.stream(Request("c0", PROMPT, PLAIN, seed=1))
+        assert list(dict.fromkeys(delta.weight_version for delta in deltas)) == versions
+        assert pools.counted() == {("handoffs", handoff): 1}
+
+
 GONE, BROKEN, FULL = ConnectionError("killed"), EngineFault("its engine stopped"), PoolFull("no room")
 
 
@@ -177,19 +203,6 @@ def test_patience_follows_the_prompts_and_the_measured_pace() -> None:
     clock.now += 1
     second.close(served=True)
     assert patience.attempt_s(backlog) < 400, "it has become faster"
-
-
-async def test_a_slow_prefill_is_waited_for_and_computed_once(pools: Pools) -> None:
-    async def slowly(request: Request, first_token: bool) -> Prefilled:
-        await asyncio.sleep(0.1)
-        return await pools._ask(request, first_token)
-
-    patience = PrefillPatience(timeout_s=0.02)
-    source = PooledTokenSource(pools.decode, pools.metrics, slowly, pools.records.handed_off, patience)
-    for _ in range(2):
-        deltas = [delta async for delta in source.stream([Request("c0", PROMPT, PLAIN, 1)])]
-        assert len(text_of(deltas, "c0")) == 6
-    assert pools.counted() == {("handoffs", "ok"): 2}
 
 
 @pytest.mark.parametrize("num_choices", [1, 2])
@@ -326,28 +339,23 @@ async def test_a_prompt_that_finds_no_room_is_computed_here(pools: Pools) -> Non
     assert pools.counted() == {("prefill", "full"): 1, ("handoffs", "failed"): 1}
 
 
-async def test_what_is_teacher_forced_stays_here(pools: Pools) -> None:
-    deltas = await pools.stream(Request("score", PROMPT, score_from=4))
-    assert pools.asked == []
-    assert [entry.token_id for entry in deltas[0].logprobs or ()] == list(PROMPT[4:])
-
-
 # -- and what is watched --------------------------------------------------------------------------------------------
 
 
-_SELECTED = {
-    "counted": Selection.AS_SENT,
-    "left as it is": Selection.AS_SENT,
-    "passed over": Selection.NOT_CHECKED,
-}
+def selected(request: Request) -> Selection:
+    """Whether and how a request is checked, by its name here."""
+    named = {"counted": Selection.AS_SENT, "left as it is": Selection.AS_SENT, "passed over": Selection.NOT_CHECKED}
+    return named.get(request.request_id, Selection.WITH_LOGPROBS)
 
 
-def observed(pools: Pools, ended: list[tuple[Record, Answer | None]]) -> ObservedSource:
+def observed(
+    pools: Pools, ended: list[tuple[Record, Answer | None]], select: Callable[[Request], Selection] = selected
+) -> ObservedSource:
     return ObservedSource(
         pools.source,
         pools.metrics,
         pools.records,
-        select=lambda one: _SELECTED.get(one.request_id, Selection.WITH_LOGPROBS),
+        select=select,
         ended=lambda record, answer: ended.append((record, answer)),
         limits=SourceLimits(max_running=4, timeout_s=300),
     )
@@ -355,21 +363,13 @@ def observed(pools: Pools, ended: list[tuple[Record, Answer | None]]) -> Observe
 
 @pytest.mark.parametrize("selection", [Selection.NOT_CHECKED, Selection.AS_SENT])
 async def test_acceptance_is_counted_by_the_rounds_since_the_handoff(pools: Pools, selection: Selection) -> None:
-    source = ObservedSource(
-        pools.source,
-        pools.metrics,
-        pools.records,
-        select=lambda _: selection,
-        ended=lambda *_: None,
-        limits=SourceLimits(max_running=4, timeout_s=300),
-    )
     params = SamplingParams(max_tokens=80, ignore_eos=True)
+    source = observed(pools, [], lambda _: selection)
     deltas = [delta async for delta in source.stream([Request("r1", PROMPT, params, 1)])]
     names = ("0", "1", *["2_3"] * 2, *["4_7"] * 4, *["8_up"] * 80)
+    rounds = [delta for delta in deltas if delta.token_ids and not delta.prefilled_by]
     expected: dict[str, list[int]] = {}
-    for name, delta in zip(
-        names, (delta for delta in deltas if delta.token_ids and not delta.prefilled_by), strict=False
-    ):
+    for name, delta in zip(names, rounds, strict=False):
         if delta.num_drafted:
             sums = expected.setdefault(name, [0, 0])
             sums[0] += delta.num_drafted
@@ -391,51 +391,6 @@ def test_the_age_of_weights_has_three_values_whatever_number_of_updates_there_ar
     seen = {ages.age(f"v{update - late}") for update in range(3, 1000) for late in (0, 1, 2)}
     assert seen == set(WEIGHT_AGES)
     assert ages.age("v999") == "current"
-
-
-async def test_a_thousand_updates_of_the_weights_add_no_series(pools: Pools) -> None:
-    class Updated:
-        """A source whose weights change with every request."""
-
-        def __init__(self) -> None:
-            self.version = 0
-
-        async def stream(self, requests: Sequence[Request]) -> AsyncGenerator[TokenDelta, None]:
-            self.version += 1
-            judged = Round("token_wise", num_tokens=2, num_drafted=1, drafts=(1,))
-            for request in requests:
-                yield TokenDelta(
-                    request.request_id,
-                    (1, 2),
-                    (TokenKind.ACCEPTED, TokenKind.BONUS),
-                    num_drafted=1,
-                    num_accepted=1,
-                    round=judged,
-                    weight_version=f"v{self.version}",
-                    finish_reason=FinishReason.LENGTH,
-                )
-
-        async def abort(self, request_id: str) -> None:
-            del request_id
-
-    source = ObservedSource(
-        Updated(),  # type: ignore[arg-type]
-        pools.metrics,
-        pools.records,
-        select=lambda _: Selection.NOT_CHECKED,
-        ended=lambda *_: None,
-        limits=SourceLimits(max_running=4, timeout_s=300),
-    )
-
-    async def updates(count: int) -> int:
-        for number in range(count):
-            async for _ in source.stream([Request(f"r{source._source.version}-{number}", PROMPT, PLAIN, 1)]):  # type: ignore[attr-defined]
-                pass
-        batch = pools.sink.drain()
-        assert any(name == "truespec_accepted_tokens_since_handoff_total" for name, _ in batch.counters)
-        return len(batch.counters) + len(batch.histograms)
-
-    assert await updates(10) == await updates(1000)
 
 
 async def test_logprobs_that_were_asked_for_in_any_way_are_passed_on(pools: Pools) -> None:
@@ -489,9 +444,8 @@ async def test_what_is_to_be_replayed_reports_how_each_token_was_made(pools: Poo
     assert set().union(*strata) <= set(STRATA)
 
 
-async def test_a_teacher_forced_request_is_not_replayed(pools: Pools) -> None:
+async def test_a_teacher_forced_request_stays_here_and_is_not_replayed(pools: Pools) -> None:
     ended: list[tuple[Record, Answer | None]] = []
-    requests = [Request("score", PROMPT, score_from=4)]
-    deltas = [delta async for delta in observed(pools, ended).stream(requests)]
-    assert len(deltas[-1].logprobs or ()) == len(PROMPT) - 4
-    assert ended == []
+    deltas = [delta async for delta in observed(pools, ended).stream([Request("score", PROMPT, score_from=4)])]
+    assert [entry.token_id for entry in deltas[0].logprobs or ()] == list(PROMPT[4:])
+    assert pools.asked == [] and ended == []

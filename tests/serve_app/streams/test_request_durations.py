@@ -62,29 +62,26 @@ async def measured(*deltas: tuple[float, TokenDelta | Exception], stop_after: in
     return {name: one.total for name, one in found.items() if sum(one.counts)}
 
 
-async def test_a_request_is_measured_from_its_arrival_to_its_last_token() -> None:
-    last = TokenDelta("r-1", (10, 11), finish_reason=FinishReason.LENGTH)
-    assert await measured((2.0, FIRST), (3.0, MORE), (6.0, last)) == {
-        "request_duration_seconds": 6.0,
-        "queue_time_seconds": 0.5,
-    }
-
-
-async def test_an_end_that_comes_by_itself_belongs_to_the_request() -> None:
-    found = await measured((2.0, FIRST), (3.0, TokenDelta("r-1", finish_reason=FinishReason.STOP)))
-    assert found["request_duration_seconds"] == 3.0
-
-
-async def test_what_the_front_end_stops_is_an_answer_too() -> None:
-    found = await measured((2.0, FIRST), (4.0, MORE), (9.0, MORE), stop_after=2)
-    assert found["request_duration_seconds"] == 4.0
+def ended(reason: FinishReason, *tokens: int) -> TokenDelta:
+    return TokenDelta("r-1", tokens, finish_reason=reason)
 
 
 @pytest.mark.parametrize(
-    "end", [TokenDelta("r-1", finish_reason=FinishReason.ERROR), TokenDelta("r-1", finish_reason=FinishReason.ABORT)]
+    ("deltas", "stop_after", "duration_s"),
+    [
+        ([(2.0, FIRST), (3.0, MORE), (6.0, ended(FinishReason.LENGTH, 10, 11))], None, 6.0),
+        ([(2.0, FIRST), (3.0, ended(FinishReason.STOP))], None, 3.0),
+        ([(2.0, FIRST), (4.0, MORE), (9.0, MORE)], 2, 4.0),
+        ([(2.0, FIRST), (3.0, ended(FinishReason.ERROR))], None, None),
+        ([(2.0, FIRST), (3.0, ended(FinishReason.ABORT))], None, None),
+    ],
+    ids=["to its last token", "an end by itself", "stopped by the front end", "failed", "left"],
 )
-async def test_what_fails_or_is_left_is_not_measured(end: TokenDelta) -> None:
-    assert (await measured((2.0, FIRST), (3.0, end))).keys() == {"queue_time_seconds"}
+async def test_a_request_is_measured_from_its_arrival_if_it_is_answered(
+    deltas: list[tuple[float, TokenDelta | Exception]], stop_after: int | None, duration_s: float | None
+) -> None:
+    duration = {} if duration_s is None else {"request_duration_seconds": duration_s}
+    assert await measured(*deltas, stop_after=stop_after) == {**duration, "queue_time_seconds": 0.5}
 
 
 async def test_what_breaks_off_is_not_measured() -> None:

@@ -8,7 +8,6 @@ import contextlib
 import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +23,7 @@ from serve_app.referee.records import Records
 from serve_app.streams.pooled import PooledTokenSource
 from serve_app.streams.resuming import ReplicaLost, ResumingSource, SignsOfLife, Streamed
 from serve_app.telemetry.metrics import BufferSink, Metrics
-from serve_app.text.tokenizer import Tokenizer, tokenizer_files
+from serve_app.text.tokenizer import Tokenizer
 from speculative.errors import EngineFault, EngineOverloaded
 from speculative.request import FinishReason, Request, SamplingParams, TokenDelta, TokenLogprobs
 from tests.support.engines import settings
@@ -317,32 +316,6 @@ async def test_the_record_reports_who_answered_and_what_was_computed_again(servi
     assert [since is None for since in answer.rounds_since_handoff] == moved
 
 
-async def test_a_prompt_whose_logprobs_were_reported_is_not_reported_again() -> None:
-    """As when several choices share a handoff: the prompt's logprobs come before any token."""
-    asked: list[Request] = []
-
-    class Scripted:
-        async def stream(
-            self, requests: Sequence[Request], emitted: Mapping[str, tuple[int, ...]], avoid: Sequence[str] = ()
-        ) -> AsyncGenerator[Streamed, None]:
-            asked.extend(requests)
-            name = requests[0].request_id
-            if len(asked) == 1:
-                yield Streamed(TokenDelta(name, prompt_logprobs=(TokenLogprobs(6, -1.0, 1),)), "decode-0")
-                raise ReplicaLost("it was killed")
-            yield Streamed(TokenDelta(name, (7,), finish_reason=FinishReason.LENGTH), "decode-1")
-
-        async def abort(self, request_id: str) -> None:
-            raise AssertionError
-
-    metrics = Metrics([BufferSink("router")], model_name="tiny", pool="router")
-    source = ResumingSource(Scripted(), metrics, Records("router", 64), most_resumes=1, pause_s=0)
-    params = SamplingParams(max_tokens=1, prompt_logprobs=0)
-    deltas = [delta async for delta in source.stream([Request("r", (5, 6), params, resume=True)])]
-    assert [delta.prompt_logprobs is not None for delta in deltas] == [True, False]
-    assert [one.params.prompt_logprobs for one in asked] == [0, None]
-
-
 class Hanging:
     """A pool whose first replica hangs after a token: it is not dead, and says nothing any more. `signs` of life come
     before the last token of the second one."""
@@ -370,11 +343,38 @@ class Hanging:
         raise AssertionError
 
 
+def resuming(pool: Any, silence_s: float, **changes: Any) -> tuple[ResumingSource, BufferSink]:
+    sink = BufferSink("router")
+    metrics = Metrics([sink], model_name="tiny", pool="router")
+    settings = {"most_resumes": 1, "silence_s": silence_s, **changes}
+    return ResumingSource(pool, metrics, Records("router", 64), **settings), sink
+
+
+async def test_a_prompt_whose_logprobs_were_reported_is_not_reported_again() -> None:
+    """As when several choices share a handoff: the prompt's logprobs come before any token."""
+    asked: list[Request] = []
+
+    class Scripted(Hanging):
+        async def stream(
+            self, requests: Sequence[Request], emitted: Mapping[str, tuple[int, ...]], avoid: Sequence[str] = ()
+        ) -> AsyncGenerator[Streamed, None]:
+            asked.extend(requests)
+            name = requests[0].request_id
+            if len(asked) == 1:
+                yield Streamed(TokenDelta(name, prompt_logprobs=(TokenLogprobs(6, -1.0, 1),)), "decode-0")
+                raise ReplicaLost("it was killed")
+            yield Streamed(TokenDelta(name, (7,), finish_reason=FinishReason.LENGTH), "decode-1")
+
+    source, _ = resuming(Scripted(), 60.0, pause_s=0)
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    deltas = [delta async for delta in source.stream([Request("r", (5, 6), params, resume=True)])]
+    assert [delta.prompt_logprobs is not None for delta in deltas] == [True, False]
+    assert [one.params.prompt_logprobs for one in asked] == [0, None]
+
+
 async def test_a_replica_that_hangs_is_left_and_avoided_for_a_while() -> None:
-    now = [0.0]
-    metrics, pool = Metrics([BufferSink("router")], model_name="tiny", pool="router"), Hanging()
-    records = Records("router", 64)
-    source = ResumingSource(pool, metrics, records, most_resumes=1, silence_s=0.2, clock=lambda: now[0])
+    now, pool = [0.0], Hanging()
+    source, _ = resuming(pool, 0.2, clock=lambda: now[0])
     request = Request("r", (5, 6), SamplingParams(max_tokens=3), resume=True)
     assert _tokens([delta async for delta in source.stream([request])]) == [7, 8, 9]
     assert pool.avoided == [(), ("decode-0",)]
@@ -397,9 +397,7 @@ async def test_a_call_that_nobody_takes_is_made_again_whether_or_not_it_may_be_r
             assert emitted == {} and avoid == ()
             yield Streamed(TokenDelta(asked[-1], (7,), finish_reason=FinishReason.LENGTH), "decode-1")
 
-    sink = BufferSink("router")
-    metrics = Metrics([sink], model_name="tiny", pool="router")
-    source = ResumingSource(Deaf(), metrics, Records("router", 64), most_resumes=0, silence_s=0.1)
+    source, sink = resuming(Deaf(), 0.1, most_resumes=0)
     request = Request("r", (5, 6), SamplingParams(max_tokens=1), resume=False)
     deltas = [delta async for delta in source.stream([request])]
     assert [(delta.request_id, delta.token_ids, delta.preempted) for delta in deltas] == [("r", (7,), False)]
@@ -408,8 +406,8 @@ async def test_a_call_that_nobody_takes_is_made_again_whether_or_not_it_may_be_r
 
 
 async def test_one_that_has_nothing_to_report_yet_is_not_lost() -> None:
-    metrics, pool = Metrics([BufferSink("router")], model_name="tiny", pool="router"), Hanging(signs=30)
-    source = ResumingSource(pool, metrics, Records("router", 64), most_resumes=1, silence_s=1.0)
+    pool = Hanging(signs=30)
+    source, _ = resuming(pool, 1.0)
     request = Request("r", (5, 6), SamplingParams(max_tokens=3), resume=True)
     assert _tokens([delta async for delta in source.stream([request])]) == [7, 8, 9]
     assert len(pool.avoided) == 2, "it took a second and a half, and the limit is one"
@@ -428,8 +426,7 @@ async def test_a_router_that_stood_still_itself_blames_nobody() -> None:
             await more.wait()
             yield Streamed(TokenDelta("r", (8,), finish_reason=FinishReason.LENGTH), "decode-0")
 
-    metrics = Metrics([BufferSink("router")], model_name="tiny", pool="router")
-    source = ResumingSource(Reporting(), metrics, Records("router", 64), most_resumes=1, silence_s=0.8)
+    source, _ = resuming(Reporting(), 0.8)
     deltas = source.stream([Request("r", (5, 6), SamplingParams(max_tokens=2), resume=True)])
     assert (await anext(deltas)).token_ids == (7,)
     rest = asyncio.create_task(anext(deltas))
@@ -442,17 +439,21 @@ async def test_a_router_that_stood_still_itself_blames_nobody() -> None:
     await deltas.aclose()
 
 
-async def test_signs_of_life_stand_between_the_items_while_all_is_well() -> None:
-    more = asyncio.Event()
+async def test_signs_of_life_stand_between_the_items_and_end_with_them() -> None:
+    more, closed = asyncio.Event(), list[bool]()
 
-    async def items() -> AsyncGenerator[int, None]:
-        yield 1
-        await more.wait()
-        yield 2
-        await asyncio.Event().wait()
+    async def items(*, endless: bool) -> AsyncGenerator[int, None]:
+        try:
+            yield 1
+            await more.wait()
+            yield 2
+            if endless:
+                await asyncio.Event().wait()
+        finally:
+            closed.append(endless)
 
     got: list[int | None] = []
-    async with contextlib.aclosing(SignsOfLife(items(), 0.01)) as reported:
+    async with contextlib.aclosing(SignsOfLife(items(endless=True), 0.01)) as reported:
         async for item in reported:
             got.append(item)
             if got.count(None) == 3:
@@ -460,41 +461,8 @@ async def test_signs_of_life_stand_between_the_items_while_all_is_well() -> None
             if 2 in got and item is None:
                 break
     assert got[:4] == [1, None, None, None] and got[-2:] == [2, None] and set(got) == {1, 2, None}
-
-
-async def test_signs_of_life_end_with_the_items_and_close_them() -> None:
-    closed: list[str] = []
-
-    async def items(name: str) -> AsyncGenerator[str, None]:
-        try:
-            yield name
-            if name == "endless":
-                await asyncio.Event().wait()
-        finally:
-            closed.append(name)
-
-    assert [item async for item in SignsOfLife(items("short"), 60.0)] == ["short"]
-    async with contextlib.aclosing(SignsOfLife(items("endless"), 0.01)) as reported:
-        assert [await anext(reported), await anext(reported)] == ["endless", None]
-    assert closed == ["short", "endless"]
-
-
-@pytest.mark.asyncio(loop_scope="module")
-async def test_an_engine_that_gives_up_is_left_for_another(tokenizer: Tokenizer) -> None:
-    """Fake engines: the first ones break in the middle, the last one does not."""
-    backends = [make_backend(tokenizer) for _ in range(3)]
-    metrics = Metrics([BufferSink("router")], model_name="fake", pool="router")
-    for number, (backend, script) in enumerate(backends):
-        await backend.start()
-        script.fail_at = (4, 8, None)[number]
-    pool = Replicas([PooledTokenSource(backend, metrics) for backend, _ in backends])
-    source = ResumingSource(pool, metrics, Records("router", 256), most_resumes=2, pause_s=0)
-    params = SamplingParams(max_tokens=12, ignore_eos=True, temperature=0)
-    deltas = [delta async for delta in source.stream([Request("x-0", (5, 6), params, resume=True)])]
-    whole = [delta async for delta in backends[2][0].generate(Request("y-0", (5, 6), params))]
-    assert _tokens(deltas) == _tokens(whole) and len(_tokens(deltas)) == 12
-    assert deltas[-1].finish_reason is FinishReason.LENGTH
-    assert [backend.num_live for backend, _ in backends] == [0, 0, 0]
+    assert [item async for item in SignsOfLife(items(endless=False), 60.0)] == [1, 2]
+    assert closed == [True, False]
 
 
 def _tokens(deltas: Sequence[TokenDelta]) -> list[int]:
@@ -524,15 +492,3 @@ async def test_a_death_inside_a_character_or_a_stop_string(tokenizer: Tokenizer,
 
 def _byte_ids(tokenizer: Tokenizer, byte: int) -> list[int]:
     return [next(token for token in range(tokenizer.vocab_size) if tokenizer.token_bytes(token) == bytes([byte]))]
-
-
-def test_the_files_of_a_tokenizer_make_the_same_tokenizer(tokenizer_folder: Path, tmp_path: Path) -> None:
-    (tokenizer_folder / "model.safetensors").write_bytes(b"weights stay where they are")
-    files = tokenizer_files(tokenizer_folder)
-    assert "model.safetensors" not in files
-    for name, content in files.items():
-        (tmp_path / name).write_bytes(content)
-    ours, theirs = Tokenizer.from_folder(tmp_path), Tokenizer.from_folder(tokenizer_folder)
-    messages = [{"role": "user", "content": "hello 🙂"}]
-    assert ours.encode_chat(messages) == theirs.encode_chat(messages)
-    assert ours.eos_token_ids == theirs.eos_token_ids
