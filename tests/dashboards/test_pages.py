@@ -27,7 +27,6 @@ SCHEMA = json.loads((Path(__file__).parent / "schema" / "dashboard.schema.json")
 VALIDATOR = jsonschema.Draft7Validator(SCHEMA)
 SUFFIXES = {"counter": ("",), "gauge": ("",), "histogram": ("_bucket",)}
 PANELS = [(page, panel) for page in build.PAGES for panel in page.panels]
-WINDOW = re.compile(r"\[([^\]]*)\]")
 UNITS = {"none", "percentunit", "s", "ops", "reqps", "bytes", "Bps"}
 
 
@@ -84,29 +83,6 @@ def test_pages_validate_against_grafanas_own_types(page: dict[str, Any]) -> None
     assert not errors, jsonschema.exceptions.best_match(errors)
 
 
-def test_grafanas_types_are_a_schema() -> None:
-    jsonschema.Draft7Validator.check_schema(SCHEMA)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda page: page["panels"][1].update(titel="x"),
-        lambda page: page["panels"][1]["options"].update(textMode="large"),
-        lambda page: page["panels"][1]["targets"][0].pop("expr"),
-        lambda page: page["panels"][1]["fieldConfig"]["defaults"].update(unit=1),
-        lambda page: page["panels"][1]["gridPos"].pop("w"),
-        lambda page: page["panels"][1].update(type="graph"),
-        lambda page: page["templating"]["list"][0].update(type="data source"),
-        lambda page: page.pop("schemaVersion"),
-    ],
-)
-def test_the_schema_notices_what_is_wrong(change: Any) -> None:
-    page = json.loads(json.dumps(build.dashboards()[0]))
-    change(page)
-    assert not VALIDATOR.is_valid(page)
-
-
 @each_page
 def test_panels_fill_the_grid_without_overlap(page: dict[str, Any]) -> None:
     taken: set[tuple[int, int]] = set()
@@ -121,26 +97,24 @@ def test_panels_fill_the_grid_without_overlap(page: dict[str, Any]) -> None:
         taken |= cells
     ids = [panel["id"] for panel in shown]
     assert len(ids) == len(set(ids))
-
-
-def test_uids_and_titles_are_unique_and_fit() -> None:
-    assert len({page.uid for page in build.PAGES}) == len({page.title for page in build.PAGES}) == len(build.PAGES)
-    assert all(len(page.uid) <= 40 for page in build.PAGES), "Grafana's limit"
+    assert len(page["uid"]) <= 40, "Grafana's limit"
 
 
 # Lint
 
 
 @each_panel
-def test_a_panel_says_what_it_shows_and_what_a_bad_value_means(pair: tuple[Page, Panel]) -> None:
+def test_a_panel_says_what_it_shows_of_what_is_exported(pair: tuple[Page, Panel]) -> None:
     _, panel = pair
-    assert panel.title
-    assert not panel.title.endswith(".")
-    assert len(panel.description) > 60
-    assert panel.description.endswith(".")
+    assert panel.title and not panel.title.endswith(".")
+    assert len(panel.description) > 60 and panel.description.endswith("."), "what a bad value means"
     assert panel.unit in UNITS
     assert panel.steps[0][0] is None
-    assert all(query.legend for query in panel.queries)
+    for query in panel.queries:
+        assert names(query.expr) <= exported(), query.expr
+        assert query.legend
+        for label in re.findall(r"{{(\w+)}}", query.legend):
+            assert re.search(rf"(by|group_left) \([^)]*\b{label}\b", query.expr), (label, query.expr)
 
 
 @each_panel
@@ -153,10 +127,8 @@ def test_a_query_keeps_to_the_choices_of_the_page(pair: tuple[Page, Panel]) -> N
         assert selectors
         assert all(PAGE.matchers in selector for selector in selectors), query.expr
         window = VISIBLE.window if query.instant else PAGE.window
-        windows = set(
-            WINDOW.findall(query.expr.replace(f"[1h] offset {window}", ""))
-        )  # where new series are looked for
-        assert windows <= {window}, query.expr
+        now = query.expr.replace(f"[1h] offset {window}", "")  # where new series are looked for
+        assert set(re.findall(r"\[([^\]]*)\]", now)) <= {window}, query.expr
 
 
 @each_page
@@ -190,19 +162,6 @@ def test_annotations_ask_only_for_what_is_exported() -> None:
         assert names(annotation.expr) <= exported()
         for label in re.findall(r"{{(\w+)}}", annotation.text):
             assert re.search(rf"by \([^)]*\b{label}\b", annotation.expr), label
-
-
-@each_panel
-def test_labels_in_a_legend_are_kept_by_the_query(pair: tuple[Page, Panel]) -> None:
-    for query in pair[1].queries:
-        for label in re.findall(r"{{(\w+)}}", query.legend):
-            assert re.search(rf"(by|group_left) \([^)]*\b{label}\b", query.expr), (label, query.expr)
-
-
-@each_panel
-def test_a_panel_asks_only_for_metrics_that_are_exported(pair: tuple[Page, Panel]) -> None:
-    for query in pair[1].queries:
-        assert names(query.expr) <= exported(), query.expr
 
 
 def test_every_metric_is_shown_somewhere() -> None:

@@ -13,7 +13,6 @@ from deploy.cli.main import main
 from tests.support.fake_grafana import TOKEN, FakeGrafana, running_grafana
 
 PAGES = dashboards()
-UIDS = {page["uid"] for page in PAGES}
 
 
 @pytest.fixture
@@ -38,16 +37,11 @@ def edit(grafana: FakeGrafana, uid: str, **changes: Any) -> None:
     grafana.save({"dashboard": there | changes, "folderUid": FOLDER_UID})
 
 
-def test_everything_is_created_in_our_folder(grafana: FakeGrafana) -> None:
+def test_everything_is_created_in_our_folder_once(grafana: FakeGrafana) -> None:
     assert set(pushed(grafana).values()) == {"created"}
-    assert grafana.dashboards.keys() == UIDS
     assert {entry["folder"] for entry in grafana.dashboards.values()} == {FOLDER_UID}
-    for page in PAGES:
-        assert grafana.dashboards[page["uid"]]["dashboard"]["panels"] == page["panels"]
-
-
-def test_a_second_push_writes_nothing(grafana: FakeGrafana) -> None:
-    pushed(grafana)
+    found = {uid: entry["dashboard"]["panels"] for uid, entry in grafana.dashboards.items()}
+    assert found == {page["uid"]: page["panels"] for page in PAGES}
     grafana.calls.clear()
     assert set(pushed(grafana).values()) == {"unchanged"}
     assert grafana.writes == []
@@ -56,26 +50,17 @@ def test_a_second_push_writes_nothing(grafana: FakeGrafana) -> None:
 def test_what_was_edited_there_is_replaced_and_only_that(grafana: FakeGrafana) -> None:
     pushed(grafana)
     edit(grafana, "truespec-latency", panels=[])
+    grafana.folders["elsewhere"] = {"uid": "elsewhere", "title": "Elsewhere", "version": 1}
+    grafana.dashboards["truespec-overview"]["folder"] = "elsewhere"
+    grafana.folders[FOLDER_UID] |= {"title": "Mine", "version": 7}
     changes = pushed(grafana)
-    assert [what for what, action in changes.items() if action == "updated"] == ["truespec / Latency"]
+    updated = {what for what, action in changes.items() if action == "updated"}
+    assert updated == {"folder truespec", "truespec / Overview", "truespec / Latency"}
+    assert grafana.folders[FOLDER_UID]["title"] == "truespec"
+    assert grafana.dashboards["truespec-overview"]["folder"] == FOLDER_UID
     entry = grafana.dashboards["truespec-latency"]["dashboard"]
     assert entry["version"] == 3
     assert entry["panels"] == next(page["panels"] for page in PAGES if page["uid"] == "truespec-latency")
-
-
-def test_a_page_in_another_folder_comes_back(grafana: FakeGrafana) -> None:
-    pushed(grafana)
-    grafana.folders["elsewhere"] = {"uid": "elsewhere", "title": "Elsewhere", "version": 1}
-    grafana.dashboards["truespec-overview"]["folder"] = "elsewhere"
-    assert pushed(grafana)["truespec / Overview"] == "updated"
-    assert grafana.dashboards["truespec-overview"]["folder"] == FOLDER_UID
-
-
-def test_a_folder_that_was_renamed_gets_its_title_again(grafana: FakeGrafana) -> None:
-    pushed(grafana)
-    grafana.folders[FOLDER_UID] |= {"title": "Mine", "version": 7}
-    assert pushed(grafana)["folder truespec"] == "updated"
-    assert grafana.folders[FOLDER_UID]["title"] == "truespec"
 
 
 def test_a_dry_run_reports_and_writes_nothing(grafana: FakeGrafana) -> None:
@@ -132,17 +117,14 @@ def test_a_folder_that_vanishes_is_reported(grafana: FakeGrafana) -> None:
         pushed(grafana)
 
 
-def test_a_wrong_token_is_reported_and_not_shown(grafana: FakeGrafana) -> None:
+def test_a_token_that_is_wrong_missing_or_may_only_read_is_reported_and_not_shown(grafana: FakeGrafana) -> None:
     wrong = "glsa_wrong-but-still-secret"
     result = command(grafana, token=wrong)
     assert result.exit_code == 1
-    assert "401" in result.output
-    assert "service account" in result.output
-    assert wrong not in result.output
-    assert wrong not in repr(Server(grafana.url, wrong))
-
-
-def test_a_token_that_may_only_read_is_reported(grafana: FakeGrafana) -> None:
+    assert "401" in result.output and "service account" in result.output
+    assert wrong not in result.output + repr(Server(grafana.url, wrong))
+    result = command(grafana, token="")
+    assert result.exit_code == 1 and "GRAFANA_TOKEN" in result.output
     grafana.role = "Viewer"
     with pytest.raises(PushError, match=r"403.*role Editor"):
         pushed(grafana)
@@ -153,13 +135,7 @@ def test_the_token_may_come_from_a_file(grafana: FakeGrafana, tmp_path: Path) ->
     result = command(grafana, "--token-file", str(tmp_path / "token"), token="")
     assert result.exit_code == 0, result.output
     assert TOKEN not in result.output
-    assert grafana.dashboards.keys() == UIDS
-
-
-def test_no_token_at_all_is_reported(grafana: FakeGrafana) -> None:
-    result = command(grafana, token="")
-    assert result.exit_code == 1
-    assert "GRAFANA_TOKEN" in result.output
+    assert len(grafana.dashboards) == len(PAGES)
 
 
 @pytest.mark.parametrize(
@@ -183,7 +159,7 @@ def test_a_wrong_path_is_reported(grafana: FakeGrafana, path: str) -> None:
         push(Server(grafana.url.removesuffix("/grafana") + path, TOKEN), PAGES)
 
 
-@pytest.mark.parametrize("body", ["<html>Please log in</html>", "[]", "{}x", ""])
+@pytest.mark.parametrize("body", ["<html>Please log in</html>", "[]"])
 def test_something_else_that_answers_is_reported(grafana: FakeGrafana, body: str) -> None:
     grafana.body_of_everything = body
     with pytest.raises(PushError, match="answers not as Grafana does"):

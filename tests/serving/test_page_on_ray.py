@@ -52,6 +52,5 @@ def test_the_page_answers_and_shows_what_became_of_it(disaggregated: Service) ->
         for width in WIDTHS:
             visit.look(width, "light")
             assert not (faults := visit.faults_of_layout()), "\n".join(faults)
-        visit.shoot("on-ray")
         assert visit.complaints == []
         assert visit.hosts == {disaggregated.base_url.split("/")[2]}

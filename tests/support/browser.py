@@ -1,7 +1,6 @@
 """Test helper: the status page in a real Chromium."""
 
 import contextlib
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,6 @@ import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-SCREENSHOTS = os.environ.get("TRUESPEC_SCREENSHOTS")  # a folder; without it none are taken
 WIDTHS = (400, 1400)
 SCHEMES: tuple[Literal["light", "dark"], ...] = ("light", "dark")
 _PATIENCE_MS = 60_000
@@ -69,12 +67,3 @@ class Visit:
     def hosts(self) -> set[str]:
         """Where requests went."""
         return {urlsplit(url).netloc for url in self.requested}
-
-    def shoot(self, name: str) -> None:
-        """Screenshots at every width, light and dark, where a folder for them is named."""
-        if SCREENSHOTS is None:
-            return
-        for width in WIDTHS:
-            for scheme in SCHEMES:
-                self.look(width, scheme)
-                self.page.screenshot(path=Path(SCREENSHOTS) / f"{name}-{width}-{scheme}.png", full_page=True)

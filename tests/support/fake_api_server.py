@@ -8,15 +8,15 @@ pending, as `claim_phase` says; a Job has ended as soon as it is made, as `run_j
 import base64
 import contextlib
 import json
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import yaml
+
+from tests.support.fake_http import QuietHandler, serving
 
 Object = dict[str, Any]
 
@@ -230,9 +230,7 @@ def running_api_server(folder: Path) -> Iterator[tuple[FakeApiServer, Path]]:
     """The server and a kubeconfig in `folder` that leads to it."""
     fake = FakeApiServer()
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
+    class Handler(QuietHandler):
         def _answer(self) -> None:
             url = urlsplit(self.path)
             length = int(self.headers.get("content-length") or 0)
@@ -250,22 +248,14 @@ def running_api_server(folder: Path) -> Iterator[tuple[FakeApiServer, Path]]:
 
         do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = _answer
 
-        def log_message(self, *_: Any) -> None:
-            """Say nothing."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    config = {
-        "apiVersion": "v1",
-        "kind": "Config",
-        "current-context": "fake",
-        "contexts": [{"name": "fake", "context": {"cluster": "fake", "user": "fake"}}],
-        "clusters": [{"name": "fake", "cluster": {"server": f"http://127.0.0.1:{server.server_port}"}}],
-        "users": [{"name": "fake", "user": {}}],
-    }
-    (folder / "kubeconfig").write_text(yaml.safe_dump(config), encoding="utf-8")
-    try:
+    with serving(Handler) as url:
+        config = {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "current-context": "fake",
+            "contexts": [{"name": "fake", "context": {"cluster": "fake", "user": "fake"}}],
+            "clusters": [{"name": "fake", "cluster": {"server": url}}],
+            "users": [{"name": "fake", "user": {}}],
+        }
+        (folder / "kubeconfig").write_text(yaml.safe_dump(config), encoding="utf-8")
         yield fake, folder / "kubeconfig"
-    finally:
-        server.shutdown()
-        server.server_close()

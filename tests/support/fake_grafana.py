@@ -2,11 +2,11 @@
 
 import contextlib
 import json
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from tests.support.fake_http import QuietHandler, serving
 
 TOKEN = "glsa_a-secret-that-nobody-may-see"
 PREFIX = "/grafana"
@@ -113,7 +113,7 @@ def running_grafana() -> Iterator[FakeGrafana]:
     """A fake on a free port of this machine."""
     fake = FakeGrafana()
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(QuietHandler):
         def _serve(self) -> None:
             length = int(self.headers.get("content-length") or 0)
             body = json.loads(self.rfile.read(length)) if length else None
@@ -138,14 +138,6 @@ def running_grafana() -> Iterator[FakeGrafana]:
 
         do_GET = do_POST = do_PUT = _serve
 
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-    thread.start()
-    fake.url = f"http://127.0.0.1:{server.server_port}{PREFIX}"
-    yield fake
-    server.shutdown()
-    server.server_close()
-    thread.join(10)
+    with serving(Handler) as url:
+        fake.url = f"{url}{PREFIX}"
+        yield fake

@@ -1,13 +1,13 @@
 """Test helper: a tiny OTLP/HTTP receiver that keeps the spans it is sent."""
 
 import contextlib
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, ClassVar
+from typing import Any
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+from tests.support.fake_http import QuietHandler, serving
 
 
 @dataclass(frozen=True)
@@ -46,26 +46,13 @@ def running_collector() -> Iterator[Collector]:
     """One that listens on this machine."""
     kept = Collector()
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version: ClassVar[str] = "HTTP/1.1"
-
+    class Handler(QuietHandler):
         def do_POST(self) -> None:
             kept.take(self.rfile.read(int(self.headers["content-length"])))
             self.send_response(200)
             self.send_header("content-length", "0")
             self.end_headers()
 
-        def log_message(self, *args: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    kept.url = f"http://127.0.0.1:{server.server_address[1]}/v1/traces"
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
+    with serving(Handler) as url:
+        kept.url = f"{url}/v1/traces"
         yield kept
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join(10)

@@ -86,6 +86,21 @@ def _held_out(accepted: float, drafted: float = 100, position: int = 0) -> dict[
     }
 
 
+def _replicas(wanted: str, running: str, controller: str = "c") -> dict[str, str]:
+    return {f"replicas_wanted replica={controller}": wanted, f"replicas_running replica={controller}": running}
+
+
+def _recent_replays(answered_by: str, replays: str, failures: str) -> dict[str, str]:
+    of = f"answered_by={answered_by} replica=c"
+    return {f"recent_replays {of}": replays, f"recent_replay_failures {of}": failures}
+
+
+def _proxies(second: str) -> dict[str, str]:
+    """Ray Serve's proxies of a node that is well and of another."""
+    processes = "ray_serve_haproxy_process_count"
+    return {f"{processes} node_id=a": "1x60", f"{processes} node_id=b": second, "replicas_wanted": "2x60"}
+
+
 def _since_handoff(early: float, late: float, drafted: float = 100, drafter: str = "eagle3") -> dict[str, str]:
     """Two hours; tokens a minute that are accepted of so many at each age."""
     series = {f"build_info drafter={drafter} replica=r1": "1x120"}
@@ -101,6 +116,10 @@ def _replayed(tokens: float, excess: float) -> dict[str, str]:
         "replay_tokens_total stratum=handoff_0": f"0+{tokens}x120",
         "replay_tme_excess_total stratum=handoff_0": f"0+{excess}x120",
     }
+
+
+def _untested(of_hundred: int) -> dict[str, str]:
+    return {"selfcheck_rounds_total": "0+100x120", "selfcheck_untested_rounds_total": f"0+{of_hundred}x120"}
 
 
 def _results(metric: str, **a_minute: float) -> dict[str, str]:
@@ -277,23 +296,11 @@ CASES: tuple[Case, ...] = (
         "ReplaysOfOneReplicaFail",
         (
             "those of one of two",
-            {
-                "recent_replays answered_by=r1 replica=c": "0+1x60",
-                "recent_replay_failures answered_by=r1 replica=c": "0x60",
-                "recent_replays answered_by=r2 replica=c": "0x50 5x10",
-                "recent_replay_failures answered_by=r2 replica=c": "0x50 5x10",
-            },
+            _recent_replays("r1", "0+1x60", failures="0x60") | _recent_replays("r2", "0x50 5x10", "0x50 5x10"),
             "57m",
             Fires("100% of the replays of answers by r2 (tiny) failed twice.", {"answered_by": "r2"}),
         ),
-        (
-            "four",
-            {
-                "recent_replays answered_by=r1 replica=c": "4x60",
-                "recent_replay_failures answered_by=r1 replica=c": "4x60",
-            },
-            "57m",
-        ),
+        ("four", _recent_replays("r1", "4x60", failures="4x60"), "57m"),
     ),
     *_of(
         "RefereeSilent",
@@ -303,12 +310,7 @@ CASES: tuple[Case, ...] = (
             "80m",
             _SILENT,
         ),
-        (
-            "the controller is gone",
-            {"build_info replica=r1": "1x90", "replay_lag_seconds replica=c": "0x20"},
-            "50m",
-            _SILENT,
-        ),
+        ("the controller is gone", _REPLAYED | {"replay_lag_seconds replica=c": "0x20"}, "50m", _SILENT),
         ("they are replayed", _REPLAYED | {"replays_total result=ok": "0+1x90"}, "80m"),
         ("few answers are selected", _REPLAYED | {"replays_requested_total": "0+0.1x90"}, "80m"),
     ),
@@ -320,30 +322,12 @@ CASES: tuple[Case, ...] = (
             "40m",
             _told("handoffs", "5% of the handoffs of tiny were refused or failed."),
         ),
-        (
-            "the first of a series",
-            {"handoffs_total result=ok": "0+5x60", "handoffs_total result=failed": "_x30 5x30"},
-            "40m",
-            _told("handoffs", "6.25% of the handoffs of tiny were refused or failed."),
-        ),
         ("four", {"handoffs_total result=ok": "0+1x60", "handoffs_total result=failed": "_x30 4x30"}, "40m"),
-        (
-            "one prefill in ten, of three reasons",
-            _results("handoffs_total", result__ok=18)
-            | _results("prefill_failures_total", reason__timeout=1, reason__died=0.5, reason__engine=0.5),
-            "40m",
-            _told("prefills", "10% of the prefills of tiny were refused or failed."),
-        ),
         (
             "no prefill is answered",
             _results("prefill_failures_total", reason__died=1),
             "40m",
             _told("prefills", "100% of the prefills of tiny were refused or failed."),
-        ),
-        (
-            "one prefill in two hundred",
-            _results("handoffs_total", result__ok=199) | _results("prefill_failures_total", reason__engine=1),
-            "40m",
         ),
         (
             "the pool was full now and then",
@@ -356,15 +340,11 @@ CASES: tuple[Case, ...] = (
         "UntestedShare",
         (
             "everybody sends one seed",
-            {"selfcheck_rounds_total": "0+100x120", "selfcheck_untested_rounds_total": "0+95x120"},
+            _untested(of_hundred=95),
             "100m",
             Fires("95% of the rounds of tiny add nothing to its self-checks."),
         ),
-        (
-            "every other one does",
-            {"selfcheck_rounds_total": "0+100x120", "selfcheck_untested_rounds_total": "0+50x120"},
-            "100m",
-        ),
+        ("every other one does", _untested(of_hundred=50), "100m"),
     ),
     *_of(
         "TimeToFirstTokenHigh",
@@ -384,12 +364,6 @@ CASES: tuple[Case, ...] = (
             _results("requests_total", outcome__stop=19, outcome__error=1),
             "40m",
             Fires("5% of the requests of tiny end in an error."),
-        ),
-        (
-            "the first of a series",
-            {"requests_total outcome=stop": "0+5x60", "requests_total outcome=error": "_x30 5x30"},
-            "40m",
-            Fires("6.25% of the requests of tiny end in an error."),
         ),
         (
             "the server fails before a request begins",
@@ -429,12 +403,6 @@ CASES: tuple[Case, ...] = (
             Fires("20% of the requests for tiny are turned away."),
         ),
         (
-            "503 only, as Ray's agent exports it",
-            {"http_responses_total code=200": "0+10x60", "http_responses_total code=503": "_x20 10+10x40"},
-            "40m",
-            Fires("50% of the requests for tiny are turned away."),
-        ),
-        (
             "keys at their limits",
             _results("refusals_total", reason__key_concurrency=9)
             | _results("http_responses_total", code__200=1, code__429=9),
@@ -443,48 +411,26 @@ CASES: tuple[Case, ...] = (
     ),
     *_of(
         "PoolEmpty",
-        (
-            "the last one is gone",
-            {"replicas_wanted replica=c": "1x60", "replicas_running replica=c": "1x10 0x50"},
-            "15m",
-            _EMPTY,
-        ),
+        ("the last one is gone", _replicas("1x60", "1x10 0x50"), "15m", _EMPTY),
         (
             "gone for hours, with another controller now",
-            {
-                "replicas_wanted replica=c": "1x60",
-                "replicas_running replica=c": "1x10 0x50",
-                "replicas_wanted replica=d": "_x65 1x200",
-                "replicas_running replica=d": "_x65 0x200",
-            },
+            _replicas("1x60", "1x10 0x50") | _replicas("_x65 1x200", "_x65 0x200", controller="d"),
             "240m",
             _EMPTY,
         ),
-        ("never came up", {"replicas_wanted replica=c": "1x90", "replicas_running replica=c": "0x90"}, "70m", _EMPTY),
-        (
-            "the model is loaded for the first time",
-            {"replicas_wanted replica=c": "1x90", "replicas_running replica=c": "0x40 1x50"},
-            "35m",
-        ),
-        (
-            "scaled to nothing",
-            {"replicas_wanted replica=c": "0x60", "replicas_running replica=c": "0x60"},
-            "15m",
-        ),
+        ("never came up", _replicas("1x90", "0x90"), "70m", _EMPTY),
+        ("the model is loaded for the first time", _replicas("1x90", "0x40 1x50"), "35m"),
+        ("scaled to nothing", _replicas("0x60", "0x60"), "15m"),
     ),
     *_of(
         "ReplicasMissing",
         (
             "one of two",
-            {"replicas_wanted replica=c": "2x60", "replicas_running replica=c": "2x10 1x50"},
+            _replicas("2x60", "2x10 1x50"),
             "30m",
             Fires("1 of the replicas of tiny in pool decode have been missing for a while.", {"pool": "decode"}),
         ),
-        (
-            "one is replaced",
-            {"replicas_wanted replica=c": "2x60", "replicas_running replica=c": "2x10 1x5 2x45"},
-            "30m",
-        ),
+        ("one is replaced", _replicas("2x60", "2x10 1x5 2x45"), "30m"),
     ),
     *_of(
         "ReplicasRestart",
@@ -515,31 +461,14 @@ CASES: tuple[Case, ...] = (
     ),
     *_of(
         "ProxyDown",
-        (
-            "one process of two is dead",
-            {
-                "ray_serve_haproxy_process_count node_id=a": "1x60",
-                "ray_serve_haproxy_process_count node_id=b": "1x10 0x50",
-                "replicas_wanted": "2x60",
-            },
-            "13m",
-            _PROXY_DOWN,
-        ),
+        ("one process of two is dead", _proxies("1x10 0x50"), "13m", _PROXY_DOWN),
         (
             "none is there any more",
             {"ray_serve_haproxy_process_count node_id=a": "1x10", "replicas_wanted": "2x60"},
             "20m",
             _PROXY_DOWN,
         ),
-        (
-            "one node of two is gone",
-            {
-                "ray_serve_haproxy_process_count node_id=a": "1x60",
-                "ray_serve_haproxy_process_count node_id=b": "1x10",
-                "replicas_wanted": "2x60",
-            },
-            "20m",
-        ),
+        ("one node of two is gone", _proxies("1x10"), "20m"),
     ),
     *_of(
         "KvCacheFull",
@@ -556,11 +485,7 @@ CASES: tuple[Case, ...] = (
             "40m",
             _told("preemptions a request", "tiny lacks KV memory: 25% preemptions a request."),
         ),
-        (
-            "one in forty",
-            {"preemptions_total": "0+1x60", "requests_total outcome=stop": "0+40x60"},
-            "40m",
-        ),
+        ("one in forty", {"preemptions_total": "0+1x60", "requests_total outcome=stop": "0+40x60"}, "40m"),
     ),
     *_of(
         "KeysStale",
