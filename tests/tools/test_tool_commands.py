@@ -22,7 +22,6 @@ def started(*_: object, **__: object) -> Never:
 def _no_work(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, name in ((chaos, "served"), (faults, "audit_mutants")):
         monkeypatch.setattr(module, name, started)
-    monkeypatch.setattr(faults, "audit_faults", started)
 
 
 @pytest.mark.parametrize("option", ["--kill-every", "--minutes"])
@@ -40,7 +39,6 @@ def test_a_number_beyond_use_is_refused(option: str) -> None:
         (BENCH, ["--model", "/none"], "--markdown"),
         (FAULTS, ["find"], "--json"),
         (FAULTS, ["find"], "--page"),
-        (FAULTS, ["find", "--outside"], "--page"),
     ],
     ids=str,
 )

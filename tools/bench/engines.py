@@ -16,7 +16,7 @@ from speculative.config import DrafterConfig, EngineConfig, drafter_kinds
 from speculative.errors import ConfigError
 from tools.bench.plan import BenchPlan, EngineName
 
-OURS, TRANSFORMERS, LLAMA, VLLM, SERVED = "ours", "transformers", "llama.cpp", "vllm", "served"
+OURS, LLAMA, VLLM, SERVED = "ours", "llama.cpp", "vllm", "served"
 RAY_LLM = "ray-llm"
 
 _WORKERS = "tools.bench.workers"
@@ -77,14 +77,14 @@ def resolve(plan: BenchPlan) -> tuple[list[Launch], list[LeftOut]]:
     Raises:
         ConfigError: a name or an option is not known.
     """
-    resolvers = {OURS: _ours, TRANSFORMERS: _transformers, LLAMA: _llama, VLLM: _vllm, SERVED: _served}
+    resolvers = {OURS: _ours, LLAMA: _llama, VLLM: _vllm, SERVED: _served}
     launches: list[Launch] = []
     left_out: list[LeftOut] = []
     for name in plan.engines:
         if name.family not in resolvers:
             raise ConfigError(f"--engines: no engine {name.family!r} ({name.text}); known: {', '.join(resolvers)}.")
         found = resolvers[name.family](plan, name)
-        if plan.keeps_prefixes and name.family in (TRANSFORMERS, LLAMA):
+        if plan.keeps_prefixes and name.family == LLAMA:
             found = LeftOut(name.text, "the bench runs it without a prefix cache; --measure first-token measures it")
         (launches if isinstance(found, Launch) else left_out).append(found)  # type: ignore[arg-type]
     return _together(launches) if plan.together else launches, left_out
@@ -110,7 +110,7 @@ def default_names(head: str | None, draft_model: str | None) -> list[str]:
     names = ["ours/off", "ours/ngram", "ours/suffix"]
     names += ["ours/eagle3", "ours/dynamic"] if head else []
     names += ["ours/draft_model"] if draft_model else []
-    names += ["transformers/plain", "transformers/assisted", "llama.cpp/plain", "llama.cpp/lookup"]
+    names += ["llama.cpp/plain", "llama.cpp/lookup"]
     return [*names, "vllm/off", "vllm/ngram", *(["vllm/draft_model"] if draft_model else [])]
 
 
@@ -176,16 +176,6 @@ def _drafter(plan: BenchPlan, name: EngineName, variant: str, options: "_Options
             settings["suffix_first"] = options.number("passages", 0)
             settings["tree"] = options.widths("tree")
     return settings
-
-
-def _transformers(plan: BenchPlan, name: EngineName) -> Launch | LeftOut:
-    options = _Options(name)
-    _require_variant(name, ("plain", "assisted"))
-    drafts = options.number("k", 10) if name.variant == "assisted" else None
-    threads = _threads(plan, options)
-    options.require_all_used()
-    settings = {"model": str(plan.model), "dtype": plan.dtype, "threads": threads, "k": drafts}
-    return Launch(name, f"{_WORKERS}.transformers_engine", settings, threads)
 
 
 def _llama(plan: BenchPlan, name: EngineName) -> Launch | LeftOut:

@@ -9,12 +9,11 @@ from deploy.options import beginning_with, check_writable, write_json
 from deploy.reports import terminal
 from deploy.reports.progress import View
 from tools.faults.mutants import MUTANTS
-from tools.faults.outside import audit_faults, servable
 from tools.faults.report import clean_table, detection_table, write_clean, write_detection
 from tools.faults.run import VOCAB_SIZE, alarms_of, audit_clean, audit_mutants
 from tools.faults.watched import FAULTS, SOUND, watch_faults, write_table
 
-_DETECTION, _AUDIT, _WATCH = (Path("docs/runs") / name for name in ("detection.md", "audits.md", "watch.md"))
+_DETECTION, _WATCH = (Path("docs/runs") / name for name in ("detection.md", "watch.md"))
 
 
 @click.group(cls=MainGroup)
@@ -23,7 +22,6 @@ def main() -> None:
 
 
 @main.command()
-@click.option("--outside", is_flag=True, help="Serve each fault over HTTP and look for it with requests alone.")
 @click.option(
     "--watched", is_flag=True, help="Serve some of them behind the proxy of `truespec watch`, until its referee alarms."
 )
@@ -34,19 +32,14 @@ def main() -> None:
 @click.option(
     "--page",
     type=a_file,
-    help="Put the table into this page; in a checkout the default is docs/runs/detection.md, with --outside "
-    "docs/runs/audits.md, with --watched docs/runs/watch.md.",
+    help="Put the table into this page; in a checkout the default is docs/runs/detection.md, with --watched "
+    "docs/runs/watch.md.",
 )
-def find(outside: bool, watched: bool, only: tuple[str, ...], json_file: Path | None, page: Path | None) -> None:
+def find(watched: bool, only: tuple[str, ...], json_file: Path | None, page: Path | None) -> None:
     """Put every known fault into an engine, and report what finds it and how soon."""
     check_writable(json_file, "--json")
-    if outside and watched:
-        raise click.UsageError("--outside and --watched are two runs; choose one.")
     if watched:
         _faults_watched(page or (_in_a_checkout(_WATCH) if not only else None), only, json_file)
-        return
-    if outside:
-        _faults_from_outside(page or (_in_a_checkout(_AUDIT) if not only else None), only, json_file)
         return
     names = beginning_with(only, list(MUTANTS), "fault")
     page = page or (_in_a_checkout(_DETECTION) if not only else None)  # the page has all of them
@@ -64,17 +57,6 @@ def find(outside: bool, watched: bool, only: tuple[str, ...], json_file: Path | 
 
 def _in_a_checkout(page: Path) -> Path | None:
     return page if page.is_file() else None
-
-
-def _faults_from_outside(page: Path | None, only: tuple[str, ...], json_file: Path | None) -> None:
-    names = servable(only)
-    check_writable(page, "--page")
-    with View(err) as view:
-        found = audit_faults(names, page, view)
-    write_json(json_file, [one.as_dict() for one in found])
-    wrong = [f"{one.fault}, {one.way}" for one in found if one.is_false_alarm]
-    if wrong:
-        raise Failure(f"Servers without a fault were found at fault: {'; '.join(wrong)}.")
 
 
 def _faults_watched(page: Path | None, only: tuple[str, ...], json_file: Path | None) -> None:

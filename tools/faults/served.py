@@ -197,12 +197,3 @@ FOR_MODELS: dict[str, Install] = {
     "F20 a drafter of other weights than its target was updated to": _drafter_of_other_weights,
 }
 """Draft-model versions of faults whose mutants are written for a table drafter."""
-
-NOT_SERVABLE = (
-    "F7 drafts cut short by the token that was sampled",
-    "F20 the prefix cache outlives an update of the weights",
-    "F28 the drafter keeps its weights through an update",
-    "F31 rounding counts where a term is certain",
-)
-"""Faults that only a drafter without state can have, that need an update of the weights, or that are not in what is
-served."""
