@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.vllm_installed import NEEDS_VLLM
 
@@ -28,23 +29,26 @@ def connector() -> Any:
 
 
 def caches(seed: int, num_blocks: int = 10) -> dict[str, Any]:
-    import torch
-
     generator = torch.Generator().manual_seed(seed)
     return {
         name: torch.randn(num_blocks, 2, BLOCK, 3, generator=generator).to(torch.bfloat16) for name in reversed(LAYERS)
     }
 
 
+@pytest.fixture
+def pair() -> tuple[Any, Any, dict[str, Any], dict[str, Any]]:
+    """A sender and a receiver, and the caches of each."""
+    sender, receiver, ours, theirs = connector(), connector(), caches(1), caches(2)
+    sender.register_kv_caches(ours)
+    receiver.register_kv_caches(theirs)
+    return sender, receiver, ours, theirs
+
+
 def new(request_id: str, prompt: list[int], blocks: list[int], **transfer: Any) -> SimpleNamespace:
     """A request as the scheduler hands it to the workers."""
     params = SimpleNamespace(extra_args={"kv_transfer_params": transfer})
     return SimpleNamespace(
-        req_id=request_id,
-        prompt_token_ids=prompt,
-        block_ids=(blocks,),
-        num_computed_tokens=0,
-        sampling_params=params,
+        req_id=request_id, prompt_token_ids=prompt, block_ids=(blocks,), num_computed_tokens=0, sampling_params=params
     )
 
 
@@ -89,13 +93,9 @@ def load(one: Any, request: SimpleNamespace, blocks: list[int], num_local: int =
     return num_external, later
 
 
-def test_a_prompt_computed_in_chunks_arrives_whole_in_other_blocks(tmp_path: Path) -> None:
-    import torch
-
+def test_a_prompt_computed_in_chunks_arrives_whole_in_other_blocks(pair: Any, tmp_path: Path) -> None:
     prompt, path = list(range(10)), str(tmp_path / "kv")
-    sender, receiver, ours, theirs = connector(), connector(), caches(1), caches(2)
-    sender.register_kv_caches(ours)
-    receiver.register_kv_caches(theirs)
+    sender, receiver, ours, theirs = pair
     run(sender, step((new("p", prompt, [7, 2], save=path),), scheduled={"p": 6}))
     assert not list(tmp_path.iterdir()), "it is not computed yet"
     run(sender, step(cached=(("p", [5, 9], 6),), scheduled={"p": 4}))
@@ -108,13 +108,9 @@ def test_a_prompt_computed_in_chunks_arrives_whole_in_other_blocks(tmp_path: Pat
     assert receiver.get_block_ids_with_load_errors() == set()
 
 
-def test_blocks_that_are_cached_already_are_left_alone(tmp_path: Path) -> None:
-    import torch
-
+def test_blocks_that_are_cached_already_are_left_alone(pair: Any, tmp_path: Path) -> None:
     prompt, path = list(range(10)), str(tmp_path / "kv")
-    sender, receiver, ours, theirs = connector(), connector(), caches(1), caches(2)
-    sender.register_kv_caches(ours)
-    receiver.register_kv_caches(theirs)
+    sender, receiver, ours, theirs = pair
     run(sender, step((new("p", prompt, [7, 2, 5], save=path),), scheduled={"p": 10}))
     before = {name: cache.clone() for name, cache in theirs.items()}
     assert load(receiver, asking(prompt, load=path, num_tokens=9), [1, 3, 0], num_local=8) == (1, False)
@@ -123,13 +119,9 @@ def test_blocks_that_are_cached_already_are_left_alone(tmp_path: Path) -> None:
         assert torch.equal(theirs[name][0], ours[name][5])
 
 
-def test_a_preempted_prompt_is_saved_from_its_new_blocks_and_loaded_only_once(tmp_path: Path) -> None:
-    import torch
-
+def test_a_preempted_prompt_is_saved_from_its_new_blocks_and_loaded_only_once(pair: Any, tmp_path: Path) -> None:
     prompt, path = list(range(8)), str(tmp_path / "kv")
-    sender, receiver, ours, theirs = connector(), connector(), caches(1), caches(2)
-    sender.register_kv_caches(ours)
-    receiver.register_kv_caches(theirs)
+    sender, receiver, ours, theirs = pair
     run(sender, step((new("p", prompt, [7], save=path),), scheduled={"p": 4}))
     run(sender, step(cached=(("p", [6, 4], 0),), scheduled={"p": 8}, resumed=("p",)))
     request = asking(prompt, load=path, num_tokens=7)
@@ -152,11 +144,9 @@ def test_what_waits_is_recalled_and_what_comes_later_is_loaded() -> None:
 
 
 @pytest.mark.parametrize("damage", ["gone", "short", "long"])
-def test_a_file_that_does_not_fit_is_reported_and_not_used(tmp_path: Path, damage: str) -> None:
+def test_a_file_that_does_not_fit_is_reported_and_not_used(pair: Any, tmp_path: Path, damage: str) -> None:
     prompt, path = list(range(10)), str(tmp_path / "kv")
-    sender, receiver = connector(), connector()
-    sender.register_kv_caches(caches(1))
-    receiver.register_kv_caches(caches(2))
+    sender, receiver, _, _ = pair
     run(sender, step((new("p", prompt, [7, 2, 5], save=path),), scheduled={"p": 10}))
     file = tmp_path / "kv.0"
     content = file.read_bytes()

@@ -3,7 +3,6 @@
 import asyncio
 import dataclasses
 import gc
-import importlib.util
 import shutil
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from serve_app.backends.vllm_parts.settings import SIZES, VllmSettings
 from speculative.config import DrafterConfig
 from speculative.errors import ConfigError, HandoffRefused, InvalidRequest
 from speculative.request import Request, TokenDelta
-from tests.support.backend_conformance import GREEDY, PLAIN, PROMPT, EngineConformance, collect, idle, serving, tokens
+from tests.support.backend_conformance import GREEDY, PLAIN, PROMPT, collect, idle, serving, tokens
 from tests.support.tiny_adapters import write_merged, write_tiny_adapter
 from tests.support.tiny_models import write_tiny_model
 from tests.support.vllm_installed import NEEDS_VLLM
@@ -50,32 +49,6 @@ def settings(request: pytest.FixtureRequest, folder: Path, adapters: dict[str, P
     return VllmSettings(config, SIZES, {"enforce_eager": True}, handoff="copy", lora_modules=modules)
 
 
-class UnderAdapter:
-    """An engine, all of whose requests are of one adapter."""
-
-    def __init__(self, inner: VllmBackend, adapter: str) -> None:
-        self._inner = inner
-        self._adapter = adapter
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def _of_it(self, request: Request) -> Request:
-        return dataclasses.replace(request, adapter=self._adapter)
-
-    def generate(self, request: Request, emitted: Sequence[int] = ()) -> Any:
-        return self._inner.generate(self._of_it(request), emitted)
-
-    def resume(self, request: Request, handoff: Any) -> Any:
-        return self._inner.resume(self._of_it(request), handoff)
-
-    async def prefill(self, request: Request, *, first_token: bool) -> Any:
-        return await self._inner.prefill(self._of_it(request), first_token=first_token)
-
-    async def replay(self, request: Request) -> Any:
-        return await self._inner.replay(self._of_it(request))
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(folder: Path, settings: VllmSettings) -> AsyncIterator[VllmBackend]:
     async with serving(VllmBackend(str(folder), "tiny", settings)) as started:
@@ -86,20 +59,6 @@ async def engine(folder: Path, settings: VllmSettings) -> AsyncIterator[VllmBack
 async def elsewhere(folder: Path, settings: VllmSettings) -> AsyncIterator[VllmBackend]:
     async with serving(VllmBackend(str(folder), "tiny", settings)) as started:
         yield started
-
-
-@pytest.fixture(scope="module")
-def backend(engine: VllmBackend) -> UnderAdapter:
-    return UnderAdapter(engine, "sql")
-
-
-@pytest.fixture(scope="module")
-def other(elsewhere: VllmBackend) -> UnderAdapter:
-    return UnderAdapter(elsewhere, "sql")
-
-
-class TestAdapterConformance(EngineConformance):
-    """What holds for any engine holds under an adapter."""
 
 
 ParsedDelta = dict[str, list[TokenDelta]]
@@ -170,37 +129,6 @@ async def test_a_prompt_is_handed_over_with_its_adapter_only(engine: VllmBackend
                 await collect(elsewhere.resume(dataclasses.replace(request, adapter=wrong), handoff))
             assert caught.value.reason == "manifest"
     await idle(elsewhere)
-
-
-@pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="NIXL is not installed: pip install nixl")
-async def test_blocks_are_read_from_memory_for_their_adapter_only(
-    folder: Path, settings: VllmSettings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if settings.engine.drafter.kind != "ngram":
-        pytest.skip("no drafter changes that")
-    monkeypatch.setenv("UCX_TLS", "self,sm,tcp")
-    monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", "127.0.0.1")
-    pulls = dataclasses.replace(settings, handoff="nixl")
-    async with (
-        serving(VllmBackend(str(folder), "tiny", dataclasses.replace(pulls, role="kv_producer"))) as producer,
-        serving(VllmBackend(str(folder), "tiny", dataclasses.replace(pulls, role="kv_consumer"))) as consumer,
-    ):
-        whole = await said_by(producer)
-        for name in NAMES:
-            request = Request(f"r-{name}", LONG_PROMPT, GREEDY, adapter=name)
-            for wanted in NAMES:
-                handoff = (await producer.prefill(request, first_token=False)).handoff
-                assert handoff is not None
-                consumer.take_stats()
-                resumed = consumer.resume(dataclasses.replace(request, adapter=wanted), handoff)
-                if wanted != name:
-                    with pytest.raises(HandoffRefused, match="adapter"):
-                        await collect(resumed)
-                    continue
-                consumer.invalidate_cache()
-                assert tokens(await collect(resumed)) == tokens(whole[name])
-                assert consumer.take_stats().num_prompt_tokens <= 1, name
-        await idle(consumer)
 
 
 async def test_an_answer_is_computed_again_with_its_adapter(engine: VllmBackend, elsewhere: VllmBackend) -> None:

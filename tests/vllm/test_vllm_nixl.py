@@ -211,26 +211,6 @@ async def test_it_is_distrusted_and_paused_while_handoffs_are_under_way(
     await fill(backend, 400)
 
 
-async def test_other_weights_come_while_handoffs_are_under_way(
-    backend: VllmBackend, other: VllmBackend, folder: Path, tmp_path: Path
-) -> None:
-    others = write_tiny_model(tmp_path / "others", vocab_size=512, tokenizer=True, seed=9, **TARGET)
-    request = Request("r", PROMPT, PLAIN)
-    before = tokens(await collect(other.generate(request)))
-    handoff = await handed_off(backend, request)
-    for one in (backend, other):
-        await one.load_weights(str(others))
-        await one.switch_weights("v1")
-    with pytest.raises(HandoffRefused, match="fingerprint"):
-        await collect(other.resume(request, handoff))
-    after = tokens(await collect(other.resume(request, await handed_off(backend, request))))
-    assert after != before
-    for one in (backend, other):
-        await one.load_weights(str(folder))
-        await one.switch_weights("default")
-    assert tokens(await collect(other.resume(request, await handed_off(backend, request)))) == before
-
-
 @pytest.mark.parametrize("known", [False, True], ids=["a stranger", "known"])
 async def test_a_prefill_side_that_is_gone_is_found_out(
     other: VllmBackend, folder: Path, drafter: DrafterConfig, known: bool

@@ -5,7 +5,7 @@ import itertools
 import json
 import subprocess
 import sys
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,13 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as RawTokenizer
 from transformers import PreTrainedTokenizerFast
 
-from serve_app.backends.base import ChatPrompt, ModelInfo
-from serve_app.openai.chat.chat_request import ChatCompletionRequest
+from serve_app.backends.base import ChatPrompt
 from serve_app.openai.frontend import FrontEnd
-from serve_app.openai.parsing import parse
 from serve_app.openai.tools.forced_calls import behind_thought, call_form
 from serve_app.text.tokenizer import Tokenizer
 from speculative.errors import ConfigError
 from speculative.request import FinishReason, Request, SamplingParams, Structure, TokenDelta
+from tests.support.front_ends import DeltaSource, chat, chunks_of, info, reply_to
 from tests.support.vllm_installed import NEEDS_VLLM
 
 pytestmark = NEEDS_VLLM
@@ -63,24 +62,12 @@ def tokenizer(folder: Path) -> Tokenizer:
     return Tokenizer.from_folder(folder)
 
 
-class Cut:
-    """Gives out the tokens of a text, then the end token, cut into deltas as the test asks. A fake."""
-
-    def __init__(self, tokenizer: Tokenizer, text: str, cuts: Sequence[int]) -> None:
-        ids = (*tokenizer.encode(text), tokenizer.eos_token_ids[0])
-        borders = [0, *sorted({cut % len(ids) for cut in cuts} - {0}), len(ids)]
-        self._deltas = [ids[begin:end] for begin, end in itertools.pairwise(borders)]
-        self._end = ids[-1]
-
-    async def stream(self, requests: Sequence[Request]) -> AsyncGenerator[TokenDelta, None]:
-        for number, ids in enumerate(self._deltas, start=1):
-            last = number == len(self._deltas)
-            reason = FinishReason.STOP if last else None
-            stop = self._end if last else None
-            yield TokenDelta(requests[0].request_id, ids, finish_reason=reason, stop_token_id=stop)
-
-    async def abort(self, request_id: str) -> None:
-        raise AssertionError("nothing is to be aborted")
+def cut(tokenizer: Tokenizer, text: str, cuts: Sequence[int]) -> DeltaSource:
+    """The tokens of a text and the end token, cut into deltas as the test asks."""
+    ids = (*tokenizer.encode(text), tokenizer.eos_token_ids[0])
+    borders = [0, *sorted({cut % len(ids) for cut in cuts} - {0}), len(ids)]
+    *deltas, last = [TokenDelta("r", ids[begin:end]) for begin, end in itertools.pairwise(borders)]
+    return DeltaSource(*deltas, last.replace(finish_reason=FinishReason.STOP, stop_token_id=ids[-1]))
 
 
 def parsers(folder: Path, tool_parser: str | None = None, reasoning_parser: str | None = None) -> Any:
@@ -93,45 +80,39 @@ class Answered:
     """What a whole reply says, and what a stream of the same tokens does."""
 
     def __init__(self, tokenizer: Tokenizer, made: Any, text: str, cuts: Sequence[int] = (), **fields: Any) -> None:
-        info = ModelInfo("m", 5000, tokenizer.vocab_size, "0" * 16, "", tokenizer.eos_token_ids)
-        self._front = FrontEnd(Cut(tokenizer, text, cuts), tokenizer, info, parsers=made)
-        self._fields = {"model": "m", "messages": [{"role": "user", "content": "hi"}], **fields}
-        self.whole, self.streamed = asyncio.run(self._whole()), asyncio.run(self._streamed())
+        front = FrontEnd(cut(tokenizer, text, cuts), tokenizer, info(tokenizer, 5000), parsers=made)
+        self.whole = whole(asyncio.run(reply_to(front, chat(**fields))))
+        self.streamed = streamed(asyncio.run(chunks_of(front, chat(**fields, stream=True))))
 
-    async def _whole(self) -> dict[str, Any]:
-        wire = parse(json.dumps(self._fields).encode(), ChatCompletionRequest)
-        reply = await self._front.collect(await self._front.prepare(wire))
-        (choice,) = ChatCompletion.model_validate(reply).choices
-        message = reply["choices"][0]["message"]
-        calls = [call["function"] for call in message.get("tool_calls", ())]
-        return self._reported(message["content"], message.get("reasoning"), calls, choice.finish_reason)
 
-    async def _streamed(self) -> dict[str, Any]:
-        wire = parse(json.dumps(self._fields | {"stream": True}).encode(), ChatCompletionRequest)
-        raw = b"".join([event async for event in self._front.events(await self._front.prepare(wire))]).decode()
-        content = reasoning = reason = ""
-        calls: list[dict[str, str]] = []
-        for block in raw.split("\n\n")[:-2]:
-            chunk = json.loads(block.removeprefix("data: "))
-            ChatCompletionChunk.model_validate(chunk)
-            delta = chunk["choices"][0]["delta"]
-            content += delta.get("content") or ""
-            reasoning += delta.get("reasoning") or ""
-            reason = chunk["choices"][0]["finish_reason"] or reason
-            for part in delta.get("tool_calls", ()):
-                if "id" in part:
-                    assert part["index"] == len(calls) and part["type"] == "function"
-                    calls.append({"name": part["function"]["name"], "arguments": ""})
-                calls[part["index"]]["arguments"] += part["function"]["arguments"]
-        return self._reported(content, reasoning, calls, reason)
+def whole(reply: dict[str, Any]) -> dict[str, Any]:
+    (choice,) = ChatCompletion.model_validate(reply).choices
+    message = reply["choices"][0]["message"]
+    calls = [call["function"] for call in message.get("tool_calls", ())]
+    return said(message["content"], message.get("reasoning"), calls, choice.finish_reason)
 
-    @staticmethod
-    def _reported(
-        content: str | None, reasoning: str | None, calls: list[dict[str, str]], reason: str
-    ) -> dict[str, Any]:
-        reported = [(call["name"], json.loads(call["arguments"])) for call in calls]
-        # vLLM keeps the white space around calls in streams, and not in whole answers.
-        return {"content": (content or "").strip(), "reasoning": reasoning or "", "calls": reported, "reason": reason}
+
+def streamed(chunks: list[dict[str, Any]]) -> dict[str, Any]:
+    content = reasoning = reason = ""
+    calls: list[dict[str, str]] = []
+    for chunk in chunks:
+        ChatCompletionChunk.model_validate(chunk)
+        delta = chunk["choices"][0]["delta"]
+        content += delta.get("content") or ""
+        reasoning += delta.get("reasoning") or ""
+        reason = chunk["choices"][0]["finish_reason"] or reason
+        for part in delta.get("tool_calls", ()):
+            if "id" in part:
+                assert part["index"] == len(calls) and part["type"] == "function"
+                calls.append({"name": part["function"]["name"], "arguments": ""})
+            calls[part["index"]]["arguments"] += part["function"]["arguments"]
+    return said(content, reasoning, calls, reason)
+
+
+def said(content: str | None, reasoning: str | None, calls: list[dict[str, str]], reason: str) -> dict[str, Any]:
+    reported = [(call["name"], json.loads(call["arguments"])) for call in calls]
+    # vLLM keeps the white space around calls in streams, and not in whole answers.
+    return {"content": (content or "").strip(), "reasoning": reasoning or "", "calls": reported, "reason": reason}
 
 
 def hermes(calls: Sequence[tuple[str, Any]]) -> str:
@@ -278,10 +259,5 @@ def test_forms_of_ours_are_kept_by_vllms_guidance(folder: Path, tokenizer: Token
 
 
 def test_a_front_end_without_parsers_pays_no_import() -> None:
-    found = subprocess.run(
-        [sys.executable, "-c", "import sys, serve_app.deployments.pools; print('vllm' in sys.modules)"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert found.stdout.strip() == "False"
+    code = "import sys, serve_app.deployments.pools; print('vllm' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"False\n"

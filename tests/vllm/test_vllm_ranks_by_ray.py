@@ -63,11 +63,7 @@ def config(folder: Path, port: int) -> dict[str, Any]:
             "block_size": 32,
         },
         "vllm": {
-            "engine_args": {
-                "enforce_eager": True,
-                "tensor_parallel_size": 2,
-                "distributed_executor_backend": "ray",
-            },
+            "engine_args": {"enforce_eager": True, "tensor_parallel_size": 2, "distributed_executor_backend": "ray"},
             "self_check_sample_rate": 1.0,
         },
         "topology": "monolith",

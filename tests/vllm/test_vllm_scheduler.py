@@ -159,8 +159,3 @@ def test_a_step_that_ends_a_request_is_learned_from_and_then_the_request_is_forg
     ours.schedule()
     assert seen == [["ends", "stays"]]
     assert list(ours._planned._sequences) == ["stays"], "what is over is remembered"
-
-
-def test_nothing_is_planned_without_a_drafter(monkeypatch: pytest.MonkeyPatch) -> None:
-    ours = scheduler(monkeypatch, {}, drafter=DrafterConfig(kind="none", length="dynamic"))
-    assert ours._planned is None

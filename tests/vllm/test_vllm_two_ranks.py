@@ -17,7 +17,6 @@ from deploy.run.processes import process_tree
 from serve_app.backends.base import Prefilled
 from serve_app.backends.torch_backend import TorchBackend
 from serve_app.backends.vllm_backend import VllmBackend
-from serve_app.backends.vllm_parts.checkpoint import folder_fingerprint
 from serve_app.backends.vllm_parts.settings import SIZES, VllmSettings
 from speculative.config import DrafterConfig
 from speculative.errors import EngineFault, HandoffRefused
@@ -112,10 +111,6 @@ async def test_each_rank_reads_its_half_by_nixl(folder: Path, monkeypatch: pytes
         assert sum(delta.num_accepted for delta in deltas) > 10, "the drafter's keys and values came with it"
 
 
-async def test_every_rank_has_what_is_changed_in_the_worker(backend: VllmBackend) -> None:
-    assert await backend._llm.collective_rpc("draws_can_be_repeated") == [True, True]
-
-
 async def test_one_rank_computes_the_same_counts_each_term_once_and_hands_nothing_over(
     backend: VllmBackend, folder: Path
 ) -> None:
@@ -160,7 +155,6 @@ async def test_new_weights_reach_every_rank(backend: VllmBackend, folder: Path, 
 
 async def test_two_ranks_compute_what_one_does_with_an_adapter_and_hand_it_over(folder: Path, tmp_path: Path) -> None:
     adapter = write_tiny_adapter(tmp_path / "sql", folder, seed=1)
-    others = write_tiny_model(tmp_path / "others", vocab_size=512, tokenizer=True, seed=9, **TARGET)
     prompt = (PROMPT * 10)[:129]  # several blocks and chunks
     request = Request("r", prompt, GREEDY, adapter="sql")
     async with engine(folder, lora_modules={"sql": str(adapter)}) as two:
@@ -173,16 +167,10 @@ async def test_two_ranks_compute_what_one_does_with_an_adapter_and_hand_it_over(
         assert tokens(deltas) == said != plain and two.take_stats().num_prompt_tokens == 1
         with pytest.raises(HandoffRefused, match="adapter"):
             await collect(two.resume(dataclasses.replace(request, adapter=""), handoff))
-        fingerprint = two._info().fingerprint
-        assert fingerprint == two._adapters.with_model(folder_fingerprint(folder)) != folder_fingerprint(folder)
-        await two.load_weights(str(others))
-        assert (await two.switch_weights("v1")).fingerprint != fingerprint
-        after = tokens(await collect(two.generate(request)))
-    for target, text in ((folder, said), (others, after)):
-        merged = write_merged(tmp_path / f"merged-{target.name}", target, adapter)
-        config = dataclasses.replace(CONFIG, drafter=DrafterConfig(kind="none"))
-        async with serving(TorchBackend(str(merged), "merged", config)) as one:
-            assert tokens(await collect(one.generate(dataclasses.replace(request, adapter="")))) == text
+    merged = write_merged(tmp_path / "merged", folder, adapter)
+    config = dataclasses.replace(CONFIG, drafter=DrafterConfig(kind="none"))
+    async with serving(TorchBackend(str(merged), "merged", config)) as one:
+        assert tokens(await collect(one.generate(dataclasses.replace(request, adapter="")))) == said
 
 
 async def test_a_killed_rank_ends_the_engine_and_nothing_hangs(folder: Path) -> None:

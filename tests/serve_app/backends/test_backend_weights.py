@@ -97,19 +97,6 @@ async def test_weights_that_cannot_be_had_change_nothing(
     assert {d.weight_version for d in await collected(backend, "still")} == {"default"}
 
 
-async def test_wait_lets_them_finish_and_keeps_newcomers_out(backend: TorchBackend) -> None:
-    running = await Running(backend).begun()
-    pausing = asyncio.create_task(backend.pause(PauseMode.WAIT))
-    await asyncio.sleep(0)
-    newcomer = asyncio.create_task(collected(backend, "newcomer"))
-    await pausing
-    assert running.deltas[-1].finish_reason is FinishReason.LENGTH
-    assert sum(len(delta.token_ids) for delta in running.deltas) == LONG.max_tokens
-    assert not newcomer.done() and backend.usage().num_running == 0
-    await backend.unpause()
-    assert (await newcomer)[-1].finished
-
-
 async def test_abort_ends_them_at_once(backend: TorchBackend) -> None:
     running = await Running(backend).begun()
     await backend.pause(PauseMode.ABORT)
