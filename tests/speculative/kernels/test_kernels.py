@@ -73,46 +73,13 @@ def as_read(kind: str, rows: Tensor) -> Tensor:
 
 @needs_kernels
 @pytest.mark.parametrize(("num_outputs", "biased"), [(32, True), (75, True), (32, False), (75, False)])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_product(kind: str, num_outputs: int, biased: bool) -> None:
-    linear, weight, bias = native(kind, 96, num_outputs, biased=biased)
+@pytest.mark.parametrize(("kind", "num_inputs"), [*((kind, 96) for kind in KINDS), ("float32", 41), ("bfloat16", 41)])
+def test_a_product(kind: str, num_inputs: int, num_outputs: int, biased: bool) -> None:
+    linear, weight, bias = native(kind, num_inputs, num_outputs, biased=biased)
     for num_rows in (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 21):
-        rows = random(num_rows, 200)[:, :96]  # strided, as in a forward
+        rows = random(num_rows, 200)[:, :num_inputs]  # strided, as in a forward
         expected = as_read(kind, rows).double() @ weight.double().T + bias.double()
         torch.testing.assert_close(linear(rows).double(), expected, rtol=0, atol=1e-4)
-
-
-_COSTS = [("bfloat16", 1.7e-3), ("int8", 2e-5), ("w4a8", 6e-3)]
-
-
-@needs_kernels
-@pytest.mark.parametrize(("kind", "rounding"), _COSTS)
-def test_what_rounding_the_activations_costs(kind: str, rounding: float) -> None:
-    linear, weight, bias = native(kind, 576, 75)
-    rows = random(16, 576)
-    expected = rows.double() @ weight.double().T + bias.double()
-    error = (linear(rows).double() - expected).square().mean().sqrt() / expected.square().mean().sqrt()
-    assert error < 1.5 * rounding
-
-
-@needs_kernels
-@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
-def test_a_product_of_an_odd_number_of_inputs(kind: Kind) -> None:
-    linear, weight, bias = native(kind, 41, 40)
-    rows = random(9, 41)
-    expected = as_read(kind, rows).double() @ weight.double().T + bias.double()
-    torch.testing.assert_close(linear(rows).double(), expected, rtol=0, atol=1e-4)
-
-
-@needs_kernels
-@pytest.mark.parametrize("num_outputs", [16, 75, 96])  # part of a panel, such a part behind whole ones, whole ones
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_bias_is_added_to_the_same_bits(kind: str, num_outputs: int) -> None:
-    biased, _, bias = native(kind, 32, num_outputs)
-    plain, _, _ = native(kind, 32, num_outputs, biased=False)
-    rows = random(13, 32)
-    for num_rows in range(1, 14):
-        assert torch.equal(biased(rows[:num_rows]), plain(rows[:num_rows]) + bias)
 
 
 @needs_kernels
@@ -178,12 +145,7 @@ def three_sequences() -> tuple[AttentionRows, int]:
 
 
 def attended(
-    kernels: Kernels,
-    qkv: Tensor,
-    num_heads: int,
-    chunks: list[int],
-    *,
-    dtype: torch.dtype = torch.bfloat16,
+    kernels: Kernels, qkv: Tensor, num_heads: int, chunks: list[int], *, dtype: torch.dtype = torch.bfloat16
 ) -> Tensor:
     """Attention of one sequence [N, num_heads + 4, head_dim] in chunks, over a cache with two heads."""
     num_slots = max(200, len(qkv))
@@ -216,21 +178,6 @@ def test_attention(head_dim: int, dtype: torch.dtype, num_threads: int) -> None:
     expected = plain(1, *(part.to(dtype) for part in (query, key, value)))
     assert torch.equal(ours.data, theirs.data), "what is stored"
     torch.testing.assert_close(found, expected.float(), rtol=0, atol=1e-5 if dtype == torch.float32 else 0.03)
-
-
-@needs_kernels
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_query_sees_nothing_behind_itself(dtype: torch.dtype) -> None:
-    rows, count = three_sequences()
-    qkv = random(count, 10, 32)
-    kernels = compiled()
-    first = StepAttention(cache_with(200, dtype), rows, kernels)(0, qkv[:, :6], qkv[:, 6:8], qkv[:, 8:])
-    spoilt = qkv.clone()
-    spoilt[24:26, 6:] = torch.nan  # keys and values of the long sequence's last two rows, 21 to 25
-    second = StepAttention(cache_with(200, dtype), rows, kernels)(0, qkv[:, :6], spoilt[:, 6:8], spoilt[:, 8:])
-    assert torch.equal(second[:24], first[:24])
-    assert second[24:26].isnan().all()
-    assert torch.equal(second[26:], first[26:])
 
 
 def hidden_states(
@@ -281,15 +228,6 @@ def test_a_token_is_the_same_bits_in_any_chunk(weights: Kind, cache_dtype: torch
     for chunks in ([1] * 40, [17, 4, 4, 1, 14]):
         found = hidden_states(decoder, ids, chunks, (1,), cache_dtype)
         assert all(torch.equal(a, b) for a, b in zip(found, whole, strict=True))
-
-
-@needs_kernels
-def test_what_a_cache_in_bfloat16_costs(tmp_path: Path) -> None:
-    decoder = load_decoder(write_tiny_model(tmp_path), dtype=torch.float32, device="cpu", weights="bfloat16")
-    ids = torch.arange(7, 47)
-    found = hidden_states(decoder, ids, [40], cache_dtype=torch.bfloat16)[0]
-    expected = hidden_states(decoder, ids, [40])[0]
-    assert (found - expected).square().mean().sqrt() / expected.square().mean().sqrt() < 1.3e-2
 
 
 @needs_kernels

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from speculative.kernels.bindings import NUM_WAYS, LinearStruct
-from speculative.kernels.prefetch import WAYS, describe_ways, measured_ways
+from speculative.kernels.prefetch import WAYS, measured_ways
 
 NONE, PAST, NEAR, FAR = range(len(WAYS))
 
@@ -48,10 +48,3 @@ def test_what_gains_nothing_to_speak_of_changes_nothing() -> None:
 def test_integers_are_always_asked_for_into_all_caches() -> None:
     kernels = Products({(0, NONE): 0.1, (0, PAST): 0.1})
     assert measured_ways(kernels, lambda: kernels.now)[0] == NEAR  # type: ignore[arg-type]
-
-
-def test_the_ways_are_named() -> None:
-    assert describe_ways((FAR, NONE, PAST, NEAR, NEAR, NEAR)) == (
-        "integers: far; others by products for each weight: "
-        "1: none, 2: past the outer caches, 3: near, 4: near, 5: near"
-    )

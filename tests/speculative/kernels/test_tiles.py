@@ -3,9 +3,11 @@
 import ctypes
 import json
 import logging
+from collections.abc import Callable
 from ctypes import c_int64
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -171,17 +173,6 @@ def test_attention_of_a_row_is_the_same_bits_in_any_company_on_any_number_of_thr
             assert torch.equal(attended(tiles, qkv, num_heads, chunks), alone)
 
 
-@pytest.mark.parametrize("damage", [torch.nan, torch.inf])
-def test_a_query_sees_nothing_behind_itself(damage: float, tiles: Kernels) -> None:
-    tiles.attends_by_tiles = True
-    qkv = random(70, 10, 64)
-    sound = attended(tiles, qkv, 6, [70])
-    qkv[44:46, 6:] = damage  # keys and values of rows that share a piece and a panel with others
-    spoilt = attended(tiles, qkv, 6, [70])
-    assert torch.equal(spoilt[:44], sound[:44])
-    assert not spoilt[44:].isfinite().any()
-
-
 @pytest.mark.parametrize("weights", ["bfloat16", "w4a8"])
 def test_a_token_is_the_same_bits_in_any_chunk(
     weights: Kind, tiles: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -265,51 +256,29 @@ class Machine:
 
 
 @pytest.mark.parametrize(
-    ("machine", "chosen", "why"),
+    ("measured", "field", "machine", "chosen", "why"),
     [
-        (Machine(share=0.1), True, "took 0.10 of the time"),
-        (Machine(share=0.98), False, "took 0.98 of the time"),
-        (Machine(error=0.1), False, "are wrong on this machine"),
-        (Machine(error=torch.nan), False, "are wrong on this machine"),
-        (Machine(error_of_batches=1e-5), False, "depend on the number of rows"),
+        (measured_tiles, "by_tiles", Machine(share=0.1), True, "took 0.10 of the time"),
+        (measured_tiles, "by_tiles", Machine(share=0.98), False, "took 0.98 of the time"),
+        (measured_tiles, "by_tiles", Machine(error=torch.nan), False, "are wrong on this machine"),
+        (measured_tiles, "by_tiles", Machine(error_of_batches=1e-5), False, "depend on the number of rows"),
+        (measured_attention, "attends_by_tiles", Machine(share=0.4, least_gain=2), True, "took 0.70 of the time"),
+        (measured_attention, "attends_by_tiles", Machine(share=0.98), False, "took 0.98 of the time"),
+        (measured_attention, "attends_by_tiles", Machine(error=0.1), False, "is wrong on this machine"),
+        (measured_attention, "attends_by_tiles", Machine(error=torch.nan), False, "is wrong on this machine"),
+        (measured_attention, "attends_by_tiles", Machine(error_of_batches=1e-5), False, "depends on the number"),
+        (measured_int4_rows, "int4_tile_rows", Machine(share=0.1), 1, "0.10 at 16"),
+        (measured_int4_rows, "int4_tile_rows", Machine(share=0.5, least_gain=32), 32, "1.00 at 16, 0.50 at 32"),
+        (measured_int4_rows, "int4_tile_rows", Machine(share=0.98), 0, "0.98 at 256"),
+        (measured_int4_rows, "int4_tile_rows", Machine(error=1e-6), 0, "are wrong on this machine"),
+        (measured_int4_rows, "int4_tile_rows", Machine(error_of_batches=1e-6), 0, "are wrong on this machine"),
     ],
 )
-def test_tiles_are_taken_where_they_are_right_and_gain_time(machine: Machine, chosen: bool, why: str) -> None:
-    found, said = measured_tiles(machine, lambda: machine.now)  # type: ignore[arg-type]
-    assert (found, machine.by_tiles) == (chosen, chosen)
-    assert why in said
-
-
-@pytest.mark.parametrize(
-    ("machine", "chosen", "why"),
-    [
-        (Machine(share=0.1), True, "took 0.10 of the time"),
-        (Machine(share=0.4, least_gain=2), True, "took 0.70 of the time"),
-        (Machine(share=0.98), False, "took 0.98 of the time"),
-        (Machine(error=0.1), False, "is wrong on this machine"),
-        (Machine(error=torch.nan), False, "is wrong on this machine"),
-        (Machine(error_of_batches=1e-5), False, "depends on the number of rows"),
-    ],
-)
-def test_attention_is_left_to_tiles_where_it_is_right_and_gains_time(machine: Machine, chosen: bool, why: str) -> None:
-    found, said = measured_attention(machine, lambda: machine.now)  # type: ignore[arg-type]
-    assert (found, machine.attends_by_tiles) == (chosen, chosen)
-    assert why in said
-
-
-@pytest.mark.parametrize(
-    ("machine", "chosen", "why"),
-    [
-        (Machine(share=0.1), 1, "0.10 at 16"),
-        (Machine(share=0.5, least_gain=32), 32, "1.00 at 16, 0.50 at 32"),
-        (Machine(share=0.98), 0, "0.98 at 256"),
-        (Machine(error=1e-6), 0, "are wrong on this machine"),
-        (Machine(error_of_batches=1e-6), 0, "are wrong on this machine"),
-    ],
-)
-def test_four_bit_weights_are_left_to_tiles_from_where_they_gain_time(machine: Machine, chosen: int, why: str) -> None:
-    found, said = measured_int4_rows(machine, lambda: machine.now)  # type: ignore[arg-type]
-    assert (found, machine.int4_tile_rows) == (chosen, chosen)
+def test_tiles_are_taken_where_they_are_right_and_gain_time(
+    measured: Callable[..., Any], field: str, machine: Machine, chosen: int, why: str
+) -> None:
+    found, said = measured(machine, lambda: machine.now)
+    assert (found, getattr(machine, field)) == (chosen, chosen)
     assert why in said
 
 

@@ -22,12 +22,12 @@ from speculative.model.head_checkpoint import read_held_out_rates
 from speculative.model.loading import load_decoder
 from speculative.state.batch import AttentionRows
 from tests.support.tiny_models import write_tiny_model
+from tests.support.vocabulary import needs_kernels
 from tools.train_head.head import initial_head, save_head
 
 VOCAB = 64
 LAYERS = 4
 DRAFT_IDS = torch.tensor([0, 1, 2, *range(20, 49)])
-needs_kernels = pytest.mark.skipif(cpu_kernels() is None, reason="there are no CPU kernels here")
 
 
 @pytest.fixture(scope="module")
@@ -85,13 +85,6 @@ def test_a_head_for_the_cpu_in_bfloat16_says_the_same(
         )
     rounding = 0.05 if weights is None else 0.4  # to four bits, beside our kernels
     assert (ours - theirs.float()).abs().max() < rounding * ours.abs().max()
-
-
-def test_a_damaged_file_is_reported(folder: Path, target: Decoder) -> None:
-    path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:50])
-    with pytest.raises(ConfigError, match="damaged"):
-        load_eagle3(folder, target, dtype=torch.float32)
 
 
 @needs_kernels
@@ -160,7 +153,6 @@ def test_held_out_rates_that_cannot_be_are_refused(folder: Path, rates: Any) -> 
         ({"norm.weight": torch.full((64,), float("nan"))}, "norm.weight holds NaN"),
         ({"norm.weight": torch.zeros(65)}, "norm.weight has shape"),
         ({"d2t": None}, "lacks the tensor d2t"),
-        ({"d2t": torch.zeros(7, dtype=torch.long)}, "different ids"),
         ({"d2t": torch.full((32,), 40)}, "different ids below 64"),
         ({"t2d": torch.ones(64, dtype=torch.bool)}, "t2d and d2t name different tokens"),
         ({"model.norm.weight": torch.zeros(64)}, r"norm\.weight of model\.safetensors .* differ"),
@@ -181,19 +173,11 @@ def test_weights_that_do_not_fit_are_named(
     ("change", "error", "reported"),
     [
         ({"architectures": ["LlamaForCausalLM"]}, UnsupportedModel, "no EAGLE-3 head"),
-        ({"num_hidden_layers": 2}, UnsupportedModel, "num_hidden_layers is 2"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, UnsupportedModel, "use_aux_hidden_state"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 2], "eagle_config": {}}, UnsupportedModel, "three layers"),
-        (
-            {"eagle_aux_hidden_state_layer_ids": [0, 1, 9], "eagle_config": {}},
-            ConfigError,
-            "name layers of the target",
-        ),
+        ({"eagle_aux_hidden_state_layer_ids": [0, 1, 9], "eagle_config": {}}, ConfigError, "name layers of the target"),
         ({"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}, ConfigError, r"\[0, 1, 2\], and in `eagle_config`"),
         ({"norm_before_residual": "false"}, ConfigError, "`norm_before_residual` must be true or false"),
-        ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, UnsupportedModel, "`rope_type` is 'yarn'"),
-        ({"vocab_size": 128}, ConfigError, "another target: its vocabulary is 128, not 64"),
-        ({"target_hidden_size": 32}, ConfigError, "another target"),
     ],
 )
 def test_heads_that_do_not_fit_are_refused(

@@ -14,7 +14,6 @@ from speculative.errors import ConfigError, UnsupportedModel
 from speculative.model import fp8
 from speculative.model.config import ModelConfig
 from speculative.model.decoder import Decoder
-from speculative.model.fingerprint import model_fingerprint
 from speculative.model.fp8 import E4M3, Fp8Rows, quantize_rows, why_no_fp8
 from speculative.model.layers import Fp8Linear
 from speculative.model.loading import choose_weights, load_decoder
@@ -22,6 +21,7 @@ from tests.support.engines import naive_logits
 from tests.support.tiny_models import write_tiny_model
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+EIGHT_BITS = {"num_bits": 8, "type": "float", "symmetric": True}
 FP8_DYNAMIC = {
     "quant_method": "compressed-tensors",
     "format": "float-quantized",
@@ -30,14 +30,8 @@ FP8_DYNAMIC = {
     "config_groups": {
         "group_0": {
             "targets": ["Linear"],
-            "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False},
-            "input_activations": {
-                "num_bits": 8,
-                "type": "float",
-                "strategy": "token",
-                "symmetric": True,
-                "dynamic": True,
-            },
+            "weights": EIGHT_BITS | {"strategy": "channel", "dynamic": False},
+            "input_activations": EIGHT_BITS | {"strategy": "token", "dynamic": True},
         }
     },
 }
@@ -213,17 +207,10 @@ def test_sizes_that_the_products_do_not_take_are_refused(sizes: dict[str, int], 
     [
         (CPU, "bfloat16", None, "2.13.0", r"need a GPU; on a CPU take quantization: w4a8"),
         (CUDA, "float32", (9, 0), "2.13.0", r"dtype is float32; take dtype: bfloat16"),
-        (
-            CUDA,
-            "bfloat16",
-            (8, 6),
-            "2.13.0",
-            r"need 8\.9 or higher, and A thing has compute capability 8\.6; take quantization: auto",
-        ),
+        (CUDA, "bfloat16", (8, 6), "2.13.0", r"need 8\.9 or higher, and A thing has .* 8\.6; take quantization: auto"),
         (CUDA, "bfloat16", (8, 9), "2.9.1+cu130", r"torch 2\.9\.1 launches .* install torch 2\.12"),
         (CUDA, "bfloat16", (8, 9), "2.12.0+cu130", None),
         (CUDA, "bfloat16", (9, 0), "2.9.1+cu130", None),
-        (CUDA, "bfloat16", (12, 0), "2.13.0", None),
     ],
 )
 def test_devices_without_fp8_are_refused_with_the_reason(
@@ -259,11 +246,6 @@ def test_a_checkpoint_in_fp8_is_taken_as_it_is_or_refused(tmp_path: Path) -> Non
             choose_weights(wanted, folder, dtype="bfloat16", device=CPU)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="holds FP8 weights, and quantization is bfloat16; take quantization: auto"):
         choose_weights("bfloat16", folder, dtype="bfloat16", device=CUDA)
-
-
-def test_a_fingerprint_reports_the_rounding(tmp_path: Path) -> None:
-    folder = write_tiny_model(tmp_path)
-    assert model_fingerprint(folder, weights="fp8") != model_fingerprint(folder)
 
 
 def test_the_largest_number_is_not_rounded_beyond_the_range() -> None:

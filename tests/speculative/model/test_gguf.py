@@ -57,15 +57,12 @@ def test_smollm_splits_digits_before_anything_merges_across_them(tmp_path: Path)
     assert [piece for piece, _ in backend.pre_tokenizer.pre_tokenize_str("a  12")] == ["a", "ĠĠ", "1", "2"]
 
 
-def test_a_tokenizer_that_puts_bos_first(tmp_path: Path) -> None:
-    _, made = converted(tmp_path, tokenizer__ggml__add_bos_token=True)
+def test_a_tokenizer_that_puts_bos_first_or_eos_last(tmp_path: Path) -> None:
+    _, made = converted(tmp_path / "bos", tokenizer__ggml__add_bos_token=True)
     tokenizer = AutoTokenizer.from_pretrained(made)
     assert tokenizer("the")["input_ids"][0] == 1
     assert 1 not in tokenizer("the", add_special_tokens=False)["input_ids"]
-
-
-def test_a_tokenizer_that_puts_eos_last(tmp_path: Path) -> None:
-    _, made = converted(tmp_path, tokenizer__ggml__add_eos_token=True)
+    _, made = converted(tmp_path / "eos", tokenizer__ggml__add_eos_token=True)
     ids = RawTokenizer.from_file(str(made / "tokenizer.json")).encode("the").ids
     assert ids[-1] == 2 and 1 not in ids
 
@@ -143,10 +140,7 @@ def test_the_real_model_equals_transformers_own_conversion(tmp_path: Path) -> No
     made.mkdir()
     convert_gguf(gguf_path, made)
     reference = AutoModelForCausalLM.from_pretrained(
-        tmp_path,
-        gguf_file=gguf_path.name,
-        quantization_config=GgufConfig(dequantize=True),
-        dtype=torch.bfloat16,
+        tmp_path, gguf_file=gguf_path.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
     )
     expected, found = reference.state_dict(), load_file(made / "model.safetensors")
     assert expected.keys() - found.keys() == {"lm_head.weight"}, "tied to the embedding"

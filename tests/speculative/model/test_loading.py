@@ -37,34 +37,13 @@ def load(folder: Path) -> Decoder:
     return load_decoder(folder, dtype=torch.float32, device="cpu")
 
 
-def test_a_new_decoder_is_all_nan_and_a_loaded_one_has_none(tmp_path: Path) -> None:
-    folder = write_tiny_model(tmp_path, "qwen3_biased")
-    fresh = Decoder(ModelConfig.from_folder(folder), dtype=torch.float32, device=CPU)
-    assert all(parameter.isnan().all() for parameter in fresh.parameters())
-    assert not any(parameter.isnan().any() for parameter in load(folder).parameters())
-
-
-def test_slots_cover_every_parameter(tmp_path: Path) -> None:
-    decoder = Decoder(
-        ModelConfig.from_folder(write_tiny_model(tmp_path, "qwen3_biased")), dtype=torch.float32, device=CPU
-    )
+def test_a_new_decoder_is_all_nan_and_slots_cover_every_parameter(tmp_path: Path) -> None:
+    config = ModelConfig.from_folder(write_tiny_model(tmp_path, "qwen3_biased"))
+    decoder = Decoder(config, dtype=torch.float32, device=CPU)
+    assert all(parameter.isnan().all() for parameter in decoder.parameters())
     for slot in decoder.checkpoint_slots().values():
         slot.zero_()
     assert all((parameter == 0).all() for parameter in decoder.parameters())
-
-
-def test_missing_tensors_are_named(tmp_path: Path) -> None:
-    name = "model.layers.1.mlp.up_proj.weight"
-    folder = edit_weights(write_tiny_model(tmp_path), lambda weights: weights.pop(name))
-    with pytest.raises(ConfigError, match=f"lacks the tensors {name}"):
-        load(folder)
-
-
-def test_unexpected_tensors_are_named(tmp_path: Path) -> None:
-    extra = "model.layers.0.self_attn.q_proj.bias"
-    folder = edit_weights(write_tiny_model(tmp_path), lambda weights: weights.update({extra: torch.zeros(64)}))
-    with pytest.raises(ConfigError, match=f"unexpected tensor {extra}"):
-        load(folder)
 
 
 def test_an_lm_head_under_a_tied_config_is_the_embedding_or_refused(tmp_path: Path) -> None:
@@ -129,13 +108,11 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
         load(folder)
 
 
-def test_a_sharded_checkpoint_is_the_same_model(tmp_path: Path) -> None:
+def test_a_checkpoint_that_lacks_a_shard_is_refused(tmp_path: Path) -> None:
     whole = write_tiny_model(tmp_path / "whole")
     sharded = tmp_path / "sharded"
     AutoModelForCausalLM.from_pretrained(whole).save_pretrained(sharded, max_shard_size="100KB")
     assert len(list(sharded.glob("model-*.safetensors"))) > 2
-    expected, found = load(whole).state_dict(), load(sharded).state_dict()
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     next(iter(sorted(sharded.glob("model-*.safetensors")))).unlink()
     with pytest.raises(ConfigError, match=r"lacks model-00001-of-.*named in model\.safetensors\.index\.json"):
         load(sharded)
