@@ -27,7 +27,7 @@ from serve_app.referee.answer import Answer
 from serve_app.referee.dumps import DumpFolder
 from serve_app.referee.judgement import Judge
 from serve_app.referee.records import Record
-from serve_app.referee.replay_checker import Replay, ReplayChecker
+from serve_app.referee.replay_checker import ReplayChecker
 from serve_app.referee.replica_book import ReplicaBook
 from serve_app.referee.strata import SERVED_STRATA
 from serve_app.referee.tolerance import Tolerance
@@ -109,11 +109,6 @@ def serve(engine: EngineCore, request: Request) -> Answer:
     return answer
 
 
-def counted_checker(replay: Replay, book: ReplicaBook, counts: RefereeCounts, **settings: Any) -> ReplayChecker:
-    judge = counts.counting(Judge(TOLERANCE).judge)
-    return ReplayChecker(replay, judge, book, ended=counts.ended, **settings)
-
-
 class Court:
     """A checker with its book, and what surrounds them."""
 
@@ -124,14 +119,11 @@ class Court:
         self.folder = tmp_path / "dumps"
         self.metrics = Metrics([self.sink], model_name="tiny", pool="prefill")
         self.counts = counts = RefereeCounts(self.metrics, SERVED_STRATA)
-        self.book = ReplicaBook(
-            TOLERANCE,
-            DumpFolder(self.folder, 10, 10**7),
-            alarmed=counts.alarmed,
-            clock=lambda: self.now,
-        )
+        dumps = DumpFolder(self.folder, 10, 10**7)
+        self.book = ReplicaBook(TOLERANCE, dumps, alarmed=counts.alarmed, clock=lambda: self.now)
         self.registry = ReplicaRegistry(self.book, counts, clock=lambda: self.now)
-        self.checker = counted_checker(self.replayer, self.book, counts, **settings)
+        judge = counts.counting(Judge(TOLERANCE).judge)
+        self.checker = ReplayChecker(self.replayer, judge, self.book, ended=counts.ended, **settings)
 
     def on_heartbeat(
         self, replica: str = "r1", *, since: float = 0.0, state: BreakerState = BreakerState.CLOSED, **changes: Any
@@ -157,14 +149,13 @@ class Court:
         )
 
 
-def served(number: int = 0, **changes: Any) -> Answer:
+def served(number: int = 0, num_tokens: int = NUM_TOKENS, **changes: Any) -> Answer:
     fields: dict[str, Any] = {
-        "began_at": 10.0,
-        "token_ids": tuple(range(NUM_TOKENS)),
-        "logprobs": (-1.0,) * NUM_TOKENS,
-        "kinds": (TokenKind.FIRST,) + (TokenKind.ACCEPTED,) * (NUM_TOKENS - 1),
-        "rounds_since_handoff": (None, *range(NUM_TOKENS - 1)),
-        "preempted": (False,) * NUM_TOKENS,
+        "token_ids": tuple(range(num_tokens)),
+        "logprobs": (-1.0,) * num_tokens,
+        "kinds": (TokenKind.FIRST,) + (TokenKind.ACCEPTED,) * (num_tokens - 1),
+        "rounds_since_handoff": (None, *range(num_tokens - 1)),
+        "preempted": (False,) * num_tokens,
         "num_drafted": 30,
         "prefilled_by": "p1",
         "max_model_len": NUM_TOKENS + 6,

@@ -73,18 +73,16 @@ def test_a_second_trip_within_the_window_takes_the_replica_out(breaker: Breaker,
     assert not trip(breaker, clock), "it is out already"
 
 
-def test_a_second_trip_after_the_window_is_a_first_one(breaker: Breaker, clock: Clock) -> None:
+def test_a_second_trip_takes_it_out_while_it_is_open_and_is_a_first_one_after_the_window(
+    breaker: Breaker, clock: Clock
+) -> None:
     trip(breaker, clock)
     closed_again(breaker, clock)
     clock.now += 100
     assert trip(breaker, clock)
     assert breaker.state is BreakerState.OPEN, "the first is forgotten"
-
-
-def test_what_goes_on_without_speculation_takes_the_replica_out(breaker: Breaker, clock: Clock) -> None:
-    trip(breaker, clock)
     assert trip(breaker, clock)
-    assert breaker.out_of_service
+    assert breaker.out_of_service, "it goes on without speculation"
 
 
 def test_evidence_from_before_a_change_counts_no_more(breaker: Breaker, clock: Clock) -> None:

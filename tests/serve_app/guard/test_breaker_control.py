@@ -150,6 +150,8 @@ async def test_a_canary_of_late_requests_brings_speculation_back(replica: Replic
     replica.step(ALARM)
     replica.step(later=10)
     assert replica.backend.speculation is Speculation.CANARY
+    beside = [delta async for delta in replica.backend.generate(Request("client", (1, 2)))]
+    assert sum(delta.num_drafted for delta in beside) == 0, "clients are served plainly meanwhile"
     await replica.canary_over()
     assert replica.backend.speculation is Speculation.ON
     assert [answer.request.prompt_token_ids[0] for answer in replica.judged] == [3, 4, 5]

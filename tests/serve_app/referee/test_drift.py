@@ -21,6 +21,8 @@ def test_one_tokens_drift_by_hand() -> None:
     other = TokenDrift.between(math.log(0.25), math.log(0.5))
     assert (other.nats, other.excess) == pytest.approx((drift.nats, drift.excess))
     assert other.ratio == pytest.approx(2.0)
+    equal = DriftSums(drifts(*[0.0] * 5))
+    assert (equal.tme, equal.sums) == (1, {"nats": 0, "excess": 0, "ratio": 5, "gen_kl": 0})
 
 
 @pytest.mark.parametrize(
@@ -30,12 +32,6 @@ def test_what_is_no_number_or_too_far_is_clipped(served: float, replayed: float)
     drift = TokenDrift.between(served, replayed)
     assert drift.nats == 10
     assert all(math.isfinite(value) for value in (drift.excess, drift.ratio, drift.gen_kl))
-
-
-def test_equal_logprobs_have_not_drifted() -> None:
-    sums = DriftSums(drifts(*[0.0] * 5))
-    assert sums.tme == 1
-    assert sums.sums == {"nats": 0, "excess": 0, "ratio": 5, "gen_kl": 0}
 
 
 def bfloat16_noise(count: int, seed: int) -> list[float]:
@@ -49,6 +45,7 @@ def test_noise_raises_no_alarm_in_a_long_life() -> None:
     values = [drift.excess for drift in drifts(*bfloat16_noise(200_000, 1))]
     assert sum(values) / len(values) == pytest.approx(0.02, abs=0.006)
     assert not cusum.add(values, 0.05)
+    assert not Cusum().add([math.expm1(10.0)], 0.05), "a single token is not enough"
 
 
 @pytest.mark.parametrize(("nats", "share", "most"), [(0.1, 1.0, 80), (2.0, 0.1, 120), (0.7, 0.5, 20)])
@@ -58,10 +55,6 @@ def test_drift_is_noticed_soon_even_after_a_long_good_time(nats: float, share: f
     draw = random.Random(2)
     faulty = [nats * (draw.random() < share) for _ in range(most)]
     assert cusum.add((drift.excess for drift in drifts(*faulty)), 0.05)
-
-
-def test_no_single_token_raises_the_alarm_of_a_replica() -> None:
-    assert not Cusum().add([math.expm1(10.0)], 0.05)
 
 
 def test_the_noise_floor_widens_the_tolerance_but_only_so_far() -> None:

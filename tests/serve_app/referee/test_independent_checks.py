@@ -192,32 +192,30 @@ async def test_what_its_replays_show_does_not_mix_with_what_the_engines_own_show
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "free_bytes"),
     [
-        {"form": "fp8"},
-        {"source": None},
-        {"fingerprint": "0" * 32},
-        {"source": "/no/such/folder"},
+        ({"form": "fp8"}, 2**40),
+        ({"source": None}, 2**40),  # they came over the wire
+        ({"fingerprint": "0" * 32}, 2**40),  # the files were changed
+        ({"source": "/no/such/folder"}, 2**40),
+        ({}, 10_000),
     ],
-    ids=["in FP8", "over the wire", "changed on the disk", "missing"],
+    ids=str,
 )
 async def test_weights_that_it_cannot_have_are_said_once_and_counted(
-    court: Court, folder: Path, caplog: pytest.LogCaptureFixture, changes: dict[str, str | None]
+    court: Court,
+    folder: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, str | None],
+    free_bytes: int,
 ) -> None:
+    monkeypatch.setattr(transformers_referee, "_free_bytes", lambda: free_bytes)
     bench = Bench(court, by_transformers(weights(folder, **changes)))
     await bench.judge(served(0), served(1))
     assert bench.results["unsupported"] == 2
     assert bench.verdict()["verdict"] == "verified"
     assert caplog.text.count("answers cannot be checked independently: ") == 1
-
-
-async def test_a_model_that_there_is_no_memory_for_is_not_loaded(
-    court: Court, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(transformers_referee, "_free_bytes", lambda: 2 * (folder / "model.safetensors").stat().st_size)
-    bench = Bench(court, by_transformers(weights(folder)))
-    await bench.judge(served())
-    assert bench.results["unsupported"] == 1
 
 
 async def test_it_loads_what_is_served_by_now(folder: Path, drafter: Path) -> None:
@@ -298,17 +296,6 @@ async def test_a_fault_of_one_remainder_is_found_within_as_many_answers_as_there
             assert await bench.judge(of_length(length, 128 * round_ + number)) == [Verdict.VERIFIED]
     assert bench.results == {"disagrees": 1, "agrees": 127}, "each once"
     assert bench.verdict(lengths.index(256 + 77))["verdict"] == "suspect"
-
-
-async def test_what_is_a_shape(court: Court) -> None:
-    """Rows that were computed, not those found in a cache; another remainder by 12; another power of two."""
-    other = Replayer()
-    bench = Bench(court, lambda request: other(request, ()), RARELY)
-    for number, (num_rows, num_cached, count) in enumerate(
-        [(200, 0, 1), (200, 64, 1), (136, 64, 2), (136 + 128, 0, 3), (136 + 128 + 128, 0, 4), (264, 0, 4), (270, 0, 5)]
-    ):
-        await bench.judge(of_length(num_rows, number, num_cached))
-        assert bench.num_checked == count
 
 
 async def test_shapes_that_are_due_never_fill_the_queue(court: Court) -> None:

@@ -11,7 +11,7 @@ from serve_app.guard.breaker import BreakerState, Mode
 from serve_app.referee.answer import Answer
 from serve_app.referee.verdicts import Finished, Trip, Verdict
 from speculative.errors import EngineFault, EngineOverloaded, InvalidRequest, SequenceTooLong
-from speculative.request import ReplayedToken, Request, SamplingParams, TokenKind
+from speculative.request import ReplayedToken, Request, SamplingParams
 from tests.support.referees import NUM_TOKENS, RIGHT, Court, served
 
 
@@ -109,16 +109,7 @@ async def test_a_finding_says_when_its_evidence_began(court: Court) -> None:
 async def test_drift_of_first_tokens_is_the_prefill_replicas(court: Court) -> None:
     for number in range(6):
         court.replayer.drift = -2.0
-        await court.checker.check(
-            served(
-                number,
-                token_ids=(5,),
-                logprobs=(-1.0,),
-                kinds=(TokenKind.FIRST,),
-                preempted=(False,),
-                rounds_since_handoff=(None,),
-            )
-        )
+        await court.checker.check(served(number, num_tokens=1))
     assert court.on_heartbeat("p1").findings != ()
     assert court.on_heartbeat("r1").findings == ()
 

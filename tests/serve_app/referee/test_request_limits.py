@@ -5,14 +5,14 @@ from random import Random
 import pytest
 
 from serve_app.referee.answer import Answer
-from serve_app.referee.records import Record, Records
+from serve_app.referee.records import Records
 from serve_app.referee.replay_selection import Selection
 from serve_app.referee.request_limits import broken_limit
 from serve_app.referee.verdicts import Verdict
 from serve_app.streams.observed import ObservedSource, SourceLimits
 from serve_app.telemetry.metrics import Metrics
 from speculative.request import FinishReason, Request, SamplingParams, TokenDelta, TokenKind
-from tests.support.fake_serving import BackendSource
+from tests.support.front_ends import DeltaSource
 from tests.support.referees import Court, served
 
 EOS = 2
@@ -45,28 +45,17 @@ def test_what_a_request_demands_of_its_answer(
 @pytest.mark.parametrize(("num_tokens", "found"), [(3, ""), (4, "it has 4 tokens, and max_tokens is 3")])
 async def test_an_answer_too_long_goes_to_the_referee_though_it_was_not_selected(num_tokens: int, found: str) -> None:
     ended: list[Answer | None] = []
-
-    class Source(BackendSource):
-        def __init__(self) -> None: ...
-
-        async def stream(self, requests):  # type: ignore[no-untyped-def]
-            for index in range(num_tokens):
-                last = FinishReason.LENGTH if index == num_tokens - 1 else None
-                yield TokenDelta(requests[0].request_id, (5 + index,), (TokenKind.BONUS,), finish_reason=last)
-
-    def end(record: Record, answer: Answer | None) -> None:
-        ended.append(answer)
-
+    kinds = (TokenKind.BONUS,) * num_tokens
     source = ObservedSource(
-        Source(),
+        DeltaSource(TokenDelta("", tuple(range(5, 5 + num_tokens)), kinds, finish_reason=FinishReason.LENGTH)),
         Metrics([], model_name="m", pool="decode"),
         Records("r1", 256, 4, (EOS,)),
         select=lambda _: Selection.NOT_CHECKED,
-        ended=end,
+        ended=lambda _, answer: ended.append(answer),
         limits=SourceLimits(8, 30),
     )
     request = Request("cmpl-1-0", (1, 2), SamplingParams(max_tokens=3))
-    assert len([delta async for delta in source.stream([request])]) == num_tokens
+    assert [len(delta.token_ids) async for delta in source.stream([request])] == [num_tokens]
     (answer,) = ended
     assert ("" if answer is None else answer.broken_limit) == found
 

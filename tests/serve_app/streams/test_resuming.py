@@ -173,16 +173,6 @@ async def _num_deltas(service: Service, body: dict[str, Any]) -> int:
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_several_deaths_of_one_stream(service: Service) -> None:
-    body = {"reproducible": True, "return_token_ids": True, "max_tokens": 24, "ignore_eos": True}
-    undisturbed, _ = await service.answer((), body)
-    reply, pool = await service.answer([2, 0, 3, 1], body)
-    assert reported(reply) == reported(undisturbed)
-    lengths = [sum(map(len, emitted.values())) for _, emitted in pool.calls]
-    assert lengths[1] == lengths[2] < lengths[3] < lengths[4]
-
-
-@pytest.mark.asyncio(loop_scope="module")
 async def test_streamed_events_add_up_to_the_same(service: Service) -> None:
     body = {"reproducible": True, "return_token_ids": True, "max_tokens": 24, "stream": True, "ignore_eos": True}
     texts = []

@@ -18,13 +18,12 @@ from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.parsing import parse
 from serve_app.openai.prepared_request import Limits
 from serve_app.openai.replies import ChoiceDelta, join, metadata_of
-from serve_app.referee.records import Record
 from serve_app.referee.verdicts import Verdict
 from serve_app.streams.pooled import PooledTokenSource
 from serve_app.telemetry.metrics import BufferSink, Metrics
 from serve_app.text.tokenizer import Tokenizer
 from serve_app.weights.desired_state import WeightsRef
-from speculative.request import FinishReason, Request, TokenDelta, TokenKind
+from speculative.request import FinishReason, Request, TokenDelta
 from tests.support.fake_serving import Served, ServeFake, make_backend
 from tests.support.fake_weights import FakeWeights
 from tests.support.referees import Court, served
@@ -99,13 +98,6 @@ async def test_tokens_that_are_held_back_count_for_the_version_that_made_them(
     assert all(len({run["version"] for run in runs}) == len(runs) for runs in reported), "neighbours are put together"
     named = [chunk["metadata"]["weight_version"] for chunk in chunks]
     assert named == sorted(named) and named[-1] == "v2"
-
-
-def test_a_record_keeps_the_versions_of_its_tokens() -> None:
-    record = Record(Request("r", (1, 2)), "replica", 0.0, 64)
-    for version in ("v1", "v1", "v2"):
-        record.take(TokenDelta("r", (5,), (TokenKind.BONUS,), weight_version=version))
-    assert list(record.weight_versions) == ["v1", "v2"]
 
 
 @pytest.mark.parametrize("versions", [("v1",), ("default", "v1")])

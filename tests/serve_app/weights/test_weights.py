@@ -41,6 +41,15 @@ class App:
         self.stands[name] = dataclasses.replace(self.stands[name], **changes)  # type: ignore[arg-type]
         return self.coordinator.on_heartbeat(name, self.stands[name])
 
+    def restarted(self) -> "App":
+        """Have a coordinator that has just begun."""
+        self.coordinator = WeightCoordinator(self.clock)
+        return self
+
+    def all_report(self, **changes: object) -> None:
+        for name in self.stands:
+            self.report(name, **changes)
+
     def update(self, ref: WeightsRef = NEW, **options: object) -> "asyncio.Task[Outcome]":
         return asyncio.create_task(self.coordinator.update(ref, **options))  # type: ignore[arg-type]
 
@@ -90,10 +99,8 @@ async def test_one_replica_that_cannot_load_them_calls_it_off_for_all() -> None:
     app.report("p", loaded=None)
     again = app.update(dataclasses.replace(NEW, version="v2"))
     assert (await begun(app)).number == 2, "the number of a failed update was used again"
-    for name in app.stands:
-        app.report(name, loaded=2, loaded_fingerprint="f2")
-    for name in app.stands:
-        app.report(name, serving=app.coordinator.wanted.serve)
+    app.all_report(loaded=2, loaded_fingerprint="f2")
+    app.all_report(serving=app.coordinator.wanted.serve)
     assert (await again).complete
 
 
@@ -114,8 +121,7 @@ async def test_a_replica_that_takes_too_long_is_named() -> None:
     app.report("d1", loaded=1, loaded_fingerprint="f1")
     for _ in range(4):
         app.clock.now += 10
-        app.report("d1")
-        app.report("d2")
+        app.all_report()
     with pytest.raises(UpdateRefused, match="d2 did not load them within 30 s"):
         await update
 
@@ -143,8 +149,7 @@ async def test_a_replica_that_starts_in_the_middle_is_waited_for() -> None:
     app.report("d1", loaded=1, loaded_fingerprint="f1")
     assert app.coordinator.wanted.serve is CONFIGURED
     app.report("late", loaded=1, loaded_fingerprint="f1")
-    for name in app.stands:
-        app.report(name, serving=load)
+    app.all_report(serving=load)
     assert (await update).complete
 
 
@@ -152,15 +157,13 @@ async def test_after_the_decision_there_is_no_way_back_only_a_word_that_it_is_no
     app = App("d1", "d2")
     update = app.update(timeout_s=30)
     load = await begun(app)
-    for name in app.stands:
-        app.report(name, loaded=1, loaded_fingerprint="f1")
+    app.all_report(loaded=1, loaded_fingerprint="f1")
     app.report("d1", serving=load)
     await soon(lambda: app.coordinator.wanted.load is None)
     for _ in range(4):
         await asyncio.sleep(0.15)
         app.clock.now += 10
-        for name in app.stands:
-            app.report(name)
+        app.all_report()
     assert not (await update).complete
     assert app.report("d2").serve == load
 
@@ -182,19 +185,14 @@ async def test_a_new_desk_learns_from_the_replicas_what_the_last_one_decided() -
     app.report("d1", serving=decided, fingerprint="f7")
     app.stands["new"] = WeightsStatus(CONFIGURED, "f0")
     assert app.report("new").serve == decided
+    app.report("d1", failed=9, loaded=12)
     update = app.update()
-    assert (await begun(app)).number == 8
+    assert (await begun(app)).number == 13, "above all that replicas report"
     update.cancel()
 
 
-def restarted(app: App) -> App:
-    """The app with a coordinator that has just begun."""
-    app.coordinator = WeightCoordinator(app.clock)
-    return app
-
-
 async def test_a_desk_that_has_just_begun_waits_for_what_the_last_one_decided() -> None:
-    app = restarted(App("p", "d1"))
+    app = App("p", "d1").restarted()
     decided = WeightsRef(3, "v3", path="/models/v3")
     update, same = app.update(), app.update(dataclasses.replace(NEW, version="v3"))
     await asyncio.sleep(0.02)
@@ -206,8 +204,7 @@ async def test_a_desk_that_has_just_begun_waits_for_what_the_last_one_decided() 
     assert (load.version, load.number) == ("v1", 4)
     with pytest.raises(UpdateRefused, match="The update to 'v1' is in progress"):
         await same
-    for name in app.stands:
-        app.report(name, loaded=4, loaded_fingerprint="f4")
+    app.all_report(loaded=4, loaded_fingerprint="f4")
     for name in app.stands:
         assert not update.done(), "reported before all replicas serve them"
         assert app.report(name, serving=load, fingerprint="f4", loaded=None).serve == load
@@ -215,7 +212,7 @@ async def test_a_desk_that_has_just_begun_waits_for_what_the_last_one_decided() 
 
 
 async def test_a_replica_that_reports_late_what_is_served_calls_the_update_off() -> None:
-    app = restarted(App("d1", "d2"))
+    app = App("d1", "d2").restarted()
     app.report("d1")
     app.clock.now += 4
     update = app.update()
@@ -230,14 +227,6 @@ async def test_a_replica_that_reports_late_what_is_served_calls_the_update_off()
     again.cancel()
 
 
-async def test_a_number_is_above_all_that_replicas_report() -> None:
-    app = App("d1")
-    app.report("d1", failed=2, loaded=5)
-    update = app.update()
-    assert (await begun(app)).number == 6
-    update.cancel()
-
-
 async def test_pause_and_resume_wait_for_all_replicas() -> None:
     app = App("p", "d1")
     pause = asyncio.create_task(app.coordinator.pause(PauseMode.ABORT))
@@ -250,8 +239,7 @@ async def test_pause_and_resume_wait_for_all_replicas() -> None:
     assert all(one["paused"] is True for one in app.coordinator.statuses())
     resume = asyncio.create_task(app.coordinator.resume())
     await soon(lambda: app.coordinator.wanted.paused is None)
-    for name in app.stands:
-        app.report(name, paused=None)
+    app.all_report(paused=None)
     assert (await resume).complete
     assert all(one["paused"] is False for one in app.coordinator.statuses())
 
@@ -311,6 +299,10 @@ async def test_a_replica_loads_beside_then_switches() -> None:
     assert replica.backend.weight_version == "v1" and replica.backend.paused is None
     assert [info.fingerprint for info in replica.switched] == ["one with head"]
     assert not replica.updater.behind
+    await replica.come_to(DesiredState(ref, load=WeightsRef(2, "v2", path="two")))
+    assert (await replica.come_to(DesiredState(ref))).loaded is None and replica.backend.loaded is None, "called off"
+    others = WeightsRef(3, "v3", path="three")
+    assert (await replica.come_to(DesiredState(others))).serving == others
 
 
 async def test_a_replica_says_where_the_weights_lie_that_it_serves() -> None:
@@ -321,15 +313,6 @@ async def test_a_replica_says_where_the_weights_lie_that_it_serves() -> None:
     assert replica.updater.served == ServedWeights("one", info.folder, info.computing.weights, "one", "v1")
     replica.updater._serving = WeightsRef(2, "v2", shards=(Shard(None, "", 1),))
     assert replica.updater.served.source is None
-
-
-async def test_a_replica_drops_what_was_called_off_and_comes_to_what_others_serve() -> None:
-    replica = Replica()
-    await replica.come_to(DesiredState(CONFIGURED, load=WeightsRef(1, "v1", path="one")))
-    assert (await replica.come_to(DesiredState(CONFIGURED))).loaded is None
-    assert replica.backend.loaded is None
-    later = WeightsRef(2, "v2", path="two")
-    assert (await replica.come_to(DesiredState(later))).serving == later
 
 
 async def test_a_replica_that_cannot_load_says_why_and_is_replaced_only_where_the_others_could() -> None:
@@ -427,12 +410,7 @@ async def test_a_switch_that_fails_is_not_tried_again() -> None:
     replica, ref = Replica(backend), WeightsRef(1, "v1", path="one")
     for _ in range(3):
         status = await replica.come_to(DesiredState(ref))
-        assert (status.serving, status.loaded, status.failed, status.reason) == (
-            CONFIGURED,
-            None,
-            1,
-            "CUDA out of memory",
-        )
+        assert (status.serving, status.loaded, status.failed) == (CONFIGURED, None, 1)
         with pytest.raises(EngineFault, match="could not be loaded here: CUDA out of memory"):
             replica.updater.check_health()
     assert backend.num_switches == 1 and not replica.switched
@@ -440,6 +418,11 @@ async def test_a_switch_that_fails_is_not_tried_again() -> None:
 
 def tensors() -> dict[str, torch.Tensor]:
     return {f"layer.{index}": torch.arange(100.0) + index for index in range(5)}
+
+
+async def whole(content: bytes) -> bytes:
+    """What comes over a wire that damages nothing."""
+    return content
 
 
 class Updates:
@@ -469,11 +452,8 @@ async def test_weights_over_the_wire_arrive_as_a_checkpoint(tmp_path: Path) -> N
     (base / "config.json").write_text("{}")
     save_file(tensors(), base / "model.safetensors")
 
-    async def pull(content: bytes) -> bytes:
-        return content
-
     info = ModelInfo("m", 1, 1, "f", str(base), ())
-    async with fetched(ref, info, pull) as (folder, drafter):
+    async with fetched(ref, info, whole) as (folder, drafter):
         found = {name: value for file in Path(folder).glob("*.safetensors") for name, value in load_file(file).items()}
         index = json.loads((Path(folder) / "model.safetensors.index.json").read_text())["weight_map"]
         assert drafter is None and (Path(folder) / "config.json").is_file()
@@ -504,9 +484,6 @@ async def test_what_is_damaged_or_missing_on_the_wire_is_refused(tmp_path: Path)
     with pytest.raises(UpdateRefused, match="damaged on its way"):
         async with fetched(ref, ModelInfo("m", 1, 1, "f", str(tmp_path), ()), damaged):
             pass
-
-    async def whole(content: bytes) -> bytes:
-        return content
 
     twice = WeightsRef(1, "v1", shards=ref.shards * 2)
     with pytest.raises(
@@ -569,29 +546,21 @@ async def test_a_new_coordinator_empties_no_cache_before_it_knows_how_often_the_
 
 
 async def test_a_replica_empties_its_cache_as_often_as_it_is_told_to() -> None:
-    backend = FakeBackend(FakeConfig())
-    info = await backend.start()
-    metrics = Metrics([BufferSink("r")], model_name="fake", pool="decode")
-
-    def unused(ref: WeightsRef) -> object:
-        raise AssertionError(ref)
-
-    updater = WeightUpdater(backend, info, unused, lambda info: None, metrics)  # type: ignore[arg-type]
+    replica = Replica()
     for resets in (1, 1, 1, 2):
-        updater.apply(DesiredState(CONFIGURED, cache_resets=resets))
-    await updater.wait_converged()
-    assert backend.num_cache_resets == 2 and updater.status.cache_resets == 2
+        replica.updater.apply(DesiredState(CONFIGURED, cache_resets=resets))
+    await replica.updater.wait_converged()
+    assert replica.backend.num_cache_resets == 2 and replica.updater.status.cache_resets == 2
 
 
 async def test_a_coordinator_that_starts_later_keeps_a_pause_until_it_is_told_to_end_it() -> None:
     app = App("p", "d")
     for name in app.stands:
         app.stands[name] = dataclasses.replace(app.stands[name], paused=PauseMode.KEEP)
-    app.coordinator = WeightCoordinator(app.clock)
+    app.restarted()
     assert app.report("p").paused is PauseMode.KEEP
     resumed = asyncio.create_task(app.coordinator.resume())
     await asyncio.sleep(0)
     assert app.report("p").paused is None, "a replica that is still paused does not bring the pause back"
-    for name in app.stands:
-        app.report(name, paused=None)
+    app.all_report(paused=None)
     assert (await resumed).complete
