@@ -16,10 +16,10 @@ from speculative.gpu.paged_attention import AttentionSizes
 from speculative.gpu.prompt_graph import prompt_sizes
 from speculative.gpu.staged_inputs import Field, StagedInputs
 from speculative.request import Request, SamplingParams
-from tests.support.engines import NO_DRAFTS, Answer, assert_idle, decoder_of, run, settings
+from tests.support.engines import NO_DRAFTS, Answer, decoder_of, run, settings
+from tests.support.graph_scenes import PROMPTS, answers
 
 pytestmark = pytest.mark.gpu
-PROMPTS = [tuple(3 + (7 * i * j) % 41 for j in range(1 + 9 * i)) for i in range(6)]
 NEAR_TIE = 0.125  # nats: of logits below 16, two units in the last place of bfloat16
 NGRAM = DrafterConfig(kind="ngram", num_draft_tokens=3, ngram_min=1)
 
@@ -27,14 +27,6 @@ NGRAM = DrafterConfig(kind="ngram", num_draft_tokens=3, ngram_min=1)
 def gpu_engine(folder: Path, **changes: Any) -> EngineCore:
     sizes = {"device": "cuda", "kv_cache_tokens": 4096, "max_num_seqs": 8, "max_batched_tokens": 256, "block_size": 16}
     return EngineCore.load(folder, settings(**{**sizes, **changes}))
-
-
-def answers(engine: EngineCore, params: list[SamplingParams]) -> dict[str, Answer]:
-    for index, own in enumerate(params):
-        engine.add(Request(f"r{index}", PROMPTS[index % len(PROMPTS)], own, seed=index))
-    found = run(engine)
-    assert_idle(engine)
-    return found
 
 
 def drafter(kind: str, folder: Path) -> DrafterConfig:

@@ -1,8 +1,6 @@
 """Requests for engines that replay graphs, and the comparison with engines that do not."""
 
-from collections import defaultdict
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,8 +9,7 @@ import pytest
 from speculative.engine import EngineCore
 from speculative.request import Request, SamplingParams, Structure
 from speculative.state.token_constraint import Bools
-from speculative.weights import load_weights
-from tests.support.engines import Answer, assert_idle, hand_over, run, take
+from tests.support.engines import Answer, assert_idle, run
 
 VOCABULARY = 64
 NUM_DRAFTS = 3
@@ -62,28 +59,6 @@ def add_all(engine: EngineCore, params: list[SamplingParams], *, prefix: str = "
     """Queue a request for each."""
     for index, own in enumerate(params):
         engine.add(Request(f"{prefix}{index}", PROMPTS[index % len(PROMPTS)], own, seed=index))
-
-
-def answers_over_a_switch(engine: EngineCore, params: list[SamplingParams], weights: Path) -> dict[str, Answer]:
-    """Answers to requests of these parameters where the engine takes other weights after six steps."""
-    found = defaultdict[str, Answer](Answer)
-    add_all(engine, params)
-    for _ in range(6):
-        take(found, engine.step())
-    engine.switch(load_weights(weights, engine.config, engine.device), "2")
-    while engine.has_work:
-        take(found, engine.step())
-    return found
-
-
-def answers_over_a_handoff(load: Callable[[], EngineCore], params: list[SamplingParams]) -> dict[str, Answer]:
-    """Answers to four requests where another engine goes on after their fifth token."""
-    prefill, decode = load(), load()
-    requests = [Request(f"r{index}", PROMPTS[index + 1], own, seed=index) for index, own in enumerate(params[:4])]
-    found = run(decode, hand_over(prefill, decode, requests, 5))
-    assert_idle(prefill)
-    assert_idle(decode)
-    return found
 
 
 def answers(

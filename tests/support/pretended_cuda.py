@@ -19,6 +19,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -44,8 +45,7 @@ from speculative.model.attention import CacheAttention
 from speculative.model.fp8 import Fp8Rows, Rows, quantize_rows
 from speculative.model.layers import Attend, Attention, RMSNorm, Rotary, Rotation, TorchLayerOps, rotate
 from speculative.vocabulary.ops import TorchOps
-from tests.support.packed_rows import attend_packed
-from tests.support.torch_operators import TorchAttend, TorchDrafts, TorchJudge, torch_edit, torch_floors
+from tests.support.torch_operators import TorchAttend, TorchDrafts, TorchJudge, attend_packed, torch_edit, torch_floors
 
 DEVICE = torch.device("cuda:0")
 GARBAGE_ID = 2**40 + 7
@@ -161,7 +161,7 @@ class _CountLaunches(TorchDispatchMode):
 class PretendedCuda(TorchFunctionMode):
     """The device, while it is entered.
 
-    waits: (what made the host wait, where) -> how often. num_uploads: from pinned memory. num_replays: of graphs.
+    waits: (what made the host wait, where) -> how often. num_replays: of graphs.
     num_launches: outside of graphs, while `counts_launches`; so are the nodes of graphs.
     graphs: in the order of their captures; when they are first needed, and all that the product captures before the
     first request only if `capture_beforehand`, which takes a second or two.
@@ -189,7 +189,6 @@ class PretendedCuda(TorchFunctionMode):
         self.waits: Counter[tuple[str, str]] = Counter()
         self.num_launches = 0
         self.num_replays = 0
-        self.num_uploads = 0
 
     def __enter__(self) -> "PretendedCuda":
         PretendedCuda.current = self
@@ -272,11 +271,11 @@ class PretendedCuda(TorchFunctionMode):
         num_warps = options.get("num_warps", 4)
         assert num_warps in (1, 2, 4, 8, 16, 32), f"{name} has {num_warps} warps, no power of 2 up to 32"
 
-    def kernels(self, launch: Callable[[], Any], function: Callable[..., Any], *args: Any) -> Any:
-        """Run a launcher by `launch`, and return what `function` of the arguments computes."""
+    def kernels(self, launch: Callable[..., Any], function: Callable[..., Any], *args: Any) -> Any:
+        """Run a launcher, and return what `function` computes from the same arguments."""
         self._in_launcher = True
         try:
-            launch()
+            launch(*args)
         finally:
             self._in_launcher = False
         return self._opaque(function, *args)
@@ -286,17 +285,13 @@ class PretendedCuda(TorchFunctionMode):
         from speculative.gpu.triton_filters import triton_floors
 
         of_triton = GraphOperators.by_triton(ChosenKernels())
-
-        def find_floors(*given: Tensor) -> Tensor:
-            return self.kernels(lambda: triton_floors(*given), torch_floors, *given)  # type: ignore[no-any-return]
-
         return GraphOperators(
             attend=lambda sizes: _PagedAttention(self, sizes, of_triton.attend(sizes)),
             attend_packed=self._attend_packed,
             prepare=lambda block_size, first: SendPacked(block_size, first, self._attend_packed),
             layers=_LayerOps(self),
             edit=self._edit_logits,
-            vocabulary=CapturedVocabularyOps(find_floors),
+            vocabulary=CapturedVocabularyOps(partial(self.kernels, triton_floors, torch_floors)),
             sample_drafts=self._sample_drafts,
             judge=lambda mode: _RowJudge(self, mode, of_triton.judge(mode)),
         )
@@ -308,13 +303,7 @@ class PretendedCuda(TorchFunctionMode):
         assert rows.blocks.dtype == rows.spans.dtype == torch.int32
         assert rows.spans.is_contiguous() and keys.stride() == values.stride()
 
-        def attend(query: Tensor, keys: Tensor, values: Tensor, spans: Tensor, blocks: Tensor) -> Tensor:
-            return attend_packed(query, keys, values, rows._replace(spans=spans, blocks=blocks))
-
-        given = (query, keys, values, rows.spans, rows.blocks)
-        return self.kernels(  # type: ignore[no-any-return]
-            lambda: TritonAttendPacked()(query, keys, values, rows), attend, *given
-        )
+        return self.kernels(TritonAttendPacked(), attend_packed, query, keys, values, rows)  # type: ignore[no-any-return]
 
     def _sample_drafts(
         self,
@@ -337,16 +326,11 @@ class PretendedCuda(TorchFunctionMode):
         assert drafts.probs.dtype == torch.float32 and drafts.mass_before.dtype == torch.float64
         assert drafts.tokens.dtype == drafts.columns.dtype == torch.int64 and offset < len(fields.uniforms)
 
-        def write(logits: Tensor, fields: list[Tensor], ids: Tensor | None, drafts: list[Tensor]) -> list[Tensor]:
-            own = CapturedVocabularyOps(torch_floors)
-            TorchDrafts(own)(logits, DraftFields(*fields), offset, ids, vocab_size, DraftBuffers(*drafts))
-            return drafts
+        def write(*given: Any) -> DraftBuffers:
+            TorchDrafts(CapturedVocabularyOps(torch_floors))(*given)
+            return given[-1]  # type: ignore[no-any-return]
 
-        self.kernels(
-            lambda: triton_drafts(logits, fields, offset, ids, vocab_size, drafts),
-            write,
-            *(logits, list(fields), ids, list(drafts)),
-        )
+        self.kernels(triton_drafts, write, logits, fields, offset, ids, vocab_size, drafts)
 
     def _edit_logits(self, logits: Tensor, rows: RowFields, edits: EditFields, max_drafts: int) -> Tensor:
         """Stand in for `triton_edit`."""
@@ -354,13 +338,7 @@ class PretendedCuda(TorchFunctionMode):
 
         assert all(tensor.is_contiguous() for tensor in (*rows, *edits))
 
-        def edit(logits: Tensor, rows: list[Tensor], edits: list[Tensor]) -> Tensor:
-            return torch_edit(logits, RowFields(*rows), EditFields(*edits), max_drafts)
-
-        given = (logits, list(rows), list(edits))
-        return self.kernels(  # type: ignore[no-any-return]
-            lambda: triton_edit(logits, rows, edits, max_drafts), edit, *given
-        )
+        return self.kernels(triton_edit, torch_edit, logits, rows, edits, max_drafts)  # type: ignore[no-any-return]
 
     @contextmanager
     def _capture(self, graph: _Recording, **_: Any) -> Iterator[None]:
@@ -538,7 +516,6 @@ class PretendedCuda(TorchFunctionMode):
                 self._wait("upload from pageable memory")
             else:
                 assert self.capturing is None, "an upload within a graph"
-                self.num_uploads += 1
 
     def _is_async(self, host: Tensor, kwargs: Any) -> bool:
         return bool(kwargs.get("non_blocking", False)) and host.data_ptr() in self._pinned
@@ -620,7 +597,7 @@ class _PagedAttention:
             return self._attend(query, keys, values, PagedRows(*places, first=rows.first))
 
         return self._device.kernels(  # type: ignore[no-any-return]
-            lambda: self._of_triton(query, keys, values, rows), attend, *given
+            lambda *_: self._of_triton(query, keys, values, rows), attend, *given
         )
 
 
@@ -645,14 +622,12 @@ class _RowJudge:
             assert sampled.columns is None or sampled.columns.dtype == torch.int32
         checks: tuple[str, ...] = ()
 
-        def judge(logits: Tensor, rows: list[Tensor], sampled: list[Tensor] | None) -> Tensor:
+        def judge(*given: Any) -> Tensor:
             nonlocal checks
-            vector, checks = self._judge(logits, RowFields(*rows), sampled and SampledFrom(*sampled))
+            vector, checks = self._judge(*given)
             return vector
 
-        sampled_from = None if sampled is None else list(sampled)
-        launch = lambda: self._of_triton(logits, rows, sampled)  # noqa: E731
-        return self._device.kernels(launch, judge, logits, list(rows), sampled_from), checks
+        return self._device.kernels(self._of_triton, judge, logits, rows, sampled), checks
 
 
 class _LayerOps:
@@ -666,31 +641,28 @@ class _LayerOps:
     def add_norm(self, hidden: Tensor, update: Tensor, norm: RMSNorm) -> tuple[Tensor, Rows]:
         """As `LayerOps`."""
 
-        def add_norm(hidden: Tensor, update: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        def add_norm(hidden: Tensor, update: Tensor, weight: Tensor) -> tuple[Tensor, Rows]:
             added = hidden + update
             normed = functional.rms_norm(added, norm.shape, weight, norm.eps)
-            return (added, *quantize_rows(normed)) if norm.feeds_fp8 else (added, normed)
+            return added, quantize_rows(normed) if norm.feeds_fp8 else normed
 
-        added, *normed = self._device.kernels(
-            lambda: self._of_triton.add_norm(hidden, update, norm), add_norm, hidden, update, norm.weight
+        return self._device.kernels(  # type: ignore[no-any-return]
+            lambda *_: self._of_triton.add_norm(hidden, update, norm), add_norm, hidden, update, norm.weight
         )
-        return added, Fp8Rows(*normed) if norm.feeds_fp8 else normed[0]
 
     def gate(self, gate_up: Tensor, *, feeds_fp8: bool = False) -> Rows:
         """As `LayerOps`."""
 
-        def gate(gate_up: Tensor) -> Any:
+        def gate(gate_up: Tensor) -> Rows:
             gated = self._torch.gate(gate_up)
-            return tuple(quantize_rows(gated)) if feeds_fp8 else gated
+            return quantize_rows(gated) if feeds_fp8 else gated
 
-        gated = self._device.kernels(lambda: self._of_triton.gate(gate_up, feeds_fp8=feeds_fp8), gate, gate_up)
-        return Fp8Rows(*gated) if feeds_fp8 else gated  # type: ignore[no-any-return]
+        launch = partial(self._of_triton.gate, feeds_fp8=feeds_fp8)
+        return self._device.kernels(launch, gate, gate_up)  # type: ignore[no-any-return]
 
     def quantize(self, rows: Tensor) -> Fp8Rows:
         """As `LayerOps`."""
-        return Fp8Rows(
-            *self._device.kernels(lambda: self._of_triton.quantize(rows), lambda rows: tuple(quantize_rows(rows)), rows)
-        )
+        return self._device.kernels(self._of_triton.quantize, quantize_rows, rows)  # type: ignore[no-any-return]
 
     def rotation(self, rotary: Rotary, positions: Tensor, like: Tensor) -> Rotation:
         """As `LayerOps`."""
@@ -718,7 +690,7 @@ class _LayerOps:
 
         weights = () if norm is None else (norm.weight,)
         query = self._device.kernels(
-            lambda: launch(heads, attention, rotation, attend.slots, *stored.unbind(0)),
+            lambda *_: launch(heads, attention, rotation, attend.slots, *stored.unbind(0)),
             rotate_and_store,
             *(heads, *rotation, attend.slots, stored, *weights),
         )
@@ -800,7 +772,7 @@ def _held(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _held(one) for name, one in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_held(one) for one in value)
+        return _like(value, [_held(one) for one in value])
     return value
 
 
@@ -809,8 +781,12 @@ def _on_device(value: Any) -> Any:
         return DeviceTensor(value)
     if not isinstance(value, list | tuple):
         return value
-    parts = [_on_device(one) for one in value]
-    return type(value)(parts)  # a `torch.return_types` takes a sequence, too
+    return _like(value, [_on_device(one) for one in value])
+
+
+def _like(value: Any, parts: list[Any]) -> Any:
+    """A list or tuple of the same type; a `torch.return_types` takes a sequence, as a tuple does."""
+    return value._make(parts) if hasattr(value, "_make") else type(value)(parts)
 
 
 def _storage(tensor: Tensor) -> int:

@@ -140,10 +140,6 @@ def half_precision_logits_are_read_as_they_are(one: Arithmetic) -> None:
         assert_equal(one.judge, replace(each, logits=each.logits.half()))
 
 
-def rows_without_drafts_are_judged_as_by_torch(one: Arithmetic) -> None:
-    assert_equal(one.judge, scene("point mass", (0, 0, 0, 0)))
-
-
 def coupled_entries_are_judged_as_by_torch(one: Arithmetic) -> None:
     for kind, every in (*((kind, 2) for kind in one.kinds), ("sub-vocabulary", 1)):
         given = filtered(scene(kind, (2, 1, 3)), NO_FILTER, (0.0, 5, 1.0))
@@ -446,7 +442,6 @@ CHECKS: tuple[Callable[[Arithmetic], None], ...] = (
     every_mode_of_logprobs_is_torchs,
     vocabularies_of_any_size_are_judged_as_by_torch,
     half_precision_logits_are_read_as_they_are,
-    rows_without_drafts_are_judged_as_by_torch,
     coupled_entries_are_judged_as_by_torch,
     ties_at_the_edge_of_a_filter_stay,
     rows_that_are_no_distribution_are_reported_and_harm_no_other,

@@ -14,6 +14,7 @@ from speculative.config import LogprobsMode
 from speculative.gpu.capture import copy_once
 from speculative.gpu.filters import sampling_rows
 from speculative.gpu.operators import CapturedVocabularyOps, GraphOperators
+from speculative.gpu.packed_attention import PackedRows
 from speculative.gpu.paged_attention import PagedRows
 from speculative.gpu.row_drafts import DraftBuffers, DraftFields
 from speculative.gpu.row_edits import EditFields
@@ -28,7 +29,6 @@ from speculative.verification.base import VerifyInput, VerifyOutput
 from speculative.verification.coupled import NoiseRows, accept_choice
 from speculative.verification.draft_probs import Dense, DraftProbs, PointMass, SubVocabulary, mass_before
 from speculative.vocabulary.ops import VocabularyOps
-from tests.support.packed_rows import attend_packed
 
 
 @contextmanager
@@ -80,6 +80,26 @@ class TorchAttend:
         weights = torch.softmax(scores, dim=-1).masked_fill(~seen.any(dim=-1)[:, :, None, None, None], 0.0)
         attended = torch.einsum("bqhgl,blhd->bqhgd", weights, own_values)
         return attended.reshape(query.shape).to(query.dtype)
+
+
+def attend_packed(query: Tensor, keys: Tensor, values: Tensor, rows: PackedRows) -> Tensor:
+    """Implement `AttendPacked` in float64, sequence after sequence."""
+    out = torch.full_like(query, torch.nan)
+    num_kv_heads, head_dim = keys.shape[1:]
+    for first_row, num_rows, begin, table in rows.spans.tolist():
+        if num_rows == 0:
+            continue
+        positions = torch.arange(rows.first, begin + num_rows)
+        blocks = rows.blocks[table + positions // rows.block_size].long()
+        slots = blocks * rows.block_size + positions % rows.block_size
+        own = slice(first_row, first_row + num_rows)
+        queries = query[own].double().view(num_rows, num_kv_heads, -1, head_dim)
+        scores = torch.einsum("nhgd,lhd->nhgl", queries, keys[slots].double()) * head_dim**-0.5
+        hidden = positions > begin + torch.arange(num_rows)[:, None]  # [N, L]
+        weights = torch.softmax(scores.masked_fill(hidden[:, None, None], -torch.inf), dim=-1)
+        attended = torch.einsum("nhgl,lhd->nhgd", weights, values[slots].double())
+        out[own] = attended.flatten(1, 2).to(query.dtype)
+    return out
 
 
 def torch_floors(logits: Tensor, temperature: Tensor, log_min_p: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ Quicker: without half of its work, which it does again and again with the same o
 program after another, a GPU computes all at once, and what lies beside a tensor is somebody else's there.
 """
 
+import importlib.util
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -12,9 +13,13 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton is not installed: `pip install triton`"
+)
 _GUARD = 32 << 10  # bytes before and behind each tensor: more than a program stores
 _CANARY = 0xFF  # a byte; NaN of any floating type
 SHUFFLED = 2  # launches of each kernel and its constants, whose programs run in another order, too

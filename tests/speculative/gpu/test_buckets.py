@@ -1,16 +1,16 @@
 """Which padded shapes there are, and which one a step gets."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speculative.gpu.buckets import MAX_CAPTURED_SEQS, Bucket, Buckets
+from speculative.gpu.buckets import MAX_CAPTURED_SEQS, Buckets
 
 SIZES = st.tuples(st.integers(1, 600), st.integers(0, 64))
 
 
 def test_small_shapes_are_exact_and_large_ones_come_in_steps() -> None:
     assert Buckets.of(20, 7) == Buckets((1, 2, 4, 8, 16, 20), (1, 2, 3, 4, 5, 8), 128, 7)
+    assert [Buckets.of(20, 7).fit(*step) for step in ((3, 6), (9, 1), (17, 2))] == [(4, 8), (16, 1), (20, 2)]
     assert Buckets.of(1, 0) == Buckets((1,), (1,), 128, 0)
     assert list(Buckets.of(3, 1)) == [(3, 2), (3, 1), (2, 2), (2, 1), (1, 2), (1, 1)]
 
@@ -62,8 +62,3 @@ def test_packed_rows_leave_a_row_for_every_sequence_that_is_padding(
     assert bucket is not None
     assert bucket.num_rows >= num_rows + bucket.num_seqs - num_seqs
     assert buckets.fit_rows(buckets.largest.num_seqs + 1, 1000) is None
-
-
-@pytest.mark.parametrize(("num_seqs", "num_queries", "expected"), [(3, 6, (4, 8)), (9, 1, (16, 1)), (17, 2, (20, 2))])
-def test_the_smallest_shape_that_holds_a_step_is_taken(num_seqs: int, num_queries: int, expected: Bucket) -> None:
-    assert Buckets.of(20, 7).fit(num_seqs, num_queries) == expected

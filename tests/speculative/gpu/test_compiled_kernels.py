@@ -1,6 +1,5 @@
 """The Triton kernels as they are compiled for GPUs, without one: down to machine code, in bfloat16."""
 
-import importlib.util
 import json
 import os
 import re
@@ -11,9 +10,9 @@ from typing import NamedTuple
 
 import pytest
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="Triton is not installed: `pip install triton`"
-)
+from tests.support.triton_interpreter import needs_triton
+
+pytestmark = needs_triton
 SHARED_MEMORY = 99 << 10  # of a block, on the GPUs since Ampere that have the least
 COMPILE = """
 import json, sys

@@ -1,14 +1,13 @@
 """Floors of filters, by Triton's kernel (in its interpreter), against the filters of the CPU: the same tokens to the
 last, also of half precision. `step_conformance` has the rest."""
 
-import importlib.util
-
 import pytest
 import torch
 
 from speculative.gpu.filters import FindFloors
 from speculative.sampling.probs import Filters
 from tests.support.judged_rows import of_wider
+from tests.support.triton_interpreter import needs_triton
 
 VOCABULARY = 300
 NOTHING = (0.0, VOCABULARY, 1.0)
@@ -23,9 +22,7 @@ CASES = [
     (0.5, 20, 0.999),
     (0.0, 7, 0.999),
 ]
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="Triton is not installed: `pip install triton`"
-)
+pytestmark = needs_triton
 
 
 @pytest.fixture
@@ -47,19 +44,6 @@ def scene() -> tuple[torch.Tensor, Filters]:
 
 def parameters(filters: Filters) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return filters.log_min_p, filters.top_k, filters.top_p
-
-
-def filtered(find_floors: FindFloors, logits: torch.Tensor, filters: Filters) -> torch.Tensor:
-    floors = find_floors(logits, torch.ones((len(logits), 1)), *parameters(filters))
-    return logits.masked_fill(logits < floors[:, None], -torch.inf)
-
-
-def test_what_stays_is_what_the_cpu_keeps(find_floors: FindFloors) -> None:
-    logits, filters = scene()
-    found, expected = filtered(find_floors, logits, filters), filters.keep(logits)
-    assert torch.equal(found, expected)
-    assert torch.equal(found[0], logits[0])
-    assert (found[1:] > -torch.inf).sum(dim=-1).min() >= 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -1,6 +1,5 @@
 """What the launchers launch, compiled for a GPU of Hopper's kind without one."""
 
-import importlib.util
 import json
 import os
 import re
@@ -8,26 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from speculative.config import DrafterConfig
+from tests.support.triton_interpreter import needs_triton
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="Triton is not installed: `pip install triton`"
-)
+pytestmark = needs_triton
 OF_DRAFTS = ("_sum_blocks", "_settle_entries", "_compare_blocks", "_report_rows", "_take_terms")
 KINDS_OF_DRAFTS = ("point masses", "the vocabulary", "a part of it")
 OTHERS = {
-    *("_attend_splits", "_merge_parts", "_attend_packed", "_add_norm", "_gate", "_rotate_and_store"),
-    *(
-        "_find_floor",
-        "_reduce_blocks",
-        "_find_facts",
-        "_choose_blocks",
-        "_sum_terms",
-        "_write_blocks",
-        "_choose_drafts",
-    ),
+    *("_attend_splits", "_merge_parts", "_attend_packed", "_add_norm", "_gate", "_rotate_and_store", "_find_floor"),
+    *("_reduce_blocks", "_find_facts", "_choose_blocks", "_sum_terms", "_write_blocks", "_choose_drafts"),
     *("_copy_allowed", "_add_biases", "_penalise"),
 }
 

@@ -1,24 +1,19 @@
 """Edits of logits in captured steps where their lists are full, by Triton's kernels (in its interpreter).
 `step_conformance` has the others."""
 
-import importlib.util
-
 import numpy as np
 import pytest
 import torch
 
 from speculative.gpu.buckets import Bucket
-from speculative.gpu.logit_edits import FOLLOWED, EditSizes, StepEdits, fits, follows
+from speculative.gpu.logit_edits import EditSizes, StepEdits, fits
 from speculative.gpu.row_edits import EditLogits
 from speculative.request import SamplingParams
 from speculative.sampling.logits_processors import adjust
 from speculative.state.batch import row_contexts
 from speculative.state.token_constraint import Bools
 from tests.support.edited_rows import EOS, LARGEST, Drafted, edited, input_of, logits_of, make_edits
-
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="Triton is not installed: `pip install triton`"
-)
+from tests.support.triton_interpreter import needs_triton
 
 
 @pytest.fixture
@@ -67,13 +62,6 @@ def test_masks_at_the_edge_of_a_size(edit: EditLogits, num_masks: int) -> None:
 def test_a_step_without_edits_has_none() -> None:
     plain = [Drafted(SamplingParams(top_p=0.5, logprobs=5), drafts=(3,))]
     assert StepEdits.of(input_of(plain), [None], EOS, 64) is None
-
-
-def test_a_parameter_that_nobody_told_captured_steps_of_runs_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
-    (entry,) = input_of([Drafted(SamplingParams(min_p=0.1, logit_bias=((5, 1.0),)))]).sampled_entries
-    assert follows(entry.sequence)
-    monkeypatch.setattr("speculative.gpu.logit_edits.FOLLOWED", FOLLOWED - {"min_p"})
-    assert not follows(entry.sequence)
 
 
 def test_what_fits_is_known_before_anything_is_drafted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,5 @@
 """Attention of prompts and chunks: Triton's (in Triton's interpreter) against a loop over rows; the tables it reads."""
 
-import importlib.util
 from itertools import pairwise
 
 import numpy as np
@@ -10,10 +9,10 @@ from torch import Tensor
 
 from speculative.cache.kv_cache import KVCache, KVShape
 from speculative.gpu.packed_attention import AttendPacked, PackedRows, SendPacked, tables_of
-from speculative.model.attention import CacheAttention, StepAttention
 from speculative.state.batch import AttentionRows
 from tests.support.judged_rows import of_wider
-from tests.support.packed_rows import attend_packed
+from tests.support.torch_operators import attend_packed
+from tests.support.triton_interpreter import needs_triton
 
 CPU = torch.device("cpu")
 BLOCK_SIZE, NUM_BLOCKS = 16, 96
@@ -21,10 +20,6 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3}
 HEADS = [(4, 4, 16), (6, 2, 64), (3, 1, 80), (7, 1, 96), (5, 1, 128), (2, 1, 256)]
 # (positions before, rows): edges of tiles of 16 to 64 positions and of 32 to 128 rows, of blocks, and of nothing
 CHUNKS = [(0, 1), (0, 16), (1, 33), (63, 2), (15, 66), (128, 1), (300, 43)]
-
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="Triton is not installed: `pip install triton`"
-)
 
 
 @pytest.fixture
@@ -146,18 +141,3 @@ def test_tables_name_the_block_of_every_position(block_size: int, first: int) ->
         assert (row, begin) == (start, length - count)
         positions = np.arange(first, length)
         assert (blocks[table + positions // block_size] * block_size + positions % block_size == own).all()
-
-
-def test_the_loop_over_rows_is_torchs_attention() -> None:
-    """What the kernel is compared with, here and on the pretended device."""
-    cache = KVCache(KVShape(1, 2, 24), 20 * BLOCK_SIZE, dtype=torch.float32, device=CPU)  # no kernel of ours takes 24
-    cache.data.copy_(torch.randn(cache.data.shape, generator=torch.Generator().manual_seed(0)))
-    query = torch.randn((31, 6, 24), generator=torch.Generator().manual_seed(1))
-    contexts = tuple(np.arange(begin, begin + length) for begin, length in ((0, 20), (32, 50), (96, 7)))
-    rows = AttentionRows(np.empty(0, np.int64), np.array([0, 20, 24, 31]), contexts)
-    attend: list[CacheAttention] = [
-        SendPacked(BLOCK_SIZE, 0, attend_packed)(cache, rows)[0],
-        StepAttention(cache, rows),
-    ]
-    found, expected = (one.attend_stored(0, query) for one in attend)
-    assert (found - expected).abs().max() < 1e-5

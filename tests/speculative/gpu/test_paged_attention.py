@@ -1,21 +1,14 @@
 """Attention over padded rows: Triton's (in Triton's interpreter) against a loop over single rows."""
 
-import importlib.util
-
 import pytest
 import torch
 from torch import Tensor
 
 from speculative.cache.kv_cache import KVCache, KVShape
-from speculative.gpu.paged_attention import (
-    SPLIT_TOKENS,
-    AttendPaged,
-    AttentionSizes,
-    PagedAttention,
-    PagedRows,
-)
+from speculative.gpu.paged_attention import SPLIT_TOKENS, AttendPaged, AttentionSizes, PagedAttention, PagedRows
 from tests.support.judged_rows import of_wider
 from tests.support.long_contexts import error_of
+from tests.support.triton_interpreter import needs_triton
 
 CPU = torch.device("cpu")
 BLOCK_SIZE, MAX_BLOCKS, MAX_QUERIES = 16, 40, 5
@@ -26,9 +19,7 @@ HEADS = [(4, 4, 16), (6, 2, 64), (3, 1, 80)]
 DTYPES = [torch.float32, torch.float16, torch.float32]  # the interpreter multiplies bfloat16's bit patterns
 CONTEXTS = [(0, 1), (15, 5), (SPLIT_TOKENS - 2, 5), (2 * SPLIT_TOKENS + 3, 2), (0, 0)]
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="Triton is not installed: `pip install triton`"
-)
+pytestmark = needs_triton
 
 
 @pytest.fixture
@@ -140,14 +131,6 @@ def test_the_kernels_bits_depend_on_no_number_of_programs(attend: AttendPaged, m
         monkeypatch.setattr(triton_attention, "_ENOUGH_PROGRAMS", enough)
         found.append(attend(*scene((3, 1, 64), CONTEXTS, 5, torch.float32)))
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
-
-
-def test_the_number_of_programs_follows_the_batch_and_not_the_longest_sequence() -> None:
-    from speculative.gpu.triton_attention import programs_of_context
-
-    for num_contexts in (1, 8, 64, 512, 4096):
-        programs = num_contexts * programs_of_context(num_contexts, num_parts=32)
-        assert min(2048, 32 * num_contexts) <= programs < num_contexts + max(2048, num_contexts)
 
 
 @pytest.mark.parametrize("kernel", ["splits", "packed"])

@@ -2,7 +2,6 @@
 
 import dataclasses
 import gc
-import importlib.util
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
@@ -18,10 +17,7 @@ from speculative.config import DrafterConfig
 from speculative.drafting.neural_drafter import ModelDrafter
 from speculative.engine import EngineCore
 from speculative.errors import ConfigError
-from speculative.gpu.capture import Capturer
 from speculative.gpu.operators import GraphOperators
-from speculative.gpu.staged_inputs import StagedInputs
-from speculative.gpu.target_graph import TargetPass
 from speculative.kernels import chosen
 from speculative.model import loading
 from speculative.model.attention import prepare_by
@@ -29,7 +25,17 @@ from speculative.model.layers import Fp8Linear
 from speculative.request import Request, SamplingParams, Structure
 from speculative.state.batch import Entry
 from speculative.weights import load_weights
-from tests.support.engines import Answer, decoder_of, load_engine, run, settings, take, tiny_engine
+from tests.support.engines import (
+    Answer,
+    assert_idle,
+    decoder_of,
+    hand_over,
+    load_engine,
+    run,
+    settings,
+    take,
+    tiny_engine,
+)
 from tests.support.graph_scenes import (
     EDITED,
     PLAIN,
@@ -37,16 +43,13 @@ from tests.support.graph_scenes import (
     Alternating,
     add_all,
     answers,
-    answers_over_a_handoff,
-    answers_over_a_switch,
     assert_same,
 )
 from tests.support.graph_scenes import MIXED as ALL_WISHES
 from tests.support.pretended_cuda import PretendedCuda
+from tests.support.triton_interpreter import needs_triton
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="Triton is not installed: `pip install triton`"
-)
+pytestmark = needs_triton
 ALL = ("none", "ngram", "suffix", "draft_model", "eagle3")
 SHORT, MIXED = ([dataclasses.replace(one, max_tokens=10) for one in many] for many in (PLAIN, ALL_WISHES))
 
@@ -142,28 +145,6 @@ def only_prompts_may_be_eager(engine: EngineCore, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(engine.eager, "takes", watched)
 
 
-@pytest.mark.parametrize("name", ["draft_model"])
-def test_more_edits_than_a_captured_step_takes_run_eagerly(
-    load: Load, drafters: dict[str, DrafterConfig], name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("speculative.gpu.logit_edits.MAX_CELLS", 30)
-    eager: list[bool] = []
-
-    def scene(load: Load) -> dict[str, Answer]:
-        engine = load(drafter=drafters[name], max_num_seqs=3)
-        takes = engine.eager.takes
-        monkeypatch.setattr(
-            engine.eager,
-            "takes",
-            lambda entries: eager.append(any(entry.num_known == 1 for entry in entries)) or takes(entries),
-        )
-        return answers(engine, EDITED[:4])
-
-    found, expected = on_both(scene, load)
-    assert_same(found, expected)
-    assert any(eager)
-
-
 @pytest.mark.parametrize("name", ["ngram", "eagle3"])
 def test_the_coupled_verifier(load: Load, drafters: dict[str, DrafterConfig], name: str) -> None:
     assert_same(*on_both(lambda load: answers(load(drafter=drafters[name], verifier="coupled"), MIXED), load))
@@ -202,7 +183,12 @@ def test_drafts_of_varying_length_and_drafts_that_are_not_sampled(
 @pytest.mark.parametrize("name", ["draft_model", "eagle3"])
 def test_a_handoff(load: Load, drafters: dict[str, DrafterConfig], name: str) -> None:
     def scene(load: Load) -> dict[str, Answer]:
-        return answers_over_a_handoff(lambda: load(drafter=drafters[name], max_num_seqs=2), SHORT)
+        prefill, decode = (load(drafter=drafters[name], max_num_seqs=2) for _ in range(2))
+        requests = [Request(f"r{index}", PROMPTS[index + 1], own, seed=index) for index, own in enumerate(SHORT[:4])]
+        found = run(decode, hand_over(prefill, decode, requests, 5))
+        assert_idle(prefill)
+        assert_idle(decode)
+        return found
 
     assert_same(*on_both(scene, load))
 
@@ -221,7 +207,14 @@ def test_scoring(load: Load) -> None:
 @pytest.mark.parametrize("name", ["ngram", "draft_model"])
 def test_a_switch_of_weights(load: Load, target: Path, drafters: dict[str, DrafterConfig], name: str) -> None:
     def scene(load: Load) -> dict[str, Answer]:
-        return answers_over_a_switch(load(drafter=drafters[name], max_num_seqs=2), SHORT, target)
+        engine, found = load(drafter=drafters[name], max_num_seqs=2), defaultdict[str, Answer](Answer)
+        add_all(engine, SHORT)
+        for _ in range(6):
+            take(found, engine.step())
+        engine.switch(load_weights(target, engine.config, engine.device), "2")
+        while engine.has_work:
+            take(found, engine.step())
+        return found
 
     assert_same(*on_both(scene, load))
 
@@ -321,63 +314,6 @@ def test_nothing_is_captured_while_requests_are_served(
             assert serve([*SHORT, *MIXED[::2]]) == 0
 
 
-# -- what it finds --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("fault", ["is sent again", "was filled again"])
-def test_a_buffer_that_is_filled_before_its_copy_is_done_is_found(
-    load: Load, monkeypatch: pytest.MonkeyPatch, fault: str
-) -> None:
-    """Also where steps end with a wait for something else, as all do today."""
-    next_host = StagedInputs.next_host
-
-    def hasty(self: StagedInputs) -> Any:
-        if fault == "is sent again":
-            self._turn = (self._turn + 1) % len(self._hosts)
-            return self._arrays[self._turn]
-        self._hosts[(self._turn + 1) % len(self._hosts)].fill_(1)
-        return next_host(self)
-
-    monkeypatch.setattr(StagedInputs, "next_host", hasty)
-    with PretendedCuda(), pytest.raises(AssertionError, match=fault):
-        answers(load(device="cuda", max_num_seqs=1), SHORT)
-
-
-def test_inputs_that_were_not_sent_are_found(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_target, send = TargetPass.run, StagedInputs.send
-
-    def forgetful(self: TargetPass, *arguments: Any) -> Any:
-        self.prepare(arguments[0])
-        monkeypatch.setattr(StagedInputs, "send", lambda *_: None)
-        places = run_target(self, *arguments)
-        monkeypatch.setattr(StagedInputs, "send", send)
-        return places
-
-    monkeypatch.setattr(TargetPass, "run", forgetful)
-    found, expected = on_both(lambda load: answers(load(), SHORT), load)
-    with pytest.raises(AssertionError):
-        assert_same(found, expected)
-
-
-def test_what_an_earlier_graph_may_have_written_over_is_found() -> None:
-    with PretendedCuda() as device:
-        capturer, rows = Capturer(torch.device("cuda")), torch.zeros(3, device="cuda")
-        temporaries: list[Tensor] = []
-
-        def first() -> Tensor:
-            temporaries[:] = [rows * 2]
-            return temporaries.pop() + 1
-
-        replays = capturer.capture(first), capturer.capture(lambda: rows + 5)
-        rows.fill_(1.0)
-        results = replays[0](), replays[1]()
-        assert [one.cpu().tolist() for one in results] == [[3.0] * 3, [6.0] * 3]
-        replays[0]()
-        assert results[0].cpu().tolist() == [3.0] * 3
-        assert results[1].cpu().isnan().all(), "its memory was free when the first graph was captured"
-        assert device.num_replays == 3
-
-
 # -- memory ---------------------------------------------------------------------------------------------------------
 
 
@@ -418,16 +354,15 @@ def test_memory_that_the_allocator_keeps_is_not_taken(load: Load, monkeypatch: p
         load(device="cuda")
 
 
-@pytest.mark.parametrize("name", ["draft_model"])
 def test_the_cache_takes_what_steps_leave_free(
-    target: Path, drafters: dict[str, DrafterConfig], name: str, monkeypatch: pytest.MonkeyPatch
+    target: Path, drafters: dict[str, DrafterConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The caches of target and drafter together, and twice the memory of captured steps, stay below what is free."""
     sizes = []
     for free in (2**26, 2**27):
         with PretendedCuda():
             monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _, free=free: (free, 2**28))
-            engine = tiny_engine(target, device="cuda", kv_cache_tokens=None, drafter=drafters[name])
+            engine = tiny_engine(target, device="cuda", kv_cache_tokens=None, drafter=drafters["draft_model"])
             caches = [engine.cache, *([engine.drafter.cache] if isinstance(engine.drafter, ModelDrafter) else [])]
             sizes.append(sum(cache.data.numel() * cache.data.element_size() for cache in caches))
         assert engine.config.kv_cache_tokens is not None
@@ -442,10 +377,3 @@ def test_a_gpu_without_room_for_a_cache_is_refused(target: Path, monkeypatch: py
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2**20, 2**30))
         with pytest.raises(ConfigError, match=r"nothing is left for the KV cache; lower max_num_seqs"):
             tiny_engine(target, device="cuda", kv_cache_tokens=None)
-
-
-def test_all_captures_share_a_stream(load: Load, target: Path) -> None:
-    with PretendedCuda(capture_beforehand=True) as device:
-        engine = load(device="cuda", max_num_seqs=1)
-        engine.switch(load_weights(target, engine.config, engine.device), "2")
-        assert len(device.streams) == 2, "beside the default one"

@@ -24,11 +24,7 @@ CPU = torch.device("cpu")
 class Scene:
     """A captured runner and a plain one, over caches of the same contents; the captured one's trash block is NaN."""
 
-    def __init__(
-        self,
-        target: Path,
-        capture: tuple[int, ...] = (),
-    ) -> None:
+    def __init__(self, target: Path, capture: tuple[int, ...] = ()) -> None:
         config = settings(cuda_graphs=True, max_num_seqs=32, max_batched_tokens=512, kv_cache_tokens=4096)
         decoder = load_decoder(target, dtype=torch.float32, device="cpu")
         self.block_size, self.live = config.block_size, config.num_blocks * config.block_size

@@ -1,30 +1,21 @@
 """Sampling drafts from a drafter's logits: Triton's kernels (in Triton's interpreter) against what a draft is by
 definition."""
 
-import importlib.util
 from dataclasses import replace
 
 import pytest
 import torch
 
 from speculative.gpu.row_drafts import DraftBuffers, SampleDrafts
-from tests.support.drafted_rows import (
-    FILTERS,
-    NUM_DRAFTS,
-    OFFSET,
-    DraftScene,
-    assert_sampled,
-    draft_scene,
-)
+from tests.support.drafted_rows import FILTERS, NUM_DRAFTS, OFFSET, assert_sampled, draft_scene
+from tests.support.triton_interpreter import needs_triton
 
 BLOCK = 64
 WIDTH, VOCABULARY = 3 * BLOCK + 11, 500  # the last block is not full
 EDGE = 1e-7  # of a token's mass
 SIZES = (1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 4 * BLOCK, 4 * BLOCK + 1)
 SCENES = {"the vocabulary": None, "a part of it": VOCABULARY}
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="Triton is not installed: `pip install triton`"
-)
+pytestmark = needs_triton
 
 
 @pytest.fixture
@@ -75,7 +66,8 @@ def test_of_tied_tokens_a_greedy_row_takes_the_first(sample: SampleDrafts) -> No
 
 def test_uniforms_meet_the_edges_of_equal_tokens(sample: SampleDrafts) -> None:
     """Just below and above: masses that were added up in float32 would be several times as far off."""
-    given, _ = grid(12)
+    given = draft_scene(12, WIDTH)
+    given.fields.temperature[:], given.fields.greedy[:] = 1.0, False
     possible = (torch.arange(WIDTH) * 7 % 11 > 2).nonzero()[:, 0]
     given.logits[:] = -torch.inf
     given.logits[:, possible] = 0.3
@@ -113,13 +105,3 @@ def test_a_sequences_draft_is_its_own_rows_alone(sample: SampleDrafts) -> None:
         alone = given.rows(begin, end).sample(sample)
         for own, part in zip(alone, whole, strict=True):
             assert torch.equal(own.unflatten(0, (NUM_DRAFTS, end - begin))[OFFSET], part[begin:end])
-
-
-def grid(num_rows: int) -> tuple[DraftScene, torch.Tensor]:
-    """The same row again and again, with uniforms on a grid; and five columns, within blocks and at their edges."""
-    given = draft_scene(1, WIDTH)
-    fields = draft_scene(num_rows, WIDTH).fields
-    given = replace(given, logits=given.logits.repeat(num_rows, 1), fields=fields)
-    fields.temperature[:], fields.greedy[:] = 1.0, False
-    fields.uniforms[OFFSET] = (torch.arange(num_rows) + 0.5) / num_rows
-    return given, torch.tensor([3, BLOCK - 1, BLOCK, 2 * BLOCK + 5, WIDTH - 2])

@@ -1,6 +1,5 @@
 """Judging rows from logits: Triton's kernels (in Triton's interpreter) against torch's operators, and enumeration."""
 
-import importlib.util
 from collections.abc import Callable
 
 import pytest
@@ -10,18 +9,10 @@ from speculative.config import LogprobsMode
 from speculative.gpu.row_judge import RowJudge
 from speculative.sampling.rng import gumbel
 from speculative.verification.draft_probs import mass_before
-from tests.support.judged_rows import (
-    KINDS,
-    VOCABULARY,
-    filtered,
-    padded,
-    parts,
-    scene,
-)
+from tests.support.judged_rows import KINDS, VOCABULARY, filtered, padded, parts, scene
+from tests.support.triton_interpreter import needs_triton
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="Triton is not installed: `pip install triton`"
-)
+pytestmark = needs_triton
 
 BLOCK = 64  # the last one is not full
 NO_FILTER = (0.0, 0, 1.0)  # min_p, top_k, top_p

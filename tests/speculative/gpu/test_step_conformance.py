@@ -1,6 +1,5 @@
 """Every arithmetic of a step over the vocabulary, by one kit of checks."""
 
-import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -8,14 +7,10 @@ import pytest
 
 from tests.support.judged_rows import KINDS
 from tests.support.step_conformance import ARITHMETICS, CHECKS, Arithmetic
+from tests.support.triton_interpreter import needs_triton
 from tests.support.vocabulary import needs_kernels
 
-NEEDS = {
-    "kernels": needs_kernels,
-    "captured, triton": pytest.mark.skipif(
-        importlib.util.find_spec("triton") is None, reason="Triton is not installed: `pip install triton`"
-    ),
-}
+NEEDS = {"kernels": needs_kernels, "captured, triton": needs_triton}
 
 
 @pytest.fixture(params=[pytest.param(name, marks=NEEDS.get(name, ())) for name in ARITHMETICS])
