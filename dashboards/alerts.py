@@ -124,16 +124,25 @@ _EXPORTS = (_BUILD, _WANTED_SERIES, _WATCHED_SERIES)  # one of these has whateve
 _ANY = " or ".join(_EXPORTS)
 _ANY_LATELY = " or ".join(f"present_over_time({series}[6h])" for series in _EXPORTS)
 _NONE_LATELY = " and ".join(f"absent_over_time({series}[6h])" for series in _EXPORTS)
+_NONE_NOW = f"count by (job, namespace) ({_ANY_LATELY}) unless count by (job, namespace) ({_ANY})"
 
-# Ray's own, of the proxies before the replicas. They know no model; jobs and namespaces are the releases'.
+# Ray's own, of the proxies before the replicas, and of Ray Serve's controller, which outlives all replicas. They know
+# no model; jobs and namespaces are the releases'.
 _RELEASE = ("job", "namespace")
 _OF_RELEASE = f"by ({', '.join(_RELEASE)})"
 _PROXIED = "ray_serve_num_http_requests_total"
 _ALL_PROXIED = queries.events_of(_PROXIED, "15m", _RELEASE)
 _BAD_GATEWAY = queries.events_of(f'{_PROXIED}{{status_code=~"5..",status_code!="503"}}', "15m", _RELEASE)
-_IS_RELEASE = f"and count {_OF_RELEASE} ({_WANTED_SERIES})"
+_IS_RELEASE = f"and count {_OF_RELEASE} (present_over_time({_WANTED_SERIES}[1h]))"  # ours come by the same proxies
 _HAPROXIES = "ray_serve_haproxy_process_count"  # on one node; 0 once its process is dead
 _PROXIES_GONE = f"count {_OF_RELEASE} (present_over_time({_HAPROXIES}[1h])) unless count {_OF_RELEASE} ({_HAPROXIES})"
+_RUNS = 6  # Ray's number for an application that runs; lower: it starts, is deployed, or is unhealthy
+_STATUS = "ray_serve_application_status"
+_NO_REPLICA_ANSWERS = (
+    f"count {_OF_RELEASE} (present_over_time({_WANTED_SERIES}[6h])) unless count {_OF_RELEASE} ({_WANTED_SERIES}) "
+    f"and count {_OF_RELEASE} ({_STATUS} < {_RUNS})"
+)
+_FIRST_START = f"({_STATUS} < {_RUNS} unless present_over_time({_STATUS}[1h] offset 1h))"  # an hour to load a model
 _PASSED, _READ = 'result="passed"', 'result="read"'
 _FAILED = 'result="failed"'
 _OPEN = BREAKER_STATES.index("open")
@@ -616,13 +625,15 @@ ALERTS = (
     ),
     Alert(
         "TruespecPoolEmpty",
-        f"{_RUNNING} == 0 and {_WANTED} > 0 and {_LOADED}",
+        f"{_RUNNING} == 0 and {_WANTED} > 0 and {_LOADED} or {_NO_REPLICA_ANSWERS}",
         "2m",
         "critical",
-        "No replica of {{ $labels.model_name }} runs in pool {{ $labels.pool }}.",
+        "{{ with $labels.pool }}No replica of {{ $labels.model_name }} runs in pool {{ . }}.{{ else }}No replica "
+        f"answers{_IN_NAMESPACE}{_OF_JOB}.{{{{ end }}}}",
         "Without a decoding replica nothing is served. Without a prefill replica decode replicas compute prompts "
         "themselves, and nobody replays answers, so a fault would go unnoticed. A pool that is installed has an "
-        "hour to load its model.",
+        "hour to load its model. Without a pool's name: the metrics are gone with the last replica that answers HTTP, "
+        "and Ray Serve says that the application does not run.",
         "`serve status` has the message of the last replica that failed to start. Pending pods lack GPUs or nodes.",
         "Fix what the message names, or give the pods their nodes. Roll back if it began with a release.",
         commands=(shell.SERVE_STATUS, shell.PODS, shell.EVENTS, shell.RAY_STATUS, shell.DEAD_ACTORS, shell.HISTORY),
@@ -750,15 +761,15 @@ ALERTS = (
     ),
     Alert(
         "TruespecMetricsMissing",
-        f"({_NONE_LATELY}) or (count by (job, namespace) ({_ANY_LATELY}) unless count by (job, namespace) ({_ANY}))",
+        f"({_NONE_LATELY} unless on () {_FIRST_START}) or ({_NONE_NOW})",
         "10m",
         "critical",
         f"Prometheus has no metrics from truespec{_IN_NAMESPACE}{_OF_JOB}.",
-        "A release that had metrics within the last six hours has none now, or no release has any. The service is "
-        "down or not scraped, and every other alert is blind.",
+        "A release that had metrics within the last six hours has none now, or no release has any. No replica "
+        "answers HTTP, or none is scraped, and every other alert is blind.",
         "Prometheus' targets page, and whether the service answers /healthz. If the release was removed or its job "
         "renamed on purpose, the alert clears by itself after six hours.",
-        "Fix the scrape configuration (job, relabelling of `ray_truespec_`), or start the service.",
+        "Fix the scrape configuration (the job; a key where `access.open_metrics` is false), or start the service.",
         commands=(
             shell.TARGETS,
             'curl -sS "$HOST/metrics" | grep -c ^truespec_',

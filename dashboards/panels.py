@@ -354,7 +354,7 @@ def _variables() -> list[dict[str, Any]]:
         },
         # The first namespace, so that releases of one model are not mixed unasked; all where nothing sets the label.
         _label_variable("namespace", "Namespace", "truespec_build_info") | {"includeAll": True, "allValue": ".*"},
-        # One job at a time: the app's own exporter and Ray's agent count the same tokens.
+        # One job at a time: a release.
         _label_variable("job", "Job", 'truespec_build_info{namespace=~"$namespace"}'),
         _label_variable("model", "Model", f"truespec_build_info{{{_RELEASE}}}", label="model_name", several=True),
         _label_variable("pool", "Pool", f'truespec_build_info{{{_RELEASE},model_name=~"$model"}}', several=True),

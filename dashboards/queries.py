@@ -1,8 +1,8 @@
 """PromQL over the metric catalogue: panels and rules are made of these, so that a figure is defined once.
 
 Means and shares are ratios of counters. A ratio of nothing is left out and not NaN, which would spoil every average
-taken over it. `job` is always kept apart: the app's own `/metrics` and Ray's agent export the same counts. So is
-`namespace`, for the releases of one model; where nothing sets it, it is empty and changes nothing.
+taken over it. `job` and `namespace` are always kept apart, for the releases of one model; where nothing sets them, they
+are empty and change nothing.
 """
 
 import re
@@ -54,7 +54,7 @@ class QueryScope:
         return f"{how}{self._by(by)} ({self.series(name, where)})"
 
     def ratio(self, over: str, under: str, *by: str, over_where: str = "", under_where: str = "") -> str:
-        """One counter's rate by another's. Ray's agent has no counter that is 0, so a missing one counts as that."""
+        """One counter's rate by another's. A counter with labels may start with its first event: a missing one is 0."""
         numerator, denominator = self.rate(over, *by, where=over_where), self.rate(under, *by, where=under_where)
         return f"({numerator} or 0 * {denominator}) / ({denominator} > 0)"
 
@@ -70,8 +70,8 @@ class QueryScope:
     def events(self, name: str, *by: str, where: str = "") -> str:
         """A counter's events within the window, summed: its increase, and what a new series began with.
 
-        Ray's agent exports a counter from its first event on, where `increase` sees nothing happen. A series is new
-        that was not there in the hour before the window: one that was merely not scraped for a while is not.
+        A counter with labels starts with its first event, where `increase` sees nothing happen. A series is new that
+        was not there in the hour before the window: one that was merely not scraped for a while is not.
         """
         return events_of(self.series(name, where), self.window, (*self.keep, *by))
 

@@ -22,13 +22,11 @@ def metrics_page() -> str:
             _MADE_BY,
             "",
             f"Every metric has the labels {common}; gauges also have `{REPLICA_LABEL}`, since they do not add up. "
-            "Counters count from 0 at the start of the process that keeps them. The application's own `/metrics` (sums "
-            "over all replicas, which outlive a replica that dies) and Ray's metrics agent on each node (with the "
-            "prefix `ray_`) export the same counts: scrape one of them, or both under different jobs.",
+            "The application's `/metrics` has the sums over all replicas, which outlive a replica that dies; counters "
+            "count from 0 at the start of truespec's controller. Each replica answers the same: scrape one address.",
             "",
-            "Make means and shares from counters, and quantiles from histograms, whose `_sum` Ray's agent only "
-            "estimates. Under Ray's agent a counter starts with its first event, which `increase` does not see; the "
-            "rules and panels on single events add it.",
+            "Make means and shares from counters, and quantiles from histograms. A counter with labels starts with its "
+            "first event, which `increase` does not see; the rules and panels on single events add it.",
             "",
             "| metric | kind | unit | meaning, and that of its labels |",
             "|---|---|---|---|",

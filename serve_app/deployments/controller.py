@@ -34,7 +34,7 @@ from serve_app.referee.replica_book import ReplicaBook
 from serve_app.referee.strata import SERVED_STRATA
 from serve_app.referee.tolerance import ServiceTolerances, Tolerance
 from serve_app.referee.verdicts import Checked
-from serve_app.telemetry.metrics import Metrics, PrometheusSink, RaySink, Sink
+from serve_app.telemetry.metrics import Metrics, PrometheusSink, Sink
 from serve_app.telemetry.tracing import Carried, adopt, carried
 from serve_app.weights.coordinator import WeightCoordinator
 from serve_app.weights.transfer import Transfers
@@ -60,7 +60,7 @@ class Controller:
                 return await answered(replayers().replay.remote(request, carried(), avoid=avoid))
 
         sums = PrometheusSink(source=context.replica_tag)
-        sinks: list[Sink] = [RaySink(), sums]
+        sinks: list[Sink] = [sums]
         metrics = Metrics(sinks, model_name=config.model.served_name, pool=pool)
         tolerances = ServiceTolerances(config.replay, config.engine)
         self._counts = counts = RefereeCounts(metrics, SERVED_STRATA)

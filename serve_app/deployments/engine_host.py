@@ -241,7 +241,7 @@ class EngineHost:
         stats = self.backend.take_stats()
         runtime.metrics.record_steps(stats, self.backend.usage())
         self.backlog.observe(stats.num_prompt_tokens + stats.prefix_cache_hits, stats.draft_s + stats.verify_s)
-        runtime.metrics.gauge("truespec_build_info", 1, **self._build)  # Ray's agent forgets what is not set again
+        runtime.metrics.gauge("truespec_build_info", 1, **self._build)
         for sampling, rates in zip(("sampled", "greedy"), self._held_out_acceptance, strict=True):
             for position, rate in enumerate(accumulate(rates, mul)):  # of drafts, all before which are accepted
                 runtime.metrics.gauge(

@@ -21,7 +21,7 @@ from serve_app.deployments.controller_client import ControllerClient, controller
 from serve_app.referee.answer import Answer
 from serve_app.referee.verdicts import Checked
 from serve_app.telemetry.logs import configure as configure_logs
-from serve_app.telemetry.metrics import BufferSink, Metrics, RaySink
+from serve_app.telemetry.metrics import BufferSink, Metrics
 from serve_app.telemetry.tracing import Carried, Tracing, adopt, carried
 from serve_app.versions import version_of
 from speculative.errors import ConfigError
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 class ReplicaRuntime:
-    """A replica's name, its metrics for Ray's agent and for the controller, and work that goes on beside requests."""
+    """A replica's name, its metrics for the controller, and work that goes on beside requests."""
 
     def __init__(self, config: AppConfig, role: PoolName | Literal["router"]) -> None:
         self.config = config
@@ -43,7 +43,7 @@ class ReplicaRuntime:
         self.started_at = time.time()
         self.tracing = observe(config, role, self.name)
         self.buffer = BufferSink(self.name)
-        self.metrics = Metrics([RaySink(), self.buffer], model_name=config.model.served_name, pool=role)
+        self.metrics = Metrics([self.buffer], model_name=config.model.served_name, pool=role)
         self.tasks: set[asyncio.Task[Any]] = set()
         self.controller = ControllerClient(cache(lambda: controller_handle(self.app_name)))  # once it is needed
 

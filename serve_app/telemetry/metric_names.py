@@ -1,7 +1,7 @@
 """Every metric truespec exports, as data: dashboards, alerts, docs and the exporter read this list and nothing else.
 
 Counters end in `_total` and count from 0 at the start of the process that keeps them. Compute means and shares
-from counters; use histograms for quantiles (Ray's agent only estimates a histogram's sum).
+from counters, and quantiles from histograms.
 """
 
 from collections.abc import Mapping

@@ -1,8 +1,8 @@
-"""Record a metric once, and it reaches Prometheus, Ray's agent and the app's own `/metrics`.
+"""Record a metric once, and it reaches the application's `/metrics`, which Prometheus scrapes.
 
-A replica records into a `RaySink` (scraped per node) and a `BufferSink`. About once a second it drains the buffer and
-sends the batch to the one place that keeps a `PrometheusSink`, whose exposition is the sum over the whole app and
-outlives a dead replica. A batch is bounded by the number of series, never by the number of requests.
+A replica records into a `BufferSink`. About once a second it drains the buffer and sends the batch to the one place
+that keeps a `PrometheusSink`, whose exposition is the sum over the whole app and outlives a dead replica. A batch is
+bounded by the number of series, never by the number of requests.
 
 The exporter is a collector of its own and not prometheus_client's metric objects: those cannot take in counts per
 bucket that another process made. It writes no `_created` series.
@@ -16,7 +16,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
@@ -413,54 +413,3 @@ def _histogram_family(metric: Metric, histograms: Mapping[Series, BucketCounts])
             cumulative = list(zip(bounds, accumulate(histogram.counts), strict=True))
             family.add_metric(labels, cumulative, histogram.total)
     return family
-
-
-class RaySink:
-    """Hands values to Ray's metrics agent, which exports them as `ray_<name>` with the replica's own labels.
-
-    Make it inside a replica: Ray Serve adds application, deployment and replica when a metric is created there.
-    """
-
-    def __init__(self) -> None:
-        from ray.serve import metrics  # here, so that a process without Ray may use the other sinks
-
-        self._library: Any = metrics
-        self._lock = threading.Lock()
-        self._made: dict[str, Any] = {}
-
-    def count(self, metric: Metric, labels: LabelValues, value: float) -> None:
-        """Add to a counter. Ray takes no zero, so a series appears with its first count."""
-        if value > 0:
-            self._get(metric).inc(value, tags=_tags(metric, labels))
-
-    def gauge(self, metric: Metric, labels: LabelValues, value: float) -> None:
-        """Set a gauge."""
-        self._get(metric).set(value, tags=_tags(metric, labels))
-
-    def observe(self, metric: Metric, labels: LabelValues, value: float) -> None:
-        """Put one observation into a histogram."""
-        self._get(metric).observe(value, tags=_tags(metric, labels))
-
-    def forget(self, metric: Metric, labels: LabelValues) -> None:
-        """Do nothing: Ray drops a gauge's series that is not set for two of its report intervals, 20 s."""
-
-    def _get(self, metric: Metric) -> Any:
-        made = self._made.get(metric.name)
-        if made is None:
-            with self._lock:
-                made = self._made.get(metric.name)
-                if made is None:
-                    made = self._made[metric.name] = self._make(metric)
-        return made
-
-    def _make(self, metric: Metric) -> Any:
-        if metric.kind == "histogram":
-            return self._library.Histogram(
-                metric.name, metric.help, boundaries=list(metric.buckets), tag_keys=metric.label_names
-            )
-        make = self._library.Counter if metric.kind == "counter" else self._library.Gauge
-        return make(metric.name, metric.help, tag_keys=metric.label_names)
-
-
-def _tags(metric: Metric, labels: LabelValues) -> dict[str, str]:
-    return dict(zip(metric.label_names, labels, strict=True))

@@ -169,8 +169,9 @@ def test_every_metric_is_shown_somewhere() -> None:
     assert METRICS.keys() - {name.removesuffix("_bucket") for name in shown} == set(), "nobody would see these"
 
 
-# Series of Ray Serve's proxies, and where Ray's source names them (without `ray_`, and a counter's `_total`).
+# Series of Ray Serve's proxies and controller, and where Ray's source names them (without `ray_` and `_total`).
 RAYS_OWN = {
+    "ray_serve_application_status": ("application_state.py", '"serve_application_status"'),
     "ray_serve_haproxy_process_count": ("haproxy_metrics.py", '"serve_haproxy_process_count"'),
     "ray_serve_num_http_requests_total": ("request_ingress_metrics.py", 'f"serve_num_{protocol_name}_requests"'),
 }

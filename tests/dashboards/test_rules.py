@@ -63,9 +63,9 @@ def test_an_alert_is_on_the_release_that_is_ill_and_names_its_namespace(tmp_path
 
 
 EVENTS: list[tuple[str, int | None]] = [
-    ("_x70 1x60", 1),  # as Ray's agent exports it
+    ("_x70 1x60", 1),  # a label's value that was never seen
     ("_x70 2x10 3x60", 3),
-    ("0x70 1x60", 1),  # as the application does
+    ("0x70 1x60", 1),  # one that was counted as 0
     ("7x70 0x3 1x60", 1),  # a restart
     ("7x200", 0),
     ("7x40 _x40 7x60", 0),  # a gap in scraping

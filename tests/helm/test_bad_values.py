@@ -42,6 +42,10 @@ BAD: dict[str, dict[str, Any]] = {
     # Alerts
     "prometheusRule.alerts: Additional property TmeHigh is not allowed": alert(TmeHigh={"enabled": False}),
     "podMonitor.scrapeTimeout is 1m and interval 15s; the Prometheus operator refuses": monitor(scrapeTimeout="1m"),
+    "config.access.open_metrics is false, so Prometheus needs a key; set apiKeys.smokeSecret": {
+        **monitor(),
+        "config": {"access": {"open_metrics": False}},
+    },
     # Types and keys
     "worker.cpus: Invalid type. Expected: integer, given: string": {"worker": {"cpus": "4"}},
     "modelCache.mountPath is //dev/./shm, where the pods have something": {"modelCache": {"mountPath": "//dev/./shm"}},

@@ -21,7 +21,7 @@ from serve_app.app import build_app
 from serve_app.config.app_config import AppConfig
 from serve_app.config.files import load_config
 from serve_app.config.serve_file import ServeFile
-from serve_app.telemetry.metric_names import CATALOGUE, METRICS
+from serve_app.telemetry.metric_names import METRICS
 from tests.support import crds, kubernetes
 from tests.support.chart import (
     EXAMPLE_NAMES,
@@ -49,6 +49,7 @@ SPREAD = merged(
         "pools": {"monolith": {"numOfHosts": 2, "gpus": 8, "replicas": 3}},
     },
 )
+COMPONENT = "app_kubernetes_io_component"
 CUSTOM = {"RayService", "PodMonitor", "PrometheusRule", "HTTPRoute"}
 SMALL = {"requests": {"cpu": "10m", "memory": "16Mi"}, "limits": {"cpu": "10m", "memory": "16Mi"}}
 OWN_CONTEXT = {
@@ -761,7 +762,7 @@ def test_the_network_policy_of_an_example_admits_what_it_is_reached_through(name
         assert admits(objects, *controllers[ingress["spec"]["ingressClassName"]], port["port"])
     for route in of_kind(objects, "HTTPRoute"):
         assert all(admits(objects, parent["namespace"], {}, port["port"]) for parent in route["spec"]["parentRefs"])
-    assert admits(objects, "anywhere", {"app.kubernetes.io/name": "prometheus"}, 8080)
+    assert all(admits(objects, "anywhere", {"app.kubernetes.io/name": "prometheus"}, at) for at in (8080, port["port"]))
     assert admits(objects, "anywhere", {"app.kubernetes.io/name": "kuberay-operator"}, 8265)
     assert not admits(objects, "anywhere", {"app.kubernetes.io/name": "prometheus"}, 8265)
     assert not admits(objects, "anywhere", {}, port["port"])
@@ -785,23 +786,33 @@ def test_each_release_is_a_job_of_its_own() -> None:
     assert (job("blue"), job("green")) == ("blue", "green")
 
 
-def test_relabelling_gives_metrics_the_names_that_dashboards_use(rendered: Any) -> None:
-    (endpoint,) = one(rendered["cpu-demo"], "PodMonitor")["spec"]["podMetricsEndpoints"]
-    _, rename, drop = endpoint["metricRelabelings"]
-    assert re.fullmatch(rename["regex"], "ray_truespec_drafts_total")[1] == "truespec_drafts_total"
-    assert not re.fullmatch(rename["regex"], "ray_serve_num_http_requests")
-    assert re.fullmatch(drop["regex"], "SessionName") and not re.fullmatch(drop["regex"], "pool")
+def test_the_sums_of_the_application_are_scraped_once_under_labels_that_outlive_the_pod(rendered: Any) -> None:
+    """Each pod of a cluster would answer the same, and rules would add the answers up."""
+    objects = rendered["disaggregated"]
+    agents, application = one(objects, "PodMonitor")["spec"]["podMetricsEndpoints"]
+    assert "relabelings" not in agents and application["path"] == "/metrics"
+    keep, instance, drop = application["relabelings"]
+    assert (keep["action"], keep["sourceLabels"]) == ("keep", ["__meta_kubernetes_pod_label_" + COMPONENT])
+    found = {
+        name
+        for name, pod in pod_templates(objects).items()
+        if re.fullmatch(keep["regex"], pod["metadata"]["labels"].get("app.kubernetes.io/component", ""))
+        and any(port["name"] == application["port"] for port in pod["spec"]["containers"][0].get("ports", ()))
+    }
+    assert found == {"head"}
+    assert instance == {"sourceLabels": ["__meta_kubernetes_pod_label_ray_io_cluster"], "targetLabel": "instance"}
+    assert drop == {"action": "labeldrop", "regex": "pod"}
+    assert application["authorization"] == {"credentials": {"name": "truespec-smoke-key", "key": "key"}}
 
 
 def test_the_monitor_keeps_what_rules_panels_and_runbooks_read_and_nothing_else(rendered: Any) -> None:
-    (endpoint,) = one(rendered["cpu-demo"], "PodMonitor")["spec"]["podMetricsEndpoints"]
-    keep, *_ = endpoint["metricRelabelings"]
+    keep, drop = one(rendered["cpu-demo"], "PodMonitor")["spec"]["podMetricsEndpoints"][0]["metricRelabelings"]
+    assert re.fullmatch(drop["regex"], "SessionName") and not re.fullmatch(drop["regex"], "pool")
     exprs = [query.expr for page in PAGES for panel in page.panels for query in panel.queries]
     exprs += [text for alert in ALERTS for text in (alert.expr, *alert.commands)]
     exprs += [recording.expr for recording in RECORDINGS]
-    asked = set(re.findall(r"\bray_(?!truespec_)[a-z_]+", " ".join(exprs)))
-    exported = {f"ray_{metric.name}" for metric in CATALOGUE}
-    assert all(re.fullmatch(keep["regex"], name) for name in asked | exported | METRICS.keys())
+    asked = set(re.findall(r"\bray_[a-z_]+", " ".join(exprs)))
+    assert all(re.fullmatch(keep["regex"], name) for name in asked | METRICS.keys())
     (names,) = re.findall(r"ray_serve_\((.*)\)$", keep["regex"])
     assert {f"ray_serve_{name}" for name in names.split("|")} == asked
     assert (keep["action"], keep["sourceLabels"]) == ("keep", ["__name__"])

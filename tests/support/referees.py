@@ -259,7 +259,6 @@ def referee(monkeypatch: pytest.MonkeyPatch) -> RefereeHandle:
     monkeypatch.setattr(ray, "get_runtime_context", lambda: here)  # Ray's own starts a cluster where there is none
     monkeypatch.setattr(ray, "nodes", list)
     monkeypatch.setattr(runtime, "observe", lambda *_: Tracing())
-    monkeypatch.setattr(runtime, "RaySink", lambda: SimpleNamespace(count=_no, gauge=_no, observe=_no))
     monkeypatch.setattr(stream_router, "adopt", _no)
     monkeypatch.setattr(runtime, "REPORT_EVERY_S", 3600.0)
     monkeypatch.setattr(gc, "freeze", _no)

@@ -9,6 +9,7 @@ from typing import Any
 
 from dashboards.alerts import ALERTS
 
+_STATUS = "ray_serve_application_status application=truespec"
 _COMMON = {"job": "truespec", "model_name": "tiny"}
 
 
@@ -146,7 +147,7 @@ def _of(alert: str, *rows: tuple[Any, ...]) -> Iterator[Case]:
 
 
 def _event_cases() -> Iterator[Case]:
-    """Alerts on a single event: counted from 0, or, as Ray's agent exports it, from the first event on."""
+    """Alerts on a single event: counted from 0, or from the first event on."""
     events = {
         "ReplayAlarm": (
             "replay_alarms_total alarm=drift stratum=bonus",
@@ -421,6 +422,13 @@ CASES: tuple[Case, ...] = (
         ("never came up", _replicas("1x90", "0x90"), "70m", _EMPTY),
         ("the model is loaded for the first time", _replicas("1x90", "0x40 1x50"), "35m"),
         ("scaled to nothing", _replicas("0x60", "0x60"), "15m"),
+        (
+            "the last one that answers is gone, and the metrics with it",
+            {"replicas_wanted replica=c": "1x10", _STATUS: "6x10 2x50"},
+            "20m",
+            Fires("No replica answers (job truespec).", {"job": "truespec"}, common=False),
+        ),
+        ("it runs, and is not scraped", {"replicas_wanted replica=c": "1x10", _STATUS: "6x60"}, "20m"),
     ),
     *_of(
         "ReplicasMissing",
@@ -469,6 +477,12 @@ CASES: tuple[Case, ...] = (
             _PROXY_DOWN,
         ),
         ("one node of two is gone", _proxies("1x10"), "20m"),
+        (
+            "the one before our metrics is dead",
+            {"ray_serve_haproxy_process_count node_id=a": "1x10 0x50", "replicas_wanted": "2x10"},
+            "20m",
+            _PROXY_DOWN,
+        ),
     ),
     *_of(
         "KvCacheFull",
@@ -532,6 +546,8 @@ CASES: tuple[Case, ...] = (
         ),
         ("only a server is watched", {"watched_requests_total result=passed": "0x60"}, "50m"),
         ("replicas load their model", {"replicas_wanted replica=c": "2x60"}, "50m"),
+        ("the first replica loads its model", {_STATUS: "5x60"}, "50m"),
+        ("it has loaded for hours", {_STATUS: "5x150"}, "140m", _missing("")),
     ),
     *_of(
         "WatchedServerUnreachable",

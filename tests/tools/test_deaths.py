@@ -57,11 +57,15 @@ def test_results_of_requests() -> None:
 
 
 def test_increases_are_summed_over_exporters_and_series() -> None:
-    """A series that is new counts whole, one that is gone not at all: whoever died took its own numbers along."""
-    error = 'ray_truespec_requests_total{outcome="error",replica="%s"}'
-    before = {"a " + error % "1": 2.0, "b " + error % "2": 5.0, "b ray_truespec_resumes_total{}": 1.0}
-    after = {"a " + error % "1": 3.0, "a " + error % "3": 4.0, "b ray_truespec_resumes_total{}": 1.0}
-    assert deaths._increases(before, after) == {'requests_total{outcome="error"}': 5.0}
+    """A series that is new counts whole, one that is gone not at all, and one that fell from 0 on."""
+    error = 'http://a truespec_requests_total{outcome="error",pool="%s"}'
+    refused, resumes = (
+        'http://b ray_serve_num_http_requests_total{status_code="500"}',
+        "http://a truespec_resumes_total{}",
+    )
+    before = {error % "1": 2.0, refused: 5.0, resumes: 3.0, 'http://a truespec_prefill_failures_total{reason="x"}': 1.0}
+    after = {error % "1": 3.0, error % "3": 4.0, refused: 5.0, resumes: 2.0}
+    assert deaths._increases(before, after) == {'requests_total{outcome="error"}': 5.0, "resumes_total": 2.0}
 
 
 def test_losses_that_nothing_counted() -> None:

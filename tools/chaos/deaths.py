@@ -47,8 +47,8 @@ _TITLES = {
     _RAYLET: r"\S*/raylet ",
 }
 _COUNTS = re.compile(
-    r"ray_(truespec_(requests_interrupted|replica_restarts|resumes|prefill_failures|handoff_refusals)_total"
-    r'|truespec_requests_total\{.*outcome="(error|abort)"|serve_num_http_requests_total\{.*status_code="(404|5))'
+    r"truespec_(requests_interrupted|replica_restarts|resumes|prefill_failures|handoff_refusals)_total"
+    r'|truespec_requests_total\{.*outcome="(error|abort)"|ray_(serve_num_http_requests_total\{.*status_code="(404|5))'
 )
 _LOSSES = ("requests_interrupted_total", "requests_total{", "serve_num_http_requests_total{")
 _NOT_ACCEPTED = ("refused", "no reply")
@@ -154,20 +154,25 @@ def _served(file: ServeFile, route: str, *, redis: bool, progress: Progress) -> 
         stack.enter_context(_serving(config, cluster, settings, url, folder / "said"))
         rules = folder / "prometheus"
         build.write(rules)
-        scrape = {
-            "job_name": "truespec",
-            "honor_labels": True,
-            "file_sd_configs": [{"files": [str(rules / "nodes.json")], "refresh_interval": "2s"}],
-            "metric_relabel_configs": [  # as the chart's PodMonitor
-                {"source_labels": ["__name__"], "regex": "ray_(truespec_.+)", "target_label": "__name__"},
-                {"regex": "otel_scope_.*|SessionName|Version|Component", "action": "labeldrop"},
-            ],
-        }
+        service_at = {"targets": [f"127.0.0.1:{http.port}"], "labels": {"job": "truespec"}}
+        scrape = [  # as the chart's PodMonitor
+            {
+                "job_name": "truespec",
+                "honor_labels": True,
+                "file_sd_configs": [{"files": [str(rules / "nodes.json")], "refresh_interval": "2s"}],
+                "metric_relabel_configs": [
+                    {"regex": "otel_scope_.*|SessionName|Version|Component", "action": "labeldrop"}
+                ],
+            },
+            {
+                "job_name": "application",
+                "metrics_path": f"{placed.application.route_prefix.rstrip('/')}/metrics",
+                "static_configs": [service_at],
+            },
+        ]
         service = _Service(route, url, http.port, placed.application.args.model.served_name, cluster, rules)
         service.name_exporters()
-        service.prometheus = stack.enter_context(
-            running_prometheus(rules, [scrape], [rules / "rules" / "truespec.yaml"])
-        )
+        service.prometheus = stack.enter_context(running_prometheus(rules, scrape, [rules / "rules" / "truespec.yaml"]))
         yield service
 
 
@@ -375,11 +380,11 @@ class _Service:
         return [f"127.0.0.1:{port}" for port in ports]
 
     def _counters(self) -> Series:
-        """Series of the counters that a loss may raise, over the exporters that answer."""
+        """Series of the counters that a loss may raise: the application's, and those of Ray's agents that answer."""
         found: dict[str, float] = {}
-        for exporter in self._exporters():
+        for exporter in (self._url, *(f"http://{agent}" for agent in self._exporters())):
             with contextlib.suppress(httpx.HTTPError):
-                for line in httpx.get(f"http://{exporter}/metrics", timeout=_ASK_S).text.splitlines():
+                for line in httpx.get(f"{exporter}/metrics", timeout=_ASK_S).text.splitlines():
                     if _COUNTS.match(line):
                         name, value = line.rsplit(" ", 1)
                         found[f"{exporter} {name}"] = float(value)
@@ -411,16 +416,17 @@ def _result(attempt: Attempt) -> str:
 
 
 def _increases(before: Series, after: Series) -> dict[str, float]:
-    """Sum the increases of each metric; a series that is gone has none."""
+    """Sum the increases of each metric; a series that is gone has none, and one that fell began again at 0."""
     found: dict[str, float] = {}
     for name, value in after.items():
-        if (rise := value - before.get(name, 0.0)) > 0:
+        earlier = before.get(name, 0.0)
+        if (rise := value - earlier if value >= earlier else value) > 0:
             found[_short(name)] = found.get(_short(name), 0.0) + rise
     return found
 
 
 def _short(series: str) -> str:
     """The name of a series, with the label that says what was counted."""
-    name = re.search(r"ray_(?:truespec_)?(\w+)", series)
+    name = re.search(r"(?:truespec|ray)_(\w+)", series)
     label = re.search(r'\b(outcome|status_code|result|reason)="[^"]*"', series)
     return f"{name[1] if name else series}{'{' + label[0] + '}' if label else ''}"

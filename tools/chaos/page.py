@@ -65,8 +65,8 @@ def write_deaths(path: Path, deaths: Sequence[Death], command: str, model: str) 
 
 There are a head and a node for each replica, with a proxy on each. With HAProxy, whose files and ports two nodes of one
 machine would share, all is on one node. New requests come every half second. A raylet's node and the head are started
-again at once, as a kubelet does. Metrics are those of Ray's agents, without `truespec_`. Prometheus evaluates the
-alerts with the chart's windows.
+again at once, as a kubelet does. Metrics are the application's, without `truespec_`, and Ray's of its proxies.
+Prometheus evaluates the alerts with the chart's windows.
 
 {table}"""
     write_section(path, "deaths", model, body, head=_HEAD)

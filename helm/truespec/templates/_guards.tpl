@@ -71,6 +71,9 @@ application's own settings are the application's: the Job of config-check.yaml a
 {{- else if and .Values.test.enabled (not .Values.apiKeys.smokeSecret) -}}
 {{- fail "apiKeys.existingSecret is set, so `helm test` needs a key; set apiKeys.smokeSecret, or test.enabled to false." -}}
 {{- end -}}
+{{- if and (eq (dig "access" "open_metrics" true $config) false) (not .Values.apiKeys.smokeSecret) (include "truespec.monitored" (dict "root" . "enabled" .Values.monitoring.podMonitor.enabled "kind" "PodMonitor")) -}}
+{{- fail "config.access.open_metrics is false, so Prometheus needs a key; set apiKeys.smokeSecret, or monitoring.podMonitor.enabled to false." -}}
+{{- end -}}
 {{- $dumps := dig "dumps" "folder" "" $config -}}
 {{- if and $dumps (not (hasPrefix "/tmp/" $dumps)) (not .Values.worker.volumeMounts) (not .Values.head.volumeMounts) -}}
 {{- fail (printf "config.dumps.folder is %s, but only /tmp is writable in the pods; choose a folder below it, or mount a volume with head.volumes and worker.volumes." $dumps) -}}

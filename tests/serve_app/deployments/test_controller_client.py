@@ -53,7 +53,6 @@ async def controller(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Controlle
 
     monkeypatch.setattr(module.serve, "get_replica_context", lambda: SimpleNamespace(app_name="a", replica_tag="c"))
     monkeypatch.setattr(module, "observe", lambda *_: Tracing())
-    monkeypatch.setattr(module, "RaySink", lambda: BufferSink("c"))
     monkeypatch.setattr(module, "watch_pools", no_pools)
     monkeypatch.setattr(module.ray, "put", bytes)
     monkeypatch.setattr("serve_app.weights.coordinator._FIRST_REPORTS_S", 0.0)

@@ -64,7 +64,7 @@ def test_help_says_what_labels_mean() -> None:
 
 
 def test_only_a_gauge_may_name_what_comes_and_goes() -> None:
-    """A counter's series is never forgotten by Ray's agent."""
+    """The controller never forgets a counter's series."""
     open_labels = {
         label
         for metric in CATALOGUE

@@ -5,14 +5,13 @@ import re
 import threading
 from collections.abc import Iterable
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from serve_app.telemetry.metric_names import CATALOGUE, COMMON_LABELS, METRICS, REPLICA_LABEL, Metric
 from serve_app.telemetry.metric_summary import summarise
-from serve_app.telemetry.metrics import BufferSink, CounterSums, Metrics, PrometheusSink, RaySink, Sink
+from serve_app.telemetry.metrics import BufferSink, CounterSums, Metrics, PrometheusSink, Sink
 from speculative.stats import CHECKS, INVARIANTS, LOGPROB_RULES, CheckSums, EngineUsage, StepStats
 from tests.support.loops import for_each
 
@@ -310,39 +309,6 @@ def test_nothing_is_lost_between_threads() -> None:
     sink.apply(buffer.drain())
     assert value(sink, "truespec_drafts_total") == 2 * 4 * 500  # once directly, once through the buffer
     assert value(sink, "truespec_queue_time_seconds_sum") == 2 * 4 * 500
-
-
-# Ray
-
-
-def test_ray_gets_names_values_and_tags(monkeypatch: pytest.MonkeyPatch) -> None:
-    library = pytest.importorskip("ray.util.metrics")
-    calls: list[tuple[str, str, float, dict[str, str]]] = []
-
-    def record(metric: Any, value: float, tags: dict[str, str]) -> None:
-        if metric._name.startswith("truespec_"):  # not those of Ray's own threads
-            calls.append((type(metric).__name__, metric._name, value, tags))
-
-    monkeypatch.setattr(library.Metric, "_record", record)
-    metrics = facade(RaySink())
-    metrics.count("truespec_handoffs_total", 2, result="ok")
-    metrics.count("truespec_drafts_total", 0)  # which Ray would refuse
-    metrics.gauge("truespec_requests_running", 0)
-    metrics.observe("truespec_queue_time_seconds", 0.5)
-    common = {"model_name": "tiny", "pool": "decode"}
-    assert calls == [
-        ("Counter", "truespec_handoffs_total", 2, {**common, "result": "ok"}),
-        ("Gauge", "truespec_requests_running", 0, common),
-        ("Histogram", "truespec_queue_time_seconds", 0.5, common),
-    ]
-
-
-def test_ray_itself_takes_every_metric() -> None:
-    pytest.importorskip("ray.serve")
-    metrics = facade(RaySink())
-    record = {"counter": metrics.count, "gauge": metrics.gauge, "histogram": metrics.observe}
-    for metric in CATALOGUE:
-        record[metric.kind](metric.name, 1.0, **dict.fromkeys(metric.labels, "x"))
 
 
 # The summary
