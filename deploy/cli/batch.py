@@ -1,6 +1,6 @@
 """`truespec batch`."""
 
-import os
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,9 +10,10 @@ import click
 
 from deploy.cli.application import application_of
 from deploy.cli.console import Failure, a_config, a_file, concurrency_option, err, key_option, say
-from deploy.cli.serving import served
-from deploy.options import FiniteRange, api_key, check_writable, server_url, write_json
+from deploy.cli.serving import at_port, served
+from deploy.options import FiniteRange, api_key, server_url
 from deploy.run.own_model import OwnModel
+from speculative.errors import ConfigError
 
 
 @click.command()
@@ -20,77 +21,59 @@ from deploy.run.own_model import OwnModel
 @click.argument("answers", type=a_file)
 @click.option("--url", help="Ask this running server; the URL may end in /v1 or not.")
 @click.option("--model", "source", help="Start an engine for this batch: this model, on a GPU if there is one.")
-@click.option(
-    "--config",
-    "file",
-    type=a_config,
-    help="Start an engine for this batch: the application of this configuration.",
-)
-@click.option("--address", help="With --model or --config: run on this Ray cluster, not on one started here.")
+@click.option("--config", "file", type=a_config, help="Start an engine for this batch: this configuration's.")
 @concurrency_option
-@click.option(
-    "--retries",
-    type=click.IntRange(min=0),
-    default=8,
-    show_default=True,
-    help="Retry each request up to this many times.",
-)
-@click.option(
-    "--timeout",
-    "timeout_s",
-    type=FiniteRange(min=1),
-    default=600,
-    show_default=True,
-    help="Give up on a request after this many seconds.",
-)
+@click.option("--retries", type=click.IntRange(min=0), default=8, show_default=True, help="Retries of a request.")
+@click.option("--timeout", type=FiniteRange(min=1), default=600, show_default=True, help="Seconds for one try.")
 @click.option("--verify", is_flag=True, help="Have every answer replayed; its verdict is written with it.")
-@click.option("--retry-failed", is_flag=True, help="Ask again the requests whose lines hold no answer.")
 @key_option
-@click.option("--json", "json_file", type=a_file, help="Write the figures to this file.")
-def batch(requests: Path, answers: Path, json_file: Path | None, **options: Any) -> None:
-    """Answer a file of requests in OpenAI's batch format (JSONL); an interrupted run continues where it stopped.
+def batch(
+    requests: Path, answers: Path, url: str | None, source: str | None, file: Path | None, **options: Any
+) -> None:
+    """Answer a file of requests in OpenAI's batch format (JSONL); the same command continues an interrupted run.
 
     Exits with 1 when a request has no answer, or an answer is suspect.
     """
-    from deploy.jobs.batch import BatchOptions, complaint, run_batch, summary
-    from deploy.jobs.batch_files import BatchInput, BatchOutput
+    from deploy.jobs.batch import BatchOptions, run_batch
+    from deploy.jobs.batch_files import REFUSED, BatchOutput, read_requests
     from deploy.reports.progress import View
 
-    check_writable(json_file, "--json")
-    server = {name: options.pop(name) for name in ("url", "source", "file", "address")}
-    if server["url"] is not None:
-        server_url(server["url"], "--url")
-    read, key = BatchInput(requests), api_key(options.pop("api_key_file"))
-    with BatchOutput.opened(answers, read.custom_ids, retry_failed=options.pop("retry_failed")) as output:
-        models = read.models if len(output.done) < len(read) else None
-        with _batch_server(**server, models=models) as url, View(err) as view:
-            figures = run_batch(read, output, BatchOptions(url=url, api_key=key, **options), view)
-    for line in summary(figures):
-        say(line)
-    write_json(json_file, figures)
-    if (fault := complaint(figures)) is not None:
-        raise Failure(fault)
+    if [url, source, file].count(None) != 2:
+        raise click.UsageError("Give exactly one of --url, for a running server, and --model or --config.")
+    if url is not None:
+        server_url(url, "--url")
+    key, wanted = api_key(options.pop("api_key_file")), read_requests(requests)
+    with BatchOutput.opened(answers, wanted) as output:
+        before = len(output.outcomes)
+        if before < len(wanted):
+            models = {str(request.body["model"]) for request in wanted.values() if "model" in request.body}
+            with _asked(url, source, file, models) as server, View(err) as view:
+                run_batch(wanted, output, BatchOptions(url=server, api_key=key, **options), view)
+        counts = Counter(output.outcomes.values())
+    found = ", ".join(f"{number} {outcome}" for outcome, number in sorted(counts.items()))
+    say(f"{counts.total()} of {len(wanted)} requests done, {before} of them before: {found or 'nothing'}")
+    if missing := len(wanted) - counts.total():
+        raise Failure(f"{missing} requests have no answer; the same command sends them again.")
+    if refused := counts[REFUSED]:
+        raise Failure(f"{refused} requests were refused; their lines say why. Without these lines they are sent again.")
+    if suspect := counts["suspect"]:
+        raise Failure(f"{suspect} answers are suspect: their replay did not confirm them. Do not use these.")
 
 
 @contextmanager
-def _batch_server(
-    url: str | None, source: str | None, file: Path | None, address: str | None, models: set[str] | None
-) -> Iterator[str]:
-    """Return where a batch that asks for these models is answered: a server that runs, or one that runs until the block
-    ends.
+def _asked(url: str | None, source: str | None, file: Path | None, models: set[str]) -> Iterator[str]:
+    """The URL of the server that a batch for these models asks: as given, or of one that runs until the block ends."""
+    from deploy.run.cluster import cluster_address
+    from deploy.run.ports import free_port
 
-    `models` is None where nothing is left to answer; then nothing is started.
-    """
-    from deploy.jobs.batch_engine import batch_application
-
-    if [url, source, file].count(None) != 2:
-        raise click.UsageError(
-            "Set exactly one of --url, for a running server, and --model or --config, for an engine here."
-        )
-    if url is not None or models is None:
-        yield url or ""
+    if url is not None:
+        yield url
         return
-    configured = application_of(file, None if source is None else OwnModel(source))
-    application = batch_application(configured, models, on_a_cluster=bool(address or os.environ.get("RAY_ADDRESS")))
-    with served(application, address, alone=True) as service:
+    application = application_of(file, None if source is None else OwnModel(source))
+    name = application.application.args.model.served_name
+    if others := models - {name}:
+        raise ConfigError(f"The requests ask for {', '.join(map(repr, others))}; this engine serves {name!r} only.")
+    if cluster_address(None) is None:  # a server that runs on this machine is not in the way
+        application = at_port(application, free_port(application.http_options))
+    with served(application, None) as service:
         yield service.base_url

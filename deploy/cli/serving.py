@@ -84,9 +84,7 @@ def at_port(file: ServeFile, port: int) -> ServeFile:
 
 
 @contextmanager
-def served(
-    file: ServeFile, address: str | None, report: Callable[[str], None] | None = None, *, alone: bool = False
-) -> Iterator[Any]:
+def served(file: ServeFile, address: str | None, report: Callable[[str], None] | None = None) -> Iterator[Any]:
     """The running application, with its model fetched first when it is one of the catalogue."""
     from deploy.run.cluster import cluster_address, running_app
     from deploy.run.demo import Service
@@ -95,7 +93,7 @@ def served(
     api_key()  # the client's: what is wrong with it is reported before anything starts
     if cluster_address(address) is None:
         _fetch(file, report)
-    with running_app(file, report, address=address, alone=alone) as app:
+    with running_app(file, report, address=address) as app:
         service = Service(app.base_url, app.model_name)
         with service.client:
             yield service

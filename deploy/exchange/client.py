@@ -2,10 +2,10 @@
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import httpx
@@ -35,6 +35,7 @@ class Attempt:
     first_s: seconds until the first token of a stream; 0 if none came.
     last_s: seconds until the last one.
     content: the body of the reply as it came.
+    headers: of a reply that was not streamed.
     """
 
     path: str
@@ -46,6 +47,7 @@ class Attempt:
     first_s: float = 0.0
     last_s: float = 0.0
     content: bytes = b""
+    headers: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
@@ -75,6 +77,7 @@ class _Receiving:
         self._first_s = self._last_s = 0.0
         self._received = 0
         self._content = bytearray()
+        self._headers: Mapping[str, str] = {}
 
     def push(self, data: bytes) -> None:
         """Read on in the stream.
@@ -95,9 +98,10 @@ class _Receiving:
         """The stream came to its end."""
         return self._attempt(status, "" if self._reply.error is None else _message(self._reply.error))
 
-    def answered(self, status: int, content: bytes) -> Attempt:
+    def answered(self, response: httpx.Response, content: bytes) -> Attempt:
         """The whole reply, or what stands in its place."""
         self._content += content
+        status, self._headers = response.status_code, response.headers
         try:
             found = json.loads(content)
         except (ValueError, RecursionError):
@@ -120,7 +124,7 @@ class _Receiving:
     def _attempt(self, status: int | None, error: str) -> Attempt:
         seconds = time.perf_counter() - self._began
         times = seconds, self._first_s, self._last_s
-        return Attempt(self.path, self.body, status, self._reply, error, *times, bytes(self._content))
+        return Attempt(self.path, self.body, status, self._reply, error, *times, bytes(self._content), self._headers)
 
 
 class Client:
@@ -182,7 +186,7 @@ class Client:
         except httpx.HTTPError as error:
             self.last_failed = body
             return receiving.failed(None, error)
-        return receiving.answered(response.status_code, content)
+        return receiving.answered(response, content)
 
     def post_all(self, bodies: Sequence[Json], at_once: int) -> list[Attempt]:
         """Send requests, `at_once` at a time; returns the results in the order of the bodies."""
@@ -202,7 +206,7 @@ class Client:
             with closing(self._send("POST", path, body)) as response:
                 status = response.status_code
                 if status != _OK:
-                    return receiving.answered(status, response.read())
+                    return receiving.answered(response, response.read())
                 for data in response.iter_bytes():
                     receiving.push(data)
                 receiving.push(b"\n")
@@ -250,7 +254,7 @@ class AsyncClient:
             async with self._http.stream("POST", path, json=body) as response:
                 status = response.status_code
                 if status != _OK or not body.get("stream"):
-                    return receiving.answered(status, await response.aread())
+                    return receiving.answered(response, await response.aread())
                 async for data in response.aiter_bytes():
                     receiving.push(data)
                 receiving.push(b"\n")

@@ -57,9 +57,7 @@ def cluster_address(address: str | None) -> str | None:
 
 
 @contextmanager
-def running_app(
-    file: ServeFile, progress: Progress, *, address: str | None = None, alone: bool = False
-) -> Iterator[RunningApp]:
+def running_app(file: ServeFile, progress: Progress, *, address: str | None = None) -> Iterator[RunningApp]:
     """Run the application of a checked file until the block ends.
 
     At the block's end running requests may finish. An exception in it, including an interrupt, ends them at once.
@@ -69,7 +67,6 @@ def running_app(
         progress: called with status messages.
         address: of a Ray cluster to run on; None = RAY_ADDRESS, which is set in a cluster's jobs, and without one
             starts a cluster on this machine and stops it afterwards.
-        alone: refuse a cluster on which Serve runs already, instead of joining it.
 
     Raises:
         ConfigError: the port is taken, the machine or the cluster cannot serve it, the cluster cannot be reached, a
@@ -90,7 +87,7 @@ def running_app(
     with own_connection():
         _connect(config, progress, address)
         interrupt_on_sigterm()
-        with _on_serve(file, address, alone=alone, progress=progress) as http:
+        with _on_serve(file, address, progress) as http:
             base_url = f"{url_of(http)}{file.application.route_prefix.rstrip('/')}"
             yield RunningApp(base_url, config.model.served_name)
 
@@ -175,12 +172,10 @@ def _require_reachable(address: str) -> None:
 
 
 @contextmanager
-def _on_serve(file: ServeFile, address: str | None, *, alone: bool, progress: Progress) -> Iterator[HttpOptions]:
+def _on_serve(file: ServeFile, address: str | None, progress: Progress) -> Iterator[HttpOptions]:
     """Run the application on the connected cluster; yields where it is reached."""
     config, name = file.application.effective_args, file.application.name
     joined = bool(serve.status().proxies)
-    if joined and alone:
-        raise ConfigError("Ray Serve runs on this cluster already; give the URL of what it serves (--url) instead.")
     if getattr(serve.status().applications.get(name), "status", None) == "DELETING":  # as one just interrupted is
         progress(f"waiting for the last {name} to end")
         _wait_until_gone(name, _DELETING_S)

@@ -66,19 +66,6 @@ def test_batch_with_an_engine_of_its_own_twice(head: RayHead, model: Path, tmp_p
         assert all(logprob <= 0 for logprob in choice["token_logprobs"])
 
 
-def test_batch_does_not_touch_a_cluster_that_serves_already(head: RayHead, model: Path, tmp_path: Path) -> None:
-    requests = tmp_path / "in.jsonl"
-    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"model": "tiny", "prompt": "a"}}
-    requests.write_text(json.dumps(line) + "\n")
-    started = head.submit("python", "-c", "from ray import serve; serve.start()")
-    assert started.returncode == 0, started.stdout + started.stderr
-    done = head.submit("truespec", "batch", str(requests), str(tmp_path / "out.jsonl"), "--model", str(model))
-    assert done.returncode == 1
-    assert "Ray Serve runs on this cluster already; give the URL" in done.stdout + done.stderr
-    again = head.submit("python", "-c", "from ray import serve; serve.status().proxies or exit(7)")
-    assert again.returncode == 0, "what served before still does"
-
-
 @pytest.mark.parametrize("command", commands("in_head"))
 def test_the_runbooks_commands_for_the_head_pod_run(head: RayHead, command: str, tmp_path: Path) -> None:
     inside = {"RAY_ADDRESS": head.address, "RAY_DASHBOARD_ADDRESS": head.dashboard, "PYTHONWARNINGS": "ignore"}

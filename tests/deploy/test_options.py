@@ -70,16 +70,13 @@ def test_what_is_no_url_of_a_server_is_refused(url: str) -> None:
         server_url(url, "--url")
 
 
-BATCH = ["batch", "in", "out"]
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
         ["keys", "create", "--file", "k", "--id", "a", "--expires-days", "1e9"],
         ["keys", "create", "--file", "k", "--id", "a", "--expires-days", "nan"],
         ["keys", "create", "--file", "k", "--id", "a", "--expires-days", "inf"],
-        [*BATCH, "--timeout", "nan"],
+        ["batch", "in", "out", "--timeout", "nan"],
     ],
     ids=" ".join,
 )
@@ -108,7 +105,6 @@ def work(*_: object, **__: object) -> Iterator[Any]:
         (["demo"], "--json"),
         (["watch", "audit", "http://127.0.0.1:9", "--model", "x"], "--json"),
         (["watch", "audit", "http://127.0.0.1:9", "--model", "x"], "--html"),
-        ([*BATCH, "--url", "http://127.0.0.1:9"], "--json"),
         (["config", "reference"], "--out"),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value),
