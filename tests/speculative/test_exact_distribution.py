@@ -18,6 +18,7 @@ from speculative.verification.coupled import verify_coupled
 from speculative.verification.draft_probs import Dense, PointMass
 from speculative.verification.token_wise import verify_token_wise
 from speculative.vocabulary.ops import VocabularyOps
+from tests.support.verify_inputs import verify_input
 from tests.support.vocabulary import with_both_ops
 
 BISECTIONS = 60  # a float64 in (0, 1) is pinned down to its last bit
@@ -57,37 +58,18 @@ class Distributions:
                 found.append((path, chance))
         return found
 
-    def joint(self) -> np.ndarray:
+    def joint(self) -> np.ndarray | float:
         """[V] * (K + 1): the target's distribution of the next K + 1 tokens."""
-        size = (self.vocab_size,) * (self.num_drafts + 1)
-        joint = np.ones(size)
-        for tokens in itertools.product(range(self.vocab_size), repeat=self.num_drafts + 1):
-            joint[tokens] = np.prod([float(self.p[tokens[:i]][tokens[i]]) for i in range(self.num_drafts + 1)])
-        return joint
+        return continuation(self, ())
 
 
 def step_for(distributions: Distributions, paths: list[tuple[int, ...]], *, deterministic: bool) -> VerifyInput:
-    """One entry per path, all in one packed step; accept uniforms and finals are filled in later."""
+    """One entry per path, all in one packed step; uniforms are filled in later."""
     rows = distributions.num_drafts + 1
     probs = torch.stack([distributions.p[path[:i]] for path in paths for i in range(rows)])
     drafts = torch.tensor([[*path, -1] for path in paths]).reshape(-1)
-    entries = torch.arange(len(paths)).repeat_interleave(rows)
     q = torch.stack([distributions.q[path[:i]] for path in paths for i in range(rows - 1)])
-    nothing = torch.full((len(paths) * rows,), 0.5, dtype=torch.float64)
-    return VerifyInput(
-        probs=probs,
-        draft_probs=PointMass() if deterministic else Dense(q),
-        drafts=drafts,
-        packed=torch.arange(len(drafts)) - entries,
-        entries=entries,
-        offsets=torch.arange(rows).repeat(len(paths)),
-        first_rows=torch.arange(len(paths)) * rows,
-        counts=torch.full((len(paths),), rows - 1),
-        accept_uniforms=nothing,
-        sample_uniforms=nothing,
-        seeds=torch.zeros(len(drafts), dtype=torch.int64),
-        positions=torch.zeros(len(drafts), dtype=torch.int64),
-    )
+    return verify_input(probs, drafts, PointMass() if deterministic else Dense(q))
 
 
 def threshold(happens: Callable[[Tensor], Tensor], count: int) -> Tensor:
@@ -167,10 +149,10 @@ def continuation(distributions: Distributions, prefix: tuple[int, ...]) -> np.nd
 @pytest.mark.parametrize("kind", ["random", "zeros", "equal", "greedy", "deterministic"])
 @pytest.mark.parametrize(("vocab_size", "num_drafts"), SIZES)
 def test_emits_the_targets_distribution_in_float64(kind: str, vocab_size: int, num_drafts: int) -> None:
-    distributions = Distributions(
-        vocab_size, num_drafts, seed=vocab_size * 10 + num_drafts, dtype=torch.float64, kind=kind
-    )
-    for deterministic in {False, kind == "deterministic"}:
+    """Drawn drafts that are read as chosen ones, too: that is slower, and as right."""
+    seed = vocab_size * 10 + num_drafts
+    distributions = Distributions(vocab_size, num_drafts, seed, dtype=torch.float64, kind=kind)
+    for deterministic in (False, True):
         joint = emitted_joint(verify_token_wise, distributions, deterministic=deterministic)
         assert np.abs(joint - distributions.joint()).max() <= 1e-12
 
@@ -179,8 +161,9 @@ def test_emits_the_targets_distribution_in_float64(kind: str, vocab_size: int, n
 @with_both_ops
 def test_emits_the_targets_distribution_in_float32(ops: VocabularyOps, kind: str) -> None:
     distributions = Distributions(4, 3, seed=1, dtype=torch.float32, kind=kind)
-    joint = emitted_joint(ops.verify_token_wise, distributions, deterministic=kind == "deterministic")
-    assert np.abs(joint - distributions.joint()).max() <= 1e-6
+    for deterministic in (False, True):
+        joint = emitted_joint(ops.verify_token_wise, distributions, deterministic=deterministic)
+        assert np.abs(joint - distributions.joint()).max() <= 1e-6
 
 
 def test_what_it_expects_to_accept_is_what_it_accepts() -> None:
@@ -204,28 +187,15 @@ def accept_too_often(step: VerifyInput) -> VerifyOutput:
     return verify_token_wise(replace(step, accept_uniforms=step.accept_uniforms * 0.9))
 
 
-def test_the_method_sees_a_verifier_that_accepts_too_often() -> None:
+def q_of_another_row(step: VerifyInput) -> VerifyOutput:
+    assert isinstance(step.draft_probs, Dense)
+    return verify_token_wise(replace(step, draft_probs=Dense(step.draft_probs.probs.roll(1, 0))))
+
+
+@pytest.mark.parametrize("faulty", [accept_too_often, q_of_another_row])
+def test_the_method_sees_a_faulty_verifier(faulty: Verifier) -> None:
     distributions = Distributions(3, 2, seed=3, dtype=torch.float64, kind="random")
-    assert (
-        np.abs(emitted_joint(accept_too_often, distributions, deterministic=False) - distributions.joint()).max() > 1e-3
-    )
-
-
-def test_the_method_sees_q_of_another_row() -> None:
-    distributions = Distributions(3, 2, seed=3, dtype=torch.float64, kind="random")
-
-    def shifted(step: VerifyInput) -> VerifyOutput:
-        assert isinstance(step.draft_probs, Dense)
-        return verify_token_wise(replace(step, draft_probs=Dense(step.draft_probs.probs.roll(1, 0))))
-
-    assert np.abs(emitted_joint(shifted, distributions, deterministic=False) - distributions.joint()).max() > 1e-3
-
-
-def test_the_method_sees_drawn_drafts_read_as_chosen_ones() -> None:
-    # Lossless all the same (the draft is a function of something independent of the accept uniforms), but slower.
-    distributions = Distributions(3, 2, seed=4, dtype=torch.float64, kind="random")
-    joint = emitted_joint(verify_token_wise, distributions, deterministic=True)
-    assert np.abs(joint - distributions.joint()).max() <= 1e-12
+    assert np.abs(emitted_joint(faulty, distributions, deterministic=False) - distributions.joint()).max() > 1e-3
 
 
 def test_coupled_rows_draw_from_p_and_accept_what_agrees() -> None:

@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculative.config import DrafterConfig, EngineConfig
 from speculative.drafting.head_drafters import Eagle3DraftModel
 from speculative.drafting.neural_drafter import ModelDrafter
 from speculative.engine import EngineCore
@@ -27,6 +26,7 @@ from speculative.selfcheck.replayed_draws import DrawCheck, Rounds
 from speculative.selfcheck.replayed_tokens import replayed_tokens
 from speculative.stats import DRAW_CHECKS
 from speculative.vocabulary.ops import TorchOps
+from tests.support.engines import settings
 from tests.support.tiny_heads import randomise
 from tools.faults.toy import EvenAndOdd, table_engine, tiny_engine, tiny_weights
 from tools.faults.traffic import FILTERED, PLAIN, mixed, sampling
@@ -77,23 +77,10 @@ def head_engine(drafted: range, verifier: str) -> EngineCore:
     config = Eagle3Config(model, len(drafted), target_hidden_size=model.hidden_size, aux_layers=(0, 1))
     head = Eagle3Head(config, torch.tensor(drafted), decoder.embedding, dtype=torch.float32)
     randomise(head)
-    draft_model = Eagle3DraftModel(head, "")
-    settings = EngineConfig(
-        dtype="float32",
-        device="cpu",
-        drafter=DrafterConfig(num_draft_tokens=4),
-        verifier=verifier,
-        max_num_seqs=8,
-        max_batched_tokens=64,
-        kv_cache_tokens=256,
-        block_size=8,
-    )
+    small = settings(verifier=verifier, kv_cache_tokens=256, block_size=8)
+    structure = EvenAndOdd(model.vocab_size)
     return EngineCore(
-        decoder,
-        model,
-        settings,
-        make_constraint=lambda _: EvenAndOdd(model.vocab_size),
-        draft_model=draft_model,
+        decoder, model, small, make_constraint=lambda _: structure, draft_model=Eagle3DraftModel(head, "")
     )
 
 
@@ -111,8 +98,8 @@ ENGINES: dict[str, Callable[[str], EngineCore]] = {
 def traffic(name: str) -> list[Request]:
     if "drafts" not in name:
         return sampled(mixed(64))
-    settings = enumerate((PLAIN, FILTERED, STOPPING))
-    return [one for seed, params in settings for one in sampled(sampling(NUM_TOKENS, params, seed), 6)]
+    kinds = enumerate((PLAIN, FILTERED, STOPPING))
+    return [one for seed, params in kinds for one in sampled(sampling(NUM_TOKENS, params, seed), 6)]
 
 
 @pytest.mark.parametrize("name", ENGINES)
@@ -126,11 +113,8 @@ def test_what_was_served_follows_from_its_seed(verifier: str, name: str) -> None
         for check in replay(engine, request, answers[request.request_id]):
             assert check.miss < ROUNDING, check
             seen[check.kind] += 1
-    expected = {
-        "token_wise": {"interval", "accepted", "rejected"},
-        "coupled": {"choice"},
-    }
-    assert expected[verifier] <= seen.keys() <= set(DRAW_CHECKS) - {"draft"}
+    expected = {"choice"} if verifier == "coupled" else {"interval", "accepted", "rejected"}
+    assert expected <= seen.keys() <= set(DRAW_CHECKS) - {"draft"}
     if verifier != "coupled":
         assert ("residual" if name in ("deterministic drafts", "n-grams") else "support") in seen
     if name == "sampled drafts":  # whose q does not follow every request's parameters
@@ -184,19 +168,14 @@ def test_another_seed_does_not_give_the_answer(verifier: str) -> None:
 
 
 def one_row(
-    logits: list[float],
-    token: int,
-    draw: Draw,
-    params: SamplingParams,
-    seed: int = 7,
-    drafter: list[float] | None = None,
+    logits: list[float], token: int, draw: Draw, params: SamplingParams, drafter: list[float] | None = None
 ) -> Redrawn:
     def distributions(logits: list[float]) -> Distributions:
         rows = SamplingRows.build([params], len(logits), torch.device("cpu"))
         return Distributions.of(torch.tensor([logits]), rows, process)
 
     known = {} if drafter is None else dict(enumerate(distributions(drafter).each()))
-    (redrawn,) = redraw(distributions(logits), [token], [draw], Request("r", (1,), params, seed), known)
+    (redrawn,) = redraw(distributions(logits), [token], [draw], Request("r", (1,), params, 7), known)
     return redrawn
 
 
@@ -285,19 +264,12 @@ def test_a_draw_for_each_scored_token_or_none() -> None:
     assert not replace(answer, rounds=()).complete
 
 
-DRAWS = (
-    Draw("bonus", 2, 0),
-    Draw("residual", 2, 0, 3),
-    Draw("recovered", 2, 0, 3),
-    Draw("noise", 2, 0),
-    Draw("none", 2, 0),
-)
-
-
 @pytest.mark.parametrize("temperature", [1e-9, 1e-7, 1e-6, 1e-3, 0.05, 1.0, 50.0])
 def test_nothing_that_is_replayed_ends_the_engine(temperature: float) -> None:
     """An exception would be the engine's end, and that of the next one which the answer is replayed by."""
     chance = torch.Generator().manual_seed(int(1e9 * temperature))
+    rules = (("bonus", -1), ("residual", 3), ("recovered", 3), ("noise", -1), ("none", -1))
+    draws = [Draw(rule, 2, 0, rejected) for rule, rejected in rules]  # type: ignore[arg-type]
     filters = (
         {},
         {"top_k": 1},
@@ -307,16 +279,16 @@ def test_nothing_that_is_replayed_ends_the_engine(temperature: float) -> None:
         {"top_p": 0.9, "min_p": 0.3},
     )
     for spread in (0.0, 1e-3, 1.0, 30.0, 1e4):
-        logits = torch.randn(len(DRAWS), 40, generator=chance) * spread
+        logits = torch.randn(len(draws), 40, generator=chance) * spread
         logits[:, :4] = torch.tensor([0.0, 20.0, 19.8, 3.0]) * spread
         logits[:, 30:] = -torch.inf  # what a rule forbids
         for fields in filters:
             params = SamplingParams(temperature=temperature, **fields)
-            rows = SamplingRows.build([params] * len(DRAWS), 40, logits.device)
+            rows = SamplingRows.build([params] * len(draws), 40, logits.device)
             target = Distributions.of(logits, rows, process)
             drafter = dict(enumerate(Distributions.of(logits.roll(1, 1), rows, process).each()))
             for token in (0, 1, 2, 3, 35):
-                redrawn = redraw(target, [token] * len(DRAWS), DRAWS, Request("r", (1,), params, 7), drafter)
+                redrawn = redraw(target, [token] * len(draws), draws, Request("r", (1,), params, 7), drafter)
                 for one in redrawn:
                     assert one.miss >= one.loose >= 0
                     for least, most in (one.bounds, one.rejected_bounds):

@@ -18,6 +18,7 @@ from speculative.stats import CheckSums, StepStats
 from speculative.verification.base import VerifyInput, residual
 from speculative.verification.draft_probs import Dense, DraftProbs, PointMass, SubVocabulary
 from speculative.vocabulary.ops import VocabularyOps
+from tests.support.verify_inputs import verify_input
 from tests.support.vocabulary import with_both_ops
 from tools.faults.toy import table_engine
 
@@ -26,22 +27,10 @@ V = 700  # more than a run of the sum over a part of the vocabulary, and not a m
 
 def one_round(distribution: DraftProbs, drafts: list[int], seed: int = 0) -> VerifyInput:
     """One entry whose rows judge `drafts`."""
-    noise = torch.Generator().manual_seed(seed)
-    num_rows = len(drafts) + 1
-    offsets = torch.arange(num_rows)
-    return VerifyInput(
-        probs=(torch.randn(num_rows, V, generator=noise) * 3).softmax(-1),
-        draft_probs=distribution,
-        drafts=torch.tensor([*drafts, -1]),
-        packed=offsets,
-        entries=torch.zeros(num_rows, dtype=torch.int64),
-        offsets=offsets,
-        first_rows=torch.tensor([0]),
-        counts=torch.tensor([len(drafts)]),
-        accept_uniforms=torch.rand(num_rows, generator=noise).double(),
-        sample_uniforms=torch.rand(num_rows, generator=noise).double(),
-        seeds=offsets,
-        positions=offsets,
+    noise, num_rows = torch.Generator().manual_seed(seed), len(drafts) + 1
+    probs = (torch.randn(num_rows, V, generator=noise) * 3).softmax(-1)
+    return verify_input(
+        probs, torch.tensor([*drafts, -1]), distribution, *torch.rand((2, num_rows), generator=noise).double()
     )
 
 
@@ -167,21 +156,12 @@ def rounds_of(candidates: str, *, deterministic: bool) -> VerifyInput:
     probs, q = probs / probs.sum(-1, keepdim=True), probs**3
     q = q / q.sum(-1, keepdim=True)
     drafts = draw(q, torch.rand(ROUNDS, generator=noise).double())
-    rows = torch.arange(2 * ROUNDS)
-    judged = rows % 2 == 0
-    return VerifyInput(
-        probs=probs.repeat_interleave(2, 0),
-        draft_probs=PointMass() if deterministic else Dense(q),
-        drafts=torch.where(judged, (probs.argmax(-1) if deterministic else drafts).repeat_interleave(2), -1),
-        packed=rows // 2,
-        entries=rows // 2,
-        offsets=rows % 2,
-        first_rows=rows[::2],
-        counts=torch.ones(ROUNDS, dtype=torch.int64),
-        accept_uniforms=torch.rand(2 * ROUNDS, generator=noise).double(),
-        sample_uniforms=torch.rand(2 * ROUNDS, generator=noise).double(),
-        seeds=rows,
-        positions=rows,
+    drafts = probs.argmax(-1) if deterministic else drafts
+    return verify_input(
+        probs.repeat_interleave(2, 0),
+        torch.where(torch.arange(2 * ROUNDS) % 2 == 0, drafts.repeat_interleave(2), -1),
+        PointMass() if deterministic else Dense(q),
+        *torch.rand((2, 2 * ROUNDS), generator=noise).double(),
     )
 
 
@@ -242,16 +222,6 @@ def test_a_seed_that_comes_again_counts_once() -> None:
     assert stats.checks["d"].num == 20
 
 
-def test_the_share_is_of_the_steps() -> None:
-    engine = table_engine(64, self_check_sample_rate=0.25)
-    for seed in range(5):
-        engine.add(Request(f"r{seed}", (3,), SamplingParams(max_tokens=200, ignore_eos=True), seed=seed))
-        while engine.has_work:
-            engine.step()
-    stats = engine.take_stats()
-    assert 0.15 * 1000 < stats.checks["d"].num < 0.35 * 1000
-
-
 @pytest.mark.parametrize("period", [2, 3, 4, 100])
 def test_no_rhythm_of_the_traffic_escapes_the_checks(period: int) -> None:
     """An adaptive draft length probes every so many steps; with every other step checked, none of its drafts was."""
@@ -267,13 +237,3 @@ def test_greedy_requests_do_not_count() -> None:
     for sequence in sequences:
         check.admit(sequence, StepStats())
     assert check.counted([Entry(sequence, 1, 0, samples=True) for sequence in sequences]).tolist() == [False, True]
-
-
-def test_check_sums_add_up() -> None:
-    one, two = (
-        StepStats(checks={"a": CheckSums(2, 1.0, 0.5, 0.6)}),
-        StepStats(checks={"a": CheckSums(2, 0.0, 0.5, 0.25)}),
-    )
-    one.merge(two)
-    assert one.checks["a"] == CheckSums(4, 1.0, 1.0, 0.85)
-    assert one.checks["a"].mean == 0

@@ -40,11 +40,6 @@ def sampler(change: Callable[[int], int] = lambda number: number) -> Callable[..
     return sample
 
 
-def test_the_first_numbers_of_splitmix64_are_the_published_ones() -> None:
-    gamma = 0x9E3779B97F4A7C15
-    assert [mixed(1234567 + count * gamma & MASK) for count in (1, 2)] == [6457827717110365317, 3203168211198807973]
-
-
 def test_the_noise_is_that_of_plain_arithmetic() -> None:
     for number in (0, 1, 2**31 - 1):
         unit = uniforms_of(number, 1000)

@@ -1,0 +1,39 @@
+"""Steps to verify, made of rows in a row."""
+
+import torch
+from torch import Tensor
+
+from speculative.verification.base import VerifyInput
+from speculative.verification.draft_probs import DraftProbs
+
+
+def verify_input(
+    probs: Tensor,
+    drafts: Tensor,
+    draft_probs: DraftProbs,
+    accept_uniforms: Tensor | float = 0.5,
+    sample_uniforms: Tensor | float = 0.5,
+) -> VerifyInput:
+    """A step whose rows judge `drafts` [N], where -1 ends each entry; a float stands for the uniforms of all rows."""
+    rows, is_last = torch.arange(len(drafts)), drafts < 0
+    entries = is_last.cumsum(0) - is_last.long()
+    num_rows = entries.bincount()
+    first_rows = num_rows.cumsum(0) - num_rows
+    accept_uniforms, sample_uniforms = (
+        torch.as_tensor(uniforms, dtype=torch.float64).expand(len(drafts)).clone()
+        for uniforms in (accept_uniforms, sample_uniforms)
+    )
+    return VerifyInput(
+        probs=probs,
+        draft_probs=draft_probs,
+        drafts=drafts,
+        packed=rows - entries,
+        entries=entries,
+        offsets=rows - first_rows[entries],
+        first_rows=first_rows,
+        counts=num_rows - 1,
+        accept_uniforms=accept_uniforms,
+        sample_uniforms=sample_uniforms,
+        seeds=rows,
+        positions=rows,
+    )
