@@ -5,7 +5,6 @@ Each test that passes has a twin that must not: the same run with one known faul
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,9 +15,7 @@ from speculative.drafting.base import Drafter, DraftOutput, WeightlessDrafter
 from speculative.engine import EngineCore
 from speculative.request import Request, SamplingParams
 from speculative.state.batch import Batch, Int64s
-from speculative.verification.base import VerifyInput
 from speculative.verification.draft_probs import Dense, PointMass
-from speculative.verification.token_wise import verify_token_wise
 from tests.support.markov_chain import sample, sigmas, worst_window
 from tools.faults.mutants import MUTANTS
 from tools.faults.toy import LikeliestDrafter, TableDrafter, engine_over
@@ -99,13 +96,16 @@ def test_joint_distribution_over_several_rounds(table: Tensor, verifier: str, dr
 
 def test_joint_distribution_with_temperature_and_filters(table: Tensor) -> None:
     engine = engine_over(table, VaryingDrafter(deceiving(table), 3))
-    samples = sample(engine, (FIRST,), COUNT, LENGTH, temperature=0.8, top_k=9, top_p=0.9)
+    samples = sample(engine, (FIRST,), COUNT, LENGTH, temperature=0.8, min_p=0.1, top_k=7, top_p=0.95)
     distribution = softmax(table / 0.8)
+    least = 0.1 * distribution.max(-1, keepdims=True)
+    assert (distribution >= least).sum(-1).min() < 7 < (distribution >= least).sum(-1).max(), "either filter decides"
+    distribution[distribution < least] = 0
     order = np.argsort(-distribution, axis=-1, kind="stable")
     for row, ranks in zip(distribution, order, strict=True):
-        row[ranks[9:]] = 0
+        row[ranks[7:]] = 0
         share = row[ranks] / row.sum()
-        row[ranks[np.cumsum(share) - share >= 0.9]] = 0
+        row[ranks[np.cumsum(share) - share >= 0.95]] = 0
     distribution /= distribution.sum(-1, keepdims=True)
     assert worst_window(samples, distribution, FIRST) < FIVE_SIGMA
 
@@ -162,24 +162,6 @@ def faulty_engine(table: Tensor, drafter: Drafter, install: Callable[[EngineCore
 def test_the_method_sees_the_fault(table: Tensor, fault: str) -> None:
     engine = faulty_engine(table, TableDrafter(deceiving(table)), MUTANTS[fault].install)
     samples = sample(engine, (FIRST,), FAULTS[fault], LENGTH)
-    assert worst_window(samples, softmax(table), FIRST) > FIVE_SIGMA
-
-
-def test_the_method_sees_q_at_another_temperature(table: Tensor) -> None:
-    """F7: q is not the distribution the draft was drawn from."""
-
-    def sharpened(step: VerifyInput) -> VerifyInput:
-        if not step.judged.any():
-            return step
-        assert isinstance(step.draft_probs, Dense)
-        sharper = step.draft_probs.probs**1.3
-        return replace(step, draft_probs=Dense(sharper / sharper.sum(-1, keepdim=True)))
-
-    def install(engine: EngineCore) -> None:
-        engine.sampler.verify = lambda step: verify_token_wise(sharpened(step))
-
-    engine = faulty_engine(table, TableDrafter(deceiving(table)), install)
-    samples = sample(engine, (FIRST,), FEW, LENGTH)
     assert worst_window(samples, softmax(table), FIRST) > FIVE_SIGMA
 
 

@@ -4,6 +4,7 @@ import numpy as np
 
 from speculative.engine import EngineCore
 from speculative.request import Request, SamplingParams
+from tests.support import distributions
 
 
 def sample(engine: EngineCore, prompt: tuple[int, ...], count: int, length: int, **params: object) -> np.ndarray:
@@ -32,21 +33,6 @@ def worst_window(samples: np.ndarray, distribution: np.ndarray, first: int) -> f
 
 
 def sigmas(samples: np.ndarray, joint: np.ndarray) -> float:
-    """How many standard deviations the chi-square of samples [N, length] lies above its mean.
-
-    Cells that expect fewer than 10 are put together.
-    """
-    vocab_size, length = joint.shape[0], joint.ndim
-    index = np.zeros(len(samples), np.int64)
-    for position in range(length):
-        index = index * vocab_size + samples[:, position]
-    observed = np.bincount(index, minlength=joint.size).astype(float)
-    expected = joint.reshape(-1) * len(samples)
-    rare = expected < 10
-    assert not observed[expected == 0].any(), "a token of probability 0 was emitted"
-    observed = np.append(observed[~rare], observed[rare].sum())
-    expected = np.append(expected[~rare], expected[rare].sum())
-    keep = expected > 0
-    chi_square = ((observed[keep] - expected[keep]) ** 2 / expected[keep]).sum()
-    freedom = keep.sum() - 1
-    return float((chi_square - freedom) / np.sqrt(2 * freedom))
+    """How far samples [N, length] are from a joint distribution."""
+    counts = np.bincount(np.ravel_multi_index(tuple(samples.T), joint.shape), minlength=joint.size)
+    return distributions.sigmas(counts, joint.reshape(-1))

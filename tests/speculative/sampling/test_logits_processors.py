@@ -13,13 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from speculative.engine import EngineCore
-from speculative.errors import InvalidRequest
 from speculative.request import FinishReason, Request, SamplingParams
 from speculative.sampling.logits_processors import adjust
-from speculative.state.batch import RowContext, StepInput, row_contexts
+from speculative.state.batch import RowContext
 from speculative.state.sequence import Sequence
 from speculative.state.token_constraint import Bools
-from speculative.step import sampler
 from tests.support.distributions import assert_departs, assert_follows
 from tests.support.engines import NO_DRAFTS, Answer, decoder_of, markov_engine, naive_logits, run, tiny_engine
 from tests.support.near_ties import assert_same_up_to_near_tie
@@ -136,48 +134,6 @@ def test_neighbours_are_not_touched() -> None:
     assert (adjusted[2:5] != logits[2:5]).any(-1).all()
 
 
-def test_a_bad_word_is_not_begun_in_the_prompt() -> None:
-    contexts = rows_of(SamplingParams(bad_words=((2, 7), (1, 2, 3))), (1, 2), prompt=(1, 2))
-    adjusted = adjust(torch.zeros(3, V), contexts, EOS)
-    assert (adjusted == -torch.inf).nonzero().tolist() == [[2, 3], [2, 7]]
-
-
-def test_stops_are_masked_until_min_tokens_stand_before_the_row() -> None:
-    params = SamplingParams(min_tokens=2, stop_token_ids=(5,))
-    adjusted = adjust(torch.zeros(4, V), rows_of(params, (7, 7, 7)), EOS)
-    assert (adjusted == -torch.inf).nonzero().tolist() == [[row, token] for row in (0, 1) for token in (2, 5, 9)]
-    ignoring = SamplingParams(min_tokens=2, stop_token_ids=(5,), ignore_eos=True)
-    adjusted = adjust(torch.zeros(1, V), rows_of(ignoring), EOS)
-    assert (adjusted == -torch.inf).nonzero().tolist() == [[0, 5]]
-
-
-def test_counts_grow_with_a_long_output_without_counting_twice() -> None:
-    params = SamplingParams(max_tokens=500, frequency_penalty=0.01, repetition_penalty=1.5)
-    sequence = Sequence(Request("r", (1, 1, 3), params))
-    for length in range(0, 300, 7):
-        adjusted = adjust(torch.ones(1, V), contexts_of(sequence), EOS)
-        said = sequence.tokens[3:]
-        expected = naive_adjust([1.0] * V, params, (1, 1, 3), said, None)
-        torch.testing.assert_close(adjusted[0].double(), torch.tensor(expected).double(), rtol=1e-5, atol=1e-5)
-        sequence.advance(len(sequence.tokens), [(length * 5 + step * step) % V for step in range(7)])
-
-
-def test_a_token_outside_the_vocabulary_is_refused_before_it_runs(tiny16_folder: Path) -> None:
-    engine = tiny_engine(tiny16_folder)
-    asked: dict[str, Any] = {
-        "logit_bias": ((16, 1.0),),
-        "bad_words": ((1, 16),),
-        "allowed_token_ids": (3, 16),
-        "stop_token_ids": (16,),
-        "logprob_token_ids": (16,),
-    }
-    for name, value in asked.items():
-        with pytest.raises(InvalidRequest, match="0 to 15") as caught:
-            engine.add(Request("r", (1,), SamplingParams(**{name: value})))
-        assert caught.value.field == name
-    assert not engine.has_work
-
-
 # ---- through the engine, with n-gram drafts
 
 PARAMETERS: dict[str, dict[str, Any]] = {
@@ -237,57 +193,6 @@ def test_greedy_text_is_the_same_with_drafts_and_without(tiny_folder: Path, para
     untouched = answers_of(tiny_engine(tiny_folder, drafter=NO_DRAFTS))
     assert plain[3].token_ids == untouched[3].token_ids
     assert [a.token_ids for a in plain[:3]] != [a.token_ids for a in untouched[:3]], "the parameter did nothing"
-
-
-def without_drafts(step_input: StepInput, masks: list[list[Bools] | None]) -> list[RowContext]:
-    """The fault: what a row draws after is taken without the drafts before it (vLLM #42744, #54437)."""
-    return [dataclasses.replace(context, drafts=()) for context in row_contexts(step_input, masks)]
-
-
-DRAFTED: dict[str, tuple[int, tuple[int, ...], dict[str, Any]]] = {
-    "bad_words": (0, (0,) * 6 + (2,) * 6, {"bad_words": ((2, 2, 2),)}),
-    "min_tokens": (1, (0, 1, 2) * 3, {"min_tokens": 20, "stop_token_ids": (1,)}),
-    "presence_penalty": (1, (0, 1, 2) * 3, {"presence_penalty": 1.5}),
-    "frequency_penalty": (0, (0,) * 6 + (2,) * 6, {"frequency_penalty": 0.3}),
-}
-
-
-@pytest.mark.parametrize("name", DRAFTED)
-def test_leaving_the_drafts_out_would_be_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = greedy_answer(*DRAFTED[name])
-    assert right.token_ids == greedy_answer(*DRAFTED[name], drafter=NO_DRAFTS).token_ids
-    assert right.num_accepted > 5
-    monkeypatch.setattr(sampler, "row_contexts", without_drafts)
-    assert greedy_answer(*DRAFTED[name]).token_ids != right.token_ids
-
-
-def greedy_answer(step: int, prompt: Tokens[int], params: dict[str, Any], **changes: Any) -> Answer:
-    """Of three tokens t + step (mod 3) is the likeliest after t, then the next one with one nat less, and the last."""
-    gaps = [[(to - start - step) % 3 for to in range(3)] for start in range(3)]
-    engine = markov_engine(torch.softmax(-torch.tensor(gaps).float(), -1), **changes)
-    engine.add(Request("r", tuple(prompt), SamplingParams(**{"max_tokens": 40, "temperature": 0.0, **params})))
-    return run(engine)["r"]
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0, 1.7])
-@pytest.mark.parametrize("verifier", ["token_wise", "coupled"])
-def test_masks_hold_in_every_token_that_is_emitted(tiny16_folder: Path, temperature: float, verifier: str) -> None:
-    engine = tiny_engine(tiny16_folder, verifier=verifier)
-    words = ((4,), (5, 6), (7, 7), (8, 9, 10))
-    allowed = (2, 3, 5, 6, 7, 8, 9, 10, 11)
-    params = SamplingParams(
-        max_tokens=60, min_tokens=12, temperature=temperature, bad_words=words, allowed_token_ids=allowed
-    )
-    for seed in range(12):
-        engine.add(Request(str(seed), (5, 7, 8, 9, 5, 7, 8, 9), params, seed))
-    answers = run(engine)
-    assert sum(answer.num_drafted for answer in answers.values()) > 0
-    for answer in answers.values():
-        said = answer.token_ids
-        assert set(said) <= set(allowed)
-        assert not any(tuple(said[at : at + len(word)]) == word for word in words for at in range(len(said)))
-        assert len(said) > 12, "ended before min_tokens"
-        assert answer.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
 
 
 def test_processed_logprobs_are_those_of_the_naive_distribution_at_every_position(tiny_folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""One contract for logprobs in both modes: one entry a token, and no two reports that disagree."""
+"""Logprobs in both modes, with drafts: values are the model's own, and no two reports disagree (F2)."""
 
 import math
 from pathlib import Path
@@ -10,24 +10,43 @@ import torch
 from speculative.config import LogprobsMode
 from speculative.request import Request, SamplingParams, TokenKind
 from speculative.sampling.logprobs import gather_logprobs, mode_matrix
-from tests.support.engines import Answer, markov_engine, run, teacher_forced, tiny_engine
+from tests.support.engines import NO_DRAFTS, Answer, markov_engine, run, teacher_forced, tiny_engine
 
 MODES = get_args(LogprobsMode)
+VOCAB = 64
+EVERY_ID = tuple(reversed(range(VOCAB)))
 PROMPT = (5, 6, 7, 8) * 5
+LONG = {"max_tokens": 24, "ignore_eos": True}
 PARAMS = {
-    "greedy": SamplingParams(max_tokens=24, temperature=0, logprobs=5, ignore_eos=True),
-    "sampled": SamplingParams(max_tokens=24, temperature=0.6, logprobs=20, ignore_eos=True),
-    "filtered": SamplingParams(max_tokens=24, temperature=1.3, top_k=6, top_p=0.9, logprobs=10, ignore_eos=True),
-    "emitted only": SamplingParams(max_tokens=24, temperature=0.8, top_p=0.8, logprobs=0, ignore_eos=True),
-    "unasked": SamplingParams(max_tokens=24, temperature=0.8, ignore_eos=True),
+    "greedy": SamplingParams(temperature=0, logprobs=20, logprob_token_ids=EVERY_ID, **LONG),
+    "sampled": SamplingParams(temperature=0.6, logprobs=20, **LONG),
+    "filtered": SamplingParams(temperature=1.2, top_k=6, top_p=0.9, logprobs=10, logprob_token_ids=EVERY_ID, **LONG),
+    "emitted only": SamplingParams(temperature=0.8, top_p=0.8, logprobs=0, **LONG),
+    "min p": SamplingParams(temperature=0.9, min_p=0.05, logprobs=5, logprob_token_ids=EVERY_ID, **LONG),
+    "penalised": SamplingParams(
+        repetition_penalty=1.3,
+        presence_penalty=0.5,
+        logit_bias=((3, 4.0),),
+        logprobs=20,
+        logprob_token_ids=EVERY_ID,
+        **LONG,
+    ),
+    "masked": SamplingParams(allowed_token_ids=tuple(range(5, 30)), logprobs=20, logprob_token_ids=EVERY_ID, **LONG),
+    "scored only": SamplingParams(temperature=0.8, logprob_token_ids=(40, 2, 40), **LONG),
+    "unasked": SamplingParams(temperature=0.8, **LONG),
 }
 
 
-def answers(folder: Path, mode: str) -> dict[str, Answer]:
-    engine = tiny_engine(folder, logprobs_mode=mode)
-    for name, params in PARAMS.items():
-        engine.add(Request(name, PROMPT, params, seed=11))
-    return run(engine)
+@pytest.fixture(scope="module")
+def answers_of(tiny_folder: Path) -> dict[str, dict[str, Answer]]:
+    """Every request of PARAMS in one batch, by mode."""
+    answers = {}
+    for mode in MODES:
+        engine = tiny_engine(tiny_folder, logprobs_mode=mode)
+        for name, params in PARAMS.items():
+            engine.add(Request(name, PROMPT, params, seed=11))
+        answers[mode] = run(engine)
+    return answers
 
 
 def processed(raw: torch.Tensor, params: SamplingParams) -> torch.Tensor:
@@ -43,67 +62,21 @@ def processed(raw: torch.Tensor, params: SamplingParams) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_every_entry_keeps_the_contract(tiny_folder: Path, mode: str) -> None:
-    for name, answer in answers(tiny_folder, mode).items():
-        params = PARAMS[name]
-        if params.logprobs is None:
-            assert answer.logprobs == []
-            continue
-        assert [entry.token_id for entry in answer.logprobs] == answer.token_ids
-        for entry in answer.logprobs:
-            assert math.isfinite(entry.logprob)
-            assert entry.rank >= 1
-            assert len(entry.top) <= params.logprobs
-            ids, values = [token for token, _ in entry.top], [value for _, value in entry.top]
-            assert len(set(ids)) == len(ids)
-            assert values == sorted(values, reverse=True)
-            assert all(math.isfinite(value) for value in values), "masked tokens are left out"
-            if entry.token_id in ids:
-                assert dict(entry.top)[entry.token_id] == entry.logprob, "one matrix, one gather"
-            if entry.rank <= len(entry.top):
-                assert sum(value > entry.logprob for value in values) == entry.rank - 1
-                assert values[entry.rank - 1] == entry.logprob
-            distinct = dict(entry.top) | {entry.token_id: entry.logprob}
-            assert entry.logprob <= 0
-            assert sum(map(math.exp, distinct.values())) <= 1 + 1e-4
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_values_are_those_of_teacher_forcing(tiny_folder: Path, mode: str) -> None:
-    """For accepted, recovered and bonus tokens alike."""
-    engine = tiny_engine(tiny_folder, logprobs_mode=mode)
-    for name, answer in answers(tiny_folder, mode).items():
-        raw = teacher_forced(engine, PROMPT, answer.token_ids)
-        for row, entry in zip(raw, answer.logprobs, strict=False):
+def test_values_are_those_of_teacher_forcing(
+    tiny_folder: Path, answers_of: dict[str, dict[str, Answer]], mode: str
+) -> None:
+    """For tokens of every kind alike."""
+    engine, found = tiny_engine(tiny_folder), answers_of[mode]
+    assert {kind for answer in found.values() for kind in answer.kinds} == set(TokenKind)
+    for name in ("greedy", "sampled", "filtered", "emitted only"):
+        raw = teacher_forced(engine, PROMPT, found[name].token_ids)
+        for row, entry in zip(raw, found[name].logprobs, strict=True):
             reference = row.double() if mode == "raw_logprobs" else processed(row, PARAMS[name])
             reference = reference.log_softmax(-1)
+            assert len(entry.top) == min(PARAMS[name].logprobs or 0, int((reference > -torch.inf).sum()))
             for token, value in ((entry.token_id, entry.logprob), *entry.top):
                 assert abs(reference[token] - value) < 1e-4
             assert entry.rank == int((reference > reference[entry.token_id] + 1e-9).sum()) + 1
-
-
-def test_every_kind_of_token_was_looked_at(tiny_folder: Path) -> None:
-    kinds = {kind for answer in answers(tiny_folder, "raw_logprobs").values() for kind in answer.kinds}
-    assert kinds == set(TokenKind)
-
-
-def test_raw_logprobs_ignore_the_filters_and_processed_ones_follow_them(tiny_folder: Path) -> None:
-    raw, filtered = (answers(tiny_folder, mode)["filtered"] for mode in ("raw_logprobs", "processed_logprobs"))
-    assert raw.token_ids == filtered.token_ids
-    assert all(len(entry.top) == 10 for entry in raw.logprobs)
-    assert all(1 <= len(entry.top) <= 6 for entry in filtered.logprobs)
-    assert raw.values != filtered.values
-
-
-def test_asking_for_logprobs_changes_no_token(tiny_folder: Path) -> None:
-    texts = []
-    for logprobs in (None, 0, 20):
-        engine = tiny_engine(tiny_folder)
-        engine.add(Request("a", PROMPT, SamplingParams(max_tokens=24, logprobs=logprobs, ignore_eos=True), seed=5))
-        answer = run(engine)["a"]
-        texts.append(answer.token_ids)
-        assert answer.num_drafted > 0, "speculation stays on"
-    assert texts[0] == texts[1] == texts[2]
 
 
 def test_more_likely_tokens_than_there_are_gives_them_all() -> None:
@@ -115,17 +88,75 @@ def test_more_likely_tokens_than_there_are_gives_them_all() -> None:
     assert math.isclose(dict(answer.logprobs[0].top)[1], math.log(0.6), abs_tol=1e-5)
 
 
-def test_matrices_are_made_again_and_never_in_place() -> None:
-    logits, after = torch.randn(2, 5), torch.randn(2, 5)
-    copies = logits.clone(), after.clone()
-    for mode in MODES:
-        gather_logprobs(mode_matrix(mode, logits, after), torch.tensor([0, 4]), 3)
-    assert torch.equal(logits, copies[0])
-    assert torch.equal(after, copies[1])
-
-
 def test_ranks_count_the_strictly_likelier() -> None:
     rows = gather_logprobs(torch.tensor([[3.0, 1.0, 3.0, 2.0]]).expand(4, -1), torch.arange(4), 2)
     assert rows.ranks.tolist() == [1, 4, 1, 3]
     assert rows.values.tolist() == [3, 1, 3, 2]
     assert rows.top_values.tolist() == [[3, 3]] * 4
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_scored_values_are_those_of_every_other_report(answers_of: dict[str, dict[str, Answer]], mode: str) -> None:
+    for name, answer in answers_of[mode].items():
+        assert answer.error is None
+        params = PARAMS[name]
+        assert len(answer.logprobs) == (len(answer.token_ids) if params.returns_logprobs else 0)
+        assert [entry.token_id for entry in answer.logprobs] == answer.token_ids[: len(answer.logprobs)]
+        for entry in answer.logprobs:
+            assert tuple(token for token, _ in entry.scored) == params.logprob_token_ids
+            scored = dict(entry.scored)
+            assert all(scored[token] == value for token, value in entry.top if token in scored)
+            assert scored.get(entry.token_id, entry.logprob) == entry.logprob
+            if params.logprob_token_ids == EVERY_ID:
+                ranked = sorted(scored.values(), reverse=True)[: params.logprobs]
+                assert [value for _, value in entry.top] == [value for value in ranked if value > -math.inf]
+                assert entry.rank == 1 + sum(value > entry.logprob for value in scored.values())
+
+
+@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
+def test_scores_of_all_tokens_are_a_distribution(answers_of: dict[str, dict[str, Answer]], mode: str) -> None:
+    for name, answer in answers_of[mode].items():
+        if PARAMS[name].logprob_token_ids == EVERY_ID:
+            for entry in answer.logprobs:
+                assert math.isclose(sum(math.exp(value) for _, value in entry.scored), 1, abs_tol=1e-4)
+
+
+def test_tokens_that_are_masked_score_minus_infinity_in_processed_modes_only(
+    answers_of: dict[str, dict[str, Answer]],
+) -> None:
+    for mode in MODES:
+        for entry in answers_of[mode]["masked"].logprobs:
+            masked = {token for token, value in entry.scored if value == -math.inf}
+            assert masked == ({*range(5), *range(30, VOCAB)} if mode.startswith("processed") else set())
+
+
+def test_asking_for_logprobs_or_scores_changes_no_token(tiny_folder: Path) -> None:
+    for drafter in ({}, {"drafter": NO_DRAFTS}):
+        texts = []
+        for asked in (
+            {},
+            {"logprobs": 0},
+            {"logprobs": 20},
+            {"logprob_token_ids": (3,)},
+            {"logprob_token_ids": EVERY_ID},
+        ):
+            engine = tiny_engine(tiny_folder, **drafter)
+            engine.add(Request("a", PROMPT, SamplingParams(**asked, **LONG), seed=5))
+            answer = run(engine)["a"]
+            texts.append(answer.token_ids)
+            assert drafter or answer.num_drafted > 0, "speculation stays on"
+        assert texts == texts[:1] * 5
+
+
+def test_all_is_gathered_from_the_one_matrix() -> None:
+    logits, after = torch.randn(3, 7), torch.randn(3, 7)
+    copies = logits.clone(), after.clone()
+    for mode in MODES:
+        matrix = mode_matrix(mode, logits, after)
+        host = gather_logprobs(matrix, torch.tensor([0, 4, 6]), 7, torch.tensor([[1, 2], [0, 0], [6, 5]])).to_host()
+        for row, (own, ids) in enumerate(((0, (1, 2)), (4, ()), (6, (6,)))):
+            entry = host.entry(row, own, 7, ids)
+            assert entry.logprob == float(matrix[row, own])
+            assert entry.scored == tuple((token, float(matrix[row, token])) for token in ids)
+            assert dict(entry.top) == {token: float(matrix[row, token]) for token in range(7)}
+    assert torch.equal(logits, copies[0]) and torch.equal(after, copies[1]), "nothing is changed in place"

@@ -31,6 +31,13 @@ MIXED = (
     SamplingParams(temperature=1.5, top_p=0.999),
     SamplingParams(temperature=0, top_k=3, top_p=0.5),
     SamplingParams(temperature=1, top_k=3, top_p=0.999_999),
+    SamplingParams(min_p=0.1),
+    SamplingParams(min_p=0.5, temperature=2),
+    SamplingParams(min_p=1.0),
+    SamplingParams(min_p=1e-30),
+    SamplingParams(min_p=0.05, top_k=4),
+    SamplingParams(min_p=0.02, top_p=0.9, top_k=7, temperature=0.7),
+    SamplingParams(min_p=0.9, temperature=0),
 )
 
 
@@ -44,6 +51,8 @@ def naive_distribution(logits: np.ndarray, params: SamplingParams) -> np.ndarray
     if params.greedy:
         return np.eye(len(logits))[logits.argmax()]
     scaled = logits.astype(np.float64) / params.temperature
+    if params.min_p:
+        scaled = np.where(scaled >= scaled.max() + np.log(params.min_p), scaled, -np.inf)
     if params.top_k:
         scaled = np.where(scaled >= np.sort(scaled)[::-1][min(params.top_k, len(scaled)) - 1], scaled, -np.inf)
     distribution = np.exp(scaled - scaled.max())
@@ -75,6 +84,9 @@ def test_the_distribution_is_the_naive_one_for_every_row_of_a_mixed_batch(
             compared += 1
             assert np.abs(distribution[row].numpy() - expected).max() < 2e-6, parameters
     assert compared > 50
+    for row, parameters in enumerate(params[: len(MIXED)]):
+        alone = distribution_of(ops, logits[row : row + 1], [parameters])[0]
+        assert torch.equal(alone, distribution[row]), "a neighbour changes nothing"
 
 
 def test_whole_numbers_are_parameters_too(ops: VocabularyOps) -> None:
@@ -93,13 +105,8 @@ def test_tokens_tied_with_the_last_one_stay(ops: VocabularyOps) -> None:
     assert distribution_of(ops, logits, [SamplingParams(top_p=0.5)])[0].gt(0).tolist() == [True] * 4 + [False] * 2
     assert distribution_of(ops, logits, [SamplingParams(temperature=0)])[0].tolist() == [1, 0, 0, 0, 0, 0]
     assert distribution_of(ops, logits.flip(1), [SamplingParams(temperature=0)])[0].tolist() == [0, 0, 0, 0, 0, 1]
-
-
-def test_a_neighbour_changes_nothing(ops: VocabularyOps) -> None:
-    logits = torch.randn(len(MIXED), 3000, generator=torch.Generator().manual_seed(2))
-    together = distribution_of(ops, logits, MIXED)
-    for row, params in enumerate(MIXED):
-        assert torch.equal(distribution_of(ops, logits[row : row + 1], [params])[0], together[row])
+    logits = torch.tensor([[1.0, 3.0, 3.0, 2.999]])
+    assert distribution_of(ops, logits, [SamplingParams(min_p=1.0)])[0].tolist() == [0, 0.5, 0.5, 0]
 
 
 @pytest.mark.parametrize("temperature", [1e-300, 1e-46, 1e-40, 1e-38, 1e-20, 1e-7, 1e-6])
@@ -202,3 +209,24 @@ def test_draws_follow_the_distribution(ops: VocabularyOps, params: SamplingParam
     other = naive_distribution(logits[0].numpy(), replace(params, temperature=params.temperature * 1.15))
     assert other is not None
     assert_departs(counts, other)
+
+
+@pytest.mark.parametrize("params", MIXED)
+def test_where_masks_leave_one_token_it_has_all_the_mass(ops: VocabularyOps, params: SamplingParams) -> None:
+    logits = torch.full((1, 50), -torch.inf)
+    logits[0, 33] = -80.0
+    assert distribution_of(ops, logits, [params])[0].tolist() == [float(token == 33) for token in range(50)]
+
+
+@pytest.mark.parametrize("params", MIXED)
+@pytest.mark.parametrize("fault", [-torch.inf, torch.inf, torch.nan])
+def test_a_row_without_a_distribution_leaves_its_neighbours_alone(
+    ops: VocabularyOps, params: SamplingParams, fault: float
+) -> None:
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(1))
+    alone = distribution_of(ops, logits[[0, 2]], [params, params])
+    logits[1] = fault
+    rows = SamplingRows.build([params] * 3, 50, CPU)
+    processed = ops.process(logits, rows)
+    assert torch.equal(ops.target_probs(processed, rows)[[0, 2]], alone)
+    assert torch.isfinite(processed.amax(-1)).tolist() == [True, False, True], "the fault can still be seen"

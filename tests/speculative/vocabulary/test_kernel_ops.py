@@ -57,20 +57,6 @@ def test_the_largest_with_noise(size: int) -> None:
             assert has_mass[:, 0].all() and int(found.min()) >= 0 and int(found.max()) < width
 
 
-@pytest.mark.parametrize("damage", [torch.nan, torch.inf])
-def test_a_row_that_is_no_number_stays_none_and_harms_no_other(damage: float) -> None:
-    logits = torch.randn(3, 100, generator=generator(1))
-    rows = SamplingRows.build([SamplingParams()] * 3, 100, CPU)
-    sound = OURS.target_probs(logits, rows)
-    for at in (0, 40, 99):
-        spoilt = logits.clone()
-        spoilt[1, at] = damage
-        distribution = OURS.target_probs(spoilt, rows)
-        assert distribution[1].isnan().all()
-        assert torch.equal(distribution[[0, 2]], sound[[0, 2]])
-    assert OURS.target_probs(torch.full((1, 100), -torch.inf), rows).isnan().all(), "no token is left"
-
-
 def test_logits_nothing_is_done_to_are_not_copied_and_not_written_to() -> None:
     logits = torch.randn(2, 50, generator=generator(2))
     rows = SamplingRows.build([SamplingParams(), SamplingParams(temperature=0)], 50, CPU)
@@ -79,20 +65,6 @@ def test_logits_nothing_is_done_to_are_not_copied_and_not_written_to() -> None:
     filtered = OURS.process(logits, SamplingRows.build([SamplingParams(), SamplingParams(top_k=3)], 50, CPU))
     assert torch.equal(logits, before)
     assert int((filtered[1] > -torch.inf).sum()) == 3
-
-
-def test_a_nucleus_is_the_smallest_set_with_its_mass() -> None:
-    distribution = torch.tensor([[0.1, 0.4, 0.2, 0.2, 0.06, 0.04]])
-    for top_p, kept in (
-        (0.3, [1]),
-        (0.41, [1, 2, 3]),
-        (0.75, [1, 2, 3]),
-        (0.85, [0, 1, 2, 3]),
-        (0.97, [0, 1, 2, 3, 4, 5]),
-    ):
-        rows = SamplingRows.build([SamplingParams(top_p=top_p)], 6, CPU)
-        found = OURS.process(distribution.log(), rows)[0]
-        assert (found > -torch.inf).nonzero()[:, 0].tolist() == kept
 
 
 def test_where_p_leaves_nothing_beside_q_the_token_comes_from_p() -> None:
