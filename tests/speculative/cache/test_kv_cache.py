@@ -96,19 +96,6 @@ TestPool = PoolMachine.TestCase
 TestPool.settings = settings(max_examples=150, stateful_step_count=40, deadline=None, derandomize=True)
 
 
-def test_a_cached_prefix_lives_until_its_block_is_needed() -> None:
-    pool = BlockPool(3)
-    first, second = pool.take(2) or []
-    pool.publish(first, DIGESTS[0])
-    pool.publish(second, DIGESTS[1])
-    pool.release([first, second])
-    assert pool.num_free == 3, "cached blocks that nobody holds are free"
-    assert pool.take(1) == [2], "the block that was never used goes first"
-    assert pool.find(DIGESTS[:2]) == [first, second]
-    assert pool.take(1) == [second], "of a prefix the end goes first"
-    assert pool.find(DIGESTS[:2]) == [first]
-
-
 def test_a_block_belongs_to_the_scope_of_the_holder_that_filled_it() -> None:
     pool = BlockPool(2)
     (own,), (other,) = pool.take(1, "a") or (), pool.take(1, "b") or ()
@@ -116,33 +103,6 @@ def test_a_block_belongs_to_the_scope_of_the_holder_that_filled_it() -> None:
     assert pool.lie_within([own], "a") and pool.lie_within([], "b") and not pool.lie_within([own, other], "a")
     pool.release([other])
     assert pool.take(1, "a") == [other] and pool.lie_within([own, other], "a")
-
-
-def test_taking_more_than_there_is_takes_nothing() -> None:
-    pool = BlockPool(3)
-    assert pool.take(4) is None
-    assert pool.num_free == 3
-
-
-def test_a_shared_block_is_free_when_its_last_holder_goes() -> None:
-    pool = BlockPool(2)
-    blocks = pool.take(1) or []
-    pool.publish(blocks[0], DIGESTS[0])
-    pool.hold(blocks)
-    pool.release(blocks)
-    assert pool.num_free == 1
-    pool.release(blocks)
-    assert pool.num_free == 2
-
-
-def test_the_first_block_of_a_prefix_stays_its_representative() -> None:
-    pool = BlockPool(2)
-    first, second = pool.take(2) or []
-    pool.publish(first, DIGESTS[0])
-    pool.publish(second, DIGESTS[0])
-    pool.release([second])
-    pool.take(1)
-    assert pool.find(DIGESTS[:1]) == [first]
 
 
 def test_withdrawn_blocks_are_found_no_more_and_stay_as_they_are_for_who_holds_them() -> None:

@@ -4,8 +4,6 @@ real step.
 The target is a Markov chain in the weights of a real decoder, so that its distribution is known exactly; the heads are
 random."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
@@ -15,9 +13,6 @@ from speculative.drafting.head_drafters import Eagle3DraftModel
 from speculative.engine import EngineCore
 from speculative.model.decoder import Decoder
 from speculative.model.eagle3 import Eagle3Config, Eagle3Head
-from speculative.selfcheck.monitor import SelfCheck
-from speculative.verification.base import VerifyInput, VerifyOutput
-from speculative.verification.token_wise import verify_token_wise
 from tests.support.engines import markov_decoder, settings
 from tests.support.markov_chain import sample, worst_window
 from tests.support.tiny_heads import randomise
@@ -68,16 +63,3 @@ def test_joint_distribution_with_drawn_drafts(decoder: Decoder, distribution: Te
     stats = engine.take_stats()
     assert stats.num_drafts > COUNT and 0 < stats.num_accepted < stats.num_drafted
     assert abs(stats.expected_accepted - stats.num_accepted) < 5 * stats.num_drafted**0.5
-
-
-def test_the_method_sees_a_draft_that_was_not_verified(decoder: Decoder, distribution: Tensor) -> None:
-    def first_unverified(step: VerifyInput) -> VerifyOutput:
-        return verify_token_wise(
-            replace(step, accept_uniforms=torch.where(step.offsets == 0, 1e-300, step.accept_uniforms))
-        )
-
-    engine = head_engine(ALL, decoder)
-    engine.sampler.verify, engine.self_check = first_unverified, SelfCheck(0.0)
-    engine.checked_sampler.self_check = engine.self_check  # else the engine's own checks end the requests
-    samples = sample(engine, (FIRST, FIRST), COUNT, LENGTH)
-    assert worst_window(samples, distribution.double().numpy(), FIRST) > FIVE_SIGMA

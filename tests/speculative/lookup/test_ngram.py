@@ -57,23 +57,6 @@ def test_tokens_may_come_in_runs(runs: list[list[int]]) -> None:
         assert drafter.draft(growing, 5) == naive_continuation(growing.tokens, 5)
 
 
-@pytest.mark.parametrize("period", [1, 2, 3, 5])
-def test_a_loop_is_drafted_to_full_length(period: int) -> None:
-    tokens = [index % period for index in range(3 * period + 4)]
-    expected = [index % period for index in range(len(tokens), len(tokens) + 12)]
-    assert continuation(tokens, 12) == expected
-
-
-def test_the_longest_suffix_wins_and_of_its_places_the_last() -> None:
-    assert continuation([1, 2, 3, 9, 2, 3, 8, 1, 2, 3], 1) == [9], "[1 2 3], not [2 3]"
-    assert continuation([2, 3, 9, 5, 2, 3, 8, 7, 2, 3], 2) == [8, 7], "the later [2 3]"
-
-
-def test_short_and_new_texts_draft_nothing() -> None:
-    for tokens in ([], [1], [1, 1], [1, 2], [1, 2, 3, 4, 5]):
-        assert continuation(tokens, 4) == []
-
-
 def test_a_batch_is_drafted_entry_by_entry_within_what_fits() -> None:
     drafter = make_weightless(DrafterConfig(ngram_max=4, ngram_min=2))
     looping, other = sequence("a", [1, 2, 3] * 3), sequence("b", [7, 8, 9])

@@ -1,30 +1,18 @@
 """A drafter without weights is one file: this test writes one, and takes it away again."""
 
-import importlib
 import json
 import re
-import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
-import speculative.lookup
-from serve_app.backends.vllm_parts.settings import check_settings
-from speculative.config import DrafterConfig, EngineConfig, drafter_kinds
-from speculative.drafting.weightless import make_weightless
+from speculative.config import DrafterConfig
 from speculative.errors import ConfigError
-from speculative.lookup import registry
 from speculative.lookup.registry import drafter, registered
 from speculative.options import Options
-from speculative.request import Request, SamplingParams
 from tests.support.changed_tree import changed_tree, run_in
-from tests.support.engines import NO_DRAFTS, assert_idle, run, tiny_engine
-from tests.support.markov_chain import sample, worst_window
 from tests.support.tiny_models import write_tiny_model
-from tools.faults.toy import engine_over
 
 MODULE = '''
 """Drafts again what came last."""
@@ -61,6 +49,7 @@ applications:
 """
 IN_A_SERVICE = """
 import json, sys
+from serve_app.backends.vllm_parts.settings import check_settings
 from tools.reference import configuration_reference
 from tools.chart import schema
 from serve_app.config.files import load_config
@@ -80,65 +69,18 @@ from speculative.engine import EngineCore
 from speculative.request import Request, SamplingParams
 
 engine_config = config.engine_config("decode")
+try:
+    check_settings(engine_config, {})
+except ConfigError as error:
+    vllm = str(error)
 engine = EngineCore.load(Path(config.model.source), engine_config)
 engine.add(Request("r", (5, 6, 7), SamplingParams(max_tokens=24, logit_bias=((7, 100.0),))))
 num_accepted = 0
 while engine.has_work:
     num_accepted += sum(delta.num_accepted for delta in engine.step())
 read = engine_config.drafter.options[0].echo_length
-print(json.dumps([read, refused, described, allowed, num_accepted, engine.take_stats().num_accepted]))
+print(json.dumps([read, refused, vllm, described, allowed, num_accepted, engine.take_stats().num_accepted]))
 """
-
-
-@pytest.fixture
-def _echo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    (tmp_path / "lookup").mkdir()
-    (tmp_path / "lookup" / "echo.py").write_text(MODULE)
-    importlib.invalidate_caches()
-    with monkeypatch.context() as patch:
-        patch.setattr(registry, "_REGISTERED", registered())
-        patch.setattr(speculative.lookup, "__path__", [*speculative.lookup.__path__, str(tmp_path / "lookup")])
-        assert "echo" in drafter_kinds()
-        yield
-    del sys.modules["speculative.lookup.echo"]
-    with pytest.raises(ConfigError, match=r"drafter.kind must be one of none, ngram, suffix, .*, got 'echo'"):
-        DrafterConfig(kind="echo")
-
-
-@pytest.mark.usefixtures("_echo")
-def test_one_file_adds_a_drafter_and_the_text_stays(tmp_path: Path) -> None:
-    folder = write_tiny_model(tmp_path / "m", vocab_size=64)
-    requests = [
-        Request(str(i), tuple(range(3, 5 + i)), SamplingParams(max_tokens=30, temperature=0, ignore_eos=True))
-        for i in range(4)
-    ]
-    texts = []
-    for config in (NO_DRAFTS, DrafterConfig(kind="echo", num_draft_tokens=4, echo_length=3)):
-        engine = tiny_engine(folder, drafter=config)
-        for request in requests:
-            engine.add(request)
-        texts.append({name: answer.token_ids for name, answer in run(engine).items()})
-        assert_idle(engine)
-    assert texts[0] == texts[1]
-    stats = engine.take_stats()
-    assert stats.num_drafted > 100 and stats.num_drafted <= 3 * stats.num_drafts
-
-
-@pytest.mark.usefixtures("_echo")
-def test_one_file_adds_a_drafter_and_the_distribution_stays() -> None:
-    table = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
-    echo = make_weightless(DrafterConfig(kind="echo", num_draft_tokens=3))
-    engine = engine_over(table, echo, num_drafts=4)
-    samples = sample(engine, (3,), 4000, 6)
-    assert worst_window(samples, table.double().softmax(-1).numpy(), 3) < 5
-    stats = engine.take_stats()
-    assert 0 < stats.num_accepted < stats.num_drafted
-
-
-@pytest.mark.usefixtures("_echo")
-def test_vllm_does_not_have_it() -> None:
-    with pytest.raises(ConfigError, match=r"drafter.kind echo is not supported by vLLM: use none, ngram, suffix"):
-        check_settings(EngineConfig(drafter=DrafterConfig(kind="echo")), {})
 
 
 def test_one_file_is_enough_from_the_configuration_file_to_accepted_drafts(tmp_path: Path) -> None:
@@ -146,9 +88,10 @@ def test_one_file_is_enough_from_the_configuration_file_to_accepted_drafts(tmp_p
     folder = write_tiny_model(tmp_path / "m", tokenizer=True)
     for name, length in (("good", 3), ("bad", 9)):
         (tree / f"{name}.yaml").write_text(CONFIGURATION.format(folder=folder, length=length))
-    read, refused, described, allowed, *accepted = json.loads(run_in(tree, IN_A_SERVICE))
+    read, refused, vllm, described, allowed, *accepted = json.loads(run_in(tree, IN_A_SERVICE))
     assert read == 3
     assert re.search(r"^bad.yaml: applications\[0\].args.drafter.echo_length: .* less than or equal to 8", refused)
+    assert vllm.startswith("drafter.kind echo is not supported by vLLM: use none, ngram, suffix")
     assert len(described) == 1 and "`echo`: tokens that are drafted again." in described[0]
     assert (allowed["minimum"], allowed["maximum"], allowed["default"]) == (1, 8, 2)
     assert accepted[0] == accepted[1] > 12, "the text is one token again and again"
@@ -160,6 +103,8 @@ def test_options_stay_where_something_else_is_replaced() -> None:
 
 
 def test_names_are_taken_once() -> None:
+    with pytest.raises(ConfigError, match=r"drafter.kind must be one of none, ngram, suffix, .*, got 'echo'"):
+        DrafterConfig(kind="echo")
     before = registered()
     assert list(before) == ["ngram", "suffix"]
     with pytest.raises(ValueError, match="ngram is registered twice"):
@@ -174,10 +119,16 @@ def test_names_are_taken_once() -> None:
     [
         ({"ngram_max": 0}, "drafter.ngram_max must be at least 1, got 0"),
         ({"ngram_min": 9}, r"drafter.ngram_min must be at most ngram_max \(4\), got 9"),
+        ({"suffix_depth": 0}, "drafter.suffix_depth must be between 1 and 256, got 0"),
         ({"suffix_depth": 257}, "drafter.suffix_depth must be between 1 and 256, got 257"),
+        ({"suffix_min_match": 0}, "drafter.suffix_min_match"),
+        ({"suffix_depth": 4, "suffix_min_match": 5}, "drafter.suffix_min_match"),
+        ({"suffix_min_probability": -0.1}, "drafter.suffix_min_probability"),
+        ({"suffix_min_probability": float("nan")}, "drafter.suffix_min_probability"),
+        ({"suffix_max_tokens": -1}, "drafter.suffix_max_tokens"),
         ({"ngramm_max": 3}, "drafter.ngramm_max is not an option of any drafter"),
     ],
 )
-def test_wrong_options_are_reported_by_name(options: dict[str, int], fault: str) -> None:
+def test_wrong_options_are_reported_by_name(options: dict[str, float], fault: str) -> None:
     with pytest.raises(ConfigError, match=fault):
         DrafterConfig(**options)  # type: ignore[arg-type]

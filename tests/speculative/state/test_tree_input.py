@@ -114,14 +114,6 @@ def test_along_a_path_a_step_is_one_whose_drafts_are_that_path(seed: int) -> Non
     assert rows.positions[kept].tolist() == chain.positions.tolist()
 
 
-def test_along_empty_paths_a_step_is_one_without_drafts() -> None:
-    entries, trees = entries_of([shape for shape in SHAPES if shape[1] == 1])
-    found, kept = build(entries, trees).along(entries, [()] * len(trees))
-    assert found.drafts.tolist() == [-1] * len(trees)
-    assert found.input_ids.tolist() == [entry.sequence.tokens[entry.sequence.num_computed] for entry in entries]
-    assert len(kept) == len(trees)
-
-
 @pytest.mark.parametrize("seed", range(8))
 def test_moves_bring_a_paths_keys_to_its_positions(seed: int) -> None:
     entries, trees = entries_of(SHAPES)
