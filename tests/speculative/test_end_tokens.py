@@ -30,19 +30,23 @@ def write(folder: Path, **files: Any) -> Path:
     return folder
 
 
+def of(tokenizer: Any, config: Any) -> dict[str, Any]:
+    """A tokenizer's two files."""
+    return {"tokenizer_config": config, "tokenizer": tokenizer}
+
+
 def test_every_file_has_its_say(tmp_path: Path) -> None:
     generation, config, of_tokenizer = "generation_config.json", "config.json", "tokenizer_config.json"
+    special = "special_tokens_map.json"
+    tuned = {  # whose base's end of text still stands in two of the files
+        "config": {"eos_token_id": 3, "vocab_size": 5},
+        "generation_config": {"eos_token_id": 3},
+        "tokenizer_config": {"eos_token": "<|im_end|>"},
+    }
+    named = {"special_tokens_map": {"eos_token": "b"}}
+    new_form = {"eos_token": "a", "added_tokens_decoder": {}}
     cases: tuple[tuple[dict[str, Any], dict[int, tuple[str, ...]]], ...] = (
-        # A fine-tune whose base's end of text still stands in two of the files.
-        (
-            {
-                "config": {"eos_token_id": 3, "vocab_size": 5},
-                "generation_config": {"eos_token_id": 3},
-                "tokenizer_config": {"eos_token": "<|im_end|>"},
-                "tokenizer": TOKENIZER,
-            },
-            {3: (generation, config), 4: (of_tokenizer,)},
-        ),
+        ({**tuned, "tokenizer": TOKENIZER}, {3: (generation, config), 4: (of_tokenizer,)}),
         ({"config": {"eos_token_id": [2, 1]}}, {2: (config,), 1: (config,)}),
         (
             {"config": {"eos_token_id": 2}, "generation_config": {"eos_token_id": [7, 2]}},
@@ -50,35 +54,13 @@ def test_every_file_has_its_say(tmp_path: Path) -> None:
         ),
         ({"config": {"eos_token_id": None}, "generation_config": {}}, {}),
         ({"config": {"text_config": {"eos_token_id": 9, "vocab_size": 10}}}, {9: (config,)}),
-        (
-            {"tokenizer_config": {"eos_token": {"content": "c", "lstrip": False}}, "tokenizer": TOKENIZER},
-            {2: (of_tokenizer,)},
-        ),
-        (
-            {"tokenizer_config": {}, "special_tokens_map": {"eos_token": "b"}, "tokenizer": TOKENIZER},
-            {1: ("special_tokens_map.json",)},
-        ),
-        (
-            {"tokenizer_config": {"eos_token": "a"}, "special_tokens_map": {"eos_token": "b"}, "tokenizer": TOKENIZER},
-            {0: (of_tokenizer,), 1: ("special_tokens_map.json",)},
-        ),
-        (
-            {
-                "tokenizer_config": {"eos_token": "a", "added_tokens_decoder": {}},
-                "special_tokens_map": {"eos_token": "b"},
-                "tokenizer": TOKENIZER,
-            },
-            {0: (of_tokenizer,)},
-        ),
-        ({"tokenizer_config": {"eos_token": ""}, "tokenizer": TOKENIZER}, {}),
-        (
-            {"tokenizer_config": {"eos_token": "b"}, "tokenizer": {"model": {"vocab": [["a", 0.0], ["b", -1.0]]}}},
-            {1: (of_tokenizer,)},
-        ),
-        (
-            {"tokenizer_config": {"eos_token": "z"}, "added_tokens": {"z": 8}, "tokenizer": TOKENIZER},
-            {8: (of_tokenizer,)},
-        ),
+        (of(TOKENIZER, {"eos_token": {"content": "c", "lstrip": False}}), {2: (of_tokenizer,)}),
+        (of(TOKENIZER, {}) | named, {1: (special,)}),
+        (of(TOKENIZER, {"eos_token": "a"}) | named, {0: (of_tokenizer,), 1: (special,)}),
+        (of(TOKENIZER, new_form) | named, {0: (of_tokenizer,)}),
+        (of(TOKENIZER, {"eos_token": ""}), {}),
+        (of({"model": {"vocab": [["a", 0.0], ["b", -1.0]]}}, {"eos_token": "b"}), {1: (of_tokenizer,)}),
+        (of(TOKENIZER, {"eos_token": "z"}) | {"added_tokens": {"z": 8}}, {8: (of_tokenizer,)}),
         (
             {"tokenizer_config": {"eos_token": "z", "added_tokens_decoder": {"5": {"content": "z"}}}},
             {5: (of_tokenizer,)},
@@ -97,21 +79,16 @@ def test_what_is_no_token_is_refused_with_its_file_and_field(tmp_path: Path) -> 
                 end_tokens(write(tmp_path, **{name: {"eos_token_id": wrong}}))
     for wrong in (5, True, ["a"], {"text": "a"}, {"content": 3}):
         with pytest.raises(ConfigError, match=r"tokenizer_config\.json: `eos_token` is "):
-            end_tokens(write(tmp_path, tokenizer_config={"eos_token": wrong}, tokenizer=TOKENIZER))
+            end_tokens(write(tmp_path, **of(TOKENIZER, {"eos_token": wrong})))
     with pytest.raises(ConfigError, match=r"`eos_token` is 'z', which is no token of tokenizer\.json"):
-        end_tokens(write(tmp_path, tokenizer_config={"eos_token": "z"}, tokenizer=TOKENIZER))
-    named = {"tokenizer_config": {"eos_token": "<|im_end|>"}, "tokenizer": TOKENIZER}
-    for files in (named, {"generation_config": {"eos_token_id": [1, 4]}}):
+        end_tokens(write(tmp_path, **of(TOKENIZER, {"eos_token": "z"})))
+    for files in (of(TOKENIZER, {"eos_token": "<|im_end|>"}), {"generation_config": {"eos_token_id": [1, 4]}}):
         with pytest.raises(ConfigError, match=r"is token 4, and the model's tokens go from 0 to 3 .*`vocab_size`"):
             end_tokens(write(tmp_path, config={"vocab_size": 4}, **files))
-    for damaged in (
-        {"added_tokens": [1]},
-        {"added_tokens": [{"content": "z"}]},
-        {"model": {"vocab": [1]}},
-        {"model": 1},
-    ):
+    damages = ({"added_tokens": [1]}, {"added_tokens": [{"content": "z"}]}, {"model": {"vocab": [1]}}, {"model": 1})
+    for damaged in damages:
         with pytest.raises(ConfigError, match=r"tokenizer\.json is damaged"):
-            end_tokens(write(tmp_path, tokenizer_config={"eos_token": "z"}, tokenizer=damaged))
+            end_tokens(write(tmp_path, **of(damaged, {"eos_token": "z"})))
     (tmp_path / "config.json").write_text("[")
     with pytest.raises(ConfigError, match=r"config\.json cannot be read"):
         end_tokens(tmp_path)

@@ -11,7 +11,6 @@ from speculative.scheduling.draft_length import DynamicLength
 from speculative.scheduling.step_cost import Work
 from speculative.warm_up import warm_up
 from tests.support.engines import assert_idle, settings
-from tests.support.tiny_models import write_tiny_model
 
 DYNAMIC = DrafterConfig(kind="ngram", num_draft_tokens=3, ngram_min=1, length="dynamic")
 
@@ -30,9 +29,8 @@ def count_steps(engine: EngineCore, monkeypatch: pytest.MonkeyPatch) -> list[int
     return running
 
 
-def test_what_steps_cost_is_known_before_the_first_request(tmp_path: Path) -> None:
-    folder = write_tiny_model(tmp_path / "m", vocab_size=64)
-    engine = EngineCore.load(folder, settings(drafter=DYNAMIC, max_num_seqs=4))
+def test_what_steps_cost_is_known_before_the_first_request(tiny_folder: Path) -> None:
+    engine = EngineCore.load(tiny_folder, settings(drafter=DYNAMIC, max_num_seqs=4))
     policy = engine.scheduler.draft_length
     assert isinstance(policy, DynamicLength) and not policy.cost(1).is_known
     warm_up(engine)
@@ -45,9 +43,8 @@ def test_what_steps_cost_is_known_before_the_first_request(tmp_path: Path) -> No
     assert (stats.num_steps, stats.num_emitted, stats.num_drafted) == (0, 0, 0)
 
 
-def test_made_up_requests_are_nothing_to_the_self_checks(tmp_path: Path) -> None:
-    folder = write_tiny_model(tmp_path / "m", vocab_size=64)
-    engine = EngineCore.load(folder, settings(drafter=DYNAMIC, self_check_sample_rate=1.0))
+def test_made_up_requests_are_nothing_to_the_self_checks(tiny_folder: Path) -> None:
+    engine = EngineCore.load(tiny_folder, settings(drafter=DYNAMIC, self_check_sample_rate=1.0))
     before = engine.self_check.snapshot()
     warm_up(engine)
     assert engine.self_check.snapshot() == before
@@ -55,18 +52,16 @@ def test_made_up_requests_are_nothing_to_the_self_checks(tmp_path: Path) -> None
     assert engine.take_stats().num_repeated_seeds == 0, "a user's seeds are new"
 
 
-def test_fixed_lengths_need_a_few_steps_of_one_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = write_tiny_model(tmp_path / "m", vocab_size=64)
-    engine = EngineCore.load(folder, settings(max_num_seqs=4))
+def test_fixed_lengths_need_a_few_steps_of_one_request(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = EngineCore.load(tiny_folder, settings(max_num_seqs=4))
     running = count_steps(engine, monkeypatch)
     warm_up(engine)
     assert len(running) < 8 and max(running) == 1
     assert_idle(engine)
 
 
-def test_slow_steps_are_not_tried_at_every_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = write_tiny_model(tmp_path / "m", vocab_size=64)
-    engine = EngineCore.load(folder, settings(drafter=DYNAMIC, max_num_seqs=4))
+def test_slow_steps_are_not_tried_at_every_load(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = EngineCore.load(tiny_folder, settings(drafter=DYNAMIC, max_num_seqs=4))
     running = count_steps(engine, monkeypatch)
     clock = iter(range(1000))
     monkeypatch.setattr("speculative.warm_up.time.perf_counter", lambda: float(next(clock)))
@@ -75,8 +70,7 @@ def test_slow_steps_are_not_tried_at_every_load(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("max_model_len", [2, 3, 4, 8])
-def test_the_shortest_sequences_are_enough(tmp_path: Path, max_model_len: int) -> None:
-    folder = write_tiny_model(tmp_path / "m", vocab_size=64)
-    engine = EngineCore.load(folder, settings(drafter=DYNAMIC, max_num_seqs=4, max_model_len=max_model_len))
+def test_the_shortest_sequences_are_enough(tiny_folder: Path, max_model_len: int) -> None:
+    engine = EngineCore.load(tiny_folder, settings(drafter=DYNAMIC, max_num_seqs=4, max_model_len=max_model_len))
     warm_up(engine)
     assert_idle(engine)

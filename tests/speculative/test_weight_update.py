@@ -223,24 +223,6 @@ def test_self_checks_begin_again_and_the_breakers_word_stays(old: Path, new: Pat
     assert answer(engine, asked("plain")).num_drafted == 0, "an update switched speculation on"
 
 
-@pytest.mark.parametrize("num_choices", [8, 64])
-def test_a_rollout_group_is_one_prefill_and_many_inserts(old: Path, num_choices: int) -> None:
-    prefill = EngineCore.load(old, config(NGRAM))
-    decode = EngineCore.load(old, config(NGRAM, kv_cache_tokens=8192))
-    prefill.add(asked("r0"), prefill_only_after=0)
-    run(prefill)
-    blob = prefill.export("r0")
-    requests = [asked(f"r{number}", seed=number) for number in range(num_choices)]
-    for request in requests:
-        decode.insert(request, blob)
-    answers = run(decode)
-    assert len({tuple(answers[request.request_id].token_ids) for request in requests}) > num_choices // 2
-    for request in requests[:3]:
-        assert_follows(decode, answers[request.request_id])
-    assert prefill.stats.num_prompt_tokens == len(PROMPT) - 1, "the prompt was computed more than once"
-    assert decode.stats.num_prompt_tokens == 0, "the prompt was computed again for a choice"
-
-
 def test_weights_of_another_model_are_refused(old: Path, tmp_path: Path) -> None:
     served = EngineCore.load(old, config()).model
     check_same_model(old, served)
