@@ -67,7 +67,7 @@ def attended(rows: TreeInput) -> list[list[int]]:
 
 def places(entries: list[Entry], trees: tuple[DraftTree, ...]) -> Iterator[tuple[Sequence, int, list[int], int]]:
     """For each row its sequence, its position, the places in its sequence that it attends to, and its own place."""
-    for (own, known, _, _), tree in zip(entries, trees, strict=True):
+    for (own, known, *_), tree in zip(entries, trees, strict=True):
         root = own.num_computed + known - 1
         for place in range(own.num_computed, root):
             yield own, place, list(range(place + 1)), place
