@@ -64,17 +64,6 @@ def test_output_type(chat: Model) -> None:
     assert isinstance(result.final_output, Answer)
 
 
-def test_tool_is_called(chat: Model) -> None:
-    """a tool that is called, whose result is the answer"""
-    settings = ModelSettings(temperature=0, max_tokens=60, tool_choice="required", parallel_tool_calls=False)
-    agent = Agent(
-        name="tool", model=chat, model_settings=settings, tools=[temperature], tool_use_behavior="stop_on_first_tool"
-    )
-    result = asyncio.run(Runner.run(agent, "How warm is it in Oslo?"))
-    assert "17 degrees" in result.final_output
-    assert [item.type for item in result.new_items] == ["tool_call_item", "tool_call_output_item"]
-
-
 def test_tool_loop(chat: Model) -> None:
     """a loop of calls: the first is forced, then the model answers"""
     settings = ModelSettings(temperature=0, max_tokens=60, tool_choice="required", parallel_tool_calls=False)

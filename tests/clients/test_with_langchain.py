@@ -1,12 +1,9 @@
 """LangChain's `ChatOpenAI`, and an agent's tools."""
 
-import asyncio
 from typing import Any, Literal
 
-import openai
 import pytest
-from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
-from langchain_core.prompts import ChatPromptTemplate
+from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAI
 from pydantic import BaseModel, ConfigDict, Field
@@ -49,18 +46,6 @@ def test_invoke_stream_and_batch_agree(chat: ChatOpenAI) -> None:
     batched = chat.batch([QUESTION, "What is the capital of Italy?", QUESTION])
     assert batched[0].content == batched[2].content == whole.content
     assert batched[1].content == chat.invoke("What is the capital of Italy?").content != whole.content
-
-
-async def _streamed(chat: ChatOpenAI) -> str:
-    return "".join([part.content async for part in chat.astream(QUESTION)])
-
-
-def test_chains_and_async(chat: ChatOpenAI) -> None:
-    """prompt templates, and the asynchronous methods"""
-    chain = ChatPromptTemplate.from_messages([("system", "Answer briefly."), ("human", "{question}")]) | chat
-    whole = chain.invoke({"question": QUESTION}).content
-    assert whole == chat.invoke([SystemMessage("Answer briefly."), HumanMessage(QUESTION)]).content
-    assert asyncio.run(_streamed(chat)) == chat.invoke(QUESTION).content
 
 
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
@@ -131,9 +116,3 @@ def test_logprobs(chat: ChatOpenAI) -> None:
     reply = chat.bind(logprobs=True, top_logprobs=2).invoke(QUESTION)
     content = reply.response_metadata["logprobs"]["content"]
     assert len(content) == reply.usage_metadata["output_tokens"]
-
-
-def test_error(api: str) -> None:
-    """errors as the SDK's classes"""
-    with pytest.raises(openai.NotFoundError, match="does not exist"):
-        ChatOpenAI(base_url=api, api_key="unused", model="another", max_retries=0).invoke(QUESTION)

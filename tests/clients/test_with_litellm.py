@@ -106,15 +106,6 @@ def test_responses(asked: dict[str, Any]) -> None:
     assert whole.usage.total_tokens == whole.usage.input_tokens + whole.usage.output_tokens
 
 
-def test_bridges(asked: dict[str, Any], model: str, api: str) -> None:
-    """the bridge from chat to responses (`openai/responses/`)"""
-    whole = litellm.completion(**asked, messages=QUESTION).choices[0].message.content
-    bridged = {**asked, "model": f"openai/responses/{model}", "api_key": "unused", "messages": QUESTION}
-    assert litellm.completion(**bridged).choices[0].message.content == whole
-    chunks = list(litellm.completion(**bridged, stream=True))
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == whole
-
-
 @pytest.mark.parametrize(("limit", "served"), [({"rpm": 2}, 2), ({"tpm": 1}, 1)])
 def test_limits(api: str, model: str, limit: dict[str, int], served: int) -> None:
     """the proxy's configuration of [security](security.md#quotas): its limits of requests and tokens a minute"""

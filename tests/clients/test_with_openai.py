@@ -2,8 +2,6 @@
 
 import asyncio
 import json
-import time
-from collections.abc import Callable
 from typing import Any
 
 import openai
@@ -40,14 +38,9 @@ def client(api: str):
         yield made
 
 
-def test_models(client: openai.OpenAI, model: str) -> None:
-    """models"""
-    assert [one.id for one in client.models.list()] == [model]
-    assert client.models.retrieve(model).id == model
-
-
 def test_chat_stream_equals_whole_answer(client: openai.OpenAI, model: str) -> None:
-    """chat, whole and streamed"""
+    """chat, whole, streamed and by the stream helper, with the one model that is listed"""
+    assert [one.id for one in client.models.list()] == [model]
     asked = {"model": model, "messages": QUESTION, "temperature": 0, "max_completion_tokens": 40}
     whole = client.chat.completions.create(**asked)
     chunks = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
@@ -61,15 +54,10 @@ def test_chat_stream_equals_whole_answer(client: openai.OpenAI, model: str) -> N
         chunks[-1].usage.prompt_tokens,
         chunks[-1].usage.completion_tokens,
     )
-
-
-def test_stream_helper(client: openai.OpenAI, model: str) -> None:
-    """the `stream` helper's events"""
-    with client.chat.completions.stream(model=model, messages=QUESTION, temperature=0, max_tokens=40) as stream:
+    with client.chat.completions.stream(**asked) as stream:
         deltas = [event.delta for event in stream if event.type == "content.delta"]
         final = stream.get_final_completion()
-    assert len(deltas) > 1
-    assert "".join(deltas) == final.choices[0].message.content
+    assert len(deltas) > 1 and "".join(deltas) == final.choices[0].message.content == text
 
 
 def test_legacy_completions(client: openai.OpenAI, model: str) -> None:
@@ -85,16 +73,6 @@ def test_legacy_completions(client: openai.OpenAI, model: str) -> None:
             choice.logprobs.tokens, choice.logprobs.token_logprobs, choice.logprobs.top_logprobs, strict=True
         ):
             assert logprob == top[token] == max(top.values())  # greedy
-
-
-def test_logprobs(client: openai.OpenAI, model: str) -> None:
-    """chat logprobs"""
-    made = client.chat.completions.create(
-        model=model, messages=QUESTION, max_tokens=12, temperature=0, logprobs=True, top_logprobs=3
-    )
-    content = made.choices[0].logprobs.content
-    assert len(content) == made.usage.completion_tokens
-    assert all(len(one.top_logprobs) == 3 and one.logprob == one.top_logprobs[0].logprob for one in content)
 
 
 def test_parse(client: openai.OpenAI, model: str) -> None:
@@ -124,24 +102,6 @@ def test_tools_streamed_and_whole(client: openai.OpenAI, model: str) -> None:
     assert call.function.arguments == streamed.function.arguments
     assert set(json.loads(call.function.arguments)) == {"city", "unit"}
     assert whole.finish_reason == "tool_calls"
-
-
-def test_tool_result_is_read(client: openai.OpenAI, model: str) -> None:
-    """the result of a call goes back"""
-    call = {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Oslo"}'}}
-    made = client.chat.completions.create(
-        model=model,
-        messages=[
-            {"role": "user", "content": "How warm is it in Oslo?"},
-            {"role": "assistant", "tool_calls": [call]},
-            {"role": "tool", "tool_call_id": "call_1", "content": "It is 17 degrees in Oslo."},
-        ],
-        tools=[WEATHER],
-        tool_choice="none",
-        temperature=0,
-        max_tokens=40,
-    )
-    assert "17" in made.choices[0].message.content
 
 
 def test_responses(client: openai.OpenAI, model: str) -> None:
@@ -184,25 +144,17 @@ def test_responses_call_tools(client: openai.OpenAI, model: str) -> None:
     [
         ({"model": "another"}, openai.NotFoundError, "model"),
         ({"temperature": -1}, openai.BadRequestError, "temperature"),
-        ({"max_tokens": 100_000}, openai.BadRequestError, None),
         ({"extra_body": {"no_such_field": 1}}, openai.BadRequestError, "no_such_field"),
     ],
-    ids=["model", "temperature", "max_tokens", "unknown-field"],
+    ids=["model", "temperature", "unknown-field"],
 )
-def test_errors(client: openai.OpenAI, model: str, changes: dict, error: type, field: str | None) -> None:
+def test_errors(client: openai.OpenAI, model: str, changes: dict, error: type, field: str) -> None:
     """errors as the SDK's classes, with the field's name"""
     with pytest.raises(error) as raised:
         client.chat.completions.create(**{"model": model, "messages": QUESTION, "max_tokens": 4, **changes})
     assert raised.value.type == "invalid_request_error"
-    if field is not None:
-        assert raised.value.param == field
-        assert field in raised.value.message
-
-
-def test_unserved_endpoints_are_refused(client: openai.OpenAI, model: str) -> None:
-    """endpoints that are not served, by name"""
-    with pytest.raises(openai.BadRequestError, match="embeddings are not served"):
-        client.embeddings.create(model=model, input="Hello")
+    assert raised.value.param == field
+    assert field in raised.value.message
 
 
 def _said(client: openai.OpenAI, asked: dict[str, Any]) -> Any:
@@ -281,19 +233,3 @@ def test_async_requests_at_once(api: str, model: str) -> None:
     answers = asyncio.run(all_of_them())
     assert answers[:4] == answers[4:]  # alone or in company, a greedy answer is the same
     assert len(set(answers[:4])) > 1
-
-
-def test_closing_a_stream_ends_the_request(client: openai.OpenAI, model: str, metric: Callable[[str], float]) -> None:
-    """a stream that is closed early"""
-    with client.chat.completions.create(
-        model=model,
-        messages=[{"role": "user", "content": "Count to a thousand."}],
-        max_tokens=1000,
-        stream=True,
-        extra_body={"ignore_eos": True},
-    ) as stream:
-        next(iter(stream))
-    deadline = time.monotonic() + 30
-    while metric("truespec_requests_running") > 0:
-        assert time.monotonic() < deadline, "the request went on without its reader"
-        time.sleep(0.5)
