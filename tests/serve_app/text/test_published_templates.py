@@ -126,13 +126,6 @@ PUBLISHED = {
         "<end_of_turn>",
         bos="<bos>",
     ),
-    "phi 3": Published(
-        "{% for message in messages %}"
-        "{{'<|' + message['role'] + '|>\n' + message['content'] + '<|end|>\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}",
-        ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|end|>", "<|endoftext|>"),
-        "<|end|>",
-    ),
     "deepseek r1": Published(
         "{% if not add_generation_prompt is defined %}{% set add_generation_prompt = false %}{% endif %}"
         "{% set ns = namespace(is_first=false, system_prompt='') %}{%- for message in messages %}"
@@ -180,14 +173,6 @@ PUBLISHED = {
         "</s>",
         marked=False,
         bos="<s>",
-    ),
-    "alpaca": Published(
-        "{% for message in messages %}{% if message['role'] == 'assistant' %}### Response:\n{{ message['content'] }}"
-        "{{ eos_token }}\n\n{% else %}### Instruction:\n{{ message['content'] }}\n\n{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}### Response:\n{% endif %}",
-        ("</s>",),
-        "</s>",
-        marked=False,
     ),
 }
 TOOL = {"type": "function", "function": {"name": "clock", "description": "Zeit für alle <b>", "parameters": {"a": [1]}}}
@@ -325,7 +310,7 @@ def test_an_end_of_turn_that_no_file_names_is_reported(tmp_path: Path) -> None:
         folder = folder_of(tmp_path / name, published, eos="He", chat_template=published.source)
         found = [one for one in Tokenizer.from_folder(folder).remarks() if "ends an answer with" in one]
         said = f"ends an answer with {published.end} (token "
-        assert (len(found) == 1 and said in found[0]) if ended or name == "phi 3" else not found, (name, found)
+        assert (len(found) == 1 and said in found[0]) if ended else not found, (name, found)
         token = Tokenizer.from_folder(folder).added_id(published.end)
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [token]}))
         assert not [one for one in Tokenizer.from_folder(folder).remarks() if "ends an answer with" in one]

@@ -14,7 +14,6 @@ from serve_app.openai.completions.completion_request import CompletionRequest
 from serve_app.openai.parsing import parse
 from serve_app.openai.tools.forced_calls import call_form
 from serve_app.text.grammar import StructureCompiler
-from serve_app.text.json_text import load_json
 from serve_app.text.patterns import PatternRefused, from_ecma, with_ascii_classes
 from serve_app.text.schemas import SchemaRefused, held
 from serve_app.text.tokenizer import Tokenizer
@@ -244,12 +243,3 @@ def test_classes_of_an_expression_are_ascii(compiler: StructureCompiler, tokens:
         assert accepts(compiler, structure, tokens, fits), expression
         assert not accepts(compiler, structure, tokens, other), expression
     assert with_ascii_classes("a\\") == "a\\"
-
-
-def test_json_is_read_with_every_key_once_and_numbers_that_floats_hold() -> None:
-    assert load_json('{"a": 1.10, "c": [1E5, 12345678901234567890]}') == {"a": 1.1, "c": [100000, 12345678901234567890]}
-    with pytest.raises(ValueError, match=r"^b is given twice"):
-        load_json('{"a": [{"b": 1, "b": {"c": 1}}]}')
-    for number in ("1e400", "-1e400", "NaN", "Infinity"):
-        with pytest.raises(ValueError, match=f"{number} is not a JSON number"):
-            load_json(f'{{"a": {number}}}')

@@ -7,11 +7,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as RawTokenizer
-from tokenizers import decoders
-from transformers import PreTrainedTokenizerFast
 
 from serve_app.text.tokenizer import StopMatcher, StopStrings, Tokenizer
-from speculative.errors import ConfigError, InvalidRequest, UnsupportedModel
+from speculative.errors import ConfigError, InvalidRequest
 
 any_fixture = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
 
@@ -64,20 +62,6 @@ def test_sentencepiece_keeps_the_leading_space_only_of_a_continuation(sentencepi
     assert sentencepiece.detokenizer().push(ids)[-3:] == ["", "", "你"]
 
 
-def test_a_dangling_character_shows_only_at_the_end(tokenizer: Tokenizer) -> None:
-    ids = tokenizer.encode("a🙂")[:-1]
-    detokenizer = tokenizer.detokenizer()
-    assert "".join(detokenizer.push(ids)) == "a"
-    assert detokenizer.finish() == "\ufffd"
-
-
-def test_special_tokens_are_left_out_of_text_unless_asked_for(tokenizer: Tokenizer) -> None:
-    ids = tokenizer.encode("<|im_start|>hello<|im_end|>")
-    assert tokenizer.decode(ids) == "hello"
-    assert tokenizer.decode(ids, skip_special=False) == "<|im_start|>hello<|im_end|>"
-    assert ids[-1] == tokenizer.eos_token_ids[0]
-
-
 def test_eos_ids_come_from_the_generation_config_and_the_tokenizer(tokenizer: Tokenizer) -> None:
     assert tokenizer.eos_token_ids == (2, 0)
 
@@ -92,12 +76,6 @@ def test_tokens_read_as_text_or_as_bytes(tokenizer: Tokenizer) -> None:
     assert tokenizer.token_bytes(first) == b"\xf0"
     assert tokenizer.token_text(first) == "bytes:\\xf0"
     assert [tokenizer.token_text(token) for token in tokenizer.encode("the")] == ["the"]
-
-
-def test_chat_template_makes_the_prompt(tokenizer: Tokenizer) -> None:
-    ids = tokenizer.encode_chat([{"role": "user", "content": "hi 🙂"}])
-    expected = "<|im_start|>user\nhi 🙂<|im_end|>\n<|im_start|>assistant\n"
-    assert tokenizer.decode(ids, skip_special=False) == expected
 
 
 def test_what_the_chat_template_refuses_is_an_invalid_request(tokenizer: Tokenizer) -> None:
@@ -134,14 +112,6 @@ def test_a_model_without_chat_template_says_so(sentencepiece: Tokenizer) -> None
 def test_a_folder_without_tokenizer_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"tokenizer\.json"):
         Tokenizer.from_folder(tmp_path)
-
-
-@pytest.mark.parametrize("decoder", [decoders.WordPiece(), decoders.BPEDecoder(), None])
-def test_an_unknown_decoder_is_refused(tokenizer_folder: Path, decoder: object) -> None:
-    raw = RawTokenizer.from_file(str(tokenizer_folder / "tokenizer.json"))
-    raw.decoder = decoder
-    with pytest.raises(UnsupportedModel, match="decoder"):
-        Tokenizer(PreTrainedTokenizerFast(tokenizer_object=raw))
 
 
 def test_truncation_left_in_a_tokenizer_file_is_switched_off(tokenizer_folder: Path, tmp_path: Path) -> None:

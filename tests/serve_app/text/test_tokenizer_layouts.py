@@ -200,6 +200,7 @@ def test_decoders_of_published_files_are_read_and_others_refused(tmp_path: Path)
         ("llama 2", decoders.Sequence([*chain, decoders.Strip(" ", 1, 1)]), False),
         ("llama 2", decoders.Sequence([*chain[:2], strip]), False),
         ("llama 2", decoders.WordPiece(), False),
+        ("gpt2", None, False),
         ("gpt2", decoders.Sequence([decoders.ByteLevel(), strip]), False),
     ):
         folder = write_layout(tmp_path, LAYOUTS[name])
