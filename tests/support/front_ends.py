@@ -1,5 +1,6 @@
 """Front ends over a fake engine, and what a client gets from them."""
 
+import asyncio
 import json
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
@@ -10,6 +11,10 @@ from serve_app.openai.completions.completion_request import CompletionRequest
 from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.parsing import parse
 from serve_app.openai.prepared_request import Limits
+from serve_app.referee.records import Records
+from serve_app.referee.replay_selection import Selection
+from serve_app.streams.observed import ObservedSource, SourceLimits
+from serve_app.telemetry.metrics import Metrics
 from serve_app.text.tokenizer import Tokenizer
 from speculative.request import Request, TokenDelta
 from tests.support.fake_serving import BackendSource, Script, make_backend
@@ -25,17 +30,43 @@ def chat(**fields: Any) -> ChatCompletionRequest:
 
 
 class DeltaSource:
-    """Gives out prepared deltas in the name of the first request."""
+    """Gives out prepared deltas, each of the request with the number that is its id (none: the first), or an error."""
 
-    def __init__(self, *deltas: TokenDelta) -> None:
+    def __init__(self, *deltas: TokenDelta | Exception) -> None:
         self._deltas = deltas
+        self.aborted: list[str] = []
+        self.num_open = 0
+        self.num_given = 0
+        self.requests: tuple[Request, ...] = ()
 
     async def stream(self, requests: Sequence[Request]) -> AsyncGenerator[TokenDelta, None]:
-        for delta in self._deltas:
-            yield delta.replace(request_id=requests[0].request_id)
+        self.num_open += 1
+        self.requests += tuple(requests)
+        try:
+            for delta in self._deltas:
+                await asyncio.sleep(0)
+                if isinstance(delta, Exception):
+                    raise delta
+                self.num_given += 1
+                yield delta.replace(request_id=requests[int(delta.request_id or 0)].request_id)
+        finally:
+            self.num_open -= 1
 
     async def abort(self, request_id: str) -> None:
-        """Nothing runs here."""
+        self.aborted.append(request_id)
+
+
+def observed(source: Any, metrics: Metrics, limits: SourceLimits | None = None, **more: Any) -> ObservedSource:
+    """The source as it is deployed; none of its answers is checked."""
+    return ObservedSource(
+        source,
+        metrics,
+        Records("r1", 1000),
+        select=lambda _: Selection.NOT_CHECKED,
+        ended=lambda record, answer: None,
+        limits=limits or SourceLimits(64, timeout_s=300),
+        **more,
+    )
 
 
 def info(tokenizer: Tokenizer, max_model_len: int = 100) -> ModelInfo:
@@ -57,6 +88,8 @@ async def reply_to(front: FrontEnd, wire: Any) -> dict[str, Any]:
 
 
 async def chunks_of(front: FrontEnd, wire: Any) -> list[dict[str, Any]]:
-    events = [event.decode() async for event in front.events(await front.prepare(wire))]
-    blocks = "".join(events).removesuffix("\n\n").split("\n\n")
-    return [json.loads(block.removeprefix("data: ")) for block in blocks[:-1]]
+    """The chunks of a stream, and the error that ends it."""
+    raw = b"".join([event async for event in front.events(await front.prepare(wire))]).decode("ascii")
+    assert raw.endswith("\n\n")
+    data = [block.removeprefix("data: ") for block in raw[:-2].split("\n\n")]
+    return [json.loads(text) for text in data if text != "[DONE]"]

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 import yaml
 from starlette.testclient import TestClient
@@ -115,59 +114,8 @@ def guarded(module_guarded: Guarded) -> Iterator[Guarded]:
     module_guarded.served.wait_until_idle()
 
 
-ROUTES: list[tuple[str, Any, str]] = [  # path, body of a POST, what it needs
-    ("/", None, "nothing"),
-    ("/page/page.js", None, "nothing"),
-    ("/healthz", None, "nothing"),
-    ("/health", None, "nothing"),
-    ("/ping", None, "nothing"),
-    ("/metrics", None, "nothing"),
-    ("/openapi.json", None, "nothing"),
-    ("/status", None, "user"),
-    ("/status/history", None, "user"),
-    ("/status/events", None, "user"),
-    ("/v1/models", None, "user"),
-    ("/v1/models/fake", None, "user"),
-    ("/v1/chat/completions", HI, "user"),
-    ("/v1/completions", PROMPT, "user"),
-    ("/v1/completions", {"nonsense": 1}, "user"),
-    ("/v1/embeddings", {}, "user"),
-    ("/v1/whatever", None, "user"),
-    ("/admin/speculation", None, "admin"),
-    ("/admin/speculation", {"mode": "off"}, "admin"),
-]
-
-
-def code_of(guarded: Guarded, path: str, key: str | None, body: Any) -> int:
-    """The status, without waiting for the end of a stream that has none."""
-    headers = {} if key is None else {"authorization": f"Bearer secret-{key}"}
-    method = "GET" if body is None else "POST"
-    with httpx.stream(method, guarded.served.url + path, headers=headers, json=body, timeout=120) as response:
-        return response.status_code
-
-
-@pytest.mark.parametrize(("path", "body", "needs"), ROUTES)
-def test_what_each_route_needs(guarded: Guarded, path: str, body: Any, needs: str) -> None:
-    reported = {key: code_of(guarded, path, key, body) for key in (None, "unknown", "user", "admin")}
-    if needs == "nothing":
-        assert set(reported.values()) == {200}
-        return
-    assert (reported[None], reported["unknown"]) == (401, 401)
-    assert reported["admin" if needs == "user" else "user"] == 403
-    assert reported[needs] not in (401, 403)
-
-
 @pytest.mark.parametrize(
-    "path",
-    [
-        "//v1/models",
-        "/v1//models",
-        "/./v1/models",
-        "/V1/models",
-        "/%76%31/models",
-        "/v1%2fmodels",
-        "/page/../v1/models",
-    ],
+    "path", ["//v1/models", "/v1//models", "/V1/models", "/%76%31/models", "/v1%2fmodels", "/page/../v1/models"]
 )
 def test_no_spelling_of_a_path_leads_around_the_gate(guarded: Guarded, path: str) -> None:
     with httpx.Client() as client:
@@ -176,7 +124,7 @@ def test_no_spelling_of_a_path_leads_around_the_gate(guarded: Guarded, path: str
         assert client.send(request).status_code in (401, 404)
 
 
-def test_every_route_lies_behind_the_gate(module_guarded: Guarded) -> None:
+def test_every_route_lies_behind_the_gate() -> None:
     """Whatever is added later: a route that nobody thought of needs a key."""
     gate = Gate(Access(admin_token="t"))
     assert gate.admit("/v1/new", None).id == ""
@@ -189,9 +137,10 @@ OPEN = {"/", "/page/{name}", "/healthz", "/health", "/ping", "/metrics", "/opena
 FOR_ADMINS = {*TRAINER, "/admin/speculation", "/admin/weights", "/admin/pause", "/admin/resume"}
 
 
-def test_no_other_route_of_the_whole_app_answers_without_a_key(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_what_each_route_of_the_whole_app_needs(tokenizer: Tokenizer, tmp_path: Path) -> None:
     path = tmp_path / "keys.yaml"
-    path.write_text(yaml.safe_dump({"keys": [{"id": "u", "sha256": digest_of("k"), "scopes": ["user"]}]}))
+    keys = [{"id": name, "sha256": digest_of(name), "scopes": [name]} for name in ("user", "admin")]
+    path.write_text(yaml.safe_dump({"keys": keys}))
     access, weights = Access(KeyStore(path)), FakeWeights()
     app = build_ingress(
         fake_front_end(tokenizer)[0],
@@ -204,9 +153,14 @@ def test_no_other_route_of_the_whole_app_answers_without_a_key(tokenizer: Tokeni
     with TestClient(app) as client:
         for method, route in served:
             url = re.sub(r"\{[^}]*\}", "page.js", route)
-            assert (client.request(method, url).status_code == 401) == (route not in OPEN), route
-            if route in FOR_ADMINS:
-                assert client.request(method, url, headers={"authorization": "Bearer k"}).status_code == 403, route
+
+            def status_of(key: str, method: str = method, url: str = url) -> int:
+                return client.request(method, url, headers={"authorization": f"Bearer {key}"}).status_code
+
+            for denied in (client.request(method, url).status_code, status_of("unknown")):
+                assert (denied == 401) == (route not in OPEN), route
+            if route not in OPEN:
+                assert status_of("user" if route in FOR_ADMINS else "admin") == 403, route
     assert {*OPEN, *FOR_ADMINS} <= {route for _, route in served}
     assert weights.asked == []
 
@@ -217,7 +171,10 @@ def test_operations_can_be_closed(make: Callable[..., Guarded]) -> None:
         assert [closed.ask(path, key).status_code for key in (None, "unknown", "user", "admin")] == [401, 401, 200, 200]
 
 
-def test_a_refusal_has_openais_form(guarded: Guarded) -> None:
+def test_the_right_key_opens_and_a_refusal_has_openais_form(guarded: Guarded) -> None:
+    assert (
+        guarded.ask("/v1/models", "user").status_code == guarded.ask("/admin/speculation", "admin").status_code == 200
+    )
     denied = guarded.ask("/v1/models", None)
     assert denied.headers["www-authenticate"] == "Bearer"
     assert denied.headers["x-request-id"]
@@ -232,16 +189,6 @@ def test_a_refusal_has_openais_form(guarded: Guarded) -> None:
     assert "admin" in forbidden["message"]
     assert guarded.metric("truespec_refusals_total", reason="unauthenticated") >= 1
     assert guarded.metric("truespec_refusals_total", reason="forbidden") >= 1
-
-
-def test_the_openai_client_sends_its_key(guarded: Guarded) -> None:
-    client = guarded.served.client
-    assert client("secret-user").chat.completions.create(**HI).choices  # type: ignore[call-overload]
-    with pytest.raises(openai.AuthenticationError) as denied:
-        client("secret-nobody").models.list()
-    assert denied.value.code == "invalid_api_key"
-    with pytest.raises(openai.PermissionDeniedError):
-        client("secret-admin").models.list()
 
 
 # ---- limits

@@ -2,7 +2,6 @@
 
 import asyncio
 import math
-import pickle
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from pathlib import Path
@@ -13,15 +12,15 @@ from serve_app.backends.base import ModelInfo
 from serve_app.config.files import load_config, parse_args
 from serve_app.deployments.http_front import HttpFront
 from serve_app.deployments.runtime import ReplicaRuntime, Reporter
-from serve_app.errors import NoRoom, RateLimited, reply_for
+from serve_app.errors import NoRoom, reply_for
 from serve_app.referee.records import Records
-from serve_app.referee.replay_selection import Selection
 from serve_app.streams.backlog import Backlog, Returns
-from serve_app.streams.observed import ObservedSource, SourceLimits
+from serve_app.streams.observed import SourceLimits
 from serve_app.telemetry.metrics import Metrics, PrometheusSink
 from speculative.errors import EngineFault, EngineOverloaded, InvalidRequest, RequestTimeout
 from speculative.request import FinishReason, Request, SamplingParams, TokenDelta
 from tests.support.clock import Clock
+from tests.support.front_ends import observed
 
 COST = 64  # what a prompt costs beside its tokens, in tokens
 
@@ -112,15 +111,9 @@ class Watched:
         self.slow = Slow()
         self.sink = PrometheusSink()
         self.clock = clock
-        self.source = ObservedSource(
-            self.slow,
-            Metrics([self.sink], model_name="m", pool="decode"),
-            Records("r1", 1000),
-            select=lambda _: Selection.NOT_CHECKED,
-            ended=lambda record, answer: None,
-            limits=SourceLimits(**{"max_running": 8, "timeout_s": 60.0} | limits),  # type: ignore[arg-type]
-            clock=clock,
-        )
+        metrics = Metrics([self.sink], model_name="m", pool="decode")
+        own = SourceLimits(**{"max_running": 8, "timeout_s": 60.0} | limits)  # type: ignore[arg-type]
+        self.source = observed(self.slow, metrics, own, clock=clock)
         self.tasks: dict[str, asyncio.Task[int]] = {}
 
     async def begin(self, name: str, num_tokens: int = 36, *, choices: int = 1, timeout_s: float | None = None) -> None:
@@ -291,14 +284,11 @@ async def test_a_request_that_runs_out_of_time_ends_and_holds_nothing(clock: Clo
     assert watched.slow.open == {}
     await watched.end()
     assert watched.outcomes() == {"error": 2}
-
-
-async def test_the_servers_own_limit_holds_whatever_is_asked(clock: Clock) -> None:
-    watched = Watched(clock, timeout_s=0.05)
-    await watched.begin("a", timeout_s=1000)
+    limited = Watched(clock, timeout_s=0.05)  # the server's own limit holds whatever is asked
+    await limited.begin("a", timeout_s=1000)
     with pytest.raises(RequestTimeout, match=r"0\.05 s"):
-        await watched.tasks["a"]
-    await watched.end()
+        await limited.tasks["a"]
+    await limited.end()
 
 
 class Failing(Slow):
@@ -317,28 +307,19 @@ class Failing(Slow):
         raise self._error
 
 
-async def test_a_source_that_fails_leaves_no_backlog(clock: Clock) -> None:
-    watched = Watched(clock)
-    watched.source._source = watched.slow = Failing(EngineFault("no"))
-    await watched.begin("a")
-    with pytest.raises(EngineFault):
-        await watched.tasks["a"]
-    await watched.end()
-    assert watched.outcomes() == {"error": 1} and watched.refusals() == {}
-
-
 @pytest.mark.parametrize(
-    ("error", "refusals"),
+    ("error", "refusals", "at_once"),
     [
-        (InvalidRequest("response_format", "The schema cannot be used."), {}),
-        (EngineOverloaded("All replicas are busy."), {"capacity": 1}),
-        (NoRoom("load", "Too many.", 1.0), {"load": 1}),
+        (InvalidRequest("response_format", "The schema cannot be used."), {}, "rejected"),
+        (EngineOverloaded("All replicas are busy."), {"capacity": 1}, "rejected"),
+        (NoRoom("load", "Too many.", 1.0), {"load": 1}, "rejected"),
+        (EngineFault("no"), {}, "error"),
     ],
 )
 async def test_what_the_source_refuses_is_rejected_unless_it_has_begun(
-    clock: Clock, error: Exception, refusals: dict[str, float]
+    clock: Clock, error: Exception, refusals: dict[str, float], at_once: str
 ) -> None:
-    for num_given, outcome in ((0, "rejected"), (1, "error")):
+    for num_given, outcome in ((0, at_once), (1, "error")):
         ended: list[str] = []
         watched = Watched(clock)
         watched.source._source = watched.slow = Failing(error, num_given)
@@ -372,24 +353,6 @@ async def test_a_deployed_front_end_refuses_for_good_what_its_source_could_never
     front.open(Slow(), Records("r1", 1000), info, num_engines=2)
     assert front._front_end is not None
     assert front._front_end.limits.max_sequences == 80
-
-
-async def test_a_request_that_has_ended_is_not_aborted_and_may_still_be_reported_to_have_stopped(clock: Clock) -> None:
-    watched = Watched(clock)
-    await watched.begin("a", choices=2)
-    watched.slow.give("a", FinishReason.LENGTH)
-    await asyncio.sleep(0.01)
-    await watched.source.abort("a")  # the source below would fail
-    watched.slow.open["a"].put_nowait(TokenDelta("a.1", (5,), finish_reason=FinishReason.LENGTH))
-    watched.slow.open["a"].put_nowait(None)
-    assert await watched.tasks["a"] == 2
-    assert watched.outcomes() == {"stop": 1, "length": 1}
-
-
-def test_a_refusal_survives_its_way_between_processes() -> None:
-    for kind in (NoRoom, RateLimited):
-        error = pickle.loads(pickle.dumps(kind("capacity", "full", 2.5)))
-        assert (type(error), error.reason, str(error), error.retry_after_s) == (kind, "capacity", "full", 2.5)
 
 
 # -- when to come back ------------------------------------------------------------------------------------------------

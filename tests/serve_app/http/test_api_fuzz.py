@@ -34,9 +34,7 @@ from serve_app.openai.prepared_request import Limits
 from serve_app.openai.responses.kept_responses import ResponseStore
 from serve_app.page.feed import StatusFeed
 from serve_app.page.page_routes import add_page
-from serve_app.referee.records import Records
-from serve_app.referee.replay_selection import Selection
-from serve_app.streams.observed import ObservedSource, SourceLimits
+from serve_app.streams.observed import SourceLimits
 from serve_app.streams.pooled import PooledTokenSource
 from serve_app.telemetry.metrics import Metrics, PrometheusSink
 from serve_app.text.json_text import clean_key
@@ -44,6 +42,7 @@ from serve_app.text.tokenizer import Tokenizer
 from tests.support.fake_backend import FakeBackend
 from tests.support.fake_serving import make_backend
 from tests.support.fake_weights import FakeWeights
+from tests.support.front_ends import observed
 
 CHECKS = [not_a_server_error, content_type_conformance, response_schema_conformance, status_code_conformance]
 # The stream of the status page lasts 30 s; weights have tests of their own.
@@ -72,14 +71,8 @@ class Fuzzed:
         self.backend._started = True
         self.sink = PrometheusSink()
         metrics = Metrics([self.sink], model_name="fake", pool="monolith")
-        self.source = ObservedSource(
-            PooledTokenSource(self.backend, metrics),
-            metrics,
-            Records("r1", 96),
-            select=lambda _: Selection.NOT_CHECKED,
-            ended=lambda record, answer: None,
-            limits=SourceLimits(64, 20.0, max_queued_tokens=5000, max_first_token_s=20.0),
-        )
+        limits = SourceLimits(64, 20.0, max_queued_tokens=5000, max_first_token_s=20.0)
+        self.source = observed(PooledTokenSource(self.backend, metrics), metrics, limits)
         info = self.backend.info
         access = Access(admin_token=TOKEN)
         self.app = build_ingress(

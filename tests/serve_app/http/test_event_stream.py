@@ -65,48 +65,43 @@ async def test_events_of_one_interval_go_together_and_the_end_waits_for_none() -
     assert client.complete
 
 
-async def test_what_has_come_goes_out_while_the_source_still_works() -> None:
-    feed: asyncio.Queue[bytes | None] = asyncio.Queue()
+class Stepped:
+    """A client whose stream gets its events, and its time, from the test."""
 
-    async def events() -> AsyncGenerator[bytes, None]:
-        while (event := await feed.get()) is not None:
-            yield event
+    def __init__(self, pace: Pace, monkeypatch: pytest.MonkeyPatch) -> None:
+        loop = asyncio.get_running_loop()
+        self._now, self._pace = loop.time(), pace
+        self._client, self._feed = Client(), asyncio.Queue[bytes]()
+        monkeypatch.setattr(loop, "time", lambda: self._now)
 
-    client = Client()
-    feed.put_nowait(b"a;")
-    taking = asyncio.create_task(client.take(await stream_of(events(), pace=Pace(0.02))))
-    for event in (b"b;", b"c;", b"d;"):  # the source falls silent after each
-        feed.put_nowait(event)
-        await client.until(event)
-    assert not client.complete
-    feed.put_nowait(None)
-    await taking
-    assert b"".join(client.messages) == b"a;b;c;d;"
-    assert client.complete
+    async def _events(self) -> AsyncGenerator[bytes, None]:
+        while True:
+            yield await self._feed.get()
+
+    async def begin(self) -> None:
+        self._feed.put_nowait(b"a;")
+        self._taking = asyncio.create_task(self._client.take(await stream_of(self._events(), pace=self._pace)))
+
+    async def later(self, seconds: float, *arriving: bytes) -> list[bytes]:
+        """What was sent when so long has passed and these events have come."""
+        self._now += seconds
+        for event in arriving:
+            self._feed.put_nowait(event)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        return self._client.messages
+
+    async def leave(self) -> None:
+        self._client.leaves.set()
+        await self._taking
 
 
 async def test_a_message_goes_with_the_first_event_after_its_interval_or_in_silence_after_two(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    loop, feed, client = asyncio.get_running_loop(), asyncio.Queue[bytes](), Client()
-    now = loop.time()
-    monkeypatch.setattr(loop, "time", lambda: now)
-
-    async def events() -> AsyncGenerator[bytes, None]:
-        while True:
-            yield await feed.get()
-
-    async def later(seconds: float, *arriving: bytes) -> list[bytes]:
-        nonlocal now
-        now += seconds
-        for event in arriving:
-            feed.put_nowait(event)
-        for _ in range(20):
-            await asyncio.sleep(0)
-        return client.messages
-
-    feed.put_nowait(b"a;")
-    taking = asyncio.create_task(client.take(await stream_of(events(), pace=Pace(1.0))))
+    stepped = Stepped(Pace(1.0), monkeypatch)
+    later = stepped.later
+    await stepped.begin()
     assert await later(0.0) == [b"a;"]
     assert await later(0.9, b"b;") == [b"a;"]
     assert await later(0.5) == [b"a;"], "an event is about to come"
@@ -115,8 +110,7 @@ async def test_a_message_goes_with_the_first_event_after_its_interval_or_in_sile
     assert await later(1.4) == [b"a;", b"b;c;"]
     assert await later(0.2) == [b"a;", b"b;c;", b"d;"]
     assert await later(5.0, b"e;") == [b"a;", b"b;c;", b"d;", b"e;"], "nothing was sent for a while"
-    client.leaves.set()
-    await taking
+    await stepped.leave()
 
 
 @pytest.mark.parametrize(
@@ -143,24 +137,10 @@ async def test_the_interval_grows_with_the_streams_that_are_sent(
 
 
 async def test_a_stream_follows_the_pace_while_it_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    loop, feed, client, pace = asyncio.get_running_loop(), asyncio.Queue[bytes](), Client(), Pace(0.05)
-    now = loop.time()
-    monkeypatch.setattr(loop, "time", lambda: now)
-
-    async def events() -> AsyncGenerator[bytes, None]:
-        while True:
-            yield await feed.get()
-
-    async def later(seconds: float, event: bytes) -> list[bytes]:
-        nonlocal now
-        now += seconds
-        feed.put_nowait(event)
-        for _ in range(20):
-            await asyncio.sleep(0)
-        return client.messages
-
-    feed.put_nowait(b"a;")
-    taking = asyncio.create_task(client.take(await stream_of(events(), pace=pace)))
+    pace = Pace(0.05)
+    stepped = Stepped(pace, monkeypatch)
+    later = stepped.later
+    await stepped.begin()
     assert await later(0.0, b"b;") == [b"a;"]
     pace.num_streams += 7
     assert await later(0.06, b"c;") == [b"a;", b"b;c;"]
@@ -168,8 +148,7 @@ async def test_a_stream_follows_the_pace_while_it_is_sent(monkeypatch: pytest.Mo
     pace.num_streams -= 7
     assert await later(0.06, b"e;") == [b"a;", b"b;c;", b"d;e;"]
     assert await later(0.06, b"f;") == [b"a;", b"b;c;", b"d;e;", b"f;"], "it is alone again"
-    client.leaves.set()
-    await taking
+    await stepped.leave()
 
 
 @pytest.mark.parametrize("interval_s", [0.0, 0.01, FOR_EVER])

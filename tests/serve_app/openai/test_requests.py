@@ -25,20 +25,6 @@ def completion(**fields: Any) -> CompletionRequest:
     return parse(json.dumps({"model": "m", "prompt": "hi", **fields}).encode(), CompletionRequest)
 
 
-def test_what_langchain_sends_by_default_is_taken() -> None:
-    wire = chat(
-        stream=False, n=1, temperature=0.7, max_completion_tokens=5, stop=None, logit_bias=None, seed=None, top_p=1,
-        frequency_penalty=0, presence_penalty=0.0, parallel_tool_calls=None, service_tier=None, store=False, user="u",
-        metadata={"a": "b"}, reasoning_effort=None, response_format={"type": "text"}, tools=[], tool_choice="none",
-    )  # fmt: skip
-    assert wire.token_budget == ("max_completion_tokens", 5)
-    old = completion(
-        prompt=["a", "b"], temperature=0.7, max_tokens=256, top_p=1, frequency_penalty=0, presence_penalty=0, n=2,
-        best_of=2, logit_bias={}, echo=False, suffix=None, logprobs=None,
-    )  # fmt: skip
-    assert old.prompts() == ["a", "b"]
-
-
 def test_an_answer_can_be_sent_back_as_the_client_library_dumps_it() -> None:
     dumped = {
         "role": "assistant", "content": "hello", "refusal": None, "annotations": [], "audio": None,
@@ -48,17 +34,9 @@ def test_an_answer_can_be_sent_back_as_the_client_library_dumps_it() -> None:
     assert [message.for_template() for message in wire.messages][1] == {"role": "assistant", "content": "hello"}
 
 
-@pytest.mark.parametrize(
-    ("sent", "prompts"),
-    [
-        ("a", ["a"]),
-        (["a", "b"], ["a", "b"]),
-        ([1, 2], [[1, 2]]),
-        ([[1, 2], [3]], [[1, 2], [3]]),
-    ],
-)
-def test_prompts_come_in_four_forms(sent: Any, prompts: Any) -> None:
-    assert completion(prompt=sent).prompts() == prompts
+def test_prompts_come_in_four_forms() -> None:
+    for sent, prompts in (("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1, 2], [3]], [[1, 2], [3]])):
+        assert completion(prompt=sent).prompts() == prompts
 
 
 def test_null_means_the_default() -> None:
@@ -66,57 +44,12 @@ def test_null_means_the_default() -> None:
     assert chat(**dict.fromkeys(names)) == chat()
 
 
-ASKING = {
-    "tools": [{"type": "function"}],
-    "tool_choice": "required",
-    "chat_template_kwargs": {"a": 1},
-    "include_reasoning": False,
-    "functions": [{"name": "f"}],
-    "function_call": {"name": "f"},
-    "echo": True,
-    "suffix": "x",
-    "best_of": 2,
-    "modalities": ["text", "audio"],
-    "audio": {"voice": "x"},
-    "prediction": {"type": "content"},
-    "reasoning_effort": "high",
-    "verbosity": "high",
-    "web_search_options": {},
-    "moderation": {},
-    "store": True,
-    "guided_decoding_backend": 1,
-    "guided_whitespace_pattern": " ",
-    "kv_transfer_params": {"do_remote_decode": True},
-    "use_beam_search": True,
-    "length_penalty": 1.5,
-    "vllm_xargs": {"a": 1},
-    "documents": [{"text": "a"}],
-    "mm_processor_kwargs": {"a": 1},
-    "media_io_kwargs": {"a": 1},
-    "mm_payload": {"a": 1},
-    "return_mm_kwargs": True,
-    "prompt_embeds": "AAAA",
-    "request_id": "r1",
-    "session_id": "s1",
-    "truncation_side": "right",
-    "return_prompt_text": True,
-    "return_token_offsets": True,
-    "ec_transfer_params": {"a": 1},
-    "repetition_detection": {"a": 1},
-    "stream_interval": 2,
-    "thinking_token_budget": 5,
-    "watermarking": True,
-    "chat_template": "x",
-    "lora_request": {"name": "x"},
-}
-
-
 @pytest.mark.parametrize("name", UNSUPPORTED)
 def test_an_unsupported_field_is_refused_by_name_and_null_is_harmless(name: str) -> None:
     known = {chat: ChatCompletionRequest.model_fields, completion: CompletionRequest.model_fields}
     for make in (make for make, fields in known.items() if name not in fields):
         with pytest.raises(UnsupportedParameter) as caught:
-            make(**{name: ASKING[name]})
+            make(**{name: {"a": 1}})
         assert caught.value.field == name
         assert caught.value.message.startswith(f"{name}: ")
         assert make(**{name: None}) == make()
@@ -224,13 +157,9 @@ def test_an_escaped_emoji_is_whole_and_half_of_one_is_not() -> None:
     assert caught.value.field == "messages.1.content"
 
 
-@pytest.mark.parametrize("stop", [["a"] * 16, "a", ["a", "b"]])
-def test_stop_takes_a_string_or_up_to_sixteen(stop: Any) -> None:
-    assert completion(stop=stop).stop_strings == ((stop,) if isinstance(stop, str) else tuple(stop))
-
-
-def test_a_stop_string_is_short() -> None:
-    assert completion(stop=["a" * 1024]).stop_strings == ("a" * 1024,)
+def test_stop_takes_up_to_sixteen_short_strings() -> None:
+    for stop in ("a", ["a"] * 16, ["a" * 1024]):
+        assert completion(stop=stop).stop_strings == ((stop,) if isinstance(stop, str) else tuple(stop))
     for stop in ("a" * 1025, ["a", "b" * 1025]):
         with pytest.raises(InvalidRequest, match="at most 1024 characters") as caught:
             completion(stop=stop)
@@ -256,14 +185,10 @@ CALL = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
         ),
         (ChatCompletionRequest, {"messages": MESSAGES, "tools": [{}] * MANY}, "tools"),
         (ChatCompletionRequest, {"messages": MESSAGES} | UNKNOWN, "x0"),
-        (ChatCompletionRequest, {"messages": [MESSAGES[0] | UNKNOWN]}, "messages.0.x0"),
         (CompletionRequest, {"prompt": [1] + [""] * MANY}, "prompt.1"),
-        (CompletionRequest, {"prompt": ["a"] + [1] * MANY}, "prompt.1"),
         (CompletionRequest, {"prompt": [[1]] + [["a"] * MANY] * MANY}, "prompt.1.0"),
         (CompletionRequest, {"prompt": "a", "allowed_token_ids": [-1] * MANY}, "allowed_token_ids.0"),
-        (CompletionRequest, {"prompt": "a", "stop_token_ids": [-1] * MANY}, "stop_token_ids"),
         (CompletionRequest, {"prompt": "a", "stop": [1] * MANY}, "stop"),
-        (CompletionRequest, {"prompt": "a", "bad_words": [1] * MANY}, "bad_words"),
         (CompletionRequest, {"prompt": "a", "logit_bias": UNKNOWN}, "logit_bias"),
         (CompletionRequest, {"prompt": "a", "structured_outputs": {"choice": [1] * MANY}},
          "structured_outputs.choice.0"),
@@ -287,7 +212,6 @@ def test_of_faults_without_number_few_are_collected(kind: type[Wire], sent: dict
 @pytest.mark.parametrize(
     ("sent", "field"),
     [
-        ({"<x>": 1}, "<x>"),
         ({"<text>": 1}, "<text>"),
         ({"messages": [MESSAGES[0] | {"<text>": 1}]}, "messages.0.<text>"),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "<parts>": 1}]}]},

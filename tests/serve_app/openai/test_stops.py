@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import random
+import re
 from typing import Any
 
 import pytest
@@ -14,8 +15,7 @@ from serve_app.openai.responses.responses_adapter import ResponsesAdapter
 from serve_app.openai.tokens.token_generation import GenerateRequest, prepare_generation
 from serve_app.text.tokenizer import Tokenizer
 from speculative.errors import InvalidRequest, SequenceTooLong
-from speculative.request import Request
-from tests.support.front_ends import chat, chunks_of, completion, fake_front_end, front_end, info, reply_to
+from tests.support.front_ends import DeltaSource, chat, chunks_of, completion, fake_front_end, front_end, info, reply_to
 
 TEXT = "one two three STOP four hello world there"
 
@@ -83,20 +83,6 @@ async def test_streams_and_whole_answers_stop_alike_whichever_strings_a_run_hold
 # ---- what an engine refuses is refused in the client's words
 
 
-class RefusingSource:
-    """Refuses every request, as an engine does that finds a fault which the front end did not look for."""
-
-    def __init__(self, error: InvalidRequest) -> None:
-        self._error = error
-
-    async def stream(self, requests: list[Request]) -> Any:
-        raise self._error
-        yield
-
-    async def abort(self, request_id: str) -> None:
-        """Nothing runs here."""
-
-
 def responses() -> ResponsesRequest:
     return parse(b'{"model": "m", "input": "hello"}', ResponsesRequest)
 
@@ -129,15 +115,15 @@ async def test_an_id_beyond_the_model_is_a_fault_of_the_field_that_the_client_se
     """A tokenizer may know more tokens than the model has rows for."""
     for endpoint, field in PROMPT.items():
         small = dataclasses.replace(info(tokenizer), vocab_size=3)
-        error = await refused(FrontEnd(RefusingSource(InvalidRequest("n", "")), tokenizer, small), endpoint)  # type: ignore[arg-type]
-        assert error.field == field and error.message.startswith(f"{field} holds the token id ")
+        error = await refused(FrontEnd(DeltaSource(InvalidRequest("n", "")), tokenizer, small), endpoint)
+        assert error.field == field and re.match(rf"{field} holds the token id \d+ \('", error.message)
 
 
 async def test_what_the_engine_refuses_is_named_as_the_endpoint_has_it(tokenizer: Tokenizer) -> None:
     for error in (InvalidRequest("prompt", "prompt is odd."), SequenceTooLong("prompt", "prompt is long.")):
         for endpoint, field in PROMPT.items():
-            got = await refused(front_end(RefusingSource(error), tokenizer), endpoint)
+            got = await refused(front_end(DeltaSource(error), tokenizer), endpoint)
             assert (type(got), got.field) == (type(error), field) and got.message.startswith(f"{field} is ")
     for endpoint in PROMPT:
-        got = await refused(front_end(RefusingSource(InvalidRequest("request", "Something.")), tokenizer), endpoint)
+        got = await refused(front_end(DeltaSource(InvalidRequest("request", "Something.")), tokenizer), endpoint)
         assert got.field == ""

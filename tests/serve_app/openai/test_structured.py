@@ -314,29 +314,22 @@ def references(link: str) -> str:
 
 BAD: dict[str, tuple[Structure, str]] = {
     "regex": (Structure("regex", "(a"), "unclosed group"),
-    "look-around": (Structure("regex", "a(?=b)"), "look-ahead"),
     "word border": (Structure("regex", r"a\bb"), "lookarounds"),
     "nothing fits": (Structure("regex", "[^\\s\\S]"), "cannot be used"),
     "half a character": (Structure("regex", "\ud800"), "surrogate"),
     "grammar": (Structure("grammar", "start: ("), "Expected"),
     "no start": (Structure("grammar", 'begin: "a"'), "no start rule"),
-    "empty grammar": (Structure("grammar", ""), "no start rule"),
     "endless": (Structure("grammar", "start: start"), "cannot be used"),
-    "unknown rule": (Structure("grammar", "start: nothing"), "nothing"),
     "many ways": (Structure("grammar", "start: " + '"a"? ' * 9000), "Too many items"),
     "deep": (Structure("grammar", "start: " + "(" * 900 + '"a"' + ")" * 900), "nested"),
     "not JSON": (Structure("json_schema", "{type: string}"), "key must be a string"),
     "not a schema": (Structure("json_schema", "[1]"), "bject"),
-    "unknown type": (Structure("json_schema", '{"type": "text"}'), "Invalid type"),
-    "not supported": (Structure("json_schema", '{"items": {"not": {}}}'), "items.not cannot be enforced"),
     "never": (Structure("json_schema", '{"type": "integer", "minimum": 2, "maximum": 1}'), "nsatisfiable"),
-    "elsewhere": (Structure("json_schema", '{"$ref": "http://example.org/schema"}'), "example.org"),
     "remainders": (Structure("json_schema", '{"multipleOf": 9973, "allOf": [{"multipleOf": 9967}]}'), "remainders"),
     "hidden": (Structure("grammar", 'start: %json {"\\u006dultipleOf": 1000003}'), "remainders"),
     "deep schema": (Structure("json_schema", '{"items":' * 500 + "{}" + "}" * 500), "recursion limit"),
     "choice": (Structure("choice", "yes or no"), "Expecting value"),
     "no choice": (Structure("choice", "[]"), "one or more strings"),
-    "numbers": (Structure("choice", "[1, 2]"), "one or more strings"),
     "deep choice": (Structure("choice", "[" * 60_000), "recursion"),
     "long": (Structure("regex", "é" * 40_000), "80000 bytes"),
 }
@@ -372,13 +365,6 @@ def test_long_chains_do_not_end_the_process(structure: Structure, compiler: Stru
         if not choices:  # too many ways to go on: the request fails, and nothing else
             break
         output.append(rng.choice(choices))
-
-
-def test_an_ordinary_divisor_is_fine(compiler: StructureCompiler, tokens: list[bytes]) -> None:
-    schema = {"type": "integer", "multipleOf": 250, "minimum": 1, "maximum": 9999}
-    for seed in range(10):
-        output = wander(compiler(Structure("json_schema", json.dumps(schema))), random.Random(seed), [], 20)
-        jsonschema.validate(json.loads(b"".join(tokens[token] for token in output[:-1])), schema)
 
 
 def test_a_model_without_an_end_cannot_keep_to_a_structure(folder: Path) -> None:

@@ -109,12 +109,9 @@ async def test_the_echo_has_as_many_top_tokens_as_the_answer_and_prompt_logprobs
     tokenizer: Tokenizer,
 ) -> None:
     front, _, _ = fake_front_end(tokenizer)
-    choice = await choice_of(front, prompt=[5, 6], max_tokens=0, logprobs=1, prompt_logprobs=3, echo=True)
-    assert len(choice["logprobs"]["top_logprobs"][1]) == 1
-    assert len(choice["prompt_logprobs"][1]) == 3
-    choice = await choice_of(front, prompt=[5, 6], max_tokens=0, logprobs=3, prompt_logprobs=1, echo=True)
-    assert len(choice["logprobs"]["top_logprobs"][1]) == 3
-    assert len(choice["prompt_logprobs"][1]) == 1
+    for echoed, own in ((1, 3), (3, 1)):
+        choice = await choice_of(front, prompt=[5, 6], max_tokens=0, logprobs=echoed, prompt_logprobs=own, echo=True)
+        assert (len(choice["logprobs"]["top_logprobs"][1]), len(choice["prompt_logprobs"][1])) == (echoed, own)
 
 
 async def test_what_another_choice_says_before_the_prompts_logprobs_come_waits_for_them(tokenizer: Tokenizer) -> None:

@@ -9,6 +9,7 @@ from serve_app.errors import UnknownParameter, UnsupportedParameter
 from serve_app.openai.chat.chat_request import ChatCompletionRequest
 from serve_app.openai.parsing import parse
 from serve_app.openai.responses.response_requests import ResponsesRequest
+from serve_app.openai.wire import UNSUPPORTED_IN_RESPONSES
 from speculative.errors import InvalidRequest
 
 CALL = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": '{"a": 1}'}
@@ -123,16 +124,6 @@ def test_reasoning_is_of_what_follows_it_and_nothing_alone() -> None:
         ({"reasoning": {"summary": "detailed"}}, "reasoning.summary", InvalidRequest),
         ({"include": ["all"]}, "include", InvalidRequest),
         ({"metadata": {"a": 1}}, "metadata.a", InvalidRequest),
-        ({"background": True}, "background", UnsupportedParameter),
-        ({"conversation": "conv_1"}, "conversation", UnsupportedParameter),
-        ({"prompt": {"id": "p"}}, "prompt", UnsupportedParameter),
-        ({"truncation": "auto"}, "truncation", UnsupportedParameter),
-        ({"messages": []}, "messages", UnsupportedParameter),
-        ({"max_tokens": 5}, "max_tokens", UnsupportedParameter),
-        ({"response_format": {"type": "text"}}, "response_format", UnsupportedParameter),
-        ({"n": 2}, "n", UnsupportedParameter),
-        ({"logprobs": True}, "logprobs", UnsupportedParameter),
-        ({"return_token_ids": True}, "return_token_ids", UnsupportedParameter),
         ({"suffix": "a"}, "suffix", UnsupportedParameter),
         ({"top_logprobs": 21}, "top_logprobs", InvalidRequest),
         ({"loud": True}, "loud", UnknownParameter),
@@ -145,6 +136,13 @@ def test_what_is_refused_is_named(fields: dict[str, Any], field: str, kind: type
     assert type(caught.value) is kind
     assert caught.value.field == field
     assert field.rpartition(".")[2] in caught.value.message
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED_IN_RESPONSES)
+def test_an_unsupported_field_is_refused_by_name(name: str) -> None:
+    with pytest.raises(UnsupportedParameter) as caught:
+        wire(**{name: {"a": 1}})
+    assert caught.value.field == name and caught.value.message.startswith(f"{name}: ")
 
 
 def test_what_has_no_effect_is_accepted() -> None:

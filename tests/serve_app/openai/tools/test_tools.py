@@ -13,16 +13,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
-from fastapi import FastAPI
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from serve_app.backends.base import CallPart, ChatPrompt, ParsedDelta, Parsers
 from serve_app.errors import UnsupportedParameter
-from serve_app.http.routes import build_ingress
 from serve_app.openai.chat.chat_request import ChatCompletionRequest
 from serve_app.openai.completions.completion_request import CompletionRequest
 from serve_app.openai.frontend import FrontEnd
@@ -217,22 +214,6 @@ async def prompt_of(end: FrontEnd, tokenizer: Tokenizer, **fields: Any) -> str:
     return tokenizer.decode(job.head.prompts[0], skip_special=False)
 
 
-async def test_the_model_sees_tools_calls_and_results(tooled: Tokenizer) -> None:
-    end, _, _ = front(tooled)
-    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "ü"}'}}
-    messages = [
-        *HI,
-        {"role": "assistant", "content": None, "tool_calls": [call, call | {"id": "2"}]},
-        {"role": "tool", "tool_call_id": "1", "content": "rain"},
-        {"role": "tool", "tool_call_id": "2", "content": [{"type": "text", "text": "sun"}]},
-    ]
-    text = await prompt_of(end, tooled, messages=messages, tools=TOOLS, tool_choice="none")
-    assert json.dumps(WEATHER, ensure_ascii=False) in text
-    assert text.count('{"name": "weather", "arguments": {"city": "ü"}}') == 2
-    results = "<tool_response>\nrain\n</tool_response>\n<tool_response>\nsun\n</tool_response>"
-    assert results in text and text.endswith("<|im_start|>assistant\n")
-
-
 LONG = "hello " * 1000
 
 
@@ -302,9 +283,6 @@ def copied(tokenizer_folder: Path, tmp_path: Path) -> Path:
 @pytest.mark.parametrize("kind", OF_FAMILY)
 def test_the_format_of_calls_is_that_of_the_chat_template(copied: Path, kind: type[FreeCalls] | None) -> None:
     assert format_of(templated(copied, OF_FAMILY[kind])) is kind
-
-
-def test_the_format_of_another_mistral_template(copied: Path) -> None:
     assert format_of(templated(copied, "[TOOL_CALLS]{{ f.name }}[ARGS]{{ f.arguments | tojson }}")) is MistralCalls
 
 
@@ -611,16 +589,6 @@ async def test_a_refused_form_is_reported_of_the_field_that_asked_for_it(
     assert caught.value.field == field
 
 
-async def test_a_model_whose_calls_could_never_end_is_reported_of_the_tools(
-    tooled: Tokenizer, tokenizer_folder: Path
-) -> None:
-    end, source, _ = front(tooled)
-    source.stream = compiling(StructureCompiler(tokenizer_folder, tooled.vocab_size, ()))  # type: ignore[method-assign]
-    with pytest.raises(InvalidRequest, match="could never end") as caught:
-        await ask(end, tools=TOOLS, tool_choice="required")
-    assert caught.value.field == "tools"
-
-
 async def test_a_parser_that_fails_ends_the_answer_with_an_error(tooled: Tokenizer) -> None:
     end, _, script = front(tooled, FakeParsers())
     script.say("well! no")
@@ -683,31 +651,3 @@ async def test_markers_may_be_special_tokens_and_others_are_not_shown(copied: Pa
     script.say(LIST)
     (call, *_) = (await ask(end, tools=TOOLS, tool_choice="required"))["choices"][0]["message"]["tool_calls"]
     assert len(call["id"]) == 9
-
-
-def test_the_client_library_calls_a_tool_and_reports_its_result(
-    tooled: Tokenizer, serve_http: Callable[[FastAPI], int]
-) -> None:
-    end, source, script = front(tooled, FakeParsers(tools=True))
-    app: FastAPI = build_ingress(end)
-    url = f"http://127.0.0.1:{serve_http(app)}/v1"
-    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=120) as client:
-        call_and_report(client, source, script, tooled)
-
-
-def call_and_report(client: openai.OpenAI, source: BackendSource, script: Script, tooled: Tokenizer) -> None:
-    script.say('ok @weather{"city": "Rome"};')
-    messages: list[Any] = list(HI)
-    with client.chat.completions.stream(model="fake", messages=messages, tools=TOOLS) as stream:  # type: ignore[arg-type]
-        final = stream.get_final_completion().choices[0]
-    assert final.finish_reason == "tool_calls"
-    assert final.message.tool_calls is not None
-    (call,) = final.message.tool_calls
-    assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"city": "Rome"})
-    script.say("It rains.")
-    messages += [final.message.model_dump(), {"role": "tool", "tool_call_id": call.id, "content": "rain"}]
-    reply = client.chat.completions.create(model="fake", messages=messages, tools=TOOLS)  # type: ignore[arg-type]
-    assert reply.choices[0].message.content == "It rains."
-    assert reply.choices[0].message.tool_calls is None
-    prompt = tooled.decode(source.requests[-1].prompt_token_ids, skip_special=False)
-    assert '{"name": "weather", "arguments": {"city": "Rome"}}' in prompt and "rain" in prompt
