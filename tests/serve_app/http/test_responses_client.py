@@ -1,15 +1,11 @@
 """The Responses API as the `openai` client library, unchanged, uses it, against the real server."""
 
-import json
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import httpx
 import openai
 import pytest
 from fastapi import FastAPI
-from openai.types.responses import ResponseFunctionToolCall
-from pydantic import BaseModel
 
 from serve_app.access.access import Access, Caller, Scope
 from serve_app.access.request_gate import Gate
@@ -20,16 +16,6 @@ from serve_app.text.tokenizer import Tokenizer
 from tests.support.fake_serving import BackendSource, Served, make_backend
 
 TEXT = "one two three, four 🙂 five"
-PARAMETERS = {
-    **{"type": "object", "properties": {"city": {"type": "string"}}},
-    **{"required": ["city"], "additionalProperties": False},
-}
-WEATHER: Any = {"type": "function", "name": "weather", "parameters": PARAMETERS, "strict": True}
-
-
-class Place(BaseModel):
-    city: str
-    days: int
 
 
 class ByName:
@@ -70,47 +56,6 @@ def test_the_librarys_stream_helper_ends_with_the_whole_response(client: openai.
     assert {name: value for name, value in final.to_dict().items() if name not in own} == {
         name: value for name, value in whole.to_dict().items() if name not in own
     }
-
-
-def test_a_models_answer_is_parsed(client: openai.OpenAI, served: Served) -> None:
-    served.script.say('{"city": "Rome", "days": 3}')
-    assert client.responses.parse(model="fake", input="hi", text_format=Place).output_parsed == Place(
-        city="Rome", days=3
-    )
-    with client.responses.stream(model="fake", input="hi", text_format=Place) as stream:
-        final = stream.get_final_response()
-    assert final.output_parsed == Place(city="Rome", days=3)
-    structure = served.source.requests[-1].params.structure
-    assert structure is not None
-    assert json.loads(structure.text)["properties"].keys() == {"city", "days"}
-
-
-@pytest.mark.parametrize(("streams", "stateful"), [(False, True), (True, False)])
-def test_a_function_is_called_and_its_result_reported(
-    client: openai.OpenAI, served: Served, tooled: Tokenizer, streams: bool, stateful: bool
-) -> None:
-    served.script.say('[{"name": "weather", "arguments": {"city": "Rome"}}]')
-    items: list[Any] = [{"role": "user", "content": "Weather?"}]
-    asked: Any = {"model": "fake", "tools": [WEATHER]}
-    if streams:
-        with client.responses.stream(**asked, input=items, tool_choice="required") as stream:
-            deltas = [event.delta for event in stream if event.type == "response.function_call_arguments.delta"]
-            response: Any = stream.get_final_response()
-        assert json.loads("".join(deltas)) == {"city": "Rome"}
-    else:
-        response = client.responses.create(**asked, input=items, tool_choice="required")
-    (call,) = response.output
-    assert isinstance(call, ResponseFunctionToolCall)
-    assert (call.name, json.loads(call.arguments)) == ("weather", {"city": "Rome"})
-    served.script.say("It rains.")
-    result = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
-    more: Any = {"previous_response_id": response.id} if stateful else {}
-    said = [result] if stateful else [*items, *response.output, result]
-    answer = client.responses.create(**asked, input=said, tool_choice="none", **more)
-    assert answer.output_text == "It rains."
-    prompt = tooled.decode(served.source.requests[-1].prompt_token_ids, skip_special=False)
-    assert prompt.index("Weather?") < prompt.index('{"name": "weather", "arguments": {"city": "Rome"}}')
-    assert "rain" in prompt
 
 
 def test_a_response_is_shown_and_deleted_by_the_key_that_made_it(client: openai.OpenAI, served: Served) -> None:

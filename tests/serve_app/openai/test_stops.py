@@ -4,6 +4,7 @@ import dataclasses
 import json
 import random
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +14,10 @@ from serve_app.openai.parsing import parse
 from serve_app.openai.responses.response_requests import ResponsesRequest
 from serve_app.openai.responses.responses_adapter import ResponsesAdapter
 from serve_app.openai.tokens.token_generation import GenerateRequest, prepare_generation
+from serve_app.text.grammar import StructureCompiler
 from serve_app.text.tokenizer import Tokenizer
 from speculative.errors import InvalidRequest, SequenceTooLong
+from speculative.request import Structure
 from tests.support.front_ends import DeltaSource, chat, chunks_of, completion, fake_front_end, front_end, info, reply_to
 
 TEXT = "one two three STOP four hello world there"
@@ -83,28 +86,21 @@ async def test_streams_and_whole_answers_stop_alike_whichever_strings_a_run_hold
 # ---- what an engine refuses is refused in the client's words
 
 
-def responses() -> ResponsesRequest:
-    return parse(b'{"model": "m", "input": "hello"}', ResponsesRequest)
-
-
-def generation() -> GenerateRequest:
-    body = {"model": "m", "token_ids": [5, 6], "sampling_params": {"max_tokens": 3}}
-    return parse(json.dumps(body).encode(), GenerateRequest)
-
-
-async def ask(front: FrontEnd, endpoint: str) -> None:
+async def ask(front: FrontEnd, endpoint: str, **fields: Any) -> None:
     if endpoint == "responses":
-        job = await ResponsesAdapter(front).prepare(responses(), "")
+        body = {"model": "m", "input": "hello", **fields}
+        job = await ResponsesAdapter(front).prepare(parse(json.dumps(body).encode(), ResponsesRequest), "")
     elif endpoint == "generate":
-        job = await prepare_generation(front, generation())
+        body = {"model": "m", "token_ids": [5, 6], "sampling_params": {"max_tokens": 3, **fields}}
+        job = await prepare_generation(front, parse(json.dumps(body).encode(), GenerateRequest))
     else:
-        job = await front.prepare(chat() if endpoint == "chat" else completion())
+        job = await front.prepare(chat(**fields) if endpoint == "chat" else completion(**fields))
     await front.collect(job)
 
 
-async def refused(front: FrontEnd, endpoint: str) -> InvalidRequest:
+async def refused(front: FrontEnd, endpoint: str, **fields: Any) -> InvalidRequest:
     with pytest.raises(InvalidRequest) as caught:
-        await ask(front, endpoint)
+        await ask(front, endpoint, **fields)
     return caught.value
 
 
@@ -127,3 +123,30 @@ async def test_what_the_engine_refuses_is_named_as_the_endpoint_has_it(tokenizer
     for endpoint in PROMPT:
         got = await refused(front_end(DeltaSource(InvalidRequest("request", "Something.")), tokenizer), endpoint)
         assert got.field == ""
+
+
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "null"}}}
+TOOLS = {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required"}
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "fields", "field"),
+    [
+        ("completion", {"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
+        ("completion", {"response_format": SCHEMA}, "response_format"),
+        ("chat", {"structured_outputs": {"choice": ["a"]}}, "structured_outputs.choice"),
+        ("chat", {"response_format": SCHEMA}, "response_format"),
+        ("chat", TOOLS, "tools"),
+        ("responses", {"text": {"format": {"type": "json_object"}}}, "text.format"),
+        ("generate", {"structured_outputs": {"regex": "("}}, "sampling_params.structured_outputs.regex"),
+    ],
+)
+async def test_a_form_that_the_engine_refuses_is_named_as_it_was_sent(
+    tokenizer_folder: Path, tooled: Tokenizer, endpoint: str, fields: dict[str, Any], field: str
+) -> None:
+    for ends, grammar, why in (((), "start: /a/", "could never end"), ((2,), "start: (", "cannot be used")):
+        with pytest.raises(InvalidRequest, match=why) as of_engine:
+            StructureCompiler(tokenizer_folder, tooled.vocab_size, ends)(Structure("grammar", grammar))
+        front = FrontEnd(DeltaSource(of_engine.value), tooled, info(tooled, 1000))
+        got = await refused(front, endpoint, **fields)
+        assert got.field == field and why in got.message

@@ -143,10 +143,8 @@ async def test_a_whole_response(serve: Serve, tooled: Tokenizer) -> None:
 
 
 CASES: list[tuple[str, dict[str, Any], list[str]]] = [
-    ("one two three, four 🙂 five", {}, ["message"]),
     ("one two three, four 🙂 five", LOGPROBS, ["message"]),
     ("", {}, ["message"]),
-    ("", LOGPROBS, ["message"]),
     ("one two three, four", {"max_output_tokens": 2} | LOGPROBS, ["message"]),
     ("one two STOP three", {"stop": "STOP"} | LOGPROBS, ["message"]),
     (CALLS, {"tools": [WEATHER], "tool_choice": "required"}, ["function_call", "function_call"]),
@@ -279,19 +277,6 @@ async def test_what_cannot_be_served_is_named_in_the_words_of_this_api(
     assert not {"messages", "max_completion_tokens", "response_format"} & set(caught.value.message.split())
 
 
-async def test_a_form_that_cannot_be_made_is_reported_of_text_format(serve: Serve) -> None:
-    service = serve()
-
-    async def refusing(requests: Any) -> Any:
-        raise InvalidRequest("response_format", "response_format cannot be used: no.")
-        yield
-
-    service.source.stream = refusing  # type: ignore[method-assign]
-    with pytest.raises(InvalidRequest) as caught:
-        await service.ask(text={"format": {"type": "json_object"}})
-    assert caught.value.field == "text.format"
-
-
 # ---- responses that are kept
 
 
@@ -326,6 +311,18 @@ async def test_a_conversation_goes_on_from_a_response(serve: Serve, streams: boo
     await service.ask(input="and now?", previous_response_id=second["id"])
     prompt = service.prompt()
     assert prompt.index("first answer") < prompt.index("second answer") < prompt.index("and now?")
+
+
+async def test_a_call_is_answered_by_its_output_alone(serve: Serve) -> None:
+    service = serve(memory=ResponseStore(10**6, 60.0))
+    service.script.say(CALLS)
+    first = await service.ask(tools=[WEATHER], tool_choice="required", parallel_tool_calls=False)
+    (call,) = first["output"]
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "rain"}
+    await service.ask(input=[result], previous_response_id=first["id"], tools=[WEATHER], tool_choice="none")
+    prompt = service.prompt()
+    assert '{"name": "weather", "arguments": {"city": "Rome"}}' in prompt
+    assert prompt.index("Rome") < prompt.index("rain")
 
 
 async def test_an_item_is_referred_to_by_its_name(serve: Serve) -> None:

@@ -5,7 +5,6 @@ from typing import Any
 import httpx
 import pytest
 
-from speculative.errors import InvalidRequest
 from tests.support.fake_backend import fake_logprob
 from tests.support.fake_serving import Served
 
@@ -68,16 +67,3 @@ def test_what_cannot_be_served_is_refused_by_name(
     assert (error["param"], error["code"]) == (field, code), error
     assert error["param"] in error["message"]
     assert "echo" not in error["message"], "a field that this endpoint does not have"
-
-
-def test_a_form_that_the_engine_refuses_is_named_as_it_was_sent(
-    server: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def refusing(requests: Any) -> Any:
-        raise InvalidRequest("response_format", "The regex cannot be used: it is not closed.")
-        yield
-
-    monkeypatch.setattr(server.source, "stream", refusing)
-    sampling = {"structured_outputs": {"regex": "("}}
-    error = generate(server, status=400, sampling_params=sampling)["error"]
-    assert error["param"] == "sampling_params.structured_outputs.regex"

@@ -1,5 +1,6 @@
 """Calls, and content behind reasoning, are compared with the client's own request when they go out.
 
+What a comparison finds is tested in tests/serve_app/referee/test_client_demands.py; here, that everything is compared.
 The engine is a fake that says what a test sets, whatever the request asks for.
 """
 
@@ -28,7 +29,6 @@ REQUIRED = {**TOOLS, "tool_choice": "required"}
 NAMED = {**TOOLS, "tool_choice": {"type": "function", "function": {"name": "weather"}}}
 GOOD, BAD = '{"city": "Rome"}', '{"town": "Rome"}'
 BROKEN = "the arguments of call 0: it breaks `required` of its JSON schema"
-OTHER = "call 0 is of a function that the request does not have called"
 NONE_MADE = "it says something else than the calls that the request demands"
 
 
@@ -57,20 +57,13 @@ async def reported(end: FrontEnd, **fields: Any) -> list[str]:
     ("fields", "text", "found"),
     [
         (REQUIRED, listed(("weather", GOOD), ("weather", GOOD)), []),
-        (REQUIRED, listed(("weather", BAD)), [BROKEN]),
         (REQUIRED, listed(("weather", GOOD), ("weather", BAD)), [BROKEN.replace("0", "1")]),
-        (REQUIRED, listed(("wind", "{}")), [OTHER]),
         (REQUIRED, "It rains.", [NONE_MADE]),
-        (REQUIRED, listed(("weather", GOOD))[:-1] + ", 5]", [NONE_MADE]),
         (REQUIRED | {"n": 2}, listed(("weather", BAD)), [BROKEN] * 2),
         (REQUIRED | {"max_tokens": 3}, listed(("weather", GOOD)), []),
-        (REQUIRED | {"stop": ["Rome"]}, listed(("weather", GOOD)), []),
-        (NAMED, GOOD, []),
         (NAMED, BAD, [BROKEN]),
-        (NAMED, "It rains.", [NONE_MADE]),
         # the model's own calls
         (TOOLS, f'<tool_call>{{"name": "wind", "arguments": {BAD}}}</tool_call>', []),
-        (TOOLS | {"tool_choice": "none"}, "It rains.", []),
     ],
 )
 async def test_calls_that_go_out_are_compared(
@@ -96,16 +89,11 @@ async def test_calls_that_may_not_be_made_are_reported(tooled: Tokenizer, monkey
     ("fields", "text", "found"),
     [
         ({"structured_outputs": {"choice": ["yes", "no"]}}, "so|\nno", []),
-        ({"structured_outputs": {"choice": ["yes", "no"]}}, "so|maybe", ["it is none of its choices"]),
         ({"structured_outputs": {"choice": ["yes", "no"]}}, "so", ["it ended before its reasoning did"]),
-        ({"response_format": {"type": "json_object"}}, 'so|{"a": 1}', []),
         ({"response_format": {"type": "json_object"}}, "so|[1]", ["it is not a JSON object"]),
         ({"response_format": {"type": "json_object"}}, "so|[1|]", []),  # where the reasoning ended is not certain
-        ({"response_format": {"type": "json_object"}, "max_tokens": 2}, "so and so|[1]", []),
-        (REQUIRED, "so|" + listed(("weather", GOOD)), []),
         (REQUIRED, "so|" + listed(("weather", BAD)), [BROKEN]),
         (NAMED, f"so|{BAD}", [BROKEN]),
-        ({}, "so|[1]", []),
     ],
 )
 async def test_content_and_calls_behind_reasoning_are_compared(

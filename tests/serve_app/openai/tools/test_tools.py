@@ -8,7 +8,7 @@ import itertools
 import json
 import shutil
 import threading
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from serve_app.backends.base import CallPart, ChatPrompt, ParsedDelta, Parsers
 from serve_app.errors import UnsupportedParameter
 from serve_app.openai.chat.chat_request import ChatCompletionRequest
-from serve_app.openai.completions.completion_request import CompletionRequest
 from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.parsing import parse
 from serve_app.openai.tools.call_formats import format_of
@@ -39,7 +38,7 @@ from serve_app.openai.tools.forced_calls import behind_thought, call_form
 from serve_app.text.grammar import StructureCompiler
 from serve_app.text.tokenizer import Tokenizer
 from speculative.errors import ConfigError, EngineFault, InvalidRequest
-from speculative.request import Request, Structure, TokenDelta
+from speculative.request import Structure
 from tests.support.fake_serving import BackendSource, Script, make_backend
 
 HI = [{"role": "user", "content": "hi"}]
@@ -534,59 +533,6 @@ async def test_a_form_leaves_no_room_for_calls(tooled: Tokenizer) -> None:
         wire(tools=TOOLS, response_format={"type": "json_object"})
     assert caught.value.field == "response_format"
     wire(tools=TOOLS, tool_choice="none", response_format={"type": "json_object"})
-
-
-def compiling(compiler: StructureCompiler) -> Callable[[Sequence[Request]], AsyncGenerator[TokenDelta, None]]:
-    """A source that compiles what is asked for, as an engine does, and goes no further."""
-
-    async def stream(requests: Sequence[Request]) -> AsyncGenerator[TokenDelta, None]:
-        compiler(requests[0].params.structure or Structure("json_object"))
-        raise AssertionError("it was to be refused")
-        yield
-
-    return stream
-
-
-async def test_schemas_that_no_form_can_be_made_of_are_blamed_on_the_tools(
-    tooled: Tokenizer, compiler: StructureCompiler
-) -> None:
-    end, source, _ = front(tooled)
-    source.stream = compiling(compiler)  # type: ignore[method-assign]
-    wrong = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"$ref": "#/$defs/no"}}}}}
-    with pytest.raises(InvalidRequest, match="cannot be enforced") as caught:
-        await ask(end, tools=[wrong], tool_choice="required")
-    assert caught.value.field == "tools"
-
-
-CANNOT = {"$ref": "#/$defs/no"}
-
-
-@pytest.mark.parametrize(
-    ("fields", "field"),
-    [
-        ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
-        ({"structured_outputs": {"grammar": "nonsense ::"}}, "structured_outputs.grammar"),
-        ({"structured_outputs": {"choice": ["a" * 70_000]}}, "structured_outputs.choice"),
-        ({"structured_outputs": {"json": CANNOT}}, "structured_outputs.json"),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": CANNOT}}},
-            "response_format",
-        ),
-    ],
-)
-async def test_a_refused_form_is_reported_of_the_field_that_asked_for_it(
-    tooled: Tokenizer, compiler: StructureCompiler, fields: dict[str, Any], field: str
-) -> None:
-    end, source, _ = front(tooled)
-    source.stream = compiling(compiler)  # type: ignore[method-assign]
-    with pytest.raises(InvalidRequest, match="cannot be used") as caught:
-        await ask(end, **fields)
-    assert caught.value.field == field
-    body = {"model": "fake", "prompt": "a", **fields}
-    job = await end.prepare(parse(json.dumps(body).encode(), CompletionRequest))
-    with pytest.raises(InvalidRequest, match="cannot be used") as caught:
-        await end.collect(job)
-    assert caught.value.field == field
 
 
 async def test_a_parser_that_fails_ends_the_answer_with_an_error(tooled: Tokenizer) -> None:
