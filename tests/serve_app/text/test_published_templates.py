@@ -59,63 +59,6 @@ PUBLISHED = {
         "<|eot_id|>",
         bos="<|begin_of_text|>",
     ),
-    "qwen 3": Published(
-        "{%- if tools %}\n{{- '<|im_start|>system\\n' }}\n{%- for tool in tools %}\n{{- \"\\n\" }}\n"
-        "{{- tool | tojson }}\n"
-        "{%- endfor %}\n{{- '<|im_end|>\\n' }}\n{%- elif messages[0].role == 'system' %}\n"
-        "{{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}\n{%- endif %}\n"
-        "{%- set ns = namespace(multi_step_tool=true, last_query_index=messages|length - 1) %}\n"
-        "{%- for message in messages[::-1] %}\n{%- set index = (messages|length - 1) - loop.index0 %}\n"
-        '{%- if ns.multi_step_tool and message.role == "user" and message.content is string and not '
-        "(message.content.startswith('<tool_response>') and message.content.endswith('</tool_response>')) %}\n"
-        "{%- set ns.multi_step_tool = false %}\n{%- set ns.last_query_index = index %}\n{%- endif %}\n{%- endfor %}\n"
-        '{%- for message in messages %}\n{%- if (message.role == "user") or (message.role == "system" and not '
-        "loop.first) %}\n{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}\n"
-        '{%- elif message.role == "assistant" %}\n{%- set content = message.content %}\n'
-        "{%- if '</think>' in content %}\n"
-        "{%- set content = content.split('</think>')[-1].lstrip('\\n') %}\n{%- endif %}\n"
-        "{{- '<|im_start|>' + message.role + '\\n' + content }}\n{%- if message.tool_calls %}\n"
-        "{%- for tool_call in message.tool_calls %}\n{%- if tool_call.function %}\n"
-        "{%- set tool_call = tool_call.function %}\n{%- endif %}\n"
-        '{{- \'<tool_call>\\n{"name": "\' + tool_call.name + \'", "arguments": \' }}\n'
-        "{%- if tool_call.arguments is string %}\n{{- tool_call.arguments }}\n{%- else %}\n"
-        "{{- tool_call.arguments | tojson }}\n{%- endif %}\n{{- '}\\n</tool_call>' }}\n{%- endfor %}\n{%- endif %}\n"
-        "{{- '<|im_end|>\\n' }}\n{%- elif message.role == \"tool\" %}\n"
-        "{{- '<|im_start|>user\\n<tool_response>\\n' + message.content + '\\n</tool_response><|im_end|>\\n' }}\n"
-        "{%- endif %}\n{%- endfor %}\n{%- if add_generation_prompt %}\n{{- '<|im_start|>assistant\\n' }}\n"
-        "{%- if enable_thinking is defined and enable_thinking is false %}\n{{- '<think>\\n\\n</think>\\n\\n' }}\n"
-        "{%- endif %}\n{%- endif %}",
-        ("<|im_start|>", "<|im_end|>", "<|endoftext|>"),
-        "<|im_end|>",
-    ),
-    "mistral nemo": Published(
-        '{%- if messages[0]["role"] == "system" %}\n{%- set system_message = messages[0]["content"] %}\n'
-        "{%- set loop_messages = messages[1:] %}\n{%- else %}\n{%- set loop_messages = messages %}\n{%- endif %}\n"
-        '{%- set user_messages = loop_messages | selectattr("role", "equalto", "user") | list %}\n'
-        "{%- set ns = namespace() %}\n{%- set ns.index = 0 %}\n{%- for message in loop_messages %}\n"
-        '{%- if not (message.role == "tool" or (message.tool_calls is defined and message.tool_calls is not none)) %}\n'
-        '{%- if (message["role"] == "user") != (ns.index % 2 == 0) %}\n'
-        '{{- raise_exception("After the optional system message, conversation roles must alternate") }}\n{%- endif %}\n'
-        "{%- set ns.index = ns.index + 1 %}\n{%- endif %}\n{%- endfor %}\n{{- bos_token }}\n"
-        '{%- for message in loop_messages %}\n{%- if message["role"] == "user" %}\n'
-        "{%- if tools is not none and (message == user_messages[-1]) %}\n"
-        '{{- "[AVAILABLE_TOOLS]" + tools | tojson + "[/AVAILABLE_TOOLS]" }}\n{%- endif %}\n'
-        "{%- if loop.last and system_message is defined %}\n"
-        '{{- "[INST]" + system_message + "\\n\\n" + message["content"] + "[/INST]" }}\n{%- else %}\n'
-        '{{- "[INST]" + message["content"] + "[/INST]" }}\n{%- endif %}\n'
-        "{%- elif (message.tool_calls is defined and message.tool_calls is not none) %}\n"
-        '{{- "[TOOL_CALLS][" }}\n{%- for tool_call in message.tool_calls %}\n'
-        "{%- if not tool_call.id is defined or tool_call.id|length != 9 %}\n"
-        '{{- raise_exception("Tool call IDs should be alphanumeric strings with length 9!") }}\n{%- endif %}\n'
-        '{{- tool_call.function|tojson }}\n{{- "]" + eos_token if loop.last else ", " }}\n{%- endfor %}\n'
-        '{%- elif message["role"] == "assistant" %}\n{{- message["content"] + eos_token}}\n'
-        '{%- elif message["role"] == "tool" %}\n{{- "[TOOL_RESULTS]" + message.content + "[/TOOL_RESULTS]" }}\n'
-        "{%- endif %}\n{%- endfor %}\n",
-        ("<s>", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]"),
-        "</s>",
-        marked=False,
-        bos="<s>",
-    ),
     "gemma": Published(
         "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}"
         "{% endif %}{% for message in messages %}{% if (message['role'] == 'assistant') %}{% set role = 'model' %}"
