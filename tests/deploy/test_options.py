@@ -105,7 +105,6 @@ def work(*_: object, **__: object) -> Iterator[Any]:
         (["demo"], "--json"),
         (["watch", "audit", "http://127.0.0.1:9", "--model", "x"], "--json"),
         (["watch", "audit", "http://127.0.0.1:9", "--model", "x"], "--html"),
-        (["config", "reference"], "--out"),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )
