@@ -13,24 +13,17 @@ from serve_app.backends.vllm_backend import VllmBackend
 from serve_app.backends.vllm_parts.settings import SIZES, VllmSettings
 from serve_app.referee.answer import Answer
 from serve_app.referee.records import Record
-from speculative.config import DrafterConfig, EngineConfig
+from speculative.config import DrafterConfig
 from speculative.request import Request, SamplingParams
 from speculative.selfcheck.replayed_draws import DrawCheck
 from tests.support.backend_conformance import serving
 from tests.support.tiny_models import write_tiny_model
 from tests.support.vllm_installed import NEEDS_VLLM
+from tests.vllm.test_vllm_engine import CONFIG as IN_CHUNKS
 
 pytestmark = [*NEEDS_VLLM, pytest.mark.asyncio(loop_scope="module")]
-CONFIG = EngineConfig(
-    dtype="float32",
-    device="cpu",
-    max_model_len=400,
-    max_num_seqs=8,
-    max_batched_tokens=64,  # prompts come in chunks
-    kv_cache_tokens=1024,  # six requests are too many for it
-    block_size=32,
-    drafter=DrafterConfig(ngram_min=1, num_draft_tokens=3),
-)
+NGRAM = DrafterConfig(ngram_min=1, num_draft_tokens=3)
+CONFIG = replace(IN_CHUNKS, max_num_seqs=8, kv_cache_tokens=1024, drafter=NGRAM)  # six requests are too many for it
 ROUNDING = 1e-3  # nats
 PLAIN = SamplingParams(max_tokens=100, temperature=1.0, ignore_eos=True)
 PARAMS = {

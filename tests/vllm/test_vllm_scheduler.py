@@ -49,7 +49,10 @@ def scheduler(
         Scheduler, "schedule", lambda self: {n: list(r.spec_token_ids) for n, r in self.requests.items()}
     )
     monkeypatch.setattr("serve_app.backends.vllm_parts.vllm_scheduler.end_with_parent", lambda: None)
-    return SpeculationScheduler()
+    ours = SpeculationScheduler()
+    for request in requests.values():
+        ours.add_request(request)
+    return ours
 
 
 @pytest.mark.parametrize("speculation", Speculation)
@@ -115,12 +118,7 @@ def test_a_drafter_makes_nothing_where_nothing_may_be_verified(monkeypatch: pyte
 
 def test_drafts_of_dynamic_length_are_cut_to_what_was_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     requests = {name: asking() for name in ("sure", "lost")}
-    for name, request in requests.items():
-        request.request_id = name
-    ours = scheduler(monkeypatch, {}, drafter=DrafterConfig(num_draft_tokens=2, length="dynamic"))
-    for request in requests.values():
-        ours.add_request(request)
-    ours.requests, ours.running = requests, list(requests.values())
+    ours = scheduler(monkeypatch, requests, drafter=DrafterConfig(num_draft_tokens=2, length="dynamic"))
     monkeypatch.setattr(ours._planned, "plan", lambda running, drafting: 1)
     monkeypatch.setattr(ours._planned, "num_verified", lambda name, made: min(made, name == "sure"))
     assert ours.schedule() == {"sure": [5], "lost": []}
@@ -133,13 +131,8 @@ def test_a_step_that_ends_a_request_is_learned_from_and_then_the_request_is_forg
     """Under load some request ends in nearly every step."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    ours = scheduler(monkeypatch, {}, drafter=DrafterConfig(num_draft_tokens=2, length="dynamic"))
-    for name in ("ends", "stays"):
-        request = asking()
-        request.request_id = name
-        ours.add_request(request)
-        ours.requests[name] = request
-    ours.running = list(ours.requests.values())
+    requests = {name: asking() for name in ("ends", "stays")}
+    ours = scheduler(monkeypatch, requests, drafter=DrafterConfig(num_draft_tokens=2, length="dynamic"))
 
     def update(self: Any, *args: Any) -> dict[int, SimpleNamespace]:
         del self.requests["ends"]

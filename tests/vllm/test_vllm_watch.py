@@ -11,23 +11,16 @@ import pytest
 from serve_app.backends import vllm_backend
 from serve_app.backends.vllm_backend import VllmBackend
 from serve_app.backends.vllm_parts.settings import SIZES, Faults, VllmSettings
-from speculative.config import DrafterConfig, EngineConfig
+from speculative.config import DrafterConfig
 from speculative.request import Request, SamplingParams
 from tests.support.backend_conformance import collect, serving
 from tests.support.tiny_models import write_tiny_model
 from tests.support.vllm_installed import NEEDS_VLLM
+from tests.vllm.test_vllm_engine import CONFIG as IN_CHUNKS
 
 pytestmark = [*NEEDS_VLLM, pytest.mark.asyncio(loop_scope="module")]
-CONFIG = EngineConfig(
-    dtype="float32",
-    device="cpu",
-    max_model_len=400,
-    max_num_seqs=8,
-    max_batched_tokens=512,
-    kv_cache_tokens=4096,
-    block_size=32,
-    drafter=DrafterConfig(ngram_min=1, num_draft_tokens=3),
-)
+NGRAM = DrafterConfig(ngram_min=1, num_draft_tokens=3)
+CONFIG = dataclasses.replace(IN_CHUNKS, max_num_seqs=8, max_batched_tokens=512, drafter=NGRAM)
 PROMPTS = [tuple(range(start, start + 40)) * 4 for start in range(3, 400, 25)]
 HOT = SamplingParams(max_tokens=120, temperature=0.5, ignore_eos=True)
 

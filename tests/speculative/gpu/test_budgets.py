@@ -135,25 +135,3 @@ def test_a_draft_keeps_to_its_budget(
     assert nodes[0] <= DRAFT_NODES + 3, "block tables, the last norm, and the LM head"
     most = DRAFT_NODES + num_layers * LAYER_NODES + 6
     assert nodes[1] - nodes[0] <= most
-
-
-@pytest.mark.parametrize("name", ["none", "eagle3"])
-def test_beside_the_kernels_only_the_lm_head_writes_a_vocabulary(
-    target: Path, drafters: dict[str, DrafterConfig], name: str
-) -> None:
-    """So that its matrices are read and written once."""
-    with PretendedCuda() as device:
-        graphs = tiny_engine(target, device="cuda", max_num_seqs=4, drafter=drafters[name]).graphs
-        assert graphs is not None
-        graphs.judge._captured.clear()
-        bucket = graphs.buckets.largest
-        graphs.judge.prepare(bucket)
-        width, hidden = graphs.buffers.drafts.probs.shape[1], graphs.buffers.hidden.shape[1]
-    matrices = [
-        (func.__name__, tuple(tensor.shape))
-        for func, _, _, outputs in device.graphs[-1].operations
-        for tensor, _ in outputs
-        if tensor.dim() == 2 and tensor.shape[1] in (VOCABULARY, width) and len(tensor) > 1
-    ]
-    assert hidden == VOCABULARY, "so their rows are found, too"
-    assert matrices == [(name, (bucket.num_rows, VOCABULARY)) for name in ("__getitem__", "linear")]

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from tests.support.tiny_gguf import write_tiny_gguf
 from tests.support.tiny_models import CHAT_TEMPLATE, write_tiny_model
 
 
-def converted(folder: Path, family: str = "llama", **changes: object) -> tuple[Path, Path]:
+def converted(folder: Path, family: str = "llama", **changes: Any) -> tuple[Path, Path]:
     """The folder a GGUF was written from, and the folder it was converted to."""
     origin, made = write_tiny_model(folder / "origin", family, tokenizer=True), folder / "made"
     gguf_path = write_tiny_gguf(folder / "model.gguf", origin, **changes)
@@ -106,19 +107,14 @@ def test_a_file_that_is_no_gguf(content: bytes, tmp_path: Path) -> None:
 
 
 def test_a_tensor_of_some_other_model_is_named(tmp_path: Path) -> None:
-    origin = write_tiny_model(tmp_path / "origin", "llama_biased", tokenizer=True)
-    gguf_path = write_tiny_gguf(tmp_path / "model.gguf", origin)
     with pytest.raises(UnsupportedModel, match=r"GGUF tensor blk\.0\.\w+\.bias is not one of a plain Llama"):
-        convert_gguf(gguf_path, tmp_path)
+        converted(tmp_path, "llama_biased")
 
 
 @pytest.mark.parametrize("kind", [GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q4_1])
 def test_quantized_numbers_are_kept_as_they_are(kind: GGMLQuantizationType, tmp_path: Path) -> None:
-    origin, made = write_tiny_model(tmp_path / "origin", tokenizer=True), tmp_path / "made"
     types = dict.fromkeys(("attn_q", "attn_k", "attn_v", "ffn_down"), kind) | {"output": GGMLQuantizationType.Q8_0}
-    gguf_path = write_tiny_gguf(tmp_path / "model.gguf", origin, types)
-    made.mkdir()
-    convert_gguf(gguf_path, made)
+    _, made = converted(tmp_path, types=types)
     weights, quantized = load_file(made / "model.safetensors"), load_quantized(made)
     assert len(quantized) == 2 * 4 + 1, "two layers and the LM head"
     for name, weight in quantized.items():
@@ -128,9 +124,7 @@ def test_quantized_numbers_are_kept_as_they_are(kind: GGMLQuantizationType, tmp_
 
 @pytest.mark.parametrize("types", [{}, {"ffn_down": GGMLQuantizationType.Q8_0}])
 def test_a_file_without_four_bit_tensors_leaves_none(types: dict[str, GGMLQuantizationType], tmp_path: Path) -> None:
-    origin, made = write_tiny_model(tmp_path / "origin", tokenizer=True), tmp_path / "made"
-    made.mkdir()
-    convert_gguf(write_tiny_gguf(tmp_path / "model.gguf", origin, types), made)
+    _, made = converted(tmp_path, types=types)
     assert load_quantized(made) == {}
 
 

@@ -14,7 +14,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from speculative.errors import ConfigError, UnsupportedModel
-from speculative.kernels.library import cpu_kernels
 from speculative.model import loading
 from speculative.model.config import ModelConfig
 from speculative.model.decoder import Decoder
@@ -44,22 +43,6 @@ def test_a_new_decoder_is_all_nan_and_slots_cover_every_parameter(tmp_path: Path
     for slot in decoder.checkpoint_slots().values():
         slot.zero_()
     assert all((parameter == 0).all() for parameter in decoder.parameters())
-
-
-def test_an_lm_head_under_a_tied_config_is_the_embedding_or_refused(tmp_path: Path) -> None:
-    """Other tests have what transformers does with it; here in each form that weights are kept in."""
-    folder = write_tiny_model(tmp_path, "smollm")
-    embedding = load_file(folder / WEIGHTS)["model.embed_tokens.weight"]
-    edit_weights(folder, lambda weights: weights.update({"lm_head.weight": embedding.clone()}))
-    for kind in (None, "float32") if cpu_kernels() else (None,):
-        decoder = load_decoder(folder, dtype=torch.float32, device="cpu", weights=kind)  # type: ignore[arg-type]
-        assert torch.equal(decoder.embedding, embedding)
-    one_off = embedding.clone()
-    one_off[-1, -1] += 0.5
-    edit_weights(folder, lambda weights: weights.update({"lm_head.weight": one_off}))
-    for dtype in (torch.float32, torch.bfloat16):
-        with pytest.raises(ConfigError, match=r"model\.safetensors: .*embed_tokens.*lm_head.*set it to false"):
-            load_decoder(folder, dtype=dtype, device="cpu")
 
 
 def test_a_tensor_in_two_shards_is_the_same_in_both_or_refused(tmp_path: Path) -> None:
