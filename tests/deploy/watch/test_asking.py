@@ -36,12 +36,8 @@ def test_every_value_of_the_client_stays() -> None:
 
 
 def test_what_a_client_asks_for_stays_its_own() -> None:
-    fields, keys = added(COMPLETIONS, {"logprobs": 5})
-    assert fields == {"logprobs": 5, "return_token_ids": True}
-    assert keys == IDS
-    fields, keys = added(COMPLETIONS, {"logprobs": 0, "return_token_ids": True})
-    assert fields == {"logprobs": 0, "return_token_ids": True}
-    assert keys == set()
+    for own, keys in (({"logprobs": 5}, IDS), ({"logprobs": 0, "return_token_ids": True}, set())):
+        assert added(COMPLETIONS, own) == ({"return_token_ids": True} | own, keys)
 
 
 def test_each_dialect_has_its_fields() -> None:
@@ -59,7 +55,6 @@ def test_each_dialect_has_its_fields() -> None:
     [
         b"",
         b"[]",
-        b"{",
         b"\xff{}",
         b'{"echo": true, "logprobs": 1}',
         b'{"use_beam_search": true}',
@@ -69,9 +64,6 @@ def test_each_dialect_has_its_fields() -> None:
 )
 def test_requests_whose_answer_would_change_are_left_alone(body: bytes) -> None:
     assert read_request(COMPLETIONS, body) is None
-
-
-def test_other_paths_are_left_alone() -> None:
     assert read_request("/v1/embeddings", b"{}") is None
 
 

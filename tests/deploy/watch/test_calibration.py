@@ -99,9 +99,12 @@ def test_an_exact_server_gets_the_least_tolerance(folders: tuple[Path, Path]) ->
 
 
 @pytest.mark.parametrize("noise", [0.01, 0.05])
-def test_what_is_measured_is_the_error_that_the_server_makes(folders: tuple[Path, Path], noise: float) -> None:
+def test_what_is_measured_is_the_error_that_the_server_makes_and_twice_that_is_allowed(
+    folders: tuple[Path, Path], noise: float
+) -> None:
     seen: list[tuple[Floats, Floats]] = []
-    measured = calibrated(folders[0], noise=noise, seen=seen).measured
+    found = calibrated(folders[0], noise=noise, seen=seen)
+    measured = found.measured
     served, exact = (np.array(rows) for rows in zip(*seen[-PROMPTS:], strict=True))
     drawn = np.exp(served)  # with which an answer holds each token; over all of them, not only the likeliest
     apart = exact - served
@@ -112,14 +115,10 @@ def test_what_is_measured_is_the_error_that_the_server_makes(folders: tuple[Path
     surprisal = ((drawn - np.exp(exact)) * np.minimum(-exact, 10)).sum(1) / 10
     assert measured["surprisal_shift"] == pytest.approx(surprisal.mean(), abs=0.02 * noise)
     assert 2 * noise < measured["edge_nats_999"] < 6 * noise, "two logits' errors, of the furthest in a thousand"
-
-
-def test_a_tolerance_has_room_for_twice_what_was_measured(folders: tuple[Path, Path]) -> None:
-    found = calibrated(folders[0], noise=0.05)
-    measured = found.measured
-    assert found.max_tme - 1 == pytest.approx(2 * (measured["tme"] - 1))
-    assert found.edge_nats == pytest.approx(2 * measured["edge_nats_999"])
-    assert found.jump_nats == max(0.01, 2 * measured["drift_nats_999"])
+    if noise == 0.05:
+        assert found.max_tme - 1 == pytest.approx(2 * (measured["tme"] - 1))
+        assert found.edge_nats == pytest.approx(2 * measured["edge_nats_999"])
+        assert found.jump_nats == max(0.01, 2 * measured["drift_nats_999"])
 
 
 @pytest.mark.parametrize("processed", [False, True])
@@ -136,8 +135,7 @@ def test_logprobs_after_the_temperature_are_known_from_those_before(
 @pytest.mark.parametrize(
     "is_",
     [
-        {"refuses": ("ids", "return_tokens_as_token_ids")},
-        {"refuses": ("ids",)},
+        {"refuses": ("ids", "return_tokens_as_token_ids"), "unnamed": True},
         {"refuses": ("return_tokens_as_token_ids", "top_k", "min_p")},
         {"form": "llama.cpp"},
     ],
@@ -145,38 +143,34 @@ def test_logprobs_after_the_temperature_are_known_from_those_before(
 def test_servers_that_take_or_give_less_are_measured_all_the_same(
     folders: tuple[Path, Path], is_: dict[str, Any]
 ) -> None:
-    found = calibrated(folders[0], **is_)
+    found = calibrated(folders[0], "tiny" if "unnamed" in is_ else None, **is_)
+    assert found.measured["model"] == "tiny"
     assert found.measured["prompts_as"] == ("text" if "ids" in is_.get("refuses", ()) else "token ids")
     assert found.measured["prompts"] == PROMPTS
     assert found.measured["tme"] == pytest.approx(1.0, abs=1e-4)
     assert found.measured["edge_nats_999"] < 1e-4
 
 
+@pytest.mark.parametrize(
+    ("is_", "reported"),
+    [
+        ({"blind": True}, r"no logprobs of its likeliest tokens.*--precision"),
+        ({"more_tokens": 1}, r"answered 0 prompts.*tokenizer"),
+        ({"refuses": ("logprobs",)}, r"does not answer a completion with logprobs: HTTP 422.*logprobs"),
+        ({"unnamed": True}, r"--served"),
+    ],
+)
+def test_a_server_that_cannot_be_measured_is_refused(
+    folders: tuple[Path, Path], is_: dict[str, Any], reported: str
+) -> None:
+    with pytest.raises(ConfigError, match=reported):
+        calibrated(folders[0], **is_)
+
+
 def test_other_weights_are_refused(folders: tuple[Path, Path]) -> None:
     target, draft = folders
     with server(draft) as url, pytest.raises(ConfigError, match=r"tiny are not those of --model.*other weights"):
         calibrate(url, target, None, PROMPTS)
-
-
-def test_a_server_without_logprobs_is_refused(folders: tuple[Path, Path]) -> None:
-    with pytest.raises(ConfigError, match=r"no logprobs of its likeliest tokens.*--precision"):
-        calibrated(folders[0], blind=True)
-
-
-def test_a_server_that_reads_prompts_otherwise_is_refused(folders: tuple[Path, Path]) -> None:
-    with pytest.raises(ConfigError, match=r"answered 0 prompts.*tokenizer"):
-        calibrated(folders[0], more_tokens=1)
-
-
-def test_a_server_that_refuses_completions_is_refused_in_its_own_words(folders: tuple[Path, Path]) -> None:
-    with pytest.raises(ConfigError, match=r"does not answer a completion with logprobs: HTTP 422.*logprobs"):
-        calibrated(folders[0], refuses=("logprobs",))
-
-
-def test_the_model_has_to_be_named_where_the_server_names_none(folders: tuple[Path, Path]) -> None:
-    with pytest.raises(ConfigError, match=r"--served"):
-        calibrated(folders[0], unnamed=True)
-    assert calibrated(folders[0], "tiny", unnamed=True).measured["model"] == "tiny"
 
 
 def test_where_no_server_is_the_url_is_wrong(folders: tuple[Path, Path]) -> None:

@@ -57,25 +57,22 @@ def test_sound_rollouts_pass(folder: Path, rollouts: Path, tmp_path: Path) -> No
     assert "No alarm" in page.read_text()
 
 
-def test_rollouts_of_another_temperature_fail(folder: Path, rollouts: Path, tmp_path: Path) -> None:
-    """Their logprobs are right; the claim that they were drawn at a temperature of 0.3 is not."""
-    claimed = tmp_path / "claimed.jsonl"
-    lines = [json.loads(line) | {"temperature": 0.3} for line in rollouts.read_text().splitlines()]
+@pytest.mark.parametrize(
+    ("temperature", "noise", "said"),
+    [(0.3, 0.0, "the tokens do not follow the distribution"), (1.0, 0.4, "drift")],
+    ids=["drawn at another temperature, with right logprobs", "logprobs of other weights"],
+)
+def test_rollouts_of_another_model_fail(
+    temperature: float, noise: float, said: str, folder: Path, rollouts: Path, tmp_path: Path
+) -> None:
+    draw, claimed = random.Random(4), tmp_path / "claimed.jsonl"
+    lines = [json.loads(line) | {"temperature": temperature} for line in rollouts.read_text().splitlines()]
+    for line in lines:
+        line["logprobs"] = [value + draw.gauss(0, noise) for value in line["logprobs"]]
     claimed.write_text("".join(json.dumps(line) + "\n" for line in lines))
     result = call(claimed, "--model", folder, "--precision", "float32", "--threads", 1)
     assert result.exit_code == 1
-    assert "the tokens do not follow the distribution" in result.output
-
-
-def test_logprobs_of_other_weights_fail(folder: Path, rollouts: Path, tmp_path: Path) -> None:
-    draw, shifted = random.Random(4), tmp_path / "shifted.jsonl"
-    lines = [json.loads(line) for line in rollouts.read_text().splitlines()]
-    for line in lines:
-        line["logprobs"] = [value + draw.gauss(0, 0.4) for value in line["logprobs"]]
-    shifted.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    result = call(shifted, "--model", folder, "--precision", "float32", "--threads", 1)
-    assert result.exit_code == 1
-    assert "drift" in result.output
+    assert said in result.output
 
 
 def test_what_was_judged_until_an_interrupt_is_reported(folder: Path, rollouts: Path, tmp_path: Path) -> None:

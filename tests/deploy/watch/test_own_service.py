@@ -19,10 +19,8 @@ _OWN = re.compile(rb'"(id|system_fingerprint)":"[^"]*"|"(created|cached_tokens)"
 KINDS: list[dict[str, Any]] = [
     {},
     {"n": 2},
-    {"logprobs": 2},
     {"logprobs": None},
-    {"return_token_ids": True},
-    {"return_token_ids": True, "logprobs": 0},
+    {"return_token_ids": True, "logprobs": 2},
     {"stream_options": {"include_usage": True}},
     {"stop": ["n"]},
 ]

@@ -39,6 +39,8 @@ def check_rollout(exchange: Exchange) -> None:
 
 def test_a_rollout_in_a_line(tmp_path: Path) -> None:
     check_rollout(exchange_of(write(tmp_path / "rollouts.jsonl", ROLLOUT)))
+    plain = {name: value for name, value in ROLLOUT.items() if name != "temperature"}
+    assert json.loads(exchange_of(write(tmp_path / "a", plain)).request)["temperature"] == 1.0
 
 
 @pytest.mark.ray
@@ -57,11 +59,6 @@ def test_a_rollout_in_a_row_of_parquet_and_what_is_no_parquet(tmp_path: Path) ->
     for path in (tmp_path / "bad.parquet", folder):
         with pytest.raises(ConfigError, match="no Parquet"):
             list(read_records([path]))
-
-
-def test_a_rollout_without_temperature_is_a_plain_sample(tmp_path: Path) -> None:
-    plain = {name: value for name, value in ROLLOUT.items() if name != "temperature"}
-    assert json.loads(exchange_of(write(tmp_path / "a", plain)).request)["temperature"] == 1.0
 
 
 def test_a_request_with_its_response(tmp_path: Path) -> None:
@@ -98,7 +95,8 @@ def test_a_batch_is_its_output_and_its_input(tmp_path: Path) -> None:
         ('{"prompt": "x"}', "record 1: is not a line of a batch's output"),
         ('{"custom_id": "z", "response": {"status_code": 200, "body": {}}}', "--requests"),
         ('{"prompt_token_ids": [1], "token_ids": [2, 3], "logprobs": [-1]}', "2 token_ids have 1 logprobs"),
-        ("[1]", "record 1"),
+        ("[1]", "not an object"),
+        (json.dumps(ROLLOUT | {"at": math.nan}), "not finite"),
     ],
 )
 def test_what_is_no_record_is_refused_with_its_place(tmp_path: Path, line: str, named: str) -> None:
@@ -107,9 +105,6 @@ def test_what_is_no_record_is_refused_with_its_place(tmp_path: Path, line: str, 
     with pytest.raises(ConfigError, match=r"bad\.jsonl") as refused:
         list(read_records([path]))
     assert named in str(refused.value)
-
-
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none.jsonl cannot be read: No such file"):
         list(read_records([tmp_path / "none.jsonl"]))
 
@@ -127,25 +122,10 @@ def test_a_last_line_that_is_cut_off_is_left_out(tmp_path: Path) -> None:
 
 
 def test_a_packed_file(tmp_path: Path) -> None:
-    path = tmp_path / "rollouts.jsonl.gz"
-    path.write_bytes(gzip.compress(json.dumps(ROLLOUT).encode()))
+    path, packed = tmp_path / "rollouts.jsonl.gz", gzip.compress(json.dumps(ROLLOUT).encode())
+    path.write_bytes(packed)
     check_rollout(exchange_of(path))
-    path.write_bytes(path.read_bytes()[:-9])
-    with pytest.raises(ConfigError, match="cannot be read"):
-        list(read_records([path]))
-    path.write_bytes(b"plain")
-    with pytest.raises(ConfigError, match="cannot be read"):
-        list(read_records([path]))
-
-
-@pytest.mark.parametrize("line", [b"[]", b"null", b"5"])
-def test_a_line_that_is_no_object(line: bytes, tmp_path: Path) -> None:
-    path = tmp_path / "odd.jsonl"
-    path.write_bytes(line + b"\n")
-    with pytest.raises(ConfigError, match="not an object"):
-        list(read_records([path]))
-
-
-def test_a_time_that_is_none(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="not finite"):
-        list(read_records([write(tmp_path / "a.jsonl", {**ROLLOUT, "at": math.nan})]))
+    for damaged in (packed[:-9], b"plain"):
+        path.write_bytes(damaged)
+        with pytest.raises(ConfigError, match="cannot be read"):
+            list(read_records([path]))

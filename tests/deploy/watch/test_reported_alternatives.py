@@ -67,8 +67,6 @@ async def sound_choice(folder: Path) -> Json:
 
 
 def as_it_is(choice: Json) -> None: ...
-
-
 def scores_of_the_row_before(choice: Json) -> None:
     scored = choice["logprobs"]["scored_logprobs"]
     choice["logprobs"]["scored_logprobs"] = [scored[-1], *scored[:-1]]

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Callable
 
 import aiohttp
 import pytest
@@ -28,9 +29,7 @@ def exchange(number: int, size: int = 10) -> Exchange:
 
 
 async def arrive(referee: Referee, number: int) -> list[int]:
-    async with asyncio.timeout(10):
-        while len(referee.exchanges) < number:
-            await asyncio.sleep(0.01)
+    await until(lambda: len(referee.exchanges) >= number)
     return [int(one.request) for one in referee.exchanges]
 
 
@@ -44,13 +43,17 @@ async def test_exchanges_arrive_in_order_with_what_was_counted(referee: Referee)
     assert len(referee.server.requests) > 1, "in more than one batch"
 
 
+async def until(fact: Callable[[], object]) -> None:
+    async with asyncio.timeout(10):
+        while not fact():
+            await asyncio.sleep(0.01)
+
+
 async def test_counts_arrive_without_exchanges(referee: Referee, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sender_module, "_COUNTS_EVERY_S", 0.02)
     async with Sender(referee.server.url, 10, 1000).running() as sender:
         sender.count("passed")
-        async with asyncio.timeout(10):
-            while not referee.counts:
-                await asyncio.sleep(0.01)
+        await until(lambda: referee.counts)
     assert referee.counts == {"passed": 1}
 
 
@@ -77,33 +80,24 @@ async def test_a_referee_that_comes_back_gets_what_waited(referee: Referee) -> N
     assert referee.counts == {"captured": 3}
 
 
-async def test_what_a_referee_refuses_is_not_sent_for_ever(referee: Referee) -> None:
-    referee.status = "400 No"
-    async with Sender(referee.server.url, 10, 1000).running() as sender:
-        sender.offer(exchange(1))
-        async with asyncio.timeout(10):
-            while not sender.totals["failed"]:
-                await asyncio.sleep(0.01)
-        referee.status = "200 OK"
-        sender.offer(exchange(2))
-        assert await arrive(referee, 1) == [2]
-    assert referee.counts["failed"] == 1
-
-
-async def test_no_exchange_is_sent_twice(referee: Referee) -> None:
-    """Not even if the referee took it and its answer was lost."""
+@pytest.mark.parametrize("refused", [True, False])
+async def test_no_exchange_is_sent_twice(refused: bool, referee: Referee) -> None:
+    """Neither if the referee refused it, nor if it took it and its answer was lost."""
 
     async def takes_and_dies(request: RawRequest, writer: asyncio.StreamWriter) -> bool:
         return False
 
-    referee.server.answer = takes_and_dies
+    take, referee.status = referee.server.answer, "400 No"
+    referee.server.answer = take if refused else takes_and_dies
     async with Sender(referee.server.url, 10, 1000).running() as sender:
         sender.offer(exchange(1))
-        async with asyncio.timeout(10):
-            while not sender.totals["failed"]:
-                await asyncio.sleep(0.01)
+        await until(lambda: sender.totals["failed"])
+        referee.server.answer, referee.status = take, "200 OK"
+        sender.offer(exchange(2))
+        assert await arrive(referee, 1) == [2]
+    assert referee.counts["failed"] == 1
     bodies = [ExchangeBatch.from_wire(request.body) for request in referee.server.requests]
-    assert sum(len(batch.exchanges) for batch in bodies) == 1
+    assert sum(len(batch.exchanges) for batch in bodies) == 2
 
 
 async def test_no_exchange_meets_a_connection_that_the_referee_closes(referee: Referee) -> None:

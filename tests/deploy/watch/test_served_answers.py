@@ -28,8 +28,11 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def reader(tokenizer_folder: Path) -> ExchangeReader:
-    model = ModelInfo("tiny", 64, 512, "", str(tokenizer_folder), (EOS,))
-    return ExchangeReader(model, Tokenizer.from_folder(tokenizer_folder))
+    return reader_of(tokenizer_folder)
+
+
+def reader_of(folder: Path, *dialect: str) -> ExchangeReader:
+    return ExchangeReader(ModelInfo("tiny", 64, 512, "", str(folder), (EOS,)), Tokenizer.from_folder(folder), *dialect)
 
 
 def exchange(request: dict[str, Any], *choices: dict[str, Any], path: str = COMPLETIONS, **reply: Any) -> Exchange:
@@ -70,16 +73,11 @@ def test_choices_of_several_prompts_belong_to_theirs(reader: ExchangeReader) -> 
     )
 
 
-def test_requests_without_a_seed_never_share_one(reader: ExchangeReader) -> None:
-    replies: list[dict[str, Any]] = [*({"id": f"cmpl-{number}"} for number in range(20)), *([{"id": ""}] * 20)]
-    seeds = {answer_of(reader, {"prompt": [5]}, choice([20]), **reply).request.seed for reply in replies}
-    assert len(seeds) == 40
-
-
-def test_an_answer_that_comes_twice_is_one_answer(reader: ExchangeReader) -> None:
+def test_requests_without_a_seed_share_one_only_where_an_answer_comes_twice(reader: ExchangeReader) -> None:
     """The detectors take no further evidence from a seed that they have seen."""
-    once, twice = (answer_of(reader, {"prompt": [5]}, choice([20])).request.seed for _ in range(2))
-    assert once == twice
+    replies: list[dict[str, Any]] = [*({"id": f"cmpl-{number}"} for number in range(20)), *([{"id": ""}] * 20)]
+    seeds = [answer_of(reader, {"prompt": [5]}, choice([20]), **reply).request.seed for reply in [*replies, replies[0]]]
+    assert len(set(seeds)) == 40 and seeds[-1] == seeds[0]
 
 
 def test_the_token_that_ended_an_answer_is_added_where_a_server_leaves_it_out(reader: ExchangeReader) -> None:
@@ -90,6 +88,10 @@ def test_the_token_that_ended_an_answer_is_added_where_a_server_leaves_it_out(re
     assert reported.token_ids == (20, EOS)
     by_text = answer_of(reader, {"prompt": [5], "stop": ["x"]}, choice([20, 21], reason="stop"))
     assert by_text.token_ids == (20, 21), "a stop string may have ended it"
+    named = answer_of(reader, {"prompt": [5]}, choice([20, 21], reason="stop", stop_reason="User:"))
+    assert named.token_ids == (20, 21), "even where the request names none: servers have texts of their own"
+    at_once = {"text": "", "finish_reason": "stop"}
+    assert answer_of(reader, {"prompt": "ab"}, at_once, usage={"completion_tokens": 1}).token_ids == (EOS,)
 
 
 def test_text_alone_is_read_as_tokens_if_their_number_is_right(reader: ExchangeReader) -> None:
@@ -100,11 +102,8 @@ def test_text_alone_is_read_as_tokens_if_their_number_is_right(reader: ExchangeR
     assert answer.token_ids == ids
     with pytest.raises(Unreadable, match="another number of tokens"):
         answer_of(reader, {"prompt": "ab"}, plain, usage={"completion_tokens": len(ids) + 1})
-
-
-def test_a_text_has_no_logprobs_of_its_tokens(reader: ExchangeReader) -> None:
     given = {"text": "ab", "finish_reason": "length", "logprobs": {"token_logprobs": [-1.0], "tokens": ["ab"]}}
-    assert answer_of(reader, {"prompt": "ab"}, given).logprobs == ()
+    assert answer_of(reader, {"prompt": "ab"}, given).logprobs == (), "which are those of other tokens, maybe"
 
 
 @pytest.mark.parametrize(
@@ -112,6 +111,7 @@ def test_a_text_has_no_logprobs_of_its_tokens(reader: ExchangeReader) -> None:
     [
         ({"mirostat": 2}, "mirostat"),
         ({"best_of": 4}, "best_of"),
+        ({"n": 2, "best_of": 4}, "best_of"),
         ({"temperature": 1000}, "temperature"),
     ],
 )
@@ -123,46 +123,30 @@ def test_what_cannot_be_repeated_is_not_tested(
     assert answer.logprobs == (-1.0,), "its logprobs are compared all the same"
 
 
-GRAMMARS = (
-    {"response_format": {"type": "json_object"}},
-    {"tool_choice": "required"},
-    {"guided_regex": "a+"},
-    {"structured_outputs": {"json": {}}},
+@pytest.mark.parametrize(
+    "request_body",
+    [{"response_format": {"type": "json_object"}}, {"tool_choice": "required"}, {"guided_regex": "a+"}],
 )
-
-
-@pytest.mark.parametrize("request_body", GRAMMARS)
-@pytest.mark.parametrize(("dialect", "compared"), [("vllm", False), ("llama.cpp", True)])
 def test_logprobs_that_a_grammar_leaves_are_not_the_models(
-    reader: ExchangeReader, request_body: dict[str, Any], dialect: str, compared: bool
+    reader: ExchangeReader, request_body: dict[str, Any]
 ) -> None:
     """vLLM applies the grammar's mask to the logits before it takes what it calls raw logprobs."""
     whole = exchange({"prompt": [5], **request_body}, choice([20], logprobs=[-1.0]))
-    (answer,) = reader.answers(dataclasses.replace(whole, dialect=dialect))
-    assert next(iter(request_body)) in answer.untested
-    assert answer.logprobs == ((-1.0,) if compared else ())
+    for dialect, compared in (("vllm", ()), ("llama.cpp", (-1.0,))):
+        (answer,) = reader.answers(dataclasses.replace(whole, dialect=dialect))
+        assert next(iter(request_body)) in answer.untested
+        assert answer.logprobs == compared
 
 
 SECRET = "the clients own words"
 
 
-@pytest.mark.parametrize(
-    "request_body",
-    [
-        {SECRET: 1},
-        {"temperature": SECRET},
-        {"logit_bias": {SECRET: 1}},
-        {"stop_token_ids": [SECRET]},
-        {"max_tokens": SECRET},
-    ],
-)
-def test_a_reason_holds_none_of_a_clients_words(reader: ExchangeReader, request_body: dict[str, Any]) -> None:
-    untested = answer_of(reader, {"prompt": [5], **request_body}, choice([20])).untested
-    assert untested
-    assert SECRET not in untested
+def test_a_reason_holds_none_of_a_clients_words(reader: ExchangeReader, monkeypatch: pytest.MonkeyPatch) -> None:
+    bodies: tuple[dict[str, Any], ...] = ({SECRET: 1}, {"temperature": SECRET}, {"logit_bias": {SECRET: 1}})
+    for body in (*bodies, {"stop_token_ids": [SECRET]}):
+        untested = answer_of(reader, {"prompt": [5], **body}, choice([20])).untested
+        assert untested and SECRET not in untested
 
-
-def test_a_prompt_that_cannot_be_encoded_is_not_quoted(reader: ExchangeReader, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> list[int]:
         raise InvalidRequest("messages", f"The template refuses {SECRET}.")
 
@@ -172,20 +156,12 @@ def test_a_prompt_that_cannot_be_encoded_is_not_quoted(reader: ExchangeReader, m
     assert SECRET not in str(error.value)
 
 
-@pytest.mark.parametrize("ids", [[20.5], [True], ["20"], "ab", [None]])
+@pytest.mark.parametrize("ids", [[20.5], [True], "ab"])
 def test_ids_that_are_none_are_unreadable(reader: ExchangeReader, ids: Any) -> None:
     with pytest.raises(Unreadable):
         answer_of(reader, {"prompt": [5]}, choice(ids))
     with pytest.raises(Unreadable):
         answer_of(reader, {"prompt": "x"}, choice([20], prompt_token_ids=ids))
-
-
-def test_where_a_text_ended_an_answer_no_token_is_added(reader: ExchangeReader) -> None:
-    """Even where the request names none: servers have texts of their own."""
-    answer = answer_of(
-        reader, {"prompt": [5]}, choice([20, 21], logprobs=[-1.0, -2.0], reason="stop", stop_reason="User:")
-    )
-    assert answer.token_ids == (20, 21)
 
 
 def test_replicas_have_names_that_can_be_shown_and_an_end(reader: ExchangeReader) -> None:
@@ -200,7 +176,9 @@ def test_replicas_have_names_that_can_be_shown_and_an_end(reader: ExchangeReader
 
 def test_fields_that_change_no_distribution_are_no_reason(reader: ExchangeReader) -> None:
     harmless = {"user": "u", "stream_options": {}, "stop": ["x"], "mirostat": 0, "response_format": {"type": "text"}}
-    assert answer_of(reader, {"prompt": [5], **harmless}, choice([20])).untested == ""
+    for fields in (harmless, {"n": 2}, {"n": 2, "best_of": 2}):
+        answers = reader.answers(exchange({"prompt": [5], **fields}, *[choice([20])] * fields.get("n", 1)))
+        assert {answer.untested for answer in answers} == {""}
 
 
 def test_the_strata_say_where_a_token_stood(reader: ExchangeReader) -> None:
@@ -211,9 +189,6 @@ def test_the_strata_say_where_a_token_stood(reader: ExchangeReader) -> None:
     assert "position_1_7" in strata[7]
     assert "position_8_31" in strata[8]
     assert "position_32_127" in strata[39]
-
-
-def test_a_prefix_from_the_cache_is_a_stratum_of_its_own(reader: ExchangeReader) -> None:
     usage = {"completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 16}}
     assert "cached_prefix" in answer_of(reader, {"prompt": [5]}, choice([20]), usage=usage).strata[0]
 
@@ -225,19 +200,14 @@ def test_a_prefix_from_the_cache_is_a_stratum_of_its_own(reader: ExchangeReader)
         ({"prompt": {"a": 1}}, choice([20]), "neither a text nor token ids"),
         ({"prompt": [5]}, choice([]), "empty"),
         ({"prompt": [[5], [6]]}, choice([20]), "2 prompts have 1 choices"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, choice([20]), "more than text"),
     ],
 )
 def test_what_cannot_be_computed_again_says_why(
     reader: ExchangeReader, request_body: dict[str, Any], served: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(Unreadable, match=reason):
-        answer_of(reader, request_body, served)
-
-
-def test_several_answers_to_one_prompt_are_tested(reader: ExchangeReader) -> None:
-    answers = reader.answers(exchange({"prompt": [5], "n": 2}, choice([20]), choice([21])))
-    assert [answer.untested for answer in answers] == ["", ""]
-    assert answer_of(reader, {"prompt": [5], "n": 2, "best_of": 2}, choice([20])).untested == ""
+        answer_of(reader, request_body, served, path=CHAT if "messages" in request_body else COMPLETIONS)
 
 
 @pytest.mark.parametrize("counted", [{"usage": {"prompt_tokens": 9}}, {"timings": {"prompt_n": 4, "cache_n": 5}}])
@@ -268,37 +238,15 @@ def test_parts_of_a_message_are_joined_as_the_server_does(
     assert seen[0]["content"] == text
 
 
-def test_a_chat_with_an_image_is_unreadable(reader: ExchangeReader) -> None:
-    parts = [{"type": "image_url", "image_url": {"url": "data:"}}]
-    whole = exchange({"messages": [{"role": "user", "content": parts}]}, choice([20]), path=CHAT)
-    with pytest.raises(Unreadable, match="more than text"):
-        reader.answers(whole)
-
-
-def test_a_header_that_names_each_request_makes_no_end_of_replicas(reader: ExchangeReader) -> None:
-    whole = exchange({"prompt": [5]}, choice([20]))
-    names = {reader.answers(dataclasses.replace(whole, replica=f"request-{n}"))[0].replica for n in range(1000)}
-    assert len(names) <= 257
-    assert "others" in names
-
-
-def test_a_text_that_ended_at_once_is_the_token_that_ended_it(reader: ExchangeReader) -> None:
-    answer = answer_of(reader, {"prompt": "ab"}, {"text": "", "finish_reason": "stop"}, usage={"completion_tokens": 1})
-    assert answer.token_ids == (EOS,)
-
-
 @pytest.mark.parametrize(
     ("request_body", "found"),
     [
         ({"max_tokens": 3}, ""),
-        ({"max_tokens": 2}, "it has 3 tokens, and max_tokens is 2"),
         ({"max_tokens": 2, "max_new_tokens": 2}, "it has 3 tokens, and max_tokens is 2"),
         ({"max_tokens": 2, "n_predict": 3}, ""),  # which of them counts depends on the vendor
-        ({"max_tokens": 2, "max_completion_tokens": 50}, ""),
         ({"max_completion_tokens": 2}, ""),  # which completions do not have
         ({"max_tokens": 2, "echo": True}, ""),
         ({"max_tokens": -1}, ""),  # no limit to llama.cpp
-        ({"max_tokens": True}, ""),
         ({"max_tokens": 2.5}, ""),
         ({"max_tokens": 3, "stop_token_ids": [21]}, ""),  # which some vendors ignore
         ({}, ""),  # how many tokens there may be is the server's own default
@@ -307,8 +255,7 @@ def test_a_text_that_ended_at_once_is_the_token_that_ended_it(reader: ExchangeRe
 def test_an_answer_is_compared_with_the_limits_of_its_request(
     reader: ExchangeReader, request_body: dict[str, Any], found: str
 ) -> None:
-    answered = choice([20, 21, 22], logprobs=[-1.0, -1.0, -1.0])
-    assert answer_of(reader, {"prompt": [5], **request_body}, answered).broken_limit == found
+    assert answer_of(reader, {"prompt": [5], **request_body}, choice([20, 21, 22])).broken_limit == found
 
 
 def json_form(schema: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -328,7 +275,6 @@ def json_form(schema: dict[str, Any], **more: Any) -> dict[str, Any]:
         ({"response_format": json_form({"type": "null"}, strict=False)}, "1", ""),
         ({"guided_choice": ["yes", "no"]}, "maybe", "it is none of its choices"),
         ({"guided_choice": 7}, "maybe", ""),
-        ({"n": 2}, "one", "1 choices came, and the request demands 2"),
         ({"n": "x"}, "one", ""),
         ({"prompt": ["ab", "cd"], "n": 1}, "one", "1 choices came, and the request demands 2"),
     ],
@@ -337,10 +283,8 @@ def test_what_is_sent_is_compared_with_the_request_where_the_vendor_keeps_to_it(
     tokenizer_folder: Path, request_body: dict[str, Any], text: str, found: str
 ) -> None:
     for dialect in ("vllm", "llama.cpp"):
-        model = ModelInfo("tiny", 64, 512, "", str(tokenizer_folder), (EOS,))
-        reader = ExchangeReader(model, Tokenizer.from_folder(tokenizer_folder), dialect)
         answered = choice([20, EOS], reason="stop", text=text, prompt_token_ids=[5])
-        answer = answer_of(reader, {"prompt": [5], **request_body}, answered)
+        answer = answer_of(reader_of(tokenizer_folder, dialect), {"prompt": [5], **request_body}, answered)
         assert answer.broken_limit == (found if dialect == "vllm" else "")
 
 
@@ -359,11 +303,15 @@ NAMED = {**WEATHER, "tool_choice": {"type": "function", "function": {"name": "we
 BAD = ("weather", '{"town": "x"}')
 BAD_LIST = '[{"name": "weather", "parameters": {"town": "x"}}]'
 BROKEN = "the arguments of call 0: it breaks `required` of its JSON schema"
+UNASKED = "call 0 is of a function that the request does not have called"
 
 
-def with_schema(**parameters: Any) -> dict[str, Any]:
-    tool = {"type": "function", "function": {"name": "weather", "parameters": CITY | parameters}}
-    return REQUIRED | {"tools": [tool]}
+def with_function(**fields: Any) -> dict[str, Any]:
+    return REQUIRED | {"tools": [{"type": "function", "function": {"name": "weather", **fields}}]}
+
+
+def with_schema(**fields: Any) -> dict[str, Any]:
+    return with_function(parameters={name: value for name, value in (CITY | fields).items() if value is not None})
 
 
 @pytest.mark.parametrize(
@@ -372,13 +320,7 @@ def with_schema(**parameters: Any) -> dict[str, Any]:
         (REQUIRED, '[{"name": "weather", "parameters": {"city": "x"}}]', [("weather", '{"city": "x"}')], "", ""),
         (REQUIRED, BAD_LIST, [BAD], BROKEN, BROKEN),
         (REQUIRED, BAD_LIST.replace("parameters", "arguments"), [BAD], BROKEN, BROKEN),
-        (
-            REQUIRED,
-            BAD_LIST.replace("weather", "wind"),
-            [("wind", BAD[1])],
-            "call 0 is of a function that the request does not have called",
-            "call 0 is of a function that the request does not have called",
-        ),
+        (REQUIRED, BAD_LIST.replace("weather", "wind"), [("wind", BAD[1])], UNASKED, UNASKED),
         (NAMED, BAD[1], [BAD], BROKEN, BROKEN),
         # a parser read the call out of a text that nothing forced
         (REQUIRED, f"<tool_call>{BAD_LIST}</tool_call>", [BAD], "", ""),
@@ -387,15 +329,7 @@ def with_schema(**parameters: Any) -> dict[str, Any]:
         (WEATHER, BAD_LIST, [BAD], "", ""),
         # vLLM passes over some keywords, and over a schema that is a wish
         (with_schema(oneOf=[{"required": ["city"]}]), BAD_LIST, [BAD], "", BROKEN),
-        (with_schema(allOf=[{}, {}]), BAD_LIST, [BAD], "", BROKEN),
         (with_schema(required=["land"]), BAD_LIST, [BAD], "", BROKEN),
-        (
-            with_schema(properties={"city": {"$ref": "#/properties/b"}, "b": {"type": "string"}}),
-            BAD_LIST,
-            [BAD],
-            "",
-            BROKEN,
-        ),
         (
             with_schema(**{"$defs": {"a": {"type": "null"}}, "properties": {"city": {"$ref": "#/$defs/a"}}}),
             BAD_LIST,
@@ -406,28 +340,9 @@ def with_schema(**parameters: Any) -> dict[str, Any]:
         # or what it takes for more than JSON Schema does
         (with_schema(**{"$defs": {"a": {}}}), BAD_LIST, [BAD], "", BROKEN),
         (with_schema(properties={"city": {"minLength": 1}}), BAD_LIST, [BAD], "", BROKEN),
-        (
-            with_schema(properties={"city": {"type": "string", "format": "uri", "minLength": 9}}),
-            BAD_LIST,
-            [BAD],
-            "",
-            BROKEN,
-        ),
         (with_schema(properties={"city": {"type": "integer", "enum": ["x"]}}), BAD_LIST, [BAD], "", BROKEN),
-        (
-            REQUIRED | {"tools": [{"function": {"name": "weather", "parameters": {"required": ["city"]}}}]},
-            BAD_LIST,
-            [BAD],
-            "",
-            BROKEN,
-        ),
-        (
-            REQUIRED | {"tools": [{"function": {"name": "weather", "parameters": CITY, "strict": False}}]},
-            BAD_LIST,
-            [BAD],
-            "",
-            BROKEN,
-        ),
+        (with_schema(type=None), BAD_LIST, [BAD], "", BROKEN),
+        (with_function(parameters=CITY, strict=False), BAD_LIST, [BAD], "", BROKEN),
         # and its versions differ in these
         (WEATHER | {"tool_choice": "none"}, "x", [BAD], "", "1 calls were made, and the request allows 0"),
         (WEATHER | {"parallel_tool_calls": False}, "x", [BAD] * 2, "", "2 calls were made, and the request allows 1"),
@@ -443,7 +358,7 @@ def test_calls_are_compared_where_the_vendor_forces_them(
 ) -> None:
     tokenizer = Tokenizer.from_folder(tokenizer_folder)
     for dialect, found in (("vllm", of_vllm), ("truespec", of_truespec), ("sglang", "")):
-        reader = ExchangeReader(ModelInfo("tiny", 64, 512, "", str(tokenizer_folder), (EOS,)), tokenizer, dialect)
+        reader = reader_of(tokenizer_folder, dialect)
         for ended, expected in (
             ({}, found),
             ({"reason": "length"}, "" if found == BROKEN else found),
@@ -456,8 +371,7 @@ def test_calls_are_compared_where_the_vendor_forces_them(
 
 JSON_OBJECT = {"response_format": {"type": "json_object"}}
 TWO_STOPS = {"stop": ["STOP", "HALT"]}
-HOLDS_STOP = "its text goes on behind stop string 0, or holds it"
-HOLDS_HALT = HOLDS_STOP.replace("0", "1")
+HOLDS_HALT = "its text goes on behind stop string 1, or holds it"
 
 
 @pytest.mark.parametrize(
@@ -465,27 +379,17 @@ HOLDS_HALT = HOLDS_STOP.replace("0", "1")
     [
         (JSON_OBJECT, '{"a": 1', None, "it is not JSON"),
         (JSON_OBJECT | {"stop_token_ids": [20]}, '{"a": 1', 20, ""),
-        (JSON_OBJECT | {"stop_token_ids": [20]}, '{"a": 1', None, ""),
         (JSON_OBJECT, '{"a": 1', 20, ""),
-        (JSON_OBJECT, "[1", 20, "it is not a JSON object"),
         ({"response_format": json_form({"oneOf": [{}, {}]})}, "1", None, ""),  # read as anyOf
         ({"response_format": json_form({"anyOf": [{}], "type": "null"})}, "1", None, ""),
-        (
-            {"response_format": json_form({"anyOf": [{"type": "null"}]})},
-            "1",
-            None,
-            "it breaks `anyOf` of its JSON schema",
-        ),
         (JSON_OBJECT | {"include_stop_str_in_output": True}, '{"a": 1}<|im_end|>', None, ""),
         (JSON_OBJECT | {"include_stop_str_in_output": True, "stop_token_ids": [20]}, '{"a": 1}<|x|>', 20, ""),
         (TWO_STOPS, "before HALT and", "STOP", ""),  # both came in one step, and the first in the list ended the text
         (TWO_STOPS, "before HALT and", "HALT", HOLDS_HALT),
-        (TWO_STOPS, "before STOP and", "STOP", HOLDS_STOP),
         (TWO_STOPS, "before HALT and", None, HOLDS_HALT),
         (TWO_STOPS | {"include_stop_str_in_output": True}, "before HALT and STOP", "STOP", ""),
         ({"guided_regex": r"\d+"}, "\u0663", None, ""),  # a digit, as Unicode has it
         ({"guided_regex": "[0-9]+"}, "\u0663", None, "it does not match its regular expression"),
-        ({"stop": "STOP", "bad_words": [""]}, "before", None, ""),
         ({"stop": [f"{n} " for n in range(51)]}, "7 or 8", None, ""),  # more than are searched for
         ({"bad_words": ["x" * 2001]}, "x", None, ""),
     ],
@@ -493,10 +397,9 @@ HOLDS_HALT = HOLDS_STOP.replace("0", "1")
 def test_what_a_sound_vllm_sends_is_not_accused(
     tokenizer_folder: Path, request_body: dict[str, Any], text: str, stop_reason: str | int | None, found: str
 ) -> None:
-    model = ModelInfo("tiny", 64, 512, "", str(tokenizer_folder), (EOS,))
-    reader = ExchangeReader(model, Tokenizer.from_folder(tokenizer_folder), "vllm")
     answered = choice([20], reason="stop", text=text, stop_reason=stop_reason, prompt_token_ids=[5])
-    assert answer_of(reader, {"prompt": [5], **request_body}, answered).broken_limit == found
+    answer = answer_of(reader_of(tokenizer_folder, "vllm"), {"prompt": [5], **request_body}, answered)
+    assert answer.broken_limit == found
 
 
 def test_a_bad_word_in_the_ids_is_found(reader: ExchangeReader) -> None:

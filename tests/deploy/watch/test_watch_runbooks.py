@@ -2,13 +2,12 @@
 
 import json
 import os
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
+from tests.support.fake_http import QuietHandler, serving
 from tests.support.runbook_shell import commands, run
 
 REPORT = {
@@ -24,23 +23,16 @@ REPORT = {
 def url() -> Iterator[str]:
     """Of something that has a report."""
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(QuietHandler):
         def do_GET(self) -> None:
             found = self.path == "/report.json"
             self.send_response(200 if found else 404)
             self.end_headers()
             self.wfile.write(json.dumps(REPORT).encode() if found else b"")
+            self.close_connection = True
 
-        def log_message(self, *args: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with serving(Handler) as url:
+        yield url
 
 
 @pytest.mark.parametrize("command", commands("watch_report"))
