@@ -55,23 +55,18 @@ def url() -> Iterator[str]:
         yield served
 
 
-def test_a_chat_is_shown_as_it_comes(url: str) -> None:
+def test_a_chat_is_shown_as_it_comes_and_what_a_service_refuses_is_reported(url: str) -> None:
     service, shown = Service(url, "m"), list[str]()
     with service.client:
         answer = service.chat("capital?", on_text=shown.append, max_tokens=4)
+        for question, reported in (("break", "the engine is gone"), ("refuse", "HTTP 429: too many")):
+            with pytest.raises(ServiceError, match=f"{CHAT}: .*{reported}"):
+                service.chat(question)
+        with pytest.raises(ServiceError, match="/metrics: HTTP 404"):
+            service.metrics()
     assert shown == ["Paris,", " of course."]
     assert (answer.text, answer.num_tokens) == ("Paris, of course.", 4)
     assert answer.first_token_s > 0 and answer.decode_s >= 0
-
-
-@pytest.mark.parametrize(("question", "reported"), [("break", "the engine is gone"), ("refuse", "HTTP 429: too many")])
-def test_what_a_service_refuses_is_reported(url: str, question: str, reported: str) -> None:
-    service = Service(url, "m")
-    with service.client:
-        with pytest.raises(ServiceError, match=f"{CHAT}: .*{reported}"):
-            service.chat(question)
-        with pytest.raises(ServiceError, match="/metrics: HTTP 404"):
-            service.metrics()
 
 
 @pytest.mark.parametrize("question", ["capital?", "break", "refuse", "garble"])
@@ -173,34 +168,25 @@ def test_a_request_that_meets_a_closed_connection_is_sent_once_more(
     with Breaking(way, each=1).running() as server, Client(server.url) as client:
         assert [WAYS[ask](client) for _ in range(3)] == [True] * 3
     assert (server.num_connections, server.num_requests) == (3, 4)
-
-
-@pytest.mark.parametrize("way", [ended, reset])
-@pytest.mark.parametrize("ask", WAYS)
-def test_a_new_connection_that_breaks_is_a_failure(ask: str, way: Callable[[QuietHandler], None]) -> None:
     with Breaking(way, total=0).running() as server, Client(server.url) as client:
-        assert not WAYS[ask](client)
+        assert not WAYS[ask](client), "on a new connection, it is a failure"
     assert server.num_requests == 1
 
 
-def test_a_server_that_dies_is_a_failure() -> None:
-    with Breaking(reset, total=1).running() as server, Client(server.url) as client:
+@pytest.mark.parametrize(
+    ("way", "num_requests", "late"),
+    [(reset, 3, False), (garbled, 2, False), (reset, 2, True)],
+    ids=["the server dies", "a reply is garbled", "the connection is lost with its request"],
+)
+def test_what_no_second_try_mends_is_a_failure(
+    way: Callable[[QuietHandler], None], num_requests: int, late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if late:
+        monkeypatch.setattr(client_module, "_CROSSED_WITHIN_S", 0.0)
+    with Breaking(way, total=1).running() as server, Client(server.url) as client:
         assert client.post(BODY).ok
         assert client.post(BODY).reported().startswith("no reply: ")
-    assert server.num_requests == 3
-
-
-def test_a_garbled_reply_is_a_failure() -> None:
-    with Breaking(garbled, total=1).running() as server, Client(server.url) as client:
-        assert client.post(BODY).ok and not client.post(BODY).ok
-    assert server.num_requests == 2
-
-
-def test_a_connection_that_is_lost_with_its_request_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "_CROSSED_WITHIN_S", 0.0)
-    with Breaking(reset, total=1).running() as server, Client(server.url) as client:
-        assert client.post(BODY).ok and not client.post(BODY).ok
-    assert server.num_requests == 2
+    assert server.num_requests == num_requests
 
 
 @pytest.mark.parametrize("way", [ended, reset])

@@ -34,20 +34,6 @@ _INITIALIZED = (
 _FAILED = "A replica failed to start\nTraceback\nConfigError: drafter.model: No model 'x'"
 
 
-HANDLER_IN_C = """
-import ctypes, signal
-from deploy.run.cluster import uninterrupted
-handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda number: None)
-library = ctypes.CDLL(None)
-library.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
-library.signal(signal.SIGTERM, ctypes.cast(handler, ctypes.c_void_p))
-print(signal.getsignal(signal.SIGTERM))
-with uninterrupted():
-    print("done")
-print(int(signal.getsignal(signal.SIGTERM)))
-"""
-
-
 def test_replicas_that_are_slow_to_start_are_no_failure_in_what_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """The messages are Ray 2.60's (serve/_private/deployment_state.py)."""
     messages = iter([*[_SCHEDULED.format(2)] * 2, _SCHEDULED.format(1), _INITIALIZED, _FAILED, ""])

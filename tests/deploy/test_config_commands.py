@@ -14,7 +14,6 @@ from serve_app.backends.vllm_parts.settings import SIZES
 from serve_app.config.app_config import AppConfig
 from serve_app.config.files import load_config
 from tools.chart import ROOT
-from tools.reference import configuration_reference
 
 
 @pytest.mark.parametrize("file", [*CONFIGS.glob("*.yaml"), ROOT / "deploy" / "docker" / "truespec.yaml"], ids=str)
@@ -70,23 +69,6 @@ def test_overrides_are_folded_into_the_pools(tmp_path: Path) -> None:
     assert "replicas" not in application["args"]["pools"]["decode"]
 
 
-def test_a_wrong_file_is_not_shown(tmp_path: Path) -> None:
-    file = tmp_path / "app.yaml"
-    file.write_text("applications: []")
-    shown = CliRunner().invoke(main, ["config", "show", str(file)])
-    assert shown.exit_code == 1
-    assert "applications" in shown.output
-
-
-def test_the_reference_has_a_row_for_every_field() -> None:
-    text = configuration_reference()
-    for section in ("engine", "drafter", "replay", "limits"):
-        heading = f"## `applications[].args.{section}`"
-        table = text.partition(heading)[2].partition("\n## ")[0]
-        fields = AppConfig.model_fields[section].annotation.model_fields
-        assert {line.split("`")[1] for line in table.splitlines() if line.startswith("| `")} == fields.keys()
-
-
 @pytest.mark.parametrize("name", ["monolith", "resilient", "vllm"])
 def test_values_of_the_chart_have_all_settings_of_the_file(name: str, tmp_path: Path) -> None:
     file = tmp_path / "app.yaml"
@@ -105,14 +87,6 @@ def test_values_of_the_chart_have_all_settings_of_the_file(name: str, tmp_path: 
     assert {name: pool["replicas"] for name, pool in values["pools"].items()} == {
         name: ours.pool(name).replicas for name in ours.pool_names
     }
-
-
-@pytest.mark.parametrize("field", ["label_selector: {zone: a}", "autoscaling: {max_replicas: 2}"])
-def test_what_the_chart_has_in_another_way_is_refused_by_name(field: str, tmp_path: Path) -> None:
-    file = tmp_path / "app.yaml"
-    file.write_text(f"applications: [{{args: {{model: {{source: x}}, pools: {{decode: {{{field}}}}}}}}}]")
-    done = CliRunner().invoke(main, ["config", "values", str(file)])
-    assert done.exit_code == 1 and f"pools.decode.{field.partition(':')[0]} cannot become a value" in done.output
 
 
 RANKS = {"distributed_executor_backend": "ray", "tensor_parallel_size": 2}
@@ -135,6 +109,8 @@ RANKS = {"distributed_executor_backend": "ray", "tensor_parallel_size": 2}
             "drafter.model is ~/head, a folder of this machine",
         ),
         ({"pools": {"router": {"replicas": 2}}, "recovery": {"resume": True}}, "pools.router cannot become a value"),
+        ({"pools": {"monolith": {"label_selector": {"zone": "a"}}}}, "pools.monolith.label_selector cannot become a v"),
+        ({"pools": {"monolith": {"autoscaling": {"max_replicas": 2}}}}, "pools.monolith.autoscaling cannot become a v"),
         ({"pools": {"router": {}}}, "pools.router cannot become a value.*recovery.resume"),
         ({"pools": {"router": {}}, "recovery": {"resume": True}}, None),
     ],

@@ -2,7 +2,6 @@
 
 import io
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -35,25 +34,13 @@ def printed(stream: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return re.sub(r"\x1b\[[0-9;]*m", "", stream.getvalue()).splitlines()
 
 
-def test_lines_of_a_log_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_of_a_log_are_whole_and_those_on_a_terminal_have_its_width(monkeypatch: pytest.MonkeyPatch) -> None:
     first, *rows = printed(io.StringIO(), monkeypatch)
     assert first.rstrip() == _LONG.rstrip()
     assert any(_LONG.rstrip() in row for row in rows)
     assert max(map(len, rows)) < 2 * len(_LONG), "a table is as wide as what is in it"
-
-
-def test_lines_on_a_terminal_have_its_width(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = printed(Terminal(), monkeypatch)
     assert len(lines) > 10 and max(map(len, lines)) <= 40
-
-
-def test_progress_of_a_command_is_a_line_each_in_a_pipe() -> None:
-    command = [sys.executable, "-m", "tools.faults", "clean", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
-    lines = done.stderr.splitlines()
-    assert len(lines) > 20
-    assert all(" s  " in line for line in lines) and sum(line.endswith("alarms {}") for line in lines) > 20
-    assert any("token_wise, deterministic drafts, filters off" in line for line in done.stdout.splitlines())
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.yaml")))
@@ -70,8 +57,5 @@ def test_a_configuration_that_comes_with_truespec_goes_by_its_name(
     (tmp_path / name).write_text("applications: 1\n")
     mine = CliRunner().invoke(main, ["config", "check", "--file-only", name])
     assert mine.exit_code == 1 and f"Error: {name}: applications" in mine.output, "a file here is meant first"
-
-
-def test_a_name_that_is_neither_file_nor_ours_is_reported_as_it_was_given() -> None:
-    said = CliRunner().invoke(main, ["serve", "nowhere/demo"])
-    assert said.exit_code == 1 and "nowhere/demo: cannot be read" in said.output
+    neither = CliRunner().invoke(main, ["serve", f"nowhere/{name}"])
+    assert neither.exit_code == 1 and f"nowhere/{name}: cannot be read" in neither.output

@@ -86,6 +86,9 @@ def test_a_command_takes_a_file_or_a_model_and_says_what_goes_with_which() -> No
     for unset in ("", " "):
         assert "--model is empty; give a folder" in refused("config", "check", "--model", unset)
     assert "--gpus goes with --model; " in refused("config", "check", "demo", "--gpus", "1")
+    assert f"Error: {CONFIGS}/own.yaml: applications[0].args.model.source: There is no" in refused(
+        "config", "check", "own"
+    )
     said = refused("config", "check", "--model", "nowhere/at/all")
     assert "--model nowhere/at/all: " in said and "fine" not in said
 
@@ -101,12 +104,6 @@ def test_what_is_shown_can_be_kept_and_served(tmp_path: Path) -> None:
     assert kept.pool("monolith") == own.pool("monolith")
     values = yaml.safe_load(CliRunner().invoke(main, ["config", "values", "--model", "org/m", "--gpus", "1"]).output)
     assert values["config"]["model"] == {"source": "org/m"} and values["pools"]["monolith"]["gpus"] == 1
-
-
-def test_the_file_is_served_with_its_one_line_changed() -> None:
-    assert f"Error: {CONFIGS}/own.yaml: applications[0].args.model.source: There is no" in refused(
-        "config", "check", "own"
-    )
 
 
 def test_a_base_model_is_tried_with_a_text(tmp_path: Path) -> None:

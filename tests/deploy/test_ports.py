@@ -46,10 +46,9 @@ def test_a_port_that_is_taken_is_refused_whatever_address_it_is_taken_at(host: s
 
 @pytest.mark.parametrize("host", ["nowhere.invalid", "192.0.2.7", "2001:db8::7", "..", "x" * 70 + ".invalid"])
 def test_a_host_that_is_not_here_is_refused(host: str) -> None:
+    reported = r"http_options.host: .* is not an address of this machine \(.*0\.0\.0\.0"
     for check in (require_port, free_port):
-        with pytest.raises(
-            ConfigError, match=r"http_options.host: .* is not an address of this machine \(.*0\.0\.0\.0"
-        ):
+        with pytest.raises(ConfigError, match=reported):
             check(HttpOptions(host=host))
 
 
@@ -75,17 +74,14 @@ def started(*_: object, **__: object) -> Never:
     pytest.fail("Ray was started")
 
 
-@pytest.mark.parametrize("command", ["serve", "demo"])
-def test_commands_refuse_a_taken_port_before_ray_starts(
-    command: str, file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_commands_refuse_a_taken_port_before_ray_starts(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ray.init", started)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    given = [file] if command == "serve" else ["--config", file]
-    with listening("0.0.0.0") as port:
-        run = truespec(command, *given, "--port", port)
-    assert run.exit_code == 1 and isinstance(run.exception, SystemExit), run.output
-    assert f"Error: http_options.port: {port} on 127.0.0.1 is in use" in run.output
+    for command in (["serve", file], ["demo", "--config", file]):
+        with listening("0.0.0.0") as port:
+            run = truespec(*command, "--port", port)
+        assert run.exit_code == 1 and isinstance(run.exception, SystemExit), run.output
+        assert f"Error: http_options.port: {port} on 127.0.0.1 is in use" in run.output
 
 
 def test_serve_listens_on_the_port_that_it_is_given(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +105,6 @@ def test_serve_listens_on_the_port_that_it_is_given(file: Path, monkeypatch: pyt
         ("nowhere.invalid:6379", "The Ray cluster at nowhere.invalid:6379 cannot be reached ("),
         ("127.0.0.1:{free}", "cannot be reached ([Errno 111] Connection refused); give HOST:PORT of its head"),
         ("ray://127.0.0.1:{free}", "cannot be reached ("),
-        ("127.0.0.1:99999", "cannot be reached ("),
     ],
 )
 def test_a_cluster_that_is_not_there_is_reported_in_one_line(

@@ -5,7 +5,7 @@ import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Never
+from typing import Any
 
 import pytest
 import ray
@@ -33,7 +33,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
     """Folders by what they hold."""
     root = tmp_path_factory.mktemp("models")
     model = write_tiny_model(root / "model", tokenizer=True, num_hidden_layers=4)
+    sure = write_tiny_head(root / "sure", model)
+    of_sure = json.loads((sure / "config.json").read_text()) | {"held_out_acceptance": {"sampled": [1.5]}}
+    (sure / "config.json").write_text(json.dumps(of_sure))
     return {
+        "sure": str(sure),
         "model": str(model),
         "short": str(write_tiny_model(root / "short", max_position_embeddings=64)),
         "other": str(write_tiny_model(root / "other", vocab_size=96)),
@@ -97,6 +101,7 @@ def test_a_template_of_another_model_is_refused_on_either_engine(
         ({"access": {"keys_file": "/missing/keys"}}, r"access\.keys_file: /missing/keys: cannot be read"),
         ({"receipts": {"key_file": "/missing/key"}}, r"receipts\.key_file: /missing/key holds no private key"),
         ({"admin": {"token_file": "/missing/token"}}, r"admin\.token_file: /missing/token cannot be read"),
+        ({"engine": {"kind": "vllm"}}, r"engine\.kind: needs vllm, .* not installed: pip install 'truespec\[vllm\]'"),
         ({"model": {"source": "{model}", "chat_template": "/missing.jinja"}}, r"chat_template: .*/missing.jinja"),
         ({"engine": {"max_model_len": 900, "kv_cache_tokens": 1024}}, r"max_model_len: is 900, .* 512 positions"),
         (
@@ -107,10 +112,7 @@ def test_a_template_of_another_model_is_refused_on_either_engine(
             {"drafter": {"kind": "eagle3", "model": "{model}"}},
             r"drafter\.model: .*`architectures` is 'LlamaForCausalLM'",
         ),
-        (
-            {"model": {"source": "{eagle3}", "name": "x"}},
-            r"model\.source: .*`architectures` is \['LlamaForCausalLMEagle3'\]",
-        ),
+        ({"drafter": {"kind": "eagle3", "model": "{sure}"}}, r"drafter\.model: .*json: held_out_acceptance is"),
         (
             {"drafter": {"kind": "draft_model", "model": "{other}"}},
             r"drafter\.model: .* vocabulary of 96 tokens, and the model one of \d+; take a model of the same family",
@@ -128,12 +130,6 @@ def test_what_is_not_here_is_reported_with_its_field_and_the_fix(
     monkeypatch.setattr(preflight, "_is_installed", lambda package: False)
     named = yaml.safe_load(re.sub(r"\{(\w+)\}", lambda found: models[found[1]], yaml.safe_dump(changes)))
     assert re.search(r"^applications\[0\]\.args\..*" + reported, only(faults(config(models, **named))))
-
-
-def test_an_engine_that_is_not_installed_is_named(models: Mapping[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "_is_installed", lambda package: package != "vllm")
-    found = only(faults(config(models, engine={"kind": "vllm"})))
-    assert "args.engine.kind: needs vllm, which is not installed: pip install 'truespec[vllm]'" in found
 
 
 def test_a_cache_that_no_memory_holds_is_refused_with_what_would_fit(models: Mapping[str, str]) -> None:
@@ -172,6 +168,8 @@ def test_a_copy_of_the_embedding_is_no_further_weight(models: Mapping[str, str],
     checked = config(models, model={"source": str(tied), "name": "x"}, engine={"dtype": "float32"})
     assert "model.source: the weights take" in only(faults(checked, Machine(2, 4 * num_weights - 1)))
     assert "engine.kv_cache_tokens" in only(faults(checked, Machine(2, 4 * num_weights)))
+    found = only(faults(config(models, engine={"dtype": "float32"}), Machine(2, 2**16)))
+    assert "args.model.source: the weights take 0.0 GiB in float32 on each of 1 replicas" in found
 
 
 def test_gpus_that_no_pool_asks_for_are_hinted_at(models: Mapping[str, str]) -> None:
@@ -185,11 +183,6 @@ def test_gpus_that_no_pool_asks_for_are_hinted_at(models: Mapping[str, str]) -> 
     assert (
         "args.pools.decode.num_gpus is 0" in hint and "this machine has 2 GPUs: set it to 1, or engine.device" in hint
     )
-
-
-def test_weights_that_no_memory_holds_are_refused(models: Mapping[str, str]) -> None:
-    found = only(faults(config(models, engine={"dtype": "float32"}), Machine(2, 2**16)))
-    assert "args.model.source: the weights take 0.0 GiB in float32 on each of 1 replicas" in found
 
 
 def test_fp8_weights_take_a_byte_each_and_a_gpu(models: Mapping[str, str]) -> None:
@@ -217,14 +210,6 @@ def test_a_model_that_lacks_its_tokenizer_or_its_weights_is_refused(models: Mapp
         assert f"args.model.source: {broken} {reported}" in found
 
 
-def test_a_head_whose_held_out_acceptance_cannot_be_is_refused(models: Mapping[str, str], tmp_path: Path) -> None:
-    broken = shutil.copytree(models["eagle3"], tmp_path / "head")
-    path = broken / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"held_out_acceptance": {"sampled": [1.5]}}))
-    found = only(faults(config(models, drafter={"kind": "eagle3", "model": str(broken)})))
-    assert f"args.drafter.model: {path}: held_out_acceptance is" in found
-
-
 @pytest.mark.parametrize(
     ("pool", "reported"),
     [
@@ -246,7 +231,7 @@ def test_what_a_cluster_lacks_is_refused(
     assert found == [] if reported is None else reported in only(found), found
 
 
-def test_config_check_looks_at_this_machine_unless_it_is_reported_not_to(
+def test_config_check_looks_at_this_machine_unless_told_not_to_and_serve_before_ray_starts(
     models: Mapping[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = yaml.safe_load((CONFIGS / "monolith.yaml").read_text())
@@ -278,20 +263,11 @@ def test_config_check_looks_at_this_machine_unless_it_is_reported_not_to(
     assert code == 1 and f"Error: {file}: applications[0].args.model.source: There is no folder" in output
     assert check("--file-only") == (0, f"{file}: fine\n")
     assert check("--file-only", "--address", "auto")[0] == 2
-
-
-def test_serve_refuses_before_ray_starts(
-    models: Mapping[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def started(*_: object, **__: object) -> Never:
-        pytest.fail("Ray was started")
-
-    monkeypatch.setattr("ray.init", started)
+    args["model"]["source"] = models["model"]
+    args["pools"]["monolith"] = {"num_gpus": 99}
+    check()
+    monkeypatch.setattr("ray.init", lambda *_, **__: pytest.fail("Ray was started"))
     monkeypatch.setattr("deploy.run.cluster.require_port", lambda http: None)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    pools = {"monolith": {"num_gpus": 99}}
-    args = {"model": {"source": models["model"], "name": "x"}, "topology": "monolith", "pools": pools}
-    file = tmp_path / "app.yaml"
-    file.write_text(yaml.safe_dump({"applications": [{"args": args}]}))
     run = CliRunner().invoke(main, ["serve", str(file)])
     assert run.exit_code == 1 and "args.pools.monolith.num_gpus: the pools ask for 99 GPUs" in run.output

@@ -17,19 +17,14 @@ TABLE = ReportTable(
 )
 
 
-def test_a_terminal_shows_texts_as_they_are() -> None:
-    out = io.StringIO()
-    Console(file=out, width=60, color_system=None).print(terminal.table(TABLE))
-    lines = [line.rstrip() for line in out.getvalue().splitlines()]
-    assert lines[0] == "Of [x] & y"
-    assert lines[4] == "│ a [b] | c │ failed  │"
-    assert "Is it" not in out.getvalue()
-
-
-def test_a_verdict_has_its_colour() -> None:
-    out = io.StringIO()
-    Console(file=out, width=60, force_terminal=True, color_system="standard").print(terminal.table(TABLE))
-    assert "\x1b[1;31mfailed" in out.getvalue() and "\x1b[32mpassed" in out.getvalue()
+def test_a_terminal_shows_texts_as_they_are_and_verdicts_in_colour() -> None:
+    plain, coloured = io.StringIO(), io.StringIO()
+    Console(file=plain, width=60, color_system=None).print(terminal.table(TABLE))
+    lines = [line.rstrip() for line in plain.getvalue().splitlines()]
+    assert (lines[0], lines[4]) == ("Of [x] & y", "│ a [b] | c │ failed  │")
+    assert "Is it" not in plain.getvalue()
+    Console(file=coloured, width=60, force_terminal=True, color_system="standard").print(terminal.table(TABLE))
+    assert "\x1b[1;31mfailed" in coloured.getvalue() and "\x1b[32mpassed" in coloured.getvalue()
 
 
 def test_a_page_escapes_texts_and_marks_columns() -> None:

@@ -26,7 +26,7 @@ from deploy.run.verify import EngineName, ReceiptVerdict, Verifier, verify
 from serve_app.backends.torch_backend import TorchBackend
 from serve_app.http.routes import build_ingress
 from serve_app.openai.frontend import FrontEnd
-from serve_app.referee.receipts import NotAReceipt, Receipt, read_receipts
+from serve_app.referee.receipts import NotAReceipt, read_receipts
 from serve_app.referee.signatures import PublicKey, SigningKey
 from serve_app.streams.pooled import PooledTokenSource
 from serve_app.telemetry.metrics import BufferSink, Metrics
@@ -107,34 +107,23 @@ async def ask(client: httpx.AsyncClient, path: str = "/v1/completions", **fields
     return reply.json()  # type: ignore[no-any-return]
 
 
-async def receipts(folder: Path, drafter: Path | None = None, **changes: Any) -> list[Receipt]:
-    """Of one request each that is plain, has rules, is constrained, or is greedy."""
-    async with service(folder, drafter, **changes) as client:
-        replies = [
-            await ask(client, **BODY | fields)
-            for fields in (
-                {},
-                RULES,
-                {"structured_outputs": {"regex": "[a-z ]{12,40}"}, "ignore_eos": False},
-                {"temperature": 0, "logprobs": 0},
-            )
-        ]
-    return [one for reply in replies for one in read_receipts(json.dumps(reply))]
+STRUCTURED = {"structured_outputs": {"regex": "[a-z ]{12,40}"}, "ignore_eos": False}
 
 
-@ENGINES
 @pytest.mark.parametrize("sampled", [False, True], ids=["deterministic drafts", "sampled drafts"])
 @pytest.mark.parametrize("verifier", ["token_wise", "coupled"])
-async def test_sound_receipts_verify(
-    folder: Path, other: Path, verifier: str, sampled: bool, engine: EngineName
-) -> None:
-    made = await receipts(folder, other if sampled else None, verifier=verifier)
+async def test_sound_receipts_verify(folder: Path, other: Path, verifier: str, sampled: bool) -> None:
+    async with service(folder, other if sampled else None, verifier=verifier) as client:
+        requests = ({}, RULES, STRUCTURED, {"temperature": 0, "logprobs": 0})
+        replies = [await ask(client, **BODY | fields) for fields in requests]
+    made = [one for reply in replies for one in read_receipts(json.dumps(reply))]
     assert any(one.drafts for receipt in made for one in receipt.rounds)
     for receipt in made:
         assert {one.verifier for one in receipt.rounds} == {verifier}
-        found = await asyncio.to_thread(verify, receipt, folder, engine)
-        assert not found.reason, found
-        assert found.draws.num_checked >= 0.9 * len(receipt.token_ids)
+        for engine in ("torch", "transformers"):
+            found = await asyncio.to_thread(verify, receipt, folder, engine)
+            assert not found.reason, found
+            assert found.draws.num_checked >= 0.9 * len(receipt.token_ids)
 
 
 @ENGINES
@@ -253,27 +242,6 @@ def judged(wire: dict[str, Any], kind: str) -> tuple[dict[str, Any], int, int]:
     raise AssertionError(f"no {kind} token")
 
 
-def other_token(wire: dict[str, Any]) -> None:
-    wire["token_ids"][20] = (wire["token_ids"][20] + 101) % 500
-
-
-def other_draft(wire: dict[str, Any]) -> None:
-    one, offset, _ = judged(wire, "accepted")
-    one["drafts"][offset] = (one["drafts"][offset] + 1) % 500
-
-
-def smaller_q(wire: dict[str, Any]) -> None:
-    """A rejected draft, as if it had been unlikely enough to be accepted."""
-    one, offset, _ = judged(wire, "recovered")
-    one["draft_probs"][offset] = 1e-12
-
-
-def larger_q(wire: dict[str, Any]) -> None:
-    """What replaced a draft, as if the drafter had thought more of it than the model."""
-    one, _, _ = judged(wire, "recovered")
-    one["last_prob"] = 1.0
-
-
 def other_rounds(wire: dict[str, Any]) -> None:
     """An accepted token, as if it had been drawn by itself."""
     one, offset, index = judged(wire, "accepted")
@@ -287,48 +255,6 @@ def other_rounds(wire: dict[str, Any]) -> None:
     wire["rounds"][at : at + 1] = parts
 
 
-def other_filter(wire: dict[str, Any]) -> None:
-    wire["params"]["top_k"] = 2
-
-
-def other_rules(wire: dict[str, Any]) -> None:
-    wire["params"]["bad_words"] = [[wire["token_ids"][30]]]
-
-
-def a_stop_before_the_end(wire: dict[str, Any]) -> None:
-    wire["params"]["stop_token_ids"] = [wire["token_ids"][10]]
-
-
-def fewer_tokens_allowed(wire: dict[str, Any]) -> None:
-    wire["params"]["max_tokens"] = 20
-
-
-def a_last_token_that_nobody_accepted(wire: dict[str, Any]) -> None:
-    _, _, index = judged(wire, "recovered")
-    wire["token_kinds"][index] = "accepted"
-
-
-def other_logprob(wire: dict[str, Any]) -> None:
-    wire["logprobs"][5] -= 0.5
-
-
-def as_if_greedy(wire: dict[str, Any]) -> None:
-    wire["params"]["temperature"] = 0
-
-
-def unknown_token(wire: dict[str, Any]) -> None:
-    wire["token_ids"][4] = 100_000
-
-
-def unknown_draft(wire: dict[str, Any]) -> None:
-    one, offset, _ = judged(wire, "recovered")
-    one["drafts"][offset] = 10**30
-
-
-def every_logprob_higher(wire: dict[str, Any]) -> None:
-    wire["logprobs"] = [min(one + 0.3, 0.0) for one in wire["logprobs"]]
-
-
 def cut(wire: dict[str, Any], num_rounds: int = 3) -> None:
     """Without the last rounds."""
     kept = wire["rounds"][:-num_rounds]
@@ -336,12 +262,6 @@ def cut(wire: dict[str, Any], num_rounds: int = 3) -> None:
     for name in ("token_ids", "token_kinds", "logprobs"):
         wire[name] = wire[name][:count] if wire[name] is not None else None
     wire["num_delivered"] = count
-
-
-def cut_and_stopped(wire: dict[str, Any]) -> None:
-    """Cut off, and as if the model had ended there."""
-    cut(wire)
-    wire["ending"]["finish_reason"] = "stop"
 
 
 def last_round_twice(wire: dict[str, Any]) -> None:
@@ -373,42 +293,6 @@ def a_round_of_minus_one_token(wire: dict[str, Any]) -> None:
     """Its tokens are as many as before."""
     empty = wire["rounds"][0] | {"num_tokens": -(10**9)}
     wire["rounds"][1:1] = [empty, empty | {"num_tokens": 10**9}]
-
-
-def stop_strings_that_came(wire: dict[str, Any]) -> None:
-    """As if the request had named a stop string that its text had long before the end."""
-    wire["ending"]["stop_strings"] = ["a", "e", "i", "o", "t", " "]
-
-
-def logprobs_left_out(wire: dict[str, Any]) -> None:
-    wire["logprobs"] = None
-
-
-def other_verifier(wire: dict[str, Any]) -> None:
-    name = "token_wise" if wire["rounds"][0]["verifier"] != "token_wise" else "coupled"
-    for one in wire["rounds"]:
-        one["verifier"] = name
-
-
-def other_verifier_of_a_round(wire: dict[str, Any]) -> None:
-    wire["rounds"][7]["verifier"] = "token_wise" if wire["rounds"][7]["verifier"] == "coupled" else "coupled"
-
-
-def drafts_for_one_who_forbade_them(wire: dict[str, Any]) -> None:
-    wire["params"]["speculate"] = False
-
-
-OF_ANY_VERIFIER = (
-    *(logprobs_left_out, other_verifier, other_verifier_of_a_round, drafts_for_one_who_forbade_them),
-    *(other_token, other_draft, other_filter, unknown_token),
-    *(unknown_draft, every_logprob_higher, cut, cut_and_stopped),
-    *(last_round_twice, rounds_swapped, a_round_of_minus_one_token, stop_strings_that_came),
-)
-FORGERIES = (
-    *OF_ANY_VERIFIER,
-    *(smaller_q, larger_q, other_rounds, other_rules, a_stop_before_the_end),
-    *(fewer_tokens_allowed, a_last_token_that_nobody_accepted, other_logprob, as_if_greedy),
-)
 
 
 @pytest.fixture(scope="module")
@@ -449,18 +333,45 @@ def forged(wire: dict[str, Any], forge: Forge) -> dict[str, Any]:
     return changed
 
 
-@ENGINES
-@pytest.mark.parametrize("forge", FORGERIES)
-def test_a_forged_receipt_does_not_verify(
-    sound: dict[str, Any], folder: Path, forge: Forge, engine: EngineName, key_file: Path
-) -> None:
-    key = PublicKey.from_file(public_key(key_file))
-    assert not verify(*read_receipts(json.dumps(sound)), folder, engine, key).reason
-    (receipt,) = read_receipts(json.dumps(forged(sound, forge)))
-    assert verify(receipt, folder, engine).reason
-    assert "signature" in verify(receipt, folder, engine, key).reason
-    if forge is other_token:
-        assert verify(receipt, folder, engine).draws.wrong == 20
+def put(*path: Any) -> Forge:
+    """Puts the last of the path, or what it makes of the value there, in the place that the others name."""
+    *names, last, value = path
+
+    def forge(wire: dict[str, Any]) -> None:
+        place: Any = wire
+        for name in names:
+            place = place[name]
+        place[last] = value(place[last]) if callable(value) else value
+
+    return forge
+
+
+def in_a_round(kind: str, field: str, value: Any) -> Forge:
+    """Puts a value in the place of the first sampled draft of a kind."""
+
+    def forge(wire: dict[str, Any]) -> None:
+        one, offset, _ = judged(wire, kind)
+        put(field, offset, value)(one)
+
+    return forge
+
+
+def verified_by(name: str, *rounds: int) -> Forge:
+    """Renames the verifier, of every round or of some."""
+
+    def forge(wire: dict[str, Any]) -> None:
+        for number in rounds or range(len(wire["rounds"])):
+            wire["rounds"][number]["verifier"] = name
+
+    return forge
+
+
+def higher(logprobs: list[float]) -> list[float]:
+    return [min(one + 0.3, 0.0) for one in logprobs]
+
+
+def a_draft_accepted_that_was_rejected(wire: dict[str, Any]) -> None:
+    wire["token_kinds"][judged(wire, "recovered")[2]] = "accepted"
 
 
 def replaced_by_the_rejected_draft(wire: dict[str, Any]) -> None:
@@ -468,12 +379,61 @@ def replaced_by_the_rejected_draft(wire: dict[str, Any]) -> None:
     one["drafts"][offset] = wire["token_ids"][index]
 
 
-def test_forgeries_of_coupled_answers_do_not_verify(folder: Path, other: Path) -> None:
-    sound = made_by("coupled", folder, other)
-    forgeries = [*OF_ANY_VERIFIER, replaced_by_the_rejected_draft]
-    first, *others = Checked(folder)(sound, *(forged(sound, forge) for forge in forgeries))
+def replaced_as_if_drafted_surely(wire: dict[str, Any]) -> None:
+    """What replaced a draft, as if the drafter had thought more of it than the model."""
+    judged(wire, "recovered")[0]["last_prob"] = 1.0
+
+
+other_token = put("token_ids", 20, lambda token: (token + 101) % 500)
+OF_ANY_VERIFIER: dict[str, Forge] = {
+    "another token": other_token,
+    "an unknown token": put("token_ids", 4, 100_000),
+    "another draft": in_a_round("accepted", "drafts", lambda draft: (draft + 1) % 500),
+    "an unknown draft": in_a_round("recovered", "drafts", 10**30),
+    "every logprob higher": put("logprobs", higher),
+    "no logprobs": put("logprobs", None),
+    "cut off": cut,
+    "cut off as if the model had ended there": lambda wire: (cut(wire), put("ending", "finish_reason", "stop")(wire)),
+    "its last round twice": last_round_twice,
+    "rounds swapped": rounds_swapped,
+    "a round of minus one token": a_round_of_minus_one_token,
+    "stop strings that came before the end": put("ending", "stop_strings", ["a", "e", "i", "o", "t", " "]),
+}
+FORGERIES: dict[str, dict[str, Forge]] = {
+    "token_wise": OF_ANY_VERIFIER
+    | {
+        "another verifier": verified_by("coupled"),
+        "another verifier of a round": verified_by("coupled", 7),
+        "a rejected draft that was too unlikely to be rejected": in_a_round("recovered", "draft_probs", 1e-12),
+        "a token that replaced a sure draft": replaced_as_if_drafted_surely,
+        "an accepted token as if drawn by itself": other_rounds,
+        "a bad word": lambda wire: put("params", "bad_words", [[wire["token_ids"][30]]])(wire),
+        "a stop before the end": lambda wire: put("params", "stop_token_ids", [wire["token_ids"][10]])(wire),
+        "fewer tokens allowed": put("params", "max_tokens", 20),
+        "a rejected draft accepted": a_draft_accepted_that_was_rejected,
+        "as if greedy": put("params", "temperature", 0),
+    },
+    "coupled": OF_ANY_VERIFIER
+    | {
+        "another verifier": verified_by("token_wise"),
+        "another verifier of a round": verified_by("token_wise", 7),
+        "replaced by the rejected draft": replaced_by_the_rejected_draft,
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("verifier", "engine"), [("token_wise", "torch"), ("token_wise", "transformers"), ("coupled", "torch")]
+)
+def test_a_forged_receipt_does_not_verify(
+    sound: dict[str, Any], folder: Path, other: Path, verifier: str, engine: EngineName
+) -> None:
+    right = sound if verifier == "token_wise" else made_by("coupled", folder, other)
+    forgeries = FORGERIES[verifier]
+    first, *others = Checked(folder, engine)(right, *(forged(right, forge) for forge in forgeries.values()))
     assert not first.reason and first.draws.num_checked >= 100
-    assert [forge.__name__ for forge, one in zip(forgeries, others, strict=True) if not one.reason] == []
+    assert [name for name, one in zip(forgeries, others, strict=True) if not one.reason] == []
+    assert others[0].draws.wrong == 20
 
 
 @pytest.mark.parametrize("verifier", ["token_wise", "coupled"])
@@ -494,13 +454,12 @@ def test_drafts_of_greedy_answers_are_compared_with_their_tokens(folder: Path, v
 def test_the_tolerance_comes_from_the_engines_alone(sound: dict[str, Any], folder: Path) -> None:
     """Logprobs that are far off, or close, are evidence, and no measure of what rounding may do."""
 
-    def one_logprob(wire: dict[str, Any]) -> None:
-        wire["logprobs"][5] -= 0.2
-
     def none(wire: dict[str, Any]) -> None:
         wire["logprobs"] = wire["params"]["logprobs"] = None
 
-    wires = [forged(sound, forge) for forge in (one_logprob, every_logprob_higher, none)]
+    wires = [
+        forged(sound, forge) for forge in (put("logprobs", 5, lambda own: own - 0.2), put("logprobs", higher), none)
+    ]
     found = Checked(folder)(sound, *wires)
     assert {(one.tolerance_nats, one.tolerance) for one in found} == {(0.001, "for float32")}
     assert "TME 1.0022, the largest 0.2 nats off (token 5)" in found[1].in_words()
@@ -524,11 +483,11 @@ def test_what_is_only_claimed_is_printed_as_claimed(sound: dict[str, Any], folde
     (found,) = Checked(folder)(sound | CLAIMS)
     claimed = [line for line in found.in_words().splitlines() if line.startswith("  claimed ")]
     others = found.in_words().replace(claimed[0], "")
-    for value in ("cmpl-of-another", "GPT-9", "9.9", "step-7", "a machine", "int3"):
+    for value in ("cmpl-of-another", "GPT-9", str(10**12), "9.9", "step-7", "a machine", "int3"):
         assert value in claimed[0] and value not in others
-    assert len(claimed) == 1 and str(10**12) in claimed[0]
-    others = {"dtype": "float32", "verifier": "token_wise"}
-    assert found.to_wire()["claimed"] == CLAIMS | others | {"weight_versions": ("step-7",)}
+    assert len(claimed) == 1
+    alike = {"dtype": "float32", "verifier": "token_wise", "weight_versions": ("step-7",)}
+    assert found.to_wire()["claimed"] == CLAIMS | alike
 
 
 OPEN = CLAIMS.keys() | {  # what docs/proof.md names as claimed, or as not shown
@@ -587,36 +546,22 @@ def test_a_shorter_answer_to_another_request_shows_what_was_asked_for(sound: dic
     assert "as claimed: compare it with your request" in words
 
 
-def test_no_receipt_has_rounds_of_another_engine(sound: dict[str, Any], folder: Path) -> None:
-    forged = copy.deepcopy(sound)
-    for one in forged["rounds"]:
-        one["verifier"] = "vllm"
-    (receipt,) = read_receipts(json.dumps(forged))
-    assert "vLLM's answers have no receipts" in verify(receipt, folder, "torch").reason
-
-
-def test_weights_that_others_have_do_not_verify(sound: dict[str, Any], other: Path) -> None:
-    assert "fingerprint" in verify(*read_receipts(json.dumps(sound)), other, "torch").reason
-
-
 def test_any_field_is_under_the_signature(sound: dict[str, Any], folder: Path, key_file: Path) -> None:
     key = PublicKey.from_file(public_key(key_file))
-    for name, value in {"created": 1, "model": "x", "num_delivered": 3, "truespec": "9", "computing": "x"}.items():
-        (receipt,) = read_receipts(json.dumps(sound | {name: value}))
-        assert "signature" in verify(receipt, folder, "torch", key).reason
+    damaged = sound["signature"] | {"value": base64.b64encode(b"x" * 64).decode()}
+    for change in ({"created": 1}, {"num_delivered": 3}, {"truespec": "9"}, {"seed": "9"}, {"signature": damaged}):
+        assert "signature" in verify(*read_receipts(json.dumps(sound | change)), folder, "torch", key).reason
     (unsigned,) = read_receipts(json.dumps(sound | {"signature": None}))
     assert verify(unsigned, folder, "torch", key).reason == "it is not signed"
     assert not verify(unsigned, folder, "torch").reason
     reordered = json.dumps(dict(reversed(sound.items())), indent=3)
     assert not verify(*read_receipts(reordered), folder, "torch", key).reason
-    damaged = sound | {"signature": sound["signature"] | {"value": base64.b64encode(b"x" * 64).decode()}}
-    assert "signature" in verify(*read_receipts(json.dumps(damaged)), folder, "torch", key).reason
 
 
-def test_several_weights_cannot_be_checked(sound: dict[str, Any], folder: Path) -> None:
-    (receipt,) = read_receipts(json.dumps(sound | {"weight_versions": ["default", "step-2"]}))
-    with pytest.raises(ConfigError, match="weights were changed"):
-        verify(receipt, folder, "torch")
+def test_other_weights_or_engines_do_not_verify(sound: dict[str, Any], folder: Path, other: Path) -> None:
+    assert "fingerprint" in verify(*read_receipts(json.dumps(sound)), other, "torch").reason
+    (receipt,) = read_receipts(json.dumps(forged(sound, verified_by("vllm"))))
+    assert "vLLM's answers have no receipts" in verify(receipt, folder, "torch").reason
 
 
 @pytest.mark.parametrize(
@@ -624,11 +569,8 @@ def test_several_weights_cannot_be_checked(sound: dict[str, Any], folder: Path) 
     [
         ({"format": "truespec-receipt-9"}, "format is 'truespec-receipt-9'"),
         ({"seed": "seven"}, "seed: String should match"),
-        ({"seed": 7}, "seed: Input should be a valid string"),
         ({"note": "x"}, "fields that 'truespec-receipt-2' does not have"),
-        ({"format": "truespec-receipt-1"}, "format is 'truespec-receipt-1'"),
         ({"ending": None}, "ending: "),
-        ({"seed": 10**500}, "seed: String should match"),
         ({"token_ids": []}, "token_ids: Tuple should have at least 1 item"),
         ({"params": {"temperature": -1}}, "temperature must be"),
         ({"rounds": [{"verifier": "none", "num_tokens": 1}]}, r"rounds\.0\.verifier"),
@@ -667,8 +609,7 @@ def test_the_command_says_what_it_found(sound: dict[str, Any], folder: Path, key
     assert found.stdout.splitlines()[-1] == "VERIFIED"
     assert "valid" in found.stdout and "0.001 nats, for float32" in found.stdout
     assert "100 compared: TME 1, the largest" in found.stdout
-    other_token(forged := copy.deepcopy(sound))
-    path.write_text(json.dumps(forged))
+    path.write_text(json.dumps(forged(sound, other_token)))
     found = run(main, ["verify", str(path), "--model", str(folder)])
     assert found.exit_code == 1 and "NOT VERIFIED: " in found.stdout and "token 20 " in found.stdout
     found = run(main, ["verify", str(path), "--model", str(folder), "--json"])
@@ -701,8 +642,7 @@ def test_one_that_cannot_be_checked_does_not_keep_the_others_from_it(
     assert verdicts[1]["id"] == "cmpl-2" and "weights were changed" in verdicts[1]["reason"]
     assert "Receipt 1 of 4 cannot be checked: seed: Input" in found.stderr
     assert len(loaded) == 1
-    other_token(forged := copy.deepcopy(sound))
-    path.write_text(json.dumps({"receipts": [{}, forged]}))
+    path.write_text(json.dumps({"receipts": [{}, forged(sound, other_token)]}))
     assert run(main, ["verify", str(path), "--model", str(folder)]).exit_code == 1
 
 
@@ -713,17 +653,13 @@ MALFORMED: list[Any] = [
     [],
     {},
     {"format": []},
-    {"created": 10**500},
     {"rounds": [{"num_tokens": 10**12}]},
     {"rounds": []},
-    {"logprobs": []},
     {"logprobs": [1e308] * 100},
     {"seed": "9" * 20},
-    {"token_kinds": []},
     {"prompt_token_ids": [1] * 4000},
     {"prompt_token_ids": [10**30]},
     {"weights": "w17"},
-    {"dtype": "float128"},
     {"logprobs_mode": "of_another"},
     {"weight_versions": []},
     {"params": {"structure": {"kind": "regex", "text": "(" * 3000}}},

@@ -42,8 +42,8 @@ main(%r)
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the wheel and the source archive."""
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Beside it lies the source archive."""
     runner = Runner(
         checkout(tmp_path_factory.mktemp("wheel") / "tree"),
         {},
@@ -51,25 +51,19 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     runner.run("release", "python", "Lead the links of the package's description to the repository")
     runner.run("release", "python", "Build the wheel and the source archive")
-    return runner.tree / "dist"
-
-
-@pytest.fixture(scope="module")
-def wheel(built: Path) -> Path:
-    (found,) = built.glob("*.whl")
+    (found,) = (runner.tree / "dist").glob("*.whl")
     return found
 
 
-def files_of_packages() -> set[str]:
-    return {name for name in project_files(*PACKAGES) if not name.startswith(_IN_A_CHECKOUT)}
-
-
 def test_every_file_of_the_packages_is_in_it_and_nothing_else(wheel: Path) -> None:
+    of_packages = {name for name in project_files(*PACKAGES) if not name.startswith(_IN_A_CHECKOUT)}
     with zipfile.ZipFile(wheel) as archive:
-        inside = {name for name in archive.namelist() if ".dist-info/" not in name}
+        assert {name for name in archive.namelist() if ".dist-info/" not in name} == of_packages
         assert archive.getinfo("speculative/kernels/products.cpp").file_size > 10_000
-    assert inside == files_of_packages()
-    assert not any(name.startswith(("tools/", "tests/")) for name in inside)
+    (source,) = wheel.parent.glob("*.tar.gz")
+    with tarfile.open(source) as opened:
+        inside = {name.partition("/")[2] for name in opened.getnames()}
+    assert of_packages | {"pyproject.toml", "README.md", "LICENSE"} <= inside
 
 
 def test_its_description_leads_to_the_repository(wheel: Path) -> None:
@@ -81,13 +75,6 @@ def test_its_description_leads_to_the_repository(wheel: Path) -> None:
     assert "](docs/" not in text and "](CONTRIBUTING" not in text
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert metadata["Version"] == project["version"] and metadata["License-Expression"] == "Apache-2.0"
-
-
-def test_the_source_archive_has_what_a_wheel_is_made_of(built: Path) -> None:
-    (archive,) = built.glob("*.tar.gz")
-    with tarfile.open(archive) as opened:
-        inside = {name.partition("/")[2] for name in opened.getnames()}
-    assert files_of_packages() | {"pyproject.toml", "README.md", "LICENSE"} <= inside
 
 
 def test_an_image_is_built_from_the_same_packages() -> None:
