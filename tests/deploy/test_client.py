@@ -29,24 +29,18 @@ class Handler(QuietHandler):
     """Answers as the question demands: with a stream, with one that breaks off, or with a refusal."""
 
     def do_GET(self) -> None:
-        self._say(404, b"")
+        self.say(404, b"")
 
     def do_POST(self) -> None:
         body: dict[str, Any] = json.loads(self.rfile.read(int(self.headers["content-length"])))
         question = body["messages"][0]["content"]
         events = [*EVENTS[:2], {"error": {"message": "the engine is gone"}}] if question == "break" else EVENTS
         if question == "refuse":
-            self._say(429, json.dumps({"error": {"message": "too many"}}).encode())
+            self.say(429, json.dumps({"error": {"message": "too many"}}).encode())
         elif question == "garble":
-            self._say(200, b"data: <html>\n\n")
+            self.say(200, b"data: <html>\n\n")
         else:
-            self._say(200, b"".join(b"data: %s\n\n" % json.dumps(event).encode() for event in events))
-
-    def _say(self, status: int, content: bytes) -> None:
-        self.send_response(status)
-        self.send_header("content-length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
+            self.say(200, b"".join(b"data: %s\n\n" % json.dumps(event).encode() for event in events))
 
 
 @pytest.fixture(scope="module")
@@ -151,10 +145,7 @@ class Breaking:
                     return breaking.way(self)
                 reply = b'{"choices": [{"index": 0, "text": "b", "finish_reason": "stop"}]}'
                 reply = b"data: %s\n\n" % reply if body.get("stream") else reply
-                self.send_response(200)
-                self.send_header("content-length", str(len(reply)))
-                self.end_headers()
-                self.wfile.write(reply)
+                self.say(200, reply)
 
         with serving(Handler) as self.url:
             yield self

@@ -14,6 +14,7 @@ from serve_app.backends.vllm_parts.settings import SIZES
 from serve_app.config.app_config import AppConfig
 from serve_app.config.files import load_config
 from tools.chart import ROOT
+from tools.reference import configuration_reference
 
 
 @pytest.mark.parametrize("file", [*CONFIGS.glob("*.yaml"), ROOT / "deploy" / "docker" / "truespec.yaml"], ids=str)
@@ -69,6 +70,14 @@ def test_overrides_are_folded_into_the_pools(tmp_path: Path) -> None:
     assert "replicas" not in application["args"]["pools"]["decode"]
 
 
+def test_the_reference_has_a_row_for_every_field() -> None:
+    text = configuration_reference()
+    for section in ("engine", "drafter", "replay", "limits"):
+        table = text.partition(f"## `applications[].args.{section}`")[2].partition("\n## ")[0]
+        fields = AppConfig.model_fields[section].annotation.model_fields
+        assert {line.split("`")[1] for line in table.splitlines() if line.startswith("| `")} == fields.keys()
+
+
 @pytest.mark.parametrize("name", ["monolith", "resilient", "vllm"])
 def test_values_of_the_chart_have_all_settings_of_the_file(name: str, tmp_path: Path) -> None:
     file = tmp_path / "app.yaml"
@@ -77,16 +86,11 @@ def test_values_of_the_chart_have_all_settings_of_the_file(name: str, tmp_path: 
     values = yaml.safe_load(CliRunner().invoke(main, ["config", "values", str(file)]).output)
     ours = load_config(file).application.args
     assert (values["modelCache"], values["service"]) == ({"fetch": ["smollm2-135m"]}, {"port": 8001})
-    arguments = values["config"].get("vllm", {})
-    theirs = AppConfig.model_validate(
-        values["config"]
-        | {"engine": values["config"]["engine"] | ({"kind": "vllm"} if "vllm" in values else {})}
-        | ({"vllm": arguments} if arguments else {})
-    )
+    engine = values["config"]["engine"] | ({"kind": "vllm"} if "vllm" in values else {})
+    theirs = AppConfig.model_validate(values["config"] | {"engine": engine})
     assert theirs.model_dump(exclude={"pools"}) == ours.model_dump(exclude={"pools"})
-    assert {name: pool["replicas"] for name, pool in values["pools"].items()} == {
-        name: ours.pool(name).replicas for name in ours.pool_names
-    }
+    replicas = {name: pool["replicas"] for name, pool in values["pools"].items()}
+    assert replicas == {name: ours.pool(name).replicas for name in ours.pool_names}
 
 
 RANKS = {"distributed_executor_backend": "ray", "tensor_parallel_size": 2}
@@ -104,10 +108,7 @@ RANKS = {"distributed_executor_backend": "ray", "tensor_parallel_size": 2}
             "pools.monolith.num_gpus is 0, and vLLM on CPUs has no form in the chart.*set num_gpus to 1",
         ),
         ({"model": {"source": "./mine"}}, "model.source is ./mine, a folder of this machine.*give a hub id"),
-        (
-            {"drafter": {"kind": "eagle3", "model": "~/head"}},
-            "drafter.model is ~/head, a folder of this machine",
-        ),
+        ({"drafter": {"kind": "eagle3", "model": "~/head"}}, "drafter.model is ~/head, a folder of this machine"),
         ({"pools": {"router": {"replicas": 2}}, "recovery": {"resume": True}}, "pools.router cannot become a value"),
         ({"pools": {"monolith": {"label_selector": {"zone": "a"}}}}, "pools.monolith.label_selector cannot become a v"),
         ({"pools": {"monolith": {"autoscaling": {"max_replicas": 2}}}}, "pools.monolith.autoscaling cannot become a v"),
@@ -118,10 +119,8 @@ RANKS = {"distributed_executor_backend": "ray", "tensor_parallel_size": 2}
 def test_what_the_chart_would_not_serve_is_not_printed_as_values(
     changed: dict[str, object], says: str | None, tmp_path: Path
 ) -> None:
-    file = tmp_path / "app.yaml"
-    file.write_text(
-        yaml.safe_dump({"applications": [{"args": {"model": {"source": "x"}, "topology": "monolith"} | changed}]})
-    )
+    file, args = tmp_path / "app.yaml", {"model": {"source": "x"}, "topology": "monolith"} | changed
+    file.write_text(yaml.safe_dump({"applications": [{"args": args}]}))
     printed = CliRunner().invoke(main, ["config", "values", str(file)])
     assert printed.exit_code == (says is not None)
     if says is not None:

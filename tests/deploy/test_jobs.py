@@ -24,16 +24,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("models") / "tiny", tokenizer=True, num_hidden_layers=4)
 
 
-def test_a_job_without_the_clusters_token_is_refused(head: RayHead) -> None:
-    done = head.submit("truespec", "--version", token=False)
-    assert done.returncode != 0
-    assert "401" in done.stdout + done.stderr or "token" in done.stdout + done.stderr
-
-
-def test_a_job_that_fails_is_reported_as_failed(head: RayHead) -> None:
-    done = head.submit("truespec", "model", "get", "no-such-model")
-    assert done.returncode == 1
-    assert "no-such-model" in done.stdout + done.stderr
+def test_a_job_needs_the_clusters_token_and_fails_with_its_command(head: RayHead) -> None:
+    refused = head.submit("truespec", "--version", token=False)
+    assert refused.returncode != 0 and ("401" in refused.stdout + refused.stderr or "token" in refused.stderr)
+    failed = head.submit("truespec", "model", "get", "no-such-model")
+    assert failed.returncode == 1 and "no-such-model" in failed.stdout + failed.stderr
 
 
 def test_batch_with_an_engine_of_its_own_twice(head: RayHead, model: Path, tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """What cannot be served is refused before anything starts, with its field and the fix."""
 
-import json
 import re
 import shutil
 from collections.abc import Mapping
@@ -33,11 +32,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
     """Folders by what they hold."""
     root = tmp_path_factory.mktemp("models")
     model = write_tiny_model(root / "model", tokenizer=True, num_hidden_layers=4)
-    sure = write_tiny_head(root / "sure", model)
-    of_sure = json.loads((sure / "config.json").read_text()) | {"held_out_acceptance": {"sampled": [1.5]}}
-    (sure / "config.json").write_text(json.dumps(of_sure))
     return {
-        "sure": str(sure),
         "model": str(model),
         "short": str(write_tiny_model(root / "short", max_position_embeddings=64)),
         "other": str(write_tiny_model(root / "other", vocab_size=96)),
@@ -90,14 +85,8 @@ def test_a_template_of_another_model_is_refused_on_either_engine(
     [
         ({"model": {"source": "./missing"}}, r"model\.source: There is no folder \./missing here"),
         ({"drafter": {"kind": "eagle3", "model": "missing"}}, r"drafter\.model: No model 'missing'"),
-        (
-            {"pools": {"monolith": {"num_gpus": 1}}},
-            r"pools\.monolith\.num_gpus: .* 1 GPUs .* 0 that torch .* set it to 0",
-        ),
-        (
-            {"pools": {"monolith": {"num_cpus": 64}}},
-            r"num_cpus: one replica asks for 64 CPUs, .* has 2: .* to 2 at most",
-        ),
+        ({"pools": {"monolith": {"num_gpus": 1}}}, r"monolith\.num_gpus: .* 1 GPUs .* 0 that torch .* set it to 0"),
+        ({"pools": {"monolith": {"num_cpus": 64}}}, r"num_cpus: one replica asks for 64 CPUs, .* 2: .* to 2 at most"),
         ({"access": {"keys_file": "/missing/keys"}}, r"access\.keys_file: /missing/keys: cannot be read"),
         ({"receipts": {"key_file": "/missing/key"}}, r"receipts\.key_file: /missing/key holds no private key"),
         ({"admin": {"token_file": "/missing/token"}}, r"admin\.token_file: /missing/token cannot be read"),
@@ -106,13 +95,12 @@ def test_a_template_of_another_model_is_refused_on_either_engine(
         ({"engine": {"max_model_len": 900, "kv_cache_tokens": 1024}}, r"max_model_len: is 900, .* 512 positions"),
         (
             {"drafter": {"kind": "draft_model", "model": "{eagle3}"}},
-            r"drafter\.model: .*`architectures` is \['LlamaForCausalLMEagle3'\]",
+            r"drafter\.model: .*`architectures` is \['Ll.*Eagle3'",
         ),
         (
             {"drafter": {"kind": "eagle3", "model": "{model}"}},
             r"drafter\.model: .*`architectures` is 'LlamaForCausalLM'",
         ),
-        ({"drafter": {"kind": "eagle3", "model": "{sure}"}}, r"drafter\.model: .*json: held_out_acceptance is"),
         (
             {"drafter": {"kind": "draft_model", "model": "{other}"}},
             r"drafter\.model: .* vocabulary of 96 tokens, and the model one of \d+; take a model of the same family",
@@ -135,9 +123,8 @@ def test_what_is_not_here_is_reported_with_its_field_and_the_fix(
 def test_a_cache_that_no_memory_holds_is_refused_with_what_would_fit(models: Mapping[str, str]) -> None:
     wanted = {"kv_cache_tokens": 2**24, "dtype": "float32", "quantization": "float32"}
     found = only(faults(config(models, engine=wanted)))
-    assert (
-        "args.engine.kv_cache_tokens: 16777216 tokens take 16.0 GiB" in found
-    )  # 4 layers x 2 x 2 heads x 16 x 4 bytes
+    of_cache = 4 * 2 * 2 * 16 * 4 * 2**24 / GIB  # layers x keys and values x heads x width x bytes x tokens
+    assert f"args.engine.kv_cache_tokens: 16777216 tokens take {of_cache:.1f} GiB" in found
     assert "of 1 replicas, and this machine has 8.0 GiB; set it well below 83" in found
     assert faults(config(models, engine=wanted), Machine(2, 20 * GIB)) == []
     pools = {"monolith": {"autoscaling": {"min_replicas": 2, "max_replicas": 9}}}
@@ -180,9 +167,7 @@ def test_gpus_that_no_pool_asks_for_are_hinted_at(models: Mapping[str, str]) -> 
     assert hints(0) == hints(2, "cpu") == hints(2, prefill={"num_gpus": 1}, decode={"num_gpus": 0.5}) == []
     assert len(hints(2)) == 2
     hint = only(hints(2, prefill={"num_gpus": 1}))
-    assert (
-        "args.pools.decode.num_gpus is 0" in hint and "this machine has 2 GPUs: set it to 1, or engine.device" in hint
-    )
+    assert re.search(r"args.pools.decode.num_gpus is 0.* this machine has 2 GPUs: set it to 1, or engine.device", hint)
 
 
 def test_fp8_weights_take_a_byte_each_and_a_gpu(models: Mapping[str, str]) -> None:
@@ -200,10 +185,8 @@ def test_fp8_weights_take_a_byte_each_and_a_gpu(models: Mapping[str, str]) -> No
 
 
 def test_a_model_that_lacks_its_tokenizer_or_its_weights_is_refused(models: Mapping[str, str], tmp_path: Path) -> None:
-    for missing, reported in (
-        ("tokenizer.json", "holds no tokenizer.json"),
-        ("model.safetensors", "has neither model.safe"),
-    ):
+    faults_of = {"tokenizer.json": "holds no tokenizer.json", "model.safetensors": "has neither model.safe"}
+    for missing, reported in faults_of.items():
         broken = shutil.copytree(models["model"], tmp_path / missing)
         (broken / missing).unlink()
         found = only(faults(config(models, model={"source": str(broken), "name": "x"})))
@@ -214,12 +197,9 @@ def test_a_model_that_lacks_its_tokenizer_or_its_weights_is_refused(models: Mapp
     ("pool", "reported"),
     [
         ({"num_cpus": 2, "replicas": 4}, None),
-        (
-            {"num_cpus": 2, "replicas": 5},
-            "pools.monolith.num_cpus: the pools ask for 10 CPUs together, and the cluster has 8",
-        ),
+        ({"num_cpus": 2, "replicas": 5}, "num_cpus: the pools ask for 10 CPUs together, and the cluster has 8"),
         ({"num_cpus": 2, "autoscaling": {"max_replicas": 9}}, None),
-        ({"num_gpus": 1}, "pools.monolith.num_gpus: the pools ask for 1 GPUs together, and the cluster has 0"),
+        ({"num_gpus": 1}, "num_gpus: the pools ask for 1 GPUs together, and the cluster has 0"),
     ],
 )
 def test_what_a_cluster_lacks_is_refused(
@@ -228,7 +208,7 @@ def test_what_a_cluster_lacks_is_refused(
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 8.0})
     checked = config(models, pools={"monolith": pool}, model={"source": "/on/the/cluster", "name": "x"})
     found = check_cluster(checked).faults
-    assert found == [] if reported is None else reported in only(found), found
+    assert found == [] if reported is None else f"pools.monolith.{reported}" in only(found), found
 
 
 def test_config_check_looks_at_this_machine_unless_told_not_to_and_serve_before_ray_starts(

@@ -38,7 +38,7 @@ from tests.support.engines import NGRAM, settings
 from tests.support.fake_serving import BackendSource, make_backend
 from tests.support.tiny_models import write_tiny_model
 
-ENGINES = pytest.mark.parametrize("engine", ["torch", "transformers"])
+ENGINES: tuple[EngineName, ...] = ("torch", "transformers")
 PROMPT = "the quick brown fox jumps over the lazy dog, the quick brown fox"
 # Seeded requests are coupled unless they say otherwise; here the service's verifier is to judge.
 BODY = {"model": "tiny", "prompt": PROMPT, "max_tokens": 48, "ignore_eos": True, "seed": 7, "temperature": 0.8}
@@ -120,22 +120,22 @@ async def test_sound_receipts_verify(folder: Path, other: Path, verifier: str, s
     assert any(one.drafts for receipt in made for one in receipt.rounds)
     for receipt in made:
         assert {one.verifier for one in receipt.rounds} == {verifier}
-        for engine in ("torch", "transformers"):
+        for engine in ENGINES:
             found = await asyncio.to_thread(verify, receipt, folder, engine)
             assert not found.reason, found
             assert found.draws.num_checked >= 0.9 * len(receipt.token_ids)
 
 
-@ENGINES
 @pytest.mark.parametrize("logprobs", [None, 0])
-async def test_a_bfloat16_answer_verifies_in_float32(folder: Path, engine: EngineName, logprobs: int | None) -> None:
+async def test_a_bfloat16_answer_verifies_in_float32(folder: Path, logprobs: int | None) -> None:
     async with service(folder, dtype="bfloat16") as client:
         reply = await ask(client, **BODY | {"max_tokens": 100, "temperature": 1.0, "logprobs": logprobs})
-    found = await asyncio.to_thread(verify, *read_receipts(json.dumps(reply)), folder, engine)
-    assert not found.reason, found
-    assert (found.tolerance_nats, found.tolerance) == (0.5, "for bfloat16")
-    assert (found.tme is None) == (logprobs is None)
-    assert ("logprobs: it has none" in found.not_shown) == (logprobs is None)
+    for engine in ENGINES:
+        found = await asyncio.to_thread(verify, *read_receipts(json.dumps(reply)), folder, engine)
+        assert not found.reason, found
+        assert (found.tolerance_nats, found.tolerance) == (0.5, "for bfloat16")
+        assert (found.tme is None) == (logprobs is None)
+        assert ("logprobs: it has none" in found.not_shown) == (logprobs is None)
 
 
 @pytest.mark.skipif(cpu_kernels() is None, reason="rounded weights need the CPU kernels")
@@ -210,9 +210,8 @@ async def test_an_answer_that_a_token_ends_is_whole(folder: Path, asked: dict[st
     assert receipt.ending.finish_reason == "stop" and len(receipt.token_ids) > 5
     found = await asyncio.to_thread(verify, receipt, folder, "torch")
     assert not found.reason, found.reason
-    forged = dataclasses.replace(
-        receipt, params=dataclasses.replace(receipt.params, ignore_eos=True, stop_token_ids=())
-    )
+    endless = dataclasses.replace(receipt.params, ignore_eos=True, stop_token_ids=())
+    forged = dataclasses.replace(receipt, params=endless)
     assert "can only be 'length'" in (await asyncio.to_thread(verify, forged, folder, "torch")).reason
 
 
@@ -314,18 +313,14 @@ def made_by(verifier: str, folder: Path, other: Path, key_file: Path | None = No
     return receipt
 
 
-class Checked:
+def checked(folder: Path, *wires: dict[str, Any], engine: EngineName = "torch") -> list[ReceiptVerdict]:
     """What `truespec verify` says of receipts, the model loaded once."""
 
-    def __init__(self, folder: Path, engine: EngineName = "torch") -> None:
-        self._folder, self._engine = folder, engine
+    async def all_of_them() -> list[ReceiptVerdict]:
+        async with Verifier(folder, engine, 256) as verifier:
+            return [await verifier.check(one) for wire in wires for one in read_receipts(json.dumps(wire))]
 
-    def __call__(self, *wires: dict[str, Any]) -> list[ReceiptVerdict]:
-        async def all_of_them() -> list[ReceiptVerdict]:
-            async with Verifier(self._folder, self._engine, 256) as verifier:
-                return [await verifier.check(one) for wire in wires for one in read_receipts(json.dumps(wire))]
-
-        return asyncio.run(all_of_them())
+    return asyncio.run(all_of_them())
 
 
 def forged(wire: dict[str, Any], forge: Forge) -> dict[str, Any]:
@@ -356,14 +351,8 @@ def in_a_round(kind: str, field: str, value: Any) -> Forge:
     return forge
 
 
-def verified_by(name: str, *rounds: int) -> Forge:
-    """Renames the verifier, of every round or of some."""
-
-    def forge(wire: dict[str, Any]) -> None:
-        for number in rounds or range(len(wire["rounds"])):
-            wire["rounds"][number]["verifier"] = name
-
-    return forge
+def verified_by(name: str) -> Forge:
+    return put("rounds", lambda rounds: [one | {"verifier": name} for one in rounds])
 
 
 def higher(logprobs: list[float]) -> list[float]:
@@ -403,7 +392,7 @@ FORGERIES: dict[str, dict[str, Forge]] = {
     "token_wise": OF_ANY_VERIFIER
     | {
         "another verifier": verified_by("coupled"),
-        "another verifier of a round": verified_by("coupled", 7),
+        "another verifier of a round": put("rounds", 7, "verifier", "coupled"),
         "a rejected draft that was too unlikely to be rejected": in_a_round("recovered", "draft_probs", 1e-12),
         "a token that replaced a sure draft": replaced_as_if_drafted_surely,
         "an accepted token as if drawn by itself": other_rounds,
@@ -416,7 +405,7 @@ FORGERIES: dict[str, dict[str, Forge]] = {
     "coupled": OF_ANY_VERIFIER
     | {
         "another verifier": verified_by("token_wise"),
-        "another verifier of a round": verified_by("token_wise", 7),
+        "another verifier of a round": put("rounds", 7, "verifier", "token_wise"),
         "replaced by the rejected draft": replaced_by_the_rejected_draft,
     },
 }
@@ -430,7 +419,7 @@ def test_a_forged_receipt_does_not_verify(
 ) -> None:
     right = sound if verifier == "token_wise" else made_by("coupled", folder, other)
     forgeries = FORGERIES[verifier]
-    first, *others = Checked(folder, engine)(right, *(forged(right, forge) for forge in forgeries.values()))
+    first, *others = checked(folder, right, *(forged(right, forge) for forge in forgeries.values()), engine=engine)
     assert not first.reason and first.draws.num_checked >= 100
     assert [name for name, one in zip(forgeries, others, strict=True) if not one.reason] == []
     assert others[0].draws.wrong == 20
@@ -447,7 +436,7 @@ def test_drafts_of_greedy_answers_are_compared_with_their_tokens(folder: Path, v
         one["drafts"][0] = (one["drafts"][0] + 1) % 500
 
     sound = asyncio.run(made())
-    first, second = Checked(folder)(sound, forged(sound, accepted))
+    first, second = checked(folder, sound, forged(sound, accepted))
     assert not first.reason and "its draft says otherwise" in second.reason
 
 
@@ -460,7 +449,7 @@ def test_the_tolerance_comes_from_the_engines_alone(sound: dict[str, Any], folde
     wires = [
         forged(sound, forge) for forge in (put("logprobs", 5, lambda own: own - 0.2), put("logprobs", higher), none)
     ]
-    found = Checked(folder)(sound, *wires)
+    found = checked(folder, sound, *wires)
     assert {(one.tolerance_nats, one.tolerance) for one in found} == {(0.001, "for float32")}
     assert "TME 1.0022, the largest 0.2 nats off (token 5)" in found[1].in_words()
     assert "the logprob of token 5 is 0.2 nats from its own" in found[1].reason
@@ -480,7 +469,7 @@ CLAIMS = {
 
 
 def test_what_is_only_claimed_is_printed_as_claimed(sound: dict[str, Any], folder: Path) -> None:
-    (found,) = Checked(folder)(sound | CLAIMS)
+    (found,) = checked(folder, sound | CLAIMS)
     claimed = [line for line in found.in_words().splitlines() if line.startswith("  claimed ")]
     others = found.in_words().replace(claimed[0], "")
     for value in ("cmpl-of-another", "GPT-9", str(10**12), "9.9", "step-7", "a machine", "int3"):
@@ -527,7 +516,7 @@ def test_whatever_else_is_changed_is_refused(folder: Path, other: Path, verifier
             read_receipts(json.dumps(wire))
             names.append(name)
             wires.append(wire)
-    found = Checked(folder)(*wires)
+    found = checked(folder, *wires)
     assert len(set(names)) > 25 and {"seed", "token_ids", "logprobs", "rounds.num_tokens"} <= set(names)
     assert {name for name, one in zip(names, found, strict=True) if not one.reason} <= OPEN
 
@@ -539,7 +528,7 @@ def test_a_shorter_answer_to_another_request_shows_what_was_asked_for(sound: dic
         cut(wire)
         wire["params"]["max_tokens"] = len(wire["token_ids"])
 
-    (found,) = Checked(folder)(cut_off := forged(sound, shorter))
+    (found,) = checked(folder, cut_off := forged(sound, shorter))
     words = found.in_words()
     assert not found.reason
     assert f"asked for    max_tokens {len(cut_off['token_ids'])}, temperature 1.0" in words
@@ -690,21 +679,10 @@ def test_no_malformed_receipt_stops_the_others(sound: dict[str, Any], folder: Pa
     assert "\x1b" not in words.stdout and "id ?[2J?, model [bold]x[/bold]?, created -1000" in words.stdout
 
 
-WITHOUT_RAY = """
-import sys
-class Blocked:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == "ray":
-            raise ImportError("ray is not installed")
-sys.meta_path.insert(0, Blocked())
-from deploy.cli.main import main
-main()
-"""
-
-
 def test_it_needs_no_ray(sound: dict[str, Any], folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "receipt.json"
     path.write_text(json.dumps(sound))
-    command = [sys.executable, "-c", WITHOUT_RAY, "verify", str(path), "--model", str(folder)]
+    without_ray = "import sys; sys.modules['ray'] = None; from deploy.cli.main import main; main()"
+    command = [sys.executable, "-c", without_ray, "verify", str(path), "--model", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0 and "VERIFIED" in done.stdout, done.stderr

@@ -38,7 +38,6 @@ class FakeAudited:
         self.answer = answer
         self.url = ""
         self.dead = False
-        self.bodies: list[dict[str, Any]] = []
 
     @contextmanager
     def running(self) -> Iterator["FakeAudited"]:
@@ -57,7 +56,6 @@ def _handler(fake: FakeAudited) -> type[QuietHandler]:
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            fake.bodies.append(body)
             reply = fake.answer(body)
             fake.dead = fake.dead or reply is DIES
             self._say(*reply, streamed=bool(body.get("stream")))
@@ -69,9 +67,6 @@ def _handler(fake: FakeAudited) -> type[QuietHandler]:
             data = json.dumps(answer).encode()
             if streamed:
                 data = b"data: " + data + b"\n\ndata: [DONE]\n\n"
-            self.send_response(status)
-            self.send_header("content-length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
+            self.say(status, data)
 
     return Handler

@@ -17,10 +17,6 @@ class RawRequest:
     reader: asyncio.StreamReader
 
     @property
-    def method(self) -> str:
-        return self.lines[0].split(b" ")[0].decode()
-
-    @property
     def target(self) -> str:
         return self.lines[0].split(b" ")[1].decode()
 

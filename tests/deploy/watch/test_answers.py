@@ -11,7 +11,8 @@ from deploy.exchange.exchanges import CHAT, COMPLETIONS, Exchange
 
 REPLIES = Path(__file__).with_name("replies")
 WITH_IDS = ("vllm", "vllm-ngram", "truespec")
-KINDS = ("logprobs", "sampled", "defaults", "eos", "stop-string", "two-choices", "wide-characters")
+GREEDY_OR_SEEDED = ("logprobs", "sampled", "stop-string", "two-choices")
+KINDS = (*GREEDY_OR_SEEDED, "defaults", "eos", "wide-characters")
 
 
 def recorded(server: str, name: str) -> Exchange:
@@ -46,9 +47,7 @@ def test_every_token_has_its_logprob_streamed_or_not(server: str, path: str, kin
     for index, choice in whole.choices.items():
         other = streamed.choices[index]
         assert choice.prompt_token_ids == other.prompt_token_ids
-        if (
-            kind in ("logprobs", "sampled", "stop-string", "two-choices") and server != "vllm-ngram"
-        ):  # greedy, or a seed
+        if kind in GREEDY_OR_SEEDED and server != "vllm-ngram":
             assert (choice.token_ids, choice.text) == (other.token_ids, other.text)
 
 
@@ -61,10 +60,8 @@ def test_the_prompt_belongs_to_each_choice_where_a_stream_names_it_once() -> Non
 
 
 def test_usage_is_read_where_it_is() -> None:
-    assert (read("truespec", "chat-streamed-usage").num_tokens, read("truespec", "chat-streamed-usage").num_cached) == (
-        3,
-        32,
-    )
+    ours = read("truespec", "chat-streamed-usage")
+    assert (ours.num_tokens, ours.num_cached) == (3, 32)
     assert read("vllm", "chat-streamed-logprobs").num_tokens is None
     assert read("llama.cpp", "chat-streamed-logprobs").num_tokens == 6, "of its timings"
     assert read("llama.cpp", "completions-logprobs").num_cached == 4
@@ -109,7 +106,11 @@ def test_transformers_gives_text_and_numbers_only(server: str, path: str, kind: 
 # Made-up replies: SGLang's forms, and what is broken.
 
 
-def test_chats_of_sglang_have_their_ids_elsewhere() -> None:
+def test_ids_may_stand_elsewhere() -> None:
+    """As of SGLang's chats, and in the place of texts."""
+    logprobs = {"tokens": ["token_id:7", "token_id:12"], "token_logprobs": [-1.0, -2.0]}
+    wire = {"text": "ab", "logprobs": logprobs, "finish_reason": "length"}
+    assert read_reply(made_up({"choices": [wire]}, streamed=False)).choices[0].token_ids == [7, 12]
     whole = {"message": {"content": "ab"}, "finish_reason": "stop", "response_token_ids": [7, 8], "index": 0}
     choice = read_reply(made_up({"choices": [whole | {"prompt_token_ids": [5]}]}, path=CHAT, streamed=False)).choices[0]
     assert (choice.token_ids, choice.prompt_token_ids) == ([7, 8], (5,))
@@ -129,12 +130,6 @@ def test_streamed_chats_of_sglang_have_them_in_an_event_of_their_own() -> None:
         ([9], [-3.0], "c"),
     ]
     assert {one.prompt_token_ids for one in reply.choices.values()} == {(5, 6)}
-
-
-def test_ids_may_be_written_in_the_place_of_texts() -> None:
-    logprobs = {"tokens": ["token_id:7", "token_id:12"], "token_logprobs": [-1.0, -2.0]}
-    wire = {"text": "ab", "logprobs": logprobs, "finish_reason": "length"}
-    assert read_reply(made_up({"choices": [wire]}, streamed=False)).choices[0].token_ids == [7, 12]
 
 
 def test_calls_of_tools_and_thoughts_are_noted() -> None:

@@ -74,11 +74,7 @@ def server(folder: Path, **is_: Any) -> Iterator[str]:
             return {"top_logprobs": [{names[token]: logprobs[token] for token in top}]}
 
         def _reply(self, status: int, wire: dict[str, Any]) -> None:
-            body = json.dumps(wire).encode()
-            self.send_response(status)
-            self.send_header("content-length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+            self.say(status, json.dumps(wire).encode())
 
     with serving(Handler) as url:
         yield url
@@ -167,12 +163,9 @@ def test_a_server_that_cannot_be_measured_is_refused(
         calibrated(folders[0], **is_)
 
 
-def test_other_weights_are_refused(folders: tuple[Path, Path]) -> None:
+def test_other_weights_and_the_urls_of_no_server_are_refused(folders: tuple[Path, Path]) -> None:
     target, draft = folders
     with server(draft) as url, pytest.raises(ConfigError, match=r"tiny are not those of --model.*other weights"):
         calibrate(url, target, None, PROMPTS)
-
-
-def test_where_no_server_is_the_url_is_wrong(folders: tuple[Path, Path]) -> None:
     with pytest.raises(ConfigError, match=r"No server answers at http://127.0.0.1:1;"):
-        calibrate("http://127.0.0.1:1", folders[0], None, PROMPTS)
+        calibrate("http://127.0.0.1:1", target, None, PROMPTS)

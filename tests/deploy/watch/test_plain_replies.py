@@ -42,6 +42,7 @@ def test_values_and_the_order_of_keys_stay(value: str, written: str) -> None:
 @pytest.mark.parametrize(
     "data",
     [b"", b"[]", b"{", b'{"choices": 1}', b'{"choices": [1]}', b'{"choices": []}x', b"\xff"]
+    + [b'{"choices":' + b"[" * 100_000 + b"]" * 100_000 + b"}"]
     + [b'{"choices": [{"token_ids": [1], "a": %s}]}' % value for value in (b"1e999", b'"\\ud800"', b"1" * 5000)],
 )
 def test_what_cannot_be_read_or_written_again_stays_as_it_came(data: bytes) -> None:

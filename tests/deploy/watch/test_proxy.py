@@ -423,25 +423,6 @@ def test_options_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
         ProxyOptions(**{"upstream": "http://127.0.0.1:1", **wrong})
 
 
-@pytest.mark.parametrize("streamed", [False, True])
-async def test_what_is_nested_too_deeply_to_be_read_passes(
-    streamed: bool, server: RawUpstream, proxied: tuple[str, Proxy], client: aiohttp.ClientSession
-) -> None:
-    deep = b'{"choices":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
-
-    async def given(request: RawRequest, writer: asyncio.StreamWriter) -> None:
-        if b"logprobs" not in request.body:
-            await answer(request, writer)
-        elif streamed:
-            writer.write(stream_head() + chunk(b"data: " + deep + b"\n\n") + chunk(b""))
-        else:
-            writer.write(reply(deep, JSON_TYPE))
-
-    server.answer, url = given, proxied[0]
-    await asked(client, url, stream=streamed)
-    assert await asked(client, url, stream=streamed) == (200, b"data: " + deep + b"\n\n" if streamed else deep)
-
-
 @pytest.mark.parametrize(
     ("status", "num_failures", "shown"),
     [("500 Internal Server Error", 1, (200, plain_reply(CHAT))), ("400 Bad Request", 2, (400, b"oh"))],

@@ -128,8 +128,6 @@ class Reader(HTMLParser):
         if tag != "meta":
             self.open.append(tag)
 
-    def handle_startendtag(self, *_: object) -> None: ...
-
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
 
@@ -205,25 +203,6 @@ def test_a_finding_is_shown_with_its_stratum_replica_and_request(wrong: dict[str
     for point in " ".join(drawn).split():
         x, y = map(float, point.split(","))
         assert 0 <= x <= 320 and 0 <= y <= 150
-
-
-def test_every_measure_of_every_stratum_is_on_the_page(model: ModelInfo) -> None:
-    served = exchange([10, 11], choice={"logprobs": {"token_logprobs": [math.log(0.45), math.log(0.3)]}})
-    report = report_on(model, [served])
-    page = read_page(report).text.split("\n")
-    half, third = math.log(2), math.log(3)
-    assert report["all"]["tme"] == pytest.approx(2.5)
-    for shown in (
-        "2.5000",
-        f"{(third - half) / 2:.3g}",
-        f"{(half + third) / 2:.3g}",
-        f"{third:.3g}",
-        f"{(2 + 1 / 3) / 2:.4f}",
-        f"{(4 + 1 / 9) / 2 - 1:.3g}",
-        "50.000%",
-    ):
-        assert page.count(shown) >= 1 + len(report["strata"]) - 4, f"{shown}: overall, and in strata of both tokens"
-    assert {"position_0", "position_1_7"} <= set(page), "strata of one token"
 
 
 def test_what_cannot_be_read_or_tested_is_listed_with_its_reason(model: ModelInfo) -> None:
@@ -342,8 +321,9 @@ def test_a_narrow_terminal_loses_no_figures(wrong: dict[str, Any]) -> None:
     out = StringIO()
     print_document(document(wrong), Console(file=out, width=80, color_system=None))
     tables = [line for line in out.getvalue().splitlines() if line.startswith("│")]
-    assert tables and "…" not in out.getvalue()
-    assert max(map(len, tables)) <= 80
+    assert tables and "…" not in out.getvalue() and max(map(len, tables)) <= 80
+    page = read_page(wrong).text
     for name, figures in wrong["strata"].items():
         (row,) = (line for line in tables if line.split()[1] == name)
-        assert f"{figures['tokens']:,}" in row and f"{figures['surprisal_z']:.1f}" in row
+        for shown in (f"{figures['tokens']:,}", f"{figures['surprisal_z']:.1f}"):
+            assert shown in row and shown in page

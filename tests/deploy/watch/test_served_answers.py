@@ -306,6 +306,10 @@ BROKEN = "the arguments of call 0: it breaks `required` of its JSON schema"
 UNASKED = "call 0 is of a function that the request does not have called"
 
 
+BY_ITS_PATH = {"city": {"$ref": "#/properties/b"}, "b": {"type": "string"}}
+OF_A = {"properties": {"city": {"$ref": "#/$defs/a"}}}
+
+
 def with_function(**fields: Any) -> dict[str, Any]:
     return REQUIRED | {"tools": [{"type": "function", "function": {"name": "weather", **fields}}]}
 
@@ -319,7 +323,6 @@ def with_schema(**fields: Any) -> dict[str, Any]:
     [
         (REQUIRED, '[{"name": "weather", "parameters": {"city": "x"}}]', [("weather", '{"city": "x"}')], "", ""),
         (REQUIRED, BAD_LIST, [BAD], BROKEN, BROKEN),
-        (REQUIRED, BAD_LIST.replace("parameters", "arguments"), [BAD], BROKEN, BROKEN),
         (REQUIRED, BAD_LIST.replace("weather", "wind"), [("wind", BAD[1])], UNASKED, UNASKED),
         (NAMED, BAD[1], [BAD], BROKEN, BROKEN),
         # a parser read the call out of a text that nothing forced
@@ -330,13 +333,8 @@ def with_schema(**fields: Any) -> dict[str, Any]:
         # vLLM passes over some keywords, and over a schema that is a wish
         (with_schema(oneOf=[{"required": ["city"]}]), BAD_LIST, [BAD], "", BROKEN),
         (with_schema(required=["land"]), BAD_LIST, [BAD], "", BROKEN),
-        (
-            with_schema(**{"$defs": {"a": {"type": "null"}}, "properties": {"city": {"$ref": "#/$defs/a"}}}),
-            BAD_LIST,
-            [BAD],
-            BROKEN,
-            BROKEN,
-        ),
+        (with_schema(properties=BY_ITS_PATH), BAD_LIST, [BAD], "", BROKEN),
+        (with_schema(**{"$defs": {"a": {"type": "null"}}, **OF_A}), BAD_LIST, [BAD], BROKEN, BROKEN),
         # or what it takes for more than JSON Schema does
         (with_schema(**{"$defs": {"a": {}}}), BAD_LIST, [BAD], "", BROKEN),
         (with_schema(properties={"city": {"minLength": 1}}), BAD_LIST, [BAD], "", BROKEN),
@@ -378,10 +376,17 @@ HOLDS_HALT = "its text goes on behind stop string 1, or holds it"
     ("request_body", "text", "stop_reason", "found"),
     [
         (JSON_OBJECT, '{"a": 1', None, "it is not JSON"),
-        (JSON_OBJECT | {"stop_token_ids": [20]}, '{"a": 1', 20, ""),
+        (JSON_OBJECT | {"stop_token_ids": [20]}, '{"a": 1', None, ""),
         (JSON_OBJECT, '{"a": 1', 20, ""),
+        (JSON_OBJECT, "[1", 20, "it is not a JSON object"),
         ({"response_format": json_form({"oneOf": [{}, {}]})}, "1", None, ""),  # read as anyOf
         ({"response_format": json_form({"anyOf": [{}], "type": "null"})}, "1", None, ""),
+        (
+            {"response_format": json_form({"anyOf": [{"type": "null"}]})},
+            "1",
+            None,
+            "it breaks `anyOf` of its JSON schema",
+        ),
         (JSON_OBJECT | {"include_stop_str_in_output": True}, '{"a": 1}<|im_end|>', None, ""),
         (JSON_OBJECT | {"include_stop_str_in_output": True, "stop_token_ids": [20]}, '{"a": 1}<|x|>', 20, ""),
         (TWO_STOPS, "before HALT and", "STOP", ""),  # both came in one step, and the first in the list ended the text
@@ -390,6 +395,7 @@ HOLDS_HALT = "its text goes on behind stop string 1, or holds it"
         (TWO_STOPS | {"include_stop_str_in_output": True}, "before HALT and STOP", "STOP", ""),
         ({"guided_regex": r"\d+"}, "\u0663", None, ""),  # a digit, as Unicode has it
         ({"guided_regex": "[0-9]+"}, "\u0663", None, "it does not match its regular expression"),
+        ({"stop": "STOP", "bad_words": [""]}, "before", None, ""),
         ({"stop": [f"{n} " for n in range(51)]}, "7 or 8", None, ""),  # more than are searched for
         ({"bad_words": ["x" * 2001]}, "x", None, ""),
     ],

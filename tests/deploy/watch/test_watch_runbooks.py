@@ -26,10 +26,7 @@ def url() -> Iterator[str]:
     class Handler(QuietHandler):
         def do_GET(self) -> None:
             found = self.path == "/report.json"
-            self.send_response(200 if found else 404)
-            self.end_headers()
-            self.wfile.write(json.dumps(REPORT).encode() if found else b"")
-            self.close_connection = True
+            self.say(200 if found else 404, json.dumps(REPORT).encode() if found else b"")
 
     with serving(Handler) as url:
         yield url
