@@ -7,14 +7,11 @@ from pathlib import Path
 
 import openai
 import pytest
-import yaml
-from ray.serve.schema import ServeDeploySchema
 
 from tests.support.services import MODEL, Service, app_args, counter_total, deployed, gauge_total, wait_for
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(1200)]
 
-CONFIGS = Path(__file__).parents[2] / "deploy" / "configs"
 COLOURS = ["red", "green", "blue"]
 LOOPING = "one two three one two three one two three one two"
 
@@ -60,13 +57,6 @@ def test_transformers_agrees_with_what_was_served(disaggregated: Service) -> Non
 
     wait_for(agreed, "an answer that transformers checks", timeout_s=900)  # it has what everything else leaves it
     assert [total(result) for result in ("disagrees", "outdated", "unsupported", "failed")] == [0, 0, 0, 0]
-
-
-def test_speculation_changes_nothing_but_the_number_of_rounds(disaggregated: Service) -> None:
-    body = {"prompt": LOOPING, "max_tokens": 40, "temperature": 0, "return_token_ids": True, "ignore_eos": True}
-    on, off = disaggregated.completion(**body), disaggregated.completion(**body, speculate=False)
-    assert on["choices"][0]["token_ids"] == off["choices"][0]["token_ids"]
-    assert off["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] == 0
 
 
 def test_n_choices_share_one_prefill_and_keep_their_own_seeds(disaggregated: Service, monolith: Service) -> None:
@@ -224,47 +214,6 @@ def test_too_many_requests_are_reported_when_to_come_again(ray_port: int, tiny_f
         assert service.completion(prompt="x", max_tokens=2)["usage"]["completion_tokens"] <= 2
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "status", "param"),
-    [
-        ("/v1/completions", {"model": "other", "prompt": "x"}, 404, "model"),
-        ("/v1/completions", {"model": MODEL, "prompt": "x", "max_tokens": -1}, 400, "max_tokens"),
-        ("/v1/completions", {"model": MODEL, "prompt": "word " * 5000}, 400, "prompt"),
-        ("/v1/completions", {"model": MODEL, "prompt": "x", "top_p": "much"}, 400, "top_p"),
-        ("/v1/chat/completions", {"model": MODEL, "messages": []}, 400, "messages"),
-        ("/v1/chat/completions", {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "tools": [{}]}, 400,
-         "tools.0.type"),
-    ],
-)  # fmt: skip
-def test_bad_requests_name_the_field(
-    disaggregated: Service, path: str, body: dict[str, object], status: int, param: str
-) -> None:
-    with disaggregated.http() as http:
-        reply = http.post(path, json=body)
-    assert reply.status_code == status
-    error = reply.json()["error"]
-    assert error["param"] == param and error["message"] and error["type"]
-
-
-def test_broken_json_is_a_bad_request(disaggregated: Service) -> None:
-    with disaggregated.http() as http:
-        reply = http.post("/v1/completions", content=b'{"model": ')
-    assert reply.status_code == 400 and "error" in reply.json()
-
-
-def test_streams_end_with_usage_and_the_same_text(disaggregated: Service) -> None:
-    client = disaggregated.openai
-    body = {"model": MODEL, "prompt": LOOPING, "max_tokens": 30, "temperature": 0, "logprobs": 2}
-    whole = client.completions.create(**body)
-    chunks = list(client.completions.create(**body, stream=True, stream_options={"include_usage": True}))
-    assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == whole.choices[0].text
-    assert chunks[-1].usage == whole.usage.model_copy(
-        update={"prompt_tokens_details": chunks[-1].usage.prompt_tokens_details}
-    )
-    streamed = [p for c in chunks if c.choices and c.choices[0].logprobs for p in c.choices[0].logprobs.token_logprobs]
-    assert streamed == whole.choices[0].logprobs.token_logprobs
-
-
 def test_cached_prompt_tokens_are_reported(disaggregated: Service) -> None:
     body = {"prompt": "a prompt that comes again " * 8, "max_tokens": 2}
     disaggregated.completion(**body)
@@ -278,20 +227,6 @@ def test_the_openai_client_raises_its_own_errors(disaggregated: Service) -> None
         disaggregated.openai.completions.create(model="other", prompt="x")
     with pytest.raises(openai.BadRequestError, match="temperature"):
         disaggregated.openai.completions.create(model=MODEL, prompt="x", temperature=-3)
-
-
-def test_health_and_models(disaggregated: Service) -> None:
-    with disaggregated.http() as http:
-        assert http.get("/healthz").json() == {"status": "ok"}
-        assert http.get("/status").json()["about"]["quantization"] is None
-        (card,) = http.get("/v1/models").json()["data"]
-    assert (card["id"], card["quantization"]) == (MODEL, None), "its weights are as they were written"
-    assert [model.id for model in disaggregated.openai.models.list()] == [MODEL]
-
-
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
-def test_configs_are_also_ray_serve_configs(path: Path) -> None:
-    ServeDeploySchema.model_validate(yaml.safe_load(path.read_text()))
 
 
 def _idle(service: Service) -> bool:

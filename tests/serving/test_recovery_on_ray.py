@@ -193,19 +193,6 @@ def test_twenty_requests_under_fire(routed: Service) -> None:
     assert figures.tokens > 20 * 150
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_two_hundred_requests_under_fire(routed: Service, tmp_path: Path) -> None:
-    killer = Killer("routed", SIZES, seed=1)
-    killer.wait_until_whole()
-    reported: list[str] = []
-    bodies = plan(MODEL, 200, seed=1, max_tokens=200)
-    figures = run_chaos(routed.base_url, killer, bodies, 16, Strikes(3.0, 600.0), reported.append)
-    assert figures.sound, figures
-    (tmp_path / "chaos.json").write_text(json.dumps(figures.as_dict(), indent=2))
-    assert figures.requests == 200 and figures.kills >= 3 and figures.resumed > 0
-
-
 def test_replies_report_new_weights_from_the_first_on(routed: Service, tmp_path: Path) -> None:
     other = write_tiny_model(tmp_path / "other", tokenizer=True, max_position_embeddings=2048, seed=1)
     Killer("routed", SIZES, seed=1).wait_until_whole()

@@ -17,7 +17,6 @@ import yaml
 from deploy.exchange.answers import Choice, Reply
 from deploy.exchange.client import Attempt
 from deploy.exchange.exchanges import COMPLETIONS
-from deploy.run.processes import process_tree
 from serve_app.config.files import load_config, parse_args
 from serve_app.config.serve_file import ServeFile
 from speculative.errors import ConfigError
@@ -135,17 +134,6 @@ def test_every_second_kill_is_a_whole_node_until_enough_have_died(monkeypatch: p
     assert (killer.kills, killer.nodes_killed) == ({"DecodeServer": 6}, 2)
 
 
-def test_all_below_a_process_is_found() -> None:
-    nested = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'print(end=str(1), flush=True); input()'])"
-    with subprocess.Popen([sys.executable, "-c", nested], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdin is not None and process.stdout is not None
-        assert process.stdout.read(1) == b"1"
-        found = process_tree(process.pid)
-        assert found[0] == process.pid and len(found) == 2
-        assert {os.getpid(), *found} <= {*process_tree(os.getpid())}
-        process.stdin.close()
-
-
 @pytest.mark.parametrize(
     "change",
     [{"complete": 1}, {"identical": 1}, {"duplicated_tokens": 1}, {"missing_tokens": 1}, {"leaks": 1}],
@@ -172,13 +160,6 @@ def test_the_page_keeps_one_section_of_each_command_and_model(tmp_path: Path) ->
     assert "| held with nobody there | 3 pinned objects |" in text
     assert "| requests | 77 |" in text
     assert time.strftime("%Y-%m-%d") in text
-
-
-def test_figures_are_json() -> None:
-    reported = json.loads(json.dumps(FIGURES.as_dict()))
-    assert {"requests", "complete", "identical", "duplicated_tokens", "missing_tokens", "leaks", "kills"} <= set(
-        reported
-    )
 
 
 _TITLED = "print('.', end='', flush=True); input()"

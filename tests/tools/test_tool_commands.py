@@ -34,10 +34,7 @@ def test_a_number_beyond_use_is_refused(option: str) -> None:
     ("command", "arguments", "option"),
     [
         (CHAOS, [], "--json"),
-        (CHAOS, [], "--page"),
-        (BENCH, ["--model", "/none"], "--json"),
         (BENCH, ["--model", "/none"], "--markdown"),
-        (FAULTS, ["find"], "--json"),
         (FAULTS, ["find"], "--page"),
     ],
     ids=str,

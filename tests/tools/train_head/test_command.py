@@ -12,7 +12,6 @@ from serve_app.text.tokenizer import Tokenizer
 from speculative.config import DrafterConfig, EngineConfig
 from speculative.engine import EngineCore
 from speculative.errors import ConfigError
-from speculative.model.catalogue import fetch_model
 from tests.support.tiny_models import write_tiny_model
 from tools.train_head.__main__ import main
 from tools.train_head.conversations import Conversations, answer_prompts, read_prompts, write_questions
@@ -121,13 +120,3 @@ def test_conversations_that_cannot_be_are_refused(
         return
     Conversations.load(path).save(tmp_path / "again.npz")
     assert Conversations.load(tmp_path / "again.npz").token_ids.tolist() == [1, 2, 3, 4]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_two_minutes_make_a_head_of_the_real_model_better(tmp_path: Path) -> None:
-    options = ("--conversations", 60, "--draft-vocab", 4096, "--minutes", 2, "--threads", 2)
-    result = train(fetch_model("smollm2-135m"), tmp_path, *options)
-    assert result.exit_code == 0, result.output
-    first, last = (report(tmp_path)["curve"][place]["held_out"] for place in (0, -1))
-    assert last["sampled"][0] > first["sampled"][0] + 0.05
