@@ -279,21 +279,19 @@ def test_the_command_compares_real_engines(tmp_path: Path) -> None:
         (["--engines", "ours"], "family/variant"),
         (["--engines", "theirs/off"], "no engine 'theirs'"),
         (["--engines", "ours/off:k=2"], "unknown k"),
-        (["--engines", "ours/off:checks=half"], "checks must be a number"),
         (["--engines", "ours/ngram:k=two"], "k must be a whole number"),
         (["--engines", "ours/ngram:k=65"], "num_draft_tokens"),
         (["--engines", "vllm/best"], "vllm has off, ngram"),
         (["--engines", "ours/off", "--against", "ours/ngram"], "not among --engines"),
         (["--engines", "ours/off,ours/off"], "one twice"),
         (["--engines", "ours/off", "--streams", "1,0"], "above 0"),
-        (["--engines", "ours/off", "--temperatures", "hot"], "--temperatures"),
         (["--engines", "ours/off", "--kinds", "poems"], "no prompts for poems"),
         (["--engines", "ours/off", "--kinds", ""], "--kinds names nothing"),
-        (["--engines", "ours/off", "--temperatures", ""], "--temperatures names nothing"),
         (["--engines", "ours/off", "--temperatures", "nan"], "--temperatures"),
-        (["--engines", "ours/off", "--streams", " , "], "--streams names nothing"),
-        (["--engines", "ours/off", "--streams", ""], "--streams names nothing"),
         (["--engines", "vllm/off", "--vllm-python", "/no/python"], "cannot be run"),
+        (["--engines", "vllm/off", "--vllm-python", "/usr/bin/false"], "vllm is not installed in /usr/bin/false"),
+        (["--engines", "ours/off:graphs=perhaps"], "graphs must be auto or yes or no"),
+        (["--engines", "served/ours:proxy=nginx"], "proxy must be ray or haproxy"),
     ],
 )
 def test_wrong_options_are_reported_before_anything_starts(
@@ -302,12 +300,6 @@ def test_wrong_options_are_reported_before_anything_starts(
     result = bench(bench_model, *options)
     assert result.exit_code == 1, result.output
     assert reported in " ".join(result.output.split())
-
-
-def test_a_missing_library_is_reported_with_how_to_get_it(bench_model: Path) -> None:
-    result = bench(bench_model, "--engines", "vllm/off", "--vllm-python", "/usr/bin/false")
-    assert "vllm is not installed in /usr/bin/false" in " ".join(result.output.split())
-    assert "--vllm-python V/bin/python" in " ".join(result.output.split())
 
 
 def bench_options(model: Path, **changes: Any) -> BenchOptions:
@@ -342,11 +334,6 @@ def test_a_gpu_plan_compares_drafters_with_and_without_graphs(monkeypatch: pytes
     assert gpu_names("a head")[2] == "ours/eagle3"
 
 
-def test_an_unknown_way_of_graphs_is_refused() -> None:
-    with pytest.raises(ConfigError, match="graphs must be auto or yes or no"):
-        resolve(plan("ours/off:graphs=perhaps"))
-
-
 def test_two_services_behind_haproxy_share_no_port_and_no_file() -> None:
     launches, left_out = resolve(
         plan("served/ours:proxy=haproxy", "served/ours:port=8125:proxy=haproxy", "served/ours:port=8126")
@@ -358,11 +345,6 @@ def test_two_services_behind_haproxy_share_no_port_and_no_file() -> None:
     assert places
     assert not [name for name in places if first[name] == second[name]]
     assert not [name for name in plain if name.startswith("RAY_SERVE_")]
-
-
-def test_an_unknown_proxy_is_refused() -> None:
-    with pytest.raises(ConfigError, match="proxy must be ray or haproxy"):
-        resolve(plan("served/ours:proxy=nginx"))
 
 
 @pytest.mark.parametrize("worker", ["llama_engine", "vllm_engine"])

@@ -1,6 +1,7 @@
 """The audit: every known fault is found while an engine runs, and a sound engine is left in peace."""
 
 import json
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -106,52 +107,40 @@ def test_the_command_prints_and_writes_what_it_found(tmp_path: Path, monkeypatch
     lost = run.MutantAudit("F9 something else", {}, "requests", None, 0.2, 0.2)
     monkeypatch.setattr(command, "audit_mutants", lambda *_, **__: [found, lost])
     page, figures = tmp_path / "docs" / "detection.md", tmp_path / "audit.json"
-    result = CliRunner().invoke(main, ["find", "--page", str(page), "--json", str(figures)])
-    assert result.exit_code == 1
-    assert "nobody found it" in result.output
-    CliRunner().invoke(main, ["find", "--page", str(page)])
+    for _ in range(2):
+        result = CliRunner().invoke(main, ["find", "--page", str(page), "--json", str(figures)])
+        assert result.exit_code == 1 and "nobody found it" in result.output
     assert page.read_text("utf-8").count("## Faults put back") == 1, "a section is rewritten in its place"
     assert "| F8 something | term f (416), term c (717) | 416 positions | 43.0% (45.0%) |" in page.read_text("utf-8")
-    assert json.loads(figures.read_text("utf-8"))[0] == {
-        "fault": "F8 something",
-        "detectors": {"term f": 416, "term c": 717},
-        "unit": "positions",
-        "delay": 416,
-        "acceptance": 0.43,
-        "sound_acceptance": 0.45,
-    }
+    assert json.loads(figures.read_text("utf-8"))[0] == asdict(found)
+
+
+def test_chosen_faults_leave_the_page_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(command, "audit_mutants", lambda names, *_: asked.extend(names) or [])
+    monkeypatch.chdir(tmp_path)
+    CliRunner().invoke(main, ["find", "--only", "F12"])
+    assert len(asked) == 2 and all(name.startswith("F12") for name in asked)
+    assert not (tmp_path / "docs").exists()
+    refused = CliRunner().invoke(main, ["find", "--only", "F99"])
+    assert refused.exit_code == 1 and "no fault begins with 'F99'" in refused.output
 
 
 def test_a_clean_run_is_written_beside_the_faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sums = CheckSums(100, 10.0, 9.0, 40.0)
-    crooked = CheckSums(10_000, 900.0, 0.0, 400.0)
-    page = tmp_path / "detection.md"
+    sums, crooked = CheckSums(100, 10.0, 9.0, 40.0), CheckSums(10_000, 900.0, 0.0, 400.0)
+    page, figures = tmp_path / "detection.md", tmp_path / "audit.json"
     page.write_text("# Mine\n", encoding="utf-8")
-    monkeypatch.setattr(command, "audit_clean", lambda *_: [run.CleanRun("block, drawn", 1234, {}, {}, {"a": sums})])
+    sound = run.CleanRun("block, drawn", 1234, {}, {}, {"a": sums})
+    monkeypatch.setattr(command, "audit_clean", lambda *_: [sound])
     result = CliRunner().invoke(main, ["clean", "1234", "--page", str(page)])
     assert result.exit_code == 0, result.output
     text = page.read_text("utf-8")
     assert text.startswith("# Mine\n")
     assert "| block, drawn | 1,234 | none |" in text
     assert f"| `a` | 100 | {sums.mean:+.2e} | {sums.z:+.2f} |" in text
-    monkeypatch.setattr(command, "audit_clean", lambda *_: [run.CleanRun("block, drawn", 1234, {}, {}, {"a": crooked})])
-    result = CliRunner().invoke(main, ["clean", "1234"])
-    assert result.exit_code == 1
-    assert "standard deviations from 0" in result.output
-
-
-def test_clean_runs_and_chosen_faults_are_written_as_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sound = run.CleanRun("block, drawn", 10, {}, {"support": 1}, {"a": CheckSums(100, 10.0, 9.0, 40.0)})
-    monkeypatch.setattr(command, "audit_clean", lambda *_: [sound])
-    figures = tmp_path / "audit.json"
-    assert CliRunner().invoke(main, ["clean", "10", "--json", str(figures)]).exit_code == 1
-    (written,) = json.loads(figures.read_text("utf-8"))
-    assert written["violations"] == {"support": 1} and written["worst_z"] > 0
-    asked: list[str] = []
-    monkeypatch.setattr(command, "audit_mutants", lambda names, *_: asked.extend(names) or [])
-    monkeypatch.chdir(tmp_path)
-    CliRunner().invoke(main, ["find", "--only", "F12"])
-    assert len(asked) == 2 and all(name.startswith("F12") for name in asked)
-    assert not (tmp_path / "docs").exists(), "the page holds all faults, or is left as it is"
-    refused = CliRunner().invoke(main, ["find", "--only", "F99"])
-    assert refused.exit_code == 1 and "no fault begins with 'F99'" in refused.output
+    for wrong in ({"checks": {"a": crooked}}, {"violations": {"support": 1}}):
+        monkeypatch.setattr(command, "audit_clean", lambda *_, wrong=wrong: [replace(sound, **wrong)])
+        result = CliRunner().invoke(main, ["clean", "1234", "--json", str(figures)])
+        assert result.exit_code == 1
+        assert ("standard deviations from 0" in result.output) is ("checks" in wrong)
+    assert json.loads(figures.read_text("utf-8"))[0]["violations"] == {"support": 1}
