@@ -1,7 +1,6 @@
 """What a decoding step costs on a CUDA device, counted on a pretended one: waits of the host, launches, graph nodes."""
 
 import dataclasses
-import importlib.util
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,10 +15,9 @@ from tests.support.engines import NO_DRAFTS, settings, tiny_engine
 from tests.support.graph_scenes import VOCABULARY, Alternating, add_all
 from tests.support.pretended_cuda import PretendedCuda
 from tests.support.tiny_models import write_tiny_model
+from tests.support.triton_interpreter import needs_triton
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="Triton is not installed: `pip install triton`"
-)
+pytestmark = needs_triton
 
 
 class Cost(NamedTuple):
@@ -36,6 +34,7 @@ BUDGETS = {
     **{("none", odd): Cost(1, 0, 2) for odd in ("filtered", "named_logprobs", "biases", "reproducible")},
     **{("ngram", odd): Cost(1, 0, 2) for odd in ("plain", "five_logprobs", "penalty", "structure")},
     **{("eagle3", odd): Cost(1, 0, 4) for odd in ("plain", "filtered", "penalty", "prompt_logprobs", "reproducible")},
+    ("eagle3", "coupled"): Cost(1, 0, 4),
     ("eagle3", "structure"): Cost(2, 0, 4),
     ("draft_model", "filtered"): Cost(1, 0, 4),
 }
@@ -53,7 +52,7 @@ ODD = {
     "biases": SamplingParams(logit_bias=((5, 3.0),), bad_words=((7,),), allowed_token_ids=tuple(range(60))),
     "structure": SamplingParams(structure=Structure("choice", "[]")),
     "prompt_logprobs": SamplingParams(prompt_logprobs=3),
-    "reproducible": SamplingParams(reproducible=True),
+    **dict.fromkeys(("reproducible", "coupled"), SamplingParams(reproducible=True)),
 }
 
 
@@ -79,21 +78,12 @@ def decoding_cost(engine: EngineCore, device: PretendedCuda, odd: SamplingParams
 def test_a_decoding_step_keeps_to_its_budget(
     target: Path, drafters: dict[str, DrafterConfig], name: str, odd: str
 ) -> None:
-    assert_within(BUDGETS[name, odd], target, drafters[name], ODD[odd])
-
-
-def test_coupled_verification_keeps_to_the_budget_of_plain_requests(
-    target: Path, drafters: dict[str, DrafterConfig]
-) -> None:
-    assert_within(BUDGETS["eagle3", "plain"], target, drafters["eagle3"], ODD["reproducible"], verifier="coupled")
-
-
-def assert_within(budget: Cost, target: Path, drafter: DrafterConfig, odd: SamplingParams, **changes: Any) -> None:
+    changes = {"drafter": drafters[name], "device": "cuda", "max_num_seqs": 4, "self_check_sample_rate": 1.0}
+    config = settings(**changes, verifier="coupled" if odd == "coupled" else "token_wise")
     with PretendedCuda() as device:
-        changes |= {"device": "cuda", "max_num_seqs": 4, "self_check_sample_rate": 1.0}
-        engine = EngineCore.load(target, settings(drafter=drafter, **changes), make_constraint=lambda _: Alternating())
-        cost = decoding_cost(engine, device, odd)
-    over = [part for part, most in zip(cost, budget, strict=True) if part > most]
+        engine = EngineCore.load(target, config, make_constraint=lambda _: Alternating())
+        cost = decoding_cost(engine, device, ODD[odd])
+    over = [part for part, most in zip(cost, BUDGETS[name, odd], strict=True) if part > most]
     assert not over, f"{cost}, waiting at {device.waits}"
 
 

@@ -1,6 +1,5 @@
 """Fused layer operations, in Triton's interpreter, against torch's operators."""
 
-import importlib.util
 import warnings
 from pathlib import Path
 from typing import Any, Literal
@@ -21,11 +20,8 @@ from speculative.model.loading import load_decoder
 from tests.support.tiny_heads import write_tiny_head
 from tests.support.tiny_models import write_tiny_model
 from tests.support.torch_operators import TorchAttend
-from tests.support.triton_interpreter import nobodys
+from tests.support.triton_interpreter import needs_triton, nobodys
 
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="Triton is not installed: `pip install triton`"
-)
 pytestmark = needs_triton
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -77,6 +73,8 @@ def test_sum_and_norm(triton: LayerOps, size: int, num_rows: int, dtype: torch.d
 def test_gate(triton: LayerOps, size: int, num_rows: int, dtype: torch.dtype) -> None:
     gate_up = drawn(num_rows, 2 * size, dtype=dtype)
     assert units(triton.gate(gate_up), TORCH.gate(gate_up)) <= GATE_UNITS[dtype]
+    ends = torch.tensor([[gate] * 3 + [1.0, -1.0, 0.5] for gate in (-60.0, -0.0, 0.0, 60.0, torch.inf)])
+    assert torch.allclose(triton.gate(ends), TORCH.gate(ends), rtol=1e-6, atol=0)
 
 
 @pytest.fixture
@@ -140,12 +138,6 @@ def test_rows_that_are_no_numbers_stay_so(triton: LayerOps) -> None:
         numbers = triton.quantize(rows).numbers
     has_nan = numbers.float().isnan().any(1)
     assert has_nan.tolist() == [True, True, True, False]
-
-
-@pytest.mark.parametrize("gate", [-60.0, -0.0, 0.0, 60.0, torch.inf])
-def test_gates_at_the_ends(triton: LayerOps, gate: float) -> None:
-    gate_up = torch.tensor([[gate] * 3 + [1.0, -1.0, 0.5]])
-    assert torch.allclose(triton.gate(gate_up), TORCH.gate(gate_up), rtol=1e-6, atol=0)
 
 
 class QueriesAlone(CacheAttention):
@@ -220,10 +212,7 @@ def two_sequences(config: ModelConfig) -> PagedAttention:
 
 
 @pytest.mark.usefixtures("rounded_fp8")
-@pytest.mark.parametrize(
-    ("family", "weights"),
-    [("qwen2", None), ("qwen3", None), ("llama_biased", "fp8")],
-)
+@pytest.mark.parametrize(("family", "weights"), [("qwen2", None), ("qwen3", None), ("llama_biased", "fp8")])
 def test_a_whole_decoder(triton: LayerOps, tmp_path: Path, family: str, weights: Literal["fp8"] | None) -> None:
     """With the features that enter every layer. With FP8 weights, a difference in the last bit may round otherwise."""
     folder = write_tiny_model(tmp_path, family)
