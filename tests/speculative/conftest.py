@@ -1,4 +1,4 @@
-"""Tiny checkpoints, written once a session, one thread for torch, and a word on near-ties."""
+"""Tiny checkpoints, written once a session, and one thread for torch."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,10 +27,3 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny16_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama with 16 tokens: its distribution can be enumerated."""
     return write_tiny_model(tmp_path_factory.mktemp("tiny16"), vocab_size=16, seed=3)
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    for report in terminalreporter.getreports("passed"):
-        for name, value in report.user_properties:
-            if name == "near-ties":
-                terminalreporter.write_line(f"Near-ties with transformers: {value} ({report.nodeid})")

@@ -21,7 +21,7 @@ from speculative.model.catalogue import fetch_model
 from speculative.model.config import ModelConfig
 from speculative.model.loading import load_decoder
 from speculative.request import FinishReason, Request, SamplingParams
-from tests.support.engines import Answer, assert_idle, hand_over, naive_logits, run
+from tests.support.engines import Answer, assert_idle, naive_logits, run
 from tests.support.near_ties import NEAR_TIE, assert_same_up_to_near_tie
 
 PROMPTS = json.loads((Path(__file__).parents[1] / "data" / "prompts.json").read_text(encoding="utf-8"))
@@ -54,9 +54,9 @@ class RealModel:
     def reference(self) -> torch.nn.Module:
         return AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32)  # type: ignore[no-any-return]
 
-    def engine(self, *, drafts: bool, kv_cache_tokens: int = CONFIG.kv_cache_tokens) -> EngineCore:
+    def engine(self, *, drafts: bool) -> EngineCore:
         drafter = DrafterConfig(kind="ngram" if drafts else "none")
-        return EngineCore(self.decoder, self.config, replace(CONFIG, drafter=drafter, kv_cache_tokens=kv_cache_tokens))
+        return EngineCore(self.decoder, self.config, replace(CONFIG, drafter=drafter))
 
     @torch.inference_mode()
     def reference_logits(self, token_ids: Sequence[int]) -> Tensor:
@@ -108,14 +108,6 @@ def answer_all(engine: EngineCore, wanted: list[Request]) -> dict[str, Answer]:
     return answers
 
 
-def test_the_prompts_are_many_and_of_mixed_length(model: RealModel) -> None:
-    lengths = sorted(map(len, model.prompts.values()))
-    assert len(lengths) >= 20
-    assert lengths[0] == 1
-    assert sum(300 <= length <= 500 for length in lengths) >= 3
-    assert lengths[-1] <= 500
-
-
 def test_greedy_text_with_speculation_is_the_one_without(model: RealModel, texts: Texts) -> None:
     for name in NAMES:
         ours, plain = texts.speculative[name], texts.plain[name]
@@ -133,17 +125,13 @@ def test_batched_text_is_the_one_alone(model: RealModel, texts: Texts) -> None:
         assert batched.values[:parting] == pytest.approx(alone.values[:parting], abs=1e-4)
 
 
-def test_every_token_and_logprob_is_that_of_transformers(
-    model: RealModel, texts: Texts, request: pytest.FixtureRequest
-) -> None:
+def test_every_token_and_logprob_is_that_of_transformers(model: RealModel, texts: Texts) -> None:
     for name in NAMES:
         answer, prompt = texts.speculative[name], model.prompts[name]
         logits = model.reference_logits((*prompt, *answer.token_ids))[len(prompt) - 1 : -1]
         emitted = torch.tensor(answer.token_ids)[:, None]
         behind = logits.amax(-1) - logits.gather(1, emitted)[:, 0]  # nats behind the best token
         assert behind.max() < NEAR_TIE, f"{name}: {behind.max():.2e} nats at position {int(behind.argmax())}"
-        if (behind > 0).any():
-            request.node.user_properties.append(("near-ties", f"{name}: {int((behind > 0).sum())}"))
         expected = logits.log_softmax(-1).gather(1, emitted)[:, 0]
         assert answer.values == pytest.approx(expected.tolist(), abs=1e-4), name
         assert_ends_rightly(model, answer, texts.max_tokens)
@@ -154,39 +142,6 @@ def assert_ends_rightly(model: RealModel, answer: Answer, max_tokens: int) -> No
     assert answer.finish_reason is (FinishReason.STOP if stopped else FinishReason.LENGTH)
     assert stopped or len(answer.token_ids) == max_tokens
     assert not set(answer.token_ids[:-1]) & set(model.config.eos_token_ids)
-
-
-@pytest.mark.parametrize("name", ["chat: a fact", "code: JSON", "German"])
-@torch.inference_mode()
-def test_transformers_generates_the_same(model: RealModel, texts: Texts, name: str) -> None:
-    prompt = torch.tensor([model.prompts[name]])
-    generated = model.reference.generate(  # type: ignore[operator]
-        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=texts.max_tokens, do_sample=False, pad_token_id=2
-    )[0, prompt.shape[1] :].tolist()
-    assert_same_up_to_near_tie(texts.speculative[name].token_ids, generated, model.logits_after(name))
-
-
-def test_a_replay_gives_the_served_logprobs(model: RealModel, texts: Texts) -> None:
-    engine = model.engine(drafts=True)
-    for name in NAMES[:8]:
-        text = (*model.prompts[name], *texts.speculative[name].token_ids)
-        engine.add(Request(name, text, score_from=len(model.prompts[name])))
-    for name, answer in run(engine).items():
-        assert answer.values == pytest.approx(texts.speculative[name].values, abs=1e-4)
-
-
-def test_prefill_handoff_decode_is_the_monolith_bit_for_bit(model: RealModel) -> None:
-    """Greedy and sampled: tokens and logprobs are the same numbers where the shapes are the same."""
-    prefill, decode, monolith = (model.engine(drafts=True, kv_cache_tokens=1024) for _ in range(3))
-    for name, temperature in (("code: a function", 0.0), ("chat: a poem", 0.8)):
-        params = SamplingParams(max_tokens=24, temperature=temperature, top_p=0.95, logprobs=3, ignore_eos=True)
-        request = Request(name, model.prompts[name], params, seed=7)
-        expected = answer_all(monolith, [request])[name]
-        answer = run(decode, hand_over(prefill, decode, [request]))[name]
-        assert answer.token_ids == expected.token_ids
-        assert answer.logprobs == expected.logprobs
-        assert_idle(prefill)
-        assert_idle(decode)
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -60,35 +61,29 @@ VALID: dict[str, tuple[Structure, Callable[[str], Any]]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("structured"), vocab_size=VOCAB_SIZE, tokenizer=True)
+@dataclass(frozen=True)
+class Model:
+    """A tiny model, and a prompt of what answers are made of, so that n-gram drafts are often right."""
 
+    folder: Path
+    tokenizer: Tokenizer
+    compiler: StructureCompiler
+    prompt: tuple[int, ...]
 
-@pytest.fixture(scope="module")
-def tokenizer(folder: Path) -> Tokenizer:
-    return Tokenizer.from_folder(folder)
-
-
-@pytest.fixture(scope="module")
-def compiler(folder: Path) -> StructureCompiler:
-    return StructureCompiler(folder, VOCAB_SIZE, EOS)
-
-
-@pytest.fixture(scope="module")
-def engine_of(folder: Path, compiler: StructureCompiler) -> Callable[..., EngineCore]:
-    def load(drafter: DrafterConfig = NGRAM, **changes: Any) -> EngineCore:
+    def engine(self, drafter: DrafterConfig = NGRAM, **changes: Any) -> EngineCore:
         changes = {"kv_cache_tokens": 4096, "max_batched_tokens": 256, **changes}
-        return EngineCore.load(folder, settings(drafter=drafter, **changes), compiler)
+        return EngineCore.load(self.folder, settings(drafter=drafter, **changes), self.compiler)
 
-    return load
+    def text(self, token_ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(token_ids, skip_special=False)
 
 
 @pytest.fixture(scope="module")
-def prompt(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Holds what answers are made of, so that n-gram drafts are often right."""
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    folder = write_tiny_model(tmp_path_factory.mktemp("structured"), vocab_size=VOCAB_SIZE, tokenizer=True)
+    tokenizer = Tokenizer.from_folder(folder)
     text = 'the one to the end; in the hat; in the tree {"a": ["rose", "rise", "rose"], "b": 12, "c": "in"}'
-    return tuple(tokenizer.encode(text * 2))
+    return Model(folder, tokenizer, StructureCompiler(folder, VOCAB_SIZE, EOS), tuple(tokenizer.encode(text * 2)))
 
 
 def asking(name: str, prompt: tuple[int, ...], structure: Structure | None, **params: Any) -> Request:
@@ -115,7 +110,7 @@ def answers_of(engine: EngineCore, requests: Sequence[Request]) -> dict[str, Ans
     return answers
 
 
-def assert_valid(answers: dict[str, Answer], tokenizer: Tokenizer) -> int:
+def assert_valid(answers: dict[str, Answer], model: Model) -> int:
     """Whatever stopped keeps to its structure; what was cut off began like something that does. How many stopped."""
     num_stopped = 0
     for name, answer in answers.items():
@@ -125,83 +120,53 @@ def assert_valid(answers: dict[str, Answer], tokenizer: Tokenizer) -> int:
         elif answer.finish_reason is FinishReason.STOP:
             num_stopped += 1
             assert answer.token_ids[-1] in EOS
-            text = tokenizer.decode(answer.token_ids[:-1], skip_special=False)
+            text = model.text(answer.token_ids[:-1])
             assert VALID[name.split("-")[0]][1](text), f"{name}: {text!r}"
     return num_stopped
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 1.5])
-def test_answers_keep_to_their_structures_in_a_mixed_batch(
-    temperature: float, engine_of: Callable[..., EngineCore], prompt: tuple[int, ...], tokenizer: Tokenizer
-) -> None:
-    answers = answers_of(engine_of(), some_requests(prompt, temperature))
-    assert assert_valid(answers, tokenizer) >= 11
+def test_answers_keep_to_their_structures_in_a_mixed_batch(temperature: float, model: Model) -> None:
+    answers = answers_of(model.engine(), some_requests(model.prompt, temperature))
+    assert assert_valid(answers, model) >= 11
     structured = [answer for name, answer in answers.items() if not name.startswith("free")]
     assert sum(answer.num_drafted for answer in structured) > 50
     assert sum(answer.num_accepted for answer in structured) > 10
 
 
-def test_greedy_answers_are_the_same_with_and_without_speculation(
-    engine_of: Callable[..., EngineCore], prompt: tuple[int, ...]
-) -> None:
-    requests = some_requests(prompt, 0.0)
-    drafted, plain = answers_of(engine_of(), requests), answers_of(engine_of(NO_DRAFTS), requests)
+def test_greedy_answers_are_the_same_with_and_without_speculation(model: Model) -> None:
+    requests = some_requests(model.prompt, 0.0)
+    drafted, plain = answers_of(model.engine(), requests), answers_of(model.engine(NO_DRAFTS), requests)
     for name, answer in plain.items():
         assert drafted[name].token_ids == answer.token_ids, name
         assert drafted[name].finish_reason == answer.finish_reason
     assert max(max(answer.round_sizes) for answer in drafted.values()) > 2
 
 
-def test_a_neighbour_with_a_structure_changes_nothing(
-    engine_of: Callable[..., EngineCore], prompt: tuple[int, ...]
-) -> None:
-    requests = some_requests(prompt, 0.0)
-    free = [request for request in requests if request.params.structure is None]
-    together, alone = answers_of(engine_of(), requests), answers_of(engine_of(), free)
-    for request in free:
-        assert together[request.request_id].token_ids == alone[request.request_id].token_ids
-
-
 @pytest.mark.parametrize("prefill_only_after", [0, 1, 7])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_handoff_goes_on_within_the_structure(
-    temperature: float,
-    prefill_only_after: int,
-    engine_of: Callable[..., EngineCore],
-    prompt: tuple[int, ...],
-    tokenizer: Tokenizer,
-) -> None:
-    requests = [request for request in some_requests(prompt, temperature) if request.params.structure is not None]
-    prefill, decode = engine_of(max_num_seqs=16), engine_of()
+def test_a_handoff_goes_on_within_the_structure(temperature: float, prefill_only_after: int, model: Model) -> None:
+    requests = [request for request in some_requests(model.prompt, temperature) if request.params.structure is not None]
+    prefill, decode = model.engine(max_num_seqs=16), model.engine()
     answers = run(decode, hand_over(prefill, decode, requests, prefill_only_after))
     assert len(answers) == len(requests)
-    assert assert_valid(answers, tokenizer) >= 8
+    assert assert_valid(answers, model) >= 8
     if temperature == 0:
-        plain = answers_of(engine_of(NO_DRAFTS), requests)
+        plain = answers_of(model.engine(NO_DRAFTS), requests)
         assert {name: answer.token_ids for name, answer in answers.items()} == {
             name: answer.token_ids for name, answer in plain.items()
         }
 
 
-def test_a_moved_answer_goes_on_where_it_was(engine_of: Callable[..., EngineCore], prompt: tuple[int, ...]) -> None:
+def test_a_moved_answer_goes_on_where_it_was(model: Model) -> None:
     """`emitted` feeds the constraint all at once what it was fed step by step before."""
-    request = asking("json-0", prompt, VALID["json"][0], temperature=0.0)
-    whole = answers_of(engine_of(), [request])["json-0"].token_ids
+    request = asking("json-0", model.prompt, VALID["json"][0], temperature=0.0)
+    whole = answers_of(model.engine(), [request])["json-0"].token_ids
     assert len(whole) > 20
     for cut in (1, 2, 9, len(whole) - 1):
-        engine = engine_of()
+        engine = model.engine()
         engine.add(request, emitted=whole[:cut])
         assert run(engine)["json-0"].token_ids == whole[cut:]
-
-
-def test_preempted_answers_are_the_same(engine_of: Callable[..., EngineCore], prompt: tuple[int, ...]) -> None:
-    requests = [asking(f"json-{copy}", prompt[copy:], VALID["json"][0], temperature=0.0) for copy in range(6)]
-    small = engine_of(kv_cache_tokens=540, max_model_len=300)
-    tight = answers_of(small, requests)
-    assert small.take_stats().num_preemptions > 0
-    roomy = answers_of(engine_of(), requests)
-    for name, answer in roomy.items():
-        assert tight[name].token_ids == answer.token_ids
 
 
 class ForbidsAll:
@@ -211,26 +176,22 @@ class ForbidsAll:
         return [np.zeros(VOCAB_SIZE, np.bool_)]
 
 
-def test_a_dead_end_fails_its_request_alone(
-    folder: Path, compiler: StructureCompiler, prompt: tuple[int, ...], tokenizer: Tokenizer
-) -> None:
+def test_a_dead_end_fails_its_request_alone(model: Model) -> None:
     def make(structure: Structure) -> Any:
-        return ForbidsAll() if structure.kind == "json_object" else compiler(structure)
+        return ForbidsAll() if structure.kind == "json_object" else model.compiler(structure)
 
-    engine = EngineCore.load(folder, settings(kv_cache_tokens=4096), make)
-    dead = asking("dead", prompt, Structure("json_object"))
-    answers = answers_of(engine, [*some_requests(prompt, 1.0, copies=1), dead])
+    engine = EngineCore.load(model.folder, settings(kv_cache_tokens=4096), make)
+    dead = asking("dead", model.prompt, Structure("json_object"))
+    answers = answers_of(engine, [*some_requests(model.prompt, 1.0, copies=1), dead])
     failed = answers.pop("dead")
     assert failed.finish_reason is FinishReason.ERROR and not failed.token_ids
-    assert assert_valid(answers, tokenizer) >= 2
+    assert assert_valid(answers, model) >= 2
 
 
 # -- the distribution --------------------------------------------------------------------------------------------------
 
 
-def distribution_of_choices(
-    engine: EngineCore, compiler: StructureCompiler, prompt: tuple[int, ...], tokenizer: Tokenizer
-) -> dict[str, float]:
+def distribution_of_choices(engine: EngineCore, model: Model, prompt: tuple[int, ...]) -> dict[str, float]:
     """The probability of every answer, by walking all its tokenisations with plain forward passes."""
     constraint_of = VALID["choice"][0]
     distribution: Counter[str] = Counter()
@@ -242,12 +203,12 @@ def distribution_of_choices(
         padded = torch.tensor([[*ids, *[0] * (length - len(ids))] for ids in token_ids])
         logits = naive_logits(decoder_of(engine), padded)
         for row, (output, chance) in enumerate(beginnings):
-            mask = torch.from_numpy(compiler(constraint_of).allowed(output, ())[0])
+            mask = torch.from_numpy(model.compiler(constraint_of).allowed(output, ())[0])
             last = logits[row, len(token_ids[row]) - 1].double().masked_fill(~mask, -torch.inf)
             for token in mask.nonzero().flatten().tolist():
                 probability = chance * float(last.softmax(-1)[token])
                 if token in EOS:
-                    distribution[tokenizer.decode(output)] += probability
+                    distribution[model.text(output)] += probability
                 else:
                     longer.append(((*output, token), probability))
         beginnings = longer
@@ -255,42 +216,31 @@ def distribution_of_choices(
 
 
 def count_choices(
-    engine: EngineCore, prompt: tuple[int, ...], tokenizer: Tokenizer, seeds: range
+    engine: EngineCore, model: Model, prompt: tuple[int, ...], seeds: range
 ) -> tuple[list[int], int, int]:
     """How often each choice came, and the drafts made and accepted."""
     structure = VALID["choice"][0]
     for seed in seeds:
         engine.add(Request(f"r{seed}", prompt, SamplingParams(max_tokens=40, structure=structure), seed))
-    answers: dict[str, list[int]] = {f"r{seed}": [] for seed in seeds}
-    drafted = accepted = 0
-    while engine.has_work:
-        for delta in engine.step():
-            answers[delta.request_id] += delta.token_ids
-            drafted, accepted = drafted + delta.num_drafted, accepted + delta.num_accepted
-    counts = Counter(tokenizer.decode(ids[:-1], skip_special=False) for ids in answers.values())
+    answers = run(engine).values()
+    counts = Counter(model.text(answer.token_ids[:-1]) for answer in answers)
     assert set(counts) <= set(CHOICES)
+    drafted, accepted = (sum(getattr(answer, name) for answer in answers) for name in ("num_drafted", "num_accepted"))
     return [counts[choice] for choice in CHOICES], drafted, accepted
 
 
 @pytest.mark.parametrize("verifier", ["token_wise", "coupled"])
-def test_the_distribution_is_the_models_own_within_the_structure(
-    verifier: str,
-    engine_of: Callable[..., EngineCore],
-    compiler: StructureCompiler,
-    tokenizer: Tokenizer,
-) -> None:
-    prompt = tuple(tokenizer.encode("in the hat, in the tree, in the hat, no, on the sea, in the"))
-    engine = engine_of(verifier=verifier, max_num_seqs=64, max_batched_tokens=512, kv_cache_tokens=8192)
-    distribution = distribution_of_choices(engine, compiler, prompt, tokenizer)
+def test_the_distribution_is_the_models_own_within_the_structure(verifier: str, model: Model) -> None:
+    prompt = tuple(model.tokenizer.encode("in the hat, in the tree, in the hat, no, on the sea, in the"))
+    engine = model.engine(verifier=verifier, max_num_seqs=64, max_batched_tokens=512, kv_cache_tokens=8192)
+    distribution = distribution_of_choices(engine, model, prompt)
     assert sum(distribution.values()) == pytest.approx(1, abs=1e-5)
     expected = [distribution[choice] for choice in CHOICES]
     assert sorted(expected)[-2] > 0.05, "a distribution with one likely answer tests nothing"
-    with_drafts, drafted, accepted = count_choices(engine, prompt, tokenizer, range(1200))
+    with_drafts, drafted, accepted = count_choices(engine, model, prompt, range(1200))
     assert drafted > 1200 and 0.05 < accepted / drafted < 0.95
     assert_follows(with_drafts, expected)
-    plain = engine_of(NO_DRAFTS, max_num_seqs=64, max_batched_tokens=512, kv_cache_tokens=8192)
-    without, _, _ = count_choices(plain, prompt, tokenizer, range(2000, 3200))
+    plain = model.engine(NO_DRAFTS, max_num_seqs=64, max_batched_tokens=512, kv_cache_tokens=8192)
+    without, _, _ = count_choices(plain, model, prompt, range(2000, 3200))
     assert_follows(without, expected)
-    assert_departs(
-        with_drafts, [1 / len(CHOICES)] * len(CHOICES)
-    )  # the sample is large enough to tell distributions apart
+    assert_departs(with_drafts, [1 / len(CHOICES)] * len(CHOICES))

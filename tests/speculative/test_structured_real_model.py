@@ -2,7 +2,6 @@
 
 import itertools
 import json
-from collections import Counter
 from pathlib import Path
 
 import jsonschema
@@ -16,7 +15,7 @@ from speculative.kernels.library import cpu_kernels
 from speculative.model.catalogue import FetchFailed, fetch_model
 from speculative.model.config import ModelConfig
 from speculative.request import FinishReason, Request, SamplingParams, Structure
-from tests.support.engines import assert_idle
+from tests.support.engines import Answer, assert_idle, run
 
 # Without kernels of ours bfloat16 takes minutes; what may be drawn is the same.
 NUM_ANSWERS, DTYPE = (24, "float32") if cpu_kernels() is None else (40, "bfloat16")
@@ -46,27 +45,16 @@ def folder() -> Path:
         pytest.skip(f"no model here: {error}")
 
 
-def ask(engine: EngineCore, tokenizer: Tokenizer) -> tuple[dict[str, list[int]], Counter[str]]:
-    """The tokens of every answer that stopped by itself, and what was counted on the way."""
+def ask(engine: EngineCore, tokenizer: Tokenizer) -> list[Answer]:
     structure = Structure("json_schema", json.dumps(SCHEMA))
     for seed, thing in zip(range(NUM_ANSWERS), itertools.cycle(THINGS), strict=False):
         form = f"in the form of this example: {json.dumps(EXAMPLE)}" if seed % 2 else f"with {', '.join(EXAMPLE)}."
         text = f"Describe a {thing} as JSON, {form}"
         prompt = tuple(tokenizer.encode_chat([{"role": "user", "content": text}]))
         engine.add(Request(f"{seed}", prompt, SamplingParams(max_tokens=96, structure=structure), seed))
-    answers: dict[str, list[int]] = {f"{seed}": [] for seed in range(NUM_ANSWERS)}
-    counts: Counter[str] = Counter()
-    while engine.has_work:
-        for delta in engine.step():
-            answers[delta.request_id] += delta.token_ids
-            counts["drafted"] += delta.num_drafted
-            counts["accepted"] += delta.num_accepted
-            if delta.finished:
-                counts[str(delta.finish_reason)] += 1
-                if delta.finish_reason is not FinishReason.STOP:
-                    del answers[delta.request_id]
+    answers = run(engine)
     assert_idle(engine)
-    return answers, counts
+    return list(answers.values())
 
 
 def test_every_answer_that_stopped_is_valid(folder: Path) -> None:
@@ -76,11 +64,13 @@ def test_every_answer_that_stopped_is_valid(folder: Path) -> None:
     model = ModelConfig.from_folder(folder)
     engine = EngineCore.load(folder, config, StructureCompiler(folder, model.vocab_size, model.eos_token_ids))
     tokenizer = Tokenizer.from_folder(folder)
-    answers, counts = ask(engine, tokenizer)
-    assert set(counts) <= {"drafted", "accepted", "stop", "length"}, f"a request failed: {counts}"
-    assert len(answers) == counts["stop"] >= 0.9 * NUM_ANSWERS, counts
-    assert counts["drafted"] > 10 * NUM_ANSWERS and counts["accepted"] > 2 * NUM_ANSWERS, counts
-    texts = [tokenizer.decode(ids[:-1], skip_special=False) for ids in answers.values()]
+    answers = ask(engine, tokenizer)
+    assert [answer.error for answer in answers] == [None] * NUM_ANSWERS
+    assert sum(answer.num_drafted for answer in answers) > 10 * NUM_ANSWERS
+    assert sum(answer.num_accepted for answer in answers) > 2 * NUM_ANSWERS
+    stopped = [answer.token_ids[:-1] for answer in answers if answer.finish_reason is FinishReason.STOP]
+    assert len(stopped) >= 0.9 * NUM_ANSWERS
+    texts = [tokenizer.decode(ids, skip_special=False) for ids in stopped]
     for text in texts:
         jsonschema.validate(json.loads(text), SCHEMA)
     assert len(set(texts)) > 0.9 * len(texts), "drawn at T = 1, answers differ"

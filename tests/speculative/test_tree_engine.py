@@ -1,7 +1,6 @@
 """Engines that draft trees give, bit for bit, what the coupled verifier gives without drafts, whatever happens on the
 way. (Torch's arithmetic rounds differently at other batch shapes; there it is the same within rounding.)"""
 
-import itertools
 import json
 import random
 from collections import Counter
@@ -34,9 +33,7 @@ from speculative.request import (
     TokenLogprobs,
 )
 from speculative.scheduling import draft_length, step_cost
-from speculative.scheduling.draft_length import DraftLength, DraftPlan
 from speculative.selfcheck.replayed_draws import Rounds
-from speculative.state.draft_tree import DraftTree
 from speculative.step.tree_search import TreeSearch
 from speculative.weights import load_weights
 from tests.support.engines import assert_idle, assert_pool_is_whole, load_engine, markov_decoder, settings
@@ -239,37 +236,6 @@ def test_any_shape_will_do(folders: dict[str, Path], without_drafts: Callable[..
     assert isinstance(engine.drafter, TreeDrafter) and engine.take_stats().num_accepted > 50
 
 
-class Turns(DraftLength):
-    """Other widths in each step."""
-
-    def __init__(self) -> None:
-        self.widths = itertools.cycle([(1, 1, 1), (3, 2, 1), (2, 2, 1), (4, 2, 1)])
-
-    def choose(self, decoding: Sequence[Any]) -> DraftPlan:
-        return DraftPlan(widths=next(self.widths))
-
-
-@needs_kernels
-@pytest.mark.parametrize("room", [4096, 320])
-def test_trees_may_be_narrower_than_configured(
-    folders: dict[str, Path], without_drafts: Callable[..., Answers], room: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: set[tuple[int, ...]] = set()
-    of_widths = DraftTree.of_widths
-
-    def counted(widths: tuple[int, ...]) -> DraftTree:
-        seen.add(widths)
-        return of_widths(widths)
-
-    engine = make_engine(folders, drafting(folders, "draft_model", (4, 2), 3), kv_cache_tokens=room)
-    assert isinstance(engine.drafter, TreeDrafter)
-    engine.scheduler.draft_length = Turns()
-    monkeypatch.setattr(DraftTree, "of_widths", counted)
-    assert_same(serve(engine, requests()), without_drafts())
-    assert seen >= {(1, 1, 1), (2, 2, 1), (3, 2, 1), (4, 2, 1)}
-    assert_idle(engine)
-
-
 @needs_kernels
 @pytest.mark.parametrize("room", [4096, 128])
 def test_a_policy_may_choose_any_trees_in_any_order(
@@ -404,15 +370,6 @@ def test_company_that_comes_and_goes_changes_nothing(folders: dict[str, Path], k
 
 
 @needs_kernels
-def test_requests_with_one_seed_do_not_get_each_others_noise(folders: dict[str, Path]) -> None:
-    params = [replace(SAID, temperature=temperature) for temperature in (1, 0.7, 0)]
-    wanted = [Request(f"r{i}", PROMPTS[i % 2], params[i % 3], seed=2**64 - 1) for i in range(8)]
-    reference = serve(make_engine(folders, NO_DRAFTS), wanted)
-    for kind in KINDS:
-        assert_same(serve(make_engine(folders, drafting(folders, kind)), wanted), reference)
-
-
-@needs_kernels
 def test_only_those_that_may_speculate_draft_trees(folders: dict[str, Path]) -> None:
     engine = make_engine(folders, drafting(folders, "draft_model"))
     engine.scheduler.speculation = Speculation.CANARY
@@ -528,10 +485,8 @@ def test_texts_follow_the_chain_and_the_self_checks_are_quiet() -> None:
 @needs_kernels
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_replay_draws_the_same_tokens(folders: dict[str, Path], kind: str) -> None:
-    engine, referee = (
-        make_engine(folders, drafting(folders, kind)),
-        make_engine(folders, NO_DRAFTS, verifier="token_wise"),
-    )
+    engine = make_engine(folders, drafting(folders, kind))
+    referee = make_engine(folders, NO_DRAFTS, verifier="token_wise")
     wanted = [request for request in requests()[: len(PARAMS)] if not request.params.greedy]
     num_rejected = 0
     answers = serve(engine, wanted)
@@ -542,7 +497,8 @@ def test_a_replay_draws_the_same_tokens(folders: dict[str, Path], kind: str) -> 
         for own, delta in zip(rounds, deltas, strict=True):
             assert own.drafts[: delta.num_accepted] == delta.token_ids[: delta.num_accepted]
             num_rejected += len(own.drafts) == delta.num_accepted + 1
-        tokens, kinds = (tuple(x for delta in deltas for x in part(delta)) for part in (_tokens, _kinds))
+        tokens = tuple(token for delta in deltas for token in delta.token_ids)
+        kinds = tuple(kind for delta in deltas for kind in delta.kinds)
         served = Rounds(len(request.prompt_token_ids), rounds, tokens, kinds)
         assert served.complete and not list(served.wrong_drafts(greedy=False))
         whole = (*request.prompt_token_ids, *tokens)
@@ -553,14 +509,6 @@ def test_a_replay_draws_the_same_tokens(folders: dict[str, Path], kind: str) -> 
         assert {check.kind for check in served.check(last.replayed or ())} == {"choice"}
         assert max(check.miss for check in served.check(last.replayed or ())) < 1e-4
     assert num_rejected > 50
-
-
-def _tokens(delta: TokenDelta) -> Sequence[Any]:
-    return delta.token_ids
-
-
-def _kinds(delta: TokenDelta) -> Sequence[Any]:
-    return delta.kinds
 
 
 @needs_kernels
@@ -592,14 +540,14 @@ def test_the_first_candidate_is_right_where_the_drafter_is_its_target(folders: d
     assert stats.num_accepted == stats.num_drafted > 60 and moved["rows"] == 0
 
 
-def accepted(engine: EngineCore) -> int:
-    serve(engine, some_requests(temperature=1))
-    return engine.take_stats().num_accepted
-
-
 def test_siblings_are_worth_their_rows(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """More drafts are accepted than of a chain. A path along first candidates would show in nothing else: it is
     verified like any drafts."""
+
+    def accepted(engine: EngineCore) -> int:
+        serve(engine, some_requests(temperature=1))
+        return engine.take_stats().num_accepted
+
     chain = accepted(make_engine(folders, drafting(folders, "eagle3", ())))
     assert accepted(make_engine(folders, drafting(folders, "eagle3"))) > 1.3 * chain
 

@@ -4,7 +4,6 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from speculative.config import DrafterConfig
@@ -12,7 +11,7 @@ from speculative.engine import EngineCore
 from speculative.errors import ConfigError
 from speculative.request import Request, SamplingParams, Structure
 from speculative.scheduling.draft_length import DynamicLength, make_draft_length
-from speculative.scheduling.passages import Passages, _Record, best_count
+from speculative.scheduling.passages import Passages, _Record
 from speculative.scheduling.step_cost import StepCost, Work
 from speculative.state.batch import Entry, SequenceResult
 from speculative.state.sequence import Sequence
@@ -20,6 +19,7 @@ from speculative.warm_up import warm_up
 from tests.support.engines import NO_DRAFTS, Answer, assert_idle, load_engine, run, settings
 from tests.support.tiny_heads import write_tiny_head
 from tests.support.tiny_models import write_tiny_model
+from tools.faults.toy import EvenAndOdd
 
 MOST, LONGEST = 3, 8
 PASSAGE = tuple(range(20, 50))
@@ -54,10 +54,6 @@ def small_steps(num_drafts: int, longest: int) -> float:
     return 0.02 + 0.0005 * num_drafts + 0.004 * longest
 
 
-def dear_rows(num_drafts: int, longest: int) -> float:
-    return 0.01 + 0.01 * num_drafts + 0.0001 * longest
-
-
 # -- what is chosen ------------------------------------------------------------------------------------------------
 
 
@@ -78,8 +74,8 @@ def test_a_text_that_repeats_nothing_is_left_to_the_model() -> None:
 
 
 def test_where_rows_are_dear_hardly_anything_is_repeated() -> None:
-    policy, sequence = policy_that_knows(0.5, dear_rows), repeating(matched=4)
-    assert len(policy.choose([sequence]).repeated.get("a", [])) <= 1
+    policy = policy_that_knows(0.5, lambda num_drafts, longest: 0.01 + 0.01 * num_drafts + 0.0001 * longest)
+    assert len(policy.choose([repeating(matched=4)]).repeated.get("a", [])) <= 1
 
 
 def test_each_sequence_of_a_batch_has_its_own() -> None:
@@ -148,11 +144,6 @@ def test_what_a_model_came_to_is_not_counted_with_what_is_repeated() -> None:
     assert policy._rates[False].blended() == before
 
 
-def test_the_best_length_weighs_gain_against_time() -> None:
-    assert best_count([0.9, 0.8, 0.1], 1.0, [1.0, 1.1, 1.5]) == (2, pytest.approx(2.7))
-    assert best_count([0.9], 1.0, [1.0]) == (1, pytest.approx(1.9))
-
-
 # -- settings ------------------------------------------------------------------------------------------------------
 
 
@@ -173,18 +164,6 @@ def test_the_longest_draft_is_the_longer_of_both() -> None:
 # -- in the engine -------------------------------------------------------------------------------------------------
 
 
-class Alternating:
-    """A structure: even and odd tokens in turn."""
-
-    def allowed(self, output: Any, drafts: Any) -> list[Any]:
-        masks = []
-        for offset in range(len(drafts) + 1):
-            masks.append(np.arange(64) % 2 == (len(output) + offset) % 2)
-            if offset < len(drafts) and not masks[-1][drafts[offset]]:
-                break
-        return masks
-
-
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("repeats") / "target", vocab_size=64, num_hidden_layers=4)
@@ -197,7 +176,7 @@ def heads(target: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
 
 def answers(target: Path, drafter: DrafterConfig, **changes: Any) -> tuple[dict[str, Answer], EngineCore]:
     engine = load_engine(
-        target, settings(drafter=drafter, max_batched_tokens=128, **changes), make_constraint=lambda _: Alternating()
+        target, settings(drafter=drafter, max_batched_tokens=128, **changes), make_constraint=lambda _: EvenAndOdd(64)
     )
     warm_up(engine)
     prompt = tuple(range(3, 23))

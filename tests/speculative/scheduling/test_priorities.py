@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from speculative.engine import EngineCore
-from speculative.errors import ConfigError, InvalidRequest
+from speculative.errors import InvalidRequest
 from speculative.request import Request, SamplingParams
 from speculative.scheduling.request_queue import RequestQueue
 from speculative.state.batch import Batch
 from speculative.state.sequence import Sequence
-from tests.support.engines import NGRAM, NO_DRAFTS, settings, tiny_engine
+from tests.support.engines import NGRAM, NO_DRAFTS, tiny_engine
 from tests.support.tiny_models import write_tiny_model
 
 AGEING_S = 10.0
@@ -33,37 +33,6 @@ def drain(line: RequestQueue) -> str:
         line.remove(first)
     assert len(line) == 0 and list(line) == []
     return "".join(names)
-
-
-def test_lower_comes_first_and_equals_as_they_came() -> None:
-    line = RequestQueue(AGEING_S)
-    for name, priority in zip("abcdef", (0, 5, -3, 0, 5, -100), strict=True):
-        line.append(sequence(name, priority))
-    assert "".join(one.request.request_id for one in line) == "fcadbe"
-    assert drain(line) == "fcadbe"
-
-
-def test_waiting_makes_up_for_priority() -> None:
-    line = RequestQueue(AGEING_S)
-    line.append(sequence("a", priority=2, arrived_at=0.0))  # stands where priority 0 would that came at 20 s
-    line.append(sequence("b", priority=0, arrived_at=19.9))
-    line.append(sequence("c", priority=0, arrived_at=20.1))
-    line.append(sequence("d", priority=-1, arrived_at=29.0))
-    assert drain(line) == "dbac"
-
-
-def test_nobody_starves_under_a_stream_of_earlier_ones() -> None:
-    """One place, and a request of priority 0 each second: who has priority 3 waits 30 s for it, not for ever."""
-    line = RequestQueue(AGEING_S)
-    line.append(sequence("low", priority=3, arrived_at=0.0))
-    for second in range(100):
-        line.append(sequence(f"s{second}", arrived_at=float(second)))
-        served = line.first
-        assert served is not None
-        line.remove(served)
-        if served.request.request_id == "low":
-            break
-    assert second == 30
 
 
 def test_who_was_running_comes_first_and_scoring_last() -> None:
@@ -96,12 +65,6 @@ def test_a_priority_is_bounded(priority: int) -> None:
     with pytest.raises(InvalidRequest) as caught:
         Request("a", (1,), priority=priority)
     assert caught.value.field == "priority"
-
-
-@pytest.mark.parametrize("ageing_s", [0.0, -1.0, float("inf"), float("nan")])
-def test_requests_must_age(ageing_s: float) -> None:
-    with pytest.raises(ConfigError, match="priority_ageing_s"):
-        settings(priority_ageing_s=ageing_s)
 
 
 # ---- in the engine
