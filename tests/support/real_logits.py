@@ -100,11 +100,6 @@ class RealLogits:
         served, again = (self._table(form).log_softmax(-1) for form in FORMS[name])
         return again - served
 
-    @property
-    def mass(self) -> Tensor:
-        """[256] that the tokens have in each context, of 1."""
-        return self._rows("plain").softmax(-1)[:, self._ids].sum(-1)
-
     @cached_property
     def _ids(self) -> Tensor:
         """[256] each context's likeliest token, filled up with those that have the most mass over all contexts."""

@@ -54,14 +54,6 @@ def test_shipped_files_load_and_are_ray_serve_configs(name: str) -> None:
     assert parse_args(rays.applications[0].args) == ours.application.args
 
 
-def test_the_monolith_is_one_replica_with_two_cores() -> None:
-    config = load_config(CONFIGS / "monolith.yaml").application.args
-    assert config.pool_names == ("monolith",)
-    assert config.engine_config("monolith").num_threads == 2
-    with pytest.raises(ConfigError, match="no pool decode"):
-        config.pool("decode")
-
-
 SUFFIX = {
     "kind": "suffix",
     "suffix_depth": 12,
@@ -108,6 +100,9 @@ def test_our_defaults_are_the_engines() -> None:
     config = parse_args({"model": {"source": "hub/name", "name": "served"}})
     assert config.engine_config("decode") == EngineConfig()
     assert config.model.served_name == "served"
+    assert config.pool_names == ("prefill", "decode")
+    with pytest.raises(ConfigError, match="no pool monolith"):
+        config.pool("monolith")
 
 
 FAULTS: list[tuple[str, object, str, str]] = [  # (field set, value, field named in the error, part of the message)
@@ -250,30 +245,6 @@ def test_a_monolith_with_a_prefill_pool_is_refused() -> None:
         parse_args({"model": {"source": "m"}, "topology": "monolith", "pools": {"prefill": {}}})
 
 
-@pytest.mark.parametrize(
-    ("num_gpus", "ranks", "message"),
-    [
-        (2, 2, None),
-        (0.5, 1, None),
-        (0, 2, None),  # vLLM's CPU build
-        (1, 2, r"^args\.pools\.decode\.num_gpus: is 1, but vllm\.engine_args\.tensor_parallel_size is 2"),
-        (2, 1, r"^args\.pools\.decode\.num_gpus: is 2, but .* is 1: set one to the other"),
-        (2, "2", r"vllm\.engine_args\.tensor_parallel_size: must be a whole number from 1, got '2'"),
-    ],
-)
-def test_a_replica_has_a_gpu_for_each_rank_of_vllms(num_gpus: float, ranks: object, message: str | None) -> None:
-    pools = {"prefill": {"num_gpus": ranks if num_gpus else 0}, "decode": {"num_gpus": num_gpus}}
-    pools = pools if isinstance(ranks, int) else {"decode": {"num_gpus": num_gpus}}
-    asked = {
-        "model": {"source": "m"},
-        "engine": {"kind": "vllm"},
-        "vllm": {"engine_args": {"tensor_parallel_size": ranks}},
-        "pools": pools,
-    }
-    with contextlib.nullcontext() if message is None else pytest.raises(ConfigError, match=message):
-        parse_args(asked)
-
-
 BY_RAY = {"tensor_parallel_size": 4, "distributed_executor_backend": "ray"}
 
 
@@ -282,6 +253,14 @@ BY_RAY = {"tensor_parallel_size": 4, "distributed_executor_backend": "ray"}
     [
         (BY_RAY, {}, None),
         (BY_RAY | {"pipeline_parallel_size": 2}, {"num_gpus": 8}, None),
+        ({"tensor_parallel_size": 1}, {"num_gpus": 0.5}, None),
+        ({"tensor_parallel_size": 2}, {"num_gpus": 0}, None),  # vLLM's CPU build
+        (
+            {"tensor_parallel_size": 2},
+            {"num_gpus": 1},
+            r"^args\.pools\.monolith\.num_gpus: is 1, but vllm\.engine_args\.tensor_parallel_size is 2",
+        ),
+        ({"tensor_parallel_size": 1}, {"num_gpus": 2}, r"monolith\.num_gpus: is 2, but .* is 1: set one to the other"),
         (
             BY_RAY | {"pipeline_parallel_size": 2},
             {},

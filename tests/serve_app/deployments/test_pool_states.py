@@ -16,20 +16,14 @@ async def test_what_is_not_reported_is_said_once_and_does_not_end_the_watch(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     there = {"decode": PoolState(2, frozenset("ab"))}
-    looks: list[Mapping[str, PoolState] | Exception] = [
-        RuntimeError("no controller"),
-        KeyError("truespec"),
-        there,
-        RuntimeError("gone again"),
-        there,
-    ]
+    looks = iter([RuntimeError("no controller"), KeyError("truespec"), there, RuntimeError("gone again"), there])
     seen = asyncio.Event()
 
     def look(app_name: str) -> Mapping[str, PoolState]:
-        if not looks:
+        found = next(looks, None)
+        if found is None:
             seen.set()
             return there
-        found = looks.pop(0)
         if isinstance(found, Exception):
             raise found
         return found

@@ -44,7 +44,8 @@ async def controlled(
     return ended
 
 
-def engine_that_is_often_sure() -> EngineCore:
+@pytest.fixture
+def engine() -> EngineCore:
     """Of eight tokens; what follows half of them is all but certain, what follows the others is drawn from three."""
     rows = []
     for token in range(8):
@@ -61,17 +62,15 @@ def answers_of(engine: EngineCore, params: SamplingParams, number: int) -> list[
     return [serve(engine, Request(f"r{seed}-0", (1 + seed % 7, 2), params, seed=seed)) for seed in range(number)]
 
 
-async def test_a_sound_referee_finds_every_change() -> None:
-    engine = engine_that_is_often_sure()
+async def test_a_sound_referee_finds_every_change(engine: EngineCore) -> None:
     ended = await controlled(answers_of(engine, dataclasses.replace(SAMPLED, logprobs=3), 15), EngineReplay(engine))
     assert ended == dict.fromkeys(((change, "found") for change in CONTROL_CHANGES), 3)
 
 
 @pytest.mark.parametrize("change", ["alternatives", "limit"])
 async def test_a_referee_that_no_longer_compares_something_is_noticed(
-    change: str, monkeypatch: pytest.MonkeyPatch
+    engine: EngineCore, change: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = engine_that_is_often_sure()
     if change == "alternatives":
         monkeypatch.setattr("serve_app.referee.judgement.ComparedAlternatives.wrong", lambda *_: "")
     else:
@@ -81,22 +80,19 @@ async def test_a_referee_that_no_longer_compares_something_is_noticed(
 
 
 @pytest.mark.parametrize(("logprobs", "expected"), [(0, 0), (1, 1), (3, 1)])
-async def test_what_is_reported_of_a_prompt_is_no_control(logprobs: int, expected: int) -> None:
-    engine = engine_that_is_often_sure()
+async def test_what_is_reported_of_a_prompt_is_no_control(engine: EngineCore, logprobs: int, expected: int) -> None:
     params = dataclasses.replace(SAMPLED, logprobs=logprobs, prompt_logprobs=3)
     ended = await controlled(answers_of(engine, params, 10), EngineReplay(engine))
     assert {change: result for change, result in ended if result != "found"} == {}
     assert bool(ended["alternatives", "found"]) == bool(expected)
 
 
-async def test_greedy_answers_have_no_seed_to_change() -> None:
-    engine = engine_that_is_often_sure()
+async def test_greedy_answers_have_no_seed_to_change(engine: EngineCore) -> None:
     ended = await controlled(answers_of(engine, GREEDY, 10), EngineReplay(engine))
     assert ended == {("logprobs", "found"): 4, ("token", "found"): 3, ("limit", "found"): 3}
 
 
-async def test_a_referee_that_lost_the_rows_is_noticed() -> None:
-    engine = engine_that_is_often_sure()
+async def test_a_referee_that_lost_the_rows_is_noticed(engine: EngineCore) -> None:
     whole, num_replays = EngineReplay(engine), 0
 
     async def replay(request: Request, avoid: Collection[str]) -> Replayed:
@@ -109,15 +105,13 @@ async def test_a_referee_that_lost_the_rows_is_noticed() -> None:
     assert ended["token", "missed"] >= 2 and ended["seed", "missed"] >= 2 and ended["logprobs", "found"] >= 4
 
 
-async def test_a_judge_without_a_limit_is_noticed() -> None:
-    engine = engine_that_is_often_sure()
+async def test_a_judge_without_a_limit_is_noticed(engine: EngineCore) -> None:
     careless = Judge(dataclasses.replace(TOLERANCE, max_tme=100.0, jump_nats=100.0)).judge
     ended = await controlled(answers_of(engine, SAMPLED, 3), EngineReplay(engine), careless)
     assert ended["logprobs", "missed"] >= 1
 
 
-async def test_engines_that_replay_logprobs_only_are_asked_for_no_more() -> None:
-    engine = engine_that_is_often_sure()
+async def test_engines_that_replay_logprobs_only_are_asked_for_no_more(engine: EngineCore) -> None:
     whole = EngineReplay(engine)
 
     async def replay(request: Request, avoid: Collection[str]) -> Replayed:
@@ -127,8 +121,7 @@ async def test_engines_that_replay_logprobs_only_are_asked_for_no_more() -> None
     assert ended == {("logprobs", "found"): 3, ("limit", "found"): 3}
 
 
-async def test_what_is_short_or_was_not_compared_is_no_control() -> None:
-    engine = engine_that_is_often_sure()
+async def test_what_is_short_or_was_not_compared_is_no_control(engine: EngineCore) -> None:
     replay, judge = EngineReplay(engine), Judge(TOLERANCE).judge
     whole = answers_of(engine, SAMPLED, 3)
     for changed in (
@@ -144,15 +137,13 @@ async def test_what_is_short_or_was_not_compared_is_no_control() -> None:
     assert not await controlled(answers_of(engine, GREEDY, 3), replay, without_logprobs)
 
 
-async def test_the_first_answer_is_a_control_and_then_one_of_so_many() -> None:
-    engine = engine_that_is_often_sure()
+async def test_the_first_answer_is_a_control_and_then_one_of_so_many(engine: EngineCore) -> None:
     ended = await controlled(answers_of(engine, SAMPLED, 11), EngineReplay(engine), every=5)
     assert ended.total() == 3
 
 
-async def test_controls_teach_the_referee_nothing() -> None:
+async def test_controls_teach_the_referee_nothing(engine: EngineCore) -> None:
     """Neither are their seeds those of clients, nor is what was added to logprobs rounding, nor are they verdicts."""
-    engine = engine_that_is_often_sure()
     answers = answers_of(engine, SAMPLED, 9)
     verdicts = []
     for every in (1, 1000):
@@ -170,8 +161,7 @@ async def test_controls_teach_the_referee_nothing() -> None:
 
 
 @pytest.mark.parametrize("failing", ["replay", "weights"])
-async def test_what_was_not_replayed_is_not_missed(failing: str) -> None:
-    engine = engine_that_is_often_sure()
+async def test_what_was_not_replayed_is_not_missed(engine: EngineCore, failing: str) -> None:
     whole = EngineReplay(engine)
 
     async def replay(request: Request, avoid: Collection[str]) -> Replayed:
@@ -200,15 +190,15 @@ def test_every_result_is_counted_from_the_start() -> None:
 
 
 @pytest.mark.parametrize("filters", [{"top_k": 1}, {"top_p": 0.2}, {"min_p": 0.9}], ids=str)
-async def test_another_seed_is_no_control_where_filters_may_leave_one_token(filters: dict[str, Any]) -> None:
-    engine = engine_that_is_often_sure()
+async def test_another_seed_is_no_control_where_filters_may_leave_one_token(
+    engine: EngineCore, filters: dict[str, Any]
+) -> None:
     answers = answers_of(engine, dataclasses.replace(SAMPLED, **filters), 8)
     ended = await controlled(answers, EngineReplay(engine))
     assert ended.keys() <= {(change, "found") for change in ("logprobs", "token", "limit")}
 
 
-async def test_answers_with_rules_are_no_controls_of_the_rows_that_some_engines_lack() -> None:
-    engine = engine_that_is_often_sure()
+async def test_answers_with_rules_are_no_controls_of_the_rows_that_some_engines_lack(engine: EngineCore) -> None:
     whole = EngineReplay(engine)
 
     async def replay(request: Request, avoid: Collection[str]) -> Replayed:  # as vLLM

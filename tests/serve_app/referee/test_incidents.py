@@ -1,33 +1,24 @@
 """Trips and alarms are remembered: what, where, when, how often, and no more than so many."""
 
-import pytest
-
 from serve_app.referee.incidents import IncidentLog
 from tests.support.clock import Clock
 
 
-@pytest.fixture
-def log() -> IncidentLog:
-    return IncidentLog(Clock(5.0))
-
-
-def test_what_is_found_again_is_counted_and_comes_first(log: IncidentLog) -> None:
+def test_what_is_found_again_is_counted_and_comes_first() -> None:
+    log = IncidentLog(Clock(5.0))
     log.note("selfcheck", "a", "r1", at=1.0)
     log.note("selfcheck", "a", "r2", at=2.0)
     log.note("selfcheck", "a", "r1", at=3.0, num=2)
-    first, second = log.to_wire()
+    for stratum in ("all", "accepted", "all"):
+        log.note("replay", "drift", "r1", strata=(stratum,))
+    found, first, second = log.to_wire()
+    assert (found["strata"], found["num"]) == (("all", "accepted"), 3)
     assert (first["replica"], first["first_at"], first["at"], first["num"]) == ("r1", 1.0, 3.0, 3)
     assert (second["replica"], second["num"]) == ("r2", 1)
 
 
-def test_a_finding_in_several_strata_is_one(log: IncidentLog) -> None:
-    for stratum in ("all", "accepted", "all"):
-        log.note("replay", "drift", "r1", strata=(stratum,))
-    (found,) = log.to_wire()
-    assert (found["strata"], found["num"]) == (("all", "accepted"), 3)
-
-
-def test_only_the_latest_are_kept(log: IncidentLog) -> None:
+def test_only_the_latest_are_kept() -> None:
+    log = IncidentLog(Clock(5.0))
     for index in range(500):
         log.note("replay", "drift", f"r{index}")
     kept = log.to_wire()

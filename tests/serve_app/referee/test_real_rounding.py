@@ -19,8 +19,7 @@ def real() -> RealLogits:
     return RealLogits(fetch_model("smollm2-135m"))
 
 
-def test_the_tables_hold_what_the_model_says_and_how_it_was_rounded(real: RealLogits) -> None:
-    assert real.mass.mean() > 0.8, "of the next token's distribution"
+def test_the_two_forms_are_rounded_apart(real: RealLogits) -> None:
     assert 0.05 < real.noise(PAIR).std() < 0.5, "nats"
 
 

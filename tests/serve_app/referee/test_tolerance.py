@@ -47,9 +47,7 @@ def test_replicas_know_better_than_the_configuration_what_they_compute_in() -> N
         ("float32", "auto", "float32"),
         ("bfloat16", "w4a8", "w4a8"),
         ("float32", "bfloat16", "bfloat16"),
-        ("bfloat16", None, "bfloat16"),
         ("bfloat16", "awq_marlin", "bfloat16"),
-        ("bfloat16", "fp8", "fp8"),
         ("bfloat16", "modelopt_fp4", "fp8"),
     ],
 )

@@ -1,17 +1,13 @@
-"""Answers that carry their verdict, verdicts asked for afterwards, and the operator's switch."""
+"""Answers that carry their verdict, and verdicts asked for afterwards."""
 
 import asyncio
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from serve_app.access.access import Access, read_token
-from serve_app.errors import UnknownReplica
-from serve_app.http.admin import Admin, SpeculationOrder
 from serve_app.http.routes import PastReplies
 from serve_app.openai.chat.chat_request import ChatCompletionRequest
 from serve_app.openai.completions.completion_request import CompletionRequest
@@ -24,8 +20,8 @@ from serve_app.referee.verdicts import Checked, Verdict
 from serve_app.streams.observed import ObservedSource, SourceLimits
 from serve_app.telemetry.metrics import BufferSink, Metrics
 from serve_app.text.tokenizer import Tokenizer
-from speculative.errors import ConfigError, InvalidRequest
-from tests.support.fake_serving import BackendSource, Served, ServeFake, make_backend
+from speculative.errors import InvalidRequest
+from tests.support.fake_serving import BackendSource, ServeFake, make_backend
 
 Judge = Callable[[Answer], Verdict]
 
@@ -167,83 +163,3 @@ def test_a_verdict_is_reported_afterwards_or_missing_by_name(serve_fake: ServeFa
     assert missing.status_code == 404
     assert missing.json()["error"]["code"] == "verdict_not_found"
     assert "cmpl-other" in missing.json()["error"]["message"]
-
-
-class Operator:
-    """The admin endpoints of a server with one replica."""
-
-    def __init__(self, serve_fake: ServeFake) -> None:
-        self.orders: list[SpeculationOrder] = []
-        self.server: Served = serve_fake(admin=Admin(Access(admin_token="s3cret"), self.statuses, self.order))
-
-    async def statuses(self) -> list[dict[str, Any]]:
-        return [{"replica": "r1", "mode": "auto"}]
-
-    async def order(self, order: SpeculationOrder) -> list[dict[str, Any]]:
-        if order.replica not in (None, "r1"):
-            raise UnknownReplica("There is no such replica.")
-        self.orders.append(order)
-        return await self.statuses()
-
-    def ask(self, body: Any = None, token: str | None = "s3cret") -> httpx.Response:
-        headers = {} if token is None else {"authorization": f"Bearer {token}".strip().encode("latin-1")}
-        url = f"{self.server.url}/admin/speculation"
-        return httpx.get(url, headers=headers) if body is None else httpx.post(url, json=body, headers=headers)
-
-
-@pytest.fixture(scope="module")
-def operator(serve_fake: ServeFake) -> Operator:
-    return Operator(serve_fake)
-
-
-def test_an_operator_sees_and_sets_who_decides(operator: Operator) -> None:
-    assert operator.ask().json() == {"replicas": [{"replica": "r1", "mode": "auto"}]}
-    assert operator.ask({"mode": "off", "replica": "r1"}).status_code == 200
-    assert operator.ask({"mode": "auto"}).json()["replicas"][0]["replica"] == "r1"
-    assert [(order.mode, order.replica) for order in operator.orders] == [("off", "r1"), ("auto", None)]
-
-
-@pytest.mark.parametrize("token", [None, "", "S3cret", "s3cret2", "s3cre", "\xff"])
-def test_nobody_else_does(operator: Operator, token: str | None) -> None:
-    before = list(operator.orders)
-    for body in (None, {"mode": "off"}, {"mode": "nonsense"}):
-        denied = operator.ask(body, token)
-        assert denied.status_code == 401
-        assert denied.headers["www-authenticate"] == "Bearer"
-        assert "s3cret" not in denied.text
-    assert operator.orders == before
-
-
-@pytest.mark.parametrize(
-    ("body", "status", "param"),
-    [
-        ({"mode": "maybe"}, 400, "mode"),
-        ({"mode": "off", "replcia": "r1"}, 400, "replcia"),
-        ({"mode": "off", "replica": "r9"}, 404, None),
-        ({"mode": "off", "replica": "r" * 9000}, 413, None),
-    ],
-)
-def test_an_order_that_makes_no_sense_is_refused(
-    operator: Operator, body: dict[str, Any], status: int, param: str | None
-) -> None:
-    before = list(operator.orders)
-    refused = operator.ask(body)
-    assert (refused.status_code, refused.json()["error"]["param"]) == (status, param)
-    assert operator.orders == before
-
-
-def test_without_a_token_there_is_no_admin(serve_fake: ServeFake) -> None:
-    server = serve_fake()
-    assert server.post("/admin/speculation", mode="off").status_code == 404
-    assert httpx.get(f"{server.url}/admin/speculation").status_code == 404
-
-
-def test_the_token_is_read_from_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "token"
-    with pytest.raises(ConfigError, match=r"admin\.token_file .* cannot be read"):
-        read_token(path)
-    path.write_text(" \n")
-    with pytest.raises(ConfigError, match="is empty"):
-        read_token(path)
-    path.write_text("s3cret\n")
-    assert read_token(path) == "s3cret"

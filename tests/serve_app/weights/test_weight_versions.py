@@ -1,17 +1,13 @@
-"""Which weights made an answer: named in every reply and chunk, kept apart by the referee, changed through /admin."""
+"""Which weights made an answer: named in every reply and chunk, and kept apart by the referee."""
 
 import json
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
-from serve_app.access.access import Access
-from serve_app.backends.base import PauseMode
-from serve_app.http.admin import Admin
 from serve_app.openai.chat.chat_request import ChatCompletionRequest
 from serve_app.openai.completions.completion_request import CompletionRequest
 from serve_app.openai.frontend import FrontEnd
@@ -22,10 +18,8 @@ from serve_app.referee.verdicts import Verdict
 from serve_app.streams.pooled import PooledTokenSource
 from serve_app.telemetry.metrics import BufferSink, Metrics
 from serve_app.text.tokenizer import Tokenizer
-from serve_app.weights.desired_state import WeightsRef
 from speculative.request import FinishReason, Request, TokenDelta
-from tests.support.fake_serving import Served, ServeFake, make_backend
-from tests.support.fake_weights import FakeWeights
+from tests.support.fake_serving import Served, make_backend
 from tests.support.referees import Court, served
 
 BODY = {"model": "fake", "prompt": "hello", "max_tokens": 8, "temperature": 0}
@@ -111,66 +105,6 @@ async def test_other_weights_accuse_nobody(tmp_path: Path, versions: tuple[str, 
     assert court.on_heartbeat("r1").findings == ()
     wrong = await court.checker._check(served(1))
     assert wrong.verdict is Verdict.SUSPECT, "the same drift with the same weights is a fault"
-
-
-class Operator:
-    """What /admin was asked for."""
-
-    def __init__(self, serve_fake: ServeFake) -> None:
-        self.weights = FakeWeights()
-
-        async def nothing() -> list[dict[str, Any]]:
-            return []
-
-        async def order(_: object) -> list[dict[str, Any]]:
-            return []
-
-        admin = Admin(Access(admin_token="s3cret"), nothing, order, self.weights)
-        self.server = serve_fake(admin=admin)
-
-    def post(self, route: str, token: str = "s3cret", **body: Any) -> httpx.Response:
-        headers = {"authorization": f"Bearer {token}"}
-        return httpx.post(f"{self.server.url}/admin/{route}", json=body or None, headers=headers, timeout=120)
-
-
-@pytest.fixture
-def operator(serve_fake: Callable[..., Served]) -> Operator:
-    return Operator(serve_fake)
-
-
-def test_the_admin_endpoints_pass_on_what_is_asked(operator: Operator) -> None:
-    done = operator.post("weights", path="/m/v1", weight_version="step-1", mode="abort", drafter_path="/m/head")
-    assert done.status_code == 200
-    assert done.json()["complete"] is True and done.json()["replicas"][0]["replica"] == "r1"
-    assert operator.post("pause").status_code == operator.post("pause", mode="keep").status_code == 200
-    assert operator.post("resume").status_code == 200
-    assert operator.weights.asked == [
-        ("update", WeightsRef(0, "step-1", "/m/v1", "/m/head"), PauseMode.ABORT, 600.0),
-        ("pause", PauseMode.WAIT, 600.0),
-        ("pause", PauseMode.KEEP, 600.0),
-        ("resume",),
-    ]
-    shown = httpx.get(f"{operator.server.url}/admin/weights", headers={"authorization": "Bearer s3cret"})
-    assert shown.json()["replicas"][0]["weight_version"] == "default"
-
-
-def test_what_is_refused_and_what_is_wrong_is_said(operator: Operator) -> None:
-    for body, field in (
-        ({"weight_version": "v"}, "path"),
-        ({"path": "x"}, "weight_version"),
-        ({"path": "x", "weight_version": "a b"}, "weight_version"),
-        ({"path": "x", "weight_version": "v", "mode": "later"}, "mode"),
-        ({"path": "x", "weight_version": "v", "timeout_s": 0}, "timeout_s"),
-        ({"path": "x", "weight_version": "v", "models": "y"}, "models"),
-    ):
-        reply = operator.post("weights", **body)
-        assert reply.status_code == 400 and reply.json()["error"]["param"] == field, body
-    assert operator.weights.asked == []
-    assert operator.post("weights", "guess", path="x", weight_version="v").status_code == 401
-    assert operator.post("resume", "guess").status_code == 401
-    operator.weights.refuses = True
-    refused = operator.post("weights", path="x", weight_version="v")
-    assert refused.status_code == 409 and "no such folder" in refused.json()["error"]["message"]
 
 
 async def test_a_reply_reports_the_weights_that_are_served_when_it_is_made(tokenizer: Tokenizer) -> None:

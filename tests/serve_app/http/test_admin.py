@@ -1,0 +1,142 @@
+"""The operator's switch and the weights under `/admin`: who may use them, what is passed on, and what is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from serve_app.access.access import Access, read_token
+from serve_app.backends.base import PauseMode
+from serve_app.errors import UnknownReplica
+from serve_app.http.admin import Admin, SpeculationOrder
+from serve_app.weights.desired_state import WeightsRef
+from speculative.errors import ConfigError
+from tests.support.fake_serving import Served, ServeFake
+from tests.support.fake_weights import FakeWeights
+
+
+class Operator:
+    """The admin endpoints of a server with one replica, and what they were asked for."""
+
+    def __init__(self, serve_fake: ServeFake) -> None:
+        self.orders: list[SpeculationOrder] = []
+        self.weights = FakeWeights()
+        admin = Admin(Access(admin_token="s3cret"), self.statuses, self.order, self.weights)
+        self.server: Served = serve_fake(admin=admin)
+
+    async def statuses(self) -> list[dict[str, Any]]:
+        return [{"replica": "r1", "mode": "auto"}]
+
+    async def order(self, order: SpeculationOrder) -> list[dict[str, Any]]:
+        if order.replica not in (None, "r1"):
+            raise UnknownReplica("There is no such replica.")
+        self.orders.append(order)
+        return await self.statuses()
+
+    def get(self, route: str, token: str | None = "s3cret") -> httpx.Response:
+        return httpx.get(f"{self.server.url}/admin/{route}", headers=headers(token))
+
+    def post(self, route: str, token: str | None = "s3cret", **body: Any) -> httpx.Response:
+        url = f"{self.server.url}/admin/{route}"
+        return httpx.post(url, json=body or None, headers=headers(token), timeout=120)
+
+
+def headers(token: str | None) -> dict[str, bytes]:
+    return {} if token is None else {"authorization": f"Bearer {token}".strip().encode("latin-1")}
+
+
+@pytest.fixture(scope="module")
+def module_operator(serve_fake: ServeFake) -> Operator:
+    return Operator(serve_fake)
+
+
+@pytest.fixture
+def operator(module_operator: Operator) -> Operator:
+    module_operator.orders.clear()
+    module_operator.weights.asked.clear()
+    module_operator.weights.refuses = False
+    return module_operator
+
+
+def test_an_operator_sees_and_sets_who_decides(operator: Operator) -> None:
+    assert operator.get("speculation").json() == {"replicas": [{"replica": "r1", "mode": "auto"}]}
+    assert operator.post("speculation", mode="off", replica="r1").status_code == 200
+    assert operator.post("speculation", mode="auto").json()["replicas"][0]["replica"] == "r1"
+    assert [(order.mode, order.replica) for order in operator.orders] == [("off", "r1"), ("auto", None)]
+
+
+@pytest.mark.parametrize("token", [None, "", "S3cret", "s3cret2", "s3cre", "\xff"])
+def test_nobody_else_does(operator: Operator, token: str | None) -> None:
+    for denied in (
+        operator.get("speculation", token),
+        operator.post("speculation", token, mode="off"),
+        operator.post("speculation", token, mode="nonsense"),
+        operator.post("weights", token, path="x", weight_version="v"),
+        operator.post("resume", token),
+    ):
+        assert denied.status_code == 401
+        assert denied.headers["www-authenticate"] == "Bearer"
+        assert "s3cret" not in denied.text
+    assert operator.orders == operator.weights.asked == []
+
+
+def test_orders_about_weights_are_passed_on(operator: Operator) -> None:
+    done = operator.post("weights", path="/m/v1", weight_version="step-1", mode="abort", drafter_path="/m/head")
+    assert done.status_code == 200
+    assert done.json()["complete"] is True and done.json()["replicas"][0]["replica"] == "r1"
+    assert operator.post("pause").status_code == operator.post("pause", mode="keep").status_code == 200
+    assert operator.post("resume").status_code == 200
+    assert operator.weights.asked == [
+        ("update", WeightsRef(0, "step-1", "/m/v1", "/m/head"), PauseMode.ABORT, 600.0),
+        ("pause", PauseMode.WAIT, 600.0),
+        ("pause", PauseMode.KEEP, 600.0),
+        ("resume",),
+    ]
+    assert operator.get("weights").json()["replicas"][0]["weight_version"] == "default"
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "status", "param"),
+    [
+        ("speculation", {"mode": "maybe"}, 400, "mode"),
+        ("speculation", {"mode": "off", "replcia": "r1"}, 400, "replcia"),
+        ("speculation", {"mode": "off", "replica": "r9"}, 404, None),
+        ("speculation", {"mode": "off", "replica": "r" * 9000}, 413, None),
+        ("weights", {"weight_version": "v"}, 400, "path"),
+        ("weights", {"path": "x"}, 400, "weight_version"),
+        ("weights", {"path": "x", "weight_version": "a b"}, 400, "weight_version"),
+        ("weights", {"path": "x", "weight_version": "v", "mode": "later"}, 400, "mode"),
+        ("weights", {"path": "x", "weight_version": "v", "timeout_s": 0}, 400, "timeout_s"),
+        ("weights", {"path": "x", "weight_version": "v", "models": "y"}, 400, "models"),
+    ],
+)
+def test_an_order_that_makes_no_sense_is_refused(
+    operator: Operator, route: str, body: dict[str, Any], status: int, param: str | None
+) -> None:
+    refused = operator.post(route, **body)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (status, param)
+    assert operator.orders == operator.weights.asked == []
+
+
+def test_an_update_that_is_called_off_says_why(operator: Operator) -> None:
+    operator.weights.refuses = True
+    refused = operator.post("weights", path="x", weight_version="v")
+    assert refused.status_code == 409 and "no such folder" in refused.json()["error"]["message"]
+
+
+def test_without_a_token_there_is_no_admin(serve_fake: ServeFake) -> None:
+    server = serve_fake()
+    assert server.post("/admin/speculation", mode="off").status_code == 404
+    assert httpx.get(f"{server.url}/admin/speculation").status_code == 404
+
+
+def test_the_token_is_read_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    with pytest.raises(ConfigError, match=r"admin\.token_file .* cannot be read"):
+        read_token(path)
+    path.write_text(" \n")
+    with pytest.raises(ConfigError, match="is empty"):
+        read_token(path)
+    path.write_text("s3cret\n")
+    assert read_token(path) == "s3cret"
