@@ -86,8 +86,9 @@ def by_transformers(served: ServedWeights) -> Replay:
 class Bench:
     """The court, and beside it an independent referee that is shown every verified answer."""
 
-    def __init__(self, court: Court, replay: Replay, rate: float = 1.0, **rounding: float) -> None:
+    def __init__(self, court: Court, rate: float = 1.0, replay: Replay | None = None, **rounding: float) -> None:
         self.court = court
+        self.other = Replayer()  # of the independent referee, unless there is another
         self.results: Counter[str] = Counter()
         counted = count_independent(court.metrics)
 
@@ -97,7 +98,7 @@ class Bench:
 
         self.now = 0.0
         self.checks = IndependentChecks(
-            SimpleNamespace(replay=replay),
+            SimpleNamespace(replay=replay or (lambda request: self.other(request, ()))),
             dataclasses.replace(TOLERANCE, **rounding),
             court.book,
             rate=rate,
@@ -134,7 +135,7 @@ async def judged(court: Court, folder: Path, count: int, drafts: DrafterConfig =
     rounding = {"edge_nats": 0.5} if changes.get("dtype") == "bfloat16" else {}
     # Without kernels of ours a row's bits depend on the rows beside it, and in bfloat16 replays differ.
     court.checker._judge = Judge(dataclasses.replace(TOLERANCE, **rounding)).judge
-    bench = Bench(court, by_transformers(weights(folder)), **rounding)
+    bench = Bench(court, replay=by_transformers(weights(folder)), **rounding)
     for request in requests(count):
         assert await bench.judge(serve(engine, request)) == [Verdict.VERIFIED]
     return bench
@@ -165,9 +166,8 @@ async def test_a_fault_of_every_forward_pass_is_found_though_the_engines_own_rep
 
 
 async def test_an_answer_it_disagrees_with_is_suspect_and_dumped_and_nobody_trips(court: Court) -> None:
-    other = Replayer()
-    other.drift = -0.01
-    bench = Bench(court, lambda request: other(request, ()))
+    bench = Bench(court)
+    bench.other.drift = -0.01
     court.on_heartbeat("r1")
     assert await bench.judge(served()) == [Verdict.VERIFIED]
     assert bench.results["disagrees"] == 1
@@ -181,9 +181,8 @@ async def test_an_answer_it_disagrees_with_is_suspect_and_dumped_and_nobody_trip
 
 
 async def test_what_its_replays_show_does_not_mix_with_what_the_engines_own_show(court: Court) -> None:
-    other = Replayer()
-    other.drift = -0.0005
-    bench = Bench(court, lambda request: other(request, ()))
+    bench = Bench(court)
+    bench.other.drift = -0.0005
     await bench.judge(served())
     assert bench.results["agrees"] == 1
     assert court.value("truespec_replay_tokens_total", stratum="all") == NUM_TOKENS
@@ -211,7 +210,7 @@ async def test_weights_that_it_cannot_have_are_said_once_and_counted(
     free_bytes: int,
 ) -> None:
     monkeypatch.setattr(transformers_referee, "_free_bytes", lambda: free_bytes)
-    bench = Bench(court, by_transformers(weights(folder, **changes)))
+    bench = Bench(court, replay=by_transformers(weights(folder, **changes)))
     await bench.judge(served(0), served(1))
     assert bench.results["unsupported"] == 2
     assert bench.verdict()["verdict"] == "verified"
@@ -228,9 +227,8 @@ async def test_it_loads_what_is_served_by_now(folder: Path, drafter: Path) -> No
 
 
 async def test_answers_of_other_weights_are_not_compared(court: Court) -> None:
-    other = Replayer()
-    other.drift = -3.0
-    bench = Bench(court, lambda request: other(request, ()))
+    bench = Bench(court)
+    bench.other.drift = -3.0
 
     async def now(request: Request, avoid: object) -> Replayed:
         return dataclasses.replace(await court.replayer(request, ()), weight_version="v1")
@@ -242,7 +240,7 @@ async def test_answers_of_other_weights_are_not_compared(court: Court) -> None:
 
 
 async def test_only_answers_that_a_client_got_and_the_engine_verified_are_offered(court: Court) -> None:
-    bench = Bench(court, Replayer().__call__)  # type: ignore[arg-type]  # it is never called
+    bench = Bench(court)
     canary = served()
     await bench.judge(dataclasses.replace(canary, request=dataclasses.replace(canary.request, canary=True)))
     court.replayer.drift = -2.0
@@ -252,20 +250,19 @@ async def test_only_answers_that_a_client_got_and_the_engine_verified_are_offere
 
 @pytest.mark.parametrize(("rate", "least", "most"), [(0.0, 0, 0), (0.2, 20, 60)])
 async def test_it_checks_a_share_and_skips_what_is_too_much(court: Court, rate: float, least: int, most: int) -> None:
-    bench = Bench(court, Replayer().__call__, rate)  # type: ignore[arg-type]  # it is never called
+    bench = Bench(court, rate)
     for number in range(200):
         bench.checks.offer(served(number))
     assert least <= bench.checks._queue.qsize() + bench.results["skipped"] <= most
     assert bench.checks._queue.qsize() <= 4
-    long = Bench(court, Replayer().__call__)  # type: ignore[arg-type]
+    long = Bench(court)
     long.checks.offer(dataclasses.replace(served(), token_ids=(1,) * 5000))
     assert long.checks._queue.qsize() == 0
 
 
 async def test_a_check_that_fails_is_counted_and_the_next_goes_on(court: Court) -> None:
-    other = Replayer()
-    other.fails = 1
-    bench = Bench(court, lambda request: other(request, ()))
+    bench = Bench(court)
+    bench.other.fails = 1
     await bench.judge(served(0), served(1))
     assert (bench.results["failed"], bench.results["agrees"]) == (1, 1)
 
@@ -289,22 +286,23 @@ async def test_a_fault_of_one_remainder_is_found_within_as_many_answers_as_there
         other.drift = -0.01 if (request.score_from or 0) % 128 == 77 else 0.0
         return await other(request, ())
 
-    bench = Bench(court, replay, RARELY)
+    bench = Bench(court, RARELY, replay)
     lengths = random.Random(0).sample(range(256, 384), 128)
     for round_ in range(2):
         for number, length in enumerate(lengths):
-            assert await bench.judge(of_length(length, 128 * round_ + number)) == [Verdict.VERIFIED]
-    assert bench.results == {"disagrees": 1, "agrees": 127}, "each once"
+            answer = of_length(length, 128 * round_ + number, num_cached=64 * round_)
+            assert await bench.judge(answer) == [Verdict.VERIFIED]
+    assert bench.results == {"disagrees": 1, "agrees": 127}, "each once, whatever was found in a cache"
     assert bench.verdict(lengths.index(256 + 77))["verdict"] == "suspect"
 
 
 async def test_shapes_that_are_due_never_fill_the_queue(court: Court) -> None:
-    bench = Bench(court, Replayer().__call__, RARELY)  # type: ignore[arg-type]  # it is never called
+    bench = Bench(court, RARELY)
     for num_rows in (5000, *range(1, 200)):
         bench.checks.offer(of_length(num_rows, num_rows))
     assert bench.checks._queue.qsize() == 1
     assert bench.results == {}, "a shape that waits for its turn is not an answer that was skipped"
-    nothing = Bench(court, Replayer().__call__, 0.0)  # type: ignore[arg-type]
+    nothing = Bench(court, 0.0)
     nothing.checks.offer(of_length(1))
     assert nothing.checks._queue.empty()
 
@@ -315,7 +313,7 @@ async def test_a_shape_is_due_until_one_of_its_answers_was_checked(court: Court)
     async def replay(request: Request) -> Replayed:
         return dataclasses.replace(await other(request, ()), weight_version=next(versions))
 
-    bench = Bench(court, replay, RARELY)
+    bench = Bench(court, RARELY, replay)
     await bench.judge(*(of_length(7, number) for number in range(2)))
     await bench.judge(of_length(7, 2))
     await bench.judge(of_length(7, 3))
@@ -329,7 +327,7 @@ async def test_shapes_take_a_tenth_of_the_time(court: Court) -> None:
         bench.now += 2.0
         return await other(request, ())
 
-    bench = Bench(court, replay, RARELY)
+    bench = Bench(court, RARELY, replay)
     for number in range(100):
         await bench.judge(of_length(1 + number, number))
         bench.now += 1.0
@@ -337,7 +335,7 @@ async def test_shapes_take_a_tenth_of_the_time(court: Court) -> None:
 
 
 async def test_a_referee_without_the_weights_is_not_asked_for_every_shape(court: Court, folder: Path) -> None:
-    bench = Bench(court, by_transformers(weights(folder, form="fp8")), RARELY)
+    bench = Bench(court, RARELY, by_transformers(weights(folder, form="fp8")))
     for num_rows in range(1, 30):
         await bench.judge(of_length(num_rows, num_rows))
     assert bench.results == {"unsupported": 1}

@@ -30,6 +30,8 @@ from tests.support.engines import settings
 from tests.support.fake_serving import make_backend, until_idle
 from tests.support.tiny_models import write_tiny_model
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
 NEVER = 10**9
 LOOPING = "one two three one two three one two"
 
@@ -134,7 +136,6 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("kind", BODIES)
 async def test_wherever_the_replica_dies_the_answer_is_the_same(service: Service, kind: str) -> None:
     body = {"reproducible": True, "return_token_ids": True, **BODIES[kind]}
@@ -154,7 +155,6 @@ async def test_wherever_the_replica_dies_the_answer_is_the_same(service: Service
     await until_idle(service.engines)
 
 
-@pytest.mark.asyncio(loop_scope="module")
 async def test_the_router_says_what_it_has(service: Service) -> None:
     """Its death is counted by that: whatever its streams had come to, nobody else knows."""
     front, pool = service.over(())
@@ -172,7 +172,6 @@ async def _num_deltas(service: Service, body: dict[str, Any]) -> int:
     return len([None async for _ in service.sources[0].stream(job.groups[0])])
 
 
-@pytest.mark.asyncio(loop_scope="module")
 async def test_streamed_events_add_up_to_the_same(service: Service) -> None:
     body = {"reproducible": True, "return_token_ids": True, "max_tokens": 24, "stream": True, "ignore_eos": True}
     texts = []
@@ -189,7 +188,6 @@ async def test_streamed_events_add_up_to_the_same(service: Service) -> None:
     assert texts == texts[:1] * 4
 
 
-@pytest.mark.asyncio(loop_scope="module")
 async def test_without_reproducible_nothing_is_lost_or_repeated_either(service: Service) -> None:
     body = {"return_token_ids": True, "max_tokens": 24, "ignore_eos": True, "temperature": 1.0}
     for death in range(6):
@@ -202,7 +200,6 @@ async def test_without_reproducible_nothing_is_lost_or_repeated_either(service: 
         assert choice["text"] == service.tokenizer.decode(choice["token_ids"], continuation=True)
 
 
-@pytest.mark.asyncio(loop_scope="module")
 async def test_a_request_that_is_not_to_be_resumed_ends_with_its_replica(service: Service) -> None:
     service.counted("failed")
     with pytest.raises(RequestAborted) as caught:
@@ -211,7 +208,6 @@ async def test_a_request_that_is_not_to_be_resumed_ends_with_its_replica(service
     assert service.counted("failed") == 1
 
 
-@pytest.mark.asyncio(loop_scope="module")
 async def test_an_engine_that_stopped_is_left_for_another(service: Service) -> None:
     """As when a replica's engine thread is dead, and Serve has not yet seen it."""
     body = {"reproducible": True, "return_token_ids": True, "max_tokens": 12, "ignore_eos": True}
@@ -225,7 +221,6 @@ async def test_an_engine_that_stopped_is_left_for_another(service: Service) -> N
         await front.collect(await front.prepare(wire({"resume": False})))
 
 
-@pytest.mark.asyncio(loop_scope="module")
 async def test_a_request_is_not_resumed_for_ever(service: Service) -> None:
     service.sink.drain()
     with pytest.raises(RequestAborted, match="killed"):
@@ -235,7 +230,6 @@ async def test_a_request_is_not_resumed_for_ever(service: Service) -> None:
     assert counts == {"resumed": 4, "failed": 1}
 
 
-@pytest.mark.asyncio(loop_scope="module")
 async def test_one_that_lost_its_replica_waits_for_room_at_the_others(service: Service) -> None:
     body = {"reproducible": True, "return_token_ids": True, "max_tokens": 24, "ignore_eos": True}
     undisturbed, _ = await service.answer((), body)
@@ -248,7 +242,6 @@ async def test_one_that_lost_its_replica_waits_for_room_at_the_others(service: S
     assert service.counted("resumed") == 4, "a try counts, as with a replica that dies at once"
 
 
-@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize(("deaths", "full", "num_calls"), [((), (0,), 1), ((2,), range(1, 9), 5)], ids=["first", "all"])
 async def test_where_there_is_no_room_the_client_hears_when_to_come_again(
     service: Service, deaths: Sequence[int], full: Sequence[int], num_calls: int
@@ -261,7 +254,6 @@ async def test_where_there_is_no_room_the_client_hears_when_to_come_again(
     assert reply_for(caught.value).headers == {"retry-after": "7"}
 
 
-@pytest.mark.asyncio(loop_scope="module")
 async def test_without_a_router_resume_is_refused(service: Service) -> None:
     front, _ = service.over((), resumes=None)
     with pytest.raises(UnsupportedParameter, match=r"pools\.router"):
@@ -269,7 +261,6 @@ async def test_without_a_router_resume_is_refused(service: Service) -> None:
     await front.prepare(wire({"resume": False}))
 
 
-@pytest.mark.asyncio(loop_scope="module")
 async def test_one_choice_is_aborted_where_it_runs_now(service: Service) -> None:
     pool = Replicas(service.sources, [4])
     source = ResumingSource(pool, service.metrics, service.records, most_resumes=4, pause_s=0)
@@ -286,7 +277,6 @@ async def test_one_choice_is_aborted_where_it_runs_now(service: Service) -> None
     await until_idle(service.engines)
 
 
-@pytest.mark.asyncio(loop_scope="module")
 async def test_the_record_reports_who_answered_and_what_was_computed_again(service: Service) -> None:
     source = ResumingSource(Replicas(service.sources, [3]), service.metrics, service.records, most_resumes=1, pause_s=0)
     params = SamplingParams(max_tokens=20, ignore_eos=True, logprobs=0)
@@ -460,7 +450,6 @@ def _tokens(deltas: Sequence[TokenDelta]) -> list[int]:
 
 
 @pytest.mark.parametrize("death", range(9))
-@pytest.mark.asyncio(loop_scope="module")
 async def test_a_death_inside_a_character_or_a_stop_string(tokenizer: Tokenizer, death: int) -> None:
     """A fake engine says this text byte by byte, one a message."""
     said = "é🙂 aST STOP never"
