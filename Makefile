@@ -8,14 +8,13 @@ ARGS ?=
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-gpu gpu-day vllm test-vllm clients test-clients test-all check generated chaos checkov locks clean
+.PHONY: help setup demo serve test test-rest test-gpu gpu-day vllm test-vllm clients test-clients test-all check generated chaos checkov locks clean
 
 VENV := .venv
 STAMP := $(VENV)/.installed
 VLLM := build/vllm
 VLLM_STAMP := $(VLLM)/.installed
 CLIENTS := build/clients build/clients-vllm
-CORE := speculative/*.py speculative/{cache,state,sampling,verification,scheduling,step}/*.py
 PIP := $(VENV)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 # pip alone says nothing for minutes: a line every 15 seconds shows that it goes on.
 installing = $(PIP) $(1) & pip=$$!; seconds=0; while sleep 1; kill -0 $$pip 2>/dev/null; do seconds=$$((seconds + 1)); \
@@ -40,8 +39,10 @@ serve: $(STAMP) ## serve deploy/configs/demo.yaml until Ctrl-C
 test: $(STAMP) ## run what every change is tested with: no GPU, six minutes on two quiet cores; says what it left out
 	$(VENV)/bin/python -m pytest -m "$(SELECT)" $(WORKERS) $(ARGS)
 
-test-all: test ## run `make test`, then the rest that needs no GPU
+test-rest: $(STAMP) ## run what `make test` left out and needs no GPU
 	$(VENV)/bin/python -m pytest -m "slow and not gpu" $(WORKERS) $(ARGS)
+
+test-all: test test-rest ## run everything that needs no GPU
 
 test-gpu: $(STAMP) ## run the tests that need a CUDA device; fails where there is none
 	@$(VENV)/bin/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else \
@@ -51,12 +52,12 @@ test-gpu: $(STAMP) ## run the tests that need a CUDA device; fails where there i
 gpu-day: $(STAMP) ## on a GPU: kernels, graphs, equality, a trained head, benchmarks, a profile; continues where it stopped
 	$(VENV)/bin/python -m tools.gpu_day build/gpu-day $(ARGS)
 
-check: $(STAMP) ## lint, formatting, types and generated files; and how long the core engine is
+check: $(STAMP) ## lint, formatting, types, generated files and the budgets of CONTRIBUTING.md
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(call generate,--check)
-	@echo "core engine: $$(cat $(CORE) | wc -l) lines"
+	$(VENV)/bin/python -m tools.budgets
 
 generated: $(STAMP) ## write all that is generated: the chart's part, pages
 	$(call generate,)

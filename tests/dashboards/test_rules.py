@@ -5,6 +5,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from dashboards.alerts import ALERTS, Alert
@@ -17,6 +18,8 @@ from serve_app.telemetry.metrics import Metrics, PrometheusSink
 from tests.support.loops import for_each
 from tests.support.prometheus import Suite, part_of, promtool, run_suites
 from tests.support.rule_cases import CASES, Case, in_two_namespaces
+
+pytestmark = pytest.mark.slow
 
 
 @cache

@@ -4,9 +4,13 @@ import json
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.support.changed_tree import changed_tree, run_in
 from tests.support.project_files import ROOT
 from tools.faults.tiny import write_tiny_pair
+
+pytestmark = pytest.mark.slow
 
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 FIELD = """    repeat_bias: float = option(

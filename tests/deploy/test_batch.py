@@ -18,6 +18,8 @@ from deploy.jobs.batch import retry_wait_s
 from deploy.jobs.batch_files import BatchOutput
 from tests.support.fake_openai import BREAK, FakeOpenAI, Reply, completion, failure, wait_until
 
+pytestmark = pytest.mark.slow
+
 TRUESPEC = Path(sys.executable).with_name("truespec")
 NOBODY = "http://127.0.0.1:9"
 

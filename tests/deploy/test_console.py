@@ -12,6 +12,8 @@ from rich.table import Table
 from deploy.cli.console import CONFIGS, console
 from deploy.cli.main import main
 
+pytestmark = pytest.mark.slow
+
 _LONG = "a step of a long job, with figures " * 8
 
 

@@ -31,6 +31,8 @@ from tests.support.referees import recorded as recorded_answer
 from tests.support.referees import serve
 from tools.faults.tiny import VOCAB_SIZE, write_tiny_pair
 
+pytestmark = pytest.mark.slow
+
 NUM_TOKENS = 64
 GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True, logprobs=0)
 SAMPLED = replace(GREEDY, temperature=0.9)

@@ -38,6 +38,8 @@ from tests.support.engines import NGRAM, settings
 from tests.support.fake_serving import BackendSource, make_backend
 from tests.support.tiny_models import write_tiny_model
 
+pytestmark = pytest.mark.slow
+
 ENGINES: tuple[EngineName, ...] = ("torch", "transformers")
 PROMPT = "the quick brown fox jumps over the lazy dog, the quick brown fox"
 # Seeded requests are coupled unless they say otherwise; here the service's verifier is to judge.

@@ -17,6 +17,8 @@ from tests.support.project_files import ROOT, project_files
 from tests.support.workflow_steps import Runner, checkout
 from tools.chaos.sockets import free_ports
 
+pytestmark = pytest.mark.slow
+
 PACKAGES = ("speculative", "serve_app", "dashboards", "deploy")
 _IN_A_CHECKOUT = ("deploy/configs/jobs/", "deploy/docker/")  # of clusters and images
 _OPTIONAL = (  # beginnings of the names of modules that want what an extra installs
@@ -126,7 +128,6 @@ def test_a_command_works_outside_of_a_checkout(words: list[str], said: str, unpa
     assert said in python(unpacked, _RUN % (words,), tmp_path)
 
 
-@pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.timeout(1800)
 def test_the_demo_runs_from_the_wheel_in_an_empty_environment(wheel: Path, tmp_path: Path) -> None:

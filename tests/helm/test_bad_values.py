@@ -7,6 +7,8 @@ import pytest
 from tests.support.chart import MINIMAL, merged, pod_templates, template
 from tools.chart import ChartError
 
+pytestmark = pytest.mark.slow
+
 
 def engine(**fields: Any) -> dict[str, Any]:
     return {"config": {"engine": fields}}

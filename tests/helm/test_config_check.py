@@ -20,6 +20,8 @@ from tests.support.chart import (
 )
 from tools.chart import EXAMPLES
 
+pytestmark = pytest.mark.slow
+
 EXAMPLE_VALUES = {name: yaml.safe_load((EXAMPLES / f"{name}-values.yaml").read_text()) for name in EXAMPLE_NAMES}
 VLLM = {"vllm": {"enabled": True}}
 

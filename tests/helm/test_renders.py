@@ -40,6 +40,8 @@ from tests.support.loops import for_each
 from tests.support.prometheus import promtool
 from tools.chart import CHART, CHART_SCHEMA, generated, run_helm, schema, versioned
 
+pytestmark = pytest.mark.slow
+
 WITH_CLAIMS_ON_DEVICES = ("1.37.0",)
 SPREAD = merged(
     MINIMAL,

@@ -14,6 +14,8 @@ from tests.support.fake_api_server import running_api_server
 from tests.support.runbook_shell import commands, run
 from tools.chart import CHART, run_helm
 
+pytestmark = pytest.mark.slow
+
 SMALL = {"monitoring": {"dashboards": {"enabled": False}}, "configCheck": {"enabled": False}}
 SHOWN = {
     "get pods": "head-pod",

@@ -19,6 +19,8 @@ from tests.support.chart import (
 from tests.support.fake_api_server import FakeApiServer, running_api_server
 from tools.chart import CHART, ChartError, run_helm
 
+pytestmark = pytest.mark.slow
+
 CLAIM = "demo-truespec-models"
 BRIEF = merged(MINIMAL, {"monitoring": {"dashboards": {"enabled": False}}})  # which are long
 BASE = merged(BRIEF, {"configCheck": {"enabled": False}})

@@ -10,6 +10,8 @@ from tests.support.chart import MINIMAL, MONITORING, Object, merged, of_kind, on
 from tests.support.command_lines import fault
 from tools.chart import CHART, ROOT, ChartError
 
+pytestmark = pytest.mark.slow
+
 URL = "http://vllm.models:8000"
 BESIDE = merged(MINIMAL, {"watch": {"enabled": True}})
 ALONE = merged(MINIMAL, {"watch": {"enabled": True, "only": True, "url": URL}})

@@ -14,7 +14,7 @@ from serve_app.access.keys import create_key, revoke_key
 from tests.support.ray_head import ray_head
 from tests.support.services import MODEL, app_args, deployed, wait_for
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(1200)]
 
 
 def test_keys_open_a_service_and_change_without_a_restart(ray_port: int, tiny_folder: Path, tmp_path: Path) -> None:
@@ -58,7 +58,6 @@ def test_keys_open_a_service_and_change_without_a_restart(ray_port: int, tiny_fo
         assert code(carol) == 200, "a file that is wrong changes nothing"
 
 
-@pytest.mark.slow
 def test_a_cluster_refuses_a_service_with_another_token(tiny_folder: Path, tmp_path: Path) -> None:
     """With its own token it serves: see test_two_nodes_on_ray.py."""
     file = tmp_path / "app.yaml"

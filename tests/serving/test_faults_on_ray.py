@@ -19,7 +19,7 @@ from tests.support.engines import NO_DRAFTS, tiny_engine
 from tests.support.faulty_services import Fault, accept_every_draft, misplace_rounds_with_drafts, with_fault
 from tests.support.services import MODEL, Service, app_args, deployed, gauge_total, wait_for
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(1200)]
 
 LOOPING = "one two three one two three one two three one two"
 TOKEN = "a-test's-own-token"

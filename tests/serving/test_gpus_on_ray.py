@@ -10,7 +10,7 @@ from serve_app.config.files import parse_args
 from tests.support.gpu_probe import GpuProbe
 from tests.support.services import ENGINE, app_args
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(600)]
 
 
 @pytest.mark.usefixtures("ray_port")

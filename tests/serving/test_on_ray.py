@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.services import MODEL, Service, app_args, counter_total, deployed, gauge_total, wait_for
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(1200)]
 
 COLOURS = ["red", "green", "blue"]
 LOOPING = "one two three one two three one two three one two"

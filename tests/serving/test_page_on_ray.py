@@ -8,7 +8,7 @@ from playwright.sync_api import expect
 from tests.support.browser import WIDTHS, Visit, chromium, needs_chromium
 from tests.support.services import Service, wait_for
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(1200), needs_chromium]
+pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(1200), needs_chromium]
 
 LOOPING = "one two three one two three one two three one two"
 

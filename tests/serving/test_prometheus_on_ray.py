@@ -26,7 +26,7 @@ from tests.support.runbook_shell import commands, run
 from tests.support.services import Service, app_args, deployed, wait_for
 
 # First: Ray's agent exports what every service of its cluster ever counted, and takes seconds for that of many.
-pytestmark = [pytest.mark.ray, pytest.mark.first, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.first, pytest.mark.timeout(1200)]
 
 ROOT = Path(__file__).parents[2]
 APP = "watched"

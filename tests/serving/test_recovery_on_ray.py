@@ -23,7 +23,7 @@ from tools.chaos.replicas import Killer, replica_pids
 from tools.chaos.run import Strikes, run_chaos
 from tools.chaos.streams import plan
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(1200)]
 
 LOOPING = "one two three one two three one two three one two"
 HALF = {"num_cpus": 0.5}

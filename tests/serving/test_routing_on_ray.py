@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.services import MODEL, Service, app_args, deployed, wait_for
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(1200)]
 
 POOLS = {"prefill": {"replicas": 2, "num_cpus": 0.5}, "decode": {"replicas": 2, "num_cpus": 0.5}}
 SESSIONS = "abcdefghijklmn"  # all of one replica: one time in eight thousand

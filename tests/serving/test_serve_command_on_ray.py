@@ -14,7 +14,7 @@ import yaml
 from tests.support.services import wait_for
 from tools.chaos.sockets import free_ports
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.slow, pytest.mark.ray]
 
 LONGEST_S = 180.0
 

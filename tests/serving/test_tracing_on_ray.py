@@ -12,7 +12,7 @@ import ray
 from tests.support.otlp_collector import Collector, running_collector
 from tests.support.services import MODEL, Service, app_args, deployed, wait_for
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.slow, pytest.mark.ray]
 
 APP = "traced"
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"

@@ -26,7 +26,7 @@ from tests.support.tiny_models import write_tiny_model
 from tools.chaos.sockets import free_ports
 from tools.chaos.streams import ask_all, complete, differences, plan
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(1200)]
 
 POOLS = {
     "prefill": {"replicas": 1, "num_cpus": 1, "label_selector": {"node": "prefill"}},

@@ -19,7 +19,7 @@ from tests.support.engines import settings, teacher_forced
 from tests.support.services import MODEL, Service, app_args, deployed, wait_for
 from tests.support.tiny_models import write_tiny_model
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(1200)]
 
 TOKEN = "trainer-token"
 PROMPT = list(range(3, 60))

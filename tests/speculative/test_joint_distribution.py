@@ -20,6 +20,8 @@ from tests.support.markov_chain import sample, sigmas, worst_window
 from tools.faults.mutants import MUTANTS
 from tools.faults.toy import LikeliestDrafter, TableDrafter, engine_over
 
+pytestmark = pytest.mark.slow
+
 V, LENGTH, COUNT, FIRST = 16, 7, 12_000, 3
 FEW = 4_000  # show most faults
 FIVE_SIGMA = 5.0

@@ -35,7 +35,7 @@ CONFIG = EngineConfig(
     prefix_caching=False,  # every run computes everything itself
 )
 
-pytestmark = pytest.mark.timeout(3600)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 
 class RealModel:
@@ -144,7 +144,6 @@ def assert_ends_rightly(model: RealModel, answer: Answer, max_tokens: int) -> No
     assert not set(answer.token_ids[:-1]) & set(model.config.eos_token_ids)
 
 
-@pytest.mark.slow
 @torch.inference_mode()
 def test_fp8_weights_move_the_logprobs_no_further_than_fp8_rounds(model: RealModel) -> None:
     """TME is the mean of exp|difference|: 1.38 on these prompts, which a model of this size hardly foresees."""

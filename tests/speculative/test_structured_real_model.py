@@ -17,6 +17,8 @@ from speculative.model.config import ModelConfig
 from speculative.request import FinishReason, Request, SamplingParams, Structure
 from tests.support.engines import Answer, assert_idle, run
 
+pytestmark = pytest.mark.slow
+
 # Without kernels of ours bfloat16 takes minutes; what may be drawn is the same.
 NUM_ANSWERS, DTYPE = (24, "float32") if cpu_kernels() is None else (40, "bfloat16")
 COLOURS = ["red", "green", "dark blue", "black"]

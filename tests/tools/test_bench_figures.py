@@ -17,6 +17,8 @@ from tools.bench.rounds import BenchResult, BenchSample
 from tools.bench.workers.channel import BatchOfPrompts, Meter, checked
 from tools.bench.workers.http_load import ServerFailed, ServerLoad
 
+pytestmark = pytest.mark.slow
+
 
 def sample(engine: str, speed: float, number: int = 0, kind: str = "chat", **reported: Any) -> BenchSample:
     """10 tokens at `speed` after a first token that took 0.5 s."""

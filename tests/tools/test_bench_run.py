@@ -26,6 +26,8 @@ from tools.bench.plan import BenchPlan, EngineName
 from tools.bench.rounds import BenchResult, run_bench
 from tools.bench.workers.channel import BatchOfPrompts
 
+pytestmark = pytest.mark.slow
+
 WAITING = ("OMP_WAIT_POLICY", "KMP_BLOCKTIME", "GOMP_SPINCOUNT")
 
 

@@ -30,6 +30,8 @@ from tools.chaos.replicas import Killer, replica_pids
 from tools.chaos.run import ChaosFigures
 from tools.chaos.streams import ask_all, complete, differences, plan
 
+pytestmark = pytest.mark.slow
+
 CONFIG = Path(__file__).parents[2] / "deploy" / "configs" / "resilient.yaml"
 
 

@@ -19,6 +19,8 @@ from tools.chaos.nodes import POOL_LABEL, one_node_a_replica
 from tools.chaos.page import write_deaths
 from tools.chaos.sockets import ESTABLISHED, LISTENING, free_ports, pids_of_port
 
+pytestmark = pytest.mark.slow
+
 CONFIG = Path(__file__).parents[2] / "deploy" / "configs" / "resilient.yaml"
 WHOLE = 'data: {"choices": [{"index": 0, "text": "a", "finish_reason": "length"}]}\n\ndata: [DONE]\n\n'
 CUT = 'data: {"choices": [{"index": 0, "text": "a", "finish_reason": null}]}\n\n'

@@ -1,6 +1,10 @@
 """Our service, watched through the proxy: with a fault and without."""
 
+import pytest
+
 from tools.faults.watched import FAULTS, SOUND, watch_faults
+
+pytestmark = pytest.mark.slow
 
 
 def test_a_fault_is_found_through_the_proxy_and_named() -> None:

@@ -15,6 +15,8 @@ from tests.support.bare_environment import make_bare_environment
 from tests.support.command_lines import fault
 from tools.gpu_day import CALLS, Stage, main, read_outcome, run_day, serve, stages
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -165,7 +167,6 @@ def test_a_machine_with_a_gpu_needs_few_packages(bare_python: Path) -> None:
     assert "test_greedy_texts_in_bfloat16" in run.stdout
 
 
-@pytest.mark.slow
 def test_the_day_runs_to_its_end_without_a_gpu(bare_python: Path, tmp_path: Path) -> None:
     run = in_bare_environment(bare_python, "-m", "tools.gpu_day", "--rehearse", OUT=str(tmp_path))
     assert run.returncode == 0, run.stdout + run.stderr

@@ -14,6 +14,8 @@ import yaml
 from tests.support.workflow_steps import WORKFLOWS, Runner, checkout, workflow
 from tools.release import cut
 
+pytestmark = pytest.mark.slow
+
 NAMES = sorted(path.stem for path in WORKFLOWS.glob("*.yml"))
 _SOURCE = "https://github.test/Some-Body/truespec"
 _WRITES = {  # job -> what it may do beside reading the checkout

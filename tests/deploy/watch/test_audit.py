@@ -20,6 +20,8 @@ from tests.support.fake_audited import DIES, FakeAudited, Reply, uniform_reply
 from tools.faults.outside import audit_faulty, faulty_servers, found_in
 from tools.faults.tiny import write_tiny_pair
 
+pytestmark = pytest.mark.slow
+
 FOUND = {  # a fault of our engine for each probe that can find one there; the traffic's are for the referee
     "F12 the first draft is committed unverified": "traffic",
     "F9 sampling parameters skipped on drafted positions": "traffic",

@@ -19,6 +19,8 @@ from speculative.errors import ConfigError
 from tests.support.fake_http import QuietHandler, serving
 from tools.faults.tiny import write_tiny_pair
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = 16
 TOP = 20
 

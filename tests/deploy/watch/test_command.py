@@ -14,6 +14,8 @@ from deploy.cli.main import main
 from serve_app.referee.transformers_model import TransformersModel
 from tools.faults.tiny import write_tiny_pair
 
+pytestmark = pytest.mark.slow
+
 NUM_ROLLOUTS = 30
 
 

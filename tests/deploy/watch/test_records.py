@@ -15,6 +15,8 @@ from deploy.exchange.exchanges import CHAT, COMPLETIONS, Exchange
 from deploy.watch.records import read_records
 from speculative.errors import ConfigError
 
+pytestmark = pytest.mark.slow
+
 ROLLOUT = {"prompt_token_ids": [5, 6], "token_ids": [7, 8, 9], "logprobs": [-0.1, -0.2, -0.3], "temperature": 0.7}
 
 

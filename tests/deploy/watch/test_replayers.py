@@ -10,6 +10,8 @@ from speculative.request import Request
 from tests.support.replayer_conformance import CHECKS, MAX_MODEL_LEN, SAMPLED, TOKENS, Check, on_trial
 from tests.support.tiny_models import write_tiny_model
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -33,7 +33,7 @@ QUESTIONS = (
 )
 CONFIG = EngineConfig(dtype="float32", device="cpu", max_num_seqs=8, max_batched_tokens=512, kv_cache_tokens=8192)
 
-pytestmark = pytest.mark.timeout(1800)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 class Served:

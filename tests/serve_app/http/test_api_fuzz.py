@@ -44,6 +44,8 @@ from tests.support.fake_serving import make_backend
 from tests.support.fake_weights import FakeWeights
 from tests.support.front_ends import observed
 
+pytestmark = pytest.mark.slow
+
 CHECKS = [not_a_server_error, content_type_conformance, response_schema_conformance, status_code_conformance]
 # The stream of the status page lasts 30 s; weights have tests of their own.
 LEFT_OUT = ("/status/events", "/admin/weights", "/admin/pause", "/admin/resume")

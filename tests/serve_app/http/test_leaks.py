@@ -31,6 +31,8 @@ from tests.support.engines import settings
 from tests.support.front_ends import observed
 from tests.support.tiny_models import write_tiny_model
 
+pytestmark = pytest.mark.slow
+
 KEY = "the-key"
 LONG = 700  # tokens of a prompt that takes a hundred steps
 

@@ -22,6 +22,8 @@ from tests.support.clock import Clock
 from tests.support.fake_serving import Served, ServeFake
 from tests.support.made_up_app import ABOUT, STARTED_AT, app_at_work
 
+pytestmark = pytest.mark.slow
+
 HOSTILE = "<img src=x onerror=alert(1)>"
 
 

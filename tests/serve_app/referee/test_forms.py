@@ -25,7 +25,10 @@ from speculative.request import DEFAULT_VERSION, Request, SamplingParams
 from tests.support.engines import NGRAM
 from tests.support.referees import serve
 
-pytestmark = pytest.mark.skipif(cpu_kernels() is None, reason="the forms are those of the CPU kernels")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(cpu_kernels() is None, reason="the forms are those of the CPU kernels"),
+]
 
 WORDS = (504, 2365, 355, 253, 1789, 30, 198, 504, 2365, 355, 253)
 PLAIN = SamplingParams(max_tokens=24, ignore_eos=True, logprobs=0)

@@ -27,6 +27,8 @@ from tests.support.engines import NGRAM, NO_DRAFTS, tiny_engine
 from tests.support.referees import NUM_TOKENS, TOLERANCE, Court, EngineReplay, Replayer, serve, served
 from tests.support.tiny_models import write_tiny_model
 
+pytestmark = pytest.mark.slow
+
 PLAIN = SamplingParams(max_tokens=32, ignore_eos=True, logprobs=0)
 KINDS = (
     PLAIN,

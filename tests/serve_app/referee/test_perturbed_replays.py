@@ -10,6 +10,8 @@ import torch
 from serve_app.referee.tolerance import Tolerance
 from tests.support.perturbed_engines import DRAFTERS, SETTINGS, VERIFIERS, VOCAB, Pair, Tables
 
+pytestmark = pytest.mark.slow
+
 NOISE_NATS = 0.02  # of a logit, between a batch of drafts in bfloat16 and the same tokens in one prefill
 TABLE, OF_DRAFTER, NOISE, MORE_NOISE = torch.randn(4, VOCAB, VOCAB, generator=torch.Generator().manual_seed(1))
 TARGET, NEAR = 3 * TABLE, 3 * TABLE + OF_DRAFTER

@@ -11,7 +11,10 @@ from tests.support.real_logits import FORMS, RealLogits
 EACH = 2  # answers of each setting, verifier and drafter for each pair of forms
 PAIR = "w4a8 and float32"  # the noisiest
 
-pytestmark = pytest.mark.skipif(cpu_kernels() is None, reason="without kernels there are no four-bit weights")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(cpu_kernels() is None, reason="without kernels there are no four-bit weights"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +38,6 @@ def test_a_wrong_token_is_found_in_four_bits(real: RealLogits, verifier: str) ->
     assert real.pair(PAIR).share_found(verifier, "sampled", settings, 4) >= 0.95
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("pair", FORMS)
 @pytest.mark.parametrize("drafted", DRAFTERS)
 @pytest.mark.parametrize("verifier", VERIFIERS)

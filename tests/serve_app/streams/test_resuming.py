@@ -30,7 +30,7 @@ from tests.support.engines import settings
 from tests.support.fake_serving import make_backend, until_idle
 from tests.support.tiny_models import write_tiny_model
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 NEVER = 10**9
 LOOPING = "one two three one two three one two"

@@ -17,6 +17,8 @@ from tests.support.engines import markov_decoder, settings
 from tests.support.markov_chain import sample, worst_window
 from tests.support.tiny_heads import randomise
 
+pytestmark = pytest.mark.slow
+
 V, LENGTH, COUNT, FIRST = 8, 5, 2_500, 3
 FIVE_SIGMA = 5.0
 

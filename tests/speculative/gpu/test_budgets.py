@@ -17,7 +17,7 @@ from tests.support.pretended_cuda import PretendedCuda
 from tests.support.tiny_models import write_tiny_model
 from tests.support.triton_interpreter import needs_triton
 
-pytestmark = needs_triton
+pytestmark = [pytest.mark.slow, needs_triton]
 
 
 class Cost(NamedTuple):

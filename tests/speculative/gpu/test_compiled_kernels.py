@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.triton_interpreter import needs_triton
 
-pytestmark = needs_triton
+pytestmark = [pytest.mark.slow, needs_triton]
 SHARED_MEMORY = 99 << 10  # of a block, on the GPUs since Ampere that have the least
 COMPILE = """
 import json, sys

@@ -7,10 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from speculative.config import DrafterConfig
 from tests.support.triton_interpreter import needs_triton
 
-pytestmark = needs_triton
+pytestmark = [pytest.mark.slow, needs_triton]
 OF_DRAFTS = ("_sum_blocks", "_settle_entries", "_compare_blocks", "_report_rows", "_take_terms")
 KINDS_OF_DRAFTS = ("point masses", "the vocabulary", "a part of it")
 OTHERS = {

@@ -14,6 +14,8 @@ from tests.support.judged_rows import of_wider
 from tests.support.torch_operators import attend_packed
 from tests.support.triton_interpreter import needs_triton
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 BLOCK_SIZE, NUM_BLOCKS = 16, 96
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3}

@@ -19,7 +19,7 @@ HEADS = [(4, 4, 16), (6, 2, 64), (3, 1, 80)]
 DTYPES = [torch.float32, torch.float16, torch.float32]  # the interpreter multiplies bfloat16's bit patterns
 CONTEXTS = [(0, 1), (15, 5), (SPLIT_TOKENS - 2, 5), (2 * SPLIT_TOKENS + 3, 2), (0, 0)]
 
-pytestmark = needs_triton
+pytestmark = [pytest.mark.slow, needs_triton]
 
 
 @pytest.fixture

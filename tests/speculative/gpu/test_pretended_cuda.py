@@ -49,7 +49,7 @@ from tests.support.graph_scenes import MIXED as ALL_WISHES
 from tests.support.pretended_cuda import PretendedCuda
 from tests.support.triton_interpreter import needs_triton
 
-pytestmark = needs_triton
+pytestmark = [pytest.mark.slow, needs_triton]
 ALL = ("none", "ngram", "suffix", "draft_model", "eagle3")
 SHORT, MIXED = ([dataclasses.replace(one, max_tokens=10) for one in many] for many in (PLAIN, ALL_WISHES))
 

@@ -15,7 +15,7 @@ WIDTH, VOCABULARY = 3 * BLOCK + 11, 500  # the last block is not full
 EDGE = 1e-7  # of a token's mass
 SIZES = (1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 4 * BLOCK, 4 * BLOCK + 1)
 SCENES = {"the vocabulary": None, "a part of it": VOCABULARY}
-pytestmark = needs_triton
+pytestmark = [pytest.mark.slow, needs_triton]
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from speculative.verification.draft_probs import mass_before
 from tests.support.judged_rows import KINDS, VOCABULARY, filtered, padded, parts, scene
 from tests.support.triton_interpreter import needs_triton
 
-pytestmark = needs_triton
+pytestmark = [pytest.mark.slow, needs_triton]
 
 BLOCK = 64  # the last one is not full
 NO_FILTER = (0.0, 0, 1.0)  # min_p, top_k, top_p

@@ -10,6 +10,8 @@ from tests.support.step_conformance import ARITHMETICS, CHECKS, Arithmetic
 from tests.support.triton_interpreter import needs_triton
 from tests.support.vocabulary import needs_kernels
 
+pytestmark = pytest.mark.slow
+
 NEEDS = {"kernels": needs_kernels, "captured, triton": needs_triton}
 
 

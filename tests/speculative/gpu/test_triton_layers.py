@@ -22,7 +22,7 @@ from tests.support.tiny_models import write_tiny_model
 from tests.support.torch_operators import TorchAttend
 from tests.support.triton_interpreter import needs_triton, nobodys
 
-pytestmark = needs_triton
+pytestmark = [pytest.mark.slow, needs_triton]
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 # Units in the last place. The interpreter cuts bfloat16 off where a GPU rounds.

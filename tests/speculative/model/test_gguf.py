@@ -20,6 +20,8 @@ from speculative.model.quantized import load_quantized
 from tests.support.tiny_gguf import write_tiny_gguf
 from tests.support.tiny_models import CHAT_TEMPLATE, write_tiny_model
 
+pytestmark = pytest.mark.slow
+
 
 def converted(folder: Path, family: str = "llama", **changes: Any) -> tuple[Path, Path]:
     """The folder a GGUF was written from, and the folder it was converted to."""

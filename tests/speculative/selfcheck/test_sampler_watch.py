@@ -12,6 +12,8 @@ from speculative.selfcheck.sampler_watch import SamplerWatch
 from speculative.state.batch import Terms
 from speculative.stats import StepStats
 
+pytestmark = pytest.mark.slow
+
 VOCAB, ROUNDS = 24, 500
 NUM_DRAFTS = [2, 0, 3, 1]
 NAMES = ["a", "b", "c", "d"]
