@@ -48,7 +48,6 @@ def test_batch_with_an_engine_of_its_own_twice(head: RayHead, model: Path, tmp_p
         ask(number)
         done = head.submit(*command)
         assert done.returncode == 0, done.stdout + done.stderr
-        assert "retries remaining" not in done.stdout + done.stderr, "Ray reports a call that it cannot end"
         results = [json.loads(line) for line in answers.read_text().splitlines()]
         assert {result["custom_id"] for result in results} == {f"r{one}" for one in range(number)}
         assert len(results) == number
