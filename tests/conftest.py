@@ -81,11 +81,12 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     """A cluster that a test left running, often one that Ray started by itself, would be everybody's after it; and the
     shared one lives until the last test has ended."""
     yield
-    stash = item.config.stash
-    shared = stash[_cluster_shared] = stash.get(_cluster_shared, False) or _has(item, _SHARED_CLUSTER)
     ray = sys.modules.get("ray")
     if ray is None:
         return
+    stash = item.config.stash
+    started = _has(item, _SHARED_CLUSTER) and ray.is_initialized()  # a test that was skipped starts nothing
+    shared = stash[_cluster_shared] = stash.get(_cluster_shared, False) or started
     if shared and nextitem is not None and not ray.is_initialized():
         pytest.fail(f"{item.nodeid} ended the Ray cluster that other tests share", pytrace=False)
     if not shared and ray.is_initialized():

@@ -1,14 +1,12 @@
 """An hour of figures from sums of counts: rates, latencies, what is kept, and replicas that come and go."""
 
 import json
-import re
 
 import pytest
 
 from serve_app.page.history import EVERY_S, History, quantile
 from serve_app.telemetry.metrics import BufferSink, Metrics, PrometheusSink
 from tests.support.clock import Clock
-from tests.support.project_files import ROOT
 
 BOUNDS = (0.1, 0.5, 1.0)
 
@@ -198,9 +196,3 @@ def test_latencies_of_a_replica_are_its_own_and_of_the_last_minutes(watched: Wat
 )
 def test_quantiles_are_those_of_prometheus(share: float, counts: list[int], expected: float | None) -> None:
     assert quantile(share, counts, BOUNDS) == (None if expected is None else pytest.approx(expected))
-
-
-def test_the_api_page_says_of_each_figure_what_it_is(watched: Watched) -> None:
-    text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8").partition("| figure | unit |")[2]
-    named = {name for row in re.findall(r"^\| (`.*?) \| ", text, re.M) for name in re.findall(r"`(\w+)`", row)}
-    assert named == watched.history.columns()["points"].keys() - {"at"}
