@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import ray
-import yaml
 
 from dashboards.alerts import ALERTS
 from dashboards.build import PAGES, write
@@ -107,18 +106,10 @@ def scrape_configs(service: Service) -> list[dict[str, Any]]:
     ]
 
 
-def demo_args() -> dict[str, Any]:
-    """The application of the demo, as it is shipped."""
-    file = yaml.safe_load((ROOT / "deploy" / "configs" / "demo.yaml").read_text(encoding="utf-8"))
-    return dict(file["applications"][0]["args"])
-
-
-@pytest.fixture(scope="module", params=["tiny", pytest.param("demo", marks=pytest.mark.slow)])
-def watched(
-    request: pytest.FixtureRequest, ray_port: int, tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Watched]:
+@pytest.fixture(scope="module")
+def watched(ray_port: int, tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     program("prometheus")
-    args = app_args(tiny_folder, "disaggregated") if request.param == "tiny" else demo_args()
+    args = app_args(tiny_folder, "disaggregated")
     token = tmp_path_factory.mktemp("admin") / "token"
     token.write_text(TOKEN)
     args["admin"] = {"token_file": str(token)}
