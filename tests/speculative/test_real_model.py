@@ -83,7 +83,7 @@ def model() -> RealModel:
     return RealModel(fetch_model("smollm2-135m"))
 
 
-@pytest.fixture(scope="module", params=[48, pytest.param(500, marks=pytest.mark.slow)], ids="{} tokens".format)
+@pytest.fixture(scope="module", params=[48], ids="{} tokens".format)
 def texts(model: RealModel, request: pytest.FixtureRequest) -> Texts:
     """Batched without and with speculation, and with speculation one by one: every third prompt, or all if slow."""
     params = SamplingParams(max_tokens=request.param, temperature=0, logprobs=0)

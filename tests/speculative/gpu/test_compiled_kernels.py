@@ -129,7 +129,7 @@ class Compiled(NamedTuple):
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(80, marks=pytest.mark.slow), 90, pytest.param(100, marks=pytest.mark.slow)],
+    params=[90],
     ids="sm_{}".format,
 )
 def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Compiled]:
