@@ -95,13 +95,6 @@ def test_sound_engines_raise_no_alarm() -> None:
     assert all(abs(sums.z) < run.MAX_Z for sums in run.pooled(runs).values())
 
 
-@pytest.mark.slow
-def test_sound_engines_raise_no_alarm_in_two_million_positions() -> None:
-    runs = run.audit_clean(2_000_000)
-    assert all(not (one.alarms or one.violations) for one in runs)
-    assert all(abs(sums.z) < run.MAX_Z for sums in run.pooled(runs).values())
-
-
 def test_the_command_prints_and_writes_what_it_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = run.MutantAudit("F8 something", {"term f": 416, "term c": 717}, "positions", 416, 0.43, 0.45)
     lost = run.MutantAudit("F9 something else", {}, "requests", None, 0.2, 0.2)

@@ -225,7 +225,7 @@ def test_running_out_of_time_frees_what_was_held(replica: Replica, stream: bool,
     running = replica.post(**STREAM)
     running.read_until(b"data: ")
     headers = {"authorization": f"Bearer {KEY}"} | ({"x-request-timeout": "0.2"} if where == "header" else {})
-    body = {"model": "tiny", "prompt": [5] * 30, "max_tokens": 900, "stream": stream}
+    body = {"model": "tiny", "prompt": [5] * 30, "max_tokens": 900, "ignore_eos": True, "stream": stream}
     response = httpx.post(
         f"http://127.0.0.1:{replica.port}/v1/completions",
         json=body | ({"timeout": 0.2} if where == "body" else {"timeout": 50}),
