@@ -83,20 +83,23 @@ def model() -> RealModel:
     return RealModel(fetch_model("smollm2-135m"))
 
 
-@pytest.fixture(scope="module", params=[48], ids="{} tokens".format)
-def texts(model: RealModel, request: pytest.FixtureRequest) -> Texts:
-    """Batched without and with speculation, and with speculation one by one: every third prompt, or all if slow."""
-    params = SamplingParams(max_tokens=request.param, temperature=0, logprobs=0)
+NUM_TOKENS = 48
+
+
+@pytest.fixture(scope="module")
+def texts(model: RealModel) -> Texts:
+    """Batched without and with speculation, and every third prompt with speculation one by one."""
+    params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, logprobs=0)
     wanted = [Request(name, model.prompts[name], params) for name in NAMES]
     singly: dict[str, Answer] = {}
     engine = model.engine(drafts=True)
-    for one in wanted[:: 1 if request.param > 48 else 3]:
+    for one in wanted[::3]:
         singly |= answer_all(engine, [one])
     return Texts(
         plain=answer_all(model.engine(drafts=False), wanted),
         speculative=answer_all(model.engine(drafts=True), wanted),
         singly=singly,
-        max_tokens=request.param,
+        max_tokens=NUM_TOKENS,
     )
 
 
