@@ -66,7 +66,7 @@ def cut(tokenizer: Tokenizer, text: str, cuts: Sequence[int]) -> DeltaSource:
     """The tokens of a text and the end token, cut into deltas as the test asks."""
     ids = (*tokenizer.encode(text), tokenizer.eos_token_ids[0])
     borders = [0, *sorted({cut % len(ids) for cut in cuts} - {0}), len(ids)]
-    *deltas, last = [TokenDelta("r", ids[begin:end]) for begin, end in itertools.pairwise(borders)]
+    *deltas, last = [TokenDelta("", ids[begin:end]) for begin, end in itertools.pairwise(borders)]
     return DeltaSource(*deltas, last.replace(finish_reason=FinishReason.STOP, stop_token_id=ids[-1]))
 
 
