@@ -30,6 +30,7 @@ from tests.support.vocabulary import needs_kernels
 CPU = torch.device("cpu")
 FORMS: tuple[Kind, ...] = ("float32", "bfloat16", "w4a8")
 KINDS = (*FORMS, "int8")  # which has 16-bit activations, and is for LM heads
+TILES = "bfloat16 by tiles"  # of AMX, emulated
 FAMILIES = ("llama_biased", "llama3", "smollm", "mistral", "qwen3")
 
 
@@ -43,26 +44,33 @@ def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def native(kind: str, num_inputs: int, num_outputs: int, *, biased: bool = True) -> tuple[NativeLinear, Tensor, Tensor]:
-    """A product of our kernels, and the weight and bias it stands for; that bias is zero where it has none."""
+@pytest.fixture
+def kernels(kind: str, request: pytest.FixtureRequest) -> Kernels:
+    return request.getfixturevalue("tiles") if kind == TILES else compiled()  # type: ignore[no-any-return]
+
+
+def native(
+    kernels: Kernels, kind: str, num_inputs: int, num_outputs: int, *, biased: bool = True
+) -> tuple[NativeLinear, Tensor, Tensor]:
+    """A product of these kernels, and the weight and bias it stands for; that bias is zero where it has none."""
     linear = Linear(num_inputs, num_outputs, bias=biased, dtype=torch.float32, device=CPU)
     linear.weight.copy_(random(num_outputs, num_inputs, seed=1))
     bias = random(num_outputs, seed=2) * biased
     if linear.bias is not None:
         linear.bias.copy_(bias)
-    given: Any = kind
+    given: Any = "bfloat16" if kind == TILES else kind
     weight = linear.weight.detach().clone() if kind == "float32" else linear.weight.bfloat16().float()
     if kind in ("w4a8", "int8"):
         given = quantize(linear.weight, 4 if kind == "w4a8" else 8)
         weight = given.to_float()
-    return NativeLinear(linear, compiled(), given), weight, bias
+    return NativeLinear(linear, kernels, given), weight, bias
 
 
 def as_read(kind: str, rows: Tensor) -> Tensor:
     """What a product of this kind makes of its rows: integers of blocks of 32, as said in kernels.h."""
     if kind == "float32":
         return rows
-    if kind == "bfloat16":
+    if kind in ("bfloat16", TILES):
         return rows.bfloat16().float()
     most = torch.tensor(127.0 if kind == "w4a8" else 32512.0)
     blocks = rows.unflatten(1, (-1, 32))
@@ -73,33 +81,39 @@ def as_read(kind: str, rows: Tensor) -> Tensor:
 
 @needs_kernels
 @pytest.mark.parametrize(("num_outputs", "biased"), [(32, True), (75, True), (32, False), (75, False)])
-@pytest.mark.parametrize(("kind", "num_inputs"), [*((kind, 96) for kind in KINDS), ("float32", 41), ("bfloat16", 41)])
-def test_a_product(kind: str, num_inputs: int, num_outputs: int, biased: bool) -> None:
-    linear, weight, bias = native(kind, num_inputs, num_outputs, biased=biased)
-    for num_rows in (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 21):
+@pytest.mark.parametrize(
+    ("kind", "num_inputs"), [*((kind, 96) for kind in (*KINDS, TILES)), ("float32", 41), ("bfloat16", 41)]
+)
+def test_a_product(kernels: Kernels, kind: str, num_inputs: int, num_outputs: int, biased: bool) -> None:
+    linear, weight, bias = native(kernels, kind, num_inputs, num_outputs, biased=biased)
+    for num_rows in (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 16, 17, 31, 32, 33, 70):
         rows = random(num_rows, 200)[:, :num_inputs]  # strided, as in a forward
         expected = as_read(kind, rows).double() @ weight.double().T + bias.double()
-        torch.testing.assert_close(linear(rows).double(), expected, rtol=0, atol=1e-4)
+        torch.testing.assert_close(linear(rows).double(), expected, rtol=0, atol=2e-4 if kind == TILES else 1e-4)
 
 
 @needs_kernels
 @pytest.mark.usefixtures("two_threads")
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_row_is_the_same_bits_in_any_company_on_any_number_of_threads(kind: str, biased: bool) -> None:
-    linear, _, _ = native(kind, 64, 80, biased=biased)
-    rows = random(37, 64)
-    together = [linear(part) for size in (37, 9) for part in rows.split(size)]
+@pytest.mark.parametrize(("num_inputs", "biased"), [(64, False), (1536, True)])
+@pytest.mark.parametrize("kind", [*KINDS, TILES])
+def test_a_row_is_the_same_bits_in_any_company_on_any_number_of_threads(
+    kernels: Kernels, kind: str, num_inputs: int, biased: bool
+) -> None:
+    linear, _, _ = native(kernels, kind, num_inputs, 80, biased=biased)
+    rows = random(37, num_inputs)
     torch.set_num_threads(1)
-    alone = torch.cat([linear(rows[i : i + 1]) for i in range(len(rows))])
-    assert torch.equal(torch.cat(together), alone.repeat(2, 1))
+    alone = torch.cat([linear(row) for row in rows.split(1)])
+    for num_threads in (1, 2):
+        torch.set_num_threads(num_threads)
+        for size in (5, 16, 20, 37):
+            assert torch.equal(torch.cat([linear(part) for part in rows.split(size)]), alone)
 
 
 @needs_kernels
 @pytest.mark.parametrize("damage", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_row_that_is_no_number_stays_none_and_harms_no_other(kind: str, damage: float) -> None:
-    linear, _, _ = native(kind, 64, 32)
+@pytest.mark.parametrize("kind", [*KINDS, TILES])
+def test_a_row_that_is_no_number_stays_none_and_harms_no_other(kernels: Kernels, kind: str, damage: float) -> None:
+    linear, _, _ = native(kernels, kind, 64, 32)
     rows = random(3, 64)
     sound = linear(rows)
     rows[1, 40] = damage
@@ -110,7 +124,7 @@ def test_a_row_that_is_no_number_stays_none_and_harms_no_other(kind: str, damage
 
 @needs_kernels
 def test_extreme_rows_are_multiplied_too() -> None:
-    linear, weight, bias = native("int8", 64, 32)
+    linear, weight, bias = native(compiled(), "int8", 64, 32)
     for scale in (0.0, 1e-30, 1e30):
         rows = random(2, 64) * scale
         expected = rows.double() @ weight.double().T + bias.double()

@@ -1,6 +1,7 @@
 """The choice of a way to prefetch, on a clock of made-up products."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,14 +12,14 @@ from speculative.kernels.prefetch import WAYS, measured_ways
 NONE, PAST, NEAR, FAR = range(len(WAYS))
 
 
+@dataclass
 class Products:
     """Kernels whose products take the time that a table says, on a clock of their own."""
 
-    def __init__(self, took: dict[tuple[int, int], float]) -> None:
-        self.took = took
-        self.now = 0.0
-        self.ways: tuple[int, ...] = ()
-        self.noise = 0
+    took: dict[tuple[int, int], float]
+    now: float = 0.0
+    ways: tuple[int, ...] = ()
+    noise: int = 0
 
     def prefetch(self, ways: Sequence[int]) -> None:
         assert len(ways) == NUM_WAYS

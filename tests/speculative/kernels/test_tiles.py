@@ -5,6 +5,7 @@ import json
 import logging
 from collections.abc import Callable
 from ctypes import c_int64
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,49 +26,13 @@ from speculative.kernels.tiles import (
     measured_tiles,
 )
 from speculative.model.attention import StepAttention
-from speculative.model.cpu.native import Kind, NativeLinear
-from speculative.model.layers import Linear
+from speculative.model.cpu.native import Kind
 from speculative.model.loading import load_decoder
-from speculative.model.quantized import quantize
-from tests.speculative.kernels.test_kernels import as_read, attended, cache_with, hidden_states, random, three_sequences
+from tests.speculative.kernels.test_kernels import attended, cache_with, hidden_states, native, random, three_sequences
 from tests.support.tiny_models import write_tiny_model
 from tests.support.vocabulary import needs_kernels
 
 pytestmark = needs_kernels
-
-
-def plain_linear(num_inputs: int, num_outputs: int) -> Linear:
-    linear = Linear(num_inputs, num_outputs, bias=True, dtype=torch.float32, device=torch.device("cpu"))
-    linear.weight.copy_(random(num_outputs, num_inputs, seed=1).bfloat16())
-    linear.bias.copy_(random(num_outputs, seed=2))
-    return linear
-
-
-def product(kernels: Kernels, num_inputs: int, num_outputs: int) -> tuple[NativeLinear, Tensor, Tensor]:
-    """A product of these kernels, and the weight and bias it stands for, in double precision."""
-    linear = plain_linear(num_inputs, num_outputs)
-    return NativeLinear(linear, kernels, "bfloat16"), linear.weight.double(), linear.bias.double()
-
-
-@pytest.mark.parametrize("num_outputs", [32, 75])
-def test_a_product(num_outputs: int, tiles: Kernels) -> None:
-    linear, weight, bias = product(tiles, 96, num_outputs)
-    for num_rows in (0, 1, 2, 15, 16, 17, 31, 32, 33, 70):
-        rows = random(num_rows, 200)[:, :96]
-        expected = as_read("bfloat16", rows).double() @ weight.T + bias
-        torch.testing.assert_close(linear(rows).double(), expected, rtol=0, atol=2e-4)
-
-
-@pytest.mark.parametrize("num_inputs", [64, 1536])
-def test_a_row_is_the_same_bits_in_any_company_on_any_number_of_threads(num_inputs: int, tiles: Kernels) -> None:
-    linear, _, _ = product(tiles, num_inputs, 80)
-    rows = random(37, num_inputs)
-    torch.set_num_threads(1)
-    alone = torch.cat([linear(row) for row in rows.split(1)])
-    for num_threads in (1, 2):
-        torch.set_num_threads(num_threads)
-        for size in (5, 16, 20, 37):
-            assert torch.equal(torch.cat([linear(part) for part in rows.split(size)]), alone)
 
 
 def test_tiles_round_in_another_order_than_avx512(tiles: Kernels) -> None:
@@ -75,7 +40,7 @@ def test_tiles_round_in_another_order_than_avx512(tiles: Kernels) -> None:
     rows = random(20, 576)
     found = []
     for num_inputs in (576, 570):
-        linear, _, _ = product(tiles, num_inputs, 64)
+        linear, _, _ = native(tiles, "bfloat16", num_inputs, 64)
         tiles.by_tiles = True
         by_tiles = linear(rows[:, :num_inputs])
         tiles.by_tiles = False
@@ -83,24 +48,9 @@ def test_tiles_round_in_another_order_than_avx512(tiles: Kernels) -> None:
     assert found == [False, True]
 
 
-def test_a_row_that_is_no_number_harms_no_other(tiles: Kernels) -> None:
-    linear, _, _ = product(tiles, 64, 32)
-    rows = random(3, 64)
-    sound = linear(rows)
-    rows[1, 40] = torch.nan
-    spoilt = linear(rows)
-    assert not spoilt[1].isfinite().any()
-    assert torch.equal(spoilt[[0, 2]], sound[[0, 2]])
-
-
 def test_denormals_count_as_zero(tiles: Kernels) -> None:
-    linear, _, bias = product(tiles, 32, 32)
-    assert torch.equal(linear(torch.full((2, 32), 1e-39)).double(), bias.expand(2, -1))
-
-
-def w4a8(kernels: Kernels, num_inputs: int, num_outputs: int) -> NativeLinear:
-    linear = plain_linear(num_inputs, num_outputs)
-    return NativeLinear(linear, kernels, quantize(linear.weight, 4))
+    linear, _, bias = native(tiles, "bfloat16", 32, 32)
+    assert torch.equal(linear(torch.full((2, 32), 1e-39)), bias.expand(2, -1))
 
 
 def tile_products(kernels: Kernels) -> int:
@@ -111,7 +61,7 @@ def tile_products(kernels: Kernels) -> int:
 @pytest.mark.parametrize("num_outputs", [32, 75])
 @pytest.mark.parametrize("num_inputs", [32, 96, 1536])
 def test_four_bit_weights_come_to_the_same_bits_by_tiles(num_inputs: int, num_outputs: int, tiles: Kernels) -> None:
-    ours = w4a8(tiles, num_inputs, num_outputs)
+    ours, _, _ = native(tiles, "w4a8", num_inputs, num_outputs)
     rows = random(70, num_inputs + 8)[:, :num_inputs] * torch.logspace(-3, 3, 70)[:, None]
     rows[3], rows[20, 5], rows[40, 7] = 0.0, torch.nan, torch.inf
     for num_threads in (1, 2):
@@ -124,7 +74,7 @@ def test_four_bit_weights_come_to_the_same_bits_by_tiles(num_inputs: int, num_ou
 
 
 def test_four_bit_weights_are_left_to_tiles_from_a_number_of_rows_on(tiles: Kernels) -> None:
-    linear = w4a8(tiles, 64, 32)
+    linear, _, _ = native(tiles, "w4a8", 64, 32)
     found = []
     for least, num_rows in ((0, 40), (17, 16), (17, 17), (16, 16), (1, 33)):
         tiles.int4_tile_rows = least
@@ -209,27 +159,21 @@ def test_kernels_that_round_alike_have_one_name(tiles: Kernels) -> None:
     assert len(names) == 4
 
 
+@dataclass
 class Machine:
     """Our kernels on a machine whose tiles err as told, on a clock of its own."""
 
-    has_tiles = True
-
-    def __init__(
-        self,
-        *,
-        share: float = 0.1,
-        least_gain: int = 1,
-        error: float = 0.0,
-        error_of_batches: float = 0.0,
-        permits: bool = True,
-    ):
-        self.share, self.least_gain, self.permits = share, least_gain, permits
-        self.error, self.error_of_batches = error, error_of_batches
-        self.by_tiles = False
-        self.int4_tile_rows = 0
-        self.attends_by_tiles = False
-        self.now = 0.0
-        self.measured = 0
+    share: float = 0.1
+    least_gain: int = 1
+    error: float = 0.0
+    error_of_batches: float = 0.0
+    permits: bool = True
+    has_tiles: bool = True
+    by_tiles: bool = False
+    int4_tile_rows: int = 0
+    attends_by_tiles: bool = False
+    now: float = 0.0
+    measured: int = 0
 
     def permit_tiles(self) -> bool:
         return self.permits
