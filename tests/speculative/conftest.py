@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.tiny_heads import write_tiny_head
 from tests.support.tiny_models import write_tiny_model
 
 
@@ -21,6 +22,18 @@ def _one_thread() -> Iterator[None]:
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama with 64 tokens."""
     return write_tiny_model(tmp_path_factory.mktemp("tiny"), vocab_size=64)
+
+
+@pytest.fixture(scope="session")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with as many layers as a head reads the features of."""
+    return write_tiny_model(tmp_path_factory.mktemp("target") / "model", vocab_size=64, num_hidden_layers=4)
+
+
+@pytest.fixture(scope="session")
+def head(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An EAGLE-3 head for it."""
+    return write_tiny_head(tmp_path_factory.mktemp("head") / "head", target)
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,6 @@ from speculative.errors import ConfigError, HandoffRefused
 from speculative.request import Request, SamplingParams, Speculation
 from speculative.weights import check_same_model, load_weights
 from tests.support.engines import NGRAM, NO_DRAFTS, Answer, assert_idle, run, settings, take, teacher_forced
-from tests.support.tiny_heads import write_tiny_head
 from tests.support.tiny_models import write_tiny_model
 
 PROMPT = tuple(3 + (7 * index) % 41 for index in range(30))
@@ -22,26 +21,24 @@ PARAMS = SamplingParams(max_tokens=12, temperature=0.8, logprobs=0, ignore_eos=T
 
 
 @pytest.fixture(scope="module")
-def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("weights") / "old", vocab_size=64, num_hidden_layers=6)
+def old(target: Path) -> Path:
+    return target
 
 
 @pytest.fixture(scope="module")
 def new(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("weights") / "new", vocab_size=64, num_hidden_layers=6, seed=9)
+    return write_tiny_model(tmp_path_factory.mktemp("weights") / "new", vocab_size=64, num_hidden_layers=4, seed=9)
 
 
-@pytest.fixture(scope="module")
-def head(old: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_head(tmp_path_factory.mktemp("weights") / "head", old)
-
-
-@pytest.fixture(scope="module", params=["none", "ngram", "draft_model", "eagle3"])
+@pytest.fixture(scope="module", params=["none", "ngram", "draft_model", "eagle3", "a tree"])
 def drafter(request: pytest.FixtureRequest, old: Path, head: Path) -> DrafterConfig:
-    models = {"draft_model": str(old), "eagle3": str(head)}
-    if request.param not in models:
-        return NO_DRAFTS if request.param == "none" else NGRAM
-    return DrafterConfig(kind=request.param, model=models[request.param], num_draft_tokens=3)
+    return {
+        "none": NO_DRAFTS,
+        "ngram": NGRAM,
+        "draft_model": DrafterConfig(kind="draft_model", model=str(old), num_draft_tokens=3),
+        "eagle3": DrafterConfig(kind="eagle3", model=str(head), num_draft_tokens=3),
+        "a tree": DrafterConfig(kind="draft_model", model=str(old), num_draft_tokens=3, tree=(3, 2)),
+    }[request.param]
 
 
 def updated(engine: EngineCore, folder: Path, version: str = "v1", drafter: Path | None = None) -> EngineCore:
@@ -59,7 +56,8 @@ def answer(engine: EngineCore, request: Request) -> Answer:
 
 
 def config(drafter: DrafterConfig = NO_DRAFTS, **changes: object) -> EngineConfig:
-    return settings(drafter=drafter, **changes)
+    of_trees = {"verifier": "coupled", "max_batched_tokens": 128} if drafter.tree else {}
+    return settings(drafter=drafter, **{**of_trees, **changes})
 
 
 def assert_follows(engine: EngineCore, given: Answer, tokens: slice = slice(None)) -> None:
@@ -114,21 +112,13 @@ def test_requests_under_way_are_computed_again_and_say_which_weights_made_a_toke
     for request in requests:
         engine.add(request)
     answers: dict[str, Answer] = defaultdict(Answer)
-    versions: dict[str, list[str]] = defaultdict(list)
-
-    def step() -> None:
-        deltas = engine.step()
-        take(answers, deltas)
-        for delta in deltas:
-            versions[delta.request_id] += [delta.weight_version] * len(delta.token_ids)
-
     while min(len(answers[request.request_id].token_ids) for request in requests) < 4:
-        step()
+        take(answers, engine.step())
     updated(engine, new, "v1")
-    while engine.has_work:
-        step()
+    answers = run(engine, answers)
     for request in requests:
-        given, reported = answers[request.request_id], versions[request.request_id]
+        given = answers[request.request_id]
+        reported = [delta.weight_version for delta in given.deltas for _ in delta.token_ids]
         assert len(given.token_ids) == len(reported) == 12
         num_old = reported.count("default")
         assert reported == ["default"] * num_old + ["v1"] * (12 - num_old) and 4 <= num_old < 12
@@ -226,8 +216,8 @@ def test_self_checks_begin_again_and_the_breakers_word_stays(old: Path, new: Pat
 def test_weights_of_another_model_are_refused(old: Path, tmp_path: Path) -> None:
     served = EngineCore.load(old, config()).model
     check_same_model(old, served)
-    other = write_tiny_model(tmp_path / "other", vocab_size=64, num_hidden_layers=4)
-    with pytest.raises(ConfigError, match="its num_layers is 4, and 6 is served"):
+    other = write_tiny_model(tmp_path / "other", vocab_size=64, num_hidden_layers=6)
+    with pytest.raises(ConfigError, match="its num_layers is 6, and 4 is served"):
         check_same_model(other, served)
 
 

@@ -1,7 +1,7 @@
 """Small engines for tests, and what to compare them with: random tiny models, and hand-made Markov chains."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,7 +58,6 @@ def encode_state(state: ComputedTokenState, manifest: Manifest) -> Blob:
 
 
 def markov_engine(next_token: Tensor | Sequence[int], *, eos: tuple[int, ...] = (), **changes: Any) -> EngineCore:
-    """An engine over `markov_decoder`."""
     decoder = markov_decoder(next_token, eos=eos)
     return EngineCore(decoder, decoder.config, settings(**changes))
 
@@ -109,11 +108,13 @@ class Answer:
     error: str | None = None
     round_sizes: list[int] = field(default_factory=list)
     rounds: list[Round] = field(default_factory=list)
+    deltas: list[TokenDelta] = field(default_factory=list)
 
     def take(self, delta: TokenDelta) -> None:
         assert self.finish_reason is None, "a delta after the last one"
         assert len(delta.kinds) == len(delta.token_ids)
         assert delta.num_accepted <= delta.num_drafted
+        self.deltas.append(delta)
         self.token_ids += delta.token_ids
         self.kinds += delta.kinds
         self.logprobs += delta.logprobs or ()
@@ -143,6 +144,19 @@ def run(
     raise AssertionError(f"still at work after {max_steps} steps: {engine.usage()}")
 
 
+def answer_all(engine: EngineCore, requests: Iterable[Request], *, max_steps: int = 2000) -> dict[str, Answer]:
+    """What requests get that run together; nothing is left of them in the engine."""
+    for request in requests:
+        engine.add(request)
+    answers = run(engine, max_steps=max_steps)
+    assert_idle(engine)
+    return answers
+
+
+def texts(answers: Mapping[str, Answer]) -> dict[str, list[int]]:
+    return {name: answer.token_ids for name, answer in answers.items()}
+
+
 def hand_over(
     prefill: EngineCore, decode: EngineCore, requests: Iterable[Request], prefill_only_after: int = 1
 ) -> dict[str, Answer]:
@@ -159,13 +173,11 @@ def hand_over(
 
 
 def take(answers: dict[str, Answer], deltas: Iterable[TokenDelta]) -> None:
-    """Add deltas to their answers."""
     for delta in deltas:
         answers[delta.request_id].take(delta)
 
 
 def live_sequences(engine: EngineCore) -> list[Any]:
-    """Every sequence the engine still knows."""
     scheduler = engine.scheduler
     return [*scheduler._running, *scheduler._waiting, *scheduler.held]
 
@@ -185,7 +197,6 @@ def assert_pool_is_whole(engine: EngineCore) -> None:
 
 
 def assert_idle(engine: EngineCore) -> None:
-    """Nothing is left of any request."""
     assert not engine.has_work
     assert not engine.held_ids
     assert engine.usage().num_free_blocks == engine.usage().num_blocks
@@ -210,7 +221,6 @@ def naive_logits(decoder: Decoder, token_ids: Tensor) -> Tensor:
 
 
 def decoder_of(engine: EngineCore) -> Decoder:
-    """The engine's target model."""
     return engine.runner._decoder
 
 

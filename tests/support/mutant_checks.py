@@ -4,16 +4,17 @@ Each takes a `World`, which makes engines; the mutants' world puts its fault int
 into none that only serves as a reference.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from speculative.config import DrafterConfig, EngineConfig
 from speculative.drafting.base import Drafter, DraftOutput, WeightlessDrafter
 from speculative.engine import EngineCore
-from speculative.request import Request, SamplingParams, TokenDelta
+from speculative.request import Request, SamplingParams
 from speculative.state.batch import Batch
 from speculative.verification.draft_probs import PointMass
+from tests.support.engines import Answer, answer_all, hand_over, run
 from tools.faults.toy import tiny_engine
 
 Install = Callable[[EngineCore], None]
@@ -49,39 +50,16 @@ class World:
         return self.engine(faulty=False, drafter=DrafterConfig(kind="none"), **config)
 
 
-def run(engine: EngineCore, requests: Iterable[Request]) -> dict[str, list[TokenDelta]]:
-    for request in requests:
-        engine.add(request)
-    return drain(engine)
-
-
-def drain(engine: EngineCore) -> dict[str, list[TokenDelta]]:
-    out: dict[str, list[TokenDelta]] = {}
-    while engine.has_work:
-        for delta in engine.step():
-            out.setdefault(delta.request_id, []).append(delta)
-    return out
-
-
-def tokens(deltas: Iterable[TokenDelta]) -> list[int]:
-    return [token for delta in deltas for token in delta.token_ids]
-
-
-def served(deltas: Iterable[TokenDelta]) -> list[float]:
-    return [entry.logprob for delta in deltas for entry in delta.logprobs or ()]
-
-
 def requests(params: SamplingParams) -> list[Request]:
     return [Request(f"r{i}", prompt, params, seed=i) for i, prompt in enumerate(PROMPTS)]
 
 
-def assert_teacher_forced(world: World, request: Request, emitted: list[int], logprobs: list[float]) -> None:
+def assert_teacher_forced(world: World, request: Request, answer: Answer) -> None:
     """What was served equals what another engine says about the same tokens, without speculation."""
-    assert len(emitted) == len(logprobs)
-    whole = (*request.prompt_token_ids, *emitted)
-    (scores,) = run(world.plain(), [Request("score", whole, score_from=len(request.prompt_token_ids))])["score"]
-    assert scores.logprobs is not None
-    drift = max(abs(a - b.logprob) for a, b in zip(logprobs, scores.logprobs, strict=True))
+    whole = (*request.prompt_token_ids, *answer.token_ids)
+    scoring = Request("score", whole, score_from=len(request.prompt_token_ids))
+    scores = answer_all(world.plain(), [scoring])["score"].values
+    drift = max(abs(a - b) for a, b in zip(answer.values, scores, strict=True))
     assert drift < 1e-4, f"logprobs drifted by {drift:.3g} nats"
 
 
@@ -97,18 +75,18 @@ def greedy_equals_plain(world: World) -> None:
         replace(GREEDY, frequency_penalty=2, presence_penalty=1, repetition_penalty=1.3),
         replace(GREEDY, allowed_token_ids=tuple(range(2, 40)), logit_bias=((5, 3.0),)),
     ):
-        reference = run(world.plain(), requests(params))
+        reference = answer_all(world.plain(), requests(params))
         for drafter in (None, OracleDrafter(reference)):
-            found = run(world.engine(drafter), requests(params))
-            for name in reference:
-                assert tokens(found[name]) == tokens(reference[name]), name
+            found = answer_all(world.engine(drafter), requests(params))
+            for name, answer in reference.items():
+                assert found[name].token_ids == answer.token_ids, name
 
 
 class OracleDrafter(WeightlessDrafter):
     """Drafts what is known to come, so that whole runs are accepted."""
 
-    def __init__(self, reference: dict[str, list[TokenDelta]]) -> None:
-        self.texts = {name: tokens(deltas) for name, deltas in reference.items()}
+    def __init__(self, reference: dict[str, Answer]) -> None:
+        self.texts = {name: answer.token_ids for name, answer in reference.items()}
 
     def propose(self, batch: Batch) -> DraftOutput:
         drafts = []
@@ -122,9 +100,9 @@ class OracleDrafter(WeightlessDrafter):
 def logprobs_are_teacher_forced(world: World) -> None:
     for params in (GREEDY, replace(GREEDY, temperature=1.0)):
         for request in requests(params):
-            deltas = run(world.engine(), [request])[request.request_id]
-            assert all(delta.error is None for delta in deltas), deltas[-1].error
-            assert_teacher_forced(world, request, tokens(deltas), served(deltas))
+            answer = answer_all(world.engine(), [request])[request.request_id]
+            assert answer.error is None, answer.error
+            assert_teacher_forced(world, request, answer)
 
 
 @check
@@ -132,46 +110,40 @@ def logprobs_hold_near_the_length_limit(world: World) -> None:
     for room in range(1, 9):
         engine = world.engine(max_model_len=len(LOOP) + 12 + room)
         request = Request("r", LOOP, replace(GREEDY, max_tokens=200))
-        deltas = run(engine, [request])["r"]
-        assert len(tokens(deltas)) == 12 + room
-        assert_teacher_forced(world, request, tokens(deltas), served(deltas))
+        answer = answer_all(engine, [request])["r"]
+        assert len(answer.token_ids) == 12 + room
+        assert_teacher_forced(world, request, answer)
 
 
 @check
 def logprobs_hold_after_a_handoff_into_a_used_slot(world: World) -> None:
     prefill, decode = world.engine(), world.engine(max_num_seqs=1)
     for request in requests(GREEDY):
-        prefill.add(request, prefill_only_after=1)
-    first = drain(prefill)
-    for request in requests(GREEDY):
-        decode.insert(request, prefill.export(request.request_id))
-        rest = drain(decode)[request.request_id]
-        deltas = [*first[request.request_id], *rest]
-        assert_teacher_forced(world, request, tokens(deltas), served(deltas))
+        begun = hand_over(prefill, decode, [request])
+        assert_teacher_forced(world, request, run(decode, begun)[request.request_id])
 
 
 @check
 def prompt_logprobs_are_teacher_forced(world: World) -> None:
     prompt = tuple(3 + (7 * i) % 41 for i in range(53))
-    (reference,) = run(world.plain(), [Request("s", prompt, score_from=1)])["s"]
+    reference = answer_all(world.plain(), [Request("s", prompt, score_from=1)])["s"].values
     params = SamplingParams(max_tokens=2, prompt_logprobs=2)
     engine = world.engine(max_num_seqs=2, max_batched_tokens=16)
-    reported = run(engine, [Request("r", prompt, params)])["r"][0].prompt_logprobs
+    reported = answer_all(engine, [Request("r", prompt, params)])["r"].deltas[0].prompt_logprobs
     assert reported is not None
-    assert reference.logprobs is not None
-    drift = max(abs(a.logprob - b.logprob) for a, b in zip(reported, reference.logprobs, strict=True))
+    drift = max(abs(a.logprob - b) for a, b in zip(reported, reference, strict=True))
     assert drift < 1e-4
 
 
 @check
 def preemption_changes_nothing(world: World) -> None:
     params = replace(GREEDY, max_tokens=60, frequency_penalty=0.8, repetition_penalty=1.2)
-    reference = run(world.plain(), requests(params))
+    reference = answer_all(world.plain(), requests(params))
     engine = world.engine(kv_cache_tokens=192, max_model_len=160, max_num_seqs=4)
-    found = run(engine, requests(params))
+    found = answer_all(engine, requests(params))
     assert engine.take_stats().num_preemptions > 0
-    for name in reference:
-        assert tokens(found[name]) == tokens(reference[name]), name
+    for name, answer in reference.items():
+        assert found[name].token_ids == answer.token_ids, name
 
 
 @check
@@ -184,33 +156,33 @@ def drafts_go_on_from_the_prefix_cache(world: World) -> None:
         engine = tiny_engine(own_drafts=True, prefix_caching=caching)
         if caching:
             world.install(engine)
-        run(engine, [Request("first", prompt, params)])
-        again = run(engine, [Request("again", prompt, params)])["again"]
-        assert (again[-1].num_cached_tokens > 0) == caching
-        rounds.append([(delta.token_ids, delta.num_drafted, delta.num_accepted) for delta in again])
+        answer_all(engine, [Request("first", prompt, params)])
+        again = answer_all(engine, [Request("again", prompt, params)])["again"]
+        assert (again.num_cached_tokens > 0) == caching
+        rounds.append([(delta.token_ids, delta.num_drafted, delta.num_accepted) for delta in again.deltas])
     assert rounds[0] == rounds[1]
 
 
 @check
 def unseeded_requests_differ(world: World) -> None:
     params = SamplingParams(max_tokens=12, ignore_eos=True, temperature=1.3)
-    found = run(world.engine(), [Request(f"r{i}", LOOP, params) for i in range(16)])
-    assert len({tuple(tokens(deltas)) for deltas in found.values()}) == 16
+    found = answer_all(world.engine(), [Request(f"r{i}", LOOP, params) for i in range(16)])
+    assert len({tuple(answer.token_ids) for answer in found.values()}) == 16
 
 
 @check
 def nothing_follows_a_stop(world: World) -> None:
-    said = run(world.plain(), [Request("r", LOOP, replace(GREEDY, frequency_penalty=2))])
-    reference = tokens(said["r"])
+    said = answer_all(world.plain(), [Request("r", LOOP, replace(GREEDY, frequency_penalty=2))])
+    reference = said["r"].token_ids
     for token in dict.fromkeys(reference):
         params = replace(GREEDY, frequency_penalty=2, stop_token_ids=(token,))
-        deltas = run(world.engine(OracleDrafter(said)), [Request("r", LOOP, params)])["r"]
-        assert tokens(deltas) == reference[: reference.index(token) + 1]
-        assert deltas[-1].stop_token_id == token
+        answer = answer_all(world.engine(OracleDrafter(said)), [Request("r", LOOP, params)])["r"]
+        assert answer.token_ids == reference[: reference.index(token) + 1]
+        assert answer.stop_token_id == token
 
 
 @check
 def speculation_stays_on_while_logprobs_are_asked_for(world: World) -> None:
     engine = world.engine()
-    run(engine, [Request("r", LOOP, GREEDY)])
+    answer_all(engine, [Request("r", LOOP, GREEDY)])
     assert engine.take_stats().num_drafted > 0

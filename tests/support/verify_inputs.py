@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 
+from speculative.sampling.probs import draw
 from speculative.verification.base import VerifyInput
-from speculative.verification.draft_probs import DraftProbs
+from speculative.verification.draft_probs import Dense, DraftProbs, PointMass
 
 
 def verify_input(
@@ -36,4 +37,17 @@ def verify_input(
         sample_uniforms=sample_uniforms,
         seeds=rows,
         positions=rows,
+    )
+
+
+def rounds_of_one_draft(p: Tensor, q: Tensor, noise: torch.Generator, *, deterministic: bool) -> VerifyInput:
+    """Rounds of one draft each, whose p and q are [N, V]: the likeliest token, or drawn from q."""
+    num_rounds = len(p)
+    drafts = draw(q, torch.rand(num_rounds, generator=noise, dtype=torch.float64))
+    drafts = p.argmax(-1) if deterministic else drafts
+    return verify_input(
+        p.repeat_interleave(2, 0),
+        torch.where(torch.arange(2 * num_rounds) % 2 == 0, drafts.repeat_interleave(2), -1),
+        PointMass() if deterministic else Dense(q),
+        *torch.rand((2, 2 * num_rounds), generator=noise, dtype=torch.float64),
     )

@@ -15,7 +15,7 @@ from speculative.kernels.library import cpu_kernels
 from speculative.request import Request, SamplingParams
 from speculative.state.batch import Batch, Entry
 from speculative.verification.draft_probs import SubVocabulary
-from tests.support.engines import Answer, assert_idle, run, tiny_engine
+from tests.support.engines import Answer, answer_all, texts, tiny_engine
 from tests.support.tiny_heads import write_tiny_head
 from tests.support.tiny_models import write_tiny_model
 
@@ -67,12 +67,9 @@ class Recorder:
 
 
 def answers(engine: EngineCore, params: Sequence[SamplingParams]) -> dict[str, Answer]:
-    for index, own in enumerate(params):
-        prompt = tuple(3 + (7 * index * j) % 41 for j in range(1 + 5 * index))
-        engine.add(Request(str(index), prompt, own, seed=index))
-    done = run(engine)
-    assert_idle(engine)
-    return done
+    prompts = [tuple(3 + (7 * index * j) % 41 for j in range(1 + 5 * index)) for index in range(len(params))]
+    pairs = enumerate(zip(prompts, params, strict=True))
+    return answer_all(engine, [Request(str(index), prompt, own, seed=index) for index, (prompt, own) in pairs])
 
 
 KINDS = {
@@ -89,14 +86,14 @@ KINDS = {
 def test_one_call_drafts_what_many_draft(target: Path, head: Path, kinds: list[str]) -> None:
     # Different lengths: near their ends, requests of one round get 4, 3, 2, 1 and no drafts.
     params = [dataclasses.replace(KINDS[kind], max_tokens=20 + i) for i, kind in enumerate(kinds)]
-    recorded, texts = [], []
+    recorded, said = [], []
     for fused in (True, False):
         engine = make_engine(target, head)
         recorder = Recorder(engine, fused=fused)
-        texts.append({name: answer.token_ids for name, answer in answers(engine, params).items()})
+        said.append(texts(answers(engine, params)))
         assert (recorder.num_made > 0) == fused
         recorded.append(recorder.proposed)
-    assert texts[0] == texts[1]
+    assert said[0] == said[1]
     assert len(recorded[0]) == len(recorded[1]) > 5
     assert any(1 in counts for counts, _, _ in recorded[0])
     for ours, theirs in zip(*recorded, strict=True):

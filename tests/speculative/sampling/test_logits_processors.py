@@ -171,23 +171,18 @@ def answers_of(engine: EngineCore, **params: Any) -> list[Answer]:
     return [answers[str(index)] for index in range(len(PROMPTS))]
 
 
-def assert_same_answers(engine: EngineCore, drafted: list[Answer], plain: list[Answer], params: dict[str, Any]) -> None:
-    for index, (first, second) in enumerate(zip(drafted, plain, strict=True)):
-        asked = SamplingParams(**{"max_tokens": 60, "ignore_eos": True, **(params if index < 3 else {})})
-        prompt = PROMPTS[index]
-
-        def after(output: Tokens[int], asked: SamplingParams = asked, prompt: Tokens[int] = prompt) -> Tensor:
-            logits = naive_logits(decoder_of(engine), torch.tensor([[*prompt, *output]]))[0, -1]
-            return torch.tensor(naive_adjust(logits.tolist(), asked, prompt, list(output), None))
-
-        assert_same_up_to_near_tie(first.token_ids, second.token_ids, after)
-
-
 @pytest.mark.parametrize("params", [*PARAMETERS.values(), TOGETHER], ids=[*PARAMETERS, "together"])
 def test_greedy_text_is_the_same_with_drafts_and_without(tiny_folder: Path, params: dict[str, Any]) -> None:
     engine = tiny_engine(tiny_folder)
     drafted, plain = answers_of(engine, **params), answers_of(tiny_engine(tiny_folder, drafter=NO_DRAFTS), **params)
-    assert_same_answers(engine, drafted, plain, params)
+    for index, (first, second) in enumerate(zip(drafted, plain, strict=True)):
+        asked = SamplingParams(**{"max_tokens": 60, "ignore_eos": True, **(params if index < 3 else {})})
+
+        def after(output: Tokens[int], asked: SamplingParams = asked, prompt: Tokens[int] = PROMPTS[index]) -> Tensor:
+            logits = naive_logits(decoder_of(engine), torch.tensor([[*prompt, *output]]))[0, -1]
+            return torch.tensor(naive_adjust(logits.tolist(), asked, prompt, list(output), None))
+
+        assert_same_up_to_near_tie(first.token_ids, second.token_ids, after)
     assert sum(answer.num_drafted for answer in drafted[:3]) > 0
     assert not any(answer.num_drafted for answer in plain)
     untouched = answers_of(tiny_engine(tiny_folder, drafter=NO_DRAFTS))

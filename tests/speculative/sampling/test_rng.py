@@ -73,7 +73,7 @@ def of_52_bits(high: int, low: int) -> float:
 
 @by_each
 def test_random_numbers_are_those_of_the_published_algorithm_bit_by_bit(kernels: Kernels | None) -> None:
-    """Triton's are compared with these in `test_row_judge.py`."""
+    """Triton's show in what coupled rows choose: `test_row_drafts.py`, `test_step_conformance.py`."""
     names = np.random.default_rng(1).integers(0, [2**64 - 1, 2**32, 2**32, 5], (200, 4), np.uint64, endpoint=False)
     expected = [of_52_bits(*published(*name)[:2]) for name in names.tolist()]
     assert uniforms(*names.T, kernels=kernels).tolist() == expected

@@ -10,13 +10,14 @@ import torch
 from speculative.drafting.base import DraftOutput
 from speculative.engine import EngineCore
 from speculative.errors import EngineFault
-from speculative.request import FinishReason, Request, SamplingParams, TokenDelta
+from speculative.request import FinishReason, Request, SamplingParams
 from speculative.sampling.probs import SamplingRows
 from speculative.selfcheck.invariants import outside_filters
 from speculative.state.batch import SequenceResult
 from speculative.step import sampler
 from speculative.verification.draft_probs import Dense
 from speculative.vocabulary.ops import VocabularyOps
+from tests.support.engines import Answer, answer_all
 from tests.support.vocabulary import with_both_ops
 from tools.faults.toy import table_engine
 
@@ -24,29 +25,27 @@ PARAMS = SamplingParams(max_tokens=24, ignore_eos=True, top_k=20, bad_words=((5,
 Break = Callable[[EngineCore, pytest.MonkeyPatch], None]
 
 
-def serve(engine: EngineCore) -> dict[str, list[TokenDelta]]:
-    for number in range(6):
-        engine.add(Request(f"r{number}", (number + 8,), PARAMS, seed=number + 1))
-    answers: dict[str, list[TokenDelta]] = {}
-    while engine.has_work:
-        for delta in engine.step():
-            answers.setdefault(delta.request_id, []).append(delta)
-    return answers
+def serve(engine: EngineCore) -> dict[str, Answer]:
+    return answer_all(engine, [Request(f"r{number}", (number + 8,), PARAMS, seed=number + 1) for number in range(6)])
 
 
-def change_propose(engine: EngineCore, change: Callable[[DraftOutput], DraftOutput]) -> None:
+def in_drafts(change: Callable[[DraftOutput], DraftOutput]) -> Break:
     """Spoil the drafts of the second step that has any."""
-    propose, steps = engine.drafter.propose, []
 
-    def proposing(batch: Any) -> Any:
-        draft = propose(batch)
-        steps.extend([draft] * bool(draft.token_ids.size))
-        return change(draft) if len(steps) == 2 else draft
+    def install(engine: EngineCore, _: pytest.MonkeyPatch) -> None:
+        propose, steps = engine.drafter.propose, []
 
-    engine.drafter.propose = proposing  # type: ignore[method-assign]
+        def proposing(batch: Any) -> Any:
+            draft = propose(batch)
+            steps.extend([draft] * bool(draft.token_ids.size))
+            return change(draft) if len(steps) == 2 else draft
+
+        engine.drafter.propose = proposing  # type: ignore[method-assign]
+
+    return install
 
 
-def change_first_row(engine: EngineCore, change: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
+def in_first_row(change: Callable[[torch.Tensor, int], torch.Tensor]) -> Break:
     """Spoil the first row of q, which is the oldest request's; `change` gets its draft, too."""
 
     def changed(draft: DraftOutput) -> DraftOutput:
@@ -54,49 +53,22 @@ def change_first_row(engine: EngineCore, change: Callable[[torch.Tensor, int], t
         probs[0] = change(probs[0], int(draft.token_ids[0]))
         return replace(draft, draft_probs=Dense(probs))
 
-    change_propose(engine, changed)
+    return in_drafts(changed)
 
 
-def corrupt_q(engine: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
-    change_first_row(engine, lambda row, draft: row * torch.nan)
+def without(row: torch.Tensor, draft: int) -> torch.Tensor:
+    others = row.index_fill(0, torch.tensor([draft]), 0.0)
+    return others / others.sum()
 
 
-def q_of_too_much_mass(engine: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
-    change_first_row(engine, lambda row, draft: row * 1.1)
-
-
-def q_without_its_draft(engine: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
-    def without(row: torch.Tensor, draft: int) -> torch.Tensor:
-        others = row.index_fill(0, torch.tensor([draft]), 0.0)
-        return others / others.sum()
-
-    change_first_row(engine, without)
-
-
-def q_that_is_lost(engine: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
-    change_propose(engine, lambda draft: replace(draft, draft_probs=None))  # type: ignore[arg-type]
-
-
-def q_of_one_draft_too_few(engine: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
-    change_propose(engine, lambda draft: replace(draft, draft_probs=Dense(draft.draft_probs.probs[1:])))  # type: ignore[union-attr]
-
-
-def change_drawn(monkeypatch: pytest.MonkeyPatch, change: Callable[[SequenceResult], SequenceResult]) -> None:
+def in_draws(change: Callable[[SequenceResult], SequenceResult]) -> Break:
     original = sampler.results_per_entry
 
     def changed(*args: Any) -> list[SequenceResult]:
         first, *others = original(*args)
         return [change(first), *others]
 
-    monkeypatch.setattr(sampler, "results_per_entry", changed)
-
-
-def a_token_too_few(engine: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
-    change_drawn(monkeypatch, lambda one: one._replace(num_accepted=one.num_accepted + 1))
-
-
-def a_bad_word(engine: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
-    change_drawn(monkeypatch, lambda one: one._replace(token_ids=(*one.token_ids[:-1], 5)))
+    return lambda engine, patch: patch.setattr(sampler, "results_per_entry", changed)
 
 
 def rows_out_of_place(engine: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,21 +82,23 @@ def rows_out_of_place(engine: EngineCore, monkeypatch: pytest.MonkeyPatch) -> No
     engine.checked_sampler.sample = sampling_elsewhere  # type: ignore[method-assign]
 
 
+FAULTS: dict[str, tuple[Break, str]] = {
+    "q is no number": (in_first_row(lambda row, draft: row * torch.nan), "law"),
+    "q of too much mass": (in_first_row(lambda row, draft: row * 1.1), "law"),
+    "q without its draft": (in_first_row(without), "q_zero"),
+    "q is lost": (in_drafts(lambda draft: replace(draft, draft_probs=None)), "q_missing"),  # type: ignore[arg-type]
+    "q of one draft too few": (
+        in_drafts(lambda draft: replace(draft, draft_probs=Dense(draft.draft_probs.probs[1:]))),  # type: ignore[union-attr]
+        "q_missing",
+    ),
+    "a token too few": (in_draws(lambda one: one._replace(num_accepted=one.num_accepted + 1)), "conservation"),
+    "a bad word": (in_draws(lambda one: one._replace(token_ids=(*one.token_ids[:-1], 5))), "support"),
+    "rows out of place": (rows_out_of_place, "positions"),
+}
+
+
 @with_both_ops
-@pytest.mark.parametrize(
-    ("fault", "kind"),
-    [
-        (corrupt_q, "law"),
-        (q_of_too_much_mass, "law"),
-        (q_without_its_draft, "q_zero"),
-        (q_that_is_lost, "q_missing"),
-        (q_of_one_draft_too_few, "q_missing"),
-        (a_token_too_few, "conservation"),
-        (a_bad_word, "support"),
-        (rows_out_of_place, "positions"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else value.__name__,
-)
+@pytest.mark.parametrize(("fault", "kind"), FAULTS.values(), ids=FAULTS)
 def test_a_broken_invariant_fails_its_request(
     ops: VocabularyOps, fault: Break, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,19 +109,18 @@ def test_a_broken_invariant_fails_its_request(
     engine = table_engine(64)
     fault(engine, monkeypatch)
     answers = serve(engine)
-    failed = {name for name, deltas in answers.items() if deltas[-1].finish_reason is FinishReason.ERROR}
+    failed = {name for name, answer in answers.items() if answer.finish_reason is FinishReason.ERROR}
     stats = engine.take_stats()
     assert set(stats.violations) == {kind}
     assert stats.violations[kind] == len(failed) > 0
-    for name, deltas in answers.items():
-        said = [token for delta in deltas for token in delta.token_ids]
-        expected = [token for delta in sound[name] for token in delta.token_ids]
+    for name, answer in answers.items():
+        last = answer.deltas[-1]
         if name in failed:
-            assert deltas[-1].token_ids == ()
-            assert "broke one of its invariants" in (deltas[-1].error or "") and deltas[-1].broken == kind
-            assert said == expected[: len(said)]
+            assert last.token_ids == ()
+            assert "broke one of its invariants" in (last.error or "") and last.broken == kind
+            assert answer.token_ids == sound[name].token_ids[: len(answer.token_ids)]
         else:
-            assert said == expected
+            assert answer.token_ids == sound[name].token_ids
 
 
 def test_a_verification_is_never_begun_without_q() -> None:

@@ -11,7 +11,6 @@ import torch
 from speculative.engine import EngineCore
 from speculative.kernels.bindings import Kernels
 from speculative.request import Request, SamplingParams
-from speculative.sampling.probs import draw
 from speculative.sampling.rng import Purpose, uniforms
 from speculative.selfcheck.eprocess import STAKES
 from speculative.selfcheck.monitor import SelfCheck
@@ -21,10 +20,10 @@ from speculative.state.sequence import Sequence
 from speculative.stats import CheckSums, StepStats
 from speculative.verification import rows
 from speculative.verification.base import VerifyInput
-from speculative.verification.draft_probs import Dense, PointMass
 from speculative.verification.token_wise import verify_token_wise
 from speculative.vocabulary.ops import VocabularyOps
-from tests.support.verify_inputs import verify_input
+from tests.support.engines import answer_all
+from tests.support.verify_inputs import rounds_of_one_draft
 from tests.support.vocabulary import with_both_ops
 from tools.faults.toy import table_engine
 from tools.faults.traffic import PLAIN, sampling
@@ -130,10 +129,8 @@ def test_requests_with_one_seed_share_their_random_numbers_and_break_nothing(mon
     monkeypatch.setattr(rows, "uniforms", alike)
     engine = table_engine(64, self_check_sample_rate=1.0)
     engine.eager.drafter.most = 1  # type: ignore[attr-defined]
-    for number in range(4):
-        engine.add(Request(f"r{number}", (1, 2, 3), replace(PLAIN, max_tokens=2), seed=7))
-    while engine.has_work:
-        engine.step()
+    params = replace(PLAIN, max_tokens=2)
+    answer_all(engine, [Request(f"r{number}", (1, 2, 3), params, seed=7) for number in range(4)])
     assert "resolution" not in engine.take_stats().violations
 
 
@@ -206,17 +203,8 @@ def certain(vocab_size: int, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def many_rounds(p: torch.Tensor, q: torch.Tensor, num_rounds: int, seed: int, *, deterministic: bool) -> VerifyInput:
-    """Rounds of one draft each at the same p and q."""
     noise = torch.Generator().manual_seed(seed)
-    numbers = torch.arange(2 * num_rounds)
-    drafts = draw(q.expand(num_rounds, -1), torch.rand(num_rounds, generator=noise, dtype=torch.float64))
-    drafts = torch.full_like(drafts, int(p.argmax())) if deterministic else drafts
-    return verify_input(
-        p.expand(2 * num_rounds, -1),
-        torch.where(numbers % 2 == 0, drafts.repeat_interleave(2), -1),
-        PointMass() if deterministic else Dense(q.expand(num_rounds, -1)),
-        *torch.rand((2, 2 * num_rounds), generator=noise, dtype=torch.float64),
-    )
+    return rounds_of_one_draft(p.expand(num_rounds, -1), q.expand(num_rounds, -1), noise, deterministic=deterministic)
 
 
 def sums_of(ops: VocabularyOps, p: torch.Tensor, q: torch.Tensor, num_rounds: int, *, deterministic: bool) -> StepStats:

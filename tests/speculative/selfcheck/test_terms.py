@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from speculative.request import Request, SamplingParams
-from speculative.sampling.probs import draw
 from speculative.selfcheck.eprocess import ROUNDING, STAKES
 from speculative.selfcheck.monitor import SelfCheck
 from speculative.selfcheck.terms import TermScope
@@ -18,20 +17,12 @@ from speculative.stats import CheckSums, StepStats
 from speculative.verification.base import VerifyInput, residual
 from speculative.verification.draft_probs import Dense, DraftProbs, PointMass, SubVocabulary
 from speculative.vocabulary.ops import VocabularyOps
-from tests.support.verify_inputs import verify_input
+from tests.support.engines import answer_all
+from tests.support.verify_inputs import rounds_of_one_draft, verify_input
 from tests.support.vocabulary import with_both_ops
 from tools.faults.toy import table_engine
 
 V = 700  # more than a run of the sum over a part of the vocabulary, and not a multiple of it
-
-
-def one_round(distribution: DraftProbs, drafts: list[int], seed: int = 0) -> VerifyInput:
-    """One entry whose rows judge `drafts`."""
-    noise, num_rows = torch.Generator().manual_seed(seed), len(drafts) + 1
-    probs = (torch.randn(num_rows, V, generator=noise) * 3).softmax(-1)
-    return verify_input(
-        probs, torch.tensor([*drafts, -1]), distribution, *torch.rand((2, num_rows), generator=noise).double()
-    )
 
 
 def distributions(drafts: list[int]) -> dict[str, DraftProbs]:
@@ -92,7 +83,10 @@ def naive(step: VerifyInput, accepted: int, final: int) -> dict[str, list[float]
 @pytest.mark.parametrize("seed", range(6))
 def test_terms_are_what_the_definitions_say(ops: VocabularyOps, kind: str, seed: int) -> None:
     drafts = [40, 512, 698]
-    step = one_round(distributions(drafts)[kind], drafts, seed)
+    noise, num_rows = torch.Generator().manual_seed(seed), len(drafts) + 1
+    probs = (torch.randn(num_rows, V, generator=noise) * 3).softmax(-1)
+    uniforms = torch.rand((2, num_rows), generator=noise).double()
+    step = verify_input(probs, torch.tensor([*drafts, -1]), distributions(drafts)[kind], *uniforms)
     if seed % 2:  # drafts that are likely, so that some survive
         step = replace(step, probs=step.probs.scatter(1, step.drafts.clamp(min=0)[:, None], 3.0) / 4)
         step = replace(step, probs=step.probs / step.probs.sum(-1, keepdim=True))
@@ -127,10 +121,7 @@ def test_a_sound_engine_raises_no_alarm_and_its_terms_have_mean_0(
     monkeypatch.setattr("speculative.engine.choose_ops", lambda device: ops)
     engine = table_engine(64, verifier=verifier, deterministic=deterministic, self_check_sample_rate=1.0)
     params = SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.9, top_k=30)
-    for number in range(60):
-        engine.add(Request(f"r{number}", (number,), params, seed=number))
-    while engine.has_work:
-        engine.step()
+    answer_all(engine, [Request(f"r{number}", (number,), params, seed=number) for number in range(60)])
     stats = engine.take_stats()
     assert stats.num_emitted == 2400
     assert (stats.alarms, stats.violations) == ({}, {})
@@ -155,14 +146,7 @@ def rounds_of(candidates: str, *, deterministic: bool) -> VerifyInput:
     probs[:, 7 : 7 + len(least)] = least + (most - least) * torch.rand(ROUNDS, len(least), generator=noise)
     probs, q = probs / probs.sum(-1, keepdim=True), probs**3
     q = q / q.sum(-1, keepdim=True)
-    drafts = draw(q, torch.rand(ROUNDS, generator=noise).double())
-    drafts = probs.argmax(-1) if deterministic else drafts
-    return verify_input(
-        probs.repeat_interleave(2, 0),
-        torch.where(torch.arange(2 * ROUNDS) % 2 == 0, drafts.repeat_interleave(2), -1),
-        PointMass() if deterministic else Dense(q),
-        *torch.rand((2, 2 * ROUNDS), generator=noise).double(),
-    )
+    return rounds_of_one_draft(probs, q, noise, deterministic=deterministic)
 
 
 def take(
@@ -213,9 +197,7 @@ def test_a_seed_that_comes_again_counts_once() -> None:
     engine = table_engine(64, self_check_sample_rate=1.0)
     params = SamplingParams(max_tokens=20, ignore_eos=True)
     for name in ("first", "again"):
-        engine.add(Request(name, (3,), params, seed=7))
-        while engine.has_work:
-            engine.step()
+        answer_all(engine, [Request(name, (3,), params, seed=7)])
     stats = engine.take_stats()
     assert stats.num_repeated_seeds == 1
     assert stats.num_emitted == 40

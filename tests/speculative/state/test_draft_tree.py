@@ -28,7 +28,7 @@ def before(name: Name) -> list[Name]:
 
 
 @pytest.mark.parametrize("widths", WIDTHS, ids=str)
-def test_nodes_stand_in_preorder(widths: tuple[int, ...]) -> None:
+def test_nodes_stand_in_preorder_and_levels_hold_those_of_each_depth(widths: tuple[int, ...]) -> None:
     tree, names = DraftTree.of_widths(widths), names_of(widths)
     assert len(tree) == len(names) - 1
     assert [names[parent] for parent in tree.parents] == [name[:-1] for name in names[1:]]
@@ -37,11 +37,6 @@ def test_nodes_stand_in_preorder(widths: tuple[int, ...]) -> None:
         assert [names[own] for own in tree.path(node)] == before(name)[1:]
         children = [(*name, rank) for rank in range(widths[len(name)])] if len(name) < len(widths) else []
         assert [names[child] for child in tree.children[node]] == children
-
-
-@pytest.mark.parametrize("widths", WIDTHS, ids=str)
-def test_levels_hold_the_nodes_of_each_depth(widths: tuple[int, ...]) -> None:
-    tree, names = DraftTree.of_widths(widths), names_of(widths)
     levels = [[name for name in names if len(name) == depth] for depth in range(1, len(widths) + 1)]
     of_depth = [np.flatnonzero(tree.depths == depth).tolist() for depth in range(1, len(widths) + 1)]
     assert [[names[node] for node in level] for level in of_depth] == levels

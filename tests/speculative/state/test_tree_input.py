@@ -49,12 +49,6 @@ def build(entries: list[Entry], trees: tuple[DraftTree, ...]) -> TreeInput:
     return TreeInput.build(entries, trees, np.concatenate(drafts_of(trees)).astype(np.int64), BLOCK_SIZE)
 
 
-def slots_by_name(own: Sequence) -> dict[int, int]:
-    """The place of each slot of a sequence."""
-    length = len(own.blocks) * BLOCK_SIZE
-    return {slot: place for place, slot in enumerate(own.slots(length, BLOCK_SIZE).tolist())}
-
-
 def attended(rows: TreeInput) -> list[list[int]]:
     """The slots that each row attends to, as attention reads them: a span's rows are the last of its context."""
     attention, found = rows.attention_rows(), list[list[int]]()
@@ -85,7 +79,8 @@ def test_rows_attend_to_what_is_computed_to_their_ancestors_and_to_themselves(
     expected = list(places(entries, trees))
     assert rows.positions.tolist() == [position for _, position, _, _ in expected]
     for found, (own, _, wanted, place) in zip(attended(rows), expected, strict=True):
-        names = slots_by_name(own)
+        slots = own.slots(len(own.blocks) * BLOCK_SIZE, BLOCK_SIZE).tolist()
+        names = {slot: place for place, slot in enumerate(slots)}
         assert [names[slot] for slot in found] == wanted
         assert names[found[-1]] == place
 
@@ -100,7 +95,7 @@ def some_paths(trees: tuple[DraftTree, ...], seed: int, *, to_leaves: bool) -> l
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_along_a_path_a_step_is_one_whose_drafts_are_that_path(seed: int) -> None:
+def test_along_a_path_a_step_is_one_whose_drafts_are_that_path_and_its_keys_are_moved_there(seed: int) -> None:
     entries, trees = entries_of(SHAPES)
     rows = build(entries, trees)
     paths = some_paths(trees, seed, to_leaves=seed < 4)
@@ -112,20 +107,13 @@ def test_along_a_path_a_step_is_one_whose_drafts_are_that_path(seed: int) -> Non
         assert one.tolist() == other.tolist() if isinstance(one, np.ndarray) else one == other, field.name
     assert rows.input_ids[kept].tolist() == chain.input_ids.tolist()
     assert rows.positions[kept].tolist() == chain.positions.tolist()
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_moves_bring_a_paths_keys_to_its_positions(seed: int) -> None:
-    entries, trees = entries_of(SHAPES)
-    rows = build(entries, trees)
-    paths = some_paths(trees, seed, to_leaves=seed < 4)
     cache = np.full(200 * BLOCK_SIZE, -1)
     cache[rows.attention_rows().slots] = rows.input_ids
     sources, targets = rows.moves(paths)
     assert not (sources == targets).any()
     cache[targets] = cache[sources]
-    for entry, path, drafts in zip(entries, paths, drafts_of(trees), strict=True):
+    for entry, drafts in zip(entries, said, strict=True):
         own, begin = entry.sequence, entry.sequence.num_computed
-        stop = begin + entry.num_known + len(path)
-        tokens = [*own.tokens[begin : begin + entry.num_known], *(drafts[node - 1] for node in path)]
-        assert cache[own.slots(stop, BLOCK_SIZE)[begin:]].tolist() == tokens
+        known = own.tokens[begin : begin + entry.num_known]
+        stop = begin + entry.num_known + len(drafts)
+        assert cache[own.slots(stop, BLOCK_SIZE)[begin:]].tolist() == [*known, *drafts]
