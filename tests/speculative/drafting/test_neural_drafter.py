@@ -33,7 +33,6 @@ from tests.support.engines import (
     take,
     tiny_engine,
 )
-from tests.support.tiny_heads import write_tiny_head
 from tests.support.tiny_models import write_tiny_model
 from tests.support.torch_operators import captured_on_a_cpu
 
@@ -43,17 +42,6 @@ SAMPLED = SamplingParams(max_tokens=30, ignore_eos=True)
 REPRODUCIBLE = SamplingParams(max_tokens=30, ignore_eos=True, reproducible=True)
 PROMPTS = [tuple(3 + (7 * i * j) % 41 for j in range(1 + 9 * i)) for i in range(6)]
 NUM_DRAFTS = 3
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("drafting") / "target"
-    return write_tiny_model(folder, vocab_size=VOCABULARY, num_hidden_layers=6)
-
-
-@pytest.fixture(scope="module")
-def head(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_head(tmp_path_factory.mktemp("drafting") / "head", target)
 
 
 @pytest.fixture(scope="module")
@@ -248,27 +236,16 @@ def test_rows_stay_true_through_a_handoff(target: Path, prefill_only_after: int,
 
 
 @pytest.mark.parametrize("kind", ["draft_model", "eagle3"])
-def test_accepted_length_after_a_handoff_is_the_colocated_one(
+def test_drafts_are_the_same_after_a_handoff_and_after_a_prefix_hit(
     target: Path, drafters: dict[str, DrafterConfig], kind: str
 ) -> None:
-    def engine() -> EngineCore:
-        return tiny_engine(target, drafter=drafters[kind])
-
-    together, prefill, decode = engine(), engine(), engine()
-    colocated = answers_to(together, requests(REPRODUCIBLE))
+    together, prefill, decode = (tiny_engine(target, drafter=drafters[kind]) for _ in range(3))
+    first, second = (answers_to(together, requests(REPRODUCIBLE)) for _ in range(2))
+    assert together.take_stats().prefix_cache_hits > 0
     apart = run(decode, hand_over(prefill, decode, requests(REPRODUCIBLE)))
-    for name, answer in colocated.items():
-        assert apart[name].round_sizes == answer.round_sizes
-
-
-@pytest.mark.parametrize("kind", ["draft_model", "eagle3"])
-def test_drafts_are_the_same_after_a_prefix_hit(target: Path, drafters: dict[str, DrafterConfig], kind: str) -> None:
-    engine = tiny_engine(target, drafter=drafters[kind])
-    first, second = (answers_to(engine, requests(REPRODUCIBLE)) for _ in range(2))
-    assert engine.take_stats().prefix_cache_hits > 0
-    for name, answer in second.items():
-        assert answer.token_ids == first[name].token_ids
-        assert answer.round_sizes == first[name].round_sizes
+    for name, answer in first.items():
+        for other in (second[name], apart[name]):
+            assert (other.token_ids, other.round_sizes) == (answer.token_ids, answer.round_sizes)
 
 
 def test_a_long_prompt_is_caught_up_on_in_pieces(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:

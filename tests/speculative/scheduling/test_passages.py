@@ -17,8 +17,6 @@ from speculative.state.batch import Entry, SequenceResult
 from speculative.state.sequence import Sequence
 from speculative.warm_up import warm_up
 from tests.support.engines import NO_DRAFTS, Answer, assert_idle, load_engine, run, settings
-from tests.support.tiny_heads import write_tiny_head
-from tests.support.tiny_models import write_tiny_model
 from tools.faults.toy import EvenAndOdd
 
 MOST, LONGEST = 3, 8
@@ -164,16 +162,6 @@ def test_the_longest_draft_is_the_longer_of_both() -> None:
 # -- in the engine -------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("repeats") / "target", vocab_size=64, num_hidden_layers=4)
-
-
-@pytest.fixture(scope="module")
-def heads(target: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {"eagle3": write_tiny_head(tmp_path_factory.mktemp("head"), target), "draft_model": target}
-
-
 def answers(target: Path, drafter: DrafterConfig, **changes: Any) -> tuple[dict[str, Answer], EngineCore]:
     engine = load_engine(
         target, settings(drafter=drafter, max_batched_tokens=128, **changes), make_constraint=lambda _: EvenAndOdd(64)
@@ -199,7 +187,7 @@ def answers(target: Path, drafter: DrafterConfig, **changes: Any) -> tuple[dict[
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("kind", ["eagle3", "draft_model"])
 def test_greedy_text_is_that_of_plain_decoding(
-    target: Path, heads: dict[str, Path], kind: str, graphs: bool, monkeypatch: pytest.MonkeyPatch
+    target: Path, head: Path, kind: str, graphs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tiny models fall into loops: what they repeat is drafted, beside what the model drafts."""
 
@@ -207,7 +195,8 @@ def test_greedy_text_is_that_of_plain_decoding(
         return 0.02 + 0.0005 * work.num_drafts + 0.02 * work.longest
 
     monkeypatch.setattr(StepCost, "seconds", seconds)
-    drafter = DrafterConfig(kind=kind, model=str(heads[kind]), num_draft_tokens=3, length="dynamic", suffix_first=8)
+    model = str(head if kind == "eagle3" else target)
+    drafter = DrafterConfig(kind=kind, model=model, num_draft_tokens=3, length="dynamic", suffix_first=8)
     plain, _ = answers(target, NO_DRAFTS)
     found, engine = answers(target, drafter, cuda_graphs=graphs, self_check_sample_rate=1.0)
     assert {key: one.token_ids for key, one in found.items()} == {key: one.token_ids for key, one in plain.items()}
