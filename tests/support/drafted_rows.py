@@ -8,7 +8,7 @@ from torch import Tensor
 from speculative.gpu.row_drafts import DraftBuffers, DraftFields, SampleDrafts
 from speculative.sampling.rng import gumbel
 from speculative.vocabulary.ops import TorchOps
-from tests.support.judged_rows import generator, no_filters, of_wider
+from tests.support.judged_rows import generator, in_turn, no_filters, of_wider
 from tests.support.torch_operators import TorchDrafts
 
 NUM_DRAFTS, OFFSET = 3, 1  # of a round, and the one that is sampled
@@ -33,21 +33,13 @@ class DraftScene:
         return DraftScene(of_wider(self.logits.to(device, dtype)), fields, ids, self.vocab_size)
 
     def with_fields(self, **changes: Tensor) -> "DraftScene":
-        """With other fields."""
         return replace(self, fields=self.fields._replace(**changes))
 
     def filtered(self, *filters: tuple[float, int, float]) -> "DraftScene":
         """With min_p, top_k (0 = all) and top_p of its sequences, in turn."""
-        own = [filters[row % len(filters)] for row in range(len(self.logits))]
-        (_, size), device = self.logits.shape, self.logits.device
-        return self.with_fields(
-            log_min_p=torch.tensor([min_p for min_p, _, _ in own], device=device).log(),
-            top_k=torch.tensor([min(top_k, size) or size for _, top_k, _ in own], device=device),
-            top_p=torch.tensor([top_p for _, _, top_p in own], device=device),
-        )
+        return self.with_fields(**in_turn(filters, range(len(self.logits)), self.logits))
 
     def rows(self, begin: int, end: int) -> "DraftScene":
-        """Some of its sequences."""
         of_drafts = ("uniforms", "noise_positions")
         parts = {
             name: (one[:, begin:end] if name in of_drafts else one[begin:end]).contiguous()
@@ -76,7 +68,7 @@ def draft_scene(num_rows: int, width: int, *, vocab_size: int | None = None, see
         uniforms=torch.rand((NUM_DRAFTS, num_rows), generator=random, dtype=torch.float64),
         coupled=torch.zeros(num_rows, dtype=torch.bool),
         seeds=torch.randint(-(2**63), 2**63 - 1, (num_rows,), generator=random),
-        noise_positions=torch.randint(0, 2**20, (NUM_DRAFTS, num_rows), generator=random),
+        noise_positions=2**12 * torch.randint(0, 2**20, (NUM_DRAFTS, num_rows), generator=random),
     )
     ids = None if vocab_size is None else torch.randperm(vocab_size, generator=random)[:width].contiguous()
     logits = torch.randn((num_rows, width), generator=random) * 3 - 7

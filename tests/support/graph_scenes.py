@@ -1,5 +1,6 @@
 """Requests for engines that replay graphs, and the comparison with engines that do not."""
 
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from speculative.engine import EngineCore
 from speculative.request import Request, SamplingParams, Structure
 from speculative.state.token_constraint import Bools
-from tests.support.engines import Answer, assert_idle, run
+from tests.support.engines import Answer, assert_idle, take
 
 VOCABULARY = 64
 NUM_DRAFTS = 3
@@ -56,7 +57,6 @@ class Alternating:
 
 
 def add_all(engine: EngineCore, params: list[SamplingParams], *, prefix: str = "r") -> None:
-    """Queue a request for each."""
     for index, own in enumerate(params):
         engine.add(Request(f"{prefix}{index}", PROMPTS[index % len(PROMPTS)], own, seed=index))
 
@@ -66,15 +66,11 @@ def answers(
 ) -> dict[str, Answer]:
     """What requests of these parameters get; nothing is left of them in the engine."""
     add_all(engine, params)
-    if before_step is not None:
-        step = engine.step
-
-        def prepared_step() -> Any:
+    found = defaultdict[str, Answer](Answer)
+    while engine.has_work:
+        if before_step is not None:
             before_step(engine)
-            return step()
-
-        engine.step = prepared_step  # type: ignore[method-assign]
-    found = run(engine)
+        take(found, engine.step())
     assert_idle(engine)
     return found
 

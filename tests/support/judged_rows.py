@@ -1,5 +1,6 @@
 """Rows to judge, of every kind, and the parts of what a judge returns; on any device."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,14 +30,12 @@ class Scene:
     sampled: SampledFrom | None
 
     def to(self, device: torch.device) -> "Scene":
-        """The same there."""
         rows = RowFields(*(tensor.to(device) for tensor in self.rows))
         sampled = self.sampled and SampledFrom(*(part if part is None else part.to(device) for part in self.sampled))
         sampled = sampled and sampled._replace(probs=of_wider(sampled.probs))
         return Scene(of_wider(self.logits.to(device)), rows, sampled)
 
     def with_rows(self, **changes: Tensor) -> "Scene":
-        """With other fields."""
         return Scene(self.logits, self.rows._replace(**changes), self.sampled)
 
     def q_at(self, row: int) -> Tensor:
@@ -104,7 +103,7 @@ def scene(kind: str, counts: tuple[int, ...] = COUNTS, size: int = VOCABULARY, s
         sample_uniforms=torch.rand(num_rows, generator=random, dtype=torch.float64),
         counted=torch.arange(len(counts)) % 4 != 3,
         seeds=torch.randint(-(2**63), 2**63 - 1, (len(counts),), generator=random)[entries],
-        positions=torch.randint(0, 2**20, (len(counts),), generator=random)[entries] + offsets,
+        positions=2**12 * torch.randint(0, 2**20, (len(counts),), generator=random)[entries] + offsets,
         coupled=torch.zeros(len(counts), dtype=torch.bool),
         checked=torch.tensor([True]),
         reported=torch.tensor([True]),
@@ -126,23 +125,17 @@ def padded(given: Scene) -> Scene:
         return torch.cat([tensor, torch.tensor(values).to(tensor.dtype).reshape(-1, *tensor.shape[1:])])
 
     nobodies = list(range(num_entries, num_entries + NOBODIES))
+    of_rows = {"temperature": 1.0, "greedy": True, "drafts": -1, "packed": 0, "seeds": 0, "positions": 0}
+    of_rows |= {"accept_uniforms": 0.5, "sample_uniforms": 0.5}
+    of_entries = {"counts": 0, "counted": False, "coupled": False}
     fields = {
-        "temperature": behind(rows.temperature, *[1.0] * extra),
-        "greedy": behind(rows.greedy, *[True] * extra),
-        "drafts": behind(rows.drafts, *[-1] * extra),
-        "packed": behind(rows.packed, *[0] * extra),
         "entries": behind(rows.entries, *nobodies, *[nobodies[-1]] * PADDING),
         "offsets": behind(rows.offsets, *[0] * NOBODIES, *[NEVER] * PADDING),
         "first_rows": behind(rows.first_rows, *[num_rows + index for index in range(NOBODIES)]),
-        "counts": behind(rows.counts, *[0] * NOBODIES),
-        "accept_uniforms": behind(rows.accept_uniforms, *[0.5] * extra),
-        "sample_uniforms": behind(rows.sample_uniforms, *[0.5] * extra),
-        "counted": behind(rows.counted, *[False] * NOBODIES),
-        "seeds": behind(rows.seeds, *[0] * extra),
-        "positions": behind(rows.positions, *[0] * extra),
-        "coupled": behind(rows.coupled, *[False] * NOBODIES),
         "checked": rows.checked,
         "reported": rows.reported,
+        **{name: behind(getattr(rows, name), *[value] * extra) for name, value in of_rows.items()},
+        **{name: behind(getattr(rows, name), *[value] * NOBODIES) for name, value in of_entries.items()},
         **{name: behind(getattr(rows, name), *none) for name, none in no_filters(extra, size).items()},
     }
     sampled = given.sampled and given.sampled._replace(places=behind(given.sampled.places, *[0] * PADDING))
@@ -159,13 +152,18 @@ def no_filters(num_rows: int, size: int) -> dict[str, Tensor]:
 
 def filtered(given: Scene, *filters: tuple[float, int, float]) -> Scene:
     """With min_p, top_k (0 = all) and top_p of its entries, in turn."""
-    own = [filters[entry % len(filters)] for entry in given.rows.entries.tolist()]
-    size, device = given.logits.shape[1], given.logits.device
-    return given.with_rows(
-        log_min_p=torch.tensor([min_p for min_p, _, _ in own], device=device).log(),
-        top_k=torch.tensor([min(top_k, size) or size for _, top_k, _ in own], device=device),
-        top_p=torch.tensor([top_p for _, _, top_p in own], device=device),
-    )
+    return given.with_rows(**in_turn(filters, given.rows.entries.tolist(), given.logits))
+
+
+def in_turn(filters: tuple[tuple[float, int, float], ...], owners: Iterable[int], logits: Tensor) -> dict[str, Tensor]:
+    """The filters of rows, by the numbers of those whose rows they are."""
+    size, device = logits.shape[1], logits.device
+    min_p, top_k, top_p = zip(*(filters[owner % len(filters)] for owner in owners), strict=True)
+    return {
+        "log_min_p": torch.tensor(min_p, device=device).log(),
+        "top_k": torch.tensor([min(count, size) or size for count in top_k], device=device),
+        "top_p": torch.tensor(top_p, device=device),
+    }
 
 
 ROWS = ("chance", "below", "own")  # of `Terms`
@@ -207,5 +205,4 @@ def step_of(given: Scene) -> VerifyInput:
 
 
 def torch_judge(mode: LogprobsMode = "raw_logprobs") -> TorchJudge:
-    """What others are compared with."""
     return TorchJudge(TorchOps(), mode)

@@ -1,14 +1,21 @@
-"""Rows of made-up steps, and caches for a captured and a plain pass over them."""
+"""Rows of made-up steps, and a captured and a plain runner for passes over them."""
+
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from speculative.cache.kv_cache import KVCache
-from speculative.model.decoder import Decoder
+from speculative.gpu.graph_step import GraphStep
+from speculative.model.attention import prepare_by
+from speculative.model.loading import load_decoder
 from speculative.request import Request
 from speculative.state.batch import StepInput
 from speculative.state.sequence import Sequence
+from speculative.step.runner import ModelRunner
+from tests.support.engines import settings, tiny_engine
 from tests.support.graph_scenes import VOCABULARY
+from tests.support.torch_operators import torch_operators
 
 HIDDEN_TOLERANCE = 1e-4
 
@@ -39,14 +46,32 @@ def input_of(lengths: list[int], counts: list[int], block_size: int, seed: int) 
     )
 
 
-def twin_caches(decoder: Decoder, num_blocks: int, block_size: int) -> tuple[KVCache, KVCache]:
-    """Two caches with the same random contents; the second has a trash block, of NaN."""
-    shape = decoder.config.kv_shape
-    plain, padded = (
-        KVCache(shape, blocks * block_size, dtype=torch.float32, device=torch.device("cpu"))
-        for blocks in (num_blocks, num_blocks + 1)
-    )
-    plain.data.copy_(torch.randn(plain.data.shape, generator=torch.Generator().manual_seed(1)))
-    padded.data.fill_(torch.nan)
-    padded.data[:, :, : num_blocks * block_size] = plain.data
-    return plain, padded
+class Twins:
+    """A captured runner and a plain one, over caches of the same random contents; in the captured one's trash block are
+    NaN. The captured step has the drafter and the sampler of an engine."""
+
+    def __init__(self, target: Path, capture: tuple[int, ...] = (), max_model_len: int = 1024, **sizes: int) -> None:
+        config = settings(cuda_graphs=True, **sizes)
+        decoder = load_decoder(target, dtype=torch.float32, device="cpu")
+        shape, cpu = decoder.config.kv_shape, torch.device("cpu")
+        self.block_size, self.live = config.block_size, config.num_blocks * config.block_size
+        plain, self.cache = (
+            KVCache(shape, num_slots, dtype=torch.float32, device=cpu)
+            for num_slots in (self.live, self.live + self.block_size)
+        )
+        plain.data.copy_(torch.randn(plain.data.shape, generator=torch.Generator().manual_seed(1)))
+        self.cache.data.fill_(torch.nan)
+        self.cache.data[:, :, : self.live] = plain.data
+        self.plain = ModelRunner(decoder, plain, cpu, prepare_by(decoder.kernels.model))
+        engine = tiny_engine(target)
+        engine.drafter.capture = capture
+        operators = torch_operators(decoder.kernels)
+        self.graphs = GraphStep(config, decoder, self.cache, engine.drafter, engine.sampler, max_model_len, operators)
+
+    def assert_same_cache(self, step_input: StepInput) -> None:
+        """The same was written where the step's rows go, and nothing elsewhere."""
+        slots = torch.from_numpy(step_input.attention_rows().slots)
+        written, plain = self.cache.data[:, :, : self.live], self.plain.cache.data
+        assert torch.allclose(written[:, :, slots], plain[:, :, slots], atol=HIDDEN_TOLERANCE, rtol=0)
+        written[:, :, slots] = plain[:, :, slots]  # what they differ by in bits must not add up
+        assert torch.equal(written, plain), "padding writes to nobody's blocks"

@@ -3,12 +3,11 @@ steps that a test runs on a CPU."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from speculative.config import LogprobsMode
 from speculative.gpu.capture import copy_once
@@ -35,8 +34,7 @@ from speculative.vocabulary.ops import VocabularyOps
 def captured_on_a_cpu() -> Iterator[None]:
     """Have engines that are built meanwhile compute captured steps on a CPU, where a replay calls what a GPU would have
     captured."""
-    on = mock.patch.object(GraphOperators, "on", lambda device, kernels: torch_operators(kernels))
-    with on:
+    with mock.patch.object(GraphOperators, "on", lambda device, kernels: torch_operators(kernels)):
         yield
 
 
@@ -55,17 +53,17 @@ def torch_operators(kernels: ChosenKernels) -> GraphOperators:
     )
 
 
+@dataclass(frozen=True)
 class TorchAttend:
     """Paged attention in plain torch: every sequence's whole block table is gathered."""
 
-    def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
+    block_size: int
 
     def __call__(self, query: Tensor, keys: Tensor, values: Tensor, rows: PagedRows) -> Tensor:
         """Implement `AttendPaged`; computed in float32 whatever the types."""
         num_seqs, num_kv_heads = rows.blocks.shape[0], keys.shape[1]
-        offsets = torch.arange(self._block_size, device=query.device)
-        slots = (rows.blocks[:, :, None] * self._block_size + offsets).flatten()  # [B * L]
+        offsets = torch.arange(self.block_size, device=query.device)
+        slots = (rows.blocks[:, :, None] * self.block_size + offsets).flatten()  # [B * L]
         own_keys, own_values = (
             part.index_select(0, slots).float().unflatten(0, (num_seqs, -1)) for part in (keys, values)
         )  # [B, L, num_kv_heads, head_dim]
@@ -115,13 +113,21 @@ def torch_floors(logits: Tensor, temperature: Tensor, log_min_p: Tensor, top_k: 
 
 def torch_edit(logits: Tensor, rows: RowFields, edits: EditFields, max_drafts: int) -> Tensor:
     """`EditLogits` by torch's operators."""
+    del max_drafts
     num_rows, vocab_size = logits.shape
     edited = logits.new_zeros((num_rows + 1, vocab_size), dtype=torch.float32)  # the last one takes what is padding
     edited[:num_rows].copy_(logits)
     edited[:num_rows].masked_fill_(_forbidden(edits, vocab_size), -torch.inf)
     cells = edits.biased_rows.long().clamp(max=num_rows), edits.biased_tokens.long()
     edited.index_put_(cells, edited[cells] + edits.biases)
-    _penalise(edited, rows, edits, max_drafts)
+    starts, drafts = edits.starts.tolist(), rows.drafts.tolist()
+    for entry, (first, count) in enumerate(zip(rows.first_rows.tolist(), rows.counts.tolist(), strict=True)):
+        own = slice(starts[entry], starts[entry + 1])
+        parts = (part[own].tolist() for part in (edits.penalised, edits.counts, edits.in_prompt))
+        known = {token: (said, in_prompt) for token, said, in_prompt in zip(*parts, strict=True)}
+        by = [part[entry : entry + 1] for part in (edits.repetition, edits.frequency, edits.presence)]
+        for row in range(first, first + count + 1):
+            _penalise(edited[row], known, drafts[first:row], *by)
     return edited[:num_rows]
 
 
@@ -133,49 +139,33 @@ def _forbidden(edits: EditFields, vocab_size: int) -> Tensor:
     return ~allowed[which.clamp(min=0)] & (which >= 0)[:, None]
 
 
-def _penalise(edited: Tensor, rows: RowFields, edits: EditFields, max_drafts: int) -> None:
-    """Penalise, row by row, the tokens that were counted before the step, and the drafts that are none of them."""
-    num_entries, nobody = len(rows.counts), len(edited) - 1
-    numbers = torch.arange(max_drafts + 1, device=edited.device)
-    places = (rows.first_rows[:, None] + numbers[:-1]).clamp(max=nobody - 1)
-    is_draft = numbers[:-1] < rows.counts[:, None]
-    drafts = torch.where(is_draft, rows.drafts[places], -1)  # [E, K]
-
-    cells = torch.arange(len(edits.penalised), device=edited.device)
-    owners = torch.searchsorted(edits.starts[1:].contiguous(), cells, right=True)  # E = padding
-    is_cell, owners = owners < num_entries, owners.clamp(max=num_entries - 1)
-    same = (drafts[owners] == edits.penalised[:, None]) & is_cell[:, None]  # [C, K]
-    known = torch.zeros_like(drafts).index_add_(0, owners, same.long()) > 0
-    equal = drafts[:, :, None] == drafts[:, None, :]  # [E, K, K]
-    is_new = is_draft & ~known & ~equal.tril(-1).any(dim=-1)
-
-    entries = torch.arange(num_entries, device=edited.device).repeat_interleave(max_drafts, output_size=drafts.numel())
-    owners = torch.cat([owners, entries])
-    tokens = torch.cat([edits.penalised.long(), drafts.flatten().clamp(min=0)])
-    counts = torch.cat([edits.counts.long(), torch.zeros_like(entries)])
-    in_prompt = torch.cat([edits.in_prompt, torch.zeros_like(entries, dtype=torch.bool)])
-    live = torch.cat([is_cell, is_new.flatten()])
-    drafted = torch.cat([same, equal.flatten(0, 1)])  # [C + E * K, K]
-    emitted = counts[:, None] + functional.pad(drafted.long().cumsum(dim=-1), (1, 0))  # before each row
-
-    row = torch.where(
-        live[:, None] & (numbers <= rows.counts[owners, None]), rows.first_rows[owners, None] + numbers, nobody
-    )
-    where = row, tokens[:, None].expand_as(row)
-    of_entry = edits.repetition[owners, None], edits.frequency[owners, None], edits.presence[owners, None]
-    repetition, frequency, presence = of_entry
-    said = emitted > 0
-    factor = torch.where(in_prompt[:, None] | said, repetition, 1.0).float()
-    loss = (frequency * emitted + presence * said).float()
-    values = edited[where]
-    edited.index_put_(where, torch.where(values > 0, values / factor, values * factor) - loss)
+def _penalise(
+    logits: Tensor,
+    known: dict[int, tuple[int, bool]],
+    drafts: list[int],
+    repetition: Tensor,
+    frequency: Tensor,
+    presence: Tensor,
+) -> None:
+    """Penalise in a row the tokens that were counted before the step, and the drafts before the row."""
+    tokens = [*known, *dict.fromkeys(token for token in drafts if token not in known)]
+    if not tokens:
+        return
+    before = [known.get(token, (0, False)) for token in tokens]
+    said = torch.tensor([count + drafts.count(token) for token, (count, _) in zip(tokens, before, strict=True)])
+    said = said.to(logits.device)
+    is_known = torch.tensor([in_prompt for _, in_prompt in before]).to(logits.device) | (said > 0)
+    factor = torch.where(is_known, repetition, 1.0).float()
+    loss = (frequency * said + presence * (said > 0)).float()
+    values = logits[tokens]
+    logits[tokens] = torch.where(values > 0, values / factor, values * factor) - loss
 
 
+@dataclass(frozen=True)
 class TorchDrafts:
     """`SampleDrafts` by torch's operators."""
 
-    def __init__(self, ops: VocabularyOps) -> None:
-        self._ops = ops
+    ops: VocabularyOps
 
     def __call__(
         self,
@@ -186,12 +176,11 @@ class TorchDrafts:
         vocab_size: int,
         drafts: DraftBuffers,
     ) -> None:
-        """Implement `SampleDrafts`."""
         sampling = sampling_rows(fields._asdict())
-        probs = self._ops.target_probs(self._ops.process(logits.float(), sampling), sampling)
-        columns = self._ops.draw(probs, fields.uniforms[offset])
+        probs = self.ops.target_probs(self.ops.process(logits.float(), sampling), sampling)
+        columns = self.ops.draw(probs, fields.uniforms[offset])
         noise = NoiseRows(fields.coupled, fields.seeds, fields.noise_positions[offset])
-        columns = self._ops.choose(probs, columns, noise, ids, vocab_size)
+        columns = self.ops.choose(probs, columns, noise, ids, vocab_size)
         rows = slice(offset * len(logits), (offset + 1) * len(logits))
         drafts.tokens[rows].copy_(columns if ids is None else ids[columns])
         drafts.columns[rows].copy_(columns)
@@ -200,35 +189,30 @@ class TorchDrafts:
         drafts.mass_before[rows].copy_(before)
 
 
+@dataclass(frozen=True)
 class TorchJudge:
-    """`RowJudge` by the operators of eager steps; p is a matrix, and everything is computed, wanted or not.
+    """`RowJudge` by the operators of eager steps; p is a matrix, and everything is computed, wanted or not."""
 
-    Args:
-        ops: over the vocabulary.
-        mode: of the logprobs.
-    """
-
-    def __init__(self, ops: VocabularyOps, mode: LogprobsMode) -> None:
-        self._ops, self._mode = ops, mode
+    ops: VocabularyOps
+    mode: LogprobsMode
 
     def __call__(self, logits: Tensor, rows: RowFields, sampled: SampledFrom | None) -> tuple[Tensor, tuple[str, ...]]:
-        """Implement `RowJudge`."""
         logits = logits.float()
         sampling = sampling_rows(rows._asdict())
-        processed = self._ops.process(logits, sampling)
-        step = verify_input(self._ops.target_probs(processed, sampling), rows, draft_probs_of(sampled))
+        processed = self.ops.process(logits, sampling)
+        step = verify_input(self.ops.target_probs(processed, sampling), rows, draft_probs_of(sampled))
         noise = NoiseRows(rows.coupled[rows.entries], rows.seeds, rows.positions)
-        choice = self._ops.choose(step.probs, torch.zeros_like(rows.drafts), noise, None, logits.shape[1])
-        verified = _merge(rows.coupled, accept_choice(step, choice), self._ops.verify_token_wise(step))
-        emitted = self._ops.emitted_at_rows(verified, step)
+        choice = self.ops.choose(step.probs, torch.zeros_like(rows.drafts), noise, None, logits.shape[1])
+        verified = _merge(rows.coupled, accept_choice(step, choice), self.ops.verify_token_wise(step))
+        emitted = self.ops.emitted_at_rows(verified, step)
         outside = outside_filters(logits, sampling, emitted)
-        broken = self._ops.broken_rows(step, verified, emitted, processed.amax(dim=-1), outside)
-        reported = gather_logprobs(mode_matrix(self._mode, logits, processed), emitted, 0)
-        terms = self._ops.take_terms(step, verified, emitted, TermScope(rows.counted, rows.coupled))
+        broken = self.ops.broken_rows(step, verified, emitted, processed.amax(dim=-1), outside)
+        reported = gather_logprobs(mode_matrix(self.mode, logits, processed), emitted, 0)
+        terms = self.ops.take_terms(step, verified, emitted, TermScope(rows.counted, rows.coupled))
         parts = [verified.num_accepted, verified.token_ids, step.drafts, broken, verified.expected_accepted]
         parts += [reported.values, reported.ranks, terms.achievable, terms.rows, terms.sums]
         if sampled is not None:
-            of_drafts, of_last, _ = self._ops.round_probs(step, verified, places=False)
+            of_drafts, of_last, _ = self.ops.round_probs(step, verified, places=False)
             place = sampled.places[rows.packed.clamp(max=len(sampled.places) - 1)]
             parts += [of_drafts, torch.where(step.judged, sampled.mass_before[place], 0.0), of_last]
         return copy_once(parts), terms.checks

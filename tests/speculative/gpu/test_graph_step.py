@@ -2,68 +2,48 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
-from speculative.cache.kv_cache import KVCache
 from speculative.config import DrafterConfig, EngineConfig
 from speculative.drafting.neural_drafter import ModelDrafter
 from speculative.engine import EngineCore
 from speculative.errors import ConfigError
-from speculative.gpu.graph_step import GraphStep
 from speculative.gpu.logit_edits import FOLLOWED, EditSizes, LogitEdits
 from speculative.gpu.memory import graph_bytes
 from speculative.gpu.paged_attention import AttentionSizes
 from speculative.gpu.verify_graph import Extras
 from speculative.lookup.suffix import SuffixOptions
-from speculative.model.attention import prepare_by
-from speculative.model.decoder import Decoder
-from speculative.model.loading import load_decoder
 from speculative.request import FinishReason, Request, SamplingParams
 from speculative.state.batch import Entry
-from speculative.step.runner import ModelRunner
-from tests.support.engines import NGRAM, Answer, decoder_of, load_engine, run, settings, tiny_engine
+from tests.support.engines import Answer, decoder_of, load_engine, run, settings, tiny_engine
 from tests.support.graph_scenes import EDITED, MIXED, PLAIN, PROMPTS, VOCABULARY, Alternating, answers, assert_same
-from tests.support.step_inputs import HIDDEN_TOLERANCE, input_of, twin_caches
-from tests.support.torch_operators import torch_operators
+from tests.support.step_inputs import HIDDEN_TOLERANCE, Twins, input_of
 
 # -- the forward pass, bucket by bucket -----------------------------------------------------------------------------
 
 
-def graph_step(config: EngineConfig, decoder: Decoder, cache: KVCache, engine: EngineCore) -> GraphStep:
-    """A captured step over this cache, with the drafter and the sampler of an engine."""
-    return GraphStep(config, decoder, cache, engine.drafter, engine.sampler, 256, torch_operators(decoder.kernels))
-
-
 @torch.inference_mode()
 def test_every_bucket_gives_what_the_plain_path_gives_at_any_fill(target: Path) -> None:
-    decoder = load_decoder(target, dtype=torch.float32, device="cpu")
-    config = settings(cuda_graphs=True, max_num_seqs=9, drafter=NGRAM)
-    plain_cache, padded_cache = twin_caches(decoder, config.num_blocks, config.block_size)
-    graphs = graph_step(config, decoder, padded_cache, tiny_engine(target, drafter=NGRAM))
-    plain = ModelRunner(decoder, plain_cache, torch.device("cpu"), prepare_by(decoder.kernels.model))
-    trash = config.num_blocks * config.block_size
+    twins = Twins(target, max_model_len=256, max_num_seqs=9)
+    graphs = twins.graphs
     for number, bucket in enumerate(graphs.buckets):
         for num_seqs in {1, (bucket.num_seqs + 1) // 2, bucket.num_seqs}:
             counts = [1 + (index * 3 + number) % bucket.num_queries for index in range(num_seqs)]
             counts[-1] = bucket.num_queries
             lengths = [(index * 17 + number) % 60 for index in range(num_seqs)]
-            step_input = input_of(lengths, counts, config.block_size, seed=number)
+            step_input = input_of(lengths, counts, twins.block_size, seed=number)
             graphs.buffers.hidden.fill_(torch.nan)
-            padded_cache.data[:, :, trash:] = torch.nan
+            twins.cache.data[:, :, twins.live :] = torch.nan
             places = graphs.runner.target.run(bucket, step_input, None).on_device
-            expected, _ = plain.forward_with_features(step_input, ())
+            expected, _ = twins.plain.forward_with_features(step_input, ())
             assert (graphs.buffers.hidden[places] - expected).abs().max() < HIDDEN_TOLERANCE
             assert not graphs.buffers.hidden[: bucket.num_rows].isnan().any(), "padding computes numbers"
-            written = torch.from_numpy(step_input.attention_rows().slots)
-            own, other = padded_cache.data[:, :, :trash], plain_cache.data
-            assert torch.allclose(own[:, :, written], other[:, :, written], atol=HIDDEN_TOLERANCE, rtol=0)
-            own[:, :, written] = other[:, :, written]  # what they differ by in bits must not add up
-            assert torch.equal(own, other), "padding writes to nobody's blocks"
+            twins.assert_same_cache(step_input)
     assert graphs.capturer.num_captured == len(list(graphs.buckets)), "each bucket once"
 
 
@@ -92,17 +72,6 @@ def poison(engine: EngineCore) -> None:
             cache.data[:, :, block * size : (block + 1) * size] = torch.nan
 
 
-class Counted:
-    """A function that counts its calls."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function, self.count = function, 0
-
-    def __call__(self, *arguments: Any) -> Any:
-        self.count += 1
-        return self.function(*arguments)
-
-
 @pytest.mark.parametrize("name", ["ngram", "draft_model", "eagle3"])
 def test_graphs_emit_what_the_plain_path_emits(
     target: Path, drafters: dict[str, DrafterConfig], name: str, monkeypatch: pytest.MonkeyPatch
@@ -112,11 +81,11 @@ def test_graphs_emit_what_the_plain_path_emits(
     expected = answers(plain_engine, PLAIN)
     graphed = tiny_engine(target, **checked, cuda_graphs=True)
     assert graphed.graphs is not None
-    replayed, eager = Counted(graphed.graphs.verify), Counted(graphed.eager.verify)
+    replayed, eager = Mock(wraps=graphed.graphs.verify), Mock(wraps=graphed.eager.verify)
     monkeypatch.setattr(graphed.graphs, "verify", replayed)
     monkeypatch.setattr(graphed.eager, "verify", eager)
     assert_same(answers(graphed, PLAIN, before_step=poison), expected)
-    assert replayed.count > 5 and eager.count <= 6, "decoding is replayed, prefills are not"
+    assert replayed.call_count > 5 and eager.call_count <= 6, "decoding is replayed, prefills are not"
     own, other = graphed.take_stats(), plain_engine.take_stats()
     assert own.expected_accepted == pytest.approx(other.expected_accepted, abs=1e-3)
     assert own.achievable_accepted == pytest.approx(other.achievable_accepted, abs=1e-3)
@@ -135,7 +104,7 @@ def test_requests_that_no_graph_can_hold_are_served_all_the_same(
     expected = answers(tiny_engine(target, **changes), [*MIXED, *EDITED[:4]])
     graphed = tiny_engine(target, **changes, cuda_graphs=True)
     assert isinstance(graphed.drafter, ModelDrafter)
-    graphed.drafter.draft_loop = loop = Counted(graphed.drafter.draft_loop)  # type: ignore[arg-type]
+    graphed.drafter.draft_loop = loop = Mock(wraps=graphed.drafter.draft_loop)
     eager: list[bool] = []
     takes = graphed.eager.takes
 
@@ -145,7 +114,7 @@ def test_requests_that_no_graph_can_hold_are_served_all_the_same(
 
     monkeypatch.setattr(graphed.eager, "takes", watched)
     assert_same(answers(graphed, [*MIXED, *EDITED[:4]], before_step=poison), expected)
-    assert loop.count > 5 and any(eager)
+    assert loop.call_count > 5 and any(eager)
 
 
 HALF_BANNED = SamplingParams(bad_words=tuple((token,) for token in range(0, VOCABULARY, 2)))

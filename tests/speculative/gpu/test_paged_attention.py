@@ -1,13 +1,13 @@
-"""Attention over padded rows: Triton's (in Triton's interpreter) against a loop over single rows."""
+"""Attention over padded rows: Triton's (in Triton's interpreter) against torch's operators in float32."""
 
 import pytest
 import torch
 from torch import Tensor
 
-from speculative.cache.kv_cache import KVCache, KVShape
-from speculative.gpu.paged_attention import SPLIT_TOKENS, AttendPaged, AttentionSizes, PagedAttention, PagedRows
+from speculative.gpu.paged_attention import SPLIT_TOKENS, AttendPaged, AttentionSizes, PagedRows
 from tests.support.judged_rows import of_wider
 from tests.support.long_contexts import error_of
+from tests.support.torch_operators import TorchAttend
 from tests.support.triton_interpreter import needs_triton
 
 CPU = torch.device("cpu")
@@ -61,19 +61,8 @@ def scene(
     return query, keys, values, PagedRows(slots, visible, blocks, first)
 
 
-def row_by_row(query: Tensor, keys: Tensor, values: Tensor, rows: PagedRows) -> Tensor:
-    """The attention one would write first, in float64."""
-    out = torch.zeros(query.shape, dtype=torch.float64)
-    group = query.shape[1] // keys.shape[1]
-    for row, seen in enumerate(rows.visible.tolist()):
-        own = rows.blocks[row // rows.num_queries]
-        positions = torch.arange(rows.first, max(seen, rows.first))
-        slots = own[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
-        for head in range(query.shape[1] if len(slots) else 0):
-            k, v = (part[slots, head // group].double() for part in (keys, values))
-            weights = torch.softmax(k @ query[row, head].double() * query.shape[-1] ** -0.5, dim=0)
-            out[row, head] = weights @ v
-    return out
+def expected_of(query: Tensor, keys: Tensor, values: Tensor, rows: PagedRows) -> Tensor:
+    return TorchAttend(BLOCK_SIZE)(query.float(), keys, values, rows)
 
 
 @pytest.mark.parametrize(("heads", "dtype"), list(zip(HEADS, DTYPES, strict=True)))
@@ -84,7 +73,7 @@ def test_every_row_sees_its_own_past_and_nothing_else(
     found = attend(*arguments)
     assert found.dtype == dtype
     live = arguments[3].visible > 0
-    error = (found.double() - row_by_row(*arguments))[live].abs().max()
+    error = (found - expected_of(*arguments))[live].abs().max()
     assert error < TOLERANCE[dtype]
     assert torch.equal(found[~live], torch.zeros_like(found[~live])), "rows that stand for nothing give zeros"
 
@@ -93,7 +82,7 @@ def test_positions_below_the_first_do_not_exist(attend: AttendPaged) -> None:
     arguments = scene((6, 2, 64), [(1, 3), (40, 1), (0, 1)], 3, torch.float32, first=1)
     found = attend(*arguments)
     live = arguments[3].visible > 0
-    assert (found.double() - row_by_row(*arguments))[live].abs().max() < TOLERANCE[torch.float32]
+    assert (found - expected_of(*arguments))[live].abs().max() < TOLERANCE[torch.float32]
     assert not found[6].any(), "its only position does not exist"
 
 
@@ -115,7 +104,7 @@ def test_a_part_has_several_splits_of_a_context_that_is_long(
     heads = (3, 1, 64)
     arguments = scene(heads, CONTEXTS, 5, torch.float32)
     whole, live = attend(*arguments), arguments[3].visible > 0
-    assert (whole.double() - row_by_row(*arguments))[live].abs().max() < TOLERANCE[torch.float32]
+    assert (whole - expected_of(*arguments))[live].abs().max() < TOLERANCE[torch.float32]
     before, count = CONTEXTS[3]
     alone = attend(*scene(heads, [(0, 0)] * 3 + [(before, count)], count, torch.float32))
     assert torch.equal(alone[-count:], whole.unflatten(0, (-1, 5))[3, :count])
@@ -144,21 +133,7 @@ def test_many_rows_are_shared_by_several_programs(attend: AttendPaged) -> None:
     heads, contexts = (32, 1, 16), [(7, 5), (30, 4)]
     arguments = scene(heads, contexts, 5, torch.float32)
     found = attend(*arguments)
-    assert (found.double() - row_by_row(*arguments)).abs().max() < TOLERANCE[torch.float32]
-
-
-def test_keys_and_values_are_stored_before_they_are_seen(attend: AttendPaged) -> None:
-    heads = (4, 2, 32)
-    query, keys, values, rows = scene(heads, [(3, 2), (20, 1)], 2, torch.float32)
-    cache = KVCache(KVShape(2, 2, 32), NUM_SLOTS, dtype=torch.float32, device=CPU)
-    cache.data.fill_(torch.nan)
-    cache.data[1] = torch.stack((keys, values))
-    key, value = keys[rows.slots], values[rows.slots]
-    cache.data[1][:, rows.slots] = torch.nan
-    found = PagedAttention(cache, rows, attend)(1, query, key, value)
-    live = rows.visible > 0
-    assert (found.double() - row_by_row(query, keys, values, rows))[live].abs().max() < TOLERANCE[torch.float32]
-    assert cache.data[0].isnan().all(), "another layer's are left alone"
+    assert (found - expected_of(*arguments)).abs().max() < TOLERANCE[torch.float32]
 
 
 def test_the_workspace_is_accounted_for() -> None:

@@ -7,35 +7,18 @@ import pytest
 import torch
 
 from speculative.config import DrafterConfig
-from speculative.gpu.graph_step import GraphStep
 from speculative.gpu.prompt_graph import MOST_ROWS, prompt_sizes
-from speculative.model.attention import prepare_by
-from speculative.model.loading import load_decoder
 from speculative.request import Request, SamplingParams
-from speculative.step.runner import ModelRunner
-from tests.support.engines import settings, tiny_engine
+from tests.support.engines import tiny_engine
 from tests.support.pretended_cuda import PretendedCuda
-from tests.support.step_inputs import HIDDEN_TOLERANCE, input_of, twin_caches
-from tests.support.torch_operators import torch_operators
-
-CPU = torch.device("cpu")
+from tests.support.step_inputs import HIDDEN_TOLERANCE, Twins, input_of
 
 
-class Scene:
-    """A captured runner and a plain one, over caches of the same contents; the captured one's trash block is NaN."""
-
+class Scene(Twins):
     def __init__(self, target: Path, capture: tuple[int, ...] = ()) -> None:
-        config = settings(cuda_graphs=True, max_num_seqs=32, max_batched_tokens=512, kv_cache_tokens=4096)
-        decoder = load_decoder(target, dtype=torch.float32, device="cpu")
-        self.block_size, self.live = config.block_size, config.num_blocks * config.block_size
-        plain, self.cache = twin_caches(decoder, config.num_blocks, config.block_size)
-        self.plain = ModelRunner(decoder, plain, CPU, prepare_by(decoder.kernels.model))
-        operators = torch_operators(decoder.kernels)
-        engine = tiny_engine(target)
-        engine.drafter.capture = capture
-        self.graphs = GraphStep(config, decoder, self.cache, engine.drafter, engine.sampler, 1024, operators)
-        width = len(capture) * decoder.config.hidden_size
-        self.graphs.buffers.features.rows = torch.zeros((len(self.graphs.buffers.hidden), width))
+        super().__init__(target, capture, max_num_seqs=32, max_batched_tokens=512, kv_cache_tokens=4096)
+        hidden = self.graphs.buffers.hidden
+        self.graphs.buffers.features.rows = torch.zeros((len(hidden), len(capture) * hidden.shape[1]))
 
     @torch.inference_mode()
     def assert_same(self, lengths: list[int], counts: list[int], capture: tuple[int, ...] = ()) -> None:
@@ -45,11 +28,7 @@ class Scene:
         for own, other in zip(found, expected, strict=True):
             assert own.shape == other.shape
             assert torch.allclose(own, other, atol=HIDDEN_TOLERANCE, rtol=0)
-        slots = torch.from_numpy(step_input.attention_rows().slots)
-        written, plain = self.cache.data[:, :, : self.live], self.plain.cache.data
-        assert torch.allclose(written[:, :, slots], plain[:, :, slots], atol=HIDDEN_TOLERANCE, rtol=0)
-        written[:, :, slots] = plain[:, :, slots]
-        assert torch.equal(written, plain), "padding writes to nobody's blocks"
+        self.assert_same_cache(step_input)
 
 
 def test_the_sizes_are_close_and_none_is_larger_than_a_step_or_than_pays() -> None:

@@ -1,33 +1,25 @@
 """Judging rows from logits: Triton's kernels (in Triton's interpreter) against torch's operators, and enumeration."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
 from speculative.config import LogprobsMode
 from speculative.gpu.row_judge import RowJudge
-from speculative.sampling.rng import gumbel
-from speculative.verification.draft_probs import mass_before
 from tests.support.judged_rows import KINDS, VOCABULARY, filtered, padded, parts, scene
+from tests.support.step_conformance import ARITHMETICS, FILTERS
 from tests.support.triton_interpreter import needs_triton
 
 pytestmark = [pytest.mark.slow, needs_triton]
-
-BLOCK = 64  # the last one is not full
-NO_FILTER = (0.0, 0, 1.0)  # min_p, top_k, top_p
-FILTERS = ((0.0, 5, 1.0), NO_FILTER, (0.0, 0, 0.7), (0.05, 20, 0.9))
 
 MakeJudge = Callable[[LogprobsMode], RowJudge]
 
 
 @pytest.fixture
-def make_judge(monkeypatch: pytest.MonkeyPatch, poisoned: None) -> MakeJudge:
-    from speculative.gpu import triton_filters, triton_judge
-
-    monkeypatch.setattr(triton_filters, "_TILE", 256)
-    monkeypatch.setattr(triton_judge, "BLOCK", BLOCK)
-    return triton_judge.TritonJudge
+def make_judge() -> Iterator[MakeJudge]:
+    with ARITHMETICS["captured, triton"]() as arithmetic:
+        yield arithmetic.make_judge
 
 
 @pytest.fixture
@@ -77,20 +69,3 @@ def torch_kept(processed: torch.Tensor, which: tuple[float, int, float]) -> torc
     likelier = probs[:, None, :] > probs[:, :, None]  # [R, V, V]: the second is likelier than the first
     kept = (probs >= min_p * probs.amax(dim=-1, keepdim=True)) & (likelier.sum(dim=-1) < (top_k or VOCABULARY))
     return kept & ((likelier * probs[:, None]).sum(dim=-1) < top_p)
-
-
-def test_mass_before_drafts() -> None:
-    probs = torch.softmax(torch.randn((5, 4 * BLOCK + 3), generator=torch.Generator().manual_seed(0)), dim=-1)
-    columns = torch.tensor([0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 4 * BLOCK + 2])
-    rows = torch.tensor([4, 0, 1, 1, 2, 3])
-    expected = [float(probs[row, :column].double().sum()) for row, column in zip(rows, columns, strict=True)]
-    assert mass_before(probs, rows, columns).tolist() == pytest.approx(expected, abs=1e-6)
-
-
-def test_the_kernels_noise_is_that_of_the_host() -> None:
-    from tests.support.noise_kernel import store_noise
-
-    seeds, positions = torch.tensor([0, 7, -5, 2**63 - 1, -(2**63)]), torch.tensor([0, 3, 100, 2**31 + 5, 2**32 - 1])
-    found = torch.empty((5, 9), dtype=torch.float64)
-    store_noise[(5,)](found, seeds, positions, WIDTH=9, BLOCK=16)
-    torch.testing.assert_close(found, gumbel(seeds, positions, 9), rtol=1e-14, atol=1e-15)
