@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from speculative.errors import ConfigError
 from speculative.model.layers import rope_frequencies
 from speculative.model.loading import load_decoder
-from tests.speculative.model.test_decoder import LENGTHS, packed_logits, reference_logits
+from tests.speculative.model.test_decoder import LENGTHS, own_logits, reference_logits
 from tests.support.tiny_models import write_tiny_model
 
 _ROUNDING = 1e-4
@@ -58,14 +58,6 @@ def _refused(name: str, tensor: Tensor, message: str) -> tuple[Case, str]:
     return Case("llama", edit=lambda weights: weights.update({f"model.layers.1.{name}": tensor})), message
 
 
-def _copy_head(weights: Weights) -> None:
-    weights[_HEAD] = weights[_EMBEDDING].clone()
-
-
-def _head_instead_of_embedding(weights: Weights) -> None:
-    weights[_HEAD] = weights.pop(_EMBEDDING)
-
-
 def _own_head(weights: Weights) -> None:
     weights[_HEAD] = weights[_EMBEDDING].flip(0).contiguous()
 
@@ -93,7 +85,6 @@ COMPUTED = {
     "Llama": Case("llama"),
     "Llama with biases": Case("llama", made=_BIASED),
     "Llama of wider heads": Case("llama", made={"head_dim": 32}),
-    "Llama of narrower heads": Case("llama", made={"head_dim": 8}),
     "Llama, head_dim null": Case("llama", {"head_dim": None}),
     "Llama of one key head": Case("llama", made={"num_key_value_heads": 1}),
     "Llama, as many key heads, null": Case("llama", {"num_key_value_heads": None}, {"num_key_value_heads": 4}),
@@ -101,21 +92,21 @@ COMPUTED = {
     "Llama, no eps": Case("llama", {"rms_norm_eps": _ABSENT}),
     "Llama, the eps of other models": Case("llama", {"layer_norm_eps": 0.5}),
     "Llama, swish": Case("llama", {"hidden_act": "swish"}),
-    "Llama, the activation of other models": Case("llama", {"hidden_activation": "gelu"}),
     "SmolLM": Case("smollm"),
-    "SmolLM with a copy of the embedding": Case("smollm", edit=_copy_head),
-    "SmolLM whose embedding is called head": Case("smollm", edit=_head_instead_of_embedding),
+    "SmolLM with a copy of the embedding": Case(
+        "smollm", edit=lambda weights: weights.update({_HEAD: weights[_EMBEDDING].clone()})
+    ),
+    "SmolLM whose embedding is called head": Case(
+        "smollm", edit=lambda weights: weights.update({_HEAD: weights.pop(_EMBEDDING)})
+    ),
     "SmolLM, untied": Case("smollm", {"tie_word_embeddings": False}, edit=_own_head, moves=True),
-    "SmolLM, untied copy": Case("smollm", {"tie_word_embeddings": False}, edit=_copy_head),
     "Llama, silent on tying": Case("llama", {"tie_word_embeddings": _ABSENT}),
     "Mistral": Case("mistral"),
-    "Mistral, heads as its size says": Case("mistral", {"head_dim": None}, {"head_dim": 16}),
     "Mistral, a bias that its class knows nothing of": Case("mistral", {"attention_bias": True}),
     "Mistral, silent on key heads": Case(
         "mistral", {"num_key_value_heads": _ABSENT}, {"num_attention_heads": 8, "num_key_value_heads": 8}
     ),
     "Qwen2": Case("qwen2"),
-    "Qwen2, tied": Case("qwen2", made={"tie_word_embeddings": True}),
     "Qwen2, no attention_bias": Case("qwen2", {"attention_bias": False}),
     "Qwen2 with head_dim": Case("qwen2", {"head_dim": 32}, {"head_dim": 32}),
     "Qwen3": Case("qwen3"),
@@ -134,7 +125,6 @@ COMPUTED = {
     "stretched in rope_scaling": _rope(_OLD | {"rope_scaling": _STRETCHED}),
     "stretched in rope_scaling, by its old name": _rope(_OLD | {"rope_scaling": {"type": "llama3", **_LLAMA3}}),
     "stretched in rope_parameters": _rope({"rope_parameters": _STRETCHED | {"rope_theta": 500.0}}),
-    "stretched, with integers": _rope({"rope_parameters": _STRETCHED | {"factor": 8, "rope_theta": 500}}),
     "stretched in rope_scaling, not in rope_parameters": _rope(
         {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}, "rope_scaling": _STRETCHED}
     ),
@@ -152,11 +142,8 @@ COMPUTED = {
         _OLD | {"rope_scaling": {name: value for name, value in _STRETCHED.items() if not name.startswith("orig")}}
     ),
     "stretched, of positions beside": _rope(_OLD | {"rope_scaling": _STRETCHED, "original_max_position_embeddings": 8}),
-    "positions beside, not stretched": _rope({"original_max_position_embeddings": 8}, moves=False),
     "stretched without a blend": _rope(_OLD | {"rope_scaling": _STRETCHED | {"low_freq_factor": 4.0}}),
     "rotated whole": _rope({"partial_rotary_factor": 1.0}, moves=False),
-    "stretched Qwen2": Case("qwen2", {"rope_parameters": _STRETCHED | {"rope_theta": 500.0}}, moves=True),
-    "theta of Mistral": Case("mistral", _OLD, moves=True),
     "theta of Qwen3": Case("qwen3", {"rope_theta": 7.0, "rope_parameters": {"rope_theta": 500.0}}, moves=True),
     # Windows that are not in use.
     "Llama with a window": Case("llama", _WINDOW | {"use_sliding_window": True, "max_window_layers": 0}),
@@ -171,7 +158,6 @@ COMPUTED = {
     "Qwen2, layers by their old name": Case("qwen2", {"layer_types": ["attention"] * 2}),
     # Types, files and tensors that follow from others.
     "bfloat16 in the files": Case("llama", {"dtype": "bfloat16"}, edit=_in(torch.bfloat16)),
-    "float16 in the files": Case("qwen2", {"dtype": _ABSENT, "torch_dtype": "float16"}, edit=_in(torch.float16)),
     "no quantization": Case("llama", {"quantization_config": None, "compression_config": None}),
     "fields of other models": Case("llama", {"n_positions": 8, "n_ctx": 8, "num_kv_heads": 1, "pretraining_tp": 2}),
     "frequencies in the files": Case("llama", edit=_frequencies),
@@ -182,7 +168,6 @@ _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings":
 REFUSED = {
     "yarn beside rope_parameters": (_rope({"rope_scaling": _YARN}), "`rope_type` is 'yarn'"),
     "yarn": (_rope({"rope_parameters": _YARN | {"rope_theta": 500.0}}), "`rope_type` is 'yarn'"),
-    "dynamic": (_rope({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}), "`rope_type` is 'dynamic'"),
     "type null": (_rope({"rope_parameters": {"rope_type": None}}), "`rope_type` is None"),
     "theta null": (_rope({"rope_parameters": {"rope_type": "default"}, "rope_theta": None}), "`rope_theta`"),
     "theta null inside": (_rope({"rope_theta": 500.0, "rope_parameters": {"rope_theta": None}}), "`rope_theta`"),
@@ -231,7 +216,6 @@ REFUSED = {
         r"unexpected tensor .*_proj\.bias",
     ),
     "a bias on the output": _refused("self_attn.o_proj.bias", torch.ones(64), r"unexpected tensor .*o_proj\.bias"),
-    "a layer more": (Case("llama", {"num_hidden_layers": 1}), r"unexpected tensor model\.layers\.1"),
     "a layer fewer": (Case("llama", {"num_hidden_layers": 3}), r"lacks the tensors model\.layers\.2"),
     "norms of heads": _refused("self_attn.q_norm.weight", torch.ones(16), "unexpected tensor .*q_norm"),
     "a mask": _refused("self_attn.bias", torch.ones(1, 1, 8, 8), r"unexpected tensor .*self_attn\.bias"),
@@ -239,10 +223,6 @@ REFUSED = {
         "self_attn.rotary_emb.inv_freq",
         rope_frequencies(16, 500.0, None),
         r"model\.safetensors: tensor .*inv_freq is not what the rotary settings",
-    ),
-    "frequencies that config.json stretches": (
-        Case("llama", {"rope_scaling": _STRETCHED}, edit=_frequencies),
-        "is not what the rotary settings",
     ),
     "other cosines": _refused(
         "self_attn.rotary_emb.cos_cached", torch.zeros(128, 16), "cos_cached is not what the rotary settings"
@@ -281,7 +261,7 @@ def test_what_a_checkpoint_says_is_what_transformers_computes(tmp_path: Path) ->
                 )
             assert (expected - unedited[case.family]).abs().max() > _CLEARLY, name
         try:
-            logits = packed_logits(load_decoder(folder, dtype=torch.float32, device="cpu"), _IDS)
+            logits = own_logits(load_decoder(folder, dtype=torch.float32, device="cpu"), _IDS)
         except ConfigError as error:
             wrong[name] = error
             continue

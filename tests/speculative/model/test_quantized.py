@@ -34,14 +34,10 @@ def test_rounding_stays_within_half_a_step(bits: int, scale: float) -> None:
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_weights_that_are_all_equal_survive(bits: int) -> None:
+def test_weights_that_are_all_equal_survive_and_what_is_rounded_already_stays(bits: int) -> None:
     for value in (0.0, 0.5, -2.0):
         weight = torch.full((2, 64), value)
         torch.testing.assert_close(quantize(weight, bits).to_float(), weight, rtol=4e-3, atol=0)
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-def test_what_is_rounded_already_stays(bits: int) -> None:
     once = quantize(a_weight(), bits)
     again = quantize(once.to_float(), bits)
     assert torch.equal(again.numbers, once.numbers)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from speculative.kernels.library import cpu_kernels
 from speculative.model import loading
@@ -18,10 +18,6 @@ from tests.support.tiny_models import write_tiny_model
 needs_packing = pytest.mark.skipif(
     not can_pack_for_onednn(torch.bfloat16, torch.device("cpu")), reason="oneDNN multiplies no bfloat16 on this CPU"
 )
-
-
-def first_query(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    return query
 
 
 def a_target(folder: Path, weights: Kind | None) -> Decoder:
@@ -64,7 +60,7 @@ def test_a_loaded_decoder_is_packed_throughout_and_computes_the_same(
     assert not any(isinstance(module, Linear) for module in packed_decoder.modules())
     assert not any(isinstance(module, PackedLinear) for module in plain.modules())
     ids = torch.arange(3, 20)
-    outputs = [model(ids, torch.arange(len(ids)), first_query) for model in (packed_decoder, plain)]
+    outputs = [model(ids, torch.arange(len(ids)), lambda layer, query, *_: query) for model in (packed_decoder, plain)]
     assert torch.equal(*outputs)
     assert torch.equal(packed_decoder.logits(outputs[0]), plain.logits(outputs[1]))
 
