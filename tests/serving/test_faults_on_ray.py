@@ -1,12 +1,7 @@
 """A replica with a faulty engine, under load: it stops speculating by itself, what it answers from then on is right,
 and when the fault is gone speculation comes back."""
 
-import concurrent.futures
-import itertools
 import json
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +12,7 @@ from speculative.engine import EngineCore
 from speculative.request import Request, SamplingParams
 from tests.support.engines import NO_DRAFTS, tiny_engine
 from tests.support.faulty_services import Fault, accept_every_draft, misplace_rounds_with_drafts, with_fault
-from tests.support.services import MODEL, Service, app_args, deployed, gauge_total, wait_for
+from tests.support.services import Load, Service, app_args, deployed, gauge_total, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(1200)]
 
@@ -40,37 +35,8 @@ def drawn(seed: int, temperature: float) -> dict[str, Any]:
     return {"seed": seed, "temperature": temperature, "reproducible": False}
 
 
-class Load:
-    """Clients that ask all the time, and what they were answered."""
-
-    def __init__(self, service: Service) -> None:
-        self._service = service
-        self._stop = threading.Event()
-        self.replies: list[dict[str, Any]] = []
-        self.errors: list[str] = []
-
-    def ask(self, numbers: "itertools.count[int]") -> None:
-        with self._service.http() as http:
-            while not self._stop.is_set():
-                number = next(numbers)
-                body = {"model": MODEL, "prompt": f"{number} {LOOPING}", "max_tokens": 24, "ignore_eos": True}
-                reply = http.post("/v1/completions", json={**body, **drawn(number, 1.0)})
-                if reply.status_code == 200:
-                    self.replies.append(reply.json())
-                else:
-                    self.errors.append(reply.text)
-
-    @contextmanager
-    def on(self, clients: int = 4) -> Iterator[None]:
-        numbers = itertools.count()
-        with concurrent.futures.ThreadPoolExecutor(clients) as pool:
-            asking = [pool.submit(self.ask, numbers) for _ in range(clients)]
-            try:
-                yield
-            finally:
-                self._stop.set()
-        for one in asking:
-            one.result()
+def body_of_load(number: int) -> dict[str, Any]:
+    return {"prompt": f"{number} {LOOPING}", "max_tokens": 24, "ignore_eos": True, **drawn(number, 1.0)}
 
 
 def verdict_of(service: Service, reply: dict[str, Any]) -> dict[str, Any]:
@@ -124,8 +90,7 @@ def test_a_faulty_replica_falls_back_and_comes_back(
         admin={"token_file": str(token)},
     )
     with deployed(ray_port, f"faulty-{case.topology}", args) as service:
-        load = Load(service)
-        with load.on():
+        with Load(service, body_of_load, clients=4) as load:
             wait_for(lambda: breaker_state(service) > 0, "the breaker's trip")
         # Draws against their random numbers end their requests; nothing that is wrong by them is delivered.
         assert {json.loads(one)["error"]["code"] for one in load.errors} <= case.errors
@@ -173,7 +138,7 @@ def test_a_replica_that_goes_wrong_twice_is_replaced(
         for _ in range(2):
             wait_for(lambda: breaker_state(service) == 0, "speculation to come back")
             flag.touch()
-            with Load(service).on():
+            with Load(service, body_of_load, clients=4):
                 wait_for(lambda: breaker_state(service) > 0, "the breaker's trip")
             flag.unlink()
         wait_for(lambda: bool(replica_names(service) - first), "another replica")

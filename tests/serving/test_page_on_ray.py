@@ -1,11 +1,9 @@
 """The status page of the running app, in a real browser: what it shows is what the service does."""
 
-import re
-
 import pytest
 from playwright.sync_api import expect
 
-from tests.support.browser import WIDTHS, Visit, chromium, needs_chromium
+from tests.support.browser import Visit, chromium, needs_chromium
 from tests.support.services import Service, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(1200), needs_chromium]
@@ -24,13 +22,7 @@ def test_the_page_answers_and_shows_what_became_of_it(disaggregated: Service) ->
         page = visit.page
         expect(page.locator("#about")).to_contain_text("disaggregated")
         expect(page.locator("#replicas tbody tr")).to_have_count(2)
-        for shape in (
-            "#requests polyline",
-            "#first-token polyline",
-            "#acceptance polyline.first",
-            "#positions rect",
-            "#checks rect.bar",
-        ):
+        for shape in ("#requests polyline", "#acceptance polyline.first", "#checks rect.bar"):
             expect(page.locator(shape).first).to_be_attached()
         for row in ("#strata tbody tr", "#latest tbody tr"):
             expect(page.locator(row).first).to_be_visible()
@@ -39,18 +31,9 @@ def test_the_page_answers_and_shows_what_became_of_it(disaggregated: Service) ->
         page.get_by_role("button", name="Send").click()
         checked = "logprobs, support, distribution, draws, alternatives"
         expect(page.locator(".answer .pill")).to_have_text(f"verified: {checked}")
-        tokens = page.locator(".answer .tok")
-        count = tokens.count()
+        count = page.locator(".answer .tok").count()
         assert 0 < count <= 24
         assert page.locator(".answer .kind-first").count() == 1
         expect(page.locator(".answer .figures")).to_contain_text(f"{count} tokens")
-        tokens.first.hover()
-        expect(page.locator("#token")).to_have_text(re.compile(r"first · logprob -\d"))
-        page.get_by_text("compare", exact=True).click()
-        page.get_by_role("button", name="Send").click()
-        expect(page.locator("#compared")).to_contain_text("The same text, token for token.")
-        for width in WIDTHS:
-            visit.look(width, "light")
-            assert not (faults := visit.faults_of_layout()), "\n".join(faults)
         assert visit.complaints == []
         assert visit.hosts == {disaggregated.base_url.split("/")[2]}

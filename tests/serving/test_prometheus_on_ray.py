@@ -1,13 +1,10 @@
 """A real Prometheus scrapes the running service under load: every panel and every rule has data, and it is right."""
 
-import concurrent.futures
-import itertools
 import json
 import math
 import re
-import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +19,11 @@ from serve_app.telemetry.metric_summary import MetricSummary
 from tests.support.loops import for_each
 from tests.support.prometheus import Prometheus, program, promtool, running_prometheus
 from tests.support.runbook_shell import commands, run
-from tests.support.services import Service, app_args, deployed, wait_for
+from tests.support.services import Load, Service, app_args, deployed, wait_for
 
 # First: Ray's agent exports what every service of its cluster ever counted, and takes seconds for that of many.
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.first, pytest.mark.timeout(1200)]
 
-ROOT = Path(__file__).parents[2]
 APP = "watched"
 STATUS = "ray_serve_application_status"
 QUERIES = [query for page in PAGES for panel in page.panels for query in panel.queries]
@@ -36,55 +32,16 @@ DATA_TIMEOUT_S = 300.0  # for the first figures, on a machine that is busy
 
 
 @dataclass
-class Load:
-    """Requests that keep coming until they are stopped, three at a time."""
-
-    service: Service
-    model: str
-    usages: list[dict[str, Any]] = field(default_factory=list)
-    stopped: threading.Event = field(default_factory=threading.Event)
-
-    def __enter__(self) -> "Load":
-        self._pool = concurrent.futures.ThreadPoolExecutor(3)
-        self._workers = [self._pool.submit(self._ask, number) for number in range(3)]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def check(self) -> None:
-        """Fail if a request did: what it was to show will not come."""
-        for worker in self._workers:
-            if worker.done():
-                worker.result()
-
-    def stop(self) -> None:
-        """Let the last ones finish; a request that failed fails the test."""
-        self.stopped.set()
-        for worker in self._workers:
-            worker.result()
-        self._pool.shutdown()
-
-    def _ask(self, worker: int) -> None:
-        for number in itertools.count():
-            if self.stopped.is_set():
-                return
-            body: dict[str, Any] = {
-                "model": self.model,
-                "max_tokens": 40,
-                "temperature": (0.0, 0.7)[number % 2],
-                "seed": 1000 * worker + number,
-            }
-            prompt = f"{worker} {number} " + "one two three " * 6
-            self.usages.append(self.service.completion(prompt=prompt, ignore_eos=True, logprobs=2, **body)["usage"])
-
-
-@dataclass
 class Watched:
     """A service under load, and the Prometheus that watches it."""
 
     prometheus: Prometheus
     load: Load
+
+
+def body_of_load(number: int) -> dict[str, Any]:
+    body = {"max_tokens": 40, "temperature": (0.0, 0.7)[number % 2], "seed": number, "ignore_eos": True, "logprobs": 2}
+    return {"prompt": f"{number} " + "one two three " * 6, **body}
 
 
 def scrape_configs(service: Service) -> list[dict[str, Any]]:
@@ -113,12 +70,11 @@ def watched(ray_port: int, tiny_folder: Path, tmp_path_factory: pytest.TempPathF
     token = tmp_path_factory.mktemp("admin") / "token"
     token.write_text(TOKEN)
     args["admin"] = {"token_file": str(token)}
-    model = str(args["model"]["name"])
     with deployed(ray_port, APP, args) as service:
         scrape = scrape_configs(service)
         folder = tmp_path_factory.mktemp("prometheus")
         rules = [folder / name for name in write(folder) if name.startswith("rules/")]
-        with running_prometheus(folder, scrape, rules) as prometheus, Load(service, model) as load:
+        with running_prometheus(folder, scrape, rules) as prometheus, Load(service, body_of_load, clients=3) as load:
             yield Watched(prometheus, load)
 
 
@@ -146,7 +102,7 @@ def has_figures(prometheus: Prometheus, query: Query) -> bool:
 @for_each(QUERIES, lambda query: f"{query.legend}: {query.expr}")
 def test_every_panel_has_figures(query: Query, watched: Watched) -> None:
     prometheus = watched.prometheus
-    watched.load.check()
+    assert not watched.load.errors, "what they were to show will not come"
     if not query.sparse:
         wait_for(lambda: has_figures(prometheus, query), query.expr, DATA_TIMEOUT_S)
     figures = prometheus.values(filled(query.expr))
@@ -182,7 +138,9 @@ def test_promtool_has_nothing_to_say_about_what_the_service_exports(watched: Wat
 
 def test_acceptance_by_promql_is_the_engines_own(watched: Watched) -> None:
     watched.load.stop()
-    service, prometheus, usages = watched.load.service, watched.prometheus, watched.load.usages
+    service, prometheus = watched.load.service, watched.prometheus
+    usages = [reply["usage"] for reply in watched.load.replies]
+    assert not watched.load.errors
     emitted = sum(usage["completion_tokens"] for usage in usages)
     wait_for(lambda: service.metrics()["emitted_tokens"] == emitted, "the last reports")
     metrics: MetricSummary = service.metrics()

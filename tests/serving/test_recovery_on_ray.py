@@ -101,13 +101,13 @@ def test_a_choice_that_stops_early_is_let_go(routed: Service) -> None:
     stop = text[20:24]
     first, *_ = routed.completion(**body, n=3, stop=stop)["choices"]
     assert first["finish_reason"] == "stop" and first["text"] == text[: text.index(stop)]
-    wait_for(lambda: _idle(routed), "return to idle")
+    wait_for(routed.idle, "return to idle")
 
 
 def test_a_client_that_leaves_frees_what_its_worker_held(routed: Service) -> None:
     with contextlib.closing(stream(routed, prompt="go on", max_tokens=1900, ignore_eos=True)) as choices:
         assert next(choices)["token_ids"]
-    wait_for(lambda: _idle(routed), "return to idle")
+    wait_for(routed.idle, "return to idle")
 
 
 def resumed(service: Service) -> float:
@@ -138,7 +138,7 @@ def test_a_stream_goes_on_when_its_replica_is_killed(routed: Service, holding: P
     assert len(disturbed[1]) == 400
     assert disturbed == whole(stream(routed, **body, speculate=False))
     assert resumed(routed) > before
-    wait_for(lambda: _idle(routed), "return to idle")
+    wait_for(routed.idle, "return to idle")
 
 
 def test_a_stream_goes_on_when_its_replica_hangs(routed: Service, holding: Path) -> None:
@@ -160,7 +160,7 @@ def test_a_stream_goes_on_when_its_replica_hangs(routed: Service, holding: Path)
                 with contextlib.suppress(ProcessLookupError):  # Serve replaces one that fails its health checks
                     os.kill(pid, signal.SIGCONT)
     assert disturbed == whole(stream(routed, **body, speculate=False))
-    wait_for(lambda: _idle(routed), "return to idle")
+    wait_for(routed.idle, "return to idle")
 
 
 def test_a_killed_prefill_is_asked_for_again(routed: Service) -> None:
@@ -239,9 +239,3 @@ def test_a_redeployment_keeps_streams_alive(
         slow.unlink()
         deploying.result(timeout=300)
         assert statuses() == 400
-
-
-def _idle(service: Service) -> bool:
-    text = service.metrics_text()
-    names = ("truespec_requests_running", "truespec_requests_waiting", "truespec_kv_cache_usage_ratio")
-    return all(gauge_total(text, name) == 0 for name in names)

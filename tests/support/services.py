@@ -1,7 +1,10 @@
 """Services of a tiny model on Ray, for every test that serves for real: fixtures, and what asks and watches them."""
 
+import concurrent.futures
 import contextlib
+import itertools
 import json
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -57,6 +60,54 @@ class Service:
             response = http.post("/v1/completions", json={"model": MODEL, **body})
         assert response.status_code == 200, response.text
         return json.loads(response.text)
+
+    def idle(self) -> bool:
+        """Whether no request runs or waits, and none left anything in a cache."""
+        text = self.metrics_text()
+        names = ("truespec_requests_running", "truespec_requests_waiting", "truespec_kv_cache_usage_ratio")
+        return all(gauge_total(text, name) == 0 for name in names)
+
+
+class Load:
+    """Clients that ask for completions all the time, and what they were answered.
+
+    Args:
+        service: which is asked.
+        body: what is asked, by the request's number.
+        clients: how many ask at once.
+    """
+
+    def __init__(self, service: Service, body: Callable[[int], dict[str, Any]], clients: int) -> None:
+        self.service = service
+        self.replies: list[dict[str, Any]] = []
+        self.errors: list[str] = []
+        self._body = body
+        self._numbers = itertools.count()
+        self._stopped = threading.Event()
+        self._pool = concurrent.futures.ThreadPoolExecutor(clients)
+        self._clients = [self._pool.submit(self._ask) for _ in range(clients)]
+
+    def __enter__(self) -> "Load":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Let the last answers come; whatever broke a client off is raised here."""
+        self._stopped.set()
+        for client in self._clients:
+            client.result()
+        self._pool.shutdown()
+
+    def _ask(self) -> None:
+        with self.service.http() as http:
+            while not self._stopped.is_set():
+                reply = http.post("/v1/completions", json={"model": MODEL, **self._body(next(self._numbers))})
+                if reply.status_code == 200:
+                    self.replies.append(reply.json())
+                else:
+                    self.errors.append(reply.text)
 
 
 def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = 300.0) -> None:
