@@ -1,6 +1,7 @@
 """The import rules of the house, read off the source: arrows point down, and heavy libraries have one owner."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -14,82 +15,19 @@ from tests.support.loops import for_each
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("speculative", "serve_app", "dashboards", "deploy", "tools")
-# Rooms, lowest first: a module imports its own room and those below it. A room is a package or a single module.
-ROOMS = {
-    "speculative": (
-        "errors",
-        "end_tokens",
-        "options",
-        "request",
-        "stats",
-        "cache",
-        "state",
-        "lookup",
-        "config",
-        "handoff",
-        "kernels",
-        "model",
-        "sampling",
-        "verification",
-        "selfcheck",
-        "vocabulary",
-        "scheduling",
-        "drafting",
-        "step",
-        "weights",
-        "gpu",
-        "arithmetic",
-        "engine",
-        "warm_up",
-    ),
-    "serve_app": (
-        "errors",
-        "versions",
-        "telemetry",
-        "text",
-        "backends",
-        "config",
-        "routing",
-        "weights",
-        "transport",
-        "referee",
-        "guard",
-        "streams",
-        "access",
-        "openai",
-        "http",
-        "page",
-        "deployments",
-        "app",
-    ),
-    "deploy": (
-        "options",
-        "exchange",
-        "run",
-        "reports",
-        "watch",
-        "jobs",
-        "rl",
-        "cli",
-    ),
-    # Of those who develop truespec, in a checkout: no wheel and no image has it, and no other package imports it.
-    "tools": (
-        "budgets",
-        "console",
-        "markdown",
-        "provenance",
-        "reference",
-        "site",
-        "release",
-        "chart",
-        "train_head",
-        "faults",
-        "bench",
-        "chaos",
-        "gpu_steps",
-        "gpu_day",
-    ),
-}
+PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+
+
+def rooms_of(package: str) -> list[str]:
+    """The rooms of a package as the page lists them, lowest first: a package or a single module each."""
+    table = PAGE.partition(f"**`{package}/`**\n")[2].partition("\n\n**")[0].partition("\n\n## ")[0]
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    return [name.rstrip("/") for row in rows for name in re.findall("`([a-z_/]+)`", row)]
+
+
+# A module imports its own room and those below it. `tools` is for who develops truespec, in a checkout: no wheel and no
+# image has it, and no other package imports it.
+ROOMS = {package: rooms_of(package) for package in ("speculative", "serve_app", "deploy", "tools")}
 # What the server may know of the engine: plain values, without torch.
 LEAVES = {
     f"speculative.{name}"
@@ -108,6 +46,14 @@ LEAVES = {
         "selfcheck.eprocess",
         "selfcheck.replayed_draws",
     )
+}
+
+# Which modules of the server may know all of it.
+WITH_TORCH = {
+    "serve_app.backends.torch_backend",
+    "serve_app.backends.vllm_backend",
+    "serve_app.backends.vllm_parts",
+    "serve_app.referee.transformers_model",
 }
 
 # Whose modules (a package stands for all in it) may import a library or one of our packages; `tools` may import all.
@@ -215,28 +161,6 @@ def within(module: str, places: set[str]) -> bool:
     return any(module == place or module.startswith(f"{place}.") for place in places)
 
 
-# What vLLM's backend needs besides the leaves: it finds models, puts self-checks around vLLM's
-# sampler, and seeds it so that a referee can make its draws again.
-OF_VLLM = {
-    "serve_app.backends.vllm_backend": {
-        "speculative.state.batch",
-        "speculative.model.head_checkpoint",
-        "speculative.model.loading",
-        "speculative.selfcheck.monitor",
-    },
-    "serve_app.backends.vllm_parts.checkpoint": {"speculative.model.config"},
-    "serve_app.backends.vllm_parts.params": {"speculative.selfcheck.vllm_draws"},
-    "serve_app.backends.vllm_parts.planned_drafts": {
-        "speculative.scheduling.draft_length",
-        "speculative.state.batch",
-        "speculative.state.sequence",
-    },
-    "serve_app.backends.vllm_parts.replay_room": {"speculative.model.config"},
-    "serve_app.backends.vllm_parts.vllm_scheduler": {"speculative.scheduling.draft_length"},
-    "serve_app.backends.vllm_parts.worker": {"speculative.selfcheck.sampler_watch", "speculative.selfcheck.vllm_draws"},
-}
-
-
 def room(module: str) -> str:
     return ".".join(module.split(".")[:2])
 
@@ -255,7 +179,7 @@ def test_libraries_and_packages_have_their_owners() -> None:
 def test_a_room_imports_only_rooms_below_it(package: str) -> None:
     order = {f"{package}.{name}": place for place, name in enumerate(ROOMS[package])}
     own = {module: {name for name in imports(module) if name in TREES} for module in TREES if within(module, {package})}
-    assert {room(module) for module in own} - {package} == order.keys(), "ROOMS lists every room, and no other"
+    assert {room(module) for module in own} - {package} == order.keys(), "the page lists every room, and no other"
     upward = [
         f"{module} imports {name}"
         for module, names in own.items()
@@ -281,25 +205,20 @@ def test_a_public_class_name_stands_for_one_thing() -> None:
 
 
 def test_the_server_sees_only_the_leaves_of_the_engine() -> None:
-    wholly = ("serve_app.backends.torch_backend", "serve_app.referee.transformers_model")
-    strangers = []
-    for module in (name for name in TREES if name.startswith(("serve_app", "dashboards")) and name not in wholly):
-        known, names = LEAVES | OF_VLLM.get(module, set()), imports(module)
-        strangers += [
-            f"{module} imports {name}" for name in names if name.startswith("speculative") and name not in known
-        ]
-        ours = {name for name in names if name.startswith("serve_app")}
-        if module.startswith("dashboards"):
-            catalogues = {"serve_app.telemetry.metric_names", "serve_app.referee.strata"}
-            strangers += [f"{module} imports {name}" for name in ours - catalogues]
-        if module.startswith("serve_app.backends."):
-            forms = {
-                "serve_app.text.patterns",
-                "serve_app.text.schemas",
-            }  # what a request's form says, for either engine
-            near = {"serve_app.backends", "serve_app.telemetry", *forms}
-            strangers += [f"{module} imports {name}" for name in ours if not within(name, near)]
+    strangers = [
+        f"{module} imports {name}"
+        for module in TREES
+        if within(module, {"serve_app", "dashboards"}) and not within(module, WITH_TORCH)
+        for name in imports(module)
+        if within(name, {"speculative"}) and name not in LEAVES
+    ]
     assert not strangers, "\n".join(strangers)
+
+
+def test_dashboards_know_the_catalogues_of_the_server_alone() -> None:
+    names = {name for module in TREES if within(module, {"dashboards"}) for name in imports(module)}
+    catalogues = {"serve_app.telemetry.metric_names", "serve_app.referee.strata"}
+    assert {name for name in names if within(name, {"serve_app"})} <= catalogues
 
 
 @pytest.mark.parametrize("module", UNLOADED)

@@ -1,7 +1,6 @@
 """The documents: every relative link and anchor leads somewhere, and every `truespec` command shown is one."""
 
 import re
-import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import unquote
@@ -11,6 +10,7 @@ from tests.support.command_lines import fault, in_shell
 from tests.support.loops import for_each
 from tests.support.project_files import ROOT, project_files
 from tests.test_architecture import ROOMS
+from tools.site import github_slug
 
 _FENCE = re.compile(r"^(?P<marks>`{3,}|~{3,})(?P<language>[^\n`]*)\n(?P<text>.*?)^(?P=marks)[ \t]*$", re.M | re.S)
 _CODE = re.compile(r"(`+)(?!`)(.+?)(?<!`)\1(?!`)", re.S)
@@ -49,20 +49,13 @@ def anchors(path: Path) -> set[str]:
     text = _FENCE.sub("", path.read_text(encoding="utf-8"))
     found: set[str] = set(_ANCHOR.findall(text))
     for heading in _HEADING.findall(text):
-        slug = github_slug(heading)
+        slug = github_slug(re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", heading), "-")  # of links their text
         number, name = 0, slug
         while name in found:
             number += 1
             name = f"{slug}-{number}"
         found.add(name)
     return found
-
-
-def github_slug(heading: str) -> str:
-    """GitHub's anchor of a heading: links by their text, letters in lower case, spaces as hyphens, signs dropped."""
-    text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "").strip().lower()
-    kept = (sign for sign in text if sign in " -_" or unicodedata.category(sign)[0] in "LN" or sign == "\u200d")
-    return "".join(kept).replace(" ", "-")
 
 
 def links(path: Path) -> Iterator[str]:
@@ -146,14 +139,6 @@ def test_the_operations_guide_says_what_to_do_at_each_alert() -> None:
     assert alerts and guide == alerts
 
 
-def test_the_architecture_page_names_every_room_in_order() -> None:
-    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    for package, rooms in ROOMS.items():
-        table = text.partition(f"**`{package}/`**\n")[2].partition("\n\n**")[0].partition("\n\n## ")[0]
-        rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
-        assert [name.rstrip("/") for row in rows for name in re.findall("`([a-z_/]+)`", row)] == list(rooms)
-
-
 @for_each(["docs/architecture.md", "CONTRIBUTING.md"])
 def test_files_that_a_page_for_contributors_names_exist(name: str) -> None:
     top = "|".join([*ROOMS, "dashboards", "deploy", "helm", "tests"])
@@ -171,30 +156,3 @@ def test_pictures_are_self_contained_and_say_what_they_show(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert "prefers-color-scheme: dark" in text
     assert not re.findall(r"(?:href|src)=\"(?!#)|url\((?!#)|<script", text), "it loads nothing"
-
-
-def test_the_checks_find_what_is_wrong(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text(
-        "# A `b` & C\n\n# A `b` & C\n\n[x](#a-b--c) [y](other.md#z) ![p](<a b.png>)\n```\n[no](link.md)\n```\n"
-    )
-    assert anchors(page) == {"a-b--c", "a-b--c-1"}
-    assert list(links(page))[:2] == ["#a-b--c", "other.md#z"]
-    page.write_text("now\n<!-- audit URL: x -->\n`truespec then`\n<!-- end of audit URL -->\nagain\n")
-    assert current(page) == "now\nagain\n"
-    found = list(
-        in_shell(
-            "X=1 truespec model get m | tee log  # comment\nray job submit -- .venv/bin/truespec serve F\n"
-            "V/bin/python -m tools.bench --gpu\npython -m pytest\n"
-        )
-    )
-    assert found == [["model", "get", "m"], ["serve", "F"], ["tools.bench", "--gpu"]]
-    assert list(in_shell("pip install truespec\nhelm install truespec helm/truespec\n")) == []
-    assert fault(["serve", "FILE"]) is None
-    assert fault(["batch"]) is not None and fault(["batch"], whole=False) is None
-    assert fault(["serve", "FILE", "--adress", "auto"]) is not None
-    assert fault(["config"]) is not None and fault(["config", "chekc", "FILE"]) is not None
-    assert fault(["serve", "FILE", "FILE"]) is not None
-    assert fault(["tools.bench", "--gpu"]) is None and fault(["tools.bench", "--dtype", "int3"]) is not None
-    assert fault(["tools.load"]) == "there is no module tools.load"
-    assert alternatives("truespec serve --a|--b") == ["truespec serve --a", "truespec serve --b"]
