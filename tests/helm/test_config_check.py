@@ -56,21 +56,15 @@ def test_a_good_configuration_passes_and_is_what_the_service_gets(name: str, tmp
 
 
 BAD: dict[str, dict[str, Any]] = {
-    "engine.max_batched_tokens: must be at least max_num_seqs x": config(engine={"max_num_seqs": 128}),
     "engine.kv_cache_tokens: must be a multiple of block_size (24)": config(
         engine={"block_size": 24, "kv_cache_tokens": 16384}
     ),
-    "drafter.ngram_min: must be at most ngram_max (4), got 9": config(drafter={"ngram_min": 9}),
     "drafter.model: is missing: kind eagle3 needs a folder": config(drafter={"kind": "eagle3"}),
     "pools.prefill.gpus: is above 0, but engine.device is cpu; set it to 0": config(engine={"device": "cpu"}),
     "engine.verifier: cannot be set for engine.kind vllm": merged(VLLM, config(engine={"verifier": "coupled"})),
-    "drafter.length: must be static for drafter.kind suffix with engine.kind vllm": merged(
-        VLLM, config(drafter={"kind": "suffix", "length": "dynamic"})
-    ),
     "engine.kv_cache_tokens: must hold at least one sequence of engine.max_model_len (9000) tokens, got 8192": merged(
         VLLM, config(engine={"max_model_len": 9000, "kv_cache_tokens": 8192})
     ),
-    "vllm: is set, but engine.kind is torch; remove it or set kind to vllm": config(vllm={"replays": "torch"}),
     "access.open_metrics: is false, but there are no keys to open it": config(access={"open_metrics": False}),
 }
 

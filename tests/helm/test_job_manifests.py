@@ -24,25 +24,12 @@ def test_the_entrypoint_is_a_command_of_ours() -> None:
     assert words[0] == "batch" and fault(words) is None
 
 
-def test_it_is_valid_for_kubernetes_and_kuberay() -> None:
+def test_it_is_valid_for_kubernetes_and_kuberay_and_restricted() -> None:
     core = [found for found in OBJECTS if found["kind"] != "RayJob"]
     kubernetes.check(core + [kubernetes.pod(pod, part) for part, pod in PODS.items()])
-    for schemas in (crds.our_schemas(), crds.real_schemas()):
-        assert not crds.errors(schemas.get("RayJob", {}), JOB)
-
-
-def test_pods_meet_the_restricted_security_standard_and_mount_what_they_have() -> None:
+    assert not crds.errors(JOB)
     for pod in PODS.values():
-        spec = pod["spec"]
-        assert spec["automountServiceAccountToken"] is False
-        assert spec["securityContext"]["runAsNonRoot"] is True
-        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
-        (container,) = spec["containers"]
-        context = container["securityContext"]
-        assert (context["allowPrivilegeEscalation"], context["readOnlyRootFilesystem"]) == (False, True)
-        assert context["capabilities"] == {"drop": ["ALL"]}
-        assert container["resources"]["limits"].keys() >= {"cpu", "memory"}
-        assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in spec["volumes"]}
+        kubernetes.assert_restricted(pod)
 
 
 def test_versions_are_the_charts_and_the_gpu_has_an_image_for_it() -> None:

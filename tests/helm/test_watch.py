@@ -299,14 +299,7 @@ def test_the_manifest_takes_the_traffic_and_passes_it_on(manifest: list[Object])
 def test_the_manifests_pods_are_restricted_and_probed(manifest: list[Object]) -> None:
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text(encoding="utf-8"))
     for name, (pod, part) in deployed(manifest).items():
-        spec, context = pod["spec"], part["securityContext"]
-        assert spec["automountServiceAccountToken"] is False
-        assert spec["securityContext"]["runAsNonRoot"] is True
-        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
-        assert (context["allowPrivilegeEscalation"], context["readOnlyRootFilesystem"]) == (False, True)
-        assert context["capabilities"] == {"drop": ["ALL"]}
-        assert part["resources"]["limits"].keys() >= {"cpu", "memory"}
+        kubernetes.assert_restricted(pod)
         assert part["image"] == f"truespec:{chart['appVersion']}-cpu"
         path = {"proxy": "/.truespec/health", "referee": "/health"}[name]
         assert {part[probe]["httpGet"]["path"] for probe in ("livenessProbe", "readinessProbe")} == {path}
-        assert {mount["name"] for mount in part["volumeMounts"]} == {volume["name"] for volume in spec["volumes"]}

@@ -33,6 +33,20 @@ def pod(template: dict[str, Any], name: str) -> dict[str, Any]:
     return {**template, "apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, **template.get("metadata", {})}}
 
 
+def assert_restricted(pod: dict[str, Any]) -> None:
+    """Fail unless a pod meets the restricted security standard, has limits, and mounts each of its volumes."""
+    spec = pod["spec"]
+    assert spec["automountServiceAccountToken"] is False
+    assert spec["securityContext"]["runAsNonRoot"] is True
+    assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    (container,) = spec["containers"]
+    context = container["securityContext"]
+    assert (context["allowPrivilegeEscalation"], context["readOnlyRootFilesystem"]) == (False, True)
+    assert context["capabilities"] == {"drop": ["ALL"]}
+    assert container["resources"]["limits"].keys() >= {"cpu", "memory"}
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in spec["volumes"]}
+
+
 @functools.cache
 def _validator(kind: str, api_version: str, version: str) -> Draft202012Validator:
     """Validator of a kind. kubernetes-validate builds one for each object, and reads 2 MB of definitions for it."""
