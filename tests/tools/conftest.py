@@ -1,8 +1,16 @@
-"""What every command that writes figures would wait for."""
+"""A tiny model, and what every command that writes figures would wait for."""
+
+from pathlib import Path
 
 import pytest
 
 from deploy.run import quiet
+from tests.support.tiny_models import write_tiny_model
+
+
+@pytest.fixture(scope="session")
+def bench_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("bench") / "tiny", tokenizer=True)
 
 
 @pytest.fixture(autouse=True)

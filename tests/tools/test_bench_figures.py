@@ -10,8 +10,9 @@ import pytest
 
 from deploy.exchange.prompts import KINDS, read_prompts
 from speculative.errors import ConfigError
+from tests.tools.test_bench_run import plan
 from tools.bench.figures import ALL_KINDS, acceptance, paired_ratio, rows
-from tools.bench.plan import BenchCase, BenchPlan, EngineName
+from tools.bench.plan import BenchCase
 from tools.bench.report import tables, write_markdown
 from tools.bench.rounds import BenchResult, BenchSample
 from tools.bench.workers.channel import BatchOfPrompts, Meter, checked
@@ -30,29 +31,13 @@ def sample(engine: str, speed: float, number: int = 0, kind: str = "chat", **rep
 
 def result(samples: Sequence[BenchSample], against: Sequence[str], **changes: Any) -> BenchResult:
     names = list(dict.fromkeys(one.engine for one in samples))
-    plan = BenchPlan(
-        model=Path("none"),
-        engines=tuple(EngineName.parse(name) for name in names),
-        prompts={"chat": [[1]], "code": [[1]]},
-        streams=(1,),
-        temperatures=(0.0,),
-        rounds=3,
-        tokens=4,
-        threads=1,
-        dtype="float32",
-        against=tuple(against),
-        **changes,
-    )
-    about = {
-        "date": "today",
-        "command": "python -m tools.bench",
-        "commit": "abc",
-        "cpu": "a cpu",
-        "cpu_flags": ["avx2"],
-    }
+    prompts = {"chat": [[1]], "code": [[1]]}
+    bench_plan = plan(*names, prompts=prompts, rounds=3, against=tuple(against), **changes)
+    about = {"date": "today", "command": "python -m tools.bench", "commit": "abc", "cpu": "a cpu"}
+    about |= {"cpu_flags": ["avx2"]}
     about |= {"cores": 2, "memory_gib": 8.0, "gpu": None, "python": "3", "versions": {"torch": "1"}}
     about |= {"others_before": 0.02, "others_meanwhile": 2.5}
-    return BenchResult(plan, about, list(samples), versions={name: {"x": "1"} for name in names})
+    return BenchResult(bench_plan, about, list(samples), versions={name: {"x": "1"} for name in names})
 
 
 def test_decoding_is_timed_from_the_last_streams_first_token() -> None:
@@ -155,30 +140,23 @@ def test_a_section_is_written_again_in_its_place(tmp_path: Path) -> None:
     assert "**The machine was not quiet**: others used up to 2.50 cores" in text
 
 
-def test_prompts_of_the_package_are_many_and_differ(tmp_path: Path, bench_tokenizer: Path) -> None:
-    prompts = read_prompts(bench_tokenizer, KINDS)
+def test_prompts_of_the_package_are_many_and_differ(tmp_path: Path, bench_model: Path) -> None:
+    prompts = read_prompts(bench_model, KINDS)
     for kind in KINDS:
         assert len({tuple(prompt) for prompt in prompts[kind]}) >= 16, "16 streams ask 16 questions"
     for length in (1000, 4000):
-        (long,) = read_prompts(bench_tokenizer, (f"{length}-tokens",)).values()
+        (long,) = read_prompts(bench_model, (f"{length}-tokens",)).values()
         assert {len(prompt) for prompt in long} == {length}
         assert len({tuple(prompt[:100]) for prompt in long}) >= 16, "no prefix is shared"
     own = tmp_path / "own.json"
     own.write_text('{"mine": ["Hello"]}')
-    assert len(read_prompts(bench_tokenizer, ("mine",), own)["mine"]) == 1
+    assert len(read_prompts(bench_model, ("mine",), own)["mine"]) == 1
     own.write_text("[]")
     with pytest.raises(ConfigError, match=r"own\.json"):
-        read_prompts(bench_tokenizer, ("mine",), own)
+        read_prompts(bench_model, ("mine",), own)
     own.write_text('{"mine": ["Hello"]}')
     with pytest.raises(ConfigError, match="no prompts for 9-tokens, 1000-tokens; it has mine, and"):
-        read_prompts(bench_tokenizer, ("9-tokens", "1000-tokens"), own)
-
-
-@pytest.fixture(scope="module")
-def bench_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tests.support.tiny_models import write_tiny_model
-
-    return write_tiny_model(tmp_path_factory.mktemp("bench") / "tiny", tokenizer=True)
+        read_prompts(bench_model, ("9-tokens", "1000-tokens"), own)
 
 
 def served(body: bytes, status: bytes = b"200 OK") -> dict[str, Any]:

@@ -17,7 +17,6 @@ from deploy.reports.progress import View
 from deploy.run import quiet
 from deploy.run.processes import process_tree
 from speculative.errors import ConfigError
-from tests.support.tiny_models import write_tiny_model
 from tools.bench import engines, process, rounds
 from tools.bench.__main__ import main
 from tools.bench.command import BenchOptions, make_plan
@@ -219,12 +218,11 @@ def test_an_engine_that_fails_is_left_out_and_the_others_go_on(
     assert (counts.count("fake/a"), counts.count("fake/b")) == (2, 1)
 
 
-def test_engines_of_the_same_weights_share_a_process_when_asked(tmp_path: Path) -> None:
-    model = write_tiny_model(tmp_path / "tiny", tokenizer=True)
+def test_engines_of_the_same_weights_share_a_process_when_asked(bench_model: Path, tmp_path: Path) -> None:
     out = tmp_path / "figures.json"
     names = ["ours/off:weights=float32", "ours/ngram:k=2:weights=float32", "ours/off"]
     options = ["--engines", ",".join(names), "--streams", "2", "--temperatures", "0", "--rounds", "1", "--tokens", "60"]
-    result = bench(model, *options, "--together", "--json", out)
+    result = bench(bench_model, *options, "--together", "--json", out)
     assert result.exit_code == 0, result.output
     assert f"starting {names[0]}, {names[1]}\n" in result.output
     assert f"starting {names[2]}\n" in result.output
@@ -253,12 +251,11 @@ def bench(model: Path, *options: object) -> Result:
     return CliRunner().invoke(main, [str(one) for one in [*fixed, *options]])
 
 
-def test_the_command_compares_real_engines(tmp_path: Path) -> None:
-    model = write_tiny_model(tmp_path / "tiny", tokenizer=True)
+def test_the_command_compares_real_engines(bench_model: Path, tmp_path: Path) -> None:
     out, page = tmp_path / "figures.json", tmp_path / "page.md"
     options = ["--engines", "ours/off,ours/ngram:k=2,ours/eagle3"]
     options += ["--streams", "2", "--temperatures", "0", "--rounds", "1", "--json", str(out)]
-    result = bench(model, *options, "--markdown", page, "--section", "two words", "--noisy")
+    result = bench(bench_model, *options, "--markdown", page, "--section", "two words", "--noisy")
     assert result.exit_code == 0, result.output
     found = json.loads(out.read_text())
     assert len(found["samples"]) == 2
@@ -281,18 +278,15 @@ def test_the_command_compares_real_engines(tmp_path: Path) -> None:
         (["--engines", "ours"], "family/variant"),
         (["--engines", "theirs/off"], "no engine 'theirs'"),
         (["--engines", "ours/off:k=2"], "unknown k"),
-        (["--engines", "ours/ngram:k=two"], "k must be a whole number"),
         (["--engines", "ours/ngram:k=65"], "num_draft_tokens"),
         (["--engines", "vllm/best"], "vllm has off, ngram"),
         (["--engines", "ours/off", "--against", "ours/ngram"], "not among --engines"),
         (["--engines", "ours/off,ours/off"], "one twice"),
         (["--engines", "ours/off", "--streams", "1,0"], "above 0"),
         (["--engines", "ours/off", "--kinds", "poems"], "no prompts for poems"),
-        (["--engines", "ours/off", "--kinds", ""], "--kinds names nothing"),
         (["--engines", "ours/off", "--temperatures", "nan"], "--temperatures"),
         (["--engines", "vllm/off", "--vllm-python", "/no/python"], "cannot be run"),
         (["--engines", "vllm/off", "--vllm-python", "/usr/bin/false"], "vllm is not installed in /usr/bin/false"),
-        (["--engines", "ours/off:graphs=perhaps"], "graphs must be auto or yes or no"),
         (["--engines", "served/ours:proxy=nginx"], "proxy must be ray or haproxy"),
     ],
 )
@@ -310,11 +304,6 @@ def bench_options(model: Path, **changes: Any) -> BenchOptions:
     return BenchOptions(**dict.fromkeys(BenchOptions.__annotations__) | given | changes)
 
 
-@pytest.fixture(scope="module")
-def bench_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("bench") / "tiny", tokenizer=True)
-
-
 def test_a_gpu_plan_without_a_gpu_says_so_and_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     reported = CliRunner().invoke(main, ["--gpu"])
@@ -322,10 +311,11 @@ def test_a_gpu_plan_without_a_gpu_says_so_and_measures_nothing(monkeypatch: pyte
     assert "--gpu: torch sees no CUDA device here" in reported.output
 
 
-def test_a_gpu_plan_compares_drafters_with_and_without_graphs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_gpu_plan_compares_drafters_with_and_without_graphs(
+    monkeypatch: pytest.MonkeyPatch, bench_model: Path
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    folder = write_tiny_model(tmp_path / "model", tokenizer=True)
-    made = make_plan(bench_options(folder, gpu=True, temperatures="0,1"), View())
+    made = make_plan(bench_options(bench_model, gpu=True, temperatures="0,1"), View())
     assert made.streams == (1, 4, 16, 64)
     launches, left_out = resolve(made)
     assert not left_out
