@@ -523,20 +523,6 @@ def test_whatever_else_is_changed_is_refused(folder: Path, other: Path, verifier
     assert {name for name, one in zip(names, found, strict=True) if not one.reason} <= OPEN
 
 
-def test_a_shorter_answer_to_another_request_shows_what_was_asked_for(sound: dict[str, Any], folder: Path) -> None:
-    """Whoever cuts off an answer and lowers its limit with it has a sound receipt of another request."""
-
-    def shorter(wire: dict[str, Any]) -> None:
-        cut(wire)
-        wire["params"]["max_tokens"] = len(wire["token_ids"])
-
-    (found,) = checked(folder, cut_off := forged(sound, shorter))
-    words = found.in_words()
-    assert not found.reason
-    assert f"asked for    max_tokens {len(cut_off['token_ids'])}, temperature 1.0" in words
-    assert "as claimed: compare it with your request" in words
-
-
 def test_any_field_is_under_the_signature(sound: dict[str, Any], folder: Path, key_file: Path) -> None:
     key = PublicKey.from_file(public_key(key_file))
     damaged = sound["signature"] | {"value": base64.b64encode(b"x" * 64).decode()}
@@ -561,8 +547,6 @@ def test_other_weights_or_engines_do_not_verify(sound: dict[str, Any], folder: P
         ({"format": "truespec-receipt-9"}, "format is 'truespec-receipt-9'"),
         ({"seed": "seven"}, "seed: String should match"),
         ({"note": "x"}, "fields that 'truespec-receipt-2' does not have"),
-        ({"ending": None}, "ending: "),
-        ({"token_ids": []}, "token_ids: Tuple should have at least 1 item"),
         ({"params": {"temperature": -1}}, "temperature must be"),
         ({"rounds": [{"verifier": "none", "num_tokens": 1}]}, r"rounds\.0\.verifier"),
     ],
@@ -600,6 +584,8 @@ def test_the_command_says_what_it_found(sound: dict[str, Any], folder: Path, key
     assert found.stdout.splitlines()[-1] == "VERIFIED"
     assert "valid" in found.stdout and "0.001 nats, for float32" in found.stdout
     assert "100 compared: TME 1, the largest" in found.stdout
+    assert "asked for    max_tokens 100, temperature 1.0" in found.stdout
+    assert "as claimed: compare it with your request" in found.stdout, "a shorter answer is sound if its limit is, too"
     path.write_text(json.dumps(forged(sound, other_token)))
     found = run(main, ["verify", str(path), "--model", str(folder)])
     assert found.exit_code == 1 and "NOT VERIFIED: " in found.stdout and "token 20 " in found.stdout
@@ -645,17 +631,13 @@ MALFORMED: list[Any] = [
     {},
     {"format": []},
     {"rounds": [{"num_tokens": 10**12}]},
-    {"rounds": []},
     {"logprobs": [1e308] * 100},
     {"seed": "9" * 20},
     {"prompt_token_ids": [1] * 4000},
     {"prompt_token_ids": [10**30]},
     {"weights": "w17"},
-    {"logprobs_mode": "of_another"},
-    {"weight_versions": []},
     {"params": {"structure": {"kind": "regex", "text": "(" * 3000}}},
     {"params": {"structure": {"kind": "grammar", "text": "start: start"}}},
-    {"ending": {"finish_reason": "abort", "stop_strings": [], "include_stop": False, "shown_special": []}},
     {"ending": {"finish_reason": "stop", "stop_strings": [""], "include_stop": False, "shown_special": []}},
     {"ending": {"finish_reason": "stop", "stop_strings": ["x" * 9999], "include_stop": True, "shown_special": None}},
 ]

@@ -118,7 +118,6 @@ def test_every_module_is_imported_from_it_without_packages_for_development(unpac
     [
         (["--help"], "the model's own"),
         (["config", "check", "--file-only", "demo"], "configs/demo.yaml: fine"),
-        (["config", "show", "resilient"], "applications:"),
         (["model", "list"], "smollm2-135m"),
         (["dashboards", "build", "--out", "made"], "written: made/overview.json"),
     ],

@@ -1,8 +1,9 @@
-"""A made-up server, a proxy in front of it, and a referee that keeps what it gets."""
+"""A tiny model, a made-up server, and a referee that keeps what it gets."""
 
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import aiohttp
 import pytest
@@ -11,6 +12,19 @@ import ray
 from deploy.exchange.exchanges import Exchange, ExchangeBatch
 from tests.support.raw_upstream import RawRequest, RawUpstream, reply
 from tests.support.watched_server import answer
+from tools.faults.tiny import write_tiny_pair
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A tiny model and its drafter."""
+    return write_tiny_pair(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def folder(folders: tuple[Path, Path]) -> Path:
+    """The tiny model."""
+    return folders[0]
 
 
 @pytest.fixture

@@ -17,15 +17,9 @@ from deploy.watch.referee import RefereeOptions
 from deploy.watch.run import running_referee
 from serve_app.referee.tolerance import Tolerance
 from speculative.request import Request
-from tools.faults.tiny import write_tiny_pair
 
 PROMPT, ANSWER = [5, 6, 7, 8], [20, 21, 22]
 SECRET = "the-clients-own-words"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_pair(tmp_path_factory.mktemp("tiny"))[0]
 
 
 @pytest_asyncio.fixture

@@ -18,7 +18,6 @@ from deploy.watch.probes.trial import PROBES, ProbeOutcome, ProbeVerdict
 from serve_app.text.tokenizer import Tokenizer
 from tests.support.fake_audited import DIES, FakeAudited, Reply, uniform_reply
 from tools.faults.outside import audit_faulty, faulty_servers, found_in
-from tools.faults.tiny import write_tiny_pair
 
 pytestmark = pytest.mark.slow
 
@@ -32,11 +31,6 @@ FOUND = {  # a fault of our engine for each probe that can find one there; the t
     "F10 logprob 0 for every token": "contract",
     "F18 every draft counts as accepted": "counters",
 }
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return write_tiny_pair(tmp_path_factory.mktemp("audited"))
 
 
 def test_a_sound_server_passes(folders: tuple[Path, Path]) -> None:

@@ -17,17 +17,11 @@ from serve_app.referee.transformers_model import TransformersModel
 from serve_app.text.tokenizer import Tokenizer
 from speculative.errors import ConfigError
 from tests.support.fake_http import QuietHandler, serving
-from tools.faults.tiny import write_tiny_pair
 
 pytestmark = pytest.mark.slow
 
 PROMPTS = 16
 TOP = 20
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return write_tiny_pair(tmp_path_factory.mktemp("tiny"))
 
 
 @contextmanager

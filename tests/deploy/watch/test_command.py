@@ -12,16 +12,10 @@ from click.testing import CliRunner, Result
 
 from deploy.cli.main import main
 from serve_app.referee.transformers_model import TransformersModel
-from tools.faults.tiny import write_tiny_pair
 
 pytestmark = pytest.mark.slow
 
 NUM_ROLLOUTS = 30
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_pair(tmp_path_factory.mktemp("tiny"))[0]
 
 
 @pytest.fixture(scope="module")

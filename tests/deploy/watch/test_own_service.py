@@ -11,7 +11,6 @@ import pytest
 from deploy.exchange.exchanges import COMPLETIONS
 from deploy.watch.proxy import ProxyOptions, running_proxy
 from tools.faults.served import TINY, FaultyServer
-from tools.faults.tiny import write_tiny_pair
 
 # What differs from one reply to the next, and how much of the prompt the cache had.
 _OWN = re.compile(rb'"(id|system_fingerprint)":"[^"]*"|"(created|cached_tokens)":\d+')
@@ -27,9 +26,8 @@ KINDS: list[dict[str, Any]] = [
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    target, _ = write_tiny_pair(tmp_path_factory.mktemp("tiny"))
-    with FaultyServer(Path(target), config=TINY).running() as address:
+def url(folder: Path) -> Any:
+    with FaultyServer(folder, config=TINY).running() as address:
         yield address
 
 

@@ -21,10 +21,14 @@ from tests.support.watched_server import JSON_TYPE, answer, plain_events, plain_
 KEY = "Bearer secret-of-the-client"
 
 
+async def connected(url: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    host, port = url.removeprefix("http://").split(":")
+    return await asyncio.open_connection(host, int(port))
+
+
 async def raw(url: str, data: bytes, *, until: bytes | None = None) -> bytes:
     """Send bytes, and read all that comes, until the connection ends or something came."""
-    host, port = url.removeprefix("http://").split(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
+    reader, writer = await connected(url)
     writer.write(data)
     got = await (reader.read() if until is None else reader.readuntil(until))
     writer.close()
@@ -104,8 +108,7 @@ async def test_a_reply_comes_back_as_it_was_sent(path: str, server: RawUpstream,
 
 
 async def test_who_waits_for_a_go_ahead_gets_it(server: RawUpstream, proxied: tuple[str, Proxy]) -> None:
-    host, port = proxied[0].removeprefix("http://").split(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
+    reader, writer = await connected(proxied[0])
     writer.write(f"POST {CHAT} HTTP/1.1\r\nHost: h\r\nExpect: 100-continue\r\nContent-Length: 2\r\n\r\n".encode())
     assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
     writer.write(b"{}")
@@ -289,8 +292,7 @@ async def test_long_bodies_are_passed_on_as_they_come(server: RawUpstream) -> No
     upstream = await asyncio.start_server(reading, "127.0.0.1", 0, limit=2**21)
     address = f"http://127.0.0.1:{upstream.sockets[0].getsockname()[1]}"
     async with running_proxy(ProxyOptions(address, dialect="vllm")) as (url, _):
-        host, port = url.removeprefix("http://").split(":")
-        answers, writer = await asyncio.open_connection(host, int(port))
+        answers, writer = await connected(url)
         writer.write(b"POST /v1/files HTTP/1.1\r\nHost: h\r\nContent-Length: 1000009\r\n\r\nfirst")
         await asyncio.wait_for(got_first.wait(), 5)
         writer.write(b"x" * 1_000_000 + b"last")
@@ -303,20 +305,15 @@ async def test_long_bodies_are_passed_on_as_they_come(server: RawUpstream) -> No
 async def test_a_reply_that_breaks_off_breaks_off_for_the_client_too(
     share: float, server: RawUpstream, client: aiohttp.ClientSession
 ) -> None:
-    dies = {"now": False}
-
-    async def dying(request: RawRequest, writer: asyncio.StreamWriter) -> bool | None:
-        if not dies["now"]:
-            return await answer(request, writer)
+    async def dying(request: RawRequest, writer: asyncio.StreamWriter) -> bool:
         writer.write(stream_head() + chunk(plain_events()[0]))
         await writer.drain()
         await asyncio.sleep(0.05)
         return False
 
-    server.answer = dying
     async with running_proxy(ProxyOptions(server.url, share=share, dialect="vllm")) as (url, proxy):
         await asked(client, url, stream=True)
-        dies["now"] = True
+        server.answer = dying
         async with client.post(url + CHAT, data=b'{"stream": true}') as stream:
             assert await stream.content.readany() == plain_events()[0]
             with pytest.raises(aiohttp.ClientPayloadError):
@@ -330,19 +327,15 @@ async def test_a_client_that_leaves_takes_its_request_along(
     share: float, server: RawUpstream, client: aiohttp.ClientSession
 ) -> None:
     left = asyncio.Event()
-    hangs = {"now": False}
 
     async def slow(request: RawRequest, writer: asyncio.StreamWriter) -> None:
-        if not hangs["now"]:
-            return await answer(request, writer)
         writer.write(stream_head() + chunk(plain_events()[0]))
         assert await request.reader.read(1) == b""
         left.set()
 
-    server.answer = slow
     async with running_proxy(ProxyOptions(server.url, share=share, dialect="vllm")) as (url, proxy):
         await asked(client, url, stream=True)
-        hangs["now"] = True
+        server.answer = slow
         stream = await client.post(url + CHAT, data=b'{"stream": true}')
         await stream.content.readany()
         stream.close()

@@ -19,15 +19,9 @@ from serve_app.referee.tolerance import Tolerance
 from serve_app.referee.verdicts import Verdict
 from serve_app.text.tokenizer import Tokenizer
 from speculative.request import Request, SamplingParams
-from tools.faults.tiny import write_tiny_pair
 
 PROMPT, ANSWER, NAMED = [5, 6, 7, 8], [20, 21, 22], [30, 31]
 Json = dict[str, Any]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_pair(tmp_path_factory.mktemp("tiny"))[0]
 
 
 @pytest_asyncio.fixture

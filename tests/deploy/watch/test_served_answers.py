@@ -14,21 +14,13 @@ from serve_app.backends.base import ModelInfo
 from serve_app.referee.client_demands import ClientDemands
 from serve_app.text.tokenizer import Tokenizer
 from speculative.errors import InvalidRequest
-from tools.faults.tiny import write_tiny_tokenizer
 
 EOS = 2
 
 
-@pytest.fixture(scope="session")
-def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tokenizer")
-    write_tiny_tokenizer(folder)
-    return folder
-
-
 @pytest.fixture
-def reader(tokenizer_folder: Path) -> ExchangeReader:
-    return reader_of(tokenizer_folder)
+def reader(folder: Path) -> ExchangeReader:
+    return reader_of(folder)
 
 
 def reader_of(folder: Path, *dialect: str) -> ExchangeReader:
@@ -280,11 +272,11 @@ def json_form(schema: dict[str, Any], **more: Any) -> dict[str, Any]:
     ],
 )
 def test_what_is_sent_is_compared_with_the_request_where_the_vendor_keeps_to_it(
-    tokenizer_folder: Path, request_body: dict[str, Any], text: str, found: str
+    folder: Path, request_body: dict[str, Any], text: str, found: str
 ) -> None:
     for dialect in ("vllm", "llama.cpp"):
         answered = choice([20, EOS], reason="stop", text=text, prompt_token_ids=[5])
-        answer = answer_of(reader_of(tokenizer_folder, dialect), {"prompt": [5], **request_body}, answered)
+        answer = answer_of(reader_of(folder, dialect), {"prompt": [5], **request_body}, answered)
         assert answer.broken_limit == (found if dialect == "vllm" else "")
 
 
@@ -347,16 +339,16 @@ def with_schema(**fields: Any) -> dict[str, Any]:
     ],
 )
 def test_calls_are_compared_where_the_vendor_forces_them(
-    tokenizer_folder: Path,
+    folder: Path,
     request_body: dict[str, Any],
     text: str,
     calls: list[tuple[str, str]],
     of_vllm: str,
     of_truespec: str,
 ) -> None:
-    tokenizer = Tokenizer.from_folder(tokenizer_folder)
+    tokenizer = Tokenizer.from_folder(folder)
     for dialect, found in (("vllm", of_vllm), ("truespec", of_truespec), ("sglang", "")):
-        reader = reader_of(tokenizer_folder, dialect)
+        reader = reader_of(folder, dialect)
         for ended, expected in (
             ({}, found),
             ({"reason": "length"}, "" if found == BROKEN else found),
@@ -401,10 +393,10 @@ HOLDS_HALT = "its text goes on behind stop string 1, or holds it"
     ],
 )
 def test_what_a_sound_vllm_sends_is_not_accused(
-    tokenizer_folder: Path, request_body: dict[str, Any], text: str, stop_reason: str | int | None, found: str
+    folder: Path, request_body: dict[str, Any], text: str, stop_reason: str | int | None, found: str
 ) -> None:
     answered = choice([20], reason="stop", text=text, stop_reason=stop_reason, prompt_token_ids=[5])
-    answer = answer_of(reader_of(tokenizer_folder, "vllm"), {"prompt": [5], **request_body}, answered)
+    answer = answer_of(reader_of(folder, "vllm"), {"prompt": [5], **request_body}, answered)
     assert answer.broken_limit == found
 
 
