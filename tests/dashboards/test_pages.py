@@ -21,7 +21,6 @@ from deploy.cli.main import main
 from serve_app.telemetry.metric_names import CATALOGUE, METRICS
 from tests.support.loops import for_each
 
-ROOT = Path(__file__).parents[2]
 # From Grafana's own types, by schema/make_schema.sh; closed to fields that Grafana does not know.
 SCHEMA = json.loads((Path(__file__).parent / "schema" / "dashboard.schema.json").read_text(encoding="utf-8"))
 VALIDATOR = jsonschema.Draft7Validator(SCHEMA)
@@ -39,11 +38,7 @@ def exported() -> set[str]:
     return {metric.name + suffix for metric in CATALOGUE for suffix in SUFFIXES[metric.kind]}
 
 
-def panel_id(pair: tuple[Page, Panel]) -> str:
-    return f"{pair[0].uid}: {pair[1].title}"
-
-
-each_panel = for_each(PANELS, panel_id)
+each_panel = for_each(PANELS, lambda pair: f"{pair[0].uid}: {pair[1].title}")
 each_page = for_each(build.dashboards(), lambda page: page["uid"])
 
 

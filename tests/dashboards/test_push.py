@@ -153,17 +153,14 @@ def test_a_url_that_leads_nowhere_is_reported(url: str, reported: str) -> None:
     assert "pass@" not in str(caught.value)
 
 
-@pytest.mark.parametrize("path", ["", "/grafana/login"])
-def test_a_wrong_path_is_reported(grafana: FakeGrafana, path: str) -> None:
-    with pytest.raises(PushError, match="Is the path right"):
-        push(Server(grafana.url.removesuffix("/grafana") + path, TOKEN), PAGES)
-
-
-@pytest.mark.parametrize("body", ["<html>Please log in</html>", "[]"])
-def test_something_else_that_answers_is_reported(grafana: FakeGrafana, body: str) -> None:
-    grafana.body_of_everything = body
-    with pytest.raises(PushError, match="answers not as Grafana does"):
-        pushed(grafana)
+def test_a_wrong_path_or_something_else_that_answers_is_reported(grafana: FakeGrafana) -> None:
+    for path in ("", "/grafana/login"):
+        with pytest.raises(PushError, match="Is the path right"):
+            push(Server(grafana.url.removesuffix("/grafana") + path, TOKEN), PAGES)
+    for body in ("<html>Please log in</html>", "[]"):
+        grafana.body_of_everything = body
+        with pytest.raises(PushError, match="answers not as Grafana does"):
+            pushed(grafana)
 
 
 @pytest.mark.parametrize("token", ["two words", "line\nbreak", "ünicode"])

@@ -98,11 +98,6 @@ class Prometheus:
         """Labels and value of each series now."""
         return [(one["metric"], float(one["value"][1])) for one in self.get("query", query=expr)["result"]]
 
-    def value(self, expr: str) -> float:
-        """The one value of an expression now."""
-        ((_, value),) = self.values(expr)
-        return value
-
 
 @contextlib.contextmanager
 def running_prometheus(folder: Path, scrape: list[dict[str, Any]], rules: list[Path]) -> Iterator[Prometheus]:

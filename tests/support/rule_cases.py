@@ -10,6 +10,8 @@ from typing import Any
 from dashboards.alerts import ALERTS
 
 _STATUS = "ray_serve_application_status application=truespec"
+_PROXY = "ray_serve_haproxy_process_count node_id="
+_HTTP = "ray_serve_num_http_requests_total status_code="
 _COMMON = {"job": "truespec", "model_name": "tiny"}
 
 
@@ -98,8 +100,7 @@ def _recent_replays(answered_by: str, replays: str, failures: str) -> dict[str, 
 
 def _proxies(second: str) -> dict[str, str]:
     """Ray Serve's proxies of a node that is well and of another."""
-    processes = "ray_serve_haproxy_process_count"
-    return {f"{processes} node_id=a": "1x60", f"{processes} node_id=b": second, "replicas_wanted": "2x60"}
+    return {f"{_PROXY}a": "1x60", f"{_PROXY}b": second, "replicas_wanted": "2x60"}
 
 
 def _since_handoff(early: float, late: float, drafted: float = 100, drafter: str = "eagle3") -> dict[str, str]:
@@ -198,10 +199,27 @@ _REPLAYED = {
     "replay_lag_seconds replica=c": "0x90",
     "replays_requested_total": "0+1x90",
 }
+_ROUTER = {"replicas_wanted pool=router": "1x60"}
+_TME = Fires("TME of tiny is 1.1 in stratum handoff_0.", {"stratum": "handoff_0"})
+_OPEN = Fires("The breaker of r1 (tiny, decode) is open.", {"pool": "decode", "replica": "r1"})
+_LATE = _told("answers late", "The referee of tiny checks answers late.")
+_SOME = _told("not all answers", "The referee of tiny checks not all answers.")
+_DROPPED = _told("not all it is sent", "The referee of tiny checks not all it is sent.")
+_HANDOFFS = _told("handoffs", "5% of the handoffs of tiny were refused or failed.")
+_PREFILLS = _told("prefills", "100% of the prefills of tiny were refused or failed.")
+_UNTESTED = Fires("95% of the rounds of tiny add nothing to its self-checks.")
+_SLOW = Fires("p95 of the time to first token of tiny is 9.722s.", {"pool": "decode"})
+_ONE_MISSING = Fires("1 of the replicas of tiny in pool decode have been missing for a while.", {"pool": "decode"})
+_RESTARTED = _told("replicas", "3 replicas of tiny in pool decode were lost.", pool="decode")
+_NO_SERVER = Fires("50% of the requests for tiny find no server behind the proxy.")
+_NOBODY = Fires("No replica answers (job truespec).", {"job": "truespec"}, common=False)
+_MASS = Fires("A step of tiny broke the rule mass.", {"kind": "mass"})
 _EMPTY = Fires("No replica of tiny runs in pool decode.", {"pool": "decode"})
 _KEYS = Fires("The changed API key file of tiny is invalid.")
 _QUIET = Fires("No request for tiny has finished for half an hour.")
 _BLIND = Fires("Requests for tiny pass the proxy, and no answer can be judged.")
+_LOST = _told("requests", "6 requests of tiny were lost.")
+_ERRORS = Fires("5% of the requests of tiny end in an error.")
 _SILENT = Fires("Nothing replays the answers of tiny.")
 _PROXY_DOWN = Fires("Ray Serve's proxy is down on 1 nodes (job truespec).", {"job": "truespec"}, common=False)
 
@@ -209,6 +227,8 @@ _PROXY_DOWN = Fires("Ray Serve's proxy is down on 1 nodes (job truespec).", {"jo
 def _missing(where: str, **labels: str) -> Fires:
     return Fires(f"Prometheus has no metrics from truespec{where}.", labels, common=False)
 
+
+_GONE = _missing(" (job truespec)", job="truespec")
 
 CASES: tuple[Case, ...] = (
     *_event_cases(),
@@ -240,57 +260,27 @@ CASES: tuple[Case, ...] = (
     ),
     *_of(
         "TmeHigh",
-        (
-            "a tenth too high",
-            _replayed(tokens=20, excess=2),
-            "1h30m",
-            Fires("TME of tiny is 1.1 in stratum handoff_0.", {"stratum": "handoff_0"}),
-        ),
+        ("a tenth too high", _replayed(tokens=20, excess=2), "1h30m", _TME),
         ("the floor of bfloat16", _replayed(tokens=20, excess=0.5), "1h30m"),
         ("too few tokens to tell", _replayed(tokens=5, excess=2), "1h30m"),
     ),
     *_of(
         "RuleBroken",
-        (
-            "logprobs",
-            {"logprob_violations_total kind=mass": "_x30 1x60"},
-            "35m",
-            Fires("A step of tiny broke the rule mass.", {"kind": "mass"}),
-        ),
+        ("logprobs", {"logprob_violations_total kind=mass": "_x30 1x60"}, "35m", _MASS),
     ),
     *_of(
         "BreakerOpen",
-        (
-            "open",
-            {"breaker_state replica=r1": "0x10 2x20"},
-            "15m",
-            Fires("The breaker of r1 (tiny, decode) is open.", {"pool": "decode", "replica": "r1"}),
-        ),
+        ("open", {"breaker_state replica=r1": "0x10 2x20"}, "15m", _OPEN),
         ("being tried", {"breaker_state replica=r1": "0x10 1x20"}, "15m"),
     ),
     *_of(
         "RefereeBehind",
-        (
-            "a quarter of an hour",
-            {"replay_lag_seconds replica=c": "0+60x15 900x60"},
-            "30m",
-            _told("answers late", "The referee of tiny checks answers late."),
-        ),
+        ("a quarter of an hour", {"replay_lag_seconds replica=c": "0+60x15 900x60"}, "30m", _LATE),
         ("a minute", {"replay_lag_seconds replica=c": "60x60"}, "30m"),
-        (
-            "three in four are not replayed",
-            _results("replays_total", result__ok=1, result__skipped=2, result__failed=1),
-            "50m",
-            _told("not all answers", "The referee of tiny checks not all answers."),
-        ),
+        ("three in four", _results("replays_total", result__ok=1, result__skipped=2, result__failed=1), "50m", _SOME),
         ("one in five", _results("replays_total", result__ok=4, result__skipped=1), "50m"),
         ("too few to count", {"replays_total result=failed": "0x20 3x40"}, "45m"),
-        (
-            "the proxies drop two in five",
-            _watched(captured=6, dropped=3, failed=1, passed=90),
-            "60m",
-            _told("not all it is sent", "The referee of tiny checks not all it is sent."),
-        ),
+        ("the proxies drop two in five", _watched(captured=6, dropped=3, failed=1, passed=90), "60m", _DROPPED),
         ("one in ten is dropped", _watched(captured=9, dropped=1, passed=90), "60m"),
     ),
     *_of(
@@ -305,31 +295,16 @@ CASES: tuple[Case, ...] = (
     ),
     *_of(
         "RefereeSilent",
-        (
-            "answers are selected, and none is replayed",
-            _REPLAYED | {"replays_total result=ok": "0+1x20 20x70"},
-            "80m",
-            _SILENT,
-        ),
+        ("no selected one is replayed", _REPLAYED | {"replays_total result=ok": "0+1x20 20x70"}, "80m", _SILENT),
         ("the controller is gone", _REPLAYED | {"replay_lag_seconds replica=c": "0x20"}, "50m", _SILENT),
         ("they are replayed", _REPLAYED | {"replays_total result=ok": "0+1x90"}, "80m"),
         ("few answers are selected", _REPLAYED | {"replays_requested_total": "0+0.1x90"}, "80m"),
     ),
     *_of(
         "HandoffsFail",
-        (
-            "one in twenty",
-            _results("handoffs_total", result__ok=19, result__refused=1),
-            "40m",
-            _told("handoffs", "5% of the handoffs of tiny were refused or failed."),
-        ),
+        ("one in twenty", _results("handoffs_total", result__ok=19, result__refused=1), "40m", _HANDOFFS),
         ("four", {"handoffs_total result=ok": "0+1x60", "handoffs_total result=failed": "_x30 4x30"}, "40m"),
-        (
-            "no prefill is answered",
-            _results("prefill_failures_total", reason__died=1),
-            "40m",
-            _told("prefills", "100% of the prefills of tiny were refused or failed."),
-        ),
+        ("no prefill is answered", _results("prefill_failures_total", reason__died=1), "40m", _PREFILLS),
         (
             "the pool was full now and then",
             _results("handoffs_total", result__ok=998, result__failed=2)
@@ -339,58 +314,30 @@ CASES: tuple[Case, ...] = (
     ),
     *_of(
         "UntestedShare",
-        (
-            "everybody sends one seed",
-            _untested(of_hundred=95),
-            "100m",
-            Fires("95% of the rounds of tiny add nothing to its self-checks."),
-        ),
+        ("everybody sends one seed", _untested(of_hundred=95), "100m", _UNTESTED),
         ("every other one does", _untested(of_hundred=50), "100m"),
     ),
     *_of(
         "TimeToFirstTokenHigh",
-        (
-            "nine in ten beyond 5 s",
-            _first_tokens(0, 1, 10),
-            "40m",
-            Fires("p95 of the time to first token of tiny is 9.722s.", {"pool": "decode"}),
-        ),
+        ("nine in ten beyond 5 s", _first_tokens(0, 1, 10), "40m", _SLOW),
         ("few requests, all late", _first_tokens(0, 1, 3), "40m"),
         ("all within 1 s", _first_tokens(10, 10, 10), "40m"),
     ),
     *_of(
         "RequestErrors",
-        (
-            "one in twenty",
-            _results("requests_total", outcome__stop=19, outcome__error=1),
-            "40m",
-            Fires("5% of the requests of tiny end in an error."),
-        ),
-        (
-            "the server fails before a request begins",
-            _results("http_responses_total", code__200=19, code__500=1),
-            "40m",
-            Fires("5% of the requests of tiny end in an error."),
-        ),
+        ("one in twenty", _results("requests_total", outcome__stop=19, outcome__error=1), "40m", _ERRORS),
+        ("before they begin", _results("http_responses_total", code__200=19, code__500=1), "40m", _ERRORS),
         ("clients that leave", _results("requests_total", outcome__stop=1, outcome__abort=9), "40m"),
         ("refused", _results("http_responses_total", code__200=1, code__503=9), "40m"),
         (
             "replicas die behind HAProxy",
-            {
-                "ray_serve_num_http_requests_total status_code=200": "0+10x60",
-                "ray_serve_num_http_requests_total status_code=502": "_x20 6x40",
-                "replicas_wanted": "2x60",
-            },
+            {f"{_HTTP}200": "0+10x60", f"{_HTTP}502": "_x20 6x40", "replicas_wanted": "2x60"},
             "26m",
             Fires("3.846% of the requests end in an error.", {"job": "truespec"}, common=False),
         ),
         (
             "another service of Ray's",
-            {
-                "ray_serve_num_http_requests_total status_code=200": "0+10x60",
-                "ray_serve_num_http_requests_total status_code=500": "0+10x60",
-                "replicas_wanted job=other": "2x60",
-            },
+            {f"{_HTTP}200": "0+10x60", f"{_HTTP}500": "0+10x60", "replicas_wanted job=other": "2x60"},
             "26m",
         ),
     ),
@@ -422,67 +369,28 @@ CASES: tuple[Case, ...] = (
         ("never came up", _replicas("1x90", "0x90"), "70m", _EMPTY),
         ("the model is loaded for the first time", _replicas("1x90", "0x40 1x50"), "35m"),
         ("scaled to nothing", _replicas("0x60", "0x60"), "15m"),
-        (
-            "the last one that answers is gone, and the metrics with it",
-            {"replicas_wanted replica=c": "1x10", _STATUS: "6x10 2x50"},
-            "20m",
-            Fires("No replica answers (job truespec).", {"job": "truespec"}, common=False),
-        ),
+        ("gone with the metrics", {"replicas_wanted replica=c": "1x10", _STATUS: "6x10 2x50"}, "20m", _NOBODY),
         ("it runs, and is not scraped", {"replicas_wanted replica=c": "1x10", _STATUS: "6x60"}, "20m"),
     ),
     *_of(
         "ReplicasMissing",
-        (
-            "one of two",
-            _replicas("2x60", "2x10 1x50"),
-            "30m",
-            Fires("1 of the replicas of tiny in pool decode have been missing for a while.", {"pool": "decode"}),
-        ),
+        ("one of two", _replicas("2x60", "2x10 1x50"), "30m", _ONE_MISSING),
         ("one is replaced", _replicas("2x60", "2x10 1x5 2x45"), "30m"),
     ),
     *_of(
         "ReplicasRestart",
-        (
-            "three within an hour",
-            {"replica_restarts_total": "0x10 1x10 2x10 3x30"},
-            "35m",
-            _told("replicas", "3 replicas of tiny in pool decode were lost.", pool="decode"),
-        ),
+        ("three within an hour", {"replica_restarts_total": "0x10 1x10 2x10 3x30"}, "35m", _RESTARTED),
         ("two", {"replica_restarts_total": "0x10 1x10 2x40"}, "35m"),
-        (
-            "a replica died with six requests",
-            {"requests_interrupted_total": "0x10 6x30"},
-            "15m",
-            _told("requests", "6 requests of tiny were lost."),
-        ),
-        (
-            "a router counts them",
-            {"requests_interrupted_total": "0x10 6x30", "replicas_wanted pool=router": "1x60"},
-            "15m",
-        ),
-        (
-            "the router itself died",
-            {"requests_interrupted_total pool=router": "0x10 6x30", "replicas_wanted pool=router": "1x60"},
-            "15m",
-            _told("requests", "6 requests of tiny were lost."),
-        ),
+        ("a replica died with six requests", {"requests_interrupted_total": "0x10 6x30"}, "15m", _LOST),
+        ("a router counts them", _ROUTER | {"requests_interrupted_total": "0x10 6x30"}, "15m"),
+        ("the router died", _ROUTER | {"requests_interrupted_total pool=router": "0x10 6x30"}, "15m", _LOST),
     ),
     *_of(
         "ProxyDown",
         ("one process of two is dead", _proxies("1x10 0x50"), "13m", _PROXY_DOWN),
-        (
-            "none is there any more",
-            {"ray_serve_haproxy_process_count node_id=a": "1x10", "replicas_wanted": "2x60"},
-            "20m",
-            _PROXY_DOWN,
-        ),
+        ("none is there any more", {f"{_PROXY}a": "1x10", "replicas_wanted": "2x60"}, "20m", _PROXY_DOWN),
         ("one node of two is gone", _proxies("1x10"), "20m"),
-        (
-            "the one before our metrics is dead",
-            {"ray_serve_haproxy_process_count node_id=a": "1x10 0x50", "replicas_wanted": "2x10"},
-            "20m",
-            _PROXY_DOWN,
-        ),
+        ("dead before our metrics", {f"{_PROXY}a": "1x10 0x50", "replicas_wanted": "2x10"}, "20m", _PROXY_DOWN),
     ),
     *_of(
         "KvCacheFull",
@@ -525,7 +433,7 @@ CASES: tuple[Case, ...] = (
     *_of(
         "MetricsMissing",
         ("nothing is scraped", {}, "15m", _missing("")),
-        ("they are gone", {"build_info replica=r1": "1x30"}, "50m", _missing(" (job truespec)", job="truespec")),
+        ("they are gone", {"build_info replica=r1": "1x30"}, "50m", _GONE),
         (
             "those of one namespace are gone",
             {"build_info namespace=ill": "1x30", "build_info namespace=well": "1x90"},
@@ -538,12 +446,7 @@ CASES: tuple[Case, ...] = (
             "50m",
             _missing(" (job blue)", job="blue"),
         ),
-        (
-            "those of a referee are gone",
-            {"watched_requests_total result=passed": "0x30"},
-            "50m",
-            _missing(" (job truespec)", job="truespec"),
-        ),
+        ("those of a referee are gone", {"watched_requests_total result=passed": "0x30"}, "50m", _GONE),
         ("only a server is watched", {"watched_requests_total result=passed": "0x60"}, "50m"),
         ("replicas load their model", {"replicas_wanted replica=c": "2x60"}, "50m"),
         ("the first replica loads its model", {_STATUS: "5x60"}, "50m"),
@@ -551,12 +454,7 @@ CASES: tuple[Case, ...] = (
     ),
     *_of(
         "WatchedServerUnreachable",
-        (
-            "every other",
-            _watched(passed=4, captured=1, unreachable=5),
-            "60m",
-            Fires("50% of the requests for tiny find no server behind the proxy."),
-        ),
+        ("every other", _watched(passed=4, captured=1, unreachable=5), "60m", _NO_SERVER),
         ("one in fifty", _watched(passed=49, unreachable=1), "60m"),
         ("four", {"watched_requests_total result=unreachable": "0x30 4x30"}, "40m"),
     ),
