@@ -59,17 +59,6 @@ def test_vllm_parameters(asked: dict[str, Any]) -> None:
     assert litellm.completion(**sampled, seed=7).choices[0].message.content != greedy
 
 
-def test_structured_output(asked: dict[str, Any]) -> None:
-    """`response_format` with a JSON schema"""
-    schema = TOOL["function"]["parameters"]
-    reply = litellm.completion(
-        **asked,
-        messages=QUESTION,
-        response_format={"type": "json_schema", "json_schema": {"name": "city", "schema": schema, "strict": True}},
-    )
-    assert json.loads(reply.choices[0].message.content)["city"] in ("Oslo", "Paris")
-
-
 def test_forced_tool(asked: dict[str, Any]) -> None:
     """forced tool calls, whole and streamed"""
     forced = {**asked, "messages": QUESTION, "tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False}

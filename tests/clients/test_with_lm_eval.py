@@ -125,10 +125,15 @@ def test_multiple_choice(served: Any, reference: Any) -> None:
     assert ours["results"]["facts"]["acc,none"] > 0.5  # the model knows some of it
 
 
-def test_batches_and_text_prompts(served: Any) -> None:
-    """batches of prompts (`batch_size`), and prompts as text (`tokenized_requests=False`)"""
+def test_batches_text_prompts_and_the_services_tokenizer(api: str, model: str, served: Any) -> None:
+    """batches of prompts (`batch_size`), prompts as text, and the service's tokenizer, unless another one is given"""
     plain = responses(served("facts"), "facts")
-    for changed in (served("facts", batch_size=6), served("facts", tokenized_requests=False)):
+    remote = {"model": model, "base_url": f"{api}/completions", "num_concurrent": 4, "max_length": WINDOW}
+    for changed in (
+        served("facts", batch_size=6),
+        served("facts", tokenized_requests=False),
+        evaluated("facts", "local-completions", arguments=remote),
+    ):
         for mine, other in zip(responses(changed, "facts"), plain, strict=True):
             for ((logprob, greedy),), ((expected, expected_greedy),) in zip(mine, other, strict=True):
                 assert float(logprob) == pytest.approx(float(expected), abs=NATS)
@@ -165,10 +170,3 @@ def test_chat(api: str, model: str, reference: Any) -> None:
     theirs = reference("answers", **asked)
     assert responses(ours, "answers") == responses(theirs, "answers")
     assert metrics(ours, "answers") == metrics(theirs, "answers")
-
-
-def test_remote_tokenizer(api: str, model: str, served: Any) -> None:
-    """with the service's tokenizer, as `local-completions` does unless it is given one"""
-    arguments = {"model": model, "base_url": f"{api}/completions", "num_concurrent": 4, "max_length": WINDOW}
-    found = evaluated("facts", "local-completions", arguments=arguments)
-    assert responses(found, "facts") == responses(served("facts"), "facts")

@@ -1,6 +1,5 @@
 """OpenAI's SDK for Python: completions and chat, whole and streamed, logprobs, structured output, tools, errors."""
 
-import asyncio
 import json
 from typing import Any
 
@@ -213,23 +212,3 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_rounded(one) for one in value]
     return value
-
-
-async def _ask(client: openai.AsyncOpenAI, model: str, word: str) -> str:
-    made = await client.chat.completions.create(
-        model=model, messages=[{"role": "user", "content": f"Say {word}."}], temperature=0, max_tokens=12
-    )
-    return made.choices[0].message.content
-
-
-def test_async_requests_at_once(api: str, model: str) -> None:
-    """the asynchronous client, eight requests at once"""
-    words = ["one", "two", "three", "four"]
-
-    async def all_of_them() -> list[str]:
-        async with openai.AsyncOpenAI(base_url=api, api_key="unused", max_retries=0, timeout=120) as client:
-            return await asyncio.gather(*(_ask(client, model, word) for word in words * 2))
-
-    answers = asyncio.run(all_of_them())
-    assert answers[:4] == answers[4:]  # alone or in company, a greedy answer is the same
-    assert len(set(answers[:4])) > 1

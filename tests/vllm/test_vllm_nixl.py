@@ -119,20 +119,6 @@ async def test_prompts_of_every_length_are_read_whole_and_their_blocks_come_back
     await fill(backend, 100)
 
 
-async def test_the_drafters_keys_and_values_are_read_too(
-    backend: VllmBackend, other: VllmBackend, drafter: DrafterConfig
-) -> None:
-    if drafter.kind != "draft_model":
-        pytest.skip("this drafter is never sure")
-    request = Request("r", PROMPT, GREEDY)
-    other.invalidate_cache()
-    deltas = await collect(other.resume(request, await handed_off(backend, request)))
-    unfinished = deltas.pop()  # its drafts reach beyond the end
-    assert unfinished.finished
-    drafted = sum(delta.num_drafted for delta in deltas)
-    assert sum(delta.num_accepted for delta in deltas) == drafted > 10
-
-
 async def test_blocks_of_a_handoff_that_is_refused_come_back(backend: VllmBackend, other: VllmBackend) -> None:
     for number in range(2 * NUM_BLOCKS // 10):
         request = Request("r", prompt_of(number), BRIEF)

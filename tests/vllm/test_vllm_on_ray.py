@@ -144,15 +144,6 @@ def test_adapters_are_chosen_by_name_and_verified_with_themselves(service: Servi
         service.openai.completions.create(model="alien", prompt="x", max_tokens=2)
 
 
-def test_what_it_cannot_keep_is_refused_with_the_field(service: Service) -> None:
-    for name, value in (("min_p", 0.1), ("reproducible", True)):
-        with pytest.raises(openai.BadRequestError) as caught:
-            service.openai.completions.create(
-                model=MODEL, prompt="x", max_tokens=2, extra_body={name: value}, temperature=1
-            )
-        assert caught.value.param == name, caught.value
-
-
 def test_choices_of_one_prompt_come_from_one_handoff(service: Service) -> None:
     before = service.metrics()["handoffs_by_result"]
     reply = complete(service, prompt=COUNTING + " 12 13 14", n=3, temperature=1.0, seed=3)

@@ -121,17 +121,3 @@ def test_a_named_function_is_called_and_its_result_goes_on(service: Service) -> 
     messages = [*ASKED["messages"], choice.message.model_dump(), result]
     reply = service.openai.chat.completions.create(**ASKED | {"messages": messages, "tool_choice": "none"})
     assert reply.choices[0].message.content and not reply.choices[0].message.tool_calls
-
-
-def test_calls_may_be_left_to_the_model(service: Service) -> None:
-    with service.http() as http:
-        reply = http.post("/v1/chat/completions", json=ASKED)
-    assert reply.status_code == 200, reply.text
-    (choice,) = reply.json()["choices"]
-    called = bool(choice["message"].get("tool_calls"))
-    assert called or choice["message"]["content"]
-    assert "<tool_call>" not in (choice["message"]["content"] or "") or not called
-    deltas = [chunk.choices[0].delta for chunk in service.openai.chat.completions.create(**ASKED, stream=True)]
-    assert any(delta.tool_calls for delta in deltas) == called
-    content = "".join(delta.content or "" for delta in deltas)
-    assert content.strip() == (choice["message"]["content"] or "").strip()

@@ -15,7 +15,6 @@ import pytest_asyncio
 
 from deploy.run.processes import process_tree
 from serve_app.backends.base import Prefilled
-from serve_app.backends.torch_backend import TorchBackend
 from serve_app.backends.vllm_backend import VllmBackend
 from serve_app.backends.vllm_parts.settings import SIZES, VllmSettings
 from speculative.config import DrafterConfig
@@ -32,7 +31,6 @@ from tests.support.backend_conformance import (
     serving,
     tokens,
 )
-from tests.support.tiny_adapters import write_merged, write_tiny_adapter
 from tests.support.tiny_models import write_tiny_model
 from tests.support.vllm_installed import NEEDS_VLLM
 from tests.vllm.test_vllm_engine import CONFIG
@@ -151,26 +149,6 @@ async def test_new_weights_reach_every_rank(backend: VllmBackend, folder: Path, 
     await backend.load_weights(str(folder))
     await backend.switch_weights("default")
     await idle(backend)
-
-
-async def test_two_ranks_compute_what_one_does_with_an_adapter_and_hand_it_over(folder: Path, tmp_path: Path) -> None:
-    adapter = write_tiny_adapter(tmp_path / "sql", folder, seed=1)
-    prompt = (PROMPT * 10)[:129]  # several blocks and chunks
-    request = Request("r", prompt, GREEDY, adapter="sql")
-    async with engine(folder, lora_modules={"sql": str(adapter)}) as two:
-        said = tokens(await collect(two.generate(request)))
-        plain = tokens(await collect(two.generate(dataclasses.replace(request, request_id="plain", adapter=""))))
-        handoff = _handoff(await two.prefill(request, first_token=True))
-        two.invalidate_cache()
-        two.take_stats()
-        deltas = await collect(two.resume(request, handoff))
-        assert tokens(deltas) == said != plain and two.take_stats().num_prompt_tokens == 1
-        with pytest.raises(HandoffRefused, match="adapter"):
-            await collect(two.resume(dataclasses.replace(request, adapter=""), handoff))
-    merged = write_merged(tmp_path / "merged", folder, adapter)
-    config = dataclasses.replace(CONFIG, drafter=DrafterConfig(kind="none"))
-    async with serving(TorchBackend(str(merged), "merged", config)) as one:
-        assert tokens(await collect(one.generate(dataclasses.replace(request, adapter="")))) == said
 
 
 async def test_a_killed_rank_ends_the_engine_and_nothing_hangs(folder: Path) -> None:
