@@ -1,4 +1,5 @@
-"""Numbers of replicas: in the pools, or as overrides of deployments, which Ray Serve changes without a restart."""
+"""Numbers of replicas, in the pools or as overrides of deployments, which Ray Serve changes without a restart; and
+which deployments get a router of ours."""
 
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from ray.serve.config import AutoscalingConfig
 
 from serve_app.app import build_app
 from serve_app.config import app_config, scaling, serve_file
+from serve_app.config.app_config import RouterSection
 from serve_app.config.files import load_config, parse_args
 from serve_app.config.serve_file import ServeFile
 from speculative.errors import ConfigError
@@ -27,21 +29,20 @@ def written(tmp_path: Path, *deployments: dict[str, Any], **args: Any) -> Path:
     return file
 
 
-def options(app: Any, name: str) -> Any:
-    """What Ray Serve was given for a deployment of the built application."""
-    waiting = [app._bound_deployment]
+def deployments(**args: Any) -> dict[str, Any]:
+    """The ingress, what it is bound to, and so on, by name."""
+    waiting, found = [build_app({"model": {"source": "smollm2-135m"}, **args})._bound_deployment], {}
     while waiting:
         deployment = waiting.pop()
-        if deployment.name == name:
-            return deployment
+        found[deployment.name] = deployment
         waiting += [part._bound_deployment for part in deployment.init_args if hasattr(part, "_bound_deployment")]
-    raise AssertionError(f"no deployment {name}")
+    return found
 
 
 def test_autoscaling_and_labels_reach_ray_serve() -> None:
     pools = {"decode": {"autoscaling": BY_REQUESTS, "label_selector": {"pool": "decode"}}, "prefill": {"replicas": 3}}
-    app = build_app({"model": {"source": "x"}, "pools": pools})
-    decode, prefill = options(app, "DecodeServer"), options(app, "PrefillServer")
+    found = deployments(pools=pools)
+    decode, prefill = found["DecodeServer"], found["PrefillServer"]
     scale = decode._deployment_config.autoscaling_config
     assert (scale.min_replicas, scale.max_replicas, scale.target_ongoing_requests) == (2, 5, 3.0)
     assert decode.ray_actor_options["label_selector"] == {"pool": "decode"}
@@ -50,10 +51,8 @@ def test_autoscaling_and_labels_reach_ray_serve() -> None:
 
 def test_our_policy_and_its_targets_reach_ray_serve() -> None:
     pools = {"decode": {"autoscaling": BY_LOAD}, "prefill": {"autoscaling": {"max_replicas": 3}}}
-    app = build_app({"model": {"source": "x"}, "pools": pools})
-    decode, prefill = (
-        options(app, name)._deployment_config.autoscaling_config for name in ("DecodeServer", "PrefillServer")
-    )
+    found = deployments(pools=pools)
+    decode, prefill = (found[name]._deployment_config.autoscaling_config for name in ("DecodeServer", "PrefillServer"))
     assert decode.policy.policy_function == prefill.policy.policy_function == LOAD_POLICY
     assert decode.policy.get_policy().__name__ == "LoadPolicy"
     assert decode.policy.policy_kwargs["targets"] == {"kv_usage": 0.5, "running_share": 0.8}
@@ -105,14 +104,10 @@ def test_overrides_replace_the_pools_numbers_and_nothing_else(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("deployments", "message"),
     [
-        (
-            [{"name": "MonolithServer", "num_replicas": 1}],
-            "deployments[0].name: is MonolithServer, but topology",
-        ),
+        ([{"name": "MonolithServer", "num_replicas": 1}], "deployments[0].name: is MonolithServer, but topology"),
         ([{"name": "DecodeServer"}], "deployments[0].num_replicas: or autoscaling_config must be set, and not both"),
         ([{"name": "DecodeServer", "num_replicas": 1, "autoscaling_config": AUTO}], "must be set, and not both"),
         ([{"name": "DecodeServer", "num_replicas": 1}] * 2, "deployments[0].name: is DecodeServer twice; merge them"),
-        ([{"name": "DecodeServer", "max_ongoing_requests": 1}], "max_ongoing_requests: is not a field"),
     ],
 )
 def test_wrong_overrides_are_reported_with_the_fix(
@@ -124,17 +119,77 @@ def test_wrong_overrides_are_reported_with_the_fix(
 
 
 def test_wrong_pools_are_reported_with_the_fix() -> None:
-    with pytest.raises(ConfigError, match=r"args\.pools\.decode\.replicas: is set beside autoscaling; remove one"):
-        parse_args({"model": {"source": "x"}, "pools": {"decode": {"replicas": 2, "autoscaling": BY_LOAD}}})
-    with pytest.raises(
-        ConfigError, match="target_ongoing_requests: has no effect with policy load; remove it or change"
+    for pool, message in (
+        ({"replicas": 2, "autoscaling": BY_LOAD}, r"args\.pools\.decode\.replicas: is set beside autoscaling; remove"),
+        ({"autoscaling": AUTO}, "target_ongoing_requests: has no effect with policy load; remove it or change"),
+        ({"autoscaling": {**BY_LOAD, "policy": "requests"}}, "target_kv_usage: has no effect with policy requests"),
+        ({"autoscaling": {"min_replicas": 2, "max_replicas": 1}}, r"min_replicas: must be at most max_replicas \(1\)"),
     ):
-        parse_args({"model": {"source": "x"}, "pools": {"decode": {"autoscaling": AUTO}}})
-    with pytest.raises(ConfigError, match="target_kv_usage: has no effect with policy requests"):
-        parse_args({"model": {"source": "x"}, "pools": {"decode": {"autoscaling": {**BY_LOAD, "policy": "requests"}}}})
-    scale = {"min_replicas": 2, "max_replicas": 1}
-    with pytest.raises(ConfigError, match=r"min_replicas: must be at most max_replicas \(1\); lower it"):
-        parse_args({"model": {"source": "x"}, "pools": {"decode": {"autoscaling": scale}}})
+        with pytest.raises(ConfigError, match=message):
+            parse_args({"model": {"source": "x"}, "pools": {"decode": pool}})
+
+
+def test_without_recovery_settings_there_is_no_router() -> None:
+    assert parse_args({"model": {"source": "x"}}).router is None
+    assert next(iter(deployments())) == "DecodeServer"
+    assert next(iter(deployments(topology="monolith"))) == "MonolithServer"
+
+
+@pytest.mark.parametrize(
+    ("args", "topology", "name"),
+    [
+        ({"recovery": {"resume": True}}, "disaggregated", "DecodeServer"),
+        ({"pools": {"router": {"replicas": 2}}}, "monolith", "MonolithServer"),
+    ],
+    ids=str,
+)
+def test_either_setting_puts_a_router_before_the_pool_that_decodes(
+    args: dict[str, Any], topology: str, name: str
+) -> None:
+    router = parse_args({"model": {"source": "x"}, "topology": topology, **args}).router
+    assert router == (RouterSection(replicas=2) if "pools" in args else RouterSection())
+    found = deployments(topology=topology, **args)
+    assert next(iter(found)) == "StreamRouter"
+    assert found[name].func_or_class.__name__.endswith("DecodeWorker")
+    assert "Controller" in found
+
+
+@pytest.mark.parametrize(
+    ("section", "field"),
+    [
+        ({"recovery": {"prefill_timeout_s": 0.0}}, "recovery.prefill_timeout_s"),
+        ({"recovery": {"max_resumes": 1000}}, "recovery.max_resumes"),
+        ({"pools": {"router": {"num_gpus": 1.0}}}, "pools.router.num_gpus"),
+    ],
+    ids=str,
+)
+def test_a_wrong_setting_of_the_router_is_named(section: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        parse_args({"model": {"source": "x"}, **section})
+    assert field in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("haproxy", "args", "names"),
+    [
+        ("0", {}, {"PrefillServer", "DecodeServer"}),
+        ("1", {}, {"PrefillServer"}),
+        ("1", {"pools": {"router": {}}}, {"PrefillServer", "DecodeServer"}),
+        ("0", {"topology": "monolith"}, {"MonolithServer"}),
+        ("1", {"topology": "monolith"}, set()),
+        ("0", {"routing": {"prefill": "serve", "decode": "serve"}}, set()),
+    ],
+)
+def test_an_ingress_behind_haproxy_has_no_router_of_ours(
+    monkeypatch: pytest.MonkeyPatch, haproxy: str, args: dict[str, Any], names: set[str]
+) -> None:
+    """Serve refuses that."""
+    monkeypatch.setenv("RAY_SERVE_ENABLE_HA_PROXY", haproxy)
+    routers = {
+        name: str(one._deployment_config.request_router_config.request_router_class)
+        for name, one in deployments(**args).items()
+    }
+    assert {name for name, router in routers.items() if "serve_app" in router} == names
 
 
 def test_every_field_says_what_it_is() -> None:
