@@ -21,8 +21,10 @@ from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.prepared_request import Limits
 from serve_app.page.feed import StatusFeed
 from serve_app.page.page_routes import add_page
+from serve_app.text.grammar import StructureCompiler
 from serve_app.text.tokenizer import Tokenizer
 from tests.support.fake_serving import BackendSource, Served, ServeFake, make_backend
+from tests.support.tiny_models import write_tiny_model
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 EOS = "<|im_end|>"
@@ -81,6 +83,24 @@ def sentencepiece() -> Tokenizer:
     return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="</s>"))
 
 
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with a tokenizer that knows fewer than its 512 ids: the rest is padding."""
+    return write_tiny_model(tmp_path_factory.mktemp("structured"), vocab_size=512, tokenizer=True)
+
+
+@pytest.fixture(scope="session")
+def tokens(tiny_folder: Path) -> list[bytes]:
+    """The bytes of every id; padding has none."""
+    tokenizer = Tokenizer.from_folder(tiny_folder)
+    return [tokenizer.token_bytes(token) for token in range(512)]
+
+
+@pytest.fixture(scope="session")
+def compiler(tiny_folder: Path) -> StructureCompiler:
+    return StructureCompiler(tiny_folder, 512, (2, 0))
+
+
 @pytest.fixture(scope="module")
 def serve_http() -> Iterator[Callable[[FastAPI], int]]:
     """Starts the real HTTP server around an app, and gives its port; it stops when the module's tests are over."""
@@ -107,7 +127,6 @@ def serve_http() -> Iterator[Callable[[FastAPI], int]]:
 
 @pytest.fixture(scope="module")
 def serve_fake(tokenizer: Tokenizer, serve_http: Callable[[FastAPI], int]) -> Iterator[ServeFake]:
-    """Starts servers; they stop when the module's tests are over."""
     started: list[Served] = []
 
     def serve(

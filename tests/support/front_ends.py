@@ -14,7 +14,7 @@ from serve_app.openai.prepared_request import Limits
 from serve_app.referee.records import Records
 from serve_app.referee.replay_selection import Selection
 from serve_app.streams.observed import ObservedSource, SourceLimits
-from serve_app.telemetry.metrics import Metrics
+from serve_app.telemetry.metrics import Metrics, PrometheusSink
 from serve_app.text.tokenizer import Tokenizer
 from speculative.request import Request, TokenDelta
 from tests.support.fake_serving import BackendSource, Script, make_backend
@@ -56,17 +56,18 @@ class DeltaSource:
         self.aborted.append(request_id)
 
 
-def observed(source: Any, metrics: Metrics, limits: SourceLimits | None = None, **more: Any) -> ObservedSource:
-    """The source as it is deployed; none of its answers is checked."""
-    return ObservedSource(
-        source,
-        metrics,
-        Records("r1", 1000),
-        select=lambda _: Selection.NOT_CHECKED,
-        ended=lambda record, answer: None,
-        limits=limits or SourceLimits(64, timeout_s=300),
-        **more,
-    )
+def observed(
+    source: Any, metrics: Metrics, limits: SourceLimits | None = None, records: Records | None = None, **more: Any
+) -> ObservedSource:
+    """The source as it is deployed; without `select` none of its answers is checked."""
+    more = {"select": lambda _: Selection.NOT_CHECKED, "ended": lambda record, answer: None} | more
+    limits = limits or SourceLimits(64, timeout_s=300)
+    return ObservedSource(source, metrics, records or Records("r1", 1000), limits=limits, **more)
+
+
+def counts_by(sink: PrometheusSink, metric: str, label: str) -> dict[str, float]:
+    """A counter's values by those of a label."""
+    return {labels[label]: value for name, labels, value in sink.samples() if name == f"truespec_{metric}_total"}
 
 
 def info(tokenizer: Tokenizer, max_model_len: int = 100) -> ModelInfo:

@@ -44,7 +44,6 @@ class MadeUpApp:
         self.reasons = dict.fromkeys(POOLS, "")
 
     def metrics(self, replica: str) -> Metrics:
-        """By which a replica counts."""
         return Metrics([self.buffers[replica]], model_name="fake", pool=POOLS[replica])
 
     def serve(self, replica: str, num: int, *, first_token_s: float = 0.2, per_token_s: float = 0.012) -> None:
@@ -104,11 +103,9 @@ class MadeUpApp:
             self._own.count("truespec_replay_tme_excess_total", 4e-5 * num, stratum=stratum)
 
     def refuse(self, num: int, reason: str = "load") -> None:
-        """Clients that are turned away with 429."""
         self.metrics("app#DecodeServer#a1b2").count("truespec_refusals_total", num, reason=reason)
 
     def fail(self, num: int) -> None:
-        """Answers that end in an error."""
         self.metrics("app#DecodeServer#a1b2").count("truespec_requests_total", num, outcome="error")
 
     def fail_prefills(self, num: int, reason: str = "timeout") -> None:
@@ -126,7 +123,6 @@ class MadeUpApp:
         self.report(replica, Trip("selfcheck", self.clock.now, self.clock.now - 90), log_e=20.0)
 
     def status(self) -> dict[str, Any]:
-        """As the page gets it."""
         replayed = {"at": self.clock.now - 20, "replica": "app#DecodeServer#a1b2"}
         replayed |= {"replayed_by": "app#PrefillServer#e5f6", "verdict": "verified", "reason": "replayed"}
         replayed |= {"num_tokens": 80, "tme": 1.0001, "max_drift_nats": 2e-4, "distribution": "tested"}

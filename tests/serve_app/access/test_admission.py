@@ -20,7 +20,7 @@ from serve_app.telemetry.metrics import Metrics, PrometheusSink
 from speculative.errors import EngineFault, EngineOverloaded, InvalidRequest, RequestTimeout
 from speculative.request import FinishReason, Request, SamplingParams, TokenDelta
 from tests.support.clock import Clock
-from tests.support.front_ends import observed
+from tests.support.front_ends import counts_by, observed
 
 COST = 64  # what a prompt costs beside its tokens, in tokens
 
@@ -105,8 +105,6 @@ class Slow:
 
 
 class Watched:
-    """An observed source over a slow one."""
-
     def __init__(self, clock: Clock, **limits: float) -> None:
         self.slow = Slow()
         self.sink = PrometheusSink()
@@ -139,14 +137,10 @@ class Watched:
         assert await self.tasks[name] == 1
 
     def refusals(self) -> dict[str, float]:
-        return {
-            labels["reason"]: value for name, labels, value in self.sink.samples() if name == "truespec_refusals_total"
-        }
+        return counts_by(self.sink, "refusals", "reason")
 
     def outcomes(self) -> dict[str, float]:
-        return {
-            labels["outcome"]: value for name, labels, value in self.sink.samples() if name == "truespec_requests_total"
-        }
+        return counts_by(self.sink, "requests", "outcome")
 
     async def measured(self) -> None:
         """Let it measure that a prompt of 36 tokens takes a second."""

@@ -12,8 +12,8 @@ from serve_app.errors import UnknownReplica
 from serve_app.http.admin import Admin, SpeculationOrder
 from serve_app.weights.desired_state import WeightsRef
 from speculative.errors import ConfigError
+from tests.support.fake_operator import FakeWeights, replicas
 from tests.support.fake_serving import Served, ServeFake
-from tests.support.fake_weights import FakeWeights
 
 
 class Operator:
@@ -22,17 +22,14 @@ class Operator:
     def __init__(self, serve_fake: ServeFake) -> None:
         self.orders: list[SpeculationOrder] = []
         self.weights = FakeWeights()
-        admin = Admin(Access(admin_token="s3cret"), self.statuses, self.order, self.weights)
+        admin = Admin(Access(admin_token="s3cret"), replicas, self.order, self.weights)
         self.server: Served = serve_fake(admin=admin)
-
-    async def statuses(self) -> list[dict[str, Any]]:
-        return [{"replica": "r1", "mode": "auto"}]
 
     async def order(self, order: SpeculationOrder) -> list[dict[str, Any]]:
         if order.replica not in (None, "r1"):
             raise UnknownReplica("There is no such replica.")
         self.orders.append(order)
-        return await self.statuses()
+        return await replicas()
 
     def get(self, route: str, token: str | None = "s3cret") -> httpx.Response:
         return httpx.get(f"{self.server.url}/admin/{route}", headers=headers(token))

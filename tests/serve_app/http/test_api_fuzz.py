@@ -25,7 +25,7 @@ from schemathesis.specs.openapi.checks import (
 
 from serve_app.access.access import Access
 from serve_app.access.request_gate import Gate
-from serve_app.http.admin import Admin, SpeculationOrder
+from serve_app.http.admin import Admin
 from serve_app.http.openapi import OPERATIONS, document
 from serve_app.http.routes import Operations, PastReplies, build_ingress
 from serve_app.http.vllm_routes import VllmRoutes
@@ -40,8 +40,8 @@ from serve_app.telemetry.metrics import Metrics, PrometheusSink
 from serve_app.text.json_text import clean_key
 from serve_app.text.tokenizer import Tokenizer
 from tests.support.fake_backend import FakeBackend
+from tests.support.fake_operator import FakeWeights, exposition, replicas, status, well
 from tests.support.fake_serving import make_backend
-from tests.support.fake_weights import FakeWeights
 from tests.support.front_ends import observed
 
 pytestmark = pytest.mark.slow
@@ -65,60 +65,36 @@ TOKEN = "operator"
 
 
 class Fuzzed:
-    """The service, and what it holds."""
-
     def __init__(self, tokenizer: Tokenizer, serve_http: Callable[[FastAPI], int]) -> None:
         self.backend: FakeBackend
         self.backend, _ = make_backend(tokenizer, max_model_len=96)
         self.backend._started = True
-        self.sink = PrometheusSink()
-        metrics = Metrics([self.sink], model_name="fake", pool="monolith")
+        metrics = Metrics([PrometheusSink()], model_name="fake", pool="monolith")
         limits = SourceLimits(64, 20.0, max_queued_tokens=5000, max_first_token_s=20.0)
         self.source = observed(PooledTokenSource(self.backend, metrics), metrics, limits)
         info = self.backend.info
         access = Access(admin_token=TOKEN)
         self.app = build_ingress(
             FrontEnd(self.source, tokenizer, info, Limits(max_body_bytes=2**18, max_choices=8)),
-            operations=Operations(self.exposition, self.well, VllmRoutes({}, FakeWeights())),
+            operations=Operations(exposition, well, VllmRoutes({}, FakeWeights())),
             replies=PastReplies(self.verdict, ResponseStore(10**6, 60.0)),
-            admin=Admin(access, self.replicas, self.order),
+            admin=Admin(access, replicas, replicas),
             gate=Gate(access, metrics),
         )
-        add_page(self.app, StatusFeed(self.status, self.status))
+        add_page(self.app, StatusFeed(status, status))
         self.url = f"http://127.0.0.1:{serve_http(self.app)}"
         self.session = requests.Session()
         self.session.headers["authorization"] = f"Bearer {TOKEN}"
 
-    async def exposition(self) -> tuple[bytes, str]:
-        return self.sink.exposition()
-
-    async def well(self) -> None:
-        return None
-
     async def verdict(self, reply_id: str) -> dict[str, Any] | None:
         return {"id": reply_id, "verdict": "verified"} if reply_id.startswith("a") else None
 
-    async def replicas(self) -> list[dict[str, Any]]:
-        return [{"replica": "r1"}]
-
-    async def order(self, order: SpeculationOrder) -> list[dict[str, Any]]:
-        return await self.replicas()
-
-    async def status(self) -> dict[str, Any]:
-        return {}
-
     def assert_idle(self) -> None:
-        """Fail unless all that was held is let go of in time."""
         deadline = time.monotonic() + 120
         while self.backend.num_live or self.source._watched:
             assert time.monotonic() < deadline, f"{self.backend.num_live} requests are still held"
             time.sleep(0.01)
         assert self.source._backlog.num_tokens() == 0
-
-    def outcomes(self) -> dict[str, float]:
-        return {
-            labels["outcome"]: value for name, labels, value in self.sink.samples() if name == "truespec_requests_total"
-        }
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +134,6 @@ def described() -> dict[str, Any]:
 
 
 def nested(levels: int) -> dict[str, Any]:
-    """A schema of objects in one another."""
     schema: dict[str, Any] = {}
     for _ in range(levels):
         schema = {"items": schema}

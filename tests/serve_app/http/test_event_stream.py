@@ -20,12 +20,10 @@ class Client:
         self.complete = False
 
     async def take(self, stream: EventStream) -> None:
-        """Take all of it."""
         async with asyncio.timeout(20):
             await stream({"type": "http", "path": "/"}, self._receive, self._send)
 
     async def until(self, text: bytes) -> None:
-        """Wait for a text to have come."""
         async with asyncio.timeout(20):
             while text not in b"".join(self.messages):
                 await asyncio.sleep(0.001)
@@ -51,18 +49,16 @@ async def stream_of(events: AsyncGenerator[bytes, None], **settings: Any) -> Eve
     return EventStream(await anext(events), events, **settings)
 
 
-async def test_without_an_interval_every_event_is_a_message() -> None:
+@pytest.mark.parametrize(
+    ("settings", "messages"),
+    [({}, [b"0;", b"1;", b"2;", b"3;", b"4;"]), ({"pace": Pace(FOR_EVER)}, [b"0;", b"1;2;3;4;"])],
+)
+async def test_events_of_one_interval_go_together_and_the_end_waits_for_none(
+    settings: dict[str, Any], messages: list[bytes]
+) -> None:
     client = Client()
-    await client.take(await stream_of(five_events()))
-    assert client.messages == [b"0;", b"1;", b"2;", b"3;", b"4;"]
-    assert client.complete
-
-
-async def test_events_of_one_interval_go_together_and_the_end_waits_for_none() -> None:
-    client = Client()
-    await client.take(await stream_of(five_events(), pace=Pace(FOR_EVER)))
-    assert client.messages == [b"0;", b"1;2;3;4;"]
-    assert client.complete
+    await client.take(await stream_of(five_events(), **settings))
+    assert client.messages == messages and client.complete
 
 
 class Stepped:
@@ -83,7 +79,6 @@ class Stepped:
         self._taking = asyncio.create_task(self._client.take(await stream_of(self._events(), pace=self._pace)))
 
     async def later(self, seconds: float, *arriving: bytes) -> list[bytes]:
-        """What was sent when so long has passed and these events have come."""
         self._now += seconds
         for event in arriving:
             self._feed.put_nowait(event)

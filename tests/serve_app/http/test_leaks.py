@@ -14,7 +14,7 @@ import httpx
 import pytest
 import uvicorn
 
-from serve_app.access.access import Access, Caller, Scope
+from serve_app.access.access import Access
 from serve_app.access.request_gate import Gate
 from serve_app.backends.base import Prefilled
 from serve_app.backends.torch_backend import TorchBackend
@@ -28,20 +28,14 @@ from serve_app.telemetry.metrics import BufferSink, Metrics
 from serve_app.text.tokenizer import Tokenizer
 from speculative.request import Request
 from tests.support.engines import settings
+from tests.support.fake_operator import FakeKeys
 from tests.support.front_ends import observed
 from tests.support.tiny_models import write_tiny_model
 
 pytestmark = pytest.mark.slow
 
-KEY = "the-key"
+KEY = "key"  # which may have two requests under way: one that is not given back shows
 LONG = 700  # tokens of a prompt that takes a hundred steps
-
-
-class OneKey:
-    """A key that may have two requests under way: one that is not given back shows."""
-
-    def find(self, key: str) -> Caller | None:
-        return Caller("tester", frozenset({Scope.USER}), max_concurrent=2) if key == KEY else None
 
 
 class Replica:
@@ -66,7 +60,7 @@ class Replica:
         pooled = PooledTokenSource(self.backends[0], metrics, ask if len(self.backends) > 1 else None)
         self.source = observed(pooled, metrics, SourceLimits(8, timeout_s=300))
         tokenizer = Tokenizer.from_folder(info.folder)
-        self.gate = Gate(Access(OneKey()))
+        self.gate = Gate(Access(FakeKeys(max_concurrent=2)))
         app = build_ingress(FrontEnd(self.source, tokenizer, info), gate=self.gate)
         listener = socket.create_server(("127.0.0.1", 0))
         self.port = int(listener.getsockname()[1])

@@ -42,13 +42,6 @@ def test_chat_whole_streamed_and_by_the_stream_helper(client: openai.OpenAI, tok
         assert stream.get_final_completion().choices[0].message.content == TEXT
 
 
-def test_completion_and_its_stream(client: openai.OpenAI) -> None:
-    whole = client.completions.create(model="fake", prompt="a", max_tokens=30)
-    assert (whole.object, whole.choices[0].text, whole.choices[0].finish_reason) == ("text_completion", TEXT, "stop")
-    stream = client.completions.create(model="fake", prompt="a", max_tokens=30, stream=True)
-    assert "".join(chunk.choices[0].text for chunk in stream) == TEXT
-
-
 def test_errors_are_the_librarys_own(client: openai.OpenAI, server: Served) -> None:
     with pytest.raises(openai.NotFoundError) as not_found:
         client.chat.completions.create(model="nope", messages=HI)

@@ -4,10 +4,8 @@ The engine is the fake; its rule of the next token depends on the adapter.
 """
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,9 +13,7 @@ from serve_app.backends.base import Adapter, ModelInfo
 from serve_app.backends.torch_backend import load_engine
 from serve_app.errors import ModelNotFound
 from serve_app.guard.canary import Canary, CanarySettings
-from serve_app.openai.completions.completion_request import CompletionRequest
 from serve_app.openai.frontend import FrontEnd
-from serve_app.openai.parsing import parse
 from serve_app.referee.answer import Answer
 from serve_app.referee.judgement import Judge
 from serve_app.referee.records import Records
@@ -32,6 +28,7 @@ from speculative.errors import InvalidRequest
 from speculative.request import Request
 from tests.support.fake_backend import FakeBackend, FakeConfig
 from tests.support.fake_serving import BackendSource
+from tests.support.front_ends import completion
 from tests.support.referees import TOLERANCE, Replayer, served
 from tests.support.tiny_models import write_tiny_model
 
@@ -54,17 +51,12 @@ def info(backend: FakeBackend) -> ModelInfo:
     return dataclasses.replace(backend.info, adapters=ADAPTERS)
 
 
-def completion(**body: Any) -> CompletionRequest:
-    fields = {"prompt": [5, 6, 7], "max_tokens": 6, "return_token_ids": True, **body}
-    return parse(json.dumps(fields).encode(), CompletionRequest)
-
-
 async def test_the_model_of_a_request_chooses_its_adapter_and_the_reply_names_it(
     backend: FakeBackend, info: ModelInfo, tokenizer: Tokenizer
 ) -> None:
     front = FrontEnd(BackendSource(backend), tokenizer, info)
     for model, adapter in (("fake", ""), ("sql", "sql"), ("legal", "legal")):
-        job = await front.prepare(completion(model=model, n=2))
+        job = await front.prepare(completion(model=model, prompt=[5, 6, 7], max_tokens=6, return_token_ids=True, n=2))
         assert {request.adapter for request in job.requests} == {adapter}
         reply = await front.collect(job)
         assert reply["model"] == model

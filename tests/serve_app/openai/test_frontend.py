@@ -23,6 +23,7 @@ from tests.support.front_ends import (
     chat,
     chunks_of,
     completion,
+    counts_by,
     fake_front_end,
     front_end,
     info,
@@ -38,11 +39,6 @@ async def test_a_model_says_how_its_weights_are_rounded(tokenizer: Tokenizer) ->
     assert front.model("m")["quantization"] == "w4a8"
     front.weights_switched(info(tokenizer))
     assert front.model("m")["quantization"] is None
-
-
-def outcomes(sink: PrometheusSink) -> dict[str, float]:
-    """How many requests ended in which way."""
-    return {labels["outcome"]: value for name, labels, value in sink.samples() if name == "truespec_requests_total"}
 
 
 def joined(lists: Iterable[list[Any]]) -> list[Any]:
@@ -103,6 +99,9 @@ async def test_the_source_is_reported_of_a_stop_string_in_the_last_delta_and_of_
         reply = await reply_to(front_end(source, tokenizer), completion(stop="!"))
         assert reply["choices"][0]["finish_reason"] == reason
         assert source.aborted == ([source.requests[0].request_id] if reason == "stop" else [])
+    source = DeltaSource(run_of(tokenizer, "x!"), *[run_of(tokenizer, "late")] * 5)
+    await reply_to(front_end(source, tokenizer), completion(stop="!"))
+    assert (source.num_given, source.num_open) == (1, 0), "nothing is drawn once all choices ended"
 
 
 @pytest.mark.parametrize("prompts", [["a"], ["a", "b", "c"]])
@@ -117,7 +116,7 @@ async def test_how_a_request_ended_is_counted_as_its_client_is_reported(
     source = observed(BackendSource(backend), Metrics([sink], model_name="m", pool="monolith"))
     reply = await reply_to(front_end(source, tokenizer), completion(prompt=prompts, stop="STOP", max_tokens=len(ids)))
     assert {choice["finish_reason"] for choice in reply["choices"]} == {"stop"}
-    assert outcomes(sink) == {"stop": len(prompts)}
+    assert counts_by(sink, "requests", "outcome") == {"stop": len(prompts)}
     assert backend.aborted == [] and backend.num_live == 0
 
 
@@ -130,14 +129,7 @@ async def test_a_choice_that_goes_on_after_its_stop_string_has_stopped(tokenizer
     sink = PrometheusSink()
     metrics = Metrics([sink], model_name="m", pool="monolith")
     await reply_to(front_end(observed(source, metrics), tokenizer), completion(stop="!", n=2))
-    assert outcomes(sink) == {"stop": 1, "length": 1}
-
-
-async def test_generation_is_not_drawn_further_once_all_choices_ended(tokenizer: Tokenizer) -> None:
-    source = DeltaSource(run_of(tokenizer, "x!"), *[run_of(tokenizer, "late")] * 5)
-    await reply_to(front_end(source, tokenizer), completion(stop="!"))
-    assert source.num_given == 1
-    assert source.num_open == 0
+    assert counts_by(sink, "requests", "outcome") == {"stop": 1, "length": 1}
 
 
 async def test_a_token_that_stops_counts_but_has_no_text(tokenizer: Tokenizer) -> None:
@@ -202,14 +194,6 @@ async def test_completion_logprobs_have_the_old_shape(tokenizer: Tokenizer) -> N
     }
     assert choice["token_logprobs"] == logprobs["token_logprobs"]
     assert choice["prompt_token_ids"] == tokenizer.encode("hello")
-
-
-async def test_an_emitted_token_outside_the_top_is_listed_too(tokenizer: Tokenizer) -> None:
-    a, b = tokenizer.encode("a")[0], tokenizer.encode("b")[0]
-    entry = TokenLogprobs(a, -3.0, 9, ((b, -0.1),))
-    source = DeltaSource(TokenDelta("0", (a,), logprobs=(entry,), finish_reason=FinishReason.LENGTH))
-    choice = (await reply_to(front_end(source, tokenizer), completion(logprobs=1)))["choices"][0]
-    assert choice["logprobs"]["top_logprobs"] == [{"b": -0.1, "a": -3.0}]
 
 
 async def test_chat_logprobs_carry_bytes_and_a_token_that_cannot_occur_is_finite(tokenizer: Tokenizer) -> None:
@@ -297,14 +281,6 @@ async def test_a_chat_stream_reports_the_role_first_and_usage_only_when_asked(to
     assert len({chunk["id"] for chunk in chunks}) == 1
     said = [chunk["choices"][0] for chunk in chunks[2:] if chunk["choices"][0]["index"] == 1]
     assert "".join(choice["delta"].get("content", "") for choice in said) == "one two three four"
-
-
-async def test_one_event_carries_a_whole_accepted_run(tokenizer: Tokenizer) -> None:
-    front, _, _ = fake_front_end(tokenizer, run_length=4)
-    chunks = await chunks_of(
-        front, completion(prompt=[5], max_tokens=9, stream=True, return_token_ids=True, ignore_eos=True)
-    )
-    assert [len(chunk["choices"][0]["token_ids"]) for chunk in chunks] == [1, 4, 4]
 
 
 async def test_an_error_before_the_first_token_is_raised(tokenizer: Tokenizer) -> None:
@@ -407,17 +383,6 @@ async def test_output_length_defaults_to_16_for_completions_and_to_all_that_fits
     assert (await limited.prepare(chat())).requests[0].params.max_tokens == 7
 
 
-async def test_defaults_are_those_of_openai(tokenizer: Tokenizer) -> None:
-    (request,) = await requests_of(tokenizer, chat())
-    params = request.params
-    assert (params.temperature, params.top_p, params.top_k, params.logprobs) == (1.0, 1.0, 0, None)
-    assert params.speculate
-    (plain,) = await requests_of(tokenizer, chat(speculate=False, logprobs=True, temperature=0))
-    assert not plain.params.speculate
-    assert plain.params.logprobs == 0
-    assert plain.params.greedy
-
-
 async def test_developer_messages_and_text_parts_reach_the_template(tokenizer: Tokenizer) -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     (request,) = await requests_of(
@@ -460,20 +425,18 @@ async def counted(closed: list[str], name: str, num_items: int) -> AsyncGenerato
         closed.append(name)
 
 
-async def test_merge_keeps_each_order_and_closes_all() -> None:
+async def test_merge_keeps_each_order_and_closes_all_also_when_one_fails() -> None:
     closed: list[str] = []
     items = [item async for item in merge([counted(closed, "a", 3), counted(closed, "b", 5)])]
     assert [item for item in items if item[0] == "a"] == ["a0", "a1", "a2"]
     assert [item for item in items if item[0] == "b"] == ["b0", "b1", "b2", "b3", "b4"]
     assert sorted(closed) == ["a", "b"]
 
-
-async def test_merge_ends_all_when_one_fails() -> None:
     async def failing() -> AsyncGenerator[str, None]:
         yield "x"
         raise EngineFault("broken")
 
-    closed: list[str] = []
+    closed.clear()
     with pytest.raises(EngineFault):
         async for _ in merge([counted(closed, "a", 1000), failing()]):
             pass

@@ -5,15 +5,7 @@ from typing import Any
 
 import pytest
 
-from serve_app.openai.replies import (
-    ChatFormat,
-    ChoiceDelta,
-    ChunkStream,
-    CompletionFormat,
-    ReplyHead,
-    Usage,
-    sse_event,
-)
+from serve_app.openai.replies import ChatFormat, ChoiceDelta, ChunkStream, CompletionFormat, ReplyHead, Usage, sse_event
 from tests.support.loops import for_each
 
 HEAD = ReplyHead("cmpl-1", 7, 'a "model"', "fp", ((1, 2),), 2, with_token_ids=True, with_scored=False, with_usage=True)

@@ -12,10 +12,7 @@ import pytest_asyncio
 
 from serve_app.backends.base import Computing, ModelInfo
 from serve_app.backends.torch_backend import TorchBackend, load_engine
-from serve_app.openai.chat.chat_request import ChatCompletionRequest
-from serve_app.openai.completions.completion_request import CompletionRequest
 from serve_app.openai.frontend import FrontEnd
-from serve_app.openai.parsing import parse
 from serve_app.streams.pooled import PooledTokenSource
 from serve_app.telemetry.metrics import BufferSink, Metrics
 from serve_app.text.tokenizer import Tokenizer
@@ -26,11 +23,11 @@ from speculative.scheduling.draft_length import DraftLength, DraftPlan
 from speculative.state.sequence import Sequence
 from tests.support.engines import settings
 from tests.support.fake_serving import make_backend
+from tests.support.front_ends import chat, completion, reply_to
 from tests.support.tiny_models import write_tiny_model
 from tests.support.vocabulary import needs_kernels
 
 BODY = {"model": "tiny", "prompt": "a b a b a b", "max_tokens": 40, "ignore_eos": True, "seed": 7, "temperature": 1.0}
-PREFILLED = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 
 
 class ForcedLength(DraftLength):
@@ -43,8 +40,6 @@ class ForcedLength(DraftLength):
 
 
 class Service:
-    """The front end over an engine whose draft length is forced."""
-
     def __init__(self, folder: Path, **changes: Any) -> None:
         self.length = ForcedLength()
         drafter = DrafterConfig(kind="ngram", num_draft_tokens=4, ngram_min=1, length="dynamic")
@@ -66,8 +61,7 @@ class Service:
     async def ask(self, longest: int, **fields: Any) -> dict[str, Any]:
         """The reply where at most so many tokens are drafted in a round."""
         self.length.longest = longest
-        wire = parse(json.dumps(BODY | fields).encode(), CompletionRequest)
-        return await self.front.collect(await self.front.prepare(wire))
+        return await reply_to(self.front, completion(**BODY | fields))
 
 
 def text(reply: dict[str, Any]) -> str:
@@ -160,8 +154,8 @@ async def _info(folder: Path) -> ModelInfo:
 WHY = Computing(unrepeatable="it rounds by the batch", couples_seeds=False)
 
 
-@PREFILLED
-@pytest.mark.parametrize("kind", [CompletionRequest, ChatCompletionRequest])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("make", [completion, chat])
 @pytest.mark.parametrize(
     ("computing", "switches", "expected"),
     [
@@ -172,7 +166,7 @@ WHY = Computing(unrepeatable="it rounds by the batch", couples_seeds=False)
     ids=["promised", "not promised", "new weights on the way"],
 )
 async def test_the_end_of_a_choice_says_it_once(
-    tokenizer: Tokenizer, stream: bool, kind: Any, computing: Computing, switches: bool, expected: list[Any]
+    tokenizer: Tokenizer, stream: bool, make: Any, computing: Computing, switches: bool, expected: list[Any]
 ) -> None:
     backend, script = make_backend(tokenizer, run_length=1)
     script.say("abcdefgh")
@@ -180,9 +174,7 @@ async def test_the_end_of_a_choice_says_it_once(
     front = FrontEnd(
         PooledTokenSource(backend, Metrics([BufferSink("r")], model_name="fake", pool="decode")), tokenizer, info
     )
-    prompt = {"prompt": "x"} if kind is CompletionRequest else {"messages": [{"role": "user", "content": "x"}]}
-    wire = parse(json.dumps({"model": "fake", "seed": 1, "max_tokens": 9, "stream": stream, **prompt}).encode(), kind)
-    job = await front.prepare(wire)
+    job = await front.prepare(make(model="fake", seed=1, max_tokens=9, stream=stream))
     assert job.requests[0].params.reproducible is computing.couples_seeds
     replies, answering = [], _whole(front, job) if not stream else _chunks(front, job)
     async for reply in answering:

@@ -16,35 +16,15 @@ import pytest
 
 from serve_app.backends.torch_backend import TorchBackend, load_engine
 from serve_app.text.grammar import StructureCompiler, StructureConstraint
-from serve_app.text.tokenizer import Tokenizer
 from speculative.config import EngineConfig
 from speculative.engine import EngineCore
 from speculative.errors import InvalidRequest
 from speculative.request import FinishReason, Request, SamplingParams, Structure
 from tests.support.engines import settings
-from tests.support.tiny_models import write_tiny_model
 
 VOCAB_SIZE = 512  # the tokenizer knows fewer: the rest is padding
 EOS = (2, 0)
 SPECIAL = {0, 1, 2}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("structured"), vocab_size=VOCAB_SIZE, tokenizer=True)
-
-
-@pytest.fixture(scope="module")
-def tokens(folder: Path) -> list[bytes]:
-    """The bytes of every id; padding has none."""
-    tokenizer = Tokenizer.from_folder(folder)
-    assert 400 < tokenizer.vocab_size < VOCAB_SIZE
-    return [tokenizer.token_bytes(token) for token in range(VOCAB_SIZE)]
-
-
-@pytest.fixture(scope="module")
-def compiler(folder: Path) -> StructureCompiler:
-    return StructureCompiler(folder, VOCAB_SIZE, EOS)
 
 
 # -- exact masks --------------------------------------------------------------------------------------------------
@@ -367,9 +347,9 @@ def test_long_chains_do_not_end_the_process(structure: Structure, compiler: Stru
         output.append(rng.choice(choices))
 
 
-def test_a_model_without_an_end_cannot_keep_to_a_structure(folder: Path) -> None:
+def test_a_model_without_an_end_cannot_keep_to_a_structure(tiny_folder: Path) -> None:
     with pytest.raises(InvalidRequest, match="no end-of-text token"):
-        StructureCompiler(folder, VOCAB_SIZE, ())(Structure("json_object"))
+        StructureCompiler(tiny_folder, VOCAB_SIZE, ())(Structure("json_object"))
 
 
 def garbage(rng: random.Random) -> Structure:
@@ -421,7 +401,7 @@ async def collect(backend: TorchBackend, request: Request) -> tuple[list[int], F
 
 
 async def test_the_backend_compiles_beside_the_engine_and_only_the_faulty_request_fails(
-    folder: Path, tokens: list[bytes], monkeypatch: pytest.MonkeyPatch
+    tiny_folder: Path, tokens: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: list[str] = []
     compile_one = StructureCompiler._compile
@@ -431,7 +411,7 @@ async def test_the_backend_compiles_beside_the_engine_and_only_the_faulty_reques
         return compile_one(self, structure)
 
     monkeypatch.setattr(StructureCompiler, "_compile", recorded)
-    backend = TorchBackend(str(folder), "tiny", settings())
+    backend = TorchBackend(str(tiny_folder), "tiny", settings())
     await backend.start()
     try:
         output, reason = await collect(backend, asking("good", FINITE["json"].structure))
@@ -449,15 +429,15 @@ async def test_the_backend_compiles_beside_the_engine_and_only_the_faulty_reques
     assert "truespec-engine" not in threads
 
 
-async def test_an_engine_without_the_means_says_so(folder: Path) -> None:
+async def test_an_engine_without_the_means_says_so(tiny_folder: Path) -> None:
     def load(path: Path, config: EngineConfig) -> EngineCore:
         return EngineCore.load(path, config)
 
-    backend = TorchBackend(str(folder), "tiny", settings(), load)
+    backend = TorchBackend(str(tiny_folder), "tiny", settings(), load)
     await backend.start()
     try:
         with pytest.raises(InvalidRequest, match="without support"):
             await collect(backend, asking("bare", Structure("json_object")))
     finally:
         await backend.stop()
-    assert load_engine(folder, settings()).make_constraint(Structure("json_object")).allowed((), ())[0].any()
+    assert load_engine(tiny_folder, settings()).make_constraint(Structure("json_object")).allowed((), ())[0].any()

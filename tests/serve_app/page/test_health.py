@@ -1,36 +1,32 @@
-"""What is wrong is said as soon as a counter knows it, and no longer than it lasts; a healthy service says nothing."""
+"""What is wrong is said as soon as a counter knows it, and no longer than it lasts; a healthy service says nothing.
+Whatever can be found wrong has words for an operator, and a runbook that exists."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from dashboards.alerts import ALERTS
 from serve_app.page.health import troubles
-from serve_app.page.history import History
-from serve_app.page.words import RUNBOOKS
-from serve_app.telemetry.metrics import BufferSink, Metrics, PrometheusSink
-from tests.support.clock import Clock
+from serve_app.page.words import CHECK_NAMES, RUNBOOKS, check_words, explained
+from serve_app.referee.incidents import Incident, IncidentKind
+from serve_app.telemetry.metric_names import REPLAY_ALARMS, TRIP_REASONS
+from speculative.stats import CHECKS, INVARIANTS, LOGPROB_RULES
+from tests.serve_app.page.test_history import Watched
 
 ROOT = Path(__file__).parents[3]
+NAMES: dict[IncidentKind, list[str]] = {
+    "trip": [*TRIP_REASONS],
+    "canary": ["canary"],
+    "selfcheck": [*CHECKS],
+    "invariant": [*INVARIANTS],
+    "logprobs": [*LOGPROB_RULES],
+    "replay": [*REPLAY_ALARMS],
+    "independent": ["disagrees"],
+}
 
 
-class Service:
-    """What a replica counts, as the controller hears it."""
-
-    def __init__(self) -> None:
-        self.clock = Clock()
-        self.sink = PrometheusSink(clock=self.clock)
-        self.history = History(self.sink, self.clock)
-        self.buffer = BufferSink("r1")
-        self.metrics = Metrics([self.buffer], model_name="m", pool="decode")
-
-    def pass_time(self, seconds: float) -> None:
-        for _ in range(int(seconds / 10)):
-            self.clock.now += 10
-            self.sink.apply(self.buffer.drain())
-            self.history.note()
-
+class Service(Watched):
     def said(self, max_first_token_s: float | None = None) -> dict[str, str]:
         """Sentences by the alert whose runbook they lead to."""
         self.sink.apply(self.buffer.drain())
@@ -39,7 +35,6 @@ class Service:
         return {one["runbook"]["name"].removeprefix("Truespec"): one["text"] for one in found}
 
     def serve(self, num: int = 100, first_token_s: float = 0.2) -> None:
-        """Requests that go well."""
         self.metrics.count("truespec_requests_total", num, outcome="stop")
         self.metrics.count("truespec_http_responses_total", num, code="200")
         self.metrics.count("truespec_handoffs_total", num, result="ok")
@@ -132,3 +127,24 @@ def test_all_else_that_alerts_know_is_said(service: Service) -> None:
     names = {alert.name for alert in ALERTS}
     for name in (*said, "PoolEmpty", "HandoffsFail", "TimeToFirstTokenHigh"):
         assert f"Truespec{name}" in names and f"## Truespec{name}\n" in runbooks
+
+
+def test_an_alarm_of_a_watched_server_names_the_report_and_no_breaker() -> None:
+    incident = Incident("replay", "support", "server", 1.0, 2.0, 3).to_wire()
+    assert "breaker" in explained(incident)["effect"]
+    watched = explained(incident, watched=True)["effect"]
+    assert "report" in watched and "without speculation" in watched and "breaker" not in watched
+
+
+@pytest.mark.parametrize("kind", get_args(IncidentKind))
+def test_every_incident_says_what_it_means_and_where_its_runbook_is(kind: IncidentKind) -> None:
+    runbooks = (ROOT / RUNBOOKS).read_text(encoding="utf-8")
+    for name in NAMES[kind]:
+        incident = Incident(kind, name, "r1", 1.0, 2.0, 3, strata=("all", "first") if kind == "replay" else ())
+        said = explained(incident.to_wire())
+        assert said["title"] and said["effect"]
+        assert said["meaning"] not in ("", name)
+        assert ("every emitted token, first tokens after a prompt" in said["meaning"]) == (kind == "replay")
+        assert f"## {said['runbook']['name']}\n" in runbooks
+    assert CHECK_NAMES.keys() == CHECKS.keys() and len(set(CHECK_NAMES.values())) == len(CHECKS)
+    assert check_words()["a"] == {"name": "accept step", "meaning": CHECKS["a"]}

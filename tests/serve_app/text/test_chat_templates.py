@@ -79,7 +79,7 @@ def test_tools_calls_and_results_are_shown(tokenizer_folder: Path, name: str) ->
     assert own_words.startswith("<|im_start|>system\nBe brief.\n\n# Tools\n") and own_words.count("system") == 1
 
 
-def test_a_template_is_given_by_its_name_or_as_a_file(tokenizer_folder: Path) -> None:
+def test_a_template_is_given_by_its_name_or_as_a_file(tokenizer_folder: Path, tmp_path: Path) -> None:
     assert shipped_templates() == ["chatml-tools", "smollm2-tools"]
     for name in shipped_templates():
         path = SHIPPED_TEMPLATES / f"{name}.jinja"
@@ -87,3 +87,6 @@ def test_a_template_is_given_by_its_name_or_as_a_file(tokenizer_folder: Path) ->
         assert by_name.chat_template().source == by_path.chat_template().source == path.read_text(encoding="utf-8")
     with pytest.raises(ConfigError, match=r"model\.chat_template: chatml-tool .*chatml-tools and smollm2-tools"):
         Tokenizer.from_folder(tokenizer_folder, "chatml-tool")
+    (tmp_path / "damaged.jinja").write_text("{% if %}")
+    with pytest.raises(ConfigError, match=r"model\.chat_template"):
+        Tokenizer.from_folder(tokenizer_folder, str(tmp_path / "damaged.jinja"))

@@ -3,42 +3,21 @@
 import json
 import random
 import re
-from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 
 from serve_app.backends.base import ChatPrompt
-from serve_app.openai.completions.completion_request import CompletionRequest
-from serve_app.openai.parsing import parse
 from serve_app.openai.tools.forced_calls import call_form
 from serve_app.text.grammar import StructureCompiler
 from serve_app.text.patterns import PatternRefused, from_ecma, with_ascii_classes
 from serve_app.text.schemas import SchemaRefused, held
-from serve_app.text.tokenizer import Tokenizer
 from speculative.errors import InvalidRequest
 from speculative.request import Structure
-from tests.support.tiny_models import write_tiny_model
+from tests.support.front_ends import completion
 
-VOCAB_SIZE = 512
 EOS = (2, 0)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("schemas"), vocab_size=VOCAB_SIZE, tokenizer=True)
-
-
-@pytest.fixture(scope="module")
-def compiler(folder: Path) -> StructureCompiler:
-    return StructureCompiler(folder, VOCAB_SIZE, EOS)
-
-
-@pytest.fixture(scope="module")
-def tokens(folder: Path) -> list[bytes]:
-    tokenizer = Tokenizer.from_folder(folder)
-    return [tokenizer.token_bytes(token) for token in range(VOCAB_SIZE)]
 
 
 LIKELY = set(b'abxy0159-+.eE"\\u78{}[],:/ \nT')
@@ -167,11 +146,10 @@ def test_the_api_names_the_field_that_a_schema_came_in() -> None:
     }
     for field, fields in sent.items():
         with pytest.raises(InvalidRequest, match=r"properties\.a\.minProperties: 4 cannot be enforced") as caught:
-            parse(json.dumps({"model": "m", "prompt": "a", **fields}).encode(), CompletionRequest)
+            completion(**fields)
         assert caught.value.field == field
-    body = {"model": "m", "prompt": "a", "structured_outputs": {"grammar": 'start: "a" | %json {"type": "object"}'}}
     with pytest.raises(InvalidRequest, match="send the schema by itself") as caught:
-        parse(json.dumps(body).encode(), CompletionRequest)
+        completion(structured_outputs={"grammar": 'start: "a" | %json {"type": "object"}'})
     assert caught.value.field == "structured_outputs.grammar"
 
 

@@ -62,27 +62,9 @@ def test_sentencepiece_keeps_the_leading_space_only_of_a_continuation(sentencepi
     assert sentencepiece.detokenizer().push(ids)[-3:] == ["", "", "你"]
 
 
-def test_eos_ids_come_from_the_generation_config_and_the_tokenizer(tokenizer: Tokenizer) -> None:
-    assert tokenizer.eos_token_ids == (2, 0)
-
-
 def test_an_id_outside_the_vocabulary_has_no_text(tokenizer: Tokenizer) -> None:
     assert tokenizer.token_bytes(tokenizer.vocab_size + 5) == b""
     assert tokenizer.decode([*tokenizer.encode("ab"), tokenizer.vocab_size + 5]) == "ab"
-
-
-def test_tokens_read_as_text_or_as_bytes(tokenizer: Tokenizer) -> None:
-    first, *_ = tokenizer.encode("🙂")
-    assert tokenizer.token_bytes(first) == b"\xf0"
-    assert tokenizer.token_text(first) == "bytes:\\xf0"
-    assert [tokenizer.token_text(token) for token in tokenizer.encode("the")] == ["the"]
-
-
-def test_what_the_chat_template_refuses_is_an_invalid_request(tokenizer: Tokenizer) -> None:
-    messages = [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}]
-    with pytest.raises(InvalidRequest, match="system must come first") as caught:
-        tokenizer.encode_chat(messages)
-    assert caught.value.field == "messages"
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from serve_app.errors import UnsupportedParameter
-from serve_app.openai.chat.chat_request import ChatCompletionRequest
 from serve_app.openai.chat.shown import prompt_text
 from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.parsing import parse
@@ -17,7 +16,9 @@ from serve_app.openai.responses.response_requests import ResponsesRequest
 from serve_app.openai.responses.responses_adapter import ResponsesAdapter
 from serve_app.text.tokenizer import Tokenizer
 from speculative.errors import InvalidRequest
+from tests.serve_app.text.test_published_templates import PUBLISHED as PUBLISHED_WHOLE
 from tests.support.fake_serving import BackendSource, make_backend
+from tests.support.front_ends import chat
 
 # DeepSeek-R1-Distill: calls only where there is no content, their arguments as text; the last system message.
 DEEPSEEK = """
@@ -30,14 +31,8 @@ DEEPSEEK = """
 {%- if m['role'] == 'assistant' and m['content'] is not none %}
 {{- '<|Assistant|>' + m['content'].split('</think>')[-1] }}{% endif %}
 {%- if m['role'] == 'tool' %}{{ '<|Output|>' + m['content'] }}{% endif %}{% endfor %}"""
-# Llama 3.1: one call in a message, and no text beside it; `trim` writes None for no content.
-LLAMA = """
-{%- for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}
-{%- if 'tool_calls' in m %}{% if m.tool_calls | length != 1 %}{{ raise_exception('single tool-calls at once!') }}
-{%- endif %}{% set f = m.tool_calls[0].function %}
-{{- '<|' + m['role'] + '|>' }}{"name": "{{ f.name }}", "parameters": {{ f.arguments | tojson }}}
-{%- elif m.role == 'tool' %}{{ '<|ipython|>' + m.content }}
-{%- else %}{{ '<|' + m['role'] + '|>' + m['content'] | trim }}{% endif %}{% endfor %}"""
+# One call in a message, and no text beside it; `trim` writes None for no content.
+LLAMA = PUBLISHED_WHOLE["llama 3.1"].source
 # Qwen3: reasoning of earlier turns is dropped; text and calls are concatenated.
 QWEN = """
 {%- for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}
@@ -88,8 +83,6 @@ def result(text: str, number: int = 0) -> dict[str, Any]:
 
 
 class Shower:
-    """Renders requests with a template."""
-
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
@@ -99,12 +92,8 @@ class Shower:
         return Tokenizer.from_folder(self._folder)
 
     def __call__(self, template: str, messages: list[dict[str, Any]], **fields: Any) -> str:
-        body = json.dumps({"model": "m", "messages": messages, **fields})
-        return self.of_body(template, body)
-
-    def of_body(self, template: str, body: str) -> str:
-        wire = parse(body.encode(), ChatCompletionRequest)
-        return prompt_text(self.tokenizer(template), wire.chat_prompt(), {"add_generation_prompt": True})
+        prompt = chat(messages=messages, **fields).chat_prompt()
+        return prompt_text(self.tokenizer(template), prompt, {"add_generation_prompt": True})
 
 
 @pytest.fixture
@@ -216,9 +205,9 @@ def test_many_numbers_and_messages_take_time_in_proportion(show: Shower) -> None
 
     def seconds(count: int) -> float:
         said = [USER, called("", '{"a": [' + ", ".join(["1.5"] * count) + "]}"), result("x"), *([USER] * count)]
-        chat = parse(json.dumps({"model": "m", "messages": said}).encode(), ChatCompletionRequest).chat_prompt()
+        prompt = chat(messages=said).chat_prompt()
         began = time.process_time()
-        text = prompt_text(tokenizer, chat, {"add_generation_prompt": True})
+        text = prompt_text(tokenizer, prompt, {"add_generation_prompt": True})
         assert text.count("1.5") == count
         return time.process_time() - began
 

@@ -81,19 +81,11 @@ READ: list[tuple[type[FreeCalls], str, str, Calls]] = [
     (MistralCalls, '[TOOL_CALLS][{"arguments": {"x": 1}, "name": "a"}]', "", BOTH[:1]),
     (MistralCalls, f"Well.[TOOL_CALLS]a[ARGS]{DEEP}[TOOL_CALLS]b[ARGS]{{}}", "Well.", [("a", DEEP), ("b", "{}")]),
     (MistralCalls, '[TOOL_CALLS]a[CALL_ID]VvvODy9mT[ARGS]{"x": 1}[TOOL_CALLS]b{}', "", BOTH),
-    (
-        XmlCalls,
-        f"On it.\n\n{XML}",
-        "On it.",
-        [("light", '{"room": "the \\"big\\" one,\\n\\n2nd floor", "level": 3}'), ("clock", "{}")],
-    ),
-    (
-        XmlCalls,
-        "<function=light><parameter=room>x < y</parameter><parameter=on>True</parameter></function>",
-        "",
-        [("light", '{"room": "x < y", "on": true}')],
-    ),
-]
+    (XmlCalls, f"On it.\n\n{XML}", "On it.",
+     [("light", '{"room": "the \\"big\\" one,\\n\\n2nd floor", "level": 3}'), ("clock", "{}")]),
+    (XmlCalls, "<function=light><parameter=room>x < y</parameter><parameter=on>True</parameter></function>", "",
+     [("light", '{"room": "x < y", "on": true}')]),
+]  # fmt: skip
 
 
 def kept(kind: type[FreeCalls], text: str) -> tuple[type[FreeCalls], str, str, Calls]:
@@ -105,7 +97,6 @@ def kept(kind: type[FreeCalls], text: str) -> tuple[type[FreeCalls], str, str, C
 BROKEN: list[tuple[type[FreeCalls], str, str, Calls]] = [
     kept(HermesCalls, "a <tool_ call> {"),
     kept(HermesCalls, f" \n{ONE} "),
-    kept(HermesCalls, hermes("weather(Oslo)")),
     kept(HermesCalls, hermes('{"nam": "a"}')),
     kept(HermesCalls, hermes('{"name": "a", "arguments": [1]}')),
     kept(HermesCalls, hermes('{"name": "", "arguments": {}}')),
@@ -114,7 +105,6 @@ BROKEN: list[tuple[type[FreeCalls], str, str, Calls]] = [
     (HermesCalls, f"<tool_call>{ONE}}}</tool_call>", "}</tool_call>", BOTH[:1]),
     (HermesCalls, f"<tool_call>[{ONE}, 5]</tool_call>", ", 5]</tool_call>", BOTH[:1]),
     kept(LlamaCalls, '{"name": "Rome", "people": 3}'),
-    kept(LlamaCalls, '{"name": "Rome"}'),
     kept(LlamaCalls, f"It is {ONE}"),
     kept(LlamaCalls, '<|python_tag|>search.call(query="x")'),
     (LlamaCalls, f"{ONE}; and", "; and", BOTH[:1]),
@@ -214,10 +204,8 @@ def test_no_part_of_a_marker_is_shown_before_it_is_known_to_be_none(kind: type[F
     [
         ("room", "12", '"12"'),
         ("room", "true", '"true"'),
-        ("level", "12", "12"),
         ("level", " 12 ", "12"),
         ("level", "twelve", '"twelve"'),
-        ("share", "1", "1"),
         ("share", "NaN", '"NaN"'),
         ("on", "False", "false"),
         ("colours", '["a", {"b": 1}]', '["a", {"b": 1}]'),
@@ -241,13 +229,8 @@ def test_bare_values_become_json_by_the_functions_schema(key: str, written: str,
 @pytest.mark.parametrize(
     "schema",
     [
+        *({"type": 3}, {"$ref": "#/x"}, {"$ref": 1}, {"anyOf": 1}, {"enum": []}, True),
         {"anyOf": [{"$ref": "#/properties/a"}] * 50},
-        {"type": 3},
-        {"$ref": "#/x"},
-        {"$ref": 1},
-        {"anyOf": 1},
-        {"enum": []},
-        True,
         {"$ref": "#"},
     ],
 )

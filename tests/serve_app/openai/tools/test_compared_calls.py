@@ -21,6 +21,7 @@ from serve_app.openai.responses.response_requests import ResponsesRequest
 from serve_app.openai.responses.responses_adapter import ResponsesAdapter
 from serve_app.text.tokenizer import Tokenizer
 from tests.serve_app.openai.tools.test_tools import FakeParser, FakeParsers, ask, ask_streaming, front
+from tests.serve_app.referee.test_client_demands import BROKEN, NONE_MADE, listed
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER: dict[str, Any] = {"name": "weather", "parameters": SCHEMA}
@@ -28,12 +29,6 @@ TOOLS: dict[str, Any] = {"tools": [{"type": "function", "function": WEATHER}]}
 REQUIRED = {**TOOLS, "tool_choice": "required"}
 NAMED = {**TOOLS, "tool_choice": {"type": "function", "function": {"name": "weather"}}}
 GOOD, BAD = '{"city": "Rome"}', '{"town": "Rome"}'
-BROKEN = "the arguments of call 0: it breaks `required` of its JSON schema"
-NONE_MADE = "it says something else than the calls that the request demands"
-
-
-def listed(*calls: tuple[str, str]) -> str:
-    return "[" + ", ".join(f'{{"name": "{name}", "arguments": {arguments}}}' for name, arguments in calls) + "]"
 
 
 def noted(end: FrontEnd) -> list[str]:

@@ -1,10 +1,38 @@
-"""Weights of a service that has one replica and does nothing but note what it is asked for."""
+"""What an operator finds at a service that has one replica and does nothing but note what it is asked for."""
 
 from typing import Any
 
+from serve_app.access.access import Caller, Scope
 from serve_app.backends.base import PauseMode
 from serve_app.errors import UpdateRefused
 from serve_app.weights.desired_state import Outcome, WeightsRef
+
+
+async def replicas(*_: object) -> list[dict[str, Any]]:
+    """Who decides about speculation there, whatever was ordered."""
+    return [{"replica": "r1", "mode": "auto"}]
+
+
+async def exposition() -> tuple[bytes, str]:
+    return b"truespec_x 1\n", "text/plain"
+
+
+async def well() -> None:
+    return None
+
+
+async def status() -> dict[str, Any]:
+    return {}
+
+
+class FakeKeys:
+    """Keys that open what a user may do, each with its own id; all begin with "key"."""
+
+    def __init__(self, max_concurrent: int | None = None) -> None:
+        self._max_concurrent = max_concurrent
+
+    def find(self, key: str) -> Caller | None:
+        return Caller(key, frozenset({Scope.USER}), self._max_concurrent) if key.startswith("key") else None
 
 
 class FakeWeights:
