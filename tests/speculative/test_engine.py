@@ -20,11 +20,11 @@ from speculative.errors import InvalidRequest
 from speculative.request import FinishReason, Request, SamplingParams, TokenKind
 from speculative.state.batch import Batch, Entry
 from speculative.verification.draft_probs import PointMass
-from tests.support.distributions import assert_follows
 from tests.support.engines import (
     NGRAM,
     NO_DRAFTS,
     Answer,
+    answer_all,
     assert_idle,
     assert_pool_is_whole,
     decoder_of,
@@ -34,8 +34,10 @@ from tests.support.engines import (
     run,
     take,
     teacher_forced,
+    texts,
     tiny_engine,
 )
+from tests.support.markov_chain import sample, sigmas
 from tests.support.near_ties import assert_same_up_to_near_tie
 
 CYCLE = [(token + 1) % 16 for token in range(16)]
@@ -55,28 +57,20 @@ def requests(params: SamplingParams = GREEDY) -> list[Request]:
     return [Request(name, prompt, params, seed=index) for index, (name, prompt) in enumerate(PROMPTS.items())]
 
 
-def answer_all(engine: EngineCore, wanted: list[Request]) -> dict[str, Answer]:
-    for request in wanted:
-        engine.add(request)
-    answers = run(engine)
-    assert_idle(engine)
-    return answers
-
-
 def answer_singly(engine: EngineCore, wanted: list[Request]) -> dict[str, Answer]:
     return {request.request_id: answer_all(engine, [request])[request.request_id] for request in wanted}
+
+
+def logits_after(engine: EngineCore, name: str, output: Sequence[int]) -> Tensor:
+    return naive_logits(decoder_of(engine), torch.tensor([[*PROMPTS[name], *output]]))[0, -1]
 
 
 def assert_alike(engine: EngineCore, first: dict[str, Answer], second: dict[str, Answer]) -> None:
     """The same texts up to near-ties, with logprobs within 1e-4 so far."""
     assert first.keys() == second.keys()
     for name, answer in first.items():
-
-        def logits_after(output: Sequence[int], prompt: tuple[int, ...] = PROMPTS[name]) -> Tensor:
-            return naive_logits(decoder_of(engine), torch.tensor([[*prompt, *output]]))[0, -1]
-
-        other = second[name]
-        parting = assert_same_up_to_near_tie(answer.token_ids, other.token_ids, logits_after)
+        other, after = second[name], functools.partial(logits_after, engine, name)
+        parting = assert_same_up_to_near_tie(answer.token_ids, other.token_ids, after)
         assert answer.values[:parting] == pytest.approx(other.values[:parting], abs=1e-4)
 
 
@@ -110,7 +104,9 @@ def test_a_token_beyond_the_embedding_is_refused_and_the_running_ones_go_on(tiny
     size = engine.model.vocab_size
     for request in requests():
         engine.add(request)
-    deltas = [delta for _ in range(4) for delta in engine.step()]
+    answers: dict[str, Answer] = defaultdict(Answer)
+    for _ in range(4):
+        take(answers, engine.step())
     for wrong in (size, 2**31):
         fields: dict[str, Any] = {"logit_bias": ((wrong, 1.0),), "bad_words": ((1, wrong),)}
         fields |= dict.fromkeys(("allowed_token_ids", "stop_token_ids", "logprob_token_ids"), (3, wrong))
@@ -119,12 +115,8 @@ def test_a_token_beyond_the_embedding_is_refused_and_the_running_ones_go_on(tiny
             with pytest.raises(InvalidRequest, match=r"0 (to|and) 63") as caught:
                 engine.add(request)
             assert caught.value.field == field
-    while engine.has_work:
-        deltas += engine.step()
+    assert texts(run(engine, answers)) == texts(alone)
     assert_idle(engine)
-    for name, answer in alone.items():
-        said = [token for delta in deltas if delta.request_id == name for token in delta.token_ids]
-        assert said == list(answer.token_ids)
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 16, 64])
@@ -167,10 +159,10 @@ def test_an_emptied_prefix_cache_is_filled_again(tiny_folder: Path) -> None:
     fresh = answer_all(engine, requests())
     for request in requests():
         engine.add(request)
-    begun = {delta.request_id: list(delta.token_ids) for delta in engine.step()}
+    begun: dict[str, Answer] = defaultdict(Answer)
+    take(begun, engine.step())
     engine.reset_prefix_cache()  # while requests run, which go on
-    texts = {name: begun.get(name, []) + answer.token_ids for name, answer in run(engine).items()}
-    assert texts == {name: answer.token_ids for name, answer in fresh.items()}
+    assert texts(run(engine, begun)) == texts(fresh)
     engine.reset_prefix_cache()
     again = answer_all(engine, requests())
     assert again["plain"].num_cached_tokens == 0
@@ -182,13 +174,10 @@ def test_bfloat16_text_parts_only_where_rounding_decides(tiny_folder: Path) -> N
     speculating, plain = (tiny_engine(tiny_folder, dtype="bfloat16", drafter=drafter) for drafter in (NGRAM, NO_DRAFTS))
     answers, references = answer_all(speculating, requests()), answer_all(plain, requests())
     assert sum(answer.num_accepted for answer in answers.values()) > 10
-    for name, prompt in PROMPTS.items():
-
-        def logits_after(output: Sequence[int], prompt: tuple[int, ...] = prompt) -> Tensor:
-            return naive_logits(decoder_of(plain), torch.tensor([[*prompt, *output]]))[0, -1]
-
+    for name in PROMPTS:
         first, second = answers[name].token_ids, references[name].token_ids
-        assert_same_up_to_near_tie(first, second, logits_after, near=0.1)  # logits of 8 are rounded to 1/32
+        after = functools.partial(logits_after, plain, name)
+        assert_same_up_to_near_tie(first, second, after, near=0.1)  # logits of 8 are rounded to 1/32
 
 
 # -- handoff --------------------------------------------------------------------------------------------------------
@@ -297,21 +286,13 @@ def test_a_resumed_request_goes_on_as_if_undisturbed(tiny_folder: Path) -> None:
 
 
 def test_a_seed_names_a_text(tiny_folder: Path) -> None:
-    texts = Counter()
+    counts = Counter()
     for seed in (0, 1, 2, 2**32, 2**32 + 1, 2**63, 2**64 - 1):
         for _ in range(2):
             engine = tiny_engine(tiny_folder)
             engine.add(Request("a", PROMPTS["plain"], SAMPLED, seed=seed))
-            texts[tuple(run(engine)["a"].token_ids)] += 1
-    assert list(texts.values()) == [2] * 7
-
-
-def test_requests_without_a_seed_do_not_share_one(tiny_folder: Path) -> None:
-    engine = tiny_engine(tiny_folder)
-    for index in range(20):
-        engine.add(Request(str(index), PROMPTS["plain"], SAMPLED))
-    answers = run(engine)
-    assert len({tuple(answer.token_ids) for answer in answers.values()}) == 20
+            counts[tuple(run(engine)["a"].token_ids)] += 1
+    assert list(counts.values()) == [2] * 7
 
 
 # -- scoring --------------------------------------------------------------------------------------------------------
@@ -439,9 +420,7 @@ def test_a_row_that_is_no_number_fails_its_request_alone(
     for _ in range(healthy_steps):
         take(answers, engine.step())
     poison(engine, "looping", value)
-    while engine.has_work:
-        take(answers, engine.step())
-        assert_pool_is_whole(engine)
+    answers = run(engine, answers)
     failed = answers.pop("looping")
     assert failed.finish_reason is FinishReason.ERROR
     assert "not finite" in (failed.error or "")
@@ -529,8 +508,8 @@ def test_counts_obey_their_identities(tiny_folder: Path) -> None:
 
 DISTRIBUTION_PROMPT = (4, 3, 15, 7, 10, 2, 1, 6, 0, 8, 9, 11, 12, 14, 13, 5)  # every token: n-grams always draft
 DISTRIBUTION_LENGTH = 4
-WIDE = SamplingParams(max_tokens=4 * DISTRIBUTION_LENGTH, temperature=1.0, ignore_eos=True)
-NARROW = SamplingParams(max_tokens=4 * DISTRIBUTION_LENGTH, temperature=0.7, top_k=4, ignore_eos=True)
+WIDE: dict[str, Any] = {"temperature": 1.0}
+NARROW: dict[str, Any] = {"temperature": 0.7, "top_k": 4}
 
 
 @pytest.fixture(scope="module")
@@ -542,13 +521,13 @@ def distribution_logits(tiny16_folder: Path) -> list[Tensor]:
     return [naive_logits(decoder, ids)[:, -1].double() for ids in contexts]
 
 
-def exact_distribution(distribution_logits: list[Tensor], params: SamplingParams) -> np.ndarray:
+def exact_distribution(distribution_logits: list[Tensor], temperature: float, top_k: int = 0) -> np.ndarray:
     """P of every continuation of four tokens [V, V, V, V], float64."""
     distribution = np.ones(())
     for length, raw in enumerate(distribution_logits):
-        logits = raw / params.temperature
-        if params.top_k:
-            logits = logits.masked_fill(logits < logits.topk(params.top_k).values[:, -1:], -torch.inf)
+        logits = raw / temperature
+        if top_k:
+            logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -torch.inf)
         distribution = distribution[..., None] * logits.softmax(-1).numpy().reshape((raw.shape[-1],) * (length + 1))
     return distribution
 
@@ -571,44 +550,26 @@ class LikelyDrafter(WeightlessDrafter):
         return tail[len(tail) - entry.max_drafts :]
 
 
-def sample_counts(engine: EngineCore, params: SamplingParams, num_samples: int) -> tuple[np.ndarray, Answer]:
-    """How often each continuation came, over requests numbered by their seeds; and what became of all drafts."""
-    counts, total = np.zeros((engine.model.vocab_size,) * DISTRIBUTION_LENGTH), Answer()
-    answers: dict[str, Answer] = defaultdict(Answer)
-    seed = 0
-    while seed < num_samples or engine.has_work:
-        while seed < num_samples and engine.usage().num_waiting < engine.config.max_num_seqs:
-            engine.add(Request(str(seed), DISTRIBUTION_PROMPT, params, seed=seed))
-            seed += 1
-        take(answers, engine.step())
-        for name in [name for name, answer in answers.items() if len(answer.token_ids) >= DISTRIBUTION_LENGTH]:
-            engine.abort(name)
-            answer = answers.pop(name)
-            counts[tuple(answer.token_ids[:DISTRIBUTION_LENGTH])] += 1
-            total.num_drafted += answer.num_drafted
-            total.num_accepted += answer.num_accepted
-    assert counts.sum() == num_samples
-    return counts, total
-
-
 @pytest.mark.parametrize("drafter", ["ngram", "likely"])
 @pytest.mark.parametrize("params", [WIDE, NARROW], ids=["wide", "narrow"])
 def test_tokens_of_several_rounds_follow_the_joint_distribution(
-    tiny16_folder: Path, distribution_logits: list[Tensor], params: SamplingParams, drafter: str
+    tiny16_folder: Path, distribution_logits: list[Tensor], params: dict[str, Any], drafter: str
 ) -> None:
     own = DrafterConfig(num_draft_tokens=3, ngram_max=3, ngram_min=1)
     engine = tiny_engine(tiny16_folder, max_num_seqs=64, max_batched_tokens=512, kv_cache_tokens=4096, drafter=own)
     if drafter == "likely":
         engine.eager.drafter = LikelyDrafter(distribution_logits)
-    counts, total = sample_counts(engine, params, num_samples=6_000)
-    assert total.num_drafted > 18_000
-    assert total.num_accepted > (2_500 if drafter == "likely" else 500)
-    distribution = exact_distribution(distribution_logits, params)
-    assert_follows(counts.reshape(-1), distribution.reshape(-1))
-    for others in itertools.combinations(range(DISTRIBUTION_LENGTH), DISTRIBUTION_LENGTH - 2):
-        assert_follows(counts.sum(others).reshape(-1), distribution.sum(others).reshape(-1))
-    expected = engine.take_stats().expected_accepted
-    assert abs(total.num_accepted - expected) < 5 * (total.num_drafted / 4) ** 0.5
+    length = DISTRIBUTION_LENGTH + own.num_draft_tokens  # so that none of the first rounds is cut short
+    samples = sample(engine, DISTRIBUTION_PROMPT, 6_000, length, **params)[:, :DISTRIBUTION_LENGTH]
+    stats = engine.take_stats()
+    assert stats.num_drafted > 18_000
+    assert stats.num_accepted > (2_500 if drafter == "likely" else 500)
+    distribution = exact_distribution(distribution_logits, **params)
+    assert sigmas(samples, distribution) < 5
+    for first, second in itertools.combinations(range(DISTRIBUTION_LENGTH), 2):
+        others = tuple({*range(DISTRIBUTION_LENGTH)} - {first, second})
+        assert sigmas(samples[:, [first, second]], distribution.sum(others)) < 5
+    assert abs(stats.num_accepted - stats.expected_accepted) < 5 * (stats.num_drafted / 4) ** 0.5
 
 
 def test_a_step_runs_on_the_engines_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,12 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from speculative.config import DrafterConfig
 from speculative.drafting.base import Drafter, DraftOutput, WeightlessDrafter
+from speculative.drafting.head_drafters import Eagle3DraftModel
 from speculative.engine import EngineCore
 from speculative.request import Request, SamplingParams
 from speculative.state.batch import Batch, Int64s
 from speculative.verification.draft_probs import Dense, PointMass
+from tests.support.engines import markov_decoder, settings
 from tests.support.markov_chain import sample, sigmas, worst_window
+from tests.support.tiny_heads import random_head
 from tools.faults.mutants import MUTANTS
 from tools.faults.toy import LikeliestDrafter, TableDrafter, engine_over
 
@@ -94,6 +98,22 @@ def test_joint_distribution_over_several_rounds(table: Tensor, verifier: str, dr
         assert stats.num_drafts > COUNT / 3  # rounds that speculated, and some of each outcome
         assert 0 < stats.num_accepted < stats.num_drafted
         assert abs(stats.expected_accepted - stats.num_accepted) < 5 * stats.num_drafted**0.5
+
+
+@pytest.mark.parametrize("drafted", [(0, 2, 3, 5, 7), tuple(range(8))])
+def test_joint_distribution_with_drafts_of_a_head(drafted: tuple[int, ...]) -> None:
+    """The target is the chain in the weights of a real decoder, over whose hidden states a random head drafts."""
+    table = 1.5 * torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
+    decoder = markov_decoder(table.softmax(-1), num_layers=3)
+    head = Eagle3DraftModel(random_head(decoder, torch.tensor(drafted), embedding=decoder.embedding), "random")
+    sizes = {"max_num_seqs": 256, "max_batched_tokens": 2048, "kv_cache_tokens": 8192, "prefix_caching": False}
+    config = settings(drafter=DrafterConfig(num_draft_tokens=3), **sizes)
+    engine = EngineCore(decoder, decoder.config, config, "markov", None, head)
+    samples = sample(engine, (FIRST, FIRST), 2_500, 5)
+    assert worst_window(samples, softmax(table), FIRST) < FIVE_SIGMA
+    stats = engine.take_stats()
+    assert stats.num_drafts > 2_500 and 0 < stats.num_accepted < stats.num_drafted
+    assert abs(stats.expected_accepted - stats.num_accepted) < 5 * stats.num_drafted**0.5
 
 
 def test_joint_distribution_with_temperature_and_filters(table: Tensor) -> None:

@@ -10,10 +10,9 @@ from speculative.config import keep_triton_kernels
 def test_kernels_are_kept_in_the_cache_unless_somebody_says_where(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    triton_cache = "TRITON_CACHE_DIR"
-    monkeypatch.setenv(triton_cache, str(tmp_path / "elsewhere"))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "elsewhere"))
     assert keep_triton_kernels() == tmp_path / "elsewhere"
-    monkeypatch.delenv(triton_cache)
+    monkeypatch.delenv("TRITON_CACHE_DIR")
     monkeypatch.setenv("TRUESPEC_CACHE", str(tmp_path / "cache"))
     assert keep_triton_kernels() == tmp_path / "cache" / "kernels" / "triton"
     knobs = pytest.importorskip("triton").knobs

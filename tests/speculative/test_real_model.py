@@ -6,7 +6,7 @@ pass of transformers names the next token.
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from speculative.model.catalogue import fetch_model
 from speculative.model.config import ModelConfig
 from speculative.model.loading import load_decoder
 from speculative.request import FinishReason, Request, SamplingParams
-from tests.support.engines import Answer, assert_idle, naive_logits, run
+from tests.support.engines import Answer, answer_all, naive_logits
 from tests.support.near_ties import NEAR_TIE, assert_same_up_to_near_tie
 
 PROMPTS = json.loads((Path(__file__).parents[1] / "data" / "prompts.json").read_text(encoding="utf-8"))
@@ -68,16 +68,6 @@ class RealModel:
         return lambda output: self.reference_logits((*self.prompts[name], *output))[-1]
 
 
-@dataclass
-class Texts:
-    """What the prompts were answered with."""
-
-    plain: dict[str, Answer]
-    speculative: dict[str, Answer]
-    singly: dict[str, Answer]
-    max_tokens: int
-
-
 @pytest.fixture(scope="module")
 def model() -> RealModel:
     return RealModel(fetch_model("smollm2-135m"))
@@ -87,7 +77,7 @@ NUM_TOKENS = 48
 
 
 @pytest.fixture(scope="module")
-def texts(model: RealModel) -> Texts:
+def texts(model: RealModel) -> dict[str, dict[str, Answer]]:
     """Batched without and with speculation, and every third prompt with speculation one by one."""
     params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, logprobs=0)
     wanted = [Request(name, model.prompts[name], params) for name in NAMES]
@@ -95,56 +85,40 @@ def texts(model: RealModel) -> Texts:
     engine = model.engine(drafts=True)
     for one in wanted[::3]:
         singly |= answer_all(engine, [one])
-    return Texts(
-        plain=answer_all(model.engine(drafts=False), wanted),
-        speculative=answer_all(model.engine(drafts=True), wanted),
-        singly=singly,
-        max_tokens=NUM_TOKENS,
-    )
+    plain, speculative = (answer_all(model.engine(drafts=drafts), wanted, max_steps=20_000) for drafts in (False, True))
+    return {"plain": plain, "speculative": speculative, "singly": singly}
 
 
-def answer_all(engine: EngineCore, wanted: list[Request]) -> dict[str, Answer]:
-    for request in wanted:
-        engine.add(request)
-    answers = run(engine, max_steps=20_000)
-    assert_idle(engine)
-    return answers
-
-
-def test_greedy_text_with_speculation_is_the_one_without(model: RealModel, texts: Texts) -> None:
+def test_greedy_text_with_speculation_is_the_one_without(model: RealModel, texts: dict[str, dict[str, Answer]]) -> None:
     for name in NAMES:
-        ours, plain = texts.speculative[name], texts.plain[name]
+        ours, plain = texts["speculative"][name], texts["plain"][name]
         parting = assert_same_up_to_near_tie(ours.token_ids, plain.token_ids, model.logits_after(name))
         assert ours.values[:parting] == pytest.approx(plain.values[:parting], abs=1e-4)
-    assert sum(answer.num_accepted for answer in texts.speculative.values()) > len(NAMES)
-    assert sum(answer.num_drafted for answer in texts.plain.values()) == 0
+    assert sum(answer.num_accepted for answer in texts["speculative"].values()) > len(NAMES)
+    assert sum(answer.num_drafted for answer in texts["plain"].values()) == 0
 
 
-def test_batched_text_is_the_one_alone(model: RealModel, texts: Texts) -> None:
-    assert len(texts.singly) >= 8
-    for name, alone in texts.singly.items():
-        batched = texts.speculative[name]
+def test_batched_text_is_the_one_alone(model: RealModel, texts: dict[str, dict[str, Answer]]) -> None:
+    assert len(texts["singly"]) >= 8
+    for name, alone in texts["singly"].items():
+        batched = texts["speculative"][name]
         parting = assert_same_up_to_near_tie(batched.token_ids, alone.token_ids, model.logits_after(name))
         assert batched.values[:parting] == pytest.approx(alone.values[:parting], abs=1e-4)
 
 
-def test_every_token_and_logprob_is_that_of_transformers(model: RealModel, texts: Texts) -> None:
+def test_every_token_and_logprob_is_that_of_transformers(model: RealModel, texts: dict[str, dict[str, Answer]]) -> None:
     for name in NAMES:
-        answer, prompt = texts.speculative[name], model.prompts[name]
+        answer, prompt = texts["speculative"][name], model.prompts[name]
         logits = model.reference_logits((*prompt, *answer.token_ids))[len(prompt) - 1 : -1]
         emitted = torch.tensor(answer.token_ids)[:, None]
         behind = logits.amax(-1) - logits.gather(1, emitted)[:, 0]  # nats behind the best token
         assert behind.max() < NEAR_TIE, f"{name}: {behind.max():.2e} nats at position {int(behind.argmax())}"
         expected = logits.log_softmax(-1).gather(1, emitted)[:, 0]
         assert answer.values == pytest.approx(expected.tolist(), abs=1e-4), name
-        assert_ends_rightly(model, answer, texts.max_tokens)
-
-
-def assert_ends_rightly(model: RealModel, answer: Answer, max_tokens: int) -> None:
-    stopped = answer.token_ids[-1] in model.config.eos_token_ids
-    assert answer.finish_reason is (FinishReason.STOP if stopped else FinishReason.LENGTH)
-    assert stopped or len(answer.token_ids) == max_tokens
-    assert not set(answer.token_ids[:-1]) & set(model.config.eos_token_ids)
+        stopped = answer.token_ids[-1] in model.config.eos_token_ids
+        assert answer.finish_reason is (FinishReason.STOP if stopped else FinishReason.LENGTH)
+        assert stopped or len(answer.token_ids) == NUM_TOKENS
+        assert not set(answer.token_ids[:-1]) & set(model.config.eos_token_ids)
 
 
 @torch.inference_mode()

@@ -17,7 +17,6 @@ from speculative.drafting.head_drafters import Eagle3DraftModel
 from speculative.drafting.neural_drafter import ModelDrafter
 from speculative.engine import EngineCore
 from speculative.errors import InvalidRequest
-from speculative.model.eagle3 import Eagle3Config, Eagle3Head
 from speculative.request import Draw, Redrawn, ReplayedToken, Request, Round, SamplingParams, TokenKind
 from speculative.sampling.probs import SamplingRows, process
 from speculative.sampling.rng import Purpose, gumbel, uniforms
@@ -26,8 +25,8 @@ from speculative.selfcheck.replayed_draws import DrawCheck, Rounds
 from speculative.selfcheck.replayed_tokens import replayed_tokens
 from speculative.stats import DRAW_CHECKS
 from speculative.vocabulary.ops import TorchOps
-from tests.support.engines import settings
-from tests.support.tiny_heads import randomise
+from tests.support.engines import answer_all, settings
+from tests.support.tiny_heads import random_head
 from tools.faults.toy import EvenAndOdd, table_engine, tiny_engine, tiny_weights
 from tools.faults.traffic import FILTERED, PLAIN, mixed, sampling
 
@@ -37,20 +36,13 @@ ROUNDING = 1e-4  # nats; a replay computes other batch shapes
 
 
 def serve(engine: EngineCore, requests: list[Request]) -> dict[str, Rounds]:
-    answers = {one.request_id: Rounds(len(one.prompt_token_ids), (), (), ()) for one in requests}
-    for one in requests:
-        engine.add(one)
-    while engine.has_work:
-        for delta in engine.step():
-            assert delta.error is None, delta.error
-            before = answers[delta.request_id]
-            answers[delta.request_id] = Rounds(
-                before.first_start,
-                before.rounds + (() if delta.round is None else (delta.round,)),
-                before.tokens + delta.token_ids,
-                before.kinds + delta.kinds,
-            )
-    return answers
+    answers = answer_all(engine, requests)
+    assert {answer.error for answer in answers.values()} == {None}
+    starts = {one.request_id: len(one.prompt_token_ids) for one in requests}
+    return {
+        name: Rounds(starts[name], tuple(own.rounds), tuple(own.token_ids), tuple(own.kinds))
+        for name, own in answers.items()
+    }
 
 
 def replay(engine: EngineCore, request: Request, answer: Rounds) -> list[DrawCheck]:
@@ -74,9 +66,7 @@ def head_engine(drafted: range, verifier: str) -> EngineCore:
     """A tiny decoder with random weights, for which a random head drafts; its cache is too small for all."""
     decoder = tiny_weights().decoder
     model = decoder.config
-    config = Eagle3Config(model, len(drafted), target_hidden_size=model.hidden_size, aux_layers=(0, 1))
-    head = Eagle3Head(config, torch.tensor(drafted), decoder.embedding, dtype=torch.float32)
-    randomise(head)
+    head = random_head(decoder, torch.tensor(drafted), embedding=decoder.embedding, aux_layers=(0, 1))
     small = settings(verifier=verifier, kv_cache_tokens=256, block_size=8)
     structure = EvenAndOdd(model.vocab_size)
     return EngineCore(
