@@ -15,20 +15,18 @@ from tests.support.triton_interpreter import needs_triton
 pytestmark = [pytest.mark.slow, needs_triton]
 SHARED_MEMORY = 99 << 10  # of a block, on the GPUs since Ampere that have the least
 COMPILE = """
-import json, sys
+import json
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from speculative.gpu import triton_attention, triton_drafts, triton_edits, triton_filters, triton_layers, triton_prompts
 from speculative.gpu import triton_vocabulary
 
-FP8 = int(sys.argv[1]) >= 89
-
 def compiled(name, kernel, kinds, warps=4, stages=3, **constants):
     signature = dict(zip(kernel.arg_names, kinds.split(), strict=False)) | dict.fromkeys(constants, "constexpr")
     multiples = [index for index, arg in enumerate(kernel.arg_names) if signature[arg][0] == "*" or "stride" in arg]
     aligned = {(index,): [["tt.divisibility", 16]] for index in multiples}
-    target, options = GPUTarget("cuda", int(sys.argv[1]), 32), {"num_warps": warps, "num_stages": stages}
+    target, options = GPUTarget("cuda", 90, 32), {"num_warps": warps, "num_stages": stages}
     print("KERNEL", name)
     made = triton.compile(ASTSource(kernel, signature, constants, aligned), target=target, options=options)
     print(json.dumps({"ttir": made.asm["ttir"], "ptx": made.asm["ptx"], "shared": made.metadata.shared}))
@@ -82,13 +80,12 @@ for size in (576, 4096, 8192, 16384):
         f"sum and norm of {size}", triton_layers._add_norm, 5 * "*bf16 " + "*fp32 fp32",
         triton_layers.norm_warps(block), SIZE=size, BLOCK=block, QUANTIZED=False,
     )
-    if FP8:
-        compiled(
-            f"sum, norm and FP8 of {size}", triton_layers._add_norm, 4 * "*bf16 " + "*fp8e4nv *fp32 fp32",
-            triton_layers.norm_warps(block), SIZE=size, BLOCK=block, QUANTIZED=True,
-        )
+    compiled(
+        f"sum, norm and FP8 of {size}", triton_layers._add_norm, 4 * "*bf16 " + "*fp8e4nv *fp32 fp32",
+        triton_layers.norm_warps(block), SIZE=size, BLOCK=block, QUANTIZED=True,
+    )
 compiled("gate of 14336", triton_layers._gate, "*bf16 *bf16", SIZE=14336, BLOCK=1024)
-for gated, size in ((True, 1536), (True, 14336), (False, 576), (False, 8192)) * FP8:
+for gated, size in ((True, 1536), (True, 14336), (False, 576), (False, 8192)):
     block = triton_layers.quantized_at_once(size)
     compiled(
         f"gate and FP8 of {size}" if gated else f"FP8 of {size}", triton_layers._quantize, "*bf16 *fp8e4nv *fp32",
@@ -110,7 +107,7 @@ sizes = {"VOCABULARY": 128256, "NUM_BLOCKS": 63, "PADDED": 64, "BLOCK": 2048, "L
 sizes |= {"NUM_STAKES": 12, "PADDED_STAKES": 16}
 for kernel in vars(triton_vocabulary).values():
     if "num_rows" in getattr(kernel, "do_not_specialize", ()):
-        for q in (0, 1, 2) if "Q" in kernel.arg_names and sys.argv[1] == "90" else (2,):
+        for q in (0, 1, 2) if "Q" in kernel.arg_names else (2,):
             fixed = {name: value for name, value in (sizes | {"Q": q}).items() if name in kernel.arg_names}
             kinds = [(pointers | numbers).get(name, "*fp64") for name in kernel.arg_names]
             compiled(f"verification: {kernel.fn.__name__}, q {q}", kernel, " ".join(kinds), **fixed)
@@ -127,17 +124,13 @@ class Compiled(NamedTuple):
     spilled: int
 
 
-@pytest.fixture(
-    scope="module",
-    params=[90],
-    ids="sm_{}".format,
-)
-def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Compiled]:
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Compiled]:
     """In a process of its own, where Triton compiles instead of interpreting."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")), "TRITON_DUMP_PTXAS_LOG": "1"}
     run = subprocess.run(
-        [sys.executable, "-c", COMPILE, str(request.param)],
+        [sys.executable, "-c", COMPILE],
         capture_output=True,
         text=True,
         env=environment,

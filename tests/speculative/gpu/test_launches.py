@@ -28,7 +28,7 @@ def test_whatever_an_engine_launches_compiles(target: Path, drafters: dict[str, 
     own = [{"kind": one.kind, "model": one.model, "num_draft_tokens": one.num_draft_tokens} for one in chosen]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     run = subprocess.run(
-        [sys.executable, "-m", "tests.support.compiled_launches", target, "90", json.dumps(own), "bfloat16"],
+        [sys.executable, "-m", "tests.support.compiled_launches", target, json.dumps(own)],
         capture_output=True,
         text=True,
         env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},

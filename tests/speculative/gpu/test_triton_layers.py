@@ -13,11 +13,9 @@ from speculative.cache.kv_cache import KVCache, KVShape
 from speculative.gpu.paged_attention import PagedAttention, PagedRows
 from speculative.model.attention import CacheAttention
 from speculative.model.config import ModelConfig
-from speculative.model.eagle3 import load_eagle3
 from speculative.model.fp8 import E4M3, Fp8Rows, quantize_rows
 from speculative.model.layers import Attention, LayerOps, RMSNorm, Rotary, TorchLayerOps, use_layer_ops
 from speculative.model.loading import load_decoder
-from tests.support.tiny_heads import write_tiny_head
 from tests.support.tiny_models import write_tiny_model
 from tests.support.torch_operators import TorchAttend
 from tests.support.triton_interpreter import needs_triton, nobodys
@@ -151,13 +149,6 @@ class QueriesAlone(CacheAttention):
         return query.contiguous()
 
 
-def config_of(heads: tuple[int, int, int], *, qk_norm: bool) -> ModelConfig:
-    num_heads, num_kv_heads, head_dim = heads
-    return ModelConfig(
-        "LlamaForCausalLM", 16, 64, 64, 2, num_heads, num_kv_heads, head_dim, 1e-5, 10000.0, 512, qk_norm=qk_norm
-    )
-
-
 @pytest.mark.parametrize(
     ("heads", "num_rows", "qk_norm", "dtype"),
     [
@@ -173,7 +164,7 @@ def test_rotation_and_storing(
     triton: LayerOps, heads: tuple[int, int, int], qk_norm: bool, num_rows: int, dtype: torch.dtype
 ) -> None:
     """Every third row stands for nothing: all of them go to one slot, and what is there means nothing."""
-    config = config_of(heads, qk_norm=qk_norm)
+    config = ModelConfig("LlamaForCausalLM", 16, 64, 64, 2, *heads, 1e-5, 1e4, 512, qk_norm=qk_norm)
     attention, rotary = Attention(config, dtype=dtype, device=CPU), Rotary(config, device=CPU)
     if attention.qk_norm is not None:
         attention.qk_norm.weight.copy_(drawn(*attention.qk_norm.weight.shape, dtype=dtype, seed=3))
@@ -225,14 +216,3 @@ def test_a_whole_decoder(triton: LayerOps, tmp_path: Path, family: str, weights:
         found.append(decoder.run(IDS, POSITIONS, two_sequences(decoder.config), capture))
     for ours, expected in zip(*found, strict=True):
         assert torch.allclose(ours[:5], expected[:5], rtol=limit, atol=limit)
-
-
-def test_a_whole_head(triton: LayerOps, tmp_path: Path) -> None:
-    folder = write_tiny_model(tmp_path / "target", "smollm", num_hidden_layers=3)
-    target = load_decoder(folder, dtype=torch.float32, device="cpu")
-    head = load_eagle3(write_tiny_head(tmp_path / "head", folder), target, dtype=torch.float32)
-    hidden, found = drawn(6, target.config.hidden_size, dtype=torch.float32), []
-    for ops in (triton, TORCH):
-        use_layer_ops(head, ops)
-        found.append(head(IDS, hidden, POSITIONS, two_sequences(head.config.shape))[:5])
-    assert torch.allclose(*found, rtol=1e-4, atol=1e-4)
