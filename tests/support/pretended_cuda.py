@@ -122,7 +122,6 @@ class _Recording:
         _spoil(self.results + self.temporaries)
 
     def replay(self) -> None:
-        """Execute what was recorded."""
         device = self._device
         device.num_replays += 1
         assert device.capturing is None, "a graph is replayed while another is captured"
@@ -178,8 +177,8 @@ class PretendedCuda(TorchFunctionMode):
         self.streams = [_Stream()]  # the default one, and all that were made
         self.stream = self.streams[0]
         self._pinned: dict[int, Tensor] = {}
-        self._downloads: list[tuple[Tensor, Tensor]] = []  # on their way to pinned memory, which is garbage until then
-        self._uploads: dict[int, tuple[Tensor, Tensor]] = {}  # from pinned memory, by address: it, and what was sent
+        self.downloads: list[tuple[Tensor, Tensor]] = []  # on their way to pinned memory, which is garbage until then
+        self.uploads: dict[int, tuple[Tensor, Tensor]] = {}  # from pinned memory, by address: it, and what was sent
         self._in_launcher = False
         self._patches = ExitStack()
         self.clear()
@@ -297,7 +296,6 @@ class PretendedCuda(TorchFunctionMode):
         )
 
     def _attend_packed(self, query: Tensor, keys: Tensor, values: Tensor, rows: PackedRows) -> Tensor:
-        """Stand in for `TritonAttendPacked`."""
         from speculative.gpu.triton_prompts import TritonAttendPacked
 
         assert rows.blocks.dtype == rows.spans.dtype == torch.int32
@@ -314,7 +312,6 @@ class PretendedCuda(TorchFunctionMode):
         vocab_size: int,
         drafts: DraftBuffers,
     ) -> None:
-        """Stand in for `triton_drafts`."""
         from speculative.gpu.triton_drafts import triton_drafts
 
         assert all(tensor.is_contiguous() for tensor in (*fields, *drafts))
@@ -333,7 +330,6 @@ class PretendedCuda(TorchFunctionMode):
         self.kernels(triton_drafts, write, logits, fields, offset, ids, vocab_size, drafts)
 
     def _edit_logits(self, logits: Tensor, rows: RowFields, edits: EditFields, max_drafts: int) -> Tensor:
-        """Stand in for `triton_edit`."""
         from speculative.gpu.triton_edits import triton_edit
 
         assert all(tensor.is_contiguous() for tensor in (*rows, *edits))
@@ -362,7 +358,7 @@ class PretendedCuda(TorchFunctionMode):
         if types and any(issubclass(one, DeviceTensor) for one in types):
             return self.call(func, args, kwargs)
         pinned = kwargs.pop("pin_memory", False)
-        device = kwargs.get("device") if func.__name__ != "to" else _wanted_device(args, kwargs)
+        device = kwargs.get("device") if func.__name__ != "to" else _device_and_dtype(args, kwargs)[0]
         if device is not None and torch.device(device).type == "cuda":
             return self._make(func, args, kwargs)
         out = func(*args, **kwargs)
@@ -385,7 +381,6 @@ class PretendedCuda(TorchFunctionMode):
         return self._run(func, args, kwargs | {"device": "cpu"})
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """An operation on device tensors."""
         name = func.__name__
         with torch._C.DisableTorchFunctionSubclass():
             if name in _ATTRIBUTES:
@@ -400,7 +395,8 @@ class PretendedCuda(TorchFunctionMode):
                 self._check_copy(args, kwargs)
             else:
                 self._check_devices(name, args, kwargs)
-            if name in ("cpu", "copy_") and not _stays_on_device(name, args):
+            stays = name == "copy_" and all(isinstance(tensor, DeviceTensor) for tensor in args[:2])
+            if name in ("cpu", "copy_") and not stays:
                 return self._copy(name, args, kwargs)
             return self._run(func, args, kwargs)
 
@@ -426,19 +422,18 @@ class PretendedCuda(TorchFunctionMode):
             self.capturing.operations.append((func, args, kwargs, outputs))
 
     def _copy(self, name: str, args: Any, kwargs: Any) -> Tensor:
-        """Between host and device."""
         self.order()
         if name == "cpu":
             return args[0].held.clone()  # type: ignore[no-any-return]
         if not isinstance(args[0], DeviceTensor) and self._is_async(args[0], kwargs):
-            self._downloads.append((args[0], args[1].held.clone()))
+            self.downloads.append((args[0], args[1].held.clone()))
             _spoil([args[0]])
             return args[0]  # type: ignore[no-any-return]
         _held(args[0]).copy_(_held(args[1]))
         if isinstance(args[0], DeviceTensor) and self._is_async(args[1], kwargs):
             host = args[1].data_ptr()
-            assert host not in self._uploads, "a host buffer is sent again, and nobody waited for its last copy"
-            self._uploads[host] = (args[1], args[1].clone())
+            assert host not in self.uploads, "a host buffer is sent again, and nobody waited for its last copy"
+            self.uploads[host] = (args[1], args[1].clone())
         return args[0]  # type: ignore[no-any-return]
 
     def _opaque(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -471,7 +466,7 @@ class PretendedCuda(TorchFunctionMode):
 
     def _wait(self, what: str) -> None:
         frame = sys._getframe()
-        while frame is not None and not _is_the_engines(frame.f_code.co_filename):
+        while frame is not None and ("/speculative/" not in (file := frame.f_code.co_filename) or "/tests/" in file):
             frame = frame.f_back  # type: ignore[assignment]
         where = f"{frame.f_code.co_filename.rsplit('/speculative/')[-1]}:{frame.f_code.co_name}" if frame else "a test"
         if self.capturing is not None:
@@ -523,27 +518,17 @@ class PretendedCuda(TorchFunctionMode):
     def finish(self, downloads: list[tuple[Tensor, Tensor]], uploads: list[tuple[Tensor, Tensor]]) -> None:
         """The host waits for copies to and from pinned memory."""
         for host, sent in uploads:
-            if self._uploads.get(host.data_ptr(), (None, None))[1] is not sent:
+            if self.uploads.get(host.data_ptr(), (None, None))[1] is not sent:
                 continue  # somebody waited for it before
             with torch._C.DisableTorchFunction():
                 assert torch.equal(host, sent), "a host buffer was filled again before its copy was done"
-            del self._uploads[host.data_ptr()]
-        unfinished = [one for one in self._downloads if any(one is other for other in downloads)]
+            del self.uploads[host.data_ptr()]
+        unfinished = [one for one in self.downloads if any(one is other for other in downloads)]
         if unfinished:
             self._wait("late copy")
         for host, copied in unfinished:
             host.copy_(copied)
-        self._downloads = [one for one in self._downloads if not any(one is other for other in unfinished)]
-
-    @property
-    def downloads(self) -> list[tuple[Tensor, Tensor]]:
-        """Copies to pinned memory that nobody has waited for."""
-        return list(self._downloads)
-
-    @property
-    def uploads(self) -> list[tuple[Tensor, Tensor]]:
-        """Copies from pinned memory that nobody has waited for."""
-        return list(self._uploads.values())
+        self.downloads = [one for one in self.downloads if not any(one is other for other in unfinished)]
 
 
 class _Stream:
@@ -574,10 +559,9 @@ class _Event:
     def record(self, stream: Any) -> None:
         """All copies so far lie before it."""
         assert stream.device == DEVICE, "recorded where the copy was not made"
-        self._downloads, self._uploads = self._device.downloads, self._device.uploads
+        self._downloads, self._uploads = list(self._device.downloads), list(self._device.uploads.values())
 
     def synchronize(self) -> None:
-        """Wait for them."""
         self._device.finish(self._downloads, self._uploads)
 
 
@@ -588,7 +572,6 @@ class _PagedAttention:
         self._device, self._attend, self._of_triton = device, TorchAttend(sizes.block_size), of_triton
 
     def __call__(self, query: Tensor, keys: Tensor, values: Tensor, rows: PagedRows) -> Tensor:
-        """As `AttendPaged`."""
         given = (query, keys, values, rows.slots, rows.visible, rows.blocks)
         assert rows.blocks.dtype == rows.visible.dtype == torch.int64
         assert rows.blocks.is_contiguous() and rows.visible.is_contiguous() and keys.stride() == values.stride()
@@ -608,7 +591,6 @@ class _RowJudge:
         self._device, self._judge, self._of_triton = device, TorchJudge(TorchOps(), mode), of_triton
 
     def __call__(self, logits: Tensor, rows: RowFields, sampled: SampledFrom | None) -> tuple[Tensor, tuple[str, ...]]:
-        """As `RowJudge`."""
         given = [tensor for tensor in (*rows, *(sampled or ())) if tensor is not None]
         assert all(tensor.is_contiguous() for tensor in given)
         dtypes = dict.fromkeys(("temperature", "log_min_p", "top_p"), torch.float32)
@@ -639,7 +621,6 @@ class _LayerOps:
         self._device, self._torch, self._of_triton = device, TorchLayerOps(), TritonLayerOps()
 
     def add_norm(self, hidden: Tensor, update: Tensor, norm: RMSNorm) -> tuple[Tensor, Rows]:
-        """As `LayerOps`."""
 
         def add_norm(hidden: Tensor, update: Tensor, weight: Tensor) -> tuple[Tensor, Rows]:
             added = hidden + update
@@ -651,7 +632,6 @@ class _LayerOps:
         )
 
     def gate(self, gate_up: Tensor, *, feeds_fp8: bool = False) -> Rows:
-        """As `LayerOps`."""
 
         def gate(gate_up: Tensor) -> Rows:
             gated = self._torch.gate(gate_up)
@@ -661,15 +641,12 @@ class _LayerOps:
         return self._device.kernels(launch, gate, gate_up)  # type: ignore[no-any-return]
 
     def quantize(self, rows: Tensor) -> Fp8Rows:
-        """As `LayerOps`."""
         return self._device.kernels(self._of_triton.quantize, quantize_rows, rows)  # type: ignore[no-any-return]
 
     def rotation(self, rotary: Rotary, positions: Tensor, like: Tensor) -> Rotation:
-        """As `LayerOps`."""
         return rotary.table, positions
 
     def attend(self, heads: Tensor, attention: Attention, rotation: Rotation, attend: Attend, layer: int) -> Tensor:
-        """As `LayerOps`."""
         from speculative.gpu.triton_layers import rotate_and_store as launch
 
         assert isinstance(attend, CacheAttention)
@@ -722,10 +699,6 @@ _ATTRIBUTES: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-def _wanted_device(args: Any, kwargs: Any) -> torch.device | None:
-    return _device_and_dtype(args, kwargs)[0]
-
-
 def _device_and_dtype(args: Any, kwargs: Any) -> tuple[torch.device | None, torch.dtype | None]:
     """What `Tensor.to` was asked for."""
     device: torch.device | None = None
@@ -753,14 +726,6 @@ def _tensors(value: Any) -> list[Tensor]:
         elif isinstance(one, dict):
             waiting.extend(reversed(one.values()))
     return found
-
-
-def _is_the_engines(filename: str) -> bool:
-    return "/speculative/" in filename and "/tests/" not in filename
-
-
-def _stays_on_device(name: str, args: Any) -> bool:
-    return name == "copy_" and all(isinstance(tensor, DeviceTensor) for tensor in args[:2])
 
 
 def _held(value: Any) -> Any:
