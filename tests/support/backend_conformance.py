@@ -1,7 +1,7 @@
-"""What every backend does: one kit of tests that the fake, our engine and vLLM all pass.
+"""What every backend does: one kit of tests that our engine and vLLM pass.
 
-A test module subclasses `Conformance`, or `EngineConformance` where there is a model behind it, and gives two fixtures,
-`backend` and `other`: two started engines of the same model with a drafter that finds something to draft in `PROMPT`.
+A test module subclasses `EngineConformance` and gives two fixtures, `backend` and `other`: two started engines of the
+same model with a drafter that finds something to draft in `PROMPT`.
 """
 
 import asyncio
@@ -53,8 +53,8 @@ async def idle(backend: Backend) -> None:
     raise AssertionError(f"still holds {backend.usage()}")
 
 
-class Conformance:
-    """What holds for any backend, the fake included."""
+class EngineConformance:
+    """What holds for any backend."""
 
     vocab_size = 512
     replay_tolerance = 1e-4  # nats
@@ -185,10 +185,6 @@ class Conformance:
                 await collect(other.resume(Request("r", prompt, GREEDY), blob))
             assert caught.value.reason == reason
         await idle(other)
-
-
-class EngineConformance(Conformance):
-    """What also holds where there is a model behind it."""
 
     async def test_a_prefix_is_found_within_one_salt_only_until_the_cache_is_emptied(self, backend: Backend) -> None:
         async def num_cached(name: str, salt: str) -> int:

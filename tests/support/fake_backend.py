@@ -74,13 +74,11 @@ class FakeBackend:
         self.aborted: list[str] = []
 
     async def start(self) -> ModelInfo:
-        """Be ready at once."""
         self._started = True
         return self.info
 
     @property
     def info(self) -> ModelInfo:
-        """What is served."""
         config = self.config
         return ModelInfo(
             model_name=config.model_name,
@@ -124,7 +122,7 @@ class FakeBackend:
         return Prefilled(deltas, self._pack(tokens))
 
     async def resume(self, request: Request, handoff: Handoff) -> AsyncGenerator[TokenDelta, None]:
-        """Go on from a handoff of another fake of the same fingerprint."""
+        """Go on from a handoff of another fake."""
         tokens = self._unpack(handoff)
         prompt = list(request.prompt_token_ids)
         if tokens[: len(prompt)] != prompt:
@@ -172,7 +170,6 @@ class FakeBackend:
         return self.info
 
     def drop_weights(self) -> None:
-        """Forget what was loaded."""
         self.loaded = None
 
     async def pause(self, mode: PauseMode) -> None:
@@ -180,7 +177,6 @@ class FakeBackend:
         self.paused = mode
 
     async def unpause(self) -> None:
-        """Forget the pause."""
         self.paused = None
 
     def usage(self) -> EngineUsage:
@@ -189,11 +185,9 @@ class FakeBackend:
         return EngineUsage(self.num_live, 0, 0, num_blocks - self.num_live, num_blocks, self.config.max_model_len)
 
     def cached_blocks(self, most: int) -> list[bytes]:
-        """None: nothing is kept."""
         return []
 
     def take_stats(self) -> StepStats:
-        """Counts since the last call."""
         taken, self._stats = self._stats, StepStats()
         return taken
 
@@ -202,9 +196,6 @@ class FakeBackend:
         return ()
 
     def check_health(self) -> None:
-        """Raises:
-        EngineFault: it was not started, or was stopped.
-        """
         if not self._started:
             raise EngineFault("The fake backend is not running; start it first.")
 
@@ -312,18 +303,14 @@ class FakeBackend:
         return fake_logprob(token) - 0.5 * ((other - token) % self.config.vocab_size)
 
     def _pack(self, tokens: Sequence[int]) -> Handoff:
-        body = json.dumps({"fingerprint": self.config.fingerprint, "tokens": list(tokens)}).encode()
+        body = json.dumps(list(tokens)).encode()
         return np.frombuffer(zlib.crc32(body).to_bytes(4, "little") + body, dtype=np.uint8)
 
     def _unpack(self, handoff: Handoff) -> list[int]:
         raw = handoff.tobytes()
         if zlib.crc32(raw[4:]) != int.from_bytes(raw[:4], "little"):
             raise HandoffRefused("damaged", "The handoff's checksum does not match. Prefill again.")
-        packed = json.loads(raw[4:])
-        theirs, ours = packed["fingerprint"], self.config.fingerprint
-        if theirs != ours:
-            raise HandoffRefused("model", f"The handoff is of model {theirs}, this engine serves {ours}.")
-        return [int(token) for token in packed["tokens"]]
+        return [int(token) for token in json.loads(raw[4:])]
 
 
 def fake_logprob(token: int) -> float:

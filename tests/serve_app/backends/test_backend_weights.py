@@ -97,16 +97,6 @@ async def test_weights_that_cannot_be_had_change_nothing(
     assert {d.weight_version for d in await collected(backend, "still")} == {"default"}
 
 
-async def test_abort_ends_them_at_once(backend: TorchBackend) -> None:
-    running = await Running(backend).begun()
-    await backend.pause(PauseMode.ABORT)
-    await running.task
-    assert running.deltas[-1].finish_reason is FinishReason.ABORT
-    assert sum(len(delta.token_ids) for delta in running.deltas) < LONG.max_tokens
-    await backend.unpause()
-    assert (await collected(backend, "after"))[-1].finished
-
-
 async def test_keep_stands_still_and_goes_on_with_the_new_weights(
     backend: TorchBackend, folders: tuple[Path, Path]
 ) -> None:

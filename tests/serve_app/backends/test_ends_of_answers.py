@@ -46,15 +46,6 @@ async def test_all_agree(tuned: Path) -> None:
         assert ModelConfig.from_folder(Path(folder)) == model
 
 
-def test_they_are_named_with_their_text_and_files(tuned: Path) -> None:
-    tokenizer = Tokenizer.from_folder(tuned)
-    first, zero = (tokenizer.token_text(token) for token in (5, 0))
-    assert tokenizer.ends() == (
-        f"An answer ends with any of the tokens 5 {first!r} (generation_config.json); 0 {zero!r} (config.json); "
-        "2 '<|im_end|>' (tokenizer_config.json)."
-    )
-
-
 def test_a_gguf_file_names_ends_of_turns_too(tmp_path: Path) -> None:
     origin, made = write_tiny_model(tmp_path / "origin", tokenizer=True), tmp_path / "made"
     ends = {"tokenizer__ggml__eos_token_id": 0, "tokenizer__ggml__eot_token_id": 2, "tokenizer__ggml__eom_token_id": 7}

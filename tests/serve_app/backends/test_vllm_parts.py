@@ -24,7 +24,7 @@ from serve_app.backends.vllm_parts.settings import VllmSettings
 from serve_app.backends.vllm_parts.vllm_handoff import Readings, VllmManifest, pack, source_of, unpack
 from serve_app.config.files import parse_args
 from speculative.config import DrafterConfig, EngineConfig
-from speculative.errors import ConfigError, HandoffRefused
+from speculative.errors import ConfigError, EngineFault, HandoffRefused
 from speculative.request import FinishReason, Request, SamplingParams, TokenKind
 from tests.support.fake_backend import FakeBackend
 from tests.support.tiny_models import write_tiny_model
@@ -33,6 +33,7 @@ FIRST, ACCEPTED, RECOVERED, BONUS = TokenKind.FIRST, TokenKind.ACCEPTED, TokenKi
 OURS = VllmManifest("f00", "ngram", "0.32.0", "auto bfloat16 32", 2)
 PROMPT = (5, 9, 17, 33)
 GIB = 1 << 30
+GPU_SHARE = "gpu_memory_utilization"
 
 
 def args(**sections: Any) -> dict[str, Any]:
@@ -45,26 +46,17 @@ def args(**sections: Any) -> dict[str, Any]:
         ({"vllm": {"engine_args": {"model": "other"}}}, "args.vllm.engine_args.model", "set model.source instead"),
         ({"vllm": {"engine_args": {"seed": 4}}}, "args.vllm.engine_args.seed", "remove it"),
         ({"vllm": {"engine_arg": {}}}, "args.vllm.engine_arg", "did you mean engine_args"),
-        *(
-            (
-                {"vllm": {"engine_args": {"gpu_memory_utilization": wrong}}},
-                "args.vllm.engine_args.gpu_memory_utilization",
-                "must be a number above 0 and at most 1",
-            )
-            for wrong in ("0.5", None, True, 0, 1.7)
-        ),
+        *(({"vllm": {"engine_args": {GPU_SHARE: wrong}}}, f"args.vllm.engine_args.{GPU_SHARE}", "a number above 0 and")
+          for wrong in ("0.5", True, 0, 1.7)),
         ({"engine": {"kind": "vllm", "verifier": "coupled"}}, "args.engine.verifier", "token by token"),
         ({"engine": {"kind": "vllm", "quantization": "w4a8"}}, "args.engine.quantization", "quantized checkpoint"),
         ({"engine": {"kind": "vllm", "cuda_graphs": True}}, "args.engine.cuda_graphs", "enforce_eager"),
         ({"drafter": {"kind": "suffix", "length": "dynamic"}}, "args.drafter.length", "as far as the match promises"),
-        (
-            {"drafter": {"kind": "eagle3", "model": "m", "length": "dynamic", "suffix_first": 9}},
-            "args.drafter.suffix_first",
-            "one drafter at a time",
-        ),
+        ({"drafter": {"kind": "eagle3", "model": "m", "length": "dynamic", "suffix_first": 9}},
+         "args.drafter.suffix_first", "one drafter at a time"),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_what_vllm_cannot_follow_is_refused_by_name(sections: dict[str, Any], field: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_args(args(**sections))
@@ -279,11 +271,13 @@ async def test_without_vllm_the_start_says_how_to_get_it(monkeypatch: pytest.Mon
         await VllmBackend("m", "m", VllmSettings(EngineConfig())).start()
 
 
-async def test_replays_may_be_another_engines() -> None:
+async def test_replays_of_what_no_adapter_made_may_be_another_engines() -> None:
     replayer = FakeBackend()
     forced = Request("r", PROMPT, SamplingParams(), score_from=2)
-    replayed = await VllmBackend("m", "m", VllmSettings(EngineConfig()), replayer).replay(forced)
-    assert replayed == await replayer.replay(forced)
+    backend = VllmBackend("m", "m", VllmSettings(EngineConfig()), replayer)
+    assert await backend.replay(forced) == await replayer.replay(forced)
+    with pytest.raises(EngineFault, match="not started"):  # vLLM is asked, and is not there
+        await backend.replay(dataclasses.replace(forced, adapter="sql"))
     config = parse_args(args(engine={"kind": "vllm", "dtype": "float32"}, vllm={"replays": "torch"}))
     ours = config.replay_config("prefill")
     assert (ours.quantization, ours.dtype, ours.drafter.kind) == ("float32", "float32", "none")
