@@ -109,8 +109,7 @@ def test_what_shows_during_a_canary_fails_it_and_costs_the_replica_no_more(break
     assert breaker.trip("drift", clock.now - 1, clock.now - 1) is None, "it was made beside the canary"
     assert breaker.end_canary(passed=True) is None
     assert breaker.state is BreakerState.OPEN, "a canary that ends late brings nothing back"
-    closed_after = clock.now + 20
-    clock.now = closed_after
+    clock.now += 20
     assert breaker.canary_due
     breaker.begin_canary()
     assert breaker.end_canary(passed=True) is None

@@ -126,10 +126,7 @@ CLOCK: dict[str, Any] = {"type": "function", "function": {"name": "clock"}}
 TOOLS = {"tools": [CITY, CLOCK]}
 REQUIRED = {**TOOLS, "tool_choice": "required"}
 NAMED = {**TOOLS, "tool_choice": {"type": "function", "function": {"name": "weather"}}}
-FLAT = {
-    "tools": [{"type": "function", **CITY["function"]}],
-    "tool_choice": {"type": "function", "name": "weather"},
-}
+FLAT = {"tools": [{"type": "function", **CITY["function"]}], "tool_choice": {"type": "function", "name": "weather"}}
 
 
 def listed(*calls: tuple[str, str]) -> str:
@@ -256,10 +253,6 @@ async def reported(tokenizer: Tokenizer, wire: Any, text: str, change: Callable[
     return streamed
 
 
-def as_it_is(job: PreparedRequest) -> PreparedRequest:
-    return job
-
-
 def without_stops(job: PreparedRequest) -> PreparedRequest:
     return replace(job, stops=StopStrings(()))
 
@@ -268,22 +261,21 @@ def one_choice(job: PreparedRequest) -> PreparedRequest:
     return replace(job, groups=tuple(group[:1] for group in job.groups))
 
 
-ALL_SHOWN = {"include_stop_str_in_output": True, "skip_special_tokens": False}
+SHOWS_SPECIAL = {"skip_special_tokens": False}
 
 
 @pytest.mark.parametrize(
     ("fields", "change", "found"),
     [
-        ({"stop": ["STOP"]}, as_it_is, []),
-        ({"stop": ["STOP"]}, without_stops, ["its text goes on behind stop string 0, or holds it"]),
-        ({"stop": ["STOP"], "include_stop_str_in_output": True}, as_it_is, []),
-        ({"stop": ["STOP", "one"], "min_tokens": 2}, as_it_is, []),
-        ({"n": 2}, as_it_is, []),
+        ({"stop": ["STOP"]}, replace, []),
+        ({"stop": ["STOP"]}, without_stops, [GOES_ON]),
+        ({"stop": ["STOP"], **KEEPS}, replace, []),
+        ({"stop": ["STOP", "one"], "min_tokens": 2}, replace, []),
         ({"n": 2}, one_choice, ["1 choices were generated, and n is 2"]),
-        ({"structured_outputs": {"choice": ["one two", "three"]}}, as_it_is, ["it is none of its choices"]),
-        ({"structured_outputs": {"choice": ["one two STOP four"]}, **ALL_SHOWN}, as_it_is, []),
-        ({"bad_words": ["two"]}, as_it_is, ["a bad word ends with token 1"]),
-        ({"max_tokens": 4}, as_it_is, []),
+        ({"n": 2, "structured_outputs": {"choice": ["one", "two"]}}, replace, ["it is none of its choices"] * 2),
+        ({"structured_outputs": {"choice": ["one two STOP four"]}, **KEEPS, **SHOWS_SPECIAL}, replace, []),
+        ({"bad_words": ["two"]}, replace, ["a bad word ends with token 1"]),
+        ({"max_tokens": 4}, replace, []),
     ],
 )
 async def test_the_front_end_compares_what_it_sends_with_what_came(
@@ -322,5 +314,5 @@ async def test_a_structure_is_compared_beside_the_event_loop(
         return ""
 
     monkeypatch.setattr(ClientDemands, "broken", noted)
-    assert await reported(tokenizer, completion(structured_outputs={"choice": ["a"]}), "a", as_it_is) == []
+    assert await reported(tokenizer, completion(structured_outputs={"choice": ["a"]}), "a", replace) == []
     assert on_loop == [False, False]

@@ -92,7 +92,7 @@ async def test_greedy_answers_have_no_seed_to_change(engine: EngineCore) -> None
     assert ended == {("logprobs", "found"): 4, ("token", "found"): 3, ("limit", "found"): 3}
 
 
-async def test_a_referee_that_lost_the_rows_is_noticed(engine: EngineCore) -> None:
+async def test_a_referee_that_lost_the_rows_or_a_limit_is_noticed(engine: EngineCore) -> None:
     whole, num_replays = EngineReplay(engine), 0
 
     async def replay(request: Request, avoid: Collection[str]) -> Replayed:
@@ -103,12 +103,8 @@ async def test_a_referee_that_lost_the_rows_is_noticed(engine: EngineCore) -> No
 
     ended = await controlled(answers_of(engine, SAMPLED, 17), replay)
     assert ended["token", "missed"] >= 2 and ended["seed", "missed"] >= 2 and ended["logprobs", "found"] >= 4
-
-
-async def test_a_judge_without_a_limit_is_noticed(engine: EngineCore) -> None:
     careless = Judge(dataclasses.replace(TOLERANCE, max_tme=100.0, jump_nats=100.0)).judge
-    ended = await controlled(answers_of(engine, SAMPLED, 3), EngineReplay(engine), careless)
-    assert ended["logprobs", "missed"] >= 1
+    assert (await controlled(answers_of(engine, SAMPLED, 3), whole, careless))["logprobs", "missed"] >= 1
 
 
 async def test_engines_that_replay_logprobs_only_are_asked_for_no_more(engine: EngineCore) -> None:

@@ -47,8 +47,7 @@ class Service:
     def __init__(self, folder: Path, form: Kind) -> None:
         dtype: Literal["float32", "bfloat16"] = "float32" if form == "float32" else "bfloat16"
         self.engine = EngineCore.load(
-            folder,
-            EngineConfig(dtype=dtype, quantization=form, device="cpu", kv_cache_tokens=1024, drafter=NGRAM),
+            folder, EngineConfig(dtype=dtype, quantization=form, device="cpu", kv_cache_tokens=1024, drafter=NGRAM)
         )
         kept = "plain" if form not in ROUNDED_FORMS else form
         self.numerics = Numerics("truespec", precision_of(dtype, form), kept, True)

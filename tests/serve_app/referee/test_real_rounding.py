@@ -26,12 +26,6 @@ def test_the_two_forms_are_rounded_apart(real: RealLogits) -> None:
     assert 0.05 < real.noise(PAIR).std() < 0.5, "nats"
 
 
-@pytest.mark.parametrize("drafted", DRAFTERS)
-@pytest.mark.parametrize("verifier", VERIFIERS)
-def test_no_sound_answer_is_accused_in_four_bits(real: RealLogits, verifier: str, drafted: str) -> None:
-    assert not real.pair(PAIR).accused(verifier, drafted, SETTINGS, 1)
-
-
 @pytest.mark.parametrize("verifier", VERIFIERS)
 def test_a_wrong_token_is_found_in_four_bits(real: RealLogits, verifier: str) -> None:
     settings = {name: one for name, one in SETTINGS.items() if "0.7" in name or "1.0" in name}

@@ -6,13 +6,11 @@ import pytest
 
 from serve_app.referee.answer import Answer
 from serve_app.referee.records import Records
-from serve_app.referee.replay_selection import Selection
 from serve_app.referee.request_limits import broken_limit
 from serve_app.referee.verdicts import Verdict
-from serve_app.streams.observed import ObservedSource, SourceLimits
 from serve_app.telemetry.metrics import Metrics
 from speculative.request import FinishReason, Request, SamplingParams, TokenDelta, TokenKind
-from tests.support.front_ends import DeltaSource
+from tests.support.front_ends import DeltaSource, observed
 from tests.support.referees import Court, served
 
 EOS = 2
@@ -46,13 +44,11 @@ def test_what_a_request_demands_of_its_answer(
 async def test_an_answer_too_long_goes_to_the_referee_though_it_was_not_selected(num_tokens: int, found: str) -> None:
     ended: list[Answer | None] = []
     kinds = (TokenKind.BONUS,) * num_tokens
-    source = ObservedSource(
+    source = observed(
         DeltaSource(TokenDelta("", tuple(range(5, 5 + num_tokens)), kinds, finish_reason=FinishReason.LENGTH)),
         Metrics([], model_name="m", pool="decode"),
-        Records("r1", 256, 4, (EOS,)),
-        select=lambda _: Selection.NOT_CHECKED,
+        records=Records("r1", 256, 4, (EOS,)),
         ended=lambda _, answer: ended.append(answer),
-        limits=SourceLimits(8, 30),
     )
     request = Request("cmpl-1-0", (1, 2), SamplingParams(max_tokens=3))
     assert [len(delta.token_ids) async for delta in source.stream([request])] == [num_tokens]

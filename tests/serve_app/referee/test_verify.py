@@ -1,7 +1,6 @@
 """Answers that carry their verdict, and verdicts asked for afterwards."""
 
 import asyncio
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -9,19 +8,16 @@ import httpx
 import pytest
 
 from serve_app.http.routes import PastReplies
-from serve_app.openai.chat.chat_request import ChatCompletionRequest
-from serve_app.openai.completions.completion_request import CompletionRequest
 from serve_app.openai.frontend import FrontEnd
-from serve_app.openai.parsing import parse
 from serve_app.referee.answer import Answer
-from serve_app.referee.records import Record, Records
+from serve_app.referee.records import Record
 from serve_app.referee.replay_selection import Checks
 from serve_app.referee.verdicts import Checked, Verdict
-from serve_app.streams.observed import ObservedSource, SourceLimits
 from serve_app.telemetry.metrics import BufferSink, Metrics
 from serve_app.text.tokenizer import Tokenizer
 from speculative.errors import InvalidRequest
 from tests.support.fake_serving import BackendSource, ServeFake, make_backend
+from tests.support.front_ends import chat, chunks_of, completion, info, observed, reply_to
 
 Judge = Callable[[Answer], Verdict]
 
@@ -48,35 +44,14 @@ class Verifying:
             if answer is not None:
                 checks.ended(answer)
 
-        source = ObservedSource(
-            BackendSource(backend),
-            metrics,
-            Records("r1", 256),
-            select=checks.select,
-            ended=ended,
-            limits=SourceLimits(64, 30),
-        )
-        self.front_end = FrontEnd(source, tokenizer, backend.info, checks=checks)
+        source = observed(BackendSource(backend), metrics, select=checks.select, ended=ended)
+        self.front_end = FrontEnd(source, tokenizer, info(tokenizer), checks=checks)
 
     async def reply(self, wire: Any) -> dict[str, Any]:
-        return await self.front_end.collect(await self.front_end.prepare(wire))
+        return await reply_to(self.front_end, wire)
 
     async def chunks(self, wire: Any) -> list[Any]:
-        raw = b"".join([event async for event in self.front_end.events(await self.front_end.prepare(wire))]).decode()
-        data = [block.removeprefix("data: ") for block in raw[:-2].split("\n\n")]
-        assert data[-1] == "[DONE]"
-        return [json.loads(text) for text in data[:-1]]
-
-
-def completion(**fields: Any) -> CompletionRequest:
-    return parse(
-        json.dumps({"model": "fake", "prompt": "hello", "max_tokens": 9, **fields}).encode(), CompletionRequest
-    )
-
-
-def chat(**fields: Any) -> ChatCompletionRequest:
-    body = {"model": "fake", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 9, **fields}
-    return parse(json.dumps(body).encode(), ChatCompletionRequest)
+        return await chunks_of(self.front_end, wire)
 
 
 def right(_: Answer) -> Verdict:
@@ -134,14 +109,9 @@ async def test_a_stop_string_ends_what_is_checked_too(tokenizer: Tokenizer) -> N
     assert (reply["choices"][0]["text"], reply["verdict"]) == ("hello", "verified")
 
 
-async def test_a_check_that_takes_too_long_leaves_it_unverified(tokenizer: Tokenizer) -> None:
-    reply = await Verifying(tokenizer, right, delay_s=30).reply(completion(verify=True))
-    assert reply["verdict"] == "unverified"
-
-
 async def test_a_server_that_cannot_check_refuses_to(tokenizer: Tokenizer) -> None:
     backend, _ = make_backend(tokenizer)
-    front_end = FrontEnd(BackendSource(backend), tokenizer, backend.info)
+    front_end = FrontEnd(BackendSource(backend), tokenizer, info(tokenizer))
     with pytest.raises(InvalidRequest, match="raw_logprobs") as caught:
         await front_end.prepare(completion(verify=True))
     assert caught.value.field == "verify"

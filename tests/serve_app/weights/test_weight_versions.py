@@ -1,25 +1,22 @@
 """Which weights made an answer: named in every reply and chunk, and kept apart by the referee."""
 
 import json
-from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from serve_app.openai.chat.chat_request import ChatCompletionRequest
-from serve_app.openai.completions.completion_request import CompletionRequest
 from serve_app.openai.frontend import FrontEnd
-from serve_app.openai.parsing import parse
 from serve_app.openai.prepared_request import Limits
 from serve_app.openai.replies import ChoiceDelta, join, metadata_of
 from serve_app.referee.verdicts import Verdict
 from serve_app.streams.pooled import PooledTokenSource
 from serve_app.telemetry.metrics import BufferSink, Metrics
 from serve_app.text.tokenizer import Tokenizer
-from speculative.request import FinishReason, Request, TokenDelta
+from speculative.request import FinishReason, TokenDelta
 from tests.support.fake_serving import Served, make_backend
+from tests.support.front_ends import DeltaSource, chat, completion, front_end
 from tests.support.referees import Court, served
 
 BODY = {"model": "fake", "prompt": "hello", "max_tokens": 8, "temperature": 0}
@@ -67,29 +64,20 @@ async def test_tokens_that_are_held_back_count_for_the_version_that_made_them(
 ) -> None:
     ids = tokenizer.encode("hello 🙂🙂z")  # halves of characters, and what may begin a stop string
     half = len(ids) // 2
-
-    class Source:
-        """Says it in runs; the second half is made by other weights."""
-
-        async def stream(self, requests: Sequence[Request]) -> AsyncGenerator[TokenDelta, None]:
-            for name, part in (("v1", ids[:half]), ("v2", ids[half:])):
-                for start in range(0, len(part), run_length):
-                    run = tuple(part[start : start + run_length])
-                    last = name == "v2" and start + run_length >= len(part)
-                    reason = FinishReason.LENGTH if last else None
-                    yield TokenDelta(requests[0].request_id, run, weight_version=name, finish_reason=reason)
-
-        async def abort(self, request_id: str) -> None:
-            raise AssertionError("nothing is to be ended")
-
-    backend, _ = make_backend(tokenizer)
-    front = FrontEnd(Source(), tokenizer, backend.info)
-    job = await front.prepare(parse(json.dumps(BODY | extra).encode(), CompletionRequest))
+    runs = [
+        TokenDelta("", tuple(part[start : start + run_length]), weight_version=name)
+        for name, part in (("v1", ids[:half]), ("v2", ids[half:]))
+        for start in range(0, len(part), run_length)
+    ]
+    source = DeltaSource(*runs[:-1], runs[-1].replace(finish_reason=FinishReason.LENGTH))
+    front = front_end(source, tokenizer)
+    job = await front.prepare(completion(**extra))
     made = [{"version": "v1", "tokens": half}, {"version": "v2", "tokens": len(ids) - half}]
     assert (await front.collect(job))["choices"][0]["weight_versions"] == made
     chunks = [json.loads(event[6:]) async for event in front.events(job) if b"DONE" not in event]
     reported = [chunk["choices"][0].get("weight_versions", ()) for chunk in chunks]
     assert all(len({run["version"] for run in runs}) == len(runs) for runs in reported), "neighbours are put together"
+    assert source.aborted == []
     named = [chunk["metadata"]["weight_version"] for chunk in chunks]
     assert named == sorted(named) and named[-1] == "v2"
 
@@ -114,8 +102,8 @@ async def test_a_reply_reports_the_weights_that_are_served_when_it_is_made(token
     info = await backend.start()
     metrics = Metrics([BufferSink("r")], model_name="fake", pool="router")
     front = FrontEnd(PooledTokenSource(backend, metrics), tokenizer, info, Limits())
-    for body, kind in ((BODY, CompletionRequest), (CHAT, ChatCompletionRequest)):
-        job = await front.prepare(parse(json.dumps(body).encode(), kind))
+    for make in (completion, chat):
+        job = await front.prepare(make(model="fake", max_tokens=8, temperature=0))
         front.weights_switched(replace(info, fingerprint="new" * 8))
         assert (await front.collect(job))["system_fingerprint"] == "fp_newnewnewnew"
         front.weights_switched(info)

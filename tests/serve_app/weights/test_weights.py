@@ -24,6 +24,7 @@ from tests.support.clock import Clock
 from tests.support.fake_backend import FakeBackend, FakeConfig
 
 NEW = WeightsRef(0, "v1", path="/models/v1")
+LOADED = {"loaded": 1, "loaded_fingerprint": "f1"}
 
 
 class App:
@@ -42,13 +43,19 @@ class App:
         return self.coordinator.on_heartbeat(name, self.stands[name])
 
     def restarted(self) -> "App":
-        """Have a coordinator that has just begun."""
         self.coordinator = WeightCoordinator(self.clock)
         return self
 
     def all_report(self, **changes: object) -> None:
         for name in self.stands:
             self.report(name, **changes)
+
+    async def resumed(self) -> None:
+        resume = asyncio.create_task(self.coordinator.resume())
+        await soon(lambda: self.coordinator.wanted.paused is None)
+        assert self.report("p").paused is None, "a replica that is still paused does not bring the pause back"
+        self.all_report(paused=None)
+        assert (await resume).complete
 
     def update(self, ref: WeightsRef = NEW, **options: object) -> "asyncio.Task[Outcome]":
         return asyncio.create_task(self.coordinator.update(ref, **options))  # type: ignore[arg-type]
@@ -73,9 +80,9 @@ async def test_nobody_serves_new_weights_before_everybody_has_them() -> None:
     load = await begun(app)
     assert (load.version, load.path, load.number) == ("v1", "/models/v1", 1)
     for name in ("p", "d1"):
-        assert app.report(name, loaded=1, loaded_fingerprint="f1").serve is CONFIGURED
+        assert app.report(name, **LOADED).serve is CONFIGURED
     assert not update.done()
-    assert app.report("d2", loaded=1, loaded_fingerprint="f1").serve == load
+    assert app.report("d2", **LOADED).serve == load
     for name in app.stands:
         assert app.report(name).serve == load
         assert not update.done(), "reported before all replicas serve them"
@@ -91,7 +98,7 @@ async def test_one_replica_that_cannot_load_them_calls_it_off_for_all() -> None:
     app = App("p", "d1")
     update = app.update()
     await begun(app)
-    app.report("p", loaded=1, loaded_fingerprint="f1")
+    app.report("p", **LOADED)
     app.report("d1", failed=1, reason="no such folder")
     with pytest.raises(UpdateRefused, match=r"Nothing changed; the weights are still 'default': d1: no such folder"):
         await update
@@ -104,25 +111,23 @@ async def test_one_replica_that_cannot_load_them_calls_it_off_for_all() -> None:
     assert (await again).complete
 
 
-async def test_replicas_that_read_different_files_under_one_path_are_found() -> None:
-    app = App("d1", "d2")
-    update = app.update()
-    await begun(app)
-    app.report("d1", loaded=1, loaded_fingerprint="f1")
-    app.report("d2", loaded=1, loaded_fingerprint="other")
-    with pytest.raises(UpdateRefused, match=r"different weights there \(fingerprints f1, other\)"):
-        await update
-
-
-async def test_a_replica_that_takes_too_long_is_named() -> None:
+@pytest.mark.parametrize(
+    ("fingerprint", "reported"),
+    [("other", r"different weights there \(fingerprints f1, other\)"), (None, "d2 did not load them within 30 s")],
+)
+async def test_replicas_that_read_other_files_or_take_too_long_are_named(
+    fingerprint: str | None, reported: str
+) -> None:
     app = App("d1", "d2")
     update = app.update(timeout_s=30)
     await begun(app)
-    app.report("d1", loaded=1, loaded_fingerprint="f1")
-    for _ in range(4):
+    app.report("d1", **LOADED)
+    if fingerprint is not None:
+        app.report("d2", loaded=1, loaded_fingerprint=fingerprint)
+    for _ in range(4 if fingerprint is None else 0):
         app.clock.now += 10
         app.all_report()
-    with pytest.raises(UpdateRefused, match="d2 did not load them within 30 s"):
+    with pytest.raises(UpdateRefused, match=reported):
         await update
 
 
@@ -130,7 +135,7 @@ async def test_a_dead_replica_does_not_hold_up_the_others() -> None:
     app = App("d1", "d2")
     update = app.update()
     load = await begun(app)
-    app.report("d1", loaded=1, loaded_fingerprint="f1")
+    app.report("d1", **LOADED)
     app.clock.now += 16  # d2 says nothing
     app.report("d1")
     await soon(lambda: app.coordinator.wanted.serve == load)
@@ -146,9 +151,9 @@ async def test_a_replica_that_starts_in_the_middle_is_waited_for() -> None:
     load = await begun(app)
     app.stands["late"] = WeightsStatus(CONFIGURED, "f0")
     assert app.report("late").load == load
-    app.report("d1", loaded=1, loaded_fingerprint="f1")
+    app.report("d1", **LOADED)
     assert app.coordinator.wanted.serve is CONFIGURED
-    app.report("late", loaded=1, loaded_fingerprint="f1")
+    app.report("late", **LOADED)
     app.all_report(serving=load)
     assert (await update).complete
 
@@ -157,7 +162,7 @@ async def test_after_the_decision_there_is_no_way_back_only_a_word_that_it_is_no
     app = App("d1", "d2")
     update = app.update(timeout_s=30)
     load = await begun(app)
-    app.all_report(loaded=1, loaded_fingerprint="f1")
+    app.all_report(**LOADED)
     app.report("d1", serving=load)
     await soon(lambda: app.coordinator.wanted.load is None)
     for _ in range(4):
@@ -219,7 +224,7 @@ async def test_a_replica_that_reports_late_what_is_served_calls_the_update_off()
     assert (await begun(app)).number == 1
     decided = WeightsRef(3, "v3", path="/models/v3")
     assert app.report("d2", serving=decided, fingerprint="f3").serve == decided
-    assert app.report("d1", loaded=1, loaded_fingerprint="f1").serve == decided
+    assert app.report("d1", **LOADED).serve == decided
     with pytest.raises(UpdateRefused, match=r"the weights are still 'v3': d2 says only now .*; ask again"):
         await update
     again = app.update()
@@ -237,10 +242,7 @@ async def test_pause_and_resume_wait_for_all_replicas() -> None:
     app.report("d1", paused=PauseMode.ABORT)
     assert (await pause).complete
     assert all(one["paused"] is True for one in app.coordinator.statuses())
-    resume = asyncio.create_task(app.coordinator.resume())
-    await soon(lambda: app.coordinator.wanted.paused is None)
-    app.all_report(paused=None)
-    assert (await resume).complete
+    await app.resumed()
     assert all(one["paused"] is False for one in app.coordinator.statuses())
 
 
@@ -248,11 +250,10 @@ async def test_a_pause_of_another_kind_is_complete_when_that_is_reached() -> Non
     app = App("d1")
     app.report("d1", paused=PauseMode.KEEP)
     pause = asyncio.create_task(app.coordinator.pause(PauseMode.WAIT))
-    await asyncio.sleep(0.25)
-    assert not pause.done(), "it stands still, but has requests to finish"
-    app.report("d1", paused=None)
-    await asyncio.sleep(0.25)
-    assert not pause.done()
+    for reached in (PauseMode.KEEP, None):
+        app.report("d1", paused=reached)
+        await asyncio.sleep(0.25)
+        assert not pause.done(), "where it stands still it has requests to finish"
     app.report("d1", paused=PauseMode.WAIT)
     assert (await pause).complete
 
@@ -268,8 +269,6 @@ async def test_a_pause_is_over_when_something_else_is_wanted(resumed: bool) -> N
 
 
 class Replica:
-    """An updater over a fake engine."""
-
     def __init__(self, backend: FakeBackend | None = None) -> None:
         self.backend = backend or FakeBackend(FakeConfig(fingerprint="f0"))
         self.switched: list[ModelInfo] = []
@@ -396,8 +395,6 @@ async def test_a_pause_that_takes_long_can_be_called_off() -> None:
 
 
 class HalfSwitching(FakeBackend):
-    """Takes new weights by half."""
-
     num_switches = 0
 
     async def switch_weights(self, version: str) -> ModelInfo:
@@ -426,8 +423,6 @@ async def whole(content: bytes) -> bytes:
 
 
 class Updates:
-    """Notes which weights every replica is to get."""
-
     def __init__(self) -> None:
         self.asked: list[tuple[WeightsRef, PauseMode, float]] = []
 
@@ -504,7 +499,7 @@ async def test_staged_weights_are_brought_when_they_are_finished() -> None:
     finished = asyncio.create_task(app.coordinator.finish(""))
     load = await begun(app)
     assert (load.path, load.version) == ("/models/step", "update-1"), "a trainer that names no version gets one"
-    app.report("p", loaded=1, loaded_fingerprint="f1")
+    app.report("p", **LOADED)
     app.report("p", serving=app.coordinator.wanted.serve)
     assert (await finished).complete
     with pytest.raises(UpdateRefused):
@@ -559,8 +554,4 @@ async def test_a_coordinator_that_starts_later_keeps_a_pause_until_it_is_told_to
         app.stands[name] = dataclasses.replace(app.stands[name], paused=PauseMode.KEEP)
     app.restarted()
     assert app.report("p").paused is PauseMode.KEEP
-    resumed = asyncio.create_task(app.coordinator.resume())
-    await asyncio.sleep(0)
-    assert app.report("p").paused is None, "a replica that is still paused does not bring the pause back"
-    app.all_report(paused=None)
-    assert (await resumed).complete
+    await app.resumed()
