@@ -1,4 +1,4 @@
-"""Cutting a release: one version everywhere, the changelog's section, and links that lead to the repository."""
+"""Cutting a release: one version everywhere, and the changelog's section."""
 
 import shutil
 from pathlib import Path
@@ -8,7 +8,7 @@ from click.testing import CliRunner
 
 from tools import release
 from tools.release import ROOT, ReleaseError, check, cut, main, notes, version
-from tools.site import github_slug, relinked
+from tools.site import github_slug
 
 NEWS = "### Added\n\n- Something.\n"
 
@@ -72,28 +72,6 @@ def test_a_fault_is_one_line_without_a_traceback(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(release.check, "__defaults__", (None, tree))
     said = CliRunner().invoke(main, ["check", "v0.0.0"])
     assert said.exit_code == 1 and said.output.startswith("Error: The tag is v0.0.0")
-
-
-PAGE = """\
-[a](docs/jobs.md#batch) [b](CONTRIBUTING.md) [c](deploy/x.yaml) ![d](docs/status-page.png) [e](https://x.org) [f](#here)
-
-```
-[g](docs/jobs.md)
-```
-"""
-
-
-def test_links_lead_to_pages_of_the_site_or_to_the_repository() -> None:
-    base = "https://git.test/o/r/blob/v1"
-    site = relinked(PAGE, "README.md", "index.md", base)
-    ours = f"[a](jobs.md#batch) [b](contributing.md) [c]({base}/deploy/x.yaml) ![d](status-page.png)"
-    assert site.startswith(f"{ours} [e](https://x.org) [f](#here)\n")
-    assert "[c](" not in relinked(PAGE, "README.md", "index.md", None) and "```\n[g](docs/jobs.md)\n```" in site
-    away = relinked(PAGE, "README.md", None, base)
-    assert f"[a]({base}/docs/jobs.md#batch) [b]({base}/CONTRIBUTING.md)" in away
-    assert "![d](https://git.test/o/r/raw/v1/docs/status-page.png)" in away
-    below = relinked("[a](../gpu.md) [b](../../README.md#x)", "docs/runs/vllm.md", "runs/vllm.md", base)
-    assert below == "[a](../gpu.md) [b](../index.md#x)"
 
 
 def test_headings_have_the_anchors_that_github_makes() -> None:

@@ -1,6 +1,5 @@
 """The workflows: they lint, ask for no more than they need, and their shell steps do what they say in a checkout."""
 
-import os
 import re
 import subprocess
 import sysconfig
@@ -139,26 +138,3 @@ def test_the_documentation_is_built_strictly_and_kept_by_version(runner: Runner)
         ["git", "ls-tree", "--name-only", "gh-pages"], cwd=runner.tree, capture_output=True, text=True, check=True
     ).stdout.split()
     assert {"9.8", "latest", "index.html", "versions.json"} <= set(listed)
-
-
-def test_the_images_of_both_processors_come_under_one_tag(tmp_path: Path) -> None:
-    """With a docker that writes down its arguments, and knows the digest of the tag."""
-    (tmp_path / "docker").write_text('#!/bin/sh\necho "$*" >> "$SAID"\ncase "$*" in *inspect*) echo sha256:cc;; esac\n')
-    (tmp_path / "docker").chmod(0o755)
-    (tmp_path / "tree" / "digests").mkdir(parents=True)
-    for digest in ("aa", "bb"):
-        (tmp_path / "tree" / "digests" / digest).touch()
-    image = "ghcr.io/some-body/truespec"
-    values = {
-        "inputs.registry": "ghcr.io/some-body",
-        "env.IMAGE": image,
-        "inputs.version": "9.8.7",
-        "matrix.suffix": "-cpu",
-    }
-    found = {"SAID": str(tmp_path / "said"), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    outputs = Runner(tmp_path / "tree", values, found).run(
-        "images", "publish", "Put the images of both processors under one tag"
-    )
-    create, inspect = (tmp_path / "said").read_text().splitlines()
-    assert create == f"buildx imagetools create --tag {image}:9.8.7-cpu {image}@sha256:aa {image}@sha256:bb"
-    assert f"inspect {image}:9.8.7-cpu" in inspect and outputs == {"digest": "sha256:cc"}
