@@ -154,10 +154,7 @@ def _refuses(request: Request) -> TokenDelta:
 
 @pytest.mark.parametrize("answer", [_gives_up, _refuses])
 async def test_a_request_that_fails_by_itself_is_not_tried_again_as_a_canary(
-    worker: Worker,
-    referee: RefereeHandle,
-    monkeypatch: pytest.MonkeyPatch,
-    answer: Callable[[Request], TokenDelta],
+    worker: Worker, referee: RefereeHandle, monkeypatch: pytest.MonkeyPatch, answer: Callable[[Request], TokenDelta]
 ) -> None:
     """As when a client forbids every token that it allows."""
     generate = worker.host.backend.resume

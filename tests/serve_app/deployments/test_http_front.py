@@ -11,14 +11,12 @@ from serve_app.backends.base import ModelInfo
 from serve_app.config.files import parse_args
 from serve_app.deployments.http_front import HttpFront
 from serve_app.deployments.runtime import ReplicaRuntime, Reporter
-from serve_app.openai.completions.completion_request import CompletionRequest
-from serve_app.openai.parsing import parse
 from serve_app.referee.answer import Answer
 from serve_app.referee.records import Records
 from serve_app.telemetry.metrics import Metrics, PrometheusSink
 from serve_app.text.tokenizer import StopStrings, Tokenizer
 from speculative.request import FinishReason, TokenDelta, TokenKind
-from tests.support.front_ends import DeltaSource
+from tests.support.front_ends import DeltaSource, completion, reply_to
 
 
 def opened(folder: Path, source: DeltaSource, template: str | None = None) -> HttpFront:
@@ -44,10 +42,9 @@ async def test_a_lost_stop_string_makes_an_answer_that_was_not_selected_suspect(
     monkeypatch.setattr(HttpFront, "_submit", lambda _, answer: submitted.append(answer))
     front = opened(tokenizer_folder, DeltaSource(TokenDelta("", ids, kinds, finish_reason=FinishReason.LENGTH)))
     monkeypatch.setattr("serve_app.openai.frontend.StopStrings", lambda strings: StopStrings(()))
-    body = {"model": "m", "prompt": "hello", "max_tokens": len(ids), "stop": stop}
     served = front._front_end
     assert served is not None
-    await served.collect(await served.prepare(parse(json.dumps(body).encode(), CompletionRequest)))
+    await reply_to(served, completion(max_tokens=len(ids), stop=stop))
     assert [answer.broken_limit for answer in submitted] == ([] if found is None else [found])
 
 

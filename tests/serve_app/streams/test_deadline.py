@@ -11,7 +11,6 @@ SOON, FOR_EVER = 0.02, 1000.0  # seconds
 
 
 async def passed(deadline: Deadline) -> None:
-    """Wait until a deadline has passed."""
     with pytest.raises(RequestTimeout):
         await deadline.wait(asyncio.Event().wait())
 

@@ -17,7 +17,7 @@ from serve_app.referee.records import Record, Records
 from serve_app.referee.replay_selection import Selection
 from serve_app.referee.strata import STRATA
 from serve_app.streams.backlog import Backlog
-from serve_app.streams.observed import ObservedSource, SourceLimits, WeightAges
+from serve_app.streams.observed import ObservedSource, WeightAges
 from serve_app.streams.pooled import HandoffRoom, PooledTokenSource, PoolFull, PrefillPatience
 from serve_app.telemetry.metric_names import WEIGHT_AGES
 from serve_app.telemetry.metrics import BufferSink, Metrics
@@ -26,6 +26,7 @@ from speculative.request import Request, SamplingParams, TokenDelta
 from tests.support.clock import Clock
 from tests.support.engines import settings
 from tests.support.fake_serving import until_idle
+from tests.support.front_ends import observed
 from tests.support.tiny_models import write_tiny_model
 
 PROMPT = tuple(range(3, 20))
@@ -130,10 +131,7 @@ async def test_a_handoff_from_before_an_update_is_refused_and_computed_with_the_
     pools: Pools, tmp_path: Path
 ) -> None:
     new = str(write_tiny_model(tmp_path / "new", vocab_size=64, seed=9))
-    for engine, versions, handoff in (
-        (pools.decode, ["default", "v1"], "refused"),
-        (pools.prefill, ["v1"], "ok"),
-    ):
+    for engine, versions, handoff in ((pools.decode, ["default", "v1"], "refused"), (pools.prefill, ["v1"], "ok")):
         await engine.load_weights(new)
         await engine.switch_weights("v1")
         deltas = await pools.stream(Request("c0", PROMPT, PLAIN, seed=1))
@@ -148,16 +146,13 @@ GONE, BROKEN, FULL = ConnectionError("killed"), EngineFault("its engine stopped"
     ("failures", "asked", "counted"),
     [
         ([GONE], ["c0", "c0~1"], {("prefill", "died"): 1, ("handoffs", "ok"): 1}),
-        (
-            [BROKEN, GONE],
-            ["c0", "c0~1", "c0~2"],
-            {("prefill", "engine"): 1, ("prefill", "died"): 1, ("handoffs", "ok"): 1},
-        ),
+        ([BROKEN, GONE], ["c0", "c0~1", "c0~2"],
+         {("prefill", "engine"): 1, ("prefill", "died"): 1, ("handoffs", "ok"): 1}),
         ([GONE] * 3, ["c0", "c0~1", "c0~2"], {("prefill", "died"): 3, ("handoffs", "failed"): 1}),
         ([FULL], ["c0"], {("prefill", "full"): 1, ("handoffs", "failed"): 1}),
     ],
     ids=["another replica", "the third replica", "none in the end", "a full pool"],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("num_choices", [1, 3])
 async def test_a_prefill_that_fails_is_asked_for_again_and_then_done_here(
     pools: Pools,
@@ -345,23 +340,18 @@ def selected(request: Request) -> Selection:
     return named.get(request.request_id, Selection.WITH_LOGPROBS)
 
 
-def observed(
+def watched(
     pools: Pools, ended: list[tuple[Record, Answer | None]], select: Callable[[Request], Selection] = selected
 ) -> ObservedSource:
-    return ObservedSource(
-        pools.source,
-        pools.metrics,
-        pools.records,
-        select=select,
-        ended=lambda record, answer: ended.append((record, answer)),
-        limits=SourceLimits(max_running=4, timeout_s=300),
+    return observed(
+        pools.source, pools.metrics, records=pools.records, select=select, ended=lambda *pair: ended.append(pair)
     )
 
 
 @pytest.mark.parametrize("selection", [Selection.NOT_CHECKED, Selection.AS_SENT])
 async def test_acceptance_is_counted_by_the_rounds_since_the_handoff(pools: Pools, selection: Selection) -> None:
     params = SamplingParams(max_tokens=80, ignore_eos=True)
-    source = observed(pools, [], lambda _: selection)
+    source = watched(pools, [], lambda _: selection)
     deltas = [delta async for delta in source.stream([Request("r1", PROMPT, params, 1)])]
     names = ("0", "1", *["2_3"] * 2, *["4_7"] * 4, *["8_up"] * 80)
     rounds = [delta for delta in deltas if delta.token_ids and not delta.prefilled_by]
@@ -392,7 +382,7 @@ def test_the_age_of_weights_has_three_values_whatever_number_of_updates_there_ar
 
 async def test_logprobs_that_were_asked_for_in_any_way_are_passed_on(pools: Pools) -> None:
     ended: list[tuple[Record, Answer | None]] = []
-    source = observed(pools, ended)
+    source = watched(pools, ended)
     asked = {
         "plain": PLAIN,
         "scored": SamplingParams(max_tokens=6, ignore_eos=True, logprob_token_ids=(3, 9)),
@@ -412,7 +402,7 @@ async def test_logprobs_that_were_asked_for_in_any_way_are_passed_on(pools: Pool
 async def test_an_answer_of_one_token_is_the_prefill_replicas(pools: Pools) -> None:
     ended: list[tuple[Record, Answer | None]] = []
     request = Request("r", (7, 8, 9), dataclasses.replace(ASKING, max_tokens=1), 1)
-    assert len([delta async for delta in observed(pools, ended).stream([request])]) == 1
+    assert len([delta async for delta in watched(pools, ended).stream([request])]) == 1
     ((_, answer),) = ended
     assert answer is not None
     assert (answer.replica, answer.prefilled_by, answer.made_by) == ("decode-1", "prefill-1", ("prefill-1",))
@@ -423,7 +413,7 @@ async def test_what_is_to_be_replayed_reports_how_each_token_was_made(pools: Poo
     pools.damaged = damaged
     ended: list[tuple[Record, Answer | None]] = []
     request = Request("r", (7, 8, 9) * 6, dataclasses.replace(ASKING, temperature=0.0, max_tokens=30), 1)
-    deltas = [delta async for delta in observed(pools, ended).stream([request])]
+    deltas = [delta async for delta in watched(pools, ended).stream([request])]
     ((_, answer),) = ended
     assert answer is not None
     assert (answer.replica, answer.prefilled_by, answer.prompt_scored_by) == ("decode-1", "prefill-1", "prefill-1")
@@ -443,6 +433,6 @@ async def test_what_is_to_be_replayed_reports_how_each_token_was_made(pools: Poo
 
 async def test_a_teacher_forced_request_stays_here_and_is_not_replayed(pools: Pools) -> None:
     ended: list[tuple[Record, Answer | None]] = []
-    deltas = [delta async for delta in observed(pools, ended).stream([Request("score", PROMPT, score_from=4)])]
+    deltas = [delta async for delta in watched(pools, ended).stream([Request("score", PROMPT, score_from=4)])]
     assert [entry.token_id for entry in deltas[0].logprobs or ()] == list(PROMPT[4:])
     assert pools.asked == [] and ended == []

@@ -5,13 +5,11 @@ from collections.abc import AsyncGenerator, Sequence
 
 import pytest
 
-from serve_app.referee.records import Records
-from serve_app.referee.replay_selection import Selection
-from serve_app.streams.observed import ObservedSource, SourceLimits
 from serve_app.telemetry.metrics import Metrics, PrometheusSink
 from speculative.errors import EngineFault
 from speculative.request import FinishReason, Request, TokenDelta
 from tests.support.clock import Clock
+from tests.support.front_ends import observed
 
 REQUEST = Request("r-1", (1, 2, 3, 4))
 FIRST, MORE = TokenDelta("r-1", (7,), queue_s=0.5), TokenDelta("r-1", (8, 9))
@@ -41,15 +39,7 @@ class Timed:
 async def measured(*deltas: tuple[float, TokenDelta | Exception], stop_after: int | None = None) -> dict[str, float]:
     """The sum of each histogram that observed anything."""
     clock, sink = Clock(), PrometheusSink()
-    source = ObservedSource(
-        Timed(clock, deltas),
-        Metrics([sink], model_name="m", pool="decode"),
-        Records("r1", 100),
-        select=lambda _: Selection.NOT_CHECKED,
-        ended=lambda record, answer: None,
-        limits=SourceLimits(4, timeout_s=300),
-        clock=clock,
-    )
+    source = observed(Timed(clock, deltas), Metrics([sink], model_name="m", pool="decode"), clock=clock)
     num = 0
     async with contextlib.aclosing(source.stream([REQUEST])) as arriving:
         async for _ in arriving:

@@ -17,7 +17,6 @@ from serve_app.backends.torch_backend import TorchBackend, load_engine
 from serve_app.errors import RequestAborted, UnsupportedParameter, reply_for
 from serve_app.openai.completions.completion_request import CompletionRequest
 from serve_app.openai.frontend import FrontEnd
-from serve_app.openai.parsing import parse
 from serve_app.openai.prepared_request import Limits
 from serve_app.referee.records import Records
 from serve_app.streams.pooled import PooledTokenSource
@@ -26,8 +25,10 @@ from serve_app.telemetry.metrics import BufferSink, Metrics
 from serve_app.text.tokenizer import Tokenizer
 from speculative.errors import EngineFault, EngineOverloaded
 from speculative.request import FinishReason, Request, SamplingParams, TokenDelta, TokenLogprobs
+from tests.support.backend_conformance import tokens as tokens_of
 from tests.support.engines import settings
 from tests.support.fake_serving import make_backend, until_idle
+from tests.support.front_ends import completion, reply_to
 from tests.support.tiny_models import write_tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
@@ -105,7 +106,7 @@ async def service(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Ser
 
 
 def wire(body: dict[str, Any]) -> CompletionRequest:
-    return parse(json.dumps({"model": "tiny", "prompt": LOOPING, "seed": 3, **body}).encode(), CompletionRequest)
+    return completion(model="tiny", prompt=LOOPING, seed=3, **body)
 
 
 def reported(reply: dict[str, Any]) -> list[dict[str, Any]]:
@@ -117,21 +118,12 @@ def reported(reply: dict[str, Any]) -> list[dict[str, Any]]:
 BODIES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0, "max_tokens": 24},
     "sampled": {"temperature": 1.2, "max_tokens": 24, "ignore_eos": True},
-    "logprobs": {"temperature": 1.0, "max_tokens": 12, "logprobs": 2, "prompt_logprobs": 1, "ignore_eos": True},
+    "logprobs": {"max_tokens": 12, "logprobs": 2, "prompt_logprobs": 1, "ignore_eos": True},
     "penalties": {
-        "temperature": 1.0,
-        "max_tokens": 16,
-        "ignore_eos": True,
-        "presence_penalty": 1.5,
-        "repetition_penalty": 1.3,
-        "min_tokens": 9,
-        "bad_words": ["a", "one"],
+        **{"max_tokens": 16, "ignore_eos": True, "min_tokens": 9, "bad_words": ["a", "one"]},
+        **{"presence_penalty": 1.5, "repetition_penalty": 1.3},
     },
-    "grammar": {
-        "temperature": 1.0,
-        "max_tokens": 30,
-        "structured_outputs": {"regex": "(red|green|blue)( [0-9]{3}){3}"},
-    },
+    "grammar": {"max_tokens": 30, "structured_outputs": {"regex": "(red|green|blue)( [0-9]{3}){3}"}},
     "choices": {"temperature": 1.1, "max_tokens": 10, "n": 3, "ignore_eos": True},
 }
 
@@ -170,22 +162,6 @@ async def _num_deltas(service: Service, body: dict[str, Any]) -> int:
     front, _ = service.over(())
     job = await front.prepare(wire(body))
     return len([None async for _ in service.sources[0].stream(job.groups[0])])
-
-
-async def test_streamed_events_add_up_to_the_same(service: Service) -> None:
-    body = {"reproducible": True, "return_token_ids": True, "max_tokens": 24, "stream": True, "ignore_eos": True}
-    texts = []
-    for deaths in ((), (0,), (3,), (1, 1, 1)):
-        front, _ = service.over(deaths)
-        events = [event async for event in front.events(await front.prepare(wire(body)))]
-        assert events[-1].endswith(b"data: [DONE]\n\n")
-        lines = b"".join(events).splitlines()
-        chunks = [json.loads(line[6:]) for line in lines if line.startswith(b"data: {")]
-        choices = [chunk["choices"][0] for chunk in chunks]
-        tokens = [token for choice in choices for token in choice.get("token_ids") or ()]
-        texts.append(("".join(choice["text"] for choice in choices), tokens, choices[-1]["finish_reason"]))
-    assert len(texts[0][1]) == 24
-    assert texts == texts[:1] * 4
 
 
 async def test_without_reproducible_nothing_is_lost_or_repeated_either(service: Service) -> None:
@@ -356,10 +332,10 @@ async def test_a_replica_that_hangs_is_left_and_avoided_for_a_while() -> None:
     now, pool = [0.0], Hanging()
     source, _ = resuming(pool, 0.2, clock=lambda: now[0])
     request = Request("r", (5, 6), SamplingParams(max_tokens=3), resume=True)
-    assert _tokens([delta async for delta in source.stream([request])]) == [7, 8, 9]
+    assert tokens_of([delta async for delta in source.stream([request])]) == [7, 8, 9]
     assert pool.avoided == [(), ("decode-0",)]
     now[0] = 61.0
-    assert _tokens([delta async for delta in source.stream([request])]) == [7, 8, 9]
+    assert tokens_of([delta async for delta in source.stream([request])]) == [7, 8, 9]
     assert pool.avoided[2:] == [(), ("decode-0",)], "it is asked again in the end"
 
 
@@ -389,7 +365,7 @@ async def test_one_that_has_nothing_to_report_yet_is_not_lost() -> None:
     pool = Hanging(signs=30)
     source, _ = resuming(pool, 1.0)
     request = Request("r", (5, 6), SamplingParams(max_tokens=3), resume=True)
-    assert _tokens([delta async for delta in source.stream([request])]) == [7, 8, 9]
+    assert tokens_of([delta async for delta in source.stream([request])]) == [7, 8, 9]
     assert len(pool.avoided) == 2, "it took a second and a half, and the limit is one"
 
 
@@ -445,10 +421,6 @@ async def test_signs_of_life_stand_between_the_items_and_end_with_them() -> None
     assert closed == [True, False]
 
 
-def _tokens(deltas: Sequence[TokenDelta]) -> list[int]:
-    return [token for delta in deltas for token in delta.token_ids]
-
-
 @pytest.mark.parametrize("death", range(9))
 async def test_a_death_inside_a_character_or_a_stop_string(tokenizer: Tokenizer, death: int) -> None:
     """A fake engine says this text byte by byte, one a message."""
@@ -461,8 +433,7 @@ async def test_a_death_inside_a_character_or_a_stop_string(tokenizer: Tokenizer,
     pool = Replicas([PooledTokenSource(backend, metrics)], [2 * death])
     source = ResumingSource(pool, metrics, Records("router", 256), most_resumes=1, pause_s=0)
     front = FrontEnd(source, tokenizer, backend.info, Limits(resumes=True))
-    body = {"model": "fake", "prompt": "x", "max_tokens": 60, "stop": "STOP", "temperature": 0}
-    reply = await front.collect(await front.prepare(parse(json.dumps(body).encode(), CompletionRequest)))
+    reply = await reply_to(front, completion(model="fake", prompt="x", max_tokens=60, stop="STOP", temperature=0))
     assert reply["choices"][0]["text"] == "é🙂 aST "
     assert reply["choices"][0]["finish_reason"] == "stop"
     assert len(pool.calls) == (2 if 2 * death < len("é🙂 aST STOP".encode()) else 1)

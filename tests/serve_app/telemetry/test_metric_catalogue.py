@@ -58,11 +58,6 @@ def test_what_the_code_counts_is_known() -> None:
     assert unknown == []
 
 
-def test_help_says_what_labels_mean() -> None:
-    help_text = METRICS["truespec_resumes_total"].help
-    assert help_text.endswith(" result: resumed = continues on another replica; failed = ended with an error.")
-
-
 def test_only_a_gauge_may_name_what_comes_and_goes() -> None:
     """The controller never forgets a counter's series."""
     open_labels = {

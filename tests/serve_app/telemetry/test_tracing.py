@@ -32,7 +32,6 @@ from serve_app.referee.replay_selection import Checks
 from serve_app.referee.replica_book import ReplicaBook
 from serve_app.referee.verdicts import Checked
 from serve_app.streams import spans
-from serve_app.streams.observed import ObservedSource, SourceLimits
 from serve_app.streams.pooled import PooledTokenSource
 from serve_app.telemetry import tracing
 from serve_app.telemetry.metrics import BufferSink, Metrics
@@ -41,6 +40,7 @@ from serve_app.text.tokenizer import Tokenizer
 from speculative.errors import ConfigError, EngineFault
 from speculative.request import Request
 from tests.support.fake_serving import make_backend
+from tests.support.front_ends import observed
 from tests.support.otlp_collector import Collector, running_collector
 from tests.support.referees import TOLERANCE
 
@@ -65,7 +65,7 @@ class App:
 
     def __init__(self, tokenizer: Tokenizer, *, share: float | None) -> None:
         self.exporter = InMemorySpanExporter()
-        self._share = share
+        self.share = share
         metrics = Metrics([BufferSink("d")], model_name="fake", pool="decode")
         self.traces = {name: self._tracing(name) for name in ("decode", "prefill", "referee")}
         fakes = [make_backend(tokenizer)[0] for _ in range(2)]
@@ -74,23 +74,18 @@ class App:
         self.records = Records("d", 256)
         self.checker = ReplayChecker(self._replay, Judge(TOLERANCE).judge, ReplicaBook(TOLERANCE))
         self.checks = Checks(lambda _: False, lambda _: True, lambda _: None, self._check, 20)
-        source = ObservedSource(
-            PooledTokenSource(self.decode, metrics, self._ask, self.records.handed_off, tracing=self.traces["decode"]),
-            metrics,
-            self.records,
-            select=self.checks.select,
-            ended=self._ended,
-            limits=SourceLimits(16, 60.0),
+        pooled = PooledTokenSource(
+            self.decode, metrics, self._ask, self.records.handed_off, tracing=self.traces["decode"]
         )
+        source = observed(pooled, metrics, records=self.records, select=self.checks.select, ended=self._ended)
         front_end = FrontEnd(source, tokenizer, fakes[0].info, checks=self.checks)
         self.http = build_ingress(front_end, tracing=self.traces["decode"])
 
     def _tracing(self, name: str) -> Tracing:
-        if self._share is None:
+        if self.share is None:
             return Tracing()
-        provider = TracerProvider(
-            sampler=ParentBased(TraceIdRatioBased(self._share)), resource=Resource({"service.instance.id": name})
-        )
+        sampler, resource = ParentBased(TraceIdRatioBased(self.share)), Resource({"service.instance.id": name})
+        provider = TracerProvider(sampler=sampler, resource=resource)
         provider.add_span_processor(SimpleSpanProcessor(self.exporter))
         return Tracing(provider)
 
@@ -171,14 +166,8 @@ async def test_a_request_is_one_trace_over_all_replicas(app: App) -> None:
     spans = app.spans()
     request = "POST /v1/completions"
     assert {name: parent_of(span, spans) for name, span in spans.items()} == {
-        request: "",
-        "prefill.call": request,
-        "queue": "prefill.call",
-        "prefill": "prefill.call",
-        "handoff": request,
-        "decode": request,
-        "replay.call": request,
-        "replay": "replay.call",
+        **dict.fromkeys(("prefill.call", "handoff", "decode", "replay.call"), request),
+        **{request: "", "queue": "prefill.call", "prefill": "prefill.call", "replay": "replay.call"},
     }
     assert {f"{span.context.trace_id:032x}" for span in spans.values()} == {TRACE}
     assert f"{spans[request].parent.span_id:016x}" == PARENT  # type: ignore[union-attr]
@@ -296,34 +285,26 @@ async def test_a_generation_that_fails_names_the_error(app: App, monkeypatch: py
     assert "gen_ai.response.finish_reasons" not in reported
 
 
-async def test_each_choice_decodes_in_a_span_of_its_own(app: App) -> None:
-    await app.post(n=3)
+async def test_each_choice_decodes_in_a_span_of_its_own_which_holds_no_tokens(app: App) -> None:
+    reply = await app.post(prompt="a secret", n=3, verify=True)
     spans = app.exporter.get_finished_spans()
+    reported = " ".join(span.to_json() for span in spans)
+    for text in ("secret", reply.json()["choices"][0]["text"]):
+        assert text and text not in reported
     decodes = [span for span in spans if span.name == "decode"]
     assert len({span.attributes["truespec.choice"] for span in decodes if span.attributes}) == 3
     request = next(span for span in spans if span.name.startswith("POST"))
     assert {span.parent.span_id for span in decodes if span.parent} == {request.context.span_id}
 
 
-async def test_spans_hold_no_tokens(app: App) -> None:
-    reply = await app.post(prompt="a secret", echo=False, verify=True)
-    reported = " ".join(span.to_json() for span in app.exporter.get_finished_spans())
-    assert reply.status_code == 200
-    for text in ("secret", reply.json()["choices"][0]["text"]):
-        assert text and text not in reported
-
-
-@pytest.mark.parametrize("app", [0.0], indirect=True)
-async def test_a_share_of_the_traces_is_recorded_but_a_clients_own_in_any_case(app: App) -> None:
-    await app.post()
+@pytest.mark.parametrize("app", [0.0, 1.0], indirect=True)
+async def test_a_share_of_the_traces_is_recorded_but_a_clients_own_as_it_is_sampled(app: App) -> None:
+    await app.post({"traceparent": UNSAMPLED}, verify=True)
+    if app.share == 0:
+        await app.post()
     assert app.exporter.get_finished_spans() == ()
     await app.post({"traceparent": SAMPLED})
     assert len(app.spans()) == 6
-
-
-async def test_a_trace_that_is_not_sampled_leaves_no_span(app: App) -> None:
-    await app.post({"traceparent": UNSAMPLED}, verify=True)
-    assert app.exporter.get_finished_spans() == ()
 
 
 async def test_a_broken_traceparent_begins_a_trace_of_its_own(app: App) -> None:
