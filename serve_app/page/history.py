@@ -4,7 +4,7 @@ last minutes, by reason and by replica."""
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -67,13 +67,30 @@ class Counted(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """Counts at a time."""
+    """Counts at a time, or over some time."""
 
-    at: float
+    at: float  # its end
     counts: dict[str, float]
     latencies: dict[str, Sequence[int]]  # observations by bucket
     by_label: dict[str, dict[str, float]]  # field -> value of its label -> count
     kv_usage: float | None  # of the fullest replica
+
+    def after(self, first: "Sums") -> "Sums":
+        """Return what was counted after `first`."""
+        return Sums(
+            self.at,
+            {field: value - first.counts[field] for field, value in self.counts.items()},
+            {field: _grown(first.latencies[field], counts) for field, counts in self.latencies.items()},
+            {
+                field: {name: value - first.by_label[field].get(name, 0.0) for name, value in own.items()}
+                for field, own in self.by_label.items()
+            },
+            self.kv_usage,
+        )
+
+    def latency(self, field: str, share: float) -> float | None:
+        """A quantile of one of `LATENCIES`, in seconds; None where there was none."""
+        return quantile(share, self.latencies[field], METRICS[LATENCIES[field]].buckets)
 
 
 class History:
@@ -87,31 +104,28 @@ class History:
     def __init__(self, counted: Counted, clock: Callable[[], float]) -> None:
         self._counted = counted
         self._clock = clock
-        self._sums: deque[Sums] = deque([self.take()], maxlen=_NUM_POINTS + 1)
+        self._sums: deque[Sums] = deque([self._take()], maxlen=_NUM_POINTS + 1)
         self._points: deque[Point] = deque(maxlen=_NUM_POINTS)
         self._of_replicas = deque([self._take_replicas()], maxlen=_MINUTES_BY_REPLICA * _MINUTE + 1)
 
     def note(self) -> None:
         """Add a point if it is time for one."""
         if not 0 <= self._clock() - self._sums[-1].at < EVERY_S:
-            sums = self.take()
+            sums = self._take()
             self._points.append(_figures(self._minute_ago(), sums))
             self._sums.append(sums)
             self._of_replicas.append(self._take_replicas())
 
     def newest(self) -> dict[str, Any]:
         """Figures of the last minute, sums since the start, and by position what was drafted in the last hour."""
-        sums, hour_ago = self.take(), self._sums[0]
+        sums = self._take()
+        hour = sums.after(self._sums[0]).by_label
         return {
             "now": _figures(self._minute_ago(), sums),
             "totals": {field: sums.counts[field] for field in _SUMS},
             "positions": [
-                {
-                    field: sums.by_label[f"{field}_at"].get(place, 0.0)
-                    - hour_ago.by_label[f"{field}_at"].get(place, 0.0)
-                    for field in ("drafted", "accepted")
-                }
-                for place in sorted(sums.by_label["drafted_at"], key=int)
+                {"drafted": hour["drafted_at"][place], "accepted": hour["accepted_at"].get(place, 0.0)}
+                for place in sorted(hour["drafted_at"], key=int)
             ],
         }
 
@@ -125,20 +139,16 @@ class History:
                 found.setdefault(replica, {}).update(_quantiles(field, grown))
         return found
 
-    def since(self, seconds: float, now: Sums) -> "Happened":
-        """Return what happened in so many of the last seconds, or since the start."""
+    def since(self, seconds: float) -> Sums:
+        """Return what happened in so many of the last seconds, or since the start.
+
+        Its `kv_usage` is the least in all of the time, of the fullest replica; None = not known for so long.
+        """
+        now = self._take()
         first = next((sums for sums in self._sums if sums.at >= now.at - seconds), self._sums[-1])
         usages = [sums.kv_usage for sums in (*self._sums, now) if sums.at >= first.at and sums.kv_usage is not None]
         is_covered = self._sums[0].at <= now.at - seconds
-        return Happened(
-            {field: value - first.counts[field] for field, value in now.counts.items()},
-            {
-                field: {name: value - first.by_label[field].get(name, 0.0) for name, value in own.items()}
-                for field, own in now.by_label.items()
-            },
-            {field: _grown(first.latencies[field], counts) for field, counts in now.latencies.items()},
-            min(usages, default=None) if is_covered else None,
-        )
+        return replace(now.after(first), kv_usage=min(usages, default=None) if is_covered else None)
 
     def columns(self) -> dict[str, Any]:
         """All points, as one list a figure: a third of the size of a list of points."""
@@ -148,7 +158,7 @@ class History:
     def _minute_ago(self) -> Sums:
         return self._sums[max(0, len(self._sums) - _MINUTE)]
 
-    def take(self) -> Sums:
+    def _take(self) -> Sums:
         """Return what has been counted by now."""
         samples = self._counted.samples()
         return Sums(
@@ -165,23 +175,6 @@ class History:
             field: {replica: own.counts for replica, own in self._counted.histogram_by_source(name).items()}
             for field, name in LATENCIES.items()
         }
-
-
-@dataclass(frozen=True, slots=True)
-class Happened:
-    """Counts over some time.
-
-    kv_usage: the least in all of it, of the fullest replica; None = not known.
-    """
-
-    counts: dict[str, float]
-    by_label: dict[str, dict[str, float]]
-    latencies: dict[str, Sequence[int]]
-    kv_usage: float | None
-
-    def latency(self, field: str, share: float) -> float | None:
-        """A quantile of one of `LATENCIES`, in seconds; None where there was none."""
-        return quantile(share, self.latencies[field], METRICS[LATENCIES[field]].buckets)
 
 
 def by_label(samples: Iterable[Sample], metric: str, label: str) -> dict[str, float]:
@@ -231,7 +224,8 @@ def _counts(samples: list[Sample]) -> dict[str, float]:
 def _figures(first: Sums, last: Sums) -> Point:
     """Return what happened between two times."""
     seconds = max(last.at - first.at, _SHORTEST_S)
-    grown = {field: value - first.counts[field] for field, value in last.counts.items()}
+    happened = last.after(first)
+    grown = happened.counts
     drafted = grown["drafted"]
     figures: Point = {
         "requests_per_s": grown["finished"] / seconds,
@@ -249,8 +243,8 @@ def _figures(first: Sums, last: Sums) -> Point:
         "expected_acceptance": grown["expected"] / drafted if drafted else None,
         "achievable_acceptance": grown["achievable"] / drafted if drafted else None,
     }
-    for field, counts in last.latencies.items():
-        figures |= _quantiles(field, _grown(first.latencies[field], counts))
+    for field, counts in happened.latencies.items():
+        figures |= _quantiles(field, counts)
     return {"at": round(last.at, 1)} | {name: _short(value) for name, value in figures.items()}
 
 

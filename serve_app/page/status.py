@@ -5,10 +5,11 @@ from typing import Any
 
 from serve_app.page.health import troubles
 from serve_app.page.history import LATENCIES, Counted, History, by_label
-from serve_app.page.words import LABEL_NAMES, check_words, explained
+from serve_app.page.words import LABEL_NAMES, explained
 from serve_app.referee.strata import STRATA
 from serve_app.telemetry.metric_names import METRICS, REPLICA_LABEL
 from serve_app.telemetry.metrics import Sample
+from speculative.stats import CHECKS
 
 _GAUGES = {
     "running": "truespec_requests_running",
@@ -67,7 +68,6 @@ class StatusBook:
             overview: replicas, latest replays and incidents, as the referee reports them.
         """
         samples = self._counted.samples()
-        watched = self._about.get("topology") == "watched"
         gauges, latencies = _by_replica(samples), self._history.latencies_by_replica()
         replicas = [
             one | gauges.get(one[REPLICA_LABEL], {}) | latencies.pop(one[REPLICA_LABEL], {})
@@ -78,7 +78,7 @@ class StatusBook:
             "started_at": self._started_at,  # the sums start here
             "at": self._clock(),
             "troubles": troubles(self._history, samples, self._about.get("max_first_token_s")),
-            "incidents": [explained(incident, watched=watched) for incident in overview["incidents"]],
+            "incidents": [explained(incident) for incident in overview["incidents"]],
             "replicas": replicas,
             "routers": [{REPLICA_LABEL: name} | own for name, own in sorted(latencies.items())],  # without an engine
             **{field: sum(one.get(field, 0.0) for one in replicas) for field in ("running", "waiting", "replaying")},
@@ -86,7 +86,7 @@ class StatusBook:
             "held_out": _held_out(samples),
             "latest": overview["latest"],
             "strata": _strata(samples),
-            "checks": check_words(),
+            "checks": CHECKS,
             "names": LABEL_NAMES,
             **{field: by_label(samples, *group) for field, group in _GROUPS.items()},
         }

@@ -1,6 +1,10 @@
-"""Names in words for checks, and what an operator needs to know of a trip or an alarm."""
+"""Names in words for checks, and what an operator needs to know of a trip, an alarm or another fault: what the alert
+says that stands for it."""
 
+import re
 from dataclasses import dataclass
+from functools import cache
+from importlib import resources
 from typing import Any
 
 from serve_app.referee.incidents import IncidentKind
@@ -8,7 +12,6 @@ from serve_app.referee.strata import STRATA
 from serve_app.telemetry.metric_names import REPLAY_ALARMS, TRIP_REASONS
 from speculative.stats import CHECKS, INVARIANTS, LOGPROB_RULES
 
-RUNBOOKS = "docs/runbooks.md"
 _NAMED_STRATA = 3
 
 CHECK_NAMES = {
@@ -37,94 +40,65 @@ LABEL_NAMES = CHECK_NAMES | {
 """Names on the page for values of labels whose own names are letters."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Words:
-    title: str
-    meanings: dict[str, str]
-    runbook: str
-    effect: str  # what became of answers, and what to do first
-
-
-_WORDS: dict[IncidentKind, _Words] = {
-    "trip": _Words(
-        "Breaker tripped",
-        TRIP_REASONS,
+_RUNBOOK = re.compile(
+    r"^## (Truespec\w+)\n\nSeverity (\w+);.*\n\n\*\*What it means\.\*\* (.*)\n\n"
+    r"\*\*Where to look\.\*\* .*\n\n\*\*What to do\.\*\* (.*)$",
+    re.M,
+)
+_INCIDENTS: dict[IncidentKind, tuple[str, dict[str, str]]] = {  # the alert, and what each name means
+    "trip": ("TruespecBreakerOpen", TRIP_REASONS),
+    "canary": (
         "TruespecBreakerOpen",
-        "The replica stops speculating: its answers from then on are correct and slower. It tries again by itself; "
-        "replace it if it trips again.",
-    ),
-    "canary": _Words(
-        "Canary failed",
         {"canary": "speculation was tried again on requests of the replica's own, and a fault was found again"},
-        "TruespecBreakerOpen",
-        "Clients got plain answers meanwhile. It waits twice as long before the next; replace it if they keep failing.",
     ),
-    "selfcheck": _Words(
-        "Self-check alarm",
-        CHECKS,
-        "TruespecSelfCheckAlarm",
-        "Answers before the trip may be wrong. Check that the breaker is open; find out what changed last.",
-    ),
-    "invariant": _Words(
-        "Rule of the engine broken",
-        INVARIANTS,
-        "TruespecRuleBroken",
-        "Nothing wrong was delivered: requests failed, or did without the cache. One replica: its GPU or memory. "
-        "All: roll back.",
-    ),
-    "logprobs": _Words(
-        "Logprob contract broken",
-        LOGPROB_RULES,
-        "TruespecRuleBroken",
-        "These requests failed; nothing wrong was delivered. One replica: take it out. All: roll back.",
-    ),
-    "replay": _Words(
-        "Replay alarm",
-        REPLAY_ALARMS,
-        "TruespecReplayAlarm",
-        "Answers may be wrong. Check that the breaker is open; leave out suspect answers.",
-    ),
-    "independent": _Words(
-        "Independent referee disagrees",
-        {"disagrees": "transformers computes something else than the engine and its own replay"},
+    "selfcheck": ("TruespecSelfCheckAlarm", CHECKS),
+    "invariant": ("TruespecRuleBroken", INVARIANTS),
+    "logprobs": ("TruespecRuleBroken", LOGPROB_RULES),
+    "replay": ("TruespecReplayAlarm", REPLAY_ALARMS),
+    "independent": (
         "TruespecIndependentRefereeDisagrees",
-        "All answers may be wrong. Roll back the last release; leave out answers since then.",
+        {"disagrees": "transformers computes something else than the engine and its own replay"},
     ),
 }
 
 
-_WATCHED_EFFECT = (
-    "Answers may be wrong, and nothing is switched off: this server is only watched. The report has an answer that "
-    "shows it. Restart the server without speculation, and see whether the alarm comes back."
-)
+@dataclass(frozen=True, slots=True)
+class Runbook:
+    """An alert's words."""
+
+    title: str
+    tone: str  # `bad` or `warn`
+    meaning: str
+    effect: str  # what became of answers, and what to do
 
 
-def runbook(alert: str) -> dict[str, str]:
-    """Return where to read what to do at an alert; the page itself has the same as `page/runbooks.html`."""
-    return {"name": alert, "page": RUNBOOKS}
+@cache
+def runbooks() -> dict[str, Runbook]:
+    """Return the words of each alert, from the runbooks that are made of the alerts."""
+    file = resources.files("serve_app.page") / "static" / "runbooks.md"  # that of the docs, of this version
+    return {
+        alert: Runbook(
+            re.sub("(?<=[a-z])(?=[A-Z])", " ", alert.removeprefix("Truespec")).capitalize(),
+            "bad" if severity == "critical" else "warn",
+            meaning.replace("`", ""),
+            effect.replace("`", ""),
+        )
+        for alert, severity, meaning, effect in _RUNBOOK.findall(file.read_text(encoding="utf-8"))
+    }
 
 
-def check_words() -> dict[str, dict[str, str]]:
-    """Each self-check: a name, and what it compares."""
-    return {check: {"name": CHECK_NAMES[check], "meaning": meaning} for check, meaning in CHECKS.items()}
-
-
-def explained(incident: dict[str, Any], *, watched: bool = False) -> dict[str, Any]:
-    """A trip or an alarm with a title, what it means, what to do first, and its runbook.
-
-    Args:
-        incident: as the referee reports it.
-        watched: another server answers (`truespec watch`), which has no breaker of ours.
-    """
-    words = _WORDS[incident["kind"]]
-    meaning = words.meanings.get(incident["name"], incident["name"])
+def explained(incident: dict[str, Any]) -> dict[str, Any]:
+    """Return a trip or an alarm, as the referee reports it, with its alert's title, what it means and what to do."""
+    alert, meanings = _INCIDENTS[incident["kind"]]
+    meaning = meanings.get(incident["name"], incident["name"])
     if strata := incident["strata"]:
         more = f", and {len(strata) - _NAMED_STRATA} more" if len(strata) > _NAMED_STRATA else ""
         meaning += f"; found among: {', '.join(STRATA[stratum] for stratum in strata[:_NAMED_STRATA])}{more}"
+    said = runbooks()[alert]
     return incident | {
-        "title": words.title,
+        "title": said.title,
         "words": LABEL_NAMES.get(incident["name"], ""),
         "meaning": meaning,
-        "effect": _WATCHED_EFFECT if watched else words.effect,
-        "runbook": runbook(words.runbook),
+        "effect": said.effect,
+        "runbook": alert,
     }

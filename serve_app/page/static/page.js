@@ -63,10 +63,10 @@ function drawHealth() {
 }
 
 /** Leads to what to do at an alert. */
-const runbook = ({ name, page }) => element("span", { class: "runbook" }, "runbook ",
-  element("a", { href: `page/runbooks.html#${name.toLowerCase()}`, title: `as in ${page}` }, name));
+const runbook = (alert) => element("span", { class: "runbook" }, "runbook ",
+  element("a", { href: `page/runbooks.html#${alert.toLowerCase()}` }, alert));
 
-/** What is wrong, a sentence each. */
+/** What is wrong, with figures. */
 function drawTroubles() {
   byId("troubles").hidden = !status.troubles.length;
   show(byId("trouble-list"), ...status.troubles.map((one) =>
@@ -251,10 +251,10 @@ function drawChecks() {
   }
   if (!worst.size) return empty(byId("checks"), "No sampling has been checked yet: greedy answers sample nothing. Send a prompt with a temperature above 0.");
   const rows = [...worst.values()].map((check) => ({
-    name: status.checks[check.check]?.name ?? check.check,
+    name: status.names[check.check] ?? check.check,
     value: check.log_e / Math.LN10,
     alarm: check.log_threshold / Math.LN10,
-    text: `${status.checks[check.check]?.meaning ?? check.check}: ${whole(check.num)} terms, z ${check.z.toFixed(2)}, on ${check.replica}`,
+    text: `${status.checks[check.check] ?? check.check}: ${whole(check.num)} terms, z ${check.z.toFixed(2)}, on ${check.replica}`,
   }));
   const over = rows.filter((row) => row.value >= row.alarm).map((row) => row.name);
   evidence(byId("checks"), { rows, label: `E-values of ${plural(rows.length, "self-check")}, on a log scale; above the alarm line: ${over.join(", ") || "none"}` });
