@@ -256,17 +256,12 @@ def keep_triton_kernels() -> Path | None:
     return folder
 
 
-def c_compiler() -> str:
-    """The C compiler that CC names; "" = none."""
-    return os.environ.get("CC", "")
-
-
 @functools.cache
 def why_no_triton() -> str:
     """Say why Triton's kernels cannot be used here, and what to do about it; "" = they can."""
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed; install it (pip install triton)"
-    if not (c_compiler() or shutil.which("gcc") or shutil.which("clang")):  # as Triton looks for it
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):  # as Triton looks for it
         return "Triton finds no C compiler to compile its launchers with; install gcc, or set CC"
     return ""
 

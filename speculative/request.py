@@ -4,7 +4,7 @@ import enum
 import math
 import secrets
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from speculative.errors import InvalidRequest
 from speculative.options import first_fault, option, options_of
@@ -136,9 +136,6 @@ class SamplingParams:
         _require(0 < self.top_p <= 1, "top_p", "must be in (0, 1]", self.top_p)
         for _, bias in self.logit_bias:
             _require(-100 <= bias <= 100, "logit_bias", "must be between -100 and 100", bias)
-        self._check_tokens()
-
-    def _check_tokens(self) -> None:
         _require(
             0 <= self.min_tokens <= self.max_tokens,
             "min_tokens",
@@ -370,10 +367,6 @@ class TokenDelta(NamedTuple):
     def finished(self) -> bool:
         """Return whether this is the request's last delta."""
         return self.finish_reason is not None
-
-    def replace(self, **changes: Any) -> "TokenDelta":
-        """A copy with some fields changed."""
-        return self._replace(**changes)
 
 
 def _require(holds: bool, field_name: str, rule: str, got: object) -> None:

@@ -270,10 +270,10 @@ class VllmBackend:
             async for output in self._outputs(request, request.prompt_token_ids, params):
                 logprobs = prompt_logprobs(request, output)
                 if logprobs is not None:
-                    delta = delta.replace(prompt_logprobs=logprobs)
+                    delta = delta._replace(prompt_logprobs=logprobs)
                 if output.outputs[0].finish_reason == "abort":
-                    return Prefilled((delta.replace(finish_reason=FinishReason.ABORT),), None)
-                delta = delta.replace(num_cached_tokens=output.num_cached_tokens or 0, queue_s=queue_s(output))
+                    return Prefilled((delta._replace(finish_reason=FinishReason.ABORT),), None)
+                delta = delta._replace(num_cached_tokens=output.num_cached_tokens or 0, queue_s=queue_s(output))
                 if self._pulls:
                     source = source_of(output)
             manifest = self._manifest_for(request)  # of what computed it, whatever changes while it is packed

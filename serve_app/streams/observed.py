@@ -134,7 +134,7 @@ class ObservedSource:
                             ticket.close(served=True)
                         self._see(entry, delta)
                         hidden = delta.logprobs is not None and not _asked_for_logprobs(entry.request)
-                        yield delta.replace(logprobs=None) if hidden else delta
+                        yield delta._replace(logprobs=None) if hidden else delta
         except Exception as error:
             if isinstance(error, (InvalidRequest, EngineOverloaded)):
                 self._refuse(requests[0], error)

@@ -204,7 +204,7 @@ class PooledTokenSource:
         uncounted = {"num_cached_tokens": 0} if emitted or (prefilled is not None and prefilled.attempt) else {}
         if prefilled is not None:
             for delta in prefilled.deltas:
-                yield delta.replace(**uncounted) if uncounted else delta
+                yield delta._replace(**uncounted) if uncounted else delta
             if prefilled.handoff is None:
                 return
             request, emitted = _after(request, prefilled.deltas)
@@ -222,7 +222,7 @@ class PooledTokenSource:
                                 self._count_handoff(request.request_id, unaccepted, replica)
                                 unaccepted = None
                             see(delta)
-                            yield delta.replace(**uncounted) if uncounted else delta
+                            yield delta._replace(**uncounted) if uncounted else delta
                 return
             except HandoffRefused as error:
                 if num_bytes is None:
@@ -273,7 +273,7 @@ class PooledTokenSource:
             else:
                 self._room.arrived(named.request_id, num_tokens, prefilled.handoff)
         whose = {"request_id": request.request_id, "prefilled_by": prefilled.replica}
-        deltas = tuple(delta.replace(**whose) for delta in prefilled.deltas)
+        deltas = tuple(delta._replace(**whose) for delta in prefilled.deltas)
         return dataclasses.replace(prefilled, deltas=deltas, attempt=attempt)
 
     def _count_refusal(self, request_id: str, error: HandoffRefused) -> None:

@@ -140,7 +140,7 @@ class _Progress:
         self.ended = delta.finished
         if self.num_asked == 1:  # nothing differs from what the replica sent
             return delta
-        return delta.replace(request_id=self.request.request_id, preempted=delta.preempted or self.num_lost > 0)
+        return delta._replace(request_id=self.request.request_id, preempted=delta.preempted or self.num_lost > 0)
 
 
 class ResumingSource:

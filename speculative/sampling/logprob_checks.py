@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from speculative.config import LogprobsMode
 from speculative.request import Request, TokenDelta, TokenLogprobs
@@ -17,23 +16,18 @@ _ROUNDING = 1e-6  # nats by which a float32 log-softmax may exceed 0
 _MASS_ROUNDING = 1e-4
 
 
-class AskedLogprobs(NamedTuple):
-    """Logprobs to be reported beside a token: how many of the most likely ones, and which further ones, in order."""
-
-    num_top: int
-    scored_ids: Tokens[int] = ()
-
-
-def violation(entry: TokenLogprobs, mode: LogprobsMode, *, asked: AskedLogprobs, vocab_size: int) -> str | None:
+def violation(
+    entry: TokenLogprobs, mode: LogprobsMode, num_top: int, scored_ids: Tokens[int], *, vocab_size: int
+) -> str | None:
     """Return which rule of the contract one entry violates, one of `LOGPROB_RULES`; None if none.
 
     Args:
         entry: what is reported of one emitted token.
         mode: what its values mean.
-        asked: what was requested beside it.
+        num_top: how many of the most likely tokens were requested beside it.
+        scored_ids: which further ones, in order.
         vocab_size: no more candidates can be reported.
     """
-    num_top = min(asked.num_top, vocab_size)
     checks: Tokens[tuple[str, Callable[[], bool]]] = (
         ("not_finite", lambda: _not_finite(entry, masked=mode == "processed_logprobs")),
         ("positive", lambda: max(_values(entry)) > _ROUNDING),
@@ -41,7 +35,7 @@ def violation(entry: TokenLogprobs, mode: LogprobsMode, *, asked: AskedLogprobs,
         ("order", lambda: any(left < right for (_, left), (_, right) in zip(entry.top, entry.top[1:], strict=False))),
         ("disagreement", lambda: _disagree(entry)),
         ("rank", lambda: _misranked(entry)),
-        ("count", lambda: _miscounted(entry, num_top, asked.scored_ids, mode)),
+        ("count", lambda: _miscounted(entry, min(num_top, vocab_size), scored_ids, mode)),
         ("mass", lambda: _mass(entry) > 1 + _MASS_ROUNDING),
     )
     return next((kind for kind, broken in checks if broken()), None)
@@ -60,35 +54,30 @@ class LogprobContract:
             return None
         params, prompt = request.params, request.prompt_token_ids
         if request.score_from is not None:
-            scored, num_top = prompt[request.score_from :], params.prompt_logprobs or 0
-            of_each = [AskedLogprobs(num_top, ids) for ids in request.scored_ids] or [AskedLogprobs(num_top)] * len(
-                scored
-            )
-            return self._first(delta.logprobs, scored, of_each, "raw_logprobs")
+            scored = prompt[request.score_from :]
+            return self._first(delta.logprobs, scored, "raw_logprobs", params.prompt_logprobs, request.scored_ids)
         kind = None
         if params.returns_logprobs and (delta.token_ids or delta.logprobs):
-            own = AskedLogprobs(params.logprobs or 0, params.logprob_token_ids)
-            kind = self._first(delta.logprobs, delta.token_ids, [own] * len(delta.token_ids), self.mode)
+            scored_ids = (params.logprob_token_ids,) * len(delta.token_ids)
+            kind = self._first(delta.logprobs, delta.token_ids, self.mode, params.logprobs, scored_ids)
         if kind is None and delta.prompt_logprobs is not None:
-            of_prompt = [AskedLogprobs(params.prompt_logprobs or 0)] * (len(prompt) - 1)
-            kind = self._first(delta.prompt_logprobs, prompt[1:], of_prompt, self.mode)
+            kind = self._first(delta.prompt_logprobs, prompt[1:], self.mode, params.prompt_logprobs)
         return kind
 
     def _first(
         self,
         entries: Tokens[TokenLogprobs] | None,
         token_ids: Tokens[int],
-        asked: Tokens[AskedLogprobs],
         mode: LogprobsMode,
+        num_top: int | None,
+        scored_ids: Tokens[Tokens[int]] = (),
     ) -> str | None:
         if entries is None or len(entries) != len(token_ids):
             return "count"
         if any(entry.token_id != token for entry, token in zip(entries, token_ids, strict=True)):
             return "token"
-        kinds = (
-            violation(entry, mode, asked=own, vocab_size=self.vocab_size)
-            for entry, own in zip(entries, asked, strict=True)
-        )
+        each = zip(entries, scored_ids or ((),) * len(entries), strict=True)
+        kinds = (violation(entry, mode, num_top or 0, ids, vocab_size=self.vocab_size) for entry, ids in each)
         return next((kind for kind in kinds if kind is not None), None)
 
 

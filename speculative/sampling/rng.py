@@ -101,12 +101,8 @@ def _make_gumbel(seeds: Tensor, positions: Tensor, vocab_size: int, kernels: Ker
 
 def noise_uniforms(seeds: Tensor, positions: Tensor, vocab_size: int, kernels: Kernels | None = None) -> Tensor:
     """[R, vocab_size] float64 in (0, 1): the uniforms behind `gumbel`."""
-    if kernels is None or seeds.device.type != "cpu":
-        return _noise(seeds, positions, vocab_size)
-    return kernels.noise(seeds, positions, vocab_size)
-
-
-def _noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+    if kernels is not None and seeds.device.type == "cpu":
+        return kernels.noise(seeds, positions, vocab_size)
     pairs = torch.arange((vocab_size + 1) // 2, device=seeds.device).expand(seeds.shape[0], -1)
     purpose = torch.full_like(pairs, Purpose.NOISE)
     low, high = _key(seeds[:, None].expand_as(pairs))

@@ -25,7 +25,7 @@ class Branch(NamedTuple):
     ancestors: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DraftTree:
     """The shape of a tree.
 
@@ -34,23 +34,43 @@ class DraftTree:
 
     parents: tuple[int, ...]
 
+    @classmethod
+    @functools.cache
+    def of_widths(cls, widths: tuple[int, ...]) -> "DraftTree":
+        """Every node of depth d has `widths[d]` candidates behind it."""
+        parents = list[int]()
+
+        def grow(node: int, depth: int) -> None:
+            for _ in range(widths[depth] if depth < len(widths) else 0):
+                parents.append(node)
+                grow(len(parents), depth + 1)
+
+        grow(0, 0)
+        return cls(tuple(parents))
+
     def __len__(self) -> int:
         return len(self.parents)
 
-    @property
+    @functools.cached_property
     def depths(self) -> Int64s:
         """[n + 1] how many drafts lie on the way to each node, its own included."""
-        return np.array([len(path) for path in _paths(self.parents)], np.int64)
+        return np.array([len(path) for path in self._paths], np.int64)
 
-    @property
+    @functools.cached_property
     def children(self) -> tuple[tuple[int, ...], ...]:
         """The candidates behind each node, the first one first."""
-        return _children(self.parents)
+        children: list[list[int]] = [[] for _ in range(len(self) + 1)]
+        for node, parent in enumerate(self.parents, 1):
+            children[parent].append(node)
+        return tuple(map(tuple, children))
 
-    @property
+    @functools.cached_property
     def branches(self) -> tuple[Branch, ...]:
         """The fewest runs of rows in which each row is the parent of the next."""
-        return _branches(self.parents)
+        starts = [0, *(node for node, parent in enumerate(self.parents, 1) if parent != node - 1)]
+        stops = [*starts[1:], len(self) + 1]
+        paths = [() if start == 0 else (0, *self.path(start)[:-1]) for start in starts]
+        return tuple(Branch(*branch) for branch in zip(starts, stops, paths, strict=True))
 
     def ranks_on(self, path: tuple[int, ...]) -> tuple[int, ...]:
         """The place of each node on a path among the candidates for its position, the first one 0."""
@@ -58,7 +78,7 @@ class DraftTree:
 
     def path(self, node: int) -> tuple[int, ...]:
         """The nodes from the first draft to this one; () of node 0."""
-        return _paths(self.parents)[node]
+        return self._paths[node]
 
     def to_leaf(self, path: tuple[int, ...]) -> tuple[int, ...]:
         """The path, and first candidates behind its end."""
@@ -67,50 +87,15 @@ class DraftTree:
             node = self.children[node][0]
         return self.path(node)
 
-    @classmethod
-    def of_widths(cls, widths: tuple[int, ...]) -> "DraftTree":
-        """Every node of depth d has `widths[d]` candidates behind it."""
-        return _of_widths(widths)
+    @functools.cached_property
+    def _paths(self) -> tuple[tuple[int, ...], ...]:
+        paths: list[tuple[int, ...]] = [()]
+        for node, parent in enumerate(self.parents, 1):
+            paths.append((*paths[parent], node))
+        return tuple(paths)
 
 
 @functools.cache
 def rows_of_levels(widths: tuple[int, ...]) -> tuple[int, ...]:
     """The drafts of the first 0, 1, ... levels of `DraftTree.of_widths` together."""
     return (0, *accumulate(accumulate(widths, mul)))
-
-
-@functools.cache
-def _of_widths(widths: tuple[int, ...]) -> DraftTree:
-    parents = list[int]()
-
-    def grow(node: int, depth: int) -> None:
-        for _ in range(widths[depth] if depth < len(widths) else 0):
-            parents.append(node)
-            grow(len(parents), depth + 1)
-
-    grow(0, 0)
-    return DraftTree(tuple(parents))
-
-
-@functools.cache
-def _paths(parents: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    paths: list[tuple[int, ...]] = [()]
-    for node, parent in enumerate(parents, 1):
-        paths.append((*paths[parent], node))
-    return tuple(paths)
-
-
-@functools.cache
-def _children(parents: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    children: list[list[int]] = [[] for _ in range(len(parents) + 1)]
-    for node, parent in enumerate(parents, 1):
-        children[parent].append(node)
-    return tuple(map(tuple, children))
-
-
-@functools.cache
-def _branches(parents: tuple[int, ...]) -> tuple[Branch, ...]:
-    starts = [0, *(node for node, parent in enumerate(parents, 1) if parent != node - 1)]
-    stops = [*starts[1:], len(parents) + 1]
-    paths = [() if start == 0 else (0, *_paths(parents)[start][:-1]) for start in starts]
-    return tuple(Branch(*branch) for branch in zip(starts, stops, paths, strict=True))

@@ -60,13 +60,9 @@ def logprobs_to_host(step_input: StepInput, matrix: Callable[[], Tensor], emitte
     if not asking:
         return None
     num_top = max(params.logprobs or 0 for params in asking)
-    return gather_logprobs(matrix(), emitted, num_top, _scored_ids(step_input, emitted.device)).to_host()
-
-
-def _scored_ids(step_input: StepInput, device: torch.device) -> Tensor:
-    """[R, S] int64: each row's logprob_token_ids, padded."""
     padded = padded_ids([entry.sequence.params.logprob_token_ids for entry in step_input.sampled_entries])
-    return torch.from_numpy(padded).to(device)[torch.from_numpy(step_input.verify_entries).to(device)]
+    scored_ids = torch.from_numpy(padded[step_input.verify_entries]).to(emitted.device)
+    return gather_logprobs(matrix(), emitted, num_top, scored_ids).to_host()
 
 
 def results_per_entry(step_input: StepInput, verdicts: Verdicts, logprobs: LogprobRows | None) -> list[SequenceResult]:

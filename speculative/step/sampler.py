@@ -18,7 +18,6 @@ from speculative.step.host_copy import Verdicts, copy_to_host, logprobs_to_host,
 from speculative.verification.base import Verifier, VerifyInput, VerifyOutput
 from speculative.verification.coupled import largest, verify_coupled
 from speculative.verification.draft_probs import DraftProbs, PointMass
-from speculative.verification.mixed import verify_mixed
 from speculative.verification.rows import VerifyRows
 from speculative.vocabulary.ops import VocabularyOps
 
@@ -132,7 +131,15 @@ class Sampler:
             return verify_coupled(given)
         if not coupled.any():
             return self.verify(given)
-        return verify_mixed(given, torch.from_numpy(coupled).to(self._device), verify_coupled, self.verify)
+        num_accepted, token_ids = torch.zeros_like(given.counts), torch.zeros_like(given.counts)
+        expected = given.probs.new_zeros(given.counts.shape)
+        chosen = torch.from_numpy(coupled).to(self._device)
+        for which, verify in ((chosen, verify_coupled), (~chosen, self.verify)):
+            part, entries = verify(given.select(which)), which.nonzero()[:, 0]
+            num_accepted[entries] = part.num_accepted
+            token_ids[entries] = part.token_ids
+            expected[entries] = part.expected_accepted.to(expected.dtype)
+        return VerifyOutput(num_accepted, token_ids, expected)
 
     def report(
         self, step_input: StepInput, sampled: SampledStep, *, places: bool = False

@@ -48,7 +48,7 @@ class DeltaSource:
                 if isinstance(delta, Exception):
                     raise delta
                 self.num_given += 1
-                yield delta.replace(request_id=requests[int(delta.request_id or 0)].request_id)
+                yield delta._replace(request_id=requests[int(delta.request_id or 0)].request_id)
         finally:
             self.num_open -= 1
 

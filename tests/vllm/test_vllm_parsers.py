@@ -67,7 +67,7 @@ def cut(tokenizer: Tokenizer, text: str, cuts: Sequence[int]) -> DeltaSource:
     ids = (*tokenizer.encode(text), tokenizer.eos_token_ids[0])
     borders = [0, *sorted({cut % len(ids) for cut in cuts} - {0}), len(ids)]
     *deltas, last = [TokenDelta("", ids[begin:end]) for begin, end in itertools.pairwise(borders)]
-    return DeltaSource(*deltas, last.replace(finish_reason=FinishReason.STOP, stop_token_id=ids[-1]))
+    return DeltaSource(*deltas, last._replace(finish_reason=FinishReason.STOP, stop_token_id=ids[-1]))
 
 
 def parsers(folder: Path, tool_parser: str | None = None, reasoning_parser: str | None = None) -> Any:

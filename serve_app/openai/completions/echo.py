@@ -72,4 +72,4 @@ def without_answer(delta: TokenDelta) -> TokenDelta:
     """A delta of a request that asked for no answer (`max_tokens: 0`): its engine had to generate a token."""
     reason = FinishReason.LENGTH if delta.finish_reason is FinishReason.STOP else delta.finish_reason
     logprobs = None if delta.logprobs is None else ()
-    return delta.replace(token_ids=(), kinds=(), logprobs=logprobs, stop_token_id=None, finish_reason=reason)
+    return delta._replace(token_ids=(), kinds=(), logprobs=logprobs, stop_token_id=None, finish_reason=reason)

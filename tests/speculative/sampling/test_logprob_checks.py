@@ -11,7 +11,7 @@ import torch
 import speculative.step.host_copy
 from speculative.config import LogprobsMode
 from speculative.request import FinishReason, Request, SamplingParams, TokenDelta, TokenLogprobs
-from speculative.sampling.logprob_checks import AskedLogprobs, LogprobContract, violation
+from speculative.sampling.logprob_checks import LogprobContract, violation
 from speculative.sampling.logprobs import LogprobRows, gather_logprobs
 from speculative.stats import LOGPROB_RULES
 from speculative.step import prompt_scorer
@@ -28,7 +28,7 @@ def changed(**changes: Any) -> TokenLogprobs:
 
 
 def judge(entry: TokenLogprobs, mode: LogprobsMode = "raw_logprobs", asked: SamplingParams = ASKED) -> str | None:
-    return violation(entry, mode, asked=AskedLogprobs(asked.logprobs or 0, asked.logprob_token_ids), vocab_size=VOCAB)
+    return violation(entry, mode, asked.logprobs or 0, asked.logprob_token_ids, vocab_size=VOCAB)
 
 
 BROKEN = {
@@ -114,9 +114,8 @@ def test_masked_tokens_leave_the_candidates_only_where_something_masks() -> None
 
 def test_fewer_tokens_than_asked_for_are_all_there_are() -> None:
     entry = TokenLogprobs(1, math.log(0.25), 2, ((0, math.log(0.75)), (1, math.log(0.25))))
-    asked = AskedLogprobs(20)
-    assert violation(entry, "raw_logprobs", asked=asked, vocab_size=2) is None
-    assert violation(entry, "raw_logprobs", asked=asked, vocab_size=VOCAB) == "count"
+    assert violation(entry, "raw_logprobs", 20, (), vocab_size=2) is None
+    assert violation(entry, "raw_logprobs", 20, (), vocab_size=VOCAB) == "count"
 
 
 # -- whole deltas ---------------------------------------------------------------------------------------------------
