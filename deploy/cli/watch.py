@@ -17,7 +17,7 @@ from deploy.options import FiniteRange, api_key, check_writable, server_url, wri
 from deploy.reports.progress import View
 from deploy.reports.terminal import print_document
 from deploy.run.models import find_model
-from deploy.watch.report import FAIL_ON, conclusion, document
+from deploy.watch.report import document
 from deploy.watch.sentences import shortcomings
 from speculative.errors import ConfigError
 
@@ -253,7 +253,7 @@ def watch_referee(host: str, port: int, max_queue: int, **options: Any) -> None:
 @click.option(
     "--fail-on",
     multiple=True,
-    type=click.Choice(tuple(FAIL_ON)),
+    type=click.Choice(("alarm", "suspect", "unread", "untested", "dropped")),
     default=("alarm", "suspect", "unread"),
     show_default=True,
     help="Exit with 1 for this. May be given several times.",
@@ -282,7 +282,7 @@ def watch_files(
     with View(err) as view:
         report = judge_records(read_records(records, requests), referee, replayer, view)
     _show(report, json_file, html_file)
-    if reasons := conclusion(report, fail_on):
+    if reasons := [f"{name}: {text}." for name, text in shortcomings(report).items() if name in fail_on]:
         raise Failure("\n".join(reasons))
 
 

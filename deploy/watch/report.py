@@ -9,16 +9,14 @@ from deploy.watch import sentences
 from deploy.watch.probes.trial import ProbeVerdict
 from deploy.watch.sentences import NOTHING, Report, count, measured, moment, number, plain
 from serve_app.referee.strata import STRATA
-from serve_app.telemetry.metric_names import REPLAY_ALARMS, WATCHED_RESULTS
-
-FAIL_ON = {
-    "alarm": "a detector raised an alarm",
-    "suspect": "an answer is suspect by itself",
-    "unread": "nothing could be compared, or more answers were unreadable than read",
-    "untested": "the distribution of no answer was tested",
-    "dropped": "exchanges were left out because the referee lagged behind",
-}
-"""For what a check may fail, and what each means."""
+from serve_app.telemetry.metric_names import (
+    DISTRIBUTIONS,
+    READ_RESULTS,
+    REPLAY_ALARMS,
+    REPLAY_RESULTS,
+    VERDICTS,
+    WATCHED_RESULTS,
+)
 
 MEASURES = {
     "tme": ("TME", "mean exp|g - t|", "NeMo-RL token_mult_prob_error"),
@@ -40,24 +38,7 @@ TERMS = {
 }
 """The terms of the calibration test, whose means are 0 where the tokens y follow the distribution p."""
 
-REPLAYS = {
-    "ok": "computed and compared",
-    "failed": "not computed in two attempts",
-    "skipped": "not tried: the referee lagged behind",
-    "outdated": "not comparable: the weights have been changed since",
-    "refused": "not computed: the model cannot have produced the answer",
-}
-_ANSWERS = {
-    "read": "with all that a replay needs",
-    "unreadable": "cannot be computed again; the reasons are below",
-    "judged": "replayed and compared",
-}
-_DISTRIBUTIONS = {
-    "tested": "sampled answers whose tokens were compared with their distribution",
-    "greedy": "answers at temperature 0, whose tokens were compared with the likeliest",
-    "repeated_seed": "answers with a seed seen before, which add no evidence",
-    "untested": "answers whose distribution could not be computed",
-}
+_ANSWERS = READ_RESULTS | {"judged": "replayed and compared"}
 _SHADES: Mapping[str, Kind] = {
     ProbeVerdict.PASSED: "ok",
     ProbeVerdict.FAILED: "bad",
@@ -75,22 +56,6 @@ _FIGURES = {
 }
 """Columns of the tables by stratum and replica; a page has all measures as well."""
 _MOST_SUSPECT = 5  # shown; the JSON has all
-
-
-def conclusion(report: Report, fail_on: Collection[str]) -> list[str]:
-    """The reasons for which a check fails, as sentences; none = it passes.
-
-    Args:
-        report: as `Referee.report` returns it.
-        fail_on: of `FAIL_ON`.
-
-    Raises:
-        ValueError: there is nothing of that name to fail on.
-    """
-    unknown = set(fail_on) - FAIL_ON.keys()
-    if unknown:
-        raise ValueError(f"Nothing fails on {sorted(unknown)}; there are {', '.join(FAIL_ON)}.")
-    return [f"{name}: {text}." for name, text in sentences.shortcomings(report).items() if name in fail_on]
 
 
 def document(report: Report) -> Document:
@@ -244,9 +209,9 @@ def _outcomes(report: Report) -> list[Block]:
     groups: list[tuple[str, Mapping[str, float], Mapping[str, str]]] = [
         ("requests", report["requests"], WATCHED_RESULTS),
         ("answers", {name: answers.get(name, 0) for name in _ANSWERS}, _ANSWERS),
-        ("replays", answers["replays"], REPLAYS),
-        ("distributions", answers["distributions"], _DISTRIBUTIONS),
-        ("verdicts", answers["verdicts"], {}),
+        ("replays", answers["replays"], REPLAY_RESULTS),
+        ("distributions", answers["distributions"], DISTRIBUTIONS),
+        ("verdicts", answers["verdicts"], VERDICTS),
     ]
     rows = [
         (group, plain(name), number(num), meanings.get(name, ""))

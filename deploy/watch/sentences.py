@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from deploy.reports.model import Kind as Shade
+from serve_app.telemetry.metric_names import REPLAY_ALARMS
 
 Report = Mapping[str, Any]
 """Return value of `Referee.report`."""
@@ -16,20 +17,6 @@ KINDS: Mapping[Kind, Shade] = {"alarm": "bad", "suspect": "bad", "nothing": "unc
 
 NOTHING = "–"
 _LONGEST = 300  # characters of what a server says
-_LAGGING = "the referee lagged behind"
-
-_ALARMS = {
-    "drift": "the served logprobs are not those of the model",
-    "probability": "the tokens do not follow the distribution",
-    "surprisal": "the tokens do not follow the distribution",
-    "unlikely": "the tokens do not follow the distribution",
-    "support": "tokens were emitted that the requests' rules or filters exclude",
-    "greedy": "tokens at temperature 0 are not the likeliest ones",
-    "impossible": "answers came that the model cannot have produced",
-    "draws": "tokens are not those that the requests' seeds demand",
-    "alternatives": "the logprobs reported of other tokens are not their own",
-}
-"""Words of a headline for each alarm."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +29,14 @@ class Headline:
 
 def headline(report: Report) -> Headline:
     """Return what was found, in one sentence."""
-    answers, overall = report["answers"], report["all"]
-    failed = _failed_probes(report)
-    if report["findings"]:
-        return Headline("alarm", _alarm_sentence(report["findings"]) + (f". {failed}" if failed else ""))
-    if failed:
-        return Headline("suspect", failed)
-    if nothing_compared(report):
-        return Headline("nothing", f"Nothing could be compared: {_why_nothing(report)}")
-    seen = f"{count(overall['tokens'], 'token')} of {count(answers['judged'], 'answer')}"
-    if num := _num_suspect(report):
-        return Headline("suspect", f"No alarm in {seen}, but {_suspects(num)}")
+    found, answers = shortcomings(report), report["answers"]
+    if wrong := [found[name] for name in ("alarm", "probes") if name in found]:
+        return Headline("alarm" if "alarm" in found else "suspect", ". ".join(wrong))
+    if _nothing_compared(report):
+        return Headline("nothing", found["unread"])
+    seen = f"{count(report['all']['tokens'], 'token')} of {count(answers['judged'], 'answer')}"
+    if "suspect" in found:
+        return Headline("suspect", f"No alarm in {seen}, but {found['suspect']}")
     return Headline("clean", f"No alarm in {seen}")
 
 
@@ -63,11 +47,11 @@ def _alarm_sentence(findings: Iterable[Mapping[str, Any]]) -> str:
     where = "" if first["stratum"] == "all" else f" of the stratum {first['stratum']}"
     others = sorted({one["alarm"] for one in found} - {first["alarm"]})
     also = f"; also found: {', '.join(others)}" if others else ""
-    says = _ALARMS.get(first["alarm"], first["alarm"])
+    says = REPLAY_ALARMS.get(first["alarm"], first["alarm"])
     return f"An alarm: {says} ({first['alarm']}), after {count(first['tokens'], 'token')}{where}{also}"
 
 
-def nothing_compared(report: Report) -> bool:
+def _nothing_compared(report: Report) -> bool:
     """Return whether neither a logprob nor a distribution was compared."""
     distributions = report["answers"]["distributions"]
     looked_at = sum(distributions.get(name, 0) for name in ("tested", "greedy", "repeated_seed"))
@@ -89,27 +73,19 @@ def _why_nothing(report: Report) -> str:
     return f"no answer reached the referee (requests: {results or 'none'})"
 
 
-def _failed_probes(report: Report) -> str:
-    failed = [one["probe"] for one in report.get("audit", {}).get("probes", ()) if one["findings"]]
-    return f"{count(len(failed), 'probe')} failed: {', '.join(failed)}" if failed else ""
-
-
-def _num_suspect(report: Report) -> int:
-    return int(max(report["answers"]["verdicts"].get("suspect", 0), len(report["suspect"])))
-
-
 def shortcomings(report: Report) -> dict[str, str]:
     """Return what keeps the report from being clean and whole, by the names of `--fail-on`; only those that apply."""
     found: dict[str, str] = {}
     answers, requests = report["answers"], report["requests"]
     if report["findings"]:
         found["alarm"] = _alarm_sentence(report["findings"])
-    if failed := _failed_probes(report):
-        found["probes"] = failed
-    if num := _num_suspect(report):
-        found["suspect"] = _suspects(num)
+    if failed := [one["probe"] for one in report.get("audit", {}).get("probes", ()) if one["findings"]]:
+        found["probes"] = f"{count(len(failed), 'probe')} failed: {', '.join(failed)}"
+    if num := int(max(answers["verdicts"].get("suspect", 0), len(report["suspect"]))):
+        many = f"{number(num)} answers are suspect, each by itself"
+        found["suspect"] = "1 answer is suspect by itself" if num == 1 else many
     read, unreadable = int(answers.get("read", 0)), int(answers.get("unreadable", 0))
-    if nothing_compared(report):
+    if _nothing_compared(report):
         found["unread"] = f"Nothing could be compared: {_why_nothing(report)}"
     elif unreadable > read:
         found["unread"] = f"{count(unreadable, 'answer')} could not be read, and only {number(read)} could"
@@ -121,7 +97,7 @@ def shortcomings(report: Report) -> dict[str, str]:
     skipped = int(answers["replays"].get("skipped", 0))
     if dropped + skipped:
         left_out = [count(num, what) for num, what in ((dropped, "exchange"), (skipped, "answer")) if num]
-        found["dropped"] = f"Left out, because {_LAGGING}: {' and '.join(left_out)}"
+        found["dropped"] = f"Left out, because the referee lagged behind: {' and '.join(left_out)}"
     return found
 
 
@@ -181,7 +157,3 @@ def plain(text: object) -> str:
     said = str(text)
     shown = "".join(one if one.isprintable() else one.encode("unicode_escape").decode("ascii") for one in said)
     return shown if len(shown) <= _LONGEST else f"{shown[:_LONGEST]}…"
-
-
-def _suspects(num: int) -> str:
-    return "1 answer is suspect by itself" if num == 1 else f"{number(num)} answers are suspect, each by itself"

@@ -72,6 +72,27 @@ WATCHED_RESULTS = {  # what becomes of requests to a watched server, and of what
     "broken_off": "the server broke the reply off",
     "unreachable": "answered with 502 because the server could not be reached",
 }
+REPLAY_RESULTS = {
+    "ok": "computed and compared",
+    "failed": "could not be submitted, or two attempts did not compute it: the answer stays unverified",
+    "skipped": "not tried: too many were waiting",
+    "outdated": "not comparable: the weights have been changed since",
+    "refused": "not computed: no sound engine gives that answer (it breaks a limit of its request, is too "
+    "long, or has invalid token ids)",
+}
+DISTRIBUTIONS = {
+    "tested": "sampled with random numbers not seen before: evidence on the distribution of the tokens",
+    "greedy": "nothing was sampled; each token was compared with the most likely one",
+    "repeated_seed": "its seed was seen before, so its tokens add no evidence on the distribution; its draws "
+    "are checked like any other's",
+    "untested": "the replay returned logprobs only",
+}
+VERDICTS = {
+    "verified": "recomputed; no fault found in its tokens, nor in the logprobs that it came with",
+    "logprobs_only": "recomputed; its logprobs agree, and the replay could not compare its tokens",
+    "unverified": "the check did not take place",
+    "suspect": "found wrong, or generated in a window in which a fault was found",
+}
 MAX_ANSWERING = 100  # replicas whose recent replays are exported
 READ_RESULTS = {
     "read": "with all that a replay needs",
@@ -376,14 +397,7 @@ CATALOGUE: tuple[Metric, ...] = (
         "replays_total",
         "replays",
         "Replays of finished requests.",
-        result={
-            "ok": "computed and compared",
-            "failed": "could not be submitted, or two attempts did not compute it: the answer stays unverified",
-            "skipped": "not tried: too many were waiting",
-            "outdated": "not comparable: the weights have been changed since",
-            "refused": "not computed: no sound engine gives that answer (it breaks a limit of its request, is too "
-            "long, or has invalid token ids)",
-        },
+        result=REPLAY_RESULTS,
     ),
     _gauge(
         "recent_replays",
@@ -439,24 +453,13 @@ CATALOGUE: tuple[Metric, ...] = (
         "replay_distributions_total",
         "requests",
         "Replayed requests, by their evidence about the distribution.",
-        distribution={
-            "tested": "sampled with random numbers not seen before: evidence on the distribution of the tokens",
-            "greedy": "nothing was sampled; each token was compared with the most likely one",
-            "repeated_seed": "its seed was seen before, so its tokens add no evidence on the distribution; its draws "
-            "are checked like any other's",
-            "untested": "the replay returned logprobs only",
-        },
+        distribution=DISTRIBUTIONS,
     ),
     _counter(
         "verdicts_total",
         "requests",
         "Verdicts on answers.",
-        verdict={
-            "verified": "recomputed; no fault found in its tokens, nor in the logprobs that it came with",
-            "logprobs_only": "recomputed; its logprobs agree, and the replay could not compare its tokens",
-            "unverified": "the check did not take place",
-            "suspect": "found wrong, or generated in a window in which a fault was found",
-        },
+        verdict=VERDICTS,
     ),
     # A watched server
     _counter(
