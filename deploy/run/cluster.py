@@ -19,7 +19,7 @@ from ray.serve.context import _get_global_client
 from ray.serve.exceptions import RayServeException
 
 from deploy.run.machine import Machine
-from deploy.run.ports import require_port, url_of
+from deploy.run.ports import free_port, url_of
 from deploy.run.preflight import check_cluster, check_machine
 from serve_app.app import build_app
 from serve_app.config.app_config import AppConfig
@@ -77,7 +77,7 @@ def running_app(file: ServeFile, progress: Progress, *, address: str | None = No
     address = cluster_address(address)
     if address is None:
         if file.proxy_location != "Disabled":
-            require_port(file.http_options)
+            free_port(file.http_options, file.http_options.port)
         found = check_machine(config, Machine.here())
         found.require_servable()
         for hint in found.hints:

@@ -22,15 +22,6 @@ def url_of(http: HttpOptions) -> str:
     return f"http://{host}:{http.port}"
 
 
-def require_port(http: HttpOptions) -> None:
-    """Make sure that a service can listen there, on the machine that this runs on.
-
-    Raises:
-        ConfigError: the port is in use, or the host is not this machine's.
-    """
-    free_port(http, http.port)
-
-
 def free_port(http: HttpOptions, port: int = 0) -> int:
     """Return a port that nobody listens on at this host: the given one, or with 0 any.
 

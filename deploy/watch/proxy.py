@@ -8,7 +8,7 @@ import resource
 import socket
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -20,12 +20,10 @@ from yarl import URL
 
 from deploy.exchange.asking import Asked, instrumented, read_request
 from deploy.exchange.exchanges import WATCHED_PATHS, Exchange
-from deploy.exchange.vendors import FALLBACK, VENDORS, dialect_of, vendor_of
-from deploy.watch.headers import passed_on, with_length
+from deploy.exchange.vendors import FALLBACK, dialect_of, vendor_of
 from deploy.watch.plain_replies import PlainEvents, plain_reply
 from deploy.watch.sender import Sender
 from serve_app.errors import ErrorReply
-from speculative.errors import ConfigError
 
 _LOG = logging.getLogger(__name__)
 _MIB = 2**20
@@ -34,6 +32,12 @@ _IDLE_S = 3.0  # of a connection to the server; servers close theirs after 5 s, 
 _CONNECT_WITHIN_S = 10.0
 _BACKLOG = 4096
 _MOST_FORMS = 1024
+_OF_A_CONNECTION = frozenset(
+    (
+        *("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection"),
+        *("te", "trailer", "transfer-encoding", "upgrade"),
+    )
+)
 _EXPECT = frozenset({"expect", "host"})  # 100-continue was answered here; the server's own name goes out as Host
 _EVENTS = "text/event-stream"
 _FAILED = 500
@@ -79,20 +83,6 @@ class ProxyOptions:
     max_queued_bytes: int = 64 * _MIB
     max_exchange_bytes: int = 16 * _MIB
     replica_header: str | None = None
-
-    def __post_init__(self) -> None:
-        """Check the values.
-
-        Raises:
-            ConfigError: one cannot be used.
-        """
-        url = URL(self.upstream)
-        if url.scheme not in ("http", "https") or not url.host:
-            raise ConfigError(f"{self.upstream} is not the URL of a server; write it as http://HOST:PORT.")
-        if not 0 <= self.share <= 1:
-            raise ConfigError(f"The share of watched requests is {self.share}; it goes from 0 to 1.")
-        if self.dialect not in ("auto", *VENDORS):
-            raise ConfigError(f"The dialect {self.dialect} is unknown; there are auto, {', '.join(VENDORS)}.")
 
 
 @dataclass(slots=True)
@@ -180,7 +170,7 @@ class Proxy:
             return await self._watched(request, path)
         if watched_path:
             self._sender.count("passed")
-        return await self._passed(request, passed_on(request.raw_headers, without=_EXPECT), await _body(request))
+        return await self._passed(request, _passed_on(request.raw_headers, without=_EXPECT), await _body(request))
 
     def _fits(self, request: web.Request) -> bool:
         if "Content-Encoding" in request.headers:
@@ -235,7 +225,7 @@ class Proxy:
         reply: aiohttp.ClientResponse,
         seen: Callable[[bytes], None] | None,
     ) -> web.StreamResponse:
-        response = _Relayed(reply, passed_on(reply.raw_headers))
+        response = _Relayed(reply, _passed_on(reply.raw_headers))
         await response.prepare(request)
         try:
             async for chunk in reply.content.iter_any():
@@ -260,7 +250,7 @@ class Proxy:
 
     async def _watched(self, request: web.Request, path: str) -> web.StreamResponse:
         body = await request.content.read()
-        headers = with_length(passed_on(request.raw_headers, without=_EXPECT), len(body))
+        headers = _with_length(_passed_on(request.raw_headers, without=_EXPECT), len(body))
         asked = read_request(path, body)
         if asked is None or not await self._knows_dialect(request.headers.get("Authorization")):
             self._sender.count("unwatchable")
@@ -271,7 +261,7 @@ class Proxy:
         changed, keys = instrumented(asked, levels[form.level])
         began_at = time.time()
         try:
-            reply = await self._send(request, with_length(headers, len(changed)), changed)
+            reply = await self._send(request, _with_length(headers, len(changed)), changed)
         except _LOST as error:
             return self._unreachable(error)
         try:
@@ -321,7 +311,7 @@ class Proxy:
         self, request: web.Request, reply: aiohttp.ClientResponse, watch: "_Watch"
     ) -> web.StreamResponse:
         recording = _Recording(self._options.max_exchange_bytes)
-        headers = passed_on(reply.raw_headers)
+        headers = _passed_on(reply.raw_headers)
         events = reply.content_type == _EVENTS
         if events or not watch.keys or reply.status != 200:
             response = _Relayed(reply, headers)
@@ -334,7 +324,7 @@ class Proxy:
             if _OF_A_COMPLETION not in data:  # some servers refuse with a 200
                 return await self._refused(request, watch.headers, watch.asked.body, watch.form)
             plain = plain_reply(data, watch.keys)
-            response = _Relayed(reply, with_length(headers, len(plain)))
+            response = _Relayed(reply, _with_length(headers, len(plain)))
             await response.prepare(request)
             await response.write(plain)
             whole = True
@@ -545,3 +535,22 @@ async def run_proxy(options: ProxyOptions) -> None:
     async with running_proxy(options) as (url, _):
         _LOG.info("Requests to %s pass on to %s; %.3g of them are watched.", url, options.upstream, options.share)
         await asyncio.Event().wait()
+
+
+def _passed_on(raw: Sequence[tuple[bytes, bytes]], *, without: frozenset[str] = frozenset()) -> CIMultiDict[str]:
+    """Headers for the other side, in their order, without those of a single connection. without: more of these."""
+    headers = [
+        (name.decode("utf-8", "surrogateescape"), value.decode("utf-8", "surrogateescape")) for name, value in raw
+    ]
+    gone = _OF_A_CONNECTION | without
+    for name, value in headers:
+        if name.lower() == "connection":
+            gone |= {one.strip().lower() for one in value.split(",")}
+    return CIMultiDict([(name, value) for name, value in headers if name.lower() not in gone])
+
+
+def _with_length(headers: CIMultiDict[str], length: int) -> CIMultiDict[str]:
+    """The same with another Content-Length, in its place, if there is one."""
+    return CIMultiDict(
+        [(name, str(length) if name.lower() == "content-length" else value) for name, value in headers.items()]
+    )

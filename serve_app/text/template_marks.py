@@ -13,19 +13,23 @@ _MARK = re.compile(r"<\|[^\s<>|]+\|>|<｜[^\s<>｜]+｜>|<(?:start|end)_of_turn>
 _ANSWER = "An-answer-of-71-letters"
 _SYSTEM, _USER = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello there"}
 _SAID = {"role": "assistant", "content": _ANSWER}
-_CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "clock", "arguments": {"zone": "x"}}}
-_TOOL = {"type": "function", "function": {"name": "clock", "description": "Time.", "parameters": {"type": "object"}}}
-_CALLED = (
+_ID = "c4a11b0b5"  # some templates take no other length
+_CALL = {"id": _ID, "type": "function", "function": {"name": "probe", "arguments": {"key": "value"}}}
+_PARAMETERS = {"type": "object", "properties": {"key": {"type": "string"}}}
+TOOL = {"type": "function", "function": {"name": "probe", "description": "A test.", "parameters": _PARAMETERS}}
+CALLED = (
+    _USER,
     {"role": "assistant", "content": "", "tool_calls": [_CALL]},
-    {"role": "tool", "name": "clock", "tool_call_id": "abcdefghi", "content": "noon"},
+    {"role": "tool", "name": "probe", "tool_call_id": _ID, "content": "done"},
 )
+"""A conversation in which the function of `TOOL` was called."""
 PLAIN: tuple[Messages, ...] = ((_USER,), (_USER, _SAID, _USER), (_SYSTEM, _USER), (_SYSTEM, _USER, _SAID, _USER))
 """Conversations without tools, of which a template takes at least one."""
 
 
 def rendered(render: Render) -> Iterator[str | None]:
     """The prompts of `PLAIN` and of conversations with tools; None of those that the template refuses."""
-    for messages, tools in (*((one, ()) for one in PLAIN), ((_USER,), (_TOOL,)), ((_USER, *_CALLED), (_TOOL,))):
+    for messages, tools in (*((one, ()) for one in PLAIN), ((_USER,), (TOOL,)), (CALLED, (TOOL,))):
         try:
             yield render(messages, tools)
         except Exception:  # a template may raise anything

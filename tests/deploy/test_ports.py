@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 from deploy.cli.console import CONFIGS
 from deploy.cli.main import main
 from deploy.run import cluster
-from deploy.run.ports import free_port, require_port
+from deploy.run.ports import free_port
 from serve_app.config.serve_file import HttpOptions
 from speculative.errors import ConfigError
 from tests.support.tiny_models import write_tiny_model
@@ -40,16 +40,15 @@ def test_a_port_that_is_taken_is_refused_whatever_address_it_is_taken_at(host: s
     with listening(other) as port:
         reported = rf"http_options.port: {port} on {re.escape(host)} is in use; stop .* or set another port"
         with pytest.raises(ConfigError, match=reported):
-            require_port(HttpOptions(host=host, port=port))
-    require_port(HttpOptions(host=host, port=port))
+            free_port(HttpOptions(host=host), port)
+    assert free_port(HttpOptions(host=host), port) == port
 
 
 @pytest.mark.parametrize("host", ["nowhere.invalid", "192.0.2.7", "2001:db8::7", "..", "x" * 70 + ".invalid"])
 def test_a_host_that_is_not_here_is_refused(host: str) -> None:
     reported = r"http_options.host: .* is not an address of this machine \(.*0\.0\.0\.0"
-    for check in (require_port, free_port):
-        with pytest.raises(ConfigError, match=reported):
-            check(HttpOptions(host=host))
+    with pytest.raises(ConfigError, match=reported):
+        free_port(HttpOptions(host=host))
 
 
 def truespec(*arguments: object) -> Result:
@@ -87,11 +86,11 @@ def test_commands_refuse_a_taken_port_before_ray_starts(file: Path, monkeypatch:
 def test_serve_listens_on_the_port_that_it_is_given(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
 
-    def stop(http: HttpOptions) -> Never:
-        asked.append(http.port)
+    def stop(http: HttpOptions, port: int) -> Never:
+        asked.append(port)
         raise ConfigError("stopped here")
 
-    monkeypatch.setattr(cluster, "require_port", stop)
+    monkeypatch.setattr(cluster, "free_port", stop)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     assert "stopped here" in truespec("serve", file, "--port", 8123).output
     assert "stopped here" in truespec("serve", file).output

@@ -247,7 +247,7 @@ def test_config_check_looks_at_this_machine_unless_told_not_to_and_serve_before_
     args["pools"]["monolith"] = {"num_gpus": 99}
     check()
     monkeypatch.setattr("ray.init", lambda *_, **__: pytest.fail("Ray was started"))
-    monkeypatch.setattr("deploy.run.cluster.require_port", lambda http: None)
+    monkeypatch.setattr("deploy.run.cluster.free_port", lambda http, port: port)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     run = CliRunner().invoke(main, ["serve", str(file)])
     assert run.exit_code == 1 and "args.pools.monolith.num_gpus: the pools ask for 99 GPUs" in run.output

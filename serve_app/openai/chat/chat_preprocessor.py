@@ -9,14 +9,15 @@ from typing import Any
 from serve_app.backends.base import CallPart, ChatPrompt, Parsers, Reading, ReplyParser
 from serve_app.errors import UnsupportedParameter
 from serve_app.openai.chat.chat_request import ChatCompletionRequest
-from serve_app.openai.tools.call_formats import FORMATS, format_of
 from serve_app.openai.tools.call_readers import (
+    FORMATS,
     AnswerReader,
     CallReader,
     ForcedList,
     FreeCalls,
     NamedCall,
     NewId,
+    format_of,
     new_call_id,
 )
 from serve_app.openai.tools.forced_calls import behind_thought, call_form, forces_calls

@@ -17,6 +17,9 @@ from typing import Any, ClassVar
 from serve_app.backends.base import CallPart, ParsedDelta, ReplyParser
 from serve_app.openai.tools.growing_text import GrowingText, Step
 from serve_app.text.json_text import refuse_constant
+from serve_app.text.template_marks import CALLED, TOOL
+from serve_app.text.tokenizer import Tokenizer
+from speculative.errors import InvalidRequest
 
 MAX_NAME = 256  # characters of a function's name
 _ARGUMENTS = ("arguments", "parameters")
@@ -488,3 +491,15 @@ def _as_json(text: str, types: frozenset[str]) -> str:
         kinds = ()
     fits = bool(kinds) and (not types or not types.isdisjoint(kinds) or "string" not in types)
     return bare if fits else _quoted(text)
+
+
+FORMATS: tuple[type[FreeCalls], ...] = (XmlCalls, HermesCalls, MistralCalls, LlamaCalls)
+
+
+def format_of(tokenizer: Tokenizer) -> type[FreeCalls] | None:
+    """The format in which a model writes calls as it likes: that of its chat template; None = none that is known."""
+    try:
+        text = tokenizer.render_chat(CALLED, tools=(TOOL,))
+    except InvalidRequest:
+        return None
+    return next((one for one in FORMATS if one.rendered.search(text)), None)

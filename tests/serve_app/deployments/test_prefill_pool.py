@@ -15,7 +15,7 @@ from serve_app.deployments.prefill_pool import PrefillPool, PrefillReply, bytes_
 from serve_app.deployments.runtime import ReplicaRuntime
 from serve_app.streams.pooled import PooledTokenSource
 from serve_app.telemetry.tracing import Carried
-from serve_app.transport.plasma import PlasmaTransport
+from serve_app.transport.selection import PlasmaTransport
 from speculative.request import Request, SamplingParams
 from tests.support.fake_backend import FakeBackend, FakeConfig
 from tests.support.referees import Method, RefereeHandle

@@ -5,8 +5,7 @@ import pickle
 import numpy as np
 import pytest
 
-from serve_app.transport.inline import MOST_BYTES
-from serve_app.transport.selection import make_transport
+from serve_app.transport.selection import MOST_BYTES, make_transport
 from speculative.errors import ConfigError
 
 

@@ -22,7 +22,6 @@ from serve_app.backends.base import CallPart, ChatPrompt, ParsedDelta, Parsers
 from serve_app.errors import UnsupportedParameter
 from serve_app.openai.chat.chat_request import ChatCompletionRequest
 from serve_app.openai.frontend import FrontEnd
-from serve_app.openai.tools.call_formats import format_of
 from serve_app.openai.tools.call_readers import (
     ForcedList,
     FreeCalls,
@@ -31,6 +30,7 @@ from serve_app.openai.tools.call_readers import (
     MistralCalls,
     NamedCall,
     XmlCalls,
+    format_of,
     put_together,
 )
 from serve_app.openai.tools.forced_calls import behind_thought, call_form
