@@ -5,9 +5,16 @@ import asyncio
 from fastapi import Request
 
 from serve_app.errors import BodyTimeout, BodyTooLarge
+from serve_app.openai.parsing import parse
+from serve_app.openai.wire import W
 
-MAX_ORDER_BYTES = 4096  # of what an operator or trainer orders
+_MAX_ORDER_BYTES = 4096  # of what an operator or trainer orders
 _BODY_TIMEOUT_S = 30.0  # for all of a body to come
+
+
+async def read_order(request: Request, kind: type[W]) -> W:
+    """An operator's or trainer's order; a body that is empty sets nothing."""
+    return parse(await read_body(request, _MAX_ORDER_BYTES) or b"{}", kind)
 
 
 async def read_body(request: Request, most: int) -> bytes:

@@ -40,27 +40,24 @@ _MAYBE_TEXT: Schema = {"type": ["string", "null"]}
 _STOPPED: Schema = {"type": ["string", "integer", "null"]}  # a stop string, or the id of a stop token
 
 
+_SEEDED = {"reproducible": _FLAG, "reproducible_reason": _TEXT}  # if a seed was sent
+_CHECKED = {
+    "verdict": _TEXT,
+    "verdicts": _list(_TEXT),
+    "checked": _list(_TEXT),
+    "receipts": _list({"type": "object"}),
+}
+
+
 def _reply(kind: str, *choice_fields: str) -> Schema:
-    choice = _object(
-        {"index": _COUNT, "finish_reason": _MAYBE_TEXT, "stop_reason": _STOPPED} | {name: {} for name in choice_fields},
-        reproducible=_FLAG,  # if a seed was sent
-        reproducible_reason=_TEXT,
-    )
+    ended = {"index": _COUNT, "finish_reason": _MAYBE_TEXT, "stop_reason": _STOPPED}
+    choice = _object(ended | {name: {} for name in choice_fields}, **_SEEDED)
     about = {"id": _TEXT, "object": {"const": kind}, "created": _COUNT, "model": _TEXT, "choices": _list(choice)}
-    return _object(
-        about,
-        usage=_ref("Usage"),
-        verdict=_TEXT,
-        verdicts=_list(_TEXT),
-        checked=_list(_TEXT),
-        receipts=_list({"type": "object"}),
-    )
+    return _object(about, usage=_ref("Usage"), **_CHECKED)
 
 
 _REPLIES: dict[str, Schema] = {
-    "Error": _object(
-        {"error": _object({"message": _TEXT, "type": _TEXT, "param": _MAYBE_TEXT, "code": _TEXT})},
-    ),
+    "Error": _object({"error": _object({"message": _TEXT, "type": _TEXT, "param": _MAYBE_TEXT, "code": _TEXT})}),
     "Usage": _object({"prompt_tokens": _COUNT, "completion_tokens": _COUNT, "total_tokens": _COUNT}),
     "Completion": _reply("text_completion", "text", "logprobs"),
     "ChatCompletion": _reply("chat.completion", "message", "logprobs"),
@@ -77,12 +74,8 @@ _REPLIES: dict[str, Schema] = {
             "store": _FLAG,
             "usage": _object({"input_tokens": _COUNT, "output_tokens": _COUNT, "total_tokens": _COUNT}),
         },
-        reproducible=_FLAG,  # if a seed was sent
-        reproducible_reason=_TEXT,
-        verdict=_TEXT,
-        verdicts=_list(_TEXT),
-        checked=_list(_TEXT),
-        receipts=_list({"type": "object"}),
+        **_SEEDED,
+        **_CHECKED,
     ),
     "Deleted": _object({"id": _TEXT, "object": {"const": "response"}, "deleted": {"const": True}}),
     "Model": _object(
@@ -104,13 +97,8 @@ _REPLIES: dict[str, Schema] = {
             "checked": _list(_TEXT),
             "choices": _list(
                 _object(
-                    {
-                        "index": _COUNT,
-                        "verdict": _TEXT,
-                        "reason": _TEXT,
-                        "checked": _list(_TEXT),
-                        "distribution": _TEXT,
-                    }
+                    {"index": _COUNT, "checked": _list(_TEXT)}
+                    | dict.fromkeys(("verdict", "reason", "distribution"), _TEXT)
                 )
             ),
         }

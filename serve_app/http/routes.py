@@ -27,7 +27,7 @@ from serve_app.errors import (
     route_error,
 )
 from serve_app.http.admin import Admin, PauseOrder, SpeculationOrder, WeightsOrder, WeightsService
-from serve_app.http.body import MAX_ORDER_BYTES, read_body
+from serve_app.http.body import read_body, read_order
 from serve_app.http.event_stream import EventStream, Pace, unless_disconnected
 from serve_app.http.head_requests import HeadRequests
 from serve_app.http.openapi import document
@@ -52,8 +52,6 @@ from speculative.errors import InvalidRequest
 logger = logging.getLogger(__name__)
 
 
-T = TypeVar("T")
-W = TypeVar("W", bound=PauseOrder)
 R = TypeVar("R", bound=Wire)
 
 
@@ -263,17 +261,13 @@ def _add_admin(app: FastAPI, admin: Admin) -> None:
 
     @app.post("/admin/speculation")
     async def set_speculation(request: Request) -> Response:
-        body = await read_body(request, MAX_ORDER_BYTES)
-        return JSONResponse({"replicas": await admin.order(parse(body, SpeculationOrder))})
+        return JSONResponse({"replicas": await admin.order(await read_order(request, SpeculationOrder))})
 
     if admin.weights is not None:
         _add_weights(app, admin.weights)
 
 
 def _add_weights(app: FastAPI, weights: WeightsService) -> None:
-    async def read(request: Request, kind: type[W]) -> W:
-        return parse(await read_body(request, MAX_ORDER_BYTES) or b"{}", kind)
-
     async def reported(outcome: Awaitable[Outcome]) -> Response:
         done = await outcome
         return JSONResponse({"complete": done.complete, "replicas": done.replicas})
@@ -284,12 +278,12 @@ def _add_weights(app: FastAPI, weights: WeightsService) -> None:
 
     @app.post("/admin/weights")
     async def update_weights(request: Request) -> Response:
-        order = await read(request, WeightsOrder)
+        order = await read_order(request, WeightsOrder)
         return await reported(weights.update(order.ref, PauseMode(order.mode), order.timeout_s))
 
     @app.post("/admin/pause")
     async def pause(request: Request) -> Response:
-        order = await read(request, PauseOrder)
+        order = await read_order(request, PauseOrder)
         return await reported(weights.pause(PauseMode(order.mode), order.timeout_s))
 
     @app.post("/admin/resume")

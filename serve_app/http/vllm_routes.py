@@ -13,11 +13,11 @@ from serve_app.access.request_gate import Gate
 from serve_app.backends.base import PauseMode
 from serve_app.errors import UnsupportedParameter
 from serve_app.http.admin import WeightsService
-from serve_app.http.body import MAX_ORDER_BYTES, read_body
+from serve_app.http.body import read_body, read_order
 from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.parsing import parse
 from serve_app.openai.tokens.tokenization import DetokenizeRequest, TokenizeRequest
-from serve_app.openai.wire import W, Wire
+from serve_app.openai.wire import Wire
 from serve_app.versions import version_of
 from serve_app.weights.desired_state import Outcome, WeightsRef
 from speculative.errors import InvalidRequest, RequestTimeout
@@ -152,7 +152,8 @@ def _add_tokenization(app: FastAPI, front_end: FrontEnd, gate: Gate) -> None:
     async def answer(request: Request, kind: type[T], work: Callable[[T], Awaitable[dict[str, Any]]]) -> Response:
         with gate.place(request.state.caller):  # a body may hold as much work as one that asks for tokens
             wire = parse(await read_body(request, front_end.limits.max_body_bytes), kind)
-            front_end.check_model(wire.model)
+            if wire.model is not None:
+                front_end.model(wire.model)
             return JSONResponse(await work(wire))
 
     @app.post("/tokenize")
@@ -180,23 +181,20 @@ def _add_about(app: FastAPI, routes: VllmRoutes) -> None:
 
 
 def _add_weight_transfer(app: FastAPI, weights: WeightsService) -> None:
-    async def read(request: Request, kind: type[W]) -> W:
-        return parse(await read_body(request, MAX_ORDER_BYTES) or b"{}", kind)
-
     @app.post("/init_weight_transfer_engine")
     async def begin(request: Request) -> Response:
-        await read(request, InitTransfer)
+        await read_order(request, InitTransfer)
         return JSONResponse({"message": "Weight transfer initialized"})
 
     @app.post("/start_weight_update")
     async def start(request: Request) -> Response:
-        await read(request, StartUpdate)
+        await read_order(request, StartUpdate)
         await weights.stage(None)
         return JSONResponse({"message": "Weight update started"})
 
     @app.post("/update_weights")
     async def update(request: Request) -> Response:
-        wire = await read(request, UpdateOrder)
+        wire = await read_order(request, UpdateOrder)
         if wire.weight_dir is None:
             await weights.stage(wire.ref)
         else:  # prime-rl sends nothing to finish it
@@ -205,7 +203,7 @@ def _add_weight_transfer(app: FastAPI, weights: WeightsService) -> None:
 
     @app.post("/finish_weight_update")
     async def finish(request: Request) -> Response:
-        wire = await read(request, FinishUpdate)
+        wire = await read_order(request, FinishUpdate)
         await _complete(weights.finish(wire.weight_version or ""), "updated")
         return JSONResponse({"message": "Weight update finished"})
 

@@ -38,7 +38,6 @@ from serve_app.openai.replies import (
     ReplyFormat,
     ReplyHead,
     join,
-    model_card,
 )
 from serve_app.openai.requests import LEGACY_MAX_TOKENS, WireRequest
 from serve_app.openai.tokens.tokenization import Tokenization
@@ -109,17 +108,9 @@ class FrontEnd:
         """The model's name, for requests that need name none."""
         return self._model.model_name
 
-    def check_model(self, name: str | None) -> None:
-        """Refuse a request that names another model.
-
-        Raises:
-            ModelNotFound: it is not served here.
-        """
-        if name is not None:
-            self.model(name)
-
     def model(self, name: str) -> dict[str, Any]:
-        """The body of GET /v1/models/{name}.
+        """The body of GET /v1/models/{name}, as vLLM writes it, with the weights' quantization: an adapter's parent is
+        the model, and its root the folder.
 
         Raises:
             ModelNotFound: no such model is served here.
@@ -128,15 +119,16 @@ class FrontEnd:
             served = ", ".join(self._names)
             raise ModelNotFound("model", f"The model '{name[:100]}' does not exist here; served: {served}.")
         roots = {one.name: one.root for one in self._model.adapters}
-        parent = self._model.model_name if name in roots else None
-        return model_card(
-            name,
-            self._created,
-            self._model.max_model_len,
-            root=roots.get(name, name),
-            parent=parent,
-            quantization=self._model.quantization,
-        )
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "truespec",
+            "root": roots.get(name, name),
+            "parent": self._model.model_name if name in roots else None,
+            "max_model_len": self._model.max_model_len,
+            "quantization": self._model.quantization,
+        }
 
     def count_tokens(self, text: str) -> int:
         """Return how many tokens a text has that goes on after others."""

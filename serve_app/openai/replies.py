@@ -6,10 +6,11 @@ of its choices by the same code as a streamed chunk.
 
 import json
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from json.encoder import encode_basestring_ascii
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from serve_app.backends.base import CallPart
 from serve_app.errors import ErrorReply
@@ -257,20 +258,22 @@ class ReplyFormat(Protocol):
         ...
 
 
-class _ChunkFormat(Protocol):
+class _ChunkFormat(ABC):
     """A format whose streams are chunks, which look like the whole reply."""
+
+    chunk_kind: ClassVar[str]
+
+    def stream(self, *, continuous_usage: bool) -> ReplyStream:
+        """Return what writes one reply as a stream."""
+        return ChunkStream(self, continuous_usage=continuous_usage)
 
     def opening(self, head: ReplyHead) -> list[dict[str, Any]]:
         """The chunks before the first piece."""
-        ...
+        return []
 
+    @abstractmethod
     def chunk(self, head: ReplyHead, piece: ChoiceDelta) -> dict[str, Any]:
         """The chunk of one piece."""
-        ...
-
-    def closing_chunk(self, head: ReplyHead, reported: dict[str, Any]) -> dict[str, Any]:
-        """The last chunk, where there is something to tell of the whole reply."""
-        ...
 
 
 _SOME_TEXT = "\0the text\0"
@@ -327,7 +330,7 @@ class ChunkStream:
         """The closing chunk, where there is something to say, and the end."""
         if head.with_usage:
             reported = reported | {"usage": usage().to_wire()}
-        closing = sse_event(self._chunks.closing_chunk(head, reported)) if reported else b""
+        closing = sse_event(head.envelope(self._chunks.chunk_kind, []) | reported) if reported else b""
         return closing + b"data: [DONE]\n\n"
 
     def failure(self, head: ReplyHead, error: ErrorReply) -> bytes:
@@ -344,35 +347,22 @@ def sse_event(payload: dict[str, Any], name: str | None = None) -> bytes:
     return named + b"data: " + _to_json(payload).encode("ascii") + b"\n\n"
 
 
-class CompletionFormat:
+class CompletionFormat(_ChunkFormat):
     """Replies of /v1/completions. Chunks and whole replies share one shape."""
 
     id_prefix = "cmpl-"
-    operation = "text_completion"
-    _kind = "text_completion"
-
-    def stream(self, *, continuous_usage: bool) -> ReplyStream:
-        """Return what writes one reply as a stream."""
-        return ChunkStream(self, continuous_usage=continuous_usage)
-
-    def opening(self, head: ReplyHead) -> list[dict[str, Any]]:
-        """No chunk: the text starts at once."""
-        return []
+    operation = chunk_kind = "text_completion"
 
     def chunk(self, head: ReplyHead, piece: ChoiceDelta) -> dict[str, Any]:
         """The chunk of one piece."""
-        return head.chunk(self._kind, [self._choice(head, piece)]) | _metadata([piece])
-
-    def closing_chunk(self, head: ReplyHead, reported: dict[str, Any]) -> dict[str, Any]:
-        """The last chunk, where there is something to tell of the whole reply."""
-        return head.envelope(self._kind, []) | reported
+        return head.chunk(self.chunk_kind, [self._choice(head, piece)]) | _metadata([piece])
 
     async def whole(
         self, head: ReplyHead, choices: Sequence[ChoiceDelta], usage: Usage, reported: dict[str, Any]
     ) -> dict[str, Any]:
         """The whole reply."""
         rendered = [self._choice(head, piece) for piece in choices]
-        return head.envelope(self._kind, rendered) | {"usage": usage.to_wire()} | _metadata(choices) | reported
+        return head.envelope(self.chunk_kind, rendered) | {"usage": usage.to_wire()} | _metadata(choices) | reported
 
     def _choice(self, head: ReplyHead, piece: ChoiceDelta) -> dict[str, Any]:
         choice = {
@@ -388,22 +378,18 @@ class CompletionFormat:
         return choice | head.token_fields(piece) | reported
 
 
-class ChatFormat:
+class ChatFormat(_ChunkFormat):
     """Replies of /v1/chat/completions."""
 
     id_prefix = "chatcmpl-"
     operation = "chat"
-    _kind = "chat.completion"
-
-    def stream(self, *, continuous_usage: bool) -> ReplyStream:
-        """Return what writes one reply as a stream."""
-        return ChunkStream(self, continuous_usage=continuous_usage)
+    chunk_kind = "chat.completion.chunk"
 
     def opening(self, head: ReplyHead) -> list[dict[str, Any]]:
         """One chunk per choice, with the role."""
         delta = {"role": "assistant", "content": ""}
         chunks = [
-            head.chunk(self._kind + ".chunk", [_chat_choice(index, "delta", delta, None, None)])
+            head.chunk(self.chunk_kind, [_chat_choice(index, "delta", delta, None, None)])
             for index in range(head.num_choices)
         ]
         chunks[0] |= self._prompt_fields(head)
@@ -417,12 +403,8 @@ class ChatFormat:
             delta["reasoning"] = piece.reasoning
         if piece.calls:
             delta["tool_calls"] = [_call_delta(part) for part in piece.calls]
-        chunk = head.chunk(self._kind + ".chunk", [self._choice(head, piece, "delta", delta)])
+        chunk = head.chunk(self.chunk_kind, [self._choice(head, piece, "delta", delta)])
         return chunk | _metadata([piece]) | piece.prompt_fields()
-
-    def closing_chunk(self, head: ReplyHead, reported: dict[str, Any]) -> dict[str, Any]:
-        """The last chunk, where there is something to tell of the whole reply."""
-        return head.envelope(self._kind + ".chunk", []) | reported
 
     async def whole(
         self, head: ReplyHead, choices: Sequence[ChoiceDelta], usage: Usage, reported: dict[str, Any]
@@ -431,7 +413,7 @@ class ChatFormat:
         rendered = [self._choice(head, piece, "message", _message(piece)) for piece in choices]
         prompt = self._prompt_fields(head) | choices[0].prompt_fields()
         counted = {"usage": usage.to_wire()} | _metadata(choices)
-        return head.envelope(self._kind, rendered) | counted | prompt | reported
+        return head.envelope("chat.completion", rendered) | counted | prompt | reported
 
     def _choice(self, head: ReplyHead, piece: ChoiceDelta, name: str, said: dict[str, Any]) -> dict[str, Any]:
         entries = piece.logprobs
@@ -520,20 +502,3 @@ def token_logprobs(entries: Sequence[TokenEntry]) -> list[dict[str, Any]]:
 def finite_logprob(logprob: float) -> float:
     """A logprob that JSON can hold: OpenAI writes -9999.0 for a token that cannot occur."""
     return -9999.0 if logprob == -math.inf else logprob
-
-
-def model_card(
-    name: str, created: int, max_model_len: int, *, root: str, parent: str | None, quantization: str | None
-) -> dict[str, Any]:
-    """One entry of /v1/models, as vLLM writes it (an adapter's parent is the model, and its root the folder), with the
-    quantization of the weights."""
-    return {
-        "id": name,
-        "object": "model",
-        "created": created,
-        "owned_by": "truespec",
-        "root": root,
-        "parent": parent,
-        "max_model_len": max_model_len,
-        "quantization": quantization,
-    }
