@@ -117,7 +117,7 @@ def _options(*options: Command) -> Callable[[Command], Command]:
 
 def _referee_options(options: dict[str, Any], **own: Any) -> tuple[Any, Any]:
     """Return how answers are judged, and computed again."""
-    from deploy.run.replayers import ReplayerOptions, check_options
+    from deploy.run.replayers import ReplayerOptions
     from deploy.watch.referee import RefereeOptions
     from serve_app.backends.base import PRECISIONS
     from serve_app.referee.tolerance import Tolerance
@@ -134,7 +134,8 @@ def _referee_options(options: dict[str, Any], **own: Any) -> tuple[Any, Any]:
         find_model(options["model"], progress_printer()),
         **{name: options[name] for name in ("engine", "dtype", "threads", "max_model_len") if name in options},
     )
-    check_options(replayer)
+    if replayer.engine == "transformers" and replayer.dtype != "float32":
+        raise ConfigError("--dtype: transformers computes in float32 here; leave it out, or choose --engine torch.")
     mode = options["logprobs"] or ("processed" if tolerance.processed else "raw")
     referee = RefereeOptions(
         served=options["served"] or Path(options["model"]).name,
@@ -324,8 +325,8 @@ def watch_audit(
 
     Exits with 1 where something is suspect, and with 2 where the server could not be judged.
     """
+    from deploy.exchange.client import ServiceError
     from deploy.watch.audit import AuditOptions, run_audit
-    from deploy.watch.probes.desk import AuditFailed
 
     try:
         server_url(url, "URL")
@@ -335,7 +336,7 @@ def watch_audit(
         referee, replayer = _referee_options(options, keep_prompts=True)
         with View(err) as view:
             report = run_audit(asked, referee, replayer, view)
-    except (AuditFailed, ConfigError) as error:
+    except (ServiceError, ConfigError) as error:
         say(f"Error: {error}", err)
         raise click.exceptions.Exit(2) from error
     _show(report, json_file, html_file)

@@ -176,6 +176,20 @@ class Client:
             raise ServiceError(f"{self.url}{path}: HTTP {response.status_code}")
         return response.text
 
+    def models(self) -> dict[str, Json]:
+        """The models that the server lists, by their names.
+
+        Raises:
+            ServiceError: it lists none.
+        """
+        try:
+            cards = {str(card["id"]): card for card in json.loads(self.fetch("/v1/models"))["data"]}
+        except (ValueError, KeyError, TypeError):
+            cards = {}
+        if not cards:
+            raise ServiceError(f"{self.url}/v1/models lists no model; check the URL and what runs there.")
+        return cards
+
     def post(self, body: Json, path: str = COMPLETIONS) -> Attempt:
         """Send a request and wait for its reply."""
         self.num_requests += 1

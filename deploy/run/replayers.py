@@ -11,7 +11,7 @@ from serve_app.backends.base import Backend, ModelInfo, Replayed
 from serve_app.backends.torch_backend import TorchBackend
 from serve_app.referee.replayer import Replayer
 from speculative.config import DrafterConfig, EngineConfig, WeightsName
-from speculative.errors import ConfigError, EngineFault
+from speculative.errors import EngineFault
 from speculative.model.config import ModelConfig
 from speculative.request import Request
 
@@ -138,13 +138,3 @@ def _backend(options: ReplayerOptions) -> Backend:
     from serve_app.backends.vllm_parts.settings import VllmSettings
 
     return VllmBackend(str(options.folder), "watched", VllmSettings(config, given=frozenset({"max_model_len"})))
-
-
-def check_options(options: ReplayerOptions) -> None:
-    """Refuse what cannot be.
-
-    Raises:
-        ConfigError: the message names the option.
-    """
-    if options.engine == "transformers" and options.dtype != "float32":
-        raise ConfigError("--dtype: transformers computes in float32 here; leave it out, or choose --engine torch.")

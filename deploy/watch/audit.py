@@ -66,7 +66,7 @@ def run_audit(
     """Audit a server, and return the referee's report with `audit`: what came of each probe.
 
     Raises:
-        AuditFailed: no server answers there.
+        ServiceError: no server answers there.
     """
     return asyncio.run(_audit(options, referee, replayer, view or View()))
 

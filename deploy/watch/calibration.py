@@ -13,7 +13,6 @@ prompt:
 Drift and edge count twice, since prompts, lengths and batches that were not measured round otherwise.
 """
 
-import json
 import math
 import random
 from collections.abc import Iterator, Sequence
@@ -101,6 +100,7 @@ def calibrate(
 
     Raises:
         ConfigError: the server reports no logprobs of its likeliest tokens, or they are not those of these weights.
+        ServiceError: no server answers there.
     """
     view = view or View()
     view.stage("loading the model")
@@ -140,19 +140,8 @@ class _Desk:
         self._ids: dict[str, int] | None = None  # of tokens by their text, where it is one token's alone
         self.takes_ids = True
         self._extra: dict[str, Any] = {"return_tokens_as_token_ids": True, **_NEUTRAL}
-        self.model = served or self._first_model()
+        self.model = served or next(iter(server.models()))
         self._settle()
-
-    def _first_model(self) -> str:
-        text = self._server.get("/v1/models")
-        try:
-            return str(json.loads(text or "")["data"][0]["id"])
-        except (ValueError, KeyError, IndexError, TypeError) as error:
-            if self._server.post({}).status is None:
-                raise ConfigError(f"No server answers at {self._server.url}; check the URL, and start it.") from error
-            raise ConfigError(
-                f"{self._server.url}/v1/models names no model; say with --served which to ask."
-            ) from error
 
     def _settle(self) -> None:
         """Find out which of the fields the server takes."""

@@ -16,7 +16,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
@@ -44,24 +44,36 @@ Series = tuple[str, LabelValues]  # (metric name, label values)
 _COUNTED_EVERY_S = 1.0  # what is summed before
 
 
-class Sink(Protocol):
-    """A receiver of recorded values. Labels and kinds have been checked; calls come from any thread."""
+class Sink:
+    """Records values in a batch. Labels and kinds have been checked; calls come from any thread.
+
+    Args:
+        source: the process that records, as the gauges' labels name it.
+    """
+
+    def __init__(self, source: str) -> None:
+        self._lock = threading.Lock()
+        self._batch = MetricBatch(source)
 
     def count(self, metric: Metric, labels: LabelValues, value: float) -> None:
         """Add `value` >= 0 to a counter; 0 makes the series appear."""
-        ...
+        with self._lock:
+            self._batch.count((metric.name, labels), value)
 
     def gauge(self, metric: Metric, labels: LabelValues, value: float) -> None:
         """Set a gauge."""
-        ...
+        with self._lock:
+            self._batch.gauges[metric.name, labels] = value
 
     def observe(self, metric: Metric, labels: LabelValues, value: float) -> None:
         """Put one observation into a histogram."""
-        ...
+        with self._lock:
+            self._batch.observe((metric.name, labels), metric.buckets, value)
 
     def forget(self, metric: Metric, labels: LabelValues) -> None:
         """Export this series of a gauge no longer."""
-        ...
+        with self._lock:
+            self._batch.gauges.pop((metric.name, labels), None)
 
 
 class Metrics:
@@ -239,32 +251,8 @@ class MetricBatch:
             mine.add(histogram)
 
 
-class BufferSink:
-    """Keeps what was recorded until it is drained as a batch. `source` names the replica in the gauges' labels."""
-
-    def __init__(self, source: str) -> None:
-        self._lock = threading.Lock()
-        self._batch = MetricBatch(source)
-
-    def count(self, metric: Metric, labels: LabelValues, value: float) -> None:
-        """Add to a counter."""
-        with self._lock:
-            self._batch.count((metric.name, labels), value)
-
-    def gauge(self, metric: Metric, labels: LabelValues, value: float) -> None:
-        """Set a gauge."""
-        with self._lock:
-            self._batch.gauges[metric.name, labels] = value
-
-    def observe(self, metric: Metric, labels: LabelValues, value: float) -> None:
-        """Put one observation into a histogram."""
-        with self._lock:
-            self._batch.observe((metric.name, labels), metric.buckets, value)
-
-    def forget(self, metric: Metric, labels: LabelValues) -> None:
-        """Leave a gauge's series out of the next batches."""
-        with self._lock:
-            self._batch.gauges.pop((metric.name, labels), None)
+class BufferSink(Sink):
+    """Keeps what was recorded until it is drained as a batch."""
 
     def drain(self) -> MetricBatch:
         """Take the counts since the last drain, and all gauges: each batch alone says how the replica stands."""
@@ -287,7 +275,7 @@ class Sample(NamedTuple):
     value: float
 
 
-class PrometheusSink(Collector):
+class PrometheusSink(Sink, Collector):
     """Sums what it is given and writes it in Prometheus' text format.
 
     Counters and histograms live on; gauges of a replica vanish when no batch has come from it for `gauge_lifetime_s`.
@@ -301,8 +289,7 @@ class PrometheusSink(Collector):
         gauge_lifetime_s: float = 15.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._lock = threading.Lock()
-        self._own = MetricBatch(source)  # the sums of the whole app, and this process's own gauges
+        super().__init__(source)  # its batch has the sums of the whole app, and this process's own gauges
         self._gauges: dict[str, tuple[float, dict[Series, float]]] = {}  # source -> (heard at, gauges)
         self._observed: dict[str, dict[str, BucketCounts]] = {}  # source -> histogram -> over all its labels
         self._gauge_lifetime_s = gauge_lifetime_s
@@ -310,30 +297,10 @@ class PrometheusSink(Collector):
         self._registry = CollectorRegistry() if registry is None else registry
         self._registry.register(self)
 
-    def count(self, metric: Metric, labels: LabelValues, value: float) -> None:
-        """Add to a counter."""
-        with self._lock:
-            self._own.count((metric.name, labels), value)
-
-    def gauge(self, metric: Metric, labels: LabelValues, value: float) -> None:
-        """Set a gauge of this process."""
-        with self._lock:
-            self._own.gauges[metric.name, labels] = value
-
-    def observe(self, metric: Metric, labels: LabelValues, value: float) -> None:
-        """Put one observation into a histogram."""
-        with self._lock:
-            self._own.observe((metric.name, labels), metric.buckets, value)
-
-    def forget(self, metric: Metric, labels: LabelValues) -> None:
-        """Export a gauge's series of this process no longer."""
-        with self._lock:
-            self._own.gauges.pop((metric.name, labels), None)
-
     def apply(self, batch: MetricBatch) -> None:
         """Take in what another process drained."""
         with self._lock:
-            self._own.add(batch)
+            self._batch.add(batch)
             self._gauges[batch.source] = (self._clock(), dict(batch.gauges))
             observed = self._observed.setdefault(batch.source, {})
             for (name, _), histogram in batch.histograms.items():
@@ -352,7 +319,7 @@ class PrometheusSink(Collector):
         """A histogram's counts and sum, over all its labels."""
         added = BucketCounts([0] * (len(METRICS[name].buckets) + 1))
         with self._lock:
-            for (own, _), histogram in self._own.histograms.items():
+            for (own, _), histogram in self._batch.histograms.items():
                 if own == name:
                     added.add(histogram)
         return added
@@ -381,11 +348,11 @@ class PrometheusSink(Collector):
 
     def _family(self, metric: Metric) -> MetricFamily:
         if metric.kind == "counter":
-            return _counter_family(metric, self._own.counters)
+            return _counter_family(metric, self._batch.counters)
         if metric.kind == "histogram":
-            return _histogram_family(metric, self._own.histograms)
+            return _histogram_family(metric, self._batch.histograms)
         gauges = {source: values for source, (_, values) in self._gauges.items()}
-        return _gauge_family(metric, gauges | {self._own.source: self._own.gauges})
+        return _gauge_family(metric, gauges | {self._batch.source: self._batch.gauges})
 
 
 def _counter_family(metric: Metric, counters: Mapping[Series, float]) -> MetricFamily:

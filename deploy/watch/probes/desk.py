@@ -9,20 +9,15 @@ from typing import Any
 import numpy as np
 
 from deploy.exchange.answers import Json
-from deploy.exchange.client import Attempt, Client
+from deploy.exchange.client import Attempt, Client, ServiceError
 from deploy.exchange.exchanges import COMPLETIONS, Exchange
 from deploy.exchange.prompts import read_texts
 from deploy.exchange.vendors import FALLBACK, dialect_of, vendor_of
 from serve_app.text.tokenizer import Tokenizer
-from speculative.errors import TruespecError
 
 SEED = 20_261
 AT_ONCE = 8
 _NUM_TOP = 3  # logprobs asked for in each token's place
-
-
-class AuditFailed(TruespecError):
-    """The server could not be audited at all; the message gives the reason."""
 
 
 class Desk:
@@ -37,7 +32,7 @@ class Desk:
         publishing_s: the longest time between updates of its metrics.
 
     Raises:
-        AuditFailed: no server answers, or even a plain completion fails.
+        ServiceError: no server answers, or even a plain completion fails.
     """
 
     def __init__(
@@ -55,25 +50,17 @@ class Desk:
         self._tokenizer = tokenizer
         self._kept: list[Exchange] = []
         self.answers: list[Attempt] = []
-        card = self._model(served)
-        self.model, self.limit = str(card["id"]), card.get("max_model_len")
+        cards = server.models()
+        if served is not None and served not in cards:
+            raise ServiceError(f"{server.url} serves {', '.join(cards)}, not {served}.")
+        self.model = served or next(iter(cards))
+        card = cards[self.model]
+        self.limit = card.get("max_model_len")
         found = dialect_of(str(card.get("owned_by"))) or FALLBACK
         self.dialect = found if dialect == "auto" else dialect
         self.fields: Json = {}
         self._takes_ids = True
         self._find_fields()
-
-    def _model(self, served: str | None) -> Json:
-        text = self.server.get("/v1/models")
-        try:
-            cards = {card["id"]: card for card in json.loads(text or "")["data"]}
-        except (ValueError, KeyError, TypeError) as error:
-            raise AuditFailed(
-                f"{self.server.url}/v1/models returned no list of models; check the URL and that a server runs there."
-            ) from error
-        if not cards or (served is not None and served not in cards):
-            raise AuditFailed(f"{self.server.url} serves {', '.join(cards) or 'no model'}, not {served or 'one'}.")
-        return dict(cards[served or next(iter(cards))])
 
     def _find_fields(self) -> None:
         """Find out whether the server takes token ids, and which fields make it report those and logprobs."""
@@ -81,7 +68,7 @@ class Desk:
         plain = self.body(self.passage(0, 3), max_tokens=1)
         first = self.server.post(plain)
         if not first.ok:
-            raise AuditFailed(f"{self.server.url} does not answer a plain completion: {first.reported()}")
+            raise ServiceError(f"{self.server.url} does not answer a plain completion: {first.reported()}")
         for extras in vendor_of(self.dialect).extras(COMPLETIONS, False):
             wanted = dict(extras) | ({"logprobs": _NUM_TOP} if "logprobs" in extras else {})
             if self.server.post(plain | wanted).ok:

@@ -11,9 +11,9 @@ import pytest
 from click.testing import CliRunner
 
 from deploy.cli.main import main
-from deploy.exchange.client import Client
+from deploy.exchange.client import Client, ServiceError
 from deploy.watch.audit import NAMES, run_probe
-from deploy.watch.probes.desk import AuditFailed, Desk
+from deploy.watch.probes.desk import Desk
 from deploy.watch.probes.trial import PROBES, ProbeOutcome, ProbeVerdict
 from serve_app.text.tokenizer import Tokenizer
 from tests.support.fake_audited import DIES, FakeAudited, Reply, uniform_reply
@@ -123,7 +123,7 @@ def test_what_cannot_be_asked_is_said(fake: FakeAudited, ask: Callable[[str], Pr
 
 def test_who_does_not_answer_cannot_be_audited(fake: FakeAudited, folders: tuple[Path, Path]) -> None:
     tokenizer = Tokenizer.from_folder(folders[0])
-    with pytest.raises(AuditFailed, match="no list of models"), Client("http://127.0.0.1:9", timeout_s=2) as nobody:
+    with pytest.raises(ServiceError, match="/v1/models: "), Client("http://127.0.0.1:9", timeout_s=2) as nobody:
         Desk(nobody, tokenizer, 0.25)
     fake.answer = lambda body: (500, {"error": "broken"})
     result = CliRunner().invoke(main, ["watch", "audit", fake.url, "--model", str(folders[0])])

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from deploy.run.replayers import EngineName, ReplayerOptions, check_options, make_replayer
-from speculative.errors import ConfigError, EngineFault
+from deploy.run.replayers import EngineName, ReplayerOptions, make_replayer
+from speculative.errors import EngineFault
 from speculative.request import Request
 from tests.support.replayer_conformance import CHECKS, MAX_MODEL_LEN, SAMPLED, TOKENS, Check, on_trial
 from tests.support.tiny_models import write_tiny_model
@@ -42,8 +42,3 @@ async def test_our_engine_and_transformers_say_the_same_of_a_model(folder: Path)
         async with on_trial(make_replayer(options), folder) as trial:
             said.append((trial.info.vocab_size, trial.info.max_model_len, trial.info.eos_token_ids))
     assert said == [(512, 512, (2,))] * 2
-
-
-def test_transformers_computes_in_float32_alone(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="--dtype"):
-        check_options(ReplayerOptions(folder, engine="transformers", dtype="bfloat16"))
