@@ -111,7 +111,6 @@ _LOST = (  # behind a router only its own: it resumes or fails what is lost else
 _FAILED_PREFILLS = model_sum(f'{PREFILL_FAILURES}{{reason!="full"}}')  # a full pool's handoffs fail
 _PREFILLS = f"({_FAILED_PREFILLS} + ({model_sum(HANDOFFS)} or 0 * {_FAILED_PREFILLS}))"
 _FAILED_HANDOFFS = model_sum(f"{HANDOFFS}{{{NOT_OK}}}")
-_REQUESTS_SERIES = _1H.series("requests_total")
 _BUILD, _WANTED_SERIES = _1H.series("build_info"), _1H.series("replicas_wanted")  # of replicas, and of the controller
 _WANTED, _RUNNING = (_POOL.gauge(f"replicas_{which}", how="max") for which in ("wanted", "running"))
 _BY_POOL = f"max by ({', '.join(_POOL.keep)})"

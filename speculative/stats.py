@@ -42,18 +42,6 @@ CHECKS = {
 }
 """The self-checks: terms whose mean is 0 as long as an engine samples from the distributions it claims to."""
 
-DRAW_CHECKS = {
-    "interval": "the uniform lies in the interval of a first, bonus or undrafted token",
-    "residual": "the uniform lies in the interval of the token that replaced a deterministic draft",
-    "support": "the token that replaced a sampled draft is likelier under p than under q",
-    "recovered": "the uniform lies in that token's interval of what p has in excess of q, computed again",
-    "draft": "an accepted token is the draft that was offered, and one that replaced a draft is another",
-    "accepted": "the coin of an accepted draft is below p / q",
-    "rejected": "the coin of a rejected draft is not below p / q",
-    "choice": "the token of a reproducible request has the highest log p plus noise",
-}
-"""Checks of a draw that a replay makes again."""
-
 INVARIANTS = {
     "not_finite": "the logits were not finite",
     "no_token": "the request's own rules left no token to sample",

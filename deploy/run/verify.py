@@ -4,7 +4,6 @@ The logits are computed again, by our engine or, for an independent second opini
 our rules turn them into draws again. Needs neither Ray nor a server.
 """
 
-import asyncio
 import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -264,20 +263,6 @@ class Verifier:
                 raise
             self._replayers[options] = replayer
         return await self._replayers[options].replay(receipt.scored())
-
-
-def verify(receipt: Receipt, folder: Path, engine: EngineName, public_key: PublicKey | None = None) -> ReceiptVerdict:
-    """Check one receipt.
-
-    Raises:
-        TruespecError: it cannot be checked here; the message says why, and what to do.
-    """
-
-    async def check() -> ReceiptVerdict:
-        async with Verifier(folder, engine, receipt.num_tokens, public_key) as verifier:
-            return await verifier.check(receipt)
-
-    return asyncio.run(check())
 
 
 def _check_signature(receipt: Receipt, key: PublicKey | None) -> tuple[str, str]:

@@ -153,15 +153,6 @@ def receipt_of(
     return dataclasses.replace(receipt, signature=signing_key.sign(receipt.canonical()))
 
 
-def read_receipts(text: str) -> list[Receipt]:
-    """The receipts of a file: it holds one, or a reply with `receipts`.
-
-    Raises:
-        NotAReceipt: it does not, or a receipt has unknown or missing fields.
-    """
-    return [read_receipt(one) for one in receipts_in(text)]
-
-
 def receipts_in(text: str) -> list[Any]:
     """The contents of a file in the place of receipts, as JSON that nobody has looked at.
 

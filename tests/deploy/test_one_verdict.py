@@ -142,7 +142,7 @@ def by_verify(recorded: Recorded, monkeypatch: pytest.MonkeyPatch) -> Found:
         rounds=served.rounds,
         ending=Ending("length", (), include_stop=False, shown_special=()),
     )
-    verdict = verify.verify(receipt, Path(), "torch")
+    verdict = asyncio.run(verify.Verifier(Path(), "torch", receipt.num_tokens).check(receipt))
     assert (verdict.tolerance_nats, verdict.tolerance) == (recorded.tolerance.edge_nats, f"for {recorded.precision}")
     return Found(bool(verdict.reason), verdict.tme, verdict.max_drift_nats)
 

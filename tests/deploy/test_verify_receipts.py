@@ -22,11 +22,11 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 
 from deploy.cli.main import main
 from deploy.run.replayers import make_replayer
-from deploy.run.verify import EngineName, ReceiptVerdict, Verifier, verify
+from deploy.run.verify import EngineName, ReceiptVerdict, Verifier
 from serve_app.backends.torch_backend import TorchBackend
 from serve_app.http.routes import build_ingress
 from serve_app.openai.frontend import FrontEnd
-from serve_app.referee.receipts import NotAReceipt, read_receipts
+from serve_app.referee.receipts import NotAReceipt, Receipt, read_receipt, receipts_in
 from serve_app.referee.signatures import PublicKey, SigningKey
 from serve_app.streams.pooled import PooledTokenSource
 from serve_app.telemetry.metrics import BufferSink, Metrics
@@ -39,6 +39,19 @@ from tests.support.fake_serving import BackendSource, make_backend
 from tests.support.tiny_models import write_tiny_model
 
 pytestmark = pytest.mark.slow
+
+
+def read_receipts(text: str) -> list[Receipt]:
+    return [read_receipt(one) for one in receipts_in(text)]
+
+
+def verify(receipt: Receipt, folder: Path, engine: EngineName, key: PublicKey | None = None) -> ReceiptVerdict:
+    async def check() -> ReceiptVerdict:
+        async with Verifier(folder, engine, receipt.num_tokens, key) as verifier:
+            return await verifier.check(receipt)
+
+    return asyncio.run(check())
+
 
 ENGINES: tuple[EngineName, ...] = ("torch", "transformers")
 PROMPT = "the quick brown fox jumps over the lazy dog, the quick brown fox"
