@@ -21,16 +21,21 @@ class PlasmaTransport:
         return TransferPayload(handoff, handoff.nbytes)
 
     async def unpack(self, payload: TransferPayload) -> Handoff:
-        """The array, over the store's own memory or that of the message."""
-        return np.frombuffer(payload.content, np.uint8)
+        """The array, over the store's own memory."""
+        content: Handoff = payload.content
+        return content
 
 
-class InlineTransport(PlasmaTransport):
+class InlineTransport:
     """For small models and short prompts: no object is made. What is too long for that goes through Ray's store."""
 
     def pack(self, handoff: Handoff) -> TransferPayload:
         """A copy of the bytes, or the array where it is long."""
         return TransferPayload(handoff.tobytes() if handoff.nbytes <= MOST_BYTES else handoff, handoff.nbytes)
+
+    async def unpack(self, payload: TransferPayload) -> Handoff:
+        """The bytes as an array; read-only."""
+        return np.frombuffer(payload.content, np.uint8)
 
 
 def make_transport(name: str) -> HandoffTransport:
