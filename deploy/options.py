@@ -1,10 +1,8 @@
 """Values of command lines, checked before any work is done: keys, addresses, numbers, and files to be written."""
 
-import difflib
 import json
 import math
 import os
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,21 +102,3 @@ def write_json(path: Path | None, figures: object, indent: int = 2) -> None:
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(figures, indent=indent) + "\n", encoding="utf-8")
-
-
-def beginning_with(prefixes: Sequence[str], names: Sequence[str], what: str) -> list[str]:
-    """Return the names that begin with one of the prefixes, in their order; all without any prefix.
-
-    Raises:
-        ConfigError: no name begins with one of them.
-    """
-    for prefix in prefixes:
-        if not any(name.startswith(prefix) for name in names):
-            raise ConfigError(f"--only: no {what} begins with {prefix!r}; {nearest(prefix, names)}")
-    return [name for name in names if not prefixes or name.startswith(tuple(prefixes))]
-
-
-def nearest(given: str, known: Iterable[str]) -> str:
-    """The known names closest to an unknown one, as the end of an error."""
-    close = difflib.get_close_matches(given, list(known), n=3, cutoff=0.0)
-    return f"the nearest are {', '.join(map(repr, close))}."

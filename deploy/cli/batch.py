@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from deploy.cli.application import application_of
-from deploy.cli.console import Failure, a_config, a_file, err, key_option, say
+from deploy.cli.console import Failure, a_config, a_file, concurrency_option, err, key_option, say
 from deploy.cli.serving import at_port, served
 from deploy.options import FiniteRange, api_key, server_url
 from deploy.run.own_model import OwnModel
@@ -22,7 +22,7 @@ from speculative.errors import ConfigError
 @click.option("--url", help="Ask this running server; the URL may end in /v1 or not.")
 @click.option("--model", "source", help="Start an engine for this batch: this model, on a GPU if there is one.")
 @click.option("--config", "file", type=a_config, help="Start an engine for this batch: this configuration's.")
-@click.option("--concurrency", type=click.IntRange(min=1), default=16, show_default=True, help="Requests in flight.")
+@concurrency_option
 @click.option("--retries", type=click.IntRange(min=0), default=8, show_default=True, help="Retries of a request.")
 @click.option("--timeout", type=FiniteRange(min=1), default=600, show_default=True, help="Seconds for one try.")
 @click.option("--verify", is_flag=True, help="Have every answer replayed; its verdict is written with it.")

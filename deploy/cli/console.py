@@ -4,8 +4,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -52,6 +51,13 @@ a_config = _ConfigPath(path_type=Path)
 key_option = click.option(
     "--api-key-file", type=a_file, help="Read the server's API key from this file instead of TRUESPEC_API_KEY."
 )
+concurrency_option = click.option(
+    "--concurrency",
+    type=click.IntRange(min=1),
+    default=16,
+    show_default=True,
+    help="Keep this many requests in flight.",
+)
 
 
 class Failure(click.ClickException):
@@ -60,25 +66,22 @@ class Failure(click.ClickException):
     exit_code = 1
 
 
-@contextmanager
-def errors_in_a_line() -> Iterator[None]:
-    """Report our own errors in one line, and end quietly when interrupted; anything else is a bug and keeps its
+class MainCommand(click.Command):
+    """Reports our own errors in one line, and ends quietly when interrupted; anything else is a bug and keeps its
     traceback."""
-    try:
-        yield
-    except TruespecError as error:
-        raise Failure(str(error)) from error
-    except KeyboardInterrupt:
-        say("Interrupted.", err)
-        raise click.exceptions.Exit(INTERRUPTED) from None
-
-
-class MainGroup(click.Group):
-    """Ends as `errors_in_a_line` says."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        with errors_in_a_line():
+        try:
             return super().invoke(ctx)
+        except TruespecError as error:
+            raise Failure(str(error)) from error
+        except KeyboardInterrupt:
+            say("Interrupted.", err)
+            raise click.exceptions.Exit(INTERRUPTED) from None
+
+
+class MainGroup(MainCommand, click.Group):
+    """Commands that end so."""
 
 
 def progress_printer() -> Callable[[str], None]:

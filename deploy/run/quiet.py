@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 
 from deploy.run.processes import process_tree, stat_of
-from speculative.errors import ConfigError
 
 MOST_CORES = 0.1
 """Most cores that others use while a machine still counts as quiet."""
@@ -40,24 +39,6 @@ class Others:
         if self._before is None or now is None:
             return None
         return max(0.0, now - self._before) / max(time.monotonic() - self._began, 1e-3)
-
-
-def require_quiet(cores: float | None, when: str) -> None:
-    """Refuse figures of a machine that others used.
-
-    Args:
-        cores: what others used; None where it cannot be known, which is not refused.
-        when: for the message.
-
-    Raises:
-        ConfigError: it was more than `MOST_CORES`.
-    """
-    if cores is not None and cores > MOST_CORES:
-        raise ConfigError(
-            f"--markdown: other processes (or other machines on this host) used {cores:.2f} cores {when}, more than "
-            f"{MOST_CORES:g}: these figures would not hold. Stop other processes, or give --noisy to write them with a "
-            "mark."
-        )
 
 
 def others_s() -> float | None:

@@ -5,13 +5,12 @@ from typing import Any
 
 import click
 
-from deploy.cli.console import Failure, a_file, err, out
+from deploy.cli.console import Failure, MainCommand, a_file, err, out
 from deploy.reports.progress import View
 from tools.bench.command import BenchOptions, run_command
-from tools.console import ToolCommand
 
 
-@click.command(cls=ToolCommand)
+@click.command(cls=MainCommand)
 @click.option(
     "--model", default="smollm2-135m", show_default=True, help="The model: a catalogue name, a folder or a hub id."
 )

@@ -14,7 +14,7 @@ from deploy.exchange.prompts import read_prompts
 from deploy.options import check_writable, write_json
 from deploy.reports.progress import View
 from deploy.run.models import find_model
-from deploy.run.quiet import require_quiet
+from deploy.run.quiet import MOST_CORES
 from serve_app.backends.base import SHIPPED_HEADS
 from speculative.config import models_folder
 from speculative.errors import ConfigError
@@ -72,7 +72,7 @@ def run_command(options: BenchOptions, view: View, console: Console) -> BenchRes
     plan = make_plan(options, view)
     machine = provenance()
     if for_page:
-        require_quiet(machine["others_before"], "before anything was started")
+        _require_quiet(machine["others_before"], "before anything was started")
     with view:
         found = run_bench(plan, machine, view)
     print_report(found, console)
@@ -80,11 +80,19 @@ def run_command(options: BenchOptions, view: View, console: Console) -> BenchRes
     if options.json_file is not None:
         view.say(f"every sample is in {options.json_file}")
     if for_page:
-        require_quiet(found.provenance["others_meanwhile"], "while this was measured")
+        _require_quiet(found.provenance["others_meanwhile"], "while this was measured")
     if options.markdown is not None:
         write_markdown(found, options.markdown, options.section)
         view.say(f"section {options.section!r} is in {options.markdown}")
     return found
+
+
+def _require_quiet(others_cores: float | None, when: str) -> None:
+    if others_cores is not None and others_cores > MOST_CORES:
+        raise ConfigError(
+            f"--markdown: other processes (or other machines on this host) used {others_cores:.2f} cores {when}, more "
+            f"than {MOST_CORES:g}: these figures would not hold. Stop them, or give --noisy to write them with a mark."
+        )
 
 
 def make_plan(options: BenchOptions, view: View) -> BenchPlan:

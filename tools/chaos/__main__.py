@@ -8,7 +8,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from deploy.cli.console import Failure, a_config, a_file, concurrency_option, out, progress_printer
+from deploy.cli.console import Failure, MainCommand, a_config, a_file, concurrency_option, out, progress_printer
 from deploy.cli.serving import at_port, served
 from deploy.options import FiniteRange, check_writable, write_json
 from deploy.run.machine import Machine
@@ -20,11 +20,10 @@ from tools.chaos.command import chaos as run
 from tools.chaos.deaths import kill_each
 from tools.chaos.nodes import LocalCluster, local_cluster, one_node_a_replica
 from tools.chaos.page import write_chaos, write_deaths
-from tools.console import ToolCommand
 from tools.provenance import command_line
 
 
-@click.command(cls=ToolCommand)
+@click.command(cls=MainCommand)
 @click.option(
     "--config", "file", type=a_config, default="resilient", show_default=True, help="Serve this configuration."
 )

@@ -1,11 +1,12 @@
 """`python -m tools.faults`: known faults, put back, and engines without a fault."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import click
 
 from deploy.cli.console import Failure, MainGroup, a_file, err, out
-from deploy.options import beginning_with, check_writable, write_json
+from deploy.options import check_writable, write_json
 from deploy.reports import terminal
 from deploy.reports.progress import View
 from tools.faults.mutants import MUTANTS
@@ -41,7 +42,7 @@ def find(watched: bool, only: tuple[str, ...], json_file: Path | None, page: Pat
     if watched:
         _faults_watched(page or (_in_a_checkout(_WATCH) if not only else None), only, json_file)
         return
-    names = beginning_with(only, list(MUTANTS), "fault")
+    names = _beginning_with(only, MUTANTS)
     page = page or (_in_a_checkout(_DETECTION) if not only else None)  # the page has all of them
     check_writable(page, "--page")
     with View(err) as view:
@@ -55,12 +56,19 @@ def find(watched: bool, only: tuple[str, ...], json_file: Path | None, page: Pat
         raise Failure("\n".join(missed))
 
 
+def _beginning_with(prefixes: tuple[str, ...], names: Iterable[str]) -> list[str]:
+    found = [name for name in names if name.startswith(prefixes or "")]
+    if not found:
+        raise Failure(f"--only: no fault begins with {' or '.join(map(repr, prefixes))}.")
+    return found
+
+
 def _in_a_checkout(page: Path) -> Path | None:
     return page if page.is_file() else None
 
 
 def _faults_watched(page: Path | None, only: tuple[str, ...], json_file: Path | None) -> None:
-    names = beginning_with(only, (SOUND, *FAULTS), "watched fault")
+    names = _beginning_with(only, (SOUND, *FAULTS))
     check_writable(page, "--page")
     with View(err) as view:
         found = watch_faults(names, view)
