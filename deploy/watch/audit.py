@@ -54,7 +54,6 @@ class AuditOptions:
     url: str
     served: str | None = None
     api_key: str | None = None
-    timeout_s: float = 120.0
     requests: int = 200
     only: Collection[str] = NAMES
     publishing_s: float = 1.1
@@ -76,7 +75,7 @@ async def _audit(
 ) -> dict[str, Any]:
     tokenizer, edge_nats = Tokenizer.from_folder(replayer.folder), referee_options.tolerance.edge_nats
     outcomes: list[ProbeOutcome] = []
-    with Client(options.url, options.api_key, options.timeout_s) as server:
+    with Client(options.url, options.api_key) as server:
         desk = await asyncio.to_thread(
             Desk, server, tokenizer, edge_nats, referee_options.dialect, options.served, options.publishing_s
         )

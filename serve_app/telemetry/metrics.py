@@ -283,7 +283,6 @@ class PrometheusSink(Sink, Collector):
 
     def __init__(
         self,
-        registry: CollectorRegistry | None = None,
         *,
         source: str = "",
         gauge_lifetime_s: float = 15.0,
@@ -294,7 +293,7 @@ class PrometheusSink(Sink, Collector):
         self._observed: dict[str, dict[str, BucketCounts]] = {}  # source -> histogram -> over all its labels
         self._gauge_lifetime_s = gauge_lifetime_s
         self._clock = clock
-        self._registry = CollectorRegistry() if registry is None else registry
+        self._registry = CollectorRegistry()
         self._registry.register(self)
 
     def apply(self, batch: MetricBatch) -> None:

@@ -89,10 +89,9 @@ class Desk:
         rounds = 1 + (start + length) // len(self._corpus)
         return (self._corpus * rounds)[start : start + length]
 
-    def loop(self, number: int, length: int = 40) -> tuple[int, ...]:
+    def loop(self, number: int) -> tuple[int, ...]:
         """Text that repeats itself, so that there is something to draft."""
-        period = self.passage(number, 9 + number % 4)
-        return (period * (1 + length // len(period)))[:length]
+        return (self.passage(number, 9 + number % 4) * 5)[:40]
 
     def prompt(self, number: int) -> tuple[int, ...]:
         """One of many prompts, every other one of them repetitive."""
