@@ -15,6 +15,7 @@ import weakref
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from serve_app.backends.base import Backend, Handoff, Prefilled
 from serve_app.streams.backlog import Backlog
@@ -201,7 +202,9 @@ class PooledTokenSource:
             prefilled = await self._prefill(request, first_token=True)
         handoff, replica = None, ""
         # Of a prompt that was computed before, what is cached is this request's own work, and no cache hit.
-        uncounted = {"num_cached_tokens": 0} if emitted or (prefilled is not None and prefilled.attempt) else {}
+        uncounted: dict[str, Any] = (
+            {"num_cached_tokens": 0} if emitted or (prefilled is not None and prefilled.attempt) else {}
+        )
         if prefilled is not None:
             for delta in prefilled.deltas:
                 yield delta._replace(**uncounted) if uncounted else delta
@@ -272,8 +275,8 @@ class PooledTokenSource:
                 self._room.leave(named.request_id)
             else:
                 self._room.arrived(named.request_id, num_tokens, prefilled.handoff)
-        whose = {"request_id": request.request_id, "prefilled_by": prefilled.replica}
-        deltas = tuple(delta._replace(**whose) for delta in prefilled.deltas)
+        own, replica = request.request_id, prefilled.replica
+        deltas = tuple(delta._replace(request_id=own, prefilled_by=replica) for delta in prefilled.deltas)
         return dataclasses.replace(prefilled, deltas=deltas, attempt=attempt)
 
     def _count_refusal(self, request_id: str, error: HandoffRefused) -> None:
