@@ -29,7 +29,7 @@ _PROBE_EVERY = 100  # steps; half as often where drafting does not pay
 _PROBE_STEPS = 2  # in the first a drafter may have to catch up, the second shows what drafting costs
 _SEQUENCES_A_PROBE = 4  # those whose drafter is least behind
 _TRY_EVERY = 8  # of the steps at a new load, where another is known: what it costs there is believed first
-_CLEAR_GAIN = 1.05  # in tokens a second, for which a passage is drafted: what is expected of it is less certain
+_CLEAR_GAIN = 1.05  # in tokens a second, for which anything is drafted: what is expected of drafts is less certain
 _MOST_BEHIND = 512  # tokens; of longer prompts a drafter computes the rest while the target does
 # The chance that a further candidate is right where those before it are not. Of the tokens that k candidates miss, 2k
 # miss 0.77, too: measured for k = 1, 2 and 4.
@@ -115,8 +115,11 @@ class DynamicLength(DraftLength):
         self._rates = [AcceptanceRates(self._most, keep=0.998, expected=rates) for rates in self._expected_rates]
         most_siblings = max(self._shapes[-1]) - 1
         self._siblings = [AcceptanceRates(most_siblings, keep=0.9993, expected=_SIBLINGS) for _ in range(2)]
+        # The share made of the drafts that were asked for: where nothing repeats, a lookup finds none.
+        self._made = AcceptanceRates(self._most, keep=0.998, expected=(1.0,) * self._most)
         self._passages.restart()
         self._own_rates: dict[str, AcceptanceRates] = {}  # of each request's first candidates
+        self._own_made: dict[str, AcceptanceRates] = {}
         self._drafted_at: dict[str, int] = {}  # its tokens before its last round with drafts
         self._decoding: list[Sequence] = []
         self._plan = DraftPlan()
@@ -129,6 +132,7 @@ class DynamicLength(DraftLength):
     def forget(self, request_id: str) -> None:
         """Implement `DraftLength.forget`."""
         self._own_rates.pop(request_id, None)
+        self._own_made.pop(request_id, None)
         self._drafted_at.pop(request_id, None)
         self._passages.forget(request_id)
 
@@ -157,7 +161,8 @@ class DynamicLength(DraftLength):
         if not self._speculating:
             return
         for sequence in self._speculating:
-            self._own_rates.setdefault(sequence.request.request_id, AcceptanceRates(self._most, keep=0.97))
+            for rates in (self._own_rates, self._own_made):
+                rates.setdefault(sequence.request.request_id, AcceptanceRates(self._most, keep=0.97))
         cost = self.cost(len(decoding))
         if self.is_trial or not (cost.is_known or (cost.is_borrowed and self._num_steps % _TRY_EVERY)):
             self._try()
@@ -210,29 +215,36 @@ class DynamicLength(DraftLength):
             drafts += [(1 - chance, place, owner) for place, chance in enumerate(self._chances(sequence, shape))]
         drafts.sort()
         behind = [self._num_missed(one) / max(1, one.params.max_tokens - one.num_output) for one in self._speculating]
+        made = [self._share_made(sequence) for sequence in self._speculating]
         rows, work, tokens = rows_of_levels(shape), self._work(), float(len(self._decoding))
         speeds = [tokens / cost.seconds(work)]
         for lost, place, owner in drafts:
             tokens += 1 - lost
-            num_drafts, longest = work.num_drafts + rows[place + 1] - rows[place], max(work.longest, place + 1)
+            num_drafts = work.num_drafts + made[owner][place] * (rows[place + 1] - rows[place])
+            longest = max(work.longest, place + 1)
             missed = work.num_missed + (0 if place else behind[owner])  # spread over the steps that are left
             work = work._replace(num_drafts=num_drafts, longest=longest, num_missed=missed)
             speeds.append(tokens / cost.seconds(work))
         best = max(range(len(speeds)), key=speeds.__getitem__)
+        best = best if speeds[best] > _CLEAR_GAIN * speeds[0] else 0
         owners = [owner for _, _, owner in drafts[:best]]
         return speeds[best], [owners.count(owner) for owner in range(len(behind))]
 
-    def _work(self, num_drafts: int = 0, longest: int = 0) -> Work:
+    def _work(self, num_drafts: float = 0, longest: int = 0) -> Work:
         context = sum(len(sequence.tokens) for sequence in self._decoding)
         return Work(len(self._decoding), num_drafts, longest, context)
 
     def _chances(self, sequence: Sequence, shape: _Widths) -> list[float]:
-        """The chance, by position, that all drafts up to it will be accepted."""
+        """The chance, by position, that there will be drafts up to it, and all of them accepted."""
         greedy = sequence.params.greedy
         rates = self._own_rates[sequence.request.request_id].blended(self._rates[greedy].hoped_for())
         missed = [1.0, *accumulate((1 - rate for rate in self._siblings[greedy].hoped_for()), mul)]
         held = (1 - (1 - rate) * missed[width - 1] for rate, width in zip(rates, shape, strict=True))
-        return [*accumulate(held, mul)]
+        return [*map(mul, self._share_made(sequence), accumulate(held, mul))]
+
+    def _share_made(self, sequence: Sequence) -> list[float]:
+        """The share of a sequence's drafts, by position, that are made where they are asked for."""
+        return self._own_made[sequence.request.request_id].blended(self._made.blended())
 
     def _num_missed(self, sequence: Sequence) -> int:
         """Count the tokens that a drafter has to catch up with, beyond those of an ordinary round."""
@@ -274,7 +286,13 @@ class DynamicLength(DraftLength):
         for entry, result in zip(entries, results, strict=True):
             name, sequence = entry.sequence.request.request_id, entry.sequence
             is_plain &= entry.samples and entry.num_known == 1
-            if name not in self._own_rates or result.fault is not None or not result.num_drafted:
+            if name not in self._own_rates or result.fault is not None:
+                continue
+            if entry.by_drafter:
+                made = [place < result.num_drafted for place in range(min(entry.max_drafts, self._most))]
+                for shares in (self._own_made[name], self._made):
+                    shares.observe(made)
+            if not result.num_drafted:
                 continue
             if entry.repeated:
                 num_drafts += result.num_drafted

@@ -27,14 +27,14 @@ _RIDGES_OF_LENT = np.array([0.0, *[0.002] * 3, *[0.1] * 3])
 class Work(NamedTuple):
     """The work of a step.
 
-    num_drafts: rows that all drafts take.
+    num_drafts: rows that all drafts take, or as many as are expected.
     longest: drafts that a drafter made for one sequence, one behind the other; 0 where it made none.
     context: tokens of all its sequences.
     num_missed: tokens that the drafter had to catch up with.
     """
 
     num_sequences: int
-    num_drafts: int
+    num_drafts: float
     longest: int
     context: int
     num_missed: float = 0.0
@@ -64,13 +64,14 @@ class StepCost:
         self._longest_context: float = 0.0 if near is None else near._longest_context  # of one sequence
         self._trials: list[tuple[Work, float]] = []
         self._pace = 1.0  # seconds that steps take just now, to those that they took in the trials
-        self._of_rows: dict[float, tuple[int, float]] = {}  # steps seen, and their seconds to those of the line
+        self._of_rows: dict[int, tuple[int, float]] = {}  # steps seen, and their seconds to those of the line
 
     def seconds(self, work: Work) -> float:
         """Expected seconds of a step at the machine's present pace."""
         context = min(work.context, int(_FURTHER * self._longest_context * work.num_sequences))
         features = work._replace(context=context).features
-        return self._pace * math.fsum(map(mul, self._line, features)) * self._of_rows.get(features[1], (0, 1.0))[1]
+        _, ratio = self._of_rows.get(round(features[1]), (0, 1.0))
+        return self._pace * ratio * math.fsum(map(mul, self._line, features))
 
     def usual(self, work: Work, seconds: float) -> float:
         """What a step that took so long counts as, without what else had the machine for it."""
@@ -94,7 +95,7 @@ class StepCost:
         surprise = min(seconds / self.seconds(work), _SLOW) - 1
         if surprise < _SLOW - 1:  # else something had the machine for this one step
             self._pace *= 1 + _OF_PACE * surprise
-        rows = work.features[1]
+        rows = round(work.features[1])
         count, ratio = self._of_rows.get(rows, (0, 1.0))
         self._of_rows[rows] = count + 1, ratio * (1 + max(_OF_ROWS, 1 / (count + 3)) * surprise)
 
