@@ -29,7 +29,8 @@ _PROBE_EVERY = 100  # steps; half as often where drafting does not pay
 _PROBE_STEPS = 2  # in the first a drafter may have to catch up, the second shows what drafting costs
 _SEQUENCES_A_PROBE = 4  # those whose drafter is least behind
 _TRY_EVERY = 8  # of the steps at a new load, where another is known: what it costs there is believed first
-_CLEAR_GAIN = 1.05  # in tokens a second, for which anything is drafted: what is expected of drafts is less certain
+_LEAST_GAIN = 1.02  # in tokens a second, for which anything is drafted: what drafts cost is less certain
+_CLEAR_GAIN = 1.05  # for which a passage is: what is expected of it is less certain still
 _MOST_BEHIND = 512  # tokens; of longer prompts a drafter computes the rest while the target does
 # The chance that a further candidate is right where those before it are not. Of the tokens that k candidates miss, 2k
 # miss 0.77, too: measured for k = 1, 2 and 4.
@@ -226,7 +227,7 @@ class DynamicLength(DraftLength):
             work = work._replace(num_drafts=num_drafts, longest=longest, num_missed=missed)
             speeds.append(tokens / cost.seconds(work))
         best = max(range(len(speeds)), key=speeds.__getitem__)
-        best = best if speeds[best] > _CLEAR_GAIN * speeds[0] else 0
+        best = best if speeds[best] > _LEAST_GAIN * speeds[0] else 0
         owners = [owner for _, _, owner in drafts[:best]]
         return speeds[best], [owners.count(owner) for owner in range(len(behind))]
 

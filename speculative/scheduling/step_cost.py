@@ -15,7 +15,8 @@ _FITS = 4  # each takes those steps less seriously that the last one missed
 _EXACT = 0.02  # share of a step's time by which a fit may miss it
 _SLOW = 1.5  # times what was expected: what a step that took longer counts as
 _OF_PACE = 0.1  # share of a surprise that is ascribed to the machine's pace
-_OF_ROWS = 0.02  # share of a surprise that is ascribed to the number of rows, in the long run
+_PACE_KEPT = 0.98  # of how far the pace is from that of the trials, a step later: what stays is a matter of rows
+_OF_ROWS = 0.03  # share of a surprise that is ascribed to the number of rows, in the long run
 # By feature: what makes it about 1, and how far its slope is drawn to what was known before. A token of context costs
 # the same at any load, so another load's trials show it better than a load's own, which have hardly any.
 _SCALES = np.array([1.0, 8.0, 4.0, 1.0, 1024.0, 1024.0, 64.0])
@@ -94,7 +95,7 @@ class StepCost:
         """Ascribe what was not expected to the pace and to the number of rows."""
         surprise = min(seconds / self.seconds(work), _SLOW) - 1
         if surprise < _SLOW - 1:  # else something had the machine for this one step
-            self._pace *= 1 + _OF_PACE * surprise
+            self._pace = 1 + _PACE_KEPT * (self._pace * (1 + _OF_PACE * surprise) - 1)
         rows = round(work.features[1])
         count, ratio = self._of_rows.get(rows, (0, 1.0))
         self._of_rows[rows] = count + 1, ratio * (1 + max(_OF_ROWS, 1 / (count + 3)) * surprise)

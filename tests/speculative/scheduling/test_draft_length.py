@@ -88,7 +88,8 @@ class World:
             self.pace = 0.99 * self.pace + self.random.gauss(0, math.sqrt(1 - 0.99**2) * self.drift)
         measured = step_s * self.random.lognormvariate(self.pace, 0.05)
         measured *= 20 if self.random.random() < 0.005 else 1
-        entries = [Entry(sequence, 1, MOST, samples=True) for sequence in self.sequences]
+        planned = zip(self.sequences, lengths, strict=True)
+        entries = [Entry(sequence, 1, length, samples=True) for sequence, length in planned]
         self.policy.observe(entries, drawn, measured)
         for sequence, one in zip(self.sequences, drawn, strict=True):
             sequence.advance(sequence.num_computed + one.num_accepted + 1, one.token_ids)
