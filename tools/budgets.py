@@ -39,7 +39,7 @@ def counts() -> dict[str, tuple[int, int]]:
         "lines of the product": (lines(file for name in PRODUCT for file in (ROOT / name).rglob("*.py")), 59_000),
         "lines of the core engine": (lines(core_modules()), 6_700),
         "lines of tools/": (lines((ROOT / "tools").rglob("*.py")), 9_000),
-        "lines of tests": (lines((ROOT / "tests").rglob("*.py")), 60_100),  # 58,000 is what they are to come to
+        "lines of tests": (lines((ROOT / "tests").rglob("*.py")), 58_000),
         "words of documents": (sum(words(page.read_text(encoding="utf-8")) for page in pages), 34_000),
     }
 
