@@ -187,7 +187,7 @@ class Client:
         except (ValueError, KeyError, TypeError):
             cards = {}
         if not cards:
-            raise ServiceError(f"{self.url}/v1/models lists no model; check the URL and what runs there.")
+            raise ServiceError(f"{self.url}/v1/models lists no model")
         return cards
 
     def post(self, body: Json, path: str = COMPLETIONS) -> Attempt:

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from deploy.exchange.answers import Candidate
-from deploy.exchange.client import Attempt, Client
+from deploy.exchange.client import Attempt, Client, ServiceError
 from deploy.exchange.prompts import KINDS, read_texts
 from deploy.reports.progress import View
 from serve_app.referee.shift import move_of_log_odds
@@ -100,7 +100,6 @@ def calibrate(
 
     Raises:
         ConfigError: the server reports no logprobs of its likeliest tokens, or they are not those of these weights.
-        ServiceError: no server answers there.
     """
     view = view or View()
     view.stage("loading the model")
@@ -140,7 +139,10 @@ class _Desk:
         self._ids: dict[str, int] | None = None  # of tokens by their text, where it is one token's alone
         self.takes_ids = True
         self._extra: dict[str, Any] = {"return_tokens_as_token_ids": True, **_NEUTRAL}
-        self.model = served or next(iter(server.models()))
+        try:
+            self.model = served or next(iter(server.models()))
+        except ServiceError as error:
+            raise ConfigError(f"{error}: start the server, or say with --served which model to ask.") from error
         self._settle()
 
     def _settle(self) -> None:
