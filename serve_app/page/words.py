@@ -78,13 +78,19 @@ def runbooks() -> dict[str, Runbook]:
     file = resources.files("serve_app.page") / "static" / "runbooks.md"  # that of the docs, of this version
     return {
         alert: Runbook(
-            re.sub("(?<=[a-z])(?=[A-Z])", " ", alert.removeprefix("Truespec")).capitalize(),
+            _title(alert),
             "bad" if severity == "critical" else "warn",
             meaning.replace("`", ""),
             effect.replace("`", ""),
         )
         for alert, severity, meaning, effect in _RUNBOOK.findall(file.read_text(encoding="utf-8"))
     }
+
+
+def _title(alert: str) -> str:
+    """Return an alert's name in words: `KV cache full`."""
+    first, *others = re.findall("[A-Z][a-z]+", alert.removeprefix("Truespec"))
+    return " ".join([first.upper() if first in ("Kv", "Tme") else first, *map(str.lower, others)])
 
 
 def explained(incident: dict[str, Any]) -> dict[str, Any]:

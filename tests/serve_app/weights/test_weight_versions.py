@@ -69,7 +69,7 @@ async def test_tokens_that_are_held_back_count_for_the_version_that_made_them(
         for name, part in (("v1", ids[:half]), ("v2", ids[half:]))
         for start in range(0, len(part), run_length)
     ]
-    source = DeltaSource(*runs[:-1], runs[-1].replace(finish_reason=FinishReason.LENGTH))
+    source = DeltaSource(*runs[:-1], runs[-1]._replace(finish_reason=FinishReason.LENGTH))
     front = front_end(source, tokenizer)
     job = await front.prepare(completion(**extra))
     made = [{"version": "v1", "tokens": half}, {"version": "v2", "tokens": len(ids) - half}]

@@ -121,7 +121,7 @@ async def test_what_another_choice_says_before_the_prompts_logprobs_come_waits_f
     class Late(DeltaSource):
         async def stream(self, requests: Any) -> Any:
             yield TokenDelta(requests[1].request_id, (9,), logprobs=said, finish_reason=FinishReason.LENGTH)
-            yield late.replace(request_id=requests[0].request_id, prompt_logprobs=(TokenLogprobs(6, -2.0, 3),))
+            yield late._replace(request_id=requests[0].request_id, prompt_logprobs=(TokenLogprobs(6, -2.0, 3),))
 
     reply = await reply_to(
         front_end(Late(), tokenizer), completion(prompt=[5, 6], n=2, max_tokens=1, logprobs=0, echo=True)
