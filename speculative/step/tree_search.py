@@ -67,7 +67,9 @@ class TreeSearch:
         paths = self._find_paths(batch.entries, draft.trees, drafts, logits)
         # Behind the last accepted draft follow first candidates: the one that was rejected, and those behind it.
         whole = [tree.to_leaf(path) for tree, path in zip(draft.trees, paths, strict=True)]
-        self._move(rows, whole)
+        sources, targets = (torch.from_numpy(slots).to(self._runner.device) for slots in rows.moves(whole))
+        if len(sources):
+            self._runner.cache.move(sources, targets)
         said = [[own[node - 1] for node in path] for own, path in zip(drafts, whole, strict=True)]
         step_input, kept = rows.along(batch.entries, whole)
         judged = np.searchsorted(rows.verify_rows, kept[step_input.verify_rows])
@@ -98,9 +100,3 @@ class TreeSearch:
         allowed = allowed_masks(Batch(tuple(entries)), said)
         masks = [allowed[index][-1] if index in allowed else None for index in range(len(entries))]
         return self._sampler.choose([entry.sequence for entry in entries], said, masks, logits).tolist()
-
-    def _move(self, rows: TreeInput, paths: Entries[tuple[int, ...]]) -> None:
-        sources, targets = rows.moves(paths)
-        if len(sources):
-            device = self._runner.device
-            self._runner.cache.move(torch.from_numpy(sources).to(device), torch.from_numpy(targets).to(device))
