@@ -110,7 +110,7 @@ _DRIFT_NATS = (1e-6, 1e-5, 1e-4, 1e-3, 0.01, 0.03, 0.1, 0.3, 1.0, 5.0, 10.0)
 
 Kind = Literal["counter", "gauge", "histogram"]
 Meaning = Mapping[str, str] | str
-"""What a label means: each value with its meaning; one text where the set of values is open."""
+"""Meaning of a label: each value with its own; one text where the set of values is open."""
 
 _POOLS = {
     "prefill": "computes prompts and replays; the referee's counts are reported here, too",
