@@ -228,7 +228,7 @@ async def test_an_alarm_during_a_canary_fails_it(replica: Replica) -> None:
     assert replica.breaker_controller.status.state is BreakerState.CANARY
     replica.step(ALARM)
     assert replica.backend.speculation is Speculation.OFF
-    for _ in range(20):
+    for _ in range(200):
         await asyncio.sleep(0.002)
     assert replica.breaker_controller.status.state is BreakerState.OPEN
     assert replica.count("truespec_canaries_total", result="failed") == 1
@@ -243,7 +243,7 @@ async def test_an_operator_who_forces_speculation_on_during_a_canary_has_not_fou
     replica.breaker_controller.apply(Orders(mode=Mode.ON))
     replica.breaker_controller.act()
     assert replica.breaker_controller.status.state is BreakerState.CLOSED
-    for _ in range(50):
+    for _ in range(200):
         await asyncio.sleep(0.002)
     canaries = {labels[-1]: n for (name, labels), n in replica.buffer.drain().counters.items() if "canaries" in name}
     assert canaries == {"passed": 0, "failed": 0, "inconclusive": 1}
