@@ -21,15 +21,17 @@ CASES = [
     (0.02, 20, 0.5),
     (0.5, 20, 0.999),
     (0.0, 7, 0.999),
+    (0.0, 150, 1.0),  # more than a tile has, so that whole rows are counted
 ]
 pytestmark = needs_triton
 
 
-@pytest.fixture
-def find_floors(poisoned: None) -> FindFloors:
-    from speculative.gpu.triton_filters import triton_floors
+@pytest.fixture(params=[8192, 64], ids=["one tile", "five tiles"])
+def find_floors(poisoned: None, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> FindFloors:
+    from speculative.gpu import triton_filters
 
-    return triton_floors
+    monkeypatch.setattr(triton_filters, "_TILE", request.param)
+    return triton_filters.triton_floors
 
 
 def scene() -> tuple[torch.Tensor, Filters]:
