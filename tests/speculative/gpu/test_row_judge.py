@@ -11,7 +11,7 @@ from tests.support.judged_rows import KINDS, VOCABULARY, filtered, padded, parts
 from tests.support.step_conformance import ARITHMETICS, FILTERS
 from tests.support.triton_interpreter import needs_triton
 
-pytestmark = [pytest.mark.slow, needs_triton]
+pytestmark = needs_triton
 
 MakeJudge = Callable[[LogprobsMode], RowJudge]
 
