@@ -157,7 +157,7 @@ def test_prime_rls_folder_is_served_at_once(trainer: Trainer) -> None:
     [
         ("/init_weight_transfer_engine", {"init_info": {"master_address": "10.0.0.1"}}, "init_info.master_address"),
         ("/init_weight_transfer_engine", {"init_info": {"backend": "nccl"}}, "init_info.backend"),
-        ("/update_weights", {"update_info": {"names": ["w"], "shapes": [[1]]}}, "update_info.names"),
+        ("/update_weights", {"update_info": {"names": ["w"]}}, "update_info.names"),
         ("/update_weights", {}, "update_info.path"),
         ("/update_weights", {"update_info": {"path": "a"}, "weight_dir": "b"}, "update_info.path"),
         ("/start_weight_update", {"is_checkpoint_format": False}, "is_checkpoint_format"),
