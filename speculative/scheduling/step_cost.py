@@ -1,6 +1,7 @@
 """The cost of a step, in seconds: a line fitted to trials, then corrected by the steps that are timed."""
 
 import math
+from bisect import bisect_left, insort
 from collections.abc import Sequence as Sequences
 from operator import mul
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ _EXACT = 0.02  # share of a step's time by which a fit may miss it
 _SLOW = 1.5  # times what was expected: what a step that took longer counts as
 _OF_PACE = 0.1  # share of a surprise that is ascribed to the machine's pace
 _PACE_KEPT = 0.98  # of how far the pace is from that of the trials, a step later: what stays is a matter of rows
+_KNOWN = 3  # steps with as many rows, after which a surprise is one
 _OF_ROWS = 0.03  # share of a surprise that is ascribed to the number of rows, in the long run
 # By feature: what makes it about 1, and how far its slope is drawn to what was known before. A token of context costs
 # the same at any load, so another load's trials show it better than a load's own, which have hardly any.
@@ -66,13 +68,19 @@ class StepCost:
         self._trials: list[tuple[Work, float]] = []
         self._pace = 1.0  # seconds that steps take just now, to those that they took in the trials
         self._of_rows: dict[int, tuple[int, float]] = {}  # steps seen, and their seconds to those of the line
+        self._seen: list[int] = []  # its numbers of rows, in order
 
     def seconds(self, work: Work) -> float:
         """Expected seconds of a step at the machine's present pace."""
         context = min(work.context, int(_FURTHER * self._longest_context * work.num_sequences))
         features = work._replace(context=context).features
-        _, ratio = self._of_rows.get(round(features[1]), (0, 1.0))
-        return self._pace * ratio * math.fsum(map(mul, self._line, features))
+        return self._pace * self._ratio(round(features[1])) * math.fsum(map(mul, self._line, features))
+
+    def _ratio(self, rows: int) -> float:
+        """Return how many times the line's seconds so many rows take: as the nearest number of them that was seen."""
+        place = bisect_left(self._seen, rows)
+        near = min(self._seen[max(0, place - 1) : place + 1], key=lambda seen: abs(seen - rows), default=rows)
+        return self._of_rows.get(near, (0, 1.0))[1]
 
     def usual(self, work: Work, seconds: float) -> float:
         """What a step that took so long counts as, without what else had the machine for it."""
@@ -94,10 +102,13 @@ class StepCost:
     def _correct(self, work: Work, seconds: float) -> None:
         """Ascribe what was not expected to the pace and to the number of rows."""
         surprise = min(seconds / self.seconds(work), _SLOW) - 1
-        if surprise < _SLOW - 1:  # else something had the machine for this one step
-            self._pace = 1 + _PACE_KEPT * (self._pace * (1 + _OF_PACE * surprise) - 1)
         rows = round(work.features[1])
-        count, ratio = self._of_rows.get(rows, (0, 1.0))
+        count, ratio = self._of_rows.get(rows, (0, self._ratio(rows)))
+        if not count:
+            insort(self._seen, rows)
+        # Otherwise something else had the machine for this one step, or the line errs.
+        if surprise < _SLOW - 1 and count >= _KNOWN:
+            self._pace = 1 + _PACE_KEPT * (self._pace * (1 + _OF_PACE * surprise) - 1)
         self._of_rows[rows] = count + 1, ratio * (1 + max(_OF_ROWS, 1 / (count + 3)) * surprise)
 
     def _fit(self, trials: Sequences[tuple[Work, float]]) -> None:
