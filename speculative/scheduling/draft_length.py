@@ -114,8 +114,7 @@ class DynamicLength(DraftLength):
         # Of sampled drafts and of greedy requests' ones, which differ: of first candidates by position, of others by
         # their place among the candidates.
         self._rates = [AcceptanceRates(self._most, keep=0.998, expected=rates) for rates in self._expected_rates]
-        most_siblings = max(self._shapes[-1]) - 1
-        self._siblings = [AcceptanceRates(most_siblings, keep=0.9993, expected=_SIBLINGS) for _ in range(2)]
+        self._siblings = [AcceptanceRates(max(self._shapes[-1]) - 1, keep=0.9993, expected=_SIBLINGS) for _ in range(2)]
         # The share made of the drafts that were asked for: where nothing repeats, a lookup finds none.
         self._made = AcceptanceRates(self._most, keep=0.998, expected=(1.0,) * self._most)
         self._passages.restart()

@@ -122,8 +122,7 @@ class StepCost:
             line = _least_squares(features, importance, importance.sum() * ridges, prior)
             importance = 1 / np.maximum(np.abs(features @ line - 1), _EXACT)
         self._line = (line / scales).tolist()
-        longest = max(work.context / work.num_sequences for work, _ in trials)
-        self._longest_context = max(self._longest_context, longest)
+        self._longest_context = max(self._longest_context, *(work.context / work.num_sequences for work, _ in trials))
 
 
 def _least_squares(features: Floats, importance: Floats, ridges: Floats, prior: Floats) -> Floats:
