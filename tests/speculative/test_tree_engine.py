@@ -31,7 +31,15 @@ from speculative.request import (
 )
 from speculative.scheduling import draft_length, step_cost
 from speculative.selfcheck.replayed_draws import Rounds
-from tests.support.engines import Answer, assert_idle, assert_pool_is_whole, load_engine, markov_decoder, settings
+from tests.support.engines import (
+    Answer,
+    answer_all,
+    assert_idle,
+    assert_pool_is_whole,
+    load_engine,
+    markov_decoder,
+    settings,
+)
 from tests.support.markov_chain import sample, worst_window
 from tests.support.tiny_heads import random_head, write_tiny_head
 from tests.support.tiny_models import write_tiny_model
@@ -116,15 +124,13 @@ def step(engine: EngineCore, answers: Answers, most: int = 2000) -> Answers:
 
 
 def serve(engine: EngineCore, wanted: Sequence[Request]) -> Answers:
-    for request in wanted:
-        engine.add(request)
-    answers = step(engine, {})
-    assert_idle(engine)
+    answers = answer_all(engine, wanted)
+    assert not [answer.error for answer in answers.values() if answer.error is not None]
     return answers
 
 
 def seen(answer: Answer) -> tuple[Any, ...]:
-    """What a client sees."""
+    """Return everything of an answer that a client sees."""
     of_prompt = [one for delta in answer.deltas for one in delta.prompt_logprobs or ()]
     return answer.token_ids, answer.logprobs, of_prompt, answer.finish_reason, answer.stop_token_id
 
@@ -149,7 +155,7 @@ def count_rows(owner: Any, name: str, count: Callable[..., int]) -> list[int]:
 
 
 def count_moves(engine: EngineCore) -> list[int]:
-    """How many rows of paths that lead over siblings of first candidates are moved, from now on."""
+    """Count the rows of paths over siblings of first candidates that are moved from now on."""
     return count_rows(engine.cache, "move", lambda sources, targets: len(sources))
 
 
@@ -219,6 +225,7 @@ def test_a_policy_may_choose_any_trees_in_any_order(
     """Steps seem to take random times, so that it hardly ever chooses the same twice."""
     monkeypatch.setattr(draft_length, "_PROBE_EVERY", 3)
     monkeypatch.setattr(step_cost, "_TRIALS", 4)
+    monkeypatch.setattr(step_cost, "_OF_ROWS", 0.5)  # so much do they move what is expected
     drafter = drafting(folders, "eagle3", (4, 2), 3, length="dynamic", suffix_first=6)
     engine = make_engine(folders, drafter, kv_cache_tokens=room, max_num_seqs=3)
     policy, drawn, seen = engine.scheduler.draft_length, random.Random(7), Counter[tuple[int, ...]]()
