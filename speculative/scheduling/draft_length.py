@@ -40,6 +40,7 @@ ExpectedRates = tuple[Sequences[float], Sequences[float]]
 """The share of drafts accepted at each position: of sampled drafts, and of greedy requests' ones."""
 
 _Widths = tuple[int, ...]  # of trees: candidates for each position
+_Own = tuple[AcceptanceRates, AcceptanceRates]  # of one request: its first candidates accepted, its drafts made
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +119,7 @@ class DynamicLength(DraftLength):
         # The share made of the drafts that were asked for: where nothing repeats, a lookup finds none.
         self._made = AcceptanceRates(self._most, keep=0.998, expected=(1.0,) * self._most)
         self._passages.restart()
-        self._own_rates: dict[str, AcceptanceRates] = {}  # of each request's first candidates
-        self._own_made: dict[str, AcceptanceRates] = {}
+        self._own: dict[str, _Own] = {}
         self._drafted_at: dict[str, int] = {}  # its tokens before its last round with drafts
         self._decoding: list[Sequence] = []
         self._plan = DraftPlan()
@@ -131,8 +131,7 @@ class DynamicLength(DraftLength):
 
     def forget(self, request_id: str) -> None:
         """Implement `DraftLength.forget`."""
-        self._own_rates.pop(request_id, None)
-        self._own_made.pop(request_id, None)
+        self._own.pop(request_id, None)
         self._drafted_at.pop(request_id, None)
         self._passages.forget(request_id)
 
@@ -161,8 +160,8 @@ class DynamicLength(DraftLength):
         if not self._speculating:
             return
         for sequence in self._speculating:
-            for rates in (self._own_rates, self._own_made):
-                rates.setdefault(sequence.request.request_id, AcceptanceRates(self._most, keep=0.97))
+            if (name := sequence.request.request_id) not in self._own:
+                self._own[name] = AcceptanceRates(self._most, keep=0.97), AcceptanceRates(self._most, keep=0.97)
         cost = self.cost(len(decoding))
         if self.is_trial or not (cost.is_known or (cost.is_borrowed and self._num_steps % _TRY_EVERY)):
             self._try()
@@ -210,12 +209,13 @@ class DynamicLength(DraftLength):
     def _best_of_shape(self, cost: StepCost, shape: _Widths) -> tuple[float, list[int]]:
         """Assign drafts one by one, the likeliest to be accepted first, and stop where tokens a second are highest: how
         many they are, and the lengths."""
-        drafts = []  # (1 - chance that all drafts up to it are accepted, which falls along each row, position, owner)
+        drafts, made = [], []  # (1 - chance that it is made and accepted, which falls along each row, position, owner)
         for owner, sequence in enumerate(self._speculating):
-            drafts += [(1 - chance, place, owner) for place, chance in enumerate(self._chances(sequence, shape))]
+            shares, chances = self._expected(sequence, shape)
+            drafts += [(1 - chance, place, owner) for place, chance in enumerate(chances)]
+            made.append(shares)
         drafts.sort()
         behind = [self._num_missed(one) / max(1, one.params.max_tokens - one.num_output) for one in self._speculating]
-        made = [self._share_made(sequence) for sequence in self._speculating]
         rows, work, tokens = rows_of_levels(shape), self._work(), float(len(self._decoding))
         speeds = [tokens / cost.seconds(work)]
         for lost, place, owner in drafts:
@@ -234,17 +234,14 @@ class DynamicLength(DraftLength):
         context = sum(len(sequence.tokens) for sequence in self._decoding)
         return Work(len(self._decoding), num_drafts, longest, context)
 
-    def _chances(self, sequence: Sequence, shape: _Widths) -> list[float]:
-        """The chance, by position, that there will be drafts up to it, and all of them accepted."""
-        greedy = sequence.params.greedy
-        rates = self._own_rates[sequence.request.request_id].blended(self._rates[greedy].hoped_for())
+    def _expected(self, sequence: Sequence, shape: _Widths) -> tuple[list[float], list[float]]:
+        """By position: the share of drafts that are made where they are asked for, and the chance that all up to it are
+        made and accepted."""
+        (own_rates, own_made), greedy = self._own[sequence.request.request_id], sequence.params.greedy
+        shares, rates = own_made.blended(self._made.blended()), own_rates.blended(self._rates[greedy].hoped_for())
         missed = [1.0, *accumulate((1 - rate for rate in self._siblings[greedy].hoped_for()), mul)]
         held = (1 - (1 - rate) * missed[width - 1] for rate, width in zip(rates, shape, strict=True))
-        return [*map(mul, self._share_made(sequence), accumulate(held, mul))]
-
-    def _share_made(self, sequence: Sequence) -> list[float]:
-        """The share of a sequence's drafts, by position, that are made where they are asked for."""
-        return self._own_made[sequence.request.request_id].blended(self._made.blended())
+        return shares, [*map(mul, shares, accumulate(held, mul))]
 
     def _num_missed(self, sequence: Sequence) -> int:
         """Count the tokens that a drafter has to catch up with, beyond those of an ordinary round."""
@@ -258,7 +255,7 @@ class DynamicLength(DraftLength):
             return self._plan
         cost, rows, lengths = self.cost(len(self._decoding)), rows_of_levels(self._shape), dict(self._plan.lengths)
         repeated = dict[str, list[int]]()
-        gained = {one.request.request_id: self._chances(one, self._shape) for one in self._speculating}
+        gained = {one.request.request_id: self._expected(one, self._shape)[1] for one in self._speculating}
         tokens = len(self._decoding) + sum(sum(gained[name][:length]) for name, length in lengths.items())
         num_drafts = sum(rows[length] for length in lengths.values())
         for sequence, passage in found:
@@ -286,11 +283,12 @@ class DynamicLength(DraftLength):
         for entry, result in zip(entries, results, strict=True):
             name, sequence = entry.sequence.request.request_id, entry.sequence
             is_plain &= entry.samples and entry.num_known == 1
-            if name not in self._own_rates or result.fault is not None:
+            if name not in self._own or result.fault is not None:
                 continue
             if entry.by_drafter:
                 made = [place < result.num_drafted for place in range(min(entry.max_drafts, self._most))]
-                for shares in (self._own_made[name], self._made):
+                _, own_made = self._own[name]
+                for shares in (own_made, self._made):
                     shares.observe(made)
             if not result.num_drafted:
                 continue
@@ -321,7 +319,8 @@ class DynamicLength(DraftLength):
         ranks, greedy = [*(result.ranks or (0,) * result.num_accepted)], sequence.params.greedy
         if result.num_accepted < result.num_drafted:
             ranks.append(len(_SIBLINGS) + 1)
-        for rates in (self._own_rates[sequence.request.request_id], self._rates[greedy]):
+        own_rates, _ = self._own[sequence.request.request_id]
+        for rates in (own_rates, self._rates[greedy]):
             rates.observe([rank == 0 for rank in ranks])
         if len(self._shapes) > 1:
             for rank, width in zip(ranks, widths, strict=False):

@@ -78,9 +78,10 @@ class StepCost:
 
     def _ratio(self, rows: int) -> float:
         """Return how many times the line's seconds so many rows take: as the nearest number of them that was seen."""
-        place = bisect_left(self._seen, rows)
-        near = min(self._seen[max(0, place - 1) : place + 1], key=lambda seen: abs(seen - rows), default=rows)
-        return self._of_rows.get(near, (0, 1.0))[1]
+        if rows not in self._of_rows and self._seen:
+            place = bisect_left(self._seen, rows)
+            rows = min(self._seen[max(0, place - 1) : place + 1], key=lambda seen: abs(seen - rows))
+        return self._of_rows.get(rows, (0, 1.0))[1]
 
     def usual(self, work: Work, seconds: float) -> float:
         """What a step that took so long counts as, without what else had the machine for it."""

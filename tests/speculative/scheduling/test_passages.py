@@ -210,4 +210,4 @@ def test_greedy_text_is_that_of_plain_decoding(
     assert not any(stats.violations.values())
     policy = engine.scheduler.draft_length
     assert isinstance(policy, DynamicLength)
-    assert not policy._own_rates and not policy._passages._found and not policy._passages._lookup._texts
+    assert not policy._own and not policy._passages._found and not policy._passages._lookup._texts
