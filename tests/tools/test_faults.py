@@ -115,7 +115,7 @@ def test_chosen_faults_leave_the_page_as_it_is(tmp_path: Path, monkeypatch: pyte
     CliRunner().invoke(main, ["find", "--only", "F12"])
     assert len(asked) == 2 and all(name.startswith("F12") for name in asked)
     assert not (tmp_path / "docs").exists()
-    refused = CliRunner().invoke(main, ["find", "--only", "F99"])
+    refused = CliRunner().invoke(main, ["find", "--only", "F12", "--only", "F99"])
     assert refused.exit_code == 1 and "no fault begins with 'F99'" in refused.output
 
 

@@ -1,6 +1,6 @@
 """`python -m tools.faults`: known faults, put back, and engines without a fault."""
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from pathlib import Path
 
 import click
@@ -56,11 +56,11 @@ def find(watched: bool, only: tuple[str, ...], json_file: Path | None, page: Pat
         raise Failure("\n".join(missed))
 
 
-def _beginning_with(prefixes: tuple[str, ...], names: Iterable[str]) -> list[str]:
-    found = [name for name in names if name.startswith(prefixes or "")]
-    if not found:
-        raise Failure(f"--only: no fault begins with {' or '.join(map(repr, prefixes))}.")
-    return found
+def _beginning_with(prefixes: tuple[str, ...], names: Collection[str]) -> list[str]:
+    for prefix in prefixes:
+        if not any(name.startswith(prefix) for name in names):
+            raise Failure(f"--only: no fault begins with {prefix!r}.")
+    return [name for name in names if name.startswith(prefixes or "")]
 
 
 def _in_a_checkout(page: Path) -> Path | None:
