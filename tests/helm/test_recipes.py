@@ -68,7 +68,7 @@ def test_the_values_of_a_configuration_install_what_it_says_or_it_says_that_ther
 
 
 def said_and_installed(file: Path, objects: list[Object], folder: Path) -> tuple[AppConfig, AppConfig]:
-    """What a file says and what a render has of it, which pass the chart's check and differ in their pools at most."""
+    """A file and what a render has of it, which both pass the chart's check and differ in their pools at most."""
     said = load_config(file).application.effective_args
     installed = parse_args(serve_config(objects)["applications"][0]["args"])
     assert installed.model_dump(exclude={"pools"}) == said.model_dump(exclude={"pools"})

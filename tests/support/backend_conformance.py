@@ -1,4 +1,4 @@
-"""What every backend does: one kit of tests that our engine and vLLM pass.
+"""Behaviour of every backend: one kit of tests that our engine and vLLM pass.
 
 A test module subclasses `EngineConformance` and gives two fixtures, `backend` and `other`: two started engines of the
 same model with a drafter that finds something to draft in `PROMPT`.
@@ -54,7 +54,7 @@ async def idle(backend: Backend) -> None:
 
 
 class EngineConformance:
-    """What holds for any backend."""
+    """Tests that any backend passes."""
 
     vocab_size = 512
     replay_tolerance = 1e-4  # nats

@@ -36,7 +36,7 @@ def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: An
 
 
 def launch_all(folder: Path, drafter: DrafterConfig) -> None:
-    """What an engine captures before its first request, then requests of all kinds of wishes."""
+    """Capture what an engine does before its first request, then answer requests of all kinds of wishes."""
     config = settings(device="cuda", dtype="bfloat16", drafter=drafter)
     with mock.patch.object(JITFunction, "run", compile_only), PretendedCuda(capture_beforehand=True):
         engine = EngineCore.load(folder, config, make_constraint=lambda _: Alternating())

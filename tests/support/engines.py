@@ -145,7 +145,7 @@ def run(
 
 
 def answer_all(engine: EngineCore, requests: Iterable[Request], *, max_steps: int = 2000) -> dict[str, Answer]:
-    """What requests get that run together; nothing is left of them in the engine."""
+    """Answers of requests that run together; nothing is left of them in the engine."""
     for request in requests:
         engine.add(request)
     answers = run(engine, max_steps=max_steps)

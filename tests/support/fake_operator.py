@@ -1,4 +1,4 @@
-"""What an operator finds at a service that has one replica and does nothing but note what it is asked for."""
+"""The view that an operator has of a service with one replica that only notes what it is asked for."""
 
 from typing import Any
 

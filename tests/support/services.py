@@ -62,7 +62,7 @@ class Service:
         return json.loads(response.text)
 
     def idle(self) -> bool:
-        """Whether no request runs or waits, and none left anything in a cache."""
+        """Return whether no request runs or waits, and none left anything in a cache."""
         text = self.metrics_text()
         names = ("truespec_requests_running", "truespec_requests_waiting", "truespec_kv_cache_usage_ratio")
         return all(gauge_total(text, name) == 0 for name in names)

@@ -1,4 +1,4 @@
-"""What is wrong is said as soon as a counter knows it, and no longer than it lasts; a healthy service says nothing.
+"""Troubles are on the page as soon as a counter knows them, and no longer than they last; a healthy service has none.
 Whatever can be found wrong has words for an operator, and a runbook that exists."""
 
 from typing import get_args

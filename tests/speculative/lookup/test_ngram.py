@@ -44,7 +44,7 @@ def continuation(tokens: list[int], max_tokens: int, sizes: range = SIZES) -> li
     sizes=st.sampled_from([range(4, 1, -1), range(4, 0, -1), range(1, 0, -1), range(3, 2, -1), range(10, 2, -1)]),
 )
 def test_it_drafts_what_the_naive_search_finds(tokens: list[int], least: int, max_tokens: int, sizes: range) -> None:
-    """Of tokens around those from which on their characters take more bytes, or are none of Unicode's."""
+    """Tokens around those from which on their characters take more bytes, or are none of Unicode's."""
     tokens = [least + token for token in tokens]
     assert continuation(tokens, max_tokens, sizes) == naive_continuation(tokens, max_tokens, sizes)
 
