@@ -13,6 +13,7 @@ from deploy.cli.console import Failure, a_config, a_file, concurrency_option, er
 from deploy.cli.serving import at_port, served
 from deploy.options import FiniteRange, api_key, server_url
 from deploy.run.own_model import OwnModel
+from serve_app.config.serve_file import ServeFile
 from speculative.errors import ConfigError
 
 
@@ -43,11 +44,12 @@ def batch(
     if url is not None:
         server_url(url, "--url")
     key, wanted = api_key(options.pop("api_key_file")), read_requests(requests)
+    models = {str(request.body["model"]) for request in wanted.values() if "model" in request.body}
+    own = None if url is not None else _application(source, file, models)
     with BatchOutput.opened(answers, wanted) as output:
         before = len(output.outcomes)
         if before < len(wanted):
-            models = {str(request.body["model"]) for request in wanted.values() if "model" in request.body}
-            with _asked(url, source, file, models) as server, View(err) as view:
+            with _asked(url, own) as server, View(err) as view:
                 run_batch(wanted, output, BatchOptions(url=server, api_key=key, **options), view)
         counts = Counter(output.outcomes.values())
     found = ", ".join(f"{number} {outcome}" for outcome, number in sorted(counts.items()))
@@ -60,20 +62,25 @@ def batch(
         raise Failure(f"{suspect} answers are suspect: their replay did not confirm them. Do not use these.")
 
 
-@contextmanager
-def _asked(url: str | None, source: str | None, file: Path | None, models: set[str]) -> Iterator[str]:
-    """The URL of the server that a batch for these models asks: as given, or of one that runs until the block ends."""
-    from deploy.run.cluster import cluster_address
-    from deploy.run.ports import free_port
-
-    if url is not None:
-        yield url
-        return
+def _application(source: str | None, file: Path | None, models: set[str]) -> ServeFile:
+    """The application that answers a batch for these models, checked."""
     application = application_of(file, None if source is None else OwnModel(source))
     name = application.application.args.model.served_name
     if others := models - {name}:
         raise ConfigError(f"The requests ask for {', '.join(map(repr, others))}; this engine serves {name!r} only.")
+    return application
+
+
+@contextmanager
+def _asked(url: str | None, own: ServeFile | None) -> Iterator[str]:
+    """The URL of the server that a batch asks: as given, or of one that runs until the block ends."""
+    from deploy.run.cluster import cluster_address
+    from deploy.run.ports import free_port
+
+    if own is None:
+        yield str(url)
+        return
     if cluster_address(None) is None:  # a server that runs on this machine is not in the way
-        application = at_port(application, free_port(application.http_options))
-    with served(application, None) as service:
+        own = at_port(own, free_port(own.http_options))
+    with served(own, None) as service:
         yield service.base_url

@@ -5,7 +5,7 @@ import contextlib
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +33,10 @@ def watch() -> None:
     """Check, without replacing it, whether the answers of a server in production are its model's own."""
 
 
+_MODEL = click.option(
+    "--model", required=True, help="The weights that the server has: a catalogue name, a folder or a hub id."
+)
 _SERVER = [
-    click.option(
-        "--model", required=True, help="The weights that the server has: a catalogue name, a folder or a hub id."
-    ),
     click.option("--served", help="The model's name in metrics and report; the default is that of --model."),
     click.option(
         "--tolerance",
@@ -59,7 +59,7 @@ _SERVER = [
         type=click.Choice(("auto", *VENDORS)),
         default="auto",
         show_default=True,
-        help="The server's vendor, which decides how requests are sampled by default.",
+        help="The server's vendor, which decides how it is asked for logprobs and how requests are sampled by default.",
     ),
     click.option(
         "--default",
@@ -105,6 +105,9 @@ _ENGINE = [
 ]
 """Options that say what computes its answers again, and what a report shows."""
 
+_REFEREE = [*_SERVER, *_ENGINE]
+"""Options of every command that has a referee."""
+
 
 def _options(*options: Command) -> Callable[[Command], Command]:
     def add(command: Command) -> Command:
@@ -130,12 +133,10 @@ def _referee_options(options: dict[str, Any], **own: Any) -> tuple[Any, Any]:
     else:
         precisions = options["precision"] or "bfloat16", options.get("dtype", "float32")
         tolerance = Tolerance.against_float32(max(precisions, key=PRECISIONS.index))
-    replayer = ReplayerOptions(
-        find_model(options["model"], progress_printer()),
-        **{name: options[name] for name in ("engine", "dtype", "threads", "max_model_len") if name in options},
-    )
-    if replayer.engine == "transformers" and replayer.dtype != "float32":
+    engine = {name: options[name] for name in ("engine", "dtype", "threads", "max_model_len") if name in options}
+    if engine.get("engine") == "transformers" and engine["dtype"] != "float32":
         raise ConfigError("--dtype: transformers computes in float32 here; leave it out, or choose --engine torch.")
+    replayer = ReplayerOptions(find_model(options["model"], progress_printer()), **engine)
     mode = options["logprobs"] or ("processed" if tolerance.processed else "raw")
     referee = RefereeOptions(
         served=options["served"] or Path(options["model"]).name,
@@ -165,14 +166,7 @@ def _default(text: str) -> tuple[str, float]:
 @click.option(
     "--share", type=FiniteRange(min=0, max=1), default=0.1, show_default=True, help="Watch this share of the requests."
 )
-@click.option(
-    "--dialect",
-    type=click.Choice(("auto", *VENDORS)),
-    default="auto",
-    show_default=True,
-    help="The server's vendor, which decides how it is asked for token ids and logprobs.",
-)
-@click.option("--referee", help="Send what is captured to this referee.")
+@click.option("--referee", help="Send what is captured to this referee, which runs already.")
 @click.option("--model", help="Without --referee: start one here that replays with these weights.")
 @click.option(
     "--referee-port",
@@ -181,7 +175,7 @@ def _default(text: str) -> tuple[str, float]:
     show_default=True,
     help="With --model: where the referee listens.",
 )
-@click.option("--tolerance", type=a_file, help="With --model: passed on to the referee.")
+@_options(*_REFEREE)
 @click.option("--replica-header", metavar="NAME", help="The header of a reply that names the replica.")
 @click.option(
     "--max-queued",
@@ -190,46 +184,66 @@ def _default(text: str) -> tuple[str, float]:
     show_default=True,
     help="Exchanges that may wait for the referee; further ones are dropped and counted.",
 )
-def watch_proxy(
-    url: str, referee: str | None, model: str | None, referee_port: int, tolerance: Path | None, **options: Any
-) -> None:
-    """Pass requests on to the server at URL, and show a share of the answers to a referee."""
+def watch_proxy(url: str, referee: str | None, referee_port: int, **options: Any) -> None:
+    """Pass requests on to the server at URL, and show a share of the answers to a referee.
+
+    With --model the options of `truespec watch referee` are those of the referee that is started here.
+    """
+    from deploy.run.ports import free_port
     from deploy.watch.proxy import ProxyOptions, run_proxy
+    from serve_app.config.serve_file import HttpOptions
 
     server_url(url, "URL")
+    ctx = click.get_current_context()
+    words = [word for param in ctx.command.params if param.name in _SHARED for word in _as_given(ctx, param)]
+    if (referee is None) == (options["model"] is None):
+        raise click.UsageError("Set --referee URL to use a running referee, or --model to start one here.")
     if referee is not None:
         server_url(referee, "--referee")
-    if (referee is None) == (model is None):
-        raise click.UsageError("Set --referee URL to use a running referee, or --model to start one here.")
+        if own := [word for word in words if not word.startswith("--dialect=")]:
+            raise click.UsageError(f"{own[0].split('=')[0]} is for the referee; set it where {referee} is started.")
+    own_options = {name: options[name] for name in options if name not in _SHARED} | {"dialect": options["dialect"]}
+    proxy = ProxyOptions(url, referee=referee or f"http://127.0.0.1:{referee_port}", **own_options)
+    free_port(HttpOptions(host=proxy.host), proxy.port, "--")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with _own_referee(model, referee_port, tolerance, options) as own:
-        proxy_options = ProxyOptions(url, referee=own or referee, **options)
-        say(f"Passing requests at http://{options['host']}:{options['port']} on to {url}", err)
-        asyncio.run(run_proxy(proxy_options))
+    with _own_referee([] if referee else [f"--port={referee_port}", *words]) as process:
+
+        def ended() -> bool:
+            return process is not None and process.poll() is not None
+
+        if not asyncio.run(run_proxy(proxy, lambda text: say(text, err), ended)):
+            raise Failure("The referee did not start; its message is above.")
+
+
+_SHARED = {"model", *(param.name for param in click.command()(_options(*_REFEREE)(lambda: None)).params)}
+"""Names of the options of a referee."""
+
+
+def _as_given(ctx: click.Context, option: click.Parameter) -> Iterator[str]:
+    """Yield an option as it was given, for the command line of another process."""
+    name, value = option.opts[-1], ctx.params[str(option.name)]
+    if ctx.get_parameter_source(str(option.name)) is not click.core.ParameterSource.COMMANDLINE:
+        return
+    values = value if option.multiple else [value]
+    yield from [name] if value is True else [f"{name}={one}" for one in values]
 
 
 @contextlib.contextmanager
-def _own_referee(
-    model: str | None, port: int, tolerance: Path | None, options: Mapping[str, Any]
-) -> Iterator[str | None]:
-    """A referee in a process of its own until the block ends; its URL."""
-    if model is None:
+def _own_referee(words: Sequence[str]) -> Iterator["subprocess.Popen[bytes] | None"]:
+    """A referee in a process of its own until the block ends; words: of its command line, none = none is started."""
+    if not words:
         yield None
         return
-    find_model(model, progress_printer())
-    command = [sys.executable, "-m", "deploy.cli.main", "watch", "referee", "--model", model, "--port", str(port)]
-    command += ["--dialect", options["dialect"], *(["--tolerance", str(tolerance)] if tolerance else [])]
-    process = subprocess.Popen(command)
+    process = subprocess.Popen([sys.executable, "-m", "deploy.cli.main", "watch", "referee", *words])
     try:
-        say(f"The referee's page: http://127.0.0.1:{port}/", err)
-        yield f"http://127.0.0.1:{port}"
+        yield process
     finally:
         process.terminate()
         process.wait()
 
 
 @watch.command("referee")
-@_options(*_SERVER, *_ENGINE)
+@_options(_MODEL, *_REFEREE)
 @click.option("--host", default="127.0.0.1", show_default=True, help="Listen on this address.")
 @click.option("--port", type=click.IntRange(1, 65535), default=8101, show_default=True, help="Listen on this port.")
 @click.option(
@@ -241,8 +255,11 @@ def _own_referee(
 )
 def watch_referee(host: str, port: int, max_queue: int, **options: Any) -> None:
     """Judge what proxies send: `/` shows the state, /report what was found, /metrics is for Prometheus."""
+    from deploy.run.ports import free_port
     from deploy.watch.app import run_referee
+    from serve_app.config.serve_file import HttpOptions
 
+    free_port(HttpOptions(host=host), port, "--")
     referee, replayer = _referee_options(options, max_queue=max_queue)
     run_referee(referee, replayer, host, port)
 
@@ -250,7 +267,7 @@ def watch_referee(host: str, port: int, max_queue: int, **options: Any) -> None:
 @watch.command("files")
 @click.argument("records", nargs=-1, required=True, type=click.Path(path_type=Path, allow_dash=True))
 @click.option("--requests", type=a_file, help="The input of the batch whose output RECORDS are.")
-@_options(*_SERVER, *_ENGINE)
+@_options(_MODEL, *_REFEREE)
 @click.option(
     "--fail-on",
     multiple=True,
@@ -279,9 +296,10 @@ def watch_files(
 
     for option, path in {"--json": json_file, "--html": html_file}.items():
         check_writable(path, option)
+    answers = read_records(records, requests)
     referee, replayer = _referee_options(options)
     with View(err) as view:
-        report = judge_records(read_records(records, requests), referee, replayer, view)
+        report = judge_records(answers, referee, replayer, view)
     _show(report, json_file, html_file)
     if reasons := [f"{name}: {text}." for name, text in shortcomings(report).items() if name in fail_on]:
         raise Failure("\n".join(reasons))
@@ -302,7 +320,7 @@ def _show(report: Mapping[str, Any], json_file: Path | None, html_file: Path | N
 
 @watch.command("audit")
 @click.argument("url")
-@_options(*_SERVER)
+@_options(_MODEL, *_SERVER)
 @click.option(
     "--requests",
     type=click.IntRange(min=1),
@@ -349,7 +367,7 @@ def watch_audit(
 
 @watch.command("calibrate")
 @click.argument("url")
-@click.option("--model", required=True, help="The weights that the server has: a catalogue name, a folder or a hub id.")
+@_MODEL
 @click.option("--served", help="Ask this one of the server's models; the default is the first.")
 @click.option(
     "--prompts",

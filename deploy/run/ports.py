@@ -22,8 +22,11 @@ def url_of(http: HttpOptions) -> str:
     return f"http://{host}:{http.port}"
 
 
-def free_port(http: HttpOptions, port: int = 0) -> int:
+def free_port(http: HttpOptions, port: int = 0, named: str = "http_options.") -> int:
     """Return a port that nobody listens on at this host: the given one, or with 0 any.
+
+    Args:
+        named: begins the names of the settings in a message, before `port` and `host`.
 
     Raises:
         ConfigError: the port is in use, or the host is not this machine's.
@@ -36,8 +39,8 @@ def free_port(http: HttpOptions, port: int = 0) -> int:
             return int(probe.getsockname()[1])
     except (OSError, UnicodeError) as error:
         if isinstance(error, OSError) and error.errno in _REASONS and not isinstance(error, socket.gaierror):
-            raise ConfigError(f"http_options.port: {port} on {http.host} {_REASONS[error.errno]}") from error
+            raise ConfigError(f"{named}port: {port} on {http.host} {_REASONS[error.errno]}") from error
         raise ConfigError(
-            f"http_options.host: {http.host} is not an address of this machine ({error}); set it to 127.0.0.1 to be "
+            f"{named}host: {http.host} is not an address of this machine ({error}); set it to 127.0.0.1 to be "
             "reached from this machine only, or to 0.0.0.0 to be reached from others too."
         ) from error

@@ -45,6 +45,7 @@ _REFUSALS = (400, 413, 422, _FAILED, 501)
 _FAILURES = 3  # in a row; a server may fail for other reasons than what was asked of it
 _NOT_YET = (408, 425, 429, 502, 503, 504)  # as llama.cpp answers while it loads its model
 _LOOK_EVERY_S, _LOOK_WITHIN_S = 5.0, 2.0
+_LOOK_FOR_REFEREE_S = 0.3
 _OF_A_COMPLETION = b'"choices"'
 _ADDED = ("Content-Type", "Date", "Server")
 _NOT_OURS = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")  # aiohttp adds them where a client sends none
@@ -157,6 +158,14 @@ class Proxy:
         self._dialect = found or FALLBACK
         known = "" if found else ", since its /v1/models names no owner that is known"
         _LOG.info("The server at %s is asked in the dialect %s%s.", self._base, self._dialect, known)
+
+    async def referee_is_up(self) -> bool:
+        """Return whether the referee answers."""
+        timeout = aiohttp.ClientTimeout(total=_LOOK_WITHIN_S)
+        with contextlib.suppress(*_LOST):
+            async with self._fresh.get(f"{self._options.referee}/health", timeout=timeout) as reply:
+                return reply.status == 200
+        return False
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Answer one request."""
@@ -528,13 +537,29 @@ def _without_contents() -> logging.Logger:
     return logger
 
 
-async def run_proxy(options: ProxyOptions) -> None:
-    """Run a proxy until it is cancelled, with as many connections as the system allows."""
+async def run_proxy(options: ProxyOptions, say: Callable[[str], None], ended: Callable[[], bool]) -> bool:
+    """Run a proxy until it is cancelled, with as many connections as the system allows.
+
+    Args:
+        options: its settings.
+        say: gets what a user is to know of the start.
+        ended: returns whether the referee has ended, and need not be waited for.
+
+    Returns:
+        False where the referee ended before it was ready.
+    """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    async with running_proxy(options) as (url, _):
-        _LOG.info("Requests to %s pass on to %s; %.3g of them are watched.", url, options.upstream, options.share)
+    async with running_proxy(options) as (url, proxy):
+        say(f"Requests to {url} pass on to {options.upstream} from now on; {options.share:.3g} of them are watched.")
+        say(f"Waiting for the referee at {options.referee}, which loads its model first.")
+        while not await proxy.referee_is_up():
+            if ended():
+                return False
+            await asyncio.sleep(_LOOK_FOR_REFEREE_S)
+        say(f"Ready: give clients {url}; verdicts and findings are at {options.referee}")
         await asyncio.Event().wait()
+    return True
 
 
 def _passed_on(raw: Sequence[tuple[bytes, bytes]], *, without: frozenset[str] = frozenset()) -> CIMultiDict[str]:

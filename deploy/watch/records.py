@@ -6,8 +6,10 @@ of a JSONL file, or a row of a Parquet file, which Ray Data reads.
 """
 
 import gzip
+import itertools
 import json
 import math
+import stat
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -33,6 +35,8 @@ _FORMS = (
 def read_records(paths: Iterable[Path], requests: Path | None = None) -> Iterator[Exchange | str]:
     """The exchanges of these files, in order; for a record without an answer the reason why it has none.
 
+    Files are opened at once, and the first record is read, but for those of pipes, which may keep a reader waiting.
+
     Args:
         paths: JSONL files (`.gz` packed by gzip), Parquet files or folders of them, or `-` for JSONL on standard input.
         requests: the input of the batch whose output they hold.
@@ -40,7 +44,23 @@ def read_records(paths: Iterable[Path], requests: Path | None = None) -> Iterato
     Raises:
         ConfigError: a file cannot be read, or holds something else; the message names file and line.
     """
-    bodies = {} if requests is None else _requests(requests)
+    paths = list(paths)
+    for path in paths:
+        _check_readable(path)
+    found = _records(paths, {} if requests is None else _requests(requests))
+    is_pipe = not (paths[0].is_file() or paths[0].is_dir())
+    return found if is_pipe else itertools.chain(list(itertools.islice(found, 1)), found)
+
+
+def _check_readable(path: Path) -> None:
+    try:
+        if path != STANDARD_INPUT and stat.S_ISREG(path.stat().st_mode):  # what writes a pipe would see it closed
+            path.open("rb").close()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}.") from error
+
+
+def _records(paths: Iterable[Path], bodies: Mapping[str, tuple[str, Json]]) -> Iterator[Exchange | str]:
     for path in paths:
         for number, record in _rows(path):
             if record is _CUT_OFF:

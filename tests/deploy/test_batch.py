@@ -259,3 +259,6 @@ def test_exactly_one_server_is_named_and_an_engine_serves_what_is_asked_for(tmp_
         assert run.exit_code == 2 and "Give exactly one of --url" in run.output
     run = CliRunner().invoke(main, ["batch", *files, "--config", "demo"])
     assert run.exit_code == 1 and "The requests ask for 'tiny'; this engine serves 'SmolLM2" in run.output
+    run = CliRunner().invoke(main, ["batch", *files, "--config", "none.yaml"])
+    assert run.exit_code == 1 and "none.yaml" in run.output
+    assert not Path(files[1]).exists(), "an option that is wrong leaves no output behind"

@@ -1,5 +1,6 @@
-"""`truespec watch files`, as a user calls it."""
+"""`truespec watch files` and `truespec watch proxy`, as a user calls them."""
 
+import itertools
 import json
 import random
 import signal
@@ -7,10 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 from click.testing import CliRunner, Result
 
 from deploy.cli.main import main
+from deploy.run.ports import free_port
+from serve_app.config.serve_file import HttpOptions
 from serve_app.referee.transformers_model import TransformersModel
 
 pytestmark = pytest.mark.slow
@@ -35,6 +39,10 @@ def rollouts(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
                 logprobs.append(float(row[token]))
             file.write(json.dumps({"prompt_token_ids": prompt, "token_ids": ids, "logprobs": logprobs}) + "\n")
     return path
+
+
+def _free_port() -> int:
+    return free_port(HttpOptions(host="127.0.0.1"))
 
 
 def call(*words: object) -> Result:
@@ -106,6 +114,39 @@ def test_nothing_that_can_be_compared_fails_too(folder: Path, tmp_path: Path) ->
     result = call(empty, "--model", folder, "--threads", 1)
     assert result.exit_code == 1
     assert "no token ids" in result.output
+
+
+@pytest.mark.parametrize("wrong", ["none.jsonl", "rollouts.txt"])
+def test_records_are_looked_at_before_a_model_is(wrong: str, tmp_path: Path) -> None:
+    (tmp_path / "rollouts.txt").write_text("no JSON\n")
+    result = call(tmp_path / wrong, "--model", "none/such")
+    assert result.exit_code == 1 and wrong in result.output and "none/such" not in result.output
+
+
+def test_a_proxy_is_ready_with_its_own_referee_whose_options_it_takes(folder: Path) -> None:
+    ports = [str(_free_port()) for _ in range(2)]
+    command = [sys.executable, "-m", "deploy.cli.main", "watch", "proxy", "http://127.0.0.1:9", "--port", ports[0]]
+    options = ["--model", str(folder), "--referee-port", ports[1], "--precision", "float32", "--logprobs", "processed"]
+    options += ["--default", "top_k=5", "--default", "top_p=0.9", "--keep-prompts", "--threads", "1"]
+    with subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        said = list(itertools.takewhile(lambda line: not line.startswith("Ready"), process.stderr))
+        report = httpx.get(f"http://127.0.0.1:{ports[1]}/report.json").json()
+        process.send_signal(signal.SIGINT)
+    assert report["tolerance"]["source"] == "for float32", said
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--model", "none/such/model"), "The referee did not start"),
+        (("--referee", "http://r", "--precision", "fp8"), "--precision is for the referee"),
+    ],
+)
+def test_a_proxy_ends_where_its_referee_cannot_start(options: tuple[str, ...], said: str) -> None:
+    proxy = ("proxy", "http://127.0.0.1:9", "--port", _free_port(), "--referee-port", _free_port())
+    result = CliRunner().invoke(main, ["watch", *map(str, proxy), *options])
+    assert result.exit_code > 0 and said in result.output
 
 
 @pytest.mark.parametrize(
