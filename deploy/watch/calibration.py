@@ -126,7 +126,8 @@ def _prompts(tokenizer: Tokenizer, number: int, longest: int) -> Iterator[tuple[
         ids: list[int] = []
         for text in draw.sample(texts, 4):
             turn = [{"role": "user", "content": text}]
-            ids += tokenizer.encode_chat(turn) if is_chat else tokenizer.encode(text, continuation=bool(ids))
+            encode = tokenizer.encode_continuation if ids else tokenizer.encode
+            ids += tokenizer.encode_chat(turn) if is_chat else encode(text)
         yield tuple(ids[: draw.randint(8, min(_LONGEST, longest, len(ids)))])
 
 

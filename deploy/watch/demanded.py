@@ -53,7 +53,7 @@ def _found(body: Json, reply: Reply, tokenizer: Tokenizer, keeps_all: bool) -> d
     for name in ("stop", "bad_words"):
         if not _is_small(read.get(name) or []):
             read.pop(name)
-    demands = ClientDemands.of(read, partial(tokenizer.encode, continuation=True), bad_words=vllm_spellings)
+    demands = ClientDemands.of(read, partial(tokenizer.encode, special=False), bad_words=vllm_spellings)
     demands = replace(demands, ascii_classes=False)
     if not keeps_all:
         demands = replace(demands, max_calls=None)

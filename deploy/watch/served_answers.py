@@ -228,7 +228,7 @@ class ExchangeReader:
         elif choice.called or not (choice.text or choice.finish_reason == "stop"):
             raise Unreadable("the reply has no token ids")
         else:
-            ids = self.tokenizer.encode(choice.text, continuation=True)
+            ids = self.tokenizer.encode_continuation(choice.text)
             tokens = _Tokens(list(ids), [], retokenized=True)
         eos = self.model.eos_token_ids
         by_text = sampled.stops or (isinstance(choice.stopped_by, str) and choice.stopped_by)
@@ -245,7 +245,7 @@ class ExchangeReader:
         tokens = _Tokens([], [])
         for token, logprob, piece in zip(ids, choice.logprobs or (), choice.pieces or (), strict=True):
             if piece is not None and piece != self.tokenizer.token_bytes(token):
-                *before, last = self.tokenizer.encode(piece.decode("utf-8", "replace"), continuation=True)
+                *before, last = self.tokenizer.encode_continuation(piece.decode("utf-8", "replace"))
                 if last != token:
                     raise Unreadable(_MISSING)
                 for one in before:

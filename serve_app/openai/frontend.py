@@ -6,7 +6,6 @@ router mount the same one.
 
 import asyncio
 import dataclasses
-import functools
 import hashlib
 import logging
 import re
@@ -132,7 +131,7 @@ class FrontEnd:
 
     def count_tokens(self, text: str) -> int:
         """Return how many tokens a text has that goes on after others."""
-        return len(self._tokenizer.encode(text, continuation=True))
+        return len(self._tokenizer.encode_continuation(text))
 
     async def prepare(
         self,
@@ -214,10 +213,10 @@ class FrontEnd:
         """Return what the client's own words demand; None = nothing is to be generated, or nobody can read them."""
         if wire.prompt_only:
             return None
-        encode = functools.partial(self._tokenizer.encode, continuation=True)
         try:
             how: dict[str, Any] = {"mode": "json", "by_alias": True, "exclude_none": True, "warnings": False}
             body = wire.model_dump(include=set(DEMANDING), **how)  # it would warn of values whose kind we tell
+            encode = self._tokenizer.encode_continuation
             return await off_loop(sum(map(len, wire.bad_words or ())), lambda: ClientDemands.of(body, encode))
         except Exception as error:
             self._not_compared(error)
@@ -356,10 +355,8 @@ class FrontEnd:
         for word in wire.bad_words or ():
             bare = word.lstrip()
             texts += [bare, " " + bare] if bare else [word]
-        encode = self._tokenizer.encode
-        sequences = await off_loop(
-            sum(map(len, texts)), lambda: [tuple(encode(text, continuation=True)) for text in texts]
-        )
+        encode = self._tokenizer.encode_continuation
+        sequences = await off_loop(sum(map(len, texts)), lambda: [tuple(encode(text)) for text in texts])
         return tuple(dict.fromkeys(sequences))
 
     def _group(

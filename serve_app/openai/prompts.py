@@ -78,8 +78,8 @@ class PromptEncoder:
 
     async def _encode(self, prompt: str | list[int], wire: CompletionRequest) -> Ids:
         if isinstance(prompt, str):
-            bare = wire.add_special_tokens is False
-            return tuple(await off_loop(len(prompt), lambda: self._tokenizer.encode(prompt, continuation=bare)))
+            special = wire.add_special_tokens is not False
+            return tuple(await off_loop(len(prompt), lambda: self._tokenizer.encode(prompt, special=special)))
         return tuple(prompt)
 
     def _fit(self, ids: Ids, wire: CompletionRequest | ChatCompletionRequest, name: str) -> Ids:

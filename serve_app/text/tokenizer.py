@@ -19,7 +19,14 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from serve_app.text.byte_scheme import ByteScheme, byte_level_bytes
 from serve_app.text.template_marks import PLAIN, Render, behind_answer, marks, rendered
-from serve_app.text.tokenizer_file import added_ids, differences, lossy, read_tokenizer, untyped_tokens
+from serve_app.text.tokenizer_file import (
+    added_ids,
+    begins_nothing,
+    differences,
+    lossy,
+    read_tokenizer,
+    untyped_tokens,
+)
 from speculative.end_tokens import end_tokens, read_if_there
 from speculative.errors import ConfigError, InvalidRequest, UnsupportedModel
 
@@ -62,6 +69,7 @@ class Tokenizer:
         added = self._core.get_added_tokens_decoder()
         self.special_ids: frozenset[int] = frozenset(token_id for token_id, token in added.items() if token.special)
         self._added = {token.content: token_id for token_id, token in added.items()}
+        self._added_ids = frozenset(added)
         self._plain = self._read_plain()
         if ends is None:
             ends = {} if wrapped.eos_token_id is None else {int(wrapped.eos_token_id): ()}
@@ -196,9 +204,29 @@ class Tokenizer:
                 "generation_config.json."
             )
 
-    def encode(self, text: str, *, continuation: bool = False) -> list[int]:
-        """Token ids of a plain text, with the tokens that the model wants at its start unless it follows other text."""
-        return list(self._core.encode(text, add_special_tokens=not continuation).ids)
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Token ids of a text that begins; with `special` also the tokens that the model wants around it."""
+        return list(self._core.encode(text, add_special_tokens=special).ids)
+
+    def encode_continuation(self, text: str) -> list[int]:
+        """Token ids of a text that goes on after others: nothing is put before it, neither tokens nor a space.
+
+        They are those of both texts together without those of the first, unless characters of both form one token.
+        """
+        going_on = self._going_on.encode(text, add_special_tokens=False)
+        ids = list(going_on.ids)
+        if self._going_on is self._core:
+            return ids
+        for place, token in enumerate(ids):
+            if token in self._added_ids:  # behind it text may begin again, as the whole tokenizer has it
+                begun = self._core.encode(text[going_on.offsets[place][0] :], add_special_tokens=False).ids
+                if begun[:1] == [token]:
+                    return [*ids[:place], *begun]
+        return ids
+
+    @cached_property
+    def _going_on(self) -> RawTokenizer:
+        return begins_nothing(self._core)
 
     def chat_template(self, *, with_tools: bool = False) -> "ChatTemplate":
         """The template of a conversation, where a model has several the one for tools; empty where it has none."""
@@ -304,14 +332,21 @@ class Tokenizer:
         return tuple(token.content for token in self._core.get_added_tokens_decoder().values() if token.special)
 
     @cached_property
-    def _plain_core(self) -> Any:
-        core = RawTokenizer.from_str(self._core.to_str())
-        core.encode_special_tokens = True
-        return core
+    def _plain_cores(self) -> dict[bool, RawTokenizer]:
+        begins = RawTokenizer.from_str(self._core.to_str())
+        begins.encode_special_tokens = True
+        follows = begins_nothing(begins, after_special=True)
+        follows.encode_special_tokens = True
+        return {True: begins, False: follows}
 
-    def encode_plain(self, text: str) -> list[int]:
-        """Token ids of a text within others, in which special tokens are the characters that they are spelt with."""
-        return list(self._plain_core.encode(text, add_special_tokens=False).ids)
+    def encode_plain(self, text: str, *, begins: bool) -> list[int]:
+        """Token ids of a text in which special tokens are the characters that they are spelt with.
+
+        Args:
+            text: what stands before the next special token.
+            begins: whether it is the start of all; else it follows a special token.
+        """
+        return list(self._plain_cores[begins].encode(text, add_special_tokens=False).ids)
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True, continuation: bool = False) -> str:
         """Text of the ids; bytes that form no character become U+FFFD.

@@ -4,6 +4,7 @@
 gives other ids. Here the file counts.
 """
 
+import json
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,36 @@ def lossy(core: RawTokenizer, folder: Path) -> Iterator[str]:
         if text.lstrip(" ") != probe.lstrip(" "):
             yield f"{folder / 'tokenizer.json'} does not give every text back: {probe!r} becomes {text!r}."
             return
+
+
+def begins_nothing(core: RawTokenizer, *, after_special: bool = False) -> RawTokenizer:
+    """The same tokenizer without what it puts before a text that begins; itself where that is nothing.
+
+    Args:
+        core: the tokenizer.
+        after_special: keep what it puts behind each special token, too, and not at the start alone.
+    """
+    content = json.loads(core.to_str())
+    changed = {**content, "normalizer": content["normalizer"], "pre_tokenizer": content["pre_tokenizer"]}
+    for part in ("normalizer", "pre_tokenizer"):
+        changed[part] = _beginning_nothing(content[part], after_special)
+    return core if changed == content else RawTokenizer.from_str(json.dumps(changed))
+
+
+def _beginning_nothing(step: Any, after_special: bool) -> Any:
+    """A step of a normalizer or pre-tokenizer that leaves the start of a text alone; None = nothing is left of it."""
+    if step is None:
+        return None
+    for several in ("normalizers", "pretokenizers"):
+        if several in step:
+            left = [_beginning_nothing(one, after_special) for one in step[several]]
+            return {**step, several: [one for one in left if one is not None]}
+    if step["type"] == "Metaspace" and (not after_special or step["prepend_scheme"] == "first"):
+        return {**step, "prepend_scheme": "never"}
+    if after_special:
+        return step
+    leaves = {"ByteLevel": {"add_prefix_space": False}, "Strip": {"strip_left": False}}
+    return None if step["type"] == "Prepend" else {**step, **leaves.get(step["type"], {})}
 
 
 def _tokens(core: RawTokenizer, text: str) -> list[str] | str:

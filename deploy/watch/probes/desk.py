@@ -81,7 +81,7 @@ class Desk:
 
     @cached_property
     def _corpus(self) -> tuple[int, ...]:
-        return tuple(self._tokenizer.encode("\n\n".join(read_texts()["summarise"]), continuation=True))
+        return tuple(self._tokenizer.encode_continuation("\n\n".join(read_texts()["summarise"])))
 
     def passage(self, number: int, length: int) -> tuple[int, ...]:
         """Ordinary text of `length` tokens; each number begins elsewhere."""

@@ -48,9 +48,9 @@ class ControlTokens:
     def _check_escaping(self) -> None:
         known = self._tokenizer.encode_rendered
         for text in self._specials:
-            whole, parts = known(f"ab {text}\ncd"), [*known("ab "), *known(text), *known("\ncd")]
-            plain = self._tokenizer.encode_plain(text)
-            if whole != parts or not self._tokenizer.special_ids.isdisjoint(plain):
+            plain, behind = (self._tokenizer.encode_plain(one, begins=False) for one in (text, "\ncd"))
+            parts = [*known("ab "), *known(text), *behind]
+            if known(f"ab {text}\ncd") != parts or not self._tokenizer.special_ids.isdisjoint(plain):
                 raise ConfigError(
                     f"model.special_tokens_in_text: escape is not possible with this tokenizer, which does not encode "
                     f"{text!r} as plain text. Set it to refuse, or to allow."
@@ -107,6 +107,7 @@ class ControlTokens:
                 waiting += part
                 continue
             ids += self._tokenizer.encode_rendered(waiting)
-            ids += self._tokenizer.encode_plain(self._word.sub(lambda word: self._texts[word[0]], part))
+            spelt = self._word.sub(lambda word: self._texts[word[0]], part)
+            ids += self._tokenizer.encode_plain(spelt, begins=not ids)
             waiting = ""
         return ids + self._tokenizer.encode_rendered(waiting)

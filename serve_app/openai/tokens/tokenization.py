@@ -116,7 +116,7 @@ class Tokenization:
 
     async def _ids(self, wire: TokenizeRequest) -> list[int]:
         if wire.prompt is not None:
-            prompt, bare = wire.prompt, wire.add_special_tokens is False
-            return await off_loop(len(prompt), lambda: self._tokenizer.encode(prompt, continuation=bare))
+            prompt, special = wire.prompt, wire.add_special_tokens is not False
+            return await off_loop(len(prompt), lambda: self._tokenizer.encode(prompt, special=special))
         conversation = wire.conversation()
         return list(await self._encoder.template(conversation, self._chats.chat_prompt(conversation)))

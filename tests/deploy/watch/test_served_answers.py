@@ -88,7 +88,7 @@ def test_the_token_that_ended_an_answer_is_added_where_a_server_leaves_it_out(re
 
 def test_text_alone_is_read_as_tokens_if_their_number_is_right(reader: ExchangeReader) -> None:
     text = reader.tokenizer.decode([30, 31, 32])
-    ids = tuple(reader.tokenizer.encode(text, continuation=True))
+    ids = tuple(reader.tokenizer.encode_continuation(text))
     plain = {"text": text, "finish_reason": "length"}
     answer = answer_of(reader, {"prompt": "ab"}, plain, usage={"completion_tokens": len(ids)})
     assert answer.token_ids == ids
@@ -285,7 +285,7 @@ def calling(tokenizer: Tokenizer, text: str, *calls: tuple[str, str], **more: An
     parts = [{"id": "1", "function": {"name": name, "arguments": arguments}} for name, arguments in calls]
     message = {"role": "assistant", "content": None, "tool_calls": parts}
     ended = {"reason": "tool_calls", "prompt_token_ids": [5], **more}
-    return choice([*tokenizer.encode(text, continuation=True), EOS], message=message, **ended)
+    return choice([*tokenizer.encode_continuation(text), EOS], message=message, **ended)
 
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -401,7 +401,7 @@ def test_what_a_sound_vllm_sends_is_not_accused(
 
 
 def test_a_bad_word_in_the_ids_is_found(reader: ExchangeReader) -> None:
-    word = reader.tokenizer.encode("hat", continuation=True)
+    word = reader.tokenizer.encode_continuation("hat")
     for ids, found in (([30, *word], True), ([30, 31], False)):
         answer = answer_of(reader, {"prompt": [5], "bad_words": ["hat"]}, choice(ids))
         assert bool(answer.broken_limit) is found

@@ -36,7 +36,7 @@ def opened(folder: Path, source: DeltaSource, template: str | None = None) -> Ht
 async def test_a_lost_stop_string_makes_an_answer_that_was_not_selected_suspect(
     tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch, stop: str, found: str | None
 ) -> None:
-    ids = tuple(Tokenizer.from_folder(tokenizer_folder).encode("one two three", continuation=True))
+    ids = tuple(Tokenizer.from_folder(tokenizer_folder).encode_continuation("one two three"))
     kinds = (TokenKind.FIRST, *[TokenKind.BONUS] * (len(ids) - 1))
     submitted: list[Answer] = []
     monkeypatch.setattr(HttpFront, "_submit", lambda _, answer: submitted.append(answer))

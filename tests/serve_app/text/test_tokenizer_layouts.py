@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, decoders
 from tokenizers import Tokenizer as RawTokenizer
+from transformers import PreTrainedTokenizerFast
 
 from serve_app.text.tokenizer import Tokenizer, tokenizer_files
 from speculative.errors import ConfigError, UnsupportedModel
@@ -45,8 +46,24 @@ def test_ids_are_those_of_the_file_whatever_class_and_flags_stand_beside_it(tmp_
                 where = (name, config, text)
                 assert ours.encode(text) == theirs.encode(text).ids, where
                 bare = theirs.encode(text, add_special_tokens=False).ids
-                assert ours.encode(text, continuation=True) == bare, where
+                assert ours.encode(text, special=False) == bare, where
             assert ours.eos_token_ids == (theirs.token_to_id("</s>"),)
+
+
+def test_a_continuation_has_the_ids_that_it_has_behind_another_text(tmp_path: Path) -> None:
+    """transformers encodes both together: nothing else knows what belongs to the second."""
+    for name, content in LAYOUTS.items():
+        folder = write_layout(tmp_path / name, content, {"eos_token": "</s>"})
+        ours, theirs = Tokenizer.from_folder(folder), PreTrainedTokenizerFast.from_pretrained(folder)
+        compared = 0
+        for text in (*TEXTS, "the", " the", "  the", "\nthe", "</s>the", "the</s> the", "the <|end|> the"):
+            for before in ("(", "th (", "a</s>(", "7\n("):
+                first = theirs.encode(before, add_special_tokens=False)
+                both = theirs.encode(before + text, add_special_tokens=False)
+                if both[: len(first)] == first and not text.startswith(("\n", "<|end|>")):
+                    assert ours.encode_continuation(text) == both[len(first) :], (name, before, text)
+                    compared += 1
+        assert compared > 60, name
 
 
 def test_text_is_what_the_library_decodes_wherever_the_tokens_are_cut(tmp_path: Path) -> None:
@@ -87,10 +104,10 @@ def test_an_added_token_of_a_byte_level_model_is_plain_text(tmp_path: Path) -> N
         raw.save(str(folder / "tokenizer.json"))
         tokenizer = Tokenizer.from_folder(folder)
         for text in ("<|résumé|>", "Ġhey", "ÀÁ", "日本"):
-            ids = tokenizer.encode(text, continuation=True)
+            ids = tokenizer.encode_continuation(text)
             assert len(ids) == 1 and tokenizer.decode(ids) == text
         # These are pieces of the model as well, which text is made of all the time.
-        assert tokenizer.decode(tokenizer.encode("a the b", continuation=True)) == "a the b"
+        assert tokenizer.decode(tokenizer.encode_continuation("a the b")) == "a the b"
 
 
 def test_other_readings_of_the_file_are_reported(tmp_path: Path) -> None:
@@ -99,7 +116,7 @@ def test_other_readings_of_the_file_are_reported(tmp_path: Path) -> None:
     for name in ("llama 2", "yi"):
         found = Tokenizer.from_folder(write_layout(tmp_path / name, LAYOUTS[name], config)).remarks()
         assert len(found) == 1 and f"{name}/tokenizer.json says other tokens than transformers' class Llama" in found[0]
-    ids = Tokenizer.from_folder(tmp_path / "llama 2").encode("<s>[INST]", continuation=True)
+    ids = Tokenizer.from_folder(tmp_path / "llama 2").encode("<s>[INST]", special=False)
     raw = library(tmp_path / "llama 2")
     assert [raw.id_to_token(token) for token in ids][:2] == ["<s>", "▁"]
     for name in LAYOUTS.keys() - {"unigram"}:
@@ -141,11 +158,11 @@ def test_tokens_that_other_files_add_have_the_ids_that_these_say(tmp_path: Path)
     plain = {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False, "special": True}
     config = {"eos_token": "<|new|>", "added_tokens_decoder": {str(size): {"content": "<|new|>", **plain}}}
     tokenizer = Tokenizer.from_folder(write_layout(tmp_path, content, config))
-    assert tokenizer.encode("a<|new|>", continuation=True)[-1] == size and tokenizer.eos_token_ids == (size,)
+    assert tokenizer.encode_continuation("a<|new|>")[-1] == size and tokenizer.eos_token_ids == (size,)
     assert tokenizer.decode(tokenizer.encode("a<|new|>")) == "a" and size in tokenizer.special_ids
     write_layout(tmp_path, content, {"additional_special_tokens": ["<|new|>"]})
     (tmp_path / "added_tokens.json").write_text(json.dumps({"<|new|>": size}))
-    assert Tokenizer.from_folder(tmp_path).encode("a<|new|>", continuation=True)[-1] == size
+    assert Tokenizer.from_folder(tmp_path).encode("a<|new|>")[-1] == size
     (tmp_path / "added_tokens.json").write_text(json.dumps({"<|new|>": size + 5}))
     with pytest.raises(ConfigError, match=r"added_tokens\.json.* gives '<\|new\|>' the id .* next that is free"):
         Tokenizer.from_folder(tmp_path)

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as RawTokenizer
-from tokenizers import normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from serve_app.backends.base import ChatPrompt
 from serve_app.openai.chat.chat_request import ChatCompletionRequest
 from serve_app.openai.chat.control_tokens import ControlTokens, Policy
 from serve_app.openai.frontend import FrontEnd
@@ -89,12 +90,23 @@ async def test_a_template_that_writes_ascii_json_lets_none_through(tokenizer_fol
 
 
 def test_a_tokenizer_that_cannot_is_refused_at_the_start(sentencepiece: Tokenizer) -> None:
-    """One that puts a space before the first word of a text only: what follows a special token is encoded otherwise."""
+    """One whose special tokens take the space behind them."""
     ControlTokens(sentencepiece, "escape")
+    raw = RawTokenizer.from_str(sentencepiece._core.to_str())
+    raw.add_special_tokens([AddedToken("[END]", rstrip=True)])
+    taking = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="</s>"))
+    with pytest.raises(ConfigError, match=r"model\.special_tokens_in_text"):
+        ControlTokens(taking, "escape")
+    ControlTokens(taking, "refuse")
+
+
+def test_escaped_text_begins_with_a_space_only_where_the_tokenizer_puts_one(sentencepiece: Tokenizer) -> None:
     raw = RawTokenizer.from_str(sentencepiece._core.to_str())
     raw.normalizer = normalizers.Sequence([])
     raw.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     first_only = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="</s>"))
-    with pytest.raises(ConfigError, match=r"model\.special_tokens_in_text"):
-        ControlTokens(first_only, "escape")
-    ControlTokens(first_only, "refuse")
+    controls = ControlTokens(first_only, "escape")
+    (word,) = controls.guarded(ChatPrompt(({"role": "user", "content": "<s>"},))).messages
+    ids = controls.encode(f"He</s>Ho{word['content']} w")
+    tokens = [raw.id_to_token(token) for token in ids]
+    assert tokens == ["▁He", "</s>", "H", "o", "<0x3C>", "<0x73>", "<0x3E>", "▁w"]

@@ -196,9 +196,9 @@ async def test_the_events_of_reasoning_a_text_and_a_call_come_in_order(serve: Se
 async def test_reasoning_tokens_are_counted_and_what_is_cut_off_is_incomplete(serve: Serve, tooled: Tokenizer) -> None:
     service = serve(FakeParsers(reasoning=True))
     service.script.say("hello hello|well")
-    response = await service.ask(max_output_tokens=len(tooled.encode("hello hello|we", continuation=True)))
+    response = await service.ask(max_output_tokens=len(tooled.encode_continuation("hello hello|we")))
     details = response["usage"]["output_tokens_details"]
-    assert details["reasoning_tokens"] == len(tooled.encode("hello hello", continuation=True)) > 0
+    assert details["reasoning_tokens"] == len(tooled.encode_continuation("hello hello")) > 0
     assert (response["status"], response["completed_at"]) == ("incomplete", None)
     assert response["incomplete_details"] == {"reason": "max_output_tokens"}
     assert [item["status"] for item in response["output"]][-1] == "incomplete"
