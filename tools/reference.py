@@ -1,4 +1,5 @@
-"""The reference of the configuration, from its models: docs/configuration.md, and the schema that the chart takes over.
+"""The reference of the configuration, from its models: docs/configuration.md, the schema that the chart takes over, and
+the table of vLLM's flags in docs/from-vllm.md.
 
 python -m tools.reference [--check]
 """
@@ -8,10 +9,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from deploy.cli.vllm_flags import rows as rows_of_flags
 from serve_app.config.app_config import AppConfig
 from serve_app.config.serve_file import ServeFile
+from tools.markdown import with_section
 
-PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
+DOCS = Path(__file__).parents[1] / "docs"
+PAGE = DOCS / "configuration.md"
+FLAGS = DOCS / "from-vllm.md"
 
 _INTRO = """\
 # Configuration
@@ -126,15 +131,23 @@ def _without_titles(node: Any, *, names: bool = False) -> Any:
     }
 
 
+def flags_page() -> str:
+    """The page for those who come from vLLM, with the table of its flags."""
+    rows = [f"| `{flags.replace(' ', '`, `')}` | {here} |" for flags, here in rows_of_flags().items()]
+    table = "\n".join(["| `vllm serve` | here |", "|---|---|", *rows])
+    return with_section(FLAGS.read_text(encoding="utf-8"), "reference", "vLLM's flags", table)
+
+
 def main() -> int:
-    """Write the page; with `--check` only say whether it is out of date."""
-    text = configuration_reference()
-    if "--check" not in sys.argv[1:]:
-        PAGE.write_text(text, encoding="utf-8")
-    elif PAGE.read_text(encoding="utf-8") != text:
-        sys.stderr.write(f"{PAGE} is out of date; run `python -m tools.reference`.\n")
-        return 1
-    return 0
+    """Write the pages; with `--check` only say which is out of date."""
+    old = []
+    for page, text in ((PAGE, configuration_reference()), (FLAGS, flags_page())):
+        if "--check" not in sys.argv[1:]:
+            page.write_text(text, encoding="utf-8")
+        elif page.read_text(encoding="utf-8") != text:
+            old.append(page)
+            sys.stderr.write(f"{page} is out of date; run `python -m tools.reference`.\n")
+    return int(bool(old))
 
 
 if __name__ == "__main__":

@@ -1,68 +1,208 @@
-"""The arguments of commands about one application."""
+"""The arguments of commands about one application: a model or a file of settings, and settings beside it."""
 
+import atexit
 import functools
-from collections.abc import Callable
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import click
 
-from deploy.cli.console import a_config
+from deploy.cli.console import GroupedCommand, option_in
+from deploy.cli.vllm_flags import ARGS, TAKEN, explained
+from deploy.options import checked_secret
 from deploy.run.own_model import OwnModel, own_application
+from deploy.run.what_is import HUB_ID, file_or_model
 from serve_app.config.files import load_config
 from serve_app.config.serve_file import ServeFile
+from speculative.config import WeightsName
+from speculative.errors import ConfigError
+
+_THOUSANDS = {"": 1, "k": 10**3, "m": 10**6, "K": 2**10, "M": 2**20}
+
+
+@dataclass(frozen=True, slots=True)
+class ServeTarget:
+    """What a command line asks for: a file of settings or a model of one's own, and settings beside it.
+
+    file: the settings; None = a model was given.
+    own: the model; None = a file was given.
+    changes: settings that were given as flags, by the flag.
+    """
+
+    file: Path | None = None
+    own: OwnModel | None = None
+    changes: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def named(self) -> str:
+        """The name of it in messages."""
+        return str(self.file) if self.own is None else self.own.source
+
+
+class ApplicationCommand(GroupedCommand):
+    """A command about one application: what it says of vLLM's flags is where their settings are."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Read the command line."""
+        given = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            written = [word for word in given if word.startswith(error.option_name)]
+            said = next(filter(None, map(explained, (*written, error.option_name))), None)
+            if said is None or (error.possibilities and error.option_name not in said):
+                raise
+            raise click.UsageError(said, ctx) from error
+        except click.UsageError as error:
+            if "unexpected extra argument" in error.message:
+                hint = "; --served-model-name takes one name" if "--served-model-name" in given else ""
+                raise click.UsageError(f"{error.message}: give one model or file{hint}.", ctx) from error
+            raise
+
+
+class _Length(click.IntRange):
+    """A number of tokens as vLLM reads it: 32k is 32,000, 32K is 32,768; auto or -1 is as long as there is room."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The number; auto = as long as there is room."""
+        if str(value) in ("auto", "-1"):
+            return "auto"
+        read = re.fullmatch(r"(\d+)([kmKM]?)|(\d+\.\d+)([kmKM])", str(value))
+        if read is None:
+            self.fail(f"{value!r} is no number of tokens; give one such as 4096, 32k or 32K, or auto.", param, ctx)
+        return int(float(read[1] or read[3]) * _THOUSANDS[read[2] or read[4] or ""])
+
+
+_model, _machine, _http = map(option_in, ("Model", "Machine", "Address"))
+_OPTIONS = (
+    click.argument("served", type=click.Path(), metavar="MODEL|FILE", required=False),
+    _model("--model", "source", metavar="MODEL", help="The model, where it is not the first argument."),
+    _model("--served-model-name", "--name", metavar="NAME", help="What clients ask for."),
+    _model("--revision", metavar="REV", help="Branch, tag or commit of a hub's model."),
+    _model("--max-model-len", type=_Length(), metavar="N", help="Most tokens of a request."),
+    _model("--quantization", "-q", metavar="FORM", help="Form of the weights: fp8, w4a8 ..."),
+    _model("--drafter", metavar="KIND", help="What drafts: ngram, eagle3:FOLDER ..."),
+    _machine("--engine", type=click.Choice(["torch", "vllm"]), help="truespec's own engine (torch), or vLLM."),
+    _machine("--gpus", type=click.IntRange(min=0), metavar="N", help="GPUs to use; 0 is the CPU."),
+    _http("--host", metavar="HOST", help="Listen on this address."),
+    _http("--port", type=click.IntRange(1, 65535), metavar="N", help="Listen on this port."),
+)
 
 
 def application_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The arguments of a command about one application: FILE, or a model of one's own and where it is to run.
-
-    The command gets them as `file` and `own`, of which one is None.
-    """
+    """The arguments of a command about one application, which gets them as `asked`."""
 
     @functools.wraps(command)
-    def with_application(file: Path | None, source: str | None, **others: Any) -> Any:
-        placed = {name: others.pop(name) for name in ("name", "gpus", "drafter", "engine")}
-        if file is not None and source is not None:
-            raise click.UsageError(f"{file} names its own model; give it or --model, not both.")
-        if file is None and source is None:
-            raise click.UsageError("Give a configuration file, or --model with a folder or a hub id.")
-        given = [f"--{name}" for name, value in placed.items() if value is not None]
-        if source is None and given:
-            raise click.UsageError(f"{given[0]} goes with --model; {file} has a setting for it.")
-        own = None if source is None else OwnModel(source, **{n: v for n, v in placed.items() if v is not None})
-        return command(file=file, own=own, **others)
+    def with_application(served: str | None, source: str | None, **others: Any) -> Any:
+        placed = {name: others.pop(name) for name in ("gpus", "drafter", "engine")}
+        placed = {name: value for name, value in placed.items() if value is not None}
+        given = {flag: others.pop(flag[2:].replace("-", "_"), None) for flag in TAKEN}
+        changes = {flag: value for flag, value in given.items() if value not in (None, ())}
+        if served is not None and source is not None:
+            raise click.UsageError(f"{served} is given, and --model {source} too; give one of them.")
+        if served is None and source is None:
+            raise click.UsageError("Give a model (a folder, or a hub id ORG/MODEL) or a file of settings.")
+        found = file_or_model(served) if served else source or ""
+        if isinstance(found, Path):
+            if placed:
+                raise click.UsageError(f"--{next(iter(placed))} goes with a model; {found} has a setting for it.")
+            return command(asked=ServeTarget(found, None, changes), **others)
+        return command(asked=ServeTarget(None, OwnModel(found, **placed), changes), **others)
 
-    options = (
-        click.argument("file", type=a_config, required=False),
-        click.option("--model", "source", help="Instead of FILE: serve this model; a folder, or a hub id (ORG/MODEL)."),
-        click.option("--name", help="With --model: the name that clients ask for.  [default: the model's last part]"),
-        click.option(
-            "--gpus",
-            type=click.IntRange(min=0),
-            help="With --model: GPUs to use, a replica on each, or with vLLM one over all of them.  [default: 1, or 0 "
-            "where this machine has none]",
-        ),
-        click.option(
-            "--drafter", help="With --model: KIND, or KIND:FOLDER of a drafter with weights.  [default: ngram]"
-        ),
-        click.option(
-            "--engine",
-            type=click.Choice(["torch", "vllm"]),
-            help="With --model: truespec's own engine, or vLLM for models that it does not run.  [default: torch]",
-        ),
-    )
-    for option in reversed(options):
+    for option in reversed(_OPTIONS):
         with_application = option(with_application)
     return with_application
 
 
-def application_of(file: Path | None, own: OwnModel | None) -> ServeFile:
-    """The checked application of a file or of a model, as `application_options` gives them.
+def application_of(asked: ServeTarget) -> ServeFile:
+    """The checked application of a command line.
 
     Raises:
-        ConfigError: it cannot be read, or something in it is wrong.
+        ConfigError: it cannot be read, or something in it is wrong; the message names flags by their names.
     """
-    if own is not None:
-        return own_application(own)
-    assert file is not None
-    return load_config(file)
+    flags = {TAKEN[flag]: flag for flag in asked.changes}
+
+    def change(data: Any) -> None:
+        for flag, value in asked.changes.items():
+            _set_flag(data, flag, value)
+
+    try:
+        if asked.own is not None:
+            return own_application(asked.own, change)
+        assert asked.file is not None
+        return load_config(asked.file, change=change)
+    except ConfigError as error:
+        said = str(error)
+        for setting, flag in flags.items():
+            said = said.replace(f": {setting}: ", f": {flag} ({setting.removeprefix(f'{ARGS}.')}): ")
+        raise ConfigError(said) from error
+
+
+def _set_flag(data: Any, flag: str, value: Any) -> None:
+    """Write the setting of a flag into what a file of settings holds.
+
+    Raises:
+        ConfigError: the flag does not go with what is there.
+    """
+    setting = TAKEN[flag]
+    if flag == "--max-model-len" and value == "auto":
+        value = None
+    elif flag == "--quantization" and _get(data, f"{ARGS}.engine.kind") == "vllm":
+        setting = f"{ARGS}.vllm.engine_args.quantization"
+    elif flag == "--quantization" and value not in get_args(WeightsName):
+        raise ConfigError(
+            f"--quantization {value}: truespec's engine has {', '.join(get_args(WeightsName))}. Leave it out for what "
+            "the checkpoint holds; vLLM's own methods need --engine vllm."
+        )
+    elif flag == "--revision":
+        source = str(_get(data, setting)).partition("@")[0]
+        if not HUB_ID.fullmatch(source) or Path(source).is_dir():
+            raise ConfigError(f"--revision {value}: {source} is no id of a hub, so it has no revisions; leave it out.")
+        value = f"{source}@{value}"
+    elif flag == "--api-key":
+        value = str(_keys_file(value))
+    _set(data, setting, value)
+
+
+def _keys_file(keys: Iterable[str]) -> Path:
+    """A file of these keys, which is gone when this process ends."""
+    from serve_app.access.access import Scope
+    from serve_app.access.keys import create_key
+
+    folder = Path(tempfile.mkdtemp(prefix="truespec-keys-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    for number, key in enumerate(dict.fromkeys(keys), start=1):
+        secret = checked_secret(key, "--api-key")
+        if secret is None:
+            raise ConfigError("--api-key is empty; give a key, or leave it out to serve without one.")
+        create_key(folder / "keys.yaml", f"api-key-{number}", [Scope.USER], secret=secret)
+    return folder / "keys.yaml"
+
+
+def _place(data: Any, setting: str) -> tuple[Any, str]:
+    """The section that holds a setting, and the setting's name there; None where there is no such section."""
+    *sections, name = re.findall(r"[^.\[\]]+", setting)
+    for key in sections:
+        if isinstance(data, list):
+            data = data[int(key)] if key.isdigit() and int(key) < len(data) else None
+        elif isinstance(data, dict):
+            data[key] = data.get(key) or {}
+            data = data[key]
+    return data, name
+
+
+def _get(data: Any, setting: str) -> Any:
+    section, name = _place(data, setting)
+    return section.get(name) if isinstance(section, dict) else None
+
+
+def _set(data: Any, setting: str, value: Any) -> None:
+    """Change a setting; where the file has no such section, its check says what is wrong with it."""
+    section, name = _place(data, setting)
+    if isinstance(section, dict):
+        section[name] = value

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from deploy.cli.application import application_of
+from deploy.cli.application import ServeTarget, application_of
 from deploy.cli.console import Failure, a_config, a_file, concurrency_option, err, key_option, say
 from deploy.cli.serving import at_port, served
 from deploy.options import FiniteRange, api_key, server_url
@@ -31,9 +31,10 @@ from speculative.errors import ConfigError
 def batch(
     requests: Path, answers: Path, url: str | None, source: str | None, file: Path | None, **options: Any
 ) -> None:
-    """Answer a file of requests in OpenAI's batch format (JSONL); the same command continues an interrupted run.
+    """Answer a file of requests in OpenAI's batch format.
 
-    Exits with 1 when a request has no answer, or an answer is suspect.
+    The files are JSONL. The same command continues an interrupted run. Exits with 1 when a request has no answer, or an
+    answer is suspect.
     """
     from deploy.jobs.batch import BatchOptions, run_batch
     from deploy.jobs.batch_files import REFUSED, BatchOutput, read_requests
@@ -64,7 +65,7 @@ def batch(
 
 def _application(source: str | None, file: Path | None, models: set[str]) -> ServeFile:
     """The application that answers a batch for these models, checked."""
-    application = application_of(file, None if source is None else OwnModel(source))
+    application = application_of(ServeTarget(file, None if source is None else OwnModel(source)))
     name = application.application.args.model.served_name
     if others := models - {name}:
         raise ConfigError(f"The requests ask for {', '.join(map(repr, others))}; this engine serves {name!r} only.")

@@ -1,10 +1,11 @@
 """The console of all commands: the two outputs, progress, and how errors and interrupts end a command."""
 
-import os
+import difflib
+import functools
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -12,11 +13,13 @@ import click
 from rich.console import Console
 from rich.markup import escape
 
+from deploy.run.what_is import CONFIGS as CONFIGS
+from deploy.run.what_is import shipped
 from speculative.errors import TruespecError
 
-CONFIGS = Path(__file__).parents[1] / "configs"
-
 _UNBROKEN = 100_000  # columns
+_COLUMN = 36  # of options in help
+_WHOLE = 1000  # letters of a command's first sentence
 
 
 def console(stream: TextIO, *, stderr: bool = False) -> Console:
@@ -37,13 +40,7 @@ class _ConfigPath(click.Path):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """The file, as click reads it, or ours."""
-        shipped = CONFIGS / f"{value}.yaml"
-        is_name = (
-            os.path.dirname(value) in ("", "recipes")
-            and (not os.path.exists(value) or os.path.isdir(value))
-            and shipped.is_file()
-        )
-        return super().convert(shipped if is_name else value, param, ctx)
+        return super().convert(shipped(str(value)) or value, param, ctx)
 
 
 a_file = click.Path(path_type=Path, dir_okay=False)
@@ -80,8 +77,54 @@ class MainCommand(click.Command):
             raise click.exceptions.Exit(INTERRUPTED) from None
 
 
+class _GroupedOption(click.Option):
+    """An option that help shows under a heading."""
+
+    def __init__(self, *names: Any, heading: str, **attributes: Any) -> None:
+        super().__init__(*names, **attributes)
+        self.heading = heading
+
+
+def option_in(heading: str) -> Callable[..., Callable[[Any], Any]]:
+    """Declares options, as `click.option` does, that help shows under this heading."""
+    return functools.partial(click.option, cls=_GroupedOption, heading=heading)
+
+
+class GroupedCommand(click.Command):
+    """A command whose help has its options under their headings."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options, heading by heading; `Options` has those without one."""
+        found: dict[str, list[tuple[str, str]]] = {}
+        for param in (one for one in self.get_params(ctx) if isinstance(one, click.Option)):
+            if (record := param.get_help_record(ctx)) is not None:
+                found.setdefault(getattr(param, "heading", "Options"), []).append(record)
+        for heading, records in found.items():
+            with formatter.section(heading):
+                formatter.write_dl(records, col_max=_COLUMN)
+
+
 class MainGroup(MainCommand, click.Group):
-    """Commands that end so."""
+    """Commands that end so. Help shows the first sentence of each, whole; a mistyped name gets the near ones."""
+
+    headings: Mapping[str, Sequence[str]] = {}
+    """Names of commands under their headings in the help; without any, all are under `Commands`."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the commands, heading by heading."""
+        for heading, names in (self.headings or {"Commands": self.list_commands(ctx)}).items():
+            found = [(name, command) for name in names if (command := self.get_command(ctx, name)) is not None]
+            with formatter.section(heading):
+                formatter.write_dl([(name, command.get_short_help_str(_WHOLE)) for name, command in found])
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        """Find the command that is named; a mistyped one is an error that names the near ones."""
+        name, known = args[0], self.list_commands(ctx)
+        if name not in known and not name.startswith("-"):
+            near = difflib.get_close_matches(name, known)
+            hint = f"Did you mean {' or '.join(near)}?" if near else f"The commands are {', '.join(known)}."
+            raise click.UsageError(f"There is no command {name!r}. {hint}", ctx)
+        return super().resolve_command(ctx, args)
 
 
 def progress_printer() -> Callable[[str], None]:

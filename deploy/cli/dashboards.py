@@ -5,19 +5,22 @@ from pathlib import Path
 
 import click
 
-from deploy.cli.console import Failure, say
+from deploy.cli.console import Failure, MainGroup, say
 from deploy.options import read_secret
 
 
-@click.group()
+@click.group(cls=MainGroup)
 def dashboards() -> None:
-    """Write or upload Grafana dashboards, and write Prometheus rules."""
+    """Write or upload Grafana dashboards and Prometheus rules."""
 
 
 @dashboards.command("build")
 @click.option("--out", required=True, type=click.Path(path_type=Path, file_okay=False), help="Write below this folder.")
 def dashboards_build(out: Path) -> None:
-    """Write Grafana's dashboards and Prometheus' rules. The chart brings its own."""
+    """Write Grafana's dashboards and Prometheus' rules.
+
+    The chart brings its own.
+    """
     from dashboards import build
 
     try:
@@ -38,7 +41,10 @@ def dashboards_build(out: Path) -> None:
 @click.option("--dry-run", is_flag=True, help="Print what would be done, and do nothing.")
 @click.option("--overwrite", is_flag=True, help="Replace pages even if somebody saved them in the meantime.")
 def dashboards_push(url: str, token_file: Path | None, dry_run: bool, overwrite: bool) -> None:
-    """Upload the dashboards to Grafana, into the folder truespec. The token is read from GRAFANA_TOKEN or a file."""
+    """Upload the dashboards to Grafana's folder truespec.
+
+    The token is read from GRAFANA_TOKEN or a file.
+    """
     from dashboards import build
 
     try:

@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 from rich.table import Table
 
-from deploy.cli.console import a_file, err, out
+from deploy.cli.console import MainGroup, a_file, err, out
 from deploy.options import FiniteRange
 from serve_app.access.access import Scope
 from serve_app.access.keys import Key, create_key, read_keys, revoke_key
@@ -19,9 +19,12 @@ _FILE = click.option(
 )
 
 
-@click.group()
+@click.group(cls=MainGroup)
 def keys() -> None:
-    """API keys of a service: a file of ids, hashes and scopes (access.keys_file)."""
+    """Make, list and revoke API keys of a service.
+
+    They are a file of ids, hashes and scopes (access.keys_file).
+    """
 
 
 @keys.command("create")
@@ -45,7 +48,10 @@ def keys() -> None:
 def keys_create(
     file: Path, key_id: str, scopes: tuple[str, ...], expires_days: float | None, max_concurrent: int | None
 ) -> None:
-    """Add a key to the file, which is created if it is missing, and print the key. It is never shown again."""
+    """Add a key to the file, and print it, once.
+
+    The file is created if it is missing.
+    """
     expires = None
     if expires_days is not None:
         expires = datetime.now(UTC).replace(microsecond=0) + timedelta(days=expires_days)
@@ -57,7 +63,10 @@ def keys_create(
 @keys.command("list")
 @_FILE
 def keys_list(file: Path) -> None:
-    """Show the ids and scopes of the keys, and when they expire. The file does not hold the keys themselves."""
+    """Show ids, scopes and expiry of the keys.
+
+    The file does not hold the keys themselves.
+    """
     table = Table("id", "scopes", "created", "expires", "requests at once")
     for key in read_keys(file).keys:
         table.add_row(key.id, ", ".join(key.scopes), _day(key.created), _expiry(key), str(key.max_concurrent or ""))
@@ -68,7 +77,7 @@ def keys_list(file: Path) -> None:
 @_FILE
 @click.argument("key_id")
 def keys_revoke(file: Path, key_id: str) -> None:
-    """Remove a key from the file; running replicas refuse it within a second."""
+    """Remove a key; replicas refuse it within a second."""
     revoke_key(file, key_id)
     out.print(f"{file}: the key {key_id} was revoked", markup=False, soft_wrap=True)
 

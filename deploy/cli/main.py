@@ -7,22 +7,19 @@ import click
 
 from deploy.cli.console import MainGroup
 
-_MODULES = {
-    "serve": "serving",
-    "demo": "serving",
-    "model": "models",
-    "config": "config",
-    "keys": "keys",
-    "dashboards": "dashboards",
-    "verify": "receipts",
-    "batch": "batch",
-    "watch": "watch",
+_HEADINGS = {
+    "Serve a model": {"serve": "serving", "demo": "serving", "model": "models", "batch": "batch"},
+    "Check answers": {"watch": "watch", "verify": "receipts"},
+    "Set up and operate": {"config": "config", "keys": "keys", "dashboards": "dashboards"},
 }
+_MODULES = {name: module for commands in _HEADINGS.values() for name, module in commands.items()}
 """Module of `deploy.cli` that has the command, under its name with underscores."""
 
 
 class _Commands(MainGroup):
     """Imports a command when it is asked for: none needs what all the others do."""
+
+    headings = {heading: tuple(commands) for heading, commands in _HEADINGS.items()}  # noqa: RUF012  (never changed)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """In the order of the help."""
@@ -40,7 +37,12 @@ class _Commands(MainGroup):
         return found
 
 
-@click.group(cls=_Commands)
+def _with_hyphens(word: str) -> str:
+    """An option as it is written with hyphens: --max_model_len, as vLLM takes it, is --max-model-len."""
+    return word.replace("_", "-")
+
+
+@click.group(cls=_Commands, context_settings={"token_normalize_func": _with_hyphens})
 @click.version_option(package_name="truespec")
 def main() -> None:
     """Serve language models faster by speculative decoding, and keep checking that the answers are the model's own."""

@@ -2,11 +2,11 @@
 
 import click
 
-from deploy.cli.console import progress_printer, say
+from deploy.cli.console import MainGroup, progress_printer, say
 from speculative.model.catalogue import CATALOGUE, fetch_model
 
 
-@click.group()
+@click.group(cls=MainGroup)
 def model() -> None:
     """Fetch models of the catalogue, which need no hub."""
 

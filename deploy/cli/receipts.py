@@ -30,7 +30,7 @@ _WRONG, _UNCHECKED = 1, 2
 @click.option("--json", "as_json", is_flag=True, help="Print the verdicts as JSON, one a line.")
 @click.pass_context
 def verify(ctx: click.Context, receipt: Path, model: str, engine: Any, public_key: Path | None, as_json: bool) -> None:
-    """Compute an answer again from its receipt, and make its draws again.
+    """Compute an answer again from its receipt.
 
     RECEIPT is a file with a receipt, or with a reply that has `receipts`; - reads standard input. Exits with 1 when an
     answer does not follow from its seed and the weights, and otherwise with 2 when one cannot be checked.

@@ -14,32 +14,37 @@ import click
 from rich.markup import escape
 from rich.table import Table
 
-from deploy.cli.application import application_of, application_options
-from deploy.cli.console import CONFIGS, a_config, a_file, err, out, progress_printer, say
+from deploy.cli.application import ApplicationCommand, ServeTarget, application_of, application_options
+from deploy.cli.console import CONFIGS, a_config, a_file, err, option_in, out, progress_printer, say
 from deploy.options import api_key, check_writable, write_json
 from deploy.run.models import find_model
-from deploy.run.own_model import OwnModel
 from serve_app.config.files import load_config
 from serve_app.config.serve_file import ServeFile
 from speculative.errors import ConfigError
 
 
-@click.command()
+@click.command(cls=ApplicationCommand)
 @application_options
-@click.option("--address", help="Run on this Ray cluster (auto, or host:port) instead of one started here.")
-@click.option("--port", type=click.IntRange(1, 65535), help="Listen on this port instead of the file's.")
-def serve(file: Path | None, own: OwnModel | None, address: str | None, port: int | None) -> None:
-    """Serve the application of a configuration, or a model given by --model, until interrupted.
+@option_in("Address")("--api-key", metavar="KEY", multiple=True, help="Ask clients for this key. Several: any of them.")
+@option_in("Machine")("--address", metavar="ADDRESS", help="Run on this Ray cluster: auto, or host:port.")
+def serve(asked: ServeTarget, address: str | None) -> None:
+    """Serve a model until interrupted.
 
-    FILE may be the name of one that comes with truespec: demo, monolith, resilient, vllm, or own for a model of yours.
+    MODEL is a folder, or a hub id (ORG/MODEL). FILE has settings, and those given here go before it. It may be the name
+    of one that comes with truespec: demo, monolith, resilient, vllm, or own for a model of yours.
     """
+    checked, report = application_of(asked), progress_printer()
+    report(f"starting to serve {asked.named}")  # what is imported now takes seconds
+    from deploy.run.cluster import cluster_address
     from deploy.run.demo import curl_line
     from deploy.run.preflight import chats
 
-    checked = application_of(file, own)
-    if port is not None:
-        checked = at_port(checked, port)
-    with served(checked, address) as service, _interruptible() as stop:
+    if "--api-key" in asked.changes and cluster_address(address) is not None:
+        raise ConfigError(
+            "--api-key makes a file on this machine, and replicas on a cluster read their own: set access.keys_file to "
+            "a file of `truespec keys create` on every node."
+        )
+    with served(checked, address, report) as service, _interruptible() as stop:
         line = curl_line(service, chats=chats(checked.application.args))
         say(f"Serving {service.model_name} at {service.base_url}. Try:\n  {line}", err)
         if checked.application.args.access.keys_file is not None:

@@ -1,6 +1,7 @@
 """The application that serves a model given on the command line, without a configuration file."""
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,6 @@ class OwnModel:
     """A model and where it is to run; whatever else there is to set is own.yaml's.
 
     source: a folder, a catalogue name, or a hub id.
-    name: what clients ask for; None = the last part of the source.
     gpus: GPUs to compute on: a replica on each, or with vLLM one replica over all of them; None = one where this
         machine has any.
     drafter: KIND, or KIND:SOURCE for a drafter with weights; None = own.yaml's.
@@ -31,23 +31,22 @@ class OwnModel:
     """
 
     source: str
-    name: str | None = None
     gpus: int | None = None
     drafter: str | None = None
     engine: str = "torch"
 
 
-def own_application(own: OwnModel) -> ServeFile:
-    """The checked application of a model.
+def own_application(own: OwnModel, change: Callable[[Any], None] | None = None) -> ServeFile:
+    """The checked application of a model; `change` is called with its settings before they are checked.
 
     Raises:
         ConfigError: what was given is wrong or does not go together; the message names the field.
     """
     if not own.source.strip():  # as of a variable that a shell does not know
-        raise ConfigError("--model is empty; give a folder, or a hub id (ORG/MODEL).")
+        raise ConfigError("The model is empty; give a folder, or a hub id (ORG/MODEL).")
     data = yaml.safe_load(BASE.read_text(encoding="utf-8"))
     args: dict[str, Any] = data["applications"][0]["args"]
-    args["model"] = {"source": _absolute(own.source)} | ({} if own.name is None else {"name": own.name})
+    args["model"] = {"source": _absolute(own.source)}
     args["engine"]["kind"] = own.engine
     if own.drafter is not None:
         args["drafter"] |= _drafter(own.drafter)
@@ -66,7 +65,9 @@ def own_application(own: OwnModel) -> ServeFile:
     if gpus:
         args["engine"] |= _ON_A_GPU
     pool["num_cpus"] = _CPUS_BESIDE_A_GPU if gpus else os.cpu_count() or 1
-    return check_data(data, ServeFile, f"--model {own.source}")
+    if change is not None:
+        change(data)
+    return check_data(data, ServeFile, own.source)
 
 
 def _absolute(source: str) -> str:

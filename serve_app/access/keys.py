@@ -85,8 +85,10 @@ def create_key(
     scopes: list[Scope],
     expires: datetime | None = None,
     max_concurrent: int | None = None,
+    secret: str | None = None,
 ) -> str:
-    """Add a key to the file, creating it if needed, and return the key. It can never be shown again.
+    """Add a key to the file, creating it if needed, and return the key. It can never be shown again; without `secret`
+    it is made here.
 
     Raises:
         ConfigError: the file is wrong, or has a key of that id.
@@ -96,7 +98,7 @@ def create_key(
         raise ConfigError(f"{key_id!r} is not an id: use up to 64 letters, digits, '.', '_' and '-', no sign first.")
     if any(key.id == key_id for key in known.keys):
         raise ConfigError(f"{path}: the key {key_id} already exists; choose another id, or revoke it first.")
-    secret = f"sk-{secrets.token_urlsafe(32)}"  # 256 bits
+    secret = secret or f"sk-{secrets.token_urlsafe(32)}"  # 256 bits
     made = Key(
         id=key_id,
         sha256=digest_of(secret),

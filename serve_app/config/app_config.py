@@ -83,8 +83,9 @@ class ModelSection(Section):
 
     @property
     def served_name(self) -> str:
-        """The name that clients use: `name`, or the last part of `source`."""
-        return self.name or self.source.rstrip("/").rsplit("/", 1)[-1]
+        """The name that clients use: `name`, or the last part of `source`, of a hub's model without its revision."""
+        source = re.sub(r"^([^./~][^/]*/[^/@]+)@.*", r"\1", self.source)
+        return self.name or source.rstrip("/").rsplit("/", 1)[-1]
 
 
 def _fields_of(options: type[Options]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Reads configuration files and arguments, and names what is wrong in them."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,23 @@ from serve_app.config.serve_file import ServeFile
 from speculative.errors import ConfigError
 
 
-def load_config(path: Path | str, origin: str | None = None) -> ServeFile:
-    """Read and check the application's YAML file; `origin` names it in messages, instead of its path.
+def load_config(
+    path: Path | str, origin: str | None = None, *, change: Callable[[Any], None] | None = None
+) -> ServeFile:
+    """Read and check the application's YAML file.
+
+    Args:
+        path: of the file.
+        origin: names it in messages, instead of its path.
+        change: called with what the file holds, before that is checked.
 
     Raises:
         ConfigError: as of `read_file`.
     """
-    return check_data(_read_yaml(path), ServeFile, origin or path)
+    data = _read_yaml(path)
+    if change is not None:
+        change(data)
+    return check_data(data, ServeFile, origin or path)
 
 
 def read_file(path: Path | str, kind: type[SomeModel]) -> SomeModel:

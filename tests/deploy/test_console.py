@@ -59,5 +59,5 @@ def test_a_configuration_that_comes_with_truespec_goes_by_its_name(
     (tmp_path / name).write_text("applications: 1\n")
     mine = CliRunner().invoke(main, ["config", "check", "--file-only", name])
     assert mine.exit_code == 1 and f"Error: {name}: applications" in mine.output, "a file here is meant first"
-    neither = CliRunner().invoke(main, ["serve", f"nowhere/{name}"])
-    assert neither.exit_code == 1 and f"nowhere/{name}: cannot be read" in neither.output
+    neither = CliRunner().invoke(main, ["serve", f"./nowhere/{name}"])
+    assert neither.exit_code == 1 and f"There is no file or folder ./nowhere/{name} here" in neither.output

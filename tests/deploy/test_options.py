@@ -1,6 +1,8 @@
 """What a command is given is checked before it begins: keys, addresses, numbers, and files that it is to write."""
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -117,6 +119,36 @@ def test_a_file_that_cannot_be_written_is_reported_before_the_work(
     reported = truespec(*arguments, option, str(path))
     assert reported.exit_code == (2 if "audit" in arguments and arguments[0] == "watch" else 1), reported.output
     assert f"{option} {path}" in reported.output and "cannot be written: " in reported.output
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--help",
+        "serve --help",
+        "demo --help",
+        "watch proxy --help",
+        "batch --help",
+        "serve no.yaml",
+        "demo --config no.yaml",
+    ]
+    + [
+        f"{command} {file}"
+        for command in ("serve", "config check", "config show")
+        for file in ("bad.yaml", "list.yaml")
+    ],
+)
+def test_a_first_line_waits_for_no_large_library(line: str, tmp_path: Path) -> None:
+    (tmp_path / "bad.yaml").write_text("a: [")
+    (tmp_path / "list.yaml").write_text("- a")
+    code = (
+        "import atexit, sys; atexit.register(lambda: print('loaded', *sys.modules)); from deploy.cli.main import main"
+    )
+    command = [sys.executable, "-c", f"{code}; main(sys.argv[1:])", *line.split()]
+    ran = subprocess.run(command, check=False, capture_output=True, text=True, cwd=tmp_path)
+    assert "Error: " in ran.stderr or "Usage: " in ran.stdout
+    loaded = set(ran.stdout.rpartition("loaded ")[2].split())
+    assert "click" in loaded and not loaded & {"torch", "ray", "transformers", "huggingface_hub", "fastapi"}
 
 
 def test_looking_whether_a_file_can_be_written_changes_nothing(tmp_path: Path) -> None:

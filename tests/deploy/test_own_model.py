@@ -1,4 +1,4 @@
-"""A model of one's own by `--model`: nothing of the demo's model comes along."""
+"""A model of one's own on the command line: nothing of the demo's model comes along."""
 
 import json
 from pathlib import Path
@@ -47,7 +47,7 @@ def test_a_model_is_served_under_its_own_name_and_with_its_own_template(
         assert (args.model.source, args.model.served_name) == (str(folder), "Mistral-7B")
         assert args.drafter.model == str(folder / "head")
         assert args.model.chat_template is None
-    assert args_of("meta-llama/Llama-3.1-8B@main", name="llama").model.served_name == "llama"
+    assert args_of("meta-llama/Llama-3.1-8B@main").model.served_name == "Llama-3.1-8B"
 
 
 def test_where_it_runs() -> None:
@@ -76,16 +76,16 @@ def test_drafters_go_by_their_kind_and_folder() -> None:
 
 
 def test_a_command_takes_a_file_or_a_model_and_says_what_goes_with_which() -> None:
-    assert "Give a configuration file, or --model" in refused("serve")
-    assert "demo.yaml names its own model; give it or --model, not both." in refused("serve", "demo", "--model", "x")
+    assert "Give a model (a folder, or a hub id ORG/MODEL) or a file" in refused("serve")
+    assert "demo is given, and --model x too; give one of them." in refused("serve", "demo", "--model", "x")
     for unset in ("", " "):
-        assert "--model is empty; give a folder" in refused("config", "check", "--model", unset)
-    assert "--gpus goes with --model; " in refused("config", "check", "demo", "--gpus", "1")
+        assert "The model is empty; give a folder" in refused("config", "check", "--model", unset)
+    assert "--gpus goes with a model; " in refused("config", "check", "demo", "--gpus", "1")
     assert f"Error: {CONFIGS}/own.yaml: applications[0].args.model.source: There is no" in refused(
         "config", "check", "own"
     )
     said = refused("config", "check", "--model", "nowhere/at/all")
-    assert "--model nowhere/at/all: " in said and "fine" not in said
+    assert "nowhere/at/all: " in said and "fine" not in said
 
 
 def test_what_is_shown_can_be_kept_and_served(tmp_path: Path) -> None:
@@ -111,4 +111,79 @@ def test_a_base_model_is_tried_with_a_text(tmp_path: Path) -> None:
             line = curl_line(service, chats=chats(args_of(str(folder))))
             assert f"/{path} " in line and ('"messages"' in line) == ("chat" in path)
     assert chats(args_of(str(tmp_path / "on" / "another" / "node")))
-    assert chats(args_of(str(folder), name="x"))
+
+
+WRONG = {
+    "adapter": ({"adapter_config.json": "{}"}, "adapter is a LoRA adapter: merge it"),
+    "quants": ({"m.gguf": ""}, "is a folder of GGUF files, which truespec does not serve"),
+    "empty": ({}, "is an empty folder; put a checkpoint into it"),
+    "above": ({"below/config.json": "{}"}, "holds no model. Did you mean above/below?"),
+    "text": ({"readme": ""}, "is a folder without config.json, so it holds no model. Give the folder that has it"),
+    "one/model.safetensors": ({"": ""}, "is one file of a model; give its folder: one"),
+    "one/config.json": ({"": ""}, "is one file of a model; give its folder: one"),
+    "one/w.gguf": ({"": ""}, "is a GGUF file, which truespec does not serve"),
+    "./modle": (None, "There is no file or folder ./modle here"),
+    "mine.yml": (None, "There is no file mine.yml here. Did you mean mine.yaml?"),
+    "demos": (None, "'demos' is no file or folder here, no hub id"),
+    "a/b/c": (None, "'a/b/c' is no file or folder here, no hub id"),
+    "https://huggingface.co/org/m/tree/main": (None, "is a page of the hub; give the model's id: org/m."),
+}
+
+
+@pytest.mark.parametrize("given", WRONG)
+def test_what_is_neither_a_model_nor_a_file_is_called_what_it_is(
+    given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").touch()
+    files, says = WRONG[given]
+    if files == {}:
+        (tmp_path / given).mkdir()
+    for name in files or {}:
+        (tmp_path / given / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / given / name).touch()
+    assert says in refused("serve", given)
+
+
+@pytest.mark.parametrize("given", ["./mine", "org/mine", "mine.yaml", "demo"])
+def test_flags_of_vllm_change_what_a_model_or_a_file_sets(
+    given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_tiny_model(tmp_path / "mine")
+    (tmp_path / "mine.yaml").write_text("applications: [{args: {model: {source: org/m@old}}}]")
+    flags = "--host 0.0.0.0 --port 81 --max_model_len 2k -q bfloat16 --served-model-name=me"
+    flags += " --revision new" * (given not in ("./mine", "demo"))
+    shown = CliRunner().invoke(main, ["config", "show", given, *flags.split()])
+    (tmp_path / "shown.yaml").write_text(shown.output)
+    read = load_config(tmp_path / "shown.yaml")
+    args = read.application.args
+    assert (read.http_options.host, read.http_options.port, args.model.name) == ("0.0.0.0", 81, "me")
+    assert (args.engine.max_model_len, args.engine.quantization) == (2000, "bfloat16")
+    source = {"./mine": str(tmp_path / "mine"), "org/mine": "org/mine@new", "mine.yaml": "org/m@new"}
+    assert args.model.source == source.get(given, "smollm2-135m")
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        (
+            "demo --max-model-len 1",
+            "--max-model-len (engine.max_model_len): Input should be greater than or equal to 2",
+        ),
+        ("demo --max-model-len 1.5", "'1.5' is no number of tokens; give one such as 4096, 32k or 32K, or auto."),
+        ("demo --quantization awq", "truespec's engine has auto, float32, bfloat16, w4a8, fp8."),
+        ("demo --revision v1", "smollm2-135m is no id of a hub, so it has no revisions"),
+        ("demo --served-model-name a b", "give one model or file; --served-model-name takes one name."),
+        ("demo --tensor-parallel-size=2", "Here it is `--engine vllm --gpus N`"),
+        ("demo -tp 2", "-tp is a flag of vLLM's"),
+        ("demo --gpu_memory_utilization 0.9", "`vllm.engine_args.gpu_memory_utilization`. `truespec config show"),
+        ("demo --no-enable-prefix-caching", "Here it is `engine.prefix_caching`"),
+        ("demo --speculative-config.method ngram", "Here it is `--drafter`"),
+        ("demo --prot 1", "Did you mean"),
+        ("demo --frobnicate", "No such option"),
+    ],
+)
+def test_a_flag_that_is_not_taken_says_where_its_setting_is(line: str, says: str) -> None:
+    assert says in refused("config", "show", *line.split())
+    assert says in refused("serve", *line.split())
