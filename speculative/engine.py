@@ -199,7 +199,7 @@ class EngineCore:
             InvalidRequest: it does not fit the model.
         """
         tokens = (*request.prompt_token_ids, *emitted)
-        self._check(request, tokens)
+        self.check(request, tokens)
         constraint = self._constraint(request)
         self._admit(Sequence(request, prefill_only_after=prefill_only_after, tokens=tokens, constraint=constraint))
 
@@ -214,7 +214,7 @@ class EngineCore:
             state = decode_state(blob, self.manifest)
         if state.token_ids[: state.num_prompt] != request.prompt_token_ids:
             raise HandoffRefused("request", "The handoff was computed for another prompt.")
-        self._check(request, state.token_ids)
+        self.check(request, state.token_ids)
         sequence = Sequence(
             request,
             tokens=state.token_ids,
@@ -268,6 +268,33 @@ class EngineCore:
         if self._make_constraint is None:
             raise InvalidRequest("response_format", "This engine was started without support for structured output.")
         return self._make_constraint(structure)
+
+    def check(self, request: Request, tokens: Tokens[int]) -> None:
+        """Refuse a request that has these tokens by now. Any thread may ask.
+
+        Raises:
+            InvalidRequest: it does not fit the model.
+        """
+        if self.scheduler.find(request.request_id) is not None:
+            raise InvalidRequest("request_id", f"A request {request.request_id!r} is already running.")
+        if len(tokens) + (request.score_from is None) > self.max_model_len:
+            raise SequenceTooLong(
+                "prompt",
+                f"The prompt has {len(tokens)} tokens; this model takes at most {self.max_model_len} of prompt and "
+                "output together.",
+            )
+        num_emitted = len(tokens) - len(request.prompt_token_ids)
+        if num_emitted >= request.params.max_tokens:
+            raise InvalidRequest(
+                "max_tokens",
+                f"max_tokens is {request.params.max_tokens}, and {num_emitted} tokens were already generated.",
+            )
+        if max(tokens) >= self.model.vocab_size or min(tokens) < 0:
+            raise InvalidRequest("prompt", f"Token ids must be between 0 and {self.model.vocab_size - 1}.")
+        request.params.check_vocabulary(self.model.vocab_size)
+        request.check_scored_ids(self.model.vocab_size)
+        if request.adapter:
+            raise InvalidRequest("model", f"This engine has no adapters; {request.adapter!r} was asked for.")
 
     def set_speculation(self, speculation: Speculation) -> None:
         """Set which requests may draft from the next step on; running requests go on, and keep their distribution."""
@@ -404,28 +431,6 @@ class EngineCore:
     def _constraint(self, request: Request) -> TokenConstraint | None:
         structure = request.params.structure
         return None if structure is None else self.make_constraint(structure)
-
-    def _check(self, request: Request, tokens: Tokens[int]) -> None:
-        if self.scheduler.find(request.request_id) is not None:
-            raise InvalidRequest("request_id", f"A request {request.request_id!r} is already running.")
-        if len(tokens) + (request.score_from is None) > self.max_model_len:
-            raise SequenceTooLong(
-                "prompt",
-                f"The prompt has {len(tokens)} tokens; this model takes at most {self.max_model_len} of prompt and "
-                "output together.",
-            )
-        num_emitted = len(tokens) - len(request.prompt_token_ids)
-        if num_emitted >= request.params.max_tokens:
-            raise InvalidRequest(
-                "max_tokens",
-                f"max_tokens is {request.params.max_tokens}, and {num_emitted} tokens were already generated.",
-            )
-        if max(tokens) >= self.model.vocab_size or min(tokens) < 0:
-            raise InvalidRequest("prompt", f"Token ids must be between 0 and {self.model.vocab_size - 1}.")
-        request.params.check_vocabulary(self.model.vocab_size)
-        request.check_scored_ids(self.model.vocab_size)
-        if request.adapter:
-            raise InvalidRequest("model", f"This engine has no adapters; {request.adapter!r} was asked for.")
 
 
 def use_device(device: torch.device) -> None:

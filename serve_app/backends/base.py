@@ -340,6 +340,15 @@ class Backend(Protocol):
         """Abort what runs and let everything go."""
         ...
 
+    async def check(self, request: Request) -> None:
+        """Refuse a request before anything waits for it.
+
+        Raises:
+            InvalidRequest: it can never be served.
+            EngineFault: the engine does not run.
+        """
+        ...
+
     def generate(self, request: Request, emitted: Sequence[int] = ()) -> AsyncGenerator[TokenDelta, None]:
         """Prefill and decode here. Closing the iterator aborts the request and frees what it held.
 
@@ -443,13 +452,24 @@ class Backend(Protocol):
         ...
 
 
+def taken_in(request_id: str) -> TokenDelta:
+    """The empty delta of a request that was taken in, and waits for its first token."""
+    return TokenDelta(request_id)
+
+
+def is_taken_in(delta: TokenDelta) -> bool:
+    """Return whether a delta says only that its request was taken in."""
+    return delta == TokenDelta(delta.request_id)
+
+
 class TokenSource(Protocol):
     """A source of tokens: a local engine, or replicas behind handles."""
 
     def stream(self, requests: Sequence[Request]) -> AsyncGenerator[TokenDelta, None]:
         """Generate for requests that share one prompt and its parameters, each with a seed of its own.
 
-        Only the first may ask for prompt_logprobs, which then come with its first delta.
+        Only the first may ask for prompt_logprobs, which then come with its first delta that has tokens. A delta of
+        `taken_in` may come before: from then on the requests are refused no more.
 
         The deltas of all requests come interleaved, each request's in order. Closing the generator (`aclose`, or
         cancelling the task that waits in it) aborts every request that still runs.

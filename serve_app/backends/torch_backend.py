@@ -125,6 +125,12 @@ class TorchBackend:
         self._commands.put(None)
         await asyncio.to_thread(self._thread.join)
 
+    async def check(self, request: Request) -> None:
+        """Refuse a request before anything waits for it; its structure is compiled by then."""
+        self.check_health()
+        await self._prepare(request)
+        self._live_engine().check(request, request.prompt_token_ids)
+
     def generate(self, request: Request, emitted: Sequence[int] = ()) -> AsyncGenerator[TokenDelta, None]:
         """Prefill and decode here."""
         return self._deltas(request, lambda engine: engine.add(request, emitted=emitted))

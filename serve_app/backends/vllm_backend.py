@@ -252,6 +252,10 @@ class VllmBackend:
             self._fault = EngineFault("The engine was stopped.")
             await self._end_engine()
 
+    async def check(self, request: Request) -> None:
+        """Refuse a request before anything waits for it."""
+        self._check(request)
+
     def generate(self, request: Request, emitted: Sequence[int] = ()) -> AsyncGenerator[TokenDelta, None]:
         """Prefill and decode here."""
         return self._deltas(request, emitted, {})

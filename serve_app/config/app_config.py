@@ -445,6 +445,8 @@ class LimitsSection(Section):
     stream_interval_s: Annotated[float, Field(ge=0, le=1)] = 0.05
     """Interval between a stream's messages, each with all events since the last, for up to 4 streams of a replica; with
     more it grows, up to 0.2 s. 0: one message per event."""
+    stream_keep_alive_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 10.0
+    """Silence after which a stream is sent a comment, which clients skip, so that no proxy ends it. 0: never."""
 
 
 class AppConfig(Section):

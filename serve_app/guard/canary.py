@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 
-from serve_app.backends.base import TokenSource
+from serve_app.backends.base import TokenSource, is_taken_in
 from serve_app.referee.answer import Answer
 from serve_app.referee.records import Records
 from serve_app.referee.verdicts import Checked, Verdict
@@ -118,7 +118,8 @@ class Canary:
                         raise _DeadEndError
                     if delta.finish_reason is FinishReason.ERROR:
                         raise EngineFault(delta.error or "the engine gave no reason")
-                    record.take(delta)
+                    if not is_taken_in(delta):
+                        record.take(delta)
         finally:
             self._records.end(request.request_id)
         answer = record.answer()

@@ -16,6 +16,7 @@ logger = logging.getLogger(__name__)
 
 _FEW_STREAMS = 4  # send as often as they may
 _LONGEST_S = 0.2  # to which the interval grows
+_KEEP_ALIVE = b": keep-alive\n\n"  # a comment, which clients skip
 
 
 class Pace:
@@ -48,11 +49,12 @@ class EventStream(Response):
     another may go together; the first goes at once, and nothing waits that the last ones are there for.
 
     Args:
-        first: the first event.
+        first: the first event; empty = only the headers are sent at once.
         rest: the others.
         closed: called at the end, whatever it was.
         patience_s: for the client to take a message.
         pace: of its messages; None = one for each event.
+        keep_alive_s: after which a silent stream is sent a comment, as proxies end what is silent; 0 = never.
     """
 
     media_type = "text/event-stream"
@@ -64,6 +66,7 @@ class EventStream(Response):
         closed: Callable[[], object] = lambda: None,
         patience_s: float = 60.0,
         pace: Pace | None = None,
+        keep_alive_s: float = 0.0,
     ) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
@@ -72,6 +75,7 @@ class EventStream(Response):
         self._closed = closed
         self._patience_s = patience_s
         self._pace = pace or Pace()
+        self._keep_alive_s = keep_alive_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events (ASGI)."""
@@ -89,20 +93,17 @@ class EventStream(Response):
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        await self._send(send, self._first)
-        if self._pace.interval_s:
-            await self._send_joined(send)
-        else:
-            async for event in self._rest:
-                await self._send(send, event)
+        if self._first:
+            await self._send(send, self._first)
+        await self._send_rest(send)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send(self, send: Send, message: bytes) -> None:
         async with asyncio.timeout(self._patience_s):
             await send({"type": "http.response.body", "body": message, "more_body": True})
 
-    async def _send_joined(self, send: Send) -> None:
-        """Send the other events, those together that came within one interval.
+    async def _send_rest(self, send: Send) -> None:
+        """Send the other events, those together that came within one interval, and a comment after each long silence.
 
         A message goes out as an event comes, so that the loop need not wake for it alone; where the source falls
         silent, nothing waits until more than two intervals after the last message.
@@ -110,6 +111,7 @@ class EventStream(Response):
         loop = asyncio.get_running_loop()
         events: list[bytes] = []
         due = asyncio.Event()
+        sent_at = loop.time()
 
         def hurry() -> None:
             if events:
@@ -117,7 +119,7 @@ class EventStream(Response):
 
         def begin_interval() -> tuple[float, asyncio.TimerHandle]:
             """Start an interval: the time when its message is due, and the timer that ends a silence."""
-            interval_s = self._pace.interval_s
+            interval_s = self._pace.interval_s if sent_any else 0.0
             due_at = loop.time() + interval_s
             return due_at, loop.call_at(due_at + interval_s, hurry)
 
@@ -130,23 +132,34 @@ class EventStream(Response):
             finally:
                 due.set()
 
+        async def break_silence() -> None:
+            while self._keep_alive_s:
+                left_s = sent_at + self._keep_alive_s - loop.time()
+                if left_s <= 0:
+                    events.append(_KEEP_ALIVE)
+                    due.set()
+                await asyncio.sleep(left_s if left_s > 0 else self._keep_alive_s)
+
+        sent_any = bool(self._first)  # if not, the first event does not wait
         due_at, in_silence = begin_interval()
-        collecting = asyncio.create_task(collect())
+        collecting, keeping = asyncio.create_task(collect()), asyncio.create_task(break_silence())
         try:
             while not collecting.done() or events:
                 await due.wait()
                 due.clear()
                 in_silence.cancel()
+                sent_at, sent_any = loop.time(), sent_any or bool(events)
                 due_at, in_silence = begin_interval()
-                if events:
-                    message = b"".join(events)
-                    events.clear()
+                messages = [b"".join(events)] if self._pace.interval_s else events[:]
+                events.clear()
+                for message in filter(None, messages):
                     await self._send(send, message)
             collecting.result()
         finally:
             in_silence.cancel()
-            collecting.cancel()
-            await asyncio.gather(collecting, return_exceptions=True)
+            for task in (collecting, keeping):
+                task.cancel()
+            await asyncio.gather(collecting, keeping, return_exceptions=True)
 
 
 async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:

@@ -336,7 +336,8 @@ async def _generate(
         except BaseException:
             await events.aclose()
             raise
-        stream = EventStream(first, events, at_the_end.pop_all().close, pace=request.app.state.pace)
+        closed, pace = at_the_end.pop_all().close, request.app.state.pace
+        stream = EventStream(first, events, closed, pace=pace, keep_alive_s=front_end.limits.keep_alive_s)
         stream.headers.update(headers)
         return stream
 

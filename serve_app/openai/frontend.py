@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext
 from typing import Any
 
-from serve_app.backends.base import ChatPrompt, ModelInfo, Parsers, TokenSource
+from serve_app.backends.base import ChatPrompt, ModelInfo, Parsers, TokenSource, is_taken_in
 from serve_app.errors import ContextLengthExceeded, ModelNotFound, UnsupportedParameter, reply_for
 from serve_app.openai.chat.chat_preprocessor import ChatPreprocessor, ResponseParser
 from serve_app.openai.chat.chat_request import ChatCompletionRequest
@@ -284,7 +284,8 @@ class FrontEnd:
             with _settled(job, run):
                 async with aclosing(self._pieces(job, run)) as arriving:
                     async for piece in arriving:
-                        pieces[piece.index].append(piece)
+                        if piece is not None:
+                            pieces[piece.index].append(piece)
             reported = await self._verdicts(job) | self._receipts(job, run)
             choices = [run.whole(join(parts)) for parts in pieces]
             for choice in choices:
@@ -294,26 +295,35 @@ class FrontEnd:
     async def events(self, job: PreparedRequest) -> AsyncGenerator[bytes, None]:
         """Generate and give server-sent events, one for each delta that has something to say.
 
-        What goes wrong before the first event is raised, so that it can still become an HTTP status; later it becomes
-        the event of a failure, the stream's last.
+        The first event is empty where every prompt was taken in before there was anything to say. What goes wrong
+        before the first event is raised, so that it can still become an HTTP status; later it becomes the event of a
+        failure, the stream's last.
         """
         run = ChoiceRun(job, self._tokenizer, streams=True)
         stream = job.format.stream(continuous_usage=job.continuous_usage)
-        begun = False
+        begun, num_waiting = False, len(job.groups)
         try:
             with GenerationSpan(job, run) as span, self._expecting(job):
                 with _settled(job, run):
                     async with aclosing(self._pieces(job, run)) as arriving:
                         async for piece in arriving:
-                            span.see(piece)
-                            yield stream.piece(self._current(job.head), piece, run.usage)
+                            if piece is None:
+                                num_waiting -= 1
+                                if num_waiting or begun:
+                                    continue
+                                yield b""
+                            else:
+                                span.see(piece)
+                                yield stream.piece(self._current(job.head), piece, run.usage)
                             begun = True
                 reported = await self._verdicts(job) | self._receipts(job, run)
         except Exception as error:
             if not begun:
                 raise
-            logger.error("%s failed while streaming: %r", job.head.reply_id, error, exc_info=error)
-            yield stream.failure(self._current(job.head), reply_for(error))
+            reply = reply_for(error)
+            if reply.status >= 500:
+                logger.error("%s failed while streaming: %r", job.head.reply_id, error, exc_info=error)
+            yield stream.failure(self._current(job.head), reply)
             return
         yield await stream.end(self._current(job.head), reported, run.usage)
 
@@ -416,17 +426,20 @@ class FrontEnd:
             )
         return max(asked, 1)  # the engine cannot generate nothing
 
-    def _pieces(self, job: PreparedRequest, run: ChoiceRun) -> AsyncGenerator[ChoiceDelta, None]:
-        """The pieces of all choices as they come."""
+    def _pieces(self, job: PreparedRequest, run: ChoiceRun) -> AsyncGenerator[ChoiceDelta | None, None]:
+        """The pieces of all choices as they come; None for each prompt that was taken in."""
         return merge([self._group_pieces(group, run) for group in job.groups])
 
-    async def _group_pieces(self, group: Sequence[Request], run: ChoiceRun) -> AsyncGenerator[ChoiceDelta, None]:
-        """The pieces of one prompt's choices. The source hears of a choice that ended here before it is asked for more:
-        how a request ended is counted when its stream ends."""
+    async def _group_pieces(self, group: Sequence[Request], run: ChoiceRun) -> AsyncGenerator[ChoiceDelta | None, None]:
+        """The pieces of one prompt's choices, and None once it was taken in. The source hears of a choice that ended
+        here before it is asked for more: how a request ended is counted when its stream ends."""
         names = {request.request_id for request in group}
         async with aclosing(self._source.stream(group)) as deltas:
             async for delta in deltas:
                 if delta.request_id not in run.unfinished:
+                    continue
+                if is_taken_in(delta):
+                    yield None
                     continue
                 pieces = run.push(without_answer(delta) if run.prompt_only else delta)
                 ended = delta.request_id not in run.unfinished

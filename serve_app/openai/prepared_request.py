@@ -31,6 +31,7 @@ class Limits:
     default_max_tokens: int | None = None  # chat without max_tokens; None = all that fits
     resumes: bool | None = None  # whether a request that does not say is resumed; None = none can be
     stream_interval_s: float = 0.0  # between two messages of a stream, while there are few streams
+    keep_alive_s: float = 0.0  # after which a silent stream is sent a comment; 0 = never
     special_tokens_in_text: Policy = "allow"  # that a conversation's texts spell
 
 

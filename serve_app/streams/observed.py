@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 
-from serve_app.backends.base import TokenSource
+from serve_app.backends.base import TokenSource, is_taken_in
 from serve_app.errors import NoRoom
 from serve_app.referee.answer import Answer
 from serve_app.referee.records import Record, Records
@@ -129,6 +129,9 @@ class ObservedSource:
             with Deadline(self._time_limit_s(requests[0])) as deadline:
                 async with contextlib.aclosing(self._source.stream(asked)) as deltas:
                     while (delta := await deadline.wait(anext(deltas, None))) is not None:
+                        if is_taken_in(delta):
+                            yield delta
+                            continue
                         entry = watched[delta.request_id]
                         if entry.waiting:
                             ticket.close(served=True)

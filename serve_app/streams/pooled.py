@@ -17,7 +17,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequen
 from dataclasses import dataclass
 from typing import Any
 
-from serve_app.backends.base import Backend, Handoff, Prefilled
+from serve_app.backends.base import Backend, Handoff, Prefilled, taken_in
 from serve_app.streams.backlog import Backlog
 from serve_app.streams.merge import merge
 from serve_app.streams.spans import phases
@@ -181,6 +181,8 @@ class PooledTokenSource:
 
         What the prefill reported of the prompt belongs to the first choice, in whose name it was requested.
         """
+        await self._backend.check(requests[0])
+        yield taken_in(requests[0].request_id)
         prefilled = await self._prefill(requests[0], first_token=False)
         if prefilled is None or prefilled.handoff is None:
             streams = [self._choice(request) for request in requests]
@@ -199,6 +201,8 @@ class PooledTokenSource:
         """Return what the prefill emitted, then what the local engine adds: from the handoff, or from the tokens alone
         where there is none, or the engine refuses it. With `asks`, the prefill pool is asked first."""
         if asks:
+            await self._backend.check(request)
+            yield taken_in(request.request_id)
             prefilled = await self._prefill(request, first_token=True)
         handoff, replica = None, ""
         # Of a prompt that was computed before, what is cached is this request's own work, and no cache hit.

@@ -17,6 +17,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
+from serve_app.backends.base import is_taken_in, taken_in
 from serve_app.errors import RequestAborted
 from serve_app.referee.records import Records
 from serve_app.streams.backlog import Clock
@@ -235,6 +236,8 @@ class ResumingSource:
         if one.ended or self._failed_there(one, streamed.delta):
             return None
         self._note(one, streamed)
+        if is_taken_in(streamed.delta):
+            return taken_in(one.request.request_id)
         return one.take(streamed.delta)
 
     async def _move(self, left: Sequence[_Progress], replica: str, lost: Exception) -> None:

@@ -94,6 +94,9 @@ class FakeBackend:
         """Let go; requests that still run are their callers' to close."""
         self._started = False
 
+    async def check(self, request: Request) -> None:
+        """It takes whatever there is room for."""
+
     async def generate(self, request: Request, emitted: Sequence[int] = ()) -> AsyncGenerator[TokenDelta, None]:
         """Prefill and decode; `emitted` tokens are taken as said."""
         if request.score_from is not None:

@@ -3,12 +3,13 @@
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 
 import httpx
 import openai
 
-from serve_app.backends.base import Backend
+from serve_app.backends.base import Backend, taken_in
 from serve_app.streams.merge import merge
 from serve_app.text.tokenizer import Tokenizer
 from speculative.errors import EngineFault
@@ -53,10 +54,15 @@ class BackendSource:
         self._backend = backend
         self.ended: list[str] = []
         self.requests: list[Request] = []
+        self.takes_in = False  # whether it says so before there is a token
 
-    def stream(self, requests: Sequence[Request]) -> AsyncGenerator[TokenDelta, None]:
+    async def stream(self, requests: Sequence[Request]) -> AsyncGenerator[TokenDelta, None]:
         self.requests.extend(requests)
-        return merge([self._backend.generate(request) for request in requests])
+        if self.takes_in:
+            yield taken_in(requests[0].request_id)
+        async with aclosing(merge([self._backend.generate(request) for request in requests])) as deltas:
+            async for delta in deltas:
+                yield delta
 
     async def abort(self, request_id: str) -> None:
         self.ended.append(request_id)

@@ -134,10 +134,7 @@ class ResponseEvents:
 
     def piece(self, head: ReplyHead, piece: ChoiceDelta, usage: UsageNow) -> bytes:
         """The events of one piece; before the first, those that begin the response."""
-        events: list[bytes] = []
-        if not self._pieces:
-            begun = self._form.response(head, "in_progress")
-            events += [self._event(f"response.{name}", response=begun) for name in ("created", "in_progress")]
+        events = self._begun(head)
         self._entries += token_logprobs(piece.logprobs or ())
         if piece.reasoning:
             events += self._opened(head, "rs", _reasoning(""))
@@ -167,9 +164,17 @@ class ResponseEvents:
     def failure(self, head: ReplyHead, error: ErrorReply) -> bytes:
         """The event of a failure; the items that were finished before it are there."""
         done = self._items[:-1] if self._open else self._items
-        code = "rate_limit_exceeded" if error.status == 429 else "server_error"
+        code = {429: "rate_limit_exceeded", 400: "invalid_prompt"}.get(error.status, "server_error")
         reported = {"code": code, "message": error.message}
-        return self._event("response.failed", response=self._form.response(head, "failed", output=done, error=reported))
+        failed = self._form.response(head, "failed", output=done, error=reported)
+        return b"".join([*self._begun(head), self._event("response.failed", response=failed)])
+
+    def _begun(self, head: ReplyHead) -> list[bytes]:
+        """The events that begin the response, if it has not begun."""
+        if self._number:
+            return []
+        begun = self._form.response(head, "in_progress")
+        return [self._event(f"response.{name}", response=begun) for name in ("created", "in_progress")]
 
     @property
     def _kind(self) -> str | None:

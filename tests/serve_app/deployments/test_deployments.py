@@ -199,7 +199,7 @@ async def test_a_worker_without_news_gives_signs_of_life_until_its_engine_is_bro
     request = Request("cmpl-1-0", (5, 6), SamplingParams(max_tokens=8, ignore_eos=True))
     stream = worker.stream([request], {}, None)  # type: ignore[arg-type]
     arrived = [await anext(stream) for _ in range(4)]
-    assert [one.delta is None for one in arrived] == [False, True, True, True], "the prefill's token, then no more"
+    assert [one.delta is None for one in arrived] == [False, False, True, True], "the prefill's token, then no more"
     monkeypatch.setattr(worker.host.backend, "check_health", broken)
     with pytest.raises(EngineFault, match="stands still"):
         await anext(stream)

@@ -64,9 +64,9 @@ async def test_events_of_one_interval_go_together_and_the_end_waits_for_none(
 class Stepped:
     """A client whose stream gets its events, and its time, from the test."""
 
-    def __init__(self, pace: Pace, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, pace: Pace, monkeypatch: pytest.MonkeyPatch, keep_alive_s: float = 0.0) -> None:
         loop = asyncio.get_running_loop()
-        self._now, self._pace = loop.time(), pace
+        self._now, self._settings = loop.time(), {"pace": pace, "keep_alive_s": keep_alive_s}
         self._client, self._feed = Client(), asyncio.Queue[bytes]()
         monkeypatch.setattr(loop, "time", lambda: self._now)
 
@@ -74,9 +74,9 @@ class Stepped:
         while True:
             yield await self._feed.get()
 
-    async def begin(self) -> None:
-        self._feed.put_nowait(b"a;")
-        self._taking = asyncio.create_task(self._client.take(await stream_of(self._events(), pace=self._pace)))
+    async def begin(self, first: bytes = b"a;") -> None:
+        self._feed.put_nowait(first)
+        self._taking = asyncio.create_task(self._client.take(await stream_of(self._events(), **self._settings)))
 
     async def later(self, seconds: float, *arriving: bytes) -> list[bytes]:
         self._now += seconds
@@ -129,6 +129,20 @@ async def test_the_interval_grows_with_the_streams_that_are_sent(
         client.leaves.set()
     await asyncio.gather(*taking)
     assert pace.interval_s == interval_s
+
+
+@pytest.mark.parametrize("interval_s", [0.0, 0.05])
+async def test_a_comment_ends_each_long_silence(monkeypatch: pytest.MonkeyPatch, interval_s: float) -> None:
+    stepped, comment = Stepped(Pace(interval_s), monkeypatch, keep_alive_s=3.0), b": keep-alive\n\n"
+    later = stepped.later
+    await stepped.begin(b"")
+    assert await later(0.0) == await later(2.9) == []
+    assert await later(0.2) == [comment]
+    assert await later(2.0, b"a;") == [comment, b"a;"], "an event is a sign of life"
+    assert await later(2.0) == [comment, b"a;"]
+    assert await later(1.1) == [comment, b"a;", comment]
+    assert await later(3.1) == [comment, b"a;", comment, comment]
+    await stepped.leave()
 
 
 async def test_a_stream_follows_the_pace_while_it_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:

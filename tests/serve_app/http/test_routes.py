@@ -1,5 +1,7 @@
 import asyncio
+import functools
 import json
+import time
 from typing import Any
 
 import httpx
@@ -304,6 +306,44 @@ def test_events_arrive_while_the_engine_works_and_those_of_one_interval_together
     if interval_s:
         assert (first.count(b"data: {"), len(later)) == (1, 1)
     server.wait_until_idle()
+
+
+STREAMS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    COMPLETIONS: ({"prompt": "a"}, ("error", "code")),
+    CHAT: ({"messages": HI}, ("error", "code")),
+    "/v1/responses": ({"input": "a"}, ("response", "error", "code")),
+}
+"""The routes that stream: what they are asked, and where the last event names a failure."""
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("path", STREAMS)
+def test_a_stream_that_waits_has_its_headers_then_signs_of_life_then_its_events(
+    serve_fake: ServeFake, path: str, fails: bool
+) -> None:
+    server = serve_fake(limits=Limits(keep_alive_s=0.1), step_s=0.35)
+    server.source.takes_in, server.script.fail_at = True, 0 if fails else None
+    fields, place = STREAMS[path]
+    with httpx.stream("POST", server.url + path, json={"model": "fake", "stream": True} | fields) as response:
+        assert (response.status_code, server.backend._stats.num_steps) == (200, 0), "headers waited for a token"
+        sent = response.read().decode()
+    waited = sent.partition("data:")[0].removesuffix("event: response.created\n")
+    assert len(waited.split()) >= 4 and set(waited.split("\n\n")) == {": keep-alive", ""}, "before the first token"
+    events = [json.loads(line[6:]) for line in sent.splitlines() if line.startswith("data: {")]
+    code = functools.reduce(lambda found, name: (found or {}).get(name), place, events[-1])
+    expected = ("server_error" if path == "/v1/responses" else "engine_fault") if fails else None
+    assert code == expected
+    server.wait_until_idle()
+
+
+@pytest.mark.parametrize("path", STREAMS)
+def test_a_client_that_leaves_while_it_waits_frees_its_slot(serve_fake: ServeFake, path: str) -> None:
+    server = serve_fake(step_s=300.0)
+    server.source.takes_in = True
+    with httpx.stream("POST", server.url + path, json={"model": "fake", "stream": True} | STREAMS[path][0]):
+        while server.backend.num_live == 0:
+            time.sleep(0.01)
+    server.wait_until_idle(10)
 
 
 # ---- many clients

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from serve_app.backends.base import Handoff, Prefilled
+from serve_app.backends.base import Handoff, Prefilled, is_taken_in
 from serve_app.backends.torch_backend import TorchBackend
 from serve_app.referee.answer import Answer
 from serve_app.referee.records import Record, Records
@@ -79,7 +79,7 @@ class Pools:
         return {(name.split("_")[1], labels[-1]): value for (name, labels), value in counters if name in names}
 
     async def stream(self, *requests: Request) -> list[TokenDelta]:
-        return [delta async for delta in self.source.stream(requests)]
+        return [delta async for delta in self.source.stream(requests) if not is_taken_in(delta)]
 
 
 @pytest_asyncio.fixture
@@ -402,7 +402,8 @@ async def test_logprobs_that_were_asked_for_in_any_way_are_passed_on(pools: Pool
 async def test_an_answer_of_one_token_is_the_prefill_replicas(pools: Pools) -> None:
     ended: list[tuple[Record, Answer | None]] = []
     request = Request("r", (7, 8, 9), dataclasses.replace(ASKING, max_tokens=1), 1)
-    assert len([delta async for delta in watched(pools, ended).stream([request])]) == 1
+    first, *deltas = [delta async for delta in watched(pools, ended).stream([request])]
+    assert is_taken_in(first) and len(deltas) == 1
     ((_, answer),) = ended
     assert answer is not None
     assert (answer.replica, answer.prefilled_by, answer.made_by) == ("decode-1", "prefill-1", ("prefill-1",))
@@ -413,7 +414,7 @@ async def test_what_is_to_be_replayed_reports_how_each_token_was_made(pools: Poo
     pools.damaged = damaged
     ended: list[tuple[Record, Answer | None]] = []
     request = Request("r", (7, 8, 9) * 6, dataclasses.replace(ASKING, temperature=0.0, max_tokens=30), 1)
-    deltas = [delta async for delta in watched(pools, ended).stream([request])]
+    _, *deltas = [delta async for delta in watched(pools, ended).stream([request])]
     ((_, answer),) = ended
     assert answer is not None
     assert (answer.replica, answer.prefilled_by, answer.prompt_scored_by) == ("decode-1", "prefill-1", "prefill-1")
@@ -433,6 +434,6 @@ async def test_what_is_to_be_replayed_reports_how_each_token_was_made(pools: Poo
 
 async def test_a_teacher_forced_request_stays_here_and_is_not_replayed(pools: Pools) -> None:
     ended: list[tuple[Record, Answer | None]] = []
-    deltas = [delta async for delta in watched(pools, ended).stream([Request("score", PROMPT, score_from=4)])]
+    _, *deltas = [delta async for delta in watched(pools, ended).stream([Request("score", PROMPT, score_from=4)])]
     assert [entry.token_id for entry in deltas[0].logprobs or ()] == list(PROMPT[4:])
     assert pools.asked == [] and ended == []
