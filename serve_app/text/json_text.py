@@ -3,10 +3,13 @@
 import json
 import math
 import re
+import string
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
 MAX_ECHO = 100  # characters of a name that a client made up
+_OF_PYTHON = {"True": "true", "False": "false", "None": "null"}
+_CLOSING = {"{": "}", "[": "]"}
 UNCLEAN = re.compile("[\x00\ud800-\udfff]")
 
 
@@ -50,3 +53,70 @@ def _read_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(key for number, key in enumerate(keys) if key in keys[:number])
         raise ValueError(f"{clean_key(twice)} is given twice in one object; send it once")
     return made
+
+
+class JsonMender:
+    """Passes JSON on as it comes, and puts right what models write and JSON forbids: control characters and unknown
+    escapes in strings, Python's names of constants, and a comma before a closing bracket."""
+
+    def __init__(self) -> None:
+        self._held = ""  # of a constant, a comma or an escape, until it is known what it is
+        self._in_string = False
+        self._open: list[str] = []  # what closes the brackets
+
+    def push(self, character: str) -> str:
+        """Return what may go out with the next character."""
+        if not self._in_string:
+            return self._outside(character)
+        if self._held:
+            return self._escaped(character)
+        if character == "\\":
+            self._held = character
+            return ""
+        self._in_string = character != '"'
+        return json.dumps(character)[1:-1] if character < " " else character
+
+    def end(self) -> str:
+        """Return what was held back, once nothing follows."""
+        held, self._held = self._held, ""
+        return _OF_PYTHON.get(held, held)
+
+    def close(self) -> str:
+        """Return the rest, and the brackets that are missing."""
+        if self._in_string:
+            return self.end()
+        return self.end().rstrip(", \t\r\n") + "".join(reversed(self._open))
+
+    def _escaped(self, character: str) -> str:
+        """Read an escape on: a letter that is known, or `u` and four digits."""
+        held = self._held + character
+        if held == "\\u" or (held[1] == "u" and character in string.hexdigits and len(held) < 6):
+            self._held = held
+            return ""
+        before, self._held = self._held, ""
+        if (before == "\\" and character in '"\\/bfnrt') or (len(held) == 6 and character in string.hexdigits):
+            return held
+        return "\\" + before + self.push(character)
+
+    def _outside(self, character: str) -> str:
+        held, self._held = self._held, ""
+        if held.startswith(",") and character in " \t\r\n":
+            self._held = held + character
+            return ""
+        if character == "," or character.isalpha():
+            same = held.isalpha() and character != ","
+            self._held = held + character if same else character
+            return "" if same else _OF_PYTHON.get(held, held)
+        if character in _CLOSING:
+            self._open.append(_CLOSING[character])
+        elif character in self._open[-1:]:
+            self._open.pop()
+        self._in_string = character == '"'
+        is_spare = held.startswith(",") and character in "]}"
+        return (held[1:] if is_spare else _OF_PYTHON.get(held, held)) + character
+
+
+def mended(text: str) -> str:
+    """A JSON text, as `JsonMender` puts it right."""
+    mender = JsonMender()
+    return "".join(map(mender.push, text)) + mender.end()

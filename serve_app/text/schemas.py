@@ -6,6 +6,7 @@ from typing import Any
 
 from serve_app.text.json_text import clean_key
 from serve_app.text.patterns import PatternRefused, from_ecma
+from serve_app.text.schema_types import value_types
 
 MAX_FORM_BYTES = 1 << 16  # of a form's text
 OPTIONS_BEGIN = '%json {"x-guidance": {'  # of a schema in a grammar that is made here
@@ -55,7 +56,7 @@ def held(schema: dict[str, Any]) -> dict[str, Any]:
     """
     read: list[tuple[str, dict[str, Any]]] = []
     made: dict[str, Any] = _held(schema, "", read)
-    _check_open_ends(read)
+    _check_open_ends(read, schema)
     return made
 
 
@@ -129,7 +130,7 @@ def _check_numbers(value: Any, at: str) -> None:
         _check_numbers(item, f"{at}.{clean_key(str(key))}")
 
 
-def _check_open_ends(read: list[tuple[str, dict[str, Any]]]) -> None:
+def _check_open_ends(read: list[tuple[str, dict[str, Any]]], root: dict[str, Any]) -> None:
     """Refuse a whole number that is excluded as a bound while some other bound is less than 1 away.
 
     The library's numbers between them include it. Which bounds are those of one value is not looked at.
@@ -139,7 +140,7 @@ def _check_open_ends(read: list[tuple[str, dict[str, Any]]]) -> None:
         bounds = [end for end in ends if isinstance(end, int | float)]
         for path, schema in read:
             number = schema.get(keyword)
-            if not isinstance(number, int | float) or number % 1 or schema.get("type") == "integer":
+            if not isinstance(number, int | float) or number % 1 or "number" not in value_types(schema, root):
                 continue
             if any(0 < (bound - number) * side < 1 for bound in bounds):
                 raise SchemaRefused(

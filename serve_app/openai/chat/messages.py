@@ -15,6 +15,7 @@ from serve_app.openai.wire import (
     strings_in,
 )
 from serve_app.text.json_text import CallArguments, load_json
+from serve_app.text.schema_types import value_types
 from speculative.errors import InvalidRequest
 
 
@@ -216,7 +217,7 @@ class FunctionSpec(Wire):
     @field_validator("parameters")
     @classmethod
     def _an_object(cls, parameters: dict[str, Any] | None) -> dict[str, Any] | None:
-        if parameters and parameters.get("type", "object") != "object":
+        if "object" not in value_types(parameters or {}, parameters):
             raise PydanticCustomError("schema", "must be the JSON schema of an object.")
         if _is_deep(parameters or {}):
             raise PydanticCustomError("schema", "may be nested at most {most} levels deep.", {"most": MAX_LEVELS})

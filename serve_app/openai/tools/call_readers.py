@@ -1,11 +1,13 @@
 """Tool calls, read out of the text of an answer while it grows: those that it was forced into, and those that a model
 makes as it likes, in the format of its family.
 
-What a reader finds is the same for a stream and for the whole text. Calls are passed on as the model wrote them: a call
-counts from where its name is known and its arguments begin, and one that breaks off has the arguments that came. What
-is no call, and what follows a broken one, stays content. White space around calls belongs to the format.
+What a reader finds is the same for a stream and for the whole text. A call counts from where its name is known and its
+arguments begin. Arguments are passed on as the model wrote them, and put right where they are no JSON; a call that
+breaks off has those that came. Tags that close may be missing. What is no call, and what follows a broken one, stays
+content. White space around calls belongs to the format.
 """
 
+import ast
 import json
 import re
 import uuid
@@ -16,7 +18,8 @@ from typing import Any, ClassVar
 
 from serve_app.backends.base import CallPart, ParsedDelta, ReplyParser
 from serve_app.openai.tools.growing_text import GrowingText, Step
-from serve_app.text.json_text import refuse_constant
+from serve_app.text.json_text import JsonMender, mended, refuse_constant
+from serve_app.text.schema_types import argument_types, kinds_of
 from serve_app.text.template_marks import CALLED, TOOL
 from serve_app.text.tokenizer import Tokenizer
 from speculative.errors import InvalidRequest
@@ -112,6 +115,8 @@ class CallReader(ABC):
 
     def _add(self, arguments: str) -> None:
         """More arguments of the call that was begun last."""
+        if not arguments:
+            return
         if not self._found:
             self._found.append((CallPart(self._index), []))
         self._found[-1][1].append(arguments)
@@ -163,7 +168,7 @@ class CallReader(ABC):
         if call.name and (yield from text.peek()) == "{":
             self._begin(call.name)
             call.begun = True
-            return (yield from text.value(self._add))
+            return (yield from self._object())
         if not (yield from text.value()):
             return False
         call.early = _object_text(text.since(begin))
@@ -173,15 +178,23 @@ class CallReader(ABC):
             call.begun = True
         return call.early is not None
 
-    def _list(self) -> Step[bool]:
+    def _object(self) -> Step[bool]:
+        """Read the arguments of the call that was begun, and pass them on as JSON; False = they are broken."""
+        mender = JsonMender()
+        whole = yield from self._text.value(lambda character: self._add(mender.push(character)))
+        by_tag = not whole and bool((yield from self._text.peek()))
+        self._add(mender.close() if by_tag else mender.end())
+        return whole
+
+    def _list(self, *, bare: bool = True) -> Step[bool]:
         """Read a list of calls, or one; whether there is any."""
         text = self._text
         if not (yield from text.literal("[")):
-            return (yield from self._call())
+            return (yield from self._call(bare=bare))
         yield from text.blanks()
-        if not (yield from self._call()):
+        if not (yield from self._call(bare=bare)):
             return False
-        yield from self._further(",")
+        yield from self._further(",", bare=bare)
         yield from text.blanks()
         yield from text.literal("]")
         return True
@@ -212,9 +225,9 @@ def _object_text(value: str) -> str | None:
             value = json.loads(value, strict=False)
         except ValueError:
             return None
-    if value == "null":
+    if value in ("null", "None"):
         return "{}"
-    return value if value.lstrip().startswith("{") else None
+    return mended(value) if value.lstrip().startswith("{") else None
 
 
 class NamedCall(CallReader):
@@ -325,7 +338,7 @@ class LlamaCalls(FreeCalls):
         if not (yield from text.literal("<|python_tag|>")) and not line:
             return False
         yield from text.blanks()
-        if not (yield from self._call(bare=False)):
+        if not (yield from self._list(bare=False)):
             return False
         yield from self._further(";", bare=False)
         return True
@@ -355,14 +368,16 @@ class MistralCalls(FreeCalls):
         """Read a name, an id that the model made up, and arguments."""
         text = self._text
         name = yield from text.word("[{ \n", MAX_NAME)
+        yield from text.blanks()
         if (yield from text.literal("[CALL_ID]")):
             yield from text.word("[{ \n", MAX_NAME)
+            yield from text.blanks()
         yield from text.literal("[ARGS]")
         yield from text.blanks()
         if not name or (yield from text.peek()) != "{":
             return False
         self._begin(name)
-        yield from text.value(self._add)
+        yield from self._object()
         return True
 
 
@@ -376,121 +391,132 @@ class XmlCalls(FreeCalls):
 
     def _calls_at(self, *, line: bool) -> Step[bool]:
         text = self._text
-        yield from text.literal("<tool_call>")
+        opened = yield from text.literal("<tool_call>")
         yield from text.blanks()
-        name = (yield from text.word(">\n", MAX_NAME)) if (yield from text.literal("<function=")) else ""
-        if not name or not (yield from text.literal(">")):
+        if opened and (yield from text.peek()) in ("{", "["):  # as Hermes has it
+            called = yield from self._list()
+        else:
+            called = yield from self._function()
+        if called:
+            yield from self._closing("</tool_call>")
+        return called
+
+    def _function(self) -> Step[bool]:
+        """Read one call; whether there is one."""
+        text = self._text
+        name = yield from self._tag("<function=")
+        if not name:
             return False
         self._begin(name)
-        self._add("{")
-        schemas = (tool["function"].get("parameters") for tool in self._tools if tool["function"]["name"] == name)
-        parameters, separator = next(schemas, None) or {}, ""
-        while (yield from self._parameter(separator, parameters)):
-            separator = ", "
-        closed = yield from self._closing("</function>")
-        closed = (yield from self._closing("</tool_call>")) or closed
-        if closed:
-            self._add("}")
+        yield from text.blanks()
+        if (yield from text.peek()) == "{":
+            yield from self._object()
+        else:
+            schemas = (tool["function"].get("parameters") for tool in self._tools if tool["function"]["name"] == name)
+            yield from self._parameters(next(schemas, {}) or {})
+        yield from self._closing("</function>")
         return True
 
-    def _parameter(self, separator: str, parameters: Mapping[str, Any]) -> Step[bool]:
-        """Read one argument; False = none begins here, or it is broken."""
-        text = self._text
-        begin = text.at
-        yield from text.blanks()
-        key = (yield from text.word(">\n", MAX_NAME)) if (yield from text.literal("<parameter=")) else ""
-        if not key or not (yield from text.literal(">")):
+    def _parameters(self, schema: Mapping[str, Any]) -> Step[None]:
+        """Read all arguments, up to a tag that is none of theirs; text between them follows the call as content."""
+        text, separator, others = self._text, "{", []
+        while True:
+            begin = text.at
+            yield from text.blanks()
+            key = yield from self._tag("<parameter=")
+            if key:
+                yield from text.literal("\n")
+                self._add(f"{separator}{_quoted(key)}: ")
+                types = argument_types(key, schema)
+                yield from (self._string() if types == {"string"} else self._other(types))
+                separator = ", "
+            if key or (yield from text.literal("</parameter>")):  # one too many
+                continue
             text.at = begin
-            return False
-        yield from text.literal("\n")
-        self._add(f"{separator}{_quoted(key)}: ")
-        properties = parameters.get("properties")
-        types = _types(properties.get(key) if isinstance(properties, Mapping) else None, parameters)
-        return (yield from (self._string() if types == {"string"} else self._other(types)))
+            if (yield from self._ends()):
+                break
+            while not (yield from self._ends()):
+                yield from text.take()
+            others.append(text.since(begin))
+        self._add("{}" if separator == "{" else "}")
+        self._content += others
 
-    def _string(self) -> Step[bool]:
+    def _tag(self, begin: str) -> Step[str]:
+        """Read a tag that names something; "" = none is here."""
+        text, at = self._text, self._text.at
+        name = (yield from text.word("<>\n", MAX_NAME)) if (yield from text.literal(begin)) else ""
+        if name.strip() and (yield from text.literal(">")):
+            return name.strip()
+        text.at = at
+        return ""
+
+    def _ends(self) -> Step[bool]:
+        """Return whether a value ends here: with a line, before a tag of the format, or with the text. Its own closing
+        tag is read."""
+        text, begin = self._text, self._text.at
+        yield from text.literal("\n")
+        place, character = text.at, (yield from text.peek())
+        if not character or (character == "<" and (yield from text.literal("</parameter>"))):
+            return True
+        ends = character == "<" and (yield from self._other_tag())
+        text.at = place if ends else begin
+        return ends
+
+    def _other_tag(self) -> Step[bool]:
+        """Read a tag, other than that which ends a value; whether there is one."""
+        text = self._text
+        if (yield from text.literal("</function>")) or (yield from text.literal("</tool_call>")):
+            return True
+        if (yield from text.literal("<tool_call>")):
+            yield from text.blanks()
+        elif (yield from self._tag("<parameter=")):
+            return True
+        return bool((yield from self._tag("<function=")))
+
+    def _string(self) -> Step[None]:
         """Read a text, which is passed on as it comes."""
         self._add('"')
-        while not (yield from self._value_ends()):
-            character = yield from self._text.take()
-            if not character:
-                return False
-            self._add(_quoted(character)[1:-1])
+        while not (yield from self._ends()):
+            self._add(_quoted((yield from self._text.take()))[1:-1])
         self._add('"')
-        return True
 
-    def _other(self, types: frozenset[str]) -> Step[bool]:
-        begin = end = self._text.at
-        while not (yield from self._value_ends()):
-            character = yield from self._text.take()
-            end = self._text.at
-            if not character:
-                self._add(self._text.since(begin))
-                return False
-        at, self._text.at = self._text.at, end
-        self._add(_as_json(self._text.since(begin), types))
-        self._text.at = at
-        return True
-
-    def _value_ends(self) -> Step[bool]:
-        return (yield from self._text.literal("\n</parameter>")) or (yield from self._text.literal("</parameter>"))
+    def _other(self, types: frozenset[str]) -> Step[None]:
+        text, begin = self._text, self._text.at
+        end = begin
+        while not (yield from self._ends()):
+            yield from text.take()
+            end = text.at
+        at, text.at = text.at, end
+        self._add(_as_json(text.since(begin), types))
+        text.at = at
 
 
 def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-_KINDS: dict[type, tuple[str, ...]] = {
-    bool: ("boolean",),
-    int: ("integer", "number"),
-    float: ("number",),
-    list: ("array",),
-    dict: ("object",),
-    type(None): ("null",),
-}
-_OF_PYTHON = {"True": "true", "False": "false", "None": "null"}  # as some chat templates write them
-
-
-_MAX_OPTIONS = 16  # of a schema that are looked through
-
-
-def _types(schema: Any, root: Mapping[str, Any], levels: int = 4) -> frozenset[str]:
-    """The types that a value may have by its schema, as far as that says so plainly; none = it does not."""
-    if not isinstance(schema, Mapping) or not levels:
-        return frozenset()
-    if "type" in schema:
-        return frozenset(kind for kind in _as_list(schema["type"]) if isinstance(kind, str))
-    if "$ref" in schema:
-        return _types(_referred(schema["$ref"], root), root, levels - 1)
-    if values := [*_as_list(schema.get("enum", [])), *([schema["const"]] if "const" in schema else [])]:
-        return frozenset(kind for value in values for kind in _KINDS.get(type(value), ("string",)))
-    options = [*_as_list(schema.get("anyOf", [])), *_as_list(schema.get("oneOf", []))]
-    kinds = [_types(option, root, levels - 1) for option in options[:_MAX_OPTIONS]]
-    return frozenset().union(*kinds) if all(kinds) and len(kinds) == len(options) else frozenset()
-
-
-def _as_list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
-
-
-def _referred(reference: Any, root: Mapping[str, Any]) -> Any:
-    """Return what a reference within a schema names; None = it names nothing there."""
-    found: Any = root
-    for key in str(reference).removeprefix("#/").split("/"):
-        found = found.get(key) if isinstance(found, Mapping) else None
-    return found
+_CONSTANTS = {"true": "true", "false": "false", "null": "null", "none": "null"}
 
 
 def _as_json(text: str, types: frozenset[str]) -> str:
-    """JSON of a value that was written as bare text and may have these types; none = any."""
-    bare = text.strip()
-    bare = _OF_PYTHON.get(bare, bare)
+    """JSON of a value that was written as bare text, in JSON or as Python writes it, and may have these types."""
+    bare, may_be_text = text.strip(), "string" in types
+    bare = mended(bare) if may_be_text else _CONSTANTS.get(bare.lower()) or mended(_of_python(bare))
     try:
-        kinds = _KINDS.get(type(json.loads(bare, parse_constant=refuse_constant)), ())
+        kinds = kinds_of(json.loads(bare, parse_constant=refuse_constant))
     except (ValueError, RecursionError):
-        kinds = ()
-    fits = bool(kinds) and (not types or not types.isdisjoint(kinds) or "string" not in types)
-    return bare if fits else _quoted(text)
+        return _quoted(text)
+    return _quoted(text) if may_be_text and types.isdisjoint(kinds) else bare
+
+
+def _of_python(text: str) -> str:
+    """JSON of a list or an object that was written as Python writes it; else the text itself."""
+    if text[:1] not in ("{", "[", "(") or "'" not in text:
+        return text
+    try:
+        return json.dumps(ast.literal_eval(text), ensure_ascii=False, allow_nan=False)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return text
 
 
 FORMATS: tuple[type[FreeCalls], ...] = (XmlCalls, HermesCalls, MistralCalls, LlamaCalls)

@@ -33,7 +33,7 @@ def forces_calls(chat: ChatPrompt) -> bool:
 def call_form(chat: ChatPrompt) -> Structure:
     """The form of an answer that must call a tool."""
     functions = [tool["function"] for tool in chat.tools]
-    schemas = {one["name"]: {"type": "object", **one.get("parameters", {})} for one in functions}
+    schemas = {one["name"]: {**one.get("parameters", {}), "type": "object"} for one in functions}
     if chat.use == "named":
         return _grammar([_START, f"answer: {_json(schemas[chat.function])}"])
     rules = []

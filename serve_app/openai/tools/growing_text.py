@@ -79,7 +79,8 @@ class GrowingText:
         return read
 
     def value(self, pass_on: Callable[[str], None] | None = None) -> Step[bool]:
-        """Read a value of JSON, as far as its brackets and quotes show its end; False = none is here, or it never ends.
+        """Read a value of JSON, as far as its brackets and quotes show its end; False = none is here, or it has no end
+        before the text's, or before a tag.
 
         Args:
             pass_on: gets its characters as they come.
@@ -88,6 +89,8 @@ class GrowingText:
         while character := (yield from self.peek()):
             if not (depth or in_string) and character in ",:]}" + _BLANKS:
                 break
+            if character == "<" and not in_string:
+                return False
             self.at += 1
             if pass_on is not None:
                 pass_on(character)

@@ -28,8 +28,19 @@ LIGHTS: dict[str, Any] = {
                 "scene": {"anyOf": [{"type": "string"}, {"type": "null"}]},
                 "mode": {"$ref": "#/$defs/mode"},
                 "any": {},
+                "text": {"allOf": [{"$ref": "#/$defs/text"}], "description": "As Pydantic before 2.9 has it."},
+                "deep": {"oneOf": [{"allOf": [{"anyOf": [{"$ref": "#/$defs/deep"}]}]}]},
+                "list": {"type": ["array", "null"]},
+                "one": {"const": "1"},
+                "both": {"allOf": [{"type": ["string", "integer"]}, {"type": ["integer", "array"]}]},
+                "loose": {"anyOf": [{"type": "string"}, {}]},
             },
-            "$defs": {"mode": {"enum": ["1", "2"]}},
+            "$defs": {
+                "mode": {"enum": ["1", "2"]},
+                "text": {"$ref": "#/$defs/a~1b%20c"},
+                "a/b c": {"type": "string"},
+                "deep": {"anyOf": [{"$ref": "#/$defs/text"}, {"$ref": "#/$defs/deep"}]},
+            },
         },
     },
 }
@@ -85,6 +96,27 @@ READ: list[tuple[type[FreeCalls], str, str, Calls]] = [
      [("light", '{"room": "the \\"big\\" one,\\n\\n2nd floor", "level": 3}'), ("clock", "{}")]),
     (XmlCalls, "<function=light><parameter=room>x < y</parameter><parameter=on>True</parameter></function>", "",
      [("light", '{"room": "x < y", "on": true}')]),
+    # untidy: what closes is missing before the next tag or at the end, blanks are others, text is between
+    (XmlCalls, "<tool_call>\n<function=light>\n<parameter=level>\n3\n<parameter=room>\na.md\n</tool_call>", "",
+     [("light", '{"level": 3, "room": "a.md"}')]),
+    (XmlCalls, "<function=light><parameter=room>a<parameter=level>3</function>\n<function=clock>", "",
+     [("light", '{"room": "a", "level": 3}'), ("clock", "{}")]),
+    (XmlCalls, "<tool_call><function=light>\n<parameter=room>\na\n<tool_call>\n<function=clock>\n</function>", "",
+     [("light", '{"room": "a"}'), ("clock", "{}")]),
+    (XmlCalls, "<tool_call>\n<function=light>\n\n<parameter=room>a\n", "", [("light", '{"room": "a"}')]),
+    (XmlCalls, "<function=light>\n<parameter=level>3</parameter>\nso\n<parameter=room>a</parameter>\n</function>",
+     "\nso\n", [("light", '{"level": 3, "room": "a"}')]),
+    (XmlCalls, "<function=light><parameter=room><tool_call> is <parameter=> a </function</parameter></function>.", ".",
+     [("light", '{"room": "<tool_call> is <parameter=> a </function"}')]),
+    (XmlCalls, f"{hermes(ONE)}\n<tool_call><function=b>{{}}", "", BOTH),
+    (HermesCalls, f"<tool_call>{ONE}\n<tool_call>\n{OTHER}", "", BOTH),
+    (HermesCalls, '<tool_call>{"name": "a", "arguments": {"x": 1</tool_call>\n.', "\n.", BOTH[:1]),
+    (HermesCalls, '<tool_call>{"name": "a", "arguments": {"x": [{"y": 1,\n</tool_call>', "",
+     [("a", '{"x": [{"y": 1}]}')]),
+    (HermesCalls, '<tool_call>{"arguments": {"x": "\t\\d"}, "name": "a"}', "", [("a", '{"x": "\\t\\\\d"}')]),
+    (LlamaCalls, f"[{ONE}, {OTHER}]", "", BOTH),
+    (LlamaCalls, f"<|python_tag|>{ONE[:-1]}", "", BOTH[:1]),
+    (MistralCalls, f"[TOOL_CALLS] [{ONE}\n[TOOL_CALLS] b \n[ARGS] {{}}", "", BOTH),
 ]  # fmt: skip
 
 
@@ -112,7 +144,8 @@ BROKEN: list[tuple[type[FreeCalls], str, str, Calls]] = [
     kept(MistralCalls, "[TOOL_CALLS] []"),
     kept(MistralCalls, "[TOOL_CALLS]a b"),
     kept(XmlCalls, "<tool_call>\n<function>"),
-    (XmlCalls, '<tool_call><function=a>{"x": 1}</function>', '{"x": 1}</function>', [("a", "{")]),
+    kept(XmlCalls, "<function= >"),
+    kept(LlamaCalls, '[{"name": "Rome"}]'),
 ]
 
 
@@ -217,6 +250,17 @@ def test_no_part_of_a_marker_is_shown_before_it_is_known_to_be_none(kind: type[F
         ("unknown", "[1", '"[1"'),
         ("level", "", '""'),
         ("room", "", '""'),
+        ("text", "12345", '"12345"'),
+        ("deep", "12345", '"12345"'),
+        ("one", "1", '"1"'),
+        ("both", "1", "1"),
+        ("both", "one", '"one"'),
+        ("loose", "1", "1"),
+        ("level", "NONE", "null"),
+        ("on", "TRUE", "true"),
+        ("list", "['a', True, {'b': None,}]", '["a", true, {"b": null}]'),
+        ("list", '["a", True,]', '["a", true]'),
+        ("list", "[1,", '"[1,"'),
     ],
 )
 def test_bare_values_become_json_by_the_functions_schema(key: str, written: str, meant: str) -> None:
@@ -227,11 +271,46 @@ def test_bare_values_become_json_by_the_functions_schema(key: str, written: str,
 
 
 @pytest.mark.parametrize(
+    "parameters",
+    [
+        {"$ref": "#/$defs/args", "$defs": {"args": {"properties": {"a": {"type": "string"}}}}},
+        {"allOf": [{}, {"properties": {"a": {"type": "string"}}}], "additionalProperties": True},
+        {"anyOf": [{"properties": {"b": {"type": "integer"}}}, {"properties": {"a": {"type": "string"}}}]},
+        {"additionalProperties": {"type": "string"}},
+    ],
+)
+def test_an_argument_is_looked_up_wherever_its_schema_stands(parameters: Any) -> None:
+    tools = ({"function": {"name": "f", "parameters": parameters}},)
+    (call,) = XmlCalls(tools).push("<function=f><parameter=a>1</parameter></function>", last=True).calls
+    assert call.arguments == '{"a": "1"}'
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        '{"a": "x\n\ty"}',
+        r'{"a": "\d"}',
+        '{"a": True, "b": [None, False,], }',
+        r'{"a": "\u12", "b": "\u00e4"}',
+        r'{"a": "\\ \" ü"}',
+    ],
+)
+def test_arguments_that_are_no_json_are_put_right(written: str) -> None:
+    (call,) = HermesCalls().push(hermes(f'{{"name": "f", "arguments": {written}}}'), last=True).calls
+    meant = written.replace("\n", "\\n").replace("\t", "\\t").replace(r'"\d', r'"\\d').replace(r"\u12", r"\\u12")
+    for wrong, right in (("True", "true"), ("None", "null"), ("False", "false"), (",]", "]"), (", }", " }")):
+        meant = meant.replace(wrong, right)
+    assert call.arguments == meant and isinstance(json.loads(call.arguments), dict)
+
+
+@pytest.mark.parametrize(
     "schema",
     [
         *({"type": 3}, {"$ref": "#/x"}, {"$ref": 1}, {"anyOf": 1}, {"enum": []}, True),
         {"anyOf": [{"$ref": "#/properties/a"}] * 50},
         {"$ref": "#"},
+        {"type": [{}], "allOf": 5},
+        *({"$ref": ref} for ref in ("#/$defs", "#/properties/a/x/0", "https://x.org/y")),
     ],
 )
 def test_schemas_that_say_nothing_hinder_nothing(schema: Any) -> None:
