@@ -24,6 +24,7 @@ from serve_app.config.base import PoolName
 from serve_app.referee.signatures import SigningKey
 from serve_app.text.tokenizer import Tokenizer
 from speculative.config import EngineConfig, why_no_triton
+from speculative.drafting.draft_model import drafted_ids
 from speculative.end_tokens import read_json
 from speculative.errors import ConfigError, TruespecError
 from speculative.model.config import ModelConfig, holds_fp8
@@ -217,7 +218,7 @@ def _check_model(config: AppConfig, machine: Machine, sources: Mapping[str, Path
         with found.reading("engine.max_model_len"):
             longest = longest_sequence(model, engine)
             if "drafter.model" in sources:
-                _check_drafter(config.drafter.kind, sources["drafter.model"], model, longest, found)
+                _check_drafter(config.drafter.kind, sources["drafter.model"], folder, model, longest, found)
         if engine.quantization not in ("auto", engine.dtype) or holds_fp8(folder):
             for kind in ("cpu", "cuda"):
                 with found.reading("engine.quantization"):
@@ -226,19 +227,16 @@ def _check_model(config: AppConfig, machine: Machine, sources: Mapping[str, Path
         _check_memory(config, model, machine, sources, found)
 
 
-def _check_drafter(kind: str, folder: Path, model: ModelConfig, longest: int, found: Findings) -> None:
+def _check_drafter(kind: str, folder: Path, target: Path, model: ModelConfig, longest: int, found: Findings) -> None:
     """A drafter that is none of its kind, or of another model."""
     with found.reading("drafter.model"):
         drafter = _DRAFTERS[kind](folder)
         if kind != "draft_model":
             drafter.for_target(model)
             read_held_out_rates(folder)
-        elif drafter.vocab_size != model.vocab_size:
-            raise ConfigError(
-                f"{folder} has a vocabulary of {drafter.vocab_size} tokens, and the model one of {model.vocab_size}; "
-                "take a model of the same family, or another drafter.kind."
-            )
-        elif drafter.max_position_embeddings < longest:
+            return
+        drafted_ids(folder, target)
+        if drafter.max_position_embeddings < longest:
             raise ConfigError(
                 f"{folder} has {drafter.max_position_embeddings} positions, and requests may have {longest}; set "
                 f"engine.max_model_len to {drafter.max_position_embeddings}, or take another draft model."

@@ -3,12 +3,12 @@
 Source: Leviathan et al., "Fast Inference from Transformers via Speculative Decoding" (2211.17192).
 """
 
-import json
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from speculative.end_tokens import Json, read_if_there
 from speculative.errors import ConfigError
 from speculative.model.config import ModelConfig
 from speculative.model.decoder import Decoder
@@ -19,16 +19,22 @@ from speculative.scheduling.draft_length import ExpectedRates
 
 
 class DecoderDraftModel:
-    """A whole decoder as a draft model: it reads tokens, and nothing of the target."""
+    """A whole decoder as a draft model: it reads tokens, and nothing of the target.
+
+    Models of one family may be padded to different numbers of ids behind the same tokens. The draft model then drafts
+    the tokens alone, and reads an id that it has no embedding for as its own last one.
+    """
 
     capture: tuple[int, ...] = ()
     num_features = 0
-    ids: Tensor | None = None
     held_out_rates: ExpectedRates = (), ()
     fused = None
 
-    def __init__(self, decoder: Decoder, fingerprint: str) -> None:
+    def __init__(self, decoder: Decoder, fingerprint: str, num_drafted: int | None = None) -> None:
+        """Wrap a decoder that drafts its first `num_drafted` ids; None = all, and the target has as many."""
         config = decoder.config
+        self.ids = None if num_drafted is None else torch.arange(num_drafted, device=decoder.device)
+        self._last_id = config.vocab_size - 1
         self.name = f"draft_model:{fingerprint}"
         self.kv_shape = config.kv_shape
         self.hidden_size = config.hidden_size
@@ -50,7 +56,7 @@ class DecoderDraftModel:
         Raises:
             ConfigError: its vocabulary is not the target's, or it has too few positions.
         """
-        _check_vocabulary(folder, target_folder)
+        num_drafted = drafted_ids(folder, target_folder)
         positions = ModelConfig.from_folder(folder).max_position_embeddings
         if positions < max_model_len:
             raise ConfigError(
@@ -61,7 +67,7 @@ class DecoderDraftModel:
         name = str(dtype).removeprefix("torch.")
         weights = choose_weights("auto", folder, dtype=name, device=device, kernels=kernels)
         decoder = load_decoder(folder, dtype=dtype, device=device, weights=weights, kernels=kernels)
-        return cls(decoder, model_fingerprint(folder, weights=weights))
+        return cls(decoder, model_fingerprint(folder, weights=weights), num_drafted)
 
     def fuse(self, features: Tensor) -> Tensor:
         """Nothing is read."""
@@ -70,27 +76,42 @@ class DecoderDraftModel:
     def run(self, token_ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """token_ids, positions [N] -> [N, hidden]; `hidden` is not read."""
         del hidden
+        if self.ids is not None:
+            token_ids = token_ids.clamp(max=self._last_id)
         return self.network.run(token_ids, positions, attend)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[R, hidden] -> [R, V]."""
-        return self.network.lm_head(hidden)  # type: ignore[no-any-return]
+        """[R, hidden] -> [R, W], W as in `ids`."""
+        logits: Tensor = self.network.lm_head(hidden)
+        return logits if self.ids is None else logits[:, : len(self.ids)].contiguous()
 
 
-def _check_vocabulary(folder: Path, target_folder: Path) -> None:
-    sizes = [ModelConfig.from_folder(one).vocab_size for one in (folder, target_folder)]
-    vocabularies = [_vocabulary(one) for one in (folder, target_folder)]
-    known = None not in vocabularies
-    if sizes[0] != sizes[1] or (known and vocabularies[0] != vocabularies[1]):
+def drafted_ids(folder: Path, target_folder: Path) -> int | None:
+    """How many ids a draft model may draft: those of the tokens that both have; None = the whole vocabulary of both.
+
+    Args:
+        folder: the draft model's.
+        target_folder: the target's.
+
+    Raises:
+        ConfigError: they have other tokens, or are padded differently and have no tokenizer.json to compare.
+    """
+    both = (folder, target_folder)
+    sizes = [ModelConfig.from_folder(one).vocab_size for one in both]
+    tokenizers = [read_if_there(one / "tokenizer.json") for one in both]
+    tokens = [(one.get("model") or {}).get("vocab") for one in tokenizers]
+    known = all(tokens)
+    if (known and tokens[0] != tokens[1]) or (not known and sizes[0] != sizes[1]):
+        why = "" if known else ", and without a tokenizer.json of each they cannot be compared"
         raise ConfigError(
-            f"drafter.model {folder} has another vocabulary ({sizes[0]} tokens) than the model ({sizes[1]}); "
-            "take a draft model of the same family."
+            f"drafter.model {folder} has another vocabulary ({sizes[0]} ids) than the model ({sizes[1]}){why}; take a "
+            "draft model of the same family."
         )
+    return None if sizes[0] == sizes[1] else min(*sizes, *map(_num_ids, tokenizers))
 
 
-def _vocabulary(folder: Path) -> object:
-    """The tokenizer's tokens and ids; None where there is no tokenizer to look at."""
-    file = folder / "tokenizer.json"
-    if not file.is_file():
-        return None
-    return json.loads(file.read_text(encoding="utf-8")).get("model", {}).get("vocab")
+def _num_ids(tokenizer: Json) -> int:
+    """The ids below which all tokens of a tokenizer.json are."""
+    tokens = tokenizer["model"]["vocab"]
+    added = [int(token["id"]) for token in tokenizer.get("added_tokens") or ()]
+    return max(len(tokens) - 1 if isinstance(tokens, list) else max(tokens.values()), *added) + 1

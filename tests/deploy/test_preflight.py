@@ -103,7 +103,7 @@ def test_a_template_of_another_model_is_refused_on_either_engine(
         ),
         (
             {"drafter": {"kind": "draft_model", "model": "{other}"}},
-            r"drafter\.model: .* vocabulary of 96 tokens, and the model one of \d+; take a model of the same family",
+            r"drafter\.model: .* vocabulary \(96 ids\) than the model \(\d+\), .*; take a draft model of the same",
         ),
         (
             {"drafter": {"kind": "draft_model", "model": "{short}"}},

@@ -1,5 +1,6 @@
 """The engine as a whole: one answer, whatever the neighbours, the drafts, the route and the room."""
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -39,6 +40,7 @@ from tests.support.engines import (
 )
 from tests.support.markov_chain import sample, sigmas
 from tests.support.near_ties import assert_same_up_to_near_tie
+from tests.support.tiny_models import padded
 
 CYCLE = [(token + 1) % 16 for token in range(16)]
 PROMPTS = {
@@ -550,13 +552,16 @@ class LikelyDrafter(WeightlessDrafter):
         return tail[len(tail) - entry.max_drafts :]
 
 
-@pytest.mark.parametrize("drafter", ["ngram", "likely"])
+@pytest.mark.parametrize("drafter", ["ngram", "likely", "fewer ids"])
 @pytest.mark.parametrize("params", [WIDE, NARROW], ids=["wide", "narrow"])
 def test_tokens_of_several_rounds_follow_the_joint_distribution(
-    tiny16_folder: Path, distribution_logits: list[Tensor], params: dict[str, Any], drafter: str
+    tiny16_folder: Path, tmp_path: Path, distribution_logits: list[Tensor], params: dict[str, Any], drafter: str
 ) -> None:
-    own = DrafterConfig(num_draft_tokens=3, ngram_max=3, ngram_min=1)
-    engine = tiny_engine(tiny16_folder, max_num_seqs=64, max_batched_tokens=512, kv_cache_tokens=4096, drafter=own)
+    folder, own = tiny16_folder, DrafterConfig(num_draft_tokens=3, ngram_max=3, ngram_min=1)
+    if drafter == "fewer ids":
+        folder, fewer = (padded(tiny16_folder, tmp_path / str(size), size, num_tokens=16) for size in (16, 12))
+        own = dataclasses.replace(own, kind="draft_model", model=str(fewer))
+    engine = tiny_engine(folder, max_num_seqs=64, max_batched_tokens=512, kv_cache_tokens=4096, drafter=own)
     if drafter == "likely":
         engine.eager.drafter = LikelyDrafter(distribution_logits)
     length = DISTRIBUTION_LENGTH + own.num_draft_tokens  # so that none of the first rounds is cut short

@@ -1,9 +1,12 @@
 """Writes tiny checkpoints with random weights, one for each family the engine serves. Their answers mean nothing."""
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -71,6 +74,25 @@ def write_tiny_model(
     model.save_pretrained(folder)
     if tokenizer:
         write_tiny_tokenizer(folder, vocab_size, chat_template=CHAT_TEMPLATE)
+    return folder
+
+
+def padded(source: Path, folder: Path, vocab_size: int, *, num_tokens: int) -> Path:
+    """Write the same model with another number of ids, and a tokenizer.json that has so many tokens: its padding is
+    likely everywhere."""
+    shutil.copytree(source, folder)
+    tensors = load_file(folder / "model.safetensors")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        more = max(0, vocab_size - len(tensors[name]))
+        rows = torch.cat([tensors[name], tensors[name][:more]])[:vocab_size].clone()
+        rows[num_tokens:] *= 1.5
+        tensors[name] = rows
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": vocab_size}))
+    model = {"vocab": {f"t{token}": token for token in range(num_tokens - 1)}}
+    added = [{"id": num_tokens - 1, "content": "<|end|>"}]
+    (folder / "tokenizer.json").write_text(json.dumps({"model": model, "added_tokens": added}))
     return folder
 
 

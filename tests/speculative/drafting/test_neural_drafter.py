@@ -1,6 +1,7 @@
 """Drafting with a model: in step with its target through every way a sequence can go."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from speculative.cache.kv_cache import KVShape
 from speculative.config import DrafterConfig
+from speculative.drafting.base import DraftOutput
 from speculative.drafting.neural_drafter import ModelDrafter
 from speculative.engine import EngineCore
 from speculative.errors import ConfigError, HandoffRefused
@@ -20,6 +22,7 @@ from speculative.model.layers import Attend
 from speculative.model.loading import load_decoder
 from speculative.request import Request, SamplingParams
 from speculative.selfcheck.monitor import SelfCheck
+from speculative.state.batch import Batch
 from speculative.verification.base import VerifyInput, VerifyOutput
 from tests.support.engines import (
     NO_DRAFTS,
@@ -33,7 +36,7 @@ from tests.support.engines import (
     take,
     tiny_engine,
 )
-from tests.support.tiny_models import write_tiny_model
+from tests.support.tiny_models import padded, write_tiny_model
 from tests.support.torch_operators import captured_on_a_cpu
 
 VOCABULARY = 64
@@ -284,10 +287,41 @@ def test_a_handoff_without_the_drafters_state_is_refused(target: Path, stranger:
         same_model_engine(target).insert(request, prefill.export("r"))
 
 
+@pytest.mark.parametrize("sizes", [(64, 80), (80, 64), (64, 60)], ids=str)
+def test_a_draft_model_may_be_padded_to_another_size(target: Path, tmp_path: Path, sizes: tuple[int, int]) -> None:
+    """What its padding would say most of the time is never proposed, and the target's padding may be said."""
+    ours, other = (padded(target, tmp_path / str(size), size, num_tokens=60) for size in sizes)
+    for params in (GREEDY, REPRODUCIBLE):
+        engine = tiny_engine(ours, drafter=draft_model(other))
+        proposed = proposals_of(engine)
+        said = texts(engine, requests(params))
+        assert said == texts(tiny_engine(ours, drafter=NO_DRAFTS), requests(params))
+        assert len(proposed) > 100 and max(proposed) < 60 <= max(itertools.chain(*said.values()))
+        assert engine.take_stats().num_accepted > 0
+
+
+def proposals_of(engine: EngineCore) -> list[int]:
+    """The tokens that its drafter proposes from now on."""
+    drafter, proposed = engine.drafter, list[int]()
+    assert isinstance(drafter, ModelDrafter)
+    propose = drafter.propose
+
+    def recorded(batch: Batch) -> DraftOutput:
+        made = propose(batch)
+        proposed.extend(made.token_ids.tolist())
+        return made
+
+    drafter.propose = recorded  # type: ignore[method-assign]
+    return proposed
+
+
 def test_a_draft_model_that_cannot_be_is_refused(target: Path, tmp_path: Path) -> None:
     other = write_tiny_model(tmp_path / "other", vocab_size=80)
-    with pytest.raises(ConfigError, match=r"drafter\.model .* vocabulary"):
+    with pytest.raises(ConfigError, match=r"drafter\.model .* vocabulary .*without a tokenizer\.json of each"):
         tiny_engine(target, drafter=draft_model(other))
+    ours, other = (padded(target, tmp_path / str(size), size, num_tokens=size) for size in (64, 80))
+    with pytest.raises(ConfigError, match=r"drafter\.model .* \(80 ids\) than the model \(64\); take"):
+        tiny_engine(ours, drafter=draft_model(other))
     with pytest.raises(ConfigError, match=r"drafter\.model"):
         DrafterConfig(kind="draft_model")
     short = write_tiny_model(tmp_path / "short", vocab_size=VOCABULARY, max_position_embeddings=64)
