@@ -227,7 +227,7 @@ def test_config_check_looks_at_this_machine_unless_told_not_to_and_serve_before_
         assert run.exception is None or isinstance(run.exception, SystemExit), run.output
         return run.exit_code, run.output
 
-    fine = f"{file}: fine\nThis machine can serve it.\n"
+    fine = f"{file}: fine, and this machine can serve it.\n"
     assert check() == (0, fine)
     with monkeypatch.context() as machine:
         machine.setattr(Machine, "here", lambda: Machine(2, 8 * GIB, (GIB,)))
@@ -235,9 +235,8 @@ def test_config_check_looks_at_this_machine_unless_told_not_to_and_serve_before_
         assert code == 0 and "hint: applications[0].args.pools.monolith.num_gpus is 0" in output
     args["model"]["chat_template"] = "smollm2-tools"  # ChatML, with a system prompt of another model
     code, output = check()
-    assert code == 0 and output.startswith(
-        f"{fine}hint: model.chat_template: smollm2-tools replaces the template of the model's"
-    )
+    assert code == 0 and output.endswith(fine)
+    assert output.startswith("hint: model.chat_template: smollm2-tools replaces the template of the model's")
     args["model"]["source"] = str(tmp_path / "missing")
     code, output = check()
     assert code == 1 and f"Error: {file}: applications[0].args.model.source: There is no folder" in output
