@@ -254,7 +254,7 @@ def _own_referee(words: Sequence[str]) -> Iterator["subprocess.Popen[bytes] | No
     help="Answers that may wait to be computed again.",
 )
 def watch_referee(host: str, port: int, max_queue: int, **options: Any) -> None:
-    """Judge what proxies send: `/` shows the state, /report what was found, /metrics is for Prometheus."""
+    """Judge what proxies send: `/` shows verdicts and findings, /metrics is for Prometheus."""
     from deploy.run.ports import free_port
     from deploy.watch.app import run_referee
     from serve_app.config.serve_file import HttpOptions

@@ -26,7 +26,6 @@ class ReportTable:
 
     numbers: columns that are aligned on the right.
     whole: columns whose texts are not broken into lines, on a terminal.
-    optional: columns that a narrow page leaves out.
     """
 
     title: str
@@ -34,7 +33,6 @@ class ReportTable:
     rows: Sequence[Sequence[str | Cell]]
     numbers: Collection[int] = ()
     whole: Collection[int] = ()
-    optional: Collection[int] = ()
 
     def cells(self) -> Iterator[list[Cell]]:
         """The rows."""
@@ -61,15 +59,16 @@ class Shown:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """A line through points (time, value), with level lines at `marks`; a terminal leaves it out.
+    """A line through points (time, value), and the band in which each should lie; a terminal leaves it out.
 
+    band: lowest and highest value for each point.
     first: what the axis says at its beginning.
     last: at its end.
     """
 
     label: str
     points: Sequence[tuple[float, float]]
-    marks: Sequence[float]
+    band: Sequence[tuple[float, float]]
     first: str
     last: str
 

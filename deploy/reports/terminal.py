@@ -39,14 +39,13 @@ def _print_shown(block: Shown, out: Console) -> None:
 
 
 def table(shown: ReportTable) -> Table:
-    """A table as rich prints it, without the columns that a narrow page leaves out."""
+    """A table as rich prints it."""
     made = Table(title=Text(shown.title) if shown.title else None, title_justify="left")
-    places = [place for place in range(len(shown.columns)) if place not in shown.optional]
-    for place in places:
+    for place, name in enumerate(shown.columns):
         justify = "right" if place in shown.numbers else "left"
-        made.add_column(Text(shown.columns[place]), justify=justify, overflow="fold", no_wrap=place in shown.whole)  # type: ignore[arg-type]
+        made.add_column(Text(name), justify=justify, overflow="fold", no_wrap=place in shown.whole)  # type: ignore[arg-type]
     for row in shown.cells():
-        made.add_row(*(Text(row[place].text, style=_STYLES[row[place].kind]) for place in places))
+        made.add_row(*(Text(cell.text, style=_STYLES[cell.kind]) for cell in row))
     return made
 
 

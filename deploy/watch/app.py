@@ -1,7 +1,9 @@
-"""The referee over HTTP: what proxies send comes in; verdicts, report, metrics and the status page go out."""
+"""The referee over HTTP: what proxies send comes in; verdicts, the report as a page, and metrics go out."""
 
 import asyncio
-from typing import Any
+import base64
+import hashlib
+from importlib import resources
 
 import uvicorn
 from fastapi import FastAPI, Request
@@ -14,24 +16,23 @@ from deploy.watch.referee import Referee, RefereeOptions
 from deploy.watch.report import document
 from deploy.watch.run import running_referee
 from serve_app.errors import UnknownVerdict, reply_for
-from serve_app.page.feed import StatusFeed
-from serve_app.page.page_routes import add_page
 
 _MOST_BYTES = 256 * 2**20  # of a batch
+_LIVE = (resources.files("deploy.watch") / "live.js").read_text(encoding="utf-8")
+_LIVE_PAGE = (
+    '<p id="stale" role="alert" hidden>The referee does not answer; what is shown is its last report.</p>'
+    '<footer><a href="report">this report as a file</a> <a href="report.json">as JSON</a> '
+    f'<a href="metrics">metrics</a></footer><script>{_LIVE}</script></body>'
+)
+_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+    f"script-src 'sha256-{base64.b64encode(hashlib.sha256(_LIVE.encode()).digest()).decode()}'"
+)
 
 
 def referee_app(referee: Referee) -> FastAPI:
     """The routes of one referee."""
     app = FastAPI(title="truespec watch", docs_url=None, redoc_url=None, openapi_url=None)
-
-    async def status() -> dict[str, Any]:
-        return referee.status()
-
-    async def history() -> dict[str, Any]:
-        return referee.history()
-
-    add_page(app, StatusFeed(status, history))
-
     _add_pages(app, referee)
     _add_exchange_routes(app, referee)
     return app
@@ -46,6 +47,11 @@ def _add_pages(app: FastAPI, referee: Referee) -> None:
     async def show_metrics() -> Response:
         content, media_type = referee.sink.exposition()
         return Response(content, headers={"content-type": media_type})
+
+    @app.get("/")
+    async def show_page() -> Response:
+        live = page(document(referee.report())).replace("</body>", _LIVE_PAGE)
+        return HTMLResponse(live, headers={"cache-control": "no-store", "content-security-policy": _POLICY})
 
     @app.get("/report")
     async def show_report() -> Response:

@@ -16,11 +16,11 @@ from deploy.watch.served_answers import ExchangeReader
 from serve_app.backends.base import ModelInfo, Replayed
 from serve_app.guard.referee_counts import RefereeCounts, count_controls
 from serve_app.page.history import by_label
-from serve_app.page.status import StatusBook
 from serve_app.referee.answer import Answer
 from serve_app.referee.controls import Controls
 from serve_app.referee.detectors import Alarm, by_stratum
 from serve_app.referee.drift import TokenDrift
+from serve_app.referee.found import Side
 from serve_app.referee.judgement import Judge, Judgement, as_processed
 from serve_app.referee.measures import Measures, Windows
 from serve_app.referee.replay_checker import ReplayChecker
@@ -68,7 +68,9 @@ class RefereeOptions:
 class WatchFinding:
     """The first finding of a detector.
 
+    side: to which the mean is shifted; "" = to both, or to none.
     num: times that it was found since.
+    last_at: the last time.
     """
 
     alarm: str
@@ -80,12 +82,20 @@ class WatchFinding:
     tokens: int  # of the stratum, judged until then
     tokens_in_all: int
     example: dict[str, Any]
+    side: Side
+    last_at: float
     num: int = 1
 
     @property
     def found(self) -> str:
         """In a few words."""
         return f"{self.alarm} ({self.stratum})"
+
+    def again(self, at: float, side: Side) -> None:
+        """Note that the same fault goes on."""
+        self.num += 1
+        self.last_at = max(self.last_at, at)
+        self.side = side if side == self.side else ""
 
 
 class Referee:
@@ -124,15 +134,6 @@ class Referee:
             ended=counts.ended,
             verified=self._controls.offer,
         )
-        about = {
-            "model": options.served,
-            "topology": "watched",
-            "drafter": "unknown",
-            "replay_share": 1.0,
-            "max_tme": options.tolerance.max_tme,
-            "verifies": False,
-        }
-        self._status = StatusBook(about, self.sink, time.time)
         self.findings: OrderedDict[tuple[str, str, str], WatchFinding] = OrderedDict()
         self.unread = Reasons()
         self._began_at = time.time()
@@ -151,7 +152,6 @@ class Referee:
     async def _note_forever(self) -> None:
         while True:
             self._counts.set_gauges(self._checker)
-            self._status.note()
             await asyncio.sleep(_NOTE_EVERY_S)
 
     def take(self, batch: ExchangeBatch) -> None:
@@ -204,14 +204,15 @@ class Referee:
         self._counts.alarmed(alarm, replica, case)
         key = alarm.name, alarm.stratum, replica
         if key in self.findings:
-            self.findings[key].num += 1  # the same fault goes on; once is enough for the log
+            self.findings[key].again(case.answer.began_at, alarm.side)
         elif len(self.findings) < _KEPT_FINDINGS:
             tokens = self._judged.by_stratum[alarm.stratum].num_tokens
             example = self.show(case)
             answers = self._judged.num_answers
             _logger.warning("%s is wrong: %s in stratum %s", replica, alarm.name, alarm.stratum)
+            at = case.answer.began_at
             self.findings[key] = WatchFinding(
-                *key, case.answer.began_at, alarm.evidence_since, answers, tokens, self.num_tokens, example
+                *key, at, alarm.evidence_since, answers, tokens, self.num_tokens, example, alarm.side, at
             )
 
     def show(self, case: Case) -> dict[str, Any]:
@@ -253,14 +254,6 @@ class Referee:
     def verdict(self, reply_id: str) -> dict[str, Any] | None:
         """Return what is known of a reply, as `GET /v1/verdicts/ID` returns it; None = nothing."""
         return self._book.verdicts.reply(reply_id)
-
-    def status(self) -> dict[str, Any]:
-        """Return what the status page shows."""
-        return self._status.render({"replicas": [], **self._book.overview()})
-
-    def history(self) -> dict[str, Any]:
-        """The status page's last hour."""
-        return self._status.history()
 
     def report(self) -> dict[str, Any]:
         """Return all findings, as JSON."""

@@ -1,22 +1,26 @@
 """A referee's report, with the probes of an audit where there are some, as the report that terminal and page show."""
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from deploy.reports.model import Block, Cell, Document, Kind, ReportSection, ReportTable, Shown, Timeline
 from deploy.watch import sentences
+from deploy.watch.faults import ADVICE, Finding, by_test, faults, side_of
 from deploy.watch.probes.trial import ProbeVerdict
 from deploy.watch.sentences import NOTHING, Report, count, measured, moment, number, plain
+from serve_app.referee.found import meaning_of
 from serve_app.referee.strata import STRATA
 from serve_app.telemetry.metric_names import (
     DISTRIBUTIONS,
     READ_RESULTS,
-    REPLAY_ALARMS,
     REPLAY_RESULTS,
     VERDICTS,
     WATCHED_RESULTS,
 )
+from speculative.request import SURPRISAL_CLIP_NATS
 
 MEASURES = {
     "tme": ("TME", "mean exp|g - t|", "NeMo-RL token_mult_prob_error"),
@@ -54,7 +58,8 @@ _FIGURES = {
     "probability_z": "p(y) z",
     "surprisal_z": "-log p z",
 }
-"""Columns of the tables by stratum and replica; a page has all measures as well."""
+"""Columns of the tables by stratum and replica; the JSON has all measures."""
+_ERRORS = 4.0  # standard errors that a mean may be off by chance
 _MOST_SUSPECT = 5  # shown; the JSON has all
 
 
@@ -72,9 +77,10 @@ def document(report: Report) -> Document:
         [f"{note}." for note in sentences.notes(report)],
         [
             ReportSection("Probes", _probes(report)),
-            ReportSection("Findings", [_finding(group) for group in _grouped(report["findings"])]),
-            ReportSection(f"Answers that are suspect by themselves{of_all}", [_example(one) for one in suspect]),
+            ReportSection("Findings", [_fault(fault) for fault in faults(report["findings"])]),
+            ReportSection("Verdicts on answers by themselves", _verdicts(report["answers"]["verdicts"])),
             *_measures(report),
+            ReportSection(f"Answers that are suspect by themselves{of_all}", [_example(one) for one in suspect]),
             ReportSection("What became of it", _outcomes(report)),
             ReportSection("Tolerance", [_tolerance(report["tolerance"])]),
         ],
@@ -108,28 +114,28 @@ def _probes(report: Report) -> list[Block]:
     return [ReportTable("", ("probe", "verdict", "what was seen", "requests"), rows, (3,)), *found]
 
 
-def _grouped(findings: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
-    """Findings of one alarm that the same answer brought up, in several strata, together."""
-    groups: dict[tuple[str, str, str], list[Mapping[str, Any]]] = {}
-    for one in findings:
-        groups.setdefault((one["alarm"], one["replica"], one["example"]["id"]), []).append(one)
-    return list(groups.values())
-
-
-def _finding(group: Sequence[Mapping[str, Any]]) -> Shown:
-    first = group[0]
-    facts = {
-        "means": REPLAY_ALARMS.get(first["alarm"], NOTHING),
-        "replica": plain(first["replica"]),
+def _fault(findings: Sequence[Finding]) -> Shown:
+    """One cause, with each test that it made fire."""
+    first, tests = findings[0], by_test(findings)
+    facts = {name: _in_words(own) for name, own in tests.items()} | {
+        "replica": plain(", ".join(sorted({one["replica"] for one in findings}))),
         "found": f"after {count(first['answers'], 'answer')}, by one of {moment(first['at'])}; the evidence begins "
-        f"{moment(min(one['evidence_since'] for one in group))}",
+        f"{moment(min(one['evidence_since'] for one in findings))}",
+        "what to do": ADVICE[next(iter(tests))],
     }
-    strata = {
-        plain(one["stratum"]): f"{STRATA.get(one['stratum'], NOTHING)}: after {count(one['tokens'], 'token')}, "
-        f"seen {_times(one['num'])}"
-        for one in group
-    }
-    return Shown(first["alarm"], facts | strata, "an answer that shows it", _example(first["example"]))
+    sides = dict.fromkeys(filter(None, map(side_of, tests.values())))
+    title = ", ".join(tests) + (f" ({', '.join(sides)})" if sides else "")
+    return Shown(title, facts, "an answer that shows it", _example(first["example"]))
+
+
+def _in_words(findings: Sequence[Finding]) -> str:
+    """Return what one test found, and among which tokens."""
+    first = next((one for one in findings if one["stratum"] == "all"), findings[0])
+    times = _times(sum(one["num"] for one in findings if one["stratum"] == first["stratum"]))
+    others = dict.fromkeys(plain(one["stratum"]) for one in findings if one["stratum"] != first["stratum"])
+    also = f"; also among {', '.join(others)}" if others else ""
+    found = f"{meaning_of(first['alarm'], side_of(findings))}; among {plain(first['stratum'])} after "
+    return f"{found}{count(first['tokens'], 'token')}, {times}{also}"
 
 
 def _example(example: Mapping[str, Any]) -> dict[str, str]:
@@ -154,53 +160,80 @@ def _worst_token(token: Mapping[str, Any]) -> str:
 
 
 def _measures(report: Report) -> list[ReportSection]:
-    overall, tolerance = report["all"], report["tolerance"]
+    overall = report["all"]
     if not overall["tokens"]:
         return []
+    tolerated = {name: partial(_tolerated, name, report) for name in ("tme", *TERMS)}
     title = f"{count(overall['compared'], 'token')} with a logprob: g served, t replayed, r = exp(t - g)"
     rows = [(name, measured(key, overall[key]), what, theirs) for key, (name, what, theirs) in MEASURES.items()]
     measures = _table(title, ("measure", "value", "is", "trainers call it"), rows, (1,))
-    shift = tolerance["distribution"]
     terms = [
-        (name, measured(name, overall[name]), measured(f"{name}_z", overall[f"{name}_z"]), f"± {shift:g}", what)
+        (
+            name,
+            measured(name, overall[name]),
+            measured(f"{name}_z", overall[f"{name}_z"]),
+            f"± {tolerated[name](overall):.2g}" if overall["drawn"] else NOTHING,
+            what,
+        )
         for name, what in TERMS.items()
     ]
     title = f"{count(overall['drawn'], 'token')} against the distribution"
     drawn = _table(title, ("term", "mean", "z", "tolerated", "is"), terms, (1, 2, 3))
     lines = [
-        _over_time(report["windows"], "tme", "TME", (tolerance["max_tme"],)),
-        _over_time(report["windows"], "surprisal", "surprisal minus its mean, nats", (-shift, shift)),
+        _over_time(report["windows"], "tme", "TME", 1.0, tolerated["tme"]),
+        _over_time(report["windows"], "surprisal", "surprisal minus its mean, nats", 0.0, tolerated["surprisal"]),
     ]
+    alarmed = {one["stratum"] for one in report["findings"]}, {one["replica"] for one in report["findings"]}
     return [
-        ReportSection("Logprobs and distribution", [measures, drawn]),
-        ReportSection("By stratum", [_by_group(report["strata"])]),
-        ReportSection("By replica", [_by_group(report["replicas"])]),
         ReportSection("By time", [line for line in lines if line is not None]),
+        ReportSection("By stratum", [_by_group(report["strata"], alarmed[0])]),
+        ReportSection("By replica", [_by_group(report["replicas"], alarmed[1])]),
+        ReportSection("Logprobs and distribution", [measures, drawn]),
     ]
 
 
-def _by_group(groups: Mapping[str, Mapping[str, Any]]) -> ReportTable:
-    """Figures of each group, one a row."""
-    more = {key: name for key, (name, _, _) in MEASURES.items() if key not in _FIGURES}
-    names = {**_FIGURES, "compared": "compared", **more}
+def _tolerated(name: str, report: Report, figures: Mapping[str, Any]) -> float:
+    """Return how far a mean over so many tokens may be from where it would be without rounding: by rounding, and by
+    chance. Chance goes by the spread of these tokens or of all, whichever is larger: few tokens show too little."""
+    overall, tolerance, key = report["all"], report["tolerance"], "compared" if name == "tme" else "drawn"
+    shift = tolerance["distribution"] * (SURPRISAL_CLIP_NATS if name == "surprisal" else 1.0)
+    usual = overall[f"{name}_error"] * math.sqrt(overall[key] / figures[key])
+    by_chance = _ERRORS * max(figures[f"{name}_error"], usual)
+    return float(by_chance + (tolerance["max_tme"] - 1 if name == "tme" else shift))
+
+
+def _by_group(groups: Mapping[str, Mapping[str, Any]], alarmed: Collection[str]) -> ReportTable:
+    """Figures of each group, one a row; those with an alarm are marked."""
     rows: list[Sequence[str | Cell]] = [
         (
-            Cell(plain(group), detail=STRATA.get(group, "")),
-            *(number(of[key]) if key in ("tokens", "compared") else measured(key, of[key]) for key in names),
+            Cell(plain(group), "bad" if group in alarmed else "", STRATA.get(group, "")),
+            number(of["tokens"]),
+            *(measured(key, of[key]) for key in list(_FIGURES)[1:]),
         )
         for group, of in groups.items()
     ]
-    columns = range(1, 1 + len(names))
-    return ReportTable("", ("", *names.values()), rows, columns, columns, optional=columns[len(_FIGURES) :])
+    columns = range(1, 1 + len(_FIGURES))
+    return ReportTable("", ("", *_FIGURES.values()), rows, columns, columns)
 
 
-def _over_time(windows: Sequence[Mapping[str, Any]], key: str, name: str, marks: Sequence[float]) -> Timeline | None:
-    points = [(window["from"], window[key]) for window in windows if window[key] is not None]
-    if not points:
+def _over_time(
+    windows: Sequence[Mapping[str, Any]], key: str, name: str, ideal: float, tolerated: Callable[[Any], float]
+) -> Timeline | None:
+    shown = [window for window in windows if window[key] is not None]
+    if not shown:
         return None
-    label = f"{name}: means over {windows[0]['seconds']:g} s; the lines are what is tolerated"
+    label = f"{name}: means over {shown[0]['seconds']:g} s; the band is what rounding and chance explain of such means"
+    points = [(window["from"], window[key]) for window in shown]
+    around = [tolerated(window) for window in shown]
+    band = [(ideal - (0.0 if key == "tme" else one), ideal + one) for one in around]
     first, last = (moment(points[place][0]) for place in (0, -1))
-    return Timeline(label, points, marks, first, last if len(points) > 1 else "")
+    return Timeline(label, points, band, first, last if len(points) > 1 else "")
+
+
+def _verdicts(counts: Mapping[str, float]) -> list[Block]:
+    shades: Mapping[str, Kind] = {"verified": "ok", "suspect": "bad"}
+    rows = [(Cell(name, shades.get(name, "")), number(num), VERDICTS[name]) for name, num in counts.items() if num]
+    return [ReportTable("", ("verdict", "answers", "is"), rows, (1,), (1,))] if rows else []
 
 
 def _outcomes(report: Report) -> list[Block]:
@@ -211,15 +244,14 @@ def _outcomes(report: Report) -> list[Block]:
         ("answers", {name: answers.get(name, 0) for name in _ANSWERS}, _ANSWERS),
         ("replays", answers["replays"], REPLAY_RESULTS),
         ("distributions", answers["distributions"], DISTRIBUTIONS),
-        ("verdicts", answers["verdicts"], VERDICTS),
     ]
     rows = [
         (group, plain(name), number(num), meanings.get(name, ""))
         for group, results, meanings in groups
         for name, num in results.items()
-        if num or group == "answers"
+        if num
     ]
-    tables: list[Block] = [_table("", ("", "result", "number", ""), rows, (2,))]
+    tables: list[Block] = [_table("", ("", "result", "number", ""), rows, (2,))] if rows else []
     for title, reasons in (("Unreadable", report["unreadable"]), ("Untested", report["untested"])):
         if reasons:
             shown = [(plain(why), number(num)) for why, num in reasons.items()]
@@ -233,7 +265,8 @@ def _tolerance(tolerance: Mapping[str, Any]) -> dict[str, str]:
         "from": plain(tolerance["source"]),
         "TME": f"at most {tolerance['max_tme']:g}",
         "logits": f"shifted by at most {tolerance['edge_nats']:g} nats",
-        "distribution": f"means of the terms at most {tolerance['distribution']:g} from 0",
+        "distribution": f"means at most {tolerance['distribution']:g} from 0 by rounding, and of surprisals "
+        f"{tolerance['distribution'] * SURPRISAL_CLIP_NATS:g} nats",
     }
     return facts | ({"measured": plain(json.dumps(tolerance["measured"]))} if tolerance["measured"] else {})
 

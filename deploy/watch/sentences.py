@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from deploy.reports.model import Kind as Shade
-from serve_app.telemetry.metric_names import REPLAY_ALARMS
+from serve_app.referee.found import meaning_of
 
 Report = Mapping[str, Any]
 """Return value of `Referee.report`."""
@@ -47,7 +47,7 @@ def _alarm_sentence(findings: Iterable[Mapping[str, Any]]) -> str:
     where = "" if first["stratum"] == "all" else f" of the stratum {first['stratum']}"
     others = sorted({one["alarm"] for one in found} - {first["alarm"]})
     also = f"; also found: {', '.join(others)}" if others else ""
-    says = REPLAY_ALARMS.get(first["alarm"], first["alarm"])
+    says = meaning_of(first["alarm"], first["side"])
     return f"An alarm: {says} ({first['alarm']}), after {count(first['tokens'], 'token')}{where}{also}"
 
 

@@ -7,6 +7,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
+from serve_app.referee.found import LOOK_AT, meaning_of
 from serve_app.referee.incidents import IncidentKind
 from serve_app.referee.strata import STRATA
 from serve_app.telemetry.metric_names import REPLAY_ALARMS, TRIP_REASONS
@@ -96,7 +97,9 @@ def _title(alert: str) -> str:
 def explained(incident: dict[str, Any]) -> dict[str, Any]:
     """Return a trip or an alarm, as the referee reports it, with its alert's title, what it means and what to do."""
     alert, meanings = _INCIDENTS[incident["kind"]]
+    is_replay = incident["kind"] == "replay"
     meaning = meanings.get(incident["name"], incident["name"])
+    meaning = meaning_of(incident["name"], incident["side"]) if is_replay else meaning
     if strata := incident["strata"]:
         more = f", and {len(strata) - _NAMED_STRATA} more" if len(strata) > _NAMED_STRATA else ""
         meaning += f"; found among: {', '.join(STRATA[stratum] for stratum in strata[:_NAMED_STRATA])}{more}"
@@ -105,6 +108,6 @@ def explained(incident: dict[str, Any]) -> dict[str, Any]:
         "title": said.title,
         "words": LABEL_NAMES.get(incident["name"], ""),
         "meaning": meaning,
-        "effect": said.effect,
+        "effect": f"Look first at {LOOK_AT[incident['name']]}. {said.effect}" if is_replay else said.effect,
         "runbook": alert,
     }

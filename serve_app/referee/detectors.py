@@ -6,8 +6,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from serve_app.referee.draws import DrawResult, DrawTest
-from serve_app.referee.drift import Cusum, TokenDrift, request_drifted
+from serve_app.referee.drift import Cusum, Lean, TokenDrift, request_drifted
 from serve_app.referee.evidence import CalibrationTest, DriftTest
+from serve_app.referee.found import Side
 from serve_app.referee.shift import ShiftTest
 from serve_app.referee.strata import KNOWN_AFTERWARDS, STRATA
 from serve_app.referee.tolerance import Tolerance
@@ -41,11 +42,13 @@ class SeenToken:
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """The finding of a detector in a stratum, and when the evidence of it began (unix seconds)."""
+    """The finding of a detector in a stratum, when the evidence of it began (unix seconds), and to which side the
+    mean is shifted."""
 
     name: str
     stratum: str
     evidence_since: float
+    side: Side = ""
 
 
 class ReplicaWatch:
@@ -53,6 +56,7 @@ class ReplicaWatch:
 
     def __init__(self, tolerance: Tolerance) -> None:
         self._cusums: defaultdict[str, Cusum] = defaultdict(Cusum)
+        self._leans: defaultdict[str, Lean] = defaultdict(Lean)
         self._jumps: defaultdict[str, DriftTest] = defaultdict(
             lambda: DriftTest(tolerance.jump_nats, _JUMP_RATE, _DELTA)
         )
@@ -80,6 +84,7 @@ class ReplicaWatch:
         risen = cusum.add((drift.excess for drift in drifts), tolerance, at)
         jumps.add((drift.nats for drift in drifts), at)
         shifts.add((token.move for token in tokens if token.move is not None), at)
+        self._leans[stratum].add(drifts)
         found = [cusum.evidence_since] if risen else []
         if jumps.alarm:
             found.append(jumps.evidence_since)
@@ -88,7 +93,7 @@ class ReplicaWatch:
             found.append(shifts.evidence_since)
             del self._shifts[stratum]
         if found:
-            yield Alarm("drift", stratum, min(found))
+            yield Alarm("drift", stratum, min(found), self._leans.pop(stratum).side)
 
     def _is_drawn_wrongly(self, stratum: str, tokens: Sequence[SeenToken], at: float) -> Iterator[Alarm]:
         test = self._draws[stratum]
@@ -106,7 +111,7 @@ class ReplicaWatch:
         test = self._distributions[stratum]
         test.add(rows, greedy=greedy, at=at)
         if test.alarm is not None:
-            yield Alarm(test.alarm, stratum, test.evidence_since)
+            yield Alarm(test.alarm, stratum, test.evidence_since, test.side)
             del self._distributions[stratum]
 
 

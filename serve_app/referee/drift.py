@@ -8,8 +8,11 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
+from serve_app.referee.found import Side
+
 _CLIP_NATS = 10.0  # a single larger drift would dominate the sum
 _UNMISTAKABLE = 4.0  # no rounding moves a logprob by so many times `Tolerance.jump_nats`
+_LEANS = 4.0  # standard deviations of a sum without side
 _REQUEST_FACTOR = 4.0  # a single request may drift so many times the tolerance: it is an average over few tokens
 
 
@@ -84,6 +87,26 @@ class Cusum:
             if self._sum >= self._bound:
                 raised, self._sum, self.evidence_since = True, 0.0, self._zero_at
         return raised
+
+
+class Lean:
+    """The side to which served logprobs lie from replayed ones on average, beyond chance."""
+
+    def __init__(self) -> None:
+        self._sum = self._squares = 0.0
+
+    def add(self, drifts: Iterable[TokenDrift]) -> None:
+        """Take in tokens."""
+        apart = [math.log(drift.ratio) for drift in drifts]
+        self._sum += math.fsum(apart)
+        self._squares += math.fsum(one * one for one in apart)
+
+    @property
+    def side(self) -> Side:
+        """Return where they lie; "" = on neither."""
+        if abs(self._sum) < _LEANS * math.sqrt(self._squares) or not self._squares:
+            return ""
+        return "low" if self._sum > 0 else "high"
 
 
 class NoiseFloor:

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from serve_app.referee.found import Side
 from speculative.request import SURPRISAL_CLIP_NATS, ReplayedToken
 from speculative.selfcheck.eprocess import EProcess, FreshStarts
 
@@ -139,6 +140,15 @@ class CalibrationTest:
         """Return which test found the tokens at fault: support, greedy, unlikely, probability or surprisal; None when
         none did."""
         return self._found[0] if self._found else None
+
+    @property
+    def side(self) -> Side:
+        """Return whether the tokens are as if drawn at a higher or a lower temperature; "" = no such test found them
+        at fault."""
+        if self.alarm not in ("probability", "surprisal"):
+            return ""
+        likelier = self._probability.is_above if self.alarm == "probability" else not self._surprisal.is_above
+        return "colder" if likelier else "hotter"
 
     @property
     def evidence_since(self) -> float:

@@ -6,6 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from serve_app.referee.detectors import Alarm
+from serve_app.referee.found import Side
+
 _KEPT = 40  # different ones
 
 IncidentKind = Literal["trip", "canary", "selfcheck", "invariant", "logprobs", "replay", "independent"]
@@ -23,6 +26,7 @@ class Incident:
     num: float
     strata: tuple[str, ...] = ()  # in which replays found it
     suspect_since: float | None = None  # of a trip or a canary: answers that ended after this are suspect
+    side: Side = ""  # to which replays found a mean shifted; "" = to both, or to none
 
     def to_wire(self) -> dict[str, Any]:
         """For the status page."""
@@ -48,17 +52,20 @@ class IncidentLog:
         *,
         num: float = 1,
         at: float | None = None,
-        strata: tuple[str, ...] = (),
+        alarm: Alarm | None = None,
         suspect_since: float | None = None,
     ) -> None:
-        """Something was found wrong; `at` = now."""
+        """Something was found wrong, by an alarm of replays or otherwise; `at` = now."""
         key = (kind, name, replica)
         at = self._clock() if at is None else at
         first_at, before = at, self._known.pop(key, None)
+        strata: tuple[str, ...] = () if alarm is None else (alarm.stratum,)
+        side: Side = "" if alarm is None else alarm.side
         if before is not None:
             first_at, num = before.first_at, before.num + num
             strata = tuple(dict.fromkeys(before.strata + strata))
-        self._known[key] = Incident(kind, name, replica, first_at, at, num, strata, suspect_since)
+            side = side if side == before.side else ""
+        self._known[key] = Incident(kind, name, replica, first_at, at, num, strata, suspect_since, side)
         while len(self._known) > _KEPT:
             self._known.popitem(last=False)
 

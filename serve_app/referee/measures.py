@@ -38,6 +38,7 @@ class Measures:
     ratio_squared: float = 0.0
     absolute: float = 0.0
     excess: float = 0.0
+    excess_squared: float = 0.0
     k3: float = 0.0
     largest_nats: float = 0.0
     num_high: int = 0
@@ -62,6 +63,7 @@ class Measures:
             self.ratio_squared += drift.ratio**2
             self.absolute += drift.nats
             self.excess += drift.excess
+            self.excess_squared += drift.excess**2
             self.k3 += drift.gen_kl
             self.largest_nats = max(self.largest_nats, drift.nats)
             self.num_high += drift.ratio > _HIGH
@@ -86,6 +88,7 @@ class Measures:
         compared, terms = self.num_compared, self.num_terms
         drift = {
             "tme": 1 + _mean(self.excess, compared),
+            "tme_error": _error(self.excess_squared, compared),
             "k1": -_mean(self.log_ratio, compared),
             "k3": _mean(self.k3, compared),
             "mean_ratio": _mean(self.ratio, compared),
@@ -101,6 +104,8 @@ class Measures:
             "probability_z": _z(self.probability, self.probability_squared),
             "surprisal": _mean(self.surprisal, terms),
             "surprisal_z": _z(self.surprisal, self.surprisal_squared),
+            "probability_error": _error(self.probability_squared, terms),
+            "surprisal_error": _error(self.surprisal_squared, terms),
         }
         return {
             "tokens": self.num_tokens,
@@ -144,6 +149,11 @@ class Windows:
 
 def _mean(total: float, num: float) -> float:
     return total / num if num else 0.0
+
+
+def _error(squares: float, num: int) -> float:
+    """Return the standard error of a mean of terms with mean 0."""
+    return math.sqrt(squares) / num if num else 0.0
 
 
 def _z(total: float, squares: float) -> float:

@@ -162,7 +162,7 @@ class ReplicaBook:
         return reported
 
     def _alarm(self, name: str, replica: _Replica, found: Alarm, case: Case) -> None:
-        self.incidents.note("replay", found.name, name, strata=(found.stratum,))
+        self.incidents.note("replay", found.name, name, alarm=found)
         _logger.warning("replays show that %s is wrong: %s in stratum %s", name, found.name, found.stratum)
         replica.findings.append(Finding(name, found.name, found.stratum, case.answer.began_at, found.evidence_since))
         self._alarmed(found, name, case)

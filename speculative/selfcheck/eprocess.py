@@ -55,6 +55,8 @@ class FreshStarts:
         self._at: float | None = None
         self.evidence_since = 0.0
         """Seconds at which the evidence of the last alarm began: the minimum of the winner's lifelong process."""
+        self.winner = 0
+        """Index of the stake that had won most at the last alarm."""
         self.restart()
 
     def restart(self) -> None:
@@ -81,8 +83,9 @@ class FreshStarts:
         alarm = bool(near and (log_wealth(self._products) >= self._thresholds).any())
         due = self._counts >= self._periods
         if alarm:
-            winner = (log_wealth(self._products) - self._thresholds).argmax()
-            self.evidence_since = float(self._low_at[self._products[winner].argmax()])
+            richest = (log_wealth(self._products) - self._thresholds).argmax()
+            self.winner = int(self._products[richest].argmax())
+            self.evidence_since = float(self._low_at[self.winner])
             self.restart()
         elif due.any():
             self._begin(due)
@@ -131,6 +134,11 @@ class EProcess:
     def evidence_since(self) -> float:
         """Return it as `FreshStarts` does."""
         return self._processes.evidence_since
+
+    @property
+    def is_above(self) -> bool:
+        """Return whether the alarm is for a mean above the claim, not below it."""
+        return bool(self._stakes[self._processes.winner] > 0)
 
     def add(self, values: Floats, at: float = 0.0) -> None:
         """Take in values [N], each within [-1, 1], drawn at that time."""

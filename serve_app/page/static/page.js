@@ -75,7 +75,7 @@ function drawTroubles() {
 
 /** One trip or alarm: what, when, where, what it means, what to do first. */
 function incidentOf(one) {
-  const pool = poolOf(one.replica), watched = status.about.topology === "watched"; // whose replicas report nothing here
+  const pool = poolOf(one.replica);
   const times = one.num > 1 ? ` · ${plural(one.num, "time")} since ${clock(one.first_at)}` : "";
   const suspect = one.suspect_since === null || one.at - one.suspect_since < 1 ? ""
     : ` Answers of it that ended between ${clock(one.suspect_since)} and ${clock(one.at)} are suspect.`;
@@ -85,8 +85,7 @@ function incidentOf(one) {
       element("h3", {}, pill(one.title, "bad"), " ", one.words ? element("b", {}, one.words) : element("code", {}, one.name)),
       element("p", {}, `${one.meaning[0].toUpperCase()}${one.meaning.slice(1)}.`),
       element("p", {}, one.effect, suspect),
-      element("p", { class: "note" }, `${pool ? `${pool} ` : ""}replica `, element("b", {}, shortName(one.replica)), pool || watched ? "" : ", gone since", `${times} · `,
-        ...(watched ? [element("a", { href: "report" }, "report"), " · "] : []), runbook(one.runbook))));
+      element("p", { class: "note" }, `${pool ? `${pool} ` : ""}replica `, element("b", {}, shortName(one.replica)), pool ? "" : ", gone since", `${times} · `, runbook(one.runbook))));
 }
 
 function drawIncidents() {

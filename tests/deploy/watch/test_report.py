@@ -17,14 +17,14 @@ from rich.console import Console
 
 from deploy.exchange.exchanges import COMPLETIONS, Exchange, ExchangeBatch
 from deploy.reports.html_pages import page as html_page
+from deploy.reports.model import Shown
 from deploy.reports.terminal import print_document
 from deploy.watch.referee import Referee, RefereeOptions
 from deploy.watch.report import MEASURES, document
 from deploy.watch.sentences import headline, notes, plain, shortcomings
 from serve_app.backends.base import ModelInfo, Replayed
-from serve_app.referee.strata import STRATA
+from serve_app.referee.found import meaning_of
 from serve_app.referee.tolerance import Tolerance
-from serve_app.telemetry.metric_names import REPLAY_ALARMS
 from speculative.request import ReplayedToken, Request
 
 P = {10: 0.9, 11: 0.1}
@@ -153,7 +153,8 @@ def test_an_alarm_is_the_headline(wrong: dict[str, Any]) -> None:
     assert found.kind == "alarm"
     first = next(one for one in wrong["findings"] if one["stratum"] == "all")
     assert first["alarm"] in ("probability", "surprisal")
-    said = f"An alarm: {REPLAY_ALARMS[first['alarm']]} ({first['alarm']}), after {first['tokens']:,} tokens"
+    assert {one["side"] for one in wrong["findings"]} == {"hotter"}
+    said = f"An alarm: {meaning_of(first['alarm'], 'hotter')} ({first['alarm']}), after {first['tokens']:,} tokens"
     assert found.text.startswith(said)
     assert printed(wrong).startswith(f"{found.text}.\n")
     assert found.text in read_page(wrong).text
@@ -177,11 +178,8 @@ def test_a_finding_is_shown_with_its_stratum_replica_and_request(wrong: dict[str
     assert wrong["findings"]
     for finding in wrong["findings"]:
         for said in (page, terminal):
-            assert REPLAY_ALARMS[finding["alarm"]] in said
-            seen = "once" if finding["num"] == 1 else f"{finding['num']} times"
-            stratum = f"{STRATA[finding['stratum']]}: after {finding['tokens']:,} tokens, seen {seen}\n"
-            assert re.search(rf"\b{finding['stratum']}\s+{re.escape(stratum)}", said)
-            assert finding["example"]["id"] in said
+            assert meaning_of(finding["alarm"], "hotter") in said and finding["stratum"] in said
+    assert wrong["findings"][0]["example"]["id"] in page and wrong["findings"][0]["example"]["id"] in terminal
     for said in (page, terminal):
         assert "gpu-3" in said
         assert "top_p 0.95" in said and "max_tokens 50" in said
@@ -193,9 +191,41 @@ def test_a_finding_is_shown_with_its_stratum_replica_and_request(wrong: dict[str
             assert name in said and theirs in said, "the names that trainers use"
         assert "1.0000" in said, "the logprobs are right"
         assert f"{wrong['all']['surprisal']:.3g}" in said and f"{wrong['all']['surprisal_z']:.1f}" in said
-        assert "± 0.01" in said
-    drawn = re.findall(r'<polyline class="line" points="([^"]+)"', html_page(document(wrong)))
+        assert f"± {0.1 + 4 * wrong['all']['surprisal_error']:.2g}" in said, "1 % of the clipped 10 nats, and chance"
+    html = html_page(document(wrong))
+    drawn = re.findall(r'<polyline class="line" points="([^"]+)"', html)
     assert [len(line.split()) for line in drawn] == [len(wrong["windows"])] * 2 == [6, 6], "TME and surprisal"
+    assert html.count('class="dot outside"') == 6 and html.count('class="dot"') == 6, "surprisals are out of their band"
+
+
+@pytest.mark.parametrize("likelier", [0.9, 0.999])
+def test_means_of_a_sound_server_lie_within_their_band(
+    model: ModelInfo, likelier: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(P, 10, likelier)
+    monkeypatch.setitem(P, 11, 1 - likelier)
+    sound = answers(99, likelier)
+    report = report_on(model, [replace(one, began_at=BEGAN_AT + 7 * at) for at, one in enumerate(sound)])
+    html = html_page(document(report))
+    assert "No alarm" in html and 'class="dot outside"' not in html
+    assert html.count('class="dot"') == 2 * len(report["windows"]) > 60
+    assert max(abs(one["surprisal"]) for one in report["windows"]) > 0.01, "beyond what rounding alone explains of p(y)"
+
+
+def test_one_fault_is_one_card_with_advice_for_the_test_that_fired(model: ModelInfo) -> None:
+    """Wrong draws with right logprobs, on two replicas; later logprobs of a third that are 0.2 nats too low."""
+    hot = [replace(one, replica=f"r{1 + at % 2}") for at, one in enumerate(answers(120, 0.6))]
+    low = {"logprobs": {"token_logprobs": [-0.3] * 20}}
+    late = [exchange([10] * 20, f"late-{at}", 9000 + at, replica="r3", choice=low) for at in range(40)]
+    report = report_on(model, [*hot, *late])
+    tests = {(one["alarm"], one["side"]) for one in report["findings"] if one["replica"] == "r3"}
+    assert ("drift", "low") in tests
+    (first, second) = next(one.blocks for one in document(report).sections if one.title == "Findings")
+    assert isinstance(first, Shown) and isinstance(second, Shown)
+    assert "hotter" in first.title and first.facts["replica"] == "r1, r2"
+    assert "low" in second.title and second.facts["replica"] == "r3"
+    advice = [str(one.facts["what to do"]) for one in (first, second)]
+    assert "--default" in advice[0] and "calibrate" in advice[1]
 
 
 def test_what_cannot_be_read_or_tested_is_listed_with_its_reason(model: ModelInfo) -> None:
@@ -298,7 +328,7 @@ def test_what_a_server_says_is_shown_and_not_obeyed(model: ModelInfo) -> None:
     report = report_on(model, [wrong, unread, untested], {}, served=MARKUP, tolerance=tolerance)
     assert report["suspect"] and report["findings"] and report["untested"]
     reader = read_page(report)
-    assert reader.seen.count("b") == len({one["alarm"] for one in report["findings"]}), "ours only"
+    assert reader.seen.count("b") == 1, "ours only"
     shown = plain(MARKUP)
     assert "\x1b" not in shown and "\\x1b[31m" in shown
     for said in (reader.text, printed(report)):

@@ -1,5 +1,6 @@
 """Trips and alarms are remembered: what, where, when, how often, and no more than so many."""
 
+from serve_app.referee.detectors import Alarm
 from serve_app.referee.incidents import IncidentLog
 from tests.support.clock import Clock
 
@@ -10,9 +11,9 @@ def test_what_is_found_again_is_counted_and_comes_first() -> None:
     log.note("selfcheck", "a", "r2", at=2.0)
     log.note("selfcheck", "a", "r1", at=3.0, num=2)
     for stratum in ("all", "accepted", "all"):
-        log.note("replay", "drift", "r1", strata=(stratum,))
+        log.note("replay", "drift", "r1", alarm=Alarm("drift", stratum, 0.0, "low"))
     found, first, second = log.to_wire()
-    assert (found["strata"], found["num"]) == (("all", "accepted"), 3)
+    assert (found["strata"], found["num"], found["side"]) == (("all", "accepted"), 3, "low")
     assert (first["replica"], first["first_at"], first["at"], first["num"]) == ("r1", 1.0, 3.0, 3)
     assert (second["replica"], second["num"]) == ("r2", 1)
 
