@@ -16,8 +16,7 @@ from click.testing import CliRunner, Result
 from deploy.reports.progress import View
 from deploy.run import quiet
 from deploy.run.processes import process_tree
-from speculative.errors import ConfigError
-from tools.bench import engines, process, rounds
+from tools.bench import process, rounds
 from tools.bench.__main__ import main
 from tools.bench.command import BenchOptions, make_plan
 from tools.bench.engines import Launch, gpu_names, resolve
@@ -26,8 +25,6 @@ from tools.bench.rounds import BenchResult, run_bench
 from tools.bench.workers.channel import BatchOfPrompts
 
 pytestmark = pytest.mark.slow
-
-WAITING = ("OMP_WAIT_POLICY", "KMP_BLOCKTIME", "GOMP_SPINCOUNT")
 
 
 def plan(*names: str, **changes: Any) -> BenchPlan:
@@ -103,15 +100,6 @@ def test_a_prefix_hit_is_measured_on_prompts_that_were_just_answered(
     assert [one.name for one in left_out] == ["llama.cpp/plain"]
 
 
-def test_each_engine_has_its_threads_and_waits_as_it_likes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in WAITING:
-        monkeypatch.delenv(name, raising=False)
-    found, *_ = run_fakes(monkeypatch, tmp_path, {"fake/a": {}})
-    environment = found.samples[0].reported["environment"]
-    assert environment["OMP_NUM_THREADS"] == "3"
-    assert not [name for name in WAITING if name in environment]
-
-
 def test_an_engine_is_stopped_with_its_children_while_others_are_asked(tmp_path: Path) -> None:
     started = {"name": "fake/a", "log": str(tmp_path / "log"), "child": True}
     launch = Launch(EngineName.parse("fake/a"), "tests.support.fake_bench_worker", started, 1)
@@ -145,22 +133,6 @@ def test_engines_are_measured_with_each_number_of_threads(bench_model: Path) -> 
     }
     best_of = bench_options(bench_model, engines="ours/off,ours/ngram", threads="1,2", against="ours/ngram")
     assert make_plan(best_of, View()).against == ("ours/ngram:threads=1", "ours/ngram:threads=2")
-
-
-def test_vllm_runs_with_the_libraries_that_its_documentation_preloads(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    (tmp_path / "lib").mkdir()
-    openmp = tmp_path / "lib" / "libiomp5.so"
-    openmp.touch()
-    python = tmp_path / "python"  # has vllm, and names this folder as its environment
-    python.write_text(f"#!/bin/sh\ncase $2 in *prefix*) echo {tmp_path};; esac\n")
-    python.chmod(0o755)
-    monkeypatch.setattr(engines, "_view_for_vllm", lambda folder: folder)
-    launches, _ = resolve(plan("vllm/off", "vllm/off:preload=no", pythons={"vllm": str(python)}))
-    with_them, without = (launch.environment for launch in launches)
-    assert str(openmp) in with_them["LD_PRELOAD"].split(":")
-    assert "LD_PRELOAD" not in without
 
 
 BUSY = "import time; began = time.process_time()\nwhile time.process_time() < began + 1: pass"
@@ -234,18 +206,6 @@ def test_engines_of_the_same_weights_share_a_process_when_asked(bench_model: Pat
     )
 
 
-def test_no_engine_at_all_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="No engine could be started"):
-        run_fakes(monkeypatch, tmp_path, {"fake/a": {"fails_at": 0}})
-
-
-def test_an_engine_of_few_streams_is_not_asked_for_more(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    fakes: dict[str, dict[str, Any]] = {"fake/a": {}, "fake/b": {"max_streams": 1}}
-    found, _, reported = run_fakes(monkeypatch, tmp_path, fakes, streams=(1, 2))
-    assert {sample.engine for sample in found.samples if sample.case.streams == 2} == {"fake/a"}
-    assert any("without fake/b" in line for line in reported)
-
-
 def bench(model: Path, *options: object) -> Result:
     fixed = ["--model", model, "--dtype", "float32", "--threads", 1, "--kinds", "chat", "--tokens", 6]
     return CliRunner().invoke(main, [str(one) for one in [*fixed, *options]])
@@ -304,13 +264,6 @@ def bench_options(model: Path, **changes: Any) -> BenchOptions:
     return BenchOptions(**dict.fromkeys(BenchOptions.__annotations__) | given | changes)
 
 
-def test_a_gpu_plan_without_a_gpu_says_so_and_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    reported = CliRunner().invoke(main, ["--gpu"])
-    assert reported.exit_code == 1
-    assert "--gpu: torch sees no CUDA device here" in reported.output
-
-
 def test_a_gpu_plan_compares_drafters_with_and_without_graphs(
     monkeypatch: pytest.MonkeyPatch, bench_model: Path
 ) -> None:
@@ -324,19 +277,6 @@ def test_a_gpu_plan_compares_drafters_with_and_without_graphs(
     }
     assert graphs == {"ours/off": None, "ours/ngram": None, "ours/off:graphs=no": False, "ours/ngram:graphs=no": False}
     assert gpu_names("a head")[2] == "ours/eagle3"
-
-
-def test_two_services_behind_haproxy_share_no_port_and_no_file() -> None:
-    launches, left_out = resolve(
-        plan("served/ours:proxy=haproxy", "served/ours:port=8125:proxy=haproxy", "served/ours:port=8126")
-    )
-    assert not left_out
-    first, second, plain = (launch.environment for launch in launches)
-    assert first["RAY_SERVE_ENABLE_HA_PROXY"] == second["RAY_SERVE_ENABLE_HA_PROXY"] == "1"
-    places = {name for name in first if name.startswith("RAY_SERVE_HAPROXY_")}
-    assert places
-    assert not [name for name in places if first[name] == second[name]]
-    assert not [name for name in plain if name.startswith("RAY_SERVE_")]
 
 
 @pytest.mark.parametrize("worker", ["llama_engine", "vllm_engine"])

@@ -12,7 +12,7 @@ from deploy.exchange.prompts import KINDS
 from deploy.exchange.prompts import read_texts as bench_prompts
 from deploy.run.demo import QUESTION, TASKS
 from tools.train_head import prompts
-from tools.train_head.prompts import PromptWriter, asked_elsewhere, main, read_functions, read_nouns, read_texts
+from tools.train_head.prompts import PromptWriter, asked_elsewhere, main, read_nouns
 
 
 def entries(*lines: str) -> str:
@@ -38,22 +38,6 @@ def wordnet(tmp_path: Path) -> Path:
 def grams(text: str) -> set[tuple[str, ...]]:
     words = re.findall(r"[a-z0-9]+", text.lower())
     return {tuple(words[i : i + 8]) for i in range(len(words) - 7)}
-
-
-def test_nouns_are_sorted_by_their_first_meaning(wordnet: Path) -> None:
-    nouns = read_nouns(wordnet, asked_elsewhere())
-    assert nouns["food"] == ["foodish"]
-    assert nouns["artifact"] == ["artifactish"], "what the bench asks about, and what no text uses, are left out"
-    assert (nouns["names of location"], nouns["names of person"]) == (["Lyon"], ["Ada"])
-
-
-def test_texts_and_functions_are_whole(tmp_path: Path) -> None:
-    status = tmp_path / "status"
-    long = "A tool for long texts. " * 10
-    status.write_text(f"Package: a\nDescription: short\n {long}\n .\n More.\nHomepage: x\n\nDescription: b\n Brief.\n")
-    assert read_texts(status) == [long.strip()]
-    (tmp_path / "m.py").write_text("X = 1\ndef f(a):\n    b = a\n    c = b\n    return c\n\ndef g():\n    pass\n")
-    assert read_functions(tmp_path) == ["def f(a):\n    b = a\n    c = b\n    return c"]
 
 
 def test_nothing_that_is_measured_is_among_them(wordnet: Path) -> None:
