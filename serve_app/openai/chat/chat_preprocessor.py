@@ -102,7 +102,6 @@ class ChatPreprocessor:
 
         Raises:
             UnsupportedParameter: it does not, or nobody here can read the calls.
-            InvalidRequest: a call of the conversation is damaged.
         """
         chat = wire.chat_prompt()
         template = self._tokenizer.chat_template(with_tools=bool(chat.tools))

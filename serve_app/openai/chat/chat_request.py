@@ -102,12 +102,8 @@ class ChatCompletionRequest(WireRequest):
             self._check_structure("tool_choice")
 
     def chat_prompt(self) -> ChatPrompt:
-        """The conversation and the tools as chat templates expect them, and the tool choice.
-
-        Raises:
-            InvalidRequest: a call of the conversation has damaged arguments.
-        """
-        messages = tuple(message.for_template(f"messages.{n}") for n, message in enumerate(self.messages))
+        """The conversation and the tools as chat templates expect them, and the tool choice."""
+        messages = tuple(message.for_template() for message in self.messages)
         tools = tuple(tool.for_template() for tool in self.tools or ())
         choice = self.tool_choice or "auto"
         named = choice.function.name if isinstance(choice, NamedTool) else ""

@@ -1,26 +1,30 @@
 """Chat messages and tools as clients send them."""
 
+import json
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, Discriminator, Field, Tag, field_validator
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, field_validator
 from pydantic_core import PydanticCustomError
 
 from serve_app.openai.wire import (
     HALF_PAIR,
     MAX_LEVELS,
-    NOT_WHOLE,
     SUSPECT_ESCAPE,
     Many,
     Wire,
     strings_in,
 )
-from serve_app.text.json_text import CallArguments, load_json
+from serve_app.text.json_text import CallArguments, mended
 from serve_app.text.schema_types import value_types
 from speculative.errors import InvalidRequest
 
 
 def _content_kind(value: Any) -> str:
-    return "<parts>" if isinstance(value, list) else "<nothing>" if value is None else "<text>"
+    return "<nothing>" if value is None or value == [] else "<parts>" if isinstance(value, list) else "<text>"
+
+
+def _nothing(value: Any) -> None:
+    """Take no parts for no content."""
 
 
 class TextPart(Wire):
@@ -63,8 +67,8 @@ class CalledFunction(Wire):
 
     name: ToolName
     """The function's name."""
-    arguments: str
-    """The text of a JSON object."""
+    arguments: str | None
+    """The text of a JSON object; what is none, and cannot be put right, counts as an empty one."""
     parsed_arguments: Any = None
     """Accepted, without effect."""
 
@@ -81,30 +85,30 @@ class ToolCall(Wire):
     index: int | None = None
     """Accepted, without effect."""
 
-    def for_template(self, path: str) -> dict[str, Any]:
-        """The call as chat templates expect it: its arguments are an object.
-
-        Raises:
-            InvalidRequest: they are not, or cannot be rendered; `path` is the call's position.
-        """
-        name, text = f"{path}.function.arguments", self.function.arguments or "{}"
-        try:
-            arguments = load_json(text)
-        except (ValueError, RecursionError) as error:
-            arguments, why = None, f" ({error})"
-        else:
-            why = ""
-        if not isinstance(arguments, dict):
-            raise InvalidRequest(
-                name, f"{name} must be the text of a JSON object{why}. Leave out a call that was cut off."
-            )
-        if _is_deep(arguments):
-            raise InvalidRequest(name, f"{name} may be nested at most {MAX_LEVELS} levels deep.")
-        if SUSPECT_ESCAPE.search(text) and any(HALF_PAIR.search(string) for _, string in strings_in(arguments, "")):
-            raise InvalidRequest(name, f"{name} {NOT_WHOLE}")
-        known = CallArguments(arguments, text)
-        called = {"type": "function", "function": {"name": self.function.name, "arguments": known}}
+    def for_template(self) -> dict[str, Any]:
+        """The call as chat templates expect it: its arguments are an object."""
+        function = {"name": self.function.name, "arguments": _arguments(self.function.arguments or "{}")}
+        called = {"type": "function", "function": function}
         return called if self.id is None else {"id": self.id} | called
+
+
+def _arguments(text: str) -> CallArguments:
+    """The arguments of a call in the conversation, from what a model wrote: put right where they are no JSON, and none,
+    as in vLLM, where that does not help. Else one bad call would end its conversation for good."""
+    try:
+        try:
+            arguments = json.loads(text)
+        except ValueError:
+            text = mended(text)
+            arguments = json.loads(text)
+        if SUSPECT_ESCAPE.search(text) and any(HALF_PAIR.search(one) for _, one in strings_in(arguments, "")):
+            text = HALF_PAIR.sub("\ufffd", json.dumps(arguments, ensure_ascii=False))
+            arguments = json.loads(text)
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict) or _is_deep(arguments):
+        arguments, text = {}, "{}"
+    return CallArguments(arguments, text)
 
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -118,7 +122,7 @@ class Message(Wire):
     content: Annotated[
         Annotated[str, Tag("<text>")]
         | Annotated[Many[TextPart], Field(min_length=1), Tag("<parts>")]
-        | Annotated[None, Tag("<nothing>")],
+        | Annotated[None, BeforeValidator(_nothing), Tag("<nothing>")],
         Discriminator(_content_kind),
     ] = None
     """A text, or parts of type `text`, which are joined by line breaks."""
@@ -164,7 +168,7 @@ class Message(Wire):
                 raise InvalidRequest(f"{path}.{name}", f"{path}.{name} belongs to messages of role assistant.")
         if self.role != "tool" and self.tool_call_id is not None:
             raise InvalidRequest(f"{path}.tool_call_id", f"{path}.tool_call_id belongs to messages of role tool.")
-        if self.content is None and not self.tool_calls:
+        if self.content is None and self.role != "assistant":
             raise InvalidRequest(f"{path}.content", f"The field '{path}.content' is missing.")
 
     @property
@@ -174,19 +178,14 @@ class Message(Wire):
             return self.content or ""
         return "\n".join(part.text for part in self.content)
 
-    def for_template(self, path: str = "messages") -> dict[str, Any]:
-        """The message as chat templates expect it.
-
-        Raises:
-            InvalidRequest: the arguments of a call are damaged; `path` is the message's position.
-        """
+    def for_template(self) -> dict[str, Any]:
+        """The message as chat templates expect it."""
         reported: dict[str, Any] = {
             "role": "system" if self.role == "developer" else self.role,
-            "content": None if self.content is None else self.text,
+            "content": None if self.content is None and self.tool_calls else self.text,
         }
         if self.tool_calls:
-            calls = enumerate(self.tool_calls)
-            reported["tool_calls"] = [call.for_template(f"{path}.tool_calls.{number}") for number, call in calls]
+            reported["tool_calls"] = [call.for_template() for call in self.tool_calls]
         if reasoning := self.reasoning or self.reasoning_content:
             reported |= {"reasoning": reasoning, "reasoning_content": reasoning}
         names = {"tool_call_id": self.tool_call_id, "name": self.name}

@@ -85,7 +85,7 @@ class FunctionCallItem(Wire):
 
     type: Literal["function_call"]
     name: ToolName
-    arguments: str
+    arguments: str | None
     call_id: str
     id: str | None = None
     status: Status | None = None
@@ -195,15 +195,16 @@ class Conversation:
             if turn.content is not None or turn.calls:
                 self.close()
             self._turn.reasoning += item.text
+            self._turn.path = self._turn.path or path
         elif isinstance(item, FunctionCallItem):
             called = CalledFunction(name=item.name, arguments=item.arguments)
             turn.path = turn.path or path
             turn.calls.append(ToolCall(id=item.call_id, function=called))
             turn.call_paths.append(path)
         elif isinstance(item, MessageItem) and item.role == "assistant":
-            if turn.content is not None or turn.calls:
+            if turn.content is not None and not turn.calls:
                 self.close()
-            self._turn.content, self._turn.path = _parts(item.content), path
+            self._turn.content, self._turn.path = [*(self._turn.content or ()), *_parts(item.content)], path
         elif isinstance(item, MessageItem):
             self._add(Message(role=item.role, content=_parts(item.content)), path)
         elif isinstance(item, FunctionOutputItem):
@@ -211,9 +212,9 @@ class Conversation:
             self._add(Message(role="tool", content=output, tool_call_id=item.call_id, name=name), path)
 
     def close(self) -> None:
-        """End the model's output. Reasoning alone is no message."""
+        """End the model's output. Reasoning alone, as of an answer that was cut off in it, is a message, too."""
         turn, self._turn = self._turn, _Turn()
-        if turn.content is None and not turn.calls:
+        if turn.content is None and not turn.calls and not turn.reasoning:
             return
         said = Message(
             role="assistant",

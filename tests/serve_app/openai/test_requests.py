@@ -13,6 +13,7 @@ from serve_app.openai.wire import MAX_LEVELS, UNSUPPORTED, Wire
 from serve_app.text.tokenizer import Tokenizer
 from speculative.errors import InvalidRequest
 from speculative.request import SamplingParams, Structure
+from tests.serve_app.openai.responses.test_response_items import as_chat
 from tests.support.front_ends import chat, completion
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -220,21 +221,34 @@ def nested(levels: int) -> str:
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("written", "meant"),
     [
-        '{"a": "\\ud800"}',
-        '{"a": ["b", {"\\udc00": 1}]}',
-        nested(MAX_LEVELS + 1),
-        nested(900),
-        '{"a": ' + "[" * 100_000,
-        '{"a": {"x": 1, "x": 2}}',
+        ('{"a": "\\ud800"}', {"a": "\ufffd"}),
+        ('{"a": ["b", {"\\udc00": 1}]}', {"a": ["b", {"\ufffd": 1}]}),
+        (nested(MAX_LEVELS + 1), {}),
+        (nested(900), {}),
+        ('{"a": ' + "[" * 100_000, {}),
+        ('{"a": {"x": 1, "x": 2}}', {"a": {"x": 2}}),
+        ('{"a": "b\n\t\\d", "c": [True,],}', {"a": "b\n\t\\d", "c": [True]}),
+        *((text, {}) for text in ('{"a": ', "[1]", "null", "no", '{"a" 1}', None)),
     ],
 )
-def test_arguments_that_no_template_can_show_are_refused(arguments: str) -> None:
+def test_whatever_a_model_wrote_as_arguments_can_be_sent_back(written: str, meant: dict[str, Any]) -> None:
+    (message,) = called_with(written).chat_prompt().messages[1:]
+    arguments = message["tool_calls"][0]["function"]["arguments"]
+    assert arguments == json.loads(arguments.text) == meant
+    (call,) = as_chat(input=[{"type": "function_call", "call_id": "c", "name": "f", "arguments": written}]).messages
+    assert call.for_template()["tool_calls"][0]["function"]["arguments"] == meant
+
+
+@pytest.mark.parametrize("content", [{}, {"content": None}, {"content": []}])
+def test_an_answer_that_was_cut_off_in_its_reasoning_can_be_sent_back(content: dict[str, Any]) -> None:
+    said = {"role": "assistant", **content, "reasoning": "hm", "tool_calls": [], "refusal": None}
+    (message,) = chat(messages=[*MESSAGES, said]).chat_prompt().messages[1:]
+    assert message == {"role": "assistant", "content": "", "reasoning": "hm", "reasoning_content": "hm"}
     with pytest.raises(InvalidRequest) as caught:
-        called_with(arguments).chat_prompt()
-    assert caught.value.field == "messages.1.tool_calls.0.function.arguments"
-    assert len(caught.value.message) < 200
+        chat(messages=[{"role": "user", **content}])
+    assert caught.value.field == "messages.0.content"
 
 
 def test_arguments_may_hold_any_character_and_some_levels() -> None:

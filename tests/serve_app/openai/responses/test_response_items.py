@@ -69,9 +69,10 @@ def test_what_the_model_said_in_one_turn_is_one_message() -> None:
     assert between == ["assistant", "tool", "assistant", "tool"], "a result lies between the turns"
 
 
-def test_reasoning_is_of_what_follows_it_and_nothing_alone() -> None:
+def test_reasoning_is_of_what_follows_it_and_a_message_alone() -> None:
     thought = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "short"}], "encrypted_content": "x"}
-    assert messages({"role": "user", "content": "a"}, thought) == [{"role": "user", "content": "a"}]
+    alone = {"role": "assistant", "content": "", "reasoning": "short", "reasoning_content": "short"}
+    assert messages({"role": "user", "content": "a"}, thought) == [{"role": "user", "content": "a"}, alone]
     (turn,) = messages(thought, CALL)
     assert turn["reasoning"] == "short"
 
