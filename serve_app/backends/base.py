@@ -281,23 +281,22 @@ class CallPart:
 
 
 class ParsedDelta(NamedTuple):
-    """The fields of a part of an answer's text."""
+    """The fields of a part of an answer's text.
+
+    parts: the same in the order of the text, where that is another than reasoning, content, calls.
+    """
 
     content: str = ""
     reasoning: str = ""
     calls: tuple[CallPart, ...] = ()
+    parts: "tuple[ParsedDelta, ...]" = ()
 
 
 class ReplyParser(Protocol):
-    """Tells in which field the text of one answer belongs. Each answer has one of its own, which it asks in one way:
-    `push` as the text grows, or `whole` once."""
+    """Tells in which field the text of one answer belongs. Each answer has one of its own."""
 
     def push(self, text: str, token_ids: Sequence[int], *, last: bool) -> ParsedDelta:
         """Return what the next part of the text says; `last` = it ends here."""
-        ...
-
-    def whole(self, text: str, token_ids: Sequence[int]) -> ParsedDelta:
-        """Return what the whole text says; each call is one part."""
         ...
 
 

@@ -1,6 +1,7 @@
 """One choice of a response while its tokens arrive."""
 
 import dataclasses
+import itertools
 from collections import deque
 from collections.abc import Sequence
 from itertools import accumulate
@@ -9,9 +10,17 @@ from serve_app.backends.base import ModelInfo, ParsedDelta
 from serve_app.errors import RequestAborted
 from serve_app.openai.chat.chat_preprocessor import ResponseParser
 from serve_app.openai.completions.echo import Echo
-from serve_app.openai.prepared_request import PreparedRequest, off_loop
-from serve_app.openai.replies import ChoiceDelta, RankedEntry, TokenEntry, TopEntry, Usage, finite_logprob, join
-from serve_app.openai.tools.call_readers import put_together
+from serve_app.openai.prepared_request import PreparedRequest
+from serve_app.openai.replies import (
+    ChoiceDelta,
+    RankedEntry,
+    TokenEntry,
+    TopEntry,
+    Usage,
+    finite_logprob,
+    join,
+    put_together,
+)
 from serve_app.referee.client_demands import Delivered, Parsed
 from serve_app.referee.receipts import Ending
 from serve_app.referee.records import Record
@@ -31,8 +40,6 @@ class _Choice:
         job: PreparedRequest,
         tokenizer: Tokenizer,
         echo: Echo | None,
-        *,
-        streams: bool,
     ) -> None:
         self._index = index
         self._request = request
@@ -47,7 +54,7 @@ class _Choice:
         keeps_special = not job.text_form.skip_special or (job.answers is not None and job.answers.keeps_special)
         self._hides_thought_end = not keeps_special and self._thought_end_id in tokenizer.special_ids
         markers = () if job.answers is None else job.answers.markers
-        self._reader = _StreamReader(job.answers) if streams and job.answers is not None else None
+        self._reader = None if job.answers is None else _Reader(job.answers)
         detokenizer = tokenizer.detokenizer(skip_special=not keeps_special, shown=markers, continuation=True)
         includes = job.text_form.include_stop
         matcher = StopMatcher(job.stops, include=includes)
@@ -63,6 +70,7 @@ class _Choice:
         self._said: list[str] = []
         self._ids: list[int] = []
         self._read: list[ParsedDelta] = []  # what was read in it
+        self._parts: list[tuple[int, ParsedDelta]] = []  # of it, for the next piece
         self.delivered: Delivered | None = None
         """Reply that the client got, once it is complete."""
         self.record = Record(request, "", 0.0, 0, keeps_alternatives=False) if job.receipt else None
@@ -102,8 +110,9 @@ class _Choice:
         text, ended = "".join(released), reason
         said = ParsedDelta(text)
         if self._reader is not None:
-            said, reason = self._reader.push(ids, texts[:num_delivered], text, reason)
+            said, parts, reason = self._reader.push(ids, texts[:num_delivered], text, reason)
             self._read.append(said)
+            self._parts += parts
         self._deliver(text, ids, ended)
         versions: tuple[tuple[str, int], ...] = ((delta.weight_version, num_delivered),)
         has_news = reason is not None or said.content or said.reasoning or said.calls
@@ -115,6 +124,7 @@ class _Choice:
             held, self._held = join(self._held), []
             ids, kinds, versions = held.token_ids, held.token_kinds, held.weight_versions
         first, self._begun = not self._begun, True
+        in_order, self._parts = tuple(self._parts), []
         self._versions[delta.weight_version] = None
         entries = self._entries(delta, self._offsets(texts[:num_delivered])) if self._with_logprobs else None
         prompt_entries = self._prompt_entries if first else None
@@ -132,6 +142,7 @@ class _Choice:
             said.calls,
             None if reason is None else self._unrepeatable(),
             None if reason is None else self._stop_reason(delta),
+            in_order,
         )
 
     def _deliver(self, text: str, ids: Sequence[int], reason: str | None) -> None:
@@ -142,23 +153,6 @@ class _Choice:
             parsed = None if self._reader is None else self._parsed()
             text, found = "".join(self._said), self._text.found
             self.delivered = Delivered(text, self._ids, reason, found, self._text.num_unsearched, parsed)
-
-    async def read(self) -> None:
-        """Read a complete answer as a whole, where it was not read as it grew."""
-        if self._answers is None or self._reader is not None or self.delivered is None:
-            return
-        text, parser = self.delivered.text, self._answers.parser()
-        said = await off_loop(len(text), lambda: parser.whole(text, self._ids))
-        self._read = [said._replace(calls=self._answers.allowed(said.calls))]
-        self.delivered = dataclasses.replace(self.delivered, parsed=self._parsed())
-
-    def whole(self, piece: ChoiceDelta) -> ChoiceDelta:
-        """The whole answer, with what was read in its text."""
-        if self._answers is None:
-            return piece
-        (said,) = self._read
-        reason = self._answers.reason(piece.finish_reason, called=bool(said.calls))
-        return piece._replace(text=said.content, reasoning=said.reasoning, calls=said.calls, finish_reason=reason)
 
     def _parsed(self) -> Parsed:
         assert self._answers is not None
@@ -262,16 +256,14 @@ class _Choice:
 class ChoiceRun:
     """One job while it is generated: its choices by request id."""
 
-    def __init__(self, job: PreparedRequest, tokenizer: Tokenizer, *, streams: bool) -> None:
+    def __init__(self, job: PreparedRequest, tokenizer: Tokenizer) -> None:
         self._job = job
         self.prompt_only = job.prompt_only
         with_logprobs = job.requests[0].params.logprobs is not None
         self._echoes = [Echo(prompt, with_logprobs=with_logprobs) for prompt in job.echoed]
         self._group_of = {one.request_id: number for number, group in enumerate(job.groups) for one in group}
         self._choices = {
-            request.request_id: _Choice(
-                index, request, job, tokenizer, self._echo_of(request.request_id), streams=streams
-            )
+            request.request_id: _Choice(index, request, job, tokenizer, self._echo_of(request.request_id))
             for index, request in enumerate(job.requests)
         }
         self.unfinished = set(self._choices)
@@ -297,14 +289,6 @@ class ChoiceRun:
         """Return record, number of delivered tokens and ending of each choice that gets a receipt."""
         choices = self._choices.values()
         return [(one.record, one.num_delivered, one.ending) for one in choices if one.record is not None]
-
-    async def read(self, request_id: str) -> None:
-        """Read a complete choice as a whole, where it was not read as it grew."""
-        await self._choices[request_id].read()
-
-    def whole(self, piece: ChoiceDelta) -> ChoiceDelta:
-        """A whole choice, with what was read in its text."""
-        return self._choices[self._job.requests[piece.index].request_id].whole(piece)
 
     @property
     def has_form(self) -> bool:
@@ -335,7 +319,7 @@ class ChoiceRun:
         )
 
 
-class _StreamReader:
+class _Reader:
     """Reads one answer as it grows. The parser gets each token by itself, with all of its text, so that what is said
     does not depend on how many come at once."""
 
@@ -348,8 +332,12 @@ class _StreamReader:
 
     def push(
         self, ids: Sequence[int], texts: Sequence[str], released: str, reason: str | None
-    ) -> tuple[ParsedDelta, str | None]:
-        """Return what newly delivered tokens say, of whose text some may go out, and why the answer ends if it does."""
+    ) -> tuple[ParsedDelta, list[tuple[int, ParsedDelta]], str | None]:
+        """Take in newly delivered tokens, of whose text some may go out.
+
+        Returns what they say; the same in order, each part with its number of tokens; and why the answer ends if it
+        does.
+        """
         self._waiting.extend(zip(ids, texts, strict=True))
         self._text += released
         parts: list[tuple[tuple[int, ...], str]] = []
@@ -359,14 +347,37 @@ class _StreamReader:
             self._text = self._text[len(text) :]
         if reason is not None and (self._waiting or self._text or not parts):
             parts.append((tuple(token for token, _ in self._waiting), self._text))
-        said = [
-            self._parser.push(text, tokens, last=reason is not None and number == len(parts))
-            for number, (tokens, text) in enumerate(parts, start=1)
-        ]
-        calls = self._answers.allowed(put_together(part for one in said for part in one.calls))
+        said: list[tuple[int, ParsedDelta]] = []
+        for number, (tokens, text) in enumerate(parts, start=1):
+            found = self._parser.push(text, tokens, last=reason is not None and number == len(parts))
+            counts = itertools.chain((len(tokens),), itertools.repeat(0))
+            said += [
+                (count, one._replace(calls=self._answers.allowed(one.calls)))
+                for count, one in zip(counts, found.parts or (found,), strict=False)
+            ]
+        calls = put_together(part for _, one in said for part in one.calls)
         self._called = self._called or bool(calls)
-        reported = ParsedDelta("".join(one.content for one in said), "".join(one.reasoning for one in said), calls)
-        return reported, self._answers.reason(reason, called=self._called)
+        content, reasoning = "".join(one.content for _, one in said), "".join(one.reasoning for _, one in said)
+        return ParsedDelta(content, reasoning, calls), _merged(said), self._answers.reason(reason, called=self._called)
+
+
+def _merged(said: Sequence[tuple[int, ParsedDelta]]) -> list[tuple[int, ParsedDelta]]:
+    """Parts that say the same kind of thing, or nothing more, as one."""
+    merged: list[tuple[int, ParsedDelta]] = []
+    for num_tokens, part in said:
+        before = merged[-1][1] if merged else None
+        if before is not None and _kinds(part) in ((False, False, False), _kinds(before)) and sum(_kinds(before)) < 2:
+            joined = ParsedDelta(
+                before.content + part.content, before.reasoning + part.reasoning, before.calls + part.calls
+            )
+            merged[-1] = (merged[-1][0] + num_tokens, joined._replace(calls=put_together(joined.calls)))
+        else:
+            merged.append((num_tokens, part))
+    return merged
+
+
+def _kinds(part: ParsedDelta) -> tuple[bool, bool, bool]:
+    return bool(part.content), bool(part.reasoning), bool(part.calls)
 
 
 def refuse_failure(delta: TokenDelta) -> None:

@@ -278,7 +278,7 @@ class FrontEnd:
         Raises:
             TruespecError: the source refused the request or failed.
         """
-        run = ChoiceRun(job, self._tokenizer, streams=False)
+        run = ChoiceRun(job, self._tokenizer)
         pieces: list[list[ChoiceDelta]] = [[] for _ in job.requests]
         with GenerationSpan(job, run) as span, self._expecting(job):
             with _settled(job, run):
@@ -287,7 +287,7 @@ class FrontEnd:
                         if piece is not None:
                             pieces[piece.index].append(piece)
             reported = await self._verdicts(job) | self._receipts(job, run)
-            choices = [run.whole(join(parts)) for parts in pieces]
+            choices = [join(parts) for parts in pieces]
             for choice in choices:
                 span.see(choice)
         return await job.format.whole(self._current(job.head), choices, run.usage(), reported)
@@ -299,7 +299,7 @@ class FrontEnd:
         before the first event is raised, so that it can still become an HTTP status; later it becomes the event of a
         failure, the stream's last.
         """
-        run = ChoiceRun(job, self._tokenizer, streams=True)
+        run = ChoiceRun(job, self._tokenizer)
         stream = job.format.stream(continuous_usage=job.continuous_usage)
         begun, num_waiting = False, len(job.groups)
         try:
@@ -444,7 +444,6 @@ class FrontEnd:
                 pieces = run.push(without_answer(delta) if run.prompt_only else delta)
                 ended = delta.request_id not in run.unfinished
                 if ended:
-                    await run.read(delta.request_id)
                     await self._compare(run, delta.request_id)
                     if run.ended_here(delta.request_id):
                         await self._source.abort(delta.request_id)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from json.encoder import encode_basestring_ascii
 from typing import Any, ClassVar, NamedTuple, Protocol
 
-from serve_app.backends.base import CallPart
+from serve_app.backends.base import CallPart, ParsedDelta
 from serve_app.errors import ErrorReply
 
 
@@ -70,6 +70,8 @@ class ChoiceDelta(NamedTuple):
     calls: tuple[CallPart, ...] = ()
     unrepeatable: str | None = None  # of the last piece: why its seed may give a different text; "" = it gives the same
     stop_reason: str | int | None = None  # of the last piece: the stop string or stop token that ended the choice
+    # of a text that is read: numbers of tokens, and what they say, in order; () = all of it as above
+    parts: tuple[tuple[int, ParsedDelta], ...] = ()
 
     @property
     def is_plain(self) -> bool:
@@ -117,9 +119,25 @@ def join(pieces: Sequence[ChoiceDelta]) -> ChoiceDelta:
         first=True,
         prompt_logprobs=pieces[0].prompt_logprobs,
         weight_versions=_runs(piece.weight_versions for piece in pieces),
+        reasoning="".join(piece.reasoning for piece in pieces),
+        calls=put_together(part for piece in pieces for part in piece.calls),
         unrepeatable=pieces[-1].unrepeatable,
         stop_reason=pieces[-1].stop_reason,
+        parts=tuple(part for piece in pieces for part in piece.parts),
     )
+
+
+def put_together(parts: Iterable[CallPart]) -> tuple[CallPart, ...]:
+    """One part for each call, in order."""
+    calls: dict[int, CallPart] = {}
+    for part in parts:
+        begun = calls.get(part.index)
+        if begun is None:
+            calls[part.index] = part
+        else:
+            name, call_id = begun.name or part.name, begun.call_id or part.call_id
+            calls[part.index] = CallPart(part.index, begun.arguments + part.arguments, name, call_id)
+    return tuple(calls[index] for index in sorted(calls))
 
 
 def _runs(parts: Iterable[Iterable[tuple[str, int]]]) -> tuple[tuple[str, int], ...]:

@@ -1,7 +1,7 @@
 """vLLM's parsers of reasoning and tool calls, read as the front end reads (`Parsers`).
 
-vLLM composes the two of a model in one `Parser`, with one way for whole answers and one for streams; we ask it as its
-own server does. Calls that have to be made are none of its business here: they come in a form of our own
+vLLM composes the two of a model in one `Parser`, which we ask as its own server does for streams: a whole answer says
+what its stream says. Calls that have to be made are none of its business here: they come in a form of our own
 (`serve_app.openai.tools.forced_calls`), and only the reasoning before them is parsed.
 """
 
@@ -147,20 +147,6 @@ class VllmReplyParser:
         if delta is None:
             return ParsedDelta()
         return ParsedDelta(delta.content or "", delta.reasoning or "", tuple(map(_part, delta.tool_calls)))
-
-    def whole(self, text: str, token_ids: Sequence[int]) -> ParsedDelta:
-        """Return what the whole text says."""
-        if self._parser is None:
-            return ParsedDelta(text)
-        with _failing():
-            self._parser.set_prompt_token_ids(self._prompt)
-            reasoning, content, calls = self._parser.parse(
-                text, self._request, enable_auto_tools=True, model_output_token_ids=tuple(token_ids)
-            )
-        parts = tuple(
-            CallPart(index, call.arguments, call.name, call.id or _call_id()) for index, call in enumerate(calls or ())
-        )
-        return ParsedDelta(content or "", reasoning or "", parts)
 
 
 def _part(call: Any) -> CallPart:

@@ -1,11 +1,12 @@
 """Responses of the Responses API: whole, and as typed events."""
 
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from serve_app.backends.base import CallPart
+from serve_app.backends.base import CallPart, ParsedDelta
 from serve_app.errors import ErrorReply
 from serve_app.openai.replies import (
     ChoiceDelta,
@@ -60,18 +61,10 @@ class ResponsesFormat:
     async def whole(self, head: ReplyHead, choices: Sequence[ChoiceDelta], usage: Usage, reported: Fields) -> Fields:
         """The whole response."""
         (piece,) = choices
-        items: list[Fields] = []
-
-        def add(kind: str, **fields: Any) -> None:
-            items.append({"id": item_id(kind, head.reply_id, len(items)), **fields, "status": "completed"})
-
-        if piece.reasoning:
-            add("rs", **_reasoning(piece.reasoning))
-        if piece.text or not (piece.reasoning or piece.calls):
-            add("msg", **_message(piece.text, token_logprobs(piece.logprobs or ())))
-        for part in piece.calls:
-            add("fc", **_call(part))
-        return await self.finished(head, piece, items, usage, reported)
+        events = ResponseEvents(self)
+        events.piece(head, piece, lambda: usage)
+        _, response = await events.finish(head, reported, usage)
+        return response
 
     async def finished(
         self, head: ReplyHead, piece: ChoiceDelta, items: list[Fields], usage: Usage, reported: Fields
@@ -129,37 +122,57 @@ class ResponseEvents:
         self._open: _OpenItem | None = None
         self._call = -1  # the index of the call that grows
         self._pieces: list[ChoiceDelta] = []  # without their text
-        self._entries: list[Fields] = []  # logprobs of all tokens; the message's own list
+        self._waiting: deque[Fields] = deque()  # logprobs of tokens whose text was not read yet
+        self._entries: list[
+            Fields
+        ] = []  # of tokens that were read since the last message ended; the next one's own list
         self._num_sent = 0  # of these
 
     def piece(self, head: ReplyHead, piece: ChoiceDelta, usage: UsageNow) -> bytes:
         """The events of one piece; before the first, those that begin the response."""
         events = self._begun(head)
-        self._entries += token_logprobs(piece.logprobs or ())
-        if piece.reasoning:
-            events += self._opened(head, "rs", _reasoning(""))
-            events += self._grown(piece.reasoning)
-        if piece.text:
-            events += self._opened(head, "msg", _message("", self._entries))
-            events += self._grown(piece.text)
-        for part in piece.calls:
-            events += self._called(head, part)
+        self._waiting.extend(token_logprobs(piece.logprobs or ()))
+        all_of_it = ParsedDelta(piece.text, piece.reasoning, piece.calls)
+        for num_tokens, said in piece.parts or ((len(piece.token_ids), all_of_it),):
+            events += self._said(head, said, num_tokens)
         self._pieces.append(_without_text(piece))
         return b"".join(events)
 
+    def _said(self, head: ReplyHead, said: ParsedDelta, num_tokens: int) -> list[bytes]:
+        """The events of a part of the text."""
+        events: list[bytes] = []
+        if said.reasoning:
+            events += self._opened(head, "rs", _reasoning(""))
+            events += self._grown(said.reasoning)
+        if said.content:
+            self._take(num_tokens)
+            num_tokens = 0
+            events += self._opened(head, "msg", _message("", self._entries))
+            events += self._grown(said.content)
+        for part in said.calls:
+            events += self._called(head, part)
+        self._take(num_tokens)
+        return events
+
+    def _take(self, num_tokens: int) -> None:
+        """Count tokens as read: their logprobs belong to the message that grows, or to the next."""
+        self._entries += [self._waiting.popleft() for _ in range(min(num_tokens, len(self._waiting)))]
+
     async def end(self, head: ReplyHead, reported: Fields, usage: UsageNow) -> bytes:
         """The events that end the last item and the response."""
+        events, response = await self.finish(head, reported, usage())
+        return b"".join((*events, self._event(f"response.{response['status']}", response=response)))
+
+    async def finish(self, head: ReplyHead, reported: Fields, usage: Usage) -> tuple[list[bytes], Fields]:
+        """The events that end the last item, and the response."""
         events: list[bytes] = []
         if not self._items:
             events += self._opened(head, "msg", _message("", self._entries))
-        if self._kind == "msg" and self._num_sent < len(self._entries):
-            events += self._grown("")  # tokens without text, such as the last one
+        self._entries += self._waiting
         whole = join(self._pieces)
         cut_off = whole.finish_reason == FinishReason.LENGTH.value
         events += self._closed("incomplete" if cut_off else "completed")
-        response = await self._form.finished(head, whole, self._items, usage(), reported)
-        events.append(self._event(f"response.{response['status']}", response=response))
-        return b"".join(events)
+        return events, await self._form.finished(head, whole, self._items, usage, reported)
 
     def failure(self, head: ReplyHead, error: ErrorReply) -> bytes:
         """The event of a failure; the items that were finished before it are there."""
@@ -222,15 +235,19 @@ class ResponseEvents:
         """The events that end the item that grows, if there is one."""
         if self._open is None:
             return []
+        unsent = self._kind == "msg" and self._num_sent < len(self._entries)
+        events = self._grown("") if unsent else []  # tokens without text, such as the last one
         ending, self._open = self._open, None
         text, item = ending.finish(status), ending.item
+        if ending.kind == "msg":
+            self._entries, self._num_sent = [], 0
         name = f"response.{ending.stem}.done"
         if ending.kind == "fc":
-            events = [self._event(name, **ending.place(), name=item["name"], arguments=text)]
+            events += [self._event(name, **ending.place(), name=item["name"], arguments=text)]
         else:
             (part,) = item["content"]
             logprobs = {"logprobs": part["logprobs"]} if ending.kind == "msg" else {}
-            events = [
+            events += [
                 self._event(name, **ending.place(), text=text, **logprobs),
                 self._event("response.content_part.done", **ending.place(), part=part),
             ]

@@ -8,12 +8,13 @@ content. White space around calls belongs to the format.
 """
 
 import ast
+import itertools
 import json
 import re
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from serve_app.backends.base import CallPart, ParsedDelta, ReplyParser
@@ -37,19 +38,6 @@ def new_call_id() -> str:
     return f"call_{uuid.uuid4().hex[:24]}"
 
 
-def put_together(parts: Iterable[CallPart]) -> tuple[CallPart, ...]:
-    """One part for each call, in order."""
-    calls: dict[int, CallPart] = {}
-    for part in parts:
-        begun = calls.get(part.index)
-        if begun is None:
-            calls[part.index] = part
-        else:
-            name, call_id = begun.name or part.name, begun.call_id or part.call_id
-            calls[part.index] = CallPart(part.index, begun.arguments + part.arguments, name, call_id)
-    return tuple(calls[index] for index in sorted(calls))
-
-
 class AnswerReader:
     """Reads an answer's calls (a `ReplyParser`), behind what takes the reasoning out of its text."""
 
@@ -60,16 +48,23 @@ class AnswerReader:
     def push(self, text: str, token_ids: Sequence[int], *, last: bool) -> ParsedDelta:
         """Return what the next part of the text says."""
         said = ParsedDelta(text) if self._inner is None else self._inner.push(text, token_ids, last=last)
-        return self._read(said, last=last)
-
-    def whole(self, text: str, token_ids: Sequence[int]) -> ParsedDelta:
-        """Return what the whole text says."""
-        said = ParsedDelta(text) if self._inner is None else self._inner.whole(text, token_ids)
-        return self._read(said, last=True)
-
-    def _read(self, said: ParsedDelta, *, last: bool) -> ParsedDelta:
         found = self._calls.push(said.content, last=last)
-        return ParsedDelta(found.content, said.reasoning, found.calls)
+        before = (ParsedDelta(reasoning=said.reasoning),) if found.parts else ()
+        return found._replace(reasoning=said.reasoning, parts=before + found.parts)
+
+
+@dataclass(slots=True)
+class _Part:
+    """A part of a call, while its arguments come; the first has its name."""
+
+    index: int
+    name: str | None = None
+    call_id: str | None = None
+    arguments: list[str] = field(default_factory=list)
+
+    def made(self) -> CallPart:
+        """The part as it goes out."""
+        return CallPart(self.index, "".join(self.arguments), self.name, self.call_id)
 
 
 @dataclass(slots=True)
@@ -87,10 +82,7 @@ class CallReader(ABC):
     def __init__(self, new_id: NewId = new_call_id) -> None:
         self._new_id = new_id
         self._text = GrowingText()
-        self._content: list[str] = []
-        self._found: list[
-            tuple[CallPart, list[str]]
-        ] = []  # since the last push: the beginning of a part, its arguments
+        self._found: list[str | _Part] = []  # since the last push, in order: content, and parts of calls
         self._index = -1
         self._steps = self._read()
 
@@ -98,12 +90,13 @@ class CallReader(ABC):
         """Return what the next part of the text says; `last` = it ends here."""
         self._text.add(text, last=last)
         next(self._steps, None)
-        calls = tuple(
-            CallPart(part.index, "".join(arguments), part.name, part.call_id) for part, arguments in self._found
+        parts = tuple(
+            ParsedDelta(one) if isinstance(one, str) else ParsedDelta(calls=(one.made(),)) for one in self._found
         )
-        said = ParsedDelta("".join(self._content), calls=calls)
-        self._content, self._found = [], []
-        return said
+        self._found = []
+        content, calls = "".join(one.content for one in parts), tuple(call for one in parts for call in one.calls)
+        in_order = not calls or all(one.calls for one in itertools.dropwhile(lambda one: not one.calls, parts))
+        return ParsedDelta(content, calls=calls, parts=() if in_order else parts)
 
     @abstractmethod
     def _read(self) -> Step[None]:
@@ -111,15 +104,17 @@ class CallReader(ABC):
 
     def _begin(self, name: str) -> None:
         self._index += 1
-        self._found.append((CallPart(self._index, "", name, self._new_id()), []))
+        self._found.append(_Part(self._index, name, self._new_id()))
 
     def _add(self, arguments: str) -> None:
         """More arguments of the call that was begun last."""
         if not arguments:
             return
-        if not self._found:
-            self._found.append((CallPart(self._index), []))
-        self._found[-1][1].append(arguments)
+        last = self._found[-1] if self._found else None
+        if not isinstance(last, _Part):
+            last = _Part(self._index)
+            self._found.append(last)
+        last.arguments.append(arguments)
 
     def _call(self, *, bare: bool = True) -> Step[bool]:
         """Read a call that is an object with name and arguments, in any order; whether there is one.
@@ -215,7 +210,7 @@ class CallReader(ABC):
 
     def _no_call(self, begin: int) -> None:
         """Keep the text since `begin` as content; it is no call."""
-        self._content.append(self._text.since(begin))
+        self._found.append(self._text.since(begin))
 
 
 def _object_text(value: str) -> str | None:
@@ -419,7 +414,7 @@ class XmlCalls(FreeCalls):
 
     def _parameters(self, schema: Mapping[str, Any]) -> Step[None]:
         """Read all arguments, up to a tag that is none of theirs; text between them follows the call as content."""
-        text, separator, others = self._text, "{", []
+        text, separator, others = self._text, "{", list[str]()
         while True:
             begin = text.at
             yield from text.blanks()
@@ -439,7 +434,7 @@ class XmlCalls(FreeCalls):
                 yield from text.take()
             others.append(text.since(begin))
         self._add("{}" if separator == "{" else "}")
-        self._content += others
+        self._found += others
 
     def _tag(self, begin: str) -> Step[str]:
         """Read a tag that names something; "" = none is here."""

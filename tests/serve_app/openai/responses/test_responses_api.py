@@ -139,6 +139,7 @@ async def test_a_whole_response(serve: Serve, tooled: Tokenizer) -> None:
     assert "system\nCount." in prompt and "user\nhi" in prompt
 
 
+FREE = '<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>'
 CASES: list[tuple[str, dict[str, Any], list[str]]] = [
     ("one two three, four 🙂 five", LOGPROBS, ["message"]),
     ("", {}, ["message"]),
@@ -152,6 +153,9 @@ CASES: list[tuple[str, dict[str, Any], list[str]]] = [
     ('hm|well @weather{"city": "Rome"};@weather{"city": "Oslo"};', {"parsers": True, "tools": [WEATHER]},
      ["reasoning", "message", "function_call", "function_call"]),
     ('|@weather{"city": "Rome"};', {"parsers": True, "tools": [WEATHER]}, ["function_call"]),
+    (f"{FREE}\nSo one two.", {"tools": [WEATHER]} | LOGPROBS, ["function_call", "message"]),
+    (f"Well, {FREE}\nso {FREE}.", {"tools": [WEATHER]} | LOGPROBS,
+     ["message", "function_call", "message", "function_call", "message"]),
 ]  # fmt: skip
 
 
@@ -164,7 +168,7 @@ async def test_a_stream_says_what_the_whole_response_does(
     parsers = FakeParsers(reasoning=True) if fields.pop("parsers", False) else None
     if isinstance(choice := fields.get("tool_choice"), dict):
         fields["tool_choice"] = {"type": "function", "name": choice["name"]}
-    service = serve(parsers, run_length=run_length)
+    service = serve(parsers, ResponseStore(10**6, 60.0), run_length)
     service.script.say(text)
     whole = await service.ask(**fields)
     assert [item["type"] for item in whole["output"]] == kinds
@@ -178,6 +182,14 @@ async def test_a_stream_says_what_the_whole_response_does(
     assert done == final["output"]
     for grown, item in zip(put_together(events), done, strict=True):
         assert grown | {"status": item["status"]} == item
+    for part in (
+        item["content"][0] for item in done if item["type"] == "message" and {"include", "tools"} <= {*fields}
+    ):
+        assert "".join(entry["token"] for entry in part["logprobs"]).count(part["text"]) == 1
+    more = {"role": "user", "content": "more"}
+    await service.ask(input=[more], previous_response_id=whole["id"], tools=[WEATHER])
+    await service.ask(input=[{"role": "user", "content": "hi"}, *final["output"], more], tools=[WEATHER])
+    assert len({one.prompt_token_ids for one in service.source.requests[-2:]}) == 1
 
 
 async def test_the_events_of_reasoning_a_text_and_a_call_come_in_order(serve: Serve) -> None:

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve_app.backends.base import CallPart
-from serve_app.openai.tools.call_readers import FreeCalls, HermesCalls, LlamaCalls, MistralCalls, XmlCalls, put_together
+from serve_app.openai.replies import put_together
+from serve_app.openai.tools.call_readers import FreeCalls, HermesCalls, LlamaCalls, MistralCalls, XmlCalls
 from serve_app.openai.tools.growing_text import GrowingText, Step
 
 Calls = list[tuple[str, str]]

@@ -107,9 +107,10 @@ async def test_an_end_of_reasoning_that_no_text_shows_is_not_taken_for_one_that_
     end = "<|im_start|>"
 
     class AtText(FakeParser):
-        def whole(self, text: str, token_ids: Sequence[int]) -> ParsedDelta:
-            reasoning, _, content = text.partition(end)
-            return ParsedDelta(content, reasoning)
+        def push(self, text: str, token_ids: Sequence[int], *, last: bool) -> ParsedDelta:
+            self._text += text
+            reasoning, _, content = self._text.partition(end)
+            return ParsedDelta(content, reasoning) if last else ParsedDelta()
 
     parsers = FakeParsers(reasoning=True, end=end)
     monkeypatch.setattr(parsers, "parser", lambda: AtText(True, []))

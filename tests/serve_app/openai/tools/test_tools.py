@@ -22,6 +22,7 @@ from serve_app.backends.base import CallPart, ChatPrompt, ParsedDelta, Parsers
 from serve_app.errors import UnsupportedParameter
 from serve_app.openai.chat.chat_request import ChatCompletionRequest
 from serve_app.openai.frontend import FrontEnd
+from serve_app.openai.replies import put_together
 from serve_app.openai.tools.call_readers import (
     ForcedList,
     FreeCalls,
@@ -31,7 +32,6 @@ from serve_app.openai.tools.call_readers import (
     NamedCall,
     XmlCalls,
     format_of,
-    put_together,
 )
 from serve_app.openai.tools.forced_calls import behind_thought, call_form
 from serve_app.text.grammar import StructureCompiler
@@ -335,10 +335,6 @@ class FakeParser:
             tuple(part for one in said for part in one.calls),
         )
 
-    def whole(self, text: str, token_ids: Sequence[int]) -> ParsedDelta:
-        said = self.push(text, token_ids, last=True)
-        return said._replace(calls=put_together(said.calls))
-
     def _character(self, character: str) -> ParsedDelta:
         if self._thinks:
             self._thinks = character != "|"
@@ -453,7 +449,7 @@ async def test_what_is_parsed_does_not_depend_on_how_tokens_come(
         (text, (token,), number == len(ids)) for number, (token, text) in enumerate(zip(ids, texts, strict=True), 1)
     ], "each token comes by itself, with all of its text"
     assert same_form(await ask(end, tools=TOOLS, stop=stop)) == MEANT
-    assert parsers.noted[-1] == ("".join(texts), tuple(ids), True), "a whole answer comes with all of its tokens"
+    assert parsers.noted[len(ids) :] == parsers.noted[: len(ids)], "a whole answer is read as its stream is"
     assert source.requests[0].params.structure is None
 
 
