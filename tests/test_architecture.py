@@ -38,6 +38,7 @@ LEAVES = {
         "options",
         "stats",
         "errors",
+        "model.file_names",
         "cache.prefix",
         "lookup.ngram",
         "lookup.registry",

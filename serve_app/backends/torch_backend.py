@@ -35,10 +35,10 @@ from speculative.config import EngineConfig
 from speculative.engine import EngineCore
 from speculative.errors import ConfigError, EngineFault
 from speculative.model.config import ModelConfig
+from speculative.model.file_names import QUANTIZED_FILE
 from speculative.model.fingerprint import ROUNDED_FORMS
 from speculative.model.head_checkpoint import held_out_rates
 from speculative.model.loading import choose_weights, resolve_model
-from speculative.model.quantized import QUANTIZED_FILE
 from speculative.request import FinishReason, Request, Speculation, TokenDelta
 from speculative.stats import CheckState, EngineUsage, StepStats
 from speculative.warm_up import warm_up

@@ -44,7 +44,6 @@ from serve_app.backends.vllm_parts.checkpoint import (
     folder_fingerprint,
     most_tokens,
     neutral_overrides,
-    plain_view,
     why_not_ours,
 )
 from serve_app.backends.vllm_parts.deltas import GAVE_UP, DeltaReader, prompt_logprobs, queue_s, scored
@@ -391,14 +390,13 @@ class VllmBackend:
         if loaded is None:
             raise EngineFault("There are no weights to switch to; load them first.")
         (folder, head, head_fingerprint), was_paused = loaded, self._paused
-        view = plain_view(folder, self._scratch.folder)
         if not was_paused:
             await self.pause(PauseMode.KEEP)
         try:
             await asyncio.to_thread(self._adapters.check_unchanged)
-            await self._llm.collective_rpc("reload_target", args=(str(view),))
+            await self._llm.collective_rpc("reload_target", args=(str(folder),))
             if head is not None and head_fingerprint != self._drafter_fingerprint:
-                await self._llm.collective_rpc("reload_drafter", args=(str(plain_view(head, self._scratch.folder)),))
+                await self._llm.collective_rpc("reload_drafter", args=(str(head),))
                 self._drafter_fingerprint = head_fingerprint
             await self._load_adapters()
             await self._forget()
@@ -754,8 +752,8 @@ class VllmBackend:
         check_build(self._settings, cpu=cpu, ray=bool(current_platform.ray_device_key), hidden=hidden)
         arguments = engine_arguments(
             self._settings,
-            str(plain_view(self._folder, self._scratch.folder)),
-            None if self._drafter_folder is None else str(plain_view(self._drafter_folder, self._scratch.folder)),
+            str(self._folder),
+            None if self._drafter_folder is None else str(self._drafter_folder),
             most_tokens=most_tokens(self._folder, config.max_model_len),
         )
         arguments |= self._adapters.arguments(self._settings.engine_args)

@@ -28,8 +28,8 @@ from serve_app.referee.records import Records
 from serve_app.streams.pooled import PooledTokenSource
 from serve_app.streams.resuming import ReplicaLost, ResumingSource, SignsOfLife, Streamed
 from serve_app.telemetry.tracing import Carried, adopt, carried
-from serve_app.text.tokenizer import tokenizer_files
 from speculative.errors import EngineOverloaded
+from speculative.model.file_names import read_all_but_weights
 from speculative.request import FinishReason, Request
 
 _SIGNS_OF_LIFE = 4  # in the time after which a decode replica counts as lost
@@ -63,7 +63,7 @@ class DecodeWorker(EngineServer):
 
     async def model(self) -> tuple[ModelInfo, dict[str, bytes]]:
         """Return what is served, and the files that the tokenizer is made of."""
-        return self._info, await asyncio.to_thread(tokenizer_files, Path(self._info.folder))
+        return self._info, await asyncio.to_thread(read_all_but_weights, Path(self._info.folder))
 
     async def stream(
         self,

@@ -527,14 +527,6 @@ def _prefix_table(string: str) -> tuple[int, ...]:
     return tuple(table)
 
 
-def tokenizer_files(folder: Path) -> dict[str, bytes]:
-    """The files of a model folder that its tokenizer and its ends of text are read from, by their paths in it."""
-    wanted = ("tokenizer", "special_", "added_tokens", "chat_template", "vocab", "merges", "config.", "generation_")
-    found = [path for path in folder.iterdir() if path.name.startswith(wanted) and path.is_file()]
-    found += (folder / "additional_chat_templates").glob("*.jinja")
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(found)}
-
-
 class _Generation(Extension):
     """The tag with which a template marks what the model says; ignored here."""
 

@@ -19,6 +19,7 @@ from filelock import FileLock, Timeout
 
 from speculative.config import models_folder
 from speculative.errors import ConfigError, TruespecError
+from speculative.model.file_names import QUANTIZED_FILE, WEIGHTS_FILE
 
 Progress = Callable[[str], None]
 
@@ -147,7 +148,8 @@ def _convert(gguf_path: Path, folder: Path) -> None:
 def is_complete(folder: Path, model: CatalogueModel) -> bool:
     """Return whether a folder holds the model, as the present converter writes it."""
     provenance = folder / _PROVENANCE_FILE
-    if not (folder / "model.safetensors").is_file():
+    needed = (WEIGHTS_FILE, QUANTIZED_FILE) if model.quantization.startswith("Q4") else (WEIGHTS_FILE,)
+    if not all((folder / name).is_file() for name in needed):
         return False
     try:
         return bool(json.loads(provenance.read_text(encoding="utf-8")) == dataclasses.asdict(model))

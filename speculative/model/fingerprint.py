@@ -11,8 +11,8 @@ from typing import Any
 
 from speculative.model.config import ModelConfig
 from speculative.model.eagle3 import Eagle3Config
+from speculative.model.file_names import QUANTIZED_FILE
 from speculative.model.loading import checkpoint_files
-from speculative.model.quantized import QUANTIZED_FILE
 
 ROUNDED_FORMS = ("w4a8", "fp8")
 """Forms of weights that round the folder's own."""

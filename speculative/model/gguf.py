@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from speculative.errors import ConfigError, UnsupportedModel
+from speculative.model.file_names import WEIGHTS_FILE
 from speculative.model.quantized import GROUP, Quantized, save_quantized
 
 _FIX = "convert the original checkpoint instead (a folder with config.json and safetensors)"
@@ -107,8 +108,8 @@ def convert_gguf(gguf_path: Path, folder: Path) -> None:
         weights[name] = torch.from_numpy(_rotate_half_rows(array, num_heads)).to(torch.bfloat16)
         if tensor.tensor_type in _KEPT_TYPES:
             quantized[name] = _quantized(tensor, num_heads)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "model.safetensors").chmod(0o644)  # safetensors makes it readable by its owner only
+    save_file(weights, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    (folder / WEIGHTS_FILE).chmod(0o644)  # safetensors makes it readable by its owner only
     if any(weight.bits == 4 for weight in quantized.values()):
         save_quantized(folder, quantized)
 

@@ -1,6 +1,5 @@
 """Finds a checkpoint and loads it: safetensors read directly, every parameter accounted for."""
 
-import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -13,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from speculative.config import WeightsName, models_folder
+from speculative.end_tokens import read_json
 from speculative.errors import ConfigError, UnsupportedModel
 from speculative.kernels.chosen import ChosenKernels, choose_kernels
 from speculative.model.catalogue import CATALOGUE, fetch_model
@@ -21,15 +21,13 @@ from speculative.model.cpu.native import Kind
 from speculative.model.cpu.packed import can_pack_for_onednn, pack_for_onednn
 from speculative.model.decoder import Decoder
 from speculative.model.derived import is_derived
+from speculative.model.file_names import INDEX_FILE, LOWER_FILES, QUANTIZED_FILE, TOP_FILES, WEIGHTS_FILE
 from speculative.model.fp8 import E4M3, check_fp8_sizes, has_nan, quantize_rows, why_no_fp8
-from speculative.model.quantized import QUANTIZED_FILE, Quantized, load_quantized
+from speculative.model.quantized import Quantized, load_quantized
 
 _logger = logging.getLogger("truespec.model")
 
-_WEIGHTS_FILE = "model.safetensors"
-_INDEX_FILE = "model.safetensors.index.json"
 _PICKLED = ("*.bin", "*.pt", "*.pth")
-_HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "merges.txt", "tokenizer.model"]  # nothing that runs code
 _LM_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
@@ -192,29 +190,32 @@ def checkpoint_files(folder: Path) -> list[Path]:
         ConfigError: there are none, or the index names one that is missing.
         UnsupportedModel: there are only pickled weights.
     """
-    if (folder / _WEIGHTS_FILE).is_file():
-        return [folder / _WEIGHTS_FILE]
-    if (folder / _INDEX_FILE).is_file():
+    if (folder / WEIGHTS_FILE).is_file():
+        return [folder / WEIGHTS_FILE]
+    if (folder / INDEX_FILE).is_file():
         return _sharded_files(folder)
     if any(file for pattern in _PICKLED for file in folder.glob(pattern)):
         raise UnsupportedModel(
             f"{folder} holds pickled weights only, which can run code when read; convert them to safetensors: "
             "load the model with transformers and call save_pretrained."
         )
-    raise ConfigError(f"{folder} has neither {_WEIGHTS_FILE} nor {_INDEX_FILE}; give the folder of a whole checkpoint.")
+    raise ConfigError(f"{folder} has neither {WEIGHTS_FILE} nor {INDEX_FILE}; give the folder of a whole checkpoint.")
 
 
 def _sharded_files(folder: Path) -> list[Path]:
-    try:
-        names = set(json.loads((folder / _INDEX_FILE).read_text(encoding="utf-8"))["weight_map"].values())
-    except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise ConfigError(
-            f"{folder / _INDEX_FILE} cannot be read ({error!r}); take it from its source again."
-        ) from error
-    missing = sorted(name for name in names if not (folder / name).is_file())
+    names = sorted(set(_weight_map(folder).values()))
+    missing = [name for name in names if not (folder / name).is_file()]
     if missing:
-        raise ConfigError(f"{folder} lacks {_listed(missing)}, named in {_INDEX_FILE}; download the rest.")
-    return [folder / name for name in sorted(names)]
+        raise ConfigError(f"{folder} lacks {_listed(missing)}, named in {INDEX_FILE}; download the rest.")
+    return [folder / name for name in names]
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    """The file of each tensor, as the index says."""
+    known = read_json(folder / INDEX_FILE).get("weight_map")
+    if not isinstance(known, dict) or not all(isinstance(name, str) for name in known.values()):
+        raise ConfigError(f"{folder / INDEX_FILE} has no `weight_map` of files; take it from its source again.")
+    return known
 
 
 def read_tensors(files: Iterable[Path]) -> Iterator[tuple[Path, str, Tensor]]:
@@ -282,15 +283,20 @@ def _check_quantized(folder: Path, slots: Mapping[str, Tensor], quantized: Mappi
 def _from_hub(hub_id: str) -> Path:
     repository, _, revision = hub_id.partition("@")
     try:
-        folder = snapshot_download(
-            repository, revision=revision or None, allow_patterns=_HUB_FILES, ignore_patterns=["*/*"]
+        folder = Path(
+            snapshot_download(
+                repository, revision=revision or None, allow_patterns=list(TOP_FILES), ignore_patterns=["*/*"]
+            )
         )
+        shards = _weight_map(folder).values() if (folder / INDEX_FILE).is_file() else ()
+        lower = [*LOWER_FILES, *(name for name in dict.fromkeys(shards) if "/" in name)]
+        snapshot_download(repository, revision=folder.name, allow_patterns=lower)  # of the commit that was fetched
     except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError, OSError) as error:
         raise ConfigError(
             f"{hub_id!r} is no folder here and could not be had from the Hugging Face hub ({_first_line(error)}). "
             "Without a hub, give a local folder, or a name of `truespec model list`."
         ) from error
-    return Path(folder)
+    return folder
 
 
 def _first_line(error: Exception) -> str:

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from speculative.errors import ConfigError
+from speculative.model.file_names import QUANTIZED_FILE
 
-QUANTIZED_FILE = "quantized.safetensors"
 GROUP = 32  # inputs that share a scale
 _COMPARED = 1 << 20  # numbers at a time
 _ROWS = 4096  # quantized at a time: the float32 copies of a whole LM head would be most of what loading takes
@@ -111,6 +111,7 @@ def save_quantized(folder: Path, weights: Mapping[str, Quantized]) -> None:
         else:
             tensors[f"{name}.least"] = weight.least
             tensors[f"{name}.numbers"] = weight.numbers[:, ::2] | (weight.numbers[:, 1::2] << 4)
+    (folder / QUANTIZED_FILE).parent.mkdir(exist_ok=True)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / QUANTIZED_FILE)
     (folder / QUANTIZED_FILE).chmod(0o644)  # safetensors makes it readable by its owner only
 

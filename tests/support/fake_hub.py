@@ -31,7 +31,8 @@ class FakeHub:
 @contextmanager
 def fake_hub(repository: str, folder: Path) -> Iterator[FakeHub]:
     """Serve a folder as a repository (org/name) until the block ends."""
-    hub = FakeHub(repository, {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()})
+    files = (path for path in folder.rglob("*") if path.is_file())
+    hub = FakeHub(repository, {path.relative_to(folder).as_posix(): path.read_bytes() for path in files})
     with serving(type("Handler", (_Handler,), {"hub": hub})) as hub.url:
         yield hub
 

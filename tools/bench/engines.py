@@ -1,6 +1,5 @@
 """The engines the bench knows: how each is started, or why it is left out and how to get it."""
 
-import atexit
 import ctypes.util
 import functools
 import subprocess
@@ -11,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from serve_app.backends.vllm_parts.checkpoint import plain_view
 from speculative.config import DrafterConfig, EngineConfig, drafter_kinds
 from speculative.errors import ConfigError
 from tools.bench.plan import BenchPlan, EngineName
@@ -200,14 +198,6 @@ def _llama(plan: BenchPlan, name: EngineName) -> Launch | LeftOut:
     return Launch(name, f"{_WORKERS}.llama_engine", settings, threads, python, if_killed=_LLAMA_CRASHES)
 
 
-@functools.cache
-def _view_for_vllm(folder: Path) -> Path:
-    """The model's folder without the weights that only our engine reads; it lasts as long as this process."""
-    scratch = tempfile.TemporaryDirectory(prefix="truespec-bench-")
-    atexit.register(scratch.cleanup)
-    return plain_view(folder, Path(scratch.name))
-
-
 def _vllm(plan: BenchPlan, name: EngineName) -> Launch | LeftOut:
     options = _Options(name)
     _require_variant(name, ("off", "ngram", "draft_model", "eagle3"))
@@ -215,7 +205,7 @@ def _vllm(plan: BenchPlan, name: EngineName) -> Launch | LeftOut:
     if not _imports(python, "vllm"):
         return LeftOut(name.text, f"vllm is not installed in {python}: {_GET_VLLM}")
     llm: dict[str, Any] = {
-        "model": str(_view_for_vllm(plan.model)),
+        "model": str(plan.model),
         **_vllm_settings(plan, options),
         "seed": 0,
     }
@@ -314,7 +304,7 @@ def _ray_llm(
             return LeftOut(
                 name.text, f"{library} cannot be imported in {python}: {_GET_VLLM}, with `ray[llm]` beside it"
             )
-    settings["model"] = str(_view_for_vllm(plan.model))
+    settings["model"] = str(plan.model)
     settings["engine_kwargs"] = _vllm_settings(plan, options)
     engine = _vllm_environment(python, options) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}  # as that server is made
     options.require_all_used()

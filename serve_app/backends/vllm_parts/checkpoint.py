@@ -1,7 +1,6 @@
 """Facts about a checkpoint that this engine reads by itself: which one it is, and how long its sequences may be."""
 
 import json
-import tempfile
 from collections.abc import Iterable, Mapping
 from hashlib import blake2b
 from pathlib import Path
@@ -9,34 +8,18 @@ from typing import Any
 
 from speculative.end_tokens import end_tokens
 from speculative.errors import ConfigError
+from speculative.model.file_names import QUANTIZED_FILE
 
 _TIED = ("lm_head.weight", "model.embed_tokens.weight")
-_OURS_ALONE = "quantized.safetensors"  # weights packed for our own engine, beside the plain ones
 _OTHER_NUMBERS = ("quantization", "kv_cache_dtype", "hf_overrides", "model_impl")  # arguments that change the numbers
 _NEUTRAL = {"sliding_window": None, "logit_scale": 1.0}  # fields that vLLM follows in models whose class has them not
 _ROTATE_ALL = ("llama", "mistral", "qwen2", "qwen3")  # model types whose class knows no `partial_rotary_factor`
 _LEAVES_MODEL_ALONE = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "held_out_acceptance"}
 
 
-def plain_view(folder: Path, scratch: Path) -> Path:
-    """The folder as vLLM is to see it, which takes every safetensors file in it for a part of the model.
-
-    Args:
-        folder: a checkpoint.
-        scratch: where a folder of links is made, when one is needed.
-    """
-    if not (folder / _OURS_ALONE).exists():
-        return folder
-    view = Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=scratch))
-    for path in folder.iterdir():
-        if path.name != _OURS_ALONE:
-            (view / path.name).symlink_to(path.resolve())
-    return view
-
-
 def came_quantized(folder: Path) -> bool:
     """Return whether the plain weights of a folder are those of a quantized checkpoint, written out."""
-    return (folder / _OURS_ALONE).is_file()
+    return (folder / QUANTIZED_FILE).is_file()
 
 
 def why_not_ours(folder: Path, engine_args: Mapping[str, Any]) -> str | None:
@@ -128,7 +111,7 @@ def folder_fingerprint(folder: Path) -> str:
 
 def weight_files(folder: Path) -> list[Path]:
     """The files of a checkpoint that vLLM reads."""
-    return [path for path in sorted(folder.glob("*.safetensors")) if path.name != _OURS_ALONE]
+    return sorted(folder.glob("*.safetensors"))
 
 
 def hash_of(files: Iterable[Path]) -> str:

@@ -25,6 +25,7 @@ from serve_app.backends.vllm_parts.vllm_handoff import Readings, VllmManifest, p
 from serve_app.config.files import parse_args
 from speculative.config import DrafterConfig, EngineConfig
 from speculative.errors import ConfigError, EngineFault, HandoffRefused
+from speculative.model.file_names import QUANTIZED_FILE
 from speculative.request import FinishReason, Request, SamplingParams, TokenKind
 from tests.support.fake_backend import FakeBackend
 from tests.support.tiny_models import write_tiny_model
@@ -439,18 +440,14 @@ def test_an_engine_ends_when_its_replica_is_killed() -> None:
         assert process.stdout.read() == b""  # returns when the engine has ended
 
 
-def test_vllm_sees_a_checkpoint_without_what_is_only_ours(tmp_path: Path) -> None:
-    folder, scratch = tmp_path / "m", tmp_path / "scratch"
-    folder.mkdir()
-    scratch.mkdir()
+def test_the_fingerprint_of_a_checkpoint_is_of_what_vllm_reads(tmp_path: Path) -> None:
+    folder = tmp_path / "m"
+    (folder / QUANTIZED_FILE).parent.mkdir(parents=True)
     for name in ("config.json", "model.safetensors"):
         (folder / name).write_text("{}")
     before = checkpoint.folder_fingerprint(folder)
-    assert checkpoint.plain_view(folder, scratch) == folder
-    (folder / "quantized.safetensors").write_text("packed")
-    view = checkpoint.plain_view(folder, scratch)
-    assert sorted(path.name for path in view.iterdir()) == ["config.json", "model.safetensors"]
-    assert checkpoint.folder_fingerprint(folder) == before
+    (folder / QUANTIZED_FILE).write_text("packed")
+    assert checkpoint.folder_fingerprint(folder) == before and checkpoint.came_quantized(folder)
     (folder / "model.safetensors").write_text("others")
     assert checkpoint.folder_fingerprint(folder) != before
     (folder / "model.safetensors").unlink()

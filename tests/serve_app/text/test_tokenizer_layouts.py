@@ -11,8 +11,9 @@ from tokenizers import AddedToken, decoders
 from tokenizers import Tokenizer as RawTokenizer
 from transformers import PreTrainedTokenizerFast
 
-from serve_app.text.tokenizer import Tokenizer, tokenizer_files
+from serve_app.text.tokenizer import Tokenizer
 from speculative.errors import ConfigError, UnsupportedModel
+from speculative.model.file_names import read_all_but_weights
 from tests.support.tokenizer_layouts import TEXTS, layouts, write_layout
 
 LAYOUTS = layouts()
@@ -268,8 +269,10 @@ def test_a_router_gets_all_that_a_tokenizer_is_read_from(tmp_path: Path) -> None
     (folder / "chat_template.jinja").write_text("a")
     (folder / "additional_chat_templates").mkdir()
     (folder / "additional_chat_templates" / "tool_use.jinja").write_text("b")
-    (folder / "tokenizer").mkdir()
-    files = tokenizer_files(folder)
+    (folder / "tokenizer.json.d").mkdir()
+    (folder / "model.safetensors").write_bytes(b"large")
+    files = read_all_but_weights(folder)
+    assert "model.safetensors" not in files
     other = tmp_path / "router"
     for name, content in files.items():
         (other / name).parent.mkdir(parents=True, exist_ok=True)

@@ -119,6 +119,7 @@ def test_quantized_numbers_are_kept_as_they_are(kind: GGMLQuantizationType, tmp_
     _, made = converted(tmp_path, types=types)
     weights, quantized = load_file(made / "model.safetensors"), load_quantized(made)
     assert len(quantized) == 2 * 4 + 1, "two layers and the LM head"
+    assert [*made.glob("*.safetensors")] == [made / "model.safetensors"], "all of these vLLM loads as weights"
     for name, weight in quantized.items():
         assert weight.bits == (8 if name == "lm_head.weight" else 4)
         assert torch.equal(weight.to_float().bfloat16(), weights[name]), name

@@ -18,6 +18,7 @@ from speculative.model import loading
 from speculative.model.config import ModelConfig
 from speculative.model.decoder import Decoder
 from speculative.model.loading import load_decoder, resolve_model
+from speculative.model.quantized import quantize, save_quantized
 from tests.support.fake_hub import fake_hub
 from tests.support.tiny_models import write_tiny_model
 
@@ -105,7 +106,7 @@ def test_an_index_that_makes_no_sense(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path)
     (folder / WEIGHTS).unlink()
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}}))
-    with pytest.raises(ConfigError, match=r"index\.json cannot be read"):
+    with pytest.raises(ConfigError, match=r"index\.json has no `weight_map`"):
         load(folder)
 
 
@@ -155,6 +156,54 @@ def test_replicas_of_one_node_share_one_download_from_the_hub(tmp_path: Path) ->
     assert hub.downloads["model.safetensors"] == 1 and set(hub.downloads.values()) == {1}
 
 
+_READ = """
+import json, sys
+opened = []
+sys.addaudithook(lambda event, args: opened.append(str(args[0])) if event == "open" else None)
+from serve_app.text.tokenizer import Tokenizer
+from speculative.model.loading import load_decoder, load_quantized, resolve_model, torch
+folder = resolve_model(sys.argv[1])
+tokenizer, turn = Tokenizer.from_folder(folder), [{"role": "user", "content": "hi"}]
+said = [tokenizer.render_chat(turn, tools=tools) for tools in ([], [{"type": "function"}])], tokenizer.eos_token_ids
+decoder = load_decoder(folder, dtype=torch.float32, device="cpu")
+said = *said, decoder.lm_head.weight.sum().item(), sorted(load_quantized(folder))
+read = sorted({name.removeprefix(f"{folder}/") for name in opened if name.startswith(str(folder))})
+print(json.dumps([said, read, sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.*"))]))
+"""
+
+
+def test_what_is_read_from_a_folder_is_fetched_from_a_hub(tmp_path: Path) -> None:
+    """Prompts, ends of text and weights of one model are the same ones; what runs code, or is not read, stays there."""
+    origin = write_tiny_model(tmp_path / "origin", tokenizer=True)
+    (origin / "shards").mkdir()
+    (origin / "model.safetensors").rename(origin / "shards" / "1.safetensors")
+    weights = load_file(origin / "shards" / "1.safetensors")
+    index = {"weight_map": dict.fromkeys(weights, "shards/1.safetensors")}
+    save_quantized(origin, {"a.weight": quantize(torch.ones(2, 32), 4)})
+    unread = ("own.py", "pytorch_model.bin", "original/weights.safetensors", "onnx/config.json")
+    for name, content in {
+        "model.safetensors.index.json": json.dumps(index),
+        "chat_template.jinja": "plain",
+        "additional_chat_templates/tool_use.jinja": "{{ tools | length }} tools",
+        "added_tokens.json": '{"<|more|>": 415}',
+        "generation_config.json": '{"eos_token_id": [2, 5]}',
+        **dict.fromkeys(("preprocessor_config.json", "processor_config.json", "chat_template.json"), "{}"),
+        **dict.fromkeys(unread, ""),
+    }.items():
+        (origin / name).parent.mkdir(exist_ok=True)
+        (origin / name).write_text(content)
+    with fake_hub("org/tiny", origin) as hub:
+        environment = os.environ | hub.environment(tmp_path / "hub")
+        command = [sys.executable, "-c", _READ]
+        ours, theirs = (
+            json.loads(subprocess.run([*command, name], env=environment, stdout=subprocess.PIPE, check=True).stdout)
+            for name in (str(origin), "org/tiny")
+        )
+    assert ours[0] == theirs[0] and ours[0][0] == ["plain", "1 tools"]
+    assert set(ours[1]) <= set(theirs[2]) and "additional_chat_templates/tool_use.jinja" in ours[1]
+    assert set(ours[2]) - set(theirs[2]) == {*unread, *(name for name in ours[2] if name.startswith("."))}
+
+
 def test_a_catalogue_name_is_fetched_where_it_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a replica does on a node that has just joined."""
     monkeypatch.setenv("TRUESPEC_CACHE", str(tmp_path))
@@ -170,15 +219,15 @@ def test_a_hub_id_without_a_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_a_hub_id_fetches_no_file_that_runs_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A fake hub that records what it was asked for."""
-    asked = {}
+    asked = list[tuple[str, str]]()
+    patterns = list[str]()
 
-    def fake_download(repository: str, **options: object) -> str:
-        asked.update(options, repository=repository)
+    def fake_download(repository: str, *, revision: str, allow_patterns: list[str], **_: object) -> str:
+        asked.append((repository, revision))
+        patterns.extend(allow_patterns)
         return str(tmp_path)
 
     monkeypatch.setattr(loading, "snapshot_download", fake_download)
     assert resolve_model("org/model@abc123") == tmp_path
-    assert (asked["repository"], asked["revision"]) == ("org/model", "abc123")
-    patterns = asked["allow_patterns"]
-    assert isinstance(patterns, list)
-    assert not any(pattern.endswith((".bin", ".pt", ".py", "*")) for pattern in patterns)
+    assert asked == [("org/model", "abc123"), ("org/model", tmp_path.name)]
+    assert len(patterns) > 4 and not any(pattern.endswith((".bin", ".pt", ".py", "*")) for pattern in patterns)

@@ -9,9 +9,10 @@ from safetensors.torch import load_file, save_file
 
 from speculative.errors import ConfigError
 from speculative.kernels import chosen
+from speculative.model.file_names import QUANTIZED_FILE
 from speculative.model.fingerprint import model_fingerprint
 from speculative.model.loading import choose_weights, load_decoder
-from speculative.model.quantized import QUANTIZED_FILE, Quantized, load_quantized, quantize, save_quantized
+from speculative.model.quantized import Quantized, load_quantized, quantize, save_quantized
 from tests.support.tiny_models import write_tiny_model
 from tests.support.vocabulary import needs_kernels
 
@@ -53,6 +54,7 @@ def test_a_file_keeps_every_number(tmp_path: Path) -> None:
 
 
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    save_quantized(tmp_path, {})
     (tmp_path / QUANTIZED_FILE).write_bytes(b"no safetensors")
     with pytest.raises(ConfigError, match=QUANTIZED_FILE):
         load_quantized(tmp_path)
@@ -129,7 +131,7 @@ def test_without_kernels_weights_are_torchs_own_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chosen, "cpu_kernels", lambda: None)
-    (tmp_path / QUANTIZED_FILE).touch()
+    save_quantized(tmp_path, {})
     for wanted in ("auto", "bfloat16"):
         assert choose_weights(wanted, tmp_path, dtype="bfloat16", device=CPU) is None  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"quantization: w4a8 .* needs a CPU with AVX-512 or AVX2"):
@@ -145,6 +147,6 @@ def test_integers_are_for_cpus(tmp_path: Path) -> None:
 def test_auto_takes_what_the_model_came_with(tmp_path: Path) -> None:
     assert choose_weights("auto", tmp_path, dtype="bfloat16", device=CPU) == "bfloat16"
     assert choose_weights("auto", tmp_path, dtype="float32", device=CPU) == "float32"
-    (tmp_path / QUANTIZED_FILE).touch()
+    save_quantized(tmp_path, {})
     assert choose_weights("auto", tmp_path, dtype="bfloat16", device=CPU) == "w4a8"
     assert choose_weights("auto", tmp_path, dtype="float32", device=CPU) == "float32", "float32 is asked for exactness"
