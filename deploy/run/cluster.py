@@ -8,11 +8,13 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import Any
 
 import ray
 from ray import serve
+from ray._private import services as ray_services
 from ray.exceptions import RayError
 from ray.serve.config import HTTPOptions
 from ray.serve.context import _get_global_client
@@ -21,6 +23,7 @@ from ray.serve.exceptions import RayServeException
 from deploy.run.machine import Machine
 from deploy.run.ports import free_port, url_of
 from deploy.run.preflight import check_cluster, check_machine
+from deploy.run.processes import process_tree
 from serve_app.app import build_app
 from serve_app.config.app_config import AppConfig
 from serve_app.config.base import POOL_OF_DEPLOYMENT
@@ -39,6 +42,19 @@ _SLOW_START = re.compile(
     r"(?:.*each replica: (.*), total)?",
     re.DOTALL,
 )
+
+
+_FAILED_START = re.compile(
+    r"[^\n]*failed to start[^\n]*?(?:Retrying(?: (\d+) more time\(s\))?\.[^\n]*)?Error:\n(.*)", re.DOTALL
+)
+_OUR_ERROR = re.compile(
+    r"^(?:speculative|serve_app)\.[\w.]*(?:ConfigError|OptionError|UnsupportedModel): ((?s:.*))", re.M
+)
+_KILLED = re.compile(r"ActorDiedError|ActorUnavailableError|Worker exit type|died unexpectedly")
+_STARTS = 3  # of Ray on this machine
+_NODE_S, _MOST_NODE_S = 30.0, 240.0  # for Ray's node to come up on an idle machine, and on any
+_BUSY = 1.5  # processes to run for each core, from which on a start is slow
+LOGS = "/tmp/ray/session_latest/logs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,9 +160,68 @@ def _connect(config: AppConfig, progress: Progress, address: str | None) -> None
     if needed > cores:
         progress(f"warning: the pools ask for {needed:g} CPUs, here are {cores}; they will slow each other down")
     os.environ.update(ray_environment())
-    progress(f"starting Ray on this machine with {max(cores, needed):g} CPUs")
-    # "local": one of our own, also where `ray start` runs another
-    ray.init("local", num_cpus=max(cores, int(-(-needed // 1))), log_to_driver=False, logging_level="ERROR")
+    progress(f"starting Ray on this machine with {max(cores, needed):g} CPUs{_busy()}")
+    _start_ray(max(cores, int(-(-needed // 1))), progress)
+
+
+def _start_ray(num_cpus: int, progress: Progress) -> None:
+    """Start a cluster on this machine, in several tries: Ray gives up after a time that knows no load (ray#65983).
+
+    Raises:
+        ConfigError: it does not start.
+    """
+    for left in reversed(range(_STARTS)):
+        before, began = set(process_tree(os.getpid())), time.monotonic()
+        try:
+            with _patient_ray():
+                # "local": one of our own, also where `ray start` runs another
+                ray.init("local", num_cpus=num_cpus, log_to_driver=False, logging_level="ERROR")
+            return
+        except Exception as error:  # a plain Exception where it took too long
+            ray.shutdown()
+            for pid in set(process_tree(os.getpid())) - before:  # of the failed start: they would slow the next one
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            said = f"Ray did not start on this machine in {time.monotonic() - began:.0f} s{_busy()}"
+            if not left or isinstance(error, OSError | ValueError):
+                raise ConfigError(
+                    f"{said}: {_last_line(error)} Stop other programs or look into {LOGS}, and start it again."
+                ) from error
+            progress(f"{said}; starting it again, {left} more time{'s' * (left > 1)} at most")
+
+
+@contextmanager
+def _patient_ray() -> Iterator[None]:
+    """Within the block, Ray waits for its node as long as this machine's load makes it, not for half a minute."""
+    deadline = time.monotonic() + min(_NODE_S * max(1.0, _load()), _MOST_NODE_S)
+    look = ray_services.get_node
+
+    def wait(*where: Any) -> Any:
+        while True:
+            try:
+                return look(*where)
+            except RuntimeError:  # the node is not up yet
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(_LOOK_EVERY_S)
+
+    ray_services.get_node = wait
+    try:
+        yield
+    finally:
+        ray_services.get_node = look
+
+
+def _load() -> float:
+    """How many processes there are to run, for each core."""
+    return os.getloadavg()[0] / (os.cpu_count() or 1)
+
+
+def _busy() -> str:
+    """Say that this machine is busy, where it is."""
+    cores = os.cpu_count() or 1
+    is_busy = _load() > _BUSY
+    return f" (the machine is busy: {_load() * cores:.0f} processes for {cores} cores)" if is_busy else ""
 
 
 def _join(address: str) -> None:
@@ -241,19 +316,32 @@ def _wait_until_running(name: str, progress: Progress) -> None:
         lines = [status.message.strip() for status in application.deployments.values() if status.message.strip()]
         if application.status == "RUNNING":
             return
-        if application.status == "DEPLOY_FAILED":
-            reason = "; ".join(line.splitlines()[-1] for line in lines) or application.message
-            raise ConfigError(f"The application did not start: {reason}")
+        if permanent := next(filter(None, map(_fault_of_ours, lines)), None):  # it would be the same each time
+            raise ConfigError(f"A replica cannot start: {permanent}")
         said = _brief(lines[0]) if lines else ""
-        if said and said.splitlines()[-1] != reported:  # lines before, of a traceback, name other processes each time
-            reported = said.splitlines()[-1]
-            progress(f"waiting: {' '.join(dict.fromkeys((said.splitlines()[0], reported)))}")
+        if application.status == "DEPLOY_FAILED":
+            raise ConfigError(f"The application did not start: {said or application.message} The logs are in {LOGS}.")
+        if said and said != reported:
+            reported = said
+            progress(f"waiting: {said}")
         time.sleep(_LOOK_EVERY_S)
 
 
+def _fault_of_ours(message: str) -> str | None:
+    """Return what our own error in a replica's start says; None where it was another's."""
+    found = _OUR_ERROR.findall(message) if _FAILED_START.match(message) else []
+    return re.sub(r" \(On node (\S+), [0-9a-f]+\.\)$", r" (On node \1.)", found[-1]) if found else None
+
+
 def _brief(message: str) -> str:
-    """Serve's message on replicas that are slow to start, which reads like a failure, in words that do not; any other
-    as it is."""
+    """Serve's message on replicas that are slow to start, which reads like a failure, in words that do not; of one that
+    failed the reason without its traceback."""
+    if failed := _FAILED_START.match(message):
+        reason = _fault_of_ours(message) or failed[2].strip().splitlines()[-1]
+        if _KILLED.search(message):
+            reason = "its process was killed or crashed; where memory runs out, the system kills the largest (dmesg)"
+        again = f" and is tried again, {failed[1]} more time{'s' * (failed[1] != '1')} at most" if failed[1] else ""
+        return f"a replica failed to start{again}: {reason}"
     slow = _SLOW_START.match(message)
     if slow is None:
         return message
@@ -261,7 +349,7 @@ def _brief(message: str) -> str:
     pool = POOL_OF_DEPLOYMENT.get(deployment, deployment)
     replicas = f"{number} {pool} replica{'' if number == '1' else 's'}"
     if stage == "initialize":
-        return f"{replicas} still loading after {seconds} s, as a large model or a busy machine makes it"
+        return f"{replicas} still loading after {seconds} s, as a large model or a busy machine makes it{_busy()}"
     return (
         f"{replicas} without a process after {seconds} s: the machine is busy, or no node has free what each asks for "
         f"({needed})"

@@ -1,11 +1,14 @@
 """What is asked of a service that has started cannot end it."""
 
+import os
 import signal
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
+from ray._private import services
 
 from deploy.run import cluster
 from speculative.errors import ConfigError
@@ -31,30 +34,91 @@ _INITIALIZED = (
     "Deployment 'MonolithServer' in application 'truespec' has 1 replicas that have taken more than 30s to "
     "initialize.\nThis may be caused by a slow __init__ or reconfigure method."
 )
-_FAILED = "A replica failed to start\nTraceback\nConfigError: drafter.model: No model 'x'"
+_FAILED = "A replica failed to start with exception. Retrying 2 more time(s). Error:\nray::X() (pid=1)\n  File x\n"
+_GAVE_UP = (
+    "The deployment failed to start 3 times in a row. See controller logs for details. Error:\nray::X() (pid=1)\n"
+)
+_OURS = "RuntimeError: Traceback\nspeculative.errors.ConfigError: w holds NaN;\nget it again. (On node vm, 61e0f.)"
 
 
 def test_replicas_that_are_slow_to_start_are_no_failure_in_what_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """The messages are Ray 2.60's (serve/_private/deployment_state.py)."""
-    messages = iter([*[_SCHEDULED.format(2)] * 2, _SCHEDULED.format(1), _INITIALIZED, _FAILED, ""])
-
-    def status() -> Any:
-        message = next(messages)
-        deployments = {"x": SimpleNamespace(message=message)}
-        running = "DEPLOYING" if message else "RUNNING"
-        return SimpleNamespace(applications={"truespec": SimpleNamespace(status=running, deployments=deployments)})
-
-    monkeypatch.setattr(cluster, "serve", SimpleNamespace(status=status))
-    monkeypatch.setattr(cluster, "_LOOK_EVERY_S", 0)
-    reported: list[str] = []
-    cluster._wait_until_running("truespec", reported.append)
+    failed = f"{_FAILED}OSError: no route"
+    reported = waited_for([*[_SCHEDULED.format(2)] * 2, _SCHEDULED.format(1), _INITIALIZED, failed], monkeypatch)
     unplaced = "replica{} without a process after 30 s: the machine is busy, or no node has free what each asks for"
     assert reported == [
         f"waiting: 2 decode {unplaced.format('s')} ({{'CPU': 1.0}})",
         f"waiting: 1 decode {unplaced.format('')} ({{'CPU': 1.0}})",
         "waiting: 1 monolith replica still loading after 30 s, as a large model or a busy machine makes it",
-        "waiting: A replica failed to start ConfigError: drafter.model: No model 'x'",
+        "waiting: a replica failed to start and is tried again, 2 more times at most: OSError: no route",
     ]
+    crash = f"{_GAVE_UP}ray.exceptions.ActorDiedError: The actor died unexpectedly\n\tWorker exit type: SYSTEM_ERROR"
+    for message, said in (
+        (_FAILED + _OURS, r"^A replica cannot start: w holds NaN;\nget it again. \(On node vm.\)$"),
+        (
+            crash,
+            "^The application did not start: a replica failed to start: its process was killed or crashed; where mem",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            waited_for([message], monkeypatch)
+
+
+def waited_for(messages: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is reported where Serve says this, one after the other, of an application that runs then."""
+    said = iter([*messages, ""])
+
+    def status() -> Any:
+        message = next(said)
+        running = "DEPLOY_FAILED" if message.startswith("The") else "DEPLOYING" if message else "RUNNING"
+        deployments = {"x": SimpleNamespace(message=message)}
+        return SimpleNamespace(applications={"truespec": SimpleNamespace(status=running, deployments=deployments)})
+
+    monkeypatch.setattr(cluster, "serve", SimpleNamespace(status=status))
+    monkeypatch.setattr(cluster, "_LOOK_EVERY_S", 0)
+    monkeypatch.setattr(os, "getloadavg", lambda: (0, 0, 0))
+    reported: list[str] = []
+    cluster._wait_until_running("truespec", reported.append)
+    return reported
+
+
+@pytest.mark.parametrize("failures", [1, 3])
+def test_ray_is_started_again_where_its_node_is_not_up_in_time(failures: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[int] = []
+
+    def init(*_: object, **__: object) -> None:
+        """As Ray's node does, which gives up by its own clock once a look has failed."""
+        looks.append(0)
+        try:
+            services.get_node("gcs", "node")
+        except RuntimeError as error:
+            raise Exception("The current node timed out during startup.") from error
+
+    def look(*where: str) -> str:
+        """A node that is up at the third look; of the starts that fail, never."""
+        assert where == ("gcs", "node")
+        looks[-1] += 1
+        if len(looks) <= failures or looks[-1] < 3:
+            raise RuntimeError("not yet")
+        return "the node"
+
+    monkeypatch.setattr(services, "get_node", look)
+    monkeypatch.setattr(cluster, "_NODE_S", 0.05)  # at this load 0.2
+    monkeypatch.setattr(cluster, "_LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(os, "getloadavg", lambda: (4 * (os.cpu_count() or 1), 0, 0))
+    began, reported = time.monotonic(), []
+    if failures == 3:
+        with pytest.raises(
+            ConfigError, match=r"did not start .*machine is busy: .* timed out .* and start it again\.$"
+        ):
+            cluster._start_ray(2, reported.append)
+    else:
+        cluster._start_ray(2, reported.append)
+    assert services.get_node is look and len(looks) == min(3, failures + 1)
+    assert time.monotonic() - began >= 0.2 * failures, "each waits as long as the load makes it"
+    assert failures == 3 or looks[-1] == 3
+    assert [line.rpartition(", ")[2] for line in reported] == ["2 more times at most", "1 more time at most"][:failures]
 
 
 @pytest.mark.parametrize("connected_before", [True, False])
