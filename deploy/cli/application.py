@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import click
+import yaml
 
 from deploy.cli.console import GroupedCommand, option_in
 from deploy.cli.vllm_flags import ARGS, TAKEN, explained
@@ -89,6 +90,7 @@ _OPTIONS = (
     _model("--drafter", metavar="KIND", help="What drafts: ngram, eagle3:FOLDER ..."),
     _machine("--engine", type=click.Choice(["torch", "vllm"]), help="truespec's own engine (torch), or vLLM."),
     _machine("--gpus", type=click.IntRange(min=0), metavar="N", help="GPUs to use; 0 is the CPU."),
+    _model("--set", "settings", metavar="NAME=VALUE", multiple=True, help="Any setting: engine.dtype=float32 ..."),
     _http("--host", metavar="HOST", help="Listen on this address."),
     _http("--port", type=click.IntRange(1, 65535), metavar="N", help="Listen on this port."),
 )
@@ -103,6 +105,7 @@ def application_options(command: Callable[..., Any]) -> Callable[..., Any]:
         placed = {name: value for name, value in placed.items() if value is not None}
         given = {flag: others.pop(flag[2:].replace("-", "_"), None) for flag in TAKEN}
         changes = {flag: value for flag, value in given.items() if value not in (None, ())}
+        changes |= dict(map(_setting, others.pop("settings")))
         if served is not None and source is not None:
             raise click.UsageError(f"{served} is given, and --model {source} too; give one of them.")
         if served is None and source is None:
@@ -125,7 +128,6 @@ def application_of(asked: ServeTarget) -> ServeFile:
     Raises:
         ConfigError: it cannot be read, or something in it is wrong; the message names flags by their names.
     """
-    flags = {TAKEN[flag]: flag for flag in asked.changes}
 
     def change(data: Any) -> None:
         for flag, value in asked.changes.items():
@@ -138,9 +140,28 @@ def application_of(asked: ServeTarget) -> ServeFile:
         return load_config(asked.file, change=change)
     except ConfigError as error:
         said = str(error)
-        for setting, flag in flags.items():
+        for flag in asked.changes:
+            setting = _place_of(flag)
             said = said.replace(f": {setting}: ", f": {flag} ({setting.removeprefix(f'{ARGS}.')}): ")
         raise ConfigError(said) from error
+
+
+def _setting(given: str) -> tuple[str, Any]:
+    """The flag and the value of --set NAME=VALUE; the value is YAML."""
+    name, equals, value = given.partition("=")
+    if not equals or not name.strip():
+        raise click.UsageError(f"--set {given} has no value; give NAME=VALUE, such as engine.dtype=float32.")
+    try:
+        return f"--set {name.strip()}", yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise click.UsageError(f"--set {given}: {value!r} is not YAML; put it in quotes.") from error
+
+
+def _place_of(flag: str) -> str:
+    """Where the file has the setting of a flag; --set may leave out the place of the application's arguments."""
+    name = flag.removeprefix("--set ")
+    of_file = name.partition(".")[0].partition("[")[0] in ServeFile.model_fields
+    return TAKEN.get(flag) or (name if of_file else f"{ARGS}.{name}")
 
 
 def _set_flag(data: Any, flag: str, value: Any) -> None:
@@ -149,7 +170,7 @@ def _set_flag(data: Any, flag: str, value: Any) -> None:
     Raises:
         ConfigError: the flag does not go with what is there.
     """
-    setting = TAKEN[flag]
+    setting = _place_of(flag)
     if flag == "--max-model-len" and value == "auto":
         value = None
     elif flag == "--quantization" and _get(data, f"{ARGS}.engine.kind") == "vllm":

@@ -101,7 +101,7 @@ def explained(word: str) -> str | None:
     for flags, here in rows().items():
         if {name, name.replace("--no-", "--", 1)} & set(flags.split()):
             return (
-                f"{word} is a flag of vLLM's. Here it is {here}. `truespec config show MODEL > my.yaml` writes all "
-                f"settings to a file, which `truespec serve my.yaml` serves. {PAGE} has all flags."
+                f"{word} is a flag of vLLM's. Here it is {here}. Settings are given by --set NAME=VALUE, or in a file, "
+                f"which `truespec config show MODEL` writes. {PAGE} has all flags."
             )
     return None

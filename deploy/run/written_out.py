@@ -1,22 +1,29 @@
 """A configuration written out: with all its defaults, or as values of the chart."""
 
-from typing import Any
+import textwrap
+from collections.abc import Iterator, Mapping
+from typing import Any, get_args
 
 import yaml
 
 from serve_app.backends.vllm_parts.settings import SIZES
 from serve_app.config.app_config import AppConfig, PoolSection, RouterSection
+from serve_app.config.base import Section
 from serve_app.config.serve_file import HttpOptions, ServeFile
 from speculative.errors import ConfigError
 from speculative.model.catalogue import CATALOGUE
 
 _CHART_ARGUMENTS = {"tensor_parallel_size": "tensorParallelSize", "gpu_memory_utilization": "gpuMemoryUtilization"}
 """Arguments of vLLM's that the chart sets, and the values that decide them."""
+_COMMENT_WIDTH, _ENDLESS = 90, 10**6
 _EXECUTOR = "distributed_executor_backend"
 
 
 def effective_config(file: ServeFile) -> str:
-    """The file as YAML with every default filled in and `deployments` folded into the pools; itself a valid file."""
+    """All settings as YAML, each with its meaning; itself a valid file of the same service.
+
+    Defaults are filled in, and `deployments` folded into the pools; what has no value is commented out.
+    """
     config = file.application.effective_args
     args = config.model_dump(exclude_none=True)
     model = args["model"]
@@ -34,7 +41,43 @@ def effective_config(file: ServeFile) -> str:
         args["pools"]["router"] = config.router.model_dump()
     whole = file.model_dump(exclude={"applications"})
     whole["applications"] = [file.application.model_dump(exclude={"args", "deployments"}) | {"args": args}]
-    return yaml.safe_dump(whole, sort_keys=False, allow_unicode=True)
+    return "\n".join(_section(ServeFile, whole)) + "\n"
+
+
+def _section(section: type[Section], values: Mapping[str, Any]) -> Iterator[str]:
+    """The lines of a section: for each setting its meaning, and its value or, commented out, the default."""
+    for name, field in section.model_fields.items():
+        yield from (
+            f"# {line}" for line in textwrap.wrap(field.description or "", _COMMENT_WIDTH, break_on_hyphens=False)
+        )
+        inner, value, mark = _section_in(field.annotation), values.get(name), "" if name in values else "# "
+        if inner is None:
+            default = None if field.is_required() else field.get_default(call_default_factory=True)
+            written = (
+                _yaml({name: default}).replace(" null", "").splitlines() if mark else _yaml({name: value}).splitlines()
+            )
+        elif isinstance(value, list):
+            written = [f"{name}:", *(line for one in value for line in _entry(inner, one))]
+        else:
+            written = [f"{name}:", *(f"  {line}" for line in _section(inner, value or {}))]
+        yield from (f"{mark}{line}" for line in written)
+
+
+def _entry(section: type[Section], values: Mapping[str, Any]) -> Iterator[str]:
+    """The lines of a section as an entry of a list."""
+    for number, line in enumerate(_section(section, values)):
+        yield f"{'  ' if number else '- '}{line}"
+
+
+def _section_in(annotation: Any) -> type[Section] | None:
+    """The section that a field holds, alone, in a list or beside None; None where it holds a plain value."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return annotation
+    return next(filter(None, map(_section_in, get_args(annotation))), None)
+
+
+def _yaml(data: Any) -> str:
+    return str(yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=_ENDLESS))
 
 
 def chart_values(file: ServeFile) -> str:

@@ -56,7 +56,14 @@ class Section(BaseModel):
                 close = difflib.get_close_matches(str(name), cls.model_fields, n=1)
                 hint = f"did you mean {close[0]}?" if close else f"known here: {', '.join(cls.model_fields)}."
                 raise FieldError(str(name), f"is not a field; {hint}")
-        return data
+        if not isinstance(data, Mapping):
+            return data
+        # A section whose lines are all commented out is null in YAML: it has its defaults.
+        return {name: data[name] for name in data if data[name] is not None or not cls._is_section(name)}
+
+    @classmethod
+    def _is_section(cls, name: str) -> bool:
+        return isinstance(cls.model_fields[name].default, Section)
 
 
 Target = Annotated[float, Field(gt=0, allow_inf_nan=False)]

@@ -28,6 +28,9 @@ def test_what_is_shown_is_a_configuration_of_the_same_meaning(file: Path, tmp_pa
     assert theirs.args.model.served_name == ours.args.model.served_name
     assert theirs.args.engine_config(theirs.args.pool_names[0]) == ours.args.engine_config(ours.args.pool_names[0])
     named = yaml.safe_load(shown.output)["applications"][0]["args"]
+    documented = {line.strip("# -").partition(":")[0] for line in shown.output.splitlines()}
+    rows = re.findall(r"^\| `(\w+)` \|", configuration_reference(), re.M)
+    assert set(rows) - documented <= {"policy_kwargs", "policy_class"}, "all settings, set or commented out"
     left_open = {"max_model_len", "cuda_graphs"}
     if file.stem == "own":  # as large as the machine allows
         left_open.add("kv_cache_tokens")

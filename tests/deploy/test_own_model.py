@@ -153,12 +153,14 @@ def test_flags_of_vllm_change_what_a_model_or_a_file_sets(
     write_tiny_model(tmp_path / "mine")
     (tmp_path / "mine.yaml").write_text("applications: [{args: {model: {source: org/m@old}}}]")
     flags = "--host 0.0.0.0 --port 81 --max_model_len 2k -q bfloat16 --served-model-name=me"
+    flags += " --set drafter.num_draft_tokens=2 --set proxy_location=Disabled --set access.cors_origins=['*']"
     flags += " --revision new" * (given not in ("./mine", "demo"))
     shown = CliRunner().invoke(main, ["config", "show", given, *flags.split()])
     (tmp_path / "shown.yaml").write_text(shown.output)
     read = load_config(tmp_path / "shown.yaml")
     args = read.application.args
     assert (read.http_options.host, read.http_options.port, args.model.name) == ("0.0.0.0", 81, "me")
+    assert (read.proxy_location, args.drafter.num_draft_tokens, args.access.cors_origins) == ("Disabled", 2, ["*"])
     assert (args.engine.max_model_len, args.engine.quantization) == (2000, "bfloat16")
     source = {"./mine": str(tmp_path / "mine"), "org/mine": "org/mine@new", "mine.yaml": "org/m@new"}
     assert args.model.source == source.get(given, "smollm2-135m")
@@ -177,9 +179,12 @@ def test_flags_of_vllm_change_what_a_model_or_a_file_sets(
         ("demo --served-model-name a b", "give one model or file; --served-model-name takes one name."),
         ("demo --tensor-parallel-size=2", "Here it is `--engine vllm --gpus N`"),
         ("demo -tp 2", "-tp is a flag of vLLM's"),
-        ("demo --gpu_memory_utilization 0.9", "`vllm.engine_args.gpu_memory_utilization`. `truespec config show"),
+        ("demo --gpu_memory_utilization 0.9", "`vllm.engine_args.gpu_memory_utilization`. Settings are given by --set"),
         ("demo --no-enable-prefix-caching", "Here it is `engine.prefix_caching`"),
         ("demo --speculative-config.method ngram", "Here it is `--drafter`"),
+        ("demo --set engine.dtipe=x", "--set engine.dtipe (engine.dtipe): is not a field; did you mean dtype?"),
+        ("demo --set engine.dtype=half", "--set engine.dtype (engine.dtype): Input should be 'bfloat16' or 'float32'"),
+        ("demo --set engine.dtype", "--set engine.dtype has no value; give NAME=VALUE"),
         ("demo --prot 1", "Did you mean"),
         ("demo --frobnicate", "No such option"),
     ],
