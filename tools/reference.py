@@ -25,8 +25,8 @@ Made by `make generated` from the models in `serve_app/config/app_config.py`; do
 
 One YAML file, which is also a Ray Serve config. `truespec config check FILE` reports every fault with its field and the
 fix, and whether this machine can serve it (`--file-only`: the file alone); `truespec config show FILE` prints all
-settings, with this page's text as comments. Unknown fields are refused, and types are not guessed: `"4"` is no number. The
-chart takes the same settings under `config`, all but `pools`.
+settings, with this page's text as comments. Unknown fields are refused, and types are not guessed: `"4"` is no number.
+The chart takes the same settings under `config`, all but `pools`.
 """
 
 _ANY = 2**31 - 1

@@ -48,7 +48,7 @@ _FAILED_START = re.compile(
     r"[^\n]*failed to start[^\n]*?(?:Retrying(?: (\d+) more time\(s\))?\.[^\n]*)?Error:\n(.*)", re.DOTALL
 )
 _OUR_ERROR = re.compile(
-    r"^(?:speculative|serve_app)\.[\w.]*(?:ConfigError|OptionError|UnsupportedModel): ((?s:.*))", re.M
+    r".*^(?:speculative|serve_app)\.[\w.]*(?:ConfigError|OptionError|UnsupportedModel): (.*)", re.M | re.DOTALL
 )
 _KILLED = re.compile(r"ActorDiedError|ActorUnavailableError|Worker exit type|died unexpectedly")
 _STARTS = 3  # of Ray on this machine
@@ -329,8 +329,8 @@ def _wait_until_running(name: str, progress: Progress) -> None:
 
 def _fault_of_ours(message: str) -> str | None:
     """Return what our own error in a replica's start says; None where it was another's."""
-    found = _OUR_ERROR.findall(message) if _FAILED_START.match(message) else []
-    return re.sub(r" \(On node (\S+), [0-9a-f]+\.\)$", r" (On node \1.)", found[-1]) if found else None
+    found = _OUR_ERROR.match(message) if _FAILED_START.match(message) else None
+    return re.sub(r" \(On node (\S+), [0-9a-f]+\.\)$", r" (On node \1.)", found[1].strip()) if found else None
 
 
 def _brief(message: str) -> str:
