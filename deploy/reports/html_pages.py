@@ -35,14 +35,14 @@ dt { color: var(--soft); } dd { margin: 0; overflow-wrap: anywhere; }
 figure { margin: 0; background: var(--card); border: 1px solid var(--rule); border-radius: 8px; padding: .6rem; }
 figcaption { color: var(--soft); font-size: .85rem; }
 svg { width: 100%; height: auto; display: block; }
-svg text { fill: var(--soft); font-size: 10px; }
+svg text { fill: var(--soft); font-size: 8px; }
 svg .axis { stroke: var(--rule); } svg .band { fill: var(--bar); opacity: .15; }
 svg .dot { fill: var(--bar); } svg .outside { fill: var(--bad); }
 svg .line { fill: none; stroke: var(--bar); stroke-width: 2; }
 footer { margin-top: 2rem; display: flex; flex-wrap: wrap; gap: 1rem; } a { color: var(--bar); }
 #stale { position: sticky; bottom: 0; margin: 1rem 0 0; padding: .6rem 1rem; background: var(--bad); color: #fff; }
-@media (max-width: 40rem) { .scrolled th { display: none; } .scrolled tr { display: flex; flex-wrap: wrap; gap: 0 1rem;
-  border-bottom: 1px solid var(--rule); padding: .3rem 0; } .scrolled td { border: 0; padding: 0; }
+@media (max-width: 40rem) { .scrolled tr:first-child { display: none; } .scrolled td { border: 0; padding: 0; }
+  .scrolled tr + tr { display: flex; flex-wrap: wrap; gap: 0 1rem; padding: .3rem 0; }
   .scrolled td:first-child { flex-basis: 100%; } .number::before { content: attr(data-name) " "; color: var(--soft); }
   dl { grid-template-columns: 1fr; } dt { margin-top: .3rem; } }
 """
@@ -131,7 +131,7 @@ def timeline(plot: Timeline) -> str:
         kind = "dot" if least <= value <= most else "dot outside"
         drawn.append(f'<circle class="{kind}" cx="{x:.1f}" cy="{height:.1f}" r="2"/>')
     for mark in usual:
-        drawn.append(f'<text x="{_LEFT - 5}" y="{y(mark) + 3:.1f}" text-anchor="end">{mark:.3g}</text>')
+        drawn.append(f'<text x="{_LEFT - 5}" y="{y(mark) + 3:.1f}" text-anchor="end">{mark:.4g}</text>')
     drawn.append(f'<line class="axis" x1="{_LEFT}" x2="{_RIGHT}" y1="{_BASE}" y2="{_BASE}"/>')
     drawn.append(f'<text x="{_LEFT}" y="{_HEIGHT - 6}">{escaped(plot.first)}</text>')
     drawn.append(f'<text x="{_RIGHT}" y="{_HEIGHT - 6}" text-anchor="end">{escaped(plot.last)}</text>')

@@ -551,7 +551,8 @@ async def run_proxy(options: ProxyOptions, say: Callable[[str], None], ended: Ca
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     async with running_proxy(options) as (url, proxy):
-        say(f"Requests to {url} pass on to {options.upstream} from now on; {options.share:.3g} of them are watched.")
+        share = f"{100 * options.share:.3g} %"
+        say(f"Requests to {url} pass on to {options.upstream} from now on; {share} of them are watched.")
         say(f"Waiting for the referee at {options.referee}, which loads its model first.")
         while not await proxy.referee_is_up():
             if ended():

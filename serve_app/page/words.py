@@ -108,6 +108,7 @@ def explained(incident: dict[str, Any]) -> dict[str, Any]:
         "title": said.title,
         "words": LABEL_NAMES.get(incident["name"], ""),
         "meaning": meaning,
-        "effect": f"Look first at {LOOK_AT[incident['name']]}. {said.effect}" if is_replay else said.effect,
+        "effect": said.effect,
+        "look": f"Look first at {LOOK_AT[incident['name']]}." if is_replay else "",
         "runbook": alert,
     }

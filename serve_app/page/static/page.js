@@ -5,7 +5,7 @@ import { columns, empty, evidence, followPointer, lines } from "./charts.js";
 import { byId, element, show } from "./dom.js";
 import { call, events, keyGiven } from "./wire.js";
 
-const HISTORY_S = 3600, SHORTEST_S = 300, RECENT_S = 3600, SHOWN_INCIDENTS = 6, SHOWN_STRATA = 10, SHOWN_REPLAYS = 8;
+const HISTORY_S = 3600, SHORTEST_S = 300, RECENT_S = 3600, SHOWN_INCIDENTS = 6, SAME_FAULT_S = 120, SHOWN_STRATA = 10, SHOWN_REPLAYS = 8;
 const RETRY_MS = 1000, SILENT_MS = 5000;
 const sum = (counts) => Object.values(counts).reduce((total, value) => total + value, 0);
 const percent = (share) => (share === null ? "–" : `${(100 * share).toFixed(1)}\u00a0%`);
@@ -73,19 +73,33 @@ function drawTroubles() {
     element("li", {}, pill(one.title, one.tone), element("span", {}, one.text), runbook(one.runbook))));
 }
 
-/** One trip or alarm: what, when, where, what it means, what to do first. */
-function incidentOf(one) {
-  const pool = poolOf(one.replica);
-  const times = one.num > 1 ? ` · ${plural(one.num, "time")} since ${clock(one.first_at)}` : "";
-  const suspect = one.suspect_since === null || one.at - one.suspect_since < 1 ? ""
-    : ` Answers of it that ended between ${clock(one.suspect_since)} and ${clock(one.at)} are suspect.`;
+/** Trips and alarms by their cause, as far as time tells: those of one replica that followed each other closely. */
+function faultsOf(incidents) {
+  const faults = [];
+  for (const one of incidents) { // the latest first
+    const fault = faults.find((known) => known.some((other) => other.replica === one.replica && other.first_at - one.at < SAME_FAULT_S));
+    if (fault) fault.push(one);
+    else faults.push([one]);
+  }
+  return faults.map((fault) => fault.toSorted((one, other) => (other.kind === "trip") - (one.kind === "trip")));
+}
+
+/** One fault: what, when, where, what it means, what to do first. */
+function faultOf(fault) {
+  const [{ replica }] = fault, at = Math.max(...fault.map((one) => one.at)), since = Math.min(...fault.map((one) => one.first_at));
+  const pool = poolOf(replica), num = Math.max(...fault.map((one) => one.num)), times = num > 1 ? ` · ${plural(num, "time")} since ${clock(since)}` : "";
+  const named = (one) => (one.words ? element("b", {}, one.words) : element("code", {}, one.name));
+  const suspect = fault.filter((one) => one.suspect_since !== null && one.at - one.suspect_since >= 1)
+    .map((one) => ` Answers of it that ended between ${clock(one.suspect_since)} and ${clock(one.at)} are suspect.`);
+  const unique = (field) => [...new Set(fault.map((one) => one[field]).filter(Boolean))];
   return element("li", {},
-    element("p", { class: "incident-when" }, element("b", {}, clock(one.at)), ` ${ago(one.at)} ago`),
+    element("p", { class: "incident-when" }, element("b", {}, clock(at)), ` ${ago(at)} ago`),
     element("div", {},
-      element("h3", {}, pill(one.title, "bad"), " ", one.words ? element("b", {}, one.words) : element("code", {}, one.name)),
-      element("p", {}, `${one.meaning[0].toUpperCase()}${one.meaning.slice(1)}.`),
-      element("p", {}, one.effect, suspect),
-      element("p", { class: "note" }, `${pool ? `${pool} ` : ""}replica `, element("b", {}, shortName(one.replica)), pool ? "" : ", gone since", `${times} · `, runbook(one.runbook))));
+      element("h3", {}, ...unique("title").flatMap((title) => [pill(title, "bad"), " ", ...fault.filter((one) => one.title === title).flatMap((one) => [named(one), " "])])),
+      ...fault.map((one) => element("p", {}, ...(fault.length > 1 ? [named(one), ": ", one.meaning] : [one.meaning[0].toUpperCase(), one.meaning.slice(1)]), ".")),
+      element("p", {}, [...unique("look"), ...unique("effect")].join(" "), ...suspect),
+      element("p", { class: "note" }, `${pool ? `${pool} ` : ""}replica `, element("b", {}, shortName(replica)), pool ? "" : ", gone since", times,
+        ...unique("runbook").flatMap((alert) => [" · ", runbook(alert)]))));
 }
 
 function drawIncidents() {
@@ -94,8 +108,8 @@ function drawIncidents() {
   byId("incidents").classList.toggle("is-bad", recent().length > 0 || open.length > 0);
   show(byId("breakers"), ...open.map((replica) => element("p", {}, pill(`breaker ${replica.breaker}`, "bad"),
     ` ${replica.pool} replica `, element("b", {}, shortName(replica.replica)), ` for ${ago(replica.since)}: ${BREAKER[replica.breaker]}.`)));
-  show(byId("incident-list"), ...incidents.slice(0, SHOWN_INCIDENTS).map(incidentOf));
-  const more = incidents.length - SHOWN_INCIDENTS;
+  const faults = faultsOf(incidents), more = faults.length - SHOWN_INCIDENTS;
+  show(byId("incident-list"), ...faults.slice(0, SHOWN_INCIDENTS).map(faultOf));
   byId("more-incidents").textContent = more > 0 ? `${plural(more, "older one")} in the status as JSON.` : "";
 }
 
@@ -316,7 +330,7 @@ function drawStrata() {
   const rows = status.strata.toSorted((one, other) => (other.stratum === "all") - (one.stratum === "all") || other.tme - one.tme)
     .map(({ stratum, meaning, tokens, tme, alarms: raised }) => [
       element("span", {}, `${meaning} `, element("code", {}, stratum)), whole(tokens),
-      pill(tme.toFixed(4), tme > status.about.max_tme ? "bad" : "good"), whole(raised),
+      pill(tme.toFixed(4), raised ? "bad" : tme > status.about.max_tme ? "warn" : "good"), whole(raised),
     ]);
   const columns = [["which tokens"], ["tokens", true], ["TME", true], ["alarms", true]];
   table(byId("strata"), columns, rows.slice(0, SHOWN_STRATA),

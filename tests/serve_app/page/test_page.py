@@ -319,14 +319,13 @@ def test_a_trip_says_what_when_where_what_it_means_and_what_to_do(
     expect(page.locator("#health")).to_have_text("breaker open on 1 of 3")
     expect(page.locator("#breakers")).to_contain_text("decode replica c3d4")
     clock = page.evaluate("at => new Date(1000 * at).toLocaleTimeString([], { hourCycle: 'h23' })", referee.app.clock())
-    trip, alarm = page.locator("#incident-list li").all()
-    for shown, words in (
-        (trip, ("Breaker open", "selfcheck", "decode replica c3d4", "but slower", "TruespecBreakerOpen")),
-        (alarm, ("Self check alarm", "sampling noise, next round", "keep the dump", "TruespecSelfCheckAlarm")),
-    ):
-        for text in (*words, clock):
-            expect(shown).to_contain_text(text)
-        expect(shown.get_by_role("link")).to_have_attribute("href", f"page/runbooks.html#{words[-1].lower()}")
+    (fault,) = page.locator("#incident-list li").all()  # a trip and the alarm that led to it are one
+    alerts = ("TruespecBreakerOpen", "TruespecSelfCheckAlarm")
+    words = ("Breaker open", "selfcheck", "decode replica c3d4", "but slower", "Self check alarm", "keep the dump")
+    for text in (*words, "sampling noise, next round", clock, *alerts):
+        expect(fault).to_contain_text(text)
+    for link, alert in zip(fault.get_by_role("link").all(), alerts, strict=True):
+        expect(link).to_have_attribute("href", f"page/runbooks.html#{alert.lower()}")
     assert page.locator("#incidents").bounding_box()["y"] < page.locator("#tiles").bounding_box()["y"]  # type: ignore[index]
     assert page.locator("#acceptance line.mark").count() == 2
     assert page.locator("#checks rect.over").count() >= 1
