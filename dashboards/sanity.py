@@ -56,12 +56,12 @@ BREAKER = Stat(
 
 _TME_BY_STRATUM = Panel(
     title="TME by stratum",
-    description="The stratum that stands out points to the fault: after a handoff, near the length limit, "
-    "prefix-cached, at drafted positions. Strata overlap and do not add up. Above 1.05 the logprobs of that stratum "
-    "are wrong.",
+    description="Means over the hour before, which is what the limit is for: of fewer tokens one may pass it by "
+    "chance. The stratum that stands out points to the fault: after a handoff, near the length limit, prefix-cached, "
+    "at drafted positions. Strata overlap and do not add up. Above 1.05 the logprobs of that stratum are wrong.",
     queries=(Query(tme(PAGE), "{{stratum}}"),),
     steps=((None, "green"), (TME_LIMIT, "red")),
-    interval="5m",
+    interval="1h",
     decimals=4,
     minimum=None,
 )
