@@ -131,7 +131,7 @@ def timeline(plot: Timeline) -> str:
         kind = "dot" if least <= value <= most else "dot outside"
         drawn.append(f'<circle class="{kind}" cx="{x:.1f}" cy="{height:.1f}" r="2"/>')
     for mark in usual:
-        drawn.append(f'<text x="{_LEFT - 5}" y="{y(mark) + 3:.1f}" text-anchor="end">{mark:.4g}</text>')
+        drawn.append(f'<text x="{_LEFT - 5}" y="{y(mark) + 3:.1f}" text-anchor="end">{round(mark, 3):g}</text>')
     drawn.append(f'<line class="axis" x1="{_LEFT}" x2="{_RIGHT}" y1="{_BASE}" y2="{_BASE}"/>')
     drawn.append(f'<text x="{_LEFT}" y="{_HEIGHT - 6}">{escaped(plot.first)}</text>')
     drawn.append(f'<text x="{_RIGHT}" y="{_HEIGHT - 6}" text-anchor="end">{escaped(plot.last)}</text>')
