@@ -182,7 +182,7 @@ class Alert:
             "alert": self.name,
             "expr": self.default_expr,
             "for": self.hold,
-            "labels": {"severity": self.severity},
+            "labels": {"severity": self._severity},
             "annotations": {"summary": self._summary, "runbook": f"{RUNBOOKS}#{self.name.lower()}"},
         }
 
@@ -193,10 +193,17 @@ class Alert:
             "alert": self.name,
             "expr": self.expr,
             "for": self.hold,
-            "severity": self.severity,
+            "severity": self._severity,
             **{name: value for name, value in limits.items() if value is not None},
             "annotations": {"summary": self._summary},
         }
+
+    @property
+    def _severity(self) -> str:
+        """The label: what is rehearsed pages nobody."""
+        if '"rehearsed"' not in self.expr:
+            return self.severity
+        return f"{{{{ if $labels.rehearsed }}}}info{{{{ else }}}}{self.severity}{{{{ end }}}}"
 
     @property
     def _summary(self) -> str:
@@ -383,10 +390,12 @@ ALERTS = (
     ),
     Alert(
         "TruespecBreakerOpen",
-        f"{_REPLICA.gauge('breaker_state', how='max')} >= {_OPEN}",
+        f"{_REPLICA.gauge('breaker_state', how='max')} >= {_OPEN} or "
+        + _told("rehearsed", "true", _15M.events("breaker_trips_total", "pool", where='reason="rehearsal"') + " > 0"),
         "1m",
         "critical",
-        "The breaker of {{ $labels.replica }} ({{ $labels.model_name }}, {{ $labels.pool }}) is open.",
+        'The breaker of {{ or $labels.replica "a replica" }} ({{ $labels.model_name }}, {{ $labels.pool }}) '
+        "{{ if $labels.rehearsed }}was{{ else }}is{{ end }} open{{ if $labels.rehearsed }} for a rehearsal{{ end }}.",
         "A fault was found on this replica. It serves without speculation, or is being taken out of service.",
         "Trips by reason on the logprob sanity page, and what fired just before.",
         "Answers are correct meanwhile, but slower. If canaries keep failing, the fault persists: replace the "

@@ -225,6 +225,7 @@ class Request:
         logprobs of prompt_token_ids[score_from:], and where they lie in the distribution that `params` make of the
         model's.
     canary: a request of the server's own, which also drafts while speculation is on trial.
+    rehearsal: such a request, answered with a known fault where the service rehearses; no client can set it.
     priority: of two waiting requests the one with the lower value comes first; waiting makes up for a higher one.
     timeout_s: how long the client waits for the whole answer; not used by the engine.
     resume: continue elsewhere when the decode replica is lost; not used by the engine.
@@ -242,6 +243,7 @@ class Request:
     seed: int = field(default_factory=lambda: secrets.randbits(64))
     score_from: int | None = None
     canary: bool = False
+    rehearsal: bool = False
     priority: int = 0  # -MAX_PRIORITY = the earliest
     timeout_s: float | None = None  # None = the server's own limit
     resume: bool = False  # if it is decoded behind a stream router

@@ -51,6 +51,7 @@ LEAVES = {
 
 # Which modules of the server may know all of it.
 WITH_TORCH = {
+    "serve_app.backends.rehearsed_fault",
     "serve_app.backends.torch_backend",
     "serve_app.backends.vllm_backend",
     "serve_app.backends.vllm_parts",
@@ -101,6 +102,7 @@ OWNERS = {
     "tokenizers": {"serve_app.text", "speculative.model.gguf"},
     "torch": {
         "speculative",
+        "serve_app.backends.rehearsed_fault",
         "serve_app.backends.torch_backend",
         "serve_app.backends.vllm_parts.cpu_layouts",  # in vLLM's worker processes
         "serve_app.referee.transformers_model",

@@ -324,6 +324,13 @@ class BreakerSection(Section):
     """Requests of the replica's own that try speculation out."""
 
 
+class GuardSection(Section):
+    """Rehearsals of what finds faults (docs/operations.md)."""
+
+    rehearsal: bool = False
+    """Allow `POST /admin/rehearsal`: a replica answers requests of its own with a known fault."""
+
+
 class DumpsSection(Section):
     """Files for a post-mortem: token ids (prompts included), seeds and logprobs of requests that were found wrong."""
 
@@ -470,6 +477,8 @@ class AppConfig(Section):
     """The check of finished requests."""
     breaker: BreakerSection = BreakerSection()
     """Rules by which a replica stops speculating."""
+    guard: GuardSection = GuardSection()
+    """Rehearsals of what finds faults."""
     dumps: DumpsSection = DumpsSection()
     """Files for a post-mortem."""
     access: AccessSection = AccessSection()
@@ -615,6 +624,10 @@ class AppConfig(Section):
                 "replay.sample_rate",
                 f"is above 0, but replays compare raw_logprobs and engine.logprobs_mode is "
                 f"{self.engine.logprobs_mode}; set replay.sample_rate to 0 or the mode to raw_logprobs.",
+            )
+        if self.guard.rehearsal and (self.engine.kind, self.engine.logprobs_mode) != ("torch", "raw_logprobs"):
+            yield FieldError(
+                "guard.rehearsal", "is true, which needs engine.kind torch and engine.logprobs_mode raw_logprobs."
             )
         if self.engine.kind == "vllm" and self.replay.independent_rate:
             yield FieldError(

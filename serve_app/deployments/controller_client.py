@@ -155,6 +155,7 @@ class ControllerClient(PartClient):
     verdict = Call(VerdictBook.reply)
     statuses = Call(ReplicaRegistry.statuses)
     order = Call(ReplicaRegistry.order)
+    rehearse = Call(ReplicaRegistry.rehearse)
     status = Call(ReplicaReports.status)
     status_history = Call(StatusBook.history)
     exposition = Call(PrometheusSink.exposition)

@@ -21,7 +21,8 @@ from ray.serve.exceptions import RayServeException
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from serve_app.backends.base import Backend, ModelInfo, Replayed, ReplayFailed, ServedWeights
-from serve_app.backends.torch_backend import TorchBackend
+from serve_app.backends.rehearsed_fault import load_rehearsing
+from serve_app.backends.torch_backend import TorchBackend, load_engine
 from serve_app.backends.vllm_backend import VllmBackend
 from serve_app.config.app_config import AppConfig
 from serve_app.config.base import PoolName
@@ -32,6 +33,7 @@ from serve_app.guard.breaker import Breaker, BreakerSettings, Mode
 from serve_app.guard.breaker_control import BreakerController
 from serve_app.guard.canary import Canary, CanarySettings
 from serve_app.guard.heartbeat import Placed, Report
+from serve_app.guard.rehearsal import Rehearsing
 from serve_app.referee.records import Records
 from serve_app.referee.verdicts import Finished
 from serve_app.routing.autoscaling import PrefillBacklog
@@ -63,7 +65,8 @@ def make_backend(config: AppConfig, pool: PoolName) -> Backend:
     """The engine of a pool's replica, in which this is called, not yet loaded."""
     source, name = config.model.source, config.model.served_name
     if config.engine.kind == "torch":
-        return TorchBackend(source, name, _with_device(config.engine_config(pool)))
+        load = load_rehearsing if config.guard.rehearsal else load_engine
+        return TorchBackend(source, name, _with_device(config.engine_config(pool)), load)
     replayer = None
     if config.may_replay_vllm(pool):
         replayer = TorchBackend(source, name, _with_device(config.replay_config(pool)))
@@ -268,6 +271,9 @@ class EngineHost:
             return
         breaker_controller.apply(orders)
         breaker_controller.act()
+        if orders.rehearse:
+            control = breaker_controller
+            self.runtime.spawn(Rehearsing(self.canary, control.note_rehearsal, control.rehearse).run())
         if self.updater is not None and orders.weights is not None:
             self.updater.apply(orders.weights)
             self.reporter.every_s = _HURRIED_REPORT_S if self.updater.behind else REPORT_EVERY_S

@@ -15,7 +15,7 @@ from serve_app.backends.base import ModelInfo, Parsers, TokenSource
 from serve_app.deployments.runtime import ReplicaRuntime, Reporter
 from serve_app.errors import UnknownReplica
 from serve_app.guard.breaker import Mode
-from serve_app.http.admin import Admin, SpeculationOrder, Statuses
+from serve_app.http.admin import Admin, RehearsalOrder, SpeculationOrder, Statuses
 from serve_app.http.routes import Operations, PastReplies, build_ingress
 from serve_app.http.vllm_routes import VllmRoutes
 from serve_app.openai.frontend import FrontEnd
@@ -210,7 +210,18 @@ class HttpFront:
                 raise UnknownReplica(f"There is no replica {wanted.replica!r}; GET /admin/speculation lists them.")
             return reported
 
-        return Admin(self._access, controller.statuses, order, controller.weights)
+        async def rehearse(wanted: RehearsalOrder) -> Statuses:
+            reported = await controller.rehearse(wanted.replica)
+            if reported is None:
+                raise UnknownReplica(
+                    f"No replica{f' {wanted.replica!r}' if wanted.replica else ''} can rehearse now: one that decodes, "
+                    "whose breaker is closed and in mode auto, and whose last rehearsal has ended. GET "
+                    "/admin/speculation shows it."
+                )
+            return reported
+
+        rehearsing = rehearse if self._config.guard.rehearsal else None
+        return Admin(self._access, controller.statuses, order, controller.weights, rehearsing)
 
     def _request_ended(self, record: Record, answer: Answer | None) -> None:
         """Send the answer of a request to the controller, if it is to be checked."""

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from serve_app.referee.verdicts import Trip
 from speculative.request import Speculation
 
+REHEARSAL = "rehearsal"  # the reason for which a breaker is open that nothing has tripped
 _MOST_BACK_OFF = 16
 
 
@@ -100,13 +101,19 @@ class Breaker:
         now = self._clock()
         while self._trips and self._trips[0] < now - self._settings.window_s:
             self._trips.popleft()
-        again = bool(self._trips) or self.state is not BreakerState.CLOSED
+        again = bool(self._trips) or (self.state is not BreakerState.CLOSED and self.reason != REHEARSAL)
         self._trips.append(now)
         self.reason = reason
         if self.mode is not Mode.ON:
             self._num_failed = 0
             self._go(BreakerState.OUT if again else BreakerState.OPEN)
         return Trip(reason, now, max(self._began, min(evidence_since, now - self._settings.suspect_s)))
+
+    def rehearse(self) -> None:
+        """A rehearsed fault was found: open as for a real one, but it is no trip, and makes nothing suspect."""
+        if self.state is BreakerState.CLOSED and self.mode is Mode.AUTO:
+            self.state, self.since, self._num_failed = BreakerState.OPEN, self._clock(), 0
+            self.reason = REHEARSAL
 
     @property
     def canary_due(self) -> bool:

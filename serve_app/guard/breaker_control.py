@@ -7,8 +7,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextvars import Context
 
 from serve_app.backends.base import Backend
-from serve_app.guard.breaker import Breaker, BreakerState, Mode
+from serve_app.guard.breaker import REHEARSAL, Breaker, BreakerState, Mode
 from serve_app.guard.heartbeat import Orders, ReplicaStatus
+from serve_app.guard.rehearsal import Rehearsal
 from serve_app.referee.verdicts import Trip
 from serve_app.telemetry.metric_names import BREAKER_STATES, TRIP_REASONS
 from serve_app.telemetry.metrics import Metrics
@@ -55,6 +56,7 @@ class BreakerController:
         self._speculation: Speculation | None = None  # as last set on the engine
         self._trips: list[Trip] = []
         self._canary: asyncio.Task[None] | None = None
+        self._rehearsal: Rehearsal | None = None
         for reason in TRIP_REASONS:
             metrics.count("truespec_breaker_trips_total", 0, reason=reason)
         for result in ("passed", "failed", "inconclusive"):
@@ -65,7 +67,8 @@ class BreakerController:
     def status(self) -> ReplicaStatus:
         """State of the breaker."""
         breaker = self._breaker
-        return ReplicaStatus(self._replica, self._pool, breaker.state, breaker.mode, breaker.since, breaker.reason)
+        state = breaker.state, breaker.mode, breaker.since, breaker.reason
+        return ReplicaStatus(self._replica, self._pool, *state, self._rehearsal)
 
     def inspect(self, stats: StepStats, checks: Sequence[CheckState] = ()) -> None:
         """Check what the engine found out about itself since the last call; `checks`: how its self-checks stand."""
@@ -101,6 +104,16 @@ class BreakerController:
             self._backend.set_speculation(self._speculation)
         self._metrics.gauge("truespec_breaker_state", BREAKER_STATES.index(self._breaker.state.value))
         self._metrics.gauge("truespec_speculation_enabled", int(self._breaker.speculation is Speculation.ON))
+
+    def rehearse(self) -> None:
+        """Turn speculation off as for a fault, of which no answer to a client is suspect."""
+        self._breaker.rehearse()
+        self._metrics.count("truespec_breaker_trips_total", reason=REHEARSAL)
+        self.act()
+
+    def note_rehearsal(self, rehearsal: Rehearsal) -> None:
+        """Report how far the replica's latest rehearsal has come."""
+        self._rehearsal = rehearsal
 
     def take_trips(self) -> tuple[Trip, ...]:
         """Trips since the last call."""

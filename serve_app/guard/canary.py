@@ -68,6 +68,15 @@ class Canary:
         if request.params.speculate and len(request.prompt_token_ids) <= _LONGEST_PROMPT:
             self._recent.append(request)
 
+    def prompts(self) -> list[tuple[int, ...]]:
+        """Clients' prompts of late, and a made-up one."""
+        return [*(one.prompt_token_ids for one in self._recent), _REPEATING]
+
+    async def ask(self, request: Request) -> tuple[Answer, Checked]:
+        """Serve a request of the replica's own, and have it judged."""
+        answer = await self._serve(request)
+        return answer, await self._judge(answer) if self._judge is not None else _UNJUDGED
+
     async def try_out(self) -> bool | None:
         """Return whether speculation is right now; None where the trial has shown nothing."""
         settings, num_drafted = self._settings, 0
@@ -75,8 +84,7 @@ class Canary:
             if number >= settings.num_requests and num_drafted >= settings.min_drafted:
                 break
             try:
-                answer = await self._serve(request)
-                checked = await self._judge(answer) if self._judge is not None else _UNJUDGED
+                answer, checked = await self.ask(request)
             except _DeadEndError:
                 continue
             except EngineFault as error:

@@ -4,10 +4,11 @@ The replica calls and the referee answers, so that neither needs to find the oth
 reaches the replica with the answer to its next report.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from serve_app.backends.base import Computing
 from serve_app.guard.breaker import BreakerState, Mode
+from serve_app.guard.rehearsal import Rehearsal
 from serve_app.referee.replica_book import Finding
 from serve_app.referee.verdicts import Finished, Trip
 from serve_app.telemetry.metrics import MetricBatch
@@ -25,6 +26,7 @@ class ReplicaStatus:
     mode: Mode
     since: float  # of the last change; what requests from before it show says nothing about the replica as it is now
     reason: str  # of the last trip, "" = none
+    rehearsal: Rehearsal | None = None  # the latest
 
     @property
     def decodes_plainly(self) -> bool:
@@ -41,6 +43,7 @@ class ReplicaStatus:
             "mode": self.mode.value,
             "since": self.since,
             "reason": self.reason,
+            "rehearsal": None if self.rehearsal is None else asdict(self.rehearsal),
         }
 
 
@@ -75,3 +78,4 @@ class Orders:
     findings: tuple[Finding, ...] = ()
     mode: Mode | None = None  # what an operator wants; None = nothing new
     weights: DesiredState | None = None  # which to serve; None = no change
+    rehearse: bool = False

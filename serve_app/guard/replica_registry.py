@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from serve_app.guard.breaker import Mode
+from serve_app.guard.breaker import BreakerState, Mode
 from serve_app.guard.heartbeat import Orders, Report
 from serve_app.guard.referee_counts import RefereeCounts
 from serve_app.referee.incidents import IncidentKind
@@ -26,11 +26,20 @@ _REQUEST_GAUGES = ("truespec_requests_running", "truespec_requests_waiting", "tr
 
 @dataclass(slots=True)
 class _Replica:
-    """A replica's last report; the mode that was ordered since."""
+    """A replica's last report; what was ordered since."""
 
     report: Report
     reported_at: float
     ordered: Mode | None = None
+    rehearse: bool = False
+
+    @property
+    def may_rehearse(self) -> bool:
+        """Return whether it speculates by its breaker; a prefill replica drafts nothing."""
+        status = self.report.status
+        by_breaker = status.state is BreakerState.CLOSED and status.mode is Mode.AUTO and status.pool != "prefill"
+        ended = status.rehearsal is None or status.rehearsal.state != "running"
+        return by_breaker and ended and not self.rehearse
 
 
 class ReplicaRegistry:
@@ -70,7 +79,7 @@ class ReplicaRegistry:
         gone = now - _FORGOTTEN_AFTER_S
         self._replicas = {key: one for key, one in self._replicas.items() if one.reported_at > gone}
         book.forget(gone)
-        return Orders(book.take_findings(name), ordered)
+        return Orders(book.take_findings(name), ordered, rehearse=known is not None and known.rehearse)
 
     def note_requests(self, batch: MetricBatch) -> None:
         """Note how many requests of clients are on a replica, which may be a router without a breaker."""
@@ -91,6 +100,17 @@ class ReplicaRegistry:
         for key, replica in self._replicas.items():
             if name in (None, key):
                 replica.ordered = mode
+        return self.statuses()
+
+    def rehearse(self, name: str | None) -> list[dict[str, object]] | None:
+        """Have one replica rehearse from its next report on: this one, or any that can.
+
+        Returns every replica's status; None where it cannot.
+        """
+        ready = [one for key, one in sorted(self._replicas.items()) if name in (None, key) and one.may_rehearse]
+        if not ready:
+            return None
+        ready[0].rehearse = True
         return self.statuses()
 
     def requests_on(self, name: str) -> int:

@@ -32,6 +32,13 @@ class SpeculationOrder(Wire):
         return mode
 
 
+class RehearsalOrder(Wire):
+    """POST /admin/rehearsal: have a replica answer requests of its own with a known fault."""
+
+    replica: str | None = None
+    """The replica. Default: any that can."""
+
+
 class PauseOrder(Wire):
     """POST /admin/pause: begin no request on any replica."""
 
@@ -104,9 +111,11 @@ class Admin:
     statuses: where every replica stands.
     order: passes an order on; replicas follow within seconds. Raises UnknownReplica.
     weights: of the service; None = they cannot be changed.
+    rehearse: has a replica rehearse. Raises UnknownReplica. None = the service does not rehearse.
     """
 
     access: Access
     statuses: Callable[[], Awaitable[Statuses]]
     order: Callable[[SpeculationOrder], Awaitable[Statuses]]
     weights: WeightsService | None = None
+    rehearse: Callable[[RehearsalOrder], Awaitable[Statuses]] | None = None

@@ -9,7 +9,7 @@ from pydantic.json_schema import models_json_schema
 from serve_app.access.access import Scope
 from serve_app.access.request_gate import HEALTH, scope_of
 from serve_app.backends.base import PauseMode
-from serve_app.http.admin import PauseOrder, SpeculationOrder, WeightsOrder
+from serve_app.http.admin import PauseOrder, RehearsalOrder, SpeculationOrder, WeightsOrder
 from serve_app.http.vllm_routes import FinishUpdate, InitTransfer, StartUpdate, UpdateOrder
 from serve_app.openai.chat.chat_request import ChatCompletionRequest
 from serve_app.openai.completions.completion_request import CompletionRequest
@@ -149,6 +149,7 @@ OPERATIONS = (
     Operation("GET", "/v1/verdicts/{reply_id}", "Return the verdict on a reply.", "Verdict"),
     Operation("GET", "/admin/speculation", "Return each replica's speculation state.", "Replicas"),
     Operation("POST", "/admin/speculation", "Set the speculation mode.", "Replicas", SpeculationOrder),
+    Operation("POST", "/admin/rehearsal", "Rehearse a fault on one replica.", "Replicas", RehearsalOrder),
     Operation("GET", "/admin/weights", "Return the weights that each replica serves.", "Replicas"),
     Operation("POST", "/admin/weights", "Update weights on every replica.", "Replicas", WeightsOrder),
     Operation(

@@ -26,7 +26,7 @@ from serve_app.errors import (
     reply_for,
     route_error,
 )
-from serve_app.http.admin import Admin, PauseOrder, SpeculationOrder, WeightsOrder, WeightsService
+from serve_app.http.admin import Admin, PauseOrder, RehearsalOrder, SpeculationOrder, WeightsOrder, WeightsService
 from serve_app.http.body import read_body, read_order
 from serve_app.http.event_stream import EventStream, Pace, unless_disconnected
 from serve_app.http.head_requests import HeadRequests
@@ -262,6 +262,12 @@ def _add_admin(app: FastAPI, admin: Admin) -> None:
     @app.post("/admin/speculation")
     async def set_speculation(request: Request) -> Response:
         return JSONResponse({"replicas": await admin.order(await read_order(request, SpeculationOrder))})
+
+    if (rehearse := admin.rehearse) is not None:
+
+        @app.post("/admin/rehearsal")
+        async def begin_rehearsal(request: Request) -> Response:
+            return JSONResponse({"replicas": await rehearse(await read_order(request, RehearsalOrder))})
 
     if admin.weights is not None:
         _add_weights(app, admin.weights)

@@ -14,7 +14,7 @@ from serve_app.referee.answer import Answer
 from serve_app.referee.judgement import Judging
 from serve_app.referee.replica_book import Case, ReplicaBook
 from serve_app.referee.request_limits import broken_limit
-from serve_app.referee.verdicts import Checked, Verdict
+from serve_app.referee.verdicts import REHEARSED, Checked, Verdict
 from speculative.errors import InvalidRequest, SequenceTooLong
 from speculative.request import Request
 
@@ -128,7 +128,10 @@ class ReplayChecker:
                 return "outdated", _outdated(answer, replayed)
             judgement = self._judge(*own)
             checked = _saying_from_where(answer, judgement.checked)
-            if not answer.request.canary:  # its own replica judges by it; clients never saw it
+            if answer.request.rehearsal:  # it is shown, and is no evidence
+                rehearsed = dataclasses.replace(checked, reason=f"{REHEARSED}{checked.reason}")
+                checked = self._book.report(Case(*own, rehearsed))
+            elif not answer.request.canary:  # its own replica judges by it; clients never saw it
                 checked = self._book.add(Case(*own, checked), judgement.tokens, judgement.drift_tolerance)
                 if checked.verdict.agrees:
                     self._verified(answer, checked)

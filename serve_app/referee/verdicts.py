@@ -11,6 +11,9 @@ from serve_app.referee.alternatives import NOTHING_COMPARED, AlternativesFound
 from serve_app.referee.answer import Answer
 from serve_app.referee.draws import NOT_REPLAYED, DrawsChecked
 
+REHEARSED = "rehearsed: "
+"""Begins the reason of a verdict on an answer that was made with a known fault, and went to no client."""
+
 _TRIPS_KEPT = 16  # of each replica, for answers that end after the trip that makes them suspect
 
 

@@ -20,6 +20,7 @@ TRIP_REASONS = {  # and what each means
     "logprobs": "logprobs broke their contract",
     "drift": "replayed logprobs differed from those served",
     "law": "replays show that tokens do not follow the distribution they should",
+    "rehearsal": "a rehearsed fault was found; no answer is suspect",
 }
 REFUSALS = {  # why a valid request is refused, and what each reason means
     "unauthenticated": "no valid API key was sent",

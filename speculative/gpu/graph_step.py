@@ -134,6 +134,8 @@ class GraphStep:
         sequence, num_known, max_drafts, samples, repeated = entry
         if not samples or num_known > 1 or sequence.scored_positions or not follows(sequence):
             return False
+        if sequence.request.rehearsal:  # its fault is in the eager sampler
+            return False
         # A repeated passage's q is a point mass, that of others is not.
         return not (max_drafts and repeated)
 

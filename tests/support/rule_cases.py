@@ -201,7 +201,11 @@ _REPLAYED = {
 }
 _ROUTER = {"replicas_wanted pool=router": "1x60"}
 _TME = Fires("TME of tiny is 1.1 in stratum handoff_0.", {"stratum": "handoff_0"})
-_OPEN = Fires("The breaker of r1 (tiny, decode) is open.", {"pool": "decode", "replica": "r1"})
+_OPEN = Fires("The breaker of r1 (tiny, decode) is open.", {"pool": "decode", "replica": "r1", "severity": "critical"})
+_REHEARSED = Fires(
+    "The breaker of a replica (tiny, decode) was open for a rehearsal.",
+    {"pool": "decode", "rehearsed": "true", "severity": "info"},
+)
 _LATE = _told("answers late", "The referee of tiny checks answers late.")
 _SOME = _told("not all answers", "The referee of tiny checks not all answers.")
 _DROPPED = _told("not all it is sent", "The referee of tiny checks not all it is sent.")
@@ -272,6 +276,7 @@ CASES: tuple[Case, ...] = (
         "BreakerOpen",
         ("open", {"breaker_state replica=r1": "0x10 2x20"}, "15m", _OPEN),
         ("being tried", {"breaker_state replica=r1": "0x10 1x20"}, "15m"),
+        ("rehearsed", {"breaker_trips_total reason=rehearsal": "0x10 1x20"}, "15m", _REHEARSED),
     ),
     *_of(
         "RefereeBehind",

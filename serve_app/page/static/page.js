@@ -102,14 +102,23 @@ function faultOf(fault) {
         ...unique("runbook").flatMap((alert) => [" · ", runbook(alert)]))));
 }
 
+/** A known fault in requests of a replica's own, and what became of it. */
+function rehearsalOf({ replica, pool, rehearsal: one }) {
+  const found = one.state !== "found" ? { running: "nobody has found it yet", missed: "nothing found it in time", failed: "it could not be tried; the log says why" }[one.state]
+    : `${one.found_by} found it after ${plural(one.num_tokens, "token")} and ${duration(one.found_at - one.began_at)}; of the next answers, without speculation, ${whole(one.num_verified)} were right`;
+  return element("p", {}, pill("rehearsal", { running: "warn", found: "good" }[one.state] ?? "bad"), ` ${pool} replica `, element("b", {}, shortName(replica)),
+    ` answered requests of its own with a known fault from ${clock(one.began_at)}: ${found}. No client got such an answer.`);
+}
+
 function drawIncidents() {
-  const { incidents } = status, open = tripped();
-  byId("incidents").hidden = !incidents.length && !open.length;
+  const { incidents } = status, open = tripped(), rehearsed = status.replicas.filter((replica) => replica.rehearsal);
+  byId("incidents").hidden = !incidents.length && !open.length && !rehearsed.length;
   byId("incidents").classList.toggle("is-bad", recent().length > 0 || open.length > 0);
   show(byId("breakers"), ...open.map((replica) => element("p", {}, pill(`breaker ${replica.breaker}`, "bad"),
     ` ${replica.pool} replica `, element("b", {}, shortName(replica.replica)), ` for ${ago(replica.since)}: ${BREAKER[replica.breaker]}.`)));
   const faults = faultsOf(incidents), more = faults.length - SHOWN_INCIDENTS;
   show(byId("incident-list"), ...faults.slice(0, SHOWN_INCIDENTS).map(faultOf));
+  show(byId("rehearsals"), ...rehearsed.map(rehearsalOf));
   byId("more-incidents").textContent = more > 0 ? `${plural(more, "older one")} in the status as JSON.` : "";
 }
 

@@ -85,6 +85,17 @@ def test_a_second_trip_takes_it_out_while_it_is_open_and_is_a_first_one_after_th
     assert breaker.out_of_service, "it goes on without speculation"
 
 
+def test_a_rehearsal_opens_it_and_is_no_trip(breaker: Breaker, clock: Clock) -> None:
+    breaker.rehearse()
+    assert (breaker.state, breaker.reason) == (BreakerState.OPEN, "rehearsal")
+    assert trip(breaker, clock)
+    assert breaker.state is BreakerState.OPEN, "a fault meanwhile is a first one"
+    closed_again(breaker, clock)
+    breaker.rehearse()
+    closed_again(breaker, clock)
+    assert trip(breaker, clock) and breaker.out_of_service
+
+
 def test_evidence_from_before_a_change_counts_no_more(breaker: Breaker, clock: Clock) -> None:
     began = clock.now + 1
     clock.now += 5

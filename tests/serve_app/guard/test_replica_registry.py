@@ -1,10 +1,13 @@
 """What replicas report, and what is remembered of it."""
 
+import dataclasses
+
 import pytest
 
 from serve_app.guard.breaker import BreakerState, Mode
 from serve_app.guard.heartbeat import ReplicaStatus, Report
 from serve_app.guard.referee_counts import RefereeCounts
+from serve_app.guard.rehearsal import Rehearsal
 from serve_app.guard.replica_registry import ReplicaRegistry
 from serve_app.referee.replica_book import ReplicaBook
 from serve_app.referee.strata import SERVED_STRATA
@@ -47,6 +50,20 @@ def test_a_report_of_a_trip_leaves_the_trip_and_its_alarm(registry: ReplicaRegis
     registry.on_heartbeat(Report(status("r2"), BufferSink("r2").drain()))
     assert [one["replica"] for one in registry.overview()["replicas"]] == ["r2"]
     assert {one["replica"] for one in registry.overview()["incidents"]} == {"r1"}
+
+
+def test_one_replica_that_speculates_is_told_once_to_rehearse(registry: ReplicaRegistry) -> None:
+    def told(one: ReplicaStatus) -> bool:
+        return registry.on_heartbeat(Report(one, BufferSink(one.replica).drain())).rehearse
+
+    idle = [status("r1", BreakerState.OPEN), status("r2"), dataclasses.replace(status("p"), pool="prefill")]
+    busy = dataclasses.replace(status("r2"), rehearsal=Rehearsal(99.0))
+    assert not any(map(told, idle))
+    assert registry.rehearse("r1") is registry.rehearse("p") is registry.rehearse("unknown") is None
+    assert registry.rehearse(None) is not None and registry.rehearse(None) is None, "it is ordered already"
+    assert [told(one) for one in (*idle, busy)] == [False, True, False, False]
+    assert registry.rehearse("r2") is None, "it is under way"
+    assert [one["rehearsal"] is not None for one in registry.statuses()] == [False, False, True]
 
 
 def test_the_requests_that_a_replica_had_are_known_while_it_is_remembered(

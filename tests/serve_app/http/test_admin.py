@@ -9,7 +9,7 @@ import pytest
 from serve_app.access.access import Access, read_token
 from serve_app.backends.base import PauseMode
 from serve_app.errors import UnknownReplica
-from serve_app.http.admin import Admin, SpeculationOrder
+from serve_app.http.admin import Admin, RehearsalOrder, SpeculationOrder
 from serve_app.weights.desired_state import WeightsRef
 from speculative.errors import ConfigError
 from tests.support.fake_operator import FakeWeights, replicas
@@ -20,12 +20,12 @@ class Operator:
     """The admin endpoints of a server with one replica, and what they were asked for."""
 
     def __init__(self, serve_fake: ServeFake) -> None:
-        self.orders: list[SpeculationOrder] = []
+        self.orders: list[SpeculationOrder | RehearsalOrder] = []
         self.weights = FakeWeights()
-        admin = Admin(Access(admin_token="s3cret"), replicas, self.order, self.weights)
+        admin = Admin(Access(admin_token="s3cret"), replicas, self.order, self.weights, self.order)
         self.server: Served = serve_fake(admin=admin)
 
-    async def order(self, order: SpeculationOrder) -> list[dict[str, Any]]:
+    async def order(self, order: SpeculationOrder | RehearsalOrder) -> list[dict[str, Any]]:
         if order.replica not in (None, "r1"):
             raise UnknownReplica("There is no such replica.")
         self.orders.append(order)
@@ -60,7 +60,12 @@ def test_an_operator_sees_and_sets_who_decides(operator: Operator) -> None:
     assert operator.get("speculation").json() == {"replicas": [{"replica": "r1", "mode": "auto"}]}
     assert operator.post("speculation", mode="off", replica="r1").status_code == 200
     assert operator.post("speculation", mode="auto").json()["replicas"][0]["replica"] == "r1"
-    assert [(order.mode, order.replica) for order in operator.orders] == [("off", "r1"), ("auto", None)]
+    assert operator.post("rehearsal", replica="r1").json()["replicas"][0]["replica"] == "r1"
+    assert operator.orders == [
+        SpeculationOrder(mode="off", replica="r1"),
+        SpeculationOrder(mode="auto"),
+        RehearsalOrder(replica="r1"),
+    ]
 
 
 @pytest.mark.parametrize("token", [None, "", "S3cret", "s3cret2", "s3cre", "\xff"])
@@ -70,6 +75,7 @@ def test_nobody_else_does(operator: Operator, token: str | None) -> None:
         operator.post("speculation", token, mode="off"),
         operator.post("speculation", token, mode="nonsense"),
         operator.post("weights", token, path="x", weight_version="v"),
+        operator.post("rehearsal", token),
         operator.post("resume", token),
     ):
         assert denied.status_code == 401
@@ -99,6 +105,7 @@ def test_orders_about_weights_are_passed_on(operator: Operator) -> None:
         ("speculation", {"mode": "maybe"}, 400, "mode"),
         ("speculation", {"mode": "off", "replcia": "r1"}, 400, "replcia"),
         ("speculation", {"mode": "off", "replica": "r9"}, 404, None),
+        ("rehearsal", {"replica": "r9"}, 404, None),
         ("speculation", {"mode": "off", "replica": "r" * 9000}, 413, None),
         ("weights", {"weight_version": "v"}, 400, "path"),
         ("weights", {"path": "x"}, 400, "weight_version"),

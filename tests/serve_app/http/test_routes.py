@@ -139,6 +139,7 @@ UNKNOWN: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"stream": True, "stream_options": {"loud": True}}, "stream_options.loud"),
     (CHAT, {"structured_outputs": {"xml": "a"}}, "structured_outputs.xml"),
     (CHAT, {"frobnicate": 1}, "frobnicate"),
+    (CHAT, {"rehearsal": True}, "rehearsal"),
     (COMPLETIONS, {"messages": HI}, "messages"),
 ]
 TOO_LONG: list[tuple[str, dict[str, Any], str]] = [
