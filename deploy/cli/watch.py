@@ -15,7 +15,7 @@ from deploy.cli.console import INTERRUPTED, Failure, a_file, err, key_option, ou
 from deploy.exchange.vendors import VENDORS
 from deploy.options import FiniteRange, api_key, check_writable, server_url, write_json
 from deploy.reports.progress import View
-from deploy.reports.terminal import print_document
+from deploy.reports.terminal import print_document, print_facts
 from deploy.run.models import find_model
 from deploy.watch.report import document
 from deploy.watch.sentences import shortcomings
@@ -104,6 +104,12 @@ _ENGINE = [
     ),
 ]
 """Options that say what computes its answers again, and what a report shows."""
+
+_REPORT = [
+    click.option("--json", "json_file", type=a_file, help="Write the findings to this file."),
+    click.option("--html", "html_file", type=a_file, help="Write a report for a browser to this file."),
+]
+"""Options of the commands that end with a report."""
 
 _REFEREE = [*_SERVER, *_ENGINE]
 """Options of every command that has a referee."""
@@ -276,8 +282,7 @@ def watch_referee(host: str, port: int, max_queue: int, **options: Any) -> None:
     show_default=True,
     help="Exit with 1 for this. May be given several times.",
 )
-@click.option("--json", "json_file", type=a_file, help="Write the findings to this file.")
-@click.option("--html", "html_file", type=a_file, help="Write a report for a browser to this file.")
+@_options(*_REPORT)
 def watch_files(
     records: tuple[Path, ...],
     requests: Path | None,
@@ -329,8 +334,7 @@ def _show(report: Mapping[str, Any], json_file: Path | None, html_file: Path | N
     help="Send this many ordinary requests; the probes send some hundred more.",
 )
 @key_option
-@click.option("--json", "json_file", type=a_file, help="Write the findings to this file.")
-@click.option("--html", "html_file", type=a_file, help="Write a report for a browser to this file.")
+@_options(*_REPORT)
 def watch_audit(
     url: str,
     requests: int,
@@ -391,5 +395,4 @@ def watch_calibrate(
         folder = find_model(model, view)
         tolerance = calibrate(url, folder, served, num_prompts, api_key(api_key_file), view)
     write_json(file, tolerance.to_wire())
-    for line in tolerance.in_words():
-        say(line)
+    print_facts(tolerance.facts(), out)

@@ -13,6 +13,7 @@ from deploy.watch.probes.trial import ProbeVerdict
 from deploy.watch.sentences import NOTHING, Report, count, measured, moment, number, plain
 from serve_app.referee.found import meaning_of
 from serve_app.referee.strata import STRATA
+from serve_app.referee.tolerance import Tolerance
 from serve_app.telemetry.metric_names import (
     DISTRIBUTIONS,
     READ_RESULTS,
@@ -68,6 +69,7 @@ def document(report: Report) -> Document:
     verdict = sentences.headline(report)
     url = f" at {report['audit']['url']}" if "audit" in report else ""
     named = f"{plain(report['model'])}{url}"
+    tolerance = Tolerance(**{name: value for name, value in report["tolerance"].items() if name != "format"})
     suspect = report["suspect"][-_MOST_SUSPECT:]
     of_all = f", the latest {len(suspect)} of {len(report['suspect'])}" if len(suspect) < len(report["suspect"]) else ""
     return Document(
@@ -82,7 +84,7 @@ def document(report: Report) -> Document:
             *_measures(report),
             ReportSection(f"Answers that are suspect by themselves{of_all}", [_example(one) for one in suspect]),
             ReportSection("What became of it", _outcomes(report)),
-            ReportSection("Tolerance", [_tolerance(report["tolerance"])]),
+            ReportSection("Tolerance", [{plain(name): plain(value) for name, value in tolerance.facts().items()}]),
         ],
     )
 
@@ -257,18 +259,6 @@ def _outcomes(report: Report) -> list[Block]:
             shown = [(plain(why), number(num)) for why, num in reasons.items()]
             tables.append(_table(title, ("reason", "answers"), shown, (1,)))
     return tables
-
-
-def _tolerance(tolerance: Mapping[str, Any]) -> dict[str, str]:
-    """Return what is no fault, by name."""
-    facts = {
-        "from": plain(tolerance["source"]),
-        "TME": f"at most {tolerance['max_tme']:g}",
-        "logits": f"shifted by at most {tolerance['edge_nats']:g} nats",
-        "distribution": f"means at most {tolerance['distribution']:g} from 0 by rounding, and of surprisals "
-        f"{tolerance['distribution'] * SURPRISAL_CLIP_NATS:g} nats",
-    }
-    return facts | ({"measured": plain(json.dumps(tolerance["measured"]))} if tolerance["measured"] else {})
 
 
 def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], numbers: Collection[int]) -> ReportTable:

@@ -31,6 +31,7 @@ from serve_app.config.app_config import EngineSection, ReplaySection
 from serve_app.referee.evidence import CalibrationTest
 from serve_app.referee.shift import ShiftTest
 from speculative.errors import ConfigError
+from speculative.request import SURPRISAL_CLIP_NATS
 
 FORMAT = "truespec-tolerance-1"
 
@@ -148,17 +149,19 @@ class Tolerance:
                 f"--tolerance {path}: holds no tolerance ({error}); `truespec watch calibrate` writes one."
             ) from error
 
-    def in_words(self) -> list[str]:
-        """Return the lines that `truespec watch calibrate` prints."""
-        return [
-            f"TME at most            {self.max_tme:.4f}",
-            f"logits may move by     {self.edge_nats:.3g} nats",
-            f"means may shift by     {self.distribution:.4f}",
-            f"log odds may shift by  {self.shift_nats:.3g} nats on average",
-            f"logprobs may jump by   {self.jump_nats:.3g} nats, in one token of a thousand",
-            f"logprobs are           {'after' if self.processed else 'before'} temperature and filters",
-            *(f"measured: {name} = {value}" for name, value in self.measured.items()),
-        ]
+    def facts(self) -> dict[str, str]:
+        """Return what is no fault, by name, in words."""
+        return {
+            "for": self.source,
+            "TME": f"at most {self.max_tme:.4g}",
+            "logits": f"moved by at most {self.edge_nats:.3g} nats",
+            "means": f"of p(y) shifted by at most {self.distribution:.3g} by rounding, of surprisals by "
+            f"{self.distribution * SURPRISAL_CLIP_NATS:.3g} nats",
+            "log odds": f"shifted by at most {self.shift_nats:.3g} nats on average",
+            "logprobs": f"{'after' if self.processed else 'before'} temperature and filters; one in a thousand may be "
+            f"off by more than {self.jump_nats:.3g} nats",
+            **{f"measured {name}": str(value) for name, value in self.measured.items()},
+        }
 
     def to_wire(self) -> dict[str, Any]:
         """Return it as JSON."""
