@@ -89,14 +89,6 @@ def test_a_save_between_reading_and_writing_is_not_overwritten_unless_asked(graf
     assert grafana.dashboards[uid]["dashboard"]["title"] == "truespec / Overview"
 
 
-def test_a_page_that_appears_meanwhile_is_a_conflict_too(grafana: FakeGrafana) -> None:
-    pushed(grafana)
-    theirs = grafana.dashboards.pop("truespec-latency")
-    grafana.before_write = lambda: grafana.dashboards.setdefault("truespec-latency", theirs) and None
-    with pytest.raises(PushError, match="somebody saved it meanwhile"):
-        pushed(grafana)
-
-
 def test_a_namesake_in_the_folder_is_reported(grafana: FakeGrafana) -> None:
     pushed(grafana)
     grafana.dashboards["other"] = grafana.dashboards.pop("truespec-latency")
@@ -107,13 +99,6 @@ def test_a_namesake_in_the_folder_is_reported(grafana: FakeGrafana) -> None:
 def test_a_namesake_of_the_folder_is_reported(grafana: FakeGrafana) -> None:
     grafana.folders["theirs"] = {"uid": "theirs", "title": "truespec", "version": 1}
     with pytest.raises(PushError, match=r"folder truespec.*409.*that name already exists"):
-        pushed(grafana)
-
-
-def test_a_folder_that_vanishes_is_reported(grafana: FakeGrafana) -> None:
-    grafana.folders[FOLDER_UID] = {"uid": FOLDER_UID, "title": "truespec", "version": 1}
-    grafana.before_write = grafana.folders.clear
-    with pytest.raises(PushError, match=r"404: folder not found.*Push again"):
         pushed(grafana)
 
 

@@ -2,12 +2,8 @@
 
 import asyncio
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,18 +12,16 @@ import yaml
 from deploy.exchange.answers import Choice, Reply
 from deploy.exchange.client import Attempt
 from deploy.exchange.exchanges import COMPLETIONS
-from serve_app.config.files import load_config, parse_args
+from serve_app.config.files import load_config
 from serve_app.config.serve_file import ServeFile
 from speculative.errors import ConfigError
 from tests.support import fake_openai
 from tests.support.fake_openai import FakeOpenAI, failure
 from tools.chaos import replicas
 from tools.chaos.command import sizes_to_kill
-from tools.chaos.nodes import POOL_LABEL, NodeShape, one_node_a_replica
-from tools.chaos.page import write_chaos
-from tools.chaos.replicas import Killer, replica_pids
+from tools.chaos.replicas import Killer
 from tools.chaos.run import ChaosFigures
-from tools.chaos.streams import ask_all, complete, differences, plan
+from tools.chaos.streams import ask_all, complete, differences
 
 pytestmark = pytest.mark.slow
 
@@ -76,13 +70,6 @@ def test_what_is_broken_off_is_not_complete() -> None:
     assert not complete(answered("the server let go"))
 
 
-def test_the_plan_is_a_function_of_its_seed() -> None:
-    bodies = plan("m", 40, 3, 96)
-    assert bodies == plan("m", 40, 3, 96) != plan("m", 40, 4, 96)
-    assert all(body["reproducible"] and 24 <= body["max_tokens"] <= 96 for body in bodies)
-    assert len({body["seed"] for body in bodies}) == 40
-
-
 def test_only_pools_that_can_lose_a_replica_are_shot_at() -> None:
     data = yaml.safe_load(CONFIG.read_text())
     assert sizes_to_kill(load_config(CONFIG).application) == {"PrefillServer": 2, "DecodeServer": 2}
@@ -96,25 +83,6 @@ def test_only_pools_that_can_lose_a_replica_are_shot_at() -> None:
     del args["pools"]["router"]
     with pytest.raises(ConfigError, match=r"recovery\.resume"):
         sizes_to_kill(ServeFile.model_validate(data).application)
-
-
-def test_each_replica_gets_a_node_and_the_head_is_left_alone() -> None:
-    data = yaml.safe_load(CONFIG.read_text())
-    args = data["applications"][0]["args"]
-    args["pools"]["decode"]["num_cpus"] = 0.5
-    data["applications"][0]["deployments"] = [{"name": "DecodeServer", "num_replicas": 3}]
-    placed, head, nodes = one_node_a_replica(ServeFile.model_validate(data))
-    assert head == NodeShape(0, {POOL_LABEL: "head"})
-    assert nodes == [NodeShape(1, {POOL_LABEL: "prefill"})] * 2 + [NodeShape(1, {POOL_LABEL: "decode"})] * 3
-    config = parse_args(placed.application.args.model_dump(exclude_unset=True))  # as the application is built from it
-    for name in config.pool_names:
-        assert config.pool(name).label_selector == {POOL_LABEL: name}
-        assert config.pool(name).num_cpus == 1, "a node has room for one replica"
-    assert config.pool("decode").replicas == 3
-    assert config.router is not None and config.router.label_selector == {POOL_LABEL: "head"}
-    args["pools"]["decode"]["num_gpus"] = 1
-    with pytest.raises(ConfigError, match=r"pools\.decode\.num_gpus is 1: .*--kill-nodes 0"):
-        one_node_a_replica(ServeFile.model_validate(data))
 
 
 def test_every_second_kill_is_a_whole_node_until_enough_have_died(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,46 +113,6 @@ def test_every_kind_of_damage_counts(change: dict[str, int]) -> None:
     assert not replace(FIGURES, **change).sound  # type: ignore[arg-type]
 
 
-def test_the_page_keeps_one_section_of_each_command_and_model(tmp_path: Path) -> None:
-    page = tmp_path / "docs" / "reliability.md"
-    write_chaos(page, FIGURES, "python -m tools.chaos", "tiny")
-    write_chaos(page, replace(FIGURES, nodes=5, nodes_killed=1), "python -m tools.chaos --kill-nodes 1", "tiny")
-    leaky = replace(FIGURES, requests=77, leaks=1, leaked={"requests": 0.0, "pinned_objects": 3})
-    write_chaos(page, leaky, "python -m tools.chaos", "tiny")
-    text = page.read_text()
-    assert text.count("<!-- chaos: tiny -->") == 1
-    assert text.count("<!-- chaos: tiny on 5 nodes -->") == text.count("| of them with their whole node | 1 |") == 1
-    assert "## Nodes killed under load: tiny on 5 nodes" in text and "7.25 ms from node to node" in text
-    assert "| held with nobody there | 3 pinned objects |" in text
-    assert "| requests | 77 |" in text
-
-
-_TITLED = "print('.', end='', flush=True); input()"
-_STARTS_TWO = """
-import subprocess, sys
-code, app, session = sys.argv[1:]
-children = [subprocess.Popen([sys.executable, "-c", code, f"ray::ServeReplica:{app}:D"]) for _ in range(2)]
-[child.wait() for child in children]
-"""
-
-
-def test_replicas_are_those_of_our_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stand-ins: two processes under a replica's title, and their parent, which like a raylet has its cluster's session
-    in its arguments."""
-    app = f"app-{tmp_path.name}"
-    monkeypatch.setattr(replicas.ray, "is_initialized", lambda: True)
-    command = [sys.executable, "-c", _STARTS_TWO, _TITLED, app, "session-1"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdin is not None and parent.stdout is not None
-        assert parent.stdout.read(2) == "..", "both run"
-        there = []
-        for session in ("session-1", "session-2"):
-            monkeypatch.setattr(replicas.global_worker, "node", SimpleNamespace(session_name=session))
-            there.append(len(replica_pids(app, "")))
-        parent.stdin.close()
-    assert there == [2, 0], "another cluster's application of the same name is not ours"
-
-
 # -- against a server that answers as a test says --------------------------------------------------------------------
 
 
@@ -208,25 +136,3 @@ def test_streams_are_read_to_their_end_and_refusals_asked_again() -> None:
     assert [(one.text, one.token_ids, one.logprobs) for one in choices] == [("abc", [1, 2, 3], [-1.0, -2.0])] * 2
     assert all(map(complete, attempts))
     assert server.asked == {"now": 1, "later": 2}
-
-
-def test_a_cluster_that_is_still_starting_ends_with_the_command(tmp_path: Path) -> None:
-    """On SIGTERM, too: it would go on without anybody who knows of it."""
-    code = (
-        "import subprocess, sys, time\n"
-        "from tools.chaos import nodes\n"
-        "def waiting(process, port, output):\n"
-        "    print(process.pid, output.parent, flush=True)\n"
-        "    time.sleep(60)\n"
-        "nodes._ray_start = lambda *_: subprocess.Popen(['sleep', '60'], start_new_session=True)\n"
-        "nodes._wait_until_it_listens = waiting\n"
-        "with nodes.local_cluster(nodes.NodeShape(1, {}), []):\n"
-        "    pass"
-    )
-    environment = os.environ | {"HOME": str(tmp_path)}  # Ray writes its token there
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment) as process:
-        assert process.stdout is not None
-        pid, folder = process.stdout.readline().split()
-        process.terminate()
-        process.wait(30)
-    assert not Path("/proc", pid).exists() and not Path(folder).exists()
