@@ -30,7 +30,8 @@ from speculative.errors import ConfigError, TruespecError
 from speculative.model.config import ModelConfig, holds_fp8
 from speculative.model.eagle3 import Eagle3Config
 from speculative.model.head_checkpoint import read_held_out_rates
-from speculative.model.loading import checkpoint_files, choose_weights
+from speculative.model.loading import check_weights, checkpoint_files, choose_weights
+from speculative.model.tensor_files import check_length, check_tensors
 from speculative.weights import longest_sequence
 
 _PLACE = "applications[0].args"
@@ -91,6 +92,11 @@ def check_machine(config: AppConfig, machine: Machine) -> Findings:
         _check_model(config, machine, sources, found)
     elif "model.source" in sources:
         _check_tokenizer(config, sources["model.source"], found)
+        with found.reading("model.source"):
+            for file in sources["model.source"].glob("*.safetensors"):
+                check_length(file)
+    if config.engine.kind == "torch" and not found.faults:
+        _check_weights(config, sources, found)
     return found
 
 
@@ -205,7 +211,14 @@ def _check_tokenizer(config: AppConfig, folder: Path, found: Findings) -> None:
         Tokenizer.from_folder(folder)
     if len(found.faults) == before:
         with found.reading("model.chat_template"):
-            found.hints.extend(Tokenizer.from_folder(folder, config.model.chat_template).remarks())
+            tokenizer = Tokenizer.from_folder(folder, config.model.chat_template)
+            found.hints.extend(tokenizer.remarks())
+            if not any(tokenizer.chat_template(with_tools=tools).source for tools in (False, True)):
+                found.hints.append(
+                    f"{folder} has no chat template: requests to /v1/chat/completions and /v1/responses are refused, "
+                    "and those to /v1/completions answered. If the model was trained for conversations, give its "
+                    "template as model.chat_template."
+                )
 
 
 def _check_model(config: AppConfig, machine: Machine, sources: Mapping[str, Path], found: Findings) -> None:
@@ -241,6 +254,16 @@ def _check_drafter(kind: str, folder: Path, target: Path, model: ModelConfig, lo
                 f"{folder} has {drafter.max_position_embeddings} positions, and requests may have {longest}; set "
                 f"engine.max_model_len to {drafter.max_position_embeddings}, or take another draft model."
             )
+
+
+def _check_weights(config: AppConfig, sources: Mapping[str, Path], found: Findings) -> None:
+    """Weights that are damaged, or not those of the model: every file is read, once nothing else is wrong."""
+    for setting, folder in sources.items():
+        with found.reading(setting):
+            if setting == "model.source" or config.drafter.kind == "draft_model":
+                check_weights(folder)
+            else:  # a head's tensors have names of several spellings
+                check_tensors(checkpoint_files(folder))
 
 
 def _check_memory(

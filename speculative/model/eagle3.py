@@ -234,8 +234,8 @@ def load_eagle3(
     """The head of a folder, ready to draft for the target, whose embedding it shares unless it has its own.
 
     Raises:
-        ConfigError: files or tensors are missing, unexpected, damaged or of another shape, a weight is NaN, or the head
-            was made for another target.
+        ConfigError: files or tensors are missing, unexpected, damaged or of another shape, a weight is not finite, or
+            the head was made for another target.
         UnsupportedModel: the head needs something this engine does not do, or its weights are pickled.
     """
     device = torch.device(device or target.device)

@@ -38,12 +38,6 @@ def quantize_rows(rows: Tensor) -> Fp8Rows:
     return Fp8Rows((rows.float() * scales.reciprocal()).to(E4M3), scales)
 
 
-def has_nan(tensor: Tensor) -> bool:
-    """Return whether a tensor of any floating type holds NaN; torch does not compare FP8 on every device."""
-    is_nan = tensor.isnan() if tensor.dtype != E4M3 else tensor.view(torch.uint8) & 0x7F == 0x7F
-    return bool(is_nan.any())
-
-
 def why_no_fp8(device: torch.device, dtype: str) -> str:
     """Return why a device cannot multiply FP8 weights beside others of `dtype`, and the fix; "" = it can.
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from speculative.errors import ConfigError, UnsupportedModel
 from speculative.model.file_names import WEIGHTS_FILE
 from speculative.model.quantized import GROUP, Quantized, save_quantized
+from speculative.model.tensor_files import require_finite
 
 _FIX = "convert the original checkpoint instead (a folder with config.json and safetensors)"
 
@@ -92,8 +93,10 @@ def convert_gguf(gguf_path: Path, folder: Path) -> None:
     """
     try:
         reader = GGUFReader(gguf_path)
-    except (ValueError, IndexError) as error:
-        raise ConfigError(f"{gguf_path} cannot be read as GGUF ({error}); download it again.") from error
+    except (ValueError, IndexError, OverflowError, UnicodeDecodeError, OSError) as error:
+        raise ConfigError(
+            f"{gguf_path} cannot be read as GGUF ({error}): it is another file, or was cut off; download it again."
+        ) from error
     header = GGUFHeader(reader, gguf_path.name)
     config = llama_config(header, tied="output.weight" not in {tensor.name for tensor in reader.tensors})
     _write_json(folder / "config.json", config)
@@ -105,6 +108,7 @@ def convert_gguf(gguf_path: Path, folder: Path) -> None:
     for tensor in reader.tensors:
         name, num_heads = _checkpoint_name(tensor.name), _num_heads(tensor.name, config)
         array = np.array(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
+        require_finite(gguf_path, tensor.name, torch.from_numpy(array))
         weights[name] = torch.from_numpy(_rotate_half_rows(array, num_heads)).to(torch.bfloat16)
         if tensor.tensor_type in _KEPT_TYPES:
             quantized[name] = _quantized(tensor, num_heads)

@@ -11,7 +11,8 @@ from speculative.errors import ConfigError
 from speculative.model.config import ModelConfig
 from speculative.model.derived import is_derived
 from speculative.model.loading import checkpoint_files
-from speculative.model.loading import read_tensors as read_file_tensors
+from speculative.model.tensor_files import read_tensors as read_file_tensors
+from speculative.model.tensor_files import require_finite
 
 HELD_OUT_RATES = "held_out_acceptance"  # in config.json; other programs ignore it
 
@@ -25,7 +26,7 @@ def read_tensors(folder: Path, shape: ModelConfig, slot_of: Callable[[str], str]
         slot_of: the slot of a tensor's name, which has several spellings.
 
     Raises:
-        ConfigError: a file is missing or damaged, or two tensors for one slot differ.
+        ConfigError: a file is missing or damaged, a weight is not finite, or two tensors for one slot differ.
         UnsupportedModel: there are only pickled weights.
     """
     tensors: dict[str, Tensor] = {}
@@ -33,6 +34,7 @@ def read_tensors(folder: Path, shape: ModelConfig, slot_of: Callable[[str], str]
     for path, name, tensor in read_file_tensors(checkpoint_files(folder)):
         if is_derived(path, name, tensor, shape):
             continue
+        require_finite(path, name, tensor)
         slot, source = slot_of(name), f"{name} of {path.name}"
         if slot in tensors and not torch.equal(tensors[slot], tensor):
             raise ConfigError(
@@ -47,7 +49,7 @@ def fill_slots(folder: Path, slots: Mapping[str, Tensor], tensors: Mapping[str, 
     """Copy a folder's tensors into the parameters of a head.
 
     Raises:
-        ConfigError: a tensor is missing, unexpected, of another shape, or holds NaN.
+        ConfigError: a tensor is missing, unexpected, or of another shape.
     """
     missing, unexpected = sorted(slots.keys() - tensors.keys()), sorted(tensors.keys() - slots.keys())
     if missing or unexpected:
@@ -61,8 +63,6 @@ def fill_slots(folder: Path, slots: Mapping[str, Tensor], tensors: Mapping[str, 
                 f"{folder}: tensor {name} has shape {list(tensors[name].shape)}, config.json asks for "
                 f"{list(slot.shape)}; they do not belong together."
             )
-        if tensors[name].isnan().any():
-            raise ConfigError(f"{folder}: tensor {name} holds NaN; download the checkpoint again.")
         slot.detach().copy_(tensors[name])
 
 

@@ -1,14 +1,13 @@
 """Finds a checkpoint and loads it: safetensors read directly, every parameter accounted for."""
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Literal
 
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from speculative.config import WeightsName, models_folder
@@ -22,8 +21,9 @@ from speculative.model.cpu.packed import can_pack_for_onednn, pack_for_onednn
 from speculative.model.decoder import Decoder
 from speculative.model.derived import is_derived
 from speculative.model.file_names import INDEX_FILE, LOWER_FILES, QUANTIZED_FILE, TOP_FILES, WEIGHTS_FILE
-from speculative.model.fp8 import E4M3, check_fp8_sizes, has_nan, quantize_rows, why_no_fp8
+from speculative.model.fp8 import E4M3, check_fp8_sizes, quantize_rows, why_no_fp8
 from speculative.model.quantized import Quantized, load_quantized
+from speculative.model.tensor_files import check_tensors, read_tensors, require_finite
 
 _logger = logging.getLogger("truespec.model")
 
@@ -84,7 +84,7 @@ def load_decoder(
         kernels: that the weights were chosen for; None = those for the device.
 
     Raises:
-        ConfigError: files or tensors are missing, unexpected, damaged or of another shape, or a weight is NaN.
+        ConfigError: files or tensors are missing, unexpected, damaged or of another shape, or a weight is not finite.
         UnsupportedModel: the model needs something this engine does not do, or its weights are pickled.
     """
     config = ModelConfig.from_folder(folder)
@@ -104,6 +104,17 @@ def load_decoder(
     return decoder.eval()
 
 
+def check_weights(folder: Path) -> None:
+    """Read all weights of a checkpoint, and keep none: what `load_decoder` refuses of its files is refused here.
+
+    Raises:
+        ConfigError, UnsupportedModel: as for `load_decoder`.
+    """
+    config, fp8, nowhere = ModelConfig.from_folder(folder), holds_fp8(folder), torch.device("meta")
+    _read_into(Decoder(config, fp8=fp8, dtype=torch.bfloat16, device=nowhere), folder, checkpoint_files(folder))
+    check_tensors(file for file in (folder / QUANTIZED_FILE,) if file.is_file())
+
+
 def _read_into(decoder: Decoder, folder: Path, files: Iterable[Path]) -> None:
     """Fill the parameters of a decoder. Returns with nothing left that would keep the files mapped, or the plain
     weights alive.
@@ -113,6 +124,7 @@ def _read_into(decoder: Decoder, folder: Path, files: Iterable[Path]) -> None:
     for path, name, tensor in read_tensors(files):
         if is_derived(path, name, tensor, decoder.config):
             continue
+        require_finite(path, name, tensor)
         slot = _EMBEDDING if name == _LM_HEAD and decoder.config.tie_word_embeddings else name
         if slot not in slots:
             raise ConfigError(f"{path}: unexpected tensor {name}; config.json and the weights do not belong together.")
@@ -127,7 +139,8 @@ def _read_into(decoder: Decoder, folder: Path, files: Iterable[Path]) -> None:
 
 def _require_equal(first: tuple[str, Path], second: tuple[str, Path], slot: Tensor, numbers: Tensor) -> None:
     """Two tensors of a checkpoint have one place in the model: they have to be the same."""
-    if numbers.shape == _expected_shape(second[0], slot) and bool((numbers.to(slot) == slot).all()):
+    fits = numbers.shape == _expected_shape(second[0], slot)
+    if fits and (slot.is_meta or bool((numbers.to(slot) == slot).all())):
         return
     (one, its_file), (other, other_file) = first, second
     if one != other:
@@ -218,21 +231,6 @@ def _weight_map(folder: Path) -> dict[str, str]:
     return known
 
 
-def read_tensors(files: Iterable[Path]) -> Iterator[tuple[Path, str, Tensor]]:
-    """Each tensor of some safetensors files, with its file and name.
-
-    Raises:
-        ConfigError: a file is damaged.
-    """
-    for path in files:
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118  (a safetensors file is no mapping)
-                    yield path, name, file.get_tensor(name)
-        except SafetensorError as error:
-            raise ConfigError(f"{path} is damaged ({error}); download it again.") from error
-
-
 def _parts(name: str, tensor: Tensor, slot: Tensor) -> dict[str, Tensor]:
     """A checkpoint's tensor as the model keeps it: quantized, with its scales, where the slot is FP8."""
     if slot.dtype != E4M3 or tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16):
@@ -265,9 +263,6 @@ def _require_all(folder: Path, decoder: Decoder, loaded: set[str]) -> None:
     missing = [name for name in decoder.checkpoint_slots() if name not in loaded]
     if missing:
         raise ConfigError(f"{folder} lacks the tensors {_listed(missing)}; download the checkpoint again.")
-    for name, parameter in decoder.named_parameters():
-        if has_nan(parameter):
-            raise ConfigError(f"Parameter {name} holds NaN after loading {folder}; download the checkpoint again.")
 
 
 def _check_quantized(folder: Path, slots: Mapping[str, Tensor], quantized: Mapping[str, Quantized]) -> None:

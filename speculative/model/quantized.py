@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
-from speculative.errors import ConfigError
+from speculative.errors import ConfigError, UnsupportedModel
 from speculative.model.file_names import QUANTIZED_FILE
+from speculative.model.tensor_files import read_tensors, require_finite
 
 GROUP = 32  # inputs that share a scale
 _COMPARED = 1 << 20  # numbers at a time
@@ -74,8 +74,17 @@ class Quantized:
 def quantize(weight: Tensor, bits: int) -> Quantized:
     """The nearest four- or eight-bit weights of [O, I], as llama.cpp rounds: from the least to the largest of a group,
     or evenly around 0.
+
+    Raises:
+        UnsupportedModel: a scale would be infinite.
     """
-    return Quantized.stack([_quantize(rows, bits) for rows in weight.detach().split(_ROWS)])
+    made = Quantized.stack([_quantize(rows, bits) for rows in weight.detach().split(_ROWS)])
+    if not bool(made.scales.isfinite().all()) or (made.least is not None and not bool(made.least.isfinite().all())):
+        raise UnsupportedModel(
+            f"A weight of {weight.abs().max():.3g} is too large for {bits} bits, whose scales are float16; take "
+            "quantization: bfloat16."
+        )
+    return made
 
 
 def as_quantized(weight: Tensor, bits: int, given: Quantized | None) -> Quantized:
@@ -126,10 +135,12 @@ def load_quantized(folder: Path) -> dict[str, Quantized]:
     if not path.is_file():
         return {}
     try:
-        tensors = load_file(path)
+        tensors = {name: tensor for _, name, tensor in read_tensors([path])}
+        for name, tensor in tensors.items():
+            require_finite(path, name, tensor)
         names = [name.removesuffix(".numbers") for name in tensors if name.endswith(".numbers")]
         return {name: _unpacked(name, tensors) for name in names}
-    except (SafetensorError, KeyError) as error:
+    except KeyError as error:
         raise ConfigError(f"{path} is damaged ({error}); fetch the model again.") from error
 
 

@@ -1,5 +1,6 @@
 """What cannot be served is refused before anything starts, with its field and the fix."""
 
+import json
 import re
 import shutil
 from collections.abc import Mapping
@@ -237,6 +238,16 @@ def test_config_check_looks_at_this_machine_unless_told_not_to_and_serve_before_
     code, output = check()
     assert code == 0 and output.endswith(fine)
     assert output.startswith("hint: model.chat_template: smollm2-tools replaces the template of the model's")
+    own = shutil.copytree(models["model"], tmp_path / "own")
+    args["model"] = {"source": str(own), "name": "tiny"}
+    settings = json.loads((own / "tokenizer_config.json").read_text())
+    del settings["chat_template"]
+    (own / "tokenizer_config.json").write_text(json.dumps(settings))
+    code, output = check()
+    assert code == 0 and output.startswith("hint: ") and "has no chat template: requests to /v1/chat" in output
+    (own / "model.safetensors").write_bytes((own / "model.safetensors").read_bytes()[:-9])
+    code, output = check()
+    assert code == 1 and "it was cut off; download it again" in output and "fine" not in output
     args["model"]["source"] = str(tmp_path / "missing")
     code, output = check()
     assert code == 1 and f"Error: {file}: applications[0].args.model.source: There is no folder" in output

@@ -108,6 +108,18 @@ def test_a_file_that_is_no_gguf(content: bytes, tmp_path: Path) -> None:
         convert_gguf(path, tmp_path)
 
 
+def test_a_file_that_was_cut_off(tmp_path: Path) -> None:
+    path = write_tiny_gguf(tmp_path / "cut.gguf", write_tiny_model(tmp_path / "origin", tokenizer=True))
+    content = path.read_bytes()
+    for share in range(8):
+        path.write_bytes(content[: len(content) * share // 8 + 1])
+        with pytest.raises(ConfigError, match=r"cut\.gguf cannot be read .* was cut off"):
+            convert_gguf(path, tmp_path)
+    path.write_bytes(content[:-1])
+    with pytest.raises(ConfigError, match=r"cut\.gguf cannot be read"):
+        convert_gguf(path, tmp_path)
+
+
 def test_a_tensor_of_some_other_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match=r"GGUF tensor blk\.0\.\w+\.bias is not one of a plain Llama"):
         converted(tmp_path, "llama_biased")

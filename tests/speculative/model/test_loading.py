@@ -17,7 +17,7 @@ from speculative.errors import ConfigError, UnsupportedModel
 from speculative.model import loading
 from speculative.model.config import ModelConfig
 from speculative.model.decoder import Decoder
-from speculative.model.loading import load_decoder, resolve_model
+from speculative.model.loading import check_weights, load_decoder, resolve_model
 from speculative.model.quantized import quantize, save_quantized
 from tests.support.fake_hub import fake_hub
 from tests.support.tiny_models import write_tiny_model
@@ -69,11 +69,20 @@ def test_a_wrong_shape_is_named(name: str, tmp_path: Path) -> None:
         load(folder)
 
 
-def test_a_nan_that_remains_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", ["nan", "inf", "-inf"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_number_that_is_none_is_named(number: str, dtype: torch.dtype, tmp_path: Path) -> None:
     name = "model.layers.1.self_attn.o_proj.weight"
-    folder = edit_weights(write_tiny_model(tmp_path), lambda weights: weights[name][3, 5].fill_(torch.nan))
-    with pytest.raises(ConfigError, match=r"Parameter layers\.1\.attention\.o_proj\.weight holds NaN"):
-        load(folder)
+
+    def damage(weights: dict[str, Tensor]) -> None:
+        weights[name] = weights[name].to(dtype)
+        weights[name][3, 5] = float(number)
+
+    folder = edit_weights(write_tiny_model(tmp_path), damage)
+    said = "NaN" if number == "nan" else "an infinity"
+    for read in (load, check_weights):
+        with pytest.raises(ConfigError, match=rf"safetensors: tensor {name} holds {said}"):
+            read(folder)
 
 
 def test_quantized_weights_are_refused(tmp_path: Path) -> None:
@@ -85,11 +94,23 @@ def test_quantized_weights_are_refused(tmp_path: Path) -> None:
         load(folder)
 
 
-def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "reported"),
+    [
+        (lambda raw: raw[:-100], r"has 511,228 bytes, and its header says 511,328: it was cut off"),
+        (lambda raw: raw + b"\0\0", r"has 511,330 bytes, and its header says 511,328: something was added"),
+        (lambda raw: raw[:300], r"is damaged: its 300 bytes do not begin with the header"),
+        (lambda raw: b"", r"is damaged: its 0 bytes"),
+        (lambda raw: b"<!DOCTYPE html>" * 40, r"is damaged: its 600 bytes"),
+        (lambda raw: b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", r"is a pointer of Git LFS"),
+    ],
+)
+def test_a_damaged_file_is_named(change: Callable[[bytes], bytes], reported: str, tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path)
-    (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:-100])
-    with pytest.raises(ConfigError, match=r"model\.safetensors is damaged"):
-        load(folder)
+    (folder / WEIGHTS).write_bytes(change((folder / WEIGHTS).read_bytes()))
+    for read in (load, check_weights):
+        with pytest.raises(ConfigError, match=rf"model\.safetensors {reported}"):
+            read(folder)
 
 
 def test_a_checkpoint_that_lacks_a_shard_is_refused(tmp_path: Path) -> None:
@@ -98,8 +119,9 @@ def test_a_checkpoint_that_lacks_a_shard_is_refused(tmp_path: Path) -> None:
     AutoModelForCausalLM.from_pretrained(whole).save_pretrained(sharded, max_shard_size="100KB")
     assert len(list(sharded.glob("model-*.safetensors"))) > 2
     next(iter(sorted(sharded.glob("model-*.safetensors")))).unlink()
-    with pytest.raises(ConfigError, match=r"lacks model-00001-of-.*named in model\.safetensors\.index\.json"):
-        load(sharded)
+    for read in (load, check_weights):
+        with pytest.raises(ConfigError, match=r"lacks model-00001-of-.*named in model\.safetensors\.index\.json"):
+            read(sharded)
 
 
 def test_an_index_that_makes_no_sense(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from speculative.errors import ConfigError
+from speculative.errors import ConfigError, UnsupportedModel
 from speculative.kernels import chosen
 from speculative.model.file_names import QUANTIZED_FILE
 from speculative.model.fingerprint import model_fingerprint
@@ -141,6 +141,18 @@ def test_without_kernels_weights_are_torchs_own_and_nothing_else(
 def test_integers_are_for_cpus(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="quantization: w4a8"):
         choose_weights("w4a8", tmp_path, dtype="bfloat16", device=torch.device("cuda"))
+
+
+def test_scales_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
+    weight = quantize(a_weight(), 4)
+    for number in ("nan", "inf", "-inf"):
+        weight.scales[0, 0] = float(number)
+        save_quantized(tmp_path, {"a.weight": weight})
+        with pytest.raises(ConfigError, match=rf"{QUANTIZED_FILE}: tensor a\.weight\.scales holds"):
+            load_quantized(tmp_path)
+    for bits in (4, 8):
+        with pytest.raises(UnsupportedModel, match=f"too large for {bits} bits"):
+            quantize(a_weight() * 1e9, bits)
 
 
 @needs_kernels
