@@ -347,7 +347,7 @@ def watch_audit(
 
     Exits with 1 where something is suspect, and with 2 where the server could not be judged.
     """
-    from deploy.exchange.client import ServiceError
+    from deploy.exchange.client import ServiceError, check_serving
     from deploy.watch.audit import AuditOptions, run_audit
 
     try:
@@ -355,6 +355,7 @@ def watch_audit(
         for option, path in {"--json": json_file, "--html": html_file}.items():
             check_writable(path, option)
         asked = AuditOptions(url, options["served"], api_key(api_key_file), requests=requests)
+        check_serving(url, asked.api_key)
         referee, replayer = _referee_options(options, keep_prompts=True)
         with View(err) as view:
             report = run_audit(asked, referee, replayer, view)
@@ -387,12 +388,14 @@ def watch_calibrate(
     url: str, model: str, served: str | None, num_prompts: int, file: Path, api_key_file: Path | None
 ) -> None:
     """Measure the rounding of the server at URL: its logprobs against the same weights in float32."""
+    from deploy.exchange.client import check_serving
     from deploy.watch.calibration import calibrate
 
     server_url(url, "URL")
     check_writable(file, "--out")
+    key = api_key(api_key_file)
+    check_serving(url, key)
     with View(err) as view:
-        folder = find_model(model, view)
-        tolerance = calibrate(url, folder, served, num_prompts, api_key(api_key_file), view)
+        tolerance = calibrate(url, find_model(model, view), served, num_prompts, key, view)
     write_json(file, tolerance.to_wire())
     print_facts(tolerance.facts(), out)

@@ -247,6 +247,16 @@ class Client:
         return self._fresh.send(self._fresh.build_request(method, path, json=body), stream=True)
 
 
+def check_serving(url: str, api_key: str | None) -> None:
+    """Make sure that a server lists its models, before anything slow begins.
+
+    Raises:
+        ServiceError: it does not.
+    """
+    with Client(url, api_key) as server:
+        server.models()
+
+
 class AsyncClient:
     """The same for many requests at once in one thread. Each has a connection of its own, so whatever breaks is the
     server's failure."""

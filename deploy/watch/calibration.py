@@ -102,11 +102,12 @@ def calibrate(
         ConfigError: the server reports no logprobs of its likeliest tokens, or they are not those of these weights.
     """
     view = view or View()
-    view.stage("loading the model")
-    tokenizer, model = Tokenizer.from_folder(folder), TransformersModel(folder)
-    prompts = list(_prompts(tokenizer, num_prompts, model.max_model_len - 1))
+    tokenizer = Tokenizer.from_folder(folder)
     with Client(url, api_key) as server:
         desk = _Desk(server, served, tokenizer)
+        view.stage("loading the model")
+        model = TransformersModel(folder)
+        prompts = list(_prompts(tokenizer, num_prompts, model.max_model_len - 1))
         processed = desk.is_processed(prompts[:_MODE_PROMPTS], model)
         view.stage("comparing next tokens")
         compared = []

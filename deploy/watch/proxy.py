@@ -159,12 +159,11 @@ class Proxy:
         known = "" if found else ", since its /v1/models names no owner that is known"
         _LOG.info("The server at %s is asked in the dialect %s%s.", self._base, self._dialect, known)
 
-    async def referee_is_up(self) -> bool:
-        """Return whether the referee answers."""
-        timeout = aiohttp.ClientTimeout(total=_LOOK_WITHIN_S)
+    async def finds(self, url: str) -> bool:
+        """Return whether something answers there."""
         with contextlib.suppress(*_LOST):
-            async with self._fresh.get(f"{self._options.referee}/health", timeout=timeout) as reply:
-                return reply.status == 200
+            async with self._fresh.get(url, timeout=aiohttp.ClientTimeout(total=_LOOK_WITHIN_S)):
+                return True
         return False
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
@@ -553,8 +552,10 @@ async def run_proxy(options: ProxyOptions, say: Callable[[str], None], ended: Ca
     async with running_proxy(options) as (url, proxy):
         share = f"{100 * options.share:.3g} %"
         say(f"Requests to {url} pass on to {options.upstream} from now on; {share} of them are watched.")
+        if not await proxy.finds(options.upstream):
+            say(f"The server at {options.upstream} does not answer yet; until it does, requests get a 502.")
         say(f"Waiting for the referee at {options.referee}, which loads its model first.")
-        while not await proxy.referee_is_up():
+        while not await proxy.finds(f"{options.referee}/health"):
             if ended():
                 return False
             await asyncio.sleep(_LOOK_FOR_REFEREE_S)

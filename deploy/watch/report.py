@@ -222,7 +222,7 @@ def _over_time(
     windows: Sequence[Mapping[str, Any]], key: str, name: str, ideal: float, tolerated: Callable[[Any], float]
 ) -> Timeline | None:
     shown = [window for window in windows if window[key] is not None]
-    if not shown:
+    if not shown or not shown[-1]["from"]:  # records without times
         return None
     label = f"{name}: means over {shown[0]['seconds']:g} s; the band is what rounding and chance explain of such means"
     points = [(window["from"], window[key]) for window in shown]

@@ -145,7 +145,9 @@ def number(num: float) -> str:
 
 
 def moment(at: float) -> str:
-    """Unix seconds as date and time."""
+    """Unix seconds as date and time; 0 where a record gives none."""
+    if not at:
+        return "a time that is not given"
     try:
         return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(at))
     except (OverflowError, ValueError, OSError):  # no time of a clock

@@ -117,10 +117,13 @@ def test_nothing_that_can_be_compared_fails_too(folder: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("wrong", ["none.jsonl", "rollouts.txt"])
-def test_records_are_looked_at_before_a_model_is(wrong: str, tmp_path: Path) -> None:
+def test_records_and_servers_are_looked_at_before_a_model_is(wrong: str, tmp_path: Path) -> None:
     (tmp_path / "rollouts.txt").write_text("no JSON\n")
     result = call(tmp_path / wrong, "--model", "none/such")
     assert result.exit_code == 1 and wrong in result.output and "none/such" not in result.output
+    for command in (["audit"], ["calibrate", "--out", str(tmp_path / "t.json")]):
+        result = CliRunner().invoke(main, ["watch", *command, "http://127.0.0.1:9", "--model", "none/such"])
+        assert result.exit_code > 0 and "127.0.0.1:9" in result.output and "none/such" not in result.output
 
 
 def test_a_proxy_is_ready_with_its_own_referee_whose_options_it_takes(folder: Path) -> None:
