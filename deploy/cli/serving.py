@@ -37,7 +37,7 @@ def serve(asked: ServeTarget, address: str | None) -> None:
     report(f"starting to serve {asked.named}")  # what is imported now takes seconds
     from deploy.run.cluster import cluster_address
     from deploy.run.demo import curl_line
-    from deploy.run.preflight import chats
+    from deploy.run.preflight import chats, tokenizer_here
 
     if "--api-key" in asked.changes and cluster_address(address) is not None:
         raise ConfigError(
@@ -49,6 +49,10 @@ def serve(asked: ServeTarget, address: str | None) -> None:
         say(f"Serving {service.model_name} at {service.base_url}. Try:\n  {line}", err)
         if checked.application.args.access.keys_file is not None:
             say("It asks for an API key: add -H 'authorization: Bearer KEY'.", err)
+        else:
+            say("Anyone who can reach this address may use it; --api-key KEY asks for a key.", err)
+        if (tokenizer := tokenizer_here(checked.application.args)) is not None:
+            say(tokenizer.ends(), err)
         say("Ctrl-C stops it; a second one does not wait for requests that run.", err)
         stop.wait()
 

@@ -14,7 +14,9 @@ from typing import Any
 
 import ray
 from ray import serve
+from ray._common.utils import get_default_ray_temp_dir
 from ray._private import services as ray_services
+from ray._private import worker as ray_worker
 from ray.exceptions import RayError
 from ray.serve.config import HTTPOptions
 from ray.serve.context import _get_global_client
@@ -30,7 +32,7 @@ from serve_app.config.base import POOL_OF_DEPLOYMENT
 from serve_app.config.serve_file import HttpOptions, ServeFile
 from serve_app.http.slow_clients import PROXY_CALLBACK
 from speculative.errors import ConfigError, TruespecError
-from speculative.kernels.library import find_kernels
+from speculative.kernels.library import compiling, find_kernels
 
 Progress = Callable[[str], None]
 
@@ -54,7 +56,7 @@ _KILLED = re.compile(r"ActorDiedError|ActorUnavailableError|Worker exit type|die
 _STARTS = 3  # of Ray on this machine
 _NODE_S, _MOST_NODE_S = 30.0, 240.0  # for Ray's node to come up on an idle machine, and on any
 _BUSY = 1.5  # processes to run for each core, from which on a start is slow
-LOGS = "/tmp/ray/session_latest/logs"
+LOGS = f"{get_default_ray_temp_dir()}/session_latest/logs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +111,13 @@ def running_app(file: ServeFile, progress: Progress, *, address: str | None = No
 
 
 def _prepare_kernels(progress: Progress) -> None:
-    """Compile the CPU kernels before replicas wait for them; they are kept."""
-    progress("preparing the CPU kernels; compiling them takes a minute, the first time only")
+    """Compile the CPU kernels before replicas wait for them, unless they are kept from before."""
+    told = logging.Handler()
+    told.emit = lambda record: progress(record.getMessage())  # type: ignore[method-assign]
+    compiling.addHandler(told)
+    compiling.setLevel(logging.INFO)
     kernels = find_kernels()
+    compiling.removeHandler(told)
     if isinstance(kernels, str):
         progress(f"warning: replicas compute without their kernels, which is slow: {kernels}")
 
@@ -162,6 +168,7 @@ def _connect(config: AppConfig, progress: Progress, address: str | None) -> None
     os.environ.update(ray_environment())
     progress(f"starting Ray on this machine with {max(cores, needed):g} CPUs{_busy()}")
     _start_ray(max(cores, int(-(-needed // 1))), progress)
+    progress(f"its logs, and in serve/ the replicas', are in {ray_worker._global_node.get_logs_dir_path()}")
 
 
 def _start_ray(num_cpus: int, progress: Progress) -> None:

@@ -120,13 +120,19 @@ def check_cluster(config: AppConfig) -> Findings:
     return found
 
 
-def chats(config: AppConfig) -> bool:
-    """Return whether a model takes conversations: it has a chat template, or is on other machines only."""
+def tokenizer_here(config: AppConfig) -> Tokenizer | None:
+    """The model's tokenizer; None where it is on other machines only."""
     try:
         folder = model_here(config.model.source)
-        return folder is None or bool(Tokenizer.from_folder(folder, config.model.chat_template).chat_template().source)
+        return None if folder is None else Tokenizer.from_folder(folder, config.model.chat_template)
     except ConfigError:
-        return True
+        return None
+
+
+def chats(config: AppConfig) -> bool:
+    """Return whether a model takes conversations: it has a chat template, or is on other machines only."""
+    tokenizer = tokenizer_here(config)
+    return tokenizer is None or bool(tokenizer.chat_template().source)
 
 
 def _asked(config: AppConfig, setting: str) -> tuple[PoolName, float]:

