@@ -45,7 +45,11 @@ def _with_hyphens(word: str) -> str:
 @click.group(cls=_Commands, context_settings={"token_normalize_func": _with_hyphens})
 @click.version_option(package_name="truespec")
 def main() -> None:
-    """Serve language models faster by speculative decoding, and keep checking that the answers are the model's own."""
+    """Serve language models faster by speculative decoding, and keep checking that the answers are the model's own.
+
+    Completion: put eval "$(_TRUESPEC_COMPLETE=bash_source truespec)" into ~/.bashrc; there are zsh_source and
+    fish_source, too.
+    """
 
 
 if __name__ == "__main__":

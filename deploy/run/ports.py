@@ -11,7 +11,7 @@ from serve_app.config.serve_file import HttpOptions
 from speculative.errors import ConfigError
 
 _REASONS = {
-    errno.EADDRINUSE: "is in use; stop the program that listens there (`ss -ltnp` shows it), or set another port.",
+    errno.EADDRINUSE: "is in use; stop what listens there (`ss -ltnp` shows it), or take another port (--port).",
     errno.EACCES: "is for root only; set a port from 1024 on.",
 }
 

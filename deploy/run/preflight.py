@@ -161,7 +161,8 @@ def _check_programs(config: AppConfig, found: Findings) -> None:
     ):
         if asked and not _is_installed(package):
             found.fault(
-                setting, f"needs {package}, which is not installed: pip install 'truespec[{extra}]', or change it."
+                setting,
+                f"needs {package}, which is not installed: pip install -e '.[{extra}]' in the checkout, or change it.",
             )
 
 

@@ -105,7 +105,7 @@ def _parquet(path: Path) -> Iterator[Json]:
         import ray.data  # with pyarrow, which truespec itself does not need
     except ImportError as error:
         raise ConfigError(
-            f"{path}: Parquet is read by Ray Data, which is not installed ({error}); pip install 'truespec[data]'."
+            f"{path}: Parquet is read by Ray Data, which is not installed ({error}); pip install -e '.[data]'."
         ) from error
     from ray.exceptions import RayError
 

@@ -24,7 +24,52 @@ POOL_OF_DEPLOYMENT: dict[str, PoolName] = {
 }
 
 
+_LONGEST = 60  # letters of a value in a message
 _RAY_PRECISION = 0.0001  # of numbers of CPUs and GPUs
+
+
+_WORDS = {
+    "model_type": "must be a map (lines of `name: value`)",
+    "dict_type": "must be a map (lines of `name: value`)",
+    "list_type": "must be a list (lines that begin with `- `)",
+    "string_type": "must be text; put it in quotes",
+    "int_type": "must be a whole number, without quotes",
+    "float_type": "must be a number, without quotes",
+    "bool_type": "must be true or false, without quotes",
+    "literal_error": "must be {expected}",
+    "greater_than_equal": "must be at least {ge}",
+    "greater_than": "must be above {gt}",
+    "less_than_equal": "must be at most {le}",
+    "less_than": "must be below {lt}",
+    "string_too_short": "must not be empty",
+    "string_pattern_mismatch": "must match {pattern}",
+}
+"""Pydantic's kinds of faults in the words of whoever writes the file."""
+
+
+def fault_in_words(fault: Mapping[str, Any]) -> str:
+    """Say what is wrong with a value, and what it is, of a fault that pydantic found."""
+    if fault["type"] == "missing":
+        return "is missing."
+    context = fault.get("ctx", {})
+    if "error" in context:  # of a check of ours, in its own words
+        return str(fault["msg"]).removeprefix("Value error, ")
+    plain = {
+        name: int(value) if isinstance(value, float) and value.is_integer() else value
+        for name, value in context.items()
+    }
+    said = _WORDS[fault["type"]].format_map(plain) if fault["type"] in _WORDS else fault["msg"]
+    return f"{said}, got {_shown(fault['input'])}."
+
+
+def _shown(value: Any) -> str:
+    """A value as messages show it: what kind of thing it is, where it is not a plain value."""
+    if value is None:
+        return "nothing"
+    if isinstance(value, list | Mapping):
+        return "a list" if isinstance(value, list) else "a map"
+    text = repr(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 class FieldError(ValueError):

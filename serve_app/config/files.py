@@ -1,5 +1,6 @@
 """Reads configuration files and arguments, and names what is wrong in them."""
 
+import errno
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ import yaml
 from pydantic import ValidationError
 
 from serve_app.config.app_config import AppConfig
-from serve_app.config.base import FieldError, FieldErrors, SomeModel
+from serve_app.config.base import FieldError, FieldErrors, SomeModel, fault_in_words
 from serve_app.config.serve_file import ServeFile
 from speculative.errors import ConfigError
 
@@ -29,6 +30,11 @@ def load_config(
     data = _read_yaml(path)
     if change is not None:
         change(data)
+    if isinstance(data, Mapping) and data and data.keys() <= AppConfig.model_fields.keys():
+        raise ConfigError(
+            f"{origin or path}: settings of the model ({', '.join(data)}) stand at the top; put them under "
+            "applications[0].args, as in the file that `truespec config show MODEL` writes."
+        )
     return check_data(data, ServeFile, origin or path)
 
 
@@ -57,7 +63,13 @@ def _read_yaml(path: Path | str) -> Any:
     try:
         return yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_Loader)
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}.") from error
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}{_REMEDIES.get(error.errno or 0, '')}.") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: is not YAML: it is no text in UTF-8; give a file of settings.") from error
+    except yaml.MarkedYAMLError as error:
+        place = error.problem_mark or error.context_mark
+        at = f"line {place.line + 1}, column {place.column + 1}: " if place is not None else ""
+        raise ConfigError(f"{path}: is not YAML: {at}{error.problem or error.context}.") from error
     except _NOT_YAML as error:
         raise ConfigError(f"{path}: is not YAML: {' '.join(str(error).split())}") from error
 
@@ -73,6 +85,12 @@ def parse_args(args: Mapping[str, Any]) -> AppConfig:
     except ValidationError as error:
         raise ConfigError("\n".join(_faults(error, "args"))) from error
 
+
+_REMEDIES = {
+    errno.EACCES: "; let this user read it (chmod), or give another file",
+    errno.ENOENT: "; check the path, or make it",
+    errno.EISDIR: "; give a file, or a model as the first argument",
+}
 
 # PyYAML lets through what its constructors run into, and what a deep file does to it.
 _NOT_YAML = (yaml.YAMLError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
@@ -106,14 +124,12 @@ def _faults(error: ValidationError, root: str = "") -> list[str]:
     lines = []
     for fault in error.errors(include_url=False):
         cause = fault.get("ctx", {}).get("error")
-        path, message = fault["loc"], fault["msg"].removeprefix("Value error, ")
+        path = fault["loc"]
         if isinstance(cause, FieldError | FieldErrors):
             found = cause.errors if isinstance(cause, FieldErrors) else [cause]
             lines += [f"{_dotted(root, (*path, one.field))}: {one}" for one in found]
             continue
-        if cause is None:
-            message = f"{message}, got {fault['input']!r}." if fault["type"] != "missing" else "is missing."
-        lines.append(f"{_dotted(root, path)}: {message}")
+        lines.append(f"{_dotted(root, path)}: {fault_in_words(fault)}")
     return lines
 
 

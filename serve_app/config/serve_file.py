@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from serve_app.config.app_config import AppConfig, PoolSection
-from serve_app.config.base import POOL_OF_DEPLOYMENT, AtLeastOne, FieldError, PoolName, Section
+from serve_app.config.base import POOL_OF_DEPLOYMENT, AtLeastOne, FieldError, PoolName, Section, fault_in_words
 from serve_app.config.scaling import ServeAutoscalingSection
 
 HA_PROXY = "RAY_SERVE_ENABLE_HA_PROXY"
@@ -90,7 +90,7 @@ class Application(Section):
             except ValidationError as error:
                 fault = error.errors(include_url=False)[0]
                 field = f"deployments[{number}].{override.place_of(str(fault['loc'][-1]))}"
-                raise FieldError(field, f"{fault['msg']}, got {fault['input']!r}.") from error
+                raise FieldError(field, fault_in_words(fault)) from error
         return self
 
     @property

@@ -98,7 +98,8 @@ class Tracing:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         except ImportError as error:
             raise ConfigError(
-                "observability.traces_endpoint: needs the OTLP exporter; pip install 'truespec[tracing]', or remove it."
+                "observability.traces_endpoint: needs the OTLP exporter; pip install -e '.[tracing]' in the checkout, "
+                "or remove it."
             ) from error
         provider = TracerProvider(
             sampler=ParentBased(TraceIdRatioBased(share)), resource=Resource.create(dict(resource))

@@ -7,7 +7,14 @@ from typing import Literal
 
 import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 from torch import Tensor
 
 from speculative.config import WeightsName, models_folder
@@ -28,6 +35,11 @@ from speculative.model.tensor_files import check_tensors, read_tensors, require_
 _logger = logging.getLogger("truespec.model")
 
 _PICKLED = ("*.bin", "*.pt", "*.pth")
+_NOT_HAD = {  # a gated model's error is one of a missing model, too
+    GatedRepoError: "its licence has to be accepted there, by the owner of the token in HF_TOKEN",
+    RepositoryNotFoundError: "it has no such model for this token: check the id, or set HF_TOKEN for a private one",
+    RevisionNotFoundError: "the model has no such revision",
+}
 _LM_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
@@ -287,8 +299,9 @@ def _from_hub(hub_id: str) -> Path:
         lower = [*LOWER_FILES, *(name for name in dict.fromkeys(shards) if "/" in name)]
         snapshot_download(repository, revision=folder.name, allow_patterns=lower)  # of the commit that was fetched
     except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError, OSError) as error:
+        reason = next((said for kind, said in _NOT_HAD.items() if isinstance(error, kind)), _first_line(error))
         raise ConfigError(
-            f"{hub_id!r} is no folder here and could not be had from the Hugging Face hub ({_first_line(error)}). "
+            f"{hub_id!r} is no folder here and could not be had from the Hugging Face hub ({reason}). "
             "Without a hub, give a local folder, or a name of `truespec model list`."
         ) from error
     return folder

@@ -171,7 +171,7 @@ def test_flags_of_vllm_change_what_a_model_or_a_file_sets(
     [
         (
             "demo --max-model-len 1",
-            "--max-model-len (engine.max_model_len): Input should be greater than or equal to 2",
+            "--max-model-len (engine.max_model_len): must be at least 2, got 1.",
         ),
         ("demo --max-model-len 1.5", "'1.5' is no number of tokens; give one such as 4096, 32k or 32K, or auto."),
         ("demo --quantization awq", "truespec's engine has auto, float32, bfloat16, w4a8, fp8."),
@@ -183,7 +183,10 @@ def test_flags_of_vllm_change_what_a_model_or_a_file_sets(
         ("demo --no-enable-prefix-caching", "Here it is `engine.prefix_caching`"),
         ("demo --speculative-config.method ngram", "Here it is `--drafter`"),
         ("demo --set engine.dtipe=x", "--set engine.dtipe (engine.dtipe): is not a field; did you mean dtype?"),
-        ("demo --set engine.dtype=half", "--set engine.dtype (engine.dtype): Input should be 'bfloat16' or 'float32'"),
+        (
+            "demo --set engine.dtype=half",
+            "--set engine.dtype (engine.dtype): must be 'bfloat16' or 'float32', got 'half'.",
+        ),
         ("demo --set engine.dtype", "--set engine.dtype has no value; give NAME=VALUE"),
         ("demo --prot 1", "Did you mean"),
         ("demo --frobnicate", "No such option"),

@@ -38,7 +38,7 @@ def listening(host: str) -> Iterator[int]:
 @pytest.mark.parametrize("other", ["127.0.0.1", "0.0.0.0", "::"])
 def test_a_port_that_is_taken_is_refused_whatever_address_it_is_taken_at(host: str, other: str) -> None:
     with listening(other) as port:
-        reported = rf"http_options.port: {port} on {re.escape(host)} is in use; stop .* or set another port"
+        reported = rf"http_options.port: {port} on {re.escape(host)} is in use; stop .* or take another port"
         with pytest.raises(ConfigError, match=reported):
             free_port(HttpOptions(host=host), port)
     assert free_port(HttpOptions(host=host), port) == port

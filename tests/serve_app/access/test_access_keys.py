@@ -73,8 +73,8 @@ def test_a_key_expires(tmp_path: Path) -> None:
     ("text", "reported"),
     [
         ("keys: [", "is not YAML"),
-        ("- a", "Input should be a valid dictionary"),
-        ("version: 2", "version: Input should be 1"),
+        ("- a", "the file: must be a map (lines of `name: value`), got a list."),
+        ("version: 2", "version: must be 1, got 2."),
         ("kyes: []", "kyes: Extra inputs are not permitted"),
         ("keys: [{id: a, scopes: [user]}]", "keys[0].sha256: is missing"),
         (f"keys: [{{id: a, sha256: {'0' * 63}, scopes: [user]}}]", "keys[0].sha256"),

@@ -268,7 +268,7 @@ def test_versions_that_nobody_has_looked_at_are_refused(monkeypatch: pytest.Monk
 
 async def test_without_vllm_the_start_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings, "DISTRIBUTIONS", ("no-such-distribution",))
-    with pytest.raises(ConfigError, match=r"truespec\[vllm\]"):
+    with pytest.raises(ConfigError, match=r"pip install -e .\.\[vllm\]"):
         await VllmBackend("m", "m", VllmSettings(EngineConfig())).start()
 
 

@@ -74,7 +74,7 @@ def test_an_override_may_name_our_policy(tmp_path: Path) -> None:
     [
         ({"latency": 1}, "_kwargs: must be targets: above 0, of backlog_s, kv_usage, running_s"),
         ({"kv_usage": float("nan")}, "_kwargs: must be targets: above 0"),
-        ({"kv_usage": 5}, "_kwargs.targets.kv_usage: Input should be less than or equal to 1, got 5.0."),
+        ({"kv_usage": 5}, "_kwargs.targets.kv_usage: must be at most 1, got 5.0."),
     ],
 )
 def test_an_override_that_its_pool_cannot_take_is_reported(

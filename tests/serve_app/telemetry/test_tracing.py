@@ -366,5 +366,5 @@ def test_spans_reach_a_collector() -> None:
 
 def test_without_the_exporter_the_error_names_the_setting_and_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
-    with pytest.raises(ConfigError, match=r"observability\.traces_endpoint.*pip install 'truespec\[tracing\]'"):
+    with pytest.raises(ConfigError, match=r"observability\.traces_endpoint.*pip install -e '\.\[tracing\]'"):
         Tracing.to_collector("http://127.0.0.1:1/v1/traces", 1.0, {})
