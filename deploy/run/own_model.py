@@ -50,6 +50,8 @@ def own_application(own: OwnModel, change: Callable[[Any], None] | None = None) 
     args["engine"]["kind"] = own.engine
     if own.drafter is not None:
         args["drafter"] |= _drafter(own.drafter)
+        if own.engine == "vllm" and args["drafter"]["kind"] == "suffix":
+            args["drafter"]["length"] = "static"  # vLLM drafts as far as a match promises
     pool = args["pools"]["monolith"]
     gpus = own.gpus
     if gpus is None:

@@ -64,6 +64,8 @@ def test_where_it_runs() -> None:
 def test_drafters_go_by_their_kind_and_folder() -> None:
     assert args_of(drafter="suffix").drafter.kind == "suffix"
     assert args_of(drafter="none").drafter.kind == "none"
+    assert args_of(drafter="suffix", engine="vllm").drafter.length == "static", "vLLM's own"
+    assert args_of().drafter.length == args_of(engine="vllm").drafter.length == "dynamic", "none where it does not pay"
     drafter = args_of(drafter="draft_model:Qwen/Qwen3-0.6B").drafter
     assert (drafter.kind, drafter.model) == ("draft_model", "Qwen/Qwen3-0.6B")
     for given, fault in (
