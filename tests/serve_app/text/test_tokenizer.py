@@ -35,14 +35,6 @@ def test_detokenized_parts_add_up_to_what_the_library_decodes(
 
 
 @any_fixture
-@given(ids=st.lists(st.integers(0, 276), max_size=40), cuts=st.lists(st.integers(0, 100), max_size=5))
-def test_sentencepiece_parts_add_up(sentencepiece: Tokenizer, ids: list[int], cuts: list[int]) -> None:
-    for continuation in (True, False):
-        whole = sentencepiece.decode(ids, continuation=continuation)
-        assert whole == pushed(sentencepiece, ids, cuts, continuation=continuation)
-
-
-@any_fixture
 @given(text=st.text(max_size=60))
 def test_encoding_and_decoding_give_the_text_back_without_half_characters(tokenizer: Tokenizer, text: str) -> None:
     ids = tokenizer.encode(text)

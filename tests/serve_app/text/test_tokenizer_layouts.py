@@ -13,7 +13,6 @@ from transformers import PreTrainedTokenizerFast
 
 from serve_app.text.tokenizer import Tokenizer
 from speculative.errors import ConfigError, UnsupportedModel
-from speculative.model.file_names import read_all_but_weights
 from tests.support.tokenizer_layouts import TEXTS, layouts, write_layout
 
 LAYOUTS = layouts()
@@ -261,23 +260,3 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     mute["model"]["unk_id"] = None
     with pytest.raises(ConfigError, match=r"tokenizer\.json cannot encode"):
         Tokenizer.from_folder(write_layout(tmp_path, mute))
-
-
-def test_a_router_gets_all_that_a_tokenizer_is_read_from(tmp_path: Path) -> None:
-    config = {"tokenizer_class": "LlamaTokenizer", "eos_token": "</s>"}
-    folder = write_layout(tmp_path / "model", LAYOUTS["llama 2"], config)
-    (folder / "chat_template.jinja").write_text("a")
-    (folder / "additional_chat_templates").mkdir()
-    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("b")
-    (folder / "tokenizer.json.d").mkdir()
-    (folder / "model.safetensors").write_bytes(b"large")
-    files = read_all_but_weights(folder)
-    assert "model.safetensors" not in files
-    other = tmp_path / "router"
-    for name, content in files.items():
-        (other / name).parent.mkdir(parents=True, exist_ok=True)
-        (other / name).write_bytes(content)
-    ours = [
-        Tokenizer.from_folder(one).chat_template(with_tools=tools).source for one in (folder, other) for tools in (0, 1)
-    ]
-    assert ours == ["a", "b", "a", "b"]

@@ -53,13 +53,6 @@ def test_a_file_keeps_every_number(tmp_path: Path) -> None:
         assert torch.equal(loaded[name].to_float(), weight.to_float())
 
 
-def test_a_damaged_file_is_named(tmp_path: Path) -> None:
-    save_quantized(tmp_path, {})
-    (tmp_path / QUANTIZED_FILE).write_bytes(b"no safetensors")
-    with pytest.raises(ConfigError, match=QUANTIZED_FILE):
-        load_quantized(tmp_path)
-
-
 def write_beside(folder: Path, own: dict[str, Quantized], values: dict[str, Quantized]) -> None:
     """Numbers, and beside them plain weights as a conversion writes them: `values`, rounded to bfloat16."""
     plain = {name: weight.to_float().bfloat16().float() for name, weight in values.items()}
@@ -143,7 +136,11 @@ def test_integers_are_for_cpus(tmp_path: Path) -> None:
         choose_weights("w4a8", tmp_path, dtype="bfloat16", device=torch.device("cuda"))
 
 
-def test_scales_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
+def test_a_damaged_file_and_scales_that_are_no_numbers_are_named(tmp_path: Path) -> None:
+    (tmp_path / QUANTIZED_FILE).parent.mkdir()
+    (tmp_path / QUANTIZED_FILE).write_bytes(b"no safetensors")
+    with pytest.raises(ConfigError, match=QUANTIZED_FILE):
+        load_quantized(tmp_path)
     weight = quantize(a_weight(), 4)
     for number in ("nan", "inf", "-inf"):
         weight.scales[0, 0] = float(number)
