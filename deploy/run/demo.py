@@ -1,4 +1,4 @@
-"""`truespec demo`: serve a real model on this machine, talk to it, and show what its metrics say."""
+"""`truespec demo`: serve a real model on this machine, check its answers, put a fault in, and measure its speed."""
 
 import json
 import shlex
@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from typing import Any
 
 from deploy.exchange.answers import Reply
 from deploy.exchange.client import Client, ServiceError
@@ -65,6 +66,8 @@ class TaskSpeed:
     most_ratio: float
 
 
+_REHEARSAL_S = 120.0
+_NEXT_ANSWERS = 2  # that a client asks for while speculation is off
 _REPLAY_WAIT_S = 60.0
 _TIMEOUT_S = 600.0
 
@@ -115,6 +118,12 @@ class Service:
         first_s = found.first_s or found.seconds
         return ChatAnswer(reply.first.text, reply.num_tokens or 0, first_s, max(0.0, found.last_s - first_s))
 
+    def verdict(self, content: str) -> str:
+        """The verdict on the answer to a question, once it was computed again."""
+        body = {"messages": [{"role": "user", "content": content}], "max_tokens": _MAX_TOKENS, "verify": True}
+        found = self.client.post({"model": self.model_name, **body}, CHAT)
+        return str(json.loads(found.content)["verdict"]) if found.ok else found.reported()
+
     def metrics(self) -> MetricSummary:
         """The service's own figures, summed over its replicas.
 
@@ -140,6 +149,7 @@ class DemoFigures:
     breaker_trips: int
     handoffs: int
     first_token_s: float
+    fault: dict[str, Any] | None  # of a rehearsal: what found it and when, and what came after; None = there was none
     others_cores: float | None  # that others than the demo used while it measured; None where it cannot be known
 
     @property
@@ -152,8 +162,11 @@ class DemoFigures:
         return asdict(self)
 
 
-def run_demo(service: Service, progress: Callable[[str], None], on_text: Callable[[str], None]) -> DemoFigures:
-    """Ask, measure speculation on against off on the same tasks, and wait for what was answered to be checked."""
+def run_demo(
+    service: Service, progress: Callable[[str], None], on_text: Callable[[str], None], admin_token: str | None = None
+) -> DemoFigures:
+    """Ask, measure speculation on against off on the same tasks, wait for what was answered to be checked, and with an
+    operator's token, have a replica rehearse a fault."""
     progress(f"asking: {QUESTION}")
     answer = service.chat(QUESTION, on_text=on_text, max_tokens=_MAX_TOKENS, temperature=0)
     on_text("\n")
@@ -167,6 +180,10 @@ def run_demo(service: Service, progress: Callable[[str], None], on_text: Callabl
     others_cores = others.cores()
     progress("waiting for the answers to be computed again and compared")
     metrics = _wait_for_replay(service)
+    verdicts = {name: int(count) for name, count in metrics["verdicts"].items()}
+    counted = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in verdicts.items() if count)
+    on_text(f"\nAnswers computed again without speculation: {counted}.\n\n")
+    fault = None if admin_token is None else _rehearse(service, admin_token, progress, on_text)
     return DemoFigures(
         answer=answer.text,
         acceptance_rate=metrics["acceptance_rate"],
@@ -174,14 +191,64 @@ def run_demo(service: Service, progress: Callable[[str], None], on_text: Callabl
         tasks=[_speed(name, pairs) for name, pairs in answers.items()],
         tme=metrics["tme"],
         replayed_tokens=int(metrics["replayed_tokens"]),
-        verdicts={name: int(count) for name, count in metrics["verdicts"].items()},
+        verdicts=verdicts,
         selfcheck_terms=int(metrics["selfcheck_terms"]),
         selfcheck_alarms=int(metrics["selfcheck_alarms"]),
         breaker_trips=int(metrics["breaker_trips"]),
         handoffs=int(metrics["handoffs"]),
         first_token_s=answer.first_token_s,
+        fault=fault,
         others_cores=others_cores,
     )
+
+
+def _rehearse(
+    service: Service, admin_token: str, progress: Callable[[str], None], on_text: Callable[[str], None]
+) -> dict[str, Any]:
+    """Put a fault in, and tell what becomes of it.
+
+    Raises:
+        ServiceError: the service refused, or the rehearsal does not end.
+    """
+    on_text(
+        "Now a known fault is put into the running service, in requests of its own: of each round, the first draft is\n"
+    )
+    on_text("committed although verification has rejected it.\n")
+    with Client(service.base_url, admin_token, _TIMEOUT_S) as operator:
+        ordered = operator.post({}, "/admin/rehearsal")
+        if not ordered.ok:
+            raise ServiceError(f"{service.base_url}/admin/rehearsal: {ordered.reported()}")
+        told = _wait_for(operator, lambda one: one["rehearsal"]["state"] != "running")["rehearsal"]
+        if told["state"] != "found":
+            on_text(f"  {told['state']} after {told['num_tokens']} tokens; the status page says more\n\n")
+            return dict(told)
+        found_s = told["found_at"] - told["began_at"]
+        on_text(
+            f"  found     by the check of {told['found_by']}, after {told['num_tokens']} tokens and {found_s:.1f} s\n"
+        )
+        on_text("  off       speculation on this replica\n")
+        verdicts = [service.verdict(task.prompt) for task in TASKS[:_NEXT_ANSWERS]]
+        on_text(f"  answered  the next questions of a client: {', '.join(verdicts)}\n")
+        progress("waiting until requests of the replica's own have shown that speculation is right again")
+        back_s = _wait_for(operator, lambda one: one["breaker"] == "closed")["since"] - told["found_at"]
+    on_text(f"  on        speculation, after {back_s:.1f} s\n  shown     on {service.base_url}/ while it runs\n\n")
+    return {**told, "verdicts": verdicts, "back_s": back_s}
+
+
+def _wait_for(operator: Client, ready: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    """The status of the replica that rehearses, once it has come so far.
+
+    Raises:
+        ServiceError: it has not in time.
+    """
+    deadline = time.monotonic() + _REHEARSAL_S
+    while time.monotonic() < deadline:
+        replicas: list[dict[str, Any]] = json.loads(operator.fetch("/admin/speculation"))["replicas"]
+        found = [one for one in replicas if one["rehearsal"] is not None and ready(one)]
+        if found:
+            return found[0]
+        time.sleep(0.5)
+    raise ServiceError("The rehearsal does not come to its end; the replica's log says why.")
 
 
 def curl_line(service: Service, *, chats: bool = True) -> str:

@@ -214,9 +214,8 @@ class HttpFront:
             reported = await controller.rehearse(wanted.replica)
             if reported is None:
                 raise UnknownReplica(
-                    f"No replica{f' {wanted.replica!r}' if wanted.replica else ''} can rehearse now: one that decodes, "
-                    "whose breaker is closed and in mode auto, and whose last rehearsal has ended. GET "
-                    "/admin/speculation shows it."
+                    "No replica of that name can rehearse now. It must decode, its breaker be closed and in mode auto, "
+                    "and its last rehearsal be over: GET /admin/speculation shows it."
                 )
             return reported
 

@@ -8,8 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 class MetricSummary(TypedDict):
     """Figures of a whole app since it started; None where nothing was counted to make a ratio of.
 
-    Acceptance follows vLLM's definitions: rate = accepted / drafted, mean accepted length = 1 + accepted / drafts, and
-    per position = accepted at the position / drafts, so that length = 1 + the sum over positions.
+    Acceptance follows vLLM's definitions: rate = accepted / drafted, and mean accepted length = 1 + accepted / drafts.
     """
 
     drafts: float
@@ -18,12 +17,10 @@ class MetricSummary(TypedDict):
     emitted_tokens: float
     acceptance_rate: float | None
     mean_accepted_length: float | None
-    acceptance_per_position: list[float]
     replayed_tokens: float
     tme: float | None  # mean of exp|logprob given - logprob replayed|; 1 = no drift
     selfcheck_terms: float
     selfcheck_alarms: float  # the engine's and the referee's
-    violations: float  # requests that were failed because an invariant or the logprob contract was broken
     breaker_trips: float
     verdicts: dict[str, float]
     handoffs: float  # those that were taken in
@@ -37,7 +34,6 @@ def summarise(text: str) -> MetricSummary:
         ValueError: the text is not in Prometheus' format.
     """
     totals: dict[str, float] = {}
-    by_position: dict[int, float] = {}
     by_result: dict[str, float] = {}
     verdicts: dict[str, float] = {}
     for family in text_string_to_metric_families(text):
@@ -45,10 +41,7 @@ def summarise(text: str) -> MetricSummary:
             if sample.labels.get("stratum", "all") != "all":
                 continue  # strata overlap
             totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
-            if sample.name == "truespec_accepted_tokens_per_position_total":
-                position = int(sample.labels["position"])
-                by_position[position] = by_position.get(position, 0.0) + sample.value
-            elif sample.name == "truespec_handoffs_total":
+            if sample.name == "truespec_handoffs_total":
                 result = sample.labels["result"]
                 by_result[result] = by_result.get(result, 0.0) + sample.value
             elif sample.name == "truespec_verdicts_total":
@@ -66,14 +59,11 @@ def summarise(text: str) -> MetricSummary:
         emitted_tokens=totals.get("truespec_emitted_tokens_total", 0.0),
         acceptance_rate=accepted / drafted if drafted else None,
         mean_accepted_length=1 + accepted / drafts if drafts else None,
-        acceptance_per_position=[by_position[i] / drafts for i in sorted(by_position)] if drafts else [],
         replayed_tokens=replayed,
         tme=1 + excess / replayed if replayed else None,
         selfcheck_terms=totals.get("truespec_selfcheck_terms_total", 0.0),
         selfcheck_alarms=totals.get("truespec_selfcheck_alarms_total", 0.0)
         + totals.get("truespec_replay_alarms_total", 0.0),
-        violations=totals.get("truespec_selfcheck_violations_total", 0.0)
-        + totals.get("truespec_logprob_violations_total", 0.0),
         breaker_trips=totals.get("truespec_breaker_trips_total", 0.0),
         verdicts=verdicts,
         handoffs=by_result.get("ok", 0.0),

@@ -148,4 +148,5 @@ def test_the_demo_runs_from_the_wheel_in_an_empty_environment(wheel: Path, tmp_p
     run(f"{scripts}/truespec", "demo", "--port", str(port), "--json", "demo.json")
     figures = json.loads((outside / "demo.json").read_text())
     assert figures["verdicts"]["verified"] > 0 and figures["verdicts"]["suspect"] == 0
+    assert (figures["fault"]["state"], figures["fault"]["verdicts"]) == ("found", ["verified"] * 2)
     assert {path.name for path in outside.iterdir()} == {"demo.json"}, "nothing else is written"

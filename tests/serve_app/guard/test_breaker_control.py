@@ -2,25 +2,39 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator
+import dataclasses
+import time
+from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from serve_app.backends.rehearsed_fault import load_rehearsing
+from serve_app.backends.torch_backend import TorchBackend, load_engine
+from serve_app.guard import rehearsal
 from serve_app.guard.breaker import Breaker, BreakerSettings, BreakerState, Mode
 from serve_app.guard.breaker_control import BreakerController
 from serve_app.guard.canary import Canary, CanarySettings
 from serve_app.guard.heartbeat import Orders
+from serve_app.guard.rehearsal import Rehearsal, Rehearsing
 from serve_app.referee.answer import Answer
+from serve_app.referee.judgement import Judge
 from serve_app.referee.records import Records
-from serve_app.referee.replica_book import Finding
+from serve_app.referee.replay_checker import ReplayChecker
+from serve_app.referee.replica_book import Finding, ReplicaBook
 from serve_app.referee.verdicts import Checked, Verdict
 from serve_app.streams.pooled import PooledTokenSource
 from serve_app.telemetry.metrics import BufferSink, Metrics
+from speculative.config import DrafterConfig
+from speculative.engine import EngineCore
 from speculative.errors import EngineFault
 from speculative.request import FinishReason, Request, SamplingParams, Speculation, TokenDelta
 from speculative.stats import CheckState, StepStats
+from tests.support.engines import NGRAM, answer_all, settings
 from tests.support.fake_backend import FakeBackend, FakeConfig
+from tests.support.referees import TOLERANCE
+from tests.support.tiny_models import write_tiny_model
 
 ALARM = StepStats(alarms={"f": 1})
 
@@ -265,3 +279,81 @@ async def test_an_operator_switches_speculation(replica: Replica) -> None:
     assert replica.backend.speculation is Speculation.ON and replica.backend.num_distrusted == 0, "it is counted only"
     replica.breaker_controller.check_health()
     assert len(replica.breaker_controller.take_trips()) == 3
+
+
+# ---- a rehearsed fault
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("rehearsed"), vocab_size=64)
+
+
+def test_beside_a_rehearsed_request_others_are_computed_as_ever_to_the_bit(folder: Path) -> None:
+    def answered(load: Callable[..., EngineCore], *requests: Request) -> dict[str, list[TokenDelta]]:
+        found = answer_all(load(folder, settings()), requests)
+        return {name: [delta._replace(queue_s=0.0) for delta in one.deltas] for name, one in found.items()}
+
+    params = SamplingParams(max_tokens=40, ignore_eos=True, logprobs=2)
+    greedy = dataclasses.replace(params, temperature=0.0)
+    clients = [Request("a", (3, 4, 5) * 4, params, 1), Request("b", (7, 8) * 5, greedy, 2)]
+    own = Request("own", (9, 10, 9, 11) * 3, params, 3)
+    honest = answered(load_engine, *clients, own)
+    assert answered(load_rehearsing, *clients, own) == honest, "nothing is rehearsed"
+    rehearsed = answered(load_rehearsing, *clients, dataclasses.replace(own, rehearsal=True))
+    assert rehearsed.pop("own") != honest.pop("own")
+    assert rehearsed == honest
+
+
+class Rehearsed:
+    """A replica that may rehearse, and a referee that replays on it."""
+
+    def __init__(self, folder: Path, drafter: DrafterConfig) -> None:
+        self.backend = TorchBackend(str(folder), "tiny", settings(drafter=drafter, max_num_seqs=4), load_rehearsing)
+        self.book, metrics = ReplicaBook(TOLERANCE), Metrics([], model_name="tiny", pool="decode")
+        self.checker = ReplayChecker(lambda one, avoid: self.backend.replay(one), Judge(TOLERANCE).judge, self.book)
+        source, records = PooledTokenSource(self.backend, metrics), Records("r1", 512, 8)
+        self.canary = Canary(source, records, self.checker.check, CanarySettings(2))
+        breaker = Breaker(BreakerSettings(cooldown_s=3.0), time.time)
+        self.control = BreakerController(("r1", "decode"), self.backend, breaker, metrics, self.canary.try_out)
+
+    async def rehearse(self) -> Rehearsal:
+        await Rehearsing(self.canary, self.control.note_rehearsal, self.control.rehearse).run()
+        assert self.control.status.rehearsal is not None
+        return self.control.status.rehearsal
+
+
+@pytest.fixture(params=["ngram", "draft model"])
+async def rehearsed(folder: Path, request: pytest.FixtureRequest) -> AsyncGenerator[Rehearsed, None]:
+    drafter = NGRAM
+    if request.param == "draft model":  # drafts where it pays, and now and then more than the model's at once
+        model = str(write_tiny_model(folder / "other", vocab_size=64, seed=9))
+        drafter = DrafterConfig("draft_model", model, num_draft_tokens=3, length="dynamic", suffix_first=8)
+    made = Rehearsed(folder, drafter)
+    await made.backend.start()
+    work = asyncio.create_task(made.checker.run())
+    yield made
+    work.cancel()
+    await made.backend.stop()
+
+
+async def test_the_referee_finds_the_fault_and_speculation_is_off_until_a_canary_passes(rehearsed: Rehearsed) -> None:
+    told, control = await rehearsed.rehearse(), rehearsed.control
+    assert (told.state, told.num_verified) == ("found", 2) and told.num_tokens in (48, 96)
+    assert told.found_by in ("draws", "likeliest", "distribution") and told.began_at <= told.found_at
+    assert (control.status.state, control.status.reason) == (BreakerState.OPEN, "rehearsal")
+    assert control.take_trips() == (), "no client's answer is suspect"
+    shown = rehearsed.book.overview()
+    assert shown["incidents"] == [] and shown["latest"][0]["verdict"] == "suspect"
+    assert all(one["reason"].startswith("rehearsed: ") for one in shown["latest"])
+    async with asyncio.timeout(60):
+        while control.status.state is not BreakerState.CLOSED:
+            control.act()
+            await asyncio.sleep(0.05)
+
+
+async def test_what_nobody_notices_is_missed(rehearsed: Rehearsed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rehearsal, "_LONGEST_S", 0.5)
+    rehearsed.canary._judge = None  # the referee sees nothing
+    assert (await rehearsed.rehearse()).state == "missed"
+    assert rehearsed.control.status.state is BreakerState.CLOSED

@@ -338,7 +338,7 @@ async def test_a_call_that_no_request_may_hold_is_reported_of_the_response_that_
 
 
 async def test_one_key_finds_nothing_of_another(serve: Serve) -> None:
-    """Nor may it show or delete it (tests/serve_app/http/test_responses_client.py)."""
+    """Nor may it show or delete it (tests/serve_app/http/test_openai_client.py)."""
     service = serve(memory=ResponseStore(10**6, 60.0))
     first = await service.ask(max_output_tokens=3)
     with pytest.raises(PreviousResponseNotFound) as caught:
