@@ -24,8 +24,8 @@ class Cell:
 class ReportTable:
     """A table of texts.
 
-    numbers: columns that are aligned on the right.
-    whole: columns whose texts are not broken into lines, on a terminal.
+    numbers: columns that are aligned on the right, and whole.
+    whole: other columns whose texts are not broken into lines, on a terminal.
     """
 
     title: str

@@ -43,7 +43,7 @@ def table(shown: ReportTable) -> Table:
     made = Table(title=Text(shown.title) if shown.title else None, title_justify="left")
     for place, name in enumerate(shown.columns):
         justify = "right" if place in shown.numbers else "left"
-        made.add_column(Text(name), justify=justify, overflow="fold", no_wrap=place in shown.whole)  # type: ignore[arg-type]
+        made.add_column(Text(name), justify=justify, overflow="fold", no_wrap=place in (*shown.numbers, *shown.whole))  # type: ignore[arg-type]
     for row in shown.cells():
         made.add_row(*(Text(cell.text, style=_STYLES[cell.kind]) for cell in row))
     return made

@@ -74,7 +74,7 @@ def document(report: Report) -> Document:
     of_all = f", the latest {len(suspect)} of {len(report['suspect'])}" if len(suspect) < len(report["suspect"]) else ""
     return Document(
         f"{'Audit' if url else 'Watch'} of {plain(report['model'])}",
-        Cell(f"{verdict.text}.", sentences.KINDS[verdict.kind]),
+        Cell(f"{verdict.text}.", verdict.kind),
         f"Answers of {named}, {moment(report['began_at'])} to {moment(report['at'])}.",
         [f"{note}." for note in sentences.notes(report)],
         [
@@ -168,7 +168,7 @@ def _measures(report: Report) -> list[ReportSection]:
     tolerated = {name: partial(_tolerated, name, report) for name in ("tme", *TERMS)}
     title = f"{count(overall['compared'], 'token')} with a logprob: g served, t replayed, r = exp(t - g)"
     rows = [(name, measured(key, overall[key]), what, theirs) for key, (name, what, theirs) in MEASURES.items()]
-    measures = _table(title, ("measure", "value", "is", "trainers call it"), rows, (1,))
+    measures = ReportTable(title, ("measure", "value", "is", "trainers call it"), rows, (1,))
     terms = [
         (
             name,
@@ -180,7 +180,7 @@ def _measures(report: Report) -> list[ReportSection]:
         for name, what in TERMS.items()
     ]
     title = f"{count(overall['drawn'], 'token')} against the distribution"
-    drawn = _table(title, ("term", "mean", "z", "tolerated", "is"), terms, (1, 2, 3))
+    drawn = ReportTable(title, ("term", "mean", "z", "tolerated", "is"), terms, (1, 2, 3))
     lines = [
         _over_time(report["windows"], "tme", "TME", 1.0, tolerated["tme"]),
         _over_time(report["windows"], "surprisal", "surprisal minus its mean, nats", 0.0, tolerated["surprisal"]),
@@ -214,8 +214,7 @@ def _by_group(groups: Mapping[str, Mapping[str, Any]], alarmed: Collection[str])
         )
         for group, of in groups.items()
     ]
-    columns = range(1, 1 + len(_FIGURES))
-    return ReportTable("", ("", *_FIGURES.values()), rows, columns, columns)
+    return ReportTable("", ("", *_FIGURES.values()), rows, range(1, 1 + len(_FIGURES)))
 
 
 def _over_time(
@@ -235,7 +234,7 @@ def _over_time(
 def _verdicts(counts: Mapping[str, float]) -> list[Block]:
     shades: Mapping[str, Kind] = {"verified": "ok", "suspect": "bad"}
     rows = [(Cell(name, shades.get(name, "")), number(num), VERDICTS[name]) for name, num in counts.items() if num]
-    return [ReportTable("", ("verdict", "answers", "is"), rows, (1,), (1,))] if rows else []
+    return [ReportTable("", ("verdict", "answers", "is"), rows, (1,))] if rows else []
 
 
 def _outcomes(report: Report) -> list[Block]:
@@ -253,16 +252,12 @@ def _outcomes(report: Report) -> list[Block]:
         for name, num in results.items()
         if num
     ]
-    tables: list[Block] = [_table("", ("", "result", "number", ""), rows, (2,))] if rows else []
+    tables: list[Block] = [ReportTable("", ("", "result", "number", ""), rows, (2,))] if rows else []
     for title, reasons in (("Unreadable", report["unreadable"]), ("Untested", report["untested"])):
         if reasons:
             shown = [(plain(why), number(num)) for why, num in reasons.items()]
-            tables.append(_table(title, ("reason", "answers"), shown, (1,)))
+            tables.append(ReportTable(title, ("reason", "answers"), shown, (1,)))
     return tables
-
-
-def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], numbers: Collection[int]) -> ReportTable:
-    return ReportTable(title, columns, rows, numbers, whole=numbers)
 
 
 def _times(num: int) -> str:

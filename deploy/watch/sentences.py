@@ -2,42 +2,29 @@
 
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-from deploy.reports.model import Kind as Shade
+from deploy.reports.model import Cell
 from serve_app.referee.found import meaning_of
 
 Report = Mapping[str, Any]
 """Return value of `Referee.report`."""
 
-Kind = Literal["alarm", "suspect", "nothing", "clean"]
-KINDS: Mapping[Kind, Shade] = {"alarm": "bad", "suspect": "bad", "nothing": "unclear", "clean": "ok"}
-"""Shade in which each is shown."""
-
 NOTHING = "–"
 _LONGEST = 300  # characters of what a server says
 
 
-@dataclass(frozen=True, slots=True)
-class Headline:
-    """The verdict, as one sentence without its full stop."""
-
-    kind: Kind
-    text: str
-
-
-def headline(report: Report) -> Headline:
-    """Return what was found, in one sentence."""
+def headline(report: Report) -> Cell:
+    """Return what was found, in one sentence without its full stop; unclear = nothing could be compared."""
     found, answers = shortcomings(report), report["answers"]
     if wrong := [found[name] for name in ("alarm", "probes") if name in found]:
-        return Headline("alarm" if "alarm" in found else "suspect", ". ".join(wrong))
+        return Cell(". ".join(wrong), "bad")
     if _nothing_compared(report):
-        return Headline("nothing", found["unread"])
+        return Cell(found["unread"], "unclear")
     seen = f"{count(report['all']['tokens'], 'token')} of {count(answers['judged'], 'answer')}"
     if "suspect" in found:
-        return Headline("suspect", f"No alarm in {seen}, but {found['suspect']}")
-    return Headline("clean", f"No alarm in {seen}")
+        return Cell(f"No alarm in {seen}, but {found['suspect']}", "bad")
+    return Cell(f"No alarm in {seen}", "ok")
 
 
 def _alarm_sentence(findings: Iterable[Mapping[str, Any]]) -> str:
@@ -106,7 +93,7 @@ def notes(report: Report) -> list[str]:
     answers = report["answers"]
     unreadable, failed = int(answers.get("unreadable", 0)), int(answers["replays"].get("failed", 0))
     found = {key: text for key, text in shortcomings(report).items() if key in ("untested", "dropped")}
-    said = [] if headline(report).kind == "nothing" else list(found.values())
+    said = [] if headline(report).kind == "unclear" else list(found.values())
     if answers["judged"] and not report["all"]["compared"]:
         said.append("No logprob was compared: the answers came without")
     if unreadable:

@@ -150,7 +150,7 @@ def wrong(model: ModelInfo) -> dict[str, Any]:
 
 def test_an_alarm_is_the_headline(wrong: dict[str, Any]) -> None:
     found = headline(wrong)
-    assert found.kind == "alarm"
+    assert found.kind == "bad"
     first = next(one for one in wrong["findings"] if one["stratum"] == "all")
     assert first["alarm"] in ("probability", "surprisal")
     assert {one["side"] for one in wrong["findings"]} == {"hotter"}
@@ -165,7 +165,7 @@ def test_an_alarm_is_the_headline(wrong: dict[str, Any]) -> None:
 @pytest.mark.parametrize("choice", [{}, {"logprobs": None}], ids=["with logprobs", "without"])
 def test_no_alarm_is_said_with_what_was_looked_at(model: ModelInfo, choice: dict[str, Any]) -> None:
     report = report_on(model, answers(60, 0.9, choice=choice), {"captured": 60})
-    assert headline(report).kind == "clean"
+    assert headline(report).kind == "ok"
     assert headline(report).text == "No alarm in 3,000 tokens of 60 answers"
     assert notes(report) == (["No logprob was compared: the answers came without"] if choice else [])
     assert "Findings" not in read_page(report).text
@@ -218,8 +218,6 @@ def test_one_fault_is_one_card_with_advice_for_the_test_that_fired(model: ModelI
     low = {"logprobs": {"token_logprobs": [-0.3] * 20}}
     late = [exchange([10] * 20, f"late-{at}", 9000 + at, replica="r3", choice=low) for at in range(40)]
     report = report_on(model, [*hot, *late])
-    tests = {(one["alarm"], one["side"]) for one in report["findings"] if one["replica"] == "r3"}
-    assert ("drift", "low") in tests
     (first, second) = next(one.blocks for one in document(report).sections if one.title == "Findings")
     assert isinstance(first, Shown) and isinstance(second, Shown)
     assert "hotter" in first.title and first.facts["replica"] == "r1, r2"
@@ -258,7 +256,7 @@ def test_nothing_compared_says_why(
 ) -> None:
     report = report_on(model, exchanges, {"unreachable": 7}, table)
     found = headline(report)
-    assert found.kind == "nothing" and found.text.startswith(f"Nothing could be compared: {reason}")
+    assert found.kind == "unclear" and found.text.startswith(f"Nothing could be compared: {reason}")
     assert found.text in printed(report) and found.text in read_page(report).text
     assert reason in shortcomings(report)["unread"]
     assert not shortcomings(report).keys() & {"alarm", "suspect", "dropped"}
@@ -313,7 +311,7 @@ def test_exchanges_left_out_or_mostly_unreadable_fail_a_check(model: ModelInfo) 
     said = "Left out, because the referee lagged behind: 3 exchanges and 1 answer"
     assert shortcomings(report)["dropped"] == said
     assert said in printed(report) and said in read_page(report).text
-    assert headline(report).kind == "clean"
+    assert headline(report).kind == "ok"
     assert "unread" not in shortcomings(report_on(model, [bad, bad, *answers(2, 0.9)]))
     mostly = shortcomings(report_on(model, [bad, bad, bad, *answers(2, 0.9)]))
     assert mostly["unread"] == "3 answers could not be read, and only 2 could"
