@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from deploy.cli.console import INTERRUPTED, Failure, a_file, err, key_option, out, progress_printer, say
+from deploy.cli.console import INTERRUPTED, Failure, MainGroup, a_file, err, key_option, out, progress_printer, say
 from deploy.exchange.vendors import VENDORS
 from deploy.options import FiniteRange, api_key, check_writable, server_url, write_json
 from deploy.reports.progress import View
@@ -28,9 +28,12 @@ _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 Command = Callable[..., Any]
 
 
-@click.group()
+@click.group(cls=MainGroup)
 def watch() -> None:
-    """Check, without replacing it, whether the answers of a server in production are its model's own."""
+    """Check whether the answers of another server are its model's own.
+
+    The server goes on as it is; nothing is installed there.
+    """
 
 
 _MODEL = click.option(
@@ -191,7 +194,7 @@ def _default(text: str) -> tuple[str, float]:
     help="Exchanges that may wait for the referee; further ones are dropped and counted.",
 )
 def watch_proxy(url: str, referee: str | None, referee_port: int, **options: Any) -> None:
-    """Pass requests on to the server at URL, and show a share of the answers to a referee.
+    """Pass requests on, and show a share of the answers to a referee.
 
     With --model the options of `truespec watch referee` are those of the referee that is started here.
     """
@@ -260,7 +263,10 @@ def _own_referee(words: Sequence[str]) -> Iterator["subprocess.Popen[bytes] | No
     help="Answers that may wait to be computed again.",
 )
 def watch_referee(host: str, port: int, max_queue: int, **options: Any) -> None:
-    """Judge what proxies send: `/` shows verdicts and findings, /metrics is for Prometheus."""
+    """Judge what proxies send.
+
+    `/` shows verdicts and findings, /metrics is for Prometheus.
+    """
     from deploy.run.ports import free_port
     from deploy.watch.app import run_referee
     from serve_app.config.serve_file import HttpOptions
@@ -291,7 +297,9 @@ def watch_files(
     html_file: Path | None,
     **options: Any,
 ) -> None:
-    """Judge answers that were kept: JSONL or Parquet files, `-` for standard input.
+    """Judge answers that were kept in files.
+
+    The files are JSONL or Parquet; `-` is standard input.
 
     A record is a line of a batch's output in OpenAI's format (--requests names its input), an object with `request` and
     `response`, or a rollout with `prompt_token_ids`, `token_ids` and `logprobs`.
@@ -343,7 +351,7 @@ def watch_audit(
     html_file: Path | None,
     **options: Any,
 ) -> None:
-    """Ask the server at URL questions of our own, and judge its answers.
+    """Ask a server questions of our own, and judge its answers.
 
     Exits with 1 where something is suspect, and with 2 where the server could not be judged.
     """
@@ -387,7 +395,10 @@ def watch_audit(
 def watch_calibrate(
     url: str, model: str, served: str | None, num_prompts: int, file: Path, api_key_file: Path | None
 ) -> None:
-    """Measure the rounding of the server at URL: its logprobs against the same weights in float32."""
+    """Measure a server's rounding, for --tolerance.
+
+    Its logprobs are compared with the same weights in float32.
+    """
     from deploy.exchange.client import check_serving
     from deploy.watch.calibration import calibrate
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Never
 
+import click
 import pytest
 from click.testing import CliRunner, Result
 
@@ -149,6 +150,19 @@ def test_a_first_line_waits_for_no_large_library(line: str, tmp_path: Path) -> N
     assert "Error: " in ran.stderr or "Usage: " in ran.stdout
     loaded = set(ran.stdout.rpartition("loaded ")[2].split())
     assert "click" in loaded and not loaded & {"torch", "ray", "transformers", "huggingface_hub", "fastapi"}
+
+
+@pytest.mark.parametrize("group", [[], ["config"], ["keys"], ["model"], ["dashboards"], ["watch"]])
+def test_a_list_of_commands_has_a_whole_line_for_each_and_a_mistyped_one_its_near_one(group: list[str]) -> None:
+    command, names = main, list(main.list_commands(click.Context(main)))
+    if group:
+        command = main.get_command(click.Context(main), group[0])
+        names = list(command.commands)
+    lines = truespec(*group, "--help").output.splitlines()
+    for name in names:
+        (at,) = [number for number, line in enumerate(lines) if line.startswith(f"  {name} ")]
+        assert lines[at].endswith(".") and "..." not in lines[at], lines[at : at + 2]
+        assert f"Did you mean {name}" in truespec(*group, f"{name}s").output
 
 
 def test_looking_whether_a_file_can_be_written_changes_nothing(tmp_path: Path) -> None:

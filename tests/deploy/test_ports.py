@@ -13,7 +13,6 @@ from click.testing import CliRunner, Result
 
 from deploy.cli.console import CONFIGS
 from deploy.cli.main import main
-from deploy.run import cluster
 from deploy.run.ports import free_port
 from serve_app.config.serve_file import HttpOptions
 from speculative.errors import ConfigError
@@ -81,20 +80,6 @@ def test_commands_refuse_a_taken_port_before_ray_starts(file: Path, monkeypatch:
             run = truespec(*command, "--port", port)
         assert run.exit_code == 1 and isinstance(run.exception, SystemExit), run.output
         assert f"Error: http_options.port: {port} on 127.0.0.1 is in use" in run.output
-
-
-def test_serve_listens_on_the_port_that_it_is_given(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-
-    def stop(http: HttpOptions, port: int) -> Never:
-        asked.append(port)
-        raise ConfigError("stopped here")
-
-    monkeypatch.setattr(cluster, "free_port", stop)
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    assert "stopped here" in truespec("serve", file, "--port", 8123).output
-    assert "stopped here" in truespec("serve", file).output
-    assert asked == [8123, 8000]
 
 
 @pytest.mark.parametrize(
