@@ -166,11 +166,12 @@ class Tokenizer:
         """Return which tokens end an answer, and the files that say so, for people to read."""
         if not self._ends:
             return "No file of the model names an end token: an answer ends by its length or a stop string only."
-        named = (
+        named = [
             f"{token} {self._core.id_to_token(token)!r}" + (f" ({', '.join(files)})" if files else "")
             for token, files in self._ends.items()
-        )
-        return f"An answer ends with any of the tokens {'; '.join(named)}."
+        ]
+        which = "the token" if len(named) == 1 else "any of the tokens"
+        return f"An answer ends with {which} {'; '.join(named)}."
 
     def remarks(self) -> tuple[str, ...]:
         """Return what whoever serves this tokenizer should know: what its files contradict each other in, and what its
