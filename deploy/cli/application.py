@@ -66,8 +66,10 @@ class ApplicationCommand(GroupedCommand):
             raise
 
 
-class _Length(click.IntRange):
+class _Length(click.ParamType):
     """A number of tokens as vLLM reads it: 32k is 32,000, 32K is 32,768; auto or -1 is as long as there is room."""
+
+    name = "tokens"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """The number; auto = as long as there is room."""
