@@ -66,7 +66,7 @@ class ApplicationCommand(GroupedCommand):
             raise
 
 
-class _Length(click.ParamType):
+class _Length(click.ParamType[Any]):
     """A number of tokens as vLLM reads it: 32k is 32,000, 32K is 32,768; auto or -1 is as long as there is room."""
 
     name = "tokens"
