@@ -27,6 +27,7 @@ from speculative.errors import (
     RequestTimeout,
     TruespecError,
 )
+from speculative.request import SamplingParams
 
 
 class ModelNotFound(InvalidRequest):
@@ -162,6 +163,21 @@ def reply_for(error: BaseException) -> ErrorReply:
     param = (error.field or None) if isinstance(error, InvalidRequest) else None
     message = rule.reported_instead or (error.message if isinstance(error, InvalidRequest) else str(error))
     return ErrorReply(rule.status, rule.kind, rule.code, message, param, _headers(error))
+
+
+def dead_end(params: SamplingParams) -> InvalidRequest:
+    """The refusal of parameters that together leave no token to choose, whether at once or on the way."""
+    asked = {
+        "allowed_token_ids": params.allowed_token_ids is not None,
+        "response_format": params.structure is not None,
+        "bad_words": bool(params.bad_words),
+        "min_tokens": params.min_tokens > 0,
+    }
+    first, *others = [name for name, is_asked in asked.items() if is_asked] or ["request"]
+    if not others:
+        return InvalidRequest(first, f"{first} leaves no token to choose; change it.")
+    names = f"{', '.join((first, *others[:-1]))} and {others[-1]}"
+    return InvalidRequest(first, f"{names} together leave no token to choose; change one of them.")
 
 
 def route_error(status: int, message: str) -> ErrorReply:

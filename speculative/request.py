@@ -361,7 +361,7 @@ class TokenDelta(NamedTuple):
     stop_token_id: int | None = None  # the token that stopped it, when one did
     replayed: tuple[ReplayedToken, ...] | None = None  # of a teacher-forced request: one a scored token
     error: str | None = None  # set with FinishReason.ERROR
-    broken: str | None = None  # which of `INVARIANTS` ended it, where one did
+    broken: str | None = None  # which of `INVARIANTS` ended it, where one did, or `DEAD_END`
     weight_version: str = DEFAULT_VERSION  # of the weights that made it
     prefilled_by: str = ""  # the prefill replica that made it; "" = the one that answers
 

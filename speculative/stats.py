@@ -44,7 +44,6 @@ CHECKS = {
 
 INVARIANTS = {
     "not_finite": "the logits were not finite",
-    "no_token": "the request's own rules left no token to sample",
     "law": "the distribution of a draft was invalid: not finite, negative, or not of mass 1",
     "q_missing": "drafts came without the distribution they were sampled from",
     "q_zero": "a draft has probability 0 under its own distribution",
@@ -62,8 +61,8 @@ INVARIANTS = {
 }
 """Meaning of a violation, by invariant."""
 
-CLIENTS_FAULT = "no_token"
-"""The one invariant that a client's own parameters can break: it fails the request and is no engine fault."""
+DEAD_END = "no_token"
+"""Why a row is no token's that a request's own rules leave none: its client's mistake, and no broken invariant."""
 
 
 @dataclass(frozen=True, slots=True)

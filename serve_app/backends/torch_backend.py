@@ -29,6 +29,7 @@ from serve_app.backends.base import (
     precision_of,
     replayed,
 )
+from serve_app.errors import dead_end
 from serve_app.text.grammar import StructureCompiler
 from speculative.arithmetic import device_name
 from speculative.config import EngineConfig
@@ -40,7 +41,7 @@ from speculative.model.fingerprint import ROUNDED_FORMS
 from speculative.model.head_checkpoint import held_out_rates
 from speculative.model.loading import choose_weights, resolve_model
 from speculative.request import FinishReason, Request, Speculation, TokenDelta
-from speculative.stats import CheckState, EngineUsage, StepStats
+from speculative.stats import DEAD_END, CheckState, EngineUsage, StepStats
 from speculative.warm_up import warm_up
 from speculative.weights import Weights, check_same_model, load_weights
 
@@ -291,6 +292,8 @@ class TorchBackend:
                     assert hand_off is not None
                     hand_off(event)
                     return
+                if event.broken == DEAD_END:
+                    raise dead_end(request.params)
                 yield event
                 if event.finish_reason is not None:
                     return

@@ -15,7 +15,7 @@ from serve_app.telemetry.metric_names import BREAKER_STATES, TRIP_REASONS
 from serve_app.telemetry.metrics import Metrics
 from speculative.errors import EngineFault
 from speculative.request import Speculation
-from speculative.stats import CLIENTS_FAULT, CheckState, StepStats
+from speculative.stats import CheckState, StepStats
 
 _logger = logging.getLogger("truespec.breaker")
 
@@ -74,10 +74,9 @@ class BreakerController:
         """Check what the engine found out about itself since the last call; `checks`: how its self-checks stand."""
         began, self._inspected_at = self._inspected_at, self._clock()
         since = min((check.evidence_since for check in checks if check.check in stats.alarms), default=began)
-        broken = [kind for kind in stats.violations if kind != CLIENTS_FAULT]
         for reason, found, evidence_since in (
             ("selfcheck", stats.alarms, since),
-            ("invariant", broken, began),
+            ("invariant", stats.violations, began),
             ("logprobs", stats.logprob_violations, began),
         ):
             if found:

@@ -18,9 +18,8 @@ from serve_app.backends.base import TokenSource, is_taken_in
 from serve_app.referee.answer import Answer
 from serve_app.referee.records import Records
 from serve_app.referee.verdicts import Checked, Verdict
-from speculative.errors import EngineFault, TruespecError
+from speculative.errors import EngineFault, InvalidRequest, TruespecError
 from speculative.request import FinishReason, Request, SamplingParams
-from speculative.stats import CLIENTS_FAULT
 
 _logger = logging.getLogger("truespec.canary")
 
@@ -41,10 +40,6 @@ class CanarySettings:
 
     num_requests: int = 4
     min_drafted: int = 1  # draft tokens; a trial with fewer, even after four times the requests, has shown nothing
-
-
-class _DeadEndError(Exception):
-    """The request's own parameters left no token to say: it shows nothing."""
 
 
 class Canary:
@@ -85,7 +80,7 @@ class Canary:
                 break
             try:
                 answer, checked = await self.ask(request)
-            except _DeadEndError:
+            except InvalidRequest:  # its own rules left no token to say: it shows nothing
                 continue
             except EngineFault as error:
                 _logger.warning("a canary failed: %s", error)
@@ -122,8 +117,6 @@ class Canary:
         try:
             async with contextlib.aclosing(self._source.stream([request])) as deltas:
                 async for delta in deltas:
-                    if delta.broken == CLIENTS_FAULT:
-                        raise _DeadEndError
                     if delta.finish_reason is FinishReason.ERROR:
                         raise EngineFault(delta.error or "the engine gave no reason")
                     if not is_taken_in(delta):

@@ -12,7 +12,6 @@ from serve_app.guard.referee_counts import RefereeCounts
 from serve_app.referee.incidents import IncidentKind
 from serve_app.referee.replica_book import ReplicaBook
 from serve_app.telemetry.metrics import MetricBatch
-from speculative.stats import CLIENTS_FAULT
 
 _FORGOTTEN_AFTER_S = 60.0  # a replica that has not reported for so long is gone
 
@@ -70,7 +69,7 @@ class ReplicaRegistry:
         book.observe(name, since=status.since, plain=status.decodes_plainly)
         for (metric, labels), value in report.batch.counters.items():
             kind = _ALARM_COUNTERS.get(metric)
-            if kind is not None and value > 0 and labels[-1] != CLIENTS_FAULT:
+            if kind is not None and value > 0:
                 book.incidents.note(kind, labels[-1], name, num=value)
         for finished in report.finished:
             book.verdicts.note(name, finished)

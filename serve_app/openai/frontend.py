@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, aclosing, contextmanager, nullcon
 from typing import Any
 
 from serve_app.backends.base import ChatPrompt, ModelInfo, Parsers, TokenSource, is_taken_in
-from serve_app.errors import ContextLengthExceeded, ModelNotFound, UnsupportedParameter, reply_for
+from serve_app.errors import ContextLengthExceeded, ModelNotFound, UnsupportedParameter, dead_end, reply_for
 from serve_app.openai.chat.chat_preprocessor import ChatPreprocessor, ResponseParser
 from serve_app.openai.chat.chat_request import ChatCompletionRequest
 from serve_app.openai.choice import ChoiceRun
@@ -500,11 +500,9 @@ def _settled(job: PreparedRequest, run: ChoiceRun) -> Iterator[None]:
         yield
     except InvalidRequest as error:
         refusal = None if job.answers is None else job.answers.refusal_of_tools(error)
-        if refusal is None and error.field == FORM:
-            refusal = InvalidRequest(job.form_field, error.message)
         if refusal is None:
-            field = "" if error.field in _NO_FIELDS else job.words(error.field)
-            refusal = type(error)(field, job.words(error.message))
+            field = "" if error.field in _NO_FIELDS else job.words(error.field.replace(FORM, job.form_field))
+            refusal = type(error)(field, job.words(error.message.replace(FORM, job.form_field)))
         raise refusal from error
     if run.unfinished:
         raise EngineFault(f"The token stream ended before its requests did: {', '.join(sorted(run.unfinished))}.")
@@ -530,7 +528,4 @@ def _refuse_dead_end(params: SamplingParams, eos_token_ids: Sequence[int]) -> No
     if params.min_tokens:
         forbidden.update(params.stop_token_ids, () if params.ignore_eos else eos_token_ids)
     if forbidden.issuperset(params.allowed_token_ids):
-        raise InvalidRequest(
-            "allowed_token_ids",
-            "allowed_token_ids leaves no token to choose: bad_words and min_tokens forbid every one of them.",
-        )
+        raise dead_end(params)

@@ -183,13 +183,15 @@ class ObservedSource:
             raise
 
     def _refuse(self, request: Request, error: InvalidRequest | EngineOverloaded) -> None:
-        """Count a refusal. What else of the same reply has no token yet is refused with the request."""
+        """Count a refusal. What else of the same reply has no token yet is refused with the request; all of it, if it
+        can never be served."""
         if isinstance(error, EngineOverloaded):
             reason = error.reason if isinstance(error, NoRoom) else "capacity"
             self._metrics.count("truespec_refusals_total", reason=reason)
         own = _owner(request)
         for entry in self._watched.values():
-            if entry.waiting and entry.outcome == "abort" and _owner(entry.request) == own:
+            is_refused = entry.waiting or isinstance(error, InvalidRequest)
+            if is_refused and entry.outcome == "abort" and _owner(entry.request) == own:
                 entry.outcome = "rejected"
 
     def _check_room(self, requests: Sequence[Request]) -> None:

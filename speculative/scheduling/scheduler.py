@@ -21,7 +21,7 @@ from speculative.scheduling.request_queue import RequestQueue
 from speculative.state.batch import Batch, Entry, SequenceResult, StepOutcome
 from speculative.state.draft_tree import rows_of_levels
 from speculative.state.sequence import Phase, Sequence
-from speculative.stats import CLIENTS_FAULT, INVARIANTS, LOGPROB_RULES, EngineUsage, StepStats
+from speculative.stats import DEAD_END, INVARIANTS, LOGPROB_RULES, EngineUsage, StepStats
 
 _NO_TOKENS = frozenset[int]()
 
@@ -345,11 +345,15 @@ class Scheduler:
         return None if adds_up else "conservation"
 
     def _broken(self, sequence: Sequence, kind: str) -> TokenDelta:
-        """The last delta of a request that violated an invariant; nothing of the round is returned."""
-        self.stats.count_violation(kind)
-        error = f"The engine broke one of its invariants ({INVARIANTS[kind]}); the request ends here."
-        if kind == CLIENTS_FAULT:
+        """The last delta of a request that violated an invariant, or whose own rules left it no token; nothing of the
+        round is returned."""
+        if kind == DEAD_END and sequence.rules is None and sequence.constraint is None:
+            kind = "not_finite"  # what else took every token away is at fault
+        if kind == DEAD_END:
             error = "The request's constraints left no token to generate; the request ends here."
+        else:
+            self.stats.count_violation(kind)
+            error = f"The engine broke one of its invariants ({INVARIANTS[kind]}); the request ends here."
         return TokenDelta(sequence.request.request_id, finish_reason=FinishReason.ERROR, error=error, broken=kind)
 
     def _until_stop(self, sequence: Sequence, token_ids: tuple[int, ...]) -> tuple[int, FinishReason | None]:
@@ -403,7 +407,7 @@ class Scheduler:
         """Publish what is newly computed, then drop, hold or keep running the sequence."""
         if delta is None or delta.finish_reason is not FinishReason.ERROR:
             self.publish(sequence)
-        elif delta.broken != CLIENTS_FAULT:  # what it computed may be wrong, or what it found in the cache
+        elif delta.broken != DEAD_END:  # what it computed may be wrong, or what it found in the cache
             self.pool.withdraw(sequence.blocks)
         if delta is not None and delta.finish_reason is not None:
             self.release(sequence)

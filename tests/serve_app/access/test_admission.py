@@ -310,10 +310,11 @@ class Failing(Slow):
         (EngineFault("no"), {}, "error"),
     ],
 )
-async def test_what_the_source_refuses_is_rejected_unless_it_has_begun(
+async def test_what_the_source_refuses_is_rejected_unless_it_has_begun_and_might_be_served(
     clock: Clock, error: Exception, refusals: dict[str, float], at_once: str
 ) -> None:
-    for num_given, outcome in ((0, at_once), (1, "error")):
+    on_the_way = "rejected" if isinstance(error, InvalidRequest) else "error"
+    for num_given, outcome in ((0, at_once), (1, on_the_way)):
         ended: list[str] = []
         watched = Watched(clock)
         watched.source._source = watched.slow = Failing(error, num_given)

@@ -12,6 +12,7 @@ import pytest
 
 from serve_app.backends.rehearsed_fault import load_rehearsing
 from serve_app.backends.torch_backend import TorchBackend, load_engine
+from serve_app.errors import dead_end
 from serve_app.guard import rehearsal
 from serve_app.guard.breaker import Breaker, BreakerSettings, BreakerState, Mode
 from serve_app.guard.breaker_control import BreakerController
@@ -29,7 +30,7 @@ from serve_app.telemetry.metrics import BufferSink, Metrics
 from speculative.config import DrafterConfig
 from speculative.engine import EngineCore
 from speculative.errors import EngineFault
-from speculative.request import FinishReason, Request, SamplingParams, Speculation, TokenDelta
+from speculative.request import Request, SamplingParams, Speculation, TokenDelta
 from speculative.stats import CheckState, StepStats
 from tests.support.engines import NGRAM, answer_all, settings
 from tests.support.fake_backend import FakeBackend, FakeConfig
@@ -127,8 +128,7 @@ async def test_alarms_that_were_on_their_way_at_the_trip_are_not_a_second_one(re
     [
         (StepStats(violations={"p_zero": 1}), "invariant"),
         (StepStats(logprob_violations={"mass": 1}), "logprobs"),
-        (StepStats(violations={"not_finite": 1, "no_token": 1}), "invariant"),
-        (StepStats(violations={"no_token": 3}), None),
+        (StepStats(violations={"not_finite": 1}), "invariant"),
         (StepStats(), None),
     ],
 )
@@ -190,8 +190,7 @@ async def test_a_request_that_its_own_rules_end_says_nothing_of_speculation(
 
     async def generated(request: Request, *args: Any) -> AsyncGenerator[TokenDelta, None]:
         if request.params.allowed_token_ids:
-            yield TokenDelta(request.request_id, finish_reason=FinishReason.ERROR, error="...", broken="no_token")
-            return
+            raise dead_end(request.params)
         async with contextlib.aclosing(generate(request, *args)) as deltas:
             async for delta in deltas:
                 yield delta

@@ -13,7 +13,6 @@ from serve_app.referee.replica_book import ReplicaBook
 from serve_app.referee.strata import SERVED_STRATA
 from serve_app.referee.verdicts import Trip
 from serve_app.telemetry.metrics import BufferSink, Metrics
-from speculative.stats import CLIENTS_FAULT
 from tests.support.clock import Clock
 from tests.support.referees import TOLERANCE
 
@@ -38,7 +37,6 @@ def test_a_report_of_a_trip_leaves_the_trip_and_its_alarm(registry: ReplicaRegis
     metrics = Metrics([buffer], model_name="m", pool="decode")
     metrics.count("truespec_selfcheck_alarms_total", 0, check="b")
     metrics.count("truespec_selfcheck_alarms_total", 1, check="lag_g")
-    metrics.count("truespec_selfcheck_violations_total", 1, kind=CLIENTS_FAULT)
     metrics.count("truespec_logprob_violations_total", 4, kind="mass")
     trips = (Trip("selfcheck", 98.0, 40.0), Trip("canary", 99.0, 98.5))
     registry.on_heartbeat(Report(status("r1", BreakerState.OPEN), buffer.drain(), trips=trips))

@@ -319,7 +319,7 @@ def test_a_request_that_fails_takes_nothing_from_one_that_shares_its_prefix(
     target: Path, drafters: dict[str, DrafterConfig], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other was admitted on the shared blocks, and has not begun to compute when they are withdrawn."""
-    monkeypatch.setattr("speculative.scheduling.scheduler.CLIENTS_FAULT", "")  # as for a fault of the engine's
+    monkeypatch.setattr("speculative.step.checked_sampler.ROW_KINDS", ("not_finite",) * 6)  # a fault of the engine's
     engine = tiny_engine(target, drafter=drafters[kind], max_num_seqs=4, max_batched_tokens=16)
     prefix, params = tuple(range(3, 23)), dataclasses.replace(GREEDY, max_tokens=8)
     engine.add(Request("warm", (*prefix, 7), params))

@@ -1,5 +1,6 @@
 """A broken invariant fails its request, is counted by its kind, and never becomes a token; the others go on."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -141,7 +142,13 @@ def test_a_request_whose_rules_leave_no_token_is_reported_so() -> None:
     engine.add(Request("r", (3,), params))
     (delta,) = engine.step()
     assert delta.finish_reason is FinishReason.ERROR and "left no token" in (delta.error or "")
-    assert engine.take_stats().violations == {"no_token": 1}
+    assert engine.take_stats().violations == {}, "no invariant is broken"
+    engine = table_engine(64)
+    process = engine.sampler.ops.process
+    engine.sampler.ops.process = lambda *of: process(*of).fill_(-math.inf)  # type: ignore[method-assign]
+    engine.add(Request("r", (3,), SamplingParams(max_tokens=4)))
+    (delta,) = engine.step()
+    assert delta.broken == "not_finite" and engine.take_stats().violations == {"not_finite": 1}
 
 
 @with_both_ops
