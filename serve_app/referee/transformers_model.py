@@ -24,6 +24,7 @@ from speculative.errors import ConfigError, InvalidRequest, SequenceTooLong, Uns
 from speculative.model.fingerprint import ROUNDED_FORMS, model_fingerprint
 from speculative.model.loading import checkpoint_files, resolve_model
 from speculative.model.quantized import as_quantized, load_quantized
+from speculative.model.tensor_files import check_tensors
 from speculative.request import ReplayedToken, Request, TokenLogprobs
 from speculative.selfcheck.replayed_tokens import replayed_tokens
 from speculative.state.token_constraint import ConstraintMaker
@@ -50,6 +51,7 @@ class TransformersModel:
 
     def __init__(self, folder: Path, form: str = "plain") -> None:
         disable_progress_bar()
+        check_tensors(sorted(folder.glob("*.safetensors")))
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32, local_files_only=True)
         except (OSError, ValueError, KeyError) as error:

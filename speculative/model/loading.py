@@ -59,6 +59,9 @@ def resolve_model(name_or_path: str | Path, *others: Path) -> Path:
     path = Path(name).expanduser()
     if name and path.is_dir():
         return path
+    if path.is_file():
+        what = "a GGUF file, which is not read" if path.suffix == ".gguf" else "a file and not a model"
+        raise ConfigError(f"{name} is {what}; give the folder of a checkpoint with safetensors.")
     for models in (models_folder(), *others):
         if name and (models / name / "config.json").is_file():
             return models / name
@@ -213,7 +216,7 @@ def checkpoint_files(folder: Path) -> list[Path]:
 
     Raises:
         ConfigError: there are none, or the index names one that is missing.
-        UnsupportedModel: there are only pickled weights.
+        UnsupportedModel: there are only pickled weights, or GGUF files.
     """
     if (folder / WEIGHTS_FILE).is_file():
         return [folder / WEIGHTS_FILE]
@@ -224,6 +227,8 @@ def checkpoint_files(folder: Path) -> list[Path]:
             f"{folder} holds pickled weights only, which can run code when read; convert them to safetensors: "
             "load the model with transformers and call save_pretrained."
         )
+    if any(folder.glob("*.gguf")):
+        raise UnsupportedModel(f"{folder} holds GGUF files, which are not read; give what they were made of.")
     raise ConfigError(f"{folder} has neither {WEIGHTS_FILE} nor {INDEX_FILE}; give the folder of a whole checkpoint.")
 
 
@@ -304,6 +309,11 @@ def _from_hub(hub_id: str) -> Path:
             f"{hub_id!r} is no folder here and could not be had from the Hugging Face hub ({reason}). "
             "Without a hub, give a local folder, or a name of `truespec model list`."
         ) from error
+    if not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"{hub_id} has no config.json on the hub, as of a repository of GGUF files, which are not read; give the "
+            "checkpoint that it was made of."
+        )
     return folder
 
 

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from serve_app.referee.transformers_model import TransformersModel
 from speculative.errors import ConfigError, UnsupportedModel
 from speculative.model import loading
 from speculative.model.config import ModelConfig
@@ -80,7 +81,7 @@ def test_a_number_that_is_none_is_named(number: str, dtype: torch.dtype, tmp_pat
 
     folder = edit_weights(write_tiny_model(tmp_path), damage)
     said = "NaN" if number == "nan" else "an infinity"
-    for read in (load, check_weights):
+    for read in (load, check_weights, TransformersModel):
         with pytest.raises(ConfigError, match=rf"safetensors: tensor {name} holds {said}"):
             read(folder)
 
@@ -108,7 +109,7 @@ def test_quantized_weights_are_refused(tmp_path: Path) -> None:
 def test_a_damaged_file_is_named(change: Callable[[bytes], bytes], reported: str, tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path)
     (folder / WEIGHTS).write_bytes(change((folder / WEIGHTS).read_bytes()))
-    for read in (load, check_weights):
+    for read in (load, check_weights, TransformersModel):
         with pytest.raises(ConfigError, match=rf"model\.safetensors {reported}"):
             read(folder)
 
@@ -163,6 +164,18 @@ def test_a_model_that_is_nowhere_says_how_to_get_one(
     with pytest.raises(ConfigError, match="truespec model list") as raised:
         resolve_model(name)
     assert ("There is no folder" if name.startswith(("/", ".")) else str(tmp_path)) in str(raised.value)
+
+
+def test_a_gguf_file_is_called_what_it_is(tmp_path: Path) -> None:
+    (tmp_path / "x.gguf").touch()
+    (tmp_path / "weights.safetensors").touch()
+    for read, name, said in (
+        (resolve_model, "x.gguf", r"x\.gguf is a GGUF file, which is not read; give the folder of a checkpoint"),
+        (resolve_model, "weights.safetensors", r"weights\.safetensors is a file and not a model; give the folder"),
+        (loading.checkpoint_files, "", "holds GGUF files, which are not read; give what they were made of"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            read(tmp_path / name)
 
 
 _RESOLVE = "import sys; from speculative.model.loading import *; checkpoint_files(resolve_model(sys.argv[1]))"
