@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from deploy.cli.application import ApplicationCommand, ServeTarget, application_of, application_options
-from deploy.cli.console import MainGroup, out, say
+from deploy.cli.console import MainGroup, err, out, say
 from serve_app.config.files import load_config
 from speculative.errors import ConfigError
 
@@ -44,6 +44,7 @@ def config_check(asked: ServeTarget, file_only: bool, address: str | None, as_va
     if file_only:
         say(f"{asked.named}: fine")
         return
+    say(f"checking {asked.named}", err)  # what is imported now takes seconds
     from deploy.run.cluster import connected
     from deploy.run.machine import Machine
     from deploy.run.preflight import check_cluster, check_machine
@@ -54,8 +55,8 @@ def config_check(asked: ServeTarget, file_only: bool, address: str | None, as_va
     for hint in found.hints:
         say(f"hint: {hint}")
     found.require_servable(asked.named)
-    place = "this machine can serve it." if address is None else "the cluster has what it asks for."
-    say(f"{asked.named}: fine, and {place}")
+    place = "This machine can serve it." if address is None else "The cluster has what it asks for."
+    say(f"{asked.named}: fine. {place}")
 
 
 def _check_values(file: Path) -> None:

@@ -1,13 +1,11 @@
 """Finds models for the commands: fetched, with a word on how it goes, or on this machine already."""
 
-import re
 from pathlib import Path
 
+from deploy.run.what_is import HUB_ID
 from speculative.config import models_folder
 from speculative.errors import ConfigError
 from speculative.model.catalogue import CATALOGUE, Progress, fetch_model, is_complete
-
-_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+(@\S+)?")
 
 
 def find_model(name: str, progress: Progress | None = None) -> Path:
@@ -21,7 +19,11 @@ def find_model(name: str, progress: Progress | None = None) -> Path:
     from serve_app.backends.base import SHIPPED_HEADS  # numpy, torch: not before the command line is understood
     from speculative.model.loading import resolve_model
 
-    return fetch_model(name, progress=progress) if name in CATALOGUE else resolve_model(name, SHIPPED_HEADS)
+    if name in CATALOGUE:
+        return fetch_model(name, progress=progress)
+    if progress is not None and HUB_ID.fullmatch(name) and model_here(name) is None:
+        progress(f"downloading {name} from the Hugging Face hub")
+    return resolve_model(name, SHIPPED_HEADS)
 
 
 def model_here(name: str) -> Path | None:
@@ -39,7 +41,7 @@ def model_here(name: str) -> Path | None:
     if name in CATALOGUE:
         folder = models_folder() / name
         return folder if is_complete(folder, CATALOGUE[name]) else None
-    if not _HUB_ID.fullmatch(name) or Path(name).is_dir():
+    if not HUB_ID.fullmatch(name) or Path(name).is_dir():
         return resolve_model(name, SHIPPED_HEADS)
     try:
         repository, _, revision = name.partition("@")

@@ -33,6 +33,14 @@ def file_or_model(given: str) -> Path | str:
     Raises:
         ConfigError: it is neither; the message says what it is, and what to give instead.
     """
+    try:
+        return _file_or_model(given)
+    except (OSError, ValueError) as error:  # no permission, too long a name, letters that no path has
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{given} cannot be read: {reason}; let this user read it, or give another path.") from error
+
+
+def _file_or_model(given: str) -> Path | str:
     from speculative.config import models_folder  # not for commands that name no model
     from speculative.model.catalogue import CATALOGUE
 
@@ -74,7 +82,7 @@ def _folder(given: str, path: Path) -> str:
 def _file(given: str, path: Path) -> Path:
     if path.suffix == ".gguf":
         raise ConfigError(f"{given} is a GGUF file, which truespec does not serve; give a folder of safetensors.")
-    if path.suffix in _WEIGHTS or (path.name == "config.json" and path.is_file()):
+    if path.suffix in _WEIGHTS or (path.suffix == ".json" and (path.parent / "config.json").is_file()):
         raise ConfigError(f"{given} is one file of a model; give its folder: {path.parent}.")
     return path
 

@@ -124,6 +124,7 @@ WRONG = {
     "one/w.gguf": ("", "is a GGUF file, which truespec does not serve"),
     "./modle": (None, "There is no file or folder ./modle here"),
     "mine.yml": (None, "There is no file mine.yml here. Did you mean mine.yaml?"),
+    "x" * 300: (None, "cannot be read: File name too long; let this user read it, or give another path."),
     "a/b/c": (None, "'a/b/c' is no file or folder here, no hub id"),
     "https://huggingface.co/org/m/tree/main": (None, "is a page of the hub; give the model's id: org/m."),
 }
