@@ -65,9 +65,10 @@ def serve(asked: ServeTarget, address: str | None) -> None:
 @click.option("--port", type=click.IntRange(1, 65535), default=8000, show_default=True, help="Listen on this port.")
 @click.option("--config", "file", type=a_config, default="demo", show_default=True, help="Serve this configuration.")
 def demo(json_file: Path | None, port: int, file: Path) -> None:
-    """Serve a real model on this machine, check its answers, put a fault into it, and measure its speed.
+    """Serve a real model here, check its answers, and find a fault.
 
-    It takes 2 to 5 minutes, and its first run fetches a model of 93 MB.
+    The fault is put into the running service; then speed is measured. It takes 2 to 5 minutes, and its first run
+    fetches a model of 93 MB.
     """
     from deploy.run.demo import curl_line, run_demo
 
