@@ -146,8 +146,6 @@ class DemoFigures:
     verdicts: dict[str, int]  # by `Verdict`
     selfcheck_terms: int  # zero-mean terms that the engines took of themselves
     selfcheck_alarms: int
-    breaker_trips: int
-    handoffs: int
     first_token_s: float
     fault: dict[str, Any] | None  # of a rehearsal: what found it and when, and what came after; None = there was none
     others_cores: float | None  # that others than the demo used while it measured; None where it cannot be known
@@ -194,8 +192,6 @@ def run_demo(
         verdicts=verdicts,
         selfcheck_terms=int(metrics["selfcheck_terms"]),
         selfcheck_alarms=int(metrics["selfcheck_alarms"]),
-        breaker_trips=int(metrics["breaker_trips"]),
-        handoffs=int(metrics["handoffs"]),
         first_token_s=answer.first_token_s,
         fault=fault,
         others_cores=others_cores,

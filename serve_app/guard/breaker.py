@@ -18,6 +18,7 @@ from serve_app.referee.verdicts import Trip
 from speculative.request import Speculation
 
 REHEARSAL = "rehearsal"  # the reason for which a breaker is open that nothing has tripped
+_REHEARSED_S = 15.0  # at most, until speculation is tried out again: no alert on an open breaker is to fire
 _MOST_BACK_OFF = 16
 
 
@@ -119,6 +120,8 @@ class Breaker:
     def canary_due(self) -> bool:
         """Return whether it is time to try speculation out."""
         wait_s = self._settings.cooldown_s * min(2**self._num_failed, _MOST_BACK_OFF)
+        if self.reason == REHEARSAL and not self._num_failed:
+            wait_s = min(wait_s, _REHEARSED_S)
         rested = self._clock() - self.since >= wait_s
         return self.state is BreakerState.OPEN and self.mode is Mode.AUTO and rested
 

@@ -61,7 +61,8 @@ class Rehearsing:
                 await self._rehearse()
         except TimeoutError:
             if self._now.state == "running":
-                self._note(state="missed")
+                self._note(state="missed" if self._now.num_tokens else "failed")
+                _logger.warning("nothing was found in %.0f s, in %d tokens", _LONGEST_S, self._now.num_tokens)
         except Exception:
             _logger.warning("the rehearsal failed", exc_info=True)
             self._note(state="failed")

@@ -94,6 +94,10 @@ def test_a_rehearsal_opens_it_and_is_no_trip(breaker: Breaker, clock: Clock) -> 
     breaker.rehearse()
     closed_again(breaker, clock)
     assert trip(breaker, clock) and breaker.out_of_service
+    patient = Breaker(BreakerSettings(cooldown_s=600), clock)
+    patient.rehearse()
+    clock.now += 15
+    assert patient.canary_due, "it lasts less than a minute"
 
 
 def test_evidence_from_before_a_change_counts_no_more(breaker: Breaker, clock: Clock) -> None:

@@ -78,7 +78,7 @@ class Fuzzed:
             FrontEnd(self.source, tokenizer, info, Limits(max_body_bytes=2**18, max_choices=8)),
             operations=Operations(exposition, well, VllmRoutes({}, FakeWeights())),
             replies=PastReplies(self.verdict, ResponseStore(10**6, 60.0)),
-            admin=Admin(access, replicas, replicas),
+            admin=Admin(access, replicas, replicas, rehearse=replicas),
             gate=Gate(access, metrics),
         )
         add_page(self.app, StatusFeed(status, status))
