@@ -96,7 +96,7 @@ def running_app(file: ServeFile, progress: Progress, *, address: str | None = No
     if address is None:
         if file.proxy_location != "Disabled":
             free_port(file.http_options, file.http_options.port)
-        found = check_machine(config, Machine.here())
+        found = check_machine(config, Machine.here(), reads_weights=False)
         found.require_servable()
         for hint in found.hints:
             progress(f"hint: {hint}")
