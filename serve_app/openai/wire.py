@@ -50,7 +50,7 @@ UNSUPPORTED: dict[str, tuple[Harmless, str]] = {
     "echo": (_one_of(False), "is a field of /v1/completions; send a prompt there."),
     "suffix": (_empty, "filling in before a suffix is not served; send a prompt only."),
     "best_of": (_same_as_n, "only best_of = n is served; ask for n choices with logprobs and pick the best."),
-    "modalities": (lambda value, body: value is None or value == ["text"], "only text is served."),
+    "modalities": (lambda value, body: value in (None, [], ["text"]), "only text is served."),
     "audio": (_empty, "audio is not served; only text is."),
     "prediction": (_empty, "predicted outputs are not served; the server drafts by itself."),
     "reasoning_effort": (_one_of("none"), _ONLY_CHAT),
@@ -120,6 +120,10 @@ Many = Annotated[list[T], Field(fail_fast=True)]
 """A list that may be long. It is read up to its first error: only that one is reported, and each takes memory."""
 
 
+_IGNORED = frozenset(("cache_control", "provider_specific_fields", "finish_reason", "reasoning_details"))
+"""Fields that clients' libraries add to any object, or send back as another server returned them; they ask nothing."""
+
+
 class Wire(BaseModel):
     """Any object of a request's body: known fields only, and no type coercion."""
 
@@ -133,11 +137,12 @@ class Wire(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _one_unknown_field(cls, fields: Any) -> Any:
-        """With more fields than exist, reporting the first unknown one is enough."""
-        if not isinstance(fields, dict) or len(fields) <= len(cls.__pydantic_fields__):
+        """Leave out unknown fields that ask nothing; of the others, reporting the first is enough."""
+        if not isinstance(fields, dict) or fields.keys() <= cls.__pydantic_fields__.keys():
             return fields
         known = {field.alias or name for name, field in cls.__pydantic_fields__.items()}
-        unknown = next(name for name in fields if name not in known)
+        asking = (n for n, value in fields.items() if n not in known | _IGNORED and value not in (None, [], {}))
+        unknown = next(asking, None)
         return {name: value for name, value in fields.items() if name in known or name == unknown}
 
     @property

@@ -147,6 +147,8 @@ class ChatPreprocessor:
         if chat.use != "none" and template.source and "tools" not in template.variables:
             raise UnsupportedParameter("tools", f"tools: the chat template does not show the model any. {fix}")
         for number, tool in enumerate(chat.tools if forces_calls(chat) else ()):
+            if chat.use == "named" and tool["function"]["name"] != chat.function:
+                continue  # no call of it is to be made
             try:
                 held(tool["function"].get("parameters") or {})
             except SchemaRefused as error:

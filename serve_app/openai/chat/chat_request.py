@@ -69,7 +69,7 @@ class ChatCompletionRequest(WireRequest):
             InvalidRequest: two fields contradict each other.
         """
         super().check_together()
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs", "top_logprobs needs logprobs = true.")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise InvalidRequest("max_tokens", "max_tokens and max_completion_tokens differ; send one of them.")

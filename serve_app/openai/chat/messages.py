@@ -65,7 +65,7 @@ ToolName = Annotated[str, Field(min_length=1, max_length=256)]
 class CalledFunction(Wire):
     """The function that a tool call of the conversation called."""
 
-    name: ToolName
+    name: str
     """The function's name."""
     arguments: str | None
     """The text of a JSON object; what is none, and cannot be put right, counts as an empty one."""

@@ -3,9 +3,6 @@
 import dataclasses
 import json
 from collections.abc import Sequence
-from typing import Any
-
-from pydantic import ValidationError
 
 from serve_app.errors import PreviousResponseNotFound, UnknownResponse, UnsupportedParameter
 from serve_app.openai.frontend import FrontEnd
@@ -111,7 +108,7 @@ class ResponsesAdapter:
             raise PreviousResponseNotFound(
                 name, f"{name}: {self._unknown(response_id)} Send all items of the conversation instead."
             )
-        return _read_again([*found["items"], *found["response"]["output"]], name, response_id)
+        return items_from([*found["items"], *found["response"]["output"]])
 
     async def _referred(self, item: AnyItem, path: str, owner: str) -> AnyItem:
         """Return what an item refers to; itself, where it is no reference."""
@@ -122,19 +119,5 @@ class ResponsesAdapter:
         found = await self._find(response_of(item.id), owner)
         for one in found["response"]["output"] if found is not None else ():
             if one["id"] == item.id:
-                return _read_again([one], path, item.id)[0]
+                return items_from([one])[0]
         raise InvalidRequest(path, f"{path}: there is no item '{item.id[:100]}' here; send the item itself.")
-
-
-def _read_again(kept: Sequence[Any], field: str, named: str) -> list[AnyItem]:
-    """Items that were kept.
-
-    Raises:
-        InvalidRequest: one is a call that no request may hold: under `auto` a call is what the model wrote.
-    """
-    try:
-        return items_from(kept)
-    except ValidationError as error:
-        raise InvalidRequest(
-            field, f"{field}: {named} holds a call that cannot be sent again. Send the items of the conversation."
-        ) from error

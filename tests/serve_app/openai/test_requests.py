@@ -198,6 +198,25 @@ def test_an_unknown_field_is_reported_by_its_own_name(sent: dict[str, Any], fiel
     assert f"'{field}'" in caught.value.message
 
 
+@pytest.mark.parametrize("value", [None, [], {}])
+def test_fields_that_ask_nothing_are_accepted_wherever_clients_put_them(value: Any) -> None:
+    """`top_logprobs: 0` and what frameworks add or send back; other unknown fields, if they are empty."""
+    more = {"x": value, "cache_control": {"type": "ephemeral"}, "provider_specific_fields": {"a": 1}}
+    more |= {"reasoning_details": [{"text": "hm"}], "finish_reason": "stop"}
+    part, function = {"type": "text", "text": "a", **more}, {"name": "f", "parameters": {"type": "object"}}
+    said = {"role": "assistant", "content": "b", "tool_calls": [CALL | more], **more}
+    tools = [{"type": "function", "function": function | more, **more}]
+    messages = [{"role": "user", "content": [part], **more}, said]
+    plain = chat(messages=[{"role": "user", "content": "a"}, said | {"tool_calls": [CALL]}], tools=tools)
+    sent = chat(messages=messages, tools=tools, top_logprobs=0, logprobs=False, stream_options=None, **more)
+    assert sent.chat_prompt() == plain.chat_prompt() and sent.num_logprobs is None
+    assert tools[0]["function"] != sent.chat_prompt().tools[0]["function"] == function
+    as_chat(input=[{"role": "user", "content": [part | {"type": "input_text"}], **more}], **more)
+    for wrong in (0, "", [0], False):
+        with pytest.raises(UnknownParameter):
+            chat(messages=[MESSAGES[0] | {"y": value, "x": wrong}])
+
+
 def test_a_name_that_is_no_token_is_not_reported_as_a_path() -> None:
     for name in ("<a>", "<text>", "z" * 10_000):
         with pytest.raises(InvalidRequest, match="token ids as its keys") as caught:

@@ -325,18 +325,6 @@ async def test_an_item_is_referred_to_by_its_name(serve: Serve) -> None:
         assert caught.value.field == "input.1"
 
 
-async def test_a_call_that_no_request_may_hold_is_reported_of_the_response_that_has_it(serve: Serve) -> None:
-    service = serve(FakeParsers(), ResponseStore(10**6, 60.0))
-    service.script.say("@" + "f" * 300 + "{};")
-    first = await service.ask(tools=[WEATHER])
-    reference = {"type": "item_reference", "id": first["output"][0]["id"]}
-    again: dict[str, Any] = {"previous_response_id": first["id"], "input.0": [reference]}
-    for field, value in again.items():
-        with pytest.raises(InvalidRequest, match="cannot be sent again") as caught:
-            await service.ask(**{field.partition(".")[0]: value})
-        assert caught.value.field == field
-
-
 async def test_one_key_finds_nothing_of_another(serve: Serve) -> None:
     """Nor may it show or delete it (tests/serve_app/http/test_openai_client.py)."""
     service = serve(memory=ResponseStore(10**6, 60.0))

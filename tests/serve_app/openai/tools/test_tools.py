@@ -278,6 +278,16 @@ def test_the_format_of_calls_is_that_of_the_chat_template(copied: Path, kind: ty
     assert format_of(templated(copied, "[TOOL_CALLS]{{ f.name }}[ARGS]{{ f.arguments | tojson }}")) is MistralCalls
 
 
+async def test_a_named_function_is_judged_by_its_own_schema(tooled: Tokenizer) -> None:
+    end, _, _ = front(tooled)
+    other = {"type": "function", "function": {"name": "other", "parameters": {"not": {}}}}
+    await end.prepare(wire(tools=[other, WEATHER], tool_choice={"type": "function", "function": {"name": "weather"}}))
+    for choice in ("required", {"type": "function", "function": {"name": "other"}}):
+        with pytest.raises(UnsupportedParameter) as caught:
+            await end.prepare(wire(tools=[other, WEATHER], tool_choice=choice))
+        assert caught.value.field == "tools.0.function.parameters"
+
+
 async def test_calls_that_nobody_can_read_are_refused_with_the_fix(copied: Path) -> None:
     end, _, _ = front(templated(copied, OF_FAMILY[None]))
     with pytest.raises(UnsupportedParameter) as caught:
