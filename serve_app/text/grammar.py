@@ -250,7 +250,13 @@ def _on_deep_stack(work: Callable[[], _T]) -> _T:
     return future.result(timeout=_MAX_COMPILE_S)
 
 
+_OVERLAP = (
+    "the schemas of a oneOf are not told apart; give each a required property with a const of its own, or use anyOf"
+)
+
+
 def _refused(structure: Structure, reason: str) -> InvalidRequest:
+    reason = _OVERLAP if "coerce_one_of" in reason else reason
     name = structure.kind.replace("_", " ")
     dialect = f" {_DIALECT}" if structure.kind == "regex" else ""
     return InvalidRequest(

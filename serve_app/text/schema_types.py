@@ -1,5 +1,6 @@
 """Types that a JSON schema allows, behind references and combinations of any depth."""
 
+import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 from urllib.parse import unquote
@@ -41,6 +42,19 @@ def argument_types(name: str, parameters: Any) -> Types:
     return _Lookup(parameters, own, None).types(parameters)
 
 
+def told_apart(name: str, options: Iterable[Any], root: Any) -> bool:
+    """Return whether objects of several schemas, parts of `root`, differ by the constants that a property has."""
+
+    def own(schema: Mapping[str, Any]) -> Types | None:
+        argument = _argument(schema, name)
+        return None if argument is None else _Lookup(root, _own_constants, None, strict=True).found(argument)
+
+    lookup = _Lookup(root, own, None, strict=True)
+    values = [lookup.found(one) for one in options]
+    known = _known(values)
+    return len(known) == len(values) and sum(map(len, known)) == len(frozenset().union(*known))
+
+
 class _Lookup:
     """Looks for what is read off one schema, behind references and combinations. Each reference is followed once; one
     that leads back to itself adds nothing.
@@ -49,9 +63,11 @@ class _Lookup:
         root: the schema in which references are.
         own: reads the types off one schema alone; None = it says nothing.
         silent: what an option counts as that says nothing; None = it is left out.
+        strict: with such an option, none of the others says anything.
     """
 
-    def __init__(self, root: Any, own: _Own, silent: Types | None) -> None:
+    def __init__(self, root: Any, own: _Own, silent: Types | None, *, strict: bool = False) -> None:
+        self._strict = strict
         self._root = root
         self._own = own
         self._silent = silent
@@ -59,11 +75,15 @@ class _Lookup:
 
     def types(self, schema: Any) -> Types:
         """The types that are allowed; `ANY` where nothing is said, or the schema is too deep to be read."""
-        try:
-            found = self._found(schema)
-        except RecursionError:
-            found = None
+        found = self.found(schema)
         return ANY if found is None else found
+
+    def found(self, schema: Any) -> Types | None:
+        """Return what is said; None = nothing."""
+        try:
+            return self._found(schema)
+        except RecursionError:
+            return None
 
     def _found(self, schema: Any) -> Types | None:
         if not isinstance(schema, Mapping):
@@ -74,8 +94,9 @@ class _Lookup:
             found.append(self._referred(reference))
             is_circle = found[-1] is None
         for keyword in ("anyOf", "oneOf"):
-            options = _known(map(self._found, _listed(schema, keyword)))
-            found.append(frozenset().union(*options) if options else None)
+            options = [self._found(one) for one in _listed(schema, keyword)]
+            says = bool(_known(options)) and not (self._strict and None in options)
+            found.append(frozenset().union(*_known(options)) if says else None)
         known = _known(found)
         return known[0].intersection(*known[1:]) if known else None if is_circle else self._silent
 
@@ -108,6 +129,12 @@ def _own_types(schema: Mapping[str, Any]) -> Types | None:
     if "const" in schema:
         found.append(kinds_of(schema["const"]))
     return found[0].intersection(*found[1:]) if found else None
+
+
+def _own_constants(schema: Mapping[str, Any]) -> Types | None:
+    """JSON of the only values that a schema itself allows; None = it does not name them."""
+    values = [schema["const"]] if "const" in schema else _listed(schema, "enum")
+    return frozenset(map(json.dumps, values)) if values else None
 
 
 def _argument(schema: Mapping[str, Any], name: str) -> Any:

@@ -5,8 +5,8 @@ from importlib.metadata import version
 from typing import Any
 
 from serve_app.text.json_text import clean_key
-from serve_app.text.patterns import PatternRefused, from_ecma
-from serve_app.text.schema_types import value_types
+from serve_app.text.patterns import PatternRefused, from_ecma, split_lookaheads
+from serve_app.text.schema_types import told_apart, value_types
 
 MAX_FORM_BYTES = 1 << 16  # of a form's text
 OPTIONS_BEGIN = '%json {"x-guidance": {'  # of a schema in a grammar that is made here
@@ -82,25 +82,43 @@ def _held(schema: Any, path: str, read: list[tuple[str, dict[str, Any]]]) -> Any
         return schema
     read.append((path, schema))
     made: dict[str, Any] = {}
+    others: list[Any] = []  # what must hold, too
     for keyword, value in schema.items():
         at = f"{path}.{clean_key(keyword)}" if path else clean_key(keyword)
         if (keyword, value) in _HARMLESS or (keyword == "format" and value not in (*FORMATS, *_OTHER_FORMATS)):
             continue
         _check(keyword, value, at)
         made[keyword] = value
-        if keyword in _SCHEMAS:
+        if keyword == "oneOf" and (tag := _tag(schema, read[0][1])) is not None:
+            del made[keyword]
+            options = [{"allOf": [one, {"required": [tag]}]} for one in _held(value, at, read)]
+            others.append({"anyOf": options})
+        elif keyword in _SCHEMAS:
             made[keyword] = _held(value, at, read)
         elif keyword in _MAPS and isinstance(value, dict):
             parts = {name: _held(one, f"{at}.{clean_key(name)}", read) for name, one in value.items()}
             by_pattern = keyword == "patternProperties"
             made[keyword] = {_pattern(at, name): one for name, one in parts.items()} if by_pattern else parts
         elif keyword == "pattern" and isinstance(value, str):
-            made[keyword] = _pattern(at, value)
+            ahead, rest = split_lookaheads(value)
+            made[keyword] = _pattern(at, rest)
+            others += [{"pattern": _pattern(at, one)} for one in ahead]
+    if others:
+        made["allOf"] = [*made.get("allOf", ()), *others]
     open_to_any = schema.get("additionalProperties", True) in (True, {}) and not schema.get("patternProperties")
     if not SPELT_BY_OPTION and schema.get("properties") and open_to_any:
         # "\u0078" would be a second "x": other keys are what a pattern says, which numbers do not fit.
         made |= {"patternProperties": {_ANY_KEY: True}, "additionalProperties": False}
     return made
+
+
+def _tag(schema: dict[str, Any], root: dict[str, Any]) -> str | None:
+    """The property by whose constant the alternatives of a discriminated union are told apart. Pydantic lets it have a
+    default in the schema, and takes no object without it: with it, at most one alternative fits."""
+    discriminator, options = schema.get("discriminator"), schema["oneOf"]
+    name = discriminator.get("propertyName") if isinstance(discriminator, dict) else None
+    is_told = isinstance(name, str) and isinstance(options, list) and told_apart(name, options, root)
+    return name if is_told else None
 
 
 def _check(keyword: str, value: Any, at: str) -> None:
