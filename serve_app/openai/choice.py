@@ -362,22 +362,19 @@ class _Reader:
 
 
 def _merged(said: Sequence[tuple[int, ParsedDelta]]) -> list[tuple[int, ParsedDelta]]:
-    """Parts that say the same kind of thing, or nothing more, as one."""
+    """Parts that follow each other and say the same kind of thing, as one."""
+
+    def kind(one: tuple[int, ParsedDelta]) -> object:
+        kinds = [name for name, value in one[1]._asdict().items() if value]
+        return kinds if len(kinds) < 2 else one
+
     merged: list[tuple[int, ParsedDelta]] = []
-    for num_tokens, part in said:
-        before = merged[-1][1] if merged else None
-        if before is not None and _kinds(part) in ((False, False, False), _kinds(before)) and sum(_kinds(before)) < 2:
-            joined = ParsedDelta(
-                before.content + part.content, before.reasoning + part.reasoning, before.calls + part.calls
-            )
-            merged[-1] = (merged[-1][0] + num_tokens, joined._replace(calls=put_together(joined.calls)))
-        else:
-            merged.append((num_tokens, part))
+    for _, group in itertools.groupby(said, kind):
+        counts, parts = zip(*group, strict=True)
+        content, reasoning = "".join(part.content for part in parts), "".join(part.reasoning for part in parts)
+        calls = put_together(call for part in parts for call in part.calls)
+        merged.append((sum(counts), ParsedDelta(content, reasoning, calls)))
     return merged
-
-
-def _kinds(part: ParsedDelta) -> tuple[bool, bool, bool]:
-    return bool(part.content), bool(part.reasoning), bool(part.calls)
 
 
 def refuse_failure(delta: TokenDelta) -> None:

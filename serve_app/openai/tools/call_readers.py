@@ -7,7 +7,6 @@ breaks off has those that came. Tags that close may be missing. What is no call,
 content. White space around calls belongs to the format.
 """
 
-import ast
 import itertools
 import json
 import re
@@ -494,24 +493,14 @@ _CONSTANTS = {"true": "true", "false": "false", "null": "null", "none": "null"}
 
 
 def _as_json(text: str, types: frozenset[str]) -> str:
-    """JSON of a value that was written as bare text, in JSON or as Python writes it, and may have these types."""
+    """JSON of a value that was written as bare text and may have these types."""
     bare, may_be_text = text.strip(), "string" in types
-    bare = mended(bare) if may_be_text else _CONSTANTS.get(bare.lower()) or mended(_of_python(bare))
+    bare = mended(bare if may_be_text else _CONSTANTS.get(bare.lower(), bare))
     try:
         kinds = kinds_of(json.loads(bare, parse_constant=refuse_constant))
     except (ValueError, RecursionError):
         return _quoted(text)
     return _quoted(text) if may_be_text and types.isdisjoint(kinds) else bare
-
-
-def _of_python(text: str) -> str:
-    """JSON of a list or an object that was written as Python writes it; else the text itself."""
-    if text[:1] not in ("{", "[", "(") or "'" not in text:
-        return text
-    try:
-        return json.dumps(ast.literal_eval(text), ensure_ascii=False, allow_nan=False)
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        return text
 
 
 FORMATS: tuple[type[FreeCalls], ...] = (XmlCalls, HermesCalls, MistralCalls, LlamaCalls)

@@ -115,6 +115,11 @@ READ: list[tuple[type[FreeCalls], str, str, Calls]] = [
     (HermesCalls, '<tool_call>{"name": "a", "arguments": {"x": [{"y": 1,\n</tool_call>', "",
      [("a", '{"x": [{"y": 1}]}')]),
     (HermesCalls, '<tool_call>{"arguments": {"x": "\t\\d"}, "name": "a"}', "", [("a", '{"x": "\\t\\\\d"}')]),
+    (HermesCalls, hermes('{"name": "a", "arguments": {"x": "1\n\t2"}}'), "", [("a", '{"x": "1\\n\\t2"}')]),
+    (HermesCalls, hermes(r'{"name": "a", "arguments": {"x": "\d\u12", "y": "\u00e4\\ \""}}'), "",
+     [("a", r'{"x": "\\d\\u12", "y": "\u00e4\\ \""}')]),
+    (HermesCalls, hermes('{"name": "a", "arguments": {"x": True, "y": [None, False,], }}'), "",
+     [("a", '{"x": true, "y": [null, false] }')]),
     (LlamaCalls, f"[{ONE}, {OTHER}]", "", BOTH),
     (LlamaCalls, f"<|python_tag|>{ONE[:-1]}", "", BOTH[:1]),
     (MistralCalls, f"[TOOL_CALLS] [{ONE}\n[TOOL_CALLS] b \n[ARGS] {{}}", "", BOTH),
@@ -259,7 +264,6 @@ def test_no_part_of_a_marker_is_shown_before_it_is_known_to_be_none(kind: type[F
         ("loose", "1", "1"),
         ("level", "NONE", "null"),
         ("on", "TRUE", "true"),
-        ("list", "['a', True, {'b': None,}]", '["a", true, {"b": null}]'),
         ("list", '["a", True,]', '["a", true]'),
         ("list", "[1,", '"[1,"'),
     ],
@@ -284,24 +288,6 @@ def test_an_argument_is_looked_up_wherever_its_schema_stands(parameters: Any) ->
     tools = ({"function": {"name": "f", "parameters": parameters}},)
     (call,) = XmlCalls(tools).push("<function=f><parameter=a>1</parameter></function>", last=True).calls
     assert call.arguments == '{"a": "1"}'
-
-
-@pytest.mark.parametrize(
-    "written",
-    [
-        '{"a": "x\n\ty"}',
-        r'{"a": "\d"}',
-        '{"a": True, "b": [None, False,], }',
-        r'{"a": "\u12", "b": "\u00e4"}',
-        r'{"a": "\\ \" ü"}',
-    ],
-)
-def test_arguments_that_are_no_json_are_put_right(written: str) -> None:
-    (call,) = HermesCalls().push(hermes(f'{{"name": "f", "arguments": {written}}}'), last=True).calls
-    meant = written.replace("\n", "\\n").replace("\t", "\\t").replace(r'"\d', r'"\\d').replace(r"\u12", r"\\u12")
-    for wrong, right in (("True", "true"), ("None", "null"), ("False", "false"), (",]", "]"), (", }", " }")):
-        meant = meant.replace(wrong, right)
-    assert call.arguments == meant and isinstance(json.loads(call.arguments), dict)
 
 
 @pytest.mark.parametrize(
