@@ -296,11 +296,11 @@ ALERTS = (
         "Replayed requests show, beyond chance, that logprobs are off (drift), that the text does not follow the "
         "model's distribution (probability, surprisal, support, greedy, impossible), or that it is not what its "
         "seeds demand (draws).",
-        "The logprob sanity page, and the referee's dump: request ids, positions, served and replayed values.",
+        "The logprob sanity page, and the referee's dump: request ids, positions, served and replayed values. "
+        f"{_OF_WATCHED}the referee's page, which says what to do about the test that fired; nothing is switched off "
+        "for you.",
         "Check that the breaker has switched speculation off. Mask answers from that window whose verdict is "
-        f"suspect, and look for the fault in the dump. {_OF_WATCHED}nothing is switched off for you. Start it "
-        "without speculation; if the alarm comes back, without prefix caching and with another attention backend. "
-        "Send the request of the report again before and after.",
+        "suspect, and look for the fault in the dump.",
         commands=(
             shell.REPLICAS,
             shell.LATEST_REPLAYS,

@@ -90,14 +90,14 @@ function faultOf(fault) {
   const pool = poolOf(replica), num = Math.max(...fault.map((one) => one.num)), times = num > 1 ? ` · ${plural(num, "time")} since ${clock(since)}` : "";
   const named = (one) => (one.words ? element("b", {}, one.words) : element("code", {}, one.name));
   const suspect = fault.filter((one) => one.suspect_since !== null && one.at - one.suspect_since >= 1)
-    .map((one) => ` Answers of it that ended between ${clock(one.suspect_since)} and ${clock(one.at)} are suspect.`);
+    .map((one) => `Answers of it that ended between ${clock(one.suspect_since)} and ${clock(one.at)} are suspect.`);
   const unique = (field) => [...new Set(fault.map((one) => one[field]).filter(Boolean))];
   return element("li", {},
     element("p", { class: "incident-when" }, element("b", {}, clock(at)), ` ${ago(at)} ago`),
     element("div", {},
       element("h3", {}, ...unique("title").flatMap((title) => [pill(title, "bad"), " ", ...fault.filter((one) => one.title === title).flatMap((one) => [named(one), " "])])),
       ...fault.map((one) => element("p", {}, ...(fault.length > 1 ? [named(one), ": ", one.meaning] : [one.meaning[0].toUpperCase(), one.meaning.slice(1)]), ".")),
-      element("p", {}, [...unique("look"), ...unique("effect")].join(" "), ...suspect),
+      ...[[...unique("look"), ...suspect].join(" "), ...unique("effect")].filter(Boolean).map((text) => element("p", {}, text)),
       element("p", { class: "note" }, `${pool ? `${pool} ` : ""}replica `, element("b", {}, shortName(replica)), pool ? "" : ", gone since", times,
         ...unique("runbook").flatMap((alert) => [" · ", runbook(alert)]))));
 }
