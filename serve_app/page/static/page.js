@@ -97,7 +97,7 @@ function faultOf(fault) {
     element("div", {},
       element("h3", {}, ...unique("title").flatMap((title) => [pill(title, "bad"), " ", ...fault.filter((one) => one.title === title).flatMap((one) => [named(one), " "])])),
       ...fault.map((one) => element("p", {}, ...(fault.length > 1 ? [named(one), ": ", one.meaning] : [one.meaning[0].toUpperCase(), one.meaning.slice(1)]), ".")),
-      ...[[...unique("look"), ...suspect].join(" "), ...unique("effect")].filter(Boolean).map((text) => element("p", {}, text)),
+      ...[[...unique("look").slice(0, 1), ...suspect].join(" "), ...unique("effect")].filter(Boolean).map((text) => element("p", {}, text)),
       element("p", { class: "note" }, `${pool ? `${pool} ` : ""}replica `, element("b", {}, shortName(replica)), pool ? "" : ", gone since", times,
         ...unique("runbook").flatMap((alert) => [" · ", runbook(alert)]))));
 }
