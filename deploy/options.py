@@ -41,10 +41,12 @@ def read_secret(file: Path, option: str) -> str | None:
     Raises:
         ConfigError: it cannot be read, or no request can carry it.
     """
+    from serve_app.config.files import why_unread  # numpy, pydantic: not on every machine that has a GPU
+
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{option} {file} cannot be read: {error}.") from error
+        raise ConfigError(f"{option} {file} cannot be read: {why_unread(error)}.") from error
     return checked_secret(text, f"{option} {file}")
 
 

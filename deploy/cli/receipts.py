@@ -46,6 +46,7 @@ def verify(ctx: click.Context, receipt: Path, model: str, engine: Any, public_ke
 async def _check(path: Path, model: str, engine: Any, public_key: Path | None, as_json: bool) -> int:
     """Check every receipt of a file; the exit status."""
     from deploy.run.verify import Verifier
+    from serve_app.config.files import why_unread
     from serve_app.referee.receipts import Receipt, receipts_in
     from serve_app.referee.signatures import PublicKey
 
@@ -53,7 +54,7 @@ async def _check(path: Path, model: str, engine: Any, public_key: Path | None, a
         with click.open_file(str(path), encoding="utf-8") as file:
             text = file.read()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}.") from error
+        raise ConfigError(f"{path} cannot be read: {why_unread(error)}.") from error
     receipts = [_read(content) for content in receipts_in(text)]
     readable = [one for one in receipts if isinstance(one, Receipt)]
     key = None if public_key is None else PublicKey.from_file(public_key)

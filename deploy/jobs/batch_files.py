@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 
 from deploy.exchange.client import Attempt
 from deploy.exchange.exchanges import CHAT, COMPLETIONS
+from serve_app.config.files import why_unread
 from speculative.errors import ConfigError
 
 REFUSED = "refused"
@@ -43,7 +44,7 @@ def read_requests(path: Path) -> dict[str, BatchRequest]:
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error}.") from error
+        raise ConfigError(f"{path} cannot be read: {why_unread(error)}.") from error
     for number, line in enumerate(lines, start=1):
         try:
             if line.strip():

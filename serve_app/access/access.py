@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from serve_app.config.files import why_unread
 from serve_app.errors import AccessDenied, Forbidden
 from speculative.errors import ConfigError
 
@@ -97,7 +98,7 @@ def read_token(path: Path) -> str:
     try:
         token = path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"admin.token_file {path} cannot be read: {error}.") from error
+        raise ConfigError(f"admin.token_file {path} cannot be read: {why_unread(error)}.") from error
     if not token:
         raise ConfigError(f"admin.token_file {path} is empty; put a token into it.")
     return token

@@ -63,15 +63,22 @@ def _read_yaml(path: Path | str) -> Any:
     try:
         return yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_Loader)
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}{_REMEDIES.get(error.errno or 0, '')}.") from error
+        raise ConfigError(f"{path}: cannot be read: {why_unread(error)}.") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: is not YAML: it is no text in UTF-8; give a file of settings.") from error
+        raise ConfigError(f"{path}: is not YAML: {why_unread(error)}.") from error
     except yaml.MarkedYAMLError as error:
         place = error.problem_mark or error.context_mark
         at = f"line {place.line + 1}, column {place.column + 1}: " if place is not None else ""
         raise ConfigError(f"{path}: is not YAML: {at}{error.problem or error.context}.") from error
     except _NOT_YAML as error:
         raise ConfigError(f"{path}: is not YAML: {' '.join(str(error).split())}") from error
+
+
+def why_unread(error: OSError | ValueError) -> str:
+    """Say why a file cannot be read, and what to do about it."""
+    if isinstance(error, OSError):
+        return f"{error.strerror or error}{_REMEDIES.get(error.errno or 0, '')}"
+    return "it is no text in UTF-8; give another file"
 
 
 def parse_args(args: Mapping[str, Any]) -> AppConfig:
@@ -88,8 +95,8 @@ def parse_args(args: Mapping[str, Any]) -> AppConfig:
 
 _REMEDIES = {
     errno.EACCES: "; let this user read it (chmod), or give another file",
-    errno.ENOENT: "; check the path, or make it",
-    errno.EISDIR: "; give a file, or a model as the first argument",
+    errno.ENOENT: "; check the path",
+    errno.EISDIR: "; give a file in it",
 }
 
 # PyYAML lets through what its constructors run into, and what a deep file does to it.
