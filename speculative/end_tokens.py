@@ -18,6 +18,8 @@ END_TOKEN_FILES = (
     "tokenizer.json",
 )
 """The files of a checkpoint that `end_tokens` reads."""
+LFS_POINTER = "version https://git-lfs"
+"""Start of what a repository has in the place of a large file that was not fetched."""
 
 
 def end_tokens(folder: Path) -> dict[int, tuple[str, ...]]:
@@ -62,7 +64,10 @@ def read_json(path: Path) -> Json:
         ConfigError: it is missing, damaged or no object.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        if text.startswith(LFS_POINTER):
+            raise ConfigError(f"{path} is a pointer of Git LFS and not the file; fetch it with `git lfs pull`.")
+        content = json.loads(text)
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist; give the folder of a Hugging Face checkpoint.") from None
     except (OSError, ValueError) as error:

@@ -31,7 +31,7 @@ from speculative.model.config import ModelConfig, holds_fp8
 from speculative.model.eagle3 import Eagle3Config
 from speculative.model.head_checkpoint import read_held_out_rates
 from speculative.model.loading import check_weights, checkpoint_files, choose_weights
-from speculative.model.tensor_files import check_length, check_tensors
+from speculative.model.tensor_files import check_tensors, read_header
 from speculative.weights import longest_sequence
 
 _PLACE = "applications[0].args"
@@ -102,7 +102,7 @@ def check_machine(config: AppConfig, machine: Machine, *, reads_weights: bool = 
     for setting, folder in sources.items():
         with found.reading(setting):
             for file in folder.glob("*.safetensors"):
-                check_length(file)
+                read_header(file)
     if reads_weights and config.engine.kind == "torch" and not found.faults:
         _check_weights(config, sources, found)
     return found

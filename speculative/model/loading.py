@@ -30,7 +30,7 @@ from speculative.model.derived import is_derived
 from speculative.model.file_names import INDEX_FILE, LOWER_FILES, QUANTIZED_FILE, TOP_FILES, WEIGHTS_FILE
 from speculative.model.fp8 import E4M3, check_fp8_sizes, quantize_rows, why_no_fp8
 from speculative.model.quantized import Quantized, load_quantized
-from speculative.model.tensor_files import check_tensors, read_tensors, require_finite
+from speculative.model.tensor_files import check_tensors, read_header, read_tensors, require_finite
 
 _logger = logging.getLogger("truespec.model")
 
@@ -134,6 +134,8 @@ def _read_into(decoder: Decoder, folder: Path, files: Iterable[Path]) -> None:
     """Fill the parameters of a decoder. Returns with nothing left that would keep the files mapped, or the plain
     weights alive.
     """
+    if not (folder / WEIGHTS_FILE).is_file():
+        _check_index(folder)
     slots = decoder.checkpoint_slots()
     filled: dict[str, tuple[str, Path]] = {}  # slot -> the tensor that went there, and its file
     for path, name, tensor in read_tensors(files):
@@ -238,6 +240,18 @@ def _sharded_files(folder: Path) -> list[Path]:
     if missing:
         raise ConfigError(f"{folder} lacks {_listed(missing)}, named in {INDEX_FILE}; download the rest.")
     return [folder / name for name in names]
+
+
+def _check_index(folder: Path) -> None:
+    """Refuse an index that names tensors which their files lack."""
+    stated = _weight_map(folder)
+    headers = {name: read_header(folder / name) for name in set(stated.values())}
+    missing = [name for name, file in stated.items() if name not in headers[file]]
+    if missing:
+        raise ConfigError(
+            f"{folder / INDEX_FILE} names the tensors {_listed(missing)}, which its files lack; take all of them from "
+            "one source."
+        )
 
 
 def _weight_map(folder: Path) -> dict[str, str]:

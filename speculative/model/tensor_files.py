@@ -3,16 +3,18 @@
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from speculative.end_tokens import LFS_POINTER
 from speculative.errors import ConfigError
 
 _LENGTH_BYTES = 8  # of the header's length, which begins a file
-_POINTER = b"version https://git-lfs"
 _FP8 = torch.float8_e4m3fn  # torch does not compare it on every device
+_PLAIN = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def read_tensors(files: Iterable[Path]) -> Iterator[tuple[Path, str, Tensor]]:
@@ -22,7 +24,7 @@ def read_tensors(files: Iterable[Path]) -> Iterator[tuple[Path, str, Tensor]]:
         ConfigError: a file is damaged.
     """
     for path in files:
-        check_length(path)
+        read_header(path)
         try:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118  (a safetensors file is no mapping)
@@ -41,16 +43,16 @@ def check_tensors(files: Iterable[Path]) -> None:
         require_finite(path, name, tensor)
 
 
-def check_length(path: Path) -> None:
-    """Refuse a file that is shorter or longer than its own header says.
+def read_header(path: Path) -> dict[str, Any]:
+    """Return what the header of a file says of each tensor, by its name.
 
     Raises:
-        ConfigError: it is, or has no header.
+        ConfigError: the file is shorter or longer than its header says, or has none.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
-        begins = file.read(len(_POINTER))
-        if begins == _POINTER:
+        begins = file.read(len(LFS_POINTER))
+        if begins == LFS_POINTER.encode():
             raise ConfigError(f"{path} is a pointer of Git LFS and not the file; fetch it with `git lfs pull`.")
         length = int.from_bytes(begins[:_LENGTH_BYTES], "little")
         file.seek(_LENGTH_BYTES)
@@ -66,6 +68,7 @@ def check_length(path: Path) -> None:
     if size != wanted:
         what = "it was cut off" if size < wanted else "something was added"
         raise ConfigError(f"{path} has {size:,} bytes, and its header says {wanted:,}: {what}; download it again.")
+    return tensors
 
 
 def require_finite(path: Path, name: str, tensor: Tensor) -> None:
@@ -76,7 +79,7 @@ def require_finite(path: Path, name: str, tensor: Tensor) -> None:
     """
     if tensor.dtype == _FP8:  # has no infinity
         found = "NaN" if bool((tensor.view(torch.uint8) & 0x7F == 0x7F).any()) else ""
-    elif not tensor.is_floating_point() or not tensor.numel():
+    elif tensor.dtype not in _PLAIN or not tensor.numel():
         found = ""
     else:
         extremes = torch.stack(torch.aminmax(tensor))  # NaN where there is one; nothing else is as fast

@@ -119,6 +119,14 @@ def test_a_checkpoint_that_lacks_a_shard_is_refused(tmp_path: Path) -> None:
     sharded = tmp_path / "sharded"
     AutoModelForCausalLM.from_pretrained(whole).save_pretrained(sharded, max_shard_size="100KB")
     assert len(list(sharded.glob("model-*.safetensors"))) > 2
+    index = json.loads((sharded / "model.safetensors.index.json").read_text())
+    added = index | {"weight_map": index["weight_map"] | {"more": max(index["weight_map"].values())}}
+    (sharded / "model.safetensors.index.json").write_text(json.dumps(added))
+    for read in (load, check_weights):
+        with pytest.raises(ConfigError, match=r"index\.json names the tensors more, which its files lack"):
+            read(sharded)
+    (sharded / "model.safetensors.index.json").write_text(json.dumps(index))
+    check_weights(sharded)
     next(iter(sorted(sharded.glob("model-*.safetensors")))).unlink()
     for read in (load, check_weights):
         with pytest.raises(ConfigError, match=r"lacks model-00001-of-.*named in model\.safetensors\.index\.json"):
