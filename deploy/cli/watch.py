@@ -214,6 +214,8 @@ def watch_proxy(url: str, referee: str | None, referee_port: int, **options: Any
     own_options = {name: options[name] for name in options if name not in _SHARED} | {"dialect": options["dialect"]}
     proxy = ProxyOptions(url, referee=referee or f"http://127.0.0.1:{referee_port}", **own_options)
     free_port(HttpOptions(host=proxy.host), proxy.port, "--")
+    if referee is None:
+        free_port(HttpOptions(host="127.0.0.1"), referee_port, "--referee-")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with _own_referee([] if referee else [f"--port={referee_port}", *words]) as process:
 

@@ -18,9 +18,7 @@ _SHIFTED = {
 _VERIFICATION = "the verification of drafts, the drafter's probabilities, and random numbers"
 LOOK_AT = {
     "drift": "keys and values: handoff, prefix cache, new weights",
-    "probability": _VERIFICATION,
-    "surprisal": _VERIFICATION,
-    "unlikely": _VERIFICATION,
+    **dict.fromkeys(("probability", "surprisal", "unlikely"), _VERIFICATION),
     "support": "filters and masks at drafted positions",
     "greedy": "the verification of drafts",
     "impossible": "the front end, and its limits",
