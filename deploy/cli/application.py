@@ -13,7 +13,6 @@ from typing import Any, get_args
 import click
 import yaml
 
-from deploy.cli.console import GroupedCommand, option_in
 from deploy.cli.vllm_flags import ARGS, TAKEN, explained
 from deploy.options import checked_secret
 from deploy.run.own_model import OwnModel, own_application
@@ -45,8 +44,18 @@ class ServeTarget:
         return str(self.file) if self.own is None else self.own.source
 
 
-class ApplicationCommand(GroupedCommand):
-    """A command about one application: what it says of vLLM's flags is where their settings are."""
+class ApplicationCommand(click.Command):
+    """A command about one application: its help has groups, and of vLLM's flags it says where their settings are."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options, heading by heading; `Options` has those without one."""
+        found: dict[str, list[tuple[str, str]]] = {}
+        for param in (one for one in self.get_params(ctx) if isinstance(one, click.Option)):
+            if (record := param.get_help_record(ctx)) is not None:
+                found.setdefault(_HEADINGS.get(param.name or "", "Options"), []).append(record)
+        for heading, records in found.items():
+            with formatter.section(heading):
+                formatter.write_dl(records, col_max=_COLUMN)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Read the command line."""
@@ -81,20 +90,27 @@ class _Length(click.ParamType[Any]):
         return int(float(read[1] or read[3]) * _THOUSANDS[read[2] or read[4] or ""])
 
 
-_model, _machine, _http = map(option_in, ("Model", "Machine", "Address"))
+_COLUMN = 36  # of options in help
+_HEADINGS = dict.fromkeys(("host", "port", "api_key"), "Address") | dict.fromkeys(
+    ("engine", "gpus", "address"), "Machine"
+)
+_HEADINGS |= dict.fromkeys(("source", "served_model_name", "revision", "max_model_len", "quantization"), "Model")
+_HEADINGS |= dict.fromkeys(("drafter", "settings"), "Model")
 _OPTIONS = (
     click.argument("served", type=click.Path(), metavar="MODEL|FILE", required=False),
-    _model("--model", "source", metavar="MODEL", help="The model, where it is not the first argument."),
-    _model("--served-model-name", "--name", metavar="NAME", help="What clients ask for."),
-    _model("--revision", metavar="REV", help="Branch, tag or commit of a hub's model."),
-    _model("--max-model-len", type=_Length(), metavar="N", help="Most tokens of a request."),
-    _model("--quantization", "-q", metavar="FORM", help="Form of the weights: fp8, w4a8 ..."),
-    _model("--drafter", metavar="KIND", help="What drafts: ngram, eagle3:FOLDER ..."),
-    _machine("--engine", type=click.Choice(["torch", "vllm"]), help="truespec's own engine (torch), or vLLM."),
-    _machine("--gpus", type=click.IntRange(min=0), metavar="N", help="GPUs to use; 0 is the CPU."),
-    _model("--set", "settings", metavar="NAME=VALUE", multiple=True, help="Any setting: engine.dtype=float32 ..."),
-    _http("--host", metavar="HOST", help="Listen on this address."),
-    _http("--port", type=click.IntRange(1, 65535), metavar="N", help="Listen on this port."),
+    click.option("--model", "source", metavar="MODEL", help="The model, where it is not MODEL."),
+    click.option("--served-model-name", "--name", metavar="NAME", help="What clients ask for."),
+    click.option("--revision", metavar="REV", help="Branch, tag or commit of a hub's model."),
+    click.option("--max-model-len", type=_Length(), metavar="N", help="Most tokens of a request."),
+    click.option("--quantization", "-q", metavar="FORM", help="Form of the weights: fp8, w4a8 ..."),
+    click.option("--drafter", metavar="KIND", help="What drafts: ngram, eagle3:FOLDER ..."),
+    click.option("--engine", type=click.Choice(["torch", "vllm"]), help="truespec's own engine (torch), or vLLM."),
+    click.option("--gpus", type=click.IntRange(min=0), metavar="N", help="GPUs to use; 0 is the CPU."),
+    click.option(
+        "--set", "settings", metavar="NAME=VALUE", multiple=True, help="Any setting: engine.dtype=float32 ..."
+    ),
+    click.option("--host", metavar="HOST", help="Listen on this address."),
+    click.option("--port", type=click.IntRange(1, 65535), metavar="N", help="Listen on this port."),
 )
 
 

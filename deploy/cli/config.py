@@ -25,7 +25,7 @@ def config() -> None:
     "--as-values",
     is_flag=True,
     envvar="TRUESPEC_CHECK_AS_VALUES",
-    help="With --file-only: FILE was made by the Helm chart; call its settings as the chart's values do.",
+    help="With --file-only: name settings as the chart's values.",
 )
 def config_check(asked: ServeTarget, file_only: bool, address: str | None, as_values: bool) -> None:
     """Check settings, and whether this machine can serve them.

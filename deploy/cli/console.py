@@ -1,7 +1,6 @@
 """The console of all commands: the two outputs, progress, and how errors and interrupts end a command."""
 
 import difflib
-import functools
 import signal
 import sys
 import time
@@ -18,7 +17,6 @@ from deploy.run.what_is import shipped
 from speculative.errors import TruespecError
 
 _UNBROKEN = 100_000  # columns
-_COLUMN = 36  # of options in help
 _WHOLE = 1000  # letters of a command's first sentence
 
 
@@ -75,33 +73,6 @@ class MainCommand(click.Command):
         except KeyboardInterrupt:
             say("Interrupted.", err)
             raise click.exceptions.Exit(INTERRUPTED) from None
-
-
-class _GroupedOption(click.Option):
-    """An option that help shows under a heading."""
-
-    def __init__(self, *names: Any, heading: str, **attributes: Any) -> None:
-        super().__init__(*names, **attributes)
-        self.heading = heading
-
-
-def option_in(heading: str) -> Callable[..., Callable[[Any], Any]]:
-    """Declares options, as `click.option` does, that help shows under this heading."""
-    return functools.partial(click.option, cls=_GroupedOption, heading=heading)
-
-
-class GroupedCommand(click.Command):
-    """A command whose help has its options under their headings."""
-
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the options, heading by heading; `Options` has those without one."""
-        found: dict[str, list[tuple[str, str]]] = {}
-        for param in (one for one in self.get_params(ctx) if isinstance(one, click.Option)):
-            if (record := param.get_help_record(ctx)) is not None:
-                found.setdefault(getattr(param, "heading", "Options"), []).append(record)
-        for heading, records in found.items():
-            with formatter.section(heading):
-                formatter.write_dl(records, col_max=_COLUMN)
 
 
 class MainGroup(MainCommand, click.Group):

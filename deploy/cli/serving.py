@@ -18,7 +18,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from deploy.cli.application import ApplicationCommand, ServeTarget, application_of, application_options
-from deploy.cli.console import CONFIGS, a_config, a_file, err, option_in, out, progress_printer, say
+from deploy.cli.console import CONFIGS, a_config, a_file, err, out, progress_printer, say
 from deploy.options import api_key, check_writable, write_json
 from deploy.run.models import find_model
 from serve_app.config.files import load_config
@@ -28,8 +28,8 @@ from speculative.errors import ConfigError
 
 @click.command(cls=ApplicationCommand)
 @application_options
-@option_in("Address")("--api-key", metavar="KEY", multiple=True, help="Ask clients for this key. Several: any of them.")
-@option_in("Machine")("--address", metavar="ADDRESS", help="Run on this Ray cluster: auto, or host:port.")
+@click.option("--api-key", metavar="KEY", multiple=True, help="Ask clients for this key. Several: any of them.")
+@click.option("--address", metavar="ADDRESS", help="Run on this Ray cluster: auto, or host:port.")
 def serve(asked: ServeTarget, address: str | None) -> None:
     """Serve a model until interrupted.
 
