@@ -43,6 +43,7 @@ _OLD_TOOLS = "is an old name; send tools and tool_choice."
 
 
 UNSUPPORTED: dict[str, tuple[Harmless, str]] = {
+    "top_logprobs": (_one_of(0), "is a field of /v1/chat/completions; send their number as logprobs here."),
     "tools": (_empty, _ONLY_CHAT),
     "tool_choice": (_one_of("none", "auto"), _ONLY_CHAT),
     "functions": (_empty, _OLD_TOOLS),

@@ -135,7 +135,7 @@ class ResponseEvents:
         all_of_it = ParsedDelta(piece.text, piece.reasoning, piece.calls)
         for num_tokens, said in piece.parts or ((len(piece.token_ids), all_of_it),):
             events += self._said(head, said, num_tokens)
-        self._pieces.append(_without_text(piece))
+        self._pieces.append(piece._replace(text="", token_ids=(), token_kinds=(), logprobs=None, calls=(), parts=()))
         return b"".join(events)
 
     def _said(self, head: ReplyHead, said: ParsedDelta, num_tokens: int) -> list[bytes]:
@@ -281,16 +281,6 @@ class _OpenItem:
         else:
             self.item["content"][0]["text"] = text
         return text
-
-
-def _without_text(piece: ChoiceDelta) -> ChoiceDelta:
-    """Return what is needed of a piece at the end."""
-    return ChoiceDelta(
-        piece.index,
-        finish_reason=piece.finish_reason,
-        weight_versions=piece.weight_versions,
-        unrepeatable=piece.unrepeatable,
-    )
 
 
 def _reasoning(text: str) -> Fields:

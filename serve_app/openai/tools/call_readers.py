@@ -181,14 +181,15 @@ class CallReader(ABC):
         return whole
 
     def _list(self, *, bare: bool = True) -> Step[bool]:
-        """Read a list of calls, or one; whether there is any."""
+        """Read a list of calls, or several without its brackets and commas; whether there is any."""
         text = self._text
-        if not (yield from text.literal("[")):
-            return (yield from self._call(bare=bare))
+        is_list = yield from text.literal("[")
         yield from text.blanks()
         if not (yield from self._call(bare=bare)):
             return False
-        yield from self._further(",", bare=bare)
+        yield from self._further("," if is_list else "", bare=bare)
+        if not is_list:
+            return True
         yield from text.blanks()
         yield from text.literal("]")
         return True
@@ -199,7 +200,7 @@ class CallReader(ABC):
         while True:
             end = text.at
             yield from text.blanks()
-            if not (yield from text.literal(separator)):
+            if not (yield from text.literal(separator)) or (not separator and (yield from text.peek()) != "{"):
                 text.at = end
                 return
             yield from text.blanks()

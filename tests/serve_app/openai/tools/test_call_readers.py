@@ -121,6 +121,8 @@ READ: list[tuple[type[FreeCalls], str, str, Calls]] = [
     (HermesCalls, hermes('{"name": "a", "arguments": {"x": True, "y": [None, False,], }}'), "",
      [("a", '{"x": true, "y": [null, false] }')]),
     (LlamaCalls, f"[{ONE}, {OTHER}]", "", BOTH),
+    *((kind, f"{begin}{ONE}\n{OTHER}{end}", "", BOTH) for kind, begin, end in (
+        (HermesCalls, "<tool_call>", "\n</tool_call>"), (MistralCalls, "[TOOL_CALLS] ", ""))),
     (LlamaCalls, f"<|python_tag|>{ONE[:-1]}", "", BOTH[:1]),
     (MistralCalls, f"[TOOL_CALLS] [{ONE}\n[TOOL_CALLS] b \n[ARGS] {{}}", "", BOTH),
 ]  # fmt: skip
