@@ -232,17 +232,12 @@ def _rehearse(
 
 
 def _wait_for(operator: Client, ready: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-    """The status of the replica that rehearses, once it has come so far.
-
-    Raises:
-        ServiceError: it has not in time.
-    """
+    """The status of the replica that rehearses, once it has come so far. Raises ServiceError."""
     deadline = time.monotonic() + _REHEARSAL_S
     while time.monotonic() < deadline:
-        replicas: list[dict[str, Any]] = json.loads(operator.fetch("/admin/speculation"))["replicas"]
-        found = [one for one in replicas if one["rehearsal"] is not None and ready(one)]
-        if found:
-            return found[0]
+        for one in json.loads(operator.fetch("/admin/speculation"))["replicas"]:
+            if one["rehearsal"] is not None and ready(one):
+                return dict(one)
         time.sleep(0.5)
     raise ServiceError("The rehearsal does not come to its end; the replica's log says why.")
 

@@ -32,14 +32,6 @@ class _Replica:
     ordered: Mode | None = None
     rehearse: bool = False
 
-    @property
-    def may_rehearse(self) -> bool:
-        """Return whether it speculates by its breaker; a prefill replica drafts nothing."""
-        status = self.report.status
-        by_breaker = status.state is BreakerState.CLOSED and status.mode is Mode.AUTO and status.pool != "prefill"
-        ended = status.rehearsal is None or status.rehearsal.state != "running"
-        return by_breaker and ended and not self.rehearse
-
 
 class ReplicaRegistry:
     """Reports of replicas in, orders out. What concerns their answers goes on to the referee's book.
@@ -106,7 +98,13 @@ class ReplicaRegistry:
 
         Returns every replica's status; None where it cannot.
         """
-        ready = [one for key, one in sorted(self._replicas.items()) if name in (None, key) and one.may_rehearse]
+        ready = []
+        for key, one in sorted(self._replicas.items()):
+            status = one.report.status
+            speculates = status.state is BreakerState.CLOSED and status.mode is Mode.AUTO and status.pool != "prefill"
+            is_busy = one.rehearse or (status.rehearsal is not None and status.rehearsal.state == "running")
+            if name in (None, key) and speculates and not is_busy:
+                ready.append(one)
         if not ready:
             return None
         ready[0].rehearse = True

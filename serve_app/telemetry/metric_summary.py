@@ -21,9 +21,7 @@ class MetricSummary(TypedDict):
     tme: float | None  # mean of exp|logprob given - logprob replayed|; 1 = no drift
     selfcheck_terms: float
     selfcheck_alarms: float  # the engine's and the referee's
-    breaker_trips: float
     verdicts: dict[str, float]
-    handoffs: float  # those that were taken in
     handoffs_by_result: dict[str, float]
 
 
@@ -64,8 +62,6 @@ def summarise(text: str) -> MetricSummary:
         selfcheck_terms=totals.get("truespec_selfcheck_terms_total", 0.0),
         selfcheck_alarms=totals.get("truespec_selfcheck_alarms_total", 0.0)
         + totals.get("truespec_replay_alarms_total", 0.0),
-        breaker_trips=totals.get("truespec_breaker_trips_total", 0.0),
         verdicts=verdicts,
-        handoffs=by_result.get("ok", 0.0),
         handoffs_by_result=by_result,
     )

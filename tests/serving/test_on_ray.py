@@ -175,7 +175,7 @@ def test_a_draft_models_state_travels_with_the_handoff(ray_port: int, tiny_folde
             details = service.completion(prompt=prompt, max_tokens=30, seed=5, ignore_eos=True)["usage"]
             assert details["completion_tokens_details"]["rejected_prediction_tokens"] == 0
             assert details["completion_tokens_details"]["accepted_prediction_tokens"] > 15
-        wait_for(lambda: service.metrics()["handoffs"] == 3, "counting of handoffs")
+        wait_for(lambda: service.metrics()["handoffs_by_result"] == {"ok": 3}, "counting of handoffs")
 
 
 def test_too_many_requests_are_reported_when_to_come_again(ray_port: int, tiny_folder: Path) -> None:

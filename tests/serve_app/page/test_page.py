@@ -5,6 +5,7 @@ import json
 import re
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 import httpx
@@ -13,6 +14,7 @@ from playwright.sync_api import Browser, expect
 
 from serve_app.access.access import Access
 from serve_app.access.request_gate import Gate
+from serve_app.guard.rehearsal import Rehearsal
 from serve_app.page.feed import StatusFeed
 from serve_app.page.status import StatusBook
 from serve_app.telemetry.metrics import BufferSink, Metrics, PrometheusSink
@@ -260,11 +262,13 @@ def test_what_comes_from_outside_is_text(served: Served, referee: Referee, brows
     referee.changes = {
         "about": status["about"] | {"model": "fake", "drafter": HOSTILE},
         "latest": [status["latest"][0] | {"reason": HOSTILE}],
-        "replicas": [status["replicas"][0] | {"replica": HOSTILE}],
+        "replicas": [
+            status["replicas"][0] | {"replica": HOSTILE, "rehearsal": asdict(Rehearsal(1.0, "found", HOSTILE))}
+        ],
         "incidents": [referee.app.status()["incidents"][0] | {"name": HOSTILE}],
     }
     visit = Visit(browser, served.url)
-    for place in ("about", "latest", "replicas", "incidents"):
+    for place in ("about", "latest", "replicas", "incidents", "rehearsals"):
         expect(visit.page.locator(f"#{place}")).to_contain_text(HOSTILE)
     visit.page.get_by_role("button", name="Send").click()
     expect(visit.page.locator(".answer .text")).to_contain_text(HOSTILE)

@@ -300,10 +300,9 @@ def test_the_summary_of_a_whole_app() -> None:
     assert summary["tme"] == pytest.approx(1.01)
     assert summary["replayed_tokens"] == 50, "strata overlap: all is the total"
     assert summary["verdicts"] == {"verified": 3}
-    assert (summary["breaker_trips"], summary["selfcheck_alarms"]) == (2, 2)
-    assert summary["handoffs"] == 4
+    assert summary["selfcheck_alarms"] == 2
     assert summary["handoffs_by_result"] == {"ok": 4, "refused": 1}
 
     nothing = summarise(PrometheusSink().exposition()[0].decode())
     assert [nothing[name] for name in ("acceptance_rate", "mean_accepted_length", "tme")] == [None] * 3
-    assert nothing["handoffs"] == 0
+    assert nothing["handoffs_by_result"] == {}
