@@ -5,6 +5,7 @@ fault names its field and the fix.
 """
 
 import importlib.util
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from deploy.run.machine import Machine
 from deploy.run.models import model_here
@@ -326,15 +326,12 @@ def _smallest_form(engine: EngineConfig, folder: Path, *, uses_gpu: bool) -> str
 
 def _num_weights(folder: Path) -> int:
     """Numbers of a model, from its files' headers; of files that cannot be read the loading says more."""
-    sizes: dict[str, int] = {}
     try:
-        for path in checkpoint_files(folder):
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118  (a safetensors file is no mapping)
-                    sizes[name] = torch.Size(file.get_slice(name).get_shape()).numel()
+        headers = [read_header(path) for path in checkpoint_files(folder)]
         tied = read_json(folder / "config.json").get("tie_word_embeddings") is True
-    except (TruespecError, SafetensorError, OSError):
+    except TruespecError:
         return 0
+    sizes = {name: math.prod(tensor["shape"]) for header in headers for name, tensor in header.items()}
     if tied and "model.embed_tokens.weight" in sizes:
         sizes.pop("lm_head.weight", None)  # a copy that some files have
     return sum(sizes.values())

@@ -90,17 +90,14 @@ def begins_nothing(core: RawTokenizer, *, after_special: bool = False) -> RawTok
         core: the tokenizer.
         after_special: keep what it puts behind each special token, too, and not at the start alone.
     """
-    content = json.loads(core.to_str())
-    changed = {**content, "normalizer": content["normalizer"], "pre_tokenizer": content["pre_tokenizer"]}
-    for part in ("normalizer", "pre_tokenizer"):
-        changed[part] = _beginning_nothing(content[part], after_special)
-    return core if changed == content else RawTokenizer.from_str(json.dumps(changed))
+    parts = {"normalizer": core.normalizer, "pre_tokenizer": core.pre_tokenizer}
+    steps = {name: json.loads(part.__getstate__()) for name, part in parts.items() if part is not None}
+    changed = {name: _beginning_nothing(step, after_special) for name, step in steps.items()}
+    return core if changed == steps else RawTokenizer.from_str(json.dumps(json.loads(core.to_str()) | changed))
 
 
 def _beginning_nothing(step: Any, after_special: bool) -> Any:
     """A step of a normalizer or pre-tokenizer that leaves the start of a text alone; None = nothing is left of it."""
-    if step is None:
-        return None
     for several in ("normalizers", "pretokenizers"):
         if several in step:
             left = [_beginning_nothing(one, after_special) for one in step[several]]

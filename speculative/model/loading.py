@@ -323,10 +323,11 @@ def _from_hub(hub_id: str) -> Path:
             f"{hub_id!r} is no folder here and could not be had from the Hugging Face hub ({reason}). "
             "Without a hub, give a local folder, or a name of `truespec model list`."
         ) from error
-    if not (folder / "config.json").is_file():
+    lacking = [what for what in ("config.json", "*.safetensors") if not any(folder.rglob(what))]
+    if lacking:
         raise ConfigError(
-            f"{hub_id} has no config.json on the hub, as of a repository of GGUF files, which are not read; give the "
-            "checkpoint that it was made of."
+            f"{hub_id} has no {' and no '.join(lacking)} on the hub; GGUF files and pickled weights are not read: give "
+            "the checkpoint in safetensors."
         )
     return folder
 

@@ -196,7 +196,11 @@ def test_replicas_of_one_node_share_one_download_from_the_hub(tmp_path: Path) ->
         environment = os.environ | hub.environment(tmp_path / "hub") | {"TRUESPEC_CACHE": str(tmp_path / "cache")}
         replicas = [subprocess.Popen(command, env=environment) for _ in range(2)]
         assert [replica.wait(120) for replica in replicas] == [0, 0]
-    assert hub.downloads["model.safetensors"] == 1 and set(hub.downloads.values()) == {1}
+        assert hub.downloads["model.safetensors"] == 1 and set(hub.downloads.values()) == {1}
+        del hub.files["model.safetensors"]
+        environment |= {"HF_HOME": str(tmp_path / "other")}
+        said = subprocess.run(command, env=environment, capture_output=True, text=True, check=False).stderr
+    assert "org/tiny has no *.safetensors on the hub; GGUF files and pickled weights are not read" in said
 
 
 _READ = """
