@@ -451,48 +451,37 @@ async def test_an_engine_without_the_means_says_so(tiny_folder: Path) -> None:
     assert load_engine(tiny_folder, settings()).make_constraint(Structure("json_object")).allowed((), ())[0].any()
 
 
-DEAD_ENDS: list[tuple[dict[str, Any], set[str]]] = [  # what is sent, with texts for ids; the message's fields
-    ({"allowed_token_ids": ["a"], "structured_outputs": {"choice": ["no"]}},
-     {"allowed_token_ids", "structured_outputs.choice"}),
-    ({"allowed_token_ids": ["n"], "guided_regex": "n{9}o"}, {"allowed_token_ids", "guided_regex"}),
-    ({"allowed_token_ids": ["n"], "logit_bias": {"n": -100}, "response_format": {"type": "json_object"}},
-     {"allowed_token_ids", "response_format"}),
-    ({"bad_words": ["no", "n"], "structured_outputs": {"choice": ["no"]}}, {"bad_words", "structured_outputs.choice"}),
-    ({"allowed_token_ids": ["q"], "bad_words": ["qq"]}, {"allowed_token_ids", "bad_words"}),
-    ({"allowed_token_ids": ["n"], "bad_words": ["n"]}, {"allowed_token_ids", "bad_words"}),
-    ({"allowed_token_ids": ["n"], "stop_token_ids": ["n"], "min_tokens": 2}, {"allowed_token_ids", "min_tokens"}),
-]  # fmt: skip
+DEAD_ENDS: list[dict[str, Any]] = [  # with texts for ids; the first two fields leave no token
+    {"allowed_token_ids": "a", "structured_outputs": {"choice": ["no"]}},
+    {"allowed_token_ids": "n", "guided_regex": "n{9}o"},
+    {"allowed_token_ids": "n", "response_format": {"type": "json_object"}, "logit_bias": {"5": -100}},
+    {"bad_words": ["no", "n"], "structured_outputs": {"choice": ["no"]}},
+    {"allowed_token_ids": "q", "bad_words": ["qq"]},
+    {"allowed_token_ids": "n", "bad_words": ["n"]},
+    {"allowed_token_ids": "n", "min_tokens": 2, "stop_token_ids": "n"},
+]
 
 
-@pytest.mark.parametrize(
-    "drafter", [NGRAM, DrafterConfig(kind="suffix", suffix_min_match=1), NO_DRAFTS], ids=lambda one: one.kind
-)
+@pytest.mark.parametrize("drafter", [NGRAM, DrafterConfig(kind="suffix", suffix_min_match=1), NO_DRAFTS])
 @pytest.mark.parametrize("temperature", [0, 1])
 async def test_constraints_that_leave_no_token_are_the_clients_mistake(
     tiny_folder: Path, drafter: DrafterConfig, temperature: float
 ) -> None:
     """At once and on the way; the engine breaks no invariant, and who is beside it gets what it gets alone."""
-    backend = TorchBackend(str(tiny_folder), "m", settings(drafter=drafter))
-    model, sink = await backend.start(), PrometheusSink(source="r1")
-    tokenizer = Tokenizer.from_folder(tiny_folder)
+    backend, sink = TorchBackend(str(tiny_folder), "m", settings(drafter=drafter)), PrometheusSink(source="r1")
+    model, tokenizer = await backend.start(), Tokenizer.from_folder(tiny_folder)
     end = FrontEnd(observed(BackendSource(backend), Metrics([sink], model_name="m", pool="all")), tokenizer, model)
     beside = completion(max_tokens=40, seed=1, ignore_eos=True)
-
-    def ids(value: Any) -> Any:
-        return [ids(one) for one in value] if isinstance(value, list) else tokenizer.encode_continuation(value)[0]
-
     try:
         alone = await reply_to(end, beside)
-        for sent, names in DEAD_ENDS:
-            fields = {name: ids(value) if name.endswith("ids") else value for name, value in sent.items()}
-            fields |= {"logit_bias": {str(ids(text)): bias for text, bias in sent.get("logit_bias", {}).items()}}
-            asked = {"temperature": temperature, **fields}
+        for sent in DEAD_ENDS:
+            ids = {name: tokenizer.encode_continuation(text)[:1] for name, text in sent.items() if name.endswith("ids")}
+            asked = {"temperature": temperature, **sent, **ids}
             task = asyncio.create_task(reply_to(end, beside))
             with pytest.raises(InvalidRequest) as caught:
                 await reply_to(end, completion(**asked))
-            assert {name for name in names if name in caught.value.message} == names, (sent, caught.value.message)
-            assert caught.value.field in names
-            assert reply_for(caught.value).status == 400
+            assert all(name in caught.value.message for name in list(sent)[:2])
+            assert caught.value.field.partition(".")[0] in sent
             with contextlib.suppress(InvalidRequest):  # before the first event
                 *_, last = [one async for one in end.events(await end.prepare(completion(**asked, stream=True)))]
                 assert json.loads(last.removeprefix(b"data: ")) == reply_for(caught.value).body()
