@@ -270,12 +270,12 @@ def watch_referee(host: str, port: int, max_queue: int, **options: Any) -> None:
     `/` shows verdicts and findings, /metrics is for Prometheus.
     """
     from deploy.run.ports import free_port
-    from deploy.watch.app import run_referee
+    from deploy.watch.app import serve_referee
     from serve_app.config.serve_file import HttpOptions
 
     free_port(HttpOptions(host=host), port, "--")
     referee, replayer = _referee_options(options, max_queue=max_queue)
-    run_referee(referee, replayer, host, port)
+    asyncio.run(serve_referee(referee, replayer, host, port))
 
 
 @watch.command("files")
@@ -314,7 +314,7 @@ def watch_files(
     answers = read_records(records, requests)
     referee, replayer = _referee_options(options)
     with View(err) as view:
-        report = judge_records(answers, referee, replayer, view)
+        report = asyncio.run(judge_records(answers, referee, replayer, view))
     _show(report, json_file, html_file)
     if reasons := [f"{name}: {text}." for name, text in shortcomings(report).items() if name in fail_on]:
         raise Failure("\n".join(reasons))

@@ -1,6 +1,5 @@
 """The referee over HTTP: what proxies send comes in; verdicts, the report as a page, and metrics go out."""
 
-import asyncio
 import base64
 import hashlib
 from importlib import resources
@@ -91,8 +90,3 @@ async def serve_referee(options: RefereeOptions, replayer: ReplayerOptions, host
     async with running_referee(options, replayer) as referee:
         config = uvicorn.Config(referee_app(referee), host=host, port=port, log_level="warning", access_log=False)
         await uvicorn.Server(config).serve()
-
-
-def run_referee(options: RefereeOptions, replayer: ReplayerOptions, host: str, port: int) -> None:
-    """Serve in this process until interrupted."""
-    asyncio.run(serve_referee(options, replayer, host, port))

@@ -37,16 +37,10 @@ async def running_referee(options: RefereeOptions, replayer_options: ReplayerOpt
         await replayer.stop()
 
 
-def judge_records(
-    records: Iterator[Exchange | str], options: RefereeOptions, replayer: ReplayerOptions, view: View
-) -> dict[str, Any]:
-    """Judge every record, and return the report; after Ctrl-C it is about those judged by then, and `interrupted`."""
-    return asyncio.run(_judge_records(records, options, replayer, view))
-
-
-async def _judge_records(
+async def judge_records(
     records: Iterator[Exchange | str], options: RefereeOptions, replayer_options: ReplayerOptions, view: View
 ) -> dict[str, Any]:
+    """Judge every record, and return the report; after Ctrl-C it is about those judged by then, and `interrupted`."""
     view.stage("loading the model")
     async with running_referee(options, replayer_options) as referee:
         interrupted = False

@@ -84,28 +84,29 @@ class Measures:
         self.largest_nats = largest
 
     def figures(self) -> dict[str, Any]:
-        """Return what the report shows; None where there is nothing to compute it from."""
+        """Return what the report shows; None where there is nothing to compute it from. The z of a term, and the
+        standard error of a mean, are those of terms with mean 0."""
         compared, terms = self.num_compared, self.num_terms
         drift = {
-            "tme": 1 + _mean(self.excess, compared),
-            "tme_error": _error(self.excess_squared, compared),
-            "k1": -_mean(self.log_ratio, compared),
-            "k3": _mean(self.k3, compared),
-            "mean_ratio": _mean(self.ratio, compared),
-            "abs_nats": _mean(self.absolute, compared),
+            "tme": 1 + _ratio(self.excess, compared),
+            "tme_error": _ratio(math.sqrt(self.excess_squared), compared),
+            "k1": -_ratio(self.log_ratio, compared),
+            "k3": _ratio(self.k3, compared),
+            "mean_ratio": _ratio(self.ratio, compared),
+            "abs_nats": _ratio(self.absolute, compared),
             "max_nats": self.largest_nats,
-            "chi2": _mean(self.ratio_squared, compared) - 1,
-            "ess": _mean(self.ratio**2, compared * self.ratio_squared),
-            "ratio_over_2": _mean(self.num_high, compared),
-            "ratio_under_half": _mean(self.num_low, compared),
+            "chi2": _ratio(self.ratio_squared, compared) - 1,
+            "ess": _ratio(self.ratio**2, compared * self.ratio_squared),
+            "ratio_over_2": _ratio(self.num_high, compared),
+            "ratio_under_half": _ratio(self.num_low, compared),
         }
         distribution = {
-            "probability": _mean(self.probability, terms),
-            "probability_z": _z(self.probability, self.probability_squared),
-            "surprisal": _mean(self.surprisal, terms),
-            "surprisal_z": _z(self.surprisal, self.surprisal_squared),
-            "probability_error": _error(self.probability_squared, terms),
-            "surprisal_error": _error(self.surprisal_squared, terms),
+            "probability": _ratio(self.probability, terms),
+            "probability_z": _ratio(self.probability, math.sqrt(self.probability_squared)),
+            "surprisal": _ratio(self.surprisal, terms),
+            "surprisal_z": _ratio(self.surprisal, math.sqrt(self.surprisal_squared)),
+            "probability_error": _ratio(math.sqrt(self.probability_squared), terms),
+            "surprisal_error": _ratio(math.sqrt(self.surprisal_squared), terms),
         }
         return {
             "tokens": self.num_tokens,
@@ -147,15 +148,5 @@ class Windows:
         ]
 
 
-def _mean(total: float, num: float) -> float:
+def _ratio(total: float, num: float) -> float:
     return total / num if num else 0.0
-
-
-def _error(squares: float, num: int) -> float:
-    """Return the standard error of a mean of terms with mean 0."""
-    return math.sqrt(squares) / num if num else 0.0
-
-
-def _z(total: float, squares: float) -> float:
-    """Return the size, in standard deviations, of a sum of terms with mean 0."""
-    return total / math.sqrt(squares) if squares else 0.0
