@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as RawTokenizer
 
 from serve_app.text.tokenizer import StopMatcher, StopStrings, Tokenizer
-from speculative.errors import ConfigError, InvalidRequest
+from speculative.errors import InvalidRequest
 
 any_fixture = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
 
@@ -81,11 +81,6 @@ def test_what_cannot_be_rendered_or_encoded_is_an_invalid_request(
 def test_a_model_without_chat_template_says_so(sentencepiece: Tokenizer) -> None:
     with pytest.raises(InvalidRequest, match="no chat template"):
         sentencepiece.encode_chat([{"role": "user", "content": "a"}])
-
-
-def test_a_folder_without_tokenizer_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"tokenizer\.json"):
-        Tokenizer.from_folder(tmp_path)
 
 
 def test_truncation_left_in_a_tokenizer_file_is_switched_off(tokenizer_folder: Path, tmp_path: Path) -> None:

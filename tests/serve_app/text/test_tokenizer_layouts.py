@@ -247,7 +247,9 @@ def test_code_of_a_checkpoint_is_not_run_and_its_file_is_used_alone(tmp_path: Pa
     assert tokenizer.encode("<s>[INST]") == library(folder).encode("<s>[INST]").ids
 
 
-def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+def test_a_file_that_is_damaged_or_missing_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"holds no tokenizer\.json"):
+        Tokenizer.from_folder(tmp_path)
     for content in ("{", "{}", "[]"):
         (tmp_path / "tokenizer.json").write_text(content)
         with pytest.raises(ConfigError, match=r"tokenizer\.json"):

@@ -95,11 +95,6 @@ def test_keys_that_change_nothing_are_let_pass(tmp_path: Path) -> None:
     converted(tmp_path, **neutral, llama__tensor_data_layout="Meta AI original pth", general__file_type=1)
 
 
-def test_a_header_that_lacks_something_says_what(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"lacks llama\.block_count"):
-        converted(tmp_path, llama__block_count=None)
-
-
 def test_a_file_that_is_no_gguf_or_was_cut_off(tmp_path: Path) -> None:
     path = write_tiny_gguf(tmp_path / "broken.gguf", write_tiny_model(tmp_path / "origin", tokenizer=True))
     content = path.read_bytes()
@@ -110,7 +105,9 @@ def test_a_file_that_is_no_gguf_or_was_cut_off(tmp_path: Path) -> None:
             convert_gguf(path, tmp_path)
 
 
-def test_a_tensor_of_some_other_model_is_named(tmp_path: Path) -> None:
+def test_what_is_missing_and_what_is_unknown_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"lacks llama\.block_count"):
+        converted(tmp_path / "missing", llama__block_count=None)
     with pytest.raises(UnsupportedModel, match=r"GGUF tensor blk\.0\.\w+\.bias is not one of a plain Llama"):
         converted(tmp_path, "llama_biased")
 
