@@ -17,7 +17,8 @@ VLLM_STAMP := $(VLLM)/.installed
 CLIENTS := build/clients build/clients-vllm
 PIP := $(VENV)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 # pip alone says nothing for minutes: a line every 15 seconds shows that it goes on.
-installing = $(PIP) $(1) & pip=$$!; seconds=0; while sleep 1; kill -0 $$pip 2>/dev/null; do seconds=$$((seconds + 1)); \
+# What it downloads lies in a folder of the environment's until then, so that it counts.
+installing = mkdir -p $(VENV)/tmp; TMPDIR=$(abspath $(VENV))/tmp $(PIP) $(1) & pip=$$!; seconds=0; while sleep 1; kill -0 $$pip 2>/dev/null; do seconds=$$((seconds + 1)); \
 	((seconds % 15)) || echo "  $$seconds s: $$(du -sm $(VENV) 2>/dev/null | cut -f1) MB of about 3000 installed"; done; wait $$pip
 
 help: ## show this list
@@ -29,7 +30,7 @@ help: ## show this list
 
 setup: $(STAMP) ## set up .venv (the other targets do it when it is missing or out of date)
 
-demo: $(STAMP) ## serve a real model on this machine, ask it a question, print acceptance, speed and the logprob check
+demo: $(STAMP) ## serve a small model here, check its answers, put a fault in and see it found: two to five minutes
 	@mkdir -p build
 	$(VENV)/bin/truespec demo --json build/demo.json
 

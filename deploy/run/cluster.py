@@ -16,7 +16,6 @@ import ray
 from ray import serve
 from ray._common.utils import get_default_ray_temp_dir
 from ray._private import services as ray_services
-from ray._private import worker as ray_worker
 from ray.exceptions import RayError
 from ray.serve.config import HTTPOptions
 from ray.serve.context import _get_global_client
@@ -167,12 +166,14 @@ def _connect(config: AppConfig, progress: Progress, address: str | None) -> None
         progress(f"warning: the pools ask for {needed:g} CPUs, here are {cores}; they will slow each other down")
     os.environ.update(ray_environment())
     progress(f"starting Ray on this machine with {max(cores, needed):g} CPUs{_busy()}")
-    _start_ray(max(cores, int(-(-needed // 1))), progress)
-    progress(f"its logs, and in serve/ the replicas', are in {ray_worker._global_node.get_logs_dir_path()}")
+    session = _start_ray(max(cores, int(-(-needed // 1))), progress)
+    progress(f"its logs, and in serve/ the replicas', are in {session}/logs")
 
 
-def _start_ray(num_cpus: int, progress: Progress) -> None:
+def _start_ray(num_cpus: int, progress: Progress) -> str:
     """Start a cluster on this machine, in several tries: Ray gives up after a time that knows no load (ray#65983).
+
+    Returns the folder of its session.
 
     Raises:
         ConfigError: it does not start.
@@ -182,8 +183,8 @@ def _start_ray(num_cpus: int, progress: Progress) -> None:
         try:
             with _patient_ray():
                 # "local": one of our own, also where `ray start` runs another
-                ray.init("local", num_cpus=num_cpus, log_to_driver=False, logging_level="ERROR")
-            return
+                context = ray.init("local", num_cpus=num_cpus, log_to_driver=False, logging_level="ERROR")
+            return str(context.address_info["session_dir"])
         except Exception as error:  # a plain Exception where it took too long
             ray.shutdown()
             for pid in set(process_tree(os.getpid())) - before:  # of the failed start: they would slow the next one
@@ -195,6 +196,7 @@ def _start_ray(num_cpus: int, progress: Progress) -> None:
                     f"{said}: {_last_line(error)} Stop other programs or look into {LOGS}, and start it again."
                 ) from error
             progress(f"{said}; starting it again, {left} more time{'s' * (left > 1)} at most")
+    raise AssertionError("the last try returns or raises")
 
 
 @contextmanager

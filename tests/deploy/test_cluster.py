@@ -86,10 +86,11 @@ def test_ray_is_started_again_where_its_node_is_late(
 ) -> None:
     looks: list[int] = []
 
-    def init(*_: object, **__: object) -> None:
+    def init(*_: object, **__: object) -> SimpleNamespace:
         """As Ray's, which gives up by its own clock once a look for its node has failed."""
         looks.append(0)
         services.get_node("gcs", "node")
+        return SimpleNamespace(address_info={"session_dir": "session"})
 
     def look(*_: str) -> None:
         """A node that is up at the third look; of the starts that fail, never."""

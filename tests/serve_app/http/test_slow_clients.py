@@ -65,7 +65,7 @@ def test_a_cluster_of_ours_is_started_with_it(monkeypatch: pytest.MonkeyPatch) -
     started: list[dict[str, str]] = []
     for name in PROXY_CALLBACK:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(cluster.ray, "init", lambda *_, **__: started.append(dict(cluster.os.environ)))
+    monkeypatch.setattr(cluster, "_start_ray", lambda *_: started.append(dict(cluster.os.environ)))
     config = cluster.AppConfig.model_validate({"model": {"source": "fake"}})
     cluster._connect(config, lambda _: None, None)
     (environment,) = started
