@@ -43,7 +43,7 @@ def args(**vllm: Any) -> dict[str, Any]:
         ({"lora_modules": {"chat": "/a"}}, {}, "vllm.lora_modules.chat", "the name of the model itself"),
         ({"lora_modules": {"a": "/a"}}, {"engine": {}}, "vllm.lora_modules",
          "which engine.kind torch does not serve: set it"),
-        ({"lora_modules": {"a": ""}}, {}, "vllm.lora_modules.a", "at least 1 character"),
+        ({"lora_modules": {"a": ""}}, {}, "vllm.lora_modules.a", "must not be empty"),
         ({"lora_modules": {"two words": "/a"}}, {}, "vllm.lora_modules", "'two words': give a name without spaces"),
         ({"lora_modules": {"": "/a"}}, {}, "vllm.lora_modules", "give a name without spaces"),
         ({"engine_args": {"enable_lora": True}}, {}, "vllm.engine_args.enable_lora", "set vllm.lora_modules instead"),
