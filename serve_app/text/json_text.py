@@ -57,23 +57,27 @@ def _read_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 class JsonMender:
     """Passes JSON on as it comes, and puts right what models write and JSON forbids: control characters and unknown
-    escapes in strings, Python's names of constants, and a comma before a closing bracket."""
+    escapes in strings, Python's quotes and names of constants, and a comma before a closing bracket."""
 
     def __init__(self) -> None:
         self._held = ""  # of a constant, a comma or an escape, until it is known what it is
-        self._in_string = False
+        self._quote = ""  # of the string that this is in
         self._open: list[str] = []  # what closes the brackets
 
     def push(self, character: str) -> str:
         """Return what may go out with the next character."""
-        if not self._in_string:
+        if not self._quote:
             return self._outside(character)
         if self._held:
             return self._escaped(character)
         if character == "\\":
             self._held = character
             return ""
-        self._in_string = character != '"'
+        if character == self._quote:
+            self._quote = ""
+            return '"'
+        if character == '"':
+            return '\\"'
         return json.dumps(character)[1:-1] if character < " " else character
 
     def end(self) -> str:
@@ -83,7 +87,7 @@ class JsonMender:
 
     def close(self) -> str:
         """Return the rest, and the brackets that are missing."""
-        if self._in_string:
+        if self._quote:
             return self.end()
         return self.end().rstrip(", \t\r\n") + "".join(reversed(self._open))
 
@@ -96,6 +100,8 @@ class JsonMender:
         before, self._held = self._held, ""
         if (before == "\\" and character in '"\\/bfnrt') or (len(held) == 6 and character in string.hexdigits):
             return held
+        if held == "\\'":
+            return "'"
         return "\\" + before + self.push(character)
 
     def _outside(self, character: str) -> str:
@@ -111,7 +117,8 @@ class JsonMender:
             self._open.append(_CLOSING[character])
         elif character in self._open[-1:]:
             self._open.pop()
-        self._in_string = character == '"'
+        if character in "\"'":
+            self._quote, character = character, '"'
         is_spare = held.startswith(",") and character in "]}"
         return (held[1:] if is_spare else _OF_PYTHON.get(held, held)) + character
 

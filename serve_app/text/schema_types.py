@@ -87,7 +87,7 @@ class _Lookup:
 
     def _found(self, schema: Any) -> Types | None:
         if not isinstance(schema, Mapping):
-            return self._silent
+            return frozenset() if schema is False else self._silent
         found = [self._own(schema), *map(self._found, _listed(schema, "allOf"))]
         is_circle = False
         if isinstance(reference := schema.get("$ref"), str):
@@ -98,7 +98,9 @@ class _Lookup:
             says = bool(_known(options)) and not (self._strict and None in options)
             found.append(frozenset().union(*_known(options)) if says else None)
         known = _known(found)
-        return known[0].intersection(*known[1:]) if known else None if is_circle else self._silent
+        if not known:
+            return None if is_circle else self._silent
+        return known[0].intersection(*known[1:]).union(["null"] if schema.get("nullable") is True else [])
 
     def _referred(self, reference: str) -> Types | None:
         if reference not in self._known:
@@ -121,9 +123,9 @@ def _own_types(schema: Mapping[str, Any]) -> Types | None:
     found: list[Types] = []
     named = schema.get("type")
     listed = named if isinstance(named, list) else [named]
-    if kinds := [one for one in listed if isinstance(one, str) and one in ANY]:
+    if kinds := [one.lower() for one in listed if isinstance(one, str) and one.lower() in ANY]:
         whole = ["integer"] if "number" in kinds else []
-        found.append(frozenset([*kinds, *whole, *(["null"] if schema.get("nullable") is True else [])]))
+        found.append(frozenset([*kinds, *whole]))
     if values := _listed(schema, "enum"):
         found.append(frozenset().union(*map(kinds_of, values)))
     if "const" in schema:

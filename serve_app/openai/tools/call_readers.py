@@ -220,7 +220,7 @@ def _object_text(value: str) -> str | None:
             value = json.loads(value, strict=False)
         except ValueError:
             return None
-    if value in ("null", "None"):
+    if value.strip() in ("", "[]", "null", "None"):
         return "{}"
     return mended(value) if value.lstrip().startswith("{") else None
 
@@ -369,11 +369,8 @@ class MistralCalls(FreeCalls):
             yield from text.blanks()
         yield from text.literal("[ARGS]")
         yield from text.blanks()
-        if not name or (yield from text.peek()) != "{":
-            return False
-        self._begin(name)
-        yield from self._object()
-        return True
+        call = _Object(name)
+        return bool(name) and ((yield from self._arguments(call)) or call.begun)
 
 
 class XmlCalls(FreeCalls):
@@ -420,16 +417,16 @@ class XmlCalls(FreeCalls):
             yield from text.blanks()
             key = yield from self._tag("<parameter=")
             if key:
-                yield from text.literal("\n")
+                yield from text.line_end()
                 self._add(f"{separator}{_quoted(key)}: ")
                 types = argument_types(key, schema)
                 yield from (self._string() if types == {"string"} else self._other(types))
                 separator = ", "
             if key or (yield from text.literal("</parameter>")):  # one too many
                 continue
-            text.at = begin
             if (yield from self._ends()):
                 break
+            text.at = begin
             while not (yield from self._ends()):
                 yield from text.take()
             others.append(text.since(begin))
@@ -449,7 +446,7 @@ class XmlCalls(FreeCalls):
         """Return whether a value ends here: with a line, before a tag of the format, or with the text. Its own closing
         tag is read."""
         text, begin = self._text, self._text.at
-        yield from text.literal("\n")
+        yield from text.line_end()
         place, character = text.at, (yield from text.peek())
         if not character or (character == "<" and (yield from text.literal("</parameter>"))):
             return True

@@ -4,6 +4,8 @@ import json
 from collections.abc import Callable, Generator
 from typing import TypeVar
 
+from serve_app.text.json_text import mended
+
 T = TypeVar("T")
 
 Step = Generator[None, None, T]
@@ -60,6 +62,11 @@ class GrowingText:
             self.at += 1
         return True
 
+    def line_end(self) -> Step[None]:
+        """Read the end of a line, if it is here."""
+        if not (yield from self.literal("\n")):
+            yield from self.literal("\r\n")
+
     def word(self, ends: str, longest: int) -> Step[str]:
         """Read up to one of the characters in `ends`; "" = none came, nothing was before it, or too much."""
         begin = self.at
@@ -70,37 +77,38 @@ class GrowingText:
     def string(self) -> Step[str | None]:
         """Read a string of JSON; None = there is none, or it is broken."""
         begin = self.at
-        if (yield from self.peek()) != '"' or not (yield from self.value()):
+        if (yield from self.peek()) not in ('"', "'") or not (yield from self.value()):
             return None
         try:
-            read: str = json.loads(self.since(begin), strict=False)
+            read: str = json.loads(mended(self.since(begin)))
         except ValueError:
             return None
         return read
 
     def value(self, pass_on: Callable[[str], None] | None = None) -> Step[bool]:
         """Read a value of JSON, as far as its brackets and quotes show its end; False = none is here, or it has no end
-        before the text's, or before a tag.
+        before the text's, or before a tag. Strings may have the quotes that Python shows.
 
         Args:
             pass_on: gets its characters as they come.
         """
-        depth, in_string, escaped, begin = 0, False, False, self.at
+        depth, quote, escaped, begin, before = 0, "", False, self.at, ","
         while character := (yield from self.peek()):
-            if not (depth or in_string) and character in ",:]}" + _BLANKS:
+            if not (depth or quote) and character in ",:]}" + _BLANKS:
                 break
-            if character == "<" and not in_string:
+            if character == "<" and not quote:
                 return False
             self.at += 1
             if pass_on is not None:
                 pass_on(character)
-            if in_string:
-                in_string = escaped or character != '"'
+            if quote:
+                quote = quote if escaped or character != quote else ""
                 escaped = character == "\\" and not escaped
-            elif character == '"':
-                in_string = True
+            elif character == '"' or (character == "'" and before in "{[,:"):
+                quote = character
             else:
                 depth += (character in "{[") - (character in "}]")
-            if not (depth or in_string) and character in '"]}':
+            before = before if character in _BLANKS else character
+            if not (depth or quote) and character in "\"']}":
                 return True
-        return not (depth or in_string) and self.at > begin
+        return not (depth or quote) and self.at > begin

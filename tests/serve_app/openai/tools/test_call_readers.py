@@ -22,7 +22,8 @@ PROPERTIES: dict[str, Any] = {
     "text": {"allOf": [{"$ref": "#/$defs/text"}], "description": "As Pydantic before 2.9 has it."},
     "deep": {"oneOf": [{"allOf": [{"anyOf": [{"$ref": "#/$defs/deep"}]}]}]}, "list": {"type": ["array", "null"]},
     "both": {"allOf": [{"type": ["string", "integer"]}, {"type": ["integer", "array"]}]}, "one": {"const": "1"},
-    "loose": {"anyOf": [STRING, {}]},
+    "loose": {"anyOf": [STRING, {}]}, "may": {"$ref": "#/$defs/text", "nullable": True}, "upper": {"type": "STRING"},
+    "never": {"anyOf": [STRING, False]},
 }  # fmt: skip
 DEFINED = {
     "mode": {"enum": ["1", "2"]}, "text": {"$ref": "#/$defs/a~1b%20c"}, "a/b c": STRING,
@@ -103,11 +104,16 @@ READ: list[tuple[type[FreeCalls], str, str, Calls]] = [
      [("a", r'{"x": "\\d\\u12", "y": "\u00e4\\ \""}')]),
     (HermesCalls, hermes('{"name": "a", "arguments": {"x": True, "y": [None, False,], }}'), "",
      [("a", '{"x": true, "y": [null, false] }')]),
+    (HermesCalls, hermes("{'name': 'a', 'arguments': {'x': 'it\\'s \"</tool_call>\"', 'y': [True]}}"), "",
+     [("a", '{"x": "it\'s \\"</tool_call>\\"", "y": [true]}')]),
     (LlamaCalls, f"[{ONE}, {OTHER}]", "", BOTH),
     *((kind, f"{begin}{ONE}\n{OTHER}{end}", "", BOTH) for kind, begin, end in (
         (HermesCalls, "<tool_call>", "\n</tool_call>"), (MistralCalls, "[TOOL_CALLS] ", ""))),
     (LlamaCalls, f"<|python_tag|>{ONE[:-1]}", "", BOTH[:1]),
     (MistralCalls, f"[TOOL_CALLS] [{ONE}\n[TOOL_CALLS] b \n[ARGS] {{}}", "", BOTH),
+    (MistralCalls, '[TOOL_CALLS]a[ARGS]"{\\"x\\": 1}"[TOOL_CALLS] [{"name": "b", "arguments": ""}]', "", BOTH),
+    (XmlCalls, f" {XML}".replace("\n<", "\n  <").replace("\n", "\r\n").replace("\r\n  </par", "\r\n</par"), "",
+     [("light", '{"room": "the \\"big\\" one,\\r\\n\\r\\n2nd floor", "level": 3}'), ("clock", "{}")]),
 ]  # fmt: skip
 
 
@@ -250,6 +256,9 @@ def test_no_part_of_a_marker_is_shown_before_it_is_known_to_be_none(kind: type[F
         ("level", "NONE", "null"),
         ("on", "TRUE", "true"),
         ("list", '["a", True,]', '["a", true]'),
+        ("list", "['a', True]", '["a", true]'),
+        *((key, "12345", '"12345"') for key in ("may", "upper", "never")),
+        ("may", "null", "null"),
         ("list", "[1,", '"[1,"'),
     ],
 )
