@@ -93,7 +93,16 @@ def begins_nothing(core: RawTokenizer, *, after_special: bool = False) -> RawTok
     parts = {"normalizer": core.normalizer, "pre_tokenizer": core.pre_tokenizer}
     steps = {name: json.loads(part.__getstate__()) for name, part in parts.items() if part is not None}
     changed = {name: _beginning_nothing(step, after_special) for name, step in steps.items()}
-    return core if changed == steps else RawTokenizer.from_str(json.dumps(json.loads(core.to_str()) | changed))
+    if changed == steps:
+        return core
+    content = json.loads(core.to_str()) | changed
+    vocabulary = content["model"]["vocab"]
+    for token in content["added_tokens"] if core.normalizer is not None else ():
+        if token["normalized"]:  # found in a text as the whole normalizer writes it
+            text, token["content"] = token["content"], core.normalizer.normalize_str(token["content"])
+            if isinstance(vocabulary, dict) and text in vocabulary:
+                vocabulary[token["content"]] = vocabulary.pop(text)
+    return RawTokenizer.from_str(json.dumps(content))
 
 
 def _beginning_nothing(step: Any, after_special: bool) -> Any:

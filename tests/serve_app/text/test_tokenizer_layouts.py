@@ -54,9 +54,22 @@ def test_a_continuation_has_the_ids_that_it_has_behind_another_text(tmp_path: Pa
     """transformers encodes both together: nothing else knows what belongs to the second."""
     for name, content in LAYOUTS.items():
         folder = write_layout(tmp_path / name, content, {"eos_token": "</s>"})
+        raw = library(folder)
+        raw.add_tokens([AddedToken("<mm>", normalized=True)])
+        raw.save(str(folder / "tokenizer.json"))
         ours, theirs = Tokenizer.from_folder(folder), PreTrainedTokenizerFast.from_pretrained(folder)
         compared = 0
-        for text in (*TEXTS, "the", " the", "  the", "\nthe", "</s>the", "the</s> the", "the <|end|> the"):
+        for text in (
+            *TEXTS,
+            "the",
+            " the",
+            "  the",
+            "\nthe",
+            "</s>the",
+            "the</s> the",
+            "the <|end|> the",
+            "a <mm>x<mm>",
+        ):
             for before in ("(", "th (", "a</s>(", "7\n("):
                 first = theirs.encode(before, add_special_tokens=False)
                 both = theirs.encode(before + text, add_special_tokens=False)
