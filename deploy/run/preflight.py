@@ -29,6 +29,7 @@ from speculative.end_tokens import read_json
 from speculative.errors import ConfigError, TruespecError
 from speculative.model.config import ModelConfig, holds_fp8
 from speculative.model.eagle3 import Eagle3Config
+from speculative.model.file_names import LOWER_FILES, TOP_FILES
 from speculative.model.head_checkpoint import read_held_out_rates
 from speculative.model.loading import check_weights, checkpoint_files, choose_weights
 from speculative.model.tensor_files import check_tensors, read_header
@@ -94,6 +95,7 @@ def check_machine(config: AppConfig, machine: Machine, *, reads_weights: bool = 
         with found.reading(setting):
             folder = None if name is None else model_here(name)
             if folder is not None:
+                _require_files_of_links(folder)
                 sources[setting] = folder
     if "model.source" in sources and config.engine.kind == "torch":
         _check_model(config, machine, sources, found)
@@ -106,6 +108,13 @@ def check_machine(config: AppConfig, machine: Machine, *, reads_weights: bool = 
     if reads_weights and config.engine.kind == "torch" and not found.faults:
         _check_weights(config, sources, found)
     return found
+
+
+def _require_files_of_links(folder: Path) -> None:
+    """Refuse links to files that are gone: a copy of the hub's cache without its blobs has them."""
+    for file in (file for pattern in (*TOP_FILES, *LOWER_FILES) for file in folder.glob(pattern)):
+        if not file.exists():
+            raise ConfigError(f"{file} is a link to {file.readlink()}, which is not there; fetch the model again.")
 
 
 def check_cluster(config: AppConfig) -> Findings:

@@ -53,6 +53,8 @@ def _file_or_model(given: str) -> Path | str:
         return _folder(given, path)
     if path.exists():
         return _file(given, path)
+    if path.is_symlink():
+        raise ConfigError(f"{given} is a link to {path.readlink()}, which is not there; give another path.")
     is_path = given.startswith((".", "/", "~")) or path.suffix in (".yaml", ".yml", ".json", *_WEIGHTS)
     if given in CATALOGUE or (models_folder() / given / "config.json").is_file():
         return given

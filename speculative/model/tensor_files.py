@@ -49,14 +49,17 @@ def read_header(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: the file is shorter or longer than its header says, or has none.
     """
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        begins = file.read(len(LFS_POINTER))
-        if begins == LFS_POINTER.encode():
-            raise ConfigError(f"{path} is a pointer of Git LFS and not the file; fetch it with `git lfs pull`.")
-        length = int.from_bytes(begins[:_LENGTH_BYTES], "little")
-        file.seek(_LENGTH_BYTES)
-        header = file.read(min(length, size))
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            begins = file.read(len(LFS_POINTER))
+            length = int.from_bytes(begins[:_LENGTH_BYTES], "little")
+            file.seek(_LENGTH_BYTES)
+            header = file.read(min(length, size))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}); let this user read it, or fetch it.") from error
+    if begins == LFS_POINTER.encode():
+        raise ConfigError(f"{path} is a pointer of Git LFS and not the file; fetch it with `git lfs pull`.")
     try:
         tensors = {name: tensor for name, tensor in json.loads(header).items() if name != "__metadata__"}
         wanted = _LENGTH_BYTES + length + max((int(one["data_offsets"][1]) for one in tensors.values()), default=0)

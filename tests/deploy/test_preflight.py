@@ -248,6 +248,10 @@ def test_config_check_looks_at_this_machine_unless_told_not_to_and_serve_before_
     (own / "model.safetensors").write_bytes((own / "model.safetensors").read_bytes()[:-9])
     code, output = check()
     assert code == 1 and "it was cut off; download it again" in output and "fine" not in output
+    for name in ("generation_config.json", "model.safetensors"):
+        (own / name).unlink()
+        (own / name).symlink_to("/gone")
+        assert f"{own / name} is a link to /gone, which is not there; fetch the model again." in check()[1]
     args["model"]["source"] = str(tmp_path / "missing")
     code, output = check()
     assert code == 1 and f"Error: {file}: applications[0].args.model.source: There is no folder" in output
