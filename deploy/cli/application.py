@@ -5,7 +5,8 @@ import functools
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
@@ -13,7 +14,7 @@ from typing import Any, get_args
 import click
 import yaml
 
-from deploy.cli.vllm_flags import ARGS, TAKEN, explained
+from deploy.cli.vllm_flags import ARGS, TAKEN, explained, flag_of
 from deploy.options import checked_secret
 from deploy.run.own_model import OwnModel, own_application
 from deploy.run.what_is import HUB_ID, file_or_model
@@ -63,9 +64,9 @@ class ApplicationCommand(click.Command):
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            written = [word for word in given if word.startswith(error.option_name)]
-            said = next(filter(None, map(explained, (*written, error.option_name))), None)
-            if said is None or (error.possibilities and error.option_name not in said):
+            known = {name for param in self.get_params(ctx) for name in param.opts}
+            said = explained(word for word in given if word.startswith("-") and flag_of(word) not in known)
+            if not said or (error.possibilities and error.option_name not in said):
                 raise
             raise click.UsageError(said, ctx) from error
         except click.UsageError as error:
@@ -132,8 +133,11 @@ def application_options(command: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(found, Path):
             if placed:
                 raise click.UsageError(f"--{next(iter(placed))} goes with a model; {found} has a setting for it.")
-            return command(asked=ServeTarget(found, None, changes), **others)
-        return command(asked=ServeTarget(None, OwnModel(found, **placed), changes), **others)
+            asked = ServeTarget(found, None, changes)
+        else:
+            asked = ServeTarget(None, OwnModel(found, **placed), changes)
+        with _named_as_given(asked):
+            return command(asked=asked, **others)
 
     for option in reversed(_OPTIONS):
         with_application = option(with_application)
@@ -144,24 +148,31 @@ def application_of(asked: ServeTarget) -> ServeFile:
     """The checked application of a command line.
 
     Raises:
-        ConfigError: it cannot be read, or something in it is wrong; the message names flags by their names.
+        ConfigError: it cannot be read, or something in it is wrong.
     """
 
     def change(data: Any) -> None:
         for flag, value in asked.changes.items():
             _set_flag(data, flag, value)
 
+    if asked.own is not None:
+        return own_application(asked.own, change)
+    assert asked.file is not None
+    return load_config(asked.file, change=change)
+
+
+@contextmanager
+def _named_as_given(asked: ServeTarget) -> Iterator[None]:
+    """Have errors within the block name flags by their names, and a model's settings as --set takes them."""
     try:
-        if asked.own is not None:
-            return own_application(asked.own, change)
-        assert asked.file is not None
-        return load_config(asked.file, change=change)
+        yield
     except ConfigError as error:
         said = str(error)
         for flag in asked.changes:
-            setting = _place_of(flag)
-            said = said.replace(f": {setting}: ", f": {flag} ({setting.removeprefix(f'{ARGS}.')}): ")
-        raise ConfigError(said) from error
+            setting, called = _place_of(flag), flag.replace("\\", r"\\")
+            named = rf"\g<1>{called} ({setting.removeprefix(f'{ARGS}.')}\g<2>): "
+            said = re.sub(rf"(^|: ){re.escape(setting)}((?:[.\[][^:\s]*)?): ", named, said, flags=re.MULTILINE)
+        raise ConfigError(said if asked.own is None else said.replace(f"{ARGS}.", "")) from error
 
 
 def _setting(given: str) -> tuple[str, Any]:
@@ -241,7 +252,13 @@ def _get(data: Any, setting: str) -> Any:
 
 
 def _set(data: Any, setting: str, value: Any) -> None:
-    """Change a setting; where the file has no such section, its check says what is wrong with it."""
+    """Change a setting; where the file holds no settings at all, its check says so.
+
+    Raises:
+        ConfigError: it has no section of this name.
+    """
     section, name = _place(data, setting)
     if isinstance(section, dict):
         section[name] = value
+    elif isinstance(data, dict):
+        raise ConfigError(f"--set {setting.removeprefix(f'{ARGS}.')}: there is no section of settings that has {name}.")

@@ -167,10 +167,13 @@ def test_flags_of_vllm_change_what_a_model_or_a_file_sets(
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        (
-            "demo --max-model-len 1",
-            "--max-model-len (engine.max_model_len): must be at least 2, got 1.",
-        ),
+        ("demo --max-model-len 1", "--max-model-len (engine.max_model_len): must be at least 2, got 1."),
+        ("org/m --set vllm.engine_args.x=4", "Error: org/m: vllm: is set, but engine.kind is torch"),
+        ("demo --set access.cors_origins=[a]", "--set access.cors_origins (access.cors_origins[0]): must match"),
+        ("demo --set applications[1].route_prefix=/x", "there is no section of settings that has route_prefix."),
+        ("demo --set engine.dtype.x=3", "--set engine.dtype.x: there is no section of settings that has x."),
+        ("demo -tp 2 --task=embed", "device. --task is a flag of vLLM's. Here it is none"),
+        ("demo -dcp 2 --served-model-name x -O3", "underscores. -O3 is a flag of vLLM's. Here it is `--engine vllm`"),
         ("demo --revision v1", "smollm2-135m is no id of a hub, so it has no revisions"),
         ("demo --served-model-name a b", "give one model or file; --served-model-name takes one name."),
         ("demo --tensor-parallel-size=2", "Here it is `--engine vllm --gpus N`"),
