@@ -45,7 +45,7 @@ def _with_hyphens(word: str) -> str:
 @click.group(cls=_Commands, context_settings={"token_normalize_func": _with_hyphens})
 @click.version_option(package_name="truespec")
 def main() -> None:
-    """Serve language models faster by speculative decoding, and keep checking that the answers are the model's own.
+    """Keep checking that a language model's answers are its own, and serve them faster by speculative decoding.
 
     Completion: put eval "$(_TRUESPEC_COMPLETE=bash_source truespec)" into ~/.bashrc; there are zsh_source and
     fish_source, too.

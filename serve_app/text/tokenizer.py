@@ -595,7 +595,8 @@ def _wrap(folder: Path) -> tuple[Any, tuple[str, ...]]:
         try:
             wrapped = PreTrainedTokenizerFast.from_pretrained(str(folder), **options)
         except Exception as again:
-            raise ConfigError(f"transformers cannot load the tokenizer of {folder}: {again}") from again
+            said = f"transformers cannot load the tokenizer of {folder} ({again}); take its files from their source."
+            raise ConfigError(said) from again
     older = read_if_there(folder / "chat_template.json").get("chat_template")
     if wrapped.chat_template is None and older is not None:
         wrapped.chat_template = older
