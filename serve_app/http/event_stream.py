@@ -135,7 +135,7 @@ class EventStream(Response):
         async def break_silence() -> None:
             while self._keep_alive_s:
                 left_s = sent_at + self._keep_alive_s - loop.time()
-                if left_s <= 0:
+                if left_s <= 0 and not events:
                     events.append(_KEEP_ALIVE)
                     due.set()
                 await asyncio.sleep(left_s if left_s > 0 else self._keep_alive_s)

@@ -189,7 +189,7 @@ class FrontEnd:
             for index in range(len(prompts))
         )
         stops = StopStrings(wire.stop_strings)
-        form_field = "tools" if chat is not None and forces_calls(chat) else wire.structure_field
+        form_field = "tool_choice" if chat is not None and forces_calls(chat) else wire.structure_field
         return PreparedRequest(
             head,
             reply_format,

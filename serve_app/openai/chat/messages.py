@@ -78,7 +78,7 @@ class ToolCall(Wire):
 
     id: str | None = None
     """The call's id, which its result names."""
-    type: FunctionKind = "function"
+    type: FunctionKind | None = "function"
     """Only `function` is served."""
     function: CalledFunction
     """`name` and `arguments` of the call."""
@@ -128,8 +128,8 @@ class Message(Wire):
     """A text, or parts of type `text`, which are joined by line breaks."""
     name: str | None = None
     """The participant's name; the chat template decides whether it is shown."""
-    refusal: None = None
-    """Must be null."""
+    refusal: str | None = None
+    """An assistant's message that has no content, as another server returned it."""
     tool_calls: Many[ToolCall] | None = None
     """Calls of an assistant's message, as an answer returned them."""
     tool_call_id: str | None = None
@@ -162,20 +162,20 @@ class Message(Wire):
         Raises:
             InvalidRequest: a field is missing, or belongs to another role.
         """
-        of_assistant = ("tool_calls", "reasoning", "reasoning_content")
+        of_assistant = ("tool_calls", "reasoning", "reasoning_content", "refusal")
         for name in of_assistant if self.role != "assistant" else ():
             if getattr(self, name):
                 raise InvalidRequest(f"{path}.{name}", f"{path}.{name} belongs to messages of role assistant.")
         if self.role != "tool" and self.tool_call_id is not None:
             raise InvalidRequest(f"{path}.tool_call_id", f"{path}.tool_call_id belongs to messages of role tool.")
-        if self.content is None and self.role != "assistant":
+        if self.content is None and self.role not in ("assistant", "tool"):
             raise InvalidRequest(f"{path}.content", f"The field '{path}.content' is missing.")
 
     @property
     def text(self) -> str:
         """The content, its parts joined."""
         if isinstance(self.content, str) or self.content is None:
-            return self.content or ""
+            return self.content or self.refusal or ""
         return "\n".join(part.text for part in self.content)
 
     def for_template(self) -> dict[str, Any]:

@@ -231,7 +231,7 @@ def test_a_name_that_is_no_token_is_not_reported_as_a_path() -> None:
 
 
 def called_with(arguments: str) -> ChatCompletionRequest:
-    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    call = {"type": None, "function": {"name": "f", "arguments": arguments}}
     return chat(messages=[*MESSAGES, {"role": "assistant", "tool_calls": [call]}])
 
 
@@ -265,6 +265,8 @@ def test_an_answer_that_was_cut_off_in_its_reasoning_can_be_sent_back(content: d
     said = {"role": "assistant", **content, "reasoning": "hm", "tool_calls": [], "refusal": None}
     (message,) = chat(messages=[*MESSAGES, said]).chat_prompt().messages[1:]
     assert message == {"role": "assistant", "content": "", "reasoning": "hm", "reasoning_content": "hm"}
+    others = [{"role": "assistant", **content, "refusal": "No."}, {"role": "tool", **content}]
+    assert [message["content"] for message in chat(messages=others).chat_prompt().messages] == ["No.", ""]
     with pytest.raises(InvalidRequest) as caught:
         chat(messages=[{"role": "user", **content}])
     assert caught.value.field == "messages.0.content"

@@ -28,7 +28,7 @@ from speculative.errors import InvalidRequest
 from speculative.request import FinishReason, Request, SamplingParams, Structure
 from tests.support.engines import NGRAM, NO_DRAFTS, settings
 from tests.support.fake_serving import BackendSource
-from tests.support.front_ends import completion, counts_by, observed, reply_to
+from tests.support.front_ends import chat, completion, counts_by, observed, reply_to
 
 VOCAB_SIZE = 512  # the tokenizer knows fewer: the rest is padding
 EOS = (2, 0)
@@ -459,6 +459,7 @@ DEAD_ENDS: list[dict[str, Any]] = [  # with texts for ids; the first two fields 
     {"allowed_token_ids": "q", "bad_words": ["qq"]},
     {"allowed_token_ids": "n", "bad_words": ["n"]},
     {"allowed_token_ids": "n", "min_tokens": 2, "stop_token_ids": "n"},
+    {"bad_words": ["["], "tool_choice": "required", "tools": [{"type": "function", "function": {"name": "f"}}]},
 ]
 
 
@@ -469,21 +470,21 @@ async def test_constraints_that_leave_no_token_are_the_clients_mistake(
 ) -> None:
     """At once and on the way; the engine breaks no invariant, and who is beside it gets what it gets alone."""
     backend, sink = TorchBackend(str(tiny_folder), "m", settings(drafter=drafter)), PrometheusSink(source="r1")
-    model, tokenizer = await backend.start(), Tokenizer.from_folder(tiny_folder)
+    model, tokenizer = await backend.start(), Tokenizer.from_folder(tiny_folder, "chatml-tools")
     end = FrontEnd(observed(BackendSource(backend), Metrics([sink], model_name="m", pool="all")), tokenizer, model)
     beside = completion(max_tokens=40, seed=1, ignore_eos=True)
     try:
         alone = await reply_to(end, beside)
         for sent in DEAD_ENDS:
             ids = {name: tokenizer.encode_continuation(text)[:1] for name, text in sent.items() if name.endswith("ids")}
-            asked = {"temperature": temperature, **sent, **ids}
+            asked, make = {"temperature": temperature, **sent, **ids}, chat if "tools" in sent else completion
             task = asyncio.create_task(reply_to(end, beside))
             with pytest.raises(InvalidRequest) as caught:
-                await reply_to(end, completion(**asked))
+                await reply_to(end, make(**asked))
             assert all(name in caught.value.message for name in list(sent)[:2])
             assert caught.value.field.partition(".")[0] in sent
             with contextlib.suppress(InvalidRequest):  # before the first event
-                *_, last = [one async for one in end.events(await end.prepare(completion(**asked, stream=True)))]
+                *_, last = [one async for one in end.events(await end.prepare(make(**asked, stream=True)))]
                 assert json.loads(last.removeprefix(b"data: ")) == reply_for(caught.value).body()
             assert (await task)["choices"][0]["text"] == alone["choices"][0]["text"]
         stats = backend.take_stats()
