@@ -195,15 +195,16 @@ class CallReader(ABC):
         return True
 
     def _further(self, separator: str, *, bare: bool = True) -> Step[None]:
-        """Read calls that follow one, each behind a separator."""
+        """Read calls that follow one, each behind a separator, which may be missing; a comma may end a list."""
         text = self._text
         while True:
             end = text.at
             yield from text.blanks()
-            if not (yield from text.literal(separator)) or (not separator and (yield from text.peek()) != "{"):
-                text.at = end
-                return
+            yield from text.literal(separator)
             yield from text.blanks()
+            if (following := (yield from text.peek())) != "{":
+                text.at = text.at if separator == "," and following == "]" else end
+                return
             if not (yield from self._call(bare=bare)):
                 self._no_call(end)
                 return

@@ -107,6 +107,7 @@ READ: list[tuple[type[FreeCalls], str, str, Calls]] = [
     (HermesCalls, hermes("{'name': 'a', 'arguments': {'x': 'it\\'s \"</tool_call>\"', 'y': [True]}}"), "",
      [("a", '{"x": "it\'s \\"</tool_call>\\"", "y": [true]}')]),
     (LlamaCalls, f"[{ONE}, {OTHER}]", "", BOTH),
+    (MistralCalls, f"[TOOL_CALLS] [{ONE}\n{OTHER},\n]", "", BOTH),
     *((kind, f"{begin}{ONE}\n{OTHER}{end}", "", BOTH) for kind, begin, end in (
         (HermesCalls, "<tool_call>", "\n</tool_call>"), (MistralCalls, "[TOOL_CALLS] ", ""))),
     (LlamaCalls, f"<|python_tag|>{ONE[:-1]}", "", BOTH[:1]),
