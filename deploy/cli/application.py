@@ -14,7 +14,7 @@ from typing import Any, get_args
 import click
 import yaml
 
-from deploy.cli.vllm_flags import ARGS, TAKEN, explained, flag_of
+from deploy.cli.vllm_flags import ARGS, PAGE, TAKEN, explained, flag_of
 from deploy.options import checked_secret
 from deploy.run.own_model import OwnModel, own_application
 from deploy.run.what_is import HUB_ID, file_or_model
@@ -66,8 +66,9 @@ class ApplicationCommand(click.Command):
         except click.NoSuchOption as error:
             known = {name for param in self.get_params(ctx) for name in param.opts}
             said = explained(word for word in given if word.startswith("-") and flag_of(word) not in known)
-            if not said or (error.possibilities and error.option_name not in said):
+            if error.possibilities and error.option_name not in said:
                 raise
+            said = said or f"{error.message} --set NAME=VALUE takes any setting, and {PAGE} has vLLM's flags."
             raise click.UsageError(said, ctx) from error
         except click.UsageError as error:
             if "unexpected extra argument" in error.message:

@@ -42,7 +42,9 @@ def _with_hyphens(word: str) -> str:
     return word.replace("_", "-")
 
 
-@click.group(cls=_Commands, context_settings={"token_normalize_func": _with_hyphens})
+@click.group(
+    cls=_Commands, context_settings={"token_normalize_func": _with_hyphens, "help_option_names": ["--help", "-h"]}
+)
 @click.version_option(package_name="truespec")
 def main() -> None:
     """Keep checking that a language model's answers are its own, and serve them faster by speculative decoding.

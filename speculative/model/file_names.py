@@ -11,6 +11,8 @@ QUANTIZED_FILE = "truespec/quantized.safetensors"
 TEMPLATES_FOLDER = "additional_chat_templates"
 TOP_FILES = ("*.safetensors", "*.json", "*.jinja", "merges.txt", "vocab.txt", "tokenizer.model")
 """What is read at the top of a folder, as patterns. Nothing of it runs code."""
+NEVER_READ = ["*/*", "consolidated*"]
+"""What those patterns hold and nobody reads: lower folders, and Mistral's second copy of its weights."""
 LOWER_FILES = (f"{TEMPLATES_FOLDER}/*.jinja", QUANTIZED_FILE)
 """What is read below it."""
 

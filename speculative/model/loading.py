@@ -27,7 +27,7 @@ from speculative.model.cpu.native import Kind
 from speculative.model.cpu.packed import can_pack_for_onednn, pack_for_onednn
 from speculative.model.decoder import Decoder
 from speculative.model.derived import is_derived
-from speculative.model.file_names import INDEX_FILE, LOWER_FILES, QUANTIZED_FILE, TOP_FILES, WEIGHTS_FILE
+from speculative.model.file_names import INDEX_FILE, LOWER_FILES, NEVER_READ, QUANTIZED_FILE, TOP_FILES, WEIGHTS_FILE
 from speculative.model.fp8 import E4M3, check_fp8_sizes, quantize_rows, why_no_fp8
 from speculative.model.quantized import Quantized, load_quantized
 from speculative.model.tensor_files import check_tensors, read_header, read_tensors, require_finite
@@ -311,7 +311,7 @@ def _from_hub(hub_id: str) -> Path:
     try:
         folder = Path(
             snapshot_download(
-                repository, revision=revision or None, allow_patterns=list(TOP_FILES), ignore_patterns=["*/*"]
+                repository, revision=revision or None, allow_patterns=list(TOP_FILES), ignore_patterns=NEVER_READ
             )
         )
         shards = _weight_map(folder).values() if (folder / INDEX_FILE).is_file() else ()

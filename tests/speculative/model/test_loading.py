@@ -177,13 +177,16 @@ _RESOLVE = "import sys; from speculative.model.loading import *; checkpoint_file
 
 
 def test_replicas_of_one_node_share_one_download_from_the_hub(tmp_path: Path) -> None:
-    """Two processes that start at once: each has the whole checkpoint when it goes on."""
-    with fake_hub("org/tiny", write_tiny_model(tmp_path / "origin", tokenizer=True)) as hub:
+    """Two processes that start at once: each has the whole checkpoint when it goes on, and no second copy of it."""
+    origin = write_tiny_model(tmp_path / "origin", tokenizer=True)
+    (origin / "consolidated.safetensors").write_bytes(b"as Mistral has it")
+    with fake_hub("org/tiny", origin) as hub:
         command = [sys.executable, "-c", _RESOLVE, "org/tiny"]
         environment = os.environ | hub.environment(tmp_path / "hub") | {"TRUESPEC_CACHE": str(tmp_path / "cache")}
         replicas = [subprocess.Popen(command, env=environment) for _ in range(2)]
         assert [replica.wait(120) for replica in replicas] == [0, 0]
         assert hub.downloads["model.safetensors"] == 1 and set(hub.downloads.values()) == {1}
+        assert "consolidated.safetensors" not in hub.downloads
         del hub.files["model.safetensors"]
         environment |= {"HF_HOME": str(tmp_path / "other")}
         said = subprocess.run(command, env=environment, capture_output=True, text=True, check=False).stderr
