@@ -62,13 +62,21 @@ FunctionKind = Annotated[str, Field(json_schema_extra={"const": "function"}), Af
 ToolName = Annotated[str, Field(min_length=1, max_length=256)]
 
 
+def _as_text(arguments: Any) -> Any:
+    """Arguments that a client has parsed, as the text that they were."""
+    return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, dict) else arguments
+
+
+ArgumentsText = Annotated[str | None, BeforeValidator(_as_text)]
+
+
 class CalledFunction(Wire):
     """The function that a tool call of the conversation called."""
 
     name: str
     """The function's name."""
-    arguments: str | None
-    """The text of a JSON object; what is none, and cannot be put right, counts as an empty one."""
+    arguments: ArgumentsText = None
+    """The text of a JSON object, or the object; what is none, and cannot be put right, counts as an empty one."""
     parsed_arguments: Any = None
     """Accepted, without effect."""
 

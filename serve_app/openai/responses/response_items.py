@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, TypeAdapter, field_validator
 from pydantic_core import PydanticCustomError
 
-from serve_app.openai.chat.messages import CalledFunction, Message, TextPart, ToolCall
+from serve_app.openai.chat.messages import ArgumentsText, CalledFunction, Message, TextPart, ToolCall
 from serve_app.openai.wire import Many, Wire
 
 Status = Literal["in_progress", "completed", "incomplete"]
@@ -85,7 +85,7 @@ class FunctionCallItem(Wire):
 
     type: Literal["function_call"]
     name: str
-    arguments: str | None
+    arguments: ArgumentsText = None
     call_id: str
     id: str | None = None
     status: Status | None = None
