@@ -339,7 +339,7 @@ def _wait_until_running(name: str, progress: Progress) -> None:
 def _fault_of_ours(message: str) -> str | None:
     """Return what our own error in a replica's start says; None where it was another's."""
     found = _OUR_ERROR.match(message) if _FAILED_START.match(message) else None
-    return re.sub(r" \(On node (\S+), [0-9a-f]+\.\)$", r" (On node \1.)", found[1].strip()) if found else None
+    return found[1].strip() if found else None
 
 
 def _brief(message: str) -> str:

@@ -56,7 +56,7 @@ def test_replicas_that_are_slow_to_start_are_no_failure_in_what_is_said(monkeypa
         "waiting: 1 monolith replica still loading after 30 s, as a large model or a busy machine makes it",
         "waiting: a replica failed to start and is tried again, 2 more times at most: OSError: no route",
     ]
-    with pytest.raises(ConfigError, match=r"^A replica cannot start: w holds NaN;\nget it. \(On node vm.\)$"):
+    with pytest.raises(ConfigError, match=r"^A replica cannot start: w holds NaN;\nget it. \(On node vm, 61e0f\.\)$"):
         waited_for([_FAILED + _OURS.format("ConfigError")], monkeypatch)
     with pytest.raises(ConfigError, match=r"^The application did not start: a replica .*: its process was killed or"):
         waited_for([f"{_GAVE_UP}ray.exceptions.ActorDiedError: The actor died unexpectedly"], monkeypatch)

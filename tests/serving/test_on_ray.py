@@ -129,7 +129,8 @@ def test_metrics_agree_with_what_clients_were_reported(ray_port: int, tiny_folde
         assert metrics["emitted_tokens"] == sum(usage["completion_tokens"] for usage in usages) == 200
         assert metrics["draft_tokens"] > 0
         assert metrics["acceptance_rate"] == metrics["accepted_tokens"] / metrics["draft_tokens"]
-        assert metrics["mean_accepted_length"] == pytest.approx(1 + sum(metrics["acceptance_per_position"]))
+        by_position = counter_total(service.metrics_text(), "truespec_accepted_tokens_per_position_total")
+        assert metrics["mean_accepted_length"] == pytest.approx(1 + by_position / metrics["drafts"])
         # What was accepted behind the last token of a request is counted, and not delivered.
         delivered = sum(one["accepted_prediction_tokens"] for one in details)
         assert delivered <= metrics["accepted_tokens"] <= delivered + 4 * len(usages)
