@@ -19,7 +19,7 @@ PIP := $(VENV)/bin/python -m pip install -qq --disable-pip-version-check -c cons
 # pip alone says nothing for minutes: a line every 15 seconds shows that it goes on.
 # What it downloads lies in a folder of the environment's until then, so that it counts.
 installing = mkdir -p $(VENV)/tmp; TMPDIR=$(abspath $(VENV))/tmp $(PIP) $(1) & pip=$$!; seconds=0; while sleep 1; kill -0 $$pip 2>/dev/null; do seconds=$$((seconds + 1)); \
-	((seconds % 15)) || echo "  $$seconds s: $$(du -sm $(VENV) 2>/dev/null | cut -f1) MB of about 3000 installed"; done; wait $$pip
+	((seconds % 15)) || echo "  $$seconds s: $$(du -sm $(VENV) 2>/dev/null | cut -f1) MB of about 4000"; done; wait $$pip
 
 help: ## show this list
 	@echo "truespec: make TARGET"

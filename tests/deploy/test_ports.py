@@ -79,7 +79,9 @@ def test_commands_refuse_a_taken_port_before_ray_starts(file: Path, monkeypatch:
         with listening("0.0.0.0") as port:
             run = truespec(*command, "--port", port)
         assert run.exit_code == 1 and isinstance(run.exception, SystemExit), run.output
-        assert f"Error: http_options.port: {port} on 127.0.0.1 is in use" in run.output
+        assert re.search(
+            rf"^Error: (--port \()?http_options\.port\)?: {port} on 127\.0\.0\.1 is in use", run.output, re.M
+        )
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,6 @@ WRONG_MESSAGES: list[tuple[dict[str, Any], str]] = [
     ({"role": "user", "content": [{"type": "text"}]}, "content.0.text"),
     ({"role": "user", "content": "\udc00"}, "content"),
     ({"role": "king", "content": "a"}, "role"),
-    ({"role": "tool"}, "content"),
     ({"role": "user", "content": "a", "tool_call_id": "1"}, "tool_call_id"),
     ({"role": "user", "content": "a", "reasoning": "b"}, "reasoning"),
     ({"role": "assistant", "content": "a", "tool_calls": [{}]}, "tool_calls.0.function"),

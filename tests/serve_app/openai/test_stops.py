@@ -136,7 +136,7 @@ TOOLS = {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choic
         ("completion", {"response_format": SCHEMA}, "response_format"),
         ("chat", {"structured_outputs": {"choice": ["a"]}}, "structured_outputs.choice"),
         ("chat", {"response_format": SCHEMA}, "response_format"),
-        ("chat", TOOLS, "tools"),
+        ("chat", TOOLS, "tool_choice"),
         ("responses", {"text": {"format": {"type": "json_object"}}}, "text.format"),
         ("generate", {"structured_outputs": {"regex": "("}}, "sampling_params.structured_outputs.regex"),
     ],

@@ -90,7 +90,7 @@ def test_reasoning_is_of_what_follows_it_and_a_message_alone() -> None:
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
          "input.0.content.0.type", UnsupportedParameter),
         ({"input": [{"role": "user", "content": "a", "x": 1}]}, "input.0.x", UnknownParameter),
-        ({"input": [{"type": "function_call", "name": "f"}]}, "input.0.arguments", InvalidRequest),
+        ({"input": [{"type": "function_call", "name": "f"}]}, "input.0.call_id", InvalidRequest),
         ({"input": [OUTPUT | {"output": 5}]}, "input.0.output", InvalidRequest),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type", UnsupportedParameter),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools.0.name", InvalidRequest),
