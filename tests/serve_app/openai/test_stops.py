@@ -149,4 +149,5 @@ async def test_a_form_that_the_engine_refuses_is_named_as_it_was_sent(
             StructureCompiler(tokenizer_folder, tooled.vocab_size, ends)(Structure("grammar", grammar))
         front = FrontEnd(DeltaSource(of_engine.value), tooled, info(tooled, 1000))
         got = await refused(front, endpoint, **fields)
-        assert got.field == field and why in got.message
+        named = "tools" if fields is TOOLS and ends else field  # found before it is sent: the schemas are at fault
+        assert got.field == named and why in got.message
