@@ -116,7 +116,7 @@ def test_every_module_is_imported_from_it_without_packages_for_development(unpac
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--help"], "the model's own"),
+        (["--help"], "model's answers are its own"),
         (["config", "check", "--file-only", "demo"], "configs/demo.yaml: fine"),
         (["model", "list"], "smollm2-135m"),
         (["dashboards", "build", "--out", "made"], "written: made/overview.json"),
