@@ -48,13 +48,14 @@ def serve(asked: ServeTarget, address: str | None) -> None:
             "a file of `truespec keys create` on every node."
         )
     with served(checked, address, report) as service, _interruptible() as stop:
-        line = curl_line(service, chats=chats(checked.application.args))
+        tokenizer = tokenizer_here(checked.application.args)
+        line = curl_line(service, chats=chats(tokenizer))
         say(f"Serving {service.model_name} at {service.base_url}. Try:\n  {line}", err)
         if checked.application.args.access.keys_file is not None:
             say("It asks for an API key: add -H 'authorization: Bearer KEY'.", err)
         else:
             say("Anyone who can reach this address may use it; --api-key KEY asks for a key.", err)
-        if (tokenizer := tokenizer_here(checked.application.args)) is not None:
+        if tokenizer is not None:
             say(tokenizer.ends(), err)
         say("Ctrl-C stops it; a second one does not wait for requests that run.", err)
         stop.wait()

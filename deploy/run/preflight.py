@@ -146,9 +146,8 @@ def tokenizer_here(config: AppConfig) -> Tokenizer | None:
         return None
 
 
-def chats(config: AppConfig) -> bool:
-    """Return whether a model takes conversations: it has a chat template, or is on other machines only."""
-    tokenizer = tokenizer_here(config)
+def chats(tokenizer: Tokenizer | None) -> bool:
+    """Return whether a model takes conversations: it has a chat template, or is on other machines only (None)."""
     return tokenizer is None or bool(tokenizer.chat_template().source)
 
 

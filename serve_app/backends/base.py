@@ -458,7 +458,7 @@ def taken_in(request_id: str) -> TokenDelta:
 
 def is_taken_in(delta: TokenDelta) -> bool:
     """Return whether a delta says only that its request was taken in."""
-    return delta == TokenDelta(delta.request_id)
+    return not delta.token_ids and delta == TokenDelta(delta.request_id)
 
 
 class TokenSource(Protocol):

