@@ -28,7 +28,7 @@ _THOUSANDS = {"": 1, "k": 10**3, "m": 10**6, "K": 2**10, "M": 2**20}
 
 @dataclass(frozen=True, slots=True)
 class ServeTarget:
-    """What a command line asks for: a file of settings or a model of one's own, and settings beside it.
+    """Target of a command line: a file of settings or a model of one's own, and settings beside it.
 
     file: the settings; None = a model was given.
     own: the model; None = a file was given.
@@ -93,11 +93,13 @@ class _Length(click.ParamType[Any]):
 
 
 _COLUMN = 36  # of options in help
-_HEADINGS = dict.fromkeys(("host", "port", "api_key"), "Address") | dict.fromkeys(
-    ("engine", "gpus", "address"), "Machine"
-)
-_HEADINGS |= dict.fromkeys(("source", "served_model_name", "revision", "max_model_len", "quantization"), "Model")
-_HEADINGS |= dict.fromkeys(("drafter", "settings"), "Model")
+_HEADINGS = {
+    **dict.fromkeys(("source", "served_model_name", "revision", "max_model_len", "quantization"), "Model"),
+    **dict.fromkeys(("drafter", "settings"), "Model"),
+    **dict.fromkeys(("engine", "gpus", "address"), "Machine"),
+    **dict.fromkeys(("host", "port", "api_key"), "Address"),
+}
+"""Heading of each option in help, by its parameter."""
 _OPTIONS = (
     click.argument("served", type=click.Path(), metavar="MODEL|FILE", required=False),
     click.option("--model", "source", metavar="MODEL", help="The model, where it is not MODEL."),

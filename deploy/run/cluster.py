@@ -111,12 +111,12 @@ def running_app(file: ServeFile, progress: Progress, *, address: str | None = No
 
 def _prepare_kernels(progress: Progress) -> None:
     """Compile the CPU kernels before replicas wait for them, unless they are kept from before."""
-    told = logging.Handler()
-    told.emit = lambda record: progress(record.getMessage())  # type: ignore[method-assign]
-    compiling.addHandler(told)
+    reporting = logging.Handler()
+    reporting.emit = lambda record: progress(record.getMessage())  # type: ignore[method-assign]
+    compiling.addHandler(reporting)
     compiling.setLevel(logging.INFO)
     kernels = find_kernels()
-    compiling.removeHandler(told)
+    compiling.removeHandler(reporting)
     if isinstance(kernels, str):
         progress(f"warning: replicas compute without their kernels, which is slow: {kernels}")
 
@@ -222,7 +222,7 @@ def _patient_ray() -> Iterator[None]:
 
 
 def _load() -> float:
-    """How many processes there are to run, for each core."""
+    """Runnable processes for each core."""
     return os.getloadavg()[0] / (os.cpu_count() or 1)
 
 

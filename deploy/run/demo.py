@@ -201,7 +201,7 @@ def run_demo(
 def _rehearse(
     service: Service, admin_token: str, progress: Callable[[str], None], on_text: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Put a fault in, and tell what becomes of it.
+    """Put a fault in, and report what becomes of it.
 
     Raises:
         ServiceError: the service refused, or the rehearsal does not end.
@@ -214,21 +214,20 @@ def _rehearse(
         ordered = operator.post({}, "/admin/rehearsal")
         if not ordered.ok:
             raise ServiceError(f"{service.base_url}/admin/rehearsal: {ordered.reported()}")
-        told = _wait_for(operator, lambda one: one["rehearsal"]["state"] != "running")["rehearsal"]
-        if told["state"] != "found":
-            on_text(f"  {told['state']} after {told['num_tokens']} tokens; the status page says more\n\n")
-            return dict(told)
-        found_s = told["found_at"] - told["began_at"]
-        on_text(
-            f"  found     by the check of {told['found_by']}, after {told['num_tokens']} tokens and {found_s:.1f} s\n"
-        )
+        rehearsed = _wait_for(operator, lambda one: one["rehearsal"]["state"] != "running")["rehearsal"]
+        if rehearsed["state"] != "found":
+            on_text(f"  {rehearsed['state']} after {rehearsed['num_tokens']} tokens; the status page says more\n\n")
+            return dict(rehearsed)
+        found_s = rehearsed["found_at"] - rehearsed["began_at"]
+        after = f"{rehearsed['num_tokens']} tokens and {found_s:.1f} s"
+        on_text(f"  found     by the check of {rehearsed['found_by']}, after {after}\n")
         on_text("  off       speculation on this replica\n")
         verdicts = [service.verdict(task.prompt) for task in TASKS[:_NEXT_ANSWERS]]
         on_text(f"  answered  the next questions of a client: {', '.join(verdicts)}\n")
         progress("waiting until requests of the replica's own have shown that speculation is right again")
-        back_s = _wait_for(operator, lambda one: one["breaker"] == "closed")["since"] - told["found_at"]
+        back_s = _wait_for(operator, lambda one: one["breaker"] == "closed")["since"] - rehearsed["found_at"]
     on_text(f"  on        speculation, after {back_s:.1f} s\n  shown     on {service.base_url}/ while it runs\n\n")
-    return {**told, "verdicts": verdicts, "back_s": back_s}
+    return {**rehearsed, "verdicts": verdicts, "back_s": back_s}
 
 
 def _wait_for(operator: Client, ready: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ _FOLDERS = {
     "snapshots": "the hub's cache of a model: give the model's id, ORG/MODEL, or the folder below snapshots/",
     "params.json": "weights in their maker's own layout: give the folder with config.json, as transformers reads it",
 }
-"""What a folder without config.json is, by a file that it has, and what to give instead."""
+"""Kinds of folders without config.json, by a file that marks them, and what to give instead."""
 
 
 def shipped(given: str) -> Path | None:

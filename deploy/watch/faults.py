@@ -32,7 +32,7 @@ ADVICE = {
     "impossible": "Look at the server's front end: the verdict below names the limit that the answer breaks. Send the "
     "request again with speculation and without, as a stream and as a whole.",
 }
-"""What to do about an alarm. One cause raises many of them: of those that were raised, the first here counts."""
+"""Advice about each alarm. One cause raises many of them: of those that were raised, the first here counts."""
 
 
 def faults(findings: Iterable[Finding]) -> list[list[Finding]]:

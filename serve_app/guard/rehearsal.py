@@ -44,7 +44,7 @@ class Rehearsing:
 
     Args:
         canary: serves requests of the replica's own and has them judged.
-        note: is told how far the rehearsal has come.
+        note: gets the state of the rehearsal after each step.
         found: is called once the fault is found: opens the breaker.
     """
 

@@ -250,9 +250,7 @@ def _on_deep_stack(work: Callable[[], _T]) -> _T:
     return future.result(timeout=_MAX_COMPILE_S)
 
 
-_OVERLAP = (
-    "the schemas of a oneOf are not told apart; give each a required property with a const of its own, or use anyOf"
-)
+_OVERLAP = "the schemas of a oneOf overlap; give each a required property with a const of its own, or use anyOf"
 
 
 def _refused(structure: Structure, reason: str) -> InvalidRequest:

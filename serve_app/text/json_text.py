@@ -55,7 +55,7 @@ def _read_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return made
 
 
-class JsonMender:
+class JsonRepairer:
     """Passes JSON on as it comes, and puts right what models write and JSON forbids: control characters and unknown
     escapes in strings, Python's quotes and names of constants, and a comma before a closing bracket."""
 
@@ -123,7 +123,7 @@ class JsonMender:
         return (held[1:] if is_spare else _OF_PYTHON.get(held, held)) + character
 
 
-def mended(text: str) -> str:
-    """A JSON text, as `JsonMender` puts it right."""
-    mender = JsonMender()
-    return "".join(map(mender.push, text)) + mender.end()
+def repaired(text: str) -> str:
+    """A JSON text, as `JsonRepairer` puts it right."""
+    repairer = JsonRepairer()
+    return "".join(map(repairer.push, text)) + repairer.end()

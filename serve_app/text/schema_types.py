@@ -42,7 +42,7 @@ def argument_types(name: str, parameters: Any) -> Types:
     return _Lookup(parameters, own, None).types(parameters)
 
 
-def told_apart(name: str, options: Iterable[Any], root: Any) -> bool:
+def have_distinct_constants(name: str, options: Iterable[Any], root: Any) -> bool:
     """Return whether objects of several schemas, parts of `root`, differ by the constants that a property has."""
 
     def own(schema: Mapping[str, Any]) -> Types | None:

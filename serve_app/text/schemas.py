@@ -6,7 +6,7 @@ from typing import Any
 
 from serve_app.text.json_text import clean_key
 from serve_app.text.patterns import PatternRefused, from_ecma, split_lookaheads
-from serve_app.text.schema_types import told_apart, value_types
+from serve_app.text.schema_types import have_distinct_constants, value_types
 
 MAX_FORM_BYTES = 1 << 16  # of a form's text
 OPTIONS_BEGIN = '%json {"x-guidance": {'  # of a schema in a grammar that is made here
@@ -117,8 +117,8 @@ def _tag(schema: dict[str, Any], root: dict[str, Any]) -> str | None:
     default in the schema, and takes no object without it: with it, at most one alternative fits."""
     discriminator, options = schema.get("discriminator"), schema["oneOf"]
     name = discriminator.get("propertyName") if isinstance(discriminator, dict) else None
-    is_told = isinstance(name, str) and isinstance(options, list) and told_apart(name, options, root)
-    return name if is_told else None
+    is_tag = isinstance(name, str) and isinstance(options, list) and have_distinct_constants(name, options, root)
+    return name if is_tag else None
 
 
 def _check(keyword: str, value: Any, at: str) -> None:

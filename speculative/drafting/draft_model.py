@@ -87,7 +87,7 @@ class DecoderDraftModel:
 
 
 def drafted_ids(folder: Path, target_folder: Path) -> int | None:
-    """How many ids a draft model may draft: those of the tokens that both have; None = the whole vocabulary of both.
+    """Return the number of ids that a draft model may draft, which are those of tokens that both have; None = all.
 
     Args:
         folder: the draft model's.

@@ -10,11 +10,11 @@ QUANTIZED_FILE = "truespec/quantized.safetensors"
 
 TEMPLATES_FOLDER = "additional_chat_templates"
 TOP_FILES = ("*.safetensors", "*.json", "*.jinja", "merges.txt", "vocab.txt", "tokenizer.model")
-"""What is read at the top of a folder, as patterns. Nothing of it runs code."""
+"""Files that are read at the top of a folder, as patterns. None of them runs code."""
 NEVER_READ = ["*/*", "consolidated*"]
-"""What those patterns hold and nobody reads: lower folders, and Mistral's second copy of its weights."""
+"""Files that match these patterns, and that nobody reads: lower folders, and Mistral's second copy of its weights."""
 LOWER_FILES = (f"{TEMPLATES_FOLDER}/*.jinja", QUANTIZED_FILE)
-"""What is read below it."""
+"""Files that are read below it."""
 
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 

@@ -235,8 +235,8 @@ class DynamicLength(DraftLength):
         return Work(len(self._decoding), num_drafts, longest, context)
 
     def _expected(self, sequence: Sequence, shape: _Widths) -> tuple[list[float], list[float]]:
-        """By position: the share of drafts that are made where they are asked for, and the chance that all up to it are
-        made and accepted."""
+        """Return the share of drafts that are made where they are asked for, and the chance that all up to it are made
+        and accepted, by position."""
         (own_rates, own_made), greedy = self._own[sequence.request.request_id], sequence.params.greedy
         shares, rates = own_made.blended(self._made.blended()), own_rates.blended(self._rates[greedy].hoped_for())
         missed = [1.0, *accumulate((1 - rate for rate in self._siblings[greedy].hoped_for()), mul)]

@@ -63,7 +63,7 @@ def test_replicas_that_are_slow_to_start_are_no_failure_in_what_is_said(monkeypa
 
 
 def waited_for(messages: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is reported where Serve says this, one after the other, of an application that runs then."""
+    """Reports where Serve says this, one after the other, of an application that runs then."""
     said = iter([*messages, ""])
 
     def status() -> Any:
@@ -87,7 +87,7 @@ def test_ray_is_started_again_where_its_node_is_late(
     looks: list[int] = []
 
     def init(*_: object, **__: object) -> SimpleNamespace:
-        """As Ray's, which gives up by its own clock once a look for its node has failed."""
+        """Fail like Ray, which gives up by its own clock once a look for its node has failed."""
         looks.append(0)
         services.get_node("gcs", "node")
         return SimpleNamespace(address_info={"session_dir": "session"})

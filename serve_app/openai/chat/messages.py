@@ -14,7 +14,7 @@ from serve_app.openai.wire import (
     Wire,
     strings_in,
 )
-from serve_app.text.json_text import CallArguments, mended
+from serve_app.text.json_text import CallArguments, repaired
 from serve_app.text.schema_types import value_types
 from speculative.errors import InvalidRequest
 
@@ -107,7 +107,7 @@ def _arguments(text: str) -> CallArguments:
         try:
             arguments = json.loads(text)
         except ValueError:
-            text = mended(text)
+            text = repaired(text)
             arguments = json.loads(text)
         if SUSPECT_ESCAPE.search(text) and any(HALF_PAIR.search(one) for _, one in strings_in(arguments, "")):
             text = HALF_PAIR.sub("\ufffd", json.dumps(arguments, ensure_ascii=False))

@@ -123,9 +123,8 @@ class ResponseEvents:
         self._call = -1  # the index of the call that grows
         self._pieces: list[ChoiceDelta] = []  # without their text
         self._waiting: deque[Fields] = deque()  # logprobs of tokens whose text was not read yet
-        self._entries: list[
-            Fields
-        ] = []  # of tokens that were read since the last message ended; the next one's own list
+        # Of tokens that were read since the last message ended; the next one's own list.
+        self._entries: list[Fields] = []
         self._num_sent = 0  # of these
 
     def piece(self, head: ReplyHead, piece: ChoiceDelta, usage: UsageNow) -> bytes:

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 from serve_app.backends.base import CallPart, ParsedDelta, ReplyParser
 from serve_app.openai.tools.growing_text import GrowingText, Step
-from serve_app.text.json_text import JsonMender, mended, refuse_constant
+from serve_app.text.json_text import JsonRepairer, refuse_constant, repaired
 from serve_app.text.schema_types import argument_types, kinds_of
 from serve_app.text.template_marks import CALLED, TOOL
 from serve_app.text.tokenizer import Tokenizer
@@ -174,10 +174,10 @@ class CallReader(ABC):
 
     def _object(self) -> Step[bool]:
         """Read the arguments of the call that was begun, and pass them on as JSON; False = they are broken."""
-        mender = JsonMender()
-        whole = yield from self._text.value(lambda character: self._add(mender.push(character)))
+        repairer = JsonRepairer()
+        whole = yield from self._text.value(lambda character: self._add(repairer.push(character)))
         by_tag = not whole and bool((yield from self._text.peek()))
-        self._add(mender.close() if by_tag else mender.end())
+        self._add(repairer.close() if by_tag else repairer.end())
         return whole
 
     def _list(self, *, bare: bool = True) -> Step[bool]:
@@ -223,7 +223,7 @@ def _object_text(value: str) -> str | None:
             return None
     if value.strip() in ("", "[]", "null", "None"):
         return "{}"
-    return mended(value) if value.lstrip().startswith("{") else None
+    return repaired(value) if value.lstrip().startswith("{") else None
 
 
 class NamedCall(CallReader):
@@ -494,7 +494,7 @@ _CONSTANTS = {"true": "true", "false": "false", "null": "null", "none": "null"}
 def _as_json(text: str, types: frozenset[str]) -> str:
     """JSON of a value that was written as bare text and may have these types."""
     bare, may_be_text = text.strip(), "string" in types
-    bare = mended(bare if may_be_text else _CONSTANTS.get(bare.lower(), bare))
+    bare = repaired(bare if may_be_text else _CONSTANTS.get(bare.lower(), bare))
     try:
         kinds = kinds_of(json.loads(bare, parse_constant=refuse_constant))
     except (ValueError, RecursionError):

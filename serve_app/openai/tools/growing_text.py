@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Generator
 from typing import TypeVar
 
-from serve_app.text.json_text import mended
+from serve_app.text.json_text import repaired
 
 T = TypeVar("T")
 
@@ -80,7 +80,7 @@ class GrowingText:
         if (yield from self.peek()) not in ('"', "'") or not (yield from self.value()):
             return None
         try:
-            read: str = json.loads(mended(self.since(begin)))
+            read: str = json.loads(repaired(self.since(begin)))
         except ValueError:
             return None
         return read

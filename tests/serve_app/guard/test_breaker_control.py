@@ -337,9 +337,9 @@ async def rehearsed(folder: Path, request: pytest.FixtureRequest) -> AsyncGenera
 
 
 async def test_the_referee_finds_the_fault_and_speculation_is_off_until_a_canary_passes(rehearsed: Rehearsed) -> None:
-    told, control = await rehearsed.rehearse(), rehearsed.control
-    assert (told.state, told.num_verified) == ("found", 2) and told.num_tokens in (48, 96)
-    assert told.found_by in ("draws", "likeliest", "distribution") and told.began_at <= told.found_at
+    ended, control = await rehearsed.rehearse(), rehearsed.control
+    assert (ended.state, ended.num_verified) == ("found", 2) and ended.num_tokens in (48, 96)
+    assert ended.found_by in ("draws", "likeliest", "distribution") and ended.began_at <= ended.found_at
     assert (control.status.state, control.status.reason) == (BreakerState.OPEN, "rehearsal")
     assert control.take_trips() == (), "no client's answer is suspect"
     shown = rehearsed.book.overview()

@@ -50,16 +50,16 @@ def test_a_report_of_a_trip_leaves_the_trip_and_its_alarm(registry: ReplicaRegis
     assert {one["replica"] for one in registry.overview()["incidents"]} == {"r1"}
 
 
-def test_one_replica_that_speculates_is_told_once_to_rehearse(registry: ReplicaRegistry) -> None:
-    def told(one: ReplicaStatus) -> bool:
+def test_one_replica_that_speculates_is_ordered_once_to_rehearse(registry: ReplicaRegistry) -> None:
+    def is_ordered(one: ReplicaStatus) -> bool:
         return registry.on_heartbeat(Report(one, BufferSink(one.replica).drain())).rehearse
 
     idle = [status("r1", BreakerState.OPEN), status("r2"), dataclasses.replace(status("p"), pool="prefill")]
-    assert not any(map(told, idle))
+    assert not any(map(is_ordered, idle))
     assert registry.rehearse("r1") is registry.rehearse("p") is registry.rehearse("unknown") is None
     assert registry.rehearse(None) is not None and registry.rehearse(None) is None, "it is ordered already"
-    assert [told(one) for one in idle] == [False, True, False]
-    assert not told(dataclasses.replace(status("r2"), rehearsal=Rehearsal(99.0)))
+    assert [is_ordered(one) for one in idle] == [False, True, False]
+    assert not is_ordered(dataclasses.replace(status("r2"), rehearsal=Rehearsal(99.0)))
     assert registry.rehearse("r2") is None, "it is under way"
 
 

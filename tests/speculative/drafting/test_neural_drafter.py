@@ -287,7 +287,7 @@ def test_a_handoff_without_the_drafters_state_is_refused(target: Path, stranger:
 
 @pytest.mark.parametrize("sizes", [(64, 80), (80, 64), (64, 60)], ids=str)
 def test_a_draft_model_may_be_padded_to_another_size(target: Path, tmp_path: Path, sizes: tuple[int, int]) -> None:
-    """What its padding would say most of the time is never proposed, and the target's padding may be said."""
+    """Ids of its padding, likely as they are, are never proposed, and the target's padding may be emitted."""
     ours, other = (padded(target, tmp_path / str(size), size, num_tokens=60) for size in sizes)
     for params in (GREEDY, REPRODUCIBLE):
         engine = tiny_engine(ours, drafter=draft_model(other))
