@@ -12,13 +12,13 @@ from typing import Any
 import click
 
 from deploy.cli.console import INTERRUPTED, Failure, MainGroup, a_file, err, key_option, out, progress_printer, say
-from deploy.exchange.vendors import VENDORS
 from deploy.options import FiniteRange, api_key, check_writable, server_url, write_json
 from deploy.reports.progress import View
 from deploy.reports.terminal import print_document, print_facts
 from deploy.run.models import find_model
 from deploy.watch.report import document
 from deploy.watch.sentences import shortcomings
+from serve_app.referee.wire.vendors import VENDORS
 from speculative.errors import ConfigError
 
 _ENGINES = ("torch", "transformers", "vllm")

@@ -1,1 +1,1 @@
-"""Requests to servers with OpenAI's API, and their replies: one reader and the clients."""
+"""Requests to servers with OpenAI's API: the clients, their prompts and what they ask."""

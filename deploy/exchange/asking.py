@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from deploy.exchange.exchanges import WATCHED_PATHS
-from deploy.exchange.vendors import Extras
+from serve_app.referee.wire.exchange import WATCHED_PATHS
+from serve_app.referee.wire.vendors import Extras
 
 # What a field of the request brings into the reply; `response_token_ids` is SGLang's, `token_logprobs` truespec's.
 _IDS = ("token_ids", "prompt_token_ids", "response_token_ids", "token_logprobs")

@@ -10,8 +10,8 @@ from typing import Any, Self
 
 import httpx
 
-from deploy.exchange.answers import EventReader, Json, Reply, Unreadable
-from deploy.exchange.exchanges import CHAT, COMPLETIONS
+from serve_app.referee.wire.exchange import CHAT, COMPLETIONS
+from serve_app.referee.wire.reply import EventReader, Json, Reply, Unreadable
 from speculative.errors import TruespecError
 
 _OK = 200

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deploy.exchange.client import AsyncClient, Attempt
-from deploy.exchange.exchanges import CHAT, COMPLETIONS
+from serve_app.referee.wire.exchange import CHAT, COMPLETIONS
 
 SETTINGS: tuple[Mapping[str, Any], ...] = (
     {"temperature": 1.0},

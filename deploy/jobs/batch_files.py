@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from deploy.exchange.client import Attempt
-from deploy.exchange.exchanges import CHAT, COMPLETIONS
 from serve_app.config.files import why_unread
+from serve_app.referee.wire.exchange import CHAT, COMPLETIONS
 from speculative.errors import ConfigError
 
 REFUSED = "refused"

@@ -9,11 +9,11 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-from deploy.exchange.answers import Reply
 from deploy.exchange.client import Client, ServiceError
-from deploy.exchange.exchanges import CHAT
 from deploy.options import api_key
 from deploy.run.quiet import Others
+from serve_app.referee.wire.exchange import CHAT
+from serve_app.referee.wire.reply import Reply
 from serve_app.telemetry.metric_summary import MetricSummary, summarise
 
 QUESTION = "What is the capital of France, and what is it famous for? Answer in two sentences."

@@ -8,13 +8,13 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 
-from deploy.exchange.exchanges import ExchangeBatch
 from deploy.reports.html_pages import page
 from deploy.run.replayers import ReplayerOptions
 from deploy.watch.referee import Referee, RefereeOptions
 from deploy.watch.report import document
 from deploy.watch.run import running_referee
 from serve_app.errors import UnknownVerdict, reply_for
+from serve_app.referee.wire.exchange import ExchangeBatch
 
 _MOST_BYTES = 256 * 2**20  # of a batch
 _LIVE = (resources.files("deploy.watch") / "live.js").read_text(encoding="utf-8")

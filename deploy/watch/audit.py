@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from deploy.exchange.client import Attempt, Client
-from deploy.exchange.exchanges import Exchange
 from deploy.exchange.traffic import SETTINGS, Traffic, drive
 from deploy.reports.progress import View
 from deploy.run.replayers import ReplayerOptions
@@ -17,6 +16,7 @@ from deploy.watch.probes.trial import PROBES, Probe, ProbeFinding, ProbeOutcome,
 from deploy.watch.referee import Referee, RefereeOptions
 from deploy.watch.run import running_referee
 from serve_app.referee.verdicts import Checked, Verdict
+from serve_app.referee.wire.exchange import Exchange
 from serve_app.text.tokenizer import Tokenizer
 from speculative.request import EXAMPLES
 

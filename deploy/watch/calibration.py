@@ -22,13 +22,13 @@ from typing import Any
 
 import numpy as np
 
-from deploy.exchange.answers import Candidate
 from deploy.exchange.client import Attempt, Client, ServiceError
 from deploy.exchange.prompts import KINDS, read_texts
 from deploy.reports.progress import View
 from serve_app.referee.shift import move_of_log_odds
 from serve_app.referee.tolerance import Tolerance
 from serve_app.referee.transformers_model import TransformersModel
+from serve_app.referee.wire.reply import Candidate
 from serve_app.text.tokenizer import Tokenizer
 from speculative.errors import ConfigError
 from speculative.request import SURPRISAL_CLIP_NATS

@@ -19,11 +19,11 @@ from multidict import CIMultiDict
 from yarl import URL
 
 from deploy.exchange.asking import Asked, instrumented, read_request
-from deploy.exchange.exchanges import WATCHED_PATHS, Exchange
-from deploy.exchange.vendors import FALLBACK, dialect_of, vendor_of
 from deploy.watch.plain_replies import PlainEvents, plain_reply
 from deploy.watch.sender import Sender
 from serve_app.errors import ErrorReply
+from serve_app.referee.wire.exchange import WATCHED_PATHS, Exchange
+from serve_app.referee.wire.vendors import FALLBACK, dialect_of, vendor_of
 
 _LOG = logging.getLogger(__name__)
 _MIB = 2**20

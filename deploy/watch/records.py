@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from deploy.exchange.exchanges import CHAT, COMPLETIONS, WATCHED_PATHS, Exchange
+from serve_app.referee.wire.exchange import CHAT, COMPLETIONS, WATCHED_PATHS, Exchange
 from speculative.errors import ConfigError
 
 Json = dict[str, Any]

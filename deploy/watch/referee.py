@@ -9,10 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from deploy.exchange.answers import Unreadable
-from deploy.exchange.exchanges import Exchange, ExchangeBatch
 from deploy.run.replayers import LoadedReplayer
-from deploy.watch.served_answers import ExchangeReader
 from serve_app.backends.base import ModelInfo, Replayed
 from serve_app.guard.referee_counts import RefereeCounts, count_controls
 from serve_app.page.history import by_label
@@ -28,6 +25,9 @@ from serve_app.referee.replica_book import Case, ReplicaBook
 from serve_app.referee.strata import WATCHED_STRATA
 from serve_app.referee.tolerance import Tolerance
 from serve_app.referee.verdicts import Checked, Verdict
+from serve_app.referee.wire.exchange import Exchange, ExchangeBatch
+from serve_app.referee.wire.reader import ExchangeReader
+from serve_app.referee.wire.reply import Unreadable
 from serve_app.telemetry.metric_names import READ_RESULTS, WATCHED_RESULTS
 from serve_app.telemetry.metrics import Metrics, PrometheusSink
 from serve_app.text.tokenizer import Tokenizer

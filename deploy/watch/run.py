@@ -8,10 +8,10 @@ import threading
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
-from deploy.exchange.exchanges import Exchange
 from deploy.reports.progress import View
 from deploy.run.replayers import ReplayerOptions, make_replayer
 from deploy.watch.referee import Referee, RefereeOptions
+from serve_app.referee.wire.exchange import Exchange
 
 _READ_AHEAD = 64  # records
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 import aiohttp
 
-from deploy.exchange.exchanges import Exchange, ExchangeBatch
+from serve_app.referee.wire.exchange import Exchange, ExchangeBatch
 
 _LOG = logging.getLogger(__name__)
 _COUNTS_EVERY_S = 1.0

@@ -14,8 +14,8 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from serve_app.backends.base import ModelInfo
 from serve_app.referee.records import Record
-from serve_app.referee.request_limits import broken_limit
 from serve_app.referee.signatures import Signature, SigningKey
+from serve_app.referee.wire.demands import broken_limit
 from serve_app.versions import version_of
 from speculative.config import LogprobsMode
 from speculative.errors import EngineFault, InvalidRequest, TruespecError

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from serve_app.backends.base import UNKNOWN_NUMERICS, Numerics
 from serve_app.referee.alternatives import Alternatives, KeptAlternatives
 from serve_app.referee.answer import Answer
-from serve_app.referee.request_limits import broken_limit
 from serve_app.referee.strata import shared
+from serve_app.referee.wire.demands import broken_limit
 from speculative.request import FinishReason, Request, Round, TokenDelta, TokenKind
 
 

@@ -13,8 +13,8 @@ from serve_app.backends.base import Replayed, ReplayFailed
 from serve_app.referee.answer import Answer
 from serve_app.referee.judgement import Judging
 from serve_app.referee.replica_book import Case, ReplicaBook
-from serve_app.referee.request_limits import broken_limit
 from serve_app.referee.verdicts import REHEARSED, Checked, Verdict
+from serve_app.referee.wire.demands import broken_limit
 from speculative.errors import InvalidRequest, SequenceTooLong
 from speculative.request import Request
 

@@ -13,8 +13,8 @@ import pytest
 
 from deploy.exchange import client as client_module
 from deploy.exchange.client import AsyncClient, Client, ServiceError
-from deploy.exchange.exchanges import CHAT
 from deploy.run.demo import Service
+from serve_app.referee.wire.exchange import CHAT
 from tests.support.fake_http import QuietHandler, serving
 
 EVENTS = [

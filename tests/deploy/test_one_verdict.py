@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from deploy.exchange.exchanges import COMPLETIONS, Exchange
 from deploy.run import verify
 from deploy.watch.referee import Referee, RefereeOptions
 from serve_app.backends.base import ModelInfo, Replayed
@@ -23,6 +22,7 @@ from serve_app.referee.receipts import Ending, Receipt
 from serve_app.referee.tolerance import Tolerance
 from serve_app.referee.transformers_model import TransformersModel
 from serve_app.referee.verdicts import Verdict
+from serve_app.referee.wire.exchange import COMPLETIONS, Exchange
 from speculative.config import DrafterConfig
 from speculative.request import Request, SamplingParams
 from tests.support.engines import NGRAM, tiny_engine

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import yaml
 
-from deploy.exchange.answers import Choice, Reply
 from deploy.exchange.client import Attempt
-from deploy.exchange.exchanges import COMPLETIONS
 from serve_app.config.files import load_config
 from serve_app.config.serve_file import ServeFile
+from serve_app.referee.wire.exchange import COMPLETIONS
+from serve_app.referee.wire.reply import Choice, Reply
 from speculative.errors import ConfigError
 from tests.support import fake_openai
 from tests.support.fake_openai import FakeOpenAI, failure

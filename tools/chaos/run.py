@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass
 
 import httpx
 
-from deploy.exchange.answers import Json
 from deploy.exchange.client import Attempt
+from serve_app.referee.wire.reply import Json
 from tools.chaos.replicas import Killer, ObjectStore, num_nodes
 from tools.chaos.streams import ask_all, complete, differences
 

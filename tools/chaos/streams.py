@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 
-from deploy.exchange.answers import Choice, Json
 from deploy.exchange.client import AsyncClient, Attempt
+from serve_app.referee.wire.reply import Choice, Json
 
 _WORDS = ("one", "two", "three", "red", "green", "blue", "sea", "storm", "lamp", "tower", "keeper", "rope", "salt")
 _TIMEOUT_S = 600.0

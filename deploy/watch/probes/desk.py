@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from deploy.exchange.answers import Json
 from deploy.exchange.client import Attempt, Client, ServiceError
-from deploy.exchange.exchanges import COMPLETIONS, Exchange
 from deploy.exchange.prompts import read_texts
-from deploy.exchange.vendors import FALLBACK, dialect_of, vendor_of
+from serve_app.referee.wire.exchange import COMPLETIONS, Exchange
+from serve_app.referee.wire.reply import Json
+from serve_app.referee.wire.vendors import FALLBACK, dialect_of, vendor_of
 from serve_app.text.tokenizer import Tokenizer
 
 SEED = 20_261

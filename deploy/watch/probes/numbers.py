@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
-from deploy.exchange.answers import Json
 from deploy.exchange.client import Attempt
 from deploy.watch.probes.desk import Desk, values_of
 from deploy.watch.probes.trial import ProbeVerdict, Stopped, Trial, probe
+from serve_app.referee.wire.reply import Json
 
 _ROUNDING = 1e-4  # nats; a log-softmax may come out a little above 0
 _MASS = 1e-3

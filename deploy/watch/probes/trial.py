@@ -5,8 +5,8 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from deploy.exchange.answers import Json
 from deploy.exchange.client import Attempt
+from serve_app.referee.wire.reply import Json
 
 
 class ProbeVerdict(StrEnum):

@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 import ray
 
-from deploy.exchange.exchanges import Exchange, ExchangeBatch
+from serve_app.referee.wire.exchange import Exchange, ExchangeBatch
 from tests.support.raw_upstream import RawRequest, RawUpstream, reply
 from tests.support.watched_server import answer
 from tools.faults.tiny import write_tiny_pair

@@ -10,12 +10,12 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from deploy.exchange.exchanges import COMPLETIONS, Exchange, ExchangeBatch
 from deploy.run.replayers import ReplayerOptions, make_replayer
 from deploy.watch.app import referee_app
 from deploy.watch.referee import RefereeOptions
 from deploy.watch.run import running_referee
 from serve_app.referee.tolerance import Tolerance
+from serve_app.referee.wire.exchange import COMPLETIONS, Exchange, ExchangeBatch
 from speculative.request import Request
 
 PROMPT, ANSWER = [5, 6, 7, 8], [20, 21, 22]

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from deploy.exchange.asking import instrumented, read_request
-from deploy.exchange.exchanges import CHAT, COMPLETIONS
-from deploy.exchange.vendors import VENDORS, vendor_of
+from serve_app.referee.wire.exchange import CHAT, COMPLETIONS
+from serve_app.referee.wire.vendors import VENDORS, vendor_of
 
 IDS = {"token_ids", "prompt_token_ids", "response_token_ids", "token_logprobs"}
 

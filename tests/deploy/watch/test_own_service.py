@@ -8,8 +8,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from deploy.exchange.exchanges import COMPLETIONS
 from deploy.watch.proxy import ProxyOptions, running_proxy
+from serve_app.referee.wire.exchange import COMPLETIONS
 from tools.faults.served import TINY, FaultyServer
 
 # What differs from one reply to the next, and how much of the prompt the cache had.

@@ -11,8 +11,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from deploy.exchange.exchanges import CHAT, COMPLETIONS
 from deploy.watch.proxy import Proxy, ProxyOptions, running_proxy
+from serve_app.referee.wire.exchange import CHAT, COMPLETIONS
 from tests.deploy.watch.conftest import Referee
 from tests.support.raw_upstream import RawRequest, RawUpstream, chunk, reply, stream_head
 from tests.support.watched_server import JSON_TYPE, answer, plain_events, plain_reply

@@ -10,9 +10,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from deploy.exchange.answers import read_reply
-from deploy.exchange.exchanges import CHAT, COMPLETIONS, Exchange
 from deploy.watch.records import read_records
+from serve_app.referee.wire.exchange import CHAT, COMPLETIONS, Exchange
+from serve_app.referee.wire.reply import read_reply
 from speculative.errors import ConfigError
 
 pytestmark = pytest.mark.slow

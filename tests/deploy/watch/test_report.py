@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from deploy.exchange.exchanges import COMPLETIONS, Exchange, ExchangeBatch
 from deploy.reports.html_pages import page as html_page
 from deploy.reports.model import Shown
 from deploy.reports.terminal import print_document
@@ -25,6 +24,7 @@ from deploy.watch.sentences import headline, notes, plain, shortcomings
 from serve_app.backends.base import ModelInfo, Replayed
 from serve_app.referee.found import meaning_of
 from serve_app.referee.tolerance import Tolerance
+from serve_app.referee.wire.exchange import COMPLETIONS, Exchange, ExchangeBatch
 from speculative.request import ReplayedToken, Request
 
 P = {10: 0.9, 11: 0.1}

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import aiohttp
 import pytest
 
-from deploy.exchange.exchanges import CHAT, Exchange, ExchangeBatch
 from deploy.watch import sender as sender_module
 from deploy.watch.proxy import ProxyOptions, running_proxy
 from deploy.watch.sender import Sender
+from serve_app.referee.wire.exchange import CHAT, Exchange, ExchangeBatch
 from tests.deploy.watch.conftest import Referee
 from tests.deploy.watch.test_proxy import asked
 from tests.support.raw_upstream import RawRequest, RawUpstream

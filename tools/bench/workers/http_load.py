@@ -5,7 +5,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from deploy.exchange.answers import EventReader, Reply
+from serve_app.referee.wire.reply import EventReader, Reply
 from tools.bench.workers.channel import BatchOfPrompts, Meter
 
 

@@ -1,6 +1,6 @@
 """Calls, and content behind reasoning, are compared with the client's own request when they go out.
 
-What a comparison finds is tested in tests/serve_app/referee/test_client_demands.py; here, that everything is compared.
+What a comparison finds is tested in tests/serve_app/referee/wire/test_demands.py; here, that everything is compared.
 The engine is a fake that says what a test sets, whatever the request asks for.
 """
 
@@ -21,7 +21,7 @@ from serve_app.openai.responses.response_requests import ResponsesRequest
 from serve_app.openai.responses.responses_adapter import ResponsesAdapter
 from serve_app.text.tokenizer import Tokenizer
 from tests.serve_app.openai.tools.test_tools import FakeParser, FakeParsers, ask, ask_streaming, front
-from tests.serve_app.referee.test_client_demands import BROKEN, NONE_MADE, listed
+from tests.serve_app.referee.wire.test_demands import BROKEN, NONE_MADE, listed
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER: dict[str, Any] = {"name": "weather", "parameters": SCHEMA}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from serve_app.openai.prepared_request import PreparedRequest
-from serve_app.referee.client_demands import ClientDemands, Delivered, Parsed, spellings, vllm_spellings
+from serve_app.referee.wire.demands import ClientDemands, Delivered, Parsed, spellings, vllm_spellings
 from serve_app.text.tokenizer import StopStrings, Tokenizer
 from tests.support.front_ends import chat, completion, fake_front_end
 

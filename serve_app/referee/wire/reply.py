@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from deploy.exchange.exchanges import CHAT, Exchange
+from serve_app.referee.wire.exchange import CHAT, Exchange
 from speculative.errors import TruespecError
 
 _TOKEN_ID = re.compile(r"token_id:(\d+)")

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deploy.exchange.answers import Json
-from deploy.exchange.vendors import AS_SENT, is_off, vendor_of
+from serve_app.referee.wire.reply import Json
+from serve_app.referee.wire.vendors import AS_SENT, is_off, vendor_of
 from speculative.errors import InvalidRequest
 from speculative.request import SamplingParams
 

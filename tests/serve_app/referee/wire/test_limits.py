@@ -6,8 +6,8 @@ import pytest
 
 from serve_app.referee.answer import Answer
 from serve_app.referee.records import Records
-from serve_app.referee.request_limits import broken_limit
 from serve_app.referee.verdicts import Verdict
+from serve_app.referee.wire.demands import broken_limit
 from serve_app.telemetry.metrics import Metrics
 from speculative.request import FinishReason, Request, SamplingParams, TokenDelta, TokenKind
 from tests.support.front_ends import DeltaSource, observed

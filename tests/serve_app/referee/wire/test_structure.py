@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from serve_app.referee.structure_checks import CheckBudget, breaks_structure
+from serve_app.referee.wire.structure import CheckBudget, breaks_structure
 
 SCHEMA = {
     "type": "object",

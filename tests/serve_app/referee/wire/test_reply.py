@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from deploy.exchange.answers import Choice, EventReader, Reply, Unreadable, read_reply
-from deploy.exchange.exchanges import CHAT, COMPLETIONS, Exchange
+from serve_app.referee.wire.exchange import CHAT, COMPLETIONS, Exchange
+from serve_app.referee.wire.reply import Choice, EventReader, Reply, Unreadable, read_reply
 
 REPLIES = Path(__file__).with_name("replies")
 WITH_IDS = ("vllm", "vllm-ngram", "truespec")

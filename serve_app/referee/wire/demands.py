@@ -5,12 +5,15 @@ found says nothing of a client's own words.
 """
 
 import json
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
-from serve_app.referee.request_limits import broken_limit
-from serve_app.referee.structure_checks import CheckBudget, breaks_structure
+from serve_app.referee.wire.reply import Choice, Json, Reply
+from serve_app.referee.wire.structure import CheckBudget, breaks_structure
+from serve_app.text.tokenizer import Tokenizer
 from speculative.request import FinishReason, SamplingParams
 
 DEMANDING = (
@@ -288,3 +291,180 @@ def _form(said: Delivered, parsed: Parsed) -> str | None:
     if said.text.count(parsed.thought_end) != 1:  # or the model spelt it
         return None
     return said.text.partition(parsed.thought_end)[2].strip()  # blanks may stand behind it
+
+
+def broken_limit(
+    params: SamplingParams,
+    token_ids: Sequence[int],
+    end_token_ids: Collection[int] = (),
+    *,
+    finish_reason: FinishReason | None = None,
+    room: int | None = None,
+) -> str:
+    """The limit that an answer breaks, in words; "" = none.
+
+    Args:
+        params: of the request.
+        token_ids: all that were generated for it.
+        end_token_ids: those with which the model ends an answer.
+        finish_reason: why the answer ended; None = it did not, or that is not known.
+        room: tokens that fit behind the prompt; None = not known.
+    """
+    num_tokens, most = len(token_ids), params.max_tokens
+    if num_tokens > most:
+        return f"it has {num_tokens} tokens, and max_tokens is {most}"
+    ends = {*params.stop_token_ids, *(() if params.ignore_eos else end_token_ids)}
+    places = [index for index, token in enumerate(token_ids) if token in ends] if ends else []
+    if places and places[0] < num_tokens - 1:
+        return f"token {places[0]} ends the answer, and others follow"
+    if places and places[0] < params.min_tokens:
+        return f"token {places[0]} ends the answer, and min_tokens is {params.min_tokens}"
+    if (place := _bad_word(params.bad_words, token_ids)) is not None:
+        return f"a bad word ends with token {place}"
+    most = most if room is None else min(most, room)
+    if finish_reason is FinishReason.LENGTH and num_tokens < most:
+        return f"it ended for its length with {num_tokens} tokens, and there was room for {most}"
+    return ""
+
+
+def _bad_word(words: Sequence[Sequence[int]], token_ids: Sequence[int]) -> int | None:
+    """The last token of the first word in an answer; None = it holds none."""
+    if not words:
+        return None
+    answer = _as_text(token_ids)  # which Python searches in linear time
+    ends = (at + len(word) - 1 for word in words if (at := answer.find(_as_text(word))) >= 0)
+    return min(ends, default=None)
+
+
+def _as_text(token_ids: Sequence[int]) -> str:
+    return "".join(chr(min(max(token, 0), sys.maxunicode)) for token in token_ids)
+
+
+_LEFT_OUT = (
+    "max_tokens", "max_completion_tokens", "min_tokens", "stop_token_ids", "ignore_eos",  # vendors differ in them
+    "max_output_tokens", "text",  # of the Responses API, which is not read
+)  # fmt: skip
+_CHANGES_CHOICES = ("echo", "suffix", "best_of", "use_beam_search")
+"""Fields with which the choices are not what was generated for each."""
+_MOST_TEXTS, _MOST_CHARACTERS = 50, 2_000
+"""Stop strings, or bad words, of a request, and characters of them all; no front end has limited those of others."""
+_SAYS_NOTHING = {"title", "description", "default", "examples", "deprecated", "$defs", "$schema"}
+_KEYWORDS = {
+    "object": {"properties", "required", "additionalProperties"}, "array": {"items", "minItems", "maxItems"},
+    "string": set[str](), "integer": set[str](), "number": set[str](), "boolean": set[str](), "null": set[str](),
+}  # fmt: skip
+"""Keywords that the libraries of vLLM read as JSON Schema has it, by the one type beside which they stand. They pass
+over many others, or read them as wider ones, by their version."""
+_NEAR = "#/$defs/"
+"""Prefix of references once schemas of several tools are put into one."""
+
+
+def broken_demands(body: Json, reply: Reply, tokenizer: Tokenizer, *, keeps_all: bool) -> dict[int, str]:
+    """Return what choices break, in words, by their index; those that keep to everything are not there.
+
+    Args:
+        body: the client's request.
+        reply: whole.
+        tokenizer: the model's.
+        keeps_all: as `Vendor` has it.
+    """
+    try:
+        return _found(body, reply, tokenizer, keeps_all)
+    except Exception:  # a body that nobody has checked may hold anything; its answers are judged all the same
+        return {}
+
+
+def _found(body: Json, reply: Reply, tokenizer: Tokenizer, keeps_all: bool) -> dict[int, str]:
+    if any(body.get(name) for name in _CHANGES_CHOICES):
+        return {}
+    read = {name: body[name] for name in DEMANDING if name not in _LEFT_OUT and body.get(name) is not None}
+    if body.get("min_tokens"):  # how much of a text they keep from being searched, only its server knows
+        read.pop("stop", None)
+    for name in ("stop", "bad_words"):
+        if not _is_small(read.get(name) or []):
+            read.pop(name)
+    demands = ClientDemands.of(read, partial(tokenizer.encode, special=False), bad_words=vllm_spellings)
+    demands = replace(demands, ascii_classes=False)
+    if not keeps_all:
+        demands = replace(demands, max_calls=None)
+        if _is_lenient(body) or _is_loose(demands):
+            demands = replace(demands, functions={}, structure=None)
+    found = {}
+    for index, choice in reply.choices.items():
+        asked, by_text, made = demands, isinstance(choice.stopped_by, str), ""
+        if by_text or choice.called or body.get("tools"):
+            asked = replace(asked, structure=None)
+        if asked.functions:
+            made = "" if by_text else tokenizer.decode(choice.token_ids or ())
+            if not is_made_of(made, [*choice.calls.values()]):  # out of other text, which nothing forced
+                asked = replace(asked, functions={})
+        if why := _broken(asked, body, choice, made):
+            found[index] = why
+    wanted = demands.num_choices * _num_prompts(body)
+    if len(reply.choices) != wanted:
+        found[min(reply.choices)] = f"{len(reply.choices)} choices came, and the request demands {wanted}"
+    return found
+
+
+def _is_small(texts: str | list[str]) -> bool:
+    several = [texts] if isinstance(texts, str) else texts
+    return len(several) <= _MOST_TEXTS and sum(map(len, several)) <= _MOST_CHARACTERS
+
+
+def _is_loose(demands: ClientDemands) -> bool:
+    """Return whether a JSON schema of them may be read as a wider one."""
+    texts = [*demands.functions.values()]
+    if demands.structure is not None and demands.structure[0] == "json_schema":
+        texts.append(demands.structure[1])
+    return not all(_is_read_alike(json.loads(text)) for text in texts)
+
+
+def _is_read_alike(schema: Any) -> bool:
+    """Return whether all of a JSON schema is of the kind that every library reads alike."""
+    if not isinstance(schema, dict) or not all(map(_is_read_alike, (schema.get("$defs") or {}).values())):
+        return False
+    own = schema.keys() - _SAYS_NOTHING
+    if own == {"$ref"}:
+        return str(schema["$ref"]).startswith(_NEAR)
+    if own == {"anyOf"}:
+        return all(map(_is_read_alike, schema["anyOf"]))
+    if own == {"enum"} or (own == {"enum", "type"} and schema["type"] == "string"):
+        return all(isinstance(one, str) for one in schema["enum"])
+    if not isinstance(schema.get("type"), str) or not own - {"type"} <= _KEYWORDS.get(schema["type"], set()):
+        return False
+    known = schema.get("properties", {})
+    parts = [*known.values(), *([schema["items"]] if "items" in schema else ())]
+    named = all(one in known for one in schema.get("required", ()))
+    return named and isinstance(schema.get("additionalProperties", False), bool) and all(map(_is_read_alike, parts))
+
+
+def _broken(demands: ClientDemands, body: Json, choice: Choice, made: str) -> str:
+    """Say what one choice breaks, in words; "" = nothing. made: the text of which calls were made that had to be
+    made."""
+    reason = "stop" if choice.finish_reason == "tool_calls" else choice.finish_reason or ""
+    said = Delivered(
+        choice.text, choice.token_ids or (), reason, parsed=Parsed(choice.text, calls=tuple(choice.calls.values()))
+    )
+    # of several that came at once, vLLM's versions differ in which one ends the text
+    only = choice.stopped_by if isinstance(choice.stopped_by, str) and len(demands.stops) > 1 else None
+    if why := broken_limit(demands.limits, said.token_ids) or demands.broken_end(said, only):
+        return why
+    by_token = body.get("stop_token_ids") or isinstance(choice.stopped_by, int)
+    if by_token and not demands.keeps_stop:  # which may have come before the structure's own end
+        said = replace(said, finish_reason="length")
+    return demands.broken_form(replace(said, text=made) if demands.functions else said)
+
+
+def _is_lenient(body: Json) -> bool:
+    """Return whether a JSON schema of it is a wish, or parameters of a tool need not be an object."""
+    functions: list[Any] = [tool.get("function") or {} for tool in body.get("tools") or ()]
+    schemas = [(body.get("response_format") or {}).get("json_schema") or {}, *functions]
+    return any(schema.get("strict") is False for schema in schemas) or any(
+        "type" not in (one.get("parameters") or {}) for one in functions
+    )
+
+
+def _num_prompts(body: Json) -> int:
+    prompt = body.get("prompt")
+    several = isinstance(prompt, list) and any(isinstance(one, str | list) for one in prompt)
+    return len(prompt or ()) if several else 1

@@ -8,16 +8,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from deploy.exchange.answers import Choice, Json, Reply, Unreadable, read_reply
-from deploy.exchange.exchanges import CHAT, Exchange
-from deploy.exchange.reported_alternatives import AlternativesReader
-from deploy.exchange.sampling import Sampled, Sampling
-from deploy.exchange.vendors import FALLBACK, vendor_of
-from deploy.watch.demanded import broken_demands
 from serve_app.backends.base import ModelInfo
 from serve_app.referee.answer import Answer
-from serve_app.referee.request_limits import broken_limit
 from serve_app.referee.strata import WATCHED_LENGTHS, WATCHED_POSITIONS, shared
+from serve_app.referee.wire.alternatives import AlternativesReader
+from serve_app.referee.wire.demands import broken_demands, broken_limit
+from serve_app.referee.wire.exchange import CHAT, Exchange
+from serve_app.referee.wire.reply import Choice, Json, Reply, Unreadable, read_reply
+from serve_app.referee.wire.sampling import Sampled, Sampling
+from serve_app.referee.wire.vendors import FALLBACK, vendor_of
 from serve_app.text.tokenizer import Tokenizer
 from speculative.errors import InvalidRequest
 from speculative.request import Request, SamplingParams

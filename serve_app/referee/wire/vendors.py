@@ -7,8 +7,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from deploy.exchange.answers import Json
-from deploy.exchange.exchanges import CHAT
+from serve_app.referee.wire.exchange import CHAT
+from serve_app.referee.wire.reply import Json
 
 Extras = Mapping[str, Any]
 """Fields of a request, with their values."""

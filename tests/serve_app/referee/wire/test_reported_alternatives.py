@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from deploy.exchange.answers import read_reply
-from deploy.exchange.exchanges import COMPLETIONS, Exchange
-from deploy.exchange.reported_alternatives import AlternativesReader
 from deploy.run.replayers import ReplayerOptions, make_replayer
 from deploy.watch.referee import Referee, RefereeOptions
 from deploy.watch.run import running_referee
 from serve_app.referee.alternatives import Alternatives, KeptAlternatives
 from serve_app.referee.tolerance import Tolerance
 from serve_app.referee.verdicts import Verdict
+from serve_app.referee.wire.alternatives import AlternativesReader
+from serve_app.referee.wire.exchange import COMPLETIONS, Exchange
+from serve_app.referee.wire.reply import read_reply
 from serve_app.text.tokenizer import Tokenizer
 from speculative.request import Request, SamplingParams
 

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from deploy.exchange.answers import Candidate, Choice
 from serve_app.referee.alternatives import Alternatives, KeptAlternatives
+from serve_app.referee.wire.reply import Candidate, Choice
 from serve_app.text.tokenizer import Tokenizer
 
 _LOST = "\ufffd"  # in the text of a token that is not whole characters

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from deploy.exchange.exchanges import COMPLETIONS
-from deploy.exchange.sampling import Sampled, Sampling
-from deploy.exchange.vendors import VENDORS, Vendor, dialect_of, vendor_of
+from serve_app.referee.wire.exchange import COMPLETIONS
+from serve_app.referee.wire.sampling import Sampled, Sampling
+from serve_app.referee.wire.vendors import VENDORS, Vendor, dialect_of, vendor_of
 
 
 def sampled(dialect: str, body: dict[str, Any], generation: dict[str, Any] | None = None, **own: float) -> Sampled:

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from deploy.exchange.answers import Unreadable
-from deploy.exchange.exchanges import CHAT, COMPLETIONS, Exchange
-from deploy.watch.served_answers import Answer, ExchangeReader
 from serve_app.backends.base import ModelInfo
-from serve_app.referee.client_demands import ClientDemands
+from serve_app.referee.wire.demands import ClientDemands
+from serve_app.referee.wire.exchange import CHAT, COMPLETIONS, Exchange
+from serve_app.referee.wire.reader import Answer, ExchangeReader
+from serve_app.referee.wire.reply import Unreadable
 from serve_app.text.tokenizer import Tokenizer
 from speculative.errors import InvalidRequest
 
