@@ -322,7 +322,8 @@ class EngineCore:
         """Go on with other weights of the same model.
 
         Nothing is left of what the old ones computed: the prefix cache is empty, running and held requests are computed
-        again from their tokens, handoffs of the old weights are refused from now on, and the self-checks start again.
+        again from their tokens, and handoffs of the old weights are refused from now on. The self-checks go on: each of
+        their terms has mean 0 by the weights that it was drawn with.
 
         The old makes room before the new is complete. An engine whose switch raises is neither; it must not go on.
         """
@@ -331,7 +332,6 @@ class EngineCore:
         weightless = self.drafter if weights.draft_model is None else NoDrafter()
         del self.graphs, self.eager, self.executor  # frees the old graphs and the old drafter's cache
         self._make_executor(weights.decoder, weights.draft_model, weightless)
-        self.self_check.restart()
         self.manifest = dataclasses.replace(  # last: nothing says that it is of the new weights before it is
             self.manifest,
             fingerprint=weights.fingerprint,

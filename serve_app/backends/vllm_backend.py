@@ -400,7 +400,6 @@ class VllmBackend:
                 self._drafter_fingerprint = head_fingerprint
             await self._load_adapters()
             await self._forget()
-            self._self_check.restart()
             self._fingerprint = await asyncio.to_thread(folder_fingerprint, folder)
             self._came_quantized = came_quantized(folder)
             self._manifest = dataclasses.replace(
