@@ -27,24 +27,32 @@ _WRONG, _UNCHECKED = 1, 2
     "it. Sampling rules and random numbers are truespec's with either.",
 )
 @click.option("--public-key", type=click.Path(path_type=Path), help="The PEM file of the key that must have signed.")
+@click.option(
+    "--precision",
+    type=click.Choice(["float32", "bfloat16", "w4a8", "fp8"]),
+    help="The coarsest that the service may have computed in.  [default: bfloat16, or that of a rounded checkpoint]",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the verdicts as JSON, one a line.")
 @click.pass_context
-def verify(ctx: click.Context, receipt: Path, model: str, engine: Any, public_key: Path | None, as_json: bool) -> None:
+def verify(ctx: click.Context, /, receipt: Path, model: str, as_json: bool, **options: Any) -> None:
     """Compute an answer again from its receipt.
 
     RECEIPT is a file with a receipt, or with a reply that has `receipts`; - reads standard input. Exits with 1 when an
-    answer does not follow from its seed and the weights, and otherwise with 2 when one cannot be checked.
+    answer does not follow from its seed and the weights, and otherwise with 2 when one cannot be checked, or decided.
     """
     try:
-        status = asyncio.run(_check(receipt, model, engine, public_key, as_json))
+        status = asyncio.run(_check(receipt, model, as_json, **options))
     except TruespecError as error:
         say(f"This cannot be checked: {error}", err)
         status = _UNCHECKED
     ctx.exit(status)
 
 
-async def _check(path: Path, model: str, engine: Any, public_key: Path | None, as_json: bool) -> int:
+async def _check(
+    path: Path, model: str, as_json: bool, engine: Any, public_key: Path | None, precision: str | None
+) -> int:
     """Check every receipt of a file; the exit status."""
+    from deploy.run.replied import replied_in
     from deploy.run.verify import Verifier
     from serve_app.config.files import why_unread
     from serve_app.referee.receipts import Receipt, receipts_in
@@ -55,31 +63,34 @@ async def _check(path: Path, model: str, engine: Any, public_key: Path | None, a
             text = file.read()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {why_unread(error)}.") from error
-    receipts = [_read(content) for content in receipts_in(text)]
+    contents, reply = receipts_in(text)
+    receipts = [_read(content) for content in contents]
+    replied = replied_in(reply, receipts)
     readable = [one for one in receipts if isinstance(one, Receipt)]
     key = None if public_key is None else PublicKey.from_file(public_key)
     if not readable:
         raise receipts[0]
     with View(err) as view:
         folder = find_model(model, view)
-        async with Verifier(folder, engine, max(one.num_tokens for one in readable), key) as verifier:
+        longest = max(one.num_tokens for one in readable)
+        async with Verifier(folder, engine, longest, key, precision or "") as verifier:
             found = []
-            for number, one in enumerate(receipts, start=1):
+            for number, (one, own) in enumerate(zip(receipts, replied, strict=True), start=1):
                 which = f"receipt {number} of {len(receipts)}"
                 if isinstance(one, Receipt):
                     view.stage(f"computing {which} again, {len(one.token_ids)} tokens")
                 if not as_json and len(receipts) > 1:
                     say(f"{which.capitalize()}:")
-                found.append(await _check_one(verifier, one, which, as_json))
+                found.append(await _check_one(verifier, one, own, which, as_json))
     return _WRONG if _WRONG in found else max(found)
 
 
-async def _check_one(verifier: Any, receipt: Any, which: str, as_json: bool) -> int:
+async def _check_one(verifier: Any, receipt: Any, replied: Any, which: str, as_json: bool) -> int:
     """Check a receipt, or say why it is none; the exit status, were it the only one."""
     try:
         if isinstance(receipt, TruespecError):
             raise receipt
-        verdict = await verifier.check(receipt)
+        verdict = await verifier.check(receipt, replied)
         found = json.dumps(verdict.to_wire()) if as_json else verdict.in_words()
     except Exception as error:  # whatever one receipt does to the check, the others are checked
         reason = str(error) if isinstance(error, TruespecError) else f"the check failed with {error!r}."
@@ -88,7 +99,7 @@ async def _check_one(verifier: Any, receipt: Any, which: str, as_json: bool) -> 
             say(json.dumps({"id": getattr(receipt, "id", None), "verified": None, "reason": reason}))
         return _UNCHECKED
     say(found)
-    return _WRONG if verdict.reason else 0
+    return _WRONG if verdict.reason else _UNCHECKED if verdict.open else 0
 
 
 def _read(content: Any) -> Any:

@@ -6,18 +6,19 @@ our rules turn them into draws again. Needs neither Ray nor a server.
 
 import contextlib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 from deploy.run.replayers import LoadedReplayer, ReplayerOptions, make_replayer
-from serve_app.backends.base import Replayed, precision_of
+from deploy.run.replied import Replied
+from serve_app.backends.base import PRECISIONS, Replayed, precision_of
 from serve_app.referee.detectors import distribution_alarm, why_shifted
-from serve_app.referee.draws import NOT_REPLAYED, DrawsChecked, DrawTolerance, check_draws, placement_checks
+from serve_app.referee.draws import NOT_REPLAYED, DrawResult, DrawsChecked, DrawTolerance, check_draws, placement_checks
 from serve_app.referee.drift import DriftSums, TokenDrift, request_drifted
-from serve_app.referee.receipts import Receipt, wrong_ending, wrong_rounds
+from serve_app.referee.receipts import Receipt, on_one_line, wrong_ending, wrong_rounds
 from serve_app.referee.shift import moves_of
 from serve_app.referee.signatures import PublicKey
 from serve_app.referee.tolerance import Tolerance
@@ -26,12 +27,12 @@ from serve_app.text.tokenizer import StopMatcher, StopStrings, Tokenizer
 from speculative.errors import ConfigError
 from speculative.model.config import ModelConfig
 from speculative.model.fingerprint import ROUNDED_FORMS, model_fingerprint
+from speculative.model.loading import rounded_form
 from speculative.request import SamplingParams
 
 EngineName = Literal["torch", "transformers"]
 
 _DTYPES = ("float32", "bfloat16")
-_LONGEST_SHOWN = 200  # characters
 _CLAIMS = ("id", "model", "created", "truespec", "weight_versions", "dtype", "quantization", "computing")
 _ALWAYS_SHOWN = ("max_tokens", "temperature")
 _COMPARED = ("raw_logprobs",)
@@ -54,19 +55,32 @@ class ReceiptVerdict:
     max_drift_nats: float | None = None  # of them
     most_drifted: int | None = None  # the token of this
     draws: DrawsChecked = NOT_REPLAYED
+    is_signed: bool = False  # by the key that was given
+    with_reply: bool = False  # whether it was compared with the reply that it came in
+
+    @property
+    def open(self) -> str:
+        """Return why it is not verified though nothing is wrong: tokens that nothing binds; "" = it is."""
+        if self.reason or self.is_signed or not (num := len(self.receipt.claimed_draws)):
+            return ""
+        return (
+            f"{num} of {len(self.receipt.token_ids)} tokens rest on what the receipt says of sampled drafts; check its "
+            "signature (--public-key), or ask with `reproducible`"
+        )
 
     @property
     def not_shown(self) -> list[str]:
         """Return what a receipt like this does not show, even where it verifies."""
         receipt, missing = self.receipt, []
+        if not self.with_reply:
+            missing.append("text, finish_reason and usage: the file has no reply")
         if receipt.logprobs is None:
             missing.append("logprobs: it has none")
         elif receipt.logprobs_mode not in _COMPARED:
-            missing.append(f"logprobs: its are {_shown(receipt.logprobs_mode)}, and raw_logprobs are compared")
+            missing.append(f"logprobs: its are {on_one_line(receipt.logprobs_mode)}, and raw_logprobs are compared")
         if self.replayed_by and self.draws.reason:
-            missing.append(
-                f"the draws of {len(receipt.token_ids) - self.draws.num_checked} tokens: {self.draws.reason}"
-            )
+            num = len(receipt.token_ids) - self.draws.num_checked
+            missing.append(f"the draws of {num} tokens: {self.draws.reason}")
         return missing
 
     def in_words(self) -> str:
@@ -92,15 +106,16 @@ class ReceiptVerdict:
             lines.append(f"  tokens       {draws.num_checked} checked")
         lines += [f"  worst        token {one.token_index}: {one.kind}, {one.miss:.2g} nats off" for one in draws.worst]
         lines += [f"  not shown    {one}" for one in self.not_shown]
-        return "\n".join([*lines, f"NOT VERIFIED: {self.reason}." if self.reason else "VERIFIED"])
+        undecided = f"UNDECIDED: {self.open}." if self.open else "VERIFIED"
+        return "\n".join([*lines, f"NOT VERIFIED: {self.reason}." if self.reason else undecided])
 
     def to_wire(self) -> dict[str, Any]:
         """Return the object that `truespec verify --json` prints."""
         receipt = self.receipt
         return {
             "id": receipt.id,
-            "verified": not self.reason,
-            "reason": self.reason or None,
+            "verified": None if self.open else not self.reason,
+            "reason": self.reason or self.open or None,
             "claimed": {name: getattr(receipt, name) for name in _CLAIMS} | {"verifier": _verifier(receipt)},
             "not_shown": self.not_shown,
             "signature": self.signature,
@@ -140,12 +155,7 @@ def _asked(receipt: Receipt) -> dict[str, Any]:
 
 
 def _listed(values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {_shown(str(value))}" for name, value in values.items() if value is not None)
-
-
-def _shown(text: str) -> str:
-    """Return what a receipt claims, on one line."""
-    return "".join(one if one.isprintable() else "?" for one in text[:_LONGEST_SHOWN])
+    return ", ".join(f"{name} {on_one_line(str(value))}" for name, value in values.items() if value is not None)
 
 
 class Verifier:
@@ -156,16 +166,19 @@ class Verifier:
         engine: what computes the logits again.
         longest: tokens of prompt and answer of the longest receipt that will come.
         public_key: of whoever must have signed them; None = nobody.
+        precision: the coarsest of `PRECISIONS` that a receipt may claim; "" = that of bfloat16, or of the checkpoint.
     """
 
-    def __init__(self, folder: Path, engine: EngineName, longest: int, public_key: PublicKey | None = None) -> None:
+    def __init__(
+        self, folder: Path, engine: EngineName, longest: int, public_key: PublicKey | None = None, precision: str = ""
+    ) -> None:
         self._folder = folder
+        self._precision = precision or rounded_form(folder) or "bfloat16"
         self._engine = engine
         self._longest = longest
         self._public_key = public_key
         self._fingerprints: dict[str, str] = {}  # by form of the weights
         self._replayers: dict[ReplayerOptions, LoadedReplayer] = {}
-        self._tokenizer: Tokenizer | None = None  # read where a receipt has stop strings
 
     async def __aenter__(self) -> "Verifier":
         return self
@@ -174,24 +187,29 @@ class Verifier:
         for replayer in self._replayers.values():
             await replayer.stop()
 
-    async def check(self, receipt: Receipt) -> ReceiptVerdict:
-        """Compute a receipt's answer again, and compare.
+    async def check(self, receipt: Receipt, replied: Replied | None = None) -> ReceiptVerdict:
+        """Compute a receipt's answer again, and compare; replied: the choice that it came with.
 
         Raises:
             TruespecError: it cannot be checked here; the message says why, and what to do.
         """
         reason, signature = _check_signature(receipt, self._public_key)
-        reason = reason or self._wrong_contents(receipt)
+        reason = reason or self._wrong_contents(receipt, replied)
         if reason:
             return ReceiptVerdict(receipt, reason, signature)
         tolerance = _tolerance(receipt)
-        return _judge(receipt, await self._replayed(receipt), tolerance, signature, _name(receipt, self._engine))
+        found = _judge(receipt, await self._replayed(receipt), tolerance, signature, _name(receipt, self._engine))
+        return replace(found, is_signed=self._public_key is not None, with_reply=replied is not None)
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        return Tokenizer.from_folder(self._folder)
 
     @cached_property
     def _model(self) -> ModelConfig:
         return ModelConfig.from_folder(self._folder)
 
-    def _wrong_contents(self, receipt: Receipt) -> str:
+    def _wrong_contents(self, receipt: Receipt, replied: Replied | None) -> str:
         """Say what is wrong before anything is computed; "" = nothing."""
         if len(receipt.weight_versions) > 1:
             versions = ", ".join(receipt.weight_versions)
@@ -199,9 +217,12 @@ class Verifier:
                 f"The weights were changed while it was generated ({versions}); no one model gives it again."
             )
         if receipt.dtype not in _DTYPES:
-            return f"its dtype is {_shown(receipt.dtype)}, and an engine computes in {' or '.join(_DTYPES)}"
+            return f"its dtype is {on_one_line(receipt.dtype)}, and an engine computes in {' or '.join(_DTYPES)}"
         if receipt.weights not in (*_DTYPES, *ROUNDED_FORMS):
-            return f"its weights are {_shown(receipt.weights)}, a form that no engine has"
+            return f"its weights are {on_one_line(receipt.weights)}, a form that no engine has"
+        if PRECISIONS.index(own := precision_of(receipt.dtype, receipt.weights)) > PRECISIONS.index(self._precision):
+            allowed = f"and {self._precision} is the coarsest that is allowed for this model"
+            return f"it says that it was computed in {own}, {allowed} (--precision)"
         model = self._model
         if receipt.num_tokens > model.max_position_embeddings:
             return f"it has {receipt.num_tokens} tokens, and the model takes {model.max_position_embeddings}"
@@ -213,7 +234,11 @@ class Verifier:
         receipt.params.check_vocabulary(model.vocab_size)
         if reason := wrong_rounds(receipt, model.eos_token_ids):
             return reason
-        if reason := wrong_ending(receipt, model.eos_token_ids, self._stopped(receipt)):
+        said, text = self._said(receipt)
+        stopped = None if said.found is None else (said.num_delivered, said.found)
+        if reason := wrong_ending(receipt, model.eos_token_ids, stopped):
+            return reason
+        if replied is not None and (reason := replied.wrong(receipt, text, said.found, self._tokenizer)):
             return reason
         if receipt.weights not in self._fingerprints:
             self._fingerprints[receipt.weights] = model_fingerprint(self._folder, weights=receipt.weights)
@@ -222,15 +247,10 @@ class Verifier:
             return f"the weights' fingerprint is {receipt.fingerprint[:64]}, and that of {self._folder} is {found}"
         return ""
 
-    def _stopped(self, receipt: Receipt) -> tuple[int, str] | None:
-        """Return how many tokens complete a stop string of the request, and which; None = no number of them does."""
-        ending, params = receipt.ending, receipt.params
-        if not ending.stop_strings:
-            return None
-        if self._tokenizer is None:
-            self._tokenizer = Tokenizer.from_folder(self._folder)
-        special = ending.shown_special
-        text = AnswerText(
+    def _said(self, receipt: Receipt) -> tuple[AnswerText, str]:
+        """Return how the text of a receipt's tokens ended, and the text."""
+        ending, params, special = receipt.ending, receipt.params, receipt.ending.shown_special
+        answer = AnswerText(
             self._tokenizer.detokenizer(skip_special=special is not None, shown=special or (), continuation=True),
             StopMatcher(StopStrings(ending.stop_strings), include=ending.include_stop),
             include_stop=ending.include_stop,
@@ -238,9 +258,8 @@ class Verifier:
         )
         ends = {*params.stop_token_ids, *(() if params.ignore_eos else self._model.eos_token_ids)}
         last = receipt.token_ids[-1]
-        text.push(receipt.token_ids, last if last in ends else None)
-        text.end()
-        return None if text.found is None else (text.num_delivered, text.found)
+        _, released = answer.push(receipt.token_ids, last if last in ends else None)
+        return answer, "".join(released) + answer.end()
 
     async def _replayed(self, receipt: Receipt) -> Replayed:
         """By our engine, in float32 or in the form that the weights were rounded to; or by `transformers`."""
@@ -309,6 +328,12 @@ def _judge(receipt: Receipt, replay: Replayed, pair: Tolerance, signature: str, 
         wrong.append((num_tokens, shifted))
     if alarm := distribution_alarm(rows, greedy, pair):
         wrong.append((num_tokens, f"its tokens do not follow the model's distribution ({alarm})"))
+    if claimed := receipt.claimed_draws:  # their checks can only accuse
+        results = tuple(
+            None if at in claimed and result is not DrawResult.WRONG else result
+            for at, result in enumerate(draws.results)
+        )
+        draws = replace(draws, results=results, reason="the drafter's probabilities are as the receipt says")
     return ReceiptVerdict(
         receipt,
         min(wrong, key=lambda one: one[0], default=(0, ""))[1],

@@ -32,6 +32,8 @@ _WORDS = {
     "model_type": "must be a map (lines of `name: value`)",
     "dict_type": "must be a map (lines of `name: value`)",
     "list_type": "must be a list (lines that begin with `- `)",
+    "tuple_type": "must be a list",
+    "dataclass_type": "must be an object",
     "string_type": "must be text; put it in quotes",
     "int_type": "must be a whole number, without quotes",
     "float_type": "must be a number, without quotes",
@@ -42,6 +44,8 @@ _WORDS = {
     "less_than_equal": "must be at most {le}",
     "less_than": "must be below {lt}",
     "string_too_short": "must not be empty",
+    "too_short": "needs at least {min_length}",
+    "finite_number": "must be a finite number",
     "string_pattern_mismatch": "must match {pattern}",
 }
 """Pydantic's kinds of faults in the words of whoever writes the file."""

@@ -13,9 +13,11 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import Field, TypeAdapter, ValidationError
 
 from serve_app.backends.base import ModelInfo
+from serve_app.config.base import fault_in_words
 from serve_app.referee.records import Record
 from serve_app.referee.signatures import Signature, SigningKey
 from serve_app.referee.wire.demands import broken_limit
+from serve_app.text.json_text import load_json
 from serve_app.versions import version_of
 from speculative.config import LogprobsMode
 from speculative.errors import EngineFault, InvalidRequest, TruespecError
@@ -24,7 +26,8 @@ from speculative.selfcheck.replayed_draws import Rounds
 
 FORMAT: Final = "truespec-receipt-2"
 
-_MOST_DIGITS = 400
+_LONGEST_SHOWN = 200  # characters
+_AS_RETURNED = "give the receipt as the service returned it"
 
 TokenId = Annotated[int, Field(ge=0)]
 
@@ -79,6 +82,16 @@ class Receipt:
     def replayable_rounds(self) -> Rounds:
         """Its rounds, whose draws can be made again."""
         return Rounds(len(self.prompt_token_ids), self.rounds, self.token_ids, self.token_kinds)
+
+    @property
+    def claimed_draws(self) -> list[int]:
+        """The tokens whose draws rest on what it says of a drafter: accepted sampled drafts, and what replaced one.
+        With a smaller q any token is accepted."""
+        if self.params.greedy or any(one.verifier == "coupled" for one in self.rounds):
+            return []
+        sampled = [one.draft_probs is not None for one in self.rounds for _ in range(one.num_tokens)]
+        judged = (TokenKind.ACCEPTED, TokenKind.RECOVERED)
+        return [at for at, kind in enumerate(self.token_kinds) if sampled[at] and kind in judged]
 
     def scored(self) -> Request:
         """The request that computes its tokens again.
@@ -153,25 +166,21 @@ def receipt_of(
     return dataclasses.replace(receipt, signature=signing_key.sign(receipt.canonical()))
 
 
-def receipts_in(text: str) -> list[Any]:
-    """The contents of a file in the place of receipts, as JSON that nobody has looked at.
+def receipts_in(text: str) -> tuple[list[Any], dict[str, Any]]:
+    """The contents of a file in the place of receipts, as JSON that nobody has looked at, and the reply that has them;
+    {} = none has.
 
     Raises:
-        NotAReceipt: it is neither a receipt nor a reply with `receipts`.
+        NotAReceipt: it is neither a receipt nor a reply with `receipts`, or an object of it has a key twice.
     """
     try:
-        content = json.loads(text, parse_int=_integer)
+        content = load_json(text)
     except (ValueError, RecursionError) as error:
-        raise NotAReceipt(f"It is not JSON: {error}.") from error
+        raise NotAReceipt(f"It is not JSON: {error}; {_AS_RETURNED}.") from error
     found = content.get("receipts", [content]) if isinstance(content, dict) else None
     if not isinstance(found, list) or not found:
         raise NotAReceipt("It is neither a receipt nor a reply with `receipts`.")
-    return found
-
-
-def _integer(digits: str) -> int | str:
-    """An integer of JSON. One longer than Python reads stays a text, so that it spoils its own receipt only."""
-    return int(digits) if len(digits) <= _MOST_DIGITS else digits
+    return found, content if "choices" in content else {}
 
 
 def wrong_rounds(receipt: Receipt, eos_token_ids: Sequence[int]) -> str:
@@ -275,12 +284,18 @@ def read_receipt(content: Any) -> Receipt:
         receipt = _RECEIPT.validate_json(text, strict=True)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        raise NotAReceipt(f"{where}: {first['msg']}.") from error
+        where = on_one_line(".".join(map(str, first["loc"])))
+        raise NotAReceipt(f"{where} {fault_in_words(first).rstrip('.')}; {_AS_RETURNED}.") from error
     except InvalidRequest as error:
         raise NotAReceipt(f"params: {error}") from error
     except (ValueError, RecursionError) as error:
-        raise NotAReceipt(f"It is not valid JSON: {error}.") from error
-    if receipt.to_wire() != content:
-        raise NotAReceipt(f"It has fields that {kind!r} does not have, or lacks some.")
+        raise NotAReceipt(f"It is not valid JSON: {error}; {_AS_RETURNED}.") from error
+    wire = receipt.to_wire()
+    if odd := [name for name in content | wire if content.get(name) != wire.get(name)]:
+        raise NotAReceipt(f"{on_one_line(odd[0])} is not, or has not, the fields of {FORMAT!r}; {_AS_RETURNED}.")
     return receipt
+
+
+def on_one_line(text: str) -> str:
+    """Return what a receipt claims, on one line."""
+    return "".join(one if one.isprintable() else "?" for one in text[:_LONGEST_SHOWN])

@@ -172,6 +172,14 @@ def _require_equal(first: tuple[str, Path], second: tuple[str, Path], slot: Tens
     )
 
 
+def rounded_form(folder: Path) -> Literal["w4a8", "fp8"] | None:
+    """The form to which a checkpoint's weights were rounded, and in which `auto` takes them where it can; None = they
+    are not."""
+    if holds_fp8(folder):
+        return "fp8"
+    return "w4a8" if (folder / QUANTIZED_FILE).is_file() else None
+
+
 def choose_weights(
     wanted: WeightsName, folder: Path, *, dtype: str, device: torch.device, kernels: ChosenKernels | None = None
 ) -> Kind | Literal["fp8"] | None:
@@ -187,7 +195,8 @@ def choose_weights(
     Raises:
         ConfigError: it is not to be had here.
     """
-    came_in_fp8 = holds_fp8(folder)
+    form = rounded_form(folder)
+    came_in_fp8 = form == "fp8"
     if came_in_fp8 and wanted not in ("auto", "fp8"):
         raise ConfigError(
             f"{folder} holds FP8 weights, and quantization is {wanted}; take quantization: auto, or the checkpoint "
@@ -208,9 +217,7 @@ def choose_weights(
         return wanted
     if dtype == "float32":
         return "float32"
-    if (folder / QUANTIZED_FILE).is_file():
-        return "w4a8"
-    return "bfloat16"
+    return form or "bfloat16"
 
 
 def checkpoint_files(folder: Path) -> list[Path]:

@@ -22,6 +22,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 
 from deploy.cli.main import main
 from deploy.run.replayers import make_replayer
+from deploy.run.replied import replied_in
 from deploy.run.verify import EngineName, ReceiptVerdict, Verifier
 from serve_app.backends.torch_backend import TorchBackend
 from serve_app.http.routes import build_ingress
@@ -42,12 +43,14 @@ pytestmark = pytest.mark.slow
 
 
 def read_receipts(text: str) -> list[Receipt]:
-    return [read_receipt(one) for one in receipts_in(text)]
+    return [read_receipt(one) for one in receipts_in(text)[0]]
 
 
-def verify(receipt: Receipt, folder: Path, engine: EngineName, key: PublicKey | None = None) -> ReceiptVerdict:
+def verify(
+    receipt: Receipt, folder: Path, engine: EngineName, key: PublicKey | None = None, precision: str = ""
+) -> ReceiptVerdict:
     async def check() -> ReceiptVerdict:
-        async with Verifier(folder, engine, receipt.num_tokens, key) as verifier:
+        async with Verifier(folder, engine, receipt.num_tokens, key, precision) as verifier:
             return await verifier.check(receipt)
 
     return asyncio.run(check())
@@ -138,7 +141,9 @@ async def test_sound_receipts_verify(folder: Path, other: Path, verifier: str, s
         for engine in ENGINES:
             found = await asyncio.to_thread(verify, receipt, folder, engine)
             assert not found.reason, found
-            assert found.draws.num_checked >= 0.9 * len(receipt.token_ids)
+            assert found.draws.num_checked + len(receipt.claimed_draws) >= 0.9 * len(receipt.token_ids)
+            assert bool(receipt.claimed_draws) == bool(found.open)
+            assert not found.open or (sampled and verifier == "token_wise")
 
 
 @pytest.mark.parametrize("logprobs", [None, 0])
@@ -159,9 +164,11 @@ async def test_rounded_weights_are_checked_as_they_were_rounded(folder: Path) ->
         reply = await ask(client, **BODY)
     (receipt,) = read_receipts(json.dumps(reply))
     assert (receipt.weights, receipt.quantization) == ("w4a8", "w4a8")
-    found = await asyncio.to_thread(verify, receipt, folder, "torch")
+    refused = await asyncio.to_thread(verify, receipt, folder, "torch")
+    assert "computed in w4a8, and bfloat16 is the coarsest" in refused.reason
+    found = await asyncio.to_thread(verify, receipt, folder, "torch", None, "w4a8")
     assert not found.reason and found.replayed_by == "truespec with w4a8 weights"
-    independent = await asyncio.to_thread(verify, receipt, folder, "transformers")
+    independent = await asyncio.to_thread(verify, receipt, folder, "transformers", None, "w4a8")
     assert not independent.reason and independent.replayed_by == "transformers in float32 with w4a8 weights"
     assert (found.tolerance, independent.tolerance) == ("for w4a8", "for w4a8")
 
@@ -315,6 +322,12 @@ def sound(folder: Path, other: Path, key_file: Path) -> dict[str, Any]:
     return made_by("token_wise", folder, other, key_file)
 
 
+@pytest.fixture(scope="module")
+def bound(folder: Path, other: Path) -> dict[str, Any]:
+    """A receipt whose draws rest on the seed alone."""
+    return made_by("coupled", folder, other)
+
+
 def made_by(verifier: str, folder: Path, other: Path, key_file: Path | None = None) -> dict[str, Any]:
     """A receipt of an answer with sampled drafts and logprobs, as JSON."""
 
@@ -430,14 +443,81 @@ FORGERIES: dict[str, dict[str, Forge]] = {
     ("verifier", "engine"), [("token_wise", "torch"), ("token_wise", "transformers"), ("coupled", "torch")]
 )
 def test_a_forged_receipt_does_not_verify(
-    sound: dict[str, Any], folder: Path, other: Path, verifier: str, engine: EngineName
+    sound: dict[str, Any], bound: dict[str, Any], folder: Path, verifier: str, engine: EngineName
 ) -> None:
-    right = sound if verifier == "token_wise" else made_by("coupled", folder, other)
+    right = sound if verifier == "token_wise" else bound
     forgeries = FORGERIES[verifier]
     first, *others = checked(folder, right, *(forged(right, forge) for forge in forgeries.values()), engine=engine)
-    assert not first.reason and first.draws.num_checked >= 100
+    claimed = len(read_receipts(json.dumps(right))[0].claimed_draws)
+    assert not first.reason and first.draws.num_checked + claimed >= 100
     assert [name for name, one in zip(forgeries, others, strict=True) if not one.reason] == []
     assert others[0].draws.wrong == 20
+
+
+def test_tokens_that_rest_on_invented_drafts_are_not_verified(sound: dict[str, Any], folder: Path) -> None:
+    """With a small enough q any token is an accepted draft."""
+
+    def longer(wire: dict[str, Any]) -> None:
+        invented = {"num_tokens": 4, "num_drafted": 4, "drafts": [44] * 4, "draft_probs": [1e-30] * 4, "last_prob": 0}
+        wire["rounds"].append(wire["rounds"][-1] | invented)
+        wire["token_ids"] += [44] * 4
+        wire["token_kinds"] += ["accepted"] * 4
+        wire["logprobs"] = wire["params"]["logprobs"] = None
+        wire["num_delivered"] = wire["params"]["max_tokens"] = len(wire["token_ids"])
+
+    (found,) = checked(folder, forged(sound, longer))
+    claimed = len(found.receipt.claimed_draws)
+    assert not found.reason and f"UNDECIDED: {claimed} of 104 tokens rest on what the receipt says" in found.in_words()
+    assert found.to_wire()["verified"] is None and found.draws.num_checked == 104 - claimed < 100
+
+
+def test_a_reply_is_compared_with_its_receipts(folder: Path) -> None:
+    """Its text is what a client reads, and nothing signs it."""
+
+    async def made() -> list[dict[str, Any]]:
+        talk = {"model": "tiny", "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 9, "logprobs": True}
+        whole = BODY | {"prompt": [PROMPT, "hello"], "n": 2, "max_tokens": 9, "logprobs": 0, "return_token_ids": True}
+        async with service(folder) as client:
+            chat = await ask(client, "/v1/chat/completions", **talk, n=2)
+            return [chat, await ask(client, **whole), await ask(client, **whole | {"echo": True})]
+
+    def said(reply: dict[str, Any]) -> list[str]:
+        async def check() -> list[str]:
+            receipts, wire = receipts_in(json.dumps(reply))
+            read = [read_receipt(one) for one in receipts]
+            async with Verifier(folder, "torch", 128) as verifier:
+                pairs = zip(read, replied_in(wire, read), strict=True)
+                return [(await verifier.check(*pair)).reason for pair in pairs]
+
+        return asyncio.run(check())
+
+    def longer(text: str) -> str:
+        return text + " indeed"
+
+    chat, whole, echoed = asyncio.run(made())
+    for reply in (chat, whole, echoed):
+        assert not any(said(reply))
+        for forge, reported in {
+            put("choices", 0, "finish_reason", "stop"): "finish_reason",
+            put("choices", 0, "stop_reason", "x"): "stop_reason",
+            put("usage", "completion_tokens", lambda own: own + 1): "completion tokens",
+            put("usage", "prompt_tokens", lambda own: own - 1): "prompt tokens",
+            put("id", "cmpl-of-another"): "receipt of another",
+            put("choices", lambda own: own[1:]): "receipts",
+            put("receipts", lambda own: own[::-1]): "receipt of another",
+        }.items():
+            assert reported in said(forged(reply, forge))[0]
+    for reply, forge, reported in (
+        (chat, put("choices", 0, "message", "content", longer), "the reply's text"),
+        (chat, put("choices", 0, "message", "reasoning_content", "Hm."), ""),
+        (chat, put("choices", 0, "logprobs", "content", 3, "logprob", -9.0), "other logprobs"),
+        (whole, put("choices", 0, "text", longer), "the reply's text"),
+        (whole, put("choices", 0, "token_ids", 2, 7), "other token ids"),
+        (echoed, put("choices", 0, "text", lambda own: "x" + own), "the reply's text"),
+        (echoed, put("choices", 0, "logprobs", "token_logprobs", -1, -9.0), "other logprobs"),
+    ):
+        found = said(forged(reply, forge))
+        assert reported in found[0] and not any(found[1:])
 
 
 @pytest.mark.parametrize("verifier", ["token_wise", "coupled"])
@@ -558,8 +638,10 @@ def test_other_weights_or_engines_do_not_verify(sound: dict[str, Any], folder: P
     ("changes", "reported"),
     [
         ({"format": "truespec-receipt-9"}, "format is 'truespec-receipt-9'"),
-        ({"seed": "seven"}, "seed: String should match"),
-        ({"note": "x"}, "fields that 'truespec-receipt-2' does not have"),
+        ({"seed": "seven"}, "seed must match"),
+        ({"note": "x"}, "note is not, or has not, the fields of 'truespec-receipt-2'; give the receipt as the service"),
+        ({"logprobs": [0, "x"]}, r"logprobs\.1 must be a number, without quotes, got 'x'"),
+        ({"params": {}}, "params is not, or has not, the fields"),
         ({"params": {"temperature": -1}}, "temperature must be"),
         ({"rounds": [{"verifier": "none", "num_tokens": 1}]}, r"rounds\.0\.verifier"),
     ],
@@ -567,9 +649,13 @@ def test_other_weights_or_engines_do_not_verify(sound: dict[str, Any], folder: P
 def test_what_is_no_receipt_is_refused(sound: dict[str, Any], changes: dict[str, Any], reported: str) -> None:
     with pytest.raises(NotAReceipt, match=reported):
         read_receipts(json.dumps(sound | changes))
-    for text in ("[]", "{", "7", '{"receipts": []}', '{"receipts": [7]}', "[" * 100_000):
+    twice = json.dumps(sound).replace('"token_ids"', '"token_ids": [1], "token\\u005fids"')
+    for text in ("[]", "{", "7", '{"receipts": []}', '{"receipts": [7]}', "[" * 100_000, twice, '{"a": NaN}'):
         with pytest.raises(NotAReceipt):
             read_receipts(text)
+    for where in ("token_ids", "temperature", "num_tokens", "finish_reason", "key_id"):
+        with pytest.raises(NotAReceipt, match=f"{where} is given twice"):
+            read_receipts(json.dumps({"receipts": [sound]}).replace(f'"{where}"', f'"{where}": 1, "{where}"'))
 
 
 def test_a_key_of_another_kind_is_refused(tmp_path: Path) -> None:
@@ -615,7 +701,7 @@ def test_the_command_says_what_it_found(sound: dict[str, Any], folder: Path, key
 
 
 def test_one_that_cannot_be_checked_does_not_keep_the_others_from_it(
-    sound: dict[str, Any], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bound: dict[str, Any], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And the model is loaded once for all."""
     loaded: list[object] = []
@@ -623,16 +709,16 @@ def test_one_that_cannot_be_checked_does_not_keep_the_others_from_it(
         "deploy.run.verify.make_replayer", lambda options: loaded.append(options) or make_replayer(options)
     )
     path, run = tmp_path / "receipts.json", CliRunner().invoke
-    two = sound | {"id": "cmpl-2", "weight_versions": ["default", "step-2"]}
-    path.write_text(json.dumps({"receipts": [sound | {"seed": 7}, two, sound, sound]}))
+    two = bound | {"id": "cmpl-2", "weight_versions": ["default", "step-2"]}
+    path.write_text(json.dumps({"receipts": [bound | {"seed": 7}, two, bound, bound]}))
     found = run(main, ["verify", str(path), "--model", str(folder), "--json"])
     verdicts = [json.loads(line) for line in found.stdout.splitlines()]
     assert (found.exit_code, [one["verified"] for one in verdicts]) == (2, [None, None, True, True])
-    assert "seed: Input should be a valid string" in verdicts[0]["reason"]
+    assert "seed must be text; put it in quotes, got 7" in verdicts[0]["reason"]
     assert verdicts[1]["id"] == "cmpl-2" and "weights were changed" in verdicts[1]["reason"]
-    assert "Receipt 1 of 4 cannot be checked: seed: Input" in found.stderr
+    assert "Receipt 1 of 4 cannot be checked: seed must be text" in found.stderr
     assert len(loaded) == 1
-    path.write_text(json.dumps({"receipts": [{}, forged(sound, other_token)]}))
+    path.write_text(json.dumps({"receipts": [{}, forged(bound, other_token)]}))
     assert run(main, ["verify", str(path), "--model", str(folder)]).exit_code == 1
 
 
@@ -656,16 +742,16 @@ MALFORMED: list[Any] = [
 ]
 
 
-def test_no_malformed_receipt_stops_the_others(sound: dict[str, Any], folder: Path, tmp_path: Path) -> None:
+def test_no_malformed_receipt_stops_the_others(bound: dict[str, Any], folder: Path, tmp_path: Path) -> None:
     def changed(by: Any) -> Any:
         if not isinstance(by, dict) or not by:
             return by
-        wire = copy.deepcopy(sound)
+        wire = copy.deepcopy(bound)
         return wire | {name: wire[name] | value if isinstance(value, dict) else value for name, value in by.items()}
 
     path = tmp_path / "receipts.json"
-    content = [one for changes in MALFORMED for one in (sound, changed(changes))]
-    path.write_text(json.dumps({"receipts": [*content, sound | STRANGE_CLAIMS]}))
+    content = [one for changes in MALFORMED for one in (bound, changed(changes))]
+    path.write_text(json.dumps({"receipts": [*content, bound | STRANGE_CLAIMS]}))
     found = CliRunner().invoke(main, ["verify", str(path), "--model", str(folder), "--json"])
     verified = [json.loads(line)["verified"] for line in found.stdout.splitlines()]
     assert verified[::2] == [True] * (len(MALFORMED) + 1)
@@ -676,9 +762,9 @@ def test_no_malformed_receipt_stops_the_others(sound: dict[str, Any], folder: Pa
     assert "\x1b" not in words.stdout and "id ?[2J?, model [bold]x[/bold]?, created -1000" in words.stdout
 
 
-def test_it_needs_no_ray(sound: dict[str, Any], folder: Path, tmp_path: Path) -> None:
+def test_it_needs_no_ray(bound: dict[str, Any], folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "receipt.json"
-    path.write_text(json.dumps(sound))
+    path.write_text(json.dumps(bound))
     without_ray = "import sys; sys.modules['ray'] = None; from deploy.cli.main import main; main()"
     command = [sys.executable, "-c", without_ray, "verify", str(path), "--model", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
