@@ -96,7 +96,7 @@ _REPLAYS = Panel(
     unit="ops",
     queries=(
         Query(PAGE.rate("replays_total", "result"), "{{result}}"),
-        Query(PAGE.rate("replays_requested_total"), "selected"),
+        Query(PAGE.rate("replays_requested_total", "bytes"), "selected, bytes {{bytes}}"),
     ),
 )
 _INDEPENDENT = Panel(

@@ -60,10 +60,12 @@ class HttpFront:
     def open(self, tokens: TokenSource, records: Records, info: ModelInfo, *, num_engines: int = 1) -> None:
         """Build the front end over a source, which has so many engines behind it."""
         limits, replay = self._config.limits, self._config.replay
+        tokenizer = Tokenizer.from_folder(info.folder, self._config.model.chat_template)
         comparable = self._config.engine.logprobs_mode == "raw_logprobs"
         self._checks = Checks(
-            lambda request_id: chosen(request_id, replay.sample_rate),
+            lambda reply_id: chosen(reply_id, replay.sample_rate),
             self._config.replays_show_distribution(info.folder, info.device_bytes),
+            lambda exchange, records: [answer for one in records if (answer := one.answer()) is not None],
             self._submit,
             self._runtime.check,
             replay.verify_timeout_s,
@@ -84,7 +86,6 @@ class HttpFront:
                 max_first_token_s=limits.max_time_to_first_token_s,
             ),
         )
-        tokenizer = Tokenizer.from_folder(info.folder, self._config.model.chat_template)
         _logger.info("%s", tokenizer.ends())
         for remark in tokenizer.remarks():
             _logger.warning("%s", remark)
@@ -222,14 +223,14 @@ class HttpFront:
         rehearsing = rehearse if self._config.guard.rehearsal else None
         return Admin(self._access, controller.statuses, order, controller.weights, rehearsing)
 
-    def _request_ended(self, record: Record, answer: Answer | None) -> None:
-        """Send the answer of a request to the controller, if it is to be checked."""
+    def _request_ended(self, record: Record, checked: bool) -> None:
+        """Note the end of a request, which may be one that is to be checked."""
         self._ended(record)
-        if answer is not None:
-            self._checks.ended(answer)
+        if checked:
+            self._checks.ended(record)
 
-    def _submit(self, answer: Answer) -> None:
-        self._runtime.metrics.count("truespec_replays_requested_total")
+    def _submit(self, answer: Answer, reply_bytes: str) -> None:
+        self._runtime.metrics.count("truespec_replays_requested_total", bytes=reply_bytes)
         self._runtime.spawn(self._submit_soon(answer, carried()))
 
     async def _submit_soon(self, answer: Answer, client: Carried) -> None:

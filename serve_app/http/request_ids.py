@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
-_COMPUTING = {
+COMPUTING = {
     "/v1/completions",
     "/v1/chat/completions",
     "/v1/responses",
@@ -49,7 +49,7 @@ class RequestIds:
             await self._app(scope, receive, send)
             return
         request_id, method = request_id_of(scope), scope["method"]
-        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        path = path_of(scope)
         began, status = time.monotonic(), 0
 
         async def send_with_id(message: Message) -> None:
@@ -61,7 +61,7 @@ class RequestIds:
             await send(message)
 
         about = {"http.request.method": method, "url.path": path, "truespec.request_id": request_id}
-        traced = method == "POST" and path in _COMPUTING
+        traced = method == "POST" and path in COMPUTING
         with self._tracing.request(f"{method} {path}", request_id, scope["headers"], about, traced=traced) as span:
             try:
                 await self._app(scope, receive, send_with_id)
@@ -75,6 +75,11 @@ class RequestIds:
                     self._metrics.count("truespec_http_responses_total", code=str(status))
                 if status >= 500:
                     failed(span, f"status {status}")
+
+
+def path_of(scope: Scope) -> str:
+    """The path of a request within the app."""
+    return str(scope["path"]).removeprefix(scope.get("root_path", ""))
 
 
 def request_id_of(scope: Scope) -> str:

@@ -1,6 +1,7 @@
 """The HTTP routes: bodies in, JSON and server-sent events out, errors in OpenAI's form."""
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import re
@@ -15,6 +16,7 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp
 
 from serve_app.access.access import Access
 from serve_app.access.request_gate import HEALTH, Gate
@@ -32,6 +34,7 @@ from serve_app.http.event_stream import EventStream, Pace, unless_disconnected
 from serve_app.http.head_requests import HeadRequests
 from serve_app.http.openapi import document
 from serve_app.http.request_ids import LONGEST_PATH, RequestIds, request_id_of
+from serve_app.http.tap import Tap, tapped_reply
 from serve_app.http.vllm_routes import VllmRoutes, add_vllm_routes
 from serve_app.openai.chat.chat_request import ChatCompletionRequest
 from serve_app.openai.completions.completion_request import CompletionRequest
@@ -109,7 +112,7 @@ def build_ingress(
     the others are open.
     """
     gate = gate or Gate(admin.access if admin is not None else Access())
-    app = FastAPI(
+    app = _TappedApp(
         title="truespec",
         docs_url=None,
         redoc_url=None,
@@ -117,6 +120,7 @@ def build_ingress(
         redirect_slashes=False,
         dependencies=[Depends(_admission(gate))],
     )
+    app.state.checks = front_end.checks
     app.state.pace = Pace(front_end.limits.stream_interval_s)
     app.router.route_class = _GuardedRoute
     app.add_middleware(HeadRequests)
@@ -140,6 +144,15 @@ def build_ingress(
         return _unserved(request, path)
 
     return app
+
+
+class _TappedApp(FastAPI):
+    """An app whose outermost layer is the tap, whatever is added to it."""
+
+    def build_middleware_stack(self) -> ASGIApp:
+        """All layers of the app (Starlette)."""
+        layers = super().build_middleware_stack()
+        return layers if self.state.checks is None else Tap(layers, self.state.checks)
 
 
 class _GuardedRoute(APIRoute):
@@ -331,6 +344,9 @@ async def _generate(
         at_the_end.enter_context(gate.place(request.state.caller))
         wire = parse(await read_body(request, front_end.limits.max_body_bytes), kind)
         job = await prepare(wire, _header_timeout_s(request))
+        if (tapped := tapped_reply(request.scope)) is not None:
+            tapped.choose(job.head.reply_id, awaited=job.verify)
+            job = dataclasses.replace(job, tapped=tapped)
         headers = _warning(wire)
         logger.debug("%s is %s", request_id_of(request.scope), job.head.reply_id)
         if not job.stream:

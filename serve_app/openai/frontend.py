@@ -12,7 +12,7 @@ import re
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext
+from contextlib import aclosing, contextmanager
 from typing import Any
 
 from serve_app.backends.base import ChatPrompt, ModelInfo, Parsers, TokenSource, is_taken_in
@@ -37,6 +37,7 @@ from serve_app.openai.replies import (
     ReplyFormat,
     ReplyHead,
     join,
+    to_json,
 )
 from serve_app.openai.requests import LEGACY_MAX_TOKENS, WireRequest
 from serve_app.openai.tokens.tokenization import Tokenization
@@ -76,7 +77,7 @@ class FrontEnd:
         makes as it likes; without `signing_key` receipts are not signed."""
         self._source = source
         self._chats = ChatPreprocessor(tokenizer, parsers)
-        self._checks = checks
+        self.checks = checks
         self._signing_key = signing_key
         self._tokenizer = tokenizer
         self.limits = limits or Limits()
@@ -226,7 +227,7 @@ class FrontEnd:
         """Refuse what this server, as it is configured, serves to nobody."""
         if num_choices > self.limits.max_choices:
             raise InvalidRequest("n", f"n may be at most {self.limits.max_choices} here, got {num_choices}.")
-        if wire.verify and self._checks is None:
+        if wire.verify and self.checks is None:
             raise UnsupportedParameter(
                 "verify", "verify needs a server whose logprobs_mode is raw_logprobs: only these are compared."
             )
@@ -280,17 +281,19 @@ class FrontEnd:
         """
         run = ChoiceRun(job, self._tokenizer)
         pieces: list[list[ChoiceDelta]] = [[] for _ in job.requests]
-        with GenerationSpan(job, run) as span, self._expecting(job):
+        with GenerationSpan(job, run) as span:
             with _settled(job, run):
                 async with aclosing(self._pieces(job, run)) as arriving:
                     async for piece in arriving:
                         if piece is not None:
                             pieces[piece.index].append(piece)
-            reported = await self._verdicts(job) | self._receipts(job, run)
-            choices = [join(parts) for parts in pieces]
+            choices, head = [join(parts) for parts in pieces], self._current(job.head)
             for choice in choices:
                 span.see(choice)
-        return await job.format.whole(self._current(job.head), choices, run.usage(), reported)
+            if job.verify and job.tapped is not None:
+                job.tapped.draft(to_json(await job.format.whole(head, choices, run.usage(), None)).encode())
+            reported = await self._verdicts(job) | self._receipts(job, run)
+        return await job.format.whole(head, choices, run.usage(), reported)
 
     async def events(self, job: PreparedRequest) -> AsyncGenerator[bytes, None]:
         """Generate and give server-sent events, one for each delta that has something to say.
@@ -301,9 +304,10 @@ class FrontEnd:
         """
         run = ChoiceRun(job, self._tokenizer)
         stream = job.format.stream(continuous_usage=job.continuous_usage)
+        drafted = job.tapped if job.verify else None
         begun, num_waiting = False, len(job.groups)
         try:
-            with GenerationSpan(job, run) as span, self._expecting(job):
+            with GenerationSpan(job, run) as span:
                 with _settled(job, run):
                     async with aclosing(self._pieces(job, run)) as arriving:
                         async for piece in arriving:
@@ -314,8 +318,13 @@ class FrontEnd:
                                 yield b""
                             else:
                                 span.see(piece)
-                                yield stream.piece(self._current(job.head), piece, run.usage)
+                                event = stream.piece(self._current(job.head), piece, run.usage)
+                                if drafted is not None:
+                                    drafted.draft(event)
+                                yield event
                             begun = True
+                if drafted is not None:
+                    drafted.draft(await stream.end(self._current(job.head), None, run.usage))
                 reported = await self._verdicts(job) | self._receipts(job, run)
         except Exception as error:
             if not begun:
@@ -323,20 +332,18 @@ class FrontEnd:
             reply = reply_for(error)
             if reply.status >= 500:
                 logger.error("%s failed while streaming: %r", job.head.reply_id, error, exc_info=error)
+            if job.tapped is not None:
+                job.tapped.fail()
             yield stream.failure(self._current(job.head), reply)
             return
         yield await stream.end(self._current(job.head), reported, run.usage)
 
-    def _expecting(self, job: PreparedRequest) -> AbstractContextManager[None]:
-        if self._checks is None or not job.verify:
-            return nullcontext()
-        return self._checks.expecting([request.request_id for request in job.requests])
-
     async def _verdicts(self, job: PreparedRequest) -> dict[str, Any]:
         """The reply's verdict, those of its choices, and what was checked of all of them, where they were asked for."""
-        if self._checks is None or not job.verify:
+        if self.checks is None or not job.verify:
             return {}
-        checked = await self._checks.verdicts([request.request_id for request in job.requests])
+        drafted = None if job.tapped is None else job.tapped.drafted(streamed=job.stream)
+        checked = await self.checks.verdicts([request.request_id for request in job.requests], drafted)
         verdicts = [one.verdict for one in checked]
         return {
             "verdict": worst(verdicts).value,

@@ -243,8 +243,9 @@ class ReplyStream(Protocol):
         """The events of one piece; before the first, those that begin the reply."""
         ...
 
-    async def end(self, head: ReplyHead, reported: dict[str, Any], usage: UsageNow) -> bytes:
-        """The events after the last piece; `reported` is what there is to say of the whole reply."""
+    async def end(self, head: ReplyHead, reported: dict[str, Any] | None, usage: UsageNow) -> bytes:
+        """The events after the last piece; `reported` is what there is to say of the whole reply. None = a draft, of
+        which nothing is kept: the end itself follows."""
         ...
 
     def failure(self, head: ReplyHead, error: ErrorReply) -> bytes:
@@ -270,9 +271,9 @@ class ReplyFormat(Protocol):
         ...
 
     async def whole(
-        self, head: ReplyHead, choices: Sequence[ChoiceDelta], usage: Usage, reported: dict[str, Any]
+        self, head: ReplyHead, choices: Sequence[ChoiceDelta], usage: Usage, reported: dict[str, Any] | None
     ) -> dict[str, Any]:
-        """The whole reply."""
+        """The whole reply; `reported` as in `ReplyStream.end`."""
         ...
 
 
@@ -306,8 +307,8 @@ class _PlainEvent:
     """
 
     def __init__(self, written: str) -> None:
-        self._before_text, _, rest = written.partition(_to_json(_SOME_TEXT))
-        self._after_text, self._has_ids, self._after_ids = rest.partition(f'"token_ids":{_to_json(_SOME_IDS)}')
+        self._before_text, _, rest = written.partition(to_json(_SOME_TEXT))
+        self._after_text, self._has_ids, self._after_ids = rest.partition(f'"token_ids":{to_json(_SOME_IDS)}')
 
     def write(self, piece: ChoiceDelta) -> bytes:
         """The event of this piece."""
@@ -344,10 +345,9 @@ class ChunkStream:
             event = self._plain[key] = _PlainEvent(written)
         return event
 
-    async def end(self, head: ReplyHead, reported: dict[str, Any], usage: UsageNow) -> bytes:
+    async def end(self, head: ReplyHead, reported: dict[str, Any] | None, usage: UsageNow) -> bytes:
         """The closing chunk, where there is something to say, and the end."""
-        if head.with_usage:
-            reported = reported | {"usage": usage().to_wire()}
+        reported = (reported or {}) | ({"usage": usage().to_wire()} if head.with_usage else {})
         closing = sse_event(head.envelope(self._chunks.chunk_kind, []) | reported) if reported else b""
         return closing + b"data: [DONE]\n\n"
 
@@ -356,13 +356,13 @@ class ChunkStream:
         return sse_event(error.body())
 
 
-_to_json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+to_json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 
 def sse_event(payload: dict[str, Any], name: str | None = None) -> bytes:
     """One server-sent event. ASCII only: some clients take U+2028 for the end of a line."""
     named = b"" if name is None else b"event: " + name.encode("ascii") + b"\n"
-    return named + b"data: " + _to_json(payload).encode("ascii") + b"\n\n"
+    return named + b"data: " + to_json(payload).encode("ascii") + b"\n\n"
 
 
 class CompletionFormat(_ChunkFormat):
@@ -376,11 +376,16 @@ class CompletionFormat(_ChunkFormat):
         return head.chunk(self.chunk_kind, [self._choice(head, piece)]) | _metadata([piece])
 
     async def whole(
-        self, head: ReplyHead, choices: Sequence[ChoiceDelta], usage: Usage, reported: dict[str, Any]
+        self, head: ReplyHead, choices: Sequence[ChoiceDelta], usage: Usage, reported: dict[str, Any] | None
     ) -> dict[str, Any]:
         """The whole reply."""
         rendered = [self._choice(head, piece) for piece in choices]
-        return head.envelope(self.chunk_kind, rendered) | {"usage": usage.to_wire()} | _metadata(choices) | reported
+        return (
+            head.envelope(self.chunk_kind, rendered)
+            | {"usage": usage.to_wire()}
+            | _metadata(choices)
+            | (reported or {})
+        )
 
     def _choice(self, head: ReplyHead, piece: ChoiceDelta) -> dict[str, Any]:
         choice = {
@@ -425,13 +430,13 @@ class ChatFormat(_ChunkFormat):
         return chunk | _metadata([piece]) | piece.prompt_fields()
 
     async def whole(
-        self, head: ReplyHead, choices: Sequence[ChoiceDelta], usage: Usage, reported: dict[str, Any]
+        self, head: ReplyHead, choices: Sequence[ChoiceDelta], usage: Usage, reported: dict[str, Any] | None
     ) -> dict[str, Any]:
         """The whole reply."""
         rendered = [self._choice(head, piece, "message", _message(piece)) for piece in choices]
         prompt = self._prompt_fields(head) | choices[0].prompt_fields()
         counted = {"usage": usage.to_wire()} | _metadata(choices)
-        return head.envelope("chat.completion", rendered) | counted | prompt | reported
+        return head.envelope("chat.completion", rendered) | counted | prompt | (reported or {})
 
     def _choice(self, head: ReplyHead, piece: ChoiceDelta, name: str, said: dict[str, Any]) -> dict[str, Any]:
         entries = piece.logprobs

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from serve_app.backends.base import TokenSource, is_taken_in
 from serve_app.errors import NoRoom
-from serve_app.referee.answer import Answer
 from serve_app.referee.records import Record, Records
 from serve_app.referee.replay_selection import Selection
 from serve_app.streams.backlog import Backlog, Clock, Returns
@@ -80,8 +79,8 @@ class ObservedSource:
         metrics: latencies and outcomes are recorded here.
         records: what is served, request by request.
         select: whether a request is to be replayed, and how it is computed then.
-        ended: called for each request that came to an end: the record of it, and its answer if that is to be checked:
-            it was selected, or breaks a limit of its request; must not block.
+        ended: called for each request that came to an end: the record of it, and whether that is to be checked: it was
+            selected, or breaks a limit of its request; must not block.
         limits: how many requests may run at once, and how long each.
         clock: seconds, monotonic.
     """
@@ -93,7 +92,7 @@ class ObservedSource:
         records: Records,
         *,
         select: Callable[[Request], Selection],
-        ended: Callable[[Record, Answer | None], None],
+        ended: Callable[[Record, bool], None],
         limits: SourceLimits,
         clock: Clock = time.monotonic,
     ) -> None:
@@ -269,8 +268,7 @@ class ObservedSource:
             self._metrics.observe("truespec_request_duration_seconds", entry.last_at - entry.began_at)
         self._records.end(entry.request.request_id)
         if entry.outcome not in (FinishReason.ERROR, "rejected") and entry.request.score_from is None:
-            checked = entry.replayed or entry.record.broken_limit
-            self._ended(entry.record, entry.record.answer() if checked else None)
+            self._ended(entry.record, entry.replayed or bool(entry.record.broken_limit))
 
 
 def _owner(request: Request) -> str:

@@ -46,6 +46,13 @@ INDEPENDENT_RESULTS = {
     "unsupported": "`transformers` cannot have the weights that are served (the log says why)",
     "failed": "not computed: its process died, or no replica could start it",
 }
+REPLY_BYTES = {
+    "read": "compared with the tokens, as they went out",
+    "unread": "they could not be read: a fault of the referee",
+    "ended_early": "not all went out: its client left, or it failed",
+    "too_large": "there was no room for them",
+    "not_kept": "it was not selected, and breaks a limit of its request",
+}
 REPLAY_ALARMS = {  # what replays show to be wrong, and what each finding means
     "drift": "served logprobs differ from replayed ones",
     "probability": "tokens are more, or less, likely than tokens sampled from the model's distribution",
@@ -408,7 +415,12 @@ CATALOGUE: tuple[Metric, ...] = (
         answered_by=_ANSWERED_BY,
     ),
     _gauge("recent_replay_failures", "replays", "Those of them that failed (twice).", answered_by=_ANSWERED_BY),
-    _counter("replays_requested_total", "replays", "Finished requests that were selected for a replay."),
+    _counter(
+        "replays_requested_total",
+        "replays",
+        "Finished requests that were selected for a replay, by what became of the bytes of their replies.",
+        bytes=REPLY_BYTES,
+    ),
     _counter(
         "independent_replays_total",
         "replays",

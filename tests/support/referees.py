@@ -2,7 +2,7 @@
 
 import asyncio
 import gc
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
@@ -269,8 +269,8 @@ def _no(*_: object) -> None:
     """In the place of what reaches further than a test may."""
 
 
-def recorded(request_id: str, began_at: float = 10.0, replica: str = "r1", **changes: Any) -> Answer:
-    """What a replica that drafts at most four tokens in a round records."""
+def record_of(request_id: str, began_at: float = 10.0, replica: str = "r1", **changes: Any) -> Record:
+    """The record of a replica that drafts at most four tokens in a round."""
     fields: dict[str, Any] = {
         "request": Request(request_id, (1, 2, 3)),
         "replica": replica,
@@ -289,6 +289,15 @@ def recorded(request_id: str, began_at: float = 10.0, replica: str = "r1", **cha
     fields.setdefault("made_by", (first, *[fields["replica"]] * (len(fields["token_ids"]) - 1)))
     weight_versions = dict.fromkeys(fields.pop("weight_versions", (DEFAULT_VERSION,)))
     lists = {name: list(value) for name, value in fields.items() if isinstance(value, tuple)}
-    made = Record(**(fields | lists), weight_versions=weight_versions).answer()
-    assert made is not None
+    return Record(**(fields | lists), weight_versions=weight_versions)
+
+
+def recorded(request_id: str, began_at: float = 10.0, replica: str = "r1", **changes: Any) -> Answer:
+    """The answer that such a record gives by itself."""
+    (made,) = traces_of(None, [record_of(request_id, began_at, replica, **changes)])
     return made
+
+
+def traces_of(_: object, records: Sequence[Record]) -> list[Answer]:
+    """A reader of exchanges that looks at the records only."""
+    return [answer for record in records if (answer := record.answer()) is not None]

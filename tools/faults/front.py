@@ -12,7 +12,6 @@ from serve_app.backends.torch_backend import TorchBackend
 from serve_app.openai.chat.chat_request import ChatCompletionRequest
 from serve_app.openai.completions.completion_request import CompletionRequest
 from serve_app.openai.frontend import FrontEnd
-from serve_app.referee.answer import Answer
 from serve_app.referee.records import Record, Records
 from serve_app.referee.replay_selection import Selection
 from serve_app.streams.observed import ObservedSource, SourceLimits
@@ -60,7 +59,7 @@ async def _watch(mutant: Mutant, folder: Path, until: Callable[[Watch, int], boo
     backend = TorchBackend(str(folder), "audited", TINY)
     info = await backend.start()
 
-    def ended(record: Record, answer: Answer | None) -> None:
+    def ended(record: Record, checked: bool) -> None:
         watch.note(["request limit"] if record.broken_limit else [], count)
 
     try:

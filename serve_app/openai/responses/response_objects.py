@@ -58,7 +58,9 @@ class ResponsesFormat:
         """Return what writes one reply as a stream; its usage comes with its last event."""
         return ResponseEvents(self)
 
-    async def whole(self, head: ReplyHead, choices: Sequence[ChoiceDelta], usage: Usage, reported: Fields) -> Fields:
+    async def whole(
+        self, head: ReplyHead, choices: Sequence[ChoiceDelta], usage: Usage, reported: Fields | None
+    ) -> Fields:
         """The whole response."""
         (piece,) = choices
         events = ResponseEvents(self)
@@ -67,19 +69,20 @@ class ResponsesFormat:
         return response
 
     async def finished(
-        self, head: ReplyHead, piece: ChoiceDelta, items: list[Fields], usage: Usage, reported: Fields
+        self, head: ReplyHead, piece: ChoiceDelta, items: list[Fields], usage: Usage, reported: Fields | None
     ) -> Fields:
         """The response that holds these items; it has been kept, where it was to be.
 
         Args:
             piece: all of the answer; its end and its weights are used.
+            reported: None = a draft, which is not kept.
         """
         cut_off = piece.finish_reason == FinishReason.LENGTH.value
         if cut_off:
             items[-1]["status"] = "incomplete"
         reasoning = "".join(part["text"] for item in items if item["type"] == "reasoning" for part in item["content"])
         about = metadata_of(version for version, _ in piece.weight_versions).get("metadata", {})
-        fields = about | piece.version_fields() | piece.seed_fields() | reported
+        fields = about | piece.version_fields() | piece.seed_fields() | (reported or {})
         response = self.response(
             head,
             "incomplete" if cut_off else "completed",
@@ -89,7 +92,7 @@ class ResponsesFormat:
             completed_at=None if cut_off else int(time.time()),
             **fields,
         )
-        if self.stores:
+        if self.stores and reported is not None:
             response["store"] = await self.keep(response)
         return response
 
@@ -126,6 +129,7 @@ class ResponseEvents:
         # Of tokens that were read since the last message ended; the next one's own list.
         self._entries: list[Fields] = []
         self._num_sent = 0  # of these
+        self._last: list[bytes] | None = None  # the events that end the last item
 
     def piece(self, head: ReplyHead, piece: ChoiceDelta, usage: UsageNow) -> bytes:
         """The events of one piece; before the first, those that begin the response."""
@@ -157,21 +161,23 @@ class ResponseEvents:
         """Count tokens as read: their logprobs belong to the message that grows, or to the next."""
         self._entries += [self._waiting.popleft() for _ in range(min(num_tokens, len(self._waiting)))]
 
-    async def end(self, head: ReplyHead, reported: Fields, usage: UsageNow) -> bytes:
+    async def end(self, head: ReplyHead, reported: Fields | None, usage: UsageNow) -> bytes:
         """The events that end the last item and the response."""
         events, response = await self.finish(head, reported, usage())
-        return b"".join((*events, self._event(f"response.{response['status']}", response=response)))
+        last = self._event(f"response.{response['status']}", response=response)
+        if reported is None:
+            self._number -= 1
+        return b"".join((*events, last))
 
-    async def finish(self, head: ReplyHead, reported: Fields, usage: Usage) -> tuple[list[bytes], Fields]:
+    async def finish(self, head: ReplyHead, reported: Fields | None, usage: Usage) -> tuple[list[bytes], Fields]:
         """The events that end the last item, and the response."""
-        events: list[bytes] = []
-        if not self._items:
-            events += self._opened(head, "msg", _message("", self._entries))
-        self._entries += self._waiting
         whole = join(self._pieces)
-        cut_off = whole.finish_reason == FinishReason.LENGTH.value
-        events += self._closed("incomplete" if cut_off else "completed")
-        return events, await self._form.finished(head, whole, self._items, usage, reported)
+        if self._last is None:
+            self._last = [] if self._items else self._opened(head, "msg", _message("", self._entries))
+            self._entries += self._waiting
+            cut_off = whole.finish_reason == FinishReason.LENGTH.value
+            self._last += self._closed("incomplete" if cut_off else "completed")
+        return self._last, await self._form.finished(head, whole, self._items, usage, reported)
 
     def failure(self, head: ReplyHead, error: ErrorReply) -> bytes:
         """The event of a failure; the items that were finished before it are there."""

@@ -153,7 +153,7 @@ class TokensFormat:
         raise AssertionError("streams of tokens are refused when the request is read")
 
     async def whole(
-        self, head: ReplyHead, choices: Sequence[ChoiceDelta], usage: Usage, reported: dict[str, Any]
+        self, head: ReplyHead, choices: Sequence[ChoiceDelta], usage: Usage, reported: dict[str, Any] | None
     ) -> dict[str, Any]:
         """The whole reply."""
         prompt = choices[0].prompt_fields().get("prompt_logprobs")
@@ -162,7 +162,7 @@ class TokensFormat:
             "choices": [_choice(piece) for piece in choices],
             "prompt_logprobs": prompt,
             "usage": usage.to_wire(),
-            **reported,
+            **(reported or {}),
         }
 
 

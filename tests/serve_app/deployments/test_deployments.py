@@ -15,11 +15,12 @@ from serve_app.deployments.remote_errors import answered
 from serve_app.guard.breaker import BreakerState, Mode
 from serve_app.referee.replay_selection import Checks
 from serve_app.referee.verdicts import Finished
+from serve_app.referee.wire.exchange import Exchange
 from serve_app.telemetry.tracing import Tracing
 from speculative.errors import EngineFault, InvalidRequest
 from speculative.request import FinishReason, Request, SamplingParams, TokenDelta
 from speculative.stats import StepStats
-from tests.support.referees import CLIENT, RefereeHandle, Worker, recorded
+from tests.support.referees import CLIENT, RefereeHandle, Worker, record_of, recorded, traces_of
 
 
 @pytest.fixture
@@ -85,14 +86,20 @@ async def test_an_answer_is_replayed_whatever_becomes_of_its_client(worker: Work
     referee.far[0].clear()
     with Tracing().request("POST", "req-7", [], {}):
         front = HttpFront(runtime, worker.host.reporter)
-        front._submit(recorded("cmpl-1-0"))
-        checks = Checks(lambda _: True, lambda _: True, front._submit, runtime.check, timeout_s=60.0)
-        with checks.expecting(["cmpl-2-0"]):
-            checks.ended(recorded("cmpl-2-0"))
+        front._submit(recorded("cmpl-1-0"), "read")
+        checks = Checks(lambda _: True, lambda _: True, traces_of, front._submit, runtime.check, timeout_s=60.0)
+        for reply_id, awaited in (("cmpl-2", True), ("cmpl-3", False)):
+            checks.expect(reply_id, awaited=awaited)
+            checks.ended(record_of(f"{reply_id}-0"))
+        waiting = asyncio.create_task(checks.verdicts(["cmpl-2-0"], None))
+        await _settle()
+        waiting.cancel()
+    checks.lost("cmpl-2", "ended_early")
+    await checks.sent("cmpl-3", Exchange("", b"", b"", False, 0.0, 0.0))
     referee.far[0].set()
     await _settle()
-    assert [one.request.request_id for one in referee.answers] == ["cmpl-1-0", "cmpl-2-0"]
-    assert (referee.callers, referee.request_ids) == (["nobody"] * 2, ["req-7"] * 2)
+    assert [one.request.request_id for one in referee.answers] == ["cmpl-1-0", "cmpl-2-0", "cmpl-3-0"]
+    assert (referee.callers, referee.request_ids) == (["nobody"] * 3, ["req-7"] * 3)
 
 
 async def test_a_call_that_serve_cancels_is_one_that_failed_and_not_the_end_of_its_caller() -> None:

@@ -39,7 +39,7 @@ async def test_a_lost_stop_string_makes_an_answer_that_was_not_selected_suspect(
     ids = tuple(Tokenizer.from_folder(tokenizer_folder).encode_continuation("one two three"))
     kinds = (TokenKind.FIRST, *[TokenKind.BONUS] * (len(ids) - 1))
     submitted: list[Answer] = []
-    monkeypatch.setattr(HttpFront, "_submit", lambda _, answer: submitted.append(answer))
+    monkeypatch.setattr(HttpFront, "_submit", lambda _, answer, how: submitted.append(answer))
     front = opened(tokenizer_folder, DeltaSource(TokenDelta("", ids, kinds, finish_reason=FinishReason.LENGTH)))
     monkeypatch.setattr("serve_app.openai.frontend.StopStrings", lambda strings: StopStrings(()))
     served = front._front_end

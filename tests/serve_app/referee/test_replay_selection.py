@@ -1,15 +1,19 @@
-"""Answers that wait for their check, and those that do not."""
+"""Replies that wait for their check, and those that do not."""
 
 import asyncio
 import dataclasses
+import threading
+from collections.abc import Callable, Sequence
 
 import pytest
 
 from serve_app.referee.answer import Answer
-from serve_app.referee.replay_selection import Checks, Selection, chosen
+from serve_app.referee.records import Record
+from serve_app.referee.replay_selection import Checks, Read, Selection, chosen
 from serve_app.referee.verdicts import Checked, Verdict
+from serve_app.referee.wire.exchange import Exchange
 from speculative.request import Request
-from tests.support.referees import recorded
+from tests.support.referees import record_of, traces_of
 
 
 class Referee:
@@ -17,9 +21,20 @@ class Referee:
 
     def __init__(self) -> None:
         self.submitted: list[Answer] = []
+        self.checked: list[Answer] = []
+        self.counted: list[str] = []
         self.waiting: dict[str, asyncio.Future[Checked]] = {}
 
+    @property
+    def names(self) -> list[str]:
+        return [one.request.request_id for one in self.submitted]
+
+    def submit(self, one: Answer, reply_bytes: str) -> None:
+        self.submitted.append(one)
+        self.counted.append(reply_bytes)
+
     async def check(self, one: Answer) -> Checked:
+        self.checked.append(one)
         self.waiting[one.request.request_id] = asyncio.get_running_loop().create_future()
         return await self.waiting[one.request.request_id]
 
@@ -29,11 +44,21 @@ def referee() -> Referee:
     return Referee()
 
 
-def checks_of(referee: Referee, timeout_s: float = 5.0) -> Checks:
+SENT = Exchange("/v1/completions", b"{}", b"{}", False, 0.0, 0.0)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+def checks_of(referee: Referee, timeout_s: float = 5.0, read: Read = traces_of) -> Checks:
     return Checks(
-        lambda name: name.startswith("chosen"),
+        lambda reply_id: reply_id.startswith("chosen"),
         lambda request: not request.adapter,
-        referee.submitted.append,
+        read,
+        referee.submit,
         referee.check,
         timeout_s,
     )
@@ -43,82 +68,141 @@ def is_checked(checks: Checks, name: str) -> bool:
     return checks.select(Request(name, (1,))) is not Selection.NOT_CHECKED
 
 
-async def test_who_does_not_ask_does_not_wait(referee: Referee) -> None:
-    checks = checks_of(referee)
-    assert is_checked(checks, "chosen-0") and not is_checked(checks, "other-0")
-    checks.ended(recorded("chosen-0"))
-    assert [one.request.request_id for one in referee.submitted] == ["chosen-0"]
-    assert referee.waiting == {}
+async def test_a_reply_waits_for_its_bytes_with_all_of_its_choices(referee: Referee) -> None:
+    seen: list[tuple[Exchange, list[str]]] = []
+
+    def read(exchange: Exchange, records: Sequence[Record]) -> list[Answer]:
+        seen.append((exchange, [one.request.request_id for one in records]))
+        return traces_of(exchange, records)
+
+    checks = checks_of(referee, read=read)
+    assert checks.expect("chosen", awaited=False) and not checks.expect("other", awaited=False)
+    assert is_checked(checks, "chosen-1") and not is_checked(checks, "other-0")
+    for number in (10, 9, 0):
+        checks.ended(record_of(f"chosen-{number}"))
+    checks.ended(record_of("other-0"))
+    assert referee.names == ["other-0"], "it broke a limit: nobody keeps its bytes"
+    await checks.sent("chosen", SENT)
+    assert seen == [(SENT, ["chosen-0", "chosen-9", "chosen-10"])]
+    assert referee.names == ["other-0", *seen[0][1]] and referee.counted == ["not_kept", *["read"] * 3]
+    checks.ended(record_of("chosen-11"))
+    assert referee.names[-1] == "chosen-11", "it came too late"
+
+
+async def test_a_reply_that_is_lost_or_cannot_be_read_is_checked_by_its_records(
+    referee: Referee, caplog: pytest.LogCaptureFixture
+) -> None:
+    def failing(*_: object) -> list[Answer]:
+        raise ArithmeticError("a client's own words")
+
+    checks = checks_of(referee, read=failing)
+    for number in range(3):
+        checks.expect(f"chosen{number}", awaited=False)
+        checks.ended(record_of(f"chosen{number}-0"))
+    checks.lost("chosen0", "ended_early")
+    await checks.sent("chosen1", SENT)
+    await checks.sent("chosen2", SENT)
+    assert referee.names == ["chosen0-0", "chosen1-0", "chosen2-0"]
+    assert referee.counted == ["ended_early", "unread", "unread"]
+    (logged,) = caplog.records
+    assert "ArithmeticError" in logged.getMessage() and "own words" not in caplog.text
 
 
 async def test_who_asks_is_chosen_and_waits(referee: Referee) -> None:
     checks = checks_of(referee)
-    with checks.expecting(["a-0", "a-1"]):
-        assert is_checked(checks, "a-0")
-        for name in ("a-0", "a-1"):
-            checks.ended(recorded(name))
-        waiting = asyncio.create_task(checks.verdicts(["a-0", "a-1"]))
-        await asyncio.sleep(0.01)
-        assert not waiting.done()
-        referee.waiting["a-1"].set_result(Checked(Verdict.SUSPECT))
-        referee.waiting["a-0"].set_result(Checked(Verdict.VERIFIED))
-        assert [one.verdict for one in await waiting] == [Verdict.VERIFIED, Verdict.SUSPECT]
+    checks.expect("a", awaited=True)
+    assert is_checked(checks, "a-0")
+    for name in ("a-1", "a-0"):
+        checks.ended(record_of(name))
+    waiting = asyncio.create_task(checks.verdicts(["a-0", "a-1"], SENT))
+    await until(lambda: len(referee.waiting) == 2)
+    referee.waiting["a-1"].set_result(Checked(Verdict.SUSPECT))
+    referee.waiting["a-0"].set_result(Checked(Verdict.VERIFIED))
+    assert [one.verdict for one in await waiting] == [Verdict.VERIFIED, Verdict.SUSPECT]
+    await checks.sent("a", SENT)
     assert not is_checked(checks, "a-0"), "nothing is left behind"
     assert referee.submitted == []
 
 
-def test_some_chosen_requests_are_computed_as_they_were_sent_if_their_replay_shows_more(referee: Referee) -> None:
+async def test_what_went_out_and_is_not_what_was_judged_is_judged_again(referee: Referee) -> None:
+    def read(exchange: Exchange, records: Sequence[Record]) -> list[Answer]:
+        same, other = traces_of(exchange, records)
+        return [same, other if exchange is SENT else dataclasses.replace(other, token_ids=(9, 9))]
+
+    checks = checks_of(referee, read=read)
+    checks.expect("a", awaited=True)
+    for name in ("a-0", "a-1"):
+        checks.ended(record_of(name))
+    waiting = asyncio.create_task(checks.verdicts(["a-0", "a-1"], SENT))
+    await until(lambda: len(referee.waiting) == 2)
+    for check in referee.waiting.values():
+        check.set_result(Checked(Verdict.VERIFIED))
+    await waiting
+    referee.waiting.clear()
+    await checks.sent("a", dataclasses.replace(SENT, reply=b"{ }"))
+    await until(lambda: bool(referee.waiting))
+    assert [one.broken_limit for one in referee.checked] == [
+        "",
+        "",
+        "wire: what was sent is not what was judged before",
+    ]
+    assert [*referee.waiting] == ["a-1"]
+
+
+def test_some_chosen_replies_are_computed_as_they_were_sent_if_their_replay_shows_more(referee: Referee) -> None:
     checks, requests = checks_of(referee), [Request(f"chosen-{number}-0", (1,)) for number in range(1000)]
     left = [request for request in requests if checks.select(request) is Selection.AS_SENT]
     assert 200 < len(left) < 300
-    selected = {request.request_id for request in requests if chosen(request.request_id, 0.1)}
+    others = [dataclasses.replace(request, request_id=f"{request.request_id[:-2]}-7") for request in left]
+    assert {checks.select(request) for request in others} == {Selection.AS_SENT}, "all choices of a reply alike"
+    selected = {request.request_id for request in requests if chosen(request.request_id[:-2], 0.1)}
     assert 5 < len([request for request in left if request.request_id in selected]) < len(selected) - 5
-    with checks.expecting([request.request_id for request in left]):
-        assert {checks.select(request) for request in left} == {Selection.WITH_LOGPROBS}, "its client waits for all"
+    for request in left:
+        checks.expect(request.request_id[:-2], awaited=True)
+    assert {checks.select(request) for request in left} == {Selection.WITH_LOGPROBS}, "its client waits for all"
     of_adapters = [dataclasses.replace(request, adapter="sql") for request in left]
     assert {checks.select(request) for request in of_adapters} == {Selection.WITH_LOGPROBS}
 
 
 async def test_what_cannot_be_checked_in_time_is_unverified(referee: Referee) -> None:
     checks = checks_of(referee, timeout_s=0.02)
-    with checks.expecting(["late-0", "failed-0", "silent-0"]):
-        checks.ended(recorded("late-0"))
-        checks.ended(recorded("failed-0"))
-        await asyncio.sleep(0)
-        referee.waiting["failed-0"].set_exception(ConnectionError("no referee"))
-        reported = await checks.verdicts(["late-0", "failed-0", "silent-0"])
+    checks.expect("a", awaited=True)
+    for name in ("a-0", "a-1"):
+        checks.ended(record_of(name))
+    waiting = asyncio.create_task(checks.verdicts(["a-0", "a-1", "a-2"], SENT))
+    await until(lambda: len(referee.waiting) == 2)
+    referee.waiting["a-1"].set_exception(ConnectionError("no referee"))
+    reported = await waiting
     assert {one.verdict for one in reported} == {Verdict.UNVERIFIED}
     assert len({one.reason for one in reported}) == 3
     await asyncio.sleep(0)
-    assert not referee.waiting["late-0"].done(), "its answer is evidence, whoever waits"
+    assert not referee.waiting["a-0"].done(), "its answer is evidence, whoever waits"
 
 
-async def test_a_check_goes_on_when_its_client_leaves_at_any_moment(referee: Referee) -> None:
-    checks = checks_of(referee)
+@pytest.mark.parametrize("when", ["before it is read", "while it is judged", "when Serve cancels its check"])
+async def test_a_check_goes_on_when_its_client_leaves_at_any_moment(referee: Referee, when: str) -> None:
+    reading, read_on = threading.Event(), threading.Event()
 
-    async def ask() -> None:
-        with checks.expecting(["a-0"]):
-            checks.ended(recorded("a-0"))
-            await checks.verdicts(["a-0"])
+    def read(exchange: Exchange, records: Sequence[Record]) -> list[Answer]:
+        reading.set()
+        assert when != "before it is read" or read_on.wait(30)
+        return traces_of(exchange, records)
 
-    asking = asyncio.create_task(ask())
-    await asyncio.sleep(0.01)
+    checks = checks_of(referee, read=read)
+    checks.expect("a", awaited=True)
+    checks.ended(record_of("a-0"))
+    asking = asyncio.create_task(checks.verdicts(["a-0"], SENT))
+    await until(lambda: reading.is_set() and (when == "before it is read" or bool(referee.waiting)))
+    if when == "when Serve cancels its check":
+        referee.waiting["a-0"].cancel()
+        (reported,) = await asking
+        assert (reported.verdict, reported.reason) == (Verdict.UNVERIFIED, "the referee did not answer")
+        return
     asking.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asking
-    with checks.expecting(["b-0"]):  # as when the client leaves in the middle of its stream
-        checks.ended(recorded("b-0"))
-    await asyncio.sleep(0)
-    assert {"a-0", "b-0"} <= referee.waiting.keys()
-    assert not any(referee.waiting[name].done() for name in ("a-0", "b-0"))
-    assert not is_checked(checks, "a-0")
-
-
-async def test_a_check_that_serve_cancelled_is_no_cancellation_of_its_client(referee: Referee) -> None:
-    checks = checks_of(referee)
-    with checks.expecting(["a-0"]):
-        checks.ended(recorded("a-0"))
-        await asyncio.sleep(0)
-        referee.waiting["a-0"].cancel()
-        (reported,) = await checks.verdicts(["a-0"])
-    assert (reported.verdict, reported.reason) == (Verdict.UNVERIFIED, "the referee did not answer")
+    read_on.set()
+    checks.lost("a", "ended_early")
+    await asyncio.sleep(0.01)
+    assert [*referee.names, *referee.waiting] == ["a-0"], "once"
+    assert not any(check.done() for check in referee.waiting.values())

@@ -343,9 +343,10 @@ def selected(request: Request) -> Selection:
 def watched(
     pools: Pools, ended: list[tuple[Record, Answer | None]], select: Callable[[Request], Selection] = selected
 ) -> ObservedSource:
-    return observed(
-        pools.source, pools.metrics, records=pools.records, select=select, ended=lambda *pair: ended.append(pair)
-    )
+    def note(record: Record, checked: bool) -> None:
+        ended.append((record, record.answer() if checked else None))
+
+    return observed(pools.source, pools.metrics, records=pools.records, select=select, ended=note)
 
 
 @pytest.mark.parametrize("selection", [Selection.NOT_CHECKED, Selection.AS_SENT])

@@ -42,7 +42,7 @@ from speculative.request import Request
 from tests.support.fake_serving import make_backend
 from tests.support.front_ends import observed
 from tests.support.otlp_collector import Collector, running_collector
-from tests.support.referees import TOLERANCE
+from tests.support.referees import TOLERANCE, traces_of
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 SAMPLED, UNSAMPLED = f"00-{TRACE}-{PARENT}-01", f"00-{TRACE}-{PARENT}-00"
@@ -73,7 +73,7 @@ class App:
         self.handoff_spoils = False
         self.records = Records("d", 256)
         self.checker = ReplayChecker(self._replay, Judge(TOLERANCE).judge, ReplicaBook(TOLERANCE))
-        self.checks = Checks(lambda _: False, lambda _: True, lambda _: None, self._check, 20)
+        self.checks = Checks(lambda _: False, lambda _: True, traces_of, lambda *_: None, self._check, 20)
         pooled = PooledTokenSource(
             self.decode, metrics, self._ask, self.records.handed_off, tracing=self.traces["decode"]
         )
@@ -101,9 +101,9 @@ class App:
             prefilled = dataclasses.replace(prefilled, handoff=spoilt)
         return prefilled
 
-    def _ended(self, record: Record, answer: Answer | None) -> None:
-        if answer is not None:
-            self.checks.ended(answer)
+    def _ended(self, record: Record, checked: bool) -> None:
+        if checked:
+            self.checks.ended(record)
 
     async def _check(self, answer: Answer) -> Checked:
         checked: Checked = await across(self.checker.check, answer)

@@ -1,0 +1,55 @@
+"""The tap where the application meets the socket: what is checked is what came in and went out."""
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from serve_app.http.request_ids import COMPUTING, path_of
+from serve_app.referee.replay_selection import Checks
+from serve_app.referee.tapped_reply import TappedBytes, TappedReply
+
+_IN_SCOPE = "truespec.tapped_reply"
+
+
+class Tap:
+    """Passes everything on, and keeps the bytes of requests that compute something and of their replies (ASGI). It is
+    the outermost layer: nothing changes a reply behind it.
+
+    Args:
+        app: all other layers.
+        checks: what whole exchanges go to.
+    """
+
+    def __init__(self, app: ASGIApp, checks: Checks, held: TappedBytes | None = None) -> None:
+        self._app = app
+        self._checks = checks
+        self.held = held or TappedBytes()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request (ASGI)."""
+        if scope["type"] != "http" or scope["method"] != "POST" or (path := path_of(scope)) not in COMPUTING:
+            await self._app(scope, receive, send)
+            return
+        reply = scope[_IN_SCOPE] = TappedReply(path, self._checks, self.held)
+
+        async def receive_tapped() -> Message:
+            message = await receive()
+            if message["type"] == "http.request":
+                reply.take_request(message.get("body", b""))
+            return message
+
+        async def send_tapped(message: Message) -> None:
+            await send(message)
+            if message["type"] == "http.response.start":
+                reply.begin_reply(message["status"], message.get("headers", ()))
+            elif message["type"] == "http.response.body":
+                reply.take_reply(message.get("body", b""), last=not message.get("more_body", False))
+
+        try:
+            await self._app(scope, receive_tapped, send_tapped)
+        finally:
+            reply.close()
+
+
+def tapped_reply(scope: Scope) -> TappedReply | None:
+    """The tap's part of a request; None = there is no tap."""
+    found: TappedReply | None = scope.get(_IN_SCOPE)
+    return found
