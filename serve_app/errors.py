@@ -95,7 +95,7 @@ class UnknownReplica(TruespecError):
 
 
 class UpdateRefused(TruespecError):
-    """The service's weights stay as they are; the message says why."""
+    """New weights are not served, or not everywhere; the message says why."""
 
 
 class RequestAborted(TruespecError):

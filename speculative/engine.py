@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from speculative.arithmetic import Arithmetic, arithmetic_of
 from speculative.cache.kv_cache import KVCache, KVShape
@@ -105,7 +105,6 @@ class EngineCore:
         """Build the steps and their executor, drafting by a model or else by `weightless`; drop all old weights."""
         neural = None if draft_model is None else self._model_drafter(draft_model)
         drafter = neural or weightless
-        self._decoder = decoder
         self.graphs = None
         runner = ModelRunner(decoder, self.cache, self.device, self._prepare)
         if self.operators is not None:
@@ -311,12 +310,18 @@ class EngineCore:
     @property
     def arithmetic(self) -> Arithmetic:
         """Return how it computes on this machine."""
-        return arithmetic_of(self._decoder)
+        return arithmetic_of(self.runner.decoder)
 
     @property
     def weight_version(self) -> str:
         """Return what the weights are called that it computes with; every delta says it."""
         return self.scheduler.weight_version
+
+    @property
+    def networks(self) -> dict[str, nn.Module]:
+        """Return what it computes with, by the names of `Weights.networks`."""
+        model = self.drafter.model.network if isinstance(self.drafter, ModelDrafter) else None
+        return {"model": self.runner.decoder} | ({} if model is None else {"drafter": model})
 
     def switch(self, weights: Weights, version: str) -> None:
         """Go on with other weights of the same model.

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from speculative.config import EngineConfig
 from speculative.drafting.draft_model import DecoderDraftModel
@@ -11,6 +12,7 @@ from speculative.drafting.head_drafters import Eagle3DraftModel
 from speculative.drafting.neural_drafter import DraftModel
 from speculative.errors import ConfigError
 from speculative.kernels.chosen import choose_kernels
+from speculative.model.applied import check_applied
 from speculative.model.config import ModelConfig
 from speculative.model.decoder import Decoder
 from speculative.model.fingerprint import model_fingerprint
@@ -25,6 +27,11 @@ class Weights:
     fingerprint: str  # of the target's configuration and weights
     draft_model: DraftModel | None
 
+    @property
+    def networks(self) -> dict[str, nn.Module]:
+        """What is computed with: the target, and the drafter where it has weights."""
+        return {"model": self.decoder} | ({} if self.draft_model is None else {"drafter": self.draft_model.network})
+
 
 def load_weights(
     folder: Path,
@@ -32,6 +39,7 @@ def load_weights(
     device: torch.device,
     drafter: str | Path | None = None,
     decoder: Decoder | None = None,
+    check: bool = False,
 ) -> Weights:
     """Load a checkpoint, and the drafter for it. Touches no engine, so it may be done beside one that runs.
 
@@ -41,9 +49,11 @@ def load_weights(
         device: where to.
         drafter: the drafter's weights; None = those that `config` names.
         decoder: the target's weights, where they are loaded already.
+        check: compare what was loaded with the checkpoints, tensor by tensor.
 
     Raises:
-        ConfigError: files are missing or damaged, or target and drafter do not belong together.
+        ConfigError: files are missing or damaged, target and drafter do not belong together, or a tensor is not what
+            its checkpoint says.
         UnsupportedModel: the checkpoint needs what this engine does not do.
     """
     if drafter is not None and config.drafter.model is None:
@@ -55,6 +65,11 @@ def load_weights(
         dtype = getattr(torch, config.dtype)
         decoder = load_decoder(folder, dtype=dtype, device=device, weights=kind, kernels=kernels)
     draft_model = _load_draft_model(folder, config, decoder, drafter)
+    if check:
+        dtype = getattr(torch, config.dtype)
+        check_applied(decoder, folder, dtype)
+        if draft_model is not None and isinstance(draft_model.network, Decoder):
+            check_applied(draft_model.network, resolve_model(drafter or config.drafter.model or ""), dtype)
     return Weights(decoder, model_fingerprint(folder, weights=kind), draft_model)
 
 

@@ -35,6 +35,7 @@ from speculative.arithmetic import device_name
 from speculative.config import EngineConfig
 from speculative.engine import EngineCore
 from speculative.errors import ConfigError, EngineFault
+from speculative.model.applied import digests
 from speculative.model.config import ModelConfig
 from speculative.model.file_names import QUANTIZED_FILE
 from speculative.model.fingerprint import ROUNDED_FORMS
@@ -102,7 +103,7 @@ class TorchBackend:
         self._fault: Exception | None = None
         self._step_began: float | None = None
         self._folder = Path()
-        self._loaded: tuple[Weights, _Form] | None = None
+        self._loaded: tuple[Weights, _Form, dict[str, bytes]] | None = None
         self._form = _Form()
         self._repeats = False  # rounds a row alike in any batch
         self._begun: set[str] = set()  # requests the engine may know
@@ -184,33 +185,40 @@ class TorchBackend:
         self._commands.put(EngineCore.reset_prefix_cache)
 
     async def load_weights(self, source: str, drafter: str | None = None) -> str:
-        """Load new weights alongside those being served, on a separate thread."""
+        """Load new weights alongside those being served, on a separate thread, and compare them with what was sent."""
         engine = self._live_engine()
 
-        def load() -> tuple[Weights, _Form]:
+        def load() -> tuple[Weights, _Form, dict[str, bytes]]:
             with naming("path"):
                 folder = resolve_model(source)
             check_same_model(folder, engine.model)
             has_head = engine.config.drafter.model is not None  # else `load_weights` refuses any, found or not
             with naming("drafter_path"):
                 head = resolve_model(drafter, SHIPPED_HEADS) if has_head and drafter is not None else drafter
-            weights = load_weights(folder, engine.config, engine.device, head)
-            return weights, _Form.of(folder, engine)
+            weights = load_weights(folder, engine.config, engine.device, head, check=True)
+            return weights, _Form.of(folder, engine), digests(weights.networks)
 
         self._loaded = None  # free what was loaded before
         loaded = self._loaded = await asyncio.to_thread(load)
         return loaded[0].fingerprint
 
     async def switch_weights(self, version: str) -> ModelInfo:
-        """Switch to the weights loaded last, from the next step on. If that fails, the engine stops."""
+        """Switch to the weights loaded last, from the next step on. If that fails, or others than those are computed
+        with afterwards, the engine stops."""
         loaded, self._loaded = self._loaded, None
         if loaded is None:
             raise EngineFault("There are no weights to switch to; load them first.")
 
-        weights, form = loaded
+        weights, form, wanted = loaded
 
         def switch(engine: EngineCore) -> None:
             engine.switch(weights, version)
+            if (found := digests(engine.networks)) != wanted:
+                changed = sorted(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name))
+                raise EngineFault(
+                    f"After the update to {version!r} it computes with other weights than were loaded and checked: "
+                    f"{changed[0]}{' and others' if changed[1:] else ''}. It serves nothing with them."
+                )
 
         await self._run_between_steps(switch)
         self._form = form

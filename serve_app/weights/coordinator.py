@@ -86,7 +86,8 @@ class WeightCoordinator:
             timeout_s: for the loading, and then again for the switching.
 
         Raises:
-            UpdateRefused: another update is under way, or some replica could not load them; nothing has changed.
+            UpdateRefused: another update is under way, or some replica could not load them, and nothing has changed; or
+                one could not switch to them, and serves nothing.
         """
         await self._first_reports()
         if self._update is not None:
@@ -107,7 +108,14 @@ class WeightCoordinator:
                 raise UpdateRefused(f"Nothing changed; the weights are still {self._serve.version!r}: {why}.")
         finally:
             self._update = None
-        complete = await self._until(lambda: all(self._serves(one, numbered) for one in self._live()), timeout_s)
+        complete = await self._until(
+            lambda: all(self._serves(one, numbered) for one in self._live()) or bool(self._failed(numbered)), timeout_s
+        )
+        if failed := self._failed(numbered):
+            raise UpdateRefused(
+                f"The weights {version!r} are served from now on, and not everywhere: {failed.rstrip('.')}. Whoever "
+                "failed serves nothing, and is replaced; send weights again."
+            )
         return Outcome(complete, self.statuses())
 
     def stage(self, ref: WeightsRef | None) -> None:
@@ -171,15 +179,19 @@ class WeightCoordinator:
         if update is None or self._decided(update):
             return
         number = update.ref.number
-        failed = [f"{name}: {one.status.reason}" for name, one in self._members.items() if one.status.failed == number]
         prints = {one.status.loaded_fingerprint for one in self._members.values()}
-        if failed:
-            update.refusal = "; ".join(failed)
+        if failed := self._failed(update.ref):
+            update.refusal = failed
         elif self._members and all(one.status.loaded == number for one in self._members.values()):
             if len(prints) == 1:
                 self._serve, self._mode = update.ref, update.mode
             else:
                 update.refusal = f"the replicas read different weights there (fingerprints {', '.join(sorted(prints))})"
+
+    def _failed(self, ref: WeightsRef) -> str:
+        """Return which replicas could not take these weights, and why; "" = none."""
+        members = self._members.items()
+        return "; ".join(f"{name}: {one.status.reason}" for name, one in members if one.status.failed == ref.number)
 
     def _decided(self, update: _Update) -> bool:
         return bool(update.refusal) or self._serve is update.ref

@@ -139,12 +139,13 @@ def load_quantized(folder: Path) -> dict[str, Quantized]:
         for name, tensor in tensors.items():
             require_finite(path, name, tensor)
         names = [name.removesuffix(".numbers") for name in tensors if name.endswith(".numbers")]
-        return {name: _unpacked(name, tensors) for name in names}
+        return {name: unpacked(name, tensors) for name in names}
     except KeyError as error:
         raise ConfigError(f"{path} is damaged ({error}); fetch the model again.") from error
 
 
-def _unpacked(name: str, tensors: Mapping[str, Tensor]) -> Quantized:
+def unpacked(name: str, tensors: Mapping[str, Tensor]) -> Quantized:
+    """One of the weights that `save_quantized` wrote, from the tensors of its file."""
     numbers, scales = tensors[f"{name}.numbers"], tensors[f"{name}.scales"]
     least = tensors.get(f"{name}.least")
     if least is not None:

@@ -1,7 +1,7 @@
 """Safetensors files as a checkpoint has them: whole by their own headers, their tensors one by one, and finite."""
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,28 @@ def read_tensors(files: Iterable[Path]) -> Iterator[tuple[Path, str, Tensor]]:
                     yield path, name, file.get_tensor(name)
         except SafetensorError as error:
             raise ConfigError(f"{path} is damaged ({error}); download it again.") from error
+
+
+class TensorFiles(Mapping[str, Tensor]):
+    """The tensors of some safetensors files, each read when it is asked for.
+
+    Raises:
+        ConfigError: a file is damaged.
+    """
+
+    def __init__(self, files: Iterable[Path]) -> None:
+        self._files = {name: path for path in files for name in read_header(path)}
+
+    def __getitem__(self, name: str) -> Tensor:
+        with safe_open(self._files[name], framework="pt") as file:
+            tensor: Tensor = file.get_tensor(name)
+            return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
 
 
 def check_tensors(files: Iterable[Path]) -> None:

@@ -17,7 +17,7 @@ class ModelRunner:
     def __init__(self, decoder: Decoder, cache: KVCache, device: torch.device, prepare: PreparePass) -> None:
         self.cache = cache
         self.device = device
-        self._decoder, self._prepare = decoder, prepare
+        self.decoder, self._prepare = decoder, prepare
 
     def forward_with_features(self, step_input: StepInput, capture: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """Hidden states [N, hidden] of the step's rows, and the features [N, len(capture) * hidden] that enter the
@@ -25,11 +25,11 @@ class ModelRunner:
         attention, (input_ids, positions) = self._prepare(
             self.cache, step_input.attention_rows(), step_input.input_ids, step_input.positions
         )
-        return self._decoder.run(input_ids, positions, attention, capture)
+        return self.decoder.run(input_ids, positions, attention, capture)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [R, V] float32 of chosen rows [R, hidden]."""
-        return self._decoder.logits(hidden)
+        return self.decoder.logits(hidden)
 
 
 class TargetOutput(NamedTuple):

@@ -212,7 +212,7 @@ def test_self_checks_go_on_through_updates_and_so_does_the_breakers_word() -> No
             engine.step()
         found = found or sum(engine.stats.alarms.values())
         engine.set_speculation(Speculation.OFF if found else Speculation.ON)
-        engine.switch(Weights(engine._decoder, "", None), f"v{num_emitted}")
+        engine.switch(Weights(runner.decoder, "", None), f"v{num_emitted}")
         engine.eager.runner = runner
     assert found
     assert engine.scheduler.speculation is Speculation.OFF, "an update switched speculation on"

@@ -221,7 +221,7 @@ def naive_logits(decoder: Decoder, token_ids: Tensor) -> Tensor:
 
 
 def decoder_of(engine: EngineCore) -> Decoder:
-    return engine.runner._decoder
+    return engine.runner.decoder
 
 
 def teacher_forced(engine: EngineCore, prompt: Sequence[int], output: Sequence[int]) -> Tensor:

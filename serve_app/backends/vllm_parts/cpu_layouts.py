@@ -1,4 +1,4 @@
-"""Reloading of weights into vLLM's CPU kernels, with a comparison of what these multiply with.
+"""Reloading of weights into vLLM, with a comparison of what its CPU kernels multiply with, and of plain parameters.
 
 oneDNN packs a copy of a layer's weights, in a layout that depends on the number of threads. Two faults of vLLM's CPU
 build make all answers after a reload wrong, and raise no error:
@@ -13,9 +13,13 @@ Quantized layers are packed by other functions, which are not compared.
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
+
+from serve_app.backends.vllm_parts.checkpoint import weight_files
+from speculative.model.tensor_files import TensorFiles
 
 _NUM_ROWS = 3  # of the products that are compared
 _MAX_DIFFERENCE = 0.05  # relative to the largest result; bfloat16 differs by less, another layout by more
@@ -63,6 +67,21 @@ def reload_in_same_layout(model: Any, reload: Callable[[], None]) -> None:
         torch._C.set_num_threads(num_threads)
         utils.dispatch_cpu_unquantized_gemm = dispatch
     return None
+
+
+def other_than_sent(model: Any, folder: Path) -> str:
+    """Name a parameter of vLLM's model that is not what the checkpoint says; "" = there is none among those that lie
+    as they were sent: neither quantized, split among ranks, padded nor packed."""
+    sent, merged = TensorFiles(weight_files(folder)), getattr(model, "packed_modules_mapping", {})
+    for name, held in model.named_parameters():
+        owner, _, part = name.rpartition(".")
+        before, dot, module = owner.rpartition(".")
+        names = [f"{before}{dot}{one}.{part}" for one in merged.get(module, [module])]
+        if held.is_floating_point() and held.element_size() > 1 and all(one in sent for one in names):
+            wanted = torch.cat([sent[one] for one in names]).to(held)
+            if wanted.shape == held.shape and not torch.equal(wanted, held):
+                return str(name)
+    return ""
 
 
 def _multiplies_rightly(layer: Any, weight: torch.Tensor) -> bool:

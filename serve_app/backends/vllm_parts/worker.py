@@ -1,12 +1,13 @@
 """Our code in vLLM's worker processes."""
 
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-from serve_app.backends.vllm_parts.cpu_layouts import reload_in_same_layout
+from serve_app.backends.vllm_parts.cpu_layouts import other_than_sent, reload_in_same_layout
 from speculative.selfcheck.sampler_watch import SamplerWatch
 from speculative.selfcheck.vllm_draws import samples_so
 
@@ -88,8 +89,11 @@ class WorkerExtension:
         return str(get_kv_transfer_group().layout)
 
     def reload_target(self, path: str) -> None:
-        """Read the target's weights from a folder."""
-        reload_in_same_layout(self.model_runner.get_model(), lambda: self.reload_weights(weights_path=path))
+        """Read the target's weights from a folder, and compare them with it."""
+        model = self.model_runner.get_model()
+        reload_in_same_layout(model, lambda: self.reload_weights(weights_path=path))
+        if name := other_than_sent(model, Path(path)):
+            raise RuntimeError(f"after the update {name} is another tensor than was sent; restart the replica.")
 
     def reload_drafter(self, path: str) -> None:
         """Read the drafter's weights from a folder; what it shares with the target stays the target's.

@@ -28,6 +28,15 @@ class FusedLayers:
         packed = all(isinstance(linear, NativeLinear) for layer in layers for linear in _linears(layer))
         return cls(layers, rotary, config) if packed and config.head_dim % 16 == 0 else None
 
+    @property
+    def addresses(self) -> bytes:
+        """Return where the weights lie that it computes with."""
+        return bytes(self._structs)
+
+    def reads(self, layers: nn.ModuleList) -> bool:
+        """Return whether it computes with the weights of these layers."""
+        return self.addresses == b"".join(bytes(_struct(layer)) for layer in layers)
+
     def run(
         self, hidden: Tensor, positions: Tensor, step: NativeStep, capture: tuple[int, ...]
     ) -> tuple[Tensor, list[Tensor]]:
@@ -93,6 +102,11 @@ class FusedHead:
         self._config = config
         self._parts = parts
         self._kernels = lm_head.kernels
+
+    @property
+    def addresses(self) -> bytes:
+        """Return where the weights lie that it computes with."""
+        return bytes(self._struct)
 
     @classmethod
     def of(cls, parts: HeadParts, config: ModelConfig) -> "FusedHead | None":

@@ -68,11 +68,9 @@ class NativeLinear(PackedLinear):
         super().__init__()
         self.num_outputs, self.num_inputs = linear.weight.shape
         if isinstance(weight, Quantized):
-            kind = _QUANTIZED_KINDS[weight.bits]
-            panels = _int_panels(weight)
+            kind, panels = _QUANTIZED_KINDS[weight.bits], panels_of(weight)
         else:
-            kind = _KINDS[weight]
-            panels = _float_panels(linear.weight.detach(), weight)
+            kind, panels = _KINDS[weight], panels_of(linear.weight.detach(), weight)
         self.panels = (pages or HugePages()).keep(panels)
         self.bias = None if linear.bias is None else linear.bias.detach().float()
         self.kernels = kernels
@@ -156,6 +154,11 @@ class NativeMLP(nn.Module):
     def forward(self, rows: Tensor) -> Tensor:
         """[N, hidden_size] -> [N, hidden_size] float32."""
         return self._kernels.mlp(self.struct, rows if rows.stride(-1) == 1 else rows.contiguous())
+
+
+def panels_of(weight: Tensor | Quantized, kind: Kind = "float32") -> Tensor:
+    """A weight [O, I] as the kernels read it; `kind`: of plain numbers."""
+    return _int_panels(weight) if isinstance(weight, Quantized) else _float_panels(weight, kind)
 
 
 def _panels(rows: Tensor) -> Tensor:

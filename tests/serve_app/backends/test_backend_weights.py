@@ -1,8 +1,9 @@
 """The engine behind its thread: new weights under requests that run, and what a pause does to them."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import pytest_asyncio
@@ -10,8 +11,12 @@ import torch
 
 from serve_app.backends.base import PauseMode
 from serve_app.backends.torch_backend import TorchBackend
+from speculative.config import WeightsName
 from speculative.errors import ConfigError, EngineFault
+from speculative.kernels.library import cpu_kernels
+from speculative.model.decoder import Decoder
 from speculative.request import FinishReason, Request, SamplingParams, TokenDelta
+from speculative.weights import Weights
 from tests.support.engines import settings
 from tests.support.tiny_models import write_tiny_model
 
@@ -138,6 +143,62 @@ async def test_a_switch_that_fails_ends_the_engine(
     (reported,) = await asyncio.wait_for(newcomer, 300)
     assert reported.finish_reason is FinishReason.ERROR and reported.error == "CUDA out of memory"
     assert running.deltas[-1].finish_reason is (FinishReason.ERROR if frozen else FinishReason.LENGTH)
+
+
+def only_the_first_layer(new: Decoder, old: Decoder) -> None:
+    new.layers[1], new.fused = old.layers[1], old.fused
+
+
+def tied_head_left_behind(new: Decoder, old: Decoder) -> None:
+    new.lm_head = old.lm_head
+
+
+def kernels_left_behind(new: Decoder, old: Decoder) -> None:
+    new.fused = old.fused
+
+
+def norm_left_behind(new: Decoder, old: Decoder) -> None:
+    new.layers[1].mlp_norm.weight = old.layers[1].mlp_norm.weight
+
+
+@pytest.mark.skipif(cpu_kernels() is None, reason="the forms are those of the CPU kernels")
+@pytest.mark.parametrize("quantization", ["float32", "bfloat16", "w4a8"])
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (only_the_first_layer, "model "),
+        (kernels_left_behind, "model fused. It"),
+        (tied_head_left_behind, r"model lm_head\."),
+        (norm_left_behind, r"model layers\.1\.mlp_norm\.weight\."),
+    ],
+)
+async def test_weights_of_which_a_part_is_not_applied_are_never_served(
+    tmp_path: Path, quantization: WeightsName, change: Callable[[Decoder, Decoder], None], named: str
+) -> None:
+    old, new = (write_tiny_model(tmp_path / str(seed), "qwen3", vocab_size=64, seed=seed) for seed in (1, 2))
+    dtype: Literal["float32", "bfloat16"] = "float32" if quantization == "float32" else "bfloat16"
+    backend = TorchBackend(str(old), "tiny", settings(quantization=quantization, dtype=dtype))
+    await backend.start()
+    engine = backend._live_engine()
+    switch = engine.switch
+
+    def switching(weights: Weights, version: str) -> None:
+        if version == "half":
+            change(weights.decoder, engine.runner.decoder)
+        switch(weights, version)
+
+    engine.switch = switching  # type: ignore[method-assign]
+    for version, folder in (("whole", new), ("half", old)):
+        await backend.load_weights(str(folder))
+        if version == "half":
+            with pytest.raises(EngineFault, match=f"update to 'half' it computes with other weights .*: {named}"):
+                await backend.switch_weights(version)
+        else:
+            await backend.switch_weights(version)
+            assert {delta.weight_version for delta in await collected(backend, "served")} == {"whole"}
+    with pytest.raises(EngineFault, match="stopped"):
+        await collected(backend, "refused")
+    await backend.stop()
 
 
 async def test_wait_after_keep_lets_them_finish(backend: TorchBackend) -> None:

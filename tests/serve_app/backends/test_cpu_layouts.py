@@ -2,13 +2,15 @@
 
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from serve_app.backends.vllm_parts.cpu_layouts import reload_in_same_layout
+from serve_app.backends.vllm_parts.cpu_layouts import other_than_sent, reload_in_same_layout
 
 
 class FakePacking(ModuleType):
@@ -132,3 +134,16 @@ def test_a_model_of_other_kernels_is_only_reloaded() -> None:
     calls: list[str] = []
     reload_in_same_layout(nn.Linear(2, 2), lambda: calls.append("reloaded"))
     assert calls == ["reloaded"]
+
+
+def test_a_parameter_that_is_not_what_was_sent_is_named(tmp_path: Path) -> None:
+    model = nn.Module()
+    model.mlp, model.norm, model.head = nn.Module(), nn.LayerNorm(8, bias=False), layer(8, 16)
+    model.mlp.gate_up_proj, model.packed_modules_mapping = layer(8, 12), {"gate_up_proj": ["gate_proj", "up_proj"]}
+    gate, up = model.mlp.gate_up_proj.weight.chunk(2)
+    sent = {"mlp.gate_proj.weight": gate, "mlp.up_proj.weight": up, "norm.weight": model.norm.weight}
+    sent["head.weight"] = model.head.weight[:15]  # vLLM pads it
+    save_file({name: tensor.clone() for name, tensor in sent.items()}, tmp_path / "model.safetensors")
+    assert other_than_sent(model, tmp_path) == ""
+    model.mlp.gate_up_proj.weight[:6] = model.mlp.gate_up_proj.weight[6:].clone()
+    assert other_than_sent(model, tmp_path) == "mlp.gate_up_proj.weight"

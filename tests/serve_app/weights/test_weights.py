@@ -173,6 +173,17 @@ async def test_after_the_decision_there_is_no_way_back_only_a_word_that_it_is_no
     assert app.report("d2").serve == load
 
 
+async def test_a_replica_that_cannot_switch_is_named_as_soon_as_it_says_so() -> None:
+    app = App("d1", "d2")
+    update = app.update()
+    load = await begun(app)
+    app.all_report(**LOADED)
+    app.report("d1", serving=load)
+    app.report("d2", failed=1, reason="other weights than were loaded: model lm_head.panels.")
+    with pytest.raises(UpdateRefused, match=r"'v1' are served .* everywhere: d2: other .* lm_head[.]panels[.] Who"):
+        await update
+
+
 async def test_two_updates_at_once_and_an_old_name_are_refused() -> None:
     app = App("d1")
     update = app.update()

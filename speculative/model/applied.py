@@ -1,0 +1,106 @@
+"""Compares what a loaded model computes with with the tensors that were sent, in the form in which they are served.
+
+Nothing of the loading is trusted: each tensor is read again, and where it belongs is said here once more.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from speculative.errors import ConfigError
+from speculative.model.cpu.fused import FusedHead, FusedLayers
+from speculative.model.cpu.native import NativeLinear, panels_of
+from speculative.model.decoder import Decoder
+from speculative.model.fp8 import Fp8Rows
+from speculative.model.layers import Fp8Linear
+from speculative.model.served_tensors import Served, ServedTensors, stacked
+
+_LAYER = {
+    "input_norm": ("input_layernorm",),
+    "attention.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "attention.qk_norm": ("self_attn.q_norm", "self_attn.k_norm"),
+    "attention.o_proj": ("self_attn.o_proj",),
+    "mlp_norm": ("post_attention_layernorm",),
+    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+    "mlp.down_proj": ("mlp.down_proj",),
+}
+_COLUMNS = 1024  # of a digest
+
+
+def check_applied(decoder: Decoder, folder: Path, dtype: torch.dtype) -> None:
+    """Compare every parameter of a loaded model with its checkpoint.
+
+    Args:
+        decoder: the model, as its kernels have it.
+        folder: the checkpoint.
+        dtype: of its plain weights, to which tensors are rounded before anything else.
+
+    Raises:
+        ConfigError: a tensor is not what was sent; the message names it.
+    """
+    form = "fp8" if isinstance(decoder.get_submodule("layers.0.mlp.down_proj"), Fp8Linear) else decoder.packed
+    sent = ServedTensors(folder, form, dtype, decoder.device)
+    for path, names in _places(decoder):
+        for part in ("weight", "bias"):
+            own = [name for name in (f"{name}.{part}" for name in names) if name in sent]
+            if own and not _holds(decoder, path, part, [sent[name] for name in own], dtype):
+                raise ConfigError(
+                    f"{folder}: {' and '.join(own)} did not arrive in the model, whose {path or 'embedding'} is "
+                    "another; nothing was changed. Send the weights again, and report it if they are refused again."
+                )
+    if decoder.fused is not None and not decoder.fused.reads(decoder.layers):
+        raise ConfigError(f"{folder}: the kernels read other layers than were loaded; restart the replica.")
+
+
+def digests(networks: Mapping[str, nn.Module]) -> dict[str, bytes]:
+    """Digests of all tensors that some models hold, by their names in them, and where the kernels read them."""
+    found = {}
+    for name, network in networks.items():
+        for path, module in network.named_modules():
+            for attribute, value in {**vars(module), **module._parameters}.items():
+                if isinstance(value, Tensor):
+                    found[f"{name} {path}.{attribute}"] = _digest(value)
+                elif isinstance(value, FusedLayers | FusedHead):
+                    found[f"{name} {attribute}"] = value.addresses
+    return found
+
+
+def _digest(tensor: Tensor) -> bytes:
+    """Sums of a tensor's bytes as integers, by rows and by columns."""
+    plain = tensor.detach().to_dense() if tensor.is_mkldnn else tensor.detach()
+    numbers = plain.contiguous().flatten().view(torch.uint8)
+    whole = numbers[: len(numbers) // (8 * _COLUMNS) * 8 * _COLUMNS].view(torch.int64).view(-1, _COLUMNS)
+    parts = (whole.sum(0), whole.sum(1), numbers[whole.nbytes :])
+    return str((plain.dtype, plain.shape)).encode() + b"".join(part.cpu().numpy().tobytes() for part in parts)
+
+
+def _places(decoder: Decoder) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Each module with weights, by its path, and the names of its tensors, without `.weight`."""
+    for index in range(decoder.config.num_layers):
+        for path, names in _LAYER.items():
+            yield f"layers.{index}.{path}", tuple(f"model.layers.{index}.{name}" for name in names)
+    yield from {"": ("model.embed_tokens",), "norm": ("model.norm",), "lm_head": ("lm_head",)}.items()
+
+
+def _holds(decoder: Decoder, path: str, part: str, sent: list[Served], dtype: torch.dtype) -> bool:
+    """Return whether a module has these tensors, one below the other."""
+    module = decoder.get_submodule(path)
+    if path.endswith("qk_norm"):  # one row for all heads
+        counts = decoder.config.num_heads, decoder.config.num_kv_heads
+        sent = [norm.expand(count, -1) for norm, count in zip(sent, counts, strict=True) if isinstance(norm, Tensor)]
+    wanted = stacked(sent)
+    if isinstance(module, NativeLinear) and part == "weight":
+        assert decoder.packed is not None and not isinstance(wanted, Fp8Rows)
+        own = module.struct.weight == module.panels.data_ptr()
+        return own and torch.equal(module.panels, panels_of(wanted, decoder.packed))
+    held: Tensor = decoder.embedding if module is decoder else getattr(module, part)
+    if isinstance(wanted, Fp8Rows):
+        assert isinstance(module, Fp8Linear)
+        same = torch.equal(held.view(torch.uint8), wanted.numbers.view(torch.uint8))
+        return same and torch.equal(module.weight_scale, wanted.scales)
+    assert isinstance(wanted, Tensor)
+    held = held.to_dense() if held.is_mkldnn else held
+    kept = dtype if decoder.packed is None or module is decoder else torch.float32
+    return held.dtype == kept and torch.equal(held, wanted.to(kept))
