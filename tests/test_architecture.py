@@ -39,6 +39,7 @@ LEAVES = {
         "stats",
         "errors",
         "model.file_names",
+        "model.forms",
         "cache.prefix",
         "lookup.ngram",
         "lookup.registry",

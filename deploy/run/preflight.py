@@ -27,9 +27,10 @@ from speculative.config import EngineConfig, why_no_triton
 from speculative.drafting.draft_model import drafted_ids
 from speculative.end_tokens import read_json
 from speculative.errors import ConfigError, TruespecError
-from speculative.model.config import ModelConfig, holds_fp8
+from speculative.model.config import ModelConfig
 from speculative.model.eagle3 import Eagle3Config
 from speculative.model.file_names import LOWER_FILES, TOP_FILES
+from speculative.model.forms import rounded_form
 from speculative.model.head_checkpoint import read_held_out_rates
 from speculative.model.loading import check_weights, checkpoint_files, choose_weights
 from speculative.model.tensor_files import check_tensors, read_header
@@ -255,7 +256,7 @@ def _check_model(config: AppConfig, machine: Machine, sources: Mapping[str, Path
             longest = longest_sequence(model, engine)
             if "drafter.model" in sources:
                 _check_drafter(config.drafter.kind, sources["drafter.model"], folder, model, longest, found)
-        if engine.quantization not in ("auto", engine.dtype) or holds_fp8(folder):
+        if engine.quantization not in ("auto", engine.dtype) or rounded_form(folder) == "fp8":
             for kind in ("cpu", "cuda"):
                 with found.reading("engine.quantization"):
                     if config.pools_on(kind):
@@ -325,7 +326,7 @@ def _check_memory(
 def _smallest_form(engine: EngineConfig, folder: Path, *, uses_gpu: bool) -> str:
     """Return what takes the fewest bytes among the forms that weights may have once loaded: four bits on a CPU unless
     configured otherwise."""
-    if engine.quantization == "fp8" or holds_fp8(folder):
+    if engine.quantization == "fp8" or rounded_form(folder) == "fp8":
         return "fp8"
     if uses_gpu or engine.quantization == engine.dtype or engine.dtype == "float32":
         return engine.dtype

@@ -26,8 +26,8 @@ from serve_app.text.answer_text import AnswerText
 from serve_app.text.tokenizer import StopMatcher, StopStrings, Tokenizer
 from speculative.errors import ConfigError
 from speculative.model.config import ModelConfig
-from speculative.model.fingerprint import ROUNDED_FORMS, model_fingerprint
-from speculative.model.loading import rounded_form
+from speculative.model.fingerprint import model_fingerprint
+from speculative.model.forms import ROUNDED_FORMS, rounded_form
 from speculative.request import SamplingParams
 
 EngineName = Literal["torch", "transformers"]

@@ -38,7 +38,7 @@ from speculative.errors import ConfigError, EngineFault
 from speculative.model.applied import digests
 from speculative.model.config import ModelConfig
 from speculative.model.file_names import QUANTIZED_FILE
-from speculative.model.fingerprint import ROUNDED_FORMS
+from speculative.model.forms import ROUNDED_FORMS
 from speculative.model.head_checkpoint import held_out_rates
 from speculative.model.loading import choose_weights, resolve_model
 from speculative.request import FinishReason, Request, Speculation, TokenDelta

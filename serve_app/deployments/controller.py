@@ -26,9 +26,11 @@ from serve_app.openai.responses.kept_responses import ResponseStore
 from serve_app.page.status import StatusBook
 from serve_app.referee.answer import Answer
 from serve_app.referee.controls import Controls
+from serve_app.referee.detectors import Alarm
 from serve_app.referee.dumps import DumpFolder
 from serve_app.referee.independent_checks import IndependentChecks
 from serve_app.referee.judgement import Judge
+from serve_app.referee.known_numerics import KnownNumerics
 from serve_app.referee.replay_checker import ReplayChecker
 from serve_app.referee.replica_book import ReplicaBook
 from serve_app.referee.strata import SERVED_STRATA
@@ -57,7 +59,7 @@ class Controller:
 
         async def replay(request: Request, avoid: Collection[str]) -> Replayed:
             with tracing.call("replay.call", {"truespec.choice": request.request_id}):
-                return await answered(replayers().replay.remote(request, carried(), avoid=avoid))
+                return numerics.replayed(await answered(replayers().replay.remote(request, carried(), avoid=avoid)))
 
         sums = PrometheusSink(source=context.replica_tag)
         sinks: list[Sink] = [sums]
@@ -70,7 +72,14 @@ class Controller:
             config.replay.keep_verdicts,
             alarmed=counts.alarmed,
         )
-        registry = ReplicaRegistry(book, counts)
+
+        def accuse(replica: str, alarm: str) -> None:  # of what no answer shows: it trips no breaker
+            found = Alarm(alarm, "all", time.time())
+            book.incidents.note("replay", alarm, replica, alarm=found)
+            counts.alarmed(found, replica)
+
+        numerics = KnownNumerics(config, lambda replica: accuse(replica, "numerics"))
+        registry = ReplicaRegistry(book, counts, numerics.observe)
         self._independent = IndependentChecks(
             _IndependentReplayer(replayers),
             tolerances,
@@ -89,6 +98,7 @@ class Controller:
             ended=counts.ended,
             verified=self._on_verified,
         )
+        self._checker.held = numerics.served
         self._status = StatusBook(_about(config, tolerances.configured), sums, time.time)
         weights = WeightCoordinator()
         parts = (

@@ -105,7 +105,7 @@ class RefereeCounts:
         if is_recorded or result in ("outdated", "failed"):
             self._metrics.count("truespec_verdicts_total", verdict=checked.verdict.value)
 
-    def alarmed(self, alarm: Alarm, replica: str, case: Case) -> None:
+    def alarmed(self, alarm: Alarm, replica: str, case: Case | None = None) -> None:
         """Replays show that a replica is wrong."""
         self._metrics.count("truespec_replay_alarms_total", alarm=alarm.name, stratum=alarm.stratum)
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from serve_app.backends.base import Computing
 from serve_app.guard.breaker import BreakerState, Mode
 from serve_app.guard.heartbeat import Orders, Report
 from serve_app.guard.referee_counts import RefereeCounts
@@ -39,12 +40,20 @@ class ReplicaRegistry:
     Args:
         book: finished requests, trips and self-checks' alarms go there; its findings reach the replicas' breakers.
         counts: of the answers that trips made suspect.
+        computes: called with each replica that reports, its pool, and what it says of how it computes.
         clock: unix seconds.
     """
 
-    def __init__(self, book: ReplicaBook, counts: RefereeCounts, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        book: ReplicaBook,
+        counts: RefereeCounts,
+        computes: Callable[[str, str, Computing], None] = lambda replica, pool, computing: None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         self._book = book
         self._counts = counts
+        self._computes = computes
         self._clock = clock
         self._replicas: dict[str, _Replica] = {}
         self._requests: dict[str, tuple[float, int]] = {}  # replica, a router too -> reported at, requests of clients
@@ -59,6 +68,7 @@ class ReplicaRegistry:
         self._replicas[name] = _Replica(report, now)
         self.note_requests(report.batch)
         book.observe(name, since=status.since, plain=status.decodes_plainly)
+        self._computes(name, status.pool, report.computing)
         for (metric, labels), value in report.batch.counters.items():
             kind = _ALARM_COUNTERS.get(metric)
             if kind is not None and value > 0:

@@ -14,7 +14,7 @@ from speculative.selfcheck.replayed_draws import DrawCheck
 
 _LEAST_NATS = 1e-3  # two engines of equal arithmetic still sum in another order here and there
 _MEASURED = 256  # drifts from which the tolerance is measured
-_MOST_EDGES = 4.0  # it never exceeds so many times what the arithmetic says
+_MOST_EDGES = 4.0  # of what the arithmetic says, where a drafter's kernels are others
 _NOISE_FACTOR = 12.0  # standard deviations that rounding does not exceed
 _DRIFT_FACTOR = 4.0  # a token's own drift says how much rounding moved just there
 _MOST_DRIFTS = 3.0  # tolerances that this may add
@@ -74,8 +74,8 @@ class DrawTolerance:
 
     @property
     def nats(self) -> float:
-        """A miss above this is no rounding."""
-        return self._nats(self._target)
+        """A miss above this is no rounding. What is measured only lowers it: those measured may be at fault."""
+        return min(self._nats(self._target), self._edge_nats)
 
     def _nats(self, of: "_Drift") -> float:
         if of.num_tokens < _MEASURED:

@@ -121,14 +121,19 @@ class NoiseFloor:
         for drift in drifts:
             self._sums.add(drift)
 
+    @property
+    def is_known(self) -> bool:
+        """Return whether there are enough."""
+        return self._sums.num_tokens >= self._min_tokens
+
     def tolerance(self, max_tme: float) -> float:
         """The mean of exp|g - t| - 1 above which something is wrong: max_tme - 1 above the floor.
 
         The floor counts at most max_tme - 1 itself: an engine that is wrong without drafts too must not teach the
         referee that this is noise. It is 0 while too little is known.
         """
-        allowed, known = max_tme - 1, self._sums.num_tokens >= self._min_tokens
-        return allowed + min(self._sums.tme - 1 if known else 0.0, allowed)
+        allowed = max_tme - 1
+        return allowed + min(self._sums.tme - 1 if self.is_known else 0.0, allowed)
 
 
 def is_unmistakable(drift: TokenDrift, jump_nats: float) -> bool:

@@ -24,6 +24,7 @@ LOOK_AT = {
     "impossible": "the front end, and its limits",
     "draws": "random numbers, and the verification of drafts",
     "alternatives": "how logprobs of other tokens, and of prompts, are gathered",
+    "numerics": "the replica's log: its device, its kernels, and the form of its weights",
 }
 """Where the cause of an alarm is looked for first, by the alarm."""
 

@@ -52,14 +52,20 @@ class _Noise:
 
     def __init__(self, tolerance: Tolerance) -> None:
         self.tolerance = tolerance
-        self.floor = NoiseFloor()
+        self._floors: dict[str, NoiseFloor] = {}  # by the replica that answered
         # Logprobs of likely tokens say little of how far rounding moves a near-tie, so it is always the pair's.
         self.of_placement = DrawTolerance(tolerance.edge_nats)
         self.of_draws = DrawTolerance(tolerance.edge_nats)
 
-    def learn(self, drifts: Sequence[TokenDrift]) -> None:
-        """Take in the tokens of an answer for which nothing was drafted."""
-        self.floor.add(drifts)
+    @property
+    def drift_tolerance(self) -> float:
+        """As of `NoiseFloor`, by the quietest replica: one that is at fault must not widen it."""
+        floors = [floor for floor in self._floors.values() if floor.is_known] or [NoiseFloor()]
+        return min(floor.tolerance(self.tolerance.max_tme) for floor in floors)
+
+    def learn(self, replica: str, drifts: Sequence[TokenDrift]) -> None:
+        """Take in the tokens of an answer of a replica for which nothing was drafted."""
+        self._floors.setdefault(replica, NoiseFloor()).add(drifts)
         self.of_draws.add(drifts)
 
 
@@ -96,7 +102,7 @@ class Judge:
         misplaced = tuple(one for one, result in zip(placed, found, strict=True) if result is DrawResult.WRONG)
         others = ComparedAlternatives.of(answer, replayed)
         seen = _seen(answer, of_each, replayed, draws, others)
-        drift_tolerance = noise.floor.tolerance(tolerance.max_tme)
+        drift_tolerance = noise.drift_tolerance
         output = seen[len(answer.prompt_logprobs) :]
         likeliest = answer.request.params.temperature < tolerance.cold  # are all that is drawn; greedy ones anyway
         alarm = distribution_alarm(replayed.replayed or (), likeliest, tolerance)
@@ -120,7 +126,7 @@ class Judge:
             alternatives=others.found,
         )
         if answer.num_drafted == 0:
-            noise.learn(drifts_of(output))
+            noise.learn(answer.replica, drifts_of(output))
         evidence = self._without_known_contexts(answer, seen)
         if likeliest and not greedy:  # how rounding turns out decides
             evidence = [dataclasses.replace(token, row=None) for token in evidence]

@@ -58,6 +58,8 @@ class ReplayChecker:
         self._book = book
         self._max_queue = max_queue
         self._max_running = max_running
+        self.held: Callable[[Answer], Answer] = lambda answer: answer
+        """Gives an answer with what is known of its engine in the place of what that says of itself."""
         self._ended = ended
         self._verified = verified
         self._urgent: deque[_Queued] = deque()
@@ -92,7 +94,7 @@ class ReplayChecker:
             self._ended(answer, "skipped", checked)
             settled.set_result(checked)
             return settled
-        queue.append((answer, settled, copy_context()))
+        queue.append((self.held(answer), settled, copy_context()))
         self._queued_at[settled] = loop.time()
         self._wake.release()
         return settled

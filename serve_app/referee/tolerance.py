@@ -2,8 +2,8 @@
 what is no fault.
 
 A tolerance belongs to a *pair*: the engine that answered, and the one that computes the answer again. It goes by the
-coarser precision of the two, which the replicas report themselves (`Numerics`): a configuration does not know what
-`auto` became on a machine. Where one has the weights in another form than the other, that counts as bfloat16 at least:
+coarser precision of the two: the replicas report it (`Numerics`), and `KnownNumerics` holds them to their configuration
+and checkpoint. Where one has the weights in another form than the other, that counts as bfloat16 at least:
 the plain weights beside four-bit ones are those, rounded to bfloat16.
 
 | pair | who | a logit may move by |
@@ -43,7 +43,7 @@ _SHIFT_NATS = {"float32": 1e-4, "bfloat16": 0.025, "w4a8": 0.05, "fp8": 0.1}
 _DISTRIBUTION = {"float32": 0.01, "bfloat16": 0.01, "w4a8": 0.01, "fp8": 0.03}
 _JUMP_NATS = {"float32": 0.01, "bfloat16": 1.0, "w4a8": 1.0, "fp8": 2.0}
 _COLD = 0.1  # of what rounding moves logits by
-_NUMBERS = ("max_tme", "edge_nats", "distribution", "jump_nats")
+_NUMBERS = ("max_tme", "edge_nats", "distribution", "jump_nats", "shift_nats")
 
 
 def reach_of(precision: str) -> float:
@@ -136,10 +136,8 @@ class Tolerance:
             numbers = {name: float(wire[name]) for name in _NUMBERS}
             if not (numbers["max_tme"] >= 1 > numbers["distribution"] and all(one >= 0 for one in numbers.values())):
                 raise ValueError("a figure is out of range")
-            # Files of earlier versions know nothing of the mean; it may then move as far as a logit.
             return cls(
                 **numbers,
-                shift_nats=float(wire.get("shift_nats", numbers["edge_nats"])),
                 processed=wire["processed"] is True,
                 source=str(wire["source"]),
                 measured=dict(wire["measured"]),

@@ -21,7 +21,8 @@ from serve_app.backends.base import ModelInfo, Numerics, Replayed, ServedWeights
 from serve_app.text.grammar import StructureCompiler
 from speculative.end_tokens import end_tokens
 from speculative.errors import ConfigError, InvalidRequest, SequenceTooLong, UnsupportedModel
-from speculative.model.fingerprint import ROUNDED_FORMS, model_fingerprint
+from speculative.model.fingerprint import model_fingerprint
+from speculative.model.forms import ROUNDED_FORMS
 from speculative.model.loading import checkpoint_files, resolve_model
 from speculative.model.quantized import as_quantized, load_quantized
 from speculative.model.tensor_files import check_tensors

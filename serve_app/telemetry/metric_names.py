@@ -65,6 +65,7 @@ REPLAY_ALARMS = {  # what replays show to be wrong, and what each finding means
     ),
     "draws": "tokens that are not those which the request's seed demands",
     "alternatives": "logprobs reported of other tokens than the emitted ones that are not these tokens' own",
+    "numerics": "a replica says that it rounds more than its configuration does; it is judged by the latter",
 }
 WATCHED_RESULTS = {  # what becomes of requests to a watched server, and of what is captured
     "passed": "not in the share that is watched",

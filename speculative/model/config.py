@@ -200,12 +200,6 @@ def _refuse_unknown(config: Json) -> None:
         )
 
 
-def holds_fp8(folder: Path) -> bool:
-    """Return whether a checkpoint that `ModelConfig` takes has FP8 weights."""
-    path = folder / "config.json"
-    return path.is_file() and read_json(path).get("quantization_config") is not None
-
-
 def _is_fp8_dynamic(quantization: object) -> bool:
     """FP8 weights with a scale for each output, activations scaled by row as they come, all but the LM head."""
     if not isinstance(quantization, Mapping):

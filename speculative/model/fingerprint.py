@@ -12,10 +12,9 @@ from typing import Any
 from speculative.model.config import ModelConfig
 from speculative.model.eagle3 import Eagle3Config
 from speculative.model.file_names import QUANTIZED_FILE
+from speculative.model.forms import ROUNDED_FORMS
 from speculative.model.loading import checkpoint_files
 
-ROUNDED_FORMS = ("w4a8", "fp8")
-"""Forms of weights that round the folder's own."""
 CACHE_FILE = ".truespec-fingerprint.json"
 _CHUNK_BYTES = 1 << 24
 

@@ -22,12 +22,13 @@ from speculative.end_tokens import read_json
 from speculative.errors import ConfigError, UnsupportedModel
 from speculative.kernels.chosen import ChosenKernels, choose_kernels
 from speculative.model.catalogue import CATALOGUE, fetch_model
-from speculative.model.config import ModelConfig, holds_fp8
+from speculative.model.config import ModelConfig
 from speculative.model.cpu.native import Kind
 from speculative.model.cpu.packed import can_pack_for_onednn, pack_for_onednn
 from speculative.model.decoder import Decoder
 from speculative.model.derived import is_derived
 from speculative.model.file_names import INDEX_FILE, LOWER_FILES, NEVER_READ, QUANTIZED_FILE, TOP_FILES, WEIGHTS_FILE
+from speculative.model.forms import form_wanted, rounded_form
 from speculative.model.fp8 import E4M3, check_fp8_sizes, quantize_rows, why_no_fp8
 from speculative.model.quantized import Quantized, load_quantized
 from speculative.model.tensor_files import check_tensors, read_header, read_tensors, require_finite
@@ -125,7 +126,7 @@ def check_weights(folder: Path) -> None:
     Raises:
         ConfigError, UnsupportedModel: as for `load_decoder`.
     """
-    config, fp8, nowhere = ModelConfig.from_folder(folder), holds_fp8(folder), torch.device("meta")
+    config, fp8, nowhere = ModelConfig.from_folder(folder), rounded_form(folder) == "fp8", torch.device("meta")
     _read_into(Decoder(config, fp8=fp8, dtype=torch.bfloat16, device=nowhere), folder, checkpoint_files(folder))
     check_tensors(file for file in (folder / QUANTIZED_FILE,) if file.is_file())
 
@@ -172,14 +173,6 @@ def _require_equal(first: tuple[str, Path], second: tuple[str, Path], slot: Tens
     )
 
 
-def rounded_form(folder: Path) -> Literal["w4a8", "fp8"] | None:
-    """The form to which a checkpoint's weights were rounded, and in which `auto` takes them where it can; None = they
-    are not."""
-    if holds_fp8(folder):
-        return "fp8"
-    return "w4a8" if (folder / QUANTIZED_FILE).is_file() else None
-
-
 def choose_weights(
     wanted: WeightsName, folder: Path, *, dtype: str, device: torch.device, kernels: ChosenKernels | None = None
 ) -> Kind | Literal["fp8"] | None:
@@ -195,14 +188,14 @@ def choose_weights(
     Raises:
         ConfigError: it is not to be had here.
     """
-    form = rounded_form(folder)
-    came_in_fp8 = form == "fp8"
-    if came_in_fp8 and wanted not in ("auto", "fp8"):
+    rounded = rounded_form(folder)
+    form = form_wanted(wanted, rounded, dtype, on_gpu=device.type != "cpu")
+    if rounded == "fp8" and form != "fp8":
         raise ConfigError(
             f"{folder} holds FP8 weights, and quantization is {wanted}; take quantization: auto, or the checkpoint "
             "that it was made of."
         )
-    if came_in_fp8 or wanted == "fp8":
+    if form == "fp8":
         if why := why_no_fp8(device, dtype):
             raise ConfigError(f"quantization: fp8 is not to be had here: {why}.")
         return "fp8"
@@ -213,11 +206,7 @@ def choose_weights(
             f"quantization: {wanted} with dtype {dtype} needs a CPU with AVX-512 or AVX2, and a C++ compiler; "
             f"take quantization: auto{' or fp8' if device.type == 'cuda' else ''}."
         )
-    if wanted != "auto":
-        return wanted
-    if dtype == "float32":
-        return "float32"
-    return form or "bfloat16"
+    return form
 
 
 def checkpoint_files(folder: Path) -> list[Path]:

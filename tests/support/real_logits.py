@@ -19,7 +19,7 @@ from serve_app.text.tokenizer import Tokenizer
 from speculative.config import DrafterConfig, EngineConfig
 from speculative.engine import EngineCore
 from speculative.model.config import ModelConfig
-from speculative.model.fingerprint import ROUNDED_FORMS
+from speculative.model.forms import ROUNDED_FORMS
 from speculative.model.loading import load_decoder
 from speculative.request import Request, SamplingParams
 from tests.support.engines import run

@@ -9,6 +9,7 @@ from typing import Any
 from speculative.end_tokens import end_tokens
 from speculative.errors import ConfigError
 from speculative.model.file_names import QUANTIZED_FILE
+from speculative.model.forms import quantization_of
 
 _TIED = ("lm_head.weight", "model.embed_tokens.weight")
 _OTHER_NUMBERS = ("quantization", "kv_cache_dtype", "hf_overrides", "model_impl")  # arguments that change the numbers
@@ -24,7 +25,7 @@ def came_quantized(folder: Path) -> bool:
 
 def why_not_ours(folder: Path, engine_args: Mapping[str, Any]) -> str | None:
     """Return why our own engine would compute something else than vLLM with these arguments; None if it would not."""
-    from speculative.model.config import ModelConfig, holds_fp8  # imports torch, which reading a configuration need not
+    from speculative.model.config import ModelConfig  # imports torch, which reading a configuration need not
 
     for name in _OTHER_NUMBERS:
         if name in engine_args:
@@ -33,7 +34,7 @@ def why_not_ours(folder: Path, engine_args: Mapping[str, Any]) -> str | None:
         ModelConfig.from_folder(folder)
     except ConfigError as error:
         return str(error)
-    return "its weights are FP8" if holds_fp8(folder) else None
+    return "its weights are FP8" if quantization_of(folder) else None
 
 
 def check_lm_head(folder: Path) -> None:

@@ -20,7 +20,8 @@ from speculative.engine import EngineCore
 from speculative.kernels.library import cpu_kernels
 from speculative.model.catalogue import fetch_model
 from speculative.model.cpu.native import Kind
-from speculative.model.fingerprint import ROUNDED_FORMS, model_fingerprint
+from speculative.model.fingerprint import model_fingerprint
+from speculative.model.forms import ROUNDED_FORMS
 from speculative.request import DEFAULT_VERSION, Request, SamplingParams
 from tests.support.engines import NGRAM
 from tests.support.referees import serve
