@@ -31,9 +31,11 @@ _logger = logging.getLogger("truespec.referee")
 
 _MAX_QUEUE = 4
 _DRIFT_RATE = 1e-3  # share of the logprobs that rounding moves by more than twice what it moves a logit
-_MAX_TOKENS = 4096  # of prompt and answer: on one core, longer ones take minutes
+_LENGTHS = (4096, 16384, 65536)  # behind which a first answer is checked; of the share, none behind the first
+_BLOCK = 256  # positions that attention of our kernels takes at once
+_BEHIND = 8  # tokens behind the border of a block that a fault there can be seen by
 _REST = 9.0  # times as long as the last check took: shapes take a tenth of the referee's time at most
-_PERIODS = (128, 12)  # rows: tiles of the kernels have 4 to 128, and each of these numbers divides 128 or 12
+_PERIODS = (_BLOCK, 12)  # rows: tiles of the kernels have 4 to 128, and each of these numbers divides 256 or 12
 
 IndependentResult = Literal["agrees", "disagrees", "skipped", "outdated", "unsupported", "failed"]
 
@@ -49,7 +51,7 @@ class IndependentChecks:
         tolerances: between the engine and the referee.
         book: is given the answers that were found wrong.
         rate: the share of answers. Unless it is 0, an answer of a shape that was not checked yet is checked as well,
-            as long as no other waits, in a tenth of the time.
+            as long as no other waits, in a tenth of the time: of those offered meanwhile the one with most to tell.
         ended: called at the end of each check.
         clock: seconds.
     """
@@ -74,22 +76,33 @@ class IndependentChecks:
         self._clock = clock
         self._queue: asyncio.Queue[Answer] = asyncio.Queue(_MAX_QUEUE)
         self._shapes: set[_Shape] = set()  # that were checked, or are about to be
+        self._wanted: Answer | None = None  # the one with the most new shapes since a shape was last checked
         self._able = True  # to replay, at its last check; if it lacks the weights, a share of the answers tries again
         self._rests_until = -math.inf  # by the clock; before it, no shape is due
         self._unsupported = ""  # the last reason, logged once
 
     def offer(self, answer: Answer) -> None:
         """Queue a verified answer if it is among those to be checked; returns at once."""
-        picked = chosen(f"independent {answer.request.request_id}", self._rate)
-        shapes = _shapes_of(answer)
-        due = self._rate > 0 and self._able and self._queue.empty() and not shapes <= self._shapes
-        due = due and self._clock() >= self._rests_until
-        if answer.num_tokens > _MAX_TOKENS or self._queue.full():
-            if picked:
+        if chosen(f"independent {answer.request.request_id}", self._rate):
+            if answer.num_tokens > _LENGTHS[0] or self._queue.full():
                 self._ended("skipped")
-        elif picked or due:
-            self._shapes |= shapes
-            self._queue.put_nowait(answer)
+            else:
+                self._put(answer)
+        if self._rate > 0 and self._able:
+            known = [answer] if self._wanted is None else [answer, self._wanted]
+            wanted = self._wanted = max(known, key=self._news)
+            if self._queue.empty() and self._clock() >= self._rests_until and self._news(wanted) > (0, 0, 0):
+                self._wanted = None
+                self._put(wanted)
+
+    def _put(self, answer: Answer) -> None:
+        self._shapes |= _shapes_of(answer)
+        self._queue.put_nowait(answer)
+
+    def _news(self, answer: Answer) -> tuple[int, int, int]:
+        """Count the shapes of an answer that were not checked yet: lengths, borders of blocks, and the others."""
+        kinds = [kind for _, kind, _, _ in _shapes_of(answer) - self._shapes]
+        return kinds.count("length"), kinds.count("border"), kinds.count("rows")
 
     async def run(self) -> None:
         """Work through the queue until cancelled."""
@@ -153,15 +166,21 @@ class IndependentChecks:
         return self._evidence[tolerance]
 
 
-_Shape = tuple[Numerics, int, int, int]
-"""Shape of a prefill: its engine, a period, the remainder of its rows by it, and their number of binary digits."""
+_Shape = tuple[Numerics, Literal["length", "border", "rows"], int, int]
+"""What kernels may do wrongly by: the engine; what is counted; and two numbers, by that."""
 
 
 def _shapes_of(answer: Answer) -> set[_Shape]:
-    """Return how many rows were computed of its prompt, as kernels see them; weights of another version change none of
-    it."""
-    num_rows = max(1, len(answer.request.prompt_token_ids) - answer.num_cached)
-    return {(answer.numerics, period, num_rows % period, num_rows.bit_length()) for period in _PERIODS}
+    """Return the lengths and borders of blocks that an answer came behind, and how many rows were computed of its
+    prompt, as kernels see them; weights of another version change none of it."""
+    engine, num_prompt = answer.numerics, len(answer.request.prompt_token_ids)
+    num_rows = max(1, num_prompt - answer.num_cached)
+    behind = range(max(1, -(-(num_prompt - _BEHIND) // _BLOCK)), -(-answer.num_tokens // _BLOCK))
+    return {
+        *((engine, "rows", 1000 * period + num_rows % period, num_rows.bit_length()) for period in _PERIODS),
+        *((engine, "border", block, 0) for block in behind),
+        *((engine, "length", length, 0) for length in _LENGTHS if answer.num_tokens > length),
+    }
 
 
 class _Evidence:

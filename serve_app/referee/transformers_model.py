@@ -24,7 +24,7 @@ from speculative.errors import ConfigError, InvalidRequest, SequenceTooLong, Uns
 from speculative.model.fingerprint import model_fingerprint
 from speculative.model.forms import ROUNDED_FORMS
 from speculative.model.loading import checkpoint_files, resolve_model
-from speculative.model.quantized import as_quantized, load_quantized
+from speculative.model.served_tensors import LM_HEAD, ServedTensors
 from speculative.model.tensor_files import check_tensors
 from speculative.request import ReplayedToken, Request, TokenLogprobs
 from speculative.selfcheck.replayed_tokens import replayed_tokens
@@ -34,6 +34,7 @@ from speculative.vocabulary.ops import TorchOps
 T = TypeVar("T")
 
 _PIECE = 128  # tokens whose logits are in memory at once
+_BLOCK = 2048  # positions of a prefix that are computed at once
 _FLOAT32_SHARE = 2.5  # bytes needed for each byte of a 16-bit checkpoint, with some to compute in
 _ROUNDED_SHARE = 3.0  # the same, with the numbers of four-bit weights and an LM head apart from the embedding
 _GIB = 2**30
@@ -44,7 +45,7 @@ class TransformersModel:
 
     Args:
         folder: the model's.
-        form: that of the engine; `w4a8` has the four-bit weights that it then serves, all others the folder's own.
+        form: that of the engine; `w4a8` and `fp8` have the numbers that it then serves, all others the folder's own.
 
     Raises:
         ConfigError: transformers cannot load a model from the folder.
@@ -61,9 +62,9 @@ class TransformersModel:
         if hasattr(config, "sliding_window") and "sliding_window" not in type(config).__dataclass_fields__:
             config.sliding_window = None  # not of its class, whose layers ignore it; its cache would follow it
         self._model = loaded.eval()
-        if form == "w4a8":
-            _round_to_four_bits(loaded, folder)
-        self._numerics = Numerics("transformers", "float32", form if form == "w4a8" else "plain")
+        if form in ROUNDED_FORMS:
+            _round_to_form(loaded, folder, form)
+        self._numerics = Numerics("transformers", "float32", form if form in ROUNDED_FORMS else "plain")
         self.vocab_size = int(loaded.config.vocab_size)
         self.max_model_len = int(loaded.config.max_position_embeddings)
         self.eos_token_ids = tuple(end_tokens(folder))
@@ -78,6 +79,10 @@ class TransformersModel:
             reused, cache = 0, None
         elif reused < len(known):
             cache.crop(reused - len(known))
+        while len(tokens) - reused > _BLOCK and reused + _BLOCK < start:  # a long prefix, with bounded memory
+            ids = torch.tensor([list(tokens[reused : reused + _BLOCK])])
+            body = self._model.base_model(ids, past_key_values=cache, use_cache=True, return_dict=True)
+            reused, cache = reused + _BLOCK, body.past_key_values
         ids = torch.tensor([list(tokens[reused:])])
         output = self._model(
             ids, past_key_values=cache, use_cache=True, logits_to_keep=len(tokens) - start + 1, return_dict=True
@@ -213,8 +218,6 @@ def _load(weights: ServedWeights) -> TransformersModel:
     if weights.source is None:
         raise UnsupportedModel(f"The weights {weights.version!r} were sent over the network, and are in no folder.")
     folder = resolve_model(weights.source)
-    if weights.form == "fp8":
-        raise UnsupportedModel(f"The engine serves {folder} in FP8; transformers replays all other forms, on a CPU.")
     found = model_fingerprint(folder, weights=weights.form)
     if found != weights.fingerprint:
         raise ConfigError(f"{folder} no longer holds what is served: fingerprint {found}, not {weights.fingerprint}.")
@@ -225,15 +228,13 @@ def _load(weights: ServedWeights) -> TransformersModel:
     return TransformersModel(folder, weights.form)
 
 
-def _round_to_four_bits(model: Any, folder: Path) -> None:
-    """Give each product of a loaded model its weights in w4a8: the file's own numbers, or else rounded ones."""
-    given, lm_head = load_quantized(folder), model.get_output_embeddings()
-    tied = lm_head.weight is model.get_input_embeddings().weight
+def _round_to_form(model: Any, folder: Path, form: str) -> None:
+    """Give each product of a loaded model the numbers that its weights stand for in this form."""
+    lm_head, served = model.get_output_embeddings(), ServedTensors(folder, form, torch.float32)
     for name, linear in model.named_modules():
         if isinstance(linear, nn.Linear):
-            source = "model.embed_tokens" if tied and linear is lm_head else name
-            weight = as_quantized(linear.weight, 8 if linear is lm_head else 4, given.pop(f"{source}.weight", None))
-            linear.weight = nn.Parameter(weight.to_float(), requires_grad=False)
+            weight = served.floats(LM_HEAD if linear is lm_head else f"{name}.weight")
+            linear.weight = nn.Parameter(weight, requires_grad=False)
 
 
 def _free_bytes() -> int:

@@ -195,7 +195,6 @@ async def test_what_its_replays_show_does_not_mix_with_what_the_engines_own_show
 @pytest.mark.parametrize(
     ("changes", "free_bytes"),
     [
-        ({"form": "fp8"}, 2**40),
         ({"source": None}, 2**40),  # they came over the wire
         ({"fingerprint": "0" * 32}, 2**40),  # the files were changed
         ({"source": "/no/such/folder"}, 2**40),
@@ -258,8 +257,9 @@ async def test_it_checks_a_share_and_skips_what_is_too_much(court: Court, rate: 
     assert least <= bench.checks._queue.qsize() + bench.results["skipped"] <= most
     assert bench.checks._queue.qsize() <= 4
     long = Bench(court)
-    long.checks.offer(dataclasses.replace(served(), token_ids=(1,) * 5000))
-    assert long.checks._queue.qsize() == 0
+    for number in range(3):
+        long.checks.offer(dataclasses.replace(served(number), token_ids=(1,) * 5000))
+    assert (long.checks._queue.qsize(), long.results["skipped"]) == (1, 3), "the first, not as one of the share"
 
 
 async def test_a_check_that_fails_is_counted_and_the_next_goes_on(court: Court) -> None:
@@ -298,9 +298,31 @@ async def test_a_fault_of_one_remainder_is_found_within_as_many_answers_as_there
     assert bench.verdict(lengths.index(256 + 77))["verdict"] == "suspect"
 
 
+async def test_a_fault_behind_a_blocks_border_or_a_length_is_found_before_any_further_remainder(court: Court) -> None:
+    """Engine and replays are wrong behind position 512, and behind 4,096 tokens: answers that tell most come first."""
+    other = Replayer()
+
+    async def replay(request: Request) -> Replayed:
+        bench.now, length = bench.now + 1.0, len(request.prompt_token_ids)
+        other.drift = -0.01 if 512 < length <= 512 + NUM_TOKENS or length > 4096 else 0.0
+        return await other(request, ())
+
+    bench = Bench(court, RARELY, replay)
+    await bench.judge(of_length(100))
+    for number, length in enumerate((300, 5000, 301, 511, 302), start=1):
+        await bench.judge(of_length(length, number))  # while it rests
+    for number in (6, 7):
+        bench.now += 20
+        await bench.judge(of_length(300 + number, number))
+        if number == 6:
+            await bench.judge(of_length(511, 8))
+    assert [bench.verdict(number)["verdict"] for number in (2, 8)] == ["suspect"] * 2
+    assert bench.num_checked == 3
+
+
 async def test_shapes_that_are_due_never_fill_the_queue(court: Court) -> None:
     bench = Bench(court, RARELY)
-    for num_rows in (5000, *range(1, 200)):
+    for num_rows in range(1, 200):
         bench.checks.offer(of_length(num_rows, num_rows))
     assert bench.checks._queue.qsize() == 1
     assert bench.results == {}, "a shape that waits for its turn is not an answer that was skipped"
@@ -337,7 +359,7 @@ async def test_shapes_take_a_tenth_of_the_time(court: Court) -> None:
 
 
 async def test_a_referee_without_the_weights_is_not_asked_for_every_shape(court: Court, folder: Path) -> None:
-    bench = Bench(court, RARELY, by_transformers(weights(folder, form="fp8")))
+    bench = Bench(court, RARELY, by_transformers(weights(folder, source=None)))
     for num_rows in range(1, 30):
         await bench.judge(of_length(num_rows, num_rows))
     assert bench.results == {"unsupported": 1}
