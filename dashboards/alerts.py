@@ -294,13 +294,14 @@ ALERTS = (
         "critical",
         "Replays of {{ $labels.model_name }} raised the alarm {{ $labels.alarm }} in stratum {{ $labels.stratum }}.",
         "Replayed requests show, beyond chance, that logprobs are off (drift), that the text does not follow the "
-        "model's distribution (probability, surprisal, support, greedy, impossible), or that it is not what its "
-        "seeds demand (draws).",
+        "model's distribution (probability, surprisal, support, greedy, impossible), that it is not what its seeds "
+        "demand (draws), or that the reply is not what the request and the engine's tokens make of it (wire).",
         "The logprob sanity page, and the referee's dump: request ids, positions, served and replayed values. "
         f"{_OF_WATCHED}the referee's page, which says what to do about the test that fired; nothing is switched off "
         "for you.",
         "Check that the breaker has switched speculation off. Mask answers from that window whose verdict is "
-        "suspect, and look for the fault in the dump.",
+        "suspect, and look for the fault in the dump. For wire, roll the front end back: its verdict's reason names "
+        "what differs, and no draft is the cause.",
         commands=(
             shell.REPLICAS,
             shell.LATEST_REPLAYS,

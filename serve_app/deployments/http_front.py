@@ -26,6 +26,7 @@ from serve_app.referee.answer import Answer
 from serve_app.referee.records import Record, Records
 from serve_app.referee.replay_selection import Checks, chosen
 from serve_app.referee.signatures import SigningKey
+from serve_app.referee.wire.own import OwnReader
 from serve_app.streams.observed import ObservedSource, SourceLimits
 from serve_app.telemetry.tracing import Carried, adopt, carried
 from serve_app.text.tokenizer import Tokenizer
@@ -61,11 +62,12 @@ class HttpFront:
         """Build the front end over a source, which has so many engines behind it."""
         limits, replay = self._config.limits, self._config.replay
         tokenizer = Tokenizer.from_folder(info.folder, self._config.model.chat_template)
+        parsers = self._make_parsers(info.folder)
         comparable = self._config.engine.logprobs_mode == "raw_logprobs"
         self._checks = Checks(
             lambda reply_id: chosen(reply_id, replay.sample_rate),
             self._config.replays_show_distribution(info.folder, info.device_bytes),
-            lambda exchange, records: [answer for one in records if (answer := one.answer()) is not None],
+            OwnReader(info, tokenizer, parsers).answers,
             self._submit,
             self._runtime.check,
             replay.verify_timeout_s,
@@ -104,7 +106,7 @@ class HttpFront:
                 special_tokens_in_text=self._config.model.special_tokens_in_text,
             ),
             checks=self._checks if comparable else None,
-            parsers=self._make_parsers(info.folder),
+            parsers=parsers,
             signing_key=self._signing_key,
         )
         self._front_end.report_broken_to(source.broken)

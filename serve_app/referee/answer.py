@@ -3,6 +3,7 @@
 import sys
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Literal
 
 from serve_app.backends.base import UNKNOWN_NUMERICS, Numerics
 from serve_app.referee.alternatives import Alternatives
@@ -40,6 +41,7 @@ class Answer:
     untested: str = ""  # why its tokens cannot be compared with a distribution; "" = they can
     alternatives: tuple[Alternatives, ...] = ()  # reported beside the logprobs, in the order of their places
     num_left_out: int = 0  # numbers that were reported beside them and are not kept
+    wire: Literal["", "agrees", "differs"] = ""  # its exchange, with what the engine emitted; "" = not compared
 
     @classmethod
     def reported(

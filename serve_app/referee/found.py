@@ -22,6 +22,7 @@ LOOK_AT = {
     "support": "filters and masks at drafted positions",
     "greedy": "the verification of drafts",
     "impossible": "the front end, and its limits",
+    "wire": "the front end: how it reads requests, and writes replies",
     "draws": "random numbers, and the verification of drafts",
     "alternatives": "how logprobs of other tokens, and of prompts, are gathered",
     "numerics": "the replica's log: its device, its kernels, and the form of its weights",

@@ -120,7 +120,7 @@ class Judge:
             tme=DriftSums(drifts).tme if drifts else None,
             max_drift_nats=max((drift.nats for drift in drifts), default=None),
             replayed_by=replayed.replica,
-            checks=checks,
+            checks=checks + ("wire",) * (answer.wire == "agrees"),
             distribution=distribution,
             draws=draws,
             alternatives=others.found,

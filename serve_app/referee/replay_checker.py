@@ -166,7 +166,12 @@ class ReplayChecker:
 
     def _refused(self, answer: Answer, reason: str) -> Checked:
         """No engine can have made the answer: whoever did is wrong."""
-        checked = Checked(verdict=Verdict.SUSPECT, reason=f"impossible: {reason}")
+        differs = answer.wire == "differs"
+        checked = Checked(
+            verdict=Verdict.SUSPECT,
+            reason=reason if differs else f"impossible: {reason}",
+            checks=("wire",) * differs,
+        )
         return checked if answer.request.canary else self._book.add_impossible(Case(answer, None, checked))
 
 

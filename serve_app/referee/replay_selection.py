@@ -167,7 +167,7 @@ class Checks:
         if exchange is None:
             return _traces(by_choice), "too_large"
         try:
-            return await asyncio.to_thread(self._read, exchange, by_choice), "read"
+            return await asyncio.to_thread(self._read, exchange, by_choice), "unread"
         except Exception as error:
             if self._says_unread:
                 self._says_unread = False
@@ -176,7 +176,7 @@ class Checks:
 
     def _submit_all(self, answers: Sequence[Answer], how: str) -> None:
         for answer in answers:
-            self._submit(answer, how)
+            self._submit(answer, answer.wire or how)
 
     def _judge(self, answer: Answer) -> asyncio.Future[Checked]:
         """Begin a check that goes on whoever waits for it: the answer is evidence."""

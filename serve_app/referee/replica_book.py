@@ -148,7 +148,8 @@ class ReplicaBook:
             replica = self._known(name)
             replica.cases.append(case)
             if replica.trusts(case.answer.began_at):
-                self._alarm(name, replica, Alarm("impossible", "all", case.answer.began_at), case)
+                found = "wire" if case.answer.wire == "differs" else "impossible"
+                self._alarm(name, replica, Alarm(found, "all", case.answer.began_at), case)
         return self.report(case)
 
     def report(self, case: Case) -> Checked:

@@ -56,6 +56,7 @@ class Checked:
     - `likeliest`: each token of a greedy answer is the likeliest.
     - `distribution`: the tokens count as evidence on whether tokens follow the model's distribution.
     - `draws`: tokens are those that the request's seed demands.
+    - `wire`: its request and its reply, as they went over the wire, are compared with what the engine emitted.
     - `alternatives`: the logprobs reported of the likeliest tokens, and of those that the request names.
     """
 

@@ -47,7 +47,8 @@ INDEPENDENT_RESULTS = {
     "failed": "not computed: its process died, or no replica could start it",
 }
 REPLY_BYTES = {
-    "read": "compared with the tokens, as they went out",
+    "agrees": "compared with the request and the engine's tokens, as they went out: all that both know is equal",
+    "differs": "compared so: something is not equal, and the answer is suspect",
     "unread": "they could not be read: a fault of the referee",
     "ended_early": "not all went out: its client left, or it failed",
     "too_large": "there was no room for them",
@@ -63,6 +64,7 @@ REPLAY_ALARMS = {  # what replays show to be wrong, and what each finding means
     "impossible": (
         "an answer that no sound engine gives: it breaks a limit of its request, is too long, or has invalid token ids"
     ),
+    "wire": "a reply that is not what its client's request and the engine's own record make of it",
     "draws": "tokens that are not those which the request's seed demands",
     "alternatives": "logprobs reported of other tokens than the emitted ones that are not these tokens' own",
     "numerics": "a replica says that it rounds more than its configuration does; it is judged by the latter",

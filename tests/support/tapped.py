@@ -65,7 +65,8 @@ class TappedService:
         self.submitted: list[Answer] = []
         self.checked: list[Answer] = []
         self.counted: list[str] = []
-        backend, self.script = make_backend(tokenizer, max_model_len=100, **settings)
+        settings = {"max_model_len": 100} | settings
+        backend, self.script = make_backend(tokenizer, **settings)
         self.backend = backend
 
         def read_noted(exchange: Exchange, records: Sequence[Record]) -> list[Answer]:
@@ -98,7 +99,7 @@ class TappedService:
         self.source = BackendSource(backend)
         metrics = Metrics([BufferSink("r1")], model_name="m", pool="decode")
         source = observed(self.source, metrics, select=checks.select, ended=ended)
-        self.front_end = FrontEnd(source, tokenizer, info(tokenizer), limits, checks=checks)
+        self.front_end = FrontEnd(source, tokenizer, info(tokenizer, settings["max_model_len"]), limits, checks=checks)
         self.app = build_ingress(self.front_end, replies=replies or PastReplies())
 
     @property

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+RESPONSES, GENERATE = "/v1/responses", "/inference/v1/generate"
 WATCHED_PATHS = (COMPLETIONS, CHAT)
 
 

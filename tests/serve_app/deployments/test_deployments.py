@@ -86,7 +86,7 @@ async def test_an_answer_is_replayed_whatever_becomes_of_its_client(worker: Work
     referee.far[0].clear()
     with Tracing().request("POST", "req-7", [], {}):
         front = HttpFront(runtime, worker.host.reporter)
-        front._submit(recorded("cmpl-1-0"), "read")
+        front._submit(recorded("cmpl-1-0"), "agrees")
         checks = Checks(lambda _: True, lambda _: True, traces_of, front._submit, runtime.check, timeout_s=60.0)
         for reply_id, awaited in (("cmpl-2", True), ("cmpl-3", False)):
             checks.expect(reply_id, awaited=awaited)

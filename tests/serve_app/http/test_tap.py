@@ -53,7 +53,7 @@ async def test_what_is_read_is_what_came_in_and_went_out(
     assert (exchange.path, exchange.request, exchange.reply) == (path, response.request.content, response.content)
     assert exchange.streamed is bool(fields) and exchange.began_at <= exchange.ended_at
     assert [len(one.token_ids) for one in records] == [len(one.token_ids) for one in service.submitted] != [0]
-    assert service.counted == ["read"] and not service.checks._replies
+    assert service.counted == ["unread"] and not service.checks._replies
 
 
 async def test_all_choices_of_a_reply_go_together(tokenizer: Tokenizer) -> None:
@@ -142,7 +142,7 @@ async def test_a_thousand_replies_at_once_leave_nothing(tokenizer: Tokenizer) ->
     async with httpx.AsyncClient(transport=transport, base_url="http://app", timeout=120) as client:
         replies = await asyncio.gather(*[client.post(CHAT, json=body) for body in bodies])
     await service.settle()
-    assert {reply.status_code for reply in replies} == {200} and service.counted == ["read"] * 600
+    assert {reply.status_code for reply in replies} == {200} and service.counted == ["unread"] * 600
     assert {one.reply for one in service.exchanges} >= {reply.content for reply in replies}
     assert len(service.submitted) == 600 and len(service.checked) == 400
     assert {one.broken_limit for one in (*service.submitted, *service.checked)} == {""}

@@ -84,7 +84,7 @@ async def test_a_reply_waits_for_its_bytes_with_all_of_its_choices(referee: Refe
     assert referee.names == ["other-0"], "it broke a limit: nobody keeps its bytes"
     await checks.sent("chosen", SENT)
     assert seen == [(SENT, ["chosen-0", "chosen-9", "chosen-10"])]
-    assert referee.names == ["other-0", *seen[0][1]] and referee.counted == ["not_kept", *["read"] * 3]
+    assert referee.names == ["other-0", *seen[0][1]] and referee.counted == ["not_kept", *["unread"] * 3]
     checks.ended(record_of("chosen-11"))
     assert referee.names[-1] == "chosen-11", "it came too late"
 

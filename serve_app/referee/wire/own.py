@@ -1,0 +1,485 @@
+"""Replies of our own service as they went over the wire, each beside the engine's traces of its choices: whatever both
+know is equal, and is what the client's JSON asks for.
+
+This shares no code with what serves but the tokenizer. What is found says nothing of a client's own words.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any, Literal, NamedTuple
+
+from serve_app.backends.base import ModelInfo, Parsers, Reading
+from serve_app.referee.alternatives import Alternatives
+from serve_app.referee.answer import Answer
+from serve_app.referee.records import Record
+from serve_app.referee.wire.client_request import ClientRequest, engine_fields
+from serve_app.referee.wire.demands import Delivered, Parsed
+from serve_app.referee.wire.exchange import CHAT, COMPLETIONS, GENERATE, RESPONSES, Exchange
+from serve_app.referee.wire.reply import Json
+from serve_app.referee.wire.told import Told, lost_part, told
+from serve_app.text.tokenizer import Tokenizer
+from speculative.request import FinishReason, Structure, TokenKind
+
+PREFIX = "wire: "
+"""Begins what is said of a difference."""
+_MASKED = -9999.0  # of a token that cannot occur, which JSON has no number for
+_CALL_MARKS = ("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
+_REPEATED: Json = {
+    "instructions": None, "max_output_tokens": None, "metadata": {}, "temperature": 1.0, "top_p": 1.0, "user": None,
+    "parallel_tool_calls": True, "previous_response_id": None, "top_logprobs": 0,
+}  # fmt: skip
+"""Fields of a request that a response of the Responses API says again, and what it says where they are not sent."""
+
+Facts = Iterator[tuple[str, Any, Any]]
+"""What is compared: its name, the value that went over the wire, and the right one."""
+
+
+class _End(NamedTuple):
+    """The text of a choice, and how it ends, by its tokens and the client's stop strings.
+
+    texts: of each token. num: of them, up to the end. stop: the string or token that ended it.
+    searched_from: characters at the beginning in which no stop string counts.
+    """
+
+    text: str
+    texts: list[str]
+    num: int
+    reason: str
+    stop: str | int | None
+    searched_from: int
+
+
+@dataclass(frozen=True, slots=True)
+class OwnReader:
+    """Reads the answers in exchanges with this service.
+
+    Args:
+        model: that it serves.
+        tokenizer: of the same folder.
+        parsers: that read reasoning and calls out of its answers; None = the service's own find the calls.
+    """
+
+    model: ModelInfo
+    tokenizer: Tokenizer
+    parsers: Parsers | None = None
+
+    def answers(self, exchange: Exchange, traces: Sequence[Record]) -> list[Answer]:
+        """The answers of a complete reply, one a trace, in their order; those that differ say what does."""
+        answers = [answer for trace in traces if (answer := trace.answer()) is not None]
+        try:
+            sent = json.loads(exchange.request)
+            asked = ClientRequest.of(exchange.path, sent, self.model, self.tokenizer)
+            comparison = _Comparison(exchange, sent, asked, traces, self.parsers)
+        except Exception:  # of a request that the front end has taken; its answers are judged by their traces
+            return answers
+        found = comparison.differences()
+        pairs = zip(answers, found, strict=False)
+        return [
+            replace(answer, wire="differs", broken_limit=f"{PREFIX}{why}") if why else replace(answer, wire="agrees")
+            for answer, why in pairs
+        ]
+
+
+class _Comparison:
+    """The comparison of one exchange."""
+
+    def __init__(
+        self, exchange: Exchange, sent: Json, asked: ClientRequest, traces: Sequence[Record], parsers: Parsers | None
+    ) -> None:
+        self._exchange, self._sent, self._asked, self._traces = exchange, sent, asked, traces
+        self._tokenizer, self._model = asked.tokenizer, asked.model
+        self._body, self._demands = asked.body, asked.demands
+        self._use = _use_of_tools(self._body) if asked.is_chat else "none"
+        reads = parsers is not None and (parsers.reads_reasoning or (parsers.reads_tools and self._use == "auto"))
+        self._reads_calls = parsers is not None and parsers.reads_tools
+        self._reading: Reading | None = None
+        if parsers is not None and reads and asked.is_chat:
+            self._reading = parsers.reading(asked.chat_prompt(self._use), traces[0].request.prompt_token_ids)
+        self._plain = self._use == "none" and self._reading is None
+        self._ends = [self._end(trace) for trace in traces]
+
+    def differences(self) -> list[str]:
+        """What differs of each choice, in words; "" = nothing does."""
+        try:
+            reply = told(self._exchange)
+            found = _first(self._of_reply(reply))
+            return [found or self._of_choice(reply, index) for index in range(len(self._traces))]
+        except Exception as error:
+            return [f"the reply cannot be read ({type(error).__name__})"] * len(self._traces)
+
+    def _of_choice(self, reply: Told, index: int) -> str:
+        wire = reply.choices[index]
+        return (
+            self._wrong_request(index)
+            or _first(self._of_text(wire, index))
+            or _first(self._of_tokens(wire, index))
+            or self._broken_demand(wire, index)
+        )
+
+    # ---- the request
+
+    def _wrong_request(self, index: int) -> str:
+        """Say what the engine's request has not of the client's JSON; "" = nothing, or nobody can tell."""
+        try:
+            return _first(self._of_request(index))
+        except Exception:  # of a body that the front end has taken
+            return ""
+
+    def _of_request(self, index: int) -> Facts:
+        number, choice = divmod(index, self._asked.num_choices)
+        request = self._traces[index].request
+        kept, right = engine_fields(request), self._asked.expected(choice, len(request.prompt_token_ids))
+        for name, value in right.items():
+            yield f"{name} of the engine's request", kept[name], value
+        yield "the structure of the engine's request", self._has_structure(request.params.structure), True
+        if self._sent.get("timeout") is not None:
+            yield "timeout of the engine's request", (request.timeout_s or math.inf) <= self._sent["timeout"], True
+        ids, first = request.prompt_token_ids, self._traces[index - choice].request.prompt_token_ids
+        yield "the engine's prompt", ids == first and (choice > 0 or self._asked.has_prompt(ids, number)), True
+
+    def _has_structure(self, kept: Structure | None) -> bool:
+        wanted = self._asked.structure
+        if self._demands.functions or (wanted is not None and self._reading is not None and self._reading.thought_end):
+            return kept is not None and kept.kind == "grammar"
+        if wanted is None or kept is None:
+            return wanted is None and kept is None
+        return wanted[0] == kept.kind and _value(wanted[1]) == _value(kept.text)
+
+    # ---- the reply as a whole
+
+    def _of_reply(self, reply: Told) -> Facts:
+        asked, head = self._asked, reply.head
+        indices = range(asked.num_choices * asked.num_prompts)
+        yield "the number of choices", sorted(reply.choices), [*indices]
+        yield "the number of the engine's requests", len(self._traces), len(indices)
+        ids = [trace.request.request_id for trace in self._traces]
+        named = self._sent.get("request_id") or ids[0].rpartition("-")[0]
+        yield "the requests' ids", ids, [f"{ids[0].rpartition('-')[0]}-{index}" for index in indices]
+        if self._exchange.path == GENERATE:
+            yield "request_id", head["request_id"], named
+        else:
+            yield "id and model", (head["id"], head["model"]), (ids[0].rpartition("-")[0], self._sent["model"])
+        yield "the kind of the reply", self._exchange.streamed, bool(self._sent.get("stream"))
+        yield from self._of_usage(reply)
+        made = {name for trace in self._traces for name in trace.weight_versions}
+        about = head if self._exchange.path == RESPONSES else head.get("metadata") or {}
+        if self._exchange.path != GENERATE:
+            yield "weight_version", about["weight_version"] in made, True
+        if self._exchange.path == RESPONSES:
+            yield from self._of_response(reply)
+        if asked.is_chat or self._exchange.path == GENERATE:
+            yield from self._of_prompt(head, 0)
+
+    def _of_usage(self, reply: Told) -> Facts:
+        options = self._sent.get("stream_options") or {}
+        if self._exchange.streamed and self._exchange.path != RESPONSES and not options.get("include_usage"):
+            yield "the number of usages", len(reply.usages), 0
+            return
+        usage, traces, each = reply.usages[-1], self._traces, self._asked.num_choices
+        details = usage["completion_tokens_details"]
+        num_prompt = sum(len(trace.request.prompt_token_ids) for trace in traces[::each])
+        num_tokens = sum(end.num for end in self._ends)
+        counts = [one["completion_tokens"] for one in reply.usages]
+        yield "usage: prompt_tokens", usage["prompt_tokens"], num_prompt
+        yield "usage: completion_tokens", usage["completion_tokens"], num_tokens
+        yield "usage: total_tokens", usage["total_tokens"], num_prompt + num_tokens
+        yield "usage: the counts of the stream", counts, sorted(counts)
+        cached = sum(trace.num_cached for trace in traces[::each])
+        yield "usage: cached_tokens", usage["prompt_tokens_details"]["cached_tokens"], cached
+        pairs = [*zip(traces, self._ends, strict=True)]
+        accepted = sum(trace.kinds[: end.num].count(TokenKind.ACCEPTED) for trace, end in pairs)
+        one = len(traces) == 1 and traces[0].numerics.engine != "vllm"  # whose rounds may come together
+        if one or all(end.num == len(trace.token_ids) for trace, end in pairs):
+            rejected = sum(trace.num_drafted - trace.kinds.count(TokenKind.ACCEPTED) for trace in traces)
+            yield "usage: accepted_prediction_tokens", details["accepted_prediction_tokens"], accepted
+            yield "usage: rejected_prediction_tokens", details["rejected_prediction_tokens"], rejected
+
+    def _of_response(self, reply: Told) -> Facts:
+        """The fields that only the Responses API has."""
+        head, choice = reply.head, reply.choices[0]
+        cut = self._ends[0].reason == "length"
+        yield "status", head["status"], "incomplete" if cut else "completed"
+        yield "incomplete_details", head["incomplete_details"], {"reason": "max_output_tokens"} if cut else None
+        statuses = [item["status"] for item in head["output"]]
+        yield "the items' status", statuses, ["completed"] * (len(statuses) - 1) + [head["status"]]
+        for name, default in _REPEATED.items():
+            yield f"the response's {name}", head[name], default if self._sent.get(name) is None else self._sent[name]
+        if self._exchange.streamed:
+            told = {
+                "output_text": choice["content"],
+                "reasoning_text": choice["reasoning"],
+                "function_call_arguments": "".join(arguments for _, arguments in choice["calls"]),
+            }
+            yield "the texts of the stream's events", reply.deltas, {kind: text for kind, text in told.items() if text}
+
+    # ---- one choice
+
+    def _of_text(self, wire: Json, index: int) -> Facts:
+        """Its text and how it ended."""
+        end, use, path = self._ends[index], self._use, self._exchange.path
+        if isinstance(end.stop, str) is False and self._asked.budget != 0:
+            yield "the engine's end", self._traces[index].finish_reason, FinishReason(end.reason)
+        chose = bool(wire["calls"]) and use != "named" and end.reason == "stop" and path == CHAT
+        yield "finish_reason", wire["finish_reason"], "tool_calls" if chose else end.reason
+        if path in (COMPLETIONS, CHAT):
+            yield "stop_reason", wire.get("stop_reason"), end.stop
+        if path == GENERATE:
+            return
+        content, reasoning = wire.get("content" if self._asked.is_chat else "text") or "", wire.get("reasoning") or ""
+        if self._plain:
+            yield "its text", content, self._echoed(index) + end.text
+            yield "its reasoning and its calls", (reasoning, wire["calls"]), ("", [])
+        elif use in ("none", "auto"):
+            mark = "" if self._reading is None else self._reading.thought_end or ""
+            yield "its text", _is_told(end.text, content, reasoning, mark, bool(wire["calls"])), True
+            lost = lost_part(end.text, self._asked.functions, wire, self._demands.max_calls)
+            yield lost, bool(lost) and self._reading is None, False
+        if self._reading is None and self._use in ("required", "named"):
+            yield "its content", content.strip() if wire["calls"] else "", ""
+
+    def _of_tokens(self, wire: Json, index: int) -> Facts:
+        """Its tokens, and what is told of each."""
+        body, trace, num = self._body, self._traces[index], self._ends[index].num
+        shows, prompt = bool(body.get("return_token_ids")), list(trace.request.prompt_token_ids)
+        entries = self._entries(index)
+        path = self._exchange.path
+        yield "token_ids", wire.get("token_ids"), trace.token_ids[:num] if shows else None
+        kinds = [kind.value for kind in trace.kinds[:num]] if body.get("return_token_kinds") else None
+        yield "token_kinds", wire.get("token_kinds"), kinds
+        if path in (COMPLETIONS, CHAT):
+            numbers = [one.logprob for one in entries] if shows and entries is not None else None
+            yield "token_logprobs", wire.get("token_logprobs"), numbers
+        if path == COMPLETIONS:
+            yield "prompt_token_ids", wire.get("prompt_token_ids"), prompt if shows else None
+            yield from self._of_prompt(wire, index)
+        yield from self._of_logprobs(wire.get("logprobs"), entries, index)
+        runs = wire.get("weight_versions") or ()
+        if runs:
+            told = [run["version"] for run in runs for _ in range(run["tokens"])]
+            right = num, set(trace.weight_versions)
+            yield "weight_versions", (len(told), set(told) | right[1]), right
+
+    def _of_prompt(self, wire: Json, index: int) -> Facts:
+        """The prompt's logprobs, as the reply or one of its choices has them."""
+        trace, num = self._traces[index], self._body.get("prompt_logprobs")
+        if self._asked.is_chat and self._exchange.path == CHAT:
+            named = [*trace.request.prompt_token_ids] if self._body.get("return_token_ids") else None
+            yield "prompt_token_ids", wire.get("prompt_token_ids"), named
+        rows: Any = wire.get("prompt_logprobs")
+        if num is None or index % self._asked.num_choices:
+            yield "prompt_logprobs", rows, None
+            return
+        ids = trace.request.prompt_token_ids[1:]
+        own = [_finite(one) for one in trace.prompt_logprobs]
+        yield "prompt_logprobs of the first token", rows[:1], [None]
+        yield "prompt_logprobs", [row[str(token)]["logprob"] for token, row in zip(ids, rows[1:], strict=True)], own
+        for place, (token, row) in enumerate(zip(ids, rows[1:], strict=True), start=1):
+            beside = _beside(trace, place)
+            if beside is None:
+                continue
+            top = [(one, _finite(value)) for one, value in beside.top[:num]]
+            others = [(str(one), value, rank) for rank, (one, value) in enumerate(top, start=1) if one != token]
+            shown = [(name, one["logprob"], one["rank"]) for name, one in row.items() if name != str(token)]
+            yield f"prompt_logprobs of token {place}", shown, others
+
+    def _of_logprobs(self, wire: Json | None, entries: "list[_Entry] | None", index: int) -> Facts:
+        path = self._exchange.path
+        if entries is None:
+            yield "logprobs", wire if path != RESPONSES else (wire or {}).get("content") or None, None
+            return
+        assert wire is not None
+        if path == COMPLETIONS:
+            for name, values in self._columns(entries).items():
+                yield f"logprobs: {name}", wire.get(name), values
+            return
+        rows = [self._row(one) for one in entries]
+        if path == RESPONSES and not self._plain:  # those of calls belong to no message
+            waiting = iter(row["logprob"] for row in rows)
+            yield "logprobs", all(one["logprob"] in waiting for one in wire["content"]), True
+            return
+        yield "logprobs", [one.get("logprob") for one in wire["content"]], [one["logprob"] for one in rows]
+        pairs = zip(wire["content"], rows, strict=True)
+        told = [{name: one.get(name) for name in row} for one, row in pairs]
+        yield "logprobs: what stands beside them", told, rows
+
+    def _entries(self, index: int) -> "list[_Entry] | None":
+        """What is told of each token, the echoed prompt's first; None = nothing was asked for."""
+        asked, trace, end = self._asked, self._traces[index], self._ends[index]
+        params, prompt = trace.request.params, trace.request.prompt_token_ids
+        if asked.num_logprobs is None and not params.logprob_token_ids:
+            return None
+        echoed = self._echoed(index)
+        offsets = list(accumulate(map(len, end.texts), initial=len(echoed)))
+        own = zip(trace.token_ids[: end.num], trace.logprobs, offsets, strict=False)
+        entries = [_Entry(*one, _beside(trace, place)) for place, one in enumerate(own, start=len(prompt))]
+        if not self._body.get("echo"):
+            return entries
+        first = self._traces[index - index % asked.num_choices]
+        texts = self._tokenizer.detokenizer(skip_special=False).push(prompt)
+        known = "".join(texts) == echoed  # else some of it has another text alone
+        before = accumulate(map(len, texts[:-1]), initial=0) if known else [None] * len(prompt)
+        of_prompt = enumerate(zip(prompt, [None, *first.prompt_logprobs], before, strict=True))
+        return [*(_Entry(*one, _beside(first, place)) for place, one in of_prompt), *entries]
+
+    def _row(self, one: "_Entry") -> Json:
+        """An entry of a chat, or of generation from tokens."""
+        top = None if one.beside is None else [self._named(*pair) for pair in one.beside.top]
+        row = self._named(one.token, one.logprob) | ({} if top is None else {"top_logprobs": top})
+        if self._exchange.path == GENERATE or one.beside is None:
+            return row
+        return row | {"scored": _by_id(one.beside) or None}
+
+    def _named(self, token: int, logprob: float | None) -> Json:
+        if self._exchange.path == GENERATE:
+            return {"token_id": token, "logprob": _finite(logprob)}
+        return {"token": self._name(token), "logprob": _finite(logprob), "bytes": [*self._tokenizer.token_bytes(token)]}
+
+    def _name(self, token: int) -> str:
+        as_ids = self._body.get("return_tokens_as_token_ids")
+        return f"token_id:{token}" if as_ids else self._tokenizer.token_text(token)
+
+    def _columns(self, entries: "Sequence[_Entry]") -> dict[str, list[Any]]:
+        """The lists of a completion's logprobs, as far as they are known; of entries without an offset it is any."""
+        columns: dict[str, list[Any]] = {
+            "tokens": [self._name(one.token) for one in entries],
+            "token_logprobs": [_finite(one.logprob) for one in entries],
+        }
+        if all(one.beside is not None for one in entries):
+            columns["top_logprobs"] = [self._top(one) for one in entries]
+            if self._body.get("logprob_token_ids"):
+                columns["scored_logprobs"] = [_by_id(one.beside) for one in entries if one.beside is not None]
+        if all(one.offset is not None for one in entries):
+            columns["text_offset"] = [one.offset for one in entries]
+        return columns
+
+    def _top(self, one: "_Entry") -> dict[str, float | None] | None:
+        """The likeliest tokens by their texts, of which the first counts, and the emitted one."""
+        if one.logprob is None or one.beside is None:
+            return None
+        pairs = [*one.beside.top[: self._body.get("logprobs") or 0], (one.token, one.logprob)]
+        return {self._name(token): _finite(value) for token, value in reversed(pairs)}
+
+    def _echoed(self, index: int) -> str:
+        """The text of the prompt that stands before a choice's own; "" = none does."""
+        prompt = self._body.get("prompt")
+        if not self._body.get("echo"):
+            return ""
+        if isinstance(prompt, list) and not isinstance(prompt[0], int):
+            prompt = prompt[index // self._asked.num_choices]
+        if isinstance(prompt, str) and self._body.get("truncate_prompt_tokens") is None:
+            return prompt
+        return self._tokenizer.decode(self._traces[index].request.prompt_token_ids, skip_special=False)
+
+    def _end(self, trace: Record) -> _End:
+        """Return what a choice says and how it ends, by its tokens alone."""
+        if self._asked.budget == 0:
+            return _End("", [], 0, "length", None, 0)
+        body, ids, params, shown = self._body, trace.token_ids, trace.request.params, self._shown
+        stops, includes = self._demands.stops, bool(body.get("include_stop_str_in_output"))
+        ends = {*(body.get("stop_token_ids") or ()), *(() if body.get("ignore_eos") else self._model.eos_token_ids)}
+        ended = bool(ids) and ids[-1] in ends
+        detokenizer = self._tokenizer.detokenizer(skip_special=shown is not None, shown=shown or (), continuation=True)
+        texts = detokenizer.push(ids[:-1] if ended and not includes else ids)
+        texts += [""] * (len(ids) - len(texts))
+        start, whole = sum(map(len, texts[: params.min_tokens])), "".join(texts) + detokenizer.finish()
+        found = [(at + len(stop), at, stop) for stop in stops if (at := whole.find(stop, start)) >= 0]
+        if not found:
+            own = self._tokenizer.eos_token_id if not body.get("ignore_eos") else None
+            token = ids[-1] if ended and ids[-1] != own else None
+            return _End(whole, texts, len(ids), "stop" if ended else "length", token, start)
+        last, at, stop = min(found)
+        before = accumulate(map(len, texts))
+        num = next((number for number, size in enumerate(before, start=1) if size >= last), len(ids))
+        return _End(whole[: last if includes else at], texts[:num], num, "stop", stop, start)
+
+    @property
+    def _shown(self) -> Sequence[str] | None:
+        """The special tokens that an answer's text has; None = all of them."""
+        if self._body.get("skip_special_tokens") is False or (
+            self._reading is not None and self._reading.keeps_special
+        ):
+            return None
+        return _CALL_MARKS if self._use == "auto" and not self._reads_calls else ()
+
+    def _broken_demand(self, wire: Json, index: int) -> str:
+        """Return which demand of its client a choice breaks, in words; "" = none."""
+        end, trace, reading = self._ends[index], self._traces[index], self._reading
+        if self._asked.budget == 0:
+            return ""
+        parsed = None
+        if not self._plain:
+            mark = "" if reading is None else reading.thought_end
+            mark_id = None if not mark else self._tokenizer.added_id(mark)
+            hidden = self._shown is not None and mark_id in self._tokenizer.special_ids
+            content, loses = wire.get("content") or "", reading is not None
+            parsed = Parsed(content, tuple(wire["calls"]), loses, None if hidden else mark, mark_id)
+        stop = end.stop if isinstance(end.stop, str) else None
+        said = Delivered(end.text, trace.token_ids[: end.num], end.reason, stop, end.searched_from, parsed)
+        room = self._model.max_model_len - len(trace.request.prompt_token_ids)
+        return self._demands.broken(said, self._model.eos_token_ids, room)
+
+
+class _Entry(NamedTuple):
+    """A token and its logprob; the characters before it, and what stands beside it, None = that is not known."""
+
+    token: int
+    logprob: float | None
+    offset: int | None
+    beside: Alternatives | None
+
+
+def _beside(trace: Record, place: int) -> Alternatives | None:
+    """What the engine reported beside the logprob of a token of the prompt, or of the answer; None = it is not kept."""
+    params = trace.request.params
+    in_prompt = place < len(trace.request.prompt_token_ids)
+    if not place or not (params.prompt_logprobs if in_prompt else params.logprobs or params.logprob_token_ids):
+        return Alternatives(place)
+    return next((one for one in trace.alternatives.kept if one.place == place), None)
+
+
+def _first(facts: Facts) -> str:
+    """The first that differs, in words; "" = none does."""
+    for name, sent, right in facts:
+        if sent != right:
+            numbers = all(type(one) in (int, float) for one in (sent, right))
+            return f"{name} is {sent}, and has to be {right}" if numbers else f"{name} is not what it has to be"
+    return ""
+
+
+def _is_told(text: str, content: str, reasoning: str, mark: str, called: bool) -> bool:
+    """Return whether content and reasoning are parts of a text, in the order in which a parser finds them.
+
+    Args:
+        mark: what ends the reasoning; "" = it is not known.
+        called: whether calls were found, which may stand between parts of the content.
+    """
+    at = text.find(reasoning.strip())
+    rest = text[at + len(reasoning.strip()) :] if at >= 0 else ""
+    if mark and mark in text:
+        rest = text.partition(mark)[2]
+    waiting = iter(rest)
+    is_there = all(one in waiting for one in content.strip()) if called else content.strip() in rest
+    return at >= 0 and is_there
+
+
+def _use_of_tools(body: Json) -> Literal["none", "auto", "required", "named"]:
+    choice: Any = body.get("tool_choice") or "auto"
+    return "none" if not body.get("tools") else "named" if isinstance(choice, dict) else choice
+
+
+def _by_id(beside: Alternatives) -> dict[str, float | None]:
+    return {str(token): _finite(logprob) for token, logprob in beside.scored}
+
+
+def _finite(logprob: float | None) -> float | None:
+    return _MASKED if logprob == -math.inf else logprob
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
