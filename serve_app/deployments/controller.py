@@ -20,12 +20,14 @@ from serve_app.deployments.pool_states import watch_pools
 from serve_app.deployments.remote_errors import answered
 from serve_app.deployments.replica_reports import ReplicaReports
 from serve_app.deployments.runtime import REPORT_EVERY_S, observe
+from serve_app.guard.heartbeat import Report
 from serve_app.guard.referee_counts import RefereeCounts, count_controls, count_independent
 from serve_app.guard.replica_registry import ReplicaRegistry
 from serve_app.openai.responses.kept_responses import ResponseStore
 from serve_app.page.status import StatusBook
 from serve_app.referee.answer import Answer
 from serve_app.referee.controls import Controls
+from serve_app.referee.coverage import Coverage
 from serve_app.referee.detectors import Alarm
 from serve_app.referee.dumps import DumpFolder
 from serve_app.referee.independent_checks import IndependentChecks
@@ -79,7 +81,19 @@ class Controller:
             counts.alarmed(found, replica)
 
         numerics = KnownNumerics(config, lambda replica: accuse(replica, "numerics"))
-        registry = ReplicaRegistry(book, counts, numerics.observe)
+        share, longest_s = config.replay.sample_rate, config.limits.request_timeout_s
+        coverage = Coverage(share, longest_s, lambda replica: accuse(replica, "missing"))
+
+        def heard(report: Report, in_time: bool) -> None:
+            numerics.observe(report.status.replica, report.status.pool, report.computing)
+            if in_time:
+                coverage.finished(report.status.replica, report.finished, idle=registry.is_idle)
+
+        def handed_in(answer: Answer) -> Answer:
+            coverage.came(answer)
+            return numerics.served(answer)
+
+        registry = ReplicaRegistry(book, counts, heard)
         self._independent = IndependentChecks(
             _IndependentReplayer(replayers),
             tolerances,
@@ -98,7 +112,7 @@ class Controller:
             ended=counts.ended,
             verified=self._on_verified,
         )
-        self._checker.held = numerics.served
+        self._checker.handed_in = handed_in
         self._status = StatusBook(_about(config, tolerances.configured), sums, time.time)
         weights = WeightCoordinator()
         parts = (

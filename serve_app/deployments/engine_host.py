@@ -149,11 +149,13 @@ class EngineHost:
         """The handoff of a request was taken in."""
         self.records.handed_off(request_id, prefilled_by)
 
-    def remember(self, request: Request, began_at: float, prefilled_by: str, *, failed: bool = False) -> None:
+    def remember(
+        self, request: Request, began_at: float, prefilled_by: str, num_tokens: int = 0, *, failed: bool = False
+    ) -> None:
         """Keep what is to be known here of a request that came to its end, and began at that time (unix seconds)."""
         if not failed:  # its own parameters may be why: tried again, it would fail again
             self.canary.remember(request)
-        self.finished.append(Finished(own_name(request.request_id), began_at, time.time(), prefilled_by))
+        self.finished.append(Finished(own_name(request.request_id), began_at, time.time(), prefilled_by, num_tokens))
 
     async def replay(self, request: Request, reported: Carried) -> Replayed:
         """Compute a teacher-forced request, for the referee.

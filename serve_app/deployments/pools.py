@@ -78,7 +78,7 @@ class HttpServer(EngineServer):
         self.front.weights_switched(info)
 
     def _remember(self, record: Record) -> None:
-        self.host.remember(record.request, record.began_at, record.prefilled_by)
+        self.host.remember(record.request, record.began_at, record.prefilled_by, len(record.token_ids))
 
     def __serve_build_asgi_app__(self) -> Any:
         """Called by Serve once the constructor has finished."""

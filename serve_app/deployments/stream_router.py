@@ -82,6 +82,8 @@ class DecodeWorker(EngineServer):
         every_s = host.runtime.config.recovery.decode_timeout_s / _SIGNS_OF_LIFE
         failed: set[str] = set()
         prefilled: dict[str, str] = {}  # which replica had a part in it, by request
+        num_tokens = {request.request_id: len(emitted.get(request.request_id, ())) for request in requests}
+        whole: set[str] = set()  # whose answers the engine has ended; of others the router may have more elsewhere
         self._streamed.update(request.request_id for request in requests)
         try:
             async with contextlib.aclosing(SignsOfLife(tokens, every_s)) as deltas:
@@ -91,6 +93,10 @@ class DecodeWorker(EngineServer):
                     prefilled_by = None if delta is None else self._prefilled_by.pop(delta.request_id, None)
                     if delta is not None and delta.finish_reason is FinishReason.ERROR:
                         failed.add(delta.request_id)
+                    if delta is not None:
+                        num_tokens[delta.request_id] += len(delta.token_ids)
+                        if delta.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+                            whole.add(delta.request_id)
                     if delta is not None and (maker := prefilled_by or delta.prefilled_by):
                         prefilled[delta.request_id] = maker
                     yield Streamed(delta, host.runtime.name, prefilled_by, self._info.fingerprint)
@@ -102,8 +108,9 @@ class DecodeWorker(EngineServer):
                 self._streamed.discard(request.request_id)
                 self._prefilled_by.pop(request.request_id, None)
                 if request.score_from is None:
-                    prefilled_by = prefilled.get(request.request_id, "")
-                    host.remember(request, began_at, prefilled_by, failed=request.request_id in failed)
+                    name = request.request_id
+                    known = prefilled.get(name, ""), num_tokens[name] if name in whole else 0
+                    host.remember(request, began_at, *known, failed=name in failed)
 
     async def abort(self, request_id: str) -> None:
         """End one of several choices, if it is here; the others go on."""

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from serve_app.backends.base import Computing
 from serve_app.guard.breaker import BreakerState, Mode
 from serve_app.guard.heartbeat import Orders, Report
 from serve_app.guard.referee_counts import RefereeCounts
@@ -15,6 +14,7 @@ from serve_app.referee.replica_book import ReplicaBook
 from serve_app.telemetry.metrics import MetricBatch
 
 _FORGOTTEN_AFTER_S = 60.0  # a replica that has not reported for so long is gone
+_SILENT_AFTER_S = 5.0  # what was to be sent in the meantime may be lost
 
 _ALARM_COUNTERS: dict[str, IncidentKind] = {  # of a replica; their last label names the alarm
     "truespec_selfcheck_alarms_total": "selfcheck",
@@ -40,7 +40,7 @@ class ReplicaRegistry:
     Args:
         book: finished requests, trips and self-checks' alarms go there; its findings reach the replicas' breakers.
         counts: of the answers that trips made suspect.
-        computes: called with each replica that reports, its pool, and what it says of how it computes.
+        heard: called with each report, and whether the replica's report before it came just before.
         clock: unix seconds.
     """
 
@@ -48,12 +48,12 @@ class ReplicaRegistry:
         self,
         book: ReplicaBook,
         counts: RefereeCounts,
-        computes: Callable[[str, str, Computing], None] = lambda replica, pool, computing: None,
+        heard: Callable[[Report, bool], None] = lambda report, in_time: None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._book = book
         self._counts = counts
-        self._computes = computes
+        self._heard = heard
         self._clock = clock
         self._replicas: dict[str, _Replica] = {}
         self._requests: dict[str, tuple[float, int]] = {}  # replica, a router too -> reported at, requests of clients
@@ -68,7 +68,7 @@ class ReplicaRegistry:
         self._replicas[name] = _Replica(report, now)
         self.note_requests(report.batch)
         book.observe(name, since=status.since, plain=status.decodes_plainly)
-        self._computes(name, status.pool, report.computing)
+        self._heard(report, known is not None and now - known.reported_at < _SILENT_AFTER_S)
         for (metric, labels), value in report.batch.counters.items():
             kind = _ALARM_COUNTERS.get(metric)
             if kind is not None and value > 0:
@@ -119,6 +119,11 @@ class ReplicaRegistry:
             return None
         ready[0].rehearse = True
         return self.statuses()
+
+    @property
+    def is_idle(self) -> bool:
+        """Return whether no client's request was on any replica when it last reported."""
+        return not any(number for _, number in self._requests.values())
 
     def requests_on(self, name: str) -> int:
         """Return how many requests of clients were on a replica when it last reported; 0 for one that is not known."""

@@ -25,6 +25,7 @@ LOOK_AT = {
     "wire": "the front end: how it reads requests, and writes replies",
     "draws": "random numbers, and the verification of drafts",
     "alternatives": "how logprobs of other tokens, and of prompts, are gathered",
+    "missing": "the front end, where it hands finished requests in, and its log",
     "numerics": "the replica's log: its device, its kernels, and the form of its weights",
 }
 """Where the cause of an alarm is looked for first, by the alarm."""

@@ -58,8 +58,8 @@ class ReplayChecker:
         self._book = book
         self._max_queue = max_queue
         self._max_running = max_running
-        self.held: Callable[[Answer], Answer] = lambda answer: answer
-        """Gives an answer with what is known of its engine in the place of what that says of itself."""
+        self.handed_in: Callable[[Answer], Answer] = lambda answer: answer
+        """Takes note of each answer, and gives it with what is known of its engine for what that says of itself."""
         self._ended = ended
         self._verified = verified
         self._urgent: deque[_Queued] = deque()
@@ -87,6 +87,7 @@ class ReplayChecker:
         return now - next(iter(self._queued_at.values()), now)
 
     def _enqueue(self, queue: deque[_Queued], answer: Answer) -> asyncio.Future[Checked]:
+        answer = self.handed_in(answer)
         loop = asyncio.get_running_loop()
         settled: asyncio.Future[Checked] = loop.create_future()
         if len(queue) >= self._max_queue:
@@ -94,7 +95,7 @@ class ReplayChecker:
             self._ended(answer, "skipped", checked)
             settled.set_result(checked)
             return settled
-        queue.append((self.held(answer), settled, copy_context()))
+        queue.append((answer, settled, copy_context()))
         self._queued_at[settled] = loop.time()
         self._wake.release()
         return settled

@@ -95,6 +95,7 @@ class Finished:
     began_at: float  # unix seconds, by the replica's clock, as all its times
     ended_at: float
     prefilled_by: str = ""  # the prefill replica that had a part in it
+    num_tokens: int = 0  # of its answer; 0 = it has none, or not all of them were made here
 
 
 @dataclass(frozen=True, slots=True)

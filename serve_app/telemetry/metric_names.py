@@ -67,6 +67,7 @@ REPLAY_ALARMS = {  # what replays show to be wrong, and what each finding means
     "wire": "a reply that is not what its client's request and the engine's own record make of it",
     "draws": "tokens that are not those which the request's seed demands",
     "alternatives": "logprobs reported of other tokens than the emitted ones that are not these tokens' own",
+    "missing": "answers that were selected for a replay, and were not handed in",
     "numerics": "a replica says that it rounds more than its configuration does; it is judged by the latter",
 }
 WATCHED_RESULTS = {  # what becomes of requests to a watched server, and of what is captured

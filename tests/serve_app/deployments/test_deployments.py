@@ -182,7 +182,8 @@ async def test_a_request_that_fails_by_itself_is_not_tried_again_as_a_canary(
             await worker.ask(Request(f"cmpl-{number}-0", (number + 5, 6), params))
     assert await worker.host.canary.try_out() is True
     assert {answer.request.prompt_token_ids[0] for answer in referee.answers} >= {5}
-    assert [one.request_id for one in worker.host.finished] == ["cmpl-0-0", "cmpl-1-0"], "what it said may be suspect"
+    ended = [(one.request_id, one.num_tokens) for one in worker.host.finished]
+    assert ended == [("cmpl-0-0", 8), ("cmpl-1-0", 0)], "what it said may be suspect"
     assert worker.host.breaker_controller.status.state is BreakerState.CLOSED
 
 
@@ -211,3 +212,4 @@ async def test_a_worker_without_news_gives_signs_of_life_until_its_engine_is_bro
     with pytest.raises(EngineFault, match="stands still"):
         await anext(stream)
     assert closed == ["cmpl-1-0"] and worker._streamed == set()
+    assert worker.host.finished[-1].num_tokens == 0, "the router has the rest from another"
