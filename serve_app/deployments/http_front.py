@@ -109,7 +109,6 @@ class HttpFront:
             parsers=parsers,
             signing_key=self._signing_key,
         )
-        self._front_end.report_broken_to(source.broken)
 
     def weights_switched(self, info: ModelInfo) -> None:
         """Other weights are served from now on."""

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import accumulate
 
-from serve_app.backends.base import ModelInfo, ParsedDelta
+from serve_app.backends.base import ParsedDelta
 from serve_app.errors import RequestAborted
 from serve_app.openai.chat.chat_preprocessor import ResponseParser
 from serve_app.openai.completions.echo import Echo
@@ -23,7 +23,6 @@ from serve_app.openai.replies import (
 )
 from serve_app.referee.receipts import Ending
 from serve_app.referee.records import Record
-from serve_app.referee.wire.demands import Delivered, Parsed
 from serve_app.text.answer_text import AnswerText
 from serve_app.text.tokenizer import StopMatcher, Tokenizer
 from speculative.errors import EngineFault
@@ -46,13 +45,10 @@ class _Choice:
         self._echo = echo
         self._num_ranked = job.head.num_prompt_logprobs
         self._text_form = job.text_form
-        self._answers = job.answers
-        self._thought_end_id = None if job.answers is None else tokenizer.added_id(job.answers.thought_end)
         self._with_logprobs = request.params.returns_logprobs
         self._with_tokens = self._with_logprobs or job.head.with_token_ids or job.head.with_token_kinds
         self._tokenizer = tokenizer
         keeps_special = not job.text_form.skip_special or (job.answers is not None and job.answers.keeps_special)
-        self._hides_thought_end = not keeps_special and self._thought_end_id in tokenizer.special_ids
         markers = () if job.answers is None else job.answers.markers
         self._reader = None if job.answers is None else _Reader(job.answers)
         detokenizer = tokenizer.detokenizer(skip_special=not keeps_special, shown=markers, continuation=True)
@@ -67,12 +63,7 @@ class _Choice:
         self._held: list[ChoiceDelta] = []  # tokens that had nothing to say; the next piece has them too
         self._prompt_due = request.params.prompt_logprobs is not None  # its logprobs are still to come
         self._prompt_entries: tuple[tuple[RankedEntry, ...], ...] | None = None
-        self._said: list[str] = []
-        self._ids: list[int] = []
-        self._read: list[ParsedDelta] = []  # what was read in it
-        self._parts: list[tuple[int, ParsedDelta]] = []  # of it, for the next piece
-        self.delivered: Delivered | None = None
-        """Reply that the client got, once it is complete."""
+        self._parts: list[tuple[int, ParsedDelta]] = []  # of what was read in it, for the next piece
         self.record = Record(request, "", 0.0, 0, keeps_alternatives=False) if job.receipt else None
         self.num_accepted = 0
         self.num_rejected = 0
@@ -107,13 +98,10 @@ class _Choice:
             self.num_rejected += delta.num_drafted - delta.num_accepted
         if delta.num_cached_tokens > self.num_cached:
             self.num_cached = delta.num_cached_tokens
-        text, ended = "".join(released), reason
-        said = ParsedDelta(text)
+        said = ParsedDelta("".join(released))
         if self._reader is not None:
-            said, parts, reason = self._reader.push(ids, texts[:num_delivered], text, reason)
-            self._read.append(said)
+            said, parts, reason = self._reader.push(ids, texts[:num_delivered], said.content, reason)
             self._parts += parts
-        self._deliver(text, ids, ended)
         versions: tuple[tuple[str, int], ...] = ((delta.weight_version, num_delivered),)
         has_news = reason is not None or said.content or said.reasoning or said.calls
         waits = not (has_news or (self._with_tokens and num_delivered))
@@ -143,26 +131,6 @@ class _Choice:
             None if reason is None else self._unrepeatable(),
             None if reason is None else self._stop_reason(delta),
             in_order,
-        )
-
-    def _deliver(self, text: str, ids: Sequence[int], reason: str | None) -> None:
-        """Note what goes out, for whoever compares it with the request."""
-        self._said.append(text)
-        self._ids += ids
-        if reason is not None:
-            parsed = None if self._reader is None else self._parsed()
-            text, found = "".join(self._said), self._text.found
-            self.delivered = Delivered(text, self._ids, reason, found, self._text.num_unsearched, parsed)
-
-    def _parsed(self) -> Parsed:
-        assert self._answers is not None
-        calls = put_together(part for one in self._read for part in one.calls)
-        return Parsed(
-            "".join(one.content for one in self._read),
-            tuple((call.name or "", call.arguments) for call in calls),
-            self._answers.reading is not None,
-            None if self._hides_thought_end else self._answers.thought_end,
-            self._thought_end_id,
         )
 
     def _stop_reason(self, delta: TokenDelta) -> str | int | None:
@@ -289,23 +257,6 @@ class ChoiceRun:
         """Return record, number of delivered tokens and ending of each choice that gets a receipt."""
         choices = self._choices.values()
         return [(one.record, one.num_delivered, one.ending) for one in choices if one.record is not None]
-
-    @property
-    def has_form(self) -> bool:
-        """Return whether the client asked for a structure, or for calls."""
-        demands = self._job.demands
-        return demands is not None and bool(demands.structure or demands.functions)
-
-    def broken(self, request_id: str, model: ModelInfo) -> str:
-        """Say what a complete choice breaks of its client's request, in words; "" = nothing."""
-        demands, said = self._job.demands, self._choices[request_id].delivered
-        if demands is None or said is None:
-            return ""
-        number = self._group_of[request_id]
-        if (num := len(self._job.groups[number])) != demands.num_choices:
-            return f"{num} choices were generated, and n is {demands.num_choices}"
-        room = model.max_model_len - len(self._job.head.prompts[number])
-        return demands.broken(said, model.eos_token_ids, room)
 
     def usage(self) -> Usage:
         """Tokens up to now. A prompt and its cached part count once, however many choices it has."""

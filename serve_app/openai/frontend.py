@@ -4,14 +4,13 @@ The front end knows a tokenizer and a source of token deltas, nothing else: deco
 router mount the same one.
 """
 
-import asyncio
 import dataclasses
 import hashlib
 import logging
 import re
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from typing import Any
 
@@ -46,7 +45,6 @@ from serve_app.referee.receipts import receipt_of
 from serve_app.referee.replay_selection import Checks
 from serve_app.referee.signatures import SigningKey
 from serve_app.referee.verdicts import checks_of_all, worst
-from serve_app.referee.wire.demands import DEMANDING, ClientDemands
 from serve_app.streams.merge import merge
 from serve_app.text.tokenizer import StopStrings, Tokenizer
 from speculative.errors import EngineFault, InvalidRequest
@@ -87,13 +85,6 @@ class FrontEnd:
         self._fingerprint = model.system_fingerprint  # of the weights that are served now
         self._names = (model.model_name, *(one.name for one in model.adapters))
         self._created = int(time.time())
-        self._broken: Callable[[str, str], None] = lambda request_id, why: None
-        self._says_not_compared = False
-
-    def report_broken_to(self, broken: Callable[[str, str], None]) -> None:
-        """Have each choice that breaks its client's own request reported, before its stream ends: the id of its
-        request, and what it breaks."""
-        self._broken = broken
 
     def weights_switched(self, model: ModelInfo) -> None:
         """Other weights of the model are served from now on."""
@@ -139,7 +130,6 @@ class FrontEnd:
         wire: CompletionRequest | ChatCompletionRequest,
         reply_format: ReplyFormat | None = None,
         *,
-        sent: WireRequest | None = None,
         timeout_s: float | None = None,
     ) -> PreparedRequest:
         """Check a wire request against the model, and tokenise it.
@@ -147,7 +137,6 @@ class FrontEnd:
         Args:
             wire: the request.
             reply_format: of the reply, if it is not that of the request's endpoint.
-            sent: what the client sent, if `wire` was made of that.
             timeout_s: that is allowed beside what the body says.
 
         Raises:
@@ -206,22 +195,8 @@ class FrontEnd:
             answers=answers,
             form_field=form_field,
             words=_of_chat if chat is not None else str,
-            demands=await self._demands(sent or wire),
             unrepeatable=None if wire.seed is None else self._unrepeatable(groups[0][0].params),
         )
-
-    async def _demands(self, wire: WireRequest) -> ClientDemands | None:
-        """Return what the client's own words demand; None = nothing is to be generated, or nobody can read them."""
-        if wire.prompt_only:
-            return None
-        try:
-            how: dict[str, Any] = {"mode": "json", "by_alias": True, "exclude_none": True, "warnings": False}
-            body = wire.model_dump(include=set(DEMANDING), **how)  # it would warn of values whose kind we tell
-            encode = self._tokenizer.encode_continuation
-            return await off_loop(sum(map(len, wire.bad_words or ())), lambda: ClientDemands.of(body, encode))
-        except Exception as error:
-            self._not_compared(error)
-            return None
 
     def _check_served(self, wire: WireRequest, num_choices: int) -> None:
         """Refuse what this server, as it is configured, serves to nobody."""
@@ -450,41 +425,12 @@ class FrontEnd:
                     continue
                 pieces = run.push(without_answer(delta) if run.prompt_only else delta)
                 ended = delta.request_id not in run.unfinished
-                if ended:
-                    await self._compare(run, delta.request_id)
-                    if run.ended_here(delta.request_id):
-                        await self._source.abort(delta.request_id)
+                if ended and run.ended_here(delta.request_id):
+                    await self._source.abort(delta.request_id)
                 for piece in pieces:
                     yield piece
                 if ended and run.unfinished.isdisjoint(names):
                     return
-
-    async def _compare(self, run: ChoiceRun, request_id: str) -> None:
-        """Report what a complete choice breaks of its client's request. Whatever happens here, the reply goes out."""
-        try:
-            if run.has_form:
-                why = await asyncio.to_thread(run.broken, request_id, self._model)
-            else:
-                why = run.broken(request_id, self._model)
-            if why:
-                self._broken(request_id, why)
-        except Exception as error:
-            self._not_compared(error)
-
-    def _not_compared(self, error: Exception) -> None:
-        """Log once that something could not be compared, without an error's text, which may hold a client's words."""
-        if not self._says_not_compared:
-            self._says_not_compared = True
-            place = error.__traceback__
-            while place is not None and place.tb_next is not None:
-                place = place.tb_next
-            where = "" if place is None else f"{place.tb_frame.f_code.co_filename}:{place.tb_lineno}"
-            logger.error(
-                "A reply was not compared with its request: %s at %s. It went out as it is. Others like it are not "
-                "compared either, and are not logged; please report this.",
-                type(error).__name__,
-                where,
-            )
 
 
 _NO_FIELDS = ("request", "request_id")  # what engines refuse that no client has sent

@@ -11,7 +11,6 @@ from serve_app.openai.completions.echo import EchoedPrompt
 from serve_app.openai.replies import ReplyFormat, ReplyHead
 from serve_app.openai.requests import TextForm
 from serve_app.referee.tapped_reply import TappedReply
-from serve_app.referee.wire.demands import ClientDemands
 from serve_app.text.tokenizer import StopStrings
 from speculative.request import Request
 
@@ -55,7 +54,6 @@ class PreparedRequest:
     form_field: str = FORM  # that asks for the form of the answers
     words: Callable[[str], str] = str  # an engine's names of fields, in a text, as this endpoint's
     tapped: TappedReply | None = None  # what keeps the bytes of request and reply
-    demands: ClientDemands | None = None  # that what is sent is compared with; None = it is not
     unrepeatable: str | None = None  # why its seed may give another text again; "" = it gives the same, None = no seed
 
     @property

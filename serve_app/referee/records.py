@@ -41,7 +41,6 @@ class Record:
     finish_reason: FinishReason | None = None
     keeps_alternatives: bool = True  # what is reported beside the logprobs; nobody looks at it without a replay
     alternatives: KeptAlternatives = field(default_factory=KeptAlternatives)
-    broken_demand: str = ""  # what its client was sent breaks the client's own request, in words
     misnamed: str = ""  # the first logprob that is said to be another token's, in words
 
     @property
@@ -113,16 +112,12 @@ class Record:
     @property
     def broken_limit(self) -> str:
         """The limit of its request that the answer breaks, in words; "" = none."""
-        return (
-            self.misnamed
-            or self.broken_demand
-            or broken_limit(
-                self.request.params,
-                self.token_ids,
-                self.eos_token_ids,
-                finish_reason=self.finish_reason,
-                room=self.max_model_len - len(self.request.prompt_token_ids),
-            )
+        return self.misnamed or broken_limit(
+            self.request.params,
+            self.token_ids,
+            self.eos_token_ids,
+            finish_reason=self.finish_reason,
+            room=self.max_model_len - len(self.request.prompt_token_ids),
         )
 
     def answer(self) -> Answer | None:

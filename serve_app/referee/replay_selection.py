@@ -151,6 +151,11 @@ class Checks:
         if reply.judged is None:
             reply.context.run(self._submit_all, _traces(reply.records), why)
 
+    async def settled(self) -> None:
+        """Wait until all that went out has been read."""
+        while self._tasks:
+            await asyncio.gather(*self._tasks)
+
     async def _judge_sent(self, reply: _Expected, exchange: Exchange) -> None:
         async with self._one_at_a_time:  # nobody waits for it
             answers, how = await self._answers(exchange, reply.records)
@@ -159,7 +164,7 @@ class Checks:
             return
         for answer in answers:
             if answer not in reply.judged:
-                self._judge(replace(answer, broken_limit=answer.broken_limit or _CHANGED))
+                self._judge(replace(answer, wire="differs", broken_limit=answer.broken_limit or _CHANGED))
 
     async def _answers(self, exchange: Exchange | None, records: Sequence[Record]) -> tuple[list[Answer], str]:
         """The answers in an exchange, those of the records alone where there is none; and what became of its bytes."""

@@ -158,12 +158,6 @@ class ObservedSource:
         if not ended:
             await self._source.abort(request_id)
 
-    def broken(self, request_id: str, why: str) -> None:
-        """Note that a reply breaks a demand of its client. To be called before the stream ends."""
-        entry = self._watched.get(request_id)
-        if entry is not None:
-            entry.record.broken_demand = why
-
     def _begin(self, request: Request, now: float) -> _Watched:
         record, selection = self._records.begin(request), self._select(request)
         record.keeps_alternatives = selection is not Selection.NOT_CHECKED

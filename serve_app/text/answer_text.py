@@ -23,8 +23,6 @@ class AnswerText:
         self._min_tokens = min_tokens
         self.num_delivered = 0
         """Tokens of the answer; one that completes a stop string is the last."""
-        self.num_unsearched = 0
-        """Characters at its beginning in which no stop string counts."""
 
     @property
     def stopped(self) -> bool:
@@ -49,7 +47,6 @@ class AnswerText:
         released: list[str] = []
         for number, text in enumerate(texts, start=self.num_delivered):
             if number < self._min_tokens:
-                self.num_unsearched += len(text)
                 released.append(text)
                 continue
             released.append(self._matcher.push(text))

@@ -122,10 +122,9 @@ class TappedService:
 
     async def settle(self) -> None:
         """Wait until nothing is kept of any reply."""
-        async with asyncio.timeout(60):
-            while self.checks._tasks or self.tap.held.num_bytes:
-                await asyncio.sleep(0.001)
-            await asyncio.sleep(0)
+        await self.checks.settled()
+        await asyncio.sleep(0)
+        assert self.tap.held.num_bytes == 0 and not self.checks._replies
 
 
 def chunks_in(response: httpx.Response) -> list[dict[str, Any]]:

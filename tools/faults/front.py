@@ -1,5 +1,5 @@
-"""Faults between a client's request and the engine: a front end that has one is asked, and what it sends is compared
-with what was asked for."""
+"""Faults between a client's request and the engine: a front end that has one is asked, and what it sends is read as it
+goes over the wire."""
 
 import asyncio
 import itertools
@@ -8,12 +8,17 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import httpx
+
 from serve_app.backends.torch_backend import TorchBackend
-from serve_app.openai.chat.chat_request import ChatCompletionRequest
-from serve_app.openai.completions.completion_request import CompletionRequest
+from serve_app.http.routes import build_ingress
 from serve_app.openai.frontend import FrontEnd
+from serve_app.referee.answer import Answer
 from serve_app.referee.records import Record, Records
-from serve_app.referee.replay_selection import Selection
+from serve_app.referee.replay_selection import Checks
+from serve_app.referee.verdicts import Checked
+from serve_app.referee.wire.exchange import CHAT, COMPLETIONS
+from serve_app.referee.wire.own import OwnReader
 from serve_app.streams.observed import ObservedSource, SourceLimits
 from serve_app.streams.pooled import PooledTokenSource
 from serve_app.telemetry.metrics import Metrics
@@ -55,12 +60,25 @@ def watch_front_end(mutant: Mutant, until: Callable[[Watch, int], bool]) -> Watc
 
 
 async def _watch(mutant: Mutant, folder: Path, until: Callable[[Watch, int], bool]) -> Watch:
-    watch, count = Watch(), 0
+    watch = Watch()
     backend = TorchBackend(str(folder), "audited", TINY)
     info = await backend.start()
+    template = folder / "tools.jinja"
+    template.write_text(_SHOWS_TOOLS, encoding="utf-8")
+    tokenizer = Tokenizer.from_folder(folder, str(template))
+    count = 0
+
+    def submit(answer: Answer, reply_bytes: str) -> None:
+        watch.note(["wire"] if answer.broken_limit else [], count)
+
+    async def check(answer: Answer) -> Checked:
+        raise AssertionError("nobody asks for a verdict")
+
+    reader = OwnReader(info, tokenizer)
+    checks = Checks(lambda _: True, lambda _: True, reader.answers, submit, check, timeout_s=0.0)
 
     def ended(record: Record, checked: bool) -> None:
-        watch.note(["request limit"] if record.broken_limit else [], count)
+        checks.ended(record)
 
     try:
         metrics = Metrics([], model_name="audited", pool="monolith")
@@ -68,32 +86,31 @@ async def _watch(mutant: Mutant, folder: Path, until: Callable[[Watch, int], boo
             PooledTokenSource(backend, metrics, None),
             metrics,
             Records("engine", info.max_model_len, eos_token_ids=info.eos_token_ids),
-            select=lambda _: Selection.NOT_CHECKED,
+            select=checks.select,
             ended=ended,
             limits=SourceLimits(8, 60.0),
         )
-        template = folder / "tools.jinja"
-        template.write_text(_SHOWS_TOOLS, encoding="utf-8")
-        front_end = FrontEnd(source, Tokenizer.from_folder(folder, str(template)), info)
-        front_end.report_broken_to(source.broken)
+        front_end = FrontEnd(source, tokenizer, info, checks=checks)
         mutant.install(front_end)
-        for request in _requests():
-            count += 1
-            await front_end.collect(await front_end.prepare(request))
-            watch.total.merge(backend.take_stats())
-            if until(watch, count):
-                return watch
+        transport = httpx.ASGITransport(app=build_ingress(front_end))
+        async with httpx.AsyncClient(transport=transport, base_url="http://front", timeout=120) as client:
+            for path, body in _requests():
+                count += 1
+                (await client.post(path, json=body)).raise_for_status()
+                await checks.settled()
+                watch.total.merge(backend.take_stats())
+                if until(watch, count):
+                    return watch
     finally:
         await backend.stop()
     raise AssertionError("requests do not end")
 
 
-def _requests() -> Iterator[CompletionRequest | ChatCompletionRequest]:
+def _requests() -> Iterator[tuple[str, dict[str, Any]]]:
     for number in itertools.count():
         body = {"model": "audited", "seed": number, "max_tokens": 24, **_KINDS[number % len(_KINDS)]}
         if "tools" in body:
-            said = {"role": "user", "content": f"Call {number}."}
-            yield ChatCompletionRequest.model_validate({"messages": [said], **body})
+            yield CHAT, {"messages": [{"role": "user", "content": f"Call {number}."}], **body}
         else:
             prompt = [3 + (7 * number + 5 * place) % 400 for place in range(12)]
-            yield CompletionRequest.model_validate({"prompt": prompt, **body})
+            yield COMPLETIONS, {"prompt": prompt, **body}

@@ -50,11 +50,6 @@ class ResponseParser:
         """Special tokens that the text is to hold in any case."""
         return () if self.format is None else self.format.markers
 
-    @property
-    def thought_end(self) -> str:
-        """Return what ends the reasoning that an answer begins with; "" = it begins with none, or nobody can tell."""
-        return "" if self.reading is None else self.reading.thought_end or ""
-
     def parser(self) -> ReplyParser:
         """A parser of one answer."""
         inner = None if self.reading is None else self.reading.parser()

@@ -47,7 +47,7 @@ class ResponsesAdapter:
         with in_words(conversation.in_our_words):
             chat = wire.as_chat(conversation)
             chat.check_together()
-            job = await self._front_end.prepare(chat, form, sent=wire, timeout_s=timeout_s)
+            job = await self._front_end.prepare(chat, form, timeout_s=timeout_s)
         words = job.words
         return dataclasses.replace(
             job,

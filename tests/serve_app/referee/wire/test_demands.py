@@ -1,17 +1,12 @@
 """What a client was sent is compared with what it asked for, in its own words."""
 
 import json
-import threading
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from serve_app.openai.prepared_request import PreparedRequest
 from serve_app.referee.wire.demands import ClientDemands, Delivered, Parsed, spellings, vllm_spellings
-from serve_app.text.tokenizer import StopStrings, Tokenizer
-from tests.support.front_ends import chat, completion, fake_front_end
 
 EOS = 2
 
@@ -237,82 +232,3 @@ def test_a_bad_word_is_also_one_behind_a_space() -> None:
     assert spellings("cat", as_one) == vllm_spellings("cat", as_one) == [(5,), (6,)]
     assert spellings(" dog", as_one) == [(7,), (8, 7)]
     assert vllm_spellings(" dog", as_one) == [(7,)], "where that takes as many tokens"
-
-
-async def reported(tokenizer: Tokenizer, wire: Any, text: str, change: Callable[[PreparedRequest], Any]) -> list[str]:
-    """What a front end reports of the choices of one request."""
-    front, _, script = fake_front_end(tokenizer)
-    script.say(text)
-    found: list[str] = []
-    front.report_broken_to(lambda request_id, why: found.append(why))
-    await front.collect(change(await front.prepare(wire)))
-    streamed = list(found)
-    async for _ in front.events(change(await front.prepare(wire))):
-        pass
-    assert found == streamed * 2, "streamed or not"
-    return streamed
-
-
-def without_stops(job: PreparedRequest) -> PreparedRequest:
-    return replace(job, stops=StopStrings(()))
-
-
-def one_choice(job: PreparedRequest) -> PreparedRequest:
-    return replace(job, groups=tuple(group[:1] for group in job.groups))
-
-
-SHOWS_SPECIAL = {"skip_special_tokens": False}
-
-
-@pytest.mark.parametrize(
-    ("fields", "change", "found"),
-    [
-        ({"stop": ["STOP"]}, replace, []),
-        ({"stop": ["STOP"]}, without_stops, [GOES_ON]),
-        ({"stop": ["STOP"], **KEEPS}, replace, []),
-        ({"stop": ["STOP", "one"], "min_tokens": 2}, replace, []),
-        ({"n": 2}, one_choice, ["1 choices were generated, and n is 2"]),
-        ({"n": 2, "structured_outputs": {"choice": ["one", "two"]}}, replace, ["it is none of its choices"] * 2),
-        ({"structured_outputs": {"choice": ["one two STOP four"]}, **KEEPS, **SHOWS_SPECIAL}, replace, []),
-        ({"bad_words": ["two"]}, replace, ["a bad word ends with token 1"]),
-        ({"max_tokens": 4}, replace, []),
-    ],
-)
-async def test_the_front_end_compares_what_it_sends_with_what_came(
-    tokenizer: Tokenizer, fields: dict[str, Any], change: Callable[[PreparedRequest], Any], found: list[str]
-) -> None:
-    """The fake engine says what it is told to, whatever the request."""
-    assert await reported(tokenizer, completion(**fields), "one two STOP four", change) == found
-    if "max_tokens" not in fields:
-        assert await reported(tokenizer, chat(**fields), "one two STOP four", change) == found
-
-
-@pytest.mark.parametrize("name", ["of", "broken"])
-async def test_a_comparison_that_fails_changes_no_reply_and_is_logged_once(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
-) -> None:
-    def failing(*_: Any, **__: Any) -> str:
-        raise ArithmeticError("a client's own words")
-
-    monkeypatch.setattr(ClientDemands, name, failing)
-    front, _, script = fake_front_end(tokenizer)
-    for fields in ({}, {"structured_outputs": {"choice": ["one two"]}}):
-        script.say("one two")
-        reply = await front.collect(await front.prepare(completion(**fields)))
-        assert reply["choices"][0]["text"] == "one two"
-    (logged,) = caplog.records
-    assert "ArithmeticError" in logged.getMessage() and "own words" not in caplog.text
-
-
-async def test_a_structure_is_compared_beside_the_event_loop(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    on_loop: list[bool] = []
-
-    def noted(*_: Any) -> str:
-        on_loop.append(threading.current_thread() is threading.main_thread())
-        return ""
-
-    monkeypatch.setattr(ClientDemands, "broken", noted)
-    assert await reported(tokenizer, completion(structured_outputs={"choice": ["a"]}), "a", replace) == []
-    assert on_loop == [False, False]

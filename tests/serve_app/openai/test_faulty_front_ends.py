@@ -1,0 +1,151 @@
+"""Faults between a client's JSON and the engine's request, and between the engine's deltas and the reply's bytes: what
+went over the wire shows each, streamed or not, and nothing of a sound front end."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from serve_app.openai import frontend, replies
+from serve_app.openai.chat.chat_preprocessor import ResponseParser
+from serve_app.openai.chat.chat_request import ChatCompletionRequest
+from serve_app.openai.choice import ChoiceRun, _Choice
+from serve_app.openai.frontend import FrontEnd
+from serve_app.openai.requests import WireRequest
+from serve_app.openai.responses.response_requests import ResponsesRequest
+from serve_app.referee.wire.own import OwnReader
+from serve_app.text.answer_text import AnswerText
+from serve_app.text.tokenizer import StopStrings, Tokenizer
+from tests.support.front_ends import info
+from tests.support.tapped import CHAT, COMPLETIONS, RESPONSES, TappedService
+
+Patch = pytest.MonkeyPatch
+Fault = Callable[[Patch], None]
+TEXT = "one two STOP four"
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+WEATHER: dict[str, Any] = {"name": "weather", "parameters": SCHEMA}
+CALLED = '[{"name": "weather", "parameters": {"city": "Rome"}}]'
+REQUIRED = {"tools": [{"type": "function", "function": WEATHER}], "tool_choice": "required", "max_tokens": 60}
+
+
+def around(owner: Any, name: str, change: Callable[..., Any]) -> Fault:
+    """A fault in what a function or property gives; `change` takes that, and what the function took."""
+
+    def install(patch: Patch) -> None:
+        right = getattr(owner, name)
+        if isinstance(right, property):
+            get = right.fget
+            assert get is not None
+            patch.setattr(owner, name, property(lambda self: change(get(self))))
+        else:
+            patch.setattr(owner, name, lambda *args, **rest: change(right(*args, **rest), *args))
+
+    return install
+
+
+def of_pieces(change: Callable[[replies.ChoiceDelta], replies.ChoiceDelta]) -> Fault:
+    return around(_Choice, "push", lambda piece, *_: piece if piece is None else change(piece))
+
+
+def one_too_low(piece: replies.ChoiceDelta) -> replies.ChoiceDelta:
+    entries = piece.logprobs or ()
+    return piece._replace(logprobs=tuple(dataclasses.replace(one, logprob=(one.logprob or 0) - 1) for one in entries))
+
+
+def cut(piece: replies.ChoiceDelta) -> replies.ChoiceDelta:
+    return piece._replace(text=piece.text[:-1]) if piece.finish_reason else piece
+
+
+def other_params(**changes: Any) -> Fault:
+    return around(FrontEnd, "_params", lambda params, *_: dataclasses.replace(params, **changes))
+
+
+def lose_tools(patch: Patch) -> None:
+    right = ResponsesRequest.as_chat
+
+    def losing(self: ResponsesRequest, conversation: Any) -> ChatCompletionRequest:
+        lost = {"tools": None, "tool_choice": None, "response_format": None}
+        return right(self, conversation).model_copy(update=lost)
+
+    patch.setattr(ResponsesRequest, "as_chat", losing)
+
+
+MADE = '<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>'
+ONE_CALL = {**REQUIRED, "tool_choice": "auto", "parallel_tool_calls": False, "max_tokens": 120}
+LOGPROBS = {"logprobs": 1, "return_token_ids": True}
+STOPPED = {"stop": ["never", " STOP"], "max_tokens": 50}
+PLAIN, ANY = (COMPLETIONS, CHAT), (COMPLETIONS, CHAT, RESPONSES)
+FAULTS: list[tuple[tuple[str, ...], dict[str, Any], str, Fault]] = [
+    (PLAIN, STOPPED, TEXT, of_pieces(cut)),
+    (ANY, {}, TEXT, of_pieces(lambda piece: piece._replace(text=piece.text.replace("o", "0")))),
+    (ANY, {"max_tokens": 2}, TEXT, of_pieces(lambda one: one._replace(finish_reason=one.finish_reason and "stop"))),
+    (PLAIN, STOPPED, TEXT, of_pieces(lambda one: one._replace(stop_reason=one.stop_reason and "never"))),
+    (PLAIN, STOPPED, TEXT, around(WireRequest, "stop_strings", lambda found: found[:1])),
+    (PLAIN, STOPPED, TEXT, lambda patch: patch.setattr(frontend, "StopStrings", lambda _: StopStrings(()))),
+    (PLAIN, {}, TEXT, around(AnswerText, "end", lambda text, *_: text + "!")),
+    ((COMPLETIONS,), LOGPROBS, TEXT, of_pieces(one_too_low)),
+    ((COMPLETIONS,), LOGPROBS, TEXT, of_pieces(lambda one: one._replace(token_ids=one.token_ids[::-1]))),
+    (PLAIN, {"n": 2}, TEXT, around(FrontEnd, "_group", lambda group, *_: group[:1])),
+    (PLAIN, {"seed": 7, "n": 2}, TEXT, lambda patch: patch.setattr(frontend, "choice_seed", lambda seed, _: seed)),
+    (ANY, {"temperature": 0.5}, TEXT, other_params(temperature=1.0)),
+    (PLAIN, {"bad_words": ["four"]}, "one two", other_params(bad_words=())),
+    (PLAIN, {"logit_bias": {"5": 1.0}}, TEXT, other_params(logit_bias=())),
+    (PLAIN, {"structured_outputs": {"choice": ["one two", "x"]}}, "one two", other_params(structure=None)),
+    (
+        PLAIN,
+        {"structured_outputs": {"choice": ["one", "two"]}},
+        "one",
+        of_pieces(lambda one: one._replace(text=one.text[1:])),
+    ),
+    ((CHAT,), REQUIRED, CALLED, of_pieces(lambda piece: piece._replace(calls=piece.calls[1:]))),
+    ((CHAT,), ONE_CALL, MADE * 2, around(ResponseParser, "allowed", lambda _, __, calls: tuple(calls))),
+    ((RESPONSES,), {"tools": [{"type": "function", **WEATHER}], "tool_choice": "required"}, "It rains.", lose_tools),
+    ((CHAT,), REQUIRED, CALLED.replace("city", "town"), lambda _: None),
+]
+
+
+def served(tokenizer: Tokenizer) -> TappedService:
+    reader = OwnReader(info(tokenizer, 900), tokenizer)
+    return TappedService(tokenizer, read=reader.answers, max_model_len=900)
+
+
+async def found(tokenizer: Tokenizer, path: str, fields: dict[str, Any], text: str) -> list[str]:
+    """What is said of the reply to a request, and of its stream."""
+    service, said = served(tokenizer), list[str]()
+    for more in ({}, {"stream": True}):
+        service.script.say(text)
+        assert (await service.post(path, **fields, **more)).status_code == 200
+        said.append(max(one.broken_limit for one in service.submitted))
+        assert set(service.counted) <= {"agrees", "differs"}
+        service.submitted.clear()
+    return said
+
+
+@pytest.mark.parametrize(("paths", "fields", "text", "install"), FAULTS)
+async def test_a_fault_is_found_in_what_went_over_the_wire(
+    tooled: Tokenizer, monkeypatch: Patch, paths: tuple[str, ...], fields: dict[str, Any], text: str, install: Fault
+) -> None:
+    for path in paths:
+        if "town" not in text and "rains" not in text:
+            assert await found(tooled, path, own_words(path, fields), text) == ["", ""]
+        with monkeypatch.context() as patch:
+            install(patch)
+            assert all(why.startswith("wire: ") for why in await found(tooled, path, own_words(path, fields), text))
+
+
+def own_words(path: str, fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields as the endpoint names them."""
+    names = {"max_tokens": "max_output_tokens"} if path == RESPONSES else {}
+    return {names.get(name, name): value for name, value in fields.items()}
+
+
+async def test_usage_that_counts_rejected_drafts_is_found(tooled: Tokenizer, monkeypatch: Patch) -> None:
+    def more(usage: replies.Usage, *_: Any) -> replies.Usage:
+        return dataclasses.replace(usage, completion_tokens=usage.completion_tokens + usage.rejected_tokens)
+
+    around(ChoiceRun, "usage", more)(monkeypatch)
+    service = served(tooled)
+    service.script.say(TEXT)
+    await service.post()
+    assert [one.broken_limit for one in service.submitted] == ["wire: usage: completion_tokens is 9, and has to be 5"]
