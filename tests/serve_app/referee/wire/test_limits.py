@@ -4,7 +4,6 @@ from random import Random
 
 import pytest
 
-from serve_app.referee.answer import Answer
 from serve_app.referee.records import Records
 from serve_app.referee.verdicts import Verdict
 from serve_app.referee.wire.demands import broken_limit
@@ -42,18 +41,17 @@ def test_what_a_request_demands_of_its_answer(
 
 @pytest.mark.parametrize(("num_tokens", "found"), [(3, ""), (4, "it has 4 tokens, and max_tokens is 3")])
 async def test_an_answer_too_long_goes_to_the_referee_though_it_was_not_selected(num_tokens: int, found: str) -> None:
-    ended: list[Answer | None] = []
+    ended: list[str] = []
     kinds = (TokenKind.BONUS,) * num_tokens
     source = observed(
         DeltaSource(TokenDelta("", tuple(range(5, 5 + num_tokens)), kinds, finish_reason=FinishReason.LENGTH)),
         Metrics([], model_name="m", pool="decode"),
         records=Records("r1", 256, 4, (EOS,)),
-        ended=lambda _, answer: ended.append(answer),
+        ended=lambda record, checked: ended.append(record.broken_limit if checked else ""),
     )
     request = Request("cmpl-1-0", (1, 2), SamplingParams(max_tokens=3))
     assert [len(delta.token_ids) async for delta in source.stream([request])] == [num_tokens]
-    (answer,) = ended
-    assert ("" if answer is None else answer.broken_limit) == found
+    assert ended == [found]
 
 
 async def test_whoever_made_it_is_alarmed_and_nothing_is_replayed(court: Court) -> None:
