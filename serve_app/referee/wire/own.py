@@ -315,7 +315,7 @@ class _Comparison:
         offsets = list(accumulate(map(len, end.texts), initial=len(echoed)))
         own = zip(trace.token_ids[: end.num], trace.logprobs, offsets, strict=False)
         entries = [_Entry(*one, _beside(trace, place)) for place, one in enumerate(own, start=len(prompt))]
-        if not self._body.get("echo"):
+        if not self._body.get("echo") or asked.num_logprobs is None:
             return entries
         first = self._traces[index - index % asked.num_choices]
         texts = self._tokenizer.detokenizer(skip_special=False).push(prompt)

@@ -119,14 +119,14 @@ def lost_part(text: str, functions: Iterable[str], choice: Json, most: int | Non
         return ""
     for _, source in made:
         text = text.replace(source, "", 1)
-    return "its content" if due == sent and _letters(_MARKS.sub("", text)) != _letters(said) else ""
+    return "its content" if due == sent and _letters(text) != _letters(said) else ""
 
 
 _MARKS = re.compile(r"</?tool_call>|<\|python_tag\|>|\[TOOL_CALLS\]")
 
 
 def _letters(text: str) -> str:
-    return "".join(filter(str.isalnum, text))
+    return "".join(filter(str.isalnum, _MARKS.sub("", text)))
 
 
 def _calls_in(text: str, names: set[str]) -> Iterator[tuple[tuple[str, Any], str]]:
