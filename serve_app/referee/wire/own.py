@@ -235,10 +235,9 @@ class _Comparison:
         elif use in ("none", "auto"):
             mark = "" if self._reading is None else self._reading.thought_end or ""
             yield "its text", _is_told(end.text, content, reasoning, mark, bool(wire["calls"])), True
+        if use in ("auto", "required"):
             lost = lost_part(end.text, self._asked.functions, wire, self._demands.max_calls)
             yield lost, bool(lost) and self._reading is None, False
-        if self._reading is None and self._use in ("required", "named"):
-            yield "its content", content.strip() if wire["calls"] else "", ""
 
     def _of_tokens(self, wire: Json, index: int) -> Facts:
         """Its tokens, and what is told of each."""
