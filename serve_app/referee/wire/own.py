@@ -6,7 +6,7 @@ This shares no code with what serves but the tokenizer. What is found says nothi
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple
@@ -274,12 +274,12 @@ class _Comparison:
         if num is None or index % self._asked.num_choices:
             yield "prompt_logprobs", rows, None
             return
-        ids = trace.request.prompt_token_ids[1:]
+        ids, beside_of = trace.request.prompt_token_ids[1:], _beside_of(trace)
         own = [_finite(one) for one in trace.prompt_logprobs]
         yield "prompt_logprobs of the first token", rows[:1], [None]
         yield "prompt_logprobs", [row[str(token)]["logprob"] for token, row in zip(ids, rows[1:], strict=True)], own
         for place, (token, row) in enumerate(zip(ids, rows[1:], strict=True), start=1):
-            beside = _beside(trace, place)
+            beside = beside_of(place)
             if beside is None:
                 continue
             top = [(one, _finite(value)) for one, value in beside.top[:num]]
@@ -316,7 +316,8 @@ class _Comparison:
         echoed = self._echoed(index)
         offsets = list(accumulate(map(len, end.texts), initial=len(echoed)))
         own = zip(trace.token_ids[: end.num], trace.logprobs, offsets, strict=False)
-        entries = [_Entry(*one, _beside(trace, place)) for place, one in enumerate(own, start=len(prompt))]
+        beside = _beside_of(trace)
+        entries = [_Entry(*one, beside(place)) for place, one in enumerate(own, start=len(prompt))]
         if not self._body.get("echo") or asked.num_logprobs is None:
             return entries
         first = self._traces[index - index % asked.num_choices]
@@ -324,7 +325,8 @@ class _Comparison:
         known = "".join(texts) == echoed  # else some of it has another text alone
         before = accumulate(map(len, texts[:-1]), initial=0) if known else [None] * len(prompt)
         of_prompt = enumerate(zip(prompt, [None, *first.prompt_logprobs], before, strict=True))
-        return [*(_Entry(*one, _beside(first, place)) for place, one in of_prompt), *entries]
+        beside = _beside_of(first)
+        return [*(_Entry(*one, beside(place)) for place, one in of_prompt), *entries]
 
     def _row(self, one: "_Entry") -> Json:
         """An entry of a chat, or of generation from tokens."""
@@ -438,13 +440,16 @@ class _Entry(NamedTuple):
     beside: Alternatives | None
 
 
-def _beside(trace: Record, place: int) -> Alternatives | None:
-    """What the engine reported beside the logprob of a token of the prompt, or of the answer; None = it is not kept."""
-    params = trace.request.params
-    in_prompt = place < len(trace.request.prompt_token_ids)
-    if not place or not (params.prompt_logprobs if in_prompt else params.logprobs or params.logprob_token_ids):
-        return Alternatives(place)
-    return next((one for one in trace.alternatives.kept if one.place == place), None)
+def _beside_of(trace: Record) -> Callable[[int], Alternatives | None]:
+    """What the engine reported beside the logprob in a place of prompt and answer; None = it is not kept."""
+    params, num_prompt = trace.request.params, len(trace.request.prompt_token_ids)
+    known = {one.place: one for one in trace.alternatives.kept}
+
+    def beside(place: int) -> Alternatives | None:
+        asked = params.prompt_logprobs if place < num_prompt else params.logprobs or params.logprob_token_ids
+        return known.get(place) if place and asked else Alternatives(place)
+
+    return beside
 
 
 def _first(facts: Facts) -> str:
