@@ -7,7 +7,6 @@ from dashboards import queries, shell
 from dashboards.queries import QueryScope
 from dashboards.recordings import (
     ACCEPTANCE,
-    ACCEPTANCE_Z,
     DRAFT_TOKENS,
     FIRST_TOKEN_P95,
     FIRST_TOKENS,
@@ -25,7 +24,6 @@ from dashboards.recordings import (
 )
 from dashboards.sanity import REPLAY_FAILURE_LIMIT, TME_LIMIT, UNTESTED_LIMIT
 from dashboards.serving import HANDOFF_FAILURE_LIMIT, NOT_OK
-from dashboards.speculation import BEYOND_CHANCE
 from serve_app.telemetry.metric_names import (
     BREAKER_STATES,
     FIRST_TOKEN_LIMIT_S,
@@ -85,10 +83,6 @@ _ACCEPTANCE_LOW = " or ".join(
             + _1H.gauge("build_info", where='drafter=~"draft_model|eagle3|mtp"', how="count"),
         ),
     )
-)
-_ACCEPTANCE_UNEXPECTED = (
-    f"abs({ACCEPTANCE_Z}) > {BEYOND_CHANCE:g} and abs("
-    f"{_1H.increase('accepted_tokens_total')} / ({_1H.increase('expected_accepted_tokens_total')} > 0) - 1) > 0.01"
 )
 
 # Replays
@@ -243,18 +237,17 @@ ALERTS = (
     ),
     Alert(
         "TruespecSelfCheckAlarm",
-        _15M.events("selfcheck_alarms_total", "check")
-        + f" > 0 or {_told('check', 'acceptance', _ACCEPTANCE_UNEXPECTED)}",
+        _15M.events("selfcheck_alarms_total", "check") + " > 0",
         "0m",
         "critical",
         "Self-check {{ $labels.check }} of {{ $labels.model_name }} raised an alarm.",
         "A quantity whose mean is 0 in a correct sampler has another mean: the output does not follow the model's "
-        "distribution. A false alarm has a probability of 1e-6 per check over a replica's life. `acceptance`: over "
-        "the last hour, accepted drafts depart from the verifier's own probabilities.",
+        "distribution. A false alarm has a probability of 1e-6 per check over a replica's life. Seeds that clients "
+        "name take no part.",
         "The check that fired (docs/metrics.md lists what each covers), and since when. The acceptance page: which "
         "position.",
-        "The breaker switches speculation off; for `acceptance` do it yourself. Leave it off, keep the dump, roll "
-        "back the last release, and mask answers from that window in training data.",
+        "The breaker switches speculation off. Leave it off, keep the dump, roll back the last release, and mask "
+        "answers from that window in training data.",
         commands=(
             shell.SPECULATION_OFF,
             shell.REPLICAS,
@@ -374,12 +367,12 @@ ALERTS = (
         "TruespecUntestedShare",
         f"{queries.untested(_1H)} > {_THRESHOLD} and {_1H.increase('selfcheck_rounds_total')} > {_MINIMUM}",
         "30m",
-        "warning",
+        "info",
         "{{ $value | humanizePercentage }} of the rounds of {{ $labels.model_name }} add nothing to its self-checks.",
-        "Nearly all requests repeat random numbers, because clients send the same few seeds. The zero-mean checks "
-        "get no new evidence. Each draw is still checked against its random number.",
-        "The logprob sanity page: rounds untested, and since when. Find the clients that send a constant seed.",
-        "Ask clients to send no seed, or another one with each request. Rely on replays meanwhile.",
+        "Nearly all requests name their seed. A seed may be chosen for what it gives, so the zero-mean checks get no "
+        "evidence. Each draw is still checked against its random number.",
+        "The logprob sanity page: rounds untested, and since when. Find the clients that send a seed.",
+        "Ask clients to send a seed only where they need one. Rely on replays meanwhile.",
         commands=(
             shell.promql(
                 "sum(rate(truespec_selfcheck_untested_rounds_total{}[1h])) "

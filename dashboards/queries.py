@@ -152,7 +152,7 @@ def selfcheck_z(scope: QueryScope) -> str:
 
 
 def untested(scope: QueryScope) -> str:
-    """The share of checked rounds that no term counts, because another request used their random numbers."""
+    """The share of checked rounds that no term counts, because a client named their seed, or another request had it."""
     return scope.ratio("selfcheck_untested_rounds_total", "selfcheck_rounds_total")
 
 

@@ -165,9 +165,9 @@ _SELFCHECK_TERMS = Panel(
 )
 _UNTESTED = Panel(
     title="Rounds untested",
-    description="Share of checked rounds whose random numbers another request with the same seed had used, so that no "
-    "term counts them. Near 1 all clients send one seed: each draw is still checked against its random number, and "
-    "replays still work.",
+    description="Share of checked rounds whose random numbers a client named by its seed, or another request had used, "
+    "so that no term counts them. Near 1 all clients send seeds: each draw is still checked against its random number, "
+    "and replays still work.",
     unit="percentunit",
     queries=(Query(untested(PAGE), "untested"),),
     steps=((None, "green"), (UNTESTED_LIMIT, "red")),
@@ -222,8 +222,8 @@ _VERDICTS = Panel(
 _DISTRIBUTION = Panel(
     title="Replays as evidence on the distribution",
     description="Replayed answers per second. Tested: their tokens count as evidence on whether tokens follow the "
-    "model's distribution. If nearly all are repeated_seed, clients keep sending the same seed: each answer's draws "
-    "are still checked, the distribution of all together is not.",
+    "model's distribution. If nearly all are chosen_seed, clients name their seeds: each answer's draws are made "
+    "again, the distribution of all together is not tested.",
     unit="ops",
     queries=(Query(PAGE.rate("replay_distributions_total", "distribution"), "{{distribution}}"),),
     stacked=True,

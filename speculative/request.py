@@ -221,6 +221,8 @@ class Request:
     """One sequence to generate. A request with n choices becomes n of these.
 
     seed: names the request's random streams; without one a fresh seed is drawn, so no two requests share a stream.
+    chosen_seed: its client named it, and may have chosen what it gives. Draws are made again from it as from any other,
+        and no statistic counts them.
     score_from: from this token on the request is teacher-forced: nothing is drawn, and its one delta carries the raw
         logprobs of prompt_token_ids[score_from:], and where they lie in the distribution that `params` make of the
         model's.
@@ -241,6 +243,7 @@ class Request:
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams = field(default_factory=SamplingParams)
     seed: int = field(default_factory=lambda: secrets.randbits(64))
+    chosen_seed: bool = field(default=False, kw_only=True)
     score_from: int | None = None
     canary: bool = False
     rehearsal: bool = False

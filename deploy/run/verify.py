@@ -326,7 +326,7 @@ def _judge(receipt: Receipt, replay: Replayed, pair: Tolerance, signature: str, 
     moves = moves_of(receipt.prompt_token_ids + receipt.token_ids[: len(drifts)], served, replay.logprobs)
     if shifted := why_shifted(moves, pair):
         wrong.append((num_tokens, shifted))
-    if alarm := distribution_alarm(rows, greedy, pair):
+    if alarm := distribution_alarm(rows, rows, greedy, pair):
         wrong.append((num_tokens, f"its tokens do not follow the model's distribution ({alarm})"))
     if claimed := receipt.claimed_draws:  # their checks can only accuse
         results = tuple(

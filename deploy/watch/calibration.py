@@ -84,6 +84,11 @@ class _Compared:
         return float(np.average(moves, weights=self.weights))
 
     @property
+    def nats(self) -> float:
+        """Return how far logprobs moved, on average over what is drawn."""
+        return float(np.average(self.exact - self.served, weights=self.weights))
+
+    @property
     def shifts(self) -> tuple[float, float]:
         """Return what rounding adds to the two terms, as far as the likeliest tokens show."""
         s, p = np.exp(self.served), np.exp(self.exact)
@@ -263,7 +268,11 @@ def _tolerance(compared: Sequence[_Compared], processed: bool, desk: _Desk) -> T
         edge_nats=max(_LEAST.edge_nats, _ROOM * float(np.quantile(edges, _KEPT_SHARE))),
         distribution=max(_LEAST.distribution, float((np.abs(means) + _SPREAD * errors).max())),
         jump_nats=max(_LEAST.jump_nats, _ROOM * largest),
-        shift_nats=max(_LEAST.shift_nats, abs(float(moves.mean())) + _ROOM * float(moves.std(ddof=1))),
+        shift_nats=max(
+            _LEAST.shift_nats,
+            abs(float(moves.mean())) + _ROOM * float(moves.std(ddof=1)),
+            4 * _ROOM * abs(float(np.mean([one.nats for one in compared]))),  # of which a test allows a quarter
+        ),
         processed=processed,
         source=f"measured by {len(compared)} prompts",
         measured={

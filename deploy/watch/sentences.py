@@ -41,7 +41,7 @@ def _alarm_sentence(findings: Iterable[Mapping[str, Any]]) -> str:
 def _nothing_compared(report: Report) -> bool:
     """Return whether neither a logprob nor a distribution was compared."""
     distributions = report["answers"]["distributions"]
-    looked_at = sum(distributions.get(name, 0) for name in ("tested", "greedy", "repeated_seed"))
+    looked_at = sum(distributions.get(name, 0) for name in ("tested", "greedy", "chosen_seed"))
     return not report["all"]["compared"] and not looked_at
 
 

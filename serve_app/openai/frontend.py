@@ -367,7 +367,8 @@ class FrontEnd:
         first = index * head.num_choices
         resume = bool(self.limits.resumes if wire.resume is None else wire.resume)
         seeds: list[dict[str, Any]] = [
-            {} if wire.seed is None else {"seed": choice_seed(wire.seed, n)} for n in range(head.num_choices)
+            {} if wire.seed is None else {"seed": choice_seed(wire.seed, n), "chosen_seed": True}
+            for n in range(head.num_choices)
         ]
         return tuple(
             Request(f"{head.reply_id}-{first + choice}", prompt, others if choice else params, resume=resume, **seed)

@@ -4,6 +4,7 @@ A number is right if it is the logprob of its own token. The likeliest tokens ar
 replay's in its place of the order, up to what rounding moves.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -34,9 +35,9 @@ class ComparedPlace:
 
     @property
     def drift(self) -> TokenDrift | None:
-        """Drift of the mean |served - replayed|, as rounding moves all numbers of a place together; None = none was
-        compared."""
-        nats = [drift.nats for _, drift in self.drifts]
+        """Drift of the mean of what counts of |served - replayed|, as rounding moves all numbers of a place together;
+        None = none was compared."""
+        nats = [math.log1p(drift.counted) for _, drift in self.drifts]
         return TokenDrift.between(sum(nats) / len(nats), 0.0) if nats else None
 
     def misplaced(self, tolerance: DrawTolerance) -> tuple[int, float] | None:

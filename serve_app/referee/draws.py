@@ -50,8 +50,8 @@ class _Drift:
 class DrawTolerance:
     """The moves of logits by rounding between the engines that answer and those that replay, in nats.
 
-    Measured by the drift of the logprobs, and of log q for checks that compute it again; until enough of them are
-    known, it is what `edge_nats` says of the arithmetic.
+    Measured by the moves of log odds, and of log q for checks that compute it again; until enough of them are known, it
+    is what `edge_nats` says of the arithmetic.
 
     Args:
         edge_nats: what rounding may shift a logit by.
@@ -61,10 +61,10 @@ class DrawTolerance:
         self._edge_nats = edge_nats
         self._target, self._drafter = _Drift(), _Drift()
 
-    def add(self, drifts: Iterable[TokenDrift]) -> None:
-        """Learn from tokens of requests for which nothing was drafted; none of them counts more than `edge_nats`."""
-        for drift in drifts:
-            self._target.add(min(drift.nats, self._edge_nats))
+    def add(self, moves: Iterable[float]) -> None:
+        """Learn from uncertain tokens for which nothing was drafted; none of them counts more than `edge_nats`."""
+        for move in moves:
+            self._target.add(min(abs(move), self._edge_nats))
 
     def add_drafts(self, checks: Iterable[DrawCheck]) -> None:
         """Learn how far log q drifts from the checks that computed it again; bounded in the same way."""

@@ -11,9 +11,19 @@ from dataclasses import dataclass, fields
 from serve_app.referee.found import Side
 
 _CLIP_NATS = 10.0  # a single larger drift would dominate the sum
+_HALF_AT = 10.0  # surprisal at which a nat counts half: rounding moves what is all but excluded further
 _UNMISTAKABLE = 4.0  # no rounding moves a logprob by so many times `Tolerance.jump_nats`
-_LEANS = 4.0  # standard deviations of a sum without side
+_LEANS = 3.0  # standard deviations of a sum without side
 _REQUEST_FACTOR = 4.0  # a single request may drift so many times the tolerance: it is an average over few tokens
+
+
+def counted_nats(served: float, replayed: float) -> float:
+    """Return how far a replayed logprob is above the served one, the less the further both are below 0; within +-10.
+    What is no number is so without bound."""
+    apart = replayed - served
+    if math.isnan(apart):
+        return _CLIP_NATS
+    return max(-_CLIP_NATS, min(_CLIP_NATS, apart)) / (1 + max(0.0, -max(served, replayed)) / _HALF_AT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +31,7 @@ class TokenDrift:
     """One token's, with |g - t| clipped at 10 nats; what is no number has drifted without bound."""
 
     nats: float  # |g - t|
+    counted: float  # exp|g - t| - 1, of the nats that count
     excess: float  # exp|g - t| - 1; TME - 1 is its mean
     ratio: float  # exp(t - g), the importance ratio; its mean is 1 where nothing is wrong
     gen_kl: float  # exp(t - g) - (t - g) - 1
@@ -33,6 +44,7 @@ class TokenDrift:
         ratio = math.exp(signed)
         return cls(
             nats=abs(signed),
+            counted=math.expm1(abs(counted_nats(served, replayed))),
             excess=math.expm1(abs(signed)),
             ratio=ratio,
             gen_kl=math.expm1(signed) - signed,
@@ -110,7 +122,7 @@ class Lean:
 
 
 class NoiseFloor:
-    """The mean excess of tokens of requests for which nothing was drafted, once there are enough of them."""
+    """The mean drift that counts of tokens for which nothing was drafted, once there are enough of them."""
 
     def __init__(self, min_tokens: int = 256) -> None:
         self._min_tokens = min_tokens
@@ -132,8 +144,8 @@ class NoiseFloor:
         The floor counts at most max_tme - 1 itself: an engine that is wrong without drafts too must not teach the
         referee that this is noise. It is 0 while too little is known.
         """
-        allowed = max_tme - 1
-        return allowed + min(self._sums.tme - 1 if self.is_known else 0.0, allowed)
+        allowed, sums = max_tme - 1, self._sums
+        return allowed + min(sums.sums["counted"] / sums.num_tokens if self.is_known else 0.0, allowed)
 
 
 def is_unmistakable(drift: TokenDrift, jump_nats: float) -> bool:
@@ -150,7 +162,7 @@ def request_drifted(drifts: Sequence[TokenDrift], tolerance: float, jump_nats: f
     """
     if any(is_unmistakable(drift, jump_nats) for drift in drifts):
         return True
-    if Cusum().add((drift.excess for drift in drifts), tolerance):
+    if Cusum().add((drift.counted for drift in drifts), tolerance):
         return True
     jump = math.expm1(jump_nats)  # one of its tokens may be the one in a thousand
-    return DriftSums(drifts).sums["excess"] > jump + _REQUEST_FACTOR * tolerance * len(drifts)
+    return DriftSums(drifts).sums["counted"] > jump + _REQUEST_FACTOR * tolerance * len(drifts)

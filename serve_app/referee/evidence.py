@@ -117,9 +117,16 @@ class CalibrationTest:
         self._unlikely = UnlikelyTest(edge_nats, delta / 5)
         self._forbidden_at: float | None = None
 
-    def add(self, rows: Iterable[ReplayedToken], *, greedy: bool, at: float = 0.0) -> None:
+    def add(
+        self,
+        rows: Iterable[ReplayedToken],
+        *,
+        greedy: bool,
+        drawn: Iterable[ReplayedToken] | None = None,
+        at: float = 0.0,
+    ) -> None:
         """Take in the replayed rows of a request of that time; of a greedy one only whether its tokens are the
-        likeliest."""
+        likeliest. drawn: those whose distribution is tested, too; None = all."""
         rows = list(rows)
         if self._forbidden_at is None and any(row.outside == math.inf for row in rows):
             self._forbidden_at = at
@@ -127,7 +134,7 @@ class CalibrationTest:
             self._greedy.add((row.gap > self._edge_nats for row in rows), at)
             return
         self._support.add((row.outside > self._edge_nats for row in rows), at)
-        inside = [row for row in rows if row.outside == 0]
+        inside = [row for row in (rows if drawn is None else drawn) if row.outside == 0]
         differences = np.array(
             [(row.probability - row.expected_probability, row.surprisal - row.expected_surprisal) for row in inside]
         ).reshape(-1, 2)

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from serve_app.backends.base import Replayed
 from serve_app.referee.alternative_checks import ComparedAlternatives
 from serve_app.referee.answer import Answer
-from serve_app.referee.detectors import SeenToken, distribution_alarm, drifts_of, why_drifted
+from serve_app.referee.detectors import SeenToken, distribution_alarm, drifts_of, once, rows_of, why_drifted
 from serve_app.referee.draws import DrawResult, DrawsChecked, DrawTolerance, check_draws, placement_checks
 from serve_app.referee.drift import DriftSums, NoiseFloor, TokenDrift
-from serve_app.referee.shift import KnownContexts, contexts_of, moves_of
+from serve_app.referee.shift import KnownContexts, contexts_before, contexts_of, moves_of
 from serve_app.referee.tolerance import Tolerance, Tolerances
 from serve_app.referee.verdicts import Checked, Distribution, Verdict
 from speculative.request import SURPRISAL_CLIP_NATS, Request
@@ -20,6 +20,7 @@ from speculative.selfcheck.replayed_draws import DrawCheck
 
 _PROMPT = ("prompt",)
 _SEEDS_KEPT = 65_536  # of the requests replayed last
+_UNCERTAIN_NATS = -0.1  # a logprob below which log odds move nearly as logits do
 _LEAST_PROCESSED = 0.5  # temperature; below it rounding moves a processed logprob too far
 
 
@@ -29,7 +30,8 @@ class Judgement:
 
     checked: the verdict, and what it rests on.
     compared: each compared token, the prompt's first.
-    tokens: the same as evidence for the detectors of the replicas that made them: without what a repeated seed repeats.
+    tokens: the same as evidence for the detectors of the replicas that made them: without what a client may choose, a
+        seed or a context that comes again.
     drift_tolerance: the mean of exp|g - t| - 1 above which something is wrong.
     misplaced: the checks of tokens that are not the likeliest of a greedy answer, or not allowed in a sampled one.
     draws: what was checked of each draw that was made again, and its result.
@@ -63,10 +65,12 @@ class _Noise:
         floors = [floor for floor in self._floors.values() if floor.is_known] or [NoiseFloor()]
         return min(floor.tolerance(self.tolerance.max_tme) for floor in floors)
 
-    def learn(self, replica: str, drifts: Sequence[TokenDrift]) -> None:
-        """Take in the tokens of an answer of a replica for which nothing was drafted."""
-        self._floors.setdefault(replica, NoiseFloor()).add(drifts)
-        self.of_draws.add(drifts)
+    def learn(self, replica: str, output: Sequence[SeenToken], replayed: Sequence[float]) -> None:
+        """Take in the tokens of an answer of a replica for which nothing was drafted, and their replayed logprobs.
+        Those of certain tokens say nothing of how far logits move."""
+        self._floors.setdefault(replica, NoiseFloor()).add(drifts_of(output))
+        uncertain = (token.move for token, logprob in zip(output, replayed, strict=True) if logprob < _UNCERTAIN_NATS)
+        self.of_draws.add(move.log_odds for move in uncertain if move is not None)
 
 
 class Judge:
@@ -105,9 +109,12 @@ class Judge:
         drift_tolerance = noise.drift_tolerance
         output = seen[len(answer.prompt_logprobs) :]
         likeliest = answer.request.params.temperature < tolerance.cold  # are all that is drawn; greedy ones anyway
-        alarm = distribution_alarm(replayed.replayed or (), likeliest, tolerance)
-        drifted = why_drifted(seen, drift_tolerance, tolerance)
         distribution = self._distribution(answer.request, output, likeliest)
+        if distribution is Distribution.CHOSEN_SEED:
+            seen = [dataclasses.replace(token, drawn=False) for token in seen]
+        own = once(seen, KnownContexts(), tolerance)
+        alarm = distribution_alarm(*rows_of(own), likeliest, tolerance)
+        drifted = why_drifted(own, drift_tolerance, tolerance)
         checks = _checks(distribution, draws, greedy=likeliest, logprobs=bool(answer.logprobs))
         reason = drifted or (f"distribution: {alarm}" if alarm else _wrong_token(misplaced, draws, answer))
         checks += ("alternatives",) * bool(others.found.num_compared)
@@ -126,12 +133,12 @@ class Judge:
             alternatives=others.found,
         )
         if answer.num_drafted == 0:
-            noise.learn(answer.replica, drifts_of(output))
+            noise.learn(answer.replica, output, replayed.logprobs[len(answer.prompt_logprobs) :])
         evidence = self._without_known_contexts(answer, seen)
         if likeliest and not greedy:  # how rounding turns out decides
-            evidence = [dataclasses.replace(token, row=None) for token in evidence]
-        if distribution is Distribution.REPEATED_SEED:
-            evidence = [dataclasses.replace(token, row=None, draw=_without_rounding(token.draw)) for token in evidence]
+            evidence = [dataclasses.replace(token, row=None, draw=None) for token in evidence]
+        if distribution is Distribution.CHOSEN_SEED:
+            evidence = [dataclasses.replace(token, draw=_without_rounding(token.draw)) for token in evidence]
         return Judgement(checked, tuple(seen), tuple(evidence), drift_tolerance, misplaced, results)
 
     def _noise_of(self, answer: Answer, replayed: Replayed) -> _Noise:
@@ -143,9 +150,10 @@ class Judge:
 
     def _without_known_contexts(self, answer: Answer, seen: Sequence[SeenToken]) -> list[SeenToken]:
         """Without the moves of tokens whose contexts are those of earlier answers: what rounds them is the same."""
-        unknown = self._contexts.add(contexts_of(_tokens(answer), len(seen)))
+        before = self._contexts.add(contexts_of(_tokens(answer), len(seen)))
         return [
-            token if new else dataclasses.replace(token, move=None) for token, new in zip(seen, unknown, strict=True)
+            token if one is None else dataclasses.replace(token, move=None)
+            for token, one in zip(seen, before, strict=True)
         ]
 
     def _distribution(self, request: Request, output: Sequence[SeenToken], likeliest: bool) -> Distribution:
@@ -157,7 +165,8 @@ class Judge:
             return Distribution.GREEDY
         if request.canary:  # whose seeds are its replica's own
             return Distribution.TESTED
-        return Distribution.TESTED if self._is_new(request.seed) else Distribution.REPEATED_SEED
+        is_new = self._is_new(request.seed)
+        return Distribution.TESTED if is_new and not request.chosen_seed else Distribution.CHOSEN_SEED
 
     def _is_new(self, seed: int) -> bool:
         """Return whether no answer of late had this seed: with the same seed come the same random numbers."""
@@ -222,7 +231,9 @@ def _seen(
     made_by = [*[answer.prompt_scored_by] * num_prompt, *answer.made_by]
     strata = [*[_PROMPT] * num_prompt, *answer.strata]
     moves = moves_of(_tokens(answer), _served(answer), replayed.logprobs)
-    return [SeenToken(*parts) for parts in zip(strata, drifts, rows, made_by, results, beside, moves, strict=True)]
+    contexts = contexts_before(_tokens(answer), len(drifts))
+    parts = (strata, drifts, rows, made_by, results, beside, moves, contexts)
+    return [SeenToken(*one) for one in zip(*parts, strict=True)]
 
 
 def _drift_of_each(answer: Answer, replayed: Replayed) -> list[TokenDrift | None]:

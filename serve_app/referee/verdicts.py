@@ -36,7 +36,7 @@ class Distribution(enum.StrEnum):
 
     TESTED = "tested"  # sampled with new random numbers: its tokens are evidence
     GREEDY = "greedy"  # nothing was sampled; each token was compared with the likeliest
-    REPEATED_SEED = "repeated_seed"  # its random numbers were seen before: its tokens are no further evidence
+    CHOSEN_SEED = "chosen_seed"  # its client chose its random numbers, or they were seen before: it is no evidence
     UNTESTED = "untested"  # no replay, or one that gives logprobs only
 
 

@@ -95,8 +95,8 @@ REPLAY_RESULTS = {
 DISTRIBUTIONS = {
     "tested": "sampled with random numbers not seen before: evidence on the distribution of the tokens",
     "greedy": "nothing was sampled; each token was compared with the most likely one",
-    "repeated_seed": "its seed was seen before, so its tokens add no evidence on the distribution; its draws "
-    "are checked like any other's",
+    "chosen_seed": "its client named its seed, or it was seen before, so its tokens are no evidence on the "
+    "distribution; its draws are made again",
     "untested": "the replay returned logprobs only",
 }
 VERDICTS = {
@@ -390,7 +390,8 @@ CATALOGUE: tuple[Metric, ...] = (
     _counter(
         "selfcheck_untested_rounds_total",
         "rounds",
-        "Those of them whose random numbers another request with the same seed had used. No term counts them.",
+        "Those of them whose random numbers their client named by a seed, or another request with the same seed had "
+        "used. No term counts them.",
     ),
     _counter("rounds_with_logprobs_total", "rounds", "Rounds of requests that ask for logprobs."),
     _counter(

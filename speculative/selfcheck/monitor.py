@@ -131,9 +131,9 @@ class SelfCheck:
     def counted(self, entries: Sequences[Entry], *, checked: bool = True) -> Bools:
         """[E] whose terms count: none in a step whose terms are not taken.
 
-        Greedy ones draw nothing: all of their terms would be 0. And a round counts only if nobody else used its random
-        numbers before: they are a function of (seed, position), so those of another request with the same seed are
-        independent of the past where it stands at other positions, and only there.
+        Greedy ones draw nothing: all of their terms would be 0. And a round counts only if nobody chose its random
+        numbers, and nobody else used them before: they are a function of (seed, position), so those of another request
+        with the same seed are independent of the past where it stands at other positions, and only there.
         """
         counted = np.zeros(len(entries), np.bool_)
         if checked:
@@ -147,7 +147,8 @@ class SelfCheck:
         self._num_rounds += 1
         begin = len(sequence.tokens)
         end = begin + 1 + entry.max_drafts
-        fresh = own is not None and of_seed is not None and of_seed.is_fresh(own, begin, end)
+        chosen = sequence.request.chosen_seed
+        fresh = own is not None and of_seed is not None and not chosen and of_seed.is_fresh(own, begin, end)
         if own is not None:
             own.end = end
         self._num_untested += not fresh

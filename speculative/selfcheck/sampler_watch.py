@@ -7,8 +7,8 @@ That engine is vLLM, in whose worker this runs, around two functions of its 0.32
 - `rejection_sample` judges drafts and draws what replaces them. There p is what vLLM made of the logits for it:
   temperature, top-k and top-p of drafts are not checked here, but by replays.
 
-Greedy requests draw nothing: their tokens must be the likeliest. Requests whose seed was there before are left out of
-the terms, and tokens that vLLM throws away."""
+Greedy requests draw nothing: their tokens must be the likeliest. Requests whose seed was there before, or was chosen by
+their client, are left out of the terms, and tokens that vLLM throws away."""
 
 import inspect
 from collections import Counter, OrderedDict, deque
@@ -59,7 +59,7 @@ class SamplerWatch:
     Args:
         share: of the steps that are checked.
         sampled: whether vLLM's drafter samples its drafts; then a step without q has lost it.
-        owners: the ids of the requests in the step, in vLLM's order; None for one whose token is thrown away.
+        owners: the ids of the requests in the step, in vLLM's order; None for one that does not count.
     """
 
     def __init__(self, share: float, *, sampled: bool, owners: Callable[[], Sequence[str | None]]) -> None:

@@ -151,7 +151,7 @@ class Court:
 
 def served(number: int = 0, num_tokens: int = NUM_TOKENS, **changes: Any) -> Answer:
     fields: dict[str, Any] = {
-        "token_ids": tuple(range(num_tokens)),
+        "token_ids": tuple(range(100 * number, 100 * number + num_tokens)),
         "logprobs": (-1.0,) * num_tokens,
         "kinds": (TokenKind.FIRST,) + (TokenKind.ACCEPTED,) * (num_tokens - 1),
         "rounds_since_handoff": (None, *range(num_tokens - 1)),

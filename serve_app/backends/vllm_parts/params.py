@@ -163,9 +163,10 @@ def _scoring(request: Request) -> VllmParams:
 
 
 def _terms(request: Request) -> dict[str, Any]:
-    """Terms for the scheduler: structured output and drafts do not work well together in vLLM (#44993, #54437)."""
-    params = request.params
-    return {"speculate": params.speculate and params.structure is None, "canary": request.canary}
+    """Terms for the scheduler and the checks: structured output and drafts do not work well together in vLLM (#44993,
+    #54437)."""
+    speculate = request.params.speculate and request.params.structure is None
+    return {"speculate": speculate, "canary": request.canary, "chosen_seed": request.chosen_seed}
 
 
 def _check_forgetful(params: SamplingParams) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from serve_app.backends.vllm_parts.cpu_layouts import other_than_sent, reload_in_same_layout
+from serve_app.backends.vllm_parts.settings import TERMS
 from speculative.selfcheck.sampler_watch import SamplerWatch
 from speculative.selfcheck.vllm_draws import samples_so
 
@@ -133,9 +134,14 @@ class WorkerExtension:
 
         runner = self.model_runner
 
+        def counts(name: str) -> bool:
+            terms = (runner.requests[name].sampling_params.extra_args or {}).get(TERMS) or {}
+            return not terms.get("chosen_seed", False)
+
         def owners() -> list[str | None]:
             thrown_away = runner.discard_request_mask.np
-            return [None if thrown_away[row] else name for row, name in enumerate(runner.input_batch.req_ids)]
+            names = enumerate(runner.input_batch.req_ids)
+            return [name if counts(name) and not thrown_away[row] else None for row, name in names]
 
         self._watch = SamplerWatch(share, sampled=sampled, owners=owners)
         runner.sampler.sample = self._watch.around_sample(runner.sampler.sample, apply_top_k_top_p)

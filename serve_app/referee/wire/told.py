@@ -57,8 +57,7 @@ def told(exchange: Exchange) -> Told:
             for number, call in enumerate(message.get("tool_calls") or ()):
                 _add(known["calls"].setdefault(call.get("index", number), {}), call["function"])
     for choice in reply.choices.values():
-        calls = [_whole(call) for _, call in sorted(choice["calls"].items())]
-        choice.update(_whole(choice) | {"calls": [(call["name"], call.get("arguments", "")) for call in calls]})
+        choice["calls"] = [(call["name"], call.get("arguments", "")) for _, call in sorted(choice["calls"].items())]
         if exchange.path == GENERATE:
             choice["text"] = None
     return reply
@@ -71,18 +70,10 @@ def _add(known: Json, more: Mapping[str, Any]) -> None:
         if isinstance(value, dict):
             known[name] = before if isinstance(before, dict) else {}
             _add(known[name], value)
-        elif isinstance(value, list) or (name in _GROWS and value is not None):
-            known[name] = before if isinstance(before, list) else []
-            known[name] += value if isinstance(value, list) else [value]
-        elif value is not None:
-            known[name] = value
+        elif before is None or value is None:
+            known[name] = before if value is None else value
         else:
-            known.setdefault(name)
-
-
-def _whole(known: Json) -> Json:
-    """Its texts, put together."""
-    return {name: "".join(value) if name in _GROWS and value is not None else value for name, value in known.items()}
+            known[name] = before + value if isinstance(value, list) or name in _GROWS else value
 
 
 def _of_response(response: Json) -> Json:

@@ -188,7 +188,8 @@ async def test_the_replica_that_reports_others_numbers_is_alarmed(court: Court) 
     court.replayer.beside = -3.0
     for number in range(4):
         beside = tuple(Alternatives(3 + place, (), ((7, -2.0),)) for place in range(2))
-        answer = replace(recorded(f"cmpl-{number}-0"), logprobs=(-1.0, -1.0), alternatives=beside)
+        own = Request(f"cmpl-{number}-0", (1, 2, number))
+        answer = replace(recorded(own.request_id, request=own), logprobs=(-1.0, -1.0), alternatives=beside)
         await court.checker.check(answer)
     assert court.value("truespec_replay_alarms_total", alarm="alternatives") >= 1
     assert court.value("truespec_replay_alarms_total", alarm="drift") == 0

@@ -97,7 +97,7 @@ async def test_a_finding_says_when_its_evidence_began(court: Court) -> None:
 
 async def test_drift_of_first_tokens_is_the_prefill_replicas(court: Court) -> None:
     for number in range(6):
-        court.replayer.drift = -2.0
+        court.replayer.drift = -5.0
         await court.checker.check(served(number, num_tokens=1))
     assert court.on_heartbeat("p1").findings != ()
     assert court.on_heartbeat("r1").findings == ()
@@ -119,7 +119,7 @@ SAMPLED, GREEDY = (SamplingParams(temperature=one, max_tokens=NUM_TOKENS) for on
     ("params", "seeds", "row", "checks", "distribution"),
     [
         (SAMPLED, (7,), RIGHT, ["logprobs", "support", "distribution"], "tested"),
-        (SAMPLED, (7, 7), RIGHT, ["logprobs", "support"], "repeated_seed"),
+        (SAMPLED, (7, 7), RIGHT, ["logprobs", "support"], "chosen_seed"),
         (SAMPLED, (7, 8), RIGHT, ["logprobs", "support", "distribution"], "tested"),
         (GREEDY, (7, 7), RIGHT, ["logprobs", "likeliest"], "greedy"),
         (SAMPLED, (7,), None, ["logprobs"], "untested"),

@@ -5,15 +5,20 @@ import random
 
 import pytest
 
-from serve_app.referee.shift import KnownContexts, ShiftTest, contexts_of, move_of_log_odds, moves_of
+from serve_app.referee.shift import KnownContexts, Move, ShiftTest, contexts_of, move_of_log_odds, moves_of
 
 EDGE, SHIFT, DELTA = 0.25, 0.05, 1e-6
 
 
 def alarm(moves: list[float]) -> bool:
-    test = ShiftTest(EDGE, SHIFT, DELTA)
-    test.add(moves)
-    return test.alarm
+    """What the test of log odds says, and that of nats of a quarter of these."""
+    found = set()
+    for move in ((lambda nats: Move(nats, 0.0)), (lambda nats: Move(0.0, nats / 4))):
+        test = ShiftTest(EDGE, SHIFT, DELTA)
+        test.add(map(move, moves))
+        found.add(test.alarm)
+    assert len(found) == 1
+    return found.pop()
 
 
 @pytest.mark.parametrize("served", [-1e-6, -0.001, -0.1, -0.7, -3.0, -12.0])
@@ -42,13 +47,14 @@ def test_a_text_that_repeats_itself_counts_once() -> None:
     tokens = [1, 2, 3, 4, 5] * 8
     moves = moves_of(tokens, [-1.0] * 30, [-1.1] * 30)
     assert sum(move is not None for move in moves) == 5
-    assert moves_of([1, 2, 3], [None, -1.0], [-1.0, -1.0]) == [None, 0.0], "a token without a logprob is none"
+    assert moves_of([1, 2, 3], [None, -1.0], [-1.0, -1.0]) == [None, Move(0.0, 0.0)], "no logprob, no move"
 
 
 def test_contexts_of_earlier_answers_are_known() -> None:
     known, contexts = KnownContexts(), contexts_of(range(12), 8)
-    assert known.add(contexts) == [True] * 8
-    assert known.add(contexts_of([*range(12), 99], 9)) == [False] * 8 + [True]
+    assert known.add(contexts) == [None] * 8
+    assert known.add(contexts_of([*range(12), 99], 9), [2] * 9) == [0] * 8 + [None]
+    assert known.add(contexts[:1]) == known.add(contexts[:1]) == [2], "the most that it showed"
 
 
 @pytest.mark.parametrize("side", [-1, 1])
@@ -76,5 +82,5 @@ def test_noise_with_heavy_tails_is_accused_no_more_often_than_it_says() -> None:
 
 def test_a_tolerance_that_allows_as_much_as_a_logit_may_move_switches_it_off() -> None:
     test = ShiftTest(EDGE, EDGE, DELTA)
-    test.add([10.0] * 10_000)
+    test.add([Move(10.0, 10.0)] * 10_000)
     assert not test.alarm

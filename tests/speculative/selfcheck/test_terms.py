@@ -193,14 +193,15 @@ def test_a_broken_residual_is_found_where_it_has_a_choice(ops: VocabularyOps, de
         assert check in take(ops, step, torch.where(sound.num_accepted == 0, always, sound.token_ids))[1]
 
 
-def test_a_seed_that_comes_again_counts_once() -> None:
+def test_a_seed_that_comes_again_counts_once_and_one_that_its_client_chose_never() -> None:
     engine = table_engine(64, self_check_sample_rate=1.0)
     params = SamplingParams(max_tokens=20, ignore_eos=True)
     for name in ("first", "again"):
         answer_all(engine, [Request(name, (3,), params, seed=7)])
+    answer_all(engine, [Request("chosen", (3,), params, seed=8, chosen_seed=True)])
     stats = engine.take_stats()
     assert stats.num_repeated_seeds == 1
-    assert stats.num_emitted == 40
+    assert stats.num_emitted == 60
     assert stats.checks["d"].num == 20
 
 
