@@ -66,6 +66,14 @@ class Stat(Panel):
 
 
 @dataclass(frozen=True, slots=True)
+class Share(Panel):
+    """A panel whose values are shares of something."""
+
+    unit: str = "percentunit"
+    maximum: float | None = 1
+
+
+@dataclass(frozen=True, slots=True)
 class Row:
     """A heading and its panels, which flow from left to right."""
 

@@ -98,27 +98,6 @@ def acceptance(scope: QueryScope, *by: str) -> str:
     return scope.ratio("accepted_tokens_total", "draft_tokens_total", *by)
 
 
-def expected_acceptance(scope: QueryScope, *by: str) -> str:
-    """Return what the verifier's own probabilities say that acceptance is."""
-    return scope.ratio("expected_accepted_tokens_total", "draft_tokens_total", *by)
-
-
-def achievable_acceptance(scope: QueryScope, *by: str) -> str:
-    """Return what a verifier that knows q can accept."""
-    return scope.ratio("achievable_accepted_tokens_total", "draft_tokens_total", *by)
-
-
-def accepted_length(scope: QueryScope, *by: str) -> str:
-    """Mean accepted length, 1 + accepted / drafts (vLLM's definition)."""
-    return f"1 + {scope.ratio('accepted_tokens_total', 'drafts_total', *by)}"
-
-
-def acceptance_by_position(scope: QueryScope) -> str:
-    """Accepted at a position / rounds (vLLM's definition); these and 1 add up to the mean accepted length."""
-    accepted = scope.rate("accepted_tokens_per_position_total", "position")
-    return f"{accepted} / ignoring (position) group_left () ({scope.rate('drafts_total')} > 0)"
-
-
 def conditional_acceptance_by_position(scope: QueryScope) -> str:
     """Accepted / drafted at a position: right when the draft length varies too."""
     return scope.ratio("accepted_tokens_per_position_total", "draft_tokens_per_position_total", "position")

@@ -1,6 +1,6 @@
 """The logprob sanity page: whether served logprobs are right and the output follows the model's distribution."""
 
-from dashboards.panels import PAGE, REPLICA, VISIBLE, Page, Panel, Query, Row, Stat, Steps
+from dashboards.panels import PAGE, REPLICA, VISIBLE, Page, Panel, Query, Row, Share, Stat, Steps
 from dashboards.queries import replay_mean, selfcheck_z, tme, untested
 from dashboards.speculation import Z_STEPS
 from serve_app.telemetry.metric_names import BREAKER_STATES, REPLAY_LAG_LIMIT_S
@@ -116,11 +116,10 @@ _CONTROLS = Panel(
     queries=(Query(PAGE.rate("referee_controls_total", "change", "result"), "{{change}} {{result}}"),),
     stacked=True,
 )
-_FAILED_REPLAYS = Panel(
+_FAILED_REPLAYS = Share(
     title="Replays that failed, by the replica that answered",
     description="Share of a replica's answers of the last hour whose replay failed twice. One replica far above the "
     "others: what it answers cannot be replayed, so nothing checks it, and its answers may be wrong.",
-    unit="percentunit",
     queries=(
         Query(
             f"{PAGE.gauge('recent_replay_failures', 'answered_by')} / {PAGE.gauge('recent_replays', 'answered_by')}",
@@ -128,7 +127,6 @@ _FAILED_REPLAYS = Panel(
         ),
     ),
     steps=((None, "green"), (REPLAY_FAILURE_LIMIT, "red")),
-    maximum=1,
 )
 _REPLAY_TOKENS = Panel(
     title="Tokens replayed",
@@ -163,15 +161,13 @@ _SELFCHECK_TERMS = Panel(
     unit="ops",
     queries=(Query(PAGE.rate("selfcheck_terms_total", "check"), "{{check}}"),),
 )
-_UNTESTED = Panel(
+_UNTESTED = Share(
     title="Rounds untested",
     description="Share of checked rounds whose random numbers a client named by its seed, or another request had used, "
     "so that no term counts them. Near 1 all clients send seeds: each draw is still checked against its random number, "
     "and replays still work.",
-    unit="percentunit",
     queries=(Query(untested(PAGE), "untested"),),
     steps=((None, "green"), (UNTESTED_LIMIT, "red")),
-    maximum=1,
 )
 _ALARMS_BY_CHECK = Panel(
     title="Alarms by check",
@@ -228,13 +224,11 @@ _DISTRIBUTION = Panel(
     queries=(Query(PAGE.rate("replay_distributions_total", "distribution"), "{{distribution}}"),),
     stacked=True,
 )
-_SPECULATION = Panel(
+_SPECULATION = Share(
     title="Speculating replicas",
     description="Share of replicas whose requests may speculate. Below 1, the breaker or an operator has switched it "
     "off somewhere: output is correct, but slower.",
-    unit="percentunit",
     queries=(Query(PAGE.gauge("speculation_enabled", how="avg"), "speculating"),),
-    maximum=1,
     width=6,
 )
 _WATCHED = Panel(
@@ -246,13 +240,11 @@ _WATCHED = Panel(
     queries=(Query(PAGE.rate("watched_requests_total", "result"), "{{result}}", sparse=True),),
     stacked=True,
 )
-_WATCHED_ANSWERS = Panel(
+_WATCHED_ANSWERS = Share(
     title="Watched answers that could be read",
     description="Share of the answers at the referee that hold all that a replay needs. Below 1, the referee's "
     "report has the reasons: no token ids, prompts with images, a stream that broke off.",
-    unit="percentunit",
     queries=(Query(PAGE.share("watched_answers_total", 'result="read"'), "read", sparse=True),),
-    maximum=1,
 )
 
 LOGPROB_SANITY = Page(

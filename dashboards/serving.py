@@ -1,11 +1,11 @@
 """The pages about serving: overview, disaggregation, latency."""
 
-from dashboards.panels import PAGE, REPLICA, Page, Panel, Query, Row, Stat, Steps
+from dashboards.panels import PAGE, REPLICA, Page, Panel, Query, Row, Share, Stat, Steps
 from dashboards.sanity import ALARMS, BREAKER, EVENT_STEPS, TME, VIOLATIONS
 from dashboards.speculation import ACCEPTANCE_RATE, ACCEPTED_LENGTH
 from serve_app.telemetry.metric_names import FIRST_TOKEN_LIMIT_S, KV_FULL
 
-HANDOFF_FAILURE_LIMIT = PREFILL_FAILURE_LIMIT = 0.01
+HANDOFF_FAILURE_LIMIT = 0.01
 NOT_OK = 'result!="ok"'
 
 
@@ -118,23 +118,19 @@ _RESTARTS = Panel(
     ),
     steps=EVENT_STEPS,
 )
-_KERNELS = Panel(
+_KERNELS = Share(
     title="Replicas with active kernels",
     description="Share of replicas that compute with the kernels made for their device. Others are several times "
     "slower; the status page and their logs show why.",
-    unit="percentunit",
     queries=(Query(REPLICA.gauge("kernels_active", "pool", "kernels", how="avg"), "{{pool}} {{kernels}}"),),
     steps=((None, "red"), (1, "green")),
-    maximum=1,
 )
-_KV_USAGE = Panel(
+_KV_USAGE = Share(
     title="KV cache in use",
     description="Share of the KV blocks that sequences hold, the fullest replica of each pool. Near 1, sequences are "
     "preempted and recomputed: add KV memory or replicas, or allow fewer concurrent sequences.",
-    unit="percentunit",
     queries=(Query(REPLICA.gauge("kv_cache_usage_ratio", "pool", how="max"), "{{pool}}"),),
     steps=_FULL_STEPS,
-    maximum=1,
 )
 _TURNED_AWAY = Panel(
     title="Refused requests",
@@ -278,13 +274,11 @@ _FIRST_TOKEN_HEATMAP = Panel(
     kind="heatmap",
     minimum=None,
 )
-_PREFIX_CACHE = Panel(
+_PREFIX_CACHE = Share(
     title="Prefix cache hits",
     description="Share of prompt tokens found in the prefix cache. A drop makes prompts more expensive: prompts share "
     "less, routing scatters them, or the cache is too small.",
-    unit="percentunit",
     queries=(Query(PAGE.ratio("prefix_cache_hits_total", "prefix_cache_queries_total", "pool"), "{{pool}}"),),
-    maximum=1,
 )
 _PREEMPTIONS = Panel(
     title="Preemptions",

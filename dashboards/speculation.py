@@ -1,15 +1,11 @@
 """The acceptance page: whether drafting pays off, and whether the verifier accepts what it should."""
 
-from dashboards.panels import PAGE, VISIBLE, Page, Panel, Query, Row, Stat, Steps
+from dashboards.panels import PAGE, VISIBLE, Page, Panel, Query, Row, Share, Stat, Steps
 from dashboards.queries import (
     acceptance,
-    acceptance_by_position,
     acceptance_since_handoff,
     acceptance_z,
-    accepted_length,
-    achievable_acceptance,
     conditional_acceptance_by_position,
-    expected_acceptance,
     held_out_acceptance,
 )
 
@@ -41,23 +37,21 @@ ACCEPTED_LENGTH = Stat(
     title="Mean accepted length",
     description="Tokens per round: 1 + accepted / rounds with drafts. Near 1, drafting is wasted work: choose another "
     "drafter, fewer draft tokens or the dynamic length.",
-    queries=(Query(accepted_length(PAGE), "tokens per round"),),
+    queries=(Query(f"1 + {PAGE.ratio('accepted_tokens_total', 'drafts_total')}", "tokens per round"),),
     minimum=1,
     decimals=2,
 )
 
-_OBSERVED_AND_EXPECTED = Panel(
+_OBSERVED_AND_EXPECTED = Share(
     title="Observed, expected and achievable acceptance",
     description="Observed must match expected, the verifier's own acceptance probability; otherwise the accept step is "
     "broken. Expected below achievable (the overlap of p and q, with the q that drafts were actually sampled from) "
     "means that the verifier did not get the drafter's q.",
-    unit="percentunit",
     queries=(
         Query(acceptance(PAGE), "observed"),
-        Query(expected_acceptance(PAGE), "expected"),
-        Query(achievable_acceptance(PAGE), "achievable"),
+        Query(PAGE.ratio("expected_accepted_tokens_total", "draft_tokens_total"), "expected"),
+        Query(PAGE.ratio("achievable_accepted_tokens_total", "draft_tokens_total"), "achievable"),
     ),
-    maximum=1,
 )
 _ACCEPTANCE_Z = Panel(
     title="Observed minus expected acceptance, in standard deviations",
@@ -70,42 +64,40 @@ _ACCEPTANCE_Z = Panel(
     decimals=1,
     minimum=None,
 )
-_POSITIONS = Panel(
+_POSITIONS = Share(
     title="Acceptance by position",
     description="Accepted at a position / rounds, as vLLM counts: these and 1 add up to the mean accepted length. A "
     "position near 0 gains nothing: draft fewer tokens. A position at 0 right after a healthy one points to drafter "
     "state lost within the round.",
-    unit="percentunit",
-    queries=(Query(acceptance_by_position(PAGE), "position {{position}}"),),
-    maximum=1,
+    queries=(
+        Query(
+            f"{PAGE.rate('accepted_tokens_per_position_total', 'position')} / ignoring (position) group_left () "
+            f"({PAGE.rate('drafts_total')} > 0)",
+            "position {{position}}",
+        ),
+    ),
 )
-_CONDITIONAL_POSITIONS = Panel(
+_CONDITIONAL_POSITIONS = Share(
     title="Conditional acceptance by position",
     description="Accepted / drafted at a position: also valid when the draft length varies. A sharp drop at one "
     "position, rather than a gentle slope, points to the drafter's state at that position. Held out: what training "
     "measured of the head. Below half of it, the head gets wrong inputs or does not belong to the model.",
-    unit="percentunit",
     queries=(
         Query(conditional_acceptance_by_position(PAGE), "position {{position}}"),
         Query(held_out_acceptance(PAGE, "position", "sampling"), "held out, {{sampling}}, {{position}}", sparse=True),
     ),
-    maximum=1,
 )
-_SINCE_HANDOFF = Panel(
+_SINCE_HANDOFF = Share(
     title="Acceptance by rounds since the handoff",
     description="Accepted / drafted tokens of clients' requests. Lower right after the handoff than later: the "
     "drafter's keys and values did not come with it, or are wrong.",
-    unit="percentunit",
     queries=(Query(acceptance_since_handoff(PAGE, "since_handoff"), "{{since_handoff}}"),),
-    maximum=1,
 )
-_BY_WEIGHTS = Panel(
+_BY_WEIGHTS = Share(
     title="Acceptance by age of the weights",
     description="Accepted / drafted tokens of clients' requests. Current far below what it was before an update, which "
     "the annotations mark, or below previous: the drafter does not fit the new weights; update it with them.",
-    unit="percentunit",
     queries=(Query(acceptance_since_handoff(PAGE, "weights"), "{{weights}}"),),
-    maximum=1,
 )
 _LENGTHS = Panel(
     title="Draft length and accepted length",
@@ -122,13 +114,11 @@ _WITH_LOGPROBS = Panel(
     "means that logprobs switch speculation off.",
     queries=(Query(PAGE.ratio("draft_tokens_with_logprobs_total", "rounds_with_logprobs_total"), "drafted"),),
 )
-_BY_DRAFTER = Panel(
+_BY_DRAFTER = Share(
     title="Acceptance by drafter and model",
     description="If only one model or drafter drops, the fault is its own; if all drop together, look at the traffic "
     "first.",
-    unit="percentunit",
     queries=(Query(_acceptance_by_drafter(), "{{drafter}} {{model_name}} {{pool}} {{namespace}}"),),
-    maximum=1,
 )
 _TIME_A_TOKEN = Panel(
     title="Engine time per emitted token",
@@ -141,29 +131,25 @@ _TIME_A_TOKEN = Panel(
     ),
     stacked=True,
 )
-_TIME_SAVED = Panel(
+_TIME_SAVED = Share(
     title="Decoding time saved by drafts",
     description="Of the time that the same tokens would have taken without drafts, as estimated from timed steps. "
     "Below 0, drafts cost more than they gain. Known for drafts of dynamic length by our own engine; steps whose cost "
     "is not known yet are left out.",
-    unit="percentunit",
     queries=(
         Query(
             f"1 - {PAGE.ratio('speculated_seconds_total', 'speculated_plain_seconds_total')}", "time saved", sparse=True
         ),
     ),
     steps=((None, "red"), (0, "green")),
-    maximum=1,
     minimum=None,
 )
-_POSITIONS_VISIBLE = Panel(
+_POSITIONS_VISIBLE = Share(
     title="Acceptance by position over the visible time range",
     description="Accepted / drafted at each position over the whole time range. Values near 0 at the end mean that "
     "drafts are too long.",
-    unit="percentunit",
     queries=(Query(conditional_acceptance_by_position(VISIBLE), "position {{position}}", instant=True),),
     kind="bargauge",
-    maximum=1,
     decimals=1,
 )
 
