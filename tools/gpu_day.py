@@ -96,27 +96,14 @@ def stages(folder: Path, *, rehearses: bool = False) -> tuple[Stage, ...]:
     bench: tuple[str, ...] = (*python, "tools.bench", "--model", model, "--kinds", "chat", "--noisy")
     bench += ("--streams", "1", "--tokens", "4", "--engines", "ours/off,ours/ngram") if rehearses else ("--gpu",)
 
-    served: tuple[str, ...] = (
-        *python,
-        "tools.bench",
-        "--model",
-        model,
-        "--noisy",
-        "--against",
-        "served/ours:port=8125",
-    )
+    served: tuple[str, ...] = (*python, "tools.bench", "--model", model, "--noisy")
+    served += ("--against", "served/ours:port=8125")
     served += ("--kinds", "1000-tokens", "--streams", "1", "--tokens", "2", "--measure", "whole", "--engines")
     served += ("served/ours:port=8125,served/ours:watched=yes:port=8126,served/ours:topology=disaggregated:port=8127",)
 
     def page(figures: str, section: str) -> tuple[str, ...]:
-        return (
-            "--json",
-            str(folder / f"{figures}-figures.json"),
-            "--markdown",
-            str(folder / "bench.md"),
-            "--section",
-            section,
-        )
+        written = ("--json", str(folder / f"{figures}-figures.json"), "--markdown", str(folder / "bench.md"))
+        return (*written, "--section", section)
 
     kernels = tuple(f"tests/gpu/test_{name}_on_gpu.py" for name in ("triton", "layers", "fp8"))
     captured = (*test, "tests/gpu/test_graphs_on_gpu.py")
@@ -241,15 +228,16 @@ def run_day(
             outcomes[stage.name] = before
             say(f"{stage.name}: passed before ({before.seconds:.0f} s)")
             continue
-        missing = [name for name in stage.needs if not _has_passed(folder, name)]
+        ended = {name: read_outcome(folder, name) for name in stage.needs}
+        missing = [name for name, outcome in ended.items() if outcome is None or not outcome.passed]
         if missing:
             say(f"{stage.name}: left out, because {' and '.join(missing)} did not pass")
             continue
         say(f"{stage.name}: at most {stage.budget_s:.0f} s; its log is {folder / stage.name}.log")
         outcome = outcomes[stage.name] = _run(stage, folder, device)
         (folder / f"{stage.name}.json").write_text(json.dumps(asdict(outcome), indent=1), encoding="utf-8")
-        ended = "ran out of time" if outcome.exit_code is None else f"ended with {outcome.exit_code}"
-        say(f"{stage.name}: {ended} after {outcome.seconds:.0f} s")
+        end = "ran out of time" if outcome.exit_code is None else f"ended with {outcome.exit_code}"
+        say(f"{stage.name}: {end} after {outcome.seconds:.0f} s")
     return list(outcomes.values())
 
 
@@ -257,11 +245,6 @@ def read_outcome(folder: Path, name: str) -> StageResult | None:
     """Return how a stage ended the last time; None where it has not."""
     path = folder / f"{name}.json"
     return StageResult(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
-
-
-def _has_passed(folder: Path, name: str) -> bool:
-    outcome = read_outcome(folder, name)
-    return outcome is not None and outcome.passed
 
 
 def _run(stage: Stage, folder: Path, device: str) -> StageResult:

@@ -15,16 +15,9 @@ from deploy.run.quiet import MOST_CORES, Others
 from serve_app.versions import version_of
 
 _REPORTING_FLAGS = (
-    "avx2",
-    "fma",
-    "avx512f",
-    "avx512_vnni",
-    "avx512_bf16",
-    "amx_tile",
-    "amx_bf16",
-    "amx_int8",
-    "asimd",
-    "sve",
+    *("avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16"),
+    *("amx_tile", "amx_bf16", "amx_int8"),
+    *("asimd", "sve"),
 )
 _LIBRARIES = ("truespec", "torch", "ray", "transformers", "numpy")
 
@@ -40,7 +33,7 @@ def provenance() -> dict[str, Any]:
         "cpu": cpu.get("model name", platform.processor() or platform.machine()),
         "cpu_flags": [flag for flag in _REPORTING_FLAGS if flag in cpu.get("flags", cpu.get("Features", "")).split()],
         "cores": os.cpu_count() or 1,
-        "memory_gib": _memory_gib(),
+        "memory_gib": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30,
         "gpu": _gpu(),
         "system": platform.platform(),
         "python": platform.python_version(),
@@ -62,17 +55,14 @@ def describe(found: dict[str, Any]) -> str:
     machine = f"{found['cpu']}, {found['cores']} cores ({' '.join(found['cpu_flags'])}), {found['memory_gib']:.0f} GiB"
     gpu = f", {found['gpu']}" if found["gpu"] else ""
     text = f"{found['date']}, commit {found['commit']}. {machine}{gpu}. Python {found['python']}, {versions}."
-    return f"{text} {_others(found['others_before'], found.get('others_meanwhile'))}"
-
-
-def _others(before: float | None, meanwhile: float | None) -> str:
-    """Return what else the machine did."""
-    seen = [cores for cores in (before, meanwhile) if cores is not None]
+    others = (found["others_before"], found.get("others_meanwhile"))
+    seen = [cores for cores in others if cores is not None]
     if not seen:
-        return "What else ran is not known."
+        return f"{text} What else ran is not known."
     if max(seen) > MOST_CORES:
-        return f"**The machine was not quiet**: others used up to {max(seen):.2f} cores. Do not quote these figures."
-    return f"The machine was quiet: others used {max(seen):.2f} cores at most."
+        used = f"others used up to {max(seen):.2f} cores"
+        return f"{text} **The machine was not quiet**: {used}. Do not quote these figures."
+    return f"{text} The machine was quiet: others used {max(seen):.2f} cores at most."
 
 
 def _cpu() -> dict[str, str]:
@@ -81,10 +71,6 @@ def _cpu() -> dict[str, str]:
     except OSError:
         return {}
     return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-
-
-def _memory_gib() -> float:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
 
 
 def _gpu() -> str | None:

@@ -109,7 +109,9 @@ def make_plan(options: BenchOptions, view: View) -> BenchPlan:
     head = options.head or (_SHIPPED_HEADS.get(options.model) if options.gpu else None)
     names = _words(options.engines) or (gpu_names(head) if options.gpu else default_names(head, options.draft_model))
     against = _words(options.against) or names[:1]
-    threads = _thread_counts(options.threads)
+    threads = [len(os.sched_getaffinity(0))]
+    if options.threads is not None:
+        threads = [_integer("--threads", word) for word in _some_words("--threads", options.threads)]
     if len(threads) > 1:
         names, against = _with_threads(names, threads), _with_threads(against, threads)
     engines = tuple(EngineName.parse(name) for name in names)
@@ -156,12 +158,6 @@ def _find_gguf(model: str, folder: Path, view: View) -> Path | None:
         with tempfile.TemporaryDirectory(dir=kept.parent) as temporary:
             shutil.move(download_gguf(CATALOGUE[model], Path(temporary), view), kept)
     return kept
-
-
-def _thread_counts(option: str | None) -> list[int]:
-    if option is None:
-        return [len(os.sched_getaffinity(0))]
-    return [_integer("--threads", word) for word in _some_words("--threads", option)]
 
 
 def _with_threads(names: Sequence[str], threads: Sequence[int]) -> list[str]:

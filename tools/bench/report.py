@@ -9,7 +9,7 @@ from rich.console import Console, Group
 from deploy.reports import terminal
 from deploy.reports.model import ReportTable
 from tools import markdown
-from tools.bench.figures import MeasuredAcceptance, SpeedRow, memory, rows
+from tools.bench.figures import SpeedRow, memory, rows
 from tools.bench.rounds import BenchResult
 from tools.markdown import write_section
 from tools.provenance import describe
@@ -41,18 +41,14 @@ def tables(found: BenchResult) -> list[ReportTable]:
 
 def write_markdown(found: BenchResult, path: Path, section: str) -> None:
     """Put the section into the page: in the place of the one of that name, or at its end."""
-    write_section(path, "bench", section, _markdown(found, section), head=_HEAD)
+    parts = [f"## {section}\n", f"`{found.provenance['command']}`\n", f"{describe(found.provenance)}\n"]
+    parts += [f"{table.title}\n\n{markdown.table(table)}\n" for table in tables(found)]
+    write_section(path, "bench", section, "\n".join(parts), head=_HEAD)
 
 
 def print_report(found: BenchResult, console: Console) -> None:
     """Print all tables and where they come from."""
     console.print(Group(*map(terminal.table, tables(found)), describe(found.provenance)))
-
-
-def _markdown(found: BenchResult, section: str) -> str:
-    parts = [f"## {section}\n", f"`{found.provenance['command']}`\n", f"{describe(found.provenance)}\n"]
-    parts += [f"{table.title}\n\n{markdown.table(table)}\n" for table in tables(found)]
-    return "\n".join(parts)
 
 
 def _table(title: str, columns: Sequence[str], lines: Sequence[tuple[str, ...]]) -> ReportTable:
@@ -80,19 +76,14 @@ def _speed_tables(found: BenchResult) -> list[ReportTable]:
 
 
 def _speed_line(row: SpeedRow) -> tuple[str, ...]:
-    speed, ratio = row.speed, row.ratio
+    speed, ratio, drafts = row.speed, row.ratio, row.acceptance
     return (
         row.engine,
         f"{speed.median:.1f}",
         f"{speed.low:.1f} ... {speed.high:.1f}",
         "" if ratio is None else f"{ratio.median:.2f} ({ratio.low:.2f} ... {ratio.high:.2f})",
         f"{row.first_token_s * 1e3:.0f} ms",
-        *_acceptance_cells(row.acceptance),
+        "" if drafts is None else f"{drafts.length:.2f}",
+        "" if drafts is None else " ".join(f"{share:.2f}" for share in drafts.per_position),
         "" if row.agreement is None else f"{row.agreement:.0%}",
     )
-
-
-def _acceptance_cells(found: MeasuredAcceptance | None) -> tuple[str, str]:
-    if found is None:
-        return "", ""
-    return f"{found.length:.2f}", " ".join(f"{share:.2f}" for share in found.per_position)

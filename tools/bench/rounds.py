@@ -29,6 +29,12 @@ class BenchSample:
     reported: dict[str, Any]
     prompt_tokens: int
 
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON, with the speeds."""
+        speeds = {"decode_tokens_per_s": self.decode_speed, "tokens_per_s": self.whole_speed}
+        speeds["prompt_tokens_per_s"] = self.prompt_speed
+        return {"engine": self.engine, **dataclasses.asdict(self.case), "round": self.round, **self.reported, **speeds}
+
     @property
     def decode_speed(self) -> float:
         """Tokens a second from the moment every stream had its first token."""
@@ -62,7 +68,7 @@ class BenchResult:
             "plan": self.plan.as_dict(),
             "versions": self.versions,
             "left_out": [{"engine": one.name, "reason": one.reason} for one in self.left_out],
-            "samples": [_sample_dict(sample) for sample in self.samples],
+            "samples": [sample.as_dict() for sample in self.samples],
         }
 
 
@@ -166,14 +172,3 @@ def _ask(plan: BenchPlan, case: BenchCase, number: int) -> BatchOfPrompts:
 def _leave_out(found: BenchResult, one: LeftOut, view: View) -> None:
     found.left_out.append(one)
     view.say(f"left out: {one.name}: {one.reason}")
-
-
-def _sample_dict(sample: BenchSample) -> dict[str, Any]:
-    speeds = {"decode_tokens_per_s": sample.decode_speed, "tokens_per_s": sample.whole_speed}
-    reported = sample.reported | speeds | {"prompt_tokens_per_s": sample.prompt_speed}
-    return {
-        "engine": sample.engine,
-        **dataclasses.asdict(sample.case),
-        "round": sample.round,
-        **reported,
-    }

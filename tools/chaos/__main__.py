@@ -73,7 +73,6 @@ def main(file: Path, port: int, json_file: Path | None, page: Path | None, *, ki
     report = progress_printer()
     sizes_to_kill(checked.application)  # what is wrong with them is reported before anything starts
     if kill_each:
-        _refuse_options_of_other_kills()
         _kill_each(checked, json_file, page, options["concurrency"], options["max_tokens"])
         return
     asked = ChaosOptions(**options)
@@ -90,15 +89,12 @@ def main(file: Path, port: int, json_file: Path | None, page: Path | None, *, ki
         raise Failure("Something was lost, repeated, changed or leaked; the figures say what.")
 
 
-def _refuse_options_of_other_kills() -> None:
+def _kill_each(file: ServeFile, json_file: Path | None, page: Path | None, streams: int, max_tokens: int) -> None:
     context = click.get_current_context()
     for option in context.command.params:
         given = context.get_parameter_source(option.name or "") is ParameterSource.COMMANDLINE
         if given and option.name in ("requests", "kill_every_s", "kill_nodes", "minutes", "seed"):
             raise click.UsageError(f"{option.opts[0]} says when replicas are killed; --kill-each kills each once.")
-
-
-def _kill_each(file: ServeFile, json_file: Path | None, page: Path | None, streams: int, max_tokens: int) -> None:
     deaths = kill_each(file, streams, max_tokens, progress_printer())
     figures = {"deaths": [one.as_dict() for one in deaths]}
     write_json(json_file, figures)

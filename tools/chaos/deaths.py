@@ -240,7 +240,8 @@ class _Service:
         with ThreadPoolExecutor(streams + 1) as threads:
             running = self._begin(threads, streams, max_tokens)
             time.sleep(_REPORTED_S)
-            through_head = self._through_head()
+            of_head = set(self._cluster.head.pids) if self._cluster.nodes else set()  # without nodes there is one proxy
+            through_head = sum(pid in of_head for pid in pids_of_port(self._port, ESTABLISHED))
             restart = self._strike(process)
             began = time.monotonic()
             asking = threads.submit(self._keep_asking, over, began)
@@ -335,15 +336,13 @@ class _Service:
         while time.monotonic() - began < _LONGEST_S and not asking.done():
             restart()
             self._note_alerts(alerts, raised)
-            is_whole = not whole - self.census()
-            since = (since or time.monotonic()) if is_whole and not self._is_failing(began) else None
+            is_whole, now = not whole - self.census(), time.monotonic()
+            is_failing = bool(self._failures) and now - began - self._failures[-1][0] < _SETTLED_S
+            since = (since or now) if is_whole and not is_failing else None
             if since is not None and time.monotonic() - since > _SETTLED_S:
                 return round(since - began, 1)
             time.sleep(_LOOK_EVERY_S)
         return None
-
-    def _is_failing(self, began: float) -> bool:
-        return bool(self._failures) and time.monotonic() - began - self._failures[-1][0] < _SETTLED_S
 
     def _keep_asking(self, over: Event, began: float) -> list[tuple[float, str]]:
         """Ask short questions, one at a time; returns when and how they failed."""
@@ -359,21 +358,13 @@ class _Service:
     def _known(self) -> list[tuple[int, str]]:
         """Processes of the cluster whose kind has a name here."""
         listening = set(pids_of_port(self._port, LISTENING))
-        found = []
-        for pid in self._pids():
+        pids, found = [*self._cluster.head.pids, *(pid for node in self._cluster.nodes for pid in node.pids)], []
+        for pid in pids:
             title = command_line(pid).replace(b"\0", b" ").decode(errors="replace")
             kinds = [kind for kind, pattern in _TITLES.items() if re.match(pattern, title)]
             kinds += [_PROXY] if pid in listening else []
             found += [(pid, kind) for kind in kinds[:1]]
         return found
-
-    def _pids(self) -> list[int]:
-        return [*self._cluster.head.pids, *(pid for node in self._cluster.nodes for pid in node.pids)]
-
-    def _through_head(self) -> int:
-        """Number of connections to the service's port that a process of the head has, where others have proxies."""
-        ours = set(self._cluster.head.pids) if self._cluster.nodes else set()
-        return sum(pid in ours for pid in pids_of_port(self._port, ESTABLISHED))
 
     def _exporters(self) -> list[str]:
         ports = [self._cluster.head.metrics_port, *(node.metrics_port for node in self._cluster.nodes)]

@@ -189,7 +189,15 @@ class HeadNode:
         Raises:
             NodeNotStarted: it has ended, or that took too long.
         """
-        _wait_until_it_listens(self._process, self._gcs, self._output)
+        deadline = time.monotonic() + _START_S
+        while True:
+            with contextlib.suppress(OSError):
+                socket.create_connection(("127.0.0.1", self._gcs), timeout=1).close()
+                return
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                said = self._output.read_text(errors="replace").strip()[-500:]
+                raise NodeNotStarted(f"Ray's head did not start: {said}")
+            time.sleep(_LOOK_EVERY_S)
 
     def kill(self) -> None:
         """End all of it with SIGKILL."""
@@ -314,14 +322,3 @@ def _ray_start(arguments: Sequence[str], output: int, environment: Mapping[str, 
         env=inside | PATIENT,
         start_new_session=True,  # an interrupt at the terminal is for us, who end it in order
     )
-
-
-def _wait_until_it_listens(process: "subprocess.Popen[bytes]", port: int, output: Path) -> None:
-    deadline = time.monotonic() + _START_S
-    while True:
-        with contextlib.suppress(OSError):
-            socket.create_connection(("127.0.0.1", port), timeout=1).close()
-            return
-        if process.poll() is not None or time.monotonic() > deadline:
-            raise NodeNotStarted(f"Ray's head did not start: {output.read_text(errors='replace').strip()[-500:]}")
-        time.sleep(_LOOK_EVERY_S)

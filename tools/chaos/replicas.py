@@ -41,16 +41,12 @@ def command_line(pid: int) -> bytes:
 
 
 def _parent(pid: int) -> int:
-    return _number_in(Path(f"/proc/{pid}/status"), "PPid:")
-
-
-def _number_in(path: Path, key: str) -> int:
-    """Return what a file of /proc says of a key; 0 where its process has ended."""
+    """The process that started another; 0 where that has ended."""
     try:
-        lines = path.read_text().splitlines()
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
         return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith(key)), 0)
+    return next((int(line.split()[1]) for line in lines if line.startswith("PPid:")), 0)
 
 
 def num_nodes() -> int:

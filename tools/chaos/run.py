@@ -111,6 +111,7 @@ def run_chaos(
     leaked, unpinned = _leaked(service, before)
     resumed_now, failed_now = _recoveries(service)
     found = [differences(one, other) for one, other in zip(undisturbed, disturbed, strict=True)]
+    failures = [f"{one.status or 0} {one.error}" for one in disturbed if not complete(one)]
     return ChaosFigures(
         requests=len(bodies),
         complete=sum(map(complete, disturbed)),
@@ -131,7 +132,7 @@ def run_chaos(
         tokens=sum(len(one.reply.first.token_ids or ()) for one in disturbed),
         undisturbed_s=round(undisturbed_s, 1),
         disturbed_s=round(disturbed_s, 1),
-        errors=[f"{one.status or 0} {_public(one.error)}" for one in disturbed if not complete(one)],
+        errors=[re.sub(r"(/[\w.-]+)+", "…", failure)[:200] for failure in failures],  # without processes and paths
     )
 
 
@@ -204,8 +205,3 @@ def _wait_for_quiet(service: _Service) -> dict[str, float]:
     while any((held := service.held()).values()) and time.monotonic() < deadline:
         time.sleep(1.0)
     return held
-
-
-def _public(error: str) -> str:
-    """An error without the names of processes and paths."""
-    return re.sub(r"(/[\w.-]+)+", "…", error)[:200]
