@@ -1,7 +1,7 @@
 """Fields that are added to a client's request: for token ids and logprobs, in the server's dialect."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,10 +52,14 @@ def read_request(path: str, body: bytes) -> Asked | None:
     return Asked(body, fields, form, streamed) if len(form) <= _LONGEST_FORM else None
 
 
-def instrumented(asked: Asked, extras: Extras) -> tuple[bytes, frozenset[str]]:
-    """The request with the extras that its client does not ask for itself, and the reply's keys that these bring."""
+def instrumented(asked: Asked, extras: Extras) -> tuple[bytes, tuple[str, ...]]:
+    """The request with the extras that its client does not ask for itself, and the names of these."""
     missing = {name: value for name, value in extras.items() if not asked.wants(name)}
     if not missing:
-        return asked.body, frozenset()
-    body = json.dumps({**asked.fields, **missing}, separators=(",", ":")).encode()
-    return body, frozenset(key for name in missing for key in _BRINGS[name])
+        return asked.body, ()
+    return json.dumps({**asked.fields, **missing}, separators=(",", ":")).encode(), tuple(missing)
+
+
+def keys_of(added: Iterable[str]) -> frozenset[str]:
+    """The reply's keys that these fields bring."""
+    return frozenset(key for name in added for key in _BRINGS[name])

@@ -18,7 +18,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from multidict import CIMultiDict
 from yarl import URL
 
-from deploy.exchange.asking import Asked, instrumented, read_request
+from deploy.exchange.asking import Asked, instrumented, keys_of, read_request
 from deploy.watch.plain_replies import PlainEvents, plain_reply
 from deploy.watch.sender import Sender
 from serve_app.errors import ErrorReply
@@ -66,6 +66,7 @@ class ProxyOptions:
     host: address to listen on.
     port: to listen on; 0 takes a free one.
     share: of requests that are watched, 0 to 1.
+    as_sent: share of these to which nothing is added: a server cannot tell them from others.
     dialect: "auto" or one of `VENDORS`.
     referee: its URL; None = exchanges are only counted.
     max_queued: most exchanges that wait for the referee.
@@ -78,6 +79,7 @@ class ProxyOptions:
     host: str = "127.0.0.1"
     port: int = 0
     share: float = 1.0
+    as_sent: float = 0.25
     dialect: str = "auto"
     referee: str | None = None
     max_queued: int = 1000
@@ -266,7 +268,8 @@ class Proxy:
         form = self._form(asked.form)
         headers.popall("Accept-Encoding", None)
         levels = vendor_of(self._dialect or FALLBACK).extras(path, asked.streamed)
-        changed, keys = instrumented(asked, levels[form.level])
+        as_sent = self._draw() < self._options.as_sent
+        changed, added = instrumented(asked, {} if as_sent else levels[form.level])
         began_at = time.time()
         try:
             reply = await self._send(request, _with_length(headers, len(changed)), changed)
@@ -276,7 +279,7 @@ class Proxy:
             if changed is not body and (reply.status in _REFUSALS or "Content-Encoding" in reply.headers):
                 reply.close()
                 return await self._refused(request, headers, body, form, failed=reply.status == _FAILED)
-            watch = _Watch(asked, path, keys, form, began_at, headers)
+            watch = _Watch(asked, path, added, keys_of(added), form, began_at, headers)
             return await self._watched_back(request, reply, watch)
         except asyncio.CancelledError:
             self._sender.count("left")
@@ -371,7 +374,8 @@ class Proxy:
         if reply.status != 200:
             self._sender.count("not_ok")
             return
-        watch.form.failures = 0
+        if watch.added:
+            watch.form.failures = 0
         if recording.data is None:
             self._sender.count("too_large")
             return
@@ -385,6 +389,7 @@ class Proxy:
             ended_at=time.time(),
             replica="" if name is None else reply.headers.get(name, ""),
             dialect=self._dialect or "",
+            added=watch.added,
         )
         self._sender.offer(exchange)
 
@@ -393,12 +398,14 @@ class Proxy:
 class _Watch:
     """A request that is watched.
 
-    keys: of the reply, which are not the client's.
+    added: fields of the request that are not the client's.
+    keys: of the reply, which these bring.
     headers: of the request.
     """
 
     asked: Asked
     path: str
+    added: tuple[str, ...]
     keys: frozenset[str]
     form: _Form
     began_at: float

@@ -66,7 +66,7 @@ class Recorded:
             "ignore_eos": True,
             "seed": request.seed,
         }
-        choice = {"index": 0, "text": "", "finish_reason": "length", "token_ids": self.answer.token_ids}
+        choice = {"index": 0, "finish_reason": "length", "token_ids": self.answer.token_ids}
         reply = {"id": "cmpl-1", "choices": [choice | {"logprobs": logprobs}]}
         bodies = (json.dumps(one).encode() for one in (body, reply))
         return Exchange(COMPLETIONS, *bodies, streamed=False, began_at=1.0, ended_at=2.0)

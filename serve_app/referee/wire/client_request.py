@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from serve_app.backends.base import ChatPrompt, ModelInfo
-from serve_app.referee.wire.demands import ClientDemands
+from serve_app.referee.wire.demands import Demands
 from serve_app.referee.wire.exchange import CHAT, GENERATE, RESPONSES
 from serve_app.referee.wire.reply import Json
+from serve_app.referee.wire.vendors import VENDORS
 from serve_app.text.tokenizer import Tokenizer
 from speculative.errors import InvalidRequest
 from speculative.request import Request
@@ -75,9 +76,9 @@ class ClientRequest:
         return len(prompt) if isinstance(prompt, list) and not isinstance(prompt[0], int) else 1
 
     @property
-    def demands(self) -> ClientDemands:
+    def demands(self) -> Demands:
         """Return what the answers have to keep to."""
-        return ClientDemands.of(self.body, self.tokenizer.encode_continuation)
+        return Demands.of(self.body, self.tokenizer, VENDORS["truespec"], is_chat=self.is_chat)
 
     @property
     def functions(self) -> list[str]:

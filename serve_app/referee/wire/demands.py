@@ -1,4 +1,5 @@
-"""Demands of a client's request on its answers, read off the JSON that it sent, and whether an answer keeps to them.
+"""Demands of a client's request on the choices of its reply, read off the JSON that it sent, and whether a choice keeps
+to them.
 
 This shares no code with what serves: not the parsing of requests, the matching of stop strings or the grammar. What is
 found says nothing of a client's own words.
@@ -6,291 +7,318 @@ found says nothing of a client's own words.
 
 import json
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from serve_app.referee.wire.reply import Choice, Json, Reply
 from serve_app.referee.wire.structure import CheckBudget, breaks_structure
+from serve_app.referee.wire.vendors import Vendor
 from serve_app.text.tokenizer import Tokenizer
 from speculative.request import FinishReason, SamplingParams
 
-DEMANDING = (
-    "max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens", "stop_token_ids", "ignore_eos",
-    "bad_words", "n", "stop", "include_stop_str_in_output", "response_format", "text", "structured_outputs",
-    "guided_json", "guided_regex", "guided_choice", "tools", "tool_choice", "parallel_tool_calls",
-)  # fmt: skip
-"""The fields that are read."""
+CHANGES_CHOICES = ("echo", "suffix", "best_of", "use_beam_search")
+"""Fields with which the choices are not what was generated for each."""
 _NO_LIMIT = 2**31 - 1
+_LIMITS = ("max_completion_tokens", "max_tokens", "max_new_tokens", "n_predict", "max_output_tokens")
 _OUTPUTS = {"json": "json_schema", "regex": "regex", "choice": "choice"}
 _OLD_OUTPUTS = {"guided_json": "json_schema", "guided_regex": "regex", "guided_choice": "choice"}
+_MOST_TEXTS, _MOST_CHARACTERS = 50, 2_000
+"""Stop strings, or bad words, of a request, and characters of them all; no front end has limited those of others."""
+_LOST = "\ufffd"  # servers differ in how often they write it for bytes that form no character
+
+_SAYS_NOTHING = {"title", "description", "default", "examples", "deprecated", "$defs", "$schema"}
+_KEYWORDS = {
+    "object": {"properties", "required", "additionalProperties"}, "array": {"items", "minItems", "maxItems"},
+    "string": set[str](), "integer": set[str](), "number": set[str](), "boolean": set[str](), "null": set[str](),
+}  # fmt: skip
+"""Keywords that the libraries of vLLM read as JSON Schema has it, by the one type beside which they stand. They pass
+over many others, or read them as wider ones, by their version."""
+_NEAR = "#/$defs/"
+"""Prefix of references once schemas of several tools are put into one."""
 
 Encode = Callable[[str], Sequence[int]]
 """The tokens of a text that goes on after others."""
-BadWords = Callable[[str, Encode], list[tuple[int, ...]]]
-"""The token sequences of a bad word."""
 
 
 @dataclass(frozen=True, slots=True)
-class Parsed:
-    """The fields that a client got of a text.
+class Made:
+    """What is known of a choice beside what its reply says.
 
-    calls: the function of each, and its arguments.
-    loses_text: whether the parser may leave out some of the text.
-    thought_end: what ends the reasoning behind which a form begins; "" = there is no reasoning, None = the text does
-        not show its end.
-    thought_end_id: the token that was added for that end; None = there is none.
+    token_ids: generated, those that ended it included; () = they are not known.
+    end_token_ids: with which the model ends an answer.
+    room: tokens that fit behind the prompt; None = not known.
+    loses_text: whether a parser may have left out some of the text.
+    mark: what ends the reasoning with which it begins; "" = it begins with none, or that is not known.
     """
 
-    content: str
-    calls: tuple[tuple[str, str], ...] = ()
+    token_ids: Sequence[int] = ()
+    end_token_ids: Collection[int] = ()
+    room: int | None = None
     loses_text: bool = False
-    thought_end: str | None = ""
-    thought_end_id: int | None = None
+    mark: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Delivered:
-    """One choice as a client got it.
+class Demands:
+    """The demands on all choices of one request, as far as the vendor is known to keep to them.
 
-    text: generated, as it was sent.
-    token_ids: of it, those that ended it included.
-    finish_reason: in OpenAI's words.
-    stop_reason: the stop string that is said to have ended it.
-    unsearched: characters at its beginning that `min_tokens` keeps from being searched for stop strings.
-    parsed: what became of the text; None = all is content.
-    """
-
-    text: str
-    token_ids: Sequence[int]
-    finish_reason: str
-    stop_reason: str | None = None
-    unsearched: int = 0
-    parsed: Parsed | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ClientDemands:
-    """The demands on all choices of one request.
-
+    body: in the words of a completion or a chat.
+    added: as `Exchange` has it.
     limits: those that concern token ids.
     structure: its kind and its text.
     functions: JSON schemas of the arguments of those of which one must be called; none = no call must be made.
-    max_calls: None = any number.
-    ascii_classes: whether the server reads `\\w`, `\\d`, `\\s` and `\\b` as ASCII; not known = False.
     """
 
+    body: Json
+    tokenizer: Tokenizer
+    vendor: Vendor
+    is_chat: bool
     limits: SamplingParams
-    num_choices: int = 1
+    added: Collection[str] = ()
     stops: tuple[str, ...] = ()
-    keeps_stop: bool = False
     structure: tuple[str, str] | None = None
     functions: Mapping[str, str] = field(default_factory=dict)
-    max_calls: int | None = None
-    ascii_classes: bool = True
 
     @classmethod
-    def of(cls, body: Mapping[str, Any], encode: Encode, *, bad_words: BadWords | None = None) -> "ClientDemands":
-        """Read them off the body of a request.
-
-        Args:
-            body: as its client sent it.
-            encode: by the model's tokenizer.
-            bad_words: the token sequences that a bad word stands for; None = those of this service.
+    def of(
+        cls, body: Json, tokenizer: Tokenizer, vendor: Vendor, *, is_chat: bool, added: Collection[str] = ()
+    ) -> "Demands":
+        """Read them off a request; the arguments are its fields.
 
         Raises:
-            InvalidRequest, KeyError, TypeError, ValueError: a field is not what the API takes.
+            InvalidRequest, KeyError, TypeError, ValueError, AttributeError: a field is not what the API takes.
         """
-        names = ("max_completion_tokens", "max_tokens", "max_output_tokens")
-        most = next((body[name] for name in names if body.get(name)), _NO_LIMIT)
-        stop, num_choices = body.get("stop") or (), body.get("n") or 1
+        strict = vendor.keeps == "all"
+        limits = SamplingParams(max_tokens=_limit(body, strict=strict, is_chat=is_chat))
+        if vendor.keeps == "nothing":
+            return cls(body, tokenizer, vendor, is_chat, limits)
+        stop, words = body.get("stop") or (), tuple(body.get("bad_words") or ())
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
-        if type(num_choices) is not int or not all(isinstance(one, str) for one in stops):
-            raise TypeError("n is a whole number, and stop strings are texts")
-        words = [ids for word in body.get("bad_words") or () for ids in (bad_words or spellings)(word, encode)]
-        return cls(
-            limits=SamplingParams(
-                max_tokens=most,
-                min_tokens=min(body.get("min_tokens") or 0, most),
+        if type(body.get("n") or 1) is not int or not all(isinstance(one, str) for one in (*stops, *words)):
+            raise TypeError("n is a whole number, and stop strings and bad words are texts")
+        structure, functions = _structure(body), _functions(body)
+        if strict:
+            limits = replace(
+                limits,
+                min_tokens=min(body.get("min_tokens") or 0, limits.max_tokens),
                 stop_token_ids=tuple(body.get("stop_token_ids") or ()),
                 ignore_eos=bool(body.get("ignore_eos")),
-                bad_words=tuple(words),
-            ),
-            num_choices=num_choices,
-            stops=stops,
-            keeps_stop=bool(body.get("include_stop_str_in_output")),
-            structure=_structure(body),
-            functions=_functions(body),
-            max_calls=_max_calls(body),
-        )
+            )
+        else:
+            stops, words = (texts if _is_small(texts) else () for texts in (stops, words))
+            if _is_wish(body) or not all(map(_is_read_alike, _schemas(structure, functions))):
+                structure, functions = None, {}
+        limits = replace(limits, bad_words=_bad_words(words, tokenizer, strict=strict))
+        return cls(body, tokenizer, vendor, is_chat, limits, added, stops, structure, functions)
 
-    def broken(self, said: Delivered, end_token_ids: Collection[int], room: int | None = None) -> str:
-        """The demand that a choice breaks, in words; "" = none.
+    @property
+    def is_strict(self) -> bool:
+        """Return whether the vendor is known to keep to all of them."""
+        return self.vendor.keeps == "all"
 
-        Args:
-            said: the choice.
-            end_token_ids: with which the model ends an answer.
-            room: tokens that fit behind the prompt; None = not known.
-        """
-        is_limited = said.finish_reason == "length" and self.limits.max_tokens < _NO_LIMIT
+    @property
+    def max_calls(self) -> int | None:
+        """Return how many calls an answer may make; None = any number."""
+        choice = self.body.get("tool_choice")
+        if choice == "none" or not self.body.get("tools"):
+            return 0
+        return 1 if isinstance(choice, dict) or self.body.get("parallel_tool_calls") is False else None
+
+    @property
+    def _keeps_stop(self) -> bool:
+        """Return whether the text holds the stop string that ended it."""
+        return bool(self.body.get("include_stop_str_in_output"))
+
+    def broken_whole(self, reply: Reply) -> str:
+        """Say what is wrong with the number of choices, or of all tokens together, in words; "" = nothing."""
+        if self.vendor.keeps == "nothing":
+            return ""
+        wanted, num = _num_prompts(self.body) * (self.body.get("n") or 1), len(reply.choices)
+        if wanted != num:
+            return f"{num} choices came, and the request demands {wanted}"
+        ids = [choice.token_ids for choice in reply.choices.values()]
+        num_tokens = sum(map(len, filter(None, ids)))
+        if reply.num_tokens in (None, num_tokens) or None in ids or not counts_all(reply, self.vendor):
+            return ""
+        return f"its usage counts {reply.num_tokens} tokens, and it has {num_tokens}"
+
+    def broken(self, choice: Choice, made: Made) -> str:
+        """The demand that a choice breaks, as far as its reply shows, in words; "" = none."""
+        if self.vendor.keeps == "nothing":
+            return broken_limit(self.limits, made.token_ids)
+        said = _Said(self, choice, made)
+        why = self._holds_stop(said) or self._broken_end(said) or self._broken_text(said)
+        return why or self.broken_form(choice, made) or self._missing(choice)
+
+    def broken_form(self, choice: Choice, made: Made) -> str:
+        """Return which limit, structure or call differs from the request, in words; "" = none, or it is unknown."""
+        is_limited = choice.finish_reason == "length" and made.room is not None and self.limits.max_tokens < _NO_LIMIT
         reason = FinishReason.LENGTH if is_limited else None
-        limit = broken_limit(self.limits, said.token_ids, end_token_ids, finish_reason=reason, room=room)
-        return limit or self.broken_end(said) or self.broken_form(said)
+        ends = made.end_token_ids if self.is_strict else ()
+        if why := broken_limit(self.limits, made.token_ids, ends, finish_reason=reason, room=made.room):
+            return why
+        said, num_calls = _Said(self, choice, made), len(choice.calls)
+        if self.is_strict and self.max_calls is not None and num_calls > self.max_calls:
+            return f"{num_calls} calls were made, and the request allows {self.max_calls}"
+        has_end_text = self._keeps_stop and said.ended and said.stop is None  # of its last token
+        if has_end_text or (self.structure is None and not self.functions):
+            return ""
+        by_token = bool(said.ids) and said.ids[-1] in (self.body.get("stop_token_ids") or ())
+        by_token |= isinstance(choice.stopped_by, int) and not self.is_strict
+        whole = said.ended and said.stop is None and not by_token
+        if self.structure is None:
+            return self._broken_calls(said, whole)
+        return self._broken_structure(said, whole, *self.structure)
 
-    def broken_end(self, said: Delivered, only: str | None = None) -> str:
-        """Say what is wrong with its end, in words; "" = nothing. only: of the stop strings; None = all."""
-        text, ended = said.text[said.unsearched :], said.finish_reason == "stop"
+    def _holds_stop(self, said: "_Said") -> str:
+        least = self.body.get("min_tokens") or 0  # before whose end no stop string counts
+        if not self.stops or (least and not said.ids):
+            return ""
+        start = len(said.spelt(said.ids[:least]))
+        # of several that came at once, vLLM's versions differ in which one ends the text
+        several = said.stop is not None and not self.is_strict
         for number, stop in enumerate(self.stops):
-            if only not in (None, stop):
-                continue
-            at = text.find(stop)
-            if at >= 0 and not (self.keeps_stop and ended and at + len(stop) == len(text)):
+            at = said.text.find(stop, start)
+            is_end = self._keeps_stop and said.ended and at + len(stop) == len(said.text)
+            if at >= 0 and not is_end and not (several and stop != said.stop):
                 return f"its text goes on behind stop string {number}, or holds it"
-        if said.stop_reason is not None and said.stop_reason not in self.stops:
-            return "a stop string ended it that the request does not name"
-        if ended and 0 < len(said.token_ids) <= self.limits.min_tokens:
-            return f"it ended with {len(said.token_ids)} tokens, and min_tokens is {self.limits.min_tokens}"
         return ""
 
-    def broken_form(self, said: Delivered) -> str:
-        """Return how the structure or the calls differ from the request, in words; "" = they do not, or it is
-        unknown."""
-        parsed, ended = said.parsed or Parsed(said.text), said.finish_reason == "stop"
-        if self.max_calls is not None and len(parsed.calls) > self.max_calls:
-            return f"{len(parsed.calls)} calls were made, and the request allows {self.max_calls}"
-        ends_in_token = self.keeps_stop and ended and said.stop_reason is None  # which may have a text
-        if ends_in_token or (self.structure is None and not self.functions):
-            return ""
-        whole = ended and not self._may_stop(said)
-        if whole and _is_all_thought(said, parsed):
-            return "it ended before its reasoning did"
-        form = _form(said, parsed)
-        if form is None:
-            return ""
-        budget = CheckBudget(ascii_classes=self.ascii_classes)
-        if self.structure is None:
-            return self._broken_calls(form, parsed, whole, budget)
-        kind, text = self.structure
-        if parsed.content.strip() != form.strip():  # a parser split it elsewhere, or left out some of it
-            return ""
-        if parsed.thought_end and kind == "choice":
-            text = json.dumps([one.strip() for one in json.loads(text)])
-        return breaks_structure(kind, text, form, whole=whole, budget=budget)
+    def _broken_end(self, said: "_Said") -> str:
+        """Say what is wrong with its end, in words; "" = nothing."""
+        choice, ids, least = said.choice, said.ids, self.limits.min_tokens
+        if said.stop is not None:
+            if self.is_strict and said.stop not in self.stops:
+                return "a stop string ended it that the request does not name"
+            if ids and not choice.calls and not said.is_cut_by(said.stop, keeps_stop=self._keeps_stop):
+                return "its text ends elsewhere than at the stop string that is said to have ended it"
+        elif choice.finish_reason == "stop" and ids:
+            own = () if self.limits.ignore_eos else (*said.made.end_token_ids, self.tokenizer.eos_token_id)
+            if ids[-1] not in (*own, *(self.body.get("stop_token_ids") or ()), choice.stopped_by):
+                return "it is said to have ended by itself, and its last token ends no answer"
+        if said.ended and 0 < len(ids) <= least:
+            return f"it ended with {len(ids)} tokens, and min_tokens is {least}"
+        return ""
 
-    def _broken_calls(self, form: str, parsed: Parsed, whole: bool, budget: CheckBudget) -> str:
+    def _broken_text(self, said: "_Said") -> str:
+        """Return whether its text is another than that of its tokens, in words, where no parser has read it."""
+        parsed = said.choice.called or self.body.get("tools") or (self.is_chat and not self.is_strict)
+        if parsed or not (said.ids and said.choice.has_text) or said.stop is not None or said.made.loses_text:
+            return ""
+        is_shown = any(_shown(said.text).strip() == one.strip() for one in said.forms(said.spelling))
+        return "" if is_shown else "its text is not that of its tokens"
+
+    def _missing(self, choice: Choice) -> str:
+        """Return what was asked for and is not there, in words; "" = nothing."""
+        body, num_top = self.body, self._num_top
+        if choice.token_ids is None or (choice.called and not self.is_strict):  # vLLM's parsers leave some out
+            asked = body.get("return_token_ids") or "return_token_ids" in self.added
+            return "it has no token ids, which were asked for" if asked and not choice.called else ""
+        num, given = len(choice.token_ids), [one for one in choice.logprobs or () if one is not None]
+        if num_top is not None and not len(given) == len(choice.logprobs or ()) == num:
+            return f"it has {num} tokens and {len(given)} of the logprobs that were asked for"
+        if num_top and (short := _shortest(choice.top_logprobs, num)) < num_top:
+            return f"a place has {short} of the {num_top} likeliest tokens that were asked for"
+        scored = set(body.get("logprob_token_ids") or ())
+        if scored and num and any(scored - one.keys() for one in choice.scored(scored) or [{}]):
+            return "the logprobs of some ids that were asked for are not there"
+        if body.get("prompt_logprobs") is not None and choice.index == 0 and not choice.prompt_logprobs:
+            return "it has no logprobs of its prompt, which were asked for"
+        return ""
+
+    @property
+    def _num_top(self) -> int | None:
+        """Return how many of the likeliest tokens were asked for in each place; None = no logprobs were."""
+        logprobs: Any = self.body.get("logprobs")
+        if logprobs is None or logprobs is False:
+            return 0 if "logprobs" in self.added else None
+        num_top = (self.body.get("top_logprobs") or 0) if self.is_chat else logprobs
+        return num_top if type(num_top) is int else 0
+
+    def _broken_structure(self, said: "_Said", whole: bool, kind: str, text: str) -> str:
+        choice = said.choice
+        if choice.calls or (not self.is_strict and (self.body.get("tools") or choice.called)):
+            return ""
+        form: str | None = choice.text
+        if choice.reasoning or said.made.mark:
+            form = said.behind_reasoning()
+            if form is None or form != choice.text.strip():  # a parser split it elsewhere
+                return ""
+            if not form and whole:
+                return "it ended before its reasoning did"
+            text = json.dumps([one.strip() for one in json.loads(text)]) if kind == "choice" else text
+        elif said.made.loses_text and choice.text.strip() not in said.spelt(said.spelling):
+            return ""
+        return breaks_structure(kind, text, form or "", whole=whole)
+
+    def _broken_calls(self, said: "_Said", whole: bool) -> str:
         """Say what is wrong with calls that had to be made; of an answer that was cut off, the last may be, too."""
+        calls, thinks = [*said.choice.calls.values()], bool(said.choice.reasoning or said.made.mark)
+        form = said.behind_reasoning() if thinks else said.spelt(said.spelling)
+        if form is None or not said.ids:
+            return ""
         try:
-            as_made = is_made_of(form, parsed.calls)
-            if parsed.loses_text and not as_made and (not whole or _value(form) is not _NO_JSON):
+            as_made = is_made_of(form, calls)
+            lost = said.made.loses_text and (not whole or _value(form) is not _NO_JSON)
+            if not as_made and (lost or not self.is_strict):
                 return ""
         except RecursionError:
             return ""
         if whole and not as_made:
             return "it says something else than the calls that the request demands"
-        for number, (name, arguments) in enumerate(parsed.calls):
+        budget = CheckBudget()
+        for number, (name, arguments) in enumerate(calls):
             if name not in self.functions:
                 return f"call {number} is of a function that the request does not have called"
-            is_whole = whole or number < len(parsed.calls) - 1
+            is_whole = whole or number < len(calls) - 1
             if why := breaks_structure("json_schema", self.functions[name], arguments, whole=is_whole, budget=budget):
                 return f"the arguments of call {number}: {why}"
         return ""
 
-    def _may_stop(self, said: Delivered) -> bool:
-        """Return whether something else than the structure's own end may have ended it."""
-        by_token = bool(said.token_ids) and said.token_ids[-1] in self.limits.stop_token_ids
-        return by_token or bool(self.stops and said.stop_reason is not None)
 
+class _Said:
+    """One choice, as it is compared.
 
-def spellings(word: str, encode: Encode) -> list[tuple[int, ...]]:
-    """The token sequences that a bad word stands for here: as it begins a text, and as it follows a space."""
-    bare = word.lstrip()
-    return [tuple(encode(bare)), tuple(encode(" " + bare))] if bare else [tuple(encode(word))]
-
-
-def vllm_spellings(word: str, encode: Encode) -> list[tuple[int, ...]]:
-    """Return its spellings in vLLM: behind a space only if that takes as many tokens, the first of them another."""
-    first, *others = spellings(word, encode)
-    return [first, *(one for one in others if len(one) == len(first) and one[0] != first[0])]
-
-
-def _structure(body: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The structure that a body asks for, whichever field names it."""
-    outputs = body.get("structured_outputs") or {}
-    named = [(kind, outputs.get(name)) for name, kind in _OUTPUTS.items()]
-    named += [(kind, body.get(name)) for name, kind in _OLD_OUTPUTS.items()]
-    for kind, value in named:
-        if kind == "choice" and value is not None and not all(isinstance(one, str) for one in value):
-            raise TypeError("choices are texts")
-        if value is not None:
-            return kind, value if isinstance(value, str) and kind != "choice" else json.dumps(value)
-    form = body.get("response_format") or (body.get("text") or {}).get("format") or {}
-    if form.get("type") == "json_schema":
-        schema = (form.get("json_schema") or form)["schema"]
-        return "json_schema", schema if isinstance(schema, str) else json.dumps(schema)
-    return ("json_object", "") if form.get("type") == "json_object" else None
-
-
-def _functions(body: Mapping[str, Any]) -> dict[str, str]:
-    """JSON schemas of the arguments of the functions of which one must be called, by name; none = none must."""
-    choice = body.get("tool_choice")
-    if choice != "required" and not isinstance(choice, dict):
-        return {}
-    listed = [tool.get("function") or tool for tool in body["tools"]]  # the Responses API does without `function`
-    known = {one["name"]: json.dumps({"type": "object", **(one.get("parameters") or {})}) for one in listed}
-    if choice == "required":
-        return known
-    name = (choice.get("function") or choice)["name"]
-    return {name: known[name]}
-
-
-def _max_calls(body: Mapping[str, Any]) -> int | None:
-    """Return how many calls an answer may make; None = any number."""
-    choice = body.get("tool_choice")
-    if choice == "none" or not body.get("tools"):
-        return 0
-    return 1 if isinstance(choice, dict) or body.get("parallel_tool_calls") is False else None
-
-
-_NO_JSON = object()
-
-
-def _value(text: str) -> Any:
-    """Return what JSON says, with numbers as they are written."""
-    try:
-        return json.loads(text, parse_int=str, parse_float=str)
-    except ValueError:
-        return _NO_JSON
-
-
-def is_made_of(text: str, calls: Sequence[tuple[str, str]]) -> bool:
-    """Return whether a text is these calls and nothing else, as servers force it: a JSON list of them, or the arguments
-    of the only one.
-
-    Raises:
-        RecursionError: it is nested too deeply.
+    text: all that its reply says, reasoning first.
+    ended: whether it came to an end of its own.
+    stop: the stop string that is said to have ended it.
+    spelling: the ids whose text went out.
     """
-    made, sent = _value(text), [(name, _value(arguments)) for name, arguments in calls]
-    lists = [[{"name": name, key: value} for name, value in sent] for key in ("arguments", "parameters")]
-    return bool(sent) and made is not _NO_JSON and (made in lists or (len(sent) == 1 and made == sent[0][1]))
 
+    def __init__(self, demands: Demands, choice: Choice, made: Made) -> None:
+        self.choice, self.made, self.ids = choice, made, made.token_ids
+        self.text = choice.reasoning + choice.text
+        self.ended = choice.finish_reason in ("stop", "tool_calls")
+        self.stop = choice.stopped_by if isinstance(choice.stopped_by, str) else None
+        by_token = self.ended and self.stop is None and not demands.body.get("include_stop_str_in_output")
+        self.spelling = self.ids[:-1] if by_token else self.ids
+        self._tokenizer = demands.tokenizer
 
-def _is_all_thought(said: Delivered, parsed: Parsed) -> bool:
-    """Return whether what ends its reasoning is not there."""
-    if parsed.thought_end_id is not None:
-        return parsed.thought_end_id not in said.token_ids
-    return parsed.thought_end is not None and parsed.thought_end not in said.text
+    def spelt(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+        """The text of some of its tokens."""
+        return self._tokenizer.decode(ids, skip_special=skip_special, continuation=True)
 
+    def forms(self, ids: Sequence[int]) -> list[str]:
+        """The texts of some of its tokens that a server may show."""
+        return [_shown(self.spelt(ids, skip_special=skip)) for skip in (True, False)]
 
-def _form(said: Delivered, parsed: Parsed) -> str | None:
-    """The text that has to have a form; None = nobody can say where it begins."""
-    if parsed.thought_end == "":
-        return said.text
-    if parsed.thought_end is None or _is_all_thought(said, parsed):
-        return None
-    if said.text.count(parsed.thought_end) != 1:  # or the model spelt it
-        return None
-    return said.text.partition(parsed.thought_end)[2].strip()  # blanks may stand behind it
+    def is_cut_by(self, stop: str, *, keeps_stop: bool) -> bool:
+        """Return whether its tokens spell this stop string where its text ends."""
+        until = _shown(self.choice.text if keeps_stop else self.choice.text + stop)
+        there = any(until in one if self.choice.reasoning else one.startswith(until) for one in self.forms(self.ids))
+        return there and until.endswith(_shown(stop))
+
+    def behind_reasoning(self) -> str | None:
+        """The text behind what ends the reasoning, "" = that did not come; None = nobody can say where it is."""
+        mark, spelt = self.made.mark, self.spelt(self.spelling, skip_special=False)
+        if not mark:
+            return None
+        if mark not in spelt:
+            return ""
+        is_spelt = self._tokenizer.added_id(mark) not in (None, *self.ids)  # by the model, where it ends nothing
+        return None if is_spelt or spelt.count(mark) != 1 else spelt.partition(mark)[2].strip()
 
 
 def broken_limit(
@@ -340,87 +368,133 @@ def _as_text(token_ids: Sequence[int]) -> str:
     return "".join(chr(min(max(token, 0), sys.maxunicode)) for token in token_ids)
 
 
-_LEFT_OUT = (
-    "max_tokens", "max_completion_tokens", "min_tokens", "stop_token_ids", "ignore_eos",  # vendors differ in them
-    "max_output_tokens", "text",  # of the Responses API, which is not read
-)  # fmt: skip
-_CHANGES_CHOICES = ("echo", "suffix", "best_of", "use_beam_search")
-"""Fields with which the choices are not what was generated for each."""
-_MOST_TEXTS, _MOST_CHARACTERS = 50, 2_000
-"""Stop strings, or bad words, of a request, and characters of them all; no front end has limited those of others."""
-_SAYS_NOTHING = {"title", "description", "default", "examples", "deprecated", "$defs", "$schema"}
-_KEYWORDS = {
-    "object": {"properties", "required", "additionalProperties"}, "array": {"items", "minItems", "maxItems"},
-    "string": set[str](), "integer": set[str](), "number": set[str](), "boolean": set[str](), "null": set[str](),
-}  # fmt: skip
-"""Keywords that the libraries of vLLM read as JSON Schema has it, by the one type beside which they stand. They pass
-over many others, or read them as wider ones, by their version."""
-_NEAR = "#/$defs/"
-"""Prefix of references once schemas of several tools are put into one."""
+def _bad_words(words: Iterable[str], tokenizer: Tokenizer, *, strict: bool) -> tuple[tuple[int, ...], ...]:
+    if strict:
+        return tuple(ids for word in words for ids in spellings(word, tokenizer.encode_continuation))
+    return tuple(ids for word in words for ids in vllm_spellings(word, partial(tokenizer.encode, special=False)))
 
 
-def broken_demands(body: Json, reply: Reply, tokenizer: Tokenizer, *, keeps_all: bool) -> dict[int, str]:
-    """Return what choices break, in words, by their index; those that keep to everything are not there.
+def spellings(word: str, encode: Encode) -> list[tuple[int, ...]]:
+    """The token sequences that a bad word stands for here: as it begins a text, and as it follows a space."""
+    bare = word.lstrip()
+    return [tuple(encode(bare)), tuple(encode(" " + bare))] if bare else [tuple(encode(word))]
 
-    Args:
-        body: the client's request.
-        reply: whole.
-        tokenizer: the model's.
-        keeps_all: as `Vendor` has it.
+
+def vllm_spellings(word: str, encode: Encode) -> list[tuple[int, ...]]:
+    """Return its spellings in vLLM: behind a space only if that takes as many tokens, the first of them another."""
+    first, *others = spellings(word, encode)
+    return [first, *(one for one in others if len(one) == len(first) and one[0] != first[0])]
+
+
+def is_made_of(text: str, calls: Sequence[tuple[str, str]]) -> bool:
+    """Return whether a text is these calls and nothing else, as servers force it: a JSON list of them, or the arguments
+    of the only one.
+
+    Raises:
+        RecursionError: it is nested too deeply.
     """
+    made, sent = _value(text), [(name, _value(arguments)) for name, arguments in calls]
+    lists = [[{"name": name, key: value} for name, value in sent] for key in ("arguments", "parameters")]
+    return bool(sent) and made is not _NO_JSON and (made in lists or (len(sent) == 1 and made == sent[0][1]))
+
+
+_NO_JSON = object()
+
+
+def _value(text: str) -> Any:
+    """Return what JSON says, with numbers as they are written."""
     try:
-        return _found(body, reply, tokenizer, keeps_all)
-    except Exception:  # a body that nobody has checked may hold anything; its answers are judged all the same
+        return json.loads(text, parse_int=str, parse_float=str)
+    except ValueError:
+        return _NO_JSON
+
+
+def _shown(text: str) -> str:
+    """A text as it is compared with another reading of the same tokens."""
+    return text.replace(_LOST, "")
+
+
+def _limit(body: Json, *, strict: bool, is_chat: bool) -> int:
+    """The tokens that an answer may have. Where a vendor's rules are not known, as far as all read the request alike:
+    -1 is no limit to some, of two fields another one counts here and there, and an echo holds the prompt."""
+    given = [body[name] for name in _LIMITS if body.get(name) is not None]
+    names = ("max_completion_tokens", "max_tokens") if is_chat else ("max_tokens",)
+    asked = next((body[name] for name in names if body.get(name) is not None), None)
+    if type(asked) is not int or asked < 1:
+        return _NO_LIMIT
+    return asked if strict or not (any(one != asked for one in given) or body.get("echo")) else _NO_LIMIT
+
+
+def counts_all(reply: Reply, vendor: Vendor) -> bool:
+    """Return whether the ids in a reply are all that its usage counts."""
+    parsed = any(choice.called for choice in reply.choices.values())  # vLLM streams no ids of what says nothing
+    return vendor.keeps == "all" or (vendor.keeps == "most" and not parsed)
+
+
+def _shortest(places: list[Any] | None, num_tokens: int) -> int:
+    """The fewest entries of a place; those that go by texts may have one text."""
+    if len(places or ()) != num_tokens:
+        return 0
+    whole = [place or () for place in places or () if not (isinstance(place, dict) and _LOST in "".join(place))]
+    return min(map(len, whole), default=_NO_LIMIT)
+
+
+def _is_small(texts: Sequence[str]) -> bool:
+    return len(texts) <= _MOST_TEXTS and sum(map(len, texts)) <= _MOST_CHARACTERS
+
+
+def _num_prompts(body: Json) -> int:
+    prompt = body.get("prompt")
+    several = isinstance(prompt, list) and any(isinstance(one, str | list) for one in prompt)
+    return len(prompt or ()) if several else 1
+
+
+def _structure(body: Json) -> tuple[str, str] | None:
+    """The structure that a body asks for, whichever field names it."""
+    outputs = body.get("structured_outputs") or {}
+    named = [(kind, outputs.get(name)) for name, kind in _OUTPUTS.items()]
+    named += [(kind, body.get(name)) for name, kind in _OLD_OUTPUTS.items()]
+    for kind, value in named:
+        if kind == "choice" and value is not None and not all(isinstance(one, str) for one in value):
+            raise TypeError("choices are texts")
+        if value is not None:
+            return kind, value if isinstance(value, str) and kind != "choice" else json.dumps(value)
+    form = body.get("response_format") or {}
+    if form.get("type") == "json_schema":
+        schema = (form.get("json_schema") or form)["schema"]
+        return "json_schema", schema if isinstance(schema, str) else json.dumps(schema)
+    return ("json_object", "") if form.get("type") == "json_object" else None
+
+
+def _functions(body: Json) -> dict[str, str]:
+    """JSON schemas of the arguments of the functions of which one must be called, by name; none = none must."""
+    choice = body.get("tool_choice")
+    if choice != "required" and not isinstance(choice, dict):
         return {}
+    listed = [tool["function"] for tool in body["tools"]]
+    known = {one["name"]: json.dumps({"type": "object", **(one.get("parameters") or {})}) for one in listed}
+    if choice == "required":
+        return known
+    name = choice["function"]["name"]
+    return {name: known[name]}
 
 
-def _found(body: Json, reply: Reply, tokenizer: Tokenizer, keeps_all: bool) -> dict[int, str]:
-    if any(body.get(name) for name in _CHANGES_CHOICES):
-        return {}
-    read = {name: body[name] for name in DEMANDING if name not in _LEFT_OUT and body.get(name) is not None}
-    if body.get("min_tokens"):  # how much of a text they keep from being searched, only its server knows
-        read.pop("stop", None)
-    for name in ("stop", "bad_words"):
-        if not _is_small(read.get(name) or []):
-            read.pop(name)
-    demands = ClientDemands.of(read, partial(tokenizer.encode, special=False), bad_words=vllm_spellings)
-    demands = replace(demands, ascii_classes=False)
-    if not keeps_all:
-        demands = replace(demands, max_calls=None)
-        if _is_lenient(body) or _is_loose(demands):
-            demands = replace(demands, functions={}, structure=None)
-    found = {}
-    for index, choice in reply.choices.items():
-        asked, by_text, made = demands, isinstance(choice.stopped_by, str), ""
-        if by_text or choice.called or body.get("tools"):
-            asked = replace(asked, structure=None)
-        if asked.functions:
-            made = "" if by_text else tokenizer.decode(choice.token_ids or ())
-            if not is_made_of(made, [*choice.calls.values()]):  # out of other text, which nothing forced
-                asked = replace(asked, functions={})
-        if why := _broken(asked, body, choice, made):
-            found[index] = why
-    wanted = demands.num_choices * _num_prompts(body)
-    if len(reply.choices) != wanted:
-        found[min(reply.choices)] = f"{len(reply.choices)} choices came, and the request demands {wanted}"
-    return found
+def _schemas(structure: tuple[str, str] | None, functions: Mapping[str, str]) -> list[Any]:
+    texts = [*functions.values(), *([structure[1]] if structure and structure[0] == "json_schema" else ())]
+    return [json.loads(text) for text in texts]
 
 
-def _is_small(texts: str | list[str]) -> bool:
-    several = [texts] if isinstance(texts, str) else texts
-    return len(several) <= _MOST_TEXTS and sum(map(len, several)) <= _MOST_CHARACTERS
-
-
-def _is_loose(demands: ClientDemands) -> bool:
-    """Return whether a JSON schema of them may be read as a wider one."""
-    texts = [*demands.functions.values()]
-    if demands.structure is not None and demands.structure[0] == "json_schema":
-        texts.append(demands.structure[1])
-    return not all(_is_read_alike(json.loads(text)) for text in texts)
+def _is_wish(body: Json) -> bool:
+    """Return whether a JSON schema of it is a wish, or parameters of a tool need not be an object."""
+    functions: list[Any] = [tool.get("function") or {} for tool in body.get("tools") or ()]
+    schemas = [(body.get("response_format") or {}).get("json_schema") or {}, *functions]
+    return any(schema.get("strict") is False for schema in schemas) or any(
+        "type" not in (one.get("parameters") or {}) for one in functions
+    )
 
 
 def _is_read_alike(schema: Any) -> bool:
-    """Return whether all of a JSON schema is of the kind that every library reads alike."""
+    """Return whether all of a JSON schema is of the kind that every library of vLLM reads alike."""
     if not isinstance(schema, dict) or not all(map(_is_read_alike, (schema.get("$defs") or {}).values())):
         return False
     own = schema.keys() - _SAYS_NOTHING
@@ -436,35 +510,3 @@ def _is_read_alike(schema: Any) -> bool:
     parts = [*known.values(), *([schema["items"]] if "items" in schema else ())]
     named = all(one in known for one in schema.get("required", ()))
     return named and isinstance(schema.get("additionalProperties", False), bool) and all(map(_is_read_alike, parts))
-
-
-def _broken(demands: ClientDemands, body: Json, choice: Choice, made: str) -> str:
-    """Say what one choice breaks, in words; "" = nothing. made: the text of which calls were made that had to be
-    made."""
-    reason = "stop" if choice.finish_reason == "tool_calls" else choice.finish_reason or ""
-    said = Delivered(
-        choice.text, choice.token_ids or (), reason, parsed=Parsed(choice.text, calls=tuple(choice.calls.values()))
-    )
-    # of several that came at once, vLLM's versions differ in which one ends the text
-    only = choice.stopped_by if isinstance(choice.stopped_by, str) and len(demands.stops) > 1 else None
-    if why := broken_limit(demands.limits, said.token_ids) or demands.broken_end(said, only):
-        return why
-    by_token = body.get("stop_token_ids") or isinstance(choice.stopped_by, int)
-    if by_token and not demands.keeps_stop:  # which may have come before the structure's own end
-        said = replace(said, finish_reason="length")
-    return demands.broken_form(replace(said, text=made) if demands.functions else said)
-
-
-def _is_lenient(body: Json) -> bool:
-    """Return whether a JSON schema of it is a wish, or parameters of a tool need not be an object."""
-    functions: list[Any] = [tool.get("function") or {} for tool in body.get("tools") or ()]
-    schemas = [(body.get("response_format") or {}).get("json_schema") or {}, *functions]
-    return any(schema.get("strict") is False for schema in schemas) or any(
-        "type" not in (one.get("parameters") or {}) for one in functions
-    )
-
-
-def _num_prompts(body: Json) -> int:
-    prompt = body.get("prompt")
-    several = isinstance(prompt, list) and any(isinstance(one, str | list) for one in prompt)
-    return len(prompt or ()) if several else 1

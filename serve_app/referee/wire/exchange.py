@@ -22,6 +22,7 @@ class Exchange:
     ended_at: unix seconds.
     replica: that answered, where a header names it.
     dialect: the server's; "" = unknown.
+    added: fields that the server was asked for beside what the client wanted.
     """
 
     path: str
@@ -32,10 +33,11 @@ class Exchange:
     ended_at: float
     replica: str = ""
     dialect: str = ""
+    added: tuple[str, ...] = ()
 
     def to_wire(self) -> dict[str, Any]:
         """Return it as JSON."""
-        names = ("path", "streamed", "began_at", "ended_at", "replica", "dialect")
+        names = ("path", "streamed", "began_at", "ended_at", "replica", "dialect", "added")
         fields = {name: getattr(self, name) for name in names}
         return fields | {name: base64.b64encode(getattr(self, name)).decode("ascii") for name in ("request", "reply")}
 
@@ -49,7 +51,7 @@ class Exchange:
         if not (math.isfinite(wire["began_at"]) and math.isfinite(wire["ended_at"])):
             raise ValueError("a time is not finite")
         bodies = {name: base64.b64decode(wire[name]) for name in ("request", "reply")}
-        return cls(**wire | bodies)
+        return cls(**wire | bodies | {"added": tuple(wire["added"])})
 
 
 @dataclass(frozen=True, slots=True)

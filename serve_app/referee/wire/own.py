@@ -16,9 +16,9 @@ from serve_app.referee.alternatives import Alternatives
 from serve_app.referee.answer import Answer
 from serve_app.referee.records import Record
 from serve_app.referee.wire.client_request import ClientRequest, engine_fields
-from serve_app.referee.wire.demands import Delivered, Parsed
+from serve_app.referee.wire.demands import Made
 from serve_app.referee.wire.exchange import CHAT, COMPLETIONS, GENERATE, RESPONSES, Exchange
-from serve_app.referee.wire.reply import Json
+from serve_app.referee.wire.reply import Choice, Json
 from serve_app.referee.wire.told import Told, lost_part, told
 from serve_app.text.tokenizer import Tokenizer
 from speculative.request import FinishReason, Structure, TokenKind
@@ -409,17 +409,14 @@ class _Comparison:
         end, trace, reading = self._ends[index], self._traces[index], self._reading
         if self._asked.budget == 0:
             return ""
-        parsed = None
-        if not self._plain:
-            mark = "" if reading is None else reading.thought_end
-            mark_id = None if not mark else self._tokenizer.added_id(mark)
-            hidden = self._shown is not None and mark_id in self._tokenizer.special_ids
-            content, loses = wire.get("content") or "", reading is not None
-            parsed = Parsed(content, tuple(wire["calls"]), loses, None if hidden else mark, mark_id)
-        stop = end.stop if isinstance(end.stop, str) else None
-        said = Delivered(end.text, trace.token_ids[: end.num], end.reason, stop, end.searched_from, parsed)
-        room = self._model.max_model_len - len(trace.request.prompt_token_ids)
-        return self._demands.broken(said, self._model.eos_token_ids, room)
+        content, calls = (end.text, []) if self._plain else (wire.get("content") or "", wire["calls"])
+        stop, reasoning = end.stop if isinstance(end.stop, str) else None, wire.get("reasoning") or ""
+        choice = Choice(index, text=content, reasoning=reasoning, finish_reason=end.reason, stopped_by=stop)
+        choice.calls = dict(enumerate(calls))
+        ids, room = trace.token_ids[: end.num], self._model.max_model_len - len(trace.request.prompt_token_ids)
+        mark = "" if reading is None else reading.thought_end or ""
+        made = Made(ids, self._model.eos_token_ids, room, loses_text=reading is not None, mark=mark)
+        return self._demands.broken_form(choice, made)
 
 
 class _Entry(NamedTuple):

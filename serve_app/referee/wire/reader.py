@@ -1,8 +1,9 @@
-"""From an exchange with a watched server to its answers, as the referee judges them, one a choice."""
+"""From an exchange with a server to its answers, as the referee judges them, one a choice."""
 
 import hashlib
 import json
 import secrets
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,11 +13,11 @@ from serve_app.backends.base import ModelInfo
 from serve_app.referee.answer import Answer
 from serve_app.referee.strata import WATCHED_LENGTHS, WATCHED_POSITIONS, shared
 from serve_app.referee.wire.alternatives import AlternativesReader
-from serve_app.referee.wire.demands import broken_demands, broken_limit
-from serve_app.referee.wire.exchange import CHAT, Exchange
+from serve_app.referee.wire.demands import CHANGES_CHOICES, Demands, Made, counts_all
+from serve_app.referee.wire.exchange import CHAT, COMPLETIONS, Exchange
 from serve_app.referee.wire.reply import Choice, Json, Reply, Unreadable, read_reply
 from serve_app.referee.wire.sampling import Sampled, Sampling
-from serve_app.referee.wire.vendors import FALLBACK, vendor_of
+from serve_app.referee.wire.vendors import FALLBACK, Vendor, vendor_of
 from serve_app.text.tokenizer import Tokenizer
 from speculative.errors import InvalidRequest
 from speculative.request import Request, SamplingParams
@@ -26,6 +27,7 @@ UNNAMED = "server"
 
 _MISSING = "the reply does not report all of its token ids"
 _ENDS = ("stop", "length", "tool_calls")
+_LONGEST_TEXT = 10_000  # bytes, of which other spellings are looked for
 _MOST_REPLICAS, _LONGEST_REPLICA = 256, 100
 _OTHERS = "others"
 
@@ -72,9 +74,12 @@ class ExchangeReader:
     _samplings: dict[str, Sampling] = field(default_factory=dict)
     _replicas: set[str] = field(default_factory=set)
     _alternatives: AlternativesReader = field(init=False)
+    _spellings: tuple[Mapping[bytes, int], int] = field(init=False)
 
     def __post_init__(self) -> None:
         self._alternatives = AlternativesReader(self.tokenizer)
+        texts = Counter(map(self.tokenizer.token_bytes, range(self.tokenizer.vocab_size)))
+        self._spellings = texts, max(map(len, texts))
 
     def answers(self, exchange: Exchange) -> list[Answer]:
         """The answers of an exchange, in the order of its choices.
@@ -82,22 +87,33 @@ class ExchangeReader:
         Raises:
             Unreadable: it cannot be computed again; the message says why.
         """
-        body = _body(exchange.request)
-        reply = read_reply(exchange)
+        body, reply = _body(exchange.request), read_reply(exchange)
+        vendor = vendor_of(self._dialect(exchange.dialect))
         sampled = self._warm(self._sampling(exchange.dialect).sampled_as(body, is_chat=exchange.path == CHAT))
         choices = [reply.choices[index] for index in sorted(reply.choices)]
         prompts = self._prompts(exchange, body, choices, reply.num_prompt)
-        pairs = zip(choices, prompts, strict=True)
-        read = [(choice, self._tokens(choice, sampled), prompt) for choice, prompt in pairs]
-        _check_whole(reply, [(choice, tokens) for choice, tokens, _ in read])
-        broken, vendor = {}, vendor_of(self._dialect(exchange.dialect))
-        if vendor.keeps_demands:
-            broken = broken_demands(body, reply, self.tokenizer, keeps_all=vendor.keeps_all)
+        tokens = [self._tokens(choice, sampled, vendor) for choice in choices]
+        _check_whole(reply, [*zip(choices, tokens, strict=True)], claims=counts_all(reply, vendor))
+        broken = self._broken(body, reply, vendor, exchange)
+        read = zip(choices, tokens, prompts, strict=True)
         answers = [self._answer(exchange, reply, *one, sampled) for one in read]
         return [
-            replace(answer, broken_limit=answer.broken_limit or broken.get(choice.index, ""))
+            replace(answer, broken_limit=broken.get(choice.index, ""))
             for answer, choice in zip(answers, choices, strict=True)
         ]
+
+    def _broken(self, body: Json, reply: Reply, vendor: Vendor, exchange: Exchange) -> dict[int, str]:
+        """What choices break, in words, by their index; those that keep to everything are not there."""
+        if any(body.get(name) for name in CHANGES_CHOICES):
+            return {}
+        try:
+            demands = Demands.of(body, self.tokenizer, vendor, is_chat=exchange.path == CHAT, added=exchange.added)
+            made = ((one, Made(one.token_ids or (), self.model.eos_token_ids)) for one in reply.choices.values())
+            found = {choice.index: demands.broken(choice, known) for choice, known in made}
+            whole = demands.broken_whole(reply)
+        except Exception:  # a body that nobody has checked may hold anything; its answers are judged all the same
+            return {}
+        return found | ({min(reply.choices): whole} if whole else {})
 
     def _dialect(self, found: str) -> str:
         return (found or FALLBACK) if self.dialect == "auto" else self.dialect
@@ -122,8 +138,7 @@ class ExchangeReader:
         if all(choice.prompt_token_ids for choice in choices):
             return [choice.prompt_token_ids or () for choice in choices]
         try:
-            is_chat = exchange.path == CHAT
-            prompts = [self._chat(body, exchange.dialect)] if is_chat else self._plain(body.get("prompt"))
+            prompts = [self._chat(body, exchange.dialect)] if exchange.path == CHAT else self._plain(body.get("prompt"))
         except InvalidRequest as error:  # which may quote it
             raise Unreadable("its prompt cannot be encoded: the chat template refuses it, or there is none") from error
         if len(prompts) == 1 and num_tokens not in (None, 0, len(prompts[0])):
@@ -171,6 +186,8 @@ class ExchangeReader:
         seed = _unseeded(reply.id, choice.index, exchange.began_at)
         if sampled.seed is not None:  # of each prompt the first choice has it, the next the next
             seed = (sampled.seed + choice.index % sampled.num_choices) % 2**64
+        if tokens.is_selected:  # which is no sample: its tokens are judged one by one, and as a repeated seed's
+            seed = 0
         request_id = f"{reply.id or secrets.token_hex(8)}-{choice.index}"
         answer = Answer.reported(
             Request(request_id, prompt, sampled.params, seed),
@@ -185,7 +202,6 @@ class ExchangeReader:
             answer,
             began_at=exchange.began_at,
             num_cached=reply.num_cached or 0,
-            broken_limit=_too_long(sampled, choice),
             untested=sampled.untested,
         )
 
@@ -216,28 +232,48 @@ class ExchangeReader:
         self._replicas.add(shown)
         return shown
 
-    def _tokens(self, choice: Choice, sampled: Sampled) -> "_Tokens":
+    def _tokens(self, choice: Choice, sampled: Sampled, vendor: Vendor) -> "_Tokens":
         """The tokens of an answer, the one that ended it included."""
-        reported = choice.token_ids
+        reported, reports_end = choice.token_ids, vendor.keeps != "nothing"
+        is_selected = len(vendor.extras(COMPLETIONS, False)) > 1  # one that reports ids if it is asked for them
         if reported is not None and choice.pieces:
             tokens = self._whole(choice, reported)
         elif reported is not None:
             given = choice.logprobs or ()
+            if len(given) not in (0, len(reported)) and not reports_end:
+                raise Unreadable("the reply has logprobs of some of its tokens only")
             tokens = _Tokens(list(reported), list(given) if len(given) == len(reported) else [])
         elif choice.called or not (choice.text or choice.finish_reason == "stop"):
             raise Unreadable("the reply has no token ids")
         else:
             ids = self.tokenizer.encode_continuation(choice.text)
-            tokens = _Tokens(list(ids), [], retokenized=True)
+            if is_selected and not self._is_only_spelling(ids):
+                raise Unreadable("its text can be written in other tokens, too")
+            tokens = _Tokens(list(ids), [], retokenized=True, is_selected=is_selected)
         eos = self.model.eos_token_ids
         by_text = sampled.stops or (isinstance(choice.stopped_by, str) and choice.stopped_by)
         ends_itself = choice.finish_reason in ("stop", "tool_calls") and not by_text
-        is_open = not tokens.ids or tokens.ids[-1] not in eos
+        is_open = (not tokens.ids or tokens.ids[-1] not in eos) and (reported is None or not reports_end)
         if ends_itself and len(eos) == 1 and not sampled.params.ignore_eos and is_open:
             tokens.add(eos[0], None)  # some servers leave it out, and its absence would bias the others
         if not tokens.ids:
             raise Unreadable("the answer is empty")
         return tokens
+
+    def _is_only_spelling(self, ids: Sequence[int]) -> bool:
+        """Return whether no other tokens, as many or fewer, spell the same text."""
+        text = b"".join(map(self.tokenizer.token_bytes, ids))
+        if len(text) > _LONGEST_TEXT:
+            return False
+        least, ways = [0] + [len(text) + 1] * len(text), [1] + [0] * len(text)
+        known, longest = self._spellings
+        for end in range(1, len(text) + 1):
+            for start in range(max(0, end - longest), end):
+                num = known.get(text[start:end], 0) * ways[start]
+                if num and least[start] + 1 <= least[end]:
+                    ways[end] = num + (ways[end] if least[start] + 1 == least[end] else 0)
+                    least[end] = least[start] + 1
+        return (least[-1], ways[-1]) == (len(ids), 1)
 
     def _whole(self, choice: Choice, ids: Sequence[int]) -> "_Tokens":
         """With the tokens in the middle of a character, which llama.cpp leaves out: the piece of text holds them."""
@@ -253,22 +289,15 @@ class ExchangeReader:
         return tokens
 
 
-def _too_long(sampled: Sampled, choice: Choice) -> str:
-    """Return whether an answer has more tokens than its request allows, in words. Only ids that the server reports
-    count, and not how it ended: vendors differ in which tokens end an answer, and in what they report of these."""
-    if sampled.max_tokens is None:
-        return ""
-    return broken_limit(SamplingParams(max_tokens=sampled.max_tokens), choice.token_ids or ())
-
-
 @dataclass(slots=True)
 class _Tokens:
     """The tokens of an answer, and the logprob of each, None = not reported; no logprobs at all = []. retokenized:
-    whether they were read off the text."""
+    whether they were read off the text. is_selected: whether only such texts are read as have one spelling."""
 
     ids: list[int]
     logprobs: list[float | None]
     retokenized: bool = False
+    is_selected: bool = False
 
     def add(self, token: int, logprob: float | None) -> None:
         """Add a token at the end."""
@@ -284,10 +313,12 @@ def _unseeded(reply_id: str, index: int, began_at: float) -> int:
     return int.from_bytes(hashlib.sha256(repr((reply_id, index, began_at)).encode()).digest()[:8], "big")
 
 
-def _check_whole(reply: Reply, answers: Sequence[tuple[Choice, _Tokens]]) -> None:
+def _check_whole(reply: Reply, answers: Sequence[tuple[Choice, _Tokens]], *, claims: bool) -> None:
     """Refuse a reply that does not report all tokens of its answers, or whose text can be written in another number of
-    tokens than were drawn."""
-    if reply.num_tokens is None:
+    tokens than were drawn. claims: where it has token ids, another number is its server's fault."""
+    if reply.num_tokens is None and any(tokens.is_selected for _, tokens in answers):
+        raise Unreadable("the reply does not say how many tokens its text has")
+    if reply.num_tokens is None or (claims and not answers[0][1].retokenized):
         return
     counted = [answers, *([answer] for answer in answers)]  # llama.cpp counts those of one choice
     if not any(_is_number(reply.num_tokens, some) for some in counted):

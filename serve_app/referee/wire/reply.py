@@ -36,7 +36,8 @@ class Choice:
 
     token_ids: emitted, None = the server did not report them.
     logprobs: of each of them, nats; None = not reported.
-    text: of the answer.
+    text: of the answer, without its reasoning and its calls.
+    reasoning: its text.
     finish_reason: as reported.
     stopped_by: the stop text or token that ended it, as far as the server says so.
     prompt_token_ids: None = not reported.
@@ -46,16 +47,22 @@ class Choice:
     token_ids: list[int] | None = None
     logprobs: list[float | None] | None = None
     text: str = ""
+    has_text: bool = False  # it was reported, if only as an empty one
+    reasoning: str = ""
     finish_reason: str | None = None
     stopped_by: str | int | None = None
     prompt_token_ids: tuple[int, ...] | None = None
     pieces: list[bytes | None] | None = None  # of the text, one a logprob, where they came with ids
-    called: bool = False  # the answer is, or holds, calls of tools: its text is not in `text`
     calls: dict[int, tuple[str, str]] = field(default_factory=dict)  # of tools: their names and arguments, by index
     top_logprobs: list[Any] | None = None  # of each token, as reported; `candidates` reads them
     scored_logprobs: list[Any] | None = None  # of each token, as reported; `scored` reads them
     token_texts: list[Any] | None = None  # of each token that has a logprob, as reported
     prompt_logprobs: list[Any] | None = None  # as reported; `logprobs_of_prompt` reads them
+
+    @property
+    def called(self) -> bool:
+        """Return whether it holds calls of tools, or reasoning: not all of its text is in `text`."""
+        return bool(self.calls or self.reasoning)
 
     def candidates(self) -> list[list[Candidate]] | None:
         """Return the likeliest tokens in each token's place, in the order of the reply; None = not reported."""
@@ -210,8 +217,9 @@ def _add_usage(reply: Reply, usage: Json, timings: Json) -> None:
 def _add(choice: Choice, wire: Json, part: Json, *, is_chat: bool) -> None:
     """Add what one part of a reply says of a choice."""
     message = wire.get("message") or wire.get("delta") or {}
-    choice.text += (message.get("content") if is_chat else wire.get("text")) or ""
-    choice.called |= bool(message.get("tool_calls") or message.get("reasoning_content") or message.get("reasoning"))
+    text = message.get("content") if is_chat else wire.get("text")
+    choice.text, choice.has_text = choice.text + (text or ""), choice.has_text or text is not None
+    choice.reasoning += message.get("reasoning_content") or message.get("reasoning") or ""
     for number, call in enumerate(message.get("tool_calls") or ()):
         index, function = call.get("index", number), call.get("function") or {}
         name, arguments = choice.calls.get(index, ("", ""))

@@ -28,7 +28,6 @@ _IRRELEVANT = frozenset((
 # fmt: on
 """Fields that do not change from which distribution a token is drawn, or whose values are looked at below."""
 
-_LIMITS = ("max_completion_tokens", "max_tokens", "max_new_tokens", "n_predict", "max_output_tokens")
 _TEXT_FORM = ("text", None)
 _GRAMMARS = (
     "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structural_tag", "regex",
@@ -46,7 +45,6 @@ class Sampled:
     untested: why their tokens cannot be compared with a distribution, "" = they can.
     compared: whether their logprobs are the model's.
     num_choices: of each prompt.
-    max_tokens: that the request names; None = it does not, or another field may count.
     """
 
     params: SamplingParams
@@ -55,7 +53,6 @@ class Sampled:
     untested: str = ""
     compared: bool = True
     num_choices: int = 1
-    max_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,24 +95,13 @@ class Sampling:
         compared &= not vendor.logprobs_after_temperature or _is_bare(params)
         num = body.get("n")
         num_choices = max(1, num) if isinstance(num, int) else 1
-        return Sampled(params, seed, stops, untested, compared, num_choices, _limit(body, is_chat=is_chat))
+        return Sampled(params, seed, stops, untested, compared, num_choices)
 
 
 def _is_bare(params: SamplingParams) -> bool:
     """Return whether nothing but filters comes between the model's logits and the distribution."""
     penalties = params.presence_penalty, params.frequency_penalty, params.repetition_penalty - 1
     return params.temperature in (0, 1) and not any(penalties) and not params.logit_bias
-
-
-def _limit(body: Json, *, is_chat: bool) -> int | None:
-    """The tokens that an answer may have, where all vendors read the request alike: -1 is no limit to some, of two
-    fields another one counts here and there, and an echo holds the prompt."""
-    given = [body[name] for name in _LIMITS if body.get(name) is not None]
-    names = ("max_completion_tokens", "max_tokens") if is_chat else ("max_tokens",)
-    asked = next((body[name] for name in names if body.get(name) is not None), None)
-    if type(asked) is not int or asked < 1 or any(one != asked for one in given) or body.get("echo"):
-        return None
-    return asked
 
 
 def _read(values: Mapping[str, Any]) -> Json:

@@ -9,7 +9,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from decimal import Decimal
-from typing import Any
+from typing import Any, Literal
 
 import jsonschema
 import regex
@@ -31,7 +31,7 @@ _JSON_BEGINS = ("", *'{["-0123456789tfn')
 _ODD_SYNTAX = regex.compile(r"&&|--|~~|\[[^\]\\]*\[|\{,|\\b\{|\\[xupPzAQEB]|\(\?(?!:)|[*+?}]\+")
 """Syntax in which Rust's expressions, which the server takes, and Python's may differ."""
 _CLASSES = regex.compile(r"\\[wWdDsSbB]")
-"""Classes that some servers read as Unicode's, and others as ASCII's."""
+"""Classes that some read as Unicode's, and others as ASCII's; of texts in ASCII they say the same."""
 
 
 class _Unchecked(Exception):
@@ -58,7 +58,7 @@ def breaks_structure(
     try:
         budget.spend(len(answer) // _CHARACTERS + (0 if kind == "json_schema" else len(text) // _CHARACTERS))
         if kind == "regex":
-            return "" if budget.matches(text, answer, whole) else "it does not match its regular expression"
+            return "" if budget.matches(text, answer, partial=not whole) else "it does not match its regular expression"
         if kind == "choice":
             return _choice(text, answer, whole)
         return _json(text if kind == "json_schema" else None, answer, whole, budget)
@@ -120,14 +120,9 @@ class CheckBudget:
     """The work that there is for one answer.
 
     A step is one keyword or one part of a schema, applied to one value; one that looks at many values counts as more.
-
-    Args:
-        ascii_classes: whether the server is known to read `\\w`, `\\d`, `\\s` and `\\b` as ASCII; expressions that have
-            them are not checked otherwise.
     """
 
-    def __init__(self, *, ascii_classes: bool = True) -> None:
-        self._ascii_classes = ascii_classes
+    def __init__(self) -> None:
         self._num_left, self._left_s = _MOST_STEPS, _PATTERN_S
         self._sizes: dict[int, tuple[Any, int]] = {}
         self._compiled: dict[str, Any] = {}
@@ -166,41 +161,30 @@ class CheckBudget:
             self._sizes[id(value)] = value, 1 + sum(map(self.size, parts))  # kept alive, or its id is another's
         return self._sizes[id(value)][1]
 
-    def reads(self, pattern: str) -> bool:
-        """Return whether an expression means here what it means to the server, and compiles in little time."""
+    def reads(self, pattern: str, text: str) -> bool:
+        """Return whether an expression means to this text what it means to the server, and compiles in little time."""
         if len(pattern) > _MOST_PATTERN_CHARACTERS or _ODD_SYNTAX.search(pattern):
             return False
-        return self._ascii_classes or not _CLASSES.search(pattern)
+        return text.isascii() or not _CLASSES.search(pattern)
 
-    def matches(self, pattern: str, text: str, whole: bool) -> bool:
-        """Return whether an expression matches all of a text, or, if that is not whole, may match what it goes on to.
-
-        Raises:
-            _Unchecked: that is not known.
-        """
-        return bool(self._timed(pattern, lambda one, s: one.fullmatch(text, partial=not whole, timeout=s)))
-
-    def finds(self, pattern: str, text: str) -> bool:
-        """Return whether an expression matches anywhere in a text.
+    def matches(self, pattern: str, text: str, how: Literal["fullmatch", "search"] = "fullmatch", **more: Any) -> bool:
+        """Return whether an expression matches all of a text, what that may go on to (with `partial`), or some of it.
 
         Raises:
             _Unchecked: that is not known.
         """
-        return bool(self._timed(pattern, lambda one, s: one.search(text, timeout=s)))
-
-    def _timed(self, pattern: str, match: Callable[[Any, float], Any]) -> Any:
-        if not self.reads(pattern) or self._left_s <= 0:
+        if not self.reads(pattern, text) or self._left_s <= 0:
             raise _Unchecked
         try:
             if pattern not in self._compiled:
                 self.spend(len(pattern) * _STEP_SIZE // 2)
                 self._compiled[pattern] = regex.compile(pattern, regex.ASCII)
             began = time.perf_counter()
-            found = match(self._compiled[pattern], self._left_s)
+            found = getattr(self._compiled[pattern], how)(text, timeout=self._left_s, **more)
         except (regex.error, TimeoutError) as error:
             raise _Unchecked from error
         self._left_s -= time.perf_counter() - began
-        return found
+        return found is not None
 
 
 def _validator(schema: Any, budget: CheckBudget) -> Any:
@@ -224,7 +208,7 @@ def _validator(schema: Any, budget: CheckBudget) -> Any:
         return check
 
     def pattern(_: Any, wanted: str, value: Any, __: Any) -> Iterator[ValidationError]:
-        if isinstance(value, str) and budget.reads(wanted) and not budget.finds(wanted, value):
+        if isinstance(value, str) and budget.reads(wanted, value) and not budget.matches(wanted, value, "search"):
             yield ValidationError("pattern")
 
     keywords = {name: bounded(name, keyword) for name, keyword in {**library.VALIDATORS, "pattern": pattern}.items()}

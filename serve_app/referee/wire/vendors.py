@@ -12,6 +12,7 @@ from serve_app.referee.wire.reply import Json
 
 Extras = Mapping[str, Any]
 """Fields of a request, with their values."""
+Keeps = Literal["nothing", "most", "all"]
 
 _NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 AS_SENT = (*_NUMBERS, "top_k", "min_tokens", "stop_token_ids", "ignore_eos", "allowed_token_ids", "logit_bias")
@@ -40,10 +41,13 @@ class Vendor:
     """True if the reported logprobs are those that a grammar leaves."""
     logprobs_after_temperature = False
     """True if they are those after penalties and temperature."""
-    keeps_demands = False
-    """True if it is known to honour `n`, stop strings, bad words and structure, and to ignore none of them."""
-    keeps_all = False
-    """True where it keeps to every keyword of a schema, and to each field that says whether tools are to be called."""
+    keeps: Keeps = "nothing"
+    """The demands of a request that it is known to honour.
+
+    most: `n`, stop strings, bad words and structure. Each token is reported, the one that ended the answer, too, and
+        every number that was asked for.
+    all: limits, every keyword of a schema, and each field that says whether tools are to be called, too.
+    """
     joins_texts_by = "\n"
     """Separator between the texts of one message."""
 
@@ -80,14 +84,14 @@ class Vendor:
 
 class _Vllm(Vendor):
     owned_by = "vllm"
-    keeps_demands = True
+    keeps: Keeps = "most"
     reads_generation_config = "always"
 
 
 class _Truespec(_Vllm):
     owned_by = "truespec"
     logprobs_after_grammar = False
-    keeps_all = True
+    keeps: Keeps = "all"
 
 
 class _TensorRtLlm(Vendor):

@@ -37,7 +37,7 @@ async def test_replies_are_what_they_are_without_the_proxy(url: str, kind: dict[
     body = {"model": "audited", "prompt": [5, 6, 7] * 6, "temperature": 0, "max_tokens": 9, **kind}
     body |= {"stream": True} if streamed or "stream_options" in kind else {}
     async with (
-        running_proxy(ProxyOptions(url, dialect="truespec")) as (proxied, proxy),
+        running_proxy(ProxyOptions(url, dialect="truespec", as_sent=0.0)) as (proxied, proxy),
         aiohttp.ClientSession() as http,
     ):
         replies = []

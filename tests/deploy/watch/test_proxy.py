@@ -43,7 +43,7 @@ async def asked(client: aiohttp.ClientSession, url: str, path: str = CHAT, **fie
 @pytest.fixture
 async def proxied(server: RawUpstream) -> AsyncIterator[tuple[str, Proxy]]:
     """The URL of a proxy that knows what the server is, and the proxy."""
-    async with running_proxy(ProxyOptions(server.url, dialect="vllm")) as running:
+    async with running_proxy(ProxyOptions(server.url, dialect="vllm", as_sent=0.0)) as running:
         yield running
 
 
@@ -155,7 +155,7 @@ async def test_a_stream_is_passed_on_event_by_event(
 async def test_a_watched_reply_is_the_plain_one_and_the_referee_gets_more(
     path: str, server: RawUpstream, client: aiohttp.ClientSession, referee: Referee
 ) -> None:
-    options = ProxyOptions(server.url, referee=referee.server.url, replica_header="X-Replica")
+    options = ProxyOptions(server.url, referee=referee.server.url, replica_header="X-Replica", as_sent=0.0)
     async with running_proxy(options) as (url, _):
         for _ in range(3):
             assert await asked(client, url, path, model="m") == (200, plain_reply(path))
@@ -178,7 +178,7 @@ async def test_keys_never_leave_and_prompts_are_never_logged(
     server: RawUpstream, client: aiohttp.ClientSession, referee: Referee, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
-    async with running_proxy(ProxyOptions(server.url, referee=referee.server.url)) as (url, _):
+    async with running_proxy(ProxyOptions(server.url, referee=referee.server.url, as_sent=0.0)) as (url, _):
         for _ in range(2):
             await asked(client, url, CHAT + "?key=secret-of-the-client", messages=["a private prompt"])
         malformed = await raw(url, b"POST /v1/completions HTTP/1.1\r\nAuthorization " + KEY.encode() + b"\r\n\r\n")
@@ -191,13 +191,13 @@ async def test_keys_never_leave_and_prompts_are_never_logged(
 
 
 async def test_a_share_of_the_requests_is_watched(server: RawUpstream, client: aiohttp.ClientSession) -> None:
-    async with running_proxy(ProxyOptions(server.url, share=0.5)) as (url, proxy):
+    async with running_proxy(ProxyOptions(server.url, share=0.5, as_sent=0.0)) as (url, proxy):
         for _ in range(100):
             await asked(client, url)
         counts = proxy.counts
     assert counts["passed"] + counts["captured"] == 100
     assert 20 < counts["captured"] < 80
-    async with running_proxy(ProxyOptions(server.url, share=0.0)) as (url, proxy):
+    async with running_proxy(ProxyOptions(server.url, share=0.0, as_sent=0.0)) as (url, proxy):
         await asked(client, url)
         assert proxy.counts == {"passed": 1}
 
@@ -220,7 +220,10 @@ async def test_a_server_that_refuses_what_is_added_is_asked_for_less(
             await answer(request, writer)
 
     server.answer = picky
-    async with running_proxy(ProxyOptions(server.url, dialect="vllm", referee=referee.server.url)) as (url, proxy):
+    async with running_proxy(ProxyOptions(server.url, dialect="vllm", referee=referee.server.url, as_sent=0.0)) as (
+        url,
+        proxy,
+    ):
         for _ in range(5):
             assert await asked(client, url) == (200, plain_reply(CHAT))
         assert proxy.counts == {"refused": len(refused), "captured": 5 - len(refused)}
@@ -231,7 +234,7 @@ async def test_a_server_that_refuses_what_is_added_is_asked_for_less(
 async def test_no_server_is_a_502_in_openais_form_and_the_proxys_own_health_does_not_depend_on_it(
     client: aiohttp.ClientSession,
 ) -> None:
-    async with running_proxy(ProxyOptions("http://127.0.0.1:9", dialect="vllm")) as (url, proxy):
+    async with running_proxy(ProxyOptions("http://127.0.0.1:9", dialect="vllm", as_sent=0.0)) as (url, proxy):
         async with client.get(url + "/.truespec/health") as got:
             assert (got.status, await got.text()) == (200, "ok\n")
         assert not proxy.counts
@@ -269,7 +272,7 @@ async def test_connections_that_the_server_closes_cost_no_request(
         return await answer(request, writer)
 
     server.answer = closing
-    async with running_proxy(ProxyOptions(server.url, share=share, dialect="vllm")) as (url, proxy):
+    async with running_proxy(ProxyOptions(server.url, share=share, dialect="vllm", as_sent=0.0)) as (url, proxy):
         for _ in range(4):
             assert await asked(client, url) == (200, plain_reply(CHAT))
         assert proxy.counts["unreachable"] == 0
@@ -290,7 +293,7 @@ async def test_long_bodies_are_passed_on_as_they_come(server: RawUpstream) -> No
 
     upstream = await asyncio.start_server(reading, "127.0.0.1", 0, limit=2**21)
     address = f"http://127.0.0.1:{upstream.sockets[0].getsockname()[1]}"
-    async with running_proxy(ProxyOptions(address, dialect="vllm")) as (url, _):
+    async with running_proxy(ProxyOptions(address, dialect="vllm", as_sent=0.0)) as (url, _):
         answers, writer = await connected(url)
         writer.write(b"POST /v1/files HTTP/1.1\r\nHost: h\r\nContent-Length: 1000009\r\n\r\nfirst")
         await asyncio.wait_for(got_first.wait(), 5)
@@ -310,7 +313,7 @@ async def test_a_reply_that_breaks_off_breaks_off_for_the_client_too(
         await asyncio.sleep(0.05)
         return False
 
-    async with running_proxy(ProxyOptions(server.url, share=share, dialect="vllm")) as (url, proxy):
+    async with running_proxy(ProxyOptions(server.url, share=share, dialect="vllm", as_sent=0.0)) as (url, proxy):
         await asked(client, url, stream=True)
         server.answer = dying
         async with client.post(url + CHAT, data=b'{"stream": true}') as stream:
@@ -332,7 +335,7 @@ async def test_a_client_that_leaves_takes_its_request_along(
         assert await request.reader.read(1) == b""
         left.set()
 
-    async with running_proxy(ProxyOptions(server.url, share=share, dialect="vllm")) as (url, proxy):
+    async with running_proxy(ProxyOptions(server.url, share=share, dialect="vllm", as_sent=0.0)) as (url, proxy):
         await asked(client, url, stream=True)
         server.answer = slow
         stream = await client.post(url + CHAT, data=b'{"stream": true}')
@@ -359,7 +362,9 @@ async def test_upgrades_are_refused_in_openais_form_and_offers_of_another_protoc
 async def test_what_is_too_large_passes_uncaptured(
     server: RawUpstream, client: aiohttp.ClientSession, referee: Referee
 ) -> None:
-    options = ProxyOptions(server.url, referee=referee.server.url, max_exchange_bytes=len(plain_reply(CHAT)))
+    options = ProxyOptions(
+        server.url, referee=referee.server.url, max_exchange_bytes=len(plain_reply(CHAT)), as_sent=0.0
+    )
     async with running_proxy(options) as (url, proxy):
         for _ in range(2):
             assert await asked(client, url) == (200, plain_reply(CHAT))
@@ -378,7 +383,10 @@ async def test_the_dialect_is_found_even_behind_keys(owner: str, field: bytes, c
         else:
             await answer(request, writer)
 
-    async with RawUpstream(locked).running() as server, running_proxy(ProxyOptions(server.url)) as (url, _):
+    async with (
+        RawUpstream(locked).running() as server,
+        running_proxy(ProxyOptions(server.url, as_sent=0.0)) as (url, _),
+    ):
         for _ in range(2):
             assert await asked(client, url) == (200, plain_reply(CHAT))
         assert field in server.requests[-1].body
@@ -394,7 +402,10 @@ async def test_a_thousand_streams_at_once_lose_no_byte(server: RawUpstream, clie
         await answer(request, writer)
 
     server.answer = together
-    async with running_proxy(ProxyOptions(server.url, share=0.5, dialect="vllm", max_queued=2000)) as (url, proxy):
+    async with running_proxy(ProxyOptions(server.url, share=0.5, dialect="vllm", max_queued=2000)) as (
+        url,
+        proxy,
+    ):
         streams = [asyncio.create_task(asked(client, url, stream=True, model="m", user=str(n))) for n in range(number)]
         for _ in range(number):
             await asyncio.wait_for(open_now.acquire(), 60)
@@ -461,7 +472,7 @@ async def test_a_server_that_still_loads_is_asked_later_what_it_is(
             writer.write(reply(b'{"data": [{"owned_by": "llamacpp"}]}', JSON_TYPE))
 
     server.answer = loading
-    async with asyncio.timeout(10), running_proxy(ProxyOptions(server.url)) as (url, proxy):
+    async with asyncio.timeout(10), running_proxy(ProxyOptions(server.url, as_sent=0.0)) as (url, proxy):
         assert (await asked(client, url))[0] == 503
         for state in ("hangs", "serves", "serves"):
             states.append(state)
@@ -475,7 +486,7 @@ async def test_forms_without_end_neither_fill_the_memory_nor_end_the_watch(
     server: RawUpstream, client: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("deploy.watch.proxy._MOST_FORMS", 4)
-    async with running_proxy(ProxyOptions(server.url, dialect="vllm")) as (url, proxy):
+    async with running_proxy(ProxyOptions(server.url, dialect="vllm", as_sent=0.0)) as (url, proxy):
         for number in range(10):
             await asked(client, url, **{f"field-{number}": "x"})
         await asked(client, url, **{"x" * 100_000: "x"})

@@ -65,7 +65,6 @@ def exchange(tokens: Sequence[int], name: str = "cmpl", at: float = 0.0, **field
     """An answer of these tokens at temperature 1, served with the logprobs of P."""
     choice: dict[str, Any] = {
         "index": 0,
-        "text": "",
         "finish_reason": "length",
         "token_ids": list(tokens),
         "logprobs": {"token_logprobs": [math.log(P[token]) for token in tokens]},

@@ -125,7 +125,7 @@ async def test_requests_pass_while_the_referee_does_not_answer(
 ) -> None:
     referee.waits_s = 60.0 if state == "slow" else 0.0
     url = referee.server.url if state == "slow" else "http://127.0.0.1:9"
-    async with running_proxy(ProxyOptions(server.url, referee=url, max_queued=5)) as (address, proxy):
+    async with running_proxy(ProxyOptions(server.url, referee=url, max_queued=5, as_sent=0.0)) as (address, proxy):
         began = time.monotonic()
         for _ in range(50):
             assert await asked(client, address) == (200, plain_reply(CHAT))

@@ -2,11 +2,10 @@
 
 import json
 import time
-from functools import partial
 
 import pytest
 
-from serve_app.referee.wire.structure import CheckBudget, breaks_structure
+from serve_app.referee.wire.structure import breaks_structure
 
 SCHEMA = {
     "type": "object",
@@ -40,7 +39,7 @@ TYPE = "it breaks `type` of its JSON schema"
         ("json_schema", {"patternProperties": {"^a": {"type": "null"}}}, '{"a": 1}', ""),  # not checked
         ("regex", r"\d{3}|[a-d]+", "123", ""),
         ("regex", r"\d{3}", "1234", "it does not match its regular expression"),
-        ("regex", r"\d", "٣", "it does not match its regular expression"),  # classes are ASCII
+        ("regex", r"\d", "٣", ""),  # a digit to some
         ("regex", r"[a-z&&[^b]]+", "b", ""),  # Python reads it otherwise
         ("choice", ["yes", "no"], "no", ""),
         ("choice", ["yes", "no"], "non", "it is none of its choices"),
@@ -71,13 +70,13 @@ def test_of_an_answer_that_was_cut_off_its_beginning_is_checked(
     assert bool(breaks_structure(kind, text, answer, whole=False)) is broken
 
 
-@pytest.mark.parametrize("pattern", [r"^\w+$", r"\d", r"\S", r"a\b"])
-def test_classes_that_the_server_may_read_as_unicode_are_not_checked_where_that_is_not_known(pattern: str) -> None:
-    schema = json.dumps({"type": "string", "pattern": pattern})
-    assert breaks_structure("regex", pattern, " ") and breaks_structure("json_schema", schema, '" "')
-    unknown = partial(breaks_structure, budget=CheckBudget(ascii_classes=False))
-    assert not unknown("regex", pattern, " ") and not unknown("json_schema", schema, '" "')
-    assert unknown("json_schema", schema, "1"), "the rest of the schema is checked"
+@pytest.mark.parametrize("pattern", [r"^\w+$", r"^[\d]", r"^a\s+$", r"^\W", r"a\b"])
+def test_classes_that_may_be_unicodes_or_asciis_are_checked_in_texts_that_both_read_alike(pattern: str) -> None:
+    schema, odd = json.dumps({"type": "string", "pattern": pattern}), "_" if "W" in pattern else " ;"
+    assert breaks_structure("regex", pattern, odd) and breaks_structure("json_schema", schema, f'"{odd}"')
+    for text in ("a\u3000", "\u0663", "\u00e4"):  # a space, a digit and a letter, as Unicode has it
+        assert not breaks_structure("regex", pattern, text) and not breaks_structure("json_schema", schema, f'"{text}"')
+    assert breaks_structure("json_schema", schema, "1") == TYPE, "the rest of the schema is checked"
 
 
 NESTED = {
