@@ -28,8 +28,11 @@ _MOST_DIGITS = 100  # of a number, as it is written
 _UNREAD = ("patternProperties", "x-guidance", "unevaluatedItems", "unevaluatedProperties")
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 _JSON_BEGINS = ("", *'{["-0123456789tfn')
-_ODD_SYNTAX = regex.compile(r"&&|--|~~|\[[^\]\\]*\[|\{,|\\b\{|\\[xupPzAQEB]|\(\?(?!:)|[*+?}]\+")
-"""Syntax in which Rust's expressions, which the server takes, and Python's may differ."""
+_ODD_SYNTAX = regex.compile(
+    r"&&|--|~~|\[[^\]\\]*\[|\{,|\\b\{|\\[xupPzAQEBv]|\(\?(?!:)|[*+?}]\+|[\0-\x08\x0b\x0e-\x1f\x7f]"
+)
+"""Syntax in which Rust's expressions, which the server takes, and Python's may differ; and characters that servers
+never write."""
 _CLASSES = regex.compile(r"\\[wWdDsSbB]")
 """Classes that some read as Unicode's, and others as ASCII's; of texts in ASCII they say the same."""
 
@@ -227,17 +230,19 @@ def _validator(schema: Any, budget: CheckBudget) -> Any:
 
 
 def _check_names(schema: Any) -> None:
-    """Refuse a schema with a name that is not read here, or of which a part is in another dialect: the library would
-    validate that without a bound."""
+    """Refuse a schema with a name that is not read here, with half a character (which no answer holds), or of which a
+    part is in another dialect: the library would validate that without a bound."""
     parts = [schema]
     while parts:
         part = parts.pop()
         if isinstance(part, dict):
             if any(name in part for name in _UNREAD) or ("$schema" in part and part is not schema):
                 raise _Unchecked
-            parts += part.values()
+            parts += (*part, *part.values())
         elif isinstance(part, list):
             parts += part
+        elif isinstance(part, str):
+            part.encode()
 
 
 def _is_integer(_: Any, value: Any) -> bool:

@@ -34,6 +34,9 @@ TYPE = "it breaks `type` of its JSON schema"
         ("json_schema", SCHEMA, '{"price": 0.35}', "it breaks `multipleOf` of its JSON schema"),
         ("json_schema", SCHEMA, '{"price": 1, "name": "AB"}', "it breaks `pattern` of its JSON schema"),
         ("json_schema", SCHEMA, '{"price": 1', "it is not JSON"),
+        ("json_schema", {"pattern": r"^\s$"}, '"\u3000"', ""),  # white space in ECMA-262
+        ("json_schema", {"pattern": r"^\s$"}, '"x"', "it breaks `pattern` of its JSON schema"),
+        ("json_schema", {"enum": ["\ud83d"]}, '"\ufffd"', ""),  # half a character, which no answer holds
         ("json_schema", {"type": "integer"}, "1.0", ""),
         ("json_schema", {"$ref": "http://example.com/x.json"}, "1", ""),  # nothing is fetched
         ("json_schema", {"patternProperties": {"^a": {"type": "null"}}}, '{"a": 1}', ""),  # not checked
