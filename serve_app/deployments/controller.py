@@ -68,12 +68,7 @@ class Controller:
         metrics = Metrics(sinks, model_name=config.model.served_name, pool=pool)
         tolerances = ServiceTolerances(config.replay, config.engine)
         self._counts = counts = RefereeCounts(metrics, SERVED_STRATA)
-        book = ReplicaBook(
-            tolerances,
-            _dump_folder(config),
-            config.replay.keep_verdicts,
-            alarmed=counts.alarmed,
-        )
+        book = ReplicaBook(tolerances, _dump_folder(config), config.replay.keep_verdicts, alarmed=counts.alarmed)
 
         def accuse(replica: str, alarm: str) -> None:  # of what no answer shows: it trips no breaker
             found = Alarm(alarm, "all", time.time())

@@ -13,11 +13,7 @@ from serve_app.referee.judgement import Judgement, Judging
 from serve_app.referee.replay_checker import ReplayChecker, ReplayResult
 from serve_app.referee.replica_book import Case
 from serve_app.referee.verdicts import Checked, Distribution, Verdict
-from serve_app.telemetry.metric_names import (
-    INDEPENDENT_RESULTS,
-    MAX_ANSWERING,
-    REPLAY_ALARMS,
-)
+from serve_app.telemetry.metric_names import INDEPENDENT_RESULTS, MAX_ANSWERING, REPLAY_ALARMS
 from serve_app.telemetry.metrics import Metrics
 
 _MINUTES = 60  # that recent replays go back

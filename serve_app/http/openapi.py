@@ -41,12 +41,7 @@ _STOPPED: Schema = {"type": ["string", "integer", "null"]}  # a stop string, or 
 
 
 _SEEDED = {"reproducible": _FLAG, "reproducible_reason": _TEXT}  # if a seed was sent
-_CHECKED = {
-    "verdict": _TEXT,
-    "verdicts": _list(_TEXT),
-    "checked": _list(_TEXT),
-    "receipts": _list({"type": "object"}),
-}
+_CHECKED = {"verdict": _TEXT, "verdicts": _list(_TEXT), "checked": _list(_TEXT), "receipts": _list({"type": "object"})}
 
 
 def _reply(kind: str, *choice_fields: str) -> Schema:
@@ -153,12 +148,7 @@ OPERATIONS = (
     Operation("GET", "/admin/weights", "Return the weights that each replica serves.", "Replicas"),
     Operation("POST", "/admin/weights", "Update weights on every replica.", "Replicas", WeightsOrder),
     Operation(
-        "POST",
-        "/admin/pause",
-        "Stop starting requests on all replicas.",
-        "Replicas",
-        PauseOrder,
-        body_required=False,
+        "POST", "/admin/pause", "Stop starting requests on all replicas.", "Replicas", PauseOrder, body_required=False
     ),
     Operation("POST", "/admin/resume", "Resume starting requests.", "Replicas"),
     *(Operation("GET", path, "Report whether this replica can serve.", "Health") for path in HEALTH),

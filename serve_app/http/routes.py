@@ -21,13 +21,7 @@ from starlette.types import ASGIApp
 from serve_app.access.access import Access
 from serve_app.access.request_gate import HEALTH, Gate
 from serve_app.backends.base import PauseMode
-from serve_app.errors import (
-    ErrorReply,
-    UnknownVerdict,
-    UnsupportedParameter,
-    reply_for,
-    route_error,
-)
+from serve_app.errors import ErrorReply, UnknownVerdict, UnsupportedParameter, reply_for, route_error
 from serve_app.http.admin import Admin, PauseOrder, RehearsalOrder, SpeculationOrder, WeightsOrder, WeightsService
 from serve_app.http.body import read_body, read_order
 from serve_app.http.event_stream import EventStream, Pace, unless_disconnected

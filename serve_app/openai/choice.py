@@ -33,12 +33,7 @@ class _Choice:
     """One choice of a reply while it is generated."""
 
     def __init__(
-        self,
-        index: int,
-        request: Request,
-        job: PreparedRequest,
-        tokenizer: Tokenizer,
-        echo: Echo | None,
+        self, index: int, request: Request, job: PreparedRequest, tokenizer: Tokenizer, echo: Echo | None
     ) -> None:
         self._index = index
         self._request = request

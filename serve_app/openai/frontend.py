@@ -22,22 +22,9 @@ from serve_app.openai.choice import ChoiceRun
 from serve_app.openai.completions.completion_request import CompletionRequest
 from serve_app.openai.completions.echo import without_answer
 from serve_app.openai.generation_span import GenerationSpan
-from serve_app.openai.prepared_request import (
-    FORM,
-    Limits,
-    PreparedRequest,
-    off_loop,
-)
+from serve_app.openai.prepared_request import FORM, Limits, PreparedRequest, off_loop
 from serve_app.openai.prompts import PromptEncoder
-from serve_app.openai.replies import (
-    ChatFormat,
-    ChoiceDelta,
-    CompletionFormat,
-    ReplyFormat,
-    ReplyHead,
-    join,
-    to_json,
-)
+from serve_app.openai.replies import ChatFormat, ChoiceDelta, CompletionFormat, ReplyFormat, ReplyHead, join, to_json
 from serve_app.openai.requests import LEGACY_MAX_TOKENS, WireRequest
 from serve_app.openai.tokens.tokenization import Tokenization
 from serve_app.openai.tools.forced_calls import forces_calls
@@ -376,10 +363,7 @@ class FrontEnd:
         )
 
     def _params(
-        self,
-        wire: CompletionRequest | ChatCompletionRequest,
-        num_prompt: int,
-        bad_words: tuple[tuple[int, ...], ...],
+        self, wire: CompletionRequest | ChatCompletionRequest, num_prompt: int, bad_words: tuple[tuple[int, ...], ...]
     ) -> SamplingParams:
         params = SamplingParams(
             max_tokens=self._max_tokens(wire, num_prompt),

@@ -8,14 +8,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from serve_app.errors import MalformedBody, UnknownParameter, UnsupportedParameter
-from serve_app.openai.wire import (
-    HALF_PAIR,
-    NOT_WHOLE,
-    SUSPECT_ESCAPE,
-    UNSUPPORTED,
-    W,
-    strings_in,
-)
+from serve_app.openai.wire import HALF_PAIR, NOT_WHOLE, SUSPECT_ESCAPE, UNSUPPORTED, W, strings_in
 from serve_app.text.json_text import MAX_ECHO, load_json
 from speculative.errors import InvalidRequest
 

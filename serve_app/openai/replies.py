@@ -461,11 +461,7 @@ def _message(piece: ChoiceDelta) -> dict[str, Any]:
         message["reasoning"] = piece.reasoning
     if piece.calls:
         message["tool_calls"] = [
-            {
-                "id": part.call_id,
-                "type": "function",
-                "function": {"name": part.name, "arguments": part.arguments},
-            }
+            {"id": part.call_id, "type": "function", "function": {"name": part.name, "arguments": part.arguments}}
             for part in piece.calls
         ]
     return message

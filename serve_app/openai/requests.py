@@ -97,8 +97,7 @@ class ResponseFormat(Wire):
         """
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise InvalidRequest(
-                "response_format.json_schema",
-                "response_format.json_schema and type = json_schema need each other.",
+                "response_format.json_schema", "response_format.json_schema and type = json_schema need each other."
             )
         if self.json_schema is not None:
             return Structure("json_schema", self.json_schema.schema_text)

@@ -31,11 +31,7 @@ class Coverage:
     """
 
     def __init__(
-        self,
-        share: float,
-        longest_s: float,
-        missed: Callable[[str], None],
-        clock: Callable[[], float] = time.monotonic,
+        self, share: float, longest_s: float, missed: Callable[[str], None], clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._share = share
         self._longest_s = longest_s

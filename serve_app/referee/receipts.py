@@ -123,12 +123,7 @@ _RECEIPT = TypeAdapter(Receipt)
 
 
 def receipt_of(
-    record: Record,
-    num_delivered: int,
-    ending: Ending,
-    info: ModelInfo,
-    created: int,
-    signing_key: SigningKey | None,
+    record: Record, num_delivered: int, ending: Ending, info: ModelInfo, created: int, signing_key: SigningKey | None
 ) -> Receipt:
     """The receipt of a finished request, `num_delivered` of whose tokens are the answer.
 

@@ -169,9 +169,7 @@ class ReplayChecker:
         """No engine can have made the answer: whoever did is wrong."""
         differs = answer.wire == "differs"
         checked = Checked(
-            verdict=Verdict.SUSPECT,
-            reason=reason if differs else f"impossible: {reason}",
-            checks=("wire",) * differs,
+            verdict=Verdict.SUSPECT, reason=reason if differs else f"impossible: {reason}", checks=("wire",) * differs
         )
         return checked if answer.request.canary else self._book.add_impossible(Case(answer, None, checked))
 

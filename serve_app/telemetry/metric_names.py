@@ -334,10 +334,7 @@ CATALOGUE: tuple[Metric, ...] = (
         "key_file_reloads_total",
         "reloads",
         "Reloads of a changed API key file.",
-        result={
-            "ok": "the new keys are in effect",
-            "failed": "the file is invalid: the old keys stay in effect",
-        },
+        result={"ok": "the new keys are in effect", "failed": "the file is invalid: the old keys stay in effect"},
     ),
     _gauge("requests_running", "requests", "Client requests being computed."),
     _gauge("requests_waiting", "requests", "Client requests waiting for room in the engine."),
@@ -406,12 +403,7 @@ CATALOGUE: tuple[Metric, ...] = (
         kind=LOGPROB_RULES,
     ),
     # Replay
-    _counter(
-        "replays_total",
-        "replays",
-        "Replays of finished requests.",
-        result=REPLAY_RESULTS,
-    ),
+    _counter("replays_total", "replays", "Replays of finished requests.", result=REPLAY_RESULTS),
     _gauge(
         "recent_replays",
         "replays",
@@ -473,21 +465,13 @@ CATALOGUE: tuple[Metric, ...] = (
         "Replayed requests, by their evidence about the distribution.",
         distribution=DISTRIBUTIONS,
     ),
-    _counter(
-        "verdicts_total",
-        "requests",
-        "Verdicts on answers.",
-        verdict=VERDICTS,
-    ),
+    _counter("verdicts_total", "requests", "Verdicts on answers.", verdict=VERDICTS),
     # A watched server
     _counter(
         "watched_requests_total", "requests", "Requests through the proxy of `truespec watch`.", result=WATCHED_RESULTS
     ),
     _counter(
-        "watched_answers_total",
-        "answers",
-        "Answers of a watched server that reached the referee.",
-        result=READ_RESULTS,
+        "watched_answers_total", "answers", "Answers of a watched server that reached the referee.", result=READ_RESULTS
     ),
     # Breaker
     _gauge(

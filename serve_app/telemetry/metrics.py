@@ -20,21 +20,11 @@ from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
-from prometheus_client.metrics_core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-)
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric as MetricFamily
 from prometheus_client.registry import Collector
 
-from serve_app.telemetry.metric_names import (
-    CATALOGUE,
-    METRICS,
-    REPLICA_LABEL,
-    Kind,
-    Metric,
-)
+from serve_app.telemetry.metric_names import CATALOGUE, METRICS, REPLICA_LABEL, Kind, Metric
 from speculative.stats import CHECKS, INVARIANTS, LOGPROB_RULES, CheckSums, EngineUsage, StepStats
 
 _logger = logging.getLogger(__name__)
@@ -282,11 +272,7 @@ class PrometheusSink(Sink, Collector):
     """
 
     def __init__(
-        self,
-        *,
-        source: str = "",
-        gauge_lifetime_s: float = 15.0,
-        clock: Callable[[], float] = time.monotonic,
+        self, *, source: str = "", gauge_lifetime_s: float = 15.0, clock: Callable[[], float] = time.monotonic
     ) -> None:
         super().__init__(source)  # its batch has the sums of the whole app, and this process's own gauges
         self._gauges: dict[str, tuple[float, dict[Series, float]]] = {}  # source -> (heard at, gauges)

@@ -6,14 +6,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, field_validator
 from pydantic_core import PydanticCustomError
 
-from serve_app.openai.wire import (
-    HALF_PAIR,
-    MAX_LEVELS,
-    SUSPECT_ESCAPE,
-    Many,
-    Wire,
-    strings_in,
-)
+from serve_app.openai.wire import HALF_PAIR, MAX_LEVELS, SUSPECT_ESCAPE, Many, Wire, strings_in
 from serve_app.text.json_text import CallArguments, repaired
 from serve_app.text.schema_types import value_types
 from speculative.errors import InvalidRequest

@@ -217,10 +217,7 @@ class Conversation:
         if turn.content is None and not turn.calls and not turn.reasoning:
             return
         said = Message(
-            role="assistant",
-            content=turn.content,
-            tool_calls=turn.calls or None,
-            reasoning=turn.reasoning or None,
+            role="assistant", content=turn.content, tool_calls=turn.calls or None, reasoning=turn.reasoning or None
         )
         self._put(said, turn.path, turn.call_paths)
 
