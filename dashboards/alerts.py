@@ -316,11 +316,7 @@ ALERTS = (
         "--engine transformers` repeats the check from a receipt of any answer, on any machine.",
         "Roll back the last release, or the kernels that came with it, and mask answers since then for training. If "
         "all logprobs are a little off (FP8, a new GPU), only rounding is large: raise `replay.edge_nats`.",
-        commands=(
-            shell.logged("transformers|is suspect"),
-            shell.LATEST_REPLAYS,
-            shell.HISTORY,
-        ),
+        commands=(shell.logged("transformers|is suspect"), shell.LATEST_REPLAYS, shell.HISTORY),
     ),
     Alert(
         "TruespecRefereeMissesFaults",
@@ -734,10 +730,7 @@ ALERTS = (
         "The previous keys stay in effect: a new key does not work yet, and a revoked one still does.",
         "The replicas' logs, which name the file, the field and the fix.",
         "Fix the file, or generate another with `truespec keys`. It is read again within a second.",
-        commands=(
-            shell.logged("key"),
-            'kubectl -n "$NAMESPACE" get secret -o name',
-        ),
+        commands=(shell.logged("key"), 'kubectl -n "$NAMESPACE" get secret -o name'),
     ),
     Alert(
         "TruespecNoTraffic",

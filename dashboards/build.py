@@ -22,10 +22,7 @@ def dashboards() -> list[dict[str, Any]]:
 
 def server_files() -> dict[str, str]:
     """Name -> text of what Grafana and Prometheus read."""
-    return _boards() | {
-        "rules/truespec.yaml": _yaml(rule_file()),
-        "rules/vllm-names.yaml": _yaml(vllm_rule_file()),
-    }
+    return _boards() | {"rules/truespec.yaml": _yaml(rule_file()), "rules/vllm-names.yaml": _yaml(vllm_rule_file())}
 
 
 def chart_files() -> dict[str, str]:

@@ -269,10 +269,7 @@ LOGPROB_SANITY = Page(
             ),
             collapsed=True,
         ),
-        Row(
-            "Self-checks",
-            (_SELFCHECK_Z, _SELFCHECK_TERMS, _ALARMS_BY_CHECK, _VIOLATIONS_BY_KIND, _UNTESTED),
-        ),
+        Row("Self-checks", (_SELFCHECK_Z, _SELFCHECK_TERMS, _ALARMS_BY_CHECK, _VIOLATIONS_BY_KIND, _UNTESTED)),
         Row("Breaker", (_BREAKER_BY_REPLICA, _TRIPS)),
         Row("A watched server", (_WATCHED, _WATCHED_ANSWERS), collapsed=True),
     ),

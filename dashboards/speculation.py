@@ -161,15 +161,7 @@ ACCEPTANCE = Page(
         Row("Rate", (ACCEPTANCE_RATE, ACCEPTED_LENGTH, _POSITIONS_VISIBLE, _OBSERVED_AND_EXPECTED, _ACCEPTANCE_Z)),
         Row(
             "Positions",
-            (
-                _POSITIONS,
-                _CONDITIONAL_POSITIONS,
-                _SINCE_HANDOFF,
-                _BY_WEIGHTS,
-                _LENGTHS,
-                _WITH_LOGPROBS,
-                _BY_DRAFTER,
-            ),
+            (_POSITIONS, _CONDITIONAL_POSITIONS, _SINCE_HANDOFF, _BY_WEIGHTS, _LENGTHS, _WITH_LOGPROBS, _BY_DRAFTER),
         ),
         Row("Cost and benefit", (_TIME_SAVED, _TIME_A_TOKEN)),
     ),

@@ -11,12 +11,7 @@ from deploy.options import FiniteRange
 from serve_app.access.access import Scope
 from serve_app.access.keys import Key, create_key, read_keys, revoke_key
 
-_FILE = click.option(
-    "--file",
-    type=a_file,
-    required=True,
-    help="The file of keys, as in access.keys_file.",
-)
+_FILE = click.option("--file", type=a_file, required=True, help="The file of keys, as in access.keys_file.")
 
 
 @click.group(cls=MainGroup)

@@ -90,10 +90,7 @@ _ENGINE = [
         help="The data type that it computes in.",
     ),
     click.option(
-        "--threads",
-        type=click.IntRange(min=0),
-        default=0,
-        help="CPU threads of an engine; the default is all cores.",
+        "--threads", type=click.IntRange(min=0), default=0, help="CPU threads of an engine; the default is all cores."
     ),
     click.option(
         "--max-model-len",
@@ -346,12 +343,7 @@ def _show(report: Mapping[str, Any], json_file: Path | None, html_file: Path | N
 @key_option
 @_options(*_REPORT)
 def watch_audit(
-    url: str,
-    requests: int,
-    api_key_file: Path | None,
-    json_file: Path | None,
-    html_file: Path | None,
-    **options: Any,
+    url: str, requests: int, api_key_file: Path | None, json_file: Path | None, html_file: Path | None, **options: Any
 ) -> None:
     """Ask a server questions of our own, and judge its answers.
 

@@ -118,11 +118,7 @@ class Proxy:
     """Answers requests by those of a server."""
 
     def __init__(
-        self,
-        options: ProxyOptions,
-        session: aiohttp.ClientSession,
-        fresh: aiohttp.ClientSession,
-        sender: Sender,
+        self, options: ProxyOptions, session: aiohttp.ClientSession, fresh: aiohttp.ClientSession, sender: Sender
     ) -> None:
         self._options = options
         self._base = options.upstream.rstrip("/").removesuffix("/v1")
@@ -210,12 +206,7 @@ class Proxy:
         finally:
             reply.close() if not reply.content.is_eof() else reply.release()
 
-    async def _send(
-        self,
-        request: web.Request,
-        headers: CIMultiDict[str],
-        body: Body | None,
-    ) -> aiohttp.ClientResponse:
+    async def _send(self, request: web.Request, headers: CIMultiDict[str], body: Body | None) -> aiohttp.ClientResponse:
         target = request.raw_path if request.raw_path.startswith("/") else request.rel_url.raw_path_qs
         url = URL(self._base + target, encoded=True)
         if isinstance(body, aiohttp.StreamReader):  # cannot be sent again
@@ -230,10 +221,7 @@ class Proxy:
         return await _ask(self._fresh, request.method, url, headers, body)
 
     async def _passed_back(
-        self,
-        request: web.Request,
-        reply: aiohttp.ClientResponse,
-        seen: Callable[[bytes], None] | None,
+        self, request: web.Request, reply: aiohttp.ClientResponse, seen: Callable[[bytes], None] | None
     ) -> web.StreamResponse:
         response = _Relayed(reply, _passed_on(reply.raw_headers))
         await response.prepare(request)

@@ -14,13 +14,7 @@ from deploy.watch.sentences import NOTHING, Report, count, measured, moment, num
 from serve_app.referee.found import meaning_of
 from serve_app.referee.strata import STRATA
 from serve_app.referee.tolerance import Tolerance
-from serve_app.telemetry.metric_names import (
-    DISTRIBUTIONS,
-    READ_RESULTS,
-    REPLAY_RESULTS,
-    VERDICTS,
-    WATCHED_RESULTS,
-)
+from serve_app.telemetry.metric_names import DISTRIBUTIONS, READ_RESULTS, REPLAY_RESULTS, VERDICTS, WATCHED_RESULTS
 from speculative.request import SURPRISAL_CLIP_NATS
 
 MEASURES = {
@@ -37,10 +31,7 @@ MEASURES = {
 }
 """Measures: the name here, the meaning (g served, t replayed, r = exp(t - g)), and its name with trainers."""
 
-TERMS = {
-    "probability": "p(y) minus its mean under p",
-    "surprisal": "-log p(y) minus its mean under p, nats",
-}
+TERMS = {"probability": "p(y) minus its mean under p", "surprisal": "-log p(y) minus its mean under p, nats"}
 """The terms of the calibration test, whose means are 0 where the tokens y follow the distribution p."""
 
 _ANSWERS = READ_RESULTS | {"judged": "replayed and compared"}

@@ -11,11 +11,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize("way", ["base_url", "watched"], ids=["direct", "watched"])
 def test_run(
-    request: pytest.FixtureRequest,
-    way: str,
-    checkpoint: str,
-    run: Callable[..., None],
-    tmp_path: Path,
+    request: pytest.FixtureRequest, way: str, checkpoint: str, run: Callable[..., None], tmp_path: Path
 ) -> None:
     """`guidellm run` with four streams over chat completions, directly and through `truespec watch proxy`"""
     base_url = request.getfixturevalue(way)

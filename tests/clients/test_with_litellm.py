@@ -73,12 +73,7 @@ def test_text_completion(api: str, model: str) -> None:
     """`text_completion`"""
     for provider in ("text-completion-openai", "hosted_vllm"):
         made = litellm.text_completion(
-            model=f"{provider}/{model}",
-            prompt="Water is",
-            api_base=api,
-            api_key="unused",
-            max_tokens=6,
-            temperature=0,
+            model=f"{provider}/{model}", prompt="Water is", api_base=api, api_key="unused", max_tokens=6, temperature=0
         )
         assert made.usage.completion_tokens == 6 and made.choices[0].text.strip()
 

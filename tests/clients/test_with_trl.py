@@ -152,13 +152,7 @@ def test_server(client: VLLMClient) -> None:
 
 
 def test_new_weights(
-    base_url: str,
-    client: VLLMClient,
-    tokenizer: Any,
-    reference: Any,
-    logprobs_of: Any,
-    checkpoint: str,
-    tmp_path: Path,
+    base_url: str, client: VLLMClient, tokenizer: Any, reference: Any, logprobs_of: Any, checkpoint: str, tmp_path: Path
 ) -> None:
     """new weights from a folder, by vLLM's own `HTTPVLLMWeightSyncClient`, while requests run"""
     prompts = [tokenizer(text)["input_ids"] for text in TEXTS]

@@ -8,11 +8,7 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
-ENDPOINTS = {
-    "openai-chat": "/v1/chat/completions",
-    "openai": "/v1/completions",
-    "openai-responses": "/v1/responses",
-}
+ENDPOINTS = {"openai-chat": "/v1/chat/completions", "openai": "/v1/completions", "openai-responses": "/v1/responses"}
 # The command `vllm` asks for the version of a package called vllm, which its CPU build is not.
 BENCH = (
     "import argparse; from vllm.benchmarks import serve; parser = argparse.ArgumentParser(); "
@@ -21,13 +17,7 @@ BENCH = (
 
 
 @pytest.mark.parametrize("backend", list(ENDPOINTS))
-def test_serve(
-    base_url: str,
-    checkpoint: str,
-    run: Callable[..., None],
-    tmp_path: Path,
-    backend: str,
-) -> None:
+def test_serve(base_url: str, checkpoint: str, run: Callable[..., None], tmp_path: Path, backend: str) -> None:
     """`vllm bench serve` with four requests at once, over chat completions, completions and responses"""
     run(
         f"python -c '{BENCH}'",

@@ -515,10 +515,7 @@ def test_a_disruption_budget_needs_no_scale_subresource_and_lets_a_pod_of_each_p
     assert budgets(rendered[name]).keys() == {pool for pool, pods in fewest.items() if pods > 1}
 
 
-@pytest.mark.parametrize(
-    ("allowed", "pods", "kept"),
-    [(1, 4, 3), (4, 4, None), ("30%", 4, 2), ("100%", 4, None)],
-)
+@pytest.mark.parametrize(("allowed", "pods", "kept"), [(1, 4, 3), (4, 4, None), ("30%", 4, 2), ("100%", 4, None)])
 def test_a_budget_keeps_the_pods_that_may_not_be_evicted(allowed: int | str, pods: int, kept: int | None) -> None:
     # Kubernetes rounds a share of pods that may be unavailable up.
     expected = {"minAvailable": kept} if kept else None

@@ -9,13 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.chart import (
-    MINIMAL,
-    config_check_here,
-    merged,
-    objects_of,
-    of_kind,
-)
+from tests.support.chart import MINIMAL, config_check_here, merged, objects_of, of_kind
 from tests.support.fake_api_server import FakeApiServer, running_api_server
 from tools.chart import CHART, ChartError, run_helm
 

@@ -71,11 +71,7 @@ def asked(number: int, **fields: Any) -> dict[str, Any]:
     ids=["accepts everything", "misplaces rounds"],
 )
 def test_a_faulty_replica_falls_back_and_comes_back(
-    ray_port: int,
-    tiny_folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    case: Case,
+    ray_port: int, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: Case
 ) -> None:
     flag, dumps, token = tmp_path / "fault", tmp_path / "dumps", tmp_path / "token"
     flag.touch()

@@ -186,8 +186,7 @@ def test_too_many_requests_are_reported_when_to_come_again(ray_port: int, tiny_f
             replies = list(
                 pool.map(
                     lambda _: http.post(
-                        "/v1/completions",
-                        json={"model": MODEL, "prompt": "x", "max_tokens": 200, "ignore_eos": True},
+                        "/v1/completions", json={"model": MODEL, "prompt": "x", "max_tokens": 200, "ignore_eos": True}
                     ),
                     range(24),
                 )

@@ -19,10 +19,7 @@ from tools.chart import CHART, EXAMPLES, run_helm
 Object = dict[str, Any]
 EXAMPLE_NAMES = sorted(path.name.removesuffix("-values.yaml") for path in EXAMPLES.glob("*-values.yaml"))
 MONITORING = ("monitoring.coreos.com/v1/PodMonitor", "monitoring.coreos.com/v1/PrometheusRule")
-MINIMAL = {
-    "config": {"model": {"source": "/models/tiny"}},
-    "image": {"repository": "registry.example.com/truespec"},
-}
+MINIMAL = {"config": {"model": {"source": "/models/tiny"}}, "image": {"repository": "registry.example.com/truespec"}}
 
 
 def template(values: dict[str, Any] | Path, *options: str, name: str = "demo", chart: Path = CHART) -> list[Object]:

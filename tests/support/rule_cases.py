@@ -266,10 +266,7 @@ CASES: tuple[Case, ...] = (
         ("the floor of bfloat16", _replayed(tokens=20, excess=0.5), "1h30m"),
         ("too few tokens to tell", _replayed(tokens=5, excess=2), "1h30m"),
     ),
-    *_of(
-        "RuleBroken",
-        ("logprobs", {"logprob_violations_total kind=mass": "_x30 1x60"}, "35m", _MASS),
-    ),
+    *_of("RuleBroken", ("logprobs", {"logprob_violations_total kind=mass": "_x30 1x60"}, "35m", _MASS)),
     *_of(
         "BreakerOpen",
         ("open", {"breaker_state replica=r1": "0x10 2x20"}, "15m", _OPEN),

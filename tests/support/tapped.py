@@ -83,14 +83,7 @@ class TappedService:
             await asyncio.sleep(delay_s)
             return Checked(judge(answer), checks=("logprobs", "support"))
 
-        self.checks = checks = Checks(
-            lambda _: chosen,
-            lambda _: True,
-            read_noted,
-            submit,
-            check,
-            timeout_s=0.5,
-        )
+        self.checks = checks = Checks(lambda _: chosen, lambda _: True, read_noted, submit, check, timeout_s=0.5)
 
         def ended(record: Record, checked: bool) -> None:
             if checked:

@@ -204,11 +204,7 @@ async def test_a_share_of_the_requests_is_watched(server: RawUpstream, client: a
 
 @pytest.mark.parametrize(
     ("refused", "status"),
-    [
-        (["return_token_ids"], "422 No"),
-        (["return_token_ids"], "200 OK"),
-        (["return_token_ids", "logprobs"], "422 No"),
-    ],
+    [(["return_token_ids"], "422 No"), (["return_token_ids"], "200 OK"), (["return_token_ids", "logprobs"], "422 No")],
 )
 async def test_a_server_that_refuses_what_is_added_is_asked_for_less(
     refused: list[str], status: str, server: RawUpstream, client: aiohttp.ClientSession, referee: Referee
@@ -402,10 +398,7 @@ async def test_a_thousand_streams_at_once_lose_no_byte(server: RawUpstream, clie
         await answer(request, writer)
 
     server.answer = together
-    async with running_proxy(ProxyOptions(server.url, share=0.5, dialect="vllm", max_queued=2000)) as (
-        url,
-        proxy,
-    ):
+    async with running_proxy(ProxyOptions(server.url, share=0.5, dialect="vllm", max_queued=2000)) as (url, proxy):
         streams = [asyncio.create_task(asked(client, url, stream=True, model="m", user=str(n))) for n in range(number)]
         for _ in range(number):
             await asyncio.wait_for(open_now.acquire(), 60)
