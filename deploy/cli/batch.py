@@ -24,8 +24,8 @@ from speculative.errors import ConfigError
 @click.option("--model", "source", help="Start an engine for this batch: this model, on a GPU if there is one.")
 @click.option("--config", "file", type=a_config, help="Start an engine for this batch: this configuration's.")
 @concurrency_option
-@click.option("--retries", type=click.IntRange(min=0), default=8, show_default=True, help="Retries of a request.")
-@click.option("--timeout", type=FiniteRange(min=1), default=600, show_default=True, help="Seconds for one try.")
+@click.option("--retries", type=click.IntRange(min=0), default=8, help="Retries of a request.")
+@click.option("--timeout", type=FiniteRange(min=1), default=600, help="Seconds for one try.")
 @click.option("--verify", is_flag=True, help="Have every answer replayed; its verdict is written with it.")
 @key_option
 def batch(

@@ -47,11 +47,7 @@ key_option = click.option(
     "--api-key-file", type=a_file, help="Read the server's API key from this file instead of TRUESPEC_API_KEY."
 )
 concurrency_option = click.option(
-    "--concurrency",
-    type=click.IntRange(min=1),
-    default=16,
-    show_default=True,
-    help="Keep this many requests in flight.",
+    "--concurrency", type=click.IntRange(min=1), default=16, help="Keep this many requests in flight."
 )
 
 

@@ -31,7 +31,6 @@ def keys() -> None:
     type=click.Choice([scope.value for scope in Scope]),
     multiple=True,
     default=[Scope.USER.value],
-    show_default=True,
     help="user opens /v1 and the status page's figures, admin opens /admin; give it twice for both.",
 )
 @click.option(

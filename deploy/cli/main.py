@@ -37,13 +37,13 @@ class _Commands(MainGroup):
         return found
 
 
-def _with_hyphens(word: str) -> str:
-    """An option as it is written with hyphens: --max_model_len, as vLLM takes it, is --max-model-len."""
-    return word.replace("_", "-")
-
-
 @click.group(
-    cls=_Commands, context_settings={"token_normalize_func": _with_hyphens, "help_option_names": ["--help", "-h"]}
+    cls=_Commands,
+    context_settings={
+        "token_normalize_func": lambda word: word.replace("_", "-"),  # --max_model_len, as vLLM takes it
+        "help_option_names": ["--help", "-h"],
+        "show_default": True,
+    },
 )
 @click.version_option(package_name="truespec")
 def main() -> None:

@@ -22,7 +22,6 @@ _WRONG, _UNCHECKED = 1, 2
     "--engine",
     type=click.Choice(["torch", "transformers"]),
     default="torch",
-    show_default=True,
     help="Compute the logits with truespec's engine, or with transformers in float32, which shares no model code with "
     "it. Sampling rules and random numbers are truespec's with either.",
 )

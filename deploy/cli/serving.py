@@ -63,8 +63,8 @@ def serve(asked: ServeTarget, address: str | None) -> None:
 
 @click.command()
 @click.option("--json", "json_file", type=a_file, help="Write the figures to this file.")
-@click.option("--port", type=click.IntRange(1, 65535), default=8000, show_default=True, help="Listen on this port.")
-@click.option("--config", "file", type=a_config, default="demo", show_default=True, help="Serve this configuration.")
+@click.option("--port", type=click.IntRange(1, 65535), default=8000, help="Listen on this port.")
+@click.option("--config", "file", type=a_config, default="demo", help="Serve this configuration.")
 def demo(json_file: Path | None, port: int, file: Path) -> None:
     """Serve a real model here, check its answers, and find a fault.
 

@@ -61,7 +61,6 @@ _SERVER = [
         "--dialect",
         type=click.Choice(("auto", *VENDORS)),
         default="auto",
-        show_default=True,
         help="The server's vendor, which decides how it is asked for logprobs and how requests are sampled by default.",
     ),
     click.option(
@@ -79,18 +78,20 @@ _ENGINE = [
         "--engine",
         type=click.Choice(_ENGINES),
         default="torch",
-        show_default=True,
         help="The engine that computes answers again. `vllm` compares logprobs only.",
     ),
     click.option(
         "--dtype",
         type=click.Choice(["float32", "bfloat16"]),
         default="float32",
-        show_default=True,
         help="The data type that it computes in.",
     ),
     click.option(
-        "--threads", type=click.IntRange(min=0), default=0, help="CPU threads of an engine; the default is all cores."
+        "--threads",
+        type=click.IntRange(min=0),
+        default=0,
+        show_default=False,
+        help="CPU threads of an engine; the default is all cores.",
     ),
     click.option(
         "--max-model-len",
@@ -167,19 +168,13 @@ def _default(text: str) -> tuple[str, float]:
 
 @watch.command("proxy")
 @click.argument("url")
-@click.option("--host", default="127.0.0.1", show_default=True, help="Listen on this address.")
-@click.option("--port", type=click.IntRange(1, 65535), default=8100, show_default=True, help="Listen on this port.")
-@click.option(
-    "--share", type=FiniteRange(min=0, max=1), default=0.1, show_default=True, help="Watch this share of the requests."
-)
+@click.option("--host", default="127.0.0.1", help="Listen on this address.")
+@click.option("--port", type=click.IntRange(1, 65535), default=8100, help="Listen on this port.")
+@click.option("--share", type=FiniteRange(min=0, max=1), default=0.1, help="Watch this share of the requests.")
 @click.option("--referee", help="Send what is captured to this referee, which runs already.")
 @click.option("--model", help="Without --referee: start one here that replays with these weights.")
 @click.option(
-    "--referee-port",
-    type=click.IntRange(1, 65535),
-    default=8101,
-    show_default=True,
-    help="With --model: where the referee listens.",
+    "--referee-port", type=click.IntRange(1, 65535), default=8101, help="With --model: where the referee listens."
 )
 @_options(*_REFEREE)
 @click.option("--replica-header", metavar="NAME", help="The header of a reply that names the replica.")
@@ -187,7 +182,6 @@ def _default(text: str) -> tuple[str, float]:
     "--max-queued",
     type=click.IntRange(min=1),
     default=1000,
-    show_default=True,
     help="Exchanges that may wait for the referee; further ones are dropped and counted.",
 )
 def watch_proxy(url: str, referee: str | None, referee_port: int, **options: Any) -> None:
@@ -252,14 +246,10 @@ def _own_referee(words: Sequence[str]) -> Iterator["subprocess.Popen[bytes] | No
 
 @watch.command("referee")
 @_options(_MODEL, *_REFEREE)
-@click.option("--host", default="127.0.0.1", show_default=True, help="Listen on this address.")
-@click.option("--port", type=click.IntRange(1, 65535), default=8101, show_default=True, help="Listen on this port.")
+@click.option("--host", default="127.0.0.1", help="Listen on this address.")
+@click.option("--port", type=click.IntRange(1, 65535), default=8101, help="Listen on this port.")
 @click.option(
-    "--max-queue",
-    type=click.IntRange(min=1),
-    default=256,
-    show_default=True,
-    help="Answers that may wait to be computed again.",
+    "--max-queue", type=click.IntRange(min=1), default=256, help="Answers that may wait to be computed again."
 )
 def watch_referee(host: str, port: int, max_queue: int, **options: Any) -> None:
     """Judge what proxies send.
@@ -284,7 +274,6 @@ def watch_referee(host: str, port: int, max_queue: int, **options: Any) -> None:
     multiple=True,
     type=click.Choice(("alarm", "suspect", "unread", "untested", "dropped")),
     default=("alarm", "suspect", "unread"),
-    show_default=True,
     help="Exit with 1 for this. May be given several times.",
 )
 @_options(*_REPORT)
@@ -337,7 +326,6 @@ def _show(report: Mapping[str, Any], json_file: Path | None, html_file: Path | N
     "--requests",
     type=click.IntRange(min=1),
     default=200,
-    show_default=True,
     help="Send this many ordinary requests; the probes send some hundred more.",
 )
 @key_option
@@ -381,7 +369,6 @@ def watch_audit(
     "num_prompts",
     type=click.IntRange(min=8),
     default=96,
-    show_default=True,
     help="Compare the next token's distribution after this many prompts.",
 )
 @click.option("--out", "file", type=a_file, required=True, help="Write the tolerance to this file, for --tolerance.")
