@@ -3,9 +3,6 @@
 Names follow `level:metric:operation`, where the level lists the labels kept besides the release's.
 """
 
-from dataclasses import dataclass
-from typing import Any
-
 from dashboards import queries
 from dashboards.queries import QueryScope
 from serve_app.telemetry.metric_names import NO_ROOM
@@ -18,7 +15,6 @@ _NO_ROOM = f'reason=~"{_REASONS}"'
 _UNAVAILABLE = 'code="503"'
 
 ACCEPTANCE = "model:truespec_acceptance:ratio_rate10m"
-ACCEPTANCE_Z = "model:truespec_acceptance:z_increase1h"
 DRAFT_TOKENS = "model:truespec_draft_tokens:increase10m"
 FIRST_TOKEN_P95 = "model_pool:truespec_time_to_first_token_seconds:p95_rate5m"
 FIRST_TOKENS = "model_pool:truespec_time_to_first_token_seconds:increase5m"
@@ -33,45 +29,31 @@ TME = "model_stratum:truespec_tme:mean_rate1h"
 TURNED_AWAY = "model:truespec_turned_away:increase15m"
 
 
-@dataclass(frozen=True, slots=True)
-class Recording:
-    """A series that Prometheus precomputes."""
-
-    name: str
-    expr: str
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the form of a rule file."""
-        return {"record": self.name, "expr": self.expr}
-
-
 def model_sum(series: str) -> str:
     """A recorded series summed by release and model."""
     return f"sum by ({', '.join(KEEP)}) ({series})"
 
 
-RECORDINGS = (
-    Recording(ACCEPTANCE, queries.acceptance(_10M)),
-    Recording("model_position:truespec_acceptance:ratio_rate10m", queries.conditional_acceptance_by_position(_10M)),
-    Recording(DRAFT_TOKENS, _10M.increase("draft_tokens_total")),
-    Recording(ACCEPTANCE_Z, queries.acceptance_z(_1H)),
-    Recording("model_check:truespec_selfcheck:z_increase1h", queries.selfcheck_z(_1H)),
-    Recording(TME, queries.tme(_1H)),
-    Recording(REPLAY_TOKENS, _1H.increase("replay_tokens_total", "stratum")),
-    Recording(FIRST_TOKEN_P95, _POOL.quantile(0.95, "time_to_first_token_seconds")),
-    Recording(FIRST_TOKENS, _POOL.increase("time_to_first_token_seconds", where='le="+Inf"')),
-    Recording(KV_USAGE, _POOL.gauge("kv_cache_usage_ratio", how="max")),
-    Recording(HANDOFFS, _15M.events("handoffs_total", "result")),
-    Recording(PREFILL_FAILURES, _15M.events("prefill_failures_total", "reason")),
-    Recording(REPLAYS, _15M.events("replays_total", "result")),
-    Recording(REQUESTS, _15M.events("requests_total", "outcome")),
-    Recording(RESPONSES, _15M.events("http_responses_total", "code")),
-    Recording(
-        TURNED_AWAY,
-        model_sum(
-            f"{_15M.events('refusals_total', 'reason', where=_NO_ROOM)} "
-            f"or {_15M.events('http_responses_total', 'code', where=_UNAVAILABLE)}"
-        )
-        + f" or 0 * {model_sum(RESPONSES)}",
-    ),
-)
+RECORDINGS = {
+    ACCEPTANCE: queries.acceptance(_10M),
+    "model_position:truespec_acceptance:ratio_rate10m": queries.conditional_acceptance_by_position(_10M),
+    DRAFT_TOKENS: _10M.increase("draft_tokens_total"),
+    "model:truespec_acceptance:z_increase1h": queries.acceptance_z(_1H),
+    "model_check:truespec_selfcheck:z_increase1h": queries.selfcheck_z(_1H),
+    TME: queries.tme(_1H),
+    REPLAY_TOKENS: _1H.increase("replay_tokens_total", "stratum"),
+    FIRST_TOKEN_P95: _POOL.quantile(0.95, "time_to_first_token_seconds"),
+    FIRST_TOKENS: _POOL.increase("time_to_first_token_seconds", where='le="+Inf"'),
+    KV_USAGE: _POOL.gauge("kv_cache_usage_ratio", how="max"),
+    HANDOFFS: _15M.events("handoffs_total", "result"),
+    PREFILL_FAILURES: _15M.events("prefill_failures_total", "reason"),
+    REPLAYS: _15M.events("replays_total", "result"),
+    REQUESTS: _15M.events("requests_total", "outcome"),
+    RESPONSES: _15M.events("http_responses_total", "code"),
+    TURNED_AWAY: model_sum(
+        f"{_15M.events('refusals_total', 'reason', where=_NO_ROOM)} "
+        f"or {_15M.events('http_responses_total', 'code', where=_UNAVAILABLE)}"
+    )
+    + f" or 0 * {model_sum(RESPONSES)}",
+}
+"""PromQL of each series that Prometheus precomputes, by its name."""

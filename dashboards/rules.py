@@ -25,9 +25,10 @@ VLLM_NAMES = {
 
 def rule_file() -> dict[str, Any]:
     """Recording rules first, so that the alerts after them use values of the same evaluation."""
+    recorded = [{"record": name, "expr": expr} for name, expr in RECORDINGS.items()]
     return {
         "groups": [
-            {"name": "truespec-recording", "interval": _INTERVAL, "rules": [rule.as_dict() for rule in RECORDINGS]},
+            {"name": "truespec-recording", "interval": _INTERVAL, "rules": recorded},
             {"name": "truespec-alerts", "interval": _INTERVAL, "rules": [alert.as_dict() for alert in ALERTS]},
         ]
     }

@@ -791,7 +791,7 @@ def test_the_monitor_keeps_what_rules_panels_and_runbooks_read_and_nothing_else(
     assert re.fullmatch(drop["regex"], "SessionName") and not re.fullmatch(drop["regex"], "pool")
     exprs = [query.expr for page in PAGES for panel in page.panels for query in panel.queries]
     exprs += [text for alert in ALERTS for text in (alert.expr, *alert.commands)]
-    exprs += [recording.expr for recording in RECORDINGS]
+    exprs += RECORDINGS.values()
     asked = set(re.findall(r"\bray_[a-z_]+", " ".join(exprs)))
     assert all(re.fullmatch(keep["regex"], name) for name in asked | METRICS.keys())
     (names,) = re.findall(r"ray_serve_\((.*)\)$", keep["regex"])
