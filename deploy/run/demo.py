@@ -5,7 +5,7 @@ import shlex
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,7 @@ _TEXT = (
 )
 _MAX_TOKENS = 96
 _ROUNDS = 6  # an even number: each answer is computed again while the next one is measured
-_BUSY_CORES = 0.25  # of others: beyond it, a small model's speed is theirs as much as speculation's
+BUSY_CORES = 0.25  # of others: beyond it, a small model's speed is theirs as much as speculation's
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,23 +47,6 @@ TASKS = (
     Task("a story, sampled", "Write a short story about a lighthouse keeper and a storm.", temperature=1.0),
     Task("code", "Write a Python class for a stack, with push, pop and peek, and a docstring for each."),
 )
-
-
-@dataclass(frozen=True, slots=True)
-class TaskSpeed:
-    """Medians of one task, with speculation on and off in turns.
-
-    ratio: on to off; 0 where nothing was measured.
-    least_ratio: of the rounds.
-    most_ratio: of the rounds.
-    """
-
-    task: str
-    tokens_per_s_off: float
-    tokens_per_s_on: float
-    ratio: float
-    least_ratio: float
-    most_ratio: float
 
 
 _REHEARSAL_S = 120.0
@@ -133,38 +116,11 @@ class Service:
         return summarise(self.client.fetch("/metrics"))
 
 
-@dataclass(frozen=True, slots=True)
-class DemoFigures:
-    """The figures of the demo. Rates are those of the service's own metrics."""
-
-    answer: str
-    acceptance_rate: float | None
-    mean_accepted_length: float | None
-    tasks: list[TaskSpeed]
-    tme: float | None
-    replayed_tokens: int
-    verdicts: dict[str, int]  # by `Verdict`
-    selfcheck_terms: int  # zero-mean terms that the engines took of themselves
-    selfcheck_alarms: int
-    first_token_s: float
-    fault: dict[str, Any] | None  # of a rehearsal: what found it and when, and what came after; None = there was none
-    others_cores: float | None  # that others than the demo used while it measured; None where it cannot be known
-
-    @property
-    def busy(self) -> bool:
-        """Return whether others used so much of the machine that speeds and ratios mean little."""
-        return self.others_cores is not None and self.others_cores > _BUSY_CORES
-
-    def as_dict(self) -> dict[str, object]:
-        """For JSON."""
-        return asdict(self)
-
-
 def run_demo(
     service: Service, progress: Callable[[str], None], on_text: Callable[[str], None], admin_token: str | None = None
-) -> DemoFigures:
+) -> dict[str, Any]:
     """Ask, measure speculation on against off on the same tasks, wait for what was answered to be checked, and with an
-    operator's token, have a replica rehearse a fault."""
+    operator's token, have a replica rehearse a fault. Returns figures for JSON; rates are the service's own metrics."""
     progress(f"asking: {QUESTION}")
     answer = service.chat(QUESTION, on_text=on_text, max_tokens=_MAX_TOKENS, temperature=0)
     on_text("\n")
@@ -181,21 +137,21 @@ def run_demo(
     verdicts = {name: int(count) for name, count in metrics["verdicts"].items()}
     counted = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in verdicts.items() if count)
     on_text(f"\nAnswers computed again without speculation: {counted}.\n\n")
-    fault = None if admin_token is None else _rehearse(service, admin_token, progress, on_text)
-    return DemoFigures(
-        answer=answer.text,
-        acceptance_rate=metrics["acceptance_rate"],
-        mean_accepted_length=metrics["mean_accepted_length"],
-        tasks=[_speed(name, pairs) for name, pairs in answers.items()],
-        tme=metrics["tme"],
-        replayed_tokens=int(metrics["replayed_tokens"]),
-        verdicts=verdicts,
-        selfcheck_terms=int(metrics["selfcheck_terms"]),
-        selfcheck_alarms=int(metrics["selfcheck_alarms"]),
-        first_token_s=answer.first_token_s,
-        fault=fault,
-        others_cores=others_cores,
-    )
+    return {
+        "answer": answer.text,
+        "acceptance_rate": metrics["acceptance_rate"],
+        "mean_accepted_length": metrics["mean_accepted_length"],
+        "tasks": [_speed(name, pairs) for name, pairs in answers.items()],
+        "tme": metrics["tme"],
+        "replayed_tokens": int(metrics["replayed_tokens"]),
+        "verdicts": verdicts,
+        "selfcheck_terms": int(metrics["selfcheck_terms"]),
+        "selfcheck_alarms": int(metrics["selfcheck_alarms"]),
+        "first_token_s": answer.first_token_s,
+        # What found it and when, and what came after; None = there was no rehearsal.
+        "fault": None if admin_token is None else _rehearse(service, admin_token, progress, on_text),
+        "others_cores": others_cores,  # that others than the demo used while it measured; None where it is not known
+    }
 
 
 def _rehearse(
@@ -261,10 +217,12 @@ def _ask_both(service: Service, task: Task, *, off_first: bool) -> tuple[ChatAns
     return ask(speculate=False), on
 
 
-def _speed(name: str, pairs: Sequence[tuple[ChatAnswer, ChatAnswer]]) -> TaskSpeed:
+def _speed(name: str, pairs: Sequence[tuple[ChatAnswer, ChatAnswer]]) -> dict[str, Any]:
+    """Medians of a task, and the least and most of its rounds; a ratio is 0 where nothing was measured."""
     off, on = (statistics.median(pair[which].tokens_per_s for pair in pairs) for which in (0, 1))
     ratios = [_ratio(without.tokens_per_s, withit.tokens_per_s) for without, withit in pairs]
-    return TaskSpeed(name, off, on, _ratio(off, on), least_ratio=min(ratios), most_ratio=max(ratios))
+    speeds = {"tokens_per_s_off": off, "tokens_per_s_on": on, "ratio": _ratio(off, on)}
+    return {"task": name, **speeds, "least_ratio": min(ratios), "most_ratio": max(ratios)}
 
 
 def _ratio(off: float, on: float) -> float:
