@@ -4,13 +4,12 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Protocol
 
-from pydantic import Field, field_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field
 
 from serve_app.access.access import Access
 from serve_app.backends.base import PauseMode
 from serve_app.guard.breaker import Mode
-from serve_app.openai.wire import Wire
+from serve_app.openai.wire import OneOf, Wire
 from serve_app.weights.desired_state import Outcome, WeightsRef
 
 Statuses = list[dict[str, Any]]
@@ -19,17 +18,10 @@ Statuses = list[dict[str, Any]]
 class SpeculationOrder(Wire):
     """POST /admin/speculation: who decides about speculation, on one replica or on all."""
 
-    mode: str = Field(json_schema_extra={"enum": [mode.value for mode in Mode]})
+    mode: Annotated[str, OneOf(tuple(Mode))]
     """`off`: no speculation; `auto`: the breaker decides; `on`: always."""
     replica: str | None = None
     """The replica. Default: all of them, and those to come."""
-
-    @field_validator("mode")
-    @classmethod
-    def _known_mode(cls, mode: str) -> str:
-        if mode not in tuple(Mode):
-            raise PydanticCustomError("mode", "must be auto, on or off.")
-        return mode
 
 
 class RehearsalOrder(Wire):
@@ -42,17 +34,10 @@ class RehearsalOrder(Wire):
 class PauseOrder(Wire):
     """POST /admin/pause: begin no request on any replica."""
 
-    mode: str = Field("wait", json_schema_extra={"enum": [mode.value for mode in PauseMode]})
+    mode: Annotated[str, OneOf(tuple(PauseMode))] = "wait"
     """Running requests finish (`wait`), end at once (`abort`), or stop between two steps (`keep`)."""
     timeout_s: Annotated[float, Field(gt=0)] = 600.0
     """The longest wait for the replicas; of new weights, for loading and again for switching."""
-
-    @field_validator("mode")
-    @classmethod
-    def _known_mode(cls, mode: str) -> str:
-        if mode not in tuple(PauseMode):
-            raise PydanticCustomError("mode", "must be wait, abort or keep.")
-        return mode
 
 
 class WeightsOrder(PauseOrder):

@@ -22,7 +22,7 @@ from serve_app.access.access import Access
 from serve_app.access.request_gate import HEALTH, Gate
 from serve_app.backends.base import PauseMode
 from serve_app.errors import ErrorReply, UnknownVerdict, UnsupportedParameter, reply_for, route_error
-from serve_app.http.admin import Admin, PauseOrder, RehearsalOrder, SpeculationOrder, WeightsOrder, WeightsService
+from serve_app.http.admin import Admin, PauseOrder, RehearsalOrder, SpeculationOrder, WeightsOrder
 from serve_app.http.body import read_body, read_order
 from serve_app.http.event_stream import EventStream, Pace, unless_disconnected
 from serve_app.http.head_requests import HeadRequests
@@ -106,13 +106,18 @@ def build_ingress(
     the others are open.
     """
     gate = gate or Gate(admin.access if admin is not None else Access())
+
+    async def admit(request: Request) -> None:
+        """Go by the route that was chosen, so that no spelling of a path leads around it."""
+        request.state.caller = gate.admit(request.scope["route"].path, request.headers.get("authorization"))
+
     app = _TappedApp(
         title="truespec",
         docs_url=None,
         redoc_url=None,
         openapi_url=None,
         redirect_slashes=False,
-        dependencies=[Depends(_admission(gate))],
+        dependencies=[Depends(admit)],
     )
     app.state.checks = front_end.checks
     app.state.pace = Pace(front_end.limits.stream_interval_s)
@@ -123,15 +128,21 @@ def build_ingress(
         app.add_middleware(CORSMiddleware, allow_origins=gate.cors_origins, **_CORS)
     app.add_exception_handler(HTTPException, _on_http_exception)
     _add_generation(app, front_end, gate)
-    _add_responses(app, front_end, ResponsesAdapter(front_end, replies.kept), gate)
+    _add_replies(app, front_end, replies, gate)
     _add_operations(app, operations)
     add_vllm_routes(app, front_end, gate, operations.vllm)
-    if replies.verdicts is not None:
-        _add_verdicts(app, replies.verdicts)
     if admin is not None:
         _add_admin(app, admin)
 
-    _add_description(app, needs_key=not gate.is_open)
+    @functools.cache
+    def described() -> dict[str, Any]:
+        served = [route for route in app.routes if isinstance(route, APIRoute)]
+        routes = {(method, route.path_format) for route in served for method in route.methods or ()}
+        return document(routes, version=version_of("truespec"), needs_key=not gate.is_open)
+
+    @app.get("/openapi.json")
+    async def describe() -> Response:
+        return JSONResponse(described())
 
     @app.api_route("/v1/{path:path}", methods=["GET", "POST", "PUT", "PATCH", "DELETE"])
     async def elsewhere(request: Request, path: str) -> Response:
@@ -163,44 +174,18 @@ class _GuardedRoute(APIRoute):
                 raise
             except ClientDisconnect:
                 return Response(status_code=_CLIENT_CLOSED)
+            except RequestValidationError as error:  # of a parameter in the URL: we read bodies ourselves
+                first = error.errors()[0]
+                name = str(first["loc"][-1])
+                return _error_response(reply_for(InvalidRequest(name, f"{name}: {first['msg']}.")))
             except Exception as error:
-                reply = reply_for(_wrong_query(error) if isinstance(error, RequestValidationError) else error)
+                reply = reply_for(error)
                 if reply.status >= 500:
                     request_id, path = request_id_of(request.scope), request.url.path[:LONGEST_PATH]
                     logger.error("%s %s failed: %r", path, request_id, error, exc_info=error)
                 return _error_response(reply)
 
         return guarded
-
-
-def _wrong_query(error: RequestValidationError) -> InvalidRequest:
-    """Return what FastAPI refuses: a parameter in the URL, as bodies are read by us."""
-    first = error.errors()[0]
-    name = str(first["loc"][-1])
-    return InvalidRequest(name, f"{name}: {first['msg']}.")
-
-
-def _admission(gate: Gate) -> Callable[[Request], Awaitable[None]]:
-    """Return what every route depends on. It goes by the route that was chosen, so no spelling of a path leads around
-    it."""
-
-    async def admit(request: Request) -> None:
-        caller = gate.admit(request.scope["route"].path, request.headers.get("authorization"))
-        request.state.caller = caller
-
-    return admit
-
-
-def _add_description(app: FastAPI, *, needs_key: bool) -> None:
-    @functools.cache
-    def described() -> dict[str, Any]:
-        served = [route for route in app.routes if isinstance(route, APIRoute)]
-        routes = {(method, route.path_format) for route in served for method in route.methods or ()}
-        return document(routes, version=version_of("truespec"), needs_key=needs_key)
-
-    @app.get("/openapi.json")
-    async def describe() -> Response:
-        return JSONResponse(described())
 
 
 def _add_generation(app: FastAPI, front_end: FrontEnd, gate: Gate) -> None:
@@ -229,7 +214,10 @@ def _add_generation(app: FastAPI, front_end: FrontEnd, gate: Gate) -> None:
         return await _generate(front_end, gate, request, GenerateRequest, prepare)
 
 
-def _add_responses(app: FastAPI, front_end: FrontEnd, adapter: ResponsesAdapter, gate: Gate) -> None:
+def _add_replies(app: FastAPI, front_end: FrontEnd, replies: PastReplies, gate: Gate) -> None:
+    """Add those that know replies that were given: the Responses API, and verdicts."""
+    adapter = ResponsesAdapter(front_end, replies.kept)
+
     @app.post("/v1/responses")
     async def create_response(request: Request) -> Response:
         owner = request.state.caller.id
@@ -249,8 +237,9 @@ def _add_responses(app: FastAPI, front_end: FrontEnd, adapter: ResponsesAdapter,
     async def delete_response(request: Request, response_id: str) -> Response:
         return JSONResponse(await adapter.delete(response_id, request.state.caller.id))
 
+    if (verdicts := replies.verdicts) is None:
+        return
 
-def _add_verdicts(app: FastAPI, verdicts: VerdictPage) -> None:
     @app.get("/v1/verdicts/{reply_id}")
     async def show_verdict(reply_id: str) -> Response:
         known = await verdicts(reply_id)
@@ -276,11 +265,9 @@ def _add_admin(app: FastAPI, admin: Admin) -> None:
         async def begin_rehearsal(request: Request) -> Response:
             return JSONResponse({"replicas": await rehearse(await read_order(request, RehearsalOrder))})
 
-    if admin.weights is not None:
-        _add_weights(app, admin.weights)
+    if (weights := admin.weights) is None:
+        return
 
-
-def _add_weights(app: FastAPI, weights: WeightsService) -> None:
     async def reported(outcome: Awaitable[Outcome]) -> Response:
         done = await outcome
         return JSONResponse({"complete": done.complete, "replicas": done.replicas})
@@ -341,7 +328,9 @@ async def _generate(
         if (tapped := tapped_reply(request.scope)) is not None:
             tapped.choose(job.head.reply_id, awaited=job.verify)
             job = dataclasses.replace(job, tapped=tapped)
-        headers = _warning(wire)
+        headers = {}
+        if wire.deprecated_fields:  # RFC 9111 kept this header out, and clients still show it
+            headers["warning"] = f'299 - "{", ".join(wire.deprecated_fields)} is deprecated; send structured_outputs"'
         logger.debug("%s is %s", request_id_of(request.scope), job.head.reply_id)
         if not job.stream:
             reply = await unless_disconnected(request.receive, front_end.collect(job))
@@ -356,13 +345,6 @@ async def _generate(
         stream = EventStream(first, events, closed, pace=pace, keep_alive_s=front_end.limits.keep_alive_s)
         stream.headers.update(headers)
         return stream
-
-
-def _warning(wire: Wire) -> dict[str, str]:
-    """The header that warns of fields by their old names (RFC 9111 kept it out, and clients still show it)."""
-    if not wire.deprecated_fields:
-        return {}
-    return {"warning": f'299 - "{", ".join(wire.deprecated_fields)} is deprecated; send structured_outputs"'}
 
 
 def _header_timeout_s(request: Request) -> float | None:

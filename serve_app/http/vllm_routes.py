@@ -143,9 +143,7 @@ def add_vllm_routes(app: FastAPI, front_end: FrontEnd, gate: Gate, routes: VllmR
         return JSONResponse({"version": version_of("truespec")})
 
     if routes is not None:
-        _add_about(app, routes)
-        _add_weight_transfer(app, routes.weights)
-        _add_pauses(app, routes.weights)
+        _add_weight_transfer(app, routes)
 
 
 def _add_tokenization(app: FastAPI, front_end: FrontEnd, gate: Gate) -> None:
@@ -169,7 +167,9 @@ def _add_tokenization(app: FastAPI, front_end: FrontEnd, gate: Gate) -> None:
         return JSONResponse(front_end.tokenization.info())
 
 
-def _add_about(app: FastAPI, routes: VllmRoutes) -> None:
+def _add_weight_transfer(app: FastAPI, routes: VllmRoutes) -> None:
+    weights = routes.weights
+
     @app.get("/server_info")
     async def show_server(config_format: Literal["text", "json"] = "text") -> Response:
         config = routes.settings if config_format == "json" else json.dumps(routes.settings)
@@ -177,10 +177,8 @@ def _add_about(app: FastAPI, routes: VllmRoutes) -> None:
 
     @app.get("/get_world_size")
     async def show_world_size() -> Response:
-        return JSONResponse({"world_size": len(await routes.weights.statuses())})
+        return JSONResponse({"world_size": len(await weights.statuses())})
 
-
-def _add_weight_transfer(app: FastAPI, weights: WeightsService) -> None:
     @app.post("/init_weight_transfer_engine")
     async def begin(request: Request) -> Response:
         await read_order(request, InitTransfer)
@@ -216,8 +214,6 @@ def _add_weight_transfer(app: FastAPI, weights: WeightsService) -> None:
     async def reset_cache() -> Response:
         return JSONResponse({"success": (await weights.reset_caches()).complete})
 
-
-def _add_pauses(app: FastAPI, weights: WeightsService) -> None:
     @app.post("/pause")
     async def pause(mode: PauseMode = PauseMode.ABORT, clear_cache: bool = True) -> Response:
         await _complete(weights.pause(mode), "paused")

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator
 from pydantic_core import PydanticCustomError
 
-from serve_app.openai.wire import INT32_MAX, Many, Wire
+from serve_app.openai.wire import INT32_MAX, Many, OneOf, Wire
 from serve_app.text.json_text import load_json
 from serve_app.text.schemas import MAX_FORM_BYTES, SchemaRefused, held
 from speculative.errors import InvalidRequest
@@ -71,23 +71,13 @@ class JsonSchemaFormat(Wire):
         return _schema_text(schema)
 
 
-_FORMATS = ("text", "json_object", "json_schema")
-
-
 class ResponseFormat(Wire):
     """The structure of an answer, in OpenAI's form."""
 
-    type: str = Field(json_schema_extra={"enum": [*_FORMATS]})
+    type: Annotated[str, OneOf(("text", "json_object", "json_schema"))]
     """`json_schema` needs the field `json_schema`."""
     json_schema: JsonSchemaFormat | None = None
     """`name`, `schema`, and optionally `description` and `strict`."""
-
-    @field_validator("type")
-    @classmethod
-    def _known_type(cls, kind: str) -> str:
-        if kind not in _FORMATS:
-            raise PydanticCustomError("type", "must be text, json_object or json_schema.")
-        return kind
 
     def structure(self) -> Structure | None:
         """The structure to enforce; None for plain text.

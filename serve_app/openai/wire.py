@@ -1,10 +1,13 @@
 """Rules for every request body: which fields are refused, ignored or limited."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from annotated_types import GroupedMetadata
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from serve_app.text.json_text import clean_key
 
@@ -160,6 +163,32 @@ class Wire(BaseModel):
 
 
 W = TypeVar("W", bound=Wire)
+
+
+@dataclass(frozen=True)
+class OneOf(GroupedMetadata):
+    """Metadata of a text that must be one of some words."""
+
+    words: Sequence[str]
+
+    def __iter__(self) -> Iterator[object]:
+        *others, last = self.words
+
+        def known(word: str) -> str:
+            if word not in self.words:
+                raise PydanticCustomError("word", "must be {known}.", {"known": f"{', '.join(others)} or {last}"})
+            return word
+
+        yield Field(json_schema_extra={"enum": [*self.words]})
+        yield AfterValidator(known)
+
+
+def only_served(kind: str, kinds: Sequence[str], what: str) -> str:
+    """A kind of object that is served; what: these, in words."""
+    if kind not in kinds:
+        about = {"what": what, "kind": kind[:40]}
+        raise PydanticCustomError("unsupported", "only {what} are served, not '{kind}'.", about)
+    return kind
 
 
 # What JSON text must hold for its strings to contain a NUL or a lone surrogate: UTF-8 itself can encode neither here.

@@ -2,26 +2,16 @@
 
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field
-from pydantic_core import PydanticCustomError
+from pydantic import Field
 
 from serve_app.backends.base import ChatPrompt
 from serve_app.openai.chat.messages import Message, NamedTool, Tool, ToolChoice
 from serve_app.openai.requests import WireRequest
-from serve_app.openai.wire import INT32_MAX, MAX_TOOLS, Many
+from serve_app.openai.wire import INT32_MAX, MAX_TOOLS, Many, OneOf
 from speculative.errors import InvalidRequest
 from speculative.request import MAX_LOGPROBS
 
-_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-
-
-def _known_effort(effort: str) -> str:
-    if effort not in _EFFORTS:
-        raise PydanticCustomError("effort", "must be {known}.", {"known": ", ".join(_EFFORTS)})
-    return effort
-
-
-Effort = Annotated[str, Field(json_schema_extra={"enum": [*_EFFORTS]}), AfterValidator(_known_effort)]
+Effort = Annotated[str, OneOf(("none", "minimal", "low", "medium", "high", "xhigh", "max"))]
 
 
 class ChatCompletionRequest(WireRequest):

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, field_validator
 from pydantic_core import PydanticCustomError
 
-from serve_app.openai.wire import HALF_PAIR, MAX_LEVELS, SUSPECT_ESCAPE, Many, Wire, strings_in
+from serve_app.openai.wire import HALF_PAIR, MAX_LEVELS, SUSPECT_ESCAPE, Many, Wire, only_served, strings_in
 from serve_app.text.json_text import CallArguments, repaired
 from serve_app.text.schema_types import value_types
 from speculative.errors import InvalidRequest
@@ -31,9 +31,7 @@ class TextPart(Wire):
     @field_validator("type")
     @classmethod
     def _only_text(cls, kind: str) -> str:
-        if kind != "text":
-            raise PydanticCustomError("unsupported", "only text parts are served, not '{kind}'.", {"kind": kind[:40]})
-        return kind
+        return only_served(kind, ("text",), "text parts")
 
 
 def _is_deep(value: dict[str, Any]) -> bool:
@@ -45,13 +43,11 @@ def _is_deep(value: dict[str, Any]) -> bool:
     return bool(level)
 
 
-def _only_function(kind: str) -> str:
-    if kind != "function":
-        raise PydanticCustomError("unsupported", "only functions are served, not '{kind}'.", {"kind": kind[:40]})
-    return kind
-
-
-FunctionKind = Annotated[str, Field(json_schema_extra={"const": "function"}), AfterValidator(_only_function)]
+FunctionKind = Annotated[
+    str,
+    Field(json_schema_extra={"const": "function"}),
+    AfterValidator(lambda kind: only_served(kind, ("function",), "functions")),
+]
 ToolName = Annotated[str, Field(min_length=1, max_length=256)]
 
 

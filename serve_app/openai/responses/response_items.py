@@ -9,7 +9,7 @@ from pydantic import Discriminator, Field, Tag, TypeAdapter, field_validator
 from pydantic_core import PydanticCustomError
 
 from serve_app.openai.chat.messages import ArgumentsText, CalledFunction, Message, TextPart, ToolCall
-from serve_app.openai.wire import Many, Wire
+from serve_app.openai.wire import Many, Wire, only_served
 
 Status = Literal["in_progress", "completed", "incomplete"]
 
@@ -30,21 +30,20 @@ class ContentPart(Wire):
     @field_validator("type")
     @classmethod
     def _only_text(cls, kind: str) -> str:
-        if kind not in _PARTS:
-            raise PydanticCustomError("unsupported", "only text parts are served, not '{kind}'.", {"kind": kind[:40]})
-        return kind
+        return only_served(kind, _PARTS, "text parts")
 
     def as_text(self) -> TextPart:
         """The part as chat has it."""
         return TextPart(type="text", text=self.text or self.refusal or "")
 
 
-def _content_kind(value: Any) -> str:
+def content_kind(value: Any) -> str:
+    """Return whether a text, or a list in its place, is to be read."""
     return "<parts>" if isinstance(value, list) else "<text>"
 
 
 Content = Annotated[
-    Annotated[str, Tag("<text>")] | Annotated[Many[ContentPart], Tag("<parts>")], Discriminator(_content_kind)
+    Annotated[str, Tag("<text>")] | Annotated[Many[ContentPart], Tag("<parts>")], Discriminator(content_kind)
 ]
 
 _ROLES = ("user", "system", "developer", "assistant")

@@ -20,7 +20,7 @@ from serve_app.openai.chat.messages import (
     choice_kind,
 )
 from serve_app.openai.requests import JsonSchemaFormat, ResponseFormat, WireRequest
-from serve_app.openai.responses.response_items import AnyItem, Conversation, Item, MessageItem
+from serve_app.openai.responses.response_items import AnyItem, Conversation, Item, MessageItem, content_kind
 from serve_app.openai.wire import INT32_MAX, MAX_TOOLS, UNSUPPORTED_IN_RESPONSES, Many, Wire
 from speculative.request import MAX_LOGPROBS
 
@@ -129,18 +129,14 @@ class TextConfig(Wire):
     verbosity: Literal["medium"] | None = None  # there is no control of it
 
 
-def _input_kind(value: Any) -> str:
-    return "<items>" if isinstance(value, list) else "<text>"
-
-
 class ResponsesRequest(WireRequest):
     """POST /v1/responses."""
 
     unsupported: ClassVar = UNSUPPORTED_IN_RESPONSES
 
     input: Annotated[
-        Annotated[str, Tag("<text>")] | Annotated[Many[Item], Field(min_length=1), Tag("<items>")],
-        Discriminator(_input_kind),
+        Annotated[str, Tag("<text>")] | Annotated[Many[Item], Field(min_length=1), Tag("<parts>")],
+        Discriminator(content_kind),
     ]
     """A text, or items: messages with text, `function_call`, `function_call_output`, `reasoning` (given to the chat
     template), and `item_reference` where responses are kept."""
