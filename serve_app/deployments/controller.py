@@ -68,7 +68,9 @@ class Controller:
         metrics = Metrics(sinks, model_name=config.model.served_name, pool=pool)
         tolerances = ServiceTolerances(config.replay, config.engine)
         self._counts = counts = RefereeCounts(metrics, SERVED_STRATA)
-        book = ReplicaBook(tolerances, _dump_folder(config), config.replay.keep_verdicts, alarmed=counts.alarmed)
+        folder = None if config.dumps.folder is None else Path(config.dumps.folder)
+        dumps = DumpFolder(folder, config.dumps.max_files, config.dumps.max_mib * 2**20)
+        book = ReplicaBook(tolerances, dumps, config.replay.keep_verdicts, alarmed=counts.alarmed)
 
         def accuse(replica: str, alarm: str) -> None:  # of what no answer shows: it trips no breaker
             found = Alarm(alarm, "all", time.time())
@@ -98,6 +100,11 @@ class Controller:
         )
         judge = Judge(tolerances)
         self._controls = Controls(replay, judge.judge, ended=count_controls(metrics))
+
+        def verified(answer: Answer, checked: Checked) -> None:
+            self._independent.offer(answer)
+            self._controls.offer(answer, checked)
+
         self._checker = ReplayChecker(
             replay,
             counts.counting(judge.judge),
@@ -105,7 +112,7 @@ class Controller:
             max_queue=config.replay.max_queue,
             max_running=config.replay.max_running,
             ended=counts.ended,
-            verified=self._on_verified,
+            verified=verified,
         )
         self._checker.handed_in = handed_in
         self._status = StatusBook(_about(config, tolerances.configured), sums, time.time)
@@ -132,10 +139,6 @@ class Controller:
             tasks.create_task(self._controls.run())
             tasks.create_task(self._note_forever())
             tasks.create_task(pools)
-
-    def _on_verified(self, answer: Answer, checked: Checked) -> None:
-        self._independent.offer(answer)
-        self._controls.offer(answer, checked)
 
     async def _note_forever(self) -> None:
         while True:
@@ -190,9 +193,3 @@ def _about(config: AppConfig, tolerance: Tolerance) -> dict[str, Any]:
         "grafana": grafana if grafana.startswith(("https://", "http://")) else "",
         "verifies": config.engine.logprobs_mode == "raw_logprobs",
     }
-
-
-def _dump_folder(config: AppConfig) -> DumpFolder:
-    dumps = config.dumps
-    folder = None if dumps.folder is None else Path(dumps.folder)
-    return DumpFolder(folder, dumps.max_files, dumps.max_mib * 2**20)

@@ -52,7 +52,10 @@ class HttpFront:
         self._reporter = reporter
         self._ended = ended
         self._front_end: FrontEnd | None = None
-        self._check_parsers()
+        if self._config.vllm.has_parsers:  # before an engine is loaded for minutes
+            from serve_app.backends.vllm_parts.parsers import check_names
+
+            check_names(self._config.vllm.tool_parser, self._config.vllm.reasoning_parser)
         key_file = self._config.receipts.key_file
         self._signing_key = None if key_file is None else SigningKey(Path(key_file))
         self._access = self._make_access()
@@ -169,13 +172,6 @@ class HttpFront:
         await self._reporter.report()
         return await self._runtime.controller.verdict(reply_id)
 
-    def _check_parsers(self) -> None:
-        """Before an engine is loaded for minutes."""
-        if self._config.vllm.has_parsers:
-            from serve_app.backends.vllm_parts.parsers import check_names
-
-            check_names(self._config.vllm.tool_parser, self._config.vllm.reasoning_parser)
-
     def _make_parsers(self, folder: str) -> Parsers | None:
         """vLLM is imported for them only where they are set: a front end needs it for nothing else."""
         vllm = self._config.vllm
@@ -191,14 +187,12 @@ class HttpFront:
         if keys_file is None:
             _logger.info("no access.keys_file is set: anyone who can reach this service may use it")
         else:
-            keys = KeyStore(Path(keys_file), self._count_reload)
+            reloads, count = "truespec_key_file_reloads_total", self._runtime.metrics.count
+            keys = KeyStore(Path(keys_file), lambda well: count(reloads, result="ok" if well else "failed"))
             for result in ("ok", "failed"):
-                self._runtime.metrics.count("truespec_key_file_reloads_total", 0, result=result)
+                count(reloads, 0, result=result)
             _logger.info("%s has %d keys", keys_file, len(keys))
         return Access(keys, None if token_file is None else read_token(Path(token_file)))
-
-    def _count_reload(self, went_well: bool) -> None:
-        self._runtime.metrics.count("truespec_key_file_reloads_total", result="ok" if went_well else "failed")
 
     def _make_admin(self) -> Admin | None:
         if not self._access.has_admin:

@@ -111,6 +111,10 @@ class _Choice:
         self._versions[delta.weight_version] = None
         entries = self._entries(delta, self._offsets(texts[:num_delivered])) if self._with_logprobs else None
         prompt_entries = self._prompt_entries if first else None
+        stop_reason: str | int | None = None  # as vLLM has it: not the tokenizer's own end of text
+        if reason is not None:
+            of_itself = delta.stop_token_id == self._tokenizer.eos_token_id and not self._request.params.ignore_eos
+            stop_reason = self._text.found if self._text.stopped else None if of_itself else delta.stop_token_id
         return ChoiceDelta(
             self._index,
             said.content,
@@ -124,17 +128,9 @@ class _Choice:
             said.reasoning,
             said.calls,
             None if reason is None else self._unrepeatable(),
-            None if reason is None else self._stop_reason(delta),
+            stop_reason,
             in_order,
         )
-
-    def _stop_reason(self, delta: TokenDelta) -> str | int | None:
-        """The stop string or token that ended the choice, as vLLM has it: not the tokenizer's own end of text."""
-        if self._text.stopped:
-            return self._text.found
-        token = delta.stop_token_id
-        of_itself = token == self._tokenizer.eos_token_id and not self._request.params.ignore_eos
-        return None if of_itself else token
 
     def _unrepeatable(self) -> str | None:
         """Implement `Job.unrepeatable`, of the finished choice."""

@@ -14,13 +14,13 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from typing import Any
 
-from serve_app.backends.base import ChatPrompt, ModelInfo, Parsers, TokenSource, is_taken_in
+from serve_app.backends.base import ModelInfo, Parsers, TokenSource, is_taken_in
 from serve_app.errors import ContextLengthExceeded, ModelNotFound, UnsupportedParameter, dead_end, reply_for
 from serve_app.openai.chat.chat_preprocessor import ChatPreprocessor, ResponseParser
 from serve_app.openai.chat.chat_request import ChatCompletionRequest
 from serve_app.openai.choice import ChoiceRun
 from serve_app.openai.completions.completion_request import CompletionRequest
-from serve_app.openai.completions.echo import without_answer
+from serve_app.openai.completions.echo import EchoedPrompt, without_answer
 from serve_app.openai.generation_span import GenerationSpan
 from serve_app.openai.prepared_request import FORM, Limits, PreparedRequest, off_loop
 from serve_app.openai.prompts import PromptEncoder
@@ -132,14 +132,22 @@ class FrontEnd:
         self.model(wire.model)
         num_choices = wire.n or 1
         self._check_served(wire, num_choices)
-        chat = self._chats.chat_prompt(wire) if isinstance(wire, ChatCompletionRequest) else None
-        self._check_sequences(len(wire.prompts()) if isinstance(wire, CompletionRequest) else 1, num_choices)
-        prompts = await self._prompts(wire, chat)
-        echoed = await self._encoder.echoed(wire, prompts) if isinstance(wire, CompletionRequest) else ()
-        self._check_lengths("prompt" if chat is None else "messages", prompts)
-        answers = None if chat is None else self._chats.answers(chat, prompts[0], wire.structure)
-        if reply_format is None:
-            reply_format = ChatFormat() if isinstance(wire, ChatCompletionRequest) else CompletionFormat()
+        chat, answers, echoed = None, None, tuple[EchoedPrompt, ...]()
+        if isinstance(wire, ChatCompletionRequest):
+            name, reply_format = "messages", reply_format or ChatFormat()
+            chat = self._chats.chat_prompt(wire)
+            self._check_sequences(1, num_choices)
+            prompts = await self._encoder.chat(wire, chat)
+        else:
+            name, reply_format = "prompt", reply_format or CompletionFormat()
+            self._check_sequences(len(wire.prompts()), num_choices)
+            prompts = await self._encoder.completion(wire)
+            echoed = await self._encoder.echoed(wire, prompts)
+        longest, most = max(map(len, prompts)), self.limits.max_prompt_tokens
+        if most is not None and longest > most:
+            raise ContextLengthExceeded(name, f"{name} has {longest} tokens; the limit is {most}. Shorten it.")
+        if chat is not None:
+            answers = self._chats.answers(chat, prompts[0], wire.structure)
         head = ReplyHead(
             reply_id=reply_format.id_prefix + uuid.uuid4().hex,
             created=int(time.time()),
@@ -181,7 +189,7 @@ class FrontEnd:
             prompt_only=wire.prompt_only,
             answers=answers,
             form_field=form_field,
-            words=_of_chat if chat is not None else str,
+            words=str if chat is None else lambda text: re.sub(r"^prompt\b", "messages", text),
             unrepeatable=None if wire.seed is None else self._unrepeatable(groups[0][0].params),
         )
 
@@ -201,11 +209,6 @@ class FrontEnd:
             raise UnsupportedParameter(
                 "resume", "resume needs a server with a stream router; set pools.router in its configuration."
             )
-
-    def _check_lengths(self, name: str, prompts: Sequence[Sequence[int]]) -> None:
-        longest, most = max(map(len, prompts)), self.limits.max_prompt_tokens
-        if most is not None and longest > most:
-            raise ContextLengthExceeded(name, f"{name} has {longest} tokens; the limit is {most}. Shorten it.")
 
     def _unrepeatable(self, params: SamplingParams) -> str:
         """Return why a repeated request with a seed may get another text; "" = it gets the same."""
@@ -320,14 +323,6 @@ class FrontEnd:
         made = [receipt_of(*known, self._model, job.head.created, self._signing_key) for known in run.records()]
         return {"receipts": [receipt.to_wire() for receipt in made]}
 
-    async def _prompts(
-        self, wire: CompletionRequest | ChatCompletionRequest, chat: ChatPrompt | None
-    ) -> list[tuple[int, ...]]:
-        if isinstance(wire, ChatCompletionRequest):
-            assert chat is not None
-            return await self._encoder.chat(wire, chat)
-        return await self._encoder.completion(wire)
-
     async def _bad_words(self, wire: WireRequest) -> tuple[tuple[int, ...], ...]:
         """Token sequences of the bad words, each as it begins a text and as it follows a space."""
         texts: list[str] = []
@@ -375,7 +370,12 @@ class FrontEnd:
         if wire.reproducible is None and wire.seed is not None and self._model.computing.couples_seeds:
             params = dataclasses.replace(params, reproducible=not params.greedy)
         params.check_vocabulary(self._model.vocab_size)
-        _refuse_dead_end(params, self._model.eos_token_ids)
+        if params.allowed_token_ids is not None:
+            forbidden = {word[0] for word in params.bad_words if len(word) == 1}
+            if params.min_tokens:
+                forbidden.update(params.stop_token_ids, () if params.ignore_eos else self._model.eos_token_ids)
+            if forbidden.issuperset(params.allowed_token_ids):
+                raise dead_end(params)
         return params
 
     def _max_tokens(self, wire: CompletionRequest | ChatCompletionRequest, num_prompt: int) -> int:
@@ -421,11 +421,6 @@ class FrontEnd:
 _NO_FIELDS = ("request", "request_id")  # what engines refuse that no client has sent
 
 
-def _of_chat(text: str) -> str:
-    """An engine's words in those of chat."""
-    return re.sub(r"^prompt\b", "messages", text)
-
-
 @contextmanager
 def _settled(job: PreparedRequest, run: ChoiceRun) -> Iterator[None]:
     """Within it, the pieces of a request are taken.
@@ -456,14 +451,3 @@ def choice_seed(seed: int, choice: int) -> int:
         return seed
     digest = hashlib.blake2b(seed.to_bytes(8, "little") + choice.to_bytes(8, "little"), digest_size=8).digest()
     return int.from_bytes(digest, "little")
-
-
-def _refuse_dead_end(params: SamplingParams, eos_token_ids: Sequence[int]) -> None:
-    """Refuse parameters that together allow no first token."""
-    if params.allowed_token_ids is None:
-        return
-    forbidden = {word[0] for word in params.bad_words if len(word) == 1}
-    if params.min_tokens:
-        forbidden.update(params.stop_token_ids, () if params.ignore_eos else eos_token_ids)
-    if forbidden.issuperset(params.allowed_token_ids):
-        raise dead_end(params)

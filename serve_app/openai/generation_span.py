@@ -11,7 +11,6 @@ from serve_app.openai.choice import ChoiceRun
 from serve_app.openai.prepared_request import PreparedRequest
 from serve_app.openai.replies import ChoiceDelta
 from serve_app.telemetry.tracing import Attributes, current_span
-from speculative.request import Request
 
 PROVIDER = "truespec"
 _INT64 = 2**63
@@ -77,7 +76,9 @@ def _request_attributes(job: PreparedRequest) -> Attributes:
         "presence_penalty": params.presence_penalty,
         "choice.count": num_choices if num_choices > 1 else 0,
     }
-    seed = {} if job.unrepeatable is None else {"gen_ai.request.seed": _as_sent(request)}
+    # As a signed number of 64 bits, as OpenAI's and OpenTelemetry's seeds are.
+    sent = request.seed - 2 * _INT64 if request.seed >= _INT64 else request.seed
+    seed = {} if job.unrepeatable is None else {"gen_ai.request.seed": sent}
     return {
         "gen_ai.operation.name": job.format.operation,
         "gen_ai.provider.name": PROVIDER,
@@ -88,8 +89,3 @@ def _request_attributes(job: PreparedRequest) -> Attributes:
         **{f"gen_ai.request.{name}": value for name, value in chosen.items() if value},
         **seed,
     }
-
-
-def _as_sent(request: Request) -> int:
-    """The seed as a signed number of 64 bits, as OpenAI's and OpenTelemetry's are."""
-    return request.seed - 2 * _INT64 if request.seed >= _INT64 else request.seed

@@ -74,20 +74,15 @@ def _load(body: bytes) -> dict[str, Any]:
         raise MalformedBody("", f"The body is not valid JSON in UTF-8: {reason}.") from error
     if not isinstance(fields, dict):
         raise MalformedBody("", "The body must be a JSON object.")
-    if SUSPECT_ESCAPE.search(text):
-        _refuse_unclean(fields)
-    return fields
-
-
-def _refuse_unclean(fields: dict[str, Any]) -> None:
     try:
-        for path, string in strings_in(fields, ""):
+        for path, string in strings_in(fields, "") if SUSPECT_ESCAPE.search(text) else ():
             if HALF_PAIR.search(string):
                 raise InvalidRequest(path, f"{path} {NOT_WHOLE}")
             if "\0" in string and path.partition(".")[0] not in _TEXT_FIELDS:
                 raise InvalidRequest(path, f"{path} holds a NUL, which only text for the model may; remove it.")
     except RecursionError as error:
         raise MalformedBody("", "The body is nested too deeply.") from error
+    return fields
 
 
 def _complain(error: ErrorDetails) -> NoReturn:
@@ -103,15 +98,11 @@ def _complain(error: ErrorDetails) -> NoReturn:
     if error["type"] == "unsupported":
         raise UnsupportedParameter(path, f"{path}: {error['msg']}")
     got = error.get("input")
-    shown = f"{got}"[:24] if isinstance(got, int | float) else _json_type(got)
+    names = {str: "a string", dict: "an object", list: "a list", type(None): "null"}
+    shown = f"{got}"[:24] if isinstance(got, int | float) else names.get(type(got), "something else")
     raise InvalidRequest(path, f"{path}: {error['msg'].rstrip('.')}. Got {shown}.")
 
 
 def _is_tag(part: str | int) -> bool:
     """Return whether a part of a location is no field, but a kind that a value may have."""
     return isinstance(part, str) and part.startswith("<")
-
-
-def _json_type(value: Any) -> str:
-    names = {str: "a string", dict: "an object", list: "a list", type(None): "null"}
-    return names.get(type(value), "something else")

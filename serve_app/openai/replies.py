@@ -330,20 +330,16 @@ class ChunkStream:
     def piece(self, head: ReplyHead, piece: ChoiceDelta, usage: UsageNow) -> bytes:
         """The chunk of one piece."""
         if self._begun and piece.is_plain and not (self._continuous_usage or head.with_token_kinds):
-            return self._plain_event(head, piece).write(piece)
+            key = head.system_fingerprint, piece.index, piece.weight_versions[0][0]
+            if (event := self._plain.get(key)) is None:
+                example = piece._replace(text=_SOME_TEXT, token_ids=_SOME_IDS)
+                written = sse_event(self._chunks.chunk(head, example)).decode("ascii")
+                event = self._plain[key] = _PlainEvent(written)
+            return event.write(piece)
         chunks = [*([] if self._begun else self._chunks.opening(head)), self._chunks.chunk(head, piece)]
         self._begun = True
         counted = {"usage": usage().to_wire()} if self._continuous_usage else {}
         return b"".join(sse_event(chunk | counted) for chunk in chunks)
-
-    def _plain_event(self, head: ReplyHead, piece: ChoiceDelta) -> _PlainEvent:
-        key = head.system_fingerprint, piece.index, piece.weight_versions[0][0]
-        event = self._plain.get(key)
-        if event is None:
-            example = piece._replace(text=_SOME_TEXT, token_ids=_SOME_IDS)
-            written = sse_event(self._chunks.chunk(head, example)).decode("ascii")
-            event = self._plain[key] = _PlainEvent(written)
-        return event
 
     async def end(self, head: ReplyHead, reported: dict[str, Any] | None, usage: UsageNow) -> bytes:
         """The closing chunk, where there is something to say, and the end."""

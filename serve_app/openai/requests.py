@@ -418,11 +418,6 @@ class WireRequest(Wire):
         """
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options", "stream_options needs stream = true.")
-        self._check_deprecated()
-        if self.structure is not None:
-            self._check_structure(self._structure_parameter)
-
-    def _check_deprecated(self) -> None:
         old = self.deprecated_fields
         if old and self.structured_outputs is not None:
             raise InvalidRequest(
@@ -430,6 +425,8 @@ class WireRequest(Wire):
             )
         if len(old) > 1:
             raise InvalidRequest(old[1], f"{old[0]} and {old[1]} both constrain the answer; send one of them.")
+        if self.structure is not None:
+            self._check_structure(self._structure_parameter)
 
     def _check_structure(self, name: str) -> None:
         if self.response_format is not None and name != "response_format" and self.response_format.type != "text":

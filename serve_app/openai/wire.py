@@ -30,14 +30,6 @@ def _empty(value: Any, body: Mapping[str, Any]) -> bool:
     return value is None or value in ([], {}, "")
 
 
-def _any_text(value: Any, body: Mapping[str, Any]) -> bool:
-    return value is None or isinstance(value, str)
-
-
-def _same_as_n(value: Any, body: Mapping[str, Any]) -> bool:
-    return value is None or (type(value) is int and value == (body.get("n") or 1))
-
-
 _ONLY_CHAT = "is a field of /v1/chat/completions; send messages there."
 _ONLY_TEXT = "only text is served."
 _NOT_RETURNED = "is not returned here; POST /tokenize shows how a prompt is tokenized."
@@ -53,7 +45,10 @@ UNSUPPORTED: dict[str, tuple[Harmless, str]] = {
     "function_call": (_one_of("none", "auto"), _OLD_TOOLS),
     "echo": (_one_of(False), "is a field of /v1/completions; send a prompt there."),
     "suffix": (_empty, "filling in before a suffix is not served; send a prompt only."),
-    "best_of": (_same_as_n, "only best_of = n is served; ask for n choices with logprobs and pick the best."),
+    "best_of": (
+        lambda value, body: value is None or (type(value) is int and value == (body.get("n") or 1)),
+        "only best_of = n is served; ask for n choices with logprobs and pick the best.",
+    ),
     "modalities": (lambda value, body: value in (None, [], ["text"]), "only text is served."),
     "audio": (_empty, "audio is not served; only text is."),
     "prediction": (_empty, "predicted outputs are not served; the server drafts by itself."),
@@ -64,7 +59,10 @@ UNSUPPORTED: dict[str, tuple[Harmless, str]] = {
     "web_search_options": (lambda value, body: value is None, "there is no web search."),
     "moderation": (lambda value, body: value is None, "there is no moderation."),
     "store": (_one_of(False), "nothing is stored; leave it out or send false."),
-    "guided_decoding_backend": (_any_text, "must be a string; which one makes no difference here."),
+    "guided_decoding_backend": (
+        lambda value, body: value is None or isinstance(value, str),
+        "must be a string; which one makes no difference here.",
+    ),
     "guided_whitespace_pattern": (_empty, "JSON is laid out as json.dumps does; leave it out."),
     "kv_transfer_params": (_empty, "the server hands prompts from prefill to decode replicas by itself; leave it out."),
     "use_beam_search": (_one_of(False), "beam search is not served; send n and pick by logprobs."),

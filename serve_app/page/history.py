@@ -6,10 +6,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 from serve_app.telemetry.metric_names import METRICS, NO_ROOM
-from serve_app.telemetry.metrics import BucketCounts, Sample
+from serve_app.telemetry.metrics import PrometheusSink, Sample
 
 EVERY_S = 10.0
 _NUM_POINTS = 360  # an hour
@@ -49,22 +49,6 @@ _DENIED = ("unauthenticated", "forbidden")  # refusals with 401 and 403; all oth
 Point = dict[str, float | None]
 
 
-class Counted(Protocol):
-    """Counts of the whole app since the start; sums never fall, whichever replicas come and go."""
-
-    def samples(self) -> list[Sample]:
-        """Counters and gauges."""
-        ...
-
-    def histogram(self, name: str) -> BucketCounts:
-        """A histogram over all its labels."""
-        ...
-
-    def histogram_by_source(self, name: str) -> dict[str, BucketCounts]:
-        """The same of each replica that is heard of."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Sums:
     """Counts at a time, or over some time."""
@@ -97,11 +81,11 @@ class History:
     """Figures of the last hour, in bounded memory.
 
     Args:
-        counted: what is counted.
+        counted: what the whole app counted since the start; sums never fall, whichever replicas come and go.
         clock: unix seconds.
     """
 
-    def __init__(self, counted: Counted, clock: Callable[[], float]) -> None:
+    def __init__(self, counted: PrometheusSink, clock: Callable[[], float]) -> None:
         self._counted = counted
         self._clock = clock
         self._sums: deque[Sums] = deque([self._take()], maxlen=_NUM_POINTS + 1)

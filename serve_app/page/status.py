@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from serve_app.page.health import troubles
-from serve_app.page.history import LATENCIES, Counted, History, by_label
+from serve_app.page.history import LATENCIES, History, by_label
 from serve_app.page.words import LABEL_NAMES, explained
 from serve_app.referee.strata import STRATA
 from serve_app.telemetry.metric_names import METRICS, REPLICA_LABEL
-from serve_app.telemetry.metrics import Sample
+from serve_app.telemetry.metrics import PrometheusSink, Sample
 from speculative.stats import CHECKS
 
 _GAUGES = {
@@ -44,7 +44,7 @@ class StatusBook:
         clock: unix seconds.
     """
 
-    def __init__(self, about: Mapping[str, Any], counted: Counted, clock: Callable[[], float]) -> None:
+    def __init__(self, about: Mapping[str, Any], counted: PrometheusSink, clock: Callable[[], float]) -> None:
         self._about = dict(about) | {
             "longest_s": {field: METRICS[name].buckets[-1] for field, name in LATENCIES.items()}
         }

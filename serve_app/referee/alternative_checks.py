@@ -13,7 +13,7 @@ from serve_app.referee.alternatives import Alternatives, AlternativesFound
 from serve_app.referee.answer import Answer
 from serve_app.referee.draws import DrawResult, DrawTolerance
 from serve_app.referee.drift import TokenDrift, is_unmistakable, request_drifted
-from speculative.request import SamplingParams, TokenLogprobs
+from speculative.request import TokenLogprobs
 from speculative.selfcheck.replayed_draws import DrawCheck
 
 
@@ -119,7 +119,8 @@ class ComparedAlternatives:
             if one.place < start:  # a referee that computes no prompts
                 left_out += len(one.pairs)
                 continue
-            asked = _asked_for(params, of_prompt=one.place < num_prompt)
+            of_answer = params.logprobs or 0, params.logprob_token_ids
+            asked = of_answer if one.place >= num_prompt else (params.prompt_logprobs or 0, ())
             places.append(compare_place(one, replayed.entries[one.place - answer.num_tokens], *asked))
         return cls(tuple(places), left_out, num_prompt)
 
@@ -155,8 +156,3 @@ class ComparedAlternatives:
 
     def _name(self, place: int) -> str:
         return f"prompt token {place}" if place < self.num_prompt else f"token {place - self.num_prompt}"
-
-
-def _asked_for(params: SamplingParams, *, of_prompt: bool) -> tuple[int, tuple[int, ...]]:
-    """Return how many of the likeliest tokens a request wants reported in each place, and which further ones."""
-    return (params.prompt_logprobs or 0, ()) if of_prompt else (params.logprobs or 0, params.logprob_token_ids)

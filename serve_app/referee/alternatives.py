@@ -1,7 +1,7 @@
 """Logprobs that are reported beside each token's own: of the likeliest tokens in its place, and of a request's ids."""
 
-from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 MOST_ALTERNATIVES = 16_384
 """Numbers that are kept of one answer and its prompt. Of more, every second place is left out, or every fourth, and so
@@ -48,15 +48,11 @@ class KeptAlternatives:
         self._num_kept += len(one.pairs)
         while self._num_kept > self.most and len(self.kept) > 1:
             self._every *= 2
-            self._thin()
-
-    def _thin(self) -> None:
-        """Leave out what does not stand in every so many places."""
-        left_out = sum(len(one.pairs) for one in self.kept if one.place % self._every)
-        if left_out:
-            self.kept = [one for one in self.kept if one.place % self._every == 0]
-            self.num_left_out += left_out
-            self._num_kept -= left_out
+            left_out = sum(len(one.pairs) for one in self.kept if one.place % self._every)
+            if left_out:
+                self.kept = [one for one in self.kept if one.place % self._every == 0]
+                self.num_left_out += left_out
+                self._num_kept -= left_out
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +68,6 @@ class AlternativesFound:
     num_compared: int = 0
     num_left_out: int = 0
     max_drift_nats: float | None = None
-
-    def to_wire(self) -> dict[str, Any]:
-        """Return the form that the API returns."""
-        return asdict(self)
 
 
 NOTHING_COMPARED = AlternativesFound()

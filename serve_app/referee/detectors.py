@@ -76,9 +76,19 @@ class ReplicaWatch:
         tokens = once(tokens, self._known, self._tolerance)
         for stratum, members in by_stratum(tokens).items():
             alarms += self._drifts(stratum, members, drift_tolerance, at)
-            alarms += self._is_drawn_wrongly(stratum, members, at)
-            if stratum not in KNOWN_AFTERWARDS:
-                alarms += self._breaks_distribution(stratum, members, greedy, at)
+            draws = self._draws[stratum]
+            draws.add([token.draw for token in members if token.draw is not None and not token.known], at)
+            if draws.alarm:
+                alarms.append(Alarm("draws", stratum, draws.evidence_since))
+                del self._draws[stratum]
+            rows, drawn = rows_of(members)
+            if stratum in KNOWN_AFTERWARDS or not rows:
+                continue
+            test = self._distributions[stratum]
+            test.add(rows, greedy=greedy, drawn=drawn, at=at)
+            if test.alarm is not None:
+                alarms.append(Alarm(test.alarm, stratum, test.evidence_since, test.side))
+                del self._distributions[stratum]
         others = [token.others.counted for token in tokens if token.others is not None and not token.known]
         if self._others.add(others, drift_tolerance, at):
             alarms.append(Alarm("alternatives", "all", self._others.evidence_since))
@@ -101,25 +111,6 @@ class ReplicaWatch:
             del self._shifts[stratum]
         if found:
             yield Alarm("drift", stratum, min(found), self._leans.pop(stratum).side)
-
-    def _is_drawn_wrongly(self, stratum: str, tokens: Sequence[SeenToken], at: float) -> Iterator[Alarm]:
-        test = self._draws[stratum]
-        test.add([token.draw for token in tokens if token.draw is not None and not token.known], at)
-        if test.alarm:
-            yield Alarm("draws", stratum, test.evidence_since)
-            del self._draws[stratum]
-
-    def _breaks_distribution(
-        self, stratum: str, tokens: Sequence[SeenToken], greedy: bool, at: float
-    ) -> Iterator[Alarm]:
-        rows, drawn = rows_of(tokens)
-        if not rows:
-            return
-        test = self._distributions[stratum]
-        test.add(rows, greedy=greedy, drawn=drawn, at=at)
-        if test.alarm is not None:
-            yield Alarm(test.alarm, stratum, test.evidence_since, test.side)
-            del self._distributions[stratum]
 
 
 def once(tokens: Sequence[SeenToken], known: KnownContexts, tolerance: Tolerance) -> list[SeenToken]:

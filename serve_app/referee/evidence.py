@@ -41,30 +41,17 @@ class RareTest:
         self.alarm |= self._processes.add_each(np.log1p(self._stakes * (happened[:, None] - self._rate)), at)
 
 
-class DriftTest:
+class DriftTest(RareTest):
     """A test for more tokens that drift by more than `limit_nats` than the measured noise explains: at most a share
-    `rate` of them.
-
-    One instance sees one stratum of one replica.
-    """
+    `rate` of them. One instance sees one stratum of one replica."""
 
     def __init__(self, limit_nats: float, rate: float, delta: float = 1e-6) -> None:
+        super().__init__(rate, delta)
         self.limit_nats = limit_nats
-        self._test = RareTest(rate, delta)
 
     def add(self, drifts: Iterable[float], at: float = 0.0) -> None:
         """Take in |served - replayed| of tokens of that time, nats; what is no number counts as drifted."""
-        self._test.add((not drift <= self.limit_nats for drift in drifts), at)
-
-    @property
-    def evidence_since(self) -> float:
-        """Return it as `FreshStarts` does."""
-        return self._test.evidence_since
-
-    @property
-    def alarm(self) -> bool:
-        """Return whether too many drifted."""
-        return self._test.alarm
+        super().add((not drift <= self.limit_nats for drift in drifts), at)
 
 
 class UnlikelyTest:

@@ -28,10 +28,6 @@ class Incident:
     suspect_since: float | None = None  # of a trip or a canary: answers that ended after this are suspect
     side: Side = ""  # to which replays found a mean shifted; "" = to both, or to none
 
-    def to_wire(self) -> dict[str, Any]:
-        """For the status page."""
-        return dataclasses.asdict(self)
-
 
 class IncidentLog:
     """The latest of them; what is found again is counted, so that one fault does not push out the others.
@@ -71,4 +67,4 @@ class IncidentLog:
 
     def to_wire(self) -> list[dict[str, Any]]:
         """Return all kept incidents, the latest first."""
-        return [incident.to_wire() for incident in reversed(self._known.values())]
+        return [dataclasses.asdict(incident) for incident in reversed(self._known.values())]

@@ -145,7 +145,7 @@ class IndependentChecks:
     def _wrong(self, answer: Answer, replayed: Replayed, judgement: Judgement) -> str:
         """Say what an answer shows, by itself or with those before it; "" = nothing is wrong."""
         tolerance = self._tolerances.between(answer.numerics, replayed.numerics)
-        evidence = self._evidence_of(tolerance)
+        evidence = self._evidence.setdefault(tolerance, _Evidence(tolerance))
         found = evidence.watch.see(
             judgement.tokens,
             greedy=answer.request.params.greedy,
@@ -159,11 +159,6 @@ class IndependentChecks:
         if judgement.checked.verdict is Verdict.SUSPECT:
             return judgement.checked.reason
         return f"{found[0].name} in stratum {found[0].stratum}, over many answers" if found else ""
-
-    def _evidence_of(self, tolerance: Tolerance) -> "_Evidence":
-        if tolerance not in self._evidence:
-            self._evidence[tolerance] = _Evidence(tolerance)
-        return self._evidence[tolerance]
 
 
 _Shape = tuple[Numerics, Literal["length", "border", "rows"], int, int]

@@ -95,11 +95,16 @@ class Judge:
         """
         if answer.untested:
             replayed = dataclasses.replace(replayed, replayed=None)
-        of_each = _drift_of_each(answer, replayed)
+        of_each = [
+            None if logprob is None else TokenDrift.between(logprob, again)
+            for logprob, again in zip(_served(answer), replayed.logprobs, strict=True)
+        ]
         drifts = [drift for drift in of_each if drift is not None]
         greedy, of_output = answer.request.params.greedy, of_each[len(answer.prompt_logprobs) :]
-        noise = self._noise_of(answer, replayed)
-        tolerance = noise.tolerance
+        tolerance = self._tolerances.between(answer.numerics, replayed.numerics)
+        if tolerance not in self._noise:
+            self._noise[tolerance] = _Noise(tolerance)
+        noise = self._noise[tolerance]
         draws, results = _draws(noise.of_draws, answer, replayed, of_output)
         placed = placement_checks(replayed.replayed or (), answer.request.params)
         found = noise.of_placement.judge_all(placed, of_output)
@@ -138,15 +143,13 @@ class Judge:
         if likeliest and not greedy:  # how rounding turns out decides
             evidence = [dataclasses.replace(token, row=None, draw=None) for token in evidence]
         if distribution is Distribution.CHOSEN_SEED:
-            evidence = [dataclasses.replace(token, draw=_without_rounding(token.draw)) for token in evidence]
+            # The same random numbers come near an edge again: that is no further evidence.
+            follows = DrawResult.FOLLOWS
+            evidence = [
+                dataclasses.replace(token, draw=follows) if token.draw is DrawResult.NEAR else token
+                for token in evidence
+            ]
         return Judgement(checked, tuple(seen), tuple(evidence), drift_tolerance, misplaced, results)
-
-    def _noise_of(self, answer: Answer, replayed: Replayed) -> _Noise:
-        """Return the noise between the two engines that made them."""
-        tolerance = self._tolerances.between(answer.numerics, replayed.numerics)
-        if tolerance not in self._noise:
-            self._noise[tolerance] = _Noise(tolerance)
-        return self._noise[tolerance]
 
     def _without_known_contexts(self, answer: Answer, seen: Sequence[SeenToken]) -> list[SeenToken]:
         """Without the moves of tokens whose contexts are those of earlier answers: what rounds them is the same."""
@@ -165,16 +168,11 @@ class Judge:
             return Distribution.GREEDY
         if request.canary:  # whose seeds are its replica's own
             return Distribution.TESTED
-        is_new = self._is_new(request.seed)
-        return Distribution.TESTED if is_new and not request.chosen_seed else Distribution.CHOSEN_SEED
-
-    def _is_new(self, seed: int) -> bool:
-        """Return whether no answer of late had this seed: with the same seed come the same random numbers."""
-        new = seed not in self._seeds
-        self._seeds[seed] = None
+        is_new = request.seed not in self._seeds  # with the same seed come the same random numbers
+        self._seeds[request.seed] = None
         if len(self._seeds) > _SEEDS_KEPT:
             self._seeds.popitem(last=False)
-        return new
+        return Distribution.TESTED if is_new and not request.chosen_seed else Distribution.CHOSEN_SEED
 
 
 def processed_logprobs(replayed: Replayed) -> tuple[float, ...]:
@@ -236,14 +234,6 @@ def _seen(
     return [SeenToken(*one) for one in zip(*parts, strict=True)]
 
 
-def _drift_of_each(answer: Answer, replayed: Replayed) -> list[TokenDrift | None]:
-    """One a token, the prompt's first; None where it was served without a logprob."""
-    return [
-        None if logprob is None else TokenDrift.between(logprob, again)
-        for logprob, again in zip(_served(answer), replayed.logprobs, strict=True)
-    ]
-
-
 def _served(answer: Answer) -> tuple[float | None, ...]:
     """Its logprobs, the prompt's first; None where there is none."""
     return (*answer.prompt_logprobs, *(answer.logprobs or [None] * len(answer.token_ids)))
@@ -260,11 +250,6 @@ def _wrong_token(misplaced: Sequence[DrawCheck], draws: DrawsChecked, answer: An
     return (
         f"draws: token {draws.wrong} ({answer.kinds[draws.wrong].value}) is not the one that the request's seed demands"
     )
-
-
-def _without_rounding(result: DrawResult | None) -> DrawResult | None:
-    """The same random numbers come near an edge again: that is no further evidence."""
-    return DrawResult.FOLLOWS if result is DrawResult.NEAR else result
 
 
 def _checks(distribution: Distribution, draws: DrawsChecked, *, greedy: bool, logprobs: bool) -> tuple[str, ...]:

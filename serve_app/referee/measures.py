@@ -54,7 +54,12 @@ class Measures:
         for token in tokens:
             self.num_tokens += 1
             if (terms := token.distribution_terms) is not None:
-                self._add_terms(*terms)
+                probability, surprisal = terms
+                self.num_terms += 1
+                self.probability += probability
+                self.probability_squared += probability**2
+                self.surprisal += surprisal
+                self.surprisal_squared += surprisal**2
             if (drift := token.drift) is None:
                 continue
             self.num_compared += 1
@@ -68,13 +73,6 @@ class Measures:
             self.largest_nats = max(self.largest_nats, drift.nats)
             self.num_high += drift.ratio > _HIGH
             self.num_low += drift.ratio < 1 / _HIGH
-
-    def _add_terms(self, probability: float, surprisal: float) -> None:
-        self.num_terms += 1
-        self.probability += probability
-        self.probability_squared += probability**2
-        self.surprisal += surprisal
-        self.surprisal_squared += surprisal**2
 
     def merge(self, other: "Measures") -> None:
         """Take in what another has taken in."""
@@ -130,14 +128,11 @@ class Windows:
         if self._origin is None:
             self._origin = at
         while (place := max(0, int((at - self._origin) // self.seconds))) >= _MOST_WINDOWS:
-            self._double()
+            self.seconds *= 2
+            old, self._windows = self._windows, {}
+            for earlier, measures in old.items():
+                self._windows.setdefault(earlier // 2, Measures()).merge(measures)
         self._windows.setdefault(place, Measures()).add(tokens)
-
-    def _double(self) -> None:
-        self.seconds *= 2
-        old, self._windows = self._windows, {}
-        for place, measures in old.items():
-            self._windows.setdefault(place // 2, Measures()).merge(measures)
 
     def figures(self) -> list[dict[str, Any]]:
         """Return the figures of windows with tokens, in order; `from` in unix seconds."""

@@ -201,12 +201,7 @@ def wrong_rounds(receipt: Receipt, eos_token_ids: Sequence[int]) -> str:
             reason = "only the first token of an answer is its first"
         if reason:
             return f"the round that ends with token {start - 1}: {reason}"
-    return _wrong_verification(receipt)
-
-
-def _wrong_verification(receipt: Receipt) -> str:
-    """Return why the verifier cannot have judged such an answer; "" = it can."""
-    params, verifiers = receipt.params, sorted({one.verifier for one in receipt.rounds})
+    verifiers = sorted({one.verifier for one in receipt.rounds})
     if len(verifiers) > 1:
         return f"its rounds were judged by several verifiers: {', '.join(verifiers)}"
     if verifiers == ["vllm"]:

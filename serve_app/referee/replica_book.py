@@ -129,7 +129,9 @@ class ReplicaBook:
         rounds = [*[None] * len(answer.prompt_logprobs), *answer.rounds_since_handoff]
         for token, since in zip(tokens, rounds, strict=True):
             makers.setdefault(token.made_by, []).append(token)
-            if since is not None and self._decoded_plainly(token.made_by, answer.began_at):
+            maker = self._known(token.made_by)
+            plainly = maker.plain and maker.since is not None and answer.began_at > maker.since
+            if since is not None and plainly:
                 makers.setdefault(answer.prefilled_by, []).append(token)
         greedy = answer.request.params.greedy
         for name, own in makers.items():
@@ -167,11 +169,6 @@ class ReplicaBook:
         _logger.warning("replays show that %s is wrong: %s in stratum %s", name, found.name, found.stratum)
         replica.findings.append(Finding(name, found.name, found.stratum, case.answer.began_at, found.evidence_since))
         self._alarmed(found, name, case)
-
-    def _decoded_plainly(self, name: str, began_at: float) -> bool:
-        """Return whether a replica drafted nothing at all for what began then (unix seconds)."""
-        replica = self._known(name)
-        return replica.plain and replica.since is not None and began_at > replica.since
 
     def _known(self, name: str) -> _Replica:
         if name not in self._replicas:
@@ -227,7 +224,4 @@ class ReplicaBook:
 
     def _dump(self, reason: str, content: Callable[[], dict[str, Any]]) -> None:
         if self._dumps.enabled:
-            asyncio.get_running_loop().run_in_executor(None, self._write, reason, content)
-
-    def _write(self, reason: str, content: Callable[[], dict[str, Any]]) -> None:
-        self._dumps.write(reason, content())
+            asyncio.get_running_loop().run_in_executor(None, lambda: self._dumps.write(reason, content()))

@@ -190,11 +190,8 @@ class ServiceTolerances:
     def between(self, served: Numerics, replayed: Numerics) -> Tolerance:
         """Return the tolerance of a pair; an engine that does not say how it computes does so as configured."""
         pair = served, replayed
-        if pair not in self._known:
-            self._known[pair] = self._between(*pair)
-        return self._known[pair]
-
-    def _between(self, served: Numerics, replayed: Numerics) -> Tolerance:
+        if (known := self._known.get(pair)) is not None:
+            return known
         served, replayed = (
             one if one.precision else dataclasses.replace(one, precision=self._configured) for one in (served, replayed)
         )
@@ -204,10 +201,11 @@ class ServiceTolerances:
         found = own if alike else Tolerance.against_float32(coarser)
         replay = self._replay
         times = 1.0 if replay.edge_nats is None else replay.edge_nats / own.edge_nats
-        return dataclasses.replace(
+        self._known[pair] = dataclasses.replace(
             found,
             max_tme=replay.max_tme or found.max_tme,
             distribution=found.distribution if replay.distribution_tolerance is None else replay.distribution_tolerance,
             edge_nats=times * found.edge_nats,
             shift_nats=times * found.shift_nats,
         )
+        return self._known[pair]

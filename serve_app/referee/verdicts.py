@@ -83,7 +83,7 @@ class Checked:
             "max_drift_nats": self.max_drift_nats,
             "replayed_by": self.replayed_by,
             "draws": self.draws.to_wire(),
-            "alternatives": self.alternatives.to_wire(),
+            "alternatives": dataclasses.asdict(self.alternatives),
         }
 
 

@@ -233,9 +233,12 @@ class ResumingSource:
         if streamed is None or streamed.delta is None:
             return None
         one = next(one for one in left if one.name == streamed.delta.request_id)
-        if one.ended or self._failed_there(one, streamed.delta):
+        gave_up = streamed.delta.finish_reason in (FinishReason.ERROR, FinishReason.ABORT)
+        if one.ended or (gave_up and one.request.resume and one.num_lost < self._most_resumes):  # another may do it
             return None
-        self._note(one, streamed)
+        self._records.answered_by(one.request.request_id, streamed.replica)
+        if streamed.prefilled_by is not None:
+            self._records.handed_off(one.request.request_id, streamed.prefilled_by)
         if is_taken_in(streamed.delta):
             return taken_in(one.request.request_id)
         return one.take(streamed.delta)
@@ -261,17 +264,6 @@ class ResumingSource:
         """Replicas that were recently silent."""
         self._silent = {name: at for name, at in self._silent.items() if self._clock() < at + _AVOIDED_S}
         return tuple(self._silent)
-
-    def _failed_there(self, one: _Progress, delta: TokenDelta) -> bool:
-        """Return whether an engine failed the request in a way another may recover; that delta is not passed on."""
-        gave_up = delta.finish_reason in (FinishReason.ERROR, FinishReason.ABORT)
-        return gave_up and one.request.resume and one.num_lost < self._most_resumes
-
-    def _note(self, one: _Progress, streamed: Streamed) -> None:
-        request_id = one.request.request_id
-        self._records.answered_by(request_id, streamed.replica)
-        if streamed.prefilled_by is not None:
-            self._records.handed_off(request_id, streamed.prefilled_by)
 
     async def _resume(self, left: Sequence[_Progress], lost: Exception) -> None:
         """Resume requests whose replica was lost.

@@ -42,15 +42,11 @@ class ControlTokens:
         self._words = {text: f"zs{tag}x{number}sz" for number, text in enumerate(self._specials)}
         self._texts = {word: text for text, word in self._words.items()}
         self._word = re.compile(rf"zs{tag}x\d+sz")
-        if self._policy == "escape":
-            self._check_escaping()
-
-    def _check_escaping(self) -> None:
-        known = self._tokenizer.encode_rendered
-        for text in self._specials:
-            plain, behind = (self._tokenizer.encode_plain(one, begins=False) for one in (text, "\ncd"))
+        known = tokenizer.encode_rendered
+        for text in self._specials if self._policy == "escape" else ():
+            plain, behind = (tokenizer.encode_plain(one, begins=False) for one in (text, "\ncd"))
             parts = [*known("ab "), *known(text), *behind]
-            if known(f"ab {text}\ncd") != parts or not self._tokenizer.special_ids.isdisjoint(plain):
+            if known(f"ab {text}\ncd") != parts or not tokenizer.special_ids.isdisjoint(plain):
                 raise ConfigError(
                     f"model.special_tokens_in_text: escape is not possible with this tokenizer, which does not encode "
                     f"{text!r} as plain text. Set it to refuse, or to allow."
