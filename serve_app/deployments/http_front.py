@@ -187,10 +187,14 @@ class HttpFront:
         if keys_file is None:
             _logger.info("no access.keys_file is set: anyone who can reach this service may use it")
         else:
-            reloads, count = "truespec_key_file_reloads_total", self._runtime.metrics.count
-            keys = KeyStore(Path(keys_file), lambda well: count(reloads, result="ok" if well else "failed"))
+            metrics = self._runtime.metrics
+
+            def reloaded(well: bool) -> None:
+                metrics.count("truespec_key_file_reloads_total", result="ok" if well else "failed")
+
+            keys = KeyStore(Path(keys_file), reloaded)
             for result in ("ok", "failed"):
-                count(reloads, 0, result=result)
+                metrics.count("truespec_key_file_reloads_total", 0, result=result)
             _logger.info("%s has %d keys", keys_file, len(keys))
         return Access(keys, None if token_file is None else read_token(Path(token_file)))
 

@@ -1,6 +1,7 @@
 """Troubles are on the page as soon as a counter knows them, and no longer than they last; a healthy service has none.
 Whatever can be found wrong has words for an operator, and a runbook that exists."""
 
+from dataclasses import asdict
 from typing import get_args
 
 import pytest
@@ -139,7 +140,7 @@ def test_every_alert_is_read_back_from_its_runbook() -> None:
 def test_every_incident_says_what_it_means_and_where_its_runbook_is(kind: IncidentKind) -> None:
     for name in NAMES[kind]:
         incident = Incident(kind, name, "r1", 1.0, 2.0, 3, strata=("all", "first") if kind == "replay" else ())
-        said = explained(incident.to_wire())
+        said = explained(asdict(incident))
         assert said["effect"] == runbooks()[said["runbook"]].effect
         assert kind != "replay" or LOOK_AT[name] in said["look"], "the advice is the alarm's own"
         assert said["meaning"] not in ("", name)
