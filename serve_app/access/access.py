@@ -90,11 +90,8 @@ class Access:
 
 
 def read_token(path: Path) -> str:
-    """The token of `/admin`, from a file such as a mounted secret.
-
-    Raises:
-        ConfigError: there is no such file, or nothing in it.
-    """
+    """The token of `/admin`, from a file such as a mounted secret. Raises ConfigError: there is no such file, or
+    nothing in it."""
     try:
         token = path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:

@@ -71,11 +71,8 @@ def digest_of(key: str) -> str:
 
 
 def read_keys(path: Path) -> KeyFile:
-    """Read a file of keys.
-
-    Raises:
-        ConfigError: it cannot be read, or is wrong; the message names file, field and fix.
-    """
+    """Read a file of keys. Raises ConfigError: it cannot be read, or is wrong; the message names file, field and
+    fix."""
     return read_file(path, KeyFile)
 
 
@@ -88,11 +85,7 @@ def create_key(
     secret: str | None = None,
 ) -> str:
     """Add a key to the file, creating it if needed, and return the key. It can never be shown again; without `secret`
-    it is made here.
-
-    Raises:
-        ConfigError: the file is wrong, or has a key of that id.
-    """
+    it is made here. Raises ConfigError: the file is wrong, or has a key of that id."""
     known = read_keys(path) if path.exists() else KeyFile()
     if not re.fullmatch(_ID, key_id):
         raise ConfigError(f"{key_id!r} is not an id: use up to 64 letters, digits, '.', '_' and '-', no sign first.")
@@ -112,11 +105,7 @@ def create_key(
 
 
 def revoke_key(path: Path, key_id: str) -> None:
-    """Remove a key from the file.
-
-    Raises:
-        ConfigError: the file is wrong, or has no key of that id.
-    """
+    """Remove a key from the file. Raises ConfigError: the file is wrong, or has no key of that id."""
     known = read_keys(path)
     kept = [key for key in known.keys if key.id != key_id]
     if len(kept) == len(known.keys):
@@ -125,11 +114,8 @@ def revoke_key(path: Path, key_id: str) -> None:
 
 
 def _write(path: Path, file: KeyFile) -> None:
-    """Replace the file atomically: readers see the old one or the new one. Only its owner may read it.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
+    """Replace the file atomically: readers see the old one or the new one. Only its owner may read it. Raises
+    ConfigError: it cannot be written."""
     data = {"version": file.version, "keys": file.model_dump(mode="json", exclude_defaults=True).get("keys", [])}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -109,11 +109,8 @@ class Gate:
 
     @contextmanager
     def place(self, caller: Caller) -> Iterator[None]:
-        """Count a request that computes something among those of its key, within the block.
-
-        Raises:
-            RateLimited: the key has as many under way as it may.
-        """
+        """Count a request that computes something among those of its key, within the block. Raises RateLimited: the key
+        has as many under way as it may."""
         most = caller.max_concurrent
         if most is not None and self.running[caller.id] >= most:
             self._count_refusal("key_concurrency")

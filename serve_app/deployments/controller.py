@@ -147,11 +147,7 @@ class Controller:
             await asyncio.sleep(REPORT_EVERY_S)
 
     async def call(self, name: str, reported: Carried, /, *args: Any, **kwargs: Any) -> Any:
-        """Answer a `Call` of a client: have one of the parts do it.
-
-        Raises:
-            LookupError: there is no such call.
-        """
+        """Answer a `Call` of a client: have one of the parts do it. Raises LookupError: there is no such call."""
         adopt(reported)
         method = ANSWERED.get(name)
         if method is None:

@@ -107,11 +107,8 @@ class EngineHost:
         self._referee: ActorHandle | None = None
 
     async def start(self, make_source: MakeSource) -> ModelInfo:
-        """Load the engine, and report to the controller from then on; what is served.
-
-        Raises:
-            ConfigError: this node lacks something; the message names both.
-        """
+        """Load the engine, and report to the controller from then on; what is served. Raises ConfigError: this node
+        lacks something; the message names both."""
         runtime, config = self.runtime, self.runtime.config
         if config.ranks.by_ray:
             self._rank_nodes = RankNodes()
@@ -158,11 +155,8 @@ class EngineHost:
         self.finished.append(Finished(own_name(request.request_id), began_at, time.time(), prefilled_by, num_tokens))
 
     async def replay(self, request: Request, reported: Carried) -> Replayed:
-        """Compute a teacher-forced request, for the referee.
-
-        Raises:
-            ReplayFailed: it was refused, or the engine failed on it.
-        """
+        """Compute a teacher-forced request, for the referee. Raises ReplayFailed: it was refused, or the engine failed
+        on it."""
         adopt(reported)
         name = self.runtime.name
         try:
@@ -231,11 +225,7 @@ class EngineHost:
 
     @property
     def breaker_controller(self) -> BreakerController:
-        """Return what decides about speculation here.
-
-        Raises:
-            EngineFault: the engine is not loaded yet.
-        """
+        """Return what decides about speculation here. Raises EngineFault: the engine is not loaded yet."""
         if self._breaker_controller is None:
             raise EngineFault("The replica is not started.")
         return self._breaker_controller

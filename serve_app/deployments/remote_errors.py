@@ -19,11 +19,8 @@ def own_error(error: RayTaskError, otherwise: type[Exception] = ConnectionError)
 
 
 async def uncancelled(response: Awaitable[R]) -> R:
-    """Await another replica's answer; it raises as Ray carries it.
-
-    Raises:
-        RequestCancelledError: Serve cancelled the call, which by itself looks as if the caller were cancelled.
-    """
+    """Await another replica's answer; it raises as Ray carries it. Raises RequestCancelledError: Serve cancelled the
+    call, which by itself looks as if the caller were cancelled."""
     try:
         return await response
     except asyncio.CancelledError:

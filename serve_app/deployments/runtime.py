@@ -135,11 +135,8 @@ def observe(config: AppConfig, role: str, replica: str) -> Tracing:
 
 @contextlib.contextmanager
 def naming_node() -> Iterator[None]:
-    """Have what this node lacks reported with the node's name: its host, and its id in `ray list nodes`.
-
-    Raises:
-        ConfigError: as it was raised, with the node.
-    """
+    """Have what this node lacks reported with the node's name: its host, and its id in `ray list nodes`. Raises
+    ConfigError: as it was raised, with the node."""
     try:
         yield
     except ConfigError as error:

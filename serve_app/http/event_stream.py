@@ -163,11 +163,8 @@ class EventStream(Response):
 
 
 async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
-    """Do the work, but stop it when the client leaves. The body must have been read.
-
-    Raises:
-        ClientDisconnect: the client left; the work was cancelled and has ended.
-    """
+    """Do the work, but stop it when the client leaves. The body must have been read. Raises ClientDisconnect: the
+    client left; the work was cancelled and has ended."""
     doing = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_disconnect(receive))
     try:

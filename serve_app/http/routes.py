@@ -348,11 +348,8 @@ async def _generate(
 
 
 def _header_timeout_s(request: Request) -> float | None:
-    """Return how long the sender of a request wants to wait, where a header says so.
-
-    Raises:
-        InvalidRequest: the header names no time.
-    """
+    """Return how long the sender of a request wants to wait, where a header says so. Raises InvalidRequest: the header
+    names no time."""
     sent = request.headers.get(_TIMEOUT_HEADER)
     if sent is None:
         return None

@@ -38,11 +38,7 @@ class InitTransfer(Wire):
     """Empty, or `backend: folder`. A process group of NCCL is refused."""
 
     def check_together(self) -> None:
-        """Refuse what would wait for a trainer's process group.
-
-        Raises:
-            UnsupportedParameter: `init_info` names one.
-        """
+        """Refuse what would wait for a trainer's process group. Raises UnsupportedParameter: `init_info` names one."""
         backend = self.init_info.get("backend")
         other = next((name for name in self.init_info if name != "backend"), None)
         if other is not None or backend not in (None, "folder"):
@@ -57,11 +53,8 @@ class StartUpdate(Wire):
     """Only `true` is served."""
 
     def check_together(self) -> None:
-        """Refuse weights in an engine's own layout.
-
-        Raises:
-            UnsupportedParameter: they are not to come as a checkpoint.
-        """
+        """Refuse weights in an engine's own layout. Raises UnsupportedParameter: they are not to come as a
+        checkpoint."""
         if self.is_checkpoint_format is False:
             raise UnsupportedParameter(
                 "is_checkpoint_format", "is_checkpoint_format: weights are read as a checkpoint; send true."
@@ -233,11 +226,7 @@ def _add_weight_transfer(app: FastAPI, routes: VllmRoutes) -> None:
 
 
 async def _complete(work: Awaitable[Outcome], done: str) -> None:
-    """Wait for what every replica is to do.
-
-    Raises:
-        RequestTimeout: not every replica has done it in time.
-    """
+    """Wait for what every replica is to do. Raises RequestTimeout: not every replica has done it in time."""
     outcome = await work
     if not outcome.complete:
         raise RequestTimeout(

@@ -88,11 +88,7 @@ class FrontEnd:
 
     def model(self, name: str) -> dict[str, Any]:
         """The body of GET /v1/models/{name}, as vLLM writes it, with the weights' quantization: an adapter's parent is
-        the model, and its root the folder.
-
-        Raises:
-            ModelNotFound: no such model is served here.
-        """
+        the model, and its root the folder. Raises ModelNotFound: no such model is served here."""
         if name not in self._names:
             served = ", ".join(self._names)
             raise ModelNotFound("model", f"The model '{name[:100]}' does not exist here; served: {served}.")
@@ -239,11 +235,7 @@ class FrontEnd:
         return head if head.system_fingerprint == now else dataclasses.replace(head, system_fingerprint=now)
 
     async def collect(self, job: PreparedRequest) -> dict[str, Any]:
-        """Generate and give the whole reply.
-
-        Raises:
-            TruespecError: the source refused the request or failed.
-        """
+        """Generate and give the whole reply. Raises TruespecError: the source refused the request or failed."""
         run = ChoiceRun(job, self._tokenizer)
         pieces: list[list[ChoiceDelta]] = [[] for _ in job.requests]
         with GenerationSpan(job, run) as span:

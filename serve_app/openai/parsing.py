@@ -29,11 +29,8 @@ def parse(body: bytes, kind: type[W]) -> W:
 
 
 def checked(fields: dict[str, Any], kind: type[W]) -> W:
-    """A request body from its fields.
-
-    Raises:
-        UnsupportedParameter, UnknownParameter, InvalidRequest: as `parse` does.
-    """
+    """A request body from its fields. Raises UnsupportedParameter, UnknownParameter, InvalidRequest: as `parse`
+    does."""
     known = kind.model_fields
     refused = {name: rule for name, rule in UNSUPPORTED.items() if name not in known} | dict(kind.unsupported)
     supported = {}
@@ -54,11 +51,8 @@ def checked(fields: dict[str, Any], kind: type[W]) -> W:
 
 @contextmanager
 def in_words(words: Callable[[str], str]) -> Iterator[None]:
-    """Within it, what is refused is refused in the words of the endpoint that the client knows.
-
-    Args:
-        words: gives a field, or a message, with that endpoint's names.
-    """
+    """Within it, what is refused is refused in the words of the endpoint that the client knows. words: gives a field,
+    or a message, with that endpoint's names."""
     try:
         yield
     except InvalidRequest as error:

@@ -26,19 +26,13 @@ class PromptEncoder:
         self._vocab_size, self._longest = model.vocab_size, model.max_model_len
 
     async def completion(self, wire: CompletionRequest) -> list[Ids]:
-        """Token ids of each prompt.
-
-        Raises:
-            InvalidRequest: an id is not in the vocabulary, or a prompt is empty or too long.
-        """
+        """Token ids of each prompt. Raises InvalidRequest: an id is not in the vocabulary, or a prompt is empty or too
+        long."""
         return [self._fit(await self._encode(prompt, wire), wire, "prompt") for prompt in wire.prompts()]
 
     async def chat(self, wire: ChatCompletionRequest, chat: ChatPrompt) -> list[Ids]:
-        """Token ids of the one prompt that the chat template makes of a conversation.
-
-        Raises:
-            InvalidRequest: the template refuses the messages or leaves out a part of them, or they are too long.
-        """
+        """Token ids of the one prompt that the chat template makes of a conversation. Raises InvalidRequest: the
+        template refuses the messages or leaves out a part of them, or they are too long."""
         return [self._fit(await self.template(wire, chat), wire, "messages")]
 
     async def template(self, wire: ChatCompletionRequest, chat: ChatPrompt) -> Ids:

@@ -80,11 +80,7 @@ class ResponseFormat(Wire):
     """`name`, `schema`, and optionally `description` and `strict`."""
 
     def structure(self) -> Structure | None:
-        """The structure to enforce; None for plain text.
-
-        Raises:
-            InvalidRequest: type and json_schema do not match.
-        """
+        """The structure to enforce; None for plain text. Raises InvalidRequest: type and json_schema do not match."""
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise InvalidRequest(
                 "response_format.json_schema", "response_format.json_schema and type = json_schema need each other."
@@ -132,11 +128,7 @@ class StructuredOutputs(Wire):
     """A Lark grammar."""
 
     def structure(self) -> Structure:
-        """The structure to enforce.
-
-        Raises:
-            InvalidRequest: none or several are given.
-        """
+        """The structure to enforce. Raises InvalidRequest: none or several are given."""
         structures = (
             None if self.schema_text is None else Structure("json_schema", self.schema_text),
             None if self.regex is None else Structure("regex", self.regex),
@@ -411,11 +403,7 @@ class WireRequest(Wire):
         return self.token_budget[1] == 0
 
     def check_together(self) -> None:
-        """Check fields against each other.
-
-        Raises:
-            InvalidRequest: two fields contradict each other.
-        """
+        """Check fields against each other. Raises InvalidRequest: two fields contradict each other."""
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options", "stream_options needs stream = true.")
         old = self.deprecated_fields

@@ -153,11 +153,7 @@ class Wire(BaseModel):
         return ()
 
     def check_together(self) -> None:
-        """Check fields against each other.
-
-        Raises:
-            InvalidRequest: two fields contradict each other.
-        """
+        """Check fields against each other. Raises InvalidRequest: two fields contradict each other."""
 
 
 W = TypeVar("W", bound=Wire)

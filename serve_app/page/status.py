@@ -62,11 +62,7 @@ class StatusBook:
         return {"started_at": self._started_at, **self._history.columns()}
 
     def render(self, overview: Mapping[str, Any]) -> dict[str, Any]:
-        """The page's data.
-
-        Args:
-            overview: replicas, latest replays and incidents, as the referee reports them.
-        """
+        """The page's data. overview: replicas, latest replays and incidents, as the referee reports them."""
         samples = self._counted.samples()
         gauges, latencies = _by_replica(samples), self._history.latencies_by_replica()
         replicas = [

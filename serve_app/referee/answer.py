@@ -107,11 +107,8 @@ class Answer:
         return min(num_top, MAX_LOGPROBS), ids
 
     def scored(self, name: str) -> Request:
-        """The request that computes its tokens again.
-
-        Raises:
-            SequenceTooLong: no engine like the one that answered takes so many tokens.
-        """
+        """The request that computes its tokens again. Raises SequenceTooLong: no engine like the one that answered
+        takes so many tokens."""
         if self.num_tokens > self.max_model_len:
             limit = f"longer than the longest sequence of {self.replica}, {self.max_model_len} tokens"
             raise SequenceTooLong("prompt", f"Prompt and answer have {self.num_tokens} tokens, {limit}.")

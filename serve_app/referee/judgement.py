@@ -88,11 +88,8 @@ class Judge:
         self._seeds: OrderedDict[int, None] = OrderedDict()
 
     def judge(self, answer: Answer, replayed: Replayed) -> Judgement:
-        """Compare an answer with its replay.
-
-        Raises:
-            ValueError: the replay has not one logprob for each of the answer's tokens.
-        """
+        """Compare an answer with its replay. Raises ValueError: the replay has not one logprob for each of the answer's
+        tokens."""
         if answer.untested:
             replayed = dataclasses.replace(replayed, replayed=None)
         of_each = [

@@ -94,11 +94,7 @@ class Receipt:
         return [at for at, kind in enumerate(self.token_kinds) if sampled[at] and kind in judged]
 
     def scored(self) -> Request:
-        """The request that computes its tokens again.
-
-        Raises:
-            InvalidRequest: no request can have these fields.
-        """
+        """The request that computes its tokens again. Raises InvalidRequest: no request can have these fields."""
         return Request(
             self.id,
             self.prompt_token_ids + self.token_ids,
@@ -125,11 +121,8 @@ _RECEIPT = TypeAdapter(Receipt)
 def receipt_of(
     record: Record, num_delivered: int, ending: Ending, info: ModelInfo, created: int, signing_key: SigningKey | None
 ) -> Receipt:
-    """The receipt of a finished request, `num_delivered` of whose tokens are the answer.
-
-    Raises:
-        EngineFault: tokens of it belong to no round.
-    """
+    """The receipt of a finished request, `num_delivered` of whose tokens are the answer. Raises EngineFault: tokens of
+    it belong to no round."""
     request, computing = record.request, info.computing
     receipt = Receipt(
         format=FORMAT,
@@ -261,11 +254,7 @@ def _wrong_round(one: Round, kinds: Sequence[TokenKind], *, is_last: bool) -> st
 
 
 def read_receipt(content: Any) -> Receipt:
-    """A receipt, as JSON.
-
-    Raises:
-        NotAReceipt: it is none, or has unknown or missing fields.
-    """
+    """A receipt, as JSON. Raises NotAReceipt: it is none, or has unknown or missing fields."""
     kind = content.get("format") if isinstance(content, dict) else None
     if kind != FORMAT:
         raise NotAReceipt(f"Its format is {str(kind)[:50]!r}; this version reads {FORMAT!r}.")

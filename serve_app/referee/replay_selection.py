@@ -92,11 +92,8 @@ class Checks:
         self._says_unread = True
 
     def expect(self, reply_id: str, *, awaited: bool) -> bool:
-        """Return whether a reply is checked. If it is, `sent` or `lost` must follow.
-
-        Args:
-            awaited: whether its client asks for the verdict.
-        """
+        """Return whether a reply is checked. If it is, `sent` or `lost` must follow. awaited: whether its client asks
+        for the verdict."""
         checked = awaited or self._chosen(reply_id)
         if checked:
             self._replies[reply_id] = _Expected(awaited, copy_context())

@@ -200,11 +200,8 @@ class ReplicaBook:
         self._replicas = {name: one for name, one in self._replicas.items() if one.reported_at > before}
 
     def trip(self, name: str, trip: Trip, status: dict[str, object]) -> int:
-        """A replica was found faulty: what it took part in then is suspect. Returns how many answers became so.
-
-        Args:
-            status: of the replica, for the dump.
-        """
+        """A replica was found faulty: what it took part in then is suspect. Returns how many answers became so. status:
+        of the replica, for the dump."""
         kind: IncidentKind = "canary" if trip.reason == "canary" else "trip"
         self.incidents.note(kind, trip.reason, name, at=trip.at, suspect_since=trip.suspect_since)
         num_suspect = self.verdicts.trip(name, trip)

@@ -31,11 +31,7 @@ class PublicKey:
 
     @classmethod
     def from_file(cls, path: Path) -> "PublicKey":
-        """Read a key (`openssl pkey -in key.pem -pubout`).
-
-        Raises:
-            ConfigError: the file holds none.
-        """
+        """Read a key (`openssl pkey -in key.pem -pubout`). Raises ConfigError: the file holds none."""
         try:
             key = load_pem_public_key(path.read_bytes())
         except (OSError, ValueError, UnsupportedAlgorithm) as error:

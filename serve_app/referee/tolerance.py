@@ -124,11 +124,8 @@ class Tolerance:
 
     @classmethod
     def read(cls, path: Path) -> "Tolerance":
-        """Return what `truespec watch calibrate` wrote.
-
-        Raises:
-            ConfigError: the file cannot be read, or holds something else.
-        """
+        """Return what `truespec watch calibrate` wrote. Raises ConfigError: the file cannot be read, or holds something
+        else."""
         try:
             wire = json.loads(path.read_text(encoding="utf-8"))
             if wire["format"] != FORMAT:

@@ -135,11 +135,7 @@ class TransformersReplayer:
         self._thread = ThreadPoolExecutor(1, "truespec-referee")
 
     async def start(self) -> ModelInfo:
-        """Load the model.
-
-        Raises:
-            ConfigError: transformers cannot load it.
-        """
+        """Load the model. Raises ConfigError: transformers cannot load it."""
         return await self._call(self._load)
 
     def _load(self) -> ModelInfo:
@@ -187,11 +183,8 @@ class TransformersReferee:
             Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
 
     def replay(self, request: Request, weights: ServedWeights) -> Replayed:
-        """Compute a teacher-forced request with these weights.
-
-        Raises:
-            ConfigError: they cannot be had here; the message says why.
-        """
+        """Compute a teacher-forced request with these weights. Raises ConfigError: they cannot be had here; the message
+        says why."""
         if self._loaded is None or self._loaded[0] != weights:
             self._loaded = None  # there may be no room for both
             model = _load(weights)

@@ -38,11 +38,7 @@ class Deadline:
 
     async def wait(self, awaitable: Awaitable[T]) -> T:
         """The result of an awaitable, which is cancelled when the time is over. What is there already is returned
-        however late it is.
-
-        Raises:
-            RequestTimeout: the time is over.
-        """
+        however late it is. Raises RequestTimeout: the time is over."""
         task = asyncio.current_task(self._loop)
         assert task is not None
         cancelled = task.cancelling()

@@ -244,11 +244,8 @@ class ResumingSource:
         return one.take(streamed.delta)
 
     async def _move(self, left: Sequence[_Progress], replica: str, lost: Exception) -> None:
-        """Prepare what has not ended for another replica, or for the same one if none had begun it.
-
-        Raises:
-            RequestAborted, EngineFault, EngineOverloaded: it may not go elsewhere.
-        """
+        """Prepare what has not ended for another replica, or for the same one if none had begun it. Raises
+        RequestAborted, EngineFault, EngineOverloaded: it may not go elsewhere."""
         if isinstance(lost, EngineOverloaded) and not any(one.num_lost for one in left):
             raise lost
         unfinished = [one for one in left if not one.ended]

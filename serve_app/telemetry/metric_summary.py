@@ -26,11 +26,8 @@ class MetricSummary(TypedDict):
 
 
 def summarise(text: str) -> MetricSummary:
-    """Sum a Prometheus text over models, pools and replicas, and make the ratios.
-
-    Raises:
-        ValueError: the text is not in Prometheus' format.
-    """
+    """Sum a Prometheus text over models, pools and replicas, and make the ratios. Raises ValueError: the text is not in
+    Prometheus' format."""
     totals: dict[str, float] = {}
     by_result: dict[str, float] = {}
     verdicts: dict[str, float] = {}

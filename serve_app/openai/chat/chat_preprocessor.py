@@ -93,11 +93,8 @@ class ChatPreprocessor:
         self._format = format_of(tokenizer)
 
     def chat_prompt(self, wire: ChatCompletionRequest) -> ChatPrompt:
-        """The conversation and its tools, as far as the chat template shows them to the model.
-
-        Raises:
-            UnsupportedParameter: it does not, or nobody here can read the calls.
-        """
+        """The conversation and its tools, as far as the chat template shows them to the model. Raises
+        UnsupportedParameter: it does not, or nobody here can read the calls."""
         chat = wire.chat_prompt()
         template = self._tokenizer.chat_template(with_tools=bool(chat.tools))
         self._check_tools(wire, chat, template)
@@ -113,11 +110,7 @@ class ChatPreprocessor:
 
     def answers(self, chat: ChatPrompt, prompt: Sequence[int], form: Structure | None) -> ResponseParser | None:
         """Return how the answers to a prompt are to be read, that are to have a form; None where all their text is
-        content.
-
-        Raises:
-            UnsupportedParameter: the form that is asked for cannot start after the model's reasoning.
-        """
+        content. Raises UnsupportedParameter: the form that is asked for cannot start after the model's reasoning."""
         parsers, form = self._parsers, call_form(chat) if forces_calls(chat) else form
         finds_calls = parsers is not None and parsers.reads_tools
         reads = parsers is not None and (parsers.reads_reasoning or (finds_calls and chat.use == "auto"))
@@ -162,11 +155,8 @@ class ChatPreprocessor:
 
 
 def _effort(effort: str | None, template: ChatTemplate) -> dict[str, Any]:
-    """Variables that tell a template how much to reason, by the names that it has for that, as vLLM sets them.
-
-    Raises:
-        UnsupportedParameter: it has none.
-    """
+    """Variables that tell a template how much to reason, by the names that it has for that, as vLLM sets them. Raises
+    UnsupportedParameter: it has none."""
     if effort is None:
         return {}
     reported = {"reasoning_effort": effort, "enable_thinking": effort != "none"}

@@ -53,11 +53,7 @@ class ChatCompletionRequest(WireRequest):
         return "max_tokens", self.max_tokens
 
     def check_together(self) -> None:
-        """Check fields against each other.
-
-        Raises:
-            InvalidRequest: two fields contradict each other.
-        """
+        """Check fields against each other. Raises InvalidRequest: two fields contradict each other."""
         super().check_together()
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs", "top_logprobs needs logprobs = true.")

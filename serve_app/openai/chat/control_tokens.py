@@ -53,11 +53,8 @@ class ControlTokens:
                 )
 
     def guarded(self, chat: ChatPrompt) -> ChatPrompt:
-        """A conversation as the template is given it.
-
-        Raises:
-            InvalidRequest: a text of it spells a special token, and that is refused.
-        """
+        """A conversation as the template is given it. Raises InvalidRequest: a text of it spells a special token, and
+        that is refused."""
         if self._policy == "allow":
             return chat
         return replace(

@@ -154,11 +154,8 @@ class Message(Wire):
         return role
 
     def check(self, path: str) -> None:
-        """Check the fields of the role; `path` is the message's position.
-
-        Raises:
-            InvalidRequest: a field is missing, or belongs to another role.
-        """
+        """Check the fields of the role; `path` is the message's position. Raises InvalidRequest: a field is missing, or
+        belongs to another role."""
         of_assistant = ("tool_calls", "reasoning", "reasoning_content", "refusal")
         for name in of_assistant if self.role != "assistant" else ():
             if getattr(self, name):

@@ -73,11 +73,7 @@ class CompletionRequest(WireRequest):
         return max(counts, default=None)
 
     def check_together(self) -> None:
-        """Check fields against each other.
-
-        Raises:
-            InvalidRequest: two fields contradict each other.
-        """
+        """Check fields against each other. Raises InvalidRequest: two fields contradict each other."""
         super().check_together()
         if self.prompt_only and not self.echo:
             raise InvalidRequest("max_tokens", "max_tokens may be 0 only with echo = true; else it must be at least 1.")

@@ -30,11 +30,8 @@ class ResponsesAdapter:
         self._kept = kept
 
     async def prepare(self, wire: ResponsesRequest, owner: str, timeout_s: float | None = None) -> PreparedRequest:
-        """Check a request and tokenise it; `owner` is whose responses it may refer to.
-
-        Raises:
-            InvalidRequest: it can never be served; `field` names what is wrong.
-        """
+        """Check a request and tokenise it; `owner` is whose responses it may refer to. Raises InvalidRequest: it can
+        never be served; `field` names what is wrong."""
         earlier = await self._earlier(wire, owner)
         items = [await self._referred(item, f"input.{number}", owner) for number, item in enumerate(wire.items)]
         conversation = wire.conversation(earlier, items)
@@ -56,11 +53,7 @@ class ResponsesAdapter:
         )
 
     async def show(self, response_id: str, owner: str) -> Fields:
-        """A response that was kept.
-
-        Raises:
-            UnknownResponse: there is none of that id.
-        """
+        """A response that was kept. Raises UnknownResponse: there is none of that id."""
         kept = await self._find(response_id, owner)
         if kept is None:
             raise self._unknown(response_id)
@@ -68,11 +61,7 @@ class ResponsesAdapter:
         return response
 
     async def delete(self, response_id: str, owner: str) -> Fields:
-        """Forget a response.
-
-        Raises:
-            UnknownResponse: there is none of that id.
-        """
+        """Forget a response. Raises UnknownResponse: there is none of that id."""
         if self._kept is None or not await self._kept.delete(response_id, owner):
             raise self._unknown(response_id)
         return {"id": response_id, "object": "response", "deleted": True}

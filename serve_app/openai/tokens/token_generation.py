@@ -82,11 +82,7 @@ class GenerateRequest(Wire):
         return stream
 
     def check_together(self) -> None:
-        """Check the sampling parameters.
-
-        Raises:
-            InvalidRequest: one is wrong, unknown, or not served.
-        """
+        """Check the sampling parameters. Raises InvalidRequest: one is wrong, unknown, or not served."""
         self.completion("")
 
     def completion(self, model: str) -> CompletionRequest:
@@ -120,11 +116,8 @@ class GenerateRequest(Wire):
 async def prepare_generation(
     front_end: FrontEnd, wire: GenerateRequest, timeout_s: float | None = None
 ) -> PreparedRequest:
-    """Check a request and make it one for a completion.
-
-    Raises:
-        InvalidRequest: it can never be served; `field` names what is wrong.
-    """
+    """Check a request and make it one for a completion. Raises InvalidRequest: it can never be served; `field` names
+    what is wrong."""
     with in_words(_own_names):
         completion = wire.completion(front_end.served_name)
         job = await front_end.prepare(completion, TokensFormat(wire.request_id), timeout_s=timeout_s)

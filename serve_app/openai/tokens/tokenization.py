@@ -38,11 +38,7 @@ class TokenizeRequest(Wire):
     """Also return the tokens as texts."""
 
     def check_together(self) -> None:
-        """Check fields against each other.
-
-        Raises:
-            InvalidRequest: there is no text, or there are two.
-        """
+        """Check fields against each other. Raises InvalidRequest: there is no text, or there are two."""
         if (self.prompt is None) == (self.messages is None):
             raise InvalidRequest("prompt", "Send either prompt or messages.")
         if self.messages is not None:
@@ -86,11 +82,7 @@ class Tokenization:
         self._max_model_len = max_model_len
 
     async def tokenize(self, wire: TokenizeRequest) -> dict[str, Any]:
-        """The reply to /tokenize.
-
-        Raises:
-            InvalidRequest: the chat template refuses the messages.
-        """
+        """The reply to /tokenize. Raises InvalidRequest: the chat template refuses the messages."""
         ids = await self._ids(wire)
         strings, name = None, self._tokenizer.token_text
         if wire.return_token_strs:
@@ -98,11 +90,7 @@ class Tokenization:
         return {"count": len(ids), "max_model_len": self._max_model_len, "tokens": ids, "token_strs": strings}
 
     async def detokenize(self, wire: DetokenizeRequest) -> dict[str, Any]:
-        """The reply to /detokenize; special tokens are shown.
-
-        Raises:
-            InvalidRequest: an id is not in the vocabulary.
-        """
+        """The reply to /detokenize; special tokens are shown. Raises InvalidRequest: an id is not in the vocabulary."""
         size = self._tokenizer.vocab_size
         wrong = next((token for token in wire.tokens if token >= size), None)
         if wrong is not None:

@@ -116,11 +116,8 @@ class CallReader(ABC):
         last.arguments.append(arguments)
 
     def _call(self, *, bare: bool = True) -> Step[bool]:
-        """Read a call that is an object with name and arguments, in any order; whether there is one.
-
-        Args:
-            bare: a name alone is a call without arguments.
-        """
+        """Read a call that is an object with name and arguments, in any order; whether there is one. bare: a name alone
+        is a call without arguments."""
         text, call = self._text, _Object()
         if not (yield from text.literal("{")):
             return False
