@@ -56,15 +56,6 @@ async def test_what_is_read_is_what_came_in_and_went_out(
     assert service.counted == ["unread"]
 
 
-async def test_all_choices_of_a_reply_go_together(tokenizer: Tokenizer) -> None:
-    service = TappedService(tokenizer)
-    for fields in ({}, STREAMED):
-        await service.post(prompt=["hello", "you"], n=6, **fields)
-    expected = [f"{json.loads(service.exchanges[0].reply)['id']}-{number}" for number in range(12)]
-    assert [one.request.request_id for one in service.records[0]] == expected
-    assert [len(one) for one in service.records] == [12, 12] and len(service.submitted) == 24
-
-
 async def test_nothing_is_kept_of_what_is_not_chosen_or_fails(tokenizer: Tokenizer) -> None:
     service = TappedService(tokenizer, chosen=False)
     assert (await service.post()).status_code == (await service.post(stream=True)).status_code == 200

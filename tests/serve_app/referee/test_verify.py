@@ -66,13 +66,6 @@ async def test_who_does_not_ask_is_neither_checked_nor_reported(tokenizer: Token
     assert service.checked == service.submitted == []
 
 
-async def test_a_stop_string_ends_what_is_checked_too(tokenizer: Tokenizer) -> None:
-    service = verifying(tokenizer)
-    service.script.say("hello STOP and on and on")
-    reply = (await service.post(verify=True, stop=" STOP", max_tokens=60)).json()
-    assert (reply["choices"][0]["text"], reply["verdict"]) == ("hello", "verified")
-
-
 async def test_a_server_that_cannot_check_refuses_to(tokenizer: Tokenizer) -> None:
     backend, _ = make_backend(tokenizer)
     front_end = FrontEnd(BackendSource(backend), tokenizer, info(tokenizer))
