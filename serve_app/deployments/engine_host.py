@@ -132,8 +132,19 @@ class EngineHost:
             runtime.name, info.max_model_len, most_drafts, info.eos_token_ids, info.computing.numerics
         )
         self.source = make_source(self)
-        self.canary = self._make_canary()
-        self._breaker_controller = self._make_breaker_controller()
+        comparable = config.engine.logprobs_mode == "raw_logprobs"
+        drafts = self.pool != "prefill" and config.drafter.kind != "none"
+        trial = CanarySettings(config.breaker.canary_requests, min_drafted=_CANARY_DRAFTS if drafts else 0)
+        self.canary = Canary(self.source, self.records, runtime.check if comparable else None, trial)
+        breaker = config.breaker
+        settings = BreakerSettings(breaker.cooldown_s, breaker.window_s, breaker.suspect_s)
+        self._breaker_controller = BreakerController(
+            (runtime.name, self.pool),
+            self.backend,
+            Breaker(settings, time.time, Mode(breaker.mode)),
+            runtime.metrics,
+            self.canary.try_out,
+        )
         with contextlib.suppress(Exception):  # the next report may get through
             async with asyncio.timeout(_FIRST_REPORT_S):  # what is wrong from the start is known when the service is
                 await self.reporter.report()
@@ -302,21 +313,3 @@ class EngineHost:
             updater.check_health()
         self.updater = updater
         return updater.info
-
-    def _make_canary(self) -> Canary:
-        config = self.runtime.config
-        comparable = config.engine.logprobs_mode == "raw_logprobs"
-        drafts = self.pool != "prefill" and config.drafter.kind != "none"
-        settings = CanarySettings(config.breaker.canary_requests, min_drafted=_CANARY_DRAFTS if drafts else 0)
-        return Canary(self.source, self.records, self.runtime.check if comparable else None, settings)
-
-    def _make_breaker_controller(self) -> BreakerController:
-        breaker = self.runtime.config.breaker
-        settings = BreakerSettings(breaker.cooldown_s, breaker.window_s, breaker.suspect_s)
-        return BreakerController(
-            (self.runtime.name, self.pool),
-            self.backend,
-            Breaker(settings, time.time, Mode(breaker.mode)),
-            self.runtime.metrics,
-            self.canary.try_out,
-        )

@@ -42,6 +42,9 @@ _STOPPED: Schema = {"type": ["string", "integer", "null"]}  # a stop string, or 
 
 _SEEDED = {"reproducible": _FLAG, "reproducible_reason": _TEXT}  # if a seed was sent
 _CHECKED = {"verdict": _TEXT, "verdicts": _list(_TEXT), "checked": _list(_TEXT), "receipts": _list({"type": "object"})}
+_VERDICT = _object(
+    {"index": _COUNT, "checked": _list(_TEXT)} | dict.fromkeys(("verdict", "reason", "distribution"), _TEXT)
+)
 
 
 def _reply(kind: str, *choice_fields: str) -> Schema:
@@ -85,19 +88,7 @@ _REPLIES: dict[str, Schema] = {
         }
     ),
     "Models": _object({"object": {"const": "list"}, "data": _list(_ref("Model"))}),
-    "Verdict": _object(
-        {
-            "id": _TEXT,
-            "verdict": _TEXT,
-            "checked": _list(_TEXT),
-            "choices": _list(
-                _object(
-                    {"index": _COUNT, "checked": _list(_TEXT)}
-                    | dict.fromkeys(("verdict", "reason", "distribution"), _TEXT)
-                )
-            ),
-        }
-    ),
+    "Verdict": _object({"id": _TEXT, "verdict": _TEXT, "checked": _list(_TEXT), "choices": _list(_VERDICT)}),
     "Replicas": _object({"replicas": _list({"type": "object"})}),
     "Health": _object({"status": _TEXT}),
     "Status": {"type": "object"},

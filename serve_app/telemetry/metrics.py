@@ -127,13 +127,10 @@ class Metrics:
             self.count("truespec_draft_tokens_per_position_total", value, position=str(position))
         for position, value in enumerate(stats.accepted_per_position):
             self.count("truespec_accepted_tokens_per_position_total", value, position=str(position))
-        self._record_checks(stats)
         self.gauge("truespec_requests_running", usage.num_running)
         self.gauge("truespec_requests_waiting", usage.num_waiting)
         self.gauge("truespec_replays_running", usage.num_replays)
         self.gauge("truespec_kv_cache_usage_ratio", usage.kv_usage)
-
-    def _record_checks(self, stats: StepStats) -> None:
         self.count("truespec_selfcheck_rounds_total", stats.num_checked_rounds)
         self.count("truespec_selfcheck_untested_rounds_total", stats.num_untested_rounds)
         self.count("truespec_rounds_with_logprobs_total", stats.num_rounds_with_logprobs)

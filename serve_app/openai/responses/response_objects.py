@@ -87,7 +87,17 @@ class ResponsesFormat:
             head,
             "incomplete" if cut_off else "completed",
             output=items,
-            usage=_usage(usage, self.count_tokens(reasoning) if reasoning else 0),
+            usage={
+                "input_tokens": usage.prompt_tokens,
+                "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+                "output_tokens": usage.completion_tokens,
+                "output_tokens_details": {
+                    "reasoning_tokens": self.count_tokens(reasoning) if reasoning else 0,
+                    "accepted_prediction_tokens": usage.accepted_tokens,
+                    "rejected_prediction_tokens": usage.rejected_tokens,
+                },
+                "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+            },
             incomplete_details={"reason": "max_output_tokens"} if cut_off else None,
             completed_at=None if cut_off else int(time.time()),
             **fields,
@@ -145,7 +155,8 @@ class ResponseEvents:
         """The events of a part of the text."""
         events: list[bytes] = []
         if said.reasoning:
-            events += self._opened(head, "rs", _reasoning(""))
+            content = [{"type": "reasoning_text", "text": ""}]
+            events += self._opened(head, "rs", {"type": "reasoning", "summary": [], "content": content})
             events += self._grown(said.reasoning)
         if said.content:
             self._take(num_tokens)
@@ -288,10 +299,6 @@ class _OpenItem:
         return text
 
 
-def _reasoning(text: str) -> Fields:
-    return {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": text}]}
-
-
 def _message(text: str, logprobs: list[Fields]) -> Fields:
     part = {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
     return {"type": "message", "role": "assistant", "content": [part]}
@@ -299,17 +306,3 @@ def _message(text: str, logprobs: list[Fields]) -> Fields:
 
 def _call(part: CallPart) -> Fields:
     return {"type": "function_call", "call_id": part.call_id, "name": part.name, "arguments": part.arguments}
-
-
-def _usage(usage: Usage, reasoning_tokens: int) -> Fields:
-    return {
-        "input_tokens": usage.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
-        "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {
-            "reasoning_tokens": reasoning_tokens,
-            "accepted_prediction_tokens": usage.accepted_tokens,
-            "rejected_prediction_tokens": usage.rejected_tokens,
-        },
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-    }
