@@ -17,7 +17,6 @@ OPEN = ("/", "/page/{name}", "/openapi.json", "/version")
 HEALTH = ("/healthz", "/health", "/ping")
 """One route by three names: Kubernetes', vLLM's, and SageMaker's, which vLLM has, too."""
 
-
 TRAINER = (
     "/init_weight_transfer_engine",
     "/start_weight_update",
@@ -30,7 +29,6 @@ TRAINER = (
     "/is_paused",
 )
 """The routes by which a trainer that knows vLLM's server updates weights."""
-
 
 _CLOSED = (
     "This route is closed: set admin.token_file in the server's configuration, or admin.open_trainer_api in a network "

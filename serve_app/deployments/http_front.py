@@ -75,6 +75,12 @@ class HttpFront:
             self._runtime.check,
             replay.verify_timeout_s,
         )
+
+        def request_ended(record: Record, checked: bool) -> None:
+            self._ended(record)
+            if checked:
+                self._checks.ended(record)
+
         slots = self._config.engine.max_num_seqs * num_engines
         most = limits.max_ongoing_requests * num_engines
         source = ObservedSource(
@@ -82,7 +88,7 @@ class HttpFront:
             self._runtime.metrics,
             records,
             select=self._checks.select,
-            ended=self._request_ended,
+            ended=request_ended,
             limits=SourceLimits(
                 most,
                 limits.request_timeout_s,
@@ -221,12 +227,6 @@ class HttpFront:
 
         rehearsing = rehearse if self._config.guard.rehearsal else None
         return Admin(self._access, controller.statuses, order, controller.weights, rehearsing)
-
-    def _request_ended(self, record: Record, checked: bool) -> None:
-        """Note the end of a request, which may be one that is to be checked."""
-        self._ended(record)
-        if checked:
-            self._checks.ended(record)
 
     def _submit(self, answer: Answer, reply_bytes: str) -> None:
         self._runtime.metrics.count("truespec_replays_requested_total", bytes=reply_bytes)

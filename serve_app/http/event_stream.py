@@ -13,7 +13,6 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-
 _FEW_STREAMS = 4  # send as often as they may
 _LONGEST_S = 0.2  # to which the interval grows
 _KEEP_ALIVE = b": keep-alive\n\n"  # a comment, which clients skip

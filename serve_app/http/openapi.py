@@ -39,7 +39,6 @@ _COUNT: Schema = {"type": "integer", "minimum": 0}
 _MAYBE_TEXT: Schema = {"type": ["string", "null"]}
 _STOPPED: Schema = {"type": ["string", "integer", "null"]}  # a stop string, or the id of a stop token
 
-
 _SEEDED = {"reproducible": _FLAG, "reproducible_reason": _TEXT}  # if a seed was sent
 _CHECKED = {"verdict": _TEXT, "verdicts": _list(_TEXT), "checked": _list(_TEXT), "receipts": _list({"type": "object"})}
 _VERDICT = _object(

@@ -13,7 +13,6 @@ from serve_app.telemetry.tracing import Tracing, failed
 
 logger = logging.getLogger(__name__)
 
-
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 COMPUTING = {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/inference/v1/generate"}
 _WORTH_A_LINE = ("/v1/", "/inference/", "/admin/")  # what is polled is not

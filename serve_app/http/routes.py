@@ -48,21 +48,7 @@ from speculative.errors import InvalidRequest
 
 logger = logging.getLogger(__name__)
 
-
 R = TypeVar("R", bound=Wire)
-
-
-MetricsPage = Callable[[], Awaitable[tuple[bytes, str]]]
-"""Gives the metrics page and its content type."""
-
-
-HealthCheck = Callable[[], Awaitable[None]]
-"""Raises when the server cannot serve."""
-
-
-VerdictPage = Callable[[str], Awaitable[dict[str, Any] | None]]
-"""Look-up of the verdict on a reply, by its id; None if the id is unknown."""
-
 
 _TIMEOUT_HEADER = "x-request-timeout"
 _SECONDS = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?", re.ASCII)
@@ -76,18 +62,22 @@ _CLIENT_CLOSED = 499  # nginx's number; nobody reads it, but access logs do
 
 @dataclass(frozen=True, slots=True)
 class Operations:
-    """Reads for the tools of an operator, and for those of a trainer that knows vLLM's server."""
+    """Reads for the tools of an operator, and for those of a trainer that knows vLLM's server.
 
-    metrics: MetricsPage | None = None
-    health: HealthCheck | None = None
+    metrics: gives the page and its content type.
+    health: raises when the server cannot serve.
+    """
+
+    metrics: Callable[[], Awaitable[tuple[bytes, str]]] | None = None
+    health: Callable[[], Awaitable[None]] | None = None
     vllm: VllmRoutes | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class PastReplies:
-    """Facts about replies that were given."""
+    """Facts about replies that were given. verdicts: by a reply's id; None if it is unknown."""
 
-    verdicts: VerdictPage | None = None
+    verdicts: Callable[[str], Awaitable[dict[str, Any] | None]] | None = None
     kept: KeptResponses | None = None
 
 

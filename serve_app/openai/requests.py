@@ -24,7 +24,6 @@ MAX_BAD_WORDS = 1024
 MAX_CACHE_SALT = 1024  # characters
 LEGACY_MAX_TOKENS = 16  # what /v1/completions generates by default
 
-
 UNSUPPORTED_ENDPOINTS: dict[str, str] = {
     "embeddings": "embeddings are not served; this server generates text.",
     "images": "images are not served; this server generates text.",

@@ -17,7 +17,6 @@ MAX_TOOLS = 128
 MAX_LEVELS = 64  # of lists and objects in what a chat template shows
 INT32_MAX = 2**31 - 1
 
-
 Harmless = Callable[[Any, Mapping[str, Any]], bool]
 """Test whether a value of an unsupported field has no effect; gets the value and the whole body."""
 
@@ -35,7 +34,6 @@ _ONLY_TEXT = "only text is served."
 _NOT_RETURNED = "is not returned here; POST /tokenize shows how a prompt is tokenized."
 _NOT_HERE = "is a field of vLLM's that is not served here; leave it out."
 _OLD_TOOLS = "is an old name; send tools and tool_choice."
-
 
 UNSUPPORTED: dict[str, tuple[Harmless, str]] = {
     "top_logprobs": (_one_of(0), "is a field of /v1/chat/completions; send their number as logprobs here."),
@@ -93,7 +91,6 @@ own fields are not refused there."""
 _ONLY_ELSEWHERE = "is a field of /v1/completions and /v1/chat/completions."
 _MOVED = "is a field of /v1/chat/completions; here it is "
 
-
 UNSUPPORTED_IN_RESPONSES: dict[str, tuple[Harmless, str]] = {
     "background": (_one_of(False), "nothing is computed in the background; send stream = true instead."),
     "conversation": (_empty, "there are no conversations; send the items, or previous_response_id."),
@@ -117,10 +114,8 @@ UNSUPPORTED_IN_RESPONSES: dict[str, tuple[Harmless, str]] = {
 }
 """The same for /v1/responses: fields of OpenAI's that are not served, and those that other endpoints have."""
 
-
 Many = Annotated[list[T], Field(fail_fast=True)]
 """A list that may be long. It is read up to its first error: only that one is reported, and each takes memory."""
-
 
 _IGNORED = frozenset(("cache_control", "provider_specific_fields", "finish_reason", "reasoning_details"))
 """Fields that clients' libraries add to any object, or send back as another server returned them; they ask nothing."""
@@ -187,7 +182,6 @@ def only_served(kind: str, kinds: Sequence[str], what: str) -> str:
 
 # What JSON text must hold for its strings to contain a NUL or a lone surrogate: UTF-8 itself can encode neither here.
 SUSPECT_ESCAPE = re.compile(r"\\u(0000|[dD][89a-fA-F])")
-
 
 HALF_PAIR = re.compile("[\ud800-\udfff]")
 NOT_WHOLE = "holds half a surrogate pair; send whole characters."

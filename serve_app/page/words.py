@@ -40,7 +40,6 @@ LABEL_NAMES = CHECK_NAMES | {
 }
 """Names on the page for values of labels whose own names are letters."""
 
-
 _RUNBOOK = re.compile(
     r"^## (Truespec\w+)\n\nSeverity (\w+);.*\n\n\*\*What it means\.\*\* (.*)\n\n"
     r"\*\*Where to look\.\*\* .*\n\n\*\*What to do\.\*\* (.*)$",

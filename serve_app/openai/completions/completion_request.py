@@ -24,7 +24,6 @@ _NOT_EMPTY: dict[str, Any] = {
     "ids": {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0, "maximum": INT32_MAX}},
 }
 
-
 _NOT_EMPTY |= {
     "texts": {"type": "array", "minItems": 1, "items": _NOT_EMPTY["text"]},
     "id lists": {"type": "array", "minItems": 1, "items": _NOT_EMPTY["ids"]},
