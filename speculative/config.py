@@ -143,8 +143,7 @@ class EngineSettings(Options):
     """
 
     dtype: Literal["bfloat16", "float32"] = option(
-        "bfloat16",
-        "Type of the KV cache, and of weights and activations where `quantization` does not say otherwise.",
+        "bfloat16", "Type of the KV cache, and of weights and activations where `quantization` does not say otherwise."
     )
     quantization: WeightsName = option(
         "auto",
@@ -157,8 +156,7 @@ class EngineSettings(Options):
         pattern=r"^(auto|cpu|cuda(:\d+)?)$",
     )
     cuda_graphs: bool | None = option(
-        None,
-        "Replay captured decoding steps of up to 256 sequences (docs/gpu.md: its memory). Default: on a GPU.",
+        None, "Replay captured decoding steps of up to 256 sequences (docs/gpu.md: its memory). Default: on a GPU."
     )
     max_model_len: int | None = option(
         None, "Most tokens of a request, prompt and answer together; the model's own limit when not set.", least=2
@@ -190,9 +188,7 @@ class EngineSettings(Options):
         most=1,
     )
     priority_ageing_s: float = option(
-        10.0,
-        "Seconds of waiting that make up for one step of `priority`, so that no request waits forever.",
-        above=0,
+        10.0, "Seconds of waiting that make up for one step of `priority`, so that no request waits forever.", above=0
     )
 
 

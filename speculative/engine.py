@@ -338,9 +338,7 @@ class EngineCore:
         del self.graphs, self.eager, self.executor  # frees the old graphs and the old drafter's cache
         self._make_executor(weights.decoder, weights.draft_model, weightless)
         self.manifest = dataclasses.replace(  # last: nothing says that it is of the new weights before it is
-            self.manifest,
-            fingerprint=weights.fingerprint,
-            drafter_state=self.drafter.state_name,
+            self.manifest, fingerprint=weights.fingerprint, drafter_state=self.drafter.state_name
         )
         self.scheduler.weight_version = version
 

@@ -49,11 +49,7 @@ def _try_lengths(engine: EngineCore, length: DynamicLength) -> None:
 
 
 def _run(
-    engine: EngineCore,
-    num_sequences: int,
-    steps: int,
-    cost: StepCost | None = None,
-    prompt: tuple[int, ...] = _PROMPT,
+    engine: EngineCore, num_sequences: int, steps: int, cost: StepCost | None = None, prompt: tuple[int, ...] = _PROMPT
 ) -> None:
     """Run so many steps, or fewer where their cost is known by then."""
     prompt = prompt[: engine.max_model_len // 2]

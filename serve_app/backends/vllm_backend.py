@@ -707,13 +707,7 @@ class VllmBackend:
             why += ", and what a seed gives depends on where its drafts end"
         version = installed_version()
         name = f"vllm {version} {self._settings.engine.dtype}"
-        return Computing(
-            unrepeatable=why,
-            couples_seeds=False,
-            name=name,
-            device=self._device,
-            numerics=self._numerics,
-        )
+        return Computing(unrepeatable=why, couples_seeds=False, name=name, device=self._device, numerics=self._numerics)
 
     @property
     def _numerics(self) -> Numerics:

@@ -19,14 +19,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from serve_app.text.byte_scheme import ByteScheme, byte_level_bytes
 from serve_app.text.template_marks import PLAIN, Render, behind_answer, marks, rendered
-from serve_app.text.tokenizer_file import (
-    added_ids,
-    begins_nothing,
-    differences,
-    lossy,
-    read_tokenizer,
-    untyped_tokens,
-)
+from serve_app.text.tokenizer_file import added_ids, begins_nothing, differences, lossy, read_tokenizer, untyped_tokens
 from speculative.end_tokens import end_tokens, read_if_there
 from speculative.errors import ConfigError, InvalidRequest, UnsupportedModel
 
@@ -151,11 +144,7 @@ class Tokenizer:
     def _renders(self, source: str | None) -> Render:
         """Return what renders a template: None = the one that is served."""
         return lambda messages, tools: self._wrapped.apply_chat_template(
-            list(messages),
-            tools=list(tools) or None,
-            chat_template=source,
-            tokenize=False,
-            add_generation_prompt=True,
+            list(messages), tools=list(tools) or None, chat_template=source, tokenize=False, add_generation_prompt=True
         )
 
     def _is_one_token(self, text: str) -> bool:

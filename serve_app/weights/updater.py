@@ -29,12 +29,7 @@ class WeightUpdater:
     """
 
     def __init__(
-        self,
-        backend: Backend,
-        info: ModelInfo,
-        fetch: Fetch,
-        switched: Callable[[ModelInfo], None],
-        metrics: Metrics,
+        self, backend: Backend, info: ModelInfo, fetch: Fetch, switched: Callable[[ModelInfo], None], metrics: Metrics
     ) -> None:
         self._backend = backend
         self._fetch = fetch

@@ -17,11 +17,7 @@ _KEPT_FREE = 0.05  # of the device's memory, for what is not counted here
 
 
 def graph_bytes(
-    decoder: Decoder,
-    buckets: Buckets,
-    sizes: AttentionSizes,
-    draft_model: DraftModel | None,
-    prompts: tuple[int, ...],
+    decoder: Decoder, buckets: Buckets, sizes: AttentionSizes, draft_model: DraftModel | None, prompts: tuple[int, ...]
 ) -> int:
     """An upper estimate of the device memory that captured steps hold.
 

@@ -33,12 +33,7 @@ class TargetPass:
     """
 
     def __init__(
-        self,
-        decoder: Decoder,
-        cache: PagedCache,
-        buffers: GraphBuffers,
-        capture: tuple[int, ...],
-        capturer: Capturer,
+        self, decoder: Decoder, cache: PagedCache, buffers: GraphBuffers, capture: tuple[int, ...], capturer: Capturer
     ) -> None:
         self.capture = capture
         self._capturer = capturer

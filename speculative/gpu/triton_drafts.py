@@ -18,14 +18,7 @@ from speculative.gpu.row_drafts import DraftBuffers, DraftFields
 from speculative.gpu.triton_filters import triton_floors
 from speculative.gpu.triton_judge import BLOCK
 from speculative.gpu.triton_noise import best_choice
-from speculative.gpu.triton_vocabulary import (
-    choices_of,
-    facts_of_row,
-    first_above,
-    load_block,
-    of_row,
-    probability,
-)
+from speculative.gpu.triton_vocabulary import choices_of, facts_of_row, first_above, load_block, of_row, probability
 
 _kernel = triton.jit(do_not_specialize=["num_rows", "first"])  # one binary for all batches, and all drafts of a round
 

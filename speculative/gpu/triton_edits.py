@@ -110,14 +110,7 @@ def triton_edit(logits: Tensor, rows: RowFields, edits: EditFields, max_drafts: 
     (num_rows, size), num_cells = logits.shape, len(edits.biases)
     edited = torch.empty((num_rows, size), dtype=torch.float32, device=logits.device)
     _copy_allowed[(num_rows, triton.cdiv(size, BLOCK))](
-        logits,
-        edits.mask_of_row,
-        edits.masks,
-        edited,
-        logits.stride(0),
-        size,
-        edits.masks.shape[1],
-        BLOCK=BLOCK,
+        logits, edits.mask_of_row, edits.masks, edited, logits.stride(0), size, edits.masks.shape[1], BLOCK=BLOCK
     )
     cells = (edits.biased_rows, edits.biased_tokens, edits.biases)
     _add_biases[(triton.cdiv(num_cells, _CELLS),)](edited, *cells, num_rows, size, num_cells, CELLS=_CELLS)

@@ -187,10 +187,7 @@ class Kernels:
             raise RuntimeError(f"Structs of the kernels differ from their mirrors: {'; '.join(misplaced)}.")
         self.file: str = library._name  # whose name is a hash of source, compiler and processor
         self._linear = library.truespec_linear
-        self._linear.argtypes = [
-            *(c_void_p, c_int64, c_void_p, c_int64),
-            *(c_void_p, c_double, c_void_p, c_int64),
-        ]
+        self._linear.argtypes = [*(c_void_p, c_int64, c_void_p, c_int64), *(c_void_p, c_double, c_void_p, c_int64)]
         self._attend = library.truespec_attend
         self._attend.argtypes = [
             *(c_void_p, c_void_p, c_void_p, c_int64),
@@ -320,12 +317,7 @@ class Kernels:
         return out
 
     def attend(
-        self,
-        shape: ShapeStruct,
-        step: StepStruct,
-        cache: Tensor,
-        layer: int,
-        heads: tuple[Tensor, Tensor, Tensor],
+        self, shape: ShapeStruct, step: StepStruct, cache: Tensor, layer: int, heads: tuple[Tensor, Tensor, Tensor]
     ) -> Tensor:
         """Store key and value of one layer, then attend.
 
@@ -384,11 +376,7 @@ class Kernels:
         return out
 
     def draft_layer(
-        self,
-        head: DraftHeadStruct,
-        token_ids: Tensor,
-        hidden: Tensor,
-        place: tuple[ShapeStruct, StepStruct, Tensor],
+        self, head: DraftHeadStruct, token_ids: Tensor, hidden: Tensor, place: tuple[ShapeStruct, StepStruct, Tensor]
     ) -> Tensor:
         """One layer of a draft head: token_ids [N] and hidden [N, hidden_size], each row contiguous -> the same size.
 

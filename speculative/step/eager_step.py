@@ -40,12 +40,7 @@ class EagerStep:
     """
 
     def __init__(
-        self,
-        config: EngineConfig,
-        runner: ModelRunner,
-        drafter: Drafter,
-        sampler: CheckedSampler,
-        scorer: PromptScorer,
+        self, config: EngineConfig, runner: ModelRunner, drafter: Drafter, sampler: CheckedSampler, scorer: PromptScorer
     ) -> None:
         self.runner = runner
         self.drafter = drafter

@@ -74,12 +74,7 @@ class NoiseRows(NamedTuple):
 
 
 def choose(
-    probs: Tensor,
-    columns: Tensor,
-    rows: NoiseRows,
-    ids: Tensor | None,
-    vocab_size: int,
-    kernels: Kernels | None = None,
+    probs: Tensor, columns: Tensor, rows: NoiseRows, ids: Tensor | None, vocab_size: int, kernels: Kernels | None = None
 ) -> Tensor:
     """[E] the column of each draft: chosen from its distribution [E, W] with the noise of its target token where the
     row is coupled, else as in `columns` [E].

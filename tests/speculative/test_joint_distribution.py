@@ -59,8 +59,7 @@ class DeterministicDrafter(WeightlessDrafter):
 
     def propose(self, batch: Batch) -> DraftOutput:
         return DraftOutput.pack(
-            [[(e.sequence.tokens[-1] + i) % 5 for i in range(min(e.max_drafts, 3))] for e in batch.entries],
-            PointMass(),
+            [[(e.sequence.tokens[-1] + i) % 5 for i in range(min(e.max_drafts, 3))] for e in batch.entries], PointMass()
         )
 
 

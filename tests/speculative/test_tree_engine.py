@@ -22,13 +22,7 @@ from speculative.drafting.tree_drafter import TreeDrafter
 from speculative.engine import EngineCore
 from speculative.errors import ConfigError
 from speculative.kernels import chosen
-from speculative.request import (
-    FinishReason,
-    Request,
-    SamplingParams,
-    Speculation,
-    Structure,
-)
+from speculative.request import FinishReason, Request, SamplingParams, Speculation, Structure
 from speculative.scheduling import draft_length, step_cost
 from speculative.selfcheck.replayed_draws import Rounds
 from tests.support.engines import (

@@ -23,11 +23,7 @@ Kind = Literal["float32", "bfloat16", "w4a8"]
 """Forms of weights on a CPU: bfloat16 rounds what it multiplies them with to bfloat16, w4a8 to 8 bits."""
 
 
-def pack_natively(
-    module: nn.Module,
-    kernels: Kernels,
-    weight_of: Callable[[Linear], Quantized | Kind],
-) -> None:
+def pack_natively(module: nn.Module, kernels: Kernels, weight_of: Callable[[Linear], Quantized | Kind]) -> None:
     """Replace the layers of a model by those of our kernels.
 
     Activations are float32 from here on, and so are the weights of norms. The plain weights go (a tied embedding
@@ -59,11 +55,7 @@ class NativeLinear(PackedLinear):
     """A Linear of our own kernels: float32 rows, weights of any kind, each row computed on its own."""
 
     def __init__(
-        self,
-        linear: Linear,
-        kernels: Kernels,
-        weight: Kind | Quantized,
-        pages: HugePages | None = None,
+        self, linear: Linear, kernels: Kernels, weight: Kind | Quantized, pages: HugePages | None = None
     ) -> None:
         super().__init__()
         self.num_outputs, self.num_inputs = linear.weight.shape

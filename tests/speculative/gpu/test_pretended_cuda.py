@@ -37,15 +37,7 @@ from tests.support.engines import (
     texts,
     tiny_engine,
 )
-from tests.support.graph_scenes import (
-    EDITED,
-    PLAIN,
-    PROMPTS,
-    Alternating,
-    add_all,
-    answers,
-    assert_same,
-)
+from tests.support.graph_scenes import EDITED, PLAIN, PROMPTS, Alternating, add_all, answers, assert_same
 from tests.support.graph_scenes import MIXED as ALL_WISHES
 from tests.support.pretended_cuda import PretendedCuda
 from tests.support.triton_interpreter import needs_triton

@@ -12,17 +12,7 @@ from speculative.scheduling.scheduler import Scheduler
 from speculative.state.batch import Batch, Entry, SequenceResult, StepOutcome
 from speculative.state.sequence import Phase, Sequence
 from speculative.stats import StepStats
-from tests.support.engines import (
-    NGRAM,
-    NO_DRAFTS,
-    Answer,
-    assert_idle,
-    markov_engine,
-    run,
-    settings,
-    take,
-    tiny_engine,
-)
+from tests.support.engines import NGRAM, NO_DRAFTS, Answer, assert_idle, markov_engine, run, settings, take, tiny_engine
 
 CYCLE = [(token + 1) % 16 for token in range(16)]  # a model that counts
 COUNTED = (*range(16), 0, 1, 2, 3)  # a prompt after which every draft survives

@@ -57,12 +57,7 @@ def test_a_rejected_draft_that_is_certain_but_for_rounding_is_emitted_after_all(
 @with_both_ops
 def test_greedy_rows_match_the_longest_run_of_best_tokens(ops: VocabularyOps) -> None:
     one_hot = torch.eye(4)[[2, 0, 1, 3]]
-    for drafts, accepted, token in (
-        ([2, 0, 1], 3, 3),
-        ([2, 0, 0], 2, 1),
-        ([2, 1, 1], 1, 0),
-        ([0, 0, 1], 0, 2),
-    ):
+    for drafts, accepted, token in (([2, 0, 1], 3, 3), ([2, 0, 0], 2, 1), ([2, 1, 1], 1, 0), ([0, 0, 1], 0, 2)):
         for uniform in (LEAST, 0.5, MOST):
             verified = ops.verify_token_wise(pack([(one_hot, drafts)], uniform, uniform))
             assert (verified.num_accepted.item(), verified.token_ids.item()) == (accepted, token)
