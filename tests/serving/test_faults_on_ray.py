@@ -12,12 +12,11 @@ from speculative.engine import EngineCore
 from speculative.request import Request, SamplingParams
 from tests.support.engines import NO_DRAFTS, tiny_engine
 from tests.support.faulty_services import Fault, accept_every_draft, misplace_rounds_with_drafts, with_fault
-from tests.support.services import Load, Service, app_args, deployed, gauge_total, wait_for
+from tests.support.services import Load, Service, administered, app_args, deployed, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(1200)]
 
 LOOPING = "one two three one two three one two three one two"
-TOKEN = "a-test's-own-token"
 
 
 class Case(NamedTuple):
@@ -48,7 +47,7 @@ def verdict_of(service: Service, reply: dict[str, Any]) -> dict[str, Any]:
 
 def breaker_state(service: Service) -> float:
     """Of the replica that speculates; the others' breakers stay closed, which is 0."""
-    return gauge_total(service.metrics_text(), "truespec_breaker_state")
+    return service.gauge("breaker_state")
 
 
 def asked(number: int, **fields: Any) -> dict[str, Any]:
@@ -73,9 +72,8 @@ def asked(number: int, **fields: Any) -> dict[str, Any]:
 def test_a_faulty_replica_falls_back_and_comes_back(
     ray_port: int, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: Case
 ) -> None:
-    flag, dumps, token = tmp_path / "fault", tmp_path / "dumps", tmp_path / "token"
+    flag, dumps = tmp_path / "fault", tmp_path / "dumps"
     flag.touch()
-    token.write_text(TOKEN)
     faulty = with_fault(getattr(serve_app.app, case.deployment), case.fault, flag)
     monkeypatch.setattr(serve_app.app, case.deployment, faulty)
     args = app_args(
@@ -83,7 +81,7 @@ def test_a_faulty_replica_falls_back_and_comes_back(
         case.topology,
         breaker={"cooldown_s": 1.0, "canary_requests": 3},
         dumps={"folder": str(dumps)},
-        admin={"token_file": str(token)},
+        admin=administered(tmp_path),
     )
     with deployed(ray_port, f"faulty-{case.topology}", args) as service:
         with Load(service, body_of_load, clients=4) as load:
@@ -103,12 +101,12 @@ def test_a_faulty_replica_falls_back_and_comes_back(
             assert reply["choices"][0]["token_ids"] == plain_answer(engine, reply, number)
             assert reply["verdict"] == "verified"
             assert reply["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] == 0
-        wait_for(lambda: _canaries(service, "failed") > 0, "a canary that fails")
+        wait_for(lambda: service.count("canaries_total", result="failed") > 0, "a canary that fails")
         assert breaker_state(service) > 0
         flag.unlink()
         # Each canary that failed has doubled the time to the next.
         wait_for(lambda: breaker_state(service) == 0, "speculation to come back")
-        assert _canaries(service, "passed") == 1
+        assert service.count("canaries_total", result="passed") == 1
         again = [service.completion(**asked(number, verify=True)) for number in range(4)]
         assert {reply["verdict"] for reply in again} == {"verified"}
         assert again[0]["choices"][0]["token_ids"] == plain_answer(engine, again[0], 0), "greedy: drafts change nothing"
@@ -121,13 +119,11 @@ def test_a_faulty_replica_falls_back_and_comes_back(
 def test_a_replica_that_goes_wrong_twice_is_replaced(
     ray_port: int, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flag, token = tmp_path / "fault", tmp_path / "token"
-    token.write_text(TOKEN)
+    flag = tmp_path / "fault"
     faulty = with_fault(serve_app.app.MonolithServer, accept_every_draft, flag)
     monkeypatch.setattr(serve_app.app, "MonolithServer", faulty)
-    args = app_args(
-        tiny_folder, "monolith", breaker={"cooldown_s": 1.0, "canary_requests": 3}, admin={"token_file": str(token)}
-    )
+    breaker = {"cooldown_s": 1.0, "canary_requests": 3}
+    args = app_args(tiny_folder, "monolith", breaker=breaker, admin=administered(tmp_path))
     with deployed(ray_port, "faulty-twice", args) as service:
         service.completion(**asked(0))
         first = replica_names(service)
@@ -148,8 +144,7 @@ def test_a_replica_that_goes_wrong_twice_is_replaced(
 
 def replica_names(service: Service) -> set[str]:
     """Replicas that the referee has heard of lately; none while the only one is being replaced."""
-    with service.http() as http:
-        reported = http.get("/admin/speculation", headers={"authorization": f"Bearer {TOKEN}"})
+    reported = service.operate("GET", "speculation")
     return {one["replica"] for one in reported.json()["replicas"]} if reported.status_code == 200 else set()
 
 
@@ -166,21 +161,12 @@ def plain_answer(engine: EngineCore, reply: dict[str, Any], number: int) -> list
 
 def _switch_off_and_on(service: Service) -> None:
     """The operator's way to the same end."""
-    headers = {"authorization": f"Bearer {TOKEN}"}
     with service.http() as http:
         assert http.post("/admin/speculation", json={"mode": "off"}).status_code == 401
-        reported = http.post("/admin/speculation", json={"mode": "off"}, headers=headers)
-        assert reported.status_code == 200, reported.text
-        enabled = "truespec_speculation_enabled"
-        wait_for(lambda: gauge_total(service.metrics_text(), enabled) == 0, "speculation to be off")
-        details = service.completion(**asked(0))["usage"]["completion_tokens_details"]
-        assert details["accepted_prediction_tokens"] + details["rejected_prediction_tokens"] == 0
-        http.post("/admin/speculation", json={"mode": "auto"}, headers=headers)
-        wait_for(lambda: gauge_total(service.metrics_text(), enabled) > 0, "speculation to be on")
-
-
-def _canaries(service: Service, result: str) -> float:
-    lines = service.metrics_text().splitlines()
-    return sum(
-        float(line.rsplit(" ", 1)[1]) for line in lines if "truespec_canaries_total" in line and f'"{result}"' in line
-    )
+    reported = service.operate("POST", "speculation", mode="off")
+    assert reported.status_code == 200, reported.text
+    wait_for(lambda: service.gauge("speculation_enabled") == 0, "speculation to be off")
+    details = service.completion(**asked(0))["usage"]["completion_tokens_details"]
+    assert details["accepted_prediction_tokens"] + details["rejected_prediction_tokens"] == 0
+    service.operate("POST", "speculation", mode="auto")
+    wait_for(lambda: service.gauge("speculation_enabled") > 0, "speculation to be on")

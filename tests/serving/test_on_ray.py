@@ -1,14 +1,13 @@
 """The service as its users meet it: on a real local Ray, over HTTP."""
 
 import concurrent.futures
-import re
 import time
 from pathlib import Path
 
 import openai
 import pytest
 
-from tests.support.services import MODEL, Service, app_args, counter_total, deployed, wait_for
+from tests.support.services import MODEL, Service, app_args, deployed, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(1200)]
 
@@ -41,8 +40,7 @@ def test_same_text_and_logprobs_as_the_monolith(disaggregated: Service, monolith
 
 def test_transformers_agrees_with_what_was_served(disaggregated: Service) -> None:
     def total(result: str) -> float:
-        series = rf'^truespec_independent_replays_total{{[^}}]*result="{result}"[^}}]*}} (\S+)$'
-        return sum(map(float, re.findall(series, disaggregated.metrics_text(), re.MULTILINE)))
+        return disaggregated.count("independent_replays_total", result=result)
 
     def agreed() -> bool:
         disaggregated.completion(prompt=LOOPING, max_tokens=24, verify=True)
@@ -54,15 +52,14 @@ def test_transformers_agrees_with_what_was_served(disaggregated: Service) -> Non
 
 def test_n_choices_share_one_prefill_and_keep_their_own_seeds(disaggregated: Service, monolith: Service) -> None:
     body = {"prompt": "once upon", "max_tokens": 16, "temperature": 1.0, "return_token_ids": True, "seed": 3}
-    before = disaggregated.metrics_text()
+    before = disaggregated.count("prompt_tokens_total", pool="prefill")
     choices = disaggregated.completion(**body, n=4)["choices"]
     assert [choice["index"] for choice in choices] == [0, 1, 2, 3]
     assert len({tuple(choice["token_ids"]) for choice in choices}) == 4
     alone = disaggregated.completion(**body)["choices"][0]
     assert alone["token_ids"] == choices[0]["token_ids"]
     assert [c["token_ids"] for c in monolith.completion(**body, n=4)["choices"]] == [c["token_ids"] for c in choices]
-    prefilled = r'truespec_prompt_tokens_total\{.*pool="prefill".*\} ([\d.]+)'
-    wait_for(lambda: _sum(prefilled, disaggregated.metrics_text()) > _sum(prefilled, before), "prefill counts")
+    wait_for(lambda: disaggregated.count("prompt_tokens_total", pool="prefill") > before, "prefill counts")
 
 
 def test_sixty_four_mixed_requests_all_finish_and_everything_is_freed(disaggregated: Service) -> None:
@@ -100,8 +97,7 @@ def test_an_answer_is_replayed_even_if_its_client_leaves_before_the_end(disaggre
                 if number >= after or '"finish_reason":"length"' in line.replace(" ", ""):
                     break
 
-    def total(name: str) -> float:
-        return counter_total(disaggregated.metrics_text(), f"truespec_{name}")
+    total = disaggregated.count
 
     def ended() -> float:  # without those of answers that carry their verdict, which nobody submits
         return total("replays_total") - verdicts
@@ -129,7 +125,7 @@ def test_metrics_agree_with_what_clients_were_reported(ray_port: int, tiny_folde
         assert metrics["emitted_tokens"] == sum(usage["completion_tokens"] for usage in usages) == 200
         assert metrics["draft_tokens"] > 0
         assert metrics["acceptance_rate"] == metrics["accepted_tokens"] / metrics["draft_tokens"]
-        by_position = counter_total(service.metrics_text(), "truespec_accepted_tokens_per_position_total")
+        by_position = service.count("accepted_tokens_per_position_total")
         assert metrics["mean_accepted_length"] == pytest.approx(1 + by_position / metrics["drafts"])
         # What was accepted behind the last token of a request is counted, and not delivered.
         delivered = sum(one["accepted_prediction_tokens"] for one in details)
@@ -197,7 +193,3 @@ def test_too_many_requests_are_reported_when_to_come_again(ray_port: int, tiny_f
         assert all(int(reply.headers["retry-after"]) >= 1 for reply in refused)
         wait_for(service.idle, "return to idle")
         assert service.completion(prompt="x", max_tokens=2)["usage"]["completion_tokens"] <= 2
-
-
-def _sum(pattern: str, text: str) -> float:
-    return sum(float(value) for value in re.findall(pattern, text))

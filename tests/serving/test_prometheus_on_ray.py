@@ -19,7 +19,7 @@ from serve_app.telemetry.metric_summary import MetricSummary
 from tests.support.loops import for_each
 from tests.support.prometheus import Prometheus, program, promtool, running_prometheus
 from tests.support.runbook_shell import commands, run
-from tests.support.services import Load, Service, app_args, deployed, wait_for
+from tests.support.services import TOKEN, Load, Service, administered, app_args, deployed, wait_for
 
 # First: Ray's agent exports what every service of its cluster ever counted, and takes seconds for that of many.
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.first, pytest.mark.timeout(1200)]
@@ -27,7 +27,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.first, pytest.mark.
 APP = "watched"
 STATUS = "ray_serve_application_status"
 QUERIES = [query for page in PAGES for panel in page.panels for query in panel.queries]
-TOKEN = "an-admin-token-of-this-test-only"
 DATA_TIMEOUT_S = 300.0  # for the first figures, on a machine that is busy
 
 
@@ -66,10 +65,7 @@ def scrape_configs(service: Service) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def watched(ray_port: int, tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     program("prometheus")
-    args = app_args(tiny_folder, "disaggregated")
-    token = tmp_path_factory.mktemp("admin") / "token"
-    token.write_text(TOKEN)
-    args["admin"] = {"token_file": str(token)}
+    args = app_args(tiny_folder, "disaggregated", admin=administered(tmp_path_factory.mktemp("admin")))
     with deployed(ray_port, APP, args) as service:
         scrape = scrape_configs(service)
         folder = tmp_path_factory.mktemp("prometheus")

@@ -17,7 +17,7 @@ import serve_app.app
 from serve_app.app import build_app
 from tests.support.faulty_services import hold_long_answers, slow_steps, with_fault
 from tests.support.gpu_probe import visible_gpus
-from tests.support.services import MODEL, Service, app_args, deployed, gauge_total, wait_for
+from tests.support.services import MODEL, Service, administered, app_args, deployed, wait_for
 from tests.support.tiny_models import write_tiny_model
 from tools.chaos.replicas import Killer, replica_pids
 from tools.chaos.run import Strikes, run_chaos
@@ -28,7 +28,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(1200)]
 LOOPING = "one two three one two three one two three one two"
 HALF = {"num_cpus": 0.5}
 SIZES = {"PrefillServer": 2, "DecodeServer": 2}
-TOKEN = "operator-token"
 
 
 @pytest.fixture(scope="module")
@@ -41,9 +40,7 @@ def held(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def routed(ray_port: int, tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory, held: Path) -> Iterator[Service]:
     pools = {"prefill": {"replicas": 2, **HALF}, "decode": {"replicas": 2, **HALF}, "router": HALF}
     recovery = {"resume": True, "max_resumes": 20, "decode_timeout_s": 10}
-    token_file = tmp_path_factory.mktemp("secrets") / "token"
-    token_file.write_text(TOKEN)
-    admin = {"token_file": str(token_file)}
+    admin = administered(tmp_path_factory.mktemp("secrets"))
     args = app_args(tiny_folder, "disaggregated", pools=pools, recovery=recovery, admin=admin)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(serve_app.app, "DecodeServer", with_fault(serve_app.app.DecodeServer, hold_long_answers, held))
@@ -111,9 +108,7 @@ def test_a_client_that_leaves_frees_what_its_worker_held(routed: Service) -> Non
 
 
 def resumed(service: Service) -> float:
-    lines = service.metrics_text().splitlines()
-    counts = [line for line in lines if line.startswith("truespec_resumes_total{") and 'result="resumed"' in line]
-    return sum(float(line.rsplit(" ", 1)[1]) for line in counts)
+    return service.count("resumes_total", result="resumed")
 
 
 @pytest.fixture
@@ -168,10 +163,7 @@ def test_a_killed_prefill_is_asked_for_again(routed: Service) -> None:
     expected = routed.completion(**body)["choices"][0]["token_ids"]
     killer = Killer("routed", SIZES, seed=1)
     killer.wait_until_whole()
-
-    def metric(name: str) -> float:
-        return gauge_total(routed.metrics_text(), f"truespec_{name}")
-
+    metric = routed.count
     wait_for(lambda: metric("replicas_running") == metric("replicas_wanted") == 5, "the count of all replicas")
     restarts = metric("replica_restarts_total")
     killer.kill("PrefillServer")
@@ -198,9 +190,7 @@ def test_replies_report_new_weights_from_the_first_on(routed: Service, tmp_path:
     Killer("routed", SIZES, seed=1).wait_until_whole()
     body = {"prompt": LOOPING, "max_tokens": 4}
     before = routed.completion(**body)["system_fingerprint"]
-    with routed.http() as http:
-        order = {"path": str(other), "weight_version": "step-1"}
-        done = http.post("/admin/weights", json=order, headers={"authorization": f"Bearer {TOKEN}"})
+    done = routed.operate("POST", "weights", path=str(other), weight_version="step-1")
     assert done.status_code == 200 and done.json()["complete"], done.text
     (fingerprint,) = {one["fingerprint"][:12] for one in done.json()["replicas"]}
     assert not before.startswith(f"fp_{fingerprint}")

@@ -21,7 +21,7 @@ from serve_app.telemetry.metric_summary import summarise
 from speculative.config import kernels_folder
 from tests.support.fake_hub import FakeHub, fake_hub
 from tests.support.ray_head import RayHead, ray_head, ray_node
-from tests.support.services import ENGINE, MODEL, REPLAY, counter_total, wait_for
+from tests.support.services import ENGINE, MODEL, OPERATOR, REPLAY, administered, metric_total, wait_for
 from tests.support.tiny_models import write_tiny_model
 from tools.chaos.sockets import free_ports
 from tools.chaos.streams import ask_all, complete, differences, plan
@@ -49,7 +49,7 @@ class Cluster:
     def metric(self, name: str) -> float:
         """Summed over its series; 0 where there is none yet."""
         text = httpx.get(f"{self.url}/metrics", timeout=60).text
-        return counter_total(text, f"truespec_{name}")
+        return metric_total(text, name)
 
     def handoffs(self) -> dict[str, float]:
         counts = summarise(httpx.get(f"{self.url}/metrics", timeout=60).text)["handoffs_by_result"]
@@ -160,9 +160,7 @@ ON_BOTH = {  # a node has 3 CPUs, and the other service takes one of them at mos
 
 
 def test_each_node_fetches_a_model_of_the_hub(cluster: Cluster) -> None:
-    token = cluster.folder / "token"
-    token.write_text("operator-token")
-    args = {"model": {"source": "org/tiny", "name": MODEL}, "engine": ENGINE, "admin": {"token_file": str(token)}}
+    args = {"model": {"source": "org/tiny", "name": MODEL}, "engine": ENGINE, "admin": administered(cluster.folder)}
     with cluster.serving("fetched", **args, **ON_BOTH) as (shown, service):
         assert service.poll() is None, shown()
         assert sorted(cluster.nodes_of("MonolithServer", "fetched")) == ["decode-1", "decode-2"]
@@ -171,8 +169,7 @@ def test_each_node_fetches_a_model_of_the_hub(cluster: Cluster) -> None:
         assert httpx.post(f"{cluster.url}/fetched/v1/completions", json=body, timeout=300).is_success
         # New weights that only one node has are refused on all of them.
         order = {"path": "on-one-node", "weight_version": "v2"}
-        headers = {"Authorization": "Bearer operator-token"}
-        answer = httpx.post(f"{cluster.url}/fetched/admin/weights", json=order, headers=headers, timeout=300)
+        answer = httpx.post(f"{cluster.url}/fetched/admin/weights", json=order, headers=OPERATOR, timeout=300)
         assert answer.status_code == 409
         said = answer.json()["error"]["message"]
         assert "Nothing changed" in said and "path: No model 'on-one-node'" in said

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -16,12 +15,11 @@ from deploy.rl import push_weights
 from serve_app.errors import UpdateRefused
 from speculative.engine import EngineCore
 from tests.support.engines import settings, teacher_forced
-from tests.support.services import MODEL, Service, app_args, deployed, wait_for
+from tests.support.services import MODEL, Service, administered, app_args, deployed, wait_for
 from tests.support.tiny_models import write_tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(1200)]
 
-TOKEN = "trainer-token"
 PROMPT = list(range(3, 60))
 
 
@@ -37,17 +35,9 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def service(ray_port: int, checkpoints: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    token_file = tmp_path_factory.mktemp("secrets") / "token"
-    token_file.write_text(TOKEN)
-    args = app_args(checkpoints[0], "disaggregated", admin={"token_file": str(token_file)})
+    args = app_args(checkpoints[0], "disaggregated", admin=administered(tmp_path_factory.mktemp("secrets")))
     with deployed(ray_port, "weights", args) as running:
         yield running
-
-
-def admin(service: Service, method: str, route: str, **body: Any) -> httpx.Response:
-    headers = {"authorization": f"Bearer {TOKEN}"}
-    with service.http() as http:
-        return http.request(method, f"/admin/{route}", json=body or None, headers=headers)
 
 
 def answer(service: Service, seed: int, max_tokens: int = 16) -> dict[str, Any]:
@@ -69,7 +59,7 @@ def test_an_update_by_path_under_traffic(service: Service, checkpoints: list[Pat
     assert_made_by(answer(service, 1), "default", checkpoints[0])
     with concurrent.futures.ThreadPoolExecutor(9) as pool:
         replies = [pool.submit(answer, service, seed, 200) for seed in range(8)]
-        update = pool.submit(admin, service, "POST", "weights", path=str(checkpoints[1]), weight_version="step-1")
+        update = pool.submit(service.operate, "POST", "weights", path=str(checkpoints[1]), weight_version="step-1")
         done = update.result()
         assert done.status_code == 200, done.text
         assert done.json()["complete"]
@@ -79,7 +69,7 @@ def test_an_update_by_path_under_traffic(service: Service, checkpoints: list[Pat
             version = reply.result()["metadata"]["weight_version"]
             assert_made_by(reply.result(), version, checkpoints[version == "step-1"])
     assert_made_by(answer(service, 1), "step-1", checkpoints[1])
-    assert admin(service, "GET", "weights").json()["replicas"] == done.json()["replicas"]
+    assert service.operate("GET", "weights").json()["replicas"] == done.json()["replicas"]
 
 
 def test_handoffs_go_on_and_replays_of_old_answers_accuse_nobody(service: Service) -> None:
@@ -87,19 +77,15 @@ def test_handoffs_go_on_and_replays_of_old_answers_accuse_nobody(service: Servic
     answer(service, 7)
     wait_for(lambda: service.metrics()["handoffs_by_result"].get("ok", 0) > before, "a handoff between new weights")
 
-    def settled() -> bool:
-        samples = [line for line in service.metrics_text().splitlines() if line.startswith("truespec_verdicts_total{")]
-        return sum(float(line.rsplit(" ", 1)[1]) for line in samples) >= 10
-
-    wait_for(settled, "verdicts on all answers")
+    wait_for(lambda: service.count("verdicts_total") >= 10, "verdicts on all answers")
     suspect = [line for line in service.metrics_text().splitlines() if 'verdict="suspect"' in line]
     assert suspect and all(line.endswith(" 0.0") for line in suspect)
 
 
 def test_weights_that_one_cannot_load_change_nothing(service: Service, tmp_path: Path, checkpoints: list[Path]) -> None:
-    refused = admin(service, "POST", "weights", path=str(tmp_path / "nowhere"), weight_version="step-9")
+    refused = service.operate("POST", "weights", path=str(tmp_path / "nowhere"), weight_version="step-9")
     assert refused.status_code == 409 and "Nothing changed" in refused.json()["error"]["message"]
-    same = admin(service, "POST", "weights", path=str(checkpoints[1]), weight_version="step-1")
+    same = service.operate("POST", "weights", path=str(checkpoints[1]), weight_version="step-1")
     assert same.status_code == 409 and "give new weights a new name" in same.json()["error"]["message"]
     assert_made_by(answer(service, 2), "step-1", checkpoints[1])
     with service.http() as http:
@@ -134,13 +120,13 @@ def test_a_replica_that_starts_later_serves_what_the_others_serve(service: Servi
 
 
 def test_pause_keeps_new_requests_waiting_and_resume_lets_them_go(service: Service) -> None:
-    paused = admin(service, "POST", "pause", mode="wait")
+    paused = service.operate("POST", "pause", mode="wait")
     assert paused.status_code == 200 and paused.json()["complete"]
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(answer, service, 5)
         with pytest.raises(concurrent.futures.TimeoutError):
             waiting.result(timeout=2)
-        assert admin(service, "POST", "resume").json()["complete"]
+        assert service.operate("POST", "resume").json()["complete"]
         assert waiting.result(timeout=60)["metadata"] == {"weight_version": "step-2"}
     with service.http() as http:
         assert http.post("/v1/completions", json={"model": MODEL, "prompt": "x", "max_tokens": 1}).status_code == 200

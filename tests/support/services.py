@@ -23,6 +23,8 @@ from tests.support.tiny_models import write_tiny_model
 from tools.chaos.sockets import free_ports
 
 MODEL = "tiny"
+TOKEN = "operator-token"
+OPERATOR = {"authorization": f"Bearer {TOKEN}"}
 ENGINE = {"dtype": "float32", "device": "cpu", "max_num_seqs": 16, "kv_cache_tokens": 8192, "max_batched_tokens": 128}
 REPLAY = {"sample_rate": 1.0, "independent_rate": 0.0, "max_queue": 1000}  # a slow machine skips none
 
@@ -52,6 +54,21 @@ class Service:
         assert response.status_code == 200, response.text
         return response.text
 
+    def count(self, name: str, **labels: str) -> float:
+        """A metric summed over its series with these labels; 0 where there is none yet."""
+        return metric_total(self.metrics_text(), name, **labels)
+
+    def gauge(self, name: str) -> float:
+        """A gauge, of which there must be a sample, summed over replicas."""
+        text = self.metrics_text()
+        assert f"\ntruespec_{name}{{" in text, f"no sample of {name}"
+        return metric_total(text, name)
+
+    def operate(self, method: str, route: str, **body: Any) -> httpx.Response:
+        """Ask as the operator whom `administered` lets in."""
+        with self.http() as http:
+            return http.request(method, f"/admin/{route}", json=body or None, headers=OPERATOR)
+
     def metrics(self) -> MetricSummary:
         return summarise(self.metrics_text())
 
@@ -63,9 +80,8 @@ class Service:
 
     def idle(self) -> bool:
         """Return whether no request runs or waits, and none left anything in a cache."""
-        text = self.metrics_text()
-        names = ("truespec_requests_running", "truespec_requests_waiting", "truespec_kv_cache_usage_ratio")
-        return all(gauge_total(text, name) == 0 for name in names)
+        text, names = self.metrics_text(), ("requests_running", "requests_waiting", "kv_cache_usage_ratio")
+        return all(f"\ntruespec_{name}{{" in text and metric_total(text, name) == 0 for name in names)
 
 
 class Load:
@@ -118,16 +134,17 @@ def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = 300.0)
         time.sleep(0.3)
 
 
-def counter_total(text: str, name: str) -> float:
-    """A counter summed over its series; 0 where there is none yet."""
-    return gauge_total(text, name) if f"\n{name}{{" in text else 0.0
+def metric_total(text: str, name: str, **labels: str) -> float:
+    """A metric summed over its series with these labels; 0 where there is none yet."""
+    chosen = [f'{label}="{value}"' for label, value in labels.items()]
+    lines = [line for line in text.splitlines() if line.startswith(f"truespec_{name}{{")]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if all(one in line for one in chosen))
 
 
-def gauge_total(text: str, name: str) -> float:
-    """A gauge summed over replicas."""
-    values = [float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith(f"{name}{{")]
-    assert values, f"no sample of {name}"
-    return sum(values)
+def administered(folder: Path) -> dict[str, Any]:
+    """The section `admin` of a service whose operator has `TOKEN`, in a file of this folder."""
+    (folder / "token").write_text(TOKEN)
+    return {"token_file": str(folder / "token")}
 
 
 @pytest.fixture(scope="session")

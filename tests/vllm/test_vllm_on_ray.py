@@ -20,14 +20,13 @@ from deploy.run.processes import process_tree
 from serve_app.config.files import load_config
 from speculative.model.loading import resolve_model
 from tests.support.processes import alive
-from tests.support.services import Service, deployed, wait_for
+from tests.support.services import Service, administered, deployed, wait_for
 from tests.support.tiny_adapters import write_tiny_adapter
 from tests.support.vllm_installed import NEEDS_VLLM
 
 SOURCE = "smollm2-135m"
 MODEL = "SmolLM2-135M-Instruct"
 FILE = Path(__file__).parents[2] / "deploy" / "configs" / "vllm.yaml"
-TOKEN = "trainer-token"
 ADAPTERS = ("sql", "legal")
 COUNTING = "Count: 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 1 2 3 4 5 6 7 8 9 10 11"
 
@@ -68,9 +67,7 @@ def service(
     args: dict[str, Any] = load_config(FILE).application.args.model_dump(mode="json", exclude_unset=True)
     args["engine"]["max_model_len"], args["engine"]["kv_cache_tokens"] = 512, 4096
     scratch = tmp_path_factory.mktemp("service")
-    token_file = scratch / "token"
-    token_file.write_text(TOKEN)
-    args |= {"admin": {"token_file": str(token_file)}} | drawn_from(request.param, scratch)
+    args |= {"admin": administered(scratch)} | drawn_from(request.param, scratch)
     with deployed(ray_port, f"vllm-{request.param}".replace("_", "-"), args) as running:
         yield running
 
@@ -91,8 +88,7 @@ def test_drafts_are_accepted_and_change_nothing(service: Service) -> None:
 
 def tested(service: Service) -> float:
     """The number of answers that were evidence on the distribution."""
-    lines = [line for line in service.metrics_text().splitlines() if line.startswith("truespec_replay_distributions_")]
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if 'distribution="tested"' in line)
+    return service.count("replay_distributions_total", distribution="tested")
 
 
 def test_answers_are_replayed_and_found_right(service: Service) -> None:
@@ -163,13 +159,7 @@ def test_other_weights_are_taken_by_every_replica(service: Service, tmp_path: Pa
     asked = {"prompt": "The first ten words of a story:", "logprobs": 0, "verify": True}
     before = complete(service, **asked)
     for path, version in ((tmp_path, "step-1"), (served, "step-2")):
-        with service.http() as http:
-            reported = http.post(
-                "/admin/weights",
-                json={"path": str(path), "weight_version": version, "mode": "keep"},
-                headers={"authorization": f"Bearer {TOKEN}"},
-                timeout=300,
-            )
+        reported = service.operate("POST", "weights", path=str(path), weight_version=version, mode="keep")
         assert reported.status_code == 200 and reported.json()["complete"], reported.text
         assert {one["weight_version"] for one in reported.json()["replicas"]} == {version}
         assert (
