@@ -164,7 +164,7 @@ class VllmBackend:
             with naming("drafter.model"):
                 self._drafter_folder = await asyncio.to_thread(resolve_model, drafter.model, SHIPPED_HEADS)
         self._adapters = await asyncio.to_thread(read_adapters, self._settings.lora_modules, self._folder)
-        self._scratch = await asyncio.to_thread(Scratch, _memory_folder())
+        self._scratch = await asyncio.to_thread(Scratch, Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else None)
         try:
             self._llm = await asyncio.to_thread(self._start_engine)
         except Exception as error:
@@ -172,13 +172,24 @@ class VllmBackend:
             if isinstance(error, ConfigError):
                 raise
             raise EngineFault(f"vLLM {version} could not start: {error}") from error
-        await self._fix_workers()
+        for fault, fix in (  # known ones of vLLM's workers
+            (self._faults.chunked_seeds, "keep_draws_of_chunks"),
+            (self._settings.engine.logprobs_mode == "raw_logprobs", "keep_raw_logprobs"),
+            (self._faults.mixed_adapters and self._adapters, "keep_adapters_apart"),
+        ):
+            if fault:
+                await self._llm.collective_rpc(fix)
         try:
             await self._load_adapters()
         except ConfigError:
             await self._end_engine()
             raise
-        await self._watch_workers()
+        if self._replayer is not None:  # the referee may be able to make this vLLM's draws again
+            self._keeps_draws = all(await self._llm.collective_rpc("draws_can_be_repeated"))
+        if self._watches:
+            watched = (self._settings.self_check_sample_rate, draws_drafts(drafter))
+            await self._llm.collective_rpc("watch_sampler", args=watched)
+            self._spawn(self._take_terms_forever())
         parallel, cache = self._llm.vllm_config.parallel_config, self._llm.vllm_config.cache_config
         await asyncio.to_thread(self._identify)
         layout = f"{cache.cache_dtype} {self._settings.engine.dtype} {cache.block_size}"
@@ -223,25 +234,6 @@ class VllmBackend:
             "vLLM replays its own answers, which compares logprobs, and the distribution of greedy answers only: %s.",
             why_not,
         )
-
-    async def _fix_workers(self) -> None:
-        """Work around known faults of vLLM's workers."""
-        for fault, fix in (
-            (self._faults.chunked_seeds, "keep_draws_of_chunks"),
-            (self._settings.engine.logprobs_mode == "raw_logprobs", "keep_raw_logprobs"),
-            (self._faults.mixed_adapters and self._adapters, "keep_adapters_apart"),
-        ):
-            if fault:
-                await self._llm.collective_rpc(fix)
-
-    async def _watch_workers(self) -> None:
-        """Turn on the self-checks, and find out whether the referee can make this vLLM's draws again."""
-        if self._replayer is not None:
-            self._keeps_draws = all(await self._llm.collective_rpc("draws_can_be_repeated"))
-        if self._watches:
-            watched = (self._settings.self_check_sample_rate, draws_drafts(self._settings.engine.drafter))
-            await self._llm.collective_rpc("watch_sampler", args=watched)
-            self._spawn(self._take_terms_forever())
 
     async def stop(self) -> None:
         """Stop vLLM's process; running requests end with an error."""
@@ -754,7 +746,11 @@ class VllmBackend:
         check_known(arguments, [field.name for field in dataclasses.fields(AsyncEngineArgs)])
         arguments["additional_config"] = {TERMS: scheduler_terms(config.drafter, self._faults, self._held_out)}
         if self._pulls:
-            _open_side_channel()
+            from vllm.utils.network_utils import get_ip, get_open_port
+
+            # The decode side's vLLM asks this one at a free port what there is to read.
+            os.environ.setdefault("VLLM_NIXL_SIDE_CHANNEL_HOST", get_ip())
+            os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(get_open_port())
         self._counts = vllm_stats.Counts()
         logger = vllm_stats.logger_for(self._counts.add_step)
         llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[logger])
@@ -772,19 +768,6 @@ def _device(elsewhere: bool) -> tuple[str, int]:
     if current_platform.is_cpu():
         return "CPU", 0
     return current_platform.get_device_name(), current_platform.get_device_total_memory()
-
-
-def _memory_folder() -> Path | None:
-    """A folder in memory; None = the default temporary folder."""
-    return Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else None
-
-
-def _open_side_channel() -> None:
-    """Choose a free port at which the decode side's vLLM asks this one what there is to read."""
-    from vllm.utils.network_utils import get_ip, get_open_port
-
-    os.environ.setdefault("VLLM_NIXL_SIDE_CHANNEL_HOST", get_ip())
-    os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(get_open_port())
 
 
 def _packed(manifest: VllmManifest, request: Request, parts: Sequence[Path], source: dict[str, Any]) -> Handoff:

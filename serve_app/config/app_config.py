@@ -29,9 +29,9 @@ from serve_app.config.base import (
     FieldError,
     FieldErrors,
     PoolName,
+    RayShare,
     Section,
     Target,
-    ray_share,
 )
 from serve_app.config.scaling import AutoscalingSection
 from speculative.config import (
@@ -200,9 +200,9 @@ class PoolSection(Section):
     """Replicas of the pool, without autoscaling."""
     autoscaling: AutoscalingSection | None = None
     """Let Serve choose the number of replicas, by load or by the requests in flight."""
-    num_cpus: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
+    num_cpus: RayShare = 1.0
     """CPUs that Ray reserves for a replica, and threads of its engine."""
-    num_gpus: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    num_gpus: RayShare = 0.0
     """GPUs that Ray reserves for a replica, all of one node unless vLLM's ranks are placed by Ray."""
     label_selector: dict[str, str] = {}
     """Ray node labels that a replica's node must carry."""
@@ -212,11 +212,6 @@ class PoolSection(Section):
         if self.autoscaling is not None and "replicas" in self.model_fields_set:
             raise FieldError("replicas", "is set beside autoscaling; remove one of them.")
         return self
-
-    @field_validator("num_cpus", "num_gpus")
-    @classmethod
-    def _is_a_share_that_ray_knows(cls, number: float) -> float:
-        return ray_share(number)
 
     @property
     def most_replicas(self) -> int:
@@ -239,15 +234,10 @@ class RouterSection(Section):
 
     replicas: AtLeastOne = 1
     """Replicas of the router."""
-    num_cpus: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    num_cpus: RayShare = 0.0
     """CPUs that Ray reserves for each; 0 fits on any node. It holds no model."""
     label_selector: dict[str, str] = {}
     """Ray node labels that its node must carry."""
-
-    @field_validator("num_cpus")
-    @classmethod
-    def _is_a_share_that_ray_knows(cls, number: float) -> float:
-        return ray_share(number)
 
 
 class PoolsSection(Section):

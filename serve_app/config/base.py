@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 PoolName = Literal["prefill", "decode", "monolith"]
 AtLeastOne = Annotated[int, Field(ge=1)]
@@ -120,7 +120,11 @@ Delay = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 LOAD_POLICY = "serve_app.routing.autoscaling:LoadPolicy"
 
 
-def ray_share(number: float) -> float:
+def _ray_share(number: float) -> float:
     if 0 < number < _RAY_PRECISION:
         raise ValueError(f"must be 0 or at least {_RAY_PRECISION}, the least that Ray reserves; got {number!r}.")
     return number
+
+
+RayShare = Annotated[float, Field(ge=0, allow_inf_nan=False), AfterValidator(_ray_share)]
+"""CPUs or GPUs, as Ray can reserve them."""

@@ -72,7 +72,13 @@ class Tokenizer:
         self.prefix_ids, self.suffix_ids = added_ids(self._core)
         """The tokens that the model wants at the start of a text, and at its end, where hardly any has some."""
         self._remarks = tuple(remarks)
-        self._check_decoding()
+        encoded = self._core.encode(_PROBE, add_special_tokens=False).ids
+        ids = [token for token in encoded if token not in self._plain]
+        ours, theirs = self.decode(ids), self._core.decode(ids, skip_special_tokens=True)
+        if ours != theirs:
+            raise UnsupportedModel(
+                f"tokenizer.json: its `decoder` gives {theirs!r} where the byte table gives {ours!r}. Use another."
+            )
 
     def _read_plain(self) -> frozenset[int]:
         """Added tokens whose text must not be read as GPT-2's stand-ins for bytes, though it could be.
@@ -220,10 +226,9 @@ class Tokenizer:
 
     def chat_template(self, *, with_tools: bool = False) -> "ChatTemplate":
         """The template of a conversation, where a model has several the one for tools; empty where it has none."""
-        known = self._templates.get(with_tools)
-        if known is None:
-            known = self._templates[with_tools] = self._read_own_template(with_tools)
-        return known
+        if with_tools not in self._templates:
+            self._templates[with_tools] = self._read_own_template(with_tools)
+        return self._templates[with_tools]
 
     def _read_own_template(self, with_tools: bool) -> "ChatTemplate":
         if self._wrapped.chat_template is None:
@@ -379,15 +384,6 @@ class Tokenizer:
             return raw.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
-
-    def _check_decoding(self) -> None:
-        encoded = self._core.encode(_PROBE, add_special_tokens=False).ids
-        ids = [token for token in encoded if token not in self._plain]
-        ours, theirs = self.decode(ids), self._core.decode(ids, skip_special_tokens=True)
-        if ours != theirs:
-            raise UnsupportedModel(
-                f"tokenizer.json: its `decoder` gives {theirs!r} where the byte table gives {ours!r}. Use another."
-            )
 
 
 class Detokenizer:

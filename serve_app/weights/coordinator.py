@@ -102,14 +102,19 @@ class WeightCoordinator:
         update = self._update = _Update(numbered, mode)
         try:
             if not await self._until(lambda: self._decided(update), timeout_s):
-                update.refusal = f"{self._behind(numbered)} did not load them within {timeout_s:g} s"
+                late = [name for name, one in sorted(self._members.items()) if one.status.loaded != numbered.number]
+                update.refusal = f"{', '.join(late) or 'no replica'} did not load them within {timeout_s:g} s"
             if update.refusal:
                 why = update.refusal.rstrip(".")
                 raise UpdateRefused(f"Nothing changed; the weights are still {self._serve.version!r}: {why}.")
         finally:
             self._update = None
         complete = await self._until(
-            lambda: all(self._serves(one, numbered) for one in self._live()) or bool(self._failed(numbered)), timeout_s
+            lambda: (
+                all(one.status.serving.number >= numbered.number for one in self._live())
+                or bool(self._failed(numbered))
+            ),
+            timeout_s,
         )
         if failed := self._failed(numbered):
             raise UpdateRefused(
@@ -212,16 +217,8 @@ class WeightCoordinator:
                 return False
             await asyncio.sleep(_LOOK_EVERY_S)
 
-    def _behind(self, ref: WeightsRef) -> str:
-        late = [name for name, one in sorted(self._members.items()) if one.status.loaded != ref.number]
-        return ", ".join(late) or "no replica"
-
     def _live(self) -> list[_Member]:
         return [one for one in self._members.values() if self._heard(one)]
 
     def _heard(self, member: _Member) -> bool:
         return member.reported_at > self._clock() - _SILENT_AFTER_S
-
-    @staticmethod
-    def _serves(member: _Member, ref: WeightsRef) -> bool:
-        return member.status.serving.number >= ref.number

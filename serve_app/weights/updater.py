@@ -147,23 +147,20 @@ class WeightUpdater:
         if self._loaded is None or self._loaded.number != wanted.serve.number:
             return
         async with self._stilling:
-            await self._switch_while_still(wanted)
+            if self._paused is None:
+                await self._backend.pause(wanted.mode)
+            try:
+                self.info = await self._backend.switch_weights(wanted.serve.version)
+                self._serving, self._loaded, self._loaded_fingerprint = wanted.serve, None, ""
+                self._switched(self.info)
+            except Exception as error:
+                self._give_up(wanted.serve, error)
+                raise
+            finally:
+                if self._paused is None:
+                    await self._backend.unpause()
         self._metrics.count("truespec_weight_updates_total", result="ok")
         _logger.warning("now serving weights %r", wanted.serve.version)
-
-    async def _switch_while_still(self, wanted: DesiredState) -> None:
-        if self._paused is None:
-            await self._backend.pause(wanted.mode)
-        try:
-            self.info = await self._backend.switch_weights(wanted.serve.version)
-            self._serving, self._loaded, self._loaded_fingerprint = wanted.serve, None, ""
-            self._switched(self.info)
-        except Exception as error:
-            self._give_up(wanted.serve, error)
-            raise
-        finally:
-            if self._paused is None:
-                await self._backend.unpause()
 
     def _give_up(self, ref: WeightsRef, error: Exception) -> None:
         """Do not try these again: a failed switch leaves neither the old weights nor the new."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from speculative.drafting.base import DraftOutput
 from speculative.drafting.neural_drafter import ModelDrafter
 from speculative.errors import ConfigError
-from speculative.state.batch import Batch, Entry, Int64s
+from speculative.state.batch import Batch, Entry
 from speculative.state.draft_tree import DraftTree
 from speculative.verification.draft_probs import Candidates, PointMass
 
@@ -91,14 +91,10 @@ class TreeDrafter(ModelDrafter):
             parents = [row for row, _, _ in grown]
             nodes = [(index, child) for _, index, child in grown]
             of_nodes = np.array([drafts[index][node - 1] for index, node in nodes], np.int64)
-            places = [
-                _slots_to(slots[index], len(sequences[index].tokens), trees[index].path(node)) for index, node in nodes
-            ]
+            places = []  # of a sequence's tokens, and of the nodes on the path to one of its tree
+            for index, node in nodes:
+                length, path = len(sequences[index].tokens), np.array(trees[index].path(node), np.int64)
+                places.append(np.concatenate([slots[index][:length], slots[index][length - 1 + path]]))
             spans = [(len(own) - 1, len(own)) for own in places]
             hidden = self._run(of_nodes, hidden[parents], spans, places)
         return drafts
-
-
-def _slots_to(slots: Int64s, length: int, path: tuple[int, ...]) -> Int64s:
-    """The slots of a sequence of `length` tokens, and of the nodes on the path to one of its tree."""
-    return np.concatenate([slots[:length], slots[length - 1 + np.array(path, np.int64)]])

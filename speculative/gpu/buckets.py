@@ -94,11 +94,5 @@ class Buckets:
 
 def _lengths_to(longest: int) -> tuple[int, ...]:
     exact = range(1, min(longest, _EXACT_QUERIES))
-    return tuple(sorted({*exact, *_powers_of_two(longest), longest}))
-
-
-def _powers_of_two(below: int) -> Iterator[int]:
-    power = 1
-    while power < below:
-        yield power
-        power *= 2
+    powers_of_two = (1 << power for power in range((longest - 1).bit_length()))  # those below it
+    return tuple(sorted({*exact, *powers_of_two, longest}))

@@ -89,9 +89,15 @@ def fetch_model(name: str, *, cache_dir: Path | None = None, progress: Progress 
     if is_complete(folder, model):
         report(f"{name} is already in {folder}")
         return folder
-    with _disk_errors(models), _only_one(models, name, report):
-        if not is_complete(folder, model):  # another process may have finished it meanwhile
-            _fetch_into(folder, model, report)
+    try:
+        with _only_one(models, name, report):
+            if not is_complete(folder, model):  # another process may have finished it meanwhile
+                _fetch_into(folder, model, report)
+    except OSError as error:
+        reason = "the disk is full" if error.errno == errno.ENOSPC else str(error)
+        raise FetchFailed(
+            f"{models} cannot be written ({reason}); make room, or set TRUESPEC_CACHE to another folder."
+        ) from error
     report(f"{name} is in {folder}")
     return folder
 
@@ -127,27 +133,27 @@ def download_gguf(model: CatalogueModel, folder: Path, report: Progress) -> Path
 
 def _fetch_into(folder: Path, model: CatalogueModel, report: Progress) -> None:
     """Make the model in a temporary folder beside its place, then rename: readers see all of it or nothing."""
+    from speculative.model.gguf import convert_gguf
+
     prefix = f".{folder.name}.making-"
     for left in folder.parent.glob(f"{prefix}*"):  # by a process that was killed
         if time.time() - left.stat().st_mtime > _ABANDONED_AFTER_S:
             shutil.rmtree(left)
-    _require_room(folder.parent, model)
+    if (free_mib := shutil.disk_usage(folder.parent).free >> 20) < model.disk_mib:
+        raise FetchFailed(
+            f"{folder.parent} has {free_mib} MiB free and the conversion needs {model.disk_mib}; "
+            "make room, or set TRUESPEC_CACHE to a larger disk."
+        )
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=prefix) as temporary:
         gguf_path = download_gguf(model, Path(temporary), report)
         made = Path(temporary) / "model"
         made.mkdir()
         report("converting the weights to safetensors")
-        _convert(gguf_path, made)
+        convert_gguf(gguf_path, made)
         (made / _PROVENANCE_FILE).write_text(json.dumps(dataclasses.asdict(model), indent=2) + "\n", encoding="utf-8")
         if folder.exists():
             folder.rename(Path(temporary) / "replaced")
         made.rename(folder)
-
-
-def _convert(gguf_path: Path, folder: Path) -> None:
-    from speculative.model.gguf import convert_gguf
-
-    convert_gguf(gguf_path, folder)
 
 
 def is_complete(folder: Path, model: CatalogueModel) -> bool:
@@ -208,15 +214,6 @@ def _check_sha256(path: Path, expected: str) -> None:
         )
 
 
-def _require_room(folder: Path, model: CatalogueModel) -> None:
-    free_mib = shutil.disk_usage(folder).free >> 20
-    if free_mib < model.disk_mib:
-        raise FetchFailed(
-            f"{folder} has {free_mib} MiB free and the conversion needs {model.disk_mib}; "
-            "make room, or set TRUESPEC_CACHE to a larger disk."
-        )
-
-
 @contextmanager
 def _only_one(models: Path, name: str, report: Progress) -> Iterator[None]:
     models.mkdir(parents=True, exist_ok=True)
@@ -230,17 +227,6 @@ def _only_one(models: Path, name: str, report: Progress) -> Iterator[None]:
         yield
     finally:
         lock.release()
-
-
-@contextmanager
-def _disk_errors(models: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        reason = "the disk is full" if error.errno == errno.ENOSPC else str(error)
-        raise FetchFailed(
-            f"{models} cannot be written ({reason}); make room, or set TRUESPEC_CACHE to another folder."
-        ) from error
 
 
 def _silent(_: str) -> None:

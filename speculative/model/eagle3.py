@@ -240,7 +240,8 @@ def load_eagle3(
     """
     device = torch.device(device or target.device)
     config = Eagle3Config.from_folder(folder).for_target(target.config)
-    tensors = _read_tensors(folder, config.shape)
+    tensors = read_tensors(folder, config.shape, _slot_name)
+    tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith(_UNUSED)}
     draft_ids = _draft_ids(folder, config, tensors).to(device)
     embedding = None if _EMBEDDING in tensors else target.embedding
     if embedding is not None and embedding.shape[1] != config.shape.hidden_size:
@@ -279,11 +280,6 @@ def _aux_layers(folder: Path, config: Mapping[str, Any]) -> Sequence[int] | None
             f"{folder / 'config.json'}: `{_AUX_LAYERS}` is {beside}, and in `eagle_config` {inside}; remove one."
         )
     return inside if beside is None else beside
-
-
-def _read_tensors(folder: Path, shape: ModelConfig) -> dict[str, Tensor]:
-    tensors = read_tensors(folder, shape, _slot_name)
-    return {name: tensor for name, tensor in tensors.items() if not name.endswith(_UNUSED)}
 
 
 def _slot_name(name: str) -> str:

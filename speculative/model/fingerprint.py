@@ -29,32 +29,30 @@ def model_fingerprint(folder: Path, config: Eagle3Config | None = None, *, weigh
         ConfigError: the folder holds no readable checkpoint.
         UnsupportedModel: the model needs something this engine does not do.
     """
-    canonical = _canonical(config or ModelConfig.from_folder(folder))
+    canonical = json.dumps(dataclasses.asdict(config or ModelConfig.from_folder(folder)), sort_keys=True)
     files = checkpoint_files(folder)
     if weights in ROUNDED_FORMS:
         canonical += f"\0{weights}"
         files += [file for file in (folder / QUANTIZED_FILE,) if weights == "w4a8" and file.is_file()]
-    key = {"config": canonical, "files": {file.name: _size_and_time(file) for file in files}}
-    kept = _read_cache(folder / CACHE_FILE)
-    if kept.get("key") == key:
-        return str(kept["fingerprint"])
+    status = {file.name: file.stat() for file in files}
+    key = {"config": canonical, "files": {name: [one.st_size, one.st_mtime_ns] for name, one in status.items()}}
+    with contextlib.suppress(OSError, ValueError):
+        kept = json.loads((folder / CACHE_FILE).read_text(encoding="utf-8"))
+        if isinstance(kept, dict) and kept.get("key") == key:
+            return str(kept["fingerprint"])
     fingerprint = _hash(canonical, files)
     with contextlib.suppress(OSError):  # a read-only folder only costs the next start some seconds
         _write_whole(folder / CACHE_FILE, json.dumps({"key": key, "fingerprint": fingerprint}))
     return fingerprint
 
 
-def _canonical(config: ModelConfig | Eagle3Config) -> str:
-    return json.dumps(dataclasses.asdict(config), sort_keys=True)
-
-
-def _size_and_time(file: Path) -> list[int]:
-    status = file.stat()
-    return [status.st_size, status.st_mtime_ns]
-
-
 def _hash(config: str, files: list[Path]) -> str:
-    digest = _new_hash()
+    try:
+        import xxhash
+    except ModuleNotFoundError:  # as on a machine with a GPU that a checkout was carried to: slower, never the same
+        digest: Any = hashlib.blake2b(digest_size=16)
+    else:
+        digest = xxhash.xxh3_128()
     digest.update(config.encode())
     for path in files:
         digest.update(f"\0{path.name}\0{path.stat().st_size}\0".encode())
@@ -62,24 +60,6 @@ def _hash(config: str, files: list[Path]) -> str:
             while chunk := file.read(_CHUNK_BYTES):
                 digest.update(chunk)
     return str(digest.hexdigest())
-
-
-def _new_hash() -> Any:
-    """Return xxHash's, and hashlib's on a machine without it, such as one with a GPU that a checkout was carried to: it
-    is slower, and no hash of one is ever one of the other."""
-    try:
-        import xxhash
-    except ModuleNotFoundError:
-        return hashlib.blake2b(digest_size=16)
-    return xxhash.xxh3_128()
-
-
-def _read_cache(path: Path) -> dict[str, object]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def _write_whole(path: Path, text: str) -> None:

@@ -190,10 +190,12 @@ def byte_level_bpe(header: GGUFHeader) -> dict[str, Any]:
     if kind != "gpt2" or split not in _PRE_TOKENIZERS:
         raise UnsupportedModel(f"The GGUF tokenizer is {kind!r} with pre-tokenizer {split!r}; {_FIX}.")
     tokens, types = header.require("tokenizer.ggml.tokens"), header.require("tokenizer.ggml.token_type")
+    # Added tokens are cut out of the text before anything else looks at it, so each always encodes as one id.
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     return {
         "version": "1.0",
         "added_tokens": [
-            _added_token(token_id, token, special=type_ == _CONTROL_TOKEN)
+            {"id": token_id, "content": token, "special": type_ == _CONTROL_TOKEN, **flags}
             for token_id, (token, type_) in enumerate(zip(tokens, types, strict=True))
             if type_ in (_CONTROL_TOKEN, _USER_DEFINED_TOKEN)
         ],
@@ -207,12 +209,6 @@ def byte_level_bpe(header: GGUFHeader) -> dict[str, Any]:
             "merges": [merge.split(" ", 1) for merge in header.require("tokenizer.ggml.merges")],
         },
     }
-
-
-def _added_token(token_id: int, token: str, *, special: bool) -> dict[str, Any]:
-    """A token that is cut out of the text before anything else looks at it, so it always encodes as one id."""
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    return {"id": token_id, "content": token, "special": special, **flags}
 
 
 def _post_processor(header: GGUFHeader, tokens: list[str]) -> dict[str, Any] | None:
@@ -288,11 +284,8 @@ def _quantized(tensor: ReaderTensor, num_heads: int | None) -> Quantized:
         pairs = blocks[:, :, 4 if is_q4_1 else 2 :]
         numbers = np.concatenate((pairs & 15, pairs >> 4), axis=-1)  # byte j holds numbers j and j + 16
     parts = (numbers.reshape(num_outputs, -1), scales, least)
-    return Quantized(*(None if part is None else _to_rows(part, num_heads) for part in parts))  # type: ignore[arg-type]
-
-
-def _to_rows(array: np.ndarray[Any, Any], num_heads: int | None) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(_rotate_half_rows(array, num_heads)))
+    rows = (None if part is None else np.ascontiguousarray(_rotate_half_rows(part, num_heads)) for part in parts)
+    return Quantized(*(None if part is None else torch.from_numpy(part) for part in rows))  # type: ignore[arg-type]
 
 
 def _rotate_half_rows(rows: np.ndarray[Any, Any], num_heads: int | None) -> np.ndarray[Any, Any]:

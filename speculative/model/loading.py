@@ -152,7 +152,8 @@ def _read_into(decoder: Decoder, folder: Path, files: Iterable[Path]) -> None:
             else:
                 _fill(path, name, slots[part], numbers)
                 filled[part] = name, path
-    _require_all(folder, decoder, set(filled))
+    if missing := [name for name in slots if name not in filled]:
+        raise ConfigError(f"{folder} lacks the tensors {_listed(missing)}; download the checkpoint again.")
 
 
 def _require_equal(first: tuple[str, Path], second: tuple[str, Path], slot: Tensor, numbers: Tensor) -> None:
@@ -219,7 +220,10 @@ def checkpoint_files(folder: Path) -> list[Path]:
     if (folder / WEIGHTS_FILE).is_file():
         return [folder / WEIGHTS_FILE]
     if (folder / INDEX_FILE).is_file():
-        return _sharded_files(folder)
+        names = sorted(set(_weight_map(folder).values()))
+        if missing := [name for name in names if not (folder / name).is_file()]:
+            raise ConfigError(f"{folder} lacks {_listed(missing)}, named in {INDEX_FILE}; download the rest.")
+        return [folder / name for name in names]
     if any(file for pattern in _PICKLED for file in folder.glob(pattern)):
         raise UnsupportedModel(
             f"{folder} holds pickled weights only, which can run code when read; convert them to safetensors: "
@@ -228,14 +232,6 @@ def checkpoint_files(folder: Path) -> list[Path]:
     if any(folder.glob("*.gguf")):
         raise UnsupportedModel(f"{folder} holds GGUF files, which are not read; give what they were made of.")
     raise ConfigError(f"{folder} has neither {WEIGHTS_FILE} nor {INDEX_FILE}; give the folder of a whole checkpoint.")
-
-
-def _sharded_files(folder: Path) -> list[Path]:
-    names = sorted(set(_weight_map(folder).values()))
-    missing = [name for name in names if not (folder / name).is_file()]
-    if missing:
-        raise ConfigError(f"{folder} lacks {_listed(missing)}, named in {INDEX_FILE}; download the rest.")
-    return [folder / name for name in names]
 
 
 def _check_index(folder: Path) -> None:
@@ -286,12 +282,6 @@ def _fill(path: Path, name: str, slot: Tensor, tensor: Tensor) -> None:
     slot.copy_(tensor)
 
 
-def _require_all(folder: Path, decoder: Decoder, loaded: set[str]) -> None:
-    missing = [name for name in decoder.checkpoint_slots() if name not in loaded]
-    if missing:
-        raise ConfigError(f"{folder} lacks the tensors {_listed(missing)}; download the checkpoint again.")
-
-
 def _check_quantized(folder: Path, slots: Mapping[str, Tensor], quantized: Mapping[str, Quantized]) -> None:
     """The plain weights beside quantized ones are those, dequantized and rounded to bfloat16."""
     for name, weight in quantized.items():
@@ -314,7 +304,10 @@ def _from_hub(hub_id: str) -> Path:
         lower = [*LOWER_FILES, *(name for name in dict.fromkeys(shards) if "/" in name)]
         snapshot_download(repository, revision=folder.name, allow_patterns=lower)  # of the commit that was fetched
     except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError, OSError) as error:
-        reason = next((said for kind, said in _NOT_HAD.items() if isinstance(error, kind)), _first_line(error))
+        reason = next(
+            (said for kind, said in _NOT_HAD.items() if isinstance(error, kind)),
+            (str(error).strip() or type(error).__name__).splitlines()[0][:200],
+        )
         raise ConfigError(
             f"{hub_id!r} is no folder here and could not be had from the Hugging Face hub ({reason}). "
             "Without a hub, give a local folder, or a name of `truespec model list`."
@@ -326,10 +319,6 @@ def _from_hub(hub_id: str) -> Path:
             "the checkpoint in safetensors."
         )
     return folder
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
 
 
 def _listed(names: list[str]) -> str:

@@ -41,7 +41,9 @@ class ServedTensors:
         tensor = self._files[source].to(self._device)
         is_matrix = name.endswith("_proj.weight")
         if self._form == "fp8" and is_matrix:
-            return quantize_rows(tensor) if tensor.dtype != E4M3 else Fp8Rows(tensor, self._scales(source))
+            if tensor.dtype != E4M3:
+                return quantize_rows(tensor)
+            return Fp8Rows(tensor, self._files[f"{source}_scale"].to(self._device, torch.float32))
         plain = tensor.to(self._dtype)
         if self._form != "w4a8" or not (is_matrix or name == LM_HEAD):
             return plain
@@ -54,9 +56,6 @@ class ServedTensors:
         if isinstance(served, Fp8Rows):
             return served.numbers.float() * served.scales
         return served.to_float() if isinstance(served, Quantized) else served.float()
-
-    def _scales(self, name: str) -> Tensor:
-        return self._files[f"{name}_scale"].to(self._device, torch.float32)
 
     def _source(self, name: str) -> str:
         return EMBEDDING if name == LM_HEAD and self._tied else name

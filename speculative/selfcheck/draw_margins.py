@@ -77,7 +77,8 @@ def redraw(
     temperature = temperature_of(request.params)
     edges = _edges_of(target, request)
     rows = [_Row(*parts, request) for parts in zip(target.each(), edges, tokens, strict=True)]
-    numbers = _numbers_of(draws, request)
+    last = max((_token_index(draw, request) for draw in draws if draw.rule == "vllm_noise"), default=-1)
+    numbers = token_numbers(request.seed, last + 1) if last >= 0 else []
     redrawn = []
     for index, (row, draw, drawn) in enumerate(zip(rows, draws, _uniforms_of(draws, request.seed, host), strict=True)):
         miss, loose, of_draft = 0.0, 0.0, None
@@ -89,7 +90,9 @@ def redraw(
             miss, loose = _by_residual(row, drafter[index], drawn[1])
             of_draft = float(drafter[index].probs[draw.rejected])
         elif draw.rule == "noise":
-            miss, loose = _by_noise(row, _noise_at(request.seed, draw.round_start + draw.offset, len(row.probs), host))
+            seed = torch.tensor([request.seed - 2**64 if request.seed >= 2**63 else request.seed])
+            position = torch.tensor([draw.round_start + draw.offset])
+            miss, loose = _by_noise(row, noise_uniforms(seed, position, len(row.probs), host)[0])
         elif draw.rule == "vllm_noise":
             miss, loose = _by_noise(row, uniforms_of(numbers[_token_index(draw, request)], len(row.probs)))
         rejected = float(row.probs[draw.rejected]) if draw.rejected >= 0 else 0.0
@@ -256,18 +259,6 @@ def _of_interval(
 
 def _log_odds(share: float) -> float:
     return math.log(share) - math.log1p(-share)
-
-
-def _noise_at(seed: int, position: int, vocab_size: int, host: Kernels | None) -> Tensor:
-    """[V] float64, the uniforms behind our own noise."""
-    signed = torch.tensor([seed - 2**64 if seed >= 2**63 else seed])
-    return noise_uniforms(signed, torch.tensor([position]), vocab_size, host)[0]
-
-
-def _numbers_of(draws: Sequence[Draw], request: Request) -> list[int]:
-    """vLLM's, of the answer's tokens up to the last that is drawn by one."""
-    last = max((_token_index(draw, request) for draw in draws if draw.rule == "vllm_noise"), default=-1)
-    return token_numbers(request.seed, last + 1) if last >= 0 else []
 
 
 def _token_index(draw: Draw, request: Request) -> int:

@@ -76,7 +76,11 @@ class FreshStarts:
         if self._at is None:
             self._low_at[:] = at
         if self._at is None or not 0 <= at - self._at < _RESOLUTION_S:
-            self._note_lows(at)
+            # With which stakes one for life never had less than now, before what is drawn at this time.
+            self._at = at
+            lower = self._products[0] <= self._lows
+            self._lows[lower] = self._products[0, lower]
+            self._low_at[lower] = at
         self._products += log_products
         self._counts += count
         near = (self._products.max(axis=1) >= self._thresholds).any()  # the wealth is a mean of the products
@@ -99,13 +103,6 @@ class FreshStarts:
         rising = np.flatnonzero((log_products > 0).any(axis=1))
         alarms = [self.add(part.sum(axis=0), len(part), at) for part in np.split(log_products, rising + 1) if len(part)]
         return any(alarms)
-
-    def _note_lows(self, at: float) -> None:
-        """Note with which stakes one for life never had less than now, before what is drawn at this time."""
-        self._at = at
-        lower = self._products[0] <= self._lows
-        self._lows[lower] = self._products[0, lower]
-        self._low_at[lower] = at
 
     def leading(self) -> tuple[float, float]:
         """log W and threshold (nats) of the process that stands closest to its threshold."""

@@ -147,7 +147,11 @@ def _checks_of(place: _Place, rows: Sequence[ReplayedToken]) -> Iterator[DrawChe
         yield DrawCheck(place.token_index, "choice", again.miss, again.loose)
         return
     if place.kind is TokenKind.ACCEPTED:
-        yield from _checks_of_accepted(place, row, again)
+        if not _contradicts_draft(place):
+            log_q, log_coin = _log_q(one, place.offset), math.log(again.coin)
+            # No draft that p excludes is accepted, whatever q is said to be.
+            ratios = (_log(p) - log_q if p > 0 else -math.inf for p in (_probability(row), again.bounds[1]))
+            yield _checked(place, again, "accepted", *(ratio - log_coin for ratio in ratios))
         return
     if place.kind is TokenKind.RECOVERED:
         reserve = math.log(again.coin) + _log_q(one, place.offset)
@@ -163,13 +167,6 @@ def _checks_of(place: _Place, rows: Sequence[ReplayedToken]) -> Iterator[DrawChe
     else:
         kind = "residual" if place.kind is TokenKind.RECOVERED else "interval"
         yield DrawCheck(place.token_index, kind, again.miss, again.loose)
-
-
-def _checks_of_accepted(place: _Place, row: ReplayedToken, again: Redrawn) -> Iterator[DrawCheck]:
-    if not _contradicts_draft(place):
-        log_q, log_coin = _log_q(place.round, place.offset), math.log(again.coin)
-        ways = _probability(row), again.bounds[1]
-        yield _checked(place, again, "accepted", *(_log_ratio(p, log_q) - log_coin for p in ways))
 
 
 def _contradicts_draft(place: _Place, *, greedy: bool = False) -> bool:
@@ -195,11 +192,6 @@ def _probability(row: ReplayedToken) -> float:
 
 def _log(value: float) -> float:
     return math.log(value) if value > 0 else -math.inf
-
-
-def _log_ratio(probability: float, log_q: float) -> float:
-    """log p / q; no draft that p excludes is accepted, whatever q is said to be."""
-    return math.log(probability) - log_q if probability > 0 else -math.inf
 
 
 def _log_q(one: Round, offset: int) -> float:

@@ -109,8 +109,7 @@ class SamplerWatch:
 
     def take(self) -> list[Terms]:
         """The terms of the steps since the last call."""
-        taken = list(self._kept)
-        self._kept.clear()
+        taken, self._kept = list(self._kept), deque(maxlen=_MOST_TERMS)
         return taken
 
     def take_violations(self) -> dict[str, int]:

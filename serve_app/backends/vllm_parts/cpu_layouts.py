@@ -41,7 +41,9 @@ def reload_in_same_layout(model: Any, reload: Callable[[], None]) -> None:
     from vllm.model_executor.layers import utils
 
     for layer in packed:  # keeps a compiled product for the layout of the present weights
-        _product(layer, layer.weight, _inputs(_num_inputs(layer), layer.weight.dtype))
+        names = ("input_size_per_partition", "input_size", "embedding_dim")
+        num_inputs = int(next(getattr(layer, name) for name in names if hasattr(layer, name)))
+        _product(layer, layer.weight, _inputs(num_inputs, layer.weight.dtype))
     dispatch, num_threads = utils.dispatch_cpu_unquantized_gemm, torch.get_num_threads()
 
     def pack(layer: Any, remove_weight: bool) -> None:
@@ -101,8 +103,3 @@ def _product(layer: Any, weight: torch.Tensor, inputs: torch.Tensor) -> torch.Te
 def _inputs(num_inputs: int, dtype: torch.dtype) -> torch.Tensor:
     """[_NUM_ROWS, num_inputs] numbers that are the same each time."""
     return torch.randn(_NUM_ROWS, num_inputs, generator=torch.Generator().manual_seed(0)).to(dtype)
-
-
-def _num_inputs(layer: Any) -> int:
-    names = ("input_size_per_partition", "input_size", "embedding_dim")
-    return int(next(getattr(layer, name) for name in names if hasattr(layer, name)))

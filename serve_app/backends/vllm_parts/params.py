@@ -105,7 +105,15 @@ def to_vllm(
     if emitted:
         _check_forgetful(params)
     if request.score_from is not None:
-        return _scoring(request)
+        return VllmParams(
+            temperature=0,
+            max_tokens=1,
+            ignore_eos=True,
+            prompt_logprobs=max(1, params.prompt_logprobs or 0),
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+            extra_args={TERMS: {}},
+        )
     return _Params(
         **{name: getattr(params, name) for name in _SAME},
         top_p=_ALL if params.top_k and params.top_p == 1 else params.top_p,
@@ -117,7 +125,9 @@ def to_vllm(
         max_tokens=max(1, min(params.max_tokens - len(emitted), room)),
         min_tokens=max(0, min(params.min_tokens - len(emitted), room)),
         stop_token_ids=list(dict.fromkeys((*params.stop_token_ids, *(() if params.ignore_eos else ends)))),
-        logprobs=_num_logprobs(params),
+        # The whole vocabulary's if single tokens are requested: vLLM's own option for them (`logprob_token_ids`)
+        # returns none while it speculates, and otherwise overrides what other requests of the batch asked for.
+        logprobs=-1 if params.logprob_token_ids else params.logprobs,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
         extra_args={TERMS: _terms(request)} | ({"kv_transfer_params": transfer} if transfer else {}),
@@ -150,18 +160,6 @@ def lora(loaded: LoadedAdapter | None) -> LoRARequest | None:
     return LoRARequest(loaded.adapter.name, loaded.number, loaded.adapter.root)
 
 
-def _scoring(request: Request) -> VllmParams:
-    return VllmParams(
-        temperature=0,
-        max_tokens=1,
-        ignore_eos=True,
-        prompt_logprobs=max(1, request.params.prompt_logprobs or 0),
-        detokenize=False,
-        output_kind=RequestOutputKind.DELTA,
-        extra_args={TERMS: {}},
-    )
-
-
 def _terms(request: Request) -> dict[str, Any]:
     """Terms for the scheduler and the checks: structured output and drafts do not work well together in vLLM (#44993,
     #54437)."""
@@ -182,12 +180,6 @@ def _check_forgetful(params: SamplingParams) -> None:
                 f"A request with {name} cannot be resumed on another replica on the vllm engine: it does not know "
                 "which tokens were emitted before. Send it again."
             )
-
-
-def _num_logprobs(params: SamplingParams) -> int | None:
-    """The whole vocabulary's if single tokens are requested: vLLM's own option for them (`logprob_token_ids`) returns
-    none while it speculates, and otherwise overrides what other requests of the batch asked for."""
-    return -1 if params.logprob_token_ids else params.logprobs
 
 
 def allows_what_ours_allows(structure: Structure | None) -> bool:

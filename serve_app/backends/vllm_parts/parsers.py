@@ -107,7 +107,9 @@ class VllmReading:
             with _refusing():
                 self._request = parser.adjust_request(request)
             self.keeps_special = not self._request.skip_special_tokens
-            self.thought_end = self._end_of_thought(parser)
+            reasoning = parser.reasoning_parser
+            thinks = reasoning is not None and not parser.is_reasoning_end(self._prompt)
+            self.thought_end = (reasoning.reasoning_end_str or None) if thinks else ""
 
     def parser(self) -> "VllmReplyParser":
         """A parser of one answer."""
@@ -116,12 +118,6 @@ class VllmReading:
     def _make(self) -> Any:
         request = self._request
         return self._kind(self._tokenizer, request.tools, chat_template_kwargs=request.chat_template_kwargs or {})
-
-    def _end_of_thought(self, parser: Any) -> str | None:
-        reasoning = parser.reasoning_parser
-        if reasoning is None or parser.is_reasoning_end(self._prompt):
-            return ""
-        return reasoning.reasoning_end_str or None
 
 
 class VllmReplyParser:
@@ -136,7 +132,7 @@ class VllmReplyParser:
         """Return what the next part of the text says."""
         if self._parser is None:
             return ParsedDelta(text)
-        with _failing():
+        try:
             delta = self._parser.parse_delta(
                 delta_text=text,
                 delta_token_ids=list(token_ids),
@@ -144,6 +140,8 @@ class VllmReplyParser:
                 prompt_token_ids=self._prompt,
                 finished=last,
             )
+        except Exception as error:
+            raise EngineFault(f"vLLM's parser failed at the answer: {error!r}") from error
         if delta is None:
             return ParsedDelta()
         return ParsedDelta(delta.content or "", delta.reasoning or "", tuple(map(_part, delta.tool_calls)))
@@ -153,7 +151,9 @@ def _part(call: Any) -> CallPart:
     function = call.function
     arguments = "" if function is None else function.arguments or ""
     name = None if function is None else function.name
-    return CallPart(call.index, arguments, name, call.id or (_call_id() if name else None))
+    # One that the model did not name gets an id in vLLM's form; vLLM's own function moves between versions.
+    made = f"chatcmpl-tool-{uuid.uuid4().hex}" if name else None
+    return CallPart(call.index, arguments, name, call.id or made)
 
 
 def _request(chat: ChatPrompt) -> Any:
@@ -176,16 +176,3 @@ def _refusing() -> Iterator[None]:
     except (VLLMClientError, ValueError) as error:
         field = getattr(error, "parameter", None) or "messages"
         raise InvalidRequest(field, f"{field}: vLLM's parser rejects this: {error}") from error
-
-
-@contextlib.contextmanager
-def _failing() -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        raise EngineFault(f"vLLM's parser failed at the answer: {error!r}") from error
-
-
-def _call_id() -> str:
-    """Make an id in vLLM's form for a call that the model did not name; vLLM's own function moves between versions."""
-    return f"chatcmpl-tool-{uuid.uuid4().hex}"

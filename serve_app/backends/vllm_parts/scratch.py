@@ -5,7 +5,6 @@ import fcntl
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 _PREFIX = "truespec-vllm-"
@@ -21,9 +20,13 @@ class Scratch:
 
     def __init__(self, parent: Path | None) -> None:
         parent = parent or Path(tempfile.gettempdir())
-        with _alone(parent):
+        # Nobody sweeps between a folder's making and its locking.
+        with (parent / f".{_PREFIX}{os.getuid()}-{_LOCK}").open("w") as alone:
+            fcntl.flock(alone, fcntl.LOCK_EX)
             for folder in parent.glob(f"{_PREFIX}*/"):
-                _remove_if_left(folder)
+                with contextlib.suppress(OSError), (folder / _LOCK).open() as lock:  # it lives, or is another user's
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(folder)
             self.folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
             self._lock = (self.folder / _LOCK).open("w")
             fcntl.flock(self._lock, fcntl.LOCK_EX)
@@ -32,17 +35,3 @@ class Scratch:
         """Remove it, and all that is in it."""
         shutil.rmtree(self.folder, ignore_errors=True)
         self._lock.close()
-
-
-@contextlib.contextmanager
-def _alone(parent: Path) -> Iterator[None]:
-    """Nobody sweeps between a folder's making and its locking."""
-    with (parent / f".{_PREFIX}{os.getuid()}-{_LOCK}").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def _remove_if_left(folder: Path) -> None:
-    with contextlib.suppress(OSError), (folder / _LOCK).open() as lock:  # somebody lives, or it is another user's
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(folder)
