@@ -8,7 +8,7 @@ ARGS ?=
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-rest test-gpu gpu-day vllm test-vllm clients test-clients test-all check generated chaos checkov locks clean
+.PHONY: help setup demo serve test test-rest test-gpu gpu-day vllm test-vllm clients test-clients test-all check generated chaos locks clean
 
 VENV := .venv
 STAMP := $(VENV)/.installed
@@ -73,10 +73,6 @@ chaos: $(STAMP) ## kill replicas under load, then whole nodes (half an hour); wr
 	@mkdir -p build
 	$(VENV)/bin/python -m tools.chaos --json build/chaos.json --page docs/reliability.md $(ARGS)
 	$(VENV)/bin/python -m tools.chaos --kill-nodes 4 --max-tokens 256 --minutes 20 --json build/chaos-nodes.json --page docs/reliability.md
-
-checkov: $(STAMP) ## check the chart's pods and the Dockerfile with checkov, in an environment of its own (300 MB)
-	@test -x build/checkov/bin/checkov || { $(PYTHON) -m venv build/checkov && build/checkov/bin/pip install -qq checkov==3.3.30; }
-	TRUESPEC_CHECKOV=build/checkov/bin/checkov $(VENV)/bin/python -m pytest tests/helm/test_linters.py -k checkov
 
 # Only what has a wheel; those of arm64 are resolved too, and have to be the same.
 LOCK = uv pip compile --quiet --no-annotate --only-binary :all: --python-version 3.11 --custom-compile-command "make locks" \

@@ -1,8 +1,6 @@
-"""hadolint, shellcheck, yamllint and checkov over what is deployed; each exception is explained where it is made."""
+"""hadolint, shellcheck and yamllint over what is deployed; each exception is explained where it is made."""
 
 import importlib.metadata
-import json
-import os
 import re
 import shutil
 import subprocess
@@ -18,22 +16,9 @@ from packaging.utils import canonicalize_name
 
 from dashboards.build import server_files
 from serve_app.config.files import load_config
-from tests.support.chart import example, of_kind, pod_templates
 from tools.chart import ROOT
 
 DOCKER = ROOT / "deploy" / "docker"
-# checkov is heavy and has an environment of its own: `make checkov`.
-CHECKOV = os.environ.get("TRUESPEC_CHECKOV") or shutil.which("checkov")
-ACCEPTED = {
-    "CKV_K8S_8": "KubeRay adds the liveness probe that fits the Ray version",
-    "CKV_K8S_9": "KubeRay adds the readiness probe that fits the Ray version",
-    "CKV_K8S_15": "tags are never overwritten here, and pulling gigabytes at each start is no gain",
-    "CKV_K8S_38": "only the head mounts a token, and only for Ray's autoscaler",
-    "CKV_K8S_40": "the image's user is 1000; podSecurity.runAsUser takes a higher one",
-    "CKV_K8S_43": "image.digest is there for whoever has a registry",
-    "CKV_DOCKER_7": "it does not look into PYTHON_IMAGE, whose default is the image of a digest",
-    "CKV_DOCKER_2": "KubeRay's probes and compose's health check do it; `docker run` serves nothing by itself",
-}
 
 
 def tool(name: str) -> str:
@@ -185,36 +170,3 @@ def test_whatever_an_image_installs_is_pinned() -> None:
     ours = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
     assert {name: version for name, version in gpu.items() if ours.get(name, version) != version} == {}
     assert vllm["ray"] == gpu["ray"] == ours["ray"], "handoffs and jobs pass between all images"
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(CHECKOV is None, reason="needs checkov, in an environment of its own: make checkov")
-def test_checkov(tmp_path: Path) -> None:
-    for name in ("cpu-demo", "disaggregated"):
-        objects = example(name)
-        for component, pod in pod_templates(objects).items():
-            metadata = {"name": component, "namespace": "demo", **pod["metadata"]}
-            found = {**pod, "apiVersion": "v1", "kind": "Pod", "metadata": metadata}
-            (tmp_path / f"{name}-{component}.json").write_text(json.dumps(found))
-        for found in objects:
-            if found["kind"] in ("NetworkPolicy", "ServiceAccount", "PodDisruptionBudget", "PersistentVolumeClaim"):
-                (tmp_path / f"{name}-{found['kind']}-{found['metadata']['name']}.json").write_text(json.dumps(found))
-        assert of_kind(objects, "NetworkPolicy")
-    shutil.copy(DOCKER / "Dockerfile", tmp_path / "Dockerfile")
-    options = ["--framework", "kubernetes", "dockerfile", "-o", "json", "--quiet", "--compact"]
-    said = subprocess.run(
-        [str(CHECKOV), "-d", str(tmp_path), *options],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ | {"BC_SKIP_MAPPING": "TRUE"},
-    )
-    reports = json.loads(said.stdout)
-    assert {report["check_type"] for report in reports} == {"kubernetes", "dockerfile"}
-    failed = {
-        (check["check_id"], check["check_name"], check["resource"])
-        for report in reports
-        for check in report["results"]["failed_checks"]
-    }
-    assert not {check for check in failed if check[0] not in ACCEPTED}
-    assert {check[0] for check in failed} == ACCEPTED.keys(), "an exception that nothing needs any more"
