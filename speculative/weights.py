@@ -61,12 +61,11 @@ def load_weights(
     config = config.on_cpu() if device.type == "cpu" else config
     kernels = choose_kernels(device) if decoder is None else decoder.kernels
     kind = choose_weights(config.quantization, folder, dtype=config.dtype, device=device, kernels=kernels)
+    dtype = getattr(torch, config.dtype)
     if decoder is None:
-        dtype = getattr(torch, config.dtype)
         decoder = load_decoder(folder, dtype=dtype, device=device, weights=kind, kernels=kernels)
     draft_model = _load_draft_model(folder, config, decoder, drafter)
     if check:
-        dtype = getattr(torch, config.dtype)
         check_applied(decoder, folder, dtype)
         if draft_model is not None and isinstance(draft_model.network, Decoder):
             check_applied(draft_model.network, resolve_model(drafter or config.drafter.model or ""), dtype)

@@ -14,7 +14,6 @@ from speculative.model.cpu.fused import FusedLayers
 from speculative.model.cpu.native import Kind, pack_natively
 from speculative.model.layers import (
     Attend,
-    Attention,
     DecoderLayer,
     Fp8Linear,
     FusibleLayer,
@@ -153,6 +152,10 @@ class Decoder(FusibleLayer):
 def layer_slots(layer: DecoderLayer) -> dict[str, Tensor]:
     """Return where a layer's tensors go, by their names within the layer."""
     attention, mlp = layer.attention, layer.mlp
+    norms = {}
+    if attention.qk_norm is not None:  # the checkpoint has one row for all heads: copying broadcasts it
+        query, key = attention.qk_norm.weight.split((attention.num_heads, attention.num_kv_heads))
+        norms = {"self_attn.q_norm.weight": query, "self_attn.k_norm.weight": key}
     return {
         "input_layernorm.weight": layer.input_norm.weight,
         "post_attention_layernorm.weight": layer.mlp_norm.weight,
@@ -162,7 +165,7 @@ def layer_slots(layer: DecoderLayer) -> dict[str, Tensor]:
         **_linear_slots(attention.o_proj, {"self_attn.o_proj": attention.o_proj.weight.shape[0]}),
         **_linear_slots(mlp.gate_up_proj, {"mlp.gate_proj": mlp.size, "mlp.up_proj": mlp.size}),
         **_linear_slots(mlp.down_proj, {"mlp.down_proj": mlp.down_proj.weight.shape[0]}),
-        **_head_norm_slots(attention),
+        **norms,
     }
 
 
@@ -174,11 +177,3 @@ def _linear_slots(linear: Linear | Fp8Linear, num_rows: dict[str, int]) -> dict[
         for part, parameter in linear.named_parameters()
         for name, rows in zip(names, parameter.split(sizes), strict=True)
     }
-
-
-def _head_norm_slots(attention: Attention) -> dict[str, Tensor]:
-    """The checkpoint has one row for all heads: copying broadcasts it."""
-    if attention.qk_norm is None:
-        return {}
-    query, key = attention.qk_norm.weight.split((attention.num_heads, attention.num_kv_heads))
-    return {"self_attn.q_norm.weight": query, "self_attn.k_norm.weight": key}

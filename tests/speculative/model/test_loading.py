@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from serve_app.referee.transformers_model import TransformersModel
@@ -25,13 +24,6 @@ from tests.support.tiny_models import write_tiny_model
 
 WEIGHTS = "model.safetensors"
 CPU = torch.device("cpu")
-
-
-def edit_weights(folder: Path, edit: Callable[[dict[str, Tensor]], object]) -> Path:
-    weights = load_file(folder / WEIGHTS)
-    edit(weights)
-    save_file(weights, folder / WEIGHTS)
-    return folder
 
 
 def load(folder: Path) -> Decoder:
