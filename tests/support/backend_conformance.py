@@ -12,7 +12,7 @@ from typing import TypeVar
 import numpy as np
 import pytest
 
-from serve_app.backends.base import Backend, PauseMode
+from serve_app.backends.base import Backend, Handoff, PauseMode
 from speculative.errors import HandoffRefused, InvalidRequest
 from speculative.request import FinishReason, Request, SamplingParams, Speculation, TokenDelta, TokenKind
 from speculative.sampling.logprob_checks import LogprobContract
@@ -40,6 +40,13 @@ async def collect(stream: AsyncIterator[TokenDelta]) -> list[TokenDelta]:
 
 def tokens(deltas: Sequence[TokenDelta]) -> list[int]:
     return [token for delta in deltas for token in delta.token_ids]
+
+
+async def handed_off(backend: Backend, request: Request, *, first_token: bool = False) -> Handoff:
+    """What is sent of a computed prompt."""
+    handoff = (await backend.prefill(request, first_token=first_token)).handoff
+    assert handoff is not None
+    return handoff
 
 
 async def idle(backend: Backend) -> None:
@@ -77,8 +84,7 @@ class EngineConformance:
 
     async def test_a_handoff_may_be_used_twice(self, backend: Backend, other: Backend) -> None:
         request = Request("shared", PROMPT, GREEDY)
-        handoff = (await backend.prefill(request, first_token=False)).handoff
-        assert handoff is not None
+        handoff = await handed_off(backend, request)
         once = await collect(other.resume(request, handoff))
         assert tokens(once) == tokens(await collect(other.resume(request, handoff)))
 
@@ -176,8 +182,7 @@ class EngineConformance:
         await idle(backend)
 
     async def test_handoffs_that_do_not_fit_are_refused(self, backend: Backend, other: Backend) -> None:
-        handoff = (await backend.prefill(Request("r", PROMPT, GREEDY), first_token=False)).handoff
-        assert handoff is not None
+        handoff = await handed_off(backend, Request("r", PROMPT, GREEDY))
         damaged = handoff.copy()
         damaged[-3] ^= np.uint8(1)
         for blob, prompt, reason in ((damaged, PROMPT, "damaged"), (handoff, PROMPT[1:], "request")):

@@ -10,16 +10,15 @@ import pytest_asyncio
 
 from serve_app.backends.torch_backend import TorchBackend
 from serve_app.backends.vllm_backend import VllmBackend
-from serve_app.backends.vllm_parts.settings import SIZES, VllmSettings
 from serve_app.referee.answer import Answer
 from serve_app.referee.records import Record
 from speculative.config import DrafterConfig
 from speculative.request import Request, SamplingParams
 from speculative.selfcheck.replayed_draws import DrawCheck
-from tests.support.backend_conformance import serving
 from tests.support.tiny_models import write_tiny_model
+from tests.support.vllm_engines import CONFIG as IN_CHUNKS
+from tests.support.vllm_engines import vllm
 from tests.support.vllm_installed import NEEDS_VLLM
-from tests.vllm.test_vllm_engine import CONFIG as IN_CHUNKS
 
 pytestmark = [*NEEDS_VLLM, pytest.mark.asyncio(loop_scope="module")]
 NGRAM = DrafterConfig(ngram_min=1, num_draft_tokens=3)
@@ -42,8 +41,7 @@ async def backend(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Vll
         tmp_path_factory.mktemp("vllm") / "m", vocab_size=512, hidden_size=128, head_dim=32, tokenizer=True
     )
     ours = TorchBackend(str(folder), "tiny", replace(CONFIG, kv_cache_tokens=4096, drafter=DrafterConfig(kind="none")))
-    settings = VllmSettings(CONFIG, SIZES, {"enforce_eager": True})
-    async with serving(VllmBackend(str(folder), "tiny", settings, ours)) as started:
+    async with vllm(folder, config=CONFIG, ours=ours) as started:
         yield started
 
 

@@ -9,21 +9,15 @@ import pytest
 import pytest_asyncio
 
 from serve_app.backends.vllm_backend import VllmBackend
-from serve_app.backends.vllm_parts.settings import SIZES, VllmSettings
 from speculative.config import DrafterConfig
 from speculative.request import Request, SamplingParams, Speculation, TokenDelta
-from tests.support.backend_conformance import GREEDY, PROMPT, collect, serving, tokens
+from tests.support.backend_conformance import GREEDY, PROMPT, collect, tokens
 from tests.support.tiny_models import write_tiny_model
+from tests.support.vllm_engines import TARGET, vllm
 from tests.support.vllm_installed import NEEDS_VLLM
-from tests.vllm.test_vllm_engine import CONFIG, TARGET
 
 pytestmark = [*NEEDS_VLLM, pytest.mark.asyncio(loop_scope="module")]
 MANY = dataclasses.replace(GREEDY, max_tokens=370, logprobs=None)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("dynamic") / "m", vocab_size=512, tokenizer=True, **TARGET)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -31,9 +25,7 @@ async def backend(folder: Path) -> AsyncIterator[VllmBackend]:
     """With a drafter as costly as the target, and none of whose drafts are accepted."""
     other = write_tiny_model(folder.parent / "other", vocab_size=512, tokenizer=True, seed=9, **TARGET)
     drafter = DrafterConfig(kind="draft_model", model=str(other), num_draft_tokens=3, length="dynamic")
-    config = dataclasses.replace(CONFIG, drafter=drafter)
-    settings = VllmSettings(config, SIZES, {"enforce_eager": True})
-    async with serving(VllmBackend(str(folder), "tiny", settings)) as started:
+    async with vllm(folder, drafter) as started:
         yield started
 
 

@@ -17,7 +17,7 @@ from serve_app.openai.frontend import FrontEnd
 from serve_app.text.tokenizer import Tokenizer
 from speculative.config import DrafterConfig, EngineConfig
 from speculative.request import FinishReason, Request, SamplingParams
-from tests.support.backend_conformance import PROMPT, collect, tokens
+from tests.support.backend_conformance import PROMPT, collect, handed_off, tokens
 from tests.support.fake_serving import BackendSource
 from tests.support.front_ends import chunks_of, completion, reply_to
 from tests.support.tiny_models import write_tiny_model
@@ -119,9 +119,7 @@ async def test_an_answer_that_goes_on_elsewhere_ends_there_too(engines: dict[Bac
         found = []
         request, ignoring = Request("r", PROMPT, params), Request("i", PROMPT, replace(params, ignore_eos=True))
         for backend in engines:
-            handoff = (await backend.prefill(request, first_token=False)).handoff
-            assert handoff is not None
-            whole = await collect(backend.resume(request, handoff))
+            whole = await collect(backend.resume(request, await handed_off(backend, request)))
             rest = await collect(backend.generate(request, emitted=tokens(whole)[:2]))
             longest = await collect(backend.generate(ignoring, emitted=(9,)))
             found.append((tokens(whole), tokens(rest), tokens(longest)))

@@ -10,14 +10,11 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-import torch
 
 from serve_app.backends.torch_backend import TorchBackend
 from serve_app.backends.vllm_backend import VllmBackend
-from serve_app.backends.vllm_parts.settings import SIZES, VllmSettings
-from speculative.config import DrafterConfig, EngineConfig
+from speculative.config import DrafterConfig
 from speculative.errors import ConfigError, HandoffRefused
-from speculative.model.loading import load_decoder
 from speculative.request import FinishReason, Request, SamplingParams, Speculation, Structure, TokenDelta, TokenKind
 from speculative.stats import StepStats
 from tests.support.backend_conformance import (
@@ -27,36 +24,17 @@ from tests.support.backend_conformance import (
     PROMPT,
     EngineConformance,
     collect,
+    handed_off,
     idle,
     serving,
     tokens,
 )
 from tests.support.tiny_models import write_tiny_model
+from tests.support.vllm_engines import CONFIG, TARGET, drafter_for, vllm, write_head
 from tests.support.vllm_installed import NEEDS_VLLM
-from tools.train_head.head import initial_head, save_head
 
 pytestmark = [*NEEDS_VLLM, pytest.mark.asyncio(loop_scope="module")]
-CONFIG = EngineConfig(
-    dtype="float32",
-    device="cpu",
-    max_model_len=400,
-    max_num_seqs=4,
-    max_batched_tokens=64,
-    kv_cache_tokens=4096,
-    block_size=32,
-)
 MANY = dataclasses.replace(GREEDY, max_tokens=150, logprobs=None)
-TARGET = {"num_hidden_layers": 4, "hidden_size": 128, "head_dim": 32, "max_position_embeddings": 512}
-
-
-def settings(drafter: DrafterConfig) -> VllmSettings:
-    config = dataclasses.replace(CONFIG, drafter=drafter)
-    return VllmSettings(config, SIZES, {"enforce_eager": True}, handoff="copy")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("vllm") / "m", vocab_size=512, tokenizer=True, **TARGET)
 
 
 @pytest.fixture(scope="module", params=["ngram", "draft_model", "eagle3"])
@@ -64,30 +42,15 @@ def drafter(request: pytest.FixtureRequest, folder: Path) -> DrafterConfig:
     return drafter_for(folder, request.param)
 
 
-def drafter_for(target: Path, kind: str) -> DrafterConfig:
-    """N-grams; the target as its own draft model, which is right if it sees the prompt; or an untrained head."""
-    if kind == "ngram":
-        return DrafterConfig(ngram_min=1, num_draft_tokens=3)
-    if kind == "draft_model":
-        return DrafterConfig(kind="draft_model", model=str(target), num_draft_tokens=3)
-    return DrafterConfig(kind="eagle3", model=str(write_head(target, target.parent / "head")), num_draft_tokens=3)
-
-
-def write_head(target: Path, folder: Path) -> Path:
-    """An EAGLE-3 head that shares the target's embedding, and has seen nothing else."""
-    save_head(initial_head(load_decoder(target, dtype=torch.float32, device="cpu"), torch.arange(256)), folder)
-    return folder
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def backend(folder: Path, drafter: DrafterConfig) -> AsyncIterator[VllmBackend]:
-    async with serving(VllmBackend(str(folder), "tiny", settings(drafter))) as started:
+    async with vllm(folder, drafter, handoff="copy") as started:
         yield started
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def other(folder: Path, drafter: DrafterConfig) -> AsyncIterator[VllmBackend]:
-    async with serving(VllmBackend(str(folder), "tiny", settings(drafter))) as started:
+    async with vllm(folder, drafter, handoff="copy") as started:
         yield started
 
 
@@ -101,8 +64,7 @@ async def test_prompts_of_every_length_around_blocks_and_chunks_are_handed_over(
     for length in (2, 15, 31, 32, 33, 63, 64, 65, 66, 100, 129):
         request = Request("r", (PROMPT * 10)[:length], GREEDY)
         whole = tokens(await collect(backend.generate(request)))
-        handoff = (await backend.prefill(request, first_token=True)).handoff
-        assert handoff is not None
+        handoff = await handed_off(backend, request, first_token=True)
         other.invalidate_cache()
         other.take_stats()
         assert tokens(await collect(other.resume(request, handoff))) == whole
@@ -203,8 +165,7 @@ async def test_a_drafter_follows_an_update_that_brings_its_weights_and_keeps_its
     alien = write_tiny_model(tmp_path / "alien", vocab_size=512, tokenizer=True, **(TARGET | {"num_hidden_layers": 3}))
     with pytest.raises(ConfigError, match=r"drafter_path: .* is of another model"):
         await backend.load_weights(str(others), str(alien))
-    handoff = (await backend.prefill(Request("r", PROMPT, GREEDY), first_token=True)).handoff
-    assert handoff is not None
+    handoff = await handed_off(backend, Request("r", PROMPT, GREEDY), first_token=True)
     seen = []
     for target, head in ((folder, new), (others, new), (others, None), (folder, None)):
         await backend.load_weights(str(target), None if head is None else str(head))
@@ -231,7 +192,7 @@ async def test_a_head_that_is_tied_to_the_embedding_is_updated_with_it(tmp_path:
         for name, seed in (("first", 0), ("second", 9))
     )
     drafter = DrafterConfig(kind="none")
-    async with serving(VllmBackend(str(first), "tiny", settings(drafter))) as backend:
+    async with vllm(first, drafter, handoff="copy") as backend:
         await backend.load_weights(str(second))
         await backend.switch_weights("second")
         found = tokens(await collect(backend.generate(Request("r", PROMPT, PLAIN))))

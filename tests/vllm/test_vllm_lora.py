@@ -17,20 +17,15 @@ from serve_app.backends.vllm_parts.settings import SIZES, VllmSettings
 from speculative.config import DrafterConfig
 from speculative.errors import ConfigError, HandoffRefused, InvalidRequest
 from speculative.request import Request, TokenDelta
-from tests.support.backend_conformance import GREEDY, PLAIN, PROMPT, collect, idle, serving, tokens
+from tests.support.backend_conformance import GREEDY, PLAIN, PROMPT, collect, handed_off, idle, serving, tokens
 from tests.support.tiny_adapters import write_merged, write_tiny_adapter
 from tests.support.tiny_models import write_tiny_model
+from tests.support.vllm_engines import CONFIG, TARGET, drafter_for
 from tests.support.vllm_installed import NEEDS_VLLM
-from tests.vllm.test_vllm_engine import CONFIG, TARGET, drafter_for
 
 pytestmark = [*NEEDS_VLLM, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 LONG_PROMPT = (PROMPT * 10)[:129]  # several blocks and chunks
 NAMES = ("", "sql", "legal")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("lora") / "m", vocab_size=512, tokenizer=True, **TARGET)
 
 
 @pytest.fixture(scope="module")
@@ -118,8 +113,7 @@ async def test_a_prompt_is_handed_over_with_its_adapter_only(engine: VllmBackend
     whole = await said_by(engine)
     for name in NAMES:
         request = Request("r", LONG_PROMPT, GREEDY, adapter=name)
-        handoff = (await engine.prefill(request, first_token=False)).handoff
-        assert handoff is not None
+        handoff = await handed_off(engine, request)
         elsewhere.invalidate_cache()
         elsewhere.take_stats()
         assert tokens(await collect(elsewhere.resume(request, handoff))) == tokens(whole[name])
@@ -162,8 +156,7 @@ async def test_adapters_stay_when_other_weights_come(
 ) -> None:
     before, first = await said_by(engine), engine._info().fingerprint
     request = Request("r", LONG_PROMPT, GREEDY, adapter="sql")
-    handoff = (await engine.prefill(request, first_token=False)).handoff
-    assert handoff is not None
+    handoff = await handed_off(engine, request)
     others = write_tiny_model(tmp_path / "others", vocab_size=512, tokenizer=True, seed=9, **TARGET)
     right = await merged_says(others, tmp_path, adapters, LONG_PROMPT)
     for one in (engine, elsewhere):

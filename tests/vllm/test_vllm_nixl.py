@@ -8,24 +8,30 @@ import os
 import signal
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Literal
 
 import pytest
 import pytest_asyncio
 
 from deploy.run.processes import process_tree
-from serve_app.backends.base import Handoff, PauseMode
+from serve_app.backends.base import PauseMode
 from serve_app.backends.vllm_backend import VllmBackend
 from serve_app.backends.vllm_parts import settings as vllm_settings
-from serve_app.backends.vllm_parts.settings import SIZES, VllmSettings
 from speculative.config import DrafterConfig
 from speculative.errors import HandoffRefused
 from speculative.request import Request, SamplingParams
-from tests.support.backend_conformance import GREEDY, PLAIN, PROMPT, EngineConformance, collect, idle, serving, tokens
+from tests.support.backend_conformance import (
+    GREEDY,
+    PLAIN,
+    PROMPT,
+    EngineConformance,
+    collect,
+    handed_off,
+    idle,
+    tokens,
+)
 from tests.support.processes import alive
-from tests.support.tiny_models import write_tiny_model
+from tests.support.vllm_engines import CONFIG, drafter_for, vllm
 from tests.support.vllm_installed import NEEDS_VLLM
-from tests.vllm.test_vllm_engine import CONFIG, TARGET, drafter_for
 
 pytestmark = [
     *NEEDS_VLLM,
@@ -47,36 +53,21 @@ def nothing_runs_out() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("nixl") / "m", vocab_size=512, tokenizer=True, **TARGET)
-
-
 @pytest.fixture(scope="module", params=["draft_model", "eagle3"])
 def drafter(request: pytest.FixtureRequest, folder: Path) -> DrafterConfig:
     """Those with keys and values of their own; the draft model is the target, and right if it sees the prompt."""
     return drafter_for(folder, request.param)
 
 
-@contextlib.asynccontextmanager
-async def engine(
-    folder: Path, drafter: DrafterConfig, role: Literal["kv_producer", "kv_consumer"]
-) -> AsyncIterator[VllmBackend]:
-    config = dataclasses.replace(CONFIG, drafter=drafter)
-    settings = VllmSettings(config, SIZES, {"enforce_eager": True}, handoff="nixl", role=role)
-    async with serving(VllmBackend(str(folder), "tiny", settings)) as started:
-        yield started
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def backend(folder: Path, drafter: DrafterConfig) -> AsyncIterator[VllmBackend]:
-    async with engine(folder, drafter, "kv_producer") as made:
+    async with vllm(folder, drafter, handoff="nixl", role="kv_producer") as made:
         yield made
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def other(folder: Path, drafter: DrafterConfig) -> AsyncIterator[VllmBackend]:
-    async with engine(folder, drafter, "kv_consumer") as made:
+    async with vllm(folder, drafter, handoff="nixl", role="kv_consumer") as made:
         yield made
 
 
@@ -87,12 +78,6 @@ class TestNixlConformance(EngineConformance):
 def prompt_of(number: int, length: int = 300) -> tuple[int, ...]:
     """A prompt of its own: no block of it is cached because of another."""
     return (number, *(PROMPT * 20)[: length - 1])
-
-
-async def handed_off(backend: VllmBackend, request: Request) -> Handoff:
-    handoff = (await backend.prefill(request, first_token=False)).handoff
-    assert handoff is not None
-    return handoff
 
 
 async def fill(backend: VllmBackend, begin: int) -> None:
@@ -202,7 +187,7 @@ async def test_a_prefill_side_that_is_gone_is_found_out(
     other: VllmBackend, folder: Path, drafter: DrafterConfig, known: bool
 ) -> None:
     request = Request("r", PROMPT, GREEDY)
-    async with engine(folder, drafter, "kv_producer") as doomed:
+    async with vllm(folder, drafter, handoff="nixl", role="kv_producer") as doomed:
         if known:
             await collect(other.resume(request, await handed_off(doomed, request)))
         other.invalidate_cache()
@@ -225,6 +210,6 @@ async def test_what_nobody_reads_comes_back_after_a_while(
     folder: Path, drafter: DrafterConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(vllm_settings, "LEASE_S", 1)
-    async with engine(folder, drafter, "kv_producer") as alone:
+    async with vllm(folder, drafter, handoff="nixl", role="kv_producer") as alone:
         for number in range(2 * NUM_BLOCKS // 10):
             await handed_off(alone, Request("r", prompt_of(number), SamplingParams(temperature=0)))

@@ -14,10 +14,7 @@ import pytest
 import pytest_asyncio
 
 from deploy.run.processes import process_tree
-from serve_app.backends.base import Prefilled
 from serve_app.backends.vllm_backend import VllmBackend
-from serve_app.backends.vllm_parts.settings import SIZES, VllmSettings
-from speculative.config import DrafterConfig
 from speculative.errors import EngineFault, HandoffRefused
 from speculative.request import Request, SamplingParams
 from tests.support.backend_conformance import (
@@ -27,13 +24,13 @@ from tests.support.backend_conformance import (
     PROMPT,
     EngineConformance,
     collect,
+    handed_off,
     idle,
-    serving,
     tokens,
 )
 from tests.support.tiny_models import write_tiny_model
+from tests.support.vllm_engines import drafter_for, vllm
 from tests.support.vllm_installed import NEEDS_VLLM
-from tests.vllm.test_vllm_engine import CONFIG
 
 pytestmark = [*NEEDS_VLLM, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 TARGET = {
@@ -52,14 +49,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("ranks") / "m", vocab_size=512, tokenizer=True, **TARGET)
 
 
-@contextlib.asynccontextmanager
-async def engine(folder: Path, num_ranks: int = 2, **changes: Any) -> AsyncIterator[VllmBackend]:
+def engine(folder: Path, num_ranks: int = 2, **changes: Any) -> contextlib.AbstractAsyncContextManager[VllmBackend]:
     """With the model as its own draft model: every draft is accepted, if the drafter sees the prompt."""
-    drafter = DrafterConfig(kind="draft_model", model=str(folder), num_draft_tokens=3)
-    arguments = {"enforce_eager": True, "tensor_parallel_size": num_ranks}
-    settings = VllmSettings(dataclasses.replace(CONFIG, drafter=drafter), SIZES, arguments, handoff="copy")
-    async with serving(VllmBackend(str(folder), "tiny", dataclasses.replace(settings, **changes))) as started:
-        yield started
+    ranks = {"tensor_parallel_size": num_ranks}
+    return vllm(folder, drafter_for(folder, "draft_model"), engine_args=ranks, **{"handoff": "copy"} | changes)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -80,8 +73,7 @@ class TestConformance(EngineConformance):
 
 async def test_each_rank_hands_over_its_half_of_target_and_drafter(backend: VllmBackend, other: VllmBackend) -> None:
     request = Request("r", PROMPT, GREEDY)
-    handoff = (await backend.prefill(request, first_token=True)).handoff
-    assert handoff is not None
+    handoff = await handed_off(backend, request, first_token=True)
     other.invalidate_cache()
     other.take_stats()
     deltas = await collect(other.resume(request, handoff))
@@ -102,7 +94,7 @@ async def test_each_rank_reads_its_half_by_nixl(folder: Path, monkeypatch: pytes
         whole = tokens(await collect(taker.generate(request)))
         taker.invalidate_cache()
         taker.take_stats()
-        handoff = _handoff(await giver.prefill(request, first_token=True))
+        handoff = await handed_off(giver, request, first_token=True)
         deltas = await collect(taker.resume(request, handoff))
         assert tokens(deltas) == whole
         assert taker.take_stats().num_prompt_tokens <= 1
@@ -119,20 +111,16 @@ async def test_one_rank_computes_the_same_counts_each_term_once_and_hands_nothin
         return sum(sums.num for sums in made.take_stats().checks.values())
 
     request = Request("r", PROMPT, GREEDY)
-    text, handed = tokens(await collect(backend.generate(request))), await backend.prefill(request, first_token=True)
+    text = tokens(await collect(backend.generate(request)))
+    handed = await handed_off(backend, request, first_token=True)
     async with engine(folder, self_check_sample_rate=1.0) as two:
         num_terms = await terms(two)
     async with engine(folder, num_ranks=1, self_check_sample_rate=1.0) as one:
         assert await terms(one) == num_terms > 0
         assert tokens(await collect(one.generate(request))) == text
-        for giver, taker in ((handed, one), (await one.prefill(request, first_token=True), backend)):
+        for giver, taker in ((handed, one), (await handed_off(one, request, first_token=True), backend)):
             with pytest.raises(HandoffRefused, match="num_ranks"):
-                await collect(taker.resume(request, _handoff(giver)))
-
-
-def _handoff(prefilled: Prefilled) -> Any:
-    assert prefilled.handoff is not None
-    return prefilled.handoff
+                await collect(taker.resume(request, giver))
 
 
 async def test_new_weights_reach_every_rank(backend: VllmBackend, folder: Path, tmp_path: Path) -> None:

@@ -10,13 +10,14 @@ import pytest
 
 from serve_app.backends import vllm_backend
 from serve_app.backends.vllm_backend import VllmBackend
-from serve_app.backends.vllm_parts.settings import SIZES, Faults, VllmSettings
+from serve_app.backends.vllm_parts.settings import Faults
 from speculative.config import DrafterConfig
 from speculative.request import Request, SamplingParams
-from tests.support.backend_conformance import collect, serving
+from tests.support.backend_conformance import collect
 from tests.support.tiny_models import write_tiny_model
+from tests.support.vllm_engines import CONFIG as IN_CHUNKS
+from tests.support.vllm_engines import vllm
 from tests.support.vllm_installed import NEEDS_VLLM
-from tests.vllm.test_vllm_engine import CONFIG as IN_CHUNKS
 
 pytestmark = [*NEEDS_VLLM, pytest.mark.asyncio(loop_scope="module")]
 NGRAM = DrafterConfig(ngram_min=1, num_draft_tokens=3)
@@ -58,8 +59,7 @@ async def test_greedy_answers_are_found_right_and_their_drafts_expected(tmp_path
 @asynccontextmanager
 async def started(scratch: Path) -> AsyncIterator[VllmBackend]:
     folder = write_tiny_model(scratch / "m", vocab_size=512, hidden_size=128, head_dim=32, tokenizer=True)
-    settings = VllmSettings(CONFIG, SIZES, {"enforce_eager": True}, self_check_sample_rate=1.0)
-    async with serving(VllmBackend(str(folder), "tiny", settings)) as backend:
+    async with vllm(folder, config=CONFIG, self_check_sample_rate=1.0) as backend:
         yield backend
 
 
