@@ -48,14 +48,12 @@ class Made:
 
     token_ids: generated, those that ended it included; () = they are not known.
     end_token_ids: with which the model ends an answer.
-    room: tokens that fit behind the prompt; None = not known.
     loses_text: whether a parser may have left out some of the text.
     mark: what ends the reasoning with which it begins; "" = it begins with none, or that is not known.
     """
 
     token_ids: Sequence[int] = ()
     end_token_ids: Collection[int] = ()
-    room: int | None = None
     loses_text: bool = False
     mark: str = ""
 
@@ -91,7 +89,7 @@ class Demands:
             InvalidRequest, KeyError, TypeError, ValueError, AttributeError: a field is not what the API takes.
         """
         strict = vendor.keeps == "all"
-        limits = SamplingParams(max_tokens=_limit(body, strict=strict, is_chat=is_chat))
+        limits = SamplingParams(max_tokens=_limit(body, is_chat=is_chat))
         if vendor.keeps == "nothing":
             return cls(body, tokenizer, vendor, is_chat, limits)
         stop, words = body.get("stop") or (), tuple(body.get("bad_words") or ())
@@ -99,14 +97,7 @@ class Demands:
         if type(body.get("n") or 1) is not int or not all(isinstance(one, str) for one in (*stops, *words)):
             raise TypeError("n is a whole number, and stop strings and bad words are texts")
         structure, functions = _structure(body), _functions(body)
-        if strict:
-            limits = replace(
-                limits,
-                min_tokens=min(body.get("min_tokens") or 0, limits.max_tokens),
-                stop_token_ids=tuple(body.get("stop_token_ids") or ()),
-                ignore_eos=bool(body.get("ignore_eos")),
-            )
-        else:
+        if not strict:
             stops, words = (texts if _is_small(texts) else () for texts in (stops, words))
             if _is_wish(body) or not all(map(_is_read_alike, _schemas(structure, functions))):
                 structure, functions = None, {}
@@ -146,19 +137,15 @@ class Demands:
 
     def broken(self, choice: Choice, made: Made) -> str:
         """The demand that a choice breaks, as far as its reply shows, in words; "" = none."""
-        if self.vendor.keeps == "nothing":
-            return broken_limit(self.limits, made.token_ids)
+        limit = broken_limit(self.limits, made.token_ids)
+        if limit or self.vendor.keeps == "nothing":
+            return limit
         said = _Said(self, choice, made)
         why = self._holds_stop(said) or self._broken_end(said) or self._broken_text(said)
         return why or self.broken_form(choice, made) or self._missing(choice)
 
     def broken_form(self, choice: Choice, made: Made) -> str:
-        """Return which limit, structure or call differs from the request, in words; "" = none, or it is unknown."""
-        is_limited = choice.finish_reason == "length" and made.room is not None and self.limits.max_tokens < _NO_LIMIT
-        reason = FinishReason.LENGTH if is_limited else None
-        ends = made.end_token_ids if self.is_strict else ()
-        if why := broken_limit(self.limits, made.token_ids, ends, finish_reason=reason, room=made.room):
-            return why
+        """Return which structure or call differs from the request, in words; "" = none, or it is unknown."""
         said, num_calls = _Said(self, choice, made), len(choice.calls)
         if self.is_strict and self.max_calls is not None and num_calls > self.max_calls:
             return f"{num_calls} calls were made, and the request allows {self.max_calls}"
@@ -177,35 +164,29 @@ class Demands:
         if not self.stops or (least and not said.ids):
             return ""
         start = len(said.spelt(said.ids[:least]))
-        # of several that came at once, vLLM's versions differ in which one ends the text
-        several = said.stop is not None and not self.is_strict
         for number, stop in enumerate(self.stops):
             at = said.text.find(stop, start)
             is_end = self._keeps_stop and said.ended and at + len(stop) == len(said.text)
-            if at >= 0 and not is_end and not (several and stop != said.stop):
+            # of several that came at once, vLLM's versions differ in which one ends the text
+            if at >= 0 and not is_end and said.stop in (None, stop):
                 return f"its text goes on behind stop string {number}, or holds it"
         return ""
 
     def _broken_end(self, said: "_Said") -> str:
         """Say what is wrong with its end, in words; "" = nothing."""
-        choice, ids, least = said.choice, said.ids, self.limits.min_tokens
+        choice, ids = said.choice, said.ids
         if said.stop is not None:
-            if self.is_strict and said.stop not in self.stops:
-                return "a stop string ended it that the request does not name"
             if ids and not choice.calls and not said.is_cut_by(said.stop, keeps_stop=self._keeps_stop):
                 return "its text ends elsewhere than at the stop string that is said to have ended it"
         elif choice.finish_reason == "stop" and ids:
-            own = () if self.limits.ignore_eos else (*said.made.end_token_ids, self.tokenizer.eos_token_id)
-            if ids[-1] not in (*own, *(self.body.get("stop_token_ids") or ()), choice.stopped_by):
+            ends = (*said.made.end_token_ids, self.tokenizer.eos_token_id, *(self.body.get("stop_token_ids") or ()))
+            if ids[-1] not in (*ends, choice.stopped_by):
                 return "it is said to have ended by itself, and its last token ends no answer"
-        if said.ended and 0 < len(ids) <= least:
-            return f"it ended with {len(ids)} tokens, and min_tokens is {least}"
         return ""
 
     def _broken_text(self, said: "_Said") -> str:
         """Return whether its text is another than that of its tokens, in words, where no parser has read it."""
-        parsed = said.choice.called or self.body.get("tools") or (self.is_chat and not self.is_strict)
-        if parsed or not (said.ids and said.choice.has_text) or said.stop is not None or said.made.loses_text:
+        if self.is_chat or not (said.ids and said.choice.has_text) or said.stop is not None:
             return ""
         is_shown = any(_shown(said.text).strip() == one.strip() for one in said.forms(said.spelling))
         return "" if is_shown else "its text is not that of its tokens"
@@ -213,7 +194,7 @@ class Demands:
     def _missing(self, choice: Choice) -> str:
         """Return what was asked for and is not there, in words; "" = nothing."""
         body, num_top = self.body, self._num_top
-        if choice.token_ids is None or (choice.called and not self.is_strict):  # vLLM's parsers leave some out
+        if choice.token_ids is None or choice.called:  # vLLM's parsers leave some out
             asked = body.get("return_token_ids") or "return_token_ids" in self.added
             return "it has no token ids, which were asked for" if asked and not choice.called else ""
         num, given = len(choice.token_ids), [one for one in choice.logprobs or () if one is not None]
@@ -414,15 +395,15 @@ def _shown(text: str) -> str:
     return text.replace(_LOST, "")
 
 
-def _limit(body: Json, *, strict: bool, is_chat: bool) -> int:
-    """The tokens that an answer may have. Where a vendor's rules are not known, as far as all read the request alike:
-    -1 is no limit to some, of two fields another one counts here and there, and an echo holds the prompt."""
-    given = [body[name] for name in _LIMITS if body.get(name) is not None]
+def _limit(body: Json, *, is_chat: bool) -> int:
+    """The tokens that an answer may have, as far as all vendors read the request alike: -1 is no limit to some, of two
+    fields another one counts here and there, and an echo holds the prompt."""
+    given = {body[name] for name in _LIMITS if body.get(name) is not None}
     names = ("max_completion_tokens", "max_tokens") if is_chat else ("max_tokens",)
     asked = next((body[name] for name in names if body.get(name) is not None), None)
     if type(asked) is not int or asked < 1:
         return _NO_LIMIT
-    return asked if strict or not (any(one != asked for one in given) or body.get("echo")) else _NO_LIMIT
+    return asked if given == {asked} and not body.get("echo") else _NO_LIMIT
 
 
 def counts_all(reply: Reply, vendor: Vendor) -> bool:

@@ -413,9 +413,8 @@ class _Comparison:
         stop, reasoning = end.stop if isinstance(end.stop, str) else None, wire.get("reasoning") or ""
         choice = Choice(index, text=content, reasoning=reasoning, finish_reason=end.reason, stopped_by=stop)
         choice.calls = dict(enumerate(calls))
-        ids, room = trace.token_ids[: end.num], self._model.max_model_len - len(trace.request.prompt_token_ids)
         mark = "" if reading is None else reading.thought_end or ""
-        made = Made(ids, self._model.eos_token_ids, room, loses_text=reading is not None, mark=mark)
+        made = Made(trace.token_ids[: end.num], loses_text=reading is not None, mark=mark)
         return self._demands.broken_form(choice, made)
 
 
