@@ -15,11 +15,11 @@ from serve_app.backends.base import ModelInfo, Parsers, Reading
 from serve_app.referee.alternatives import Alternatives
 from serve_app.referee.answer import Answer
 from serve_app.referee.records import Record
+from serve_app.referee.wire.calls import lost_part, value_of
 from serve_app.referee.wire.client_request import ClientRequest, engine_fields
 from serve_app.referee.wire.demands import Made
 from serve_app.referee.wire.exchange import CHAT, COMPLETIONS, GENERATE, RESPONSES, Exchange
-from serve_app.referee.wire.reply import Choice, Json
-from serve_app.referee.wire.told import Told, lost_part, told
+from serve_app.referee.wire.reply import Choice, Json, Reply, read_reply
 from serve_app.text.tokenizer import Tokenizer
 from speculative.request import FinishReason, Structure, TokenKind
 
@@ -104,19 +104,19 @@ class _Comparison:
     def differences(self) -> list[str]:
         """What differs of each choice, in words; "" = nothing does."""
         try:
-            reply = told(self._exchange)
+            reply = read_reply(self._exchange)
             found = _first(self._of_reply(reply))
             return [found or self._of_choice(reply, index) for index in range(len(self._traces))]
         except Exception as error:
             return [f"the reply cannot be read ({type(error).__name__})"] * len(self._traces)
 
-    def _of_choice(self, reply: Told, index: int) -> str:
-        wire = reply.choices[index]
+    def _of_choice(self, reply: Reply, index: int) -> str:
+        choice = reply.choices[index]
         return (
             self._wrong_request(index)
-            or _first(self._of_text(wire, index))
-            or _first(self._of_tokens(wire, index))
-            or self._broken_demand(wire, index)
+            or _first(self._of_text(choice, index))
+            or _first(self._of_tokens(choice.wire, index))
+            or self._broken_demand(choice, index)
         )
 
     # ---- the request
@@ -146,14 +146,18 @@ class _Comparison:
             return kept is not None and kept.kind == "grammar"
         if wanted is None or kept is None:
             return wanted is None and kept is None
-        return wanted[0] == kept.kind and _value(wanted[1]) == _value(kept.text)
+        return wanted[0] == kept.kind and value_of(wanted[1]) == value_of(kept.text)
 
     # ---- the reply as a whole
 
-    def _of_reply(self, reply: Told) -> Facts:
+    def _of_reply(self, reply: Reply) -> Facts:
         asked, head = self._asked, reply.head
         indices = range(asked.num_choices * asked.num_prompts)
-        yield "the number of choices", sorted(reply.choices), [*indices]
+        yield (
+            "the number of choices",
+            [reply.choices[one].wire.get("index") for one in sorted(reply.choices)],
+            [*indices],
+        )
         yield "the number of the engine's requests", len(self._traces), len(indices)
         ids = [trace.request.request_id for trace in self._traces]
         named = self._sent.get("request_id") or ids[0].rpartition("-")[0]
@@ -173,7 +177,7 @@ class _Comparison:
         if asked.is_chat or self._exchange.path == GENERATE:
             yield from self._of_prompt(head, 0)
 
-    def _of_usage(self, reply: Told) -> Facts:
+    def _of_usage(self, reply: Reply) -> Facts:
         options = self._sent.get("stream_options") or {}
         if self._exchange.streamed and self._exchange.path != RESPONSES and not options.get("include_usage"):
             yield "the number of usages", len(reply.usages), 0
@@ -197,7 +201,7 @@ class _Comparison:
             yield "usage: accepted_prediction_tokens", details["accepted_prediction_tokens"], accepted
             yield "usage: rejected_prediction_tokens", details["rejected_prediction_tokens"], rejected
 
-    def _of_response(self, reply: Told) -> Facts:
+    def _of_response(self, reply: Reply) -> Facts:
         """The fields that only the Responses API has."""
         head, choice = reply.head, reply.choices[0]
         cut = self._ends[0].reason == "length"
@@ -209,36 +213,36 @@ class _Comparison:
             yield f"the response's {name}", head[name], default if self._sent.get(name) is None else self._sent[name]
         if self._exchange.streamed:
             told = {
-                "output_text": choice["content"],
-                "reasoning_text": choice["reasoning"],
-                "function_call_arguments": "".join(arguments for _, arguments in choice["calls"]),
+                "output_text": choice.text,
+                "reasoning_text": choice.reasoning,
+                "function_call_arguments": "".join(arguments for _, arguments in choice.calls.values()),
             }
             yield "the texts of the stream's events", reply.deltas, {kind: text for kind, text in told.items() if text}
 
     # ---- one choice
 
-    def _of_text(self, wire: Json, index: int) -> Facts:
+    def _of_text(self, wire: Choice, index: int) -> Facts:
         """Its text and how it ended."""
         end, use, path = self._ends[index], self._use, self._exchange.path
         if isinstance(end.stop, str) is False and self._asked.budget != 0:
             yield "the engine's end", self._traces[index].finish_reason, FinishReason(end.reason)
-        chose = bool(wire["calls"]) and use != "named" and end.reason == "stop" and path == CHAT
-        yield "finish_reason", wire["finish_reason"], "tool_calls" if chose else end.reason
+        chose = bool(wire.calls) and use != "named" and end.reason == "stop" and path == CHAT
+        yield "finish_reason", wire.finish_reason, "tool_calls" if chose else end.reason
         if path in (COMPLETIONS, CHAT):
-            yield "stop_reason", wire.get("stop_reason"), end.stop
+            yield "stop_reason", wire.wire.get("stop_reason"), end.stop
         if path == GENERATE:
             return
-        content, reasoning = wire.get("content" if self._asked.is_chat else "text") or "", wire.get("reasoning") or ""
+        content, reasoning = wire.text, wire.reasoning
         if self._plain:
             yield "its text", content, self._echoed(index) + end.text
-            yield "its reasoning and its calls", (reasoning, wire["calls"]), ("", [])
+            yield "its reasoning and its calls", (reasoning, wire.calls), ("", {})
         elif use in ("none", "auto"):
             mark = "" if self._reading is None else self._reading.thought_end or ""
-            yield "its text", _is_told(end.text, content, reasoning, mark, bool(wire["calls"])), True
+            yield "its text", _is_told(end.text, content, reasoning, mark, bool(wire.calls)), True
             lost = lost_part(end.text, self._asked.functions, wire, self._demands.max_calls)
             yield lost, bool(lost) and self._reading is None, False
         if self._reading is None and self._use in ("required", "named"):
-            yield "its content", content.strip() if wire["calls"] else "", ""
+            yield "its content", content.strip() if wire.calls else "", ""
 
     def _of_tokens(self, wire: Json, index: int) -> Facts:
         """Its tokens, and what is told of each."""
@@ -404,15 +408,16 @@ class _Comparison:
             return None
         return _CALL_MARKS if self._use == "auto" and not self._reads_calls else ()
 
-    def _broken_demand(self, wire: Json, index: int) -> str:
+    def _broken_demand(self, wire: Choice, index: int) -> str:
         """Return which demand of its client a choice breaks, in words; "" = none."""
         end, trace, reading = self._ends[index], self._traces[index], self._reading
         if self._asked.budget == 0:
             return ""
-        content, calls = (end.text, []) if self._plain else (wire.get("content") or "", wire["calls"])
-        stop, reasoning = end.stop if isinstance(end.stop, str) else None, wire.get("reasoning") or ""
-        choice = Choice(index, text=content, reasoning=reasoning, finish_reason=end.reason, stopped_by=stop)
-        choice.calls = dict(enumerate(calls))
+        stop, own = (
+            end.stop if isinstance(end.stop, str) else None,
+            (end.text, {}) if self._plain else (wire.text, wire.calls),
+        )
+        choice = replace(wire, text=own[0], calls=own[1], finish_reason=end.reason, stopped_by=stop)
         mark = "" if reading is None else reading.thought_end or ""
         made = Made(trace.token_ids[: end.num], loses_text=reading is not None, mark=mark)
         return self._demands.broken_form(choice, made)
@@ -472,10 +477,3 @@ def _by_id(beside: Alternatives) -> dict[str, float | None]:
 
 def _finite(logprob: float | None) -> float | None:
     return _MASKED if logprob == -math.inf else logprob
-
-
-def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text

@@ -1,19 +1,24 @@
 """Reads replies with OpenAI's API, whole or event by event: of each choice its tokens, their logprobs and how it ended,
-wherever a server reports them. The watch, the audit, chaos, the demo and the bench read by it. Standard library only.
+wherever a server reports them. The watch, the audit, the referee of our own replies, chaos and the demo read by it.
+Standard library only.
 """
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from serve_app.referee.wire.exchange import CHAT, Exchange
+from serve_app.referee.wire.exchange import CHAT, RESPONSES, Exchange
 from speculative.errors import TruespecError
 
 _TOKEN_ID = re.compile(r"token_id:(\d+)")
 _LINE_END = re.compile(rb"[\r\n]")
 _DONE = b"[DONE]"
+_GROWS = ("text", "content", "reasoning", "reasoning_content", "arguments")  # texts that come in parts
+_ONCE = ("prompt_token_ids", "prompt_logprobs")  # lists that do not
+_USAGE = {"input_tokens": "prompt_tokens", "output_tokens": "completion_tokens", "input_tokens_details":
+          "prompt_tokens_details", "output_tokens_details": "completion_tokens_details"}  # fmt: skip
 
 Json = dict[str, Any]
 
@@ -41,6 +46,7 @@ class Choice:
     finish_reason: as reported.
     stopped_by: the stop text or token that ended it, as far as the server says so.
     prompt_token_ids: None = not reported.
+    wire: all that was said of it, as it was; its message's fields are among its own.
     """
 
     index: int = 0
@@ -58,6 +64,7 @@ class Choice:
     scored_logprobs: list[Any] | None = None  # of each token, as reported; `scored` reads them
     token_texts: list[Any] | None = None  # of each token that has a logprob, as reported
     prompt_logprobs: list[Any] | None = None  # as reported; `logprobs_of_prompt` reads them
+    wire: Json = field(default_factory=dict)
 
     @property
     def called(self) -> bool:
@@ -90,6 +97,43 @@ class Choice:
         entries: list[Json] = [place.get(key) or next(iter(place.values()), {}) for key, place in pairs]
         return [_number(entry.get("logprob")) for entry in entries]
 
+    def read(self, head: Json, *, is_chat: bool) -> None:
+        """Read what was said of it, and of all choices together."""
+        wire, logprobs = self.wire, self.wire.get("logprobs") or {}
+        text = wire.get("content" if is_chat else "text")
+        self.text, self.has_text = text or "", text is not None
+        self.reasoning = wire.get("reasoning_content") or wire.get("reasoning") or ""
+        calls = sorted((wire.get("tool_calls") or {}).items())
+        self.calls = {at: (str(one.get("name") or ""), one.get("arguments", "")) for at, one in calls}
+        self.finish_reason = wire.get("finish_reason")
+        stopped_by = next((wire[name] for name in ("stop_reason", "matched_stop") if wire.get(name) is not None), None)
+        self.stopped_by = stopped_by if isinstance(stopped_by, str | int) else None
+        self.prompt_logprobs = wire.get("prompt_logprobs")
+        entries: list[Json] | None = logprobs.get("content")  # a chat's, or llama.cpp's
+        if entries is None:
+            values, self.token_texts = logprobs.get("token_logprobs"), logprobs.get("tokens")
+            self.logprobs = None if values is None else [*map(_number, values)]
+            self.top_logprobs, self.scored_logprobs = logprobs.get("top_logprobs"), logprobs.get("scored_logprobs")
+            known = [_id(None, one) for one in self.token_texts or ()]
+        else:
+            self.logprobs, self.token_texts = [*map(_logprob, entries)], [entry.get("token") for entry in entries]
+            self.top_logprobs = [entry.get("top_logprobs") for entry in entries]
+            if any("scored" in entry for entry in entries):  # truespec's
+                self.scored_logprobs = [entry.get("scored") or {} for entry in entries]
+            known = [_id(entry.get("id"), entry.get("token")) for entry in entries]
+        own = head.get("sglext") or {}
+        listed = dict(enumerate(own.get("output_ids") or ())).get(self.index)
+        prompt = (listed and own.get("input_ids")) or wire.get("prompt_token_ids") or head.get("prompt_token_ids")
+        self.prompt_token_ids = tuple(_ids(prompt)) if prompt else None
+        named = (listed, wire.get("token_ids"), wire.get("response_token_ids"))  # the last of SGLang's chats
+        ids = next((one for one in named if one is not None), None)
+        if ids is None and known and None not in known:
+            ids = known
+            if entries is not None:
+                own_bytes = (entry.get("bytes") if entry.get("id") is not None else None for entry in entries)
+                self.pieces = [bytes(one) if one else None for one in own_bytes]
+        self.token_ids = None if ids is None else _ids(ids)
+
 
 @dataclass(slots=True)
 class Reply:
@@ -100,6 +144,9 @@ class Reply:
     num_prompt: tokens of the prompt.
     num_cached: those of them that a cache had.
     num_tokens: emitted, of all choices together. None = not reported.
+    head: its fields but the choices.
+    usages: those that came, in their order.
+    deltas: of the Responses API, the texts of a stream's events, by their kind.
     """
 
     is_chat: bool = False
@@ -109,6 +156,9 @@ class Reply:
     num_cached: int | None = None
     num_tokens: int | None = None
     choices: dict[int, Choice] = field(default_factory=dict)
+    head: Json = field(default_factory=dict)
+    usages: list[Json] = field(default_factory=list)
+    deltas: dict[str, str] = field(default_factory=dict)
 
     @property
     def first(self) -> Choice:
@@ -119,28 +169,62 @@ class Reply:
         """The choice of this index, a new one if there is none yet."""
         return self.choices.setdefault(index, Choice(index))
 
-    def add(self, part: Json) -> None:
-        """Add what a whole reply says, or one event of a stream.
+    def add(self, *parts: Json) -> None:
+        """Add what a whole reply says, or events of a stream.
 
         Raises:
-            Unreadable: it is no part of a completion.
+            Unreadable: one is no part of a completion.
         """
         try:
-            self._add(part)
-        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+            for part in parts:
+                self._add(part)
+            self._read()
+        except (ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
+            raise Unreadable(_NO_COMPLETION) from error
+
+    def of_response(self, parts: Sequence[Json]) -> Json:
+        """A response of the Responses API, from all that came of it, in the form of a chat's reply.
+
+        Raises:
+            Unreadable: it is none.
+        """
+        try:
+            for part in parts[:-1]:
+                if str(part.get("type")).endswith(".delta"):
+                    kind = part["type"].split(".")[1]
+                    self.deltas[kind] = self.deltas.get(kind, "") + part["delta"]
+            return _of_response(parts[-1].get("response") or parts[-1])
+        except (LookupError, TypeError, AttributeError) as error:
             raise Unreadable(_NO_COMPLETION) from error
 
     def _add(self, part: Json) -> None:
-        self.id = str(part.get("id") or self.id)
-        self.error = self.error or part.get("error")
-        _add_usage(self, part.get("usage") or {}, part.get("timings") or {})
-        for wire in part.get("choices") or ():
-            _add(self.choice(int(wire.get("index") or 0)), wire, part, is_chat=self.is_chat)
-        own = part.get("sglext") or {}  # SGLang's, of a stream in one event of its own
-        for index, ids in enumerate(own.get("output_ids") or ()):
-            self.choice(index).token_ids = _ids(ids)
-            if own.get("input_ids"):
-                self.choice(index).prompt_token_ids = tuple(_ids(own["input_ids"]))
+        self.usages += [part["usage"]] if part.get("usage") else []
+        _add(self.head, {name: value for name, value in part.items() if name != "choices"})
+        for choice in part.get("choices") or ():
+            message = choice.get("message") or choice.get("delta") or {}
+            known = self.choice(int(choice.get("index") or 0)).wire
+            own = {name: value for name, value in choice.items() if name not in ("message", "delta", "tool_calls")}
+            _add(known, own | {name: value for name, value in message.items() if name != "tool_calls"})
+            calls = known.setdefault("tool_calls", {})
+            for number, call in enumerate(message.get("tool_calls") or ()):
+                function = {name: value for name, value in (call.get("function") or {}).items() if value}
+                if not isinstance(function.get("arguments", ""), str):
+                    function["arguments"] = json.dumps(function["arguments"])
+                _add(calls.setdefault(call.get("index", number), {}), function)
+
+    def _read(self) -> None:
+        usage, timings, own = (self.head.get(name) or {} for name in ("usage", "timings", "sglext"))
+        self.id, self.error = str(self.head.get("id") or ""), self.head.get("error")
+        self.num_prompt = _whole(usage.get("prompt_tokens"))
+        if self.num_prompt is None and "prompt_n" in timings:
+            self.num_prompt = int(timings["prompt_n"]) + int(timings.get("cache_n") or 0)
+        self.num_cached = _whole((usage.get("prompt_tokens_details") or {}).get("cached_tokens"))
+        # llama.cpp streams only its timings unasked
+        self.num_tokens = _whole(usage.get("completion_tokens", timings.get("predicted_n")))
+        for index in range(len(own.get("output_ids") or ())):  # SGLang's, of a stream in one event of its own
+            self.choice(index)
+        for choice in self.choices.values():
+            choice.read(self.head, is_chat=self.is_chat)
 
 
 _NO_COMPLETION = "the reply is not a completion in OpenAI's format"
@@ -186,11 +270,13 @@ def read_reply(exchange: Exchange) -> Reply:
     Raises:
         Unreadable: it is no completion, or the stream ended early.
     """
-    reply = Reply(is_chat=exchange.path == CHAT)
-    for part in EventReader().push(exchange.reply + b"\n") if exchange.streamed else [_object(exchange.reply)]:
-        if part.get("error"):
-            raise Unreadable("the server reported an error in the stream")
-        reply.add(part)
+    reply = Reply(is_chat=exchange.path in (CHAT, RESPONSES))
+    parts = [*EventReader().push(exchange.reply + b"\n")] if exchange.streamed else [_object(exchange.reply)]
+    if any(part.get("error") for part in parts):
+        raise Unreadable("the server reported an error in the stream")
+    if exchange.path == RESPONSES:
+        parts = [reply.of_response(parts)]
+    reply.add(*parts)
     if reply.is_chat:  # which has one prompt; truespec's streams name it once
         choices = reply.choices.values()
         known = next((choice.prompt_token_ids for choice in choices if choice.prompt_token_ids), None)
@@ -203,67 +289,39 @@ def read_reply(exchange: Exchange) -> Reply:
     return reply
 
 
-def _add_usage(reply: Reply, usage: Json, timings: Json) -> None:
-    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
-    tokens = usage.get("completion_tokens", timings.get("predicted_n"))  # llama.cpp streams only the latter unasked
-    prompt = usage.get("prompt_tokens")
-    if prompt is None and "prompt_n" in timings:
-        prompt = int(timings["prompt_n"]) + int(timings.get("cache_n") or 0)
-    reply.num_prompt = reply.num_prompt if prompt is None else int(prompt)
-    reply.num_cached = reply.num_cached if cached is None else int(cached)
-    reply.num_tokens = reply.num_tokens if tokens is None else int(tokens)
+def _add(known: Json, more: Json) -> None:
+    """Add what a part of a reply says: texts of an answer and lists grow, the rest is replaced."""
+    for name, value in more.items():
+        before = known.get(name)
+        if isinstance(value, dict):
+            known[name] = before if isinstance(before, dict) else {}
+            _add(known[name], value)
+        elif value is None or before is None:
+            known[name] = before if value is None else value
+        else:
+            grows = name in _GROWS or (isinstance(value, list) and name not in _ONCE)
+            known[name] = before + value if grows else value
 
 
-def _add(choice: Choice, wire: Json, part: Json, *, is_chat: bool) -> None:
-    """Add what one part of a reply says of a choice."""
-    message = wire.get("message") or wire.get("delta") or {}
-    text = message.get("content") if is_chat else wire.get("text")
-    choice.text, choice.has_text = choice.text + (text or ""), choice.has_text or text is not None
-    choice.reasoning += message.get("reasoning_content") or message.get("reasoning") or ""
-    for number, call in enumerate(message.get("tool_calls") or ()):
-        index, function = call.get("index", number), call.get("function") or {}
-        name, arguments = choice.calls.get(index, ("", ""))
-        more = function.get("arguments") or ""
-        more = more if isinstance(more, str) else json.dumps(more)
-        choice.calls[index] = name or str(function.get("name") or ""), arguments + more
-    choice.finish_reason = wire.get("finish_reason") or choice.finish_reason
-    stopped_by = next((wire[name] for name in ("stop_reason", "matched_stop") if wire.get(name) is not None), None)
-    choice.stopped_by = stopped_by if isinstance(stopped_by, str | int) else choice.stopped_by
-    prompt = wire.get("prompt_token_ids") or part.get("prompt_token_ids")
-    if prompt:
-        choice.prompt_token_ids = tuple(_ids(prompt))
-    if wire.get("prompt_logprobs") is not None:
-        choice.prompt_logprobs = list(wire["prompt_logprobs"])
-    own_ids, pieces = _add_logprobs(choice, wire.get("logprobs") or {})
-    ids = wire.get("token_ids")
-    ids = wire.get("response_token_ids") if ids is None else ids  # SGLang's, of chats
-    if ids is None and own_ids and None not in own_ids:
-        ids, choice.pieces = own_ids, _longer(choice.pieces, pieces)
-    choice.token_ids = _longer(choice.token_ids, None if ids is None else _ids(ids))
+def _of_response(response: Json) -> Json:
+    """A response of the Responses API in the form of a chat's reply."""
+    items = response["output"]
+    said, thought = ([part for one in items if one["type"] == kind for part in one["content"]] for kind in _SAYS)
+    choice = {
+        "index": 0,
+        "finish_reason": {"completed": "stop", "incomplete": "length"}.get(response["status"]),
+        "logprobs": {"content": [entry for part in said for entry in part["logprobs"]]},
+        "message": {
+            "content": "".join(part["text"] for part in said),
+            "reasoning": "".join(part["text"] for part in thought),
+            "tool_calls": [{"function": one} for one in items if one["type"] == "function_call"],
+        },
+    }
+    usage = {_USAGE.get(name, name): value for name, value in response["usage"].items()}
+    return {**response, "choices": [choice], "usage": usage}
 
 
-def _add_logprobs(choice: Choice, reported: Json) -> tuple[list[int | None], list[bytes | None] | None]:
-    """Add what is reported of each token. Returns the ids that stand beside the logprobs, None = there is none, and the
-    pieces of text, where a form has them."""
-    content, values = reported.get("content"), reported.get("token_logprobs")
-    if content is None:
-        choice.logprobs = _longer(choice.logprobs, None if values is None else map(_number, values))
-        choice.top_logprobs = _longer(choice.top_logprobs, reported.get("top_logprobs"))
-        choice.scored_logprobs = _longer(choice.scored_logprobs, reported.get("scored_logprobs"))
-        choice.token_texts = _longer(choice.token_texts, reported.get("tokens"))
-        return [_id(None, text) for text in reported.get("tokens") or ()], None
-    entries = [_read_entry(entry) for entry in content]  # a chat's, or llama.cpp's
-    choice.logprobs = _longer(choice.logprobs, (entry.logprob for entry in entries))
-    choice.top_logprobs = _longer(choice.top_logprobs, (entry.get("top_logprobs") for entry in content))
-    if any("scored" in entry for entry in content):  # truespec's
-        choice.scored_logprobs = _longer(choice.scored_logprobs, (entry.get("scored") or {} for entry in content))
-    choice.token_texts = _longer(choice.token_texts, (entry.get("token") for entry in content))
-    return [entry.token_id for entry in entries], [entry.piece for entry in entries]
-
-
-def _longer(known: list[Any] | None, more: Iterable[Any] | None) -> list[Any] | None:
-    """With more at its end; None = nothing was reported."""
-    return known if more is None else [*(known or ()), *more]
+_SAYS = ("message", "reasoning")
 
 
 def _ids(values: Any) -> list[int]:
@@ -273,20 +331,13 @@ def _ids(values: Any) -> list[int]:
     return ids
 
 
-class _Entry(NamedTuple):
-    """The entry of one token; None = it is not reported."""
-
-    token_id: int | None
-    logprob: float | None
-    piece: bytes | None
+def _whole(value: Any) -> int | None:
+    return None if value is None else int(value)
 
 
-def _read_entry(entry: Json) -> _Entry:
-    own = entry.get("id") is not None
-    made_up = own and entry.get("logprob") == 0 and not entry.get("top_logprobs")  # llama.cpp's, of accepted drafts
-    logprob = None if made_up else _number(entry.get("logprob"))
-    piece = bytes(entry["bytes"]) if own and entry.get("bytes") else None
-    return _Entry(_id(entry.get("id"), entry.get("token")), logprob, piece)
+def _logprob(entry: Json) -> float | None:
+    made_up = entry.get("id") is not None and entry.get("logprob") == 0  # llama.cpp's, of accepted drafts
+    return None if made_up and not entry.get("top_logprobs") else _number(entry.get("logprob"))
 
 
 def _candidates(top: Any) -> list[Candidate]:

@@ -5,7 +5,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from serve_app.referee.wire.reply import EventReader, Reply
+from serve_app.referee.wire.reply import EventReader
 from tools.bench.workers.channel import BatchOfPrompts, Meter
 
 
@@ -40,16 +40,13 @@ class ServerLoad:
             writer.write(self._request(ask.prompts[stream], ask))
             await writer.drain()
             await _read_head(reader)
-            events, num_seen = EventReader(), 0
-            reply = Reply()
+            events = EventReader()
             while chunk := await _read_chunk(reader):
                 for event in events.push(chunk):
-                    reply.add(event)
-                    if reply.error is not None:
-                        raise ServerFailed(str(reply.error))
-                    ids = reply.first.token_ids or ()
-                    meter.emit(stream, ids[num_seen:])
-                    num_seen = len(ids)
+                    if event.get("error") is not None:
+                        raise ServerFailed(str(event["error"]))
+                    for choice in event.get("choices") or ():
+                        meter.emit(stream, choice.get("token_ids") or ())
         finally:
             writer.close()
 
