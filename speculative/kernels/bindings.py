@@ -17,30 +17,21 @@ Uint64s = np.ndarray[Any, np.dtype[np.uint64]]
 Float64s = np.ndarray[Any, np.dtype[np.float64]]
 
 
+def _each(kind: type[Any], names: str) -> list[tuple[str, type[Any]]]:
+    """Fields of one type, one after another."""
+    return [(name, kind) for name in names.split()]
+
+
 class LinearStruct(ctypes.Structure):
     """`Linear` of kernels.h."""
 
-    _fields_ = [
-        ("weight", c_void_p),
-        ("bias", c_void_p),
-        ("num_inputs", c_int64),
-        ("num_outputs", c_int64),
-        ("kind", c_int64),
-    ]
+    _fields_ = [*_each(c_void_p, "weight bias"), *_each(c_int64, "num_inputs num_outputs kind")]
 
 
 class LayerStruct(ctypes.Structure):
     """`Layer` of kernels.h."""
 
-    _fields_ = [
-        ("input_norm", c_void_p),
-        ("mlp_norm", c_void_p),
-        ("head_norm", c_void_p),
-        ("qkv", LinearStruct),
-        ("output", LinearStruct),
-        ("gate_up", LinearStruct),
-        ("down", LinearStruct),
-    ]
+    _fields_ = [*_each(c_void_p, "input_norm mlp_norm head_norm"), *_each(LinearStruct, "qkv output gate_up down")]
 
 
 class DraftHeadStruct(ctypes.Structure):
@@ -48,10 +39,8 @@ class DraftHeadStruct(ctypes.Structure):
 
     _fields_ = [
         ("embedding", c_void_p),
-        ("embedding_is_bfloat16", c_int64),
-        ("residual_is_normed", c_int64),
-        ("token_norm", c_void_p),
-        ("hidden_norm", c_void_p),
+        *_each(c_int64, "embedding_is_bfloat16 residual_is_normed"),
+        *_each(c_void_p, "token_norm hidden_norm"),
         ("layer", LayerStruct),
         ("norm", c_void_p),
         ("lm_head", LinearStruct),
@@ -63,13 +52,7 @@ class ShapeStruct(ctypes.Structure):
     """`Shape` of kernels.h."""
 
     _fields_ = [
-        ("hidden_size", c_int64),
-        ("intermediate_size", c_int64),
-        ("num_heads", c_int64),
-        ("num_kv_heads", c_int64),
-        ("head_dim", c_int64),
-        ("num_slots", c_int64),
-        ("cache_is_bfloat16", c_int64),
+        *_each(c_int64, "hidden_size intermediate_size num_heads num_kv_heads head_dim num_slots cache_is_bfloat16"),
         ("rotary", c_void_p),
         ("eps", c_double),
     ]
@@ -79,13 +62,8 @@ class StepStruct(ctypes.Structure):
     """`Step` of kernels.h."""
 
     _fields_ = [
-        ("num_rows", c_int64),
-        ("num_spans", c_int64),
-        ("positions", c_void_p),
-        ("slots", c_void_p),
-        ("row_starts", c_void_p),
-        ("context", c_void_p),
-        ("context_starts", c_void_p),
+        *_each(c_int64, "num_rows num_spans"),
+        *_each(c_void_p, "positions slots row_starts context context_starts"),
     ]
 
 
@@ -94,19 +72,11 @@ class DraftRoundStruct(ctypes.Structure):
 
     _fields_ = [
         ("num_entries", c_int64),
-        ("counts", c_void_p),
-        ("context", c_void_p),
-        ("context_starts", c_void_p),
-        ("seeds", c_void_p),
-        ("lengths", c_void_p),
+        *_each(c_void_p, "counts context context_starts seeds lengths"),
         ("purpose", c_int64),
-        ("temperature", c_void_p),
-        ("greedy", c_void_p),
+        *_each(c_void_p, "temperature greedy"),
         ("num_filters", c_int64),
-        ("filtered", c_void_p),
-        ("log_min_p", c_void_p),
-        ("top_k", c_void_p),
-        ("top_p", c_void_p),
+        *_each(c_void_p, "filtered log_min_p top_k top_p"),
     ]
 
 
@@ -114,18 +84,10 @@ class VerifyStruct(ctypes.Structure):
     """`VerifyStep` of vocabulary.cpp."""
 
     _fields_ = [
-        ("num_rows", c_int64),
-        ("num_entries", c_int64),
-        ("size", c_int64),
-        ("p", c_void_p),
-        ("q", c_void_p),
+        *_each(c_int64, "num_rows num_entries size"),
+        *_each(c_void_p, "p q"),
         ("width", c_int64),
-        ("ids", c_void_p),
-        ("columns", c_void_p),
-        ("drafts", c_void_p),
-        ("packed", c_void_p),
-        ("entries", c_void_p),
-        ("first_rows", c_void_p),
+        *_each(c_void_p, "ids columns drafts packed entries first_rows"),
     ]
 
 
@@ -135,10 +97,7 @@ class TermStruct(ctypes.Structure):
     _fields_ = [
         ("stakes", c_void_p),
         ("num_stakes", c_int64),
-        ("least_residual", c_double),
-        ("least_spread", c_double),
-        ("equal", c_double),
-        ("rounding", c_double),
+        *_each(c_double, "least_residual least_spread equal rounding"),
     ]
 
 
@@ -186,53 +145,33 @@ class Kernels:
         if misplaced := misplaced_fields(library):
             raise RuntimeError(f"Structs of the kernels differ from their mirrors: {'; '.join(misplaced)}.")
         self.file: str = library._name  # whose name is a hash of source, compiler and processor
-        self._linear = library.truespec_linear
-        self._linear.argtypes = [*(c_void_p, c_int64, c_void_p, c_int64), *(c_void_p, c_double, c_void_p, c_int64)]
-        self._attend = library.truespec_attend
-        self._attend.argtypes = [
-            *(c_void_p, c_void_p, c_void_p, c_int64),
-            *(c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64),
-            *(c_void_p, c_int64),
-        ]
-        self._layers = library.truespec_layers
-        self._layers.argtypes = [
-            *(c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_void_p),
-            *(c_void_p, c_int64, c_void_p, c_int64),
-        ]
-        self._norm = library.truespec_norm
-        self._norm.argtypes = [c_int64, c_int64, c_void_p, c_int64, c_void_p, c_double, c_void_p]
-        self._attention = library.truespec_attention
-        self._attention.argtypes = [
-            *(c_void_p, c_int64, c_void_p, c_void_p, c_void_p),
-            *(c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int64),
-        ]
-        self._mlp = library.truespec_mlp
-        self._mlp.argtypes = [c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64]
-        self._draft_layer = library.truespec_draft_layer
-        self._draft_layer.argtypes = [
-            *(c_void_p, c_void_p, c_void_p, c_void_p),
-            *(c_void_p, c_void_p, c_int64, c_void_p, c_int64),
-        ]
-        self._draft_round = library.truespec_draft_round
-        self._draft_round.argtypes = [*(c_void_p,) * 5, c_int64, *(c_void_p,) * 3, c_int64]
-        self._distributions = library.truespec_distributions
-        self._distributions.argtypes = [c_int64, c_int64, c_void_p, c_void_p, c_void_p]
-        self._filter = library.truespec_filter
-        self._filter.argtypes = [c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p]
-        self._verify = library.truespec_verify
-        self._verify.argtypes = [c_void_p] * 6
-        self._emitted = library.truespec_emitted
-        self._emitted.argtypes = [c_void_p] * 4
-        self._round_probs = library.truespec_round_probs
-        self._round_probs.argtypes, self._round_probs.restype = [c_void_p] * 7, None
-        self._broken_rows = library.truespec_broken_rows
-        self._broken_rows.argtypes = [*(c_void_p,) * 5, c_double, c_void_p]
-        self._terms = library.truespec_terms
-        self._terms.argtypes = [c_void_p] * 8
-        self._draw = library.truespec_draw
-        self._draw.argtypes = [c_int64, c_int64, c_void_p, c_void_p, c_void_p]
-        self._uniforms = library.truespec_uniforms
-        self._uniforms.argtypes = [c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p]
+        pointer, number, real = c_void_p, c_int64, c_double
+
+        def bound(name: str, *arguments: Any) -> Any:
+            """A function of the library that returns nothing."""
+            function = library[f"truespec_{name}"]
+            function.argtypes, function.restype = arguments, None
+            return function
+
+        self._linear = bound("linear", pointer, number, pointer, number, pointer, real, pointer, number)
+        self._attend = bound("attend", *[pointer] * 3, *[number, pointer] * 4, number)
+        self._layers = bound("layers", pointer, number, *[pointer] * 5, number, pointer, number)
+        self._norm = bound("norm", number, number, pointer, number, pointer, real, pointer)
+        self._attention = bound("attention", pointer, number, *[pointer] * 4, number, *[pointer] * 3, number)
+        self._mlp = bound("mlp", *[pointer, number] * 3)
+        self._draft_layer = bound("draft_layer", *[pointer] * 6, number, pointer, number)
+        self._draft_round = bound("draft_round", *[pointer] * 5, number, *[pointer] * 3, number)
+        self._distributions = bound("distributions", number, number, *[pointer] * 3)
+        self._filter = bound("filter", number, number, *[pointer] * 5)
+        self._verify = bound("verify", *[pointer] * 6)
+        self._emitted = bound("emitted", *[pointer] * 4)
+        self._round_probs = bound("round_probs", *[pointer] * 7)
+        self._broken_rows = bound("broken_rows", *[pointer] * 5, real, pointer)
+        self._terms = bound("terms", *[pointer] * 8)
+        self._draw = bound("draw", number, number, *[pointer] * 3)
+        self._uniforms = bound("uniforms", number, *[pointer] * 5)
+        self._noise = bound("noise", number, number, *[pointer] * 3)
+        self._choose = bound("choose", number, number, *[pointer] * 4, number, pointer, number)
         self._ways = (c_int64 * NUM_WAYS).in_dll(library, "truespec_ways")
         self._by_tiles = c_int64.in_dll(library, "truespec_by_tiles")
         self._int4_tile_rows = c_int64.in_dll(library, "truespec_int4_tile_rows")
@@ -240,18 +179,6 @@ class Kernels:
         library.truespec_has_tiles.restype = library.truespec_permit_tiles.restype = c_int64
         self.has_tiles = bool(library.truespec_has_tiles())
         self._permit_tiles = library.truespec_permit_tiles
-        for function in (self._linear, self._attend, self._layers, self._norm, self._attention, self._mlp):
-            function.restype = None
-        self._noise = library.truespec_noise
-        self._noise.argtypes = [c_int64, c_int64, c_void_p, c_void_p, c_void_p]
-        self._noise.restype = None
-        self._choose = library.truespec_choose
-        self._choose.argtypes = [c_int64, c_int64, *[c_void_p] * 4, c_int64, c_void_p, c_int64]
-        self._choose.restype = None
-        for function in (self._draft_layer, self._draft_round, self._distributions, self._draw):
-            function.restype = None
-        self._uniforms.restype = None
-        self._filter.restype = None
 
     def prefetch(self, ways: Sequence[int]) -> None:
         """Set how products ask for weights ahead of their use: `NUM_WAYS` ways of prefetch.py."""

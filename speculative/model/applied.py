@@ -69,11 +69,10 @@ def digests(networks: Mapping[str, nn.Module]) -> dict[str, bytes]:
 
 def _digest(tensor: Tensor) -> bytes:
     """Sums of a tensor's bytes as integers, by rows and by columns."""
-    plain = tensor.detach().to_dense() if tensor.is_mkldnn else tensor.detach()
-    numbers = plain.contiguous().flatten().view(torch.uint8)
+    numbers = tensor.detach().contiguous().flatten().view(torch.uint8)
     whole = numbers[: len(numbers) // (8 * _COLUMNS) * 8 * _COLUMNS].view(torch.int64).view(-1, _COLUMNS)
     parts = (whole.sum(0), whole.sum(1), numbers[whole.nbytes :])
-    return str((plain.dtype, plain.shape)).encode() + b"".join(part.cpu().numpy().tobytes() for part in parts)
+    return str((tensor.dtype, tensor.shape)).encode() + b"".join(part.cpu().numpy().tobytes() for part in parts)
 
 
 def _places(decoder: Decoder) -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -101,6 +100,5 @@ def _holds(decoder: Decoder, path: str, part: str, sent: list[Served], dtype: to
         same = torch.equal(held.view(torch.uint8), wanted.numbers.view(torch.uint8))
         return same and torch.equal(module.weight_scale, wanted.scales)
     assert isinstance(wanted, Tensor)
-    held = held.to_dense() if held.is_mkldnn else held
     kept = dtype if decoder.packed is None or module is decoder else torch.float32
     return held.dtype == kept and torch.equal(held, wanted.to(kept))

@@ -20,10 +20,11 @@ from speculative.errors import ConfigError, UnsupportedModel
 from speculative.model.attention import StepAttention
 from speculative.model.config import ModelConfig, flag
 from speculative.model.cpu.fused import FusedHead, HeadParts
-from speculative.model.cpu.packed import pack_head
+from speculative.model.cpu.native import Kind, pack_natively
 from speculative.model.decoder import Decoder
 from speculative.model.head_checkpoint import fill_slots, read_tensors
 from speculative.model.layers import MLP, Attend, Attention, FusibleLayer, Linear, RMSNorm, Rotary, nan_parameter
+from speculative.model.quantized import GROUP, Quantized, quantize
 
 _ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
 _EMBEDDING = "embed_tokens.weight"
@@ -184,9 +185,22 @@ class Eagle3Head(FusibleLayer):
             return self.fused.logits(hidden)
         return self.lm_head(self.norm(hidden))  # type: ignore[no-any-return]
 
-    def pack(self, dtype: torch.dtype, target: Decoder) -> None:
-        """Lay the loaded weights out for the kernels of its target, where those are a CPU's."""
-        pack_head(self, dtype, self.draft_ids.device, target)
+    def pack(self, target: Decoder) -> None:
+        """Lay the loaded weights out for the kernels that its target runs on, where those are a CPU's.
+
+        They are rounded to four bits: that changes what is proposed, never the distribution of what is emitted. Beside
+        float32 they stay so.
+        """
+        kind, kernels = target.packed, target.kernels.model
+        if kind is None or kernels is None:
+            return
+
+        def weight_of(linear: Linear) -> Quantized | Kind:
+            if kind == "float32":
+                return kind
+            return "bfloat16" if linear.weight.shape[1] % GROUP else quantize(linear.weight, 4)
+
+        pack_natively(self, kernels, weight_of)
         parts = HeadParts(
             embedding=self.embedding,
             token_norm=self.input_norm,
@@ -251,7 +265,7 @@ def load_eagle3(
         )
     head = Eagle3Head(config, draft_ids, embedding, dtype=dtype)
     fill_slots(folder, head.checkpoint_slots(), tensors)
-    head.pack(dtype, target)
+    head.pack(target)
     return head.eval()
 
 

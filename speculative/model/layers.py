@@ -41,10 +41,6 @@ class Linear(nn.Module):
         return functional.linear(rows, self.weight, self.bias)
 
 
-class PackedLinear(nn.Module):
-    """A Linear whose weight only its own kernels can read."""
-
-
 class RMSNorm(nn.Module):
     """Root-mean-square norm (Zhang and Sennrich, 2019), computed in float32 whatever the weights' type.
 
@@ -202,7 +198,7 @@ def use_layer_ops(model: nn.Module, ops: LayerOps) -> None:
             module.ops = ops
 
 
-class Fp8Linear(PackedLinear, FusibleLayer):
+class Fp8Linear(FusibleLayer):
     """A Linear with FP8 weights, a scale for each output, times rows that are quantized here if they are not yet.
 
     weight: [num_outputs, num_inputs] e4m3. weight_scale: [num_outputs, 1] float32.

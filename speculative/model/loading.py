@@ -24,7 +24,6 @@ from speculative.kernels.chosen import ChosenKernels, choose_kernels
 from speculative.model.catalogue import CATALOGUE, fetch_model
 from speculative.model.config import ModelConfig
 from speculative.model.cpu.native import Kind
-from speculative.model.cpu.packed import can_pack_for_onednn, pack_for_onednn
 from speculative.model.decoder import Decoder
 from speculative.model.derived import is_derived
 from speculative.model.file_names import INDEX_FILE, LOWER_FILES, NEVER_READ, QUANTIZED_FILE, TOP_FILES, WEIGHTS_FILE
@@ -95,8 +94,7 @@ def load_decoder(
         folder: a checkpoint.
         dtype: of weights and activations.
         device: where to.
-        weights: what `choose_weights` said: packed for our CPU kernels in this form, or FP8; None = left to torch, or
-            oneDNN.
+        weights: what `choose_weights` said: packed for our CPU kernels in this form, or FP8; None = left to torch.
         kernels: that the weights were chosen for; None = those for the device.
 
     Raises:
@@ -109,14 +107,10 @@ def load_decoder(
         check_fp8_sizes(config)
     decoder = Decoder(config, fp8=weights == "fp8", dtype=dtype, device=torch.device(device), kernels=kernels)
     _read_into(decoder, folder, files)
-    if weights == "fp8":
-        return decoder.eval()
-    if weights is not None:
+    if weights is not None and weights != "fp8":
         quantized = load_quantized(folder) if weights == "w4a8" else {}
         _check_quantized(folder, decoder.checkpoint_slots(), quantized)
         decoder.pack(weights, quantized)
-    elif can_pack_for_onednn(dtype, decoder.device):
-        pack_for_onednn(decoder)
     return decoder.eval()
 
 

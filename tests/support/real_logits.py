@@ -37,7 +37,7 @@ _LENGTH = _BEFORE + VOCAB // _NUM_TEXTS
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """The arithmetic of an engine of ours. weights: as `load_decoder` has them; None = left to torch, or oneDNN.
+    """The arithmetic of an engine of ours. weights: as `load_decoder` has them; None = left to torch.
     singly: each row in a step of its own, as answers are decoded; not all of a text's in one, as replays are."""
 
     dtype: Dtype

@@ -47,7 +47,7 @@ def initial_head(target: Decoder, draft_ids: Tensor) -> Eagle3Head:
     head.fc.weight.zero_()
     head.fc.weight[:, -size:].copy_(torch.eye(size))
     head.attention.qkv_proj.weight.zero_()
-    head.attention.qkv_proj.weight[:, size:].copy_(_plain(last.attention.qkv_proj.weight))
+    head.attention.qkv_proj.weight[:, size:].copy_(last.attention.qkv_proj.weight)
     head.input_norm.weight.fill_(1.0)
     for ours, theirs in (
         (head.hidden_norm, last.input_norm),
@@ -57,8 +57,8 @@ def initial_head(target: Decoder, draft_ids: Tensor) -> Eagle3Head:
         (head.mlp.gate_up_proj, last.mlp.gate_up_proj),
         (head.mlp.down_proj, last.mlp.down_proj),
     ):
-        ours.weight.copy_(_plain(theirs.weight))
-    head.lm_head.weight.copy_(_plain(target.lm_head.weight)[draft_ids])
+        ours.weight.copy_(theirs.weight)
+    head.lm_head.weight.copy_(target.lm_head.weight[draft_ids])
     return head
 
 
@@ -89,11 +89,6 @@ def save_head(head: Eagle3Head, folder: Path, held_out: Mapping[str, Sequence[fl
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     (folder / "model.safetensors").chmod(0o644)  # safetensors makes it readable by its owner only
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
-def _plain(weight: Tensor) -> Tensor:
-    """A weight as a matrix; those of a decoder packed for a CPU are unpacked."""
-    return weight.to_dense() if weight.is_mkldnn else weight
 
 
 def _layer_json(shape: ModelConfig) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from speculative.kernels.bindings import DraftHeadStruct, DraftRoundStruct, Laye
 from speculative.model.attention import NativeStep, cache_shape
 from speculative.model.config import ModelConfig
 from speculative.model.cpu.native import NativeAttention, NativeLinear, NativeMLP, NativeNorm
-from speculative.model.layers import MLP, Attention, DecoderLayer, Linear, PackedLinear, RMSNorm, Rotary
+from speculative.model.layers import MLP, Attention, DecoderLayer, Linear, RMSNorm, Rotary
 
 
 class FusedLayers:
@@ -67,7 +67,7 @@ class HeadParts:
     mlp_norm: RMSNorm | NativeNorm
     mlp: MLP | NativeMLP
     norm: RMSNorm | NativeNorm
-    lm_head: Linear | PackedLinear
+    lm_head: Linear | NativeLinear
     draft_ids: Tensor
     rotary: Rotary
     residual_is_normed: bool

@@ -12,7 +12,7 @@ from speculative.kernels.bindings import Kernels, LayerStruct, LinearStruct
 from speculative.kernels.freed_memory import give_back_freed_memory
 from speculative.model.attention import StepAttention
 from speculative.model.fp8 import Rows
-from speculative.model.layers import MLP, Attend, Attention, Linear, PackedLinear, RMSNorm
+from speculative.model.layers import MLP, Attend, Attention, Linear, RMSNorm
 from speculative.model.quantized import GROUP, Quantized
 
 _PANEL = 32  # outputs
@@ -51,7 +51,7 @@ def pack_natively(module: nn.Module, kernels: Kernels, weight_of: Callable[[Line
     give_back_freed_memory()
 
 
-class NativeLinear(PackedLinear):
+class NativeLinear(nn.Module):
     """A Linear of our own kernels: float32 rows, weights of any kind, each row computed on its own."""
 
     def __init__(

@@ -18,7 +18,7 @@ from tests.support.tiny_models import write_tiny_model
 
 FORMS: dict[str, tuple[Kind | None, torch.dtype]] = {
     "torch": (None, torch.float32),
-    "oneDNN": (None, torch.bfloat16),
+    "bfloat16 by torch": (None, torch.bfloat16),
     "float32": ("float32", torch.float32),
     "bfloat16": ("bfloat16", torch.bfloat16),
     "w4a8": ("w4a8", torch.bfloat16),

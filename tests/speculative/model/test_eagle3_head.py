@@ -21,6 +21,7 @@ from speculative.model.eagle3 import Eagle3Head, default_aux_layers, load_eagle3
 from speculative.model.head_checkpoint import read_held_out_rates
 from speculative.model.loading import load_decoder
 from speculative.state.batch import AttentionRows
+from tests.support.tiny_heads import write_tiny_head
 from tests.support.tiny_models import write_tiny_model
 from tests.support.vocabulary import needs_kernels
 from tools.train_head.head import initial_head, save_head
@@ -96,6 +97,14 @@ def test_a_head_has_four_bits_unless_its_target_is_exact(
     target = load_decoder(model, dtype=torch.bfloat16, device="cpu", weights=weights)
     served = load_eagle3(folder, target, dtype=torch.bfloat16)
     assert {linear.struct.kind for linear in served.modules() if isinstance(linear, NativeLinear)} == {kind}
+
+
+@needs_kernels
+def test_a_matrix_that_is_no_whole_number_of_groups_wide_stays_in_bfloat16(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "target", intermediate_size=40, num_hidden_layers=LAYERS)
+    target = load_decoder(model, dtype=torch.bfloat16, device="cpu", weights="bfloat16")
+    served = load_eagle3(write_tiny_head(tmp_path / "head", model), target, dtype=torch.bfloat16)
+    assert served.mlp.down_proj.struct.kind == 1 and served.mlp.gate_up_proj.struct.kind == 2
 
 
 @needs_kernels
