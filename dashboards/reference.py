@@ -28,8 +28,8 @@ def metrics_page() -> str:
             "Make means and shares from counters, and quantiles from histograms. A counter with labels starts with its "
             "first event, which `increase` does not see; the rules and panels on single events add it.",
             "",
-            "| metric | kind | unit | meaning, and that of its labels |",
-            "|---|---|---|---|",
+            "| metric | kind | meaning, and that of its labels |",
+            "|---|---|---|",
             *_rows(),
             "",
             *_section("`model_name` and `pool`", COMMON_MEANINGS),
@@ -56,7 +56,7 @@ def _rows() -> list[str]:
         if metric.buckets:
             parts.append(f"Buckets up to {', '.join(f'{bound:g}' for bound in metric.buckets)}.")
         meaning = " ".join(parts).replace("|", r"\|")
-        rows.append(f"| `{metric.name}` | {metric.kind} | {metric.unit} | {meaning} |")
+        rows.append(f"| `{metric.name}` | {metric.kind} | {meaning} |")
     return rows
 
 

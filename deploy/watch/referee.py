@@ -111,7 +111,7 @@ class Referee:
         self._options = options
         self._replayer = replayer
         self.sink = PrometheusSink(source="referee")
-        self._metrics = metrics = Metrics([self.sink], model_name=options.served, pool="watched")
+        self._metrics = metrics = Metrics(self.sink, model_name=options.served, pool="watched")
         self._reader = ExchangeReader(
             model,
             Tokenizer.from_folder(model.folder),

@@ -38,7 +38,7 @@ from serve_app.referee.replica_book import ReplicaBook
 from serve_app.referee.strata import SERVED_STRATA
 from serve_app.referee.tolerance import ServiceTolerances, Tolerance
 from serve_app.referee.verdicts import Checked
-from serve_app.telemetry.metrics import Metrics, PrometheusSink, Sink
+from serve_app.telemetry.metrics import Metrics, PrometheusSink
 from serve_app.telemetry.tracing import Carried, adopt, carried
 from serve_app.weights.coordinator import WeightCoordinator
 from serve_app.weights.transfer import Transfers
@@ -64,8 +64,7 @@ class Controller:
                 return numerics.replayed(await answered(replayers().replay.remote(request, carried(), avoid=avoid)))
 
         sums = PrometheusSink(source=context.replica_tag)
-        sinks: list[Sink] = [sums]
-        metrics = Metrics(sinks, model_name=config.model.served_name, pool=pool)
+        metrics = Metrics(sums, model_name=config.model.served_name, pool=pool)
         tolerances = ServiceTolerances(config.replay, config.engine)
         self._counts = counts = RefereeCounts(metrics, SERVED_STRATA)
         folder = None if config.dumps.folder is None else Path(config.dumps.folder)
@@ -129,7 +128,7 @@ class Controller:
             ResponseStore(config.responses.max_mib * 2**20, config.responses.max_age_s),
         )
         self._parts = {type(part).__name__: part for part in parts}
-        pools = watch_pools(context.app_name, config, sinks, registry.requests_on)
+        pools = watch_pools(context.app_name, config, sums, registry.requests_on)
         self._work = asyncio.get_running_loop().create_task(self._run(pools))
 
     async def _run(self, pools: Coroutine[Any, Any, None]) -> None:

@@ -16,10 +16,10 @@ _EVERY_S = 5.0
 _POOLS = {"DecodeServer": "decode", "PrefillServer": "prefill", "MonolithServer": "monolith", "StreamRouter": "router"}
 
 
-async def watch_pools(app_name: str, config: AppConfig, sinks: list[Sink], requests_on: Callable[[str], int]) -> None:
+async def watch_pools(app_name: str, config: AppConfig, sink: Sink, requests_on: Callable[[str], int]) -> None:
     """Record how many replicas each pool has and should have, until cancelled. `requests_on`: as `ReplicaCounts` takes
     it."""
-    pools = {pool: Metrics(sinks, model_name=config.model.served_name, pool=pool) for pool in _POOLS.values()}
+    pools = {pool: Metrics(sink, model_name=config.model.served_name, pool=pool) for pool in _POOLS.values()}
     counts = ReplicaCounts(pools.__getitem__, requests_on)
     failing = False
     while True:

@@ -43,7 +43,7 @@ class ReplicaRuntime:
         self.started_at = time.time()
         self.tracing = observe(config, role, self.name)
         self.buffer = BufferSink(self.name)
-        self.metrics = Metrics([self.buffer], model_name=config.model.served_name, pool=role)
+        self.metrics = Metrics(self.buffer, model_name=config.model.served_name, pool=role)
         self.tasks: set[asyncio.Task[Any]] = set()
         self.controller = ControllerClient(cache(lambda: controller_handle(self.app_name)))  # once it is needed
 

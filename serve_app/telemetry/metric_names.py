@@ -148,24 +148,21 @@ _SINCE_HANDOFF = {
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One metric of the catalogue. `unit` is the unit of its values.
+    """One metric of the catalogue; its name ends in the unit of its values, except counts.
 
     meanings: of its labels besides the common ones.
     """
 
     name: str
     kind: Kind
-    unit: str
     text: str
     meanings: Mapping[str, Meaning] = field(default_factory=dict)
     buckets: tuple[float, ...] = ()  # upper bounds of a histogram, ascending and positive; +Inf is implied
-    labels: tuple[str, ...] = field(init=False)
-    label_names: tuple[str, ...] = field(init=False)  # the common labels and its own, in the order of kept values
 
-    def __post_init__(self) -> None:
-        """Derive the names of the labels."""
-        object.__setattr__(self, "labels", tuple(self.meanings))
-        object.__setattr__(self, "label_names", COMMON_LABELS + self.labels)
+    @property
+    def label_names(self) -> tuple[str, ...]:
+        """The common labels and its own, in the order of kept values."""
+        return (*COMMON_LABELS, *self.meanings)
 
     @property
     def help(self) -> str:
@@ -177,34 +174,31 @@ def _listed(meaning: Meaning) -> str:
     return meaning if isinstance(meaning, str) else "; ".join(f"{value} = {text}" for value, text in meaning.items())
 
 
-def _counter(name: str, unit: str, text: str, **labels: Meaning) -> Metric:
-    return Metric(PREFIX + name, "counter", unit, text, labels)
+def _counter(name: str, text: str, **labels: Meaning) -> Metric:
+    return Metric(PREFIX + name, "counter", text, labels)
 
 
-def _gauge(name: str, unit: str, text: str, **labels: Meaning) -> Metric:
-    return Metric(PREFIX + name, "gauge", unit, text, labels)
+def _gauge(name: str, text: str, **labels: Meaning) -> Metric:
+    return Metric(PREFIX + name, "gauge", text, labels)
 
 
-def _histogram(name: str, unit: str, text: str, buckets: tuple[float, ...]) -> Metric:
-    return Metric(PREFIX + name, "histogram", unit, text, {}, buckets)
+def _histogram(name: str, text: str, buckets: tuple[float, ...]) -> Metric:
+    return Metric(PREFIX + name, "histogram", text, {}, buckets)
 
 
 CATALOGUE: tuple[Metric, ...] = (
     # Speculation
-    _counter("drafts_total", "rounds", "Rounds in which a sequence had at least one draft token."),
-    _counter("draft_tokens_total", "tokens", "Draft tokens proposed."),
-    _counter("accepted_tokens_total", "tokens", "Draft tokens accepted by the verifier."),
+    _counter("drafts_total", "Rounds in which a sequence had at least one draft token."),
+    _counter("draft_tokens_total", "Draft tokens proposed."),
+    _counter("accepted_tokens_total", "Draft tokens accepted by the verifier."),
     _counter(
-        "emitted_tokens_total",
-        "tokens",
-        "Tokens emitted: accepted drafts, and the recovered or bonus token of each round.",
+        "emitted_tokens_total", "Tokens emitted: accepted drafts, and the recovered or bonus token of each round."
     ),
-    _counter("prompt_tokens_total", "tokens", "Prompt tokens computed, recomputation after preemption included."),
-    _counter("draft_tokens_per_position_total", "tokens", "Draft tokens proposed.", position=_POSITION),
-    _counter("accepted_tokens_per_position_total", "tokens", "Draft tokens accepted.", position=_POSITION),
+    _counter("prompt_tokens_total", "Prompt tokens computed, recomputation after preemption included."),
+    _counter("draft_tokens_per_position_total", "Draft tokens proposed.", position=_POSITION),
+    _counter("accepted_tokens_per_position_total", "Draft tokens accepted.", position=_POSITION),
     _gauge(
         "held_out_acceptance_ratio",
-        "ratio",
         "Share of a draft head's drafts at a position that training found accepted on held-out answers, given "
         "that all before it are accepted. Exported for heads that come with it.",
         position=_POSITION,
@@ -212,51 +206,43 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     _counter(
         "draft_tokens_since_handoff_total",
-        "tokens",
         "Draft tokens proposed for clients' requests, by rounds since the handoff.",
         since_handoff=_SINCE_HANDOFF,
         weights=WEIGHT_AGES,
     ),
     _counter(
         "accepted_tokens_since_handoff_total",
-        "tokens",
         "Those of them that were accepted.",
         since_handoff="as above",
         weights="as above",
     ),
     _counter(
         "expected_accepted_tokens_total",
-        "tokens",
         "Sum of the verifier's own acceptance probabilities over the positions it reached. Accepted tokens must "
         "match it.",
     ),
     _counter(
         "achievable_accepted_tokens_total",
-        "tokens",
         "Sum of sum(min(p, q)) over the positions reached, with the q that drafts were sampled from: the most "
         "that a verifier can accept that knows q.",
     ),
     _counter(
         "step_seconds_total",
-        "seconds",
         "Time of the engine's steps.",
         phase={"draft": "drafting", "verify": "the target's forward pass and verification"},
     ),
     _counter(
         "speculated_seconds_total",
-        "seconds",
         "Time of steps that decode with drafts, where it is known what they cost without: drafts of dynamic "
         "length by truespec's engine. A step that took far longer than such steps do counts as a slow one.",
     ),
     _counter(
         "speculated_plain_seconds_total",
-        "seconds",
         "The time that the tokens of these steps would have taken without drafts, estimated from timed steps.",
     ),
     # Handoff and recovery
     _counter(
         "handoffs_total",
-        "handoffs",
         "Handoffs from prefill to decode.",
         result={
             "ok": "accepted by the decode engine",
@@ -264,10 +250,9 @@ CATALOGUE: tuple[Metric, ...] = (
             "failed": "no prefill replica supplied one; the decode engine computed the prompt",
         },
     ),
-    _counter("handoff_bytes_total", "bytes", "Bytes of computed-token state handed off."),
+    _counter("handoff_bytes_total", "Bytes of computed-token state handed off."),
     _counter(
         "handoff_seconds_total",
-        "seconds",
         "Time spent on handoffs.",
         phase={
             "prefill": "from the request for a prefill to its answer, as the decode replica sees it",
@@ -281,7 +266,6 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     _counter(
         "handoff_refusals_total",
-        "handoffs",
         "Handoffs that the decode side refused.",
         reason={
             "request": "it was computed for another prompt",
@@ -294,7 +278,6 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     _counter(
         "prefill_failures_total",
-        "prefills",
         "Prefills that failed and were retried or computed by the decode replica.",
         reason={
             "died": "the replica was lost, or could not be reached",
@@ -305,14 +288,12 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     _counter(
         "resumes_total",
-        "requests",
         "Requests whose decode replica was lost.",
         result={"resumed": "continues on another replica", "failed": "ended with an error"},
     ),
     # Requests
     _counter(
         "requests_total",
-        "requests",
         "Finished requests.",
         outcome={
             "stop": "ended with a stop token or a stop string",
@@ -322,111 +303,90 @@ CATALOGUE: tuple[Metric, ...] = (
             "rejected": "was not started: too much was in flight, or it asks for something that cannot be served",
         },
     ),
-    _counter("refusals_total", "requests", "Valid requests that were refused.", reason=REFUSALS),
+    _counter("refusals_total", "Valid requests that were refused.", reason=REFUSALS),
     _counter(
         "http_responses_total",
-        "responses",
         "Responses under /v1 and /inference. A stream that breaks off later has begun with 200. Replies of Ray "
         "Serve's proxy, for want of a replica, are not counted.",
         code="the HTTP status; 499 if the client left before its answer began",
     ),
     _counter(
         "key_file_reloads_total",
-        "reloads",
         "Reloads of a changed API key file.",
         result={"ok": "the new keys are in effect", "failed": "the file is invalid: the old keys stay in effect"},
     ),
-    _gauge("requests_running", "requests", "Client requests being computed."),
-    _gauge("requests_waiting", "requests", "Client requests waiting for room in the engine."),
-    _gauge("requests_routed", "requests", "Client requests whose streams a router passes on."),
-    _histogram("time_to_first_token_seconds", "seconds", "From a request's arrival to its first token.", _REQUEST_S),
-    _histogram(
-        "inter_token_latency_seconds", "seconds", "Between two messages of a stream, per token of the later.", _TOKEN_S
-    ),
-    _histogram("queue_time_seconds", "seconds", "From a request's arrival to its first step.", _REQUEST_S),
+    _gauge("requests_running", "Client requests being computed."),
+    _gauge("requests_waiting", "Client requests waiting for room in the engine."),
+    _gauge("requests_routed", "Client requests whose streams a router passes on."),
+    _histogram("time_to_first_token_seconds", "From a request's arrival to its first token.", _REQUEST_S),
+    _histogram("inter_token_latency_seconds", "Between two messages of a stream, per token of the later.", _TOKEN_S),
+    _histogram("queue_time_seconds", "From a request's arrival to its first step.", _REQUEST_S),
     _histogram(  # a request with n choices counts n times
         "request_duration_seconds",
-        "seconds",
         "From a request's arrival to its last token, of requests that ended with stop or length.",
         _DURATION_S,
     ),
     # KV cache
-    _gauge("kv_cache_usage_ratio", "ratio", "Share of the KV blocks that sequences hold, 0 to 1."),
-    _counter("prefix_cache_queries_total", "tokens", "Prompt tokens looked up in the prefix cache."),
-    _counter("prefix_cache_hits_total", "tokens", "Prompt tokens found in the prefix cache."),
-    _counter("preemptions_total", "preemptions", "Sequences that lost their KV and were recomputed."),
+    _gauge("kv_cache_usage_ratio", "Share of the KV blocks that sequences hold, 0 to 1."),
+    _counter("prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache."),
+    _counter("prefix_cache_hits_total", "Prompt tokens found in the prefix cache."),
+    _counter("preemptions_total", "Sequences that lost their KV and were recomputed."),
     # Self-checks of the engine
     _counter(
         "selfcheck_alarms_total",
-        "alarms",
         "Alarms of the engine's self-checks, whose terms have mean 0 as long as it samples from the distributions "
         "it claims to. A healthy engine raises none.",
         check=CHECKS,
     ),
     _counter(
         "selfcheck_terms_total",
-        "terms",
         "Zero-mean terms evaluated; z = (positive - negative) / sqrt(square) is of order 1.",
         check=_CHECK,
     ),
-    _counter("selfcheck_positive_total", "terms", "Sum of the terms' positive parts.", check=_CHECK),
-    _counter("selfcheck_negative_total", "terms", "Sum of the terms' negative parts, each above 0.", check=_CHECK),
-    _counter("selfcheck_square_total", "terms", "Sum of the terms' squares.", check=_CHECK),
+    _counter("selfcheck_positive_total", "Sum of the terms' positive parts.", check=_CHECK),
+    _counter("selfcheck_negative_total", "Sum of the terms' negative parts, each above 0.", check=_CHECK),
+    _counter("selfcheck_square_total", "Sum of the terms' squares.", check=_CHECK),
     _counter(
         "selfcheck_violations_total",
-        "requests",
         "Requests failed because a step broke an invariant. With vLLM also steps that verified sampled drafts "
         "without q (q_missing), and tokens (greedy, draw).",
         kind=INVARIANTS,
     ),
     _counter(
-        "selfcheck_rounds_total",
-        "rounds",
-        "Rounds of requests that sample, in the steps whose self-check terms are taken.",
+        "selfcheck_rounds_total", "Rounds of requests that sample, in the steps whose self-check terms are taken."
     ),
     _counter(
         "selfcheck_untested_rounds_total",
-        "rounds",
         "Those of them whose random numbers their client named by a seed, or another request with the same seed had "
         "used. No term counts them.",
     ),
-    _counter("rounds_with_logprobs_total", "rounds", "Rounds of requests that ask for logprobs."),
+    _counter("rounds_with_logprobs_total", "Rounds of requests that ask for logprobs."),
     _counter(
         "draft_tokens_with_logprobs_total",
-        "tokens",
         "Draft tokens in rounds of requests that ask for logprobs; 0 would mean that logprobs switch speculation off.",
     ),
     _counter(
-        "logprob_violations_total",
-        "requests",
-        "Requests failed because their logprobs broke the contract.",
-        kind=LOGPROB_RULES,
+        "logprob_violations_total", "Requests failed because their logprobs broke the contract.", kind=LOGPROB_RULES
     ),
     # Replay
-    _counter("replays_total", "replays", "Replays of finished requests.", result=REPLAY_RESULTS),
+    _counter("replays_total", "Replays of finished requests.", result=REPLAY_RESULTS),
     _gauge(
         "recent_replays",
-        "replays",
         f"Replays of a replica's answers that ended in the last hour, for the {MAX_ANSWERING} replicas that "
         "answered last.",
         answered_by=_ANSWERED_BY,
     ),
-    _gauge("recent_replay_failures", "replays", "Those of them that failed (twice).", answered_by=_ANSWERED_BY),
+    _gauge("recent_replay_failures", "Those of them that failed (twice).", answered_by=_ANSWERED_BY),
     _counter(
         "replays_requested_total",
-        "replays",
         "Finished requests that were selected for a replay, by what became of the bytes of their replies.",
         bytes=REPLY_BYTES,
     ),
     _counter(
-        "independent_replays_total",
-        "replays",
-        "Answers that an independent referee checked again.",
-        result=INDEPENDENT_RESULTS,
+        "independent_replays_total", "Answers that an independent referee checked again.", result=INDEPENDENT_RESULTS
     ),
     _counter(
         "referee_controls_total",
-        "replays",
         "Verified answers that were judged again with a change that the referee must find.",
         change={
             "logprobs": "each logprob is a nat too high",
@@ -441,49 +401,40 @@ CATALOGUE: tuple[Metric, ...] = (
             "failed": "not replayed",
         },
     ),
-    _gauge("replay_lag_seconds", "seconds", "Age of the oldest request that waits for its replay."),
-    _gauge("replays_running", "replays", "Replays that a replica is computing, or that wait for room in its engine."),
-    _counter("replay_tokens_total", "tokens", "Tokens whose logprob was compared with a replay's.", stratum=_STRATUM),
+    _gauge("replay_lag_seconds", "Age of the oldest request that waits for its replay."),
+    _gauge("replays_running", "Replays that a replica is computing, or that wait for room in its engine."),
+    _counter("replay_tokens_total", "Tokens whose logprob was compared with a replay's.", stratum=_STRATUM),
     _counter(
         "replay_tme_excess_total",
-        "ratio",
         "Sum of exp|d| - 1 over replayed tokens, d = served minus replayed logprob, |d| clipped at 10 nats; TME = 1 + "
         "this / replay tokens.",
         stratum=_STRATUM,
     ),
     _counter(
         "replay_gen_kl_total",
-        "nats",
-        "Sum of exp(-d) + d - 1 over replayed tokens; a healthy mean is below 0.001.",
+        "Sum of exp(-d) + d - 1 in nats over replayed tokens; a healthy mean is below 0.001.",
         stratum=_STRATUM,
     ),
-    _histogram("replay_drift_nats", "nats", "|served - replayed logprob| of a token.", _DRIFT_NATS),
-    _counter("replay_alarms_total", "alarms", "Alarms over replayed tokens.", alarm=REPLAY_ALARMS, stratum=_STRATUM),
+    _histogram("replay_drift_nats", "|served - replayed logprob| of a token.", _DRIFT_NATS),
+    _counter("replay_alarms_total", "Alarms over replayed tokens.", alarm=REPLAY_ALARMS, stratum=_STRATUM),
     _counter(
         "replay_distributions_total",
-        "requests",
         "Replayed requests, by their evidence about the distribution.",
         distribution=DISTRIBUTIONS,
     ),
-    _counter("verdicts_total", "requests", "Verdicts on answers.", verdict=VERDICTS),
+    _counter("verdicts_total", "Verdicts on answers.", verdict=VERDICTS),
     # A watched server
-    _counter(
-        "watched_requests_total", "requests", "Requests through the proxy of `truespec watch`.", result=WATCHED_RESULTS
-    ),
-    _counter(
-        "watched_answers_total", "answers", "Answers of a watched server that reached the referee.", result=READ_RESULTS
-    ),
+    _counter("watched_requests_total", "Requests through the proxy of `truespec watch`.", result=WATCHED_RESULTS),
+    _counter("watched_answers_total", "Answers of a watched server that reached the referee.", result=READ_RESULTS),
     # Breaker
     _gauge(
         "breaker_state",
-        "state",
         f"State of a replica's breaker: {', '.join(f'{value} {name}' for value, name in enumerate(BREAKER_STATES))}.",
     ),
-    _gauge("speculation_enabled", "state", "1 if client requests may speculate, according to breaker and operator."),
-    _counter("breaker_trips_total", "trips", "Breaker trips.", reason=TRIP_REASONS),
+    _gauge("speculation_enabled", "1 if client requests may speculate, according to breaker and operator."),
+    _counter("breaker_trips_total", "Breaker trips.", reason=TRIP_REASONS),
     _counter(
         "canaries_total",
-        "canaries",
         "Canary trials of speculation.",
         result={
             "passed": "no fault was found: speculation is re-enabled",
@@ -492,17 +443,15 @@ CATALOGUE: tuple[Metric, ...] = (
         },
     ),
     # Replicas, as Ray Serve counts them
-    _gauge("replicas_wanted", "replicas", "Replicas of the pool that Ray Serve is to run."),
-    _gauge("replicas_running", "replicas", "Replicas of the pool that serve."),
+    _gauge("replicas_wanted", "Replicas of the pool that Ray Serve is to run."),
+    _gauge("replicas_running", "Replicas of the pool that serve."),
     _counter(
         "replica_restarts_total",
-        "restarts",
         "Replicas that Ray Serve replaced because they died or failed their health check, not for a deployment, "
         "scaling or a drain.",
     ),
     _counter(
         "requests_interrupted_total",
-        "requests",
         "Clients' requests that a replica had, by its last report, when it was lost. Their clients got an error "
         "or a cut stream, or went on elsewhere with `recovery.resume`. No other metric counts them behind "
         "HAProxy.",
@@ -510,19 +459,16 @@ CATALOGUE: tuple[Metric, ...] = (
     # Weights and build
     _counter(
         "weight_updates_total",
-        "updates",
         "Weight updates of a replica.",
         result={"ok": "the new weights are served", "failed": "the old weights are still served"},
     ),
     _gauge(
         "kernels_active",
-        "state",
         "1 if a replica computes with the kernels made for its device; 0 if it runs without them, slowly.",
         kernels={"cpu": "our own, for AVX-512 or AVX2", "triton": "on a GPU, by Triton"},
     ),
     _gauge(
         "build_info",
-        "info",
         "1, for what a replica is.",
         version="truespec's",
         fingerprint="of the model's configuration and weights",

@@ -13,7 +13,7 @@ import math
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
@@ -35,35 +35,15 @@ _COUNTED_EVERY_S = 1.0  # what is summed before
 
 
 class Sink:
-    """Records values in a batch. Labels and kinds have been checked; calls come from any thread.
+    """A process's batch, and the lock under which it is recorded into, from any thread.
 
     Args:
         source: the process that records, as the gauges' labels name it.
     """
 
-    def __init__(self, source: str) -> None:
-        self._lock = threading.Lock()
-        self._batch = MetricBatch(source)
-
-    def count(self, metric: Metric, labels: LabelValues, value: float) -> None:
-        """Add `value` >= 0 to a counter; 0 makes the series appear."""
-        with self._lock:
-            self._batch.count((metric.name, labels), value)
-
-    def gauge(self, metric: Metric, labels: LabelValues, value: float) -> None:
-        """Set a gauge."""
-        with self._lock:
-            self._batch.gauges[metric.name, labels] = value
-
-    def observe(self, metric: Metric, labels: LabelValues, value: float) -> None:
-        """Put one observation into a histogram."""
-        with self._lock:
-            self._batch.observe((metric.name, labels), metric.buckets, value)
-
-    def forget(self, metric: Metric, labels: LabelValues) -> None:
-        """Export this series of a gauge no longer."""
-        with self._lock:
-            self._batch.gauges.pop((metric.name, labels), None)
+    def __init__(self, source: str = "") -> None:
+        self.lock = threading.Lock()
+        self.batch = MetricBatch(source)
 
 
 class Metrics:
@@ -73,36 +53,36 @@ class Metrics:
     the catalogue is a mistake in the program and raises ValueError.
     """
 
-    def __init__(self, sinks: Sequence[Sink], *, model_name: str, pool: str) -> None:
-        self._sinks = tuple(sinks)
+    def __init__(self, sink: Sink, *, model_name: str, pool: str) -> None:
+        self._sink = sink
         self._common: LabelValues = (model_name, pool)
-        self._unlabelled: dict[str, tuple[Metric, LabelValues]] = {}  # series without labels of their own, by name
+        self._unlabelled: dict[tuple[str, Kind], Series] = {}  # series without labels of their own
 
     def count(self, name: str, value: float = 1, **labels: str) -> None:
         """Add `value` to a counter. 0 is allowed, and makes the series appear."""
-        metric, values = self._resolve(name, "counter", value, labels)
+        series = self._resolve(name, "counter", value, labels)
         if value < 0:
             raise ValueError(f"{name} is a counter and cannot go down, got {value}.")
-        for sink in self._sinks:
-            sink.count(metric, values, value)
+        with self._sink.lock:
+            self._sink.batch.count(series, value)
 
     def gauge(self, name: str, value: float, **labels: str) -> None:
         """Set a gauge."""
-        metric, values = self._resolve(name, "gauge", value, labels)
-        for sink in self._sinks:
-            sink.gauge(metric, values, value)
+        series = self._resolve(name, "gauge", value, labels)
+        with self._sink.lock:
+            self._sink.batch.gauges[series] = value
 
-    def observe(self, name: str, value: float, **labels: str) -> None:
+    def observe(self, name: str, value: float) -> None:
         """Put one observation into a histogram."""
-        metric, values = self._resolve(name, "histogram", value, labels)
-        for sink in self._sinks:
-            sink.observe(metric, values, value)
+        series = self._resolve(name, "histogram", value, {})
+        with self._sink.lock:
+            self._sink.batch.observe(series, METRICS[name].buckets, value)
 
     def forget(self, name: str, **labels: str) -> None:
         """Export one series of a gauge no longer, until it is set again."""
-        metric, values = self._resolve(name, "gauge", 0, labels)
-        for sink in self._sinks:
-            sink.forget(metric, values)
+        series = self._resolve(name, "gauge", 0, labels)
+        with self._sink.lock:
+            self._sink.batch.gauges.pop(series, None)
 
     def record_steps(self, stats: StepStats, usage: EngineUsage) -> None:
         """Record what an engine counted since the last time, and what it holds now."""
@@ -147,22 +127,22 @@ class Metrics:
             self.count("truespec_selfcheck_square_total", sums.square, check=check)
             self.count("truespec_selfcheck_alarms_total", stats.alarms.get(check, 0), check=check)
 
-    def _resolve(self, name: str, kind: Kind, value: float, labels: Mapping[str, str]) -> tuple[Metric, LabelValues]:
-        known = None if labels else self._unlabelled.get(name)
-        if known is not None and known[0].kind == kind and math.isfinite(value):
+    def _resolve(self, name: str, kind: Kind, value: float, labels: Mapping[str, str]) -> Series:
+        known = None if labels else self._unlabelled.get((name, kind))
+        if known is not None and math.isfinite(value):
             return known
         metric = METRICS.get(name)
         if metric is None:
             raise ValueError(f"There is no metric {name!r}; serve_app.telemetry.metric_names lists them all.")
         if metric.kind != kind:
             raise ValueError(f"{name} is a {metric.kind}, not a {kind}.")
-        if labels.keys() != set(metric.labels):
-            raise ValueError(f"{name} takes the labels {list(metric.labels)}, got {sorted(labels)}.")
+        if labels.keys() != metric.meanings.keys():
+            raise ValueError(f"{name} takes the labels {list(metric.meanings)}, got {sorted(labels)}.")
         if not math.isfinite(value):
             raise ValueError(f"{name} takes finite numbers, got {value}.")
-        series = metric, self._common + tuple(labels[label] for label in metric.labels)
+        series = name, self._common + tuple(labels[label] for label in metric.meanings)
         if not labels:
-            self._unlabelled[name] = series
+            self._unlabelled[name, kind] = series
         return series
 
 
@@ -243,15 +223,15 @@ class BufferSink(Sink):
 
     def drain(self) -> MetricBatch:
         """Take the counts since the last drain, and all gauges: each batch alone says how the replica stands."""
-        with self._lock:
-            batch = self._batch
-            self._batch = MetricBatch(batch.source, gauges=dict(batch.gauges))
+        with self.lock:
+            batch = self.batch
+            self.batch = MetricBatch(batch.source, gauges=dict(batch.gauges))
         return batch
 
     def put_back(self, batch: MetricBatch) -> None:
         """Return a batch that could not be delivered; it goes with the next one."""
-        with self._lock:
-            self._batch.add(batch)
+        with self.lock:
+            self.batch.add(batch)
 
 
 class Sample(NamedTuple):
@@ -281,8 +261,8 @@ class PrometheusSink(Sink, Collector):
 
     def apply(self, batch: MetricBatch) -> None:
         """Take in what another process drained."""
-        with self._lock:
-            self._batch.add(batch)
+        with self.lock:
+            self.batch.add(batch)
             self._gauges[batch.source] = (self._clock(), dict(batch.gauges))
             observed = self._observed.setdefault(batch.source, {})
             for (name, _), histogram in batch.histograms.items():
@@ -300,15 +280,15 @@ class PrometheusSink(Sink, Collector):
     def histogram(self, name: str) -> BucketCounts:
         """A histogram's counts and sum, over all its labels."""
         added = BucketCounts([0] * (len(METRICS[name].buckets) + 1))
-        with self._lock:
-            for (own, _), histogram in self._batch.histograms.items():
+        with self.lock:
+            for (own, _), histogram in self.batch.histograms.items():
                 if own == name:
                     added.add(histogram)
         return added
 
     def histogram_by_source(self, name: str) -> dict[str, BucketCounts]:
         """The same of each process that is heard of and has observed anything."""
-        with self._lock:
+        with self.lock:
             self._forget_silent_replicas()
             found = {source: own[name] for source, own in self._observed.items() if name in own}
             return {source: BucketCounts(own.counts, own.total) for source, own in found.items()}
@@ -319,7 +299,7 @@ class PrometheusSink(Sink, Collector):
 
     def collect(self) -> Iterable[MetricFamily]:
         """Every metric of the catalogue, with or without samples."""
-        with self._lock:
+        with self.lock:
             self._forget_silent_replicas()
             return [self._family(metric) for metric in CATALOGUE]
 
@@ -329,36 +309,25 @@ class PrometheusSink(Sink, Collector):
         self._observed = {source: own for source, own in self._observed.items() if source in self._gauges}
 
     def _family(self, metric: Metric) -> MetricFamily:
+        about = metric.name, metric.help
         if metric.kind == "counter":
-            return _counter_family(metric, self._batch.counters)
+            counters = CounterMetricFamily(*about, labels=metric.label_names)
+            for (name, labels), value in self.batch.counters.items():
+                if name == metric.name:
+                    counters.add_metric(labels, value)
+            return counters
         if metric.kind == "histogram":
-            return _histogram_family(metric, self._batch.histograms)
-        gauges = {source: values for source, (_, values) in self._gauges.items()}
-        return _gauge_family(metric, gauges | {self._batch.source: self._batch.gauges})
-
-
-def _counter_family(metric: Metric, counters: Mapping[Series, float]) -> MetricFamily:
-    family = CounterMetricFamily(metric.name, metric.help, labels=metric.label_names)
-    for (name, labels), value in counters.items():
-        if name == metric.name:
-            family.add_metric(labels, value)
-    return family
-
-
-def _gauge_family(metric: Metric, gauges: Mapping[str, Mapping[Series, float]]) -> MetricFamily:
-    family = GaugeMetricFamily(metric.name, metric.help, labels=(*metric.label_names, REPLICA_LABEL))
-    for source, values in gauges.items():
-        for (name, labels), value in values.items():
-            if name == metric.name:
-                family.add_metric((*labels, source), value)
-    return family
-
-
-def _histogram_family(metric: Metric, histograms: Mapping[Series, BucketCounts]) -> MetricFamily:
-    family = HistogramMetricFamily(metric.name, metric.help, labels=metric.label_names)
-    bounds = [*(str(bound) for bound in metric.buckets), "+Inf"]
-    for (name, labels), histogram in histograms.items():
-        if name == metric.name:
-            cumulative = list(zip(bounds, accumulate(histogram.counts), strict=True))
-            family.add_metric(labels, cumulative, histogram.total)
-    return family
+            histograms = HistogramMetricFamily(*about, labels=metric.label_names)
+            bounds = [*map(str, metric.buckets), "+Inf"]
+            for (name, labels), histogram in self.batch.histograms.items():
+                if name == metric.name:
+                    cumulative = list(zip(bounds, accumulate(histogram.counts), strict=True))
+                    histograms.add_metric(labels, cumulative, histogram.total)
+            return histograms
+        gauges = GaugeMetricFamily(*about, labels=(*metric.label_names, REPLICA_LABEL))
+        known = {source: values for source, (_, values) in self._gauges.items()}
+        for source, values in (known | {self.batch.source: self.batch.gauges}).items():
+            for (name, labels), value in values.items():
+                if name == metric.name:
+                    gauges.add_metric((*labels, source), value)
+        return gauges

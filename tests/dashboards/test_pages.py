@@ -59,7 +59,7 @@ def test_every_metric_and_label_is_documented() -> None:
     lines = {line.split("`")[1]: line for line in metrics_page().splitlines() if line.startswith("| `truespec_")}
     for metric in CATALOGUE:
         assert metric.kind in lines[metric.name] and metric.text.replace("|", r"\|") in lines[metric.name]
-        assert all(f"`{label}`: " in lines[metric.name] for label in metric.labels)
+        assert all(f"`{label}`: " in lines[metric.name] for label in metric.meanings)
 
 
 def test_there_are_no_more_than_somebody_looks_at() -> None:

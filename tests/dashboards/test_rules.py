@@ -136,7 +136,7 @@ def test_an_annotation_marks_an_event_once_and_nothing_else(tmp_path: Path) -> N
 
 def test_promtool_has_nothing_to_say_about_the_exposition() -> None:
     sink = PrometheusSink(source="r1")
-    metrics = Metrics([sink], model_name="tiny", pool="decode")
+    metrics = Metrics(sink, model_name="tiny", pool="decode")
     record = {"counter": metrics.count, "gauge": metrics.gauge, "histogram": metrics.observe}
     for metric in CATALOGUE:
         own = [label for label in metric.label_names if label not in COMMON_LABELS]

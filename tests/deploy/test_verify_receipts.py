@@ -109,7 +109,7 @@ async def service(
     config = settings(drafter=NGRAM if drafter is None else sampled, kv_cache_tokens=2048, **changes)
     backend = TorchBackend(str(folder), "tiny", config)
     info = await backend.start()
-    source = PooledTokenSource(backend, Metrics([BufferSink("r")], model_name="tiny", pool="monolith"))
+    source = PooledTokenSource(backend, Metrics(BufferSink("r"), model_name="tiny", pool="monolith"))
     signing_key = None if key is None else SigningKey(key)
     app = build_ingress(FrontEnd(source, Tokenizer.from_folder(str(folder)), info, signing_key=signing_key))
     try:

@@ -34,7 +34,7 @@ class MadeUpApp:
     def __init__(self) -> None:
         self.clock = Clock(STARTED_AT)
         self.sink = PrometheusSink(clock=self.clock)
-        self._own = Metrics([self.sink], model_name="fake", pool="prefill")
+        self._own = Metrics(self.sink, model_name="fake", pool="prefill")
         counts = RefereeCounts(self._own, SERVED_STRATA)
         self.replicas = ReplicaRegistry(ReplicaBook(TOLERANCE, clock=self.clock), counts, clock=self.clock)
         self.book = StatusBook(ABOUT | {"verifies": False}, self.sink, self.clock)
@@ -44,7 +44,7 @@ class MadeUpApp:
         self.reasons = dict.fromkeys(POOLS, "")
 
     def metrics(self, replica: str) -> Metrics:
-        return Metrics([self.buffers[replica]], model_name="fake", pool=POOLS[replica])
+        return Metrics(self.buffers[replica], model_name="fake", pool=POOLS[replica])
 
     def serve(self, replica: str, num: int, *, first_token_s: float = 0.2, per_token_s: float = 0.012) -> None:
         """Count some answers of 40 tokens, 30 % of whose drafts are accepted."""

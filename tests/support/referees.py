@@ -34,7 +34,7 @@ from serve_app.referee.tolerance import Tolerance
 from serve_app.referee.verdicts import Checked, Verdict
 from serve_app.streams.pooled import PooledTokenSource
 from serve_app.streams.resuming import Streamed
-from serve_app.telemetry.metrics import MetricBatch, Metrics, PrometheusSink
+from serve_app.telemetry.metrics import MetricBatch, Metrics, PrometheusSink, Sink
 from serve_app.telemetry.tracing import Carried, Tracing
 from serve_app.weights.desired_state import CONFIGURED, DesiredState
 from speculative.engine import EngineCore
@@ -117,7 +117,7 @@ class Court:
         self.sink = PrometheusSink()
         self.now = 1000.0
         self.folder = tmp_path / "dumps"
-        self.metrics = Metrics([self.sink], model_name="tiny", pool="prefill")
+        self.metrics = Metrics(self.sink, model_name="tiny", pool="prefill")
         self.counts = counts = RefereeCounts(self.metrics, SERVED_STRATA)
         dumps = DumpFolder(self.folder, 10, 10**7)
         self.book = ReplicaBook(TOLERANCE, dumps, alarmed=counts.alarmed, clock=lambda: self.now)
@@ -179,7 +179,7 @@ class RefereeHandle:
     """A referee that is some way off: a report comes at once, and is heard and answered when `far` lets it."""
 
     def __init__(self) -> None:
-        counts = RefereeCounts(Metrics([], model_name="fake", pool="decode"), SERVED_STRATA)
+        counts = RefereeCounts(Metrics(Sink(), model_name="fake", pool="decode"), SERVED_STRATA)
         self.registry = ReplicaRegistry(ReplicaBook(TOLERANCE), counts)
         self.far = (asyncio.Event(), asyncio.Event())  # the way there, the way back
         for way in self.far:

@@ -90,7 +90,7 @@ class TappedService:
                 checks.ended(record)
 
         self.source = BackendSource(backend)
-        metrics = Metrics([BufferSink("r1")], model_name="m", pool="decode")
+        metrics = Metrics(BufferSink("r1"), model_name="m", pool="decode")
         source = observed(self.source, metrics, select=checks.select, ended=ended)
         self.front_end = FrontEnd(source, tokenizer, info(tokenizer, settings["max_model_len"]), limits, checks=checks)
         self.app = build_ingress(self.front_end, replies=replies or PastReplies())

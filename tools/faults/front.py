@@ -21,7 +21,7 @@ from serve_app.referee.wire.exchange import CHAT, COMPLETIONS
 from serve_app.referee.wire.own import OwnReader
 from serve_app.streams.observed import ObservedSource, SourceLimits
 from serve_app.streams.pooled import PooledTokenSource
-from serve_app.telemetry.metrics import Metrics
+from serve_app.telemetry.metrics import Metrics, Sink
 from serve_app.text.tokenizer import Tokenizer
 from tools.faults.mutants import Mutant
 from tools.faults.served import TINY
@@ -81,7 +81,7 @@ async def _watch(mutant: Mutant, folder: Path, until: Callable[[Watch, int], boo
         checks.ended(record)
 
     try:
-        metrics = Metrics([], model_name="audited", pool="monolith")
+        metrics = Metrics(Sink(), model_name="audited", pool="monolith")
         source = ObservedSource(
             PooledTokenSource(backend, metrics, None),
             metrics,

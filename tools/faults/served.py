@@ -83,7 +83,7 @@ class FaultyServer:
             if self.handoffs:
                 prefill, _ = await stack.enter_async_context(self._backend(load_engine))
             sink = PrometheusSink(source="audited")
-            metrics = Metrics([sink], model_name="audited", pool="decode")
+            metrics = Metrics(sink, model_name="audited", pool="decode")
 
             async def remote(request: Any, first_token: bool) -> Any:
                 assert prefill is not None

@@ -64,7 +64,7 @@ def make(serve_fake: ServeFake, tmp_path_factory: pytest.TempPathFactory) -> Cal
     def make(**options: bool) -> Guarded:
         sink = PrometheusSink()
         access = Access(KeyStore(path))
-        gate = Gate(access, Metrics([sink], model_name="fake", pool="decode"), **options)
+        gate = Gate(access, Metrics(sink, model_name="fake", pool="decode"), **options)
         operations, admin = Operations(exposition, well), Admin(access, replicas, replicas)
         page = StatusFeed(status, status)
         return Guarded(serve_fake(operations=operations, admin=admin, page=page, gate=gate, step_s=0.01), sink)

@@ -109,7 +109,7 @@ class Watched:
         self.slow = Slow()
         self.sink = PrometheusSink()
         self.clock = clock
-        metrics = Metrics([self.sink], model_name="m", pool="decode")
+        metrics = Metrics(self.sink, model_name="m", pool="decode")
         own = SourceLimits(**{"max_running": 8, "timeout_s": 60.0} | limits)  # type: ignore[arg-type]
         self.source = observed(self.slow, metrics, own, clock=clock)
         self.tasks: dict[str, asyncio.Task[int]] = {}
@@ -342,7 +342,7 @@ async def test_the_other_prompts_of_a_refused_body_are_rejected_too(clock: Clock
 async def test_a_deployed_front_end_refuses_for_good_what_its_source_could_never_take(tokenizer_folder: Path) -> None:
     runtime = object.__new__(ReplicaRuntime)
     runtime.config = parse_args({"model": {"source": "fake"}, "limits": {"max_ongoing_requests": 40}})
-    runtime.metrics = Metrics([PrometheusSink()], model_name="m", pool="router")
+    runtime.metrics = Metrics(PrometheusSink(), model_name="m", pool="router")
     front = HttpFront(runtime, Reporter(runtime))
     info = ModelInfo("m", 1000, 340, "f", str(tokenizer_folder), (2,))
     front.open(Slow(), Records("r1", 1000), info, num_engines=2)

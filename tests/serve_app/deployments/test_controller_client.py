@@ -70,7 +70,7 @@ def client(controller: Controller) -> ControllerClient:
 
 
 def report(replica: str = "r1", **changes: Any) -> Report:
-    metrics = Metrics([buffer := BufferSink(replica)], model_name="fake", pool="decode")
+    metrics = Metrics(buffer := BufferSink(replica), model_name="fake", pool="decode")
     metrics.count("truespec_requests_total", 7, outcome="stop")
     status = ReplicaStatus(replica, "decode", BreakerState.CLOSED, Mode.AUTO, 0.0, "")
     return Report(status, buffer.drain(), **changes)

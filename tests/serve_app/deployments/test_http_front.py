@@ -26,7 +26,7 @@ def opened(folder: Path, source: DeltaSource, template: str | None = None) -> Ht
     runtime = object.__new__(ReplicaRuntime)
     model = {"source": "fake", "chat_template": template}
     runtime.config = parse_args({"model": model, "replay": {"sample_rate": 1}})
-    runtime.metrics = Metrics([PrometheusSink()], model_name="m", pool="router")
+    runtime.metrics = Metrics(PrometheusSink(), model_name="m", pool="router")
     front = HttpFront(runtime, Reporter(runtime))
     front.open(source, Records("r1", 1000), ModelInfo("m", 1000, 340, "f", str(folder), (2,)))
     return front

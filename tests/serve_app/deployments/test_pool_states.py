@@ -33,7 +33,7 @@ async def test_what_is_not_reported_is_said_once_and_does_not_end_the_watch(
     sink = PrometheusSink(source="c")
     config = parse_args({"version": 1, "model": {"source": "tiny"}})
     with caplog.at_level(logging.WARNING, "truespec.serve"):
-        watch = asyncio.create_task(pool_states.watch_pools("truespec", config, [sink], lambda name: 0))
+        watch = asyncio.create_task(pool_states.watch_pools("truespec", config, sink, lambda name: 0))
         await asyncio.wait_for(seen.wait(), 10)
         watch.cancel()
     assert [one.getMessage().rpartition(": ")[2] for one in caplog.records] == [

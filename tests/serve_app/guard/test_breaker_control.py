@@ -26,7 +26,7 @@ from serve_app.referee.replay_checker import ReplayChecker
 from serve_app.referee.replica_book import Finding, ReplicaBook
 from serve_app.referee.verdicts import Checked, Verdict
 from serve_app.streams.pooled import PooledTokenSource
-from serve_app.telemetry.metrics import BufferSink, Metrics
+from serve_app.telemetry.metrics import BufferSink, Metrics, Sink
 from speculative.config import DrafterConfig
 from speculative.engine import EngineCore
 from speculative.errors import EngineFault
@@ -47,7 +47,7 @@ class Replica:
         self.now = 1000.0
         self.backend = FakeBackend(FakeConfig())
         self.buffer = BufferSink("r1")
-        metrics = Metrics([self.buffer], model_name="fake", pool="decode")
+        metrics = Metrics(self.buffer, model_name="fake", pool="decode")
         self.breaker = Breaker(BreakerSettings(10, 100, 30), lambda: self.now)
         self.verdict: Verdict | Exception = Verdict.VERIFIED
         self.judged: list[Answer] = []
@@ -229,7 +229,7 @@ async def test_a_canary_that_does_not_pass_leaves_speculation_off(
 async def test_a_canary_that_drafted_too_little_goes_on_and_then_has_shown_nothing(
     replica: Replica, min_drafted: int, passed: bool | None, most: int
 ) -> None:
-    source = PooledTokenSource(replica.backend, Metrics([], model_name="fake", pool="decode"))
+    source = PooledTokenSource(replica.backend, Metrics(Sink(), model_name="fake", pool="decode"))
     canary = Canary(source, Records("r1", 256), replica.judge, CanarySettings(2, min_drafted))
     assert await canary.try_out() is passed
     assert len(replica.judged) == most
@@ -309,7 +309,7 @@ class Rehearsed:
 
     def __init__(self, folder: Path, drafter: DrafterConfig) -> None:
         self.backend = TorchBackend(str(folder), "tiny", settings(drafter=drafter, max_num_seqs=4), load_rehearsing)
-        self.book, metrics = ReplicaBook(TOLERANCE), Metrics([], model_name="tiny", pool="decode")
+        self.book, metrics = ReplicaBook(TOLERANCE), Metrics(Sink(), model_name="tiny", pool="decode")
         self.checker = ReplayChecker(lambda one, avoid: self.backend.replay(one), Judge(TOLERANCE).judge, self.book)
         source, records = PooledTokenSource(self.backend, metrics), Records("r1", 512, 8)
         self.canary = Canary(source, records, self.checker.check, CanarySettings(2))

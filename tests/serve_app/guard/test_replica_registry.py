@@ -12,7 +12,7 @@ from serve_app.guard.replica_registry import ReplicaRegistry
 from serve_app.referee.replica_book import ReplicaBook
 from serve_app.referee.strata import SERVED_STRATA
 from serve_app.referee.verdicts import Trip
-from serve_app.telemetry.metrics import BufferSink, Metrics
+from serve_app.telemetry.metrics import BufferSink, Metrics, Sink
 from tests.support.clock import Clock
 from tests.support.referees import TOLERANCE
 
@@ -24,7 +24,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def registry(clock: Clock) -> ReplicaRegistry:
-    counts = RefereeCounts(Metrics([], model_name="m", pool="decode"), SERVED_STRATA)
+    counts = RefereeCounts(Metrics(Sink(), model_name="m", pool="decode"), SERVED_STRATA)
     return ReplicaRegistry(ReplicaBook(TOLERANCE, clock=clock), counts, clock=clock)
 
 
@@ -34,7 +34,7 @@ def status(replica: str, state: BreakerState = BreakerState.CLOSED) -> ReplicaSt
 
 def test_a_report_of_a_trip_leaves_the_trip_and_its_alarm(registry: ReplicaRegistry, clock: Clock) -> None:
     buffer = BufferSink("r1")
-    metrics = Metrics([buffer], model_name="m", pool="decode")
+    metrics = Metrics(buffer, model_name="m", pool="decode")
     metrics.count("truespec_selfcheck_alarms_total", 0, check="b")
     metrics.count("truespec_selfcheck_alarms_total", 1, check="lag_g")
     metrics.count("truespec_logprob_violations_total", 4, kind="mass")
@@ -67,13 +67,13 @@ def test_the_requests_that_a_replica_had_are_known_while_it_is_remembered(
     registry: ReplicaRegistry, clock: Clock
 ) -> None:
     buffer = BufferSink("r1")
-    metrics = Metrics([buffer], model_name="m", pool="decode")
+    metrics = Metrics(buffer, model_name="m", pool="decode")
     metrics.gauge("truespec_requests_running", 3)
     metrics.gauge("truespec_requests_waiting", 2)
     metrics.gauge("truespec_replays_running", 7)
     registry.on_heartbeat(Report(status("r1"), buffer.drain()))
     router = BufferSink("router")
-    Metrics([router], model_name="m", pool="router").gauge("truespec_requests_routed", 4)
+    Metrics(router, model_name="m", pool="router").gauge("truespec_requests_routed", 4)
     registry.note_requests(router.drain())
     assert [registry.requests_on(name) for name in ("r1", "router", "r2")] == [5, 4, 0]
     clock.now += 1000

@@ -69,7 +69,7 @@ class Fuzzed:
         self.backend: FakeBackend
         self.backend, _ = make_backend(tokenizer, max_model_len=96)
         self.backend._started = True
-        metrics = Metrics([PrometheusSink()], model_name="fake", pool="monolith")
+        metrics = Metrics(PrometheusSink(), model_name="fake", pool="monolith")
         limits = SourceLimits(64, 20.0, max_queued_tokens=5000, max_first_token_s=20.0)
         self.source = observed(PooledTokenSource(self.backend, metrics), metrics, limits)
         info = self.backend.info

@@ -52,7 +52,7 @@ class Replica:
     async def _serve(self) -> None:
         for backend in self.backends:
             info = await backend.start()
-        metrics = Metrics([BufferSink("r1")], model_name="tiny", pool="decode")
+        metrics = Metrics(BufferSink("r1"), model_name="tiny", pool="decode")
 
         async def ask(request: Request, first_token: bool) -> Prefilled:
             return await self.backends[1].prefill(request, first_token=first_token)

@@ -21,7 +21,7 @@ from serve_app.referee.replay_checker import ReplayChecker
 from serve_app.referee.replica_book import ReplicaBook
 from serve_app.referee.verdicts import Checked, Verdict
 from serve_app.streams.pooled import PooledTokenSource
-from serve_app.telemetry.metrics import Metrics
+from serve_app.telemetry.metrics import Metrics, Sink
 from serve_app.text.tokenizer import Tokenizer
 from speculative.config import EngineConfig
 from speculative.errors import InvalidRequest
@@ -96,7 +96,7 @@ async def test_a_canary_tries_the_adapters_that_clients_use(backend: FakeBackend
         judged.append(answer)
         return Checked(Verdict.VERIFIED, "set by the test")
 
-    source = PooledTokenSource(backend, Metrics([], model_name="fake", pool="decode"))
+    source = PooledTokenSource(backend, Metrics(Sink(), model_name="fake", pool="decode"))
     canary = Canary(source, Records("r1", 256), judge, CanarySettings(num_requests=3))
     for name in RULE:
         canary.remember(Request(f"client-{name}-0", (5, 6, 7), adapter=name))

@@ -113,7 +113,7 @@ async def test_how_a_request_ended_is_counted_as_its_client_is_reported(
     ids = tokenizer.encode("one STOP")
     script.say(ids)
     sink = PrometheusSink()
-    source = observed(BackendSource(backend), Metrics([sink], model_name="m", pool="monolith"))
+    source = observed(BackendSource(backend), Metrics(sink, model_name="m", pool="monolith"))
     reply = await reply_to(front_end(source, tokenizer), completion(prompt=prompts, stop="STOP", max_tokens=len(ids)))
     assert {choice["finish_reason"] for choice in reply["choices"]} == {"stop"}
     assert counts_by(sink, "requests", "outcome") == {"stop": len(prompts)}
@@ -127,7 +127,7 @@ async def test_a_choice_that_goes_on_after_its_stop_string_has_stopped(tokenizer
         run_of(tokenizer, "end", 1, finish_reason=FinishReason.LENGTH),
     )
     sink = PrometheusSink()
-    metrics = Metrics([sink], model_name="m", pool="monolith")
+    metrics = Metrics(sink, model_name="m", pool="monolith")
     await reply_to(front_end(observed(source, metrics), tokenizer), completion(stop="!", n=2))
     assert counts_by(sink, "requests", "outcome") == {"stop": 1, "length": 1}
 

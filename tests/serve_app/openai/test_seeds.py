@@ -54,7 +54,7 @@ class Service:
 
     async def start(self) -> "Service":
         self.info = await self.backend.start()
-        source = PooledTokenSource(self.backend, Metrics([BufferSink("r")], model_name="tiny", pool="monolith"))
+        source = PooledTokenSource(self.backend, Metrics(BufferSink("r"), model_name="tiny", pool="monolith"))
         self.front = FrontEnd(source, Tokenizer.from_folder(str(self._folder)), self.info)
         return self
 
@@ -172,7 +172,7 @@ async def test_the_end_of_a_choice_says_it_once(
     script.say("abcdefgh")
     info = dataclasses.replace(await backend.start(), computing=computing)
     front = FrontEnd(
-        PooledTokenSource(backend, Metrics([BufferSink("r")], model_name="fake", pool="decode")), tokenizer, info
+        PooledTokenSource(backend, Metrics(BufferSink("r"), model_name="fake", pool="decode")), tokenizer, info
     )
     job = await front.prepare(make(model="fake", seed=1, max_tokens=9, stream=stream))
     assert job.requests[0].params.reproducible is computing.couples_seeds

@@ -471,7 +471,7 @@ async def test_constraints_that_leave_no_token_are_the_clients_mistake(
     """At once and on the way; the engine breaks no invariant, and who is beside it gets what it gets alone."""
     backend, sink = TorchBackend(str(tiny_folder), "m", settings(drafter=drafter)), PrometheusSink(source="r1")
     model, tokenizer = await backend.start(), Tokenizer.from_folder(tiny_folder, "chatml-tools")
-    end = FrontEnd(observed(BackendSource(backend), Metrics([sink], model_name="m", pool="all")), tokenizer, model)
+    end = FrontEnd(observed(BackendSource(backend), Metrics(sink, model_name="m", pool="all")), tokenizer, model)
     beside = completion(max_tokens=40, seed=1, ignore_eos=True)
     try:
         alone = await reply_to(end, beside)

@@ -20,7 +20,7 @@ class Watched:
 
     def restart(self, name: str) -> None:
         self.buffer = BufferSink(name)
-        self.metrics = Metrics([self.buffer], model_name="m", pool="decode")
+        self.metrics = Metrics(self.buffer, model_name="m", pool="decode")
 
     def count(self, name: str, value: float = 1, **labels: str) -> None:
         self.metrics.count(name, value, **labels)
@@ -147,7 +147,7 @@ def test_cache_and_preemptions_and_what_drafts_gain_are_those_of_the_minute(watc
         watched.count(f"truespec_{name}_total", value)
     watched.count("truespec_speculated_plain_seconds_total", 8)
     other = BufferSink("r2")
-    Metrics([other], model_name="m", pool="decode").gauge("truespec_kv_cache_usage_ratio", 0.9)
+    Metrics(other, model_name="m", pool="decode").gauge("truespec_kv_cache_usage_ratio", 0.9)
     watched.metrics.gauge("truespec_kv_cache_usage_ratio", 0.3)
     watched.sink.apply(other.drain())
     watched.pass_time(10)
@@ -161,7 +161,7 @@ def test_cache_and_preemptions_and_what_drafts_gain_are_those_of_the_minute(watc
 
 def test_latencies_of_a_replica_are_its_own_and_of_the_last_minutes(watched: Watched) -> None:
     other = BufferSink("r2")
-    slow = Metrics([other], model_name="m", pool="decode")
+    slow = Metrics(other, model_name="m", pool="decode")
     for _ in range(10):
         watched.metrics.observe("truespec_time_to_first_token_seconds", 0.2)
         slow.observe("truespec_time_to_first_token_seconds", 2.0)

@@ -152,7 +152,7 @@ def test_the_book_adds_up_replicas_but_never_strata() -> None:
     book = StatusBook({"model": "m"}, sink, clock)
     for name in ("r1", "r2"):
         buffer = BufferSink(name)
-        metrics = Metrics([buffer], model_name="m", pool="decode")
+        metrics = Metrics(buffer, model_name="m", pool="decode")
         metrics.count("truespec_emitted_tokens_total", 10)
         metrics.count("truespec_draft_tokens_per_position_total", 8, position="0")
         metrics.count("truespec_accepted_tokens_per_position_total", 6, position="0")

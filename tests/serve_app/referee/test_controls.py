@@ -175,7 +175,7 @@ async def test_what_was_not_replayed_is_not_missed(engine: EngineCore, failing: 
 
 def test_every_result_is_counted_from_the_start() -> None:
     sink = PrometheusSink()
-    ended = count_controls(Metrics([sink], model_name="tiny", pool="prefill"))
+    ended = count_controls(Metrics(sink, model_name="tiny", pool="prefill"))
     ended("seed", "missed")
     exposition, _ = sink.exposition()
     series = [line for line in exposition.decode().splitlines() if line.startswith("truespec_referee_controls_total{")]

@@ -16,7 +16,7 @@ def pool(wanted: int, running: str, moving: str = "", **changes: Any) -> PoolSta
 def counted(*looks: PoolState) -> dict[str, float]:
     """The metrics of the pool after these looks at it; replica a had one request, b two, and so on."""
     sink = PrometheusSink(source="c")
-    counts = ReplicaCounts(lambda name: Metrics([sink], model_name="tiny", pool=name), lambda name: ord(name) - 96)
+    counts = ReplicaCounts(lambda name: Metrics(sink, model_name="tiny", pool=name), lambda name: ord(name) - 96)
     for look in looks:
         counts.note({"decode": look})
     return {
@@ -54,7 +54,7 @@ def test_requests_of_lost_replicas_are_counted_but_for_prompts_that_are_asked_fo
     assert counted(*looks)["truespec_requests_interrupted_total"] == 1 + 3
     assert counted(pool(2, "ab"), pool(1, "a"))["truespec_requests_interrupted_total"] == 0, "it was stopped in order"
     sink = PrometheusSink(source="c")
-    counts = ReplicaCounts(lambda name: Metrics([sink], model_name="tiny", pool=name), lambda name: 5)
+    counts = ReplicaCounts(lambda name: Metrics(sink, model_name="tiny", pool=name), lambda name: 5)
     for look in looks:
         counts.note({"prefill": look})
     assert "truespec_requests_interrupted_total" not in {sample.name for sample in sink.samples()}

@@ -49,7 +49,7 @@ class Pools:
         self.failures: list[Exception | None] = []  # of the first attempts; None = it never answers
         self.given_up: list[str] = []
         self.sink = BufferSink("test")
-        self.metrics = Metrics([self.sink], model_name="tiny", pool="decode")
+        self.metrics = Metrics(self.sink, model_name="tiny", pool="decode")
         self.records = Records("decode-1", 512)
         self.source = PooledTokenSource(self.decode, self.metrics, self._ask, self.records.handed_off)
 

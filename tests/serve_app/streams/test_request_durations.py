@@ -39,7 +39,7 @@ class Timed:
 async def measured(*deltas: tuple[float, TokenDelta | Exception], stop_after: int | None = None) -> dict[str, float]:
     """The sum of each histogram that observed anything."""
     clock, sink = Clock(), PrometheusSink()
-    source = observed(Timed(clock, deltas), Metrics([sink], model_name="m", pool="decode"), clock=clock)
+    source = observed(Timed(clock, deltas), Metrics(sink, model_name="m", pool="decode"), clock=clock)
     num = 0
     async with contextlib.aclosing(source.stream([REQUEST])) as arriving:
         async for _ in arriving:

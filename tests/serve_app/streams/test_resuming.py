@@ -76,7 +76,7 @@ class Service:
 
     def __init__(self, engines: Sequence[TorchBackend], tokenizer: Tokenizer, info: Any) -> None:
         self.sink = BufferSink("router")
-        self.metrics = Metrics([self.sink], model_name="tiny", pool="router")
+        self.metrics = Metrics(self.sink, model_name="tiny", pool="router")
         self.records = Records("router", info.max_model_len)
         self.sources = [PooledTokenSource(engine, self.metrics) for engine in engines]
         self.tokenizer, self.info, self.engines = tokenizer, info, engines
@@ -301,7 +301,7 @@ class Hanging:
 
 def resuming(pool: Any, silence_s: float, **changes: Any) -> tuple[ResumingSource, BufferSink]:
     sink = BufferSink("router")
-    metrics = Metrics([sink], model_name="tiny", pool="router")
+    metrics = Metrics(sink, model_name="tiny", pool="router")
     settings = {"most_resumes": 1, "silence_s": silence_s, **changes}
     return ResumingSource(pool, metrics, Records("router", 64), **settings), sink
 
@@ -426,7 +426,7 @@ async def test_a_death_inside_a_character_or_a_stop_string(tokenizer: Tokenizer,
     """A fake engine says this text byte by byte, one a message."""
     said = "é🙂 aST STOP never"
     ids = [token for byte in said.encode() for token in _byte_ids(tokenizer, byte)]
-    metrics = Metrics([BufferSink("router")], model_name="fake", pool="router")
+    metrics = Metrics(BufferSink("router"), model_name="fake", pool="router")
     backend, _ = make_backend(tokenizer, run_length=1)
     backend._next_token = lambda request, tokens: [*ids, 0][len(tokens) - len(request.prompt_token_ids)]
     await backend.start()

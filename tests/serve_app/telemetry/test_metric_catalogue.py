@@ -51,7 +51,7 @@ def test_what_the_code_counts_is_known() -> None:
     unknown = [
         (name, label, value)
         for name, label, value in found
-        if label in METRICS[name].labels
+        if label in METRICS[name].meanings
         and not isinstance(meaning := METRICS[name].meanings[label], str)
         and value not in meaning
     ]

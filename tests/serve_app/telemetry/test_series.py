@@ -26,11 +26,11 @@ class Service:
     def __init__(self, tmp_path: Path) -> None:
         self.now, self.num = 0.0, 0
         self.page = PrometheusSink(source="controller", clock=lambda: self.now)
-        controller = Metrics([self.page], model_name="m", pool="prefill")
+        controller = Metrics(self.page, model_name="m", pool="prefill")
         self.counts = RefereeCounts(controller, {*SERVED_STRATA, *WATCHED_STRATA}, lambda: self.now)
         self.checker, self.answer = Court(tmp_path).checker, served()
         self.buffer = BufferSink("front")
-        self.front = Metrics([self.buffer], model_name="m", pool="decode")
+        self.front = Metrics(self.buffer, model_name="m", pool="decode")
         self.front.record_steps(StepStats(), USAGE)
         self.ages = WeightAges()
         self.build = {"version": "1", "fingerprint": "at first", "drafter": "ngram"}
@@ -56,7 +56,7 @@ class Service:
 
     def _replica(self, name: str) -> None:
         buffer = BufferSink(name)
-        metrics = Metrics([buffer], model_name="m", pool="decode")
+        metrics = Metrics(buffer, model_name="m", pool="decode")
         metrics.count("truespec_drafts_total", 5)
         metrics.gauge("truespec_requests_running", 2)
         self.page.apply(buffer.drain())

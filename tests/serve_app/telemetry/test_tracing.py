@@ -66,7 +66,7 @@ class App:
     def __init__(self, tokenizer: Tokenizer, *, share: float | None) -> None:
         self.exporter = InMemorySpanExporter()
         self.share = share
-        metrics = Metrics([BufferSink("d")], model_name="fake", pool="decode")
+        metrics = Metrics(BufferSink("d"), model_name="fake", pool="decode")
         self.traces = {name: self._tracing(name) for name in ("decode", "prefill", "referee")}
         fakes = [make_backend(tokenizer)[0] for _ in range(2)]
         self.decode, self.prefill = fakes

@@ -100,7 +100,7 @@ async def test_a_reply_reports_the_weights_that_are_served_when_it_is_made(token
     backend, script = make_backend(tokenizer, run_length=1)
     script.say("abcd")
     info = await backend.start()
-    metrics = Metrics([BufferSink("r")], model_name="fake", pool="router")
+    metrics = Metrics(BufferSink("r"), model_name="fake", pool="router")
     front = FrontEnd(PooledTokenSource(backend, metrics), tokenizer, info, Limits())
     for make in (completion, chat):
         job = await front.prepare(make(model="fake", max_tokens=8, temperature=0))

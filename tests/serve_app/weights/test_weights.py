@@ -283,7 +283,7 @@ class Replica:
     def __init__(self, backend: FakeBackend | None = None) -> None:
         self.backend = backend or FakeBackend(FakeConfig(fingerprint="f0"))
         self.switched: list[ModelInfo] = []
-        metrics = Metrics([BufferSink("r")], model_name="m", pool="decode")
+        metrics = Metrics(BufferSink("r"), model_name="m", pool="decode")
 
         @asynccontextmanager
         async def folders(ref: WeightsRef) -> AsyncIterator[tuple[str, str | None]]:

@@ -7,7 +7,7 @@ import pytest
 from serve_app.referee.records import Records
 from serve_app.referee.verdicts import Verdict
 from serve_app.referee.wire.demands import broken_limit
-from serve_app.telemetry.metrics import Metrics
+from serve_app.telemetry.metrics import Metrics, Sink
 from speculative.request import FinishReason, Request, SamplingParams, TokenDelta, TokenKind
 from tests.support.front_ends import DeltaSource, observed
 from tests.support.referees import Court, served
@@ -45,7 +45,7 @@ async def test_an_answer_too_long_goes_to_the_referee_though_it_was_not_selected
     kinds = (TokenKind.BONUS,) * num_tokens
     source = observed(
         DeltaSource(TokenDelta("", tuple(range(5, 5 + num_tokens)), kinds, finish_reason=FinishReason.LENGTH)),
-        Metrics([], model_name="m", pool="decode"),
+        Metrics(Sink(), model_name="m", pool="decode"),
         records=Records("r1", 256, 4, (EOS,)),
         ended=lambda record, checked: ended.append(record.broken_limit if checked else ""),
     )
