@@ -63,17 +63,20 @@ def _options(config: AppConfig, name: PoolName) -> dict[str, Any]:
         if pool.autoscaling is None
         else {"autoscaling_config": pool.autoscaling.serve_options(name)}
     )
+    return scaling | _routing(config, name) | _shared_options(config, 1) | _place(config, name)
+
+
+def _shared_options(config: AppConfig, num_engines: int) -> dict[str, Any]:
+    """Options of every replica that takes requests, with so many engines behind it."""
+    limits = config.limits
     return {
-        **scaling,
-        **_routing(config, name),
         # Serve lets more in than the replica takes on, so that it is the replica that answers 429 with a reason and an
         # honest Retry-After; what even that cannot hold, Serve's own proxy turns away.
-        "max_ongoing_requests": 2 * config.limits.max_ongoing_requests,
-        "max_queued_requests": config.limits.max_queued_requests,
+        "max_ongoing_requests": 2 * limits.max_ongoing_requests * num_engines,
+        "max_queued_requests": limits.max_queued_requests,
         "backpressure_config": {"status_code": 429, "retry_after_s": _PROXY_RETRY_AFTER_S},
-        "graceful_shutdown_timeout_s": config.limits.request_timeout_s,
+        "graceful_shutdown_timeout_s": limits.request_timeout_s,
         "logging_config": _logging(config),
-        **_place(config, name),
     }
 
 
@@ -117,14 +120,8 @@ def _routing(config: AppConfig, name: PoolName) -> dict[str, Any]:
 
 
 def _router_options(config: AppConfig, router: RouterSection) -> dict[str, Any]:
-    limits = config.limits
-    return {
+    return _shared_options(config, config.pool(config.decoding_pool).most_replicas) | {
         "num_replicas": router.replicas,
-        "max_ongoing_requests": 2 * limits.max_ongoing_requests * config.pool(config.decoding_pool).most_replicas,
-        "max_queued_requests": limits.max_queued_requests,
-        "backpressure_config": {"status_code": 429, "retry_after_s": _PROXY_RETRY_AFTER_S},
-        "graceful_shutdown_timeout_s": limits.request_timeout_s,
-        "logging_config": _logging(config),
         "ray_actor_options": {
             "num_cpus": router.num_cpus,
             "label_selector": router.label_selector,

@@ -29,9 +29,9 @@ from serve_app.config.base import PoolName
 from serve_app.deployments.gpus import given_device
 from serve_app.deployments.rank_nodes import RankNodes
 from serve_app.deployments.runtime import REPORT_EVERY_S, ReplicaRuntime, Reporter, naming_node
-from serve_app.guard.breaker import Breaker, BreakerSettings, Mode
+from serve_app.guard.breaker import Breaker
 from serve_app.guard.breaker_control import BreakerController
-from serve_app.guard.canary import Canary, CanarySettings
+from serve_app.guard.canary import Canary
 from serve_app.guard.heartbeat import Placed, Report
 from serve_app.guard.rehearsal import Rehearsing
 from serve_app.referee.records import Records
@@ -134,14 +134,12 @@ class EngineHost:
         self.source = make_source(self)
         comparable = config.engine.logprobs_mode == "raw_logprobs"
         drafts = self.pool != "prefill" and config.drafter.kind != "none"
-        trial = CanarySettings(config.breaker.canary_requests, min_drafted=_CANARY_DRAFTS if drafts else 0)
-        self.canary = Canary(self.source, self.records, runtime.check if comparable else None, trial)
-        breaker = config.breaker
-        settings = BreakerSettings(breaker.cooldown_s, breaker.window_s, breaker.suspect_s)
+        trial = config.breaker.canary_requests, _CANARY_DRAFTS if drafts else 0
+        self.canary = Canary(self.source, self.records, runtime.check if comparable else None, *trial)
         self._breaker_controller = BreakerController(
             (runtime.name, self.pool),
             self.backend,
-            Breaker(settings, time.time, Mode(breaker.mode)),
+            Breaker(config.breaker, time.time),
             runtime.metrics,
             self.canary.try_out,
         )

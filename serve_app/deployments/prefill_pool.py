@@ -16,7 +16,6 @@ from serve_app.deployments.engine_host import EngineHost
 from serve_app.deployments.remote_errors import own_error
 from serve_app.streams.pooled import HandoffRoom, PooledTokenSource, PoolFull, PrefillPatience, TookIn
 from serve_app.telemetry.tracing import carried
-from serve_app.transport.base import HandoffTransport, TransferPayload
 from serve_app.transport.selection import make_transport
 from speculative.request import Request, TokenDelta
 
@@ -34,7 +33,7 @@ class PrefillReply:
     """
 
     deltas: tuple[TokenDelta, ...]
-    payload: TransferPayload | None
+    payload: Any | None
     replica: str
     spent_s: float
 
@@ -51,7 +50,7 @@ class PrefillPool:
         # By reference, also where Serve's handles go by value otherwise: messages by value end at 4 MiB.
         self._handle = handle.options(_by_reference=True)
         self._host = host
-        self._transport: HandoffTransport = make_transport(host.runtime.config.payload_transport)
+        self._transport = make_transport(host.runtime.config.payload_transport)
 
     async def prefill(self, request: Request, first_token: bool) -> Prefilled:
         """The prompt's first deltas, and its handoff.

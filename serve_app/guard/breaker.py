@@ -12,8 +12,8 @@ import enum
 import math
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
+from serve_app.config.app_config import BreakerSection
 from serve_app.referee.verdicts import Trip
 from speculative.request import Speculation
 
@@ -39,28 +39,18 @@ class Mode(enum.StrEnum):
     OFF = "off"
 
 
-@dataclass(frozen=True, slots=True)
-class BreakerSettings:
-    """Seconds, all of them."""
-
-    cooldown_s: float = 30.0  # from a trip to the first canary; doubled with each canary that fails
-    window_s: float = 600.0  # a second trip within it takes the replica out
-    suspect_s: float = 60.0  # what ended so long before a trip is suspect, however young the evidence
-
-
 class Breaker:
     """One replica's.
 
     Args:
-        settings: how long things take.
+        settings: how long things take, and who decides at first.
         clock: seconds; unix time where others are to understand it.
-        mode: who decides, at first.
     """
 
-    def __init__(self, settings: BreakerSettings, clock: Callable[[], float], mode: Mode = Mode.AUTO) -> None:
+    def __init__(self, settings: BreakerSection, clock: Callable[[], float]) -> None:
         self._settings = settings
         self._clock = clock
-        self.mode = mode
+        self.mode = Mode(settings.mode)
         self.state = BreakerState.CLOSED
         self.since = clock()  # of the last change of state
         self.reason = ""  # of the last trip

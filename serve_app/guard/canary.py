@@ -12,7 +12,6 @@ import logging
 import uuid
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
 
 from serve_app.backends.base import TokenSource, is_taken_in
 from serve_app.referee.answer import Answer
@@ -34,14 +33,6 @@ Judge = Callable[[Answer], Awaitable[Checked]]
 """Has a request replayed."""
 
 
-@dataclass(frozen=True, slots=True)
-class CanarySettings:
-    """The settings of a trial."""
-
-    num_requests: int = 4
-    min_drafted: int = 1  # draft tokens; a trial with fewer, even after four times the requests, has shown nothing
-
-
 class Canary:
     """Tries speculation out on one replica.
 
@@ -49,14 +40,24 @@ class Canary:
         source: what serves the replica's requests.
         records: what is served.
         judge: the referee; None where served logprobs cannot be compared, and only the engine's own checks watch.
+        num_requests: of a trial.
+        min_drafted: draft tokens; a trial with fewer, even after four times the requests, has shown nothing.
     """
 
-    def __init__(self, source: TokenSource, records: Records, judge: Judge | None, settings: CanarySettings) -> None:
+    def __init__(
+        self,
+        source: TokenSource,
+        records: Records,
+        judge: Judge | None,
+        num_requests: int = 4,
+        min_drafted: int = 1,
+    ) -> None:
         self._source = source
         self._records = records
         self._judge = judge
-        self._settings = settings
-        self._recent: deque[Request] = deque(maxlen=settings.num_requests)
+        self._num_requests = num_requests
+        self._min_drafted = min_drafted
+        self._recent: deque[Request] = deque(maxlen=num_requests)
 
     def remember(self, request: Request) -> None:
         """A client's request that may be tried again."""
@@ -74,9 +75,9 @@ class Canary:
 
     async def try_out(self) -> bool | None:
         """Return whether speculation is right now; None where the trial has shown nothing."""
-        settings, num_drafted = self._settings, 0
+        num_drafted = 0
         for number, request in enumerate(list(self._requests())):
-            if number >= settings.num_requests and num_drafted >= settings.min_drafted:
+            if number >= self._num_requests and num_drafted >= self._min_drafted:
                 break
             try:
                 answer, checked = await self.ask(request)
@@ -92,12 +93,12 @@ class Canary:
             if not checked.verdict.agrees:
                 _logger.warning("a canary is %s: %s", checked.verdict, checked.reason)
                 return False if checked.verdict is Verdict.SUSPECT else None
-        return True if num_drafted >= settings.min_drafted else None
+        return True if num_drafted >= self._min_drafted else None
 
     def _requests(self) -> Iterator[Request]:
         made_up = Request("canary", _REPEATING, SamplingParams(ignore_eos=True))
         known = (*self._recent, made_up)
-        most = _MOST_ROUNDS * self._settings.num_requests
+        most = _MOST_ROUNDS * self._num_requests
         for number, request in enumerate(itertools.islice(itertools.cycle(known), most)):
             params = dataclasses.replace(
                 request.params,

@@ -2,13 +2,13 @@
 
 import asyncio
 import importlib.util
+from typing import Any
 
 import ray
 import torch
 from ray.exceptions import RayError
 
 from serve_app.backends.base import Handoff
-from serve_app.transport.base import TransferPayload
 from speculative.errors import ConfigError
 
 
@@ -27,19 +27,14 @@ class NixlTransport:
                 "handoff.transport nixl needs NIXL: pip install --no-deps nixl nixl-cu12, or set it to plasma."
             )
 
-    def pack(self, handoff: Handoff) -> TransferPayload:
+    def pack(self, handoff: Handoff) -> Any:
         """Register the bytes with NIXL."""
-        tensor = torch.from_numpy(handoff)
-        return TransferPayload([ray.put(tensor, _tensor_transport="nixl")], handoff.nbytes)
+        return [ray.put(torch.from_numpy(handoff), _tensor_transport="nixl")]
 
-    async def unpack(self, payload: TransferPayload) -> Handoff:
-        """Read them.
-
-        Raises:
-            ConnectionError: the sender is gone.
-        """
+    async def unpack(self, payload: Any) -> Handoff:
+        """Read them. Raises ConnectionError: the sender is gone."""
         try:
-            tensor: torch.Tensor = await asyncio.to_thread(ray.get, payload.content[0])
+            tensor: torch.Tensor = await asyncio.to_thread(ray.get, payload[0])
         except RayError as error:
             raise ConnectionError(f"the handoff could not be read from its sender: {error}") from error
         return tensor.numpy()

@@ -15,7 +15,7 @@ from serve_app.deployments.prefill_pool import PrefillPool, PrefillReply, bytes_
 from serve_app.deployments.runtime import ReplicaRuntime
 from serve_app.streams.pooled import PooledTokenSource
 from serve_app.telemetry.tracing import Carried
-from serve_app.transport.selection import PlasmaTransport
+from serve_app.transport.selection import ReplyTransport
 from speculative.request import Request, SamplingParams
 from tests.support.fake_backend import FakeBackend, FakeConfig
 from tests.support.referees import Method, RefereeHandle
@@ -35,7 +35,7 @@ def _backend() -> FakeBackend:
 def pool_of(host: EngineHost, change: Callable[[Any], Any] = lambda reply: reply) -> PrefillPool:
     """Asks the host's own engine over a wire that may change its reply."""
     server = object.__new__(PrefillServer)
-    server.host, server._transport = host, PlasmaTransport()
+    server.host, server._transport = host, ReplyTransport()
 
     async def prefill(request: Request, first_token: bool, reported: Carried) -> Any:
         return change(pickle.loads(pickle.dumps(await server.prefill(request, first_token, reported))))

@@ -2,11 +2,12 @@
 
 import pytest
 
-from serve_app.guard.breaker import Breaker, BreakerSettings, BreakerState, Mode
+from serve_app.config.app_config import BreakerSection
+from serve_app.guard.breaker import Breaker, BreakerState, Mode
 from speculative.request import Speculation
 from tests.support.clock import Clock
 
-SETTINGS = BreakerSettings(cooldown_s=10, window_s=100, suspect_s=30)
+SETTINGS = BreakerSection(cooldown_s=10, window_s=100, suspect_s=30)
 
 
 @pytest.fixture
@@ -94,7 +95,7 @@ def test_a_rehearsal_opens_it_and_is_no_trip(breaker: Breaker, clock: Clock) -> 
     breaker.rehearse()
     closed_again(breaker, clock)
     assert trip(breaker, clock) and breaker.out_of_service
-    patient = Breaker(BreakerSettings(cooldown_s=600), clock)
+    patient = Breaker(BreakerSection(cooldown_s=600), clock)
     patient.rehearse()
     clock.now += 15
     assert patient.canary_due, "it lasts less than a minute"

@@ -12,11 +12,12 @@ import pytest
 
 from serve_app.backends.rehearsed_fault import load_rehearsing
 from serve_app.backends.torch_backend import TorchBackend, load_engine
+from serve_app.config.app_config import BreakerSection
 from serve_app.errors import dead_end
 from serve_app.guard import rehearsal
-from serve_app.guard.breaker import Breaker, BreakerSettings, BreakerState, Mode
+from serve_app.guard.breaker import Breaker, BreakerState, Mode
 from serve_app.guard.breaker_control import BreakerController
-from serve_app.guard.canary import Canary, CanarySettings
+from serve_app.guard.canary import Canary
 from serve_app.guard.heartbeat import Orders
 from serve_app.guard.rehearsal import Rehearsal, Rehearsing
 from serve_app.referee.answer import Answer
@@ -48,12 +49,10 @@ class Replica:
         self.backend = FakeBackend(FakeConfig())
         self.buffer = BufferSink("r1")
         metrics = Metrics(self.buffer, model_name="fake", pool="decode")
-        self.breaker = Breaker(BreakerSettings(10, 100, 30), lambda: self.now)
+        self.breaker = Breaker(BreakerSection(cooldown_s=10, window_s=100, suspect_s=30), lambda: self.now)
         self.verdict: Verdict | Exception = Verdict.VERIFIED
         self.judged: list[Answer] = []
-        self.canary = Canary(
-            PooledTokenSource(self.backend, metrics), Records("r1", 256), self.judge, CanarySettings(num_requests=3)
-        )
+        self.canary = Canary(PooledTokenSource(self.backend, metrics), Records("r1", 256), self.judge, num_requests=3)
         self.breaker_controller = BreakerController(
             ("r1", "decode"), self.backend, self.breaker, metrics, self.canary.try_out, lambda: self.now
         )
@@ -230,7 +229,7 @@ async def test_a_canary_that_drafted_too_little_goes_on_and_then_has_shown_nothi
     replica: Replica, min_drafted: int, passed: bool | None, most: int
 ) -> None:
     source = PooledTokenSource(replica.backend, Metrics(Sink(), model_name="fake", pool="decode"))
-    canary = Canary(source, Records("r1", 256), replica.judge, CanarySettings(2, min_drafted))
+    canary = Canary(source, Records("r1", 256), replica.judge, 2, min_drafted)
     assert await canary.try_out() is passed
     assert len(replica.judged) == most
 
@@ -312,8 +311,8 @@ class Rehearsed:
         self.book, metrics = ReplicaBook(TOLERANCE), Metrics(Sink(), model_name="tiny", pool="decode")
         self.checker = ReplayChecker(lambda one, avoid: self.backend.replay(one), Judge(TOLERANCE).judge, self.book)
         source, records = PooledTokenSource(self.backend, metrics), Records("r1", 512, 8)
-        self.canary = Canary(source, records, self.checker.check, CanarySettings(2))
-        breaker = Breaker(BreakerSettings(cooldown_s=3.0), time.time)
+        self.canary = Canary(source, records, self.checker.check, 2)
+        breaker = Breaker(BreakerSection(cooldown_s=3.0), time.time)
         self.control = BreakerController(("r1", "decode"), self.backend, breaker, metrics, self.canary.try_out)
 
     async def rehearse(self) -> Rehearsal:

@@ -12,7 +12,7 @@ import pytest
 from serve_app.backends.base import Adapter, ModelInfo
 from serve_app.backends.torch_backend import load_engine
 from serve_app.errors import ModelNotFound
-from serve_app.guard.canary import Canary, CanarySettings
+from serve_app.guard.canary import Canary
 from serve_app.openai.frontend import FrontEnd
 from serve_app.referee.answer import Answer
 from serve_app.referee.judgement import Judge
@@ -97,7 +97,7 @@ async def test_a_canary_tries_the_adapters_that_clients_use(backend: FakeBackend
         return Checked(Verdict.VERIFIED, "set by the test")
 
     source = PooledTokenSource(backend, Metrics(Sink(), model_name="fake", pool="decode"))
-    canary = Canary(source, Records("r1", 256), judge, CanarySettings(num_requests=3))
+    canary = Canary(source, Records("r1", 256), judge, num_requests=3)
     for name in RULE:
         canary.remember(Request(f"client-{name}-0", (5, 6, 7), adapter=name))
     assert await canary.try_out()

@@ -16,16 +16,16 @@ async def test_what_goes_in_comes_out(name: str, size: int) -> None:
     handoff = np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8)
     payload = pickle.loads(pickle.dumps(transport.pack(handoff)))  # as a reply between processes
     arrived = await transport.unpack(payload)
-    assert arrived.dtype == np.uint8 and payload.num_bytes == size
+    assert arrived.dtype == np.uint8
     assert np.array_equal(arrived, handoff)
 
 
 async def test_what_is_too_long_for_a_message_goes_another_way() -> None:
     transport = make_transport("inline")
-    assert isinstance(transport.pack(np.zeros(MOST_BYTES, np.uint8)).content, bytes)
+    assert isinstance(transport.pack(np.zeros(MOST_BYTES, np.uint8)), bytes)
     long = np.arange(MOST_BYTES + 1, dtype=np.uint8)
     payload = transport.pack(long)
-    assert payload.content is long
+    assert payload is long
     assert np.array_equal(await transport.unpack(payload), long)
 
 
