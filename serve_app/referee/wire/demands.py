@@ -413,11 +413,15 @@ def counts_all(reply: Reply, vendor: Vendor) -> bool:
 
 
 def _shortest(places: list[Any] | None, num_tokens: int) -> int:
-    """The fewest entries of a place; those that go by texts may have one text."""
+    """The fewest entries of a place; where they go by texts, two tokens may have one, and any number is enough."""
     if len(places or ()) != num_tokens:
         return 0
-    whole = [place or () for place in places or () if not (isinstance(place, dict) and _LOST in "".join(place))]
-    return min(map(len, whole), default=_NO_LIMIT)
+    by_id = [place or () for place in places or () if not (isinstance(place, dict) and any(map(_is_text, place)))]
+    return min(map(len, by_id), default=_NO_LIMIT)
+
+
+def _is_text(key: str) -> bool:
+    return not key.startswith("token_id:")
 
 
 def _is_small(texts: Sequence[str]) -> bool:

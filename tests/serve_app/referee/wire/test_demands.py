@@ -155,6 +155,7 @@ def test_the_number_of_choices_and_tokens_is_that_of_the_reply() -> None:
 
 NO_IDS = "it has no token ids, which were asked for"
 TOO_FEW = "it has 3 tokens and 2 of the logprobs that were asked for"
+ASKED = " tokens that were asked for"
 TOP = {"logprobs": True, "top_logprobs": 2}
 
 
@@ -167,8 +168,10 @@ TOP = {"logprobs": True, "top_logprobs": 2}
         ({"logprobs": True}, {"logprobs": None}, "it has 3 tokens and 0 of the logprobs that were asked for"),
         ({}, {"logprobs": None, "top_logprobs": None, "scored_logprobs": None, "prompt_logprobs": None}, ""),
         (TOP, {}, ""),
-        (TOP | {"top_logprobs": 3}, {}, "a place has 2 of the 3 likeliest tokens that were asked for"),
-        (TOP, {"top_logprobs": [[1, 2]] * 2}, "a place has 0 of the 2 likeliest tokens that were asked for"),
+        (TOP | {"top_logprobs": 3}, {}, "a place has 2 of the 3 likeliest" + ASKED),
+        (TOP, {"top_logprobs": [[1, 2]] * 2}, "a place has 0 of the 2 likeliest" + ASKED),
+        (TOP, {"top_logprobs": [{"a": -1.0}] * 3}, ""),  # two tokens of one text
+        (TOP, {"top_logprobs": [{"token_id:1": -1.0}] * 3}, "a place has 1 of the 2 likeliest" + ASKED),
         ({"logprob_token_ids": [7, 8]}, {}, ""),
         ({"logprob_token_ids": [7, 9]}, {}, "the logprobs of some ids that were asked for are not there"),
         ({"prompt_logprobs": 0}, {}, ""),
