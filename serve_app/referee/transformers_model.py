@@ -29,7 +29,7 @@ from speculative.model.tensor_files import check_tensors
 from speculative.request import ReplayedToken, Request, TokenLogprobs
 from speculative.selfcheck.replayed_tokens import replayed_tokens
 from speculative.state.token_constraint import ConstraintMaker
-from speculative.vocabulary.ops import TorchOps
+from speculative.vocabulary.ops import VocabularyOps
 
 T = TypeVar("T")
 
@@ -109,7 +109,7 @@ class TransformersModel:
                 places = zip(values, served, asked, strict=True)
                 entries += [_entry(row, token, num_top, ids) for row, token, ids in places]
             constraint = None if structure is None else compile_structure(structure)
-            rows += replayed_tokens(logits, request, start, constraint, self.eos_token_ids, TorchOps())
+            rows += replayed_tokens(logits, request, start, constraint, self.eos_token_ids, VocabularyOps())
         return Replayed(tuple(logprobs), tuple(rows), "transformers", entries=tuple(entries), numerics=self._numerics)
 
 

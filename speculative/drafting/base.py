@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from collections.abc import Sequence as Entries
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from torch import Tensor
@@ -62,41 +61,41 @@ def split_drafts(token_ids: Int64s, counts: Int64s) -> list[list[int]]:
     return [part.tolist() for part in np.split(token_ids, np.cumsum(counts)[:-1])]
 
 
-class Drafter(Protocol):
+class Drafter:
     """Guesses the next tokens of every sequence of a batch.
+
+    Beside `propose`, all here is what a drafter without weights needs: it rebuilds its state from the tokens.
 
     capture: the target's layers whose inputs it reads; () where it reads none.
     state_name: what its state in a handoff must have been made with; "none" where it has no state.
     """
 
-    capture: tuple[int, ...]
-    state_name: str
+    capture: tuple[int, ...] = ()
+    state_name = "none"
 
     def propose(self, batch: Batch) -> DraftOutput:
         """At most `max_drafts` tokens per entry.
 
         The tokens of deterministic drafts, and the number of drafts of any kind, may depend on the prefix, on q and on
         the past; never on a token or a random number that was drawn at the position."""
-        ...
+        raise NotImplementedError
 
     def observe(self, batch: Batch, step_input: StepInput, features: Tensor) -> None:
         """Take in the features [N, F] of a step's rows, before anybody knows which of them will stand."""
-        ...
 
     def logits_again(self, sequence: Sequence, places: Entries[tuple[int, int]]) -> Tensor | None:
         """Logits [R, V] float32 that drafts of a finished answer were sampled from, while `sequence` replays it.
 
         None where drafts are not sampled from such, or it cannot compute these. places: tokens before the round, and
         drafts before the one; in the order of the answer."""
-        ...
+        return None
 
     def forget(self, request_id: str) -> None:
         """Drop what is kept about a request that has left."""
-        ...
 
     def export_state(self, sequence: Sequence) -> dict[str, Tensor]:
         """The sections of a handoff that drafting on needs."""
-        ...
+        return {}
 
     def check_state(self, sequence: Sequence, sections: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """The sections of a handoff that `import_state` will read; none where it need not be called.
@@ -104,42 +103,13 @@ class Drafter(Protocol):
         Raises:
             HandoffRefused: a section is missing or has another shape.
         """
-        ...
+        return {}
 
     def import_state(self, sequence: Sequence, sections: Mapping[str, Tensor]) -> None:
         """Take in the sections of a handoff; the sequence has its blocks."""
-        ...
 
 
-class WeightlessDrafter:
-    """The part of the contract that a drafter without weights has no use for; it rebuilds its state from the tokens."""
-
-    capture: tuple[int, ...] = ()
-    state_name = "none"
-
-    def observe(self, batch: Batch, step_input: StepInput, features: Tensor) -> None:
-        """Nothing is read."""
-
-    def logits_again(self, sequence: Sequence, places: Entries[tuple[int, int]]) -> Tensor | None:
-        """Its drafts are not sampled."""
-        return None
-
-    def forget(self, request_id: str) -> None:
-        """Nothing is kept."""
-
-    def export_state(self, sequence: Sequence) -> dict[str, Tensor]:
-        """No sections."""
-        return {}
-
-    def check_state(self, sequence: Sequence, sections: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """None is needed."""
-        return {}
-
-    def import_state(self, sequence: Sequence, sections: Mapping[str, Tensor]) -> None:
-        """Nothing is read."""
-
-
-class NoDrafter(WeightlessDrafter):
+class NoDrafter(Drafter):
     """Plain decoding: nothing is ever drafted."""
 
     def propose(self, batch: Batch) -> DraftOutput:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from speculative.cache.kv_cache import BlockPool, KVCache, KVShape
-from speculative.drafting.base import DraftOutput
+from speculative.drafting.base import Drafter, DraftOutput
 from speculative.drafting.draft_sampler import DraftSampler
 from speculative.errors import HandoffRefused
 from speculative.model.attention import PreparePass
@@ -163,7 +163,7 @@ class _Job(NamedTuple):
     stop: int
 
 
-class ModelDrafter:
+class ModelDrafter(Drafter):
     """Drafts with a model, for every sequence of a batch at once.
 
     Args:

@@ -3,14 +3,14 @@
 from collections.abc import Callable
 
 from speculative.config import DrafterConfig
-from speculative.drafting.base import Drafter, DraftOutput, NoDrafter, WeightlessDrafter
+from speculative.drafting.base import Drafter, DraftOutput, NoDrafter
 from speculative.errors import ConfigError
 from speculative.lookup.registry import Lookup, registered
 from speculative.state.batch import Batch
 from speculative.verification.draft_probs import PointMass
 
 
-class LookupDrafter(WeightlessDrafter):
+class LookupDrafter(Drafter):
     """Drafts what a lookup chooses, sequence by sequence."""
 
     def __init__(self, build: Callable[[], Lookup]) -> None:

@@ -19,10 +19,10 @@ from speculative.kernels.chosen import ChosenKernels
 from speculative.model.attention import PreparePass
 from speculative.model.layers import LayerOps
 from speculative.sampling.probs import SamplingRows
-from speculative.vocabulary.ops import TorchOps
+from speculative.vocabulary.ops import VocabularyOps
 
 
-class CapturedVocabularyOps(TorchOps):
+class CapturedVocabularyOps(VocabularyOps):
     """torch's operators over the vocabulary, with filters that neither wait for the host nor sort.
 
     Args:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from speculative.model.attention import CacheAttention
 from speculative.model.fp8 import E4M3, LARGEST, LEAST_AMAX, Fp8Rows, Rows
-from speculative.model.layers import Attend, Attention, RMSNorm, Rotary, Rotation
+from speculative.model.layers import Attend, Attention, LayerOps, RMSNorm, Rotary, Rotation
 
 _GATE_BLOCK = 1024
 _QUANTIZED_AT_ONCE = 4096  # numbers of a row
@@ -163,7 +163,7 @@ def _rotate_and_store(  # noqa: PLR0913
     tl.store(of_value + HALF, second.to(stored), mask=exists & is_value[:, None])
 
 
-class TritonLayerOps:
+class TritonLayerOps(LayerOps):
     """`LayerOps` of one launch each, without gradients. Attention is over a KV cache, a `CacheAttention`."""
 
     def add_norm(self, hidden: Tensor, update: Tensor, norm: RMSNorm) -> tuple[Tensor, Rows]:

@@ -116,26 +116,32 @@ Rotation = tuple[Tensor, Tensor]
 """Values that `LayerOps` needs to rotate the rows of a forward pass; only the operations that made it read them."""
 
 
-class LayerOps(Protocol):
-    """Sums, norms, rotations and gates of N rows. Float32 inside; rounded to the rows' dtype wherever torch rounds."""
+class LayerOps:
+    """Sums, norms, rotations and gates of N rows; here by torch's operators, for any device and with gradients.
+
+    Float32 inside; rounded to the rows' dtype wherever torch rounds.
+    """
 
     def add_norm(self, hidden: Tensor, update: Tensor, norm: RMSNorm) -> tuple[Tensor, Rows]:
         """hidden + update, and the norm of it, quantized or not if it feeds FP8; all [N, hidden_size]."""
-        ...
+        hidden = hidden + update
+        return hidden, norm(hidden)
 
     def gate(self, gate_up: Tensor, *, feeds_fp8: bool = False) -> Rows:
         """[N, 2 * size] -> silu of the first half of each row times the second, [N, size], quantized or not if it
         feeds FP8.
         """
-        ...
+        del feeds_fp8
+        gate, up = gate_up.chunk(2, dim=-1)
+        return functional.silu(gate) * up
 
     def quantize(self, rows: Tensor) -> Fp8Rows:
         """Implement `quantize_rows`."""
-        ...
+        return quantize_rows(rows)
 
     def rotation(self, rotary: Rotary, positions: Tensor, like: Tensor) -> Rotation:
         """Return what `attend` needs of positions [N] int64, for rows as `like`. Once a forward, not once a layer."""
-        ...
+        return rotary(positions, like.dtype)  # type: ignore[no-any-return]
 
     def attend(self, heads: Tensor, attention: "Attention", rotation: Rotation, attend: Attend, layer: int) -> Tensor:
         """Norm query and key where there is a norm, rotate them, and attend.
@@ -150,33 +156,6 @@ class LayerOps(Protocol):
         Returns:
             [N, num_heads, head_dim].
         """
-        ...
-
-
-class TorchLayerOps:
-    """`LayerOps` of torch's operators, for any device and with gradients."""
-
-    def add_norm(self, hidden: Tensor, update: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
-        """Implement `LayerOps`."""
-        hidden = hidden + update
-        return hidden, norm(hidden)
-
-    def gate(self, gate_up: Tensor, *, feeds_fp8: bool = False) -> Tensor:
-        """Implement `LayerOps`, not quantized."""
-        del feeds_fp8
-        gate, up = gate_up.chunk(2, dim=-1)
-        return functional.silu(gate) * up
-
-    def quantize(self, rows: Tensor) -> Fp8Rows:
-        """Implement `LayerOps`."""
-        return quantize_rows(rows)
-
-    def rotation(self, rotary: Rotary, positions: Tensor, like: Tensor) -> Rotation:
-        """Implement `LayerOps`: what `Rotary` gives."""
-        return rotary(positions, like.dtype)  # type: ignore[no-any-return]
-
-    def attend(self, heads: Tensor, attention: "Attention", rotation: Rotation, attend: Attend, layer: int) -> Tensor:
-        """Implement `LayerOps`."""
         num_heads, num_kv_heads = attention.num_heads, attention.num_kv_heads
         query_key = heads[:, :-num_kv_heads]  # normalised and rotated together
         if attention.qk_norm is not None:
@@ -188,7 +167,7 @@ class TorchLayerOps:
 class FusibleLayer(nn.Module):
     """A module that leaves what lies between its matrix products to `ops`."""
 
-    ops: LayerOps = TorchLayerOps()
+    ops = LayerOps()
 
 
 def use_layer_ops(model: nn.Module, ops: LayerOps) -> None:

@@ -5,9 +5,7 @@ from torch import Tensor
 
 from speculative.kernels.bindings import Kernels, TermStruct, VerifyStruct
 from speculative.kernels.chosen import ChosenKernels
-from speculative.sampling import probs
 from speculative.sampling.probs import SamplingRows
-from speculative.selfcheck import terms
 from speculative.selfcheck.eprocess import ROUNDING, STAKES
 from speculative.selfcheck.invariants import MASS_ROUNDING
 from speculative.selfcheck.terms import (
@@ -19,26 +17,24 @@ from speculative.selfcheck.terms import (
     TermScope,
 )
 from speculative.state.batch import Terms
-from speculative.verification import coupled
 from speculative.verification.base import VerifyInput, VerifyOutput
-from speculative.verification.coupled import NoiseRows
 from speculative.verification.draft_probs import PointMass, SubVocabulary, columns_of
-from speculative.vocabulary.ops import TorchOps, VocabularyOps
+from speculative.vocabulary.ops import VocabularyOps
 
 _STAKES = np.array(STAKES)
 _RULES = TermStruct(_STAKES.ctypes.data, len(STAKES), LEAST_RESIDUAL, LEAST_SPREAD, EQUAL, ROUNDING)
 
 
-class KernelOps:
-    """`VocabularyOps` for float32 on a CPU."""
+class KernelOps(VocabularyOps):
+    """By our kernels, for float32 on a CPU."""
 
     def __init__(self, kernels: Kernels) -> None:
+        super().__init__(kernels)
         self._kernels = kernels
-        self.host: Kernels | None = kernels
 
     def process(self, logits: Tensor, rows: SamplingRows) -> Tensor:
         if rows.filters is None:
-            return probs.process(logits, rows)
+            return super().process(logits, rows)
         processed, filters = logits / rows.temperature, rows.filters
         self._kernels.filter(processed, filters.rows, filters.log_min_p, filters.top_k, filters.top_p)
         return processed
@@ -48,9 +44,6 @@ class KernelOps:
 
     def draw(self, distribution: Tensor, uniform: Tensor) -> Tensor:
         return self._kernels.draw(distribution, uniform)
-
-    def choose(self, probs: Tensor, columns: Tensor, rows: NoiseRows, ids: Tensor | None, vocab_size: int) -> Tensor:
-        return coupled.choose(probs, columns, rows, ids, vocab_size, self._kernels)
 
     def verify_token_wise(self, step: VerifyInput) -> VerifyOutput:
         return VerifyOutput(*self._kernels.verify(_struct(step), step.accept_uniforms, step.sample_uniforms))
@@ -75,7 +68,7 @@ class KernelOps:
 
     def take_terms(self, step: VerifyInput, verified: VerifyOutput, emitted: Tensor, scope: TermScope) -> Terms:
         if scope.coupled is not None:
-            return terms.take_terms(step, verified, emitted, scope)
+            return super().take_terms(step, verified, emitted, scope)
         struct = _struct(step)
         checks = CHECKS_OF_SAMPLED if struct.q else CHECKS_OF_DETERMINISTIC
         reported = (verified.num_accepted, emitted, scope.counted, _RULES, len(checks))
@@ -84,7 +77,7 @@ class KernelOps:
 
 def choose_ops(kernels: ChosenKernels) -> VocabularyOps:
     """Those of a model with these kernels."""
-    return TorchOps(kernels.host) if kernels.model is None else KernelOps(kernels.model)
+    return VocabularyOps(kernels.host) if kernels.model is None else KernelOps(kernels.model)
 
 
 def _struct(step: VerifyInput) -> VerifyStruct:

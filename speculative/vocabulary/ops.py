@@ -4,8 +4,6 @@ The mathematics stands in `sampling`, `verification` and `selfcheck`, for any de
 CPU kernels. An engine takes one of the two when it is built; tests run both on the same input.
 """
 
-from typing import Protocol
-
 from torch import Tensor
 
 from speculative.kernels.bindings import Kernels
@@ -19,65 +17,53 @@ from speculative.verification.base import VerifyInput, VerifyOutput
 from speculative.verification.coupled import NoiseRows
 
 
-class VocabularyOps(Protocol):
-    """R verify rows, E sampled entries, V tokens; logits and probabilities are float32.
+class VocabularyOps:
+    """By torch's operators, on any device. R verify rows, E sampled entries, V tokens; logits and probabilities are
+    float32.
 
     host: kernels for random numbers; None = numpy.
     """
 
-    host: Kernels | None
+    def __init__(self, host: Kernels | None = None) -> None:
+        self.host = host
 
     def process(self, logits: Tensor, rows: SamplingRows) -> Tensor:
         """Logits [R, V] after temperature and filters; given back as they are where neither changes anything."""
+        return probs.process(logits, rows)
 
     def target_probs(self, processed: Tensor, rows: SamplingRows) -> Tensor:
         """The distribution [R, V] of processed logits; greedy rows have all mass on the most likely token."""
+        return probs.target_probs(processed, rows)
 
     def draw(self, distribution: Tensor, uniform: Tensor) -> Tensor:
         """[E] int64, one token of each distribution [E, V] by inverse CDF; uniform: [E] float64."""
+        return probs.draw(distribution, uniform)
 
     def choose(self, probs: Tensor, columns: Tensor, rows: NoiseRows, ids: Tensor | None, vocab_size: int) -> Tensor:
         """[E] int64, the columns of coupled drafts, from distributions [E, W]; those of others are given."""
+        return coupled.choose(probs, columns, rows, ids, vocab_size, self.host)
 
     def verify_token_wise(self, step: VerifyInput) -> VerifyOutput:
         """Accept each draft by its own coin, up to the first that is rejected."""
+        return token_wise.verify_token_wise(step)
 
     def emitted_at_rows(self, verified: VerifyOutput, step: VerifyInput) -> Tensor:
         """[R] int64, the token emitted at each row; rows past the last emitted one repeat it."""
+        return base.emitted_at_rows(verified, step)
 
     def round_probs(
         self, step: VerifyInput, verified: VerifyOutput, *, places: bool
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """[R] q of the draft judged at each row, [E] q of each entry's last token; and with `places` [R] the mass of q
         before each draft, in the order it is sampled in. Of sampled drafts only; rows without one hold anything."""
+        return base.round_probs(step, verified, places=places)
 
     def broken_rows(
         self, step: VerifyInput, verified: VerifyOutput, emitted: Tensor, highest: Tensor, outside: Tensor
     ) -> Tensor:
         """[R] int64: 1 + the index into ROW_KINDS of the invariant that is broken at a row, or 0."""
+        return invariants.broken_rows(step, verified, emitted, highest, outside)
 
     def take_terms(self, step: VerifyInput, verified: VerifyOutput, emitted: Tensor, scope: TermScope) -> Terms:
         """The terms of the self-checks."""
-
-
-class TorchOps:
-    """By torch's operators, on any device."""
-
-    target_probs = staticmethod(probs.target_probs)
-    draw = staticmethod(probs.draw)
-    verify_token_wise = staticmethod(token_wise.verify_token_wise)
-    emitted_at_rows = staticmethod(base.emitted_at_rows)
-    round_probs = staticmethod(base.round_probs)
-    broken_rows = staticmethod(invariants.broken_rows)
-    take_terms = staticmethod(terms.take_terms)
-
-    def __init__(self, host: Kernels | None = None) -> None:
-        self.host = host
-
-    def process(self, logits: Tensor, rows: SamplingRows) -> Tensor:
-        """Implement `VocabularyOps`."""
-        return probs.process(logits, rows)
-
-    def choose(self, probs: Tensor, columns: Tensor, rows: NoiseRows, ids: Tensor | None, vocab_size: int) -> Tensor:
-        """Implement `VocabularyOps`."""
-        return coupled.choose(probs, columns, rows, ids, vocab_size, self.host)
+        return terms.take_terms(step, verified, emitted, scope)

@@ -6,7 +6,7 @@ import torch
 from speculative.cache.kv_cache import KVCache, KVShape
 from speculative.gpu.paged_attention import PagedAttention, PagedRows
 from speculative.model.config import ModelConfig
-from speculative.model.layers import Attention, LayerOps, RMSNorm, Rotary, TorchLayerOps
+from speculative.model.layers import Attention, LayerOps, RMSNorm, Rotary
 
 pytestmark = pytest.mark.gpu
 
@@ -30,11 +30,11 @@ def test_sums_norms_and_gates_are_torchs(
     hidden, update = (torch.randn((num_rows, hidden_size), device=cuda).to(dtype) for _ in range(2))
     gate_up = torch.randn((num_rows, 2 * size), device=cuda).to(dtype)
     (added, normed), gated = triton.add_norm(hidden, update, norm), triton.gate(gate_up)
-    expected, expected_norm = TorchLayerOps().add_norm(hidden, update, norm)
+    expected, expected_norm = LayerOps().add_norm(hidden, update, norm)
     assert torch.equal(added, expected)
     limit = (8 if dtype is torch.float32 else 2) * torch.finfo(dtype).eps
     torch.testing.assert_close(normed, expected_norm, rtol=limit, atol=0)
-    torch.testing.assert_close(gated, TorchLayerOps().gate(gate_up), rtol=2 * limit, atol=0)
+    torch.testing.assert_close(gated, LayerOps().gate(gate_up), rtol=2 * limit, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -54,7 +54,7 @@ def test_rotations_are_torchs(
     blocks = torch.zeros((64, 8), dtype=torch.int64, device=cuda)
     paged = PagedRows(slots, torch.ones(64, dtype=torch.int64, device=cuda), blocks)
     found = []
-    for ops in (triton, TorchLayerOps()):
+    for ops in (triton, LayerOps()):
         cache = KVCache(KVShape(1, num_kv_heads, head_dim), 128, dtype=dtype, device=cuda)
         attend = PagedAttention(cache, paged, lambda query, keys, values, rows: query)
         query = ops.attend(rows, attention, ops.rotation(rotary, positions, rows), attend, 0)

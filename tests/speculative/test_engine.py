@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from speculative.config import DrafterConfig
-from speculative.drafting.base import DraftOutput, WeightlessDrafter
+from speculative.drafting.base import Drafter, DraftOutput
 from speculative.engine import EngineCore, use_device
 from speculative.errors import InvalidRequest
 from speculative.request import FinishReason, Request, SamplingParams, TokenKind
@@ -534,7 +534,7 @@ def exact_distribution(distribution_logits: list[Tensor], temperature: float, to
     return distribution
 
 
-class LikelyDrafter(WeightlessDrafter):
+class LikelyDrafter(Drafter):
     """Drafts the likeliest token, after every third context the second likeliest: most rounds accept and reject."""
 
     def __init__(self, distribution_logits: list[Tensor]) -> None:

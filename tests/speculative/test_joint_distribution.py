@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from speculative.config import DrafterConfig
-from speculative.drafting.base import Drafter, DraftOutput, WeightlessDrafter
+from speculative.drafting.base import Drafter, DraftOutput
 from speculative.drafting.head_drafters import Eagle3DraftModel
 from speculative.engine import EngineCore
 from speculative.request import Request, SamplingParams
@@ -54,7 +54,7 @@ class VaryingDrafter(TableDrafter):
         return np.array([sum(entry.sequence.tokens) for entry in batch.entries]) % (super().counts(batch) + 1)
 
 
-class DeterministicDrafter(WeightlessDrafter):
+class DeterministicDrafter(Drafter):
     """Chooses drafts badly: a function of the prefix, with loops so that the same draft comes round after round."""
 
     def propose(self, batch: Batch) -> DraftOutput:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from speculative.gpu.row_drafts import DraftBuffers, DraftFields, SampleDrafts
 from speculative.sampling.rng import gumbel
-from speculative.vocabulary.ops import TorchOps
+from speculative.vocabulary.ops import VocabularyOps
 from tests.support.judged_rows import generator, in_turn, no_filters, of_wider
 from tests.support.torch_operators import TorchDrafts
 
@@ -84,7 +84,7 @@ def assert_sampled(given: DraftScene, sample: SampleDrafts) -> DraftBuffers:
         others = torch.cat([part[: own.start], part[own.stop :]])
         assert (others.isnan() if others.is_floating_point() else others == -1).all()
     found = DraftBuffers(*(part[own] for part in whole))
-    expected = given.sample(TorchDrafts(TorchOps()))
+    expected = given.sample(TorchDrafts(VocabularyOps()))
     torch.testing.assert_close(found.probs, expected.probs[own], rtol=1e-4, atol=1e-7)
     assert_drawn(given, found)
     return found

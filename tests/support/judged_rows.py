@@ -12,7 +12,7 @@ from speculative.gpu.filters import sampling_rows
 from speculative.gpu.row_judge import RowFields, RowJudge, SampledFrom
 from speculative.verification.base import VerifyInput
 from speculative.verification.draft_probs import columns_of
-from speculative.vocabulary.ops import TorchOps
+from speculative.vocabulary.ops import VocabularyOps
 from tests.support.torch_operators import TorchJudge, draft_probs_of, verify_input
 
 VOCABULARY, WIDTH = 203, 75
@@ -200,9 +200,9 @@ def assert_equal(judge: RowJudge, given: Scene, mode: LogprobsMode = "raw_logpro
 def step_of(given: Scene) -> VerifyInput:
     """Compute the input of its verifier by torch's operators."""
     sampling = sampling_rows(given.rows._asdict())
-    probs = TorchOps().target_probs(TorchOps().process(given.logits, sampling), sampling)
+    probs = VocabularyOps().target_probs(VocabularyOps().process(given.logits, sampling), sampling)
     return verify_input(probs, given.rows, draft_probs_of(given.sampled))
 
 
 def torch_judge(mode: LogprobsMode = "raw_logprobs") -> TorchJudge:
-    return TorchJudge(TorchOps(), mode)
+    return TorchJudge(VocabularyOps(), mode)

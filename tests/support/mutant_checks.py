@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from speculative.config import DrafterConfig, EngineConfig
-from speculative.drafting.base import Drafter, DraftOutput, WeightlessDrafter
+from speculative.drafting.base import Drafter, DraftOutput
 from speculative.engine import EngineCore
 from speculative.request import Request, SamplingParams
 from speculative.state.batch import Batch
@@ -82,7 +82,7 @@ def greedy_equals_plain(world: World) -> None:
                 assert found[name].token_ids == answer.token_ids, name
 
 
-class OracleDrafter(WeightlessDrafter):
+class OracleDrafter(Drafter):
     """Drafts what is known to come, so that whole runs are accepted."""
 
     def __init__(self, reference: dict[str, Answer]) -> None:

@@ -14,7 +14,7 @@ from serve_app.referee.judgement import Judge
 from serve_app.referee.records import Records
 from serve_app.referee.tolerance import Tolerance
 from serve_app.referee.verdicts import Verdict
-from speculative.drafting.base import Drafter, DraftOutput, WeightlessDrafter
+from speculative.drafting.base import Drafter, DraftOutput
 from speculative.engine import EngineCore
 from speculative.request import Request, SamplingParams, TokenDelta
 from speculative.state.batch import Batch
@@ -40,7 +40,7 @@ SETTINGS = {
 }
 
 
-class RunnerUpDrafter(WeightlessDrafter):
+class RunnerUpDrafter(Drafter):
     """Drafts the likeliest token and the second by turns: where both are nearly alike, filters keep either."""
 
     def __init__(self, table: Tensor) -> None:

@@ -43,8 +43,8 @@ from speculative.gpu.row_judge import RowFields, RowJudge, SampledFrom
 from speculative.kernels.chosen import ChosenKernels
 from speculative.model.attention import CacheAttention
 from speculative.model.fp8 import Fp8Rows, Rows, quantize_rows
-from speculative.model.layers import Attend, Attention, RMSNorm, Rotary, Rotation, TorchLayerOps, rotate
-from speculative.vocabulary.ops import TorchOps
+from speculative.model.layers import Attend, Attention, LayerOps, RMSNorm, Rotary, Rotation, rotate
+from speculative.vocabulary.ops import VocabularyOps
 from tests.support.torch_operators import TorchAttend, TorchDrafts, TorchJudge, attend_packed, torch_edit, torch_floors
 
 DEVICE = torch.device("cuda:0")
@@ -588,7 +588,7 @@ class _RowJudge:
     """`TritonJudge`."""
 
     def __init__(self, device: PretendedCuda, mode: LogprobsMode, of_triton: RowJudge) -> None:
-        self._device, self._judge, self._of_triton = device, TorchJudge(TorchOps(), mode), of_triton
+        self._device, self._judge, self._of_triton = device, TorchJudge(VocabularyOps(), mode), of_triton
 
     def __call__(self, logits: Tensor, rows: RowFields, sampled: SampledFrom | None) -> tuple[Tensor, tuple[str, ...]]:
         given = [tensor for tensor in (*rows, *(sampled or ())) if tensor is not None]
@@ -618,7 +618,7 @@ class _LayerOps:
     def __init__(self, device: PretendedCuda) -> None:
         from speculative.gpu.triton_layers import TritonLayerOps
 
-        self._device, self._torch, self._of_triton = device, TorchLayerOps(), TritonLayerOps()
+        self._device, self._torch, self._of_triton = device, LayerOps(), TritonLayerOps()
 
     def add_norm(self, hidden: Tensor, update: Tensor, norm: RMSNorm) -> tuple[Tensor, Rows]:
 

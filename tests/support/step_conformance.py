@@ -25,7 +25,7 @@ from speculative.sampling.probs import SamplingRows
 from speculative.selfcheck.terms import TermScope
 from speculative.state.batch import row_contexts
 from speculative.verification.coupled import NoiseRows
-from speculative.vocabulary.ops import TorchOps, VocabularyOps
+from speculative.vocabulary.ops import VocabularyOps
 from tests.support.edited_rows import ALL, EOS, LARGEST, edited, input_of, logits_of, make_edits, masks_of, small_steps
 from tests.support.judged_rows import (
     COUNTS,
@@ -50,7 +50,7 @@ NO_FILTER = (0.0, 0, 1.0)  # min_p, top_k, top_p
 FILTERS = ((0.0, 5, 1.0), NO_FILTER, (0.0, 0, 0.7), (0.05, 20, 0.9))
 CPU = torch.device("cpu")
 EDGE = 1e-7  # of a token's mass
-TORCH = TorchOps()
+TORCH = VocabularyOps()
 SIZES = (1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 4 * BLOCK, 4 * BLOCK + 1)
 MODES: tuple[LogprobsMode, ...] = ("raw_logprobs", "processed_logprobs")
 

@@ -20,7 +20,7 @@ from speculative.gpu.row_edits import EditFields
 from speculative.gpu.row_judge import RowFields, SampledFrom
 from speculative.kernels.chosen import ChosenKernels
 from speculative.model.attention import prepare_by
-from speculative.model.layers import TorchLayerOps
+from speculative.model.layers import LayerOps
 from speculative.sampling.logprobs import gather_logprobs, mode_matrix
 from speculative.selfcheck.invariants import outside_filters
 from speculative.selfcheck.terms import TermScope
@@ -45,7 +45,7 @@ def torch_operators(kernels: ChosenKernels) -> GraphOperators:
         attend=lambda sizes: TorchAttend(sizes.block_size),
         attend_packed=attend_packed,
         prepare=lambda block_size, first: prepare_by(kernels.model),
-        layers=TorchLayerOps(),
+        layers=LayerOps(),
         edit=torch_edit,
         vocabulary=vocabulary,
         sample_drafts=TorchDrafts(vocabulary),

@@ -6,10 +6,10 @@ import torch
 from speculative.kernels.chosen import choose_kernels
 from speculative.kernels.library import cpu_kernels
 from speculative.vocabulary.kernel_ops import choose_ops
-from speculative.vocabulary.ops import TorchOps
+from speculative.vocabulary.ops import VocabularyOps
 
 needs_kernels = pytest.mark.skipif(cpu_kernels() is None, reason="no C++ compiler, or neither AVX-512 nor AVX2")
 CPU_OPS = choose_ops(choose_kernels(torch.device("cpu")))
 with_both_ops = pytest.mark.parametrize(
-    "ops", [pytest.param(TorchOps(), id="torch"), pytest.param(CPU_OPS, id="kernels", marks=needs_kernels)]
+    "ops", [pytest.param(VocabularyOps(), id="torch"), pytest.param(CPU_OPS, id="kernels", marks=needs_kernels)]
 )

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from speculative.config import DrafterConfig, EngineConfig
-from speculative.drafting.base import Drafter, DraftOutput, WeightlessDrafter
+from speculative.drafting.base import Drafter, DraftOutput
 from speculative.drafting.draft_model import DecoderDraftModel
 from speculative.engine import EngineCore
 from speculative.model.attention import prepare_by
@@ -55,7 +55,7 @@ class TableRunner(ModelRunner):
         return self.table[hidden[:, 0].long()]
 
 
-class TableDrafter(WeightlessDrafter):
+class TableDrafter(Drafter):
     """Samples up to `most` tokens from a chain whose rows are q [V, V]."""
 
     def __init__(self, q: Tensor, most: int = NUM_DRAFTS) -> None:
@@ -90,7 +90,7 @@ class TableDrafter(WeightlessDrafter):
         return self.q[[sequence.tokens[start + offset - 1] for start, offset in places]].log()
 
 
-class LikeliestDrafter(WeightlessDrafter):
+class LikeliestDrafter(Drafter):
     """Drafts what the table most likely says next, as point masses: long runs are accepted."""
 
     def __init__(self, table: Tensor) -> None:

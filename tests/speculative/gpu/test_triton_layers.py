@@ -14,7 +14,7 @@ from speculative.gpu.paged_attention import PagedAttention, PagedRows
 from speculative.model.attention import CacheAttention
 from speculative.model.config import ModelConfig
 from speculative.model.fp8 import E4M3, Fp8Rows, quantize_rows
-from speculative.model.layers import Attention, LayerOps, RMSNorm, Rotary, TorchLayerOps, use_layer_ops
+from speculative.model.layers import Attention, LayerOps, RMSNorm, Rotary, use_layer_ops
 from speculative.model.loading import load_decoder
 from tests.support.tiny_models import write_tiny_model
 from tests.support.torch_operators import TorchAttend
@@ -28,7 +28,7 @@ NORM_UNITS = {torch.float32: 8, torch.float16: 1, torch.bfloat16: 2}
 GATE_UNITS = {torch.float32: 8, torch.float16: 2, torch.bfloat16: 4}
 PAIRS = [(64, 1, torch.float32), (576, 3, torch.float16), (1536, 64, torch.bfloat16), (576, 64, torch.float32)]
 NUM_SLOTS, TRASH = 96, 95
-TORCH = TorchLayerOps()
+TORCH = LayerOps()
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from speculative.sampling.rng import Purpose, gumbel, uniforms
 from speculative.selfcheck.draw_margins import Distributions, redraw
 from speculative.selfcheck.replayed_draws import DrawCheck, Rounds
 from speculative.selfcheck.replayed_tokens import replayed_tokens
-from speculative.vocabulary.ops import TorchOps
+from speculative.vocabulary.ops import VocabularyOps
 from tests.support.engines import answer_all, settings
 from tests.support.tiny_heads import random_head
 from tools.faults.toy import EvenAndOdd, table_engine, tiny_engine, tiny_weights
@@ -300,7 +300,7 @@ def test_a_token_that_a_filter_excludes_is_no_draft_and_comes_in_no_drafts_stead
     token, rejected = 60, 1 if kind is TokenKind.RECOVERED else -1
     draw = Draw("recovered" if rejected == 1 else "none", 2, 0, rejected)
     request = Request("r", (1, 2, token), params, score_from=2, draws=(draw,), replay=True)
-    (row,) = replayed_tokens(logits, request, 2, None, (), TorchOps())
+    (row,) = replayed_tokens(logits, request, 2, None, (), VocabularyOps())
     assert row.outside > 0
     drafted = (1,) if rejected == 1 else (token,)
     for q in (1.0, 1e-30, 0.0):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from speculative.drafting.base import Drafter, DraftOutput, NoDrafter, WeightlessDrafter
+from speculative.drafting.base import Drafter, DraftOutput, NoDrafter
 from speculative.engine import EngineCore
 from speculative.request import Request, SamplingParams
 from speculative.state.batch import Batch
@@ -31,14 +31,14 @@ PARAMS = {
 }
 
 
-class LoopDrafter(WeightlessDrafter):
+class LoopDrafter(Drafter):
     """Another drafter: chooses the token seen two places back, as long a run as it may."""
 
     def propose(self, batch: Batch) -> DraftOutput:
         return DraftOutput.pack([[e.sequence.tokens[-2]] * e.max_drafts for e in batch.entries], PointMass())
 
 
-class RandomDrafter(WeightlessDrafter):
+class RandomDrafter(Drafter):
     """Samples its drafts, from a distribution that has nothing to do with the target's."""
 
     def __init__(self) -> None:

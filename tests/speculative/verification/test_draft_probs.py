@@ -11,7 +11,7 @@ from speculative.request import Request, SamplingParams
 from speculative.state.sequence import Sequence
 from speculative.verification.draft_probs import Dense, SubVocabulary
 from speculative.verification.rows import VerifyRows
-from speculative.vocabulary.ops import TorchOps
+from speculative.vocabulary.ops import VocabularyOps
 
 IDS = torch.tensor([2, 5, 7, 11])
 VOCABULARY = 16
@@ -24,7 +24,7 @@ def sequences(count: int, **params: object) -> list[Sequence]:
 
 def draws(wanted: Sequences[Sequence], logits: torch.Tensor, **options: bool) -> tuple[np.ndarray, torch.Tensor]:
     settings = {"sampled": True, "all_coupled": False, **options}
-    sampler = DraftSampler(IDS, VOCABULARY, TorchOps(), **settings)
+    sampler = DraftSampler(IDS, VOCABULARY, VocabularyOps(), **settings)
     drawn = sampler.draw(logits.expand(len(wanted), -1), sampler.start_round(wanted, 2, logits.device), 1)
     return drawn.columns.numpy(), drawn.probs
 

@@ -9,14 +9,14 @@ from speculative.request import SamplingParams
 from speculative.sampling.probs import SamplingRows
 from speculative.sampling.rng import gumbel
 from speculative.verification.coupled import largest
-from speculative.vocabulary.ops import TorchOps
+from speculative.vocabulary.ops import VocabularyOps
 from tests.support.judged_rows import VOCABULARY, generator, scene, step_of
 from tests.support.vocabulary import CPU_OPS, needs_kernels
 
 pytestmark = needs_kernels
 
 CPU = torch.device("cpu")
-OURS, TORCHS = CPU_OPS, TorchOps()
+OURS, TORCHS = CPU_OPS, VocabularyOps()
 
 
 @pytest.mark.parametrize("size", [1, 15, 17, 256, 1000, 49152])
