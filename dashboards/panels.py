@@ -41,7 +41,7 @@ class Panel:
     description: str
     queries: tuple[Query, ...]
     unit: str = "none"  # in Grafana's ids
-    kind: Literal["timeseries", "stat", "bargauge", "heatmap"] = "timeseries"
+    kind: Literal["timeseries", "stat"] = "timeseries"
     width: int = 12
     height: int = 8
     steps: Steps = ((None, "green"),)
@@ -59,7 +59,7 @@ class Panel:
 class Stat(Panel):
     """A small panel with one figure, or one for each series."""
 
-    kind: Literal["timeseries", "stat", "bargauge", "heatmap"] = "stat"
+    kind: Literal["timeseries", "stat"] = "stat"
     width: int = 6
     height: int = 5
     minimum: float | None = None
@@ -206,7 +206,7 @@ def _panel_json(panel: Panel, number: int) -> dict[str, Any]:
         "datasource": _DATASOURCE,
         "targets": [_target(panel, query, index) for index, query in enumerate(panel.queries)],
         "fieldConfig": {"defaults": _field_defaults(panel), "overrides": []},
-        "options": _OPTIONS[panel.kind](panel),
+        "options": _stat_options(panel) if panel.kind == "stat" else _TIMESERIES_OPTIONS,
     }
     return made | ({"interval": panel.interval} if panel.interval else {})
 
@@ -217,7 +217,7 @@ def _target(panel: Panel, query: Query, index: int) -> dict[str, Any]:
         "datasource": _DATASOURCE,
         "expr": query.expr,
         "legendFormat": query.legend,
-        "format": "heatmap" if panel.kind == "heatmap" else "time_series",
+        "format": "time_series",
         "instant": query.instant,
         "range": not query.instant,
     }
@@ -242,8 +242,6 @@ def _field_defaults(panel: Panel) -> dict[str, Any]:
         defaults["mappings"] = [{"type": "value", "options": options}]
     if panel.kind == "timeseries":
         defaults["custom"] = _line_style(panel)
-    elif panel.kind == "heatmap":
-        del defaults["thresholds"], defaults["color"]
     return defaults
 
 
@@ -262,16 +260,8 @@ def _line_style(panel: Panel) -> dict[str, Any]:
     }
 
 
-def _timeseries_options(panel: Panel) -> dict[str, Any]:
-    return {
-        "legend": {
-            "displayMode": "table",
-            "placement": "bottom",
-            "showLegend": True,
-            "calcs": ["mean", "max", "lastNotNull"],
-        },
-        "tooltip": {"mode": "multi", "sort": "desc"},
-    }
+_LEGEND = {"displayMode": "table", "placement": "bottom", "showLegend": True, "calcs": ["mean", "max", "lastNotNull"]}
+_TIMESERIES_OPTIONS = {"legend": _LEGEND, "tooltip": {"mode": "multi", "sort": "desc"}}
 
 
 def _stat_options(panel: Panel) -> dict[str, Any]:
@@ -286,53 +276,6 @@ def _stat_options(panel: Panel) -> dict[str, Any]:
         "showPercentChange": False,
         "percentChangeColorMode": "standard",
     }
-
-
-def _bargauge_options(panel: Panel) -> dict[str, Any]:
-    return {
-        "reduceOptions": {"values": False, "calcs": ["lastNotNull"], "fields": ""},
-        "orientation": "horizontal",
-        "displayMode": "basic",
-        "valueMode": "color",
-        "namePlacement": "auto",
-        "showUnfilled": True,
-        "sizing": "auto",
-        "minVizWidth": 8,
-        "minVizHeight": 16,
-        "maxVizHeight": 300,
-        "legend": {"displayMode": "list", "placement": "bottom", "showLegend": False, "calcs": []},
-    }
-
-
-def _heatmap_options(panel: Panel) -> dict[str, Any]:
-    return {
-        "calculate": False,
-        "cellGap": 1,
-        "color": {
-            "mode": "scheme",
-            "scheme": "Oranges",
-            "scale": "exponential",
-            "exponent": 0.5,
-            "steps": 64,
-            "reverse": False,
-            "fill": "dark-orange",
-        },
-        "exemplars": {"color": "rgba(255,0,255,0.7)"},
-        "filterValues": {"le": 1e-9},
-        "legend": {"show": True},
-        "rowsFrame": {"layout": "auto"},
-        "showValue": "never",
-        "tooltip": {"mode": "single", "yHistogram": True, "showColorScale": False},
-        "yAxis": {"axisPlacement": "left", "reverse": False, "unit": panel.unit},
-    }
-
-
-_OPTIONS = {
-    "timeseries": _timeseries_options,
-    "stat": _stat_options,
-    "bargauge": _bargauge_options,
-    "heatmap": _heatmap_options,
-}
 
 
 def _links() -> dict[str, Any]:

@@ -73,14 +73,6 @@ _DRIFT_QUANTILES = Panel(
     log_scale=True,
     minimum=None,
 )
-_DRIFT_HEATMAP = Panel(
-    title="Distribution of drift",
-    description="Replayed tokens by logprob drift, in nats. Healthy: one steady band at the bottom. A second band "
-    "higher up is a fault that affects only some tokens.",
-    queries=(Query(PAGE.increase("replay_drift_nats", "le"), "{{le}}"),),
-    kind="heatmap",
-    minimum=None,
-)
 _KL = Panel(
     title="Generation KL",
     description="Mean over replayed tokens, in nats; healthy below 0.001. Above it, training is biased.",
@@ -143,16 +135,15 @@ _LAG = Panel(
     steps=((None, "green"), (REPLAY_LAG_LIMIT_S, "red")),
     width=6,
 )
-_SELFCHECK_Z = Panel(
+_SELFCHECK_Z = Stat(
     title="Self-check terms, in standard deviations",
     description="Each term has mean 0 while the sampler is correct. Beyond ±5 over the visible time range, the part of "
     "the sampler that the check covers is wrong; docs/metrics.md lists what each covers.",
     queries=(Query(selfcheck_z(VISIBLE), "{{check}}", instant=True),),
-    kind="bargauge",
     steps=Z_STEPS,
-    minimum=-8,
-    maximum=8,
     decimals=1,
+    width=12,
+    height=8,
 )
 _SELFCHECK_TERMS = Panel(
     title="Self-check terms per second",
@@ -253,7 +244,7 @@ LOGPROB_SANITY = Page(
     description="Whether served logprobs are right and the output follows the model's distribution.",
     rows=(
         Row("At a glance", (TME, ALARMS, VIOLATIONS, BREAKER)),
-        Row("Replay", (_TME_BY_STRATUM, _DRIFT_QUANTILES, _DRIFT_HEATMAP, _KL)),
+        Row("Replay", (_TME_BY_STRATUM, _DRIFT_QUANTILES, _KL)),
         Row(
             "Replay volume",
             (

@@ -233,12 +233,6 @@ _POOL_LOAD = Panel(
     "limit while the other idles, change the ratio of replicas.",
     queries=(Query(REPLICA.gauge("requests_running", "pool", "replica"), "{{pool}} {{replica}}"),),
 )
-_POOL_QUEUE = Panel(
-    title="Waiting by pool",
-    description="Requests waiting for room in an engine. Waiting in prefill: add prefill replicas. Waiting in decode: "
-    "add decode replicas or KV memory.",
-    queries=(Query(REPLICA.gauge("requests_waiting", "pool"), "{{pool}}"),),
-)
 
 DISAGGREGATION = Page(
     uid="truespec-disaggregation",
@@ -247,7 +241,7 @@ DISAGGREGATION = Page(
     rows=(
         Row("Handoff", (_HANDOFFS, _HANDOFF_FAILURES, _HANDOFF_TIME, _REFUSALS, _HANDOFF_BYTES)),
         Row("Recovery", (_PREFILL_FAILURES, _RESUMES)),
-        Row("Pools", (_POOL_QUEUE, _POOL_LOAD, _PROMPT_TOKENS)),
+        Row("Pools", (_LOAD, _POOL_LOAD, _PROMPT_TOKENS)),
     ),
 )
 
@@ -264,15 +258,6 @@ _DURATION = Panel(
     "of answers; if it grows and they do not, look at the time between tokens.",
     unit="s",
     queries=_quantiles("request_duration_seconds"),
-)
-_FIRST_TOKEN_HEATMAP = Panel(
-    title="Distribution of the time to first token",
-    description="Requests by time to first token. Two bands mean two kinds of requests (short and long prompts, cached "
-    "or not) or a slow replica.",
-    unit="s",
-    queries=(Query(PAGE.increase("time_to_first_token_seconds", "le"), "{{le}}"),),
-    kind="heatmap",
-    minimum=None,
 )
 _PREFIX_CACHE = Share(
     title="Prefix cache hits",
@@ -293,7 +278,7 @@ LATENCY = Page(
     title="truespec / Latency",
     description="How long clients wait, and why.",
     rows=(
-        Row("First token", (_FIRST_TOKEN, _QUEUE_TIME, _FIRST_TOKEN_HEATMAP)),
+        Row("First token", (_FIRST_TOKEN, _QUEUE_TIME)),
         Row("Further tokens", (_INTER_TOKEN, _DURATION)),
         Row("Causes of latency", (_PREFIX_CACHE, _PREEMPTIONS)),
     ),

@@ -149,7 +149,7 @@ _POSITIONS_VISIBLE = Share(
     description="Accepted / drafted at each position over the whole time range. Values near 0 at the end mean that "
     "drafts are too long.",
     queries=(Query(conditional_acceptance_by_position(VISIBLE), "position {{position}}", instant=True),),
-    kind="bargauge",
+    kind="stat",
     decimals=1,
 )
 
