@@ -18,14 +18,11 @@ _LONGEST_FORM = 10_000  # characters
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A client's request, read.
-
-    form: which requests a server takes, or refuses, alike.
-    """
+    """A client's request, read."""
 
     body: bytes
     fields: Mapping[str, Any]
-    form: str
+    form: str  # which requests a server takes, or refuses, alike
     streamed: bool
 
     def wants(self, field: str) -> bool:

@@ -26,28 +26,18 @@ class ServiceError(TruespecError):
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """A request and its result.
-
-    status: of HTTP; None = no reply.
-    reply: empty if it was refused.
-    error: in words; empty = none.
-    seconds: until its end.
-    first_s: seconds until the first token of a stream; 0 if none came.
-    last_s: seconds until the last one.
-    content: the body of the reply as it came.
-    headers: of a reply that was not streamed.
-    """
+    """A request and its result."""
 
     path: str
     body: Json
-    status: int | None
-    reply: Reply
-    error: str
-    seconds: float = 0.0
-    first_s: float = 0.0
-    last_s: float = 0.0
-    content: bytes = b""
-    headers: Mapping[str, str] = field(default_factory=dict)
+    status: int | None  # of HTTP; None = no reply
+    reply: Reply  # empty if it was refused
+    error: str  # in words; empty = none
+    seconds: float = 0.0  # until its end
+    first_s: float = 0.0  # seconds until the first token of a stream; 0 if none came
+    last_s: float = 0.0  # seconds until the last one
+    content: bytes = b""  # the body of the reply as it came
+    headers: Mapping[str, str] = field(default_factory=dict)  # of a reply that was not streamed
 
     @property
     def ok(self) -> bool:

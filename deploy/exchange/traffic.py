@@ -23,19 +23,13 @@ SETTINGS: tuple[Mapping[str, Any], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """The requests that are sent; every other one is streamed.
+    """The requests that are sent; every other one is streamed."""
 
-    model: its served name.
-    prompts: of completions (`prompt`) and chats (`messages`).
-    settings: fields of the requests, one after the other.
-    at_once: requests in flight.
-    """
-
-    model: str
-    prompts: Sequence[Mapping[str, Any]]
-    settings: Sequence[Mapping[str, Any]] = SETTINGS
+    model: str  # its served name
+    prompts: Sequence[Mapping[str, Any]]  # of completions (`prompt`) and chats (`messages`)
+    settings: Sequence[Mapping[str, Any]] = SETTINGS  # fields of the requests, one after the other
     max_tokens: Sequence[int] = (24, 64, 128)
-    at_once: int = 16
+    at_once: int = 16  # requests in flight
 
     def bodies(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Paths and bodies without end; each kind of prompt meets each setting, streamed and not."""

@@ -27,24 +27,17 @@ _CPU_CACHE_TOKENS = 16_384
 class ReplayerOptions:
     """The engines that compute answers again.
 
-    folder: the model's.
-    engine: which one.
-    dtype: of weights and activations.
-    quantization: form of the weights; None = as `dtype`.
-    threads: CPU threads, 0 = the machine's.
     max_model_len: tokens of prompt and answer, None = the model's own limit, and on a CPU at most 16,384.
-    at_once: requests that an engine computes together.
-    device: of our engine.
     """
 
-    folder: Path
-    engine: EngineName = "torch"
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    quantization: WeightsName | None = None
-    threads: int = 0
+    folder: Path  # the model's
+    engine: EngineName = "torch"  # which one
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of weights and activations
+    quantization: WeightsName | None = None  # form of the weights; None = as `dtype`
+    threads: int = 0  # CPU threads, 0 = the machine's
     max_model_len: int | None = None
-    at_once: int = 4
-    device: str = "auto"
+    at_once: int = 4  # requests that an engine computes together
+    device: str = "auto"  # of our engine
 
 
 class LoadedReplayer(Replayer, Protocol):

@@ -40,13 +40,10 @@ _COMPARED = ("raw_logprobs",)
 
 @dataclass(frozen=True, slots=True)
 class ReceiptVerdict:
-    """On one receipt.
-
-    reason: why it does not verify; "" = it does.
-    """
+    """On one receipt."""
 
     receipt: Receipt
-    reason: str
+    reason: str  # why it does not verify; "" = it does
     signature: str
     replayed_by: str = ""
     tolerance_nats: float = 0.0

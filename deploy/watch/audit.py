@@ -43,20 +43,14 @@ NAMES = (TRAFFIC, *(name for name in PROBES if name not in _LAST), *_LAST)
 
 @dataclass(frozen=True, slots=True)
 class AuditOptions:
-    """The way in which a server is audited.
-
-    served: which of its models; None = the first.
-    requests: of ordinary traffic.
-    only: of `NAMES`.
-    publishing_s: the longest time between updates of its metrics.
-    """
+    """The way in which a server is audited."""
 
     url: str
-    served: str | None = None
+    served: str | None = None  # which of its models; None = the first
     api_key: str | None = None
-    requests: int = 200
-    only: Collection[str] = NAMES
-    publishing_s: float = 1.1
+    requests: int = 200  # of ordinary traffic
+    only: Collection[str] = NAMES  # of `NAMES`
+    publishing_s: float = 1.1  # the longest time between updates of its metrics
 
 
 def run_audit(

@@ -60,44 +60,27 @@ HEALTH = "/.truespec/health"
 
 @dataclass(frozen=True, slots=True)
 class ProxyOptions:
-    """The settings of a proxy.
+    """The settings of a proxy."""
 
-    upstream: the server's URL.
-    host: address to listen on.
-    port: to listen on; 0 takes a free one.
-    share: of requests that are watched, 0 to 1.
-    as_sent: share of these to which nothing is added: a server cannot tell them from others.
-    dialect: "auto" or one of `VENDORS`.
-    referee: its URL; None = exchanges are only counted.
-    max_queued: most exchanges that wait for the referee.
-    max_queued_bytes: most bytes of these.
-    max_exchange_bytes: larger requests and replies are not captured.
-    replica_header: the header of a reply that names the replica.
-    """
-
-    upstream: str
-    host: str = "127.0.0.1"
-    port: int = 0
-    share: float = 1.0
-    as_sent: float = 0.25
-    dialect: str = "auto"
-    referee: str | None = None
-    max_queued: int = 1000
-    max_queued_bytes: int = 64 * _MIB
-    max_exchange_bytes: int = 16 * _MIB
-    replica_header: str | None = None
+    upstream: str  # the server's URL
+    host: str = "127.0.0.1"  # address to listen on
+    port: int = 0  # to listen on; 0 takes a free one
+    share: float = 1.0  # of requests that are watched, 0 to 1
+    as_sent: float = 0.25  # share of these to which nothing is added: a server cannot tell them from others
+    dialect: str = "auto"  # "auto" or one of `VENDORS`
+    referee: str | None = None  # its URL; None = exchanges are only counted
+    max_queued: int = 1000  # most exchanges that wait for the referee
+    max_queued_bytes: int = 64 * _MIB  # most bytes of these
+    max_exchange_bytes: int = 16 * _MIB  # larger requests and replies are not captured
+    replica_header: str | None = None  # the header of a reply that names the replica
 
 
 @dataclass(slots=True)
 class _Form:
-    """The knowledge about requests of one form.
+    """The knowledge about requests of one form."""
 
-    level: which of the extras the server takes.
-    failures: of the server, one after the other, when it was asked for them.
-    """
-
-    level: int = 0
-    failures: int = 0
+    level: int = 0  # which of the extras the server takes
+    failures: int = 0  # of the server, one after the other, when it was asked for them
 
 
 class _Recording:
@@ -384,20 +367,15 @@ class Proxy:
 
 @dataclass(frozen=True, slots=True)
 class _Watch:
-    """A request that is watched.
-
-    added: fields of the request that are not the client's.
-    keys: of the reply, which these bring.
-    headers: of the request.
-    """
+    """A request that is watched."""
 
     asked: Asked
     path: str
-    added: tuple[str, ...]
-    keys: frozenset[str]
+    added: tuple[str, ...]  # fields of the request that are not the client's
+    keys: frozenset[str]  # of the reply, which these bring
     form: _Form
     began_at: float
-    headers: CIMultiDict[str]
+    headers: CIMultiDict[str]  # of the request
 
 
 async def _body(request: web.Request) -> Body | None:

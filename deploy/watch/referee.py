@@ -46,32 +46,21 @@ _NOTE_EVERY_S = 1.0
 class RefereeOptions:
     """The way in which answers are judged.
 
-    served: the model's name in metrics.
     tolerance: for the rounding of this server.
-    processed: true if the server's logprobs are those after temperature and filters.
-    dialect: the server's vendor.
-    defaults: sampling parameters of requests that do not set them.
-    max_queue: most answers that wait.
-    keep_prompts: true if findings show prompts and answers.
     """
 
-    served: str = "watched"
+    served: str = "watched"  # the model's name in metrics
     tolerance: Tolerance = field(default_factory=lambda: Tolerance.against_float32("bfloat16"))
-    processed: bool = False
-    dialect: str = "auto"
-    defaults: Mapping[str, float] = field(default_factory=dict)
-    max_queue: int = 256
-    keep_prompts: bool = False
+    processed: bool = False  # true if the server's logprobs are those after temperature and filters
+    dialect: str = "auto"  # the server's vendor
+    defaults: Mapping[str, float] = field(default_factory=dict)  # sampling parameters of requests that do not set them
+    max_queue: int = 256  # most answers that wait
+    keep_prompts: bool = False  # true if findings show prompts and answers
 
 
 @dataclass(slots=True)
 class WatchFinding:
-    """The first finding of a detector.
-
-    side: to which the mean is shifted; "" = to both, or to none.
-    num: times that it was found since.
-    last_at: the last time.
-    """
+    """The first finding of a detector."""
 
     alarm: str
     stratum: str
@@ -82,9 +71,9 @@ class WatchFinding:
     tokens: int  # of the stratum, judged until then
     tokens_in_all: int
     example: dict[str, Any]
-    side: Side
-    last_at: float
-    num: int = 1
+    side: Side  # to which the mean is shifted; "" = to both, or to none
+    last_at: float  # when it was found last
+    num: int = 1  # times that it was found since
 
     @property
     def found(self) -> str:

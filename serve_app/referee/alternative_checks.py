@@ -21,17 +21,14 @@ from speculative.selfcheck.replayed_draws import DrawCheck
 class ComparedPlace:
     """One place.
 
-    drifts: of each number that was compared, with its token.
-    num_unknown: numbers of tokens that the replay does not name.
     below: of each of the likeliest tokens, nats by which it is less likely than the replay's in its place of the order.
-    wrong_form: what is wrong whatever the values, in words; "" = nothing.
     """
 
     place: int
-    drifts: tuple[tuple[int, TokenDrift], ...]
-    num_unknown: int
+    drifts: tuple[tuple[int, TokenDrift], ...]  # of each number that was compared, with its token
+    num_unknown: int  # numbers of tokens that the replay does not name
     below: tuple[tuple[int, float], ...]
-    wrong_form: str
+    wrong_form: str  # what is wrong whatever the values, in words; "" = nothing
 
     @property
     def drift(self) -> TokenDrift | None:
@@ -91,14 +88,11 @@ def _wrong_form(reported: Alternatives, num_top: int, scored_ids: Sequence[int])
 
 @dataclass(frozen=True, slots=True)
 class ComparedAlternatives:
-    """All places of one answer.
-
-    num_prompt: tokens of its prompt.
-    """
+    """All places of one answer."""
 
     places: tuple[ComparedPlace, ...] = ()
     num_left_out: int = 0
-    num_prompt: int = 0
+    num_prompt: int = 0  # tokens of its prompt
     found: AlternativesFound = field(init=False)
 
     def __post_init__(self) -> None:

@@ -9,16 +9,11 @@ on."""
 
 
 class Alternatives(NamedTuple):
-    """Logprobs that were reported in one place. Pairs of a token id and its logprob, nats.
+    """Logprobs that were reported in one place. Pairs of a token id and its logprob, nats."""
 
-    place: the index of the place's own token in prompt and answer.
-    top: the likeliest first.
-    scored: of the ids that the request names.
-    """
-
-    place: int
-    top: tuple[tuple[int, float], ...] = ()
-    scored: tuple[tuple[int, float], ...] = ()
+    place: int  # the index of the place's own token in prompt and answer
+    top: tuple[tuple[int, float], ...] = ()  # the likeliest first
+    scored: tuple[tuple[int, float], ...] = ()  # of the ids that the request names
 
     @property
     def pairs(self) -> tuple[tuple[int, float], ...]:
@@ -28,14 +23,11 @@ class Alternatives(NamedTuple):
 
 @dataclass(slots=True)
 class KeptAlternatives:
-    """Alternatives of one answer while it grows.
-
-    num_left_out: numbers that were reported and are not kept.
-    """
+    """Alternatives of one answer while it grows."""
 
     most: int = MOST_ALTERNATIVES
     kept: list[Alternatives] = field(default_factory=list)
-    num_left_out: int = 0
+    num_left_out: int = 0  # numbers that were reported and are not kept
     _every: int = 1
     _num_kept: int = 0
 
@@ -59,15 +51,13 @@ class KeptAlternatives:
 class AlternativesFound:
     """The result of comparing one answer's.
 
-    num_compared: numbers.
     num_left_out: those that were reported and not compared, since there were too many, or since the replay knows
         nothing of their tokens.
-    max_drift_nats: the largest |served - replayed|; None = none was compared.
     """
 
-    num_compared: int = 0
+    num_compared: int = 0  # numbers
     num_left_out: int = 0
-    max_drift_nats: float | None = None
+    max_drift_nats: float | None = None  # the largest |served - replayed|; None = none was compared
 
 
 NOTHING_COMPARED = AlternativesFound()

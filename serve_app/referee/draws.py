@@ -34,12 +34,9 @@ class DrawResult(enum.StrEnum):
 
 @dataclass(slots=True)
 class _Drift:
-    """The moves of numbers between two engines.
+    """The moves of numbers between two engines."""
 
-    squares: their sum, nats squared.
-    """
-
-    squares: float = 0.0
+    squares: float = 0.0  # their sum, nats squared
     num_tokens: int = 0
 
     def add(self, nats: float) -> None:
@@ -126,16 +123,11 @@ class DrawTest:
 
 @dataclass(frozen=True, slots=True)
 class DrawsChecked:
-    """The findings about the draws of one answer.
+    """The findings about the draws of one answer."""
 
-    results: of each token; None = not checked.
-    worst: the checks that missed by most, the worst first.
-    reason: why tokens were not checked, "" = all were.
-    """
-
-    results: tuple[DrawResult | None, ...] = ()
-    worst: tuple[DrawCheck, ...] = ()
-    reason: str = ""
+    results: tuple[DrawResult | None, ...] = ()  # of each token; None = not checked
+    worst: tuple[DrawCheck, ...] = ()  # the checks that missed by most, the worst first
+    reason: str = ""  # why tokens were not checked, "" = all were
 
     @property
     def wrong(self) -> int | None:

@@ -28,21 +28,17 @@ _LEAST_PROCESSED = 0.5  # temperature; below it rounding moves a processed logpr
 class Judgement:
     """Judgement of one answer.
 
-    checked: the verdict, and what it rests on.
-    compared: each compared token, the prompt's first.
     tokens: the same as evidence for the detectors of the replicas that made them: without what a client may choose, a
         seed or a context that comes again.
-    drift_tolerance: the mean of exp|g - t| - 1 above which something is wrong.
     misplaced: the checks of tokens that are not the likeliest of a greedy answer, or not allowed in a sampled one.
-    draws: what was checked of each draw that was made again, and its result.
     """
 
-    checked: Checked
-    compared: tuple[SeenToken, ...]
+    checked: Checked  # the verdict, and what it rests on
+    compared: tuple[SeenToken, ...]  # each compared token, the prompt's first
     tokens: tuple[SeenToken, ...]
-    drift_tolerance: float
+    drift_tolerance: float  # the mean of exp|g - t| - 1 above which something is wrong
     misplaced: tuple[DrawCheck, ...] = ()
-    draws: tuple[tuple[str, DrawResult], ...] = ()
+    draws: tuple[tuple[str, DrawResult], ...] = ()  # what was checked of each draw that was made again, and its result
 
 
 Judging = Callable[[Answer, Replayed], Judgement]

@@ -46,17 +46,12 @@ class Selection(enum.Enum):
 
 @dataclass(slots=True)
 class _Expected:
-    """A reply that is checked, from the choice of it until its bytes have gone out.
+    """A reply that is checked, from the choice of it until its bytes have gone out."""
 
-    awaited: whether its client waits for the verdict.
-    context: of its request, which says whose it is.
-    judged: what was judged of it before it went out; None = nothing.
-    """
-
-    awaited: bool
-    context: Context
+    awaited: bool  # whether its client waits for the verdict
+    context: Context  # of its request, which says whose it is
     records: list[Record] = field(default_factory=list)
-    judged: list[Answer] | None = None
+    judged: list[Answer] | None = None  # what was judged of it before it went out; None = nothing
 
 
 class Checks:

@@ -61,17 +61,14 @@ class _Replica:
     """The facts about a replica.
 
     Attributes:
-        reported_at: when it reported last, or was first named by an answer.
-        since: it is as it is now since then, unix seconds; None = not known.
-        plain: whether it drafts nothing at all.
         watches: its detectors, by the tolerance that its answers were judged with.
         findings: those that `take_findings` has not yet returned.
         cases: its latest judged answers, for dumps.
     """
 
-    reported_at: float
-    since: float | None = None
-    plain: bool = False
+    reported_at: float  # when it reported last, or was first named by an answer
+    since: float | None = None  # it is as it is now since then, unix seconds; None = not known
+    plain: bool = False  # whether it drafts nothing at all
     watches: dict[Tolerance, ReplicaWatch] = dataclasses.field(default_factory=dict)
     findings: deque[Finding] = dataclasses.field(default_factory=lambda: deque(maxlen=_KEPT_FINDINGS))
     cases: deque[Case] = dataclasses.field(default_factory=lambda: deque(maxlen=_KEPT_CASES))

@@ -62,26 +62,16 @@ class Tolerances(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """The differences between two engines that are no fault.
+    """The differences between two engines that are no fault."""
 
-    max_tme: the largest mean of exp|g - t| over the logprobs.
-    edge_nats: largest shift of a logit by rounding, and with it of a filter's edge or the likeliest token.
-    distribution: the most that rounding adds to the means of the calibration test's terms.
-    jump_nats: logprobs of more than one token in a thousand are no further off.
-    shift_nats: largest shift of the mean of the logprobs' log odds by rounding.
-    processed: whether the server's logprobs are those after temperature and filters.
-    source: of these figures, in words.
-    measured: results of the calibration.
-    """
-
-    max_tme: float
-    edge_nats: float
-    distribution: float
-    jump_nats: float
-    shift_nats: float
-    processed: bool = False
-    source: str = ""
-    measured: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False)
+    max_tme: float  # the largest mean of exp|g - t| over the logprobs
+    edge_nats: float  # largest shift of a logit by rounding, and with it of a filter's edge or the likeliest token
+    distribution: float  # the most that rounding adds to the means of the calibration test's terms
+    jump_nats: float  # logprobs of more than one token in a thousand are no further off
+    shift_nats: float  # largest shift of the mean of the logprobs' log odds by rounding
+    processed: bool = False  # whether the server's logprobs are those after temperature and filters
+    source: str = ""  # of these figures, in words
+    measured: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False)  # results of the calibration
 
     @classmethod
     def between_equals(cls, precision: str) -> "Tolerance":

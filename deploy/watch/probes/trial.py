@@ -34,18 +34,14 @@ class ProbeFinding:
 
 @dataclass(slots=True)
 class ProbeOutcome:
-    """Result of a probe.
-
-    seen: what came of it, in a few words.
-    requests: sent for it.
-    """
+    """Result of a probe."""
 
     probe: str
     asks: str
     verdict: ProbeVerdict
-    seen: str
+    seen: str  # what came of it, in a few words
     findings: list[ProbeFinding] = field(default_factory=list)
-    requests: int = 0
+    requests: int = 0  # sent for it
 
     def as_dict(self) -> dict[str, Any]:
         """Return it for JSON."""
@@ -99,16 +95,12 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """A question.
-
-    asks: in a sentence.
-    needs_ids: whether it compares token ids, which some servers do not report.
-    """
+    """A question."""
 
     name: str
-    asks: str
+    asks: str  # in a sentence
     run: Callable[[Any, Trial], None]
-    needs_ids: bool
+    needs_ids: bool  # whether it compares token ids, which some servers do not report
 
 
 PROBES: dict[str, Probe] = {}

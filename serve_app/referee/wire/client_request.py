@@ -48,12 +48,9 @@ class Unclear(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ClientRequest:
-    """One request.
+    """One request."""
 
-    body: with the fields of chats, or of completions.
-    """
-
-    body: Json
+    body: Json  # with the fields of chats, or of completions
     is_chat: bool
     model: ModelInfo
     tokenizer: Tokenizer

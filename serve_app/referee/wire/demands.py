@@ -44,39 +44,29 @@ Encode = Callable[[str], Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """What is known of a choice beside what its reply says.
+    """What is known of a choice beside what its reply says."""
 
-    token_ids: generated, those that ended it included; () = they are not known.
-    end_token_ids: with which the model ends an answer.
-    loses_text: whether a parser may have left out some of the text.
-    mark: what ends the reasoning with which it begins; "" = it begins with none, or that is not known.
-    """
-
-    token_ids: Sequence[int] = ()
-    end_token_ids: Collection[int] = ()
-    loses_text: bool = False
-    mark: str = ""
+    token_ids: Sequence[int] = ()  # generated, those that ended it included; () = they are not known
+    end_token_ids: Collection[int] = ()  # with which the model ends an answer
+    loses_text: bool = False  # whether a parser may have left out some of the text
+    mark: str = ""  # what ends the reasoning with which it begins; "" = it begins with none, or that is not known
 
 
 @dataclass(frozen=True, slots=True)
 class Demands:
     """The demands on all choices of one request, as far as the vendor is known to keep to them.
 
-    body: in the words of a completion or a chat.
-    added: as `Exchange` has it.
-    limits: those that concern token ids.
-    structure: its kind and its text.
     functions: JSON schemas of the arguments of those of which one must be called; none = no call must be made.
     """
 
-    body: Json
+    body: Json  # in the words of a completion or a chat
     tokenizer: Tokenizer
     vendor: Vendor
     is_chat: bool
-    limits: SamplingParams
-    added: Collection[str] = ()
+    limits: SamplingParams  # those that concern token ids
+    added: Collection[str] = ()  # as `Exchange` has it
     stops: tuple[str, ...] = ()
-    structure: tuple[str, str] | None = None
+    structure: tuple[str, str] | None = None  # its kind and its text
     functions: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod

@@ -13,27 +13,17 @@ WATCHED_PATHS = (COMPLETIONS, CHAT)
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """A request that was answered with 200.
+    """A request that was answered with 200."""
 
-    path: of the URL, one of `WATCHED_PATHS`.
-    request: the client's body, without what was added to it.
-    reply: the body as the server sent it, with token ids and logprobs; of a stream its server-sent events.
-    began_at: unix seconds.
-    ended_at: unix seconds.
-    replica: that answered, where a header names it.
-    dialect: the server's; "" = unknown.
-    added: fields that the server was asked for beside what the client wanted.
-    """
-
-    path: str
-    request: bytes
-    reply: bytes
+    path: str  # of the URL, one of `WATCHED_PATHS`
+    request: bytes  # the client's body, without what was added to it
+    reply: bytes  # the body as the server sent it, with token ids and logprobs; of a stream its server-sent events
     streamed: bool
-    began_at: float
-    ended_at: float
-    replica: str = ""
-    dialect: str = ""
-    added: tuple[str, ...] = ()
+    began_at: float  # unix seconds
+    ended_at: float  # unix seconds
+    replica: str = ""  # that answered, where a header names it
+    dialect: str = ""  # the server's; "" = unknown
+    added: tuple[str, ...] = ()  # fields that the server was asked for beside what the client wanted
 
     def to_wire(self) -> dict[str, Any]:
         """Return it as JSON."""

@@ -41,7 +41,6 @@ class _End(NamedTuple):
     """The text of a choice, and how it ends, by its tokens and the client's stop strings.
 
     texts: of each token. num: of them, up to the end. stop: the string or token that ended it.
-    searched_from: characters at the beginning in which no stop string counts.
     """
 
     text: str
@@ -49,7 +48,7 @@ class _End(NamedTuple):
     num: int
     reason: str
     stop: str | int | None
-    searched_from: int
+    searched_from: int  # characters at the beginning in which no stop string counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +56,11 @@ class OwnReader:
     """Reads the answers in exchanges with this service.
 
     Args:
-        model: that it serves.
-        tokenizer: of the same folder.
         parsers: that read reasoning and calls out of its answers; None = the service's own find the calls.
     """
 
-    model: ModelInfo
-    tokenizer: Tokenizer
+    model: ModelInfo  # that it serves
+    tokenizer: Tokenizer  # of the same folder
     parsers: Parsers | None = None
 
     def answers(self, exchange: Exchange, traces: Sequence[Record]) -> list[Answer]:

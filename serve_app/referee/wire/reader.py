@@ -56,21 +56,17 @@ class ExchangeReader:
     """Reads the answers in exchanges.
 
     Args:
-        model: that replays.
-        tokenizer: of the same folder; for prompts and answers whose token ids are not reported.
-        dialect: the server's vendor; "auto" = as the proxy found, and as vLLM where that is not known.
         defaults: what the server samples with where a request does not say.
         coldest: the temperature below which rounding decides between tokens, so that an answer is judged as one of
             temperature 0.
-        processed: whether the server's logprobs are those after temperature and filters.
     """
 
-    model: ModelInfo
-    tokenizer: Tokenizer
-    dialect: str = "auto"
+    model: ModelInfo  # that replays
+    tokenizer: Tokenizer  # of the same folder; for prompts and answers whose token ids are not reported
+    dialect: str = "auto"  # the server's vendor; "auto" = as the proxy found, and as vLLM where that is not known
     defaults: Mapping[str, float] = field(default_factory=dict)
     coldest: float = 0.0
-    processed: bool = False
+    processed: bool = False  # whether the server's logprobs are those after temperature and filters
     _samplings: dict[str, Sampling] = field(default_factory=dict)
     _replicas: set[str] = field(default_factory=set)
     _alternatives: AlternativesReader = field(init=False)

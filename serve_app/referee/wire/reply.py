@@ -39,25 +39,18 @@ class Candidate(NamedTuple):
 class Choice:
     """One choice of a reply.
 
-    token_ids: emitted, None = the server did not report them.
-    logprobs: of each of them, nats; None = not reported.
-    text: of the answer, without its reasoning and its calls.
-    reasoning: its text.
-    finish_reason: as reported.
-    stopped_by: the stop text or token that ended it, as far as the server says so.
-    prompt_token_ids: None = not reported.
     wire: all that was said of it, as it was; its message's fields are among its own.
     """
 
     index: int = 0
-    token_ids: list[int] | None = None
-    logprobs: list[float | None] | None = None
-    text: str = ""
+    token_ids: list[int] | None = None  # emitted, None = the server did not report them
+    logprobs: list[float | None] | None = None  # of each of them, nats; None = not reported
+    text: str = ""  # of the answer, without its reasoning and its calls
     has_text: bool = False  # it was reported, if only as an empty one
-    reasoning: str = ""
-    finish_reason: str | None = None
-    stopped_by: str | int | None = None
-    prompt_token_ids: tuple[int, ...] | None = None
+    reasoning: str = ""  # its text
+    finish_reason: str | None = None  # as reported
+    stopped_by: str | int | None = None  # the stop text or token that ended it, as far as the server says so
+    prompt_token_ids: tuple[int, ...] | None = None  # None = not reported
     pieces: list[bytes | None] | None = None  # of the text, one a logprob, where they came with ids
     calls: dict[int, tuple[str, str]] = field(default_factory=dict)  # of tools: their names and arguments, by index
     top_logprobs: list[Any] | None = None  # of each token, as reported; `candidates` reads them
@@ -139,25 +132,19 @@ class Choice:
 class Reply:
     """A reply, as far as it has come.
 
-    is_chat: whether it is a chat's.
-    error: that the server reported in it.
-    num_prompt: tokens of the prompt.
-    num_cached: those of them that a cache had.
     num_tokens: emitted, of all choices together. None = not reported.
-    head: its fields but the choices.
-    usages: those that came, in their order.
     deltas: of the Responses API, the texts of a stream's events, by their kind.
     """
 
-    is_chat: bool = False
+    is_chat: bool = False  # whether it is a chat's
     id: str = ""
-    error: Any = None
-    num_prompt: int | None = None
-    num_cached: int | None = None
+    error: Any = None  # that the server reported in it
+    num_prompt: int | None = None  # tokens of the prompt
+    num_cached: int | None = None  # those of them that a cache had
     num_tokens: int | None = None
     choices: dict[int, Choice] = field(default_factory=dict)
-    head: Json = field(default_factory=dict)
-    usages: list[Json] = field(default_factory=list)
+    head: Json = field(default_factory=dict)  # its fields but the choices
+    usages: list[Json] = field(default_factory=list)  # those that came, in their order
     deltas: dict[str, str] = field(default_factory=dict)
 
     @property

@@ -39,20 +39,14 @@ _PLAIN_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.]{0,39}")
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """The sampling of the choices of one request.
-
-    stops: whether a text or token that it names may have ended them.
-    untested: why their tokens cannot be compared with a distribution, "" = they can.
-    compared: whether their logprobs are the model's.
-    num_choices: of each prompt.
-    """
+    """The sampling of the choices of one request."""
 
     params: SamplingParams
     seed: int | None
-    stops: bool
-    untested: str = ""
-    compared: bool = True
-    num_choices: int = 1
+    stops: bool  # whether a text or token that it names may have ended them
+    untested: str = ""  # why their tokens cannot be compared with a distribution, "" = they can
+    compared: bool = True  # whether their logprobs are the model's
+    num_choices: int = 1  # of each prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +54,11 @@ class Sampling:
     """The sampling of one vendor's servers.
 
     Args:
-        dialect: of the server, as `vendors` names them.
-        generation: the model's generation_config.json; {} = it has none.
         own: what the operator says that the server samples with where a request does not say; it goes first.
     """
 
-    dialect: str
-    generation: Mapping[str, Any]
+    dialect: str  # of the server, as `vendors` names them
+    generation: Mapping[str, Any]  # the model's generation_config.json; {} = it has none
     own: Mapping[str, float]
 
     @classmethod
