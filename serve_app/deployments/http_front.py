@@ -16,7 +16,7 @@ from serve_app.deployments.runtime import ReplicaRuntime, Reporter
 from serve_app.errors import UnknownReplica
 from serve_app.guard.breaker import Mode
 from serve_app.http.admin import Admin, RehearsalOrder, SpeculationOrder, Statuses
-from serve_app.http.routes import Operations, PastReplies, build_ingress
+from serve_app.http.routes import Operations, build_ingress
 from serve_app.http.vllm_routes import VllmRoutes
 from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.prepared_request import Limits
@@ -131,8 +131,13 @@ class HttpFront:
         controller = self._runtime.controller
         app = build_ingress(
             self._front_end,
-            operations=Operations(self.exposition, check_health, self._vllm_routes()),
-            replies=PastReplies(self.verdict, controller.responses if self._config.responses.max_mib else None),
+            operations=Operations(
+                self.exposition,
+                check_health,
+                self._vllm_routes(),
+                self.verdict,
+                controller.responses if self._config.responses.max_mib else None,
+            ),
             admin=self._admin,
             gate=Gate(
                 self._access,
@@ -226,7 +231,7 @@ class HttpFront:
             return reported
 
         rehearsing = rehearse if self._config.guard.rehearsal else None
-        return Admin(self._access, controller.statuses, order, controller.weights, rehearsing)
+        return Admin(controller.statuses, order, controller.weights, rehearsing)
 
     def _submit(self, answer: Answer, reply_bytes: str) -> None:
         self._runtime.metrics.count("truespec_replays_requested_total", bytes=reply_bytes)

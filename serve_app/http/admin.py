@@ -6,7 +6,6 @@ from typing import Annotated, Any, Protocol
 
 from pydantic import Field
 
-from serve_app.access.access import Access
 from serve_app.backends.base import PauseMode
 from serve_app.guard.breaker import Mode
 from serve_app.openai.wire import OneOf, Wire
@@ -90,16 +89,14 @@ class WeightsService(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Admin:
-    """The admin endpoints, and who may use them.
+    """The admin endpoints.
 
-    access: decides who may.
     statuses: where every replica stands.
     order: passes an order on; replicas follow within seconds. Raises UnknownReplica.
     weights: of the service; None = they cannot be changed.
     rehearse: has a replica rehearse. Raises UnknownReplica. None = the service does not rehearse.
     """
 
-    access: Access
     statuses: Callable[[], Awaitable[Statuses]]
     order: Callable[[SpeculationOrder], Awaitable[Statuses]]
     weights: WeightsService | None = None

@@ -62,21 +62,17 @@ _CLIENT_CLOSED = 499  # nginx's number; nobody reads it, but access logs do
 
 @dataclass(frozen=True, slots=True)
 class Operations:
-    """Reads for the tools of an operator, and for those of a trainer that knows vLLM's server.
+    """Reads beside the front end; of what is None, there is no route.
 
     metrics: gives the page and its content type.
     health: raises when the server cannot serve.
+    vllm: for a trainer that knows vLLM's server.
+    verdicts: by the id of a reply that was given; None if it is unknown.
     """
 
     metrics: Callable[[], Awaitable[tuple[bytes, str]]] | None = None
     health: Callable[[], Awaitable[None]] | None = None
     vllm: VllmRoutes | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class PastReplies:
-    """Facts about replies that were given. verdicts: by a reply's id; None if it is unknown."""
-
     verdicts: Callable[[str], Awaitable[dict[str, Any] | None]] | None = None
     kept: KeptResponses | None = None
 
@@ -85,17 +81,15 @@ def build_ingress(
     front_end: FrontEnd,
     *,
     operations: Operations = Operations(),
-    replies: PastReplies = PastReplies(),
     admin: Admin | None = None,
     gate: Gate | None = None,
     tracing: Tracing | None = None,
 ) -> FastAPI:
     """The app that serves one front end over HTTP, and the routes of what else is there.
 
-    Every route that is added to it, here or later, lies behind the gate; without one, `/admin` has its own access and
-    the others are open.
+    Every route that is added to it, here or later, lies behind the gate; without one, all but `/admin` are open.
     """
-    gate = gate or Gate(admin.access if admin is not None else Access())
+    gate = gate or Gate(Access())
 
     async def admit(request: Request) -> None:
         """Go by the route that was chosen, so that no spelling of a path leads around it."""
@@ -118,7 +112,7 @@ def build_ingress(
         app.add_middleware(CORSMiddleware, allow_origins=gate.cors_origins, **_CORS)
     app.add_exception_handler(HTTPException, _on_http_exception)
     _add_generation(app, front_end, gate)
-    _add_replies(app, front_end, replies, gate)
+    _add_replies(app, front_end, operations, gate)
     _add_operations(app, operations)
     add_vllm_routes(app, front_end, gate, operations.vllm)
     if admin is not None:
@@ -204,9 +198,9 @@ def _add_generation(app: FastAPI, front_end: FrontEnd, gate: Gate) -> None:
         return await _generate(front_end, gate, request, GenerateRequest, prepare)
 
 
-def _add_replies(app: FastAPI, front_end: FrontEnd, replies: PastReplies, gate: Gate) -> None:
+def _add_replies(app: FastAPI, front_end: FrontEnd, operations: Operations, gate: Gate) -> None:
     """Add those that know replies that were given: the Responses API, and verdicts."""
-    adapter = ResponsesAdapter(front_end, replies.kept)
+    adapter = ResponsesAdapter(front_end, operations.kept)
 
     @app.post("/v1/responses")
     async def create_response(request: Request) -> Response:
@@ -227,7 +221,7 @@ def _add_replies(app: FastAPI, front_end: FrontEnd, replies: PastReplies, gate: 
     async def delete_response(request: Request, response_id: str) -> Response:
         return JSONResponse(await adapter.delete(response_id, request.state.caller.id))
 
-    if (verdicts := replies.verdicts) is None:
+    if (verdicts := operations.verdicts) is None:
         return
 
     @app.get("/v1/verdicts/{reply_id}")

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from serve_app.access.request_gate import Gate
 from serve_app.http.admin import Admin
-from serve_app.http.routes import Operations, PastReplies, build_ingress
+from serve_app.http.routes import Operations, build_ingress
 from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.prepared_request import Limits
 from serve_app.page.feed import StatusFeed
@@ -133,7 +133,6 @@ def serve_fake(tokenizer: Tokenizer, serve_http: Callable[[FastAPI], int]) -> It
         limits: Limits | None = None,
         operations: Operations = Operations(),  # noqa: B008  # frozen
         *,
-        replies: PastReplies | None = None,
         admin: Admin | None = None,
         page: StatusFeed | None = None,
         gate: Gate | None = None,
@@ -145,7 +144,6 @@ def serve_fake(tokenizer: Tokenizer, serve_http: Callable[[FastAPI], int]) -> It
         app = build_ingress(
             FrontEnd(source, tokenizer, backend.info, limits),
             operations=operations,
-            replies=replies or PastReplies(),
             admin=admin,
             gate=gate,
         )

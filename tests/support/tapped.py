@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 
-from serve_app.http.routes import PastReplies, build_ingress
+from serve_app.http.routes import Operations, build_ingress
 from serve_app.http.tap import Tap
 from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.prepared_request import Limits
@@ -56,7 +56,7 @@ class TappedService:
         judge: Callable[[Answer], Verdict] = right,
         read: Read = traces_of,
         delay_s: float = 0.0,
-        replies: PastReplies | None = None,
+        operations: Operations = Operations(),  # noqa: B008  # frozen
         limits: Limits | None = None,
         **settings: Any,
     ) -> None:
@@ -93,7 +93,7 @@ class TappedService:
         metrics = Metrics(BufferSink("r1"), model_name="m", pool="decode")
         source = observed(self.source, metrics, select=checks.select, ended=ended)
         self.front_end = FrontEnd(source, tokenizer, info(tokenizer, settings["max_model_len"]), limits, checks=checks)
-        self.app = build_ingress(self.front_end, replies=replies or PastReplies())
+        self.app = build_ingress(self.front_end, operations=operations)
 
     @property
     def tap(self) -> Tap:

@@ -65,7 +65,7 @@ def make(serve_fake: ServeFake, tmp_path_factory: pytest.TempPathFactory) -> Cal
         sink = PrometheusSink()
         access = Access(KeyStore(path))
         gate = Gate(access, Metrics(sink, model_name="fake", pool="decode"), **options)
-        operations, admin = Operations(exposition, well), Admin(access, replicas, replicas)
+        operations, admin = Operations(exposition, well), Admin(replicas, replicas)
         page = StatusFeed(status, status)
         return Guarded(serve_fake(operations=operations, admin=admin, page=page, gate=gate, step_s=0.01), sink)
 
@@ -104,7 +104,7 @@ def test_what_each_route_of_the_whole_app_needs(tokenizer: Tokenizer, tmp_path: 
     app = build_ingress(
         fake_front_end(tokenizer)[0],
         operations=Operations(exposition, well, VllmRoutes({}, weights)),
-        admin=Admin(access, replicas, replicas, weights),
+        admin=Admin(replicas, replicas, weights),
         gate=Gate(access),
     )
     add_page(app, StatusFeed(status, status))

@@ -7,6 +7,7 @@ import httpx
 import pytest
 
 from serve_app.access.access import Access, read_token
+from serve_app.access.request_gate import Gate
 from serve_app.backends.base import PauseMode
 from serve_app.errors import UnknownReplica
 from serve_app.http.admin import Admin, RehearsalOrder, SpeculationOrder
@@ -22,8 +23,8 @@ class Operator:
     def __init__(self, serve_fake: ServeFake) -> None:
         self.orders: list[SpeculationOrder | RehearsalOrder] = []
         self.weights = FakeWeights()
-        admin = Admin(Access(admin_token="s3cret"), replicas, self.order, self.weights, self.order)
-        self.server: Served = serve_fake(admin=admin)
+        admin = Admin(replicas, self.order, self.weights, self.order)
+        self.server: Served = serve_fake(admin=admin, gate=Gate(Access(admin_token="s3cret")))
 
     async def order(self, order: SpeculationOrder | RehearsalOrder) -> list[dict[str, Any]]:
         if order.replica not in (None, "r1"):

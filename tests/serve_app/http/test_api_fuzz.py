@@ -27,7 +27,7 @@ from serve_app.access.access import Access
 from serve_app.access.request_gate import Gate
 from serve_app.http.admin import Admin
 from serve_app.http.openapi import OPERATIONS, document
-from serve_app.http.routes import Operations, PastReplies, build_ingress
+from serve_app.http.routes import Operations, build_ingress
 from serve_app.http.vllm_routes import VllmRoutes
 from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.prepared_request import Limits
@@ -76,9 +76,10 @@ class Fuzzed:
         access = Access(admin_token=TOKEN)
         self.app = build_ingress(
             FrontEnd(self.source, tokenizer, info, Limits(max_body_bytes=2**18, max_choices=8)),
-            operations=Operations(exposition, well, VllmRoutes({}, FakeWeights())),
-            replies=PastReplies(self.verdict, ResponseStore(10**6, 60.0)),
-            admin=Admin(access, replicas, replicas, rehearse=replicas),
+            operations=Operations(
+                exposition, well, VllmRoutes({}, FakeWeights()), self.verdict, ResponseStore(10**6, 60.0)
+            ),
+            admin=Admin(replicas, replicas, rehearse=replicas),
             gate=Gate(access, metrics),
         )
         add_page(self.app, StatusFeed(status, status))

@@ -9,7 +9,7 @@ from fastapi import FastAPI
 
 from serve_app.access.access import Access
 from serve_app.access.request_gate import Gate
-from serve_app.http.routes import PastReplies, build_ingress
+from serve_app.http.routes import Operations, build_ingress
 from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.responses.kept_responses import ResponseStore
 from serve_app.text.tokenizer import Tokenizer
@@ -23,8 +23,8 @@ def served(tooled: Tokenizer, serve_http: Callable[[FastAPI], int]) -> Served:
     backend, script = make_backend(tooled, max_model_len=2048)
     backend._started = True
     source = BackendSource(backend)
-    replies = PastReplies(kept=ResponseStore(10**6, 60.0))
-    app = build_ingress(FrontEnd(source, tooled, backend.info), replies=replies, gate=Gate(Access(FakeKeys())))
+    operations = Operations(kept=ResponseStore(10**6, 60.0))
+    app = build_ingress(FrontEnd(source, tooled, backend.info), operations=operations, gate=Gate(Access(FakeKeys())))
     port = serve_http(app)
     return Served(f"http://127.0.0.1:{port}", port, backend, source, script)
 

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serve_app.http.routes import PastReplies
+from serve_app.http.routes import Operations
 from serve_app.openai.prepared_request import Limits
 from serve_app.openai.responses.kept_responses import ResponseStore
 from serve_app.referee.answer import Answer
@@ -143,7 +143,7 @@ async def test_what_is_judged_for_a_verdict_is_the_reply_without_it(
     tokenizer: Tokenizer, path: str, fields: dict[str, Any]
 ) -> None:
     kept = ResponseStore(2**20, 60.0)
-    service = TappedService(tokenizer, chosen=False, replies=PastReplies(kept=kept))
+    service = TappedService(tokenizer, chosen=False, operations=Operations(kept=kept))
     response = await service.post(path, verify=True, **fields)
     draft, sent = service.exchanges
     assert sent.reply == response.content and draft.request == sent.request and draft.streamed == sent.streamed

@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
-from serve_app.http.routes import PastReplies
+from serve_app.http.routes import Operations
 from serve_app.openai.frontend import FrontEnd
 from serve_app.referee.answer import Answer
 from serve_app.referee.verdicts import Verdict
@@ -84,7 +84,7 @@ async def known(reply_id: str) -> dict[str, Any] | None:
 
 
 def test_a_verdict_is_reported_afterwards_or_missing_by_name(serve_fake: ServeFake) -> None:
-    server = serve_fake(replies=PastReplies(known))
+    server = serve_fake(operations=Operations(verdicts=known))
     assert httpx.get(f"{server.url}/v1/verdicts/cmpl-known").json() == {"id": "cmpl-known", "verdict": "verified"}
     missing = httpx.get(f"{server.url}/v1/verdicts/cmpl-other")
     assert missing.status_code == 404
