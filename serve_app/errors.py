@@ -1,18 +1,4 @@
-"""Errors as clients get them: one table from exception to HTTP error in OpenAI's form.
-
-InvalidRequest (speculative.errors)
-├── ModelNotFound          this server has no model of that name
-├── UnknownParameter       a field nobody knows
-├── UnsupportedParameter   a field or value of the OpenAI API that is not served (yet)
-├── ContextLengthExceeded  prompt and output do not fit into the model
-├── MalformedBody          the body is not a JSON object
-├── BodyTooLarge           the body is longer than the server takes
-└── PreviousResponseNotFound   the response to go on from is not kept here
-
-EngineOverloaded (speculative.errors)
-└── NoRoom                 refused at once, as it would not be served in time
-    └── RateLimited        the key has as many requests under way as it may
-"""
+"""Errors as clients get them: one table from exception to HTTP error in OpenAI's form."""
 
 import math
 from collections.abc import Mapping

@@ -254,17 +254,10 @@ class ReplyStream(Protocol):
 
 
 class ReplyFormat(Protocol):
-    """The format of one endpoint's replies."""
+    """The format of one endpoint's replies: the beginning of their ids, and OpenTelemetry's name of the operation."""
 
-    @property
-    def id_prefix(self) -> str:
-        """Return what the ids of replies begin with."""
-        ...
-
-    @property
-    def operation(self) -> str:
-        """Return OpenTelemetry's name of what the endpoint does."""
-        ...
+    id_prefix: ClassVar[str]
+    operation: ClassVar[str]
 
     def stream(self, *, continuous_usage: bool) -> ReplyStream:
         """Return what writes one reply as a stream."""
@@ -277,7 +270,7 @@ class ReplyFormat(Protocol):
         ...
 
 
-class _ChunkFormat(ABC):
+class _ChunkFormat(ReplyFormat, ABC):
     """A format whose streams are chunks, which look like the whole reply."""
 
     chunk_kind: ClassVar[str]

@@ -128,19 +128,20 @@ class StructuredOutputs(Wire):
 
     def structure(self) -> Structure:
         """The structure to enforce. Raises InvalidRequest: none or several are given."""
-        structures = (
-            None if self.schema_text is None else Structure("json_schema", self.schema_text),
-            None if self.regex is None else Structure("regex", self.regex),
-            None if self.choice is None else Structure("choice", json.dumps(self.choice)),
-            None if self.grammar is None else Structure("grammar", self.grammar),
-        )
-        asked = [structure for structure in structures if structure is not None]
+        choice = None if self.choice is None else json.dumps(self.choice)
+        texts: dict[Any, str | None] = {
+            "json_schema": self.schema_text,
+            "regex": self.regex,
+            "choice": choice,
+            "grammar": self.grammar,
+        }
+        asked = [(kind, text) for kind, text in texts.items() if text is not None]
         if len(asked) != 1:
             raise InvalidRequest(
                 "structured_outputs",
                 f"structured_outputs takes exactly one of json, regex, choice and grammar; got {len(asked)}.",
             )
-        return asked[0]
+        return Structure(*asked[0])
 
 
 def _schema_text(schema: Any) -> str:
@@ -328,12 +329,7 @@ class WireRequest(Wire):
         """`structured_outputs`, or what its older names say."""
         if not self.deprecated_fields:
             return self.structured_outputs
-        return StructuredOutputs.model_construct(
-            schema_text=self.guided_json,
-            regex=self.guided_regex,
-            choice=self.guided_choice,
-            grammar=self.guided_grammar,
-        )
+        return StructuredOutputs.model_construct(**{own: getattr(self, old) for old, own in _GUIDED.items()})
 
     @property
     def deprecated_fields(self) -> tuple[str, ...]:
@@ -426,5 +422,5 @@ class WireRequest(Wire):
 _ID_LISTS = ("stop_token_ids", "allowed_token_ids", "logprob_token_ids")
 _CONVERTED = {*_ID_LISTS, "max_tokens", "top_k", "logit_bias", "bad_words", "prompt_logprobs"}
 _AS_SENT = [one.name for one in fields(SamplingParams) if one.name in WireRequest.model_fields.keys() - _CONVERTED]
-_GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+_GUIDED = {"guided_json": "schema_text"} | {f"guided_{name}": name for name in ("regex", "choice", "grammar")}
 _TOKEN_ID = re.compile("[0-9]{1,10}")

@@ -156,28 +156,32 @@ W = TypeVar("W", bound=Wire)
 
 @dataclass(frozen=True)
 class OneOf(GroupedMetadata):
-    """Metadata of a text that must be one of some words."""
+    """Metadata of a text that must be one of some words.
+
+    served: what these are, where any other is one that is not served.
+    instead: a word of other servers, and what is to be sent here.
+    further: how one says what is no word.
+    """
 
     words: Sequence[str]
+    served: str = ""
+    instead: tuple[str, str] = ("", "")
+    further: tuple[str, ...] = ()
 
     def __iter__(self) -> Iterator[object]:
-        *others, last = self.words
-
         def known(word: str) -> str:
-            if word not in self.words:
-                raise PydanticCustomError("word", "must be {known}.", {"known": f"{', '.join(others)} or {last}"})
-            return word
+            if word in self.words:
+                return word
+            if word == self.instead[0] and word:
+                raise PydanticCustomError("unsupported", "{instead}", {"instead": self.instead[1]})
+            if self.served:
+                about = {"what": self.served, "kind": word[:40]}
+                raise PydanticCustomError("unsupported", "only {what} are served, not '{kind}'.", about)
+            *others, last = (*self.words, *self.further)
+            raise PydanticCustomError("word", "must be {known}.", {"known": f"{', '.join(others)} or {last}"})
 
-        yield Field(json_schema_extra={"enum": [*self.words]})
+        yield Field(json_schema_extra={"enum": [*self.words]} if self.words[1:] else {"const": self.words[0]})
         yield AfterValidator(known)
-
-
-def only_served(kind: str, kinds: Sequence[str], what: str) -> str:
-    """A kind of object that is served; what: these, in words."""
-    if kind not in kinds:
-        about = {"what": what, "kind": kind[:40]}
-        raise PydanticCustomError("unsupported", "only {what} are served, not '{kind}'.", about)
-    return kind
 
 
 # What JSON text must hold for its strings to contain a NUL or a lone surrogate: UTF-8 itself can encode neither here.

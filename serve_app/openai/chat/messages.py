@@ -3,10 +3,10 @@
 import json
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, field_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator
 from pydantic_core import PydanticCustomError
 
-from serve_app.openai.wire import HALF_PAIR, MAX_LEVELS, SUSPECT_ESCAPE, Many, Wire, only_served, strings_in
+from serve_app.openai.wire import HALF_PAIR, MAX_LEVELS, SUSPECT_ESCAPE, Many, OneOf, Wire, strings_in
 from serve_app.text.json_text import CallArguments, repaired
 from serve_app.text.schema_types import value_types
 from speculative.errors import InvalidRequest
@@ -23,15 +23,10 @@ def _nothing(value: Any) -> None:
 class TextPart(Wire):
     """One part of a message's content. Only text is served."""
 
-    type: str = Field(json_schema_extra={"const": "text"})
+    type: Annotated[str, OneOf(("text",), "text parts")]
     """Only `text` is served."""
     text: str
     """The part's text."""
-
-    @field_validator("type")
-    @classmethod
-    def _only_text(cls, kind: str) -> str:
-        return only_served(kind, ("text",), "text parts")
 
 
 def _is_deep(value: dict[str, Any]) -> bool:
@@ -43,11 +38,7 @@ def _is_deep(value: dict[str, Any]) -> bool:
     return bool(level)
 
 
-FunctionKind = Annotated[
-    str,
-    Field(json_schema_extra={"const": "function"}),
-    AfterValidator(lambda kind: only_served(kind, ("function",), "functions")),
-]
+FunctionKind = Annotated[str, OneOf(("function",), "functions")]
 ToolName = Annotated[str, Field(min_length=1, max_length=256)]
 
 
@@ -108,13 +99,13 @@ def _arguments(text: str) -> CallArguments:
     return CallArguments(arguments, text)
 
 
-_ROLES = ("system", "developer", "user", "assistant", "tool")
+_OLD_ROLE = ("function", "is an old role; send the function's result as role tool.")
 
 
 class Message(Wire):
     """One message of a conversation."""
 
-    role: str = Field(json_schema_extra={"enum": [*_ROLES]})
+    role: Annotated[str, OneOf(("system", "developer", "user", "assistant", "tool"), instead=_OLD_ROLE)]
     """The speaker. `developer` is shown as `system`."""
     content: Annotated[
         Annotated[str, Tag("<text>")]
@@ -143,15 +134,6 @@ class Message(Wire):
     """Accepted, without effect."""
     parsed: Any = None
     """Accepted, without effect."""
-
-    @field_validator("role")
-    @classmethod
-    def _known_role(cls, role: str) -> str:
-        if role == "function":
-            raise PydanticCustomError("unsupported", "is an old role; send the function's result as role tool.")
-        if role not in _ROLES:
-            raise PydanticCustomError("role", "must be system, developer, user, assistant or tool.")
-        return role
 
     def check(self, path: str) -> None:
         """Check the fields of the role; `path` is the message's position. Raises InvalidRequest: a field is missing, or
@@ -242,21 +224,12 @@ class NamedTool(Wire):
     function: FunctionName
 
 
-_CHOICES = ("none", "auto", "required")
-
-
 def choice_kind(value: Any) -> str:
     """Return which kind of tool_choice a value is to be."""
     return "<function>" if isinstance(value, dict) else "<nothing>" if value is None else "<word>"
 
 
-def _known_choice(word: str) -> str:
-    if word not in _CHOICES:
-        raise PydanticCustomError("choice", "must be none, auto, required, or a function.")
-    return word
-
-
-ChoiceWord = Annotated[str, Field(json_schema_extra={"enum": [*_CHOICES]}), AfterValidator(_known_choice)]
+ChoiceWord = Annotated[str, OneOf(("none", "auto", "required"), further=("a function",))]
 
 ToolChoice = Annotated[
     Annotated[ChoiceWord, Tag("<word>")] | Annotated[NamedTool, Tag("<function>")] | Annotated[None, Tag("<nothing>")],

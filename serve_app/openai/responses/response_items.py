@@ -9,28 +9,21 @@ from pydantic import Discriminator, Field, Tag, TypeAdapter, field_validator
 from pydantic_core import PydanticCustomError
 
 from serve_app.openai.chat.messages import ArgumentsText, CalledFunction, Message, TextPart, ToolCall
-from serve_app.openai.wire import Many, Wire, only_served
+from serve_app.openai.wire import Many, OneOf, Wire
 
 Status = Literal["in_progress", "completed", "incomplete"]
-
-_PARTS = ("input_text", "output_text", "refusal", "text")
 
 
 class ContentPart(Wire):
     """One part of an item's content. Only text is served; a refusal is text, too."""
 
-    type: str = Field(json_schema_extra={"enum": [*_PARTS]})
+    type: Annotated[str, OneOf(("input_text", "output_text", "refusal", "text"), "text parts")]
     text: str | None = None
     refusal: str | None = None
     annotations: list[Any] | None = None
     logprobs: list[Any] | None = Field(None, exclude=True)  # accepted: as an answer returned them
     prompt_cache_breakpoint: Any = None
     parsed: Any = Field(None, exclude=True)  # accepted: the content as parsed by the `openai` client
-
-    @field_validator("type")
-    @classmethod
-    def _only_text(cls, kind: str) -> str:
-        return only_served(kind, _PARTS, "text parts")
 
     def as_text(self) -> TextPart:
         """The part as chat has it."""
@@ -46,7 +39,7 @@ Content = Annotated[
     Annotated[str, Tag("<text>")] | Annotated[Many[ContentPart], Tag("<parts>")], Discriminator(content_kind)
 ]
 
-_ROLES = ("user", "system", "developer", "assistant")
+_NO_ROLE = ("tool", "send a function's result as an item function_call_output.")
 _KINDS = ("message", "function_call", "function_call_output", "reasoning", "item_reference")
 
 
@@ -55,7 +48,7 @@ class MessageItem(Wire):
     their type is what is wrong with them."""
 
     type: str | None = Field(None, json_schema_extra={"enum": ["message", None]})
-    role: str = Field(json_schema_extra={"enum": [*_ROLES]})
+    role: Annotated[str, OneOf(("user", "system", "developer", "assistant"), instead=_NO_ROLE)]
     content: Content
     id: str | None = None
     status: Status | None = None
@@ -68,15 +61,6 @@ class MessageItem(Wire):
             known = {"kind": kind[:40], "known": ", ".join(_KINDS[:-1])}
             raise PydanticCustomError("unsupported", "items of the type '{kind}' are not served; {known} are.", known)
         return kind
-
-    @field_validator("role")
-    @classmethod
-    def _known_role(cls, role: str) -> str:
-        if role == "tool":
-            raise PydanticCustomError("unsupported", "send a function's result as an item function_call_output.")
-        if role not in _ROLES:
-            raise PydanticCustomError("role", "must be user, system, developer or assistant.")
-        return role
 
 
 class FunctionCallItem(Wire):

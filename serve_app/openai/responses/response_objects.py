@@ -4,7 +4,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from serve_app.backends.base import CallPart, ParsedDelta
 from serve_app.errors import ErrorReply
@@ -51,8 +51,8 @@ class ResponsesFormat:
     stores: bool
     keep: Callable[[Fields], Awaitable[bool]]
     count_tokens: Callable[[str], int]
-    id_prefix: str = ID_PREFIX
-    operation: str = "chat"
+    id_prefix: ClassVar = ID_PREFIX
+    operation: ClassVar = "chat"
 
     def stream(self, *, continuous_usage: bool) -> "ResponseEvents":
         """Return what writes one reply as a stream; its usage comes with its last event."""

@@ -21,7 +21,7 @@ from serve_app.openai.chat.messages import (
 )
 from serve_app.openai.requests import JsonSchemaFormat, ResponseFormat, WireRequest
 from serve_app.openai.responses.response_items import AnyItem, Conversation, Item, MessageItem, content_kind
-from serve_app.openai.wire import INT32_MAX, MAX_TOOLS, UNSUPPORTED_IN_RESPONSES, Many, Wire
+from serve_app.openai.wire import INT32_MAX, MAX_TOOLS, UNSUPPORTED_IN_RESPONSES, Many, OneOf, Wire
 from speculative.request import MAX_LOGPROBS
 
 LOGPROBS = "message.output_text.logprobs"
@@ -78,14 +78,7 @@ class ChosenFunction(_TypedFunction):
 class PlainFormat(Wire):
     """Text, or any JSON."""
 
-    type: str = Field(json_schema_extra={"enum": ["text", "json_object"]})
-
-    @field_validator("type")
-    @classmethod
-    def _known_type(cls, kind: str) -> str:
-        if kind not in ("text", "json_object"):
-            raise PydanticCustomError("type", "must be text, json_object or json_schema.")
-        return kind
+    type: Annotated[str, OneOf(("text", "json_object"), further=("json_schema",))]
 
     def for_chat(self) -> ResponseFormat:
         """The format as chat has it."""

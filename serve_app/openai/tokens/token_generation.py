@@ -13,7 +13,7 @@ from serve_app.openai.completions.completion_request import CompletionRequest
 from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.parsing import checked, in_words
 from serve_app.openai.prepared_request import PreparedRequest
-from serve_app.openai.replies import ChoiceDelta, ReplyHead, ReplyStream, TokenEntry, TopEntry, Usage
+from serve_app.openai.replies import ChoiceDelta, ReplyFormat, ReplyHead, ReplyStream, TokenEntry, TopEntry, Usage
 from serve_app.openai.requests import MAX_CACHE_SALT, TokenId
 from serve_app.openai.wire import Many, Wire
 from speculative.errors import InvalidRequest
@@ -132,7 +132,7 @@ def _own_names(text: str) -> str:
     return _NAMES.sub(lambda name: "token_ids" if name[0] == "prompt" else f"sampling_params.{name[0]}", text)
 
 
-class TokensFormat:
+class TokensFormat(ReplyFormat):
     """Replies of /inference/v1/generate."""
 
     id_prefix = "cmpl-"
