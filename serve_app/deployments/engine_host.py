@@ -151,10 +151,6 @@ class EngineHost:
         gc.freeze()  # a collection that walked all that was loaded would halt every stream for half a second
         return info
 
-    def handed_off(self, request_id: str, prefilled_by: str) -> None:
-        """The handoff of a request was taken in."""
-        self.records.handed_off(request_id, prefilled_by)
-
     def remember(
         self, request: Request, began_at: float, prefilled_by: str, num_tokens: int = 0, *, failed: bool = False
     ) -> None:

@@ -94,12 +94,10 @@ def token_source(
     recovery = host.runtime.config.recovery
     patience = PrefillPatience(recovery.prefill_timeout_s, recovery.prefill_retries)
     runtime = host.runtime
-    ask, room = None, None
+    ask, room, took_in = None, None, took_in or host.records.handed_off
     if prefill is not None:
         ask, room = PrefillPool(prefill, host).prefill, HandoffRoom(bytes_for_handoffs(runtime.config))
-    return PooledTokenSource(
-        host.backend, runtime.metrics, ask, took_in or host.handed_off, patience, tracing=runtime.tracing, room=room
-    )
+    return PooledTokenSource(host.backend, runtime.metrics, ask, took_in, patience, tracing=runtime.tracing, room=room)
 
 
 def bytes_for_handoffs(config: AppConfig) -> int | None:

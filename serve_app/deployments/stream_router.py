@@ -59,7 +59,7 @@ class DecodeWorker(EngineServer):
         if request_id in self._streamed:
             self._prefilled_by[request_id] = prefilled_by
         else:
-            self.host.handed_off(request_id, prefilled_by)
+            self.host.records.handed_off(request_id, prefilled_by)
 
     async def model(self) -> tuple[ModelInfo, dict[str, bytes]]:
         """Return what is served, and the files that the tokenizer is made of."""

@@ -45,12 +45,7 @@ class Canary:
     """
 
     def __init__(
-        self,
-        source: TokenSource,
-        records: Records,
-        judge: Judge | None,
-        num_requests: int = 4,
-        min_drafted: int = 1,
+        self, source: TokenSource, records: Records, judge: Judge | None, num_requests: int = 4, min_drafted: int = 1
     ) -> None:
         self._source = source
         self._records = records

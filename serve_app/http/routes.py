@@ -25,7 +25,6 @@ from serve_app.errors import ErrorReply, UnknownVerdict, UnsupportedParameter, r
 from serve_app.http.admin import Admin, PauseOrder, RehearsalOrder, SpeculationOrder, WeightsOrder
 from serve_app.http.body import read_body, read_order
 from serve_app.http.event_stream import EventStream, Pace, unless_disconnected
-from serve_app.http.head_requests import HeadRequests
 from serve_app.http.openapi import document
 from serve_app.http.request_ids import LONGEST_PATH, RequestIds, request_id_of
 from serve_app.http.tap import Tap, tapped_reply
@@ -106,7 +105,6 @@ def build_ingress(
     app.state.checks = front_end.checks
     app.state.pace = Pace(front_end.limits.stream_interval_s)
     app.router.route_class = _GuardedRoute
-    app.add_middleware(HeadRequests)
     app.add_middleware(RequestIds, tracing=tracing or Tracing(), metrics=gate.metrics)
     if gate.cors_origins:
         app.add_middleware(CORSMiddleware, allow_origins=gate.cors_origins, **_CORS)
@@ -145,7 +143,13 @@ class _TappedApp(FastAPI):
 
 
 class _GuardedRoute(APIRoute):
-    """A route that says in OpenAI's form what went wrong, at the gate or behind it."""
+    """A route that says in OpenAI's form what went wrong, at the gate or behind it; where it answers GET, it answers
+    HEAD, too, of whose reply the HTTP server sends no body."""
+
+    def __init__(self, path: str, endpoint: Callable[..., Any], **settings: Any) -> None:
+        super().__init__(path, endpoint, **settings)
+        if self.methods is not None and "GET" in self.methods:
+            self.methods.add("HEAD")
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """The handler of this route (FastAPI)."""

@@ -7,7 +7,7 @@ in the same format.
 import json
 import logging
 import time
-from typing import Any, Literal
+from typing import Literal
 
 from serve_app.telemetry import tracing
 
@@ -18,55 +18,34 @@ _OURS = ("truespec", "serve_app", "speculative")
 _SERVE = "ray.serve"
 
 
-class _Formatter(logging.Formatter):
-    """Shared by both formats: which replica logs, and for which request."""
+class Formatter(logging.Formatter):
+    """Says which replica logs, and for which request, in one of the formats.
 
-    def __init__(self, replica: str = "") -> None:
+    `json`: an object per line: time (UTC), level, logger, message, and any further fields. `text`, for people: the
+    same, with further fields in brackets; several lines where there is an exception.
+    """
+
+    def __init__(self, log_format: LogFormat, replica: str) -> None:
         super().__init__()
+        self._log_format = log_format
         self._replica = replica
-
-    def _facts(self, record: logging.LogRecord) -> dict[str, Any]:
-        """Replica, request and trace, as far as known, and the line's own fields.
-
-        Ray Serve's own lines already include their request id.
-        """
-        known = {
-            "replica": self._replica,
-            "request_id": tracing.request_id() or getattr(record, "request_id", ""),
-            "trace_id": tracing.trace_id(),
-        }
-        return {name: value for name, value in known.items() if value} | getattr(record, "fields", {})
-
-    def _trouble(self, record: logging.LogRecord) -> str:
-        return self.formatException(record.exc_info) if record.exc_info else ""
-
-
-class JsonFormatter(_Formatter):
-    """One JSON object per line: time (UTC), level, logger, message, and any further fields."""
 
     def format(self, record: logging.LogRecord) -> str:
         """The line, without its line end."""
-        reported: dict[str, Any] = {
-            "time": _utc(record.created),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-            **self._facts(record),
+        at, trouble = _utc(record.created), self.formatException(record.exc_info) if record.exc_info else ""
+        known = {
+            "replica": self._replica,
+            "request_id": tracing.request_id() or getattr(record, "request_id", ""),  # Ray Serve's own lines have it
+            "trace_id": tracing.trace_id(),
         }
-        if trouble := self._trouble(record):
-            reported["exception"] = trouble
-        return json.dumps(reported, default=str)
-
-
-class TextFormatter(_Formatter):
-    """For people: time (UTC), level, logger, message, and any further fields in brackets."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """The line; several if it includes an exception."""
-        facts = " ".join(f"{name}={value}" for name, value in self._facts(record).items())
-        line = f"{_utc(record.created)} {record.levelname} {record.name}: {record.getMessage()}"
-        trouble = self._trouble(record)
-        lines = [f"{line} [{facts}]" if facts else line, *(trouble.split("\n") if trouble else ())]
+        facts = {name: value for name, value in known.items() if value} | getattr(record, "fields", {})
+        if self._log_format == "json":
+            said = {"time": at, "level": record.levelname.lower(), "logger": record.name}
+            said |= {"message": record.getMessage(), **facts} | ({"exception": trouble} if trouble else {})
+            return json.dumps(said, default=str)
+        line = f"{at} {record.levelname} {record.name}: {record.getMessage()}"
+        listed = " ".join(f"{name}={value}" for name, value in facts.items())
+        lines = [f"{line} [{listed}]" if listed else line, *(trouble.split("\n") if trouble else ())]
         return "\n".join(map(_printable, lines))
 
 
@@ -77,7 +56,7 @@ def configure(log_format: LogFormat, level: LogLevel, replica: str = "") -> None
         level: of our own lines, and of Ray Serve's.
         replica: the one in this process; "" = none.
     """
-    formatter = JsonFormatter(replica) if log_format == "json" else TextFormatter(replica)
+    formatter = Formatter(log_format, replica)
     handlers = logging.getLogger(_SERVE).handlers or [logging.StreamHandler()]
     for handler in handlers:
         getattr(handler, "target", handler).setFormatter(formatter)  # Serve's file is behind a MemoryHandler

@@ -9,12 +9,6 @@ from speculative.request import FinishReason, ReplayedToken, Request, Round, Tok
 
 GAVE_UP = "vLLM gave up the request."
 """The error of a request that vLLM ends by itself, without giving a reason."""
-_REASONS = {
-    "stop": FinishReason.STOP,
-    "length": FinishReason.LENGTH,
-    "abort": FinishReason.ABORT,
-    "error": FinishReason.ERROR,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +47,7 @@ class DeltaReader:
         token_ids = tuple(completion.token_ids)
         reported = (output.kv_transfer_params or {}).get(TERMS) or {}
         rounds = self._rounds(reported.get("rounds") or (), len(token_ids))
-        reason = _REASONS.get(completion.finish_reason) if completion.finish_reason else None
+        reason = next((one for one in FinishReason if one == completion.finish_reason), None)
         logprobs = None
         if params.returns_logprobs and completion.logprobs is not None:
             logprobs = _entries(token_ids, completion.logprobs, params.logprobs or 0, params.logprob_token_ids)

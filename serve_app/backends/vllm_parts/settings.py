@@ -23,11 +23,10 @@ _KINDS = ("none", "ngram", "suffix", *KINDS_WITH_WEIGHTS)
 _CPU_BLOCKS = 32  # what its attention works on
 _SPARE_BLOCKS = 2  # one that vLLM keeps empty, and one for the token after the longest sequence
 
-OWN_ARGUMENTS = {
+OWN_ARGUMENTS: dict[str, str | None] = {
     "model": "model.source",
     "served_model_name": "model.name",
     "tokenizer": "model.source",
-    "skip_tokenizer_init": None,
     "dtype": "engine.dtype",
     "max_model_len": "engine.max_model_len",
     "max_num_seqs": "engine.max_num_seqs",
@@ -36,27 +35,15 @@ OWN_ARGUMENTS = {
     "block_size": "engine.block_size",
     "enable_prefix_caching": "engine.prefix_caching",
     "logprobs_mode": "engine.logprobs_mode",
-    "max_logprobs": None,
     "speculative_config": "drafter",
     "kv_transfer_config": "handoff",
-    "async_scheduling": None,
-    "scheduler_cls": None,
-    "worker_extension_cls": None,
-    "scheduling_policy": None,
-    "additional_config": None,
-    "structured_outputs_config": None,
-    "disable_log_stats": None,
-    "generation_config": None,
-    "seed": None,
     "data_parallel_size": "pools.*.replicas",
-    "enable_chunked_prefill": None,
-    "stream_interval": None,
     "enable_lora": "vllm.lora_modules",
     "reasoning_parser": "vllm.reasoning_parser",
-    "reasoning_parser_plugin": None,
-    "lora_target_modules": None,
-    "max_cpu_loras": None,
-    "default_mm_loras": None,
+    **dict.fromkeys(("additional_config", "async_scheduling", "default_mm_loras", "disable_log_stats")),
+    **dict.fromkeys(("enable_chunked_prefill", "generation_config", "lora_target_modules", "max_cpu_loras")),
+    **dict.fromkeys(("max_logprobs", "reasoning_parser_plugin", "scheduler_cls", "scheduling_policy", "seed")),
+    **dict.fromkeys(("skip_tokenizer_init", "stream_interval", "structured_outputs_config", "worker_extension_cls")),
 }
 """Arguments of `AsyncEngineArgs` that this engine sets itself, and the setting that decides each (None = none does)."""
 
@@ -68,17 +55,10 @@ SIZES = frozenset(("max_batched_tokens", "block_size", "kv_cache_tokens"))
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The values that vLLM takes for `max_lora_rank`."""
-_OF_ADAPTERS = frozenset(
-    (
-        "max_loras",
-        "max_lora_rank",
-        "lora_dtype",
-        "fully_sharded_loras",
-        "specialize_active_lora",
-        "enable_mixed_moe_lora_format",
-        "enable_moe_shared_loras",
-    )
-)
+_OF_ADAPTERS = {
+    *("max_loras", "max_lora_rank", "lora_dtype", "fully_sharded_loras"),
+    *("specialize_active_lora", "enable_mixed_moe_lora_format", "enable_moe_shared_loras"),
+}
 
 SHARE = "gpu_memory_utilization"
 """The argument that is the share of a GPU's memory that vLLM takes."""
