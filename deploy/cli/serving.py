@@ -123,8 +123,8 @@ def served(file: ServeFile, address: str | None, report: Callable[[str], None] |
     api_key()  # the client's: what is wrong with it is reported before anything starts
     if cluster_address(address) is None:
         _fetch(file, report)
-    with running_app(file, report, address=address) as app:
-        service = Service(app.base_url, app.model_name)
+    with running_app(file, report, address=address) as running:
+        service = Service(*running)
         with service.client:
             yield service
 

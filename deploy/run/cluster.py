@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -58,14 +57,6 @@ _BUSY = 1.5  # processes to run for each core, from which on a start is slow
 LOGS = f"{get_default_ray_temp_dir()}/session_latest/logs"
 
 
-@dataclass(frozen=True, slots=True)
-class RunningApp:
-    """The address of a running application."""
-
-    base_url: str
-    model_name: str
-
-
 def cluster_address(address: str | None) -> str | None:
     """Address of the cluster to run on: as given, else RAY_ADDRESS; None if one is started here, which Ray calls
     "local"."""
@@ -74,8 +65,8 @@ def cluster_address(address: str | None) -> str | None:
 
 
 @contextmanager
-def running_app(file: ServeFile, progress: Progress, *, address: str | None = None) -> Iterator[RunningApp]:
-    """Run the application of a checked file until the block ends.
+def running_app(file: ServeFile, progress: Progress, *, address: str | None = None) -> Iterator[tuple[str, str]]:
+    """Run the application of a checked file until the block ends; its address, and the name of its model.
 
     At the block's end running requests may finish. An exception in it, including an interrupt, ends them at once.
 
@@ -106,7 +97,7 @@ def running_app(file: ServeFile, progress: Progress, *, address: str | None = No
         interrupt_on_sigterm()
         with _on_serve(file, address, progress) as http:
             base_url = f"{url_of(http)}{file.application.route_prefix.rstrip('/')}"
-            yield RunningApp(base_url, config.model.served_name)
+            yield base_url, config.model.served_name
 
 
 def _prepare_kernels(progress: Progress) -> None:

@@ -11,7 +11,7 @@ from speculative.drafting.draft_sampler import DraftSampler
 from speculative.drafting.neural_drafter import MadeDrafts
 from speculative.kernels.bindings import DraftRoundStruct
 from speculative.model.attention import join_contexts
-from speculative.model.cpu.fused import FusedHead
+from speculative.model.eagle3 import FusedHead
 from speculative.sampling.rng import Purpose
 from speculative.state.batch import Entry
 

@@ -22,18 +22,6 @@ from speculative.vocabulary.ops import VocabularyOps
 
 
 @dataclass(frozen=True, slots=True)
-class SampledDrafts:
-    """One draft for each of some sequences.
-
-    columns: [E] int64 into the drafter's vocabulary.
-    probs: [E, W] float32.
-    """
-
-    columns: Tensor
-    probs: Tensor
-
-
-@dataclass(frozen=True, slots=True)
 class DraftRound:
     """Parameters and random numbers of a round's drafts, made once for all of them.
 
@@ -95,17 +83,18 @@ class DraftSampler:
         """Temperature and filters of each sequence, for the drafter's vocabulary."""
         return self._rows.of([sequence.params for sequence in sequences], self.width, device)
 
-    def draw(self, logits: Tensor, draft_round: DraftRound, offset: int) -> SampledDrafts:
-        """Draft number `offset` of the round of each sequence; logits is [E, W], of any type."""
+    def draw(self, logits: Tensor, draft_round: DraftRound, offset: int) -> tuple[Tensor, Tensor]:
+        """Draft number `offset` of the round of each sequence: its columns [E] int64 in the drafter's vocabulary, and
+        the distributions [E, W] float32. logits is [E, W], of any type."""
         probs = self._ops.target_probs(self._ops.process(logits.float(), draft_round.rows), draft_round.rows)
         if not self.sampled:
             columns = probs.argmax(dim=-1)
-            return SampledDrafts(columns, torch.zeros_like(probs).scatter_(1, columns[:, None], 1.0))
+            return columns, torch.zeros_like(probs).scatter_(1, columns[:, None], 1.0)
         columns = self._ops.draw(probs, draft_round.uniforms[offset])
         if draft_round.noise is not None:
             rows = draft_round.noise._replace(positions=draft_round.noise.positions[offset])
             columns = self._ops.choose(probs, columns, rows, self._ids, self.vocab_size)
-        return SampledDrafts(columns, probs)
+        return columns, probs
 
     def candidates(self, sequences: Sequences[Sequence], logits: Tensor, offset: int, count: int) -> Tensor:
         """[E, count] int64, the columns that are the best candidates for draft number `offset` of each sequence, the

@@ -10,7 +10,6 @@ from speculative.model.decoder import Decoder
 from speculative.model.eagle3 import Eagle3Head, load_eagle3
 from speculative.model.fingerprint import model_fingerprint
 from speculative.model.head_checkpoint import read_held_out_rates
-from speculative.model.layers import Attend
 from speculative.scheduling.draft_length import ExpectedRates
 
 
@@ -30,6 +29,7 @@ class Eagle3DraftModel:
         self.ids: Tensor | None = head.draft_ids
         self.fused = head.fused
         self.network = head
+        self.fuse, self.run, self.logits = head.fuse, head, head.logits
 
     @classmethod
     def load(cls, folder: Path, target: Decoder, *, dtype: torch.dtype, device: torch.device) -> "Eagle3DraftModel":
@@ -43,16 +43,3 @@ class Eagle3DraftModel:
         model = cls(head, model_fingerprint(folder, head.config))
         model.held_out_rates = read_held_out_rates(folder)
         return model
-
-    def fuse(self, features: Tensor) -> Tensor:
-        """[N, num_features] -> [N, hidden]."""
-        return self.network.fuse(features)
-
-    def run(self, token_ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """token_ids, positions [N], hidden [N, hidden] -> [N, hidden]."""
-        drafted: Tensor = self.network(token_ids, hidden, positions, attend)
-        return drafted
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[R, hidden] -> [R, draft vocabulary]."""
-        return self.network.logits(hidden)

@@ -23,7 +23,7 @@ from speculative.drafting.base import Drafter, DraftOutput
 from speculative.drafting.draft_sampler import DraftSampler
 from speculative.errors import HandoffRefused
 from speculative.model.attention import PreparePass
-from speculative.model.cpu.fused import FusedHead
+from speculative.model.eagle3 import FusedHead
 from speculative.model.layers import Attend
 from speculative.scheduling.draft_length import ExpectedRates
 from speculative.state.batch import AttentionRows, Batch, Entry, Int64s, StepInput
@@ -575,11 +575,11 @@ class ModelDrafter(Drafter):
         ]
         for offset in range(most):
             logits = self.model.logits(hidden)
-            drawn = self.sampler.draw(logits, draft_round, offset)
-            tokens = drawn.columns if self.model.ids is None else self.model.ids[drawn.columns]
+            columns, probs = self.sampler.draw(logits, draft_round, offset)
+            tokens = columns if self.model.ids is None else self.model.ids[columns]
             for row, (index, token) in enumerate(zip(active, tokens.tolist(), strict=True)):
                 drafts[index].append(token)
-                drawn_of[index].append((drawn.columns[row], drawn.probs[row]))
+                drawn_of[index].append((columns[row], probs[row]))
             going_on = [row for row, index in enumerate(active) if entries[index].max_drafts > offset + 1]
             if not going_on:
                 break
@@ -591,8 +591,8 @@ class ModelDrafter(Drafter):
                 tokens, hidden = tokens[going_on], hidden[going_on]
             spans = [(len(seq.tokens) + offset, len(seq.tokens) + offset + 1) for seq in sequences]
             hidden = self._run(tokens, hidden, spans, [own[:stop] for own, (_, stop) in zip(slots, spans, strict=True)])
-        columns, probs = zip(*chain.from_iterable(drawn_of), strict=True)
-        return MadeDrafts(drafts, torch.stack(columns), torch.stack(probs))
+        own_columns, own_probs = zip(*chain.from_iterable(drawn_of), strict=True)
+        return MadeDrafts(drafts, torch.stack(own_columns), torch.stack(own_probs))
 
     def _run(
         self, tokens: Tensor | Int64s, hidden: Tensor, spans: Sequences[tuple[int, int]], slots: Sequences[Int64s]

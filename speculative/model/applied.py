@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from speculative.errors import ConfigError
-from speculative.model.cpu.fused import FusedHead, FusedLayers
+from speculative.model.cpu.fused import FusedLayers
 from speculative.model.cpu.native import NativeLinear, panels_of
 from speculative.model.decoder import Decoder
+from speculative.model.eagle3 import FusedHead
 from speculative.model.fp8 import Fp8Rows
 from speculative.model.layers import Fp8Linear
 from speculative.model.served_tensors import Served, ServedTensors, stacked

@@ -12,15 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
+from speculative.cache.kv_cache import KVCache
 from speculative.end_tokens import read_json
 from speculative.errors import ConfigError, UnsupportedModel
-from speculative.model.attention import StepAttention
+from speculative.kernels.bindings import DraftHeadStruct, DraftRoundStruct, LayerStruct, ShapeStruct
+from speculative.model.attention import NativeStep, StepAttention, cache_shape
 from speculative.model.config import ModelConfig, flag
-from speculative.model.cpu.fused import FusedHead, HeadParts
-from speculative.model.cpu.native import Kind, pack_natively
+from speculative.model.cpu.fused import fill_shape
+from speculative.model.cpu.native import Kind, NativeAttention, NativeLinear, NativeMLP, NativeNorm, pack_natively
 from speculative.model.decoder import Decoder
 from speculative.model.head_checkpoint import fill_slots, read_tensors
 from speculative.model.layers import MLP, Attend, Attention, FusibleLayer, Linear, RMSNorm, Rotary, nan_parameter
@@ -108,6 +110,80 @@ def default_aux_layers(num_layers: int) -> tuple[int, int, int]:
         raise ConfigError(f"EAGLE-3 reads three layers of the target, which has {num_layers}; use another drafter.")
     layers = (2, num_layers // 2, num_layers - 3)
     return layers if layers[0] < layers[1] < layers[2] else (0, num_layers // 2, num_layers - 1)
+
+
+class FusedHead:
+    """A draft head's layer in one call, and its logits in another. The modules own the memory it points at."""
+
+    def __init__(self, head: "Eagle3Head") -> None:
+        parts: tuple[nn.Module, ...] = (head.attention, head.mlp, head.lm_head)
+        attention, mlp, lm_head = parts
+        assert isinstance(attention, NativeAttention) and isinstance(mlp, NativeMLP)
+        assert isinstance(lm_head, NativeLinear)
+        self._struct = DraftHeadStruct(
+            embedding=head.embedding.data_ptr(),
+            embedding_is_bfloat16=head.embedding.dtype == torch.bfloat16,
+            residual_is_normed=head.config.norm_before_residual,
+            token_norm=head.input_norm.weight.data_ptr(),
+            hidden_norm=head.hidden_norm.weight.data_ptr(),
+            layer=LayerStruct(
+                mlp_norm=head.mlp_norm.weight.data_ptr(),
+                head_norm=attention.struct.head_norm,
+                qkv=attention.struct.qkv,
+                output=attention.struct.output,
+                gate_up=mlp.struct.gate_up,
+                down=mlp.struct.down,
+            ),
+            norm=head.norm.weight.data_ptr(),
+            lm_head=lm_head.struct,
+            ids=head.draft_ids.data_ptr(),
+        )
+        self._rotary = head.rotary.table.float().contiguous()
+        self._config = head.config.shape
+        self._norm: nn.Module = head.norm
+        self._lm_head = lm_head
+        self._keep = (head.embedding, head.draft_ids, *head.children())  # and not the head, which has this
+
+    @property
+    def addresses(self) -> bytes:
+        """Return where the weights lie that it computes with."""
+        return bytes(self._struct)
+
+    @classmethod
+    def of(cls, head: "Eagle3Head") -> "FusedHead | None":
+        """None where the head is not packed for our kernels."""
+        norms = (head.input_norm, head.hidden_norm, head.mlp_norm, head.norm)
+        packed = all(isinstance(norm, NativeNorm) for norm in norms) and isinstance(head.lm_head, NativeLinear)
+        packed &= isinstance(head.attention, NativeAttention) and isinstance(head.mlp, NativeMLP)
+        readable = head.embedding.dtype in (torch.bfloat16, torch.float32) and head.embedding.is_contiguous()
+        readable &= head.draft_ids.is_contiguous()
+        return cls(head) if packed and readable and head.config.shape.head_dim % 16 == 0 else None
+
+    def run(self, token_ids: Tensor, hidden: Tensor, positions: Tensor, step: NativeStep) -> Tensor:
+        """token_ids, positions [N] int64 and hidden [N, hidden_size] float32 -> [N, hidden_size]."""
+        struct, shape = step.struct, step.shape
+        struct.positions = positions.data_ptr()
+        fill_shape(shape, self._config, self._rotary)
+        hidden = hidden if hidden.stride(-1) == 1 else hidden.contiguous()
+        return step.kernels.draft_layer(self._struct, token_ids.contiguous(), hidden, (shape, struct, step.cache))
+
+    def shape_with(self, cache: KVCache) -> ShapeStruct:
+        """The head and its cache, as `draft` takes them."""
+        shape = cache_shape(cache)
+        fill_shape(shape, self._config, self._rotary)
+        return shape
+
+    def draft(
+        self, draft_round: DraftRoundStruct, num_drafts: int, hidden: Tensor, place: tuple[ShapeStruct, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Implement `Kernels.draft_round`; hidden is [E, hidden_size] float32."""
+        hidden = hidden if hidden.stride(-1) == 1 else hidden.contiguous()
+        return self._lm_head.kernels.draft_round(self._struct, draft_round, num_drafts, hidden, place)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Hidden states [R, hidden_size], each of them contiguous -> [R, draft_vocab] float32."""
+        assert isinstance(self._norm, NativeNorm)
+        return self._lm_head.after_norm(hidden, self._norm)
 
 
 class Eagle3Head(FusibleLayer):
@@ -201,20 +277,7 @@ class Eagle3Head(FusibleLayer):
             return "bfloat16" if linear.weight.shape[1] % GROUP else quantize(linear.weight, 4)
 
         pack_natively(self, kernels, weight_of)
-        parts = HeadParts(
-            embedding=self.embedding,
-            token_norm=self.input_norm,
-            hidden_norm=self.hidden_norm,
-            attention=self.attention,
-            mlp_norm=self.mlp_norm,
-            mlp=self.mlp,
-            norm=self.norm,
-            lm_head=self.lm_head,
-            draft_ids=self.draft_ids,
-            rotary=self.rotary,
-            residual_is_normed=self.config.norm_before_residual,
-        )
-        self.fused = FusedHead.of(parts, self.config.shape)
+        self.fused = FusedHead.of(self)
 
     def checkpoint_slots(self) -> dict[str, Tensor]:
         """Return where the tensors of a checkpoint go: name, and the view of a parameter to copy it into."""

@@ -39,6 +39,7 @@ from speculative.selfcheck.eprocess import ROUNDING, STAKES
 from speculative.state.batch import Terms
 from speculative.verification.base import VerifyInput, VerifyOutput, residual
 from speculative.verification.draft_probs import Candidates, Dense, PointMass, SubVocabulary
+from speculative.verification.token_wise import overlap
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -117,9 +118,9 @@ def take_terms(step: VerifyInput, verified: VerifyOutput, emitted: Tensor, scope
 def _gather_facts(step: VerifyInput, verified: VerifyOutput, emitted: Tensor) -> _Facts:
     p_draft, q_draft = step.p_of_drafts(), step.q_of_drafts()
     num_accepted = verified.num_accepted[step.entries]
-    overlap, square_q = _against_target(step, p_draft)
+    shared, square_q = _against_target(step, p_draft)
     return _Facts(
-        overlap=overlap,
+        overlap=shared,
         chance=(p_draft / q_draft.clamp(min=torch.finfo(q_draft.dtype).tiny)).clamp(max=1.0),
         p_draft=p_draft,
         q_draft=q_draft,
@@ -138,10 +139,8 @@ def _against_target(step: VerifyInput, p_draft: Tensor) -> tuple[Tensor, Tensor]
     q = step.draft_probs
     if isinstance(q, PointMass):
         return p_draft, step.judged.to(p_draft.dtype)
-    rows = step.packed.clamp(max=q.probs.shape[0] - 1)
-    p = step.probs[:, q.ids] if isinstance(q, SubVocabulary) else step.probs
-    overlap = torch.minimum(p, q.probs[rows]).sum(dim=-1)
-    return torch.where(step.judged, overlap, 0.0), torch.where(step.judged, _sum_of_squares(q.probs)[rows], 0.0)
+    squares = _sum_of_squares(q.probs)[step.packed.clamp(max=q.probs.shape[0] - 1)]
+    return overlap(step, p_draft), torch.where(step.judged, squares, 0.0)
 
 
 def _of_distributions(step: VerifyInput, facts: _Facts, *, chosen_twice: bool) -> dict[str, tuple[Tensor, Tensor]]:

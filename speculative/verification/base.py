@@ -1,7 +1,7 @@
 """Inputs and outputs of verifiers."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -95,20 +95,13 @@ class VerifyInput:
         rows = chosen[self.entries].nonzero()[:, 0]  # once: each look at a mask is a wait for a GPU
         renumbered = chosen.cumsum(0) - 1
         counts = self.counts[chosen]
-        return VerifyInput(
-            probs=self.probs[rows],
-            draft_probs=self.draft_probs,
-            drafts=self.drafts[rows],
-            packed=self.packed[rows],
+        by_row = ("probs", "drafts", "packed", "offsets", "accept_uniforms", "sample_uniforms", "seeds", "positions")
+        return replace(
+            self,
+            **{name: getattr(self, name)[rows] for name in by_row},
             entries=renumbered[self.entries[rows]],
-            offsets=self.offsets[rows],
             first_rows=(counts + 1).cumsum(0) - counts - 1,
             counts=counts,
-            accept_uniforms=self.accept_uniforms[rows],
-            sample_uniforms=self.sample_uniforms[rows],
-            seeds=self.seeds[rows],
-            positions=self.positions[rows],
-            host=self.host,
         )
 
 

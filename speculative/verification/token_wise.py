@@ -24,11 +24,11 @@ def verify_token_wise(step: VerifyInput) -> VerifyOutput:
     return VerifyOutput(
         num_accepted=num_accepted,
         token_ids=draw_last(step, final_rows),
-        expected_accepted=step.sum_reached(_overlap(step, p), num_accepted),
+        expected_accepted=step.sum_reached(overlap(step, p), num_accepted),
     )
 
 
-def _overlap(step: VerifyInput, p: Tensor) -> Tensor:
+def overlap(step: VerifyInput, p: Tensor) -> Tensor:
     """[R] the chance that a draft survives, before it is sampled: sum of min(p, q) over the vocabulary."""
     if isinstance(step.draft_probs, PointMass):
         return p

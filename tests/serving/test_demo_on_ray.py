@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from deploy.cli.console import CONFIGS
-from deploy.run.cluster import RunningApp, running_app
+from deploy.run.cluster import running_app
 from serve_app.config.files import load_config
 from speculative.kernels.library import cpu_kernels
 from speculative.model.catalogue import fetch_model
@@ -35,23 +35,23 @@ SNIPPETS = [
 
 
 @contextmanager
-def running_demo() -> Iterator[RunningApp]:
+def running_demo() -> Iterator[tuple[str, str]]:
     """The service that `make serve` starts, at another port."""
     fetch_model("smollm2-135m")
     file = load_config(CONFIGS / "demo.yaml")
     http = file.http_options.model_copy(update={"port": free_ports(1)[0]})
-    with running_app(file.model_copy(update={"http_options": http}), lambda _: None) as app:
-        yield app
+    with running_app(file.model_copy(update={"http_options": http}), lambda _: None) as running:
+        yield running
 
 
 COUNTED = ("draft_tokens_total", "accepted_tokens_total", 'handoffs_total{[^}]*result="ok"', "replay_tokens_total")
 
 
 def test_an_answer_is_drafted_handed_over_verified_and_counted() -> None:
-    with running_demo() as demo, httpx.Client(base_url=demo.base_url, timeout=300) as client:
+    with running_demo() as (base_url, model_name), httpx.Client(base_url=base_url, timeout=300) as client:
         for temperature in (0.0, 1.0):
             asked = {
-                "model": demo.model_name,
+                "model": model_name,
                 "messages": [{"role": "user", "content": "What is the capital of France, and what is it famous for?"}],
                 "temperature": temperature,
                 "seed": 7,
@@ -70,7 +70,7 @@ def test_an_answer_is_drafted_handed_over_verified_and_counted() -> None:
         wait_for(lambda: all(counts(client.get("/metrics").text)), "all that is counted", 30)
         if torch.backends.cpu.get_cpu_capability() == "AVX512" and cpu_kernels() is not None:  # whose rounding is shown
             for name, language, code, shown in SNIPPETS:
-                assert _output_of(code, language, demo.base_url) == shown, name
+                assert _output_of(code, language, base_url) == shown, name
 
 
 def counts(metrics: str) -> list[float]:

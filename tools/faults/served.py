@@ -23,7 +23,7 @@ from serve_app.streams.pooled import PooledTokenSource
 from serve_app.telemetry.metrics import Metrics, PrometheusSink
 from serve_app.text.tokenizer import Tokenizer
 from speculative.config import DrafterConfig, EngineConfig
-from speculative.drafting.draft_sampler import DraftRound, SampledDrafts
+from speculative.drafting.draft_sampler import DraftRound
 from speculative.drafting.neural_drafter import ModelDrafter
 from speculative.engine import EngineCore
 from speculative.selfcheck.invariants import ROW_KINDS
@@ -177,10 +177,9 @@ def _q_before_filters(engine: EngineCore) -> None:
     sampler = cast(ModelDrafter, engine.drafter).sampler
     draw = sampler.draw
 
-    def drawing_and_reporting(logits: Tensor, draft_round: DraftRound, offset: int) -> SampledDrafts:
-        drawn, rows = draw(logits, draft_round, offset), draft_round.rows
-        reported = torch.where(rows.greedy[:, None], drawn.probs, (logits / rows.temperature).softmax(-1))
-        return SampledDrafts(drawn.columns, reported)
+    def drawing_and_reporting(logits: Tensor, draft_round: DraftRound, offset: int) -> tuple[Tensor, Tensor]:
+        (columns, probs), rows = draw(logits, draft_round, offset), draft_round.rows
+        return columns, torch.where(rows.greedy[:, None], probs, (logits / rows.temperature).softmax(-1))
 
     sampler.draw = drawing_and_reporting  # type: ignore[method-assign]
 

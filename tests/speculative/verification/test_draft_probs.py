@@ -25,8 +25,8 @@ def sequences(count: int, **params: object) -> list[Sequence]:
 def draws(wanted: Sequences[Sequence], logits: torch.Tensor, **options: bool) -> tuple[np.ndarray, torch.Tensor]:
     settings = {"sampled": True, "all_coupled": False, **options}
     sampler = DraftSampler(IDS, VOCABULARY, VocabularyOps(), **settings)
-    drawn = sampler.draw(logits.expand(len(wanted), -1), sampler.start_round(wanted, 2, logits.device), 1)
-    return drawn.columns.numpy(), drawn.probs
+    columns, probs = sampler.draw(logits.expand(len(wanted), -1), sampler.start_round(wanted, 2, logits.device), 1)
+    return columns.numpy(), probs
 
 
 @pytest.mark.parametrize("reproducible", [False, True])
