@@ -17,7 +17,7 @@ from deploy.run.replied import Replied
 from serve_app.backends.base import PRECISIONS, Replayed, precision_of
 from serve_app.referee.detectors import distribution_alarm, why_shifted
 from serve_app.referee.draws import NOT_REPLAYED, DrawResult, DrawsChecked, DrawTolerance, check_draws, placement_checks
-from serve_app.referee.drift import DriftSums, TokenDrift, request_drifted
+from serve_app.referee.drift import TokenDrift, request_drifted, tme_of
 from serve_app.referee.receipts import Receipt, on_one_line, wrong_ending, wrong_rounds
 from serve_app.referee.shift import moves_of
 from serve_app.referee.signatures import PublicKey
@@ -338,7 +338,7 @@ def _judge(receipt: Receipt, replay: Replayed, pair: Tolerance, signature: str, 
         replayed_by,
         pair.edge_nats,
         pair.source,
-        DriftSums(drifts).tme if drifts else None,
+        tme_of(drifts),
         None if largest is None else drifts[largest].nats,
         largest,
         draws,

@@ -15,8 +15,9 @@ Drift and edge count twice, since prompts, lengths and batches that were not mea
 
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from deploy.reports.progress import View
 from serve_app.referee.shift import move_of_log_odds
 from serve_app.referee.tolerance import Tolerance
 from serve_app.referee.transformers_model import TransformersModel
+from serve_app.referee.wire.alternatives import tokens_by_text
 from serve_app.referee.wire.reply import Candidate
 from serve_app.text.tokenizer import Tokenizer
 from speculative.errors import ConfigError
@@ -143,7 +145,6 @@ class _Desk:
     def __init__(self, server: Client, served: str | None, tokenizer: Tokenizer) -> None:
         self._server = server
         self._tokenizer = tokenizer
-        self._ids: dict[str, int] | None = None  # of tokens by their text, where it is one token's alone
         self.takes_ids = True
         self._extra: dict[str, Any] = {"return_tokens_as_token_ids": True, **_NEUTRAL}
         try:
@@ -191,19 +192,13 @@ class _Desk:
         reply = self._ask(sent, temperature)
         counted = reply.reply.num_prompt
         top = _top(reply) if counted in (None, len(prompt)) else []
-        known = [(self._id(one), one.logprob) for one in top]
+        known = [(self._by_text.get(one.text) if one.token_id is None else one.token_id, one.logprob) for one in top]
         found = {token: value for token, value in known if token is not None and math.isfinite(value)}
         return prompt, dict(sorted(found.items(), key=lambda one: -one[1])[:_TOP])
 
-    def _id(self, candidate: Candidate) -> int | None:
-        if candidate.token_id is not None:
-            return candidate.token_id
-        if self._ids is None:
-            texts: dict[str, list[int]] = {}
-            for token in range(self._tokenizer.vocab_size):
-                texts.setdefault(self._tokenizer.token_text(token), []).append(token)
-            self._ids = {text: ids[0] for text, ids in texts.items() if len(ids) == 1}
-        return self._ids.get(candidate.text)
+    @cached_property
+    def _by_text(self) -> Mapping[str, int]:
+        return tokens_by_text(self._tokenizer)
 
     def is_processed(self, prompts: Sequence[tuple[int, ...]], model: TransformersModel) -> bool:
         """Return whether the server's logprobs are those after the temperature."""

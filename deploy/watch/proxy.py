@@ -9,7 +9,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import aiohttp
@@ -81,20 +81,6 @@ class _Form:
 
     level: int = 0  # which of the extras the server takes
     failures: int = 0  # of the server, one after the other, when it was asked for them
-
-
-class _Recording:
-    """Keeps the bytes of a reply, up to a limit; `data` is None beyond it."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self._max = max_bytes
-        self.data: bytearray | None = bytearray()
-
-    def add(self, chunk: bytes) -> None:
-        if self.data is not None:
-            self.data += chunk
-            if len(self.data) > self._max:
-                self.data = None
 
 
 class Proxy:
@@ -177,7 +163,7 @@ class Proxy:
         request: web.Request,
         headers: CIMultiDict[str],
         body: Body | None,
-        seen: Callable[[bytes], None] | None = None,
+        seen: Callable[[bytes], None] = lambda _: None,
     ) -> web.StreamResponse:
         """Pass a request on, and its reply back. seen: gets the pieces of the reply."""
         try:
@@ -185,7 +171,10 @@ class Proxy:
         except _LOST as error:
             return self._unreachable(error)
         try:
-            return await self._passed_back(request, reply, seen)
+            response, lost = await _passed_back(request, reply, seen)
+            if lost == "broken_off":
+                self._sender.count(lost)
+            return response
         finally:
             reply.close() if not reply.content.is_eof() else reply.release()
 
@@ -202,23 +191,6 @@ class Proxy:
                 raise
         # The server had closed the connection, which the request crossed on its way.
         return await _ask(self._fresh, request.method, url, headers, body)
-
-    async def _passed_back(
-        self, request: web.Request, reply: aiohttp.ClientResponse, seen: Callable[[bytes], None] | None
-    ) -> web.StreamResponse:
-        response = _Relayed(reply, _passed_on(reply.raw_headers))
-        await response.prepare(request)
-        try:
-            async for chunk in reply.content.iter_any():
-                if seen is not None:
-                    seen(chunk)
-                await response.write(chunk)
-        except aiohttp.ClientConnectionResetError:  # the client has left
-            return response
-        except _LOST:
-            _break_off(request)
-            self._sender.count("broken_off")
-        return response
 
     def _unreachable(self, error: BaseException) -> web.Response:
         _LOG.warning("The server at %s gave no answer (%s).", self._base, type(error).__name__)
@@ -250,7 +222,8 @@ class Proxy:
             if changed is not body and (reply.status in _REFUSALS or "Content-Encoding" in reply.headers):
                 reply.close()
                 return await self._refused(request, headers, body, form, failed=reply.status == _FAILED)
-            watch = _Watch(asked, path, added, keys_of(added), form, began_at, headers)
+            most = self._options.max_exchange_bytes
+            watch = _Watch(asked, path, added, keys_of(added), form, began_at, headers, most)
             return await self._watched_back(request, reply, watch)
         except asyncio.CancelledError:
             self._sender.count("left")
@@ -292,15 +265,16 @@ class Proxy:
     async def _watched_back(
         self, request: web.Request, reply: aiohttp.ClientResponse, watch: "_Watch"
     ) -> web.StreamResponse:
-        recording = _Recording(self._options.max_exchange_bytes)
-        headers = _passed_on(reply.raw_headers)
-        events = reply.content_type == _EVENTS
-        if events or not watch.keys or reply.status != 200:
-            response = _Relayed(reply, headers)
-            whole = await self._pieces_back(request, reply, response, watch, recording)
+        headers, is_ok = _passed_on(reply.raw_headers), reply.status == 200
+        if reply.content_type == _EVENTS or not watch.keys or not is_ok:
+            events = PlainEvents(watch.keys) if watch.keys and is_ok else None
+            response, lost = await _passed_back(request, reply, watch.keep, events)
+            if lost:
+                self._sender.count(lost)
+                return response
         else:
             try:
-                recording.add(data := await reply.read())
+                watch.keep(data := await reply.read())
             except _LOST as error:
                 return self._unreachable(error)
             if _OF_A_COMPLETION not in data:  # some servers refuse with a 200
@@ -309,52 +283,23 @@ class Proxy:
             response = _Relayed(reply, _with_length(headers, len(plain)))
             await response.prepare(request)
             await response.write(plain)
-            whole = True
-        if whole:
-            self._capture(reply, watch, recording)
+        self._capture(reply, watch)
         return response
 
-    async def _pieces_back(
-        self,
-        request: web.Request,
-        reply: aiohttp.ClientResponse,
-        response: web.StreamResponse,
-        watch: "_Watch",
-        recording: _Recording,
-    ) -> bool:
-        """Return whether all of the reply was passed back."""
-        await response.prepare(request)
-        events = PlainEvents(watch.keys) if watch.keys and reply.status == 200 else None
-        try:
-            async for chunk in reply.content.iter_any():
-                recording.add(chunk)
-                if data := chunk if events is None else events.push(chunk):
-                    await response.write(data)
-            if events is not None and (data := events.last()):
-                await response.write(data)
-        except aiohttp.ClientConnectionResetError:
-            self._sender.count("left")
-            return False
-        except _LOST:
-            _break_off(request)
-            self._sender.count("broken_off")
-            return False
-        return True
-
-    def _capture(self, reply: aiohttp.ClientResponse, watch: "_Watch", recording: _Recording) -> None:
+    def _capture(self, reply: aiohttp.ClientResponse, watch: "_Watch") -> None:
         if reply.status != 200:
             self._sender.count("not_ok")
             return
         if watch.added:
             watch.form.failures = 0
-        if recording.data is None:
+        if watch.kept is None:
             self._sender.count("too_large")
             return
         name = self._options.replica_header
         exchange = Exchange(
             path=watch.path,
             request=watch.asked.body,
-            reply=bytes(recording.data),
+            reply=bytes(watch.kept),
             streamed=reply.content_type == _EVENTS,
             began_at=watch.began_at,
             ended_at=time.time(),
@@ -365,7 +310,7 @@ class Proxy:
         self._sender.offer(exchange)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Watch:
     """A request that is watched."""
 
@@ -376,6 +321,15 @@ class _Watch:
     form: _Form
     began_at: float
     headers: CIMultiDict[str]  # of the request
+    most: int  # bytes that are kept of the reply
+    kept: bytearray | None = field(default_factory=bytearray)  # of the reply; None = it is too large
+
+    def keep(self, chunk: bytes) -> None:
+        """Keep a piece of the reply."""
+        if self.kept is not None:
+            self.kept += chunk
+            if len(self.kept) > self.most:
+                self.kept = None
 
 
 async def _body(request: web.Request) -> Body | None:
@@ -435,13 +389,6 @@ def _error(status: int, message: str, code: str) -> web.Response:
     return web.json_response(ErrorReply(status, kind, code, message).body(), status=status)
 
 
-def _break_off(request: web.Request) -> None:
-    """End the client's connection so that it sees that the reply is not whole."""
-    transport = request.transport
-    if transport is not None:
-        transport.close()
-
-
 class _Relayed(web.StreamResponse):
     """The head of a server's reply."""
 
@@ -449,6 +396,41 @@ class _Relayed(web.StreamResponse):
         super().__init__(status=reply.status, reason=reply.reason, headers=headers)
         self.not_sent = [name for name in _ADDED if name not in headers]
         """Headers that aiohttp adds, and the server did not send."""
+
+
+async def _passed_back(
+    request: web.Request,
+    reply: aiohttp.ClientResponse,
+    seen: Callable[[bytes], None],
+    events: PlainEvents | None = None,
+) -> tuple[web.StreamResponse, str]:
+    """Pass a reply back, in pieces as they come.
+
+    Args:
+        request: of the client.
+        reply: to pass back.
+        seen: gets the pieces.
+        events: takes out what the client did not ask for.
+
+    Returns:
+        What went back, and what kept the rest from it, by the name of a result; "" = nothing.
+    """
+    response = _Relayed(reply, _passed_on(reply.raw_headers))
+    await response.prepare(request)
+    try:
+        async for chunk in reply.content.iter_any():
+            seen(chunk)
+            if data := chunk if events is None else events.push(chunk):
+                await response.write(data)
+        if events is not None and (data := events.last()):
+            await response.write(data)
+    except aiohttp.ClientConnectionResetError:  # the client has left
+        return response, "left"
+    except _LOST:
+        if request.transport is not None:
+            request.transport.close()  # so that the client sees that the reply is not whole
+        return response, "broken_off"
+    return response, ""
 
 
 async def _as_the_server_sent(request: web.Request, response: web.StreamResponse) -> None:

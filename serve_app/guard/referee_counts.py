@@ -7,7 +7,6 @@ from serve_app.backends.base import Replayed
 from serve_app.referee.answer import Answer
 from serve_app.referee.controls import CONTROL_CHANGES, CONTROL_RESULTS, ControlChange, ControlResult
 from serve_app.referee.detectors import Alarm, SeenToken, by_stratum, drifts_of
-from serve_app.referee.drift import DriftSums
 from serve_app.referee.independent_checks import IndependentResult
 from serve_app.referee.judgement import Judgement, Judging
 from serve_app.referee.replay_checker import ReplayChecker, ReplayResult
@@ -122,11 +121,10 @@ class RefereeCounts:
         self._exported = set(recent)
 
     def _count_stratum(self, stratum: str, tokens: Sequence[SeenToken]) -> None:
-        sums = DriftSums(drifts_of(tokens))
-        count = self._metrics.count
-        count("truespec_replay_tokens_total", sums.num_tokens, stratum=stratum)
-        count("truespec_replay_tme_excess_total", sums.sums["excess"], stratum=stratum)
-        count("truespec_replay_gen_kl_total", sums.sums["gen_kl"], stratum=stratum)
+        drifts, count = drifts_of(tokens), self._metrics.count
+        count("truespec_replay_tokens_total", len(drifts), stratum=stratum)
+        count("truespec_replay_tme_excess_total", sum(drift.excess for drift in drifts), stratum=stratum)
+        count("truespec_replay_gen_kl_total", sum(drift.gen_kl for drift in drifts), stratum=stratum)
 
 
 def count_independent(metrics: Metrics) -> Callable[[IndependentResult], None]:

@@ -3,7 +3,7 @@
 import sys
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Literal
+from typing import Any, Literal
 
 from serve_app.backends.base import UNKNOWN_NUMERICS, Numerics
 from serve_app.referee.alternatives import Alternatives
@@ -51,13 +51,14 @@ class Answer:
         token_ids: tuple[int, ...],
         logprobs: tuple[float | None, ...],
         strata: tuple[tuple[str, ...], ...],
+        **known: Any,
     ) -> "Answer":
-        """The answer of a server that does not say how its tokens came about."""
+        """The answer of a server that does not say how its tokens came about; known: further fields."""
+        unknown: dict[str, Any] = {"began_at": 0.0, "num_drafted": 1}  # whose noise does not count as that of rounding
         return cls(
             request=request,
             replica=replica,
             prefilled_by="",
-            began_at=0.0,
             max_model_len=sys.maxsize,  # the server's is not known
             token_ids=token_ids,
             logprobs=logprobs,
@@ -65,8 +66,8 @@ class Answer:
             made_by=(replica,) * len(token_ids),
             rounds_since_handoff=(None,) * len(token_ids),
             preempted=(False,) * len(token_ids),
-            num_drafted=1,  # not known: what it shows does not count as the noise of rounding
             strata=strata,
+            **unknown | known,
         )
 
     @property

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from serve_app.referee.draws import DrawResult, DrawTest
 from serve_app.referee.drift import Cusum, Lean, TokenDrift, is_unmistakable, request_drifted
-from serve_app.referee.evidence import CalibrationTest, DriftTest
+from serve_app.referee.evidence import CalibrationTest, RareTest
 from serve_app.referee.found import Side
 from serve_app.referee.shift import KnownContexts, Move, ShiftTest
 from serve_app.referee.strata import KNOWN_AFTERWARDS, STRATA
@@ -61,9 +61,7 @@ class ReplicaWatch:
     def __init__(self, tolerance: Tolerance) -> None:
         self._cusums: defaultdict[str, Cusum] = defaultdict(Cusum)
         self._leans: defaultdict[str, Lean] = defaultdict(Lean)
-        self._jumps: defaultdict[str, DriftTest] = defaultdict(
-            lambda: DriftTest(tolerance.jump_nats, _JUMP_RATE, _DELTA)
-        )
+        self._jumps: defaultdict[str, RareTest] = defaultdict(lambda: RareTest(_JUMP_RATE, _DELTA))
         self._shifts: defaultdict[str, ShiftTest] = defaultdict(lambda: tolerance.shift_test(_DELTA))
         self._distributions: defaultdict[str, CalibrationTest] = defaultdict(lambda: tolerance.calibration_test(_DELTA))
         self._draws: defaultdict[str, DrawTest] = defaultdict(lambda: DrawTest(_DELTA))
@@ -99,7 +97,7 @@ class ReplicaWatch:
         drifts = drifts_of(token for token in tokens if not token.known)
         shifts = self._shifts[stratum]
         risen = cusum.add((drift.counted for drift in drifts), tolerance, at)
-        jumps.add((drift.nats for drift in drifts), at)
+        jumps.add((drift.nats > self._tolerance.jump_nats for drift in drifts), at)
         shifts.add((token.move for token in tokens if token.move is not None), at)
         self._leans[stratum].add(drifts)
         found = [cusum.evidence_since] if risen else []

@@ -6,7 +6,7 @@ mean of exp|g - t|: 1.00 in float32, up to 1.03 in bfloat16.
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from serve_app.referee.found import Side
 
@@ -51,25 +51,9 @@ class TokenDrift:
         )
 
 
-class DriftSums:
-    """Sums over tokens of one stratum."""
-
-    def __init__(self, drifts: Iterable[TokenDrift] = ()) -> None:
-        self.num_tokens = 0
-        self.sums = dict.fromkeys((field.name for field in fields(TokenDrift)), 0.0)
-        for drift in drifts:
-            self.add(drift)
-
-    def add(self, drift: TokenDrift) -> None:
-        """Add one token."""
-        self.num_tokens += 1
-        for name in self.sums:
-            self.sums[name] += getattr(drift, name)
-
-    @property
-    def tme(self) -> float:
-        """Mean of exp|g - t|; 1 where there is nothing."""
-        return 1 + self.sums["excess"] / self.num_tokens if self.num_tokens else 1.0
+def tme_of(drifts: Sequence[TokenDrift]) -> float | None:
+    """Return the mean of exp|g - t|; None where there is nothing."""
+    return 1 + sum(drift.excess for drift in drifts) / len(drifts) if drifts else None
 
 
 class Cusum:
@@ -126,17 +110,17 @@ class NoiseFloor:
 
     def __init__(self, min_tokens: int = 256) -> None:
         self._min_tokens = min_tokens
-        self._sums = DriftSums()
+        self._num_tokens, self._counted = 0, 0.0
 
     def add(self, drifts: Sequence[TokenDrift]) -> None:
         """Take in the output tokens of a request for which nothing was drafted."""
-        for drift in drifts:
-            self._sums.add(drift)
+        self._num_tokens += len(drifts)
+        self._counted += sum(drift.counted for drift in drifts)
 
     @property
     def is_known(self) -> bool:
         """Return whether there are enough."""
-        return self._sums.num_tokens >= self._min_tokens
+        return self._num_tokens >= self._min_tokens
 
     def tolerance(self, max_tme: float) -> float:
         """The mean of exp|g - t| - 1 above which something is wrong: max_tme - 1 above the floor.
@@ -144,8 +128,8 @@ class NoiseFloor:
         The floor counts at most max_tme - 1 itself: an engine that is wrong without drafts too must not teach the
         referee that this is noise. It is 0 while too little is known.
         """
-        allowed, sums = max_tme - 1, self._sums
-        return allowed + min(sums.sums["counted"] / sums.num_tokens if self.is_known else 0.0, allowed)
+        allowed = max_tme - 1
+        return allowed + min(self._counted / self._num_tokens if self.is_known else 0.0, allowed)
 
 
 def is_unmistakable(drift: TokenDrift, jump_nats: float) -> bool:
@@ -165,4 +149,4 @@ def request_drifted(drifts: Sequence[TokenDrift], tolerance: float, jump_nats: f
     if Cusum().add((drift.counted for drift in drifts), tolerance):
         return True
     jump = math.expm1(jump_nats)  # one of its tokens may be the one in a thousand
-    return DriftSums(drifts).sums["counted"] > jump + _REQUEST_FACTOR * tolerance * len(drifts)
+    return sum(drift.counted for drift in drifts) > jump + _REQUEST_FACTOR * tolerance * len(drifts)

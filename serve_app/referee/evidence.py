@@ -41,19 +41,6 @@ class RareTest:
         self.alarm |= self._processes.add_each(np.log1p(self._stakes * (happened[:, None] - self._rate)), at)
 
 
-class DriftTest(RareTest):
-    """A test for more tokens that drift by more than `limit_nats` than the measured noise explains: at most a share
-    `rate` of them. One instance sees one stratum of one replica."""
-
-    def __init__(self, limit_nats: float, rate: float, delta: float = 1e-6) -> None:
-        super().__init__(rate, delta)
-        self.limit_nats = limit_nats
-
-    def add(self, drifts: Iterable[float], at: float = 0.0) -> None:
-        """Take in |served - replayed| of tokens of that time, nats; what is no number counts as drifted."""
-        super().add((not drift <= self.limit_nats for drift in drifts), at)
-
-
 class UnlikelyTest:
     """A latched alarm where tokens are sampled that p all but excludes: a bet on the uniform distribution over all
     tokens.

@@ -17,7 +17,7 @@ from typing import Literal
 from serve_app.backends.base import Numerics, Replayed
 from serve_app.referee.answer import Answer
 from serve_app.referee.detectors import ReplicaWatch, drifts_of
-from serve_app.referee.evidence import DriftTest
+from serve_app.referee.evidence import RareTest
 from serve_app.referee.judgement import Judge, Judgement
 from serve_app.referee.replay_checker import comparable
 from serve_app.referee.replay_selection import chosen
@@ -30,7 +30,7 @@ from speculative.errors import ConfigError
 _logger = logging.getLogger("truespec.referee")
 
 _MAX_QUEUE = 4
-_DRIFT_RATE = 1e-3  # share of the logprobs that rounding moves by more than twice what it moves a logit
+_DRIFT_RATE, _DELTA = 1e-3, 1e-6  # share of the logprobs that rounding moves by more than twice what it moves a logit
 _LENGTHS = (4096, 16384, 65536)  # behind which a first answer is checked; of the share, none behind the first
 _BLOCK = 256  # positions that attention of our kernels takes at once
 _BEHIND = 8  # tokens behind the border of a block that a fault there can be seen by
@@ -152,10 +152,11 @@ class IndependentChecks:
             drift_tolerance=judgement.drift_tolerance,
             at=answer.began_at,
         )
-        evidence.drift.add((drift.nats for drift in drifts_of(judgement.tokens)), answer.began_at)
+        limit_nats = 2 * tolerance.edge_nats
+        evidence.drift.add((drift.nats > limit_nats for drift in drifts_of(judgement.tokens)), answer.began_at)
         if evidence.drift.alarm:
             del self._evidence[tolerance]
-            return f"drift: too many logprobs are off by more than {evidence.drift.limit_nats:g} nats"
+            return f"drift: too many logprobs are off by more than {limit_nats:g} nats"
         if judgement.checked.verdict is Verdict.SUSPECT:
             return judgement.checked.reason
         return f"{found[0].name} in stratum {found[0].stratum}, over many answers" if found else ""
@@ -183,4 +184,4 @@ class _Evidence:
 
     def __init__(self, tolerance: Tolerance) -> None:
         self.watch = ReplicaWatch(tolerance)
-        self.drift = DriftTest(2 * tolerance.edge_nats, _DRIFT_RATE)
+        self.drift = RareTest(_DRIFT_RATE, _DELTA)

@@ -11,7 +11,7 @@ from serve_app.referee.alternative_checks import ComparedAlternatives
 from serve_app.referee.answer import Answer
 from serve_app.referee.detectors import SeenToken, distribution_alarm, drifts_of, once, rows_of, why_drifted
 from serve_app.referee.draws import DrawResult, DrawsChecked, DrawTolerance, check_draws, placement_checks
-from serve_app.referee.drift import DriftSums, NoiseFloor, TokenDrift
+from serve_app.referee.drift import NoiseFloor, TokenDrift, tme_of
 from serve_app.referee.shift import KnownContexts, contexts_before, contexts_of, moves_of
 from serve_app.referee.tolerance import Tolerance, Tolerances
 from serve_app.referee.verdicts import Checked, Distribution, Verdict
@@ -122,7 +122,7 @@ class Judge:
             verdict=Verdict.SUSPECT if reason else agrees if checks else Verdict.UNVERIFIED,
             reason=reason or ("replayed" if checks else "its replay reports nothing to compare with"),
             num_tokens=len(seen) if checks else len(drifts),
-            tme=DriftSums(drifts).tme if drifts else None,
+            tme=tme_of(drifts),
             max_drift_nats=max((drift.nats for drift in drifts), default=None),
             replayed_by=replayed.replica,
             checks=checks + ("wire",) * (answer.wire == "agrees"),

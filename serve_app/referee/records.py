@@ -2,7 +2,8 @@
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from serve_app.backends.base import UNKNOWN_NUMERICS, Numerics
 from serve_app.referee.alternatives import Alternatives, KeptAlternatives
@@ -124,32 +125,12 @@ class Record:
         """The answer for the referee; None if there is nothing to compare."""
         if not self.token_ids:
             return None
+        own: dict[str, Any] = {name: getattr(self, name) for name in _OF_ANSWERS}
+        own = {name: tuple(value) if isinstance(value, list | dict) else value for name, value in own.items()}
         complete = len(self.token_ids) == len(self.logprobs)
-        return Answer(
-            request=self.request,
-            replica=self.replica,
-            prefilled_by=self.prefilled_by,
-            began_at=self.began_at,
-            max_model_len=self.max_model_len,
-            token_ids=tuple(self.token_ids),
-            logprobs=tuple(self.logprobs) if complete else (),
-            kinds=tuple(self.kinds),
-            made_by=tuple(self.made_by),
-            rounds_since_handoff=tuple(self.rounds_since_handoff),
-            preempted=tuple(self.preempted),
-            prompt_logprobs=tuple(self.prompt_logprobs),
-            prompt_scored_by=self.prompt_scored_by,
-            num_drafted=self.num_drafted,
-            num_cached=self.num_cached,
-            weight_versions=tuple(self.weight_versions),
-            num_before_update=self.num_before_update,
-            rounds=tuple(self.rounds),
-            strata=shared(self._strata()),
-            broken_limit=self.broken_limit,
-            alternatives=tuple(self.alternatives.kept),
-            num_left_out=self.alternatives.num_left_out,
-            numerics=self.numerics,
-        )
+        own |= {"logprobs": own["logprobs"] if complete else (), "strata": shared(self._strata())}
+        beside = {"alternatives": tuple(self.alternatives.kept), "num_left_out": self.alternatives.num_left_out}
+        return Answer(**own | beside)
 
     def _strata(self) -> Iterator[tuple[str, ...]]:
         """Yield the strata of each token."""
@@ -165,6 +146,10 @@ class Record:
         for index, (kind, since, preempted) in enumerate(made):
             near = ("near_limit",) if room - index <= self.num_draft_tokens + 1 else ()
             yield (*common, kind.value, _since(since), *near, *(("preempted",) if preempted else ()))
+
+
+_OF_ANSWERS = [one.name for one in fields(Answer) if hasattr(Record, one.name)]
+"""What an answer says as its record does."""
 
 
 class Records:

@@ -23,10 +23,10 @@ class AlternativesReader:
     """Reads what the choices of a server's replies report beside the logprobs.
 
     Args:
-        tokenizer: of the model; without one, tokens that are named by their texts are not known.
+        tokenizer: of the model.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
     def of_choice(self, choice: Choice, num_prompt: int, ids: Sequence[int]) -> KeptAlternatives:
@@ -54,7 +54,7 @@ class AlternativesReader:
     def _shows_texts(self, choice: Choice, ids: Sequence[int]) -> bool:
         """Return whether the texts by which a server shows tokens are those that the tokenizer gives them."""
         shown = choice.token_texts or ()
-        if self._tokenizer is None or len(shown) != len(ids):
+        if len(shown) != len(ids):
             return False
         pairs = [(text, self._tokenizer.token_text(token)) for text, token in zip(shown, ids, strict=True)]
         whole = [pair for pair in pairs if _LOST not in str(pair[0])]
@@ -62,13 +62,16 @@ class AlternativesReader:
 
     @cached_property
     def _by_text(self) -> Mapping[str, int]:
-        """The token of each text that one token only has."""
-        assert self._tokenizer is not None
-        found: dict[str, int | None] = {}
-        for token in range(self._tokenizer.vocab_size):
-            text = self._tokenizer.token_text(token)
-            found[text] = None if text in found else token
-        return {text: token for text, token in found.items() if token is not None and text and _LOST not in text}
+        return tokens_by_text(self._tokenizer)
+
+
+def tokens_by_text(tokenizer: Tokenizer) -> dict[str, int]:
+    """The token of each text that one token only has."""
+    found: dict[str, int | None] = {}
+    for token in range(tokenizer.vocab_size):
+        text = tokenizer.token_text(token)
+        found[text] = None if text in found else token
+    return {text: token for text, token in found.items() if token is not None and text and _LOST not in text}
 
 
 def _add(kept: KeptAlternatives, place: int, top: Pairs, scored: Pairs, num_unknown: int) -> None:

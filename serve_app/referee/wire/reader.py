@@ -16,7 +16,7 @@ from serve_app.referee.wire.alternatives import AlternativesReader
 from serve_app.referee.wire.demands import CHANGES_CHOICES, Demands, Made, counts_all
 from serve_app.referee.wire.exchange import CHAT, COMPLETIONS, Exchange
 from serve_app.referee.wire.reply import Choice, Json, Reply, Unreadable, read_reply
-from serve_app.referee.wire.sampling import Sampled, Sampling
+from serve_app.referee.wire.sampling import Sampled, sampled_as
 from serve_app.referee.wire.vendors import FALLBACK, Vendor, vendor_of
 from serve_app.text.tokenizer import Tokenizer
 from speculative.errors import InvalidRequest
@@ -67,13 +67,15 @@ class ExchangeReader:
     defaults: Mapping[str, float] = field(default_factory=dict)
     coldest: float = 0.0
     processed: bool = False  # whether the server's logprobs are those after temperature and filters
-    _samplings: dict[str, Sampling] = field(default_factory=dict)
     _replicas: set[str] = field(default_factory=set)
     _alternatives: AlternativesReader = field(init=False)
+    _generation: Json = field(init=False)  # the model's generation_config.json; {} = it has none
     _spellings: tuple[Mapping[bytes, int], int] = field(init=False)
 
     def __post_init__(self) -> None:
         self._alternatives = AlternativesReader(self.tokenizer)
+        generation = Path(self.model.folder) / "generation_config.json"
+        self._generation = json.loads(generation.read_text(encoding="utf-8")) if generation.is_file() else {}
         texts = Counter(map(self.tokenizer.token_bytes, range(self.tokenizer.vocab_size)))
         self._spellings = texts, max(map(len, texts))
 
@@ -84,19 +86,16 @@ class ExchangeReader:
             Unreadable: it cannot be computed again; the message says why.
         """
         body, reply = _body(exchange.request), read_reply(exchange)
-        vendor = vendor_of(self._dialect(exchange.dialect))
-        sampled = self._warm(self._sampling(exchange.dialect).sampled_as(body, is_chat=exchange.path == CHAT))
+        vendor = vendor_of((exchange.dialect or FALLBACK) if self.dialect == "auto" else self.dialect)
+        is_chat = exchange.path == CHAT
+        sampled = self._warm(sampled_as(vendor, self._generation, self.defaults, body, is_chat=is_chat))
         choices = [reply.choices[index] for index in sorted(reply.choices)]
-        prompts = self._prompts(exchange, body, choices, reply.num_prompt)
+        prompts = self._prompts(body, choices, reply.num_prompt, vendor.joins_texts_by if is_chat else None)
         tokens = [self._tokens(choice, sampled, vendor) for choice in choices]
         _check_whole(reply, [*zip(choices, tokens, strict=True)], claims=counts_all(reply, vendor))
         broken = self._broken(body, reply, vendor, exchange)
         read = zip(choices, tokens, prompts, strict=True)
-        answers = [self._answer(exchange, reply, *one, sampled) for one in read]
-        return [
-            replace(answer, broken_limit=broken.get(choice.index, ""))
-            for answer, choice in zip(answers, choices, strict=True)
-        ]
+        return [self._answer(exchange, reply, *one, sampled, broken) for one in read]
 
     def _broken(self, body: Json, reply: Reply, vendor: Vendor, exchange: Exchange) -> dict[int, str]:
         """What choices break, in words, by their index; those that keep to everything are not there."""
@@ -111,15 +110,6 @@ class ExchangeReader:
             return {}
         return found | ({min(reply.choices): whole} if whole else {})
 
-    def _dialect(self, found: str) -> str:
-        return (found or FALLBACK) if self.dialect == "auto" else self.dialect
-
-    def _sampling(self, found: str) -> Sampling:
-        dialect = self._dialect(found)
-        if dialect not in self._samplings:
-            self._samplings[dialect] = Sampling.of(dialect, Path(self.model.folder), self.defaults)
-        return self._samplings[dialect]
-
     def _warm(self, sampled: Sampled) -> Sampled:
         if not 0 < sampled.params.temperature < self.coldest:
             return sampled
@@ -127,14 +117,18 @@ class ExchangeReader:
         return replace(sampled, params=params, compared=sampled.compared and not self.processed)
 
     def _prompts(
-        self, exchange: Exchange, body: Json, choices: Sequence[Choice], num_tokens: int | None
+        self, body: Json, choices: Sequence[Choice], num_tokens: int | None, between: str | None
     ) -> list[tuple[int, ...]]:
-        """The prompt's token ids of each choice; several prompts have `n` choices each. num_tokens: of the prompt, as
-        the server counts them."""
+        """The prompt's token ids of each choice; several prompts have `n` choices each.
+
+        Args:
+            num_tokens: of the prompt, as the server counts them.
+            between: what the server joins the texts of a chat's message with; None = it is no chat.
+        """
         if all(choice.prompt_token_ids for choice in choices):
             return [choice.prompt_token_ids or () for choice in choices]
         try:
-            prompts = [self._chat(body, exchange.dialect)] if exchange.path == CHAT else self._plain(body.get("prompt"))
+            prompts = self._plain(body.get("prompt")) if between is None else [self._chat(body, between)]
         except InvalidRequest as error:  # which may quote it
             raise Unreadable("its prompt cannot be encoded: the chat template refuses it, or there is none") from error
         if len(prompts) == 1 and num_tokens not in (None, 0, len(prompts[0])):
@@ -144,8 +138,7 @@ class ExchangeReader:
             raise Unreadable(f"{len(prompts)} prompts have {len(choices)} choices")
         return [prompt for prompt in prompts for _ in range(each)]
 
-    def _chat(self, body: Json, dialect: str) -> tuple[int, ...]:
-        between = vendor_of(self._dialect(dialect)).joins_texts_by
+    def _chat(self, body: Json, between: str) -> tuple[int, ...]:
         messages = [_as_text(message, between) for message in body.get("messages") or ()]
         if not isinstance(body.get("chat_template_kwargs") or {}, dict):
             raise Unreadable("its chat_template_kwargs are not an object")
@@ -172,53 +165,42 @@ class ExchangeReader:
         tokens: "_Tokens",
         prompt: tuple[int, ...],
         sampled: Sampled,
+        broken: Mapping[int, str],
     ) -> Answer:
         ids = tuple(tokens.ids)
         if any(type(one) is not int for one in (*prompt, *ids)):
             raise Unreadable("its token ids are not whole numbers")
         if len(prompt) + len(ids) > self.model.max_model_len:
             raise Unreadable(f"prompt and answer have more than {self.model.max_model_len} tokens; see --max-model-len")
-        replica = self._replica(exchange.replica)
         seed = _unseeded(reply.id, choice.index, exchange.began_at)
         if sampled.seed is not None:  # of each prompt the first choice has it, the next the next
             seed = (sampled.seed + choice.index % sampled.num_choices) % 2**64
         if tokens.is_selected:  # which is no sample: its tokens are judged one by one, and as a repeated seed's
             seed = 0
-        request_id = f"{reply.id or secrets.token_hex(8)}-{choice.index}"
-        answer = Answer.reported(
+        request_id, replica = f"{reply.id or secrets.token_hex(8)}-{choice.index}", self._replica(exchange.replica)
+        return Answer.reported(
             Request(request_id, prompt, sampled.params, seed),
             replica,
             ids,
             tuple(tokens.logprobs) if sampled.compared else (),
             shared(_strata(sampled.params, len(prompt), len(ids), reply.num_cached, choice.finish_reason)),
-        )
-        if sampled.compared:
-            answer = self._with_alternatives(answer, choice)
-        return replace(
-            answer,
             began_at=exchange.began_at,
             num_cached=reply.num_cached or 0,
             untested=sampled.untested,
+            broken_limit=broken.get(choice.index, ""),
+            **(self._beside(choice, prompt, ids, replica) if sampled.compared else {}),
         )
 
-    def _with_alternatives(self, answer: Answer, choice: Choice) -> Answer:
-        """The answer with what is reported beside its logprobs, and with its prompt's."""
-        prompt = answer.request.prompt_token_ids
+    def _beside(self, choice: Choice, prompt: tuple[int, ...], ids: tuple[int, ...], replica: str) -> Json:
+        """Return what is reported beside the logprobs of an answer, and of its prompt, as fields of `Answer`."""
         shown = tuple(choice.token_ids or ())  # those that were added afterwards were reported without anything
-        known = shown if answer.token_ids[: len(shown)] == shown else ()
-        found = self._alternatives.of_choice(choice, len(prompt), known)
-        own = choice.logprobs_of_prompt(list(prompt)) or ()
-        whole = tuple(one for one in own if one is not None)
+        found = self._alternatives.of_choice(choice, len(prompt), shown if ids[: len(shown)] == shown else ())
+        whole = tuple(one for one in choice.logprobs_of_prompt(list(prompt)) or () if one is not None)
         places = found.kept
         if len(whole) != len(prompt) - 1:
             whole, places = (), [one for one in places if one.place >= len(prompt)]
-        return replace(
-            answer,
-            prompt_logprobs=whole,
-            prompt_scored_by=answer.replica,
-            alternatives=tuple(places),
-            num_left_out=found.num_left_out,
-        )
+        named = {"prompt_logprobs": whole, "prompt_scored_by": replica}
+        return named | {"alternatives": tuple(places), "num_left_out": found.num_left_out}
 
     def _replica(self, name: str) -> str:
         """The replica as it is shown; those beyond a number that a service may have go by one name."""

@@ -1,14 +1,12 @@
 """The sampling of a watched request, from the request and the server's own defaults."""
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from serve_app.referee.wire.reply import Json
-from serve_app.referee.wire.vendors import AS_SENT, is_off, vendor_of
+from serve_app.referee.wire.vendors import AS_SENT, Vendor, is_off
 from speculative.errors import InvalidRequest
 from speculative.request import SamplingParams
 
@@ -49,45 +47,28 @@ class Sampled:
     num_choices: int = 1  # of each prompt
 
 
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """The sampling of one vendor's servers.
-
-    Args:
-        own: what the operator says that the server samples with where a request does not say; it goes first.
-    """
-
-    dialect: str  # of the server, as `vendors` names them
-    generation: Mapping[str, Any]  # the model's generation_config.json; {} = it has none
-    own: Mapping[str, float]
-
-    @classmethod
-    def of(cls, dialect: str, folder: Path, own: Mapping[str, float]) -> "Sampling":
-        """Read the sampling of a vendor that serves the model in this folder."""
-        path = folder / "generation_config.json"
-        read = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        return cls(dialect, read, own)
-
-    def sampled_as(self, body: Json, *, is_chat: bool) -> Sampled:
-        """Return how the choices of a request were sampled; the body is the client's."""
-        vendor, seed = vendor_of(self.dialect), body.get("seed")
-        seed = seed % 2**64 if isinstance(seed, int) and seed >= 0 else None
-        stops = bool(body.get("stop") or body.get("stop_token_ids"))
-        params, untested = SamplingParams(logprobs=0), _untested(body, vendor.fields)
-        try:
-            values = vendor.values(self.generation, self.own, body, is_chat=is_chat)
-            untested = untested or vendor.why_not_ours(values)
-            asked = body.get("max_completion_tokens") or body.get("max_tokens") or 0
-            most = max(1, int(asked), int(body.get("min_tokens") or 0))  # whatever the server's own limit is
-            params = SamplingParams(logprobs=0, max_tokens=most, **_read(vendor.ours(values)))
-        except (InvalidRequest, TypeError, ValueError, OverflowError, AttributeError) as error:
-            what = f"{error.field}: its value" if isinstance(error, InvalidRequest) else "a parameter: its value"
-            params, untested = SamplingParams(logprobs=0), untested or f"{what} cannot be repeated"
-        compared = not (vendor.logprobs_after_grammar and _has_grammar(body))
-        compared &= not vendor.logprobs_after_temperature or _is_bare(params)
-        num = body.get("n")
-        num_choices = max(1, num) if isinstance(num, int) else 1
-        return Sampled(params, seed, stops, untested, compared, num_choices)
+def sampled_as(
+    vendor: Vendor, generation: Mapping[str, Any], own: Mapping[str, float], body: Json, *, is_chat: bool
+) -> Sampled:
+    """Return how a vendor's server samples the choices of a request; the arguments are those of `Vendor.values`."""
+    seed = body.get("seed")
+    seed = seed % 2**64 if isinstance(seed, int) and seed >= 0 else None
+    stops = bool(body.get("stop") or body.get("stop_token_ids"))
+    params, untested = SamplingParams(logprobs=0), _untested(body, vendor.fields)
+    try:
+        values = vendor.values(generation, own, body, is_chat=is_chat)
+        untested = untested or vendor.why_not_ours(values)
+        asked = body.get("max_completion_tokens") or body.get("max_tokens") or 0
+        most = max(1, int(asked), int(body.get("min_tokens") or 0))  # whatever the server's own limit is
+        params = SamplingParams(logprobs=0, max_tokens=most, **_read(vendor.ours(values)))
+    except (InvalidRequest, TypeError, ValueError, OverflowError, AttributeError) as error:
+        what = f"{error.field}: its value" if isinstance(error, InvalidRequest) else "a parameter: its value"
+        params, untested = SamplingParams(logprobs=0), untested or f"{what} cannot be repeated"
+    compared = not (vendor.logprobs_after_grammar and _has_grammar(body))
+    compared &= not vendor.logprobs_after_temperature or _is_bare(params)
+    num = body.get("n")
+    num_choices = max(1, num) if isinstance(num, int) else 1
+    return Sampled(params, seed, stops, untested, compared, num_choices)
 
 
 def _is_bare(params: SamplingParams) -> bool:

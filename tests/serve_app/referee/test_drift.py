@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from serve_app.referee.drift import Cusum, DriftSums, NoiseFloor, TokenDrift, request_drifted
+from serve_app.referee.drift import Cusum, NoiseFloor, TokenDrift, request_drifted, tme_of
 
 
 def drifts(*nats: float) -> list[TokenDrift]:
@@ -21,8 +21,7 @@ def test_one_tokens_drift_by_hand() -> None:
     other = TokenDrift.between(math.log(0.25), math.log(0.5))
     assert (other.nats, other.excess) == pytest.approx((drift.nats, drift.excess))
     assert other.ratio == pytest.approx(2.0)
-    equal = DriftSums(drifts(*[0.0] * 5))
-    assert (equal.tme, equal.sums) == (1, {"nats": 0, "counted": 0, "excess": 0, "ratio": 5, "gen_kl": 0})
+    assert (tme_of(drifts(0.0, 0.0)), tme_of([drift, *drifts(0.0)])) == pytest.approx((1.0, 1.5))
     assert TokenDrift.between(-10.5, -10.0).counted == pytest.approx(math.expm1(0.25)), "what is all but excluded"
 
 

@@ -57,6 +57,14 @@ def test_tokens_logprobs_and_parameters_are_taken_over(reader: ExchangeReader) -
     assert (answer.began_at, answer.replica) == (5.0, "server")
 
 
+def test_the_generation_config_of_the_model_is_read(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"top_k": 20}')
+    model = ModelInfo("tiny", 64, 512, "", str(tmp_path), (EOS,))
+    reader = ExchangeReader(model, Tokenizer.from_folder(folder), "vllm", {"top_p": 0.5})
+    params = answer_of(reader, {"prompt": [5]}, choice([20])).request.params
+    assert (params.top_k, params.top_p) == (20, 0.5)
+
+
 def test_choices_of_several_prompts_belong_to_theirs(reader: ExchangeReader) -> None:
     whole = exchange({"prompt": [[5, 6], [7]], "n": 2, "seed": 3}, *(choice([20 + n]) for n in range(4)))
     answers = reader.answers(whole)

@@ -2,18 +2,18 @@
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from serve_app.referee.wire.exchange import COMPLETIONS
-from serve_app.referee.wire.sampling import Sampled, Sampling
+from serve_app.referee.wire.sampling import Sampled, sampled_as
 from serve_app.referee.wire.vendors import VENDORS, Vendor, dialect_of, vendor_of
 
 
 def sampled(dialect: str, body: dict[str, Any], generation: dict[str, Any] | None = None, **own: float) -> Sampled:
-    return Sampling(dialect, generation or {}, own).sampled_as({"prompt": "x", **body}, is_chat=False)
+    whole = {} if "messages" in body else {"prompt": "x"}
+    return sampled_as(vendor_of(dialect), generation or {}, own, whole | body, is_chat="messages" in body)
 
 
 def filters(found: Sampled) -> tuple[float, int, float, float]:
@@ -31,15 +31,13 @@ def test_a_request_that_says_nothing_is_sampled_without_filters() -> None:
     assert [sampled("vllm", {"seed": seed}).seed for seed in (5, 2**64 + 5, -1, None, "5")] == [5, 5, None, None, None]
 
 
-def test_generation_config_speaks_where_the_request_does_not(tmp_path: Path) -> None:
+def test_generation_config_speaks_where_the_request_does_not() -> None:
     recommended = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "eos_token_id": 2, "do_sample": True}
-    (tmp_path / "generation_config.json").write_text(json.dumps(recommended))
-    of = {name: Sampling.of(name, tmp_path, {}) for name in ("vllm", "sglang", "trtllm")}
-    asked = {"prompt": "x", "top_k": 5, "temperature": None}
-    assert filters(of["vllm"].sampled_as(asked, is_chat=False)) == (0.6, 5, 0.95, 0.0)
-    assert filters(of["trtllm"].sampled_as(asked, is_chat=False)) == (1.0, 5, 1.0, 0.0)
-    assert filters(of["sglang"].sampled_as({"messages": []}, is_chat=True))[0] == 0.6
-    assert filters(of["sglang"].sampled_as({"prompt": "x"}, is_chat=False)) == OFF, "SGLang's completions ignore it"
+    asked = {"top_k": 5, "temperature": None}
+    assert filters(sampled("vllm", asked, recommended)) == (0.6, 5, 0.95, 0.0)
+    assert filters(sampled("trtllm", asked, recommended)) == (1.0, 5, 1.0, 0.0)
+    assert filters(sampled("sglang", {"messages": []}, recommended))[0] == 0.6
+    assert filters(sampled("sglang", {}, recommended)) == OFF, "SGLang's completions ignore it"
     found = sampled("vllm", {"top_p": 0.5}, {"temperature": 0.6, "top_p": 0.9}, temperature=0.3, top_p=0.8)
     assert filters(found) == (0.3, 0, 0.5, 0.0), "what the operator says comes before the file, and after the request"
 
