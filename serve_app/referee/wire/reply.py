@@ -101,7 +101,7 @@ class Choice:
         self.finish_reason = wire.get("finish_reason")
         stopped_by = next((wire[name] for name in ("stop_reason", "matched_stop") if wire.get(name) is not None), None)
         self.stopped_by = stopped_by if isinstance(stopped_by, str | int) else None
-        self.prompt_logprobs = wire.get("prompt_logprobs")
+        self.prompt_logprobs = wire.get("prompt_logprobs") or (None if self.index else head.get("prompt_logprobs"))
         entries: list[Json] | None = logprobs.get("content")  # a chat's, or llama.cpp's
         if entries is None:
             values, self.token_texts = logprobs.get("token_logprobs"), logprobs.get("tokens")

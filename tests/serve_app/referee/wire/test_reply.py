@@ -220,3 +220,11 @@ def test_logprobs_of_a_prompt_are_those_of_its_own_tokens() -> None:
     assert choice.logprobs_of_prompt("two words") == [-1.0, None], "the first is the token's own"
     assert choice.logprobs_of_prompt((5, 7)) == [None], "another number of tokens"
     assert Choice().logprobs_of_prompt((5, 7)) is None
+
+
+def test_logprobs_of_a_chat_s_prompt_stand_beside_its_choices() -> None:
+    """They are all the choices' and are judged once."""
+    rows = [None, {"9": {"logprob": -1.0}}]
+    reply = Reply(is_chat=True)
+    reply.add({"choices": [{"index": index, "message": {"content": "a"}} for index in (0, 1)], "prompt_logprobs": rows})
+    assert [reply.choices[index].prompt_logprobs for index in (0, 1)] == [rows, None]
