@@ -34,9 +34,3 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def head(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An EAGLE-3 head for it."""
     return write_tiny_head(tmp_path_factory.mktemp("head") / "head", target)
-
-
-@pytest.fixture(scope="session")
-def tiny16_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama with 16 tokens: its distribution can be enumerated."""
-    return write_tiny_model(tmp_path_factory.mktemp("tiny16"), vocab_size=16, seed=3)

@@ -1,6 +1,5 @@
 """The engine as a whole: one answer, whatever the neighbours, the drafts, the route and the room."""
 
-import dataclasses
 import functools
 import itertools
 import math
@@ -9,18 +8,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from speculative.config import DrafterConfig
-from speculative.drafting.base import Drafter, DraftOutput
 from speculative.engine import EngineCore, use_device
 from speculative.errors import InvalidRequest
 from speculative.request import FinishReason, Request, SamplingParams, TokenKind
-from speculative.state.batch import Batch, Entry
-from speculative.verification.draft_probs import PointMass
 from tests.support.engines import (
     NGRAM,
     NO_DRAFTS,
@@ -38,9 +33,7 @@ from tests.support.engines import (
     texts,
     tiny_engine,
 )
-from tests.support.markov_chain import sample, sigmas
 from tests.support.near_ties import assert_same_up_to_near_tie
-from tests.support.tiny_models import padded
 
 CYCLE = [(token + 1) % 16 for token in range(16)]
 PROMPTS = {
@@ -504,77 +497,6 @@ def test_counts_obey_their_identities(tiny_folder: Path) -> None:
     assert stats.accepted_per_position == sorted(stats.accepted_per_position, reverse=True)
     assert stats.num_drafts == stats.drafted_per_position[0]
     assert stats.num_prompt_tokens >= sum(len(prompt) for prompt in PROMPTS.values()) - len(PROMPTS)
-
-
-# -- the distribution --------------------------------------------------------------------------------------------------
-
-DISTRIBUTION_PROMPT = (4, 3, 15, 7, 10, 2, 1, 6, 0, 8, 9, 11, 12, 14, 13, 5)  # every token: n-grams always draft
-DISTRIBUTION_LENGTH = 4
-WIDE: dict[str, Any] = {"temperature": 1.0}
-NARROW: dict[str, Any] = {"temperature": 0.7, "top_k": 4}
-
-
-@pytest.fixture(scope="module")
-def distribution_logits(tiny16_folder: Path) -> list[Tensor]:
-    """Logits [16**n, 16] float64 after every continuation of n = 0..3 tokens, from the whole model without a cache."""
-    decoder = decoder_of(tiny_engine(tiny16_folder))
-    every = [itertools.product(range(16), repeat=length) for length in range(DISTRIBUTION_LENGTH)]
-    contexts = [torch.tensor([[*DISTRIBUTION_PROMPT, *tail] for tail in tails]) for tails in every]
-    return [naive_logits(decoder, ids)[:, -1].double() for ids in contexts]
-
-
-def exact_distribution(distribution_logits: list[Tensor], temperature: float, top_k: int = 0) -> np.ndarray:
-    """P of every continuation of four tokens [V, V, V, V], float64."""
-    distribution = np.ones(())
-    for length, raw in enumerate(distribution_logits):
-        logits = raw / temperature
-        if top_k:
-            logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -torch.inf)
-        distribution = distribution[..., None] * logits.softmax(-1).numpy().reshape((raw.shape[-1],) * (length + 1))
-    return distribution
-
-
-class LikelyDrafter(Drafter):
-    """Drafts the likeliest token, after every third context the second likeliest: most rounds accept and reject."""
-
-    def __init__(self, distribution_logits: list[Tensor]) -> None:
-        self._best = [logits.topk(2).indices.tolist() for logits in distribution_logits]
-
-    def propose(self, batch: Batch) -> DraftOutput:
-        return DraftOutput.pack([self._draft(entry) for entry in batch.entries], PointMass())
-
-    def _draft(self, entry: Entry) -> list[int]:
-        tail = entry.sequence.tokens[len(DISTRIBUTION_PROMPT) :]
-        for _ in range(entry.max_drafts):
-            context = functools.reduce(lambda number, token: 16 * number + token, tail, 0)
-            known = len(tail) < DISTRIBUTION_LENGTH
-            tail = [*tail, self._best[len(tail)][context][context % 3 == 0] if known else 0]
-        return tail[len(tail) - entry.max_drafts :]
-
-
-@pytest.mark.parametrize("drafter", ["ngram", "likely", "fewer ids"])
-@pytest.mark.parametrize("params", [WIDE, NARROW], ids=["wide", "narrow"])
-def test_tokens_of_several_rounds_follow_the_joint_distribution(
-    tiny16_folder: Path, tmp_path: Path, distribution_logits: list[Tensor], params: dict[str, Any], drafter: str
-) -> None:
-    folder, own = tiny16_folder, DrafterConfig(num_draft_tokens=3, ngram_max=3, ngram_min=1)
-    if drafter == "fewer ids":
-        folder, fewer = (padded(tiny16_folder, tmp_path / str(size), size, num_tokens=16) for size in (16, 12))
-        own = dataclasses.replace(own, kind="draft_model", model=str(fewer))
-    engine = tiny_engine(folder, max_num_seqs=64, max_batched_tokens=512, kv_cache_tokens=4096, drafter=own)
-    if drafter == "likely":
-        engine.eager.drafter = LikelyDrafter(distribution_logits)
-    length = DISTRIBUTION_LENGTH + own.num_draft_tokens  # so that none of the first rounds is cut short
-    samples = sample(engine, DISTRIBUTION_PROMPT, 6_000, length, **params)[:, :DISTRIBUTION_LENGTH]
-    stats = engine.take_stats()
-    assert stats.num_drafted > 18_000
-    assert stats.num_accepted > (2_500 if drafter == "likely" else 500)
-    distribution = exact_distribution(distribution_logits, **params)
-    assert sigmas(samples, distribution) < 5
-    for first, second in itertools.combinations(range(DISTRIBUTION_LENGTH), 2):
-        others = tuple({*range(DISTRIBUTION_LENGTH)} - {first, second})
-        assert sigmas(samples[:, [first, second]], distribution.sum(others)) < 5
-    assert abs(stats.num_accepted - stats.expected_accepted) < 5 * (stats.num_drafted / 4) ** 0.5
 
 
 def test_a_step_runs_on_the_engines_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

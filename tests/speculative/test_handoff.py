@@ -146,28 +146,17 @@ def test_what_is_no_handoff_is_refused(thing: Any) -> None:
     assert refusal(thing).reason == "damaged"
 
 
+CONTRADICTIONS: dict[str, tuple[Any, ...]] = {  # None: dropped
+    "num_prompt": (0, -1, 7, 2.0, True, "3", None),
+    "num_cached": (-1, 6, [], None),
+    "token_ids": ([], [1, 2, 3], [1] * 7, [1, 2, 3, 4, 5, -6], [1, 2, 3, 4, 5, 6.0], [1, 2, 3, 4, 5, True], "123456"),
+}
+
+
 @pytest.mark.parametrize(
     "changes",
-    [
-        {"num_prompt": 0},
-        {"num_prompt": -1},
-        {"num_prompt": 7},
-        {"num_prompt": 2.0},
-        {"num_prompt": True},
-        {"num_prompt": "3"},
-        {"num_cached": -1},
-        {"num_cached": 6},
-        {"num_cached": []},
-        {"token_ids": []},
-        {"token_ids": [1, 2, 3]},
-        {"token_ids": [1] * 7},
-        {"token_ids": [1, 2, 3, 4, 5, -6]},
-        {"token_ids": [1, 2, 3, 4, 5, 6.0]},
-        {"token_ids": [1, 2, 3, 4, 5, True]},
-        {"token_ids": "123456"},
-        {"token_ids": {"0": 1}},
-        *({name: None} for name in ("num_prompt", "num_cached", "token_ids")),
-    ],
+    [{name: value} for name, values in CONTRADICTIONS.items() for value in values]
+    + [{"token_ids": {"0": 1}}, {"token_ids": None}],
     ids=str,
 )
 def test_counts_that_contradict_each_other_are_refused(changes: dict[str, Any]) -> None:

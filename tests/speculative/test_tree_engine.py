@@ -266,25 +266,6 @@ def test_repeated_passages_stand_beside_trees(folders: dict[str, Path]) -> None:
 
 @needs_kernels
 @pytest.mark.parametrize("kind", KINDS)
-def test_nothing_is_stale_near_a_limit(folders: dict[str, Path], kind: str) -> None:
-    longest = max(map(len, PROMPTS))
-    wanted = some_requests(max_tokens=20)
-    reference = serve(make_engine(folders, NO_DRAFTS), wanted)
-    for room in (1, 2, 3, 5, 8):
-        engine = make_engine(folders, drafting(folders, kind), max_model_len=longest + room, block_size=8)
-        for name, answer in serve(engine, wanted).items():
-            own = next(one for one in wanted if one.request_id == name)
-            count = min(20, longest + room - len(own.prompt_token_ids))
-            assert answer.token_ids == reference[name].token_ids[:count]
-            assert answer.logprobs == reference[name].logprobs[:count]
-        few = serve(make_engine(folders, drafting(folders, kind)), some_requests(max_tokens=room))
-        for name, answer in few.items():
-            assert answer.token_ids == reference[name].token_ids[:room]
-            assert answer.logprobs == reference[name].logprobs[:room]
-
-
-@needs_kernels
-@pytest.mark.parametrize("kind", KINDS)
 def test_a_handoff_goes_on_with_trees_or_without(folders: dict[str, Path], kind: str) -> None:
     wanted = some_requests(prompt_logprobs=1)
     reference = serve(make_engine(folders, NO_DRAFTS), wanted)

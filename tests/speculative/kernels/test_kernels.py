@@ -258,17 +258,14 @@ def test_four_bit_weights_are_those_of_the_rounded_checkpoint(tmp_path: Path) ->
     torch.testing.assert_close(packed.logits(expected), rounded.logits(expected), rtol=0, atol=2e-3)
 
 
-def test_without_a_compiler_there_are_none_and_it_is_said_why(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("capability", "said"), [("AVX512", "install g++"), ("DEFAULT", "AVX-512 or AVX2")])
+def test_without_a_compiler_or_avx2_there_are_none_and_it_is_said_why(
+    capability: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PATH", "")
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     why = find_kernels.__wrapped__()
-    assert isinstance(why, str) and "install g++" in why
-
-
-def test_without_avx2_there_are_none_and_it_is_said_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
-    why = find_kernels.__wrapped__()
-    assert isinstance(why, str) and "AVX-512 or AVX2" in why
+    assert isinstance(why, str) and said in why
 
 
 @needs_kernels

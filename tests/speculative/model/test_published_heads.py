@@ -21,39 +21,14 @@ from tests.support.tiny_models import write_tiny_model
 
 VOCAB, HIDDEN, LAYERS = 64, 64, 6
 DRAFT_IDS = torch.tensor([0, 1, 2, *range(20, 49)])
-LLAMA = {
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "head_dim": 16,
-    "hidden_act": "silu",
-    "hidden_size": HIDDEN,
-    "initializer_range": 0.02,
-    "intermediate_size": 96,
-    "max_position_embeddings": 128,
-    "model_type": "llama",
-    "num_attention_heads": 4,
-    "num_hidden_layers": 1,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-06,
-    "use_cache": True,
-    "vocab_size": VOCAB,
-}
-SPECFORGE = {
-    **LLAMA,
-    "architectures": ["LlamaForCausalLMEagle3"],
-    "bos_token_id": 1,
-    "draft_vocab_size": len(DRAFT_IDS),
-    "eos_token_id": 2,
-    "max_window_layers": 36,
-    "pretraining_tp": 1,
-    "rope_scaling": None,
-    "rope_theta": 1000000,
-    "sliding_window": None,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-    "transformers_version": "4.57.1",
-    "use_sliding_window": False,
-}
+LLAMA = {"attention_bias": False, "attention_dropout": 0.0, "head_dim": 16, "hidden_act": "silu", "hidden_size": HIDDEN}
+LLAMA |= {"initializer_range": 0.02, "intermediate_size": 96, "max_position_embeddings": 128, "model_type": "llama"}
+LLAMA |= {"num_attention_heads": 4, "num_hidden_layers": 1, "num_key_value_heads": 2, "rms_norm_eps": 1e-06}
+LLAMA |= {"use_cache": True, "vocab_size": VOCAB}
+SPECFORGE = LLAMA | {"architectures": ["LlamaForCausalLMEagle3"], "bos_token_id": 1, "draft_vocab_size": len(DRAFT_IDS)}
+SPECFORGE |= {"eos_token_id": 2, "max_window_layers": 36, "pretraining_tp": 1, "rope_scaling": None}
+SPECFORGE |= {"rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": True, "torch_dtype": "bfloat16"}
+SPECFORGE |= {"transformers_version": "4.57.1", "use_sliding_window": False}
 SPECULATORS = {
     "architectures": ["Eagle3DraftModel"],
     "auto_map": {"": "config.Eagle3SpeculatorConfig"},

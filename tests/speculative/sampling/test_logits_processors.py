@@ -18,8 +18,7 @@ from speculative.sampling.logits_processors import adjust
 from speculative.state.batch import RowContext
 from speculative.state.sequence import Sequence
 from speculative.state.token_constraint import Bools
-from tests.support.distributions import assert_departs, assert_follows
-from tests.support.engines import NO_DRAFTS, Answer, decoder_of, markov_engine, naive_logits, run, tiny_engine
+from tests.support.engines import NO_DRAFTS, Answer, decoder_of, naive_logits, run, tiny_engine
 from tests.support.near_ties import assert_same_up_to_near_tie
 
 V = 12
@@ -205,41 +204,3 @@ def test_processed_logprobs_are_those_of_the_naive_distribution_at_every_positio
             for at, row in enumerate(logits)
         ]
         assert answers[str(index)].values == pytest.approx(expected, abs=1e-3)
-
-
-def test_the_distribution_under_penalties_is_that_of_plain_decoding() -> None:
-    """Three tokens after a loop that is drafted: their joint distribution is enumerated, then compared with 4,000
-    samples."""
-    chain = torch.softmax(torch.tensor([[1.0, 2.0, 0.0], [0.5, 1.0, 2.0], [2.0, 0.0, 1.0]]), -1)
-    wishes: dict[str, Any] = {"presence_penalty": 0.8, "frequency_penalty": 0.6, "repetition_penalty": 1.2}
-    params = SamplingParams(max_tokens=4, bad_words=((0, 0),), logit_bias=((2, 0.5),), **wishes)
-    prompt = (0, 1, 2, 0, 1, 2, 0)
-    distribution = np.zeros((3, 3, 3, 3))
-    forgetful = np.zeros_like(distribution)
-    for path in np.ndindex(distribution.shape):
-        distribution[path] = path_probability(chain, params, prompt, path)
-        forgetful[path] = path_probability(chain, params, prompt, path, remembered=1)
-    engine = markov_engine(chain, max_num_seqs=64, max_batched_tokens=1024, kv_cache_tokens=4096)
-    counts = np.zeros_like(distribution)
-    for first in range(0, 4000, 250):
-        for seed in range(first, first + 250):
-            engine.add(Request(str(seed), prompt, params, seed))
-        answers = run(engine)
-        assert sum(answer.num_drafted for answer in answers.values()) > 250
-        for answer in answers.values():
-            counts[tuple(answer.token_ids)] += 1
-    assert_follows(counts.ravel(), distribution.ravel())
-    assert_departs(counts.ravel(), forgetful.ravel())
-
-
-def path_probability(
-    chain: Tensor, params: SamplingParams, prompt: Tokens[int], path: Tokens[int], remembered: int = 99
-) -> float:
-    """The probability of an output, where only so many of its first tokens are ever penalised or forbidden."""
-    probability = 1.0
-    for at, token in enumerate(path):
-        last = path[at - 1] if at else prompt[-1]
-        said = list(path[: min(at, remembered)])
-        row = torch.tensor(naive_adjust(chain[last].log().tolist(), params, prompt, said, None))
-        probability *= float(row.softmax(-1)[token])
-    return probability

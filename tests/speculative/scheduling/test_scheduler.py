@@ -224,24 +224,6 @@ def test_drafts_fit_at_every_distance_from_a_limit(limit: str, distance: int) ->
     assert scheduler.pool.num_free == scheduler.pool.num_blocks
 
 
-@pytest.mark.parametrize("limit", ["max_model_len", "max_tokens"])
-@pytest.mark.parametrize("room", range(1, 2 * K + 4))
-def test_text_near_a_limit_is_the_plain_one(tiny_folder: Path, limit: str, room: int) -> None:
-    """Near the limit of one request others draft on in full (vLLM #38711, #4288 of its runner)."""
-    texts = []
-    for drafter in (NGRAM, NO_DRAFTS):
-        changes: dict[str, Any] = {"max_model_len": len(COUNTED) + room} if limit == "max_model_len" else {}
-        engine = tiny_engine(tiny_folder, drafter=drafter, **changes)
-        engine.add(request("near", max_tokens=room if limit == "max_tokens" else 1000))
-        engine.add(request("free", prompt=COUNTED[: 20 - room] if limit == "max_model_len" else COUNTED, max_tokens=12))
-        answers = run(engine)
-        assert_idle(engine)
-        assert len(answers["near"].token_ids) == room
-        assert answers["near"].finish_reason is FinishReason.LENGTH
-        texts.append({name: answer.token_ids for name, answer in answers.items()})
-    assert texts[0] == texts[1]
-
-
 def request(name: str, *, prompt: tuple[int, ...] = COUNTED, seed: int = 1, **params: Any) -> Request:
     return Request(name, prompt or (1,), SamplingParams(**{"temperature": 0, "ignore_eos": True, **params}), seed=seed)
 
