@@ -122,13 +122,11 @@ OPERATIONS = (
     Operation("GET", "/v1/models", "List the models.", "Models"),
     Operation("GET", "/v1/models/{name}", "Show one model.", "Model"),
     Operation("POST", "/v1/completions", "Continue prompts.", "Completion", CompletionRequest, streams=True),
-    Operation(
-        "POST", "/v1/chat/completions", "Answer a conversation.", "ChatCompletion", ChatCompletionRequest, streams=True
-    ),
+    Operation("POST", "/v1/chat/completions", "Answer a conversation.", "ChatCompletion", ChatCompletionRequest,
+              streams=True),
     Operation("POST", "/v1/responses", "Answer a conversation, as items.", "Response", ResponsesRequest, streams=True),
-    Operation(
-        "GET", "/v1/responses/{response_id}", "Show a response that was kept.", "Response", query=(("stream", _FLAG),)
-    ),
+    Operation("GET", "/v1/responses/{response_id}", "Show a response that was kept.", "Response",
+              query=(("stream", _FLAG),)),
     Operation("DELETE", "/v1/responses/{response_id}", "Forget a response that was kept.", "Deleted"),
     Operation("POST", "/inference/v1/generate", "Continue token ids.", "GeneratedTokens", GenerateRequest),
     Operation("GET", "/v1/verdicts/{reply_id}", "Return the verdict on a reply.", "Verdict"),
@@ -137,50 +135,33 @@ OPERATIONS = (
     Operation("POST", "/admin/rehearsal", "Rehearse a fault on one replica.", "Replicas", RehearsalOrder),
     Operation("GET", "/admin/weights", "Return the weights that each replica serves.", "Replicas"),
     Operation("POST", "/admin/weights", "Update weights on every replica.", "Replicas", WeightsOrder),
-    Operation(
-        "POST", "/admin/pause", "Stop starting requests on all replicas.", "Replicas", PauseOrder, body_required=False
-    ),
+    Operation("POST", "/admin/pause", "Stop starting requests on all replicas.", "Replicas", PauseOrder,
+              body_required=False),
     Operation("POST", "/admin/resume", "Resume starting requests.", "Replicas"),
     *(Operation("GET", path, "Report whether this replica can serve.", "Health") for path in HEALTH),
     Operation("GET", "/version", "Report the server's version.", "Version"),
     Operation("POST", "/tokenize", "Tokenize a prompt or a conversation.", "Tokens", TokenizeRequest),
     Operation("POST", "/detokenize", "Turn token ids into text.", "Text", DetokenizeRequest),
     Operation("GET", "/tokenizer_info", "Describe the tokenizer.", "Status"),
-    Operation(
-        "GET",
-        "/server_info",
-        "Return the engine's settings, as vLLM does.",
-        "Status",
-        query=(("config_format", {"enum": ["text", "json"]}),),
-    ),
+    Operation("GET", "/server_info", "Return the engine's settings, as vLLM does.", "Status",
+              query=(("config_format", {"enum": ["text", "json"]}),)),
     Operation("GET", "/get_world_size", "Count the replicas that hold weights.", "Status"),
     Operation("POST", "/init_weight_transfer_engine", "Check how weights are to be sent.", "Done", InitTransfer),
     Operation("POST", "/start_weight_update", "Begin a weight update.", "Done", StartUpdate, body_required=False),
     Operation("POST", "/update_weights", "Name the folder of new weights.", "Done", UpdateOrder),
-    Operation(
-        "POST",
-        "/finish_weight_update",
-        "Update the weights on every replica.",
-        "Done",
-        FinishUpdate,
-        body_required=False,
-    ),
+    Operation("POST", "/finish_weight_update", "Update the weights on every replica.", "Done", FinishUpdate,
+              body_required=False),
     Operation("GET", "/weight_info", "Return the version of the weights.", "Status"),
     Operation("POST", "/reset_prefix_cache", "Empty every replica's prefix cache.", "Status"),
-    Operation(
-        "POST",
-        "/pause",
-        "Stop starting requests on all replicas, as vLLM does.",
-        "Status",
-        query=(("mode", {"enum": [*PauseMode]}), ("clear_cache", _FLAG)),
-    ),
+    Operation("POST", "/pause", "Stop starting requests on all replicas, as vLLM does.", "Status",
+              query=(("mode", {"enum": [*PauseMode]}), ("clear_cache", _FLAG))),
     Operation("POST", "/resume", "Resume starting requests, as vLLM does.", "Status"),
     Operation("GET", "/is_paused", "Report whether all replicas are paused.", "Status"),
     Operation("GET", "/metrics", "Metrics for Prometheus.", "text/plain"),
     Operation("GET", "/status", "The data of the status page.", "Status"),
     Operation("GET", "/status/history", "The last hour of the status page.", "Status"),
     Operation("GET", "/status/events", "Stream the status each second.", "text/event-stream"),
-)
+)  # fmt: skip
 
 _HEADERS = (
     ("x-request-id", "Returned with the reply, and logged.", _TEXT),

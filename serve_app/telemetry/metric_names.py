@@ -191,130 +191,87 @@ CATALOGUE: tuple[Metric, ...] = (
     _counter("drafts_total", "Rounds in which a sequence had at least one draft token."),
     _counter("draft_tokens_total", "Draft tokens proposed."),
     _counter("accepted_tokens_total", "Draft tokens accepted by the verifier."),
-    _counter(
-        "emitted_tokens_total", "Tokens emitted: accepted drafts, and the recovered or bonus token of each round."
-    ),
+    _counter("emitted_tokens_total",
+        "Tokens emitted: accepted drafts, and the recovered or bonus token of each round."),
     _counter("prompt_tokens_total", "Prompt tokens computed, recomputation after preemption included."),
     _counter("draft_tokens_per_position_total", "Draft tokens proposed.", position=_POSITION),
     _counter("accepted_tokens_per_position_total", "Draft tokens accepted.", position=_POSITION),
-    _gauge(
-        "held_out_acceptance_ratio",
-        "Share of a draft head's drafts at a position that training found accepted on held-out answers, given "
-        "that all before it are accepted. Exported for heads that come with it.",
-        position=_POSITION,
-        sampling={"sampled": "temperature 1, without filters", "greedy": "temperature 0"},
-    ),
-    _counter(
-        "draft_tokens_since_handoff_total",
-        "Draft tokens proposed for clients' requests, by rounds since the handoff.",
-        since_handoff=_SINCE_HANDOFF,
-        weights=WEIGHT_AGES,
-    ),
-    _counter(
-        "accepted_tokens_since_handoff_total",
-        "Those of them that were accepted.",
-        since_handoff="as above",
-        weights="as above",
-    ),
-    _counter(
-        "expected_accepted_tokens_total",
-        "Sum of the verifier's own acceptance probabilities over the positions it reached. Accepted tokens must "
-        "match it.",
-    ),
-    _counter(
-        "achievable_accepted_tokens_total",
-        "Sum of sum(min(p, q)) over the positions reached, with the q that drafts were sampled from: the most "
-        "that a verifier can accept that knows q.",
-    ),
-    _counter(
-        "step_seconds_total",
-        "Time of the engine's steps.",
-        phase={"draft": "drafting", "verify": "the target's forward pass and verification"},
-    ),
-    _counter(
-        "speculated_seconds_total",
-        "Time of steps that decode with drafts, where it is known what they cost without: drafts of dynamic "
-        "length by truespec's engine. A step that took far longer than such steps do counts as a slow one.",
-    ),
-    _counter(
-        "speculated_plain_seconds_total",
-        "The time that the tokens of these steps would have taken without drafts, estimated from timed steps.",
-    ),
+    _gauge("held_out_acceptance_ratio",
+        "Share of a draft head's drafts at a position that training found accepted on held-out answers, given that "
+        "all before it are accepted. Exported for heads that come with it.",
+        position=_POSITION, sampling={"sampled": "temperature 1, without filters", "greedy": "temperature 0"}),
+    _counter("draft_tokens_since_handoff_total",
+        "Draft tokens proposed for clients' requests, by rounds since the handoff.", since_handoff=_SINCE_HANDOFF,
+        weights=WEIGHT_AGES),
+    _counter("accepted_tokens_since_handoff_total", "Those of them that were accepted.", since_handoff="as above",
+        weights="as above"),
+    _counter("expected_accepted_tokens_total",
+        "Sum of the verifier's own acceptance probabilities over the positions it reached. Accepted tokens must match "
+        "it."),
+    _counter("achievable_accepted_tokens_total",
+        "Sum of sum(min(p, q)) over the positions reached, with the q that drafts were sampled from: the most that a "
+        "verifier can accept that knows q."),
+    _counter("step_seconds_total", "Time of the engine's steps.", phase={
+        "draft": "drafting",
+        "verify": "the target's forward pass and verification",
+    }),
+    _counter("speculated_seconds_total",
+        "Time of steps that decode with drafts, where it is known what they cost without: drafts of dynamic length by "
+        "truespec's engine. A step that took far longer than such steps do counts as a slow one."),
+    _counter("speculated_plain_seconds_total",
+        "The time that the tokens of these steps would have taken without drafts, estimated from timed steps."),
     # Handoff and recovery
-    _counter(
-        "handoffs_total",
-        "Handoffs from prefill to decode.",
-        result={
-            "ok": "accepted by the decode engine",
-            "refused": "not accepted; the decode engine computed the prompt",
-            "failed": "no prefill replica supplied one; the decode engine computed the prompt",
-        },
-    ),
+    _counter("handoffs_total", "Handoffs from prefill to decode.", result={
+        "ok": "accepted by the decode engine",
+        "refused": "not accepted; the decode engine computed the prompt",
+        "failed": "no prefill replica supplied one; the decode engine computed the prompt",
+    }),
     _counter("handoff_bytes_total", "Bytes of computed-token state handed off."),
-    _counter(
-        "handoff_seconds_total",
-        "Time spent on handoffs.",
-        phase={
-            "prefill": "from the request for a prefill to its answer, as the decode replica sees it",
-            "export": "copying keys and values out of the prefill engine's cache",
-            "pack": "preparing the handoff for its transport",
-            "transfer": "the call's way to the prefill replica, and the handoff's way back",
-            "unpack": "receiving it from its transport, on the decode replica",
-            "check": "verifying its checksum and manifest",
-            "insert": "copying keys and values into the decode engine's cache",
-        },
-    ),
-    _counter(
-        "handoff_refusals_total",
-        "Handoffs that the decode side refused.",
-        reason={
-            "request": "it was computed for another prompt",
-            "manifest": "it was computed with another model, dtype, drafter or layout",
-            "version": "it was computed by a build that uses another wire format",
-            "damaged": "it was truncated or altered in transit, or contradicts itself",
-            "drafter": "the drafter's state is missing from it, or has another shape",
-            "lost": "vLLM could not read it through NIXL, or it was no longer there",
-        },
-    ),
-    _counter(
-        "prefill_failures_total",
-        "Prefills that failed and were retried or computed by the decode replica.",
-        reason={
-            "died": "the replica was lost, or could not be reached",
-            "timeout": "it took longer than `recovery.prefill_timeout_s` and twice its estimated time",
-            "full": "the pool accepts no more work",
-            "engine": "its engine failed on the request",
-        },
-    ),
-    _counter(
-        "resumes_total",
-        "Requests whose decode replica was lost.",
-        result={"resumed": "continues on another replica", "failed": "ended with an error"},
-    ),
+    _counter("handoff_seconds_total", "Time spent on handoffs.", phase={
+        "prefill": "from the request for a prefill to its answer, as the decode replica sees it",
+        "export": "copying keys and values out of the prefill engine's cache",
+        "pack": "preparing the handoff for its transport",
+        "transfer": "the call's way to the prefill replica, and the handoff's way back",
+        "unpack": "receiving it from its transport, on the decode replica",
+        "check": "verifying its checksum and manifest",
+        "insert": "copying keys and values into the decode engine's cache",
+    }),
+    _counter("handoff_refusals_total", "Handoffs that the decode side refused.", reason={
+        "request": "it was computed for another prompt",
+        "manifest": "it was computed with another model, dtype, drafter or layout",
+        "version": "it was computed by a build that uses another wire format",
+        "damaged": "it was truncated or altered in transit, or contradicts itself",
+        "drafter": "the drafter's state is missing from it, or has another shape",
+        "lost": "vLLM could not read it through NIXL, or it was no longer there",
+    }),
+    _counter("prefill_failures_total",
+        "Prefills that failed and were retried or computed by the decode replica.", reason={
+        "died": "the replica was lost, or could not be reached",
+        "timeout": "it took longer than `recovery.prefill_timeout_s` and twice its estimated time",
+        "full": "the pool accepts no more work",
+        "engine": "its engine failed on the request",
+    }),
+    _counter("resumes_total", "Requests whose decode replica was lost.", result={
+        "resumed": "continues on another replica",
+        "failed": "ended with an error",
+    }),
     # Requests
-    _counter(
-        "requests_total",
-        "Finished requests.",
-        outcome={
-            "stop": "ended with a stop token or a stop string",
-            "length": "reached its max_tokens, or the model's longest length",
-            "abort": "its client disconnected",
-            "error": "the engine or the service failed, or the deadline passed",
-            "rejected": "was not started: too much was in flight, or it asks for something that cannot be served",
-        },
-    ),
+    _counter("requests_total", "Finished requests.", outcome={
+        "stop": "ended with a stop token or a stop string",
+        "length": "reached its max_tokens, or the model's longest length",
+        "abort": "its client disconnected",
+        "error": "the engine or the service failed, or the deadline passed",
+        "rejected": "was not started: too much was in flight, or it asks for something that cannot be served",
+    }),
     _counter("refusals_total", "Valid requests that were refused.", reason=REFUSALS),
-    _counter(
-        "http_responses_total",
+    _counter("http_responses_total",
         "Responses under /v1 and /inference. A stream that breaks off later has begun with 200. Replies of Ray "
         "Serve's proxy, for want of a replica, are not counted.",
-        code="the HTTP status; 499 if the client left before its answer began",
-    ),
-    _counter(
-        "key_file_reloads_total",
-        "Reloads of a changed API key file.",
-        result={"ok": "the new keys are in effect", "failed": "the file is invalid: the old keys stay in effect"},
-    ),
+        code="the HTTP status; 499 if the client left before its answer began"),
+    _counter("key_file_reloads_total", "Reloads of a changed API key file.", result={
+        "ok": "the new keys are in effect",
+        "failed": "the file is invalid: the old keys stay in effect",
+    }),
     _gauge("requests_running", "Client requests being computed."),
     _gauge("requests_waiting", "Client requests waiting for room in the engine."),
     _gauge("requests_routed", "Client requests whose streams a router passes on."),
@@ -332,42 +289,27 @@ CATALOGUE: tuple[Metric, ...] = (
     _counter("prefix_cache_hits_total", "Prompt tokens found in the prefix cache."),
     _counter("preemptions_total", "Sequences that lost their KV and were recomputed."),
     # Self-checks of the engine
-    _counter(
-        "selfcheck_alarms_total",
-        "Alarms of the engine's self-checks, whose terms have mean 0 as long as it samples from the distributions "
-        "it claims to. A healthy engine raises none.",
-        check=CHECKS,
-    ),
-    _counter(
-        "selfcheck_terms_total",
-        "Zero-mean terms evaluated; z = (positive - negative) / sqrt(square) is of order 1.",
-        check=_CHECK,
-    ),
+    _counter("selfcheck_alarms_total",
+        "Alarms of the engine's self-checks, whose terms have mean 0 as long as it samples from the distributions it "
+        "claims to. A healthy engine raises none.", check=CHECKS),
+    _counter("selfcheck_terms_total",
+        "Zero-mean terms evaluated; z = (positive - negative) / sqrt(square) is of order 1.", check=_CHECK),
     _counter("selfcheck_positive_total", "Sum of the terms' positive parts.", check=_CHECK),
     _counter("selfcheck_negative_total", "Sum of the terms' negative parts, each above 0.", check=_CHECK),
     _counter("selfcheck_square_total", "Sum of the terms' squares.", check=_CHECK),
-    _counter(
-        "selfcheck_violations_total",
-        "Requests failed because a step broke an invariant. With vLLM also steps that verified sampled drafts "
-        "without q (q_missing), and tokens (greedy, draw).",
-        kind=INVARIANTS,
-    ),
-    _counter(
-        "selfcheck_rounds_total", "Rounds of requests that sample, in the steps whose self-check terms are taken."
-    ),
-    _counter(
-        "selfcheck_untested_rounds_total",
+    _counter("selfcheck_violations_total",
+        "Requests failed because a step broke an invariant. With vLLM also steps that verified sampled drafts without "
+        "q (q_missing), and tokens (greedy, draw).", kind=INVARIANTS),
+    _counter("selfcheck_rounds_total",
+        "Rounds of requests that sample, in the steps whose self-check terms are taken."),
+    _counter("selfcheck_untested_rounds_total",
         "Those of them whose random numbers their client named by a seed, or another request with the same seed had "
-        "used. No term counts them.",
-    ),
+        "used. No term counts them."),
     _counter("rounds_with_logprobs_total", "Rounds of requests that ask for logprobs."),
-    _counter(
-        "draft_tokens_with_logprobs_total",
-        "Draft tokens in rounds of requests that ask for logprobs; 0 would mean that logprobs switch speculation off.",
-    ),
-    _counter(
-        "logprob_violations_total", "Requests failed because their logprobs broke the contract.", kind=LOGPROB_RULES
-    ),
+    _counter("draft_tokens_with_logprobs_total",
+        "Draft tokens in rounds of requests that ask for logprobs; 0 would mean that logprobs switch speculation off."),
+    _counter("logprob_violations_total", "Requests failed because their logprobs broke the contract.",
+        kind=LOGPROB_RULES),
     # Replay
     _counter("replays_total", "Replays of finished requests.", result=REPLAY_RESULTS),
     _gauge(
@@ -377,51 +319,35 @@ CATALOGUE: tuple[Metric, ...] = (
         answered_by=_ANSWERED_BY,
     ),
     _gauge("recent_replay_failures", "Those of them that failed (twice).", answered_by=_ANSWERED_BY),
-    _counter(
-        "replays_requested_total",
+    _counter("replays_requested_total",
         "Finished requests that were selected for a replay, by what became of the bytes of their replies.",
-        bytes=REPLY_BYTES,
-    ),
-    _counter(
-        "independent_replays_total", "Answers that an independent referee checked again.", result=INDEPENDENT_RESULTS
-    ),
-    _counter(
-        "referee_controls_total",
-        "Verified answers that were judged again with a change that the referee must find.",
-        change={
-            "logprobs": "each logprob is a nat too high",
-            "token": "the surest tokens are replaced by others",
-            "seed": "the seed is another",
-            "alternatives": "the logprobs beside the tokens' own are 20 nats too low",
-            "limit": "max_tokens is one less than the number of tokens",
-        },
-        result={
-            "found": "the referee called it suspect, as it must",
-            "missed": "it did not: verdicts of this referee cannot be trusted",
-            "failed": "not replayed",
-        },
-    ),
+        bytes=REPLY_BYTES),
+    _counter("independent_replays_total", "Answers that an independent referee checked again.",
+        result=INDEPENDENT_RESULTS),
+    _counter("referee_controls_total",
+        "Verified answers that were judged again with a change that the referee must find.", change={
+        "logprobs": "each logprob is a nat too high",
+        "token": "the surest tokens are replaced by others",
+        "seed": "the seed is another",
+        "alternatives": "the logprobs beside the tokens' own are 20 nats too low",
+        "limit": "max_tokens is one less than the number of tokens",
+    }, result={
+        "found": "the referee called it suspect, as it must",
+        "missed": "it did not: verdicts of this referee cannot be trusted",
+        "failed": "not replayed",
+    }),
     _gauge("replay_lag_seconds", "Age of the oldest request that waits for its replay."),
     _gauge("replays_running", "Replays that a replica is computing, or that wait for room in its engine."),
     _counter("replay_tokens_total", "Tokens whose logprob was compared with a replay's.", stratum=_STRATUM),
-    _counter(
-        "replay_tme_excess_total",
+    _counter("replay_tme_excess_total",
         "Sum of exp|d| - 1 over replayed tokens, d = served minus replayed logprob, |d| clipped at 10 nats; TME = 1 + "
-        "this / replay tokens.",
-        stratum=_STRATUM,
-    ),
-    _counter(
-        "replay_gen_kl_total",
-        "Sum of exp(-d) + d - 1 in nats over replayed tokens; a healthy mean is below 0.001.",
-        stratum=_STRATUM,
-    ),
+        "this / replay tokens.", stratum=_STRATUM),
+    _counter("replay_gen_kl_total",
+        "Sum of exp(-d) + d - 1 in nats over replayed tokens; a healthy mean is below 0.001.", stratum=_STRATUM),
     _histogram("replay_drift_nats", "|served - replayed logprob| of a token.", _DRIFT_NATS),
     _counter("replay_alarms_total", "Alarms over replayed tokens.", alarm=REPLAY_ALARMS, stratum=_STRATUM),
-    _counter(
-        "replay_distributions_total",
-        "Replayed requests, by their evidence about the distribution.",
-        distribution=DISTRIBUTIONS,
-    ),
+    _counter("replay_distributions_total", "Replayed requests, by their evidence about the distribution.",
+        distribution=DISTRIBUTIONS),
     _counter("verdicts_total", "Verdicts on answers.", verdict=VERDICTS),
     # A watched server
     _counter("watched_requests_total", "Requests through the proxy of `truespec watch`.", result=WATCHED_RESULTS),
@@ -433,47 +359,32 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     _gauge("speculation_enabled", "1 if client requests may speculate, according to breaker and operator."),
     _counter("breaker_trips_total", "Breaker trips.", reason=TRIP_REASONS),
-    _counter(
-        "canaries_total",
-        "Canary trials of speculation.",
-        result={
-            "passed": "no fault was found: speculation is re-enabled",
-            "failed": "a fault was found: speculation stays off for longer",
-            "inconclusive": "too little was drafted, or the trial could not be run; it is repeated",
-        },
-    ),
+    _counter("canaries_total", "Canary trials of speculation.", result={
+        "passed": "no fault was found: speculation is re-enabled",
+        "failed": "a fault was found: speculation stays off for longer",
+        "inconclusive": "too little was drafted, or the trial could not be run; it is repeated",
+    }),
     # Replicas, as Ray Serve counts them
     _gauge("replicas_wanted", "Replicas of the pool that Ray Serve is to run."),
     _gauge("replicas_running", "Replicas of the pool that serve."),
-    _counter(
-        "replica_restarts_total",
+    _counter("replica_restarts_total",
         "Replicas that Ray Serve replaced because they died or failed their health check, not for a deployment, "
-        "scaling or a drain.",
-    ),
-    _counter(
-        "requests_interrupted_total",
-        "Clients' requests that a replica had, by its last report, when it was lost. Their clients got an error "
-        "or a cut stream, or went on elsewhere with `recovery.resume`. No other metric counts them behind "
-        "HAProxy.",
-    ),
+        "scaling or a drain."),
+    _counter("requests_interrupted_total",
+        "Clients' requests that a replica had, by its last report, when it was lost. Their clients got an error or a "
+        "cut stream, or went on elsewhere with `recovery.resume`. No other metric counts them behind HAProxy."),
     # Weights and build
-    _counter(
-        "weight_updates_total",
-        "Weight updates of a replica.",
-        result={"ok": "the new weights are served", "failed": "the old weights are still served"},
-    ),
+    _counter("weight_updates_total", "Weight updates of a replica.", result={
+        "ok": "the new weights are served",
+        "failed": "the old weights are still served",
+    }),
     _gauge(
         "kernels_active",
         "1 if a replica computes with the kernels made for its device; 0 if it runs without them, slowly.",
         kernels={"cpu": "our own, for AVX-512 or AVX2", "triton": "on a GPU, by Triton"},
     ),
-    _gauge(
-        "build_info",
-        "1, for what a replica is.",
-        version="truespec's",
-        fingerprint="of the model's configuration and weights",
-        drafter="`drafter.kind` of the configuration",
-    ),
-)
+    _gauge("build_info", "1, for what a replica is.", version="truespec's",
+        fingerprint="of the model's configuration and weights", drafter="`drafter.kind` of the configuration"),
+)  # fmt: skip
 
 METRICS: dict[str, Metric] = {metric.name: metric for metric in CATALOGUE}
